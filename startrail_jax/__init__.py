@@ -1,0 +1,15 @@
+"""Exact, communication-efficient sequence-parallel attention for JAX.
+
+    import startrail_jax as st
+
+    mesh = st.make_mesh(st.Degrees.startrail(8, c=2))
+    attention = st.Attention(mesh, causal=True)
+    out = attention(query, key, value)
+"""
+
+from startrail_jax.attention import Attention
+from startrail_jax.cost import communication
+from startrail_jax.layout import Layout
+from startrail_jax.mesh import AxisNames, Degrees, make_mesh
+
+__all__ = ["Attention", "AxisNames", "Degrees", "Layout", "communication", "make_mesh"]

@@ -1,0 +1,294 @@
+"""The public callable: validates, enters `shard_map`, dispatches. No maths."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import Array
+
+from startrail_jax import blocks, collectives, rings
+from startrail_jax.layout import Layout
+from startrail_jax.mesh import ROLES, SEQUENCE_ROLES, AxisNames, Degrees, flat_axis, resolve_axes
+from startrail_jax.validation import check_arrays, check_heads, check_sharding, refuse_unserved
+
+_OPTIONS = {
+    "backend": ("auto", *blocks.BACKENDS),
+    "backward": ("auto", "query", "kv"),
+    "placement": ("permute_gather", "gather_permute"),
+    "combine": ("merge", "reduce_scatter"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """Exact attention over a sequence that is sharded over the devices of a mesh.
+
+        out = softmax(scale * query key^T + mask) value
+
+    Frozen and hashable: build it once, call it anywhere, under `jit`, `grad`, `jax.checkpoint` and
+    `lax.scan`. It is an `attention_fn` for `nnx.MultiHeadAttention` and for
+    `linen.MultiHeadDotProductAttention`. The mesh degrees choose the scheme: see `Degrees`.
+
+    Raises:
+        ValueError: on an option that does not exist or does not fit the mesh.
+
+    References:
+        StarTrail, https://arxiv.org/abs/2407.00611.
+    """
+
+    mesh: Mesh | AbstractMesh
+    """Its axes play the roles of `ROLES`; axes that play none are allowed, and replicate."""
+    _: dataclasses.KW_ONLY
+    causal: bool = True
+    """Whether a query sees only keys at its own position or before."""
+    layout: Layout | str | None = None
+    """Placement of tokens; None for "zigzag" if causal, else "contiguous". Always a `Layout` once
+    built."""
+    backend: str = "auto"
+    """Block kernel: "xla" (everywhere, every mask), or "auto" for the best that serves."""
+    backward: str = "auto"
+    """What goes round the ring in the backward pass: "query" (the paper), "kv", or "auto" for the
+    one of fewer bytes."""
+    placement: str = "permute_gather"
+    """How key units form: ours, or "gather_permute", the paper's order of more bytes."""
+    combine: str = "merge"
+    """How a team joins its outputs: in float32 at their owner, or "reduce_scatter" (the paper)."""
+    window: int | None = None
+    """Number of keys that a query sees, itself included; causal only. None for all."""
+    scale: float | None = None
+    """Factor of the logits; None for head_dim ** -0.5."""
+    axis_names: AxisNames | Mapping[str, str | tuple[str, ...]] | None = None
+    """Which mesh axes play which role, where they are not named after it: {"ring": "context"}."""
+
+    def __post_init__(self) -> None:
+        for name, values in _OPTIONS.items():
+            if getattr(self, name) not in values:
+                raise ValueError(
+                    f"{name} must be one of {values}; got {name}={getattr(self, name)!r}. "
+                    f"Leave it out for {values[0]!r}."
+                )
+        object.__setattr__(self, "axis_names", AxisNames.of(self.axis_names))
+        object.__setattr__(self, "layout", self._resolve_layout())
+        degrees = self.degrees
+        if self.window is not None and (not self.causal or self.window < 1):
+            raise ValueError(
+                f"window needs causal=True and at least 1 key; got window={self.window}, "
+                f"causal={self.causal}. Use window=None to see every key."
+            )
+        if self.placement == "gather_permute" and degrees.team != degrees.group:
+            raise ValueError(
+                "placement='gather_permute' needs team == group; got "
+                f"team={degrees.team}, group={degrees.group}. Use placement='permute_gather'."
+            )
+
+    @classmethod
+    def as_published(cls, mesh: Mesh | AbstractMesh, **options: Any) -> Attention:
+        """StarTrail as in the paper: its key placement, combination and backward pass.
+
+        The baseline to measure against. Takes the other options of `Attention`.
+        """
+        paper = {
+            "placement": "gather_permute", "combine": "reduce_scatter", "backward": "query"
+        }  # fmt: skip
+        return cls(mesh, **(paper | options))
+
+    @functools.cached_property
+    def degrees(self) -> Degrees:
+        """Degrees of the mesh axes that play a role."""
+        return Degrees(**{role: axis.degree for role, axis in self._axes.items()})
+
+    @property
+    def sequence_spec(self) -> PartitionSpec:
+        """PartitionSpec of [batch, seq] arrays, such as tokens or segment ids."""
+        return PartitionSpec(self._spec_entry("data"), self._spec_entry(*SEQUENCE_ROLES))
+
+    def query_spec(self, heads: int) -> PartitionSpec:
+        """PartitionSpec of queries and outputs [batch, seq, heads, head_dim].
+
+        Raises:
+            ValueError: if the heads cannot be split over `head` and `tensor`.
+        """
+        check_heads(self.degrees, heads, heads)
+        return PartitionSpec(*self.sequence_spec, self._spec_entry("tensor"), None)
+
+    def key_spec(self, kv_heads: int) -> PartitionSpec:
+        """PartitionSpec of keys and values [batch, seq, kv_heads, head_dim].
+
+        Fewer key heads than the tensor degree are replicated over it.
+        """
+        sharded = kv_heads % self.degrees.tensor == 0
+        entry = self._spec_entry("tensor") if sharded else None
+        return PartitionSpec(*self.sequence_spec, entry, None)
+
+    @property
+    def lse_spec(self) -> PartitionSpec:
+        """PartitionSpec of the log-sum-exp [batch, heads, seq]."""
+        batch, seq = self.sequence_spec
+        return PartitionSpec(batch, self._spec_entry("tensor"), seq)
+
+    def num_rounds(self, seq_len: int) -> int:
+        """Ring rounds at this length: the ring degree, or fewer under a short window."""
+        self.layout.check_length(seq_len)
+        return len(rings.ring_offsets(self._schedule, seq_len))
+
+    def __call__(
+        self,
+        query: ArrayLike,
+        key: ArrayLike,
+        value: ArrayLike,
+        bias: ArrayLike | None = None,
+        mask: ArrayLike | None = None,
+        *,
+        segment_ids: ArrayLike | tuple[ArrayLike, ArrayLike] | None = None,
+        return_lse: bool = False,
+        dtype: DTypeLike | None = None,
+        is_causal: bool = False,
+        dropout_rng: Array | None = None,
+        dropout_rate: float = 0.0,
+        broadcast_dropout: bool = True,
+        deterministic: bool = False,
+        precision: Any = None,
+        module: Any = None,
+        input_positions: ArrayLike | None = None,
+        force_fp32_for_softmax: bool = False,
+        einsum_dot_general: Any = None,
+        qk_attn_weights_einsum: Any = None,
+        attn_weights_value_einsum: Any = None,
+    ) -> Any:
+        """Attends every query to the keys that it may see.
+
+        Args:
+            query: [batch, seq, heads, head_dim], sharded as `query_spec(heads)`, tokens in the
+                order of `layout`; float32, bfloat16 or float16.
+            key: [batch, kv_seq, kv_heads, head_dim], as `key_spec(kv_heads)`; `kv_heads` divides
+                `heads`, and each key head serves neighbouring query heads.
+            value: [batch, kv_seq, kv_heads, value_head_dim], likewise.
+            segment_ids: integers [batch, seq] as `sequence_spec`, or a pair for queries and keys.
+                Equal ids see each other; negative ids are padding, whose outputs and gradients are 0.
+            return_lse: whether to return the log-sum-exp too; gradients flow through both.
+            dtype: to cast query, key and value to; None leaves them.
+            is_causal: True is an error on an instance that is not causal; False changes nothing.
+            bias, mask, dropout_rng, dropout_rate, broadcast_dropout, deterministic, precision,
+            module, input_positions, force_fp32_for_softmax, einsum_dot_general,
+            qk_attn_weights_einsum, attn_weights_value_einsum: what Flax passes to an attention
+                function; anything that asks for more than this op serves raises. The softmax is
+                always in float32.
+
+        Returns:
+            out [batch, seq, heads, value_head_dim] in the dtype of query and sharded like it; 0 in
+            rows that see no key. With `return_lse` also lse [batch, heads, seq] in float32, the
+            natural log of the sum of exponentials of the scaled logits, sharded as `lse_spec`;
+            -1e30 in such rows.
+
+        Raises:
+            ValueError: if shapes, dtypes or shardings do not fit each other or the mesh.
+            NotImplementedError: for a Flax option that is not served.
+        """
+        del dropout_rng, broadcast_dropout, force_fp32_for_softmax
+        refuse_unserved(
+            bias=bias,
+            mask=mask,
+            dropout_rate=0.0 if deterministic else dropout_rate,
+            precision=precision,
+            module=module,
+            input_positions=input_positions,
+            einsum_dot_general=einsum_dot_general,
+            qk_attn_weights_einsum=qk_attn_weights_einsum,
+            attn_weights_value_einsum=attn_weights_value_einsum,
+        )
+        if is_causal and not self.causal:
+            raise ValueError(
+                "is_causal=True needs a causal attention; got an instance with causal=False. "
+                "Build Attention(mesh, causal=True)."
+            )
+        query, key, value = (jnp.asarray(x, dtype) for x in (query, key, value))
+        pair = segment_ids if isinstance(segment_ids, tuple) else (segment_ids,)
+        ids = () if segment_ids is None else tuple(jnp.asarray(x) for x in pair)
+        check_arrays(
+            query, key, value, ids, degrees=self.degrees, layout=self.layout, causal=self.causal
+        )
+        query_spec, key_spec = self.query_spec(query.shape[2]), self.key_spec(key.shape[2])
+        in_specs = (query_spec, key_spec, key_spec, *(self.sequence_spec for _ in ids))
+        arrays = (query, key, value, *(x.astype(jnp.int32) for x in ids))
+        names = ("query", "key", "value", "segment_ids", "key segment_ids")
+        for name, array, spec in zip(names, arrays, in_specs):
+            check_sharding(name, array, spec, self.mesh)
+        out, lse = jax.shard_map(
+            functools.partial(self._on_device, kv_heads=key.shape[2]),
+            mesh=self.mesh,
+            in_specs=in_specs,
+            out_specs=(query_spec, self.lse_spec),
+        )(*arrays)
+        return (out, lse) if return_lse else out
+
+    def local(
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        query_segments: Array | None = None,
+        key_segments: Array | None = None,
+    ) -> tuple[Array, Array]:
+        """The same on one device's shards, for use inside a fully manual `shard_map` of yours.
+
+        Args:
+            query, key, value: this device's shards, with the key heads of its own query heads.
+            query_segments, key_segments: int32 segment ids of the same tokens, both or neither.
+
+        Returns:
+            out and lse [b, n, t] of this device's queries.
+        """
+        return rings.sharded_attention(
+            self._schedule, query, key, value, query_segments, key_segments
+        )
+
+    def _on_device(
+        self, query: Array, key: Array, value: Array, *ids: Array, kv_heads: int
+    ) -> tuple[Array, Array]:
+        tensor = self._axes["tensor"]
+        if kv_heads % tensor.degree:
+            # Replicated over `tensor`: keep the one key head of this device's query heads.
+            own = collectives.index(tensor) // (tensor.degree // kv_heads)
+            key, value = (lax.dynamic_slice_in_dim(x, own, 1, 2) for x in (key, value))
+        query_ids, key_ids = (ids[0], ids[-1]) if ids else (None, None)
+        return self.local(query, key, value, query_ids, key_ids)
+
+    @functools.cached_property
+    def _axes(self) -> dict[str, Any]:
+        return resolve_axes(self.mesh, self.axis_names)
+
+    @functools.cached_property
+    def _schedule(self) -> rings.Schedule:
+        return rings.Schedule(
+            **{role: self._axes[role] for role in SEQUENCE_ROLES},
+            **{
+                name: getattr(self, name)
+                for name in (*_OPTIONS, "layout", "causal", "window", "scale")
+            },
+        )
+
+    def _spec_entry(self, *roles: str) -> str | tuple[str, ...] | None:
+        names = flat_axis(self._axes, roles).names
+        return names[0] if len(names) == 1 else names or None
+
+    def _resolve_layout(self) -> Layout:
+        layout, degree = self.layout, self.degrees.sequence
+        if layout is None:
+            layout = "zigzag" if self.causal else "contiguous"
+        if isinstance(layout, str):
+            return Layout(layout, degree)
+        if layout.degree != degree:
+            raise ValueError(
+                f"The layout must have as many shards as the mesh has sequence ranks; got "
+                f"layout.degree={layout.degree}, sequence degree={degree}. "
+                f"Pass layout={layout.kind!r} to have it built."
+            )
+        return layout

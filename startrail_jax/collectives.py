@@ -1,0 +1,104 @@
+"""Movement of units between devices: ring shift, gathers and scatters, key placement, exchanges.
+
+No attention maths. Every function runs inside `shard_map`; an axis of degree 1 moves nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax import lax
+from jaxtyping import Array, Int32, Shaped
+
+from startrail_jax.mesh import Axis
+
+
+def index(axis: Axis) -> Int32[Array, ""] | int:
+    """This device's index along `axis`."""
+    return lax.axis_index(axis.names) if axis.degree > 1 else 0
+
+
+def shift(tree: Any, axis: Axis, step: int) -> Any:
+    """Sends every array of `tree` from index p to p + step (mod degree); one message each."""
+    if step % axis.degree == 0:
+        return tree
+    pairs = [(p, (p + step) % axis.degree) for p in range(axis.degree)]
+    return jax.tree.map(lambda x: lax.ppermute(x, axis.names, pairs), tree)
+
+
+def gather(x: Shaped[Array, "..."], axis: Axis, dim: int) -> Shaped[Array, "..."]:
+    """Concatenates the members' arrays along `dim`; receives degree - 1 arrays."""
+    return lax.all_gather(x, axis.names, axis=dim, tiled=True) if axis.degree > 1 else x
+
+
+def scatter_sum(x: Shaped[Array, "..."], axis: Axis, dim: int) -> Shaped[Array, "..."]:
+    """Sums over members and keeps this member's part of `dim`, the transpose of `gather`."""
+    if axis.degree == 1:
+        return x
+    return lax.psum_scatter(x, axis.names, scatter_dimension=dim, tiled=True)
+
+
+def exchange(x: Shaped[Array, "..."], axis: Axis, split: int, concat: int) -> Shaped[Array, "..."]:
+    """Splits dimension `split` over the members and joins what they send along `concat`."""
+    if axis.degree == 1:
+        return x
+    return lax.all_to_all(x, axis.names, split_axis=split, concat_axis=concat, tiled=True)
+
+
+def partials(x: Shaped[Array, "..."], axis: Axis, dim: int) -> Shaped[Array, "p ..."]:
+    """Every member's version of this member's part of `dim`, on a new leading dimension."""
+    if axis.degree == 1:
+        return x[None]
+    parts = x.reshape(*x.shape[:dim], axis.degree, -1, *x.shape[dim + 1 :])
+    return lax.all_to_all(parts, axis.names, split_axis=dim, concat_axis=0)
+
+
+@dataclass(frozen=True)
+class KeyPlacement:
+    """Brings key unit p * team + a to device (g, p, a): step 2 of the schedule.
+
+    Key unit j is the shards of ranks j * G .. j * G + G - 1 (G = group degree). Units received
+    per tensor, where a unit is one shard:
+
+    * "permute_gather": a ppermute of the own shard (1 unit) and an all_gather over `group`
+      (G - 1). Without a causal mask any partition into units will do, and the permute goes.
+    * "gather_permute": the paper's order (arXiv 2407.00611, algorithm 2, get_init_send), an
+      all_gather over the team (C - 1) and a ppermute of the gathered unit (C); team == group only.
+    """
+
+    kind: str
+    group: Axis
+    team: Axis
+    rank: Axis
+    """The flat axis over (group, ring, team)."""
+    causal: bool
+
+    def place(self, x: Shaped[Array, "b s ..."]) -> Shaped[Array, "b gs ..."]:
+        """From this device's shard to the key unit that it must hold first."""
+        if self.kind == "gather_permute":
+            return self._transpose(gather(x, self.team, 1))
+        return gather(self._transpose(x) if self.causal else x, self.group, 1)
+
+    def scatter(self, x: Shaped[Array, "b gs ..."], dtype: Any) -> Shaped[Array, "b s ..."]:
+        """The transpose of `place`: sums what the unit's holders have, back to the owners.
+
+        Sums are taken in the dtype of `x`; the result is in `dtype`.
+        """
+        if self.kind == "gather_permute":
+            return scatter_sum(self._transpose(x, inverse=True), self.team, 1).astype(dtype)
+        x = scatter_sum(x, self.group, 1).astype(dtype)
+        return self._transpose(x, inverse=True) if self.causal else x
+
+    def _transpose(self, x: Array, *, inverse: bool = False) -> Array:
+        """Sends from rank i * G + j to rank j * (P / G) + i, or back.
+
+        Ours moves shard i * G + j; in the paper's order the same ranks send whole units, as team i
+        has gathered unit i and its member j serves copy j.
+        """
+        ranks, members = self.rank.degree, self.group.degree
+        if members in (1, ranks):
+            return x
+        pairs = [(r, r % members * (ranks // members) + r // members) for r in range(ranks)]
+        return lax.ppermute(x, self.rank.names, [pair[::-1] for pair in pairs] if inverse else pairs)

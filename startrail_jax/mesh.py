@@ -1,0 +1,245 @@
+"""Degrees of parallelism and the device mesh. Knows nothing of attention.
+
+`P = group * ring * team * head` devices share one sequence; every known scheme is a setting of
+these four degrees (see `Degrees`). `data` splits the batch, `tensor` splits heads and features.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+# The six roles, slowest to fastest in device order.
+ROLES = ("data", "group", "ring", "team", "head", "tensor")
+# The roles that together shard the token axis, slowest to fastest.
+SEQUENCE_ROLES = ("group", "ring", "team", "head")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Degrees:
+    """Sizes of the six parallel axes.
+
+    | scheme                           | head | team | ring      | group |
+    |----------------------------------|------|------|-----------|-------|
+    | Ring Attention                   | 1    | 1    | P         | 1     |
+    | all-gather context parallelism   | 1    | 1    | 1         | P     |
+    | Ulysses                          | P    | 1    | 1         | 1     |
+    | LoongTrain 2D-Attention, USP     | U    | 1    | P/U       | 1     |
+    | StarTrail with the paper's C     | 1    | C    | P/C^2     | C     |
+    | fewest bytes, least memory       | 1    | A    | P/A       | 1     |
+    | 2-D tiles, no ring               | 1    | A    | 1         | P/A   |
+    | StarTrail x Ulysses              | U    | C    | P/(U C^2) | C     |
+
+    Raises:
+        ValueError: if a degree is not a positive integer.
+    """
+
+    data: int = 1
+    """Shards of the batch."""
+    group: int = 1
+    """Devices that gather one key unit; the paper's C together with `team`."""
+    ring: int = 1
+    """Devices round which key units (or query units) travel; the paper's P / C^2."""
+    team: int = 1
+    """Devices that share their queries; the paper's C."""
+    head: int = 1
+    """Ulysses degree: devices that trade tokens for heads before anything else."""
+    tensor: int = 1
+    """Tensor-parallel shards of the heads."""
+
+    def __post_init__(self) -> None:
+        for role in ROLES:
+            degree = getattr(self, role)
+            if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
+                raise ValueError(
+                    f"Every degree must be an integer of at least 1; got {role}={degree!r}. "
+                    f"Use {role}=1 to leave that axis out."
+                )
+
+    @property
+    def sequence(self) -> int:
+        """P, the number of devices that share one sequence."""
+        return self.group * self.ring * self.team * self.head
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the whole mesh."""
+        return self.data * self.sequence * self.tensor
+
+    @classmethod
+    def ring_attention(cls, sequence: int, *, data: int = 1, tensor: int = 1) -> Degrees:
+        """Ring Attention (arXiv 2310.01889) over `sequence` devices."""
+        return cls(data=data, ring=sequence, tensor=tensor)
+
+    @classmethod
+    def all_gather(cls, sequence: int, *, data: int = 1, tensor: int = 1) -> Degrees:
+        """All-gather context parallelism: every device gathers all keys and values."""
+        return cls(data=data, group=sequence, tensor=tensor)
+
+    @classmethod
+    def ulysses(cls, sequence: int, *, data: int = 1, tensor: int = 1) -> Degrees:
+        """DeepSpeed-Ulysses (arXiv 2309.14509): tokens are traded for heads."""
+        return cls(data=data, head=sequence, tensor=tensor)
+
+    @classmethod
+    def loongtrain(cls, sequence: int, *, head: int, data: int = 1, tensor: int = 1) -> Degrees:
+        """LoongTrain's 2D-Attention (arXiv 2406.18485): Ulysses inside, a ring outside.
+
+        Raises:
+            ValueError: if `head` does not divide `sequence`.
+        """
+        _check_divides(sequence, "head", head, head)
+        return cls(data=data, ring=sequence // head, head=head, tensor=tensor)
+
+    @classmethod
+    def startrail(
+        cls, sequence: int, *, c: int, head: int = 1, data: int = 1, tensor: int = 1
+    ) -> Degrees:
+        """StarTrail (arXiv 2407.00611): teams of `c`, sub-rings of `sequence / c^2` devices.
+
+        With `head` > 1 it is combined with Ulysses, the paper's future work.
+
+        Raises:
+            ValueError: if `head * c^2` does not divide `sequence`; names the nearest that do.
+        """
+        _check_divides(sequence, "head", head, head)
+        _check_divides(sequence // head, "c", c, c * c)
+        return cls(
+            data=data,
+            group=c,
+            ring=sequence // (head * c * c),
+            team=c,
+            head=head,
+            tensor=tensor,
+        )
+
+
+def _check_divides(sequence: int, name: str, value: int, block: int) -> None:
+    """Raises unless `block` (`value` or its square) divides `sequence`."""
+    if value >= 1 and sequence >= 1 and sequence % block == 0:
+        return
+    square = block != value or name == "c"
+    rule = f"{name}^2" if square else name
+    power = 2 if square else 1
+    valid = [d for d in range(1, max(sequence, 1) + 1) if sequence % d**power == 0]
+    below = [d for d in valid if d <= value][-2:]
+    above = [d for d in valid if d > value][:2]
+    near = ", ".join(f"{name}={d}" for d in below + above)
+    lengths = ""
+    if value >= 1:
+        lower = sequence // block * block
+        sizes = [size for size in (lower, lower + block) if size > 0]
+        lengths = f", or {' or '.join(map(str, sizes))} devices"
+    raise ValueError(
+        f"{rule} must divide the sequence degree; got {name}={value}, sequence degree={sequence}. "
+        f"Use {near or f'{name}=1'}{lengths}."
+    )
+
+
+def make_mesh(
+    degrees: Degrees, axis_type: str = "explicit", devices: Sequence[jax.Device] | None = None
+) -> Mesh:
+    """A mesh with the six axes of `degrees`, named as in `ROLES`.
+
+    Args:
+        degrees: sizes of the axes.
+        axis_type: "explicit" (shardings are part of the types and mismatches are errors) or
+            "auto" (the compiler may insert resharding).
+        devices: the devices to use, all of them; all the visible ones by default.
+
+    Raises:
+        ValueError: if the product of the degrees is not the number of devices.
+    """
+    types = {"explicit": AxisType.Explicit, "auto": AxisType.Auto}
+    if axis_type not in types:
+        raise ValueError(
+            f"axis_type must be 'explicit' or 'auto'; got {axis_type!r}. "
+            "Use 'explicit' unless your model relies on automatic resharding."
+        )
+    devices = list(jax.devices() if devices is None else devices)
+    shape = tuple(getattr(degrees, role) for role in ROLES)
+    if math.prod(shape) != len(devices):
+        sizes = " * ".join(f"{role}={size}" for role, size in zip(ROLES, shape))
+        raise ValueError(
+            f"The product of the degrees must be the number of devices; got {sizes} = "
+            f"{math.prod(shape)} for {len(devices)} devices. Change a degree, or pass "
+            f"devices= with {math.prod(shape)} of them."
+        )
+    return jax.make_mesh(shape, ROLES, axis_types=(types[axis_type],) * len(ROLES), devices=devices)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AxisNames:
+    """Which mesh axis (or tuple of axes, slowest first) plays each role.
+
+    A role whose default name the mesh does not have is of degree 1.
+    """
+
+    data: str | tuple[str, ...] = "data"
+    group: str | tuple[str, ...] = "group"
+    ring: str | tuple[str, ...] = "ring"
+    team: str | tuple[str, ...] = "team"
+    head: str | tuple[str, ...] = "head"
+    tensor: str | tuple[str, ...] = "tensor"
+
+    @classmethod
+    def of(cls, names: AxisNames | Mapping[str, str | tuple[str, ...]] | None) -> AxisNames:
+        """Reads a mapping role -> mesh axis; roles left out keep their own name."""
+        if isinstance(names, AxisNames):
+            return names
+        unknown = sorted(set(names or {}) - set(ROLES))
+        if unknown:
+            raise ValueError(
+                f"axis_names must map roles {ROLES} to axes of the mesh; got unknown {unknown}. "
+                "Write for example axis_names={'ring': 'context'}."
+            )
+        return cls(**{k: v if isinstance(v, str) else tuple(v) for k, v in (names or {}).items()})
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One role on a real mesh: the mesh axes of degree > 1 that play it, slowest first."""
+
+    names: tuple[str, ...]
+    degree: int
+
+
+def resolve_axes(mesh: Mesh | AbstractMesh, names: AxisNames) -> dict[str, Axis]:
+    """The `Axis` of each role on `mesh`.
+
+    Raises:
+        ValueError: if a name given by the caller is not an axis of the mesh, or serves two roles.
+    """
+    sizes = dict(mesh.shape)
+    axes: dict[str, Axis] = {}
+    taken: dict[str, str] = {}
+    for field in dataclasses.fields(names):
+        role, value = field.name, getattr(names, field.name)
+        members = (value,) if isinstance(value, str) else value
+        for name in members:
+            if name not in sizes and name != role:
+                raise ValueError(
+                    f"axis_names must name axes of the mesh; got {role}={name!r}, and the mesh "
+                    f"has {tuple(sizes)}. Correct the name, or leave {role} out for degree 1."
+                )
+            if name in taken:
+                raise ValueError(
+                    f"A mesh axis must play one role; got {name!r} for both {taken[name]} and "
+                    f"{role}. Map one of them to another axis."
+                )
+            taken[name] = role
+        present = tuple(name for name in members if sizes.get(name, 1) > 1)
+        axes[role] = Axis(present, math.prod(sizes[name] for name in present))
+    return axes
+
+
+def flat_axis(axes: Mapping[str, Axis], roles: Sequence[str]) -> Axis:
+    """Several roles as one axis, the first of `roles` slowest."""
+    names = tuple(name for role in roles for name in axes[role].names)
+    return Axis(names, int(np.prod([axes[role].degree for role in roles])))

@@ -1,0 +1,417 @@
+"""The schedule: concentric rings, forward and backward. Runs inside a fully manual `shard_map`.
+
+Sequence ranks are flat over (group, ring, team, head), slowest first; G, R, A, U are the degrees.
+Device (g, p, a) attends the queries of its team, query unit g * R + p, to the key units p' * A + a
+of all p' on its ring, one per round. Teams share queries, rings share keys, and every (query, key)
+pair is met exactly once.
+
+References:
+    StarTrail, https://arxiv.org/abs/2407.00611 (algorithms 1-3); Ring Attention,
+    https://arxiv.org/abs/2310.01889; Ulysses, https://arxiv.org/abs/2309.14509; LoongTrain's
+    2D-Attention, https://arxiv.org/abs/2406.18485.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Float32
+
+from startrail_jax import blocks, collectives
+from startrail_jax.collectives import KeyPlacement
+from startrail_jax.cost import cheaper_backward
+from startrail_jax.layout import Layout
+from startrail_jax.mask import Mask, runs_meet
+from startrail_jax.mesh import Axis
+from startrail_jax.shapes import (
+    EMPTY,
+    KeySegments,
+    KeyShard,
+    LseShard,
+    OutShard,
+    QuerySegments,
+    QueryShard,
+    ValueShard,
+)
+from startrail_jax.softmax import merge_partials, rows
+
+# A ring of more rounds runs its middle rounds as a loop, which bounds the time to compile it.
+UNROLLED_ROUNDS = 8
+
+# For `jax.checkpoint_policies.save_only_these_names`: with these saved, attention is not recomputed.
+CHECKPOINT_NAMES = ("attention_partial", "attention_lse", "attention_out")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """Everything static about one attention: the axes it runs on and the choices made."""
+
+    group: Axis
+    ring: Axis
+    team: Axis
+    head: Axis
+    layout: Layout
+    causal: bool
+    window: int | None
+    scale: float | None
+    backend: str
+    backward: str
+    placement: str
+    combine: str
+
+    @property
+    def keys(self) -> KeyPlacement:
+        """How key units come to their devices, and their gradients back."""
+        degree = self.group.degree * self.ring.degree * self.team.degree
+        rank = Axis(self.group.names + self.ring.names + self.team.names, degree)
+        return KeyPlacement(self.placement, self.group, self.team, rank, self.causal)
+
+    @property
+    def query_ranks(self) -> int:
+        """Sequence ranks in a query unit."""
+        return self.team.degree * self.head.degree
+
+    @property
+    def key_ranks(self) -> int:
+        """Sequence ranks in a key unit."""
+        return self.group.degree * self.head.degree
+
+    def query_unit(self, g: Any, p: Any, distance: Any = 0) -> Any:
+        """The query unit that lives `distance` ahead of ring index p in group g."""
+        return g * self.ring.degree + (p + distance) % self.ring.degree
+
+    def key_unit(self, p: Any, a: Any, distance: Any = 0) -> Any:
+        """The key unit that lives `distance` behind ring index p, at team index a."""
+        return (p - distance) % self.ring.degree * self.team.degree + a
+
+    def sort(self, x: Array, ranks: int, dim: int) -> Array:
+        """A gathered unit in order of position, which only positional masks need."""
+        return self.layout.sort_unit(x, ranks, dim) if self.causal else x
+
+    def unsort(self, x: Array, ranks: int, dim: int) -> Array:
+        """The inverse of `sort`."""
+        return self.layout.unsort_unit(x, ranks, dim) if self.causal else x
+
+
+@functools.lru_cache(maxsize=1024)
+def ring_offsets(schedule: Schedule, seq_len: int) -> tuple[int, ...]:
+    """Ring distances between queries and keys at which some device has work, 0 first.
+
+    All of them, but for a sliding window: the ring then skips the rounds that nobody needs.
+    """
+    group, ring, team = (range(x.degree) for x in (schedule.group, schedule.ring, schedule.team))
+    if schedule.window is None:
+        return tuple(ring)
+    unit = functools.partial(schedule.layout.unit_positions, seq_len)
+    queries = [
+        [unit(schedule.query_ranks, schedule.query_unit(g, p)) for g in group] for p in ring
+    ]
+    keys = [[unit(schedule.key_ranks, schedule.key_unit(p, a)) for a in team] for p in ring]
+    return tuple(
+        offset
+        for offset in ring
+        if offset == 0
+        or any(
+            runs_meet(query, key, schedule.window)
+            for p in ring
+            for query in queries[p]
+            for key in keys[p - offset]
+        )
+    )
+
+
+def sharded_attention(
+    schedule: Schedule,
+    q: QueryShard,
+    k: KeyShard,
+    v: ValueShard,
+    query_segments: QuerySegments | None = None,
+    key_segments: KeySegments | None = None,
+) -> tuple[OutShard, LseShard]:
+    """Attention of this device's tokens to the whole sequence: steps 0 to 5 of the schedule.
+
+    With `head` > 1, an all_to_all first trades tokens for heads (Ulysses) and another trades back;
+    key heads are replicated where there are fewer than `head`.
+
+    Args:
+        q, k, v: this device's shards, of all the heads that its tensor rank holds.
+        query_segments, key_segments: segment ids of the same tokens; both or neither.
+
+    Returns:
+        out in the dtype of q and lse in float32, of this device's tokens.
+    """
+    head = schedule.head
+    copies = max(1, head.degree // k.shape[2])
+    k, v = (jnp.repeat(x, copies, axis=2) if copies > 1 else x for x in (k, v))
+    q, k, v = (collectives.exchange(x, head, split=2, concat=1) for x in (q, k, v))
+    shared = query_segments is key_segments
+    if query_segments is not None:
+        query_segments = collectives.gather(query_segments, head, 1)
+    if key_segments is not None:
+        key_segments = query_segments if shared else collectives.gather(key_segments, head, 1)
+    out, lse = concentric_attention(schedule, q, k, v, query_segments, key_segments)
+    out = collectives.exchange(out, head, split=1, concat=2)
+    lse = collectives.exchange(lse, head, split=2, concat=1)
+    return checkpoint_name(out, CHECKPOINT_NAMES[2]), lse
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def concentric_attention(
+    schedule: Schedule,
+    q: QueryShard,
+    k: KeyShard,
+    v: ValueShard,
+    query_segments: QuerySegments | None,
+    key_segments: KeySegments | None,
+) -> tuple[OutShard, LseShard]:
+    """Steps 1 to 4: gather queries, place keys, go round the ring, combine over the team.
+
+    Receives per device, in units of one shard of q (g = key heads / query heads): A - 1 for the
+    queries, 2g(G - 1) and at most 2g for the placement, 2gG in each of R - 1 ring hops, and A - 1
+    for the combination. The backward pass is `_backward`.
+
+    Returns:
+        out in the dtype of q and lse in float32, of this device's queries.
+    """
+    seq_len, scale, block = _static(schedule, q)
+    q_unit, query_ids = (_query_unit(schedule, x) for x in (q, query_segments))
+
+    def attend(keys: Any, distance: Any) -> tuple[tuple[Array, Array], tuple[()]]:
+        k, v, key_ids = keys
+        mask = _mask(schedule, seq_len, query_ids, key_ids, keys_behind=distance)
+        return block.forward(q_unit, k, v, mask, scale), ()
+
+    (out, lse), _ = circulate(
+        schedule.ring,
+        ring_offsets(schedule, seq_len),
+        direction=1,
+        travellers=tuple(_key_unit(schedule, x) for x in (k, v, key_segments)),
+        visit=attend,
+        accumulate=lambda a, b: merge_partials(*zip(a, b)),
+    )
+    out = schedule.unsort(out, schedule.query_ranks, 1)
+    lse = schedule.unsort(lse, schedule.query_ranks, 2)
+    out, lse = _combine(schedule, out.astype(q.dtype), lse)
+    return out.astype(q.dtype), lse
+
+
+def _forward_rule(schedule: Schedule, *inputs: Any) -> tuple[Any, Any]:
+    out, lse = concentric_attention(schedule, *inputs)
+    out = checkpoint_name(out, CHECKPOINT_NAMES[0])
+    lse = checkpoint_name(lse, CHECKPOINT_NAMES[1])
+    return (out, lse), (*inputs, out, lse)
+
+
+def _backward(schedule: Schedule, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
+    """Gradients by blocks: p = exp(s - lse) and ds = p * (dp - delta), with the global lse and delta.
+
+    "query" (the paper): keys and their gradients stay; (q, dout, lse, delta) go round the ring and
+    dq travels home: 4A units a hop at 16-bit inputs, 3A at float32, and lse and delta.
+    "kv": queries and theirs stay; (k, v) go round and dk, dv travel home: 6gG units at 16 bit, 4gG.
+    Gradients travel and are summed in float32.
+    """
+    # Without the barrier XLA would reuse the forward's gathers, and so keep gathered units alive.
+    q, k, v, query_segments, key_segments, out, lse = lax.optimization_barrier(residuals)
+    dout, dlse = cotangents
+    seq_len, scale, block = _static(schedule, q)
+    delta = (dout.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1).swapaxes(1, 2) - dlse
+
+    queries = (
+        *(_query_unit(schedule, x) for x in (q, dout)),
+        *(_query_unit(schedule, x, dim=2) for x in (lse, delta)),
+        _query_unit(schedule, query_segments),
+    )
+    keys = tuple(_key_unit(schedule, x) for x in (k, v, key_segments))
+
+    def gradients(queries: Any, keys: Any, **distance: Any) -> tuple[Array, Array, Array]:
+        q, dout, lse, delta, query_ids = queries
+        k, v, key_ids = keys
+        mask = _mask(schedule, seq_len, query_ids, key_ids, **distance)
+        return block.backward(q, k, v, lse, delta, dout, mask, scale)
+
+    def visit_queries(queries: Any, distance: Any) -> tuple[Any, Any]:
+        dq, dk, dv = gradients(queries, keys, queries_ahead=distance)
+        return (dk, dv), (dq,)
+
+    def visit_keys(keys: Any, distance: Any) -> tuple[Any, Any]:
+        dq, dk, dv = gradients(queries, keys, keys_behind=distance)
+        return (dq,), (dk, dv)
+
+    by_query = _backward_mode(schedule, q, k, v, query_segments) == "query"
+    stayed, travelled = circulate(
+        schedule.ring,
+        ring_offsets(schedule, seq_len),
+        direction=-1 if by_query else 1,
+        travellers=queries if by_query else keys,
+        visit=visit_queries if by_query else visit_keys,
+        accumulate=_add,
+    )
+    dq, dk, dv = travelled + stayed if by_query else stayed + travelled
+    dq = schedule.unsort(dq, schedule.query_ranks, 1)
+    dq = collectives.scatter_sum(dq, schedule.team, 1).astype(q.dtype)
+    dk, dv = (schedule.unsort(x, schedule.key_ranks, 1) for x in (dk, dv))
+    dk, dv = (schedule.keys.scatter(x, q.dtype) for x in (dk, dv))
+    return dq, dk, dv, None, None
+
+
+concentric_attention.defvjp(_forward_rule, _backward)
+
+
+def circulate(
+    ring: Axis,
+    offsets: tuple[int, ...],
+    *,
+    direction: int,
+    travellers: Any,
+    visit: Callable[[Any, Any], tuple[Any, Any]],
+    accumulate: Callable[[Any, Any], Any],
+) -> tuple[Any, Any]:
+    """The ring loop, of the forward and of both backward passes.
+
+    In round i every device holds the travellers that live offsets[i] behind it (ahead of it, if
+    `direction` is -1) and visits them. What belongs to the device accumulates there; what belongs
+    to the travellers follows them. The home round's share stays home, so the others' takes
+    len(offsets) - 1 hops: it starts in round 1, moves one round late, together with the next
+    travellers, so that every hop but the last runs beside a visit, and is added on arrival.
+
+    Args:
+        ring: the axis to go round.
+        offsets: distances to visit, 0 first.
+        direction: +1 sends to the next ring index, -1 to the one before.
+        travellers: pytree of arrays that move.
+        visit: (travellers, distance) -> (stays, follows), two pytrees; `follows` may be ().
+        accumulate: joins what stays, of two rounds.
+
+    Returns:
+        What stays, accumulated over all rounds, and what follows, summed and at home.
+    """
+    steps = [direction * (b - a) for a, b in zip(offsets, offsets[1:])]
+    last = len(offsets) - 1
+
+    def play(i: int, offset: Any, state: Any) -> Any:
+        """One round. In a loop over alike rounds, i is the first of them and `offset` is traced."""
+        travellers, stays, follows = state
+        arriving = collectives.shift(travellers, ring, steps[i]) if i < last else None
+        followed = collectives.shift(follows, ring, steps[i - 1]) if i > 1 else None
+        new_stays, new_follows = visit(travellers, offset)
+        stays = accumulate(stays, new_stays) if i > 0 else new_stays
+        follows = _add(followed, new_follows) if i > 1 else new_follows
+        # Without the barrier XLA sends everything first, and nothing runs beside the messages.
+        return lax.optimization_barrier((arriving, stays, follows))
+
+    travellers, stays, home = play(0, 0, (travellers, None, None))
+    if last == 0:
+        return stays, home
+    state = play(1, offsets[1], (travellers, stays, None))
+    if last >= UNROLLED_ROUNDS and offsets == tuple(range(last + 1)):
+        state = lax.fori_loop(2, last, lambda offset, state: play(2, offset, state), state)
+    else:
+        for i in range(2, last):
+            state = play(i, offsets[i], state)
+    if last > 1:
+        state = play(last, offsets[last], state)
+    _, stays, follows = state
+    return stays, _add(home, collectives.shift(follows, ring, -direction * offsets[last]))
+
+
+def _combine(
+    schedule: Schedule, out: Float[Array, "b t n v"], lse: Float32[Array, "b n t"]
+) -> tuple[Float[Array, "b s n v"], Float32[Array, "b n s"]]:
+    """Joins the members' attentions of the team's queries; each keeps its own queries (step 4).
+
+        L = log sum_a exp(lse_a),    out = sum_a exp(lse_a - L) out_a
+
+    "merge" sends the partial outputs to their owner, who adds them in float32: A - 1 units of out
+    and of lse. "reduce_scatter" (the paper) lets the network add, at the width of `out`, so that
+    the rounding error grows with A; A - 1 units of out and 4(A - 1) of lse.
+    """
+    team = schedule.team
+    if team.degree == 1:
+        return out, lse
+    if schedule.combine == "merge":
+        return merge_partials(
+            collectives.partials(out, team, 1), collectives.partials(lse, team, 2)
+        )
+    highest = lax.pmax(lse, team.names)
+    weights = jnp.exp(lse - highest)
+    total = lax.psum(weights, team.names)
+    out = (out * rows(weights / total)).astype(out.dtype)
+    lse = jnp.where(highest <= EMPTY, EMPTY, highest + jnp.log(total))
+    own = collectives.index(team) * (lse.shape[2] // team.degree)
+    lse = lax.dynamic_slice_in_dim(lse, own, lse.shape[2] // team.degree, 2)
+    return collectives.scatter_sum(out, team, 1), lse
+
+
+def _static(schedule: Schedule, q: QueryShard) -> tuple[int, float, blocks.Block]:
+    """Length of the whole sequence, scale of the logits, and the block backend."""
+    ranks = schedule.group.degree * schedule.ring.degree * schedule.team.degree
+    scale = q.shape[-1] ** -0.5 if schedule.scale is None else schedule.scale
+    return q.shape[1] * ranks, scale, blocks.select(schedule.backend)
+
+
+def _query_unit(schedule: Schedule, x: Array | None, dim: int = 1) -> Array | None:
+    """The team's queries (or what belongs to them), in order of position (step 1)."""
+    if x is None:
+        return None
+    x = collectives.gather(x, schedule.team, dim)
+    return schedule.sort(x, schedule.query_ranks, dim)
+
+
+def _key_unit(schedule: Schedule, x: Array | None) -> Array | None:
+    """The key unit that this device holds in round 0, in order of position (step 2)."""
+    return None if x is None else schedule.sort(schedule.keys.place(x), schedule.key_ranks, 1)
+
+
+def _mask(
+    schedule: Schedule,
+    seq_len: int,
+    query_segments: Array | None,
+    key_segments: Array | None,
+    *,
+    queries_ahead: Any = 0,
+    keys_behind: Any = 0,
+) -> Mask:
+    """What this device's queries see of its keys, when one of the two has come some way."""
+    if not schedule.causal:
+        return Mask(query_segments=query_segments, key_segments=key_segments)
+    g, p, a = (collectives.index(x) for x in (schedule.group, schedule.ring, schedule.team))
+    query, key = schedule.query_unit(g, p, queries_ahead), schedule.key_unit(p, a, keys_behind)
+    return Mask(
+        causal=True,
+        window=schedule.window,
+        query_runs=schedule.layout.unit_positions(seq_len, schedule.query_ranks, query),
+        key_runs=schedule.layout.unit_positions(seq_len, schedule.key_ranks, key),
+        query_segments=query_segments,
+        key_segments=key_segments,
+    )
+
+
+def _backward_mode(
+    schedule: Schedule, q: QueryShard, k: KeyShard, v: ValueShard, segments: Array | None
+) -> str:
+    """Which side travels in the backward pass: "query" or "kv"."""
+    if schedule.backward != "auto":
+        return schedule.backward
+    return cheaper_backward(
+        team=schedule.team.degree,
+        group=schedule.group.degree,
+        query_tokens=q.shape[1],
+        key_tokens=k.shape[1],
+        heads=q.shape[2],
+        kv_heads=k.shape[2],
+        head_dim=q.shape[3],
+        value_head_dim=v.shape[3],
+        width=q.dtype.itemsize,
+        packed=segments is not None,
+    )
+
+
+def _add(a: Any, b: Any) -> Any:
+    return jax.tree.map(jnp.add, a, b)

@@ -1,0 +1,26 @@
+"""The dimension legend and the array aliases of the package.
+
+Case marks the view: `B T N H` are global sizes, `b t n h` are what one device sees inside
+`shard_map`.
+
+    B  batch                      N  query heads (a multiple of K)
+    T  query length, in tokens    K  key and value heads
+    S  key length, in tokens      H  head_dim of queries and keys
+                                  V  head_dim of values and outputs
+"""
+
+from jaxtyping import Array, Float, Float32, Int32
+
+QueryShard = Float[Array, "b t n h"]
+KeyShard = Float[Array, "b s k h"]
+ValueShard = Float[Array, "b s k v"]
+OutShard = Float[Array, "b t n v"]
+
+# One layout everywhere: natural logarithm of the sum of the exponentials of the scaled logits.
+LseShard = Float32[Array, "b n t"]
+
+QuerySegments = Int32[Array, "b t"]
+KeySegments = Int32[Array, "b s"]
+
+# lse of a row that sees no key. Not -inf: the difference of two such rows would be NaN.
+EMPTY = -1e30

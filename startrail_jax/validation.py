@@ -1,0 +1,154 @@
+"""What the public callable requires of its inputs, and how it says so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+from jaxtyping import Array
+
+from startrail_jax.layout import Layout
+from startrail_jax.mesh import Degrees
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def check_heads(degrees: Degrees, heads: int, kv_heads: int) -> None:
+    """Raises unless the heads can be grouped and split over `head` and `tensor`."""
+    split = degrees.head * degrees.tensor
+    given = f"heads={heads}, kv_heads={kv_heads}, head={degrees.head}, tensor={degrees.tensor}"
+    if heads % split:
+        raise ValueError(
+            f"heads must be divisible by head * tensor; got {given}. "
+            f"Use a multiple of {split} heads, or lower degrees."
+        )
+    if heads % kv_heads:
+        raise ValueError(
+            f"heads must be a multiple of kv_heads; got {given}. "
+            f"Use {-(-heads // kv_heads) * kv_heads} heads, or a divisor of {heads} as kv_heads."
+        )
+    if kv_heads % split and split % kv_heads:
+        raise ValueError(
+            f"kv_heads and head * tensor must divide one another; got {given}. "
+            f"Choose degrees whose product divides {kv_heads} or is a multiple of it."
+        )
+
+
+def check_arrays(
+    query: Array,
+    key: Array,
+    value: Array,
+    ids: tuple[Array, ...],
+    *,
+    degrees: Degrees,
+    layout: Layout,
+    causal: bool,
+) -> None:
+    """Raises unless shapes and dtypes fit each other, the layout and the mesh."""
+    shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
+    if not query.ndim == key.ndim == value.ndim == 4:
+        raise ValueError(
+            "query, key and value must be [batch, seq, heads, head_dim]; "
+            f"got {shapes}. Reshape them to four dimensions."
+        )
+    if not (query.shape[0] == key.shape[0] and key.shape[:3] == value.shape[:3]):
+        raise ValueError(
+            "query, key and value must have the same batch, and key and value the same length and "
+            f"heads; got {shapes}. Correct the odd one out."
+        )
+    if query.shape[3] != key.shape[3] or 0 in query.shape + key.shape + value.shape:
+        raise ValueError(
+            "query and key must have the same head_dim, and no dimension may be 0; "
+            f"got {shapes}. Project them to one head_dim."
+        )
+    dtypes = [str(x.dtype) for x in (query, key, value)]
+    if len(set(dtypes)) > 1 or dtypes[0] not in DTYPES:
+        raise ValueError(
+            f"query, key and value must have one dtype of {DTYPES}; got {', '.join(dtypes)}. "
+            "Cast them, or pass dtype=."
+        )
+    if query.shape[0] % degrees.data:
+        raise ValueError(
+            f"The batch must be divisible by the data degree; got batch={query.shape[0]}, "
+            f"data={degrees.data}. Pad the batch to "
+            f"{-(-query.shape[0] // degrees.data) * degrees.data}, or lower data."
+        )
+    if causal and query.shape[1] != key.shape[1]:
+        raise ValueError(
+            "Causal attention needs queries and keys of one length; got "
+            f"{query.shape[1]} queries and {key.shape[1]} keys. Use causal=False for "
+            "cross-attention, or pad with segment id -1."
+        )
+    layout.check_length(query.shape[1])
+    layout.check_length(key.shape[1], "key seq_len")
+    check_heads(degrees, query.shape[2], key.shape[2])
+    _check_segments(query, key, ids)
+
+
+def _check_segments(query: Array, key: Array, ids: tuple[Array, ...]) -> None:
+    wanted = (query.shape[:2], key.shape[:2])
+    if len(ids) > 2 or (len(ids) == 1 and wanted[0] != wanted[1]):
+        raise ValueError(
+            "segment_ids must be one array for queries and keys of one length, or a pair "
+            f"(query_ids, key_ids); got {len(ids)} for {query.shape[1]} queries and "
+            f"{key.shape[1]} keys. Pass a pair."
+        )
+    for array, shape in zip(ids, wanted):
+        if array.shape != shape or not jnp.issubdtype(array.dtype, jnp.integer):
+            raise ValueError(
+                f"segment_ids must be integers [batch, seq] = {list(shape)}; got {array.dtype} "
+                f"{list(array.shape)}. Number the documents of each row, and pad with -1."
+            )
+
+
+def check_sharding(
+    name: str, array: Array, spec: PartitionSpec, mesh: Mesh | AbstractMesh
+) -> None:
+    """Raises unless `array` is sharded as `spec`, on the Explicit axes of `mesh`.
+
+    On Auto axes the compiler reshards, so anything goes.
+    """
+    explicit = {
+        axis for axis, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Explicit
+    }
+    wanted = _entries(spec, array.ndim, explicit)
+    sharding = jax.typeof(array).sharding
+    given = _entries(sharding.spec, array.ndim, explicit)
+    nowhere = sharding.mesh.empty and not any(wanted)
+    if given == wanted and (nowhere or sharding.mesh.axis_names == mesh.axis_names):
+        return
+    if not explicit:
+        return
+    raise ValueError(
+        f"{name} must be sharded as {spec} on this mesh of Explicit axes {mesh.axis_names}; got "
+        f"{sharding.spec} on axes {sharding.mesh.axis_names}. Use jax.device_put or jax.reshard "
+        f"with jax.NamedSharding(attention.mesh, {spec}), or a mesh of Auto axes."
+    )
+
+
+def _entries(spec: PartitionSpec, ndim: int, axes: set[str]) -> list[tuple[str, ...]]:
+    """The axes of each dimension, those in `axes` only."""
+    padded = (*spec, *(None for _ in range(ndim - len(spec))))
+    entries = (x if isinstance(x, tuple) else (x,) for x in padded)
+    return [tuple(axis for axis in entry if axis in axes) for entry in entries]
+
+
+def refuse_unserved(**options: Any) -> None:
+    """Raises for a Flax option that asks for what this op does not do."""
+    ways_out = {
+        "bias": "Add positions to the queries and keys (RoPE) instead",
+        "mask": "Use causal=, window= and segment_ids=",
+        "dropout_rate": "Set it to 0, or pass deterministic=True",
+        "precision": "Leave it None: float32 inputs are computed in full precision",
+        "module": "Leave sow_weights off: the weights never exist as a whole",
+        "input_positions": "Decode without sequence parallelism",
+    }
+    for name, value in options.items():
+        if value is not None and not (name == "dropout_rate" and value == 0):
+            shown = f"an array {value.shape}" if hasattr(value, "shape") else repr(value)
+            raise NotImplementedError(
+                f"Sequence-parallel attention does not serve {name}; got {name}={shown}. "
+                f"{ways_out.get(name, 'Leave it None')}."
+            )
