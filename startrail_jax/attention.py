@@ -137,7 +137,7 @@ class Attention:
     def num_rounds(self, seq_len: int) -> int:
         """Ring rounds at this length: the ring degree, or fewer under a short window."""
         self.layout.check_length(seq_len)
-        return len(rings.ring_offsets(self._schedule, seq_len))
+        return len(rings.ring_offsets(self.schedule, seq_len))
 
     def __call__(
         self,
@@ -247,7 +247,7 @@ class Attention:
             out and lse [b, n, t] of this device's queries.
         """
         return rings.sharded_attention(
-            self._schedule, query, key, value, query_segments, key_segments
+            self.schedule, query, key, value, query_segments, key_segments
         )
 
     def _on_device(
@@ -266,7 +266,7 @@ class Attention:
         return resolve_axes(self.mesh, self.axis_names)
 
     @functools.cached_property
-    def _schedule(self) -> rings.Schedule:
+    def schedule(self) -> rings.Schedule:
         return rings.Schedule(
             **{role: self._axes[role] for role in SEQUENCE_ROLES},
             **{

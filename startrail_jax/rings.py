@@ -91,6 +91,30 @@ class Schedule:
         """The key unit that lives `distance` behind ring index p, at team index a."""
         return (p - distance) % self.ring.degree * self.team.degree + a
 
+    def mask(
+        self,
+        seq_len: int,
+        device: tuple[Any, Any, Any],
+        query_segments: Array | None = None,
+        key_segments: Array | None = None,
+        *,
+        queries_ahead: Any = 0,
+        keys_behind: Any = 0,
+    ) -> Mask:
+        """What the queries at device (g, p, a) see of its keys, one of which has come some way."""
+        if not self.causal:
+            return Mask(query_segments=query_segments, key_segments=key_segments)
+        g, p, a = device
+        query, key = self.query_unit(g, p, queries_ahead), self.key_unit(p, a, keys_behind)
+        return Mask(
+            causal=True,
+            window=self.window,
+            query_runs=self.layout.unit_positions(seq_len, self.query_ranks, query),
+            key_runs=self.layout.unit_positions(seq_len, self.key_ranks, key),
+            query_segments=query_segments,
+            key_segments=key_segments,
+        )
+
     def sort(self, x: Array, ranks: int, dim: int) -> Array:
         """A gathered unit in order of position, which only positional masks need."""
         return self.layout.sort_unit(x, ranks, dim) if self.causal else x
@@ -181,11 +205,12 @@ def concentric_attention(
         out in the dtype of q and lse in float32, of this device's queries.
     """
     seq_len, scale, block = _static(schedule, q)
+    device = _device(schedule)
     q_unit, query_ids = (_query_unit(schedule, x) for x in (q, query_segments))
 
     def attend(keys: Any, distance: Any) -> tuple[tuple[Array, Array], tuple[()]]:
         k, v, key_ids = keys
-        mask = _mask(schedule, seq_len, query_ids, key_ids, keys_behind=distance)
+        mask = schedule.mask(seq_len, device, query_ids, key_ids, keys_behind=distance)
         return block.forward(q_unit, k, v, mask, scale), ()
 
     (out, lse), _ = circulate(
@@ -221,6 +246,7 @@ def _backward(schedule: Schedule, residuals: Any, cotangents: Any) -> tuple[Any,
     q, k, v, query_segments, key_segments, out, lse = lax.optimization_barrier(residuals)
     dout, dlse = cotangents
     seq_len, scale, block = _static(schedule, q)
+    device = _device(schedule)
     delta = (dout.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1).swapaxes(1, 2) - dlse
 
     queries = (
@@ -233,7 +259,7 @@ def _backward(schedule: Schedule, residuals: Any, cotangents: Any) -> tuple[Any,
     def gradients(queries: Any, keys: Any, **distance: Any) -> tuple[Array, Array, Array]:
         q, dout, lse, delta, query_ids = queries
         k, v, key_ids = keys
-        mask = _mask(schedule, seq_len, query_ids, key_ids, **distance)
+        mask = schedule.mask(seq_len, device, query_ids, key_ids, **distance)
         return block.backward(q, k, v, lse, delta, dout, mask, scale)
 
     def visit_queries(queries: Any, distance: Any) -> tuple[Any, Any]:
@@ -356,6 +382,12 @@ def _static(schedule: Schedule, q: QueryShard) -> tuple[int, float, blocks.Block
     return q.shape[1] * ranks, scale, blocks.select(schedule.backend)
 
 
+def _device(schedule: Schedule) -> tuple[Any, Any, Any]:
+    """This device's (g, p, a)."""
+    g, p, a = (collectives.index(x) for x in (schedule.group, schedule.ring, schedule.team))
+    return g, p, a
+
+
 def _query_unit(schedule: Schedule, x: Array | None, dim: int = 1) -> Array | None:
     """The team's queries (or what belongs to them), in order of position (step 1)."""
     if x is None:
@@ -367,30 +399,6 @@ def _query_unit(schedule: Schedule, x: Array | None, dim: int = 1) -> Array | No
 def _key_unit(schedule: Schedule, x: Array | None) -> Array | None:
     """The key unit that this device holds in round 0, in order of position (step 2)."""
     return None if x is None else schedule.sort(schedule.keys.place(x), schedule.key_ranks, 1)
-
-
-def _mask(
-    schedule: Schedule,
-    seq_len: int,
-    query_segments: Array | None,
-    key_segments: Array | None,
-    *,
-    queries_ahead: Any = 0,
-    keys_behind: Any = 0,
-) -> Mask:
-    """What this device's queries see of its keys, when one of the two has come some way."""
-    if not schedule.causal:
-        return Mask(query_segments=query_segments, key_segments=key_segments)
-    g, p, a = (collectives.index(x) for x in (schedule.group, schedule.ring, schedule.team))
-    query, key = schedule.query_unit(g, p, queries_ahead), schedule.key_unit(p, a, keys_behind)
-    return Mask(
-        causal=True,
-        window=schedule.window,
-        query_runs=schedule.layout.unit_positions(seq_len, schedule.query_ranks, query),
-        key_runs=schedule.layout.unit_positions(seq_len, schedule.key_ranks, key),
-        query_segments=query_segments,
-        key_segments=key_segments,
-    )
 
 
 def _backward_mode(

@@ -26,7 +26,7 @@ from startrail_jax.shapes import EMPTY, KeyShard, LseShard, OutShard, QueryShard
 
 # Rows (queries times heads that share a key head) and columns (keys) of one tile of logits.
 TILE_ROWS = 512
-TILE_COLUMNS = 128
+TILE_COLUMNS = 256
 
 
 def forward(
@@ -97,6 +97,14 @@ def backward(
     )
 
 
+def tilings(mask: Mask, query_len: int, key_len: int, group: int) -> tuple[Tiling, Tiling]:
+    """How the queries and the keys of a unit pair are tiled; `group` query heads share a key head."""
+    query_runs = len(mask.query_runs.starts) if mask.query_runs else 1
+    key_runs = len(mask.key_runs.starts) if mask.key_runs else 1
+    rows = max(1, TILE_ROWS // group)
+    return Tiling.of(query_len, query_runs, rows), Tiling.of(key_len, key_runs, TILE_COLUMNS)
+
+
 @dataclass(frozen=True)
 class _Grid:
     """The tiles of one (query unit, key unit) pair, and the list of those worth visiting."""
@@ -114,10 +122,7 @@ class _Grid:
     @classmethod
     def of(cls, mask: Mask, q: QueryShard, k: KeyShard) -> _Grid:
         group = q.shape[2] // k.shape[2]
-        query_runs = len(mask.query_runs.starts) if mask.query_runs else 1
-        key_runs = len(mask.key_runs.starts) if mask.key_runs else 1
-        query = Tiling.of(q.shape[1], query_runs, max(1, TILE_ROWS // group))
-        key = Tiling.of(k.shape[1], key_runs, TILE_COLUMNS)
+        query, key = tilings(mask, q.shape[1], k.shape[1], group)
         visible = visible_tiles(mask, query, key).reshape(-1)
         (pairs,) = jnp.nonzero(visible, size=visible.size, fill_value=0)
         num_pairs = visible.sum(dtype=jnp.int32)
