@@ -208,10 +208,10 @@ def concentric_attention(
     device = _device(schedule)
     q_unit, query_ids = (_query_unit(schedule, x) for x in (q, query_segments))
 
-    def attend(keys: Any, distance: Any) -> tuple[tuple[Array, Array], tuple[()]]:
+    def attend(keys: Any, distance: Any, so_far: Any) -> tuple[tuple[Array, Array], tuple[()]]:
         k, v, key_ids = keys
         mask = schedule.mask(seq_len, device, query_ids, key_ids, keys_behind=distance)
-        return block.forward(q_unit, k, v, mask, scale), ()
+        return block.forward(q_unit, k, v, mask, scale, into=so_far), ()
 
     (out, lse), _ = circulate(
         schedule.ring,
@@ -219,7 +219,6 @@ def concentric_attention(
         direction=1,
         travellers=tuple(_key_unit(schedule, x) for x in (k, v, key_segments)),
         visit=attend,
-        accumulate=lambda a, b: merge_partials(*zip(a, b)),
     )
     out = schedule.unsort(out, schedule.query_ranks, 1)
     lse = schedule.unsort(lse, schedule.query_ranks, 2)
@@ -256,19 +255,20 @@ def _backward(schedule: Schedule, residuals: Any, cotangents: Any) -> tuple[Any,
     )
     keys = tuple(_key_unit(schedule, x) for x in (k, v, key_segments))
 
-    def gradients(queries: Any, keys: Any, **distance: Any) -> tuple[Array, Array, Array]:
+    def gradients(queries: Any, keys: Any, into: Any, **distance: Any) -> tuple[Array, ...]:
         q, dout, lse, delta, query_ids = queries
         k, v, key_ids = keys
         mask = schedule.mask(seq_len, device, query_ids, key_ids, **distance)
-        return block.backward(q, k, v, lse, delta, dout, mask, scale)
+        return block.backward(q, k, v, lse, delta, dout, mask, scale, into)
 
-    def visit_queries(queries: Any, distance: Any) -> tuple[Any, Any]:
-        dq, dk, dv = gradients(queries, keys, queries_ahead=distance)
-        return (dk, dv), (dq,)
+    def visit_queries(queries: Any, distance: Any, so_far: Any) -> tuple[Any, Any]:
+        into = (None, *(so_far or (None, None)))
+        dq, dk, dv = gradients(queries, keys, into, queries_ahead=distance)
+        return (dk, dv), dq
 
-    def visit_keys(keys: Any, distance: Any) -> tuple[Any, Any]:
-        dq, dk, dv = gradients(queries, keys, keys_behind=distance)
-        return (dq,), (dk, dv)
+    def visit_keys(keys: Any, distance: Any, so_far: Any) -> tuple[Any, Any]:
+        dq, dk, dv = gradients(queries, keys, (so_far, None, None), keys_behind=distance)
+        return dq, (dk, dv)
 
     by_query = _backward_mode(schedule, q, k, v, query_segments) == "query"
     stayed, travelled = circulate(
@@ -277,9 +277,8 @@ def _backward(schedule: Schedule, residuals: Any, cotangents: Any) -> tuple[Any,
         direction=-1 if by_query else 1,
         travellers=queries if by_query else keys,
         visit=visit_queries if by_query else visit_keys,
-        accumulate=_add,
     )
-    dq, dk, dv = travelled + stayed if by_query else stayed + travelled
+    dq, (dk, dv) = (travelled, stayed) if by_query else (stayed, travelled)
     dq = schedule.unsort(dq, schedule.query_ranks, 1)
     dq = collectives.scatter_sum(dq, schedule.team, 1).astype(q.dtype)
     dk, dv = (schedule.unsort(x, schedule.key_ranks, 1) for x in (dk, dv))
@@ -296,8 +295,7 @@ def circulate(
     *,
     direction: int,
     travellers: Any,
-    visit: Callable[[Any, Any], tuple[Any, Any]],
-    accumulate: Callable[[Any, Any], Any],
+    visit: Callable[[Any, Any, Any], tuple[Any, Any]],
 ) -> tuple[Any, Any]:
     """The ring loop, of the forward and of both backward passes.
 
@@ -312,11 +310,11 @@ def circulate(
         offsets: distances to visit, 0 first.
         direction: +1 sends to the next ring index, -1 to the one before.
         travellers: pytree of arrays that move.
-        visit: (travellers, distance) -> (stays, follows), two pytrees; `follows` may be ().
-        accumulate: joins what stays, of two rounds.
+        visit: (travellers, distance, stays so far) -> (stays, follows), pytrees of arrays. It adds
+            to what stays, which is None in round 0; `follows` may be ().
 
     Returns:
-        What stays, accumulated over all rounds, and what follows, summed and at home.
+        What stays, of all rounds, and what follows, summed and at home.
     """
     steps = [direction * (b - a) for a, b in zip(offsets, offsets[1:])]
     last = len(offsets) - 1
@@ -326,9 +324,9 @@ def circulate(
         travellers, stays, follows = state
         arriving = collectives.shift(travellers, ring, steps[i]) if i < last else None
         followed = collectives.shift(follows, ring, steps[i - 1]) if i > 1 else None
-        new_stays, new_follows = visit(travellers, offset)
-        stays = accumulate(stays, new_stays) if i > 0 else new_stays
-        follows = _add(followed, new_follows) if i > 1 else new_follows
+        stays, follows = visit(travellers, offset, stays)
+        if i > 1:
+            follows = jax.tree.map(jnp.add, follows, followed)
         # Without the barrier XLA sends everything first, and nothing runs beside the messages.
         return lax.optimization_barrier((arriving, stays, follows))
 
@@ -344,7 +342,8 @@ def circulate(
     if last > 1:
         state = play(last, offsets[last], state)
     _, stays, follows = state
-    return stays, _add(home, collectives.shift(follows, ring, -direction * offsets[last]))
+    follows = collectives.shift(follows, ring, -direction * offsets[last])
+    return stays, jax.tree.map(jnp.add, home, follows)
 
 
 def _combine(
@@ -420,6 +419,3 @@ def _backward_mode(
         packed=segments is not None,
     )
 
-
-def _add(a: Any, b: Any) -> Any:
-    return jax.tree.map(jnp.add, a, b)

@@ -3,8 +3,8 @@
 Serves every mask on every platform. Tiles that are wholly masked are never visited, and no more
 than one tile of logits exists at a time. Everything is computed in float32.
 
-Inside, query heads that share a key head are rows of the same product: z = (batch, key head),
-g = query heads per key head.
+Query heads that share a key head are rows of the same product, so that keys and values are never
+repeated.
 """
 
 from __future__ import annotations
@@ -25,36 +25,45 @@ from startrail_jax.mask import Mask, Tiling, visible_tiles
 from startrail_jax.shapes import EMPTY, KeyShard, LseShard, OutShard, QueryShard, ValueShard
 
 # Rows (queries times heads that share a key head) and columns (keys) of one tile of logits.
-TILE_ROWS = 512
+TILE_ROWS = 256
 TILE_COLUMNS = 256
 
 
 def forward(
-    q: QueryShard, k: KeyShard, v: ValueShard, mask: Mask, scale: float
+    q: QueryShard,
+    k: KeyShard,
+    v: ValueShard,
+    mask: Mask,
+    scale: float,
+    into: tuple[Float32[Array, "b t n v"], LseShard] | None = None,
 ) -> tuple[Float32[Array, "b t n v"], LseShard]:
-    """See `base.Block.forward`; out is float32."""
-    grid = _Grid.of(mask, q, k)
+    """See `base.Block.forward`."""
+    tiles = _Tiles.of(mask, q, k)
+    visits = _Visits.of(visible_tiles(mask, tiles.query, tiles.key))
     dot = _dot(q.dtype)
-    q, k, v = _rows(q, k.shape[2]), _columns(k), _columns(v)
+    if into is None:
+        into = visits.zeros(q, v.shape[-1]), visits.zeros(q)[..., 0].swapaxes(1, 2) + EMPTY
 
-    def one_tile(i: Array, j: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
-        out, total, highest = (grid.query_tile(x, i) for x in carry)
-        logits = dot("zrh,zsh->zrs", grid.query_tile(q, i), grid.key_tile(k, j)) * scale
-        logits = grid.masked(logits, i, j)
-        new = jnp.maximum(highest, logits.max(-1))
-        p, decay = jnp.exp(logits - new[..., None]), jnp.exp(highest - new)
-        out = out * decay[..., None] + dot("zrs,zsv->zrv", p, grid.key_tile(v, j))
-        new_carry = (out, total * decay + p.sum(-1), new)
-        return tuple(grid.put_query_tile(x, tile, i) for x, tile in zip(carry, new_carry))
+    def query_tile(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        q_i = tiles.rows(q, i)
 
-    zeros = functools.partial(_full_like_inputs, inputs=(q, k, v, grid.num_pairs))
-    carry = (zeros((*q.shape[:3], v.shape[-1])), zeros(q.shape[:3]), zeros(q.shape[:3], EMPTY))
-    out, total, highest = grid.visit(one_tile, carry)
-    total = jnp.where(highest <= EMPTY, 1.0, total)
-    lse = jnp.where(highest <= EMPTY, EMPTY, highest + jnp.log(total))
-    return _unfold(out / total[..., None], grid.batch), rearrange(
-        lse, "(b k) g t -> b (k g) t", b=grid.batch
-    )
+        def key_tile(j: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+            out, total, highest = carry
+            logits = tiles.masked(dot("zrh,zsh->zrs", q_i, tiles.columns(k, j)) * scale, i, j)
+            new = jnp.maximum(highest, logits.max(-1))
+            p, decay = jnp.exp(logits - new[..., None]), jnp.exp(highest - new)
+            out = out * decay[..., None] + dot("zrs,zsv->zrv", p, tiles.columns(v, j))
+            return out, total * decay + p.sum(-1), new
+
+        # Earlier keys come in as one that has the logit lse and the value out.
+        out, lse = tiles.rows(carry[0], i), tiles.stats(carry[1], i)
+        out, total, highest = visits.fold(i, key_tile, (out, jnp.ones_like(lse), lse))
+        # A row that has seen no key yet: its highest is EMPTY, its out 0 and its total 1.
+        lse = jnp.where(highest <= EMPTY, EMPTY, highest + jnp.log(total))
+        out = tiles.put_rows(carry[0], out / total[..., None], i)
+        return out, tiles.put_stats(carry[1], lse, i)
+
+    return lax.fori_loop(0, len(tiles.query.starts), query_tile, into)
 
 
 def backward(
@@ -66,35 +75,35 @@ def backward(
     dout: OutShard,
     mask: Mask,
     scale: float,
+    into: tuple[Array | None, Array | None, Array | None] = (None, None, None),
 ) -> tuple[Float32[Array, "b t n h"], Float32[Array, "b s k h"], Float32[Array, "b s k v"]]:
     """See `base.Block.backward`."""
-    grid = _Grid.of(mask, q, k)
+    tiles = _Tiles.of(mask, q, k)
+    visits = _Visits.of(visible_tiles(mask, tiles.query, tiles.key).T)
     dot = _dot(q.dtype)
-    heads = k.shape[2]
-    q, dout, k, v = _rows(q, heads), _rows(dout, heads), _columns(k), _columns(v)
-    lse, delta = (rearrange(x, "b (k g) t -> (b k) g t", k=heads) for x in (lse, delta))
 
-    def one_tile(i: Array, j: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
-        q_i, dout_i, lse_i, delta_i = (grid.query_tile(x, i) for x in (q, dout, lse, delta))
-        k_j, v_j = grid.key_tile(k, j), grid.key_tile(v, j)
-        logits = grid.masked(dot("zrh,zsh->zrs", q_i, k_j) * scale, i, j)
-        p = jnp.exp(logits - lse_i[..., None])
-        ds = p * (dot("zrv,zsv->zrs", dout_i, v_j) - delta_i[..., None]) * scale
+    def key_tile(j: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        k_j, v_j = tiles.columns(k, j), tiles.columns(v, j)
+
+        def query_tile(i: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+            dq, dk_j, dv_j = carry
+            q_i, dout_i = tiles.rows(q, i), tiles.rows(dout, i)
+            lse_i, delta_i = tiles.stats(lse, i), tiles.stats(delta, i)
+            logits = tiles.masked(dot("zrh,zsh->zrs", q_i, k_j) * scale, i, j)
+            p = jnp.exp(logits - lse_i[..., None])
+            ds = p * (dot("zrv,zsv->zrs", dout_i, v_j) - delta_i[..., None]) * scale
+            dq = tiles.put_rows(dq, tiles.rows(dq, i) + dot("zrs,zsh->zrh", ds, k_j), i)
+            dk_j = dk_j + dot("zrs,zrh->zsh", ds, q_i)
+            dv_j = dv_j + dot("zrs,zrv->zsv", p, dout_i)
+            return dq, dk_j, dv_j
+
         dq, dk, dv = carry
-        dq = grid.put_query_tile(dq, grid.query_tile(dq, i) + dot("zrs,zsh->zrh", ds, k_j), i)
-        dk = grid.put_key_tile(dk, grid.key_tile(dk, j) + dot("zrs,zrh->zsh", ds, q_i), j)
-        dv = grid.put_key_tile(dv, grid.key_tile(dv, j) + dot("zrs,zrv->zsv", p, dout_i), j)
-        return dq, dk, dv
+        dk_j, dv_j = tiles.columns(dk, j), tiles.columns(dv, j)
+        dq, dk_j, dv_j = visits.fold(j, query_tile, (dq, dk_j, dv_j))
+        return dq, tiles.put_columns(dk, dk_j, j), tiles.put_columns(dv, dv_j, j)
 
-    inputs = (q, k, v, dout, grid.num_pairs)
-    carry = tuple(_full_like_inputs(x.shape, inputs=inputs) for x in (q, k, v))
-    dq, dk, dv = grid.visit(one_tile, carry)
-    columns = "(b k) s h -> b s k h"
-    return (
-        _unfold(dq, grid.batch),
-        rearrange(dk, columns, b=grid.batch),
-        rearrange(dv, columns, b=grid.batch),
-    )
+    sums = tuple(visits.zeros(x) if dx is None else dx for x, dx in zip((q, k, v), into))
+    return lax.fori_loop(0, len(tiles.key.starts), key_tile, sums)
 
 
 def tilings(mask: Mask, query_len: int, key_len: int, group: int) -> tuple[Tiling, Tiling]:
@@ -106,67 +115,100 @@ def tilings(mask: Mask, query_len: int, key_len: int, group: int) -> tuple[Tilin
 
 
 @dataclass(frozen=True)
-class _Grid:
-    """The tiles of one (query unit, key unit) pair, and the list of those worth visiting."""
+class _Visits:
+    """For each outer tile, the inner tiles worth visiting."""
 
-    mask: Mask
-    batch: int
-    group: int
-    """Query heads per key head."""
-    query: Tiling
-    key: Tiling
-    pairs: Int32[Array, " pairs"]
-    """Flat indices (query tile * key tiles + key tile) of the visible tiles, then padding."""
-    num_pairs: Int32[Array, ""]
+    order: Int32[Array, " visits"]
+    """Inner tiles of outer tile 0, then of outer tile 1, ..., then padding."""
+    ends: Int32[Array, " outer"]
+    """Where each outer tile's part of `order` ends."""
 
     @classmethod
-    def of(cls, mask: Mask, q: QueryShard, k: KeyShard) -> _Grid:
-        group = q.shape[2] // k.shape[2]
-        query, key = tilings(mask, q.shape[1], k.shape[1], group)
-        visible = visible_tiles(mask, query, key).reshape(-1)
-        (pairs,) = jnp.nonzero(visible, size=visible.size, fill_value=0)
-        num_pairs = visible.sum(dtype=jnp.int32)
-        return cls(mask, q.shape[0], group, query, key, pairs.astype(jnp.int32), num_pairs)
+    def of(cls, visible: Bool[Array, "outer inner"]) -> _Visits:
+        (flat,) = jnp.nonzero(visible.reshape(-1), size=visible.size, fill_value=0)
+        order = flat.astype(jnp.int32) % visible.shape[1]
+        return cls(order, visible.sum(1, dtype=jnp.int32).cumsum())
 
-    def visit(self, body: Callable[[Array, Array, Any], Any], carry: Any) -> Any:
-        """Folds `body(query tile, key tile, carry)` over the visible pairs, row after row."""
+    def zeros(self, like: Float[Array, "b t n h"], dim: int | None = None) -> Array:
+        """Float32 zeros of the shape of `like`, but for the last dimension, to sum into.
 
-        def one_pair(n: Array, carry: Any) -> Any:
-            i, j = jnp.divmod(self.pairs[n], len(self.key.starts))
-            return body(i, j, carry)
+        Computed from `like`, so that no scheduler sets them up, and holds their memory, before
+        `like` is there; and so that inside shard_map they vary over the axes the sum will vary over.
+        """
+        never = self.ends[-1] < 0
+        zeros = jnp.where(never, like[..., :1].astype(jnp.float32), 0.0)
+        return jnp.broadcast_to(zeros, (*like.shape[:-1], dim or like.shape[-1]))
 
-        return lax.fori_loop(0, self.num_pairs, one_pair, carry)
+    def fold(self, outer: Array, body: Callable[[Array, Any], Any], carry: Any) -> Any:
+        """Folds `body(inner tile, carry)` over the visible inner tiles of one outer tile."""
+        begin = jnp.where(outer > 0, self.ends[outer - 1], 0)
+        visit = lambda n, carry: body(self.order[n], carry)  # noqa: E731
+        return lax.fori_loop(begin, self.ends[outer], visit, carry)
 
-    def query_tile(self, x: Float[Array, "z g t *h"], i: Array) -> Float32[Array, "z r *h"]:
-        """Rows of query tile i: every head of the group, in float32."""
-        tile = _slice(x, self.query, i, 2)
-        return tile.reshape(tile.shape[0], -1, *tile.shape[3:]).astype(jnp.float32)
 
-    def put_query_tile(
-        self, x: Float32[Array, "z g t *h"], tile: Float32[Array, "z r *h"], i: Array
-    ) -> Float32[Array, "z g t *h"]:
-        tile = tile.reshape(tile.shape[0], self.group, -1, *tile.shape[2:])
-        return lax.dynamic_update_slice_in_dim(x, tile, _start(self.query, i), 2)
+@dataclass(frozen=True)
+class _Tiles:
+    """Reads and writes tiles of one (query unit, key unit) pair, as rows and columns of a product.
 
-    def key_tile(self, x: Float[Array, "z s h"], j: Array) -> Float32[Array, "z c h"]:
-        """Columns of key tile j, in float32."""
-        return _slice(x, self.key, j, 1).astype(jnp.float32)
+    z is (batch, key head), r is (query head of that key head, query), c is key.
+    """
 
-    def put_key_tile(
-        self, x: Float32[Array, "z s h"], tile: Float32[Array, "z c h"], j: Array
-    ) -> Float32[Array, "z s h"]:
-        return lax.dynamic_update_slice_in_dim(x, tile, _start(self.key, j), 1)
+    mask: Mask
+    heads: int
+    """Key heads."""
+    query: Tiling
+    key: Tiling
 
-    def masked(self, logits: Float32[Array, "z r c"], i: Array, j: Array) -> Array:
-        """`logits` of tile (i, j), -inf where the key is not visible to the query."""
-        allowed = self.allowed(i, j)
+    @classmethod
+    def of(cls, mask: Mask, q: QueryShard, k: KeyShard) -> _Tiles:
+        return cls(mask, k.shape[2], *tilings(mask, q.shape[1], k.shape[1], q.shape[2] // k.shape[2]))
+
+    def rows(self, x: Float[Array, "b t n h"], i: Array) -> Float32[Array, "z r h"]:
+        """Query tile i, in float32."""
+        tile = _slice(x, self.query, i, 1).astype(jnp.float32)
+        return rearrange(tile, "b q (k g) h -> (b k) (g q) h", k=self.heads)
+
+    def put_rows(
+        self, x: Float32[Array, "b t n h"], tile: Float32[Array, "z r h"], i: Array
+    ) -> Float32[Array, "b t n h"]:
+        """The inverse of `rows`."""
+        tile = rearrange(tile, "(b k) (g q) h -> b q (k g) h", k=self.heads, q=self.query.size)
+        return _put(x, tile, self.query, i, 1)
+
+    def stats(self, x: LseShard, i: Array) -> Float32[Array, "z r"]:
+        """What belongs to the rows of query tile i, one number each."""
+        return rearrange(_slice(x, self.query, i, 2), "b (k g) q -> (b k) (g q)", k=self.heads)
+
+    def put_stats(self, x: LseShard, tile: Float32[Array, "z r"], i: Array) -> LseShard:
+        """The inverse of `stats`."""
+        tile = rearrange(tile, "(b k) (g q) -> b (k g) q", k=self.heads, q=self.query.size)
+        return _put(x, tile, self.query, i, 2)
+
+    def columns(self, x: Float[Array, "b s k h"], j: Array) -> Float32[Array, "z c h"]:
+        """Key tile j, in float32."""
+        return rearrange(_slice(x, self.key, j, 1).astype(jnp.float32), "b c k h -> (b k) c h")
+
+    def put_columns(
+        self, x: Float32[Array, "b s k h"], tile: Float32[Array, "z c h"], j: Array
+    ) -> Float32[Array, "b s k h"]:
+        """The inverse of `columns`."""
+        return _put(x, rearrange(tile, "(b k) c h -> b c k h", k=self.heads), self.key, j, 1)
+
+    def masked(
+        self, logits: Float32[Array, "z r c"], i: Array, j: Array
+    ) -> Float32[Array, "z r c"]:
+        """`logits` of tile (i, j), -inf where the query does not see the key."""
+        allowed = self._allowed(i, j)
         if allowed is None:
             return logits
-        split = rearrange(logits, "(b k) (g q) c -> b k g q c", b=self.batch, g=self.group)
+        split = rearrange(logits, "(b k) (g q) c -> b k g q c", k=self.heads, q=self.query.size)
         return jnp.where(allowed[:, None, None], split, -jnp.inf).reshape(logits.shape)
 
-    def allowed(self, i: Array, j: Array) -> Bool[Array, "#b q c"] | None:
-        """Visibility inside tile (i, j); None if nothing in any tile is masked."""
+    def _allowed(self, i: Array, j: Array) -> Bool[Array, "#b #q #c"] | None:
+        """Visibility inside tile (i, j); None if nothing in any tile is masked.
+
+        What the tile before holds too is masked, or it would count twice.
+        """
         tests, mask = [], self.mask
         if mask.causal:
             query = _slice(mask.query_positions, self.query, i, 0)[None, :, None]
@@ -178,10 +220,10 @@ class _Grid:
             query = _slice(mask.query_segments, self.query, i, 1)[:, :, None]
             key = _slice(mask.key_segments, self.key, j, 1)[:, None, :]
             tests += [query == key, query >= 0]
-        for tiling, at, shape in ((self.query, i, (1, -1, 1)), (self.key, j, (1, 1, -1))):
-            if tiling.overlaps:
-                token = _start(tiling, at) + np.arange(tiling.size)
-                tests.append((token >= jnp.asarray(tiling.fresh)[at]).reshape(shape))
+        if self.key.overlaps:
+            tests.append(_fresh(self.key, j)[None, None, :])
+        if self.query.overlaps:
+            tests.append(_fresh(self.query, i)[None, :, None])
         return functools.reduce(jnp.logical_and, tests) if tests else None
 
 
@@ -189,20 +231,17 @@ def _start(tiling: Tiling, i: Array) -> Array:
     return jnp.asarray(tiling.starts)[i]
 
 
+def _fresh(tiling: Tiling, i: Array) -> Bool[Array, " tokens"]:
+    """Which tokens of tile i the tile before does not hold."""
+    return _start(tiling, i) + np.arange(tiling.size) >= jnp.asarray(tiling.fresh)[i]
+
+
 def _slice(x: Array, tiling: Tiling, i: Array, axis: int) -> Array:
     return lax.dynamic_slice_in_dim(x, _start(tiling, i), tiling.size, axis)
 
 
-def _rows(x: Float[Array, "b t n h"], heads: int) -> Float[Array, "z g t h"]:
-    return rearrange(x, "b t (k g) h -> (b k) g t h", k=heads)
-
-
-def _columns(x: Float[Array, "b s k h"]) -> Float[Array, "z s h"]:
-    return rearrange(x, "b s k h -> (b k) s h")
-
-
-def _unfold(x: Float[Array, "z g t h"], batch: int) -> Float[Array, "b t n h"]:
-    return rearrange(x, "(b k) g t h -> b t (k g) h", b=batch)
+def _put(x: Array, tile: Array, tiling: Tiling, i: Array, axis: int) -> Array:
+    return lax.dynamic_update_slice_in_dim(x, tile, _start(tiling, i), axis)
 
 
 def _dot(dtype: jnp.dtype) -> Callable[..., Array]:
@@ -210,13 +249,3 @@ def _dot(dtype: jnp.dtype) -> Callable[..., Array]:
     bfloat16 and float16 inputs exactly, and is several times faster."""
     precision = lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
     return functools.partial(jnp.einsum, precision=precision)
-
-
-def _full_like_inputs(
-    shape: tuple[int, ...], value: float = 0.0, *, inputs: tuple[Array, ...]
-) -> Float32[Array, "..."]:
-    """A constant to start a loop with: inside shard_map it must vary over the axes the loop's
-    results vary over, those of its inputs."""
-    axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in inputs))
-    full = jnp.full(shape, value, jnp.float32)
-    return lax.pcast(full, tuple(sorted(axes)), to="varying") if axes else full
