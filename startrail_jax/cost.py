@@ -64,7 +64,7 @@ class Traffic:
     @property
     def by_collective(self) -> dict[str, int]:
         """`received_bytes` split by kind of collective; a kind that is not used has 0."""
-        split = dict.fromkeys(COLLECTIVES, 0)
+        split: dict[str, int] = {kind: 0 for kind in COLLECTIVES}
         for transfer in self.transfers:
             split[transfer.collective] += transfer.received_bytes
         return split
@@ -447,9 +447,8 @@ def _traffic(transfers: list[Transfer], shard: _Shard) -> Traffic:
 
 def _width(dtype: object) -> int:
     """Bytes of one element."""
-    name = dtype
-    if not isinstance(dtype, str):
-        name = getattr(dtype, "name", None) or getattr(dtype, "__name__", repr(dtype))
+    # A numpy dtype has a name, a scalar type (jnp.float32) has a __name__.
+    name = str(getattr(dtype, "name", None) or getattr(dtype, "__name__", dtype))
     if name not in _WIDTHS:
         raise ValueError(
             f"dtype must be one of {', '.join(_WIDTHS)}; got dtype={name!r}. "

@@ -25,7 +25,7 @@ _OPCODE = re.compile(r" ([a-z][a-z0-9\-]*)\(")
 _COMMENT = re.compile(r"/\*.*?\*/")
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=]*)\](?:\{[^}]*\})?")
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
-_CALLEE = re.compile(r"\b(?:calls|to_apply|async_wrapped)=%?([\w.\-]+)")
+_CALLEE = re.compile(r"\b(?:calls|to_apply)=%?([\w.\-]+)")
 _CALLEES = re.compile(r"\b(?:calls|called_computations)=\{([^}]*)\}")
 _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
 _TRUE_FALSE = re.compile(r"\b(?:true|false)_computation=%?([\w.\-]+)")
@@ -280,30 +280,33 @@ class _Reader:
         if kind == "collective_permute":
             pairs = _numbers(_required(_PAIRS, instruction)[1])
             return {target: sum(sizes) for source, target in pairs if source != target}
-        groups = self.groups(kind, instruction)
         return {
             device: _received_in_group(kind, len(group), sizes)
-            for group in groups
+            for group in device_groups(self.program, instruction)
             for device in group
         }
 
-    def groups(self, kind: str, instruction: Instruction) -> list[tuple[int, ...]]:
-        """Groups of devices that the collective joins."""
-        program, attributes = self.program, instruction.attributes
-        partitioned = program.num_partitions > 1
-        # Without global ids these kinds join replicas, once per partition or over all of them.
-        global_ids = "use_global_device_ids=true" in attributes or kind == "all_to_all"
-        if partitioned and (program.num_replicas > 1 or not global_ids):
-            raise NotImplementedError(
-                "Collectives must join devices by their global ids; got "
-                f"{instruction.name} on {program.num_replicas} replicas of "
-                f"{program.num_partitions} partitions. Use jit and shard_map, which compile to it."
-            )
-        if match := _LISTED_GROUPS.search(attributes):
-            return _numbers(match[1]) or [tuple(range(program.num_devices))]
-        if match := _IOTA_GROUPS.search(attributes):
-            return _iota_groups(match)
-        return _mesh_groups(_required(_MESH_GROUPS, instruction))
+
+def device_groups(program: Program, instruction: Instruction) -> list[tuple[int, ...]]:
+    """Groups of devices that a collective with replica groups joins.
+
+    Raises:
+        NotImplementedError: if it does not join devices by their global ids.
+    """
+    attributes, partitions = instruction.attributes, program.num_partitions
+    # Without global ids these kinds join replicas, once per partition or over all of them.
+    global_ids = "use_global_device_ids=true" in attributes or "all-to-all" in instruction.opcode
+    if partitions > 1 and (program.num_replicas > 1 or not global_ids):
+        raise NotImplementedError(
+            "Collectives must join devices by their global ids; got "
+            f"{instruction.name} on {program.num_replicas} replicas of {partitions} partitions. "
+            "Use jit and shard_map, which compile to it."
+        )
+    if match := _LISTED_GROUPS.search(attributes):
+        return _numbers(match[1]) or [tuple(range(program.num_devices))]
+    if match := _IOTA_GROUPS.search(attributes):
+        return _iota_groups(match)
+    return _mesh_groups(_required(_MESH_GROUPS, instruction))
 
 
 def _received_in_group(kind: str, n: int, sizes: list[int]) -> int:

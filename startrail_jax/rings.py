@@ -43,7 +43,7 @@ from startrail_jax.shapes import (
 from startrail_jax.softmax import merge_partials, rows
 
 # A ring of more rounds runs its middle rounds as a loop, which bounds the time to compile it.
-UNROLLED_ROUNDS = 8
+UNROLLED_ROUNDS = 4
 
 # For `jax.checkpoint_policies.save_only_these_names`: with these saved, attention is not recomputed.
 CHECKPOINT_NAMES = ("attention_partial", "attention_lse", "attention_out")
@@ -241,9 +241,13 @@ def _backward(schedule: Schedule, residuals: Any, cotangents: Any) -> tuple[Any,
     "kv": queries and theirs stay; (k, v) go round and dk, dv travel home: 6gG units at 16 bit, 4gG.
     Gradients travel and are summed in float32.
     """
-    # Without the barrier XLA would reuse the forward's gathers, and so keep gathered units alive.
-    q, k, v, query_segments, key_segments, out, lse = lax.optimization_barrier(residuals)
+    q, k, v, query_segments, key_segments, out, lse = residuals
     dout, dlse = cotangents
+    by_query = _backward_mode(schedule, q, k, v, query_segments) == "query"
+    if schedule.team.degree > 1:
+        q, query_segments = _not_before(dout, lse, (q, query_segments))
+    if schedule.group.degree > 1 or (schedule.ring.degree > 1 and not by_query):
+        k, v, key_segments = _not_before(dout, lse, (k, v, key_segments))
     seq_len, scale, block = _static(schedule, q)
     device = _device(schedule)
     delta = (dout.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1).swapaxes(1, 2) - dlse
@@ -270,7 +274,6 @@ def _backward(schedule: Schedule, residuals: Any, cotangents: Any) -> tuple[Any,
         dq, dk, dv = gradients(queries, keys, (so_far, None, None), keys_behind=distance)
         return dq, (dk, dv)
 
-    by_query = _backward_mode(schedule, q, k, v, query_segments) == "query"
     stayed, travelled = circulate(
         schedule.ring,
         ring_offsets(schedule, seq_len),
@@ -284,6 +287,17 @@ def _backward(schedule: Schedule, residuals: Any, cotangents: Any) -> tuple[Any,
     dk, dv = (schedule.unsort(x, schedule.key_ranks, 1) for x in (dk, dv))
     dk, dv = (schedule.keys.scatter(x, q.dtype) for x in (dk, dv))
     return dq, dk, dv, None, None
+
+
+def _not_before(dout: Array, lse: Array, inputs: Any) -> Any:
+    """`inputs`, as values that XLA does not know before `dout`.
+
+    Else it finds that the backward pass moves what the forward moved, does so once, and keeps the
+    gathered units of every layer alive until then. An optimization_barrier does not prevent that:
+    XLA on CPU (jax 0.10.2) drops it before the last common-subexpression elimination.
+    """
+    never = (lse.ravel()[0] < 2 * EMPTY) & (dout.ravel()[0] > 0)
+    return jax.tree.map(lambda x: jnp.where(never, jnp.zeros_like(x), x), inputs)
 
 
 concentric_attention.defvjp(_forward_rule, _backward)

@@ -102,7 +102,8 @@ def backward(
         dq, dk_j, dv_j = visits.fold(j, query_tile, (dq, dk_j, dv_j))
         return dq, tiles.put_columns(dk, dk_j, j), tiles.put_columns(dv, dv_j, j)
 
-    sums = tuple(visits.zeros(x) if dx is None else dx for x, dx in zip((q, k, v), into))
+    like = (dout, k, v)
+    sums = tuple(visits.zeros(x, y.shape[-1]) if dx is None else dx for x, y, dx in zip(like, (q, k, v), into))
     return lax.fori_loop(0, len(tiles.key.starts), key_tile, sums)
 
 
@@ -122,21 +123,20 @@ class _Visits:
     """Inner tiles of outer tile 0, then of outer tile 1, ..., then padding."""
     ends: Int32[Array, " outer"]
     """Where each outer tile's part of `order` ends."""
-
     @classmethod
     def of(cls, visible: Bool[Array, "outer inner"]) -> _Visits:
         (flat,) = jnp.nonzero(visible.reshape(-1), size=visible.size, fill_value=0)
         order = flat.astype(jnp.int32) % visible.shape[1]
-        return cls(order, visible.sum(1, dtype=jnp.int32).cumsum())
+        ends = visible.sum(1, dtype=jnp.int32).cumsum()
+        return cls(order, ends)
 
     def zeros(self, like: Float[Array, "b t n h"], dim: int | None = None) -> Array:
         """Float32 zeros of the shape of `like`, but for the last dimension, to sum into.
 
         Computed from `like`, so that no scheduler sets them up, and holds their memory, before
-        `like` is there; and so that inside shard_map they vary over the axes the sum will vary over.
+        `like` is there; and so that inside shard_map they vary over the axes the sums vary over.
         """
-        never = self.ends[-1] < 0
-        zeros = jnp.where(never, like[..., :1].astype(jnp.float32), 0.0)
+        zeros = jnp.where(self.ends[-1] < 0, like[..., :1].astype(jnp.float32), 0.0)
         return jnp.broadcast_to(zeros, (*like.shape[:-1], dim or like.shape[-1]))
 
     def fold(self, outer: Array, body: Callable[[Array, Any], Any], carry: Any) -> Any:
