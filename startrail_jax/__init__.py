@@ -11,5 +11,14 @@ from startrail_jax.attention import Attention
 from startrail_jax.cost import communication
 from startrail_jax.layout import Layout
 from startrail_jax.mesh import AxisNames, Degrees, make_mesh
+from startrail_jax.rings import CHECKPOINT_NAMES
 
-__all__ = ["Attention", "AxisNames", "Degrees", "Layout", "communication", "make_mesh"]
+__all__ = [
+    "CHECKPOINT_NAMES",
+    "Attention",
+    "AxisNames",
+    "Degrees",
+    "Layout",
+    "communication",
+    "make_mesh",
+]

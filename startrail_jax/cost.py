@@ -186,10 +186,11 @@ def communication(
         packed=packed,
     )
     mode = shard.cheaper_backward() if backward == "auto" else backward
+    place = _key_placement(shard, causal, placement, shared_ids=num_id_arrays == 1)
     forward = [
         *_head_exchange(shard, num_id_arrays=num_id_arrays),
         _query_gather(shard),
-        *_key_placement(shard, causal, placement, ids_gathered=num_id_arrays == 1),
+        *place,
         *_forward_ring(shard, rounds),
         *_combine(shard, combine),
         _output_exchange(shard),
@@ -197,7 +198,7 @@ def communication(
     reverse = [
         _output_exchange(shard),
         _query_gather(shard, with_cotangent=True),
-        *_key_placement(shard, causal, placement),
+        *place,
         *_backward_ring(shard, rounds, mode),
         _query_scatter(shard),
         *_key_gradient_placement(shard, causal, placement),
@@ -346,13 +347,13 @@ def _query_scatter(shard: _Shard) -> Transfer:
 
 
 def _key_placement(
-    shard: _Shard, causal: bool, placement: Placement, *, ids_gathered: bool = False
+    shard: _Shard, causal: bool, placement: Placement, *, shared_ids: bool
 ) -> list[Transfer]:
     tensors, ids = shard.key_value, shard.key_ids
     if placement == "gather_permute":
         others, moved = _published_copies(shard)
-        # XLA merges this gather of ids with that for the queries, if they are one array.
-        gathered = 0 if ids_gathered else ids
+        # The queries' ids are gathered over the team already; XLA does not do so twice.
+        gathered = 0 if shared_ids else ids
         return [
             _copies("key placement", "all_gather", others, tensors, gathered),
             _copies("key placement", "collective_permute", moved, tensors, ids),

@@ -95,11 +95,11 @@ def visible_tiles(mask: Mask, query: Tiling, key: Tiling) -> Bool[Array, "i j"]:
     if mask.causal:
         query_positions, key_positions = mask.query_positions, mask.key_positions
         query_last = query_positions[query.starts + query.size - 1]
-        visible &= key_positions[key.fresh] <= query_last[:, None]
+        visible &= key_positions[key.fresh][None] <= query_last[:, None]
         if mask.window is not None:
             query_first = query_positions[query.fresh]
             key_last = key_positions[key.starts + key.size - 1]
-            visible &= key_last > query_first[:, None] - mask.window
+            visible &= key_last[None] > query_first[:, None] - mask.window
     if mask.query_segments is not None and mask.key_segments is not None:
         query_low, query_high = _segment_range(query.take(mask.query_segments))
         key_low, key_high = _segment_range(key.take(mask.key_segments))

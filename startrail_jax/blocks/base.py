@@ -5,7 +5,7 @@ A block knows no mesh axis. A backend that cannot serve a request raises `NotImp
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from jaxtyping import Array, Float32
 
@@ -13,6 +13,7 @@ from startrail_jax.mask import Mask
 from startrail_jax.shapes import KeyShard, LseShard, OutShard, QueryShard, ValueShard
 
 
+@runtime_checkable
 class Block(Protocol):
     """A block backend: a module with these two functions."""
 

@@ -1,0 +1,162 @@
+"""One contract suite for every block backend, and what is particular to each."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import oracle
+from startrail_jax import blocks
+from startrail_jax.blocks import xla
+from startrail_jax.layout import Layout
+from startrail_jax.mask import Mask, visible_tiles
+from startrail_jax.shapes import EMPTY
+
+BATCH, HEADS, HEAD_DIM, VALUE_DIM = 2, 6, 5, 7
+FLOAT32 = 2e-6
+
+
+@pytest.fixture(params=sorted(blocks.BACKENDS))
+def block(request):
+    return blocks.BACKENDS[request.param]
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Several tiles of sizes that divide nothing, so that some overlap."""
+    monkeypatch.setattr(xla, "TILE_ROWS", 22)
+    monkeypatch.setattr(xla, "TILE_COLUMNS", 9)
+
+
+def error(actual, expected):
+    return np.linalg.norm(np.asarray(actual) - expected) / np.linalg.norm(expected)
+
+
+def random_block(query_len, key_len, kv_heads, seed=0):
+    rng = np.random.default_rng(seed)
+    shapes = (
+        (BATCH, query_len, HEADS, HEAD_DIM),
+        (BATCH, key_len, kv_heads, HEAD_DIM),
+        (BATCH, key_len, kv_heads, VALUE_DIM),
+        (BATCH, query_len, HEADS, VALUE_DIM),
+    )
+    return [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
+
+
+def masks(length):
+    """Name -> (what the block is told, what the oracle is told) for `length` queries and keys."""
+    runs = Layout("contiguous", 1).unit_positions(length, 1, 0)
+    ids = np.sort(np.random.default_rng(1).integers(-1, 3, (BATCH, length)), axis=1)
+    ids = np.roll(ids, 5, axis=1).astype(np.int32)
+    causal = functools.partial(Mask, causal=True, query_runs=runs, key_runs=runs)
+    segments = dict(query_segments=jnp.asarray(ids), key_segments=jnp.asarray(ids))
+    return {
+        "full": (Mask(), {}),
+        "causal": (causal(), dict(causal=True)),
+        "window": (causal(window=11), dict(causal=True, window=11)),
+        "segments": (Mask(**segments), dict(segment_ids=ids)),
+        "causal segments": (causal(**segments), dict(causal=True, segment_ids=ids)),
+    }
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 6])
+@pytest.mark.parametrize("name", ["full", "causal", "window", "segments", "causal segments"])
+def test_block_agrees_with_the_oracle(block, small_tiles, name, kv_heads):
+    mask, told = masks(53)[name]
+    q, k, v, dout = random_block(53, 53, kv_heads)
+    scale = 0.3
+
+    @jax.jit
+    def both(q, k, v, dout):
+        out, lse = block.forward(q, k, v, mask, scale)
+        delta = (out * dout).sum(-1).swapaxes(1, 2)
+        return (out, lse), block.backward(q, k, v, lse, delta, dout, mask, scale)
+
+    (out, lse), gradients = both(q, k, v, dout)
+    expected_out, expected_lse = oracle.attention(q, k, v, scale=scale, **told)
+    expected = oracle.gradients(q, k, v, dout, scale=scale, **told)
+    assert out.dtype == lse.dtype == jnp.float32
+    assert error(out, expected_out) < FLOAT32
+    np.testing.assert_array_equal(np.asarray(lse) == EMPTY, expected_lse == oracle.EMPTY)
+    np.testing.assert_allclose(lse, expected_lse, rtol=2e-6, atol=2e-6)
+    for actual, wanted, name in zip(gradients, expected, expected._fields, strict=True):
+        assert error(actual, wanted) < FLOAT32, name
+        assert actual.dtype == jnp.float32
+
+
+def test_block_goes_on_from_what_earlier_keys_left(block, small_tiles):
+    q, k, v, dout = random_block(31, 40, 2)
+    first, second = slice(0, 17), slice(17, 40)
+    state = None
+    for keys in (first, second):
+        state = block.forward(q, k[:, keys], v[:, keys], Mask(), 0.4, state)
+    out, lse = state
+    expected_out, expected_lse = oracle.attention(q, k, v, scale=0.4)
+    assert error(out, expected_out) < FLOAT32
+    np.testing.assert_allclose(lse, expected_lse, atol=2e-6)
+    delta = (out * dout).sum(-1).swapaxes(1, 2)
+    dq = None
+    for keys in (first, second):
+        dq, _, _ = block.backward(
+            q, k[:, keys], v[:, keys], lse, delta, dout, Mask(), 0.4, (dq, None, None)
+        )
+    assert error(dq, oracle.gradients(q, k, v, dout, scale=0.4).query) < FLOAT32
+
+
+def test_block_backward_uses_the_lse_and_delta_that_it_is_given(block):
+    q, k, v, dout = random_block(8, 9, 6)
+    out, lse = block.forward(q, k, v, Mask(), 1.0)
+    delta = (out * dout).sum(-1).swapaxes(1, 2)
+    shifted = block.backward(q, k, v, lse + jnp.log(2.0), delta, dout, Mask(), 1.0)
+    plain = block.backward(q, k, v, lse, delta, dout, Mask(), 1.0)
+    for half, whole in zip(shifted, plain, strict=True):
+        np.testing.assert_allclose(2 * half, whole, rtol=1e-5, atol=1e-6)
+
+
+def test_wholly_masked_tiles_are_never_visited(small_tiles):
+    """Not-a-number in a tile that is masked shows at once where the tile is read."""
+    length, document = 44, 22
+    mask, _ = masks(length)["causal"]
+    ids = (jnp.arange(length) // document)[None].repeat(BATCH, 0).astype(jnp.int32)
+    mask = Mask(
+        causal=True, query_runs=mask.query_runs, key_runs=mask.key_runs,
+        query_segments=ids, key_segments=ids,
+    )  # fmt: skip
+    q, k, v, dout = random_block(length, length, HEADS)
+    query, key = xla.tilings(mask, length, length, 1)
+    visible = np.asarray(visible_tiles(mask, query, key))
+    assert visible.shape == (2, 5)
+    assert visible.sum() < visible.size
+    # Keys that only masked tiles of the first query tile hold.
+    poisoned = np.concatenate(
+        [np.arange(key.fresh[j], key.starts[j] + key.size) for j in np.flatnonzero(~visible[0])]
+    )
+    k, v = (x.at[:, poisoned].set(np.nan) for x in (k, v))
+    out, lse = xla.forward(q, k, v, mask, 1.0)
+    rows = slice(0, query.size)
+    assert np.isfinite(out[:, rows]).all()
+    assert np.isfinite(lse[:, :, rows]).all()
+    zero = jnp.zeros_like(lse)
+    dq, _, _ = xla.backward(q, k, v, zero, zero, dout, mask, 1.0)
+    assert np.isfinite(dq[:, rows]).all()
+
+
+@pytest.mark.parametrize("pass_", ["forward", "backward"])
+def test_memory_is_a_tile_of_logits_and_not_the_square(pass_):
+    def temporary_bytes(length):
+        mask, _ = masks(length)["causal"]
+        q, k, v, dout = (jax.ShapeDtypeStruct((1, length, 2, 16), jnp.float32) for _ in range(4))
+        lse = jax.ShapeDtypeStruct((1, 2, length), jnp.float32)
+        step = {
+            "forward": lambda q, k, v, lse, dout: xla.forward(q, k, v, mask, 1.0),
+            "backward": lambda q, k, v, lse, dout: xla.backward(q, k, v, lse, lse, dout, mask, 1.0),
+        }[pass_]
+        compiled = jax.jit(step).lower(q, k, v, lse, dout).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    short, long = temporary_bytes(2048), temporary_bytes(4096)
+    tile = 4 * 2 * xla.TILE_ROWS * xla.TILE_COLUMNS
+    assert short < 8 * tile + 4 * 2048 * 2 * 16 * 8
+    assert long <= 2.1 * short

@@ -1,0 +1,125 @@
+"""The schedule: who meets whom, in how many rounds."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import startrail_jax as st
+from startrail_jax.blocks import xla
+from startrail_jax.mask import visible_tiles
+from startrail_jax.mesh import Axis
+from startrail_jax.rings import circulate, ring_offsets
+
+
+def schedule_of(degrees, **options):
+    mesh = st.make_mesh(degrees, devices=jax.devices()[: degrees.num_devices])
+    return st.Attention(mesh, **options).schedule
+
+
+def devices_of(schedule):
+    degrees = (schedule.group.degree, schedule.ring.degree, schedule.team.degree)
+    return itertools.product(*map(range, degrees))
+
+
+@pytest.mark.parametrize("direction", ["keys_behind", "queries_ahead"])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+@pytest.mark.parametrize("degrees", [(2, 2, 2), (3, 2, 1), (1, 3, 2), (2, 1, 3), (1, 5, 1), (2, 3, 2)])
+def test_every_pair_of_tokens_is_met_exactly_once(degrees, layout, direction):
+    group, ring, team = degrees
+    schedule = schedule_of(st.Degrees(group=group, ring=ring, team=team), layout=layout)
+    seq_len = 2 * group * ring * team
+    met = np.zeros((seq_len, seq_len), int)
+    for device in devices_of(schedule):
+        for offset in ring_offsets(schedule, seq_len):
+            mask = schedule.mask(seq_len, device, **{direction: offset})
+            met[np.ix_(mask.query_positions, mask.key_positions)] += 1
+    np.testing.assert_array_equal(met, 1)
+
+
+def test_offsets_are_all_without_a_window():
+    schedule = schedule_of(st.Degrees(group=2, ring=3, team=2))
+    assert ring_offsets(schedule, 24) == (0, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("layout", "window", "expected"),
+    [
+        ("contiguous", 1, (0,)),
+        ("contiguous", 10, (0, 1)),
+        ("contiguous", 11, (0, 1)),
+        ("contiguous", 12, (0, 1, 2)),
+        ("contiguous", 80, tuple(range(8))),
+        ("zigzag", 1, (0,)),
+        ("zigzag", 3, (0, 1, 7)),
+    ],
+)
+def test_a_window_leaves_out_the_rounds_that_nobody_needs(layout, window, expected):
+    schedule = schedule_of(st.Degrees(ring=8), layout=layout, window=window)
+    assert ring_offsets(schedule, 80) == expected
+
+
+def tiles_visited(degrees, seq_len, **options):
+    """Tiles that each device visits in the forward pass, times their area."""
+    schedule = schedule_of(degrees, **options)
+    shard = seq_len // degrees.sequence
+    work = []
+    for device in devices_of(schedule):
+        area = 0
+        for offset in ring_offsets(schedule, seq_len):
+            mask = schedule.mask(seq_len, device, keys_behind=offset)
+            query, key = xla.tilings(
+                mask, shard * schedule.query_ranks, shard * schedule.key_ranks, 1
+            )
+            area += int(visible_tiles(mask, query, key).sum()) * query.size * key.size
+        work.append(area)
+    return np.array(work)
+
+
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        st.Degrees.ring_attention(8),
+        st.Degrees.all_gather(8),
+        st.Degrees.startrail(8, c=2),
+        st.Degrees(team=2, ring=4),
+        st.Degrees(team=2, group=4),
+        st.Degrees.loongtrain(8, head=2),
+    ],
+    ids=str,
+)
+def test_zigzag_balances_the_block_work_and_wastes_little(degrees):
+    seq_len = 16384
+    work = tiles_visited(degrees, seq_len)
+    assert work.max() / work.mean() <= 1.03
+    useful = seq_len * (seq_len + 1) / 2
+    assert work.sum() <= 1.05 * useful
+
+
+@pytest.mark.parametrize("direction", [1, -1])
+@pytest.mark.parametrize("offsets", [(0,), (0, 1), (0, 1, 2), (0, 2, 5), tuple(range(7))])
+def test_circulate_brings_each_traveller_past_everyone_and_its_share_home(offsets, direction):
+    """Travellers are numbers; each device notes whom it met, each traveller where it has been."""
+    ring = Axis(("ring",), 7)
+    mesh = jax.make_mesh((7,), ("ring",), devices=jax.devices()[:7], axis_types=(jax.sharding.AxisType.Auto,))
+
+    def on_device(x):
+        here = jax.lax.axis_index("ring")
+        one = jax.nn.one_hot(here, 7, dtype=jnp.int32)
+
+        def visit(traveller, distance, met):
+            met = jnp.zeros_like(one) if met is None else met
+            return met + jax.nn.one_hot(traveller[0], 7, dtype=jnp.int32), one
+
+        met, been = circulate(ring, offsets, direction=direction, travellers=x, visit=visit)
+        return met[None], been[None]
+
+    specs = dict(in_specs=P("ring"), out_specs=P("ring"))
+    met, been = jax.jit(jax.shard_map(on_device, mesh=mesh, **specs))(jnp.arange(7))
+    for p in range(7):
+        assert np.flatnonzero(met[p]).tolist() == sorted((p - direction * o) % 7 for o in offsets)
+        assert np.flatnonzero(been[p]).tolist() == sorted((p + direction * o) % 7 for o in offsets)
+    assert met.max() == been.max() == 1
