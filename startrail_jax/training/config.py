@@ -122,9 +122,9 @@ class TrainConfig:
     """Tokens in a sequence."""
     seed: int = 0
     """Seed of the weights, the order of the data and the sample."""
-    log_every: int = 20
-    """Steps between reports of the training loss."""
-    evaluate_every: int = 200
+    log_every: int = 50
+    """Steps between reports; each gives the mean training loss since the last."""
+    evaluate_every: int = 250
     """Steps between evaluations; there is always one after the last step."""
     validation_windows: int = 64
     """Held-out sequences that an evaluation measures, rounded up to whole batches."""

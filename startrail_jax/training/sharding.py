@@ -89,17 +89,17 @@ def state_shardings(state: Any, mesh: Mesh) -> Any:
     tensor = mesh.shape["tensor"]
 
     def sharding(path: tuple[Any, ...], x: Any) -> NamedSharding:
-        names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
-        name = next((name for name in names if name in TENSOR_DIMS), None)
-        if tensor == 1 or name is None:
+        names = jax.tree_util.keystr(path, simple=True, separator="/")
+        layer = names.rpartition("/kernel")[0]
+        name = layer.rpartition("/")[2]
+        dim = TENSOR_DIMS.get(name)
+        few_keys = name in ("key", "value") and x.shape[1] % tensor
+        if tensor == 1 or dim is None or few_keys:
             return NamedSharding(mesh, PartitionSpec())
-        dim = TENSOR_DIMS[name]
         if x.shape[dim] % tensor:
-            if name in ("key", "value"):
-                return NamedSharding(mesh, PartitionSpec())
             raise ValueError(
                 f"mesh.tensor must divide heads and mlp_width; got tensor={tensor} for dimension "
-                f"{dim} of {'/'.join(names)}, of size {x.shape[dim]}. Change one of them."
+                f"{dim} of {layer}, of size {x.shape[dim]}. Change one of them."
             )
         return NamedSharding(mesh, PartitionSpec(*(None,) * dim, "tensor"))
 

@@ -1,0 +1,1 @@
+"""Flax NNX models. They take an attention callable and know no mesh."""

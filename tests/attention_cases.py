@@ -1,0 +1,359 @@
+"""One attention problem on one setting: its inputs, one compiled program, and how far off it is."""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations, count, product
+from random import Random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import oracle
+import startrail_jax as st
+
+# Relative L2 error of out, lse, dq, dk, dv against the float64 oracle on the same (rounded) inputs:
+# a bound for float32 (and for lse, which is float32 in every dtype), and for the narrow dtypes a
+# multiple of the error that jax.nn.dot_product_attention makes in that dtype.
+FLOAT32_ERROR = 2e-6
+NARROW_ERROR_RATIO = 1.25
+# jax.nn does not serve float16 on a CPU: held against bfloat16, of three bits less.
+FLOAT16_IS_FINER = 8
+
+# Name -> (causal, window, how segment ids are drawn).
+MASKS = {
+    "full": (False, None, None),
+    "causal": (True, None, None),
+    "window": (True, 17, None),
+    "packed": (True, None, "documents"),
+    "packed_window": (True, 11, "documents"),
+    "padding": (True, None, "padding"),
+    "padding_full": (False, None, "padding"),
+    "cross": (False, None, "cross"),
+}
+
+# As many key heads as query heads, a quarter of them, one.
+HEADS = ("equal", "grouped", "single")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """A problem (mask, heads, length, dtype) and a setting (everything else)."""
+
+    degrees: st.Degrees
+    mask: str = "causal"
+    heads: str = "equal"
+    layout: str | None = None
+    backward: str = "auto"
+    placement: str = "permute_gather"
+    combine: str = "merge"
+    axis_type: str = "explicit"
+    tokens: int = 6
+    """Tokens of one sequence shard."""
+    dtype: str = "float32"
+    seed: int = 0
+
+    @property
+    def num_heads(self) -> tuple[int, int]:
+        """Query heads (divisible by head * tensor), and key heads (that divide or are divided)."""
+        ranks = self.degrees.head * self.degrees.tensor
+        if self.heads == "equal":
+            return (3, 3) if ranks == 1 else (ranks, ranks)
+        if self.heads == "single":
+            return (5, 1) if ranks == 1 else (ranks, 1)
+        splits = lambda n: 4 * n % ranks == 0 and (ranks % n == 0 or n % ranks == 0)  # noqa: E731
+        kv_heads = next(filter(splits, count(2)))
+        return 4 * kv_heads, kv_heads
+
+    @property
+    def seq_len(self) -> int:
+        return self.tokens * self.degrees.sequence
+
+    @property
+    def key_len(self) -> int:
+        return self.seq_len + (4 * self.degrees.sequence if self.mask == "cross" else 0)
+
+    @property
+    def mask_arguments(self) -> dict:
+        """What the oracle takes beside segment ids."""
+        causal, window, _ = MASKS[self.mask]
+        return {"causal": causal, "window": window}
+
+    @functools.cached_property
+    def mesh(self):
+        devices = jax.devices("cpu")[: self.degrees.num_devices]
+        return st.make_mesh(self.degrees, axis_type=self.axis_type, devices=devices)
+
+    @functools.cached_property
+    def attention(self) -> st.Attention:
+        return st.Attention(
+            self.mesh,
+            layout=self.layout,
+            backward=self.backward,
+            placement=self.placement,
+            combine=self.combine,
+            **self.mask_arguments,
+        )
+
+    @functools.cached_property
+    def problem(self) -> "Problem":
+        return draw_problem(
+            np.random.default_rng(self.seed),
+            batch=3 * self.degrees.data,
+            lengths=(self.seq_len, self.key_len),
+            heads=self.num_heads,
+            dtype=self.dtype,
+            segments=MASKS[self.mask][2],
+        )
+
+    def __str__(self) -> str:
+        """Says only what is not the default."""
+        degrees = "x".join(
+            f"{name}{size}" for name, size in dataclasses.asdict(self.degrees).items() if size > 1
+        )
+        others = [f for f in dataclasses.fields(self) if f.name != "degrees"]
+        values = [str(getattr(self, f.name)) for f in others if getattr(self, f.name) != f.default]
+        return "-".join([degrees or "single", *values])
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Global arrays in natural token order, of the dtype that the op gets them in."""
+
+    query: np.ndarray
+    key: np.ndarray
+    value: np.ndarray
+    dout: np.ndarray
+    dlse: np.ndarray
+    query_ids: np.ndarray | None
+    key_ids: np.ndarray | None
+
+    def astype(self, dtype) -> "Problem":
+        names = ("query", "key", "value", "dout")
+        cast = {name: getattr(self, name).astype(jnp.dtype(dtype)) for name in names}
+        return dataclasses.replace(self, **cast)
+
+    @property
+    def segment_ids(self):
+        return None if self.query_ids is None else (self.query_ids, self.key_ids)
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """Global arrays; from a mesh in layout order and sharded, from the oracle neither."""
+
+    out: np.ndarray
+    lse: np.ndarray
+    dq: np.ndarray
+    dk: np.ndarray
+    dv: np.ndarray
+
+    def items(self):
+        return [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)]
+
+
+def draw_problem(rng, *, batch, lengths, heads, dtype, segments) -> Problem:
+    """Widths are distinct primes, so that no transpose can hide; narrow dtypes have one width, as
+    jax.nn wants, and dlse = 0, which it does not know."""
+    query_len, key_len = lengths
+    num_heads, kv_heads = heads
+    narrow = dtype != "float32"
+    head_dim, value_dim = (7, 7) if narrow else (7, 11)
+    normal = lambda *shape: rng.normal(size=shape).astype(jnp.dtype(dtype))  # noqa: E731
+    query_ids, key_ids = draw_segments(rng, segments, batch, query_len, key_len)
+    return Problem(
+        query=normal(batch, query_len, num_heads, head_dim),
+        key=normal(batch, key_len, kv_heads, head_dim),
+        value=normal(batch, key_len, kv_heads, value_dim),
+        dout=normal(batch, query_len, num_heads, value_dim),
+        dlse=np.float32(not narrow) * rng.normal(size=(batch, num_heads, query_len)).astype("f4"),
+        query_ids=query_ids,
+        key_ids=key_ids,
+    )
+
+
+def draw_segments(rng, kind, batch, query_len, key_len):
+    """Documents of random lengths, cut elsewhere in each row; padding at the end and inside."""
+    if kind is None:
+        return None, None
+    count = {"documents": 5, "padding": 2, "cross": 3}[kind]
+
+    def documents(length):
+        cuts = np.sort(rng.choice(length, size=(batch, count - 1)), axis=1)
+        return (np.arange(length)[None, :, None] >= cuts[:, None, :]).sum(-1).astype(np.int32)
+
+    query_ids = documents(query_len)
+    key_ids = query_ids if kind != "cross" else documents(key_len)
+    if kind == "padding":
+        query_ids[:, -(query_len // 5) :] = -1
+        query_ids[0, query_len // 3 : query_len // 2] = -1
+    if kind == "cross":
+        query_ids[0, :2], key_ids[-1, -3:] = -1, -1
+    return query_ids, key_ids
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def forward_and_backward(attention, query, key, value, dout, dlse, segment_ids):
+    """One program: out, lse, dq, dk, dv."""
+    attend = functools.partial(attention, segment_ids=segment_ids, return_lse=True)
+    (out, lse), vjp = jax.vjp(attend, query, key, value)
+    return Result(out, lse, *vjp((dout, dlse)))
+
+
+jax.tree_util.register_dataclass(Result)
+
+
+def lse_spec(query_spec):
+    """[batch, heads, seq] from the spec of [batch, seq, heads, head_dim]."""
+    batch, seq, heads, _ = (*query_spec, *[None] * (4 - len(query_spec)))
+    return P(batch, heads, seq)
+
+
+def place(attention, problem: Problem) -> tuple:
+    """The arguments of `forward_and_backward`, in layout order and sharded."""
+    query_spec = attention.query_spec(problem.query.shape[2])
+    key_spec = attention.key_spec(problem.key.shape[2])
+
+    def put(x, spec, axis=1):
+        laid_out = attention.layout.permute(x, axis=axis)
+        return jax.device_put(laid_out, NamedSharding(attention.mesh, spec))
+
+    ids = problem.segment_ids
+    return (
+        put(problem.query, query_spec),
+        put(problem.key, key_spec),
+        put(problem.value, key_spec),
+        put(problem.dout, query_spec),
+        put(problem.dlse, lse_spec(query_spec), axis=2),
+        ids and tuple(put(x, attention.sequence_spec) for x in ids),
+    )
+
+
+def natural(attention, result: Result) -> Result:
+    """On the host, in natural token order."""
+    axes = {name: 2 if name == "lse" else 1 for name, _ in result.items()}
+    return Result(
+        **{
+            name: attention.layout.unpermute(np.asarray(x), axis=axes[name])
+            for name, x in result.items()
+        }
+    )
+
+
+def reference(problem: Problem, **mask) -> Result:
+    """The oracle's answer, in float64."""
+    arguments = dict(mask, segment_ids=problem.segment_ids)
+    inputs = problem.query, problem.key, problem.value
+    out, lse = oracle.attention(*inputs, **arguments)
+    return Result(out, lse, *oracle.gradients(*inputs, problem.dout, problem.dlse, **arguments))
+
+
+def jax_nn(problem: Problem, **mask) -> Result:
+    """What jax.nn.dot_product_attention makes of the same input on one device."""
+    seen = oracle.visible(
+        problem.query.shape[1], problem.key.shape[1], segment_ids=problem.segment_ids, **mask
+    )
+    # Rows that see no key: ours are 0, which jax.nn's softmax is not.
+    rows = seen.any(-1)[:, :, None, None]
+    dout = np.where(rows, problem.dout, np.zeros_like(problem.dout))
+    out, *grads = _jax_nn(problem.query, problem.key, problem.value, dout, seen[:, None])
+    return Result(np.where(rows, out, np.zeros_like(out)), np.zeros(()), *map(np.asarray, grads))
+
+
+@jax.jit
+def _jax_nn(query, key, value, dout, seen):
+    attend = functools.partial(jax.nn.dot_product_attention, mask=seen)
+    out, vjp = jax.vjp(attend, query, key, value)
+    return out, *vjp(dout)
+
+
+def relative_error(found, expected) -> float:
+    """Relative L2 error; rows of lse that see no key must be EMPTY and do not count."""
+    found, expected = (np.asarray(x, np.float64) for x in (found, expected))
+    assert found.shape == expected.shape
+    empty = expected == oracle.EMPTY
+    np.testing.assert_array_equal(found == np.float32(oracle.EMPTY), empty)
+    found, expected = np.where(empty, 0, found), np.where(empty, 0, expected)
+    norm = np.linalg.norm(expected)
+    return float(np.linalg.norm(found - expected) / (norm if norm > 0 else 1.0))
+
+
+def error_bounds(problem: Problem, expected: Result, **mask) -> dict[str, float]:
+    """The greatest error allowed for each of out, lse, dq, dk, dv."""
+    bounds = {name: FLOAT32_ERROR for name, _ in expected.items()}
+    finer = {"float32": None, "bfloat16": 1, "float16": FLOAT16_IS_FINER}[problem.query.dtype.name]
+    if finer is None:
+        return bounds
+    if finer > 1:
+        problem = problem.astype("bfloat16")
+        expected = reference(problem, **mask)
+    baseline = jax_nn(problem, **mask)
+    for name in ("out", "dq", "dk", "dv"):
+        error = relative_error(getattr(baseline, name), getattr(expected, name))
+        bounds[name] = NARROW_ERROR_RATIO * error / finer
+    return bounds
+
+
+def assert_close(found: Result, expected: Result, bounds: Mapping[str, float]) -> None:
+    errors = {name: relative_error(x, getattr(expected, name)) for name, x in found.items()}
+    # Written so that NaN fails.
+    wrong = {n: f"{e:.2e} > {bounds[n]:.2e}" for n, e in errors.items() if not e <= bounds[n]}
+    assert not wrong, wrong
+
+
+def check(case: Case) -> None:
+    """What every setting must do: match the oracle, rerun to the same bits, shard as the input."""
+    arguments = place(case.attention, case.problem)
+    result = forward_and_backward(case.attention, *arguments)
+    expected = reference(case.problem, **case.mask_arguments)
+    bounds = error_bounds(case.problem, expected, **case.mask_arguments)
+    assert_close(natural(case.attention, result), expected, bounds)
+
+    again = forward_and_backward(case.attention, *arguments)
+    for name, x in result.items():
+        np.testing.assert_array_equal(x, getattr(again, name), err_msg=name)
+
+    query, key, value, dout, dlse, _ = arguments
+    for name, like in (("out", dout), ("lse", dlse), ("dq", query), ("dk", key), ("dv", value)):
+        x = getattr(result, name)
+        assert x.dtype == like.dtype, name
+        assert x.sharding.is_equivalent_to(like.sharding, x.ndim), (name, x.sharding)
+
+
+def covering(factors: Mapping[str, Sequence], clash, seed: int = 0) -> Iterator[dict]:
+    """Few rows that together hold every pair of values of two factors, greedily (all-pairs).
+
+    Args:
+        factors: name -> values.
+        clash: whether a dict of some factors' values cannot be; looked up for pairs only.
+        seed: of the choice among equals.
+    """
+    rng = Random(seed)
+
+    def pairs(row: Mapping) -> set:
+        return set(combinations(sorted((k, str(v)) for k, v in row.items()), 2))
+
+    def possible(row: Mapping) -> bool:
+        return not any(clash(dict(pair)) for pair in combinations(row.items(), 2))
+
+    missing = [
+        {a: x, b: y}
+        for a, b in combinations(factors, 2)
+        for x, y in product(factors[a], factors[b])
+        if not clash({a: x, b: y})
+    ]
+    while missing:
+        start = missing[0]
+        wanted = {pair for row in missing for pair in pairs(row)}
+        candidates = []
+        while len(candidates) < 30:
+            row = {name: rng.choice(values) for name, values in factors.items()} | start
+            if possible(row):
+                candidates.append(row)
+        best = max(candidates, key=lambda row: len(pairs(row) & wanted))
+        done = pairs(best)
+        missing = [row for row in missing if not pairs(row) <= done]
+        yield best

@@ -1,0 +1,68 @@
+"""Every test runs on simulated CPU devices; those marked `gpu` on real ones, with --gpu."""
+
+import os
+
+import hypothesis
+import jax
+import jaxtyping
+import pytest
+
+# Shapes and types of all annotated functions are checked in tests. Before the package is imported.
+jaxtyping.install_import_hook(["startrail_jax", "models"], "beartype.beartype")
+
+SIMULATED_DEVICES = 64
+NEEDS_GPU = "needs a GPU"
+# The only reasons to skip: hardware, and the package that compiles for a GPU without one.
+ALLOWED_SKIPS = (NEEDS_GPU, "needs jax-cuda13-pjrt")
+
+hypothesis.settings.register_profile(
+    "fixed", derandomize=True, deadline=None, max_examples=10, database=None
+)
+hypothesis.settings.register_profile("explore", deadline=None, max_examples=100, print_blob=True)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
+
+
+def pytest_addoption(parser):
+    parser.addoption("--gpu", action="store_true", help="run the tests that need a GPU, on it")
+
+
+def pytest_configure(config):
+    if not config.getoption("--gpu"):
+        jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", SIMULATED_DEVICES)
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--gpu"):
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason=NEEDS_GPU))
+
+
+@pytest.fixture
+def unchecked():
+    """Without the type checker, as users run: shows the error that they get for a wrong type."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport():
+    return _refuse_other_skips((yield))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report():
+    return _refuse_other_skips((yield))
+
+
+def _refuse_other_skips(report):
+    """Turns a skip into a failure: a test that is skipped unseen guards nothing."""
+    if report.skipped and not hasattr(report, "wasxfail"):
+        reason = str(report.longrepr[2])
+        if not any(allowed in reason for allowed in ALLOWED_SKIPS):
+            report.outcome = "failed"
+            report.longrepr = f"{reason}. Allowed are only {ALLOWED_SKIPS}."
+    return report

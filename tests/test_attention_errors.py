@@ -1,0 +1,282 @@
+"""Bad input: what must hold, what was given, by name and value, and the way out."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import startrail_jax as st
+from attention_cases import Case
+
+# The errors of the package, not of the type checker that tests run it under.
+pytestmark = pytest.mark.usefixtures("unchecked")
+
+STARTRAIL = st.Degrees.startrail(8, c=2)
+BATCH, SEQ_LEN, HEADS, HEAD_DIM = 2, 32, 4, 5
+
+
+def attention(degrees=STARTRAIL, *, axis_type="auto", mask="causal", **options):
+    mesh = Case(degrees=degrees, axis_type=axis_type).mesh
+    return st.Attention(mesh, causal=mask == "causal", **options)
+
+
+def array(batch=BATCH, seq_len=SEQ_LEN, heads=HEADS, head_dim=HEAD_DIM, dtype="float32"):
+    return jnp.zeros((batch, seq_len, heads, head_dim), dtype)
+
+
+def refuses(message, attention, query=None, key=None, value=None, error=ValueError, **options):
+    query = array() if query is None else query
+    key = query if key is None else key
+    value = key if value is None else value
+    with pytest.raises(error, match=message):
+        attention(query, key, value, **options)
+    with pytest.raises(error, match=message):
+        jax.jit(lambda q, k, v: attention(q, k, v, **options))(query, key, value)
+
+
+# Options of an instance ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("option", "values"),
+    [
+        ("backend", r"\('auto', 'xla'.*\)"),
+        ("backward", r"\('auto', 'query', 'kv'\)"),
+        ("placement", r"\('permute_gather', 'gather_permute'\)"),
+        ("combine", r"\('merge', 'reduce_scatter'\)"),
+    ],
+)
+def test_unknown_option_is_refused(option, values):
+    with pytest.raises(ValueError, match=rf"{option} must be one of {values}; got {option}='best'"):
+        attention(**{option: "best"})
+
+
+def test_unknown_layout_is_refused():
+    with pytest.raises(ValueError, match=r"layout must be one of .*'zigzag'.*got 'spiral'"):
+        attention(layout="spiral")
+
+
+def test_layout_of_another_degree_is_refused():
+    message = r"layout\.degree=4, sequence degree=8.*layout='zigzag'"
+    with pytest.raises(ValueError, match=message):
+        attention(layout=st.Layout("zigzag", 4))
+
+
+def test_window_without_causal_is_refused():
+    with pytest.raises(ValueError, match=r"window needs causal=True.*window=3, causal=False"):
+        attention(mask="full", window=3)
+
+
+@pytest.mark.parametrize("window", [0, -1])
+def test_window_below_one_is_refused(window):
+    with pytest.raises(ValueError, match=rf"at least 1 key; got window={window}.*window=None"):
+        attention(window=window)
+
+
+@pytest.mark.parametrize("degrees", [st.Degrees(team=2, ring=4), st.Degrees(group=2, ring=4)])
+def test_placement_of_the_paper_needs_equal_teams_and_groups(degrees):
+    given = rf"team={degrees.team}, group={degrees.group}"
+    with pytest.raises(ValueError, match=rf"{given}.*placement='permute_gather'"):
+        attention(degrees, placement="gather_permute")
+
+
+# Shapes --------------------------------------------------------------------------------------
+
+
+def test_arrays_of_three_dimensions_are_refused():
+    x = jnp.zeros((SEQ_LEN, HEADS, HEAD_DIM))
+    refuses(r"\[batch, seq, heads, head_dim\]; got query \(32, 4, 5\)", attention(), x)
+
+
+def test_other_batch_is_refused():
+    message = r"same batch.*query \(2, 32, 4, 5\), key \(3, 32, 4, 5\)"
+    refuses(message, attention(), array(), array(batch=3))
+
+
+def test_other_length_of_values_is_refused():
+    message = r"same length.*key \(2, 32, 4, 5\), value \(2, 48, 4, 5\)"
+    refuses(message, attention(), value=array(seq_len=48))
+
+
+def test_other_head_count_of_values_is_refused():
+    refuses(r"heads; got .*value \(2, 32, 2, 5\)", attention(), value=array(heads=2))
+
+
+def test_other_head_dim_of_keys_is_refused():
+    refuses(r"same head_dim.*key \(2, 32, 4, 7\)", attention(), key=array(head_dim=7))
+
+
+@pytest.mark.parametrize("empty", ["batch", "seq_len", "heads", "head_dim"])
+def test_empty_dimension_is_refused(empty):
+    refuses(r"no dimension may be 0|divisible|seq_len=0", attention(), array(**{empty: 0}))
+
+
+@pytest.mark.parametrize(
+    ("layout", "seq_len", "message"),
+    [
+        (
+            None,
+            40,
+            r"2 \* sequence degree.*zigzag.*seq_len=40, degree=8\. Pad to 48 or cut to 32, or",
+        ),
+        (
+            "contiguous",
+            36,
+            r"layout='contiguous'; got seq_len=36, degree=8\. Pad to 40 or cut to 32",
+        ),
+        ("striped", 36, r"layout='striped'; got seq_len=36, degree=8\. Pad to 40 or cut to 32"),
+    ],
+)
+def test_length_that_does_not_divide_is_refused(layout, seq_len, message):
+    refuses(message, attention(layout=layout), array(seq_len=seq_len))
+
+
+def test_key_length_that_does_not_divide_is_refused():
+    message = r"key seq_len must be divisible .*got key seq_len=36, degree=8\. Pad to 40"
+    refuses(message, attention(mask="full"), key=array(seq_len=36))
+
+
+def test_causal_of_two_lengths_is_refused():
+    message = r"Causal .*one length; got 32 queries and 48 keys.*causal=False for cross-attention"
+    refuses(message, attention(), key=array(seq_len=48))
+
+
+def test_batch_that_does_not_divide_is_refused():
+    degrees = st.Degrees(data=2, ring=2)
+    refuses(r"batch=3, data=2\. Pad the batch to 4", attention(degrees), array(batch=3))
+
+
+# Heads ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("degrees", "given"),
+    [
+        (st.Degrees.ulysses(8), r"heads=4, kv_heads=4, head=8, tensor=1\. Use a multiple of 8"),
+        (st.Degrees(head=2, tensor=4), r"head=2, tensor=4\. Use a multiple of 8"),
+        (st.Degrees(ring=2, tensor=3), r"head=1, tensor=3\. Use a multiple of 3"),
+    ],
+)
+def test_heads_that_do_not_divide_are_refused(degrees, given):
+    refuses(rf"heads must be divisible by head \* tensor; got .*{given}", attention(degrees))
+
+
+def test_query_spec_of_heads_that_do_not_divide_is_refused():
+    with pytest.raises(ValueError, match=r"head \* tensor; got heads=4.*multiple of 8"):
+        attention(st.Degrees.ulysses(8)).query_spec(4)
+
+
+def test_heads_that_are_no_multiple_of_key_heads_are_refused():
+    message = r"multiple of kv_heads; got heads=4, kv_heads=3,.*Use 6 heads, or a divisor of 4"
+    refuses(message, attention(), key=array(heads=3))
+
+
+def test_key_heads_that_neither_divide_nor_are_divided_are_refused():
+    message = r"divide one another; got heads=12, kv_heads=6, head=4, tensor=1.*divides 6"
+    refuses(message, attention(st.Degrees(head=4)), array(heads=12), array(heads=6))
+
+
+# Dtypes --------------------------------------------------------------------------------------
+
+
+def test_two_dtypes_are_refused():
+    message = r"one dtype of .*got float32, bfloat16, bfloat16\. Cast them, or pass dtype="
+    refuses(message, attention(), key=array(dtype="bfloat16"))
+
+
+@pytest.mark.parametrize("dtype", ["int32", "float8_e4m3fn", "complex64"])
+def test_dtype_that_is_not_served_is_refused(dtype):
+    refuses(rf"one dtype of \('float32', .*got {dtype}", attention(), array(dtype=dtype))
+
+
+# Segment ids ---------------------------------------------------------------------------------
+
+
+def ids(seq_len=SEQ_LEN, dtype="int32"):
+    return jnp.zeros((BATCH, seq_len), dtype)
+
+
+@pytest.mark.parametrize(
+    ("segment_ids", "message"),
+    [
+        (ids(16), r"integers \[batch, seq\] = \[2, 32\]; got int32 \[2, 16\]"),
+        (ids(dtype="float32"), r"must be integers .*got float32 \[2, 32\]"),
+        (ids(dtype="bool"), r"must be integers .*got bool \[2, 32\]"),
+        ((ids(), ids(16)), r"= \[2, 32\]; got int32 \[2, 16\].*pad with -1"),
+        ((ids(), ids(), ids()), r"a pair \(query_ids, key_ids\); got 3"),
+        (jnp.zeros((SEQ_LEN,), "int32"), r"got int32 \[32\]"),
+    ],
+)
+def test_segment_ids_that_do_not_fit_are_refused(segment_ids, message):
+    refuses(message, attention(), segment_ids=segment_ids)
+
+
+def test_one_array_of_segment_ids_for_two_lengths_is_refused():
+    message = r"got 1 for 32 queries and 48 keys\. Pass a pair"
+    refuses(message, attention(mask="full"), key=array(seq_len=48), segment_ids=ids())
+
+
+def test_list_of_segment_ids_is_refused():
+    """It must not be read as one array [2, batch, seq]."""
+    refuses(r"segment_ids must be", attention(), segment_ids=[ids(), ids()])
+
+
+# Shardings -----------------------------------------------------------------------------------
+
+
+def put(attention, x, *spec):
+    return jax.device_put(x, NamedSharding(attention.mesh, P(*spec)))
+
+
+@pytest.mark.parametrize("wrong", ["query", "key", "value", "segment_ids"])
+def test_wrong_sharding_on_an_explicit_mesh_is_refused(wrong):
+    attend = attention(st.Degrees(ring=2, team=2), axis_type="explicit")
+    arrays = {
+        name: put(attend, array(), None, ("ring", "team")) for name in ("query", "key", "value")
+    }
+    arrays["segment_ids"] = put(attend, ids(), None, ("ring", "team"))
+    arrays[wrong] = put(attend, np.asarray(arrays[wrong]), None, "ring")
+    arguments = [arrays[name] for name in ("query", "key", "value")]
+    message = rf"{wrong} must be sharded as .*\('ring', 'team'\).*got .*'ring'.*jax\.reshard"
+    with pytest.raises(ValueError, match=message):
+        attend(*arguments, segment_ids=arrays["segment_ids"])
+    with pytest.raises(ValueError, match=message):
+        jax.jit(attend)(*arguments, segment_ids=arrays["segment_ids"])
+
+
+def test_array_of_another_mesh_is_refused():
+    attend = attention(st.Degrees(ring=4), axis_type="explicit")
+    other = st.make_mesh(st.Degrees(ring=2), devices=jax.devices()[:2])
+    x = jax.device_put(array(), NamedSharding(other, P(None, "ring")))
+    with pytest.raises(ValueError, match=r"query must be sharded as|mesh|devices"):
+        attend(x, x, x)
+
+
+def test_permuted_order_of_axes_is_refused():
+    """The same axes in another order put the shards on other devices."""
+    attend = attention(st.Degrees(ring=2, team=2), axis_type="explicit")
+    x = put(attend, array(), None, ("team", "ring"))
+    with pytest.raises(ValueError, match=r"query must be sharded as .*got .*\('team', 'ring'\)"):
+        attend(x, x, x)
+
+
+def test_permute_refuses_an_array_that_is_sharded():
+    attend = attention(st.Degrees(ring=2))
+    with pytest.raises(ValueError, match=r"unsharded array; got one sharded as .*on the host"):
+        attend.layout.permute(put(attend, array(), None, "ring"))
+
+
+# Meshes --------------------------------------------------------------------------------------
+
+
+def test_degree_product_that_misses_the_devices_is_refused():
+    with pytest.raises(ValueError, match=r"= 8 for 6 devices.*devices= with 8"):
+        st.make_mesh(STARTRAIL, devices=jax.devices()[:6])
+
+
+def test_c_whose_square_does_not_divide_is_refused():
+    message = r"c\^2 must divide.*c=3, sequence degree=8\. Use c=1, c=2, or 9 devices"
+    with pytest.raises(ValueError, match=message):
+        st.Degrees.startrail(8, c=3)

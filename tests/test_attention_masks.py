@@ -1,0 +1,147 @@
+"""Edges of the masks: rows that see nothing, windows of every length, one-sided documents."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import oracle
+import startrail_jax as st
+from attention_cases import (
+    FLOAT32_ERROR,
+    Case,
+    assert_close,
+    draw_problem,
+    error_bounds,
+    forward_and_backward,
+    natural,
+    place,
+    reference,
+)
+
+STARTRAIL = st.Degrees.startrail(8, c=2)
+
+
+def solve(attention, problem):
+    return natural(attention, forward_and_backward(attention, *place(attention, problem)))
+
+
+def packed_problem(query_ids, key_ids=None, heads=(4, 2), dtype="float32"):
+    key_ids = query_ids if key_ids is None else key_ids
+    lengths = query_ids.shape[1], key_ids.shape[1]
+    problem = draw_problem(
+        np.random.default_rng(1),
+        batch=len(query_ids),
+        lengths=lengths,
+        heads=heads,
+        dtype=dtype,
+        segments=None,
+    )
+    return dataclasses.replace(problem, query_ids=query_ids, key_ids=key_ids)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("mask", ["padding", "padding_full"])
+def test_padding_is_exactly_zero(mask, dtype):
+    case = Case(degrees=STARTRAIL, mask=mask, dtype=dtype, heads="grouped")
+    result, padding = solve(case.attention, case.problem), case.problem.query_ids < 0
+    assert padding.any()
+    for name in ("out", "dq", "dk", "dv"):
+        assert (getattr(result, name)[padding] == 0).all(), name
+    lse = result.lse.transpose(0, 2, 1)
+    assert (lse[padding] == oracle.EMPTY).all()
+    assert (lse[~padding] > oracle.EMPTY).all()
+
+
+@pytest.mark.parametrize("combine", ["merge", "reduce_scatter"])
+@pytest.mark.parametrize("backward", ["query", "kv"])
+def test_batch_of_padding_only_is_zero_and_finite(backward, combine):
+    case = Case(degrees=STARTRAIL, mask="packed", backward=backward, combine=combine)
+    problem = packed_problem(np.full((2, case.seq_len), -1, np.int32))
+    result = solve(case.attention, problem)
+    assert (result.lse == oracle.EMPTY).all()
+    for name in ("out", "dq", "dk", "dv"):
+        assert (getattr(result, name) == 0).all(), name
+
+
+def test_queries_of_a_document_without_keys_see_nothing():
+    case = Case(degrees=STARTRAIL, mask="cross")
+    query_ids = np.repeat(np.array([[0, 1], [2, 3]], np.int32), case.seq_len // 2, axis=1)
+    key_ids = np.repeat(np.array([[1, 4], [3, -1]], np.int32), case.key_len // 2, axis=1)
+    problem = packed_problem(query_ids, key_ids)
+    result, expected = solve(case.attention, problem), reference(problem)
+    assert (expected.lse == oracle.EMPTY).any()
+    assert_close(result, expected, error_bounds(problem, expected))
+
+
+def test_one_array_of_segment_ids_is_the_pair_of_it():
+    case = Case(degrees=STARTRAIL, mask="packed")
+    *arrays, ids = place(case.attention, case.problem)
+    pair = forward_and_backward(case.attention, *arrays, ids)
+    one = forward_and_backward(case.attention, *arrays, ids[0])
+    for name, x in one.items():
+        np.testing.assert_array_equal(x, getattr(pair, name), err_msg=name)
+
+
+def test_segment_ids_of_any_integer_dtype():
+    case = Case(degrees=STARTRAIL, mask="padding")
+    *arrays, ids = place(case.attention, case.problem)
+    attend = jax.jit(case.attention)
+    wide = attend(*arrays[:3], segment_ids=ids)
+    narrow = attend(*arrays[:3], segment_ids=tuple(x.astype(jnp.int8) for x in ids))
+    np.testing.assert_array_equal(narrow, wide)
+
+
+# Windows of a token, of a part of a shard (6 tokens), of one shard and one more, of several shards.
+@pytest.mark.parametrize("window", [1, 5, 7, 20])
+@pytest.mark.parametrize(
+    "degrees",
+    [st.Degrees.ring_attention(8), st.Degrees(ring=4, team=2), st.Degrees(ring=4, head=2)],
+    ids=["ring", "team", "loongtrain"],
+)
+def test_short_window_skips_rounds_and_stays_exact(degrees, window):
+    case = Case(degrees=degrees, layout="contiguous", backward="kv" if window % 2 else "query")
+    attention = dataclasses.replace(case.attention, window=window)
+    problem = draw_problem(
+        np.random.default_rng(2),
+        batch=2,
+        lengths=(case.seq_len, case.seq_len),
+        heads=(4, 2),
+        dtype="float32",
+        segments=None,
+    )
+    expected = reference(problem, causal=True, window=window)
+    assert_close(solve(attention, problem), expected, error_bounds(problem, expected))
+    assert 1 <= attention.num_rounds(case.seq_len) < degrees.ring
+
+
+def test_window_of_the_whole_sequence_is_causal():
+    case = Case(degrees=STARTRAIL)
+    arguments = place(case.attention, case.problem)
+    causal = forward_and_backward(case.attention, *arguments)
+    windowed = dataclasses.replace(case.attention, window=case.seq_len)
+    assert windowed.num_rounds(case.seq_len) == case.degrees.ring
+    result = forward_and_backward(windowed, *arguments)
+    assert_close(result, causal, dict.fromkeys(vars(causal), FLOAT32_ERROR))
+
+
+def test_scale_is_used_in_both_directions():
+    case = Case(degrees=STARTRAIL, heads="grouped")
+    attention = dataclasses.replace(case.attention, scale=0.83)
+    expected = reference(case.problem, causal=True, scale=0.83)
+    assert_close(solve(attention, case.problem), expected, error_bounds(case.problem, expected))
+
+
+def test_large_logits_do_not_overflow():
+    case = Case(degrees=STARTRAIL)
+    attention = dataclasses.replace(case.attention, scale=300.0)
+    result, expected = (
+        solve(attention, case.problem),
+        reference(case.problem, causal=True, scale=300.0),
+    )
+    for name, x in result.items():
+        assert np.isfinite(x).all(), name
+    # Logits of thousands have float32 spacings of 1e-4 and more, and so have the weights.
+    np.testing.assert_allclose(result.out, expected.out, atol=2e-3)

@@ -1,0 +1,228 @@
+"""Meshes of the user's own: other axes, other names, other axis types, other ways in."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import oracle
+import startrail_jax as st
+from attention_cases import (
+    FLOAT32_ERROR,
+    Case,
+    assert_close,
+    draw_problem,
+    error_bounds,
+    forward_and_backward,
+    natural,
+    place,
+    reference,
+    relative_error,
+)
+
+AXIS_TYPES = {"explicit": AxisType.Explicit, "auto": AxisType.Auto}
+
+
+def make_mesh(axis_type="explicit", **sizes):
+    count = int(np.prod(list(sizes.values())))
+    kinds = (AXIS_TYPES[axis_type],) * len(sizes)
+    shape, names = tuple(sizes.values()), tuple(sizes)
+    return jax.make_mesh(shape, names, axis_types=kinds, devices=jax.devices()[:count])
+
+
+def problem_for(seq_len, batch=4, heads=(4, 2)):
+    return draw_problem(
+        np.random.default_rng(8),
+        batch=batch,
+        lengths=(seq_len, seq_len),
+        heads=heads,
+        dtype="float32",
+        segments=None,
+    )
+
+
+def assert_exact(attention, problem=None):
+    problem = problem or problem_for(12 * attention.degrees.sequence)
+    expected = reference(problem, causal=True)
+    result = forward_and_backward(attention, *place(attention, problem))
+    assert_close(natural(attention, result), expected, error_bounds(problem, expected))
+
+
+@pytest.mark.parametrize("axis_type", AXIS_TYPES)
+@pytest.mark.parametrize(
+    ("sizes", "axis_names", "degrees"),
+    [
+        pytest.param({"ring": 4}, None, st.Degrees(ring=4), id="one_axis"),
+        pytest.param(
+            {"team": 2, "expert": 3, "ring": 2},
+            None,
+            st.Degrees(ring=2, team=2),
+            id="extra_axis_and_another_order",
+        ),
+        pytest.param(
+            {"batch": 2, "context": 4, "model": 2},
+            {"data": "batch", "ring": "context", "tensor": "model"},
+            st.Degrees(data=2, ring=4, tensor=2),
+            id="renamed",
+        ),
+        pytest.param(
+            {"node": 2, "local": 3},
+            {"ring": ("node", "local")},
+            st.Degrees(ring=6),
+            id="two_axes_one_role",
+        ),
+        pytest.param(
+            {"outer": 2, "inner": 4},
+            {"team": "outer", "group": "inner"},
+            st.Degrees(team=2, group=4),
+            id="team_slower_than_group",
+        ),
+        pytest.param({"other": 3}, None, st.Degrees(), id="no_axis_of_ours"),
+    ],
+)
+def test_mesh_of_the_user(sizes, axis_names, degrees, axis_type):
+    attention = st.Attention(make_mesh(axis_type, **sizes), axis_names=axis_names)
+    assert attention.degrees == degrees
+    assert_exact(attention)
+
+
+def test_axis_names_as_a_dataclass():
+    mesh = make_mesh(context=4)
+    named = st.Attention(mesh, axis_names=st.AxisNames(ring="context"))
+    assert named == st.Attention(mesh, axis_names={"ring": "context"})
+    assert hash(named) == hash(st.Attention(mesh, axis_names={"ring": "context"}))
+    assert named.sequence_spec == P(None, "context")
+
+
+def test_specs_leave_out_axes_of_degree_one():
+    mesh = Case(degrees=st.Degrees(data=2, ring=2, team=2, tensor=2)).mesh
+    attention = st.Attention(mesh)
+    assert attention.sequence_spec == P("data", ("ring", "team"))
+    assert attention.query_spec(4) == P("data", ("ring", "team"), "tensor", None)
+    assert attention.key_spec(2) == P("data", ("ring", "team"), "tensor", None)
+    # One key head cannot be split over two tensor ranks: both hold it.
+    assert attention.key_spec(1) == P("data", ("ring", "team"), None, None)
+    assert st.Attention(make_mesh(ring=1)).query_spec(4) == P(None, None, None, None)
+
+
+def test_set_mesh_is_allowed():
+    attention = st.Attention(make_mesh(ring=2, team=2))
+    with jax.set_mesh(attention.mesh):
+        assert_exact(attention)
+
+
+def test_mesh_of_both_axis_types():
+    kinds = (AxisType.Auto, AxisType.Explicit)
+    mesh = jax.make_mesh((2, 4), ("data", "ring"), axis_types=kinds, devices=jax.devices()[:8])
+    assert_exact(st.Attention(mesh))
+
+
+def test_abstract_mesh_under_jit():
+    """A model built from an abstract mesh runs on any concrete mesh of that shape."""
+    mesh = make_mesh(ring=2, team=2)
+    attention, concrete = st.Attention(mesh.abstract_mesh), st.Attention(mesh)
+    problem = problem_for(48)
+    query, key, value, *_ = place(concrete, problem)
+    out = jax.jit(attention)(query, key, value)
+    np.testing.assert_array_equal(out, jax.jit(concrete)(query, key, value))
+
+
+def test_auto_mesh_reshards_what_it_is_given():
+    attention = st.Attention(make_mesh("auto", data=2, ring=4))
+    problem = problem_for(48)
+    laid_out = (attention.layout.permute(x) for x in (problem.query, problem.key, problem.value))
+    query, key, value = laid_out
+    wrong = NamedSharding(attention.mesh, P(("data", "ring")[0]))
+    out = jax.jit(attention)(jax.device_put(query, wrong), key, value)
+    expected = reference(problem, causal=True).out
+    assert relative_error(attention.layout.unpermute(np.asarray(out)), expected) <= FLOAT32_ERROR
+    assert out.sharding.is_equivalent_to(NamedSharding(attention.mesh, attention.query_spec(4)), 4)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_local_inside_a_shard_map_of_the_user(packed):
+    """`Attention.local` takes one device's shards, so that a fused layer can share a shard_map."""
+    mesh = make_mesh(data=2, group=2, ring=2, team=2)
+    attention, problem = st.Attention(mesh), problem_for(48)
+    segments = np.repeat(np.arange(3, dtype=np.int32), 16)[None] * np.ones((4, 1), np.int32)
+    spec = attention.query_spec(4)
+
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(spec, spec, spec, attention.sequence_spec),
+        out_specs=spec,
+    )
+    def layer(query, key, value, ids):
+        out, _ = attention.local(2 * query, key, value, *((ids, ids) if packed else ()))
+        return -out
+
+    def put(x, spec):
+        return jax.device_put(attention.layout.permute(x), NamedSharding(mesh, spec))
+
+    arrays = [put(x, spec) for x in (problem.query, problem.key, problem.value)]
+    found = jax.jit(layer)(*arrays, put(segments, attention.sequence_spec))
+    doubled = problem.query * 2
+    mask = {"causal": True, "segment_ids": segments if packed else None}
+    expected, _ = oracle.attention(doubled, problem.key, problem.value, **mask)
+    assert relative_error(attention.layout.unpermute(np.asarray(found)), -expected) <= FLOAT32_ERROR
+
+
+@pytest.mark.parametrize(
+    ("degrees", "kv_heads"),
+    [
+        (st.Degrees(ring=2, tensor=4), 1),
+        (st.Degrees(ring=2, tensor=4), 2),
+        (st.Degrees(head=2, tensor=2), 1),
+        (st.Degrees(head=2, tensor=2), 2),
+        # Key heads and tensor degree that do not divide one another: head * tensor and they do.
+        (st.Degrees(head=2, tensor=3), 2),
+        (st.Degrees(head=3, tensor=2), 3),
+    ],
+    ids=str,
+)
+def test_key_heads_are_replicated_and_their_gradients_summed(degrees, kv_heads):
+    attention = Case(degrees=degrees).attention
+    heads = 12 if degrees.num_devices == 6 else 8
+    assert_exact(attention, problem_for(6 * degrees.sequence, heads=(heads, kv_heads)))
+
+
+@pytest.mark.parametrize("device_kind", ["numpy", "committed"])
+def test_one_device_takes_plain_arrays(device_kind):
+    attention = Case(degrees=st.Degrees()).attention
+    problem = problem_for(24)
+    arrays = problem.query, problem.key, problem.value
+    if device_kind == "committed":
+        arrays = (jax.device_put(x, jax.devices()[0]) for x in arrays)
+    out = attention(*arrays)
+    expected = reference(problem, causal=True).out
+    assert relative_error(attention.layout.unpermute(np.asarray(out)), expected) <= FLOAT32_ERROR
+
+
+def test_unsharded_array_on_an_explicit_mesh_of_many_raises():
+    attention = st.Attention(make_mesh(ring=4))
+    x = jnp.zeros((2, 16, 4, 5))
+    with pytest.raises(ValueError, match=r"query must be sharded as .*ring.*jax\.device_put"):
+        attention(x, x, x)
+
+
+# Axis names ----------------------------------------------------------------------------------
+
+
+def test_unknown_role_raises():
+    with pytest.raises(ValueError, match=r"roles .*got unknown \['rings'\].*\{'ring': 'context'\}"):
+        st.Attention(make_mesh(context=2), axis_names={"rings": "context"})
+
+
+def test_axis_that_the_mesh_lacks_raises():
+    with pytest.raises(ValueError, match=r"got ring='cp', and the mesh has \('context',\)"):
+        st.Attention(make_mesh(context=2), axis_names={"ring": "cp"})
+
+
+def test_axis_of_two_roles_raises():
+    with pytest.raises(ValueError, match=r"play one role; got 'x' for both group and ring"):
+        st.Attention(make_mesh(x=2), axis_names={"ring": "x", "group": "x"})

@@ -1,0 +1,241 @@
+"""`Attention` as the attention function of Flax's own modules, against Flax's own attention."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import startrail_jax as st
+from attention_cases import FLOAT32_ERROR, Case, relative_error
+
+STARTRAIL = st.Degrees.startrail(8, c=2)
+HEADS, WIDTH, BATCH, SEQ_LEN = 4, 20, 3, 48
+
+
+def attention(axis_type="auto", causal=True):
+    mask = "causal" if causal else "full"
+    return Case(degrees=STARTRAIL, axis_type=axis_type, mask=mask).attention
+
+
+@functools.cache
+def arrays():
+    rng = np.random.default_rng(6)
+    return rng.normal(size=(2, BATCH, SEQ_LEN, WIDTH)).astype("f4")
+
+
+def sharded(attention, x):
+    """[batch, seq, features] in layout order."""
+    sharding = NamedSharding(attention.mesh, P(*attention.sequence_spec, None))
+    return jax.device_put(attention.layout.permute(x), sharding)
+
+
+def replicated(attention, tree):
+    """Parameters on the mesh: on Explicit axes, their gradients' shardings follow from theirs."""
+    return jax.device_put(tree, NamedSharding(attention.mesh, P()))
+
+
+def nnx_module(**options):
+    return nnx.MultiHeadAttention(
+        num_heads=HEADS, in_features=WIDTH, decode=False, rngs=nnx.Rngs(0), **options
+    )
+
+
+def linen_module(**options):
+    return linen.MultiHeadDotProductAttention(num_heads=HEADS, **options)
+
+
+def assert_same(found, expected):
+    """Outputs and gradients, by name."""
+    found, expected = (dict(jax.tree.leaves_with_path(x)) for x in (found, expected))
+    assert found.keys() == expected.keys()
+    for path, x in expected.items():
+        scale = float(np.linalg.norm(x))
+        if "key" in jax.tree_util.keystr(path) and "bias" in jax.tree_util.keystr(path):
+            # The softmax does not see a bias of the keys: both gradients are rounding about 0.
+            assert np.linalg.norm(found[path]) <= 1e-4 >= scale
+        else:
+            # Projections before and after round too.
+            assert relative_error(found[path], x) <= 2 * FLOAT32_ERROR, jax.tree_util.keystr(path)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("axis_type", ["explicit", "auto"])
+def test_nnx_module_matches_flax(axis_type, causal):
+    ours, (x, dout) = attention(axis_type, causal), arrays()
+    mask = jnp.tril(jnp.ones((1, 1, SEQ_LEN, SEQ_LEN), bool)) if causal else None
+
+    def step(module, x, dout, **options):
+        def loss(module, x):
+            out = module(x, **options)
+            return (out * dout).sum(), out
+
+        (_, out), grads = nnx.value_and_grad(loss, argnums=(0, 1), has_aux=True)(module, x)
+        return out, nnx.to_pure_dict(nnx.state(grads[0])), grads[1]
+
+    with jax.default_matmul_precision("highest"):
+        expected = nnx.jit(functools.partial(step, mask=mask))(nnx_module(), x, dout)
+        module = nnx_module(attention_fn=ours)
+        nnx.update(module, replicated(ours, nnx.state(module)))
+        # NNX passes is_causal=False unless told: that must not undo a causal instance.
+        found = nnx.jit(step)(module, sharded(ours, x), sharded(ours, dout))
+    found = (ours.layout.unpermute(np.asarray(found[0])), found[1],
+             ours.layout.unpermute(np.asarray(found[2])))  # fmt: skip
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_linen_module_matches_flax(causal):
+    ours, (x, dout) = attention(causal=causal), arrays()
+    mask = jnp.tril(jnp.ones((1, 1, SEQ_LEN, SEQ_LEN), bool)) if causal else None
+    params = linen_module().init(jax.random.key(0), x)
+
+    def step(module, params, x, dout, **options):
+        def loss(params, x):
+            out = module.apply(params, x, **options)
+            return (out * dout).sum(), out
+
+        (_, out), grads = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(params, x)
+        return out, *grads
+
+    with jax.default_matmul_precision("highest"):
+        expected = jax.jit(functools.partial(step, linen_module(), mask=mask))(params, x, dout)
+        module = linen_module(attention_fn=ours)
+        found = jax.jit(functools.partial(step, module))(
+            params, sharded(ours, x), sharded(ours, dout)
+        )
+    found = (ours.layout.unpermute(np.asarray(found[0])), found[1],
+             ours.layout.unpermute(np.asarray(found[2])))  # fmt: skip
+    assert_same(found, expected)
+
+
+def test_nnx_cross_attention_of_other_length():
+    ours, (x, _) = attention(causal=False), arrays()
+    memory = np.concatenate([x, x[:, ::3]], axis=1)
+    with jax.default_matmul_precision("highest"):
+        expected = nnx_module()(x, memory)
+        module = nnx.jit(nnx_module(attention_fn=ours))
+        found = module(sharded(ours, x), sharded(ours, memory))
+    assert relative_error(ours.layout.unpermute(np.asarray(found)), expected) <= 2 * FLOAT32_ERROR
+
+
+def test_equal_instances_do_not_retrace():
+    """Flax passes the function on as a static value: an equal instance must be the same one."""
+    traces = 0
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(attention, x):
+        nonlocal traces
+        traces += 1
+        return attention(x, x, x)
+
+    case = Case(degrees=STARTRAIL)
+    x = jnp.zeros((BATCH, SEQ_LEN, HEADS, 5))
+    x = jax.device_put(x, NamedSharding(case.mesh, case.attention.query_spec(HEADS)))
+    run(st.Attention(case.mesh), x)
+    run(st.Attention(case.mesh, causal=True, layout="zigzag"), x)
+    assert traces == 1
+
+
+# What is not served --------------------------------------------------------------------------
+
+MASK = np.ones((1, 1, SEQ_LEN, SEQ_LEN), bool)
+NOT_SERVED = {
+    "mask": ({}, {"mask": MASK}, r"mask; got mask=an array \(1, 1, 48, 48\).*segment_ids="),
+    "dropout": (
+        {"dropout_rate": 0.1},
+        {"deterministic": False},
+        r"dropout_rate; got dropout_rate=0\.1.*deterministic=True",
+    ),
+    "precision": ({"precision": "highest"}, {}, r"precision; got precision='highest'.*Leave it"),
+    "sow_weights": (
+        {},
+        {"sow_weights": True},
+        r"(?s)module; got module=MultiHead.*sow_weights off",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NOT_SERVED)
+def test_nnx_option_that_is_not_served_raises(name):
+    of_module, of_call, message = NOT_SERVED[name]
+    module = nnx_module(attention_fn=attention(), **of_module)
+    with pytest.raises(NotImplementedError, match=message):
+        module(arrays()[0], **of_call)
+
+
+@pytest.mark.parametrize("name", NOT_SERVED)
+def test_linen_option_that_is_not_served_raises(name):
+    of_module, of_call, message = NOT_SERVED[name]
+    module = linen_module(attention_fn=attention(), **of_module)
+    keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+    with pytest.raises(NotImplementedError, match=message):
+        module.init(keys, arrays()[0], **of_call)
+
+
+def program(module, **options):
+    """What a call lowers to."""
+    return jax.jit(lambda x: module(x, **options)).lower(arrays()[0]).as_text()
+
+
+def test_dropout_that_is_switched_off_is_served():
+    module = nnx_module(attention_fn=attention(), dropout_rate=0.1)
+    expected = nnx_module(attention_fn=attention())
+    assert program(module, deterministic=True) == program(expected)
+
+
+def test_nnx_is_causal_on_an_instance_that_is_not_raises():
+    module = nnx_module(attention_fn=attention(causal=False))
+    with pytest.raises(
+        ValueError, match=r"is_causal=True .*causal=False.*Attention\(mesh, causal="
+    ):
+        module(arrays()[0], is_causal=True)
+
+
+def test_nnx_is_causal_on_a_causal_instance_changes_nothing():
+    module = nnx_module(attention_fn=attention())
+    assert program(module, is_causal=True) == program(module)
+
+
+def test_nnx_decoding_raises():
+    module = nnx.MultiHeadAttention(
+        num_heads=HEADS, in_features=WIDTH, decode=True, rngs=nnx.Rngs(0), attention_fn=attention()
+    )
+    module.init_cache((BATCH, SEQ_LEN, WIDTH))
+    with pytest.raises(NotImplementedError, match="mask"):
+        module(arrays()[0][:, :1])
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("bias", np.zeros((1, HEADS, SEQ_LEN, SEQ_LEN), "f4")),
+        ("input_positions", np.arange(SEQ_LEN)),
+        ("einsum_dot_general", jax.lax.dot_general),
+        ("qk_attn_weights_einsum", jnp.einsum),
+        ("attn_weights_value_einsum", jnp.einsum),
+    ],
+)
+def test_other_flax_option_that_is_not_served_raises(option, value):
+    x = np.zeros((BATCH, SEQ_LEN, HEADS, 5), "f4")
+    with pytest.raises(NotImplementedError, match=rf"does not serve {option}; got {option}="):
+        attention()(x, x, x, **{option: value})
+
+
+def test_unknown_option_raises():
+    x = np.zeros((BATCH, SEQ_LEN, HEADS, 5), "f4")
+    with pytest.raises(TypeError, match="sliding"):
+        attention()(x, x, x, sliding=3)
+
+
+def test_dtype_casts_the_inputs_as_flax_does():
+    x = np.random.default_rng(7).normal(size=(BATCH, SEQ_LEN, HEADS, 5)).astype("f4")
+    narrow = x.astype(jnp.bfloat16)
+    attend = jax.jit(attention(), static_argnames="dtype")
+    found = attend(x, x, x, dtype=jnp.bfloat16)
+    assert found.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(found, attend(narrow, narrow, narrow))

@@ -1,0 +1,127 @@
+"""The GPT alone, with dense attention, and with sharded attention in its place."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+
+import startrail_jax as st
+from models import gpt
+
+BATCH, SEQ_LEN, VOCAB = 2, 23, 19
+SIZES = {
+    "vocab_size": VOCAB, "width": 10, "layers": 2,
+    "heads": 6, "kv_heads": 3, "head_dim": 4, "mlp_width": 7,
+}  # fmt: skip
+
+
+def dense_attention(positions, query, key, value, *, segment_ids=None):
+    """Attention of each token to those at its own or earlier positions, in its own segment."""
+    mask = positions[:, None, :, None] >= positions[:, None, None, :]
+    if segment_ids is not None:
+        mask &= segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
+    return jax.nn.dot_product_attention(query, key, value, mask=mask)
+
+
+def make_model(attention_fn=jax.nn.dot_product_attention, **options):
+    return gpt.GPT(**SIZES | options, attention_fn=attention_fn, rngs=nnx.Rngs(0))
+
+
+@functools.cache
+def make_weights(**options):
+    return jax.jit(lambda: nnx.state(make_model(**options)))()
+
+
+@functools.partial(jax.jit, static_argnames=["attention_fn", "options"])
+def logits_of(weights, tokens, positions, segment_ids, attention_fn=None, options=()):
+    attention_fn = attention_fn or functools.partial(dense_attention, positions)
+    abstract = nnx.eval_shape(lambda: make_model(attention_fn, **dict(options)))
+    return nnx.merge(nnx.graphdef(abstract), weights)(tokens, positions, segment_ids)
+
+
+def dense_logits(tokens, positions, segment_ids=None):
+    return logits_of(make_weights(), tokens, positions, segment_ids)
+
+
+def make_tokens(seq_len=SEQ_LEN, seed=0):
+    tokens = np.random.default_rng(seed).integers(VOCAB, size=(BATCH, seq_len))
+    positions = np.tile(np.arange(seq_len), (BATCH, 1))
+    return jnp.asarray(tokens, jnp.int32), jnp.asarray(positions, jnp.int32)
+
+
+def test_gpt_logits_are_one_for_each_token_id():
+    logits = dense_logits(*make_tokens())
+    assert logits.shape == (BATCH, SEQ_LEN, VOCAB)
+    assert jnp.isfinite(logits).all()
+
+
+def test_gpt_in_bfloat16_has_float32_weights_and_logits_of_variance_1():
+    options = {"width": 96, "mlp_width": 256, "head_dim": 24, "dtype": "bfloat16"}
+    weights = make_weights(**options)
+    logits = logits_of(weights, *make_tokens(), None, options=tuple(options.items()))
+    assert {x.dtype for x in jax.tree.leaves(weights)} == {jnp.dtype("float32")}
+    assert logits.dtype == jnp.float32
+    assert 0.7 < logits.std() < 1.4
+
+
+def test_gpt_is_causal():
+    tokens, positions = make_tokens()
+    changed = tokens.at[:, 11].set((tokens[:, 11] + 1) % VOCAB)
+    before, after = dense_logits(tokens, positions), dense_logits(changed, positions)
+    np.testing.assert_array_equal(before[:, :11], after[:, :11])
+    assert (jnp.abs(before - after)[:, 11:].max(axis=(0, 2)) > 0).all()
+
+
+def test_gpt_sees_its_own_segment_only():
+    tokens, positions = make_tokens()
+    segment_ids = (positions >= 11).astype(jnp.int32)
+    changed = tokens.at[:, :11].set((tokens[:, :11] + 1) % VOCAB)
+    before = dense_logits(tokens, positions, segment_ids)
+    after = dense_logits(changed, positions, segment_ids)
+    np.testing.assert_array_equal(before[:, 11:], after[:, 11:])
+    assert (before[:, :11] != after[:, :11]).any()
+
+
+def test_gpt_output_follows_the_order_of_its_input():
+    tokens, positions = make_tokens()
+    order = np.random.default_rng(1).permutation(SEQ_LEN)
+    expected = dense_logits(tokens, positions)[:, order]
+    actual = dense_logits(tokens[:, order], positions[:, order])
+    np.testing.assert_allclose(actual, expected, atol=1e-5)
+
+
+def test_gpt_with_sharded_attention_equals_dense():
+    degrees = st.Degrees(data=2, group=2, ring=1, team=2, tensor=3)
+    mesh = st.make_mesh(degrees, axis_type="auto", devices=jax.devices()[: degrees.num_devices])
+    attention = st.Attention(mesh, causal=True)
+    tokens, positions = make_tokens(seq_len=24)
+    expected = dense_logits(tokens, positions)
+    inputs = [np.asarray(attention.layout.permute(x)) for x in (tokens, positions)]
+    inputs = jax.device_put(inputs, NamedSharding(mesh, attention.sequence_spec))
+    logits = logits_of(make_weights(), *inputs, None, attention_fn=attention)
+    actual = attention.layout.unpermute(jax.device_get(logits))
+    np.testing.assert_allclose(actual, expected, atol=1e-5)
+
+
+def test_rotary_logits_depend_on_the_distance_alone():
+    query, key = jax.random.normal(jax.random.key(0), (2, 1, 1, 3, 8))
+
+    @jax.jit
+    def logits(query_position, key_position):
+        def turned(x, position):
+            return gpt.rotate(x, gpt.rotary_angles(jnp.full((1, 1), position), 8, 100.0))
+
+        return jnp.sum(turned(query, query_position) * turned(key, key_position), axis=-1)
+
+    np.testing.assert_allclose(logits(7, 3), logits(104, 100), atol=1e-4)
+    np.testing.assert_allclose(logits(0, 0), jnp.sum(query * key, axis=-1), atol=1e-6)
+    assert (jnp.abs(logits(7, 3) - logits(3, 7)) > 1e-3).any()
+
+
+def test_rotary_odd_head_dim_raises():
+    with pytest.raises(ValueError, match=r"head_dim must be even.*got head_dim=5.*Use 6"):
+        gpt.rotary_angles(jnp.zeros((1, 1), jnp.int32), 5, 100.0)

@@ -1,0 +1,170 @@
+"""Token layouts: which rank holds which tokens, and the positions of gathered units."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from startrail_jax.layout import KINDS, Layout
+from startrail_jax.mesh import Degrees, make_mesh
+
+layouts = st.builds(Layout, st.sampled_from(KINDS), st.integers(1, 12))
+
+
+def test_indices_by_hand():
+    assert Layout("contiguous", 3).indices(12, 1).tolist() == [4, 5, 6, 7]
+    assert Layout("striped", 3).indices(12, 1).tolist() == [1, 4, 7, 10]
+    assert Layout("zigzag", 3).indices(12, 0).tolist() == [0, 1, 10, 11]
+    assert Layout("zigzag", 3).indices(12, 2).tolist() == [4, 5, 6, 7]
+
+
+@given(layouts, st.integers(1, 5))
+def test_positions_are_a_permutation_in_rank_order(layout, count):
+    seq_len = layout.multiple * count
+    positions = layout.positions(seq_len)
+    assert positions.dtype == np.int32
+    assert sorted(positions) == list(range(seq_len))
+    ranks = [layout.indices(seq_len, rank) for rank in range(layout.degree)]
+    np.testing.assert_array_equal(np.concatenate(ranks), positions)
+    assert len({len(rank) for rank in ranks}) == 1
+
+
+@given(layouts, st.integers(1, 5), st.integers(0, 2))
+def test_permute_round_trips_on_any_axis(layout, count, axis):
+    shape = [2, 3]
+    shape.insert(axis, layout.multiple * count)
+    x = np.arange(np.prod(shape)).reshape(shape)
+    permuted = layout.permute(x, axis=axis)
+    np.testing.assert_array_equal(permuted, np.take(x, layout.positions(shape[axis]), axis))
+    np.testing.assert_array_equal(layout.unpermute(permuted, axis=axis), x)
+    np.testing.assert_array_equal(layout.permute(layout.unpermute(x, axis=axis), axis=axis), x)
+
+
+def test_permute_gives_what_it_was_given():
+    layout = Layout("zigzag", 2)
+    x = np.arange(16, dtype=np.int16).reshape(2, 8)
+    assert type(layout.permute(x)) is np.ndarray
+    assert layout.permute(x).dtype == x.dtype
+    assert isinstance(layout.permute(jnp.asarray(x)), jax.Array)
+    np.testing.assert_array_equal(layout.permute(jnp.asarray(x)), layout.permute(x))
+
+
+def test_permute_runs_under_jit():
+    layout, x = Layout("striped", 4), jnp.arange(24).reshape(2, 12)
+    np.testing.assert_array_equal(jax.jit(layout.permute)(x), layout.permute(x))
+    np.testing.assert_array_equal(jax.jit(layout.unpermute)(layout.permute(x)), x)
+
+
+@pytest.mark.parametrize("axis_type", ["explicit", "auto"])
+@pytest.mark.parametrize("direction", ["permute", "unpermute"])
+def test_permute_refuses_a_sharded_array(direction, axis_type):
+    mesh = make_mesh(Degrees(ring=2), axis_type, devices=jax.devices()[:2])
+    x = jax.device_put(jnp.zeros((3, 8)), NamedSharding(mesh, P(None, "ring")))
+    layout = Layout("zigzag", 2)
+    with pytest.raises(
+        ValueError, match=r"unsharded array; got one sharded as .*ring.*on the host"
+    ):
+        getattr(layout, direction)(x)
+
+
+def test_permute_refuses_an_array_that_is_sharded_under_jit():
+    mesh = make_mesh(Degrees(ring=2), devices=jax.devices()[:2])
+    x = jax.device_put(jnp.zeros((3, 8)), NamedSharding(mesh, P(None, "ring")))
+    with pytest.raises(ValueError, match=r"unsharded array; got one sharded as"):
+        jax.jit(Layout("zigzag", 2).permute)(x)
+
+
+def test_permute_takes_a_replicated_array():
+    mesh = make_mesh(Degrees(ring=2), devices=jax.devices()[:2])
+    x = jax.device_put(jnp.arange(8.0).reshape(1, 8), NamedSharding(mesh, P()))
+    layout = Layout("zigzag", 2)
+    np.testing.assert_array_equal(layout.unpermute(layout.permute(x)), x)
+
+
+@given(layouts, st.integers(1, 300))
+def test_padded_length_is_the_least_valid_one(layout, seq_len):
+    padded = layout.padded_length(seq_len)
+    assert seq_len <= padded < seq_len + layout.multiple
+    layout.check_length(padded)
+
+
+@pytest.mark.parametrize(
+    ("kind", "seq_len", "message"),
+    [
+        (
+            "zigzag",
+            1000,
+            r"2 \* sequence degree for layout='zigzag'; got seq_len=1000, degree=16\. "
+            r"Pad to 1024 or cut to 992\.",
+        ),
+        (
+            "zigzag",
+            1008,
+            r"got seq_len=1008, degree=16\. Pad to 1024 or cut to 992, or use layout='contiguous'",
+        ),
+        ("zigzag", 8, r"got seq_len=8, degree=16\. Pad to 32\."),
+        (
+            "contiguous",
+            1000,
+            r"divisible by sequence degree for layout='contiguous'; got seq_len=1000, degree=16\. "
+            r"Pad to 1008 or cut to 992\.",
+        ),
+        ("striped", 17, r"layout='striped'; got seq_len=17, degree=16\. Pad to 32 or cut to 16\."),
+        ("striped", 0, r"got seq_len=0, degree=16\. Pad to 16"),
+    ],
+)
+def test_length_that_does_not_divide_is_refused_with_the_nearest(kind, seq_len, message):
+    layout = Layout(kind, 16)
+    for call in (layout.positions, lambda n: layout.indices(n, 0), layout.check_length):
+        with pytest.raises(ValueError, match=message):
+            call(seq_len)
+
+
+def test_permute_names_the_dimension_that_does_not_divide():
+    with pytest.raises(ValueError, match=r"x\.shape\[1\]=6, degree=4"):
+        Layout("striped", 4).permute(np.zeros((2, 6)))
+
+
+def test_unknown_kind_is_refused():
+    with pytest.raises(
+        ValueError, match=r"one of \('contiguous', 'zigzag', 'striped'\); got 'spiral'"
+    ):
+        Layout("spiral", 2)
+
+
+def test_degree_below_one_is_refused():
+    with pytest.raises(ValueError, match=r"at least 1; got degree=0"):
+        Layout("zigzag", 0)
+
+
+@pytest.mark.parametrize("rank", [-1, 4])
+def test_rank_that_does_not_exist_is_refused(rank):
+    with pytest.raises(ValueError, match=rf"rank must be in \[0, 4\); got rank={rank}"):
+        Layout("zigzag", 4).indices(16, rank)
+
+
+@given(st.sampled_from(KINDS), st.integers(1, 4), st.integers(1, 5), st.integers(1, 3))
+def test_sorted_unit_is_in_order_and_sorting_reverses(kind, size, units, count):
+    layout = Layout(kind, size * units)
+    seq_len = layout.multiple * count
+    for index in range(units):
+        ranks = range(index * size, (index + 1) * size)
+        gathered = jnp.concatenate([jnp.asarray(layout.indices(seq_len, r)) for r in ranks])[None]
+        in_order = layout.sort_unit(gathered, size, axis=1)
+        np.testing.assert_array_equal(in_order[0], np.sort(gathered[0]))
+        np.testing.assert_array_equal(
+            layout.unit_positions(seq_len, size, index).vector(), in_order[0]
+        )
+        np.testing.assert_array_equal(layout.unsort_unit(in_order, size, axis=1), gathered)
+
+
+@given(st.integers(1, 4), st.integers(1, 5), st.integers(1, 3))
+def test_zigzag_units_cost_the_same_under_a_causal_mask(size, units, count):
+    layout = Layout("zigzag", size * units)
+    seq_len = layout.multiple * count
+    pairs = [(layout.indices(seq_len, rank) + 1).sum() for rank in range(layout.degree)]
+    assert len(set(pairs)) == 1

@@ -1,0 +1,140 @@
+"""Degrees, the named schemes, and the mesh."""
+
+import jax
+import pytest
+from jax.sharding import AxisType
+
+from startrail_jax.mesh import ROLES, Degrees, make_mesh
+
+
+def sizes(degrees):
+    return degrees.group, degrees.ring, degrees.team, degrees.head
+
+
+@pytest.mark.parametrize(
+    ("degrees", "expected"),
+    [
+        (Degrees.ring_attention(8), (1, 8, 1, 1)),
+        (Degrees.all_gather(8), (8, 1, 1, 1)),
+        (Degrees.ulysses(8), (1, 1, 1, 8)),
+        (Degrees.loongtrain(12, head=3), (1, 4, 1, 3)),
+        (Degrees.startrail(12, c=2), (2, 3, 2, 1)),
+        (Degrees.startrail(16, c=4), (4, 1, 4, 1)),
+        (Degrees.startrail(8, c=1), (1, 8, 1, 1)),
+        (Degrees.startrail(18, c=3, head=2), (3, 1, 3, 2)),
+    ],
+)
+def test_named_schemes_are_degrees(degrees, expected):
+    assert sizes(degrees) == expected
+
+
+@pytest.mark.parametrize("name", ["ring_attention", "all_gather", "ulysses"])
+def test_named_schemes_take_data_and_tensor(name):
+    degrees = getattr(Degrees, name)(6, data=5, tensor=7)
+    assert (degrees.data, degrees.tensor, degrees.sequence) == (5, 7, 6)
+    assert degrees.num_devices == 210
+
+
+def test_named_schemes_with_rules_take_data_and_tensor():
+    for degrees in (
+        Degrees.startrail(4, c=2, data=5, tensor=7),
+        Degrees.loongtrain(4, head=2, data=5, tensor=7),
+    ):
+        assert (degrees.data, degrees.tensor, degrees.sequence) == (5, 7, 4)
+
+
+def test_degrees_multiply():
+    degrees = Degrees(data=2, group=3, ring=5, team=7, head=11, tensor=13)
+    assert degrees.sequence == 3 * 5 * 7 * 11
+    assert degrees.num_devices == 2 * 3 * 5 * 7 * 11 * 13
+
+
+def test_degrees_are_hashable_and_compare_by_value():
+    assert hash(Degrees(ring=3)) == hash(Degrees(ring=3))
+    assert Degrees(ring=3) == Degrees.ring_attention(3) != Degrees(team=3)
+
+
+@pytest.mark.parametrize("value", [0, -2, 2.0, True, None, "2"])
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.usefixtures("unchecked")
+def test_degree_that_is_no_positive_integer_is_refused(role, value):
+    with pytest.raises(ValueError, match=rf"at least 1; got {role}={value!r}.*Use {role}=1"):
+        Degrees(**{role: value})
+
+
+@pytest.mark.parametrize(
+    ("sequence", "c", "offers"),
+    [
+        (8, 4, r"c=1, c=2, or 16 devices"),
+        (12, 3, r"c=1, c=2, or 9 or 18 devices"),
+        (64, 3, r"c=1, c=2, c=4, c=8, or 63 or 72 devices"),
+    ],
+)
+def test_startrail_offers_the_nearest_settings(sequence, c, offers):
+    given = rf"c\^2 must divide the sequence degree; got c={c}, sequence degree={sequence}"
+    with pytest.raises(ValueError, match=rf"{given}\. Use {offers}"):
+        Degrees.startrail(sequence, c=c)
+
+
+def test_offered_settings_are_valid():
+    for sequence, c in ((64, 4), (64, 8), (63, 3), (72, 3), (16, 4), (18, 3)):
+        assert Degrees.startrail(sequence, c=c).sequence == sequence
+
+
+@pytest.mark.parametrize("c", [0, -1])
+def test_startrail_refuses_teams_of_none(c):
+    with pytest.raises(ValueError, match=rf"got c={c}, .*Use c=1"):
+        Degrees.startrail(8, c=c)
+
+
+def test_startrail_with_head_counts_c_in_what_is_left():
+    with pytest.raises(ValueError, match=r"c\^2 must divide .*got c=4, sequence degree=8"):
+        Degrees.startrail(16, c=4, head=2)
+
+
+@pytest.mark.parametrize(
+    "make", [Degrees.loongtrain, lambda p, head: Degrees.startrail(p, c=1, head=head)]
+)
+def test_head_must_divide_the_sequence_degree(make):
+    with pytest.raises(
+        ValueError, match=r"head must divide .*got head=5, .*=12\. Use head=3, head=4, head=6"
+    ):
+        make(12, head=5)
+
+
+@pytest.mark.parametrize(
+    ("axis_type", "expected"), [("explicit", AxisType.Explicit), ("auto", AxisType.Auto)]
+)
+def test_make_mesh_names_six_axes(axis_type, expected):
+    degrees = Degrees(data=2, group=1, ring=3, team=2, head=1, tensor=2)
+    mesh = make_mesh(degrees, axis_type, devices=jax.devices()[:24])
+    assert mesh.axis_names == ROLES
+    assert dict(mesh.shape) == {role: getattr(degrees, role) for role in ROLES}
+    assert set(mesh.axis_types) == {expected}
+
+
+def test_make_mesh_is_explicit_by_default():
+    mesh = make_mesh(Degrees(ring=2), devices=jax.devices()[:2])
+    assert set(mesh.axis_types) == {AxisType.Explicit}
+
+
+def test_make_mesh_takes_all_devices_by_default():
+    mesh = make_mesh(Degrees(ring=jax.device_count()))
+    assert mesh.size == jax.device_count()
+
+
+def test_make_mesh_on_a_subset_uses_just_those():
+    devices = jax.devices()[3:9]
+    mesh = make_mesh(Degrees(ring=3, team=2), devices=devices)
+    assert set(mesh.devices.flat) == set(devices)
+
+
+def test_make_mesh_refuses_a_product_that_misses_the_devices():
+    given = r"group=1 \* ring=3 \* team=2 \* head=1 \* tensor=1 = 6 for 8 devices"
+    with pytest.raises(ValueError, match=rf"{given}.*devices= with 6"):
+        make_mesh(Degrees(ring=3, team=2), devices=jax.devices()[:8])
+
+
+def test_make_mesh_refuses_an_unknown_axis_type():
+    with pytest.raises(ValueError, match=r"axis_type must be 'explicit' or 'auto'; got 'manual'"):
+        make_mesh(Degrees(), "manual", devices=jax.devices()[:1])
