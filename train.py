@@ -49,6 +49,7 @@ def train(config: TrainConfig) -> Losses:
     from startrail_jax.training.metrics import Reporter
     from startrail_jax.training.sampling import continue_tokens
     from startrail_jax.training.sharding import choose_degrees, describe_degrees, state_shardings
+    from startrail_jax.validation import check_heads
 
     report = Reporter(steps=config.steps, tokens_per_step=config.batch_size * config.seq_len)
 
@@ -61,6 +62,9 @@ def train(config: TrainConfig) -> Losses:
     attention = st.Attention(mesh, causal=True)
     report.line(f"devices: {len(devices)} x {devices[0].device_kind}")
     report.line(f"mesh: {describe_degrees(config.mesh, degrees)}")
+    # What the attention cannot serve is refused now, not when the first step is compiled.
+    check_heads(degrees, config.model.heads, config.model.kv_heads)
+    attention.layout.check_length(config.seq_len)
 
     # Data. The layout puts tokens in order on the host; everything after that is elementwise in
     # tokens, but for attention.
@@ -155,18 +159,17 @@ def train(config: TrainConfig) -> Losses:
         windows[:, :start] = corpus.held_out[:start]
 
         @jax.jit
-        def sample(parameters, batch, key):
-            model = nnx.merge(graph, parameters)
+        def sample(parameters, batch):
             return continue_tokens(
-                model,
+                nnx.merge(graph, parameters),
                 batch.tokens,
                 batch.positions,
                 start=start,
                 temperature=config.temperature,
-                key=key,
+                key=jax.random.key(config.seed),
             )
 
-        tokens = jax.device_get(sample(parameters, place(windows), jax.random.key(config.seed)))
+        tokens = jax.device_get(sample(parameters, place(windows)))
         text = attention.layout.unpermute(tokens)[0].astype(np.uint8)
         report.line(f"--- held-out text\n{data.as_text(text[:start])}")
         report.line(f"--- continued by the model\n{data.as_text(text[start:])}")

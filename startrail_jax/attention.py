@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array
@@ -253,11 +252,13 @@ class Attention:
     def _on_device(
         self, query: Array, key: Array, value: Array, *ids: Array, kv_heads: int
     ) -> tuple[Array, Array]:
-        tensor = self._axes["tensor"]
-        if kv_heads % tensor.degree:
-            # Replicated over `tensor`: keep the one key head of this device's query heads.
-            own = collectives.index(tensor) // (tensor.degree // kv_heads)
-            key, value = (lax.dynamic_slice_in_dim(x, own, 1, 2) for x in (key, value))
+        if kv_heads % self.degrees.tensor:
+            # Replicated over `tensor`: of all key heads, take the one that each of this device's
+            # heads will need once `head` has split its query heads.
+            splits = self.degrees.head * self.degrees.tensor
+            first = collectives.index(self._axes["tensor"]) * self.degrees.head
+            needed = (first + jnp.arange(self.degrees.head)) // (splits // kv_heads)
+            key, value = (jnp.take(x, needed, axis=2, mode="clip") for x in (key, value))
         query_ids, key_ids = (ids[0], ids[-1]) if ids else (None, None)
         return self.local(query, key, value, query_ids, key_ids)
 

@@ -427,7 +427,7 @@ def _combine(shard: _Shard, combine: Combine) -> list[Transfer]:
 def _replica_sum(shard: _Shard, kv_heads: int) -> list[Transfer]:
     """With fewer key heads than tensor ranks, all ranks hold all of them and sum gradients."""
     tensor = shard.degrees.tensor
-    if kv_heads >= tensor:
+    if kv_heads % tensor == 0:
         return []
     row = shard.batch * (shard.key_tokens // shard.degrees.head) * kv_heads * shard.width
     size = sum(all_reduce_bytes(row * h, tensor) for h in (shard.head_dim, shard.value_head_dim))
@@ -487,13 +487,12 @@ def _check_heads(degrees: Degrees, heads: int, kv_heads: int) -> None:
             "heads must be divisible by kv_heads; "
             f"got heads={heads}, kv_heads={kv_heads}. Give every key head equally many query heads."
         )
-    for name, degree in (("tensor degree", degrees.tensor), ("head * tensor degree", shards)):
-        if kv_heads % degree and degree % kv_heads:
-            raise ValueError(
-                f"kv_heads and the {name} must divide one another; got kv_heads={kv_heads}, "
-                f"head={degrees.head}, tensor={degrees.tensor}. Change a degree, so that key heads "
-                "are split evenly or replicated evenly."
-            )
+    if kv_heads % shards and shards % kv_heads:
+        raise ValueError(
+            f"kv_heads and head * tensor must divide one another; got kv_heads={kv_heads}, "
+            f"head={degrees.head}, tensor={degrees.tensor}. Change a degree, so that key heads "
+            "are split evenly or replicated evenly."
+        )
 
 
 def _check_key_len(seq_len: int, key_len: int | None, causal: bool) -> int:

@@ -182,12 +182,13 @@ def test_local_inside_a_shard_map_of_the_user(packed):
         # Key heads and tensor degree that do not divide one another: head * tensor and they do.
         (st.Degrees(head=2, tensor=3), 2),
         (st.Degrees(head=3, tensor=2), 3),
+        (st.Degrees(head=3, tensor=4), 6),
     ],
     ids=str,
 )
 def test_key_heads_are_replicated_and_their_gradients_summed(degrees, kv_heads):
     attention = Case(degrees=degrees).attention
-    heads = 12 if degrees.num_devices == 6 else 8
+    heads = 12 if degrees.num_devices % 3 == 0 else 8
     assert_exact(attention, problem_for(6 * degrees.sequence, heads=(heads, kv_heads)))
 
 

@@ -163,6 +163,7 @@ MIXED = {
     "head 2, tensor 2, MQA": Setting(
         degrees=D(team=2, ring=2, head=2, tensor=2), **MQA, packed=True, **KV
     ),
+    "head 3, tensor 4, 6 key heads": Setting(degrees=D(head=3, tensor=4), heads=12, kv_heads=6),
     # The rest of the public options.
     "data 2": Setting(degrees=D(data=2, group=2, team=2), batch=4, head_dim=3),
     "cross-attention": Setting(

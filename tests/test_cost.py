@@ -239,9 +239,9 @@ def test_bad_argument_raises(options, message):
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_key_heads_that_split_over_neither_tensor_nor_its_shards_raise():
-    with pytest.raises(ValueError, match="kv_heads and the tensor degree must divide one another"):
-        report(D(head=3, tensor=4), heads=12, kv_heads=6)
+def test_key_heads_that_neither_split_nor_repeat_evenly_raise():
+    with pytest.raises(ValueError, match=r"kv_heads and head \* tensor must divide one another"):
+        report(D(head=3, tensor=2), heads=12, kv_heads=4)
 
 
 def lines_of(capsys, *argv):

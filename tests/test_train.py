@@ -226,6 +226,19 @@ def test_train_losses_do_not_depend_on_the_mesh(flags, one_device_losses):
     np.testing.assert_allclose(losses.validation, one_device_losses.validation, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--mesh.head 8", r"heads must be divisible by head \* tensor.*heads=4.*head=8"),
+        ("--seq-len 1000", r"seq_len must be divisible by 2 \* sequence degree.*Pad to 1008"),
+        ("--mesh.ring 3", r"product of the mesh degrees must be.* for 8 devices"),
+    ],
+)
+def test_train_refuses_what_does_not_fit_the_mesh(flags, message):
+    with pytest.raises(ValueError, match=message):
+        train.train(parse(f"--devices 8 {flags}"))
+
+
 def run_program(flags):
     return subprocess.run(
         [sys.executable, "train.py", *flags.split()],
