@@ -72,8 +72,8 @@ def main() -> None:
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
     print(
         f"{args.devices} simulated devices on {os.cpu_count()} CPU cores, jax {jax.__version__}; "
-        f"batch {args.batch}, {args.seq_len} tokens, {args.heads} heads ({args.kv_heads} key heads) "
-        f"of {args.head_dim}, {args.dtype}, {'causal' if args.causal else 'full'}"
+        f"batch {args.batch}, {args.seq_len} tokens, {args.heads} heads ({args.kv_heads} key heads)"
+        f" of {args.head_dim}, {args.dtype}, {'causal' if args.causal else 'full'}"
     )
     rows = [ours(args, name, attention) for name, attention in settings(args)]
     rows += plain_softmax(args) + ringattention(args)
@@ -130,7 +130,8 @@ def balance(args: argparse.Namespace, attention: st.Attention) -> float:
     degrees, schedule = attention.degrees, attention.schedule
     shard = args.seq_len // degrees.sequence
     work = []
-    for device in itertools.product(*map(range, (degrees.group, degrees.ring, degrees.team))):
+    group, ring, team = (range(x) for x in (degrees.group, degrees.ring, degrees.team))
+    for device in itertools.product(group, ring, team):
         visited = 0
         for distance in range(attention.num_rounds(args.seq_len)):
             mask = schedule.mask(args.seq_len, device, keys_behind=distance)
@@ -168,14 +169,16 @@ def _softmax_attention(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool
 
 
 def ringattention(args: argparse.Namespace) -> list[Row]:
-    """The package `ringattention` 0.1.2, by the authors of Ring Attention, in several chunk sizes."""
+    """The package `ringattention` 0.1.2, by the authors of Ring Attention, in three chunk sizes."""
     # Its import needs jax.lib.xla_bridge, which current jax no longer has.
     bridge = types.SimpleNamespace(get_backend=lambda: types.SimpleNamespace(platform="cpu"))
     jax.lib.__dict__.setdefault("xla_bridge", bridge)
     try:
         package = importlib.import_module("ringattention")
     except ImportError as error:
-        print(f"left out: ringattention: {error}. Install it with: pip install ringattention==0.1.2")
+        print(
+            f"left out: ringattention: {error}. Install it with: pip install ringattention==0.1.2"
+        )
         return []
     mesh = jax.make_mesh((args.devices,), ("ring",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = P(None, "ring")
@@ -228,12 +231,12 @@ def compiled_row(
     compiled = jax.jit(step).lower(*inputs).compile()
     pairs = seq_len**2 / (2 if args.causal else 1)
     flops = 7 * 2 * args.batch * args.heads * args.head_dim * pairs
-    temp_bytes = compiled.memory_analysis().temp_size_in_bytes
-    return Row(name, compiled, inputs, temp_bytes, flops, balance)
+    memory: Any = compiled.memory_analysis()
+    return Row(name, compiled, inputs, memory.temp_size_in_bytes, flops, balance)
 
 
 def random_inputs(
-    args: argparse.Namespace, seq_len: int, mesh: jax.sharding.Mesh, specs: list[P]
+    args: argparse.Namespace, seq_len: int, mesh: Any, specs: list[P]
 ) -> tuple[jax.Array, ...]:
     """Normal q, k, v and dout."""
     rng = np.random.default_rng(0)
@@ -243,7 +246,7 @@ def random_inputs(
             NamedSharding(mesh, spec),
         )
         for heads, spec in zip(
-            (args.heads, args.kv_heads, args.kv_heads, args.heads), [*specs, specs[0]]
+            (args.heads, args.kv_heads, args.kv_heads, args.heads), [*specs, specs[0]], strict=True
         )
     )
 

@@ -1,10 +1,10 @@
 """Exact, communication-efficient sequence-parallel attention for JAX.
 
-    import startrail_jax as st
+import startrail_jax as st
 
-    mesh = st.make_mesh(st.Degrees.startrail(8, c=2))
-    attention = st.Attention(mesh, causal=True)
-    out = attention(query, key, value)
+mesh = st.make_mesh(st.Degrees.startrail(8, c=2))
+attention = st.Attention(mesh, causal=True)
+out = attention(query, key, value)
 """
 
 from startrail_jax.attention import Attention

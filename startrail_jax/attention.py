@@ -15,7 +15,8 @@ from jaxtyping import Array
 
 from startrail_jax import blocks, collectives, rings
 from startrail_jax.layout import Layout
-from startrail_jax.mesh import ROLES, SEQUENCE_ROLES, AxisNames, Degrees, flat_axis, resolve_axes
+from startrail_jax.mesh import SEQUENCE_ROLES, AxisNames, Degrees, flat_axis, resolve_axes
+from startrail_jax.schedule import Schedule, ring_offsets
 from startrail_jax.validation import check_arrays, check_heads, check_sharding, refuse_unserved
 
 _OPTIONS = {
@@ -48,9 +49,9 @@ class Attention:
     _: dataclasses.KW_ONLY
     causal: bool = True
     """Whether a query sees only keys at its own position or before."""
-    layout: Layout | str | None = None
-    """Placement of tokens; None for "zigzag" if causal, else "contiguous". Always a `Layout` once
-    built."""
+    layout: Any = None
+    """Placement of tokens: a `Layout`, its kind, or None for "zigzag" if causal, else "contiguous".
+    Always a `Layout` once built."""
     backend: str = "auto"
     """Block kernel: "xla" (everywhere, every mask), or "auto" for the best that serves."""
     backward: str = "auto"
@@ -94,10 +95,8 @@ class Attention:
 
         The baseline to measure against. Takes the other options of `Attention`.
         """
-        paper = {
-            "placement": "gather_permute", "combine": "reduce_scatter", "backward": "query"
-        }  # fmt: skip
-        return cls(mesh, **(paper | options))
+        paper = dict(placement="gather_permute", combine="reduce_scatter", backward="query")
+        return cls(mesh, **{**paper, **options})
 
     @functools.cached_property
     def degrees(self) -> Degrees:
@@ -136,7 +135,7 @@ class Attention:
     def num_rounds(self, seq_len: int) -> int:
         """Ring rounds at this length: the ring degree, or fewer under a short window."""
         self.layout.check_length(seq_len)
-        return len(rings.ring_offsets(self.schedule, seq_len))
+        return len(ring_offsets(self.schedule, seq_len))
 
     def __call__(
         self,
@@ -171,7 +170,7 @@ class Attention:
                 `heads`, and each key head serves neighbouring query heads.
             value: [batch, kv_seq, kv_heads, value_head_dim], likewise.
             segment_ids: integers [batch, seq] as `sequence_spec`, or a pair for queries and keys.
-                Equal ids see each other; negative ids are padding, whose outputs and gradients are 0.
+                Equal ids see each other; negative ids are padding, of output and gradient 0.
             return_lse: whether to return the log-sum-exp too; gradients flow through both.
             dtype: to cast query, key and value to; None leaves them.
             is_causal: True is an error on an instance that is not causal; False changes nothing.
@@ -218,7 +217,7 @@ class Attention:
         in_specs = (query_spec, key_spec, key_spec, *(self.sequence_spec for _ in ids))
         arrays = (query, key, value, *(x.astype(jnp.int32) for x in ids))
         names = ("query", "key", "value", "segment_ids", "key segment_ids")
-        for name, array, spec in zip(names, arrays, in_specs):
+        for name, array, spec in zip(names, arrays, in_specs, strict=False):
             check_sharding(name, array, spec, self.mesh)
         out, lse = jax.shard_map(
             functools.partial(self._on_device, kv_heads=key.shape[2]),
@@ -264,11 +263,11 @@ class Attention:
 
     @functools.cached_property
     def _axes(self) -> dict[str, Any]:
-        return resolve_axes(self.mesh, self.axis_names)
+        return resolve_axes(self.mesh, AxisNames.of(self.axis_names))
 
     @functools.cached_property
-    def schedule(self) -> rings.Schedule:
-        return rings.Schedule(
+    def schedule(self) -> Schedule:
+        return Schedule(
             **{role: self._axes[role] for role in SEQUENCE_ROLES},
             **{
                 name: getattr(self, name)

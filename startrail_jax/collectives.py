@@ -101,4 +101,6 @@ class KeyPlacement:
         if members in (1, ranks):
             return x
         pairs = [(r, r % members * (ranks // members) + r // members) for r in range(ranks)]
-        return lax.ppermute(x, self.rank.names, [pair[::-1] for pair in pairs] if inverse else pairs)
+        if inverse:
+            pairs = [(target, source) for source, target in pairs]
+        return lax.ppermute(x, self.rank.names, pairs)

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Int32, Shaped
 
 KINDS = ("contiguous", "zigzag", "striped")
@@ -153,7 +154,9 @@ class Layout:
         _check_unsharded(x)
         self.check_length(x.shape[axis], name=f"x.shape[{axis}]")
         index = order(self.positions(x.shape[axis]))
-        return jnp.take(x, index, axis=axis) if isinstance(x, jax.Array) else np.take(x, index, axis)
+        return (
+            jnp.take(x, index, axis=axis) if isinstance(x, jax.Array) else np.take(x, index, axis)
+        )
 
     def sort_unit(self, x: Shaped[Array, "..."], size: int, axis: int) -> Shaped[Array, "..."]:
         """Sorts by position the tokens of `size` gathered consecutive ranks; a static reorder.
@@ -197,7 +200,7 @@ def _check_unsharded(x: Any) -> None:
     """Raises if `x` is spread over devices: reordering it would move the whole array."""
     if not isinstance(x, jax.Array):
         return
-    if isinstance(x, jax.core.Tracer):
+    if isinstance(x, Tracer):
         spec = getattr(jax.typeof(x).sharding, "spec", ())
         sharded = any(entry is not None for entry in spec)
     else:

@@ -10,6 +10,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -143,7 +144,7 @@ def _check_divides(sequence: int, name: str, value: int, block: int) -> None:
 
 
 def make_mesh(
-    degrees: Degrees, axis_type: str = "explicit", devices: Sequence[jax.Device] | None = None
+    degrees: Degrees, axis_type: str = "explicit", devices: Sequence[Any] | None = None
 ) -> Mesh:
     """A mesh with the six axes of `degrees`, named as in `ROLES`.
 
@@ -165,7 +166,7 @@ def make_mesh(
     devices = list(jax.devices() if devices is None else devices)
     shape = tuple(getattr(degrees, role) for role in ROLES)
     if math.prod(shape) != len(devices):
-        sizes = " * ".join(f"{role}={size}" for role, size in zip(ROLES, shape))
+        sizes = " * ".join(f"{role}={size}" for role, size in zip(ROLES, shape, strict=True))
         raise ValueError(
             f"The product of the degrees must be the number of devices; got {sizes} = "
             f"{math.prod(shape)} for {len(devices)} devices. Change a degree, or pass "

@@ -1,9 +1,7 @@
-"""The schedule: concentric rings, forward and backward. Runs inside a fully manual `shard_map`.
+"""Concentric rings, forward and backward. Runs inside a fully manual `shard_map`.
 
-Sequence ranks are flat over (group, ring, team, head), slowest first; G, R, A, U are the degrees.
-Device (g, p, a) attends the queries of its team, query unit g * R + p, to the key units p' * A + a
-of all p' on its ring, one per round. Teams share queries, rings share keys, and every (query, key)
-pair is met exactly once.
+`schedule.py` says which units meet where and when; here they move and are attended. G, R, A are the
+degrees of group, ring and team, and g is key heads / query heads.
 
 References:
     StarTrail, https://arxiv.org/abs/2407.00611 (algorithms 1-3); Ring Attention,
@@ -13,9 +11,8 @@ References:
 
 from __future__ import annotations
 
-import functools
+import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -25,11 +22,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Float32
 
 from startrail_jax import blocks, collectives
-from startrail_jax.collectives import KeyPlacement
 from startrail_jax.cost import cheaper_backward
-from startrail_jax.layout import Layout
-from startrail_jax.mask import Mask, runs_meet
 from startrail_jax.mesh import Axis
+from startrail_jax.schedule import Schedule, ring_offsets
 from startrail_jax.shapes import (
     EMPTY,
     KeySegments,
@@ -45,110 +40,8 @@ from startrail_jax.softmax import merge_partials, rows
 # A ring of more rounds runs its middle rounds as a loop, which bounds the time to compile it.
 UNROLLED_ROUNDS = 4
 
-# For `jax.checkpoint_policies.save_only_these_names`: with these saved, attention is not recomputed.
+# For `jax.checkpoint_policies.save_only_these_names`: with them, attention is not recomputed.
 CHECKPOINT_NAMES = ("attention_partial", "attention_lse", "attention_out")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Schedule:
-    """Everything static about one attention: the axes it runs on and the choices made."""
-
-    group: Axis
-    ring: Axis
-    team: Axis
-    head: Axis
-    layout: Layout
-    causal: bool
-    window: int | None
-    scale: float | None
-    backend: str
-    backward: str
-    placement: str
-    combine: str
-
-    @property
-    def keys(self) -> KeyPlacement:
-        """How key units come to their devices, and their gradients back."""
-        degree = self.group.degree * self.ring.degree * self.team.degree
-        rank = Axis(self.group.names + self.ring.names + self.team.names, degree)
-        return KeyPlacement(self.placement, self.group, self.team, rank, self.causal)
-
-    @property
-    def query_ranks(self) -> int:
-        """Sequence ranks in a query unit."""
-        return self.team.degree * self.head.degree
-
-    @property
-    def key_ranks(self) -> int:
-        """Sequence ranks in a key unit."""
-        return self.group.degree * self.head.degree
-
-    def query_unit(self, g: Any, p: Any, distance: Any = 0) -> Any:
-        """The query unit that lives `distance` ahead of ring index p in group g."""
-        return g * self.ring.degree + (p + distance) % self.ring.degree
-
-    def key_unit(self, p: Any, a: Any, distance: Any = 0) -> Any:
-        """The key unit that lives `distance` behind ring index p, at team index a."""
-        return (p - distance) % self.ring.degree * self.team.degree + a
-
-    def mask(
-        self,
-        seq_len: int,
-        device: tuple[Any, Any, Any],
-        query_segments: Array | None = None,
-        key_segments: Array | None = None,
-        *,
-        queries_ahead: Any = 0,
-        keys_behind: Any = 0,
-    ) -> Mask:
-        """What the queries at device (g, p, a) see of its keys, one of which has come some way."""
-        if not self.causal:
-            return Mask(query_segments=query_segments, key_segments=key_segments)
-        g, p, a = device
-        query, key = self.query_unit(g, p, queries_ahead), self.key_unit(p, a, keys_behind)
-        return Mask(
-            causal=True,
-            window=self.window,
-            query_runs=self.layout.unit_positions(seq_len, self.query_ranks, query),
-            key_runs=self.layout.unit_positions(seq_len, self.key_ranks, key),
-            query_segments=query_segments,
-            key_segments=key_segments,
-        )
-
-    def sort(self, x: Array, ranks: int, dim: int) -> Array:
-        """A gathered unit in order of position, which only positional masks need."""
-        return self.layout.sort_unit(x, ranks, dim) if self.causal else x
-
-    def unsort(self, x: Array, ranks: int, dim: int) -> Array:
-        """The inverse of `sort`."""
-        return self.layout.unsort_unit(x, ranks, dim) if self.causal else x
-
-
-@functools.lru_cache(maxsize=1024)
-def ring_offsets(schedule: Schedule, seq_len: int) -> tuple[int, ...]:
-    """Ring distances between queries and keys at which some device has work, 0 first.
-
-    All of them, but for a sliding window: the ring then skips the rounds that nobody needs.
-    """
-    group, ring, team = (range(x.degree) for x in (schedule.group, schedule.ring, schedule.team))
-    if schedule.window is None:
-        return tuple(ring)
-    unit = functools.partial(schedule.layout.unit_positions, seq_len)
-    queries = [
-        [unit(schedule.query_ranks, schedule.query_unit(g, p)) for g in group] for p in ring
-    ]
-    keys = [[unit(schedule.key_ranks, schedule.key_unit(p, a)) for a in team] for p in ring]
-    return tuple(
-        offset
-        for offset in ring
-        if offset == 0
-        or any(
-            runs_meet(query, key, schedule.window)
-            for p in ring
-            for query in queries[p]
-            for key in keys[p - offset]
-        )
-    )
 
 
 def sharded_attention(
@@ -186,8 +79,7 @@ def sharded_attention(
     return checkpoint_name(out, CHECKPOINT_NAMES[2]), lse
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def concentric_attention(
+def _forward(
     schedule: Schedule,
     q: QueryShard,
     k: KeyShard,
@@ -206,7 +98,8 @@ def concentric_attention(
     """
     seq_len, scale, block = _static(schedule, q)
     device = _device(schedule)
-    q_unit, query_ids = (_query_unit(schedule, x) for x in (q, query_segments))
+    q_unit: Any = _query_unit(schedule, q)
+    query_ids = _query_unit(schedule, query_segments)
 
     def attend(keys: Any, distance: Any, so_far: Any) -> tuple[tuple[Array, Array], tuple[()]]:
         k, v, key_ids = keys
@@ -234,7 +127,7 @@ def _forward_rule(schedule: Schedule, *inputs: Any) -> tuple[Any, Any]:
 
 
 def _backward(schedule: Schedule, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
-    """Gradients by blocks: p = exp(s - lse) and ds = p * (dp - delta), with the global lse and delta.
+    """Gradients by blocks: p = exp(s - lse), ds = p * (dp - delta), with the global lse and delta.
 
     "query" (the paper): keys and their gradients stay; (q, dout, lse, delta) go round the ring and
     dq travels home: 4A units a hop at 16-bit inputs, 3A at float32, and lse and delta.
@@ -300,6 +193,7 @@ def _not_before(dout: Array, lse: Array, inputs: Any) -> Any:
     return jax.tree.map(lambda x: jnp.where(never, jnp.zeros_like(x), x), inputs)
 
 
+concentric_attention = jax.custom_vjp(_forward, nondiff_argnums=(0,))
 concentric_attention.defvjp(_forward_rule, _backward)
 
 
@@ -330,7 +224,7 @@ def circulate(
     Returns:
         What stays, of all rounds, and what follows, summed and at home.
     """
-    steps = [direction * (b - a) for a, b in zip(offsets, offsets[1:])]
+    steps = [direction * (b - a) for a, b in itertools.pairwise(offsets)]
     last = len(offsets) - 1
 
     def play(i: int, offset: Any, state: Any) -> Any:
@@ -432,4 +326,3 @@ def _backward_mode(
         width=q.dtype.itemsize,
         packed=segments is not None,
     )
-

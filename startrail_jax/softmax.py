@@ -38,7 +38,7 @@ def merge_partials(
     highest = functools.reduce(jnp.maximum, lses)
     # In a row that is EMPTY everywhere the weights are 1: its outputs are 0 all the same.
     weights = [jnp.exp(lse - highest) for lse in lses]
-    total = sum(weights)
-    out = sum(out.astype(jnp.float32) * rows(weight) for out, weight in zip(outs, weights))
+    total = functools.reduce(jnp.add, weights)
+    terms = [x.astype(jnp.float32) * rows(w) for x, w in zip(outs, weights, strict=True)]
     lse = jnp.where(highest <= EMPTY, EMPTY, highest + jnp.log(total))
-    return out / rows(total), lse
+    return functools.reduce(jnp.add, terms) / rows(total), lse

@@ -95,7 +95,7 @@ def _check_segments(query: Array, key: Array, ids: tuple[Array, ...]) -> None:
             f"(query_ids, key_ids); got {len(ids)} for {query.shape[1]} queries and "
             f"{key.shape[1]} keys. Pass a pair."
         )
-    for array, shape in zip(ids, wanted):
+    for array, shape in zip(ids, wanted, strict=False):
         if array.shape != shape or not jnp.issubdtype(array.dtype, jnp.integer):
             raise ValueError(
                 f"segment_ids must be integers [batch, seq] = {list(shape)}; got {array.dtype} "
@@ -103,15 +103,15 @@ def _check_segments(query: Array, key: Array, ids: tuple[Array, ...]) -> None:
             )
 
 
-def check_sharding(
-    name: str, array: Array, spec: PartitionSpec, mesh: Mesh | AbstractMesh
-) -> None:
+def check_sharding(name: str, array: Array, spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> None:
     """Raises unless `array` is sharded as `spec`, on the Explicit axes of `mesh`.
 
     On Auto axes the compiler reshards, so anything goes.
     """
     explicit = {
-        axis for axis, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Explicit
+        axis
+        for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if kind == AxisType.Explicit
     }
     wanted = _entries(spec, array.ndim, explicit)
     sharding = jax.typeof(array).sharding

@@ -23,6 +23,9 @@ NARROW_ERROR_RATIO = 1.25
 # jax.nn does not serve float16 on a CPU: held against bfloat16, of three bits less.
 FLOAT16_IS_FINER = 8
 
+# Most of the time goes into LLVM, and the programs of the tests run once or twice.
+QUICK = {"xla_backend_optimization_level": 0}
+
 # Name -> (causal, window, how segment ids are drawn).
 MASKS = {
     "full": (False, None, None),
@@ -195,7 +198,7 @@ def draw_segments(rng, kind, batch, query_len, key_len):
     return query_ids, key_ids
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK)
 def forward_and_backward(attention, query, key, value, dout, dlse, segment_ids):
     """One program: out, lse, dq, dk, dv."""
     attend = functools.partial(attention, segment_ids=segment_ids, return_lse=True)
@@ -263,7 +266,7 @@ def jax_nn(problem: Problem, **mask) -> Result:
     return Result(np.where(rows, out, np.zeros_like(out)), np.zeros(()), *map(np.asarray, grads))
 
 
-@jax.jit
+@functools.partial(jax.jit, compiler_options=QUICK)
 def _jax_nn(query, key, value, dout, seen):
     attend = functools.partial(jax.nn.dot_product_attention, mask=seen)
     out, vjp = jax.vjp(attend, query, key, value)

@@ -10,7 +10,9 @@ from startrail_jax.layout import KINDS, Layout
 from startrail_jax.mask import Mask, Tiling, runs_meet, visible_tiles
 
 
-@pytest.mark.parametrize(("length", "runs", "target"), [(12, 1, 5), (46, 2, 7), (7, 1, 100), (8, 2, 1)])
+@pytest.mark.parametrize(
+    ("length", "runs", "target"), [(12, 1, 5), (46, 2, 7), (7, 1, 100), (8, 2, 1)]
+)
 def test_tiling_covers_every_token_once_and_stays_in_its_run(length, runs, target):
     tiling = Tiling.of(length, runs, target)
     assert tiling.size <= target

@@ -12,7 +12,8 @@ import startrail_jax as st
 from startrail_jax.blocks import xla
 from startrail_jax.mask import visible_tiles
 from startrail_jax.mesh import Axis
-from startrail_jax.rings import circulate, ring_offsets
+from startrail_jax.rings import circulate
+from startrail_jax.schedule import ring_offsets
 
 
 def schedule_of(degrees, **options):
@@ -27,7 +28,9 @@ def devices_of(schedule):
 
 @pytest.mark.parametrize("direction", ["keys_behind", "queries_ahead"])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
-@pytest.mark.parametrize("degrees", [(2, 2, 2), (3, 2, 1), (1, 3, 2), (2, 1, 3), (1, 5, 1), (2, 3, 2)])
+@pytest.mark.parametrize(
+    "degrees", [(2, 2, 2), (3, 2, 1), (1, 3, 2), (2, 1, 3), (1, 5, 1), (2, 3, 2)]
+)
 def test_every_pair_of_tokens_is_met_exactly_once(degrees, layout, direction):
     group, ring, team = degrees
     schedule = schedule_of(st.Degrees(group=group, ring=ring, team=team), layout=layout)
@@ -104,7 +107,9 @@ def test_zigzag_balances_the_block_work_and_wastes_little(degrees):
 def test_circulate_brings_each_traveller_past_everyone_and_its_share_home(offsets, direction):
     """Travellers are numbers; each device notes whom it met, each traveller where it has been."""
     ring = Axis(("ring",), 7)
-    mesh = jax.make_mesh((7,), ("ring",), devices=jax.devices()[:7], axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = jax.make_mesh(
+        (7,), ("ring",), devices=jax.devices()[:7], axis_types=(jax.sharding.AxisType.Auto,)
+    )
 
     def on_device(x):
         here = jax.lax.axis_index("ring")

@@ -22,9 +22,10 @@ MAY_IMPORT = {
     "collectives": BASE | {"mesh", "layout", "softmax"},
     "blocks": BASE | {"layout", "mask", "softmax"},
     "cost": BASE | {"mesh", "layout"},
-    "rings": TOKENS | {"collectives", "blocks", "cost"},
+    "schedule": TOKENS | {"collectives"},
+    "rings": TOKENS | {"collectives", "blocks", "cost", "schedule"},
     "validation": BASE | {"mesh", "layout"},
-    "attention": TOKENS | {"collectives", "blocks", "cost", "rings", "validation"},
+    "attention": TOKENS | {"collectives", "blocks", "cost", "rings", "schedule", "validation"},
     "hlo": BASE,
 }
 CORE_MAY_USE = {"jax", "numpy", "jaxtyping", "einops"}

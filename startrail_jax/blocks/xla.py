@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
@@ -102,13 +101,15 @@ def backward(
         dq, dk_j, dv_j = visits.fold(j, query_tile, (dq, dk_j, dv_j))
         return dq, tiles.put_columns(dk, dk_j, j), tiles.put_columns(dv, dv_j, j)
 
-    like = (dout, k, v)
-    sums = tuple(visits.zeros(x, y.shape[-1]) if dx is None else dx for x, y, dx in zip(like, (q, k, v), into))
+    sums = tuple(
+        visits.zeros(like, x.shape[-1]) if dx is None else dx
+        for like, x, dx in zip((dout, k, v), (q, k, v), into, strict=True)
+    )
     return lax.fori_loop(0, len(tiles.key.starts), key_tile, sums)
 
 
 def tilings(mask: Mask, query_len: int, key_len: int, group: int) -> tuple[Tiling, Tiling]:
-    """How the queries and the keys of a unit pair are tiled; `group` query heads share a key head."""
+    """How queries and keys of a unit pair are tiled; `group` query heads share a key head."""
     query_runs = len(mask.query_runs.starts) if mask.query_runs else 1
     key_runs = len(mask.key_runs.starts) if mask.key_runs else 1
     rows = max(1, TILE_ROWS // group)
@@ -123,6 +124,7 @@ class _Visits:
     """Inner tiles of outer tile 0, then of outer tile 1, ..., then padding."""
     ends: Int32[Array, " outer"]
     """Where each outer tile's part of `order` ends."""
+
     @classmethod
     def of(cls, visible: Bool[Array, "outer inner"]) -> _Visits:
         (flat,) = jnp.nonzero(visible.reshape(-1), size=visible.size, fill_value=0)
@@ -161,7 +163,8 @@ class _Tiles:
 
     @classmethod
     def of(cls, mask: Mask, q: QueryShard, k: KeyShard) -> _Tiles:
-        return cls(mask, k.shape[2], *tilings(mask, q.shape[1], k.shape[1], q.shape[2] // k.shape[2]))
+        group = q.shape[2] // k.shape[2]
+        return cls(mask, k.shape[2], *tilings(mask, q.shape[1], k.shape[1], group))
 
     def rows(self, x: Float[Array, "b t n h"], i: Array) -> Float32[Array, "z r h"]:
         """Query tile i, in float32."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import jax
 
@@ -10,7 +11,7 @@ import jax
 SIMULATED_DEVICES = 8
 
 
-def select_devices(count: int | None) -> list[jax.Device]:
+def select_devices(count: int | None) -> list[Any]:
     """The first `count` devices, or all of them; call it before jax is used.
 
     Where there is only a CPU it is made to look like `count` devices, 8 by default. A number of
