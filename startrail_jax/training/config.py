@@ -124,7 +124,7 @@ class TrainConfig:
     """Seed of the weights, the order of the data and the sample."""
     log_every: int = 50
     """Steps between reports; each gives the mean training loss since the last."""
-    evaluate_every: int = 250
+    evaluate_every: int = 200
     """Steps between evaluations; there is always one after the last step."""
     validation_windows: int = 64
     """Held-out sequences that an evaluation measures, rounded up to whole batches."""
