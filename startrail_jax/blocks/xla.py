@@ -88,12 +88,14 @@ def backward(
             dq, dk_j, dv_j = carry
             q_i, dout_i = tiles.rows(q, i), tiles.rows(dout, i)
             lse_i, delta_i = tiles.stats(lse, i), tiles.stats(delta, i)
-            logits = tiles.masked(dot("zrh,zsh->zrs", q_i, k_j) * scale, i, j)
-            p = jnp.exp(logits - lse_i[..., None])
-            ds = p * (dot("zrv,zsv->zrs", dout_i, v_j) - delta_i[..., None]) * scale
-            dq = tiles.put_rows(dq, tiles.rows(dq, i) + dot("zrs,zsh->zrh", ds, k_j), i)
-            dk_j = dk_j + dot("zrs,zrh->zsh", ds, q_i)
-            dv_j = dv_j + dot("zrs,zrv->zsv", p, dout_i)
+            # Keys by queries: this way round only one of the five products has to transpose.
+            logits = dot("zsh,zrh->zsr", k_j, q_i) * scale
+            logits = tiles.masked(logits, i, j, keys_first=True)
+            p = jnp.exp(logits - lse_i[:, None])
+            ds = p * (dot("zsv,zrv->zsr", v_j, dout_i) - delta_i[:, None]) * scale
+            dq = tiles.put_rows(dq, tiles.rows(dq, i) + dot("zsr,zsh->zrh", ds, k_j), i)
+            dk_j = dk_j + dot("zsr,zrh->zsh", ds, q_i)
+            dv_j = dv_j + dot("zsr,zrv->zsv", p, dout_i)
             return dq, dk_j, dv_j
 
         dq, dk, dv = carry
@@ -198,14 +200,24 @@ class _Tiles:
         return _put(x, rearrange(tile, "(b k) c h -> b c k h", k=self.heads), self.key, j, 1)
 
     def masked(
-        self, logits: Float32[Array, "z r c"], i: Array, j: Array
-    ) -> Float32[Array, "z r c"]:
-        """`logits` of tile (i, j), -inf where the query does not see the key."""
+        self, logits: Float32[Array, "z _ _"], i: Array, j: Array, *, keys_first: bool = False
+    ) -> Float32[Array, "z _ _"]:
+        """`logits` of tile (i, j), -inf where the query does not see the key.
+
+        They are [z, rows, columns], or [z, columns, rows] if `keys_first`.
+        """
         allowed = self._allowed(i, j)
         if allowed is None:
             return logits
-        split = rearrange(logits, "(b k) (g q) c -> b k g q c", k=self.heads, q=self.query.size)
-        return jnp.where(allowed[:, None, None], split, -jnp.inf).reshape(logits.shape)
+        if keys_first:
+            pattern, allowed = (
+                "(b k) c (g q) -> b k c g q",
+                allowed.swapaxes(1, 2)[:, None, :, None],
+            )
+        else:
+            pattern, allowed = "(b k) (g q) c -> b k g q c", allowed[:, None, None]
+        split = rearrange(logits, pattern, k=self.heads, q=self.query.size)
+        return jnp.where(allowed, split, -jnp.inf).reshape(logits.shape)
 
     def _allowed(self, i: Array, j: Array) -> Bool[Array, "#b #q #c"] | None:
         """Visibility inside tile (i, j); None if nothing in any tile is masked.
