@@ -219,12 +219,7 @@ class Attention:
         names = ("query", "key", "value", "segment_ids", "key segment_ids")
         for name, array, spec in zip(names, arrays, in_specs, strict=False):
             check_sharding(name, array, spec, self.mesh)
-        out, lse = jax.shard_map(
-            functools.partial(self._on_device, kv_heads=key.shape[2]),
-            mesh=self.mesh,
-            in_specs=in_specs,
-            out_specs=(query_spec, self.lse_spec),
-        )(*arrays)
+        out, lse = _run(self, in_specs, *arrays)
         return (out, lse) if return_lse else out
 
     def local(
@@ -257,7 +252,9 @@ class Attention:
             splits = self.degrees.head * self.degrees.tensor
             first = collectives.index(self._axes["tensor"]) * self.degrees.head
             needed = (first + jnp.arange(self.degrees.head)) // (splits // kv_heads)
-            key, value = (jnp.take(x, needed, axis=2, mode="clip") for x in (key, value))
+            key, value = (
+                collectives.copy_heads(x, needed, self._axes["tensor"]) for x in (key, value)
+            )
         query_ids, key_ids = (ids[0], ids[-1]) if ids else (None, None)
         return self.local(query, key, value, query_ids, key_ids)
 
@@ -292,3 +289,17 @@ class Attention:
                 f"Pass layout={layout.kind!r} to have it built."
             )
         return layout
+
+
+# Jitted, as shard_map outside jit runs its body one operation at a time.
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+def _run(
+    attention: Attention, in_specs: tuple[PartitionSpec, ...], *arrays: Array
+) -> tuple[Array, Array]:
+    """The op on global arrays that have been checked."""
+    return jax.shard_map(
+        functools.partial(attention._on_device, kv_heads=arrays[1].shape[2]),
+        mesh=attention.mesh,
+        in_specs=in_specs,
+        out_specs=(in_specs[0], attention.lse_spec),
+    )(*arrays)

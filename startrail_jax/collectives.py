@@ -5,12 +5,15 @@ No attention maths. Every function runs inside `shard_map`; an axis of degree 1 
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jaxtyping import Array, Int32, Shaped
+from jaxtyping import Array, Float, Int32, Shaped
 
 from startrail_jax.mesh import Axis
 
@@ -25,7 +28,23 @@ def shift(tree: Any, axis: Axis, step: int) -> Any:
     if step % axis.degree == 0:
         return tree
     pairs = [(p, (p + step) % axis.degree) for p in range(axis.degree)]
-    return jax.tree.map(lambda x: lax.ppermute(x, axis.names, pairs), tree)
+    return jax.tree.map(lambda x: _permute(x, axis, pairs), tree)
+
+
+def _permute(x: Array, axis: Axis, pairs: list[tuple[int, int]]) -> Array:
+    """lax.ppermute by flat indices along `axis`, whatever the order of its axes in the mesh.
+
+    jax 0.12 wants the names in the order of the mesh, which need not be ours.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    ordered = tuple(sorted(axis.names, key=mesh.axis_names.index))
+    if ordered == axis.names:
+        return lax.ppermute(x, axis.names, pairs)
+    sizes = [mesh.shape[name] for name in axis.names]
+    flat = np.arange(axis.degree).reshape(sizes)
+    flat = flat.transpose([axis.names.index(name) for name in ordered]).ravel()
+    place = np.argsort(flat).tolist()
+    return lax.ppermute(x, ordered, [(place[source], place[target]) for source, target in pairs])
 
 
 def gather(x: Shaped[Array, "..."], axis: Axis, dim: int) -> Shaped[Array, "..."]:
@@ -53,6 +72,34 @@ def partials(x: Shaped[Array, "..."], axis: Axis, dim: int) -> Shaped[Array, "p 
         return x[None]
     parts = x.reshape(*x.shape[:dim], axis.degree, -1, *x.shape[dim + 1 :])
     return lax.all_to_all(parts, axis.names, split_axis=dim, concat_axis=0)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def copy_heads(
+    x: Float[Array, "b s k h"], heads: Int32[Array, " copies"], replicas: Axis
+) -> Float[Array, "b s copies h"]:
+    """Takes heads by number, any of them several times.
+
+    The gradients of the copies of a head, and those of all devices on `replicas`, which hold the
+    same x, are summed in float32.
+    """
+    return jnp.take(x, heads, axis=2, mode="clip")
+
+
+def _copy_heads_forward(x: Array, heads: Array, replicas: Axis) -> tuple[Array, Any]:
+    return copy_heads(x, heads, replicas), (heads, x[:0])
+
+
+def _copy_heads_backward(replicas: Axis, residuals: Any, dout: Array) -> tuple[Array, None]:
+    heads, like = residuals
+    copies = jax.nn.one_hot(heads, like.shape[2], dtype=jnp.float32)
+    dx = jnp.einsum("bsch,ck->bskh", dout.astype(jnp.float32), copies, precision="highest")
+    if replicas.degree > 1:
+        dx = lax.psum(dx, replicas.names)
+    return dx.astype(like.dtype), None
+
+
+copy_heads.defvjp(_copy_heads_forward, _copy_heads_backward)
 
 
 @dataclass(frozen=True)
@@ -103,4 +150,4 @@ class KeyPlacement:
         pairs = [(r, r % members * (ranks // members) + r // members) for r in range(ranks)]
         if inverse:
             pairs = [(target, source) for source, target in pairs]
-        return lax.ppermute(x, self.rank.names, pairs)
+        return _permute(x, self.rank, pairs)

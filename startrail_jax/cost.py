@@ -429,7 +429,7 @@ def _replica_sum(shard: _Shard, kv_heads: int) -> list[Transfer]:
     tensor = shard.degrees.tensor
     if kv_heads % tensor == 0:
         return []
-    row = shard.batch * (shard.key_tokens // shard.degrees.head) * kv_heads * shard.width
+    row = shard.batch * (shard.key_tokens // shard.degrees.head) * kv_heads * _FLOAT32
     size = sum(all_reduce_bytes(row * h, tensor) for h in (shard.head_dim, shard.value_head_dim))
     return [_copies("replica sum", "all_reduce", 1, size)]
 

@@ -65,8 +65,9 @@ def sharded_attention(
         out in the dtype of q and lse in float32, of this device's tokens.
     """
     head = schedule.head
-    copies = max(1, head.degree // k.shape[2])
-    k, v = (jnp.repeat(x, copies, axis=2) if copies > 1 else x for x in (k, v))
+    if k.shape[2] < head.degree:
+        copied = jnp.arange(head.degree) // (head.degree // k.shape[2])
+        k, v = (collectives.copy_heads(x, copied, Axis((), 1)) for x in (k, v))
     q, k, v = (collectives.exchange(x, head, split=2, concat=1) for x in (q, k, v))
     shared = query_segments is key_segments
     if query_segments is not None:
@@ -115,8 +116,7 @@ def _forward(
     )
     out = schedule.unsort(out, schedule.query_ranks, 1)
     lse = schedule.unsort(lse, schedule.query_ranks, 2)
-    out, lse = _combine(schedule, out.astype(q.dtype), lse)
-    return out.astype(q.dtype), lse
+    return _combine(schedule, out, lse, q.dtype)
 
 
 def _forward_rule(schedule: Schedule, *inputs: Any) -> tuple[Any, Any]:
@@ -255,31 +255,31 @@ def circulate(
 
 
 def _combine(
-    schedule: Schedule, out: Float[Array, "b t n v"], lse: Float32[Array, "b n t"]
+    schedule: Schedule, out: Float32[Array, "b t n v"], lse: Float32[Array, "b n t"], dtype: Any
 ) -> tuple[Float[Array, "b s n v"], Float32[Array, "b n s"]]:
     """Joins the members' attentions of the team's queries; each keeps its own queries (step 4).
 
         L = log sum_a exp(lse_a),    out = sum_a exp(lse_a - L) out_a
 
-    "merge" sends the partial outputs to their owner, who adds them in float32: A - 1 units of out
-    and of lse. "reduce_scatter" (the paper) lets the network add, at the width of `out`, so that
-    the rounding error grows with A; A - 1 units of out and 4(A - 1) of lse.
+    Outputs are sent, and the joined one is returned, in `dtype`. "merge" sends them to their owner,
+    who adds them in float32: A - 1 units of out and of lse. "reduce_scatter" (the paper) lets the
+    network add them in `dtype`, so that the rounding error grows with A: A - 1 units of out and
+    4(A - 1) of lse.
     """
     team = schedule.team
     if team.degree == 1:
-        return out, lse
+        return out.astype(dtype), lse
     if schedule.combine == "merge":
-        return merge_partials(
-            collectives.partials(out, team, 1), collectives.partials(lse, team, 2)
-        )
+        outs = collectives.partials(out.astype(dtype), team, 1)
+        out, lse = merge_partials(outs, collectives.partials(lse, team, 2))
+        return out.astype(dtype), lse
     highest = lax.pmax(lse, team.names)
     weights = jnp.exp(lse - highest)
     total = lax.psum(weights, team.names)
-    out = (out * rows(weights / total)).astype(out.dtype)
+    out = collectives.scatter_sum((out * rows(weights / total)).astype(dtype), team, 1)
     lse = jnp.where(highest <= EMPTY, EMPTY, highest + jnp.log(total))
     own = collectives.index(team) * (lse.shape[2] // team.degree)
-    lse = lax.dynamic_slice_in_dim(lse, own, lse.shape[2] // team.degree, 2)
-    return collectives.scatter_sum(out, team, 1), lse
+    return out, lax.dynamic_slice_in_dim(lse, own, lse.shape[2] // team.degree, 2)
 
 
 def _static(schedule: Schedule, q: QueryShard) -> tuple[int, float, blocks.Block]:

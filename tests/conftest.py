@@ -50,15 +50,15 @@ def unchecked():
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport():
-    return _refuse_other_skips((yield))
+    return refuse_other_skips((yield))
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report():
-    return _refuse_other_skips((yield))
+    return refuse_other_skips((yield))
 
 
-def _refuse_other_skips(report):
+def refuse_other_skips(report):
     """Turns a skip into a failure: a test that is skipped unseen guards nothing."""
     if report.skipped and not hasattr(report, "wasxfail"):
         reason = str(report.longrepr[2])

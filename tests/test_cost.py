@@ -221,7 +221,7 @@ def test_words_are_those_of_the_program_reader():
         ({"key_len": 8, "causal": False}, r"key_len must be divisible by .*; got key_len=8"),
         ({"heads": 2}, r"heads must be divisible by head degree \* .*; got heads=2, degree=4"),
         ({"kv_heads": 3}, r"heads must be divisible by kv_heads; got heads=64, kv_heads=3\. Give"),
-        ({"heads": 12, "kv_heads": 6}, r"kv_heads and the head \* tensor degree must divide one"),
+        ({"heads": 12, "kv_heads": 6}, r"kv_heads and head \* tensor must divide one"),
         ({"head_dim": 0}, r"head_dim must be a positive integer; got head_dim=0\. Pass"),
         ({"value_head_dim": -1}, r"value_head_dim must be a positive integer; got value_head_dim="),
         ({"batch": 2.0}, r"batch must be a positive integer; got batch=2\.0\. Pass"),
