@@ -8,7 +8,7 @@ median is printed, so that all of them meet the same load of the machine. Column
 
     ms        median wall time of one forward + backward
     GFLOP/s   useful work (visible pairs only) over that time, all devices together
-    temp MiB  temporary memory of one device, from the compiled program
+    temp MiB  temporary memory of one device, from the compiled program, scheduled for least memory
     balance   block work of the busiest device over the mean, counted in tiles
 
 The baselines are plain softmax attention partitioned by XLA, at the longest length whose memory
@@ -39,6 +39,7 @@ from jax.sharding import PartitionSpec as P
 import startrail_jax as st
 from startrail_jax.blocks import xla
 from startrail_jax.mask import visible_tiles
+from startrail_jax.validation import check_heads
 
 
 @dataclass
@@ -107,7 +108,7 @@ def settings(args: argparse.Namespace) -> list[tuple[str, st.Attention]]:
     for name, build in table:
         try:
             attention = st.Attention(st.make_mesh(build()), causal=args.causal)
-            attention.query_spec(args.heads)
+            check_heads(attention.degrees, args.heads, args.kv_heads)
         except ValueError as error:
             print(f"left out: {name}: {error}")
             continue

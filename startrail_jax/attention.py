@@ -17,7 +17,14 @@ from startrail_jax import blocks, collectives, rings
 from startrail_jax.layout import Layout
 from startrail_jax.mesh import SEQUENCE_ROLES, AxisNames, Degrees, flat_axis, resolve_axes
 from startrail_jax.schedule import Schedule, ring_offsets
-from startrail_jax.validation import check_arrays, check_heads, check_sharding, refuse_unserved
+from startrail_jax.validation import (
+    check_arrays,
+    check_heads,
+    check_sharding,
+    check_shards,
+    refuse_unserved,
+    segment_array,
+)
 
 _OPTIONS = {
     "backend": ("auto", *blocks.BACKENDS),
@@ -53,7 +60,7 @@ class Attention:
     """Placement of tokens: a `Layout`, its kind, or None for "zigzag" if causal, else "contiguous".
     Always a `Layout` once built."""
     backend: str = "auto"
-    """Block kernel: "xla" (everywhere, every mask), or "auto" for the best that serves."""
+    """Block kernel: "xla" (every platform, every mask), which is also what "auto" takes."""
     backward: str = "auto"
     """What goes round the ring in the backward pass: "query" (the paper), "kv", or "auto" for the
     one of fewer bytes."""
@@ -78,10 +85,12 @@ class Attention:
         object.__setattr__(self, "axis_names", AxisNames.of(self.axis_names))
         object.__setattr__(self, "layout", self._resolve_layout())
         degrees = self.degrees
-        if self.window is not None and (not self.causal or self.window < 1):
+        if self.window is not None and not (
+            self.causal and type(self.window) is int and self.window >= 1
+        ):
             raise ValueError(
-                f"window needs causal=True and at least 1 key; got window={self.window}, "
-                f"causal={self.causal}. Use window=None to see every key."
+                "window needs causal=True and an integer of at least 1 key; got "
+                f"window={self.window}, causal={self.causal}. Use window=None to see every key."
             )
         if self.placement == "gather_permute" and degrees.team != degrees.group:
             raise ValueError(
@@ -209,13 +218,13 @@ class Attention:
             )
         query, key, value = (jnp.asarray(x, dtype) for x in (query, key, value))
         pair = segment_ids if isinstance(segment_ids, tuple) else (segment_ids,)
-        ids = () if segment_ids is None else tuple(jnp.asarray(x) for x in pair)
+        ids = () if segment_ids is None else tuple(segment_array(x) for x in pair)
         check_arrays(
             query, key, value, ids, degrees=self.degrees, layout=self.layout, causal=self.causal
         )
         query_spec, key_spec = self.query_spec(query.shape[2]), self.key_spec(key.shape[2])
         in_specs = (query_spec, key_spec, key_spec, *(self.sequence_spec for _ in ids))
-        arrays = (query, key, value, *(x.astype(jnp.int32) for x in ids))
+        arrays = (query, key, value, *ids)
         names = ("query", "key", "value", "segment_ids", "key segment_ids")
         for name, array, spec in zip(names, arrays, in_specs, strict=False):
             check_sharding(name, array, spec, self.mesh)
@@ -238,7 +247,20 @@ class Attention:
 
         Returns:
             out and lse [b, n, t] of this device's queries.
+
+        Raises:
+            ValueError: if shapes or dtypes do not fit each other or the mesh.
         """
+        check_shards(
+            query,
+            key,
+            value,
+            query_segments,
+            key_segments,
+            degrees=self.degrees,
+            layout=self.layout,
+            causal=self.causal,
+        )
         return rings.sharded_attention(
             self.schedule, query, key, value, query_segments, key_segments
         )

@@ -5,7 +5,6 @@ No attention maths. Every function runs inside `shard_map`; an axis of degree 1 
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,8 +73,7 @@ def partials(x: Shaped[Array, "..."], axis: Axis, dim: int) -> Shaped[Array, "p 
     return lax.all_to_all(parts, axis.names, split_axis=dim, concat_axis=0)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def copy_heads(
+def _copy_heads(
     x: Float[Array, "b s k h"], heads: Int32[Array, " copies"], replicas: Axis
 ) -> Float[Array, "b s copies h"]:
     """Takes heads by number, any of them several times.
@@ -99,6 +97,7 @@ def _copy_heads_backward(replicas: Axis, residuals: Any, dout: Array) -> tuple[A
     return dx.astype(like.dtype), None
 
 
+copy_heads = jax.custom_vjp(_copy_heads, nondiff_argnums=(2,))
 copy_heads.defvjp(_copy_heads_forward, _copy_heads_backward)
 
 

@@ -46,11 +46,6 @@ class Mask:
         assert self.key_runs is not None
         return self.key_runs.vector()
 
-    @property
-    def is_full(self) -> bool:
-        """Whether every query sees every key."""
-        return not self.causal and self.query_segments is None
-
 
 @dataclass(frozen=True)
 class Tiling:
@@ -73,7 +68,7 @@ class Tiling:
         run = length // num_runs
         per_run = -(-run // target)
         size = -(-run // per_run)
-        fresh = np.minimum(np.arange(per_run) * size, run)
+        fresh = np.arange(per_run) * size
         starts = np.minimum(fresh, run - size)
         base = np.arange(num_runs)[:, None] * run
         flat = lambda x: (base + x).reshape(-1).astype(np.int32)  # noqa: E731

@@ -40,7 +40,8 @@ from startrail_jax.softmax import merge_partials, rows
 # A ring of more rounds runs its middle rounds as a loop, which bounds the time to compile it.
 UNROLLED_ROUNDS = 4
 
-# For `jax.checkpoint_policies.save_only_these_names`: with them, attention is not recomputed.
+# For `jax.checkpoint_policies.save_only_these_names`: with them, attention is not recomputed. The
+# last is the output after the exchange back, where `head` > 1.
 CHECKPOINT_NAMES = ("attention_partial", "attention_lse", "attention_out")
 
 
@@ -77,7 +78,9 @@ def sharded_attention(
     out, lse = concentric_attention(schedule, q, k, v, query_segments, key_segments)
     out = collectives.exchange(out, head, split=1, concat=2)
     lse = collectives.exchange(lse, head, split=2, concat=1)
-    return checkpoint_name(out, CHECKPOINT_NAMES[2]), lse
+    if head.degree > 1:
+        out = checkpoint_name(out, CHECKPOINT_NAMES[2])
+    return out, lse
 
 
 def _forward(
@@ -91,8 +94,8 @@ def _forward(
     """Steps 1 to 4: gather queries, place keys, go round the ring, combine over the team.
 
     Receives per device, in units of one shard of q (g = key heads / query heads): A - 1 for the
-    queries, 2g(G - 1) and at most 2g for the placement, 2gG in each of R - 1 ring hops, and A - 1
-    for the combination. The backward pass is `_backward`.
+    queries, 2g(G - 1) and at most 2g for the placement (2g(2C - 1) in the paper's order), 2gG in
+    each of R - 1 ring hops, and A - 1 for the combination. The backward pass is `_backward`.
 
     Returns:
         out in the dtype of q and lse in float32, of this device's queries.

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 from jaxtyping import Array
 
@@ -36,11 +37,51 @@ def check_heads(degrees: Degrees, heads: int, kv_heads: int) -> None:
         )
 
 
+def segment_array(ids: Any) -> Array:
+    """Segment ids as int32.
+
+    Raises:
+        ValueError: if they are not integers, or might not fit, as two documents could become one.
+    """
+    on_host = not isinstance(ids, jax.Array)
+    ids = np.asarray(ids) if on_host else ids
+    kind = ids.dtype
+    limits = np.iinfo(np.int32)
+    fits = np.can_cast(kind, np.int32) or (
+        on_host and ids.size > 0 and limits.min <= ids.min() and ids.max() <= limits.max
+    )
+    if not np.issubdtype(kind, np.integer) or not fits:
+        raise ValueError(
+            f"segment_ids must be integers that fit int32; got {kind} {list(ids.shape)}. "
+            "Number the documents of each row from 0, and pad with -1."
+        )
+    return jnp.asarray(ids, jnp.int32)
+
+
+def check_shards(
+    query: Any, key: Any, value: Any, query_ids: Any, key_ids: Any, *, degrees: Degrees, **rest: Any
+) -> None:
+    """`check_arrays` for what one device holds; messages give the sizes of the whole arrays."""
+    if (query_ids is None) != (key_ids is None):
+        raise ValueError(
+            "query_segments and key_segments must be given both or neither; got only one. "
+            "Pass the same array twice where queries and keys are the same tokens."
+        )
+
+    def whole(x: Any) -> jax.ShapeDtypeStruct:
+        sizes = (degrees.data, degrees.sequence, degrees.tensor, 1)
+        shape = tuple(n * size for n, size in zip(x.shape, sizes, strict=False))
+        return jax.ShapeDtypeStruct(shape, x.dtype)
+
+    ids = () if query_ids is None else (whole(query_ids), whole(key_ids))
+    check_arrays(whole(query), whole(key), whole(value), ids, degrees=degrees, **rest)
+
+
 def check_arrays(
-    query: Array,
-    key: Array,
-    value: Array,
-    ids: tuple[Array, ...],
+    query: Any,
+    key: Any,
+    value: Any,
+    ids: tuple[Any, ...],
     *,
     degrees: Degrees,
     layout: Layout,
@@ -87,7 +128,7 @@ def check_arrays(
     _check_segments(query, key, ids)
 
 
-def _check_segments(query: Array, key: Array, ids: tuple[Array, ...]) -> None:
+def _check_segments(query: Any, key: Any, ids: tuple[Any, ...]) -> None:
     wanted = (query.shape[:2], key.shape[:2])
     if len(ids) > 2 or (len(ids) == 1 and wanted[0] != wanted[1]):
         raise ValueError(
@@ -96,9 +137,9 @@ def _check_segments(query: Array, key: Array, ids: tuple[Array, ...]) -> None:
             f"{key.shape[1]} keys. Pass a pair."
         )
     for array, shape in zip(ids, wanted, strict=False):
-        if array.shape != shape or not jnp.issubdtype(array.dtype, jnp.integer):
+        if array.shape != shape or array.dtype != jnp.int32:
             raise ValueError(
-                f"segment_ids must be integers [batch, seq] = {list(shape)}; got {array.dtype} "
+                f"segment_ids must be int32 [batch, seq] = {list(shape)}; got {array.dtype} "
                 f"{list(array.shape)}. Number the documents of each row, and pad with -1."
             )
 
@@ -117,7 +158,7 @@ def check_sharding(name: str, array: Array, spec: PartitionSpec, mesh: Mesh | Ab
     sharding = jax.typeof(array).sharding
     given = _entries(sharding.spec, array.ndim, explicit)
     nowhere = sharding.mesh.empty and not any(wanted)
-    if given == wanted and (nowhere or sharding.mesh.axis_names == mesh.axis_names):
+    if given == wanted and (nowhere or sharding.mesh.shape == mesh.shape):
         return
     if not explicit:
         return

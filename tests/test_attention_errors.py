@@ -69,7 +69,7 @@ def test_window_without_causal_is_refused():
         attention(mask="full", window=3)
 
 
-@pytest.mark.parametrize("window", [0, -1])
+@pytest.mark.parametrize("window", [0, -1, 2.5, True])
 def test_window_below_one_is_refused(window):
     with pytest.raises(ValueError, match=rf"at least 1 key; got window={window}.*window=None"):
         attention(window=window)
@@ -201,7 +201,7 @@ def ids(seq_len=SEQ_LEN, dtype="int32"):
 @pytest.mark.parametrize(
     ("segment_ids", "message"),
     [
-        (ids(16), r"integers \[batch, seq\] = \[2, 32\]; got int32 \[2, 16\]"),
+        (ids(16), r"int32 \[batch, seq\] = \[2, 32\]; got int32 \[2, 16\]"),
         (ids(dtype="float32"), r"must be integers .*got float32 \[2, 32\]"),
         (ids(dtype="bool"), r"must be integers .*got bool \[2, 32\]"),
         ((ids(), ids(16)), r"= \[2, 32\]; got int32 \[2, 16\].*pad with -1"),
@@ -280,3 +280,47 @@ def test_c_whose_square_does_not_divide_is_refused():
     message = r"c\^2 must divide.*c=3, sequence degree=8\. Use c=1, c=2, or 9 devices"
     with pytest.raises(ValueError, match=message):
         st.Degrees.startrail(8, c=3)
+
+
+# Inside a shard_map of the user's own -----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key_len", "ids", "message"),
+    [
+        (6, "query", r"both or neither; got only one"),
+        (4, None, r"queries and keys of one length; got 12 queries and 8 keys"),
+        (5, "none", r"got 12 queries and 10 keys"),
+    ],
+)
+def test_local_refuses_shards_that_do_not_fit(key_len, ids, message):
+    op = attention(st.Degrees(ring=2))
+    query, key = jnp.zeros((1, 6, 2, 4)), jnp.zeros((1, key_len, 2, 4))
+    query_ids = jnp.zeros((1, 6), jnp.int32) if ids == "query" else None
+    with pytest.raises(ValueError, match=message):
+        op.local(query, key, key, query_ids)
+
+
+def test_local_refuses_a_shard_of_odd_length_under_zigzag():
+    op = attention(st.Degrees(ring=2))
+    x = jnp.zeros((1, 33, 2, 4))
+    with pytest.raises(ValueError, match=r"divisible by 2 \* sequence degree .*got seq_len=66"):
+        op.local(x, x, x)
+
+
+# Segment ids that would change when cut to 32 bits -----------------------------------------------
+
+
+@pytest.mark.parametrize("ids", [[[2**32 + 1, 1]], [[2**31, 1]], [[0.5, 1.0]], [[True, False]]])
+def test_segment_ids_that_do_not_fit_int32_raise(ids):
+    op = attention(st.Degrees())
+    x = jnp.zeros((1, 2, 1, 4))
+    with pytest.raises(ValueError, match=r"integers that fit int32; got .*Number the documents"):
+        op(x, x, x, segment_ids=np.array(ids))
+
+
+def test_segment_ids_of_64_bits_that_fit_are_taken():
+    op = attention(st.Degrees())
+    x = jnp.ones((1, 2, 1, 4))
+    out = op(x, x, x, segment_ids=np.array([[0, -1]], np.int64))
+    np.testing.assert_array_equal(out[0, :, 0, 0], [1, 0])

@@ -1,7 +1,8 @@
 """Block attention in plain XLA: a loop over the visible (query tile, key tile) pairs.
 
 Serves every mask on every platform. Tiles that are wholly masked are never visited, and no more
-than one tile of logits exists at a time. Everything is computed in float32.
+than one tile of logits exists at a time; the list of visible tiles takes 5 bytes for each tile.
+Sums and the softmax are in float32; products too, but for those of 16-bit inputs on accelerators.
 
 Query heads that share a key head are rows of the same product, so that keys and values are never
 repeated.
