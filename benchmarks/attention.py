@@ -22,6 +22,7 @@ import functools
 import importlib
 import itertools
 import os
+import re
 import statistics
 import sys
 import time
@@ -106,6 +107,8 @@ def settings(args: argparse.Namespace) -> list[tuple[str, st.Attention]]:
     ]
     rows = []
     for name, build in table:
+        if not re.search(args.rows, name):
+            continue
         try:
             attention = st.Attention(st.make_mesh(build()), causal=args.causal)
             check_heads(attention.degrees, args.heads, args.kv_heads)
@@ -149,6 +152,8 @@ def balance(args: argparse.Namespace, attention: st.Attention) -> float:
 
 def plain_softmax(args: argparse.Namespace) -> list[Row]:
     """Softmax attention as written in a textbook, partitioned by XLA over the same devices."""
+    if not re.search(args.rows, "plain softmax"):
+        return []
     mesh = jax.make_mesh((args.devices,), ("ring",), axis_types=(jax.sharding.AxisType.Auto,))
     available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     attend = functools.partial(_softmax_attention, causal=args.causal)
@@ -200,8 +205,10 @@ def ringattention(args: argparse.Namespace) -> list[Row]:
             functools.partial(on_device, chunk=min(chunk, args.seq_len // args.devices)),
             mesh=mesh, in_specs=3 * (spec,), out_specs=spec, check_vma=False,
         )  # fmt: skip
-        inputs = random_inputs(args, args.seq_len, mesh, 3 * [spec])
         name = f"ringattention 0.1.2, chunks of {chunk}"
+        if not re.search(args.rows, name):
+            continue
+        inputs = random_inputs(args, args.seq_len, mesh, 3 * [spec])
         rows.append(compiled_row(name, args, attend, inputs, args.seq_len))
     return rows
 
@@ -270,6 +277,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--full", dest="causal", action="store_false", help="no causal mask")
+    parser.add_argument("--rows", default="", help="regular expression: only the rows it finds")
     parser.add_argument("--repeats", type=int, default=5, help="timed rounds")
     args = parser.parse_args()
     args.kv_heads = args.kv_heads or args.heads
