@@ -122,13 +122,15 @@ def train(config: TrainConfig) -> Losses:
         logits = nnx.merge(graph, parameters)(batch.tokens, batch.positions)
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch.targets).mean()
 
-    @partial(jax.jit, donate_argnums=(0, 1), out_shardings=(*shardings, None))
+    compile_step = partial(jax.jit, compiler_options=st.compiler_options(mesh))
+
+    @partial(compile_step, donate_argnums=(0, 1), out_shardings=(*shardings, None))
     def train_step(parameters, optimizer_state, batch):
         loss, gradients = jax.value_and_grad(loss_of)(parameters, batch)
         updates, optimizer_state = optimizer.update(gradients, optimizer_state, parameters)
         return optax.apply_updates(parameters, updates), optimizer_state, loss
 
-    evaluation_step = jax.jit(loss_of)
+    evaluation_step = compile_step(loss_of)
 
     def evaluate(parameters: nnx.State) -> float:
         return float(np.mean([evaluation_step(parameters, x).item() for x in validation_batches]))

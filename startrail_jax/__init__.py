@@ -8,6 +8,7 @@ out = attention(query, key, value)
 """
 
 from startrail_jax.attention import Attention
+from startrail_jax.compiler import compiler_options
 from startrail_jax.cost import communication
 from startrail_jax.layout import Layout
 from startrail_jax.mesh import AxisNames, Degrees, make_mesh
@@ -20,5 +21,6 @@ __all__ = [
     "Degrees",
     "Layout",
     "communication",
+    "compiler_options",
     "make_mesh",
 ]

@@ -14,8 +14,16 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array
 
 from startrail_jax import blocks, collectives, rings
+from startrail_jax.explain import Explanation, explain
 from startrail_jax.layout import Layout
-from startrail_jax.mesh import SEQUENCE_ROLES, AxisNames, Degrees, flat_axis, resolve_axes
+from startrail_jax.mesh import (
+    SEQUENCE_ROLES,
+    AxisNames,
+    Degrees,
+    device_kind,
+    flat_axis,
+    resolve_axes,
+)
 from startrail_jax.schedule import Schedule, ring_offsets
 from startrail_jax.validation import (
     check_arrays,
@@ -60,7 +68,9 @@ class Attention:
     """Placement of tokens: a `Layout`, its kind, or None for "zigzag" if causal, else "contiguous".
     Always a `Layout` once built."""
     backend: str = "auto"
-    """Block kernel: "xla" (every platform, every mask), which is also what "auto" takes."""
+    """Block kernel: "cudnn" (NVIDIA GPUs; 16 bit; full and causal masks), "tiled" (NVIDIA GPUs; all
+    else), "xla" (everywhere, everything), or "auto" for the first of them that serves the case. See
+    `explain`."""
     backward: str = "auto"
     """What goes round the ring in the backward pass: "query" (the paper), "kv", or "auto" for the
     one of fewer bytes."""
@@ -145,6 +155,51 @@ class Attention:
         """Ring rounds at this length: the ring degree, or fewer under a short window."""
         self.layout.check_length(seq_len)
         return len(ring_offsets(self.schedule, seq_len))
+
+    def explain(
+        self,
+        *,
+        seq_len: int,
+        heads: int,
+        head_dim: int,
+        kv_heads: int | None = None,
+        value_head_dim: int | None = None,
+        dtype: DTypeLike = "bfloat16",
+        packed: bool = False,
+        platform: str | None = None,
+        capability: tuple[int, int] | None = None,
+    ) -> Explanation:
+        """Which backend serves what, and why: `print(attention.explain(...))`. Runs nothing.
+
+        Args:
+            seq_len: tokens of the whole sequence.
+            heads: query heads, over all devices.
+            kv_heads: key heads, over all devices; None for as many.
+            value_head_dim: None for `head_dim`.
+            packed: whether there are segment ids.
+            platform: "cuda", "cpu", ...; None for that of the mesh.
+            capability: CUDA compute capability, such as (9, 0); None for that of the mesh.
+
+        Raises:
+            ValueError: if lengths or heads do not fit the mesh.
+            NotImplementedError: if a backend that was named does not serve this.
+        """
+        kv_heads = kv_heads or heads
+        self.layout.check_length(seq_len)
+        check_heads(self.degrees, heads, kv_heads)
+        schedule = self.schedule
+        if platform is not None:
+            schedule = dataclasses.replace(schedule, platform=platform, capability=capability)
+        return explain(
+            schedule,
+            seq_len,
+            heads=heads // (self.degrees.head * self.degrees.tensor),
+            kv_heads=max(1, kv_heads // (self.degrees.head * self.degrees.tensor)),
+            head_dim=head_dim,
+            value_head_dim=value_head_dim or head_dim,
+            dtype=jnp.dtype(dtype),
+            packed=packed,
+        )
 
     def __call__(
         self,
@@ -286,7 +341,10 @@ class Attention:
 
     @functools.cached_property
     def schedule(self) -> Schedule:
+        platform, capability = device_kind(self.mesh)
         return Schedule(
+            platform=platform,
+            capability=capability,
             **{role: self._axes[role] for role in SEQUENCE_ROLES},
             **{
                 name: getattr(self, name)

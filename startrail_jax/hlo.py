@@ -17,6 +17,9 @@ from dataclasses import dataclass, field
 COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "collective_permute", "reduce_scatter")
 """Kinds of collective, in the words of `jax.lax`; `startrail_jax.cost` uses the same."""
 
+# The -start of an asynchronous pair has everything.
+_LATER_HALVES = ("-done", "-update")
+
 _UNREAD = ("collective-broadcast", "ragged-all-to-all", "recv", "send")
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
@@ -83,7 +86,7 @@ def read_traffic(text: str) -> ProgramTraffic:
         ValueError: if a loop with collectives has no known trip count, or the text is not HLO.
         NotImplementedError: if the program holds a collective of another kind or form.
     """
-    return _Reader(parse_program(text)).traffic()
+    return TrafficReader(parse_program(text)).traffic()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +106,8 @@ class Instruction:
     def operand_names(self) -> list[str]:
         """Names of the operands; newer texts give them bare, older ones after their types."""
         bare = _ARRAY.sub("", _COMMENT.sub("", self.operands))
-        return [name.strip(" %") for name in bare.split(",") if name.strip()]
+        names = (name.strip(" %()") for name in bare.split(","))
+        return [name for name in names if name]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,15 +197,29 @@ class _Tally:
                 mine[kind] += times * size
 
 
-class _Reader:
-    """Adds up a program's collectives, each computation once."""
+class TrafficReader:
+    """Adds up a program's collectives, each computation once; raises as `read_traffic` does."""
 
     def __init__(self, program: Program):
         self.program = program
         self.tallies: dict[str, _Tally] = {}
+        self._results: dict[str, dict[str, str]] = {}
 
     def traffic(self) -> ProgramTraffic:
-        tally = self.computation(self.program.entry)
+        """The whole program's."""
+        return self._traffic_of(self.computation(self.program.entry))
+
+    def instruction_traffic(self, computation: str, instruction: Instruction) -> ProgramTraffic:
+        """That of one run of one instruction of `computation`, with all that it calls.
+
+        Of an asynchronous pair the -start has everything, and the -done nothing.
+        """
+        tally = self.empty()
+        if not instruction.opcode.endswith(_LATER_HALVES):
+            self.instruction(instruction, self.results(computation), tally)
+        return self._traffic_of(tally)
+
+    def _traffic_of(self, tally: _Tally) -> ProgramTraffic:
         return ProgramTraffic(
             counts={kind: tally.counts[kind] for kind in COLLECTIVES},
             received_by_device=tuple(
@@ -214,21 +232,25 @@ class _Reader:
 
     def computation(self, name: str) -> _Tally:
         if name not in self.tallies:
-            instructions = self.program.computations[name]
-            results = {instruction.name: instruction.result for instruction in instructions}
             tally = self.empty()
-            for instruction in instructions:
-                # The -start of an asynchronous pair has everything.
-                if not instruction.opcode.endswith(("-done", "-update")):
-                    self.instruction(instruction, results, tally)
+            for instruction in self.program.computations[name]:
+                if not instruction.opcode.endswith(_LATER_HALVES):
+                    self.instruction(instruction, self.results(name), tally)
             self.tallies[name] = tally
         return self.tallies[name]
+
+    def results(self, name: str) -> dict[str, str]:
+        """Types of the results of a computation's instructions."""
+        if name not in self._results:
+            instructions = self.program.computations[name]
+            self._results[name] = {x.name: x.result for x in instructions}
+        return self._results[name]
 
     def instruction(self, instruction: Instruction, results: dict[str, str], tally: _Tally) -> None:
         opcode = instruction.opcode.removesuffix("-start")
         kind = opcode.replace("-", "_")
         if kind in COLLECTIVES:
-            sizes = [_num_bytes(results[name]) for name in instruction.operand_names]
+            sizes = [num_bytes(results[name]) for name in instruction.operand_names]
             tally.counts[kind] += 1
             for device, size in self.received(kind, instruction, sizes).items():
                 tally.received[device][kind] += size
@@ -242,19 +264,16 @@ class _Reader:
         elif opcode == "conditional":
             self.conditional(instruction, tally)
         else:
-            names = _CALLEE.findall(instruction.attributes)
-            for group in _CALLEES.findall(instruction.attributes):
-                names += _names(group)
-            for name in names:
+            for name in callees(instruction):
                 tally.add(self.computation(name))
 
     def loop(self, instruction: Instruction, tally: _Tally) -> None:
         match = _required(_LOOP, instruction)
         condition, body = self.computation(match[1]), self.computation(match[2])
-        count = _TRIP_COUNT.search(instruction.attributes)
-        if count:
-            tally.add(body, int(count[1]))
-            tally.add(condition, int(count[1]) + 1)
+        count = trip_count(instruction)
+        if count is not None:
+            tally.add(body, count)
+            tally.add(condition, count + 1)
         elif body.counts or condition.counts:
             raise ValueError(
                 "A loop that holds collectives must have a known trip count; got "
@@ -263,9 +282,7 @@ class _Reader:
             )
 
     def conditional(self, instruction: Instruction, tally: _Tally) -> None:
-        names = _TRUE_FALSE.findall(instruction.attributes)
-        names = names or _names(_required(_BRANCHES, instruction)[1])
-        branches = [self.computation(name) for name in names]
+        branches = [self.computation(name) for name in callees(instruction)]
         busiest = self.empty()
         for branch in branches:
             # Union of counters: the larger count of each kind.
@@ -278,13 +295,37 @@ class _Reader:
     def received(self, kind: str, instruction: Instruction, sizes: list[int]) -> dict[int, int]:
         """Bytes that every participating device receives; `sizes` are those of the operands."""
         if kind == "collective_permute":
-            pairs = _numbers(_required(_PAIRS, instruction)[1])
+            pairs = source_target_pairs(instruction)
             return {target: sum(sizes) for source, target in pairs if source != target}
         return {
             device: _received_in_group(kind, len(group), sizes)
             for group in device_groups(self.program, instruction)
             for device in group
         }
+
+
+def callees(instruction: Instruction) -> list[str]:
+    """Computations that an instruction runs; of a loop its condition and then its body."""
+    if instruction.opcode == "conditional":
+        names = _TRUE_FALSE.findall(instruction.attributes)
+        return names or _names(_required(_BRANCHES, instruction)[1])
+    if instruction.opcode == "while":
+        return list(_required(_LOOP, instruction).groups())
+    names = _CALLEE.findall(instruction.attributes)
+    for group in _CALLEES.findall(instruction.attributes):
+        names += _names(group)
+    return names
+
+
+def trip_count(loop: Instruction) -> int | None:
+    """How often a loop runs, or None if XLA does not know."""
+    match = _TRIP_COUNT.search(loop.attributes)
+    return int(match[1]) if match else None
+
+
+def source_target_pairs(permute: Instruction) -> list[tuple[int, ...]]:
+    """(sender, receiver) of every message of a collective-permute, to oneself included."""
+    return _numbers(_required(_PAIRS, permute)[1])
 
 
 def device_groups(program: Program, instruction: Instruction) -> list[tuple[int, ...]]:
@@ -350,7 +391,7 @@ def _mesh_groups(match: re.Match[str]) -> list[tuple[int, ...]]:
     return [tuple(group) for group in groups.values()]
 
 
-def _num_bytes(result: str) -> int:
+def num_bytes(result: str) -> int:
     """Bytes of an array, or of all arrays of a tuple."""
     total = 0
     for dtype, dims in _ARRAY.findall(result):

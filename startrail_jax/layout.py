@@ -37,6 +37,16 @@ class Runs:
     stride: int
     """Positions from one block to the next."""
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Runs, and tokens in each."""
+        return len(self.starts), self.length
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether the tokens of a run are neighbours."""
+        return self.block == self.length or self.block == self.stride
+
     def vector(self) -> Int32[Array, " tokens"]:
         """Positions of all tokens of the unit, in order."""
         index = np.arange(self.length, dtype=np.int32)

@@ -244,3 +244,19 @@ def flat_axis(axes: Mapping[str, Axis], roles: Sequence[str]) -> Axis:
     """Several roles as one axis, the first of `roles` slowest."""
     names = tuple(name for role in roles for name in axes[role].names)
     return Axis(names, int(np.prod([axes[role].degree for role in roles])))
+
+
+def device_kind(mesh: Mesh | AbstractMesh) -> tuple[str | None, tuple[int, int] | None]:
+    """Platform of the devices of a mesh, and their least CUDA compute capability.
+
+    Returns:
+        "cpu", "cuda", "gpu" (another maker's) or "tpu", and (9, 0) for Hopper; None for what is not
+        known, as of an abstract mesh, or does not apply.
+    """
+    if isinstance(mesh, AbstractMesh) or not mesh.devices.size:
+        return None, None
+    platform = mesh.devices.flat[0].platform
+    versions = [str(getattr(x, "compute_capability", "")).split(".") for x in mesh.devices.flat]
+    if platform == "gpu" and all(len(x) == 2 and "".join(x).isdigit() for x in versions):
+        return "cuda", min((int(major), int(minor)) for major, minor in versions)
+    return platform, None

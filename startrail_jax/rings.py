@@ -22,7 +22,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Float32
 
 from startrail_jax import blocks, collectives
-from startrail_jax.cost import cheaper_backward
 from startrail_jax.mesh import Axis
 from startrail_jax.schedule import Schedule, ring_offsets
 from startrail_jax.shapes import (
@@ -35,10 +34,12 @@ from startrail_jax.shapes import (
     QueryShard,
     ValueShard,
 )
-from startrail_jax.softmax import merge_partials, rows
+from startrail_jax.softmax import Partials, merge_partials, rows
 
-# A ring of more rounds runs its middle rounds as a loop, which bounds the time to compile it.
-UNROLLED_ROUNDS = 4
+# Up to so many rounds are unrolled. A longer ring runs its middle as a loop over as many rounds as
+# the second number says, which bounds the time to compile it. XLA copies what a loop carries from
+# one turn to the next, hence the longer turns on GPUs, whose kernels compile fast.
+UNROLLED_ROUNDS = {"cuda": (16, 8), "default": (4, 1)}
 
 # For `jax.checkpoint_policies.save_only_these_names`: with them, attention is not recomputed. The
 # last is the output after the exchange back, where `head` > 1.
@@ -100,23 +101,26 @@ def _forward(
     Returns:
         out in the dtype of q and lse in float32, of this device's queries.
     """
-    seq_len, scale, block = _static(schedule, q)
+    seq_len, scale, block = _static(schedule, q, v, query_segments)
     device = _device(schedule)
     q_unit: Any = _query_unit(schedule, q)
     query_ids = _query_unit(schedule, query_segments)
 
-    def attend(keys: Any, distance: Any, so_far: Any) -> tuple[tuple[Array, Array], tuple[()]]:
+    def attend(keys: Any, distance: Any, so_far: Any) -> tuple[Partials, tuple[()]]:
         k, v, key_ids = keys
         mask = schedule.mask(seq_len, device, query_ids, key_ids, keys_behind=distance)
-        return block.forward(q_unit, k, v, mask, scale, into=so_far), ()
+        return block.forward(q_unit, k, v, mask, scale, into=so_far or ()), ()
 
-    (out, lse), _ = circulate(
+    partials, _ = circulate(
         schedule.ring,
         ring_offsets(schedule, seq_len),
         direction=1,
         travellers=tuple(_key_unit(schedule, x) for x in (k, v, key_segments)),
         visit=attend,
+        settle=lambda partials: (merge_partials(partials),),
+        unrolled=_unrolled(schedule),
     )
+    out, lse = merge_partials(partials)
     out = schedule.unsort(out, schedule.query_ranks, 1)
     lse = schedule.unsort(lse, schedule.query_ranks, 2)
     return _combine(schedule, out, lse, q.dtype)
@@ -139,12 +143,12 @@ def _backward(schedule: Schedule, residuals: Any, cotangents: Any) -> tuple[Any,
     """
     q, k, v, query_segments, key_segments, out, lse = residuals
     dout, dlse = cotangents
-    by_query = _backward_mode(schedule, q, k, v, query_segments) == "query"
+    by_query = _travels(schedule, q, k, v, query_segments) == "query"
     if schedule.team.degree > 1:
         q, query_segments = _not_before(dout, lse, (q, query_segments))
     if schedule.group.degree > 1 or (schedule.ring.degree > 1 and not by_query):
         k, v, key_segments = _not_before(dout, lse, (k, v, key_segments))
-    seq_len, scale, block = _static(schedule, q)
+    seq_len, scale, block = _static(schedule, q, v, query_segments)
     device = _device(schedule)
     delta = (dout.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1).swapaxes(1, 2) - dlse
 
@@ -176,7 +180,10 @@ def _backward(schedule: Schedule, residuals: Any, cotangents: Any) -> tuple[Any,
         direction=-1 if by_query else 1,
         travellers=queries if by_query else keys,
         visit=visit_queries if by_query else visit_keys,
+        settle=_float32,
+        unrolled=_unrolled(schedule),
     )
+    stayed = _float32(stayed)
     dq, (dk, dv) = (travelled, stayed) if by_query else (stayed, travelled)
     dq = schedule.unsort(dq, schedule.query_ranks, 1)
     dq = collectives.scatter_sum(dq, schedule.team, 1).astype(q.dtype)
@@ -207,6 +214,8 @@ def circulate(
     direction: int,
     travellers: Any,
     visit: Callable[[Any, Any, Any], tuple[Any, Any]],
+    settle: Callable[[Any], Any],
+    unrolled: tuple[int, int],
 ) -> tuple[Any, Any]:
     """The ring loop, of the forward and of both backward passes.
 
@@ -223,9 +232,11 @@ def circulate(
         travellers: pytree of arrays that move.
         visit: (travellers, distance, stays so far) -> (stays, follows), pytrees of arrays. It adds
             to what stays, which is None in round 0; `follows` may be ().
+        settle: brings what stays to one form, for a loop to carry.
+        unrolled: see `UNROLLED_ROUNDS`.
 
     Returns:
-        What stays, of all rounds, and what follows, summed and at home.
+        What stays, of all rounds, and what follows, in float32, summed and at home.
     """
     steps = [direction * (b - a) for a, b in itertools.pairwise(offsets)]
     last = len(offsets) - 1
@@ -238,23 +249,37 @@ def circulate(
         stays, follows = visit(travellers, offset, stays)
         if i > 1:
             follows = jax.tree.map(jnp.add, follows, followed)
+        elif i == 1:
+            follows = _float32(follows)
         # Without the barrier XLA sends everything first, and nothing runs beside the messages.
         return lax.optimization_barrier((arriving, stays, follows))
 
     travellers, stays, home = play(0, 0, (travellers, None, None))
     if last == 0:
-        return stays, home
+        return stays, _float32(home)
     state = play(1, offsets[1], (travellers, stays, None))
-    if last >= UNROLLED_ROUNDS and offsets == tuple(range(last + 1)):
-        state = lax.fori_loop(2, last, lambda offset, state: play(2, offset, state), state)
-    else:
-        for i in range(2, last):
-            state = play(i, offsets[i], state)
-    if last > 1:
-        state = play(last, offsets[last], state)
+    most, turn = unrolled
+    alike = last >= most and offsets == tuple(range(last + 1))
+    turns = (last - 2) // turn if alike else 0
+    if turns:
+
+        def play_turn(n: Any, state: Any) -> Any:
+            for j in range(turn):
+                state = play(2, 2 + n * turn + j, state)
+            travellers, stays, follows = state
+            return travellers, settle(stays), follows
+
+        travellers, stays, follows = state
+        state = lax.fori_loop(0, turns, play_turn, (travellers, settle(stays), follows))
+    for i in range(2 + turns * turn, last + 1):
+        state = play(i, offsets[i], state)
     _, stays, follows = state
     follows = collectives.shift(follows, ring, -direction * offsets[last])
     return stays, jax.tree.map(jnp.add, home, follows)
+
+
+def _float32(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
 
 
 def _combine(
@@ -274,7 +299,8 @@ def _combine(
         return out.astype(dtype), lse
     if schedule.combine == "merge":
         outs = collectives.partials(out.astype(dtype), team, 1)
-        out, lse = merge_partials(outs, collectives.partials(lse, team, 2))
+        lses = collectives.partials(lse, team, 2)
+        out, lse = merge_partials(list(zip(outs, lses, strict=True)))
         return out.astype(dtype), lse
     highest = lax.pmax(lse, team.names)
     weights = jnp.exp(lse - highest)
@@ -285,11 +311,26 @@ def _combine(
     return out, lax.dynamic_slice_in_dim(lse, own, lse.shape[2] // team.degree, 2)
 
 
-def _static(schedule: Schedule, q: QueryShard) -> tuple[int, float, blocks.Block]:
+def _static(
+    schedule: Schedule, q: QueryShard, v: ValueShard, segments: Array | None
+) -> tuple[int, float, blocks.Block]:
     """Length of the whole sequence, scale of the logits, and the block backend."""
     ranks = schedule.group.degree * schedule.ring.degree * schedule.team.degree
+    seq_len = q.shape[1] * ranks
     scale = q.shape[-1] ** -0.5 if schedule.scale is None else schedule.scale
-    return q.shape[1] * ranks, scale, blocks.select(schedule.backend)
+    request = schedule.request(
+        seq_len,
+        dtype=q.dtype.name,
+        head_dim=q.shape[-1],
+        value_head_dim=v.shape[-1],
+        packed=segments is not None,
+    )
+    return seq_len, scale, blocks.select(schedule.backend, request)
+
+
+def _unrolled(schedule: Schedule) -> tuple[int, int]:
+    """See `UNROLLED_ROUNDS`."""
+    return UNROLLED_ROUNDS.get(schedule.platform or "default", UNROLLED_ROUNDS["default"])
 
 
 def _device(schedule: Schedule) -> tuple[Any, Any, Any]:
@@ -311,15 +352,11 @@ def _key_unit(schedule: Schedule, x: Array | None) -> Array | None:
     return None if x is None else schedule.sort(schedule.keys.place(x), schedule.key_ranks, 1)
 
 
-def _backward_mode(
+def _travels(
     schedule: Schedule, q: QueryShard, k: KeyShard, v: ValueShard, segments: Array | None
 ) -> str:
-    """Which side travels in the backward pass: "query" or "kv"."""
-    if schedule.backward != "auto":
-        return schedule.backward
-    return cheaper_backward(
-        team=schedule.team.degree,
-        group=schedule.group.degree,
+    """Which side goes round the ring in the backward pass: "query" or "kv"."""
+    return schedule.travels(
         query_tokens=q.shape[1],
         key_tokens=k.shape[1],
         heads=q.shape[2],

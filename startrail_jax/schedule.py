@@ -14,9 +14,11 @@ from typing import Any
 
 from jaxtyping import Array
 
+from startrail_jax.blocks.base import Request
 from startrail_jax.collectives import KeyPlacement
+from startrail_jax.cost import cheaper_backward
 from startrail_jax.layout import Layout
-from startrail_jax.mask import Mask, runs_meet
+from startrail_jax.mask import Mask, Pieces, pieces_by_offset, runs_meet
 from startrail_jax.mesh import Axis
 
 
@@ -36,6 +38,9 @@ class Schedule:
     backward: str
     placement: str
     combine: str
+    platform: str | None
+    """Of the devices: see `mesh.device_kind`."""
+    capability: tuple[int, int] | None
 
     @property
     def keys(self) -> KeyPlacement:
@@ -84,7 +89,29 @@ class Schedule:
             key_runs=self.layout.unit_positions(seq_len, self.key_ranks, key),
             query_segments=query_segments,
             key_segments=key_segments,
+            offsets=run_offsets(self, seq_len, queries_ahead + keys_behind),
         )
+
+    def request(self, seq_len: int, **arrays: Any) -> Request:
+        """What a block will be asked for; `arrays` are the fields that depend on the arrays."""
+        return Request(
+            platform=self.platform,
+            capability=self.capability,
+            causal=self.causal,
+            window=self.window,
+            num_cases=len(unit_cases(self, seq_len)),
+            **arrays,
+        )
+
+    def travels(self, **shard: Any) -> str:
+        """Which side goes round the ring in the backward pass: "query" or "kv".
+
+        Args:
+            shard: sizes of one device's arrays, as `cost.cheaper_backward` takes them.
+        """
+        if self.backward != "auto":
+            return self.backward
+        return cheaper_backward(team=self.team.degree, group=self.group.degree, **shard)
 
     def sort(self, x: Array, ranks: int, dim: int) -> Array:
         """A gathered unit in order of position, which only positional masks need."""
@@ -116,5 +143,47 @@ def ring_offsets(schedule: Schedule, seq_len: int) -> tuple[int, ...]:
             for p in ring
             for query in queries[p]
             for key in keys[p - offset]
+        )
+    )
+
+
+def unit_cases(schedule: Schedule, seq_len: int) -> tuple[Pieces, ...]:
+    """All `Pieces` that units may meet in; none if they do not fall into pieces."""
+    query = schedule.layout.unit_positions(seq_len, schedule.query_ranks, 0)
+    key = schedule.layout.unit_positions(seq_len, schedule.key_ranks, 0)
+    if not schedule.causal:
+        whole = (0, query.shape[0] * query.shape[1], key.shape[0] * key.shape[1])
+        return (Pieces(rectangles=(whole,), squares=()),)
+    if not (query.contiguous and key.contiguous):
+        return ()
+    return pieces_by_offset(query.shape, key.shape, run_offsets(schedule, seq_len, None))[1]
+
+
+def run_offsets(schedule: Schedule, seq_len: int, distance: Any) -> tuple[int, ...]:
+    """Every distance in tokens from the first query run to the first key run of units that meet.
+
+    Of those that meet `distance` apart on the ring; anywhere on it, if that is traced or None.
+    """
+    return _run_offsets(schedule, seq_len, distance if isinstance(distance, int) else None)
+
+
+@functools.lru_cache(maxsize=1024)
+def _run_offsets(schedule: Schedule, seq_len: int, distance: int | None) -> tuple[int, ...]:
+    group, ring, team = (range(x.degree) for x in (schedule.group, schedule.ring, schedule.team))
+    start = lambda ranks, unit: schedule.layout.unit_positions(seq_len, ranks, unit).starts[0]
+    distances = ring_offsets(schedule, seq_len) if distance is None else (distance,)
+    queries = [
+        [start(schedule.query_ranks, schedule.query_unit(g, p)) for g in group] for p in ring
+    ]
+    keys = [[start(schedule.key_ranks, schedule.key_unit(p, a)) for a in team] for p in ring]
+    return tuple(
+        sorted(
+            {
+                key - query
+                for p in ring
+                for d in distances
+                for query in queries[p]
+                for key in keys[p - d]
+            }
         )
     )

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
-from startrail_jax.shapes import EMPTY
+from startrail_jax.shapes import EMPTY, LseShard, OutShard
+
+# Attentions (out, lse) of the same queries to disjoint sets of keys. Each out is normalised over its
+# own keys, and 0 in rows that see none of them, where lse is EMPTY.
+Partials = tuple[tuple[OutShard, LseShard], ...]
 
 
 def rows(x: Float32[Array, "b n t"]) -> Float32[Array, "b t n 1"]:
@@ -17,15 +21,14 @@ def rows(x: Float32[Array, "b n t"]) -> Float32[Array, "b t n 1"]:
 
 
 def merge_partials(
-    outs: Iterable[Float[Array, "b t n v"]], lses: Iterable[Float32[Array, "b n t"]]
+    partials: Sequence[tuple[Float[Array, "b t n v"], Float32[Array, "b n t"]]],
 ) -> tuple[Float32[Array, "b t n v"], Float32[Array, "b n t"]]:
     """Merges attentions of the same queries to disjoint sets of keys.
 
         L = log sum_p exp(lse_p),    out = sum_p exp(lse_p - L) out_p
 
     Args:
-        outs: partial outputs, each normalised over its own keys; 0 in rows that saw no key.
-        lses: their natural-log sums of exponentials; EMPTY in such rows.
+        partials: one or more (out, lse).
 
     Returns:
         out and lse in float32; rows that saw no key anywhere get 0 and EMPTY.
@@ -34,11 +37,13 @@ def merge_partials(
         FlashAttention, https://arxiv.org/abs/2205.14135, section 3.1; StarTrail,
         https://arxiv.org/abs/2407.00611, algorithm 3.
     """
-    outs, lses = list(outs), list(lses)
-    highest = functools.reduce(jnp.maximum, lses)
+    if len(partials) == 1:
+        out, lse = partials[0]
+        return out.astype(jnp.float32), lse
+    highest = functools.reduce(jnp.maximum, (lse for _, lse in partials))
     # In a row that is EMPTY everywhere the weights are 1: its outputs are 0 all the same.
-    weights = [jnp.exp(lse - highest) for lse in lses]
+    weights = [jnp.exp(lse - highest) for _, lse in partials]
     total = functools.reduce(jnp.add, weights)
-    terms = [x.astype(jnp.float32) * rows(w) for x, w in zip(outs, weights, strict=True)]
+    terms = [x.astype(jnp.float32) * rows(w) for (x, _), w in zip(partials, weights, strict=True)]
     lse = jnp.where(highest <= EMPTY, EMPTY, highest + jnp.log(total))
     return functools.reduce(jnp.add, terms) / rows(total), lse

@@ -36,6 +36,7 @@ MASKS = {
     "padding": (True, None, "padding"),
     "padding_full": (False, None, "padding"),
     "cross": (False, None, "cross"),
+    "cross_full": (False, None, None),
 }
 
 # As many key heads as query heads, a quarter of them, one.
@@ -57,6 +58,7 @@ class Case:
     tokens: int = 6
     """Tokens of one sequence shard."""
     dtype: str = "float32"
+    backend: str = "auto"
     seed: int = 0
 
     @property
@@ -77,7 +79,7 @@ class Case:
 
     @property
     def key_len(self) -> int:
-        return self.seq_len + (4 * self.degrees.sequence if self.mask == "cross" else 0)
+        return self.seq_len + (4 * self.degrees.sequence if "cross" in self.mask else 0)
 
     @property
     def mask_arguments(self) -> dict:
@@ -98,6 +100,7 @@ class Case:
             backward=self.backward,
             placement=self.placement,
             combine=self.combine,
+            backend=self.backend,
             **self.mask_arguments,
         )
 
@@ -307,12 +310,16 @@ def assert_close(found: Result, expected: Result, bounds: Mapping[str, float]) -
     assert not wrong, wrong
 
 
-def check(case: Case) -> None:
-    """What every setting must do: match the oracle, rerun to the same bits, shard as the input."""
+def check(case: Case, bounds: Mapping[str, float] | None = None) -> None:
+    """What every setting must do: match the oracle, rerun to the same bits, shard as the input.
+
+    Args:
+        bounds: of the errors; None for `error_bounds`.
+    """
     arguments = place(case.attention, case.problem)
     result = forward_and_backward(case.attention, *arguments)
     expected = reference(case.problem, **case.mask_arguments)
-    bounds = error_bounds(case.problem, expected, **case.mask_arguments)
+    bounds = bounds or error_bounds(case.problem, expected, **case.mask_arguments)
     assert_close(natural(case.attention, result), expected, bounds)
 
     again = forward_and_backward(case.attention, *arguments)

@@ -7,15 +7,27 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import fake_cudnn
 import oracle
 from startrail_jax import blocks
-from startrail_jax.blocks import xla
+from startrail_jax.blocks import tiled, xla
 from startrail_jax.layout import Layout
 from startrail_jax.mask import Mask, visible_tiles
 from startrail_jax.shapes import EMPTY
+from startrail_jax.softmax import merge_partials
 
 BATCH, HEADS, HEAD_DIM, VALUE_DIM = 2, 6, 5, 7
 FLOAT32 = 2e-6
+
+
+MASKS = ("full", "causal", "window", "segments", "causal segments")
+SERVED = [(name, mask) for name in blocks.BACKENDS for mask in MASKS if name != "cudnn"]
+SERVED += [("cudnn", "full"), ("cudnn", "causal")]
+
+
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch):
+    fake_cudnn.install(monkeypatch)
 
 
 @pytest.fixture(params=sorted(blocks.BACKENDS))
@@ -28,6 +40,8 @@ def small_tiles(monkeypatch):
     """Several tiles of sizes that divide nothing, so that some overlap."""
     monkeypatch.setattr(xla, "TILE_ROWS", 22)
     monkeypatch.setattr(xla, "TILE_COLUMNS", 9)
+    monkeypatch.setattr(tiled, "COARSE", 23)
+    monkeypatch.setattr(tiled, "FINE", 7)
 
 
 def error(actual, expected):
@@ -62,15 +76,16 @@ def masks(length):
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 6])
-@pytest.mark.parametrize("name", ["full", "causal", "window", "segments", "causal segments"])
-def test_block_agrees_with_the_oracle(block, small_tiles, name, kv_heads):
+@pytest.mark.parametrize(("backend", "name"), SERVED)
+def test_block_agrees_with_the_oracle(backend, small_tiles, name, kv_heads):
+    block = blocks.BACKENDS[backend]
     mask, told = masks(53)[name]
     q, k, v, dout = random_block(53, 53, kv_heads)
     scale = 0.3
 
     @jax.jit
     def both(q, k, v, dout):
-        out, lse = block.forward(q, k, v, mask, scale)
+        out, lse = merge_partials(block.forward(q, k, v, mask, scale))
         delta = (out * dout).sum(-1).swapaxes(1, 2)
         return (out, lse), block.backward(q, k, v, lse, delta, dout, mask, scale)
 
@@ -83,16 +98,16 @@ def test_block_agrees_with_the_oracle(block, small_tiles, name, kv_heads):
     np.testing.assert_allclose(lse, expected_lse, rtol=2e-6, atol=2e-6)
     for actual, wanted, name in zip(gradients, expected, expected._fields, strict=True):
         assert error(actual, wanted) < FLOAT32, name
-        assert actual.dtype == jnp.float32
+        assert actual.dtype == jnp.float32, name
 
 
 def test_block_goes_on_from_what_earlier_keys_left(block, small_tiles):
     q, k, v, dout = random_block(31, 40, 2)
     first, second = slice(0, 17), slice(17, 40)
-    state = None
+    state = ()
     for keys in (first, second):
         state = block.forward(q, k[:, keys], v[:, keys], Mask(), 0.4, state)
-    out, lse = state
+    out, lse = merge_partials(state)
     expected_out, expected_lse = oracle.attention(q, k, v, scale=0.4)
     assert error(out, expected_out) < FLOAT32
     np.testing.assert_allclose(lse, expected_lse, atol=2e-6)
@@ -107,7 +122,7 @@ def test_block_goes_on_from_what_earlier_keys_left(block, small_tiles):
 
 def test_block_backward_uses_the_lse_and_delta_that_it_is_given(block):
     q, k, v, dout = random_block(8, 9, 6)
-    out, lse = block.forward(q, k, v, Mask(), 1.0)
+    out, lse = merge_partials(block.forward(q, k, v, Mask(), 1.0))
     delta = (out * dout).sum(-1).swapaxes(1, 2)
     shifted = block.backward(q, k, v, lse + jnp.log(2.0), delta, dout, Mask(), 1.0)
     plain = block.backward(q, k, v, lse, delta, dout, Mask(), 1.0)
@@ -134,7 +149,7 @@ def test_wholly_masked_tiles_are_never_visited(small_tiles):
         [np.arange(key.fresh[j], key.starts[j] + key.size) for j in np.flatnonzero(~visible[0])]
     )
     k, v = (x.at[:, poisoned].set(np.nan) for x in (k, v))
-    out, lse = xla.forward(q, k, v, mask, 1.0)
+    ((out, lse),) = xla.forward(q, k, v, mask, 1.0)
     rows = slice(0, query.size)
     assert np.isfinite(out[:, rows]).all()
     assert np.isfinite(lse[:, :, rows]).all()

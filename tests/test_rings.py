@@ -103,8 +103,11 @@ def test_zigzag_balances_the_block_work_and_wastes_little(degrees):
 
 
 @pytest.mark.parametrize("direction", [1, -1])
+@pytest.mark.parametrize("unrolled", [(9, 1), (2, 1), (4, 2), (3, 4), (4, 5)])
 @pytest.mark.parametrize("offsets", [(0,), (0, 1), (0, 1, 2), (0, 2, 5), tuple(range(7))])
-def test_circulate_brings_each_traveller_past_everyone_and_its_share_home(offsets, direction):
+def test_circulate_brings_each_traveller_past_everyone_and_its_share_home(
+    offsets, unrolled, direction
+):
     """Travellers are numbers; each device notes whom it met, each traveller where it has been."""
     ring = Axis(("ring",), 7)
     mesh = jax.make_mesh(
@@ -119,7 +122,15 @@ def test_circulate_brings_each_traveller_past_everyone_and_its_share_home(offset
             met = jnp.zeros_like(one) if met is None else met
             return met + jax.nn.one_hot(traveller[0], 7, dtype=jnp.int32), one
 
-        met, been = circulate(ring, offsets, direction=direction, travellers=x, visit=visit)
+        met, been = circulate(
+            ring,
+            offsets,
+            direction=direction,
+            travellers=x,
+            visit=visit,
+            settle=lambda met: met,
+            unrolled=unrolled,
+        )
         return met[None], been[None]
 
     specs = dict(in_specs=P("ring"), out_specs=P("ring"))

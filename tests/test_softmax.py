@@ -15,8 +15,7 @@ def test_merge_of_disjoint_keys_is_attention_over_all_of_them():
         oracle.attention(query, key[:, keys], value[:, keys])
         for keys in (slice(0, 2), slice(2, 3), slice(3, 11))
     ]
-    outs, lses = zip(*[(jnp.float32(o), jnp.float32(x)) for o, x in parts], strict=True)
-    out, lse = merge_partials(outs, lses)
+    out, lse = merge_partials([(jnp.float32(o), jnp.float32(x)) for o, x in parts])
     expected_out, expected_lse = oracle.attention(query, key, value)
     np.testing.assert_allclose(out, expected_out, atol=1e-6)
     np.testing.assert_allclose(lse, expected_lse, atol=1e-6)
@@ -25,14 +24,14 @@ def test_merge_of_disjoint_keys_is_attention_over_all_of_them():
 def test_merge_ignores_empty_parts_and_keeps_rows_that_are_empty_everywhere():
     out = jnp.arange(6.0).reshape(1, 2, 1, 3).at[0, 1].set(0)
     lse = jnp.array([[[3.0, EMPTY]]])
-    merged, merged_lse = merge_partials([out, 0 * out], [lse, jnp.full_like(lse, EMPTY)])
+    merged, merged_lse = merge_partials([(out, lse), (0 * out, jnp.full_like(lse, EMPTY))])
     np.testing.assert_array_equal(merged, out)
     np.testing.assert_array_equal(merged_lse, lse)
 
 
 def test_merge_of_far_apart_logits_does_not_overflow():
     out = jnp.ones((1, 1, 1, 1))
-    lses = [jnp.full((1, 1, 1), x) for x in (-3e4, 3e4)]
-    merged, lse = merge_partials([out, 2 * out], lses)
+    low, high = (jnp.full((1, 1, 1), x) for x in (-3e4, 3e4))
+    merged, lse = merge_partials([(out, low), (2 * out, high)])
     assert merged.item() == 2.0
     assert lse.item() == 3e4

@@ -21,12 +21,16 @@ MAY_IMPORT = {
     "softmax": BASE,
     "collectives": BASE | {"mesh", "layout", "softmax"},
     "blocks": BASE | {"layout", "mask", "softmax"},
+    "compiler": BASE | {"mesh"},
     "cost": BASE | {"mesh", "layout"},
-    "schedule": TOKENS | {"collectives"},
+    "schedule": TOKENS | {"collectives", "blocks", "cost"},
     "rings": TOKENS | {"collectives", "blocks", "cost", "schedule"},
+    "explain": TOKENS | {"blocks", "schedule"},
     "validation": BASE | {"mesh", "layout"},
-    "attention": TOKENS | {"collectives", "blocks", "cost", "rings", "schedule", "validation"},
+    "attention": TOKENS
+    | {"collectives", "blocks", "cost", "explain", "rings", "schedule", "validation"},
     "hlo": BASE,
+    "overlap": BASE | {"hlo"},
 }
 CORE_MAY_USE = {"jax", "numpy", "jaxtyping", "einops"}
 

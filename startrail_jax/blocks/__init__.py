@@ -1,11 +1,99 @@
 """Block backends: attention of one query unit to one key unit, on one device."""
 
-from startrail_jax.blocks import xla
-from startrail_jax.blocks.base import Block
+from __future__ import annotations
 
-BACKENDS: dict[str, Block] = {"xla": xla}
+from dataclasses import dataclass, replace
+from typing import Any
 
 
-def select(backend: str) -> Block:
-    """The block backend of that name; "auto" is "xla", which serves everything."""
-    return BACKENDS["xla" if backend == "auto" else backend]
+import jax.numpy as jnp
+from jax import lax
+
+from startrail_jax.blocks import cudnn, tiled, xla
+from startrail_jax.blocks.base import Block, Request
+from startrail_jax.softmax import merge_partials
+
+BACKENDS: dict[str, Block] = {"xla": xla, "cudnn": cudnn, "tiled": tiled}
+
+# What "auto" tries, in order, on CUDA; everywhere else it is "xla".
+CUDA_ORDER = ("cudnn", "tiled")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which backend serves a request, and why not another."""
+
+    backend: str
+    """Its name."""
+    refusals: dict[str, str]
+    """Name -> why it does not serve the request, of those that come first."""
+
+
+def choose(backend: str, request: Request) -> Choice:
+    """The backend for a request on a platform that is known.
+
+    Raises:
+        NotImplementedError: if the backend is not "auto" and does not serve the request.
+    """
+    if backend != "auto":
+        refusal = BACKENDS[backend].refusal(request)
+        if refusal:
+            raise NotImplementedError(
+                f"backend={backend!r} does not serve this: {refusal}. "
+                "Use backend='auto', which takes the best one that does."
+            )
+        return Choice(backend, {})
+    refusals = {}
+    for name in CUDA_ORDER if request.platform == "cuda" else ():
+        refusal = BACKENDS[name].refusal(request)
+        if refusal is None:
+            return Choice(name, refusals)
+        refusals[name] = refusal
+    return Choice("xla", refusals)
+
+
+def select(backend: str, request: Request) -> Block:
+    """The backend for a request; chosen while lowering, if "auto" and the platform is not known.
+
+    Raises:
+        NotImplementedError: if the backend is not "auto" and does not serve the request.
+    """
+    if backend == "auto" and request.platform is None:
+        cuda = choose("auto", replace(request, platform="cuda")).backend
+        return _ByPlatform(BACKENDS[cuda], xla)
+    return BACKENDS[choose(backend, request).backend]
+
+
+@dataclass(frozen=True)
+class _ByPlatform:
+    """One backend on CUDA, another elsewhere. Attentions are merged as they come."""
+
+    cuda: Block
+    default: Block
+
+    def refusal(self, request: Request) -> None:
+        """None: the default serves everything."""
+
+    def forward(self, *operands: Any, into: Any = ()) -> Any:
+        *arrays, mask, scale = operands
+
+        def attend(block: Block) -> Any:
+            return lambda arrays, into: (merge_partials(block.forward(*arrays, mask, scale, into)),)
+
+        return lax.platform_dependent(
+            arrays, into, cuda=attend(self.cuda), default=attend(self.default)
+        )
+
+    def backward(self, *operands: Any) -> Any:
+        *arrays, mask, scale, into = operands
+
+        def differentiate(block: Block) -> Any:
+            def run(arrays: Any, into: Any) -> Any:
+                grads = block.backward(*arrays, mask, scale, into)
+                return tuple(x.astype(jnp.float32) for x in grads)
+
+            return run
+
+        return lax.platform_dependent(
+            arrays, into, cuda=differentiate(self.cuda), default=differentiate(self.default)
+        )

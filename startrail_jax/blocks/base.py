@@ -1,21 +1,46 @@
 """The contract of a block backend: attention of one query unit to one key unit.
 
-A block knows no mesh axis. A backend that cannot serve a request raises `NotImplementedError`.
+A block knows no mesh axis. What a backend cannot serve, its `refusal` says, and why.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from jaxtyping import Array, Float32
+from jaxtyping import Array, Float
 
 from startrail_jax.mask import Mask
 from startrail_jax.shapes import KeyShard, LseShard, OutShard, QueryShard, ValueShard
+from startrail_jax.softmax import Partials
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is asked of a block, as far as it is known while tracing."""
+
+    platform: str | None
+    """"cpu", "cuda", ..., or None if the devices are not known."""
+    capability: tuple[int, int] | None
+    """Least CUDA compute capability of the devices; None if it is not known, or not CUDA."""
+    dtype: str
+    head_dim: int
+    value_head_dim: int
+    causal: bool
+    window: int | None
+    packed: bool
+    """Whether there are segment ids."""
+    num_cases: int
+    """Sets of `mask.Pieces` that a causal mask may be made of; 0 if it does not fall into such."""
 
 
 @runtime_checkable
 class Block(Protocol):
-    """A block backend: a module with these two functions."""
+    """A block backend: a module with these functions."""
+
+    def refusal(self, request: Request) -> str | None:
+        """Why the backend does not serve a request, with the values; None if it does."""
+        ...
 
     def forward(
         self,
@@ -24,16 +49,17 @@ class Block(Protocol):
         v: ValueShard,
         mask: Mask,
         scale: float,
-        into: tuple[Float32[Array, "b t n v"], LseShard] | None = None,
-    ) -> tuple[Float32[Array, "b t n v"], LseShard]:
+        into: Partials = (),
+    ) -> Partials:
         """out = softmax(scale q k^T) v over the visible keys.
 
         Args:
-            into: (out, lse) of the same queries over other keys, to merge with.
+            into: attentions of the same queries to other keys.
 
         Returns:
-            out in float32, 0 in rows that see no key; lse in float32, the natural log of the sum of
-            exponentials of the scaled logits, EMPTY in such rows.
+            `into` and this block's, merged as far as suits the backend: (out, lse) pairs, out in
+            the dtype of q or in float32, 0 in rows that see no key; lse in float32, the natural log
+            of the sum of exponentials of the scaled logits, EMPTY in such rows.
         """
         ...
 
@@ -48,8 +74,8 @@ class Block(Protocol):
         mask: Mask,
         scale: float,
         into: tuple[Array | None, Array | None, Array | None] = (None, None, None),
-    ) -> tuple[Float32[Array, "b t n h"], Float32[Array, "b s k h"], Float32[Array, "b s k v"]]:
-        """This block's share of dq, dk, dv, in float32.
+    ) -> tuple[Float[Array, "b t n h"], Float[Array, "b s k h"], Float[Array, "b s k v"]]:
+        """This block's share of dq, dk, dv: added to `into` in float32, or as the kernel has it.
 
             p = exp(scale q k^T - lse),  ds = p * (dout v^T - delta)
             dq = scale ds k,  dk = scale ds^T q,  dv = p^T dout

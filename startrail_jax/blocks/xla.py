@@ -21,12 +21,18 @@ from einops import rearrange
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
+from startrail_jax.blocks.base import Request
 from startrail_jax.mask import Mask, Tiling, visible_tiles
 from startrail_jax.shapes import EMPTY, KeyShard, LseShard, OutShard, QueryShard, ValueShard
+from startrail_jax.softmax import Partials, merge_partials
 
 # Rows (queries times heads that share a key head) and columns (keys) of one tile of logits.
 TILE_ROWS = 256
 TILE_COLUMNS = 256
+
+
+def refusal(request: Request) -> None:
+    """None: it serves everything."""
 
 
 def forward(
@@ -35,14 +41,16 @@ def forward(
     v: ValueShard,
     mask: Mask,
     scale: float,
-    into: tuple[Float32[Array, "b t n v"], LseShard] | None = None,
-) -> tuple[Float32[Array, "b t n v"], LseShard]:
-    """See `base.Block.forward`."""
+    into: Partials = (),
+) -> Partials:
+    """See `base.Block.forward`. Everything is merged as it comes, in float32."""
     tiles = _Tiles.of(mask, q, k)
     visits = _Visits.of(visible_tiles(mask, tiles.query, tiles.key))
     dot = _dot(q.dtype)
-    if into is None:
-        into = visits.zeros(q, v.shape[-1]), visits.zeros(q)[..., 0].swapaxes(1, 2) + EMPTY
+    if into:
+        so_far = merge_partials(into)
+    else:
+        so_far = visits.zeros(q, v.shape[-1]), visits.zeros(q)[..., 0].swapaxes(1, 2) + EMPTY
 
     def query_tile(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         q_i = tiles.rows(q, i)
@@ -63,7 +71,7 @@ def forward(
         out = tiles.put_rows(carry[0], out / total[..., None], i)
         return out, tiles.put_stats(carry[1], lse, i)
 
-    return lax.fori_loop(0, len(tiles.query.starts), query_tile, into)
+    return (lax.fori_loop(0, len(tiles.query.starts), query_tile, so_far),)
 
 
 def backward(

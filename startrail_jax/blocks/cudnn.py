@@ -1,0 +1,370 @@
+"""Block attention by cuDNN's flash kernels: NVIDIA GPUs, bfloat16 and float16, full and causal masks.
+
+The visible part of a pair of sorted units is full rectangles and causal squares (`mask.Pieces`), each
+of them one kernel call; where the device decides between several such sets, `lax.switch` does. These
+two masks are all that is asked of cuDNN. Grouped-query heads are native to it.
+
+XLA runs cuDNN's kernels as custom calls, which are made here through the public `jax.ffi`: jax's own
+entry (`jax.nn.dot_product_attention`) rounds the log-sum-exp and has no backward pass that takes a
+global one. The contract of the calls is XLA's (CudnnfMHABackendConfig, xla/service/gpu/
+backend_configs.proto); a test compares ours with jax's.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Float32
+
+from startrail_jax import softmax
+from startrail_jax.blocks.base import Request
+from startrail_jax.mask import Mask, Pieces
+from startrail_jax.shapes import EMPTY, KeyShard, LseShard, OutShard, QueryShard, ValueShard
+from startrail_jax.softmax import Partials, merge_partials
+
+# Attentions to merge at a time: more take more memory, fewer read and write the merged one more often.
+MAX_PARTIALS = 4
+
+# Sets of pieces to choose from: each is compiled.
+MAX_CASES = 16
+
+DTYPES = ("bfloat16", "float16")
+
+
+def refusal(request: Request) -> str | None:
+    """Why cuDNN does not serve a request; None if it does."""
+    widest = 256 if (request.capability or (0, 0)) >= (9, 0) else 128
+    if request.platform != "cuda":
+        return f"it needs NVIDIA GPUs; got platform {request.platform!r}"
+    if request.capability is not None and request.capability < (8, 0):
+        return f"it needs compute capability 8.0; got {'.'.join(map(str, request.capability))}"
+    if request.dtype not in DTYPES:
+        return f"its dtypes are {' and '.join(DTYPES)}; got {request.dtype}"
+    if request.value_head_dim != request.head_dim:
+        return (
+            "keys and values must have one head_dim; got "
+            f"{request.head_dim} and {request.value_head_dim}"
+        )
+    if request.head_dim % 8 or request.head_dim > widest:
+        return (
+            f"head_dim must be a multiple of 8 of at most {widest} (256 from compute capability 9.0 "
+            f"on); got {request.head_dim}"
+        )
+    if request.window is not None:
+        return f"its masks are full and causal; got window={request.window}"
+    if request.packed:
+        return "its masks are full and causal; got segment_ids"
+    if request.causal and not 1 <= request.num_cases <= MAX_CASES:
+        return (
+            f"a causal mask must fall into at most {MAX_CASES} sets of rectangles and squares; got "
+            f"{request.num_cases or 'stripes'}"
+        )
+    return None
+
+
+def forward(
+    q: QueryShard, k: KeyShard, v: ValueShard, mask: Mask, scale: float, into: Partials = ()
+) -> Partials:
+    """See `base.Block.forward`. Merges when `MAX_PARTIALS` have come together."""
+    q, k, v = _alike(q, k, v)
+    branches = [functools.partial(_forward, pieces, scale) for pieces in _cases(mask, q, k)]
+    partials = (*into, _choose(mask, branches, q, k, v))
+    return (merge_partials(partials),) if len(partials) > MAX_PARTIALS else partials
+
+
+def backward(
+    q: QueryShard,
+    k: KeyShard,
+    v: ValueShard,
+    lse: LseShard,
+    delta: LseShard,
+    dout: OutShard,
+    mask: Mask,
+    scale: float,
+    into: tuple[Array | None, Array | None, Array | None] = (None, None, None),
+) -> tuple[Float[Array, "b t n h"], Float[Array, "b s k h"], Float[Array, "b s k v"]]:
+    """See `base.Block.backward`."""
+    out, dout = output_for(delta, dout)
+    q, k, v, lse, out, dout = _alike(q, k, v, lse, out, dout)
+    cases = _cases(mask, q, k)
+    # A sum is rounded only where it must be.
+    sums = any(len(_calls(pieces)) > 1 for pieces in cases)
+    dtypes = [q.dtype if dx is None and not sums else jnp.float32 for dx in into]
+    branches = [functools.partial(_backward, pieces, scale, dtypes) for pieces in cases]
+    return _choose(mask, branches, (q, lse, out, dout), (k, v), into)
+
+
+def _cases(mask: Mask, q: QueryShard, k: KeyShard) -> tuple[Pieces, ...]:
+    """The sets of pieces to choose from."""
+    if mask.causal:
+        return mask.cases()[1]
+    return (Pieces(rectangles=((0, q.shape[1], k.shape[1]),), squares=()),)
+
+
+def _choose(mask: Mask, branches: Sequence[Callable[..., Any]], *operands: Any) -> Any:
+    """What the branch of the visible case makes of the operands."""
+    if len(branches) == 1:
+        return branches[0](*operands)
+    return lax.switch(mask.cases()[0], branches, *operands)
+
+
+def _calls(pieces: Pieces) -> list[tuple[slice, slice, bool]]:
+    """(queries, keys, causal) of every kernel call."""
+    full = [(slice(a, b), slice(0, keys), False) for a, b, keys in pieces.rectangles]
+    causal = [(slice(i, i + n), slice(j, j + n), True) for i, j, n in pieces.squares]
+    return full + causal
+
+
+def _forward(
+    pieces: Pieces, scale: float, q: QueryShard, k: KeyShard, v: ValueShard
+) -> tuple[OutShard, LseShard]:
+    """Attention to the visible keys; in the dtype of q, so that all cases return the same type."""
+    parts = [
+        (rows, attend(q[:, rows], k[:, keys], v[:, keys], scale, causal))
+        for rows, keys, causal in _calls(pieces)
+    ]
+
+    def join(rows: slice, parts: list[Any]) -> Any:
+        if len(parts) > 1:
+            out, lse = merge_partials(parts)
+            return out.astype(q.dtype), lse
+        if parts:
+            return parts[0]
+        b, t, n, _ = q[:, rows].shape
+        out, lse = jnp.zeros((b, t, n, v.shape[-1]), q.dtype), jnp.full((b, n, t), EMPTY)
+        return _alike(out, lse, q)[:2]
+
+    return _by_rows(q.shape[1], parts, join)
+
+
+def _backward(
+    pieces: Pieces,
+    scale: float,
+    dtypes: Sequence[Any],
+    queries: tuple[Array, ...],
+    keys: tuple[Array, ...],
+    into: Any,
+) -> tuple[Array, ...]:
+    """Gradients of the visible keys and of the queries that see them, added to `into`."""
+    sums = [[] if dx is None else [(slice(0, dx.shape[1]), dx)] for dx in into]
+    for rows, columns, causal in _calls(pieces):
+        q, lse, out, dout = (x[:, rows] if x.ndim == 4 else x[:, :, rows] for x in queries)
+        k, v = (x[:, columns] for x in keys)
+        grads = gradients(q, k, v, lse, out, dout, scale, causal)
+        for parts, where, dx in zip(sums, (rows, columns, columns), grads, strict=True):
+            parts.append((where, dx))
+
+    def join(like: Array, dtype: Any, rows: slice, parts: list[Array]) -> Array:
+        if parts:
+            total = functools.reduce(jnp.add, (x.astype(jnp.float32) for x in parts))
+            return total.astype(dtype)
+        return _alike(jnp.zeros_like(like[:, rows], dtype), like)[0]
+
+    return tuple(
+        _by_rows(x.shape[1], parts, functools.partial(join, x, dtype))
+        for x, dtype, parts in zip((queries[0], *keys), dtypes, sums, strict=True)
+    )
+
+
+def _by_rows(
+    length: int, parts: list[tuple[slice, Any]], join: Callable[[slice, list[Any]], Any]
+) -> Any:
+    """Joins, between any two ends of parts, the parts that are there; concatenates the results."""
+    ends = sorted({0, length}.union(*({rows.start, rows.stop} for rows, _ in parts)))
+    joined = []
+    for start, stop in itertools.pairwise(ends):
+        there = [
+            jax.tree.map(lambda x, a=rows.start: _rows(x, start - a, stop - a), part)
+            for rows, part in parts
+            if rows.start <= start and stop <= rows.stop
+        ]
+        joined.append(join(slice(start, stop), there))
+    if len(joined) == 1:
+        return joined[0]
+    return jax.tree.map(lambda *xs: jnp.concatenate(xs, 1 if xs[0].ndim == 4 else 2), *joined)
+
+
+def _rows(x: Array, start: int, stop: int) -> Array:
+    """Tokens [start, stop) of [b, t, n, h] or [b, n, t]."""
+    return lax.slice_in_dim(x, start, stop, axis=1 if x.ndim == 4 else 2)
+
+
+def output_for(delta: LseShard, dout: OutShard) -> tuple[OutShard, OutShard]:
+    """An `out`, and `dout`, of which rowsum(dout * out) is `delta`, in the dtype of dout.
+
+    cuDNN's backward pass takes no delta, and computes it from these two. Any out will do:
+
+        out = delta dout / rowsum(dout^2)
+
+    so that the true one need not travel, and delta may hold the gradient of lse as well. Where dout
+    is too small for the quotient, a constant takes its place that is smaller still than what
+    rounding leaves of delta.
+    """
+    greatest, least = (2.0**14, 2.0**-14) if dout.dtype == jnp.float16 else (2.0**60, 2.0**-80)
+    delta = softmax.rows(delta)
+    # Scaled so that no square overflows or vanishes.
+    up = 2.0**30
+    size = jnp.square(dout.astype(jnp.float32) * up).sum(-1, keepdims=True)
+    small = size * greatest**2 < jnp.square(delta * up)
+    tiny = jnp.maximum(jnp.abs(delta) / greatest, least).astype(dout.dtype)
+    dout = jnp.where(small, tiny, dout)
+    size = jnp.where(small, dout.shape[-1] * jnp.square(tiny.astype(jnp.float32) * up), size)
+    factor = delta * up / jnp.where(size > 0, size, 1.0)
+    out = factor * (dout.astype(jnp.float32) * up)
+    return out.astype(dout.dtype), dout
+
+
+def attend(
+    q: QueryShard, k: KeyShard, v: ValueShard, scale: float, causal: bool
+) -> tuple[OutShard, LseShard]:
+    """cuDNN's forward kernel: out in the dtype of q, and lse in float32 (natural log).
+
+    A causal mask is top-left aligned: query i sees key j if j <= i.
+    """
+    q, k, v = _alike(q, k, v)
+    b, t, n, _ = q.shape
+    out, lse = _call(
+        "__cudnn$fmhaSoftmax",
+        _config(q, k, scale, causal, _FORWARD_PRODUCTS),
+        (q, k, v),
+        [_transposed(q), ((b, n, t), jnp.float32)],
+    )
+    return out.swapaxes(1, 2), lse
+
+
+def gradients(
+    q: QueryShard,
+    k: KeyShard,
+    v: ValueShard,
+    lse: LseShard,
+    out: OutShard,
+    dout: OutShard,
+    scale: float,
+    causal: bool,
+) -> tuple[QueryShard, KeyShard, ValueShard]:
+    """cuDNN's backward kernel: dq, dk, dv in the dtype of q, for any lse and out it is given."""
+    operands = _alike(q, k, v, lse, dout, out)
+    grads = _call(
+        "__cudnn$fmhaSoftmaxBackward",
+        _config(q, k, scale, causal, _BACKWARD_PRODUCTS),
+        operands,
+        [_transposed(x) for x in (q, k, v)],
+    )
+    dq, dk, dv = (x.swapaxes(1, 2) for x in grads)
+    return dq, dk, dv
+
+
+def _transposed(x: Array) -> tuple[tuple[int, ...], Any]:
+    """Shape and dtype of a result like x [b, t, n, h], which cuDNN calls [b, n, t, h]."""
+    b, t, n, h = x.shape
+    return (b, n, t, h), x.dtype
+
+
+def _alike(*arrays: Array) -> tuple[Array, ...]:
+    """The arrays, all varying over every manual mesh axis that one of them varies over."""
+    varying = [jax.typeof(x).manual_axis_type.varying for x in arrays]
+    axes = frozenset().union(*varying)
+    return tuple(
+        lax.pcast(x, tuple(axes - own), to="varying") if axes - own else x
+        for x, own in zip(arrays, varying, strict=True)
+    )
+
+
+def _call(
+    target: str,
+    config: str,
+    operands: Sequence[Array],
+    results: list[tuple[tuple[int, ...], Any]],
+) -> list[Array]:
+    """One custom call; its last result is cuDNN's workspace, of a size that XLA finds."""
+    kind = jax.typeof(operands[0])
+    manual = {}
+    if kind.manual_axis_type.varying:
+        manual["manual_axis_type"] = kind.manual_axis_type
+        manual["sharding"] = NamedSharding(kind.sharding.mesh, PartitionSpec())
+    results = [*results, ((0,), jnp.uint8)]
+    call = jax.ffi.ffi_call(
+        target,
+        [jax.ShapeDtypeStruct(shape, dtype, **manual) for shape, dtype in results],
+        # In memory the order stays [b, t, n, h].
+        output_layouts=[(0, 2, 1, 3) if len(shape) == 4 else None for shape, _ in results],
+        custom_call_api_version=2,
+        legacy_backend_config=config,
+    )
+    return call(*operands)[:-1]
+
+
+def _product(left: int, right: int, left_batch: str, right_batch: str) -> dict[str, list[str]]:
+    """Dimension numbers of one of the products: contracting ones, and those of (batch, head)."""
+    return {
+        "lhs_contracting_dimensions": [str(left)],
+        "rhs_contracting_dimensions": [str(right)],
+        "lhs_batch_dimensions": list(left_batch),
+        "rhs_batch_dimensions": list(right_batch),
+    }
+
+
+# Of arrays [b, t, n, h] and probabilities [b, n, t, s].
+_FORWARD_PRODUCTS = {
+    "bmm1_dot_dimension_numbers": _product(3, 3, "02", "02"),
+    "bmm2_dot_dimension_numbers": _product(3, 1, "01", "02"),
+}
+_BACKWARD_PRODUCTS = {
+    "bmm1_grad_gemm1_dot_dimension_numbers": _product(2, 1, "01", "02"),
+    "bmm1_grad_gemm2_dot_dimension_numbers": _product(3, 1, "01", "02"),
+    "bmm2_grad_gemm1_dot_dimension_numbers": _product(2, 1, "01", "02"),
+    "bmm2_grad_gemm2_dot_dimension_numbers": _product(3, 3, "02", "02"),
+}
+
+
+def _config(
+    q: QueryShard, k: KeyShard, scale: float, causal: bool, products: dict[str, Any]
+) -> str:
+    """The backend_config of a call: XLA's JSON, in which integers of 64 bits are strings."""
+    b, t, n, _ = q.shape
+    logits_layout = {
+        "dim_level_types": [],
+        "dim_unique": [],
+        "dim_ordered": [],
+        "minor_to_major": ["3", "2", "1", "0"],
+        "tiles": [],
+        "element_size_in_bits": "0",
+        "memory_space": "0",
+        "index_primitive_type": "PRIMITIVE_TYPE_INVALID",
+        "pointer_primitive_type": "PRIMITIVE_TYPE_INVALID",
+        "dynamic_shape_metadata_prefix_bytes": "0",
+    }
+    attention = {
+        "algorithm": {
+            "algo_id": "0",
+            "math_type": "TENSOR_OP_MATH",
+            "tuning_knobs": {"17": "1", "24": "0"},
+            "is_cudnn_frontend": True,
+            "workspace_size": "0",
+        },
+        "fmha_scale": scale,
+        "intermediate_tensor_shape": {
+            "element_type": {"bfloat16": "BF16", "float16": "F16"}[q.dtype.name],
+            "dimensions": [str(b), str(n), str(t), str(k.shape[1])],
+            "tuple_shapes": [],
+            "layout": logits_layout,
+            "is_dynamic_dimension": [False, False, False, False],
+        },
+        "is_flash_attention": True,
+        "mask_type": "CAUSAL" if causal else "NO_MASK",
+        **products,
+        "dropout_rate": 0.0,
+        "seed": 42,
+        "sliding_window_length": 0,
+        "max_seg_per_batch": 1,
+        "is_paged_attention": False,
+    }
+    return json.dumps({"operation_queue_id": "0", "cudnn_fmha_backend_config": attention})

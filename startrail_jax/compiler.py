@@ -1,0 +1,35 @@
+"""The options of XLA with which messages travel beneath attention kernels."""
+
+from __future__ import annotations
+
+import jax
+from jax.sharding import Mesh
+
+from startrail_jax.mesh import device_kind
+
+
+def compiler_options(mesh: Mesh | None = None) -> dict[str, bool | int]:
+    """Options for `jax.jit(..., compiler_options=)` of a program that holds the attention.
+
+    * `xla_gpu_enable_latency_hiding_scheduler`: moves the start of a message before the kernels that
+      do not need it, and its end after them. On by default for Hopper, off for Ampere.
+    * `xla_gpu_experimental_parallel_collective_overlap_limit`: how many messages may be on their
+      way at a time; by default one. A hop of the ring is two to four: keys and values, or queries,
+      their gradients and statistics. XLA joins them, but only up to 30 MiB.
+
+    `benchmarks/overlap.py` shows what they do, and what is lost without them.
+
+    Args:
+        mesh: whose devices to compile for; None for `jax.devices()`.
+
+    Returns:
+        Names and values; none for devices that are not NVIDIA's.
+    """
+    if mesh is None:
+        mesh = Mesh(jax.devices(), ("device",))
+    if device_kind(mesh)[0] != "cuda":
+        return {}
+    return {
+        "xla_gpu_enable_latency_hiding_scheduler": True,
+        "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
+    }

@@ -1,0 +1,133 @@
+"""The whole op on the GPU block backends, whose kernels are emulated: a covering design."""
+
+from itertools import cycle
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fake_cudnn
+import startrail_jax as st
+from attention_cases import (
+    FLOAT32_ERROR,
+    HEADS,
+    MASKS,
+    Case,
+    Problem,
+    Result,
+    assert_close,
+    check,
+    covering,
+    forward_and_backward,
+    natural,
+    place,
+    reference,
+    relative_error,
+)
+from startrail_jax import Degrees
+from startrail_jax.blocks import tiled
+from test_attention_grid import NEEDS_EQUAL, SCHEMES, clash
+
+# Errors over those of one kernel call for the whole sequence, whose results are rounded once: a sum
+# of rounded parts that is rounded again has sqrt(2) times that, and a little more where sums of two
+# numbers of 8 bits end in ties. Small problems scatter.
+KERNEL_ERROR_RATIO = 1.5
+SMALL_ERROR_RATIO = 2.0
+
+# Several coarse and fine tiles where there are 14 tokens a shard, with remainders.
+SMALL_TILES = {"COARSE": 12, "FINE": 5}
+
+
+def cases(**factors):
+    """A covering design over `factors` and the choices that bear on the blocks."""
+    settings = {scheme: cycle(values) for scheme, values in SCHEMES.items()}
+    design = covering(
+        {
+            "scheme": list(SCHEMES),
+            "heads": HEADS,
+            "backward": ("query", "kv"),
+            "placement": ("permute_gather", NEEDS_EQUAL),
+            **factors,
+        },
+        clash,
+    )
+    for seed, row in enumerate(design):
+        yield Case(degrees=next(settings[row.pop("scheme")]), seed=seed, **row)
+
+
+CUDNN = list(
+    cases(
+        backend=("cudnn",),
+        mask=("full", "causal", "cross_full"),
+        layout=("contiguous", "zigzag"),
+        tokens=(2, 14),
+    )
+)
+NARROW = [
+    Case(degrees=degrees, mask=mask, heads=heads, dtype=dtype, tokens=14, backend="cudnn")
+    for degrees, mask, heads, dtype in (
+        (Degrees.ring_attention(8), "causal", "grouped", "float16"),
+        (Degrees.startrail(8, c=2), "causal", "equal", "bfloat16"),
+        (Degrees(group=2, ring=2, team=3), "full", "grouped", "float16"),
+        (Degrees(group=4, ring=2, team=2), "causal", "single", "bfloat16"),
+        (Degrees(data=2, ring=2, head=2, tensor=2), "full", "single", "bfloat16"),
+    )
+]
+TILED = list(
+    cases(
+        backend=("tiled",),
+        mask=list(MASKS),
+        layout=("contiguous", "zigzag", "striped"),
+        tokens=(14,),
+    )
+)
+
+
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch):
+    fake_cudnn.install(monkeypatch)
+
+
+@pytest.mark.parametrize("case", CUDNN, ids=str)
+def test_attention_on_cudnn_matches_oracle(case):
+    check(case)
+
+
+@pytest.mark.parametrize("case", NARROW, ids=str)
+def test_attention_on_cudnn_serves_narrow_dtypes(case):
+    check(case, bounds(case.problem, SMALL_ERROR_RATIO, case.mask_arguments["causal"]))
+
+
+@pytest.mark.parametrize("mask", ["causal", "full"])
+@pytest.mark.parametrize(
+    "degrees", [Degrees.ring_attention(8), Degrees.startrail(8, c=2), Degrees(team=4, ring=2)]
+)
+def test_attention_on_cudnn_is_nearly_as_exact_as_one_kernel(degrees, mask):
+    causal = mask == "causal"
+    mesh = st.make_mesh(degrees, axis_type="auto", devices=jax.devices()[:8])
+    attention = st.Attention(mesh, causal=causal, backend="cudnn")
+    rng = np.random.default_rng(0)
+    q, k, v, dout = (rng.normal(size=(1, 512, 2, 64)).astype(jnp.bfloat16) for _ in range(4))
+    problem = Problem(q, k, v, dout, np.zeros((1, 2, 512), np.float32), None, None)
+    result = forward_and_backward(attention, *place(attention, problem))
+    expected = reference(problem, causal=causal)
+    assert_close(natural(attention, result), expected, bounds(problem, KERNEL_ERROR_RATIO, causal))
+
+
+def bounds(problem, ratio, causal):
+    """`ratio` times the errors of the emulated kernel over the whole sequence."""
+    q, k, v, dout = map(jnp.asarray, (problem.query, problem.key, problem.value, problem.dout))
+    scale = q.shape[-1] ** -0.5
+    out, lse = fake_cudnn.attend(q, k, v, scale, causal)
+    own = Result(out, lse, *fake_cudnn.gradients(q, k, v, lse, out, dout, scale, causal))
+    expected = reference(problem, causal=causal)
+    errors = {name: relative_error(x, getattr(expected, name)) for name, x in own.items()}
+    return {name: ratio * error for name, error in errors.items()} | {"lse": FLOAT32_ERROR}
+
+
+@pytest.mark.parametrize("case", TILED, ids=str)
+def test_attention_on_tiles_matches_oracle(case):
+    with mock.patch.multiple(tiled, **SMALL_TILES):
+        check(case)

@@ -1,0 +1,245 @@
+"""The cuDNN backend: its custom calls are jax's own, its pieces make up the mask, its limits tell."""
+
+import itertools
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.cudnn import fused_attention_stablehlo as jax_cudnn
+from jax.sharding import PartitionSpec as P
+
+import fake_cudnn
+import oracle
+import startrail_jax as st
+from startrail_jax import blocks
+from startrail_jax.blocks import cudnn
+from startrail_jax.blocks.base import Request
+from startrail_jax.layout import Layout
+from startrail_jax.mask import Mask, pieces_by_offset
+from startrail_jax.softmax import merge_partials
+
+BATCH, QUERIES, KEYS, HEADS, HEAD_DIM = 2, 48, 32, 6, 16
+
+
+def arguments(dtype, kv_heads):
+    query, key = (BATCH, QUERIES, HEADS, HEAD_DIM), (BATCH, KEYS, kv_heads, HEAD_DIM)
+    shapes = {"q": query, "k": key, "v": key, "out": query, "dout": query}
+    arrays = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()}
+    return arrays | {"lse": jax.ShapeDtypeStruct((BATCH, HEADS, QUERIES), jnp.float32)}
+
+
+def custom_calls(step, *operands):
+    """(target, backend_config, other attributes, types) of the cuDNN calls of a CUDA program."""
+    text = jax.jit(step).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+    call = r'custom_call @(__cudnn[\w$]+)\(.*?\) \{(.*?)backend_config = "(.*?)"(.*)\} : (.*)'
+    # MLIR writes a quotation mark as \22.
+    unescape = lambda text: re.sub(r"\\([0-9A-F]{2})", lambda x: chr(int(x[1], 16)), text)  # noqa: E731
+    return [
+        (target, json.loads(unescape(config)), (before, after), types)
+        for target, before, config, after, types in re.findall(call, text)
+    ]
+
+
+@pytest.fixture
+def jax_own(monkeypatch):
+    """jax's private entry, without the GPU that it asks about."""
+    monkeypatch.setattr(jax_cudnn, "check_cudnn_version", lambda: 91000)
+    monkeypatch.setattr(jax_cudnn, "check_compute_capability", lambda capability: True)
+    monkeypatch.setattr(jax_cudnn, "is_cuda_compute_capability_equal", lambda capability: False)
+
+    def both(q, k, v, dout, scale, causal):
+        mask = jax_cudnn.MaskType.CAUSAL if causal else jax_cudnn.MaskType.NO_MASK
+        attend = lambda q, k, v: jax_cudnn.dot_product_attention(  # noqa: E731
+            q, k, v, scale=scale, mask_type=mask
+        )
+        out, vjp = jax.vjp(attend, q, k, v)
+        return out, vjp(dout)
+
+    return both
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("kv_heads", [6, 2])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_custom_calls_are_those_that_jax_makes(jax_own, dtype, kv_heads, causal):
+    x = arguments(dtype, kv_heads)
+
+    def ours(q, k, v, dout):
+        out, lse = cudnn.attend(q, k, v, 0.3, causal)
+        return out, cudnn.gradients(q, k, v, lse, out, dout, 0.3, causal)
+
+    operands = x["q"], x["k"], x["v"], x["dout"]
+    found = custom_calls(ours, *operands)
+    wanted = custom_calls(lambda *operands: jax_own(*operands, 0.3, causal), *operands)
+    assert [target for target, *_ in found] == [
+        "__cudnn$fmhaSoftmax",
+        "__cudnn$fmhaSoftmaxBackward",
+    ]
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert mine == theirs
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_custom_calls_lower_inside_shard_map(check_vma):
+    """Also where operands vary over different axes, as replicated key heads do."""
+    mesh = jax.make_mesh(
+        (2, 2), ("ring", "tensor"), devices=jax.devices()[:4], axis_types=2 * (jax.sharding.AxisType.Auto,)
+    )  # fmt: skip
+    query, key = P(None, "ring", "tensor"), P(None, "ring")
+
+    def attend(q, k):
+        out, lse = cudnn.attend(q, k, k, 0.3, True)
+        return out, cudnn.gradients(q, k, k, lse, out, q, 0.3, True)[0]
+
+    step = jax.shard_map(
+        attend, mesh=mesh, in_specs=(query, key), out_specs=(query, query), check_vma=check_vma
+    )
+    x = arguments("bfloat16", 1)
+    assert len(custom_calls(step, x["q"], x["k"])) == 2
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("degree", [1, 2, 6, 12])
+def test_pieces_hold_every_visible_pair_once(kind, degree):
+    layout, seq_len = Layout(kind, degree), 6 * degree
+    sizes = [n for n in range(1, degree + 1) if degree % n == 0]
+    for query_ranks, key_ranks in itertools.product(sizes, sizes):
+        units = itertools.product(range(degree // query_ranks), range(degree // key_ranks))
+        pairs = [
+            (
+                layout.unit_positions(seq_len, query_ranks, i),
+                layout.unit_positions(seq_len, key_ranks, j),
+            )
+            for i, j in units
+        ]
+        offsets = tuple(key.starts[0] - query.starts[0] for query, key in pairs)
+        for query, key in pairs:
+            mask = Mask(causal=True, query_runs=query, key_runs=key, offsets=offsets)
+            index, cases = mask.cases()
+            seen = np.zeros((len(mask.query_positions), len(mask.key_positions)), int)
+            for start, stop, keys in cases[int(index)].rectangles:
+                seen[start:stop, :keys] += 1
+            for i, j, size in cases[int(index)].squares:
+                seen[i : i + size, j : j + size] += np.tri(size, dtype=int)
+            expected = mask.key_positions[None, :] <= mask.query_positions[:, None]
+            np.testing.assert_array_equal(seen, expected)
+
+
+def test_equal_zigzag_units_meet_in_three_ways_of_one_call_each():
+    layout = Layout("zigzag", 8)
+    units = [layout.unit_positions(64, 2, i) for i in range(4)]
+    offsets = tuple(b.starts[0] - a.starts[0] for a in units for b in units)
+    _, cases = pieces_by_offset(units[0].shape, units[0].shape, offsets)
+    earlier, same, later = cases
+    assert earlier.rectangles == ((0, 16, 8),)
+    assert same.squares == ((0, 0, 16),)
+    assert later.rectangles == ((8, 16, 16),)
+    assert not earlier.squares + same.rectangles + later.squares
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [("bfloat16", 2.0**-9), ("float16", 2.0**-12), ("float32", 1e-6)]
+)
+@pytest.mark.parametrize("size", [1.0, 1e-3])
+def test_output_for_gives_delta(dtype, bound, size):
+    rng = np.random.default_rng(0)
+    dout = jnp.asarray(size * rng.normal(size=(2, 64, 3, 32)), dtype).at[0, :5].set(0)
+    delta = jnp.asarray(size * rng.normal(size=(2, 3, 64)), jnp.float32).at[:, :, 10:15].set(0)
+    out, changed = cudnn.output_for(delta, dout)
+    assert out.dtype == changed.dtype == dout.dtype
+    found = np.einsum("btnh,btnh->bnt", *(np.asarray(x, np.float64) for x in (out, changed)))
+    assert np.linalg.norm(found - delta) < bound * np.linalg.norm(delta)
+    assert np.isfinite(found).all()
+    # Only rows without a gradient of their own are touched, and hardly.
+    np.testing.assert_array_equal(changed[:, 5:], dout[:, 5:])
+    assert np.abs(np.asarray(changed - dout, np.float32)).max() < 1.3e-4 * size + 1e-4 * (
+        dtype == "float16"
+    )
+
+
+def test_output_for_reaches_gradients_of_lse_alone(monkeypatch):
+    """dout = 0: all that comes through is the cotangent of lse; dv must stay 0."""
+    fake_cudnn.install(monkeypatch)
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(1, 24, 2, 8)), jnp.float32) for _ in range(3))
+    dlse = jnp.asarray(rng.normal(size=(1, 2, 24)), jnp.float32)
+    _, lse = merge_partials(cudnn.forward(q, k, v, Mask(), 0.5))
+    grads = cudnn.backward(q, k, v, lse, -dlse, jnp.zeros_like(q), Mask(), 0.5)
+    expected = oracle.gradients(q, k, v, np.zeros(q.shape), dlse, scale=0.5)
+    for found, wanted in zip(grads, expected, strict=True):
+        np.testing.assert_allclose(found, wanted, atol=1e-6)
+
+
+REQUEST = dict(
+    platform="cuda", capability=(8, 0), dtype="bfloat16", head_dim=128, value_head_dim=128,
+    causal=True, window=None, packed=False, num_cases=3,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (dict(platform="cpu"), "NVIDIA GPUs; got platform 'cpu'"),
+        (dict(capability=(7, 5)), r"compute capability 8\.0; got 7\.5"),
+        (dict(dtype="float32"), "bfloat16 and float16; got float32"),
+        (dict(value_head_dim=64), "one head_dim; got 128 and 64"),
+        (dict(head_dim=100, value_head_dim=100), "multiple of 8 of at most 128 .*; got 100"),
+        (dict(head_dim=136, value_head_dim=136), "multiple of 8 of at most 128 .*; got 136"),
+        (
+            dict(head_dim=264, value_head_dim=264, capability=(9, 0)),
+            "multiple of 8 of at most 256 .*; got 264",
+        ),
+        (dict(window=5), "full and causal; got window=5"),
+        (dict(packed=True), "full and causal; got segment_ids"),
+        (dict(num_cases=17), "at most 16 sets .*; got 17"),
+        (dict(num_cases=0), "at most 16 sets .*; got stripes"),
+    ],
+)
+def test_limits_are_named_and_auto_goes_on(changed, message):
+    request = Request(**REQUEST | changed)
+    with pytest.raises(
+        NotImplementedError, match=f"backend='cudnn' does not serve this: .*{message}"
+    ):
+        blocks.choose("cudnn", request)
+    choice = blocks.choose("auto", request)
+    cuda = request.platform == "cuda" and request.capability >= (8, 0)
+    assert choice.backend == ("tiled" if cuda else "xla")
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        dict(causal=False, num_cases=1),
+        dict(head_dim=256, value_head_dim=256, capability=(9, 0)),
+    ],
+)
+def test_auto_takes_cudnn_where_it_serves(changed):
+    assert blocks.choose("auto", Request(**REQUEST | changed)) == blocks.Choice("cudnn", {})
+
+
+def test_attention_names_what_a_backend_lacks():
+    attention = st.Attention(st.make_mesh(st.Degrees(), devices=jax.devices()[:1]), backend="cudnn")
+    x = jnp.zeros((1, 4, 2, 8), jnp.bfloat16)
+    with pytest.raises(NotImplementedError, match="got platform 'cpu'"):
+        attention(x, x, x)
+
+
+def test_platform_that_is_not_known_is_chosen_when_lowered():
+    """An abstract mesh: cuDNN's call in the program for CUDA, plain XLA in that for a CPU."""
+    mesh = st.make_mesh(st.Degrees(ring=2), devices=jax.devices()[:2]).abstract_mesh
+    attention = st.Attention(mesh)
+    x = jax.ShapeDtypeStruct(
+        (1, 64, 2, 16), jnp.bfloat16, sharding=jax.NamedSharding(mesh, attention.query_spec(2))
+    )
+
+    def step(q, k, v):
+        out, vjp = jax.vjp(attention, q, k, v)
+        return vjp(out)
+
+    traced = jax.jit(step).trace(x, x, x)
+    assert "__cudnn$fmha" in traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "__cudnn$fmha" not in traced.lower(lowering_platforms=("cpu",)).as_text()

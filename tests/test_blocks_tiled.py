@@ -1,0 +1,342 @@
+"""The tiled backend over an emulation of cuDNN's kernels: every mask, and who computes what."""
+
+import collections
+import functools
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import fake_cudnn
+import oracle
+from startrail_jax.blocks import tiled
+from startrail_jax.blocks.base import Request
+from startrail_jax.layout import Layout
+from startrail_jax.mask import Mask, Tiling, split_tiles
+from startrail_jax.shapes import EMPTY
+
+BATCH, HEADS, HEAD_DIM, VALUE_DIM = 2, 6, 5, 7
+SCALE = 0.3
+FLOAT32 = 2e-6
+# What takes time here is compiling.
+QUICK = {"xla_backend_optimization_level": 0}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Attention of one query unit to one key unit of a sequence."""
+
+    kind: str = "contiguous"
+    degree: int = 1
+    query: tuple[int, int] = (1, 0)
+    """Ranks in the unit, and its index."""
+    key: tuple[int, int] = (1, 0)
+    seq_len: int = 48
+    causal: bool = True
+    window: int | None = None
+    packed: bool = False
+    kv_heads: int = 2
+    coarse: int = 12
+    fine: int = 3
+    in_vain: int = 0
+    """Dense tiles whose only ids in common are those of tokens that a tile repeats."""
+
+    def runs(self, unit):
+        return Layout(self.kind, self.degree).unit_positions(self.seq_len, *unit)
+
+    def positions(self):
+        """Natural positions of the queries and of the keys; both are all tokens if not causal."""
+        return tuple(np.asarray(self.runs(unit).vector()) for unit in (self.query, self.key))
+
+    def documents(self):
+        """Ids [B, seq_len]: a different packing in each row, with padding behind it."""
+        lengths = [[20, 3, 18], [9, 23, 16]]
+        rows = [np.repeat(np.arange(3), np.array(x) * self.seq_len // 48) for x in lengths]
+        fill = np.full((BATCH, self.seq_len), -1, np.int32)
+        for filled, row in zip(fill, rows, strict=True):
+            filled[: len(row)] = row
+        return fill if self.packed else np.zeros_like(fill)
+
+    def mask(self):
+        mask = Mask()
+        queries, keys = self.positions()
+        if self.causal:
+            runs = dict(query_runs=self.runs(self.query), key_runs=self.runs(self.key))
+            mask = Mask(causal=True, window=self.window, **runs)
+        if not self.packed:
+            return mask
+        ids = jnp.asarray(self.documents())
+        fields = {**vars(mask), "query_segments": ids[:, queries], "key_segments": ids[:, keys]}
+        return Mask(**fields)
+
+    def told(self):
+        """The same for the oracle, which gets the whole sequence: the other keys are padding."""
+        ids = self.documents()
+        key_ids = np.full_like(ids, -1)
+        key_ids[:, self.positions()[1]] = ids[:, self.positions()[1]]
+        return dict(causal=self.causal, window=self.window, segment_ids=(ids, key_ids))
+
+    def visible(self):
+        """What the queries of the unit see of its keys: bool [B, t, s]."""
+        queries, keys = self.positions()
+        seen = oracle.visible(self.seq_len, self.seq_len, **self.told())
+        return seen[:, queries][:, :, keys]
+
+
+zigzag = functools.partial(Case, "zigzag", 4, seq_len=96)
+striped = functools.partial(Case, "striped", 4, seq_len=192)
+CASES = {
+    "full": Case(causal=False, seq_len=24),
+    "window below a fine tile": Case(window=2),
+    "documents": Case(causal=False, packed=True, kv_heads=1),
+    "causal documents": Case(packed=True),
+    "windowed documents": Case(packed=True, window=17, kv_heads=6),
+    "sizes that divide nothing": Case(seq_len=53, coarse=13, fine=4, packed=True, in_vain=3),
+    "full, sizes that divide nothing": Case(seq_len=53, coarse=7, fine=2, causal=False),
+    "tiles of one token": Case(seq_len=6, coarse=2, fine=1),
+    "one tile size": Case(coarse=8, fine=8, kv_heads=1),
+    "zigzag, home": zigzag(query=(2, 1), key=(2, 1)),
+    "zigzag, earlier keys": zigzag(query=(2, 1), key=(2, 0), packed=True),
+    "zigzag, few keys": zigzag(query=(4, 0), key=(1, 3), packed=True, window=50),
+    "striped, earlier keys": striped(query=(1, 2), key=(1, 0), packed=True),
+    "striped, later keys": striped(query=(1, 1), key=(1, 3), kv_heads=6),
+    "striped units, later keys": striped(query=(2, 0), key=(2, 1), window=100),
+    "striped, few queries": striped(query=(1, 2), key=(2, 0), kv_heads=1),
+}
+
+
+def error(actual, expected):
+    difference = np.linalg.norm(np.asarray(actual, np.float64) - expected)
+    return difference / max(np.linalg.norm(expected), 1e-30)
+
+
+def small_tiles(monkeypatch, case):
+    monkeypatch.setattr(tiled, "COARSE", case.coarse)
+    monkeypatch.setattr(tiled, "FINE", case.fine)
+
+
+def random_arrays(case, dtype=jnp.float32):
+    """q, k, v, dout of the whole sequence."""
+    rng = np.random.default_rng(0)
+    keys, values = (case.kv_heads, HEAD_DIM), (case.kv_heads, VALUE_DIM)
+    heads = (HEADS, HEAD_DIM), keys, values, (HEADS, VALUE_DIM)
+    return [jnp.asarray(rng.normal(size=(BATCH, case.seq_len, *x)), dtype) for x in heads]
+
+
+def both_passes(mask, q, k, v, dout):
+    ((out, lse),) = tiled.forward(q, k, v, mask, SCALE)
+    delta = (out * dout).sum(-1).swapaxes(1, 2)
+    return out, lse, *tiled.backward(q, k, v, lse, delta, dout, mask, SCALE)
+
+
+def check_both_passes(case, tolerance, dtype=jnp.float32):
+    """On the units of the case, compiled."""
+    arrays = random_arrays(case, dtype)
+    queries, keys = case.positions()
+    unit = [x[:, own] for x, own in zip(arrays, (queries, keys, keys, queries), strict=True)]
+    step = jax.jit(functools.partial(both_passes, case.mask()), compiler_options=QUICK)
+    check_results(case, arrays, step(*unit), tolerance)
+
+
+def check_results(case, arrays, results, tolerance):
+    """Results of `both_passes` on the units against the oracle on the whole sequence."""
+    out, lse, *gradients = results
+    assert {x.dtype for x in results} == {jnp.dtype(jnp.float32)}
+    q, k, v, dout = (np.asarray(x, np.float64) for x in arrays)
+    queries, keys = case.positions()
+    expected_out, expected_lse = oracle.attention(q, k, v, scale=SCALE, **case.told())
+    assert error(out, expected_out[:, queries]) < tolerance
+    expected_lse = expected_lse[:, :, queries]
+    np.testing.assert_array_equal(np.asarray(lse) == EMPTY, expected_lse == oracle.EMPTY)
+    np.testing.assert_allclose(lse, expected_lse, rtol=tolerance, atol=tolerance)
+    of_unit = np.zeros_like(dout)
+    of_unit[:, queries] = dout[:, queries]
+    expected = oracle.gradients(q, k, v, of_unit, scale=SCALE, **case.told())
+    rows = queries, keys, keys
+    for name, actual, wanted, own in zip(expected._fields, gradients, expected, rows, strict=True):
+        assert error(actual, wanted[:, own]) < tolerance, name
+
+
+def worth(case):
+    """What a pass over the case should call, (queries, keys, causal) or "dense": by brute force."""
+    seen, mask, calls = case.visible(), case.mask(), collections.Counter()
+    coarse = tiled.tilings(mask, *seen.shape[1:])
+    (rows, row_parents), (columns, column_parents) = (split_tiles(x, case.fine) for x in coarse)
+    for i, j in np.ndindex(*(len(x.starts) for x in coarse)):
+        call = tile_worth(seen, *coarse, i, j)
+        calls[call] += call != "dense"
+        if call == "dense":
+            for x in np.flatnonzero(row_parents == i):
+                for y in np.flatnonzero(column_parents == j):
+                    calls[tile_worth(seen, rows, columns, x, y)] += 1
+    calls.pop("nothing", None)
+    return +calls
+
+
+def tile_worth(seen, rows, columns, i, j):
+    repeats = rows.starts[i] < rows.fresh[i] or columns.starts[j] < columns.fresh[j]
+    tile = seen[:, rows.starts[i] :, columns.starts[j] :][:, : rows.size, : columns.size]
+    m, n = tile.shape[1:]
+    if tile.all() and not repeats:
+        return m, n, False
+    for less in (0, 1):
+        if m == n > 1 and not repeats and (tile == np.tri(m, n, -less, dtype=bool)).all():
+            return m - less, n - less, True
+    own = tile[:, rows.fresh[i] - rows.starts[i] :, columns.fresh[j] - columns.starts[j] :]
+    return "dense" if own.any() else "nothing"
+
+
+def recorded(function, calls):
+    @functools.wraps(function)
+    def wrapper(*operands):
+        jax.debug.callback(lambda: calls.append((function.__name__, "dense")))
+        return function(*operands)
+
+    return wrapper
+
+
+@pytest.mark.parametrize(("length", "large", "small"), [(48, 12, 3), (53, 13, 4), (20, 7, 1)])
+def test_split_tiles_hold_what_is_fresh_in_the_large_ones_once(length, large, small):
+    tiling = Tiling.of(length, 1, large)
+    parts, parents = split_tiles(tiling, small)
+    assert parts.size <= small
+    fresh = np.concatenate([tiling.fresh, [length]])
+    for parent in range(len(tiling.starts)):
+        own = [
+            np.arange(parts.fresh[i], parts.starts[i] + parts.size)
+            for i in np.flatnonzero(parents == parent)
+        ]
+        expected = np.arange(fresh[parent], fresh[parent + 1])
+        np.testing.assert_array_equal(np.concatenate(own), expected)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tiles_agree_with_the_oracle_and_go_to_kernels_where_they_can(name, monkeypatch):
+    case, calls = CASES[name], []
+    small_tiles(monkeypatch, case)
+    fake_cudnn.install(monkeypatch, calls)
+    for dense in (tiled._attend, tiled._gradients):
+        monkeypatch.setattr(tiled, dense.__name__, recorded(dense, calls))
+    check_both_passes(case, FLOAT32)
+    jax.effects_barrier()
+    for names in (("attend", "_attend"), ("gradients", "_gradients")):
+        made = collections.Counter(call for name, call in calls if name in names)
+        made["dense"] -= case.in_vain
+        assert +made == worth(case)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["zigzag, home", "windowed documents", "sizes that divide nothing", "striped, few queries"],
+)
+def test_what_cudnn_does_not_serve_is_computed_from_dense_tiles(name, monkeypatch):
+    case = CASES[name]
+    small_tiles(monkeypatch, case)
+    check_both_passes(case, FLOAT32)
+
+
+def test_rounding_of_16_bit_inputs_is_that_of_a_flash_kernel(monkeypatch):
+    case = CASES["causal documents"]
+    small_tiles(monkeypatch, case)
+    fake_cudnn.install(monkeypatch)
+    check_both_passes(case, 1e-2, jnp.bfloat16)
+
+
+def test_tiled_goes_on_from_what_earlier_keys_left(monkeypatch):
+    """Over key units of which each is worth other kinds of tiles."""
+    units = [zigzag(query=(2, 1), key=(2, index), packed=True) for index in (0, 1)]
+    small_tiles(monkeypatch, units[0])
+    fake_cudnn.install(monkeypatch)
+    q, k, v, dout = random_arrays(units[0])
+    queries, _ = units[0].positions()
+    masks = [case.mask() for case in units]
+    keys = [(k[:, case.positions()[1]], v[:, case.positions()[1]]) for case in units]
+
+    @functools.partial(jax.jit, compiler_options=QUICK)
+    def both_passes(q, keys, dout):
+        partials = ()
+        for mask, (k, v) in zip(masks, keys, strict=True):
+            partials = tiled.forward(q, k, v, mask, SCALE, partials)
+        ((out, lse),) = partials
+        delta, dq = (out * dout).sum(-1).swapaxes(1, 2), None
+        for mask, (k, v) in zip(masks, keys, strict=True):
+            into = (dq, None, None)
+            dq, _, _ = tiled.backward(q, k, v, lse, delta, dout, mask, SCALE, into)
+        return out, lse, dq
+
+    out, lse, dq = both_passes(q[:, queries], keys, dout[:, queries])
+    told = dict(causal=True, segment_ids=units[0].documents(), scale=SCALE)
+    expected_out, expected_lse = oracle.attention(q, k, v, **told)
+    assert error(out, expected_out[:, queries]) < FLOAT32
+    np.testing.assert_allclose(lse, expected_lse[:, :, queries], rtol=FLOAT32, atol=FLOAT32)
+    expected = oracle.gradients(q, k, v, dout, **told)
+    assert error(dq, expected.query[:, queries]) < FLOAT32
+
+
+@pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "dense"])
+def test_tiled_inside_shard_map_with_each_device_at_its_own_tiles(kernels, monkeypatch):
+    cases = [zigzag(query=(1, r), key=(1, r ^ 1), packed=True, fine=6) for r in range(4)]
+    small_tiles(monkeypatch, cases[0])
+    if kernels:
+        fake_cudnn.install(monkeypatch)
+    arrays, ids = random_arrays(cases[0]), jnp.asarray(cases[0].documents())
+    layout, seq_len = Layout("zigzag", 4), ids.shape[1]
+    queries, keys = (np.concatenate(x) for x in zip(*(c.positions() for c in cases), strict=True))
+
+    def body(q, k, v, dout, ids, key_ids):
+        rank = jax.lax.axis_index("ring")
+        runs = [layout.unit_positions(seq_len, 1, index) for index in (rank, rank ^ 1)]
+        return both_passes(Mask(True, None, *runs, ids, key_ids), q, k, v, dout)
+
+    mesh = jax.make_mesh((4,), ("ring",), axis_types=(AxisType.Auto,))
+    tokens = P(None, "ring")
+    outs = (tokens, P(None, None, "ring"), *[tokens] * 3)
+    sharded = jax.shard_map(body, mesh=mesh, in_specs=(tokens,) * 6, out_specs=outs, check_vma=True)
+    order = queries, keys, keys, queries, queries, keys
+    placed = [x[:, own] for x, own in zip((*arrays, ids, ids), order, strict=True)]
+    out, lse, *gradients = jax.jit(sharded, compiler_options=QUICK)(*placed)
+    for rank, case in enumerate(cases):
+        own = slice(rank * seq_len // 4, (rank + 1) * seq_len // 4)
+        results = out[:, own], lse[:, :, own], *(x[:, own] for x in gradients)
+        check_results(case, arrays, results, FLOAT32)
+
+
+@pytest.mark.parametrize("pass_", ["forward", "backward"])
+def test_memory_is_a_tile_of_logits_and_not_the_square(pass_, monkeypatch):
+    monkeypatch.setattr(tiled, "COARSE", 512)
+    monkeypatch.setattr(tiled, "FINE", 128)
+
+    def temporary_bytes(length):
+        mask = Case(seq_len=length, packed=True).mask()
+        q, k, v, dout = (jax.ShapeDtypeStruct((2, length, 2, 16), jnp.float32) for _ in range(4))
+        lse = jax.ShapeDtypeStruct((2, 2, length), jnp.float32)
+        step = {
+            "forward": lambda q, k, v, lse, dout: tiled.forward(q, k, v, mask, 1.0),
+            "backward": lambda q, k, v, lse, dout: tiled.backward(
+                q, k, v, lse, lse, dout, mask, 1.0
+            ),
+        }[pass_]
+        compiled = jax.jit(step).lower(q, k, v, lse, dout).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    short, long = temporary_bytes(2048), temporary_bytes(4096)
+    tile, array = 4 * 2 * 2 * tiled.FINE**2, 4 * 2 * 2048 * 2 * 16
+    assert short < 8 * tile + 8 * array
+    assert long <= 2.1 * short
+
+
+def test_every_request_is_served_on_gpus_with_cudnn():
+    usual = dict(
+        capability=(8, 0), dtype="float32", head_dim=5, value_head_dim=7, causal=True, window=3,
+        packed=True, num_cases=0,
+    )  # fmt: skip
+    assert tiled.refusal(Request(platform="cuda", **usual)) is None
+    assert "needs NVIDIA GPUs; got platform 'cpu'" in tiled.refusal(
+        Request(platform="cpu", **usual)
+    )
+    old = Request(platform="cuda", **{**usual, "capability": (7, 0)})
+    assert "capability 8.0; got 7.0" in tiled.refusal(old)
