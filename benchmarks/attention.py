@@ -39,7 +39,7 @@ from jax.sharding import PartitionSpec as P
 
 import startrail_jax as st
 from startrail_jax.blocks import xla
-from startrail_jax.mask import visible_tiles
+from startrail_jax.tiles import visible_tiles
 from startrail_jax.validation import check_heads
 
 

@@ -11,8 +11,8 @@ from startrail_jax.mesh import device_kind
 def compiler_options(mesh: Mesh | None = None) -> dict[str, bool | int]:
     """Options for `jax.jit(..., compiler_options=)` of a program that holds the attention.
 
-    * `xla_gpu_enable_latency_hiding_scheduler`: moves the start of a message before the kernels that
-      do not need it, and its end after them. On by default for Hopper, off for Ampere.
+    * `xla_gpu_enable_latency_hiding_scheduler`: moves the start of a message before the kernels
+      that do not need it, and its end after them. On by default for Hopper, off for Ampere.
     * `xla_gpu_experimental_parallel_collective_overlap_limit`: how many messages may be on their
       way at a time; by default one. A hop of the ring is two to four: keys and values, or queries,
       their gradients and statistics. XLA joins them, but only up to 30 MiB.

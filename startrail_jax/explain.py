@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from startrail_jax import blocks
-from startrail_jax.mask import Pieces
+from startrail_jax.pieces import Pieces
 from startrail_jax.schedule import Schedule, ring_offsets, unit_cases
 
 _SERVES = {
     "cudnn": "every kernel is cuDNN's, over full rectangles and causal squares of the units",
-    "tiled": "cuDNN's kernels for whole tiles that are full or causal, one dense tile at a time for "
-    "the rest; dense tiles only, where cuDNN does not serve the dtype or head_dim",
+    "tiled": "cuDNN's kernels for whole tiles that are full or causal, one dense tile at a time "
+    "for the rest; dense tiles only, where cuDNN does not serve the dtype or head_dim",
     "xla": "plain XLA, tile by tile: every platform and mask, and no platform's fastest",
 }
 

@@ -18,8 +18,9 @@ from startrail_jax.blocks.base import Request
 from startrail_jax.collectives import KeyPlacement
 from startrail_jax.cost import cheaper_backward
 from startrail_jax.layout import Layout
-from startrail_jax.mask import Mask, Pieces, pieces_by_offset, runs_meet
+from startrail_jax.mask import Mask, runs_meet
 from startrail_jax.mesh import Axis
+from startrail_jax.pieces import Pieces, pieces_by_offset
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +171,10 @@ def run_offsets(schedule: Schedule, seq_len: int, distance: Any) -> tuple[int, .
 @functools.lru_cache(maxsize=1024)
 def _run_offsets(schedule: Schedule, seq_len: int, distance: int | None) -> tuple[int, ...]:
     group, ring, team = (range(x.degree) for x in (schedule.group, schedule.ring, schedule.team))
-    start = lambda ranks, unit: schedule.layout.unit_positions(seq_len, ranks, unit).starts[0]
+
+    def start(ranks: int, unit: int) -> Any:
+        return schedule.layout.unit_positions(seq_len, ranks, unit).starts[0]
+
     distances = ring_offsets(schedule, seq_len) if distance is None else (distance,)
     queries = [
         [start(schedule.query_ranks, schedule.query_unit(g, p)) for g in group] for p in ring

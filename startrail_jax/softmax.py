@@ -10,8 +10,8 @@ from jaxtyping import Array, Float, Float32
 
 from startrail_jax.shapes import EMPTY, LseShard, OutShard
 
-# Attentions (out, lse) of the same queries to disjoint sets of keys. Each out is normalised over its
-# own keys, and 0 in rows that see none of them, where lse is EMPTY.
+# Attentions (out, lse) of the same queries to disjoint sets of keys. Each out is normalised over
+# its own keys, and 0 in rows that see none of them, where lse is EMPTY.
 Partials = tuple[tuple[OutShard, LseShard], ...]
 
 

@@ -38,6 +38,7 @@ def gradients(q, k, v, lse, out, dout, scale, causal):
     rows, dout = _grouped(q, k), _grouped(dout, k)
     p = jnp.exp(_logits(q, k, scale, causal) - lse)
     ds = p * (_dot("btkgv,bskv->bkgts", dout, v) - delta) * scale
+    p, ds = _rounded(p, q.dtype), _rounded(ds, q.dtype)
     dq = rearrange(_dot("bkgts,bskh->btkgh", ds, k), "b t k g h -> b t (k g) h")
     dk, dv = _dot("bkgts,btkgh->bskh", ds, rows), _dot("bkgts,btkgv->bskv", p, dout)
     return tuple(_rounded(x, q.dtype) for x in (dq, dk, dv))

@@ -30,11 +30,10 @@ from startrail_jax import Degrees
 from startrail_jax.blocks import tiled
 from test_attention_grid import NEEDS_EQUAL, SCHEMES, clash
 
-# Errors over those of one kernel call for the whole sequence, whose results are rounded once: a sum
-# of rounded parts that is rounded again has sqrt(2) times that, and a little more where sums of two
-# numbers of 8 bits end in ties. Small problems scatter.
-KERNEL_ERROR_RATIO = 1.5
-SMALL_ERROR_RATIO = 2.0
+# Errors over those of one kernel call for the whole sequence. It rounds probabilities and results;
+# we round parts and their sum, and of outputs also what a team sends. Small problems scatter.
+KERNEL_ERROR_RATIO = {"out": 1.45, "dq": 1.4, "dk": 1.4, "dv": 1.4}
+SMALL_ERROR_RATIO = dict.fromkeys(KERNEL_ERROR_RATIO, 1.8)
 
 # Several coarse and fine tiles where there are 14 tokens a shard, with remainders.
 SMALL_TILES = {"COARSE": 12, "FINE": 5}
@@ -116,15 +115,18 @@ def test_attention_on_cudnn_is_nearly_as_exact_as_one_kernel(degrees, mask):
     assert_close(natural(attention, result), expected, bounds(problem, KERNEL_ERROR_RATIO, causal))
 
 
-def bounds(problem, ratio, causal):
-    """`ratio` times the errors of the emulated kernel over the whole sequence."""
+def bounds(problem, ratios, causal):
+    """`ratios` times the errors of the emulated kernel over the whole sequence."""
     q, k, v, dout = map(jnp.asarray, (problem.query, problem.key, problem.value, problem.dout))
     scale = q.shape[-1] ** -0.5
     out, lse = fake_cudnn.attend(q, k, v, scale, causal)
     own = Result(out, lse, *fake_cudnn.gradients(q, k, v, lse, out, dout, scale, causal))
     expected = reference(problem, causal=causal)
-    errors = {name: relative_error(x, getattr(expected, name)) for name, x in own.items()}
-    return {name: ratio * error for name, error in errors.items()} | {"lse": FLOAT32_ERROR}
+    allowed = {
+        name: ratio * relative_error(getattr(own, name), getattr(expected, name))
+        for name, ratio in ratios.items()
+    }
+    return allowed | {"lse": FLOAT32_ERROR}
 
 
 @pytest.mark.parametrize("case", TILED, ids=str)

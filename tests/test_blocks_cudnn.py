@@ -1,4 +1,4 @@
-"""The cuDNN backend: its custom calls are jax's own, its pieces make up the mask, its limits tell."""
+"""The cuDNN backend: custom calls that are jax's own, pieces of masks, limits."""
 
 import itertools
 import json
@@ -18,7 +18,8 @@ from startrail_jax import blocks
 from startrail_jax.blocks import cudnn
 from startrail_jax.blocks.base import Request
 from startrail_jax.layout import Layout
-from startrail_jax.mask import Mask, pieces_by_offset
+from startrail_jax.mask import Mask
+from startrail_jax.pieces import pieces_by_offset
 from startrail_jax.softmax import merge_partials
 
 BATCH, QUERIES, KEYS, HEADS, HEAD_DIM = 2, 48, 32, 6, 16
@@ -85,9 +86,7 @@ def test_custom_calls_are_those_that_jax_makes(jax_own, dtype, kv_heads, causal)
 @pytest.mark.parametrize("check_vma", [False, True])
 def test_custom_calls_lower_inside_shard_map(check_vma):
     """Also where operands vary over different axes, as replicated key heads do."""
-    mesh = jax.make_mesh(
-        (2, 2), ("ring", "tensor"), devices=jax.devices()[:4], axis_types=2 * (jax.sharding.AxisType.Auto,)
-    )  # fmt: skip
+    mesh = st.make_mesh(st.Degrees(ring=2, tensor=2), axis_type="auto", devices=jax.devices()[:4])
     query, key = P(None, "ring", "tensor"), P(None, "ring")
 
     def attend(q, k):

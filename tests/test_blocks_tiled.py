@@ -16,8 +16,9 @@ import oracle
 from startrail_jax.blocks import tiled
 from startrail_jax.blocks.base import Request
 from startrail_jax.layout import Layout
-from startrail_jax.mask import Mask, Tiling, split_tiles
+from startrail_jax.mask import Mask
 from startrail_jax.shapes import EMPTY
+from startrail_jax.tiles import Tiling, split_tiles
 
 BATCH, HEADS, HEAD_DIM, VALUE_DIM = 2, 6, 5, 7
 SCALE = 0.3

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from startrail_jax.layout import KINDS, Layout
-from startrail_jax.mask import Mask, Tiling, runs_meet, visible_tiles
+from startrail_jax.mask import Mask, runs_meet
+from startrail_jax.tiles import Tiling, visible_tiles
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ from jax.sharding import PartitionSpec as P
 
 import startrail_jax as st
 from startrail_jax.blocks import xla
-from startrail_jax.mask import visible_tiles
 from startrail_jax.mesh import Axis
 from startrail_jax.rings import circulate
 from startrail_jax.schedule import ring_offsets
+from startrail_jax.tiles import visible_tiles
 
 
 def schedule_of(degrees, **options):

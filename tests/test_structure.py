@@ -12,15 +12,17 @@ PACKAGE = ROOT / "startrail_jax"
 # Module or subpackage of the core -> what it may import of the core. Those that read no arrays
 # (cost, hlo) may use only what describes a setting.
 BASE = {"shapes"}
-TOKENS = BASE | {"mesh", "layout", "mask", "softmax"}
+TOKENS = BASE | {"mesh", "layout", "pieces", "mask", "softmax"}
 MAY_IMPORT = {
     "shapes": set(),
     "mesh": BASE,
     "layout": BASE,
-    "mask": BASE | {"layout"},
+    "pieces": set(),
+    "mask": BASE | {"layout", "pieces"},
+    "tiles": BASE | {"layout", "mask"},
     "softmax": BASE,
     "collectives": BASE | {"mesh", "layout", "softmax"},
-    "blocks": BASE | {"layout", "mask", "softmax"},
+    "blocks": BASE | {"layout", "pieces", "mask", "tiles", "softmax"},
     "compiler": BASE | {"mesh"},
     "cost": BASE | {"mesh", "layout"},
     "schedule": TOKENS | {"collectives", "blocks", "cost"},

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
-
 
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float
 
 from startrail_jax.blocks import cudnn, tiled, xla
 from startrail_jax.blocks.base import Block, Request
-from startrail_jax.softmax import merge_partials
+from startrail_jax.mask import Mask
+from startrail_jax.shapes import KeyShard, LseShard, OutShard, QueryShard, ValueShard
+from startrail_jax.softmax import Partials, merge_partials
 
 BACKENDS: dict[str, Block] = {"xla": xla, "cudnn": cudnn, "tiled": tiled}
 
@@ -74,26 +76,50 @@ class _ByPlatform:
     def refusal(self, request: Request) -> None:
         """None: the default serves everything."""
 
-    def forward(self, *operands: Any, into: Any = ()) -> Any:
-        *arrays, mask, scale = operands
+    def forward(
+        self,
+        q: QueryShard,
+        k: KeyShard,
+        v: ValueShard,
+        mask: Mask,
+        scale: float,
+        into: Partials = (),
+    ) -> Partials:
+        """See `base.Block.forward`."""
 
-        def attend(block: Block) -> Any:
-            return lambda arrays, into: (merge_partials(block.forward(*arrays, mask, scale, into)),)
+        def attend(block: Block) -> Callable[..., Partials]:
+            return lambda q, k, v, into: (
+                merge_partials(block.forward(q, k, v, mask, scale, into)),
+            )
 
         return lax.platform_dependent(
-            arrays, into, cuda=attend(self.cuda), default=attend(self.default)
+            q, k, v, into, cuda=attend(self.cuda), default=attend(self.default)
         )
 
-    def backward(self, *operands: Any) -> Any:
-        *arrays, mask, scale, into = operands
+    def backward(
+        self,
+        q: QueryShard,
+        k: KeyShard,
+        v: ValueShard,
+        lse: LseShard,
+        delta: LseShard,
+        dout: OutShard,
+        mask: Mask,
+        scale: float,
+        into: tuple[Array | None, Array | None, Array | None] = (None, None, None),
+    ) -> tuple[Float[Array, "b t n h"], Float[Array, "b s k h"], Float[Array, "b s k v"]]:
+        """See `base.Block.backward`."""
 
-        def differentiate(block: Block) -> Any:
-            def run(arrays: Any, into: Any) -> Any:
-                grads = block.backward(*arrays, mask, scale, into)
+        def differentiate(block: Block) -> Callable[..., tuple[Array, ...]]:
+            def gradients(q, k, v, lse, delta, dout, into):
+                grads = block.backward(q, k, v, lse, delta, dout, mask, scale, into)
                 return tuple(x.astype(jnp.float32) for x in grads)
 
-            return run
+            return gradients
 
-        return lax.platform_dependent(
-            arrays, into, cuda=differentiate(self.cuda), default=differentiate(self.default)
+        dq, dk, dv = lax.platform_dependent(
+            *(q, k, v, lse, delta, dout, into),
+            cuda=differentiate(self.cuda),
+            default=differentiate(self.default),
         )
+        return dq, dk, dv

@@ -31,7 +31,7 @@ class Request:
     packed: bool
     """Whether there are segment ids."""
     num_cases: int
-    """Sets of `mask.Pieces` that a causal mask may be made of; 0 if it does not fall into such."""
+    """Sets of `Pieces` that a causal mask may be made of; 0 if it does not fall into such."""
 
 
 @runtime_checkable

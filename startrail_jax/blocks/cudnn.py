@@ -1,12 +1,12 @@
-"""Block attention by cuDNN's flash kernels: NVIDIA GPUs, bfloat16 and float16, full and causal masks.
+"""Block attention by cuDNN's flash kernels: NVIDIA GPUs, 16-bit dtypes, full and causal masks.
 
-The visible part of a pair of sorted units is full rectangles and causal squares (`mask.Pieces`), each
-of them one kernel call; where the device decides between several such sets, `lax.switch` does. These
+The visible part of a pair of sorted units is full rectangles and causal squares (`Pieces`), each of
+them one kernel call; where the device decides between several such sets, `lax.switch` does. These
 two masks are all that is asked of cuDNN. Grouped-query heads are native to it.
 
-XLA runs cuDNN's kernels as custom calls, which are made here through the public `jax.ffi`: jax's own
-entry (`jax.nn.dot_product_attention`) rounds the log-sum-exp and has no backward pass that takes a
-global one. The contract of the calls is XLA's (CudnnfMHABackendConfig, xla/service/gpu/
+XLA runs cuDNN's kernels as custom calls, which are made here through the public `jax.ffi`: jax's
+own entry (`jax.nn.dot_product_attention`) rounds the log-sum-exp and has no backward pass that
+takes a global one. The contract of the calls is XLA's (CudnnfMHABackendConfig, xla/service/gpu/
 backend_configs.proto); a test compares ours with jax's.
 """
 
@@ -22,15 +22,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float
 
 from startrail_jax import softmax
 from startrail_jax.blocks.base import Request
-from startrail_jax.mask import Mask, Pieces
+from startrail_jax.mask import Mask
+from startrail_jax.pieces import Pieces
 from startrail_jax.shapes import EMPTY, KeyShard, LseShard, OutShard, QueryShard, ValueShard
 from startrail_jax.softmax import Partials, merge_partials
 
-# Attentions to merge at a time: more take more memory, fewer read and write the merged one more often.
+# Attentions to merge at a time. More take memory; with fewer, the merged one is read and written
+# more often.
 MAX_PARTIALS = 4
 
 # Sets of pieces to choose from: each is compiled.
@@ -55,8 +57,8 @@ def refusal(request: Request) -> str | None:
         )
     if request.head_dim % 8 or request.head_dim > widest:
         return (
-            f"head_dim must be a multiple of 8 of at most {widest} (256 from compute capability 9.0 "
-            f"on); got {request.head_dim}"
+            f"head_dim must be a multiple of 8 of at most {widest} (256 from compute capability "
+            f"9.0 on); got {request.head_dim}"
         )
     if request.window is not None:
         return f"its masks are full and causal; got window={request.window}"
@@ -182,8 +184,8 @@ def _by_rows(
     joined = []
     for start, stop in itertools.pairwise(ends):
         there = [
-            jax.tree.map(lambda x, a=rows.start: _rows(x, start - a, stop - a), part)
-            for rows, part in parts
+            jax.tree.map(functools.partial(_rows, start=start - rows.start, size=stop - start), x)
+            for rows, x in parts
             if rows.start <= start and stop <= rows.stop
         ]
         joined.append(join(slice(start, stop), there))
@@ -192,9 +194,9 @@ def _by_rows(
     return jax.tree.map(lambda *xs: jnp.concatenate(xs, 1 if xs[0].ndim == 4 else 2), *joined)
 
 
-def _rows(x: Array, start: int, stop: int) -> Array:
-    """Tokens [start, stop) of [b, t, n, h] or [b, n, t]."""
-    return lax.slice_in_dim(x, start, stop, axis=1 if x.ndim == 4 else 2)
+def _rows(x: Array, start: int, size: int) -> Array:
+    """Some tokens of [b, t, n, h] or [b, n, t]."""
+    return lax.slice_in_dim(x, start, start + size, axis=1 if x.ndim == 4 else 2)
 
 
 def output_for(delta: LseShard, dout: OutShard) -> tuple[OutShard, OutShard]:
@@ -283,7 +285,7 @@ def _call(
     config: str,
     operands: Sequence[Array],
     results: list[tuple[tuple[int, ...], Any]],
-) -> list[Array]:
+) -> Sequence[Array]:
     """One custom call; its last result is cuDNN's workspace, of a size that XLA finds."""
     kind = jax.typeof(operands[0])
     manual = {}

@@ -6,7 +6,7 @@ Pallas on Mosaic GPU leaves out the A100 and promises no interface, and tokamax 
 whose backward pass needs an H100.
 
 But most of what such masks show is whole tiles of which all is visible, or a causal triangle, and
-these are cuDNN calls at full speed. So pairs of `COARSE` tiles are sorted by `mask.tile_kinds`; the
+these are cuDNN calls at full speed. So pairs of `COARSE` tiles are sorted by `tile_kinds`; the
 mixed ones are cut into `FINE` tiles and sorted again; what is mixed even then is computed from one
 tile of logits in memory, as are all tiles of the dtypes and head_dims that cuDNN does not serve.
 Tiles of which nothing is visible are not visited.
@@ -28,16 +28,16 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from startrail_jax.blocks import cudnn
 from startrail_jax.blocks.base import Request
-from startrail_jax.mask import (
-    Mask,
+from startrail_jax.mask import Mask
+from startrail_jax.shapes import EMPTY, KeyShard, LseShard, OutShard, QueryShard, ValueShard
+from startrail_jax.softmax import Partials, merge_partials
+from startrail_jax.tiles import (
     Tiling,
     split_tiles,
     tile_kinds,
     visible_in_tiles,
     visible_tiles,
 )
-from startrail_jax.shapes import EMPTY, KeyShard, LseShard, OutShard, QueryShard, ValueShard
-from startrail_jax.softmax import Partials, merge_partials
 
 # Tokens of a tile, on both sides. In a coarse pair the kernel's work, which grows with the square,
 # outweighs what grows with the tokens: to read, merge and write back what belongs to them.
@@ -140,7 +140,7 @@ class _Visits:
     """Pairs of tiles of one kind, to be visited one after another."""
 
     kind: str
-    """One of those of `mask.tile_kinds`."""
+    """One of those of `tiles.tile_kinds`."""
     query: Tiling
     key: Tiling
     order: Int32[Array, " pairs"]

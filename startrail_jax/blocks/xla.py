@@ -16,15 +16,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from einops import rearrange
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from startrail_jax.blocks.base import Request
-from startrail_jax.mask import Mask, Tiling, visible_tiles
+from startrail_jax.mask import Mask
 from startrail_jax.shapes import EMPTY, KeyShard, LseShard, OutShard, QueryShard, ValueShard
 from startrail_jax.softmax import Partials, merge_partials
+from startrail_jax.tiles import Tiling, visible_in_tiles, visible_tiles
 
 # Rows (queries times heads that share a key head) and columns (keys) of one tile of logits.
 TILE_ROWS = 256
@@ -179,7 +179,7 @@ class _Tiles:
 
     def rows(self, x: Float[Array, "b t n h"], i: Array) -> Float32[Array, "z r h"]:
         """Query tile i, in float32."""
-        tile = _slice(x, self.query, i, 1).astype(jnp.float32)
+        tile = self.query.cut(x, i, 1).astype(jnp.float32)
         return rearrange(tile, "b q (k g) h -> (b k) (g q) h", k=self.heads)
 
     def put_rows(
@@ -187,26 +187,27 @@ class _Tiles:
     ) -> Float32[Array, "b t n h"]:
         """The inverse of `rows`."""
         tile = rearrange(tile, "(b k) (g q) h -> b q (k g) h", k=self.heads, q=self.query.size)
-        return _put(x, tile, self.query, i, 1)
+        return self.query.paste(x, tile, i, 1)
 
     def stats(self, x: LseShard, i: Array) -> Float32[Array, "z r"]:
         """What belongs to the rows of query tile i, one number each."""
-        return rearrange(_slice(x, self.query, i, 2), "b (k g) q -> (b k) (g q)", k=self.heads)
+        return rearrange(self.query.cut(x, i, 2), "b (k g) q -> (b k) (g q)", k=self.heads)
 
     def put_stats(self, x: LseShard, tile: Float32[Array, "z r"], i: Array) -> LseShard:
         """The inverse of `stats`."""
         tile = rearrange(tile, "(b k) (g q) -> b (k g) q", k=self.heads, q=self.query.size)
-        return _put(x, tile, self.query, i, 2)
+        return self.query.paste(x, tile, i, 2)
 
     def columns(self, x: Float[Array, "b s k h"], j: Array) -> Float32[Array, "z c h"]:
         """Key tile j, in float32."""
-        return rearrange(_slice(x, self.key, j, 1).astype(jnp.float32), "b c k h -> (b k) c h")
+        return rearrange(self.key.cut(x, j, 1).astype(jnp.float32), "b c k h -> (b k) c h")
 
     def put_columns(
         self, x: Float32[Array, "b s k h"], tile: Float32[Array, "z c h"], j: Array
     ) -> Float32[Array, "b s k h"]:
         """The inverse of `columns`."""
-        return _put(x, rearrange(tile, "(b k) c h -> b c k h", k=self.heads), self.key, j, 1)
+        tile = rearrange(tile, "(b k) c h -> b c k h", k=self.heads)
+        return self.key.paste(x, tile, j, 1)
 
     def masked(
         self, logits: Float32[Array, "z _ _"], i: Array, j: Array, *, keys_first: bool = False
@@ -215,7 +216,7 @@ class _Tiles:
 
         They are [z, rows, columns], or [z, columns, rows] if `keys_first`.
         """
-        allowed = self._allowed(i, j)
+        allowed = visible_in_tiles(self.mask, self.query, self.key, i, j)
         if allowed is None:
             return logits
         if keys_first:
@@ -227,45 +228,6 @@ class _Tiles:
             pattern, allowed = "(b k) (g q) c -> b k g q c", allowed[:, None, None]
         split = rearrange(logits, pattern, k=self.heads, q=self.query.size)
         return jnp.where(allowed, split, -jnp.inf).reshape(logits.shape)
-
-    def _allowed(self, i: Array, j: Array) -> Bool[Array, "#b #q #c"] | None:
-        """Visibility inside tile (i, j); None if nothing in any tile is masked.
-
-        What the tile before holds too is masked, or it would count twice.
-        """
-        tests, mask = [], self.mask
-        if mask.causal:
-            query = _slice(mask.query_positions, self.query, i, 0)[None, :, None]
-            key = _slice(mask.key_positions, self.key, j, 0)[None, None, :]
-            tests.append(key <= query)
-            if mask.window is not None:
-                tests.append(key > query - mask.window)
-        if mask.query_segments is not None and mask.key_segments is not None:
-            query = _slice(mask.query_segments, self.query, i, 1)[:, :, None]
-            key = _slice(mask.key_segments, self.key, j, 1)[:, None, :]
-            tests += [query == key, query >= 0]
-        if self.key.overlaps:
-            tests.append(_fresh(self.key, j)[None, None, :])
-        if self.query.overlaps:
-            tests.append(_fresh(self.query, i)[None, :, None])
-        return functools.reduce(jnp.logical_and, tests) if tests else None
-
-
-def _start(tiling: Tiling, i: Array) -> Array:
-    return jnp.asarray(tiling.starts)[i]
-
-
-def _fresh(tiling: Tiling, i: Array) -> Bool[Array, " tokens"]:
-    """Which tokens of tile i the tile before does not hold."""
-    return _start(tiling, i) + np.arange(tiling.size) >= jnp.asarray(tiling.fresh)[i]
-
-
-def _slice(x: Array, tiling: Tiling, i: Array, axis: int) -> Array:
-    return lax.dynamic_slice_in_dim(x, _start(tiling, i), tiling.size, axis)
-
-
-def _put(x: Array, tile: Array, tiling: Tiling, i: Array, axis: int) -> Array:
-    return lax.dynamic_update_slice_in_dim(x, tile, _start(tiling, i), axis)
 
 
 def _dot(dtype: jnp.dtype) -> Callable[..., Array]:

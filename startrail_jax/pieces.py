@@ -1,0 +1,80 @@
+"""What is visible between two units, as full rectangles and causal squares. Static; no arrays."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """The visible part of a pair of units in order of position: rectangles and causal squares.
+
+    Together they hold every visible pair once; no query is in two rectangles or in two squares.
+    """
+
+    rectangles: tuple[tuple[int, int, int], ...]
+    """(start, stop, keys): queries [start, stop) see keys [0, keys)."""
+    squares: tuple[tuple[int, int, int], ...]
+    """(query, key, size): query + i sees key + j if j <= i, for i, j < size."""
+
+
+@functools.lru_cache(maxsize=4096)
+def pieces_by_offset(
+    query: tuple[int, int], key: tuple[int, int], offsets: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[Pieces, ...]]:
+    """The different `Pieces` of units under a causal mask, and the least offset of each.
+
+    Args:
+        query, key: runs of the units and tokens in each run, `Runs.shape`.
+        offsets: starts of the first key run less that of the first query run, in tokens.
+
+    Returns:
+        Least offsets, increasing, and the pieces from each of them to the next.
+    """
+    first, cases = [], []
+    for offset in sorted(set(offsets)):
+        pieces = _pieces(query, key, offset)
+        if not cases or cases[-1] != pieces:
+            first.append(offset)
+            cases.append(pieces)
+    return tuple(first), tuple(cases)
+
+
+def _pieces(query: tuple[int, int], key: tuple[int, int], offset: int) -> Pieces:
+    """The pieces at one offset, found on the coarsest grid that the runs share."""
+    (num_runs, query_run), (_, key_run) = query, key
+    grid = math.gcd(query_run, key_run, offset)
+    a, b, d = query_run // grid, key_run // grid, offset // grid
+    queries, keys = [*range(a)], [*range(d, d + b)]
+    if num_runs == 2:
+        # Zigzag mirrors: late runs are as far apart the other way round, and after all early ones.
+        late = 2 * (a + b + abs(d))
+        queries += range(late, late + a)
+        keys += range(late + a - b - d, late + a - d)
+    counts, squares = [], []
+    for x, position in enumerate(queries):
+        if position not in keys:
+            counts.append(sum(other < position for other in keys))
+            continue
+        y = keys.index(position)
+        if (
+            squares
+            and squares[-1][0] + squares[-1][2] == x
+            and squares[-1][1] + squares[-1][2] == y
+        ):
+            squares[-1][2] += 1
+        else:
+            squares.append([x, y, 1])
+        counts.append(squares[-1][1])
+    ends = [0, *itertools.accumulate(len(list(rows)) for _, rows in itertools.groupby(counts))]
+    return Pieces(
+        tuple(
+            (start * grid, stop * grid, counts[start] * grid)
+            for start, stop in itertools.pairwise(ends)
+            if counts[start]
+        ),
+        tuple((x * grid, y * grid, size * grid) for x, y, size in squares),
+    )

@@ -1,0 +1,327 @@
+"""The GPU benchmark on a CPU: its stand-ins do the work of the mesh; what its rows say is so."""
+
+import collections
+import itertools
+import json
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+import fake_cudnn
+import oracle
+import startrail_jax as st
+from benchmarks import deviceless, gpu
+from startrail_jax.layout import Layout
+
+rehearsal, speed, errors = gpu.gpu_speed.rehearsal, gpu.gpu_speed, gpu.gpu_errors
+
+SEQ_LEN, HEADS, KV_HEADS, HEAD_DIM = 96, 2, 1, 8
+DEGREES = {
+    "ring 6": st.Degrees(ring=6),
+    "C 2": st.Degrees.startrail(4, c=2),
+    "C 2, ring 2": st.Degrees.startrail(8, c=2),
+    "team 3, ring 2": st.Degrees(team=3, ring=2),
+    "team 2, group 3": st.Degrees(team=2, group=3),
+}
+QUICK = {"xla_backend_optimization_level": 0}
+
+
+def random(shape, seed, dtype=np.float32):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+def inputs(seq_len):
+    """q, k, v, dout."""
+    heads = (HEADS, KV_HEADS, KV_HEADS, HEADS)
+    return [random((1, seq_len, n, HEAD_DIM), seed) for seed, n in enumerate(heads)]
+
+
+def both_passes(attend, q, k, v, dout):
+    out, vjp = jax.vjp(attend, q, k, v)
+    return out, *vjp(dout)
+
+
+def on_mesh(degrees, **options):
+    """Both passes on simulated devices, compiled."""
+    devices = jax.devices()[: degrees.num_devices]
+    mesh = st.make_mesh(degrees, axis_type="auto", devices=devices)
+    attention = st.Attention(mesh, **options)
+    arrays = inputs(SEQ_LEN)
+    step = jax.jit(lambda *arrays: both_passes(attention, *arrays), compiler_options=QUICK)
+    return step.lower(*arrays).compile(), arrays
+
+
+def of_one_device(degrees, backward=True, **options):
+    """The same of one device; to be called with (device, received, *arrays)."""
+    one = st.make_mesh(st.Degrees(), devices=jax.devices()[:1])
+    schedule = rehearsal.schedule_of(degrees, one, **options)
+    arrays = inputs(SEQ_LEN // degrees.sequence)
+    shapes = rehearsal.arrivals(schedule, *arrays, backward=backward)
+    received = [random(x.shape, seed) for seed, x in enumerate(shapes)]
+    step = jax.jit(rehearsal.alone(schedule, backward=backward), compiler_options=QUICK)
+    device = rehearsal.middle(schedule)
+    return step.lower(device, received, *arrays).compile(), (received, *arrays)
+
+
+def kernel_calls(calls, compiled, *arguments):
+    """The calls that one run makes, and their number."""
+    calls.clear()
+    jax.block_until_ready(compiled(*arguments))
+    jax.effects_barrier()
+    return collections.Counter(calls)
+
+
+@pytest.mark.parametrize(
+    ("name", "causal"),
+    [
+        ("ring 6", True),
+        ("C 2, ring 2", True),
+        ("C 2, ring 2", False),
+        ("team 3, ring 2", True),
+        ("team 2, group 3", False),
+    ],
+)
+def test_devices_alone_make_the_kernel_calls_of_the_mesh(monkeypatch, name, causal):
+    calls, degrees = [], DEGREES[name]
+    fake_cudnn.install(monkeypatch, calls)
+    options = dict(causal=causal, backend="cudnn", backward="kv")
+    whole, arrays = on_mesh(degrees, **options)
+    expected = kernel_calls(calls, whole, *arrays)
+    alone, arguments = of_one_device(degrees, **options)
+    axes = (range(n) for n in (degrees.group, degrees.ring, degrees.team))
+    each = [
+        kernel_calls(calls, alone, jnp.asarray(device, jnp.int32), *arguments)
+        for device in itertools.product(*axes)
+    ]
+    assert sum(each, collections.Counter()) == expected
+    assert expected
+    # The one that is measured stands for all: all have the same work.
+    area = lambda queries, keys, square: queries * keys / (1 + square)  # noqa: E731
+    work = [sum(n * area(*sizes) for (_, sizes), n in calls.items()) for calls in each]
+    assert min(work) == max(work)
+
+
+def test_compiled_program_of_one_device_has_the_products_of_the_mesh(monkeypatch):
+    """What nothing reads is dropped: so what is sent must be returned."""
+    fake_cudnn.install(monkeypatch)
+    options = dict(backend="cudnn", backward="kv")
+    count = lambda program: len(re.findall(r"\bdot\(", program.as_text()))  # noqa: E731
+    alone, _ = of_one_device(DEGREES["C 2"], **options)
+    whole, arrays = on_mesh(DEGREES["C 2"], **options)
+    assert count(whole) == count(alone) > 0
+    # The stand-ins are gone: the mesh computes the attention.
+    layout = Layout("zigzag", 4)
+    out = np.asarray(whole(*(layout.permute(x) for x in arrays))[0])
+    expected, _ = oracle.attention(*arrays[:3], causal=True)
+    np.testing.assert_allclose(layout.unpermute(out), expected, atol=2e-6)
+
+
+def test_one_device_receives_and_sends_what_the_mesh_does():
+    mesh = st.make_mesh(st.Degrees(), devices=jax.devices()[:1])
+    schedule = rehearsal.schedule_of(DEGREES["C 2"], mesh, backend="xla")
+    shard = SEQ_LEN // 4
+    arrays = inputs(shard)
+    received = rehearsal.arrivals(schedule, *arrays, backward=False)
+    # The team's queries, the group's keys and values, and the team's attentions of this shard.
+    q, kv = (1, 2 * shard, HEADS, HEAD_DIM), (1, 2 * shard, KV_HEADS, HEAD_DIM)
+    parts = (2, 1, shard, HEADS, HEAD_DIM), (2, 1, HEADS, shard)
+    assert [x.shape for x in received] == [q, kv, kv, *parts]
+    alone = rehearsal.alone(schedule, backward=False)
+    (out,), sent = jax.eval_shape(alone, jnp.zeros(3, jnp.int32), received, *arrays)
+    assert out.shape == (1, shard, HEADS, HEAD_DIM)
+    # The team's output and lse, before they are combined.
+    assert [x.shape for x in sent] == [q, (1, HEADS, 2 * shard)]
+
+
+@pytest.mark.parametrize("options", [dict(combine="reduce_scatter"), {}])
+def test_what_cannot_be_rehearsed_raises(options):
+    degrees = DEGREES["C 2"] if options else st.Degrees.ulysses(2)
+    mesh = st.make_mesh(st.Degrees(), devices=jax.devices()[:1])
+    with pytest.raises(NotImplementedError, match="Only head=1 and combine='merge'"):
+        rehearsal.schedule_of(degrees, mesh, **options)
+
+
+@pytest.mark.skipif(bool(deviceless.missing_plugin()), reason=str(deviceless.missing_plugin()))
+def test_program_for_a_gpu_has_the_kernels_of_the_mesh():
+    degrees = st.Degrees.startrail(8, c=2)
+    devices = deviceless.gpu_topology("h200", 8).devices
+    mesh = st.make_mesh(degrees, axis_type="auto", devices=devices)
+    attention = st.Attention(mesh, backend="cudnn", backward="kv")
+    shape = lambda n, spec, mesh: jax.ShapeDtypeStruct(  # noqa: E731
+        (1, n, 2, 64), jnp.bfloat16, sharding=jax.NamedSharding(mesh, spec)
+    )
+    whole = jax.jit(lambda *arrays: both_passes(attention, *arrays))
+    whole = whole.lower(*4 * [shape(4096, attention.query_spec(2), mesh)]).compile()
+
+    one = jax.make_mesh((1,), ("device",), axis_types=(AxisType.Auto,), devices=devices[:1])
+    schedule = rehearsal.schedule_of(degrees, one, backend="cudnn", backward="kv")
+    replicated = jax.NamedSharding(one, jax.P())
+    arrays = 4 * [shape(512, jax.P(), one)]
+    received = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated)
+        for x in rehearsal.arrivals(schedule, *arrays, backward=True)
+    ]
+    alone = jax.jit(rehearsal.alone(schedule, backward=True))
+    device = jax.ShapeDtypeStruct((3,), jnp.int32, sharding=replicated)
+    alone = alone.lower(device, received, *arrays).compile()
+    for kernel in ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"):
+        count = f'"{kernel}"'
+        assert alone.as_text().count(count) == whole.as_text().count(count) > 0
+
+
+@pytest.mark.parametrize(("name", "layout"), [("C 2, ring 2", None), ("team 3, ring 2", "striped")])
+def test_devices_in_turn_compute_the_attention(name, layout):
+    mesh = st.make_mesh(st.Degrees(), devices=jax.devices()[:1])
+    schedule = rehearsal.schedule_of(DEGREES[name], mesh, backend="xla", layout=layout)
+    q, k, v, dout = inputs(SEQ_LEN)
+    step = jax.jit(lambda *arrays: rehearsal.in_turn(schedule, *arrays), compiler_options=QUICK)
+    out, dq, dk, dv, lse = step(q, k, v, dout)
+    expected, expected_lse = oracle.attention(q, k, v, causal=True)
+    gradients = oracle.gradients(q, k, v, dout, causal=True)
+    np.testing.assert_allclose(lse, expected_lse, atol=1e-5)
+    for actual, wanted in zip((out, dq, dk, dv), (expected, *gradients), strict=True):
+        assert np.linalg.norm(actual - wanted) < 2e-6 * np.linalg.norm(wanted)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_reference_and_jax_attention_compute_what_the_row_says(causal):
+    options = dict(window=30, packed=True) if causal else {}
+    check = errors.Check(
+        backend="xla", dtype="float32", causal=causal, heads=4, kv_heads=2, head_dim=8,
+        seq_len=96, **options,
+    )  # fmt: skip
+    *arrays, ids = check.inputs()
+    mask = dict(segment_ids=np.asarray(ids), window=check.window, causal=causal)
+    out, lse = oracle.attention(*arrays[:3], **mask)
+    expected = dict(zip(errors.NAMES, (out, *oracle.gradients(*arrays, **mask), lse), strict=True))
+    results = jax.jit(errors.reference(check, chunk=32), compiler_options=QUICK)(*arrays, ids)
+    assert all(error < 2e-6 for error in errors.errors(results, expected).values())
+    if not causal:
+        results = jax.jit(errors.jax_attention(check, "xla"), compiler_options=QUICK)(*arrays, ids)
+        assert all(error < 2e-6 for error in errors.errors(results, expected).values())
+
+
+def test_errors_that_are_too_large_are_named():
+    check = errors.Check(backend="cudnn")
+    fine = dict.fromkeys(errors.NAMES, 1e-6)
+    of_jax = dict.fromkeys(errors.NAMES[:4], 1e-6)
+    assert errors.faults(check, fine, of_jax) == []
+    assert errors.faults(check, {**fine, "dq": 1.5e-6, "dv": float("nan")}, of_jax) == ["dq", "dv"]
+    assert errors.faults(check, {**fine, "lse": 2e-4}, of_jax) == ["lse"]
+    float32 = errors.Check(backend="tiled", dtype="float32")
+    assert errors.faults(float32, {**fine, "out": 2e-5, "lse": 2e-5}, {}) == ["out", "lse"]
+
+
+def test_lse_of_rows_that_see_no_key_is_compared_and_does_not_drown_the_others():
+    expected = jnp.asarray([[1.0, 2.0, -1e30]])
+    close, wrong = (jnp.asarray([[1.0, 2.1, last]]) for last in (-1e30, 0.0))
+    error = errors.errors(dict(lse=close), dict(lse=expected))["lse"]
+    assert error == pytest.approx(0.1 / np.sqrt(5), rel=1e-3)
+    assert np.isnan(errors.errors(dict(lse=wrong), dict(lse=expected))["lse"])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_useful_work_counts_visible_pairs(causal):
+    problem = speed.Problem(12, causal, heads=4, kv_heads=2, head_dim=8)
+    pairs = oracle.visible(12, 12, causal=causal).sum()
+    assert problem.flops(speed.FORWARD) == 2 * 2 * pairs * 4 * 8
+    assert problem.flops(speed.BOTH) == 7 * 2 * pairs * 4 * 8
+    assert problem.flops(speed.BOTH, 8) == problem.flops(speed.BOTH) / 8
+
+
+def test_bars_are_for_units_that_fill_the_device():
+    rows = list(speed.rows_of(speed.Problem(65536), speed.SETTINGS))
+    bars = {row.setting: (row.unit, row.bar) for row in rows}
+    assert bars == {
+        speed.JAX: (65536, None),
+        speed.OURS: (65536, 0.98),
+        "(c) Ring Attention, P=8": (8192, 0.92),
+        "(c) StarTrail, P=8, C=2": (16384, 0.92),
+        "(c) Ring Attention, P=64": (1024, None),
+        "(c) StarTrail, P=64, C=4": (4096, None),
+        "(c) team 8, ring 8, P=64": (8192, 0.92),
+    }
+
+
+def rows_in(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_tiny_run_reports_errors_and_speed(tmp_path, capsys):
+    path = tmp_path / "rows.jsonl"
+    rows = "packed|in turn|, fwd$"
+    assert gpu.main(["--tiny", "--json", str(path), "--rows", rows]) == 0
+    header, *records = rows_in(path)
+    assert header["part"] == "header"
+    assert {"card", "versions", "date", "command", "compiler options"} <= set(header)
+    exact = [x for x in records if x["part"] == "errors"]
+    assert [x["passed"] for x in exact] == [True, True]
+    assert set(exact[0]["errors"]) == set(errors.NAMES)
+    assert set(exact[1]["ratios"]) == {"out", "dq", "dk", "dv"}
+    fast = {x["setting"]: x for x in records if x["part"] == "speed"}
+    assert list(fast) == [speed.JAX, speed.OURS, *speed.TINY_SETTINGS]
+    for row in fast.values():
+        assert row["ms"] > 0
+        assert row["planned_bytes"] > 0
+        assert row["ratio_at_tokens"] == 128
+    assert fast[speed.JAX]["ratio"] == 1
+    assert fast["(c) StarTrail, P=4, C=2"]["unit_tokens"] == 64
+    assert fast["(c) StarTrail, P=4, C=2"]["merge_ms"] > 0
+    printed = capsys.readouterr().out
+    assert printed.count("PASS") == 2
+    assert all(column in printed for column in speed.COLUMNS)
+
+
+def test_rows_that_fail_are_reported_and_the_rest_goes_on(tmp_path, capsys, monkeypatch):
+    def broken(*args, **options):
+        raise NotImplementedError("no kernel\nfor this")
+
+    monkeypatch.setattr(errors, "ours", broken)
+    monkeypatch.setattr(speed.rehearsal, "alone", broken)
+    path = tmp_path / "rows.jsonl"
+    assert (
+        gpu.main(["--tiny", "--json", str(path), "--rows", "packed|Ring.*fwd$|jax.nn.*fwd$"]) == 1
+    )
+    _, exact, whole, alone = rows_in(path)
+    assert exact["error"] == "ours: NotImplementedError: no kernel"
+    assert alone["error"] == "NotImplementedError: no kernel"
+    assert whole["ms"] > 0
+    assert capsys.readouterr().out.count("NotImplementedError: no kernel") == 2
+
+
+def test_rows_for_which_there_is_no_time_are_listed(capsys):
+    assert gpu.main(["--tiny", "--minutes", "0"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("left out, as the time was up: errors:") == len(errors.TINY_CHECKS)
+    assert printed.count("left out, as the time was up: speed:") == 8
+
+
+def test_program_that_does_not_fit_is_not_run():
+    from gpu_report import Program, compile_all, warm_up
+
+    program = Program(jnp.sin, (jnp.zeros(2**10),))
+    compile_all([program])
+    warm_up([program], memory_limit=2**12)
+    assert program.error == "needs 0.0 GiB, and the device has 0.0"
+    assert program.samples == []
+
+
+def test_needs_a_gpu_unless_tiny():
+    with pytest.raises(SystemExit, match="needs an NVIDIA GPU; jax found cpu devices"):
+        gpu.main([])
+
+
+def test_rows_that_match_nothing_are_an_error():
+    with pytest.raises(SystemExit, match=r"--rows must match .* got 'nothing like it'"):
+        gpu.main(["--tiny", "--rows", "nothing like it"])
+
+
+def test_page_of_results_explains_the_columns_and_has_every_row():
+    page = (Path(gpu.__file__).parent / "RESULTS.md").read_text()
+    assert all(f"`{column}`" in page for column in speed.COLUMNS)
+    assert all(name in page for name in (speed.JAX, speed.OURS, *speed.SETTINGS))
