@@ -82,7 +82,7 @@ def kernel_calls(calls, compiled, *arguments):
         ("ring 6", True),
         ("C 2, ring 2", True),
         ("C 2, ring 2", False),
-        ("team 3, ring 2", True),
+        ("team 3, ring 2", False),
         ("team 2, group 3", False),
     ],
 )
@@ -199,10 +199,8 @@ def test_reference_and_jax_attention_compute_what_the_row_says(causal):
     mask = dict(segment_ids=np.asarray(ids), window=check.window, causal=causal)
     out, lse = oracle.attention(*arrays[:3], **mask)
     expected = dict(zip(errors.NAMES, (out, *oracle.gradients(*arrays, **mask), lse), strict=True))
-    results = jax.jit(errors.reference(check, chunk=32), compiler_options=QUICK)(*arrays, ids)
-    assert all(error < 2e-6 for error in errors.errors(results, expected).values())
-    if not causal:
-        results = jax.jit(errors.jax_attention(check, "xla"), compiler_options=QUICK)(*arrays, ids)
+    for compute in (errors.reference(check, chunk=32), errors.jax_attention(check, "xla")):
+        results = jax.jit(compute, compiler_options=QUICK)(*arrays, ids)
         assert all(error < 2e-6 for error in errors.errors(results, expected).values())
 
 
@@ -254,7 +252,7 @@ def rows_in(path):
 
 def test_tiny_run_reports_errors_and_speed(tmp_path, capsys):
     path = tmp_path / "rows.jsonl"
-    rows = "packed|in turn|, fwd$"
+    rows = "packed|in turn|(jax|one device|StarTrail).*, fwd$"
     assert gpu.main(["--tiny", "--json", str(path), "--rows", rows]) == 0
     header, *records = rows_in(path)
     assert header["part"] == "header"
@@ -264,7 +262,7 @@ def test_tiny_run_reports_errors_and_speed(tmp_path, capsys):
     assert set(exact[0]["errors"]) == set(errors.NAMES)
     assert set(exact[1]["ratios"]) == {"out", "dq", "dk", "dv"}
     fast = {x["setting"]: x for x in records if x["part"] == "speed"}
-    assert list(fast) == [speed.JAX, speed.OURS, *speed.TINY_SETTINGS]
+    assert list(fast) == [speed.JAX, speed.OURS, "(c) StarTrail, P=4, C=2"]
     for row in fast.values():
         assert row["ms"] > 0
         assert row["planned_bytes"] > 0

@@ -1,0 +1,226 @@
+"""Compiles, runs and times programs side by side on one device, and reports rows."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, TextIO
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+import startrail_jax as st
+
+COMPILERS = 4
+"""Programs that are compiled at a time."""
+
+SAMPLE_SECONDS, MOST_CALLS = 0.03, 200
+"""What one sample lasts at least: a shorter program is called several times in a row, so that
+starting it from Python happens beneath the call before."""
+
+
+@dataclass
+class Report:
+    """Prints rows and writes them as JSON lines; knows which are asked for, and until when."""
+
+    args: argparse.Namespace
+    mesh: Mesh
+    """Of the one device."""
+    deadline: float
+    file: TextIO
+    found: int = 0
+    """Rows that were wanted."""
+    left_out: list[str] = field(default_factory=list)
+    failed: bool = False
+    """Whether a result was wrong."""
+
+    @property
+    def seconds_left(self) -> float:
+        return self.deadline - time.monotonic()
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Compiler options of our programs; in a trial, what compiles fast."""
+        quick = {"xla_backend_optimization_level": 0}
+        return quick if self.args.tiny else dict(st.compiler_options(self.mesh))
+
+    @property
+    def memory_limit(self) -> float:
+        return memory_statistics().get("bytes_limit", math.inf)
+
+    def wanted(self, rows: Sequence[Any]) -> list[Any]:
+        """Those that `--rows` finds by their names."""
+        rows = [row for row in rows if re.search(self.args.rows, str(row))]
+        self.found += len(rows)
+        return rows
+
+    def write(self, line: str, **record: Any) -> None:
+        print(line, flush=True)
+        if record:
+            self.file.write(json.dumps(record) + "\n")
+            self.file.flush()
+
+
+@dataclass
+class Program:
+    """A function with its arguments, and what became of it."""
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    options: dict[str, Any] = field(default_factory=dict)
+    """Compiler options."""
+    compiled: Any = None
+    error: str = ""
+    """First line of the error that ended it."""
+    calls: int = 1
+    """Calls in one sample."""
+    samples: list[float] = field(default_factory=list)
+    """Seconds of one call, a mean over `calls`."""
+    peak_bytes: int | None = None
+    """Most memory in use during its first run, arguments included; None where an earlier program
+    had used more, as the device remembers only the most of all."""
+
+    @property
+    def seconds(self) -> float:
+        """Median time of one call."""
+        return statistics.median(self.samples)
+
+    @property
+    def planned_bytes(self) -> int:
+        """Memory of arguments, results and temporaries, as compiled."""
+        memory = self.compiled.memory_analysis()
+        arguments, results = memory.argument_size_in_bytes, memory.output_size_in_bytes
+        return arguments + results + memory.temp_size_in_bytes - memory.alias_size_in_bytes
+
+    def run(self, calls: int = 1) -> Any:
+        """Results of the last of so many calls in a row; None, and an `error`, if one fails."""
+        result = None
+        try:
+            for _ in range(calls):
+                result = self.compiled(*self.arguments)
+            return jax.block_until_ready(result)
+        except Exception as error:
+            self.error = first_line(error)
+            return None
+
+
+def random_arrays(
+    shapes: Sequence[jax.ShapeDtypeStruct], float32: float | None = None
+) -> list[jax.Array]:
+    """Arrays of normal numbers, made in one program, as to compile one for each takes long.
+
+    They are read, again and again, from a pool whose length is a prime: so no two rows are alike.
+
+    Args:
+        float32: what float32 arrays hold instead.
+    """
+    pool = np.random.default_rng(0).standard_normal(4_194_301, np.float32)
+
+    def fill(pool: jax.Array) -> list[jax.Array]:
+        filled = []
+        for i, x in enumerate(shapes):
+            if x.dtype == jnp.float32 and float32 is not None:
+                filled.append(jnp.full(x.shape, float32, x.dtype))
+            else:
+                places = (jnp.arange(math.prod(x.shape), dtype=jnp.int32) + 977 * i) % len(pool)
+                filled.append(jnp.take(pool, places, mode="clip").reshape(x.shape).astype(x.dtype))
+        return filled
+
+    return jax.jit(fill)(pool)
+
+
+def prepare(build: Callable[..., Program], *arguments: Any) -> Program:
+    """`build(*arguments)`, or a program that ended before it began."""
+    try:
+        return build(*arguments)
+    except Exception as error:
+        return Program(lambda: None, (), error=first_line(error))
+
+
+def first_line(error: BaseException) -> str:
+    """Kind and first line of an error."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"[:200]
+
+
+def compile_all(programs: Sequence[Program]) -> None:
+    """Compiles programs, several at a time. They are traced in turn: a trace may patch modules."""
+
+    def compile_one(job: tuple[Program, Any]) -> None:
+        program, lowered = job
+        try:
+            program.compiled = lowered.compile(compiler_options=program.options)
+        except Exception as error:
+            program.error = first_line(error)
+
+    jobs = []
+    for program in {id(x): x for x in programs}.values():
+        if program.error or program.compiled:
+            continue
+        try:
+            jobs.append((program, jax.jit(program.function).lower(*program.arguments)))
+        except Exception as error:
+            program.error = first_line(error)
+    with ThreadPoolExecutor(COMPILERS) as pool:
+        list(pool.map(compile_one, jobs))
+
+
+def warm_up(programs: Sequence[Program], memory_limit: float) -> None:
+    """Runs every program twice: for its peak memory, and for how long it takes.
+
+    Those of least memory first, as the device's peak only ever rises. A program that needs more
+    than `memory_limit` bytes is not run.
+    """
+    for program in sorted((x for x in programs if not x.error), key=lambda x: x.planned_bytes):
+        if program.planned_bytes > memory_limit:
+            needs, has = program.planned_bytes / 2**30, memory_limit / 2**30
+            program.error = f"needs {needs:.1f} GiB, and the device has {has:.1f}"
+            continue
+        before = memory_statistics()
+        program.run()
+        after = memory_statistics()
+        if after.get("peak_bytes_in_use", 0) > before.get("peak_bytes_in_use", 0):
+            own = sum(x.nbytes for x in jax.tree.leaves(program.arguments))
+            program.peak_bytes = after["peak_bytes_in_use"] - before["bytes_in_use"] + own
+        _take_sample(program)
+        if not program.error:
+            program.calls = min(MOST_CALLS, math.ceil(SAMPLE_SECONDS / program.seconds))
+
+
+def time_in_turn(programs: Sequence[Program], samples: int, seconds: float) -> None:
+    """Takes samples of all programs in turn, so that all of them meet the device in one state.
+
+    Args:
+        samples: of each program.
+        seconds: to spend; fewer samples are taken if need be, but one at least.
+    """
+    programs = [x for x in programs if not x.error]
+    turn = sum(x.calls * x.seconds for x in programs)
+    for program in programs:
+        program.samples = []
+    for _ in range(max(1, min(samples, int(seconds / max(turn, 1e-9))))):
+        for program in programs:
+            _take_sample(program)
+
+
+def _take_sample(program: Program) -> None:
+    if program.error:
+        return
+    start = time.perf_counter()
+    program.run(program.calls)
+    if not program.error:
+        program.samples.append((time.perf_counter() - start) / program.calls)
+
+
+def memory_statistics() -> dict[str, int]:
+    """What the device says of its memory; nothing on CPU."""
+    return dict(jax.devices()[0].memory_stats() or {})

@@ -1,0 +1,282 @@
+"""What the devices of a mesh compute, run on one device without the mesh.
+
+`alone` is the work of one of them, for its time; `in_turn` that of all, for the results.
+
+In `alone` the device's own program (both rules of `rings.concentric_attention`: rounds, merges,
+reorders and combination) is traced with stand-ins for the functions of `startrail_jax.collectives`,
+so that what is left is everything but the network:
+
+    index                 an argument of the program: what depends on the device is not folded
+    permutes              the operand, as what arrives has the same shape and dtype
+    gather, scatter_sum,  a buffer that is an argument of the program: the network has written it
+    partials              (and has added, for scatter_sum) by the time the device reads it
+
+Nothing reads such a buffer before the device has computed what it sends in return, which the
+program returns beside the results. Memory: the buffers into which a ring hop receives are missing
+(one key unit, forward). The numbers that come out mean nothing, as nothing came from anybody.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, Mesh
+from jaxtyping import Array, Int32
+
+import startrail_jax as st
+from startrail_jax import blocks, collectives, rings
+from startrail_jax.mask import Mask
+from startrail_jax.mesh import ROLES, Axis, device_kind
+from startrail_jax.schedule import Schedule
+from startrail_jax.softmax import merge_partials
+
+
+def schedule_of(degrees: st.Degrees, device_mesh: Mesh, **options: Any) -> Schedule:
+    """The schedule of `Attention(mesh, **options)` on a mesh of devices like those of another.
+
+    Raises:
+        NotImplementedError: for `head` > 1 and for combine="reduce_scatter".
+    """
+    if degrees.head > 1 or options.get("combine", "merge") != "merge":
+        raise NotImplementedError(
+            "Only head=1 and combine='merge' can be rehearsed; got "
+            f"head={degrees.head}, combine={options.get('combine', 'merge')!r}. "
+            "A Ulysses exchange leaves the same attention with fewer heads."
+        )
+    sizes = tuple(getattr(degrees, role) for role in ROLES)
+    mesh = AbstractMesh(sizes, ROLES, axis_types=(AxisType.Explicit,) * len(ROLES))
+    platform, capability = device_kind(device_mesh)
+    schedule = st.Attention(mesh, **options).schedule
+    return dataclasses.replace(schedule, platform=platform, capability=capability)
+
+
+def alone(schedule: Schedule, *, backward: bool) -> Callable[..., Any]:
+    """What one device of the schedule's mesh computes, without the network.
+
+    Returns:
+        A function of (device, received, q, k, v, dout): the device's (g, p, a) as int32 [3];
+        buffers as `arrivals` lists them; and arrays of the size of the device's shards. It returns
+        out and, if `backward`, dq, dk and dv; and what the device has computed and sent.
+    """
+
+    def run(device: Int32[Array, " axes"], received: Sequence[Array], *arrays: Array) -> Any:
+        network = _Network(schedule, device, iter(received))
+        return network.attend(*arrays, backward=backward), network.sent
+
+    return run
+
+
+def arrivals(schedule: Schedule, *arrays: Any, backward: bool) -> list[jax.ShapeDtypeStruct]:
+    """What the gathers and scatters of `alone` bring to the device, in order.
+
+    Args:
+        arrays: q, k, v and dout, or their shapes.
+    """
+    network = _Network(schedule, (0, 0, 0))
+    # A function of its own, as jax remembers traces by function.
+    jax.eval_shape(lambda *arrays: network.attend(*arrays, backward=backward), *arrays)
+    return network.shapes
+
+
+def middle(schedule: Schedule) -> Int32[Array, " axes"]:
+    """(g, p, a) in the middle of the mesh. Under zigzag the work of all devices is the same."""
+    axes = (schedule.group, schedule.ring, schedule.team)
+    return jnp.asarray([axis.degree // 2 for axis in axes], jnp.int32)
+
+
+class _Network:
+    """Stand-ins for `startrail_jax.collectives` during one trace."""
+
+    def __init__(
+        self, schedule: Schedule, device: Any, received: Iterator[Array] | None = None
+    ) -> None:
+        self.schedule = schedule
+        axes = (schedule.group, schedule.ring, schedule.team)
+        self.device = {axis.names: device[i] for i, axis in enumerate(axes)}
+        self.received = received
+        self.given: tuple[Array, ...] = ()
+        self.sent: list[Array] = []
+        self.shapes: list[jax.ShapeDtypeStruct] = []
+
+    def attend(
+        self, q: Array, k: Array, v: Array, dout: Array, *, backward: bool
+    ) -> tuple[Array, ...]:
+        """The forward and the backward rule of the op, in one trace.
+
+        jax would trace the forward rule apart, and what is sent there could not be returned.
+        """
+        self.given = (q, k, v, dout)
+        op: Any = rings.concentric_attention
+        with (
+            mock.patch.object(rings, "concentric_attention", op.fun),
+            mock.patch.multiple(
+                collectives,
+                index=self.index,
+                gather=self.gather,
+                scatter_sum=self.scatter_sum,
+                partials=self.partials,
+                _permute=self.permute,
+            ),
+        ):
+            (out, lse), residuals = op.fwd(self.schedule, q, k, v, None, None)
+            if not backward:
+                return (out,)
+            return (out, *op.bwd(self.schedule, residuals, (dout, jnp.zeros_like(lse)))[:3])
+
+    def index(self, axis: Axis) -> Any:
+        return self.device[axis.names] if axis.degree > 1 else 0
+
+    def permute(self, x: Array, axis: Axis, pairs: Any) -> Array:
+        return x
+
+    def gather(self, x: Array, axis: Axis, dim: int) -> Array:
+        if axis.degree == 1:
+            return x
+        return self.receive(x, _resized(x.shape, dim, x.shape[dim] * axis.degree))
+
+    def scatter_sum(self, x: Array, axis: Axis, dim: int) -> Array:
+        if axis.degree == 1:
+            return x
+        return self.receive(x, _resized(x.shape, dim, x.shape[dim] // axis.degree))
+
+    def partials(self, x: Array, axis: Axis, dim: int) -> Array:
+        if axis.degree == 1:
+            return x[None]
+        part = _resized(x.shape, dim, x.shape[dim] // axis.degree)
+        return self.receive(x, (axis.degree, *part))
+
+    def receive(self, sent: Array, shape: tuple[int, ...]) -> Array:
+        self.shapes.append(jax.ShapeDtypeStruct(shape, sent.dtype))
+        here = jnp.zeros(shape, sent.dtype) if self.received is None else next(self.received)
+        if any(sent is x for x in self.given):
+            return here
+        # XLA drops operands of a barrier that nothing uses, and their senders: hence `self.sent`.
+        sent, here = lax.optimization_barrier((sent, here))
+        self.sent.append(sent)
+        return here
+
+
+def _resized(shape: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
+    return (*shape[:dim], size, *shape[dim + 1 :])
+
+
+def in_turn(schedule: Schedule, q: Array, k: Array, v: Array, dout: Array) -> tuple[Array, ...]:
+    """What all devices of a mesh compute, one after another, with the units of one sequence.
+
+    Blocks, masks, merges and roundings are those of the mesh, in the "kv" mode of the backward
+    pass, so that the results are what the mesh gets. The gathers and hops are slices.
+
+    Args:
+        q, k, v, dout: the whole sequence, in natural order.
+
+    Returns:
+        out, dq, dk and dv in the dtype of q, and lse, in natural order.
+    """
+    layout, devices = schedule.layout, _Devices(schedule)
+    q, k, v, dout = (layout.permute(x) for x in (q, k, v, dout))
+    out, lse = devices.forward(q, k, v)
+    delta = (dout.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1).swapaxes(1, 2)
+    results = (out, *devices.backward(q, k, v, dout, lse, delta))
+    natural = [layout.unpermute(x).astype(q.dtype) for x in results]
+    return (*natural, layout.unpermute(lse, axis=2))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Devices:
+    """All devices of a mesh; whole sequences are in layout order."""
+
+    schedule: Schedule
+
+    @property
+    def ranks(self) -> Array:
+        """(g, p, a) of every device, by rank."""
+        axes = (self.schedule.group, self.schedule.ring, self.schedule.team)
+        devices = itertools.product(*(range(axis.degree) for axis in axes))
+        return jnp.asarray(list(devices), jnp.int32)
+
+    def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+        """out in the dtype of q, and lse."""
+        schedule, team = self.schedule, self.schedule.team.degree
+        block, size = blocks.BACKENDS[schedule.backend], schedule.query_ranks
+
+        def attend(device: Array) -> tuple[Array, Array]:
+            q_unit = self.unit(q, size, schedule.query_unit(device[0], device[1]))
+            partials: Any = ()
+            for _, k_unit, v_unit, mask in self.rounds(device, k, v):
+                partials = block.forward(q_unit, k_unit, v_unit, mask, _scale(q), partials)
+            out, lse = merge_partials(partials)
+            out, lse = schedule.unsort(out, size, 1), schedule.unsort(lse, size, 2)
+            return (out.astype(q.dtype) if team > 1 else out), lse
+
+        def combine(outs: Array, lses: Array) -> tuple[Array, Array]:
+            return merge_partials(list(zip(outs, lses, strict=True)))
+
+        outs, lses = (x.reshape(-1, team, *x.shape[1:]) for x in lax.map(attend, self.ranks))
+        out, lse = jax.vmap(combine)(outs, lses)
+        lse = jnp.moveaxis(lse, 0, 2)
+        return _joined(out, q.shape).astype(q.dtype), lse.reshape(*lse.shape[:2], -1)
+
+    def backward(
+        self, q: Array, k: Array, v: Array, dout: Array, lse: Array, delta: Array
+    ) -> tuple[Array, ...]:
+        """dq, dk, dv in float32."""
+        schedule = self.schedule
+        block, size = blocks.BACKENDS[schedule.backend], schedule.query_ranks
+
+        def add_device(sums: tuple[Array, ...], device: Array) -> Any:
+            dq, dk, dv = sums
+            at = schedule.query_unit(device[0], device[1])
+            q_unit, dout_unit = self.unit(q, size, at), self.unit(dout, size, at)
+            lse_unit, delta_unit = self.unit(lse, size, at, 2), self.unit(delta, size, at, 2)
+            own: Any = None
+            for index, k_unit, v_unit, mask in self.rounds(device, k, v):
+                own, dk_unit, dv_unit = block.backward(
+                    q_unit, k_unit, v_unit, lse_unit, delta_unit, dout_unit, mask, _scale(q),
+                    (own, None, None),
+                )  # fmt: skip
+                own = own.astype(jnp.float32)
+                dk = self.add(dk, dk_unit, schedule.key_ranks, index)
+                dv = self.add(dv, dv_unit, schedule.key_ranks, index)
+            return (self.add(dq, own, size, at), dk, dv), None
+
+        zeros = tuple(jnp.zeros(x.shape, jnp.float32) for x in (q, k, v))
+        return lax.scan(add_device, zeros, self.ranks)[0]
+
+    def rounds(
+        self, device: Array, k: Array, v: Array
+    ) -> Iterator[tuple[Array, Array, Array, Mask]]:
+        """Index of the key unit, its keys and values, and the mask, of each round of a device."""
+        g, p, a = device
+        schedule, size = self.schedule, self.schedule.key_ranks
+        for distance in range(schedule.ring.degree):
+            index = schedule.key_unit(p, a, distance)
+            mask = schedule.mask(k.shape[1], (g, p, a), keys_behind=distance)
+            yield index, self.unit(k, size, index), self.unit(v, size, index), mask
+
+    def unit(self, x: Array, ranks: int, index: Array, dim: int = 1) -> Array:
+        """Unit `index` of so many ranks, sorted."""
+        length = x.shape[dim] // len(self.ranks) * ranks
+        own = lax.dynamic_slice_in_dim(x, index * length, length, dim)
+        return self.schedule.sort(own, ranks, dim)
+
+    def add(self, x: Array, dx: Array, ranks: int, index: Array) -> Array:
+        """Adds what belongs to a unit, and is sorted, to the whole sequence."""
+        start, dx = index * dx.shape[1], self.schedule.unsort(dx, ranks, 1)
+        here = lax.dynamic_slice_in_dim(x, start, dx.shape[1], 1)
+        return lax.dynamic_update_slice_in_dim(x, here + dx, start, 1)
+
+
+def _joined(units: Array, shape: tuple[int, ...]) -> Array:
+    """[unit, b, t, n, h] as whole sequences."""
+    return jnp.moveaxis(units, 0, 1).reshape(shape)
+
+
+def _scale(q: Array) -> float:
+    return q.shape[-1] ** -0.5
