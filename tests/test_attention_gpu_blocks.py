@@ -13,7 +13,6 @@ import startrail_jax as st
 from attention_cases import (
     FLOAT32_ERROR,
     HEADS,
-    MASKS,
     Case,
     Problem,
     Result,
@@ -28,7 +27,7 @@ from attention_cases import (
 )
 from startrail_jax import Degrees
 from startrail_jax.blocks import tiled
-from test_attention_grid import NEEDS_EQUAL, SCHEMES, clash
+from test_attention_grid import SCHEMES, clash
 
 # Errors over those of one kernel call for the whole sequence. It rounds probabilities and results;
 # we round parts and their sum, and of outputs also what a team sends. Small problems scatter.
@@ -39,29 +38,33 @@ SMALL_ERROR_RATIO = dict.fromkeys(KERNEL_ERROR_RATIO, 1.8)
 SMALL_TILES = {"COARSE": 12, "FINE": 5}
 
 
-def cases(**factors):
+def cases(schemes, **factors):
     """A covering design over `factors` and the choices that bear on the blocks."""
-    settings = {scheme: cycle(values) for scheme, values in SCHEMES.items()}
+    settings = {scheme: cycle(SCHEMES[scheme]) for scheme in schemes}
     design = covering(
-        {
-            "scheme": list(SCHEMES),
-            "heads": HEADS,
-            "backward": ("query", "kv"),
-            "placement": ("permute_gather", NEEDS_EQUAL),
-            **factors,
-        },
-        clash,
+        {"scheme": schemes, "heads": HEADS, "backward": ("query", "kv"), **factors}, clash
     )
     for seed, row in enumerate(design):
         yield Case(degrees=next(settings[row.pop("scheme")]), seed=seed, **row)
 
 
+# Those that differ in the units that meet.
 CUDNN = list(
     cases(
+        ("ring", "all_gather", "startrail", "fewest_bytes", "no_ring", "unequal", "odd"),
         backend=("cudnn",),
         mask=("full", "causal", "cross_full"),
         layout=("contiguous", "zigzag"),
         tokens=(2, 14),
+    )
+)
+TILED = list(
+    cases(
+        ("ring", "startrail", "unequal"),
+        backend=("tiled",),
+        mask=("window", "packed_window", "padding_full", "cross"),
+        layout=("contiguous", "zigzag", "striped"),
+        tokens=(14,),
     )
 )
 NARROW = [
@@ -74,14 +77,6 @@ NARROW = [
         (Degrees(data=2, ring=2, head=2, tensor=2), "full", "single", "bfloat16"),
     )
 ]
-TILED = list(
-    cases(
-        backend=("tiled",),
-        mask=list(MASKS),
-        layout=("contiguous", "zigzag", "striped"),
-        tokens=(14,),
-    )
-)
 
 
 @pytest.fixture(autouse=True)
