@@ -253,9 +253,9 @@ class Bench:
         def merge(of_rounds: Any, of_team: Any) -> Any:
             merged = ()
             for i in range(rounds):
-                merged = (*merged, of_rounds[i % len(of_rounds)])
-                if len(merged) > cudnn.MAX_PARTIALS:
+                if len(merged) >= cudnn.MAX_PARTIALS:
                     merged = lax.optimization_barrier((merge_partials(merged),))
+                merged = (*merged, of_rounds[i % len(of_rounds)])
             out, lse = merge_partials(merged)
             joined, joined_lse = merge_partials(of_team)
             return out.astype(q.dtype), lse, joined.astype(q.dtype), joined_lse
@@ -266,7 +266,7 @@ class Bench:
             return number * [(out, lse)]
 
         # A few different ones stand for all rounds.
-        shapes = partials(min(rounds, cudnn.MAX_PARTIALS + 1), row.unit), partials(team, q.shape[1])
+        shapes = partials(min(rounds, cudnn.MAX_PARTIALS), row.unit), partials(team, q.shape[1])
         arrays = random_arrays(jax.tree.leaves(shapes))
         return Program(merge, jax.tree.unflatten(jax.tree.structure(shapes), arrays))
 

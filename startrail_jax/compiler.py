@@ -13,9 +13,11 @@ def compiler_options(mesh: Mesh | None = None) -> dict[str, bool | int]:
 
     * `xla_gpu_enable_latency_hiding_scheduler`: moves the start of a message before the kernels
       that do not need it, and its end after them. On by default for Hopper, off for Ampere.
+    * `xla_gpu_collective_permute_combine_threshold_bytes`: the arrays of a hop of the ring (keys and
+      values, or queries, their gradients and statistics) go as one message, of any size. By default
+      XLA joins them up to 30 MiB.
     * `xla_gpu_experimental_parallel_collective_overlap_limit`: how many messages may be on their
-      way at a time; by default one. A hop of the ring is two to four: keys and values, or queries,
-      their gradients and statistics. XLA joins them, but only up to 30 MiB.
+      way at a time, so that none waits for the gradients of weights. By default one.
 
     `benchmarks/overlap.py` shows what they do, and what is lost without them.
 
@@ -31,5 +33,6 @@ def compiler_options(mesh: Mesh | None = None) -> dict[str, bool | int]:
         return {}
     return {
         "xla_gpu_enable_latency_hiding_scheduler": True,
+        "xla_gpu_collective_permute_combine_threshold_bytes": 2**40,
         "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
     }

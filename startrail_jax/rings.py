@@ -105,6 +105,11 @@ def _forward(
     device = _device(schedule)
     q_unit: Any = _query_unit(schedule, q)
     query_ids = _query_unit(schedule, query_segments)
+    gathered, permuted = (schedule.team.degree - 1) * q.size, schedule.keys.permuted
+    if gathered > 0 and gathered >= permuted * (k.size + v.size):
+        # Of what can run beneath a layer's projections, the larger: queries are gathered while keys
+        # and values are projected. Else XLA permutes the keys while queries are, as it likes best.
+        q_unit, k, v = lax.optimization_barrier((q_unit, k, v))
 
     def attend(keys: Any, distance: Any, so_far: Any) -> tuple[Partials, tuple[()]]:
         k, v, key_ids = keys
@@ -247,12 +252,16 @@ def circulate(
         arriving = collectives.shift(travellers, ring, steps[i]) if i < last else None
         followed = collectives.shift(follows, ring, steps[i - 1]) if i > 1 else None
         stays, follows = visit(travellers, offset, stays)
+        # Without the barrier XLA sends everything first, and nothing runs beside the messages. What
+        # is cheap comes after it, or XLA would hide a message behind that alone.
+        arriving, stays, follows, followed = lax.optimization_barrier(
+            (arriving, stays, follows, followed)
+        )
         if i > 1:
             follows = jax.tree.map(jnp.add, follows, followed)
         elif i == 1:
             follows = _float32(follows)
-        # Without the barrier XLA sends everything first, and nothing runs beside the messages.
-        return lax.optimization_barrier((arriving, stays, follows))
+        return arriving, stays, follows
 
     travellers, stays, home = play(0, 0, (travellers, None, None))
     if last == 0:

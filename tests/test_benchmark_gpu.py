@@ -134,8 +134,10 @@ def test_one_device_receives_and_sends_what_the_mesh_does():
     alone = rehearsal.alone(schedule, backward=False)
     (out,), sent = jax.eval_shape(alone, jnp.zeros(3, jnp.int32), received, *arrays)
     assert out.shape == (1, shard, HEADS, HEAD_DIM)
-    # The team's output and lse, before they are combined.
-    assert [x.shape for x in sent] == [q, (1, HEADS, 2 * shard)]
+    # Keys and values, and the team's output and lse before they are combined; the queries that are
+    # sent are those that come in.
+    keys = 2 * [(1, shard, KV_HEADS, HEAD_DIM)]
+    assert [x.shape for x in sent] == [*keys, q, (1, HEADS, 2 * shard)]
 
 
 @pytest.mark.parametrize("options", [dict(combine="reduce_scatter"), {}])

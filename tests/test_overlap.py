@@ -309,14 +309,22 @@ def compiled(target, setting, backward):
 
 
 def ring_bytes(setting, backward):
-    """What a device must receive round the ring, forward and backward, by the closed form."""
+    """What a device receives round the ring, forward and backward, by the closed form.
+
+    The first hop of a gradient brings the result of one kernel, which XLA may send as it is, in
+    bfloat16, and widen on arrival: the second number.
+    """
     degrees, args = SETTINGS[setting], benchmark.parse_args(SIZES)
     query = 2 * args.tokens * args.heads * args.head_dim * degrees.team
     keys = 2 * 2 * args.tokens * args.kv_heads * args.head_dim * degrees.group
-    # Beside queries and dout, lse and delta in float32; gradients in float32.
+    # Queries and dout, lse and delta in float32; keys and values. Then their gradients in float32.
     rows = 2 * 4 * args.tokens * args.heads * degrees.team
-    hop = {"query": 4 * query + rows, "kv": 3 * keys}[backward]
-    return (degrees.ring - 1) * (keys + hop)
+    travellers, gradients = {
+        "query": (2 * query + rows, 2 * query),
+        "kv": (keys, 2 * keys),
+    }[backward]
+    received = (degrees.ring - 1) * (keys + travellers + gradients)
+    return received, received - gradients // 2
 
 
 # StarTrail for every target; of one of them Ring Attention, and a ring so long that it is a loop.
@@ -335,7 +343,7 @@ def test_every_hop_but_the_last_homecoming_is_beneath_attention(target, setting,
     assert any(hop.computation != ENTRY for hop in reading.hops) == (setting == LONG)
     # Nothing has been missed: these are all the messages that there must be.
     moved = sum(hop.runs * hop.received_bytes for hop in reading.hops)
-    assert moved == ring_bytes(setting, backward)
+    assert moved in ring_bytes(setting, backward)
 
 
 @needs_plugin

@@ -75,11 +75,13 @@ def refusal(request: Request) -> str | None:
 def forward(
     q: QueryShard, k: KeyShard, v: ValueShard, mask: Mask, scale: float, into: Partials = ()
 ) -> Partials:
-    """See `base.Block.forward`. Merges when `MAX_PARTIALS` have come together."""
+    """See `base.Block.forward`. Merges once `MAX_PARTIALS` have come together."""
     q, k, v = _alike(q, k, v)
     branches = [functools.partial(_forward, pieces, scale) for pieces in _cases(mask, q, k)]
-    partials = (*into, _choose(mask, branches, q, k, v))
-    return (merge_partials(partials),) if len(partials) > MAX_PARTIALS else partials
+    if len(into) >= MAX_PARTIALS:
+        # Before the kernel: after it, XLA would take the merge for enough to hide a message behind.
+        into, q = lax.optimization_barrier(((merge_partials(into),), q))
+    return (*into, _choose(mask, branches, q, k, v))
 
 
 def backward(
