@@ -17,6 +17,7 @@ from startrail_jax import blocks, collectives, rings
 from startrail_jax.explain import Explanation, explain
 from startrail_jax.layout import Layout
 from startrail_jax.mesh import (
+    PLATFORMS,
     SEQUENCE_ROLES,
     AxisNames,
     Degrees,
@@ -68,9 +69,9 @@ class Attention:
     """Placement of tokens: a `Layout`, its kind, or None for "zigzag" if causal, else "contiguous".
     Always a `Layout` once built."""
     backend: str = "auto"
-    """Block kernel: "cudnn" (NVIDIA GPUs; 16 bit; full and causal masks), "tiled" (NVIDIA GPUs; all
-    else), "xla" (everywhere, everything), or "auto" for the first of them that serves the case. See
-    `explain`."""
+    """Block kernel: "cudnn" (NVIDIA GPUs; 16 bit; full and causal masks), "tiled" (NVIDIA GPUs;
+    all else), "xla" (everywhere, everything), or "auto" for the first of them that serves the case
+    on the devices of the mesh. See `explain`."""
     backward: str = "auto"
     """What goes round the ring in the backward pass: "query" (the paper), "kv", or "auto" for the
     one of fewer bytes."""
@@ -166,6 +167,7 @@ class Attention:
         value_head_dim: int | None = None,
         dtype: DTypeLike = "bfloat16",
         packed: bool = False,
+        kv_seq_len: int | None = None,
         platform: str | None = None,
         capability: tuple[int, int] | None = None,
     ) -> Explanation:
@@ -177,24 +179,44 @@ class Attention:
             kv_heads: key heads, over all devices; None for as many.
             value_head_dim: None for `head_dim`.
             packed: whether there are segment ids.
-            platform: "cuda", "cpu", ...; None for that of the mesh.
+            kv_seq_len: tokens of the keys; None for as many.
+            platform: one of `PLATFORMS`; None for that of the mesh.
             capability: CUDA compute capability, such as (9, 0); None for that of the mesh.
 
         Raises:
-            ValueError: if lengths or heads do not fit the mesh.
+            ValueError: if lengths or heads do not fit the mesh, or on an unknown platform.
             NotImplementedError: if a backend that was named does not serve this.
         """
-        kv_heads = kv_heads or heads
-        self.layout.check_length(seq_len)
-        check_heads(self.degrees, heads, kv_heads)
+        kv_heads = heads if kv_heads is None else kv_heads
+        kv_seq_len = seq_len if kv_seq_len is None else kv_seq_len
+        if platform not in (None, *PLATFORMS):
+            raise ValueError(
+                f"platform must be one of {PLATFORMS}; got {platform!r}. "
+                "Leave it out for that of the mesh."
+            )
+        batch, tensor, ranks = self.degrees.data, self.degrees.tensor, self.degrees.head
+        query, key, value = (
+            jax.ShapeDtypeStruct((batch, *shape), dtype)
+            for shape in (
+                (seq_len, heads, head_dim),
+                (kv_seq_len, kv_heads, head_dim),
+                (kv_seq_len, kv_heads, value_head_dim or head_dim),
+            )
+        )
+        check_arrays(
+            query, key, value, (), degrees=self.degrees, layout=self.layout, causal=self.causal
+        )
         schedule = self.schedule
-        if platform is not None:
-            schedule = dataclasses.replace(schedule, platform=platform, capability=capability)
+        if platform not in (None, schedule.platform):
+            schedule = dataclasses.replace(schedule, platform=platform, capability=None)
+        if capability is not None:
+            schedule = dataclasses.replace(schedule, capability=capability)
         return explain(
             schedule,
             seq_len,
-            heads=heads // (self.degrees.head * self.degrees.tensor),
-            kv_heads=max(1, kv_heads // (self.degrees.head * self.degrees.tensor)),
+            kv_seq_len,
+            heads=heads // (ranks * tensor),
+            kv_heads=max(1, kv_heads // (ranks * tensor)),
             head_dim=head_dim,
             value_head_dim=value_head_dim or head_dim,
             dtype=jnp.dtype(dtype),
@@ -341,6 +363,7 @@ class Attention:
 
     @functools.cached_property
     def schedule(self) -> Schedule:
+        """What `local` runs: all that is static about this attention."""
         platform, capability = device_kind(self.mesh)
         return Schedule(
             platform=platform,
@@ -372,7 +395,7 @@ class Attention:
 
 
 # Jitted, as shard_map outside jit runs its body one operation at a time.
-@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def _run(
     attention: Attention, in_specs: tuple[PartitionSpec, ...], *arrays: Array
 ) -> tuple[Array, Array]:

@@ -13,9 +13,9 @@ def compiler_options(mesh: Mesh | None = None) -> dict[str, bool | int]:
 
     * `xla_gpu_enable_latency_hiding_scheduler`: moves the start of a message before the kernels
       that do not need it, and its end after them. On by default for Hopper, off for Ampere.
-    * `xla_gpu_collective_permute_combine_threshold_bytes`: the arrays of a hop of the ring (keys and
-      values, or queries, their gradients and statistics) go as one message, of any size. By default
-      XLA joins them up to 30 MiB.
+    * `xla_gpu_collective_permute_combine_threshold_bytes`: the arrays of a hop of the ring (keys
+      and values, or queries, their gradients and statistics) go as one message, of any size. By
+      default XLA joins them up to 30 MiB.
     * `xla_gpu_experimental_parallel_collective_overlap_limit`: how many messages may be on their
       way at a time, so that none waits for the gradients of weights. By default one.
 

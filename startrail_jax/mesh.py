@@ -18,6 +18,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 # The six roles, slowest to fastest in device order.
 ROLES = ("data", "group", "ring", "team", "head", "tensor")
+# Where programs may run.
+PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 # The roles that together shard the token axis, slowest to fastest.
 SEQUENCE_ROLES = ("group", "ring", "team", "head")
 
@@ -250,13 +252,17 @@ def device_kind(mesh: Mesh | AbstractMesh) -> tuple[str | None, tuple[int, int] 
     """Platform of the devices of a mesh, and their least CUDA compute capability.
 
     Returns:
-        "cpu", "cuda", "gpu" (another maker's) or "tpu", and (9, 0) for Hopper; None for what is not
-        known, as of an abstract mesh, or does not apply.
+        One of `PLATFORMS`, and (9, 0) for Hopper; None for what is not known, as of an abstract
+        mesh, or does not apply.
     """
     if isinstance(mesh, AbstractMesh) or not mesh.devices.size:
         return None, None
-    platform = mesh.devices.flat[0].platform
+    device = mesh.devices.flat[0]
+    if device.platform != "gpu":
+        return device.platform, None
+    if not device.device_kind.startswith("NVIDIA"):
+        return "rocm", None
     versions = [str(getattr(x, "compute_capability", "")).split(".") for x in mesh.devices.flat]
-    if platform == "gpu" and all(len(x) == 2 and "".join(x).isdigit() for x in versions):
-        return "cuda", min((int(major), int(minor)) for major, minor in versions)
-    return platform, None
+    if not all(len(x) == 2 and "".join(x).isdigit() for x in versions):
+        return "cuda", None
+    return "cuda", min((int(major), int(minor)) for major, minor in versions)

@@ -35,6 +35,7 @@ from startrail_jax.shapes import (
     ValueShard,
 )
 from startrail_jax.softmax import Partials, merge_partials, rows
+from startrail_jax.varying import alike
 
 # Up to so many rounds are unrolled. A longer ring runs its middle as a loop over as many rounds as
 # the second number says, which bounds the time to compile it. XLA copies what a loop carries from
@@ -67,6 +68,7 @@ def sharded_attention(
         out in the dtype of q and lse in float32, of this device's tokens.
     """
     head = schedule.head
+    q, k, v = alike(q, k, v)
     if k.shape[2] < head.degree:
         copied = jnp.arange(head.degree) // (head.degree // k.shape[2])
         k, v = (collectives.copy_heads(x, copied, Axis((), 1)) for x in (k, v))
@@ -258,33 +260,41 @@ def circulate(
             (arriving, stays, follows, followed)
         )
         if i > 1:
-            follows = jax.tree.map(jnp.add, follows, followed)
+            follows = jax.tree.map(jnp.add, _float32(follows), followed)
         elif i == 1:
             follows = _float32(follows)
         return arriving, stays, follows
+
+    def next_door(i: int) -> bool:
+        """Whether round i comes from the offset before and goes to the next."""
+        return steps[i - 1] == steps[i] == direction
+
+    def loop(first: int, turns: int, state: Any) -> Any:
+        """`turns` times `turn` rounds from round `first` on, all of them next door."""
+
+        def play_turn(n: Any, state: Any) -> Any:
+            for j in range(turn):
+                state = play(first, offsets[first] + n * turn + j, state)
+            travellers, stays, follows = state
+            return travellers, settle(stays), follows
+
+        travellers, stays, follows = state
+        return lax.fori_loop(0, turns, play_turn, (travellers, settle(stays), follows))
 
     travellers, stays, home = play(0, 0, (travellers, None, None))
     if last == 0:
         return stays, _float32(home)
     state = play(1, offsets[1], (travellers, stays, None))
     most, turn = unrolled
-    alike = last >= most and offsets == tuple(range(last + 1))
-    turns = (last - 2) // turn if alike else 0
-    if turns:
-
-        def play_turn(n: Any, state: Any) -> Any:
-            for j in range(turn):
-                state = play(2, 2 + n * turn + j, state)
-            travellers, stays, follows = state
-            return travellers, settle(stays), follows
-
-        travellers, stays, follows = state
-        state = lax.fori_loop(0, turns, play_turn, (travellers, settle(stays), follows))
-    for i in range(2 + turns * turn, last + 1):
-        state = play(i, offsets[i], state)
+    i = 2
+    while i <= last:
+        rounds = sum(1 for _ in itertools.takewhile(next_door, range(i, last)))
+        turns = rounds // turn if last >= most else 0
+        state = loop(i, turns, state) if turns else play(i, offsets[i], state)
+        i += turns * turn or 1
     _, stays, follows = state
     follows = collectives.shift(follows, ring, -direction * offsets[last])
-    return stays, jax.tree.map(jnp.add, home, follows)
+    return stays, jax.tree.map(jnp.add, _float32(home), follows)
 
 
 def _float32(tree: Any) -> Any:
@@ -326,7 +336,7 @@ def _static(
     """Length of the whole sequence, scale of the logits, and the block backend."""
     ranks = schedule.group.degree * schedule.ring.degree * schedule.team.degree
     seq_len = q.shape[1] * ranks
-    scale = q.shape[-1] ** -0.5 if schedule.scale is None else schedule.scale
+    scale = q.shape[-1] ** -0.5 if schedule.scale is None else float(schedule.scale)
     request = schedule.request(
         seq_len,
         dtype=q.dtype.name,

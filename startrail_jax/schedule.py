@@ -85,7 +85,7 @@ class Schedule:
         query, key = self.query_unit(g, p, queries_ahead), self.key_unit(p, a, keys_behind)
         return Mask(
             causal=True,
-            window=self.window,
+            window=self.window_in(seq_len),
             query_runs=self.layout.unit_positions(seq_len, self.query_ranks, query),
             key_runs=self.layout.unit_positions(seq_len, self.key_ranks, key),
             query_segments=query_segments,
@@ -93,13 +93,17 @@ class Schedule:
             offsets=run_offsets(self, seq_len, queries_ahead + keys_behind),
         )
 
+    def window_in(self, seq_len: int) -> int | None:
+        """The window, if it hides anything in a sequence of that length."""
+        return None if self.window is None or self.window >= seq_len else self.window
+
     def request(self, seq_len: int, **arrays: Any) -> Request:
         """What a block will be asked for; `arrays` are the fields that depend on the arrays."""
         return Request(
             platform=self.platform,
             capability=self.capability,
             causal=self.causal,
-            window=self.window,
+            window=self.window_in(seq_len),
             num_cases=len(unit_cases(self, seq_len)),
             **arrays,
         )
@@ -130,7 +134,8 @@ def ring_offsets(schedule: Schedule, seq_len: int) -> tuple[int, ...]:
     All of them, but for a sliding window: the ring then skips the rounds that nobody needs.
     """
     group, ring, team = (range(x.degree) for x in (schedule.group, schedule.ring, schedule.team))
-    if schedule.window is None:
+    window = schedule.window_in(seq_len)
+    if window is None:
         return tuple(ring)
     unit = functools.partial(schedule.layout.unit_positions, seq_len)
     queries = [[unit(schedule.query_ranks, schedule.query_unit(g, p)) for g in group] for p in ring]
@@ -140,7 +145,7 @@ def ring_offsets(schedule: Schedule, seq_len: int) -> tuple[int, ...]:
         for offset in ring
         if offset == 0
         or any(
-            runs_meet(query, key, schedule.window)
+            runs_meet(query, key, window)
             for p in ring
             for query in queries[p]
             for key in keys[p - offset]
@@ -148,10 +153,12 @@ def ring_offsets(schedule: Schedule, seq_len: int) -> tuple[int, ...]:
     )
 
 
-def unit_cases(schedule: Schedule, seq_len: int) -> tuple[Pieces, ...]:
+def unit_cases(
+    schedule: Schedule, seq_len: int, kv_seq_len: int | None = None
+) -> tuple[Pieces, ...]:
     """All `Pieces` that units may meet in; none if they do not fall into pieces."""
     query = schedule.layout.unit_positions(seq_len, schedule.query_ranks, 0)
-    key = schedule.layout.unit_positions(seq_len, schedule.key_ranks, 0)
+    key = schedule.layout.unit_positions(kv_seq_len or seq_len, schedule.key_ranks, 0)
     if not schedule.causal:
         whole = (0, query.shape[0] * query.shape[1], key.shape[0] * key.shape[1])
         return (Pieces(rectangles=(whole,), squares=()),)

@@ -104,7 +104,9 @@ def test_zigzag_balances_the_block_work_and_wastes_little(degrees):
 
 @pytest.mark.parametrize("direction", [1, -1])
 @pytest.mark.parametrize("unrolled", [(9, 1), (2, 1), (4, 2), (3, 4), (4, 5)])
-@pytest.mark.parametrize("offsets", [(0,), (0, 1), (0, 1, 2), (0, 2, 5), tuple(range(7))])
+@pytest.mark.parametrize(
+    "offsets", [(0,), (0, 1), (0, 1, 2), (0, 2, 5), (0, 1, 2, 3, 5, 6), tuple(range(7))]
+)
 def test_circulate_brings_each_traveller_past_everyone_and_its_share_home(
     offsets, unrolled, direction
 ):

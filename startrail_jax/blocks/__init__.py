@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax.numpy as jnp
 from jax import lax
@@ -17,8 +17,8 @@ from startrail_jax.softmax import Partials, merge_partials
 
 BACKENDS: dict[str, Block] = {"xla": xla, "cudnn": cudnn, "tiled": tiled}
 
-# What "auto" tries, in order, on CUDA; everywhere else it is "xla".
-CUDA_ORDER = ("cudnn", "tiled")
+# What "auto" tries, in order.
+PREFERENCE = ("cudnn", "tiled", "xla")
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Choice:
 
 
 def choose(backend: str, request: Request) -> Choice:
-    """The backend for a request on a platform that is known.
+    """The backend for a request; if the platform is not known, what CUDA would take.
 
     Raises:
         NotImplementedError: if the backend is not "auto" and does not serve the request.
@@ -45,13 +45,10 @@ def choose(backend: str, request: Request) -> Choice:
                 "Use backend='auto', which takes the best one that does."
             )
         return Choice(backend, {})
-    refusals = {}
-    for name in CUDA_ORDER if request.platform == "cuda" else ():
-        refusal = BACKENDS[name].refusal(request)
-        if refusal is None:
-            return Choice(name, refusals)
-        refusals[name] = refusal
-    return Choice("xla", refusals)
+    refusals = {name: BACKENDS[name].refusal(request) for name in PREFERENCE}
+    best = next(name for name, refusal in refusals.items() if refusal is None)
+    better = PREFERENCE[: PREFERENCE.index(best)]
+    return Choice(best, {name: refusals[name] or "" for name in better})
 
 
 def select(backend: str, request: Request) -> Block:
@@ -60,10 +57,10 @@ def select(backend: str, request: Request) -> Block:
     Raises:
         NotImplementedError: if the backend is not "auto" and does not serve the request.
     """
+    block = BACKENDS[choose(backend, request).backend]
     if backend == "auto" and request.platform is None:
-        cuda = choose("auto", replace(request, platform="cuda")).backend
-        return _ByPlatform(BACKENDS[cuda], xla)
-    return BACKENDS[choose(backend, request).backend]
+        return _ByPlatform(block, xla)
+    return block
 
 
 @dataclass(frozen=True)

@@ -30,13 +30,14 @@ from startrail_jax.mask import Mask
 from startrail_jax.pieces import Pieces
 from startrail_jax.shapes import EMPTY, KeyShard, LseShard, OutShard, QueryShard, ValueShard
 from startrail_jax.softmax import Partials, merge_partials
+from startrail_jax.varying import alike
 
 # Attentions to merge at a time. More take memory; with fewer, the merged one is read and written
 # more often.
 MAX_PARTIALS = 4
 
 # Sets of pieces to choose from: each is compiled.
-MAX_CASES = 16
+MAX_CASES = 64
 
 DTYPES = ("bfloat16", "float16")
 
@@ -44,7 +45,7 @@ DTYPES = ("bfloat16", "float16")
 def refusal(request: Request) -> str | None:
     """Why cuDNN does not serve a request; None if it does."""
     widest = 256 if (request.capability or (0, 0)) >= (9, 0) else 128
-    if request.platform != "cuda":
+    if request.platform not in ("cuda", None):
         return f"it needs NVIDIA GPUs; got platform {request.platform!r}"
     if request.capability is not None and request.capability < (8, 0):
         return f"it needs compute capability 8.0; got {'.'.join(map(str, request.capability))}"
@@ -66,8 +67,8 @@ def refusal(request: Request) -> str | None:
         return "its masks are full and causal; got segment_ids"
     if request.causal and not 1 <= request.num_cases <= MAX_CASES:
         return (
-            f"a causal mask must fall into at most {MAX_CASES} sets of rectangles and squares; got "
-            f"{request.num_cases or 'stripes'}"
+            f"causal units must meet in at most {MAX_CASES} sets of rectangles and squares; got "
+            f"{request.num_cases or 'a striped layout'}"
         )
     return None
 
@@ -76,7 +77,7 @@ def forward(
     q: QueryShard, k: KeyShard, v: ValueShard, mask: Mask, scale: float, into: Partials = ()
 ) -> Partials:
     """See `base.Block.forward`. Merges once `MAX_PARTIALS` have come together."""
-    q, k, v = _alike(q, k, v)
+    q, k, v = alike(q, k, v)
     branches = [functools.partial(_forward, pieces, scale) for pieces in _cases(mask, q, k)]
     if len(into) >= MAX_PARTIALS:
         # Before the kernel: after it, XLA would take the merge for enough to hide a message behind.
@@ -97,7 +98,7 @@ def backward(
 ) -> tuple[Float[Array, "b t n h"], Float[Array, "b s k h"], Float[Array, "b s k v"]]:
     """See `base.Block.backward`."""
     out, dout = output_for(delta, dout)
-    q, k, v, lse, out, dout = _alike(q, k, v, lse, out, dout)
+    q, k, v, lse, out, dout = alike(q, k, v, lse, out, dout)
     cases = _cases(mask, q, k)
     # A sum is rounded only where it must be.
     sums = any(len(_calls(pieces)) > 1 for pieces in cases)
@@ -143,8 +144,11 @@ def _forward(
         if parts:
             return parts[0]
         b, t, n, _ = q[:, rows].shape
-        out, lse = jnp.zeros((b, t, n, v.shape[-1]), q.dtype), jnp.full((b, n, t), EMPTY)
-        return _alike(out, lse, q)[:2]
+        out, lse = (
+            jnp.zeros((b, t, n, v.shape[-1]), q.dtype),
+            jnp.full((b, n, t), EMPTY, jnp.float32),
+        )
+        return alike(out, lse, q)[:2]
 
     return _by_rows(q.shape[1], parts, join)
 
@@ -170,7 +174,7 @@ def _backward(
         if parts:
             total = functools.reduce(jnp.add, (x.astype(jnp.float32) for x in parts))
             return total.astype(dtype)
-        return _alike(jnp.zeros_like(like[:, rows], dtype), like)[0]
+        return alike(jnp.zeros_like(like[:, rows], dtype), like)[0]
 
     return tuple(
         _by_rows(x.shape[1], parts, functools.partial(join, x, dtype))
@@ -209,20 +213,21 @@ def output_for(delta: LseShard, dout: OutShard) -> tuple[OutShard, OutShard]:
         out = delta dout / rowsum(dout^2)
 
     so that the true one need not travel, and delta may hold the gradient of lse as well. Where dout
-    is too small for the quotient, a constant takes its place that is smaller still than what
-    rounding leaves of delta.
+    is too small for the quotient, a constant takes its place that is as small as the dtype allows.
     """
-    greatest, least = (2.0**14, 2.0**-14) if dout.dtype == jnp.float16 else (2.0**60, 2.0**-80)
+    half = dout.dtype == jnp.float16
+    greatest, least = (2.0**14, 2.0**-24) if half else (2.0**60, 2.0**-80)
     delta = softmax.rows(delta)
-    # Scaled so that no square overflows or vanishes.
-    up = 2.0**30
-    size = jnp.square(dout.astype(jnp.float32) * up).sum(-1, keepdims=True)
-    small = size * greatest**2 < jnp.square(delta * up)
-    tiny = jnp.maximum(jnp.abs(delta) / greatest, least).astype(dout.dtype)
+    largest = jnp.abs(dout).max(-1, keepdims=True).astype(jnp.float32)
+    tiny = jnp.maximum(jnp.abs(delta) / (dout.shape[-1] * greatest), least).astype(dout.dtype)
+    small = largest * greatest < jnp.abs(delta)
     dout = jnp.where(small, tiny, dout)
-    size = jnp.where(small, dout.shape[-1] * jnp.square(tiny.astype(jnp.float32) * up), size)
-    factor = delta * up / jnp.where(size > 0, size, 1.0)
-    out = factor * (dout.astype(jnp.float32) * up)
+    # At most 1, so that no square overflows or vanishes.
+    largest = jnp.where(small, tiny.astype(jnp.float32), largest)
+    largest = jnp.where(largest > 0, largest, 1.0)
+    unit = dout.astype(jnp.float32) / largest
+    norm = jnp.square(unit).sum(-1, keepdims=True)
+    out = delta / largest / jnp.maximum(norm, 1.0) * unit
     return out.astype(dout.dtype), dout
 
 
@@ -233,7 +238,7 @@ def attend(
 
     A causal mask is top-left aligned: query i sees key j if j <= i.
     """
-    q, k, v = _alike(q, k, v)
+    q, k, v = alike(q, k, v)
     b, t, n, _ = q.shape
     out, lse = _call(
         "__cudnn$fmhaSoftmax",
@@ -255,7 +260,7 @@ def gradients(
     causal: bool,
 ) -> tuple[QueryShard, KeyShard, ValueShard]:
     """cuDNN's backward kernel: dq, dk, dv in the dtype of q, for any lse and out it is given."""
-    operands = _alike(q, k, v, lse, dout, out)
+    operands = alike(q, k, v, lse, dout, out)
     grads = _call(
         "__cudnn$fmhaSoftmaxBackward",
         _config(q, k, scale, causal, _BACKWARD_PRODUCTS),
@@ -270,16 +275,6 @@ def _transposed(x: Array) -> tuple[tuple[int, ...], Any]:
     """Shape and dtype of a result like x [b, t, n, h], which cuDNN calls [b, n, t, h]."""
     b, t, n, h = x.shape
     return (b, n, t, h), x.dtype
-
-
-def _alike(*arrays: Array) -> tuple[Array, ...]:
-    """The arrays, all varying over every manual mesh axis that one of them varies over."""
-    varying = [jax.typeof(x).manual_axis_type.varying for x in arrays]
-    axes = frozenset().union(*varying)
-    return tuple(
-        lax.pcast(x, tuple(axes - own), to="varying") if axes - own else x
-        for x, own in zip(arrays, varying, strict=True)
-    )
 
 
 def _call(
@@ -302,6 +297,7 @@ def _call(
         output_layouts=[(0, 2, 1, 3) if len(shape) == 4 else None for shape, _ in results],
         custom_call_api_version=2,
         legacy_backend_config=config,
+        vmap_method="sequential",
     )
     return call(*operands)[:-1]
 

@@ -17,6 +17,7 @@ Which tiles are of which kind is known on the device only: each kind is a loop o
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -42,8 +43,9 @@ from startrail_jax.tiles import (
 # Tokens of a tile, on both sides. In a coarse pair the kernel's work, which grows with the square,
 # outweighs what grows with the tokens: to read, merge and write back what belongs to them.
 COARSE = 4096
-# So many queries by keys, of every head, may have their logits in memory.
-FINE = 1024
+# So many queries by keys, of every head, may have their logits in memory; fewer where there are so
+# many heads that these would take more bytes.
+FINE, LOGITS_BYTES = 1024, 2**28
 
 # What the kernel call of a tile asks of cuDNN.
 _KERNEL_CALL = Request(
@@ -57,6 +59,12 @@ def refusal(request: Request) -> str | None:
     return cudnn.refusal(
         replace(_KERNEL_CALL, platform=request.platform, capability=request.capability)
     )
+
+
+def no_kernels(dtype: str, head_dim: int, value_head_dim: int) -> str | None:
+    """Why no tile is a call of cuDNN's, so that all are dense; None if whole ones are."""
+    head_dims = dict(head_dim=head_dim, value_head_dim=value_head_dim)
+    return cudnn.refusal(replace(_KERNEL_CALL, dtype=dtype, **head_dims))
 
 
 def forward(
@@ -120,9 +128,9 @@ def backward(
             parts = cudnn.gradients(q_i, k_j, v_j, lse_i, out_i, dout_i, scale, causal)
         dq, dk, dv = sums
         return (
-            pair.put_queries(dq, pair.queries(dq) + parts[0]),
-            pair.put_keys(dk, pair.keys(dk) + parts[1]),
-            pair.put_keys(dv, pair.keys(dv) + parts[2]),
+            pair.put_queries(dq, pair.queries(dq) + parts[0].astype(jnp.float32)),
+            pair.put_keys(dk, pair.keys(dk) + parts[1].astype(jnp.float32)),
+            pair.put_keys(dv, pair.keys(dv) + parts[2].astype(jnp.float32)),
         )
 
     sums = tuple(
@@ -215,10 +223,11 @@ def _paste(x: Array, tile: Array, tiling: Tiling, i: Array, axis: int) -> Array:
 def _visits(mask: Mask, q: QueryShard, k: KeyShard, v: ValueShard) -> list[_Visits]:
     """All visible pairs of tiles, each once, by kind."""
     coarse = tilings(mask, q.shape[1], k.shape[1])
-    (fine_query, query_parent), (fine_key, key_parent) = (split_tiles(x, FINE) for x in coarse)
+    side = math.isqrt(LOGITS_BYTES // (4 * q.shape[0] * q.shape[2]))
+    size = min(FINE, 2 ** (max(side, 1).bit_length() - 1))
+    (fine_query, query_parent), (fine_key, key_parent) = (split_tiles(x, size) for x in coarse)
     fine = fine_query, fine_key
-    head_dims = dict(head_dim=q.shape[-1], value_head_dim=v.shape[-1])
-    if cudnn.refusal(replace(_KERNEL_CALL, dtype=q.dtype.name, **head_dims)):
+    if no_kernels(q.dtype.name, q.shape[-1], v.shape[-1]):
         return [_Visits.of("mixed", *fine, visible_tiles(mask, *fine))]
     kinds = tile_kinds(mask, *coarse)
     mixed = kinds.pop("mixed", None)

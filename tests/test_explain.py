@@ -1,0 +1,104 @@
+"""What `Attention.explain` says is what runs, and why."""
+
+import jax
+import pytest
+
+import startrail_jax as st
+from startrail_jax.mask import Mask
+from startrail_jax.pieces import Pieces
+
+SIZES = dict(seq_len=4096, heads=8, head_dim=64)
+HOPPER = dict(platform="cuda", capability=(9, 0))
+
+
+def attention(degrees, **options):
+    devices = jax.devices()[: degrees.num_devices]
+    return st.Attention(st.make_mesh(degrees, devices=devices), **options)
+
+
+def test_a_ring_on_cuda_is_one_call_of_cudnn_a_round():
+    explanation = attention(st.Degrees.ring_attention(8)).explain(kv_heads=2, **SIZES, **HOPPER)
+    assert explanation.backend == "cudnn"
+    assert explanation.refusals == {}
+    assert explanation.cases == (
+        Pieces(rectangles=((0, 512, 256),), squares=()),
+        Pieces(rectangles=(), squares=((0, 0, 512),)),
+        Pieces(rectangles=((256, 512, 512),), squares=()),
+    )
+    assert (explanation.rounds, explanation.travels) == (8, "kv")
+    assert "a round may be: 512 x 512 causal" in str(explanation)
+
+
+def test_the_mesh_is_the_default_and_every_better_backend_says_why_not():
+    explanation = attention(st.Degrees(team=2, ring=2)).explain(**SIZES)
+    assert explanation.backend == "xla"
+    assert list(explanation.refusals) == ["cudnn", "tiled"]
+    assert "not 'cudnn': it needs NVIDIA GPUs; got platform 'cpu'" in str(explanation)
+
+
+@pytest.mark.parametrize(
+    ("options", "sizes", "refusal", "dense"),
+    [
+        (dict(window=100), {}, "window=100", None),
+        ({}, dict(packed=True), "segment_ids", None),
+        (dict(layout="striped"), {}, "striped layout", None),
+        ({}, dict(dtype="float32"), "got float32", "got float32"),
+        (dict(window=100), dict(head_dim=192), "window=100", "at most 128"),
+    ],
+)
+def test_other_requests_go_to_tiles_which_say_where_they_are_dense(options, sizes, refusal, dense):
+    explanation = attention(st.Degrees(ring=4), **options).explain(**SIZES | sizes, **HOPPER)
+    assert explanation.backend == "tiled"
+    assert refusal in explanation.refusals["cudnn"]
+    assert (explanation.dense is None) if dense is None else (dense in explanation.dense)
+
+
+def test_a_window_that_hides_nothing_is_no_window():
+    wide = attention(st.Degrees(ring=4), window=4096)
+    assert wide.explain(**SIZES, **HOPPER).backend == "cudnn"
+    assert wide.num_rounds(4096) == 4
+    mask = wide.schedule.mask(4096, (0, 0, 0))
+    assert isinstance(mask, Mask)
+    assert mask.window is None
+    assert wide.schedule.mask(8192, (0, 0, 0)).window == 4096
+
+
+def test_an_abstract_mesh_says_what_cuda_takes():
+    mesh = st.make_mesh(st.Degrees(ring=2), devices=jax.devices()[:2]).abstract_mesh
+    explanation = st.Attention(mesh).explain(**SIZES)
+    assert explanation.backend == "cudnn"
+    assert "any other platform takes 'xla'" in str(explanation)
+
+
+def test_keys_of_another_length():
+    explanation = attention(st.Degrees(team=2, group=2), causal=False).explain(
+        kv_seq_len=8192, **SIZES, **HOPPER
+    )
+    assert (explanation.query_tokens, explanation.key_tokens) == (2048, 4096)
+    assert explanation.cases[0].rectangles == ((0, 2048, 4096),)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (
+            dict(platform="gpu"),
+            r"platform must be one of \('cpu', 'cuda', 'rocm', 'tpu'\); got 'gpu'",
+        ),
+        (dict(seq_len=4097), "seq_len must be divisible by"),
+        (dict(kv_seq_len=8192), "Causal attention needs queries and keys of one length"),
+        (dict(kv_heads=3), "heads must be a multiple of kv_heads"),
+        (dict(kv_heads=0), "no dimension may be 0"),
+    ],
+)
+def test_what_does_not_fit_raises(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        attention(st.Degrees(ring=2)).explain(**SIZES | sizes)
+
+
+def test_a_backend_that_is_named_and_does_not_serve_raises():
+    named = attention(st.Degrees(ring=2), backend="cudnn")
+    with pytest.raises(
+        NotImplementedError, match="backend='cudnn' does not serve this: its dtypes"
+    ):
+        named.explain(dtype="float32", **SIZES, **HOPPER)
