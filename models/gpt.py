@@ -162,8 +162,23 @@ class Attention(nnx.Module):
         segment_ids: Int32[Array, "B T"] | None,
     ) -> Float[Array, "B T width"]:
         query = rotate(self.query(x), rotation)
+        query, x = _first(query, x)
         key = rotate(self.key(x), rotation)
         return self.out(self.attention_fn(query, key, self.value(x), segment_ids=segment_ids))
+
+
+@jax.custom_vjp
+def _first(y: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Both, unchanged; what is made of x waits for y, in the forward pass.
+
+    So the attention's messages that carry y are on their way meanwhile: queries are gathered beneath
+    the projections of keys and values (StarTrail, https://arxiv.org/abs/2407.00611, section 3).
+    """
+    y, x = jax.lax.optimization_barrier((y, x))
+    return y, x
+
+
+_first.defvjp(lambda y, x: (_first(y, x), None), lambda _, cotangents: cotangents)
 
 
 class MLP(nnx.Module):

@@ -121,17 +121,6 @@ class KeyPlacement:
     """The flat axis over (group, ring, team)."""
     causal: bool
 
-    @property
-    def permuted(self) -> int:
-        """Shards of each tensor that a device receives by permutation."""
-        if self.kind == "gather_permute":
-            return self.team.degree if self._moves else 0
-        return int(self.causal and self._moves)
-
-    @property
-    def _moves(self) -> bool:
-        return self.group.degree not in (1, self.rank.degree)
-
     def place(self, x: Shaped[Array, "b s ..."]) -> Shaped[Array, "b gs ..."]:
         """From this device's shard to the key unit that it must hold first."""
         if self.kind == "gather_permute":
@@ -154,9 +143,9 @@ class KeyPlacement:
         Ours moves shard i * G + j; in the paper's order the same ranks send whole units, as team i
         has gathered unit i and its member j serves copy j.
         """
-        if not self._moves:
-            return x
         ranks, members = self.rank.degree, self.group.degree
+        if members in (1, ranks):
+            return x
         pairs = [(r, r % members * (ranks // members) + r // members) for r in range(ranks)]
         if inverse:
             pairs = [(target, source) for source, target in pairs]

@@ -107,10 +107,9 @@ def _forward(
     device = _device(schedule)
     q_unit: Any = _query_unit(schedule, q)
     query_ids = _query_unit(schedule, query_segments)
-    gathered, permuted = (schedule.team.degree - 1) * q.size, schedule.keys.permuted
-    if gathered > 0 and gathered >= permuted * (k.size + v.size):
-        # Of what can run beneath a layer's projections, the larger: queries are gathered while keys
-        # and values are projected. Else XLA permutes the keys while queries are, as it likes best.
+    if schedule.team.degree > 1:
+        # Queries first: they are on their way while a layer projects its keys and values. XLA
+        # would gather everything at once, when all are there.
         q_unit, k, v = lax.optimization_barrier((q_unit, k, v))
 
     def attend(keys: Any, distance: Any, so_far: Any) -> tuple[Partials, tuple[()]]:
