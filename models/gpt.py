@@ -171,8 +171,8 @@ class Attention(nnx.Module):
 def _first(y: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Both, unchanged; what is made of x waits for y, in the forward pass.
 
-    So the attention's messages that carry y are on their way meanwhile: queries are gathered beneath
-    the projections of keys and values (StarTrail, https://arxiv.org/abs/2407.00611, section 3).
+    So messages of the attention that carry y can be on their way meanwhile: queries are gathered
+    beneath the projections of keys and values (https://arxiv.org/abs/2407.00611).
     """
     y, x = jax.lax.optimization_barrier((y, x))
     return y, x
