@@ -80,10 +80,13 @@ def cases(**factors):
         yield Case(degrees=next(settings[row.pop("scheme")]), seed=seed, **row)
 
 
-FLOAT32 = list(cases(mask=list(MASKS), layout=("contiguous", "zigzag", "striped"), tokens=(2, 14)))
+# All but one that "cross" holds and that is there for blocks without segments.
+GRID_MASKS = tuple(name for name in MASKS if name != "cross_full")
+
+FLOAT32 = list(cases(mask=GRID_MASKS, layout=("contiguous", "zigzag", "striped"), tokens=(2, 14)))
 NARROW = list(
     cases(
-        mask=("causal", "packed_window", "padding_full"),
+        mask=("causal", "padding_full"),
         dtype=("bfloat16", "float16"),
         # Long enough for rounding to average out.
         tokens=(14,),
@@ -115,7 +118,7 @@ def any_case(draw):
     orders = ("permute_gather", "gather_permute")
     case = Case(
         degrees=degrees,
-        mask=draw(hst.sampled_from(list(MASKS))),
+        mask=draw(hst.sampled_from(GRID_MASKS)),
         heads=draw(hst.sampled_from(HEADS)),
         layout=draw(hst.sampled_from(KINDS)),
         backward=draw(hst.sampled_from(("auto", "query", "kv"))),

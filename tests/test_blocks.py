@@ -9,6 +9,7 @@ import pytest
 
 import fake_cudnn
 import oracle
+from attention_cases import QUICK
 from startrail_jax import blocks
 from startrail_jax.blocks import tiled, xla
 from startrail_jax.layout import Layout
@@ -22,8 +23,10 @@ FLOAT32 = 2e-6
 
 
 MASKS = ("full", "causal", "window", "segments", "causal segments")
-SERVED = [(name, mask) for name in blocks.BACKENDS for mask in MASKS if name != "cudnn"]
-SERVED += [("cudnn", "full"), ("cudnn", "causal")]
+# `test_blocks_tiled.py` has more of the tiled ones.
+SERVED = [("xla", mask, kv_heads) for mask in MASKS for kv_heads in (1, 2, 6)]
+SERVED += [("cudnn", mask, kv_heads) for mask in ("full", "causal") for kv_heads in (1, 2, 6)]
+SERVED += [("tiled", mask, 2) for mask in MASKS]
 
 
 @pytest.fixture(autouse=True)
@@ -76,15 +79,14 @@ def masks(length):
     }
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2, 6])
-@pytest.mark.parametrize(("backend", "name"), SERVED)
+@pytest.mark.parametrize(("backend", "name", "kv_heads"), SERVED)
 def test_block_agrees_with_the_oracle(backend, small_tiles, name, kv_heads):
     block = blocks.BACKENDS[backend]
     mask, told = masks(53)[name]
     q, k, v, dout = random_block(53, 53, kv_heads)
     scale = 0.3
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=QUICK)
     def both(q, k, v, dout):
         out, lse = merge_partials(block.forward(q, k, v, mask, scale))
         delta = (out * dout).sum(-1).swapaxes(1, 2)
@@ -105,19 +107,25 @@ def test_block_agrees_with_the_oracle(backend, small_tiles, name, kv_heads):
 def test_block_goes_on_from_what_earlier_keys_left(block, small_tiles):
     q, k, v, dout = random_block(31, 40, 2)
     first, second = slice(0, 17), slice(17, 40)
-    state = ()
-    for keys in (first, second):
-        state = block.forward(q, k[:, keys], v[:, keys], Mask(), 0.4, state)
-    out, lse = merge_partials(state)
+
+    @functools.partial(jax.jit, compiler_options=QUICK)
+    def both(q, k, v, dout):
+        state = ()
+        for keys in (first, second):
+            state = block.forward(q, k[:, keys], v[:, keys], Mask(), 0.4, state)
+        out, lse = merge_partials(state)
+        delta = (out * dout).sum(-1).swapaxes(1, 2)
+        dq = None
+        for keys in (first, second):
+            dq, _, _ = block.backward(
+                q, k[:, keys], v[:, keys], lse, delta, dout, Mask(), 0.4, (dq, None, None)
+            )
+        return out, lse, dq
+
+    out, lse, dq = both(q, k, v, dout)
     expected_out, expected_lse = oracle.attention(q, k, v, scale=0.4)
     assert error(out, expected_out) < FLOAT32
     np.testing.assert_allclose(lse, expected_lse, atol=2e-6)
-    delta = (out * dout).sum(-1).swapaxes(1, 2)
-    dq = None
-    for keys in (first, second):
-        dq, _, _ = block.backward(
-            q, k[:, keys], v[:, keys], lse, delta, dout, Mask(), 0.4, (dq, None, None)
-        )
     assert error(dq, oracle.gradients(q, k, v, dout, scale=0.4).query) < FLOAT32
 
 
