@@ -77,12 +77,12 @@ def forward(
     q: QueryShard, k: KeyShard, v: ValueShard, mask: Mask, scale: float, into: Partials = ()
 ) -> Partials:
     """See `base.Block.forward`. Merges once `MAX_PARTIALS` have come together."""
-    q, k, v = alike(q, k, v)
-    branches = [functools.partial(_forward, pieces, scale) for pieces in _cases(mask, q, k)]
+    case, cases = _cases(mask, q, k)
+    branches = [functools.partial(_forward, pieces, scale) for pieces in cases]
     if len(into) >= MAX_PARTIALS:
         # Before the kernel: after it, XLA would take the merge for enough to hide a message behind.
         into, q = lax.optimization_barrier(((merge_partials(into),), q))
-    return (*into, _choose(mask, branches, q, k, v))
+    return (*into, _choose(case, branches, q, k, v))
 
 
 def backward(
@@ -98,27 +98,26 @@ def backward(
 ) -> tuple[Float[Array, "b t n h"], Float[Array, "b s k h"], Float[Array, "b s k v"]]:
     """See `base.Block.backward`."""
     out, dout = output_for(delta, dout)
-    q, k, v, lse, out, dout = alike(q, k, v, lse, out, dout)
-    cases = _cases(mask, q, k)
+    case, cases = _cases(mask, q, k)
     # A sum is rounded only where it must be.
     sums = any(len(_calls(pieces)) > 1 for pieces in cases)
     dtypes = [q.dtype if dx is None and not sums else jnp.float32 for dx in into]
     branches = [functools.partial(_backward, pieces, scale, dtypes) for pieces in cases]
-    return _choose(mask, branches, (q, lse, out, dout), (k, v), into)
+    return _choose(case, branches, (q, lse, out, dout), (k, v), into)
 
 
-def _cases(mask: Mask, q: QueryShard, k: KeyShard) -> tuple[Pieces, ...]:
-    """The sets of pieces to choose from."""
+def _cases(mask: Mask, q: QueryShard, k: KeyShard) -> tuple[Any, tuple[Pieces, ...]]:
+    """Which set of pieces is visible, and the sets to choose from."""
     if mask.causal:
-        return mask.cases()[1]
-    return (Pieces(rectangles=((0, q.shape[1], k.shape[1]),), squares=()),)
+        return mask.cases()
+    return 0, (Pieces(rectangles=((0, q.shape[1], k.shape[1]),), squares=()),)
 
 
-def _choose(mask: Mask, branches: Sequence[Callable[..., Any]], *operands: Any) -> Any:
-    """What the branch of the visible case makes of the operands."""
+def _choose(case: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -> Any:
+    """What the branch of the case makes of the operands."""
     if len(branches) == 1:
         return branches[0](*operands)
-    return lax.switch(mask.cases()[0], branches, *operands)
+    return lax.switch(case, branches, *operands)
 
 
 def _calls(pieces: Pieces) -> list[tuple[slice, slice, bool]]:
