@@ -1,182 +1,249 @@
-"""Trains a byte-level GPT with sequence-parallel attention.
+"""Trains a GPT with sequence-parallel attention.
 
-    python train.py                      # StarTrail with C = 2
-    python train.py --mesh.team 1        # Ring Attention
-    python train.py --devices 1          # one device, for comparison
-    python train.py --help
+    python train.py                             # gpt_tiny: StarTrail with C = 2, on any machine
+    python train.py --mesh.team 1 --run-dir runs/ring             # Ring Attention
+    python train.py gpt_8b_gqa --data.path FOLDER --data.tokenizer tokenizer.json
+    python train.py runs/gpt_tiny/config.json --steps 2000 --run-dir runs/longer
+    python train.py gpt_7b --help               # all flags, with that recipe's values
 
-Runs on all real devices, or on 8 simulated ones where there is only a CPU. Prints the loss on text
-that was held out, and a continuation of it.
+The first word is a recipe of configs/gpt.py or the config.json of a run. Runs on all real devices,
+or on 8 simulated ones where there is only a CPU. The same command again goes on with a run that was
+stopped, on as many devices and with as many degrees as it says.
 """
 
 from __future__ import annotations
 
-from functools import partial
+import difflib
+import sys
+from collections import deque
+from pathlib import Path
 from typing import NamedTuple
 
 import tyro
 
-from configs.gpt import gpt_tiny
+from configs.gpt import RECIPES
 from startrail_jax.training.config import TrainConfig
 
 
 class Losses(NamedTuple):
-    """What a run came to, in nats per byte."""
+    """What a run came to, in nats per token."""
 
     train: list[float]
-    """Of every step, before its update."""
-    validation: float
-    """After the last step."""
+    """Of every step that this program did, before its update."""
+    validation: float | None
+    """After the last step; None if the run was interrupted."""
 
 
 def train(config: TrainConfig) -> Losses:
-    """Trains, evaluates and samples as `config` says.
+    """Trains, evaluates and samples as `config` says, from where its run folder stands.
 
     Raises:
-        ValueError: if mesh, data or model do not fit each other.
+        ValueError: if mesh, data, model or the run found do not fit each other.
+        OSError: if the run folder or the data cannot be used.
+        FloatingPointError: if a loss or a gradient is not finite and `non_finite` is "stop".
+        CheckpointError: if a checkpoint cannot be saved or read.
     """
     # Not at the top of the file: `--help` and a mistyped flag need none of this.
     import jax
     import numpy as np
-    import optax
-    from flax import nnx
-    from jax.sharding import NamedSharding
 
     import startrail_jax as st
-    from models.gpt import GPT
-    from startrail_jax.training import data
+    from startrail_jax.training.batches import (
+        Sequences,
+        TrainingBatches,
+        local_rows,
+        place,
+        validation_batches,
+    )
+    from startrail_jax.training.checkpoint import Checkpoints
+    from startrail_jax.training.corpus import open_corpus
+    from startrail_jax.training.degrees import choose_degrees, describe_degrees
     from startrail_jax.training.devices import select_devices
+    from startrail_jax.training.flops import peak_flops, training_flops_per_token
+    from startrail_jax.training.interruption import interruption
+    from startrail_jax.training.memory import describe_memory
     from startrail_jax.training.metrics import Reporter
-    from startrail_jax.training.sampling import continue_tokens
-    from startrail_jax.training.sharding import choose_degrees, describe_degrees, state_shardings
-    from startrail_jax.validation import check_heads
+    from startrail_jax.training.optimizer import learning_rate, make_optimizer
+    from startrail_jax.training.run_folder import open_run
+    from startrail_jax.training.sampling import continue_text
+    from startrail_jax.training.step import Program
 
-    report = Reporter(steps=config.steps, tokens_per_step=config.batch_size * config.seq_len)
-
-    # Devices and mesh. Auto axes: the compiler derives the sharding of every activation from the
-    # tokens and the weights, so that the model need not know the mesh. On Explicit axes each
-    # embedding lookup and each projection that sums over `tensor` would have to name its output's.
+    # Devices, mesh and program. Auto axes: what the optimizer does, outside of `shard_map`, is left
+    # to the compiler. What does not fit is refused now, not when the first step is compiled.
     devices = select_devices(config.devices)
     degrees = choose_degrees(config.mesh, len(devices))
     mesh = st.make_mesh(degrees, axis_type="auto", devices=devices)
     attention = st.Attention(mesh, causal=True)
+    program = Program(config, attention, make_optimizer(config.optimizer, config.steps))
+    report = Reporter(steps=config.steps, tokens_per_step=config.batch_size * config.seq_len)
     report.line(f"devices: {len(devices)} x {devices[0].device_kind}")
     report.line(f"mesh: {describe_degrees(config.mesh, degrees)}")
-    # What the attention cannot serve is refused now, not when the first step is compiled.
-    check_heads(degrees, config.model.heads, config.model.kv_heads)
-    attention.layout.check_length(config.seq_len)
 
-    # Data. The layout puts tokens in order on the host; everything after that is elementwise in
-    # tokens, but for attention.
-    corpus = data.standard_library()
-    report.line(
-        f"data: {corpus.num_files} files, {len(corpus.train) / 1e6:.1f} MB to train on, "
-        f"{len(corpus.held_out) / 1e6:.1f} MB held out"
+    # Data. The layout puts tokens in order on the host.
+    corpus = open_corpus(config.data, vocab_size=config.model.vocab_size)
+    report.line(f"data: {corpus.description}")
+    rows = local_rows(
+        program.batch_sharding, batch_size=config.batch_size, seq_len=config.seq_len
     )
-
-    def place(windows: np.ndarray) -> data.Batch:
-        batch = data.next_token_batch(windows, attention.layout)
-        return jax.device_put(batch, NamedSharding(mesh, attention.sequence_spec))
-
-    length = config.seq_len + 1
-    num_batches = -(-config.validation_windows // config.batch_size)
-    held_out = data.spaced_windows(
-        corpus.held_out, length=length, count=num_batches * config.batch_size
+    reading = {
+        "layout": attention.layout,
+        "batch_size": config.batch_size,
+        "end_of_document": corpus.end_of_document if config.data.mask_documents else None,
+        "rows": rows,
+    }
+    batches = TrainingBatches(
+        Sequences(corpus.train, config.seq_len), seed=config.seed, **reading
     )
-    validation_batches = [place(windows) for windows in np.split(held_out, num_batches)]
+    held_out = [
+        place(batch, program.batch_sharding, batch_size=config.batch_size, rows=rows)
+        for batch in validation_batches(
+            Sequences(corpus.held_out, config.seq_len),
+            count=config.validation_sequences,
+            **reading,
+        )
+    ]
 
-    # Model and optimizer, initialised where they are to lie.
-    def make_model() -> GPT:
-        return GPT(**vars(config.model), attention_fn=attention, rngs=nnx.Rngs(config.seed))
+    def evaluate() -> float:
+        with report.pause():
+            return float(np.mean([program.loss(state.weights, batch) for batch in held_out]))
 
-    schedule = optax.warmup_cosine_decay_schedule(
-        init_value=0.0,
-        peak_value=config.optimizer.learning_rate,
-        warmup_steps=round(config.optimizer.warmup_fraction * config.steps),
-        decay_steps=config.steps,
-        end_value=config.optimizer.final_learning_rate,
-    )
-    optimizer = optax.chain(
-        optax.clip_by_global_norm(config.optimizer.clip_norm),
-        optax.adamw(
-            schedule,
-            b1=config.optimizer.beta1,
-            b2=config.optimizer.beta2,
-            weight_decay=config.optimizer.weight_decay,
-            mask=partial(jax.tree.map, lambda x: x.ndim > 1),
-        ),
-    )
+    with (
+        open_run(config, writes=jax.process_index() == 0) as run_dir,
+        Checkpoints(run_dir / "checkpoints", keep=config.checkpoint.keep) as checkpoints,
+        interruption() as interrupted,
+    ):
+        # State: the latest checkpoint's, or a new one, made where it is to lie.
+        checkpoints.check_space(program.state_shapes)
+        done = checkpoints.latest or 0
+        if done:
+            state, position = checkpoints.restore(program.state_shapes)
+            batches.set_state(position)
+            report.line(f"going on with {run_dir} after step {done}")
+        else:
+            state, position = program.initialise(), batches.get_state()
+        num_weights = sum(x.size for x in jax.tree.leaves(state.weights))
+        report.line(f"model: {num_weights / 1e6:,.2f} million parameters")
+        train_step = program.train_step.lower(state, held_out[0]).compile()
+        report.line(f"memory of a device: {describe_memory(train_step.memory_analysis())}")
+        peak = peak_flops(devices[0].device_kind)
+        report.open(
+            run_dir,
+            first_step=done,
+            tensorboard=config.tensorboard,
+            flops_per_token=training_flops_per_token(config.model, config.seq_len),
+            peak_flops=None if peak is None else peak * len(devices),
+        )
 
-    def initialise() -> tuple[nnx.State, optax.OptState]:
-        parameters = nnx.state(make_model())
-        return parameters, optimizer.init(parameters)
+        # Loop. On GPUs the next step is under way while the metrics of one are read. Programs of
+        # simulated devices share the host's threads, and wait for each other.
+        ahead = 0 if devices[0].platform == "cpu" else 1
+        rate = learning_rate(config.optimizer, config.steps)
+        unread: deque = deque()
+        losses, recent = [], []
 
-    graph = nnx.graphdef(nnx.eval_shape(make_model))
-    shardings = state_shardings(jax.eval_shape(initialise), mesh)
-    parameters, optimizer_state = jax.jit(initialise, out_shardings=shardings)()
-    num_parameters = sum(x.size for x in jax.tree.leaves(parameters))
-    report.line(f"model: {num_parameters / 1e6:.2f} million parameters")
+        def read_metrics(leave: int) -> None:
+            """Waits for all steps but the last `leave`, and reports them."""
+            while len(unread) > leave:
+                step, metrics = unread.popleft()
+                loss, norm = float(metrics.loss), float(metrics.gradient_norm)
+                losses.append(loss)
+                if metrics.finite:
+                    recent.append(loss)
+                else:
+                    what = f"loss {loss}, gradient norm {norm}"
+                    if config.non_finite == "stop":
+                        raise FloatingPointError(_non_finite(step, what, checkpoints.latest))
+                    report.line(f"step {step} skipped: {what}")
+                if step % config.log_every or not recent:
+                    report.advance(step)
+                    continue
+                measured = {
+                    "train_loss": float(np.mean(recent)),
+                    "gradient_norm": norm,
+                    "learning_rate": float(rate(metrics.updates)),
+                }
+                report.advance(step, measured)
+                recent.clear()
 
-    # Steps.
-    def loss_of(parameters: nnx.State, batch: data.Batch) -> jax.Array:
-        logits = nnx.merge(graph, parameters)(batch.tokens, batch.positions)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, batch.targets).mean()
+        with report:
+            for step in range(done + 1, config.steps + 1):
+                if config.profile and step == config.profile[0]:
+                    read_metrics(leave=0)
+                    jax.profiler.start_trace(run_dir / "profile")
+                try:
+                    batch = place(
+                        next(batches),
+                        program.batch_sharding,
+                        batch_size=config.batch_size,
+                        rows=rows,
+                    )
+                except Exception:
+                    read_metrics(leave=0)
+                    checkpoints.save(step - 1, state, position)
+                    raise
+                state, metrics = train_step(state, batch)
+                position = batches.get_state()
+                unread.append((step, metrics))
+                read_metrics(leave=ahead)
+                if config.profile and step == config.profile[1]:
+                    read_metrics(leave=0)
+                    jax.profiler.stop_trace()
+                if step % config.evaluate_every == 0 and step < config.steps:
+                    read_metrics(leave=0)
+                    report.advance(step, {"validation_loss": evaluate()})
+                stop = interrupted()
+                if stop or step % config.checkpoint.every == 0 or step == config.steps:
+                    read_metrics(leave=0)
+                    checkpoints.save(step, state, position)
+                if stop:
+                    checkpoints.wait()
+                    report.line(f"interrupted after step {step}, which is saved in {run_dir}")
+                    return Losses(losses, None)
+            validation_loss = evaluate()
+            report.advance(config.steps, {"validation_loss": validation_loss})
+        report.line(f"validation loss {validation_loss:.4f} nats/{corpus.unit}")
 
-    compile_step = partial(jax.jit, compiler_options=st.compiler_options(mesh))
-
-    @partial(compile_step, donate_argnums=(0, 1), out_shardings=(*shardings, None))
-    def train_step(parameters, optimizer_state, batch):
-        loss, gradients = jax.value_and_grad(loss_of)(parameters, batch)
-        updates, optimizer_state = optimizer.update(gradients, optimizer_state, parameters)
-        return optax.apply_updates(parameters, updates), optimizer_state, loss
-
-    evaluation_step = compile_step(loss_of)
-
-    def evaluate(parameters: nnx.State) -> float:
-        return float(np.mean([evaluation_step(parameters, x).item() for x in validation_batches]))
-
-    # Loop.
-    train_losses = []
-    with report:
-        for step in range(1, config.steps + 1):
-            windows = data.random_windows(
-                corpus.train, length=length, count=config.batch_size, seed=config.seed, step=step
-            )
-            parameters, optimizer_state, loss = train_step(
-                parameters, optimizer_state, place(windows)
-            )
-            train_losses.append(float(loss))
-            recent = float(np.mean(train_losses[-config.log_every :]))
-            report.advance(step, recent, line=step % config.log_every == 0)
-            if step % config.evaluate_every == 0 and step < config.steps:
-                report.line(f"step {step}: validation loss {evaluate(parameters):.4f} nats/byte")
-    validation_loss = evaluate(parameters)
-    report.line(f"validation loss {validation_loss:.4f} nats/byte")
-
-    # Sample: the start of the held-out text, continued.
     if config.sample_length:
-        context = attention.layout.padded_length(min(2 * config.sample_length, config.seq_len))
-        start = context - config.sample_length
-        windows = np.zeros((degrees.data, context + 1), np.uint8)
-        windows[:, :start] = corpus.held_out[:start]
+        prompt, text = continue_text(program, state.weights, corpus)
+        report.line(f"--- held-out text\n{prompt}")
+        report.line(f"--- continued by the model\n{text}")
+    return Losses(losses, validation_loss)
 
-        @jax.jit
-        def sample(parameters, batch):
-            return continue_tokens(
-                nnx.merge(graph, parameters),
-                batch.tokens,
-                batch.positions,
-                start=start,
-                temperature=config.temperature,
-                key=jax.random.key(config.seed),
-            )
 
-        tokens = jax.device_get(sample(parameters, place(windows)))
-        text = attention.layout.unpermute(tokens)[0].astype(np.uint8)
-        report.line(f"--- held-out text\n{data.as_text(text[:start])}")
-        report.line(f"--- continued by the model\n{data.as_text(text[start:])}")
-    return Losses(train_losses, validation_loss)
+def _non_finite(step: int, what: str, saved: int | None) -> str:
+    since = "No checkpoint was saved" if saved is None else f"The last checkpoint is of step {saved}"
+    return (
+        f"Loss and gradient must be finite; got {what} in step {step}. {since}; the steps "
+        f"{(saved or 0) + 1} to {step} lead there. The same command goes on from it; leave such "
+        "steps out with --non-finite skip, or lower --optimizer.learning-rate with "
+        "--allow-changes."
+    )
+
+
+def read_command_line(arguments: list[str]) -> TrainConfig:
+    """The config that a command line asks for; on a mistake, says so and exits with status 2."""
+    from startrail_jax.training.run_folder import load_config
+
+    name = "gpt_tiny"
+    if arguments and not arguments[0].startswith("-"):
+        name, *arguments = arguments
+    if name in RECIPES:
+        default = RECIPES[name]()
+    elif Path(name).is_file():
+        default = load_config(TrainConfig, Path(name))
+    else:
+        near = difflib.get_close_matches(name, RECIPES, n=1)
+        print(
+            f"The first word must be a recipe or a config.json; got {name!r}. "
+            f"{f'Did you mean {near[0]}? ' if near else ''}Recipes: {', '.join(RECIPES)}.",
+            file=sys.stderr,
+        )
+        sys.exit(2)
+    return tyro.cli(TrainConfig, default=default, args=arguments, description=__doc__)
 
 
 if __name__ == "__main__":
-    train(tyro.cli(TrainConfig, default=gpt_tiny(), description=__doc__))
+    from startrail_jax.training.errors import exit_on_own_errors
+
+    with exit_on_own_errors():
+        train(read_command_line(sys.argv[1:]))

@@ -1,6 +1,14 @@
-"""GPT recipes."""
+"""GPT recipes: functions that return a `TrainConfig`, which flags then override."""
 
-from startrail_jax.training.config import GPTConfig, OptimizerConfig, TrainConfig
+from pathlib import Path
+
+from startrail_jax.training.config import (
+    DataConfig,
+    GPTConfig,
+    OptimizerConfig,
+    RopeConfig,
+    TrainConfig,
+)
 
 
 def gpt_tiny() -> TrainConfig:
@@ -16,4 +24,99 @@ def gpt_tiny() -> TrainConfig:
         steps=800,
         batch_size=2,
         seq_len=1024,
+        sample_length=256,
+        run_dir=Path("runs/gpt_tiny"),
     )
+
+
+def gpt_3b() -> TrainConfig:
+    """StarTrail's GPT-3B (arXiv 2407.00611, table 2): 16 layers of width 4096, 512K tokens.
+
+    The paper lists 12 heads, which do not divide 4096; here they are 32 of 128 channels.
+    Command: `python train.py gpt_3b --data.path TOKENS.bin --mesh.team 4` on 32 A100 40 GB.
+    """
+    return _long_context(
+        "gpt_3b",
+        GPTConfig(
+            vocab_size=50_304,
+            width=4096,
+            layers=16,
+            heads=32,
+            kv_heads=32,
+            head_dim=128,
+            mlp_width=16_384,
+            mlp="gelu",
+            tied_head=True,
+            rope=RopeConfig(base=500_000.0),
+            dtype="bfloat16",
+        ),
+    )
+
+
+def gpt_7b() -> TrainConfig:
+    """StarTrail's GPT-7B (arXiv 2407.00611, table 2): 32 layers, 32 heads, width 4096, 512K tokens.
+
+    With the MLP of Llama 2 7B. Command: `python train.py gpt_7b --data.path TOKENS.bin
+    --mesh.team 4` on 64 H200.
+    """
+    return _long_context(
+        "gpt_7b",
+        GPTConfig(
+            vocab_size=32_000,
+            width=4096,
+            layers=32,
+            heads=32,
+            kv_heads=32,
+            head_dim=128,
+            mlp_width=11_008,
+            rope=RopeConfig(base=500_000.0),
+            dtype="bfloat16",
+        ),
+    )
+
+
+def gpt_8b_gqa() -> TrainConfig:
+    """The sizes of Llama 3 8B (arXiv 2407.21783): 8 key heads for 32 query heads; 512K tokens.
+
+    Command: `python train.py gpt_8b_gqa --data.path FOLDER --data.tokenizer tokenizer.json`.
+    """
+    return _long_context(
+        "gpt_8b_gqa",
+        GPTConfig(
+            vocab_size=128_256,
+            width=4096,
+            layers=32,
+            heads=32,
+            kv_heads=8,
+            head_dim=128,
+            mlp_width=14_336,
+            rope=RopeConfig(base=500_000.0),
+            dtype="bfloat16",
+        ),
+    )
+
+
+def _long_context(name: str, model: GPTConfig) -> TrainConfig:
+    """What the large recipes share: one sequence of 512K tokens, and the least memory.
+
+    Documents are not masked: a whole sequence of one causal mask is what cuDNN's kernels serve.
+    """
+    return TrainConfig(
+        model=model,
+        optimizer=OptimizerConfig(learning_rate=3e-4, final_learning_rate=3e-5),
+        data=DataConfig(mask_documents=False),
+        steps=10_000,
+        batch_size=1,
+        seq_len=524_288,
+        zero=3,
+        remat="attention_saved",
+        tile=2048,
+        log_every=10,
+        evaluate_every=500,
+        validation_sequences=8,
+        run_dir=Path("runs") / name,
+    )
+
+
+RECIPES = {recipe.__name__: recipe for recipe in (gpt_tiny, gpt_3b, gpt_7b, gpt_8b_gqa)}
+"""By name, as `train.py` takes them."""

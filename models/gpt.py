@@ -1,11 +1,10 @@
-"""A decoder-only transformer: pre-norm, RMSNorm, rotary positions, grouped queries, SwiGLU.
+"""A decoder-only transformer: pre-norm, RMSNorm, rotary positions, grouped queries, SwiGLU or GELU.
 
 The model knows no mesh. Tokens may come in any order, since the only things that depend on it are
 `positions`, which are data, and the attention callable, which knows its own layout.
 
 References:
     RMSNorm: https://arxiv.org/abs/1910.07467
-    RoPE: https://arxiv.org/abs/2104.09864
     SwiGLU: https://arxiv.org/abs/2002.05202
     Grouped queries: https://arxiv.org/abs/2305.13245
 """
@@ -13,12 +12,17 @@ References:
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
+
+from models.hooks import Hooks
+from models.linear import linear, project
+from models.rope import Rope, rotate
 
 # (query [B T N H], key [B T K H], value [B T K H], segment_ids=[B T] or None) -> [B T N H]
 AttentionFn = Callable[..., Float[Array, "B T N H"]]
@@ -38,11 +42,14 @@ class GPT(nnx.Module):
         head_dim: int,
         mlp_width: int,
         attention_fn: AttentionFn,
-        rope_base: float = 10_000.0,
+        mlp: Literal["swiglu", "gelu"] = "swiglu",
+        tied_head: bool = False,
+        rope: Rope | None = None,
         dtype: Any = jnp.float32,
+        hooks: Hooks | None = None,
         rngs: nnx.Rngs,
     ) -> None:
-        """Builds the model with float32 weights.
+        """Builds the model with float32 weights; those of all layers are stacked, [layers, ...].
 
         Args:
             vocab_size: number of token ids.
@@ -53,23 +60,29 @@ class GPT(nnx.Module):
             head_dim: channels of a head, even; heads * head_dim need not be `width`.
             mlp_width: hidden channels of the MLP.
             attention_fn: causal attention; called with `segment_ids` by keyword.
-            rope_base: wavelengths of the rotary embedding go from 2 pi to about 2 pi * rope_base.
+            mlp: "swiglu" (three matrices) or "gelu" (two).
+            tied_head: whether the embedding is the output projection too.
+            rope: rotary positions of `head_dim` channels; None for the usual ones.
             dtype: type of activations and matrix products; logits are float32 in any case.
+            hooks: how the model runs, where it is not as written.
             rngs: source of the initial weights.
         """
-        self.rope_base = rope_base
-        self.head_dim = head_dim
+        self.dtype = jnp.dtype(dtype)
+        self.rope = Rope(head_dim=head_dim) if rope is None else rope
+        self.hooks = Hooks() if hooks is None else hooks
         self.embedding = nnx.Embed(
             vocab_size,
             width,
             embedding_init=nnx.initializers.normal(width**-0.5),
-            dtype=dtype,
             rngs=rngs,
         )
+
         # Each block adds to the stream twice: with this its variance does not grow with depth.
         out_gain = (2 * layers) ** -0.5
-        self.blocks = nnx.List(
-            Block(
+
+        @nnx.vmap(in_axes=0, out_axes=0)
+        def make_blocks(rngs: nnx.Rngs) -> Block:
+            return Block(
                 attention=Attention(
                     width=width,
                     heads=heads,
@@ -78,17 +91,21 @@ class GPT(nnx.Module):
                     attention_fn=attention_fn,
                     out_gain=out_gain,
                     dtype=dtype,
+                    hooks=self.hooks,
                     rngs=rngs,
                 ),
-                mlp=MLP(width=width, hidden=mlp_width, out_gain=out_gain, dtype=dtype, rngs=rngs),
+                mlp=MLP(
+                    mlp, width=width, hidden=mlp_width, out_gain=out_gain, dtype=dtype, rngs=rngs
+                ),
                 width=width,
                 dtype=dtype,
+                hooks=self.hooks,
                 rngs=rngs,
             )
-            for _ in range(layers)
-        )
+
+        self.blocks = make_blocks(rngs.fork(split=layers))
         self.norm = nnx.RMSNorm(width, dtype=dtype, rngs=rngs)
-        self.head = _linear(width, vocab_size, dtype=dtype, rngs=rngs)
+        self.head = None if tied_head else linear(width, vocab_size, dtype=dtype, rngs=rngs)
 
     def __call__(
         self,
@@ -100,25 +117,56 @@ class GPT(nnx.Module):
 
         Args:
             tokens: token ids, in the order that `attention_fn` expects.
-            positions: position of each token in its sequence.
+            positions: position of each token in its sequence, or in its document.
             segment_ids: documents; a token sees only its own. None is one document a row.
 
         Returns:
             Unnormalised log-probabilities, in the order of `tokens`.
         """
-        rotation = rotary_angles(positions, self.head_dim, self.rope_base)
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x, rotation, segment_ids)
-        return self.head(self.norm(x)).astype(jnp.float32)
+        return self.logits(self.hidden(tokens, positions, segment_ids))
+
+    def hidden(
+        self,
+        tokens: Int32[Array, "B T"],
+        positions: Int32[Array, "B T"],
+        segment_ids: Int32[Array, "B T"] | None = None,
+    ) -> Float[Array, "B T width"]:
+        """What `logits` takes: the last layer's output, normalised. Arguments as of a call."""
+        graph, weights = nnx.split(self.blocks)
+
+        def run_block(weights: Any, x: Array, *context: Any) -> Array:
+            return nnx.merge(graph, weights)(x, *context)
+
+        layer = self.hooks.layer(run_block)
+        context = self.rope.rotation(positions), segment_ids
+        # Looked up in float32 and rounded then: the gradient of a common token is a long sum.
+        x = self.embedding(tokens).astype(self.dtype)
+        x, _ = lax.scan(lambda x, weights: (layer(weights, x, *context), None), x, weights)
+        return self.norm(x)
+
+    def logits(self, hidden: Float[Array, "B T width"]) -> Float32[Array, "B T vocab"]:
+        """Unnormalised log-probabilities of the token that follows each token."""
+        if self.head is None:
+            logits = project(hidden, self.embedding.embedding[...].T)
+        else:
+            logits = self.head(hidden)
+        return logits.astype(jnp.float32)
 
 
 class Block(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(
-        self, *, attention: Attention, mlp: MLP, width: int, dtype: Any, rngs: nnx.Rngs
+        self,
+        *,
+        attention: Attention,
+        mlp: MLP,
+        width: int,
+        dtype: Any,
+        hooks: Hooks,
+        rngs: nnx.Rngs,
     ) -> None:
+        self.hooks = hooks
         self.attention = attention
         self.mlp = mlp
         self.attention_norm = nnx.RMSNorm(width, dtype=dtype, rngs=rngs)
@@ -127,11 +175,12 @@ class Block(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "B T width"],
-        rotation: Float32[Array, "B T half"],
+        rotation: Float32[Array, "2 B T half"],
         segment_ids: Int32[Array, "B T"] | None,
     ) -> Float[Array, "B T width"]:
-        x = x + self.attention(self.attention_norm(x), rotation, segment_ids)
-        return x + self.mlp(self.mlp_norm(x))
+        spread, join, tokens = self.hooks.spread, self.hooks.join, self.hooks.tokens
+        x = x + join(self.attention(spread(self.attention_norm(x)), rotation, segment_ids))
+        return x + tokens(lambda x: join(self.mlp(spread(self.mlp_norm(x)))))(x)
 
 
 class Attention(nnx.Module):
@@ -147,18 +196,19 @@ class Attention(nnx.Module):
         attention_fn: AttentionFn,
         out_gain: float,
         dtype: Any,
+        hooks: Hooks,
         rngs: nnx.Rngs,
     ) -> None:
         self.attention_fn = attention_fn
-        self.query = _linear(width, (heads, head_dim), dtype=dtype, rngs=rngs)
-        self.key = _linear(width, (kv_heads, head_dim), dtype=dtype, rngs=rngs)
-        self.value = _linear(width, (kv_heads, head_dim), dtype=dtype, rngs=rngs)
-        self.out = _linear((heads, head_dim), width, gain=out_gain, dtype=dtype, rngs=rngs)
+        self.query = linear(width, (heads, head_dim), dtype=dtype, rngs=rngs)
+        self.key = linear(width, (kv_heads, head_dim), dtype=dtype, rngs=rngs)
+        self.value = linear(width, (kv_heads, head_dim), dtype=dtype, rngs=rngs)
+        self.out = linear((heads, head_dim), width, gain=out_gain, dtype=dtype, rngs=rngs)
 
     def __call__(
         self,
         x: Float[Array, "B T width"],
-        rotation: Float32[Array, "B T half"],
+        rotation: Float32[Array, "2 B T half"],
         segment_ids: Int32[Array, "B T"] | None,
     ) -> Float[Array, "B T width"]:
         query = rotate(self.query(x), rotation)
@@ -182,66 +232,24 @@ _first.defvjp(lambda y, x: (_first(y, x), None), lambda _, cotangents: cotangent
 
 
 class MLP(nnx.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x))."""
+    """down(silu(gate(x)) * up(x)), or down(gelu(up(x)))."""
 
     def __init__(
-        self, *, width: int, hidden: int, out_gain: float, dtype: Any, rngs: nnx.Rngs
+        self,
+        kind: Literal["swiglu", "gelu"],
+        *,
+        width: int,
+        hidden: int,
+        out_gain: float,
+        dtype: Any,
+        rngs: nnx.Rngs,
     ) -> None:
-        self.gate = _linear(width, hidden, dtype=dtype, rngs=rngs)
-        self.up = _linear(width, hidden, dtype=dtype, rngs=rngs)
-        self.down = _linear(hidden, width, gain=out_gain, dtype=dtype, rngs=rngs)
+        gated = kind == "swiglu"
+        self.gate = linear(width, hidden, dtype=dtype, rngs=rngs) if gated else None
+        self.up = linear(width, hidden, dtype=dtype, rngs=rngs)
+        self.down = linear(hidden, width, gain=out_gain, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "B T width"]) -> Float[Array, "B T width"]:
+        if self.gate is None:
+            return self.down(jax.nn.gelu(self.up(x)))
         return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
-
-
-def rotary_angles(
-    positions: Int32[Array, "B T"], head_dim: int, base: float
-) -> Float32[Array, "B T half"]:
-    """Angles position * base^(-i / half) for the channel pairs i < half = head_dim / 2.
-
-    Raises:
-        ValueError: if `head_dim` is odd.
-    """
-    if head_dim % 2:
-        raise ValueError(
-            f"head_dim must be even for rotary positions; got head_dim={head_dim}. "
-            f"Use {head_dim + 1}."
-        )
-    half = head_dim // 2
-    frequencies = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    return positions[:, :, None].astype(jnp.float32) * frequencies[None, None, :]
-
-
-def rotate(
-    x: Float[Array, "B T heads H"], rotation: Float32[Array, "B T half"]
-) -> Float[Array, "B T heads H"]:
-    """Turns the channel pairs (i, i + half) of every head by `rotation`, in float32."""
-    cos, sin = jnp.cos(rotation)[:, :, None, :], jnp.sin(rotation)[:, :, None, :]
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x.dtype)
-
-
-def _linear(
-    inputs: int | tuple[int, ...],
-    outputs: int | tuple[int, ...],
-    *,
-    gain: float = 1.0,
-    dtype: Any,
-    rngs: nnx.Rngs,
-) -> nnx.LinearGeneral:
-    """A bias-free projection from the last dimensions, `inputs`, to `outputs`.
-
-    Turns inputs of variance 1 into outputs of variance gain^2, whatever the sizes.
-    """
-    axis = tuple(range(-len(inputs), 0)) if isinstance(inputs, tuple) else -1
-    return nnx.LinearGeneral(
-        inputs,
-        outputs,
-        axis=axis,
-        use_bias=False,
-        kernel_init=nnx.initializers.variance_scaling(gain**2, "fan_in", "normal"),
-        dtype=dtype,
-        rngs=rngs,
-    )

@@ -7,12 +7,16 @@ attention = st.Attention(mesh, causal=True)
 out = attention(query, key, value)
 """
 
-from startrail_jax.attention import Attention
-from startrail_jax.compiler import compiler_options
-from startrail_jax.cost import communication
-from startrail_jax.layout import Layout
-from startrail_jax.mesh import AxisNames, Degrees, make_mesh
-from startrail_jax.rings import CHECKPOINT_NAMES
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from startrail_jax.attention import Attention
+    from startrail_jax.compiler import compiler_options
+    from startrail_jax.cost import communication
+    from startrail_jax.layout import Layout
+    from startrail_jax.mesh import AxisNames, Degrees, make_mesh
+    from startrail_jax.rings import CHECKPOINT_NAMES
 
 __all__ = [
     "CHECKPOINT_NAMES",
@@ -24,3 +28,27 @@ __all__ = [
     "compiler_options",
     "make_mesh",
 ]
+
+# Imported when first asked for: the help of `train.py` needs the package, but not jax.
+_MODULES = {
+    "CHECKPOINT_NAMES": "rings",
+    "Attention": "attention",
+    "AxisNames": "mesh",
+    "Degrees": "mesh",
+    "Layout": "layout",
+    "communication": "cost",
+    "compiler_options": "compiler",
+    "make_mesh": "mesh",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

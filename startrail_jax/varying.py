@@ -12,9 +12,11 @@ def alike(*arrays: Array) -> tuple[Array, ...]:
 
     The gradient of one that was replicated over an axis is summed over it.
     """
-    varying = [jax.typeof(x).manual_axis_type.varying for x in arrays]
-    axes = frozenset().union(*varying)
-    return tuple(
-        lax.pcast(x, tuple(axes - own), to="varying") if axes - own else x
-        for x, own in zip(arrays, varying, strict=True)
-    )
+    axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in arrays))
+    return tuple(vary(x, *axes) for x in arrays)
+
+
+def vary(x: Array, *axes: str) -> Array:
+    """The array, varying over these axes too; its gradient is summed over those that are new."""
+    new = tuple(axis for axis in axes if axis not in jax.typeof(x).manual_axis_type.varying)
+    return lax.pcast(x, new, to="varying") if new else x

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
+
+SHARDED_AXES = ("data", "group", "ring", "team", "head")
+"""The mesh axes over which ZeRO may split a state, slowest first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +35,39 @@ class MeshConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary positions, and how they are stretched beyond the length that a model was trained on."""
+
+    base: float = 10_000.0
+    """Ratio of the longest to the shortest wavelength."""
+    scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
+    """How angles shrink: not; all alike (https://arxiv.org/abs/2306.15595); or the long
+    wavelengths alone, as in Llama 3.1 or in YaRN (https://arxiv.org/abs/2309.00071)."""
+    factor: float = 1.0
+    """By how much the context grows beyond `original_length`."""
+    original_length: int = 8192
+    """Tokens of the context that the model was trained on; for "llama3" and "yarn"."""
+
+    def __post_init__(self) -> None:
+        if not self.base > 1:
+            raise ValueError(
+                f"model.rope.base must be above 1; got base={self.base}. Use 10000, or more for "
+                "long contexts."
+            )
+        if not self.factor >= 1:
+            raise ValueError(
+                f"model.rope.factor must be at least 1; got factor={self.factor}. Use the new "
+                "length over the one that the model was trained on."
+            )
+        if (self.scaling == "none") != (self.factor == 1):
+            raise ValueError(
+                "model.rope.factor must be above 1 with a scaling, and 1 without; got "
+                f"scaling={self.scaling!r}, factor={self.factor}. Set both or neither."
+            )
+        _check_minimum("model.rope.original_length", self.original_length, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
 class GPTConfig:
     """Sizes of the model: the keyword arguments of `models.gpt.GPT`."""
 
@@ -46,15 +84,18 @@ class GPTConfig:
     head_dim: int
     """Channels of a head, even."""
     mlp_width: int
-    """Hidden channels of the SwiGLU MLP."""
-    rope_base: float = 10_000.0
-    """Ratio of the longest to the shortest wavelength of the rotary positions."""
+    """Hidden channels of the MLP."""
+    mlp: Literal["swiglu", "gelu"] = "swiglu"
+    """Kind of MLP: gated, of three matrices, or of two with a GELU between."""
+    tied_head: bool = False
+    """Whether the embedding is the output projection too."""
+    rope: RopeConfig = field(default_factory=RopeConfig)
+    """Rotary positions."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of activations; weights and logits are float32."""
 
     def __post_init__(self) -> None:
-        _check_minimum("model.vocab_size", self.vocab_size, 256)
-        for name in ("width", "layers", "heads", "kv_heads", "head_dim", "mlp_width"):
+        for name in ("vocab_size", "width", "layers", "heads", "kv_heads", "head_dim", "mlp_width"):
             _check_minimum(f"model.{name}", getattr(self, name), 1)
         if self.heads % self.kv_heads:
             raise ValueError(
@@ -89,16 +130,70 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         for name in ("learning_rate", "clip_norm"):
-            if not getattr(self, name) > 0:
+            value = getattr(self, name)
+            if not 0 < value < math.inf:
                 raise ValueError(
-                    f"optimizer.{name} must be above 0; got {name}={getattr(self, name)}. "
+                    f"optimizer.{name} must be above 0 and finite; got {name}={value}. "
                     "Leave it out for the default."
                 )
-        if not 0 <= self.warmup_fraction < 1:
+        for name in ("final_learning_rate", "weight_decay"):
+            _check_minimum(f"optimizer.{name}", getattr(self, name), 0)
+        for name in ("warmup_fraction", "beta1", "beta2"):
+            value = getattr(self, name)
+            if not 0 <= value < 1:
+                raise ValueError(
+                    f"optimizer.{name} must be at least 0 and below 1; got {name}={value}. "
+                    "Leave it out for the default."
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """What to read, and how documents become sequences."""
+
+    path: Path | None = None
+    """A text file, *.jsonl, tokens in *.bin or *.npy, or a folder of such files, all of one kind.
+    By default the source of the Python standard library."""
+    tokenizer: Path | None = None
+    """A Hugging Face tokenizer.json for text. By default a token is a byte of UTF-8."""
+    text_key: str = "text"
+    """The field of a JSONL line that holds the text."""
+    bin_dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] = "uint16"
+    """Type of the tokens in *.bin files."""
+    end_of_document: int | None = None
+    """Token that ends a document. Bytes use 0; a tokenizer's own is found by its usual names;
+    files of tokens without one are a single document each."""
+    mask_documents: bool = True
+    """Whether a token sees only its own document; otherwise all that is before it in its
+    sequence."""
+    validation_path: Path | None = None
+    """Held-out data, of the kind of `path`. By default a share of `path`."""
+    held_out: float = 0.05
+    """Share that is held out where there is no `validation_path`: of the documents of text, or of
+    the tokens at the end of each file of tokens."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.held_out < 1:
             raise ValueError(
-                "optimizer.warmup_fraction must be at least 0 and below 1; got "
-                f"warmup_fraction={self.warmup_fraction}. Use 0.05 for a twentieth of the steps."
+                "data.held_out must be above 0 and below 1; got "
+                f"held_out={self.held_out}. Use 0.05, or give --data.validation-path."
             )
+        if self.end_of_document is not None:
+            _check_minimum("data.end_of_document", self.end_of_document, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """When the state of a run is saved, and how much of it is kept."""
+
+    every: int = 200
+    """Steps between checkpoints; there is always one after the last step, and one on SIGTERM."""
+    keep: int = 2
+    """Newest checkpoints that are kept."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            _check_minimum(f"checkpoint.{name}", value, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,9 +206,29 @@ class TrainConfig:
     """Optimizer and learning rate."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
     """Degrees of parallelism."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """What to read."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """When to save."""
+
     devices: int | None = None
     """Devices to use: the first of them, or simulated ones where there is only a CPU. By default
     all real devices, or 8 simulated ones."""
+    zero: Literal[0, 1, 2, 3] = 0
+    """ZeRO: what is split over devices: 1 the optimizer's state, 2 gradients too, 3 weights too."""
+    zero_axes: tuple[Literal["data", "group", "ring", "team", "head"], ...] = SHARDED_AXES
+    """Mesh axes that ZeRO splits over. The last ones alone keep gathers between near devices
+    (LoongTrain's hybrid ZeRO, https://arxiv.org/abs/2406.18485)."""
+    remat: Literal["none", "attention_saved", "full"] = "none"
+    """What a layer computes again in the backward pass: nothing; all but attention, which is never
+    recomputed; or all."""
+    offload: bool = False
+    """Whether what remat saves waits in the host's memory. GPUs only; needs a `remat`."""
+    tile: int | None = None
+    """Tokens of a device that MLP and loss treat at a time; fewer save memory. By default all."""
+    accumulation: int = 1
+    """Parts into which a batch is cut, one after another; fewer sequences at a time save memory."""
+
     steps: int
     """Optimizer steps."""
     batch_size: int
@@ -122,30 +237,47 @@ class TrainConfig:
     """Tokens in a sequence."""
     seed: int = 0
     """Seed of the weights, the order of the data and the sample."""
+
+    run_dir: Path
+    """Folder of the run: checkpoints, metrics, config. A run that is found there goes on."""
+    allow_changes: bool = False
+    """Whether a run that is found may go on with other data, optimizer, steps or seed; its model
+    may never change."""
     log_every: int = 50
     """Steps between reports; each gives the mean training loss since the last."""
+    tensorboard: bool = True
+    """Whether to write metrics for TensorBoard beside metrics.jsonl."""
     evaluate_every: int = 200
     """Steps between evaluations; there is always one after the last step."""
-    validation_windows: int = 64
+    validation_sequences: int = 64
     """Held-out sequences that an evaluation measures, rounded up to whole batches."""
-    sample_length: int = 256
-    """Bytes to sample at the end; 0 for none."""
+    non_finite: Literal["stop", "skip"] = "stop"
+    """What to do where the loss or the gradient is not finite. Weights never take such a step."""
+    profile: tuple[int, int] | None = None
+    """First and last step to trace; the trace goes to the folder `profile` of the run."""
+    sample_length: int = 0
+    """Tokens to sample at the end; 0 for none."""
     temperature: float = 0.8
-    """Temperature of the sample; 0 takes the likeliest byte."""
+    """Temperature of the sample; 0 takes the likeliest token."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "seq_len", "log_every", "evaluate_every"):
+        for name in (
+            *("steps", "batch_size", "seq_len", "accumulation", "log_every", "evaluate_every"),
+            "validation_sequences",
+        ):
             _check_minimum(name, getattr(self, name), 1)
-        _check_minimum("validation_windows", self.validation_windows, 1)
         for name in ("seed", "sample_length", "temperature"):
             _check_minimum(name, getattr(self, name), 0)
-        if self.devices is not None:
-            _check_minimum("devices", self.devices, 1)
-        if self.batch_size % self.mesh.data:
+        for name in ("devices", "tile"):
+            if getattr(self, name) is not None:
+                _check_minimum(name, getattr(self, name), 1)
+        parts = self.mesh.data * self.accumulation
+        if self.batch_size % parts:
             raise ValueError(
-                f"batch_size must be divisible by mesh.data; got batch_size={self.batch_size}, "
-                f"mesh.data={self.mesh.data}. Use batch_size="
-                f"{-(-self.batch_size // self.mesh.data) * self.mesh.data}."
+                "batch_size must be divisible by mesh.data * accumulation; got "
+                f"batch_size={self.batch_size}, mesh.data={self.mesh.data}, "
+                f"accumulation={self.accumulation}. Use batch_size="
+                f"{-(-self.batch_size // parts) * parts}."
             )
         if self.sample_length >= self.seq_len:
             raise ValueError(
@@ -153,10 +285,31 @@ class TrainConfig:
                 f"sample_length={self.sample_length}, seq_len={self.seq_len}. "
                 f"Use {self.seq_len // 2}."
             )
+        if self.offload and self.remat == "none":
+            raise ValueError(
+                "offload moves what remat saves, so it needs a remat; got offload=True, "
+                "remat='none'. Use --remat attention_saved."
+            )
+        if self.zero and not self.zero_axes:
+            raise ValueError(
+                f"zero_axes must name an axis for zero={self.zero}; got none. Leave it out for all."
+            )
+        if len(set(self.zero_axes)) < len(self.zero_axes):
+            raise ValueError(
+                f"zero_axes must name an axis once; got zero_axes={self.zero_axes}. "
+                "Leave the second out."
+            )
+        if self.profile is not None:
+            first, last = self.profile
+            if not 1 <= first <= last <= self.steps:
+                raise ValueError(
+                    "profile must be a first and a last step of the run; got "
+                    f"profile={self.profile}, steps={self.steps}. Use, say, --profile 10 12."
+                )
 
 
 def _check_minimum(name: str, value: Any, minimum: int) -> None:
-    if value < minimum:
+    if not minimum <= value < math.inf:
         raise ValueError(
             f"{name} must be at least {minimum}; got {name}={value}. Leave it out for the default."
         )

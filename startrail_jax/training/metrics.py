@@ -1,30 +1,89 @@
-"""What a run tells the person who watches it: a bar on a terminal, and lines that stay."""
+"""What a run tells the person who watches it: a bar on a terminal, lines that stay, and files."""
 
 from __future__ import annotations
 
+import json
+import math
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
+from typing import IO, Any
 
+import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
+METRICS_FILE = "metrics.jsonl"
+TENSORBOARD_FOLDER = "tensorboard"
+
 
 class Reporter:
-    """Step, loss, tokens per second and time left. Use as a context manager round the loop."""
+    """Prints and writes what is measured, in the first process only. A context manager."""
 
     def __init__(self, *, steps: int, tokens_per_step: int) -> None:
-        """Prepares a bar of `steps` steps; nothing is shown before `__enter__`."""
-        self.console = Console(highlight=False, soft_wrap=True)
+        """Prepares a bar; it is shown from `__enter__` on, and lines can be printed before.
+
+        For after the devices are set up: it asks jax which process this is.
+
+        Args:
+            steps: steps of the run.
+            tokens_per_step: tokens in a batch.
+        """
+        self._writes = jax.process_index() == 0
+        # No wrapping: a line of a log file is as long as it is.
+        self._console = Console(highlight=False, soft_wrap=True, quiet=not self._writes)
         self._steps = steps
         self._tokens_per_step = tokens_per_step
-        self._timed_from: tuple[int, float] | None = None
+        self._mfu_per_rate: float | None = None
+        # When the first step was done, and the last report was made: (step, seconds of training).
+        self._begun: tuple[int, float] | None = None
+        self._reported: tuple[int, float] | None = None
+        self._paused = 0.0
+        self._file: IO[str] | None = None
+        self._tensorboard: Any = None
         columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[status]}"))
         # Without a terminal the lines alone do: a bar would only be drawn when all is over.
-        self._bar = Progress(
-            *columns, console=self.console, disable=not self.console.is_terminal, transient=True
-        )
+        shown = self._writes and self._console.is_terminal
+        self._bar = Progress(*columns, console=self._console, disable=not shown, transient=True)
         self._task = self._bar.add_task("train", total=steps, status="compiling")
+
+    def open(
+        self,
+        folder: Path,
+        *,
+        first_step: int = 0,
+        tensorboard: bool = True,
+        flops_per_token: float = 0.0,
+        peak_flops: float | None = None,
+    ) -> None:
+        """From now on metrics go to files too. For before `__enter__`.
+
+        What a killed run wrote of steps after `first_step`, which will be done again, is dropped.
+
+        Args:
+            folder: of the run; gets metrics.jsonl and, for TensorBoard, a folder.
+            first_step: steps that were done when this program took the run up.
+            tensorboard: whether to write for TensorBoard.
+            flops_per_token: of the model, forward and backward.
+            peak_flops: FLOP/s of all devices together; None where unknown, and MFU is left out.
+        """
+        self._mfu_per_rate = flops_per_token / peak_flops if peak_flops else None
+        self._bar.update(self._task, completed=first_step)
+        if not self._writes:
+            return
+        path = folder / METRICS_FILE
+        _drop_after(path, first_step)
+        self._file = path.open("a")
+        if tensorboard:
+            # Not at the top of the file: it need not be installed where it is not used.
+            from tensorboardX import SummaryWriter
+
+            self._tensorboard = SummaryWriter(
+                str(folder / TENSORBOARD_FOLDER), purge_step=first_step + 1, flush_secs=10
+            )
 
     def __enter__(self) -> Reporter:
         self._bar.start()
@@ -37,23 +96,101 @@ class Reporter:
         traceback: TracebackType | None,
     ) -> None:
         self._bar.stop()
+        if self._file is not None:
+            self._file.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
 
     def line(self, text: str) -> None:
         """Prints a line above the bar, as it is."""
-        self.console.print(Text(text))
+        self._console.print(Text(text))
 
-    def advance(self, step: int, loss: float, *, line: bool) -> None:
-        """Reports that `step` steps are done, on the bar and, with `line`, on a line that stays."""
-        now = time.perf_counter()
-        if self._timed_from is None:
-            self._timed_from = (step, now)  # What came before is compilation.
-        first, since = self._timed_from
-        status = f"train loss {loss:.4f}"
-        if step > first:
-            pace = (now - since) / (step - first)
-            left = int(pace * (self._steps - step))
-            status += f"  {self._tokens_per_step / pace:,.0f} tokens/s"
-            status += f"  {left // 60}:{left % 60:02d} left"
-        self._bar.update(self._task, completed=step, status=status)
-        if line:
-            self.line(f"step {step}/{self._steps}  {status}")
+    def advance(self, step: int, metrics: Mapping[str, float] | None = None) -> None:
+        """Reports that `step` steps are done and, where there are `metrics`, what they measured.
+
+        The metrics go on a line that stays and to the files, with tokens/s and MFU since the last
+        report. Compilation, which is over when the first step is, does not count, nor does what is
+        done in `pause`. Where steps run ahead of this, metrics must come from values of `step`
+        that were waited for.
+
+        Args:
+            step: counts from 1 at the beginning of the run.
+            metrics: by name: "train_loss", "validation_loss", "learning_rate" and the like.
+        """
+        now = time.perf_counter() - self._paused
+        if self._begun is None:
+            self._begun = self._reported = (step, now)
+        self._bar.update(self._task, completed=step)
+        if metrics is None:
+            return
+        rate = _rate(self._reported, (step, now)) * self._tokens_per_step
+        mfu = None if self._mfu_per_rate is None else rate * self._mfu_per_rate
+        self._reported = (step, now)
+        status = self._status(step, now, metrics, rate, mfu)
+        self._bar.update(self._task, status=status)
+        self.line(f"step {step}/{self._steps}  {status}")
+        speeds = {"tokens_per_second": rate or None, "mfu": mfu or None}
+        self._write(step, {**metrics, **speeds})
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Leaves what is done in it out of tokens/s and MFU: evaluation, a sample."""
+        since = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._paused += time.perf_counter() - since
+
+    def _status(
+        self, step: int, now: float, metrics: Mapping[str, float], rate: float, mfu: float | None
+    ) -> str:
+        parts = [
+            f"{name.replace('_', ' ')} {value:.4f}"
+            for name, value in metrics.items()
+            if name.endswith("loss")
+        ]
+        if rate:
+            parts.append(f"{rate:,.0f} tokens/s")
+        if mfu:
+            parts.append(f"MFU {mfu:.1%}")
+        pace = _rate(self._begun, (step, now))
+        if pace:
+            minutes, seconds = divmod(round((self._steps - step) / pace), 60)
+            hours, minutes = divmod(minutes, 60)
+            left = f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+            parts.append(f"{left} left")
+        return "  ".join(parts)
+
+    def _write(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        # JSON has no NaN and no infinity.
+        finite = {
+            name: None if value is None or not math.isfinite(value) else value
+            for name, value in metrics.items()
+        }
+        if self._file is not None:
+            record = {"step": step, "time": round(time.time(), 3), **finite}
+            self._file.write(json.dumps(record, allow_nan=False) + "\n")
+            self._file.flush()
+        if self._tensorboard is not None:
+            for name, value in finite.items():
+                if value is not None:
+                    self._tensorboard.add_scalar(name, value, step)
+
+
+def _rate(since: tuple[int, float] | None, now: tuple[int, float]) -> float:
+    """Steps per second between two moments; 0 where there is no step between them."""
+    if since is None or now[0] <= since[0]:
+        return 0.0
+    return (now[0] - since[0]) / (now[1] - since[1])
+
+
+def _drop_after(path: Path, last_step: int) -> None:
+    """Keeps the lines of a metrics file up to a step, and none that a kill cut short."""
+    if not path.exists():
+        return
+    part = path.with_name(f"{path.name}.part")
+    with path.open() as old, part.open("w") as new:
+        for line in old:
+            if line.endswith("}\n") and json.loads(line)["step"] <= last_step:
+                new.write(line)
+    part.replace(path)

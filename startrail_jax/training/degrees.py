@@ -1,22 +1,14 @@
-"""Which degrees a run uses, and how its parameters lie on the mesh."""
+"""Which degrees of parallelism a run uses, where its flags leave some open."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
-
-import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from startrail_jax.mesh import Degrees
 from startrail_jax.training.config import MeshConfig
 
 # StarTrail with C = 2, then what fits where C^2 = 4 does not divide the devices: (team, group).
 DEFAULT_TEAMS = ((2, 2), (2, 1), (1, 1))
-
-# Megatron's split: the dimension of each kernel that lies over `tensor`. Heads and MLP channels are
-# split where they are made and summed where they are used up.
-TENSOR_DIMS = {"query": 1, "key": 1, "value": 1, "out": 0, "gate": 1, "up": 1, "down": 0}
 
 
 def choose_degrees(mesh: MeshConfig, num_devices: int) -> Degrees:
@@ -71,36 +63,3 @@ def _way_out(mesh: MeshConfig, product: int, num_devices: int) -> str:
     if mesh.ring is not None and num_devices % (product // mesh.ring) == 0:
         return f"Leave out --mesh.ring, or use --devices {product}."
     return f"Change a degree, or use --devices {product}."
-
-
-def state_shardings(state: Any, mesh: Mesh) -> Any:
-    """The sharding of every array of a train state: replicated, or split over `tensor`.
-
-    One rule serves parameters and optimizer state, since the path of a moment ends in the path of
-    its parameter. Key and value kernels stay whole where `tensor` does not divide the heads.
-
-    Args:
-        state: a tree of arrays or of their shapes.
-        mesh: a mesh with an axis `tensor`.
-
-    Raises:
-        ValueError: if the tensor degree does not divide a dimension that must be split.
-    """
-    tensor = mesh.shape["tensor"]
-
-    def sharding(path: tuple[Any, ...], x: Any) -> NamedSharding:
-        names = jax.tree_util.keystr(path, simple=True, separator="/")
-        layer = names.rpartition("/kernel")[0]
-        name = layer.rpartition("/")[2]
-        dim = TENSOR_DIMS.get(name)
-        few_keys = name in ("key", "value") and x.shape[1] % tensor
-        if tensor == 1 or dim is None or few_keys:
-            return NamedSharding(mesh, PartitionSpec())
-        if x.shape[dim] % tensor:
-            raise ValueError(
-                f"mesh.tensor must divide heads and mlp_width; got tensor={tensor} for dimension "
-                f"{dim} of {layer}, of size {x.shape[dim]}. Change one of them."
-            )
-        return NamedSharding(mesh, PartitionSpec(*(None,) * dim, "tensor"))
-
-    return jax.tree_util.tree_map_with_path(sharding, state)

@@ -1,0 +1,91 @@
+"""Bias-free projections whose weights get float32 gradients, whatever the activations are."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float
+
+
+def linear(
+    inputs: int | tuple[int, ...],
+    outputs: int | tuple[int, ...],
+    *,
+    gain: float = 1.0,
+    dtype: Any,
+    rngs: nnx.Rngs,
+) -> nnx.LinearGeneral:
+    """A projection from the last dimensions, `inputs`, to `outputs`.
+
+    Turns inputs of variance 1 into outputs of variance gain^2, whatever the sizes. The kernel,
+    [*inputs, *outputs], is float32.
+    """
+    axis = tuple(range(-len(inputs), 0)) if isinstance(inputs, tuple) else -1
+    return nnx.LinearGeneral(
+        inputs,
+        outputs,
+        axis=axis,
+        use_bias=False,
+        kernel_init=nnx.initializers.variance_scaling(gain**2, "fan_in", "normal"),
+        dtype=dtype,
+        # `project` casts the kernel: outside of it the gradient would be rounded on the way.
+        promote_dtype=lambda arrays, dtype: (arrays[0].astype(dtype), *arrays[1:]),
+        dot_general=_dot_general,
+        rngs=rngs,
+    )
+
+
+def _dot_general(x: Array, kernel: Array, dims: Any, **options: Any) -> Array:
+    """What `nnx.LinearGeneral` calls; contracts the last dimensions of x, as `linear` asks."""
+    if any(value is not None for value in options.values()):
+        raise ValueError(f"linear() takes no option of lax.dot_general; got {options}. Leave it.")
+    return project(x, kernel, len(dims[0][0]))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def project(
+    x: Float[Array, "..."], kernel: Float[Array, "..."], contracted: int = 1
+) -> Float[Array, "..."]:
+    """Contracts the last dimensions of x with the first of the kernel, in the type of x.
+
+    The gradient of the kernel is summed and returned in float32: a matrix product of 16-bit arrays
+    adds in float32 anyway, and what comes after it, over tiles, micro-batches and devices, should
+    not round.
+
+    Args:
+        x: [..., *inputs], of any floating type.
+        kernel: [*inputs, *outputs], float32.
+        contracted: number of dimensions in `inputs`.
+    """
+    return jnp.tensordot(x, kernel.astype(x.dtype), contracted)
+
+
+def _project_forward(x: Array, kernel: Array, contracted: int) -> tuple[Array, Any]:
+    return project(x, kernel, contracted), (x, kernel)
+
+
+def _project_backward(contracted: int, residuals: Any, dout: Array) -> tuple[Array, Array]:
+    x, kernel = residuals
+    outputs = kernel.ndim - contracted
+    tokens = tuple(range(x.ndim - contracted))
+    dx = lax.dot_general(
+        dout,
+        kernel.astype(x.dtype),
+        ((_last(dout, outputs), tuple(range(contracted, kernel.ndim))), ((), ())),
+    )
+    dkernel = lax.dot_general(
+        x, dout, ((tokens, tokens), ((), ())), preferred_element_type=jnp.float32
+    )
+    return dx, dkernel.astype(kernel.dtype)
+
+
+project.defvjp(_project_forward, _project_backward)
+
+
+def _last(x: Array, count: int) -> tuple[int, ...]:
+    return tuple(range(x.ndim - count, x.ndim))

@@ -1,0 +1,92 @@
+"""Rotary positions, and their stretching to longer contexts.
+
+References:
+    RoPE: https://arxiv.org/abs/2104.09864
+    Position interpolation: https://arxiv.org/abs/2306.15595
+    YaRN: https://arxiv.org/abs/2309.00071
+    Llama 3: https://arxiv.org/abs/2407.21783, and the code published with Llama 3.1
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Literal
+
+import numpy as np
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int32
+
+# Wavelengths of which the original context holds more than the first number of turns stay as they
+# are; those of fewer than the second are stretched in full.
+LLAMA3_TURNS = (4.0, 1.0)
+YARN_TURNS = (32.0, 1.0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rope:
+    """Angles of the rotary embedding of heads of `head_dim` channels."""
+
+    head_dim: int
+    """Channels of a head, even; the pairs are (i, i + head_dim / 2)."""
+    base: float = 10_000.0
+    """Wavelengths go from 2 pi to about 2 pi * base."""
+    scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
+    """Which wavelengths are stretched: none, all, or the long ones alone."""
+    factor: float = 1.0
+    """By how much wavelengths are stretched."""
+    original_length: int = 8192
+    """Tokens of the context before, by which "llama3" and "yarn" tell long from short."""
+
+    def __post_init__(self) -> None:
+        if self.head_dim % 2:
+            raise ValueError(
+                f"head_dim must be even for rotary positions; got head_dim={self.head_dim}. "
+                f"Use {self.head_dim + 1}."
+            )
+
+    def frequencies(self) -> Float32[np.ndarray, " half"]:
+        """Radians per token of each channel pair: base^(-i / half), stretched."""
+        half = self.head_dim // 2
+        pairs = np.arange(half)
+        frequencies = self.base ** (-pairs / half)
+        if self.scaling == "none":
+            stretched = np.zeros(half)
+        elif self.scaling == "linear":
+            stretched = np.ones(half)
+        elif self.scaling == "llama3":
+            turns = self.original_length * frequencies / (2 * np.pi)
+            most, least = LLAMA3_TURNS
+            stretched = np.clip((most - turns) / (most - least), 0, 1)
+        else:
+            # YaRN blends by the index of the pair, between those that make 32 turns and one turn.
+            first, last = (self._pair_of(turns) for turns in YARN_TURNS)
+            first, last = max(math.floor(first), 0), min(math.ceil(last), self.head_dim - 1)
+            stretched = np.clip((pairs - first) / max(last - first, 1e-3), 0, 1)
+        blend = (1 - stretched) + stretched / self.factor
+        return (frequencies * blend).astype(np.float32)
+
+    def _pair_of(self, turns: float) -> float:
+        """The index, a real number, of the pair that makes so many turns in the old context."""
+        half = self.head_dim // 2
+        return half * math.log(self.original_length / (turns * 2 * math.pi)) / math.log(self.base)
+
+    @property
+    def magnitude(self) -> float:
+        """Factor of rotated queries and keys: YaRN sharpens the softmax by its square."""
+        return 0.1 * math.log(self.factor) + 1 if self.scaling == "yarn" else 1.0
+
+    def rotation(self, positions: Int32[Array, "B T"]) -> Float32[Array, "2 B T half"]:
+        """Cosines and sines of the angles of every channel pair, times `magnitude`."""
+        angles = positions[:, :, None].astype(jnp.float32) * self.frequencies()[None, None, :]
+        return self.magnitude * jnp.stack([jnp.cos(angles), jnp.sin(angles)])
+
+
+def rotate(
+    x: Float[Array, "B T heads H"], rotation: Float32[Array, "2 B T half"]
+) -> Float[Array, "B T heads H"]:
+    """Turns the channel pairs (i, i + half) of every head by `rotation`, in float32."""
+    cos, sin = rotation[:, :, :, None, :]
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x.dtype)

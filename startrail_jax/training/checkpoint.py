@@ -1,0 +1,250 @@
+"""Checkpoints of a run: saved while training goes on, restored onto any mesh."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import jax
+from jaxtyping import Array, PyTree, Shaped
+from orbax.checkpoint import v1 as ocp
+
+from startrail_jax.training.run_folder import require_writable
+
+LISTED_DIFFERENCES = 3
+
+# One step's folder holds one tree: the arrays by name, so that no class of the program that saved
+# them is needed to read them, and the position in the data as a string, so that both are whole or
+# neither.
+ARRAYS = "arrays"
+DATA = "data"
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be saved or read. Earlier ones are as they were."""
+
+
+class Checkpoints:
+    """The newest checkpoints of a run, one folder a step. Use as a context manager."""
+
+    def __init__(self, folder: Path, *, keep: int) -> None:
+        """Opens `folder`, makes it if there is none, and clears what a killed run left half-done.
+
+        Args:
+            folder: where the checkpoints lie; all processes of a run share it.
+            keep: newest checkpoints that stay. An older one goes when a new one is whole.
+
+        Raises:
+            OSError: if the folder cannot be written.
+        """
+        self._folder = folder.resolve()
+        self._keep = keep
+        self._saving: tuple[int, ocp.AsyncResponse[bool]] | None = None
+        require_writable(self._folder)
+        logging.getLogger("absl").addFilter(_is_news)
+        self._checkpointer = self._open()
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Waits for the save in progress.
+
+        Raises:
+            CheckpointError: if that save failed.
+        """
+        try:
+            self.wait()
+        finally:
+            self._checkpointer.close()
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps whose checkpoint is whole, ascending. One that is being saved does not count."""
+        names = ocp.path.step.standard_name_format()
+        return sorted(checkpoint.step for checkpoint in names.find_all(self._folder))
+
+    @property
+    def latest(self) -> int | None:
+        """The last step whose checkpoint is whole; None where there is none."""
+        return max(self.steps, default=None)
+
+    def check_space(self, state: PyTree[jax.ShapeDtypeStruct]) -> None:
+        """Refuses a run whose checkpoints would fill the disk, before it has begun.
+
+        Args:
+            state: shapes and types of what `save` will be given.
+
+        Raises:
+            CheckpointError: if there is no room for `keep` checkpoints and the one that is written
+                before the oldest of them goes.
+        """
+        size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+        missing = max(self._keep + 1 - len(self.steps), 1)
+        free = shutil.disk_usage(self._folder).free
+        if free < missing * size:
+            raise CheckpointError(
+                f"There must be space for {missing} more checkpoints of {size / 1e9:.3g} GB each "
+                f"in {self._folder}; got {free / 1e9:.3g} GB free. Free some, lower "
+                "--checkpoint.keep, or use a --run-dir on another disk."
+            )
+
+    def save(
+        self, step: int, state: PyTree[Shaped[Array, "..."]], data_state: Mapping[str, Any]
+    ) -> None:
+        """Copies the state off the devices and writes it in the background.
+
+        The arrays may be donated or deleted as soon as this returns. Waits for an earlier save.
+        Does nothing where the step is saved already.
+
+        Args:
+            step: steps that are done.
+            state: what training goes on from; sharded as it likes.
+            data_state: position in the data, of what JSON holds; the same on all processes.
+
+        Raises:
+            CheckpointError: if the earlier save failed.
+        """
+        self.wait()
+        if step in self.steps:
+            return
+        tree = {ARRAYS: dict(_named_leaves(state)), DATA: json.dumps(data_state)}
+        try:
+            response = self._checkpointer.save_async(step, tree, force=True)
+        except OSError as error:
+            raise self._save_failed(step, error) from error
+        assert response is not None, "force=True saves whatever the policy"
+        self._saving = (step, response)
+
+    def wait(self) -> None:
+        """Returns when nothing is being saved any more.
+
+        Raises:
+            CheckpointError: if the save failed.
+        """
+        if self._saving is None:
+            return
+        (step, response), self._saving = self._saving, None
+        try:
+            response.result()
+        except Exception as error:  # Whatever a writing thread met: tensorstore has no one type.
+            raise self._save_failed(step, error) from error
+
+    def restore(
+        self, state: PyTree[jax.ShapeDtypeStruct]
+    ) -> tuple[PyTree[Shaped[Array, "..."]], dict[str, Any]]:
+        """Reads the latest checkpoint.
+
+        Args:
+            state: shapes, types and shardings to restore to. The mesh need not be the one that
+                the checkpoint was saved from.
+
+        Returns:
+            The state, a tree like `state`; and the position in the data.
+
+        Raises:
+            CheckpointError: if there is no checkpoint, or it cannot be read.
+            ValueError: if it is one of another model or optimizer.
+        """
+        step = self.latest
+        if step is None:
+            raise CheckpointError(
+                f"There must be a checkpoint to restore; got none in {self._folder}. "
+                "Start a new run."
+            )
+        wanted = dict(_named_leaves(state))
+        saved = self._read_metadata(step)
+        differences = _differences(saved, wanted)
+        if differences:
+            listed = "\n".join(f"  {line}" for line in differences[:LISTED_DIFFERENCES])
+            raise ValueError(
+                f"The checkpoint must be of this model and optimizer; got {self._path(step)}, "
+                f"which differs in {len(differences)} arrays:\n{listed}\n"
+                "Use another --run-dir for a new run, or the flags of that run: they are in its "
+                "config.json."
+            )
+        try:
+            restored = self._checkpointer.load(step, {ARRAYS: wanted, DATA: str})
+            data_state = json.loads(restored[DATA])
+        except Exception as error:  # As in `wait`.
+            raise self._unreadable(step, error) from error
+        leaves = [restored[ARRAYS][name] for name in wanted]
+        return jax.tree.unflatten(jax.tree.structure(state), leaves), data_state
+
+    def _open(self) -> ocp.training.Checkpointer:
+        return ocp.training.Checkpointer(
+            self._folder,
+            preservation_policy=ocp.training.preservation_policies.LatestN(self._keep),
+            cleanup_tmp_directories=True,
+        )
+
+    def _path(self, step: int) -> Path:
+        return self._folder / str(step)
+
+    def _read_metadata(self, step: int) -> Mapping[str, Any]:
+        """Shape and type of every array of a checkpoint, by name."""
+        try:
+            return self._checkpointer.metadata(step).metadata[ARRAYS]
+        except Exception as error:  # As in `wait`.
+            raise self._unreadable(step, error) from error
+
+    def _save_failed(self, step: int, error: Exception) -> CheckpointError:
+        # Opened anew, it forgets the step that failed and clears what was written of it.
+        self._checkpointer = self._open()
+        latest = self.latest
+        intact = (
+            "There is no earlier one."
+            if latest is None
+            else f"The last whole one, of step {latest}, is intact."
+        )
+        return CheckpointError(
+            f"The checkpoint of step {step} could not be saved: {error}. {intact} Free space in "
+            f"{self._folder} or mend what is said here; then the same command goes on from "
+            f"step {latest or 0}."
+        )
+
+    def _unreadable(self, step: int, error: Exception) -> CheckpointError:
+        earlier = max((other for other in self.steps if other < step), default=0)
+        return CheckpointError(
+            f"The checkpoint {self._path(step)} could not be read ({type(error).__name__}). If it "
+            f"is damaged, delete that folder: the same command then goes on from step {earlier}."
+        )
+
+
+def _named_leaves(tree: Any) -> list[tuple[str, Any]]:
+    """The leaves of a tree with the names that they are saved by, such as "model/norm/scale"."""
+    return [
+        (jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    ]
+
+
+def _differences(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+    """One line for every array that is not of the same name, shape and type in both."""
+
+    def describe(leaves: Mapping[str, Any], name: str) -> str:
+        if name not in leaves:
+            return "missing"
+        return f"{leaves[name].dtype}{list(leaves[name].shape)}"
+
+    lines = []
+    for name in wanted | saved:
+        there, here = describe(saved, name), describe(wanted, name)
+        if there != here:
+            lines.append(f"{name}: {there} in the checkpoint, {here} now")
+    return lines
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """False for failures that orbax logs from each of its threads: it raises them as well."""
+    return record.exc_info is None or "orbax" not in record.pathname

@@ -1,0 +1,276 @@
+"""Files of a corpus: which there are, and the documents or tokens in them. What is wrong raises."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import platform
+import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal
+
+import numpy as np
+from jaxtyping import Integer
+
+# Not part of the library proper, or tables that a program wrote: many of those are nearly the same
+# file again, so that what is held out would have been seen.
+EXCLUDED_FOLDERS = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
+)
+
+Kind = Literal["text", "jsonl", "bin", "npy"]
+KIND_OF_SUFFIX: dict[str, Kind] = {".jsonl": "jsonl", ".bin": "bin", ".npy": "npy"}
+TOKEN_KINDS = ("bin", "npy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Files:
+    """The files of a corpus, all of one kind."""
+
+    name: str
+    """What they are, for the log and for errors."""
+    kind: Kind
+    """What is in them."""
+    paths: dict[str, Path]
+    """Path of each file by its key, sorted: a key does not depend on where a folder lies."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Document:
+    """One document of text."""
+
+    key: str
+    """Key of its file, with its line in a JSONL file; says whether it is held out."""
+    place: str
+    """Where it is, for errors."""
+    text: str
+    """All of it."""
+
+
+def standard_library(folder: Path | None = None) -> Files:
+    """The source of the Python standard library of the running interpreter.
+
+    Args:
+        folder: where the library lies; asks the interpreter by default.
+
+    Raises:
+        ValueError: if the folder has no source files, as in an interpreter that keeps its library
+            in a zip file.
+    """
+    folder = Path(sysconfig.get_paths()["stdlib"]) if folder is None else folder
+    keys = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.py"))
+    keys = [key for key in keys if EXCLUDED_FOLDERS.isdisjoint(PurePosixPath(key).parts)]
+    if not keys:
+        raise ValueError(
+            "The standard library must have source files; got 0 *.py files in "
+            f"{str(folder)!r}. Use a Python that comes with its library as files, or give "
+            "--data.path."
+        )
+    return Files(
+        name=f"standard library of Python {platform.python_version()}",
+        kind="text",
+        paths={key: folder / key for key in keys},
+    )
+
+
+def find_files(path: Path, option: str) -> Files:
+    """A file, or all files of a folder and the folders in it but for hidden ones.
+
+    Args:
+        path: the file or folder.
+        option: where it was given, for errors: "data.path".
+
+    Raises:
+        ValueError: if it is missing, empty, unreadable or of several kinds.
+    """
+    with _reading(path):
+        if not os.path.lexists(path):
+            raise ValueError(f"{option} must exist; got {str(path)!r}. {_near(path)}")
+        keys = [path.name] if not path.is_dir() else sorted(_walk(path))
+    if not keys:
+        raise ValueError(
+            f"{option} must hold files; got an empty folder, {str(path)!r} (files whose names "
+            "start with a dot are left out). Give another."
+        )
+    paths = {key: path / key if path.is_dir() else path for key in keys}
+    first: dict[Kind, str] = {}
+    for key, file in paths.items():
+        first.setdefault(_kind(file), key)
+    if len(first) > 1:
+        found = ", ".join(f"{key!r} ({kind})" for kind, key in first.items())
+        raise ValueError(
+            f"All files of {option} must be of one kind; got {found} in {str(path)!r}. Give a "
+            "folder for each kind, or a file."
+        )
+    return Files(name=str(path), kind=next(iter(first)), paths=paths)
+
+
+def read_documents(files: Files, *, text_key: str) -> Iterator[Document]:
+    """The documents of text or JSONL files, in order.
+
+    Args:
+        files: of the kind "text" (a file is a document) or "jsonl" (a line is).
+        text_key: the field of a JSONL line that holds the text. Blank lines are skipped.
+
+    Raises:
+        ValueError: if a file cannot be read or is not UTF-8, or a line is not such JSON.
+    """
+    for key, path in files.paths.items():
+        _check_regular(path)
+        if files.kind == "jsonl":
+            yield from _read_jsonl(key, path, text_key)
+            continue
+        with _reading(path):
+            raw = path.read_bytes()
+        yield Document(key=key, place=str(path), text=_decode(raw, str(path), 0))
+
+
+def map_tokens(path: Path, bin_dtype: str) -> Integer[np.ndarray, " tokens"]:
+    """The tokens of a .npy or .bin file, mapped into memory.
+
+    Args:
+        path: the file.
+        bin_dtype: type of the tokens in a .bin file, little-endian.
+
+    Raises:
+        ValueError: if it cannot be read, is empty or truncated, or holds no vector of integers.
+    """
+    _check_regular(path)
+    with _reading(path):
+        size = path.stat().st_size
+        if _kind(path) == "npy":
+            tokens = _map_npy(path)
+        else:
+            dtype = np.dtype(bin_dtype).newbyteorder("<")
+            if size % dtype.itemsize:
+                raise ValueError(
+                    f"The size of {str(path)!r} must be a multiple of {dtype.itemsize} bytes for "
+                    f"bin_dtype={bin_dtype!r}; got {size} bytes. It may be truncated: write or "
+                    "copy it again, or correct --data.bin-dtype."
+                )
+            # An empty file cannot be mapped.
+            tokens = np.memmap(path, dtype, "r") if size else np.zeros(0, dtype)
+    if not len(tokens):
+        raise ValueError(f"{str(path)!r} must hold tokens; got none. Remove it, or write it again.")
+    return tokens
+
+
+def _walk(folder: Path) -> Iterator[str]:
+    def refuse(error: OSError) -> None:
+        raise error
+
+    # Without `onerror`, a folder that cannot be listed would be left out unseen.
+    for root, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in names:
+            if not name.startswith("."):
+                yield (Path(root) / name).relative_to(folder).as_posix()
+
+
+def _kind(path: Path) -> Kind:
+    return KIND_OF_SUFFIX.get(path.suffix.lower(), "text")
+
+
+def _near(path: Path) -> str:
+    """What may have been meant by a path that is missing."""
+    if not path.parent.is_dir():
+        return f"There is no folder {str(path.parent)!r} either."
+    near = difflib.get_close_matches(path.name, os.listdir(path.parent))
+    if not near:
+        return f"Nothing in {str(path.parent)!r} has a similar name."
+    return f"Did you mean {' or '.join(repr(str(path.parent / name)) for name in near)}?"
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Turns an error of the operating system into one that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"{str(error.filename or path)!r} must be readable; got {type(error).__name__}: "
+            f"{error.strerror or error}. Correct its permissions or the link to it, or leave it "
+            "out."
+        ) from error
+
+
+def _check_regular(path: Path) -> None:
+    """Raises for a pipe or device, which would be waited for without end. A link is followed."""
+    with _reading(path):
+        path.stat()
+        if not path.is_file():
+            raise ValueError(
+                f"{str(path)!r} must be a regular file; got a folder, pipe or device. Leave it out."
+            )
+
+
+def _decode(raw: bytes, place: str, offset: int) -> str:
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"Text must be UTF-8; got byte {raw[error.start]:#04x} at offset "
+            f"{offset + error.start} of {place!r}. Convert the file to UTF-8, or leave it out."
+        ) from None
+
+
+def _read_jsonl(key: str, path: Path, text_key: str) -> Iterator[Document]:
+    offset = 0
+    with _reading(path), path.open("rb") as file:
+        for number, raw in enumerate(file, start=1):
+            place = f"{path}:{number}"
+            line = _decode(raw, str(path), offset)
+            offset += len(raw)
+            if line.strip():
+                text = _text_of_line(line, place, text_key)
+                yield Document(key=f"{key}:{number}", place=place, text=text)
+
+
+def _text_of_line(line: str, place: str, text_key: str) -> str:
+    try:
+        record: Any = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"Every line of a JSONL file must be JSON; got {error} in {place!r}. Mend or remove "
+            "the line."
+        ) from None
+    if not isinstance(record, dict) or text_key not in record:
+        given = f"the keys {list(record)}" if isinstance(record, dict) else type(record).__name__
+        raise ValueError(
+            f"Every line of a JSONL file must be an object with the key {text_key!r}; got {given} "
+            f"in {place!r}. Name the key that holds the text: --data.text-key."
+        )
+    text = record[text_key]
+    if not isinstance(text, str):
+        raise ValueError(
+            f"The text of a JSONL line must be a string; got {type(text).__name__} for "
+            f"{text_key!r} in {place!r}. Mend or remove the line, or give another --data.text-key."
+        )
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"Text must be Unicode; got the lone surrogate {text[error.start]!a} in {place!r}. "
+            "Mend or remove the line."
+        ) from None
+    return text
+
+
+def _map_npy(path: Path) -> np.ndarray:
+    try:
+        tokens = np.lib.format.open_memmap(path, mode="r")
+    except (ValueError, EOFError) as error:
+        raise ValueError(
+            f"{str(path)!r} must be a whole .npy file of integers; got {error}. It may be "
+            "truncated: write or copy it again."
+        ) from None
+    if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
+        raise ValueError(
+            f"{str(path)!r} must hold a vector of integers; got shape {tokens.shape} of "
+            f"{tokens.dtype}. Write the tokens one after another."
+        )
+    return tokens

@@ -1,0 +1,66 @@
+"""What a model computes for a token, and what a GPU can: the two sides of MFU. Imports no jax."""
+
+from __future__ import annotations
+
+import re
+
+from startrail_jax.training.config import GPTConfig
+
+# Dense bfloat16 tensor-core FLOP/s, from NVIDIA's data sheets (half of the figures with sparsity).
+# What is more special comes first.
+PEAK_FLOPS = {
+    "A100": 312e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H200 NVL": 835e12,
+    "H200": 989e12,
+    "B200": 2.25e15,
+    "GB200": 2.5e15,
+}
+
+
+def training_flops_per_token(config: GPTConfig, seq_len: int) -> float:
+    """FLOPs that a token of the model needs for a training step.
+
+    forward = 2 N + 4 L Q H T / 2, with N weights in matrix products, L layers, Q heads of H
+    channels and T tokens. The backward pass has two products for each of the forward pass:
+    3 * forward in all.
+
+    As in PaLM, only matrix products count, and what remat computes again does not. Unlike there,
+    attention counts half, since a causal mask hides half of the pairs (the paper has 12 L Q H T
+    for all of them); and N leaves out the embedding, which is a look-up, and the norms. Boundaries
+    between packed documents hide more pairs, which is not counted.
+
+    Args:
+        config: the model.
+        seq_len: tokens in a sequence.
+
+    Returns:
+        FLOPs per token, of all devices together.
+
+    References:
+        PaLM, appendix B: https://arxiv.org/abs/2204.02311
+    """
+    projections = 2 * (config.heads + config.kv_heads) * config.head_dim * config.width
+    mlp = {"swiglu": 3, "gelu": 2}[config.mlp] * config.width * config.mlp_width
+    weights = config.layers * (projections + mlp) + config.width * config.vocab_size
+    attention = config.layers * 2 * config.heads * config.head_dim * seq_len
+    return 3.0 * (2 * weights + attention)
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """Dense bfloat16 FLOP/s of a GPU.
+
+    Args:
+        device_kind: as jax names it, such as "NVIDIA H100 80GB HBM3".
+
+    Returns:
+        FLOP/s of one device; None where it is not known, as for a part of a GPU (MIG).
+    """
+    if "MIG" in device_kind:
+        return None
+    for name, flops in PEAK_FLOPS.items():
+        if re.search(rf"\b{name}\b", device_kind):
+            return flops
+    return None

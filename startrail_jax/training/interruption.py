@@ -1,0 +1,38 @@
+"""A request to stop, as a flag that the training loop asks when it suits it."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+@contextmanager
+def interruption() -> Iterator[Callable[[], bool]]:
+    """Holds SIGTERM and the first SIGINT back, so that the loop can finish a step and save.
+
+    For the main thread, round the loop.
+
+    Yields:
+        A function that says whether a signal has come.
+
+    Raises:
+        KeyboardInterrupt: at a SIGINT that is not the first signal: who insists, need not wait.
+    """
+    received: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if received and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        received.append(number)
+
+    previous = {number: signal.signal(number, note) for number in SIGNALS}
+    try:
+        yield lambda: bool(received)
+    finally:
+        for number, handler in previous.items():
+            # None stands for a handler that was not set from Python, which cannot be set again.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)

@@ -1,0 +1,281 @@
+"""One training step: losses and gradients on every device, then the update of the state.
+
+The model runs inside one `shard_map` over the whole mesh, as the program of one device, so that
+every message is one that is written here, in `partition.py` or in the attention. The optimizer runs
+outside, on global arrays.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Bool, Float32, Int32
+
+from models.gpt import GPT
+from models.hooks import Hooks
+from models.rope import Rope
+from startrail_jax.attention import Attention
+from startrail_jax.compiler import compiler_options
+from startrail_jax.training.batches import Batch
+from startrail_jax.training.config import GPTConfig, TrainConfig
+from startrail_jax.training.loss import cross_entropy
+from startrail_jax.training.memory import in_tiles, rematerialised
+from startrail_jax.training.partition import STACKED, Partition
+from startrail_jax.varying import vary
+
+
+class TrainState(NamedTuple):
+    """What training changes."""
+
+    weights: Any
+    """float32."""
+    optimizer: Any
+    """Adam's moments and its count of steps."""
+
+
+class StepMetrics(NamedTuple):
+    """What a step reports, as scalars on all devices."""
+
+    loss: Float32[Array, ""]
+    """Mean loss of the batch before the update, in nats per token."""
+    gradient_norm: Float32[Array, ""]
+    """Global norm of the gradient before it was clipped."""
+    finite: Bool[Array, ""]
+    """Whether both are finite; if not, the state is as it was before the step."""
+    updates: Int32[Array, ""]
+    """Updates that the weights had had before, by which the learning rate goes."""
+
+
+class _Weight(NamedTuple):
+    """What `Partition.use` makes the weight of: a layer's, until the layer runs."""
+
+    source: Any
+    sink: Any
+
+
+class Program:
+    """The compiled functions of a run, on one mesh."""
+
+    def __init__(self, config: TrainConfig, attention: Attention, optimizer: Any) -> None:
+        """Prepares the functions; each is compiled when it is called first.
+
+        Args:
+            config: sizes of the model, ZeRO, rematerialisation, tiles, accumulation, seed.
+            attention: on a mesh of concrete or abstract devices.
+            optimizer: an optax.GradientTransformation.
+
+        Raises:
+            ValueError: if the mesh does not divide the model.
+        """
+        mesh = attention.mesh
+        self.config = config
+        self.attention = attention
+        self.optimizer = optimizer
+        self.partition = Partition(mesh, config.zero, config.zero_axes, config.model.dtype)
+        self._graph = nnx.graphdef(nnx.eval_shape(self._make_model))
+        self.state_shapes = self._state_shapes()
+        self._splits = self.partition.splits(self.state_shapes.weights)
+        self._specs = self.partition.specs(self.state_shapes.weights)
+        shardings = jax.tree.map(lambda x: x.sharding, self.state_shapes)
+        self.batch_sharding = NamedSharding(mesh, attention.sequence_spec)
+
+        compiled = functools.partial(jax.jit, compiler_options=compiler_options(mesh))
+        self.initialise: Callable[[], TrainState] = jax.jit(
+            self._initialise, out_shardings=shardings
+        )
+        self.train_step: Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]] = compiled(
+            self._train_step, donate_argnums=0, out_shardings=(shardings, None)
+        )
+        """Takes the state's memory for the new state."""
+        self.loss: Callable[[Any, Batch], Array] = compiled(self._loss)
+        """(weights, batch) -> mean loss per token."""
+        self.logits: Callable[[Any, Any, Any], Array] = jax.jit(self._logits)
+        """(weights, tokens, positions) -> float32 [B, T, vocab], sharded as the tokens."""
+
+    # State.
+
+    def _make_model(self) -> GPT:
+        hooks = Hooks(layer=self._layer, tokens=self._tokens, spread=self._spread, join=self._join)
+        return GPT(
+            **model_arguments(self.config.model),
+            attention_fn=self._attend,
+            hooks=hooks,
+            rngs=nnx.Rngs(self.config.seed),
+        )
+
+    def _initialise(self) -> TrainState:
+        weights = nnx.state(self._make_model())
+        return TrainState(weights, self.optimizer.init(weights))
+
+    def _state_shapes(self) -> TrainState:
+        shapes = jax.eval_shape(self._initialise)
+        return jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            shapes,
+            self.partition.shardings(shapes),
+        )
+
+    # Steps, on global arrays.
+
+    def _train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+        loss, gradients = self.gradients(state.weights, batch)
+        norm = optax.global_norm(gradients)
+        updates, optimizer = self.optimizer.update(gradients, state.optimizer, state.weights)
+        updated = TrainState(optax.apply_updates(state.weights, updates), optimizer)
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        (_, count), *_ = optax.tree_utils.tree_get_all_with_path(state.optimizer, "count")
+        metrics = StepMetrics(loss, norm, finite, count)
+        return jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, state), metrics
+
+    def gradients(self, weights: Any, batch: Batch) -> tuple[Float32[Array, ""], Any]:
+        """Mean loss and its float32 gradients, sharded as the weights; whole at level 0."""
+        return self._sharded(
+            self._local_gradients, batch, out_specs=(PartitionSpec(), self._specs)
+        )(weights, batch)
+
+    def _loss(self, weights: Any, batch: Batch) -> Float32[Array, ""]:
+        return self._sharded(self._local_mean, batch, out_specs=PartitionSpec())(weights, batch)
+
+    def _logits(self, weights: Any, tokens: Array, positions: Array) -> Array:
+        spec = self.attention.sequence_spec
+
+        def local(weights: Any, tokens: Array, positions: Array) -> Array:
+            return self._model(*self._sources_and_sinks(weights))(tokens, positions)
+
+        return jax.shard_map(
+            local,
+            mesh=self.attention.mesh,
+            in_specs=(self._specs, spec, spec),
+            out_specs=PartitionSpec(*spec, None),
+        )(weights, tokens, positions)
+
+    def _sharded(self, function: Callable[..., Any], batch: Batch, *, out_specs: Any) -> Any:
+        batch_specs = jax.tree.map(lambda _: self.attention.sequence_spec, batch)
+        return jax.shard_map(
+            function,
+            mesh=self.attention.mesh,
+            in_specs=(self._specs, batch_specs),
+            out_specs=out_specs,
+        )
+
+    # What one device does.
+
+    def _sources_and_sinks(self, weights: Any) -> tuple[Any, Any]:
+        partition = self.partition
+        return partition.sources(weights, self._splits), partition.sinks(weights, self._splits)
+
+    def _local_gradients(self, weights: Any, batch: Batch) -> tuple[Array, Any]:
+        sources, sinks = self._sources_and_sinks(weights)
+        total = self._total_weight(batch)
+        loss_and_gradients = jax.value_and_grad(self._local_sum)
+
+        def add(so_far: Any, part: Batch) -> tuple[Any, None]:
+            new = loss_and_gradients(sinks, sources, part)
+            return jax.tree.map(jnp.add, so_far, new), None
+
+        parts = self.config.accumulation
+        if parts == 1:
+            loss, gradients = loss_and_gradients(sinks, sources, batch)
+        else:
+            zero = vary(jnp.zeros(()), *self._all_axes)
+            batch = jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), batch)
+            (loss, gradients), _ = lax.scan(add, (zero, sinks), batch)
+        gradients = self.partition.reduce(gradients, self._splits)
+        return self._over_all(loss) / total, jax.tree.map(lambda x: x / total, gradients)
+
+    def _local_mean(self, weights: Any, batch: Batch) -> Array:
+        sources, sinks = self._sources_and_sinks(weights)
+        return self._over_all(self._local_sum(sinks, sources, batch)) / self._total_weight(batch)
+
+    def _local_sum(self, sinks: Any, sources: Any, batch: Batch) -> Float32[Array, ""]:
+        """The weighted sum of this device's losses."""
+        model = self._model(sources, sinks)
+        hidden = model.hidden(batch.tokens, batch.positions, batch.segment_ids)
+        targets, weights = batch.targets, batch.weights
+        if self.partition.tensor:
+            # The devices along `tensor` know the same tokens: each takes the loss of some.
+            model = nnx.merge(self._graph, jax.tree.map(self._spread, nnx.state(model)))
+            hidden, targets, weights = map(self._own_tokens, (hidden, targets, weights))
+
+        def losses(hidden: Array, targets: Array) -> Array:
+            return cross_entropy(model.logits(hidden), targets)
+
+        return jnp.sum(self._tokens(losses)(hidden, targets) * weights)
+
+    def _model(self, sources: Any, sinks: Any) -> GPT:
+        """The model of one device; its layers collect their weights when they run."""
+        state = {}
+        for name in sources:
+            if name == STACKED:
+                state[name] = jax.tree.map(_Weight, sources[name], sinks[name])
+            else:
+                state[name] = self.partition.use(sources[name], sinks[name], self._splits[name])
+        return nnx.merge(self._graph, nnx.State(state))
+
+    def _total_weight(self, batch: Batch) -> Float32[Array, ""]:
+        """The sum of the weights of a batch over all devices; 1 if there are none."""
+        total = jnp.sum(batch.weights)
+        replicas = self.partition.replicas
+        return jnp.maximum(lax.psum(total, replicas) if replicas else total, 1.0)
+
+    def _over_all(self, x: Array) -> Array:
+        return lax.psum(x, self._all_axes) if self._all_axes else x
+
+    @property
+    def _all_axes(self) -> tuple[str, ...]:
+        return (*self.partition.replicas, *self.partition.tensor)
+
+    def _own_tokens(self, x: Array) -> Array:
+        count = x.shape[1] // self.partition.size(self.partition.tensor)
+        first = lax.axis_index("tensor") * count
+        return lax.dynamic_slice_in_dim(self._spread(x), first, count, 1)
+
+    # What the model leaves open.
+
+    def _attend(
+        self, query: Array, key: Array, value: Array, segment_ids: Array | None = None
+    ) -> Array:
+        return self.attention.local(query, key, value, segment_ids, segment_ids)[0]
+
+    def _layer(self, block: Callable[..., Array]) -> Callable[..., Array]:
+        splits = self.partition.of_layer(self._splits[STACKED])
+
+        def run(weights: Any, x: Array, *context: Any) -> Array:
+            sources, sinks = (
+                jax.tree.map(lambda pair: pair[i], weights, is_leaf=_is_weight) for i in (0, 1)
+            )
+            return block(self.partition.use(sources, sinks, splits), x, *context)
+
+        return rematerialised(
+            run,
+            remat=self.config.remat,
+            offload=self.config.offload,
+            collects_weights=self.config.zero == 3,
+        )
+
+    def _tokens(self, function: Callable[..., Array]) -> Callable[..., Array]:
+        return in_tiles(function, self.config.tile)
+
+    def _spread(self, x: Array) -> Array:
+        return vary(x, *self.partition.tensor)
+
+    def _join(self, x: Array) -> Array:
+        return lax.psum(x, self.partition.tensor) if self.partition.tensor else x
+
+
+def model_arguments(config: GPTConfig) -> dict[str, Any]:
+    """The keyword arguments of `models.gpt.GPT` that a config gives."""
+    rope = Rope(head_dim=config.head_dim, **vars(config.rope))
+    return vars(config) | {"rope": rope}
+
+
+def _is_weight(x: Any) -> bool:
+    return isinstance(x, _Weight)
