@@ -16,6 +16,7 @@ from __future__ import annotations
 import difflib
 import sys
 from collections import deque
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -63,7 +64,6 @@ def train(config: TrainConfig) -> Losses:
     from startrail_jax.training.interruption import interruption
     from startrail_jax.training.memory import describe_memory
     from startrail_jax.training.metrics import Reporter
-    from startrail_jax.training.optimizer import learning_rate, make_optimizer
     from startrail_jax.training.run_folder import open_run
     from startrail_jax.training.sampling import continue_text
     from startrail_jax.training.step import Program
@@ -74,7 +74,7 @@ def train(config: TrainConfig) -> Losses:
     degrees = choose_degrees(config.mesh, len(devices))
     mesh = st.make_mesh(degrees, axis_type="auto", devices=devices)
     attention = st.Attention(mesh, causal=True)
-    program = Program(config, attention, make_optimizer(config.optimizer, config.steps))
+    program = Program(config, attention)
     report = Reporter(steps=config.steps, tokens_per_step=config.batch_size * config.seq_len)
     report.line(f"devices: {len(devices)} x {devices[0].device_kind}")
     report.line(f"mesh: {describe_degrees(config.mesh, degrees)}")
@@ -82,20 +82,19 @@ def train(config: TrainConfig) -> Losses:
     # Data. The layout puts tokens in order on the host.
     corpus = open_corpus(config.data, vocab_size=config.model.vocab_size)
     report.line(f"data: {corpus.description}")
-    rows = local_rows(
-        program.batch_sharding, batch_size=config.batch_size, seq_len=config.seq_len
-    )
+    rows = local_rows(program.batch_sharding, batch_size=config.batch_size, seq_len=config.seq_len)
     reading = {
         "layout": attention.layout,
         "batch_size": config.batch_size,
         "end_of_document": corpus.end_of_document if config.data.mask_documents else None,
         "rows": rows,
     }
-    batches = TrainingBatches(
-        Sequences(corpus.train, config.seq_len), seed=config.seed, **reading
+    batches = TrainingBatches(Sequences(corpus.train, config.seq_len), seed=config.seed, **reading)
+    place_rows = partial(
+        place, sharding=program.batch_sharding, batch_size=config.batch_size, rows=rows
     )
     held_out = [
-        place(batch, program.batch_sharding, batch_size=config.batch_size, rows=rows)
+        place_rows(batch)
         for batch in validation_batches(
             Sequences(corpus.held_out, config.seq_len),
             count=config.validation_sequences,
@@ -137,12 +136,11 @@ def train(config: TrainConfig) -> Losses:
         # Loop. On GPUs the next step is under way while the metrics of one are read. Programs of
         # simulated devices share the host's threads, and wait for each other.
         ahead = 0 if devices[0].platform == "cpu" else 1
-        rate = learning_rate(config.optimizer, config.steps)
         unread: deque = deque()
         losses, recent = [], []
 
-        def read_metrics(leave: int) -> None:
-            """Waits for all steps but the last `leave`, and reports them."""
+        def read_metrics(*, leave: int, **also: float) -> None:
+            """Waits for all steps but the last `leave`; reports them, and `also` with the last."""
             while len(unread) > leave:
                 step, metrics = unread.popleft()
                 loss, norm = float(metrics.loss), float(metrics.gradient_norm)
@@ -152,55 +150,55 @@ def train(config: TrainConfig) -> Losses:
                 else:
                     what = f"loss {loss}, gradient norm {norm}"
                     if config.non_finite == "stop":
+                        checkpoints.wait()
                         raise FloatingPointError(_non_finite(step, what, checkpoints.latest))
                     report.line(f"step {step} skipped: {what}")
-                if step % config.log_every or not recent:
-                    report.advance(step)
-                    continue
-                measured = {
-                    "train_loss": float(np.mean(recent)),
-                    "gradient_norm": norm,
-                    "learning_rate": float(rate(metrics.updates)),
-                }
-                report.advance(step, measured)
-                recent.clear()
+                measured = {} if unread else also
+                if step % config.log_every == 0 and recent:
+                    measured = {
+                        "train_loss": float(np.mean(recent)),
+                        "gradient_norm": norm,
+                        "learning_rate": float(metrics.learning_rate),
+                        **measured,
+                    }
+                    recent.clear()
+                report.advance(step, measured or None)
 
+        validation_loss = None
         with report:
             for step in range(done + 1, config.steps + 1):
                 if config.profile and step == config.profile[0]:
                     read_metrics(leave=0)
                     jax.profiler.start_trace(run_dir / "profile")
                 try:
-                    batch = place(
-                        next(batches),
-                        program.batch_sharding,
-                        batch_size=config.batch_size,
-                        rows=rows,
-                    )
+                    batch = place_rows(next(batches))
                 except Exception:
                     read_metrics(leave=0)
-                    checkpoints.save(step - 1, state, position)
+                    if step > 1:
+                        checkpoints.save(step - 1, state, position)
                     raise
                 state, metrics = train_step(state, batch)
                 position = batches.get_state()
                 unread.append((step, metrics))
+                last = step == config.steps
+                if (step % config.evaluate_every == 0 or last) and not interrupted():
+                    validation_loss = evaluate()
+                    read_metrics(leave=0, validation_loss=validation_loss)
                 read_metrics(leave=ahead)
                 if config.profile and step == config.profile[1]:
                     read_metrics(leave=0)
                     jax.profiler.stop_trace()
-                if step % config.evaluate_every == 0 and step < config.steps:
-                    read_metrics(leave=0)
-                    report.advance(step, {"validation_loss": evaluate()})
                 stop = interrupted()
-                if stop or step % config.checkpoint.every == 0 or step == config.steps:
+                if step % config.checkpoint.every == 0 or last or stop:
                     read_metrics(leave=0)
                     checkpoints.save(step, state, position)
                 if stop:
                     checkpoints.wait()
                     report.line(f"interrupted after step {step}, which is saved in {run_dir}")
                     return Losses(losses, None)
+        if validation_loss is None:
+            report.line(f"{run_dir} holds all {config.steps} steps; another --run-dir starts anew")
             validation_loss = evaluate()
-            report.advance(config.steps, {"validation_loss": validation_loss})
         report.line(f"validation loss {validation_loss:.4f} nats/{corpus.unit}")
 
     if config.sample_length:
@@ -211,12 +209,12 @@ def train(config: TrainConfig) -> Losses:
 
 
 def _non_finite(step: int, what: str, saved: int | None) -> str:
-    since = "No checkpoint was saved" if saved is None else f"The last checkpoint is of step {saved}"
+    way_back = "There is no checkpoint yet" if saved is None else f"Step {saved} is saved"
     return (
-        f"Loss and gradient must be finite; got {what} in step {step}. {since}; the steps "
-        f"{(saved or 0) + 1} to {step} lead there. The same command goes on from it; leave such "
-        "steps out with --non-finite skip, or lower --optimizer.learning-rate with "
-        "--allow-changes."
+        f"Loss and gradient must be finite; got {what} in step {step}. {way_back}; steps "
+        f"{(saved or 0) + 1} to {step} lead from there to here. Go on from there with the same "
+        "command and --non-finite skip, which leaves such steps out, or with a lower "
+        "--optimizer.learning-rate and --allow-changes."
     )
 
 

@@ -103,7 +103,7 @@ class GPT(nnx.Module):
                 rngs=rngs,
             )
 
-        self.blocks = make_blocks(rngs.fork(split=layers))
+        self.blocks = make_blocks(rngs.split(layers))
         self.norm = nnx.RMSNorm(width, dtype=dtype, rngs=rngs)
         self.head = None if tied_head else linear(width, vocab_size, dtype=dtype, rngs=rngs)
 

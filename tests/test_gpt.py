@@ -5,12 +5,12 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 
 import startrail_jax as st
 from models import gpt
+from models.hooks import Hooks
 
 BATCH, SEQ_LEN, VOCAB = 2, 23, 19
 SIZES = {
@@ -107,21 +107,51 @@ def test_gpt_with_sharded_attention_equals_dense():
     np.testing.assert_allclose(actual, expected, atol=1e-5)
 
 
-def test_rotary_logits_depend_on_the_distance_alone():
-    query, key = jax.random.normal(jax.random.key(0), (2, 1, 1, 3, 8))
+def test_gpt_of_other_parts_has_their_weights_and_gradients():
+    options = {"mlp": "gelu", "tied_head": True}
+    weights = make_weights(**options)
+    assert set(weights) == {"embedding", "blocks", "norm"}
+    assert set(weights["blocks"]["mlp"]) == {"up", "down"}
+    tokens, positions = make_tokens()
 
     @jax.jit
-    def logits(query_position, key_position):
-        def turned(x, position):
-            return gpt.rotate(x, gpt.rotary_angles(jnp.full((1, 1), position), 8, 100.0))
+    def loss(weights):
+        logits = logits_of(weights, tokens, positions, None, options=tuple(options.items()))
+        return -jax.nn.log_softmax(logits)[:, :, 0].mean()
 
-        return jnp.sum(turned(query, query_position) * turned(key, key_position), axis=-1)
+    # The embedding's gradient is that of both of its uses: checked along a random direction.
+    @jax.jit
+    def along(step):
+        return loss(jax.tree.map(lambda x, y: x + step * y, weights, direction))
 
-    np.testing.assert_allclose(logits(7, 3), logits(104, 100), atol=1e-4)
-    np.testing.assert_allclose(logits(0, 0), jnp.sum(query * key, axis=-1), atol=1e-6)
-    assert (jnp.abs(logits(7, 3) - logits(3, 7)) > 1e-3).any()
+    rng = np.random.default_rng(0)
+    direction = jax.tree.map(lambda x: rng.standard_normal(x.shape, np.float32), weights)
+    np.testing.assert_allclose(
+        (along(1e-3) - along(-1e-3)) / 2e-3, jax.jit(jax.grad(along))(0.0), rtol=2e-2
+    )
 
 
-def test_rotary_odd_head_dim_raises():
-    with pytest.raises(ValueError, match=r"head_dim must be even.*got head_dim=5.*Use 6"):
-        gpt.rotary_angles(jnp.zeros((1, 1), jnp.int32), 5, 100.0)
+def test_hooks_wrap_each_layer_and_the_functions_of_tokens():
+    calls = []
+
+    def noted(name):
+        def wrap(function):
+            calls.append(name)
+            return function
+
+        return wrap
+
+    def doubled(x):
+        calls.append("join")
+        return x
+
+    hooks = Hooks(layer=noted("layer"), tokens=noted("tokens"), join=doubled)
+    tokens, positions = make_tokens()
+    attention_fn = functools.partial(dense_attention, positions)
+    expected = dense_logits(tokens, positions)
+    actual = jax.jit(lambda: make_model(attention_fn, hooks=hooks)(tokens, positions))()
+    np.testing.assert_allclose(actual, expected, atol=1e-5)
+    # The scan over layers traces one of them.
+    assert calls.count("layer") == 1
+    assert calls.count("tokens") >= 1
+    assert calls.count("join") >= 2

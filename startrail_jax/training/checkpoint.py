@@ -26,11 +26,14 @@ DATA = "data"
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be saved or read. Earlier ones are as they were."""
+    """A checkpoint could not be saved or read. Those that were whole still are."""
 
 
 class Checkpoints:
-    """The newest checkpoints of a run, one folder a step. Use as a context manager."""
+    """The newest checkpoints of a run, one folder a step. Use as a context manager.
+
+    A save that failed ends it, since threads may still be writing: a new one clears what is left.
+    """
 
     def __init__(self, folder: Path, *, keep: int) -> None:
         """Opens `folder`, makes it if there is none, and clears what a killed run left half-done.
@@ -45,9 +48,15 @@ class Checkpoints:
         self._folder = folder.resolve()
         self._keep = keep
         self._saving: tuple[int, ocp.AsyncResponse[bool]] | None = None
+        self._failed = False
         require_writable(self._folder)
-        logging.getLogger("absl").addFilter(_is_news)
-        self._checkpointer = self._open()
+        logging.getLogger("absl").addFilter(_is_not_orbax)
+        newest: Any = ocp.training.preservation_policies.LatestN(keep)
+        self._checkpointer = ocp.training.Checkpointer(
+            str(self._folder),
+            preservation_policy=newest,
+            cleanup_tmp_directories=True,
+        )
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -63,9 +72,8 @@ class Checkpoints:
         Raises:
             CheckpointError: if that save failed.
         """
-        try:
-            self.wait()
-        finally:
+        self.wait()
+        if not self._failed:  # Otherwise it would raise what was raised already.
             self._checkpointer.close()
 
     @property
@@ -143,7 +151,7 @@ class Checkpoints:
     def restore(
         self, state: PyTree[jax.ShapeDtypeStruct]
     ) -> tuple[PyTree[Shaped[Array, "..."]], dict[str, Any]]:
-        """Reads the latest checkpoint.
+        """Reads the latest checkpoint, after a save in progress.
 
         Args:
             state: shapes, types and shardings to restore to. The mesh need not be the one that
@@ -153,9 +161,10 @@ class Checkpoints:
             The state, a tree like `state`; and the position in the data.
 
         Raises:
-            CheckpointError: if there is no checkpoint, or it cannot be read.
+            CheckpointError: if there is no checkpoint, it cannot be read, or that save failed.
             ValueError: if it is one of another model or optimizer.
         """
+        self.wait()
         step = self.latest
         if step is None:
             raise CheckpointError(
@@ -181,13 +190,6 @@ class Checkpoints:
         leaves = [restored[ARRAYS][name] for name in wanted]
         return jax.tree.unflatten(jax.tree.structure(state), leaves), data_state
 
-    def _open(self) -> ocp.training.Checkpointer:
-        return ocp.training.Checkpointer(
-            self._folder,
-            preservation_policy=ocp.training.preservation_policies.LatestN(self._keep),
-            cleanup_tmp_directories=True,
-        )
-
     def _path(self, step: int) -> Path:
         return self._folder / str(step)
 
@@ -199,8 +201,7 @@ class Checkpoints:
             raise self._unreadable(step, error) from error
 
     def _save_failed(self, step: int, error: Exception) -> CheckpointError:
-        # Opened anew, it forgets the step that failed and clears what was written of it.
-        self._checkpointer = self._open()
+        self._failed = True
         latest = self.latest
         intact = (
             "There is no earlier one."
@@ -238,13 +239,17 @@ def _differences(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[st
         return f"{leaves[name].dtype}{list(leaves[name].shape)}"
 
     lines = []
-    for name in wanted | saved:
+    for name in {**wanted, **saved}:
         there, here = describe(saved, name), describe(wanted, name)
         if there != here:
             lines.append(f"{name}: {there} in the checkpoint, {here} now")
     return lines
 
 
-def _is_news(record: logging.LogRecord) -> bool:
-    """False for failures that orbax logs from each of its threads: it raises them as well."""
-    return record.exc_info is None or "orbax" not in record.pathname
+def _is_not_orbax(record: logging.LogRecord) -> bool:
+    """Keeps orbax's log off the terminal.
+
+    It logs a failure in each thread that sees it, with its traceback, and raises it as well; and
+    it warns of old checkpoints that a kill left half deleted, which the next save finishes.
+    """
+    return "orbax" not in record.pathname

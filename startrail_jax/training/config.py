@@ -36,7 +36,7 @@ class MeshConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """Rotary positions, and how they are stretched beyond the length that a model was trained on."""
+    """Rotary positions, and how they stretch beyond the length that a model was trained on."""
 
     base: float = 10_000.0
     """Ratio of the longest to the shortest wavelength."""
@@ -241,8 +241,8 @@ class TrainConfig:
     run_dir: Path
     """Folder of the run: checkpoints, metrics, config. A run that is found there goes on."""
     allow_changes: bool = False
-    """Whether a run that is found may go on with other data, optimizer, steps or seed; its model
-    may never change."""
+    """Whether a run that is found may go on with other data, optimizer, steps or rotary positions;
+    the rest of its model may never change."""
     log_every: int = 50
     """Steps between reports; each gives the mean training loss since the last."""
     tensorboard: bool = True

@@ -119,5 +119,3 @@ def check_tile(tile: int | None, tokens: int) -> None:
             f"(accumulation * devices that share them); got tile={tile} for {tokens} tokens. "
             f"Use --tile {best}."
         )
-
-

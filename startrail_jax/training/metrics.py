@@ -6,15 +6,17 @@ import json
 import math
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
 
 import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore
+from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
@@ -42,8 +44,8 @@ class Reporter:
         self._begun: tuple[int, float] | None = None
         self._reported: tuple[int, float] | None = None
         self._paused = 0.0
-        self._file: IO[str] | None = None
-        self._tensorboard: Any = None
+        self._path: Path | None = None
+        self._events: EventsWriter | None = None
         columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[status]}"))
         # Without a terminal the lines alone do: a bar would only be drawn when all is over.
         shown = self._writes and self._console.is_terminal
@@ -74,16 +76,16 @@ class Reporter:
         self._bar.update(self._task, completed=first_step)
         if not self._writes:
             return
-        path = folder / METRICS_FILE
-        _drop_after(path, first_step)
-        self._file = path.open("a")
+        self._path = folder / METRICS_FILE
+        _drop_after(self._path, first_step)
         if tensorboard:
-            # Not at the top of the file: it need not be installed where it is not used.
-            from tensorboardX import SummaryWriter
-
-            self._tensorboard = SummaryWriter(
-                str(folder / TENSORBOARD_FOLDER), purge_step=first_step + 1, flush_secs=10
-            )
+            (folder / TENSORBOARD_FOLDER).mkdir(exist_ok=True)
+            # What lies beneath SummaryWriter, whose thread would die of a full disk and leave the
+            # run waiting for its queue.
+            self._events = EventsWriter(str(folder / TENSORBOARD_FOLDER / "events"))
+            # Events of earlier files from this step on are void.
+            start = SessionLog(status=SessionLog.START)
+            self._write_event(Event(step=first_step + 1, session_log=start))
 
     def __enter__(self) -> Reporter:
         self._bar.start()
@@ -96,10 +98,8 @@ class Reporter:
         traceback: TracebackType | None,
     ) -> None:
         self._bar.stop()
-        if self._file is not None:
-            self._file.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
+        if self._events is not None:
+            self._events.close()
 
     def line(self, text: str) -> None:
         """Prints a line above the bar, as it is."""
@@ -108,6 +108,7 @@ class Reporter:
     def advance(self, step: int, metrics: Mapping[str, float] | None = None) -> None:
         """Reports that `step` steps are done and, where there are `metrics`, what they measured.
 
+        Once a step, with all that is measured there, so that the file has one line for it.
         The metrics go on a line that stays and to the files, with tokens/s and MFU since the last
         report. Compilation, which is over when the first step is, does not count, nor does what is
         done in `pause`. Where steps run ahead of this, metrics must come from values of `step`
@@ -116,6 +117,9 @@ class Reporter:
         Args:
             step: counts from 1 at the beginning of the run.
             metrics: by name: "train_loss", "validation_loss", "learning_rate" and the like.
+
+        Raises:
+            OSError: if the files cannot be written.
         """
         now = time.perf_counter() - self._paused
         if self._begun is None:
@@ -167,14 +171,34 @@ class Reporter:
             name: None if value is None or not math.isfinite(value) else value
             for name, value in metrics.items()
         }
-        if self._file is not None:
-            record = {"step": step, "time": round(time.time(), 3), **finite}
-            self._file.write(json.dumps(record, allow_nan=False) + "\n")
-            self._file.flush()
-        if self._tensorboard is not None:
-            for name, value in finite.items():
-                if value is not None:
-                    self._tensorboard.add_scalar(name, value, step)
+        if self._path is None:
+            return
+        record = {"step": step, "time": round(time.time(), 3), **finite}
+        try:
+            # Opened each time, so that nothing waits in a buffer.
+            with self._path.open("a") as file:
+                file.write(json.dumps(record, allow_nan=False) + "\n")
+            values = [
+                Summary.Value(tag=name, simple_value=value)
+                for name, value in finite.items()
+                if value is not None
+            ]
+            self._write_event(Event(step=step, summary=Summary(value=values)))
+        except OSError as error:
+            if self._events is not None:
+                with suppress(OSError):  # It would be the same one.
+                    self._events.close()
+                self._events = None
+            raise OSError(
+                f"Metrics could not be written to {self._path.parent}: {error.strerror}. Free "
+                "space there or mend that; then the same command goes on."
+            ) from error
+
+    def _write_event(self, event: Event) -> None:
+        if self._events is not None:
+            event.wall_time = time.time()
+            self._events.write_event(event)
+            self._events.flush()
 
 
 def _rate(since: tuple[int, float] | None, now: tuple[int, float]) -> float:

@@ -110,7 +110,7 @@ class Partition:
         return jax.tree_util.tree_map_with_path(self._split, state)
 
     def _split(self, path: tuple[Any, ...], x: Any) -> Split:
-        names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+        names = path_name(path).split("/")
         stacked = int(STACKED in names)
         layer = names[names.index("kernel") - 1] if "kernel" in names else None
         dim = TENSOR_DIMS.get(layer or "") if self.tensor else None
@@ -158,7 +158,7 @@ class Partition:
         splits = jax.tree.leaves(self.splits(state), is_leaf=_is_split)
         leaves = jax.tree_util.tree_leaves_with_path(state)
         return {
-            jax.tree_util.keystr(path, simple=True, separator="/"): x.size * x.dtype.itemsize
+            path_name(path): x.size * x.dtype.itemsize
             for (path, x), split in zip(leaves, splits, strict=True)
             if self.zero and split.zero is None
         }
@@ -250,6 +250,12 @@ class Partition:
         ranks = lax.axis_index("tensor") * head + jnp.arange(head)
         needed = ranks // (head * tensor // kernel.shape[1])
         return jnp.take(vary(kernel, "tensor"), needed, axis=1)
+
+
+def path_name(path: tuple[Any, ...]) -> str:
+    """The name of an array of a state: blocks/mlp/up/kernel."""
+    # Flax keeps an array in a variable, as its "value".
+    return jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")
 
 
 def _is_split(x: Any) -> bool:

@@ -27,7 +27,7 @@ LOCK_FILE = "lock"
 FREE_SETTINGS = (
     *("devices", "mesh", "zero", "zero_axes", "remat", "offload", "tile", "accumulation"),
     *("run_dir", "log_every", "tensorboard", "checkpoint", "profile", "non_finite"),
-    *("evaluate_every", "validation_sequences", "sample_length", "temperature"),
+    *("evaluate_every", "validation_sequences", "sample_length", "temperature", "allow_changes"),
 )
 
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
@@ -138,16 +138,22 @@ def _check_same_run(config: TrainConfig) -> None:
         return
     saved, now = _settings(load_config(TrainConfig, path)), _settings(config)
     changed = [name for name in now if saved[name] != now[name]]
-    if changed:
-        lines = "\n".join(
-            f"  {_flag(name, saved[name])} there, {_flag_value(now[name])} now" for name in changed
-        )
-        flags = " ".join(_flag(name, saved[name]) for name in changed)
-        raise ValueError(
-            f"A run that goes on must keep the settings that its result depends on; got "
-            f"{config.run_dir}, a run with others:\n{lines}\n"
-            f"Use another --run-dir for a new run, or {flags} to go on with this one."
-        )
+    # Rotary positions have no weights, and a longer context asks for others.
+    is_other_model = any(
+        name.startswith("model.") and not name.startswith("model.rope.") for name in changed
+    )
+    if not changed or (config.allow_changes and not is_other_model):
+        return
+    lines = "\n".join(
+        f"  {_flag(name, saved[name])} there, {_flag_value(now[name])} now" for name in changed
+    )
+    flags = " ".join(_flag(name, saved[name]) for name in changed)
+    allow = "" if is_other_model else " With --allow-changes it goes on as given now."
+    raise ValueError(
+        f"A run that goes on must keep the settings that its result depends on; got "
+        f"{config.run_dir}, a run with others:\n{lines}\n"
+        f"Use another --run-dir for a new run, or {flags} to go on with this one.{allow}"
+    )
 
 
 def _settings(config: Any, prefix: str = "") -> dict[str, Any]:
@@ -184,7 +190,7 @@ def _decode(hint: Any, value: Any, name: str) -> Any:
     if kind is types.UnionType and type(None) in arguments:
         (other,) = set(arguments) - {type(None)}
         return None if value is None else _decode(other, value, name)
-    if kind is Literal and value in arguments:
+    if kind is Literal and (type(value), value) in [(type(x), x) for x in arguments]:
         return value
     if kind is tuple and isinstance(value, list):
         if arguments[-1] is Ellipsis:
@@ -194,9 +200,9 @@ def _decode(hint: Any, value: Any, name: str) -> Any:
             return tuple(_decode(part, x, f"{name}[{i}]") for i, (part, x) in enumerate(pairs))
     if hint is Path and isinstance(value, str):
         return Path(value)
-    if hint is float and type(value) in (int, float):
+    if hint is float and type(value) is int:
         return float(value)
-    if hint in (int, str, bool) and type(value) is hint:
+    if hint in (int, float, str, bool) and type(value) is hint:
         return value
     wanted = hint.__name__ if isinstance(hint, type) else str(hint)
     raise ValueError(f"{name or 'It'} must be {wanted}; got {value!r}. Correct the file.")
@@ -215,8 +221,7 @@ def _decode_dataclass(kind: Any, values: dict[str, Any], name: str) -> Any:
     missing = [
         key
         for key, field in fields.items()
-        if key not in values
-        and field.default is field.default_factory is dataclasses.MISSING
+        if key not in values and field.default is field.default_factory is dataclasses.MISSING
     ]
     if missing:
         raise ValueError(

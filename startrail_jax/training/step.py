@@ -17,18 +17,21 @@ import optax
 from flax import nnx
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Float32, Int32
+from jaxtyping import Array, Bool, Float32
 
 from models.gpt import GPT
 from models.hooks import Hooks
 from models.rope import Rope
 from startrail_jax.attention import Attention
 from startrail_jax.compiler import compiler_options
+from startrail_jax.mesh import device_kind
 from startrail_jax.training.batches import Batch
 from startrail_jax.training.config import GPTConfig, TrainConfig
 from startrail_jax.training.loss import cross_entropy
-from startrail_jax.training.memory import in_tiles, rematerialised
+from startrail_jax.training.memory import check_tile, in_tiles, rematerialised
+from startrail_jax.training.optimizer import learning_rate, make_optimizer
 from startrail_jax.training.partition import STACKED, Partition
+from startrail_jax.validation import check_heads
 from startrail_jax.varying import vary
 
 
@@ -50,8 +53,8 @@ class StepMetrics(NamedTuple):
     """Global norm of the gradient before it was clipped."""
     finite: Bool[Array, ""]
     """Whether both are finite; if not, the state is as it was before the step."""
-    updates: Int32[Array, ""]
-    """Updates that the weights had had before, by which the learning rate goes."""
+    learning_rate: Float32[Array, ""]
+    """Of the update."""
 
 
 class _Weight(NamedTuple):
@@ -64,21 +67,23 @@ class _Weight(NamedTuple):
 class Program:
     """The compiled functions of a run, on one mesh."""
 
-    def __init__(self, config: TrainConfig, attention: Attention, optimizer: Any) -> None:
+    def __init__(self, config: TrainConfig, attention: Attention) -> None:
         """Prepares the functions; each is compiled when it is called first.
 
         Args:
-            config: sizes of the model, ZeRO, rematerialisation, tiles, accumulation, seed.
-            attention: on a mesh of concrete or abstract devices.
-            optimizer: an optax.GradientTransformation.
+            config: model, optimizer, ZeRO, rematerialisation, tiles, accumulation, seed.
+            attention: on a mesh of the devices to run on, or to compile for.
 
         Raises:
-            ValueError: if the mesh does not divide the model.
+            ValueError: if the mesh does not divide the model or the batch, or the tile what a
+                device has of it.
+            NotImplementedError: if the state cannot be offloaded from these devices.
         """
         mesh = attention.mesh
+        _check_tokens(config, attention)
         self.config = config
         self.attention = attention
-        self.optimizer = optimizer
+        self.optimizer = make_optimizer(config.optimizer, config.steps)
         self.partition = Partition(mesh, config.zero, config.zero_axes, config.model.dtype)
         self._graph = nnx.graphdef(nnx.eval_shape(self._make_model))
         self.state_shapes = self._state_shapes()
@@ -127,12 +132,13 @@ class Program:
 
     def _train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         loss, gradients = self.gradients(state.weights, batch)
-        norm = optax.global_norm(gradients)
+        norm = optax.tree.norm(gradients)
         updates, optimizer = self.optimizer.update(gradients, state.optimizer, state.weights)
         updated = TrainState(optax.apply_updates(state.weights, updates), optimizer)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-        (_, count), *_ = optax.tree_utils.tree_get_all_with_path(state.optimizer, "count")
-        metrics = StepMetrics(loss, norm, finite, count)
+        (_, count), *_ = optax.tree.get_all_with_path(state.optimizer, "count")
+        rate = learning_rate(self.config.optimizer, self.config.steps)(count)
+        metrics = StepMetrics(loss, norm, finite, rate)
         return jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, state), metrics
 
     def gradients(self, weights: Any, batch: Batch) -> tuple[Float32[Array, ""], Any]:
@@ -269,6 +275,29 @@ class Program:
 
     def _join(self, x: Array) -> Array:
         return lax.psum(x, self.partition.tensor) if self.partition.tensor else x
+
+
+def _check_tokens(config: TrainConfig, attention: Attention) -> None:
+    """Raises where the first step would, but with a way out."""
+    degrees = attention.degrees
+    check_heads(degrees, config.model.heads, config.model.kv_heads)
+    attention.layout.check_length(config.seq_len)
+    length = config.seq_len // degrees.sequence
+    if length % degrees.tensor:
+        raise ValueError(
+            "seq_len must be divisible by sequence degree * tensor, whose devices share the loss; "
+            f"got seq_len={config.seq_len}, sequence degree={degrees.sequence}, "
+            f"tensor={degrees.tensor}. Use a multiple of {degrees.sequence * degrees.tensor}."
+        )
+    rows = config.batch_size // (degrees.data * config.accumulation)
+    check_tile(config.tile, rows * length)
+    check_tile(config.tile, rows * length // degrees.tensor)
+    platform = device_kind(attention.mesh)[0]
+    if config.offload and platform != "cuda":
+        raise NotImplementedError(
+            "offload needs GPUs, which have memory of their own; got devices of platform "
+            f"{platform!r}. Leave --offload out."
+        )
 
 
 def model_arguments(config: GPTConfig) -> dict[str, Any]:

@@ -1,0 +1,331 @@
+"""Kills training at random moments and shows that no work before the last checkpoint is lost.
+
+    python benchmarks/crash.py                            # 10 kills
+    python benchmarks/crash.py --kills 50 --seed 1
+
+Trains a small GPT on simulated devices without disturbance. Then it trains the same again in
+another folder, kills the program with SIGKILL, starts the same command again, kills it again, and
+so on, and lets the last one finish. Moments of kills take turns:
+
+    save      up to 20 ms after the folder of an unfinished checkpoint was seen
+    step      up to 300 ms after a random step was reported
+    start     up to 1.5 s after the first line of a start: folders are opened, unfinished ones are
+              removed, and the checkpoint is read then
+
+It is checked that
+
+* a run goes on from the newest whole checkpoint that the kill left, and that this is the last or
+  the last but one that training had reached, as one may be unfinished;
+* in the end metrics.jsonl has the loss of every step once, and each is, bit for bit, that of the
+  undisturbed run.
+
+Prints a line for each start of the program, which takes a few seconds, and exits with status 1 if
+something of this does not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+EVERY = 3
+"""Steps between checkpoints: few, so that training is nearly always saving one."""
+MOMENTS = ("save", "step", "start")
+SECONDS_AFTER = {"save": 0.02, "step": 0.3, "start": 1.5}
+HANGS_AFTER_SECONDS = 300
+
+FLAGS = (
+    "--devices 2 --model.width 32 --model.layers 2 --model.heads 2 --model.kv-heads 1 "
+    "--model.head-dim 16 --model.mlp-width 64 --batch-size 2 --seq-len 32 --log-every 1 "
+    f"--checkpoint.every {EVERY} --evaluate-every 1000000 --validation-sequences 2 "
+    "--sample-length 0 --no-tensorboard"
+)
+
+
+class Failure(Exception):
+    """What was to hold does not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kill:
+    """One start of the program and its end by SIGKILL."""
+
+    moment: str
+    """One of `MOMENTS`."""
+    began_after: int | None
+    """The step that it went on from, 0 at the beginning; None if it did not come that far."""
+    last_step: int
+    """The last step in metrics.jsonl when it was killed."""
+    whole: int
+    """The step of the newest whole checkpoint that it left, 0 if there is none."""
+    unfinished: tuple[str, ...]
+    """Folders of unfinished checkpoints that it left."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            crash(args.kills, seed=args.seed, folder=Path(folder))
+        except Failure as failure:
+            print(f"FAILED: {failure}", file=sys.stderr)
+            return 1
+    return 0
+
+
+def crash(num_kills: int, *, seed: int, folder: Path) -> list[Kill]:
+    """Trains without and with kills, and compares.
+
+    Args:
+        num_kills: how often to kill the program.
+        seed: seed of the moments.
+        folder: where the data and both runs go.
+
+    Returns:
+        The kills, in order.
+
+    Raises:
+        Failure: if a run does not go on as it should or ends in other losses.
+    """
+    random = np.random.default_rng(seed)
+    data = folder / "tokens.bin"
+    random.integers(0, 256, 20_000).astype("<u2").tofile(data)
+    # Saves take most of the time, and a kill costs the steps of at most two.
+    steps = EVERY * (8 + 6 * num_kills)
+    flags = [*FLAGS.split(), "--data.path", str(data), "--steps", str(steps)]
+
+    undisturbed = folder / "undisturbed"
+    started = time.perf_counter()
+    Program(undisturbed, flags).finish()
+    seconds = time.perf_counter() - started
+    expected = losses(undisturbed)
+    check_steps(expected, steps)
+    print(f"undisturbed: {steps} steps in {seconds:.1f} s", flush=True)
+
+    run_dir = folder / "killed"
+    kills: list[Kill] = []
+    for number in range(num_kills):
+        moment = MOMENTS[number % len(MOMENTS)]
+        program = Program(run_dir, flags)
+        if moment == "start":
+            program.read_until_step(0)
+        else:
+            # Spread over the run but for its end, where it might be over before the kill.
+            first, last = (int(steps * (number + x) / (num_kills + 1)) for x in (0.3, 0.7))
+            program.read_until_step(int(random.integers(first, last)))
+        if moment == "save":
+            program.wait_for_save()
+        program.wait(random.uniform(0, SECONDS_AFTER[moment]))
+        program.kill()
+        kill = Kill(
+            moment=moment,
+            began_after=program.began_after,
+            last_step=last_step(run_dir),
+            whole=max(whole(run_dir), default=0),
+            unfinished=unfinished(run_dir),
+        )
+        check_beginning(program, kills)
+        check_kill(kill)
+        kills.append(kill)
+        print(f"{number + 1:>3}  {describe(kill)}", flush=True)
+
+    program = Program(run_dir, flags)
+    program.finish()
+    check_beginning(program, kills)
+    print(f"     from step {program.began_after} to the end", flush=True)
+    got = losses(run_dir)
+    check_steps(got, steps)
+    differ = [step for step, loss in got if loss != dict(expected)[step]]
+    if differ:
+        raise Failure(
+            f"Losses must be those of an undisturbed run; got others in {len(differ)} steps, "
+            f"first in step {differ[0]}."
+        )
+    in_save = sum(bool(kill.unfinished) for kill in kills)
+    print(
+        f"{num_kills} kills, {in_save} of them with a checkpoint unfinished: went on from the "
+        f"newest whole one every time, and all {steps} losses are those of the undisturbed run"
+    )
+    return kills
+
+
+class Program:
+    """`train.py` as a process; what it prints is read while it runs."""
+
+    def __init__(self, run_dir: Path, flags: Sequence[str]) -> None:
+        self._run_dir = run_dir
+        # What the first run has compiled all others read, which makes a start some times faster.
+        environment = {
+            "JAX_PLATFORMS": "cpu",
+            "JAX_COMPILATION_CACHE_DIR": str(run_dir.parent / "compiled"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, "train.py", *flags, "--run-dir", str(run_dir)],
+            cwd=REPOSITORY,
+            env=os.environ | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self._watchdog = threading.Timer(HANGS_AFTER_SECONDS, self._process.kill)
+        self._watchdog.start()
+        self._output: list[str] = []
+        self.began_after: int | None = None
+        """The step that it went on from; None until that is known."""
+
+    def read_until_step(self, step: int) -> None:
+        """Returns when `step` or a later one is reported; for 0, when anything is."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if self._note(line) >= step:
+                return
+        self._refuse_end()
+
+    def wait_for_save(self) -> None:
+        """Returns when there is an unfinished checkpoint."""
+        while not unfinished(self._run_dir):
+            self.wait(0.001)
+
+    def wait(self, seconds: float) -> None:
+        """Returns after a time in which the program must not end."""
+        time.sleep(seconds)
+        if self._process.poll() is not None:
+            self._refuse_end()
+
+    def kill(self) -> None:
+        """Ends it with SIGKILL, and reads what it had printed."""
+        self._process.send_signal(signal.SIGKILL)
+        self._read_rest()
+        if self._process.returncode != -signal.SIGKILL:
+            self._refuse_end()
+
+    def finish(self) -> None:
+        """Waits for its end, which must be one without an error."""
+        output = self._read_rest()
+        if self._process.returncode != 0:
+            raise Failure(
+                f"The program must end with status 0; got {self._process.returncode}.\n{output}"
+            )
+
+    def _refuse_end(self) -> NoReturn:
+        raise Failure(f"The program must not end before it is killed.\n{self._read_rest()}")
+
+    def _read_rest(self) -> str:
+        """Waits for its end; all that it printed."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._note(line)
+        self._process.stdout.close()
+        self._process.wait()
+        self._watchdog.cancel()
+        return "".join(self._output)
+
+    def _note(self, line: str) -> int:
+        """Keeps a line; returns the step that it reports, or 0."""
+        self._output.append(line)
+        if match := re.match(r"going on with .* after step (\d+)$", line):
+            self.began_after = int(match[1])
+        match = re.match(r"step (\d+)/", line)
+        if match and self.began_after is None:
+            self.began_after = 0
+        return int(match[1]) if match else 0
+
+
+def whole(run_dir: Path) -> list[int]:
+    """Steps with a whole checkpoint: until it is whole, its folder has another name."""
+    return [int(name) for name in _checkpoints(run_dir) if name.isdecimal()]
+
+
+def unfinished(run_dir: Path) -> tuple[str, ...]:
+    """Names of the folders of checkpoints that are not whole."""
+    return tuple(name for name in _checkpoints(run_dir) if not name.isdecimal())
+
+
+def _checkpoints(run_dir: Path) -> list[str]:
+    folder = run_dir / "checkpoints"
+    return [path.name for path in folder.iterdir() if path.is_dir()] if folder.exists() else []
+
+
+def losses(run_dir: Path) -> list[tuple[int, float]]:
+    """Step and training loss of every line of metrics.jsonl that has one and is not cut short."""
+    path = run_dir / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    records = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [(x["step"], x["train_loss"]) for x in records if "train_loss" in x]
+
+
+def last_step(run_dir: Path) -> int:
+    """The last step of which there are metrics; 0 if there are none."""
+    return max((step for step, _ in losses(run_dir)), default=0)
+
+
+def check_beginning(program: Program, kills: Sequence[Kill]) -> None:
+    """Raises unless it went on from the newest whole checkpoint of the last kill."""
+    expected = kills[-1].whole if kills else 0
+    if program.began_after not in (None, expected):
+        raise Failure(
+            f"A run must go on from its newest whole checkpoint; got step {program.began_after}, "
+            f"where that of step {expected} was whole."
+        )
+
+
+def check_kill(kill: Kill) -> None:
+    """Raises if less was saved than the steps in metrics.jsonl imply.
+
+    The metrics of a step are written before its checkpoint is begun, and that waits for the one
+    before. So those of the step after tell that there was one, and that the one before is whole.
+    """
+    begun = (kill.last_step - 1) // EVERY * EVERY
+    if kill.whole < begun - EVERY:
+        raise Failure(
+            f"After step {kill.last_step} the checkpoint of step {begun - EVERY} must be whole; "
+            f"got that of step {kill.whole} as the newest."
+        )
+
+
+def check_steps(found: Sequence[tuple[int, float]], steps: int) -> None:
+    """Raises unless there is a loss of every step, once and in order."""
+    if [step for step, _ in found] != list(range(1, steps + 1)):
+        raise Failure(
+            f"metrics.jsonl must have steps 1 to {steps} once, in order; got "
+            f"{[step for step, _ in found]}."
+        )
+
+
+def describe(kill: Kill) -> str:
+    begun = "?" if kill.began_after is None else kill.began_after
+    saving = f", {' and '.join(kill.unfinished)} unfinished" if kill.unfinished else ""
+    return (
+        f"from step {begun:<5}killed ({kill.moment:<5}) at step {kill.last_step:<5}"
+        f"step {kill.whole} whole{saving}"
+    )
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Command line of the benchmark; see --help."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--kills", type=int, default=10, help="how often to kill it")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the moments")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,205 @@
+"""Shows what a training step takes of a GPU's memory, compiled on a machine that has none.
+
+    pip install --no-deps jax-cuda13-pjrt==<version of jax>
+    python benchmarks/memory.py                               # all recipes, all rows: 20 minutes
+    python benchmarks/memory.py --recipes gpt_7b --rows "recipe|zero"
+    python benchmarks/memory.py --recipes gpt_8b_gqa --target h100 --devices 32 --seq-len 262144 \\
+        --mesh.team 2 --rows recipe --details
+    python benchmarks/memory.py --arithmetic                  # compiles nothing
+
+Each row is a recipe of configs/gpt.py with its own settings, or with those changed that the row
+names. Columns, in GiB of one device:
+
+    state     weights, optimizer and batch: the program's arguments
+    rest      everything else that the step needs at a time, on the device
+    host      what waits in the host's memory
+    peak      what the device needs in all; state that the step has used up is used again
+    formula   `startrail_jax.training.footprint`: its state is exact, its sum an estimate
+    fits      whether the peak is within what jax takes of the GPU: 75 % of it by default, or
+              92 % with XLA_PYTHON_CLIENT_MEM_FRACTION=.92
+
+Programs are compiled, not run: what NCCL, cuDNN's workspaces and the allocator's gaps take comes on
+top, hence 92 %. XLA is told of an A100 of 80 GB, whatever size the row is compared with: it tries
+to save memory by itself only where a program needs more than that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import startrail_jax as st
+from benchmarks.deviceless import gpu_topology, target_names
+from configs.gpt import RECIPES
+from startrail_jax.mesh import Degrees
+from startrail_jax.training.batches import Batch
+from startrail_jax.training.config import MeshConfig, TrainConfig
+from startrail_jax.training.degrees import choose_degrees
+from startrail_jax.training.footprint import GIB, footprint
+from startrail_jax.training.step import Program
+
+GPU_GIB = {"a100": 40, "h100": 80, "h200": 141}
+"""Memory of the GPUs that recipes are compared with: of A100 the smaller one."""
+
+FRACTIONS = {0.75: "yes", 0.92: "with .92"}
+"""Shares of a GPU's memory that jax takes: by default, and as many runs set it."""
+
+# Recipe: target, devices, mesh.
+HARDWARE = {
+    "gpt_7b": ("h200", 64, {"team": 4}),
+    "gpt_3b": ("a100", 32, {"team": 4}),
+    "gpt_8b_gqa": ("h200", 64, {"team": 4}),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A recipe, and what differs from it."""
+
+    name: str
+    config: TrainConfig
+    donate: bool = True
+    """Whether the step may use the memory of the old state for the new one."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What XLA says of a compiled step, in bytes of one device."""
+
+    arguments: int
+    temporary: int
+    host: int
+    peak: int
+    seconds: float
+    """To lower and to compile."""
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
+    jax.config.update("jax_platforms", "cpu")
+    print(f"jax {jax.__version__}; GiB of one device")
+    for recipe in args.recipes:
+        target, num_devices, mesh = HARDWARE[recipe]
+        target, num_devices = args.target or target, args.devices or num_devices
+        degrees = choose_degrees(MeshConfig(**mesh | args.mesh), num_devices)
+        named = ", ".join(f"{name} {n}" for name, n in vars(degrees).items() if n > 1)
+        config = RECIPES[recipe]()
+        config = replace(config, seq_len=args.seq_len or config.seq_len)
+        print(f"\n{recipe}, {config.seq_len} tokens, {num_devices} x {target}: {named}")
+        print(f"{'':<32}{'state':>8}{'rest':>8}{'host':>8}{'peak':>8}{'formula':>9}  fits")
+        for row in rows(config):
+            if not re.search(args.rows, row.name):
+                continue
+            reading = None if args.arithmetic else read(row, degrees, target, num_devices)
+            print(line(row, degrees, reading, GPU_GIB[target]), flush=True)
+            if args.details:
+                print(footprint(row.config, degrees).table())
+
+
+def rows(config: TrainConfig) -> Iterator[Row]:
+    """The recipe, and then one factor changed at a time."""
+    yield Row("as the recipe", config)
+    for level in (0, 1, 2):
+        yield Row(f"zero {level}", replace(config, zero=level))
+    for axes in (("team",), ("ring", "team")):
+        yield Row(f"zero over {' and '.join(axes)}", replace(config, zero_axes=axes))
+    for remat in ("full", "none"):
+        yield Row(f"remat {remat}", replace(config, remat=remat))
+    yield Row("offload", replace(config, offload=True))
+    for tile in (None, 512):
+        yield Row(f"tile {tile}".lower(), replace(config, tile=tile))
+    two = replace(config, batch_size=2 * config.batch_size)
+    yield Row("2 sequences", two)
+    yield Row("2 sequences, accumulation 2", replace(two, accumulation=2))
+    yield Row("float32", replace(config, model=replace(config.model, dtype="float32")))
+    yield Row("without donation", config, donate=False)
+
+
+def read(row: Row, degrees: Degrees, target: str, num_devices: int) -> Reading:
+    """Compiles a row's step for `num_devices` of a GPU."""
+    start = time.perf_counter()
+    compiled = lowered_step(row, degrees, gpu_topology(target, num_devices).devices).compile()
+    memory: Any = compiled.memory_analysis()
+    return Reading(
+        arguments=memory.argument_size_in_bytes,
+        temporary=memory.temp_size_in_bytes,
+        host=memory.host_temp_size_in_bytes,
+        peak=memory.peak_memory_in_bytes,
+        seconds=time.perf_counter() - start,
+    )
+
+
+def lowered_step(row: Row, degrees: Degrees, devices: list[Any]) -> Any:
+    """The whole training step of a row, lowered for `devices`."""
+    mesh = st.make_mesh(degrees, axis_type="auto", devices=devices)
+    program = Program(row.config, st.Attention(mesh, causal=True))
+    step: Any = program.train_step
+    if not row.donate:
+        shardings = jax.tree.map(lambda x: x.sharding, program.state_shapes)
+        options = st.compiler_options(mesh)
+        step = jax.jit(step.__wrapped__, out_shardings=(shardings, None), compiler_options=options)
+    return step.lower(program.state_shapes, batch_shapes(program))
+
+
+def batch_shapes(program: Program) -> Batch:
+    """A batch for a program, as shapes."""
+    config = program.config
+
+    def array(dtype: Any) -> jax.ShapeDtypeStruct:
+        shape = (config.batch_size, config.seq_len)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=program.batch_sharding)
+
+    integers: Any = array(jnp.int32)
+    weights: Any = array(jnp.float32)
+    segments = integers if config.data.mask_documents else None
+    return Batch(integers, integers, integers, segments, weights)
+
+
+def line(row: Row, degrees: Degrees, reading: Reading | None, gpu_gib: float) -> str:
+    formula = footprint(row.config, degrees)
+    if reading is None:
+        state = formula.state_bytes + formula["batch"]
+        peak = formula.device_bytes
+        sizes = (state, peak - state, formula.host_bytes, peak, peak)
+    else:
+        host, peak = reading.host, reading.peak
+        sizes = (reading.arguments, reading.temporary, host, peak, formula.device_bytes)
+    *columns, arithmetic = (f"{size / GIB:.2f}" for size in sizes)
+    fits = (word for part, word in FRACTIONS.items() if peak <= part * gpu_gib * GIB)
+    text = f"{row.name:<32}" + "".join(f"{column:>8}" for column in columns)
+    text += f"{arithmetic:>9}  {next(fits, 'no')}"
+    return text if reading is None else f"{text:<92}({reading.seconds:.0f} s)"
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Command line of the benchmark; see --help."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--recipes", nargs="+", choices=HARDWARE, default=list(HARDWARE))
+    parser.add_argument("--rows", default="", help="regular expression: only the rows it finds")
+    parser.add_argument("--target", choices=target_names(), help="GPU; by default the recipe's")
+    parser.add_argument("--devices", type=int, help="number of them; by default the recipe's")
+    parser.add_argument("--seq-len", type=int, help="tokens in a sequence")
+    for role in vars(MeshConfig()):
+        help_text = "degree of parallelism; team is 4 by default"
+        parser.add_argument(f"--mesh.{role}", dest=role, type=int, help=help_text)
+    parser.add_argument("--arithmetic", action="store_true", help="the formula alone")
+    parser.add_argument("--details", action="store_true", help="parts of the formula")
+    args = parser.parse_args(argv)
+    args.mesh = {
+        role: degree for role in vars(MeshConfig()) if (degree := getattr(args, role)) is not None
+    }
+    return args
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,53 @@
+"""Small training programs, lowered from shapes alone: for what is read from compiled programs."""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+import startrail_jax as st
+from startrail_jax.training.batches import Batch
+from startrail_jax.training.config import GPTConfig, OptimizerConfig, TrainConfig
+from startrail_jax.training.step import Program
+
+
+def make_config(model=None, **changes):
+    sizes = dict(vocab_size=96, width=64, layers=3, heads=8, kv_heads=4, head_dim=8, mlp_width=80)
+    config = TrainConfig(
+        model=GPTConfig(**sizes | (model or {})),
+        optimizer=OptimizerConfig(learning_rate=1e-3),
+        steps=10,
+        batch_size=4,
+        seq_len=128,
+        run_dir=Path("unused"),
+    )
+    return dataclasses.replace(config, **changes)
+
+
+def make_program(config, degrees, devices=None):
+    devices = jax.devices()[: degrees.num_devices] if devices is None else devices
+    mesh = st.make_mesh(degrees, axis_type="auto", devices=devices)
+    return Program(config, st.Attention(mesh, causal=True))
+
+
+def batch_shapes(program):
+    config = program.config
+
+    def array(dtype):
+        shape = (config.batch_size, config.seq_len)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=program.batch_sharding)
+
+    segments = array(jnp.int32) if config.data.mask_documents else None
+    return Batch(*[array(jnp.int32)] * 3, segments, array(jnp.float32))
+
+
+def compile_step(program):
+    return program.train_step.lower(program.state_shapes, batch_shapes(program)).compile()
+
+
+def compile_gradients(program):
+    """(loss, gradients) of (weights, batch)."""
+    options = st.compiler_options(program.attention.mesh)
+    gradients = jax.jit(program.gradients, compiler_options=options)
+    return gradients.lower(program.state_shapes.weights, batch_shapes(program)).compile()

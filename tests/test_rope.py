@@ -1,0 +1,89 @@
+"""Rotary positions beside the formulas of the papers, written out again."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models.rope import Rope, rotate
+
+
+def test_rotary_logits_depend_on_the_distance_alone():
+    query, key = jax.random.normal(jax.random.key(0), (2, 1, 1, 3, 8))
+    rope = Rope(head_dim=8, base=100.0)
+
+    @jax.jit
+    def logits(query_position, key_position):
+        def turned(x, position):
+            return rotate(x, rope.rotation(jnp.full((1, 1), position)))
+
+        return jnp.sum(turned(query, query_position) * turned(key, key_position), axis=-1)
+
+    np.testing.assert_allclose(logits(7, 3), logits(104, 100), atol=1e-4)
+    np.testing.assert_allclose(logits(0, 0), jnp.sum(query * key, axis=-1), atol=1e-6)
+    assert (jnp.abs(logits(7, 3) - logits(3, 7)) > 1e-3).any()
+
+
+def test_rotate_turns_the_pairs_of_both_halves():
+    rope = Rope(head_dim=4, base=100.0)
+    x = jnp.array([1.0, 0.0, 0.0, 1.0]).reshape(1, 1, 1, 4)
+    actual = rotate(x, rope.rotation(jnp.full((1, 1), 3, jnp.int32))).ravel()
+    expected = [math.cos(3), -math.sin(0.3), math.sin(3), math.cos(0.3)]
+    np.testing.assert_allclose(actual, expected, atol=1e-6)
+
+
+def stretched(scaling, *, base=10_000.0, head_dim=16, factor=8.0, original_length=64):
+    plain = np.array([base ** (-2 * i / head_dim) for i in range(head_dim // 2)])
+    rope = Rope(
+        head_dim=head_dim, base=base, scaling=scaling, factor=factor,
+        original_length=original_length,
+    )  # fmt: skip
+    return plain, rope.frequencies()
+
+
+def test_linear_scaling_slows_all_alike():
+    plain, actual = stretched("linear")
+    np.testing.assert_allclose(actual, plain / 8, rtol=1e-6)
+
+
+def test_llama3_scaling_slows_the_long_wavelengths():
+    plain, actual = stretched("llama3", head_dim=64)
+    expected = []
+    for frequency in plain:
+        wavelength = 2 * math.pi / frequency
+        if wavelength < 64 / 4:
+            expected.append(frequency)
+        elif wavelength > 64 / 1:
+            expected.append(frequency / 8)
+        else:
+            smooth = (64 / wavelength - 1) / (4 - 1)
+            expected.append((1 - smooth) * frequency / 8 + smooth * frequency)
+    np.testing.assert_allclose(actual, expected, rtol=1e-6)
+    assert actual[0] == 1
+    np.testing.assert_allclose(actual[-1], plain[-1] / 8, rtol=1e-6)
+    blended = (actual < plain * 0.999) & (actual > plain / 8 * 1.001)
+    assert blended.any()
+
+
+def test_yarn_scaling_blends_between_32_turns_and_one():
+    head_dim, base, length = 64, 10_000.0, 4096
+    plain, actual = stretched("yarn", head_dim=head_dim, original_length=length)
+
+    def index(turns):
+        return head_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    low, high = math.floor(index(32)), math.ceil(index(1))
+    assert 0 < low < high < head_dim // 2
+    for i, frequency in enumerate(plain):
+        ramp = min(max((i - low) / (high - low), 0), 1)
+        expected = frequency / 8 * ramp + frequency * (1 - ramp)
+        np.testing.assert_allclose(actual[i], expected, rtol=1e-6)
+    rotation = Rope(head_dim=8, scaling="yarn", factor=8.0).rotation(jnp.zeros((1, 1), jnp.int32))
+    np.testing.assert_allclose(rotation[0], 0.1 * math.log(8) + 1, rtol=1e-6)
+
+
+def test_rotary_odd_head_dim_raises():
+    with pytest.raises(ValueError, match=r"head_dim must be even.*got head_dim=5.*Use 6"):
+        Rope(head_dim=5)
