@@ -13,8 +13,8 @@ import dataclasses
 import math
 from typing import Literal
 
-import numpy as np
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Float32, Int32
 
 # Wavelengths of which the original context holds more than the first number of turns stay as they

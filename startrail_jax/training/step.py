@@ -138,7 +138,7 @@ class Program:
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         (_, count), *_ = optax.tree.get_all_with_path(state.optimizer, "count")
         rate = learning_rate(self.config.optimizer, self.config.steps)(count)
-        metrics = StepMetrics(loss, norm, finite, rate)
+        metrics = StepMetrics(loss, norm, finite, jnp.asarray(rate))
         return jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, state), metrics
 
     def gradients(self, weights: Any, batch: Batch) -> tuple[Float32[Array, ""], Any]:
@@ -201,7 +201,7 @@ class Program:
         sources, sinks = self._sources_and_sinks(weights)
         return self._over_all(self._local_sum(sinks, sources, batch)) / self._total_weight(batch)
 
-    def _local_sum(self, sinks: Any, sources: Any, batch: Batch) -> Float32[Array, ""]:
+    def _local_sum(self, sinks: Any, sources: Any, batch: Any) -> Float32[Array, ""]:
         """The weighted sum of this device's losses."""
         model = self._model(sources, sinks)
         hidden = model.hidden(batch.tokens, batch.positions, batch.segment_ids)
@@ -255,9 +255,8 @@ class Program:
         splits = self.partition.of_layer(self._splits[STACKED])
 
         def run(weights: Any, x: Array, *context: Any) -> Array:
-            sources, sinks = (
-                jax.tree.map(lambda pair: pair[i], weights, is_leaf=_is_weight) for i in (0, 1)
-            )
+            sources = jax.tree.map(lambda x: x.source, weights, is_leaf=_is_weight)
+            sinks = jax.tree.map(lambda x: x.sink, weights, is_leaf=_is_weight)
             return block(self.partition.use(sources, sinks, splits), x, *context)
 
         return rematerialised(
