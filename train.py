@@ -64,7 +64,12 @@ def train(config: TrainConfig) -> Losses:
     from startrail_jax.training.interruption import interruption
     from startrail_jax.training.memory import describe_memory
     from startrail_jax.training.metrics import Reporter
-    from startrail_jax.training.run_folder import open_run
+    from startrail_jax.training.run_folder import (
+        CHECKPOINTS_FOLDER,
+        CONFIG_FILE,
+        open_run,
+        save_config,
+    )
     from startrail_jax.training.sampling import continue_text
     from startrail_jax.training.step import Program
 
@@ -108,7 +113,7 @@ def train(config: TrainConfig) -> Losses:
 
     with (
         open_run(config, writes=jax.process_index() == 0) as run_dir,
-        Checkpoints(run_dir / "checkpoints", keep=config.checkpoint.keep) as checkpoints,
+        Checkpoints(run_dir / CHECKPOINTS_FOLDER, keep=config.checkpoint.keep) as checkpoints,
         interruption() as interrupted,
     ):
         # State: the latest checkpoint's, or a new one, made where it is to lie.
@@ -116,7 +121,7 @@ def train(config: TrainConfig) -> Losses:
         done = checkpoints.latest or 0
         if done:
             state, position = checkpoints.restore(program.state_shapes)
-            batches.set_state(position)
+            batches.set_state(position, new_order=config.allow_changes)
             report.line(f"going on with {run_dir} after step {done}")
         else:
             state, position = program.initialise(), batches.get_state()
@@ -125,6 +130,8 @@ def train(config: TrainConfig) -> Losses:
         train_step = program.train_step.lower(state, held_out[0]).compile()
         report.line(f"memory of a device: {describe_memory(train_step.memory_analysis())}")
         peak = peak_flops(devices[0].device_kind)
+        if jax.process_index() == 0:
+            save_config(config, run_dir / CONFIG_FILE)
         report.open(
             run_dir,
             first_step=done,

@@ -9,7 +9,7 @@ so on, and lets the last one finish. Moments of kills take turns:
 
     save      up to 20 ms after the folder of an unfinished checkpoint was seen
     step      up to 300 ms after a random step was reported
-    start     up to 1.5 s after the first line of a start: folders are opened, unfinished ones are
+    start     up to 2.5 s after the first line of a start: folders are opened, unfinished ones are
               removed, and the checkpoint is read then
 
 It is checked that
@@ -46,7 +46,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 EVERY = 3
 """Steps between checkpoints: few, so that training is nearly always saving one."""
 MOMENTS = ("save", "step", "start")
-SECONDS_AFTER = {"save": 0.02, "step": 0.3, "start": 1.5}
+SECONDS_AFTER = {"save": 0.02, "step": 0.3, "start": 2.5}
 HANGS_AFTER_SECONDS = 300
 
 FLAGS = (

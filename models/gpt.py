@@ -140,7 +140,7 @@ class GPT(nnx.Module):
         layer = self.hooks.layer(run_block)
         context = self.rope.rotation(positions), segment_ids
         # Looked up in float32 and rounded then: the gradient of a common token is a long sum.
-        x = self.embedding(tokens).astype(self.dtype)
+        x = jnp.asarray(self.embedding(tokens), self.dtype)
         x, _ = lax.scan(lambda x, weights: (layer(weights, x, *context), None), x, weights)
         return self.norm(x)
 

@@ -34,10 +34,16 @@ def linear(
         kernel_init=nnx.initializers.variance_scaling(gain**2, "fan_in", "normal"),
         dtype=dtype,
         # `project` casts the kernel: outside of it the gradient would be rounded on the way.
-        promote_dtype=lambda arrays, dtype: (arrays[0].astype(dtype), *arrays[1:]),
+        promote_dtype=_cast_activations,
         dot_general=_dot_general,
         rngs=rngs,
     )
+
+
+def _cast_activations(arrays: Any, /, *, dtype: Any = None, inexact: bool = True) -> Any:
+    """What `nnx.LinearGeneral` calls to bring activations, kernel and bias to one type."""
+    x, *weights = arrays
+    return x.astype(dtype), *weights
 
 
 def _dot_general(x: Array, kernel: Array, dims: Any, **options: Any) -> Array:

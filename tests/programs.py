@@ -42,12 +42,19 @@ def batch_shapes(program):
     return Batch(*[array(jnp.int32)] * 3, segments, array(jnp.float32))
 
 
+def options(program):
+    """A CPU's kernels need not be fast: that halves the time to compile."""
+    gpus = st.compiler_options(program.attention.mesh)
+    return gpus or {"xla_backend_optimization_level": 0}
+
+
 def compile_step(program):
-    return program.train_step.lower(program.state_shapes, batch_shapes(program)).compile()
+    lowered = program.train_step.lower(program.state_shapes, batch_shapes(program))
+    return lowered.compile(options(program))
 
 
 def compile_gradients(program):
     """(loss, gradients) of (weights, batch)."""
-    options = st.compiler_options(program.attention.mesh)
-    gradients = jax.jit(program.gradients, compiler_options=options)
-    return gradients.lower(program.state_shapes.weights, batch_shapes(program)).compile()
+    gradients = jax.jit(program.gradients)
+    lowered = gradients.lower(program.state_shapes.weights, batch_shapes(program))
+    return lowered.compile(options(program))

@@ -186,6 +186,17 @@ def test_position_in_another_order_raises():
         training(counted(11), seed=1).set_state(state)
 
 
+def test_another_order_on_request_begins_at_its_beginning():
+    state = {**training(counted(11)).get_state(), "batches": 2}
+    after = training(counted(12), seed=1)
+    after.set_state(state, new_order=True)
+    assert firsts(after, 3) == firsts(training(counted(12), seed=1), 3)
+    # The same order goes on.
+    after = training(counted(11))
+    after.set_state(state, new_order=True)
+    assert firsts(after, 1) == firsts(training(counted(11)), 3)[2:]
+
+
 def test_hosts_read_their_rows_of_the_same_batch():
     sequences = counted(23, seq_len=6)
     options = {"layout": Layout("zigzag", 3), "batch_size": 6, "end_of_document": 4}

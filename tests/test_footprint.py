@@ -55,37 +55,29 @@ def test_state_and_batch_are_exact(name):
     assert size_on_a_device(batch_shapes(program)) == formula["batch"]
 
 
-@pytest.mark.parametrize("name", ["level 0", "level 1", "level 3, tensor", "level 2, team"])
-def test_arguments_of_the_compiled_step_are_state_and_batch(name):
-    config, degrees, program = case(name)
+def test_arguments_of_the_compiled_step_are_state_and_batch():
+    config, degrees, program = case("level 3, tensor")
     memory = compile_step(program).memory_analysis()
     formula = footprint(config, degrees)
     assert memory.argument_size_in_bytes == formula.state_bytes + formula["batch"]
-    # Donation: the new state lies where the old one was. Loss, norm, finite and count are new, and
-    # so is the tuple of the results' addresses.
+    # Donation: the new state lies where the old one was. The rest is scalars, and a table of
+    # addresses.
     assert memory.alias_size_in_bytes == formula.state_bytes
-    assert memory.output_size_in_bytes - formula.state_bytes < 1024
+    assert 0 <= memory.output_size_in_bytes - formula.state_bytes < 1024
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_gradients_of_a_compiled_step_are_exact(name):
-    """At level 1 they leave the device's program split; there they are whole."""
+@pytest.mark.parametrize("name", ["level 0", "level 1, data", "level 2, team", "level 3, unsplit"])
+def test_gradients_of_the_compiled_step_are_exact(name):
+    """They lie as the weights; at level 1 they are whole until they are summed."""
     config, degrees, program = case(name)
-    (_, gradients) = jax.eval_shape(program.gradients, program.state_shapes.weights,
-                                    batch_shapes(program))  # fmt: skip
-    shardings = compile_gradients(program).output_shardings[1]
-    gradients = jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        gradients,
-        shardings,
-    )
+    memory = compile_gradients(program).memory_analysis()
     formula = footprint(config, degrees)
-    assert size_on_a_device(gradients) == formula["weights"]
-    if config.zero != 1:
-        assert formula["gradients"] == formula["weights"]
-    else:
-        whole = footprint(dataclasses.replace(config, zero=0), degrees)["weights"]
-        assert formula["gradients"] == whole
+    assert memory.argument_size_in_bytes == formula["weights"] + formula["batch"]
+    assert 0 <= memory.output_size_in_bytes - formula["weights"] < 1024
+    whole = footprint(dataclasses.replace(config, zero=0), degrees)["weights"]
+    assert formula["gradients"] == (whole if config.zero == 1 else formula["weights"])
+    if config.zero == 1:
+        assert memory.temp_size_in_bytes > whole
 
 
 @pytest.mark.parametrize(

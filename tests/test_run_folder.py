@@ -134,22 +134,35 @@ def test_literals_are_not_taken_for_numbers_of_another_type(tmp_path):
         load_config(Small, path)
 
 
-def test_run_goes_on_with_other_devices_and_reports(config):
+def begin(config):
+    """A run that has saved something, as `train.py` leaves it."""
     with open_run(config) as folder:
-        assert folder == config.run_dir
-        assert load_config(TrainConfig, folder / "config.json") == config
+        save_config(config, folder / "config.json")
+        (folder / "checkpoints" / "3").mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def test_run_goes_on_with_other_devices_and_reports(config):
+    assert begin(config) == config.run_dir
     changed = replace(
         config,
         **{"devices": 4, "mesh": MeshConfig(team=1), "zero": 1, "remat": "full", "log_every": 7},
         checkpoint=CheckpointConfig(every=3, keep=9),
     )
     with open_run(changed) as folder:
-        assert load_config(TrainConfig, folder / "config.json") == changed
+        assert folder == config.run_dir
+
+
+def test_run_that_never_saved_anything_binds_nothing(config):
+    with open_run(config) as folder:
+        save_config(config, folder / "config.json")
+        (folder / "checkpoints").mkdir()
+    with open_run(replace(config, seed=3)):
+        pass
 
 
 def test_run_of_other_results_is_refused_and_left_alone(config):
-    with open_run(config) as folder:
-        pass
+    folder = begin(config)
     changed = with_optimizer(replace(config, seed=3), learning_rate=1e-3)
     changed = with_data(changed, path=Path("corpus"), mask_documents=False)
     with pytest.raises(ValueError, match="must keep the settings") as caught, open_run(changed):
@@ -169,14 +182,16 @@ def test_run_of_other_results_is_refused_and_left_alone(config):
 
 
 def test_changes_are_allowed_on_request_but_for_the_model(config):
-    with open_run(config) as folder:
-        pass
-    changed = replace(with_optimizer(config, beta1=0.5), steps=5, allow_changes=True)
-    with open_run(changed):
-        assert load_config(TrainConfig, folder / "config.json") == changed
+    begin(config)
+    rope = replace(config.model.rope, scaling="yarn", factor=4.0)
+    changed = replace(
+        with_optimizer(config, beta1=0.5),
+        **{"steps": 5, "allow_changes": True, "model": replace(config.model, rope=rope)},
+    )
+    begin(changed)
     with open_run(replace(changed, allow_changes=False)):
         pass
-    other = replace(changed, seed=9, model=replace(config.model, layers=5))
+    other = replace(changed, seed=9, model=replace(config.model, layers=5, rope=rope))
     with (
         pytest.raises(ValueError, match=r"--model.layers 4 --seed 0 to go on with this one\.$"),
         open_run(other),
@@ -203,6 +218,7 @@ def test_every_setting_of_a_run_must_stay_or_is_listed_as_free(config):
 def test_process_that_does_not_write_compares(config):
     with open_run(config, writes=False) as folder:
         assert list(folder.iterdir()) == []
+    begin(config)
     with open_run(config), open_run(config, writes=False):
         pass
     other = replace(config, seed=5)

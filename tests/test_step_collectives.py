@@ -16,91 +16,94 @@ ALL = ("data", "group", "ring", "team", "head")
 SCALARS = 2 * 2 * 4 * 7 // 8
 
 
+# The scales of norms, of this width, cannot be split over 8 devices.
+WIDTH = {"width": 60}
+
+
 @functools.cache
-def compiled(level, zero_axes=ALL, remat="none", accumulation=1, width=64):
+def compiled(level, zero_axes=ALL, remat="none", accumulation=1):
     """The text of loss and gradients, in float32: CPUs send 16-bit numbers as 32."""
     config = make_config(
-        {"width": width},
-        zero=level, zero_axes=zero_axes, remat=remat, accumulation=accumulation,
-    )  # fmt: skip
+        WIDTH, zero=level, zero_axes=zero_axes, remat=remat, accumulation=accumulation
+    )
     return compile_gradients(make_program(config, STARTRAIL)).as_text()
 
 
-def traffic(level, **changes):
+def traffic(level, remat="none", **changes):
     """Bytes that a device receives beyond those of attention, by kind."""
-    sent = read_traffic(compiled(level, **changes)).by_collective
-    # Level 0 sums gradients, once; the rest of it is attention.
-    changes = {name: changes[name] for name in ("remat", "width") if name in changes}
-    attention = read_traffic(compiled(0, **changes)).by_collective | {"all_reduce": SCALARS}
-    return {kind: sent[kind] - attention[kind] for kind in COLLECTIVES if sent[kind]}
+    sent = read_traffic(compiled(level, remat=remat, **changes)).by_collective
+    # Level 0 sums gradients, once; the rest of it is attention, which "attention_saved" does not
+    # repeat either.
+    attention = read_traffic(compiled(0)).by_collective | {"all_reduce": SCALARS}
+    return {kind: sent[kind] - attention[kind] for kind in COLLECTIVES}
 
 
-def weight_bytes(width=64, *, over=8, split=True):
+def weight_bytes(over=8, *, split=True):
     """float32 bytes of the weights of layers, and of the others, that can be split (or cannot)."""
-    weights = weights_of(make_config({"width": width}).model)
     sizes = {True: 0, False: 0}
-    for weight in weights:
+    for weight in weights_of(make_config(WIDTH).model):
         if any(dim % over == 0 for dim in weight.shape) == split:
             sizes[weight.layers > 0] += 4 * weight.size
     return sizes[True], sizes[False]
 
 
 LAYERS, ENDS = weight_bytes()
-WHOLE = LAYERS + ENDS
+SPLIT, UNSPLIT = LAYERS + ENDS, sum(weight_bytes(split=False))
+SUM_OF_UNSPLIT = 2 * 7 * UNSPLIT // 8
 
 
-def received(all_gather=0, reduce_scatter=0, all_reduce=0):
-    sent = {"all_gather": all_gather, "reduce_scatter": reduce_scatter, "all_reduce": all_reduce}
-    return {"all_to_all": 0, "collective_permute": 0} | sent
+def received(**sent):
+    return dict.fromkeys(COLLECTIVES, 0) | sent
 
 
 def test_level_0_sums_whole_gradients():
-    assert traffic(0) == received(all_reduce=2 * 7 * WHOLE // 8)
+    assert UNSPLIT == 4 * 60 * 7
+    assert traffic(0) == received(all_reduce=2 * 7 * (SPLIT + UNSPLIT) // 8)
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("level", [1, 2])
-def test_levels_1_and_2_collect_weights_once_a_step(level, accumulation):
-    """Level 1 sums gradients once a step, level 2 those of every part of the batch."""
-    times = accumulation if level == 2 else 1
-    expected = received(all_gather=7 * WHOLE // 8, reduce_scatter=times * 7 * WHOLE // 8)
-    assert traffic(level, accumulation=accumulation) == expected
-
-
-@pytest.mark.parametrize("remat", ["none", "attention_saved", "full"])
-def test_level_3_collects_layers_in_both_passes(remat):
-    """Even where remat saves everything else: whole weights of all layers are never kept."""
-    expected = received(all_gather=7 * (2 * LAYERS + ENDS) // 8, reduce_scatter=7 * WHOLE // 8)
-    assert traffic(3, remat=remat) == expected
-
-
-@pytest.mark.parametrize(("level", "collected"), [(1, WHOLE), (2, WHOLE), (3, 2 * LAYERS + ENDS)])
-def test_hybrid_sums_parts_over_the_other_axes(level, collected):
-    """ZeRO over 4 devices, of which there are 2 groups: these sum a quarter of the gradient."""
-    expected = received(
-        all_gather=3 * collected // 4, reduce_scatter=3 * WHOLE // 4, all_reduce=WHOLE // 4
+def test_level_1_collects_and_sums_once_a_step():
+    """Also where it takes the batch in parts."""
+    assert traffic(1, accumulation=2) == received(
+        all_gather=7 * SPLIT // 8, reduce_scatter=7 * SPLIT // 8, all_reduce=SUM_OF_UNSPLIT
     )
-    remat = "attention_saved"
-    assert traffic(level, zero_axes=("ring", "team"), remat=remat) == expected
 
 
-def test_weights_that_cannot_be_split_are_summed():
-    """Of width 60, the scales of the norms."""
-    split, whole = (sum(weight_bytes(60, split=split)) for split in (True, False))
-    assert whole == 4 * 60 * 7
-    sent = traffic(2, width=60)
-    assert sent["reduce_scatter"] == sent["all_gather"] == 7 * split // 8
-    assert sent["all_reduce"] == 2 * 7 * whole // 8
-
-
-def test_level_2_sums_in_the_loop_over_layers_and_level_1_after_it():
-    after = {level: sums_of_entry(level) for level in (1, 2)}
-    assert after == {1: 7 * WHOLE // 8, 2: 7 * ENDS // 8}
-
-
-def sums_of_entry(level):
-    """Bytes of the reduce_scatters that are in no loop."""
-    transfers = read_overlap(compiled(level))
-    return sum(
-        x.received_bytes for x in transfers if x.kind == "reduce_scatter" and x.computation == ENTRY
+def test_level_2_collects_once_a_step_and_sums_every_part():
+    assert traffic(2, accumulation=2) == received(
+        all_gather=7 * SPLIT // 8,
+        reduce_scatter=2 * 7 * SPLIT // 8,
+        all_reduce=2 * SUM_OF_UNSPLIT,
     )
+
+
+def test_level_3_collects_layers_in_both_passes():
+    """Though remat "none" saves everything else: whole weights of all layers are never kept."""
+    assert traffic(3) == received(
+        all_gather=7 * (2 * LAYERS + ENDS) // 8,
+        reduce_scatter=7 * SPLIT // 8,
+        all_reduce=SUM_OF_UNSPLIT,
+    )
+
+
+@pytest.mark.parametrize(("level", "remat"), [(2, "none"), (3, "attention_saved")])
+def test_hybrid_sums_parts_over_the_other_axes(level, remat):
+    """ZeRO over 4 devices, which there are twice: the two sum a quarter of the gradient."""
+    layers, ends = weight_bytes(over=4)
+    whole, collected = layers + ends, (layers if level == 3 else 0) + layers + ends
+    assert whole == SPLIT + UNSPLIT
+    assert traffic(level, zero_axes=("ring", "team"), remat=remat) == received(
+        all_gather=3 * collected // 4, reduce_scatter=3 * whole // 4, all_reduce=whole // 4
+    )
+
+
+def test_level_1_sums_after_all_parts_and_level_2_within():
+    """Read as what is summed outside of all loops."""
+    after = {
+        level: sum(
+            x.received_bytes
+            for x in read_overlap(compiled(level, accumulation=2))
+            if x.kind == "reduce_scatter" and x.computation == ENTRY
+        )
+        for level in (1, 2)
+    }
+    assert after == {1: 7 * SPLIT // 8, 2: 0}

@@ -426,7 +426,7 @@ def poisoned(data, monkeypatch):
 def test_loss_that_is_not_finite_stops_and_can_be_skipped(poisoned, tmp_path, capsys, monkeypatch):
     message = message_of(poisoned, tmp_path / "run", "--checkpoint.every 2")
     assert_matches(message, r"^FloatingPointError: .*must be finite; got loss inf, .* in step 4\.")
-    assert "The last checkpoint is of step 2; the steps 3 to 4 lead there." in message
+    assert "Step 2 is saved; steps 3 to 4 lead from there to here." in message
     assert logged_steps(tmp_path / "run") == [1, 2, 3]
     assert saved_steps(tmp_path / "run") == [2]
 

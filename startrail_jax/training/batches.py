@@ -167,14 +167,21 @@ class TrainingBatches(Iterator[Batch]):
         """The batches that were given, and what their order depends on: integers, for JSON."""
         return {"batches": self._iterator.get_state()["next_index"], **self._order}
 
-    def set_state(self, state: Mapping[str, int]) -> None:
+    def set_state(self, state: Mapping[str, int], *, new_order: bool = False) -> None:
         """Goes to a position: the next batch is the one that would have come there.
+
+        Args:
+            state: what `get_state` returned.
+            new_order: whether these may be other data, or in another order; they then come from
+                their beginning.
 
         Raises:
             ValueError: if another order is meant, so that some data would come twice.
         """
         for name, value in self._order.items():
             if state[name] != value:
+                if new_order:
+                    return
                 raise ValueError(
                     "A run must go on with the data with which it began; got "
                     f"{name}={value}, where the checkpoint has {name}={state[name]}. Restore data "

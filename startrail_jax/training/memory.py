@@ -94,16 +94,14 @@ def describe_memory(memory: Any) -> str:
     Args:
         memory: what `memory_analysis()` of it says.
     """
-    arguments, temporary, host = (
-        size / 2**30
-        for size in (
-            memory.argument_size_in_bytes,
-            memory.temp_size_in_bytes,
-            memory.host_temp_size_in_bytes,
-        )
-    )
-    line = f"{arguments + temporary:.2f} GiB (state and batch {arguments:.2f}, the rest for a step)"
-    return f"{line}, and {host:.2f} GiB of the host's" if host else line
+    state, temporary = memory.argument_size_in_bytes, memory.temp_size_in_bytes
+    host = memory.host_temp_size_in_bytes
+    line = f"{_size(state + temporary)} (state and batch {_size(state)}, the rest for a step)"
+    return f"{line}, and {_size(host)} of the host's" if host else line
+
+
+def _size(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**29 else f"{size / 2**20:.1f} MiB"
 
 
 def check_tile(tile: int | None, tokens: int) -> None:

@@ -197,7 +197,7 @@ class Partition:
         """The whole weights, in float32 but of the values of `dtype`; gradients go to the sinks."""
 
         def one(source: Array, split: Split, sink: Array) -> Array:
-            weight = _weight(self, split, source, sink)
+            weight: Any = _weight(self, split, source, sink)
             return self._own_heads(weight) if split.copied_heads else weight
 
         return self._map(one, sources, splits, sinks)

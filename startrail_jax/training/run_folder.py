@@ -20,6 +20,7 @@ from typing import IO, Any, Literal, TypeVar
 from startrail_jax.training.config import TrainConfig
 
 CONFIG_FILE = "config.json"
+CHECKPOINTS_FOLDER = "checkpoints"
 LOCK_FILE = "lock"
 
 # Settings that may change when a run goes on: they change how it is computed or watched, but not
@@ -40,7 +41,7 @@ def open_run(config: TrainConfig, *, writes: bool = True) -> Iterator[Path]:
     """Makes or reopens the folder of a run and keeps it for this program alone.
 
     Args:
-        config: the run. Its folder then holds it as config.json.
+        config: the run. It is compared with config.json where the folder has a checkpoint.
         writes: whether this process locks and writes; of a run's processes, the first does.
 
     Yields:
@@ -60,7 +61,6 @@ def open_run(config: TrainConfig, *, writes: bool = True) -> Iterator[Path]:
     with (folder / LOCK_FILE).open("a+") as file:
         _lock(file, folder)
         _check_same_run(config)
-        save_config(config, folder / CONFIG_FILE)
         yield folder
 
 
@@ -134,7 +134,9 @@ def _lock(file: IO[str], folder: Path) -> None:
 
 def _check_same_run(config: TrainConfig) -> None:
     path = config.run_dir / CONFIG_FILE
-    if not path.exists():
+    checkpoints = config.run_dir / CHECKPOINTS_FOLDER
+    # A run that never saved anything has nothing that could be mixed up.
+    if not path.exists() or not checkpoints.is_dir() or not any(checkpoints.iterdir()):
         return
     saved, now = _settings(load_config(TrainConfig, path)), _settings(config)
     changed = [name for name in now if saved[name] != now[name]]

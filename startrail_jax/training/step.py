@@ -79,7 +79,7 @@ class Program:
                 device has of it.
             NotImplementedError: if the state cannot be offloaded from these devices.
         """
-        mesh = attention.mesh
+        mesh: Any = attention.mesh
         _check_tokens(config, attention)
         self.config = config
         self.attention = attention
