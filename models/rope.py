@@ -15,7 +15,7 @@ from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Float32, Float64, Int32
 
 # Wavelengths of which the original context holds more than the first number of turns stay as they
 # are; those of fewer than the second are stretched in full.
@@ -45,7 +45,7 @@ class Rope:
                 f"Use {self.head_dim + 1}."
             )
 
-    def frequencies(self) -> Float32[np.ndarray, " half"]:
+    def frequencies(self) -> Float64[np.ndarray, " half"]:
         """Radians per token of each channel pair: base^(-i / half), stretched."""
         half = self.head_dim // 2
         pairs = np.arange(half)
@@ -64,7 +64,7 @@ class Rope:
             first, last = max(math.floor(first), 0), min(math.ceil(last), self.head_dim - 1)
             stretched = np.clip((pairs - first) / max(last - first, 1e-3), 0, 1)
         blend = (1 - stretched) + stretched / self.factor
-        return (frequencies * blend).astype(np.float32)
+        return frequencies * blend
 
     def _pair_of(self, turns: float) -> float:
         """The index, a real number, of the pair that makes so many turns in the old context."""
@@ -77,8 +77,15 @@ class Rope:
         return 0.1 * math.log(self.factor) + 1 if self.scaling == "yarn" else 1.0
 
     def rotation(self, positions: Int32[Array, "B T"]) -> Float32[Array, "2 B T half"]:
-        """Cosines and sines of the angles of every channel pair, times `magnitude`."""
-        angles = positions[:, :, None].astype(jnp.float32) * self.frequencies()[None, None, :]
+        """Cosines and sines of the angles of every channel pair, times `magnitude`.
+
+        Angles are counted in 2^-32 of a turn: a product of integers that overflows loses whole
+        turns and nothing else. In float32 angles would be off by up to 0.03 at 500,000 tokens, and
+        differently for tokens at the same distance.
+        """
+        frequencies = np.round(self.frequencies() * (2**32 / (2 * np.pi))).astype(np.uint32)
+        turns = positions.astype(jnp.uint32)[:, :, None] * frequencies[None, None, :]
+        angles = turns.astype(jnp.int32).astype(jnp.float32) * (2 * np.pi / 2**32)
         return self.magnitude * jnp.stack([jnp.cos(angles), jnp.sin(angles)])
 
 

@@ -34,6 +34,25 @@ def test_rotate_turns_the_pairs_of_both_halves():
     np.testing.assert_allclose(actual, expected, atol=1e-6)
 
 
+def test_rotation_is_exact_in_long_contexts():
+    rope = Rope(head_dim=128, base=500_000.0)
+    positions = np.array([[0, 1, 77_777, 524_287]])
+    cos, sin = jax.jit(rope.rotation)(jnp.asarray(positions, jnp.int32))
+    angles = positions[:, :, None] * 500_000.0 ** (-np.arange(64) / 64)
+    np.testing.assert_allclose(cos, np.cos(angles), atol=5e-4)
+    np.testing.assert_allclose(sin, np.sin(angles), atol=5e-4)
+    np.testing.assert_allclose(cos[:, :2], np.cos(angles)[:, :2], atol=1e-6)
+    # What matters is the angle between two tokens: it does not depend on where they are.
+    near, far = (
+        jax.jit(rope.rotation)(jnp.array([[start, start + 1000]], jnp.int32))
+        for start in (0, 523_000)
+    )
+    between = [
+        (x[0, 0, 0] + 1j * x[1, 0, 0]).conj() * (x[0, 0, 1] + 1j * x[1, 0, 1]) for x in (near, far)
+    ]
+    np.testing.assert_allclose(*between, atol=2e-6)
+
+
 def stretched(scaling, *, base=10_000.0, head_dim=16, factor=8.0, original_length=64):
     plain = np.array([base ** (-2 * i / head_dim) for i in range(head_dim // 2)])
     rope = Rope(
