@@ -197,11 +197,6 @@ class _Step:
         """Elements of the weights of one layer, whole over ZeRO's axes."""
         return self.total(self.blocks, split=False) // self.model.layers
 
-    @property
-    def ends(self) -> int:
-        """The same of embedding and output projection."""
-        return self.total(self.weights, split=False) - self.layer * self.model.layers
-
     def parts(self) -> Iterator[Part]:
         config, split = self.config, self.total(self.weights, split=True)
         yield Part(name="weights", size=_FLOAT32 * split)
@@ -222,8 +217,8 @@ class _Step:
     def under_way(self) -> Iterator[Part]:
         """Weights in the type of use, and float32 gradients that are not yet summed and split."""
         level = self.config.zero
-        whole = self.layer * self.model.layers + self.ends
         if level in (1, 2):
+            whole = self.total(self.weights, split=False)
             yield Part(name="weights, as used", size=self.width * whole)
         # A layer's are collected while the one before computes, and summed while the next does.
         else:
@@ -232,8 +227,10 @@ class _Step:
         size = _FLOAT32 * self.layer * (2 if level >= 2 else 1)
         yield Part(name="gradients of layers, whole", size=size, exact=False, phase=LAYER)
         if level >= 2:
-            size = _FLOAT32 * self.ends
-            yield Part(name="gradients of embedding and head", size=size, exact=False)
+            ends = {"embedding": LAYER, "embedding" if self.model.tied_head else "head": LOSS}
+            for name, phase in ends.items():
+                size = _FLOAT32 * self.model.vocab_size * self.model.width
+                yield Part(name=f"gradient of {name}, whole", size=size, exact=False, phase=phase)
 
     def saved(self) -> Part:
         """What layers keep for the backward pass: see `memory.rematerialised`."""
