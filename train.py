@@ -16,6 +16,8 @@ from __future__ import annotations
 import difflib
 import sys
 from collections import deque
+from contextlib import ExitStack, closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -107,14 +109,12 @@ def train(config: TrainConfig) -> Losses:
         )
     ]
 
-    def evaluate() -> float:
-        with report.pause():
-            return float(np.mean([program.loss(state.weights, batch) for batch in held_out]))
-
     with (
         open_run(config, writes=jax.process_index() == 0) as run_dir,
         Checkpoints(run_dir / CHECKPOINTS_FOLDER, keep=config.checkpoint.keep) as checkpoints,
         interruption() as interrupted,
+        closing(batches),
+        ExitStack() as trace,
     ):
         # State: the latest checkpoint's, or a new one, made where it is to lie.
         checkpoints.check_space(program.state_shapes)
@@ -125,13 +125,18 @@ def train(config: TrainConfig) -> Losses:
             report.line(f"going on with {run_dir} after step {done}")
         else:
             state, position = program.initialise(), batches.get_state()
+        if config.profile and done >= config.profile[1]:
+            raise ValueError(
+                "profile must name steps that are yet to be done; got "
+                f"profile={config.profile} after step {done}. Use --profile {done + 1} {done + 2}."
+            )
         num_weights = sum(x.size for x in jax.tree.leaves(state.weights))
         report.line(f"model: {num_weights / 1e6:,.2f} million parameters")
+        if whole := program.partition.unsplit(state.weights):
+            report.line(f"whole on every device, as ZeRO cannot split them: {', '.join(whole)}")
         train_step = program.train_step.lower(state, held_out[0]).compile()
         report.line(f"memory of a device: {describe_memory(train_step.memory_analysis())}")
         peak = peak_flops(devices[0].device_kind)
-        if jax.process_index() == 0:
-            save_config(config, run_dir / CONFIG_FILE)
         report.open(
             run_dir,
             first_step=done,
@@ -145,6 +150,30 @@ def train(config: TrainConfig) -> Losses:
         ahead = 0 if devices[0].platform == "cpu" else 1
         unread: deque = deque()
         losses, recent = [], []
+
+        def save_settings() -> None:
+            if jax.process_index() == 0:
+                lasting = replace(config, allow_changes=False, profile=None)
+                save_config(lasting, run_dir / CONFIG_FILE)
+
+        def save(step: int) -> None:
+            """With its settings: those of a run that goes on hold from its first save on."""
+            read_metrics(leave=0)
+            save_settings()
+            checkpoints.save(step, state, position)
+
+        def evaluate() -> float:
+            """Mean loss of a held-out token; NaN if a signal came meanwhile."""
+            jax.block_until_ready(state)
+            with report.pause():
+                # One at a time: programs of simulated devices wait for each other.
+                sums = [0.0, 0.0]
+                for batch in held_out:
+                    if interrupted():
+                        return float("nan")
+                    new = program.losses(state.weights, batch)
+                    sums = [x + float(y) for x, y in zip(sums, new, strict=True)]
+                return sums[0] / sums[1]
 
         def read_metrics(*, leave: int, **also: float) -> None:
             """Waits for all steps but the last `leave`; reports them, and `also` with the last."""
@@ -171,18 +200,19 @@ def train(config: TrainConfig) -> Losses:
                     recent.clear()
                 report.advance(step, measured or None)
 
+        if not done:
+            save_settings()
         validation_loss = None
         with report:
             for step in range(done + 1, config.steps + 1):
-                if config.profile and step == config.profile[0]:
+                if config.profile and step == max(config.profile[0], done + 1):
                     read_metrics(leave=0)
-                    jax.profiler.start_trace(run_dir / "profile")
+                    trace.enter_context(jax.profiler.trace(run_dir / "profile"))
                 try:
                     batch = place_rows(next(batches))
                 except Exception:
-                    read_metrics(leave=0)
                     if step > 1:
-                        checkpoints.save(step - 1, state, position)
+                        save(step - 1)
                     raise
                 state, metrics = train_step(state, batch)
                 position = batches.get_state()
@@ -190,15 +220,15 @@ def train(config: TrainConfig) -> Losses:
                 last = step == config.steps
                 if (step % config.evaluate_every == 0 or last) and not interrupted():
                     validation_loss = evaluate()
-                    read_metrics(leave=0, validation_loss=validation_loss)
+                    if not interrupted():
+                        read_metrics(leave=0, validation_loss=validation_loss)
                 read_metrics(leave=ahead)
                 if config.profile and step == config.profile[1]:
                     read_metrics(leave=0)
-                    jax.profiler.stop_trace()
+                    trace.close()
                 stop = interrupted()
                 if step % config.checkpoint.every == 0 or last or stop:
-                    read_metrics(leave=0)
-                    checkpoints.save(step, state, position)
+                    save(step)
                 if stop:
                     checkpoints.wait()
                     report.line(f"interrupted after step {step}, which is saved in {run_dir}")
@@ -244,7 +274,13 @@ def read_command_line(arguments: list[str]) -> TrainConfig:
             file=sys.stderr,
         )
         sys.exit(2)
-    return tyro.cli(TrainConfig, default=default, args=arguments, description=__doc__)
+    return tyro.cli(
+        TrainConfig,
+        prog="train.py [RECIPE | config.json]",
+        default=default,
+        args=arguments,
+        description=__doc__,
+    )
 
 
 if __name__ == "__main__":

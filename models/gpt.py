@@ -104,8 +104,12 @@ class GPT(nnx.Module):
             )
 
         self.blocks = make_blocks(rngs.split(layers))
-        self.norm = nnx.RMSNorm(width, dtype=dtype, rngs=rngs)
-        self.head = None if tied_head else linear(width, vocab_size, dtype=dtype, rngs=rngs)
+        self.norm = nnx.RMSNorm(width, dtype=jnp.float32, rngs=rngs)
+        self.head = (
+            None
+            if tied_head
+            else linear(width, vocab_size, dtype=dtype, out_dtype=jnp.float32, rngs=rngs)
+        )
 
     def __call__(
         self,
@@ -142,15 +146,13 @@ class GPT(nnx.Module):
         # Looked up in float32 and rounded then: the gradient of a common token is a long sum.
         x = jnp.asarray(self.embedding(tokens), self.dtype)
         x, _ = lax.scan(lambda x, weights: (layer(weights, x, *context), None), x, weights)
-        return self.norm(x)
+        return self.norm(x).astype(self.dtype)
 
     def logits(self, hidden: Float[Array, "B T width"]) -> Float32[Array, "B T vocab"]:
         """Unnormalised log-probabilities of the token that follows each token."""
         if self.head is None:
-            logits = project(hidden, self.embedding.embedding[...].T)
-        else:
-            logits = self.head(hidden)
-        return logits.astype(jnp.float32)
+            return project(hidden, self.embedding.embedding[...].T, 1, jnp.float32)
+        return self.head(hidden)
 
 
 class Block(nnx.Module):
@@ -169,8 +171,10 @@ class Block(nnx.Module):
         self.hooks = hooks
         self.attention = attention
         self.mlp = mlp
-        self.attention_norm = nnx.RMSNorm(width, dtype=dtype, rngs=rngs)
-        self.mlp_norm = nnx.RMSNorm(width, dtype=dtype, rngs=rngs)
+        self.dtype = jnp.dtype(dtype)
+        # In float32, and rounded after: else their scales, near 1, would be rounded themselves.
+        self.attention_norm = nnx.RMSNorm(width, dtype=jnp.float32, rngs=rngs)
+        self.mlp_norm = nnx.RMSNorm(width, dtype=jnp.float32, rngs=rngs)
 
     def __call__(
         self,
@@ -179,8 +183,13 @@ class Block(nnx.Module):
         segment_ids: Int32[Array, "B T"] | None,
     ) -> Float[Array, "B T width"]:
         spread, join, tokens = self.hooks.spread, self.hooks.join, self.hooks.tokens
-        x = x + join(self.attention(spread(self.attention_norm(x)), rotation, segment_ids))
-        return x + tokens(lambda x: join(self.mlp(spread(self.mlp_norm(x)))))(x)
+
+        def feed_forward(x: Array) -> Array:
+            return join(self.mlp(spread(self.mlp_norm(x).astype(self.dtype))))
+
+        normalised = spread(self.attention_norm(x).astype(self.dtype))
+        x = x + join(self.attention(normalised, rotation, segment_ids))
+        return x + tokens(feed_forward)(x)
 
 
 class Attention(nnx.Module):

@@ -18,12 +18,13 @@ def linear(
     *,
     gain: float = 1.0,
     dtype: Any,
+    out_dtype: Any = None,
     rngs: nnx.Rngs,
 ) -> nnx.LinearGeneral:
     """A projection from the last dimensions, `inputs`, to `outputs`.
 
     Turns inputs of variance 1 into outputs of variance gain^2, whatever the sizes. The kernel,
-    [*inputs, *outputs], is float32.
+    [*inputs, *outputs], is float32; it is used in `dtype`, and the output is `out_dtype`, or as it.
     """
     axis = tuple(range(-len(inputs), 0)) if isinstance(inputs, tuple) else -1
     return nnx.LinearGeneral(
@@ -36,6 +37,7 @@ def linear(
         # `project` casts the kernel: outside of it the gradient would be rounded on the way.
         promote_dtype=_cast_activations,
         dot_general=_dot_general,
+        preferred_element_type=out_dtype,
         rngs=rngs,
     )
 
@@ -46,16 +48,18 @@ def _cast_activations(arrays: Any, /, *, dtype: Any = None, inexact: bool = True
     return x.astype(dtype), *weights
 
 
-def _dot_general(x: Array, kernel: Array, dims: Any, **options: Any) -> Array:
+def _dot_general(
+    x: Array, kernel: Array, dims: Any, *, preferred_element_type: Any = None, **options: Any
+) -> Array:
     """What `nnx.LinearGeneral` calls; contracts the last dimensions of x, as `linear` asks."""
     if any(value is not None for value in options.values()):
         raise ValueError(f"linear() takes no option of lax.dot_general; got {options}. Leave it.")
-    return project(x, kernel, len(dims[0][0]))
+    return project(x, kernel, len(dims[0][0]), preferred_element_type)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def project(
-    x: Float[Array, "..."], kernel: Float[Array, "..."], contracted: int = 1
+    x: Float[Array, "..."], kernel: Float[Array, "..."], contracted: int = 1, out_dtype: Any = None
 ) -> Float[Array, "..."]:
     """Contracts the last dimensions of x with the first of the kernel, in the type of x.
 
@@ -67,16 +71,20 @@ def project(
         x: [..., *inputs], of any floating type.
         kernel: [*inputs, *outputs], float32.
         contracted: number of dimensions in `inputs`.
+        out_dtype: type of the output; None for that of x.
     """
-    return jnp.tensordot(x, kernel.astype(x.dtype), contracted)
+    return jnp.tensordot(
+        x, kernel.astype(x.dtype), contracted, preferred_element_type=out_dtype or x.dtype
+    )
 
 
-def _project_forward(x: Array, kernel: Array, contracted: int) -> tuple[Array, Any]:
-    return project(x, kernel, contracted), (x, kernel)
+def _project_forward(x: Array, kernel: Array, *options: Any) -> tuple[Array, Any]:
+    return project(x, kernel, *options), (x, kernel)
 
 
-def _project_backward(contracted: int, residuals: Any, dout: Array) -> tuple[Array, Array]:
+def _project_backward(contracted: int, _: Any, residuals: Any, dout: Array) -> tuple[Array, Array]:
     x, kernel = residuals
+    dout = dout.astype(x.dtype)
     outputs = kernel.ndim - contracted
     tokens = tuple(range(x.ndim - contracted))
     dx = lax.dot_general(

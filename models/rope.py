@@ -35,7 +35,7 @@ class Rope:
     """Which wavelengths are stretched: none, all, or the long ones alone."""
     factor: float = 1.0
     """By how much wavelengths are stretched."""
-    original_length: int = 8192
+    original_length: int | None = None
     """Tokens of the context before, by which "llama3" and "yarn" tell long from short."""
 
     def __post_init__(self) -> None:
@@ -43,6 +43,11 @@ class Rope:
             raise ValueError(
                 f"head_dim must be even for rotary positions; got head_dim={self.head_dim}. "
                 f"Use {self.head_dim + 1}."
+            )
+        if self.scaling in ("llama3", "yarn") and self.original_length is None:
+            raise ValueError(
+                f"scaling={self.scaling!r} needs original_length; got None. Use the length that "
+                "the model was trained on."
             )
 
     def frequencies(self) -> Float64[np.ndarray, " half"]:
@@ -55,7 +60,7 @@ class Rope:
         elif self.scaling == "linear":
             stretched = np.ones(half)
         elif self.scaling == "llama3":
-            turns = self.original_length * frequencies / (2 * np.pi)
+            turns = self._original_length * frequencies / (2 * np.pi)
             most, least = LLAMA3_TURNS
             stretched = np.clip((most - turns) / (most - least), 0, 1)
         else:
@@ -66,10 +71,15 @@ class Rope:
         blend = (1 - stretched) + stretched / self.factor
         return frequencies * blend
 
+    @property
+    def _original_length(self) -> int:
+        assert self.original_length is not None, "as __post_init__ has checked"
+        return self.original_length
+
     def _pair_of(self, turns: float) -> float:
         """The index, a real number, of the pair that makes so many turns in the old context."""
         half = self.head_dim // 2
-        return half * math.log(self.original_length / (turns * 2 * math.pi)) / math.log(self.base)
+        return half * math.log(self._original_length / (turns * 2 * math.pi)) / math.log(self.base)
 
     @property
     def magnitude(self) -> float:

@@ -95,6 +95,14 @@ def parameters():
     return layers, sum(weight.size for weight in weights) - layers
 
 
+def travelling():
+    """Bytes of all layers' weights as they are collected, and of the rest: vectors are float32."""
+    weights = weights_of(make_config(MODEL).model)
+    sizes = {weight: weight.size * (4 if len(weight.shape) == 1 else 2) for weight in weights}
+    layers = sum(size for weight, size in sizes.items() if weight.layers)
+    return layers, sum(sizes.values()) - layers
+
+
 def sent(kind, over, where=None, **changes):
     """Bytes that a device receives in a step, through one kind of collective over some axes."""
     program, executable = compiled(**changes)
@@ -108,8 +116,9 @@ def sent(kind, over, where=None, **changes):
 
 
 def test_level_3_collects_bfloat16_in_both_passes_and_sums_float32_by_layers():
+    layers, ends = travelling()
+    assert sent("all_gather", EVERYWHERE) == 7 * (2 * layers + ends) // 8
     layers, ends = parameters()
-    assert sent("all_gather", EVERYWHERE) == 7 * 2 * (2 * layers + ends) // 8
     assert sent("reduce_scatter", EVERYWHERE) == 7 * 4 * (layers + ends) // 8
     # XLA takes the first turn out of the loop: of three layers two are summed in it.
     in_entry = 7 * 4 * (layers // LAYERS + ends) // 8
@@ -119,7 +128,7 @@ def test_level_3_collects_bfloat16_in_both_passes_and_sums_float32_by_layers():
 def test_level_1_collects_bfloat16_and_sums_float32_once_after_all_parts():
     layers, ends = parameters()
     setting = {"zero": 1, "accumulation": 2}
-    assert sent("all_gather", EVERYWHERE, **setting) == 7 * 2 * (layers + ends) // 8
+    assert sent("all_gather", EVERYWHERE, **setting) == 7 * sum(travelling()) // 8
     for where in (ENTRY, None):
         assert sent("reduce_scatter", EVERYWHERE, where, **setting) == 7 * 4 * (layers + ends) // 8
 
@@ -128,7 +137,7 @@ def test_hybrid_sums_its_parts_over_the_other_axes():
     layers, ends = parameters()
     setting = {"zero": 2, "zero_axes": ("ring", "team")}
     split = {"ring", "team"}
-    assert sent("all_gather", split, **setting) == 3 * 2 * (layers + ends) // 4
+    assert sent("all_gather", split, **setting) == 3 * sum(travelling()) // 4
     assert sent("reduce_scatter", split, **setting) == 3 * 4 * (layers + ends) // 4
     # An all_reduce over two devices receives as much as it sums.
     assert sent("all_reduce", {"group"}, **setting) == 4 * (layers + ends) // 4

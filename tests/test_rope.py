@@ -57,7 +57,7 @@ def stretched(scaling, *, base=10_000.0, head_dim=16, factor=8.0, original_lengt
     plain = np.array([base ** (-2 * i / head_dim) for i in range(head_dim // 2)])
     rope = Rope(
         head_dim=head_dim, base=base, scaling=scaling, factor=factor,
-        original_length=original_length,
+        original_length=None if scaling == "linear" else original_length,
     )  # fmt: skip
     return plain, rope.frequencies()
 
@@ -99,10 +99,16 @@ def test_yarn_scaling_blends_between_32_turns_and_one():
         ramp = min(max((i - low) / (high - low), 0), 1)
         expected = frequency / 8 * ramp + frequency * (1 - ramp)
         np.testing.assert_allclose(actual[i], expected, rtol=1e-6)
-    rotation = Rope(head_dim=8, scaling="yarn", factor=8.0).rotation(jnp.zeros((1, 1), jnp.int32))
+    rope = Rope(head_dim=8, scaling="yarn", factor=8.0, original_length=64)
+    rotation = rope.rotation(jnp.zeros((1, 1), jnp.int32))
     np.testing.assert_allclose(rotation[0], 0.1 * math.log(8) + 1, rtol=1e-6)
 
 
 def test_rotary_odd_head_dim_raises():
     with pytest.raises(ValueError, match=r"head_dim must be even.*got head_dim=5.*Use 6"):
         Rope(head_dim=5)
+
+
+def test_scaling_without_the_length_before_raises():
+    with pytest.raises(ValueError, match=r"scaling='llama3' needs original_length; got None"):
+        Rope(head_dim=4, scaling="llama3", factor=2.0)

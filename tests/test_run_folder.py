@@ -41,7 +41,11 @@ def with_data(config, **changes):
 def test_config_survives(config, tmp_path):
     others = replace(
         config,
-        model=replace(config.model, rope=RopeConfig(scaling="yarn", factor=4.0), dtype="bfloat16"),
+        model=replace(
+            config.model,
+            rope=RopeConfig(scaling="yarn", factor=4.0, original_length=64),
+            dtype="bfloat16",
+        ),
         data=DataConfig(path=Path("some/ä.jsonl"), end_of_document=7, mask_documents=False),
         mesh=MeshConfig(data=2, team=1),
         zero=3,
@@ -183,7 +187,7 @@ def test_run_of_other_results_is_refused_and_left_alone(config):
 
 def test_changes_are_allowed_on_request_but_for_the_model(config):
     begin(config)
-    rope = replace(config.model.rope, scaling="yarn", factor=4.0)
+    rope = replace(config.model.rope, scaling="yarn", factor=4.0, original_length=64)
     changed = replace(
         with_optimizer(config, beta1=0.5),
         **{"steps": 5, "allow_changes": True, "model": replace(config.model, rope=rope)},

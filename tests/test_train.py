@@ -116,7 +116,8 @@ def test_recipes_are_what_they_say():
         (None, {"accumulation": 3}, r"batch_size must be div.*accumulation=3. Use batch_size=3"),
         (None, {"offload": True}, r"offload.*needs a remat.*remat='none'.*attention_saved"),
         (None, {"zero": 1, "zero_axes": ()}, r"zero_axes must name an axis for zero=1; got none"),
-        (None, {"zero_axes": ("team", "team")}, r"zero_axes must name an axis once; got"),
+        (None, {"zero": 1, "zero_axes": ("team", "team")}, r"zero_axes must name an axis once"),
+        (None, {"zero_axes": ("team",)}, r"zero_axes need a ZeRO level.*got zero=0"),
         (None, {"profile": (3, 2)}, r"profile must be.*got profile=\(3, 2\), steps=800"),
         (None, {"profile": (800, 801)}, r"profile must be.*got profile=\(800, 801\)"),
         ("mesh", {"team": 0}, r"mesh.team must be at least 1; got mesh.team=0"),
@@ -145,6 +146,8 @@ def test_config_that_cannot_be_raises(part, change, message):
         ({"factor": 0.5}, r"rope.factor must be at least 1; got factor=0.5"),
         ({"factor": 2.0}, r"factor must be above 1 with.*got scaling='none', factor=2.0"),
         ({"scaling": "yarn"}, r"factor must be above 1 with.*got scaling='yarn', factor=1.0"),
+        ({"scaling": "yarn", "factor": 2.0}, r"original_length must be given.*_length=None"),
+        ({"original_length": 9}, r"original_length must be given.*scaling='none', .*_length=9"),
     ],
 )
 def test_rope_config_that_cannot_be_raises(change, message):
@@ -172,6 +175,7 @@ def test_select_devices_beyond_what_there_is_raises():
         ("--tile 24", ValueError, r"tile must divide.*got tile=24 for 32 tokens. Use --tile 16"),
         ("--mesh.tensor 4 --seq-len 36", ValueError, r"seq_len must be div.*36.*tensor=4.*of 8"),
         ("--model.mlp-width 33 --mesh.tensor 2", ValueError, r"tensor must divide.*mlp.*size 33"),
+        ("--zero 3 --zero-axes data", ValueError, r"zero=3 needs an axis.*Use --zero-axes group"),
         ("--offload --remat full", NotImplementedError, r"offload needs GPUs.*platform 'cpu'"),
     ],
 )

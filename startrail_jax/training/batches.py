@@ -67,8 +67,8 @@ class Sequences:
             place = "" if longest is None else f", in {longest.name!r},"
             raise ValueError(
                 "Data must have at least seq_len + 1 tokens to train on in one place, and as many "
-                f"held out; got {given}{place} for seq_len={seq_len}. Use more data, a shorter "
-                "--seq-len, or, for the part held out, a larger --data.held-out."
+                f"held out; got {given}{place} for seq_len={seq_len}. Use more data (--data.path), "
+                "a shorter --seq-len, or, for the part held out, a larger --data.held-out."
             )
 
     def __len__(self) -> int:

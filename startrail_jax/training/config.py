@@ -45,8 +45,8 @@ class RopeConfig:
     wavelengths alone, as in Llama 3.1 or in YaRN (https://arxiv.org/abs/2309.00071)."""
     factor: float = 1.0
     """By how much the context grows beyond `original_length`."""
-    original_length: int = 8192
-    """Tokens of the context that the model was trained on; for "llama3" and "yarn"."""
+    original_length: int | None = None
+    """Tokens of the context that the model was trained on; "llama3" and "yarn" need it."""
 
     def __post_init__(self) -> None:
         if not self.base > 1:
@@ -64,7 +64,14 @@ class RopeConfig:
                 "model.rope.factor must be above 1 with a scaling, and 1 without; got "
                 f"scaling={self.scaling!r}, factor={self.factor}. Set both or neither."
             )
-        _check_minimum("model.rope.original_length", self.original_length, 1)
+        if (self.scaling in ("llama3", "yarn")) != (self.original_length is not None):
+            raise ValueError(
+                "model.rope.original_length must be given for scaling 'llama3' or 'yarn', and for "
+                f"no other; got scaling={self.scaling!r}, original_length={self.original_length}. "
+                "Set both or neither."
+            )
+        if self.original_length is not None:
+            _check_minimum("model.rope.original_length", self.original_length, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,6 +300,11 @@ class TrainConfig:
         if self.zero and not self.zero_axes:
             raise ValueError(
                 f"zero_axes must name an axis for zero={self.zero}; got none. Leave it out for all."
+            )
+        if not self.zero and self.zero_axes != SHARDED_AXES:
+            raise ValueError(
+                "zero_axes need a ZeRO level of at least 1; got zero=0, "
+                f"zero_axes={self.zero_axes}. Use --zero 1, 2 or 3."
             )
         if len(set(self.zero_axes)) < len(self.zero_axes):
             raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -28,6 +29,8 @@ def interruption() -> Iterator[Callable[[], bool]]:
         if received and number == signal.SIGINT:
             raise KeyboardInterrupt
         received.append(number)
+        if number == signal.SIGINT:
+            print("stopping after this step; Ctrl-C again stops at once", file=sys.stderr)
 
     previous = {number: signal.signal(number, note) for number in SIGNALS}
     try:

@@ -7,15 +7,18 @@ References:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array
+from jaxtyping import Array, Float32
 
 from startrail_jax.rings import CHECKPOINT_NAMES
+from startrail_jax.varying import vary
 
 LAYER_INPUT = "layer_input"
 """`checkpoint_name` of what goes into a layer."""
@@ -64,8 +67,12 @@ def rematerialised(
 _COLLECTING = {"all_gather", "convert_element_type", "pvary", "pcast"}
 
 
-def _all_but_weights(primitive: Any, *_: Any, **__: Any) -> bool:
+def _all_but_weights(primitive: Any, *_: Any, **parameters: Any) -> bool:
     """A policy: saves everything but the weights that a layer has collected."""
+    if primitive.name == "custom_vjp_call":
+        # Asked about as a whole, and `Partition.use` makes one of every weight.
+        names = {equation.primitive.name for equation in parameters["call_jaxpr"].eqns}
+        return not names <= _COLLECTING
     return primitive.name not in _COLLECTING
 
 
@@ -74,18 +81,88 @@ def in_tiles(function: Callable[..., Array], tile: int | None) -> Callable[..., 
 
     Args:
         function: of arrays [B T ...], to an array [B T ...], every token by itself.
-        tile: a divisor of B * T; None for all at once.
+        tile: tokens at a time, or as many fewer as divide B * T; None for all at once.
     """
 
     def tiled(*arrays: Array) -> Array:
         batch, length = arrays[0].shape[:2]
         if tile is None or tile >= batch * length:
             return function(*arrays)
-        tiles = tuple(x.reshape(-1, 1, tile, *x.shape[2:]) for x in arrays)
+        size = math.gcd(tile, batch * length)
+        tiles = tuple(x.reshape(-1, 1, size, *x.shape[2:]) for x in arrays)
         out = lax.map(jax.checkpoint(lambda xs: function(*xs), prevent_cse=False), tiles)
         return out.reshape(batch, length, *out.shape[3:])
 
     return tiled
+
+
+def summed_in_tiles(
+    function: Callable[..., Float32[Array, ""]], tile: int | None, dtype: Any
+) -> Callable[..., Float32[Array, ""]]:
+    """The sum of a function over tiles of tokens.
+
+    Where it is differentiated, each tile gives value and gradients at once: what `function`
+    computes is neither kept nor computed again, and a second pass over the tiles does not keep the
+    weights.
+
+    Args:
+        function: (weights, x [B T ...], more [B T ...], ...) -> the sum over its tokens.
+            Differentiable by weights, which are float32, and by x.
+        tile: a divisor of B * T; None for all at once.
+        dtype: what the values of the weights fit: as such they wait between tiles.
+    """
+
+    def tiles(arrays: tuple[Array, ...]) -> tuple[Array, ...]:
+        batch, length = arrays[0].shape[:2]
+        size = min(tile or batch * length, batch * length)
+        return tuple(x.reshape(-1, 1, size, *x.shape[2:]) for x in arrays)
+
+    def zeros(shape: Any) -> Array:
+        return vary(jnp.zeros(shape.shape, shape.dtype), *shape.manual_axis_type.varying)
+
+    def add_up(step: Callable[..., Any], weights: Any, cut: Any) -> Any:
+        first = jax.eval_shape(lambda *xs: step(weights, *xs)[0], *(x[0] for x in cut))
+        narrow = jax.tree.map(lambda w: w.astype(dtype), weights)
+
+        def add(so_far: Any, xs: Any) -> tuple[Any, Any]:
+            new, out = step(jax.tree.map(lambda w: w.astype(jnp.float32), narrow), *xs)
+            return jax.tree.map(jnp.add, so_far, new), out
+
+        return lax.scan(add, jax.tree.map(zeros, first), cut)
+
+    @jax.custom_vjp
+    def total(weights: Any, *arrays: Array) -> Array:
+        return add_up(lambda *xs: (function(*xs), None), weights, tiles(arrays))[0]
+
+    def forward(weights: Any, *arrays: Array) -> tuple[Array, Any]:
+        def step(*xs: Any) -> tuple[Any, Array]:
+            loss, (dweights, dx) = jax.value_and_grad(function, argnums=(0, 1))(*xs)
+            return (loss, dweights), dx
+
+        (loss, dweights), dx = add_up(step, weights, tiles(arrays))
+        return loss, (dweights, dx.reshape(arrays[0].shape), len(arrays))
+
+    def backward(residuals: Any, dloss: Array) -> tuple[Any, ...]:
+        dweights, dx, count = residuals
+        dweights = jax.tree.map(lambda dw: dw * dloss, dweights)
+        return (dweights, dx * dloss.astype(dx.dtype), *[None] * (count - 1))
+
+    total.defvjp(forward, backward)
+    return total
+
+
+@jax.custom_vjp
+def returned_after(x: Any, y: Any) -> tuple[Any, Any]:
+    """Both, unchanged; the backward pass goes on from x when the gradient of y is there."""
+    return x, y
+
+
+def _returned_after_backward(_: None, gradients: tuple[Any, Any]) -> tuple[Any, Any]:
+    dx, dy = gradients
+    return lax.optimization_barrier((dx, dy))[0], dy
+
+
+returned_after.defvjp(lambda x, y: ((x, y), None), _returned_after_backward)
 
 
 def describe_memory(memory: Any) -> str:

@@ -11,14 +11,18 @@ from startrail_jax.training.config import OptimizerConfig
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """The learning rate by the number of updates made before."""
-    return optax.warmup_cosine_decay_schedule(
+    """The learning rate by the number of updates made before.
+
+    Neither the first update nor the last has a rate of 0.
+    """
+    schedule = optax.warmup_cosine_decay_schedule(
         init_value=0.0,
         peak_value=config.learning_rate,
-        warmup_steps=round(config.warmup_fraction * steps),
-        decay_steps=steps,
+        warmup_steps=min(round(config.warmup_fraction * steps), steps - 1),
+        decay_steps=steps + 1,
         end_value=config.final_learning_rate,
     )
+    return lambda count: schedule(count + 1)
 
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:

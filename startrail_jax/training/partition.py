@@ -39,9 +39,6 @@ TENSOR_DIMS = {"query": 1, "key": 1, "value": 1, "out": 0, "gate": 1, "up": 1, "
 # Weights of all layers are stacked: their first dimension counts layers, and is never split.
 STACKED = "blocks"
 
-GATHERED_NAME = "gathered_weights"
-"""`checkpoint_name` of collected weights: no policy of rematerialisation is to save them."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Split:
@@ -51,6 +48,8 @@ class Split:
     """Dimension over `tensor`; None if the array is the same on all of it."""
     zero: int | None = None
     """Dimension over the axes of ZeRO; None if no dimension can be, or ZeRO is off."""
+    vector: bool = False
+    """Whether it is a vector, as a norm's scale: small, and used in float32."""
     copied_heads: bool = False
     """Whether there are fewer key heads than `tensor` has devices: each takes its own when used."""
 
@@ -133,6 +132,7 @@ class Partition:
         return Split(
             tensor=None if copied else dim,
             zero=max(fits, key=lambda i: x.shape[i], default=None),
+            vector=len(x.shape) == stacked + 1,
             copied_heads=copied,
         )
 
@@ -169,7 +169,19 @@ class Partition:
         """What layers take their weights from: at levels 1 and 2 whole copies, collected now."""
         if self.level not in (1, 2):
             return weights
-        return self._map(lambda x, split: self._collect(x, split), weights, splits)
+
+        def whole(weights: Any, splits: Any) -> Any:
+            return self._map(self._collect, weights, splits)
+
+        def collect(name: str) -> Any:
+            if name != STACKED:
+                return whole(weights[name], splits[name])
+            # Layer by layer: collectives join what is contiguous, so that of all layers at once
+            # there would be a second copy.
+            of_layer = self.of_layer(splits[name])
+            return lax.map(lambda layer: whole(layer, of_layer), weights[name])
+
+        return {name: collect(name) for name in weights}
 
     def sinks(self, weights: Any, splits: Any) -> Any:
         """Zeros, in whose place gradients arise: differentiate with respect to these.
@@ -194,7 +206,10 @@ class Partition:
         return (*(() if split.zero is None else self.zero), *tensor)
 
     def use(self, sources: Any, sinks: Any, splits: Any) -> Any:
-        """The whole weights, in float32 but of the values of `dtype`; gradients go to the sinks."""
+        """The whole weights; their gradients go to the sinks.
+
+        In float32, so that gradients are, though what was collected has the values of `dtype`.
+        """
 
         def one(source: Array, split: Split, sink: Array) -> Array:
             weight: Any = _weight(self, split, source, sink)
@@ -225,7 +240,7 @@ class Partition:
 
     def _collect(self, x: Array, split: Split) -> Array:
         """The whole of an array that lies split over ZeRO's axes, in the type of use."""
-        x = x.astype(self.dtype)
+        x = x if split.vector else x.astype(self.dtype)
         if split.zero is None:
             return x
         return lax.all_gather(x, self.zero, axis=split.zero, tiled=True)

@@ -135,8 +135,8 @@ def _lock(file: IO[str], folder: Path) -> None:
 def _check_same_run(config: TrainConfig) -> None:
     path = config.run_dir / CONFIG_FILE
     checkpoints = config.run_dir / CHECKPOINTS_FOLDER
-    # A run that never saved anything has nothing that could be mixed up.
-    if not path.exists() or not checkpoints.is_dir() or not any(checkpoints.iterdir()):
+    # A run that never saved anything whole has nothing that could be mixed up.
+    if not path.exists() or not any(x.name.isdecimal() for x in checkpoints.glob("*")):
         return
     saved, now = _settings(load_config(TrainConfig, path)), _settings(config)
     changed = [name for name in now if saved[name] != now[name]]

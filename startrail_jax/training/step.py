@@ -28,7 +28,13 @@ from startrail_jax.mesh import device_kind
 from startrail_jax.training.batches import Batch
 from startrail_jax.training.config import GPTConfig, TrainConfig
 from startrail_jax.training.loss import cross_entropy
-from startrail_jax.training.memory import check_tile, in_tiles, rematerialised
+from startrail_jax.training.memory import (
+    check_tile,
+    in_tiles,
+    rematerialised,
+    returned_after,
+    summed_in_tiles,
+)
 from startrail_jax.training.optimizer import learning_rate, make_optimizer
 from startrail_jax.training.partition import STACKED, Partition
 from startrail_jax.validation import check_heads
@@ -85,6 +91,12 @@ class Program:
         self.attention = attention
         self.optimizer = make_optimizer(config.optimizer, config.steps)
         self.partition = Partition(mesh, config.zero, config.zero_axes, config.model.dtype)
+        if config.zero and self.partition.replicas and not self.partition.zero:
+            raise ValueError(
+                f"zero={config.zero} needs an axis of degree above 1 among zero_axes; got "
+                f"zero_axes={config.zero_axes} on a mesh with {attention.degrees}. "
+                f"Use --zero-axes {' '.join(self.partition.replicas)}."
+            )
         self._graph = nnx.graphdef(nnx.eval_shape(self._make_model))
         self.state_shapes = self._state_shapes()
         self._splits = self.partition.splits(self.state_shapes.weights)
@@ -100,8 +112,8 @@ class Program:
             self._train_step, donate_argnums=0, out_shardings=(shardings, None)
         )
         """Takes the state's memory for the new state."""
-        self.loss: Callable[[Any, Batch], Array] = compiled(self._loss)
-        """(weights, batch) -> mean loss per token."""
+        self.losses: Callable[[Any, Batch], tuple[Array, Array]] = compiled(self._losses)
+        """(weights, batch) -> sum of the losses of its tokens, and of their weights."""
         self.logits: Callable[[Any, Any, Any], Array] = jax.jit(self._logits)
         """(weights, tokens, positions) -> float32 [B, T, vocab], sharded as the tokens."""
 
@@ -147,8 +159,9 @@ class Program:
             self._local_gradients, batch, out_specs=(PartitionSpec(), self._specs)
         )(weights, batch)
 
-    def _loss(self, weights: Any, batch: Batch) -> Float32[Array, ""]:
-        return self._sharded(self._local_mean, batch, out_specs=PartitionSpec())(weights, batch)
+    def _losses(self, weights: Any, batch: Batch) -> tuple[Array, Array]:
+        specs = (PartitionSpec(), PartitionSpec())
+        return self._sharded(self._local_losses, batch, out_specs=specs)(weights, batch)
 
     def _logits(self, weights: Any, tokens: Array, positions: Array) -> Array:
         spec = self.attention.sequence_spec
@@ -180,41 +193,57 @@ class Program:
 
     def _local_gradients(self, weights: Any, batch: Batch) -> tuple[Array, Any]:
         sources, sinks = self._sources_and_sinks(weights)
-        total = self._total_weight(batch)
         loss_and_gradients = jax.value_and_grad(self._local_sum)
 
         def add(so_far: Any, part: Batch) -> tuple[Any, None]:
             new = loss_and_gradients(sinks, sources, part)
             return jax.tree.map(jnp.add, so_far, new), None
 
-        parts = self.config.accumulation
-        if parts == 1:
+        if self.config.accumulation == 1:
             loss, gradients = loss_and_gradients(sinks, sources, batch)
         else:
             zero = vary(jnp.zeros(()), *self._all_axes)
-            batch = jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), batch)
-            (loss, gradients), _ = lax.scan(add, (zero, sinks), batch)
+            (loss, gradients), _ = lax.scan(add, (zero, sinks), self._parts(batch))
+        # A batch without any weight has no gradient.
+        total = jnp.maximum(self._total_weight(batch), 1.0)
         gradients = self.partition.reduce(gradients, self._splits)
         return self._over_all(loss) / total, jax.tree.map(lambda x: x / total, gradients)
 
-    def _local_mean(self, weights: Any, batch: Batch) -> Array:
+    def _local_losses(self, weights: Any, batch: Batch) -> tuple[Array, Array]:
         sources, sinks = self._sources_and_sinks(weights)
-        return self._over_all(self._local_sum(sinks, sources, batch)) / self._total_weight(batch)
+        parts = lax.map(lambda part: self._local_sum(sinks, sources, part), self._parts(batch))
+        return self._over_all(jnp.sum(parts)), self._total_weight(batch)
+
+    def _parts(self, batch: Batch) -> Batch:
+        """The batch as it is treated, one part after another: [accumulation, b, t]."""
+        parts = self.config.accumulation
+        return jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), batch)
 
     def _local_sum(self, sinks: Any, sources: Any, batch: Any) -> Float32[Array, ""]:
         """The weighted sum of this device's losses."""
-        model = self._model(sources, sinks)
-        hidden = model.hidden(batch.tokens, batch.positions, batch.segment_ids)
+        hidden = self._model(sources, sinks).hidden(
+            batch.tokens, batch.positions, batch.segment_ids
+        )
         targets, weights = batch.targets, batch.weights
+        name = "embedding" if self.config.model.tied_head else "head"
+        sink = sinks[name]
+        if name == "head":
+            # Else its gradient waits, whole, to be sent with that of the embedding.
+            hidden, sink = returned_after(hidden, sink)
+        head = self.partition.use(sources[name], sink, self._splits[name])
         if self.partition.tensor:
             # The devices along `tensor` know the same tokens: each takes the loss of some.
-            model = nnx.merge(self._graph, jax.tree.map(self._spread, nnx.state(model)))
+            head = jax.tree.map(self._spread, head)
             hidden, targets, weights = map(self._own_tokens, (hidden, targets, weights))
 
-        def losses(hidden: Array, targets: Array) -> Array:
-            return cross_entropy(model.logits(hidden), targets)
+        def loss(head: Any, hidden: Array, targets: Array, weights: Array) -> Array:
+            # Logits need no other weights: of those, the shapes will do.
+            state = {other: x for other, x in self.state_shapes.weights.items() if other != name}
+            model = nnx.merge(self._graph, nnx.State(state | {name: head}))
+            return jnp.sum(cross_entropy(model.logits(hidden), targets) * weights)
 
-        return jnp.sum(self._tokens(losses)(hidden, targets) * weights)
+        summed = summed_in_tiles(loss, self.config.tile, self.config.model.dtype)
+        return summed(head, hidden, targets, weights)
 
     def _model(self, sources: Any, sinks: Any) -> GPT:
         """The model of one device; its layers collect their weights when they run."""
@@ -227,10 +256,10 @@ class Program:
         return nnx.merge(self._graph, nnx.State(state))
 
     def _total_weight(self, batch: Batch) -> Float32[Array, ""]:
-        """The sum of the weights of a batch over all devices; 1 if there are none."""
+        """The sum of the weights of a batch over all devices."""
         total = jnp.sum(batch.weights)
         replicas = self.partition.replicas
-        return jnp.maximum(lax.psum(total, replicas) if replicas else total, 1.0)
+        return lax.psum(total, replicas) if replicas else total
 
     def _over_all(self, x: Array) -> Array:
         return lax.psum(x, self._all_axes) if self._all_axes else x
