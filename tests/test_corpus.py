@@ -533,3 +533,19 @@ def test_nothing_left_to_train_on_raises(tmp_path):
     np.save(tmp_path / "c.npy", np.zeros(3, int))
     with pytest.raises(ValueError, match=r"got 3 and 0 tokens .*Give --data.validation-path"):
         open_corpus(tmp_path / "c.npy", held_out=0.1)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("bin_dtype", "int32"), ("text_key", "body"), ("held_out", 0.3)],
+)
+def test_option_that_does_nothing_raises(many, option, value):
+    options = {"validation_path": many} if option == "held_out" else {}
+    with pytest.raises(ValueError, match=f"data.{option} must be left out where it does nothing"):
+        open_corpus(many, **options, **{option: value})
+
+
+def test_end_of_document_of_tokens_that_are_not_masked_raises(tmp_path):
+    np.save(tmp_path / "a.npy", np.arange(40) % 9)
+    with pytest.raises(ValueError, match=r"end_of_document must be left out.*mask_documents=False"):
+        open_corpus(tmp_path, end_of_document=3, mask_documents=False)

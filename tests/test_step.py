@@ -92,7 +92,6 @@ SETTINGS = {
     "zero 1": (STARTRAIL, {"zero": 1}),
     "zero 2": (STARTRAIL, {"zero": 2}),
     "zero 3": (STARTRAIL, {"zero": 3}),
-    "zero 1, submesh": (STARTRAIL, {"zero": 1, "zero_axes": ("team",)}),
     "zero 2, submesh": (STARTRAIL, {"zero": 2, "zero_axes": ("ring", "team")}),
     "zero 3, submesh": (STARTRAIL, {"zero": 3, "zero_axes": ("team",)}),
     "attention saved": (STARTRAIL, {"remat": "attention_saved"}),
@@ -101,7 +100,6 @@ SETTINGS = {
     "tiled": (STARTRAIL, {"tile": 8}),
     "accumulation": (STARTRAIL, {"accumulation": 2}),
     "zero 1, accumulation": (STARTRAIL, {"zero": 1, "accumulation": 2}),
-    "zero 3, accumulation": (STARTRAIL, {"zero": 3, "accumulation": 2}),
     "tensor": (st.Degrees(tensor=2, team=2, ring=2), {}),
     "tensor, few key heads, zero 3": (st.Degrees(tensor=4, head=2), {"zero": 3, "tile": 16}),
 }

@@ -126,9 +126,29 @@ def open_corpus(config: DataConfig, *, vocab_size: int) -> Corpus:
                 f"{validation.kind} for {validation.name!r} and {files.kind} for {files.name!r}. "
                 "Give both in the same form."
             )
+    _check_effects(config, files, validation)
     if files.kind in TOKEN_KINDS:
         return _open_tokens(files, validation, config, vocab_size)
     return _open_text(files, validation, config, vocab_size)
+
+
+def _check_effects(config: DataConfig, files: Files, validation: Files | None) -> None:
+    """Raises if an option is set that does nothing here: whoever set it expects something."""
+    kinds = {files.kind, files.kind if validation is None else validation.kind}
+    idle = {
+        "bin_dtype": "bin" not in kinds,
+        "text_key": "jsonl" not in kinds,
+        "held_out": validation is not None,
+        "end_of_document": kinds <= set(TOKEN_KINDS) and not config.mask_documents,
+    }
+    for name, default in vars(DataConfig()).items():
+        value = getattr(config, name)
+        if idle.get(name) and value != default:
+            raise ValueError(
+                f"data.{name} must be left out where it does nothing; got {name}={value!r} for "
+                f"{files.kind} data, validation_path={config.validation_path}, "
+                f"mask_documents={config.mask_documents}. Leave it out."
+            )
 
 
 def _open_tokens(
