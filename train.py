@@ -236,6 +236,8 @@ def train(config: TrainConfig) -> Losses:
         if validation_loss is None:
             report.line(f"{run_dir} holds all {config.steps} steps; another --run-dir starts anew")
             validation_loss = evaluate()
+            if interrupted():
+                return Losses(losses, None)
         report.line(f"validation loss {validation_loss:.4f} nats/{corpus.unit}")
 
     if config.sample_length:

@@ -136,12 +136,12 @@ class Partition:
             copied_heads=copied,
         )
 
-    def spec(self, split: Split, *, split_over_zero: bool = True) -> PartitionSpec:
-        """The PartitionSpec of an array; without `split_over_zero`, that of its whole copy."""
+    def spec(self, split: Split) -> PartitionSpec:
+        """The PartitionSpec of an array."""
         entries = {}
         if split.tensor is not None:
             entries[split.tensor] = "tensor"
-        if split.zero is not None and split_over_zero:
+        if split.zero is not None:
             entries[split.zero] = self.zero
         return PartitionSpec(*(entries.get(i) for i in range(max(entries, default=-1) + 1)))
 
