@@ -34,13 +34,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 import startrail_jax as st
 from benchmarks.deviceless import gpu_topology, target_names
 from configs.gpt import RECIPES
 from startrail_jax.mesh import Degrees
-from startrail_jax.training.batches import Batch
 from startrail_jax.training.config import MeshConfig, TrainConfig
 from startrail_jax.training.degrees import choose_degrees
 from startrail_jax.training.footprint import GIB, footprint
@@ -146,21 +144,7 @@ def lowered_step(row: Row, degrees: Degrees, devices: list[Any]) -> Any:
         shardings = jax.tree.map(lambda x: x.sharding, program.state_shapes)
         options = st.compiler_options(mesh)
         step = jax.jit(step.__wrapped__, out_shardings=(shardings, None), compiler_options=options)
-    return step.lower(program.state_shapes, batch_shapes(program))
-
-
-def batch_shapes(program: Program) -> Batch:
-    """A batch for a program, as shapes."""
-    config = program.config
-
-    def array(dtype: Any) -> jax.ShapeDtypeStruct:
-        shape = (config.batch_size, config.seq_len)
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=program.batch_sharding)
-
-    integers: Any = array(jnp.int32)
-    weights: Any = array(jnp.float32)
-    segments = integers if config.data.mask_documents else None
-    return Batch(integers, integers, integers, segments, weights)
+    return step.lower(program.state_shapes, program.batch_shapes)
 
 
 def line(row: Row, degrees: Degrees, reading: Reading | None, gpu_gib: float) -> str:

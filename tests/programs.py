@@ -4,10 +4,8 @@ import dataclasses
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 
 import startrail_jax as st
-from startrail_jax.training.batches import Batch
 from startrail_jax.training.config import GPTConfig, OptimizerConfig, TrainConfig
 from startrail_jax.training.step import Program
 
@@ -31,17 +29,6 @@ def make_program(config, degrees, devices=None):
     return Program(config, st.Attention(mesh, causal=True))
 
 
-def batch_shapes(program):
-    config = program.config
-
-    def array(dtype):
-        shape = (config.batch_size, config.seq_len)
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=program.batch_sharding)
-
-    segments = array(jnp.int32) if config.data.mask_documents else None
-    return Batch(*[array(jnp.int32)] * 3, segments, array(jnp.float32))
-
-
 def options(program):
     """A CPU's kernels need not be fast: that halves the time to compile."""
     gpus = st.compiler_options(program.attention.mesh)
@@ -49,12 +36,12 @@ def options(program):
 
 
 def compile_step(program):
-    lowered = program.train_step.lower(program.state_shapes, batch_shapes(program))
+    lowered = program.train_step.lower(program.state_shapes, program.batch_shapes)
     return lowered.compile(options(program))
 
 
 def compile_gradients(program):
     """(loss, gradients) of (weights, batch)."""
     gradients = jax.jit(program.gradients)
-    lowered = gradients.lower(program.state_shapes.weights, batch_shapes(program))
+    lowered = gradients.lower(program.state_shapes.weights, program.batch_shapes)
     return lowered.compile(options(program))

@@ -7,7 +7,7 @@ import pytest
 
 import startrail_jax as st
 from configs.gpt import RECIPES
-from programs import batch_shapes, compile_gradients, compile_step, make_config, make_program
+from programs import compile_gradients, compile_step, make_config, make_program
 from startrail_jax.training.config import DataConfig
 from startrail_jax.training.footprint import Footprint, Part, footprint, num_parameters
 
@@ -52,7 +52,7 @@ def test_state_and_batch_are_exact(name):
     formula = footprint(config, degrees)
     assert size_on_a_device(program.state_shapes.weights) == formula["weights"]
     assert size_on_a_device(program.state_shapes.optimizer) == formula["optimizer"]
-    assert size_on_a_device(batch_shapes(program)) == formula["batch"]
+    assert size_on_a_device(program.batch_shapes) == formula["batch"]
 
 
 def test_arguments_of_the_compiled_step_are_state_and_batch():

@@ -140,6 +140,15 @@ class Program:
             self.partition.shardings(shapes),
         )
 
+    @property
+    def batch_shapes(self) -> Batch:
+        """A batch of the run, as shapes: to compile without data."""
+        shape = (self.config.batch_size, self.config.seq_len)
+        integers: Any = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.batch_sharding)
+        weights: Any = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=self.batch_sharding)
+        segments = integers if self.config.data.mask_documents else None
+        return Batch(integers, integers, integers, segments, weights)
+
     # Steps, on global arrays.
 
     def _train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
