@@ -1,5 +1,6 @@
 """Every test runs on simulated CPU devices; those marked `gpu` on real ones, with --gpu."""
 
+import gc
 import os
 
 import hypothesis
@@ -42,6 +43,18 @@ def pytest_collection_modifyitems(config, items):
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason=NEEDS_GPU))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forget_programs():
+    """Frees the compiled programs of a module of tests when it is done.
+
+    Each takes some maps of memory, of which Linux gives a process no more than 65,530: the next to
+    be compiled would crash.
+    """
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture
