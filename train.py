@@ -1,12 +1,13 @@
-"""Trains a GPT with sequence-parallel attention.
+"""Trains a GPT or a diffusion transformer (DiT) with sequence-parallel attention.
 
     python train.py                             # gpt_tiny: StarTrail with C = 2, on any machine
+    python train.py dit_digits                                    # draws digits: see sample.py
     python train.py --mesh.team 1 --run-dir runs/ring             # Ring Attention
     python train.py gpt_8b_gqa --data.path FOLDER --data.tokenizer tokenizer.json
     python train.py runs/gpt_tiny/config.json --steps 2000 --run-dir runs/longer
     python train.py gpt_7b --help               # all flags, with that recipe's values
 
-The first word is a recipe of configs/gpt.py or the config.json of a run. Runs on all real devices,
+The first word is a recipe of configs/ or the config.json of a run. Runs on all real devices,
 or on 8 simulated ones where there is only a CPU. The same command again goes on with a run that was
 stopped, on as many devices and with as many degrees as it says.
 """
@@ -24,12 +25,12 @@ from typing import NamedTuple
 
 import tyro
 
-from configs.gpt import RECIPES
-from startrail_jax.training.config import TrainConfig
+from configs import RECIPES
+from startrail_jax.training.config import GPTTrainConfig, TrainConfig
 
 
 class Losses(NamedTuple):
-    """What a run came to, in nats per token."""
+    """What a run came to: means over tokens."""
 
     train: list[float]
     """Of every step that this program did, before its update."""
@@ -52,17 +53,16 @@ def train(config: TrainConfig) -> Losses:
 
     import startrail_jax as st
     from startrail_jax.training.batches import (
-        Sequences,
         TrainingBatches,
         local_rows,
         place,
         validation_batches,
     )
     from startrail_jax.training.checkpoint import Checkpoints
-    from startrail_jax.training.corpus import open_corpus
+    from startrail_jax.training.data import open_data
     from startrail_jax.training.degrees import choose_degrees, describe_degrees
     from startrail_jax.training.devices import select_devices
-    from startrail_jax.training.flops import peak_flops, training_flops_per_token
+    from startrail_jax.training.flops import peak_flops
     from startrail_jax.training.interruption import interruption
     from startrail_jax.training.memory import describe_memory
     from startrail_jax.training.metrics import Reporter
@@ -80,33 +80,24 @@ def train(config: TrainConfig) -> Losses:
     devices = select_devices(config.devices)
     degrees = choose_degrees(config.mesh, len(devices))
     mesh = st.make_mesh(degrees, axis_type="auto", devices=devices)
-    attention = st.Attention(mesh, causal=True)
+    attention = st.Attention(mesh, causal=config.causal)
     program = Program(config, attention)
-    report = Reporter(steps=config.steps, tokens_per_step=config.batch_size * config.seq_len)
+    report = Reporter(steps=config.steps, tokens_per_step=config.batch_size * config.num_tokens)
     report.line(f"devices: {len(devices)} x {devices[0].device_kind}")
     report.line(f"mesh: {describe_degrees(config.mesh, degrees)}")
 
     # Data. The layout puts tokens in order on the host.
-    corpus = open_corpus(config.data, vocab_size=config.model.vocab_size)
-    report.line(f"data: {corpus.description}")
-    rows = local_rows(program.batch_sharding, batch_size=config.batch_size, seq_len=config.seq_len)
-    reading = {
-        "layout": attention.layout,
-        "batch_size": config.batch_size,
-        "end_of_document": corpus.end_of_document if config.data.mask_documents else None,
-        "rows": rows,
-    }
-    batches = TrainingBatches(Sequences(corpus.train, config.seq_len), seed=config.seed, **reading)
+    data = open_data(config, attention.layout)
+    report.line(f"data: {data.description}")
+    rows = local_rows(program.batch_sharding, program.tokens_shape)
+    reading = {"collate": data.collate, "batch_size": config.batch_size, "rows": rows}
+    batches = TrainingBatches(data.train, seed=config.seed, **reading)
     place_rows = partial(
         place, sharding=program.batch_sharding, batch_size=config.batch_size, rows=rows
     )
     held_out = [
         place_rows(batch)
-        for batch in validation_batches(
-            Sequences(corpus.held_out, config.seq_len),
-            count=config.validation_sequences,
-            **reading,
-        )
+        for batch in validation_batches(data.held_out, count=config.validation_sequences, **reading)
     ]
 
     with (
@@ -141,7 +132,7 @@ def train(config: TrainConfig) -> Losses:
             run_dir,
             first_step=done,
             tensorboard=config.tensorboard,
-            flops_per_token=training_flops_per_token(config.model, config.seq_len),
+            flops_per_token=program.objective.flops_per_token,
             peak_flops=None if peak is None else peak * len(devices),
         )
 
@@ -171,7 +162,7 @@ def train(config: TrainConfig) -> Losses:
                 for batch in held_out:
                     if interrupted():
                         return float("nan")
-                    new = program.losses(state.weights, batch)
+                    new = program.losses(state.result, batch)
                     sums = [x + float(y) for x, y in zip(sums, new, strict=True)]
                 return sums[0] / sums[1]
 
@@ -238,10 +229,10 @@ def train(config: TrainConfig) -> Losses:
             validation_loss = evaluate()
             if interrupted():
                 return Losses(losses, None)
-        report.line(f"validation loss {validation_loss:.4f} nats/{corpus.unit}")
+        report.line(f"validation loss {validation_loss:.4f} {data.loss_unit}")
 
-    if config.sample_length:
-        prompt, text = continue_text(program, state.weights, corpus)
+    if isinstance(config, GPTTrainConfig) and config.sample_length:
+        prompt, text = continue_text(program, state.weights, data.corpus)
         report.line(f"--- held-out text\n{prompt}")
         report.line(f"--- continued by the model\n{text}")
     return Losses(losses, validation_loss)
@@ -277,7 +268,7 @@ def read_command_line(arguments: list[str]) -> TrainConfig:
         )
         sys.exit(2)
     return tyro.cli(
-        TrainConfig,
+        type(default),
         prog="train.py [RECIPE | config.json]",
         default=default,
         args=arguments,

@@ -28,7 +28,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from configs.gpt import gpt_tiny
-from startrail_jax.training.config import CheckpointConfig, MeshConfig, TrainConfig
+from startrail_jax.training.config import CheckpointConfig, MeshConfig, GPTTrainConfig
 from train import train
 
 SIMULATED_DEVICES = 8
@@ -70,7 +70,7 @@ def train_losses(name: str, steps: int) -> np.ndarray:
         return np.array(train(make_config(name, steps, Path(folder))).train)
 
 
-def make_config(name: str, steps: int, run_dir: Path) -> TrainConfig:
+def make_config(name: str, steps: int, run_dir: Path) -> GPTTrainConfig:
     """gpt_tiny with the devices and degrees of one run, without what is not drawn."""
     config = replace(
         gpt_tiny(),

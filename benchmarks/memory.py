@@ -39,7 +39,7 @@ import startrail_jax as st
 from benchmarks.deviceless import gpu_topology, target_names
 from configs.gpt import RECIPES
 from startrail_jax.mesh import Degrees
-from startrail_jax.training.config import MeshConfig, TrainConfig
+from startrail_jax.training.config import MeshConfig, GPTTrainConfig
 from startrail_jax.training.degrees import choose_degrees
 from startrail_jax.training.footprint import GIB, footprint
 from startrail_jax.training.step import Program
@@ -63,7 +63,7 @@ class Row:
     """A recipe, and what differs from it."""
 
     name: str
-    config: TrainConfig
+    config: GPTTrainConfig
     donate: bool = True
     """Whether the step may use the memory of the old state for the new one."""
 
@@ -102,7 +102,7 @@ def main(argv: list[str] | None = None) -> None:
                 print(footprint(row.config, degrees).table())
 
 
-def rows(config: TrainConfig) -> Iterator[Row]:
+def rows(config: GPTTrainConfig) -> Iterator[Row]:
     """The recipe, and then one factor changed at a time."""
     yield Row("as the recipe", config)
     for level in (0, 1, 2):

@@ -1,4 +1,4 @@
-"""GPT recipes: functions that return a `TrainConfig`, which flags then override."""
+"""GPT recipes: functions that return a `GPTTrainConfig`, which flags then override."""
 
 from pathlib import Path
 
@@ -7,18 +7,18 @@ from startrail_jax.training.config import (
     GPTConfig,
     OptimizerConfig,
     RopeConfig,
-    TrainConfig,
+    GPTTrainConfig,
 )
 
 
-def gpt_tiny() -> TrainConfig:
+def gpt_tiny() -> GPTTrainConfig:
     """Byte-level GPT on the source of the Python standard library: the default of `train.py`.
 
     Command: `python train.py`. StarTrail (arXiv 2407.00611) with C = 2 on 8 simulated devices.
     Expected: 1.68 nats per byte on held-out files after 1.6 MB of text, in 5 to 9 minutes on 2 CPU
     cores. More steps at this batch size help more than larger batches.
     """
-    return TrainConfig(
+    return GPTTrainConfig(
         model=GPTConfig(width=128, layers=4, heads=4, kv_heads=2, head_dim=32, mlp_width=384),
         optimizer=OptimizerConfig(learning_rate=4e-3),
         steps=800,
@@ -29,7 +29,7 @@ def gpt_tiny() -> TrainConfig:
     )
 
 
-def gpt_3b() -> TrainConfig:
+def gpt_3b() -> GPTTrainConfig:
     """StarTrail's GPT-3B (arXiv 2407.00611, table 2): 16 layers of width 4096, 512K tokens.
 
     The paper lists 12 heads, which do not divide 4096; here they are 32 of 128 channels.
@@ -53,7 +53,7 @@ def gpt_3b() -> TrainConfig:
     )
 
 
-def gpt_7b() -> TrainConfig:
+def gpt_7b() -> GPTTrainConfig:
     """StarTrail's GPT-7B (arXiv 2407.00611, table 2): 32 layers, 32 heads, width 4096, 512K tokens.
 
     With the MLP of Llama 2 7B. Command: `python train.py gpt_7b --data.path TOKENS.bin
@@ -75,7 +75,7 @@ def gpt_7b() -> TrainConfig:
     )
 
 
-def gpt_8b_gqa() -> TrainConfig:
+def gpt_8b_gqa() -> GPTTrainConfig:
     """The sizes of Llama 3 8B (arXiv 2407.21783): 8 key heads for 32 query heads; 512K tokens.
 
     Command: `python train.py gpt_8b_gqa --data.path FOLDER --data.tokenizer tokenizer.json`.
@@ -96,12 +96,12 @@ def gpt_8b_gqa() -> TrainConfig:
     )
 
 
-def _long_context(name: str, model: GPTConfig) -> TrainConfig:
+def _long_context(name: str, model: GPTConfig) -> GPTTrainConfig:
     """What the large recipes share: one sequence of 512K tokens, and the least memory.
 
     Documents are not masked: a whole sequence of one causal mask is what cuDNN's kernels serve.
     """
-    return TrainConfig(
+    return GPTTrainConfig(
         model=model,
         optimizer=OptimizerConfig(learning_rate=3e-4, final_learning_rate=3e-5),
         data=DataConfig(mask_documents=False),

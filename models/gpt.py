@@ -11,6 +11,7 @@ References:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -26,6 +27,8 @@ from models.rope import Rope, rotate
 
 # (query [B T N H], key [B T K H], value [B T K H], segment_ids=[B T] or None) -> [B T N H]
 AttentionFn = Callable[..., Float[Array, "B T N H"]]
+# (query, key, value) -> (out [B T N H], what it remembers)
+RememberingFn = Callable[..., tuple[Float[Array, "B T N H"], Any]]
 
 
 class GPT(nnx.Module):
@@ -143,10 +146,50 @@ class GPT(nnx.Module):
 
         layer = self.hooks.layer(run_block)
         context = self.rope.rotation(positions), segment_ids
-        # Looked up in float32 and rounded then: the gradient of a common token is a long sum.
-        x = jnp.asarray(self.embedding(tokens), self.dtype)
+        x = self._embed(tokens)
         x, _ = lax.scan(lambda x, weights: (layer(weights, x, *context), None), x, weights)
         return self.norm(x).astype(self.dtype)
+
+    def cached(
+        self,
+        tokens: Int32[Array, "B T"],
+        positions: Int32[Array, "B T"],
+        cache: Any,
+        attend: RememberingFn,
+    ) -> tuple[Float[Array, "B T width"], Any]:
+        """`hidden`, with attention that keeps keys and values from one call to the next.
+
+        Args:
+            tokens: token ids.
+            positions: position of each token in its sequence.
+            cache: arrays of all layers, which the loop over layers carries: what `attend` writes
+                of one layer is written in place.
+            attend: in the place of `attention_fn`, (cache, layer, query, key, value) -> (out,
+                cache), with the number of the layer.
+
+        Returns:
+            What `logits` takes, and the cache.
+        """
+        graph, weights = nnx.split(self.blocks)
+
+        def run_block(weights: Any, x: Array, rotation: Array, layer: Array, cache: Any) -> Any:
+            attend_layer = functools.partial(attend, cache, layer)
+            return nnx.merge(graph, weights).remembering(x, rotation, attend_layer)
+
+        run = self.hooks.layer(run_block)
+        rotation = self.rope.rotation(positions)
+
+        def step(carry: tuple[Array, Any], layer: tuple[Any, Array]) -> tuple[Any, None]:
+            (x, cache), (weights, number) = carry, layer
+            return run(weights, x, rotation, number, cache), None
+
+        numbers = jnp.arange(len(jax.tree.leaves(weights)[0]))
+        (x, cache), _ = lax.scan(step, (self._embed(tokens), cache), (weights, numbers))
+        return self.norm(x).astype(self.dtype), cache
+
+    def _embed(self, tokens: Int32[Array, "B T"]) -> Float[Array, "B T width"]:
+        # Looked up in float32 and rounded then: the gradient of a common token is a long sum.
+        return jnp.asarray(self.embedding(tokens), self.dtype)
 
     def logits(self, hidden: Float[Array, "B T width"]) -> Float32[Array, "B T vocab"]:
         """Unnormalised log-probabilities of the token that follows each token."""
@@ -182,14 +225,24 @@ class Block(nnx.Module):
         rotation: Float32[Array, "2 B T half"],
         segment_ids: Int32[Array, "B T"] | None,
     ) -> Float[Array, "B T width"]:
+        return self.remembering(x, rotation, self.attention.forgetful(segment_ids))[0]
+
+    def remembering(
+        self,
+        x: Float[Array, "B T width"],
+        rotation: Float32[Array, "2 B T half"],
+        attend: RememberingFn,
+    ) -> tuple[Float[Array, "B T width"], Any]:
+        """The block with another attention; returns what that remembers, too."""
         spread, join, tokens = self.hooks.spread, self.hooks.join, self.hooks.tokens
 
         def feed_forward(x: Array) -> Array:
             return join(self.mlp(spread(self.mlp_norm(x).astype(self.dtype))))
 
         normalised = spread(self.attention_norm(x).astype(self.dtype))
-        x = x + join(self.attention(normalised, rotation, segment_ids))
-        return x + tokens(feed_forward)(x)
+        out, memory = self.attention.remembering(normalised, rotation, attend)
+        x = x + join(out)
+        return x + tokens(feed_forward)(x), memory
 
 
 class Attention(nnx.Module):
@@ -220,10 +273,24 @@ class Attention(nnx.Module):
         rotation: Float32[Array, "2 B T half"],
         segment_ids: Int32[Array, "B T"] | None,
     ) -> Float[Array, "B T width"]:
+        return self.remembering(x, rotation, self.forgetful(segment_ids))[0]
+
+    def remembering(
+        self,
+        x: Float[Array, "B T width"],
+        rotation: Float32[Array, "2 B T half"],
+        attend: RememberingFn,
+    ) -> tuple[Float[Array, "B T width"], Any]:
+        """The same round another callable; returns what that remembers, too."""
         query = rotate(self.query(x), rotation)
         query, x = _first(query, x)
         key = rotate(self.key(x), rotation)
-        return self.out(self.attention_fn(query, key, self.value(x), segment_ids=segment_ids))
+        out, memory = attend(query, key, self.value(x))
+        return self.out(out), memory
+
+    def forgetful(self, segment_ids: Int32[Array, "B T"] | None) -> RememberingFn:
+        """The attention callable of the model, which remembers nothing."""
+        return lambda *arrays: (self.attention_fn(*arrays, segment_ids=segment_ids), None)
 
 
 @jax.custom_vjp

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array
 
 from startrail_jax import blocks, collectives, rings
+from startrail_jax.decode import check_decode, check_update, sharded_decode, write_slots
 from startrail_jax.explain import Explanation, explain
 from startrail_jax.layout import Layout
 from startrail_jax.mesh import (
@@ -346,16 +348,184 @@ class Attention:
         self, query: Array, key: Array, value: Array, *ids: Array, kv_heads: int
     ) -> tuple[Array, Array]:
         if kv_heads % self.degrees.tensor:
-            # Replicated over `tensor`: of all key heads, take the one that each of this device's
-            # heads will need once `head` has split its query heads.
-            splits = self.degrees.head * self.degrees.tensor
-            first = collectives.index(self._axes["tensor"]) * self.degrees.head
-            needed = (first + jnp.arange(self.degrees.head)) // (splits // kv_heads)
+            needed = self._needed_heads(kv_heads)
             key, value = (
                 collectives.copy_heads(x, needed, self._axes["tensor"]) for x in (key, value)
             )
         query_ids, key_ids = (ids[0], ids[-1]) if ids else (None, None)
         return self.local(query, key, value, query_ids, key_ids)
+
+    def _needed_heads(self, kv_heads: int) -> Array:
+        """Of all key heads, replicated over `tensor`, those that this device needs, in order.
+
+        One for each part of its query heads that `head` splits them into.
+        """
+        splits = self.degrees.head * self.degrees.tensor
+        first = collectives.index(self._axes["tensor"]) * self.degrees.head
+        return (first + jnp.arange(self.degrees.head)) // (splits // kv_heads)
+
+    # Decoding: a few new tokens and a cache.
+
+    def decode(
+        self, query: ArrayLike, key_cache: ArrayLike, value_cache: ArrayLike, positions: ArrayLike
+    ) -> Array:
+        """Attends new tokens to a cache of keys and values that is sharded over the sequence axes.
+
+        The same attention as of a call: that of a token to itself and to all before it. Each device
+        attends to its own slots, and float32 results are merged: `startrail_jax.decode` says how,
+        and how many bytes it takes, which does not depend on the length of the cache.
+
+        Args:
+            query: [batch, new, heads, head_dim] as `decode_spec(heads)`, replicated over the
+                sequence axes; few, as their logits exist as a whole.
+            key_cache: [batch, slots, kv_heads, head_dim] as `key_spec(kv_heads)`, in the order of
+                `layout`, with the keys of `query` in it already: see `update_cache`.
+            value_cache: [batch, slots, kv_heads, value_head_dim], likewise.
+            positions: int32 [batch, new], of each query; it sees slots of its own position and
+                below, the last `window` of them. A query of negative position sees none.
+
+        Returns:
+            out [batch, new, heads, value_head_dim] in the dtype of query and sharded like it; 0
+            where no slot is visible.
+
+        Raises:
+            ValueError: if this attention is not causal, or shapes, dtypes or shardings do not fit.
+        """
+        query, key, value = (jnp.asarray(x) for x in (query, key_cache, value_cache))
+        positions = jnp.asarray(positions)
+        check_decode(
+            query,
+            key,
+            value,
+            positions,
+            causal=self.causal,
+            layout=self.layout,
+            slots=key.shape[1],
+        )
+        query_spec, key_spec = self.decode_spec(query.shape[2]), self.key_spec(key.shape[2])
+        check_heads(self.degrees, query.shape[2], key.shape[2])
+        specs = (query_spec, key_spec, key_spec, PartitionSpec(query_spec[0]))
+        names = ("query", "key_cache", "value_cache", "positions")
+        arrays = (query, key, value, positions)
+        for name, array, spec in zip(names, arrays, specs, strict=True):
+            check_sharding(name, array, spec, self.mesh)
+        return _decode(self, specs, *arrays)
+
+    def decode_local(
+        self, query: Array, key_cache: Array, value_cache: Array, positions: Array
+    ) -> Array:
+        """The same on one device, for use inside a fully manual `shard_map` of yours.
+
+        Args:
+            query: new tokens of this device's rows and heads.
+            key_cache, value_cache: its slots, of the key heads of those heads: neighbouring query
+                heads share one.
+            positions: of the new tokens.
+
+        Returns:
+            out of all this device's queries.
+
+        Raises:
+            ValueError: if this attention is not causal, or shapes or dtypes do not fit.
+        """
+        check_decode(
+            query,
+            key_cache,
+            value_cache,
+            positions,
+            causal=self.causal,
+            layout=self.layout,
+            slots=key_cache.shape[1] * self.degrees.sequence,
+        )
+        return sharded_decode(
+            query,
+            key_cache,
+            value_cache,
+            positions,
+            layout=self.layout,
+            ranks=flat_axis(self._axes, SEQUENCE_ROLES),
+            window=self.window,
+            scale=self.scale,
+        )
+
+    def update_cache(self, cache: ArrayLike, new: ArrayLike, positions: ArrayLike) -> Array:
+        """Puts keys, or values, of new tokens into their slots of a cache; nothing is sent.
+
+        Args:
+            cache: [batch, slots, kv_heads, head_dim] as `key_spec(kv_heads)`. Written in place
+                under a `jit` that is given it to keep (`donate_argnums`), or that loops over it.
+            new: [batch, new, kv_heads, head_dim], sharded likewise, but for the new tokens, which
+                are replicated over the sequence axes.
+            positions: int32 [batch, new], distinct in each row; positions that are not in the
+                cache are not written.
+
+        Returns:
+            The cache, sharded as it was.
+
+        Raises:
+            ValueError: if shapes, dtypes or shardings do not fit.
+        """
+        cache, new, positions = (jnp.asarray(x) for x in (cache, new, positions))
+        check_update(cache, new, positions, layout=self.layout, slots=cache.shape[1])
+        spec = self.key_spec(cache.shape[2])
+        specs = (spec, PartitionSpec(spec[0], None, *spec[2:]), PartitionSpec(spec[0]))
+        names = ("cache", "new", "positions")
+        for name, array, wanted in zip(names, (cache, new, positions), specs, strict=True):
+            check_sharding(name, array, wanted, self.mesh)
+        return _update(self, specs, cache, new, positions)
+
+    def update_cache_local(
+        self, cache: Array, new: Array, positions: Array, *, layer: Array | int | None = None
+    ) -> Array:
+        """The same on one device, for use inside a fully manual `shard_map` of yours.
+
+        Args:
+            cache: this device's slots; with a `layer` those of all layers, [layers, b, s, k, h].
+            new: of this device's rows and key heads.
+            positions: of the new tokens.
+            layer: which layer's slots to write.
+
+        Raises:
+            ValueError: if shapes or dtypes do not fit.
+        """
+        check_update(
+            cache,
+            new,
+            positions,
+            layout=self.layout,
+            slots=cache.shape[-3] * self.degrees.sequence,
+            layers=layer is not None,
+        )
+        ranks = flat_axis(self._axes, SEQUENCE_ROLES)
+        return write_slots(cache, new, positions, layout=self.layout, ranks=ranks, layer=layer)
+
+    def decode_spec(self, heads: int) -> PartitionSpec:
+        """PartitionSpec of the queries and outputs of `decode`: [batch, new, heads, head_dim].
+
+        Raises:
+            ValueError: if the heads cannot be split over `head` and `tensor`.
+        """
+        batch, _, split, _ = self.query_spec(heads)
+        return PartitionSpec(batch, None, split, None)
+
+    def key_copies(self, kv_heads: int) -> int:
+        """How many neighbours among the key heads that `local` gets are copies of the same one.
+
+        More than 1 only where `head` trades tokens for heads that `tensor` has none of its own of:
+        of those, a cache needs every such one, `key[:, :, ::copies]`.
+        """
+        splits = self.degrees.head * self.degrees.tensor
+        if kv_heads % self.degrees.tensor == 0:
+            return 1
+        return math.gcd(self.degrees.head, splits // kv_heads)
+
+    def _decode_on_device(
+        self, query: Array, key: Array, value: Array, positions: Array, *, kv_heads: int
+    ) -> Array:
+        if kv_heads % self.degrees.tensor:
+            needed = self._needed_heads(kv_heads)[:: self.key_copies(kv_heads)]
+            key, value = (jnp.take(x, needed, axis=2, mode="clip") for x in (key, value))
+        return self.decode_local(query, key, value, positions)
 
     @functools.cached_property
     def _axes(self) -> dict[str, Any]:
@@ -405,4 +575,26 @@ def _run(
         mesh=attention.mesh,
         in_specs=in_specs,
         out_specs=(in_specs[0], attention.lse_spec),
+    )(*arrays)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _decode(attention: Attention, specs: tuple[PartitionSpec, ...], *arrays: Array) -> Array:
+    """`decode` of arrays that have been checked."""
+    return jax.shard_map(
+        functools.partial(attention._decode_on_device, kv_heads=arrays[1].shape[2]),
+        mesh=attention.mesh,
+        in_specs=specs,
+        out_specs=specs[0],
+    )(*arrays)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _update(attention: Attention, specs: tuple[PartitionSpec, ...], *arrays: Array) -> Array:
+    """`update_cache` of arrays that have been checked."""
+    return jax.shard_map(
+        attention.update_cache_local,
+        mesh=attention.mesh,
+        in_specs=specs,
+        out_specs=specs[0],
     )(*arrays)

@@ -58,6 +58,16 @@ def scatter_sum(x: Shaped[Array, "..."], axis: Axis, dim: int) -> Shaped[Array, 
     return lax.psum_scatter(x, axis.names, scatter_dimension=dim, tiled=True)
 
 
+def total(x: Shaped[Array, "..."], axis: Axis) -> Shaped[Array, "..."]:
+    """The sum over members, on all of them; receives 2 (degree - 1) / degree arrays."""
+    return lax.psum(x, axis.names) if axis.degree > 1 else x
+
+
+def maximum(x: Shaped[Array, "..."], axis: Axis) -> Shaped[Array, "..."]:
+    """The elementwise maximum over members, on all of them; receives as much as `total`."""
+    return lax.pmax(x, axis.names) if axis.degree > 1 else x
+
+
 def exchange(x: Shaped[Array, "..."], axis: Axis, split: int, concat: int) -> Shaped[Array, "..."]:
     """Splits dimension `split` over the members and joins what they send along `concat`."""
     if axis.degree == 1:

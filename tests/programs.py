@@ -6,13 +6,13 @@ from pathlib import Path
 import jax
 
 import startrail_jax as st
-from startrail_jax.training.config import GPTConfig, OptimizerConfig, TrainConfig
+from startrail_jax.training.config import GPTConfig, OptimizerConfig, GPTTrainConfig
 from startrail_jax.training.step import Program
 
 
 def make_config(model=None, **changes):
     sizes = dict(vocab_size=96, width=64, layers=3, heads=8, kv_heads=4, head_dim=8, mlp_width=80)
-    config = TrainConfig(
+    config = GPTTrainConfig(
         model=GPTConfig(**sizes | (model or {})),
         optimizer=OptimizerConfig(learning_rate=1e-3),
         steps=10,

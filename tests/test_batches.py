@@ -10,8 +10,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from startrail_jax.layout import Layout
 from startrail_jax.training import batches
-from startrail_jax.training.batches import Batch, Sequences
 from startrail_jax.training.corpus import Stream
+from startrail_jax.training.windows import Sequences, TokenBatch, next_token_batch
 
 NATURAL = Layout("contiguous", 1)
 
@@ -28,12 +28,18 @@ def counted(num_windows, seq_len=3):
 def training(sequences, *, layout=NATURAL, batch_size=5, seed=0, end_of_document=None, rows=None):
     return batches.TrainingBatches(
         sequences,
-        layout=layout,
+        collate=collate(layout, end_of_document),
         batch_size=batch_size,
         seed=seed,
-        end_of_document=end_of_document,
         rows=rows,
     )
+
+
+def collate(layout=NATURAL, end_of_document=None):
+    def make(windows, numbers):
+        return next_token_batch(np.stack(windows), layout=layout, end_of_document=end_of_document)
+
+    return make
 
 
 def firsts(iterator, count):
@@ -91,7 +97,7 @@ def test_no_data_raise():
 
 def test_documents_of_a_window_are_told_apart():
     # 5 6 0 (which began before the window), 0 (empty) and 7 8 9 (which goes on after it).
-    batch = batches.next_token_batch(
+    batch = next_token_batch(
         np.array([[5, 6, 0, 0, 7, 8, 9], [0, 1, 2, 3, 4, 5, 0]], np.uint8),
         layout=NATURAL,
         end_of_document=0,
@@ -105,7 +111,7 @@ def test_documents_of_a_window_are_told_apart():
 
 
 def test_documents_that_are_not_masked_leave_no_trace():
-    batch = batches.next_token_batch(np.array([[5, 0, 0, 7], [1, 2, 3, 0]]), layout=NATURAL)
+    batch = next_token_batch(np.array([[5, 0, 0, 7], [1, 2, 3, 0]]), layout=NATURAL)
     assert batch.segment_ids is None
     assert batch.positions.tolist() == [[0, 1, 2], [0, 1, 2]]
     assert batch.weights.tolist() == [[1, 1, 1], [1, 1, 1]]
@@ -117,15 +123,15 @@ def test_layout_permutes_every_array(kind, end_of_document):
     layout = Layout(kind, 3)
     windows = np.random.default_rng(0).integers(5, size=(5, 43))
     options = {"end_of_document": end_of_document}
-    batch = batches.next_token_batch(windows, layout=layout, **options)
-    natural = batches.next_token_batch(windows, layout=NATURAL, **options)
+    batch = next_token_batch(windows, layout=layout, **options)
+    natural = next_token_batch(windows, layout=NATURAL, **options)
     np.testing.assert_array_equal(natural.tokens, windows[:, :-1])
     assert_same(jax.tree.map(layout.unpermute, batch), natural)
 
 
 def test_batch_of_indivisible_length_raises():
     with pytest.raises(ValueError, match=r"divisible by 2 \* sequence degree.*degree=4"):
-        batches.next_token_batch(np.zeros((2, 43), int), layout=Layout("zigzag", 4))
+        next_token_batch(np.zeros((2, 43), int), layout=Layout("zigzag", 4))
 
 
 # The order of training.
@@ -236,7 +242,7 @@ def test_error_of_a_reading_thread_reaches_the_caller():
 
 
 def validation(sequences, **options):
-    found = batches.validation_batches(sequences, layout=NATURAL, end_of_document=None, **options)
+    found = batches.validation_batches(sequences, collate=collate(), **options)
     return [batch.tokens[:, 0].tolist() for batch in found]
 
 
@@ -259,7 +265,7 @@ def test_hosts_read_their_rows_of_validation():
 
 def test_validation_masks_documents():
     (batch,) = batches.validation_batches(
-        counted(2), layout=NATURAL, batch_size=2, count=2, end_of_document=4
+        counted(2), collate=collate(end_of_document=4), batch_size=2, count=2
     )
     assert batch.tokens.tolist() == [[0, 1, 2], [3, 4, 5]]
     assert batch.segment_ids.tolist() == [[0, 0, 0], [0, 0, 1]]
@@ -276,7 +282,7 @@ def sharding(shape=(2, 4)):
 def numbered(batch_size=6, seq_len=8):
     """A batch whose arrays all differ."""
     arrays = np.arange(5 * batch_size * seq_len, dtype=np.int32).reshape(5, batch_size, seq_len)
-    return Batch(*arrays[:4], arrays[4].astype(np.float32))
+    return TokenBatch(*arrays[:4], arrays[4].astype(np.float32))
 
 
 def test_place_puts_every_array_on_its_devices():
@@ -290,12 +296,12 @@ def test_place_puts_every_array_on_its_devices():
 
 def test_process_reads_the_rows_of_its_devices():
     whole = sharding((3, 2))
-    assert batches.local_rows(whole, batch_size=6, seq_len=8) == (0, 1, 2, 3, 4, 5)
+    assert batches.local_rows(whole, (6, 8)) == (0, 1, 2, 3, 4, 5)
     # Another process holds the middle of the batch.
     addressable = whole.devices_indices_map((6, 8))
     held = {device: addressable[device] for device in whole.mesh.devices[[0, 2]].flat}
     part = mock.Mock(spec=NamedSharding, addressable_devices_indices_map=lambda shape: held)
-    assert batches.local_rows(part, batch_size=6, seq_len=8) == (0, 1, 4, 5)
+    assert batches.local_rows(part, (6, 8)) == (0, 1, 4, 5)
 
 
 def test_place_finds_the_rows_of_a_device_among_those_of_its_process(monkeypatch):

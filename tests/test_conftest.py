@@ -1,7 +1,8 @@
-"""The guard against tests that are skipped unseen."""
+"""Guards of the tests: against those that are skipped unseen, and a process full of programs."""
 
 from types import SimpleNamespace
 
+import jax
 import pytest
 
 import conftest
@@ -26,3 +27,15 @@ def test_any_other_skip_is_a_failure():
 def test_expected_failure_is_no_skip():
     report = SimpleNamespace(skipped=True, outcome="skipped", wasxfail="", longrepr="")
     assert conftest.refuse_other_skips(report).outcome == "skipped"
+
+
+def test_programs_of_a_module_are_freed():
+    """Else a worker crashes after some thousand programs: it has no more maps of memory."""
+
+    module = conftest.forget_programs.__wrapped__()
+    next(module)
+    double = jax.jit(lambda x: x + x)
+    double(1.0)
+    assert double._cache_size() == 1
+    next(module, None)
+    assert double._cache_size() == 0

@@ -18,7 +18,7 @@ from startrail_jax.training.config import (
     DataConfig,
     MeshConfig,
     RopeConfig,
-    TrainConfig,
+    GPTTrainConfig,
 )
 from startrail_jax.training.run_folder import load_config, open_run, require_writable, save_config
 
@@ -56,7 +56,7 @@ def test_config_survives(config, tmp_path):
     path = tmp_path / "config.json"
     for saved in (config, others):
         save_config(saved, path)
-        assert load_config(TrainConfig, path) == saved
+        assert load_config(GPTTrainConfig, path) == saved
     assert [x.name for x in tmp_path.iterdir()] == ["config.json"]
 
 
@@ -77,7 +77,7 @@ def change(path, *keys, value):
     ("keys", "value", "message"),
     [
         (("optimizer", "learning_rat"), 1.0, r"got optimizer.learning_rat. Use optimizer.learning"),
-        (("sede",), 1, r"TrainConfig's; got sede. Use seed, or leave it out"),
+        (("sede",), 1, r"GPTTrainConfig's; got sede. Use seed, or leave it out"),
         (("steps",), "many", r"steps must be int; got 'many'"),
         (("steps",), True, r"steps must be int; got True"),
         (("steps",), 1.5, r"steps must be int; got 1.5"),
@@ -97,7 +97,7 @@ def test_wrong_config_file_names_the_setting(config, tmp_path, keys, value, mess
     save_config(config, path)
     change(path, *keys, value=value)
     with pytest.raises(ValueError, match=message) as caught:
-        load_config(TrainConfig, path)
+        load_config(GPTTrainConfig, path)
     assert str(caught.value).startswith(f"{path} must hold the config of a run. ")
 
 
@@ -106,7 +106,7 @@ def test_file_that_is_not_json_or_no_object_raises(tmp_path):
     for text in ('{"steps": 1', "[]"):
         path.write_text(text)
         with pytest.raises(ValueError, match=r"must hold the config of a run\."):
-            load_config(TrainConfig, path)
+            load_config(GPTTrainConfig, path)
 
 
 def test_settings_of_an_older_file_take_their_defaults(config, tmp_path):
@@ -114,7 +114,7 @@ def test_settings_of_an_older_file_take_their_defaults(config, tmp_path):
     save_config(config, path)
     change(path, "zero_axes", value=None)
     change(path, "optimizer", "beta2", value=None)
-    assert load_config(TrainConfig, path) == config
+    assert load_config(GPTTrainConfig, path) == config
 
 
 def test_config_of_what_json_cannot_hold_raises(tmp_path):
@@ -182,7 +182,7 @@ def test_run_of_other_results_is_refused_and_left_alone(config):
         "--data.mask-documents --seed 0 to go on with this one. With --allow-changes it goes on as "
         "given now."
     )
-    assert load_config(TrainConfig, folder / "config.json") == config
+    assert load_config(GPTTrainConfig, folder / "config.json") == config
 
 
 def test_changes_are_allowed_on_request_but_for_the_model(config):
@@ -210,7 +210,7 @@ def test_flags_of_the_message_are_those_of_the_program(config):
     settings = run_folder._settings(with_data(config, mask_documents=False))
     flags = " ".join(run_folder._flag(name, value) for name, value in settings.items())
     changed = with_optimizer(replace(config, seed=3), learning_rate=1e-3)
-    again = tyro.cli(TrainConfig, default=changed, args=flags.split())
+    again = tyro.cli(GPTTrainConfig, default=changed, args=flags.split())
     assert again == with_data(config, mask_documents=False)
 
 

@@ -11,13 +11,15 @@ from flax import nnx
 
 import startrail_jax as st
 from models.gpt import GPT
-from startrail_jax.training.batches import next_token_batch, place
-from startrail_jax.training.config import GPTConfig, OptimizerConfig, TrainConfig
-from startrail_jax.training.step import Program, model_arguments
+from startrail_jax.training.batches import place
+from startrail_jax.training.config import GPTConfig, GPTTrainConfig, OptimizerConfig
+from startrail_jax.training.next_token import model_arguments
+from startrail_jax.training.step import Program
+from startrail_jax.training.windows import next_token_batch
 
 STEPS = 30
 END = 7  # Ends a document.
-CONFIG = TrainConfig(
+CONFIG = GPTTrainConfig(
     model=GPTConfig(
         vocab_size=48, width=24, layers=2, heads=8, kv_heads=2, head_dim=4, mlp_width=32
     ),

@@ -28,10 +28,11 @@ MAY_IMPORT = {
     "cost": BASE | {"mesh", "layout"},
     "schedule": TOKENS | {"collectives", "blocks", "cost"},
     "rings": TOKENS | {"collectives", "blocks", "schedule", "varying"},
+    "decode": BASE | {"mesh", "layout", "softmax", "collectives", "varying"},
     "explain": TOKENS | {"blocks", "schedule"},
     "validation": BASE | {"mesh", "layout"},
     "attention": TOKENS
-    | {"collectives", "blocks", "cost", "explain", "rings", "schedule", "validation"},
+    | {"collectives", "blocks", "cost", "decode", "explain", "rings", "schedule", "validation"},
     "hlo": BASE,
     "overlap": BASE | {"hlo"},
 }

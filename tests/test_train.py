@@ -17,7 +17,7 @@ import tyro
 import train
 from configs.gpt import RECIPES, gpt_tiny
 from startrail_jax.training import metrics
-from startrail_jax.training.config import MeshConfig, TrainConfig
+from startrail_jax.training.config import MeshConfig, GPTTrainConfig
 from startrail_jax.training.devices import select_devices
 
 REPOSITORY = Path(train.__file__).parent
@@ -36,7 +36,7 @@ def compile_fast():
 
 
 def parse(flags):
-    return tyro.cli(TrainConfig, default=gpt_tiny(), args=flags.split())
+    return tyro.cli(GPTTrainConfig, default=gpt_tiny(), args=flags.split())
 
 
 def run(folder, flags="", *, steps):

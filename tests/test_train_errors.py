@@ -19,14 +19,14 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 import train
-from startrail_jax.layout import Layout
-from startrail_jax.training import metrics, step
-from startrail_jax.training.batches import Sequences, TrainingBatches
+from startrail_jax.training import metrics, next_token
+from startrail_jax.training.batches import TrainingBatches
 from startrail_jax.training.checkpoint import Checkpoints
 from startrail_jax.training.corpus import CHECKED_TOKENS, Stream
 from startrail_jax.training.errors import exit_on_own_errors
 from startrail_jax.training.loss import cross_entropy
 from startrail_jax.training.run_folder import open_run
+from startrail_jax.training.windows import Sequences
 
 REPOSITORY = Path(train.__file__).parent
 SEQ_LEN = 32
@@ -114,15 +114,14 @@ def first_tokens(batch_number, num_tokens):
     stream = Stream(name="", tokens=tokens, vocab_size=num_tokens)
     batches = TrainingBatches(
         Sequences([stream], SEQ_LEN),
-        layout=Layout("contiguous", 1),
+        collate=lambda windows, numbers: [int(window[0]) for window in windows],
         batch_size=2,
         seed=0,
-        end_of_document=None,
     )
     for _ in range(batch_number):
         batch = next(batches)
     batches.close()
-    return batch.tokens[:, 0].tolist()
+    return batch
 
 
 def at_step(monkeypatch, number, action):
@@ -419,7 +418,7 @@ def poisoned(data, monkeypatch):
     def losses(logits, targets):
         return cross_entropy(logits, targets) * jnp.where(targets == 255, jnp.inf, 1.0)
 
-    monkeypatch.setattr(step, "cross_entropy", losses)
+    monkeypatch.setattr(next_token, "cross_entropy", losses)
     return data
 
 

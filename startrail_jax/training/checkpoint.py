@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -17,12 +18,16 @@ from orbax.checkpoint import v1 as ocp
 from startrail_jax.training.run_folder import require_writable
 
 LISTED_DIFFERENCES = 3
+POLL_SECONDS = 1.0
 
 # One step's folder holds one tree: the arrays by name, so that no class of the program that saved
 # them is needed to read them, and the position in the data as a string, so that both are whole or
 # neither.
 ARRAYS = "arrays"
 DATA = "data"
+# Fields of the state, with which the names of its arrays begin.
+WEIGHTS = "weights"
+AVERAGE = "average"
 
 
 class CheckpointError(RuntimeError):
@@ -50,7 +55,7 @@ class Checkpoints:
         self._saving: tuple[int, ocp.AsyncResponse[bool]] | None = None
         self._failed = False
         require_writable(self._folder)
-        logging.getLogger("absl").addFilter(_is_not_orbax)
+        logging.getLogger("absl").addFilter(_orbax_log)
         newest: Any = ocp.training.preservation_policies.LatestN(keep)
         self._checkpointer = ocp.training.Checkpointer(
             str(self._folder),
@@ -79,8 +84,7 @@ class Checkpoints:
     @property
     def steps(self) -> list[int]:
         """Steps whose checkpoint is whole, ascending. One that is being saved does not count."""
-        names = ocp.path.step.standard_name_format()
-        return sorted(checkpoint.step for checkpoint in names.find_all(self._folder))
+        return _whole_steps(self._folder)
 
     @property
     def latest(self) -> int | None:
@@ -127,6 +131,7 @@ class Checkpoints:
         if step in self.steps:
             return
         tree = {ARRAYS: dict(_named_leaves(state)), DATA: json.dumps(data_state)}
+        _orbax_log.error = None
         try:
             response = self._checkpointer.save_async(step, tree, force=True)
         except OSError as error:
@@ -144,7 +149,7 @@ class Checkpoints:
             return
         (step, response), self._saving = self._saving, None
         try:
-            response.result()
+            _finish(response)
         except Exception as error:  # Whatever a writing thread met: tensorstore has no one type.
             raise self._save_failed(step, error) from error
 
@@ -175,10 +180,9 @@ class Checkpoints:
         saved = self._read_metadata(step)
         differences = _differences(saved, wanted)
         if differences:
-            listed = "\n".join(f"  {line}" for line in differences[:LISTED_DIFFERENCES])
             raise ValueError(
                 f"The checkpoint must be of this model and optimizer; got {self._path(step)}, "
-                f"which differs in {len(differences)} arrays:\n{listed}\n"
+                f"{_list_differences(differences)}\n"
                 "Use another --run-dir for a new run, or the flags of that run: they are in its "
                 "config.json."
             )
@@ -222,6 +226,68 @@ class Checkpoints:
         )
 
 
+def restore_weights(
+    folder: Path, weights: PyTree[jax.ShapeDtypeStruct]
+) -> tuple[PyTree[Shaped[Array, "..."]], int]:
+    """Reads the weights of the latest checkpoint alone: their average, where the run keeps one.
+
+    Writes nothing and leaves alone what is half-written, so the run may be going on.
+
+    Args:
+        folder: of the checkpoints.
+        weights: shapes, types and shardings to restore to.
+
+    Returns:
+        A tree like `weights`; and the step that it is of.
+
+    Raises:
+        CheckpointError: if there is no checkpoint, or it cannot be read.
+        ValueError: if it is one of another model.
+    """
+    logging.getLogger("absl").addFilter(_orbax_log)
+    steps = _whole_steps(folder)
+    if not steps:
+        raise CheckpointError(
+            f"There must be a checkpoint to read; got none in {folder}. Wait for the first one of "
+            "the run, or give the folder of another."
+        )
+    partial = ocp.options.PyTreeOptions(
+        loading=ocp.options.PyTreeOptions.Loading(partial_load=True)
+    )
+    path = str(folder.resolve() / str(steps[-1]))
+    try:
+        saved: Any = ocp.metadata(path).metadata
+        saved = saved[ARRAYS]
+        of_average = any(name.startswith(f"{AVERAGE}/") for name in saved)
+        kind = AVERAGE if of_average else WEIGHTS
+        wanted = dict(_named_leaves({kind: weights}))
+        there = {name: x for name, x in saved.items() if name.startswith(f"{kind}/")}
+        differences = _differences(there, wanted)
+        if not differences:
+            with ocp.Context(pytree_options=partial):
+                restored: Any = ocp.load(path, {ARRAYS: wanted})
+    except Exception as error:  # Whatever orbax or tensorstore met.
+        if _whole_steps(folder)[-1:] != steps[-1:]:
+            # The run has saved a newer one meanwhile, and that was deleted.
+            return restore_weights(folder, weights)
+        raise CheckpointError(
+            f"The checkpoint {path} could not be read ({type(error).__name__}). If it is damaged, "
+            "delete that folder: an earlier one is read then."
+        ) from error
+    if differences:
+        raise ValueError(
+            f"The checkpoint must be of the model that config.json beside it says; got {path}, "
+            f"{_list_differences(differences)}\nGive the folder of a run whose files are its own."
+        )
+    leaves = [restored[ARRAYS][name] for name in wanted]
+    return jax.tree.unflatten(jax.tree.structure(weights), leaves), steps[-1]
+
+
+def _whole_steps(folder: Path) -> list[int]:
+    names = ocp.path.step.standard_name_format()
+    return sorted(checkpoint.step for checkpoint in names.find_all(folder))
+
+
 def _named_leaves(tree: Any) -> list[tuple[str, Any]]:
     """The leaves of a tree with the names that they are saved by, such as "model/norm/scale"."""
     return [
@@ -246,10 +312,44 @@ def _differences(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[st
     return lines
 
 
-def _is_not_orbax(record: logging.LogRecord) -> bool:
-    """Keeps orbax's log off the terminal.
+def _list_differences(differences: list[str]) -> str:
+    listed = "\n".join(f"  {line}" for line in differences[:LISTED_DIFFERENCES])
+    return f"which differs in {len(differences)} arrays:\n{listed}"
+
+
+class _OrbaxLog(logging.Filter):
+    """Keeps orbax's log off the terminal, and its last error at hand.
 
     It logs a failure in each thread that sees it, with its traceback, and raises it as well; and
     it warns of old checkpoints that a kill left half deleted, which the next save finishes.
     """
-    return "orbax" not in record.pathname
+
+    error: BaseException | None = None
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if "orbax" not in record.pathname:
+            return True
+        if record.levelno >= logging.ERROR and record.exc_info:
+            self.error = record.exc_info[1]
+        return False
+
+
+_orbax_log = _OrbaxLog()
+
+
+def _finish(response: ocp.AsyncResponse[bool]) -> None:
+    """Waits for the end of a save, or for its failure.
+
+    One of several processes whose part cannot be written would not get to the end: it waits for the
+    others in one place, and they for it in another, until orbax's time of 20 minutes is over.
+    """
+    while True:
+        since = time.monotonic()
+        try:
+            response.result(timeout=POLL_SECONDS)
+            return
+        except TimeoutError:
+            if _orbax_log.error is not None:
+                raise _orbax_log.error from None
+            if time.monotonic() - since < POLL_SECONDS:  # The save's own.
+                raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 SHARDED_AXES = ("data", "group", "ring", "team", "head")
 """The mesh axes over which ZeRO may split a state, slowest first."""
@@ -117,6 +117,74 @@ class GPTConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DiTConfig:
+    """Sizes of the model: the keyword arguments of `models.dit.DiT`."""
+
+    channels: int
+    """Channels of a latent, or of an image."""
+    classes: int
+    """Classes that a sample can be asked for; 0 for none."""
+    caption_length: int = 0
+    """Bytes of text that a sample can be asked for, which images attend to; 0 for none."""
+    patch: tuple[int, int, int] = (1, 2, 2)
+    """Frames, height and width of what becomes a token."""
+    width: int
+    """Channels of the residual stream."""
+    layers: int
+    """Number of blocks."""
+    heads: int
+    """Attention heads, a divisor of `width`."""
+    mlp_width: int
+    """Hidden channels of the MLP."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of activations; weights and the output are float32."""
+
+    def __post_init__(self) -> None:
+        for name in ("channels", "width", "layers", "heads", "mlp_width"):
+            _check_minimum(f"model.{name}", getattr(self, name), 1)
+        for name in ("classes", "caption_length"):
+            _check_minimum(f"model.{name}", getattr(self, name), 0)
+        for size in self.patch:
+            _check_minimum("model.patch", size, 1)
+        if self.width % self.heads:
+            raise ValueError(
+                f"model.heads must divide model.width; got heads={self.heads}, "
+                f"width={self.width}. Use --model.width {-(-self.width // self.heads) * self.heads}."
+            )
+        if self.width % 2 or self.width < 8:
+            raise ValueError(
+                "model.width must be even and at least 8, for sines and cosines of frame, row and "
+                f"column; got width={self.width}. Use {max(8, self.width + self.width % 2)}."
+            )
+
+    @property
+    def kv_heads(self) -> int:
+        """Key and value heads: as many as query heads."""
+        return self.heads
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiffusionConfig:
+    """What the model learns of noise, and at which times."""
+
+    target: Literal["flow", "v", "eps"] = "flow"
+    """What it predicts: the velocity of rectified flow (https://arxiv.org/abs/2209.03003), or, of
+    the diffusion with a cosine schedule, v (https://arxiv.org/abs/2202.00512) or the noise."""
+    times: Literal["uniform", "logit_normal"] = "uniform"
+    """Density of the times that it learns; "logit_normal" has more in the middle
+    (https://arxiv.org/abs/2403.03206)."""
+    dropout: float = 0.1
+    """Share of the examples that lose class and caption, so that samples can be guided."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.dropout < 1:
+            raise ValueError(
+                "diffusion.dropout must be at least 0 and below 1; got "
+                f"dropout={self.dropout}. Use 0.1, or 0 for samples that are not to be guided."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """AdamW with clipping, linear warm-up and cosine decay."""
 
@@ -190,6 +258,23 @@ class DataConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ImageConfig:
+    """What images or latents to read."""
+
+    path: Path | None = None
+    """A folder of images, with one of its own for each class, or an *.npz file of latents. By
+    default the handwritten digits that come with scikit-learn."""
+    held_out: float = 0.1
+    """Share of the examples that is held out."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.held_out < 1:
+            raise ValueError(
+                f"data.held_out must be above 0 and below 1; got held_out={self.held_out}. Use 0.1."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """When the state of a run is saved, and how much of it is kept."""
 
@@ -205,15 +290,20 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """A whole run."""
+    """A whole run, whatever it trains: see `GPTTrainConfig` and `DiTTrainConfig`."""
 
-    model: GPTConfig
+    kind: ClassVar[str]
+    """Of the model, as config.json names it."""
+    causal: ClassVar[bool]
+    """Whether a token sees only those before it."""
+
+    model: Any
     """Sizes of the model."""
     optimizer: OptimizerConfig
     """Optimizer and learning rate."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
     """Degrees of parallelism."""
-    data: DataConfig = field(default_factory=DataConfig)
+    data: Any
     """What to read."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """When to save."""
@@ -239,11 +329,9 @@ class TrainConfig:
     steps: int
     """Optimizer steps."""
     batch_size: int
-    """Sequences in a batch, on all devices together."""
-    seq_len: int
-    """Tokens in a sequence."""
+    """Sequences, or images, in a batch, on all devices together."""
     seed: int = 0
-    """Seed of the weights, the order of the data and the sample."""
+    """Seed of the weights, the order of the data, noise, and the sample."""
 
     run_dir: Path
     """Folder of the run: checkpoints, metrics, config. A run that is found there goes on."""
@@ -257,24 +345,21 @@ class TrainConfig:
     evaluate_every: int = 200
     """Steps between evaluations; there is always one after the last step."""
     validation_sequences: int = 64
-    """Held-out sequences that an evaluation measures, rounded up to whole batches."""
+    """Held-out sequences, or images, that an evaluation measures, rounded up to whole batches."""
     non_finite: Literal["stop", "skip"] = "stop"
     """What to do where the loss or the gradient is not finite. Weights never take such a step."""
     profile: tuple[int, int] | None = None
     """First and last step to trace; the trace goes to the folder `profile` of the run."""
-    sample_length: int = 0
-    """Tokens to sample at the end; 0 for none."""
-    temperature: float = 0.8
-    """Temperature of the sample; 0 takes the likeliest token."""
+    ema_decay: float | None = None
+    """Decay of the average of the weights that samples are drawn from; None for no average."""
 
     def __post_init__(self) -> None:
         for name in (
-            *("steps", "batch_size", "seq_len", "accumulation", "log_every", "evaluate_every"),
+            *("steps", "batch_size", "accumulation", "log_every", "evaluate_every"),
             "validation_sequences",
         ):
             _check_minimum(name, getattr(self, name), 1)
-        for name in ("seed", "sample_length", "temperature"):
-            _check_minimum(name, getattr(self, name), 0)
+        _check_minimum("seed", self.seed, 0)
         for name in ("devices", "tile"):
             if getattr(self, name) is not None:
                 _check_minimum(name, getattr(self, name), 1)
@@ -286,11 +371,10 @@ class TrainConfig:
                 f"accumulation={self.accumulation}. Use batch_size="
                 f"{-(-self.batch_size // parts) * parts}."
             )
-        if self.sample_length >= self.seq_len:
+        if self.ema_decay is not None and not 0 < self.ema_decay < 1:
             raise ValueError(
-                "sample_length must be below seq_len, which holds prompt and sample; got "
-                f"sample_length={self.sample_length}, seq_len={self.seq_len}. "
-                f"Use {self.seq_len // 2}."
+                f"ema_decay must be above 0 and below 1; got ema_decay={self.ema_decay}. "
+                "Use 0.999, or leave it out for no average."
             )
         if self.offload and self.remat == "none":
             raise ValueError(
@@ -318,6 +402,90 @@ class TrainConfig:
                     "profile must be a first and a last step of the run; got "
                     f"profile={self.profile}, steps={self.steps}. Use, say, --profile 10 12."
                 )
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of a sequence or of an image."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTTrainConfig(TrainConfig):
+    """A run of a GPT."""
+
+    kind: ClassVar[str] = "gpt"
+    causal: ClassVar[bool] = True
+
+    model: GPTConfig
+    """Sizes of the model."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """What to read."""
+
+    seq_len: int
+    """Tokens in a sequence."""
+    sample_length: int = 0
+    """Tokens to sample at the end; 0 for none."""
+    temperature: float = 0.8
+    """Temperature of the sample; 0 takes the likeliest token."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_minimum("seq_len", self.seq_len, 1)
+        for name in ("sample_length", "temperature"):
+            _check_minimum(name, getattr(self, name), 0)
+        if self.sample_length >= self.seq_len:
+            raise ValueError(
+                "sample_length must be below seq_len, which holds prompt and sample; got "
+                f"sample_length={self.sample_length}, seq_len={self.seq_len}. "
+                f"Use {self.seq_len // 2}."
+            )
+
+    @property
+    def num_tokens(self) -> int:
+        return self.seq_len
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiTTrainConfig(TrainConfig):
+    """A run of a diffusion transformer."""
+
+    kind: ClassVar[str] = "dit"
+    causal: ClassVar[bool] = False
+
+    model: DiTConfig
+    """Sizes of the model."""
+    diffusion: DiffusionConfig = field(default_factory=DiffusionConfig)
+    """What the model learns."""
+    data: ImageConfig = field(default_factory=ImageConfig)
+    """What to read."""
+
+    size: tuple[int, int, int]
+    """Frames, height and width of a latent, or of an image of one frame."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for size in self.size:
+            _check_minimum("size", size, 1)
+        if any(size % patch for size, patch in zip(self.size, self.model.patch, strict=True)):
+            raise ValueError(
+                "model.patch must divide size, in frames, height and width; got "
+                f"patch={self.model.patch}, size={self.size}. Change one of them."
+            )
+
+    @property
+    def num_tokens(self) -> int:
+        return math.prod(self.grid)
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """Patches in frames, height and width."""
+        frames, height, width = (n // m for n, m in zip(self.size, self.model.patch, strict=True))
+        return frames, height, width
+
+    @property
+    def patch_elements(self) -> int:
+        """Numbers in a patch: those that become a token."""
+        return math.prod(self.model.patch) * self.model.channels
 
 
 def _check_minimum(name: str, value: Any, minimum: int) -> None:

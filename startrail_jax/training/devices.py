@@ -11,23 +11,56 @@ import jax
 SIMULATED_DEVICES = 8
 
 
-def select_devices(count: int | None) -> list[Any]:
+def select_devices(count: int | None, *, processes: int | None = 1) -> list[Any]:
     """The first `count` devices, or all of them; call it before jax is used.
 
     Where there is only a CPU it is made to look like `count` devices, 8 by default. A number of
-    simulated devices that was set before, in jax's configuration or in XLA_FLAGS, stands.
+    simulated devices that was set before, in jax's configuration or in XLA_FLAGS, stands. Of
+    several processes each has the same number of the devices, its first.
+
+    Args:
+        count: on all processes together.
+        processes: how many share the simulated devices. None if that is not known before jax is
+            used: then each has what was set before, or one.
 
     Raises:
-        ValueError: if there are fewer than `count` devices.
+        ValueError: if there are fewer than `count` devices, or the processes cannot share them.
     """
     flags = os.environ.get("XLA_FLAGS", "")
     given = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue]
-    if given < 0 and "host_platform_device_count" not in flags:
-        jax.config.update("jax_num_cpu_devices", count or SIMULATED_DEVICES)
+    if given < 0 and "host_platform_device_count" not in flags and processes is not None:
+        simulated = _share(count or SIMULATED_DEVICES, processes)
+        jax.config.update("jax_num_cpu_devices", simulated)
     devices = jax.devices()
     if count is not None and count > len(devices):
         raise ValueError(
             f"devices must be at most the number of devices; got devices={count}, and there are "
             f"{len(devices)} ({devices[0].platform}). Use --devices {len(devices)}."
         )
-    return devices[:count]
+    by_process: dict[int, list[Any]] = {}
+    for device in devices:
+        by_process.setdefault(device.process_index, []).append(device)
+    return _first_of_each(by_process, len(devices) if count is None else count)
+
+
+def _first_of_each(by_process: dict[int, list[Any]], count: int) -> list[Any]:
+    """`count` devices, as many of each process."""
+    share = _share(count, len(by_process))
+    for process, devices in by_process.items():
+        if len(devices) < share:
+            raise ValueError(
+                f"Every process must have {share} of {count} devices; got {len(devices)} for "
+                f"process {process}. Use --devices "
+                f"{min(map(len, by_process.values())) * len(by_process)}."
+            )
+    return [device for process in sorted(by_process) for device in by_process[process][:share]]
+
+
+def _share(count: int, processes: int) -> int:
+    if count % processes:
+        raise ValueError(
+            "devices must be divisible by the number of processes; got "
+            f"devices={count}, processes={processes}. Use --devices "
+            f"{-(-count // processes) * processes}."
+        )
+    return count // processes

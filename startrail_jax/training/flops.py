@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from startrail_jax.training.config import GPTConfig
+from startrail_jax.training.config import DiTTrainConfig, GPTConfig
 
 # Dense bfloat16 tensor-core FLOP/s, from NVIDIA's data sheets (half of the figures with sparsity).
 # What is more special comes first.
@@ -20,7 +20,7 @@ PEAK_FLOPS = {
 }
 
 
-def training_flops_per_token(config: GPTConfig, seq_len: int) -> float:
+def gpt_flops_per_token(config: GPTConfig, seq_len: int) -> float:
     """FLOPs that a token of the model needs for a training step.
 
     forward = 2 N + 4 L Q H T / 2, with N weights in matrix products, L layers, Q heads of H
@@ -47,6 +47,26 @@ def training_flops_per_token(config: GPTConfig, seq_len: int) -> float:
     weights = config.layers * (projections + mlp) + config.width * config.vocab_size
     attention = config.layers * 2 * config.heads * config.head_dim * seq_len
     return 3.0 * (2 * weights + attention)
+
+
+def dit_flops_per_token(config: DiTTrainConfig) -> float:
+    """FLOPs that a token of an image needs for a training step: 3 * (2 N + 4 L W T).
+
+    As of a GPT, but for attention to all T tokens of the image and of its caption, in L layers of
+    width W. What is computed once for an image, of its time and class, and the text stream, are
+    left out.
+
+    Args:
+        config: model, and size of an image.
+
+    Returns:
+        FLOPs per token, of all devices together.
+    """
+    model = config.model
+    layer = 4 * model.width**2 + 2 * model.width * model.mlp_width
+    weights = model.layers * layer + 2 * model.width * config.patch_elements
+    tokens = config.num_tokens + model.caption_length
+    return 3.0 * (2 * weights + 4 * model.layers * model.width * tokens)
 
 
 def peak_flops(device_kind: str) -> float | None:

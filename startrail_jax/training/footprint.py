@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from startrail_jax.mesh import Degrees
-from startrail_jax.training.config import GPTConfig, TrainConfig
+from startrail_jax.training.config import GPTConfig, GPTTrainConfig
 
 GIB = 2**30
 
@@ -149,7 +149,7 @@ def num_parameters(model: GPTConfig) -> int:
     return sum(weight.size for weight in weights_of(model))
 
 
-def footprint(config: TrainConfig, degrees: Degrees) -> Footprint:
+def footprint(config: GPTTrainConfig, degrees: Degrees) -> Footprint:
     """The memory of a training step of `Program`.
 
     Args:
@@ -162,7 +162,7 @@ def footprint(config: TrainConfig, degrees: Degrees) -> Footprint:
 class _Step:
     """The arithmetic; all sizes in bytes of one device."""
 
-    def __init__(self, config: TrainConfig, degrees: Degrees) -> None:
+    def __init__(self, config: GPTTrainConfig, degrees: Degrees) -> None:
         self.config = config
         self.degrees = degrees
         self.model = config.model

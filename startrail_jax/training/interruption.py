@@ -12,13 +12,17 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 @contextmanager
-def interruption() -> Iterator[Callable[[], bool]]:
+def interruption(agree: Callable[[bool], bool] = bool) -> Iterator[Callable[[], bool]]:
     """Holds SIGTERM and the first SIGINT back, so that the loop can finish a step and save.
 
     For the main thread, round the loop.
 
+    Args:
+        agree: what makes of the wish of one process the answer of all; `watch` gives one.
+
     Yields:
-        A function that says whether a signal has come.
+        A function that says whether a signal has come; with `agree`, to any process. All must then
+        call it equally often.
 
     Raises:
         KeyboardInterrupt: at a SIGINT that is not the first signal: who insists, need not wait.
@@ -34,7 +38,7 @@ def interruption() -> Iterator[Callable[[], bool]]:
 
     previous = {number: signal.signal(number, note) for number in SIGNALS}
     try:
-        yield lambda: bool(received)
+        yield lambda: agree(bool(received))
     finally:
         for number, handler in previous.items():
             # None stands for a handler that was not set from Python, which cannot be set again.

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Literal, TypeVar
 
-from startrail_jax.training.config import TrainConfig
+from startrail_jax.training.config import DiTTrainConfig, GPTTrainConfig, TrainConfig
 
 CONFIG_FILE = "config.json"
 CHECKPOINTS_FOLDER = "checkpoints"
@@ -30,6 +30,9 @@ FREE_SETTINGS = (
     *("run_dir", "log_every", "tensorboard", "checkpoint", "profile", "non_finite"),
     *("evaluate_every", "validation_sequences", "sample_length", "temperature", "allow_changes"),
 )
+
+KINDS: dict[str, type[TrainConfig]] = {kind.kind: kind for kind in (GPTTrainConfig, DiTTrainConfig)}
+"""Configs by the word that config.json has for them, as its "kind"."""
 
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
@@ -88,7 +91,8 @@ def save_config(config: Any, path: Path) -> None:
         config: a dataclass of dataclasses, numbers, strings, paths and tuples.
         path: the file.
     """
-    text = json.dumps(dataclasses.asdict(config), default=os.fspath, indent=2)
+    kind = {"kind": config.kind} if isinstance(config, TrainConfig) else {}
+    text = json.dumps(kind | dataclasses.asdict(config), default=os.fspath, indent=2)
     part = path.with_name(f"{path.name}.part")
     part.write_text(text + "\n")
     part.replace(path)
@@ -98,16 +102,27 @@ def load_config(kind: type[Config], path: Path) -> Config:
     """Reads what `save_config` wrote. Settings that the file lacks take their defaults.
 
     Args:
-        kind: the dataclass.
+        kind: the dataclass; `TrainConfig` stands for that of `KINDS` which the file names, or that
+            of a GPT if it names none.
         path: the file.
 
     Raises:
         ValueError: if the file is not JSON, or a setting is unknown or of a wrong type.
     """
     try:
-        return _decode(kind, json.loads(path.read_text()), "")
+        values = json.loads(path.read_text())
+        if issubclass(kind, TrainConfig) and isinstance(values, dict):
+            kind = _named_kind(kind, values.pop("kind", GPTTrainConfig.kind))
+        return _decode(kind, values, "")
     except ValueError as error:
         raise ValueError(f"{path} must hold the config of a run. {error}") from error
+
+
+def _named_kind(kind: Any, name: Any) -> Any:
+    fitting = [x for x, other in KINDS.items() if issubclass(other, kind)]
+    if name not in fitting:
+        raise ValueError(f"kind must be {' or '.join(fitting)}; got {name!r}. Correct the file.")
+    return KINDS[name]
 
 
 def _lock(file: IO[str], folder: Path) -> None:
@@ -138,7 +153,14 @@ def _check_same_run(config: TrainConfig) -> None:
     # A run that never saved anything whole has nothing that could be mixed up.
     if not path.exists() or not any(x.name.isdecimal() for x in checkpoints.glob("*")):
         return
-    saved, now = _settings(load_config(TrainConfig, path)), _settings(config)
+    there = load_config(TrainConfig, path)
+    if there.kind != config.kind:
+        raise ValueError(
+            f"A run that goes on must keep its kind of model; got {config.run_dir}, which holds a "
+            f"run of kind {there.kind!r}, and a config of kind {config.kind!r}. Use another "
+            "--run-dir."
+        )
+    saved, now = _settings(there), _settings(config)
     changed = [name for name in now if saved[name] != now[name]]
     # Rotary positions have no weights, and a longer context asks for others.
     is_other_model = any(

@@ -19,15 +19,12 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float32
 
-from models.gpt import GPT
 from models.hooks import Hooks
-from models.rope import Rope
 from startrail_jax.attention import Attention
 from startrail_jax.compiler import compiler_options
 from startrail_jax.mesh import device_kind
-from startrail_jax.training.batches import Batch
-from startrail_jax.training.config import GPTConfig, TrainConfig
-from startrail_jax.training.loss import cross_entropy
+from startrail_jax.training.batches import sharding_of
+from startrail_jax.training.config import TrainConfig
 from startrail_jax.training.memory import (
     check_tile,
     in_tiles,
@@ -35,6 +32,7 @@ from startrail_jax.training.memory import (
     returned_after,
     summed_in_tiles,
 )
+from startrail_jax.training.objective import make_objective
 from startrail_jax.training.optimizer import learning_rate, make_optimizer
 from startrail_jax.training.partition import STACKED, Partition
 from startrail_jax.validation import check_heads
@@ -48,13 +46,20 @@ class TrainState(NamedTuple):
     """float32."""
     optimizer: Any
     """Adam's moments and its count of steps."""
+    average: Any = None
+    """Exponential moving average of the weights, float32; None where the run keeps none."""
+
+    @property
+    def result(self) -> Any:
+        """The weights that the run is for: their average, where there is one."""
+        return self.weights if self.average is None else self.average
 
 
 class StepMetrics(NamedTuple):
     """What a step reports, as scalars on all devices."""
 
     loss: Float32[Array, ""]
-    """Mean loss of the batch before the update, in nats per token."""
+    """Mean loss of a token of the batch before the update: of a GPT, in nats."""
     gradient_norm: Float32[Array, ""]
     """Global norm of the gradient before it was clipped."""
     finite: Bool[Array, ""]
@@ -77,7 +82,7 @@ class Program:
         """Prepares the functions; each is compiled when it is called first.
 
         Args:
-            config: model, optimizer, ZeRO, rematerialisation, tiles, accumulation, seed.
+            config: model, loss, optimizer, ZeRO, rematerialisation, tiles, accumulation, seed.
             attention: on a mesh of the devices to run on, or to compile for.
 
         Raises:
@@ -86,9 +91,12 @@ class Program:
             NotImplementedError: if the state cannot be offloaded from these devices.
         """
         mesh: Any = attention.mesh
-        _check_tokens(config, attention)
         self.config = config
         self.attention = attention
+        self.objective = make_objective(config)
+        self.tokens_shape = self._tokens_shape()
+        """(B, T) of a batch."""
+        _check_tokens(config, attention, self.tokens_shape[1])
         self.optimizer = make_optimizer(config.optimizer, config.steps)
         self.partition = Partition(mesh, config.zero, config.zero_axes, config.model.dtype)
         if config.zero and self.partition.replicas and not self.partition.zero:
@@ -108,29 +116,23 @@ class Program:
         self.initialise: Callable[[], TrainState] = jax.jit(
             self._initialise, out_shardings=shardings
         )
-        self.train_step: Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]] = compiled(
+        self.train_step: Callable[[TrainState, Any], tuple[TrainState, StepMetrics]] = compiled(
             self._train_step, donate_argnums=0, out_shardings=(shardings, None)
         )
         """Takes the state's memory for the new state."""
-        self.losses: Callable[[Any, Batch], tuple[Array, Array]] = compiled(self._losses)
+        self.losses: Callable[[Any, Any], tuple[Array, Array]] = compiled(self._losses)
         """(weights, batch) -> sum of the losses of its tokens, and of their weights."""
-        self.logits: Callable[[Any, Any, Any], Array] = jax.jit(self._logits)
-        """(weights, tokens, positions) -> float32 [B, T, vocab], sharded as the tokens."""
 
     # State.
 
-    def _make_model(self) -> GPT:
+    def _make_model(self) -> nnx.Module:
         hooks = Hooks(layer=self._layer, tokens=self._tokens, spread=self._spread, join=self._join)
-        return GPT(
-            **model_arguments(self.config.model),
-            attention_fn=self._attend,
-            hooks=hooks,
-            rngs=nnx.Rngs(self.config.seed),
-        )
+        return self.objective.make_model(self._attend, hooks, nnx.Rngs(self.config.seed))
 
     def _initialise(self) -> TrainState:
         weights = nnx.state(self._make_model())
-        return TrainState(weights, self.optimizer.init(weights))
+        average = None if self.config.ema_decay is None else weights
+        return TrainState(weights, self.optimizer.init(weights), average)
 
     def _state_shapes(self) -> TrainState:
         shapes = jax.eval_shape(self._initialise)
@@ -141,58 +143,94 @@ class Program:
         )
 
     @property
-    def batch_shapes(self) -> Batch:
+    def batch_shapes(self) -> Any:
         """A batch of the run, as shapes: to compile without data."""
-        shape = (self.config.batch_size, self.config.seq_len)
-        integers: Any = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.batch_sharding)
-        weights: Any = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=self.batch_sharding)
-        segments = integers if self.config.data.mask_documents else None
-        return Batch(integers, integers, integers, segments, weights)
+
+        def placed(x: Any) -> Any:
+            sharding = sharding_of(self.batch_sharding, len(x.shape))
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+        return jax.tree.map(placed, self.objective.batch_shapes(self.attention.layout))
+
+    def _tokens_shape(self) -> tuple[int, int]:
+        batch = self.objective.batch_shapes(self.attention.layout)
+        prepare = functools.partial(self.objective.prepare, training=True)
+        return jax.eval_shape(prepare, batch).weights.shape
 
     # Steps, on global arrays.
 
-    def _train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+    def _train_step(self, state: TrainState, batch: Any) -> tuple[TrainState, StepMetrics]:
         loss, gradients = self.gradients(state.weights, batch)
         norm = optax.tree.norm(gradients)
         updates, optimizer = self.optimizer.update(gradients, state.optimizer, state.weights)
-        updated = TrainState(optax.apply_updates(state.weights, updates), optimizer)
-        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        weights = optax.apply_updates(state.weights, updates)
         (_, count), *_ = optax.tree.get_all_with_path(state.optimizer, "count")
+        updated = TrainState(weights, optimizer, self._averaged(state.average, weights, count))
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         rate = learning_rate(self.config.optimizer, self.config.steps)(count)
         metrics = StepMetrics(loss, norm, finite, jnp.asarray(rate))
         return jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, state), metrics
 
-    def gradients(self, weights: Any, batch: Batch) -> tuple[Float32[Array, ""], Any]:
+    def _averaged(self, average: Any, weights: Any, count: Array) -> Any:
+        """The moving average after update `count`, from 0: of few weights at first, then of more.
+
+        Its decay rises to that of the config, so that the first weights are soon forgotten.
+        """
+        if self.config.ema_decay is None:
+            return None
+        decay = jnp.minimum(self.config.ema_decay, (1.0 + count) / (10.0 + count))
+        return jax.tree.map(lambda mean, new: mean + (1 - decay) * (new - mean), average, weights)
+
+    def gradients(self, weights: Any, batch: Any) -> tuple[Float32[Array, ""], Any]:
         """Mean loss and its float32 gradients, sharded as the weights; whole at level 0."""
         return self._sharded(
-            self._local_gradients, batch, out_specs=(PartitionSpec(), self._specs)
-        )(weights, batch)
+            self._local_gradients,
+            weights,
+            self._prepare(batch, training=True),
+            out_specs=(PartitionSpec(), self._specs),
+        )
 
-    def _losses(self, weights: Any, batch: Batch) -> tuple[Array, Array]:
+    def _losses(self, weights: Any, batch: Any) -> tuple[Array, Array]:
         specs = (PartitionSpec(), PartitionSpec())
-        return self._sharded(self._local_losses, batch, out_specs=specs)(weights, batch)
+        batch = self._prepare(batch, training=False)
+        return self._sharded(self._local_losses, weights, batch, out_specs=specs)
 
-    def _logits(self, weights: Any, tokens: Array, positions: Array) -> Array:
-        spec = self.attention.sequence_spec
+    def outputs(self, weights: Any, batch: Any) -> Float32[Array, "B T out"]:
+        """What the model says of every token of a prepared batch, sharded as the tokens."""
 
-        def local(weights: Any, tokens: Array, positions: Array) -> Array:
-            return self._model(*self._sources_and_sinks(weights))(tokens, positions)
+        def local(weights: Any, batch: Any) -> Array:
+            model = self._model(*self._sources_and_sinks(weights))
+            return self.objective.outputs(model, self.objective.hidden(model, batch))
 
+        spec = PartitionSpec(*self.batch_sharding.spec, None)
+        return self._sharded(local, weights, batch, out_specs=spec)
+
+    def _prepare(self, batch: Any, *, training: bool) -> Any:
+        """What the model is shown, each token where it is to be."""
+        prepared = self.objective.prepare(batch, training=training)
+
+        def placed(x: Array) -> Array:
+            return lax.with_sharding_constraint(x, sharding_of(self.batch_sharding, x.ndim))
+
+        return jax.tree.map(placed, prepared)
+
+    def _sharded(
+        self, function: Callable[..., Any], weights: Any, batch: Any, *, out_specs: Any
+    ) -> Any:
+        """Calls a function of (weights, prepared batch) as the program of each device."""
+
+        def local(weights: Any, batch: Any) -> Any:
+            # Times and labels are the same on all devices of a sequence, and what is made of them
+            # is not: gradients by weights differ.
+            return function(weights, jax.tree.map(lambda x: vary(x, *self.partition.replicas), batch))
+
+        batch_specs = jax.tree.map(lambda x: sharding_of(self.batch_sharding, x.ndim).spec, batch)
         return jax.shard_map(
             local,
             mesh=self.attention.mesh,
-            in_specs=(self._specs, spec, spec),
-            out_specs=PartitionSpec(*spec, None),
-        )(weights, tokens, positions)
-
-    def _sharded(self, function: Callable[..., Any], batch: Batch, *, out_specs: Any) -> Any:
-        batch_specs = jax.tree.map(lambda _: self.attention.sequence_spec, batch)
-        return jax.shard_map(
-            function,
-            mesh=self.attention.mesh,
             in_specs=(self._specs, batch_specs),
             out_specs=out_specs,
-        )
+        )(weights, batch)
 
     # What one device does.
 
@@ -200,11 +238,11 @@ class Program:
         partition = self.partition
         return partition.sources(weights, self._splits), partition.sinks(weights, self._splits)
 
-    def _local_gradients(self, weights: Any, batch: Batch) -> tuple[Array, Any]:
+    def _local_gradients(self, weights: Any, batch: Any) -> tuple[Array, Any]:
         sources, sinks = self._sources_and_sinks(weights)
         loss_and_gradients = jax.value_and_grad(self._local_sum)
 
-        def add(so_far: Any, part: Batch) -> tuple[Any, None]:
+        def add(so_far: Any, part: Any) -> tuple[Any, None]:
             new = loss_and_gradients(sinks, sources, part)
             return jax.tree.map(jnp.add, so_far, new), None
 
@@ -218,23 +256,20 @@ class Program:
         gradients = self.partition.reduce(gradients, self._splits)
         return self._over_all(loss) / total, jax.tree.map(lambda x: x / total, gradients)
 
-    def _local_losses(self, weights: Any, batch: Batch) -> tuple[Array, Array]:
+    def _local_losses(self, weights: Any, batch: Any) -> tuple[Array, Array]:
         sources, sinks = self._sources_and_sinks(weights)
         parts = lax.map(lambda part: self._local_sum(sinks, sources, part), self._parts(batch))
         return self._over_all(jnp.sum(parts)), self._total_weight(batch)
 
-    def _parts(self, batch: Batch) -> Batch:
-        """The batch as it is treated, one part after another: [accumulation, b, t]."""
+    def _parts(self, batch: Any) -> Any:
+        """The batch as it is treated, one part after another: [accumulation, b, ...]."""
         parts = self.config.accumulation
         return jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), batch)
 
     def _local_sum(self, sinks: Any, sources: Any, batch: Any) -> Float32[Array, ""]:
         """The weighted sum of this device's losses."""
-        hidden = self._model(sources, sinks).hidden(
-            batch.tokens, batch.positions, batch.segment_ids
-        )
-        targets, weights = batch.targets, batch.weights
-        name = "embedding" if self.config.model.tied_head else "head"
+        hidden = self.objective.hidden(self._model(sources, sinks), batch)
+        targets, weights, name = batch.targets, batch.weights, self.objective.head
         sink = sinks[name]
         if name == "head":
             # Else its gradient waits, whole, to be sent with that of the embedding.
@@ -246,15 +281,15 @@ class Program:
             hidden, targets, weights = map(self._own_tokens, (hidden, targets, weights))
 
         def loss(head: Any, hidden: Array, targets: Array, weights: Array) -> Array:
-            # Logits need no other weights: of those, the shapes will do.
+            # It needs no other weights: of those, the shapes will do.
             state = {other: x for other, x in self.state_shapes.weights.items() if other != name}
             model = nnx.merge(self._graph, nnx.State(state | {name: head}))
-            return jnp.sum(cross_entropy(model.logits(hidden), targets) * weights)
+            return jnp.sum(self.objective.losses(model, hidden, targets) * weights)
 
         summed = summed_in_tiles(loss, self.config.tile, self.config.model.dtype)
         return summed(head, hidden, targets, weights)
 
-    def _model(self, sources: Any, sinks: Any) -> GPT:
+    def _model(self, sources: Any, sinks: Any) -> Any:
         """The model of one device; its layers collect their weights when they run."""
         state = {}
         for name in sources:
@@ -264,7 +299,7 @@ class Program:
                 state[name] = self.partition.use(sources[name], sinks[name], self._splits[name])
         return nnx.merge(self._graph, nnx.State(state))
 
-    def _total_weight(self, batch: Batch) -> Float32[Array, ""]:
+    def _total_weight(self, batch: Any) -> Float32[Array, ""]:
         """The sum of the weights of a batch over all devices."""
         total = jnp.sum(batch.weights)
         replicas = self.partition.replicas
@@ -314,16 +349,19 @@ class Program:
         return lax.psum(x, self.partition.tensor) if self.partition.tensor else x
 
 
-def _check_tokens(config: TrainConfig, attention: Attention) -> None:
-    """Raises where the first step would, but with a way out."""
+def _check_tokens(config: TrainConfig, attention: Attention, tokens: int) -> None:
+    """Raises where the first step would, but with a way out.
+
+    Args:
+        tokens: of a row of a batch.
+    """
     degrees = attention.degrees
     check_heads(degrees, config.model.heads, config.model.kv_heads)
-    attention.layout.check_length(config.seq_len)
-    length = config.seq_len // degrees.sequence
+    length = tokens // degrees.sequence
     if length % degrees.tensor:
         raise ValueError(
             "seq_len must be divisible by sequence degree * tensor, whose devices share the loss; "
-            f"got seq_len={config.seq_len}, sequence degree={degrees.sequence}, "
+            f"got seq_len={tokens}, sequence degree={degrees.sequence}, "
             f"tensor={degrees.tensor}. Use a multiple of {degrees.sequence * degrees.tensor}."
         )
     rows = config.batch_size // (degrees.data * config.accumulation)
@@ -335,12 +373,6 @@ def _check_tokens(config: TrainConfig, attention: Attention) -> None:
             "offload needs GPUs, which have memory of their own; got devices of platform "
             f"{platform!r}. Leave --offload out."
         )
-
-
-def model_arguments(config: GPTConfig) -> dict[str, Any]:
-    """The keyword arguments of `models.gpt.GPT` that a config gives."""
-    rope = Rope(head_dim=config.head_dim, **vars(config.rope))
-    return vars(config) | {"rope": rope}
 
 
 def _is_weight(x: Any) -> bool:

@@ -1,0 +1,63 @@
+"""DiT recipes: functions that return a `DiTTrainConfig`, which flags then override."""
+
+from pathlib import Path
+
+from startrail_jax.training.config import (
+    DiffusionConfig,
+    DiTConfig,
+    DiTTrainConfig,
+    OptimizerConfig,
+)
+
+
+def dit_digits() -> DiTTrainConfig:
+    """Class-conditional rectified flow on the 8 x 8 handwritten digits of scikit-learn.
+
+    Command: `python train.py dit_digits`, then `python sample.py runs/dit_digits`.
+    """
+    return DiTTrainConfig(
+        model=DiTConfig(channels=1, classes=10, width=96, layers=6, heads=4, mlp_width=384),
+        optimizer=OptimizerConfig(learning_rate=2e-3, weight_decay=0.0),
+        steps=2000,
+        batch_size=64,
+        size=(1, 8, 8),
+        ema_decay=0.995,
+        validation_sequences=256,
+        run_dir=Path("runs/dit_digits"),
+    )
+
+
+def dit_1b() -> DiTTrainConfig:
+    """StarTrail's DiT-1B (arXiv 2407.00611, table 2): 24 layers, 24 heads, width 1536, 512K tokens.
+
+    A video latent of 32 frames of 256 x 256 positions and 16 channels, in patches of 1 x 2 x 2.
+    Command: `python train.py dit_1b --data.path LATENTS.npz --mesh.team 4` on 32 A100.
+    """
+    return DiTTrainConfig(
+        model=DiTConfig(
+            channels=16,
+            classes=1000,
+            width=1536,
+            layers=24,
+            heads=24,
+            mlp_width=6144,
+            dtype="bfloat16",
+        ),
+        diffusion=DiffusionConfig(times="logit_normal"),
+        optimizer=OptimizerConfig(learning_rate=1e-4, final_learning_rate=1e-5, weight_decay=0.0),
+        steps=100_000,
+        batch_size=1,
+        size=(32, 256, 256),
+        ema_decay=0.9999,
+        zero=3,
+        remat="attention_saved",
+        tile=2048,
+        log_every=10,
+        evaluate_every=500,
+        validation_sequences=8,
+        run_dir=Path("runs/dit_1b"),
+    )
+
+
+RECIPES = {recipe.__name__: recipe for recipe in (dit_digits, dit_1b)}
+"""By name, as `train.py` takes them."""

@@ -1,0 +1,390 @@
+"""A diffusion transformer: full attention, adaLN-Zero conditioning, and text as in MM-DiT.
+
+The model knows no mesh. Tokens may come in any order and in any number: where a token lies is told
+by `positions`, which are data, and only attention looks at several tokens. Of time and class each
+row has one, whatever part of its tokens is here.
+
+Of the papers' models this leaves out the biases, and what MM-DiT takes from a pooled text encoder:
+without one, the conditioning vector is of time and class alone.
+
+References:
+    DiT, adaLN-Zero: https://arxiv.org/abs/2212.09748
+    MM-DiT, of Stable Diffusion 3: https://arxiv.org/abs/2403.03206
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float, Float32, Int32
+
+from models.gpt import MLP
+from models.hooks import Hooks
+from models.linear import linear
+
+# (query [B T N H], key [B T N H], value [B T N H], segment_ids=[B T] or None) -> [B T N H]
+AttentionFn = Callable[..., Float[Array, "B T N H"]]
+
+# Text tokens: ids int32 [B S], positions in the text int32 [B S], segment ids int32 [B S].
+Captions = tuple[Int32[Array, "B S"], Int32[Array, "B S"], Int32[Array, "B S"]]
+
+BYTES = 256
+TIME_CHANNELS = 256
+# DiT's embedding is made for DDPM's steps 0 to 1000.
+TIME_SCALE = 1000.0
+LONGEST = 10_000.0
+"""Longest wavelength of sinusoids, over 2 pi, in positions or steps."""
+EPSILON = 1e-6
+
+
+class DiT(nnx.Module):
+    """Predicts what a diffusion process asks for, for every patch of images or videos."""
+
+    def __init__(
+        self,
+        *,
+        channels: int,
+        classes: int,
+        caption_length: int = 0,
+        patch: tuple[int, int, int],
+        width: int,
+        layers: int,
+        heads: int,
+        mlp_width: int,
+        attention_fn: AttentionFn,
+        dtype: Any = jnp.float32,
+        hooks: Hooks | None = None,
+        rngs: nnx.Rngs,
+    ) -> None:
+        """Builds the model with float32 weights; those of all layers are stacked, [layers, ...].
+
+        Modulations and the output projection begin as 0: every block is the identity, and the
+        output 0.
+
+        Args:
+            channels: channels of a latent, or of an image.
+            classes: number of classes. The label `classes` is "no class": the row of samples
+                whose class is dropped or not asked for. With 0 it is the only one.
+            caption_length: bytes of text; above 0 there is a text stream, of weights of its own.
+            patch: frames, height and width of what a token stands for.
+            width: channels of the residual stream, even and at least 8.
+            layers: number of blocks.
+            heads: attention heads, a divisor of `width`.
+            mlp_width: hidden channels of the MLP.
+            attention_fn: attention without a mask; called with `segment_ids` by keyword.
+            dtype: type of activations and matrix products. Norms, the conditioning vector and the
+                output are float32 in any case.
+            hooks: how the model runs, where it is not as written.
+            rngs: source of the initial weights.
+
+        Raises:
+            ValueError: if `width` cannot be split.
+        """
+        if width % heads:
+            raise ValueError(
+                f"heads must divide width; got heads={heads}, width={width}. "
+                f"Use width={-(-width // heads) * heads}."
+            )
+        if width % 2 or width < 8:
+            raise ValueError(
+                "width must be even and at least 8, for sines and cosines of three coordinates; "
+                f"got width={width}. Use {max(8, width + width % 2)}."
+            )
+        self.width = width
+        self.dtype = jnp.dtype(dtype)
+        self.hooks = Hooks() if hooks is None else hooks
+        patch_channels = math.prod(patch) * channels
+        small = nnx.initializers.normal(0.02)
+        # Of float32 outputs, to which positions are added before they are rounded.
+        self.patches = linear(patch_channels, width, dtype=dtype, out_dtype=jnp.float32, rngs=rngs)
+        self.time_in = linear(TIME_CHANNELS, width, dtype=jnp.float32, rngs=rngs)
+        self.time_out = linear(width, width, dtype=jnp.float32, rngs=rngs)
+        self.classes = nnx.Embed(classes + 1, width, embedding_init=small, rngs=rngs)
+        self.bytes = (
+            nnx.Embed(BYTES, width, embedding_init=nnx.initializers.normal(1.0), rngs=rngs)
+            if caption_length
+            else None
+        )
+
+        @nnx.vmap(in_axes=0, out_axes=0)
+        def make_blocks(rngs: nnx.Rngs) -> Block:
+            def make_stream() -> Stream:
+                return Stream(
+                    width=width,
+                    heads=heads,
+                    mlp_width=mlp_width,
+                    dtype=dtype,
+                    hooks=self.hooks,
+                    rngs=rngs,
+                )
+
+            return Block(
+                image=make_stream(),
+                text=make_stream() if caption_length else None,
+                attention_fn=attention_fn,
+            )
+
+        self.blocks = make_blocks(rngs.split(layers))
+        self.modulation = linear(width, (2, width), gain=0.0, dtype=jnp.float32, rngs=rngs)
+        self.head = linear(
+            width, patch_channels, gain=0.0, dtype=dtype, out_dtype=jnp.float32, rngs=rngs
+        )
+
+    def __call__(
+        self,
+        patches: Float[Array, "B T P"],
+        positions: Int32[Array, "B T 3"],
+        time: Float32[Array, " B"],
+        labels: Int32[Array, " B"],
+        segment_ids: Int32[Array, "B T"] | None = None,
+        captions: Captions | None = None,
+    ) -> Float32[Array, "B T P"]:
+        """The prediction for each patch. Arguments as of `hidden`."""
+        return self.output(self.hidden(patches, positions, time, labels, segment_ids, captions))
+
+    def hidden(
+        self,
+        patches: Float[Array, "B T P"],
+        positions: Int32[Array, "B T 3"],
+        time: Float32[Array, " B"],
+        labels: Int32[Array, " B"],
+        segment_ids: Int32[Array, "B T"] | None = None,
+        captions: Captions | None = None,
+    ) -> Float[Array, "B T width"]:
+        """What `output` takes: the last layer's output, normalised and modulated.
+
+        Text and image tokens attend to each other in one call of attention: the queries of both
+        streams are concatenated, [text, image], and so are keys, values and segment ids. Where
+        tokens are divided among devices, each takes its share of the text too, and its part of the
+        concatenation is no contiguous piece of the whole. That does not matter: without a causal
+        mask attention does not depend on the order of its tokens. So the sequence-parallel
+        operation serves as it is, exactly, and no device does the work of another's text again.
+
+        Args:
+            patches: noisy patches, in the order that `attention_fn` expects.
+            positions: frame, row and column of each patch, in patches.
+            time: of the diffusion process, from 0 (data) to 1 (noise).
+            labels: class of each row, or `classes` for none.
+            segment_ids: a token sees only its own segment, and none if it is negative (padding).
+                None is one segment a row, of id 0.
+            captions: text tokens, their positions in the text, and their segment ids: the image's
+                for its own text, and negative where there is none. All of a row may be padding.
+                Given if, and only if, the model has a text stream.
+
+        Raises:
+            ValueError: if there are captions without a text stream, or the other way round.
+        """
+        if (self.bytes is None) != (captions is None):
+            raise ValueError(
+                "captions must be given for a model with caption_length above 0, and for no other; "
+                f"got captions {'missing' if captions is None else 'given'}. For an image without "
+                "text, give padding: segment ids of -1."
+            )
+        x = self.patches(patches) + grid_sinusoids(positions, self.width)
+        texts = 0
+        if captions is not None:
+            text, text_segments = self._embed_text(captions), captions[2]
+            texts = text.shape[1]
+            if segment_ids is None:
+                segment_ids = jnp.zeros_like(positions[:, :, 0])
+            # One array, as all layers have: text first.
+            x = jnp.concatenate([text, x], axis=1)
+            segment_ids = jnp.concatenate([text_segments, segment_ids], axis=1)
+        condition = jax.nn.silu(self._embed_time(time) + self.classes(labels))
+
+        graph, weights = nnx.split(self.blocks)
+
+        def run_block(weights: Any, x: Array, *context: Any) -> Array:
+            return nnx.merge(graph, weights)(x, *context, texts=texts)
+
+        layer = self.hooks.layer(run_block)
+        context = condition, segment_ids
+        x = x.astype(self.dtype)
+        x, _ = lax.scan(lambda x, weights: (layer(weights, x, *context), None), x, weights)
+        shift, scale = _rows(self.modulation(condition))
+        return modulate(x[:, texts:], shift, scale)
+
+    def output(self, hidden: Float[Array, "B T width"]) -> Float32[Array, "B T P"]:
+        """The prediction for each patch."""
+        return self.head(hidden)
+
+    def _embed_time(self, time: Float32[Array, " B"]) -> Float32[Array, "B width"]:
+        return self.time_out(jax.nn.silu(self.time_in(sinusoids(time * TIME_SCALE, TIME_CHANNELS))))
+
+    def _embed_text(self, captions: Captions) -> Float32[Array, "B S width"]:
+        assert self.bytes is not None, "as hidden has checked"
+        tokens, positions, _ = captions
+        return self.bytes(tokens) + sinusoids(positions, self.width)
+
+
+class Block(nnx.Module):
+    """Attention over the tokens of all streams, and what each stream does to its own."""
+
+    def __init__(self, *, image: Stream, text: Stream | None, attention_fn: AttentionFn) -> None:
+        self.image = image
+        self.text = text
+        self.attention_fn = attention_fn
+
+    def __call__(
+        self,
+        x: Float[Array, "B T width"],
+        condition: Float32[Array, "B width"],
+        segment_ids: Int32[Array, "B T"] | None,
+        *,
+        texts: int,
+    ) -> Float[Array, "B T width"]:
+        """Runs the block.
+
+        Args:
+            x: text tokens, if there are any, and image tokens.
+            condition: what modulations are projected from.
+            segment_ids: of all tokens.
+            texts: number of text tokens, which come first.
+        """
+        streams = (self.image,) if self.text is None else (self.text, self.image)
+
+        def parts(x: Array) -> tuple[Array, ...]:
+            return (x,) if self.text is None else (x[:, :texts], x[:, texts:])
+
+        def whole(parts: Sequence[Array]) -> Array:
+            return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
+
+        inputs = [
+            stream.prepare(part, condition) for stream, part in zip(streams, parts(x), strict=True)
+        ]
+        query, key, value = (
+            whole([getattr(part, name) for part in inputs]) for name in ("query", "key", "value")
+        )
+        attended = self.attention_fn(query, key, value, segment_ids=segment_ids)
+        return whole(
+            [
+                stream.finish(part, mixed)
+                for stream, part, mixed in zip(streams, inputs, parts(attended), strict=True)
+            ]
+        )
+
+
+class _Prepared(NamedTuple):
+    """A stream's tokens on their way through a block."""
+
+    x: Array
+    """The residual stream."""
+    query: Array
+    key: Array
+    value: Array
+    modulations: Sequence[Array]
+    """Those that come after attention: gate; shift, scale and gate of the MLP."""
+
+
+class Stream(nnx.Module):
+    """x + gate * attention(modulate(x)), then x + gate * mlp(modulate(x)); attention comes between.
+
+    Shifts, scales and gates are of the row: adaLN-Zero.
+    """
+
+    def __init__(
+        self,
+        *,
+        width: int,
+        heads: int,
+        mlp_width: int,
+        dtype: Any,
+        hooks: Hooks,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.hooks = hooks
+        head_dim = width // heads
+        # In float32: there is one for each row, so that it costs nothing.
+        self.modulation = linear(width, (6, width), gain=0.0, dtype=jnp.float32, rngs=rngs)
+        self.query = linear(width, (heads, head_dim), dtype=dtype, rngs=rngs)
+        self.key = linear(width, (heads, head_dim), dtype=dtype, rngs=rngs)
+        self.value = linear(width, (heads, head_dim), dtype=dtype, rngs=rngs)
+        self.out = linear((heads, head_dim), width, dtype=dtype, rngs=rngs)
+        self.mlp = MLP("gelu", width=width, hidden=mlp_width, out_gain=1.0, dtype=dtype, rngs=rngs)
+
+    def prepare(
+        self, x: Float[Array, "B T width"], condition: Float32[Array, "B width"]
+    ) -> _Prepared:
+        """All that comes before attention."""
+        shift, scale, *later = _rows(self.modulation(condition))
+        normalised = self.hooks.spread(modulate(x, shift, scale))
+        return _Prepared(
+            x=x,
+            query=self.query(normalised),
+            key=self.key(normalised),
+            value=self.value(normalised),
+            modulations=later,
+        )
+
+    def finish(
+        self, prepared: _Prepared, attended: Float[Array, "B T N H"]
+    ) -> Float[Array, "B T width"]:
+        """All that comes after attention."""
+        spread, join, tokens = self.hooks.spread, self.hooks.join, self.hooks.tokens
+        attention_gate, shift, scale, mlp_gate = prepared.modulations
+
+        def feed_forward(x: Array) -> Array:
+            return join(self.mlp(spread(x)))
+
+        x = _add_gated(prepared.x, attention_gate, join(self.out(attended)))
+        # Tiles may hold tokens of several rows: what is of a row stays outside.
+        return _add_gated(x, mlp_gate, tokens(feed_forward)(modulate(x, shift, scale)))
+
+
+def modulate(
+    x: Float[Array, "B T width"],
+    shift: Float32[Array, "B 1 width"],
+    scale: Float32[Array, "B 1 width"],
+) -> Float[Array, "B T width"]:
+    """layer_norm(x) * (1 + scale) + shift, in float32 and rounded after."""
+    wide = x.astype(jnp.float32)
+    centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+    variance = jnp.mean(centred**2, axis=-1, keepdims=True)
+    return (centred * lax.rsqrt(variance + EPSILON) * (1 + scale) + shift).astype(x.dtype)
+
+
+def _add_gated(x: Array, gate: Array, y: Array) -> Array:
+    """x + gate * y, where the gate, [B 1 width], is float32; rounded once."""
+    return (x + gate * y).astype(x.dtype)
+
+
+def _rows(modulations: Float32[Array, "B count width"]) -> list[Float32[Array, "B 1 width"]]:
+    return jnp.split(modulations, modulations.shape[1], axis=1)
+
+
+def sinusoids(
+    x: Float32[Array, "..."] | Int32[Array, "..."], channels: int
+) -> Float32[Array, "... channels"]:
+    """Sines, then cosines, of x times frequencies that fall geometrically from 1.
+
+    Args:
+        x: positions or steps.
+        channels: how many, even: pair i has the frequency LONGEST^(-i / pairs).
+    """
+    pairs = channels // 2
+    frequencies = jnp.asarray(LONGEST ** (-np.arange(pairs) / max(pairs, 1)), jnp.float32)
+    angles = jnp.expand_dims(x.astype(jnp.float32), -1) * jnp.expand_dims(
+        frequencies, tuple(range(x.ndim))
+    )
+    return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
+
+
+def grid_sinusoids(positions: Int32[Array, "B T 3"], width: int) -> Float32[Array, "B T width"]:
+    """`sinusoids` of frame, row and column, one after another.
+
+    The frame has a quarter of the channels; row and column share the rest.
+    """
+    pairs = width // 2
+    frame = pairs // 4
+    row = (pairs - frame) // 2
+    parts = (frame, row, pairs - frame - row)
+    return jnp.concatenate(
+        [sinusoids(positions[:, :, i], 2 * part) for i, part in enumerate(parts)], axis=-1
+    )

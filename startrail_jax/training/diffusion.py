@@ -1,0 +1,205 @@
+"""Diffusion without a model: how noise is added, what is learnt of it, how samples come back.
+
+Time runs from 0, data, to 1, noise: x_t = signal(t) * x0 + spread(t) * noise. Of three kinds:
+
+    kind    signal(t)       spread(t)       target of the model
+    flow    1 - t           t               noise - x0, the velocity dx_t / dt
+    v       cos(pi t / 2)   sin(pi t / 2)   signal(t) * noise - spread(t) * x0
+    eps     cos(pi t / 2)   sin(pi t / 2)   noise
+
+Everything is float32, of arrays [B ...] with one time for each row.
+
+References:
+    Rectified flow: https://arxiv.org/abs/2209.03003
+    DDPM, which predicts the noise: https://arxiv.org/abs/2006.11239
+    The cosine schedule: https://arxiv.org/abs/2102.09672
+    v, and time without steps: https://arxiv.org/abs/2202.00512
+    DDIM: https://arxiv.org/abs/2010.02502
+    Heun's method for sampling: https://arxiv.org/abs/2206.00364
+    Logit-normal times: https://arxiv.org/abs/2403.03206
+    Guidance without a classifier: https://arxiv.org/abs/2207.12598
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Float32, Key
+
+Kind = Literal["flow", "v", "eps"]
+Sampler = Literal["euler", "heun", "ddim"]
+Density = Literal["uniform", "logit_normal"]
+
+# (x [B ...], time [B]) -> what the model says, [B ...]
+Predict = Callable[[Float[Array, "B ..."], Float32[Array, " B"]], Float[Array, "B ..."]]
+
+SAMPLERS: dict[Kind, tuple[Sampler, ...]] = {
+    "flow": ("euler", "heun"),
+    "v": ("ddim",),
+    "eps": ("ddim",),
+}
+"""The samplers of each kind; the first is the usual one."""
+
+CLIPPED = 0.005
+"""How far times of "v" and "eps" stay from both ends. The least noise is then 1/127, the distance
+of two values of an 8-bit pixel, as the cosine schedule has it; and the least signal, by which x0 is
+divided from a predicted noise, is as much."""
+
+
+def draw_times(
+    key: Key[Array, ""], density: Density = "uniform", shape: tuple[int, ...] = ()
+) -> Float32[Array, "..."]:
+    """Times to learn from, in [0, 1].
+
+    Args:
+        key: source of randomness.
+        density: "uniform", or "logit_normal": the logistic function of a standard normal, which
+            favours the middle.
+        shape: of the result.
+    """
+    if density == "logit_normal":
+        return jax.nn.sigmoid(jax.random.normal(key, shape, jnp.float32))
+    return jax.random.uniform(key, shape, jnp.float32)
+
+
+def noised(
+    kind: Kind, x0: Float[Array, "B ..."], noise: Float[Array, "B ..."], time: Float32[Array, " B"]
+) -> tuple[Float32[Array, "B ..."], Float32[Array, "B ..."]]:
+    """What the model sees at a time, and what it should say.
+
+    Args:
+        kind: of the diffusion.
+        x0: data, of variance about 1.
+        noise: standard normal.
+        time: of each row, in [0, 1]; clipped for "v" and "eps".
+
+    Returns:
+        x_t and the target.
+    """
+    x0, noise = x0.astype(jnp.float32), noise.astype(jnp.float32)
+    signal, spread = _coefficients(kind, _clip(kind, time), x0.ndim)
+    x_t = signal * x0 + spread * noise
+    if kind == "flow":
+        return x_t, noise - x0
+    if kind == "v":
+        return x_t, signal * noise - spread * x0
+    return x_t, noise
+
+
+def estimates(
+    kind: Kind,
+    x_t: Float[Array, "B ..."],
+    prediction: Float[Array, "B ..."],
+    time: Float32[Array, " B"],
+) -> tuple[Float32[Array, "B ..."], Float32[Array, "B ..."]]:
+    """Data and noise that a prediction means: `noised` the other way round.
+
+    Args:
+        kind: of the diffusion.
+        x_t: what the model saw.
+        prediction: what it said.
+        time: of each row, in [0, 1]; clipped as `noised` does.
+
+    Returns:
+        x0 and noise.
+    """
+    x_t, prediction = x_t.astype(jnp.float32), prediction.astype(jnp.float32)
+    signal, spread = _coefficients(kind, _clip(kind, time), x_t.ndim)
+    if kind == "flow":
+        return x_t - spread * prediction, x_t + signal * prediction
+    if kind == "v":
+        return signal * x_t - spread * prediction, spread * x_t + signal * prediction
+    return (x_t - spread * prediction) / signal, prediction
+
+
+def guided(predict_conditional: Predict, predict_unconditional: Predict, scale: float) -> Predict:
+    """Predictions that go further from the unconditional ones: u + scale * (c - u).
+
+    Args:
+        predict_conditional: for the class or text that is asked for.
+        predict_unconditional: for none.
+        scale: 1 is the conditional prediction, 0 the unconditional one; above 1 samples are more
+            typical of what is asked for, and less various.
+    """
+
+    def predict(x: Float[Array, "B ..."], time: Float32[Array, " B"]) -> Float[Array, "B ..."]:
+        unconditional = predict_unconditional(x, time)
+        return unconditional + scale * (predict_conditional(x, time) - unconditional)
+
+    return predict
+
+
+def sample(
+    kind: Kind, sampler: Sampler, predict: Predict, noise: Float[Array, "B ..."], steps: int
+) -> Float32[Array, "B ..."]:
+    """Turns noise into data.
+
+    "euler" and "heun" integrate the velocity from t = 1 to 0 in equal steps, to first and second
+    order. "ddim" goes from each estimate of data and noise to the same two at the next time; the
+    last estimate of the data, at the smallest time, is the sample.
+
+    Args:
+        kind: what the model was trained for.
+        sampler: one of `SAMPLERS[kind]`.
+        predict: the model.
+        noise: standard normal.
+        steps: how many; each calls `predict` once, with "heun" twice.
+
+    Raises:
+        ValueError: if the sampler is not one for this kind, or there are no steps.
+    """
+    if sampler not in SAMPLERS[kind]:
+        raise ValueError(
+            f"A model of target={kind!r} needs one of the samplers {SAMPLERS[kind]}; got "
+            f"sampler={sampler!r}. Use {SAMPLERS[kind][0]!r}."
+        )
+    if steps < 1:
+        raise ValueError(f"steps must be at least 1; got steps={steps}. Use 50.")
+
+    def predicted(x: Array, time: Array) -> Array:
+        return predict(x, jnp.full(x.shape[:1], time)).astype(jnp.float32)
+
+    def euler(x: Array, now: Array, then: Array) -> Array:
+        return x + (then - now) * predicted(x, now)
+
+    def heun(x: Array, now: Array, then: Array) -> Array:
+        first = predicted(x, now)
+        second = predicted(x + (then - now) * first, then)
+        return x + (then - now) * (first + second) / 2
+
+    def ddim(x: Array, now: Array, then: Array) -> Array:
+        rows = jnp.full(x.shape[:1], now)
+        x0, noise = estimates(kind, x, predicted(x, now), rows)
+        signal, spread = _coefficients(kind, then[None], x.ndim)
+        return signal * x0 + spread * noise
+
+    if sampler == "ddim":
+        # Of these, all that the model has learnt; and 0, where there is no noise left.
+        times = jnp.append(jnp.linspace(1 - CLIPPED, CLIPPED, steps), 0.0)
+    else:
+        times = jnp.linspace(1.0, 0.0, steps + 1)
+    advance = {"euler": euler, "heun": heun, "ddim": ddim}[sampler]
+    x, _ = lax.scan(
+        lambda x, ends: (advance(x, *ends), None),
+        noise.astype(jnp.float32),
+        (times[:-1], times[1:]),
+    )
+    return x
+
+
+def _clip(kind: Kind, time: Float32[Array, " B"]) -> Float32[Array, " B"]:
+    return time if kind == "flow" else jnp.clip(time, CLIPPED, 1 - CLIPPED)
+
+
+def _coefficients(
+    kind: Kind, time: Float32[Array, " B"], ndim: int
+) -> tuple[Float32[Array, "B ..."], Float32[Array, "B ..."]]:
+    """signal(t) and spread(t), to be multiplied with arrays of `ndim` dimensions."""
+    time = jnp.expand_dims(time, tuple(range(1, ndim)))
+    if kind == "flow":
+        return 1 - time, time
+    return jnp.cos(jnp.pi / 2 * time), jnp.sin(jnp.pi / 2 * time)

@@ -1,0 +1,96 @@
+"""Images and videos as tokens: each is a patch of some frames, rows and columns.
+
+For arrays of numpy or jax alike.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from einops import rearrange
+from jaxtyping import Array, Int32, Shaped
+
+Size = tuple[int, int, int]
+"""Frames, height and width."""
+
+
+def patchify(
+    latent: Shaped[np.ndarray | Array, "... F H W C"], patch: Size
+) -> Shaped[np.ndarray | Array, "... T P"]:
+    """Cuts a latent into patches.
+
+    Args:
+        latent: an image has one frame.
+        patch: frames, height and width of a patch.
+
+    Returns:
+        Tokens by frame, row and column, as `patch_positions` has them; the channels of each by
+        frame, row, column and channel in the patch.
+
+    Raises:
+        ValueError: if patches do not cover the latent.
+    """
+    _grid(latent.shape[-4:-1], patch)
+    return rearrange(latent, "... (f a) (h b) (w c) d -> ... (f h w) (a b c d)", **_of_patch(patch))
+
+
+def unpatchify(
+    patches: Shaped[np.ndarray | Array, "... T P"], size: Size, patch: Size, channels: int
+) -> Shaped[np.ndarray | Array, "... F H W C"]:
+    """The latent that `patchify` cut.
+
+    Args:
+        patches: tokens in the order of `patch_positions`.
+        size: frames, height and width of the latent.
+        patch: frames, height and width of a patch.
+        channels: of the latent.
+
+    Raises:
+        ValueError: if patches do not cover the latent, or these are not its patches.
+    """
+    frames, height, width = _grid(size, patch)
+    expected = (frames * height * width, int(np.prod(patch)) * channels)
+    if patches.shape[-2:] != expected:
+        raise ValueError(
+            f"patches must end in the dimensions {expected} for size={size}, patch={patch} and "
+            f"channels={channels}; got shape {patches.shape}. Give the size and the patch that "
+            "they were made with."
+        )
+    return rearrange(
+        patches,
+        "... (f h w) (a b c d) -> ... (f a) (h b) (w c) d",
+        f=frames,
+        h=height,
+        w=width,
+        **_of_patch(patch),
+    )
+
+
+def patch_positions(size: Size, patch: Size) -> Int32[np.ndarray, "T 3"]:
+    """Frame, row and column of each token, counted in patches.
+
+    Args:
+        size: frames, height and width of the latent.
+        patch: frames, height and width of a patch.
+
+    Raises:
+        ValueError: if patches do not cover the latent.
+    """
+    grid = np.indices(_grid(size, patch), dtype=np.int32)
+    return rearrange(grid, "c f h w -> (f h w) c")
+
+
+def _grid(size: tuple[int, ...], patch: Size) -> Size:
+    """Patches in frames, height and width."""
+    if any(n % m for n, m in zip(size, patch, strict=True)):
+        raise ValueError(
+            "patch must divide the size of a latent, in frames, height and width; got "
+            f"patch={patch}, size={tuple(size)}. Change one of them."
+        )
+    frames, height, width = (n // m for n, m in zip(size, patch, strict=True))
+    return frames, height, width
+
+
+def _of_patch(patch: Size) -> dict[str, Any]:
+    return dict(zip("abc", patch, strict=True))

@@ -1,0 +1,329 @@
+"""The DiT alone: against a dense one in numpy, with permuted tokens, and divided among devices."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import startrail_jax as st
+from models import dit
+from models.hooks import Hooks
+
+BATCH, FRAMES, ROWS, COLUMNS = 2, 2, 3, 4
+SEQ_LEN, TEXT = FRAMES * ROWS * COLUMNS, 8
+CLASSES, PATCH, CHANNELS = 5, (1, 2, 3), 2
+PATCH_CHANNELS = 12
+LAYERS, WIDTH, HEADS = 2, 26, 2
+SIZES = {
+    "channels": CHANNELS, "classes": CLASSES, "patch": PATCH,
+    "width": WIDTH, "layers": LAYERS, "heads": HEADS, "mlp_width": 19,
+}  # fmt: skip
+TEXT_SIZES = SIZES | {"caption_length": TEXT}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compile_fast():
+    """Half the time to compile; what is compared is compiled alike."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def dense_attention(query, key, value, *, segment_ids=None):
+    """Attention of each token to those of its own segment; padding sees nothing and gives 0."""
+    if segment_ids is None:
+        return jax.nn.dot_product_attention(query, key, value)
+    mask = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
+    mask &= (segment_ids >= 0)[:, None, None, :]
+    out = jax.nn.dot_product_attention(query, key, value, mask=mask)
+    return jnp.where((segment_ids >= 0)[:, :, None, None], out, 0)
+
+
+def make_model(sizes, attention_fn=dense_attention, **options):
+    return dit.DiT(**sizes | options, attention_fn=attention_fn, rngs=nnx.Rngs(0))
+
+
+@functools.cache
+def graph_of(sizes, attention_fn):
+    return nnx.graphdef(nnx.eval_shape(lambda: make_model(dict(sizes), attention_fn)))
+
+
+def make_weights(sizes, scale=0.15):
+    """Random weights: those that begin as 0 would hide what goes into them."""
+    shapes = nnx.state(nnx.eval_shape(lambda: make_model(sizes)))
+    rng = np.random.default_rng(0)
+    return jax.tree.map(
+        lambda x: jnp.asarray(scale * rng.standard_normal(x.shape), jnp.float32), shapes
+    )
+
+
+@functools.partial(jax.jit, static_argnames=["sizes", "attention_fn"])
+def run(weights, *inputs, sizes, attention_fn=dense_attention):
+    return nnx.merge(graph_of(sizes, attention_fn), weights)(*inputs)
+
+
+def predict(*inputs, sizes=SIZES):
+    return run(make_weights(sizes), *inputs, sizes=tuple(sizes.items()))
+
+
+def make_inputs(seed=0):
+    """Patches, positions, time and labels, one of which is "no class"."""
+    rng = np.random.default_rng(seed)
+    grid = np.stack(np.unravel_index(np.arange(SEQ_LEN), (FRAMES, ROWS, COLUMNS)), axis=-1)
+    return (
+        jnp.asarray(rng.standard_normal((BATCH, SEQ_LEN, PATCH_CHANNELS)), jnp.float32),
+        jnp.asarray(np.tile(grid, (BATCH, 1, 1)), jnp.int32),
+        jnp.asarray([0.3, 0.8], jnp.float32),
+        jnp.asarray([3, CLASSES], jnp.int32),
+    )
+
+
+def make_captions(lengths=(5, 3), length=TEXT, seed=1):
+    tokens = np.random.default_rng(seed).integers(256, size=(BATCH, length))
+    positions = np.tile(np.arange(length), (BATCH, 1))
+    segments = np.where(positions < np.asarray(lengths)[:, None], 0, -1)
+    return tuple(jnp.asarray(x, jnp.int32) for x in (tokens, positions, segments))
+
+
+# The same model again, in float64 and without the package.
+
+
+def numpy_sinusoids(x, channels):
+    frequencies = 10_000.0 ** (-np.arange(channels // 2) / (channels // 2))
+    angles = np.asarray(x, float)[..., None] * frequencies
+    return np.concatenate([np.sin(angles), np.cos(angles)], axis=-1)
+
+
+def numpy_modulated(x, shift, scale):
+    centred = x - x.mean(-1, keepdims=True)
+    normalised = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-6)
+    return normalised * (1 + scale[:, None]) + shift[:, None]
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+def gelu(x):
+    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
+def numpy_dit(weights, patches, positions, time, labels):
+    """Frames, rows and columns have 6, 10 and 10 of the 26 channels."""
+    kernel = {
+        "/".join(str(k.key) for k in path if hasattr(k, "key")): np.asarray(x, np.float64)
+        for path, x in jax.tree_util.tree_leaves_with_path(weights)
+    }
+    coordinates = np.moveaxis(np.asarray(positions), -1, 0)
+    embedded = [numpy_sinusoids(x, n) for x, n in zip(coordinates, (6, 10, 10), strict=True)]
+    x = patches @ kernel["patches/kernel"] + np.concatenate(embedded, axis=-1)
+    timed = numpy_sinusoids(np.asarray(time, float) * 1000, 256)
+    timed = silu(timed @ kernel["time_in/kernel"]) @ kernel["time_out/kernel"]
+    condition = silu(timed + kernel["classes/embedding"][np.asarray(labels)])
+    for layer in range(LAYERS):
+        block = {
+            name.removeprefix("blocks/image/").removesuffix("/kernel"): x[layer]
+            for name, x in kernel.items()
+            if name.startswith("blocks/image/")
+        }
+        modulations = np.einsum("bw,wkv->kbv", condition, block["modulation"])
+        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = modulations
+        y = numpy_modulated(x, shift, scale)
+        query, key, value = (
+            np.einsum("btw,wnh->bnth", y, block[name]) for name in ("query", "key", "value")
+        )
+        logits = query @ np.swapaxes(key, -1, -2) / np.sqrt(WIDTH // HEADS)
+        weight = np.exp(logits - logits.max(-1, keepdims=True))
+        attended = weight / weight.sum(-1, keepdims=True) @ value
+        x = x + gate[:, None] * np.einsum("bnth,nhw->btw", attended, block["out"])
+        y = numpy_modulated(x, mlp_shift, mlp_scale)
+        x = x + mlp_gate[:, None] * (gelu(y @ block["mlp/up"]) @ block["mlp/down"])
+    shift, scale = np.einsum("bw,wkv->kbv", condition, kernel["modulation/kernel"])
+    return numpy_modulated(x, shift, scale) @ kernel["head/kernel"]
+
+
+def test_dit_equals_a_dense_one_in_float64():
+    inputs = make_inputs()
+    expected = numpy_dit(make_weights(SIZES), *inputs)
+    assert expected.std() > 0.5
+    np.testing.assert_allclose(predict(*inputs), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("sizes", [SIZES, TEXT_SIZES], ids=["image", "text"])
+def test_dit_begins_with_an_output_of_0_and_blocks_that_change_nothing(sizes):
+    inputs = (*make_inputs(), None, make_captions() if "caption_length" in sizes else None)
+
+    @jax.jit
+    def outputs():
+        model = make_model(sizes)
+        hidden = model.hidden(*inputs)
+        patches, positions = inputs[:2]
+        embedded = model.patches(patches) + dit.grid_sinusoids(positions, WIDTH)
+        zeros = jnp.zeros((BATCH, 1, WIDTH))
+        return model(*inputs), hidden, dit.modulate(embedded, zeros, zeros)
+
+    output, hidden, expected = outputs()
+    assert output.shape == (BATCH, SEQ_LEN, PATCH_CHANNELS)
+    assert hidden.shape == (BATCH, SEQ_LEN, WIDTH)
+    np.testing.assert_array_equal(output, jnp.zeros_like(output))
+    np.testing.assert_allclose(hidden, expected, atol=1e-5)
+
+
+def test_dit_output_follows_the_order_of_its_tokens():
+    patches, positions, *row = make_inputs()
+    order = np.random.default_rng(1).permutation(SEQ_LEN)
+    expected = predict(patches, positions, *row)[:, order]
+    actual = predict(patches[:, order], positions[:, order], *row)
+    np.testing.assert_allclose(actual, expected, atol=1e-4)
+
+
+def test_dit_output_depends_on_all_its_inputs():
+    inputs = make_inputs()
+    before = predict(*inputs)
+    moved = jnp.eye(3, dtype=jnp.int32)
+    changes = [
+        (0, inputs[0].at[:, 0].add(1.0)),
+        *((1, inputs[1] + step) for step in moved[:, None, None, :]),
+        (2, inputs[2] + 0.01),
+        (3, inputs[3] - 1),
+    ]
+    for index, value in changes:
+        changed = (*inputs[:index], value, *inputs[index + 1 :])
+        difference = jnp.abs(predict(*changed) - before)
+        assert (difference.max(axis=(1, 2)) > 1e-3).all()
+
+
+def test_dit_sees_its_own_segment_only():
+    patches, positions, *row = make_inputs()
+    segment_ids = jnp.tile(jnp.arange(SEQ_LEN, dtype=jnp.int32) // 11, (BATCH, 1))
+    before = predict(patches, positions, *row, segment_ids)
+    after = predict(patches.at[:, :11].add(1.0), positions, *row, segment_ids)
+    np.testing.assert_array_equal(before[:, 11:], after[:, 11:])
+    assert (before[:, :11] != after[:, :11]).all()
+
+
+def test_text_reaches_the_image_and_its_padding_does_not():
+    inputs = (*make_inputs(), None)
+    tokens, positions, segments = make_captions()
+    before = predict(*inputs, (tokens, positions, segments), sizes=TEXT_SIZES)
+    padding = jnp.where(segments < 0, (tokens + 1) % 256, tokens)
+    after = predict(*inputs, (padding, positions + 1 * (segments < 0), segments), sizes=TEXT_SIZES)
+    np.testing.assert_array_equal(before, after)
+    other = predict(*inputs, ((tokens + 1) % 256, positions, segments), sizes=TEXT_SIZES)
+    assert (jnp.abs(other - before).max(axis=(1, 2)) > 1e-3).all()
+    swapped = positions.at[:, 0].set(1).at[:, 1].set(0)
+    other = predict(*inputs, (tokens, swapped, segments), sizes=TEXT_SIZES)
+    assert (jnp.abs(other - before).max(axis=(1, 2)) > 1e-3).all()
+
+
+def test_image_without_text_sees_no_text():
+    inputs = (*make_inputs(), None)
+    outputs = [
+        predict(*inputs, make_captions(lengths=(0, 0), seed=seed), sizes=TEXT_SIZES)
+        for seed in (1, 2)
+    ]
+    np.testing.assert_array_equal(*outputs)
+    assert jnp.isfinite(outputs[0]).all()
+
+
+@pytest.mark.parametrize("sizes", [SIZES, TEXT_SIZES], ids=["image", "text"])
+def test_dit_divided_among_devices_in_any_order_equals_the_whole(sizes):
+    degrees = st.Degrees(data=2, group=1, ring=2, team=2)
+    mesh = st.make_mesh(degrees, axis_type="auto", devices=jax.devices()[: degrees.num_devices])
+    attention = st.Attention(mesh, causal=False)
+    weights = make_weights(sizes)
+    patches, positions, *row = make_inputs()
+    captions = make_captions() if sizes is TEXT_SIZES else None
+    expected = predict(patches, positions, *row, None, captions, sizes=sizes)
+
+    def local_attention(query, key, value, *, segment_ids=None):
+        return attention.local(query, key, value, segment_ids, segment_ids)[0]
+
+    def one_device(weights, *inputs):
+        graph = graph_of(tuple(sizes.items()), local_attention)
+        return nnx.merge(graph, weights)(*inputs)
+
+    spec = attention.sequence_spec
+    rng = np.random.default_rng(2)
+    order, text_order = rng.permutation(SEQ_LEN), rng.permutation(TEXT)
+    inputs = [patches[:, order], positions[:, order], *row, None]
+    specs = [spec, spec, P(spec[0]), P(spec[0]), spec]
+    inputs.append(captions and tuple(x[:, text_order] for x in captions))
+    specs.append(spec)
+    actual = jax.jit(jax.shard_map(one_device, mesh=mesh, in_specs=(P(), *specs), out_specs=spec))(
+        weights, *inputs
+    )
+    np.testing.assert_allclose(actual, expected[:, order], atol=1e-4)
+
+
+def test_dit_in_bfloat16_has_float32_weights_output_and_gradients():
+    inputs = (*make_inputs(), None, make_captions())
+    weights = make_weights(TEXT_SIZES)
+    sizes = tuple((TEXT_SIZES | {"dtype": "bfloat16"}).items())
+
+    @jax.jit
+    def gradients(weights):
+        def loss(weights):
+            model = nnx.merge(graph_of(sizes, dense_attention), weights)
+            hidden = model.hidden(*inputs)
+            output = model.output(hidden)
+            return jnp.mean(output**2), (hidden, output)
+
+        return jax.grad(loss, has_aux=True)(weights)
+
+    found, (hidden, output) = gradients(weights)
+    exact = predict(*inputs, sizes=TEXT_SIZES)
+    assert (hidden.dtype, output.dtype) == (jnp.bfloat16, jnp.float32)
+    assert jnp.linalg.norm(output - exact) < 0.05 * jnp.linalg.norm(exact)
+    for path, x in jax.tree_util.tree_leaves_with_path(jax.device_get(found)):
+        assert x.dtype == np.float32, path
+        values = x[x != 0]
+        assert values.size, path
+        if "kernel" in str(path):
+            # Gradients that were rounded on their way would all be values of bfloat16.
+            assert (values != values.astype(jnp.bfloat16)).mean() > 0.5, path
+
+
+def test_dit_of_1b_parameters():
+    model = nnx.eval_shape(
+        lambda: make_model(
+            SIZES | {"channels": 4, "patch": (1, 2, 2), "classes": 1000},
+            width=1536, layers=24, heads=24, mlp_width=6144,
+        )
+    )  # fmt: skip
+    count = sum(x.size for x in jax.tree.leaves(nnx.state(model)))
+    assert abs(count - 1.0e9) < 0.05e9
+
+
+def test_hooks_wrap_each_layer_and_the_functions_of_tokens():
+    calls = []
+
+    def noted(name):
+        def wrap(x):
+            calls.append(name)
+            return x
+
+        return wrap
+
+    hooks = Hooks(**{name: noted(name) for name in ("layer", "tokens", "spread", "join")})
+    inputs = (*make_inputs(), None, make_captions())
+    jax.eval_shape(lambda: make_model(TEXT_SIZES, hooks=hooks)(*inputs))
+    # The scan over layers traces one of them, of two streams.
+    assert calls.count("layer") == 1
+    assert calls.count("tokens") == 2
+    assert calls.count("spread") == calls.count("join") == 4
+
+
+def test_dit_names_what_does_not_fit():
+    with pytest.raises(ValueError, match=r"heads must divide width; got heads=4.*width=28"):
+        make_model(SIZES, heads=4)
+    with pytest.raises(ValueError, match=r"width must be even and at least 8.*width=6\. Use 8"):
+        make_model(SIZES, width=6, heads=1)
+    with pytest.raises(ValueError, match=r"captions must be given.*got captions given"):
+        jax.eval_shape(lambda: make_model(SIZES)(*make_inputs(), None, make_captions()))
+    with pytest.raises(ValueError, match=r"captions must be given.*got captions missing"):
+        jax.eval_shape(lambda: make_model(TEXT_SIZES)(*make_inputs()))

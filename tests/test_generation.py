@@ -1,0 +1,277 @@
+"""Generation: greedy steps against whole forward passes, and the same draws on every mesh."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import startrail_jax as st
+from models.gpt import GPT
+from startrail_jax.training.config import GPTConfig
+from startrail_jax.training.generation import Generator, Sampling, choose_token, kept_tokens
+from startrail_jax.training.next_token import model_arguments
+from startrail_jax.training.partition import Partition
+
+MODEL = GPTConfig(
+    vocab_size=48, width=24, layers=2, heads=8, kv_heads=2, head_dim=4, mlp_width=32
+)
+LONG_MODEL = GPTConfig(
+    vocab_size=48, width=16, layers=1, heads=2, kv_heads=1, head_dim=4, mlp_width=16
+)
+NUM_TOKENS = 7
+SAMPLING = Sampling(temperature=0.8, top_k=20, top_p=0.9, seed=3)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compile_fast():
+    """Half the time to compile; what is compared is compiled alike."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def make_model(config, attention_fn=None):
+    arguments = model_arguments(config)
+    attention_fn = attention_fn or functools.partial(dense_attention)
+    return GPT(**arguments, attention_fn=attention_fn, rngs=nnx.Rngs(0))
+
+
+def dense_attention(query, key, value, *, segment_ids=None):
+    return jax.nn.dot_product_attention(query, key, value, is_causal=True)
+
+
+@functools.cache
+def make_weights(config=MODEL):
+    """On the host. Sharper than at the start of a training, so that the choice is clear."""
+    weights = jax.jit(lambda: nnx.state(make_model(config)))()
+    return jax.tree.map(lambda x: np.asarray(x) * (2 if x.ndim == 2 else 1), weights)
+
+
+@functools.cache
+def prompts(*lengths):
+    rng = np.random.default_rng(0)
+    return [rng.integers(MODEL.vocab_size, size=length) for length in lengths]
+
+
+def make_generator(degrees, sampling=SAMPLING, config=MODEL, **options):
+    mesh = st.make_mesh(degrees, "auto", jax.devices()[: degrees.num_devices])
+    return Generator(config, st.Attention(mesh, causal=True), sampling, **options)
+
+
+def generate(generator, rows, num_tokens=NUM_TOKENS, config=MODEL, zero=0, **options):
+    """A list of tokens for each prompt."""
+    mesh = generator.attention.mesh
+    partition = Partition(mesh, zero, dtype=config.dtype)
+    weights = make_weights(config)
+    weights = jax.device_put(weights, partition.shardings(weights))
+    steps = generator(weights, rows, num_tokens=num_tokens, **options)
+    return [list(row) for row in zip(*steps, strict=True)]
+
+
+@functools.cache
+def one_device(sampling=SAMPLING):
+    return generate(make_generator(st.Degrees(), sampling), prompts(5, 13, 9))
+
+
+def test_greedy_tokens_are_the_likeliest_of_the_whole_forward_pass():
+    found = generate(make_generator(st.Degrees.startrail(8, c=2), Sampling(temperature=0)),
+                     prompts(5, 13, 9))  # fmt: skip
+    model = nnx.merge(nnx.graphdef(nnx.eval_shape(lambda: make_model(MODEL))), make_weights())
+    for prompt, new in zip(prompts(5, 13, 9), found, strict=True):
+        tokens = jnp.asarray([*prompt, *new], jnp.int32)[None]
+        logits = model(tokens, jnp.arange(tokens.size, dtype=jnp.int32)[None])
+        assert logits[0].argmax(-1)[len(prompt) - 1 : -1].tolist() == new
+    assert len({token for row in found for token in row}) > 3
+
+
+MESHES = {
+    "Ring Attention": (st.Degrees.ring_attention(8), {}),
+    "all-gather": (st.Degrees.all_gather(8), {}),
+    "Ulysses": (st.Degrees.ulysses(8), {}),
+    "2D-Attention": (st.Degrees.loongtrain(8, head=2), {}),
+    "StarTrail": (st.Degrees.startrail(8, c=2), {}),
+    "teams": (st.Degrees(team=2, ring=4), {"tile": 2}),
+    "tiles, zero 2": (st.Degrees(team=4, group=2), {"zero": 2}),
+    "StarTrail x Ulysses, zero 3": (st.Degrees.startrail(8, c=2, head=2), {"zero": 3}),
+    "data": (st.Degrees(data=2, team=2, group=2), {"zero": 1}),
+    "data and tensor": (st.Degrees(data=2, team=2, tensor=2), {"zero": 3}),
+    "tensor, few key heads": (st.Degrees(tensor=4, head=2), {}),
+}
+
+
+@pytest.mark.parametrize(("degrees", "options"), MESHES.values(), ids=MESHES)
+def test_draws_do_not_depend_on_the_mesh(degrees, options):
+    generator = make_generator(degrees, **options)
+    found = generate(generator, prompts(5, 13, 9), zero=options.get("zero", 0))
+    assert found == one_device()
+
+
+def test_rows_differ_and_do_not_depend_on_what_is_beside_them():
+    prompt = prompts(13)[0]
+    generator = make_generator(st.Degrees(ring=2))
+    alone = generate(generator, [prompt])
+    beside = generate(generator, [prompt, prompt, prompts(5)[0]])
+    assert beside[0] == alone[0] != beside[1]
+
+
+def test_seed_changes_the_draws():
+    assert one_device() != one_device(dataclasses.replace(SAMPLING, seed=4))
+
+
+def test_rows_end_with_the_document():
+    rows = one_device()
+    end = rows[1][2]
+    generator = make_generator(st.Degrees(ring=2))
+    found = generate(generator, prompts(5, 13, 9), end_of_document=end)
+    for before, row in zip(rows, found, strict=True):
+        length = before.index(end) if end in before else NUM_TOKENS
+        assert row == (before[:length] + [None] * NUM_TOKENS)[: len(row)]
+    assert len(found[1]) > 3
+    # It stops when all have ended.
+    assert [len(row) for row in generate(generator, prompts(5, 13, 9)[1:2])] == [NUM_TOKENS]
+
+
+def test_generation_stops_when_all_rows_have_ended():
+    generator = make_generator(st.Degrees())
+    end = generate(generator, prompts(9))[0][1]
+    assert len(generate(generator, prompts(9), end_of_document=end)[0]) <= 2
+
+
+def test_no_tokens_are_asked_for():
+    assert generate(make_generator(st.Degrees()), prompts(5), num_tokens=0) == []
+
+
+def test_cache_in_bfloat16_is_an_eighth_on_each_of_eight_devices():
+    """And a step neither copies it nor sends anything that grows with it."""
+    config = dataclasses.replace(MODEL, dtype="bfloat16")
+    generator = make_generator(st.Degrees.startrail(8, c=2), config=config)
+    slots = 1 << 14
+    shape = jax.ShapeDtypeStruct
+    tokens, lengths = shape((2, slots), jnp.int32), shape((2,), jnp.int32)
+    _, cache = jax.eval_shape(generator.prefill, generator.weight_shapes, tokens, tokens, lengths)
+    assert {x.dtype for x in cache} == {jnp.dtype("bfloat16")}
+    lowered = generator.step.lower(generator.weight_shapes, cache, lengths, lengths)
+    memory = lowered.compile().memory_analysis()
+    of_cache = sum(x.size * x.dtype.itemsize for x in cache)
+    assert of_cache == 2 * 2 * 2 * slots * 2 * 4 * 2
+    assert memory.alias_size_in_bytes == of_cache // 8
+    # Keys and values of one of two layers, and their products in float32.
+    assert memory.temp_size_in_bytes < 4 * of_cache // 8
+
+
+def test_32k_tokens_on_eight_devices_give_the_tokens_of_one():
+    prompt = np.random.default_rng(1).integers(LONG_MODEL.vocab_size, size=(1 << 15) - 3)
+    found = [
+        generate(make_generator(degrees, config=LONG_MODEL), [prompt], 3, LONG_MODEL)
+        for degrees in (st.Degrees(), st.Degrees.startrail(8, c=2))
+    ]
+    assert found[0] == found[1]
+    assert len(found[0][0]) == 3
+
+
+# Choice of a token -----------------------------------------------------------------------------
+
+
+def kept_by_numpy(logits, sampling):
+    """The definition, in float64."""
+    order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))[: sampling.top_k]
+    weights = np.exp(np.array([logits[i] - max(logits) for i in order]) / sampling.temperature)
+    sums = np.cumsum(weights / weights.sum())
+    count = 1 + int((sums < sampling.top_p).sum())
+    return set(order[:count])
+
+
+@pytest.mark.parametrize("top_k", [None, 1, 4, 11, 100])
+@pytest.mark.parametrize("top_p", [1.0, 0.9, 0.4, 1e-6])
+def test_kept_tokens_are_those_of_the_definition(top_k, top_p):
+    logits = np.random.default_rng(0).normal(size=11).astype(np.float32)
+    logits[[2, 7, 9]] = logits[4]  # A tie.
+    sampling = Sampling(temperature=0.7, top_k=top_k, top_p=top_p)
+    kept = set(np.flatnonzero(kept_tokens(jnp.asarray(logits), sampling)).tolist())
+    assert kept == kept_by_numpy(logits.astype(np.float64), sampling)
+
+
+def test_tied_tokens_are_kept_by_their_ids():
+    tied = jnp.zeros(6)
+    assert kept_tokens(tied, Sampling(top_k=2)).tolist() == [True] * 2 + [False] * 4
+    assert kept_tokens(tied, Sampling(top_p=0.4)).tolist() == [True] * 3 + [False] * 3
+    # Of two that top_k leaves, each has one half.
+    both = Sampling(top_k=2, top_p=0.5)
+    assert kept_tokens(tied, both).tolist() == [True] + [False] * 5
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(),
+        Sampling(temperature=0.5),
+        Sampling(temperature=2.0, top_k=3),
+        Sampling(top_p=0.7),
+        Sampling(temperature=1.5, top_k=4, top_p=0.8),
+    ],
+    ids=str,
+)
+def test_draws_have_the_probabilities_that_are_asked_for(sampling):
+    logits = np.array([0.3, -1.0, 1.2, 0.1, 0.8, -0.2], np.float32)
+    kept = kept_by_numpy(logits.astype(np.float64), sampling)
+    expected = np.where(
+        [i in kept for i in range(6)], np.exp(logits.astype(np.float64) / sampling.temperature), 0
+    )
+    expected /= expected.sum()
+    count = 20_000
+    keys = jax.random.split(jax.random.key(0), count)
+    drawn = jax.jit(jax.vmap(lambda key: choose_token(jnp.asarray(logits), sampling, key)))(keys)
+    found = np.bincount(drawn, minlength=6) / count
+    assert not found[expected == 0].any()
+    deviation = np.sqrt(expected * (1 - expected) / count)
+    assert (np.abs(found - expected) <= 4.5 * deviation).all()
+
+
+def test_temperature_near_zero_takes_the_likeliest():
+    logits = jnp.asarray([1.0, 3.0, 2.0, 3.0])
+    assert choose_token(logits, Sampling(temperature=0), jax.random.key(0)) == 1
+    cold = Sampling(temperature=1e-30, top_p=0.5)
+    assert choose_token(logits, cold, jax.random.key(0)) == 1
+
+
+# Errors ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": -0.1}, r"temperature must be at least 0 and finite; got temperature=-0.1"),
+        ({"temperature": float("nan")}, r"temperature must be .*got temperature=nan"),
+        ({"temperature": float("inf")}, r"temperature must be .*got temperature=inf"),
+        ({"top_k": 0}, r"top_k must be at least 1; got top_k=0. Leave it out"),
+        ({"top_p": 0.0}, r"top_p must be above 0 and at most 1; got top_p=0.0"),
+        ({"top_p": 1.1}, r"top_p must be above 0 and at most 1; got top_p=1.1"),
+        ({"seed": -1}, r"seed must be at least 0; got seed=-1"),
+    ],
+)
+def test_sampling_out_of_range_raises(options, message):
+    with pytest.raises(ValueError, match=message):
+        Sampling(**options)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], r"must have at least one token; got an empty one"),
+        ([3, 48], r"below model.vocab_size; got id 48 with vocab_size=48.*the tokenizer"),
+        ([-1, 3], r"must be at least 0 and .*got id -1"),
+    ],
+)
+def test_prompts_that_the_model_does_not_know_raise(prompt, message):
+    generator = make_generator(st.Degrees())
+    with pytest.raises(ValueError, match=message):
+        generator(make_weights(), [np.array([1]), np.array(prompt, int)], num_tokens=1)
+
+
+def test_mesh_that_does_not_divide_the_model_raises():
+    with pytest.raises(ValueError, match=r"heads must be divisible by head \* tensor; got heads=8"):
+        make_generator(st.Degrees(head=3))
