@@ -37,9 +37,9 @@ import jax
 
 import startrail_jax as st
 from benchmarks.deviceless import gpu_topology, target_names
-from configs.gpt import RECIPES
+from configs import RECIPES
 from startrail_jax.mesh import Degrees
-from startrail_jax.training.config import MeshConfig, GPTTrainConfig
+from startrail_jax.training.config import GPTTrainConfig, MeshConfig, TrainConfig
 from startrail_jax.training.degrees import choose_degrees
 from startrail_jax.training.footprint import GIB, footprint
 from startrail_jax.training.step import Program
@@ -55,6 +55,7 @@ HARDWARE = {
     "gpt_7b": ("h200", 64, {"team": 4}),
     "gpt_3b": ("a100", 32, {"team": 4}),
     "gpt_8b_gqa": ("h200", 64, {"team": 4}),
+    "dit_1b": ("a100", 32, {"team": 4}),
 }
 
 
@@ -63,7 +64,7 @@ class Row:
     """A recipe, and what differs from it."""
 
     name: str
-    config: GPTTrainConfig
+    config: TrainConfig
     donate: bool = True
     """Whether the step may use the memory of the old state for the new one."""
 
@@ -90,8 +91,11 @@ def main(argv: list[str] | None = None) -> None:
         degrees = choose_degrees(MeshConfig(**mesh | args.mesh), num_devices)
         named = ", ".join(f"{name} {n}" for name, n in vars(degrees).items() if n > 1)
         config = RECIPES[recipe]()
-        config = replace(config, seq_len=args.seq_len or config.seq_len)
-        print(f"\n{recipe}, {config.seq_len} tokens, {num_devices} x {target}: {named}")
+        if args.seq_len is not None:
+            if not isinstance(config, GPTTrainConfig):
+                raise SystemExit(f"--seq-len is for GPTs; got recipe {recipe}. Leave it out.")
+            config = replace(config, seq_len=args.seq_len)
+        print(f"\n{recipe}, {config.num_tokens} tokens, {num_devices} x {target}: {named}")
         print(f"{'':<32}{'state':>8}{'rest':>8}{'host':>8}{'peak':>8}{'formula':>9}  fits")
         for row in rows(config):
             if not re.search(args.rows, row.name):
@@ -102,7 +106,7 @@ def main(argv: list[str] | None = None) -> None:
                 print(footprint(row.config, degrees).table())
 
 
-def rows(config: GPTTrainConfig) -> Iterator[Row]:
+def rows(config: TrainConfig) -> Iterator[Row]:
     """The recipe, and then one factor changed at a time."""
     yield Row("as the recipe", config)
     for level in (0, 1, 2):
@@ -138,7 +142,7 @@ def read(row: Row, degrees: Degrees, target: str, num_devices: int) -> Reading:
 def lowered_step(row: Row, degrees: Degrees, devices: list[Any]) -> Any:
     """The whole training step of a row, lowered for `devices`."""
     mesh = st.make_mesh(degrees, axis_type="auto", devices=devices)
-    program = Program(row.config, st.Attention(mesh, causal=True))
+    program = Program(row.config, st.Attention(mesh, causal=row.config.causal))
     step: Any = program.train_step
     if not row.donate:
         shardings = jax.tree.map(lambda x: x.sharding, program.state_shapes)

@@ -110,7 +110,8 @@ def write_slots(
 ) -> Float[Array, "..."]:
     """The cache with the slots of `positions` replaced, where this device has them.
 
-    Nothing is sent, and XLA writes in place where the cache is donated or carried by a loop.
+    Nothing is sent, and XLA writes in place where the cache is donated or carried by a loop; on
+    CPUs, which have no 16-bit floats, only one of float32.
 
     Args:
         cache: this device's slots [b s k h], or those of all layers, [layers b s k h].

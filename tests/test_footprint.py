@@ -1,15 +1,17 @@
 """The arithmetic of memory, beside what compiled programs say of theirs."""
 
 import dataclasses
+from pathlib import Path
 
 import jax
 import pytest
 
 import startrail_jax as st
-from configs.gpt import RECIPES
+from configs import RECIPES
 from programs import compile_gradients, compile_step, make_config, make_program
-from startrail_jax.training.config import DataConfig
+from startrail_jax.training.config import DataConfig, DiTConfig, DiTTrainConfig, OptimizerConfig
 from startrail_jax.training.footprint import Footprint, Part, footprint, num_parameters
+from startrail_jax.training.step import Program
 
 GIB = 2**30
 GQA = {"kv_heads": 2, "heads": 8}
@@ -55,6 +57,37 @@ def test_state_and_batch_are_exact(name):
     assert size_on_a_device(program.batch_shapes) == formula["batch"]
 
 
+@pytest.mark.parametrize("caption_length", [0, 5])
+@pytest.mark.parametrize(
+    ("zero", "degrees"), [(0, STARTRAIL), (3, STARTRAIL), (3, st.Degrees(tensor=2, team=4))]
+)
+def test_state_and_batch_of_a_dit_are_exact(zero, degrees, caption_length):
+    config = DiTTrainConfig(
+        model=DiTConfig(
+            channels=2,
+            classes=3,
+            caption_length=caption_length,
+            width=32,
+            layers=3,
+            heads=8,
+            mlp_width=48,
+        ),
+        optimizer=OptimizerConfig(learning_rate=1e-3),
+        steps=10,
+        batch_size=4,
+        size=(3, 6, 10),
+        ema_decay=0.9,
+        zero=zero,
+        run_dir=Path("unused"),
+    )
+    mesh = st.make_mesh(degrees, "auto", jax.devices()[: degrees.num_devices])
+    program = Program(config, st.Attention(mesh, causal=False))
+    formula = footprint(config, degrees)
+    assert size_on_a_device(program.state_shapes) == formula.state_bytes
+    assert size_on_a_device(program.state_shapes.average) == formula["average"]
+    assert size_on_a_device(program.batch_shapes) == formula["batch"]
+
+
 def test_arguments_of_the_compiled_step_are_state_and_batch():
     config, degrees, program = case("level 3, tensor")
     memory = compile_step(program).memory_analysis()
@@ -87,6 +120,11 @@ def test_gradients_of_the_compiled_step_are_exact(name):
 def test_parameters_of_the_recipes(recipe, expected):
     """Llama 2 7B and Llama 3 8B have as many."""
     assert num_parameters(RECIPES[recipe]().model) == expected
+
+
+def test_parameters_of_dit_1b():
+    config = RECIPES["dit_1b"]()
+    assert num_parameters(config.model, config.patch_elements) == pytest.approx(1.0e9, rel=0.05)
 
 
 def test_saved_by_remat():

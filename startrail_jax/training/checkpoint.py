@@ -6,12 +6,14 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 from jaxtyping import Array, PyTree, Shaped
 from orbax.checkpoint import v1 as ocp
 
@@ -91,6 +93,22 @@ class Checkpoints:
         """The last step whose checkpoint is whole; None where there is none."""
         return max(self.steps, default=None)
 
+    def begin_after(self) -> int:
+        """The step that a run goes on from, 0 at its beginning; for all processes to call.
+
+        Raises:
+            CheckpointError: if this process does not see the checkpoints that process 0 sees.
+        """
+        step = self.latest or 0
+        first = int(multihost_utils.broadcast_one_to_all(np.int32(step)))
+        if step != first:
+            raise CheckpointError(
+                f"All processes must see the same checkpoints; got step {step} as the newest in "
+                f"{self._folder} here, and step {first} in process 0. Use a --run-dir on a file "
+                "system that all machines share."
+            )
+        return step
+
     def check_space(self, state: PyTree[jax.ShapeDtypeStruct]) -> None:
         """Refuses a run whose checkpoints would fill the disk, before it has begun.
 
@@ -149,7 +167,7 @@ class Checkpoints:
             return
         (step, response), self._saving = self._saving, None
         try:
-            _finish(response)
+            _finish(response.result)
         except Exception as error:  # Whatever a writing thread met: tensorstore has no one type.
             raise self._save_failed(step, error) from error
 
@@ -337,7 +355,7 @@ class _OrbaxLog(logging.Filter):
 _orbax_log = _OrbaxLog()
 
 
-def _finish(response: ocp.AsyncResponse[bool]) -> None:
+def _finish(result: Callable[..., bool]) -> None:
     """Waits for the end of a save, or for its failure.
 
     One of several processes whose part cannot be written would not get to the end: it waits for the
@@ -346,7 +364,7 @@ def _finish(response: ocp.AsyncResponse[bool]) -> None:
     while True:
         since = time.monotonic()
         try:
-            response.result(timeout=POLL_SECONDS)
+            result(timeout=POLL_SECONDS)
             return
         except TimeoutError:
             if _orbax_log.error is not None:

@@ -162,6 +162,16 @@ class DiTConfig:
         """Key and value heads: as many as query heads."""
         return self.heads
 
+    @property
+    def head_dim(self) -> int:
+        """Channels of a head."""
+        return self.width // self.heads
+
+    @property
+    def mlp(self) -> str:
+        """Kind of MLP."""
+        return "gelu"
+
 
 @dataclass(frozen=True, kw_only=True)
 class DiffusionConfig:

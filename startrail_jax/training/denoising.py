@@ -166,7 +166,7 @@ def image_batch(
     captions = None
     if config.model.caption_length:
         length = layout.padded_length(config.model.caption_length)
-        captions = np.stack([padded_caption(x.caption, length) for x in examples])
+        captions = np.stack([padded_caption(x.caption or b"", length) for x in examples])
     return ImageBatch(
         patches=layout.permute(patches),
         labels=np.array(labels, np.int32),

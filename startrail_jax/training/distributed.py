@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from dataclasses import dataclass
 from typing import Annotated
 
 import tyro
+
+from startrail_jax.training.errors import end_now
 
 # jax notices a process that is gone by itself, but says only that there is one: it is to be later
 # than our own watch, and stands in for it before all have joined that.
@@ -108,15 +111,20 @@ def start(options: Distributed) -> None:
         }
         _check_coordinator(options, deadline)
     later = round(options.timeout + LATER_THAN_WATCH_SECONDS)
+    # jax itself would abort, with a trace of C++.
+    patience = threading.Timer(deadline - time.monotonic(), end_now, [_not_all_there(options)])
+    patience.start()
     try:
         jax.distributed.initialize(
             **found,
-            initialization_timeout=max(round(deadline - time.monotonic()), 1),
+            initialization_timeout=round(options.start_timeout + LATER_THAN_WATCH_SECONDS),
             heartbeat_timeout_seconds=later,
             shutdown_timeout_seconds=later,
         )
     except Exception as error:  # ValueError, RuntimeError or what a cluster's own library raises.
         raise RuntimeError(_not_started(options, error)) from error
+    finally:
+        patience.cancel()
 
 
 def _check_coordinator(options: Distributed, deadline: float) -> None:
@@ -146,15 +154,21 @@ def _check_coordinator(options: Distributed, deadline: float) -> None:
         time.sleep(0.5)
 
 
+def _not_all_there(options: Distributed) -> str:
+    count = "All" if options.processes is None else f"All {options.processes}"
+    return (
+        f"{count} processes must start within {options.start_timeout:g} s; got fewer. Start the "
+        "others, with the same coordinator and each with its own index, or use a longer "
+        "--distributed.start-timeout."
+    )
+
+
 def _not_started(options: Distributed, error: Exception) -> str:
+    got = f"got {type(error).__name__}: {str(error).rstrip('.')}."
     if options.coordinator is None:
         return (
             "--distributed needs processes that SLURM, Open MPI or Kubernetes started and jax "
-            f"knows; got {type(error).__name__}: {error} Start them so, or give "
-            "--distributed.coordinator, --distributed.processes and --distributed.index."
+            f"knows; {got} Start them so, or give --distributed.coordinator, "
+            "--distributed.processes and --distributed.index."
         )
-    return (
-        f"All {options.processes} processes must start within {options.start_timeout:g} s; got "
-        f"{type(error).__name__}: {error} Start the others with the same coordinator and their "
-        "own index, or use a longer --distributed.start-timeout."
-    )
+    return f"Process {options.index} must be able to join the others; {got} Mend that."

@@ -110,26 +110,40 @@ def to_pixels(latent: Float32[np.ndarray, "F H W C"]) -> UInt8[np.ndarray, "H W 
     return np.round((np.clip(across, -1, 1) + 1) * 127.5).astype(np.uint8)
 
 
-def save_grid(
-    images: Sequence[UInt8[np.ndarray, "H W C"]], path: Path, *, columns: int, scale: int
-) -> None:
-    """Writes images as one PNG, row by row, with a gap of a pixel between them.
+def image_grid(
+    images: Sequence[UInt8[np.ndarray, "H W C"]], *, columns: int
+) -> UInt8[np.ndarray, "rows across C"]:
+    """Images row by row, with a black gap of a pixel between and around them.
 
     Args:
-        images: of one size, with 1 or 3 channels.
-        path: the file.
+        images: at least one, and all of one shape.
         columns: images in a row.
-        scale: pixels of the file for one of an image, across and down.
     """
-    from PIL import Image
-
     height, width, channels = images[0].shape
     rows = -(-len(images) // columns)
     grid = np.zeros((rows * (height + 1) + 1, columns * (width + 1) + 1, channels), np.uint8)
     for number, image in enumerate(images):
-        top, left = (n * (m + 1) + 1 for n, m in zip(divmod(number, columns), (height, width)))
+        row, column = divmod(number, columns)
+        top, left = row * (height + 1) + 1, column * (width + 1) + 1
         grid[top : top + height, left : left + width] = image
-    grid = grid.repeat(scale, axis=0).repeat(scale, axis=1)
+    return grid
+
+
+def save_grid(
+    images: Sequence[UInt8[np.ndarray, "H W C"]], path: Path, *, columns: int, scale: int
+) -> None:
+    """Writes an `image_grid` as PNG; a reader finds an old file or the whole new one.
+
+    Args:
+        images: with 1 or 3 channels.
+        path: the file.
+        columns: images in a row.
+        scale: pixels of the file for one of an image, across and down.
+    """
+    # Here, because training does without it.
+    from PIL import Image
+
+    grid = image_grid(images, columns=columns).repeat(scale, axis=0).repeat(scale, axis=1)
     part = path.with_name(f"{path.name}.part")
-    Image.fromarray(grid.squeeze(-1) if channels == 1 else grid).save(part, format="PNG")
+    Image.fromarray(grid.squeeze(-1) if grid.shape[-1] == 1 else grid).save(part, format="PNG")
     part.replace(path)

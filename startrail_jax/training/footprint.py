@@ -16,11 +16,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from startrail_jax.mesh import Degrees
-from startrail_jax.training.config import GPTConfig, GPTTrainConfig
+from startrail_jax.training.config import (
+    DiTConfig,
+    DiTTrainConfig,
+    GPTConfig,
+    GPTTrainConfig,
+    TrainConfig,
+)
 
 GIB = 2**30
+
+# As models/dit.py has them, which imports jax.
+TIME_CHANNELS, BYTES = 256, 256
 
 _FLOAT32 = 4
 _WIDTHS = {"float32": 4, "bfloat16": 2}
@@ -31,7 +41,7 @@ LAYER, LOSS = "a layer's backward pass", "the loss"
 
 @dataclass(frozen=True, kw_only=True)
 class Weight:
-    """One array of the model, as `models.gpt.GPT` makes it."""
+    """One array of the model, as `models.gpt.GPT` or `models.dit.DiT` makes it."""
 
     name: str
     shape: tuple[int, ...]
@@ -71,8 +81,8 @@ class Footprint:
 
     @property
     def state_bytes(self) -> int:
-        """Weights and optimizer: exact."""
-        return sum(self[name] for name in ("weights", "optimizer"))
+        """Weights, optimizer and average: exact."""
+        return sum(self[name] for name in ("weights", "optimizer", "average"))
 
     @property
     def device_bytes(self) -> int:
@@ -117,8 +127,17 @@ class Footprint:
         return "\n".join(lines)
 
 
-def weights_of(model: GPTConfig) -> tuple[Weight, ...]:
-    """All arrays of a model."""
+def weights_of(model: GPTConfig | DiTConfig, patch_elements: int = 0) -> tuple[Weight, ...]:
+    """All arrays of a model.
+
+    Args:
+        model: its sizes.
+        patch_elements: of a diffusion transformer, the numbers in a patch.
+    """
+    return _of_dit(model, patch_elements) if isinstance(model, DiTConfig) else _of_gpt(model)
+
+
+def _of_gpt(model: GPTConfig) -> tuple[Weight, ...]:
     width, heads, head_dim, layers = model.width, model.heads, model.head_dim, model.layers
 
     def stacked(name: str, *shape: int, tensor: int | None, key_heads: bool = False) -> Weight:
@@ -144,39 +163,81 @@ def weights_of(model: GPTConfig) -> tuple[Weight, ...]:
     return (*blocks, *ends)
 
 
-def num_parameters(model: GPTConfig) -> int:
-    """Parameters of a model."""
-    return sum(weight.size for weight in weights_of(model))
+def _of_dit(model: DiTConfig, patch_elements: int) -> tuple[Weight, ...]:
+    width, heads, head_dim = model.width, model.heads, model.head_dim
+
+    def stream(name: str, *shape: int, tensor: int | None) -> Weight:
+        return Weight(name=name, shape=shape, layers=model.layers, tensor_dim=tensor)
+
+    of_stream = [
+        stream("modulation", width, 6, width, tensor=None),
+        *(stream(name, width, heads, head_dim, tensor=1) for name in ("query", "key", "value")),
+        stream("out", heads, head_dim, width, tensor=0),
+        stream("up", width, model.mlp_width, tensor=1),
+        stream("down", model.mlp_width, width, tensor=0),
+    ]
+    ends = {
+        "patches": (patch_elements, width),
+        "time_in": (TIME_CHANNELS, width),
+        "time_out": (width, width),
+        "classes": (model.classes + 1, width),
+        "modulation": (width, 2, width),
+        "head": (width, patch_elements),
+    }
+    if model.caption_length:
+        of_stream *= 2
+        ends["bytes"] = (BYTES, width)
+    return (*of_stream, *(Weight(name=name, shape=shape) for name, shape in ends.items()))
 
 
-def footprint(config: GPTTrainConfig, degrees: Degrees) -> Footprint:
+def num_parameters(model: GPTConfig | DiTConfig, patch_elements: int = 0) -> int:
+    """Parameters of a model. Arguments as of `weights_of`."""
+    return sum(weight.size for weight in weights_of(model, patch_elements))
+
+
+def footprint(config: TrainConfig, degrees: Degrees) -> Footprint:
     """The memory of a training step of `Program`.
 
     Args:
         config: model, ZeRO, remat, offload, tile, accumulation and batch.
         degrees: of the mesh, all chosen.
     """
-    return Footprint(parts=tuple(_Step(config, degrees).parts()))
+    step = _DiTStep if isinstance(config, DiTTrainConfig) else _Step
+    return Footprint(parts=tuple(step(config, degrees).parts()))
 
 
 class _Step:
     """The arithmetic; all sizes in bytes of one device."""
 
-    def __init__(self, config: GPTTrainConfig, degrees: Degrees) -> None:
+    def __init__(self, config: Any, degrees: Degrees) -> None:
         self.config = config
         self.degrees = degrees
         self.model = config.model
         self.width = _WIDTHS[config.model.dtype]
-        self.weights = weights_of(config.model)
+        self.weights = self.all_weights()
         self.blocks = [weight for weight in self.weights if weight.layers]
         axes = config.zero_axes if config.zero else ()
         self.zero = math.prod(getattr(degrees, axis) for axis in axes)
-        rows = config.batch_size // degrees.data
-        self.tokens_of_step = rows * config.seq_len // degrees.sequence
+        self.rows = config.batch_size // degrees.data
+        self.tokens_of_step = self.rows * self.tokens_of_row() // degrees.sequence
         self.tokens = self.tokens_of_step // config.accumulation
         """Of this device, at a time."""
         self.stream = self.tokens * config.model.width * self.width
         """One array as large as what goes from layer to layer."""
+
+    def all_weights(self) -> tuple[Weight, ...]:
+        return weights_of(self.config.model)
+
+    def tokens_of_row(self) -> int:
+        return self.config.seq_len
+
+    def batch(self) -> int:
+        arrays = 5 if self.config.data.mask_documents else 4
+        return arrays * _FLOAT32 * self.tokens_of_step
+
+    def outputs(self) -> int:
+        """Numbers that the head gives for a token."""
+        return self.config.model.vocab_size
 
     def elements(self, weight: Weight, *, split: bool) -> int:
         """Elements of a weight on this device; over ZeRO's axes only if `split`."""
@@ -202,8 +263,9 @@ class _Step:
         yield Part(name="weights", size=_FLOAT32 * split)
         # Adam and the learning rate count their steps.
         yield Part(name="optimizer", size=2 * _FLOAT32 * split + 2 * _FLOAT32)
-        arrays = 5 if config.data.mask_documents else 4
-        yield Part(name="batch", size=arrays * _FLOAT32 * self.tokens_of_step)
+        if config.ema_decay is not None:
+            yield Part(name="average", size=_FLOAT32 * split)
+        yield Part(name="batch", size=self.batch())
         summed = self.total(self.weights, split=config.zero >= 2)
         yield Part(name="gradients", size=_FLOAT32 * summed)
         if config.accumulation > 1:
@@ -212,7 +274,7 @@ class _Step:
         yield from self.under_way()
         inner = 6 * self.stream + max(self.attention(), self.mlp())
         yield Part(name="attention or MLP", size=inner, exact=False, phase=LAYER)
-        yield Part(name="logits", size=self.loss(), exact=False, phase=LOSS)
+        yield Part(name="outputs and loss", size=self.loss(), exact=False, phase=LOSS)
 
     def under_way(self) -> Iterator[Part]:
         """Weights in the type of use, and float32 gradients that are not yet summed and split."""
@@ -227,10 +289,13 @@ class _Step:
         size = _FLOAT32 * self.layer * (2 if level >= 2 else 1)
         yield Part(name="gradients of layers, whole", size=size, exact=False, phase=LAYER)
         if level >= 2:
-            ends = {"embedding": LAYER, "embedding" if self.model.tied_head else "head": LOSS}
-            for name, phase in ends.items():
-                size = _FLOAT32 * self.model.vocab_size * self.model.width
+            for name, phase in self.ends().items():
+                size = _FLOAT32 * self.outputs() * self.model.width
                 yield Part(name=f"gradient of {name}, whole", size=size, exact=False, phase=phase)
+
+    def ends(self) -> dict[str, str]:
+        """Large weights outside of layers, and the phase in which each gets its gradient."""
+        return {"embedding": LAYER, "embedding" if self.model.tied_head else "head": LOSS}
 
     def saved(self) -> Part:
         """What layers keep for the backward pass: see `memory.rematerialised`."""
@@ -286,9 +351,35 @@ class _Step:
         return activations + weights
 
     def loss(self) -> int:
-        """Logits and their gradient in float32, a tile at a time, and the weights of the head."""
+        """Outputs and their gradient in float32, a tile at a time, and the weights of the head."""
         tokens = self.tokens // self.degrees.tensor
         tile = min(self.config.tile or tokens, tokens)
-        logits = 2 * tile * self.model.vocab_size * _FLOAT32
-        head = self.model.vocab_size * self.model.width * _FLOAT32
-        return logits + (head if tile < tokens else 0) + 4 * self.stream
+        outputs = 2 * tile * self.outputs() * _FLOAT32
+        head = self.outputs() * self.model.width * _FLOAT32
+        return outputs + (head if tile < tokens else 0) + 4 * self.stream
+
+
+class _DiTStep(_Step):
+    """Of a diffusion transformer, what is not as of a GPT. Text is counted as tokens of image."""
+
+    def all_weights(self) -> tuple[Weight, ...]:
+        return weights_of(self.config.model, self.config.patch_elements)
+
+    def tokens_of_row(self) -> int:
+        return sum(self.padded(n) for n in (self.config.num_tokens, self.model.caption_length))
+
+    def padded(self, tokens: int) -> int:
+        return -(-tokens // self.degrees.sequence) * self.degrees.sequence
+
+    def batch(self) -> int:
+        images = self.padded(self.config.num_tokens) * self.config.patch_elements
+        text = self.padded(self.model.caption_length)
+        of_row = (images + text) // self.degrees.sequence
+        # And its label and number.
+        return _FLOAT32 * self.rows * (of_row + 2)
+
+    def outputs(self) -> int:
+        return self.config.patch_elements
+
+    def ends(self) -> dict[str, str]:
+        return {}

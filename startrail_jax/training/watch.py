@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import jax
 import numpy as np
@@ -65,7 +65,10 @@ def watch(options: Distributed) -> Iterator[Callable[[bool], bool]]:
     if jax.process_count() == 1:
         yield bool
         return
-    member = _join(options)
+    index, count = jax.process_index(), jax.process_count()
+    meeting = lead(_own_hosts(options), count, options.timeout) if index == 0 else {}
+    # By way of the devices, by which they have just met.
+    member = join(_broadcast(meeting), index, options.timeout)
     try:
         yield member.agree
         member.leave()
@@ -73,11 +76,12 @@ def watch(options: Distributed) -> Iterator[Callable[[bool], bool]]:
         member.fail(error)
 
 
-class _Line:
+class Line:
     """A connection that carries messages; to be read by one thread, written by any."""
 
     def __init__(self, connection: socket.socket) -> None:
-        connection.settimeout(JOIN_SECONDS)
+        # Longer than process 0 waits for all.
+        connection.settimeout(JOIN_SECONDS + FAREWELL_SECONDS)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.connection = connection
         self.heard = time.monotonic()
@@ -121,10 +125,10 @@ class _Line:
         self.connection.close()
 
 
-class _Member:
+class Member:
     """What a process does in the watch: a thread that tells that it lives, and obeys process 0."""
 
-    def __init__(self, line: _Line, names: list[str], index: int, timeout: float) -> None:
+    def __init__(self, line: Line, names: list[str], index: int, timeout: float) -> None:
         self._line = line
         self._names = names
         self._name = names[index]
@@ -154,7 +158,6 @@ class _Member:
         """Returns when all processes are here."""
         self._line.send("done")
         self._thread.join()
-        self._line.close()
 
     def fail(self, error: BaseException) -> NoReturn:
         """Ends all processes, this one with the message of `error`."""
@@ -168,43 +171,48 @@ class _Member:
         end_now(f"{self._name}: {describe(error)}")
 
     def _run(self) -> None:
-        while True:
-            if _is_readable(self._line.connection):
-                messages = self._line.receive()
-                if messages is None:
-                    return self._end(f"{self._names[0]} has ended without a word")
-                for message in messages:
-                    if message["kind"] == "end":
-                        return None
-                    self._obey(message)
-                    if message["kind"] == "lost":
-                        return None
-            elif time.monotonic() - self._line.heard > self._timeout:
-                return self._end(_silent(self._names[0], self._timeout))
-            self._line.send("beat")
+        try:
+            while self._listen():
+                self._line.send("beat")
+        finally:
+            self._line.close()
 
-    def _obey(self, message: Message) -> None:
+    def _listen(self) -> bool:
+        """Takes messages for a beat; returns whether there may be more."""
+        if not _is_readable(self._line.connection):
+            if time.monotonic() - self._line.heard < self._timeout:
+                return True
+            return self._end(_silent(self._names[0], self._timeout))
+        messages = self._line.receive()
+        if messages is None:
+            return self._end(f"{self._names[0]} has ended without a word")
+        return all(self._obey(message) for message in messages)
+
+    def _obey(self, message: Message) -> bool:
+        """Does what process 0 says; returns whether there may be more."""
         kind = message["kind"]
         if kind == "lost":
-            self._end(message["why"])
-        elif kind == "count":
+            return self._end(message["why"])
+        if kind == "count":
             with self._changed:
                 self._counted = True
                 self._line.send("calls", calls=self._calls)
-        elif kind == "stop_at":
+        if kind == "stop_at":
             with self._changed:
                 self._stop_at = message["call"]
                 self._changed.notify_all()
+        return kind != "end"
 
-    def _end(self, why: str) -> None:
+    def _end(self, why: str) -> Literal[False]:
         if not self._failed:
             end_now(
-                f"{self._name} ends, as another has failed: {why.rstrip('.')}. When that is mended, the same "
-                "command goes on from the newest whole checkpoint."
+                f"{self._name} ends, as another has failed: {why.rstrip('.')}. When that is "
+                "mended, the same command goes on from the newest whole checkpoint."
             )
+        return False
 
 
-class _Leader:
+class Leader:
     """What process 0 does for all, in a thread."""
 
     def __init__(self, listener: socket.socket, token: str, count: int, timeout: float) -> None:
@@ -212,7 +220,7 @@ class _Leader:
         self._token = token
         self._count = count
         self._timeout = timeout
-        self._lines: dict[int, _Line] = {}
+        self._lines: dict[int, Line] = {}
         self._names = [f"process {index} of {count}" for index in range(count)]
         self._calls: dict[int, int] = {}
         self._done: set[int] = set()
@@ -232,7 +240,7 @@ class _Leader:
         while len(self._lines) < self._count and time.monotonic() < deadline:
             if not _is_readable(self._listener):
                 continue
-            line = _Line(self._listener.accept()[0])
+            line = Line(self._listener.accept()[0])
             # Whoever knows the token says so at once.
             line.connection.settimeout(FAREWELL_SECONDS)
             first = line.receive_one()
@@ -296,52 +304,57 @@ class _Leader:
 
     def _part(self, kind: str, **values: Any) -> None:
         """A last message, to process 0 after all others: this thread ends with it."""
-        others = [line for index, line in self._lines.items() if index]
-        for line in others:
-            line.send(kind, **values)
-            with suppress(OSError):
-                line.connection.shutdown(socket.SHUT_WR)
-        # A connection that is closed before all was read throws away what was sent last.
         deadline = time.monotonic() + FAREWELL_SECONDS
-        for line in others:
-            while (left := deadline - time.monotonic()) > 0:
-                line.connection.settimeout(left)
-                if line.receive() is None:
-                    break
-        self._lines[0].send(kind, **values)
+        others = [line for index, line in self._lines.items() if index]
+        for lines in (others, [self._lines[0]] if 0 in self._lines else []):
+            for line in lines:
+                line.send(kind, **values)
+                with suppress(OSError):
+                    line.connection.shutdown(socket.SHUT_WR)
+            for line in lines:
+                # What was not read before a connection is closed takes with it what was sent last.
+                while (left := deadline - time.monotonic()) > 0:
+                    line.connection.settimeout(left)
+                    if line.receive() is None:
+                        break
+                line.close()
 
 
-def _join(options: Distributed) -> _Member:
-    """Brings all processes together; process 0 tells the others, over the devices, where it is."""
-    index, count = jax.process_index(), jax.process_count()
-    meeting: Message = {}
-    if index == 0:
-        listener = _listen_anywhere()
-        port, token = listener.getsockname()[1], secrets.token_hex(16)
-        meeting = {"hosts": _own_hosts(options), "port": port, "token": token}
-        _Leader(listener, token, count, options.timeout)
-    meeting = _broadcast(meeting)
-    hosts = ["localhost"] if index == 0 else meeting["hosts"]
+def lead(hosts: list[str], count: int, timeout: float) -> Message:
+    """Begins the watch, in process 0; returns what the others need in order to join."""
+    listener = _listen_anywhere()
+    token = secrets.token_hex(16)
+    Leader(listener, token, count, timeout)
+    return {"hosts": hosts, "port": listener.getsockname()[1], "token": token}
+
+
+def join(meeting: Message, index: int, timeout: float) -> Member:
+    """Joins the watch that `lead` began, as process `index`; returns when all have.
+
+    Raises:
+        RuntimeError: if process 0 cannot be reached, or another process has not joined.
+    """
+    hosts, port = ["localhost"] if index == 0 else meeting["hosts"], meeting["port"]
     deadline = time.monotonic() + JOIN_SECONDS
     while True:
         for host in hosts:
             try:
-                line = _Line(socket.create_connection((host, meeting["port"]), FAREWELL_SECONDS))
+                line = Line(socket.create_connection((host, port), FAREWELL_SECONDS))
             except OSError:
                 continue
             token = meeting["token"]
             line.send("join", token=token, index=index, host=socket.gethostname())
             answer = line.receive_one()
             if answer.get("kind") == "joined":
-                return _Member(line, answer["names"], index, options.timeout)
+                return Member(line, answer["names"], index, timeout)
             line.close()
             if answer.get("kind") == "lost":
                 raise RuntimeError(f"All processes must join; got: {answer['why']}. Start again.")
         if time.monotonic() > deadline:
             raise RuntimeError(
-                f"Every process must reach process 0 by TCP; got none of {', '.join(hosts)} at "
-                f"port {meeting['port']}, from process {index} of {count}. Open the network "
-                "between the machines, or give --distributed.coordinator by its right address."
+                f"Process {index} must reach process 0 by TCP; it does at none of "
+                f"{', '.join(hosts)}, port {port}. Open the network between the machines, or give "
+                "the right address by --distributed.coordinator."
             )
         time.sleep(BEAT_SECONDS)
 

@@ -1,0 +1,309 @@
+"""Several processes: how they start, that they train as one does, and how they fail."""
+
+import json
+import os
+import random
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental import multihost_utils
+
+import train
+from benchmarks import failures
+from startrail_jax.training import errors
+from startrail_jax.training.checkpoint import CheckpointError, Checkpoints
+from startrail_jax.training.devices import select_devices
+from startrail_jax.training.distributed import Distributed, start
+from startrail_jax.training.errors import describe, end_now, exit_on_own_errors
+
+REPOSITORY = Path(train.__file__).parent
+
+
+def given(**changes):
+    return Distributed(**{"coordinator": "localhost:7777", "processes": 2, "index": 1, **changes})
+
+
+# How processes start.
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"index": None}, r"must be given together; got coordinator=.*, processes=2, index=None"),
+        ({"coordinator": None}, r"must be given together; got coordinator=None.*Give the missing"),
+        ({"index": 2}, r"index must be at least 0 and below .*; got index=2, processes=2"),
+        ({"index": -1}, r"index must be at least 0.*; got index=-1, processes=2"),
+        ({"processes": 0, "index": 0}, r"index must be .* below .*; got index=0, processes=0"),
+        ({"coordinator": "localhost"}, r"must be a host and a port; got coordinator='localhost'"),
+        ({"coordinator": ":7777"}, r"must be a host and a port; got coordinator=':7777'"),
+        ({"coordinator": "localhost:http"}, r"a host and a port; got .*free there, such as"),
+        ({"coordinator": "localhost:70000"}, r"a host and a port; got coordinator='localhost:7000"),
+        ({"timeout": 0.0}, r"distributed.timeout must be above 0; got timeout=0.0"),
+        ({"start_timeout": -1.0}, r"distributed.start_timeout must be above 0; got start_timeout="),
+    ],
+)
+def test_processes_that_cannot_be_raise(changes, message):
+    with pytest.raises(ValueError, match=message):
+        given(**changes)
+
+
+def test_flags_say_which_process_this_is():
+    flags = ["--distributed.coordinator", "[::1]:7777", "--distributed.processes", "2"]
+    command = train.read_command_line([*flags, "--distributed.index", "0", "--mesh.team", "1"])
+    assert command.distributed == given(coordinator="[::1]:7777", index=0)
+    assert command.distributed.several
+    assert command.distributed.coordinator_host == "::1"
+    assert command.config.mesh.team == 1
+    assert train.read_command_line(["--distributed"]).distributed == Distributed(on=True)
+    assert not train.read_command_line([]).distributed.several
+    # It does not change what the run is.
+    assert "distributed" not in vars(command.config)
+
+
+def test_start_does_nothing_for_one_process():
+    start(Distributed())
+    assert not jax.distributed.is_initialized()
+
+
+@pytest.fixture
+def preemption_service():
+    yield
+    jax.config.update("jax_enable_preemption_service", True)
+
+
+@pytest.mark.usefixtures("preemption_service")
+def test_start_where_it_cannot_be_raises():
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(RuntimeError, match=rf"port that is free.*localhost:{port}: Addr"):
+            start(given(coordinator=f"localhost:{port}", index=0))
+    with pytest.raises(RuntimeError, match=r"Process 0 must wait at .*refused.* for 0.1 s\. Start"):
+        start(given(coordinator=f"localhost:{port}", start_timeout=0.1))
+    jax.devices()
+    with pytest.raises(RuntimeError, match=r"Process 0 must be able to join.*must be called befor"):
+        start(given(coordinator=f"localhost:{failures.free_port()}", processes=1, index=0))
+
+
+STARTING = """
+import jax
+from startrail_jax.training.distributed import Distributed, start
+from startrail_jax.training.errors import exit_on_own_errors
+with exit_on_own_errors():
+    start(Distributed({}))
+    print(jax.process_index(), jax.process_count(), jax.device_count())
+"""
+
+
+def starting(options, **environment):
+    return subprocess.Popen(
+        [sys.executable, "-c", STARTING.format(options)],
+        cwd=REPOSITORY,
+        env={**os.environ, "JAX_PLATFORMS": "cpu", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def free_slurm_job():
+    """A job for which the port that jax makes of it is free."""
+    while True:
+        job = random.randrange(1 << 12)
+        try:
+            socket.create_server(("", 65535 - (1 << 12) + 1 + job)).close()
+        except OSError:
+            continue
+        return job
+
+
+def test_slurm_says_which_process_this_is():
+    job = str(free_slurm_job())
+    processes = [
+        starting(
+            "on=True",
+            SLURM_JOB_ID=job,
+            SLURM_STEP_NODELIST="localhost",
+            SLURM_NTASKS="2",
+            SLURM_PROCID=index,
+            SLURM_LOCALID=index,
+            JAX_NUM_CPU_DEVICES="3",
+        )
+        for index in ("0", "1")
+    ]
+    # No launcher, and others that do not come.
+    processes += [
+        starting("on=True"),
+        starting(f"coordinator='localhost:{failures.free_port()}', processes=2, index=0, "
+                 "start_timeout=1.0"),
+    ]  # fmt: skip
+    try:
+        outputs = [process.communicate(timeout=120) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for index in (0, 1):
+        assert processes[index].returncode == 0, outputs[index]
+        assert outputs[index][0].splitlines()[-1] == f"{index} 2 6"
+    assert [process.returncode for process in processes[2:]] == [1, 1]
+    assert re.match(
+        r"RuntimeError: --distributed needs processes that SLURM.*got ValueError: coord.* should "
+        r"be defined\. Start them so, or give --distributed.coordinator",
+        outputs[2][1],
+    )
+    assert "All 2 processes must start within 1 s; got fewer. Start the others" in outputs[3][1]
+
+
+# Devices.
+
+
+def fake_devices(monkeypatch, *counts):
+    devices = [
+        SimpleNamespace(process_index=process, platform="gpu", id=(process, number))
+        for process, count in enumerate(counts)
+        for number in range(count)
+    ]
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+
+
+def test_select_devices_takes_as_many_of_each_process(monkeypatch):
+    fake_devices(monkeypatch, 4, 4)
+    assert [x.id for x in select_devices(4)] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert len(select_devices(None)) == 8
+    with pytest.raises(ValueError, match=r"devices=3, processes=2\. Use --devices 4"):
+        select_devices(3)
+    fake_devices(monkeypatch, 6, 2)
+    with pytest.raises(ValueError, match=r"have 3 of 6 devices; got 2 for pro.* 1\. .*devices 4"):
+        select_devices(6)
+
+
+# Errors.
+
+
+def own_error():
+    try:
+        given(index=2)
+    except ValueError as error:
+        return error
+
+
+def test_one_of_several_ends_without_waiting_for_the_others(monkeypatch):
+    said = []
+    monkeypatch.setattr(errors, "end_now", said.append)
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    with pytest.raises(SystemExit), exit_on_own_errors():
+        raise own_error()
+    assert said == [describe(own_error())]
+    assert said[0].startswith("ValueError: distributed.index must be")
+
+
+def test_describe_keeps_the_traceback_of_a_library():
+    try:
+        np.zeros(3).reshape(2)
+    except ValueError as error:
+        assert describe(error).startswith("ValueError: cannot reshape")  # The call is ours.
+    try:
+        json.loads("{")
+    except ValueError as error:
+        message = describe(error)
+    assert message.startswith("Traceback")
+    assert "json/decoder.py" in message
+    assert describe(KeyboardInterrupt()) == "KeyboardInterrupt"
+
+
+def test_end_now_does_not_wait():
+    script = (
+        "import atexit, threading; from startrail_jax.training.errors import end_now; "
+        "atexit.register(print, 'not reached'); print('so far', end=''); "
+        "threading.Thread(target=end_now, args=['over']).start(); threading.Event().wait()"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (result.returncode, result.stdout, result.stderr) == (1, "so far", "over\n")
+    assert end_now.__annotations__["return"] == "NoReturn"
+
+
+def test_processes_that_see_other_checkpoints_are_refused(tmp_path, monkeypatch):
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        assert checkpoints.begin_after() == 0
+        monkeypatch.setattr(multihost_utils, "broadcast_one_to_all", lambda _: np.int32(6))
+        with pytest.raises(CheckpointError, match=r"step 0 as the .* and step 6 in process 0\. Us"):
+            checkpoints.begin_after()
+
+
+# Training.
+
+STEPS = 8
+
+
+def losses(run_dir):
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == list(range(1, STEPS + 1))
+    return [record["train_loss"] for record in records] + [records[-1]["validation_loss"]]
+
+
+def train_in(count, run_dir, data):
+    """What its processes printed."""
+    flags = f"{failures.FLAGS} --devices 4 --steps {STEPS} --checkpoint.every 2"
+    if count == 2:
+        flags += " --sample-length 2"
+    flags = [*flags.split(), "--checkpoint.keep", "100", "--data.path", str(data)]
+    flags += ["--run-dir", str(run_dir)]
+    with failures.Processes(count, flags, folder=data.parent) as processes:
+        statuses = processes.wait(seconds=failures.HANGS_AFTER_SECONDS)
+        assert statuses == [0] * count, processes.outputs()
+        return [processes.output(index) for index in range(count)]
+
+
+def test_any_number_of_processes_trains_alike_and_goes_on_with_the_run_of_another(tmp_path):
+    data, _ = failures.write_data(tmp_path)
+    run_dir = tmp_path / "from_the_beginning"
+    train_in(1, run_dir, data)
+    expected = losses(run_dir)
+    for count, after in ((2, 2), (4, 4), (1, 6)):
+        before, run_dir = run_dir, tmp_path / f"{after}_by_others"
+        shutil.copytree(before, run_dir)
+        for step in range(after + 2, STEPS + 1, 2):
+            shutil.rmtree(run_dir / "checkpoints" / str(step))
+        first, *others = train_in(count, run_dir, data)
+        assert f"after step {after}\n" in first
+        assert (f"in {count} processes" in first) == (count > 1)
+        assert ("--- continued by the model" in first) == (count == 2)
+        for output in others:
+            lines = output.splitlines()
+            assert [line for line in lines if not line.startswith("[Gloo]")] == []
+        np.testing.assert_allclose(losses(run_dir), expected, rtol=1e-5)
+
+
+# Failures.
+
+
+def test_failures_end_all_processes_and_training_goes_on(tmp_path, capsys):
+    names = ["process 0 killed", "worker killed", "wrong data", "disk full", "worker stopped"]
+    by_name = {case.name: case for case in failures.CASES}
+    cases = [by_name[name] for name in [*names, "SIGTERM to a worker"]]
+    outcomes = failures.fail(cases, count=2, folder=tmp_path, timeout=8)
+    assert [outcome.case for outcome in outcomes] == cases
+    assert all(outcome.seconds < failures.END_SECONDS for outcome in outcomes)
+    assert [outcome.statuses for outcome in outcomes] == [
+        *((-9, 1), (1, -9), (1, 1), (1, 1), (1, 1), (0, 0)),
+    ]
+    assert outcomes[-1].began_after >= 9
+    assert len(capsys.readouterr().out.splitlines()) == len(cases)
+
+
+def test_processes_that_end_by_themselves_are_found_out(tmp_path):
+    with (
+        failures.Processes(1, ["--mesh.taem", "2"], folder=tmp_path) as processes,
+        pytest.raises(failures.Failure, match=r"must go on; process 0 ended[\s\S]*mesh.team"),
+    ):
+        processes.wait_for(lambda: False)
