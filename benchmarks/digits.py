@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
     train, train_labels = read(images.train)
     held_out, held_out_labels = read(images.held_out)
 
-    classifier = SVC(C=10.0, gamma=1e-3).fit(train, train_labels)
+    classifier = SVC(C=10.0).fit(train, train_labels)
     score = classifier.score(held_out, held_out_labels)
     print(f"classifier: names {score:.1%} of {len(held_out)} held-out digits right")
     right = classifier.predict(drawn) == labels
@@ -76,15 +76,16 @@ def main(argv: list[str] | None = None) -> int:
     report_distances({"samples": nearest, "held-out digits": known}, limit)
     report_variety({"samples": (drawn, labels), "training digits": (train, train_labels)})
 
-    panels = {"drawn": drawn, "nearest training image": train[distances.argmin(axis=1)]}
+    panels = {
+        "drawn by the model": drawn,
+        "the training image nearest to each": train[distances.argmin(axis=1)],
+    }
     save(draw_figure(panels, labels), args.out)
     print(f"{args.out}: {args.out.stat().st_size / 1e3:.0f} kB")
     return int(right.mean() < AGREEMENT)
 
 
-def draw_samples(
-    config: DiTTrainConfig, args: argparse.Namespace
-) -> tuple[np.ndarray, np.ndarray]:
+def draw_samples(config: DiTTrainConfig, args: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
     """Samples from the newest checkpoint, as pixels of digits, and their classes in turn."""
     devices = select_devices(config.devices)
     mesh = st.make_mesh(
@@ -103,9 +104,7 @@ def draw_samples(
         program, sampler=sampler, steps=args.steps, guidance=args.guidance, rows=args.samples
     )
     labels = np.arange(args.samples) % CLASSES
-    captions = None
-    if config.model.caption_length:
-        captions = [b""] * args.samples
+    captions = [b""] * args.samples if config.model.caption_length else None
     drawn = drawing.draw(weights, labels=labels.tolist(), captions=captions, seed=args.seed)
     return to_digits(np.stack(list(drawn))), labels
 
@@ -129,8 +128,8 @@ def open_digits(config: DiTTrainConfig) -> Images:
 
 def read(examples: Examples) -> tuple[np.ndarray, np.ndarray]:
     """Pixels of digits, and their classes."""
-    read = [examples[index] for index in range(len(examples))]
-    return to_digits(np.stack([x.latent for x in read])), np.array([x.label for x in read])
+    rows = [examples[index] for index in range(len(examples))]
+    return to_digits(np.stack([x.latent for x in rows])), np.array([x.label for x in rows])
 
 
 def to_digits(latents: np.ndarray) -> np.ndarray:
@@ -160,7 +159,8 @@ def report_distances(nearest: dict[str, np.ndarray], limit: float) -> None:
 def report_variety(parts: dict[str, tuple[np.ndarray, np.ndarray]]) -> None:
     """How far from each other images of a class are: medians of its pairs."""
     print("median distance of two images of a class")
-    print("                        " + "".join(f"{label:6d}" for label in range(CLASSES)) + "  mean")
+    classes = "".join(f"{label:6d}" for label in range(CLASSES))
+    print(f"{'':24s}{classes}  mean")
     for name, (pixels, labels) in parts.items():
         medians = []
         for label in range(CLASSES):
@@ -183,7 +183,7 @@ def draw_figure(panels: dict[str, np.ndarray], labels: np.ndarray) -> Figure:
     figure = Figure(figsize=(8, 4.3), dpi=130, layout="constrained", facecolor="white")
     for axes, (title, pixels) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
         side = math.isqrt(pixels.shape[1])
-        # Ink is dark, and so are not the gaps.
+        # The other way round: dark ink, white gaps.
         ink = (pixels * (255 / BRIGHTEST)).astype(np.uint8).reshape(-1, side, side, 1)
         grid = 255 - image_grid([ink[n] for row in rows for n in row[:columns]], columns=columns)
         axes.imshow(grid.squeeze(-1), cmap="gray", vmin=0, vmax=255, interpolation="nearest")
@@ -212,11 +212,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--run-dir", type=Path, default=Path("runs/dit_digits"), help="the run to draw from")
     add("--samples", type=int, default=200, help="samples of all classes together")
     add("--guidance", type=float, default=1.5, help="1 draws what the model has learnt")
-    add("--sampler", choices=sorted({x for some in SAMPLERS.values() for x in some}))
+    add("--sampler", help="by default that which is usual for the run")
     add("--steps", type=int, default=50, help="of the sampler")
     add("--seed", type=int, default=0, help="of the noise")
     add("--out", type=Path, default=Path("docs/digits.png"), help="the figure")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.samples < 2 * CLASSES:
+        parser.error(f"--samples must be two of each class at least; got {args.samples}")
+    return args
 
 
 if __name__ == "__main__":

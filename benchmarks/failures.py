@@ -14,10 +14,10 @@ Trains a small GPT in several processes on this machine. In each start one thing
     SIGTERM to a worker   to the last process alone
     SIGTERM to all
 
-It is checked that within a minute all processes end; that after a failure all end with a status that
-is not 0, and all that were not killed name the process that failed; that after SIGTERM all end with
-status 0 and the step is saved; and that the next start goes on from the newest whole checkpoint.
-Prints a line for each, and exits with status 1 if something of this does not hold.
+It is checked that within a minute all processes end; that after a failure all end with another
+status than 0, and all that were not killed name the process that failed; that after SIGTERM all end
+with status 0 and the step is saved; and that the next start goes on from the newest whole
+checkpoint. Prints a line for each, and exits with status 1 if something of this does not hold.
 """
 
 from __future__ import annotations

@@ -76,13 +76,13 @@ def _attend_slots(
     """Dense attention to the visible ones of this device's slots; all in float32."""
     batch, length, heads, head_dim = q.shape
     groups = q.reshape(batch, length, k.shape[2], -1, head_dim).astype(jnp.float32)
-    scale = head_dim**-0.5 if scale is None else scale
+    factor = head_dim**-0.5 if scale is None else scale
     distance = positions[:, :, None] - slots[None, None, :]
     visible = distance >= 0
     if window is not None:
         visible &= distance < window
     visible = visible[:, None, None]
-    logits = _dot("btkgh,bskh->bkgts", groups, k) * scale
+    logits = _dot("btkgh,bskh->bkgts", groups, k) * factor
     logits = jnp.where(visible, logits, EMPTY)
     highest = logits.max(-1, keepdims=True)
     # An unfilled slot may hold anything finite. In a row that sees none, the weights must be 0.

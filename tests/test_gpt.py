@@ -155,3 +155,31 @@ def test_hooks_wrap_each_layer_and_the_functions_of_tokens():
     assert calls.count("layer") == 1
     assert calls.count("tokens") >= 1
     assert calls.count("join") >= 2
+
+
+def test_gpt_with_a_cache_equals_the_whole_forward_pass():
+    """The prompt at once, then token by token; a cache of all layers goes through the loop."""
+    tokens, positions = make_tokens()
+    prompt = SEQ_LEN - 4
+
+    def attend(cache, layer, query, key, value):
+        """Dense, at the next slots of a cache [2 layers B SEQ_LEN K H]."""
+        cache = jax.lax.dynamic_update_slice(
+            cache, jnp.stack([key, value])[:, None], (0, layer, 0, start, 0, 0)
+        )
+        slots = jnp.arange(SEQ_LEN)
+        mask = (start + jnp.arange(query.shape[1]))[:, None] >= slots[None]
+        out = jax.nn.dot_product_attention(query, *cache[:, layer], mask=mask[None, None])
+        return out, cache
+
+    abstract = nnx.eval_shape(make_model)
+    model = nnx.merge(nnx.graphdef(abstract), make_weights())
+    cache = jnp.zeros((2, 2, BATCH, SEQ_LEN, SIZES["kv_heads"], SIZES["head_dim"]))
+    found = []
+    for start, stop in [(0, prompt), *((i, i + 1) for i in range(prompt, SEQ_LEN))]:
+        part = tokens[:, start:stop], positions[:, start:stop]
+        hidden, cache = model.cached(*part, cache, attend)
+        found.append(model.logits(hidden))
+    np.testing.assert_allclose(
+        jnp.concatenate(found, axis=1), dense_logits(tokens, positions), atol=1e-5
+    )

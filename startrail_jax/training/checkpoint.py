@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import secrets
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -97,17 +98,28 @@ class Checkpoints:
         """The step that a run goes on from, 0 at its beginning; for all processes to call.
 
         Raises:
-            CheckpointError: if this process does not see the checkpoints that process 0 sees.
+            CheckpointError: if this process does not see the folder that process 0 sees.
         """
-        step = self.latest or 0
-        first = int(multihost_utils.broadcast_one_to_all(np.int32(step)))
-        if step != first:
+        step, is_first = self.latest or 0, jax.process_index() == 0
+        mark = np.int32(secrets.randbits(31))
+        own_mark = self._mark(mark)
+        if is_first:
+            own_mark.touch()
+        seen = self._mark(multihost_utils.broadcast_one_to_all(mark)).exists()
+        first_step = int(multihost_utils.broadcast_one_to_all(np.int32(step)))
+        if is_first:  # All have looked.
+            own_mark.unlink()
+        if not seen or step != first_step:
+            here = f"step {step} as the newest here, and step {first_step} in process 0"
             raise CheckpointError(
-                f"All processes must see the same checkpoints; got step {step} as the newest in "
-                f"{self._folder} here, and step {first} in process 0. Use a --run-dir on a file "
-                "system that all machines share."
+                "All processes must see the same folder of checkpoints; got "
+                f"{here if seen else 'another one in process 0'}, in {self._folder}. Use a "
+                "--run-dir on a file system that all machines share."
             )
         return step
+
+    def _mark(self, number: Any) -> Path:
+        return self._folder / f"seen_by_all_{int(number)}"
 
     def check_space(self, state: PyTree[jax.ShapeDtypeStruct]) -> None:
         """Refuses a run whose checkpoints would fill the disk, before it has begun.

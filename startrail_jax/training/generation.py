@@ -313,7 +313,7 @@ class Generator:
             return self.attention.local(*arrays)[0], cache
 
         model = self._model(weights)
-        hidden, cache = model.cached(tokens, positions, self._empty_cache(tokens.shape), attend)
+        hidden, cache = model.cached(tokens, positions, self._empty_cache(*tokens.shape), attend)
         # One device has the last token of a row; all get what it found.
         last = (positions == lengths[:, None] - 1)[:, :, None]
         found = jnp.sum(jnp.where(last, hidden, 0), axis=1, keepdims=True)
@@ -333,8 +333,8 @@ class Generator:
                 update(slots, x[:, :, ::copies], at, layer=layer)
                 for slots, x in zip(cache, new, strict=True)
             )
-            of_layer = (lax.dynamic_index_in_dim(x, layer, keepdims=False) for x in cache)
-            return self.attention.decode_local(query, *of_layer, at), cache
+            keys, values = (lax.dynamic_index_in_dim(x, layer, keepdims=False) for x in cache)
+            return self.attention.decode_local(query, keys, values, at), cache
 
         model = self._model(weights)
         hidden, cache = model.cached(tokens[:, None], at, cache, attend)
@@ -364,15 +364,15 @@ class Generator:
         replicas = self._partition.replicas
         return lax.psum(whole, replicas) if replicas else whole
 
-    def _empty_cache(self, shape: tuple[int, int]) -> tuple[Array, Array]:
+    def _empty_cache(self, rows: int, slots: int) -> tuple[Array, Array]:
         """Keys and values of all layers, of this device's tokens, of the key heads it needs."""
         config, degrees = self._config, self.attention.degrees
         heads = config.kv_heads // degrees.tensor
         if config.kv_heads % degrees.tensor:
             heads = degrees.head // self.attention.key_copies(config.kv_heads)
-        slots = jnp.zeros((config.layers, *shape, heads, config.head_dim), config.dtype)
-        slots = vary(slots, *self._partition.replicas, *self._partition.tensor)
-        return slots, slots
+        empty = jnp.zeros((config.layers, rows, slots, heads, config.head_dim), config.dtype)
+        empty = vary(empty, *self._partition.replicas, *self._partition.tensor)
+        return empty, empty
 
     def _model(self, weights: Any) -> GPT:
         """The model of one device; its layers collect their weights when they run."""

@@ -245,11 +245,12 @@ class Leader:
             line.connection.settimeout(FAREWELL_SECONDS)
             first = line.receive_one()
             index = first.get("index")
-            if first.get("token") != self._token or index not in range(self._count):
+            knows = first.get("token") == self._token
+            if knows and isinstance(index, int) and 0 <= index < self._count:
+                self._names[index] = f"process {index} of {self._count} ({first['host']})"
+                self._lines[index] = line
+            else:
                 line.close()
-                continue
-            self._names[index] = f"process {index} of {self._count} ({first['host']})"
-            self._lines[index] = line
         self._listener.close()
         for index, name in enumerate(self._names):
             if index not in self._lines:
