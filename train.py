@@ -9,7 +9,8 @@
 
 The first word is a recipe of configs/ or the config.json of a run. Runs on all real devices,
 or on 8 simulated ones where there is only a CPU. The same command again goes on with a run that was
-stopped, on as many devices and with as many degrees as it says.
+stopped, on as many devices and with as many degrees as it says. Several processes share a run with
+`--distributed`: see the README.
 """
 
 from __future__ import annotations
@@ -17,16 +18,30 @@ from __future__ import annotations
 import difflib
 import sys
 from collections import deque
+from collections.abc import Callable
 from contextlib import ExitStack, closing
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
 import tyro
 
 from configs import RECIPES
 from startrail_jax.training.config import GPTTrainConfig, TrainConfig
+from startrail_jax.training.distributed import Distributed, start
+
+Config = TypeVar("Config", bound=TrainConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command(Generic[Config]):
+    """What a command line asks for."""
+
+    config: Annotated[Config, tyro.conf.arg(name="")]
+    """The run."""
+    distributed: Distributed = field(default_factory=Distributed)
+    """The processes that share it."""
 
 
 class Losses(NamedTuple):
@@ -38,16 +53,34 @@ class Losses(NamedTuple):
     """After the last step; None if the run was interrupted."""
 
 
-def train(config: TrainConfig) -> Losses:
+def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses:
     """Trains, evaluates and samples as `config` says, from where its run folder stands.
+
+    Args:
+        config: the run.
+        distributed: the processes that share it; this one alone by default. If one of several
+            fails, all end at once, with status 1.
 
     Raises:
         ValueError: if mesh, data, model or the run found do not fit each other.
         OSError: if the run folder or the data cannot be used.
         FloatingPointError: if a loss or a gradient is not finite and `non_finite` is "stop".
         CheckpointError: if a checkpoint cannot be saved or read.
+        RuntimeError: if another program trains in the run folder, or processes do not meet.
     """
     # Not at the top of the file: `--help` and a mistyped flag need none of this.
+    from startrail_jax.training.devices import select_devices
+    from startrail_jax.training.watch import watch
+
+    distributed = distributed or Distributed()
+    start(distributed)
+    devices = select_devices(config.devices, processes=distributed.known_processes)
+    with watch(distributed) as agree:
+        return _train(config, devices, agree)
+
+
+def _train(config: TrainConfig, devices: list[Any], agree: Callable[[bool], bool]) -> Losses:
+    """Trains on these devices; `agree` makes of a wish to stop one of all processes."""
     import jax
     import numpy as np
 
@@ -61,7 +94,6 @@ def train(config: TrainConfig) -> Losses:
     from startrail_jax.training.checkpoint import Checkpoints
     from startrail_jax.training.data import open_data
     from startrail_jax.training.degrees import choose_degrees, describe_degrees
-    from startrail_jax.training.devices import select_devices
     from startrail_jax.training.flops import peak_flops
     from startrail_jax.training.interruption import interruption
     from startrail_jax.training.memory import describe_memory
@@ -75,15 +107,15 @@ def train(config: TrainConfig) -> Losses:
     from startrail_jax.training.sampling import continue_text
     from startrail_jax.training.step import Program
 
-    # Devices, mesh and program. Auto axes: what the optimizer does, outside of `shard_map`, is left
-    # to the compiler. What does not fit is refused now, not when the first step is compiled.
-    devices = select_devices(config.devices)
+    # Mesh and program. Auto axes: what the optimizer does, outside of `shard_map`, is left to the
+    # compiler. What does not fit is refused now, not when the first step is compiled.
     degrees = choose_degrees(config.mesh, len(devices))
     mesh = st.make_mesh(degrees, axis_type="auto", devices=devices)
     attention = st.Attention(mesh, causal=config.causal)
     program = Program(config, attention)
     report = Reporter(steps=config.steps, tokens_per_step=config.batch_size * config.num_tokens)
-    report.line(f"devices: {len(devices)} x {devices[0].device_kind}")
+    shared = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
+    report.line(f"devices: {len(devices)} x {devices[0].device_kind}{shared}")
     report.line(f"mesh: {describe_degrees(config.mesh, degrees)}")
 
     # Data. The layout puts tokens in order on the host.
@@ -103,13 +135,13 @@ def train(config: TrainConfig) -> Losses:
     with (
         open_run(config, writes=jax.process_index() == 0) as run_dir,
         Checkpoints(run_dir / CHECKPOINTS_FOLDER, keep=config.checkpoint.keep) as checkpoints,
-        interruption() as interrupted,
+        interruption(agree) as interrupted,
         closing(batches),
         ExitStack() as trace,
     ):
         # State: the latest checkpoint's, or a new one, made where it is to lie.
         checkpoints.check_space(program.state_shapes)
-        done = checkpoints.latest or 0
+        done = checkpoints.begin_after()
         if done:
             state, position = checkpoints.restore(program.state_shapes)
             batches.set_state(position, new_order=config.allow_changes)
@@ -202,7 +234,8 @@ def train(config: TrainConfig) -> Losses:
                 try:
                     batch = place_rows(next(batches))
                 except Exception:
-                    if step > 1:
+                    # A save takes all processes, and the others are in this step.
+                    if step > 1 and jax.process_count() == 1:
                         save(step - 1)
                     raise
                 state, metrics = train_step(state, batch)
@@ -248,8 +281,8 @@ def _non_finite(step: int, what: str, saved: int | None) -> str:
     )
 
 
-def read_command_line(arguments: list[str]) -> TrainConfig:
-    """The config that a command line asks for; on a mistake, says so and exits with status 2."""
+def read_command_line(arguments: list[str]) -> Command[TrainConfig]:
+    """What a command line asks for; on a mistake, says so and exits with status 2."""
     from startrail_jax.training.run_folder import load_config
 
     name = "gpt_tiny"
@@ -267,17 +300,22 @@ def read_command_line(arguments: list[str]) -> TrainConfig:
             file=sys.stderr,
         )
         sys.exit(2)
-    return tyro.cli(
-        type(default),
-        prog="train.py [RECIPE | config.json]",
-        default=default,
-        args=arguments,
-        description=__doc__,
-    )
+    try:
+        return tyro.cli(
+            Command[type(default)],
+            prog="train.py [RECIPE | config.json]",
+            default=Command(config=default),
+            args=arguments,
+            description=__doc__,
+        )
+    except ValueError as error:  # Of the config as a whole: tyro reports those of its parts.
+        print(error, file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":
     from startrail_jax.training.errors import exit_on_own_errors
 
     with exit_on_own_errors():
-        train(read_command_line(sys.argv[1:]))
+        command = read_command_line(sys.argv[1:])
+        train(command.config, command.distributed)

@@ -78,7 +78,7 @@ def flags_of(data, run_dir, flags=""):
 def run(data, run_dir, flags=""):
     """The program, as `python train.py` runs it."""
     with exit_on_own_errors():
-        return train.train(train.read_command_line(flags_of(data, run_dir, flags)))
+        return train.train(train.read_command_line(flags_of(data, run_dir, flags)).config)
 
 
 def message_of(data, run_dir, flags=""):
@@ -262,7 +262,7 @@ def test_unwritable_run_folder_ends_the_program(data, tmp_path):
 
 
 def test_run_folder_in_use_ends_the_program(data, tmp_path):
-    config = train.read_command_line(flags_of(data, tmp_path / "run"))
+    config = train.read_command_line(flags_of(data, tmp_path / "run")).config
     with open_run(config):
         before = contents(tmp_path / "run")
         message = message_of(data, tmp_path / "run")
