@@ -4,24 +4,36 @@
     python sample.py runs/gpt_tiny --prompt-file LONG.txt --tokens 100 --temperature 0
     cat LONG.txt | python sample.py runs/gpt_tiny --samples 3 --top-k 40 --top-p 0.9
     python sample.py runs/gpt_tiny --devices 8 --mesh.team 1 --prompt "import "
+    python sample.py runs/dit_digits --classes 3 7 --samples 10       # runs/dit_digits/samples.png
     python sample.py runs/gpt_tiny --help       # all flags, with that run's values
 
-The first word is the folder of a run, whose newest checkpoint is read. Nothing is written there, so
-the run may be going on. Prompt, keys and values lie sharded over all devices: prompts may be longer
-than what fits one. The text comes on standard output as it is made, the rest on standard error.
+The first word is the folder of a run, whose newest checkpoint is read; the run may be going on.
+Prompt, keys and values lie sharded over all devices, and so do images: both may be longer than what
+fits one. Text comes on standard output as it is made, images as a file, the rest on standard error.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import tyro
 
-from startrail_jax.training.config import GPTTrainConfig, MeshConfig, TrainConfig
+from startrail_jax.training.config import (
+    SHARDED_AXES,
+    DiTTrainConfig,
+    GPTTrainConfig,
+    MeshConfig,
+    TrainConfig,
+)
+from startrail_jax.training.distributed import Distributed, start
+
+CLASSES_SHOWN = 10
+LEAST_PIXELS = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,11 +80,7 @@ class TextOptions:
 
     def __post_init__(self) -> None:
         for name in ("tokens", "samples"):
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"{name} must be at least 1; got {name}={getattr(self, name)}. Leave it out "
-                    "for the default."
-                )
+            _check_at_least_1(name, getattr(self, name))
         if self.prompt is not None and self.prompt_file is not None:
             raise ValueError(
                 "The prompt must be given once; got --prompt and --prompt-file "
@@ -80,7 +88,59 @@ class TextOptions:
             )
 
 
-def sample_text(run_dir: Path, config: GPTTrainConfig, options: TextOptions) -> None:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImageOptions:
+    """What to draw from a run of a diffusion transformer."""
+
+    classes: tuple[int, ...] | None = None
+    """Classes to draw, one row of the grid for each. By default all of them, or the first ten."""
+    captions: tuple[str, ...] | None = None
+    """Texts to draw, one row for each, where the model takes text; with `classes`, as many."""
+    samples: int = 8
+    """Images in a row."""
+    sampler: Literal["euler", "heun", "ddim"] | None = None
+    """How noise becomes an image: "euler" or "heun" for a model of rectified flow, "ddim" for one
+    that predicts v or eps. By default the first that fits."""
+    steps: int = 50
+    """Steps of the sampler; "heun" asks the model twice in each."""
+    guidance: float | None = None
+    """1 draws what the model has learnt; more makes images more typical of class or caption. By
+    default 1.5, or 1 for a model that cannot be guided."""
+    batch_size: int = 64
+    """Images drawn at a time; fewer need less memory."""
+    seed: int = 0
+    """Of the noise: the same images on every mesh."""
+    scale: int | None = None
+    """Pixels of the PNG for one of an image. By default as many as make images 64 wide or more."""
+    out: Path | None = None
+    """The file: *.png, or *.npz for latents. By default samples.png, or samples.npz, of the run."""
+    devices: int | None = None
+    """Devices to use. By default as the run, or all of them where there are fewer."""
+    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+    """Degrees of parallelism. By default as the run, where they fit the devices."""
+
+    @classmethod
+    def of_run(cls, config: DiTTrainConfig) -> ImageOptions:
+        """Those that a run suggests."""
+        return cls(devices=config.devices, mesh=config.mesh)
+
+    def __post_init__(self) -> None:
+        for name in ("samples", "steps", "batch_size"):
+            _check_at_least_1(name, getattr(self, name))
+        if self.scale is not None:
+            _check_at_least_1("scale", self.scale)
+        if None not in (self.classes, self.captions) and len(self.classes or ()) != len(
+            self.captions or ()
+        ):
+            raise ValueError(
+                "classes and captions must be as many, as each row has one of both; got "
+                f"classes={self.classes}, captions={self.captions}. Leave one of them out."
+            )
+
+
+def sample_text(
+    run_dir: Path, config: GPTTrainConfig, options: TextOptions, devices: list[Any], degrees: Any
+) -> None:
     """Continues a prompt with the model of a run, and writes the text as it comes.
 
     Raises:
@@ -90,7 +150,6 @@ def sample_text(run_dir: Path, config: GPTTrainConfig, options: TextOptions) -> 
     # Not at the top of the file: `--help` and a mistyped flag need none of this.
     import startrail_jax as st
     from startrail_jax.training.checkpoint import restore_weights
-    from startrail_jax.training.degrees import describe_degrees
     from startrail_jax.training.generation import Generator, Sampling
     from startrail_jax.training.run_folder import CHECKPOINTS_FOLDER
     from startrail_jax.training.sampling import TextStream, encode_prompt, open_tokenizer
@@ -105,9 +164,6 @@ def sample_text(run_dir: Path, config: GPTTrainConfig, options: TextOptions) -> 
     tokenizer = open_tokenizer(data, vocab_size=config.model.vocab_size)
     prompt = encode_prompt(tokenizer, _read_prompt(options))
 
-    devices, degrees = _devices_and_degrees(options, config)
-    _note(f"devices: {len(devices)} x {devices[0].device_kind}")
-    _note(f"mesh: {describe_degrees(options.mesh, degrees)}")
     mesh = st.make_mesh(degrees, axis_type="auto", devices=devices)
     generator = Generator(
         config.model,
@@ -135,7 +191,7 @@ def sample_text(run_dir: Path, config: GPTTrainConfig, options: TextOptions) -> 
         if row:
             waiting[row] += text
         else:
-            print(text, end="", flush=True)
+            _print(text, end="")
 
     _head(0, options.samples)
     for tokens in generator(
@@ -151,7 +207,112 @@ def sample_text(run_dir: Path, config: GPTTrainConfig, options: TextOptions) -> 
         show(row, stream.end())
         if row:
             _head(row, options.samples)
-        print(waiting[row])
+        _print(waiting[row])
+
+
+def sample_images(
+    run_dir: Path, config: DiTTrainConfig, options: ImageOptions, devices: list[Any], degrees: Any
+) -> None:
+    """Draws images with the model of a run, and writes them as one file.
+
+    Raises:
+        ValueError: if options and run do not fit each other or the devices.
+        OSError: if the file cannot be written.
+        CheckpointError: if there is no checkpoint, or it cannot be read.
+    """
+    import jax
+    import numpy as np
+
+    import startrail_jax as st
+    from startrail_jax.training.checkpoint import restore_weights
+    from startrail_jax.training.diffusion import SAMPLERS
+    from startrail_jax.training.drawing import Drawing, save_grid, to_pixels
+    from startrail_jax.training.run_folder import CHECKPOINTS_FOLDER
+    from startrail_jax.training.step import Program
+
+    labels, captions = _rows(config, options)
+    out = _image_file(run_dir, config, options)
+    mesh = st.make_mesh(degrees, axis_type="auto", devices=devices)
+    attention = st.Attention(mesh, causal=config.causal)
+    rows = math.ceil(min(options.batch_size, len(labels)) / degrees.data) * degrees.data
+    tokens = rows // degrees.data * attention.layout.padded_length(config.num_tokens)
+    share = tokens // (degrees.sequence * degrees.tensor)
+    config = dataclasses.replace(
+        config,
+        batch_size=rows,
+        mesh=MeshConfig(data=degrees.data),
+        zero=3 if config.zero == 3 else 0,
+        zero_axes=SHARDED_AXES,
+        tile=None if config.tile is None else math.gcd(config.tile, share),
+        accumulation=1,
+        remat="none",
+        offload=False,
+    )
+    program = Program(config, attention)
+    can_be_guided = config.diffusion.dropout and (config.model.classes or captions is not None)
+    guidance = options.guidance
+    drawing = Drawing(
+        program,
+        sampler=options.sampler or SAMPLERS[config.diffusion.target][0],
+        steps=options.steps,
+        guidance=(1.5 if can_be_guided else 1.0) if guidance is None else guidance,
+        rows=rows,
+    )
+    weights, step = restore_weights(run_dir / CHECKPOINTS_FOLDER, program.state_shapes.weights)
+    _note(f"model: {run_dir} after step {step}")
+    images = list(drawing.draw(weights, labels=labels, captions=captions, seed=options.seed))
+    if jax.process_index() == 0:
+        if out.suffix == ".npz":
+            np.savez(out, latents=np.stack(images), labels=np.array(labels))
+        else:
+            pixels = [to_pixels(image) for image in images]
+            scale = options.scale or math.ceil(LEAST_PIXELS / pixels[0].shape[1])
+            save_grid(pixels, out, columns=options.samples, scale=scale)
+    _note(f"{len(images)} images: {out}")
+
+
+def _rows(config: DiTTrainConfig, options: ImageOptions) -> tuple[list[int], list[bytes] | None]:
+    """Class and caption of every image, row by row of the grid."""
+    model, classes, captions = config.model, options.classes, options.captions
+    if captions is not None and not model.caption_length:
+        raise ValueError(
+            "--captions need a model that takes text; got one of caption_length=0. Leave them out."
+        )
+    for label in classes or ():
+        if not 0 <= label < model.classes:
+            way_out = (
+                f"Choose from 0 to {model.classes - 1}." if model.classes else "Leave them out."
+            )
+            raise ValueError(
+                f"--classes must be of the {model.classes} classes of the model; got {label}. "
+                f"{way_out}"
+            )
+    if classes is None and captions is None:
+        classes = tuple(range(min(model.classes, CLASSES_SHOWN))) or None
+    count = len(classes or captions or (None,))
+    labels = classes or (model.classes,) * count
+    texts = captions or ("",) * count
+    repeated = [row for row in range(count) for _ in range(options.samples)]
+    return (
+        [labels[row] for row in repeated],
+        [texts[row].encode() for row in repeated] if model.caption_length else None,
+    )
+
+
+def _image_file(run_dir: Path, config: DiTTrainConfig, options: ImageOptions) -> Path:
+    """The file to write, before any work is done for it."""
+    suffixes = (".npz",) if config.data.holds_latents else (".png", ".npz")
+    out = options.out or run_dir / f"samples{suffixes[0]}"
+    if out.suffix not in suffixes:
+        what = "latents, which are no pixels" if config.data.holds_latents else "images"
+        raise ValueError(
+            f"--out must end in {' or '.join(suffixes)} for {what}; got {str(out)!r}. Rename it."
+        )
+    if not out.parent.is_dir():
+        raise ValueError(
+            f"--out must lie in a folder that there is; got {str(out)!r}. Make {out.parent}."
+        )
+    return out
 
 
 def _read_prompt(options: TextOptions) -> str:
@@ -179,48 +340,83 @@ def _read_prompt(options: TextOptions) -> str:
         ) from error
 
 
-def _devices_and_degrees(options: TextOptions, config: TrainConfig) -> tuple[list[Any], Any]:
+def _devices_and_degrees(
+    options: Any, config: TrainConfig, processes: int | None
+) -> tuple[list[Any], Any]:
     """As asked for; where that is no more than what the run had, as the devices allow."""
     from startrail_jax.training.degrees import choose_degrees
     from startrail_jax.training.devices import select_devices
 
     try:
-        devices = select_devices(options.devices)
+        devices = select_devices(options.devices, processes=processes)
         return devices, choose_degrees(options.mesh, len(devices))
     except ValueError:
         if (options.devices, options.mesh) != (config.devices, config.mesh):
             raise
-    devices = select_devices(None)
+    devices = select_devices(None, processes=processes)
     _note(f"the devices and degrees of the run do not fit {len(devices)} devices: others are used")
     return devices, choose_degrees(MeshConfig(), len(devices))
 
 
 def _head(row: int, samples: int) -> None:
     if samples > 1:
-        print(f"--- sample {row + 1}", flush=True)
+        _print(f"--- sample {row + 1}")
+
+
+def _print(text: str, end: str = "\n") -> None:
+    """On standard output, by one process of all."""
+    import jax
+
+    if jax.process_index() == 0:
+        print(text, end=end, flush=True)
 
 
 def _note(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    import jax
+
+    if jax.process_index() == 0:
+        print(line, file=sys.stderr, flush=True)
 
 
-Sampler = Callable[[Path, Any, Any], None]
-SAMPLERS: dict[str, tuple[type[Any], Sampler]] = {"gpt": (TextOptions, sample_text)}
+def _check_at_least_1(name: str, value: int) -> None:
+    if value < 1:
+        raise ValueError(
+            f"{name} must be at least 1; got {name}={value}. Leave it out for the default."
+        )
+
+
+Sampler = Callable[[Path, Any, Any, list[Any], Any], None]
+SAMPLERS: dict[str, tuple[type[Any], Sampler]] = {
+    "gpt": (TextOptions, sample_text),
+    "dit": (ImageOptions, sample_images),
+}
 """By kind of run: its options, and what draws from it."""
 
+Options = TypeVar("Options")
 
-def read_command_line(arguments: list[str]) -> tuple[Path, TrainConfig, Any]:
-    """The run, its config, and the options of its kind; on a mistake, exits with status 2.
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Command(Generic[Options]):
+    """What a command line asks for."""
+
+    options: Annotated[Options, tyro.conf.arg(name="")]
+    """What to draw."""
+    distributed: Distributed = dataclasses.field(default_factory=Distributed)
+    """The processes that share the work."""
+
+
+def read_command_line(arguments: list[str]) -> tuple[Path, TrainConfig, Command[Any]]:
+    """The run, its config, and what is asked of it; on a mistake, exits with status 2.
 
     Raises:
-        ValueError: if the folder is not that of a run, or of a kind that nothing can be drawn from.
+        ValueError: if the folder is not that of a run.
     """
     from startrail_jax.training.run_folder import CONFIG_FILE, load_config
 
     describing = {"prog": "sample.py RUN_DIR", "description": __doc__}
     if not arguments or arguments[0].startswith("-"):
         if {"-h", "--help"} & set(arguments):
-            tyro.cli(TextOptions, args=["--help"], **describing)
+            tyro.cli(Command[TextOptions], args=["--help"], **describing)
         given = repr(arguments[0]) if arguments else "nothing"
         print(
             f"The first word must be the folder of a run; got {given}. Use the --run-dir of "
@@ -237,23 +433,33 @@ def read_command_line(arguments: list[str]) -> tuple[Path, TrainConfig, Any]:
             f"{str(run_dir)!r}, {what}. Use the --run-dir of train.py."
         )
     config = load_config(TrainConfig, path)
-    if config.kind not in SAMPLERS:
-        raise ValueError(
-            f"The run must be of kind {' or '.join(SAMPLERS)}; got {str(run_dir)!r} of kind "
-            f"{config.kind!r}. Give the folder of another."
-        )
     kind, _ = SAMPLERS[config.kind]
-    return (
-        run_dir,
-        config,
-        tyro.cli(kind, args=arguments[1:], default=kind.of_run(config), **describing),
-    )
+    try:
+        command = tyro.cli(
+            Command[kind],
+            args=arguments[1:],
+            default=Command(options=kind.of_run(config)),
+            **describing,
+        )
+    except ValueError as error:  # Of the options as a whole: tyro reports those of their parts.
+        print(error, file=sys.stderr)
+        sys.exit(2)
+    return run_dir, config, command
 
 
 def sample(arguments: list[str]) -> None:
     """Draws from a run, as a command line says."""
-    run_dir, config, options = read_command_line(arguments)
-    SAMPLERS[config.kind][1](run_dir, config, options)
+    run_dir, config, command = read_command_line(arguments)
+    from startrail_jax.training.degrees import describe_degrees
+    from startrail_jax.training.watch import watch
+
+    options, distributed = command.options, command.distributed
+    start(distributed)
+    devices, degrees = _devices_and_degrees(options, config, distributed.known_processes)
+    with watch(distributed):
+        _note(f"devices: {len(devices)} x {devices[0].device_kind}")
+        _note(f"mesh: {describe_degrees(options.mesh, degrees)}")
+        SAMPLERS[config.kind][1](run_dir, config, options, devices, degrees)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ from jax.experimental.compilation_cache import compilation_cache
 
 import sample
 import startrail_jax as st
-from configs.dit import dit_digits
 from configs.gpt import gpt_tiny
 from models.gpt import GPT
 from startrail_jax.training import checkpoint
@@ -319,14 +318,6 @@ def test_folders_that_are_no_run(tmp_path, run_dir):
     )
     (tmp_path / "config.json").write_text("{}")
     assert "must hold the config of a run" in message_of(tmp_path, "--prompt", "a")
-
-
-def test_run_of_a_kind_that_nothing_is_drawn_from(tmp_path, monkeypatch):
-    save_config(dit_digits(), tmp_path / "config.json")
-    monkeypatch.setattr(sample, "SAMPLERS", {"gpt": sample.SAMPLERS["gpt"]})
-    message = message_of(tmp_path)
-    assert "The run must be of kind gpt; got" in message
-    assert "of kind 'dit'. Give the folder of another" in message
 
 
 def test_damaged_checkpoint(tmp_path):

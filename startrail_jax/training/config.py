@@ -283,6 +283,11 @@ class ImageConfig:
                 f"data.held_out must be above 0 and below 1; got held_out={self.held_out}. Use 0.1."
             )
 
+    @property
+    def holds_latents(self) -> bool:
+        """Whether the data are no pixels that could be shown."""
+        return self.path is not None and self.path.suffix == ".npz"
+
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
