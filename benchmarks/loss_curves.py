@@ -28,7 +28,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from configs.gpt import gpt_tiny
-from startrail_jax.training.config import CheckpointConfig, MeshConfig, GPTTrainConfig
+from startrail_jax.training.config import CheckpointConfig, GPTTrainConfig, MeshConfig
 from train import train
 
 SIMULATED_DEVICES = 8

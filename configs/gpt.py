@@ -5,9 +5,9 @@ from pathlib import Path
 from startrail_jax.training.config import (
     DataConfig,
     GPTConfig,
+    GPTTrainConfig,
     OptimizerConfig,
     RopeConfig,
-    GPTTrainConfig,
 )
 
 

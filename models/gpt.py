@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from models.hooks import Hooks
 from models.linear import linear, project
+from models.order import first
 from models.rope import Rope, rotate
 
 # (query [B T N H], key [B T K H], value [B T K H], segment_ids=[B T] or None) -> [B T N H]
@@ -283,7 +284,7 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "B T width"], Any]:
         """The same round another callable; returns what that remembers, too."""
         query = rotate(self.query(x), rotation)
-        query, x = _first(query, x)
+        query, x = first(query, x)
         key = rotate(self.key(x), rotation)
         out, memory = attend(query, key, self.value(x))
         return self.out(out), memory
@@ -291,20 +292,6 @@ class Attention(nnx.Module):
     def forgetful(self, segment_ids: Int32[Array, "B T"] | None) -> RememberingFn:
         """The attention callable of the model, which remembers nothing."""
         return lambda *arrays: (self.attention_fn(*arrays, segment_ids=segment_ids), None)
-
-
-@jax.custom_vjp
-def _first(y: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Both, unchanged; what is made of x waits for y, in the forward pass.
-
-    So messages of the attention that carry y can be on their way meanwhile: queries are gathered
-    beneath the projections of keys and values (https://arxiv.org/abs/2407.00611).
-    """
-    y, x = jax.lax.optimization_barrier((y, x))
-    return y, x
-
-
-_first.defvjp(lambda y, x: (_first(y, x), None), lambda _, cotangents: cotangents)
 
 
 class MLP(nnx.Module):

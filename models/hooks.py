@@ -21,9 +21,9 @@ class Hooks:
     splits the work.
     """
 
-    layer: Callable[[Callable[..., Array]], Callable[..., Array]] = _unchanged
-    """Wraps the function (weights, x, ...) -> x of one layer: rematerialisation, and the
-    collection of weights that lie split."""
+    layer: Callable[[Callable[..., Any]], Callable[..., Any]] = _unchanged
+    """Wraps the function (weights, x, ...) -> x of one layer, or -> (x, cache):
+    rematerialisation, and the collection of weights that lie split."""
     tokens: Callable[[Callable[..., Array]], Callable[..., Array]] = _unchanged
     """Wraps a function of arrays [B T ...] that treats every token alike: tiling."""
     spread: Callable[[Array], Array] = _unchanged

@@ -184,7 +184,7 @@ def refuse_unserved(**options: Any) -> None:
         "dropout_rate": "Set it to 0, or pass deterministic=True",
         "precision": "Leave it None: float32 inputs are computed in full precision",
         "module": "Leave sow_weights off: the weights never exist as a whole",
-        "input_positions": "Decode without sequence parallelism",
+        "input_positions": "To decode, call Attention.decode with a cache of your own",
     }
     for name, value in options.items():
         if value is not None and not (name == "dropout_rate" and value == 0):

@@ -6,7 +6,7 @@ from pathlib import Path
 import jax
 
 import startrail_jax as st
-from startrail_jax.training.config import GPTConfig, OptimizerConfig, GPTTrainConfig
+from startrail_jax.training.config import GPTConfig, GPTTrainConfig, OptimizerConfig
 from startrail_jax.training.step import Program
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from startrail_jax.training.config import GPTConfig
-from startrail_jax.training.flops import peak_flops, gpt_flops_per_token
+from startrail_jax.training.flops import gpt_flops_per_token, peak_flops
 
 CONFIG = GPTConfig(width=24, layers=3, heads=4, kv_heads=2, head_dim=10, mlp_width=40)
 

@@ -16,9 +16,9 @@ from configs.gpt import gpt_tiny
 from startrail_jax.training.config import (
     CheckpointConfig,
     DataConfig,
+    GPTTrainConfig,
     MeshConfig,
     RopeConfig,
-    GPTTrainConfig,
 )
 from startrail_jax.training.run_folder import load_config, open_run, require_writable, save_config
 

@@ -17,7 +17,7 @@ import tyro
 import train
 from configs.gpt import RECIPES, gpt_tiny
 from startrail_jax.training import metrics
-from startrail_jax.training.config import MeshConfig, GPTTrainConfig
+from startrail_jax.training.config import GPTTrainConfig, MeshConfig
 from startrail_jax.training.devices import select_devices
 
 REPOSITORY = Path(train.__file__).parent

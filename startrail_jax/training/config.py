@@ -149,7 +149,7 @@ class DiTConfig:
         if self.width % self.heads:
             raise ValueError(
                 f"model.heads must divide model.width; got heads={self.heads}, "
-                f"width={self.width}. Use --model.width {-(-self.width // self.heads) * self.heads}."
+                f"width={self.width}. Use a width of {-(-self.width // self.heads) * self.heads}."
             )
         if self.width % 2 or self.width < 8:
             raise ValueError(

@@ -23,7 +23,6 @@ from startrail_jax.training.config import (
     DiTConfig,
     DiTTrainConfig,
     GPTConfig,
-    GPTTrainConfig,
     TrainConfig,
 )
 

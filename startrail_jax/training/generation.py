@@ -140,7 +140,12 @@ class Generator:
         self._config = model
         self._tile = tile
         self._partition = Partition(mesh, 3 if zero == 3 else 0, zero_axes, model.dtype)
-        hooks = Hooks(layer=self._layer, tokens=self._tokens, spread=self._spread, join=self._join)
+        hooks = Hooks(
+            layer=self._layer,
+            tokens=self._tokens,
+            spread=self._partition.spread,
+            join=self._partition.join,
+        )
         made = nnx.eval_shape(
             lambda: GPT(
                 **model_arguments(model),
@@ -398,9 +403,3 @@ class Generator:
 
     def _tokens(self, function: Callable[..., Array]) -> Callable[..., Array]:
         return in_tiles(function, self._tile)
-
-    def _spread(self, x: Array) -> Array:
-        return vary(x, *self._partition.tensor)
-
-    def _join(self, x: Array) -> Array:
-        return lax.psum(x, self._partition.tensor) if self._partition.tensor else x

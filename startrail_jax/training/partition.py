@@ -217,6 +217,14 @@ class Partition:
 
         return self._map(one, sources, splits, sinks)
 
+    def spread(self, x: Array) -> Array:
+        """Activations that go into products split over `tensor`; their gradient is summed."""
+        return vary(x, *self.tensor)
+
+    def join(self, x: Array) -> Array:
+        """The sum over `tensor` of what split products gave."""
+        return lax.psum(x, self.tensor) if self.tensor else x
+
     def reduce(self, gradients: Any, splits: Any) -> Any:
         """The gradients of a step, summed over devices as far as they are not yet."""
         if self.level >= 2:

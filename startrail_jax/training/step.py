@@ -126,7 +126,12 @@ class Program:
     # State.
 
     def _make_model(self) -> nnx.Module:
-        hooks = Hooks(layer=self._layer, tokens=self._tokens, spread=self._spread, join=self._join)
+        hooks = Hooks(
+            layer=self._layer,
+            tokens=self._tokens,
+            spread=self.partition.spread,
+            join=self.partition.join,
+        )
         return self.objective.make_model(self._attend, hooks, nnx.Rngs(self.config.seed))
 
     def _initialise(self) -> TrainState:
@@ -222,7 +227,9 @@ class Program:
         def local(weights: Any, batch: Any) -> Any:
             # Times and labels are the same on all devices of a sequence, and what is made of them
             # is not: gradients by weights differ.
-            return function(weights, jax.tree.map(lambda x: vary(x, *self.partition.replicas), batch))
+            return function(
+                weights, jax.tree.map(lambda x: vary(x, *self.partition.replicas), batch)
+            )
 
         batch_specs = jax.tree.map(lambda x: sharding_of(self.batch_sharding, x.ndim).spec, batch)
         return jax.shard_map(
@@ -277,7 +284,7 @@ class Program:
         head = self.partition.use(sources[name], sink, self._splits[name])
         if self.partition.tensor:
             # The devices along `tensor` know the same tokens: each takes the loss of some.
-            head = jax.tree.map(self._spread, head)
+            head = jax.tree.map(self.partition.spread, head)
             hidden, targets, weights = map(self._own_tokens, (hidden, targets, weights))
 
         def loss(head: Any, hidden: Array, targets: Array, weights: Array) -> Array:
@@ -315,7 +322,7 @@ class Program:
     def _own_tokens(self, x: Array) -> Array:
         count = x.shape[1] // self.partition.size(self.partition.tensor)
         first = lax.axis_index("tensor") * count
-        return lax.dynamic_slice_in_dim(self._spread(x), first, count, 1)
+        return lax.dynamic_slice_in_dim(self.partition.spread(x), first, count, 1)
 
     # What the model leaves open.
 
@@ -342,12 +349,6 @@ class Program:
     def _tokens(self, function: Callable[..., Array]) -> Callable[..., Array]:
         return in_tiles(function, self.config.tile)
 
-    def _spread(self, x: Array) -> Array:
-        return vary(x, *self.partition.tensor)
-
-    def _join(self, x: Array) -> Array:
-        return lax.psum(x, self.partition.tensor) if self.partition.tensor else x
-
 
 def _check_tokens(config: TrainConfig, attention: Attention, tokens: int) -> None:
     """Raises where the first step would, but with a way out.
@@ -359,10 +360,14 @@ def _check_tokens(config: TrainConfig, attention: Attention, tokens: int) -> Non
     check_heads(degrees, config.model.heads, config.model.kv_heads)
     length = tokens // degrees.sequence
     if length % degrees.tensor:
+        shards = degrees.sequence * degrees.tensor
+        name, way_out = "seq_len", f"Use a multiple of {shards}."
+        if config.kind == "dit":
+            name = "The number of patches"
+            way_out = "Use another --size, --model.patch or --mesh.tensor."
         raise ValueError(
-            "seq_len must be divisible by sequence degree * tensor, whose devices share the loss; "
-            f"got seq_len={tokens}, sequence degree={degrees.sequence}, "
-            f"tensor={degrees.tensor}. Use a multiple of {degrees.sequence * degrees.tensor}."
+            f"{name} must be divisible by sequence degree * tensor, whose devices share the loss; "
+            f"got {tokens}, sequence degree={degrees.sequence}, tensor={degrees.tensor}. {way_out}"
         )
     rows = config.batch_size // (degrees.data * config.accumulation)
     check_tile(config.tile, rows * length)
