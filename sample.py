@@ -227,6 +227,7 @@ def sample_images(
     from startrail_jax.training.checkpoint import restore_weights
     from startrail_jax.training.diffusion import SAMPLERS
     from startrail_jax.training.drawing import Drawing, save_grid, to_pixels
+    from startrail_jax.training.memory import largest_tile
     from startrail_jax.training.run_folder import CHECKPOINTS_FOLDER
     from startrail_jax.training.step import Program
 
@@ -243,7 +244,7 @@ def sample_images(
         mesh=MeshConfig(data=degrees.data),
         zero=3 if config.zero == 3 else 0,
         zero_axes=SHARDED_AXES,
-        tile=None if config.tile is None else math.gcd(config.tile, share),
+        tile=None if config.tile is None else largest_tile(config.tile, share),
         accumulation=1,
         remat="none",
         offload=False,

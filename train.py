@@ -127,10 +127,7 @@ def _train(config: TrainConfig, devices: list[Any], agree: Callable[[bool], bool
     place_rows = partial(
         place, sharding=program.batch_sharding, batch_size=config.batch_size, rows=rows
     )
-    held_out = [
-        place_rows(batch)
-        for batch in validation_batches(data.held_out, count=config.validation_sequences, **reading)
-    ]
+    held_out = validation_batches(data.held_out, count=config.validation_sequences, **reading)
 
     with (
         open_run(config, writes=jax.process_index() == 0) as run_dir,
@@ -157,7 +154,7 @@ def _train(config: TrainConfig, devices: list[Any], agree: Callable[[bool], bool
         report.line(f"model: {num_weights / 1e6:,.2f} million parameters")
         if whole := program.partition.unsplit(state.weights):
             report.line(f"whole on every device, as ZeRO cannot split them: {', '.join(whole)}")
-        train_step = program.train_step.lower(state, held_out[0]).compile()
+        train_step = program.train_step.lower(state, program.batch_shapes).compile()
         report.line(f"memory of a device: {describe_memory(train_step.memory_analysis())}")
         peak = peak_flops(devices[0].device_kind)
         report.open(
@@ -194,7 +191,7 @@ def _train(config: TrainConfig, devices: list[Any], agree: Callable[[bool], bool
                 for batch in held_out:
                     if interrupted():
                         return float("nan")
-                    new = program.losses(state.result, batch)
+                    new = program.losses(state.result, place_rows(batch))
                     sums = [x + float(y) for x, y in zip(sums, new, strict=True)]
                 return sums[0] / sums[1]
 
@@ -265,7 +262,7 @@ def _train(config: TrainConfig, devices: list[Any], agree: Callable[[bool], bool
         report.line(f"validation loss {validation_loss:.4f} {data.loss_unit}")
 
     if isinstance(config, GPTTrainConfig) and config.sample_length:
-        prompt, text = continue_text(program, state.weights, data.corpus)
+        prompt, text = continue_text(program, state.result, data.corpus)
         report.line(f"--- held-out text\n{prompt}")
         report.line(f"--- continued by the model\n{text}")
     return Losses(losses, validation_loss)

@@ -7,7 +7,7 @@
         --mesh.team 2 --rows recipe --details
     python benchmarks/memory.py --arithmetic                  # compiles nothing
 
-Each row is a recipe of configs/gpt.py with its own settings, or with those changed that the row
+Each row is a recipe of configs/ with its own settings, or with those changed that the row
 names. Columns, in GiB of one device:
 
     state     weights, optimizer and batch: the program's arguments

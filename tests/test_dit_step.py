@@ -17,7 +17,7 @@ from startrail_jax.training.config import (
 )
 from startrail_jax.training.denoising import image_batch
 from startrail_jax.training.diffusion import estimates
-from startrail_jax.training.images import Example
+from startrail_jax.training.examples import Example
 from startrail_jax.training.step import Program
 
 STEPS = 30
@@ -128,25 +128,99 @@ def test_text_is_divided_among_the_devices_like_the_image():
     np.testing.assert_allclose(many[:, 0], one[:, 0], rtol=1e-4)
 
 
-def shown(step=0, *, training, **changes):
-    """A batch as the model is shown it, before it is on any device."""
-    program = make_program(st.Degrees(), **changes)
-    return program.objective.prepare(batch(program, step), training=training)
+@pytest.mark.parametrize("decay", [0.2, 0.9])
+def test_average_follows_its_equation_and_is_what_is_measured(decay):
+    """https://arxiv.org/abs/2006.11239, with a decay that rises: of few weights at first."""
+    program = make_program(st.Degrees(team=2), ema_decay=decay)
+    state = program.initialise()
+    expected = jax.device_get(state.weights)
+    for step in range(4):
+        state, _ = program.train_step(state, batch(program, step))
+        rate = min(decay, (1 + step) / (10 + step))
+        expected = jax.tree.map(
+            lambda mean, new, rate=rate: rate * mean + (1 - rate) * np.asarray(new),
+            expected,
+            state.weights,
+        )
+    assert state.result is state.average
+    for found, wanted in zip(*map(jax.tree.leaves, (state.average, expected)), strict=True):
+        np.testing.assert_allclose(found, wanted, atol=1e-6)
+
+
+def test_weights_are_used_alike_at_every_level_of_zero():
+    """In bfloat16, in which most of them travel from level 1 on; what makes conditions does not."""
+    config = dataclasses.replace(
+        WITH_TEXT, model=dataclasses.replace(WITH_TEXT.model, dtype="bfloat16")
+    )
+    # Past the zeros that adaLN-Zero begins with.
+    state, _ = make_program(st.Degrees(), config).train_step(
+        make_program(st.Degrees(), config).initialise(),
+        batch(make_program(st.Degrees(), config), 0),
+    )
+    weights = jax.device_get(state.weights)
+    results = []
+    for level in (0, 1, 3):
+        program = make_program(st.Degrees(ring=4), config, zero=level)
+        placed = jax.tree.map(
+            lambda x, to: jax.device_put(x, to.sharding), weights, program.state_shapes.weights
+        )
+        results.append(jax.device_get(jax.jit(program.gradients)(placed, batch(program, 0))))
+    for other in results[1:]:
+        for one, two in zip(*map(jax.tree.leaves, (results[0], other)), strict=True):
+            np.testing.assert_allclose(two, one, atol=1e-6 * abs(one).max())
+
+
+def shown(step=0, *, training, degrees=None, config=CONFIG, reverse=False, **changes):
+    """A batch as the model is shown it; `reverse` turns the order of its rows."""
+    program = make_program(degrees or st.Degrees(), config, **changes)
+    images = batch(program, step)
+    if reverse:
+        images = jax.tree.map(lambda x: x[::-1], images)
+    return program.objective.prepare(images, training=training)
+
+
+def noise_of(noisy, config=CONFIG):
+    _, noise = estimates("flow", noisy.patches, noisy.targets, noisy.times)
+    return np.asarray(noise)[:, : config.num_tokens]
 
 
 def test_noise_depends_on_the_number_of_the_example_alone():
-    first, again, later = shown(training=True), shown(training=True), shown(1, training=True)
-    np.testing.assert_array_equal(first.patches, again.patches)
+    first, later = shown(training=True), shown(1, training=True)
+    rows = np.concatenate([noise_of(first), noise_of(later)])
+    rows = rows.reshape(2 * CONFIG.batch_size, -1)
+    assert abs(np.corrcoef(rows) - np.eye(len(rows))).max() < 0.4
+    assert rows.std() == pytest.approx(1, abs=0.05)
     assert len({*first.times.tolist(), *later.times.tolist()}) == 2 * CONFIG.batch_size
+    # Of the place in the batch and of the mesh it does not, nor of padding.
+    other = shown(training=True, reverse=True, degrees=STARTRAIL, config=WITH_TEXT)
+    same = shown(training=True, config=WITH_TEXT)
+    assert other.patches.shape != same.patches.shape
+    np.testing.assert_array_equal(other.times[::-1], same.times)
+    found, wanted = (noise_of(x, WITH_TEXT) for x in (other, same))
+    np.testing.assert_allclose(found[::-1], wanted, atol=1e-4)
 
 
-def test_labels_are_dropped_in_training_alone():
-    never, often = DiffusionConfig(dropout=0.0), DiffusionConfig(dropout=0.9)
-    labels = shown(training=True, diffusion=never).labels
-    assert max(labels) < CONFIG.model.classes
-    np.testing.assert_array_equal(shown(training=False, diffusion=often).labels, labels)
-    dropped = [shown(step, training=True, diffusion=often).labels for step in range(10)]
-    assert np.mean(np.array(dropped) == CONFIG.model.classes) == pytest.approx(0.9, abs=0.15)
+def test_measuring_draws_other_noise_than_training():
+    measured, trained = shown(training=False), shown(training=True)
+    assert not set(measured.times.tolist()) & set(trained.times.tolist())
+    assert abs(noise_of(measured) - noise_of(trained)).max() > 1
+
+
+def test_labels_and_captions_are_dropped_together_and_in_training_alone():
+    never, often = DiffusionConfig(dropout=0.0), DiffusionConfig(dropout=0.8)
+    kept = shown(training=True, config=WITH_TEXT, diffusion=never)
+    classes, texts = WITH_TEXT.model.classes, kept.captions[2] >= 0
+    assert max(kept.labels) < classes
+    measured = shown(training=False, config=WITH_TEXT, diffusion=often)
+    np.testing.assert_array_equal(measured.labels, kept.labels)
+    np.testing.assert_array_equal(measured.captions[2] >= 0, texts)
+    dropped = []
+    for step in range(10):
+        noisy = shown(step, training=True, config=WITH_TEXT, diffusion=often)
+        missing = noisy.labels == classes
+        assert not (noisy.captions[2] >= 0)[missing].any()
+        dropped.append(missing)
+    assert np.mean(dropped) == pytest.approx(0.8, abs=0.2)
 
 
 @pytest.mark.parametrize("target", ["flow", "v", "eps"])

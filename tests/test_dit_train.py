@@ -59,6 +59,14 @@ def test_an_interrupted_run_goes_on_on_another_mesh(tmp_path, monkeypatch):
     np.testing.assert_allclose(second.validation, undisturbed.validation, rtol=1e-5)
 
 
+def test_average_is_neither_begun_nor_left_by_a_run_that_goes_on(tmp_path):
+    config = replace(dit_digits(), run_dir=tmp_path)
+    (tmp_path / "checkpoints" / "3").mkdir(parents=True)
+    save_config(config, tmp_path / "config.json")
+    with pytest.raises(ValueError, match=r"--ema-decay 0.995 there, None now"):
+        run(tmp_path, "--ema-decay None --allow-changes", steps=1)
+
+
 def npz(folder, **arrays):
     path = folder / "latents.npz"
     np.savez(path, **arrays)

@@ -244,6 +244,19 @@ def test_file_that_is_no_image_is_named_when_data_are_opened(folder, content):
         open_images(folder)
 
 
+def test_image_that_moves_is_refused(folder):
+    frames = [Image.new("L", (WIDTH, HEIGHT), shade) for shade in (0, 255)]
+    frames[0].save(folder / "moves.webp", save_all=True, append_images=frames[1:], lossless=True)
+    with pytest.raises(ValueError, match=r"must not move; got 2 frames in '.*moves.webp'"):
+        open_images(folder)
+
+
+def test_link_to_a_folder_that_is_found_already_is_refused(folder):
+    (folder / "loop").symlink_to(folder)
+    with pytest.raises(ValueError, match=r"must be reached in one way alone; got '.*loop'"):
+        open_images(folder)
+
+
 def test_damaged_pixels_are_named_when_they_are_read(folder):
     for path in folder.glob("*/*.png"):
         raw = path.read_bytes()

@@ -184,7 +184,8 @@ class DiffusionConfig:
     """Density of the times that it learns; "logit_normal" has more in the middle
     (https://arxiv.org/abs/2403.03206)."""
     dropout: float = 0.1
-    """Share of the examples that lose class and caption, so that samples can be guided."""
+    """Share of the examples that lose class and caption, where they have any, so that samples can
+    be guided."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.dropout < 1:
@@ -351,8 +352,8 @@ class TrainConfig:
     run_dir: Path
     """Folder of the run: checkpoints, metrics, config. A run that is found there goes on."""
     allow_changes: bool = False
-    """Whether a run that is found may go on with other data, optimizer, steps or rotary positions;
-    the rest of its model may never change."""
+    """Whether a run that is found may go on with other data, batches, loss, optimizer, steps or
+    rotary positions; the rest of its model may never change."""
     log_every: int = 50
     """Steps between reports; each gives the mean training loss since the last."""
     tensorboard: bool = True
@@ -375,6 +376,8 @@ class TrainConfig:
         ):
             _check_minimum(name, getattr(self, name), 1)
         _check_minimum("seed", self.seed, 0)
+        if self.seed >= 2**32:
+            raise ValueError(f"seed must be below 2**32; got seed={self.seed}. Use another.")
         for name in ("devices", "tile"):
             if getattr(self, name) is not None:
                 _check_minimum(name, getattr(self, name), 1)
@@ -389,7 +392,7 @@ class TrainConfig:
         if self.ema_decay is not None and not 0 < self.ema_decay < 1:
             raise ValueError(
                 f"ema_decay must be above 0 and below 1; got ema_decay={self.ema_decay}. "
-                "Use 0.999, or leave it out for no average."
+                "Use 0.999, or None for no average."
             )
         if self.offload and self.remat == "none":
             raise ValueError(

@@ -16,9 +16,12 @@ from models.hooks import Hooks
 from startrail_jax.layout import Layout
 from startrail_jax.training.config import DiTTrainConfig
 from startrail_jax.training.diffusion import draw_times, noised
+from startrail_jax.training.examples import Example
 from startrail_jax.training.flops import dit_flops_per_token
-from startrail_jax.training.images import Example
 from startrail_jax.training.patches import patchify
+
+# Of keys: initial weights take those of the seed and 0, 1, 2, ...
+TRAINING, MEASURING, DRAWING = range(2**31, 2**31 + 3)
 
 PADDING = -1
 """Segment of tokens that only fill up a device's share, and token of a caption where it ends."""
@@ -80,7 +83,7 @@ class Denoising:
 
     def prepare(self, batch: ImageBatch, *, training: bool) -> NoisyBatch:
         config, diffusion = self._config, self._config.diffusion
-        key = jax.random.fold_in(jax.random.key(config.seed), training)
+        key = jax.random.fold_in(jax.random.key(config.seed), TRAINING if training else MEASURING)
 
         def draw(number: Array) -> tuple[Array, Array, Array]:
             for_time, for_noise, for_dropout = jax.random.split(jax.random.fold_in(key, number), 3)

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float32, Int32, UInt8, UInt32
 from startrail_jax.compiler import compiler_options
 from startrail_jax.training.batches import sharding_of
 from startrail_jax.training.config import DiTConfig, DiTTrainConfig
-from startrail_jax.training.denoising import PADDING, Denoising, padded_caption
+from startrail_jax.training.denoising import DRAWING, PADDING, Denoising, padded_caption
 from startrail_jax.training.diffusion import Predict, Sampler, guided, sample
 from startrail_jax.training.patches import unpatchify
 from startrail_jax.training.step import Program
@@ -118,7 +118,8 @@ class Drawing:
         seed: UInt32[Array, ""],
     ) -> Float32[Array, "B T P"]:
         config = self._config
-        keys = jax.vmap(partial(jax.random.fold_in, jax.random.key(seed)))(numbers)
+        key = jax.random.fold_in(jax.random.key(seed), DRAWING)
+        keys = jax.vmap(partial(jax.random.fold_in, key))(numbers)
         # Of the image alone: padding depends on the mesh.
         shape = (config.num_tokens, config.patch_elements)
         noise = jax.vmap(lambda key: jax.random.normal(key, shape))(keys)

@@ -90,7 +90,7 @@ def find_files(path: Path, option: str) -> Files:
     with _reading(path):
         if not os.path.lexists(path):
             raise ValueError(f"{option} must exist; got {str(path)!r}. {_near(path)}")
-        keys = [path.name] if not path.is_dir() else sorted(_walk(path))
+        keys = [path.name] if not path.is_dir() else sorted(walk_files(path))
     if not keys:
         raise ValueError(
             f"{option} must hold files; got an empty folder, {str(path)!r} (files whose names "
@@ -159,12 +159,27 @@ def map_tokens(path: Path, bin_dtype: str) -> Integer[np.ndarray, " tokens"]:
     return tokens
 
 
-def _walk(folder: Path) -> Iterator[str]:
+def walk_files(folder: Path) -> Iterator[str]:
+    """Files of a folder and of those in it but for hidden ones, relative to it; links count.
+
+    Raises:
+        OSError: if a folder cannot be listed.
+        ValueError: if a link leads to a folder that is found already.
+    """
+
     def refuse(error: OSError) -> None:
         raise error
 
+    seen: dict[str, str] = {}
     # Without `onerror`, a folder that cannot be listed would be left out unseen.
     for root, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
+        place = os.path.realpath(root)
+        if place in seen:
+            raise ValueError(
+                f"A folder of data must be reached in one way alone; got {root!r}, which is "
+                f"{seen[place]!r}. Remove the link."
+            )
+        seen[place] = root
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in names:
             if not name.startswith("."):

@@ -50,11 +50,11 @@ def gpt_flops_per_token(config: GPTConfig, seq_len: int) -> float:
 
 
 def dit_flops_per_token(config: DiTTrainConfig) -> float:
-    """FLOPs that a token of an image needs for a training step: 3 * (2 N + 4 L W T).
+    """FLOPs of a training step for each token of an image: 3 * (2 N + 4 L W T).
 
     As of a GPT, but for attention to all T tokens of the image and of its caption, in L layers of
-    width W. What is computed once for an image, of its time and class, and the text stream, are
-    left out.
+    width W. The work for text, which goes through layers of the same sizes, counts as that of the
+    image beside it. What is computed once for an image, of its time and class, is left out.
 
     Args:
         config: model, and size of an image.
@@ -64,9 +64,9 @@ def dit_flops_per_token(config: DiTTrainConfig) -> float:
     """
     model = config.model
     layer = 4 * model.width**2 + 2 * model.width * model.mlp_width
-    weights = model.layers * layer + 2 * model.width * config.patch_elements
     tokens = config.num_tokens + model.caption_length
-    return 3.0 * (2 * weights + 4 * model.layers * model.width * tokens)
+    layers = model.layers * (2 * layer + 4 * model.width * tokens) * tokens / config.num_tokens
+    return 3.0 * (layers + 4 * model.width * config.patch_elements)
 
 
 def peak_flops(device_kind: str) -> float | None:

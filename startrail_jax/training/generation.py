@@ -266,7 +266,7 @@ class Generator:
         return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
     def _narrow(self, x: Array, split: Any) -> Array:
-        return x if split.vector else x.astype(self._config.dtype)
+        return x if split.exact else x.astype(self._config.dtype)
 
     # On global arrays.
 

@@ -6,7 +6,6 @@ asked for. Nothing is resized or cropped.
 
 from __future__ import annotations
 
-import os
 import struct
 import zlib
 from collections.abc import Callable
@@ -17,6 +16,7 @@ import numpy as np
 from jaxtyping import Float32
 
 from startrail_jax.training.examples import Source, Wanted, encode_caption
+from startrail_jax.training.files import walk_files
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 # Pillow's modes of 8 bits a channel, or fewer. It would cut off values of wider ones.
@@ -59,7 +59,7 @@ def open_folder(folder: Path, wanted: Wanted) -> Source:
     for path in files:
         _with_pillow(path, wanted, _check_image)
     others = [key for key in found if _suffix(key) not in (*SUFFIXES, ".txt")]
-    suffixes = ", ".join(sorted({_suffix(key) or key for key in others}))
+    suffixes = ", ".join(sorted({_suffix(key) or PurePosixPath(key).name for key in others})[:5])
     return Source(
         name=str(folder),
         latent=lambda number: _with_pillow(files[number], wanted, _pixels),
@@ -73,20 +73,13 @@ def open_folder(folder: Path, wanted: Wanted) -> Source:
 
 def _files_of_folder(folder: Path) -> list[str]:
     """Files of a folder and the folders in it but for hidden ones, sorted, relative to it."""
-
-    def refuse(error: OSError) -> None:
+    try:
+        return sorted(walk_files(folder))
+    except OSError as error:
         raise ValueError(
             f"{str(error.filename)!r} must be readable; got {type(error).__name__}: "
             f"{error.strerror}. Correct its permissions, or leave it out."
         ) from error
-
-    keys = []
-    # Without `onerror`, a folder that cannot be listed would be left out unseen.
-    for root, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        paths = [Path(root, name) for name in names if not name.startswith(".")]
-        keys += [path.relative_to(folder).as_posix() for path in paths]
-    return sorted(keys)
 
 
 def _suffix(key: str) -> str:
@@ -152,6 +145,11 @@ def _check_image(image: Any, path: Path, wanted: Wanted) -> None:
             f" width={found[1]} in {str(path)!r}. Resize or crop them before, or use "
             f"--size 1 {found[0]} {found[1]}."
         )
+    if getattr(image, "n_frames", 1) > 1:
+        raise ValueError(
+            f"Images must not move; got {image.n_frames} frames in {str(path)!r}. Save one, or "
+            "give an *.npz file of latents."
+        )
     if image.mode not in MODES:
         raise ValueError(
             f"Images must have 8 bits a channel; got the mode {image.mode!r} in {str(path)!r}. "
@@ -176,7 +174,7 @@ def _pixels(image: Any, path: Path, wanted: Wanted) -> Float32[np.ndarray, "1 H 
 def _caption_of_file(image: Path, caption_length: int) -> bytes:
     path = image.with_suffix(".txt")
     try:
-        text = path.read_bytes().decode().strip()
+        text = path.read_bytes().decode("utf-8-sig").strip()
     except OSError as error:
         raise ValueError(
             f"Every image must have its caption in a file beside it; got {type(error).__name__} "

@@ -148,6 +148,11 @@ def _open_digits(wanted: Wanted) -> Source:
 
 def _open_npz(path: Path, wanted: Wanted) -> Source:
     find_files(path, "data.path")  # Raises if it is missing.
+    if path.suffix != ".npz":
+        raise ValueError(
+            "data.path must be a folder of images, or a whole *.npz file of arrays without "
+            f"objects; got {str(path)!r}. Rename it, or convert it."
+        )
     needed = ["latents"]
     needed += ["labels"] * (wanted.classes > 0) + ["captions"] * (wanted.caption_length > 0)
     arrays = _load_npz(path, needed)

@@ -7,7 +7,6 @@ References:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -88,7 +87,7 @@ def in_tiles(function: Callable[..., Array], tile: int | None) -> Callable[..., 
         batch, length = arrays[0].shape[:2]
         if tile is None or tile >= batch * length:
             return function(*arrays)
-        size = math.gcd(tile, batch * length)
+        size = largest_tile(tile, batch * length)
         tiles = tuple(x.reshape(-1, 1, size, *x.shape[2:]) for x in arrays)
         out = lax.map(jax.checkpoint(lambda xs: function(*xs), prevent_cse=False), tiles)
         return out.reshape(batch, length, *out.shape[3:])
@@ -181,6 +180,11 @@ def _size(size: int) -> str:
     return f"{size / 2**30:.2f} GiB" if size >= 2**29 else f"{size / 2**20:.1f} MiB"
 
 
+def largest_tile(tile: int, tokens: int) -> int:
+    """The largest number up to `tile` that divides the tokens."""
+    return next(n for n in range(min(tile, tokens), 0, -1) if tokens % n == 0)
+
+
 def check_tile(tile: int | None, tokens: int) -> None:
     """Raises unless `tile` divides the tokens that a device treats.
 
@@ -188,9 +192,9 @@ def check_tile(tile: int | None, tokens: int) -> None:
         ValueError: if it does not.
     """
     if tile is not None and tile < tokens and tokens % tile:
-        best = max(n for n in range(1, tile + 1) if tokens % n == 0)
+        best = largest_tile(tile, tokens)
         raise ValueError(
-            "tile must divide the tokens that a device treats at a time, batch_size * seq_len / "
+            "tile must divide the tokens that a device treats at a time, those of a batch / "
             f"(accumulation * devices that share them); got tile={tile} for {tokens} tokens. "
             f"Use --tile {best}."
         )

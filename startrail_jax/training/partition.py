@@ -39,6 +39,10 @@ TENSOR_DIMS = {"query": 1, "key": 1, "value": 1, "out": 0, "gate": 1, "up": 1, "
 # Weights of all layers are stacked: their first dimension counts layers, and is never split.
 STACKED = "blocks"
 
+# Of a diffusion transformer, what makes its conditioning vector and what positions are added to:
+# small, and used in float32.
+FLOAT32 = {"time_in", "time_out", "classes", "bytes"}
+
 
 @dataclasses.dataclass(frozen=True)
 class Split:
@@ -48,8 +52,8 @@ class Split:
     """Dimension over `tensor`; None if the array is the same on all of it."""
     zero: int | None = None
     """Dimension over the axes of ZeRO; None if no dimension can be, or ZeRO is off."""
-    vector: bool = False
-    """Whether it is a vector, as a norm's scale: small, and used in float32."""
+    exact: bool = False
+    """Whether it is used in float32: a vector, as a norm's scale, or one of `FLOAT32`."""
     copied_heads: bool = False
     """Whether there are fewer key heads than `tensor` has devices: each takes its own when used."""
 
@@ -132,7 +136,7 @@ class Partition:
         return Split(
             tensor=None if copied else dim,
             zero=max(fits, key=lambda i: x.shape[i], default=None),
-            vector=len(x.shape) == stacked + 1,
+            exact=len(x.shape) == stacked + 1 or not FLOAT32.isdisjoint(names),
             copied_heads=copied,
         )
 
@@ -248,7 +252,7 @@ class Partition:
 
     def _collect(self, x: Array, split: Split) -> Array:
         """The whole of an array that lies split over ZeRO's axes, in the type of use."""
-        x = x if split.vector else x.astype(self.dtype)
+        x = x if split.exact else x.astype(self.dtype)
         if split.zero is None:
             return x
         return lax.all_gather(x, self.zero, axis=split.zero, tiled=True)

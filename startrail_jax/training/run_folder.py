@@ -165,7 +165,7 @@ def _check_same_run(config: TrainConfig) -> None:
     # Rotary positions have no weights, and a longer context asks for others.
     is_other_model = any(
         name.startswith("model.") and not name.startswith("model.rope.") for name in changed
-    )
+    ) or (there.ema_decay is None) != (config.ema_decay is None)
     if not changed or (config.allow_changes and not is_other_model):
         return
     lines = "\n".join(

@@ -363,7 +363,7 @@ def _check_tokens(config: TrainConfig, attention: Attention, tokens: int) -> Non
         shards = degrees.sequence * degrees.tensor
         name, way_out = "seq_len", f"Use a multiple of {shards}."
         if config.kind == "dit":
-            name = "The number of patches"
+            name = "The number of patches, filled up to a multiple of the sequence degree,"
             way_out = "Use another --size, --model.patch or --mesh.tensor."
         raise ValueError(
             f"{name} must be divisible by sequence degree * tensor, whose devices share the loss; "
