@@ -80,8 +80,8 @@ class DiT(nnx.Module):
             heads: attention heads, a divisor of `width`.
             mlp_width: hidden channels of the MLP.
             attention_fn: attention without a mask; called with `segment_ids` by keyword.
-            dtype: type of activations and matrix products. Norms, what the conditioning vector is
-                made of, modulations and the output are float32 in any case.
+            dtype: type of activations and matrix products. Norms, the conditioning vector, its
+                products and the output are float32 in any case.
             hooks: how the model runs, where it is not as written.
             rngs: source of the initial weights.
 
@@ -133,7 +133,7 @@ class DiT(nnx.Module):
             )
 
         self.blocks = make_blocks(rngs.split(layers))
-        self.modulation = _modulation(width, 2, dtype=dtype, rngs=rngs)
+        self.modulation = linear(width, (2, width), gain=0.0, dtype=jnp.float32, rngs=rngs)
         self.head = linear(
             width, patch_channels, gain=0.0, dtype=dtype, out_dtype=jnp.float32, rngs=rngs
         )
@@ -302,7 +302,8 @@ class Stream(nnx.Module):
     ) -> None:
         self.hooks = hooks
         head_dim = width // heads
-        self.modulation = _modulation(width, 6, dtype=dtype, rngs=rngs)
+        # Of one vector for each row: products in float32 cost nothing.
+        self.modulation = linear(width, (6, width), gain=0.0, dtype=jnp.float32, rngs=rngs)
         self.query = linear(width, (heads, head_dim), dtype=dtype, rngs=rngs)
         self.key = linear(width, (heads, head_dim), dtype=dtype, rngs=rngs)
         self.value = linear(width, (heads, head_dim), dtype=dtype, rngs=rngs)
@@ -337,11 +338,6 @@ class Stream(nnx.Module):
         x = _add_gated(prepared.x, attention_gate, join(self.out(attended)))
         # Tiles may hold tokens of several rows: what is of a row stays outside.
         return _add_gated(x, mlp_gate, tokens(feed_forward)(modulate(x, shift, scale)))
-
-
-def _modulation(width: int, count: int, *, dtype: Any, rngs: nnx.Rngs) -> nnx.LinearGeneral:
-    """Projects the conditioning vector to `count` modulations, of which each begins as 0."""
-    return linear(width, (count, width), gain=0.0, dtype=dtype, out_dtype=jnp.float32, rngs=rngs)
 
 
 def modulate(

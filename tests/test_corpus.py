@@ -513,7 +513,7 @@ def test_pipe_raises(tmp_path, name):
 def test_loop_of_links_raises(tmp_path):
     write(tmp_path, a_txt=b"text")
     (tmp_path / "loop").symlink_to(tmp_path)
-    with pytest.raises(ValueError, match=r"loop' must be readable; got OSError: Too many levels"):
+    with pytest.raises(ValueError, match=r"must be reached in one way alone; got '.*loop'"):
         open_corpus(tmp_path)
 
 

@@ -18,7 +18,7 @@ from startrail_jax.training.config import (
     DiTTrainConfig,
     OptimizerConfig,
 )
-from startrail_jax.training.denoising import PADDING, Denoising
+from startrail_jax.training.denoising import DRAWING, PADDING, Denoising
 from startrail_jax.training.drawing import Drawing, image_grid, save_grid, to_pixels
 from startrail_jax.training.patches import patchify, unpatchify
 from startrail_jax.training.step import Program
@@ -91,7 +91,8 @@ def draw(drawing, weights, labels=LABELS, captions=CAPTIONS, seed=SEED):
 def expected_noise(config, count, seed=SEED):
     """What images start from, in the shape of images."""
     shape = (config.num_tokens, config.patch_elements)
-    keys = [jax.random.fold_in(jax.random.key(seed), number) for number in range(count)]
+    key = jax.random.fold_in(jax.random.key(seed), DRAWING)
+    keys = [jax.random.fold_in(key, number) for number in range(count)]
     noise = np.stack([jax.random.normal(key, shape) for key in keys])
     return unpatchify(noise, config.size, config.model.patch, config.model.channels)
 

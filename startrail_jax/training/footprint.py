@@ -28,9 +28,8 @@ from startrail_jax.training.config import (
 
 GIB = 2**30
 
-# As models/dit.py and partition.py have them, which import jax.
+# As models/dit.py has them, which imports jax.
 TIME_CHANNELS, BYTES = 256, 256
-FLOAT32 = {"time_in", "time_out", "classes", "bytes"}
 
 _FLOAT32 = 4
 _WIDTHS = {"float32": 4, "bfloat16": 2}
@@ -280,7 +279,8 @@ class _Step:
         """Weights in the type of use, and float32 gradients that are not yet summed and split."""
         level = self.config.zero
         if level in (1, 2):
-            yield Part(name="weights, as used", size=self.bytes_of_use())
+            whole = self.total(self.weights, split=False)
+            yield Part(name="weights, as used", size=self.width * whole)
         # A layer's are collected while the one before computes, and summed while the next does.
         else:
             used = self.width * self.layer * (2 if level else 1)
@@ -291,14 +291,6 @@ class _Step:
             for name, phase in self.ends().items():
                 size = _FLOAT32 * self.outputs() * self.model.width
                 yield Part(name=f"gradient of {name}, whole", size=size, exact=False, phase=phase)
-
-    def bytes_of_use(self) -> int:
-        """Of all weights, whole over ZeRO's axes, in the type of use."""
-        return sum(
-            self.elements(weight, split=False)
-            * (_FLOAT32 if weight.name in FLOAT32 else self.width)
-            for weight in self.weights
-        )
 
     def ends(self) -> dict[str, str]:
         """Large weights outside of layers, and the phase in which each gets its gradient."""

@@ -39,10 +39,6 @@ TENSOR_DIMS = {"query": 1, "key": 1, "value": 1, "out": 0, "gate": 1, "up": 1, "
 # Weights of all layers are stacked: their first dimension counts layers, and is never split.
 STACKED = "blocks"
 
-# Of a diffusion transformer, what makes its conditioning vector and what positions are added to:
-# small, and used in float32.
-FLOAT32 = {"time_in", "time_out", "classes", "bytes"}
-
 
 @dataclasses.dataclass(frozen=True)
 class Split:
@@ -52,8 +48,8 @@ class Split:
     """Dimension over `tensor`; None if the array is the same on all of it."""
     zero: int | None = None
     """Dimension over the axes of ZeRO; None if no dimension can be, or ZeRO is off."""
-    exact: bool = False
-    """Whether it is used in float32: a vector, as a norm's scale, or one of `FLOAT32`."""
+    vector: bool = False
+    """Whether it is a vector, as a norm's scale: small, and used in float32."""
     copied_heads: bool = False
     """Whether there are fewer key heads than `tensor` has devices: each takes its own when used."""
 
@@ -136,7 +132,7 @@ class Partition:
         return Split(
             tensor=None if copied else dim,
             zero=max(fits, key=lambda i: x.shape[i], default=None),
-            exact=len(x.shape) == stacked + 1 or not FLOAT32.isdisjoint(names),
+            vector=len(x.shape) == stacked + 1,
             copied_heads=copied,
         )
 
@@ -212,7 +208,8 @@ class Partition:
     def use(self, sources: Any, sinks: Any, splits: Any) -> Any:
         """The whole weights; their gradients go to the sinks.
 
-        In float32, so that gradients are, though what was collected has the values of `dtype`.
+        In float32, so that gradients are, with the values of `dtype`: at level 0, where nothing
+        travels, too, for products in float32 that a model may have.
         """
 
         def one(source: Array, split: Split, sink: Array) -> Array:
@@ -252,7 +249,7 @@ class Partition:
 
     def _collect(self, x: Array, split: Split) -> Array:
         """The whole of an array that lies split over ZeRO's axes, in the type of use."""
-        x = x if split.exact else x.astype(self.dtype)
+        x = x if split.vector else x.astype(self.dtype)
         if split.zero is None:
             return x
         return lax.all_gather(x, self.zero, axis=split.zero, tiled=True)
@@ -293,6 +290,9 @@ def _is_split(x: Any) -> bool:
 def _weight(partition: Partition, split: Split, source: Array, sink: Array) -> Array:
     """A weight as it is used; its gradient is that of the sink, whose value is never read."""
     whole = partition._collect(source, split) if partition.level == 3 else source
+    if partition.level == 0 and not split.vector:
+        kept = jnp.finfo(partition.dtype)
+        whole = lax.reduce_precision(whole, kept.nexp, kept.nmant)
     return vary(whole, *partition.replicas).astype(jnp.float32)
 
 
