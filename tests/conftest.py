@@ -57,6 +57,14 @@ def forget_programs():
     gc.collect()
 
 
+@pytest.fixture(scope="module")
+def compile_fast():
+    """Half the time to compile; what is compared is compiled alike."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 @pytest.fixture
 def unchecked():
     """Without the type checker, as users run: shows the error that they get for a wrong type."""

@@ -25,12 +25,7 @@ SIZES = {
 TEXT_SIZES = SIZES | {"caption_length": TEXT}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def compile_fast():
-    """Half the time to compile; what is compared is compiled alike."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("compile_fast")
 
 
 def dense_attention(query, key, value, *, segment_ids=None):

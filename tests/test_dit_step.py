@@ -38,12 +38,7 @@ WITH_TEXT = dataclasses.replace(
 )
 
 
-@pytest.fixture(autouse=True, scope="module")
-def compile_fast():
-    """Half the time to compile; what is compared is compiled alike."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("compile_fast")
 
 
 def make_program(degrees, config=CONFIG, **changes):

@@ -4,7 +4,6 @@ import os
 import signal
 from dataclasses import replace
 
-import jax
 import numpy as np
 import pytest
 import tyro
@@ -22,11 +21,7 @@ TINY = (
 )
 
 
-@pytest.fixture(autouse=True, scope="module")
-def compile_fast():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("compile_fast")
 
 
 def run(folder, flags="", *, steps):

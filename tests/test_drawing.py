@@ -49,12 +49,7 @@ CAPTIONS = [b"two", b"", b"two", b"three", b"none"]
 SEED = 2**32 - 1
 
 
-@pytest.fixture(autouse=True, scope="module")
-def compile_fast():
-    """Half the time to compile; what is compared is compiled alike."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("compile_fast")
 
 
 @functools.cache

@@ -28,11 +28,7 @@ TINY = (
 )
 
 
-@pytest.fixture(autouse=True, scope="module")
-def compile_fast():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("compile_fast")
 
 
 def parse(flags):
