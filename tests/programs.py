@@ -1,11 +1,14 @@
-"""Small training programs, lowered from shapes alone: for what is read from compiled programs."""
+"""Small training programs: lowered from shapes alone, for what is read from them, or interrupted."""
 
 import dataclasses
+import os
+import signal
 from pathlib import Path
 
 import jax
 
 import startrail_jax as st
+from startrail_jax.training import metrics
 from startrail_jax.training.config import GPTConfig, GPTTrainConfig, OptimizerConfig
 from startrail_jax.training.step import Program
 
@@ -45,3 +48,15 @@ def compile_gradients(program):
     gradients = jax.jit(program.gradients)
     lowered = gradients.lower(program.state_shapes.weights, program.batch_shapes)
     return lowered.compile(options(program))
+
+
+def interrupt_after(monkeypatch, step):
+    """Has SIGTERM come while a step is reported."""
+    advance = metrics.Reporter.advance
+
+    def signalling(self, at, measured=None):
+        if at == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        advance(self, at, measured)
+
+    monkeypatch.setattr(metrics.Reporter, "advance", signalling)

@@ -1,7 +1,5 @@
 """The training program with diffusion transformers: going on after a stop, and what it refuses."""
 
-import os
-import signal
 from dataclasses import replace
 
 import numpy as np
@@ -11,6 +9,7 @@ from PIL import Image
 
 import train
 from configs.dit import dit_1b, dit_digits
+from programs import interrupt_after
 from startrail_jax.training import metrics
 from startrail_jax.training.config import DiTTrainConfig
 from startrail_jax.training.run_folder import save_config
@@ -27,18 +26,6 @@ pytestmark = pytest.mark.usefixtures("compile_fast")
 def run(folder, flags="", *, steps):
     flags = f"{TINY} --steps {steps} --run-dir {folder} {flags}"
     return train.train(tyro.cli(DiTTrainConfig, default=dit_digits(), args=flags.split()))
-
-
-def interrupt_after(monkeypatch, step):
-    """Has SIGTERM come while a step is reported."""
-    advance = metrics.Reporter.advance
-
-    def signalling(self, at, measured=None):
-        if at == step:
-            os.kill(os.getpid(), signal.SIGTERM)
-        advance(self, at, measured)
-
-    monkeypatch.setattr(metrics.Reporter, "advance", signalling)
 
 
 def test_an_interrupted_run_goes_on_on_another_mesh(tmp_path, monkeypatch):

@@ -1,9 +1,7 @@
 """The training program: its flags, what it refuses, and going on after a stop."""
 
 import json
-import os
 import shutil
-import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,7 +14,7 @@ import tyro
 
 import train
 from configs.gpt import RECIPES, gpt_tiny
-from startrail_jax.training import metrics
+from programs import interrupt_after
 from startrail_jax.training.config import GPTTrainConfig, MeshConfig
 from startrail_jax.training.devices import select_devices
 
@@ -37,18 +35,6 @@ def parse(flags):
 
 def run(folder, flags="", *, steps):
     return train.train(parse(f"{TINY} --steps {steps} --run-dir {folder} {flags}"))
-
-
-def interrupt_after(monkeypatch, step):
-    """Has SIGTERM come while a step is reported."""
-    advance = metrics.Reporter.advance
-
-    def signalling(self, at, measured=None):
-        if at == step:
-            os.kill(os.getpid(), signal.SIGTERM)
-        advance(self, at, measured)
-
-    monkeypatch.setattr(metrics.Reporter, "advance", signalling)
 
 
 def test_an_interrupted_run_goes_on_as_if_nothing_had_been(tmp_path, monkeypatch):
