@@ -1,4 +1,4 @@
-"""Small training programs: lowered from shapes alone, for what is read from them, or interrupted."""
+"""Small training programs: lowered from shapes alone, to be read; and how a run is interrupted."""
 
 import dataclasses
 import os
