@@ -15,9 +15,12 @@ fits one. Text comes on standard output as it is made, images as a file, the res
 from __future__ import annotations
 
 import dataclasses
+import io
 import math
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
@@ -325,6 +328,11 @@ def _read_prompt(options: TextOptions) -> str:
     if options.prompt is not None:
         return options.prompt
     file = options.prompt_file
+    if file is None and sys.stdin is None:
+        raise ValueError(
+            "There must be a prompt; got none, and a standard input that is closed. Give --prompt "
+            "or --prompt-file."
+        )
     try:
         raw = sys.stdin.buffer.read() if file is None else file.read_bytes()
         return raw.decode()
@@ -386,8 +394,8 @@ def _check_at_least_1(name: str, value: int) -> None:
         )
 
 
-Sampler = Callable[[Path, Any, Any, list[Any], Any], None]
-SAMPLERS: dict[str, tuple[type[Any], Sampler]] = {
+Draw = Callable[[Path, Any, Any, list[Any], Any], None]
+DRAWS: dict[str, tuple[type[Any], Draw]] = {
     "gpt": (TextOptions, sample_text),
     "dit": (ImageOptions, sample_images),
 }
@@ -434,7 +442,7 @@ def read_command_line(arguments: list[str]) -> tuple[Path, TrainConfig, Command[
             f"{str(run_dir)!r}, {what}. Use the --run-dir of train.py."
         )
     config = load_config(TrainConfig, path)
-    kind, _ = SAMPLERS[config.kind]
+    kind, _ = DRAWS[config.kind]
     try:
         command = tyro.cli(
             Command[kind],
@@ -452,19 +460,52 @@ def sample(arguments: list[str]) -> None:
     """Draws from a run, as a command line says."""
     run_dir, config, command = read_command_line(arguments)
     from startrail_jax.training.degrees import describe_degrees
-    from startrail_jax.training.watch import watch
+    from startrail_jax.training.devices import require_divisible
+    from startrail_jax.training.watch import flags_of, watch
 
     options, distributed = command.options, command.distributed
+    if options.devices != config.devices:
+        require_divisible(options.devices, distributed.known_processes)
     start(distributed)
     devices, degrees = _devices_and_degrees(options, config, distributed.known_processes)
-    with watch(distributed):
+    flags = flags_of(options, but=("prompt_file", "tokenizer", "out"))
+    with watch(distributed, {"kind": f"a run of kind {config.kind}", **flags}):
         _note(f"devices: {len(devices)} x {devices[0].device_kind}")
         _note(f"mesh: {describe_degrees(options.mesh, degrees)}")
-        SAMPLERS[config.kind][1](run_dir, config, options, devices, degrees)
+        DRAWS[config.kind][1](run_dir, config, options, devices, degrees)
+
+
+@contextmanager
+def end_at_ctrl_c() -> Iterator[None]:
+    """Ends the program at Ctrl-C without a traceback, with status 130."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        with suppress(OSError):
+            print(file=sys.stderr)
+        sys.exit(130)
+
+
+@contextmanager
+def end_with_reader() -> Iterator[None]:
+    """Ends the program with status 0 when who reads its output has enough, as `head`."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # What a model writes may be any character, and the output of few.
+        sys.stdout.reconfigure(errors="replace")
+    try:
+        yield
+    except BrokenPipeError:
+        # Python writes what is left when it ends, which would fail again.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                os.dup2(nowhere, stream.fileno())
+        sys.exit(0)
 
 
 if __name__ == "__main__":
     from startrail_jax.training.errors import exit_on_own_errors
 
-    with exit_on_own_errors():
+    # Outermost, so that one of several processes ends with the others.
+    with end_at_ctrl_c(), exit_on_own_errors(), end_with_reader():
         sample(sys.argv[1:])

@@ -33,6 +33,12 @@ from startrail_jax.training.distributed import Distributed, start
 
 Config = TypeVar("Config", bound=TrainConfig)
 
+# Settings that may differ among the processes of a run.
+OF_ONE_MACHINE = (
+    *("data.path", "data.tokenizer", "data.validation_path"),
+    *("run_dir", "allow_changes"),
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Command(Generic[Config]):
@@ -69,13 +75,15 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
         RuntimeError: if another program trains in the run folder, or processes do not meet.
     """
     # Not at the top of the file: `--help` and a mistyped flag need none of this.
-    from startrail_jax.training.devices import select_devices
-    from startrail_jax.training.watch import watch
+    from startrail_jax.training.devices import require_divisible, select_devices
+    from startrail_jax.training.watch import flags_of, watch
 
     distributed = distributed or Distributed()
+    require_divisible(config.devices, distributed.known_processes)
     start(distributed)
     devices = select_devices(config.devices, processes=distributed.known_processes)
-    with watch(distributed) as agree:
+    flags = {"kind": f"a config of kind {config.kind}", **flags_of(config, but=OF_ONE_MACHINE)}
+    with watch(distributed, flags) as agree:
         return _train(config, devices, agree)
 
 
@@ -131,8 +139,8 @@ def _train(config: TrainConfig, devices: list[Any], agree: Callable[[bool], bool
 
     with (
         open_run(config, writes=jax.process_index() == 0) as run_dir,
-        Checkpoints(run_dir / CHECKPOINTS_FOLDER, keep=config.checkpoint.keep) as checkpoints,
         interruption(agree) as interrupted,
+        Checkpoints(run_dir / CHECKPOINTS_FOLDER, keep=config.checkpoint.keep) as checkpoints,
         closing(batches),
         ExitStack() as trace,
     ):
@@ -154,7 +162,7 @@ def _train(config: TrainConfig, devices: list[Any], agree: Callable[[bool], bool
         report.line(f"model: {num_weights / 1e6:,.2f} million parameters")
         if whole := program.partition.unsplit(state.weights):
             report.line(f"whole on every device, as ZeRO cannot split them: {', '.join(whole)}")
-        train_step = program.train_step.lower(state, program.batch_shapes).compile()
+        train_step = program.train_step.lower(state, place_rows(held_out[0])).compile()
         report.line(f"memory of a device: {describe_memory(train_step.memory_analysis())}")
         peak = peak_flops(devices[0].device_kind)
         report.open(
@@ -260,11 +268,12 @@ def _train(config: TrainConfig, devices: list[Any], agree: Callable[[bool], bool
             if interrupted():
                 return Losses(losses, None)
         report.line(f"validation loss {validation_loss:.4f} {data.loss_unit}")
-
-    if isinstance(config, GPTTrainConfig) and config.sample_length:
-        prompt, text = continue_text(program, state.result, data.corpus)
-        report.line(f"--- held-out text\n{prompt}")
-        report.line(f"--- continued by the model\n{text}")
+        if isinstance(config, GPTTrainConfig) and config.sample_length:
+            prompt, text = continue_text(
+                program, state.result, data.corpus, interrupted=interrupted
+            )
+            report.line(f"--- held-out text\n{prompt}")
+            report.line(f"--- continued by the model\n{text}")
     return Losses(losses, validation_loss)
 
 

@@ -463,7 +463,7 @@ class Attention:
             The cache, sharded as it was.
 
         Raises:
-            ValueError: if shapes, dtypes or shardings do not fit.
+            ValueError: if shapes or shardings do not fit.
         """
         cache, new, positions = (jnp.asarray(x) for x in (cache, new, positions))
         check_update(cache, new, positions, layout=self.layout, slots=cache.shape[1])
@@ -486,7 +486,8 @@ class Attention:
             layer: which layer's slots to write.
 
         Raises:
-            ValueError: if shapes or dtypes do not fit.
+            ValueError: if shapes do not fit, or positions are not int32; `new` is cast to the
+                dtype of the cache.
         """
         check_update(
             cache,

@@ -187,6 +187,11 @@ def check_decode(
             "query, key_cache and value_cache must have one dtype; got "
             f"{', '.join(dtypes)}. Cast the query."
         )
+    if not jnp.issubdtype(query.dtype, jnp.floating):
+        raise ValueError(
+            f"query, key_cache and value_cache must be of a float dtype; got {dtypes[0]}. Cast "
+            "them, to bfloat16 or float32."
+        )
     _check_positions(positions, query.shape[:2])
     layout.check_length(slots, "slots")
 
@@ -201,7 +206,7 @@ def check_update(
         layers: whether the cache is that of all layers.
 
     Raises:
-        ValueError: if shapes do not fit.
+        ValueError: if shapes do not fit, or positions are not int32.
     """
     shape = cache.shape[layers:]
     if not (

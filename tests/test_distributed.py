@@ -8,6 +8,8 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +20,7 @@ from jax.experimental import multihost_utils
 
 import train
 from benchmarks import failures
-from startrail_jax.training import errors
+from startrail_jax.training import distributed, errors
 from startrail_jax.training.checkpoint import CheckpointError, Checkpoints
 from startrail_jax.training.devices import select_devices
 from startrail_jax.training.distributed import Distributed, start
@@ -90,6 +92,74 @@ def test_start_where_it_cannot_be_raises():
     jax.devices()
     with pytest.raises(RuntimeError, match=r"Process 0 must be able to join.*must be called befor"):
         start(given(coordinator=f"localhost:{failures.free_port()}", processes=1, index=0))
+
+
+def meeting(port, **changes):
+    options = given(coordinator=f"localhost:{port}", start_timeout=20.0, **changes)
+    results = []
+
+    def meet():
+        try:
+            results.append(distributed._meet(options, time.monotonic() + options.start_timeout))
+        except RuntimeError as error:
+            results.append(str(error))
+
+    thread = threading.Thread(target=meet, daemon=True)
+    thread.start()
+    return thread, results
+
+
+def connect(port):
+    deadline = time.monotonic() + 20
+    while True:
+        try:
+            return socket.create_connection(("localhost", port))
+        except ConnectionRefusedError:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def greet(port, **greeting):
+    connection = connect(port)
+    connection.sendall(json.dumps(greeting).encode() + b"\n")
+    return connection
+
+
+def test_processes_meet_at_a_port_of_their_own():
+    port = failures.free_port()
+    leader, address = meeting(port, index=0, processes=4)
+    strangers = [connect(port) for _ in range(3)]
+    strangers[0].sendall(b"[" * 1000 + b"\n")
+    strangers[1].sendall(b"GET / HTTP/1.1\r\n\r\n")
+    greet(port, index=1, processes=4).close()  # It is started again.
+    time.sleep(0.2)
+    one = greet(port, index=1, processes=4)
+    time.sleep(0.2)
+    for changes, message in (
+        ({"processes": 4}, r"index must be another in every process; got index=1 in two\. Number"),
+        ({"processes": 3}, r"processes must be the same in all; got 3 in process 1, and 4 in pro"),
+    ):
+        thread, results = meeting(port, index=1, **changes)
+        thread.join(20)
+        assert re.match(rf"distributed\.{message}", *results)
+    others = [meeting(port, index=index, processes=4) for index in (3, 2)]
+    for thread, _ in (*others, (leader, None)):
+        thread.join(20)
+        assert not thread.is_alive()
+    assert [results for _, results in others] == [address, address]
+    assert address[0] == f"localhost:{json.loads(one.recv(100))['port']}" != f"localhost:{port}"
+    # A run of its own may meet there now, and a stray process finds nobody.
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("localhost", port))
+    for connection in (one, *strangers):
+        connection.close()
+
+
+def test_wrong_host_is_not_waited_for_long(monkeypatch):
+    monkeypatch.setattr(distributed, "UNKNOWN_HOST_SECONDS", 0.0)
+    for host in ("no.such.host.invalid", "a" * 70):
+        with pytest.raises(RuntimeError, match=rf"Process 0 must wait at .* from {host}:7777 for"):
+            distributed._meet(given(coordinator=f"{host}:7777"), time.monotonic() + 300)
 
 
 STARTING = """
@@ -179,9 +249,13 @@ def test_select_devices_takes_as_many_of_each_process(monkeypatch):
     assert len(select_devices(None)) == 8
     with pytest.raises(ValueError, match=r"devices=3, processes=2\. Use --devices 4"):
         select_devices(3)
-    fake_devices(monkeypatch, 6, 2)
-    with pytest.raises(ValueError, match=r"have 3 of 6 devices; got 2 for pro.* 1\. .*devices 4"):
-        select_devices(6)
+    fake_devices(monkeypatch, 2, 3, 2)
+    with pytest.raises(ValueError, match=r"must see as many devices; got 2 and 3 and 2 in .* 2\."):
+        select_devices(3)
+    # Before the processes meet.
+    monkeypatch.setattr(jax, "devices", None)
+    with pytest.raises(ValueError, match=r"devices=3, processes=2\. Use --devices 4"):
+        select_devices(3, processes=2)
 
 
 # Errors.
@@ -202,6 +276,12 @@ def test_one_of_several_ends_without_waiting_for_the_others(monkeypatch):
         raise own_error()
     assert said == [describe(own_error())]
     assert said[0].startswith("ValueError: distributed.index must be")
+    with pytest.raises(KeyboardInterrupt), exit_on_own_errors():
+        raise KeyboardInterrupt
+    assert said[1:] == ["KeyboardInterrupt"]
+    with pytest.raises(SystemExit), exit_on_own_errors():
+        sys.exit(2)
+    assert len(said) == 2
 
 
 def test_describe_keeps_the_traceback_of_a_library():
@@ -293,7 +373,8 @@ def test_any_number_of_processes_trains_alike_and_goes_on_with_the_run_of_anothe
         assert ("--- continued by the model" in first) == (count == 2)
         for output in others:
             lines = output.splitlines()
-            assert [line for line in lines if not line.startswith("[Gloo]")] == []
+            # Threads of Gloo write at the same time.
+            assert [line for line in lines if "[Gloo]" not in line and "peer ran" not in line] == []
         np.testing.assert_allclose(losses(run_dir), expected, rtol=1e-5)
 
 

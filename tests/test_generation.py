@@ -24,12 +24,7 @@ NUM_TOKENS = 7
 SAMPLING = Sampling(temperature=0.8, top_k=20, top_p=0.9, seed=3)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def compile_fast():
-    """Half the time to compile; what is compared is compiled alike."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("compile_fast")
 
 
 @pytest.fixture
@@ -257,8 +252,10 @@ def test_draws_have_the_probabilities_that_are_asked_for(sampling):
 def test_temperature_near_zero_takes_the_likeliest():
     logits = jnp.asarray([1.0, 3.0, 2.0, 3.0])
     assert choose_token(logits, Sampling(temperature=0.0), jax.random.key(0)) == 1
-    cold = Sampling(temperature=1e-30, top_p=0.5)
-    assert choose_token(logits, cold, jax.random.key(0)) == 1
+    for temperature in (1e-30, 1e-31, 1e-38, 1e-46):
+        cold = Sampling(temperature=temperature, top_p=0.5)
+        assert choose_token(logits, cold, jax.random.key(0)) == 1
+        assert kept_tokens(logits, cold).tolist() == [False, True, False, False]
 
 
 # Errors ----------------------------------------------------------------------------------------
@@ -273,7 +270,8 @@ def test_temperature_near_zero_takes_the_likeliest():
         ({"top_k": 0}, r"top_k must be at least 1; got top_k=0. Leave it out"),
         ({"top_p": 0.0}, r"top_p must be above 0 and at most 1; got top_p=0.0"),
         ({"top_p": 1.1}, r"top_p must be above 0 and at most 1; got top_p=1.1"),
-        ({"seed": -1}, r"seed must be at least 0; got seed=-1"),
+        ({"seed": -1}, r"seed must be at least 0 and below 2\*\*32; got seed=-1"),
+        ({"seed": 2**32}, r"seed must be at least 0 and below 2\*\*32; got seed=4294967296"),
     ],
 )
 def test_sampling_out_of_range_raises(options, message):
@@ -298,3 +296,10 @@ def test_prompts_that_the_model_does_not_know_raise(prompt, message):
 def test_mesh_that_does_not_divide_the_model_raises():
     with pytest.raises(ValueError, match=r"heads must be divisible by head \* tensor; got heads=8"):
         make_generator(st.Degrees(head=3))
+
+
+def test_decode_of_integers_raises():
+    attention = st.Attention(st.make_mesh(st.Degrees(), "auto", jax.devices()[:1]), causal=True)
+    query, cache = np.zeros((1, 1, 2, 4), np.int32), np.zeros((1, 8, 2, 4), np.int32)
+    with pytest.raises(ValueError, match=r"must be of a float dtype; got int32. Cast"):
+        attention.decode(query, cache, cache, np.zeros((1, 1), np.int32))

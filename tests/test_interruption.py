@@ -2,9 +2,14 @@
 
 import os
 import signal
+from dataclasses import replace
 
 import pytest
 
+import train
+from configs.gpt import gpt_tiny
+from startrail_jax.training import sampling
+from startrail_jax.training.config import GPTConfig
 from startrail_jax.training.interruption import SIGNALS, interruption
 
 
@@ -43,3 +48,23 @@ def test_second_signal_from_the_keyboard_interrupts_at_once(own_handler, first):
         insist()
     os.kill(os.getpid(), signal.SIGINT)
     assert own_handler == [signal.SIGINT]
+
+
+@pytest.mark.usefixtures("compile_fast")
+def test_signal_during_the_final_sample_ends_a_whole_run(own_handler, tmp_path, monkeypatch):
+    """Which is saved, and so a success."""
+
+    def sample(*arguments, interrupted):
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert interrupted()
+        return "", ""
+
+    monkeypatch.setattr(sampling, "continue_text", sample)
+    model = GPTConfig(width=16, layers=1, heads=2, kv_heads=1, head_dim=4, mlp_width=16)
+    config = replace(gpt_tiny(), model=model, devices=1, seq_len=16, batch_size=1, steps=1,
+                     validation_sequences=1, sample_length=4, tensorboard=False,
+                     run_dir=tmp_path)  # fmt: skip
+    losses = train.train(config)
+    assert len(losses.train) == 1
+    assert losses.validation is not None
+    assert own_handler == []

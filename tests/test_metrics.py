@@ -3,6 +3,8 @@
 import io
 import json
 import re
+import subprocess
+import sys
 import time
 from types import SimpleNamespace
 
@@ -188,7 +190,7 @@ def test_terminal_shows_a_bar_that_begins_at_the_resumed_step(tmp_path, clock, m
     terminal = io.StringIO()
     monkeypatch.setattr(
         metrics,
-        "Console",
+        "_Console",
         lambda **options: Console(file=terminal, force_terminal=True, width=100, **options),
     )
     reporter = Reporter(steps=9, tokens_per_step=64)
@@ -201,3 +203,35 @@ def test_terminal_shows_a_bar_that_begins_at_the_resumed_step(tmp_path, clock, m
     assert "4/9 compiling" in shown
     assert "6/9 train loss 0.5000" in shown
     assert "step 5/9  train loss 0.5000" in shown
+
+
+def test_run_goes_on_when_nobody_reads_its_lines(tmp_path):
+    """As under `python train.py 2>&1 | tee log`, which ends at the Ctrl-C that asks for a save."""
+    script = f"""
+import os, signal
+from pathlib import Path
+from startrail_jax.training.interruption import interruption
+from startrail_jax.training.metrics import Reporter
+reporter = Reporter(steps=9, tokens_per_step=64)
+reporter.open(Path({str(tmp_path)!r}), tensorboard=False)
+with interruption() as interrupted, reporter:
+    print("ready", flush=True)
+    input()
+    os.kill(os.getpid(), signal.SIGINT)
+    assert interrupted()
+    for step in (1, 2):
+        reporter.advance(step, {{"train_loss": 1.0}})
+    reporter.line("interrupted")
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    ) as process:  # fmt: skip
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        process.stdout.close()
+        process.stdin.write(b"\n")
+        process.stdin.close()
+        assert process.wait(60) == 0
+    assert [record["step"] for record in records(tmp_path)] == [1, 2]

@@ -4,8 +4,11 @@ import dataclasses
 import functools
 import io
 import json
+import os
+import signal
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -120,8 +123,8 @@ def contents(folder):
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
 
 
-def test_program_streams_text_while_the_run_goes_on(run_dir):
-    """From standard input, without touching a file of a folder that another program has locked."""
+def test_program_continues_standard_input_while_the_run_goes_on(run_dir):
+    """Without touching a file of a folder that another program has locked."""
     before = contents(run_dir)
     with open_run(make_config(run_dir)):
         before |= contents(run_dir)
@@ -141,6 +144,58 @@ def test_program_streams_text_while_the_run_goes_on(run_dir):
     assert f"model: {run_dir} after step 2" in lines
     assert "prompt: 30 bytes" in lines
     assert "prompt and sample make 34 tokens: the model was trained on sequences of 16" in lines
+
+
+@pytest.fixture(scope="module")
+def endless_run(tmp_path_factory):
+    """Of a model that cannot draw the end of a document."""
+    run_dir = tmp_path_factory.mktemp("runs") / "endless"
+    return save_run(run_dir, make_config(run_dir, data=DataConfig(end_of_document=256)))
+
+
+@contextmanager
+def streaming(run_dir, errors, **environment):
+    """The program while it draws, its output and the first piece of it; it must end by itself.
+
+    It draws for so long that who reads has read before it is done.
+    """
+    flags = ("--prompt", "a", "--tokens", "20000", "--temperature", "2")
+    with errors.open("w") as file, subprocess.Popen(
+        [sys.executable, "sample.py", str(run_dir), *flags],
+        cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=file, env=os.environ | environment,
+    ) as process:  # fmt: skip
+        try:
+            output = process.stdout
+            assert output is not None
+            piece = os.read(output.fileno(), 100_000)
+            # Less than the first page of a pipe that is given all at once.
+            assert 0 < len(piece) < 4096, errors.read_text()
+            yield process, output, piece
+            process.wait(60)
+        finally:
+            process.kill()
+
+
+def test_program_streams_until_ctrl_c(endless_run, tmp_path):
+    """To a terminal that knows ASCII alone."""
+    errors = tmp_path / "errors"
+    with streaming(endless_run, errors, PYTHONIOENCODING="ascii") as (process, output, text):
+        while len(text) < 50:
+            piece = os.read(output.fileno(), 100_000)
+            assert piece, errors.read_text()
+            text += piece
+        assert b"?" in text  # Half of all bytes are not ASCII.
+        process.send_signal(signal.SIGINT)
+    assert process.returncode == 130
+    assert "Traceback" not in errors.read_text()
+
+
+def test_program_ends_with_its_reader(endless_run, tmp_path):
+    errors = tmp_path / "errors"
+    with streaming(endless_run, errors) as (process, output, _):
+        output.close()
+    assert process.returncode == 0
+    assert "BrokenPipe" not in errors.read_text()
 
 
 def test_text_does_not_depend_on_the_mesh(run_dir, capsys, tmp_path):
@@ -280,9 +335,13 @@ def test_tokenizer_of_a_run_whose_data_are_gone(tmp_path):
     for name, kind in kinds.items():
         config = DataConfig(path=name and tmp_path / name)
         assert isinstance(open_tokenizer(config, vocab_size=256), kind)
+    elsewhere = DataConfig(path=Path("data/tokens"))
+    message = r"got data.path='data/tokens', which is gone or elsewhere than under .* --tokenizer"
+    with pytest.raises(ValueError, match=message):
+        open_tokenizer(elsewhere, vocab_size=256)
 
 
-def test_continue_text_stays_in_one_document():
+def final_sample(**options):
     """What train.py shows at its end."""
     tokens = np.array([7, 7, 1, 2, 3, 7, 4, 7, 9, 9], np.uint8)
     stream = Stream(name="held out", tokens=tokens, vocab_size=256)
@@ -292,9 +351,20 @@ def test_continue_text_stays_in_one_document():
     mesh = st.make_mesh(st.Degrees(data=2), "auto", jax.devices()[:2])
     config = make_config(Path("unused"))
     program = SimpleNamespace(config=config, attention=st.Attention(mesh))
-    prompt, text = continue_text(program, make_weights(), corpus)
+    return continue_text(program, make_weights(), corpus, **options)
+
+
+def test_continue_text_stays_in_one_document():
+    prompt, text = final_sample()
     assert prompt == "1 2 3"
     assert len(text.split()) == 8
+
+
+def test_continue_text_stops_when_it_is_asked_to():
+    whole = final_sample()[1].split()
+    answers = iter([False, False, False, True])
+    assert final_sample(interrupted=lambda: next(answers))[1].split() == whole[:3]
+    assert final_sample(interrupted=lambda: True) == ("1 2 3", "")
 
 
 # Errors ----------------------------------------------------------------------------------------
@@ -340,7 +410,7 @@ def test_damaged_checkpoint(tmp_path):
         (["--prompt", "a", "--top-k", "0"], "top_k must be at least 1; got top_k=0"),
         (["--prompt", "a", "--top-p", "1.5"], "top_p must be above 0 and at most 1; got top_p=1.5"),
         (["--prompt", "a", "--top-p", "0"], "top_p must be above 0 and at most 1; got top_p=0.0"),
-        (["--prompt", "a", "--seed", "-1"], "seed must be at least 0; got seed=-1"),
+        (["--prompt", "a", "--seed", "-1"], "seed must be at least 0 and below 2**32; got"),
         (["--prompt", "a", "--tokenizer", "no.json"], "must be a Hugging Face tokenizer.json"),
     ],
 )
@@ -370,6 +440,8 @@ def test_prompt_that_is_not_utf8(run_dir, tmp_path, monkeypatch):
     assert "The prompt must be UTF-8; got the byte 0xff at offset 3 of" in message
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xc3")))
     assert "got the byte 0xc3 at offset 0 of standard input" in message_of(run_dir)
+    monkeypatch.setattr("sys.stdin", None)
+    assert "There must be a prompt; got none, and a standard input that is" in message_of(run_dir)
 
 
 def test_token_of_a_prompt_beyond_the_vocabulary(run_dir, byte_level):

@@ -2,17 +2,19 @@
 
 import json
 import re
+import selectors
 import socket
 import threading
 import time
 from contextlib import suppress
+from dataclasses import dataclass, field
 
 import jax
 import pytest
 
 from startrail_jax.training import watch as watch_module
 from startrail_jax.training.distributed import Distributed
-from startrail_jax.training.watch import Line, Member, join, lead, watch
+from startrail_jax.training.watch import Leader, Line, Member, flags_of, join, lead, watch
 
 TIMEOUT = 2.0
 
@@ -76,7 +78,7 @@ def connect(meeting, index, token=None):
     """A process that joins and does no more."""
     line = Line(socket.create_connection(("localhost", meeting["port"])))
     OPEN.append(line)
-    line.send("join", token=token or meeting["token"], index=index, host="far")
+    line.send("join", token=token or meeting["token"], index=index, host="far", flags={})
     return line
 
 
@@ -85,6 +87,27 @@ def begin_with_silent(count, timeout=TIMEOUT):
     meeting = lead(["localhost"], count, timeout)
     line = connect(meeting, count - 1)
     return line, in_threads(*(lambda i=i: join(meeting, i, timeout) for i in range(count - 1)))
+
+
+def drip(connection):
+    """Sends without an end, until it is closed."""
+    with suppress(OSError):
+        while True:
+            connection.sendall(b"x")
+            time.sleep(0.1)
+
+
+@dataclass
+class Inner:
+    fast: bool = True
+    path: str = "here"
+
+
+@dataclass
+class Settings:
+    tokens: int = 3
+    two_words: tuple[int, ...] = (1, 2)
+    inner: Inner = field(default_factory=Inner)
 
 
 def leave(members):
@@ -172,7 +195,7 @@ def test_without_process_0_the_others_end(happens, ends):
         joining = threading.Thread(target=lambda: members.append(join(meeting, 1, TIMEOUT)))
         joining.start()
         line = Line(server.accept()[0])
-        assert line.receive_one()["index"] == 1
+        assert line.receive_one(10.0)["index"] == 1
         line.send("joined", names=["process 0 of 2 (a)", "process 1 of 2 (b)"])
         joining.join(10)
         if happens == "gone":
@@ -223,8 +246,15 @@ def test_failed_collective_is_blamed_when_nobody_died(ends):
 
 def test_strangers_are_not_let_in(ends):
     meeting = lead(["localhost"], 2, TIMEOUT)
+    # They stay, and none of them makes those wait that come after it.
+    silent = [socket.create_connection(("localhost", meeting["port"])) for _ in range(10)]
+    nested, slow = silent[:2]
+    nested.sendall(b"[" * 100_000 + b"\n")
+    dripping = threading.Thread(target=drip, args=[slow], daemon=True)
+    dripping.start()
+    since = time.monotonic()
     stranger = connect(meeting, 1, token="guessed")
-    assert stranger.receive_one() == {}
+    assert stranger.receive_one(10.0) == {}
     for sent in (b"GET / HTTP/1.1\r\n\r\n", b"[]\n", b"\xff\n", b'{"index": 1}\n', b""):
         with socket.create_connection(("localhost", meeting["port"])) as connection:
             connection.sendall(sent)
@@ -233,11 +263,77 @@ def test_strangers_are_not_let_in(ends):
             with suppress(ConnectionResetError):
                 assert connection.recv(1) == b""
     for index in (2, -1, "1", None, [1]):
-        assert connect(meeting, index).receive_one() == {}
+        assert connect(meeting, index).receive_one(10.0) == {}
+    dripping.join(10)
+    assert not dripping.is_alive()
+    assert time.monotonic() - since < 5
     members = in_threads(*(lambda i=i: join(meeting, i, TIMEOUT) for i in range(2)))
     assert all(isinstance(member, Member) for member in members)
     leave(members)
     assert ends == []
+    for connection in silent:
+        connection.close()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"seed": "--seed 1", "steps": "--steps 5"}, r"--seed 1, and process 0 --seed 0: all must"),
+        ({"seed": "--seed 0"}, r"none, and process 0 --steps 5: all must have the same flags"),
+        (
+            {"seed": "--seed 0", "steps": "--steps 6", "tokens": "--tokens 7"},
+            r"--steps 6 --tokens 7, and process 0 --steps 5: ",
+        ),
+    ],
+)
+def test_processes_with_other_flags_are_refused_by_all(flags, message):
+    meeting = lead(["localhost"], 3, TIMEOUT)
+    of_0 = {"seed": "--seed 0", "steps": "--steps 5"}
+
+    def refused(index):
+        with pytest.raises(RuntimeError) as caught:
+            join(meeting, index, TIMEOUT, flags if index == 1 else of_0)
+        return str(caught.value)
+
+    one, *others = in_threads(*(lambda i=i: refused(i) for i in range(3)))
+    assert others == [one, one]
+    assert re.match(rf"All processes must join; got: process 1 of 3 \(.*\) has {message}", one)
+
+
+def test_flags_are_those_of_the_command_line():
+    options = Settings(tokens=5, inner=Inner(fast=False))
+    assert flags_of(options, but=["inner.path"]) == {
+        "tokens": "--tokens 5",
+        "two_words": "--two-words 1 2",
+        "inner.fast": "--inner.no-fast",
+    }
+
+
+def test_who_was_stopped_does_not_blame_the_others(monkeypatch, ends):
+    members = begin(2)
+    select = selectors.DefaultSelector.select
+    resumed = time.monotonic() + TIMEOUT + 1
+
+    def stopped(self, timeout=None):
+        found = select(self, 0)
+        time.sleep(max(resumed - time.monotonic(), 0) or timeout)
+        return found
+
+    monkeypatch.setattr(selectors.DefaultSelector, "select", stopped)
+    time.sleep(TIMEOUT + 1.5)
+    monkeypatch.setattr(selectors.DefaultSelector, "select", select)
+    leave(members)
+    assert ends == []
+
+
+def test_error_in_the_watch_itself_is_told_to_all(monkeypatch):
+    monkeypatch.setattr(Leader, "_follow", lambda _: {}["x"])
+    with pytest.MonkeyPatch.context() as patch:
+        said = []
+        patch.setattr(watch_module, "end_now", said.append)
+        begin(2)
+        wait_until(lambda: len(said) == 2)
+    assert all("the watch in process 0 of 2 (" in x and "KeyError: 'x'" in x for x in said)
 
 
 def test_process_that_does_not_join_is_named(monkeypatch):

@@ -26,34 +26,40 @@ def select_devices(count: int | None, *, processes: int | None = 1) -> list[Any]
     Raises:
         ValueError: if there are fewer than `count` devices, or the processes cannot share them.
     """
+    require_divisible(count, processes)
     flags = os.environ.get("XLA_FLAGS", "")
     given = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue]
     if given < 0 and "host_platform_device_count" not in flags and processes is not None:
         simulated = _share(count or SIMULATED_DEVICES, processes)
         jax.config.update("jax_num_cpu_devices", simulated)
     devices = jax.devices()
+    by_process: dict[int, list[Any]] = {}
+    for device in devices:
+        by_process.setdefault(device.process_index, []).append(device)
+    counts = [len(by_process[process]) for process in sorted(by_process)]
+    if len(set(counts)) > 1:
+        raise ValueError(
+            f"Every process must see as many devices; got {' and '.join(map(str, counts))} in "
+            f"processes 0 to {len(counts) - 1}. Hide those that are too many, by "
+            "CUDA_VISIBLE_DEVICES; where they are simulated, give all the same --devices."
+        )
     if count is not None and count > len(devices):
         raise ValueError(
             f"devices must be at most the number of devices; got devices={count}, and there are "
             f"{len(devices)} ({devices[0].platform}). Use --devices {len(devices)}."
         )
-    by_process: dict[int, list[Any]] = {}
-    for device in devices:
-        by_process.setdefault(device.process_index, []).append(device)
-    return _first_of_each(by_process, len(devices) if count is None else count)
-
-
-def _first_of_each(by_process: dict[int, list[Any]], count: int) -> list[Any]:
-    """`count` devices, as many of each process."""
-    share = _share(count, len(by_process))
-    for process, devices in by_process.items():
-        if len(devices) < share:
-            raise ValueError(
-                f"Every process must have {share} of {count} devices; got {len(devices)} for "
-                f"process {process}. Use --devices "
-                f"{min(map(len, by_process.values())) * len(by_process)}."
-            )
+    share = _share(len(devices) if count is None else count, len(by_process))
     return [device for process in sorted(by_process) for device in by_process[process][:share]]
+
+
+def require_divisible(count: int | None, processes: int | None) -> None:
+    """Refuses what `select_devices` would, as far as that is known before processes meet.
+
+    Raises:
+        ValueError: if the processes cannot share `count` devices.
+    """
+    if count is not None and processes is not None:
+        _share(count, processes)
 
 
 def _share(count: int, processes: int) -> int:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import selectors
 import socket
 import threading
 import time
+from collections.abc import Collection
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
@@ -15,6 +19,9 @@ from startrail_jax.training.errors import end_now
 # jax notices a process that is gone by itself, but says only that there is one: it is to be later
 # than our own watch, and stands in for it before all have joined that.
 LATER_THAN_WATCH_SECONDS = 20.0
+# For the name of process 0's host to become known: Kubernetes makes it when that starts.
+UNKNOWN_HOST_SECONDS = 20.0
+LONGEST_GREETING = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,12 +111,11 @@ def start(options: Distributed) -> None:
     if options.coordinator is not None:
         # With an address jax would still ask SLURM, and take one GPU for each process.
         found = {
-            "coordinator_address": options.coordinator,
+            "coordinator_address": _meet(options, deadline),
             "num_processes": options.processes,
             "process_id": options.index,
             "cluster_detection_method": "deactivate",
         }
-        _check_coordinator(options, deadline)
     later = round(options.timeout + LATER_THAN_WATCH_SECONDS)
     # jax itself would abort, with a trace of C++.
     patience = threading.Timer(deadline - time.monotonic(), end_now, [_not_all_there(options)])
@@ -127,31 +133,153 @@ def start(options: Distributed) -> None:
         patience.cancel()
 
 
-def _check_coordinator(options: Distributed, deadline: float) -> None:
-    """Waits until process 0 listens, or sees that it can: jax itself ends the program if not."""
+def listen_anywhere(port: int = 0) -> socket.socket:
+    """A socket that listens on all addresses of this machine, on a free port by default."""
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", port))
+
+
+def _meet(options: Distributed, deadline: float) -> str:
+    """Waits for all processes; returns the address that jax is to use for this start alone.
+
+    At that of the flags jax itself would go on listening: a process of another start, or of an
+    earlier one, that came there by mistake would end a run that is well.
+    """
     assert options.coordinator is not None
-    host, port = options.coordinator_host, int(options.coordinator.rpartition(":")[2])
+    host, _, port = options.coordinator.rpartition(":")
     if options.index == 0:
         try:
-            socket.create_server(("", port)).close()
+            listener = listen_anywhere(int(port))
         except OSError as error:
             raise RuntimeError(
                 "distributed.coordinator must name a port that is free where process 0 runs; got "
                 f"{options.coordinator}: {error.strerror}. Use another port."
             ) from error
-        return
+        with listener:
+            return f"{host}:{_wait_for_others(listener, options, deadline)}"
+    began = time.monotonic()
     while True:
         try:
-            socket.create_connection((host, port), timeout=5).close()
-            return
-        except OSError as error:
-            if time.monotonic() > deadline:
+            return f"{host}:{_ask_process_0(options, deadline)}"
+        except (OSError, UnicodeError) as error:
+            is_unknown = isinstance(error, UnicodeError) or (
+                isinstance(error, socket.gaierror)
+                and error.errno == socket.EAI_NONAME
+                and time.monotonic() - began > UNKNOWN_HOST_SECONDS
+            )
+            if is_unknown or time.monotonic() > deadline:
+                waited = min(time.monotonic() - began, options.start_timeout)
                 raise RuntimeError(
                     f"Process 0 must wait at distributed.coordinator; got {error} from "
-                    f"{options.coordinator} for {options.start_timeout:g} s. Start process 0, "
-                    "correct the address, or open the port."
+                    f"{options.coordinator} for {waited:.3g} s. Start process 0, correct the "
+                    "address, or open the port."
                 ) from error
         time.sleep(0.5)
+
+
+def _ask_process_0(options: Distributed, deadline: float) -> int:
+    """The port that it answers with when all are there."""
+    assert options.coordinator is not None
+    address = options.coordinator_host, int(options.coordinator.rpartition(":")[2])
+    with socket.create_connection(address, timeout=5) as connection:
+        asked = {"index": options.index, "processes": options.processes}
+        connection.sendall(json.dumps(asked).encode() + b"\n")
+        data = b""
+        while not data.endswith(b"\n"):
+            connection.settimeout(max(deadline - time.monotonic(), 0.001))
+            try:
+                part = connection.recv(LONGEST_GREETING)
+            except TimeoutError:
+                raise RuntimeError(_not_all_there(options)) from None
+            if not part or len(data) > LONGEST_GREETING:
+                raise ConnectionError("no answer of process 0")
+            data += part
+    answer = _read(data)
+    if "refused" in answer:
+        raise RuntimeError(answer["refused"])
+    if not isinstance(answer.get("port"), int):
+        raise ConnectionError("an answer that is not of process 0")
+    return answer["port"]
+
+
+def _wait_for_others(listener: socket.socket, options: Distributed, deadline: float) -> int:
+    """Waits in process 0 until all others are connected, and tells them the port to use."""
+    assert options.processes is not None
+    here: dict[int, socket.socket] = {}
+    with selectors.DefaultSelector() as selector, ExitStack() as connections:
+        selector.register(listener, selectors.EVENT_READ)
+        while len(here) < options.processes - 1:
+            left = deadline - time.monotonic()
+            if left < 0:
+                raise RuntimeError(_not_all_there(options))
+            for key, _ in selector.select(left):
+                if key.data is None:
+                    with suppress(OSError):
+                        new = connections.enter_context(listener.accept()[0])
+                        new.setblocking(False)
+                        selector.register(new, selectors.EVENT_READ, bytearray())
+                    continue
+                connection: Any = key.fileobj
+                part = b""
+                with suppress(OSError):
+                    part = connection.recv(LONGEST_GREETING)
+                key.data.extend(part)
+                known = [index for index, other in here.items() if other is connection]
+                if part and not known and len(key.data) < LONGEST_GREETING:
+                    if not key.data.endswith(b"\n"):
+                        continue
+                    index, refusal = _index_of(_read(key.data), here, options)
+                    if index is not None and refusal is None:
+                        here[index] = connection
+                        continue
+                    if refusal is not None:
+                        _answer(connection, refused=refusal)
+                # Gone before all are there, a stranger, or refused.
+                for index in known:
+                    del here[index]
+                selector.unregister(connection)
+                connection.close()
+        with listen_anywhere() as free:
+            port = free.getsockname()[1]
+        for connection in here.values():
+            _answer(connection, port=port)
+    return port
+
+
+def _index_of(
+    greeting: dict[str, Any], here: Collection[int], options: Distributed
+) -> tuple[int | None, str | None]:
+    """Which process greets, if it is one, and why it is refused, if it is."""
+    index, processes = greeting.get("index"), greeting.get("processes")
+    if type(index) is not int or type(processes) is not int:
+        return None, None
+    if processes != options.processes:
+        return index, (
+            f"distributed.processes must be the same in all; got {processes} in process {index}, "
+            f"and {options.processes} in process 0. Give all the same."
+        )
+    if index in (0, *here):
+        return index, (
+            f"distributed.index must be another in every process; got index={index} in two. "
+            "Number the processes from 0, and end those of an earlier start."
+        )
+    if not 0 < index < processes:
+        return None, None
+    return index, None
+
+
+def _answer(connection: socket.socket, **values: Any) -> None:
+    with suppress(OSError):
+        connection.sendall(json.dumps(values).encode() + b"\n")
+
+
+def _read(line: bytes | bytearray) -> dict[str, Any]:
+    try:
+        message = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return message if isinstance(message, dict) else {}
 
 
 def _not_all_there(options: Distributed) -> str:

@@ -18,20 +18,24 @@ def exit_on_own_errors() -> Iterator[None]:
     """Ends the program with status 1 and the message alone, if our own code raised the error.
 
     What comes out of a library keeps its traceback. One of several processes does not wait for the
-    others, which may never come to their ends.
+    others, which may never come to their ends: on Ctrl-C neither.
     """
     try:
         yield
-    except Exception as error:
+    except SystemExit:
+        raise
+    except BaseException as error:
         if _is_one_of_several():
             end_now(describe(error))
-        if not _is_own(error):
+        if not isinstance(error, Exception) or not _is_own(error):
             raise
         sys.exit(describe(error))
 
 
 def describe(error: BaseException) -> str:
     """The message alone, if our own code raised the error; else with its traceback."""
+    if isinstance(error, KeyboardInterrupt):
+        return type(error).__name__
     if _is_own(error):
         return f"{type(error).__name__}: {error}"
     return "".join(traceback.format_exception(error)).rstrip()

@@ -33,6 +33,9 @@ from startrail_jax.training.partition import STACKED, Partition
 from startrail_jax.validation import check_heads
 from startrail_jax.varying import vary
 
+# Below it float32 may make 0 of a temperature, and NaN of the logits.
+LEAST_TEMPERATURE = 1e-30
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
@@ -51,13 +54,13 @@ class Sampling:
     """
 
     temperature: float = 1.0
-    """Divides the logits; 0 takes the likeliest token."""
+    """Divides the logits; 0, or less than 1e-30, takes the likeliest token."""
     top_k: int | None = None
     """Number of tokens to choose from; None for all."""
     top_p: float = 1.0
     """Probability of the tokens to choose from; 1 for all."""
     seed: int = 0
-    """Of the draws."""
+    """Of the draws, below 2**32."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:
@@ -75,14 +78,21 @@ class Sampling:
                 f"top_p must be above 0 and at most 1; got top_p={self.top_p}. Leave it out for "
                 "all tokens."
             )
-        if self.seed < 0:
+        if not 0 <= self.seed < 2**32:
             raise ValueError(
-                f"seed must be at least 0; got seed={self.seed}. Leave it out for the default."
+                f"seed must be at least 0 and below 2**32; got seed={self.seed}. Use another."
             )
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether only the likeliest token is chosen from."""
+        return self.temperature < LEAST_TEMPERATURE
 
 
 def kept_tokens(logits: Float32[Array, " vocab"], sampling: Sampling) -> Bool[Array, " vocab"]:
-    """Which tokens `sampling` chooses from; its temperature must not be 0."""
+    """Which tokens `sampling` chooses from; at temperature 0 the smallest of the likeliest."""
+    if sampling.is_greedy:
+        return jnp.arange(logits.size) == jnp.argmax(logits)
     order = jnp.argsort(logits, descending=True, stable=True)
     scaled = (logits - logits.max())[order] / sampling.temperature
     kept = jnp.arange(logits.size) < (sampling.top_k or logits.size)
@@ -98,7 +108,7 @@ def choose_token(
     logits: Float32[Array, " vocab"], sampling: Sampling, key: Key[Array, ""]
 ) -> Int32[Array, ""]:
     """One token; the smallest of the likeliest ones at temperature 0."""
-    if sampling.temperature == 0:
+    if sampling.is_greedy:
         return jnp.argmax(logits).astype(jnp.int32)
     scaled = (logits - logits.max()) / sampling.temperature
     if sampling.top_k is not None or sampling.top_p < 1:
@@ -266,7 +276,7 @@ class Generator:
         return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
     def _narrow(self, x: Array, split: Any) -> Array:
-        return x if split.exact else x.astype(self._config.dtype)
+        return x if split.vector else x.astype(self._config.dtype)
 
     # On global arrays.
 

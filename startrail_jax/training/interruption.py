@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+STANDARD_ERROR = 2
 
 
 @contextmanager
@@ -34,7 +35,10 @@ def interruption(agree: Callable[[bool], bool] = bool) -> Iterator[Callable[[], 
             raise KeyboardInterrupt
         received.append(number)
         if number == signal.SIGINT:
-            print("stopping after this step; Ctrl-C again stops at once", file=sys.stderr)
+            # Who reads it may be gone, by the same Ctrl-C. Not by way of `sys.stderr`, which
+            # the signal may have found in mid-write.
+            with suppress(OSError):
+                os.write(STANDARD_ERROR, b"stopping after this step; Ctrl-C again stops at once\n")
 
     previous = {number: signal.signal(number, note) for number in SIGNALS}
     try:

@@ -22,6 +22,15 @@ METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
 
 
+class _Console(Console):
+    """Falls silent where nobody reads any more: a `tee` ends at the Ctrl-C that makes us save."""
+
+    def on_broken_pipe(self) -> None:
+        # Rich would end the program.
+        with suppress(SystemExit):
+            super().on_broken_pipe()
+
+
 class Reporter:
     """Prints and writes what is measured, in the first process only. A context manager."""
 
@@ -36,7 +45,7 @@ class Reporter:
         """
         self._writes = jax.process_index() == 0
         # No wrapping: a line of a log file is as long as it is.
-        self._console = Console(highlight=False, soft_wrap=True, quiet=not self._writes)
+        self._console = _Console(highlight=False, soft_wrap=True, quiet=not self._writes)
         self._steps = steps
         self._tokens_per_step = tokens_per_step
         self._mfu_per_rate: float | None = None

@@ -169,9 +169,9 @@ def _check_same_run(config: TrainConfig) -> None:
     if not changed or (config.allow_changes and not is_other_model):
         return
     lines = "\n".join(
-        f"  {_flag(name, saved[name])} there, {_flag_value(now[name])} now" for name in changed
+        f"  {flag_text(name, saved[name])} there, {flag_value(now[name])} now" for name in changed
     )
-    flags = " ".join(_flag(name, saved[name]) for name in changed)
+    flags = " ".join(flag_text(name, saved[name]) for name in changed)
     allow = "" if is_other_model else " With --allow-changes it goes on as given now."
     raise ValueError(
         f"A run that goes on must keep the settings that its result depends on; got "
@@ -193,16 +193,16 @@ def _settings(config: Any, prefix: str = "") -> dict[str, Any]:
     return settings
 
 
-def _flag(name: str, value: Any) -> str:
+def flag_text(name: str, value: Any) -> str:
     """A setting as it is given on the command line."""
     group, _, last = name.replace("_", "-").rpartition(".")
     prefix = f"--{group}." if group else "--"
     if isinstance(value, bool):
         return f"{prefix}{last}" if value else f"{prefix}no-{last}"
-    return f"{prefix}{last} {_flag_value(value)}"
+    return f"{prefix}{last} {flag_value(value)}"
 
 
-def _flag_value(value: Any) -> str:
+def flag_value(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 

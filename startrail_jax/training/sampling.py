@@ -64,7 +64,7 @@ def open_tokenizer(config: DataConfig, *, vocab_size: int) -> Tokenizer:
 
     Raises:
         ImportError: if there is a tokenizer and the package for it is missing.
-        ValueError: if the tokenizer cannot be used.
+        ValueError: if the tokenizer cannot be used, or nothing tells which it was.
     """
     options = {"end_of_document": config.end_of_document, "vocab_size": vocab_size}
     if config.tokenizer is not None:
@@ -79,6 +79,13 @@ def _holds_tokens(path: Path | None) -> bool:
         return False
     if path.exists():
         return find_files(path, "data.path").kind in TOKEN_KINDS
+    if path.suffix not in KIND_OF_SUFFIX and path.suffix != ".txt":
+        raise ValueError(
+            "The data of the run must be where it began, or their name must tell whether they are "
+            f"text or tokens; got data.path={str(path)!r}, which is gone or elsewhere than under "
+            f"{str(Path.cwd())!r}. Give the --tokenizer that made them, or run where the run "
+            "began; if they were text, of bytes, make data.path null in its config.json."
+        )
     return KIND_OF_SUFFIX.get(path.suffix) in TOKEN_KINDS
 
 
@@ -142,18 +149,25 @@ class TextStream:
         return whole[len(before) :]
 
 
-def continue_text(program: Any, weights: Any, corpus: Corpus) -> tuple[str, str]:
+def continue_text(
+    program: Any,
+    weights: Any,
+    corpus: Corpus,
+    *,
+    interrupted: Callable[[], bool] = lambda: False,
+) -> tuple[str, str]:
     """The start of the held-out part, and how the model goes on with it.
 
     Args:
         program: the `Program` of a run of a GPT.
         weights: of its model.
         corpus: of its data.
+        interrupted: asked before every token, equally often on all processes; True ends the text.
 
     Returns:
-        Prompt and continuation, of `config.sample_length` tokens each if the sequence allows it
-        and no document ends before; as text, or as token ids where the text of a token is not
-        known.
+        Prompt and continuation, of `config.sample_length` tokens each if the sequence allows it,
+        no document ends before and nothing interrupts; as text, or as token ids where the text of
+        a token is not known.
     """
     config = program.config
     generator = Generator(
@@ -172,7 +186,10 @@ def continue_text(program: Any, weights: Any, corpus: Corpus) -> tuple[str, str]
         num_tokens=config.sample_length,
         end_of_document=corpus.end_of_document,
     )
-    tokens = np.array([token for (token,) in steps if token is not None], np.int32)
+    found = []
+    while not interrupted() and (step := next(steps, None)) is not None:
+        found += [token for token in step if token is not None]
+    tokens = np.array(found, np.int32)
     show: Callable[[Any], str] = corpus.decode or (lambda tokens: " ".join(map(str, tokens)))
     return show(prompt), show(tokens)
 

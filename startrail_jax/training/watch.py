@@ -14,13 +14,14 @@ A message is a line of JSON. Process 0 takes part as the others do, over a conne
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import secrets
 import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Literal, NoReturn
 
@@ -28,8 +29,9 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from startrail_jax.training.distributed import Distributed
+from startrail_jax.training.distributed import Distributed, listen_anywhere
 from startrail_jax.training.errors import describe, end_now
+from startrail_jax.training.run_folder import flag_text
 
 BEAT_SECONDS = 1.0
 # For all to connect. They have just met, in a broadcast.
@@ -41,12 +43,15 @@ FAREWELL_SECONDS = 3.0
 VERDICT_SECONDS = 5.0
 LONGEST_LINE = 1 << 20
 LONGEST_ADDRESS = 2048
+# Of the flags in which a process differs from process 0.
+SHOWN_FLAGS = 8
 
 Message = dict[str, Any]
+Flags = dict[str, str]
 
 
 @contextmanager
-def watch(options: Distributed) -> Iterator[Callable[[bool], bool]]:
+def watch(options: Distributed, flags: Flags | None = None) -> Iterator[Callable[[bool], bool]]:
     """Ends this process, with status 1, when another one fails, and the others when this one does.
 
     For everything between the choice of devices and the end of the program: who leaves waits for
@@ -54,13 +59,14 @@ def watch(options: Distributed) -> Iterator[Callable[[bool], bool]]:
 
     Args:
         options: where process 0 is, and after how long a silent process counts as lost.
+        flags: what all processes must have alike; see `flags_of`.
 
     Yields:
         A function for the wish to stop, whose answer is the same on all processes: their n-th
         calls all return False, or all True. From the first True on, all answers are True.
 
     Raises:
-        RuntimeError: if the processes cannot reach process 0.
+        RuntimeError: if the processes cannot reach process 0, or have other flags than it.
     """
     if jax.process_count() == 1:
         yield bool
@@ -68,12 +74,31 @@ def watch(options: Distributed) -> Iterator[Callable[[bool], bool]]:
     index, count = jax.process_index(), jax.process_count()
     meeting = lead(_own_hosts(options), count, options.timeout) if index == 0 else {}
     # By way of the devices, by which they have just met.
-    member = join(_broadcast(meeting), index, options.timeout)
+    member = join(_broadcast(meeting), index, options.timeout, flags)
     try:
         yield member.agree
         member.leave()
     except BaseException as error:
         member.fail(error)
+
+
+def flags_of(settings: Any, *, but: Collection[str] = (), prefix: str = "") -> Flags:
+    """How each setting of a dataclass is given on the command line, by its dotted name.
+
+    Args:
+        settings: the dataclass, which may hold others.
+        but: settings to leave out, such as paths that may be others on another machine.
+        prefix: of the names, before those of `settings`.
+    """
+    flags = {}
+    for name, value in vars(settings).items():
+        if prefix + name in but:
+            continue
+        if dataclasses.is_dataclass(value):
+            flags |= flags_of(value, but=but, prefix=f"{prefix}{name}.")
+        else:
+            flags[prefix + name] = flag_text(prefix + name, value)
+    return flags
 
 
 class Line:
@@ -104,20 +129,31 @@ class Line:
             return None
         self.heard = time.monotonic()
         *lines, self._received = (self._received + data).split(b"\n")
-        return [json.loads(line) for line in lines]
+        try:
+            return [json.loads(line) for line in lines]
+        except (ValueError, RecursionError):
+            return None
 
-    def receive_one(self) -> Message:
-        """Waits for one message and no more of them; it is empty if there comes something else."""
-        data = b""
-        with suppress(OSError):
+    def receive_one(self, seconds: float) -> Message:
+        """Waits for one message and no more of them; it is empty if there comes something else.
+
+        Args:
+            seconds: for the whole of it.
+        """
+        data = bytearray()
+        deadline = time.monotonic() + seconds
+        usual = self.connection.gettimeout()
+        try:
             while len(data) < LONGEST_LINE and not data.endswith(b"\n"):
+                left = deadline - time.monotonic()
+                self.connection.settimeout(max(left, 0.001))
                 byte = self.connection.recv(1)
-                if not byte:
+                if not byte or left < 0:
                     return {}
                 data += byte
-        try:
+            self.connection.settimeout(usual)
             message = json.loads(data)
-        except ValueError:
+        except (OSError, ValueError, RecursionError):
             return {}
         return message if isinstance(message, dict) else {}
 
@@ -161,14 +197,16 @@ class Member:
 
     def fail(self, error: BaseException) -> NoReturn:
         """Ends all processes, this one with the message of `error`."""
-        if _may_be_of_another(error):
-            time.sleep(VERDICT_SECONDS)
-        self._failed = True
-        short = str(error).partition("\n")[0]
-        self._line.send("failed", why=f"{type(error).__name__}: {short}")
-        # Until it comes back, and process 0 has told all.
-        self._thread.join(2 * FAREWELL_SECONDS)
-        end_now(f"{self._name}: {describe(error)}")
+        try:
+            if _may_be_of_another(error):
+                time.sleep(VERDICT_SECONDS)
+            self._failed = True
+            short = str(error).partition("\n")[0]
+            self._line.send("failed", why=f"{type(error).__name__}: {short}")
+            # Until it comes back, and process 0 has told all.
+            self._thread.join(2 * FAREWELL_SECONDS)
+        finally:  # Of a second Ctrl-C too.
+            end_now(f"{self._name}: {describe(error)}")
 
     def _run(self) -> None:
         try:
@@ -179,7 +217,9 @@ class Member:
 
     def _listen(self) -> bool:
         """Takes messages for a beat; returns whether there may be more."""
+        since = time.monotonic()
         if not _is_readable(self._line.connection):
+            self._line.heard += _stopped_since(since)
             if time.monotonic() - self._line.heard < self._timeout:
                 return True
             return self._end(_silent(self._names[0], self._timeout))
@@ -221,6 +261,9 @@ class Leader:
         self._count = count
         self._timeout = timeout
         self._lines: dict[int, Line] = {}
+        self._flags: dict[int, Flags] = {}
+        self._gathering = True
+        self._joined = threading.Condition()
         self._names = [f"process {index} of {count}" for index in range(count)]
         self._calls: dict[int, int] = {}
         self._done: set[int] = set()
@@ -228,34 +271,73 @@ class Leader:
         threading.Thread(target=self._run, name="watch of all", daemon=True).start()
 
     def _run(self) -> None:
-        why = self._gather() or self._follow()
+        try:
+            why = self._gather() or self._follow()
+        except Exception as error:
+            why = f"the watch in {self._names[0]}: {describe(error)}"
         if why is None:
             self._part("end")
         else:
             self._part("lost", why=why)
 
     def _gather(self) -> str | None:
-        """Takes connections until all have joined; returns who has not, if the time is over."""
-        deadline = time.monotonic() + JOIN_SECONDS
-        while len(self._lines) < self._count and time.monotonic() < deadline:
-            if not _is_readable(self._listener):
-                continue
-            line = Line(self._listener.accept()[0])
-            # Whoever knows the token says so at once.
-            line.connection.settimeout(FAREWELL_SECONDS)
-            first = line.receive_one()
-            index = first.get("index")
-            knows = first.get("token") == self._token
-            if knows and isinstance(index, int) and 0 <= index < self._count:
-                self._names[index] = f"process {index} of {self._count} ({first['host']})"
-                self._lines[index] = line
-            else:
-                line.close()
-        self._listener.close()
+        """Returns when all have joined, or why they cannot."""
+        threading.Thread(target=self._accept, name="watch for all", daemon=True).start()
+        with self._joined:
+            self._joined.wait_for(lambda: len(self._lines) == self._count, JOIN_SECONDS)
+            self._gathering = False
         for index, name in enumerate(self._names):
             if index not in self._lines:
                 return f"{name} did not join the watch in {JOIN_SECONDS:g} s"
-        self._tell("joined", names=self._names)
+        other = self._other_flags()
+        if other is None:
+            self._tell("joined", names=self._names)
+        return other
+
+    def _accept(self) -> None:
+        """Takes connections as long as there are some to come; none waits for another."""
+        with self._listener:
+            while self._gathering:
+                if _is_readable(self._listener):
+                    with suppress(OSError):
+                        line = Line(self._listener.accept()[0])
+                        threading.Thread(target=self._admit, args=[line], daemon=True).start()
+
+    def _admit(self, line: Line) -> None:
+        """Takes a connection for that of a process, if it says so at once and knows the token."""
+        first = line.receive_one(FAREWELL_SECONDS)
+        index, flags = first.get("index"), first.get("flags")
+        knows = first.get("token") == self._token
+        with self._joined:
+            if (
+                self._gathering
+                and knows
+                and isinstance(index, int)
+                and isinstance(flags, dict)
+                and 0 <= index < self._count
+            ):
+                self._names[index] = f"process {index} of {self._count} ({first.get('host')})"
+                self._lines[index] = line
+                self._flags[index] = flags
+                self._joined.notify_all()
+                return
+        line.close()
+
+    def _other_flags(self) -> str | None:
+        """Says which process has other flags than process 0, if one has."""
+        of_0 = self._flags[0]
+        for index, own in sorted(self._flags.items()):
+            names = [name for name in of_0 | own if of_0.get(name) != own.get(name)]
+            if names:
+                here, there = (
+                    " ".join(flags[name] for name in names[:SHOWN_FLAGS] if name in flags)
+                    for flags in (own, of_0)
+                )
+                more = "" if len(names) <= SHOWN_FLAGS else f" and {len(names) - SHOWN_FLAGS} more"
+                return (
+                    f"{self._names[index]} has {here or 'none'}{more}, and process 0 "
+                    f"{there or 'none'}{more}: all must have the same flags"
+                )
         return None
 
     def _follow(self) -> str | None:
@@ -266,7 +348,12 @@ class Leader:
                 selector.register(line.connection, selectors.EVENT_READ, index)
             beaten = 0.0
             while len(self._done) < self._count:
-                for key, _ in selector.select(BEAT_SECONDS):
+                since = time.monotonic()
+                found = selector.select(BEAT_SECONDS)
+                stopped = _stopped_since(since)
+                for line in self._lines.values():
+                    line.heard += stopped
+                for key, _ in found:
                     why = self._listen(key.data)
                     if why is not None:
                         return why
@@ -323,17 +410,18 @@ class Leader:
 
 def lead(hosts: list[str], count: int, timeout: float) -> Message:
     """Begins the watch, in process 0; returns what the others need in order to join."""
-    listener = _listen_anywhere()
+    listener = listen_anywhere()
     token = secrets.token_hex(16)
     Leader(listener, token, count, timeout)
     return {"hosts": hosts, "port": listener.getsockname()[1], "token": token}
 
 
-def join(meeting: Message, index: int, timeout: float) -> Member:
+def join(meeting: Message, index: int, timeout: float, flags: Flags | None = None) -> Member:
     """Joins the watch that `lead` began, as process `index`; returns when all have.
 
     Raises:
-        RuntimeError: if process 0 cannot be reached, or another process has not joined.
+        RuntimeError: if process 0 cannot be reached, another process has not joined, or one has
+            other flags than process 0.
     """
     hosts, port = ["localhost"] if index == 0 else meeting["hosts"], meeting["port"]
     deadline = time.monotonic() + JOIN_SECONDS
@@ -344,8 +432,10 @@ def join(meeting: Message, index: int, timeout: float) -> Member:
             except OSError:
                 continue
             token = meeting["token"]
-            line.send("join", token=token, index=index, host=socket.gethostname())
-            answer = line.receive_one()
+            host = socket.gethostname()
+            line.send("join", token=token, index=index, host=host, flags=flags or {})
+            # Longer than process 0 waits for all.
+            answer = line.receive_one(JOIN_SECONDS + FAREWELL_SECONDS)
             if answer.get("kind") == "joined":
                 return Member(line, answer["names"], index, timeout)
             line.close()
@@ -358,12 +448,6 @@ def join(meeting: Message, index: int, timeout: float) -> Member:
                 "the right address by --distributed.coordinator."
             )
         time.sleep(BEAT_SECONDS)
-
-
-def _listen_anywhere() -> socket.socket:
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", 0))
 
 
 def _own_hosts(options: Distributed) -> list[str]:
@@ -392,6 +476,15 @@ def _is_readable(connection: socket.socket) -> bool:
     with selectors.DefaultSelector() as selector:
         selector.register(connection, selectors.EVENT_READ)
         return bool(selector.select(BEAT_SECONDS))
+
+
+def _stopped_since(since: float) -> float:
+    """For how long this process itself was stopped in a wait for a beat: others say nothing then.
+
+    By Ctrl-Z, or with its virtual machine.
+    """
+    excess = time.monotonic() - since - BEAT_SECONDS
+    return excess if excess > BEAT_SECONDS else 0.0
 
 
 def _silent(name: str, timeout: float) -> str:
