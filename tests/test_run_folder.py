@@ -208,7 +208,7 @@ def test_flags_of_the_message_are_those_of_the_program(config):
     import tyro
 
     settings = run_folder._settings(with_data(config, mask_documents=False))
-    flags = " ".join(run_folder._flag(name, value) for name, value in settings.items())
+    flags = " ".join(run_folder.flag_text(name, value) for name, value in settings.items())
     changed = with_optimizer(replace(config, seed=3), learning_rate=1e-3)
     again = tyro.cli(GPTTrainConfig, default=changed, args=flags.split())
     assert again == with_data(config, mask_documents=False)
