@@ -9,8 +9,8 @@ from jax.sharding import PartitionSpec as P
 import startrail_jax as st
 from configs.gpt import gpt_tiny
 from models.gpt import GPT
+from startrail_jax.training.next_token import model_arguments
 from startrail_jax.training.partition import Partition, path_name
-from startrail_jax.training.step import model_arguments
 
 KERNELS = {"query": 1, "key": 1, "value": 1, "out": 0, "gate": 1, "up": 1, "down": 0}
 ALL = ("data", "group", "ring", "team", "head")
