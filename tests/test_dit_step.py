@@ -166,13 +166,12 @@ def test_weights_are_used_alike_at_every_level_of_zero():
         )
 
     results = []
-    for level in (0, 1, 3):
-        program = make_program(st.Degrees(ring=4), config, zero=level)
+    for level in (0, 3):
+        program = make_program(st.Degrees(ring=2), config, zero=level)
         weights = random_weights(program.state_shapes.weights)
         results.append(jax.device_get(jax.jit(program.gradients)(weights, batch(program, 0))))
-    for other in results[1:]:
-        for one, two in zip(*map(jax.tree.leaves, (results[0], other)), strict=True):
-            np.testing.assert_allclose(two, one, atol=1e-6 * abs(one).max())
+    for one, two in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(two, one, atol=1e-6 * abs(one).max())
 
 
 def shown(step=0, *, training, degrees=None, config=CONFIG, reverse=False, **changes):

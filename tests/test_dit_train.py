@@ -30,7 +30,7 @@ def run(folder, flags="", *, steps):
 
 def test_an_interrupted_run_goes_on_on_another_mesh(tmp_path, monkeypatch):
     """With its noise and the average of its weights, by which it is measured."""
-    flags = "--diffusion.target v --model.caption-length 5"
+    flags = "--diffusion.target v --model.layers 1"
     undisturbed = run(tmp_path / "undisturbed", flags, steps=6)
     with monkeypatch.context() as patch:
         interrupt_after(patch, 3)
