@@ -445,8 +445,9 @@ def test_prompt_that_is_not_utf8(run_dir, tmp_path, monkeypatch):
 
 
 def test_token_of_a_prompt_beyond_the_vocabulary(run_dir, byte_level):
-    built = tokenizers.Tokenizer.from_file(str(byte_level))
-    beyond = next(word for word, number in built.get_vocab().items() if number >= 256)
+    vocab = tokenizers.Tokenizer.from_file(str(byte_level)).get_vocab()
+    # The last to be merged: those before are single bytes.
+    beyond = max(vocab, key=lambda word: vocab[word])
     message = message_of(run_dir, "--tokenizer", byte_level, "--prompt", beyond.replace("Ġ", " "))
     assert "Token ids must be below model.vocab_size; got id 25" in message
     assert "in 'the prompt' with vocab_size=256" in message
