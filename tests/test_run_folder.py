@@ -207,7 +207,8 @@ def test_flags_of_the_message_are_those_of_the_program(config):
     """Those that the message advises give the saved run again."""
     import tyro
 
-    settings = run_folder._settings(with_data(config, mask_documents=False))
+    changed_data = with_data(config, mask_documents=False)
+    settings = run_folder.settings_of(changed_data, but=run_folder.FREE_SETTINGS)
     flags = " ".join(run_folder.flag_text(name, value) for name, value in settings.items())
     changed = with_optimizer(replace(config, seed=3), learning_rate=1e-3)
     again = tyro.cli(GPTTrainConfig, default=changed, args=flags.split())

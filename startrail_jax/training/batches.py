@@ -168,9 +168,9 @@ def place(
     Returns:
         The batch as global arrays.
     """
-    held = len(jax.tree.leaves(batch)[0])
-    local = tuple(range(held)) if rows is None else tuple(rows)
-    size = held if batch_size is None else batch_size
+    given = len(jax.tree.leaves(batch)[0])
+    local = tuple(range(given)) if rows is None else tuple(rows)
+    size = given if batch_size is None else batch_size
     position = {row: index for index, row in enumerate(local)}
 
     def place_array(x: np.ndarray) -> jax.Array:

@@ -12,7 +12,7 @@ import tempfile
 import types
 import typing
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Literal, TypeVar
@@ -160,7 +160,7 @@ def _check_same_run(config: TrainConfig) -> None:
             f"run of kind {there.kind!r}, and a config of kind {config.kind!r}. Use another "
             "--run-dir."
         )
-    saved, now = _settings(there), _settings(config)
+    saved, now = (settings_of(x, but=FREE_SETTINGS) for x in (there, config))
     changed = [name for name in now if saved[name] != now[name]]
     # Rotary positions have no weights, and a longer context asks for others.
     is_other_model = any(
@@ -180,14 +180,20 @@ def _check_same_run(config: TrainConfig) -> None:
     )
 
 
-def _settings(config: Any, prefix: str = "") -> dict[str, Any]:
-    """Every setting that must stay, by its dotted name."""
+def settings_of(config: Any, *, but: Collection[str] = (), prefix: str = "") -> dict[str, Any]:
+    """Every setting of a dataclass, which may hold others, by its dotted name.
+
+    Args:
+        config: the dataclass.
+        but: dotted names to leave out, with all that they hold.
+        prefix: of the names, before those of `config`.
+    """
     settings = {}
     for name, value in vars(config).items():
-        if not prefix and name in FREE_SETTINGS:
+        if prefix + name in but:
             continue
         if dataclasses.is_dataclass(value):
-            settings |= _settings(value, f"{prefix}{name}.")
+            settings |= settings_of(value, but=but, prefix=f"{prefix}{name}.")
         else:
             settings[prefix + name] = value
     return settings

@@ -14,7 +14,6 @@ A message is a line of JSON. Process 0 takes part as the others do, over a conne
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import secrets
 import selectors
@@ -31,7 +30,7 @@ from jax.experimental import multihost_utils
 
 from startrail_jax.training.distributed import Distributed, listen_anywhere
 from startrail_jax.training.errors import describe, end_now
-from startrail_jax.training.run_folder import flag_text
+from startrail_jax.training.run_folder import flag_text, settings_of
 
 BEAT_SECONDS = 1.0
 # For all to connect. They have just met, in a broadcast.
@@ -82,23 +81,14 @@ def watch(options: Distributed, flags: Flags | None = None) -> Iterator[Callable
         member.fail(error)
 
 
-def flags_of(settings: Any, *, but: Collection[str] = (), prefix: str = "") -> Flags:
+def flags_of(settings: Any, *, but: Collection[str] = ()) -> Flags:
     """How each setting of a dataclass is given on the command line, by its dotted name.
 
     Args:
         settings: the dataclass, which may hold others.
         but: settings to leave out, such as paths that may be others on another machine.
-        prefix: of the names, before those of `settings`.
     """
-    flags = {}
-    for name, value in vars(settings).items():
-        if prefix + name in but:
-            continue
-        if dataclasses.is_dataclass(value):
-            flags |= flags_of(value, but=but, prefix=f"{prefix}{name}.")
-        else:
-            flags[prefix + name] = flag_text(prefix + name, value)
-    return flags
+    return {name: flag_text(name, x) for name, x in settings_of(settings, but=but).items()}
 
 
 class Line:
