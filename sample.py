@@ -26,14 +26,17 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import tyro
 
-from startrail_jax.training.config import (
+from trainer.config import (
     SHARDED_AXES,
-    DiTTrainConfig,
-    GPTTrainConfig,
     MeshConfig,
     TrainConfig,
 )
-from startrail_jax.training.distributed import Distributed, start
+from trainer.dit.config import DiTTrainConfig
+from trainer.gpt.config import GPTTrainConfig
+from trainer.processes.distributed import (
+    Distributed,
+    start,
+)
 
 CLASSES_SHOWN = 10
 LEAST_PIXELS = 64
@@ -152,10 +155,17 @@ def sample_text(
     """
     # Not at the top of the file: `--help` and a mistyped flag need none of this.
     import startrail_jax as st
-    from startrail_jax.training.checkpoint import restore_weights
-    from startrail_jax.training.generation import Generator, Sampling
-    from startrail_jax.training.run_folder import CHECKPOINTS_FOLDER
-    from startrail_jax.training.sampling import TextStream, encode_prompt, open_tokenizer
+    from trainer.gpt.generation import (
+        Generator,
+        Sampling,
+    )
+    from trainer.gpt.text import (
+        TextStream,
+        encode_prompt,
+        open_tokenizer,
+    )
+    from trainer.run.checkpoint import restore_weights
+    from trainer.run.folder import CHECKPOINTS_FOLDER
 
     sampling = Sampling(
         temperature=options.temperature,
@@ -227,12 +237,16 @@ def sample_images(
     import numpy as np
 
     import startrail_jax as st
-    from startrail_jax.training.checkpoint import restore_weights
-    from startrail_jax.training.diffusion import SAMPLERS
-    from startrail_jax.training.drawing import Drawing, save_grid, to_pixels
-    from startrail_jax.training.memory import largest_tile
-    from startrail_jax.training.run_folder import CHECKPOINTS_FOLDER
-    from startrail_jax.training.step import Program
+    from trainer.dit.diffusion import SAMPLERS
+    from trainer.dit.drawing import (
+        Drawing,
+        save_grid,
+        to_pixels,
+    )
+    from trainer.parallel.step import Program
+    from trainer.parallel.tiling import largest_tile
+    from trainer.run.checkpoint import restore_weights
+    from trainer.run.folder import CHECKPOINTS_FOLDER
 
     labels, captions = _rows(config, options)
     out = _image_file(run_dir, config, options)
@@ -353,8 +367,8 @@ def _devices_and_degrees(
     options: Any, config: TrainConfig, processes: int | None
 ) -> tuple[list[Any], Any]:
     """As asked for; where that is no more than what the run had, as the devices allow."""
-    from startrail_jax.training.degrees import choose_degrees
-    from startrail_jax.training.devices import select_devices
+    from trainer.parallel.degrees import choose_degrees
+    from trainer.processes.devices import select_devices
 
     try:
         devices = select_devices(options.devices, processes=processes)
@@ -420,7 +434,10 @@ def read_command_line(arguments: list[str]) -> tuple[Path, TrainConfig, Command[
     Raises:
         ValueError: if the folder is not that of a run.
     """
-    from startrail_jax.training.run_folder import CONFIG_FILE, load_config
+    from trainer.run.folder import (
+        CONFIG_FILE,
+        load_config,
+    )
 
     describing = {"prog": "sample.py RUN_DIR", "description": __doc__}
     if not arguments or arguments[0].startswith("-"):
@@ -459,9 +476,12 @@ def read_command_line(arguments: list[str]) -> tuple[Path, TrainConfig, Command[
 def sample(arguments: list[str]) -> None:
     """Draws from a run, as a command line says."""
     run_dir, config, command = read_command_line(arguments)
-    from startrail_jax.training.degrees import describe_degrees
-    from startrail_jax.training.devices import require_divisible
-    from startrail_jax.training.watch import flags_of, watch
+    from trainer.parallel.degrees import describe_degrees
+    from trainer.processes.devices import require_divisible
+    from trainer.processes.heartbeat import (
+        flags_of,
+        watch,
+    )
 
     options, distributed = command.options, command.distributed
     if options.devices != config.devices:
@@ -504,7 +524,7 @@ def end_with_reader() -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    from startrail_jax.training.errors import exit_on_own_errors
+    from trainer.run.errors import exit_on_own_errors
 
     # Outermost, so that one of several processes ends with the others.
     with end_at_ctrl_c(), exit_on_own_errors(), end_with_reader():

@@ -28,8 +28,12 @@ from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 import tyro
 
 from configs import RECIPES
-from startrail_jax.training.config import GPTTrainConfig, TrainConfig
-from startrail_jax.training.distributed import Distributed, start
+from trainer.config import TrainConfig
+from trainer.gpt.config import GPTTrainConfig
+from trainer.processes.distributed import (
+    Distributed,
+    start,
+)
 
 Config = TypeVar("Config", bound=TrainConfig)
 
@@ -75,8 +79,14 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
         RuntimeError: if another program trains in the run folder, or processes do not meet.
     """
     # Not at the top of the file: `--help` and a mistyped flag need none of this.
-    from startrail_jax.training.devices import require_divisible, select_devices
-    from startrail_jax.training.watch import flags_of, watch
+    from trainer.processes.devices import (
+        require_divisible,
+        select_devices,
+    )
+    from trainer.processes.heartbeat import (
+        flags_of,
+        watch,
+    )
 
     distributed = distributed or Distributed()
     require_divisible(config.devices, distributed.known_processes)
@@ -93,27 +103,30 @@ def _train(config: TrainConfig, devices: list[Any], agree: Callable[[bool], bool
     import numpy as np
 
     import startrail_jax as st
-    from startrail_jax.training.batches import (
+    from trainer.data.batches import (
         TrainingBatches,
         local_rows,
         place,
         validation_batches,
     )
-    from startrail_jax.training.checkpoint import Checkpoints
-    from startrail_jax.training.data import open_data
-    from startrail_jax.training.degrees import choose_degrees, describe_degrees
-    from startrail_jax.training.flops import peak_flops
-    from startrail_jax.training.interruption import interruption
-    from startrail_jax.training.memory import describe_memory
-    from startrail_jax.training.metrics import Reporter
-    from startrail_jax.training.run_folder import (
+    from trainer.gpt.text import continue_text
+    from trainer.parallel.degrees import (
+        choose_degrees,
+        describe_degrees,
+    )
+    from trainer.parallel.flops import peak_flops
+    from trainer.parallel.remat import describe_memory
+    from trainer.parallel.step import Program
+    from trainer.run.checkpoint import Checkpoints
+    from trainer.run.folder import (
         CHECKPOINTS_FOLDER,
         CONFIG_FILE,
         open_run,
         save_config,
     )
-    from startrail_jax.training.sampling import continue_text
-    from startrail_jax.training.step import Program
+    from trainer.run.interruption import interruption
+    from trainer.run.metrics import Reporter
+    from trainer.tasks import open_data
 
     # Mesh and program. Auto axes: what the optimizer does, outside of `shard_map`, is left to the
     # compiler. What does not fit is refused now, not when the first step is compiled.
@@ -289,7 +302,7 @@ def _non_finite(step: int, what: str, saved: int | None) -> str:
 
 def read_command_line(arguments: list[str]) -> Command[TrainConfig]:
     """What a command line asks for; on a mistake, says so and exits with status 2."""
-    from startrail_jax.training.run_folder import load_config
+    from trainer.run.folder import load_config
 
     name = "gpt_tiny"
     if arguments and not arguments[0].startswith("-"):
@@ -320,7 +333,7 @@ def read_command_line(arguments: list[str]) -> Command[TrainConfig]:
 
 
 if __name__ == "__main__":
-    from startrail_jax.training.errors import exit_on_own_errors
+    from trainer.run.errors import exit_on_own_errors
 
     with exit_on_own_errors():
         command = read_command_line(sys.argv[1:])

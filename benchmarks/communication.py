@@ -22,7 +22,7 @@ import math
 from dataclasses import dataclass, field
 
 import startrail_jax as st
-from startrail_jax.cost import Communication
+from startrail_jax.analysis.cost import Communication
 
 AS_PUBLISHED = {"placement": "gather_permute", "combine": "reduce_scatter", "backward": "query"}
 HEADER = (

@@ -33,16 +33,26 @@ from sklearn.metrics.pairwise import euclidean_distances
 from sklearn.svm import SVC
 
 import startrail_jax as st
-from startrail_jax.training.checkpoint import restore_weights
-from startrail_jax.training.config import DiTTrainConfig
-from startrail_jax.training.degrees import choose_degrees
-from startrail_jax.training.devices import select_devices
-from startrail_jax.training.diffusion import SAMPLERS
-from startrail_jax.training.drawing import Drawing, image_grid
-from startrail_jax.training.examples import Examples
-from startrail_jax.training.images import Images, open_images
-from startrail_jax.training.run_folder import CHECKPOINTS_FOLDER, CONFIG_FILE, load_config
-from startrail_jax.training.step import Program
+from trainer.dit.config import DiTTrainConfig
+from trainer.dit.diffusion import SAMPLERS
+from trainer.dit.drawing import (
+    Drawing,
+    image_grid,
+)
+from trainer.dit.examples import Examples
+from trainer.dit.images import (
+    Images,
+    open_images,
+)
+from trainer.parallel.degrees import choose_degrees
+from trainer.parallel.step import Program
+from trainer.processes.devices import select_devices
+from trainer.run.checkpoint import restore_weights
+from trainer.run.folder import (
+    CHECKPOINTS_FOLDER,
+    CONFIG_FILE,
+    load_config,
+)
 
 CLASSES = 10
 BRIGHTEST = 16

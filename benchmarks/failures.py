@@ -328,7 +328,7 @@ def describe(outcome: Outcome) -> str:
 
 def write_data(folder: Path) -> tuple[Path, Path]:
     """Random tokens, and the same with one that is wrong, which is not met at once."""
-    from startrail_jax.training.corpus import CHECKED_TOKENS
+    from trainer.gpt.corpus import CHECKED_TOKENS
 
     tokens = np.random.default_rng(0).integers(0, 256, NUM_TOKENS).astype("<u2")
     right, wrong = folder / "tokens.bin", folder / "wrong.bin"

@@ -28,8 +28,12 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from configs.gpt import gpt_tiny
-from startrail_jax.training.config import CheckpointConfig, GPTTrainConfig, MeshConfig
 from train import train
+from trainer.config import (
+    CheckpointConfig,
+    MeshConfig,
+)
+from trainer.gpt.config import GPTTrainConfig
 
 SIMULATED_DEVICES = 8
 COLOURS_OF_FILE = 64

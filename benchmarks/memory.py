@@ -14,7 +14,7 @@ names. Columns, in GiB of one device:
     rest      everything else that the step needs at a time, on the device
     host      what waits in the host's memory
     peak      what the device needs in all; state that the step has used up is used again
-    formula   `startrail_jax.training.footprint`: its state is exact, its sum an estimate
+    formula   `trainer.parallel.footprint`: its state is exact, its sum an estimate
     fits      whether the peak is within what jax takes of the GPU: 75 % of it by default, or
               92 % with XLA_PYTHON_CLIENT_MEM_FRACTION=.92
 
@@ -39,10 +39,17 @@ import startrail_jax as st
 from benchmarks.deviceless import gpu_topology, target_names
 from configs import RECIPES
 from startrail_jax.mesh import Degrees
-from startrail_jax.training.config import GPTTrainConfig, MeshConfig, TrainConfig
-from startrail_jax.training.degrees import choose_degrees
-from startrail_jax.training.footprint import GIB, footprint
-from startrail_jax.training.step import Program
+from trainer.config import (
+    MeshConfig,
+    TrainConfig,
+)
+from trainer.gpt.config import GPTTrainConfig
+from trainer.parallel.degrees import choose_degrees
+from trainer.parallel.footprint import (
+    GIB,
+    footprint,
+)
+from trainer.parallel.step import Program
 
 GPU_GIB = {"a100": 40, "h100": 80, "h200": 141}
 """Memory of the GPUs that recipes are compared with: of A100 the smaller one."""

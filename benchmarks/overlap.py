@@ -46,7 +46,15 @@ from jax.sharding import PartitionSpec as P
 import startrail_jax as st
 from benchmarks.deviceless import gpu_topology, target_names
 from models.gpt import GPT
-from startrail_jax.overlap import BACKWARD, ENTRY, Copy, Kernel, Transfer, read_copies, read_overlap
+from startrail_jax.analysis.overlap import (
+    BACKWARD,
+    ENTRY,
+    Copy,
+    Kernel,
+    Transfer,
+    read_copies,
+    read_overlap,
+)
 
 MIB = 2**20
 

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from startrail_jax.training.config import (
+from trainer.config import OptimizerConfig
+from trainer.dit.config import (
     DiffusionConfig,
     DiTConfig,
     DiTTrainConfig,
-    OptimizerConfig,
 )
 
 

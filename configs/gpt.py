@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from startrail_jax.training.config import (
+from trainer.config import OptimizerConfig
+from trainer.gpt.config import (
     DataConfig,
     GPTConfig,
     GPTTrainConfig,
-    OptimizerConfig,
     RopeConfig,
 )
 

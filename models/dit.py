@@ -28,7 +28,7 @@ from jaxtyping import Array, Float, Float32, Int32
 from models.gpt import MLP
 from models.hooks import Hooks
 from models.linear import linear
-from models.order import first
+from startrail_jax.ordering import first
 
 # (query [B T N H], key [B T N H], value [B T N H], segment_ids=[B T] or None) -> [B T N H]
 AttentionFn = Callable[..., Float[Array, "B T N H"]]

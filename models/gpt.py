@@ -23,8 +23,8 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from models.hooks import Hooks
 from models.linear import linear, project
-from models.order import first
 from models.rope import Rope, rotate
+from startrail_jax.ordering import first
 
 # (query [B T N H], key [B T K H], value [B T K H], segment_ids=[B T] or None) -> [B T N H]
 AttentionFn = Callable[..., Float[Array, "B T N H"]]

@@ -11,9 +11,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from startrail_jax.analysis.cost import communication
     from startrail_jax.attention import Attention
     from startrail_jax.compiler import compiler_options
-    from startrail_jax.cost import communication
     from startrail_jax.layout import Layout
     from startrail_jax.mesh import AxisNames, Degrees, make_mesh
     from startrail_jax.rings import CHECKPOINT_NAMES
@@ -36,7 +36,7 @@ _MODULES = {
     "AxisNames": "mesh",
     "Degrees": "mesh",
     "Layout": "layout",
-    "communication": "cost",
+    "communication": "analysis.cost",
     "compiler_options": "compiler",
     "make_mesh": "mesh",
 }

@@ -15,8 +15,16 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array
 
 from startrail_jax import blocks, collectives, rings
-from startrail_jax.decode import check_decode, check_update, sharded_decode, write_slots
-from startrail_jax.explain import Explanation, explain
+from startrail_jax.analysis.explain import (
+    Explanation,
+    explain,
+)
+from startrail_jax.cache import (
+    check_decode,
+    check_update,
+    sharded_decode,
+    write_slots,
+)
 from startrail_jax.layout import Layout
 from startrail_jax.mesh import (
     PLATFORMS,
@@ -372,7 +380,7 @@ class Attention:
         """Attends new tokens to a cache of keys and values that is sharded over the sequence axes.
 
         The same attention as of a call: that of a token to itself and to all before it. Each device
-        attends to its own slots, and float32 results are merged: `startrail_jax.decode` says how,
+        attends to its own slots, and float32 results are merged: `startrail_jax.cache` says how,
         and how many bytes it takes, which does not depend on the length of the cache.
 
         Args:

@@ -14,9 +14,9 @@ from typing import Any
 
 from jaxtyping import Array
 
+from startrail_jax.analysis.cost import cheaper_backward
 from startrail_jax.blocks.base import Request
 from startrail_jax.collectives import KeyPlacement
-from startrail_jax.cost import cheaper_backward
 from startrail_jax.layout import Layout
 from startrail_jax.mask import Mask, runs_meet
 from startrail_jax.mesh import Axis

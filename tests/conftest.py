@@ -9,7 +9,7 @@ import jaxtyping
 import pytest
 
 # Shapes and types of all annotated functions are checked in tests. Before the package is imported.
-jaxtyping.install_import_hook(["startrail_jax", "models"], "beartype.beartype")
+jaxtyping.install_import_hook(["startrail_jax", "models", "trainer"], "beartype.beartype")
 
 SIMULATED_DEVICES = 64
 NEEDS_GPU = "needs a GPU"

@@ -8,9 +8,13 @@ from pathlib import Path
 import jax
 
 import startrail_jax as st
-from startrail_jax.training import metrics
-from startrail_jax.training.config import GPTConfig, GPTTrainConfig, OptimizerConfig
-from startrail_jax.training.step import Program
+from trainer.config import OptimizerConfig
+from trainer.gpt.config import (
+    GPTConfig,
+    GPTTrainConfig,
+)
+from trainer.parallel.step import Program
+from trainer.run import metrics
 
 
 def make_config(model=None, **changes):

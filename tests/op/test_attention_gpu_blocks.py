@@ -1,0 +1,130 @@
+"""The whole op on the GPU block backends, whose kernels are emulated: a covering design."""
+
+from itertools import cycle
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_attention_grid import SCHEMES, clash
+
+import fake_cudnn
+import startrail_jax as st
+from attention_cases import (
+    FLOAT32_ERROR,
+    HEADS,
+    Case,
+    Problem,
+    Result,
+    assert_close,
+    check,
+    covering,
+    forward_and_backward,
+    natural,
+    place,
+    reference,
+    relative_error,
+)
+from startrail_jax import Degrees
+from startrail_jax.blocks import tiled
+
+# Errors over those of one kernel call for the whole sequence. It rounds probabilities and results;
+# we round parts and their sum, and of outputs also what a team sends. Small problems scatter.
+KERNEL_ERROR_RATIO = {"out": 1.45, "dq": 1.4, "dk": 1.4, "dv": 1.4}
+SMALL_ERROR_RATIO = dict.fromkeys(KERNEL_ERROR_RATIO, 1.8)
+
+# Several coarse and fine tiles where there are 14 tokens a shard, with remainders.
+SMALL_TILES = {"COARSE": 12, "FINE": 5}
+
+
+def cases(schemes, **factors):
+    """A covering design over `factors` and the choices that bear on the blocks."""
+    settings = {scheme: cycle(SCHEMES[scheme]) for scheme in schemes}
+    design = covering(
+        {"scheme": schemes, "heads": HEADS, "backward": ("query", "kv"), **factors}, clash
+    )
+    for seed, row in enumerate(design):
+        yield Case(degrees=next(settings[row.pop("scheme")]), seed=seed, **row)
+
+
+# Those that differ in the units that meet.
+CUDNN = list(
+    cases(
+        ("ring", "all_gather", "startrail", "fewest_bytes", "no_ring", "unequal", "odd"),
+        backend=("cudnn",),
+        mask=("full", "causal", "cross_full"),
+        layout=("contiguous", "zigzag"),
+        tokens=(2, 14),
+    )
+)
+TILED = list(
+    cases(
+        ("ring", "startrail", "unequal"),
+        backend=("tiled",),
+        mask=("window", "packed_window", "cross"),
+        layout=("zigzag", "striped"),
+        tokens=(14,),
+    )
+)
+NARROW = [
+    Case(degrees=degrees, mask=mask, heads=heads, dtype=dtype, tokens=14, backend="cudnn")
+    for degrees, mask, heads, dtype in (
+        (Degrees.ring_attention(8), "causal", "grouped", "float16"),
+        (Degrees.startrail(8, c=2), "causal", "equal", "bfloat16"),
+        (Degrees(group=2, ring=2, team=3), "full", "grouped", "float16"),
+        (Degrees(group=4, ring=2, team=2), "causal", "single", "bfloat16"),
+        (Degrees(data=2, ring=2, head=2, tensor=2), "full", "single", "bfloat16"),
+    )
+]
+
+
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch):
+    fake_cudnn.install(monkeypatch)
+
+
+@pytest.mark.parametrize("case", CUDNN, ids=str)
+def test_attention_on_cudnn_matches_oracle(case):
+    check(case)
+
+
+@pytest.mark.parametrize("case", NARROW, ids=str)
+def test_attention_on_cudnn_serves_narrow_dtypes(case):
+    check(case, bounds(case.problem, SMALL_ERROR_RATIO, case.mask_arguments["causal"]))
+
+
+@pytest.mark.parametrize("mask", ["causal", "full"])
+@pytest.mark.parametrize(
+    "degrees", [Degrees.ring_attention(8), Degrees.startrail(8, c=2), Degrees(team=4, ring=2)]
+)
+def test_attention_on_cudnn_is_nearly_as_exact_as_one_kernel(degrees, mask):
+    causal = mask == "causal"
+    mesh = st.make_mesh(degrees, axis_type="auto", devices=jax.devices()[:8])
+    attention = st.Attention(mesh, causal=causal, backend="cudnn")
+    rng = np.random.default_rng(0)
+    q, k, v, dout = (rng.normal(size=(1, 512, 2, 64)).astype(jnp.bfloat16) for _ in range(4))
+    problem = Problem(q, k, v, dout, np.zeros((1, 2, 512), np.float32), None, None)
+    result = forward_and_backward(attention, *place(attention, problem))
+    expected = reference(problem, causal=causal)
+    assert_close(natural(attention, result), expected, bounds(problem, KERNEL_ERROR_RATIO, causal))
+
+
+def bounds(problem, ratios, causal):
+    """`ratios` times the errors of the emulated kernel over the whole sequence."""
+    q, k, v, dout = map(jnp.asarray, (problem.query, problem.key, problem.value, problem.dout))
+    scale = q.shape[-1] ** -0.5
+    out, lse = fake_cudnn.attend(q, k, v, scale, causal)
+    own = Result(out, lse, *fake_cudnn.gradients(q, k, v, lse, out, dout, scale, causal))
+    expected = reference(problem, causal=causal)
+    allowed = {
+        name: ratio * relative_error(getattr(own, name), getattr(expected, name))
+        for name, ratio in ratios.items()
+    }
+    return allowed | {"lse": FLOAT32_ERROR}
+
+
+@pytest.mark.parametrize("case", TILED, ids=str)
+def test_attention_on_tiles_matches_oracle(case):
+    with mock.patch.multiple(tiled, **SMALL_TILES):
+        check(case)

@@ -1,0 +1,282 @@
+"""Under jit, grad, scan and remat; what the program sends, and the memory it takes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import oracle
+import startrail_jax as st
+from attention_cases import (
+    FLOAT32_ERROR,
+    QUICK,
+    Case,
+    assert_close,
+    draw_problem,
+    forward_and_backward,
+    lse_spec,
+    natural,
+    place,
+    reference,
+    relative_error,
+)
+from startrail_jax.analysis.hlo import read_traffic
+from startrail_jax.rings import CHECKPOINT_NAMES
+
+STARTRAIL = st.Degrees.startrail(8, c=2)
+SCHEMES = {
+    "single": st.Degrees(),
+    "ring": st.Degrees.ring_attention(8),
+    "all_gather": st.Degrees.all_gather(8),
+    "ulysses": st.Degrees.ulysses(8),
+    "loongtrain": st.Degrees.loongtrain(8, head=2),
+    "startrail": STARTRAIL,
+    "fewest_bytes": st.Degrees(team=4, ring=2),
+    "no_ring": st.Degrees(team=2, group=4),
+    "startrail_ulysses": st.Degrees.startrail(8, c=2, head=2),
+}
+
+
+@functools.cache
+def shared_problem():
+    return draw_problem(
+        np.random.default_rng(3),
+        batch=2,
+        lengths=(48, 48),
+        heads=(8, 8),
+        dtype="float32",
+        segments="documents",
+    )
+
+
+@functools.cache
+def solved(scheme):
+    attention = Case(degrees=SCHEMES[scheme]).attention
+    problem = shared_problem()
+    return natural(attention, forward_and_backward(attention, *place(attention, problem)))
+
+
+@pytest.mark.parametrize("scheme", [name for name in SCHEMES if name != "single"])
+def test_schemes_agree_with_one_device(scheme):
+    alone = solved("single")
+    assert_close(solved(scheme), alone, dict.fromkeys(vars(alone), FLOAT32_ERROR))
+
+
+def test_one_device_gives_the_gradients_of_jax_nn():
+    case = Case(degrees=st.Degrees(), heads="grouped", tokens=38)
+    problem = draw_problem(
+        np.random.default_rng(4),
+        batch=3,
+        lengths=(38, 38),
+        heads=(8, 2),
+        dtype="float32",
+        segments=None,
+    )
+    query, key, value = problem.query, problem.key, problem.value[..., :7]
+    dout = problem.dout[..., :7]
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def gradients(attend):
+        _, vjp = jax.vjp(attend, query, key, value)
+        return vjp(dout)
+
+    ours = gradients(case.attention)
+    plain = functools.partial(jax.nn.dot_product_attention, is_causal=True)
+    with jax.default_matmul_precision("highest"):
+        theirs = gradients(plain)
+    for name, a, b in zip(("dq", "dk", "dv"), ours, theirs, strict=True):
+        assert relative_error(a, b) <= FLOAT32_ERROR, name
+
+
+def test_eager_is_the_same_as_jit():
+    case = Case(degrees=st.Degrees(ring=2, team=2), mask="packed")
+    query, key, value, *_, ids = place(case.attention, case.problem)
+    eager = case.attention(query, key, value, segment_ids=ids)
+    jitted = jax.jit(case.attention)(query, key, value, segment_ids=ids)
+    assert relative_error(eager, jitted) <= FLOAT32_ERROR
+    assert eager.sharding.is_equivalent_to(query.sharding, 4)
+
+
+@pytest.mark.parametrize("axis_type", ["explicit", "auto"])
+def test_gradient_without_lse(axis_type):
+    """The common call: out alone, and gradients of some inputs only."""
+    case = Case(degrees=STARTRAIL, axis_type=axis_type)
+    query, key, value, dout, *_ = place(case.attention, case.problem)
+
+    def loss(query, value):
+        return (case.attention(query, key, value) * dout).sum()
+
+    dq, dv = jax.jit(jax.grad(loss, argnums=(0, 1)))(query, value)
+    problem = case.problem
+    expected = oracle.gradients(
+        problem.query, problem.key, problem.value, problem.dout, causal=True
+    )
+    unpermute = case.attention.layout.unpermute
+    assert relative_error(unpermute(np.asarray(dq)), expected.query) <= FLOAT32_ERROR
+    assert relative_error(unpermute(np.asarray(dv)), expected.value) <= FLOAT32_ERROR
+
+
+@pytest.mark.parametrize("combine", ["merge", "reduce_scatter"])
+def test_gradient_of_lse_alone(combine):
+    case = Case(degrees=STARTRAIL, combine=combine, heads="grouped")
+    query, key, value, dout, dlse, _ = place(case.attention, case.problem)
+    result = natural(
+        case.attention,
+        forward_and_backward(case.attention, query, key, value, 0 * dout, dlse, None),
+    )
+    problem = case.problem
+    expected = oracle.gradients(
+        problem.query, problem.key, problem.value, 0 * problem.dout, problem.dlse, causal=True
+    )
+    assert relative_error(result.dq, expected.query) <= FLOAT32_ERROR
+    assert relative_error(result.dk, expected.key) <= FLOAT32_ERROR
+    assert (result.dv == 0).all()
+
+
+def test_lse_is_sharded_as_its_spec():
+    case = Case(degrees=st.Degrees.startrail(4, c=2, data=2, tensor=2))
+    query, key, value, *_ = place(case.attention, case.problem)
+    _, lse = jax.jit(functools.partial(case.attention, return_lse=True))(query, key, value)
+    assert lse.shape == (query.shape[0], query.shape[2], query.shape[1])
+    assert case.attention.lse_spec == lse_spec(case.attention.query_spec(query.shape[2]))
+    expected = NamedSharding(case.mesh, case.attention.lse_spec)
+    assert lse.sharding.is_equivalent_to(expected, 3)
+
+
+# Backward mode -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("degrees", "heads", "expected"),
+    [
+        (st.Degrees.ring_attention(8), "equal", "query"),
+        (st.Degrees.ring_attention(8), "grouped", "kv"),
+        (st.Degrees(team=4, ring=2), "equal", "kv"),
+    ],
+)
+def test_auto_backward_is_the_program_of_the_cheaper_mode(degrees, heads, expected):
+    def program(backward):
+        case = Case(degrees=degrees, heads=heads, backward=backward)
+        arguments = place(case.attention, case.problem)
+        return forward_and_backward.lower(case.attention, *arguments).as_text()
+
+    other = {"query": "kv", "kv": "query"}[expected]
+    assert program("auto") == program(expected) != program(other)
+
+
+def test_as_published_is_the_papers_choices():
+    mesh = Case(degrees=STARTRAIL).mesh
+    published = st.Attention.as_published(mesh, causal=True)
+    assert published == st.Attention(
+        mesh, placement="gather_permute", combine="reduce_scatter", backward="query"
+    )
+    assert hash(published) != hash(st.Attention(mesh))
+    assert st.Attention.as_published(mesh, combine="merge").combine == "merge"
+
+
+# Layers --------------------------------------------------------------------------------------
+
+NUM_LAYERS, WIDTH, HEADS = 3, 20, 4
+SAVE_ATTENTION = jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES)
+REMAT = {
+    "none": lambda layer: layer,
+    "save_attention": functools.partial(jax.checkpoint, policy=SAVE_ATTENTION),
+    "everything": jax.checkpoint,
+}
+
+
+def stack(attend, remat, x, weights):
+    """A scan over layers of attention with a residual connection."""
+
+    def layer(x, w):
+        query, key, value = jnp.einsum("btd,dcnh->cbtnh", x, w)
+        return x + attend(query, key, value).reshape(x.shape), None
+
+    return jax.lax.scan(REMAT[remat](layer), x, weights)[0]
+
+
+def layers_problem(seq_len):
+    rng = np.random.default_rng(5)
+    x = rng.normal(size=(2, seq_len, WIDTH)).astype("f4")
+    shape = (NUM_LAYERS, WIDTH, 3, HEADS, WIDTH // HEADS)
+    return (
+        x,
+        (rng.normal(size=shape) / WIDTH**0.5).astype("f4"),
+        rng.normal(size=x.shape).astype("f4"),
+    )
+
+
+def layers_program(attention, remat):
+    def loss(x, weights, dout):
+        return (stack(attention, remat, x, weights) * dout).sum()
+
+    return jax.jit(jax.grad(loss, argnums=(0, 1)))
+
+
+def run_layers(axis_type, remat, seq_len=48):
+    """The traffic of the program, dx in natural order, and dweights."""
+    attention = Case(degrees=STARTRAIL, axis_type=axis_type, backward="kv").attention
+    x, weights, dout = layers_problem(seq_len)
+    tokens = NamedSharding(attention.mesh, P(*attention.sequence_spec, None))
+    x, dout = (jax.device_put(attention.layout.permute(a), tokens) for a in (x, dout))
+    weights = jax.device_put(weights, NamedSharding(attention.mesh, P()))
+    lowered = layers_program(attention, remat).lower(x, weights, dout)
+    compiled = lowered.compile(compiler_options=QUICK)
+    dx, dweights = compiled(x, weights, dout)
+    dx = attention.layout.unpermute(np.asarray(dx))
+    return read_traffic(compiled.as_text()), dx, dweights
+
+
+@functools.cache
+def expected_layers(seq_len=48):
+    plain = functools.partial(jax.nn.dot_product_attention, is_causal=True)
+    with jax.default_matmul_precision("highest"):
+        return layers_program(plain, "none")(*layers_problem(seq_len))
+
+
+def assert_gradients_of_layers(dx, dweights):
+    expected_dx, expected_dweights = expected_layers()
+    # Three layers of rounding on both sides.
+    assert relative_error(dx, expected_dx) <= 3 * FLOAT32_ERROR
+    assert relative_error(dweights, expected_dweights) <= 3 * FLOAT32_ERROR
+
+
+def test_scan_over_layers_on_an_auto_mesh():
+    _, *gradients = run_layers("auto", "save_attention")
+    assert_gradients_of_layers(*gradients)
+
+
+def test_remat_that_saves_attention_sends_nothing_again():
+    traffic = {}
+    for remat in REMAT:
+        traffic[remat], *gradients = run_layers("explicit", remat)
+        assert_gradients_of_layers(*gradients)
+    assert traffic["save_attention"].counts == traffic["none"].counts
+    assert traffic["save_attention"].received_bytes == traffic["none"].received_bytes
+    assert traffic["everything"].received_bytes > traffic["none"].received_bytes
+
+
+def test_memory_at_most_doubles_with_the_length():
+    """Temporary memory of one device, forward and backward, at a fixed number of devices."""
+
+    def temporary_bytes(tokens):
+        case = Case(degrees=STARTRAIL, tokens=tokens, heads="grouped")
+        arguments = place(case.attention, case.problem)
+        program = forward_and_backward.lower(case.attention, *arguments).compile()
+        return program.memory_analysis().temp_size_in_bytes
+
+    assert temporary_bytes(512) <= 2 * 1.05 * temporary_bytes(256)
+
+
+def test_sixty_four_devices():
+    case = Case(degrees=st.Degrees.startrail(64, c=4), tokens=2, heads="single")
+    query, key, value, *_ = place(case.attention, case.problem)
+    out, lse = jax.jit(functools.partial(case.attention, return_lse=True))(query, key, value)
+    expected = reference(case.problem, causal=True)
+    unpermute = case.attention.layout.unpermute
+    assert relative_error(unpermute(np.asarray(out)), expected.out) <= FLOAT32_ERROR
+    assert relative_error(unpermute(np.asarray(lse), axis=2), expected.lse) <= FLOAT32_ERROR

@@ -1,0 +1,210 @@
+"""The closed form of `st.communication` equals what compiled programs receive, byte for byte."""
+
+import functools
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+
+import startrail_jax as st
+from startrail_jax.analysis.hlo import read_traffic
+from startrail_jax.rings import CHECKPOINT_NAMES
+
+# Nothing is executed here, and machine code takes most of the time to compile.
+COMPILER_OPTIONS = {"xla_backend_optimization_level": 0}
+# XLA's CPU compiler of jax 0.10.2 drops the barriers by which jax.checkpoint keeps it from merging
+# what is recomputed with what it repeats.
+KEEP_BARRIERS = {"xla_disable_hlo_passes": "cse_barrier_expander"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One attention call, small: two tokens per device, prime channel counts."""
+
+    degrees: st.Degrees
+    heads: int = 2
+    kv_heads: int = 2
+    causal: bool = True
+    placement: str = "permute_gather"
+    combine: str = "merge"
+    backward: str = "auto"
+    layout: str | None = None
+    window: int | None = None
+    packed: bool = False
+    cross: bool = False
+    batch: int = 1
+    head_dim: int = 5
+    value_head_dim: int = 3
+
+    @property
+    def seq_len(self):
+        return 2 * self.degrees.sequence
+
+    @property
+    def key_len(self):
+        return 3 * self.degrees.sequence if self.cross else self.seq_len
+
+    @functools.cached_property
+    def attention(self):
+        names = ("causal", "placement", "combine", "backward", "layout", "window")
+        return st.Attention(
+            st.make_mesh(self.degrees, devices=jax.devices()[: self.degrees.num_devices]),
+            **{name: getattr(self, name) for name in names},
+        )
+
+    def expected(self):
+        names = ("batch", "seq_len", "heads", "kv_heads", "head_dim", "value_head_dim")
+        names += ("causal", "placement", "combine", "backward", "packed")
+        return st.communication(
+            self.degrees,
+            dtype="float32",
+            rounds=self.attention.num_rounds(self.seq_len),
+            key_len=self.key_len if self.cross else None,
+            **{name: getattr(self, name) for name in names},
+        )
+
+    def arguments(self):
+        """Query, key, value, segment ids and the cotangent of the output, as shapes."""
+        attention = self.attention
+
+        def struct(spec, dtype, *shape):
+            sharding = NamedSharding(attention.mesh, spec)
+            return jax.ShapeDtypeStruct((self.batch, *shape), dtype, sharding=sharding)
+
+        query_spec, key_spec = attention.query_spec(self.heads), attention.key_spec(self.kv_heads)
+        query = struct(query_spec, jnp.float32, self.seq_len, self.heads, self.head_dim)
+        key = struct(key_spec, jnp.float32, self.key_len, self.kv_heads, self.head_dim)
+        value = struct(key_spec, jnp.float32, self.key_len, self.kv_heads, self.value_head_dim)
+        dout = struct(query_spec, jnp.float32, self.seq_len, self.heads, self.value_head_dim)
+        lengths = (self.seq_len, self.key_len) if self.cross else (self.seq_len,)
+        ids = [struct(attention.sequence_spec, jnp.int32, length) for length in lengths]
+        return query, key, value, ids if self.packed else [], dout
+
+    def attend(self, query, key, value, ids):
+        segment_ids = tuple(ids) if len(ids) == 2 else ids[0] if ids else None
+        return self.attention(query, key, value, segment_ids=segment_ids)
+
+
+def compiled_traffic(function, *arguments, **options):
+    compiled = jax.jit(function).lower(*arguments).compile(COMPILER_OPTIONS | options)
+    return read_traffic(compiled.as_text())
+
+
+def forward_and_backward(attend):
+    """Output and gradients for a given cotangent: no loss adds collectives of its own."""
+
+    def both(query, key, value, ids, dout):
+        out, transpose = jax.vjp(lambda *inputs: attend(*inputs, ids), query, key, value)
+        return out, transpose(dout)
+
+    return both
+
+
+D = st.Degrees
+PAPER = {"placement": "gather_permute", "combine": "reduce_scatter", "backward": "query"}
+GQA = {"heads": 8, "kv_heads": 2}
+MQA = {"heads": 4, "kv_heads": 1}
+FULL = {"causal": False}
+KV = {"backward": "kv"}
+QUERY = {"backward": "query"}
+
+SCHEMES = {
+    "ring, 8": Setting(degrees=D.ring_attention(8)),
+    "all-gather, 12": Setting(degrees=D.all_gather(12), **GQA),
+    "Ulysses, 8": Setting(degrees=D.ulysses(8), heads=8, kv_heads=8),
+    "LoongTrain, 12": Setting(degrees=D.loongtrain(12, head=2), **GQA, **KV),
+    "published, 16": Setting(degrees=D.startrail(16, c=4), **PAPER),
+    "StarTrail, 8": Setting(degrees=D.startrail(8, c=2), **QUERY),
+    "StarTrail, 16": Setting(degrees=D.startrail(16, c=2), **MQA),
+    "teams, 8": Setting(degrees=D(ring=4, team=2)),
+    "teams, 12": Setting(degrees=D(ring=3, team=4), **MQA, **KV),
+    "tiles, 8": Setting(degrees=D(team=2, group=4), **GQA),
+    "StarTrail x Ulysses, 16": Setting(degrees=D.startrail(16, c=2, head=2)),
+}
+"""Every row of the scheme table, on 8, 12 or 16 devices."""
+
+LARGE = {
+    "ring, 64": Setting(degrees=D.ring_attention(64)),
+    "ring, 64, kv, packed": Setting(degrees=D.ring_attention(64), packed=True, **MQA, **KV),
+    "published, 64": Setting(degrees=D.startrail(64, c=4), **PAPER),
+    "StarTrail, 64": Setting(degrees=D.startrail(64, c=4), **GQA),
+    "teams, 64": Setting(degrees=D(ring=8, team=8)),
+    "StarTrail x Ulysses, 64": Setting(degrees=D.startrail(64, c=4, head=4), **GQA),
+    "all axes, 64": Setting(
+        degrees=D(data=2, group=2, ring=2, team=2, head=2, tensor=2), **GQA, batch=2, packed=True
+    ),
+}
+"""64 devices; a long ring is a loop in the program."""
+
+MIXED = {
+    # Degrees that differ, odd degrees.
+    "2, 3, 2": Setting(degrees=D(group=2, ring=3, team=2), **GQA),
+    "3, 2, 2": Setting(degrees=D(group=3, ring=2, team=2), **KV),
+    "2, 2, 3, full": Setting(degrees=D(group=2, ring=2, team=3), **FULL, **QUERY),
+    "4, 2, 2, packed": Setting(degrees=D(group=4, ring=2, team=2), packed=True, **GQA),
+    # Placements, combines and backward passes, crossed.
+    "gather_permute, merge, kv": Setting(
+        degrees=D.startrail(12, c=2), placement="gather_permute", **KV, **GQA
+    ),
+    "gather_permute, full, packed": Setting(
+        degrees=D.startrail(8, c=2), placement="gather_permute", packed=True, **FULL, **QUERY
+    ),
+    "permute_gather, reduce_scatter, kv": Setting(
+        degrees=D.startrail(8, c=2), combine="reduce_scatter", packed=True, **KV
+    ),
+    "published, packed": Setting(degrees=D.startrail(16, c=2), packed=True, **PAPER),
+    # Key heads replicated over head, over tensor, over both.
+    "Ulysses, MQA": Setting(degrees=D.ulysses(4), packed=True, **MQA),
+    "head 4, 2 key heads": Setting(degrees=D(ring=2, head=4), **GQA),
+    "tensor 2": Setting(degrees=D(group=2, ring=2, team=2, tensor=2), packed=True, **GQA),
+    "tensor 3, MQA": Setting(degrees=D(ring=2, tensor=3), heads=3, kv_heads=1, batch=2),
+    "head 2, tensor 2, MQA": Setting(
+        degrees=D(team=2, ring=2, head=2, tensor=2), **MQA, packed=True, **KV
+    ),
+    "head 3, tensor 4, 6 key heads": Setting(degrees=D(head=3, tensor=4), heads=12, kv_heads=6),
+    # The rest of the public options.
+    "data 2": Setting(degrees=D(data=2, group=2, team=2), batch=4, head_dim=3),
+    "cross-attention": Setting(
+        degrees=D(group=2, ring=2, team=2, head=2), **GQA, **FULL, packed=True, cross=True
+    ),
+    "window": Setting(degrees=D(ring=4, team=2), layout="contiguous", window=3, **KV),
+    "window, 16": Setting(degrees=D(ring=8, team=2), layout="contiguous", window=4, **QUERY),
+}
+
+FORWARD = SCHEMES | LARGE
+SETTINGS = SCHEMES | LARGE | MIXED
+
+
+@pytest.mark.parametrize("setting", FORWARD.values(), ids=FORWARD)
+def test_forward_receives_the_closed_form(setting):
+    *arguments, _ = setting.arguments()
+    traffic = compiled_traffic(setting.attend, *arguments)
+    assert traffic.by_collective == setting.expected().forward.by_collective
+
+
+@pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
+def test_forward_and_backward_receive_the_closed_form(setting):
+    traffic = compiled_traffic(forward_and_backward(setting.attend), *setting.arguments())
+    assert traffic.by_collective == setting.expected().total.by_collective
+
+
+def test_window_visits_fewer_rounds():
+    """Otherwise the settings with a window would show nothing."""
+    for name in ("window", "window, 16"):
+        setting = SETTINGS[name]
+        assert setting.attention.num_rounds(setting.seq_len) < setting.degrees.ring
+
+
+@pytest.mark.parametrize("saved", [True, False], ids=["saved", "recomputed"])
+def test_remat_repeats_attention_only_if_its_outputs_are_not_saved(saved):
+    """Under a policy that saves out and lse, rematerialisation costs no communication."""
+    setting = SETTINGS["StarTrail, 8"]
+    policy = jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES) if saved else None
+    attend = jax.checkpoint(setting.attend, policy=policy)
+    both = forward_and_backward(attend)
+    traffic = compiled_traffic(both, *setting.arguments(), **KEEP_BARRIERS)
+    report = setting.expected()
+    repeated = 0 if saved else report.forward.received_bytes
+    assert traffic.received_bytes == report.total.received_bytes + repeated

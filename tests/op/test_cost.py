@@ -1,0 +1,298 @@
+"""Closed forms of the traffic: the paper's and the design's tables, identities, hand counts."""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import startrail_jax as st
+from benchmarks import communication as benchmark
+from startrail_jax.analysis import hlo
+from startrail_jax.analysis.cost import (
+    COLLECTIVES,
+    all_reduce_bytes,
+    cheaper_backward,
+)
+
+D = st.Degrees
+PAPER = {"placement": "gather_permute", "combine": "reduce_scatter", "backward": "query"}
+
+
+def report(degrees, **options):
+    """64 heads and a length that 64 divides; the numbers in units do not depend on them."""
+    sizes = {"batch": 1, "seq_len": 7 * degrees.sequence, "heads": 64, "kv_heads": 64}
+    return st.communication(degrees, **({"head_dim": 11} | sizes | options))
+
+
+@pytest.mark.parametrize(
+    ("degrees", "options", "units"),
+    [
+        (D.ring_attention(64), {}, 126),
+        (D.all_gather(64), {}, 126),
+        (D.startrail(64, c=4), PAPER, 44),
+        (D.startrail(64, c=8), PAPER, 44),
+        (D.startrail(64, c=4), {}, 38),
+        (D.startrail(64, c=8), {}, 30),
+        (D(team=8, ring=8), {}, 28),
+        (D.ulysses(64), {}, 4 * 63 / 64),
+    ],
+    ids=str,
+)
+def test_forward_units_at_64_devices(degrees, options, units):
+    assert report(degrees, **options).forward.units == units
+
+
+@pytest.mark.parametrize("kv_heads", [64, 16, 1])
+@pytest.mark.parametrize("c", [2, 4, 8])
+def test_forward_units_follow_the_formulas_of_the_table(c, kv_heads):
+    g, p = kv_heads / 64, 64
+    published = report(D.startrail(p, c=c), kv_heads=kv_heads, **PAPER).forward.units
+    assert published == 2 * (c - 1) + 2 * g * (c - 1) + 2 * g * p / c
+    ours = report(D.startrail(p, c=c), kv_heads=kv_heads).forward.units
+    assert ours == 2 * (c - 1) + 2 * g * p / c
+    full = report(D.startrail(p, c=c), kv_heads=kv_heads, causal=False).forward.units
+    assert full == ours - 2 * g
+    teams = report(D(team=c, ring=p // c), kv_heads=kv_heads).forward.units
+    assert teams == full
+
+
+@pytest.mark.parametrize("kv_heads", [64, 16, 4])
+def test_no_tiling_without_head_splitting_beats_the_bound(kv_heads):
+    g, p = kv_heads / 64, 64
+    bound = 4 * math.sqrt(g * p) - 2 - 2 * g
+    sizes = [1, 2, 4, 8, 16, 32, 64]
+    settings = [D(team=a, ring=r, group=p // (a * r)) for a in sizes for r in sizes if a * r <= p]
+    units = [report(degrees, kv_heads=kv_heads).forward.units for degrees in settings]
+    assert min(units) == bound
+
+
+def test_head_degree_adds_its_exchange_and_leaves_a_smaller_problem():
+    inner = report(D.startrail(16, c=2), seq_len=7 * 64).forward
+    outer = report(D.startrail(64, c=2, head=4), seq_len=7 * 64).forward
+    # A unit at 16 devices with all heads is a unit at 64 devices after the exchange, four times.
+    assert outer.units == inner.units + 4 * 3 / 4
+
+
+def test_hop_of_the_backward_ring_in_units():
+    """4A and 6gG at 16 bits, 3A and 4gG at 32, as the schedule states."""
+    degrees, g = D(group=4, ring=2, team=2), 16 / 64
+    for dtype, query, kv in (("bfloat16", 4 * 2, 6 * g * 4), ("float32", 3 * 2, 4 * g * 4)):
+        for mode, units in (("query", query), ("kv", kv)):
+            options = {"kv_heads": 16, "dtype": dtype, "backward": mode}
+            two = report(degrees, **options, rounds=2).backward.units
+            one = report(degrees, **options, rounds=1).backward.units
+            assert two - one == units
+
+
+def test_startrail_forward_counted_by_hand():
+    """8 devices, C = 2: 3 tokens, 2 heads, 1 key head of 5 channels each, in bfloat16."""
+    result = st.communication(
+        D.startrail(8, c=2), batch=1, seq_len=24, heads=2, kv_heads=1, head_dim=5, packed=True
+    )
+    query, key, lse, ids = 3 * 2 * 5 * 2, 3 * 1 * 5 * 2, 3 * 2 * 4, 3 * 4
+    assert result.forward.unit_bytes == query
+    assert result.forward.by_collective == {
+        "all_gather": query + ids + 2 * key + ids,
+        "all_reduce": 0,
+        "all_to_all": query + lse,
+        "collective_permute": (2 * key + ids) + 2 * (2 * key + ids),
+        "reduce_scatter": 0,
+    }
+    assert result.forward.row_bytes == lse + ids * (1 + 1 + 1 + 2)
+    assert result.backward_mode == "kv"
+    assert result.backward.by_collective == {
+        "all_gather": 2 * query + 2 * lse + ids + 2 * key + ids,
+        "all_reduce": 0,
+        "all_to_all": 0,
+        "collective_permute": (2 * key + ids) + 2 * (2 * key + ids) + 2 * 4 * key + 2 * key,
+        "reduce_scatter": 2 * query + 4 * key,
+    }
+
+
+def test_published_forward_counted_by_hand():
+    """The same in the paper's order: two key units move, and lse through two all_reduces."""
+    result = st.communication(
+        D.startrail(8, c=2), batch=1, seq_len=24, heads=2, kv_heads=1, head_dim=5, **PAPER
+    )
+    query, key, lse = 3 * 2 * 5 * 2, 3 * 1 * 5 * 2, 3 * 2 * 4
+    assert result.forward.by_collective == {
+        "all_gather": query + 2 * key,
+        "all_reduce": 2 * 2 * lse,
+        "all_to_all": 0,
+        "collective_permute": 2 * 2 * key + 2 * 2 * key,
+        "reduce_scatter": query,
+    }
+
+
+def test_replicated_key_heads_counted_by_hand():
+    """Ulysses over 4 with one key head copies it 4 times; a tensor degree sums its gradient."""
+    sizes = {"seq_len": 12, "heads": 4, "kv_heads": 1, "head_dim": 5, "dtype": "float32"}
+    ulysses = st.communication(D.ulysses(4), batch=1, **sizes)
+    query = copies = 3 * 4 * 5 * 4
+    assert ulysses.forward.received_bytes == 3 * (2 * query + 2 * copies) // 4
+    tensor = st.communication(D(tensor=2), batch=1, **sizes)
+    assert tensor.forward.received_bytes == 0
+    assert tensor.backward.by_collective["all_reduce"] == 2 * (12 * 5 * 4)
+
+
+def test_one_device_receives_nothing():
+    assert report(D()).total.received_bytes == 0
+    assert report(D()).total.transfers == ()
+
+
+def test_total_is_forward_and_backward():
+    result = report(D.startrail(16, c=2, head=2), kv_heads=16, packed=True)
+    assert result.total.received_bytes == sum(result.total.by_collective.values())
+    for kind in COLLECTIVES:
+        parts = result.forward.by_collective[kind] + result.backward.by_collective[kind]
+        assert result.total.by_collective[kind] == parts
+    assert result.total.units == result.forward.units + result.backward.units
+
+
+@pytest.mark.parametrize("name", ["data", "tensor"])
+def test_data_and_tensor_degrees_divide_the_traffic(name):
+    whole = report(D.startrail(8, c=2), batch=2, kv_heads=2)
+    part = report(D(group=2, ring=2, team=2, **{name: 2}), batch=2, kv_heads=2)
+    assert 2 * part.total.received_bytes == whole.total.received_bytes
+    assert part.forward.units == whole.forward.units
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("kv_heads", [64, 32, 8, 1])
+@pytest.mark.parametrize("degrees", [D.startrail(16, c=2), D(ring=4, team=4), D(group=4, ring=4)])
+def test_auto_backward_is_the_cheaper_one(degrees, kv_heads, dtype, packed):
+    options = {"kv_heads": kv_heads, "dtype": dtype, "packed": packed, "value_head_dim": 13}
+    auto, query, kv = (report(degrees, **options, backward=b) for b in ("auto", "query", "kv"))
+    least = min(query.backward.received_bytes, kv.backward.received_bytes)
+    assert auto.backward.received_bytes == least
+    assert (query.backward_mode, kv.backward_mode) == ("query", "kv")
+
+
+def test_cheaper_backward_takes_query_at_a_tie():
+    sizes = {"team": 1, "group": 1, "query_tokens": 5, "heads": 1, "kv_heads": 1}
+    sizes |= {"head_dim": 3, "value_head_dim": 3, "width": 4}
+    # query: 12 + 12 + 12 + 8 bytes a token; kv: 48.
+    assert cheaper_backward(**sizes, key_tokens=5) == "query"
+    sizes["head_dim"] = sizes["value_head_dim"] = 2
+    # 8 + 8 + 8 + 8 bytes against 32.
+    assert cheaper_backward(**sizes, key_tokens=5) == "query"
+    assert cheaper_backward(**sizes, key_tokens=4) == "kv"
+
+
+def test_rounds_of_a_window_cut_only_the_ring():
+    degrees = D.ring_attention(8)
+    assert report(degrees, rounds=1).total.received_bytes == 0
+    assert report(degrees, rounds=3).forward.units == 2 * 2
+
+
+def test_cross_attention_scales_only_the_keys():
+    degrees, options = D(group=2, ring=2, team=2), {"causal": False, "seq_len": 56}
+    same = report(degrees, **options).forward
+    longer = report(degrees, **options, key_len=112).forward
+    assert longer.units - same.units == 2 * (2 - 1) + 2 * 2 * (2 - 1)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, np.dtype("float32"), np.float32])
+def test_dtype_objects_are_read_by_name(dtype):
+    named = report(D.ring_attention(8), dtype="float32")
+    assert report(D.ring_attention(8), dtype=dtype) == named
+    assert report(D.ring_attention(8), dtype=jnp.bfloat16).forward.units == named.forward.units
+
+
+def test_all_reduce_bytes_round_up():
+    assert all_reduce_bytes(12, 4) == 18
+    assert all_reduce_bytes(4, 3) == 6
+    assert all_reduce_bytes(5, 1) == 0
+
+
+def test_words_are_those_of_the_program_reader():
+    assert COLLECTIVES == hlo.COLLECTIVES
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"placement": "permute"}, r"placement must be one of .*; got placement='permute'\. Choo"),
+        ({"combine": "sum"}, r"combine must be one of .*; got combine='sum'\. Choose"),
+        ({"backward": "both"}, r"backward must be one of .*; got backward='both'\. Choose"),
+        ({"dtype": "int8"}, r"dtype must be one of float32, .*; got dtype='int8'\. Name"),
+        ({"batch": 3}, r"batch must be divisible by the data degree; got batch=3, degree=2\. Use"),
+        ({"seq_len": 70}, r"seq_len must be divisible by .*; got seq_len=70, .* Use seq_len=64 or"),
+        ({"seq_len": 4}, r"got seq_len=4, degree=16\. Use seq_len=16"),
+        ({"key_len": 8, "causal": False}, r"key_len must be divisible by .*; got key_len=8"),
+        ({"heads": 2}, r"heads must be divisible by head degree \* .*; got heads=2, degree=4"),
+        ({"kv_heads": 3}, r"heads must be divisible by kv_heads; got heads=64, kv_heads=3\. Give"),
+        ({"heads": 12, "kv_heads": 6}, r"kv_heads and head \* tensor must divide one"),
+        ({"head_dim": 0}, r"head_dim must be a positive integer; got head_dim=0\. Pass"),
+        ({"value_head_dim": -1}, r"value_head_dim must be a positive integer; got value_head_dim="),
+        ({"batch": 2.0}, r"batch must be a positive integer; got batch=2\.0\. Pass"),
+        ({"rounds": 3}, r"rounds must lie between 1 and the ring degree; got rounds=3, ring=2\. "),
+        ({"rounds": 0}, r"rounds must lie between 1 and the ring degree; got rounds=0"),
+        ({"placement": "gather_permute"}, r"equal team and group degrees; got team=1, group=4\. "),
+        ({"key_len": 32}, r"causal=True needs as many keys as queries; .*key_len=32\. Pass"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else ", ".join(value),
+)
+def test_bad_argument_raises(options, message):
+    degrees = D(data=2, group=4, ring=2, head=2, tensor=2)
+    with pytest.raises(ValueError, match=message):
+        report(degrees, **({"batch": 2, "seq_len": 16} | options))
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_key_heads_that_neither_split_nor_repeat_evenly_raise():
+    with pytest.raises(ValueError, match=r"kv_heads and head \* tensor must divide one another"):
+        report(D(head=3, tensor=2), heads=12, kv_heads=4)
+
+
+def lines_of(capsys, *argv):
+    benchmark.main(list(argv))
+    return capsys.readouterr().out.splitlines()
+
+
+def test_benchmark_prints_every_row_of_the_scheme_table(capsys):
+    lines = lines_of(capsys, "--devices", "64", "--heads", "64")
+
+    def units(start, *degrees):
+        """The three columns of units on the line of this scheme and these degrees."""
+        rows = [line.rsplit(maxsplit=12) for line in lines if line.startswith(start)]
+        return [float(cell) for row in rows if row[1:5] == [*degrees] for cell in row[5:8]]
+
+    assert units("Ring Attention ", "1", "64", "1", "1") == [126, 252, 378]
+    assert units("StarTrail as published ", "4", "4", "4", "1")[0] == 44
+    assert units("StarTrail as published ", "8", "1", "8", "1")[0] == 44
+    assert units("StarTrail  ", "4", "4", "4", "1")[0] == 38
+    assert units("StarTrail  ", "8", "1", "8", "1")[0] == 30
+    assert units("teams, group 1 ", "1", "8", "8", "1")[0] == 28
+    for scheme in ("all-gather context", "Ulysses", "LoongTrain", "2-D tiles", "StarTrail x Uly"):
+        assert any(line.startswith(scheme) for line in lines)
+    assert not any(line.startswith("not possible") for line in lines)
+
+
+def test_benchmark_gives_the_reason_for_a_row_that_is_impossible(capsys):
+    options = ("--devices", "6", "--heads", "4", "--seq-len", "12", "--head-ratio", "4")
+    text = "\n".join(lines_of(capsys, *options, "--full", "--packed"))
+    assert "StarTrail: needs a C > 1 whose square divides 6 devices" in text
+    assert "Ulysses (group 1, ring 1, team 1, head 6): heads must be divisible" in text
+    assert "full, packed" in text
+
+
+def test_benchmark_without_a_sequence_axis_still_prints(capsys):
+    lines = lines_of(capsys, "--devices", "1")
+    assert any("needs a divisor between 1 and 1 devices" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--seq-len", "100"], "--seq-len 100 must be a positive multiple of 64"),
+        (["--heads", "6", "--head-ratio", "4"], "--heads 6 must be a positive multiple of 4"),
+    ],
+)
+def test_benchmark_refuses_sizes_that_do_not_divide(capsys, argv, message):
+    with pytest.raises(SystemExit):
+        benchmark.main(argv)
+    assert message in capsys.readouterr().err

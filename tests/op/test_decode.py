@@ -1,0 +1,265 @@
+"""Decoding: a few new tokens attend to a cache that lies sharded over the sequence axes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import oracle
+import startrail_jax as st
+from attention_cases import FLOAT32_ERROR, QUICK, relative_error
+from startrail_jax.analysis.hlo import read_traffic
+from startrail_jax.layout import KINDS
+
+SCHEMES = {
+    "one device": st.Degrees(),
+    "Ring Attention": st.Degrees.ring_attention(8),
+    "all-gather": st.Degrees.all_gather(8),
+    "Ulysses": st.Degrees.ulysses(8),
+    "2D-Attention": st.Degrees.loongtrain(8, head=2),
+    "StarTrail": st.Degrees.startrail(8, c=2),
+    "teams": st.Degrees(team=2, ring=4),
+    "tiles": st.Degrees(team=4, group=2),
+    "StarTrail x Ulysses": st.Degrees.startrail(8, c=2, head=2),
+    "data and tensor": st.Degrees(data=2, team=2, tensor=2),
+}
+BATCH, SLOTS, HEADS, HEAD_DIM, VALUE_DIM = 2, 48, 8, 7, 11
+
+
+def make_attention(degrees, axis_type="explicit", **options):
+    devices = jax.devices()[: degrees.num_devices]
+    return st.Attention(st.make_mesh(degrees, axis_type, devices), **options)
+
+
+def put(attention, x, spec):
+    return jax.device_put(x, NamedSharding(attention.mesh, spec))
+
+
+def draw(kv_heads=2, dtype="float32", new=3):
+    """Queries and caches in natural order, and ragged positions of the queries."""
+    rng = np.random.default_rng(0)
+    normal = lambda *shape: rng.normal(size=shape).astype(jnp.dtype(dtype))  # noqa: E731
+    query = normal(BATCH, new, HEADS, HEAD_DIM)
+    key = normal(BATCH, SLOTS, kv_heads, HEAD_DIM)
+    value = normal(BATCH, SLOTS, kv_heads, VALUE_DIM)
+    positions = np.stack([rng.choice(SLOTS, size=new, replace=False) for _ in range(BATCH)])
+    return query, key, value, positions.astype(np.int32)
+
+
+def dense(query, key, value, positions, window=None):
+    """The oracle, which has queries at all positions: those that are asked for are taken out."""
+    whole = np.zeros((BATCH, SLOTS, *query.shape[2:]))
+    rows = np.arange(BATCH)[:, None]
+    whole[rows, positions] = query
+    out, _ = oracle.attention(whole, key, value, causal=True, window=window)
+    return out[rows, positions]
+
+
+@functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK)
+def decode(attention, *arrays):
+    return attention.decode(*arrays)
+
+
+def decoded(attention, query, key, value, positions):
+    key, value = (attention.layout.permute(x) for x in (key, value))
+    spec = attention.key_spec(key.shape[2])
+    query_spec = attention.decode_spec(query.shape[2])
+    placed = (
+        put(attention, query, query_spec),
+        put(attention, key, spec),
+        put(attention, value, spec),
+        put(attention, positions, P(query_spec[0])),
+    )
+    out = decode(attention, *placed)
+    assert out.sharding.is_equivalent_to(placed[0].sharding, 4)
+    return np.asarray(out)
+
+
+@pytest.mark.parametrize("degrees", SCHEMES.values(), ids=SCHEMES)
+def test_decode_equals_dense_attention(degrees):
+    problem = draw()
+    found = decoded(make_attention(degrees), *problem)
+    assert relative_error(found, dense(*problem)) <= FLOAT32_ERROR
+
+
+@pytest.mark.parametrize("layout", KINDS)
+@pytest.mark.parametrize("window", [None, 5, SLOTS])
+def test_decode_in_every_layout_and_window(layout, window):
+    problem = draw(kv_heads=8)
+    attention = make_attention(st.Degrees(team=2, ring=2, head=2), layout=layout, window=window)
+    found = decoded(attention, *problem)
+    assert relative_error(found, dense(*problem, window=window)) <= FLOAT32_ERROR
+
+
+@pytest.mark.parametrize(
+    ("degrees", "kv_heads", "copies"),
+    [
+        (st.Degrees(ring=2, tensor=4), 1, 1),
+        (st.Degrees(ring=2, tensor=4), 2, 1),
+        (st.Degrees(head=2, tensor=2), 1, 2),
+        (st.Degrees(head=2, tensor=4), 2, 2),
+        (st.Degrees(head=4, tensor=2), 8, 1),
+    ],
+    ids=str,
+)
+def test_decode_with_few_key_heads(degrees, kv_heads, copies):
+    """Each device needs all the key heads of its tensor share, whatever `head` is."""
+    problem = draw(kv_heads=kv_heads)
+    attention = make_attention(degrees)
+    assert attention.key_copies(kv_heads) == copies
+    assert relative_error(decoded(attention, *problem), dense(*problem)) <= FLOAT32_ERROR
+
+
+def test_decode_with_key_heads_and_tensor_degree_that_do_not_divide_one_another():
+    """Three tensor ranks share two key heads: one of them has queries of both."""
+    attention = make_attention(st.Degrees(head=2, tensor=3))
+    query, key, value, positions = draw(kv_heads=2)
+    query = np.concatenate([query, query[:, :, :4]], axis=2)
+    found = decoded(attention, query, key, value, positions)
+    assert relative_error(found, dense(query, key, value, positions)) <= FLOAT32_ERROR
+
+
+def test_decode_in_bfloat16_rounds_its_result_alone():
+    problem = draw(dtype="bfloat16")
+    found = decoded(make_attention(st.Degrees(team=2, ring=2)), *problem)
+    expected = dense(*problem)
+    assert found.dtype == jnp.bfloat16
+    nearest = relative_error(expected.astype(jnp.bfloat16), expected)
+    assert relative_error(found, expected) <= 1.01 * nearest
+
+
+def test_decode_sees_no_slot_above_its_position_and_none_at_a_negative_one():
+    query, key, value, _ = draw()
+    positions = np.array([[0, 11, -1], [20, -5, 7]], np.int32)
+    attention = make_attention(st.Degrees(group=2, team=2))
+    found = decoded(attention, query, key, value, positions)
+    assert not found[positions < 0].any()
+    above = np.arange(SLOTS)[None, :] > positions.max(axis=1)[:, None]
+    key, value = (np.where(above[:, :, None, None], np.float32(1e9), x) for x in (key, value))
+    again = decoded(attention, query, key, value, positions)
+    np.testing.assert_array_equal(again, found)
+
+
+@pytest.mark.parametrize("layout", KINDS)
+def test_update_cache_writes_the_slots_of_the_positions_alone(layout):
+    attention = make_attention(st.Degrees(data=2, ring=2, head=2), layout=layout)
+    _, cache, _, positions = draw()
+    positions[1, 2] = -1
+    positions[0, 1] = SLOTS
+    new = np.random.default_rng(1).normal(size=(BATCH, 3, 2, HEAD_DIM)).astype(np.float32)
+    expected = cache.copy()
+    for row, column in np.ndindex(BATCH, 3):
+        if 0 <= positions[row, column] < SLOTS:
+            expected[row, positions[row, column]] = new[row, column]
+    spec = attention.key_spec(2)
+    placed = (
+        put(attention, attention.layout.permute(cache), spec),
+        put(attention, new, P(spec[0])),
+        put(attention, positions, P(spec[0])),
+    )
+    found = attention.update_cache(*placed)
+    assert found.sharding.is_equivalent_to(placed[0].sharding, 4)
+    np.testing.assert_array_equal(attention.layout.unpermute(np.asarray(found)), expected)
+
+
+def compiled_step(attention, slots, kv_heads=2, dtype="float32"):
+    """Writes keys and values of one token, and attends it."""
+
+    def step(caches, query, new, positions):
+        caches = [attention.update_cache(x, new, positions) for x in caches]
+        return attention.decode(query, *caches, positions), caches
+
+    def shape(spec, *sizes, dtype=dtype):
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(attention.mesh, spec))
+
+    spec = attention.key_spec(kv_heads)
+    cache = shape(spec, BATCH, slots, kv_heads, HEAD_DIM)
+    return (
+        jax.jit(step, donate_argnums=0)
+        .lower(
+            [cache, cache],
+            shape(attention.decode_spec(HEADS), BATCH, 1, HEADS, HEAD_DIM),
+            shape(P(spec[0], None, *spec[2:]), BATCH, 1, kv_heads, HEAD_DIM),
+            shape(P(spec[0]), BATCH, 1, dtype="int32"),
+        )
+        .compile(QUICK)
+    )
+
+
+def test_decode_messages_do_not_grow_with_the_cache_and_its_memory_is_shared():
+    attention = make_attention(st.Degrees.startrail(8, c=2))
+    short, long = (compiled_step(attention, slots) for slots in (1 << 10, 1 << 14))
+    traffic = read_traffic(long.as_text())
+    assert traffic == read_traffic(short.as_text())
+    assert {kind for kind, count in traffic.counts.items() if count} == {"all_reduce"}
+    assert traffic.counts["all_reduce"] == 2
+    # 2 (P - 1) / P of float32 sums of outputs and weights, and of maxima.
+    assert traffic.received_bytes == 2 * 7 * BATCH * HEADS * (HEAD_DIM + 2) * 4 // 8
+    # Both caches are written in place: what comes out takes no memory of its own.
+    bytes_of_caches = 2 * BATCH * (1 << 14) * 2 * HEAD_DIM * 4
+    memory = long.memory_analysis()
+    assert memory.alias_size_in_bytes == bytes_of_caches // 8
+    few = 4096  # Queries, outputs, indices.
+    assert memory.argument_size_in_bytes - memory.alias_size_in_bytes < few
+    assert memory.output_size_in_bytes - memory.alias_size_in_bytes < few
+
+
+def test_decode_of_every_token_equals_the_attention_whose_keys_are_the_cache():
+    """On a mesh of Auto axes, whose names are the user's."""
+    devices = jax.devices()[:4]
+    kinds = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((2, 2), ("inner", "outer"), axis_types=kinds, devices=devices)
+    attention = st.Attention(mesh, axis_names={"ring": ("outer", "inner")}, scale=0.3)
+    rng = np.random.default_rng(0)
+    query, key, value = (rng.normal(size=(1, 16, n, 5)).astype(np.float32) for n in (4, 2, 2))
+    permute, unpermute = attention.layout.permute, attention.layout.unpermute
+    placed = [
+        put(attention, permute(x), attention.query_spec(x.shape[2])) for x in (query, key, value)
+    ]
+    whole = unpermute(np.asarray(attention(*placed)))
+    steps = decode(attention, query, *placed[1:], np.arange(16, dtype=np.int32)[None])
+    np.testing.assert_allclose(steps, whole, atol=2e-6)
+
+
+# Errors --------------------------------------------------------------------------------------
+
+
+def test_decode_errors():
+    attention = make_attention(st.Degrees())
+    query, key, value, positions = draw()
+    with pytest.raises(ValueError, match=r"causal attention.*got an instance with causal=False"):
+        make_attention(st.Degrees(), causal=False).decode(query, key, value, positions)
+    with pytest.raises(ValueError, match=r"query must be \[batch, new.*got query \(2, 3, 8, 5\)"):
+        attention.decode(query[..., :5], key, value, positions)
+    with pytest.raises(ValueError, match=r"one dtype; got bfloat16, float32, float32"):
+        attention.decode(query.astype(jnp.bfloat16), key, value, positions)
+    with pytest.raises(ValueError, match=r"positions must be int32 .*= \[2, 3\]; got int32 \[2, 2"):
+        attention.decode(query, key, value, positions[:, :2])
+    with pytest.raises(ValueError, match=r"slots must be divisible by .*got slots=47.*Pad to 48"):
+        attention.decode(query, key[:, :47], value[:, :47], positions)
+    with pytest.raises(ValueError, match=r"cache must be \[batch, slots.*new \(2, 3, 2, 5\)"):
+        attention.update_cache(key, key[:, :3, :, :5], positions)
+    with pytest.raises(ValueError, match=r"positions must be int32 .*got float32 \[2, 3\]"):
+        attention.update_cache(key, key[:, :3], positions.astype(np.float32))
+
+
+def test_decode_names_the_spec_that_a_cache_should_have():
+    attention = make_attention(st.Degrees(ring=2))
+    with pytest.raises(ValueError, match=r"key_cache must be sharded as .*'ring'.*device_put"):
+        attention.decode(*draw())
+    _, key, _, positions = draw()
+    with pytest.raises(ValueError, match=r"cache must be sharded as .*'ring'.*device_put"):
+        attention.update_cache(key, key[:, :3], positions)
+
+
+def test_update_cache_local_says_that_layers_are_missing():
+    attention = make_attention(st.Degrees())
+    _, key, _, positions = draw()
+    with pytest.raises(ValueError, match=r"cache must be \[layers, batch.*got cache \(2, 48"):
+        attention.update_cache_local(
+            jnp.asarray(key), jnp.asarray(key[:, :3]), jnp.asarray(positions), layer=0
+        )

@@ -1,0 +1,407 @@
+"""What runs beneath every message: on hand-written texts, and in programs compiled for GPUs."""
+
+import functools
+
+import jax
+import pytest
+
+import startrail_jax as st
+from benchmarks import deviceless
+from benchmarks import overlap as benchmark
+from benchmarks.deviceless import gpu_topology, missing_plugin, target_names
+from startrail_jax.analysis.overlap import (
+    ENTRY,
+    read_copies,
+    read_overlap,
+)
+
+ATTENTION = 'custom-call(%x), custom_call_target="__cudnn$fmhaSoftmax"'
+GRADIENTS = 'custom-call(%x), custom_call_target="__cudnn$fmhaSoftmaxBackward"'
+PRODUCT = 'custom-call(%x, %x), custom_call_target="__cublas$gemm"'
+DOT = "dot(%x, %x), lhs_contracting_dims={0}, rhs_contracting_dims={0}"
+SHIFT = "source_target_pairs={{0,1},{1,0}}"
+GROUPS = "replica_groups={{0,1}}, use_global_device_ids=true, dimensions={0}"
+START = f"%p = (f32[4,6]{{1,0}}, f32[4,6]{{1,0}}) collective-permute-start(%x), {SHIFT}"
+DONE = "%pd = f32[4,6]{1,0} collective-permute-done(%p)"
+
+
+def lines(*instructions):
+    return "\n".join(f"  {line}" for line in ["%x = f32[4,6]{1,0} parameter(0)", *instructions])
+
+
+def module(entry, *computations):
+    """A program for 2 devices, whose computations have the parameter %x of 96 bytes."""
+    header = "HloModule jit_f, is_scheduled=true, num_partitions=2"
+    main = f"ENTRY %main (x: f32[4,6]) -> f32[4,6] {{\n{lines(*entry)}\n}}\n"
+    return "\n\n".join([header, *computations, main])
+
+
+def computation(name, *instructions):
+    return f"%{name} (x: f32[4,6]) -> f32[4,6] {{\n{lines(*instructions)}\n}}\n"
+
+
+def value(name, expression):
+    return f"%{name} = f32[4,6]{{1,0}} {expression}"
+
+
+def only(text):
+    (transfer,) = read_overlap(text)
+    return transfer
+
+
+def names(kernels):
+    return [kernel.name for kernel in kernels]
+
+
+def test_attention_between_start_and_done_is_beneath():
+    op = ', metadata={op_name="jit(f)/ppermute" stack_frame_id=1}'
+    text = module([START + op, value("a", ATTENTION), value("b", GRADIENTS), DONE])
+    transfer = only(text)
+    assert transfer.name == "p"
+    assert transfer.kind == "collective_permute"
+    assert transfer.computation == ENTRY
+    assert transfer.op_name == "jit(f)/ppermute"
+    assert transfer.groups == ((0, 1), (1, 0))
+    assert (transfer.runs, transfer.received_bytes) == (1, 96)
+    assert transfer.asynchronous
+    assert transfer.overlapped
+    assert names(transfer.attention) == ["a", "b"]
+    assert transfer.attention[0].result == "f32[4,6]{1,0}"
+    assert transfer.products == ()
+
+
+def test_attention_before_and_after_is_not_beneath():
+    text = module([value("a", ATTENTION), START, value("t", "negate(%x)"), DONE, value("b", DOT)])
+    transfer = only(text)
+    assert transfer.asynchronous
+    assert not transfer.overlapped
+    assert (transfer.attention, transfer.products) == ((), ())
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        START + ', backend_config={"collective_backend_config":{"is_sync":true}}',
+        value("p", f"collective-permute(%x), {SHIFT}"),
+    ],
+    ids=["pair that is kept together", "one instruction"],
+)
+def test_nothing_is_beneath_a_synchronous_collective(start):
+    entry = [start, value("a", ATTENTION)]
+    transfer = only(module([*entry, DONE] if "-start" in start else entry))
+    assert not transfer.asynchronous
+    assert not transfer.overlapped
+    assert transfer.received_bytes == 96
+
+
+def test_text_of_older_versions_reads_alike():
+    """Operands come after their types, and several in one permute come as tuples."""
+    both = "(f32[4,6]{1,0}, bf16[5]{0})"
+    text = module(
+        [
+            "%h = bf16[5]{0} parameter(1)",
+            f"%p = ({both}, {both}) collective-permute-start(f32[4,6]{{1,0}} %x, bf16[5]{{0}} %h), "
+            f"channel_id=1, {SHIFT}",
+            value("a", 'custom-call(f32[4,6]{1,0} %x), custom_call_target="__cudnn$fmhaSoftmax"'),
+            f"%pd = {both} collective-permute-done(({both}, {both}) %p)",
+        ]
+    )
+    transfer = only(text)
+    assert transfer.received_bytes == 96 + 10
+    assert names(transfer.attention) == ["a"]
+
+
+FLASH = computation("flash", value("y", ATTENTION))
+SKIP = computation("skip", value("y", "copy(%x)"))
+DOTS = computation("dots", value("y", DOT))
+CALLS_FLASH = computation("outer", value("y", "call(%x), to_apply=%flash"))
+LOOP = "while(%x), condition=%skip, body="
+
+
+@pytest.mark.parametrize(
+    ("expression", "attention", "products"),
+    [
+        ("conditional(%i, %x, %x), branch_computations={%skip, %flash}", 1, 0),
+        ("conditional(%i, %x, %x), true_computation=%dots, false_computation=%skip", 1, 0),
+        ("conditional(%i, %x, %x), branch_computations={%skip, %skip}", 0, 0),
+        ("call(%x), to_apply=%outer", 1, 0),
+        (f"{LOOP}%flash", 1, 0),
+        (f"{LOOP}%dots", 1, 0),
+        (f"{LOOP}%skip", 0, 0),
+        ("fusion(%x), kind=kCustom, calls=%flash", 1, 0),
+        ("fusion(%x), kind=kCustom, calls=%dots", 0, 1),
+        ("fusion(%x), kind=kLoop, calls=%skip", 0, 0),
+        (DOT, 0, 1),
+        (PRODUCT, 0, 1),
+        ('custom-call(%x), custom_call_target="__cublas$lt$matmul"', 0, 1),
+        ('custom-call(%x), custom_call_target="__cudnn$convForward"', 0, 0),
+        ('custom-call(%x), custom_call_target="TopK"', 0, 0),
+    ],
+)
+def test_kernels_are_told_apart(expression, attention, products):
+    text = module([START, value("k", expression), DONE], FLASH, SKIP, DOTS, CALLS_FLASH)
+    transfer = only(text)
+    assert names(transfer.attention) == attention * ["k"]
+    assert names(transfer.products) == products * ["k"]
+
+
+def test_asynchronous_kernel_counts_where_it_starts():
+    text = module(
+        [
+            "%f = ((f32[4,6]), f32[4,6]) fusion-start(%x), kind=kCustom, calls=%dots",
+            START,
+            "%fd = f32[4,6] fusion-done(%f)",
+            DONE,
+        ],
+        DOTS,
+    )
+    assert only(text).products == ()
+
+
+def test_wrapped_collectives_are_read_through():
+    wrapped = computation("wrapped", value("t", f"all-to-all(%x), {GROUPS}"))
+    fused = computation("fused", value("r", f"all-gather(%x), {GROUPS}"), value("s", "negate(%r)"))
+    text = module(
+        [
+            "%a = ((f32[4,6]), f32[4,6], s32[]) async-start(%x), calls=%wrapped",
+            value("k", ATTENTION),
+            "%au = ((f32[4,6]), f32[4,6], s32[]) async-update(%a), calls=%wrapped",
+            value("l", ATTENTION),
+            "%ad = f32[4,6] async-done(%au), calls=%wrapped",
+            value("f", "fusion(%x), kind=kCustom, calls=%fused"),
+        ],
+        wrapped,
+        fused,
+    )
+    exchange, gather = read_overlap(text)
+    assert exchange.kind == "all_to_all"
+    assert exchange.groups == ((0, 1),)
+    assert exchange.received_bytes == 48
+    assert names(exchange.attention) == ["k", "l"]
+    assert gather.kind == "all_gather"
+    assert not gather.asynchronous
+
+
+def loop(name, body, count=None):
+    known = f', backend_config={{"known_trip_count":{{"n":"{count}"}}}}' if count else ""
+    return value(name, f"while(%x), condition=%never, body=%{body}{known}")
+
+
+NEVER = computation("never", "ROOT %p = pred[] constant(false)")
+INNER = computation("inner", START, value("a", ATTENTION), DONE)
+
+
+def test_loops_multiply_runs_and_name_their_body():
+    outer = computation("outer", START, loop("w", "inner", 3), DONE)
+    text = module([loop("v", "outer", 5), START, DONE], NEVER, INNER, outer)
+    entry, outside, inside = read_overlap(text)
+    assert [x.computation for x in (entry, outside, inside)] == [ENTRY, "outer", "inner"]
+    assert [x.runs for x in (entry, outside, inside)] == [1, 5, 15]
+    assert not entry.overlapped
+    assert names(outside.attention) == ["w"]
+    assert names(inside.attention) == ["a"]
+
+
+def test_collectives_of_a_branch_are_listed():
+    text = module(
+        [value("c", "conditional(%i, %x, %x), branch_computations={%inner, %skip}")], INNER, SKIP
+    )
+    assert only(text).computation == "inner"
+
+
+def test_progress_counts_the_kernels_of_the_pass():
+    """Of the forward pass 2, of the backward pass 1; a transfer belongs to what comes next."""
+    backward = ', metadata={op_name="jit(f)/transpose(jvp())/shard_map"}'
+    steps = [value("a", ATTENTION), value("b", ATTENTION), value("c", GRADIENTS + backward)]
+    entry = []
+    for i, step in enumerate([*steps, None]):
+        entry += [START.replace("%p", f"%p{i}"), f"%d{i} = f32[4,6] collective-permute-done(%p{i})"]
+        entry += [step] if step else []
+    transfers = read_overlap(module(entry))
+    assert [(x.after, x.of) for x in transfers] == [(0, 2), (1, 2), (0, 1), (1, 1)]
+
+
+def test_transfer_that_ends_elsewhere_raises():
+    """As in a loop that carries it to its next iteration."""
+    body = computation("body", START, value("a", ATTENTION))
+    with pytest.raises(
+        NotImplementedError, match=r"end in the computation .*; got p in body without its -done\. "
+    ):
+        read_overlap(module([loop("w", "body", 3)], NEVER, body))
+
+
+def test_loop_of_unknown_length_raises():
+    with pytest.raises(ValueError, match="must have a known trip count; got w"):
+        read_overlap(module([loop("w", "inner")], NEVER, INNER))
+
+
+MOVED = computation(
+    "moved", value("t", "transpose(%x), dimensions={1,0}"), value("b", "bitcast(%t)")
+)
+ADDED = computation("added", value("t", "copy(%x)"), value("s", "add(%t, %t)"))
+
+
+def test_copies_are_kernels_that_only_move():
+    text = module(
+        [
+            value("a", ATTENTION),
+            value("c", "copy(%x)"),
+            value("m", "fusion(%x), kind=kLoop, calls=%moved"),
+            value("s", "fusion(%x), kind=kLoop, calls=%added"),
+            value("v", "bitcast(%x)"),
+            "%small = s32[2] copy(%i)",
+            "%cs = (f32[4,6], f32[4,6], u32[]) copy-start(%x)",
+            "%cd = f32[4,6] copy-done(%cs)",
+            value("b", ATTENTION),
+            value("d", "copy(%x)"),
+        ],
+        MOVED,
+        ADDED,
+    )
+    copies = read_copies(text, at_least=96)
+    assert [x.name for x in copies] == ["c", "m", "cs", "d"]
+    assert {(x.written_bytes, x.runs, x.conditional, x.computation) for x in copies} == {
+        (96, 1, "", ENTRY)
+    }
+    # After the last attention there is no further round.
+    assert [x.in_rounds for x in copies] == [True, True, True, False]
+    assert len(read_copies(text, at_least=8)) == 5
+
+
+def test_copies_of_loops_and_branches():
+    branch = computation("branch", value("bc", "copy(%x)"), value("y", ATTENTION))
+    tiles = computation("tiles", value("tc", "copy(%x)"), value("y", DOT))
+    body = computation(
+        "body",
+        START,
+        value("lc", "copy(%x)"),
+        value("a", "conditional(%i, %x, %x), branch_computations={%branch, %flash}"),
+        loop("w", "tiles", 7),
+        DONE,
+    )
+    text = module([loop("v", "body", 5), value("c", "copy(%x)")], NEVER, FLASH, branch, tiles, body)
+    found = [
+        (x.name, x.computation, x.runs, x.conditional, x.in_rounds)
+        for x in read_copies(text, at_least=1)
+    ]
+    assert found == [
+        ("c", ENTRY, 1, "", False),
+        ("lc", "body", 5, "", True),
+        ("bc", "branch", 5, "a", True),
+    ]
+
+
+needs_plugin = pytest.mark.skipif(missing_plugin() is not None, reason=str(missing_plugin()))
+
+# Keys and values of a device are 32 MiB, more than XLA joins in one message, as in real runs.
+SIZES = ["--tokens", "8192", "--heads", "32", "--kv-heads", "8"]
+LONG = "Ring Attention, 64"
+SETTINGS = {
+    "Ring Attention": st.Degrees.ring_attention(8),
+    LONG: st.Degrees.ring_attention(64),
+    "StarTrail": st.Degrees.startrail(16, c=2),
+}
+
+
+@functools.cache
+def compiled(target, setting, backward):
+    """Forward and backward of a setting, compiled for `target`, and what the program holds."""
+    args = benchmark.parse_args(SIZES)
+    degrees = SETTINGS[setting]
+    devices = gpu_topology(target, degrees.num_devices).devices
+    return benchmark.read(args, benchmark.op(args, "", degrees, devices, backward))
+
+
+def ring_bytes(setting, backward):
+    """What a device receives round the ring, forward and backward, by the closed form.
+
+    The first hop of a gradient brings the result of one kernel, which XLA may send as it is, in
+    bfloat16, and widen on arrival: the second number.
+    """
+    degrees, args = SETTINGS[setting], benchmark.parse_args(SIZES)
+    query = 2 * args.tokens * args.heads * args.head_dim * degrees.team
+    keys = 2 * 2 * args.tokens * args.kv_heads * args.head_dim * degrees.group
+    # Queries and dout, lse and delta in float32; keys and values. Then their gradients in float32.
+    rows = 2 * 4 * args.tokens * args.heads * degrees.team
+    travellers, gradients = {
+        "query": (2 * query + rows, 2 * query),
+        "kv": (keys, 2 * keys),
+    }[backward]
+    received = (degrees.ring - 1) * (keys + travellers + gradients)
+    return received, received - gradients // 2
+
+
+# StarTrail for every target; of one of them Ring Attention, and a ring so long that it is a loop.
+COMPILED = [(target, "StarTrail") for target in target_names()]
+COMPILED += [("h100", "Ring Attention"), ("h200", LONG)]
+
+
+@needs_plugin
+@pytest.mark.parametrize("backward", ["query", "kv"])
+@pytest.mark.parametrize(("target", "setting"), COMPILED)
+def test_every_hop_but_the_last_homecoming_is_beneath_attention(target, setting, backward):
+    reading = compiled(target, setting, backward)
+    exposed = [hop for hop in reading.hops if not hop.overlapped]
+    assert [hop.name for hop in exposed if not benchmark.is_homecoming(hop)] == []
+    assert 1 <= len(exposed) <= {"query": 1, "kv": 2}[backward]
+    assert any(hop.computation != ENTRY for hop in reading.hops) == (setting == LONG)
+    # Nothing has been missed: these are all the messages that there must be.
+    moved = sum(hop.runs * hop.received_bytes for hop in reading.hops)
+    assert moved in ring_bytes(setting, backward)
+
+
+@needs_plugin
+@pytest.mark.parametrize("backward", ["query", "kv"])
+@pytest.mark.parametrize(("target", "setting"), COMPILED)
+def test_rounds_copy_nothing(target, setting, backward):
+    """But for the parts of operands and results of a case, inside of its branch."""
+    reading = compiled(target, setting, backward)
+    assert reading.copies_a_round(in_branches=False) == 0
+
+
+@needs_plugin
+def test_without_our_compiler_options_hops_are_exposed():
+    """Otherwise the test above would show nothing, and `st.compiler_options` could go."""
+    args = benchmark.parse_args([*SIZES, "--xla-defaults"])
+    degrees = SETTINGS["Ring Attention"]
+    devices = gpu_topology("h100", degrees.num_devices).devices
+    reading = benchmark.read(args, benchmark.op(args, "", degrees, devices, "kv"))
+    assert [hop for hop in reading.hops if not hop.overlapped and not benchmark.is_homecoming(hop)]
+
+
+@needs_plugin
+def test_benchmark_prints_the_hops_and_what_is_beneath(capsys):
+    options = ["--targets", "h200", "--devices", "8", "--rows", "C=2, GPT", "--details"]
+    benchmark.main([*options, *SIZES])
+    header, _, row, *rest = capsys.readouterr().out.splitlines()
+    assert "8192 tokens of a device, 32 heads (8 key heads) of 128, bfloat16, causal" in header
+    assert row.startswith("h200 x 8, StarTrail C=2, GPT layer  ")
+    beneath = [line for line in rest if "beneath" in line]
+    assert any("collective_permute, ring" in line and "1 attention" in line for line in beneath)
+    assert any("all_reduce, group, ring, team" in line and "products" in line for line in beneath)
+    # The projections of keys and values, one by one or joined by XLA.
+    (gather,) = (line for line in beneath if "all_gather of the queries, 64.0 MiB" in line)
+    assert "2 products (8192x1024, 8192x1024)" in gather or "1 products (8192x2048)" in gather
+    assert any("copies in a branch" in line for line in rest)
+
+
+@pytest.mark.parametrize(
+    ("target", "num_devices", "message"),
+    [
+        ("b200", 8, r"target must be one of \['a100', 'h100', 'h200'\]; got 'b200'\. "),
+        ("h100", 12, r"at most 8 or a multiple of it; got num_devices=12\. "),
+        ("h100", 0, r"at most 8 or a multiple of it; got num_devices=0\. "),
+    ],
+)
+def test_devices_that_are_not_described_raise(target, num_devices, message):
+    with pytest.raises(ValueError, match=message):
+        gpu_topology(target, num_devices)
+
+
+def test_missing_plugin_raises_and_names_it(monkeypatch):
+    monkeypatch.setattr(deviceless, "_PLUGINS", ("jax_plugins.no_such_plugin",))
+    with pytest.raises(
+        ModuleNotFoundError,
+        match=rf"for h100 needs jax-cuda13-pjrt, .*: pip install .*pjrt=={jax.__version__}$",
+    ):
+        gpu_topology("h100", 8)

@@ -1,0 +1,323 @@
+"""Windows, packed documents and batches: the same every time, whatever the mesh and the hosts."""
+
+import json
+from unittest import mock
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from startrail_jax.layout import Layout
+from trainer.data import batches
+from trainer.gpt.batches import (
+    Sequences,
+    TokenBatch,
+    next_token_batch,
+)
+from trainer.gpt.corpus import Stream
+
+NATURAL = Layout("contiguous", 1)
+
+
+def stream(tokens, *, name="a.bin", vocab_size=1000):
+    return Stream(name=name, tokens=np.asarray(tokens), vocab_size=vocab_size)
+
+
+def counted(num_windows, seq_len=3):
+    """Windows whose first tokens are 0, seq_len, 2 seq_len, ..."""
+    return Sequences([stream(np.arange(num_windows * seq_len + 1))], seq_len)
+
+
+def training(sequences, *, layout=NATURAL, batch_size=5, seed=0, end_of_document=None, rows=None):
+    return batches.TrainingBatches(
+        sequences,
+        collate=collate(layout, end_of_document),
+        batch_size=batch_size,
+        seed=seed,
+        rows=rows,
+    )
+
+
+def collate(layout=NATURAL, end_of_document=None):
+    def make(windows, numbers):
+        return next_token_batch(np.stack(windows), layout=layout, end_of_document=end_of_document)
+
+    return make
+
+
+def firsts(iterator, count):
+    """The first tokens of the rows of the next `count` batches."""
+    return [next(iterator).tokens[:, 0].tolist() for _ in range(count)]
+
+
+def assert_same(batch, other):
+    assert jax.tree.structure(batch) == jax.tree.structure(other)
+    jax.tree.map(np.testing.assert_array_equal, batch, other)
+
+
+# Windows.
+
+
+def test_sequences_cut_every_stream_into_windows():
+    short, long, longer = stream([7, 8, 9]), stream(np.arange(8)), stream(np.arange(10, 17))
+    sequences = Sequences([short, long, short, longer], 3)
+    assert [sequences[index].tolist() for index in range(len(sequences))] == [
+        [0, 1, 2, 3],
+        [3, 4, 5, 6],
+        [10, 11, 12, 13],
+        [13, 14, 15, 16],
+    ]
+
+
+def test_sequences_read_no_more_than_their_window(tmp_path):
+    tokens = np.zeros(1 << 20, np.uint16)
+    tokens[[999, 1031]] = 7
+    tokens.tofile(tmp_path / "a.bin")
+    mapped = np.memmap(tmp_path / "a.bin", np.uint16, "r")
+    # The tokens around the window lie beyond the vocabulary, but are not read.
+    sequences = Sequences([stream(mapped, vocab_size=7)], 10)
+    assert len(sequences) == 104_857
+    assert sequences[101].tolist() == [0] * 11
+    with pytest.raises(ValueError, match=r"got id 7 at token 999 of 'a.bin' with vocab_size=7"):
+        sequences[99]
+
+
+@pytest.mark.parametrize("lengths", [[5], [2, 5, 3]])
+def test_data_shorter_than_a_sequence_raise(lengths):
+    streams = [stream(np.zeros(length, int), name=f"{length}.bin") for length in lengths]
+    match = r"at least seq_len \+ 1 tokens.*at most 5 tokens, in '5.bin', for seq_len=5.*shorter"
+    with pytest.raises(ValueError, match=match):
+        Sequences(streams, 5)
+
+
+def test_no_data_raise():
+    with pytest.raises(ValueError, match="got no tokens for seq_len=5"):
+        Sequences([], 5)
+
+
+# Batches.
+
+
+def test_documents_of_a_window_are_told_apart():
+    # 5 6 0 (which began before the window), 0 (empty) and 7 8 9 (which goes on after it).
+    batch = next_token_batch(
+        np.array([[5, 6, 0, 0, 7, 8, 9], [0, 1, 2, 3, 4, 5, 0]], np.uint8),
+        layout=NATURAL,
+        end_of_document=0,
+    )
+    assert batch.tokens.tolist() == [[5, 6, 0, 0, 7, 8], [0, 1, 2, 3, 4, 5]]
+    assert batch.targets.tolist() == [[6, 0, 0, 7, 8, 9], [1, 2, 3, 4, 5, 0]]
+    assert batch.segment_ids.tolist() == [[0, 0, 0, 1, 2, 2], [0, 1, 1, 1, 1, 1]]
+    assert batch.positions.tolist() == [[0, 1, 2, 0, 0, 1], [0, 0, 1, 2, 3, 4]]
+    assert batch.weights.tolist() == [[1, 1, 0, 0, 1, 1], [0, 1, 1, 1, 1, 1]]
+    assert [x.dtype.name for x in batch] == ["int32"] * 4 + ["float32"]
+
+
+def test_documents_that_are_not_masked_leave_no_trace():
+    batch = next_token_batch(np.array([[5, 0, 0, 7], [1, 2, 3, 0]]), layout=NATURAL)
+    assert batch.segment_ids is None
+    assert batch.positions.tolist() == [[0, 1, 2], [0, 1, 2]]
+    assert batch.weights.tolist() == [[1, 1, 1], [1, 1, 1]]
+
+
+@pytest.mark.parametrize("end_of_document", [None, 3])
+@pytest.mark.parametrize("kind", ["contiguous", "zigzag", "striped"])
+def test_layout_permutes_every_array(kind, end_of_document):
+    layout = Layout(kind, 3)
+    windows = np.random.default_rng(0).integers(5, size=(5, 43))
+    options = {"end_of_document": end_of_document}
+    batch = next_token_batch(windows, layout=layout, **options)
+    natural = next_token_batch(windows, layout=NATURAL, **options)
+    np.testing.assert_array_equal(natural.tokens, windows[:, :-1])
+    assert_same(jax.tree.map(layout.unpermute, batch), natural)
+
+
+def test_batch_of_indivisible_length_raises():
+    with pytest.raises(ValueError, match=r"divisible by 2 \* sequence degree.*degree=4"):
+        next_token_batch(np.zeros((2, 43), int), layout=Layout("zigzag", 4))
+
+
+# The order of training.
+
+
+def test_every_epoch_holds_all_windows_in_another_order():
+    # 7 windows in batches of 5: the second batch lies in two epochs.
+    given = np.concatenate(firsts(training(counted(7)), 7)).tolist()
+    epochs = [given[start : start + 7] for start in range(0, 35, 7)]
+    assert [sorted(epoch) for epoch in epochs] == [[0, 3, 6, 9, 12, 15, 18]] * 5
+    assert len({tuple(epoch) for epoch in epochs}) == 5
+
+
+def test_one_window_is_enough():
+    assert firsts(training(counted(1)), 2) == [[0] * 5] * 2
+
+
+def test_order_depends_on_the_seed_alone():
+    sequences = counted(97)
+    first = firsts(training(sequences), 40)
+    assert firsts(training(sequences), 40) == first
+    for seed in [1, 2**40]:
+        other = firsts(training(sequences, seed=seed), 40)
+        assert other != first
+        # Nor is an epoch of one seed an epoch of another.
+        assert np.concatenate(other)[:97].tolist() != np.concatenate(first)[97:194].tolist()
+
+
+def test_order_is_that_of_earlier_versions():
+    # A run that goes on after an update must not see its data again.
+    assert firsts(training(counted(97, seq_len=1), seed=3), 2) == [
+        [19, 52, 83, 35, 92],
+        [73, 85, 30, 91, 67],
+    ]
+
+
+@pytest.mark.parametrize("batches_given", [0, 1, 9])
+def test_position_is_kept_as_json(batches_given):
+    sequences = counted(11)
+    whole = firsts(training(sequences), batches_given + 6)
+    before = training(sequences)
+    firsts(before, batches_given)
+    state = json.loads(json.dumps(before.get_state()))
+    assert state == {"batches": batches_given, "windows": 11, "batch_size": 5, "seed": 0}
+    after = training(sequences)
+    next(after)
+    after.set_state(state)
+    assert firsts(after, 6) == whole[batches_given:]
+
+
+def test_position_in_another_order_raises():
+    state = training(counted(11)).get_state()
+    with pytest.raises(ValueError, match=r"got windows=12, where the checkpoint has windows=11"):
+        training(counted(12)).set_state(state)
+    with pytest.raises(ValueError, match=r"got batch_size=6, where .* has batch_size=5"):
+        training(counted(11), batch_size=6).set_state(state)
+    with pytest.raises(ValueError, match=r"got seed=1, where .* has seed=0. Restore data and"):
+        training(counted(11), seed=1).set_state(state)
+
+
+def test_another_order_on_request_begins_at_its_beginning():
+    state = {**training(counted(11)).get_state(), "batches": 2}
+    after = training(counted(12), seed=1)
+    after.set_state(state, new_order=True)
+    assert firsts(after, 3) == firsts(training(counted(12), seed=1), 3)
+    # The same order goes on.
+    after = training(counted(11))
+    after.set_state(state, new_order=True)
+    assert firsts(after, 1) == firsts(training(counted(11)), 3)[2:]
+
+
+def test_hosts_read_their_rows_of_the_same_batch():
+    sequences = counted(23, seq_len=6)
+    options = {"layout": Layout("zigzag", 3), "batch_size": 6, "end_of_document": 4}
+    whole = training(sequences, **options)
+    parts = [training(sequences, **options, rows=rows) for rows in [(0, 1, 4), (2, 3, 5)]]
+    for _ in range(7):
+        some, others = (next(part) for part in parts)
+        assert some.tokens.shape == (3, 6)
+        joined = jax.tree.map(lambda x, y: np.concatenate([x, y])[[0, 1, 3, 4, 2, 5]], some, others)
+        assert_same(joined, next(whole))
+
+
+def test_hosts_read_nothing_else():
+    starts = []
+
+    class Recorded(Stream):
+        def read(self, start, stop):
+            starts.append(start)
+            return super().read(start, stop)
+
+    whole = firsts(training(counted(23), batch_size=4), 20)
+    recorded = Recorded(name="a.bin", tokens=np.arange(70), vocab_size=70)
+    part = training(Sequences([recorded], 3), batch_size=4, rows=[2])
+    assert firsts(part, 5) == [[batch[2]] for batch in whole[:5]]
+    assert set(starts) <= {batch[2] for batch in whole}
+
+
+def test_error_of_a_reading_thread_reaches_the_caller():
+    tokens = np.arange(100) % 40
+    iterator = training(Sequences([stream(tokens, vocab_size=39)], 3))
+    match = r"got id 39 at token \d+ of 'a.bin' with vocab_size=39. Use a larger --model.vocab-size"
+    with pytest.raises(ValueError, match=match):
+        firsts(iterator, 20)
+
+
+# Validation.
+
+
+def validation(sequences, **options):
+    found = batches.validation_batches(sequences, collate=collate(), **options)
+    return [batch.tokens[:, 0].tolist() for batch in found]
+
+
+def test_validation_windows_are_spread_evenly():
+    # 4 of 11 windows, as 2 batches: windows 0, 2, 5, 8.
+    assert validation(counted(11), batch_size=2, count=4) == [[0, 6], [15, 24]]
+
+
+def test_validation_is_rounded_up_to_whole_batches():
+    assert validation(counted(6), batch_size=3, count=4) == [[0, 3, 6], [9, 12, 15]]
+
+
+def test_validation_of_few_windows_repeats_them():
+    assert validation(counted(2), batch_size=4, count=3) == [[0, 0, 3, 3]]
+
+
+def test_hosts_read_their_rows_of_validation():
+    assert validation(counted(6), batch_size=3, count=4, rows=[0, 2]) == [[0, 6], [9, 15]]
+
+
+def test_validation_masks_documents():
+    (batch,) = batches.validation_batches(
+        counted(2), collate=collate(end_of_document=4), batch_size=2, count=2
+    )
+    assert batch.tokens.tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert batch.segment_ids.tolist() == [[0, 0, 0], [0, 0, 1]]
+
+
+# Devices.
+
+
+def sharding(shape=(2, 4)):
+    devices = np.array(jax.devices()[: shape[0] * shape[1]]).reshape(shape)
+    return NamedSharding(Mesh(devices, ("data", "ring")), PartitionSpec("data", "ring"))
+
+
+def numbered(batch_size=6, seq_len=8):
+    """A batch whose arrays all differ."""
+    arrays = np.arange(5 * batch_size * seq_len, dtype=np.int32).reshape(5, batch_size, seq_len)
+    return TokenBatch(*arrays[:4], arrays[4].astype(np.float32))
+
+
+def test_place_puts_every_array_on_its_devices():
+    batch = numbered()
+    placed = batches.place(batch, sharding())
+    assert_same(jax.device_get(placed), batch)
+    assert all(x.sharding == sharding() for x in placed)
+    assert [x.dtype for x in placed] == [x.dtype for x in batch]
+    assert batches.place(batch._replace(segment_ids=None), sharding()).segment_ids is None
+
+
+def test_process_reads_the_rows_of_its_devices():
+    whole = sharding((3, 2))
+    assert batches.local_rows(whole, (6, 8)) == (0, 1, 2, 3, 4, 5)
+    # Another process holds the middle of the batch.
+    addressable = whole.devices_indices_map((6, 8))
+    held = {device: addressable[device] for device in whole.mesh.devices[[0, 2]].flat}
+    part = mock.Mock(spec=NamedSharding, addressable_devices_indices_map=lambda shape: held)
+    assert batches.local_rows(part, (6, 8)) == (0, 1, 4, 5)
+
+
+def test_place_finds_the_rows_of_a_device_among_those_of_its_process(monkeypatch):
+    read = []
+
+    def make(shape, sharding, callback, *, dtype):
+        read.append((shape, callback((slice(4, 6), slice(2, 4))).tolist(), dtype.name))
+        return jax.numpy.zeros(())
+
+    monkeypatch.setattr(jax, "make_array_from_callback", make)
+    rows = (0, 1, 4, 5)
+    batch = jax.tree.map(lambda x: x[list(rows)], numbered())
+    batches.place(batch, sharding((3, 2)), batch_size=6, rows=rows)
+    assert read[0] == ((6, 8), [[34, 35], [42, 43]], "int32")
+    assert read[4] == ((6, 8), [[226, 227], [234, 235]], "float32")

@@ -1,0 +1,378 @@
+"""Checkpoints: onto other meshes, while arrays are donated, and through kills and full disks."""
+
+import inspect
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from trainer.run.checkpoint import (
+    CheckpointError,
+    Checkpoints,
+)
+
+REPOSITORY = Path(__file__).parents[2]
+DATA_STATE = {"epoch": 3, "position": [5, 7], "source": None, "name": "ä"}
+
+# What a child process needs, and `counting_state` below as well.
+CHILD = """
+import resource, signal, sys, time
+from pathlib import Path
+import jax, jax.numpy as jnp
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 8)
+from trainer.run.checkpoint import CheckpointError, Checkpoints
+
+folder = Path(sys.argv[1])
+
+"""
+
+
+def counting_state(step):
+    """Every number of it tells the step; too random to be compressed."""
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    noise = jax.random.randint(jax.random.key(0), (8, 50_021), 0, 2**30)
+    sharding = jax.NamedSharding(mesh, jax.P("x"))
+    return {"a": jax.device_put(noise + step, sharding), "b": jnp.full(13, step)}
+
+
+def child(script, folder):
+    source = CHILD + inspect.getsource(counting_state) + script
+    return subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", source, str(folder)],
+        cwd=REPOSITORY,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def finish(process):
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    return out, err
+
+
+def wait_for_save(process, folder, num_whole):
+    """Returns while a checkpoint is being saved beside so many whole ones."""
+    deadline = time.monotonic() + 60
+    while True:
+        names = [path.name for path in folder.iterdir()] if folder.exists() else []
+        if "tmp" in "".join(names) and sum(map(str.isdigit, names)) >= num_whole:
+            return
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < deadline, names
+
+
+def make_mesh(*shape):
+    axes = ("x", "y")[: len(shape)]
+    devices = jax.devices()[: np.prod(shape)]
+    return jax.make_mesh(shape, axes, axis_types=(AxisType.Auto,) * len(shape), devices=devices)
+
+
+class Model(nnx.Module):
+    def __init__(self, width, rngs):
+        self.blocks = nnx.List([nnx.Linear(24, width, rngs=rngs) for _ in range(2)])
+        self.norm = nnx.RMSNorm(width, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=rngs)
+
+
+OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.constant_schedule(0.1)))
+
+
+def make_state(width=16, seed=0):
+    parameters = nnx.state(Model(width, nnx.Rngs(seed)))
+    moments = jax.tree.map(lambda x: x + 1 / 3, OPTIMIZER.init(parameters)[1][0].mu)
+    optimizer_state = OPTIMIZER.init(parameters)
+    adam = optimizer_state[1][0]._replace(mu=moments, count=jnp.int32(17))
+    optimizer_state = (optimizer_state[0], (adam, *optimizer_state[1][1:]))
+    return {"parameters": parameters, "optimizer": optimizer_state, "step": jnp.int32(17)}
+
+
+def shardings_of(state, mesh, spec):
+    """`spec` for matrices, whole copies of what has fewer dimensions."""
+    return jax.tree.map(
+        lambda x: NamedSharding(mesh, spec if x.ndim == 2 else PartitionSpec()), state
+    )
+
+
+def abstract(state, shardings):
+    return jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        state,
+        shardings,
+    )
+
+
+def as_it_is(state):
+    return abstract(state, jax.tree.map(lambda x: x.sharding, state))
+
+
+def assert_same_bits(found, expected):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert x.dtype == y.dtype
+        assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("old", "old_spec", "new", "new_spec"),
+    [
+        ((8,), PartitionSpec("x"), (4,), PartitionSpec("x")),
+        ((8,), PartitionSpec("x"), (4,), PartitionSpec(None, "x")),
+        ((2, 4), PartitionSpec("x", "y"), (4,), PartitionSpec()),
+        ((4,), PartitionSpec(), (2, 4), PartitionSpec("y", "x")),
+        ((8,), PartitionSpec(None, "x"), (1,), PartitionSpec()),
+        ((1,), PartitionSpec(), (64,), PartitionSpec()),
+    ],
+)
+def test_checkpoint_restores_on_another_mesh(tmp_path, old, old_spec, new, new_spec):
+    state = make_state()
+    state = jax.device_put(state, shardings_of(state, make_mesh(*old), old_spec))
+    with Checkpoints(tmp_path / "run" / "checkpoints", keep=1) as checkpoints:
+        checkpoints.save(17, state, DATA_STATE)
+    target = shardings_of(state, make_mesh(*new), new_spec)
+    with Checkpoints(tmp_path / "run" / "checkpoints", keep=1) as checkpoints:
+        restored, data_state = checkpoints.restore(abstract(state, target))
+    assert data_state == DATA_STATE
+    assert_same_bits(restored, state)
+    assert jax.tree.map(lambda x: x.sharding, restored) == target
+    donate = jax.jit(lambda x: jax.tree.map(lambda y: y + 1, x), donate_argnums=0)
+    assert_same_bits(donate(restored), jax.tree.map(lambda y: y + 1, state))
+
+
+def test_save_is_asynchronous_and_arrays_may_be_donated(tmp_path):
+    sharding = NamedSharding(make_mesh(8), PartitionSpec("x"))
+    noise = np.random.default_rng(0).standard_normal((8, 1_000_003), np.float32)
+    update = jax.jit(lambda x: jax.tree.map(lambda y: -y, x), donate_argnums=0)
+    # Results of a computation: what was put there may share memory with numpy, which bars donation.
+    state = update({"split": jax.device_put(-noise, sharding), "whole": jnp.array(-noise[:3])})
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(1, state, {})
+        assert checkpoints.latest is None  # 44 MB are not yet on the disk.
+        updated = update(state)
+        checkpoints.wait()
+        restored, _ = checkpoints.restore(as_it_is(updated))
+        np.testing.assert_array_equal(restored["split"], noise)
+        np.testing.assert_array_equal(restored["whole"], noise[:3])
+        checkpoints.save(2, updated, {})
+        assert checkpoints.latest == 1
+        updated["split"].delete()
+        restored, _ = checkpoints.restore(as_it_is(restored))
+        assert checkpoints.latest == 2
+        np.testing.assert_array_equal(restored["split"], -noise)
+
+
+def test_newest_checkpoints_are_kept(tmp_path):
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        assert checkpoints.latest is None
+        for step in (5, 10, 100, 1000):
+            checkpoints.save(step, {"a": jnp.full(3, step)}, {"at": step})
+        checkpoints.save(1000, {"a": jnp.full(3, 0)}, {"at": "again"})
+        checkpoints.wait()
+        assert checkpoints.steps == [100, 1000]
+        assert checkpoints.latest == 1000
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        assert checkpoints.restore(as_it_is({"a": jnp.full(3, 0)}))[1] == {"at": 1000}
+        checkpoints.save(2000, {"a": jnp.full(3, 0)}, {})
+        checkpoints.wait()
+        assert checkpoints.steps == [2000]
+
+
+def assert_goes_on(folder, latest):
+    """The latest checkpoint is whole, and the next save leaves no trace of what was cut short."""
+    with Checkpoints(folder, keep=2) as checkpoints:
+        assert checkpoints.latest == latest
+        if latest:
+            shapes = as_it_is(counting_state(0))
+            restored, data_state = checkpoints.restore(shapes)
+            assert data_state == {"at": latest}
+            assert_same_bits(restored, counting_state(latest))
+        later = (latest or 0) + 1
+        checkpoints.save(later, counting_state(later), {})
+        checkpoints.wait()
+        assert checkpoints.latest == later
+        assert {path.name for path in folder.iterdir()} <= {str(later), str(later - 1)}
+
+
+def test_kill_in_a_save_leaves_whole_checkpoints_alone(tmp_path):
+    script = """
+checkpoints = Checkpoints(folder, keep=2)
+for step in range(1, 10_000):
+    checkpoints.save(step, counting_state(step), {"at": step})
+    time.sleep(0.01)
+"""
+    folders = [tmp_path / str(i) for i in range(3)]
+    children = [child(script, folder) for folder in folders]
+    chance = random.Random(0)
+    for num_whole, (process, folder) in enumerate(zip(children, folders, strict=True)):
+        wait_for_save(process, folder, num_whole)
+        time.sleep(chance.random() / 20)
+        process.kill()
+        process.communicate()
+        assert process.returncode == -signal.SIGKILL
+    for num_whole, folder in enumerate(folders):
+        whole = [int(path.name) for path in folder.iterdir() if path.name.isdigit()]
+        assert len(whole) >= num_whole
+        assert_goes_on(folder, max(whole, default=None))
+
+
+def test_failed_save_says_what_is_left_and_harms_nothing(tmp_path):
+    # A limit on the size of files stands for a full disk, which a test cannot have everywhere.
+    script = """
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+for last, limit in enumerate((100_000, 0, 300)):
+    try:
+        with Checkpoints(folder / str(last), keep=1) as checkpoints:
+            for step in range(1, last + 1):
+                checkpoints.save(step, counting_state(step), {"at": step})
+            checkpoints.wait()
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+            checkpoints.save(last + 1, counting_state(last + 1), {})
+            if last == 1:
+                checkpoints.save(last + 2, counting_state(last + 2), {})
+            if last == 2:
+                checkpoints.wait()
+    except CheckpointError as error:
+        print(error)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+"""
+    out, err = finish(child(script, tmp_path))
+    assert "absl" not in err
+    for last, line in zip(range(3), out.splitlines(), strict=True):
+        assert f"The checkpoint of step {last + 1} could not be saved: " in line
+        assert "File too large" in line
+        earlier = f"The last whole one, of step {last}, is intact" if last else "no earlier one"
+        assert f"{earlier}. Free space in {tmp_path / str(last)} or mend" in line
+        assert line.endswith(f"then the same command goes on from step {last}.")
+        assert_goes_on(tmp_path / str(last), last or None)
+
+
+def change_shape(state):
+    return make_state(width=32)
+
+
+def change_type(state):
+    parameters = jax.tree.map(lambda x: x.astype(jnp.float16), state["parameters"])
+    return state | {"parameters": parameters}
+
+
+def change_optimizer(state):
+    return state | {"optimizer": optax.sgd(0.1, momentum=0.9).init(state["parameters"])}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            change_shape,
+            r"differs in 1[0-9] arrays:\n  optimizer/1/0/mu/blocks/0/bias/value: float32\[16\] in "
+            r"the checkpoint, float32\[32\] now",
+        ),
+        (change_type, r"parameters/blocks/0/bias/value: float32\[16\] in .* float16\[16\] now"),
+        (change_optimizer, r"optimizer/0/trace/blocks/0/bias/value: missing in .* float32\[16\]"),
+    ],
+)
+def test_checkpoint_of_another_model_names_the_arrays(tmp_path, change, message):
+    state = make_state()
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(17, state, {})
+        checkpoints.wait()
+        with pytest.raises(ValueError, match=message) as caught:
+            checkpoints.restore(as_it_is(change(state)))
+        assert str(tmp_path / "17") in str(caught.value)
+        assert "another --run-dir" in str(caught.value)
+        assert checkpoints.latest == 17
+
+
+def test_damaged_checkpoint_is_named(tmp_path):
+    # In a process of its own: threads that were reading complain on its stderr.
+    script = """
+shapes = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), counting_state(0)
+)
+for run in sorted(folder.iterdir()):
+    with Checkpoints(run, keep=2) as checkpoints:
+        try:
+            checkpoints.restore(shapes)
+        except CheckpointError as error:
+            print(error)
+"""
+    runs = [tmp_path / name for name in ("data", "manifest", "names")]
+    with Checkpoints(runs[0], keep=2) as checkpoints:
+        checkpoints.save(3, counting_state(3), {"at": 3})
+        checkpoints.save(5, counting_state(5), {"at": 5})
+    for run in runs[1:]:
+        shutil.copytree(runs[0], run)
+    files = [path for path in runs[0].glob("5/**/*") if path.is_file()]
+    truncate(max(files, key=lambda path: path.stat().st_size))
+    truncate(runs[1] / "5/state/manifest.ocdbt")
+    truncate(runs[2] / "5/state/_METADATA")
+    out, _ = finish(child(script, tmp_path))
+    for run, line in zip(runs, out.splitlines(), strict=True):
+        assert f"The checkpoint {run / '5'} could not be read" in line
+        assert line.endswith("delete that folder: the same command then goes on from step 3.")
+        shutil.rmtree(run / "5")
+        assert_goes_on(run, 3)
+
+
+def truncate(path):
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def test_nothing_to_restore_raises(tmp_path):
+    with (
+        Checkpoints(tmp_path, keep=2) as checkpoints,
+        pytest.raises(CheckpointError, match="must be a checkpoint to restore; got none in"),
+    ):
+        checkpoints.restore({"a": jax.ShapeDtypeStruct((3,), jnp.int32)})
+
+
+def test_unwritable_folder_raises(tmp_path):
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/none")):
+        with pytest.raises(OSError, match=r"must be one that can be written; got /.*another --run"):
+            Checkpoints(folder, keep=1)
+
+
+def test_check_space_counts_what_will_be_kept(tmp_path, monkeypatch):
+    state = {"a": jnp.zeros((240, 1000)), "b": jnp.zeros(20_000, jnp.bfloat16)}  # 1 MB
+    usage = {"free": 0}
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, usage["free"])
+    )
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        usage["free"] = 2_900_000
+        with pytest.raises(CheckpointError, match=r"3 more checkpoints of 0.001 GB each in .*keep"):
+            checkpoints.check_space(as_it_is(state))
+        usage["free"] = 3_000_000
+        checkpoints.check_space(as_it_is(state))
+        checkpoints.save(1, state, {})
+        checkpoints.save(2, state, {})
+        checkpoints.save(3, state, {})
+        checkpoints.wait()
+        usage["free"] = 900_000
+        with pytest.raises(CheckpointError, match="1 more checkpoints"):
+            checkpoints.check_space(as_it_is(state))
+        usage["free"] = 1_000_000
+        checkpoints.check_space(as_it_is(state))
+
+
+def test_data_state_is_saved_as_json(tmp_path):
+    with (
+        Checkpoints(tmp_path, keep=1) as checkpoints,
+        pytest.raises(TypeError, match="not JSON serializable"),
+    ):
+        checkpoints.save(1, {"a": jnp.zeros(3)}, {"position": object()})
+    assert list(tmp_path.iterdir()) == []

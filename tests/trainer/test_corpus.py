@@ -1,0 +1,555 @@
+"""What is read, how it becomes tokens, what is held out; an error for all that can be wrong."""
+
+import json
+import os
+import re
+import sys
+
+import numpy as np
+import pytest
+import tokenizers
+
+from trainer.data import files
+from trainer.gpt import corpus
+from trainer.gpt.config import DataConfig
+from trainer.gpt.tokenizer import (
+    ByteTokenizer,
+    FileTokenizer,
+)
+
+
+def open_corpus(path, *, vocab_size=256, **options):
+    return corpus.open_corpus(DataConfig(path=path, **options), vocab_size=vocab_size)
+
+
+def texts(streams):
+    """The documents of a stream of bytes."""
+    (stream,) = streams
+    return bytes(stream.read(0, len(stream)).astype(np.uint8)).split(b"\0")[:-1]
+
+
+def ids(streams):
+    return [stream.read(0, len(stream)).tolist() for stream in streams]
+
+
+def write(folder, **contents):
+    """Files named as the arguments, `_` for the dot."""
+    for name, content in contents.items():
+        (folder / name.replace("_", ".")).write_bytes(content)
+    return folder
+
+
+def write_lines(path, lines):
+    path.write_text("".join(f"{line}\n" for line in lines))
+    return path
+
+
+@pytest.fixture
+def library(tmp_path):
+    """A folder of 97 source files, and files of all the kinds that are to be left out."""
+    for index in range(97):
+        (tmp_path / f"module_{index}.py").write_bytes(b"# %d\n" % index)
+    for name in ["test/a.py", "site-packages/b.py", "c/tests/d.py", "encodings/e.py", "f.txt"]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"left out")
+    return tmp_path
+
+
+@pytest.fixture
+def use_library(library, monkeypatch):
+    """The library stands for that of the interpreter."""
+    monkeypatch.setattr(files.sysconfig, "get_paths", lambda: {"stdlib": str(library)})
+    return library
+
+
+@pytest.fixture
+def many(tmp_path):
+    """A folder of 200 texts, some of them in folders in it."""
+    folder = tmp_path / "many"
+    for index in range(200):
+        path = folder / f"part_{index % 3}" / f"{index}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"text {index}")
+    return folder
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    """Words by number, `<eos>` the last; cut to two tokens and padded, as files may ask."""
+    words = ["[UNK]", "one", "two", "three", "<eos>"]
+    model = tokenizers.models.WordLevel(
+        {word: index for index, word in enumerate(words)}, unk_token="[UNK]"
+    )
+    built = tokenizers.Tokenizer(model)
+    built.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    built.add_special_tokens(["<eos>"])
+    built.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<eos> $A", special_tokens=[("<eos>", 4)]
+    )
+    built.enable_truncation(2)
+    built.enable_padding(length=7)
+    path = tmp_path / "tokenizer.json"
+    built.save(str(path))
+    return path
+
+
+# The standard library.
+
+
+def test_standard_library_splits_all_source_files(use_library):
+    opened = open_corpus(None, held_out=0.05)
+    train, held_out = texts(opened.train), texts(opened.held_out)
+    assert sorted(train + held_out) == sorted(b"# %d\n" % index for index in range(97))
+    assert 0 < len(held_out) < len(train)
+    assert opened.end_of_document == 0
+    assert opened.unit == "byte"
+    assert f"{len(train)} documents, {len(opened.train[0])} bytes to train" in opened.description
+    assert f"{len(held_out)} documents" in opened.description
+
+
+def test_standard_library_split_is_that_of_earlier_results(use_library):
+    # Those whose path has a CRC-32 divisible by 20.
+    held_out = texts(open_corpus(None, held_out=0.05).held_out)
+    assert held_out == [b"# 26\n", b"# 36\n", b"# 46\n", b"# 7\n"]
+
+
+def test_standard_library_split_does_not_depend_on_other_files(use_library):
+    before = texts(open_corpus(None, held_out=0.05).held_out)
+    for index in range(0, 97, 2):
+        (use_library / f"module_{index}.py").unlink()
+    after = texts(open_corpus(None, held_out=0.05).held_out)
+    assert after == [text for text in before if int(text[2:]) % 2]
+
+
+def test_standard_library_of_this_interpreter_is_large():
+    opened = open_corpus(None, held_out=0.05)
+    (train,), (held_out,) = opened.train, opened.held_out
+    assert len(train) > 1_000_000
+    assert 0.01 < len(held_out) / len(train) < 0.2
+
+
+def test_standard_library_without_source_raises(use_library):
+    for path in use_library.rglob("*.py"):
+        path.unlink()
+    with pytest.raises(ValueError, match=r"must have source files; got 0.*library as files"):
+        open_corpus(None)
+
+
+# Text.
+
+
+def test_folder_is_read_in_order_without_hidden_files(tmp_path):
+    write(tmp_path, b_txt=b"3", a_md=b"1", _hidden=b"no")
+    (tmp_path / "a").mkdir()
+    (tmp_path / ".git").mkdir()
+    write(tmp_path / "a", c_txt="\u00e9".encode())
+    write(tmp_path / ".git", d_txt=b"no")
+    opened = open_corpus(tmp_path, validation_path=tmp_path / "b.txt")
+    assert texts(opened.train) == [b"1", b"\xc3\xa9", b"3"]
+    assert texts(opened.held_out) == [b"3"]
+
+
+def test_folder_follows_links(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    write(tmp_path / "elsewhere", a_txt=b"linked")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "link").symlink_to(tmp_path / "elsewhere")
+    opened = open_corpus(tmp_path / "data", validation_path=tmp_path / "elsewhere")
+    assert texts(opened.train) == [b"linked"]
+
+
+def test_held_out_documents_are_about_the_share_and_nested(many):
+    few = texts(open_corpus(many, held_out=0.05).held_out)
+    more = open_corpus(many, held_out=0.3)
+    assert 3 <= len(few) <= 20
+    assert 40 <= len(texts(more.held_out)) <= 80
+    assert set(few) < set(texts(more.held_out))
+    assert sorted(texts(more.train) + texts(more.held_out)) == sorted(
+        b"text %d" % index for index in range(200)
+    )
+
+
+def test_held_out_documents_do_not_depend_on_the_place_of_the_folder(many, tmp_path):
+    before = texts(open_corpus(many, held_out=0.2).held_out)
+    many.rename(tmp_path / "moved")
+    assert texts(open_corpus(tmp_path / "moved", held_out=0.2).held_out) == before
+
+
+def test_single_text_file_holds_out_its_end(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("0123456\u00e9\u00e9\u00e9", encoding="utf-8")
+    opened = open_corpus(path, held_out=0.2)
+    assert ids(opened.train) == [[*b"0123456\xc3\xa9", 0]]
+    assert ids(opened.held_out) == [[*b"\xc3\xa9\xc3\xa9", 0]]
+
+
+def test_chunks_keep_the_order(many, monkeypatch):
+    whole = open_corpus(many, held_out=0.2)
+    monkeypatch.setattr(corpus, "CHUNK", 20)
+    chunked = open_corpus(many, held_out=0.2)
+    assert ids(chunked.train) == ids(whole.train)
+    assert ids(chunked.held_out) == ids(whole.held_out)
+
+
+def test_bytes_end_documents_with_a_token_beyond_them(tmp_path):
+    write(tmp_path, a_txt=b"a\0")
+    opened = open_corpus(
+        tmp_path, validation_path=tmp_path / "a.txt", end_of_document=256, vocab_size=257
+    )
+    assert ids(opened.train) == [[97, 0, 256]]
+
+
+@pytest.mark.parametrize("end", [0, 256])
+def test_bytes_decode_any_token(end):
+    decode = ByteTokenizer(end_of_document=end, vocab_size=300).decode
+    assert decode(np.array([97, 255, end, 98, 299])) == "a\ufffd\nb\ufffd"
+
+
+def test_jsonl_has_a_document_a_line(tmp_path):
+    lines = [json.dumps({"body": f"text {index}", "id": index}) for index in range(100)]
+    path = write_lines(tmp_path / "a.jsonl", [*lines[:50], "", "  ", *lines[50:]])
+    opened = open_corpus(path, text_key="body", held_out=0.2)
+    train, held_out = texts(opened.train), texts(opened.held_out)
+    assert 8 <= len(held_out) <= 35
+    assert sorted(train + held_out) == sorted(b"text %d" % index for index in range(100))
+
+
+def test_jsonl_split_does_not_depend_on_other_lines(tmp_path):
+    lines = [json.dumps({"text": f"text {index}"}) for index in range(100)]
+    before = texts(open_corpus(write_lines(tmp_path / "a.jsonl", lines), held_out=0.2).held_out)
+    lines[::2] = [""] * 50
+    after = texts(open_corpus(write_lines(tmp_path / "a.jsonl", lines), held_out=0.2).held_out)
+    assert after == [text for text in before if int(text[5:]) % 2]
+
+
+# The tokenizer of a file.
+
+
+def test_tokenizer_encodes_whole_documents_and_decodes(tmp_path, tokenizer):
+    path = write_lines(
+        tmp_path / "a.jsonl", ['{"text": "one two three one"}', '{"text": "three four"}']
+    )
+    opened = open_corpus(path, validation_path=path, tokenizer=tokenizer, vocab_size=5)
+    assert ids(opened.train) == [[1, 2, 3, 1, 4, 3, 0, 4]]
+    assert opened.end_of_document == 4
+    assert opened.unit == "token"
+    assert opened.decode(np.array([3, 1, 4, 17])) == "three one <eos>"
+
+
+def test_tokenizer_takes_the_given_end_of_document(tmp_path, tokenizer):
+    path = write(tmp_path, a_txt=b"one") / "a.txt"
+    opened = open_corpus(
+        path, validation_path=path, tokenizer=tokenizer, end_of_document=5, vocab_size=6
+    )
+    assert ids(opened.train) == [[1, 5]]
+
+
+def test_token_beyond_the_vocabulary_of_a_text_raises(tmp_path, tokenizer):
+    path = write(tmp_path, a_txt=b"one two three") / "a.txt"
+    match = r"below model.vocab_size; got id 4 in '.*a.txt' with vocab_size=4.*--model.vocab-size 5"
+    with pytest.raises(ValueError, match=match):
+        open_corpus(path, tokenizer=tokenizer, vocab_size=4)
+
+
+def test_tokenizer_without_end_of_document_raises(tmp_path):
+    path = tmp_path / "t.json"
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a")).save(str(path))
+    with pytest.raises(ValueError, match=r"got none of <\|endoftext\|>.*--data.end-of-document"):
+        FileTokenizer(path, end_of_document=None, vocab_size=9)
+
+
+@pytest.mark.parametrize("content", [b"{}", b"\xff", b"", None])
+def test_file_that_is_no_tokenizer_raises(tmp_path, content):
+    path = tmp_path / "t.json"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"must be a Hugging Face tokenizer.json; got .*t.json"):
+        FileTokenizer(path, end_of_document=None, vocab_size=9)
+
+
+def test_missing_tokenizers_package_raises(tokenizer, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ImportError, match=r"package tokenizers.*pip install tokenizers"):
+        FileTokenizer(tokenizer, end_of_document=None, vocab_size=9)
+
+
+def test_small_vocabulary_of_bytes_raises(tmp_path):
+    write(tmp_path, a_txt=b"text")
+    with pytest.raises(ValueError, match=r"at least 256 for text as bytes; got vocab_size=255"):
+        open_corpus(tmp_path / "a.txt", vocab_size=255)
+
+
+def test_end_of_document_beyond_the_vocabulary_raises(tmp_path):
+    with pytest.raises(ValueError, match=r"below model.vocab_size; got end_of_document=256"):
+        open_corpus(tmp_path, end_of_document=256)
+
+
+# Files of tokens.
+
+
+def test_npy_holds_out_the_end_of_each_file(tmp_path):
+    np.save(tmp_path / "a.npy", np.arange(10, dtype=np.uint16))
+    np.save(tmp_path / "b.npy", np.arange(20, 40, dtype=">i8"))
+    opened = open_corpus(tmp_path, held_out=0.3, vocab_size=40, end_of_document=7)
+    assert ids(opened.train) == [[*range(7)], [*range(20, 34)]]
+    assert ids(opened.held_out) == [[7, 8, 9], [*range(34, 40)]]
+    assert opened.end_of_document == 7
+    assert opened.decode is None
+    assert opened.unit == "token"
+    assert "2 files, 21 tokens to train on; 2 files, 9 tokens held out" in opened.description
+    assert all(isinstance(stream.tokens, np.memmap) for stream in opened.train)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "int32", "int64"])
+def test_bin_is_read_as_its_type(tmp_path, dtype):
+    np.array([3, 1, 4, 1, 5], dtype).tofile(tmp_path / "a.bin")
+    np.array([9, 2], dtype).tofile(tmp_path / "b.bin")
+    opened = open_corpus(
+        tmp_path / "a.bin", validation_path=tmp_path / "b.bin", bin_dtype=dtype, vocab_size=11
+    )
+    assert ids(opened.train) == [[3, 1, 4, 1, 5]]
+    assert ids(opened.held_out) == [[9, 2]]
+    assert opened.end_of_document is None
+
+
+def test_files_without_held_out_tokens_are_left_out(tmp_path):
+    np.save(tmp_path / "a.npy", np.arange(3))
+    np.save(tmp_path / "b.npy", np.arange(100))
+    opened = open_corpus(tmp_path, held_out=0.1)
+    assert ids(opened.held_out) == [[*range(90, 100)]]
+
+
+@pytest.mark.parametrize("token", [-1, 40])
+def test_token_beyond_the_vocabulary_raises_when_opened(tmp_path, token):
+    tokens = np.zeros(100, np.int32)
+    tokens[93] = token
+    np.save(tmp_path / "a.npy", tokens)
+    match = rf"below model.vocab_size; got id {token} at token 93 of '.*a.npy' with vocab_size=40"
+    with pytest.raises(ValueError, match=match):
+        open_corpus(tmp_path, held_out=0.2, vocab_size=40)
+
+
+def test_token_beyond_the_vocabulary_raises_when_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus, "CHECKED_TOKENS", 10)
+    tokens = np.zeros(200, np.int32)
+    tokens[[50, 160]] = 40
+    np.save(tmp_path / "a.npy", tokens)
+    opened = open_corpus(tmp_path, held_out=0.5, vocab_size=40)
+    assert not opened.train[0].read(10, 50).any()
+    with pytest.raises(ValueError, match="got id 40 at token 50 of"):
+        opened.train[0].read(45, 55)
+    with pytest.raises(ValueError, match="got id 40 at token 160 of"):
+        opened.held_out[0].read(55, 65)
+
+
+def test_wrong_bin_dtype_raises(tmp_path):
+    np.arange(1, 101, dtype=np.uint16).tofile(tmp_path / "a.bin")
+    match = r"got id 131073 at token 0 of .*correct --data.bin-dtype"
+    with pytest.raises(ValueError, match=match):
+        open_corpus(tmp_path, bin_dtype="uint32", vocab_size=50_000)
+
+
+def test_truncated_bin_raises(tmp_path):
+    (tmp_path / "a.bin").write_bytes(bytes(13))
+    with pytest.raises(ValueError, match=r"multiple of 4 bytes for bin_dtype='int32'; got 13"):
+        open_corpus(tmp_path, bin_dtype="int32")
+
+
+@pytest.mark.parametrize("kept", [0, 5, 40, 200])
+def test_truncated_npy_raises(tmp_path, kept):
+    np.save(tmp_path / "a.npy", np.arange(100))
+    content = (tmp_path / "a.npy").read_bytes()
+    (tmp_path / "a.npy").write_bytes(content[:kept])
+    with pytest.raises(ValueError, match=r"'.*a.npy' must be a whole .npy file.*truncated"):
+        open_corpus(tmp_path)
+
+
+@pytest.mark.parametrize("array", [np.zeros((2, 3), int), np.zeros(3), np.array(3)])
+def test_npy_of_other_arrays_raises(tmp_path, array):
+    np.save(tmp_path / "a.npy", array)
+    with pytest.raises(ValueError, match=r"must hold a vector of integers; got shape \("):
+        open_corpus(tmp_path)
+
+
+def test_npy_of_objects_raises(tmp_path):
+    np.save(tmp_path / "a.npy", np.array([{}]))
+    with pytest.raises(ValueError, match=r"must be a whole .npy file of integers; got"):
+        open_corpus(tmp_path)
+
+
+@pytest.mark.parametrize("suffix", ["npy", "bin"])
+def test_empty_file_of_tokens_raises(tmp_path, suffix):
+    np.save(tmp_path / "a.npy", np.zeros(0, int))
+    (tmp_path / "a.bin").touch()
+    with pytest.raises(ValueError, match=rf"a.{suffix}' must hold tokens; got none"):
+        open_corpus(tmp_path / f"a.{suffix}")
+
+
+def test_tokenizer_for_files_of_tokens_raises(tmp_path, tokenizer):
+    np.save(tmp_path / "a.npy", np.zeros(9, int))
+    with pytest.raises(ValueError, match=r"tokenizer must be left out for files of tokens; got"):
+        open_corpus(tmp_path / "a.npy", tokenizer=tokenizer)
+
+
+# Wrong data.
+
+
+@pytest.mark.parametrize("option", ["path", "validation_path"])
+def test_missing_path_raises(tmp_path, option):
+    write(tmp_path, books_txt=b"text")
+    options = {"path": tmp_path / "books.txt"} | {option: tmp_path / "book.txt"}
+    with pytest.raises(ValueError, match=rf"data.{option} must exist; got .*Did you mean .*books"):
+        open_corpus(**options)
+
+
+def test_missing_path_with_no_similar_name_raises(tmp_path):
+    write(tmp_path, books_txt=b"text")
+    with pytest.raises(ValueError, match=r"must exist; .*Nothing in .* has a similar name"):
+        open_corpus(tmp_path / "zzz")
+    with pytest.raises(ValueError, match=r"must exist; .*no folder '.*zzz' either"):
+        open_corpus(tmp_path / "zzz" / "books.txt")
+
+
+def test_empty_folder_raises(tmp_path):
+    write(tmp_path, _hidden=b"text")
+    with pytest.raises(ValueError, match=r"data.path must hold files; got an empty folder"):
+        open_corpus(tmp_path)
+
+
+def test_empty_files_raise(tmp_path):
+    write(tmp_path, a_txt=b"", b_txt=b"", c_jsonl=b"\n", d_txt=b"text")
+    with pytest.raises(ValueError, match=r"must hold text; got 1 empty files in '.*a.txt'"):
+        open_corpus(tmp_path / "a.txt")
+    with pytest.raises(ValueError, match=r"must hold text; got 1 empty files in '.*c.jsonl'"):
+        open_corpus(tmp_path / "c.jsonl")
+    with pytest.raises(ValueError, match=r"must hold text; got 1 empty files in '.*b.txt'"):
+        open_corpus(tmp_path / "d.txt", validation_path=tmp_path / "b.txt")
+
+
+def test_mixed_kinds_raise(tmp_path):
+    write(tmp_path, a_bin=b"1", b_txt=b"2")
+    with pytest.raises(ValueError, match=r"one kind; got 'a.bin' \(bin\), 'b.txt' \(text\) in"):
+        open_corpus(tmp_path)
+
+
+def test_validation_of_another_kind_raises(tmp_path):
+    write(tmp_path, a_bin=b"1", b_txt=b"2")
+    with pytest.raises(ValueError, match=r"tokens if data.path is.*got bin for .*and text for"):
+        open_corpus(tmp_path / "b.txt", validation_path=tmp_path / "a.bin")
+
+
+def test_text_that_is_not_utf8_raises(tmp_path):
+    write(tmp_path, a_txt="caf\u00e9".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"must be UTF-8; got byte 0xe9 at offset 3 of '.*a.txt'"):
+        open_corpus(tmp_path)
+
+
+def test_jsonl_that_is_not_utf8_raises(tmp_path):
+    write(tmp_path, a_jsonl=b'{"text": "one"}\n{"text": "caf\xe9"}\n')
+    match = r"must be UTF-8; got byte 0xe9 at offset 29 of '.*a.jsonl'"
+    with pytest.raises(ValueError, match=match):
+        open_corpus(tmp_path)
+
+
+def test_text_with_the_byte_that_ends_documents_raises(tmp_path):
+    write(tmp_path, a_txt=b"ab\0c")
+    with pytest.raises(ValueError, match=r"not hold the byte 0, .* at offset 2 of '.*a.txt'"):
+        open_corpus(tmp_path, held_out=0.1)
+
+
+@pytest.mark.parametrize(
+    ("line", "match"),
+    [
+        ('{"text": ', r"must be JSON; got Expecting value.*in '.*a.jsonl:3'"),
+        ("[" * 100_000, r"must be JSON; got .* in .*a.jsonl:3"),
+        ('["text"]', r"object with the key 'text'; got list in '.*a.jsonl:3'"),
+        ('{"Text": "a"}', r"the key 'text'; got the keys \['Text'\] in '.*a.jsonl:3'.*text-key"),
+        ('{"text": 7}', r"must be a string; got int for 'text' in '.*a.jsonl:3'"),
+        (r'{"text": "\ud800"}', r"got the lone surrogate '\\ud800' in '.*a.jsonl:3'"),
+        (r'{"text": "a\u0000"}', r"not hold the byte 0.* at offset 1 of '.*a.jsonl:3'"),
+    ],
+)
+def test_wrong_line_of_jsonl_raises(tmp_path, line, match):
+    write_lines(tmp_path / "a.jsonl", ['{"text": "one"}', "", line])
+    with pytest.raises(ValueError, match=match):
+        open_corpus(tmp_path)
+
+
+def test_dangling_link_raises(tmp_path):
+    (tmp_path / "a.txt").symlink_to(tmp_path / "gone.txt")
+    for path in [tmp_path, tmp_path / "a.txt"]:
+        with pytest.raises(ValueError, match=r"a.txt' must be readable; got FileNotFoundError"):
+            open_corpus(path)
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.npy", "a.bin"])
+def test_unreadable_file_raises(tmp_path, name, monkeypatch):
+    # Permissions would not stop root.
+    def refuse(path, *_, **__):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    with (tmp_path / name).open("wb") as file:
+        np.save(file, np.zeros(9, int))
+    monkeypatch.setattr("builtins.open", refuse)
+    monkeypatch.setattr("io.open", refuse)
+    monkeypatch.setattr(np, "memmap", refuse)
+    with pytest.raises(ValueError, match=r"must be readable; got PermissionError: Permission den"):
+        open_corpus(tmp_path)
+
+
+def test_unreadable_folder_raises(tmp_path, monkeypatch):
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    (tmp_path / "inner").mkdir()
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(ValueError, match=r"must be readable; got PermissionError: Permission den"):
+        open_corpus(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.bin"])
+def test_pipe_raises(tmp_path, name):
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ValueError, match=rf"{name}' must be a regular file; got a folder, pipe"):
+        open_corpus(tmp_path)
+
+
+def test_loop_of_links_raises(tmp_path):
+    write(tmp_path, a_txt=b"text")
+    (tmp_path / "loop").symlink_to(tmp_path)
+    with pytest.raises(ValueError, match=r"must be reached in one way alone; got '.*loop'"):
+        open_corpus(tmp_path)
+
+
+def test_too_few_documents_to_hold_out_raise(tmp_path):
+    write(tmp_path, a_txt=b"one", b_txt=b"two")
+    match = r"got 6 and 0 tokens of .* for held_out=0.01. Use --data.held-out 0.\d+, or --data.val"
+    with pytest.raises(ValueError, match=match) as raised:
+        open_corpus(tmp_path, held_out=0.01)
+    share = float(re.findall(r"held-out (0.\d+)", str(raised.value))[0])
+    assert len(texts(open_corpus(tmp_path, held_out=share).held_out)) == 1
+
+
+def test_nothing_left_to_train_on_raises(tmp_path):
+    write(tmp_path, a_txt=b"a", b_txt=b"b")
+    with pytest.raises(ValueError, match=r"got 0 and 2 tokens .*Give --data.validation-path"):
+        open_corpus(tmp_path, held_out=0.999)
+    np.save(tmp_path / "c.npy", np.zeros(3, int))
+    with pytest.raises(ValueError, match=r"got 3 and 0 tokens .*Give --data.validation-path"):
+        open_corpus(tmp_path / "c.npy", held_out=0.1)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("bin_dtype", "int32"), ("text_key", "body"), ("held_out", 0.3)],
+)
+def test_option_that_does_nothing_raises(many, option, value):
+    options = {"validation_path": many} if option == "held_out" else {}
+    with pytest.raises(ValueError, match=f"data.{option} must be left out where it does nothing"):
+        open_corpus(many, **options, **{option: value})
+
+
+def test_end_of_document_of_tokens_that_are_not_masked_raises(tmp_path):
+    np.save(tmp_path / "a.npy", np.arange(40) % 9)
+    with pytest.raises(ValueError, match=r"end_of_document must be left out.*mask_documents=False"):
+        open_corpus(tmp_path, end_of_document=3, mask_documents=False)

@@ -1,0 +1,65 @@
+"""How the degrees that flags leave open are filled in."""
+
+import pytest
+
+from trainer.config import MeshConfig
+from trainer.parallel.degrees import (
+    choose_degrees,
+    describe_degrees,
+)
+
+
+def degrees_of(num_devices, **mesh):
+    degrees = choose_degrees(MeshConfig(**mesh), num_devices)
+    return {name: degree for name, degree in vars(degrees).items() if degree > 1}
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "given", "expected"),
+    [
+        (8, {}, {"team": 2, "group": 2, "ring": 2}),
+        (1, {}, {}),
+        (2, {}, {"team": 2}),
+        (4, {}, {"team": 2, "group": 2}),
+        (6, {}, {"team": 2, "ring": 3}),
+        (7, {}, {"ring": 7}),
+        (8, {"data": 4}, {"data": 4, "team": 2}),
+        (8, {"head": 2}, {"head": 2, "team": 2, "group": 2}),
+        (8, {"tensor": 2}, {"tensor": 2, "team": 2, "group": 2}),
+        (8, {"group": 1}, {"team": 2, "ring": 4}),
+        (8, {"group": 8}, {"group": 8}),
+        (8, {"team": 1}, {"ring": 8}),
+        (8, {"ring": 8}, {"ring": 8}),
+        (8, {"ring": 4}, {"ring": 4, "team": 2}),
+        (8, {"team": 4, "group": 1}, {"team": 4, "ring": 2}),
+        (64, {"team": 4}, {"team": 4, "group": 4, "ring": 4}),
+    ],
+)
+def test_choose_degrees_fills_what_is_left_open(num_devices, given, expected):
+    assert degrees_of(num_devices, **given) == expected
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "given", "message"),
+    [
+        (8, {"team": 4}, r"must divide.*team=4 \* group=4.* = 16 for 8 devices.*--mesh.group 1"),
+        (8, {"data": 3}, r"must divide.*data=3.* = 3 for 8 devices.*--devices 3"),
+        (8, {"ring": 3}, r"must be the number.*ring=3.* for 8 devices.*Leave out --mesh.ring"),
+        (6, {"team": 2}, r"must divide.*= 4 for 6 devices.*--mesh.group 1 with --mesh.team 2"),
+        (8, {"team": 3, "group": 1}, r"must divide.*team=3.* = 3 for 8.*Change a degree"),
+        (8, {"team": 1, "group": 1, "ring": 1, "data": 16}, r"= 16 for 8 devices.*--devices 16"),
+    ],
+)
+def test_choose_degrees_that_miss_the_devices_raise(num_devices, given, message):
+    with pytest.raises(ValueError, match=message):
+        choose_degrees(MeshConfig(**given), num_devices)
+
+
+def test_describe_degrees_says_when_the_default_does_not_fit():
+    def describe(num_devices, **given):
+        mesh = MeshConfig(**given)
+        return describe_degrees(mesh, choose_degrees(mesh, num_devices))
+
+    assert describe(8) == "data 1, group 2, ring 2, team 2, head 1, tensor 1"
+    assert describe(6).endswith("(team = group = 2 does not fit the devices and the degrees given)")
+    assert "not fit" not in describe(6, team=1)

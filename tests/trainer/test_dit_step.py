@@ -1,0 +1,236 @@
+"""Training steps of a DiT: the same losses on every mesh, with and without text."""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import startrail_jax as st
+from trainer.config import OptimizerConfig
+from trainer.data.batches import place
+from trainer.dit.config import (
+    DiffusionConfig,
+    DiTConfig,
+    DiTTrainConfig,
+)
+from trainer.dit.diffusion import estimates
+from trainer.dit.examples import Example
+from trainer.dit.objective import image_batch
+from trainer.parallel.step import Program
+
+STEPS = 30
+CONFIG = DiTTrainConfig(
+    model=DiTConfig(channels=2, classes=3, width=32, layers=2, heads=8, mlp_width=48),
+    optimizer=OptimizerConfig(learning_rate=1e-2),
+    steps=STEPS,
+    batch_size=4,
+    size=(2, 8, 8),
+    ema_decay=0.9,
+    run_dir=Path("unused"),
+)
+# Attention over text too; neither it nor the image divides into 8 shares: both are padded.
+WITH_TEXT = dataclasses.replace(
+    CONFIG,
+    model=dataclasses.replace(CONFIG.model, caption_length=5, patch=(1, 2, 4)),
+    size=(3, 6, 8),
+)
+
+
+pytestmark = pytest.mark.usefixtures("compile_fast")
+
+
+def make_program(degrees, config=CONFIG, **changes):
+    mesh = st.make_mesh(degrees, "auto", jax.devices()[: degrees.num_devices])
+    attention = st.Attention(mesh, causal=False)
+    return Program(dataclasses.replace(config, **changes), attention)
+
+
+def batch(program, step):
+    """Images that say which class they are of."""
+    config = program.config
+    rng = np.random.default_rng(step)
+    numbers = [step * config.batch_size + row for row in range(config.batch_size)]
+    examples = []
+    for label in rng.integers(config.model.classes, size=config.batch_size):
+        latent = rng.normal(label - 1, 0.1, (*config.size, config.model.channels))
+        caption = [b"low", b"", b"high!"][label]
+        examples.append(Example(latent.astype(np.float32), np.int32(label), caption))
+    made = image_batch(examples, numbers, config=config, layout=program.attention.layout)
+    return place(made, program.batch_sharding)
+
+
+def initial_state(config):
+    return jax.device_get(make_program(st.Degrees(), config).initialise())
+
+
+def train(program, state, steps=STEPS):
+    """Losses and gradient norms of every step, and the state after the last."""
+    state = jax.tree.map(lambda x, to: jax.device_put(x, to.sharding), state, program.state_shapes)
+    losses = []
+    for step in range(steps):
+        state, metrics = program.train_step(state, batch(program, step))
+        assert metrics.finite
+        losses.append((float(metrics.loss), float(metrics.gradient_norm)))
+    return np.array(losses), state
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    state = initial_state(CONFIG)
+    return state, *train(make_program(st.Degrees()), state)
+
+
+STARTRAIL = st.Degrees.startrail(8, c=2)
+SETTINGS = {
+    "Ring Attention": (st.Degrees.ring_attention(8), {}),
+    "all-gather": (st.Degrees.all_gather(8), {}),
+    "Ulysses": (st.Degrees.ulysses(8), {}),
+    "2D-Attention": (st.Degrees.loongtrain(8, head=2), {}),
+    "StarTrail": (STARTRAIL, {}),
+    "teams": (st.Degrees(team=2, ring=4), {}),
+    "tiles": (st.Degrees(team=4, group=2), {}),
+    "StarTrail x Ulysses": (st.Degrees.startrail(8, c=2, head=2), {}),
+    "data, zero 3, attention saved": (
+        st.Degrees(data=2, team=2, ring=2),
+        {"zero": 3, "remat": "attention_saved"},
+    ),
+    "tensor, zero 2, tiled, accumulation": (
+        st.Degrees(tensor=2, team=2),
+        {"zero": 2, "tile": 8, "accumulation": 2},
+    ),
+}
+
+
+@pytest.mark.parametrize(("degrees", "changes"), SETTINGS.values(), ids=SETTINGS.keys())
+def test_losses_do_not_depend_on_how_it_runs(degrees, changes, one_device):
+    state, expected, last = one_device
+    losses, found = train(make_program(degrees, **changes), state)
+    assert losses[-5:, 0].mean() < 0.7 * losses[:5, 0].mean()
+    np.testing.assert_allclose(losses[:, 0], expected[:, 0], rtol=1e-4)
+    np.testing.assert_allclose(losses[:, 1], expected[:, 1], rtol=1e-3)
+    leaves = (jax.tree.leaves(jax.device_get(x.average)) for x in (found, last))
+    for average, one in zip(*leaves, strict=True):
+        np.testing.assert_allclose(average, one, atol=1e-3 * abs(one).max())
+
+
+def test_text_is_divided_among_the_devices_like_the_image():
+    state = initial_state(WITH_TEXT)
+    one, _ = train(make_program(st.Degrees(), WITH_TEXT), state)
+    many, _ = train(make_program(STARTRAIL, WITH_TEXT), state)
+    assert many[-5:, 0].mean() < 0.7 * many[:5, 0].mean()
+    np.testing.assert_allclose(many[:, 0], one[:, 0], rtol=1e-4)
+
+
+@pytest.mark.parametrize("decay", [0.2, 0.9])
+def test_average_follows_its_equation_and_is_what_is_measured(decay):
+    """https://arxiv.org/abs/2006.11239, with a decay that rises: of few weights at first."""
+    program = make_program(st.Degrees(team=2), ema_decay=decay)
+    state = program.initialise()
+    expected = jax.device_get(state.weights)
+    for step in range(4):
+        state, _ = program.train_step(state, batch(program, step))
+        rate = min(decay, (1 + step) / (10 + step))
+        expected = jax.tree.map(
+            lambda mean, new, rate=rate: rate * mean + (1 - rate) * np.asarray(new),
+            expected,
+            state.weights,
+        )
+    assert state.result is state.average
+    for found, wanted in zip(*map(jax.tree.leaves, (state.average, expected)), strict=True):
+        np.testing.assert_allclose(found, wanted, atol=1e-6)
+
+
+@pytest.fixture
+def compile_well():
+    """Unoptimised, CPUs have no product of 16-bit arrays that is float32."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
+
+
+@pytest.mark.usefixtures("compile_well")
+def test_weights_are_used_alike_at_every_level_of_zero():
+    """In bfloat16, in which most of them travel from level 1 on; what makes conditions does not."""
+    config = dataclasses.replace(
+        WITH_TEXT, model=dataclasses.replace(WITH_TEXT.model, dtype="bfloat16", layers=1)
+    )
+
+    def random_weights(shapes):
+        """adaLN-Zero begins with zeros, beyond which nothing would be seen."""
+        rng = np.random.default_rng(0)
+        return jax.tree.map(
+            lambda x: jax.device_put(rng.normal(0, 0.2, x.shape).astype(x.dtype), x.sharding),
+            shapes,
+        )
+
+    results = []
+    for level in (0, 3):
+        program = make_program(st.Degrees(ring=2), config, zero=level)
+        weights = random_weights(program.state_shapes.weights)
+        results.append(jax.device_get(jax.jit(program.gradients)(weights, batch(program, 0))))
+    for one, two in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(two, one, atol=1e-6 * abs(one).max())
+
+
+def shown(step=0, *, training, degrees=None, config=CONFIG, reverse=False, **changes):
+    """A batch as the model is shown it; `reverse` turns the order of its rows."""
+    program = make_program(degrees or st.Degrees(), config, **changes)
+    images = batch(program, step)
+    if reverse:
+        images = jax.tree.map(lambda x: x[::-1], images)
+    return program.objective.prepare(images, training=training)
+
+
+def noise_of(noisy, config=CONFIG):
+    _, noise = estimates("flow", noisy.patches, noisy.targets, noisy.times)
+    return np.asarray(noise)[:, : config.num_tokens]
+
+
+def test_noise_depends_on_the_number_of_the_example_alone():
+    first, later = shown(training=True), shown(1, training=True)
+    rows = np.concatenate([noise_of(first), noise_of(later)])
+    rows = rows.reshape(2 * CONFIG.batch_size, -1)
+    assert abs(np.corrcoef(rows) - np.eye(len(rows))).max() < 0.4
+    assert rows.std() == pytest.approx(1, abs=0.05)
+    assert len({*first.times.tolist(), *later.times.tolist()}) == 2 * CONFIG.batch_size
+    # Of the place in the batch and of the mesh it does not, nor of padding.
+    other = shown(training=True, reverse=True, degrees=STARTRAIL, config=WITH_TEXT)
+    same = shown(training=True, config=WITH_TEXT)
+    assert other.patches.shape != same.patches.shape
+    np.testing.assert_array_equal(other.times[::-1], same.times)
+    found, wanted = (noise_of(x, WITH_TEXT) for x in (other, same))
+    np.testing.assert_allclose(found[::-1], wanted, atol=1e-4)
+
+
+def test_measuring_draws_other_noise_than_training():
+    measured, trained = shown(training=False), shown(training=True)
+    assert not set(measured.times.tolist()) & set(trained.times.tolist())
+    assert abs(noise_of(measured) - noise_of(trained)).max() > 1
+
+
+def test_labels_and_captions_are_dropped_together_and_in_training_alone():
+    never, often = DiffusionConfig(dropout=0.0), DiffusionConfig(dropout=0.8)
+    kept = shown(training=True, config=WITH_TEXT, diffusion=never)
+    classes, texts = WITH_TEXT.model.classes, kept.captions[2] >= 0
+    assert max(kept.labels) < classes
+    measured = shown(training=False, config=WITH_TEXT, diffusion=often)
+    np.testing.assert_array_equal(measured.labels, kept.labels)
+    np.testing.assert_array_equal(measured.captions[2] >= 0, texts)
+    dropped = []
+    for step in range(10):
+        noisy = shown(step, training=True, config=WITH_TEXT, diffusion=often)
+        missing = noisy.labels == classes
+        assert not (noisy.captions[2] >= 0)[missing].any()
+        dropped.append(missing)
+    assert np.mean(dropped) == pytest.approx(0.8, abs=0.2)
+
+
+@pytest.mark.parametrize("target", ["flow", "v", "eps"])
+def test_patches_and_targets_are_of_the_same_image(target):
+    changes = {"diffusion": DiffusionConfig(target=target, times="logit_normal")}
+    noisy = shown(training=True, **changes)
+    images = batch(make_program(st.Degrees(), **changes), 0)
+    x0, _ = estimates(target, noisy.patches, noisy.targets, noisy.times)
+    np.testing.assert_allclose(x0, images.patches, atol=1e-3)

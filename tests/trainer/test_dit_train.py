@@ -1,0 +1,141 @@
+"""The training program with diffusion transformers: going on after a stop, and what it refuses."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import tyro
+from PIL import Image
+
+import train
+from configs.dit import dit_1b, dit_digits
+from programs import interrupt_after
+from trainer.dit.config import DiTTrainConfig
+from trainer.run import metrics
+from trainer.run.folder import save_config
+
+TINY = (
+    "--model.width 16 --model.layers 2 --model.heads 8 --model.mlp-width 32 --batch-size 4 "
+    "--validation-sequences 4 --log-every 1 --no-tensorboard --checkpoint.every 1000 --devices 8"
+)
+
+
+pytestmark = pytest.mark.usefixtures("compile_fast")
+
+
+def run(folder, flags="", *, steps):
+    flags = f"{TINY} --steps {steps} --run-dir {folder} {flags}"
+    return train.train(tyro.cli(DiTTrainConfig, default=dit_digits(), args=flags.split()))
+
+
+def test_an_interrupted_run_goes_on_on_another_mesh(tmp_path, monkeypatch):
+    """With its noise and the average of its weights, by which it is measured."""
+    flags = "--diffusion.target v --model.layers 1"
+    undisturbed = run(tmp_path / "undisturbed", flags, steps=6)
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 3)
+        first = run(tmp_path / "run", f"{flags} --mesh.team 1 --zero 3", steps=6)
+    assert len(first.train) == 3
+    second = run(tmp_path / "run", flags, steps=6)
+    np.testing.assert_allclose(first.train + second.train, undisturbed.train, rtol=1e-5)
+    np.testing.assert_allclose(second.validation, undisturbed.validation, rtol=1e-5)
+
+
+def test_average_is_neither_begun_nor_left_by_a_run_that_goes_on(tmp_path):
+    config = replace(dit_digits(), run_dir=tmp_path)
+    (tmp_path / "checkpoints" / "3").mkdir(parents=True)
+    save_config(config, tmp_path / "config.json")
+    with pytest.raises(ValueError, match=r"--ema-decay 0.995 there, None now"):
+        run(tmp_path, "--ema-decay None --allow-changes", steps=1)
+
+
+def npz(folder, **arrays):
+    path = folder / "latents.npz"
+    np.savez(path, **arrays)
+    return f"--data.path {path}"
+
+
+def test_latents_of_the_wrong_rank_are_refused_before_there_is_a_run(tmp_path):
+    data = npz(tmp_path, latents=np.zeros((4, 8, 8), np.float32), labels=np.zeros(4, int))
+    with pytest.raises(ValueError, match=r"latents.*got.*\(4, 8, 8\)"):
+        run(tmp_path / "run", data, steps=1)
+    assert not (tmp_path / "run").exists()
+
+
+def images(folder, count=12):
+    for number in range(count):
+        path = folder / "images" / f"{number % 2}" / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        rng = np.random.default_rng(number)
+        Image.fromarray(rng.integers(256, size=(8, 8), dtype=np.uint8)).save(path)
+    return f"--data.path {folder / 'images'} --model.classes 2"
+
+
+def test_image_of_another_size_is_refused_before_there_is_a_run(tmp_path):
+    data = images(tmp_path)
+    Image.new("L", (8, 9)).save(tmp_path / "images" / "1" / "odd.png")
+    with pytest.raises(ValueError, match=r"odd\.png"):
+        run(tmp_path / "run", data, steps=1)
+    assert not (tmp_path / "run").exists()
+
+
+def test_image_that_is_damaged_while_training_costs_no_step(tmp_path, monkeypatch):
+    """Its pixels are met in step 2 or later; the step before is saved, and a restart goes on."""
+    data = images(tmp_path)
+    advance = metrics.Reporter.advance
+    undamaged = {path: path.read_bytes() for path in (tmp_path / "images").rglob("*.png")}
+
+    def damage(self, at, measured=None):
+        for path, content in undamaged.items():
+            path.write_bytes(content[:-30])
+        advance(self, at, measured)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(metrics.Reporter, "advance", damage)
+        with pytest.raises(ValueError, match=r"\.png"):
+            run(tmp_path / "run", data, steps=40)
+    steps = [int(x.name) for x in (tmp_path / "run" / "checkpoints").iterdir()]
+    assert steps[0] >= 1
+    for path, content in undamaged.items():
+        path.write_bytes(content)
+    again = run(tmp_path / "run", f"{data} --allow-changes", steps=steps[0] + 1)
+    assert len(again.train) == 1
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "message"),
+    [
+        (None, {"size": (1, 7, 8)}, r"patch must divide size.*patch=\(1, 2, 2\), size=\(1, 7, 8\)"),
+        (None, {"size": (0, 8, 8)}, r"size must be at least 1; got size=0"),
+        (None, {"ema_decay": 1.0}, r"ema_decay must be above 0 and below 1; got ema_decay=1.0"),
+        ("model", {"heads": 5}, r"heads must divide model.width; got heads=5"),
+        ("model", {"width": 7, "heads": 1}, r"width must be even and at least 8.*width=7. Use 8"),
+        ("model", {"patch": (1, 0, 2)}, r"model.patch must be at least 1"),
+        ("model", {"classes": -1}, r"classes must be at least 0"),
+        ("diffusion", {"dropout": 1.0}, r"dropout must be at least 0 and below 1; got .*=1.0"),
+        ("data", {"held_out": 0.0}, r"held_out must be above 0 and below 1; got held_out=0.0"),
+    ],
+)
+def test_config_that_cannot_be_raises(part, change, message):
+    config = dit_digits()
+    with pytest.raises(ValueError, match=message):
+        replace(config if part is None else getattr(config, part), **change)
+
+
+def test_patches_that_do_not_divide_are_refused_before_there_is_a_run(tmp_path):
+    with pytest.raises(ValueError, match=r"number of patches, .* must be div.*got 20, .*--size"):
+        run(tmp_path / "run", "--size 1 6 12 --mesh.group 1 --mesh.team 4 --mesh.tensor 2", steps=1)
+
+
+def test_dit_1b_is_of_512k_tokens():
+    config = dit_1b()
+    assert config.num_tokens == 2**19
+    assert (config.model.layers, config.model.heads, config.model.width) == (24, 24, 1536)
+
+
+def test_run_folder_of_a_gpt_is_left_alone(tmp_path):
+    (tmp_path / "checkpoints" / "3").mkdir(parents=True)
+    config = replace(train.RECIPES["gpt_tiny"](), run_dir=tmp_path)
+    save_config(config, tmp_path / "config.json")
+    with pytest.raises(ValueError, match=r"a run of kind 'gpt', and a config of kind 'dit'"):
+        run(tmp_path, steps=1)

@@ -1,0 +1,282 @@
+"""Drawing: images that depend on what is asked for alone, and the files that they come in."""
+
+import dataclasses
+import functools
+import math
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from PIL import Image
+
+import startrail_jax as st
+from trainer.config import OptimizerConfig
+from trainer.dit.config import (
+    DiffusionConfig,
+    DiTConfig,
+    DiTTrainConfig,
+)
+from trainer.dit.drawing import (
+    Drawing,
+    image_grid,
+    save_grid,
+    to_pixels,
+)
+from trainer.dit.objective import (
+    DRAWING,
+    PADDING,
+    Denoising,
+)
+from trainer.dit.patches import (
+    patchify,
+    unpatchify,
+)
+from trainer.parallel.step import Program
+
+# Neither the 20 patches nor the text divide into 8 shares: both are padded.
+CONFIG = DiTTrainConfig(
+    model=DiTConfig(
+        channels=2,
+        classes=3,
+        caption_length=5,
+        patch=(1, 2, 4),
+        width=32,
+        layers=2,
+        heads=8,
+        mlp_width=48,
+    ),
+    optimizer=OptimizerConfig(learning_rate=1e-2),
+    steps=1,
+    batch_size=4,
+    size=(5, 4, 8),
+    run_dir=Path("unused"),
+)
+NO_TEXT = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, caption_length=0))
+ONE_DEVICE = st.Degrees()
+NO_CLASS = CONFIG.model.classes
+LABELS = [2, 0, 2, 1, NO_CLASS]
+CAPTIONS = [b"two", b"", b"two", b"three", b"none"]
+SEED = 2**32 - 1
+
+
+pytestmark = pytest.mark.usefixtures("compile_fast")
+
+
+@functools.cache
+def make_program(degrees=ONE_DEVICE, config=CONFIG):
+    mesh = st.make_mesh(degrees, "auto", jax.devices()[: degrees.num_devices])
+    return Program(config, st.Attention(mesh, causal=False))
+
+
+def with_target(config, target):
+    return dataclasses.replace(config, diffusion=DiffusionConfig(target=target))
+
+
+def make_drawing(program, **changes):
+    chosen = {"sampler": "euler", "steps": 2, "guidance": 1.0, "rows": 5}
+    return Drawing(program, **chosen | changes)
+
+
+def make_weights(program):
+    """Not those that a model begins with: they predict 0."""
+    rng = np.random.default_rng(0)
+
+    def make(shape):
+        weights = 0.2 * rng.standard_normal(shape.shape)
+        return jax.device_put(weights.astype(np.float32), shape.sharding)
+
+    return jax.tree.map(make, program.state_shapes.weights)
+
+
+def draw(drawing, weights, labels=LABELS, captions=CAPTIONS, seed=SEED):
+    images = drawing.draw(weights, labels=labels, captions=captions, seed=seed)
+    return np.stack(list(images))
+
+
+def expected_noise(config, count, seed=SEED):
+    """What images start from, in the shape of images."""
+    shape = (config.num_tokens, config.patch_elements)
+    key = jax.random.fold_in(jax.random.key(seed), DRAWING)
+    keys = [jax.random.fold_in(key, number) for number in range(count)]
+    noise = np.stack([jax.random.normal(key, shape) for key in keys])
+    return unpatchify(noise, config.size, config.model.patch, config.model.channels)
+
+
+@pytest.fixture(scope="module")
+def images():
+    """A function that draws on one device."""
+    program = make_program()
+    return functools.partial(draw, make_drawing(program), make_weights(program))
+
+
+@pytest.fixture(scope="module")
+def one_step():
+    """A function that draws with the one step from noise to noise - prediction."""
+    program = make_program()
+    return functools.partial(draw, make_drawing(program, steps=1), make_weights(program))
+
+
+STARTRAIL = st.Degrees.startrail(8, c=2, head=2)
+SETTINGS = {
+    "Ring Attention": (st.Degrees.ring_attention(8), {}, 5),
+    "StarTrail x Ulysses": (STARTRAIL, {}, 2),
+    "data, zero 3": (st.Degrees(data=2, team=2, ring=2), {"zero": 3}, 3),
+    "tensor, tiled": (st.Degrees(tensor=2, team=2), {"tile": 4}, 1),
+}
+
+
+@pytest.mark.parametrize(("degrees", "changes", "rows"), SETTINGS.values(), ids=SETTINGS.keys())
+def test_images_do_not_depend_on_the_mesh_or_how_many_at_a_time(degrees, changes, rows, images):
+    program = make_program(degrees, dataclasses.replace(CONFIG, **changes))
+    drawn = draw(make_drawing(program, rows=rows), make_weights(program))
+    assert drawn.shape == (len(LABELS), *CONFIG.size, CONFIG.model.channels)
+    expected = images()
+    np.testing.assert_allclose(drawn, expected, atol=1e-5 * abs(expected).max())
+
+
+def test_images_depend_on_label_caption_place_and_seed(images):
+    first = images()
+    np.testing.assert_array_equal(images(), first)
+    # The same label and caption, at another place.
+    assert differ(first[0], first[2])
+    others = images(labels=[0, *LABELS[1:]])
+    assert differ(others[0], first[0])
+    np.testing.assert_array_equal(others[1:], first[1:])
+    others = images(captions=[*CAPTIONS[:-1], b"many"])
+    assert differ(others[-1], first[-1])
+    np.testing.assert_array_equal(others[:-1], first[:-1])
+    assert all(differ(*pair) for pair in zip(images(seed=0), first, strict=True))
+    np.testing.assert_array_equal(images(LABELS[:2], CAPTIONS[:2]), first[:2])
+
+
+def differ(one, other):
+    return np.abs(one - other).mean() > 1e-2
+
+
+def test_with_guidance_1_a_step_follows_the_prediction_of_the_model(one_step):
+    noise = expected_noise(CONFIG, len(LABELS))
+    captions = np.full((len(LABELS), CONFIG.model.caption_length), PADDING, np.int32)
+    for row, caption in zip(captions, CAPTIONS, strict=True):
+        row[: len(caption)] = list(caption)
+    program = make_program()
+    assert isinstance(program.objective, Denoising)
+    shown = program.objective.shown(
+        jnp.asarray(patchify(noise, CONFIG.model.patch)),
+        jnp.ones(len(LABELS)),
+        jnp.asarray(LABELS, np.int32),
+        jnp.asarray(captions),
+    )
+    velocity = np.asarray(jax.jit(program.outputs)(make_weights(program), shown))
+    velocity = unpatchify(velocity, CONFIG.size, CONFIG.model.patch, CONFIG.model.channels)
+    drawn = one_step()
+    assert all(differ(*pair) for pair in zip(drawn, noise, strict=True))
+    np.testing.assert_allclose(drawn, noise - velocity, atol=1e-5 * abs(drawn).max())
+
+
+def test_guidance_goes_on_from_the_unconditional_prediction(one_step):
+    program = make_program(STARTRAIL)
+    drawn = draw(make_drawing(program, steps=1, guidance=1.7), make_weights(program))
+    conditional = one_step()
+    unconditional = one_step([NO_CLASS] * len(LABELS), [b""] * len(LABELS))
+    assert all(differ(*pair) for pair in zip(drawn, conditional, strict=True))
+    expected = unconditional + 1.7 * (conditional - unconditional)
+    np.testing.assert_allclose(drawn, expected, atol=1e-5 * abs(expected).max())
+
+
+@pytest.mark.parametrize(
+    ("target", "sampler"), [("flow", "euler"), ("flow", "heun"), ("v", "ddim")]
+)
+def test_a_model_that_predicts_0_leaves_the_noise(target, sampler):
+    """As rectified flow it stands still; v turns an angle, of which each step keeps the cosine."""
+    steps = 7
+    program = make_program(config=with_target(NO_TEXT, target))
+    zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), program.state_shapes.weights)
+    drawing = make_drawing(program, sampler=sampler, steps=steps)
+    images = draw(drawing, zeros, captions=None)
+    expected = expected_noise(NO_TEXT, len(LABELS))
+    if target == "v":
+        times = np.append(np.linspace(0.995, 0.005, steps), 0)
+        expected = expected * np.prod(np.cos(np.pi / 2 * np.diff(times)))
+    np.testing.assert_allclose(images, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("target", "changes", "message"),
+    [
+        ("flow", {"sampler": "ddim"}, "'flow' needs one of the samplers .*sampler='ddim'"),
+        ("v", {"sampler": "euler"}, "'v' needs one of the samplers .*sampler='euler'"),
+        ("flow", {"steps": 0}, "steps must be at least 1; got steps=0"),
+        ("flow", {"guidance": math.nan}, "guidance must be at least 0 and finite; got .*=nan"),
+        ("flow", {"guidance": -1.0}, "guidance must be at least 0 and finite; got .*=-1"),
+    ],
+)
+def test_what_the_model_has_not_learnt_is_refused_at_once(target, changes, message):
+    program = make_program(config=with_target(CONFIG, target))
+    with pytest.raises(ValueError, match=message):
+        make_drawing(program, **changes)
+
+
+def test_guidance_needs_something_to_go_away_from():
+    message = "guidance other than 1 needs .* guidance=2.0, classes={}, .* dropout={}"
+    never = dataclasses.replace(CONFIG, diffusion=DiffusionConfig(dropout=0.0))
+    with pytest.raises(ValueError, match=message.format(NO_CLASS, 0.0)):
+        make_drawing(make_program(config=never), guidance=2.0)
+    model = dataclasses.replace(NO_TEXT.model, classes=0)
+    nothing = dataclasses.replace(NO_TEXT, model=model)
+    with pytest.raises(ValueError, match=message.format(0, 0.1)):
+        make_drawing(make_program(config=nothing), guidance=2.0)
+
+
+@pytest.mark.parametrize(
+    ("config", "wishes", "message"),
+    [
+        (CONFIG, {"labels": [*LABELS[1:], 4]}, "labels must .* got label=4, classes=3"),
+        (CONFIG, {"labels": [-1, *LABELS[1:]]}, "labels must .* got label=-1, classes=3"),
+        (CONFIG, {"captions": None}, "captions must be given .* captions=None, caption_length=5"),
+        (NO_TEXT, {}, "captions must be given .* captions=.*b'two'.*, caption_length=0"),
+        (CONFIG, {"captions": CAPTIONS[1:]}, "as many as labels; got 4 captions, 5 labels"),
+        (CONFIG, {"captions": [b"longer", *CAPTIONS[1:]]}, "at most caption_length=5 .* got 6"),
+        (CONFIG, {"seed": 2**32}, "seed must be .* got seed=4294967296"),
+        (CONFIG, {"seed": -1}, "seed must be .* got seed=-1"),
+    ],
+)
+def test_wishes_that_the_model_cannot_take_are_refused_at_once(config, wishes, message):
+    drawing = make_drawing(make_program(config=config))
+    with pytest.raises(ValueError, match=message):
+        drawing.draw(None, **{"labels": LABELS, "captions": CAPTIONS, "seed": 0} | wishes)
+
+
+def test_pixels_are_rounded_and_clipped():
+    values = np.array([[-1, 1, 0, -0.999, 0.5, -7, 7]], np.float32)
+    pixels = to_pixels(values[None, ..., None])
+    assert pixels.shape == (1, 7, 1)
+    assert pixels.ravel().tolist() == [0, 255, 128, 0, 191, 0, 255]
+
+
+def test_frames_of_a_video_lie_side_by_side():
+    video = np.stack([np.full((2, 3, 1), value, np.float32) for value in (-1, 1, -1)])
+    np.testing.assert_array_equal(to_pixels(video)[..., 0], [[0] * 3 + [255] * 3 + [0] * 3] * 2)
+
+
+@pytest.mark.parametrize(("channels", "mode"), [(1, "L"), (3, "RGB")])
+def test_pixels_of_the_file_are_where_they_should_be(channels, mode, tmp_path):
+    images = np.random.default_rng(0).integers(1, 256, (5, 2, 3, channels), np.uint8)
+    path = tmp_path / "grid.png"
+    path.write_text("an old file")
+    save_grid(list(images), path, columns=2, scale=7)
+    assert [file.name for file in tmp_path.iterdir()] == ["grid.png"]
+    with Image.open(path) as file:
+        assert (file.format, file.mode) == ("PNG", mode)
+        assert file.size == (7 * (2 * 4 + 1), 7 * (3 * 3 + 1))
+        pixels = np.asarray(file).reshape(70, 63, channels)
+    np.testing.assert_array_equal(
+        pixels, image_grid(list(images), columns=2).repeat(7, axis=0).repeat(7, axis=1)
+    )
+    seen = pixels[3::7, 3::7].copy()
+    for number, image in enumerate(images):
+        top, left = 1 + 3 * (number // 2), 1 + 4 * (number % 2)
+        np.testing.assert_array_equal(seen[top : top + 2, left : left + 3], image)
+        seen[top : top + 2, left : left + 3] = 0
+    assert not seen.any()  # Gaps, and the place that is left.

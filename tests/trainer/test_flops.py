@@ -1,0 +1,82 @@
+"""FLOPs of the model against those that jax counts, and of GPUs by their names."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from trainer.gpt.config import GPTConfig
+from trainer.parallel.flops import (
+    gpt_flops_per_token,
+    peak_flops,
+)
+
+CONFIG = GPTConfig(width=24, layers=3, heads=4, kv_heads=2, head_dim=10, mlp_width=40)
+
+
+def test_flops_are_those_of_the_matrix_products():
+    per_layer = 24 * 40 + 2 * 24 * 20 + 40 * 24 + 3 * 24 * 40
+    weights = 3 * per_layer + 24 * 256
+    # Scores and weighted values: 2 products of 2 FLOPs for each of 4 * 10 channels, of half of
+    # the 100 keys.
+    attention = 3 * (2 * 2 * 40 * 100) / 2
+    assert gpt_flops_per_token(CONFIG, 100) == 6 * weights + 3 * attention
+    without_gate = gpt_flops_per_token(replace(CONFIG, mlp="gelu"), 100)
+    assert gpt_flops_per_token(CONFIG, 100) - without_gate == 6 * 3 * 24 * 40
+
+
+def test_flops_agree_with_palm_but_for_the_causal_half():
+    config = GPTConfig(width=64, layers=2, heads=4, kv_heads=4, head_dim=16, mlp_width=256)
+    num_weights = 2 * (4 * 64 * 64 + 3 * 64 * 256) + 64 * 256
+    palm = 6 * num_weights + 12 * 2 * 4 * 16 * 128
+    assert palm - gpt_flops_per_token(config, 128) == 6 * 2 * 4 * 16 * 128
+
+
+def test_flops_of_a_forward_pass_agree_with_the_compiler():
+    """XLA counts all pairs of tokens, so the causal half is added."""
+    tokens = 32
+    queries, keys, half = 4 * 10, 2 * 10, 3 * 2 * 4 * 10 * tokens
+
+    def forward(x, weights):
+        for _ in range(3):
+            query, key, value = (x @ weights[name] for name in ("query", "key", "value"))
+            heads = query.reshape(tokens, 2, 2, 10)
+            scores = jnp.einsum("tkgh,skh->kgts", heads, key.reshape(tokens, 2, 10))
+            out = jnp.einsum("kgts,skh->tkgh", scores, value.reshape(tokens, 2, 10))
+            x = out.reshape(tokens, queries) @ weights["out"]
+            x = ((x @ weights["gate"]) + (x @ weights["up"])) @ weights["down"]
+        return x @ weights["head"]
+
+    shapes = {
+        **{"query": (24, queries), "key": (24, keys), "value": (24, keys), "out": (queries, 24)},
+        **{"gate": (24, 40), "up": (24, 40), "down": (40, 24), "head": (24, 256)},
+    }
+    weights = {name: jnp.zeros(shape) for name, shape in shapes.items()}
+    analysis = jax.jit(forward).lower(jnp.zeros((tokens, 24)), weights).cost_analysis()
+    elementwise = 3 * 40  # The sum of gate and up.
+    counted = analysis["flops"] / tokens - elementwise
+    assert 3 * (counted - half) == pytest.approx(gpt_flops_per_token(CONFIG, tokens))
+
+
+@pytest.mark.parametrize(
+    ("kind", "flops"),
+    [
+        ("NVIDIA A100-SXM4-40GB", 312e12),
+        ("NVIDIA A100 80GB PCIe", 312e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 NVL", 835e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H200 NVL", 835e12),
+        ("NVIDIA B200", 2.25e15),
+        ("NVIDIA GB200", 2.5e15),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
+        ("NVIDIA A10", None),
+        ("NVIDIA GH200 480GB", None),
+        ("NVIDIA H20", None),
+        ("cpu", None),
+    ],
+)
+def test_peak_flops_of_a_device(kind, flops):
+    assert peak_flops(kind) == flops

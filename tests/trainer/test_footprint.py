@@ -1,0 +1,183 @@
+"""The arithmetic of memory, beside what compiled programs say of theirs."""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import pytest
+
+import startrail_jax as st
+from configs import RECIPES
+from programs import compile_gradients, compile_step, make_config, make_program
+from trainer.config import OptimizerConfig
+from trainer.dit.config import (
+    DiTConfig,
+    DiTTrainConfig,
+)
+from trainer.gpt.config import DataConfig
+from trainer.parallel.footprint import (
+    Footprint,
+    Part,
+    footprint,
+    num_parameters,
+)
+from trainer.parallel.step import Program
+
+GIB = 2**30
+GQA = {"kv_heads": 2, "heads": 8}
+# Zero level and axes, degrees, sizes of the model: levels, a part of the mesh, tensor, few key
+# heads, weights that no dimension of can be split (width 60 over 8 devices), head and data.
+ALL = ("data", "group", "ring", "team", "head")
+STARTRAIL = st.Degrees.startrail(8, c=2)
+CASES = {
+    "level 0": (0, ALL, STARTRAIL, {}),
+    "level 1": (1, ALL, STARTRAIL, {}),
+    "level 2": (2, ALL, STARTRAIL, {}),
+    "level 3": (3, ALL, STARTRAIL, {}),
+    "level 2, team": (2, ("team",), STARTRAIL, {}),
+    "level 3, ring and team": (3, ("ring", "team"), STARTRAIL, {"mlp": "gelu"}),
+    "level 1, data": (1, ("data",), st.Degrees(data=2, team=2, ring=2), {"tied_head": True}),
+    "level 3, tensor": (3, ALL, st.Degrees(tensor=2, team=2, ring=2), {}),
+    "level 2, tensor, few keys": (2, ALL, st.Degrees(tensor=4, team=2), GQA),
+    "level 3, unsplit": (3, ALL, STARTRAIL, {"width": 60, "tied_head": True}),
+    "level 3, head": (3, ALL, st.Degrees(head=2, ring=2), {}),
+}
+
+
+def case(name, **changes):
+    zero, zero_axes, degrees, sizes = CASES[name]
+    config = make_config(sizes, zero=zero, zero_axes=zero_axes, **changes)
+    return config, degrees, make_program(config, degrees)
+
+
+def size_on_a_device(shapes):
+    """Bytes of one device."""
+    return sum(
+        x.dtype.itemsize * jax.numpy.prod(jax.numpy.array(x.sharding.shard_shape(x.shape))).item()
+        for x in jax.tree.leaves(shapes)
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_state_and_batch_are_exact(name):
+    config, degrees, program = case(name)
+    formula = footprint(config, degrees)
+    assert size_on_a_device(program.state_shapes.weights) == formula["weights"]
+    assert size_on_a_device(program.state_shapes.optimizer) == formula["optimizer"]
+    assert size_on_a_device(program.batch_shapes) == formula["batch"]
+
+
+@pytest.mark.parametrize("caption_length", [0, 5])
+@pytest.mark.parametrize(
+    ("zero", "degrees"), [(0, STARTRAIL), (3, STARTRAIL), (3, st.Degrees(tensor=2, team=4))]
+)
+def test_state_and_batch_of_a_dit_are_exact(zero, degrees, caption_length):
+    config = DiTTrainConfig(
+        model=DiTConfig(
+            channels=2,
+            classes=3,
+            caption_length=caption_length,
+            width=32,
+            layers=3,
+            heads=8,
+            mlp_width=48,
+        ),
+        optimizer=OptimizerConfig(learning_rate=1e-3),
+        steps=10,
+        batch_size=4,
+        size=(3, 6, 10),
+        ema_decay=0.9,
+        zero=zero,
+        run_dir=Path("unused"),
+    )
+    mesh = st.make_mesh(degrees, "auto", jax.devices()[: degrees.num_devices])
+    program = Program(config, st.Attention(mesh, causal=False))
+    formula = footprint(config, degrees)
+    assert size_on_a_device(program.state_shapes) == formula.state_bytes
+    assert size_on_a_device(program.state_shapes.average) == formula["average"]
+    assert size_on_a_device(program.batch_shapes) == formula["batch"]
+
+
+def test_arguments_of_the_compiled_step_are_state_and_batch():
+    config, degrees, program = case("level 3, tensor")
+    memory = compile_step(program).memory_analysis()
+    formula = footprint(config, degrees)
+    assert memory.argument_size_in_bytes == formula.state_bytes + formula["batch"]
+    # Donation: the new state lies where the old one was. The rest is scalars, and a table of
+    # addresses.
+    assert memory.alias_size_in_bytes == formula.state_bytes
+    assert 0 <= memory.output_size_in_bytes - formula.state_bytes < 1024
+
+
+@pytest.mark.parametrize("name", ["level 0", "level 1, data", "level 2, team", "level 3, unsplit"])
+def test_gradients_of_the_compiled_step_are_exact(name):
+    """They lie as the weights; at level 1 they are whole until they are summed."""
+    config, degrees, program = case(name)
+    memory = compile_gradients(program).memory_analysis()
+    formula = footprint(config, degrees)
+    assert memory.argument_size_in_bytes == formula["weights"] + formula["batch"]
+    assert 0 <= memory.output_size_in_bytes - formula["weights"] < 1024
+    whole = footprint(dataclasses.replace(config, zero=0, zero_axes=ALL), degrees)["weights"]
+    assert formula["gradients"] == (whole if config.zero == 1 else formula["weights"])
+    if config.zero == 1:
+        assert memory.temp_size_in_bytes > whole
+
+
+@pytest.mark.parametrize(
+    ("recipe", "expected"),
+    [("gpt_3b", 3_427_405_824), ("gpt_7b", 6_738_415_616), ("gpt_8b_gqa", 8_030_261_248)],
+)
+def test_parameters_of_the_recipes(recipe, expected):
+    """Llama 2 7B and Llama 3 8B have as many."""
+    assert num_parameters(RECIPES[recipe]().model) == expected
+
+
+def test_parameters_of_dit_1b():
+    config = RECIPES["dit_1b"]()
+    assert num_parameters(config.model, config.patch_elements) == pytest.approx(1.0e9, rel=0.05)
+
+
+def test_saved_by_remat():
+    """gpt_7b on 64 devices: 8192 tokens of width 4096 in bfloat16 are 64 MiB a layer."""
+    config, degrees = RECIPES["gpt_7b"](), st.Degrees.startrail(64, c=4)
+    name, unit, lse = "saved for the backward pass", 32 * 2**26, 32 * 32 * 8192 * 4
+
+    def saved(remat, **changes):
+        return footprint(dataclasses.replace(config, remat=remat, **changes), degrees)
+
+    assert saved("full")[name] == unit
+    assert saved("attention_saved")[name] == 2 * unit + lse
+    assert saved("none")[name] > 10 * unit
+    two = saved("attention_saved", batch_size=2)
+    assert two[name] == 2 * (2 * unit + lse)
+    parts = saved("attention_saved", batch_size=2, accumulation=2)
+    assert parts[name] == 2 * unit + lse
+    offloaded = saved("attention_saved", offload=True)
+    assert offloaded.host_bytes == 2 * unit + lse
+    assert two.host_bytes == 0
+    assert offloaded.device_bytes == saved("attention_saved").device_bytes - 2 * unit - lse
+
+
+def test_documents_are_a_fifth_array_of_the_batch():
+    config, degrees = make_config(), STARTRAIL
+    plain = dataclasses.replace(config, data=DataConfig(mask_documents=False))
+    sizes = [footprint(x, degrees)["batch"] for x in (config, plain)]
+    assert sizes == [5 * 4 * 4 * 16, 4 * 4 * 4 * 16]
+
+
+def test_only_the_largest_phase_counts():
+    parts = (
+        Part(name="weights", size=3),
+        Part(name="x", size=5, exact=False, phase="a"),
+        Part(name="y", size=4, phase="b"),
+        Part(name="z", size=4, phase="b"),
+        Part(name="saved", size=7, host=True),
+    )
+    sizes = Footprint(parts=parts)
+    assert sizes.phases == {"a": 5, "b": 8}
+    assert (sizes.always_bytes, sizes.device_bytes, sizes.host_bytes) == (3, 11, 7)
+    x, y, saved, total = (sizes.table().splitlines()[i] for i in (1, 2, 4, 5))
+    assert x.endswith("estimate, device, at another time")
+    assert y.endswith("exact, device")
+    assert saved.endswith("exact, host")
+    assert total.startswith("device, at most at a time")

@@ -1,0 +1,310 @@
+"""Generation: greedy steps against whole forward passes, and the same draws on every mesh."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import startrail_jax as st
+from models.gpt import GPT
+from trainer.gpt.config import GPTConfig
+from trainer.gpt.generation import (
+    Generator,
+    Sampling,
+    choose_token,
+    kept_tokens,
+)
+from trainer.gpt.objective import model_arguments
+from trainer.parallel.partition import Partition
+
+MODEL = GPTConfig(vocab_size=48, width=24, layers=2, heads=8, kv_heads=2, head_dim=4, mlp_width=32)
+LONG_MODEL = GPTConfig(
+    vocab_size=48, width=16, layers=1, heads=1, kv_heads=1, head_dim=2, mlp_width=16
+)
+NUM_TOKENS = 7
+SAMPLING = Sampling(temperature=0.8, top_k=20, top_p=0.9, seed=3)
+
+
+pytestmark = pytest.mark.usefixtures("compile_fast")
+
+
+@pytest.fixture
+def compile_well():
+    """Where there is more to compute than to compile."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
+
+
+def make_model(config):
+    arguments = model_arguments(config)
+    return GPT(**arguments, attention_fn=dense_attention, rngs=nnx.Rngs(0))
+
+
+def dense_attention(query, key, value, *, segment_ids=None):
+    return jax.nn.dot_product_attention(query, key, value, is_causal=True)
+
+
+@functools.cache
+def make_weights(config=MODEL):
+    """On the host. Sharper than at the start of a training, so that the choice is clear."""
+    weights = jax.jit(lambda: nnx.state(make_model(config)))()
+    return jax.tree.map(lambda x: np.asarray(x) * (2 if x.ndim == 2 else 1), weights)
+
+
+@functools.cache
+def prompts(*lengths):
+    rng = np.random.default_rng(0)
+    return [rng.integers(MODEL.vocab_size, size=length) for length in lengths]
+
+
+@functools.cache
+def make_generator(degrees, sampling=SAMPLING, config=MODEL, **options):
+    mesh = st.make_mesh(degrees, "auto", jax.devices()[: degrees.num_devices])
+    return Generator(config, st.Attention(mesh, causal=True), sampling, **options)
+
+
+def generate(generator, rows, num_tokens=NUM_TOKENS, config=MODEL, zero=0, **options):
+    """A list of tokens for each prompt."""
+    mesh = generator.attention.mesh
+    partition = Partition(mesh, zero, dtype=config.dtype)
+    weights = make_weights(config)
+    weights = jax.device_put(weights, partition.shardings(weights))
+    steps = generator(weights, rows, num_tokens=num_tokens, **options)
+    return [list(row) for row in zip(*steps, strict=True)]
+
+
+@functools.cache
+def one_device(sampling=SAMPLING):
+    return generate(make_generator(st.Degrees(), sampling), prompts(5, 13, 9))
+
+
+def test_greedy_tokens_are_the_likeliest_of_the_whole_forward_pass():
+    greedy = make_generator(st.Degrees.startrail(8, c=2), Sampling(temperature=0.0))
+    found = generate(greedy, prompts(5, 13, 9))
+    graph = nnx.graphdef(nnx.eval_shape(lambda: make_model(MODEL)))
+    tokens = np.zeros((3, 13 + NUM_TOKENS), np.int32)
+    for row, prompt, new in zip(tokens, prompts(5, 13, 9), found, strict=True):
+        row[: len(prompt) + NUM_TOKENS] = [*prompt, *new]
+    positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
+    logits = jax.jit(lambda weights, *inputs: nnx.merge(graph, weights)(*inputs))(
+        make_weights(), tokens, positions
+    )
+    for row, prompt, new in zip(logits.argmax(-1), prompts(5, 13, 9), found, strict=True):
+        assert row[len(prompt) - 1 :][:NUM_TOKENS].tolist() == new
+    assert len({token for row in found for token in row}) > 3
+
+
+MESHES = {
+    "Ring Attention": (st.Degrees.ring_attention(4), {}),
+    "all-gather": (st.Degrees.all_gather(4), {}),
+    "Ulysses": (st.Degrees.ulysses(4), {}),
+    "2D-Attention, tiled": (st.Degrees.loongtrain(4, head=2), {"tile": 2}),
+    "StarTrail": (st.Degrees.startrail(8, c=2), {}),
+    "tiles, zero 2": (st.Degrees(team=2, group=2), {"zero": 2}),
+    "StarTrail x Ulysses, zero 3": (st.Degrees.startrail(8, c=2, head=2), {"zero": 3}),
+    "data and tensor, zero 3": (st.Degrees(data=2, team=2, tensor=2), {"zero": 3}),
+    "tensor, few key heads": (st.Degrees(tensor=4, head=2), {}),
+}
+
+
+@pytest.mark.parametrize(("degrees", "options"), MESHES.values(), ids=MESHES)
+def test_draws_do_not_depend_on_the_mesh(degrees, options):
+    generator = make_generator(degrees, **options)
+    found = generate(generator, prompts(5, 13, 9), zero=options.get("zero", 0))
+    assert found == one_device()
+
+
+def test_rows_differ_and_do_not_depend_on_what_is_beside_them():
+    first, second, third = prompts(5, 13, 9)
+    found = generate(make_generator(st.Degrees()), [second, second, third])
+    beside = generate(make_generator(st.Degrees()), [second, first, second])
+    assert found[0] == beside[0] != found[1]
+    assert found[1] == one_device()[1]
+
+
+def test_seed_changes_the_draws():
+    assert one_device() != one_device(dataclasses.replace(SAMPLING, seed=4))
+
+
+def test_rows_end_with_the_document():
+    rows = one_device()
+    end = rows[1][2]
+    found = generate(make_generator(st.Degrees()), prompts(5, 13, 9), end_of_document=end)
+    for before, row in zip(rows, found, strict=True):
+        length = before.index(end) if end in before else NUM_TOKENS
+        assert row == (before[:length] + [None] * NUM_TOKENS)[: len(row)]
+    assert None in found[1]
+
+
+def test_generation_stops_when_all_rows_have_ended():
+    rows = [prompts(5, 13, 9)[1]] * 3
+    greedy = make_generator(st.Degrees(), Sampling(temperature=0.0))
+    before = generate(greedy, rows)
+    assert before[0] == before[1] == before[2]
+    end = before[0][2]
+    stopped = generate(greedy, rows, end_of_document=end)
+    length = before[0].index(end)
+    assert stopped == [[*before[0][:length], None]] * 3
+
+
+def test_no_tokens_are_asked_for():
+    assert generate(make_generator(st.Degrees()), prompts(5), num_tokens=0) == []
+
+
+def test_cache_of_32k_tokens_is_an_eighth_on_each_of_eight_devices():
+    """And a step does not copy it."""
+    config = dataclasses.replace(MODEL, layers=12)
+    generator = make_generator(st.Degrees.startrail(8, c=2), config=config)
+    cache, lengths = cache_shapes(generator, slots=1 << 15)
+    of_cache = sum(x.size * x.dtype.itemsize for x in cache)
+    assert of_cache == 2 * 12 * 2 * (1 << 15) * 2 * 4 * 4
+    lowered = generator.step.lower(generator.weight_shapes, cache, lengths, lengths)
+    memory = lowered.compile().memory_analysis()
+    assert memory.alias_size_in_bytes == of_cache // 8
+    # Keys and values of a layer at a time, of twelve.
+    assert memory.temp_size_in_bytes < of_cache // 8 / 6
+
+
+def test_cache_is_in_the_type_of_the_activations_and_holds_no_head_twice():
+    config = dataclasses.replace(MODEL, kv_heads=1, dtype="bfloat16")
+    cache, _ = cache_shapes(make_generator(st.Degrees(head=4), config=config), slots=64)
+    assert [(x.shape, x.dtype.name) for x in cache] == [((2, 2, 64, 1, 4), "bfloat16")] * 2
+    # Each of two tensor ranks has the head.
+    cache, _ = cache_shapes(make_generator(st.Degrees(head=2, tensor=2), config=config), slots=64)
+    assert {x.shape for x in cache} == {(2, 2, 64, 2, 4)}
+
+
+def cache_shapes(generator, slots):
+    """Those of a cache for two rows, and of the rows' lengths."""
+    tokens, lengths = (jax.ShapeDtypeStruct(x, jnp.int32) for x in ((2, slots), (2,)))
+    arguments = (generator.weight_shapes, tokens, tokens, lengths)
+    return jax.eval_shape(generator.prefill, *arguments)[1], lengths
+
+
+def test_32k_tokens_on_eight_devices_give_the_tokens_of_one(compile_well):
+    prompt = np.random.default_rng(1).integers(LONG_MODEL.vocab_size, size=(1 << 15) - 3)
+    found = [
+        generate(make_generator(degrees, config=LONG_MODEL), [prompt], 3, LONG_MODEL)
+        for degrees in (st.Degrees(), st.Degrees.startrail(8, c=2))
+    ]
+    assert found[0] == found[1]
+    assert len(found[0][0]) == 3
+
+
+# Choice of a token -----------------------------------------------------------------------------
+
+
+def kept_by_numpy(logits, sampling):
+    """The definition, in float64."""
+    order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))[: sampling.top_k]
+    weights = np.exp(np.array([logits[i] - max(logits) for i in order]) / sampling.temperature)
+    sums = np.cumsum(weights / weights.sum())
+    count = 1 + int((sums < sampling.top_p).sum())
+    return set(order[:count])
+
+
+@pytest.mark.parametrize("top_k", [None, 1, 4, 11, 100])
+@pytest.mark.parametrize("top_p", [1.0, 0.9, 0.4, 1e-6])
+def test_kept_tokens_are_those_of_the_definition(top_k, top_p):
+    logits = np.random.default_rng(0).normal(size=11).astype(np.float32)
+    logits[[2, 7, 9]] = logits[4]  # A tie.
+    sampling = Sampling(temperature=0.7, top_k=top_k, top_p=top_p)
+    kept = set(np.flatnonzero(kept_tokens(jnp.asarray(logits), sampling)).tolist())
+    assert kept == kept_by_numpy(logits.astype(np.float64), sampling)
+
+
+def test_tied_tokens_are_kept_by_their_ids():
+    tied = jnp.zeros(6)
+    assert kept_tokens(tied, Sampling(top_k=2)).tolist() == [True] * 2 + [False] * 4
+    assert kept_tokens(tied, Sampling(top_p=0.4)).tolist() == [True] * 3 + [False] * 3
+    # Of two that top_k leaves, each has one half.
+    both = Sampling(top_k=2, top_p=0.5)
+    assert kept_tokens(tied, both).tolist() == [True] + [False] * 5
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(),
+        Sampling(temperature=0.5),
+        Sampling(temperature=2.0, top_k=3),
+        Sampling(top_p=0.7),
+        Sampling(temperature=1.5, top_k=4, top_p=0.8),
+    ],
+    ids=str,
+)
+def test_draws_have_the_probabilities_that_are_asked_for(sampling):
+    logits = np.array([0.3, -1.0, 1.2, 0.1, 0.8, -0.2], np.float32)
+    kept = kept_by_numpy(logits.astype(np.float64), sampling)
+    expected = np.where(
+        [i in kept for i in range(6)], np.exp(logits.astype(np.float64) / sampling.temperature), 0
+    )
+    expected /= expected.sum()
+    count = 20_000
+    keys = jax.random.split(jax.random.key(0), count)
+    drawn = jax.jit(jax.vmap(lambda key: choose_token(jnp.asarray(logits), sampling, key)))(keys)
+    found = np.bincount(drawn, minlength=6) / count
+    assert not found[expected == 0].any()
+    deviation = np.sqrt(expected * (1 - expected) / count)
+    assert (np.abs(found - expected) <= 4.5 * deviation).all()
+
+
+def test_temperature_near_zero_takes_the_likeliest():
+    logits = jnp.asarray([1.0, 3.0, 2.0, 3.0])
+    assert choose_token(logits, Sampling(temperature=0.0), jax.random.key(0)) == 1
+    for temperature in (1e-30, 1e-31, 1e-38, 1e-46):
+        cold = Sampling(temperature=temperature, top_p=0.5)
+        assert choose_token(logits, cold, jax.random.key(0)) == 1
+        assert kept_tokens(logits, cold).tolist() == [False, True, False, False]
+
+
+# Errors ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": -0.1}, r"temperature must be at least 0 and finite; got temperature=-0.1"),
+        ({"temperature": float("nan")}, r"temperature must be .*got temperature=nan"),
+        ({"temperature": float("inf")}, r"temperature must be .*got temperature=inf"),
+        ({"top_k": 0}, r"top_k must be at least 1; got top_k=0. Leave it out"),
+        ({"top_p": 0.0}, r"top_p must be above 0 and at most 1; got top_p=0.0"),
+        ({"top_p": 1.1}, r"top_p must be above 0 and at most 1; got top_p=1.1"),
+        ({"seed": -1}, r"seed must be at least 0 and below 2\*\*32; got seed=-1"),
+        ({"seed": 2**32}, r"seed must be at least 0 and below 2\*\*32; got seed=4294967296"),
+    ],
+)
+def test_sampling_out_of_range_raises(options, message):
+    with pytest.raises(ValueError, match=message):
+        Sampling(**options)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], r"must have at least one token; got an empty one"),
+        ([3, 48], r"below model.vocab_size; got id 48 with vocab_size=48.*the tokenizer"),
+        ([-1, 3], r"must be at least 0 and .*got id -1"),
+    ],
+)
+def test_prompts_that_the_model_does_not_know_raise(prompt, message):
+    generator = make_generator(st.Degrees())
+    with pytest.raises(ValueError, match=message):
+        generator(make_weights(), [np.array([1]), np.array(prompt, int)], num_tokens=1)
+
+
+def test_mesh_that_does_not_divide_the_model_raises():
+    with pytest.raises(ValueError, match=r"heads must be divisible by head \* tensor; got heads=8"):
+        make_generator(st.Degrees(head=3))
+
+
+def test_decode_of_integers_raises():
+    attention = st.Attention(st.make_mesh(st.Degrees(), "auto", jax.devices()[:1]), causal=True)
+    query, cache = np.zeros((1, 1, 2, 4), np.int32), np.zeros((1, 8, 2, 4), np.int32)
+    with pytest.raises(ValueError, match=r"must be of a float dtype; got int32. Cast"):
+        attention.decode(query, cache, cache, np.zeros((1, 1), np.int32))

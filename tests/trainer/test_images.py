@@ -1,0 +1,396 @@
+"""Images and latents: what is read, what is held out; an error for all that can be wrong."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import ExifTags, Image
+from sklearn.datasets import load_digits
+
+from trainer.dit import images
+from trainer.dit.config import ImageConfig
+
+HEIGHT, WIDTH = 5, 7
+LATENTS = {"size": (2, 3, 5), "channels": 4}
+RNG = np.random.default_rng(0)
+
+
+def open_images(path=None, *, held_out=0.25, **wanted):
+    sizes = {"size": (1, HEIGHT, WIDTH), "channels": 3, "classes": 0, "caption_length": 0}
+    return images.open_images(ImageConfig(path=path, held_out=held_out), **sizes | wanted)
+
+
+def open_digits(**wanted):
+    return open_images(**{"size": (1, 8, 8), "channels": 1, "classes": 10} | wanted)
+
+
+def examples(opened):
+    """All examples in their order."""
+    parts = [(part.numbers[i], part[i]) for part in (opened.train, opened.held_out)
+             for i in range(len(part))]  # fmt: skip
+    return [example for _, example in sorted(parts, key=lambda pair: pair[0])]
+
+
+def make_pixels(*, mode="RGB", height=HEIGHT, width=WIDTH):
+    shape = (height, width, 3) if mode == "RGB" else (height, width)
+    return RNG.integers(256, size=shape, dtype=np.uint8)
+
+
+def write_image(path, pixels=None, **options):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(make_pixels() if pixels is None else pixels).save(path, **options)
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Three classes of images, four in all, of several formats."""
+    for name in ["cat/1.png", "cat/2.bmp", "ant/deep/3.PNG", "dog/4.png", ".hidden/5.png"]:
+        write_image(tmp_path / "images" / name)
+    return tmp_path / "images"
+
+
+def write_npz(path, count=6, **arrays):
+    latents = RNG.standard_normal((count, *LATENTS["size"], LATENTS["channels"]))
+    np.savez(path, **{"latents": latents.astype(np.float16)} | arrays)
+    return path
+
+
+# What is read.
+
+
+def test_digits_are_images_with_labels_and_captions():
+    opened = open_digits(caption_length=5)
+    assert opened.pixels
+    assert opened.class_names[7] == "seven"
+    found = examples(opened)
+    assert len(found) == 1797
+    digits = load_digits()
+    np.testing.assert_array_equal([x.label for x in found], digits.target)
+    latents = np.stack([x.latent for x in found])
+    assert (latents.min(), latents.max(), latents.dtype) == (-1, 1, np.float32)
+    np.testing.assert_array_equal((latents[:, 0, :, :, 0] + 1) * 8, digits.images)
+    assert found[0].caption == b"zero"
+
+
+def test_what_the_model_does_not_take_is_not_read():
+    opened = open_digits(classes=0)
+    assert opened.class_names == ()
+    assert opened.train[0].label is None
+    assert opened.train[0].caption is None
+
+
+def test_held_out_is_a_share_that_stays_the_same():
+    opened, again = open_digits(held_out=0.1), open_digits(held_out=0.1)
+    assert (len(opened.train), len(opened.held_out)) == (1617, 180)
+    assert set(opened.train.numbers) | set(opened.held_out.numbers) == set(range(1797))
+    np.testing.assert_array_equal(opened.held_out.numbers, again.held_out.numbers)
+    # Not a piece of the data: those may be in order.
+    assert np.ptp(opened.held_out.numbers) > 1700
+    assert opened.description == (
+        "handwritten digits of scikit-learn: 1,617 examples to train on, 180 held out"
+    )
+
+
+@pytest.mark.parametrize(("held_out", "count"), [(0.01, 1), (0.99, 3)])
+def test_there_is_something_to_train_on_and_something_held_out(folder, held_out, count):
+    opened = open_images(folder, held_out=held_out)
+    assert (len(opened.train), len(opened.held_out)) == (4 - count, count)
+    with pytest.raises(IndexError):
+        opened.held_out[count]
+
+
+def test_folders_are_classes_in_their_order(folder):
+    opened = open_images(folder, classes=3)
+    assert opened.pixels
+    assert opened.class_names == ("ant", "cat", "dog")
+    assert [x.label for x in examples(opened)] == [0, 1, 1, 2]
+
+
+def test_images_without_classes_may_lie_anywhere(folder):
+    write_image(folder / "0.png")
+    (folder / "metadata.jsonl").write_text("{}")
+    (folder / "README").write_text("")
+    (folder / "0.txt").write_text("no caption is wanted")
+    opened = open_images(folder)
+    assert len(examples(opened)) == 5
+    assert opened.description.endswith("2 other files left out (.jsonl, README)")
+
+
+@pytest.mark.parametrize("suffix", ["png", "bmp", "jpg", "jpeg", "webp"])
+@pytest.mark.parametrize(("mode", "channels"), [("RGB", 3), ("L", 1), ("L", 3)])
+def test_pixels_go_from_minus_1_to_1(tmp_path, suffix, mode, channels):
+    # Of one colour: some formats do not keep more.
+    pixels = make_pixels(mode=mode)
+    pixels[...] = pixels[0, 0]
+    for index in range(2):
+        write_image(tmp_path / f"{index}.{suffix}", pixels)
+    latent = open_images(tmp_path, channels=channels).train[0].latent
+    assert (latent.shape, latent.dtype) == ((1, HEIGHT, WIDTH, channels), np.float32)
+    found = ((latent[0] + 1) * 127.5).reshape(HEIGHT, WIDTH, channels)
+    expected = pixels if mode == "RGB" else pixels[:, :, None]
+    np.testing.assert_allclose(found, np.broadcast_to(expected, found.shape), atol=4)
+
+
+def test_images_of_other_modes_are_converted_and_turned_upright(tmp_path):
+    pixels = make_pixels(height=WIDTH, width=HEIGHT)
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    write_image(tmp_path / "0.png", pixels, exif=exif)
+    palette = Image.fromarray(make_pixels()).quantize(16)
+    palette.save(tmp_path / "1.png", transparency=bytes(range(16)))
+    Image.fromarray(make_pixels()).convert("RGBA").save(tmp_path / "2.png")
+    turned, *others = (x.latent[0] for x in examples(open_images(tmp_path)))
+    np.testing.assert_allclose((turned + 1) * 127.5, np.rot90(pixels, -1), atol=1e-4)
+    assert {x.shape for x in others} == {(HEIGHT, WIDTH, 3)}
+
+
+def test_captions_lie_beside_their_images(folder):
+    for number, path in enumerate(sorted(folder.glob("[acd]*/**/*.*"))):
+        path.with_suffix(".txt").write_text(f"größe {number}\n")
+    captions = [x.caption for x in examples(open_images(folder, caption_length=9))]
+    assert captions == [f"größe {number}".encode() for number in range(4)]
+
+
+def test_npz_holds_latents_with_labels_and_captions(tmp_path):
+    latents = RNG.standard_normal((6, 2, 3, 5, 4))
+    labels, captions = np.array([2, 0, 1, 2, 0, 0]), np.array(["a", "bc", "", "é", "e", "f"])
+    path = write_npz(tmp_path / "x.npz", latents=latents, labels=labels, captions=captions)
+    opened = open_images(path, **LATENTS, classes=3, caption_length=2)
+    assert not opened.pixels
+    assert opened.class_names == ("0", "1", "2")
+    found = examples(opened)
+    np.testing.assert_array_equal([x.latent for x in found], latents.astype(np.float32))
+    assert found[0].latent.dtype == np.float32
+    assert [x.label for x in found] == labels.tolist()
+    assert [x.caption for x in found] == [text.encode() for text in captions]
+
+
+def test_npz_of_images_may_leave_out_the_frame(tmp_path):
+    latents = RNG.standard_normal((2, 3, 5, 4))
+    path = write_npz(tmp_path / "x.npz", latents=latents)
+    found = examples(open_images(path, size=(1, 3, 5), channels=4))
+    np.testing.assert_array_equal([x.latent[0] for x in found], latents.astype(np.float32))
+
+
+# What is wrong.
+
+
+@pytest.mark.parametrize("package", ["PIL", "sklearn.datasets"])
+def test_missing_package_is_named_with_the_command_that_installs_it(monkeypatch, folder, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ImportError, match=r"missing.*pip install -e '\.\[images\]'"):
+        open_images(folder) if package == "PIL" else open_digits()
+
+
+@pytest.mark.parametrize("wanted", [{"size": (1, 8, 16)}, {"channels": 3}, {"classes": 7}], ids=str)
+def test_digits_are_of_one_size(wanted):
+    ((name, value),) = wanted.items()
+    with pytest.raises(ValueError, match=f"digits.* need size=.*got.*{name}=") as error:
+        open_digits(**wanted)
+    assert f"{name}={value}" in str(error.value)
+
+
+def test_data_that_are_missing_or_no_images_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"data\.path must exist.*absent"):
+        open_images(tmp_path / "absent")
+    with pytest.raises(ValueError, match=r"A folder of images must hold some.*among 0 files"):
+        open_images(tmp_path)
+    (tmp_path / "a.gif").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"A folder of images must hold some.*among 1 files"):
+        open_images(tmp_path)
+
+
+def test_one_example_is_too_few(tmp_path):
+    write_image(tmp_path / "a.png")
+    with pytest.raises(ValueError, match=r"Data must be at least 2 examples.*got 1 in"):
+        open_images(tmp_path)
+
+
+@pytest.mark.parametrize("wanted", [{"size": (2, HEIGHT, WIDTH)}, {"channels": 4}], ids=str)
+def test_folder_of_images_holds_no_videos_and_no_latents(folder, wanted):
+    with pytest.raises(ValueError, match=r"A folder of images needs size=\(1, height, width\)"):
+        open_images(folder, **wanted)
+
+
+def test_classes_must_be_the_folders(folder):
+    match = r"model\.classes must be the number of folders.*classes=2 and 3.*--model\.classes 3"
+    with pytest.raises(ValueError, match=match):
+        open_images(folder, classes=2)
+    write_image(folder / "loose.png")
+    match = r"Each class must have a folder of its own.*1 images beside.*'loose\.png'"
+    with pytest.raises(ValueError, match=match):
+        open_images(folder, classes=3)
+
+
+def test_image_of_another_size_is_named_when_data_are_opened(folder):
+    write_image(folder / "dog/odd.png", make_pixels(width=11))
+    match = r"height=5, width=7; got height=5, width=11 in '.*odd\.png'.*--size 1 5 11"
+    with pytest.raises(ValueError, match=match):
+        open_images(folder)
+
+
+def test_image_of_16_bits_is_refused(folder):
+    write_image(folder / "dog/deep.png", np.zeros((HEIGHT, WIDTH), np.uint16))
+    with pytest.raises(ValueError, match=r"must have 8 bits a channel; got.*'I;16'.*deep\.png"):
+        open_images(folder)
+
+
+@pytest.mark.parametrize("content", [b"", b"no image", b"\x89PNG\r\n\x1a\n"], ids=str)
+def test_file_that_is_no_image_is_named_when_data_are_opened(folder, content):
+    (folder / "dog/bad.png").write_bytes(content)
+    with pytest.raises(ValueError, match=r"bad\.png' must be a whole image; got"):
+        open_images(folder)
+
+
+def test_image_that_moves_is_refused(folder):
+    frames = [Image.new("L", (WIDTH, HEIGHT), shade) for shade in (0, 255)]
+    frames[0].save(folder / "moves.webp", save_all=True, append_images=frames[1:], lossless=True)
+    with pytest.raises(ValueError, match=r"must not move; got 2 frames in '.*moves.webp'"):
+        open_images(folder)
+
+
+def test_link_to_a_folder_that_is_found_already_is_refused(folder):
+    (folder / "loop").symlink_to(folder)
+    with pytest.raises(ValueError, match=r"must be reached in one way alone; got '.*loop'"):
+        open_images(folder)
+
+
+def test_damaged_pixels_are_named_when_they_are_read(folder):
+    for path in folder.glob("*/*.png"):
+        raw = path.read_bytes()
+        path.write_bytes(raw[: len(raw) // 2])
+    with pytest.raises(ValueError, match=r"\.png' must be a whole image; got"):
+        examples(open_images(folder))
+
+
+def test_file_that_changes_after_it_was_checked_is_named(folder):
+    opened = open_images(folder)
+    write_image(folder / "dog/4.png", make_pixels(width=11))
+    with pytest.raises(ValueError, match=r"got height=5, width=11 in '.*4\.png'"):
+        examples(opened)
+    (folder / "dog/4.png").unlink()
+    with pytest.raises(ValueError, match=r"4\.png' must be a whole image; got FileNotFoundError"):
+        examples(opened)
+
+
+def test_folder_that_cannot_be_listed_is_named(folder, monkeypatch):
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("os.scandir", refuse)
+    with pytest.raises(ValueError, match=r"images' must be readable; got PermissionError"):
+        open_images(folder)
+
+
+@pytest.mark.parametrize(
+    ("content", "match"),
+    [
+        (None, r"must have its caption.*got FileNotFoundError for '.*4\.txt'"),
+        (b"gr\xf6", r"Captions must be UTF-8; got byte 0xf6 at offset 2 of '.*4\.txt'"),
+        (b"123456", r"at most model\.caption_length bytes.*got 6 in '.*4\.txt' for.*=5"),
+    ],
+)
+def test_wrong_caption_of_a_file_is_named(folder, content, match):
+    for path in folder.glob("[acd]*/**/[123].*"):
+        path.with_suffix(".txt").write_bytes(b"right")
+    if content is not None:
+        (folder / "dog/4.txt").write_bytes(content)
+    with pytest.raises(ValueError, match=match):
+        open_images(folder, caption_length=5)
+
+
+def test_caption_of_digits_must_fit():
+    with pytest.raises(ValueError, match=r"got 5 in 'three' for caption_length=4"):
+        open_digits(caption_length=4)
+
+
+def one_infinite():
+    latents = np.zeros((6, 2, 3, 5, 4))
+    latents[3, 1, 2, 4, 3] = 1e60
+    return latents
+
+
+@pytest.mark.parametrize(
+    ("latents", "match"),
+    [
+        (np.zeros((6, 3, 5, 4)), r"`latents` must have the shape \[number, 2, 3, 5, 4\]; got"),
+        (np.zeros((6, 2, 3, 4, 5)), r"got shape \(6, 2, 3, 4, 5\) of float64"),
+        (np.zeros((6, 2, 3, 5, 4), int), r"`latents` must be floating; got.*int64"),
+        (one_infinite(), r"`latents` must be finite in float32; got others in example 3"),
+        (np.zeros((0, 2, 3, 5, 4)), r"Data must be at least 2 examples.*got 0"),
+        (np.array([None] * 6), r"whole \*\.npz file of arrays without objects; got"),
+    ],
+    ids=["rank", "shape", "integers", "infinite", "empty", "objects"],
+)
+def test_npz_with_wrong_latents_is_refused(tmp_path, latents, match):
+    path = write_npz(tmp_path / "x.npz", latents=latents)
+    with pytest.raises(ValueError, match=match):
+        open_images(path, **LATENTS)
+
+
+@pytest.mark.parametrize(
+    ("labels", "match"),
+    [
+        (np.zeros(5, int), r"`labels` must be 6 integers.*got shape \(5,\) of int64"),
+        (np.zeros(6), r"`labels` must be 6 integers.*got shape \(6,\) of float64"),
+        (np.array([0, 1, 3, 0, 0, 0]), r"got 3 for example 2.*--model\.classes 4"),
+        (np.array([0, -1, 1, 0, 0, 0]), r"got -1 for example 1"),
+    ],
+    ids=["few", "floating", "high", "negative"],
+)
+def test_npz_with_wrong_labels_is_refused(tmp_path, labels, match):
+    path = write_npz(tmp_path / "x.npz", labels=labels)
+    with pytest.raises(ValueError, match=match):
+        open_images(path, **LATENTS, classes=3)
+
+
+def test_npz_without_an_array_that_the_model_needs_is_refused(tmp_path):
+    path = write_npz(tmp_path / "x.npz")
+    match = r"must hold the arrays \['latents', 'labels'\].*got \['latents'\]. Add \['labels'\]"
+    with pytest.raises(ValueError, match=match):
+        open_images(path, **LATENTS, classes=3)
+
+
+@pytest.mark.parametrize(
+    ("captions", "match"),
+    [
+        (np.array(["a"] * 5), r"`captions` must be 6 strings.*got shape \(5,\) of <U1"),
+        (np.zeros(6), r"`captions` must be 6 strings.*got shape \(6,\) of float64"),
+        (np.array(["a", "ééé", *"cdef"]), r"got 6 in caption 1 of '.*npz' for caption_length=5"),
+        (np.array(["a", "\ud800", *"cdef"]), r"lone surrogate '\\ud800' in caption 1 of"),
+    ],
+    ids=["few", "numbers", "long", "surrogate"],
+)
+def test_npz_with_wrong_captions_is_refused(tmp_path, captions, match):
+    path = write_npz(tmp_path / "x.npz", captions=captions)
+    with pytest.raises(ValueError, match=match):
+        open_images(path, **LATENTS, caption_length=5)
+
+
+def damaged_npz(path):
+    raw = bytearray(write_npz(path).read_bytes())
+    raw[len(raw) // 2] ^= 0xFF
+    return bytes(raw)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        lambda path: b"",
+        lambda path: b"no such file",
+        lambda path: write_npz(path).read_bytes()[:-100],
+        damaged_npz,
+        lambda path: (
+            np.save(path.with_suffix(".npy"), np.zeros(3))
+            or Path(path.with_suffix(".npy")).read_bytes()
+        ),
+    ],
+    ids=["empty", "text", "truncated", "damaged", "npy"],
+)
+def test_file_that_is_no_npz_is_refused(tmp_path, content):
+    path = tmp_path / "x.npz"
+    path.write_bytes(content(path))
+    with pytest.raises(ValueError, match=r"must be a folder of images, or a whole \*\.npz.*got"):
+        open_images(path, **LATENTS)

@@ -1,0 +1,73 @@
+"""Signals become a flag, and the handlers come back."""
+
+import os
+import signal
+from dataclasses import replace
+
+import pytest
+
+import train
+from configs.gpt import gpt_tiny
+from trainer.gpt import text as sampling
+from trainer.gpt.config import GPTConfig
+from trainer.run.interruption import (
+    SIGNALS,
+    interruption,
+)
+
+
+@pytest.fixture
+def own_handler():
+    """Another handler than the default, which pytest may have changed itself."""
+    seen = []
+    before = {number: signal.signal(number, lambda n, _: seen.append(n)) for number in SIGNALS}
+    yield seen
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_signal_sets_the_flag_and_handlers_come_back(own_handler, number):
+    with interruption() as interrupted:
+        assert not interrupted()
+        os.kill(os.getpid(), number)
+        assert interrupted()
+        os.kill(os.getpid(), signal.SIGTERM)  # A second one changes nothing.
+        assert interrupted()
+    assert own_handler == []
+    os.kill(os.getpid(), number)
+    assert own_handler == [number]
+
+
+@pytest.mark.parametrize("first", SIGNALS)
+def test_second_signal_from_the_keyboard_interrupts_at_once(own_handler, first):
+    def insist():
+        with interruption():
+            os.kill(os.getpid(), first)
+            os.kill(os.getpid(), signal.SIGINT)
+            raise AssertionError("not reached")
+
+    with pytest.raises(KeyboardInterrupt):
+        insist()
+    os.kill(os.getpid(), signal.SIGINT)
+    assert own_handler == [signal.SIGINT]
+
+
+@pytest.mark.usefixtures("compile_fast")
+def test_signal_during_the_final_sample_ends_a_whole_run(own_handler, tmp_path, monkeypatch):
+    """Which is saved, and so a success."""
+
+    def sample(*arguments, interrupted):
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert interrupted()
+        return "", ""
+
+    monkeypatch.setattr(sampling, "continue_text", sample)
+    model = GPTConfig(width=16, layers=1, heads=2, kv_heads=1, head_dim=4, mlp_width=16)
+    config = replace(gpt_tiny(), model=model, devices=1, seq_len=16, batch_size=1, steps=1,
+                     validation_sequences=1, sample_length=4, tensorboard=False,
+                     run_dir=tmp_path)  # fmt: skip
+    losses = train.train(config)
+    assert len(losses.train) == 1
+    assert losses.validation is not None
+    assert own_handler == []

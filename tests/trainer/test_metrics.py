@@ -1,0 +1,237 @@
+"""What a run reports: lines, a bar, metrics.jsonl and TensorBoard, through kills and resumes."""
+
+import io
+import json
+import re
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import jax
+import pytest
+from rich.console import Console
+from tensorboardX.proto.event_pb2 import Event
+
+from trainer.run import metrics
+from trainer.run.metrics import Reporter
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that the test sets: seconds."""
+    clock = SimpleNamespace(seconds=100.0)
+    monkeypatch.setattr(
+        metrics,
+        "time",
+        SimpleNamespace(perf_counter=lambda: clock.seconds, time=lambda: 1e9 + clock.seconds),
+    )
+    return clock
+
+
+def records(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def run(clock, reporter, steps, seconds=2.0, report_every=2):
+    """Steps of `seconds`, after a compilation of 50 s."""
+    clock.seconds += 50
+    with reporter:
+        for step in steps:
+            clock.seconds += seconds
+            measured = {"train_loss": 1 / step, "learning_rate": 0.5}
+            reporter.advance(step, measured if step % report_every == 0 else None)
+
+
+def test_reports_go_to_lines_and_json(tmp_path, clock, capsys):
+    reporter = Reporter(steps=1000, tokens_per_step=64)
+    reporter.line("model: [bold]a line as it is[/bold], however long it gets to be in the end" * 3)
+    reporter.open(tmp_path, flops_per_token=1e6, peak_flops=1e8)
+    run(clock, reporter, range(1, 5))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("model: [bold]a line as it is[/bold]")
+    assert lines[1:] == [
+        "step 2/1000  train loss 0.5000  32 tokens/s  MFU 32.0%  33:16 left",
+        "step 4/1000  train loss 0.2500  32 tokens/s  MFU 32.0%  33:12 left",
+    ]
+    speeds = {"tokens_per_second": 32.0, "mfu": 0.32}
+    assert records(tmp_path) == [
+        {"step": 2, "time": 1e9 + 154, "train_loss": 0.5, "learning_rate": 0.5, **speeds},
+        {"step": 4, "time": 1e9 + 158, "train_loss": 0.25, "learning_rate": 0.5, **speeds},
+    ]
+
+
+def test_mfu_is_left_out_where_the_peak_is_unknown(tmp_path, clock, capsys):
+    reporter = Reporter(steps=4, tokens_per_step=64)
+    reporter.open(tmp_path, flops_per_token=1e6)
+    run(clock, reporter, range(1, 5))
+    assert "MFU" not in capsys.readouterr().out
+    assert [record["mfu"] for record in records(tmp_path)] == [None, None]
+
+
+def test_first_step_alone_has_no_speed(tmp_path, clock, capsys):
+    reporter = Reporter(steps=20_000, tokens_per_step=64)
+    reporter.open(tmp_path)
+    run(clock, reporter, range(1, 3), report_every=1)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "step 1/20000  train loss 1.0000"
+    assert lines[1].endswith("32 tokens/s  11:06:36 left")
+    assert [record["tokens_per_second"] for record in records(tmp_path)] == [None, 32.0]
+
+
+def test_pauses_count_for_nothing(tmp_path, clock):
+    reporter = Reporter(steps=9, tokens_per_step=64)
+    reporter.open(tmp_path)
+    with reporter:
+        for step in range(1, 5):
+            clock.seconds += 2
+            with reporter.pause():
+                clock.seconds += 1000
+            reporter.advance(step, {"validation_loss": 1.0})
+    assert [record["tokens_per_second"] for record in records(tmp_path)] == [None, 32, 32, 32]
+
+
+def test_numbers_that_are_not_finite_become_null(tmp_path, clock, capsys):
+    reporter = Reporter(steps=9, tokens_per_step=64)
+    reporter.open(tmp_path)
+    with reporter:
+        reporter.advance(1, {"train_loss": float("nan"), "gradient_norm": float("inf")})
+    (record,) = records(tmp_path)
+    assert record["train_loss"] is record["gradient_norm"] is None
+    assert "train loss nan" in capsys.readouterr().out
+
+
+def test_resume_drops_what_will_be_done_again(tmp_path, clock, capsys):
+    reporter = Reporter(steps=9, tokens_per_step=64)
+    reporter.open(tmp_path)
+    run(clock, reporter, range(1, 8))
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(path.read_text() + '{"step": 8, "tra')
+    resumed = Reporter(steps=9, tokens_per_step=64)
+    resumed.open(tmp_path, first_step=4)
+    assert [record["step"] for record in records(tmp_path)] == [2, 4]
+    capsys.readouterr()
+    run(clock, resumed, range(5, 10))
+    assert [record["step"] for record in records(tmp_path)] == [2, 4, 6, 8]
+    # Speed counts from the first step that this program did.
+    assert capsys.readouterr().out.splitlines() == [
+        "step 6/9  train loss 0.1667  32 tokens/s  0:06 left",
+        "step 8/9  train loss 0.1250  32 tokens/s  0:02 left",
+    ]
+    assert [path.name for path in tmp_path.glob("metrics*")] == ["metrics.jsonl"]
+
+
+def test_lines_are_on_the_disk_at_once(tmp_path):
+    reporter = Reporter(steps=9, tokens_per_step=64)
+    reporter.open(tmp_path, tensorboard=False)
+    with reporter:
+        reporter.advance(3, {"train_loss": 1.0})
+        assert [record["step"] for record in records(tmp_path)] == [3]
+    assert not (tmp_path / "tensorboard").exists()
+
+
+def test_full_disk_raises_where_it_is_met(tmp_path):
+    reporter = Reporter(steps=9, tokens_per_step=64)
+    reporter.open(tmp_path)
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    with (
+        pytest.raises(OSError, match=rf"written to {tmp_path}: No space left on device. Free"),
+        reporter,
+    ):
+        reporter.advance(1, {"train_loss": 1.0})
+
+
+def scalars(folder):
+    """(step, name, value) of all events, and the steps from which on earlier events are void.
+
+    A record is its length in 8 bytes, a checksum in 4, the event, and a checksum in 4.
+    """
+    found, purged = [], []
+    for path in sorted(folder.iterdir()):
+        data = path.read_bytes()
+        while data:
+            size = int.from_bytes(data[:8], "little")
+            event = Event.FromString(data[12 : 12 + size])
+            data = data[12 + size + 4 :]
+            found += [(event.step, x.tag, x.simple_value) for x in event.summary.value]
+            if event.HasField("session_log"):
+                purged.append(event.step)
+    return found, purged
+
+
+def test_tensorboard_gets_the_finite_numbers(tmp_path, clock):
+    reporter = Reporter(steps=9, tokens_per_step=64)
+    reporter.open(tmp_path, first_step=4)
+    with reporter:
+        reporter.advance(5, {"train_loss": 0.5, "gradient_norm": float("inf")})
+        clock.seconds += 4
+        reporter.advance(6, {"train_loss": 0.25})
+    found, purged = scalars(tmp_path / "tensorboard")
+    assert found == [
+        (5, "train_loss", 0.5),
+        (6, "train_loss", 0.25),
+        (6, "tokens_per_second", 16.0),
+    ]
+    assert purged == [5]
+
+
+def test_other_processes_print_and_write_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    reporter = Reporter(steps=9, tokens_per_step=64)
+    reporter.line("hello")
+    reporter.open(tmp_path)
+    with reporter:
+        reporter.advance(1, {"train_loss": 1.0})
+    assert capsys.readouterr() == ("", "")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_terminal_shows_a_bar_that_begins_at_the_resumed_step(tmp_path, clock, monkeypatch):
+    terminal = io.StringIO()
+    monkeypatch.setattr(
+        metrics,
+        "_Console",
+        lambda **options: Console(file=terminal, force_terminal=True, width=100, **options),
+    )
+    reporter = Reporter(steps=9, tokens_per_step=64)
+    reporter.open(tmp_path, first_step=4)
+    with reporter:
+        time.sleep(0.2)  # Twice the time between two pictures.
+        reporter.advance(5, {"train_loss": 0.5})
+        reporter.advance(6)
+    shown = re.sub(r"\x1b\[[0-9;?]*\w", "", terminal.getvalue())  # No colours.
+    assert "4/9 compiling" in shown
+    assert "6/9 train loss 0.5000" in shown
+    assert "step 5/9  train loss 0.5000" in shown
+
+
+def test_run_goes_on_when_nobody_reads_its_lines(tmp_path):
+    """As under `python train.py 2>&1 | tee log`, which ends at the Ctrl-C that asks for a save."""
+    script = f"""
+import os, signal
+from pathlib import Path
+from trainer.run.interruption import interruption
+from trainer.run.metrics import Reporter
+reporter = Reporter(steps=9, tokens_per_step=64)
+reporter.open(Path({str(tmp_path)!r}), tensorboard=False)
+with interruption() as interrupted, reporter:
+    print("ready", flush=True)
+    input()
+    os.kill(os.getpid(), signal.SIGINT)
+    assert interrupted()
+    for step in (1, 2):
+        reporter.advance(step, {{"train_loss": 1.0}})
+    reporter.line("interrupted")
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    ) as process:  # fmt: skip
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        process.stdout.close()
+        process.stdin.write(b"\n")
+        process.stdin.close()
+        assert process.wait(60) == 0
+    assert [record["step"] for record in records(tmp_path)] == [1, 2]

@@ -1,0 +1,109 @@
+"""Which dimension of which array lies over which mesh axes."""
+
+import jax
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import startrail_jax as st
+from configs.gpt import gpt_tiny
+from models.gpt import GPT
+from trainer.gpt.objective import model_arguments
+from trainer.parallel.partition import (
+    Partition,
+    path_name,
+)
+
+KERNELS = {"query": 1, "key": 1, "value": 1, "out": 0, "gate": 1, "up": 1, "down": 0}
+ALL = ("data", "group", "ring", "team", "head")
+
+
+def shapes(**sizes):
+    """Of a GPT's weights and of Adam's moments."""
+    arguments = model_arguments(gpt_tiny().model) | {"heads": 6, "kv_heads": 2, "layers": 3}
+
+    def initialise():
+        attention_fn = jax.nn.dot_product_attention
+        model = GPT(**arguments | sizes, attention_fn=attention_fn, rngs=nnx.Rngs(0))
+        weights = nnx.state(model)
+        return weights, optax.adam(1.0).init(weights)
+
+    return jax.eval_shape(initialise)
+
+
+def specs_of(level=0, zero_axes=ALL, sizes=None, **degrees):
+    """PartitionSpecs by path."""
+    degrees = st.Degrees(**degrees)
+    mesh = st.make_mesh(degrees, "auto", jax.devices()[: degrees.num_devices])
+    specs = Partition(mesh, level, zero_axes).specs(shapes(**sizes or {}))
+    leaves = jax.tree_util.tree_leaves_with_path(specs)
+    return {path_name(path): spec for path, spec in leaves}
+
+
+def test_without_degrees_all_is_whole():
+    assert set(specs_of().values()) == {P()}
+    assert set(specs_of(level=3).values()) == {P()}
+    assert set(specs_of(level=0, team=2).values()) == {P()}
+
+
+def test_kernels_and_their_moments_lie_over_tensor():
+    count = 0
+    for path, spec in specs_of(tensor=2).items():
+        dim = next((dim for name, dim in KERNELS.items() if f"/{name}/" in path), None)
+        # One dimension further on, as the first counts layers.
+        assert spec == (P() if dim is None else P(*[None] * (dim + 1), "tensor")), path
+        count += dim is not None
+    assert count == 3 * len(KERNELS)
+
+
+def test_few_key_heads_stay_whole_over_tensor():
+    specs = specs_of(tensor=3)
+    split = {path.split("/")[3] for path, spec in specs.items() if spec and path[:8] == "0/blocks"}
+    assert split == {"query", "out", "gate", "up", "down"}
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_zero_splits_the_largest_dimension_that_it_divides(level):
+    specs = specs_of(level, data=2, team=2, ring=2, tensor=2)
+    axes = ("data", "ring", "team")
+    assert {path: spec for path, spec in specs.items() if path[0] == "0"} == {
+        "0/embedding/embedding": P(axes),  # 256 x 128
+        "0/head/kernel": P(None, axes),  # 128 x 256
+        "0/norm/scale": P(axes),
+        "0/blocks/attention_norm/scale": P(None, axes),  # layers x 128
+        "0/blocks/mlp_norm/scale": P(None, axes),
+        "0/blocks/attention/query/kernel": P(None, axes, "tensor"),  # layers x 128 x 6 x 32
+        "0/blocks/attention/key/kernel": P(None, axes, "tensor"),
+        "0/blocks/attention/value/kernel": P(None, axes, "tensor"),
+        "0/blocks/attention/out/kernel": P(None, "tensor", None, axes),  # layers x 6 x 32 x 128
+        "0/blocks/mlp/gate/kernel": P(None, axes, "tensor"),
+        "0/blocks/mlp/up/kernel": P(None, axes, "tensor"),
+        "0/blocks/mlp/down/kernel": P(None, "tensor", axes),
+    }
+    for path, spec in specs.items():
+        if path.startswith("1/0/mu/"):
+            assert spec == specs["0/" + path.removeprefix("1/0/mu/")]
+
+
+def test_zero_over_some_axes_leaves_the_others():
+    specs = specs_of(3, ("team", "ring"), data=2, team=2, ring=2)
+    assert specs["0/embedding/embedding"] == P(("ring", "team"))
+    assert specs_of(3, ("ring",), data=2, team=2)["0/embedding/embedding"] == P()
+
+
+def test_what_no_dimension_of_can_be_split_stays_whole_and_is_told():
+    mesh = st.make_mesh(st.Degrees(team=7), "auto", jax.devices()[:7])
+    partition = Partition(mesh, 3)
+    state = shapes(mlp_width=35)[0]
+    specs = specs_of(3, team=7, sizes={"mlp_width": 35})
+    assert specs["0/blocks/mlp/up/kernel"] == P(None, None, "team")
+    unsplit = partition.unsplit(state)
+    assert unsplit["embedding/embedding"] == 4 * 256 * 128
+    assert "blocks/mlp/up/kernel" not in unsplit
+    assert Partition(mesh, 0).unsplit(state) == {}
+
+
+def test_indivisible_dimension_raises():
+    with pytest.raises(ValueError, match=r"must divide.*tensor=2 for dim.* 1 .*down.*, of size 7"):
+        specs_of(tensor=2, sizes={"mlp_width": 7})

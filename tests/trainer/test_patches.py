@@ -1,0 +1,60 @@
+"""Patches: which number of a latent goes where, and the way back."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from trainer.dit.patches import (
+    patch_positions,
+    patchify,
+    unpatchify,
+)
+
+SIZE, PATCH, CHANNELS = (6, 10, 21), (3, 2, 7), 5
+GRID = (2, 5, 3)
+
+
+def make_latent(*batch):
+    return np.arange(np.prod((*batch, *SIZE, CHANNELS))).reshape(*batch, *SIZE, CHANNELS)
+
+
+def test_patchify_puts_each_number_into_its_patch():
+    latent = make_latent(2)
+    patches = patchify(latent, PATCH)
+    assert patches.shape == (2, 30, 42 * CHANNELS)
+    for token, position in enumerate(patch_positions(SIZE, PATCH)):
+        frame, row, column = (slice(n * m, n * m + m) for n, m in zip(position, PATCH, strict=True))
+        expected = latent[:, frame, row, column].reshape(2, -1)
+        np.testing.assert_array_equal(patches[:, token], expected)
+
+
+def test_positions_count_patches():
+    positions = patch_positions(SIZE, PATCH)
+    assert (positions.shape, positions.dtype) == ((30, 3), np.int32)
+    expected = np.stack(np.unravel_index(np.arange(30), GRID), axis=-1)
+    np.testing.assert_array_equal(positions, expected)
+
+
+@pytest.mark.parametrize("batch", [(), (2,), (2, 3)], ids=str)
+@pytest.mark.parametrize("library", [np, jnp], ids=["numpy", "jax"])
+def test_unpatchify_is_the_way_back(library, batch):
+    latent = library.asarray(make_latent(*batch))
+    back = unpatchify(patchify(latent, PATCH), SIZE, PATCH, CHANNELS)
+    assert type(back) is type(latent)
+    np.testing.assert_array_equal(back, latent)
+
+
+def test_patches_that_do_not_cover_the_latent_are_refused():
+    match = r"patch must divide the size.*got patch=\(3, 2, 6\), size=\(6, 10, 21\)"
+    with pytest.raises(ValueError, match=match):
+        patchify(make_latent(), (3, 2, 6))
+    with pytest.raises(ValueError, match=match):
+        patch_positions(SIZE, (3, 2, 6))
+    with pytest.raises(ValueError, match=match):
+        unpatchify(np.zeros((30, 42)), SIZE, (3, 2, 6), 1)
+
+
+def test_unpatchify_refuses_patches_of_another_latent():
+    match = r"patches must end in the dimensions \(30, 210\).*got shape \(30, 42\)"
+    with pytest.raises(ValueError, match=match):
+        unpatchify(np.zeros((30, 42)), SIZE, PATCH, CHANNELS)

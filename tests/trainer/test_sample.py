@@ -1,0 +1,496 @@
+"""sample.py: text from the folder of a run, and what it says where it cannot give any."""
+
+import dataclasses
+import functools
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tokenizers
+from flax import nnx
+from jax.experimental.compilation_cache import compilation_cache
+
+import sample
+import startrail_jax as st
+from configs.gpt import gpt_tiny
+from models.gpt import GPT
+from trainer.gpt.config import (
+    DataConfig,
+    GPTConfig,
+)
+from trainer.gpt.corpus import (
+    Corpus,
+    Stream,
+)
+from trainer.gpt.objective import model_arguments
+from trainer.gpt.text import (
+    IdTokenizer,
+    TextStream,
+    continue_text,
+    encode_prompt,
+    open_tokenizer,
+)
+from trainer.gpt.tokenizer import (
+    ByteTokenizer,
+    FileTokenizer,
+)
+from trainer.run import checkpoint
+from trainer.run.checkpoint import (
+    CheckpointError,
+    Checkpoints,
+    restore_weights,
+)
+from trainer.run.errors import exit_on_own_errors
+from trainer.run.folder import (
+    open_run,
+    save_config,
+)
+
+REPOSITORY = Path(sample.__file__).parent
+MODEL = GPTConfig(width=16, layers=1, heads=2, kv_heads=1, head_dim=4, mlp_width=16)
+QUICK = "--tokens 4 --temperature 2"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiled_once(tmp_path_factory):
+    """Programs that several tests need are compiled in the first of them."""
+    settings = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    compilation_cache.reset_cache()
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+@functools.cache
+def first_weights():
+    def make():
+        arguments = model_arguments(MODEL)
+        model = GPT(**arguments, attention_fn=jax.nn.dot_product_attention, rngs=nnx.Rngs(0))
+        return nnx.state(model)
+
+    return jax.jit(make)()
+
+
+def make_weights(step=0):
+    """Others for every step."""
+    return jax.tree.map(lambda x: x + step / 8, first_weights())
+
+
+def make_config(run_dir, **changes):
+    return dataclasses.replace(gpt_tiny(), model=MODEL, run_dir=run_dir, seq_len=16,
+                               sample_length=8, devices=2, **changes)  # fmt: skip
+
+
+def save_run(run_dir, config=None, steps=(2,), **state):
+    run_dir.mkdir(exist_ok=True)
+    save_config(config or make_config(run_dir), run_dir / "config.json")
+    with Checkpoints(run_dir / "checkpoints", keep=3) as checkpoints:
+        for step in steps:
+            weights = {"weights": make_weights(step), "optimizer": {"count": jnp.int32(step)}}
+            checkpoints.save(step, weights | state, {})
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    return save_run(tmp_path_factory.mktemp("runs") / "run")
+
+
+def run(capsys, run_dir, *flags):
+    """What the program writes to standard output, and to standard error."""
+    capsys.readouterr()
+    sample.sample([str(run_dir), *QUICK.split(), *flags])
+    return capsys.readouterr()
+
+
+def message_of(*arguments):
+    """What the program says when it ends with status 1."""
+    with pytest.raises(SystemExit) as caught, exit_on_own_errors():
+        sample.sample([*map(str, arguments)])
+    assert isinstance(caught.value.code, str)
+    return caught.value.code
+
+
+def in_one_line(text):
+    """What tyro has broken into lines and drawn boxes round."""
+    return " ".join(text.replace("│", " ").split())
+
+
+def contents(folder):
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+def test_program_continues_standard_input_while_the_run_goes_on(run_dir):
+    """Without touching a file of a folder that another program has locked."""
+    before = contents(run_dir)
+    with open_run(make_config(run_dir)):
+        before |= contents(run_dir)
+        result = subprocess.run(
+            [sys.executable, "-W", "error", "sample.py", str(run_dir), *QUICK.split(), "--top-k",
+             "1", "--samples", "2"],
+            cwd=REPOSITORY, input="def f(x):\n" * 3, capture_output=True, text=True, timeout=120,
+            check=False,
+        )  # fmt: skip
+        assert contents(run_dir) == before
+    assert result.returncode == 0, result.stderr
+    first, second = result.stdout.removeprefix("--- sample 1\n").split("\n--- sample 2\n")
+    # One choice, and so the same text.
+    assert first == second.removesuffix("\n") != ""
+    lines = result.stderr.splitlines()
+    assert "mesh: data 1, group 1, ring 1, team 2, head 1, tensor 1" in lines[1]
+    assert f"model: {run_dir} after step 2" in lines
+    assert "prompt: 30 bytes" in lines
+    assert "prompt and sample make 34 tokens: the model was trained on sequences of 16" in lines
+
+
+@pytest.fixture(scope="module")
+def endless_run(tmp_path_factory):
+    """Of a model that cannot draw the end of a document."""
+    run_dir = tmp_path_factory.mktemp("runs") / "endless"
+    return save_run(run_dir, make_config(run_dir, data=DataConfig(end_of_document=256)))
+
+
+@contextmanager
+def streaming(run_dir, errors, **environment):
+    """The program while it draws, its output and the first piece of it; it must end by itself.
+
+    It draws for so long that who reads has read before it is done.
+    """
+    flags = ("--prompt", "a", "--tokens", "20000", "--temperature", "2")
+    with errors.open("w") as file, subprocess.Popen(
+        [sys.executable, "sample.py", str(run_dir), *flags],
+        cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=file, env=os.environ | environment,
+    ) as process:  # fmt: skip
+        try:
+            output = process.stdout
+            assert output is not None
+            piece = os.read(output.fileno(), 100_000)
+            # Less than the first page of a pipe that is given all at once.
+            assert 0 < len(piece) < 4096, errors.read_text()
+            yield process, output, piece
+            process.wait(60)
+        finally:
+            process.kill()
+
+
+def test_program_streams_until_ctrl_c(endless_run, tmp_path):
+    """To a terminal that knows ASCII alone."""
+    errors = tmp_path / "errors"
+    with streaming(endless_run, errors, PYTHONIOENCODING="ascii") as (process, output, text):
+        while len(text) < 50:
+            piece = os.read(output.fileno(), 100_000)
+            assert piece, errors.read_text()
+            text += piece
+        assert b"?" in text  # Half of all bytes are not ASCII.
+        process.send_signal(signal.SIGINT)
+    assert process.returncode == 130
+    assert "Traceback" not in errors.read_text()
+
+
+def test_program_ends_with_its_reader(endless_run, tmp_path):
+    errors = tmp_path / "errors"
+    with streaming(endless_run, errors) as (process, output, _):
+        output.close()
+    assert process.returncode == 0
+    assert "BrokenPipe" not in errors.read_text()
+
+
+def test_text_does_not_depend_on_the_mesh(run_dir, capsys, tmp_path):
+    (tmp_path / "prompt.txt").write_text("import os")
+    flags = ("--top-k", "200", "--top-p", "0.99", "--seed", "1")
+    first = run(capsys, run_dir, "--prompt", "import os", *flags)
+    other = ("--devices", "4", "--mesh.team", "1", "--mesh.head", "2", "--zero", "3")
+    from_file = ("--prompt-file", str(tmp_path / "prompt.txt"))
+    again = run(capsys, run_dir, *from_file, *other, *flags)
+    assert again.out == first.out
+    assert "head 2" in again.err
+    assert first.out.endswith("\n")
+
+
+def test_more_devices_than_there_are_and_degrees_that_do_not_fit(tmp_path, capsys):
+    """Those of the run give way; those of the command line do not."""
+    config = dataclasses.replace(make_config(tmp_path), devices=3, mesh=sample.MeshConfig(head=2))
+    save_run(tmp_path, config)
+    few = jax.devices()[:2]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jax.devices", lambda: few)
+        found = run(capsys, tmp_path, "--prompt", "12345678")
+    assert "the devices and degrees of the run do not fit 2 devices: others are used" in found.err
+    assert "at most the number of devices; got devices=65" in message_of(
+        tmp_path, "--prompt", "a", "--devices", "65"
+    )
+    assert "mesh degrees must divide the number of devices; got data=1 * team=1" in (
+        message_of(tmp_path, "--prompt", "a", "--mesh.tensor", "5")
+    )
+
+
+def test_token_ids_are_continued_by_token_ids(tmp_path, capsys):
+    np.arange(99, dtype=np.uint16).tofile(tmp_path / "data.bin")
+    data = DataConfig(path=tmp_path / "data.bin")
+    save_run(tmp_path, make_config(tmp_path, data=data))
+    ids = run(capsys, tmp_path, "--prompt", "17 4\n 99 0 0 0 255 1").out.split()
+    assert len(ids) == 4
+    assert all(0 <= int(x) < 256 for x in ids)
+    assert "below model.vocab_size; got id 256 with vocab_size=256" in message_of(
+        tmp_path, "--prompt", "3 256"
+    )
+    assert "must be token ids with spaces between" in message_of(tmp_path, "--prompt", "3 x")
+
+
+def test_average_is_preferred_and_the_newest_checkpoint_is_read(tmp_path):
+    average = jax.tree.map(lambda x: x + 1, make_weights(0))
+    folder = save_run(tmp_path, steps=(2, 4), average=average) / "checkpoints"
+    (folder / "5.orbax-checkpoint-tmp").mkdir()
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), make_weights()
+    )
+    found, step = restore_weights(folder, shapes)
+    assert step == 4
+    jax.tree.map(np.testing.assert_array_equal, found, average)
+    plain = save_run(tmp_path / "plain", steps=(2, 4)) / "checkpoints"
+    jax.tree.map(np.testing.assert_array_equal, restore_weights(plain, shapes)[0], make_weights(4))
+
+
+def test_checkpoint_that_goes_while_it_is_read_gives_way_to_the_next(tmp_path, monkeypatch):
+    folder = save_run(tmp_path) / "checkpoints"
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), make_weights()
+    )
+    load = checkpoint.ocp.load
+
+    def load_late(path, *arguments):
+        if path.endswith("/2"):
+            save_run(tmp_path, steps=(7,))
+            raise FileNotFoundError(path)
+        return load(path, *arguments)
+
+    monkeypatch.setattr(checkpoint.ocp, "load", load_late)
+    assert restore_weights(folder, shapes)[1] == 7
+
+
+# Text ------------------------------------------------------------------------------------------
+
+
+def test_bytes_are_shown_when_a_character_is_whole():
+    tokenizer = ByteTokenizer(end_of_document=256, vocab_size=257)
+    stream = TextStream(tokenizer, np.array([65]))
+    shown = [stream.add(byte) for byte in "aé✓".encode()]
+    assert shown == ["a", "", "é", "", "", "✓"]
+    assert [stream.add(0xE2), stream.add(65), stream.add(0xC3)] == ["", "\ufffdA", ""]
+    assert stream.end() == "\ufffd"
+    assert stream.add(256) == "\ufffd"
+
+
+@pytest.fixture
+def byte_level(tmp_path):
+    """A tokenizer as GPT-2's: its tokens are pieces of UTF-8."""
+    built = tokenizers.Tokenizer(tokenizers.models.BPE())
+    built.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    built.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=260,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    built.train_from_iterator(["the the then"], trainer)
+    built.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path / "tokenizer.json"
+
+
+def test_text_of_a_tokenizer_is_shown_when_it_is_certain(byte_level):
+    tokenizer = FileTokenizer(byte_level, end_of_document=None, vocab_size=300)
+    prompt, new = (encode_prompt(tokenizer, x) for x in ("then é", " the ✓then"))
+    stream = TextStream(tokenizer, prompt)
+    shown = [stream.add(int(token)) for token in new]
+    assert "".join(shown) == " the ✓then"
+    assert stream.end() == ""
+    at = shown.index("✓")
+    assert shown[at - 2 : at] == ["", ""]
+    # A character that never ends.
+    first = encode_prompt(tokenizer, "✓")[:1]
+    assert stream.add(int(first[0])) == ""
+    assert stream.end() == "\ufffd"
+
+
+def test_words_keep_the_space_that_joins_them_to_the_prompt(tmp_path):
+    """A decoder as Llama 2's drops the space at the start of a text."""
+    built = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"</s>": 0, "▁one": 1, "▁two": 2}, unk_token="</s>")
+    )
+    built.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    built.decoder = tokenizers.decoders.Metaspace()
+    built.save(str(tmp_path / "tokenizer.json"))
+    options = {"tokenizer": tmp_path / "tokenizer.json"}
+    tokenizer = open_tokenizer(DataConfig(**options), vocab_size=3)
+    stream = TextStream(tokenizer, encode_prompt(tokenizer, "one"))
+    assert [stream.add(2), stream.add(1)] == [" two", " one"]
+
+
+def test_tokenizer_of_a_run_whose_data_are_gone(tmp_path):
+    kinds = {None: ByteTokenizer, "gone.txt": ByteTokenizer, "gone.npy": IdTokenizer}
+    for name, kind in kinds.items():
+        config = DataConfig(path=name and tmp_path / name)
+        assert isinstance(open_tokenizer(config, vocab_size=256), kind)
+    elsewhere = DataConfig(path=Path("data/tokens"))
+    message = r"got data.path='data/tokens', which is gone or elsewhere than under .* --tokenizer"
+    with pytest.raises(ValueError, match=message):
+        open_tokenizer(elsewhere, vocab_size=256)
+
+
+def final_sample(**options):
+    """What train.py shows at its end."""
+    tokens = np.array([7, 7, 1, 2, 3, 7, 4, 7, 9, 9], np.uint8)
+    stream = Stream(name="held out", tokens=tokens, vocab_size=256)
+    corpus = Corpus(
+        train=(), held_out=(stream,), end_of_document=7, unit="token", decode=None, description=""
+    )
+    mesh = st.make_mesh(st.Degrees(data=2), "auto", jax.devices()[:2])
+    config = make_config(Path("unused"))
+    program = SimpleNamespace(config=config, attention=st.Attention(mesh))
+    return continue_text(program, make_weights(), corpus, **options)
+
+
+def test_continue_text_stays_in_one_document():
+    prompt, text = final_sample()
+    assert prompt == "1 2 3"
+    assert len(text.split()) == 8
+
+
+def test_continue_text_stops_when_it_is_asked_to():
+    whole = final_sample()[1].split()
+    answers = iter([False, False, False, True])
+    assert final_sample(interrupted=lambda: next(answers))[1].split() == whole[:3]
+    assert final_sample(interrupted=lambda: True) == ("1 2 3", "")
+
+
+# Errors ----------------------------------------------------------------------------------------
+
+
+def test_folders_that_are_no_run(tmp_path, run_dir):
+    missing = message_of(tmp_path / "no", "--prompt", "a")
+    assert "must be the folder of a run, with its config.json; got" in missing
+    assert "no such folder. Use the --run-dir of train.py" in missing
+    assert "a folder without one" in message_of(tmp_path, "--prompt", "a")
+    save_config(make_config(tmp_path), tmp_path / "config.json")
+    assert "There must be a checkpoint to read; got none" in message_of(tmp_path, "--prompt", "a")
+    other = json.loads((run_dir / "config.json").read_text())
+    other["model"]["width"] = 18
+    (tmp_path / "config.json").write_text(json.dumps(other))
+    (tmp_path / "checkpoints").symlink_to(run_dir / "checkpoints")
+    differs = message_of(tmp_path, "--prompt", "a")
+    assert "must be of the model that config.json beside it says; got" in differs
+    assert "kernel/value: float32[1, 16, 1, 4] in the checkpoint, float32[1, 18, 1, 4] now" in (
+        differs
+    )
+    (tmp_path / "config.json").write_text("{}")
+    assert "must hold the config of a run" in message_of(tmp_path, "--prompt", "a")
+
+
+def test_damaged_checkpoint(tmp_path):
+    folder = save_run(tmp_path) / "checkpoints"
+    shapes = jax.eval_shape(first_weights)
+    for file in folder.rglob("_METADATA"):
+        file.write_text("{}")
+    with pytest.raises(CheckpointError, match=r"checkpoints/2 could not be read .*an earlier one"):
+        restore_weights(folder, shapes)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--prompt", ""], "must have at least one byte; got ''"),
+        (["--prompt", "a\0b"], "Text must not hold the byte 0"),
+        (["--prompt", "a\udcffb"], "must be text that can be written in UTF-8; got bytes that are"),
+        (["--prompt-file", "missing.txt"], "that can be read; got 'missing.txt': No such file"),
+        (["--prompt", "a", "--temperature", "-1"], "temperature must be at least 0"),
+        (["--prompt", "a", "--top-k", "0"], "top_k must be at least 1; got top_k=0"),
+        (["--prompt", "a", "--top-p", "1.5"], "top_p must be above 0 and at most 1; got top_p=1.5"),
+        (["--prompt", "a", "--top-p", "0"], "top_p must be above 0 and at most 1; got top_p=0.0"),
+        (["--prompt", "a", "--seed", "-1"], "seed must be at least 0 and below 2**32; got"),
+        (["--prompt", "a", "--tokenizer", "no.json"], "must be a Hugging Face tokenizer.json"),
+    ],
+)
+def test_flags_that_cannot_be_served(run_dir, flags, message):
+    assert message in message_of(run_dir, *flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--prompt", "a", "--prompt-file", "b"], "must be given once; got --prompt and"),
+        (["--tokens", "0"], "tokens must be at least 1; got tokens=0"),
+        (["--samples", "0"], "samples must be at least 1; got samples=0"),
+        (["--top-q", "1"], "--top-q"),
+    ],
+)
+def test_flags_that_cannot_be_read(run_dir, capsys, flags, message):
+    with pytest.raises(SystemExit) as caught:
+        sample.sample([str(run_dir), *flags])
+    assert caught.value.code == 2
+    assert message in in_one_line(capsys.readouterr().err)
+
+
+def test_prompt_that_is_not_utf8(run_dir, tmp_path, monkeypatch):
+    (tmp_path / "prompt").write_bytes(b"abc\xff")
+    message = message_of(run_dir, "--prompt-file", tmp_path / "prompt")
+    assert "The prompt must be UTF-8; got the byte 0xff at offset 3 of" in message
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xc3")))
+    assert "got the byte 0xc3 at offset 0 of standard input" in message_of(run_dir)
+    monkeypatch.setattr("sys.stdin", None)
+    assert "There must be a prompt; got none, and a standard input that is" in message_of(run_dir)
+
+
+def test_token_of_a_prompt_beyond_the_vocabulary(run_dir, byte_level):
+    vocab = tokenizers.Tokenizer.from_file(str(byte_level)).get_vocab()
+    # The last to be merged: those before are single bytes.
+    beyond = max(vocab, key=lambda word: vocab[word])
+    message = message_of(run_dir, "--tokenizer", byte_level, "--prompt", beyond.replace("Ġ", " "))
+    assert "Token ids must be below model.vocab_size; got id 25" in message
+    assert "in 'the prompt' with vocab_size=256" in message
+
+
+@pytest.mark.parametrize("arguments", [[], ["--tokens", "3"]])
+def test_first_word_is_the_folder(arguments, capsys):
+    with pytest.raises(SystemExit) as caught:
+        sample.sample(arguments)
+    assert caught.value.code == 2
+    assert "The first word must be the folder of a run; got" in capsys.readouterr().err
+
+
+def test_help_is_fast_and_gives_the_values_of_the_run(run_dir, capsys):
+    with pytest.raises(SystemExit):
+        sample.sample([str(run_dir), "--help"])
+    out = in_one_line(capsys.readouterr().out)
+    assert "takes the likeliest token. (default: 0.8)" in out
+    assert "where there are fewer. (default: 2)" in out
+    script = "import sys, sample; sample.sample(['--help'])"
+    result = subprocess.run(
+        [sys.executable, "-X", "importtime", "-c", script],
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0
+    for flag in ("--prompt", "--prompt-file", "--top-p", "--mesh.team", "--devices"):
+        assert flag in result.stdout
+    imported = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
+    assert "tyro" in imported
+    assert not imported & {"jax", "flax", "orbax", "numpy"}

@@ -1,0 +1,136 @@
+"""sample.py: images from the folder of a run, and what it says where it cannot draw any."""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from PIL import Image
+
+import sample
+import startrail_jax as st
+from configs.dit import dit_digits
+from trainer.dit.config import (
+    DiffusionConfig,
+    DiTConfig,
+    ImageConfig,
+)
+from trainer.parallel.step import Program
+from trainer.run.checkpoint import Checkpoints
+from trainer.run.errors import exit_on_own_errors
+from trainer.run.folder import save_config
+
+QUICK = ("--steps", "2", "--samples", "3")
+MODEL = DiTConfig(channels=1, classes=3, width=8, layers=1, heads=1, mlp_width=8)
+
+
+pytestmark = pytest.mark.usefixtures("compile_fast")
+
+
+def save_run(run_dir, **changes):
+    """A run with a checkpoint whose averaged weights are not its weights."""
+    run_dir.mkdir(exist_ok=True)
+    config = replace(dit_digits(), model=MODEL, devices=2, run_dir=run_dir, **changes)
+    mesh = st.make_mesh(st.Degrees(), "auto", jax.devices()[:1])
+    state = Program(config, st.Attention(mesh, causal=False)).initialise()
+    state = state._replace(average=jax.tree.map(lambda x: x + 0.02, state.weights))
+    with Checkpoints(run_dir / "checkpoints", keep=1) as checkpoints:
+        checkpoints.save(1, state, {})
+    save_config(config, run_dir / "config.json")
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    return save_run(tmp_path_factory.mktemp("run"))
+
+
+def message_of(*arguments):
+    with pytest.raises(SystemExit) as caught, exit_on_own_errors():
+        sample.sample([*map(str, arguments)])
+    return str(caught.value.code)
+
+
+def pixels(path):
+    return np.asarray(Image.open(path))
+
+
+def test_grid_has_a_row_for_each_class(run_dir, tmp_path, capsys):
+    sample.sample([str(run_dir), *QUICK])
+    whole = pixels(run_dir / "samples.png")
+    # Images of 8 x 8, 8 times as large, with gaps of one pixel of theirs.
+    assert whole.shape == (8 * (3 * 9 + 1), 8 * (3 * 9 + 1))
+    assert "9 images" in capsys.readouterr().err
+    # On another mesh, in other portions; class 2 is in another row, with other noise.
+    other = tmp_path / "other.png"
+    flags = ("--classes", "0", "1", "--mesh.head", "1", "--devices", "4", "--batch-size", "2")
+    sample.sample([str(run_dir), *QUICK, *flags, "--out", str(other)])
+    difference = whole[: 8 * 19].astype(int) - pixels(other)
+    assert abs(difference).max() <= 1
+    assert np.unique(pixels(other)).size > 50
+
+
+def test_latents_come_as_numbers(tmp_path):
+    run = save_run(tmp_path / "run", data=ImageConfig(path=tmp_path / "latents.npz"))
+    sample.sample([str(run), *QUICK, "--classes", "2"])
+    with np.load(run / "samples.npz") as file:
+        assert file["latents"].shape == (3, 1, 8, 8, 1)
+        assert file["labels"].tolist() == [2, 2, 2]
+    assert "--out must end in .npz for latents" in message_of(run, "--out", tmp_path / "a.png")
+
+
+def test_text_is_drawn_where_the_model_takes_it():
+    config = replace(dit_digits(), model=replace(MODEL, classes=0, caption_length=5))
+    options = sample.ImageOptions(captions=("one", "three"), samples=2)
+    assert sample._rows(config, options) == ([0] * 4, [b"one", b"one", b"three", b"three"])
+    with_classes = replace(config, model=replace(MODEL, caption_length=5))
+    both = sample.ImageOptions(captions=("one", "two"), classes=(1, 2), samples=1)
+    assert sample._rows(with_classes, both) == ([1, 2], [b"one", b"two"])
+    # Neither: for each class, and no text.
+    neither = sample._rows(with_classes, sample.ImageOptions(samples=1))
+    assert neither == ([0, 1, 2], [b"", b"", b""])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--classes", "1", "3"], r"--classes must be of the 3 classes of the model; got 3."),
+        (["--classes", "-1"], r"--classes must be of the 3 classes of the model; got -1."),
+        (["--captions", "one"], r"--captions need a model that takes text"),
+        (["--sampler", "ddim"], r"target='flow' needs one of the samplers ('euler', 'heun')"),
+        (["--guidance", "-1"], r"guidance must be at least 0 and finite; got guidance=-1.0"),
+        (["--seed", "-1"], r"seed must be at least 0"),
+        (["--out", "no/such/folder/a.png"], r"--out must lie in a folder that there is"),
+        (["--out", "a.jpg"], r"--out must end in .png or .npz for images; got 'a.jpg'"),
+        (["--devices", "65"], r"devices must be at most the number of devices; got devices=65"),
+    ],
+)
+def test_wishes_that_cannot_be_served(run_dir, flags, message):
+    assert message in message_of(run_dir, *QUICK, *flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--samples", "0"], "samples must be at least 1; got samples=0"),
+        (["--scale", "0"], "scale must be at least 1; got scale=0"),
+        (["--classes", "1", "--captions", "a", "b"], "classes and captions must be as many"),
+        (["--prompt", "a"], "--prompt"),
+    ],
+)
+def test_flags_that_cannot_be_read(run_dir, capsys, flags, message):
+    with pytest.raises(SystemExit) as caught:
+        sample.sample([str(run_dir), *flags])
+    assert caught.value.code == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_model_that_cannot_be_guided_is_not(tmp_path):
+    run = save_run(tmp_path / "run", diffusion=DiffusionConfig(dropout=0.0))
+    sample.sample([str(run), *QUICK, "--classes", "2"])
+    assert "guidance other than 1 needs a model" in message_of(run, "--guidance", "2")
+
+
+def test_run_without_a_checkpoint(run_dir, tmp_path):
+    (tmp_path / "config.json").write_text((run_dir / "config.json").read_text())
+    assert "There must be a checkpoint to read; got none" in message_of(tmp_path, *QUICK)

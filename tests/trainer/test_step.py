@@ -1,0 +1,230 @@
+"""Training steps: the same losses on every mesh, and however memory is saved."""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import startrail_jax as st
+from models.gpt import GPT
+from trainer.config import OptimizerConfig
+from trainer.data.batches import place
+from trainer.gpt.batches import next_token_batch
+from trainer.gpt.config import (
+    GPTConfig,
+    GPTTrainConfig,
+)
+from trainer.gpt.objective import model_arguments
+from trainer.parallel.step import Program
+
+STEPS = 30
+END = 7  # Ends a document.
+CONFIG = GPTTrainConfig(
+    model=GPTConfig(
+        vocab_size=48, width=24, layers=2, heads=8, kv_heads=2, head_dim=4, mlp_width=32
+    ),
+    optimizer=OptimizerConfig(learning_rate=1e-2),
+    steps=STEPS,
+    batch_size=4,
+    seq_len=64,
+    run_dir=Path("unused"),
+)
+
+
+pytestmark = pytest.mark.usefixtures("compile_fast")
+
+
+def make_program(degrees, **changes):
+    mesh = st.make_mesh(degrees, "auto", jax.devices()[: degrees.num_devices])
+    return Program(dataclasses.replace(CONFIG, **changes), st.Attention(mesh, causal=True))
+
+
+def windows(step):
+    """Text with something to learn: each token is the one before plus a little, or an end."""
+    rng = np.random.default_rng(step)
+    steps = rng.integers(3, size=(CONFIG.batch_size, CONFIG.seq_len + 1))
+    tokens = 8 + np.cumsum(steps, axis=1) % (CONFIG.model.vocab_size - 8)
+    return np.where(rng.random(tokens.shape) < 0.03, END, tokens)
+
+
+def batch(program, step, end=END):
+    layout = program.attention.layout
+    return place(
+        next_token_batch(windows(step), layout=layout, end_of_document=end), program.batch_sharding
+    )
+
+
+@pytest.fixture(scope="module")
+def initial_state():
+    return jax.device_get(make_program(st.Degrees()).initialise())
+
+
+def losses_of(program, state, steps=STEPS):
+    state = jax.tree.map(lambda x, to: jax.device_put(x, to.sharding), state, program.state_shapes)
+    losses = []
+    for step in range(steps):
+        state, metrics = program.train_step(state, batch(program, step))
+        assert metrics.finite
+        losses.append((float(metrics.loss), float(metrics.gradient_norm)))
+    return np.array(losses)
+
+
+@pytest.fixture(scope="module")
+def one_device(initial_state):
+    return losses_of(make_program(st.Degrees()), initial_state)
+
+
+STARTRAIL = st.Degrees.startrail(8, c=2)
+# One factor at a time; the base is StarTrail with C = 2 on 8 devices.
+SETTINGS = {
+    "Ring Attention": (st.Degrees.ring_attention(8), {}),
+    "all-gather": (st.Degrees.all_gather(8), {}),
+    "Ulysses": (st.Degrees.ulysses(8), {}),
+    "2D-Attention": (st.Degrees.loongtrain(8, head=2), {}),
+    "StarTrail": (STARTRAIL, {}),
+    "teams": (st.Degrees(team=2, ring=4), {}),
+    "tiles": (st.Degrees(team=4, group=2), {}),
+    "StarTrail x Ulysses": (st.Degrees.startrail(8, c=2, head=2), {}),
+    "data": (st.Degrees(data=2, team=2, group=2), {}),
+    "zero 1": (STARTRAIL, {"zero": 1}),
+    "zero 2": (STARTRAIL, {"zero": 2}),
+    "zero 3": (STARTRAIL, {"zero": 3}),
+    "zero 2, submesh": (STARTRAIL, {"zero": 2, "zero_axes": ("ring", "team")}),
+    "zero 3, submesh": (STARTRAIL, {"zero": 3, "zero_axes": ("team",)}),
+    "attention saved": (STARTRAIL, {"remat": "attention_saved"}),
+    "full remat": (STARTRAIL, {"remat": "full"}),
+    "zero 3, attention saved": (STARTRAIL, {"zero": 3, "remat": "attention_saved"}),
+    "tiled": (STARTRAIL, {"tile": 8}),
+    "accumulation": (STARTRAIL, {"accumulation": 2}),
+    "zero 1, accumulation": (STARTRAIL, {"zero": 1, "accumulation": 2}),
+    "tensor": (st.Degrees(tensor=2, team=2, ring=2), {}),
+    "tensor, few key heads, zero 3": (st.Degrees(tensor=4, head=2), {"zero": 3, "tile": 16}),
+}
+
+
+@pytest.mark.parametrize(("degrees", "changes"), SETTINGS.values(), ids=SETTINGS.keys())
+def test_losses_do_not_depend_on_how_it_runs(degrees, changes, one_device, initial_state):
+    losses = losses_of(make_program(degrees, **changes), initial_state)
+    assert losses[-1, 0] < losses[0, 0] - 0.5
+    np.testing.assert_allclose(losses[:, 0], one_device[:, 0], rtol=1e-4)
+    # Adam would hide a factor of the gradients; their norms feel rounding more than losses.
+    np.testing.assert_allclose(losses[:, 1], one_device[:, 1], rtol=1e-3)
+
+
+def dense_attention(query, key, value, *, segment_ids):
+    length = query.shape[1]
+    mask = jnp.tril(jnp.ones((length, length), bool))[None, None]
+    mask &= segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
+    return jax.nn.dot_product_attention(query, key, value, mask=mask)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "changes"),
+    [
+        (st.Degrees(data=2, group=2, team=2), {"zero": 1, "accumulation": 2}),
+        (st.Degrees(data=2, team=2, ring=2), {"zero": 2, "zero_axes": ("ring", "team")}),
+        (st.Degrees(tensor=4, head=2), {"zero": 3, "tile": 8, "remat": "full"}),
+    ],
+    ids=str,
+)
+def test_gradients_are_those_of_the_dense_model(degrees, changes, initial_state):
+    program = make_program(degrees, **changes)
+    whole = next_token_batch(windows(0), layout=st.Layout("contiguous", 1), end_of_document=END)
+    whole = jax.tree.map(jnp.asarray, whole)
+    model = GPT(**model_arguments(CONFIG.model), attention_fn=dense_attention, rngs=nnx.Rngs(0))
+    graph = nnx.graphdef(model)
+
+    @jax.jit
+    @jax.value_and_grad
+    def dense(weights):
+        model = nnx.merge(graph, weights)
+        logits = model(whole.tokens, whole.positions, whole.segment_ids)
+        likely = jnp.take_along_axis(jax.nn.log_softmax(logits), whole.targets[:, :, None], 2)
+        return -(likely[:, :, 0] * whole.weights).sum() / whole.weights.sum()
+
+    weights = jax.device_put(
+        initial_state.weights, jax.tree.map(lambda x: x.sharding, program.state_shapes.weights)
+    )
+    actual = jax.jit(program.gradients)(weights, batch(program, 0))
+    expected = dense(initial_state.weights)
+    leaves = jax.tree_util.tree_leaves_with_path(expected)
+    for (path, wanted), given in zip(leaves, jax.tree.leaves(actual), strict=True):
+        scale = np.abs(wanted).max()
+        np.testing.assert_allclose(given, wanted, atol=1e-5 * scale, rtol=1e-5, err_msg=str(path))
+
+
+def test_other_parts_of_the_model_run_alike():
+    model = dataclasses.replace(CONFIG.model, mlp="gelu", tied_head=True)
+    expected = make_program(st.Degrees(), model=model)
+    state = jax.device_get(expected.initialise())
+    degrees = st.Degrees(tensor=2, data=2, team=2)
+    actual = make_program(degrees, model=model, zero=3, tile=16, accumulation=2)
+    np.testing.assert_allclose(
+        losses_of(actual, state, steps=6), losses_of(expected, state, steps=6), rtol=1e-4
+    )
+
+
+def test_bfloat16_differs_by_its_rounding_alone(initial_state, one_device):
+    model = dataclasses.replace(CONFIG.model, dtype="bfloat16")
+    losses = [
+        losses_of(make_program(degrees, model=model, **changes), initial_state)
+        for degrees, changes in ((st.Degrees(), {}), (STARTRAIL, {"zero": 3, "tile": 8}))
+    ]
+    np.testing.assert_allclose(losses[0][:, 0], one_device[:, 0], rtol=2e-2)
+    np.testing.assert_allclose(losses[1][:, 0], losses[0][:, 0], rtol=1e-2)
+
+
+def test_initial_weights_do_not_depend_on_the_mesh(initial_state):
+    state = make_program(st.Degrees(tensor=2, data=2, team=2), zero=3).initialise()
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), initial_state)
+    # Nor do those of layers on each other.
+    kernels = initial_state.weights["blocks"]["mlp"]["up"]["kernel"]
+    (kernel,) = jax.tree.leaves(kernels)
+    assert (kernel[0] != kernel[1]).all()
+
+
+def test_documents_do_not_see_each_other():
+    """Masked, the loss of the first document is what it is without the others."""
+    program = make_program(STARTRAIL)
+    weights = program.initialise().weights
+    whole = batch(program, 0)
+    first = program.attention.layout.permute(
+        (np.cumsum(windows(0)[:, :-1] == END, axis=1) == 0).astype(np.float32)
+    )
+    ends = windows(0) == END
+    later = np.cumsum(ends, axis=1) - ends > 0
+    changed = np.where(later, 8 + windows(0)[::-1] % 40, windows(0))
+    assert (changed != windows(0)).any()
+    other = next_token_batch(changed, layout=program.attention.layout, end_of_document=END)
+    sums = [
+        program.losses(weights, x._replace(weights=jax.device_put(first, program.batch_sharding)))
+        for x in (whole, place(other, program.batch_sharding))
+    ]
+    assert sums[0][1] == first.sum() > 20
+    np.testing.assert_allclose(*sums, rtol=1e-6)
+
+
+def test_a_step_that_is_not_finite_changes_nothing():
+    program = make_program(st.Degrees(team=2), zero=1)
+    state = program.initialise()
+    broken = state._replace(weights=jax.tree.map(lambda x: x + np.inf, state.weights))
+    kept = jax.device_get(broken)
+    after, metrics = program.train_step(broken, batch(program, 0))
+    assert not metrics.finite
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(after), kept)
+
+
+def test_weights_are_decayed_but_for_norms(initial_state):
+    optimizer = dataclasses.replace(CONFIG.optimizer, weight_decay=1e4, warmup_fraction=0.0)
+    program = make_program(st.Degrees(), optimizer=optimizer)
+    state, _ = program.train_step(program.initialise(), batch(program, 0))
+    before, after = (
+        dict(nnx.to_flat_state(weights)) for weights in (initial_state.weights, state.weights)
+    )
+    for path, x in after.items():
+        grown = np.abs(x[...]).max() / np.abs(before[path][...]).max()
+        assert (grown > 50) == ("scale" not in path), path

@@ -1,0 +1,224 @@
+"""The training program: its flags, what it refuses, and going on after a stop."""
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import tyro
+
+import train
+from configs.gpt import RECIPES, gpt_tiny
+from programs import interrupt_after
+from trainer.config import MeshConfig
+from trainer.gpt.config import GPTTrainConfig
+from trainer.processes.devices import select_devices
+
+REPOSITORY = Path(train.__file__).parent
+TINY = (
+    "--model.width 24 --model.layers 2 --model.heads 8 --model.kv-heads 2 --model.head-dim 4 "
+    "--model.mlp-width 32 --seq-len 64 --batch-size 4 --validation-sequences 4 --log-every 1 "
+    "--sample-length 0 --no-tensorboard --checkpoint.every 1000 "
+)
+
+
+pytestmark = pytest.mark.usefixtures("compile_fast")
+
+
+def parse(flags):
+    return tyro.cli(GPTTrainConfig, default=gpt_tiny(), args=flags.split())
+
+
+def run(folder, flags="", *, steps):
+    return train.train(parse(f"{TINY} --steps {steps} --run-dir {folder} {flags}"))
+
+
+def test_an_interrupted_run_goes_on_as_if_nothing_had_been(tmp_path, monkeypatch):
+    flags = "--devices 8 --mesh.team 1 --zero 3"
+    undisturbed = run(tmp_path / "undisturbed", flags, steps=7)
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 4)
+        first = run(tmp_path / "run", flags, steps=7)
+    assert len(first.train) == 4
+    assert first.validation is None
+    shutil.copytree(tmp_path / "run", tmp_path / "other")
+
+    same = run(tmp_path / "run", flags, steps=7)
+    assert first.train + same.train == undisturbed.train
+    assert same.validation == undisturbed.validation
+
+    # Fewer devices, C = 2, other shards of the state.
+    other = run(tmp_path / "other", "--devices 4 --mesh.team 2 --zero 1", steps=7)
+    assert len(other.train) == 3
+    np.testing.assert_allclose(first.train + other.train, undisturbed.train, rtol=1e-5)
+    np.testing.assert_allclose(other.validation, undisturbed.validation, rtol=1e-5)
+    for folder in ("run", "other"):
+        lines = (tmp_path / folder / "metrics.jsonl").read_text().splitlines()
+        assert [json.loads(line)["step"] for line in lines] == list(range(1, 8))
+
+    # A run that has all its steps is measured again.
+    assert run(tmp_path / "undisturbed", flags, steps=7) == ([], undisturbed.validation)
+
+
+def test_flags_set_the_config():
+    config = parse("--mesh.team 4 --mesh.group 1 --steps 700 --model.kv-heads 4 --zero 3")
+    assert config.mesh == MeshConfig(team=4, group=1)
+    assert (config.steps, config.model.kv_heads, config.zero) == (700, 4, 3)
+    assert parse("") == gpt_tiny()
+    assert gpt_tiny().seq_len >= 1024
+
+
+def test_recipes_are_what_they_say():
+    sizes = {
+        name: (x.model.layers, x.model.width, x.model.heads, x.model.kv_heads, x.model.head_dim)
+        for name, x in ((name, recipe()) for name, recipe in RECIPES.items())
+    }
+    assert sizes == {
+        "gpt_tiny": (4, 128, 4, 2, 32),
+        "gpt_3b": (16, 4096, 32, 32, 128),
+        "gpt_7b": (32, 4096, 32, 32, 128),
+        "gpt_8b_gqa": (32, 4096, 32, 8, 128),
+    }
+    assert len({recipe().run_dir for recipe in RECIPES.values()}) == len(RECIPES)
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "message"),
+    [
+        (None, {"steps": 0}, r"steps must be at least 1; got steps=0"),
+        (None, {"seed": -1}, r"seed must be at least 0; got seed=-1"),
+        (None, {"devices": 0}, r"devices must be at least 1; got devices=0"),
+        (None, {"tile": 0}, r"tile must be at least 1; got tile=0"),
+        (None, {"sample_length": 1024}, r"sample_length must be below seq_len.*=1024. Use 512"),
+        (None, {"mesh": MeshConfig(data=3)}, r"batch_size must be div.*data=3.*Use batch_size=3"),
+        (None, {"accumulation": 3}, r"batch_size must be div.*accumulation=3. Use batch_size=3"),
+        (None, {"offload": True}, r"offload.*needs a remat.*remat='none'.*attention_saved"),
+        (None, {"zero": 1, "zero_axes": ()}, r"zero_axes must name an axis for zero=1; got none"),
+        (None, {"zero": 1, "zero_axes": ("team", "team")}, r"zero_axes must name an axis once"),
+        (None, {"zero_axes": ("team",)}, r"zero_axes need a ZeRO level.*got zero=0"),
+        (None, {"profile": (3, 2)}, r"profile must be.*got profile=\(3, 2\), steps=800"),
+        (None, {"profile": (800, 801)}, r"profile must be.*got profile=\(800, 801\)"),
+        ("mesh", {"team": 0}, r"mesh.team must be at least 1; got mesh.team=0"),
+        ("model", {"vocab_size": 0}, r"vocab_size must be at least 1"),
+        ("model", {"kv_heads": 3}, r"kv_heads must divide model.heads.*kv_heads=3, heads=4"),
+        ("model", {"head_dim": 5}, r"head_dim must be even.*head_dim=5. Use 6"),
+        ("optimizer", {"learning_rate": 0.0}, r"learning_rate must be above 0 and.*; got .*=0.0"),
+        ("optimizer", {"clip_norm": float("inf")}, r"clip_norm must be above 0 and fin.*=inf"),
+        ("optimizer", {"warmup_fraction": 1.0}, r"warmup_fraction must be .* below 1; got .*=1.0"),
+        ("optimizer", {"weight_decay": -1.0}, r"weight_decay must be at least 0; got .*=-1.0"),
+        ("data", {"held_out": 1.0}, r"held_out must be above 0 and below 1; got held_out=1.0"),
+        ("data", {"end_of_document": -1}, r"end_of_document must be at least 0; got .*=-1"),
+        ("checkpoint", {"keep": 0}, r"checkpoint.keep must be at least 1; got .*=0"),
+    ],
+)
+def test_config_that_cannot_be_raises(part, change, message):
+    config = gpt_tiny()
+    with pytest.raises(ValueError, match=message):
+        replace(config if part is None else getattr(config, part), **change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"base": 1.0}, r"rope.base must be above 1; got base=1.0"),
+        ({"factor": 0.5}, r"rope.factor must be at least 1; got factor=0.5"),
+        ({"factor": 2.0}, r"factor must be above 1 with.*got scaling='none', factor=2.0"),
+        ({"scaling": "yarn"}, r"factor must be above 1 with.*got scaling='yarn', factor=1.0"),
+        ({"scaling": "yarn", "factor": 2.0}, r"original_length must be given.*_length=None"),
+        ({"original_length": 9}, r"original_length must be given.*scaling='none', .*_length=9"),
+    ],
+)
+def test_rope_config_that_cannot_be_raises(change, message):
+    with pytest.raises(ValueError, match=message):
+        replace(gpt_tiny().model.rope, **change)
+
+
+def test_select_devices_takes_the_first():
+    assert select_devices(3) == jax.devices()[:3]
+    assert select_devices(None) == jax.devices()
+
+
+def test_select_devices_beyond_what_there_is_raises():
+    with pytest.raises(ValueError, match=r"devices=65, and there are 64 \(cpu\).*--devices 64"):
+        select_devices(65)
+
+
+@pytest.mark.parametrize(
+    ("flags", "error", "message"),
+    [
+        ("--mesh.head 16", ValueError, r"product of the mesh degrees must.* 16 for 8 devices"),
+        ("--model.heads 4 --mesh.head 8", ValueError, r"heads must be divisible by head \* tensor"),
+        ("--seq-len 1000", ValueError, r"seq_len must be divisible by 2 \* sequence.*Pad to 1008"),
+        ("--mesh.ring 3", ValueError, r"product of the mesh degrees must be.* for 8 devices"),
+        ("--tile 24", ValueError, r"tile must divide.*got tile=24 for 32 tokens. Use --tile 16"),
+        ("--mesh.tensor 4 --seq-len 36", ValueError, r"seq_len must be div.*36.*tensor=4.*of 8"),
+        ("--model.mlp-width 33 --mesh.tensor 2", ValueError, r"tensor must divide.*mlp.*size 33"),
+        ("--zero 3 --zero-axes data", ValueError, r"zero=3 needs an axis.*Use --zero-axes group"),
+        ("--offload --remat full", NotImplementedError, r"offload needs GPUs.*platform 'cpu'"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_there_is_a_run(flags, error, message, tmp_path):
+    with pytest.raises(error, match=message):
+        run(tmp_path / "run", f"--devices 8 {flags}", steps=1)
+    assert not (tmp_path / "run").exists()
+
+
+def test_profile_traces_the_steps(tmp_path):
+    run(tmp_path, "--devices 2 --profile 2 3", steps=4)
+    assert list((tmp_path / "profile").rglob("*.xplane.pb"))
+
+
+def run_program(flags, folder):
+    return subprocess.run(
+        [sys.executable, "train.py", *flags.split(), "--run-dir", str(folder)],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def test_program_trains_evaluates_and_samples(tmp_path):
+    flags = TINY.replace("--no-tensorboard", "") + (
+        "--steps 3 --log-every 3 --evaluate-every 2 --sample-length 32 --devices 4 --mesh.data 2"
+    )
+    result = run_program(flags, tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "mesh: data 2, group 1, ring 1, team 2" in result.stdout
+    assert "step 3/3  train loss" in result.stdout
+    assert "step 2/3  validation loss" in result.stdout
+    lines = result.stdout.splitlines()
+    last = [line for line in lines if line.startswith("validation loss")]
+    assert len(last) == 1
+    words = last[0].split()
+    assert words[:2] + words[3:] == ["validation", "loss", "nats/byte"]
+    assert 4.0 < float(words[2]) < 6.0
+    after = lines[lines.index(last[0]) + 1 :]
+    assert "--- held-out text" in after
+    assert "--- continued by the model" in after
+    assert list((tmp_path / "tensorboard").iterdir())
+
+    # A run's own config is a recipe.
+    again = run_program(f"{tmp_path}/config.json --steps 2 --log-every 1", tmp_path / "again")
+    assert again.returncode == 0, again.stderr
+    assert "step 2/2  train loss" in again.stdout
+
+
+def test_program_help_is_fast_and_lists_the_flags():
+    script = "import sys, train; sys.argv[1:] = ['--help']; train.read_command_line(['--help'])"
+    result = subprocess.run(
+        [sys.executable, "-X", "importtime", "-c", script],
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0
+    for name in ("data", "team", "ring", "group", "head", "tensor"):
+        assert f"--mesh.{name}" in result.stdout
+    imported = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
+    assert "tyro" in imported
+    assert not imported & {"jax", "flax", "numpy", "grain", "orbax"}

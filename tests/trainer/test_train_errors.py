@@ -1,0 +1,495 @@
+"""What goes wrong in training: a message that helps, and no work that is lost."""
+
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+import train
+from trainer.data.batches import TrainingBatches
+from trainer.gpt import objective as next_token
+from trainer.gpt.batches import Sequences
+from trainer.gpt.corpus import (
+    CHECKED_TOKENS,
+    Stream,
+)
+from trainer.gpt.loss import cross_entropy
+from trainer.run import metrics
+from trainer.run.checkpoint import Checkpoints
+from trainer.run.errors import exit_on_own_errors
+from trainer.run.folder import open_run
+
+REPOSITORY = Path(train.__file__).parent
+SEQ_LEN = 32
+STEPS = 8
+TINY = (
+    "--model.width 16 --model.layers 1 --model.heads 2 --model.kv-heads 1 --model.head-dim 8 "
+    f"--model.mlp-width 32 --seq-len {SEQ_LEN} --batch-size 2 --validation-sequences 2 "
+    "--log-every 1 --sample-length 0 --no-tensorboard --checkpoint.keep 100 "
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_once(tmp_path_factory):
+    """Programs that several tests need are compiled in the first of them."""
+    settings = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    compilation_cache.reset_cache()
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture
+def data(tmp_path):
+    return write_tokens(tmp_path / "data.bin", 10_000)
+
+
+def write_tokens(path, count):
+    """Random tokens below 200."""
+    np.random.default_rng(0).integers(0, 200, count).astype("<u2").tofile(path)
+    return path
+
+
+def flags_of(data, run_dir, flags=""):
+    """A later flag overrides an earlier one."""
+    return [
+        *f"{TINY} --devices 2 --steps {STEPS}".split(),
+        *("--data.path", str(data), "--run-dir", str(run_dir)),
+        *flags.split(),
+    ]
+
+
+def run(data, run_dir, flags=""):
+    """The program, as `python train.py` runs it."""
+    with exit_on_own_errors():
+        return train.train(train.read_command_line(flags_of(data, run_dir, flags)).config)
+
+
+def message_of(data, run_dir, flags=""):
+    """What the program says when it ends with status 1."""
+    with pytest.raises(SystemExit) as caught:
+        run(data, run_dir, flags)
+    # Python prints a string and exits with status 1.
+    assert isinstance(caught.value.code, str)
+    return caught.value.code
+
+
+def assert_matches(message, pattern):
+    assert re.search(pattern, message), f"{pattern!r} is not in {message!r}"
+
+
+def saved_steps(run_dir):
+    names = [path.name for path in (run_dir / "checkpoints").iterdir()]
+    return sorted(map(int, names))
+
+
+def logged_steps(run_dir):
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [x["step"] for x in records if "train_loss" in x]
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def first_tokens(batch_number, num_tokens):
+    """Where the windows of a batch begin in a file of so many tokens to train on."""
+    tokens = np.arange(num_tokens, dtype=np.int32)
+    stream = Stream(name="", tokens=tokens, vocab_size=num_tokens)
+    batches = TrainingBatches(
+        Sequences([stream], SEQ_LEN),
+        collate=lambda windows, numbers: [int(window[0]) for window in windows],
+        batch_size=2,
+        seed=0,
+    )
+    for _ in range(batch_number):
+        batch = next(batches)
+    batches.close()
+    return batch
+
+
+def at_step(monkeypatch, number, action):
+    """Has something happen when a step is reported, before it is saved."""
+    advance = metrics.Reporter.advance
+
+    def acting(self, at, measured=None):
+        advance(self, at, measured)
+        if at == number:
+            action()
+
+    monkeypatch.setattr(metrics.Reporter, "advance", acting)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, compiled_once):
+    """A run of 8 steps and its data; to be copied, not touched."""
+    folder = tmp_path_factory.mktemp("trained")
+    data = write_tokens(folder / "data.bin", 10_000)
+    run(data, folder / "run", "--checkpoint.every 4")
+    assert saved_steps(folder / "run") == [4, 8]
+    return folder
+
+
+# Data.
+
+
+def missing(folder):
+    return folder / "dta.bin", r"data.path must exist; got .*/dta.bin'. Did you mean .*/data.bin'\?"
+
+
+def empty_folder(folder):
+    (folder / "empty").mkdir()
+    return folder / "empty", r"data.path must hold files; got an empty folder, .*/empty'"
+
+
+def empty_text(folder):
+    (folder / "a.txt").touch()
+    return folder / "a.txt", r"Data must hold text; got 1 empty files in .*/a.txt'"
+
+
+def empty_tokens(folder):
+    (folder / "a.bin").touch()
+    return folder / "a.bin", r"/a.bin' must hold tokens; got none"
+
+
+def unreadable(folder):
+    # Whoever runs the tests may be allowed to read everything; not what links to itself.
+    (folder / "a.bin").symlink_to(folder / "a.bin")
+    return folder / "a.bin", r"/a.bin' must be readable; got OSError: .*Correct its permissions"
+
+
+def not_utf8(folder):
+    (folder / "a.txt").write_bytes(b"abc " * 1000 + b"\xff" + b"abc " * 1000)
+    return folder / "a.txt", r"Text must be UTF-8; got byte 0xff at offset 4000 of .*/a.txt'"
+
+
+def truncated_bin(folder):
+    (folder / "a.bin").write_bytes(bytes(9999))
+    return folder / "a.bin", r"/a.bin' must be a multiple of 2 bytes.* got 9999 bytes. It may be tr"
+
+
+def truncated_npy(folder):
+    np.save(folder / "a.npy", np.zeros(5000, np.uint16))
+    os.truncate(folder / "a.npy", 4000)
+    return folder / "a.npy", r"/a.npy' must be a whole .npy file.*It may be truncated"
+
+
+def short(folder):
+    path = write_tokens(folder / "a.bin", 34)
+    return (
+        path,
+        r"at least seq_len \+ 1 tokens.*got at most 32 tokens, in .*/a.bin', for seq_len=32",
+    )
+
+
+def short_held_out(folder):
+    path = write_tokens(folder / "a.bin", 640)
+    return path, r"and as many held out; got at most 32 tokens.* larger --data.held-out"
+
+
+def beyond_vocabulary(folder):
+    path = write_tokens(folder / "a.bin", 10_000)
+    with path.open("r+b") as file:
+        file.seek(2 * 77)
+        file.write(np.array(256, "<u2").tobytes())
+    return path, r"below model.vocab_size; got id 256 at token 77 of .*/a.bin' with vocab_size=256"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *(missing, empty_folder, empty_text, empty_tokens, unreadable, not_utf8, truncated_bin),
+        *(truncated_npy, short, short_held_out, beyond_vocabulary),
+    ],
+    ids=lambda wrong: wrong.__name__,
+)
+def test_wrong_data_end_the_program_before_there_is_a_run(wrong, data, tmp_path):
+    path, message = wrong(data.parent)
+    assert_matches(message_of(path, tmp_path / "run"), rf"^ValueError: .*{message}")
+    assert not (tmp_path / "run").exists()
+
+
+def test_token_beyond_the_vocabulary_that_training_meets_costs_no_step(tmp_path, capsys):
+    # The file is checked at its ends when it is opened, and so are windows as they are read.
+    count = 1_000_000
+    path = write_tokens(tmp_path / "data.bin", count)
+    num_train = round(0.95 * count)
+    start = first_tokens(6, num_train)[1]
+    wrong = start + 5
+    assert CHECKED_TOKENS <= wrong < num_train - CHECKED_TOKENS
+    tokens = np.memmap(path, "<u2", "r+")
+    right, tokens[wrong] = tokens[wrong], 3000
+    tokens.flush()
+
+    message = message_of(path, tmp_path / "run", "--checkpoint.every 1000")
+    assert f"got id 3000 at token {wrong} of '{path}' with vocab_size=256" in message
+    assert logged_steps(tmp_path / "run") == [1, 2, 3, 4, 5]
+    assert saved_steps(tmp_path / "run") == [5]
+
+    tokens[wrong] = right
+    tokens.flush()
+    capsys.readouterr()
+    losses = run(path, tmp_path / "run", "--checkpoint.every 1000")
+    assert "after step 5\n" in capsys.readouterr().out
+    assert len(losses.train) == STEPS - 5
+    assert logged_steps(tmp_path / "run") == list(range(1, STEPS + 1))
+
+
+# Folders and disks.
+
+
+def test_unwritable_run_folder_ends_the_program(data, tmp_path):
+    (tmp_path / "file").touch()
+    message = message_of(data, tmp_path / "file" / "run")
+    assert_matches(message, r"^OSError: .*must be one that can be written; got .*/file/run: Not a")
+    assert "another --run-dir" in message
+
+
+def test_run_folder_in_use_ends_the_program(data, tmp_path):
+    config = train.read_command_line(flags_of(data, tmp_path / "run")).config
+    with open_run(config):
+        before = contents(tmp_path / "run")
+        message = message_of(data, tmp_path / "run")
+        assert contents(tmp_path / "run") == before
+    assert_matches(message, rf"^RuntimeError: One program .*/run, where process {os.getpid()} does")
+
+
+def test_full_disk_is_refused_before_training(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1))
+    message = message_of(data, tmp_path / "run", "--checkpoint.keep 2")
+    assert_matches(message, r"^CheckpointError: .*space for 3 more checkpoints.*1e-09 GB free")
+    assert not (tmp_path / "run/metrics.jsonl").exists()
+
+
+def test_disk_that_fills_up_leaves_the_last_checkpoint(data, tmp_path, monkeypatch, capsys):
+    # A limit on the size of files stands for the full disk.
+    limit, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill():
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "run/checkpoints/2").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+
+    try:
+        with monkeypatch.context() as patch:
+            at_step(patch, 3, fill)
+            message = message_of(data, tmp_path / "run", "--checkpoint.every 2")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    assert_matches(message, r"^CheckpointError: The checkpoint of step 4 could not be saved: .*")
+    assert "File too large" in message
+    assert "The last whole one, of step 2, is intact" in message
+    assert "the same command goes on from step 2." in message
+
+    capsys.readouterr()
+    losses = run(data, tmp_path / "run", "--checkpoint.every 2")
+    assert "after step 2\n" in capsys.readouterr().out
+    assert len(losses.train) == STEPS - 2
+    assert saved_steps(tmp_path / "run") == [2, 4, 6, 8]
+    assert logged_steps(tmp_path / "run") == list(range(1, STEPS + 1))
+
+
+# Checkpoints of something else.
+
+
+def test_run_of_another_model_is_left_alone(trained, tmp_path):
+    shutil.copytree(trained / "run", tmp_path / "run")
+    before = contents(tmp_path / "run/checkpoints")
+    flags = "--model.width 24 --optimizer.learning-rate 0.5"
+    message = message_of(trained / "data.bin", tmp_path / "run", flags)
+    assert_matches(message, r"^ValueError: A run that goes on must keep .*/run, a run with others:")
+    assert "\n  --model.width 16 there, 24 now\n" in message
+    assert "\n  --optimizer.learning-rate 0.004 there, 0.5 now\n" in message
+    assert "--model.width 16 --optimizer.learning-rate 0.004 to go on with this one" in message
+    # The folder still says which run it is.
+    assert contents(tmp_path / "run/checkpoints") == before
+    for name in ("config.json", "metrics.jsonl"):
+        assert (tmp_path / "run" / name).read_text() == (trained / "run" / name).read_text()
+
+
+def test_checkpoint_of_another_model_names_the_arrays(trained, tmp_path):
+    shutil.copytree(trained / "run", tmp_path / "run")
+    (tmp_path / "run/config.json").unlink()
+    before = contents(tmp_path / "run/checkpoints")
+    message = message_of(trained / "data.bin", tmp_path / "run", "--model.width 24")
+    assert_matches(message, r"^ValueError: The checkpoint must be of this model.*/checkpoints/8, ")
+    assert_matches(message, r"kernel.*: float32\[1, 16, 2, 8\] in the checkpoint, .*24, 2, 8\] now")
+    assert contents(tmp_path / "run/checkpoints") == before
+
+
+def test_run_on_other_data_is_refused(trained, tmp_path):
+    shutil.copytree(trained / "run", tmp_path / "run")
+    data = trained / "data.bin"
+    longer = tmp_path / "data.bin"
+    longer.write_bytes(data.read_bytes() * 2)
+    config = json.loads((tmp_path / "run/config.json").read_text())
+    config["data"]["path"] = str(longer)
+    (tmp_path / "run/config.json").write_text(json.dumps(config))
+    message = message_of(longer, tmp_path / "run")
+    assert_matches(message, r"^ValueError: .*the data with which it began; got windows=593, where")
+    assert saved_steps(tmp_path / "run") == [4, 8]
+
+
+# Flags.
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--mesh.ring 3", r"product of the mesh degrees must be.*ring=3.* for 2 devices"),
+        ("--mesh.team 4", r"product of the mesh degrees must divide.*team=4.* for 2 devices"),
+        ("--devices 65", r"devices must be at most.*devices=65, and there are 64"),
+        ("--seq-len 34", r"seq_len must be divisible by .*seq_len=34.*Pad to 36"),
+        ("--model.heads 3 --mesh.head 2", r"heads must be divisible by head \* tensor.*heads=3"),
+    ],
+)
+def test_what_does_not_fit_ends_the_program_before_there_is_a_run(flags, message, data, tmp_path):
+    assert_matches(message_of(data, tmp_path / "run", flags), rf"^ValueError: .*{message}")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--optimizer.learning-rat 1", r"Unrecog.*Perhaps you meant:.* --optimizer.learning-rate "),
+        ("--mesh.taem 2", r"Unrecognized options: --mesh.taem.*Perhaps you meant: --mesh.team "),
+        ("--zero 4", r"invalid choice '4' for argument '--zero'. Expected one of \('0', '1', "),
+        ("--steps many", r"Error parsing --steps: .*'many'"),
+        ("--steps 0", r"steps must be at least 1; got steps=0"),
+        ("gpt_tny --steps 3", r"got 'gpt_tny'. Did you mean gpt_tiny\? Recipes: .*gpt_8b_gqa"),
+        ("runs/none/config.json", r"a recipe or a config.json; got 'runs/none/config.json'. Rec"),
+    ],
+)
+def test_wrong_command_line_says_what_was_meant(flags, message, capsys):
+    with pytest.raises(SystemExit) as caught:
+        train.read_command_line(flags.split())
+    assert caught.value.code == 2
+    # Without the box round it, which breaks lines.
+    assert_matches(" ".join(capsys.readouterr().err.replace("│", " ").split()), message)
+
+
+def test_help_shows_the_values_of_the_recipe(capsys):
+    with pytest.raises(SystemExit) as caught:
+        train.read_command_line(["gpt_7b", "--help"])
+    assert caught.value.code == 0
+    shown = capsys.readouterr().out
+    assert "--model.mlp-width" in shown
+    assert "11008" in shown
+
+
+def test_config_file_with_an_unknown_setting_names_the_likely_one(trained, tmp_path):
+    config = json.loads((trained / "run/config.json").read_text())
+    config["stepz"] = config.pop("steps")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SystemExit) as caught, exit_on_own_errors():
+        train.read_command_line([str(tmp_path / "config.json")])
+    assert_matches(caught.value.code, r"^ValueError: .*config.json must hold.*stepz. Use steps")
+
+
+# Numbers.
+
+
+@pytest.fixture
+def poisoned(data, monkeypatch):
+    """Data of which step 4 has a loss that is not finite: that of token 255, which is nowhere."""
+    start = first_tokens(4, 9500)[0]
+    tokens = np.memmap(data, "<u2", "r+")
+    tokens[start + 3] = 255
+    tokens.flush()
+
+    def losses(logits, targets):
+        return cross_entropy(logits, targets) * jnp.where(targets == 255, jnp.inf, 1.0)
+
+    monkeypatch.setattr(next_token, "cross_entropy", losses)
+    return data
+
+
+def test_loss_that_is_not_finite_stops_and_can_be_skipped(poisoned, tmp_path, capsys, monkeypatch):
+    message = message_of(poisoned, tmp_path / "run", "--checkpoint.every 2")
+    assert_matches(message, r"^FloatingPointError: .*must be finite; got loss inf, .* in step 4\.")
+    assert "Step 2 is saved; steps 3 to 4 lead from there to here." in message
+    assert logged_steps(tmp_path / "run") == [1, 2, 3]
+    assert saved_steps(tmp_path / "run") == [2]
+
+    states = {}
+    save = Checkpoints.save
+
+    def noting(self, number, state, position):
+        states[number] = jax.tree.map(np.array, state)
+        save(self, number, state, position)
+
+    monkeypatch.setattr(Checkpoints, "save", noting)
+    capsys.readouterr()
+    flags = "--checkpoint.every 1 --non-finite skip"
+    losses = run(poisoned, tmp_path / "run", flags)
+    shown = capsys.readouterr().out
+    assert "after step 2\n" in shown
+    assert "step 4 skipped: loss inf, gradient norm " in shown
+    assert np.isfinite(losses.train).tolist() == [True, False, True, True, True, True]
+    assert np.isfinite(losses.validation)
+    assert logged_steps(tmp_path / "run") == [1, 2, 3, 5, 6, 7, 8]
+    before, skipped, after = (jax.tree.leaves(states[number]) for number in (3, 4, 5))
+    for x, y in zip(before, skipped, strict=True):
+        np.testing.assert_array_equal(x, y)
+    assert all((x != y).any() for x, y in zip(skipped, after, strict=True))
+
+
+# Signals.
+
+
+def test_sigterm_saves_and_exits_with_status_0(data, tmp_path, capsys):
+    # An evaluation takes longer than a signal.
+    flags = "--evaluate-every 1 --validation-sequences 400"
+    environment = {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": str(len(jax.devices())),
+        "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    process = subprocess.Popen(
+        [sys.executable, "train.py", *flags_of(data, tmp_path / "run", flags)],
+        cwd=REPOSITORY,
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if line.startswith("step 2/8  train loss"):
+            process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert errors == ""
+    (last,) = saved_steps(tmp_path / "run")
+    assert 2 <= last < STEPS
+    assert lines[-1] == f"interrupted after step {last}, which is saved in {tmp_path / 'run'}\n"
+    assert logged_steps(tmp_path / "run") == list(range(1, last + 1))
+
+    losses = run(data, tmp_path / "run", flags)
+    assert f"after step {last}\n" in capsys.readouterr().out
+    assert len(losses.train) == STEPS - last
+    assert logged_steps(tmp_path / "run") == list(range(1, STEPS + 1))

@@ -1,0 +1,377 @@
+"""The watch among processes, with threads for processes: who is lost, who says so, who stops."""
+
+import json
+import re
+import selectors
+import socket
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import jax
+import pytest
+
+from trainer.processes import heartbeat as watch_module
+from trainer.processes.distributed import Distributed
+from trainer.processes.heartbeat import (
+    Leader,
+    Line,
+    Member,
+    flags_of,
+    join,
+    lead,
+    watch,
+)
+
+TIMEOUT = 2.0
+
+
+@pytest.fixture(autouse=True)
+def ends(monkeypatch):
+    """What the processes say that end. They do not, here."""
+    said = []
+
+    def end(message):
+        said.append(message)
+        if threading.current_thread() is threading.main_thread():
+            raise SystemExit
+
+    monkeypatch.setattr(watch_module, "end_now", end)
+    monkeypatch.setattr(watch_module, "BEAT_SECONDS", 0.1)
+    monkeypatch.setattr(watch_module, "VERDICT_SECONDS", 0.5)
+    monkeypatch.setattr(watch_module, "FAREWELL_SECONDS", 1.0)
+    return said
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def in_threads(*actions):
+    """Runs them at the same time; their results."""
+    results = [None] * len(actions)
+
+    def run(index, action):
+        results[index] = action()
+
+    threads = [threading.Thread(target=run, args=x, daemon=True) for x in enumerate(actions)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    return results
+
+
+def begin(count, timeout=TIMEOUT):
+    meeting = lead(["localhost"], count, timeout)
+    return in_threads(*(lambda i=i: join(meeting, i, timeout) for i in range(count)))
+
+
+OPEN = []
+
+
+@pytest.fixture(autouse=True)
+def close_connections():
+    yield
+    while OPEN:
+        OPEN.pop().close()
+
+
+def connect(meeting, index, token=None):
+    """A process that joins and does no more."""
+    line = Line(socket.create_connection(("localhost", meeting["port"])))
+    OPEN.append(line)
+    line.send("join", token=token or meeting["token"], index=index, host="far", flags={})
+    return line
+
+
+def begin_with_silent(count, timeout=TIMEOUT):
+    """The last process never says anything."""
+    meeting = lead(["localhost"], count, timeout)
+    line = connect(meeting, count - 1)
+    return line, in_threads(*(lambda i=i: join(meeting, i, timeout) for i in range(count - 1)))
+
+
+def drip(connection):
+    """Sends without an end, until it is closed."""
+    with suppress(OSError):
+        while True:
+            connection.sendall(b"x")
+            time.sleep(0.1)
+
+
+@dataclass
+class Inner:
+    fast: bool = True
+    path: str = "here"
+
+
+@dataclass
+class Settings:
+    tokens: int = 3
+    two_words: tuple[int, ...] = (1, 2)
+    inner: Inner = field(default_factory=Inner)
+
+
+def leave(members):
+    in_threads(*(member.leave for member in members))
+
+
+def test_one_process_needs_no_watch():
+    with watch(Distributed()) as agree:
+        assert not agree(False)
+        assert agree(True)
+
+
+def test_all_leave_together(ends):
+    members = begin(3)
+    left = threading.Thread(target=members[1].leave, daemon=True)
+    left.start()
+    time.sleep(2 * TIMEOUT)  # Who waits for the others is not lost.
+    assert left.is_alive()
+    in_threads(members[0].leave, members[2].leave)
+    left.join(10)
+    assert not left.is_alive()
+    assert ends == []
+
+
+@pytest.mark.parametrize("wishing", [0, 2])
+def test_all_stop_at_the_same_call(wishing, ends):
+    members = begin(3)
+    answers = [[], [], []]
+
+    def loop(index):
+        for call in range(1000):
+            answers[index].append(members[index].agree(index == wishing and call >= 50))
+            # As fast as each can, but no further ahead than a step, as in training.
+            while min(map(len, answers)) < len(answers[index]) - 1:
+                time.sleep(0.001)
+
+    in_threads(*(lambda i=i: loop(i) for i in range(3)))
+    assert answers[0] == answers[1] == answers[2]
+    first = answers[0].index(True)
+    assert first >= 50
+    assert all(answers[0][first:])
+    leave(members)
+    assert ends == []
+
+
+def test_wish_that_comes_when_others_are_done_stops_nobody(ends):
+    members = begin(2)
+    for member in members:
+        assert not member.agree(False)
+    left = threading.Thread(target=members[1].leave, daemon=True)
+    left.start()
+    assert not members[0].agree(True)
+    members[0].leave()
+    left.join(10)
+    assert ends == []
+
+
+def test_process_that_is_gone_ends_all(ends):
+    line, _ = begin_with_silent(3)
+    line.close()
+    wait_until(lambda: len(ends) == 2)
+    host = socket.gethostname()
+    assert sorted(ends) == [
+        f"process {index} of 3 ({host}) ends, as another has failed: process 2 of 3 (far) has "
+        "ended without a word. When that is mended, the same command goes on from the newest "
+        "whole checkpoint."
+        for index in (0, 1)
+    ]
+
+
+def test_process_that_is_silent_ends_all(ends):
+    since = time.monotonic()
+    begin_with_silent(3)
+    wait_until(lambda: len(ends) == 2)
+    assert TIMEOUT < time.monotonic() - since < 3 * TIMEOUT + 2
+    for message in ends:
+        assert "process 2 of 3 (far) has given no sign of life for 2 s (stopped, or " in message
+
+
+@pytest.mark.parametrize("happens", ["gone", "silent"])
+def test_without_process_0_the_others_end(happens, ends):
+    with socket.create_server(("localhost", 0)) as server:
+        meeting = {"hosts": ["localhost"], "port": server.getsockname()[1], "token": "x"}
+        members = []
+        joining = threading.Thread(target=lambda: members.append(join(meeting, 1, TIMEOUT)))
+        joining.start()
+        line = Line(server.accept()[0])
+        assert line.receive_one(10.0)["index"] == 1
+        line.send("joined", names=["process 0 of 2 (a)", "process 1 of 2 (b)"])
+        joining.join(10)
+        if happens == "gone":
+            line.close()
+        wait_until(lambda: ends)
+        line.close()
+    (message,) = ends
+    what = {"gone": "has ended without a word", "silent": "has given no sign of life for 2 s"}
+    assert f"(b) ends, as another has failed: process 0 of 2 (a) {what[happens]}" in message
+
+
+def fail_with(member, error):
+    with pytest.raises(SystemExit):
+        member.fail(error)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_error_ends_all_and_is_shown_by_all(failing, ends):
+    members = begin(2)
+    fail_with(members[failing], OSError("it broke.\nin detail"))
+    wait_until(lambda: len(ends) == 2)
+    host = socket.gethostname()
+    name = f"process {failing} of 2 ({host})"
+    assert f"{name}: OSError: it broke.\nin detail" in ends
+    (other,) = (message for message in ends if not message.startswith(f"{name}: "))
+    assert f" ends, as another has failed: {name}: OSError: it broke. When" in other
+
+
+def test_failed_collective_is_not_blamed_for_the_death_that_it_comes_of(ends):
+    line, members = begin_with_silent(3)
+    died = threading.Timer(0.2, line.close)
+    died.start()
+    try:
+        raise RuntimeError from jax.errors.JaxRuntimeError("Gloo: connection closed")
+    except RuntimeError as error:
+        with pytest.raises(SystemExit):
+            members[1].fail(error)
+    wait_until(lambda: len(ends) >= 2)
+    assert all("process 2 of 3 (far) has ended without a word" in message for message in ends[:2])
+
+
+def test_failed_collective_is_blamed_when_nobody_died(ends):
+    members = begin(2)
+    fail_with(members[1], jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"))
+    wait_until(lambda: len(ends) == 2)
+    assert all("JaxRuntimeError: RESOURCE_EXHAUSTED: Out of memory" in x for x in ends)
+
+
+def test_strangers_are_not_let_in(ends):
+    meeting = lead(["localhost"], 2, TIMEOUT)
+    # They stay, and none of them makes those wait that come after it.
+    silent = [socket.create_connection(("localhost", meeting["port"])) for _ in range(10)]
+    nested, slow = silent[:2]
+    nested.sendall(b"[" * 100_000 + b"\n")
+    dripping = threading.Thread(target=drip, args=[slow], daemon=True)
+    dripping.start()
+    since = time.monotonic()
+    stranger = connect(meeting, 1, token="guessed")
+    assert stranger.receive_one(10.0) == {}
+    for sent in (b"GET / HTTP/1.1\r\n\r\n", b"[]\n", b"\xff\n", b'{"index": 1}\n', b""):
+        with socket.create_connection(("localhost", meeting["port"])) as connection:
+            connection.sendall(sent)
+            connection.shutdown(socket.SHUT_WR)
+            connection.settimeout(10)
+            with suppress(ConnectionResetError):
+                assert connection.recv(1) == b""
+    for index in (2, -1, "1", None, [1]):
+        assert connect(meeting, index).receive_one(10.0) == {}
+    dripping.join(10)
+    assert not dripping.is_alive()
+    assert time.monotonic() - since < 5
+    members = in_threads(*(lambda i=i: join(meeting, i, TIMEOUT) for i in range(2)))
+    assert all(isinstance(member, Member) for member in members)
+    leave(members)
+    assert ends == []
+    for connection in silent:
+        connection.close()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"seed": "--seed 1", "steps": "--steps 5"}, r"--seed 1, and process 0 --seed 0: all must"),
+        ({"seed": "--seed 0"}, r"none, and process 0 --steps 5: all must have the same flags"),
+        (
+            {"seed": "--seed 0", "steps": "--steps 6", "tokens": "--tokens 7"},
+            r"--steps 6 --tokens 7, and process 0 --steps 5: ",
+        ),
+    ],
+)
+def test_processes_with_other_flags_are_refused_by_all(flags, message):
+    meeting = lead(["localhost"], 3, TIMEOUT)
+    of_0 = {"seed": "--seed 0", "steps": "--steps 5"}
+
+    def refused(index):
+        with pytest.raises(RuntimeError) as caught:
+            join(meeting, index, TIMEOUT, flags if index == 1 else of_0)
+        return str(caught.value)
+
+    one, *others = in_threads(*(lambda i=i: refused(i) for i in range(3)))
+    assert others == [one, one]
+    assert re.match(rf"All processes must join; got: process 1 of 3 \(.*\) has {message}", one)
+
+
+def test_flags_are_those_of_the_command_line():
+    options = Settings(tokens=5, inner=Inner(fast=False))
+    assert flags_of(options, but=["inner.path"]) == {
+        "tokens": "--tokens 5",
+        "two_words": "--two-words 1 2",
+        "inner.fast": "--inner.no-fast",
+    }
+
+
+def test_who_was_stopped_does_not_blame_the_others(monkeypatch, ends):
+    members = begin(2)
+    select = selectors.DefaultSelector.select
+    resumed = time.monotonic() + TIMEOUT + 1
+
+    def stopped(self, timeout=None):
+        found = select(self, 0)
+        time.sleep(max(resumed - time.monotonic(), 0) or timeout)
+        return found
+
+    monkeypatch.setattr(selectors.DefaultSelector, "select", stopped)
+    time.sleep(TIMEOUT + 1.5)
+    monkeypatch.setattr(selectors.DefaultSelector, "select", select)
+    leave(members)
+    assert ends == []
+
+
+def test_error_in_the_watch_itself_is_told_to_all(monkeypatch):
+    monkeypatch.setattr(Leader, "_follow", lambda _: {}["x"])
+    with pytest.MonkeyPatch.context() as patch:
+        said = []
+        patch.setattr(watch_module, "end_now", said.append)
+        begin(2)
+        wait_until(lambda: len(said) == 2)
+    assert all("the watch in process 0 of 2 (" in x and "KeyError: 'x'" in x for x in said)
+
+
+def test_process_that_does_not_join_is_named(monkeypatch):
+    monkeypatch.setattr(watch_module, "JOIN_SECONDS", 1.0)
+    meeting = lead(["localhost"], 2, TIMEOUT)
+    with pytest.raises(RuntimeError, match=r"must join; got: process 1 of 2 did not join .* 1 s"):
+        join(meeting, 0, TIMEOUT)
+
+
+def test_process_0_that_cannot_be_reached_is_named(monkeypatch):
+    monkeypatch.setattr(watch_module, "JOIN_SECONDS", 0.1)
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+    meeting = {"hosts": ["localhost", "127.0.0.1"], "port": port, "token": "x"}
+    message = rf"Process 1 must reach process 0 by TCP.*localhost, 127.0.0.1, port {port}\. Open"
+    with pytest.raises(RuntimeError, match=message):
+        join(meeting, 1, TIMEOUT)
+
+
+def test_messages_are_read_in_whatever_pieces_they_come():
+    here, there = socket.socketpair(socket.AF_UNIX)
+    with here, there, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket.socket, "setsockopt", lambda *_: None)  # Not of TCP.
+        line = Line(here)
+        data = json.dumps({"kind": "a", "text": "x\ny" * 1000}).encode() + b'\n{"kind": "b"}\n'
+        found = []
+        for start in range(0, len(data), 1500):
+            there.sendall(data[start : start + 1500])
+            found += line.receive()
+        assert [message["kind"] for message in found] == ["a", "b"]
+        there.close()
+        assert line.receive() is None
+    assert re.fullmatch(r"(x\ny)+", found[0]["text"])

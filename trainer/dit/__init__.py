@@ -1,0 +1,1 @@
+"""Diffusion transformers: their config, data, objective, and images from them."""

@@ -1,0 +1,246 @@
+"""Images from a diffusion transformer whose tokens are sharded, and their grid as a PNG."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Float32, Int32, UInt8, UInt32
+
+from startrail_jax.compiler import compiler_options
+from trainer.data.batches import sharding_of
+from trainer.dit.config import (
+    DiTConfig,
+    DiTTrainConfig,
+)
+from trainer.dit.diffusion import (
+    Predict,
+    Sampler,
+    guided,
+    sample,
+)
+from trainer.dit.objective import (
+    DRAWING,
+    PADDING,
+    Denoising,
+    padded_caption,
+)
+from trainer.dit.patches import unpatchify
+from trainer.parallel.step import Program
+
+
+class Drawing:
+    """Samples of a trained model, on the mesh of a `Program`."""
+
+    def __init__(
+        self, program: Program, *, sampler: Sampler, steps: int, guidance: float, rows: int
+    ) -> None:
+        """Prepares the program that draws; it is compiled when it is called first.
+
+        Args:
+            program: of a `DiTTrainConfig`.
+            sampler: one that serves the target of the model: see `diffusion.SAMPLERS`.
+            steps: of the sampler.
+            guidance: 1 draws what the model has learnt; above 1, samples are more typical of their
+                class or caption, and each step asks the model twice.
+            rows: images that are drawn at a time; rounded up to a multiple of the data degree.
+
+        Raises:
+            ValueError: if the sampler does not serve the model, or guidance has no use for it.
+        """
+        config, attention = program.config, program.attention
+        assert isinstance(config, DiTTrainConfig)
+        assert isinstance(program.objective, Denoising)
+        self._config, self._program, self._objective = config, program, program.objective
+        self._sampler: Sampler = sampler
+        self._steps, self._guidance = steps, guidance
+        self._layout = attention.layout
+        degree = attention.degrees.data
+        self._rows = -(-rows // degree) * degree
+        _check_guidance(guidance, config)
+        # Raises now what it would raise when it draws.
+        jax.eval_shape(
+            lambda noise: sample(config.diffusion.target, sampler, lambda x, _: x, noise, steps),
+            jax.ShapeDtypeStruct((1, 1), jnp.float32),
+        )
+        mesh: Any = attention.mesh
+        self._draw = jax.jit(
+            self._draw_rows,
+            out_shardings=NamedSharding(mesh, PartitionSpec()),
+            compiler_options=compiler_options(mesh),
+        )
+
+    def draw(
+        self, weights: Any, *, labels: Sequence[int], captions: Sequence[bytes] | None, seed: int
+    ) -> Iterator[Float32[np.ndarray, "F H W C"]]:
+        """Draws one image for each label.
+
+        An image depends on its label, its caption, its place in `labels` and the seed, and, but for
+        rounding, on neither the mesh nor how many are drawn at a time.
+
+        Args:
+            weights: of the model, sharded as `Program` has them.
+            labels: classes; the number of classes for none.
+            captions: UTF-8, as many as labels, b"" for none; None where the model takes no text.
+            seed: of the noise, below 2**32.
+
+        Returns:
+            An iterator of latents, or of images with values of about -1 to 1.
+
+        Raises:
+            ValueError: if there is a label, caption or seed that the model cannot take.
+        """
+        _check_wishes(labels, captions, seed, self._config.model)
+        return self._images(weights, labels, captions, np.uint32(seed))
+
+    def _images(
+        self,
+        weights: Any,
+        labels: Sequence[int],
+        captions: Sequence[bytes] | None,
+        seed: np.uint32,
+    ) -> Iterator[Float32[np.ndarray, "F H W C"]]:
+        config = self._config
+        length = self._layout.padded_length(config.model.caption_length)
+        for first in range(0, len(labels), self._rows):
+            # The last is drawn again where there are none left: that spares another program.
+            numbers = np.minimum(np.arange(first, first + self._rows), len(labels) - 1)
+            chosen = np.array([labels[number] for number in numbers], np.int32)
+            text = None
+            if captions is not None:
+                text = np.stack([padded_caption(captions[number], length) for number in numbers])
+            patches = self._draw(weights, chosen, text, numbers.astype(np.int32), seed)
+            patches = np.asarray(patches)[:, : config.num_tokens]
+            drawn = unpatchify(patches, config.size, config.model.patch, config.model.channels)
+            yield from drawn[: len(labels) - first]
+
+    def _draw_rows(
+        self,
+        weights: Any,
+        labels: Int32[Array, " B"],
+        captions: Int32[Array, "B S"] | None,
+        numbers: Int32[Array, " B"],
+        seed: UInt32[Array, ""],
+    ) -> Float32[Array, "B T P"]:
+        config = self._config
+        key = jax.random.fold_in(jax.random.key(seed), DRAWING)
+        keys = jax.vmap(partial(jax.random.fold_in, key))(numbers)
+        # Of the image alone: padding depends on the mesh.
+        shape = (config.num_tokens, config.patch_elements)
+        noise = jax.vmap(lambda key: jax.random.normal(key, shape))(keys)
+        missing = self._layout.padded_length(config.num_tokens) - config.num_tokens
+        noise = jnp.pad(noise, ((0, 0), (0, missing), (0, 0)))
+        sharding = sharding_of(self._program.batch_sharding, noise.ndim)
+        noise = lax.with_sharding_constraint(noise, sharding)
+        predict = self._predict(weights, labels, captions)
+        if self._guidance != 1:
+            no_labels = jnp.full_like(labels, config.model.classes)
+            no_captions = None if captions is None else jnp.full_like(captions, PADDING)
+            unconditional = self._predict(weights, no_labels, no_captions)
+            predict = guided(predict, unconditional, self._guidance)
+        return sample(config.diffusion.target, self._sampler, predict, noise, self._steps)
+
+    def _predict(
+        self, weights: Any, labels: Int32[Array, " B"], captions: Int32[Array, "B S"] | None
+    ) -> Predict:
+        def predict(x: Array, times: Array) -> Array:
+            shown = self._objective.shown(x, times, labels, captions)
+            return self._program.outputs(weights, shown)
+
+        return predict
+
+
+def _check_guidance(guidance: float, config: DiTTrainConfig) -> None:
+    if not 0 <= guidance < math.inf:
+        raise ValueError(
+            f"guidance must be at least 0 and finite; got guidance={guidance}. Use 1 for none."
+        )
+    model, dropout = config.model, config.diffusion.dropout
+    if guidance != 1 and not (dropout and (model.classes or model.caption_length)):
+        raise ValueError(
+            "guidance other than 1 needs a model that has learnt to draw with a class or a caption "
+            f"and without; got guidance={guidance}, classes={model.classes}, "
+            f"caption_length={model.caption_length}, dropout={dropout}. Use guidance=1."
+        )
+
+
+def _check_wishes(
+    labels: Sequence[int], captions: Sequence[bytes] | None, seed: int, model: DiTConfig
+) -> None:
+    for label in labels:
+        if not 0 <= label <= model.classes:
+            raise ValueError(
+                "labels must be at least 0 and below the number of classes, or that number for no "
+                f"class; got label={label}, classes={model.classes}. Choose others."
+            )
+    if (captions is not None) != (model.caption_length > 0):
+        raise ValueError(
+            "captions must be given for a model with caption_length above 0, and for no other; "
+            f"got captions={captions}, caption_length={model.caption_length}. Use b'' for none."
+        )
+    if captions is not None and len(captions) != len(labels):
+        raise ValueError(
+            f"captions must be as many as labels; got {len(captions)} captions, {len(labels)} "
+            "labels. Use b'' for none."
+        )
+    for caption in captions or ():
+        if len(caption) > model.caption_length:
+            raise ValueError(
+                f"captions must have at most caption_length={model.caption_length} bytes; got "
+                f"{len(caption)}. Shorten it."
+            )
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"seed must be at least 0 and below 2**32; got seed={seed}. Use another.")
+
+
+def to_pixels(latent: Float32[np.ndarray, "F H W C"]) -> UInt8[np.ndarray, "H F*W C"]:
+    """Pixels of a sample in [-1, 1]; frames of a video lie side by side."""
+    across = np.concatenate(list(latent), axis=1)
+    return np.round((np.clip(across, -1, 1) + 1) * 127.5).astype(np.uint8)
+
+
+def image_grid(
+    images: Sequence[UInt8[np.ndarray, "H W C"]], *, columns: int
+) -> UInt8[np.ndarray, "rows across C"]:
+    """Images row by row, with a black gap of a pixel between and around them.
+
+    Args:
+        images: at least one, and all of one shape.
+        columns: images in a row.
+    """
+    height, width, channels = images[0].shape
+    rows = -(-len(images) // columns)
+    grid = np.zeros((rows * (height + 1) + 1, columns * (width + 1) + 1, channels), np.uint8)
+    for number, image in enumerate(images):
+        row, column = divmod(number, columns)
+        top, left = row * (height + 1) + 1, column * (width + 1) + 1
+        grid[top : top + height, left : left + width] = image
+    return grid
+
+
+def save_grid(
+    images: Sequence[UInt8[np.ndarray, "H W C"]], path: Path, *, columns: int, scale: int
+) -> None:
+    """Writes an `image_grid` as PNG; a reader finds an old file or the whole new one.
+
+    Args:
+        images: with 1 or 3 channels.
+        path: the file.
+        columns: images in a row.
+        scale: pixels of the file for one of an image, across and down.
+    """
+    # Here, because training does without it.
+    from PIL import Image
+
+    grid = image_grid(images, columns=columns).repeat(scale, axis=0).repeat(scale, axis=1)
+    part = path.with_name(f"{path.name}.part")
+    Image.fromarray(grid.squeeze(-1) if grid.shape[-1] == 1 else grid).save(part, format="PNG")
+    part.replace(path)

@@ -1,0 +1,274 @@
+"""What a diffusion model trains on and what it holds out: images or latents, by their number.
+
+    data.path    what is read                                       latents
+    none         the handwritten digits of scikit-learn             images, kept in memory
+    a folder     *.png, *.jpg, *.jpeg, *.webp, *.bmp, in folders    images, read when asked for
+                 that are classes, where the model has classes
+    *.npz        `latents`, `labels`, `captions`                    as they are, kept in memory
+
+Images have values from -1 to 1. Nothing is resized or cropped. All that can be wrong is looked for
+when data are opened, but for the pixels of files in a folder.
+
+What is held out is a share of the examples, drawn once and for all: it depends on their number
+alone, not on seed, hosts or mesh.
+"""
+
+from __future__ import annotations
+
+import zipfile
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, Integer
+
+from trainer.data.files import find_files
+from trainer.dit.config import ImageConfig
+from trainer.dit.examples import (
+    Example,
+    Examples,
+    Source,
+    Wanted,
+    encode_caption,
+)
+from trainer.dit.image_folder import open_folder
+
+DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+# Examples of an *.npz file that are checked at a time.
+CHECKED_EXAMPLES = 256
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Images:
+    """Examples to train on and examples to measure with."""
+
+    train: Examples
+    """What is trained on."""
+    held_out: Examples
+    """What training never sees."""
+    class_names: tuple[str, ...]
+    """Names of the classes, by label; none where the model has none."""
+    pixels: bool
+    """Whether latents are images, with values from -1 to 1, so that samples can be looked at."""
+    description: str
+    """One line for the log."""
+
+
+def open_images(
+    config: ImageConfig,
+    *,
+    size: tuple[int, int, int],
+    channels: int,
+    classes: int,
+    caption_length: int,
+) -> Images:
+    """Opens what `config` names; by default, the handwritten digits of scikit-learn.
+
+    An *.npz file is read whole: its arrays cannot be mapped. Of images in folders, sizes and
+    captions are read now; that takes a moment for each.
+
+    Args:
+        config: what to read.
+        size: frames, height and width that every example must have.
+        channels: channels that every example must have; images are converted to 1 or 3.
+        classes: classes that there must be; with 0, labels are not read.
+        caption_length: most bytes of a caption; with 0, captions are not read.
+
+    Raises:
+        ImportError: if the package that reads them is missing.
+        ValueError: if the data cannot be read, are not of the kind that they seem, do not fit the
+            model, or leave nothing to train on.
+    """
+    wanted = Wanted(size=size, channels=channels, classes=classes, caption_length=caption_length)
+    path = config.path
+    if path is None:
+        source = _open_digits(wanted)
+    elif path.is_dir():
+        source = open_folder(path, wanted)
+    else:
+        source = _open_npz(path, wanted)
+    count = len(source.labels)
+    if count < 2:
+        raise ValueError(
+            f"Data must be at least 2 examples, of which one is held out; got {count} in "
+            f"{source.name!r}. Give others: --data.path."
+        )
+
+    def read(number: int) -> Example:
+        return Example(source.latent(number), source.labels[number], source.captions[number])
+
+    held_out = min(max(1, round(config.held_out * count)), count - 1)
+    order = np.random.default_rng(0).permutation(count)
+    parts = np.sort(order[held_out:]), np.sort(order[:held_out])
+    train, measured = (Examples(numbers=part, read=read) for part in parts)
+    return Images(
+        train=train,
+        held_out=measured,
+        class_names=source.class_names,
+        pixels=source.pixels,
+        description=f"{source.name}: {len(train):,} examples to train on, {len(measured):,} held "
+        f"out{source.remark}",
+    )
+
+
+# The digits of scikit-learn.
+
+
+def _open_digits(wanted: Wanted) -> Source:
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise ImportError(
+            "Without --data.path, data are the handwritten digits of scikit-learn, which is "
+            f"missing ({error}). Run: pip install -e '.[images]'"
+        ) from error
+    name = "handwritten digits of scikit-learn"
+    if (wanted.size, wanted.channels) != ((1, 8, 8), 1) or wanted.classes not in (0, len(DIGITS)):
+        raise ValueError(
+            f"The {name} need size=(1, 8, 8), model.channels=1 and model.classes=10 or 0; got "
+            f"size={wanted.size}, channels={wanted.channels}, classes={wanted.classes}. Use those, "
+            "or give --data.path."
+        )
+    digits: Any = load_digits()
+    # From 0 to 16.
+    images = (digits.images / 8 - 1).astype(np.float32)[:, None, :, :, None]
+    count = len(images)
+    captions: list[bytes | None] = [None] * count
+    if wanted.caption_length:
+        words = [encode_caption(word, repr(word), wanted.caption_length) for word in DIGITS]
+        captions = [words[digit] for digit in digits.target]
+    return Source(
+        name=name,
+        latent=lambda number: images[number],
+        labels=digits.target.tolist() if wanted.classes else [None] * count,
+        captions=captions,
+        class_names=DIGITS if wanted.classes else (),
+        pixels=True,
+    )
+
+
+# Latents in an *.npz file.
+
+
+def _open_npz(path: Path, wanted: Wanted) -> Source:
+    find_files(path, "data.path")  # Raises if it is missing.
+    if path.suffix != ".npz":
+        raise ValueError(
+            "data.path must be a folder of images, or a whole *.npz file of arrays without "
+            f"objects; got {str(path)!r}. Rename it, or convert it."
+        )
+    needed = ["latents"]
+    needed += ["labels"] * (wanted.classes > 0) + ["captions"] * (wanted.caption_length > 0)
+    arrays = _load_npz(path, needed)
+    latents = _check_latents(arrays["latents"], path, wanted)
+    count = len(latents)
+    labels: list[int | None] = [None] * count
+    captions: list[bytes | None] = [None] * count
+    if wanted.classes:
+        labels = _check_labels(arrays["labels"], path, count, wanted.classes).tolist()
+    if wanted.caption_length:
+        captions = _check_captions(arrays["captions"], path, count, wanted.caption_length)
+    shape = (*wanted.size, wanted.channels)
+    return Source(
+        name=str(path),
+        latent=lambda number: latents[number].astype(np.float32).reshape(shape),
+        labels=labels,
+        captions=captions,
+        class_names=tuple(map(str, range(wanted.classes))),
+        pixels=False,
+    )
+
+
+def _load_npz(path: Path, needed: list[str]) -> dict[str, np.ndarray]:
+    """Arrays of a file by name."""
+    try:
+        with path.open("rb") as file:
+            arrays = np.load(file, allow_pickle=False)
+            if not isinstance(arrays, np.lib.npyio.NpzFile):
+                raise ValueError("a single array")
+            missing = [name for name in needed if name not in arrays]
+            if not missing:
+                return {name: arrays[name] for name in needed}
+            found = list(arrays)
+    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
+        raise ValueError(
+            "data.path must be a folder of images, or a whole *.npz file of arrays without "
+            f"objects; got {type(error).__name__}: {error}, in {str(path)!r}. Save it again: "
+            "np.savez(path, latents=latents, labels=labels)."
+        ) from error
+    raise ValueError(
+        f"{str(path)!r} must hold the arrays {needed} for this model; got {found}. Add "
+        f"{missing}, or use --model.classes 0 for no labels, --model.caption-length 0 for no "
+        "captions."
+    )
+
+
+def _check_latents(
+    latents: np.ndarray, path: Path, wanted: Wanted
+) -> Float[np.ndarray, "examples ..."]:
+    example = (*wanted.size, wanted.channels)
+    # Of one frame, it may be left out.
+    shapes = [example, example[1:]] if wanted.size[0] == 1 else [example]
+    if latents.shape[1:] not in shapes:
+        raise _npz_error(
+            path,
+            f"`latents` must have the shape [number, {', '.join(map(str, shapes[-1]))}]",
+            latents,
+            "Correct --size (frames, height, width) or --model.channels.",
+        )
+    if not np.issubdtype(latents.dtype, np.floating):
+        raise _npz_error(path, "`latents` must be floating", latents, "Convert and scale them.")
+    for start in range(0, len(latents), CHECKED_EXAMPLES):
+        with np.errstate(over="ignore"):
+            part = latents[start : start + CHECKED_EXAMPLES].astype(np.float32)
+        finite = np.isfinite(part.reshape(len(part), -1)).all(axis=1)
+        if not finite.all():
+            raise ValueError(
+                "`latents` must be finite in float32; got others in example "
+                f"{start + int(finite.argmin())} of {str(path)!r}. Remove or correct it."
+            )
+    return latents
+
+
+def _check_labels(
+    labels: np.ndarray, path: Path, count: int, classes: int
+) -> Integer[np.ndarray, " examples"]:
+    if not np.issubdtype(labels.dtype, np.integer) or labels.shape != (count,):
+        raise _npz_error(
+            path,
+            f"`labels` must be {count} integers, one for each of `latents`",
+            labels,
+            "Save them so, or use --model.classes 0.",
+        )
+    wrong = (labels < 0) | (labels >= classes)
+    if wrong.any():
+        number = int(wrong.argmax())
+        raise ValueError(
+            "`labels` must be at least 0 and below model.classes; got "
+            f"{labels[number]} for example {number} of {str(path)!r} with classes={classes}. Use "
+            f"--model.classes {max(int(labels.max()) + 1, 1)}, or correct it."
+        )
+    return labels
+
+
+def _check_captions(
+    captions: np.ndarray, path: Path, count: int, caption_length: int
+) -> list[bytes | None]:
+    if captions.dtype.kind != "U" or captions.shape != (count,):
+        raise _npz_error(
+            path,
+            f"`captions` must be {count} strings, one for each of `latents`",
+            captions,
+            "Save np.array(captions) of a list of str, or use --model.caption-length 0.",
+        )
+    return [
+        encode_caption(str(caption), f"caption {number} of {str(path)!r}", caption_length)
+        for number, caption in enumerate(captions)
+    ]
+
+
+def _npz_error(path: Path, rule: str, found: np.ndarray, way_out: str) -> ValueError:
+    given = f"shape {found.shape} of {found.dtype}"
+    return ValueError(f"{rule}; got {given} in {str(path)!r}. {way_out}")

@@ -1,0 +1,188 @@
+"""The objective of a diffusion transformer: to tell noise from image, and the batches of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Float32, Int32
+
+from models.dit import DiT
+from models.hooks import Hooks
+from startrail_jax.layout import Layout
+from trainer.dit.config import DiTTrainConfig
+from trainer.dit.diffusion import (
+    draw_times,
+    noised,
+)
+from trainer.dit.examples import Example
+from trainer.dit.patches import patchify
+from trainer.parallel.flops import dit_flops_per_token
+
+# Of keys: initial weights take those of the seed and 0, 1, 2, ...
+TRAINING, MEASURING, DRAWING = range(2**31, 2**31 + 3)
+
+PADDING = -1
+"""Segment of tokens that only fill up a device's share, and token of a caption where it ends."""
+
+
+class ImageBatch(NamedTuple):
+    """Images as tokens, in layout order; on the host or on devices."""
+
+    patches: Float32[np.ndarray | Array, "B T P"]
+    """Pixels, or latents, of each patch; 0 behind the last."""
+    labels: Int32[np.ndarray | Array, " B"]
+    """Class of each image; the number of classes for none."""
+    captions: Int32[np.ndarray | Array, "B S"] | None
+    """Bytes of each caption, then `PADDING`; None where the model takes no text."""
+    numbers: Int32[np.ndarray | Array, " B"]
+    """Number of each example in the run: what its noise depends on."""
+
+
+class NoisyBatch(NamedTuple):
+    """What the model is shown, and what it should say."""
+
+    patches: Float32[Array, "B T P"]
+    positions: Int32[Array, "B T 3"]
+    """Frame, row and column of each patch."""
+    times: Float32[Array, " B"]
+    """0 is the image, 1 is noise."""
+    labels: Int32[Array, " B"]
+    segment_ids: Int32[Array, "B T"] | None
+    """`PADDING` where there is no image; None where there is no padding and no caption."""
+    captions: tuple[Int32[Array, "B S"], Int32[Array, "B S"], Int32[Array, "B S"]] | None
+    """Bytes, their positions and segments."""
+    targets: Float32[Array, "B T P"]
+    weights: Float32[Array, "B T"]
+    """1 where there is image, else 0."""
+
+
+class Denoising:
+    """Mean squared error of what `DiffusionConfig.target` names: an `Objective`."""
+
+    head = "head"
+
+    def __init__(self, config: DiTTrainConfig) -> None:
+        self._config = config
+        self.flops_per_token = dit_flops_per_token(config)
+
+    def make_model(self, attention_fn: Callable[..., Array], hooks: Hooks, rngs: nnx.Rngs) -> DiT:
+        return DiT(**vars(self._config.model), attention_fn=attention_fn, hooks=hooks, rngs=rngs)
+
+    def batch_shapes(self, layout: Layout) -> ImageBatch:
+        config = self._config
+        rows, tokens = config.batch_size, layout.padded_length(config.num_tokens)
+        patches: Any = jax.ShapeDtypeStruct((rows, tokens, config.patch_elements), jnp.float32)
+        integers: Any = jax.ShapeDtypeStruct((rows,), jnp.int32)
+        captions: Any = None
+        if config.model.caption_length:
+            length = layout.padded_length(config.model.caption_length)
+            captions = jax.ShapeDtypeStruct((rows, length), jnp.int32)
+        return ImageBatch(patches, integers, captions, integers)
+
+    def prepare(self, batch: ImageBatch, *, training: bool) -> NoisyBatch:
+        config, diffusion = self._config, self._config.diffusion
+        key = jax.random.fold_in(jax.random.key(config.seed), TRAINING if training else MEASURING)
+
+        def draw(number: Array) -> tuple[Array, Array, Array]:
+            for_time, for_noise, for_dropout = jax.random.split(jax.random.fold_in(key, number), 3)
+            noise = jax.random.normal(for_noise, batch.patches.shape[1:])
+            dropped = training & (jax.random.uniform(for_dropout) < diffusion.dropout)
+            return draw_times(for_time, diffusion.times), noise, dropped
+
+        times, noise, dropped = jax.vmap(draw)(jnp.asarray(batch.numbers))
+        patches, targets = noised(diffusion.target, jnp.asarray(batch.patches), noise, times)
+        captions: Any = batch.captions
+        if captions is not None:
+            captions = jnp.where(dropped[:, None], PADDING, captions)
+        labels = jnp.where(dropped, config.model.classes, batch.labels)
+        return self.shown(patches, times, labels, captions)._replace(targets=targets)
+
+    def shown(
+        self,
+        patches: Float32[Array, "B T P"],
+        times: Float32[Array, " B"],
+        labels: Int32[Array, " B"],
+        captions: Int32[Array, "B S"] | None,
+    ) -> NoisyBatch:
+        """Noisy patches with all that the model needs to know of them; without targets.
+
+        Args:
+            patches: in the order of a contiguous layout, which attention without a causal mask
+                keeps on any mesh.
+            times: 0 is the image, 1 is noise.
+            labels: classes; the number of classes for none.
+            captions: bytes, then `PADDING`.
+        """
+        config = self._config
+        rows, length = patches.shape[:2]
+        index = jnp.arange(length)
+        is_image = index < config.num_tokens
+        positions = jnp.stack(jnp.unravel_index(index, config.grid), axis=-1)
+        segment_ids: Any = None
+        if captions is not None or length > config.num_tokens:
+            segment_ids = jnp.tile(jnp.where(is_image, 0, PADDING), (rows, 1))
+        text: Any = None
+        if captions is not None:
+            text_segments = jnp.where(captions == PADDING, PADDING, 0)
+            text_positions = jnp.tile(jnp.arange(captions.shape[1]), (rows, 1))
+            text = (jnp.maximum(captions, 0), text_positions, text_segments)
+        return NoisyBatch(
+            patches=patches,
+            positions=jnp.tile(positions, (rows, 1, 1)),
+            times=times,
+            labels=labels,
+            segment_ids=segment_ids,
+            captions=text,
+            targets=patches,
+            weights=jnp.tile(is_image.astype(jnp.float32), (rows, 1)),
+        )
+
+    def hidden(self, model: DiT, batch: NoisyBatch) -> Float[Array, "B T width"]:
+        return model.hidden(
+            batch.patches,
+            batch.positions,
+            batch.times,
+            batch.labels,
+            batch.segment_ids,
+            batch.captions,
+        )
+
+    def outputs(self, model: DiT, hidden: Float[Array, "B T width"]) -> Float32[Array, "B T P"]:
+        return model.output(hidden)
+
+    def losses(
+        self, model: DiT, hidden: Float[Array, "B T width"], targets: Float32[Array, "B T P"]
+    ) -> Float32[Array, "B T"]:
+        return jnp.mean(jnp.square(model.output(hidden) - targets), axis=-1)
+
+
+def image_batch(
+    examples: list[Example], numbers: list[int], *, config: DiTTrainConfig, layout: Layout
+) -> ImageBatch:
+    """Rows of a batch, from examples and their numbers in the run."""
+    patches = patchify(np.stack([example.latent for example in examples]), config.model.patch)
+    missing = layout.padded_length(config.num_tokens) - config.num_tokens
+    patches = np.pad(patches, ((0, 0), (0, missing), (0, 0)))
+    labels = [config.model.classes if x.label is None else x.label for x in examples]
+    captions = None
+    if config.model.caption_length:
+        length = layout.padded_length(config.model.caption_length)
+        captions = np.stack([padded_caption(x.caption or b"", length) for x in examples])
+    return ImageBatch(
+        patches=layout.permute(patches),
+        labels=np.array(labels, np.int32),
+        captions=None if captions is None else layout.permute(captions),
+        numbers=(np.array(numbers) % 2**31).astype(np.int32),
+    )
+
+
+def padded_caption(caption: bytes, length: int) -> Int32[np.ndarray, " length"]:
+    """Bytes of a caption, and `PADDING` up to a length."""
+    padded = np.full(length, PADDING, np.int32)
+    padded[: len(caption)] = np.frombuffer(caption, np.uint8)
+    return padded

@@ -1,0 +1,1 @@
+"""Language models: their config, data, objective, and text from them."""

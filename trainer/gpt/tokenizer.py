@@ -1,0 +1,160 @@
+"""From text to tokens and back: bytes of UTF-8, or the tokenizer of a tokenizer.json."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Integer
+
+from trainer.data.files import Document
+
+# Ends every document of bytes; never a byte of text.
+NUL = 0
+# What ends a document in the vocabularies of GPT-2 and NeoX, Llama 3, Llama 2 and Mistral, Gemma,
+# and DeepSeek. Tokens that end a turn or a line are none of them.
+END_OF_DOCUMENT_NAMES = (
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "</s>",
+    "<eos>",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
+)
+
+
+class ByteTokenizer:
+    """A token is a byte of UTF-8, but for the one that ends a document."""
+
+    unit = "byte"
+
+    def __init__(self, *, end_of_document: int | None, vocab_size: int):
+        """Checks that the vocabulary has room.
+
+        Args:
+            end_of_document: token that ends a document; by default the byte 0. May lie beyond the
+                bytes, where the vocabulary has room for it.
+            vocab_size: token ids that the model knows.
+
+        Raises:
+            ValueError: if a byte may lie beyond the vocabulary.
+        """
+        self.end_of_document = NUL if end_of_document is None else end_of_document
+        if vocab_size < 256:
+            raise ValueError(
+                "model.vocab_size must be at least 256 for text as bytes; got "
+                f"vocab_size={vocab_size}. Use --model.vocab-size 256, or give --data.tokenizer."
+            )
+
+    def encode(self, documents: Sequence[Document]) -> list[Integer[np.ndarray, " tokens"]]:
+        """Tokens of each document, with the one that ends it.
+
+        Raises:
+            ValueError: if a document holds the byte that is to end it, so that it is no text.
+        """
+        end = self.end_of_document
+        encoded = []
+        for document in documents:
+            text = document.text.encode()
+            if end < 256 and end in text:
+                raise ValueError(
+                    f"Text must not hold the byte {end}, which ends a document; got it at offset "
+                    f"{text.index(end)} of {document.place!r}. Leave the file out if it is no "
+                    "text, or give another --data.end-of-document."
+                )
+            dtype = np.min_scalar_type(max(end, 255))
+            tokens = np.frombuffer(text, np.uint8).astype(dtype)
+            encoded.append(np.append(tokens, dtype.type(end)))
+        return encoded
+
+    def decode(self, tokens: Integer[np.ndarray, " tokens"]) -> str:
+        """Text to show: what is not UTF-8 is replaced, and the end of a document is a new line."""
+        text = np.where(tokens > 255, 255, tokens).astype(np.uint8)
+        text[tokens == self.end_of_document] = ord("\n")
+        return text.tobytes().decode(errors="replace")
+
+
+class FileTokenizer:
+    """The tokenizer of a Hugging Face tokenizer.json, without what it adds around a text.
+
+    Text that spells the token which ends a document ends one there.
+    """
+
+    unit = "token"
+
+    def __init__(self, path: Path, *, end_of_document: int | None, vocab_size: int):
+        """Reads the file.
+
+        Args:
+            path: a tokenizer.json.
+            end_of_document: token that ends a document; by default the first of
+                `END_OF_DOCUMENT_NAMES` in the vocabulary.
+            vocab_size: token ids that the model knows.
+
+        Raises:
+            ImportError: if the package `tokenizers` is missing.
+            ValueError: if the file cannot be used, or none of its tokens is known to end a
+                document.
+        """
+        self._path = path
+        self._vocab_size = vocab_size
+        self._tokenizer = _load(path)
+        # Both may be set in the file, for short inputs.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        ends = [self._tokenizer.token_to_id(name) for name in END_OF_DOCUMENT_NAMES]
+        ends = [end_of_document, *ends] if end_of_document is not None else ends
+        self.end_of_document: int = next((end for end in ends if end is not None), -1)
+        if self.end_of_document < 0:
+            raise ValueError(
+                "A tokenizer must have a token that ends a document; got none of "
+                f"{', '.join(END_OF_DOCUMENT_NAMES)} in {str(path)!r}. Give the id of the token: "
+                "--data.end-of-document."
+            )
+
+    def encode(self, documents: Sequence[Document]) -> list[Integer[np.ndarray, " tokens"]]:
+        """Tokens of each document, with the one that ends it.
+
+        Raises:
+            ValueError: if a token lies beyond the vocabulary of the model.
+        """
+        texts = [document.text for document in documents]
+        encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        dtype = np.min_scalar_type(max(self._vocab_size - 1, 0))
+        tokens = []
+        for document, encoding in zip(documents, encoded, strict=True):
+            ids = [*encoding.ids, self.end_of_document]
+            if max(ids) >= self._vocab_size:
+                raise ValueError(
+                    "Token ids must be below model.vocab_size; got id "
+                    f"{max(ids)} in {document.place!r} with vocab_size={self._vocab_size}. Use "
+                    f"--model.vocab-size {self._needed()}, which {str(self._path)!r} needs."
+                )
+            tokens.append(np.array(ids, dtype))
+        return tokens
+
+    def decode(self, tokens: Integer[np.ndarray, " tokens"]) -> str:
+        """Text to show, special tokens by their names; ids that are no token are left out."""
+        return self._tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
+
+    def _needed(self) -> int:
+        return max(self.end_of_document, *self._tokenizer.get_vocab().values()) + 1
+
+
+def _load(path: Path) -> Any:
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise ImportError(
+            f"data.tokenizer must have the package tokenizers; got {str(path)!r} without it. Run "
+            "pip install tokenizers."
+        ) from error
+    try:
+        return Tokenizer.from_str(path.read_text(encoding="utf-8"))
+    # The package raises plain exceptions.
+    except Exception as error:
+        raise ValueError(
+            f"data.tokenizer must be a Hugging Face tokenizer.json; got {str(path)!r}: {error}. "
+            "Give the file that lies beside the weights of the model, not its folder."
+        ) from error

@@ -1,0 +1,1 @@
+"""One training step over a mesh, and what it takes."""

@@ -1,0 +1,1 @@
+"""The folder of a run: settings, checkpoints, metrics; how a program ends."""

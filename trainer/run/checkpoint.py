@@ -1,0 +1,385 @@
+"""Checkpoints of a run: saved while training goes on, restored onto any mesh."""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jaxtyping import Array, PyTree, Shaped
+from orbax.checkpoint import v1 as ocp
+
+from trainer.run.folder import require_writable
+
+LISTED_DIFFERENCES = 3
+POLL_SECONDS = 1.0
+
+# One step's folder holds one tree: the arrays by name, so that no class of the program that saved
+# them is needed to read them, and the position in the data as a string, so that both are whole or
+# neither.
+ARRAYS = "arrays"
+DATA = "data"
+# Fields of the state, with which the names of its arrays begin.
+WEIGHTS = "weights"
+AVERAGE = "average"
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be saved or read. Those that were whole still are."""
+
+
+class Checkpoints:
+    """The newest checkpoints of a run, one folder a step. Use as a context manager.
+
+    A save that failed ends it, since threads may still be writing: a new one clears what is left.
+    """
+
+    def __init__(self, folder: Path, *, keep: int) -> None:
+        """Opens `folder`, makes it if there is none, and clears what a killed run left half-done.
+
+        Args:
+            folder: where the checkpoints lie; all processes of a run share it.
+            keep: newest checkpoints that stay. An older one goes when a new one is whole.
+
+        Raises:
+            OSError: if the folder cannot be written.
+        """
+        self._folder = folder.resolve()
+        self._keep = keep
+        self._saving: tuple[int, ocp.AsyncResponse[bool]] | None = None
+        self._failed = False
+        require_writable(self._folder)
+        logging.getLogger("absl").addFilter(_orbax_log)
+        newest: Any = ocp.training.preservation_policies.LatestN(keep)
+        self._checkpointer = ocp.training.Checkpointer(
+            str(self._folder),
+            preservation_policy=newest,
+            cleanup_tmp_directories=True,
+        )
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Waits for the save in progress.
+
+        Raises:
+            CheckpointError: if that save failed.
+        """
+        self.wait()
+        if not self._failed:  # Otherwise it would raise what was raised already.
+            self._checkpointer.close()
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps whose checkpoint is whole, ascending. One that is being saved does not count."""
+        return _whole_steps(self._folder)
+
+    @property
+    def latest(self) -> int | None:
+        """The last step whose checkpoint is whole; None where there is none."""
+        return max(self.steps, default=None)
+
+    def begin_after(self) -> int:
+        """The step that a run goes on from, 0 at its beginning; for all processes to call.
+
+        Raises:
+            CheckpointError: if this process does not see the folder that process 0 sees.
+        """
+        step, is_first = self.latest or 0, jax.process_index() == 0
+        mark = np.int32(secrets.randbits(31))
+        own_mark = self._mark(mark)
+        if is_first:
+            own_mark.touch()
+        seen = self._mark(multihost_utils.broadcast_one_to_all(mark)).exists()
+        first_step = int(multihost_utils.broadcast_one_to_all(np.int32(step)))
+        if is_first:  # All have looked.
+            own_mark.unlink()
+        if not seen or step != first_step:
+            here = f"step {step} as the newest here, and step {first_step} in process 0"
+            raise CheckpointError(
+                "All processes must see the same folder of checkpoints; got "
+                f"{here if seen else 'another one in process 0'}, in {self._folder}. Use a "
+                "--run-dir on a file system that all machines share."
+            )
+        return step
+
+    def _mark(self, number: Any) -> Path:
+        return self._folder / f"seen_by_all_{int(number)}"
+
+    def check_space(self, state: PyTree[jax.ShapeDtypeStruct]) -> None:
+        """Refuses a run whose checkpoints would fill the disk, before it has begun.
+
+        Args:
+            state: shapes and types of what `save` will be given.
+
+        Raises:
+            CheckpointError: if there is no room for `keep` checkpoints and the one that is written
+                before the oldest of them goes.
+        """
+        size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+        missing = max(self._keep + 1 - len(self.steps), 1)
+        free = shutil.disk_usage(self._folder).free
+        if free < missing * size:
+            raise CheckpointError(
+                f"There must be space for {missing} more checkpoints of {size / 1e9:.3g} GB each "
+                f"in {self._folder}; got {free / 1e9:.3g} GB free. Free some, lower "
+                "--checkpoint.keep, or use a --run-dir on another disk."
+            )
+
+    def save(
+        self, step: int, state: PyTree[Shaped[Array, "..."]], data_state: Mapping[str, Any]
+    ) -> None:
+        """Copies the state off the devices and writes it in the background.
+
+        The arrays may be donated or deleted as soon as this returns. Waits for an earlier save.
+        Does nothing where the step is saved already.
+
+        Args:
+            step: steps that are done.
+            state: what training goes on from; sharded as it likes.
+            data_state: position in the data, of what JSON holds; the same on all processes.
+
+        Raises:
+            CheckpointError: if the earlier save failed.
+        """
+        self.wait()
+        if step in self.steps:
+            return
+        tree = {ARRAYS: dict(_named_leaves(state)), DATA: json.dumps(data_state)}
+        _orbax_log.error = None
+        try:
+            response = self._checkpointer.save_async(step, tree, force=True)
+        except OSError as error:
+            raise self._save_failed(step, error) from error
+        assert response is not None, "force=True saves whatever the policy"
+        self._saving = (step, response)
+
+    def wait(self) -> None:
+        """Returns when nothing is being saved any more.
+
+        Raises:
+            CheckpointError: if the save failed.
+        """
+        if self._saving is None:
+            return
+        (step, response), self._saving = self._saving, None
+        try:
+            _finish(response.result)
+        except Exception as error:  # Whatever a writing thread met: tensorstore has no one type.
+            raise self._save_failed(step, error) from error
+
+    def restore(
+        self, state: PyTree[jax.ShapeDtypeStruct]
+    ) -> tuple[PyTree[Shaped[Array, "..."]], dict[str, Any]]:
+        """Reads the latest checkpoint, after a save in progress.
+
+        Args:
+            state: shapes, types and shardings to restore to. The mesh need not be the one that
+                the checkpoint was saved from.
+
+        Returns:
+            The state, a tree like `state`; and the position in the data.
+
+        Raises:
+            CheckpointError: if there is no checkpoint, it cannot be read, or that save failed.
+            ValueError: if it is one of another model or optimizer.
+        """
+        self.wait()
+        step = self.latest
+        if step is None:
+            raise CheckpointError(
+                f"There must be a checkpoint to restore; got none in {self._folder}. "
+                "Start a new run."
+            )
+        wanted = dict(_named_leaves(state))
+        saved = self._read_metadata(step)
+        differences = _differences(saved, wanted)
+        if differences:
+            raise ValueError(
+                f"The checkpoint must be of this model and optimizer; got {self._path(step)}, "
+                f"{_list_differences(differences)}\n"
+                "Use another --run-dir for a new run, or the flags of that run: they are in its "
+                "config.json."
+            )
+        try:
+            restored = self._checkpointer.load(step, {ARRAYS: wanted, DATA: str})
+            data_state = json.loads(restored[DATA])
+        except Exception as error:  # As in `wait`.
+            raise self._unreadable(step, error) from error
+        leaves = [restored[ARRAYS][name] for name in wanted]
+        return jax.tree.unflatten(jax.tree.structure(state), leaves), data_state
+
+    def _path(self, step: int) -> Path:
+        return self._folder / str(step)
+
+    def _read_metadata(self, step: int) -> Mapping[str, Any]:
+        """Shape and type of every array of a checkpoint, by name."""
+        try:
+            return self._checkpointer.metadata(step).metadata[ARRAYS]
+        except Exception as error:  # As in `wait`.
+            raise self._unreadable(step, error) from error
+
+    def _save_failed(self, step: int, error: Exception) -> CheckpointError:
+        self._failed = True
+        latest = self.latest
+        intact = (
+            "There is no earlier one."
+            if latest is None
+            else f"The last whole one, of step {latest}, is intact."
+        )
+        return CheckpointError(
+            f"The checkpoint of step {step} could not be saved: {error}. {intact} Free space in "
+            f"{self._folder} or mend what is said here; then the same command goes on from "
+            f"step {latest or 0}."
+        )
+
+    def _unreadable(self, step: int, error: Exception) -> CheckpointError:
+        earlier = max((other for other in self.steps if other < step), default=0)
+        return CheckpointError(
+            f"The checkpoint {self._path(step)} could not be read ({type(error).__name__}). If it "
+            f"is damaged, delete that folder: the same command then goes on from step {earlier}."
+        )
+
+
+def restore_weights(
+    folder: Path, weights: PyTree[jax.ShapeDtypeStruct]
+) -> tuple[PyTree[Shaped[Array, "..."]], int]:
+    """Reads the weights of the latest checkpoint alone: their average, where the run keeps one.
+
+    Writes nothing and leaves alone what is half-written, so the run may be going on.
+
+    Args:
+        folder: of the checkpoints.
+        weights: shapes, types and shardings to restore to.
+
+    Returns:
+        A tree like `weights`; and the step that it is of.
+
+    Raises:
+        CheckpointError: if there is no checkpoint, or it cannot be read.
+        ValueError: if it is one of another model.
+    """
+    logging.getLogger("absl").addFilter(_orbax_log)
+    steps = _whole_steps(folder)
+    if not steps:
+        raise CheckpointError(
+            f"There must be a checkpoint to read; got none in {folder}. Wait for the first one of "
+            "the run, or give the folder of another."
+        )
+    partial = ocp.options.PyTreeOptions(
+        loading=ocp.options.PyTreeOptions.Loading(partial_load=True)
+    )
+    path = str(folder.resolve() / str(steps[-1]))
+    try:
+        saved: Any = ocp.metadata(path).metadata
+        saved = saved[ARRAYS]
+        of_average = any(name.startswith(f"{AVERAGE}/") for name in saved)
+        kind = AVERAGE if of_average else WEIGHTS
+        wanted = dict(_named_leaves({kind: weights}))
+        there = {name: x for name, x in saved.items() if name.startswith(f"{kind}/")}
+        differences = _differences(there, wanted)
+        if not differences:
+            with ocp.Context(pytree_options=partial):
+                restored: Any = ocp.load(path, {ARRAYS: wanted})
+    except Exception as error:  # Whatever orbax or tensorstore met.
+        if _whole_steps(folder)[-1:] != steps[-1:]:
+            # The run has saved a newer one meanwhile, and that was deleted.
+            return restore_weights(folder, weights)
+        raise CheckpointError(
+            f"The checkpoint {path} could not be read ({type(error).__name__}). If it is damaged, "
+            "delete that folder: an earlier one is read then."
+        ) from error
+    if differences:
+        raise ValueError(
+            f"The checkpoint must be of the model that config.json beside it says; got {path}, "
+            f"{_list_differences(differences)}\nGive the folder of a run whose files are its own."
+        )
+    leaves = [restored[ARRAYS][name] for name in wanted]
+    return jax.tree.unflatten(jax.tree.structure(weights), leaves), steps[-1]
+
+
+def _whole_steps(folder: Path) -> list[int]:
+    names = ocp.path.step.standard_name_format()
+    return sorted(checkpoint.step for checkpoint in names.find_all(folder))
+
+
+def _named_leaves(tree: Any) -> list[tuple[str, Any]]:
+    """The leaves of a tree with the names that they are saved by, such as "model/norm/scale"."""
+    return [
+        (jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    ]
+
+
+def _differences(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+    """One line for every array that is not of the same name, shape and type in both."""
+
+    def describe(leaves: Mapping[str, Any], name: str) -> str:
+        if name not in leaves:
+            return "missing"
+        return f"{leaves[name].dtype}{list(leaves[name].shape)}"
+
+    lines = []
+    for name in {**wanted, **saved}:
+        there, here = describe(saved, name), describe(wanted, name)
+        if there != here:
+            lines.append(f"{name}: {there} in the checkpoint, {here} now")
+    return lines
+
+
+def _list_differences(differences: list[str]) -> str:
+    listed = "\n".join(f"  {line}" for line in differences[:LISTED_DIFFERENCES])
+    return f"which differs in {len(differences)} arrays:\n{listed}"
+
+
+class _OrbaxLog(logging.Filter):
+    """Keeps orbax's log off the terminal, and its last error at hand.
+
+    It logs a failure in each thread that sees it, with its traceback, and raises it as well; and
+    it warns of old checkpoints that a kill left half deleted, which the next save finishes.
+    """
+
+    error: BaseException | None = None
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if "orbax" not in record.pathname:
+            return True
+        if record.levelno >= logging.ERROR and record.exc_info:
+            self.error = record.exc_info[1]
+        return False
+
+
+_orbax_log = _OrbaxLog()
+
+
+def _finish(result: Callable[..., bool]) -> None:
+    """Waits for the end of a save, or for its failure.
+
+    One of several processes whose part cannot be written would not get to the end: it waits for the
+    others in one place, and they for it in another, until orbax's time of 20 minutes is over.
+    """
+    while True:
+        since = time.monotonic()
+        try:
+            result(timeout=POLL_SECONDS)
+            return
+        except TimeoutError:
+            if _orbax_log.error is not None:
+                raise _orbax_log.error from None
+            if time.monotonic() - since < POLL_SECONDS:  # The save's own.
+                raise
