@@ -1,1 +1,1 @@
-"""The training program: what a run of train.py or sample.py is made of, beside models and the attention."""
+"""The training program: what a run of train.py or sample.py is made of, beside the models."""
