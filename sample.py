@@ -247,6 +247,7 @@ def sample_images(
     from trainer.parallel.tiling import largest_tile
     from trainer.run.checkpoint import restore_weights
     from trainer.run.folder import CHECKPOINTS_FOLDER
+    from trainer.tasks import make_objective
 
     labels, captions = _rows(config, options)
     out = _image_file(run_dir, config, options)
@@ -266,7 +267,7 @@ def sample_images(
         remat="none",
         offload=False,
     )
-    program = Program(config, attention)
+    program = Program(config, attention, make_objective(config))
     can_be_guided = config.diffusion.dropout and (config.model.classes or captions is not None)
     guidance = options.guidance
     drawing = Drawing(

@@ -34,6 +34,7 @@ from trainer.processes.distributed import (
     Distributed,
     start,
 )
+from trainer.tasks import make_objective
 
 Config = TypeVar("Config", bound=TrainConfig)
 
@@ -133,7 +134,7 @@ def _train(config: TrainConfig, devices: list[Any], agree: Callable[[bool], bool
     degrees = choose_degrees(config.mesh, len(devices))
     mesh = st.make_mesh(degrees, axis_type="auto", devices=devices)
     attention = st.Attention(mesh, causal=config.causal)
-    program = Program(config, attention)
+    program = Program(config, attention, make_objective(config))
     report = Reporter(steps=config.steps, tokens_per_step=config.batch_size * config.num_tokens)
     shared = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
     report.line(f"devices: {len(devices)} x {devices[0].device_kind}{shared}")

@@ -53,6 +53,7 @@ from trainer.run.folder import (
     CONFIG_FILE,
     load_config,
 )
+from trainer.tasks import make_objective
 
 CLASSES = 10
 BRIGHTEST = 16
@@ -101,7 +102,7 @@ def draw_samples(config: DiTTrainConfig, args: argparse.Namespace) -> tuple[np.n
     mesh = st.make_mesh(
         choose_degrees(config.mesh, len(devices)), axis_type="auto", devices=devices
     )
-    program = Program(config, st.Attention(mesh, causal=False))
+    program = Program(config, st.Attention(mesh, causal=False), make_objective(config))
     folder = args.run_dir / CHECKPOINTS_FOLDER
     weights, step = restore_weights(folder, program.state_shapes.weights)
     sampler = args.sampler or SAMPLERS[config.diffusion.target][0]

@@ -14,6 +14,7 @@ from trainer.config import TrainConfig
 from trainer.data.batches import Source
 from trainer.dit.config import DiTTrainConfig
 from trainer.gpt.config import GPTTrainConfig
+from trainer.objective import Objective
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,6 +19,7 @@ from trainer.dit.diffusion import estimates
 from trainer.dit.examples import Example
 from trainer.dit.objective import image_batch
 from trainer.parallel.step import Program
+from trainer.tasks import make_objective
 
 STEPS = 30
 CONFIG = DiTTrainConfig(
@@ -44,7 +45,8 @@ pytestmark = pytest.mark.usefixtures("compile_fast")
 def make_program(degrees, config=CONFIG, **changes):
     mesh = st.make_mesh(degrees, "auto", jax.devices()[: degrees.num_devices])
     attention = st.Attention(mesh, causal=False)
-    return Program(dataclasses.replace(config, **changes), attention)
+    config = dataclasses.replace(config, **changes)
+    return Program(config, attention, make_objective(config))
 
 
 def batch(program, step):

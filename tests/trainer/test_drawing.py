@@ -34,6 +34,7 @@ from trainer.dit.patches import (
     unpatchify,
 )
 from trainer.parallel.step import Program
+from trainer.tasks import make_objective
 
 # Neither the 20 patches nor the text divide into 8 shares: both are padded.
 CONFIG = DiTTrainConfig(
@@ -67,7 +68,7 @@ pytestmark = pytest.mark.usefixtures("compile_fast")
 @functools.cache
 def make_program(degrees=ONE_DEVICE, config=CONFIG):
     mesh = st.make_mesh(degrees, "auto", jax.devices()[: degrees.num_devices])
-    return Program(config, st.Attention(mesh, causal=False))
+    return Program(config, st.Attention(mesh, causal=False), make_objective(config))
 
 
 def with_target(config, target):

@@ -19,6 +19,7 @@ from trainer.parallel.step import Program
 from trainer.run.checkpoint import Checkpoints
 from trainer.run.errors import exit_on_own_errors
 from trainer.run.folder import save_config
+from trainer.tasks import make_objective
 
 QUICK = ("--steps", "2", "--samples", "3")
 MODEL = DiTConfig(channels=1, classes=3, width=8, layers=1, heads=1, mlp_width=8)
@@ -32,7 +33,7 @@ def save_run(run_dir, **changes):
     run_dir.mkdir(exist_ok=True)
     config = replace(dit_digits(), model=MODEL, devices=2, run_dir=run_dir, **changes)
     mesh = st.make_mesh(st.Degrees(), "auto", jax.devices()[:1])
-    state = Program(config, st.Attention(mesh, causal=False)).initialise()
+    state = Program(config, st.Attention(mesh, causal=False), make_objective(config)).initialise()
     state = state._replace(average=jax.tree.map(lambda x: x + 0.02, state.weights))
     with Checkpoints(run_dir / "checkpoints", keep=1) as checkpoints:
         checkpoints.save(1, state, {})

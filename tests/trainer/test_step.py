@@ -20,6 +20,7 @@ from trainer.gpt.config import (
 )
 from trainer.gpt.objective import model_arguments
 from trainer.parallel.step import Program
+from trainer.tasks import make_objective
 
 STEPS = 30
 END = 7  # Ends a document.
@@ -40,7 +41,8 @@ pytestmark = pytest.mark.usefixtures("compile_fast")
 
 def make_program(degrees, **changes):
     mesh = st.make_mesh(degrees, "auto", jax.devices()[: degrees.num_devices])
-    return Program(dataclasses.replace(CONFIG, **changes), st.Attention(mesh, causal=True))
+    config = dataclasses.replace(CONFIG, **changes)
+    return Program(config, st.Attention(mesh, causal=True), make_objective(config))
 
 
 def windows(step):

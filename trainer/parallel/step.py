@@ -28,6 +28,7 @@ from startrail_jax.validation import check_heads
 from startrail_jax.varying import vary
 from trainer.config import TrainConfig
 from trainer.data.batches import sharding_of
+from trainer.objective import Objective
 from trainer.parallel.optimizer import (
     learning_rate,
     make_optimizer,
@@ -42,7 +43,6 @@ from trainer.parallel.tiling import (
     in_tiles,
     summed_in_tiles,
 )
-from trainer.tasks import make_objective
 
 
 class TrainState(NamedTuple):
@@ -84,12 +84,13 @@ class _Weight(NamedTuple):
 class Program:
     """The compiled functions of a run, on one mesh."""
 
-    def __init__(self, config: TrainConfig, attention: Attention) -> None:
+    def __init__(self, config: TrainConfig, attention: Attention, objective: Objective) -> None:
         """Prepares the functions; each is compiled when it is called first.
 
         Args:
             config: model, loss, optimizer, ZeRO, rematerialisation, tiles, accumulation, seed.
             attention: on a mesh of the devices to run on, or to compile for.
+            objective: model and loss of the run.
 
         Raises:
             ValueError: if the mesh does not divide the model or the batch, or the tile what a
@@ -99,7 +100,7 @@ class Program:
         mesh: Any = attention.mesh
         self.config = config
         self.attention = attention
-        self.objective = make_objective(config)
+        self.objective = objective
         self.tokens_shape = self._tokens_shape()
         """(B, T) of a batch."""
         _check_tokens(config, attention, self.tokens_shape[1])
