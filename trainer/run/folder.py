@@ -17,9 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Literal, TypeVar
 
-from trainer.config import TrainConfig
-from trainer.dit.config import DiTTrainConfig
-from trainer.gpt.config import GPTTrainConfig
+from trainer.config import FIRST_KIND, TrainConfig
 
 CONFIG_FILE = "config.json"
 CHECKPOINTS_FOLDER = "checkpoints"
@@ -32,9 +30,6 @@ FREE_SETTINGS = (
     *("run_dir", "log_every", "tensorboard", "checkpoint", "profile", "non_finite"),
     *("evaluate_every", "validation_sequences", "sample_length", "temperature", "allow_changes"),
 )
-
-KINDS: dict[str, type[TrainConfig]] = {kind.kind: kind for kind in (GPTTrainConfig, DiTTrainConfig)}
-"""Configs by the word that config.json has for them, as its "kind"."""
 
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
@@ -104,8 +99,7 @@ def load_config(kind: type[Config], path: Path) -> Config:
     """Reads what `save_config` wrote. Settings that the file lacks take their defaults.
 
     Args:
-        kind: the dataclass; `TrainConfig` stands for that of `KINDS` which the file names, or that
-            of a GPT if it names none.
+        kind: the dataclass.
         path: the file.
 
     Raises:
@@ -114,17 +108,19 @@ def load_config(kind: type[Config], path: Path) -> Config:
     try:
         values = json.loads(path.read_text())
         if issubclass(kind, TrainConfig) and isinstance(values, dict):
-            kind = _named_kind(kind, values.pop("kind", GPTTrainConfig.kind))
+            values.pop("kind", None)
         return _decode(kind, values, "")
     except ValueError as error:
         raise ValueError(f"{path} must hold the config of a run. {error}") from error
 
 
-def _named_kind(kind: Any, name: Any) -> Any:
-    fitting = [x for x, other in KINDS.items() if issubclass(other, kind)]
-    if name not in fitting:
-        raise ValueError(f"kind must be {' or '.join(fitting)}; got {name!r}. Correct the file.")
-    return KINDS[name]
+def _kind_of(path: Path) -> Any:
+    """The kind of the run whose config a file holds."""
+    try:
+        values = json.loads(path.read_text())
+    except ValueError:
+        return FIRST_KIND  # `load_config` says what is wrong.
+    return values.get("kind", FIRST_KIND) if isinstance(values, dict) else FIRST_KIND
 
 
 def _lock(file: IO[str], folder: Path) -> None:
@@ -155,13 +151,14 @@ def _check_same_run(config: TrainConfig) -> None:
     # A run that never saved anything whole has nothing that could be mixed up.
     if not path.exists() or not any(x.name.isdecimal() for x in checkpoints.glob("*")):
         return
-    there = load_config(TrainConfig, path)
-    if there.kind != config.kind:
+    kind = _kind_of(path)
+    if kind != config.kind:
         raise ValueError(
             f"A run that goes on must keep its kind of model; got {config.run_dir}, which holds a "
-            f"run of kind {there.kind!r}, and a config of kind {config.kind!r}. Use another "
+            f"run of kind {kind!r}, and a config of kind {config.kind!r}. Use another "
             "--run-dir."
         )
+    there = load_config(type(config), path)
     saved, now = (settings_of(x, but=FREE_SETTINGS) for x in (there, config))
     changed = [name for name in now if saved[name] != now[name]]
     # Rotary positions have no weights, and a longer context asks for others.
