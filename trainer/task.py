@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Self, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from trainer.config import MeshConfig, TrainConfig
 from trainer.data.dataset import Dataset
@@ -26,7 +26,7 @@ class SampleOptions:
     """Degrees of parallelism. The defaults are those of the run, if they fit the devices."""
 
     @classmethod
-    def of_run(cls, config: Any) -> Self:
+    def of_run(cls, config: Any) -> SampleOptions:
         """The options that apply to a run where the command line gives no others.
 
         Args:
