@@ -525,8 +525,8 @@ def end_with_reader() -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    from trainer.run.errors import exit_on_own_errors
+    from trainer.run.exit import exit_on_user_errors
 
     # Outermost, so that one of several processes ends with the others.
-    with end_at_ctrl_c(), exit_on_own_errors(), end_with_reader():
+    with end_at_ctrl_c(), exit_on_user_errors(), end_with_reader():
         sample(sys.argv[1:])

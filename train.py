@@ -334,8 +334,8 @@ def read_command_line(arguments: list[str]) -> Command[TrainConfig]:
 
 
 if __name__ == "__main__":
-    from trainer.run.errors import exit_on_own_errors
+    from trainer.run.exit import exit_on_user_errors
 
-    with exit_on_own_errors():
+    with exit_on_user_errors():
         command = read_command_line(sys.argv[1:])
         train(command.config, command.distributed)

@@ -26,15 +26,15 @@ from trainer.processes.distributed import (
     Distributed,
     start,
 )
-from trainer.run import errors
+from trainer.run import exit as program_exit
 from trainer.run.checkpoint import (
     CheckpointError,
     Checkpoints,
 )
-from trainer.run.errors import (
+from trainer.run.exit import (
     describe,
     end_now,
-    exit_on_own_errors,
+    exit_on_user_errors,
 )
 
 REPOSITORY = Path(train.__file__).parent
@@ -176,8 +176,8 @@ def test_wrong_host_is_not_waited_for_long(monkeypatch):
 STARTING = """
 import jax
 from trainer.processes.distributed import Distributed, start
-from trainer.run.errors import exit_on_own_errors
-with exit_on_own_errors():
+from trainer.run.exit import exit_on_user_errors
+with exit_on_user_errors():
     start(Distributed({}))
     print(jax.process_index(), jax.process_count(), jax.device_count())
 """
@@ -281,16 +281,16 @@ def own_error():
 
 def test_one_of_several_ends_without_waiting_for_the_others(monkeypatch):
     said = []
-    monkeypatch.setattr(errors, "end_now", said.append)
+    monkeypatch.setattr(program_exit, "end_now", said.append)
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
-    with pytest.raises(SystemExit), exit_on_own_errors():
+    with pytest.raises(SystemExit), exit_on_user_errors():
         raise own_error()
     assert said == [describe(own_error())]
     assert said[0].startswith("ValueError: distributed.index must be")
-    with pytest.raises(KeyboardInterrupt), exit_on_own_errors():
+    with pytest.raises(KeyboardInterrupt), exit_on_user_errors():
         raise KeyboardInterrupt
     assert said[1:] == ["KeyboardInterrupt"]
-    with pytest.raises(SystemExit), exit_on_own_errors():
+    with pytest.raises(SystemExit), exit_on_user_errors():
         sys.exit(2)
     assert len(said) == 2
 
@@ -306,7 +306,7 @@ def test_describe_keeps_the_traceback_of_a_library():
 
 def test_end_now_does_not_wait():
     script = (
-        "import atexit, threading; from trainer.run.errors import end_now; "
+        "import atexit, threading; from trainer.run.exit import end_now; "
         "atexit.register(print, 'not reached'); print('so far', end=''); "
         "threading.Thread(target=end_now, args=['over']).start(); threading.Event().wait()"
     )

@@ -50,7 +50,7 @@ from trainer.run.checkpoint import (
     Checkpoints,
     restore_weights,
 )
-from trainer.run.errors import exit_on_own_errors
+from trainer.run.exit import exit_on_user_errors
 from trainer.run.folder import (
     open_run,
     save_config,
@@ -124,7 +124,7 @@ def run(capsys, run_dir, *flags):
 
 def message_of(*arguments):
     """What the program says when it ends with status 1."""
-    with pytest.raises(SystemExit) as caught, exit_on_own_errors():
+    with pytest.raises(SystemExit) as caught, exit_on_user_errors():
         sample.sample([*map(str, arguments)])
     assert isinstance(caught.value.code, str)
     return caught.value.code

@@ -14,7 +14,9 @@ from typing import Annotated, Any
 
 import tyro
 
-from trainer.run.errors import end_now
+from startrail_jax.errors import InputError
+from trainer.errors import RunError
+from trainer.run.exit import end_now
 
 # jax notices a process that is gone by itself, but says only that there is one: it is to be later
 # than our own watch, and stands in for it before all have joined that.
@@ -45,14 +47,14 @@ class Distributed:
     def __post_init__(self) -> None:
         given = self._given()
         if None in given.values() and any(value is not None for value in given.values()):
-            raise ValueError(
+            raise InputError(
                 "distributed.coordinator, .processes and .index must be given together; got "
                 f"{', '.join(f'{name}={value}' for name, value in given.items())}. Give the "
                 "missing ones, or only --distributed where SLURM, Open MPI or Kubernetes know them."
             )
         for name in ("start_timeout", "timeout"):
             if not getattr(self, name) > 0:
-                raise ValueError(
+                raise InputError(
                     f"distributed.{name} must be above 0; got {name}={getattr(self, name)}. Leave "
                     "it out for the default."
                 )
@@ -60,13 +62,13 @@ class Distributed:
             return
         host, _, port = self.coordinator.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-            raise ValueError(
+            raise InputError(
                 "distributed.coordinator must be a host and a port; got "
                 f"coordinator={self.coordinator!r}. Use the address of process 0 and a port that "
                 "is free there, such as 10.0.0.1:7777."
             )
         if not 0 <= self.index < self.processes:
-            raise ValueError(
+            raise InputError(
                 "distributed.index must be at least 0 and below distributed.processes; got "
                 f"index={self.index}, processes={self.processes}. Number the processes from 0."
             )
@@ -128,7 +130,7 @@ def start(options: Distributed) -> None:
             shutdown_timeout_seconds=later,
         )
     except Exception as error:  # ValueError, RuntimeError or what a cluster's own library raises.
-        raise RuntimeError(_not_started(options, error)) from error
+        raise RunError(_not_started(options, error)) from error
     finally:
         patience.cancel()
 
@@ -152,7 +154,7 @@ def _meet(options: Distributed, deadline: float) -> str:
         try:
             listener = listen_anywhere(int(port))
         except OSError as error:
-            raise RuntimeError(
+            raise RunError(
                 "distributed.coordinator must name a port that is free where process 0 runs; got "
                 f"{options.coordinator}: {error.strerror}. Use another port."
             ) from error
@@ -170,7 +172,7 @@ def _meet(options: Distributed, deadline: float) -> str:
             )
             if is_unknown or time.monotonic() > deadline:
                 waited = min(time.monotonic() - began, options.start_timeout)
-                raise RuntimeError(
+                raise RunError(
                     f"Process 0 must wait at distributed.coordinator; got {error} from "
                     f"{options.coordinator} for {waited:.3g} s. Start process 0, correct the "
                     "address, or open the port."
@@ -191,13 +193,13 @@ def _ask_process_0(options: Distributed, deadline: float) -> int:
             try:
                 part = connection.recv(LONGEST_GREETING)
             except TimeoutError:
-                raise RuntimeError(_not_all_there(options)) from None
+                raise RunError(_not_all_there(options)) from None
             if not part or len(data) > LONGEST_GREETING:
                 raise ConnectionError("no answer of process 0")
             data += part
     answer = _read(data)
     if "refused" in answer:
-        raise RuntimeError(answer["refused"])
+        raise RunError(answer["refused"])
     if not isinstance(answer.get("port"), int):
         raise ConnectionError("an answer that is not of process 0")
     return answer["port"]
@@ -212,7 +214,7 @@ def _wait_for_others(listener: socket.socket, options: Distributed, deadline: fl
         while len(here) < options.processes - 1:
             left = deadline - time.monotonic()
             if left < 0:
-                raise RuntimeError(_not_all_there(options))
+                raise RunError(_not_all_there(options))
             for key, _ in selector.select(left):
                 if key.data is None:
                     with suppress(OSError):

@@ -28,11 +28,12 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from trainer.errors import RunError
 from trainer.processes.distributed import (
     Distributed,
     listen_anywhere,
 )
-from trainer.run.errors import (
+from trainer.run.exit import (
     describe,
     end_now,
 )
@@ -439,9 +440,9 @@ def join(meeting: Message, index: int, timeout: float, flags: Flags | None = Non
                 return Member(line, answer["names"], index, timeout)
             line.close()
             if answer.get("kind") == "lost":
-                raise RuntimeError(f"All processes must join; got: {answer['why']}. Start again.")
+                raise RunError(f"All processes must join; got: {answer['why']}. Start again.")
         if time.monotonic() > deadline:
-            raise RuntimeError(
+            raise RunError(
                 f"Process {index} must reach process 0 by TCP; it does at none of "
                 f"{', '.join(hosts)}, port {port}. Open the network between the machines, or give "
                 "the right address by --distributed.coordinator."

@@ -17,8 +17,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Literal, TypeVar
 
+from startrail_jax.errors import InputError
 from trainer.config import TrainConfig
 from trainer.dit.config import DiTTrainConfig
+from trainer.errors import RunError, StorageError
 from trainer.gpt.config import GPTTrainConfig
 
 CONFIG_FILE = "config.json"
@@ -80,7 +82,7 @@ def require_writable(folder: Path) -> None:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(4096))
     except OSError as error:
-        raise OSError(
+        raise StorageError(
             f"The folder of a run must be one that can be written; got {folder}: "
             f"{error.strerror}. Mend that, or use another --run-dir."
         ) from error
@@ -117,13 +119,13 @@ def load_config(kind: type[Config], path: Path) -> Config:
             kind = _named_kind(kind, values.pop("kind", GPTTrainConfig.kind))
         return _decode(kind, values, "")
     except ValueError as error:
-        raise ValueError(f"{path} must hold the config of a run. {error}") from error
+        raise InputError(f"{path} must hold the config of a run. {error}") from error
 
 
 def _named_kind(kind: Any, name: Any) -> Any:
     fitting = [x for x, other in KINDS.items() if issubclass(other, kind)]
     if name not in fitting:
-        raise ValueError(f"kind must be {' or '.join(fitting)}; got {name!r}. Correct the file.")
+        raise InputError(f"kind must be {' or '.join(fitting)}; got {name!r}. Correct the file.")
     return KINDS[name]
 
 
@@ -133,7 +135,7 @@ def _lock(file: IO[str], folder: Path) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         file.seek(0)
-        raise RuntimeError(
+        raise RunError(
             f"One program at a time may train in a folder; got {folder}, where process "
             f"{file.read()} does. Wait for it, stop it, or use another --run-dir."
         ) from error
@@ -157,7 +159,7 @@ def _check_same_run(config: TrainConfig) -> None:
         return
     there = load_config(TrainConfig, path)
     if there.kind != config.kind:
-        raise ValueError(
+        raise InputError(
             f"A run that goes on must keep its kind of model; got {config.run_dir}, which holds a "
             f"run of kind {there.kind!r}, and a config of kind {config.kind!r}. Use another "
             "--run-dir."
@@ -175,7 +177,7 @@ def _check_same_run(config: TrainConfig) -> None:
     )
     flags = " ".join(flag_text(name, saved[name]) for name in changed)
     allow = "" if is_other_model else " With --allow-changes it goes on as given now."
-    raise ValueError(
+    raise InputError(
         f"A run that goes on must keep the settings that its result depends on; got "
         f"{config.run_dir}, a run with others:\n{lines}\n"
         f"Use another --run-dir for a new run, or {flags} to go on with this one.{allow}"
@@ -237,7 +239,7 @@ def _decode(hint: Any, value: Any, name: str) -> Any:
     if hint in (int, float, str, bool) and type(value) is hint:
         return value
     wanted = hint.__name__ if isinstance(hint, type) else str(hint)
-    raise ValueError(f"{name or 'It'} must be {wanted}; got {value!r}. Correct the file.")
+    raise InputError(f"{name or 'It'} must be {wanted}; got {value!r}. Correct the file.")
 
 
 def _decode_dataclass(kind: Any, values: dict[str, Any], name: str) -> Any:
@@ -246,7 +248,7 @@ def _decode_dataclass(kind: Any, values: dict[str, Any], name: str) -> Any:
     for key in values:
         if key not in fields:
             near = difflib.get_close_matches(key, fields, n=1) or list(fields)
-            raise ValueError(
+            raise InputError(
                 f"Every setting must be one of {kind.__name__}'s; got {prefix}{key}. "
                 f"Use {' or '.join(prefix + x for x in near)}, or leave it out."
             )
@@ -256,7 +258,7 @@ def _decode_dataclass(kind: Any, values: dict[str, Any], name: str) -> Any:
         if key not in values and field.default is field.default_factory is dataclasses.MISSING
     ]
     if missing:
-        raise ValueError(
+        raise InputError(
             f"Settings without a default must be there; got none for {prefix}{missing[0]}. Add it."
         )
     hints = typing.get_type_hints(kind)
