@@ -435,10 +435,8 @@ def read_command_line(arguments: list[str]) -> tuple[Path, TrainConfig, Command[
     Raises:
         ValueError: if the folder is not that of a run.
     """
-    from trainer.run.folder import (
-        CONFIG_FILE,
-        load_config,
-    )
+    from trainer.run.folder import CONFIG_FILE
+    from trainer.tasks import load_train_config
 
     describing = {"prog": "sample.py RUN_DIR", "description": __doc__}
     if not arguments or arguments[0].startswith("-"):
@@ -459,7 +457,7 @@ def read_command_line(arguments: list[str]) -> tuple[Path, TrainConfig, Command[
             f"The first word must be the folder of a run, with its {CONFIG_FILE}; got "
             f"{str(run_dir)!r}, {what}. Use the --run-dir of train.py."
         )
-    config = load_config(TrainConfig, path)
+    config = load_train_config(path)
     kind, _ = DRAWS[config.kind]
     try:
         command = tyro.cli(
@@ -479,10 +477,8 @@ def sample(arguments: list[str]) -> None:
     run_dir, config, command = read_command_line(arguments)
     from trainer.parallel.degrees import describe_degrees
     from trainer.processes.devices import require_divisible
-    from trainer.processes.heartbeat import (
-        flags_of,
-        watch,
-    )
+    from trainer.processes.heartbeat import watch
+    from trainer.run.settings import flags_of
 
     options, distributed = command.options, command.distributed
     if options.devices != config.devices:

@@ -1,8 +1,8 @@
 """Errors that are for the user: their message alone says what to change.
 
-A message states what must hold, what was given, and what to do. A program may therefore show it
-without a traceback, which it must never do with any other error: that one is a fault of the program.
-Every class is also a built-in type, which is what callers catch.
+A message states what must hold, what was given, and what to do, so a program may show it without a
+traceback. Any other error is a fault of the program itself, and should keep its traceback. Every
+class here is also a built-in type, which is what callers catch.
 """
 
 

@@ -51,10 +51,8 @@ from trainer.run.checkpoint import (
     restore_weights,
 )
 from trainer.run.exit import exit_on_user_errors
-from trainer.run.folder import (
-    open_run,
-    save_config,
-)
+from trainer.run.folder import open_run
+from trainer.run.settings import save_config
 
 REPOSITORY = Path(sample.__file__).parent
 MODEL = GPTConfig(width=16, layers=1, heads=2, kv_heads=1, head_dim=4, mlp_width=16)

@@ -18,7 +18,7 @@ from trainer.dit.config import (
 from trainer.parallel.step import Program
 from trainer.run.checkpoint import Checkpoints
 from trainer.run.exit import exit_on_user_errors
-from trainer.run.folder import save_config
+from trainer.run.settings import save_config
 from trainer.tasks import make_objective
 
 QUICK = ("--steps", "2", "--samples", "3")

@@ -7,7 +7,6 @@ import socket
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field
 
 import jax
 import pytest
@@ -18,7 +17,6 @@ from trainer.processes.heartbeat import (
     Leader,
     Line,
     Member,
-    flags_of,
     join,
     lead,
     watch,
@@ -103,19 +101,6 @@ def drip(connection):
         while True:
             connection.sendall(b"x")
             time.sleep(0.1)
-
-
-@dataclass
-class Inner:
-    fast: bool = True
-    path: str = "here"
-
-
-@dataclass
-class Settings:
-    tokens: int = 3
-    two_words: tuple[int, ...] = (1, 2)
-    inner: Inner = field(default_factory=Inner)
 
 
 def leave(members):
@@ -306,15 +291,6 @@ def test_processes_with_other_flags_are_refused_by_all(flags, message):
     one, *others = in_threads(*(lambda i=i: refused(i) for i in range(3)))
     assert others == [one, one]
     assert re.match(rf"All processes must join; got: process 1 of 3 \(.*\) has {message}", one)
-
-
-def test_flags_are_those_of_the_command_line():
-    options = Settings(tokens=5, inner=Inner(fast=False))
-    assert flags_of(options, but=["inner.path"]) == {
-        "tokens": "--tokens 5",
-        "two_words": "--two-words 1 2",
-        "inner.fast": "--inner.no-fast",
-    }
 
 
 def test_who_was_stopped_does_not_blame_the_others(monkeypatch, ends):

@@ -20,7 +20,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Literal, NoReturn
 
@@ -36,10 +36,6 @@ from trainer.processes.distributed import (
 from trainer.run.exit import (
     describe,
     end_now,
-)
-from trainer.run.folder import (
-    flag_text,
-    settings_of,
 )
 
 BEAT_SECONDS = 1.0
@@ -68,7 +64,7 @@ def watch(options: Distributed, flags: Flags | None = None) -> Iterator[Callable
 
     Args:
         options: where process 0 is, and after how long a silent process counts as lost.
-        flags: what all processes must have alike; see `flags_of`.
+        flags: what must be the same in all processes; see `settings.flags_of`.
 
     Yields:
         A function for the wish to stop, whose answer is the same on all processes: their n-th
@@ -89,16 +85,6 @@ def watch(options: Distributed, flags: Flags | None = None) -> Iterator[Callable
         member.leave()
     except BaseException as error:
         member.fail(error)
-
-
-def flags_of(settings: Any, *, but: Collection[str] = ()) -> Flags:
-    """How each setting of a dataclass is given on the command line, by its dotted name.
-
-    Args:
-        settings: the dataclass, which may hold others.
-        but: settings to leave out, such as paths that may be others on another machine.
-    """
-    return {name: flag_text(name, x) for name, x in settings_of(settings, but=but).items()}
 
 
 class Line:
