@@ -33,10 +33,8 @@ from trainer.config import (
 )
 from trainer.dit.config import DiTTrainConfig
 from trainer.gpt.config import GPTTrainConfig
-from trainer.processes.distributed import (
-    Distributed,
-    start,
-)
+from trainer.processes.distributed import start
+from trainer.processes.options import Distributed
 
 CLASSES_SHOWN = 10
 LEAST_PIXELS = 64
@@ -477,7 +475,7 @@ def sample(arguments: list[str]) -> None:
     run_dir, config, command = read_command_line(arguments)
     from trainer.parallel.degrees import describe_degrees
     from trainer.processes.devices import require_divisible
-    from trainer.processes.heartbeat import watch
+    from trainer.processes.heartbeat import heartbeat
     from trainer.run.settings import flags_of
 
     options, distributed = command.options, command.distributed
@@ -486,7 +484,7 @@ def sample(arguments: list[str]) -> None:
     start(distributed)
     devices, degrees = _devices_and_degrees(options, config, distributed.known_processes)
     flags = flags_of(options, but=("prompt_file", "tokenizer", "out"))
-    with watch(distributed, {"kind": f"a run of kind {config.kind}", **flags}):
+    with heartbeat(distributed, {"kind": f"a run of kind {config.kind}", **flags}):
         _note(f"devices: {len(devices)} x {devices[0].device_kind}")
         _note(f"mesh: {describe_degrees(options.mesh, degrees)}")
         DRAWS[config.kind][1](run_dir, config, options, devices, degrees)

@@ -30,10 +30,8 @@ import tyro
 from configs import RECIPES
 from trainer.config import TrainConfig
 from trainer.gpt.config import GPTTrainConfig
-from trainer.processes.distributed import (
-    Distributed,
-    start,
-)
+from trainer.processes.distributed import start
+from trainer.processes.options import Distributed
 from trainer.tasks import make_objective
 
 Config = TypeVar("Config", bound=TrainConfig)
@@ -84,7 +82,7 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
         require_divisible,
         select_devices,
     )
-    from trainer.processes.heartbeat import watch
+    from trainer.processes.heartbeat import heartbeat
     from trainer.run.settings import flags_of
 
     distributed = distributed or Distributed()
@@ -92,7 +90,7 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
     start(distributed)
     devices = select_devices(config.devices, processes=distributed.known_processes)
     flags = {"kind": f"a config of kind {config.kind}", **flags_of(config, but=OF_ONE_MACHINE)}
-    with watch(distributed, flags) as agree:
+    with heartbeat(distributed, flags) as agree:
         return _train(config, devices, agree)
 
 
