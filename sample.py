@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from trainer.command_line import Command, exit_with_usage_error, parse
-from trainer.config import FIRST_KIND, TrainConfig
+from trainer.config import TrainConfig
 from trainer.run.folder import CONFIG_FILE
+from trainer.run.settings import KIND_WITHOUT_NAME
 from trainer.tasks import TASKS, load_train_config, task_of
 
 PROG = "sample.py RUN_DIR"
@@ -59,7 +60,7 @@ def read_command_line(arguments: list[str]) -> tuple[Path, TrainConfig, Command[
     """
     if not arguments or arguments[0].startswith("-"):
         if {"-h", "--help"} & set(arguments):
-            options = TASKS[FIRST_KIND].options_class()
+            options = TASKS[KIND_WITHOUT_NAME].options_class()
             parse(["--help"], default=options, prog=PROG, description=__doc__)
         given = repr(arguments[0]) if arguments else "nothing"
         exit_with_usage_error(
@@ -109,8 +110,8 @@ def end_with_reader() -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    from trainer.run.errors import exit_on_own_errors
+    from trainer.run.exit import exit_on_user_errors
 
     # Outermost, so that one of several processes ends with the others.
-    with end_at_ctrl_c(), exit_on_own_errors(), end_with_reader():
+    with end_at_ctrl_c(), exit_on_user_errors(), end_with_reader():
         sample(sys.argv[1:])

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from configs import RECIPES
 from trainer.command_line import Command, exit_with_usage_error, parse
 from trainer.config import TrainConfig
-from trainer.processes.distributed import Distributed
+from trainer.processes.options import Distributed
 from trainer.tasks import load_train_config, task_of
 
 
@@ -175,8 +175,8 @@ def read_command_line(arguments: list[str]) -> Command[TrainConfig]:
 
 
 if __name__ == "__main__":
-    from trainer.run.errors import exit_on_own_errors
+    from trainer.run.exit import exit_on_user_errors
 
-    with exit_on_own_errors():
+    with exit_on_user_errors():
         command = read_command_line(sys.argv[1:])
         train(command.settings, command.distributed)

@@ -33,9 +33,10 @@ LAYERS = (
 )
 
 # Module or folder of the op -> what it may import of the op.
-BASE = {"shapes"}
+BASE = {"errors", "shapes"}
 TOKENS = BASE | {"mesh", "layout", "pieces", "mask", "softmax"}
 MAY_IMPORT = {
+    "errors": set(),
     "shapes": set(),
     "ordering": BASE,
     "mesh": BASE,

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Generic, NoReturn, TypeVar
 
 import tyro
 
-from trainer.processes.distributed import Distributed
+from trainer.processes.options import Distributed
 
 Settings = TypeVar("Settings")
 

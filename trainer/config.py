@@ -7,9 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-FIRST_KIND = "gpt"
-"""Kind of a run whose config.json names none, since it was written when there was only this one."""
-
 SHARDED_AXES = ("data", "group", "ring", "team", "head")
 """The mesh axes over which ZeRO may split the training state, slowest first."""
 

@@ -16,8 +16,9 @@ from trainer.parallel.flops import peak_flops
 from trainer.parallel.remat import describe_memory
 from trainer.parallel.step import Program, StepMetrics
 from trainer.run.checkpoint import Checkpoints
-from trainer.run.folder import CONFIG_FILE, save_config
+from trainer.run.folder import CONFIG_FILE
 from trainer.run.metrics import Reporter
+from trainer.run.settings import save_config
 
 
 class Loop:

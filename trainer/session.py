@@ -18,8 +18,10 @@ import startrail_jax as st
 from trainer.config import MeshConfig
 from trainer.parallel.degrees import choose_degrees, describe_degrees
 from trainer.processes.devices import require_divisible, select_devices
-from trainer.processes.distributed import Distributed, start
-from trainer.processes.heartbeat import flags_of, watch
+from trainer.processes.distributed import start
+from trainer.processes.heartbeat import heartbeat
+from trainer.processes.options import Distributed
+from trainer.run.settings import flags_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +31,7 @@ class Session:
     mesh: Mesh
     """The devices of all processes."""
     agree: Callable[[bool], bool]
-    """Makes one answer of the wishes of all processes to stop: see `heartbeat.watch`."""
+    """Turns the wish of any process to stop into one answer: see `trainer.processes.heartbeat`."""
     description: tuple[str, ...]
     """Lines for the log: the devices and the degrees of the mesh."""
 
@@ -88,7 +90,7 @@ def joined(
     devices, mesh_config, remarks = choose(settings, processes)
     may_differ = {*may_differ, *_names_of_paths(settings)}
     flags = {"kind": kind, **flags_of(settings, but=may_differ)}
-    with watch(distributed, flags) as agree:
+    with heartbeat(distributed, flags) as agree:
         degrees = choose_degrees(mesh_config, len(devices))
         shared = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
         description = (

@@ -5,14 +5,14 @@ Imports no jax: `--help` must be fast.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from trainer.config import FIRST_KIND, TrainConfig
+from startrail_jax.errors import InputError
+from trainer.config import TrainConfig
 from trainer.dit.task import DiTTask
 from trainer.gpt.task import GPTTask
-from trainer.run.folder import load_config
+from trainer.run.settings import load_config, read_kind
 from trainer.task import Task
 
 TASKS: dict[str, Task[Any, Any]] = {
@@ -30,17 +30,14 @@ def task_of(config: TrainConfig) -> Task[Any, Any]:
 def load_train_config(path: Path) -> TrainConfig:
     """Reads the config.json of a run of any kind.
 
-    Args:
-        path: the file. If it names no kind, it is of a GPT: so were all runs when it was written.
-
     Raises:
-        ValueError: if the file is not JSON, or a setting is unknown or of a wrong type.
+        ValueError: if the file is not JSON, names an unknown kind, or a setting is missing, unknown
+            or of a wrong type.
     """
-    try:
-        values = json.loads(path.read_text())
-        kind = values.get("kind", FIRST_KIND) if isinstance(values, dict) else FIRST_KIND
-        if kind not in list(TASKS):
-            raise ValueError(f"kind must be {' or '.join(TASKS)}; got {kind!r}. Correct the file.")
-    except ValueError as error:
-        raise ValueError(f"{path} must hold the config of a run. {error}") from error
+    kind = read_kind(path)
+    if kind not in TASKS:
+        raise InputError(
+            f"{path} must hold the config of a run. kind must be {' or '.join(TASKS)}; got "
+            f"{kind!r}. Correct the file."
+        )
     return load_config(TASKS[kind].config_class, path)

@@ -20,8 +20,8 @@ from trainer.dit.objective import Denoising
 from trainer.dit.sample import rows_of_grid
 from trainer.parallel.step import Program
 from trainer.run.checkpoint import Checkpoints
-from trainer.run.errors import exit_on_own_errors
-from trainer.run.folder import save_config
+from trainer.run.exit import exit_on_user_errors
+from trainer.run.settings import save_config
 
 QUICK = ("--steps", "2", "--samples", "3")
 MODEL = DiTConfig(channels=1, classes=3, width=8, layers=1, heads=1, mlp_width=8)
@@ -49,7 +49,7 @@ def run_dir(tmp_path_factory):
 
 
 def message_of(*arguments):
-    with pytest.raises(SystemExit) as caught, exit_on_own_errors():
+    with pytest.raises(SystemExit) as caught, exit_on_user_errors():
         sample.sample([*map(str, arguments)])
     return str(caught.value.code)
 
