@@ -51,8 +51,8 @@ from trainer.run.checkpoint import restore_weights
 from trainer.run.folder import (
     CHECKPOINTS_FOLDER,
     CONFIG_FILE,
-    load_config,
 )
+from trainer.run.settings import load_config
 from trainer.tasks import make_objective
 
 CLASSES = 10

@@ -32,9 +32,10 @@ LAYERS = (
 )
 
 # Module or folder of the op -> what it may import of the op.
-BASE = {"shapes"}
+BASE = {"errors", "shapes"}
 TOKENS = BASE | {"mesh", "layout", "pieces", "mask", "softmax"}
 MAY_IMPORT = {
+    "errors": set(),
     "shapes": set(),
     "ordering": BASE,
     "mesh": BASE,
@@ -59,7 +60,7 @@ MAY_IMPORT = {
 }
 # Modules of the op that read no arrays may use only what describes a setting.
 OP_MAY_USE = {"jax", "numpy", "jaxtyping", "einops"}
-MODELS_MAY_USE_OF_OP = {f"{OP}.shapes", f"{OP}.ordering"}
+MODELS_MAY_USE_OF_OP = {f"{OP}.errors", f"{OP}.shapes", f"{OP}.ordering"}
 
 LONGEST_MODULE = 450
 MOST_FILES = 12

@@ -50,11 +50,9 @@ from trainer.run.checkpoint import (
     Checkpoints,
     restore_weights,
 )
-from trainer.run.errors import exit_on_own_errors
-from trainer.run.folder import (
-    open_run,
-    save_config,
-)
+from trainer.run.exit import exit_on_user_errors
+from trainer.run.folder import open_run
+from trainer.run.settings import save_config
 
 REPOSITORY = Path(sample.__file__).parent
 MODEL = GPTConfig(width=16, layers=1, heads=2, kv_heads=1, head_dim=4, mlp_width=16)
@@ -124,7 +122,7 @@ def run(capsys, run_dir, *flags):
 
 def message_of(*arguments):
     """What the program says when it ends with status 1."""
-    with pytest.raises(SystemExit) as caught, exit_on_own_errors():
+    with pytest.raises(SystemExit) as caught, exit_on_user_errors():
         sample.sample([*map(str, arguments)])
     assert isinstance(caught.value.code, str)
     return caught.value.code

@@ -29,7 +29,7 @@ from trainer.gpt.corpus import (
 from trainer.gpt.loss import cross_entropy
 from trainer.run import metrics
 from trainer.run.checkpoint import Checkpoints
-from trainer.run.errors import exit_on_own_errors
+from trainer.run.exit import exit_on_user_errors
 from trainer.run.folder import open_run
 
 REPOSITORY = Path(train.__file__).parent
@@ -81,7 +81,7 @@ def flags_of(data, run_dir, flags=""):
 
 def run(data, run_dir, flags=""):
     """The program, as `python train.py` runs it."""
-    with exit_on_own_errors():
+    with exit_on_user_errors():
         return train.train(train.read_command_line(flags_of(data, run_dir, flags)).config)
 
 
@@ -403,7 +403,7 @@ def test_config_file_with_an_unknown_setting_names_the_likely_one(trained, tmp_p
     config = json.loads((trained / "run/config.json").read_text())
     config["stepz"] = config.pop("steps")
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(SystemExit) as caught, exit_on_own_errors():
+    with pytest.raises(SystemExit) as caught, exit_on_user_errors():
         train.read_command_line([str(tmp_path / "config.json")])
     assert_matches(caught.value.code, r"^ValueError: .*config.json must hold.*stepz. Use steps")
 
