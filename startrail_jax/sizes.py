@@ -173,10 +173,12 @@ class Sizes:
         Returns:
             "query" or "kv"; "query" at a tie, which is the choice of the paper.
         """
-        query = self.query_bytes + self.out_bytes + 2 * self.lse_bytes + self.query_id_bytes
-        key = self.key_value_bytes + self.key_id_bytes
-        query_hop = team * (query + self.query_gradient_bytes)
-        key_hop = group * (key + self.key_value_gradient_bytes)
+        # The batch favours neither side, and may be symbolic.
+        row = replace(self, batch=1)
+        query = row.query_bytes + row.out_bytes + 2 * row.lse_bytes + row.query_id_bytes
+        key = row.key_value_bytes + row.key_id_bytes
+        query_hop = team * (query + row.query_gradient_bytes)
+        key_hop = group * (key + row.key_value_gradient_bytes)
         return "query" if query_hop <= key_hop else "kv"
 
 
@@ -234,8 +236,9 @@ def dtype_name(dtype: Any) -> str:
     return name
 
 
-def _check_positive(name: str, size: int) -> None:
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+def _check_positive(name: str, size: Any) -> None:
+    # A size need not be an int: under `jax.export`, the batch may be symbolic.
+    if isinstance(size, (bool, float)) or size < 1:
         raise ValueError(
             f"{name} must be a positive integer; got {name}={size!r}. "
             "Pass the size over all devices."
