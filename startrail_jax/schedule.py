@@ -4,7 +4,8 @@ The *sequence rank* of a device is its flat index over the axes (group, ring, te
 first, whose degrees are G, R, A and U. After the head exchange, which trades tokens for heads among
 U neighbours, a device is called (g, p, a) by its indices along group, ring and team.
 
-* A *unit* is what one gather brings together: the tokens of consecutive sequence ranks.
+* A *unit* is what one gather brings together: the tokens of consecutive sequence ranks. (Without a
+  causal mask the order of keys does not matter, and a key unit may be of any ranks.)
 * A *team* is the A devices (g, p, 0..A-1). They share a query unit, number g * R + p.
 * A *group* is the G devices (0..G-1, p, a). They share a key unit, number p * A + a in round 0.
 * A *ring* is the R devices (g, 0..R-1, a). Round after round, each of them attends its query unit

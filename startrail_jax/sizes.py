@@ -124,43 +124,43 @@ class Sizes:
 
     @property
     def query_bytes(self) -> int:
-        """The query."""
+        """Bytes of the query."""
         return self.batch * self.query_tokens * self.heads * self.head_dim * self.width
 
     @property
     def query_gradient_bytes(self) -> int:
-        """The gradient of the query, in float32."""
+        """Bytes of the gradient of the query, in float32."""
         return self.query_bytes // self.width * _FLOAT32
 
     @property
     def out_bytes(self) -> int:
-        """The output, or its gradient."""
+        """Bytes of the output, or of its gradient."""
         return self.batch * self.query_tokens * self.heads * self.value_head_dim * self.width
 
     @property
     def lse_bytes(self) -> int:
-        """The log-sum-exp of each query and head, or `delta`, in float32."""
+        """Bytes of the log-sum-exp of each query and head, or of delta, in float32."""
         return self.batch * self.query_tokens * self.heads * _FLOAT32
 
     @property
     def key_value_bytes(self) -> int:
-        """Key and value together."""
+        """Bytes of key and value together."""
         channels = self.head_dim + self.value_head_dim
         return self.batch * self.key_tokens * self.kv_heads * channels * self.width
 
     @property
     def key_value_gradient_bytes(self) -> int:
-        """The gradients of key and value together, in float32."""
+        """Bytes of the gradients of key and value together, in float32."""
         return self.key_value_bytes // self.width * _FLOAT32
 
     @property
     def query_id_bytes(self) -> int:
-        """The segment ids of the queries; 0 if there are none."""
+        """Bytes of the segment ids of the queries; 0 if there are none."""
         return self.batch * self.query_tokens * _INT32 * self.packed
 
     @property
     def key_id_bytes(self) -> int:
-        """The segment ids of the keys; 0 if there are none."""
+        """Bytes of the segment ids of the keys; 0 if there are none."""
         return self.batch * self.key_tokens * _INT32 * self.packed
 
     def cheaper_traveller(self, *, team: int, group: int) -> Literal["query", "kv"]:

@@ -15,13 +15,11 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from startrail_jax.analysis import COLLECTIVES
-from startrail_jax.analysis.transfers import Steps, Transfer
+from startrail_jax.analysis.transfers import Combine, Placement, Steps, Transfer
 from startrail_jax.mesh import Degrees
 from startrail_jax.sizes import Sizes, dtype_name
 from startrail_jax.validation import check_option, check_placement
 
-Placement = Literal["permute_gather", "gather_permute"]
-Combine = Literal["merge", "reduce_scatter"]
 Backward = Literal["auto", "query", "kv"]
 
 

@@ -11,6 +11,9 @@ from typing import Literal
 from startrail_jax.mesh import Degrees
 from startrail_jax.sizes import Sizes
 
+Placement = Literal["permute_gather", "gather_permute"]
+Combine = Literal["merge", "reduce_scatter"]
+
 _FLOAT32 = 4
 
 
@@ -35,14 +38,18 @@ class Transfer:
 
 @dataclass(frozen=True, kw_only=True)
 class Steps:
-    """The transfers of each step, for one setting and the sizes of one device's share."""
+    """The transfers of each step, for one setting and one device's share of the sizes."""
 
     degrees: Degrees
+    """The degrees of the mesh."""
     share: Sizes
+    """What `Sizes.share` gives for these degrees."""
     causal: bool
+    """Whether the attention is causal."""
     rounds: int
-    """Rounds of the ring that are visited."""
-    placement: Literal["permute_gather", "gather_permute"]
+    """Number of ring rounds that are visited."""
+    placement: Placement
+    """Order of step 2: "permute_gather" (ours) or "gather_permute" (the paper)."""
 
     def exchange(self, *, id_arrays: int) -> list[Transfer]:
         """Step 0: query, key and value, or their gradients back.
@@ -81,7 +88,7 @@ class Steps:
         return [_copies("query scatter", "reduce_scatter", self.degrees.team - 1, dq)]
 
     def key_placement(self, *, shared_ids: bool) -> list[Transfer]:
-        """Step 2.
+        """Step 2: keys and values to the devices that need them in round 0.
 
         Args:
             shared_ids: whether queries and keys have the same array of segment ids. In the order of
@@ -146,8 +153,8 @@ class Steps:
             _copies("gradient ring", "collective_permute", hops, gradients),
         ]
 
-    def combination(self, combine: Literal["merge", "reduce_scatter"]) -> list[Transfer]:
-        """Step 4."""
+    def combination(self, combine: Combine) -> list[Transfer]:
+        """Step 4: outputs and lse to the owners of the queries."""
         team, out, lse = self.degrees.team, self.share.out_bytes, self.share.lse_bytes
         if combine == "merge":
             return [_copies("combine", "all_to_all", team - 1, out, lse)]
