@@ -39,8 +39,8 @@ from jax.sharding import PartitionSpec as P
 
 import startrail_jax as st
 from startrail_jax.blocks import xla
+from startrail_jax.sizes import check_heads
 from startrail_jax.tiles import visible_tiles
-from startrail_jax.validation import check_heads
 
 
 @dataclass

@@ -51,7 +51,7 @@ from startrail_jax.analysis.overlap import (
     ENTRY,
     Copy,
     Kernel,
-    Transfer,
+    ScheduledCollective,
     read_copies,
     read_overlap,
 )
@@ -74,13 +74,13 @@ class Reading:
     """What a compiled program holds."""
 
     row: Row
-    transfers: tuple[Transfer, ...]
+    transfers: tuple[ScheduledCollective, ...]
     copies: tuple[Copy, ...]
     lower_seconds: float
     compile_seconds: float
 
     @property
-    def hops(self) -> list[Transfer]:
+    def hops(self) -> list[ScheduledCollective]:
         """Permutes along the ring."""
         return [x for x in self.transfers if is_hop(x, self.row.mesh)]
 
@@ -205,19 +205,19 @@ def read(args: argparse.Namespace, row: Row) -> Reading:
     return Reading(row, read_overlap(text), copies, middle - start, end - middle)
 
 
-def axes(transfer: Transfer, mesh: Mesh) -> set[str]:
+def axes(transfer: ScheduledCollective, mesh: Mesh) -> set[str]:
     """The mesh axes along which a collective moves data."""
     places = np.stack(np.unravel_index(range(mesh.size), mesh.devices.shape), axis=1)
     moved = [np.ptp(places[list(group)], axis=0) > 0 for group in transfer.groups]
     return {name for name, moves in zip(mesh.axis_names, np.any(moved, 0), strict=True) if moves}
 
 
-def is_hop(transfer: Transfer, mesh: Mesh) -> bool:
+def is_hop(transfer: ScheduledCollective, mesh: Mesh) -> bool:
     """Whether a collective is a message round the ring."""
     return transfer.kind == "collective_permute" and axes(transfer, mesh) == {"ring"}
 
 
-def is_homecoming(hop: Transfer) -> bool:
+def is_homecoming(hop: ScheduledCollective) -> bool:
     """Whether a hop of the backward pass starts after the last round."""
     return BACKWARD in hop.op_name and hop.computation == ENTRY and hop.after == hop.of
 
@@ -242,7 +242,7 @@ def summary(name: str, reading: Reading) -> str:
     return line
 
 
-def query_gathers(reading: Reading) -> list[Transfer]:
+def query_gathers(reading: Reading) -> list[ScheduledCollective]:
     """The gathers of the forward pass over the team, which bring it its queries."""
     return [
         x
@@ -289,7 +289,7 @@ def _pass(op_name: str) -> str:
     return "backward" if BACKWARD in op_name else "forward"
 
 
-def _runs(transfers: list[Transfer]) -> int:
+def _runs(transfers: list[ScheduledCollective]) -> int:
     return sum(x.runs for x in transfers)
 
 
