@@ -1,0 +1,266 @@
+"""`startrail_jax.testing`: exact attention passes, each kind of fault fails and is named."""
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import oracle
+import startrail_jax as st
+from startrail_jax import testing
+from startrail_jax.testing import assert_exact, simulate_devices
+
+pytestmark = pytest.mark.usefixtures("compile_fast")
+
+PROBLEM = {"seq_len": 16, "heads": 4, "kv_heads": 2, "head_dim": 7, "value_head_dim": 5}
+
+
+def attention_on(degrees, axis_type="explicit", **options):
+    devices = jax.devices("cpu")[: degrees.num_devices]
+    return st.Attention(st.make_mesh(degrees, axis_type, devices), **options)
+
+
+def attention_of_two(**options):
+    """On a team of two devices: the smallest that has a layout and collectives."""
+    return attention_on(st.Degrees(team=2), **options)
+
+
+# What is exact passes ---------------------------------------------------------------------------
+
+EXACT = {
+    "startrail": (st.Degrees.startrail(4, c=2), {}, {}),
+    "auto_axes": (st.Degrees(ring=2, data=2), {"axis_type": "auto"}, {"packed": True}),
+    "tensor": (st.Degrees(ring=2, tensor=2), {"window": 5}, {}),
+    "scale": (st.Degrees(head=2), {"scale": 0.7, "layout": "striped"}, {}),
+    "cross": (st.Degrees(group=2), {"causal": False}, {"kv_seq_len": 24, "packed": True}),
+    "bfloat16": (st.Degrees(team=2, ring=2), {}, {"dtype": "bfloat16"}),
+    "float16": (st.Degrees(team=2), {"causal": False}, {"dtype": "float16"}),
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_exact_attention_passes(name):
+    degrees, options, problem = EXACT[name]
+    assert_exact(attention_on(degrees, **options), **PROBLEM | problem)
+
+
+def test_segment_ids_of_ones_own():
+    """In natural order; a row of padding alone sees nothing, and its gradients are 0."""
+    ids = np.array([[0] * 5 + [3] * 10 + [-1], [-1] * 16])
+    assert_exact(attention_of_two(), **PROBLEM, segment_ids=ids)
+
+
+def test_function_of_ones_own_around_the_local_attention():
+    attention = attention_of_two()
+    spec = attention.query_spec(4)
+
+    def attention_fn(query, key, value, *, segment_ids, return_lse):
+        assert segment_ids is None
+        assert return_lse
+        specs = {"in_specs": (spec,) * 3, "out_specs": (spec, attention.lse_spec)}
+        return jax.shard_map(attention.local, mesh=attention.mesh, **specs)(query, key, value)
+
+    assert_exact(attention, attention_fn=attention_fn, **PROBLEM)
+
+
+# What is not fails ------------------------------------------------------------------------------
+
+
+def with_fault(fault):
+    """A function around an attention; `fault(attention, q, k, v, **options)` is what it does."""
+    attention = attention_of_two()
+    return attention, lambda *arrays, **options: fault(attention, *arrays, **options)
+
+
+def scaled(x, factor):
+    """`x`, with a gradient that is `factor` times as large."""
+    return factor * x + jax.lax.stop_gradient((1 - factor) * x)
+
+
+def dk_of_one_head_of_the_group(attention, query, key, value, **options):
+    key = jnp.stack([key, jax.lax.stop_gradient(key)], axis=3)
+    batch, length, kv_heads, group, head_dim = key.shape
+    key = key.reshape(batch, length, kv_heads * group, head_dim)
+    return attention(query, key, jnp.repeat(value, group, axis=2), **options)
+
+
+def spoilt(position, spoil):
+    """Applies `spoil` to one of the results."""
+
+    def fault(attention, *arrays, **options):
+        results = list(attention(*arrays, **options))
+        results[position] = spoil(results[position])
+        return tuple(results)
+
+    return fault
+
+
+def changed(**changes):
+    """Another attention than the one that is named."""
+    return lambda attention, *arrays, **options: dataclasses.replace(attention, **changes)(
+        *arrays, **options
+    )
+
+
+# Fault -> (what it does, the first result that shows it).
+FAULTS = {
+    "scale": (changed(scale=0.4), "out"),
+    "causal": (changed(causal=False), "out"),
+    "window": (changed(window=15), "out"),
+    "order_of_tokens": (changed(layout="contiguous"), "out"),
+    "segments": (lambda f, *x, segment_ids, **o: f(*x, **o), "out"),
+    "out": (spoilt(0, lambda out: out * (1 + 1e-5)), "out"),
+    "not_a_number": (spoilt(0, lambda out: out.at[0, 0, 0, 0].set(jnp.nan)), "out"),
+    "lse": (spoilt(1, lambda lse: lse + 1e-4), "lse"),
+    "mark": (spoilt(1, lambda lse: jnp.where(lse <= -1e30, -1e29, lse)), "rows whose lse is -1e30"),
+    "gradient_of_lse": (spoilt(1, jax.lax.stop_gradient), "dq"),
+    "dq": (lambda f, q, k, v, **o: f(scaled(q, 1.0001), k, v, **o), "dq"),
+    "dk": (dk_of_one_head_of_the_group, "dk"),
+    "dv": (lambda f, q, k, v, **o: f(q, k, jax.lax.stop_gradient(v), **o), "dv"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_fault_fails_and_is_named(name):
+    fault, shown = FAULTS[name]
+    attention, attention_fn = with_fault(fault)
+    packed = name in ("segments", "mark")
+    with pytest.raises(AssertionError, match=rf"\[Chex\].*leaves '{shown}'"):
+        assert_exact(attention, attention_fn=attention_fn, packed=packed, **PROBLEM)
+
+
+def test_tolerance_is_what_is_allowed():
+    attention, attention_fn = with_fault(FAULTS["out"][0])
+    assert_exact(attention, attention_fn=attention_fn, tolerance=2e-5, **PROBLEM)
+
+
+def test_coarse_rounding_fails_in_bfloat16():
+    """Results of float8's 3 bits, where bfloat16 has 7."""
+    coarse = spoilt(0, lambda out: out.astype("float8_e4m3fn").astype(out.dtype))
+    attention, attention_fn = with_fault(coarse)
+    with pytest.raises(AssertionError, match="leaves 'out'"):
+        assert_exact(attention, attention_fn=attention_fn, dtype="bfloat16", **PROBLEM)
+
+
+def test_sharding_unlike_the_input_fails():
+    attention = attention_on(st.Degrees(team=2), "auto")
+    replicated = NamedSharding(attention.mesh, P())
+
+    def attention_fn(*arrays, **options):
+        out, lse = attention(*arrays, **options)
+        return jax.lax.with_sharding_constraint(out, replicated), lse
+
+    with pytest.raises(AssertionError, match=r"leaves 'out': the sharding must be .*'team'.*got"):
+        assert_exact(attention, attention_fn=attention_fn, **PROBLEM)
+
+
+# The reference ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "packed"),
+    [({}, False), ({"causal": False, "scale": 0.3}, True), ({"window": 3}, True)],
+)
+def test_reference_agrees_with_the_oracle(options, packed):
+    """Two that share no code; the oracle is checked by finite differences."""
+    attention = attention_on(st.Degrees(), **options)
+    rng = np.random.default_rng(0)
+    documents = testing._draw_documents(rng, 2, 16)
+    inputs = testing._draw_inputs(
+        rng,
+        query=(2, 16, 6, 7),
+        key=(2, 16, 2, 7),
+        value_head_dim=5,
+        dtype="float32",
+        segment_ids=(documents, documents) if packed else None,
+    )
+    scale = options.get("scale", 7**-0.5)
+    found = testing._reference(inputs, testing._visible(attention, inputs), scale)
+    arrays = inputs.query, inputs.key, inputs.value
+    mask = {"causal": attention.causal, "window": attention.window, "scale": scale}
+    mask["segment_ids"] = inputs.segment_ids
+    out, lse = oracle.attention(*arrays, **mask)
+    dq, dk, dv = oracle.gradients(*arrays, inputs.dout, inputs.dlse, **mask)
+    expected = {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+    chex.assert_trees_all_close(found, expected, rtol=0, atol=1e-12)
+    assert (lse == oracle.EMPTY).any() == packed
+
+
+# What cannot be tested says so ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seq_len": 2**14}, r"at most 67108864 .*; got batch=2, heads=4, seq_len=16384.*shorter"),
+        (
+            {"seq_len": 18},
+            r"divisible by 2 \* sequence degree.*got seq_len=18, degree=2\. Pad to 20",
+        ),
+        ({"kv_heads": 3}, r"heads must be a multiple of kv_heads; got heads=4, kv_heads=3"),
+        ({"kv_seq_len": 20}, r"queries and keys of one length; got 16 queries and 20 keys"),
+        ({"dtype": "float64"}, r"dtype must be one of .*; got float64"),
+        (
+            {"packed": True, "segment_ids": np.zeros((2, 16), int)},
+            r"segment_ids must be None; got both\. Leave one",
+        ),
+    ],
+)
+def test_sizes_that_do_not_fit_raise(changes, message):
+    with pytest.raises(ValueError, match=message):
+        assert_exact(attention_of_two(), **PROBLEM | changes)
+
+
+def test_abstract_mesh_raises():
+    attention = st.Attention(AbstractMesh((2,), ("team",)))
+    with pytest.raises(ValueError, match=r"needs a mesh of devices; got .* AbstractMesh\. Build"):
+        assert_exact(attention, **PROBLEM)
+
+
+def test_without_chex_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "chex", None)
+    with pytest.raises(ModuleNotFoundError, match=r"needs chex.*pip install 'startrail-jax\[test"):
+        assert_exact(attention_of_two(), **PROBLEM)
+
+
+# Simulated devices ------------------------------------------------------------------------------
+
+
+def test_simulate_devices_is_content_with_enough():
+    simulate_devices(jax.device_count())
+    simulate_devices(1)
+
+
+def test_simulate_devices_that_comes_too_late_raises():
+    count = jax.device_count()
+    message = rf"before jax starts; got count={count + 1} when jax was running on {count} cpu dev"
+    with pytest.raises(RuntimeError, match=rf"{message}.*at the top of conftest\.py"):
+        simulate_devices(count + 1)
+
+
+def test_simulate_devices_of_none_raises():
+    with pytest.raises(ValueError, match=r"count must be at least 1; got count=0\. Pass"):
+        simulate_devices(0)
+
+
+def test_example_of_the_docstring_runs():
+    """As it stands, in a process of its own, as it sets devices up."""
+    (example,) = re.findall(r"\n\n((?: {4}.*\n|\n)+)", testing.__doc__)
+    code = re.sub("^ {4}", "", example, flags=re.MULTILINE)
+    code += "\nimport jax\nsimulate_devices(8)\ntest_my_attention_is_exact()\nprint(jax.devices())"
+    environment = {k: v for k, v in os.environ.items() if k not in ("JAX_PLATFORMS", "XLA_FLAGS")}
+    environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert len(re.findall("CpuDevice", result.stdout)) == 8
