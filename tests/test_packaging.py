@@ -1,4 +1,4 @@
-"""What pyproject.toml says against what the code imports. `.ci/run` builds and installs the wheel."""
+"""pyproject.toml against what the code imports. `.ci/run` builds and installs the wheel."""
 
 import ast
 import re

@@ -1,6 +1,7 @@
 """`startrail_jax.testing`: exact attention passes, each kind of fault fails and is named."""
 
 import dataclasses
+import functools
 import os
 import re
 import subprocess
@@ -29,21 +30,37 @@ def attention_on(degrees, axis_type="explicit", **options):
     return st.Attention(st.make_mesh(degrees, axis_type, devices), **options)
 
 
-def attention_of_two(**options):
-    """On a team of two devices: the smallest that has a layout and collectives."""
-    return attention_on(st.Degrees(team=2), **options)
+def dense(query, key, value, *, segment_ids, return_lse, causal=True, window=16, scale=7**-0.5):
+    """What `assert_exact` may be given to test; compiles faster than `Attention` does."""
+    assert return_lse
+    key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
+    distance = np.subtract.outer(np.arange(query.shape[1]), np.arange(key.shape[1]))
+    seen = jnp.asarray((distance < window) & ((distance >= 0) | (not causal)))[None, None]
+    if segment_ids is not None:
+        query_ids, key_ids = segment_ids[0][:, None, :, None], segment_ids[1][:, None, None, :]
+        seen = seen & (query_ids == key_ids) & (query_ids >= 0)
+    query, key, wide = (x.astype(jnp.float32) for x in (query, key, value))
+    logits = jnp.where(seen, scale * jnp.einsum("btnh,bsnh->bnts", query, key), -1e30)
+    lse = jax.nn.logsumexp(logits, axis=-1)
+    weights = jnp.where(seen, jnp.exp(logits - lse[..., None]), 0)
+    return jnp.einsum("bnts,bsnv->btnv", weights, wide).astype(value.dtype), lse
 
 
 # What is exact passes ---------------------------------------------------------------------------
 
 EXACT = {
     "startrail": (st.Degrees.startrail(4, c=2), {}, {}),
-    "auto_axes": (st.Degrees(ring=2, data=2), {"axis_type": "auto"}, {"packed": True}),
-    "tensor": (st.Degrees(ring=2, tensor=2), {"window": 5}, {}),
-    "scale": (st.Degrees(head=2), {"scale": 0.7, "layout": "striped"}, {}),
-    "cross": (st.Degrees(group=2), {"causal": False}, {"kv_seq_len": 24, "packed": True}),
-    "bfloat16": (st.Degrees(team=2, ring=2), {}, {"dtype": "bfloat16"}),
-    "float16": (st.Degrees(team=2), {"causal": False}, {"dtype": "float16"}),
+    "auto": (
+        st.Degrees(ring=2, data=2),
+        {"axis_type": "auto"},
+        {"packed": True, "dtype": "bfloat16"},
+    ),
+    "tensor": (st.Degrees(ring=2, tensor=2), {"window": 5, "scale": 0.7, "layout": "striped"}, {}),
+    "cross": (
+        st.Degrees(group=2),
+        {"causal": False},
+        {"kv_seq_len": 24, "packed": True, "dtype": "float16"},
+    ),
 }
 
 
@@ -53,14 +70,13 @@ def test_exact_attention_passes(name):
     assert_exact(attention_on(degrees, **options), **PROBLEM | problem)
 
 
-def test_segment_ids_of_ones_own():
-    """In natural order; a row of padding alone sees nothing, and its gradients are 0."""
-    ids = np.array([[0] * 5 + [3] * 10 + [-1], [-1] * 16])
-    assert_exact(attention_of_two(), **PROBLEM, segment_ids=ids)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_function_of_ones_own_passes(dtype):
+    assert_exact(attention_on(st.Degrees()), attention_fn=dense, dtype=dtype, **PROBLEM)
 
 
-def test_function_of_ones_own_around_the_local_attention():
-    attention = attention_of_two()
+def test_function_around_the_local_attention_passes():
+    attention = attention_on(st.Degrees(team=2))
     spec = attention.query_spec(4)
 
     def attention_fn(query, key, value, *, segment_ids, return_lse):
@@ -72,83 +88,80 @@ def test_function_of_ones_own_around_the_local_attention():
     assert_exact(attention, attention_fn=attention_fn, **PROBLEM)
 
 
-# What is not fails ------------------------------------------------------------------------------
+def test_segment_ids_of_ones_own():
+    """Three rows: the batch follows from them. In one all is padding: its gradients are 0."""
+    ids = np.array([[0] * 5 + [3] * 10 + [-1], [-1] * 16, [7] * 16])
+    given = []
+
+    def attention_fn(*arrays, segment_ids, **options):
+        given.extend(x.shape for x in segment_ids)
+        return dense(*arrays, segment_ids=segment_ids, **options)
+
+    attention = attention_on(st.Degrees())
+    assert_exact(attention, attention_fn=attention_fn, segment_ids=ids, **PROBLEM)
+    assert set(given) == {(3, 16)}
 
 
-def with_fault(fault):
-    """A function around an attention; `fault(attention, q, k, v, **options)` is what it does."""
-    attention = attention_of_two()
-    return attention, lambda *arrays, **options: fault(attention, *arrays, **options)
+# What is not exact fails ------------------------------------------------------------------------
 
 
-def scaled(x, factor):
-    """`x`, with a gradient that is `factor` times as large."""
+def leaking(x, factor):
+    """`x`, with a gradient that is `factor` times what it should be."""
     return factor * x + jax.lax.stop_gradient((1 - factor) * x)
 
 
-def dk_of_one_head_of_the_group(attention, query, key, value, **options):
+def dk_of_one_head_of_the_group(query, key, value, **options):
     key = jnp.stack([key, jax.lax.stop_gradient(key)], axis=3)
     batch, length, kv_heads, group, head_dim = key.shape
     key = key.reshape(batch, length, kv_heads * group, head_dim)
-    return attention(query, key, jnp.repeat(value, group, axis=2), **options)
+    return dense(query, key, jnp.repeat(value, group, axis=2), **options)
 
 
 def spoilt(position, spoil):
     """Applies `spoil` to one of the results."""
 
-    def fault(attention, *arrays, **options):
-        results = list(attention(*arrays, **options))
+    def attention_fn(*arrays, **options):
+        results = list(dense(*arrays, **options))
         results[position] = spoil(results[position])
         return tuple(results)
 
-    return fault
+    return attention_fn
 
 
-def changed(**changes):
-    """Another attention than the one that is named."""
-    return lambda attention, *arrays, **options: dataclasses.replace(attention, **changes)(
-        *arrays, **options
-    )
+MARK = "rows whose lse is -1e30"
 
-
-# Fault -> (what it does, the first result that shows it).
+# Fault -> (what has it, the first result that shows it).
 FAULTS = {
-    "scale": (changed(scale=0.4), "out"),
-    "causal": (changed(causal=False), "out"),
-    "window": (changed(window=15), "out"),
-    "order_of_tokens": (changed(layout="contiguous"), "out"),
-    "segments": (lambda f, *x, segment_ids, **o: f(*x, **o), "out"),
+    "scale": (functools.partial(dense, scale=0.4), "out"),
+    "causal": (functools.partial(dense, causal=False), "out"),
+    "window": (functools.partial(dense, window=15), "out"),
+    "segments": (lambda *x, segment_ids, **o: dense(*x, segment_ids=None, **o), MARK),
     "out": (spoilt(0, lambda out: out * (1 + 1e-5)), "out"),
-    "not_a_number": (spoilt(0, lambda out: out.at[0, 0, 0, 0].set(jnp.nan)), "out"),
+    "not_a_number": (spoilt(0, lambda out: jnp.where(out == out.max(), jnp.nan, out)), "out"),
     "lse": (spoilt(1, lambda lse: lse + 1e-4), "lse"),
-    "mark": (spoilt(1, lambda lse: jnp.where(lse <= -1e30, -1e29, lse)), "rows whose lse is -1e30"),
+    "mark": (spoilt(1, lambda lse: jnp.where(lse <= -1e30, -1e29, lse)), MARK),
     "gradient_of_lse": (spoilt(1, jax.lax.stop_gradient), "dq"),
-    "dq": (lambda f, q, k, v, **o: f(scaled(q, 1.0001), k, v, **o), "dq"),
+    "dq": (lambda q, k, v, **o: dense(leaking(q, 1.0001), k, v, **o), "dq"),
     "dk": (dk_of_one_head_of_the_group, "dk"),
-    "dv": (lambda f, q, k, v, **o: f(q, k, jax.lax.stop_gradient(v), **o), "dv"),
+    "dv": (lambda q, k, v, **o: dense(q, k, jax.lax.stop_gradient(v), **o), "dv"),
 }
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_fault_fails_and_is_named(name):
-    fault, shown = FAULTS[name]
-    attention, attention_fn = with_fault(fault)
-    packed = name in ("segments", "mark")
+    attention_fn, shown = FAULTS[name]
+    packed = shown == MARK
     with pytest.raises(AssertionError, match=rf"\[Chex\].*leaves '{shown}'"):
-        assert_exact(attention, attention_fn=attention_fn, packed=packed, **PROBLEM)
+        assert_exact(
+            attention_on(st.Degrees()), attention_fn=attention_fn, packed=packed, **PROBLEM
+        )
 
 
-def test_tolerance_is_what_is_allowed():
-    attention, attention_fn = with_fault(FAULTS["out"][0])
-    assert_exact(attention, attention_fn=attention_fn, tolerance=2e-5, **PROBLEM)
-
-
-def test_coarse_rounding_fails_in_bfloat16():
-    """Results of float8's 3 bits, where bfloat16 has 7."""
-    coarse = spoilt(0, lambda out: out.astype("float8_e4m3fn").astype(out.dtype))
-    attention, attention_fn = with_fault(coarse)
+def test_other_order_of_tokens_fails():
+    attention = attention_on(st.Degrees(team=2))
+    other = dataclasses.replace(attention, layout="contiguous")
     with pytest.raises(AssertionError, match="leaves 'out'"):
-        assert_exact(attention, attention_fn=attention_fn, dtype="bfloat16", **PROBLEM)
+        assert_exact(attention, attention_fn=other, **PROBLEM)
 
 
 def test_sharding_unlike_the_input_fails():
@@ -161,6 +174,19 @@ def test_sharding_unlike_the_input_fails():
 
     with pytest.raises(AssertionError, match=r"leaves 'out': the sharding must be .*'team'.*got"):
         assert_exact(attention, attention_fn=attention_fn, **PROBLEM)
+
+
+def test_tolerance_is_what_is_allowed():
+    attention, (attention_fn, _) = attention_on(st.Degrees()), FAULTS["out"]
+    assert_exact(attention, attention_fn=attention_fn, tolerance=2e-5, **PROBLEM)
+
+
+def test_coarse_rounding_fails_in_bfloat16():
+    """Three bits, where bfloat16 has seven."""
+    coarse = spoilt(0, lambda out: out.astype("float8_e4m3fn").astype(out.dtype))
+    attention = attention_on(st.Degrees())
+    with pytest.raises(AssertionError, match="leaves 'out'"):
+        assert_exact(attention, attention_fn=coarse, dtype="bfloat16", **PROBLEM)
 
 
 # The reference ----------------------------------------------------------------------------------
@@ -217,7 +243,7 @@ def test_reference_agrees_with_the_oracle(options, packed):
 )
 def test_sizes_that_do_not_fit_raise(changes, message):
     with pytest.raises(ValueError, match=message):
-        assert_exact(attention_of_two(), **PROBLEM | changes)
+        assert_exact(attention_on(st.Degrees(team=2)), **PROBLEM | changes)
 
 
 def test_abstract_mesh_raises():
@@ -229,7 +255,7 @@ def test_abstract_mesh_raises():
 def test_without_chex_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "chex", None)
     with pytest.raises(ModuleNotFoundError, match=r"needs chex.*pip install 'startrail-jax\[test"):
-        assert_exact(attention_of_two(), **PROBLEM)
+        assert_exact(attention_on(st.Degrees(team=2)), **PROBLEM)
 
 
 # Simulated devices ------------------------------------------------------------------------------
