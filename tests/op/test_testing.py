@@ -1,4 +1,4 @@
-"""`startrail_jax.testing`: exact attention passes, each kind of fault fails and is named."""
+"""`startrail_jax.testing`: exact attention passes, and every kind of fault fails by its name."""
 
 import dataclasses
 import functools
@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import types
 
 import chex
 import jax
@@ -31,7 +32,7 @@ def attention_on(degrees, axis_type="explicit", **options):
 
 
 def dense(query, key, value, *, segment_ids, return_lse, causal=True, window=16, scale=7**-0.5):
-    """What `assert_exact` may be given to test; compiles faster than `Attention` does."""
+    """An attention function to spoil, which compiles faster than `Attention` does."""
     assert return_lse
     key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
     distance = np.subtract.outer(np.arange(query.shape[1]), np.arange(key.shape[1]))
@@ -89,7 +90,7 @@ def test_function_around_the_local_attention_passes():
 
 
 def test_segment_ids_of_ones_own():
-    """Three rows: the batch follows from them. In one all is padding: its gradients are 0."""
+    """The batch follows from them. A row that is all padding has gradients of 0."""
     ids = np.array([[0] * 5 + [3] * 10 + [-1], [-1] * 16, [7] * 16])
     given = []
 
@@ -138,7 +139,9 @@ FAULTS = {
     "segments": (lambda *x, segment_ids, **o: dense(*x, segment_ids=None, **o), MARK),
     "out": (spoilt(0, lambda out: out * (1 + 1e-5)), "out"),
     "not_a_number": (spoilt(0, lambda out: jnp.where(out == out.max(), jnp.nan, out)), "out"),
+    "dtype": (spoilt(0, lambda out: out.astype("bfloat16")), "out"),
     "lse": (spoilt(1, lambda lse: lse + 1e-4), "lse"),
+    "shape": (spoilt(1, lambda lse: lse.swapaxes(1, 2)), "lse"),
     "mark": (spoilt(1, lambda lse: jnp.where(lse <= -1e30, -1e29, lse)), MARK),
     "gradient_of_lse": (spoilt(1, jax.lax.stop_gradient), "dq"),
     "dq": (lambda q, k, v, **o: dense(leaking(q, 1.0001), k, v, **o), "dq"),
@@ -151,7 +154,7 @@ FAULTS = {
 def test_fault_fails_and_is_named(name):
     attention_fn, shown = FAULTS[name]
     packed = shown == MARK
-    with pytest.raises(AssertionError, match=rf"\[Chex\].*leaves '{shown}'"):
+    with pytest.raises(AssertionError, match=rf"(?s)\[Chex\].*leaves '{shown}'"):
         assert_exact(
             attention_on(st.Degrees()), attention_fn=attention_fn, packed=packed, **PROBLEM
         )
@@ -197,7 +200,7 @@ def test_coarse_rounding_fails_in_bfloat16():
     [({}, False), ({"causal": False, "scale": 0.3}, True), ({"window": 3}, True)],
 )
 def test_reference_agrees_with_the_oracle(options, packed):
-    """Two that share no code; the oracle is checked by finite differences."""
+    """The two share no code, and finite differences check the oracle."""
     attention = attention_on(st.Degrees(), **options)
     rng = np.random.default_rng(0)
     documents = testing._draw_documents(rng, 2, 16)
@@ -261,16 +264,30 @@ def test_without_chex_says_what_to_install(monkeypatch):
 # Simulated devices ------------------------------------------------------------------------------
 
 
-def test_simulate_devices_is_content_with_enough():
-    simulate_devices(jax.device_count())
+@pytest.fixture
+def shown(monkeypatch):
+    """The devices that jax has started with."""
+    devices, platforms = list(jax.devices("cpu")), jax.config.jax_platforms
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    yield devices
+    jax.config.update("jax_platforms", platforms)
+
+
+def test_simulate_devices_accepts_enough_devices(shown):
+    simulate_devices(len(shown))
     simulate_devices(1)
 
 
-def test_simulate_devices_that_comes_too_late_raises():
-    count = jax.device_count()
-    message = rf"before jax starts; got count={count + 1} when jax was running on {count} cpu dev"
-    with pytest.raises(RuntimeError, match=rf"{message}.*at the top of conftest\.py"):
-        simulate_devices(count + 1)
+@pytest.mark.parametrize(("platform", "more"), [("cpu", 1), ("gpu", 0)])
+def test_simulate_devices_that_comes_too_late_raises(platform, more, shown):
+    count = len(shown) + more
+    message = (
+        rf"before jax starts; got count={count} when jax was already running with "
+        rf"{len(shown)} {platform} devices\. Call it at the top of conftest\.py"
+    )
+    shown[:] = [types.SimpleNamespace(platform=platform)] * len(shown)
+    with pytest.raises(RuntimeError, match=message):
+        simulate_devices(count)
 
 
 def test_simulate_devices_of_none_raises():
@@ -279,7 +296,7 @@ def test_simulate_devices_of_none_raises():
 
 
 def test_example_of_the_docstring_runs():
-    """As it stands, in a process of its own, as it sets devices up."""
+    """It needs a process of its own, in which jax has not started."""
     (example,) = re.findall(r"\n\n((?: {4}.*\n|\n)+)", testing.__doc__)
     code = re.sub("^ {4}", "", example, flags=re.MULTILINE)
     code += "\nimport jax\nsimulate_devices(8)\ntest_my_attention_is_exact()\nprint(jax.devices())"
