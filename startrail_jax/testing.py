@@ -35,7 +35,7 @@ from startrail_jax.shapes import EMPTY
 from startrail_jax.validation import DTYPES, check_arrays, segment_array
 
 # The largest error that is allowed in float32, relative to the largest absolute value of a result.
-# It holds for lse in every dtype, as lse is always float32. One rounding is at most 6e-8 of a value
+# It holds for lse in every dtype, as lse is always float32. A rounding is at most 6e-8 of a value,
 # and a sum over many keys rounds many times. Errors of up to 1.2e-6 were measured on CPUs.
 FLOAT32_TOLERANCE = 2e-6
 # The largest error that is allowed in bfloat16 and float16, over the error of dense attention that
