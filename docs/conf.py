@@ -1,0 +1,76 @@
+"""How Sphinx builds these pages: `sphinx-build -W --keep-going docs build/docs`."""
+
+import itertools
+import os
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+# The notebooks run in processes of their own, which must find the checkout as well.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    path for path in (str(ROOT), os.environ.get("PYTHONPATH")) if path
+)
+
+project = "startrail_jax"
+author = "The startrail_jax authors"
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+exclude_patterns = ["build"]
+
+html_theme = "furo"
+html_title = "startrail_jax"
+
+myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
+myst_heading_anchors = 3
+
+# The notebooks hold no outputs: every build runs them, and an exception fails the build.
+nb_execution_mode = "force"
+nb_execution_raise_on_error = True
+nb_execution_timeout = 300
+
+# `x` in a docstring links to the documentation of x where there is any, and is code elsewhere.
+default_role = "py:obj"
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+autodoc_class_signature = "separated"
+autodoc_default_options = {"members": True, "show-inheritance": False}
+napoleon_numpy_docstring = False
+napoleon_use_rtype = False
+
+
+def _list_table(rows: list[str]) -> list[str]:
+    """A table of Markdown in reStructuredText."""
+    lines = [".. list-table::", "   :header-rows: 1", ""]
+    for number, row in enumerate(rows):
+        if number == 1:  # The rule below the header.
+            continue
+        for cell, text in enumerate(row.strip().strip("|").split("|")):
+            lines.append(f"   {'*' if cell == 0 else ' '} - {text.strip()}")
+    return [*lines, ""]
+
+
+def _to_restructured_text(app, what, name, obj, options, lines: list[str]) -> None:
+    """Docstrings are written in Markdown: turns its tables and indented blocks into Sphinx's."""
+    result: list[str] = []
+    for is_table, group in itertools.groupby(lines, lambda line: line.startswith("|")):
+        block = list(group)
+        result += _list_table(block) if is_table else block
+    lines[:] = []
+    previous = ""
+    for number, line in enumerate(result):
+        opens = line.startswith("    ") and not previous.startswith((" ", ".."))
+        text_before = next((x for x in reversed(lines) if x.strip()), "")
+        if opens and number and not result[number - 1].strip() and not _is_list(text_before):
+            lines += ["::", ""]
+        lines.append(line)
+        previous = line or previous
+
+
+def _is_list(line: str) -> bool:
+    return bool(re.match(r"\s*(\*|-|:|\.\.)", line))
+
+
+def setup(app) -> None:
+    # Before Napoleon, which reads sections such as "Args:" at priority 500.
+    app.connect("autodoc-process-docstring", _to_restructured_text, priority=400)
