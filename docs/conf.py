@@ -15,7 +15,13 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 
 project = "startrail_jax"
 author = "The startrail_jax authors"
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+]
 exclude_patterns = ["build"]
 
 html_theme = "furo"
@@ -50,25 +56,37 @@ def _list_table(rows: list[str]) -> list[str]:
     return [*lines, ""]
 
 
+def _escape(line: str) -> str:
+    """An asterisk is a bullet at the start of a line and no markup elsewhere."""
+    bullet, rest = re.match(r"(\s*(?:\* )?)(.*)", line).groups()
+    return bullet + re.sub(r"(`[^`]*`)|\*", lambda match: match[1] or r"\*", rest)
+
+
 def _to_restructured_text(app, what, name, obj, options, lines: list[str]) -> None:
-    """Docstrings are written in Markdown: turns its tables and indented blocks into Sphinx's."""
+    """Docstrings are written in Markdown: turns what differs into reStructuredText.
+
+    That is: tables, blocks of code that only an indent marks, and asterisks.
+    """
     result: list[str] = []
+    is_code = False
     for is_table, group in itertools.groupby(lines, lambda line: line.startswith("|")):
         block = list(group)
-        result += _list_table(block) if is_table else block
-    lines[:] = []
-    previous = ""
-    for number, line in enumerate(result):
-        opens = line.startswith("    ") and not previous.startswith((" ", ".."))
-        text_before = next((x for x in reversed(lines) if x.strip()), "")
-        if opens and number and not result[number - 1].strip() and not _is_list(text_before):
-            lines += ["::", ""]
-        lines.append(line)
-        previous = line or previous
+        if is_table:
+            result += _list_table(block)
+            continue
+        for line in block:
+            text_before = next((x for x in reversed(result) if x.strip()), "")
+            if not line.startswith("    "):
+                is_code = is_code and not line.strip()
+            elif not is_code and result and not result[-1].strip() and _is_prose(text_before):
+                result += ["::", ""]
+                is_code = True
+            result.append(line if is_code else _escape(line))
+    lines[:] = result
 
 
-def _is_list(line: str) -> bool:
-    return bool(re.match(r"\s*(\*|-|:|\.\.)", line))
+def _is_prose(line: str) -> bool:
+    return not re.match(r"\s|\* |- |:|\.\.", line)
 
 
 def setup(app) -> None:
