@@ -1,8 +1,8 @@
 """Part 1 of `gpu.py`: errors of every block backend beside those of jax's own attention.
 
-The reference is dense attention in float32 at highest precision, forward and backward, computed on
-the same device from the same inputs, and shares no code with the package. Errors are relative in
-the 2-norm: |x - reference| / |reference|, over the whole array.
+The reference is dense attention in float32 at highest precision, forward and backward. It is
+computed on the same device from the same inputs, and shares no code with the package. Errors are
+relative in the 2-norm over the whole array: |x - reference| / |reference|.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""Draws the losses of one GPT, trained with Ring Attention, StarTrail and on one device.
+"""Draws the losses of one GPT, trained with Ring Attention, with StarTrail and on one device.
 
     pip install -e '.[benchmarks]'
     python benchmarks/loss_curves.py                       # docs/loss_curves.png
     python benchmarks/loss_curves.py --steps 800 --out curves.png
 
-Recipe gpt_tiny with fewer steps, on simulated devices; data, seed and all other settings are the
-same in all runs. The upper panel has the loss of every training step. The lower one has its
-relative difference to the loss of one device, which starts at the rounding of float32, since sums
-over tokens are taken in another order, and grows as training amplifies whatever differs. How much
-of it is rounding is told by a fourth run: one device again, which takes one sequence of the batch
-after the other, so that its sums are in another order as well.
+All runs are the recipe gpt_tiny with fewer steps, on simulated devices, with the same data, seed
+and other settings. The upper panel shows the loss of every training step. The lower panel shows its
+relative difference from the loss of one device. The difference starts at the rounding of float32,
+because sums over tokens are taken in another order, and grows because training amplifies every
+difference. A fourth run tells how much of it is rounding: one device again, which takes the
+sequences of the batch one after another, so that its sums are in another order as well.
 """
 
 from __future__ import annotations

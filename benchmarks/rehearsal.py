@@ -1,10 +1,10 @@
-"""What the devices of a mesh compute, run on one device without the mesh.
+"""Runs on one device, without the mesh, what the devices of a mesh compute.
 
-`alone` is the work of one of them, for its time; `in_turn` that of all, for the results.
+`alone` runs the work of one of them, to time it; `in_turn` runs that of all, to check the results.
 
 In `alone` the device's own program (both rules of `rings.concentric_attention`: rounds, merges,
 reorders and combination) is traced with stand-ins for the functions of `startrail_jax.collectives`,
-so that what is left is everything but the network:
+so that everything but the network is left:
 
     index                 an argument of the program: what depends on the device is not folded
     permutes              the operand, as what arrives has the same shape and dtype
@@ -12,8 +12,9 @@ so that what is left is everything but the network:
     partials              (and has added, for scatter_sum) by the time the device reads it
 
 Nothing reads such a buffer before the device has computed what it sends in return, which the
-program returns beside the results. Memory: the buffers into which a ring hop receives are missing
-(one key unit, forward). The numbers that come out mean nothing, as nothing came from anybody.
+program returns beside the results. The buffers into which a ring hop receives are missing from its
+memory (one key unit, forward). The numbers that come out mean nothing, because nothing was
+received.
 """
 
 from __future__ import annotations
