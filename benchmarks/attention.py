@@ -214,7 +214,7 @@ def ringattention(args: argparse.Namespace) -> list[Row]:
 
 
 def matrix_product() -> Row:
-    """What the machine can do at most: a plain matrix product in float32, on one device."""
+    """The most that the machine can do: a plain matrix product in float32, on one device."""
     size = 2048
     x = jnp.ones((size, size), jnp.float32)
     step = jax.jit(jnp.matmul)

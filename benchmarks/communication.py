@@ -34,12 +34,12 @@ HEADER = (
 
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """One row of the scheme table: all settings of it for a number of devices."""
+    """One row of the scheme table, with all its settings for a number of devices."""
 
     name: str
     settings: list[st.Degrees]
     needs: str = ""
-    """What the number of devices lacks if there is no setting."""
+    """What must hold for the number of devices, shown where there is no setting."""
     options: dict[str, str] = field(default_factory=dict)
     """Options of `startrail_jax.communication` that belong to the scheme."""
 
@@ -84,7 +84,7 @@ def schemes(num_devices: int) -> list[Scheme]:
 
 
 def table(args: argparse.Namespace) -> list[str]:
-    """The lines of the table; below it what is not possible, and the setting of fewest bytes."""
+    """Lines of the table, then the settings that are not possible and the one of fewest bytes."""
     cells: list[tuple[str, ...]] = []
     impossible: list[str] = []
     totals: list[tuple[int, str]] = []

@@ -61,7 +61,7 @@ from gpu_report import Report
 import startrail_jax as st
 
 ERRORS_SHARE = 0.4
-"""Part of the time that part 1 may take if there is a part 2."""
+"""Share of the time that part 1 may take if part 2 follows."""
 
 PACKAGES = (
     *("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cudnn-cu13"),
@@ -96,7 +96,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def header(report: Report, device: Any) -> None:
-    """What is measured, on what, with what."""
+    """Prints the device, the versions and the options of the measurement."""
     query = "name,driver_version,memory.total,power.limit,clocks.max.sm"
     try:
         command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]

@@ -75,7 +75,7 @@ def train_losses(name: str, steps: int) -> np.ndarray:
 
 
 def make_config(name: str, steps: int, run_dir: Path) -> GPTTrainConfig:
-    """gpt_tiny with the devices and degrees of one run, without what is not drawn."""
+    """The recipe gpt_tiny with the devices and degrees of one run, without what is not drawn."""
     config = replace(
         gpt_tiny(),
         devices=1,
@@ -102,7 +102,7 @@ def relative_differences(losses: dict[str, np.ndarray]) -> dict[str, np.ndarray]
 
 
 def draw(losses: dict[str, np.ndarray]) -> Figure:
-    """Losses on top of each other, and below them how far they are from one device's."""
+    """Draws the losses on top of each other, and below them their differences from one device."""
     figure = Figure(figsize=(8, 5.8), dpi=130, layout="constrained", facecolor="white")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     for axes in (above, below):
@@ -116,7 +116,7 @@ def draw(losses: dict[str, np.ndarray]) -> Figure:
 
 
 def draw_losses(axes: Axes, losses: dict[str, np.ndarray]) -> None:
-    """Every curve on those before, with a label that points at one of its peaks."""
+    """Draws each curve over those before it, with a label that points at one of its peaks."""
     num_steps = len(losses[CONTROL])
     for name, (width, dashes, label, (first, last)) in CURVES.items():
         colour, values = COLOURS[name], losses[name]
@@ -138,7 +138,7 @@ def draw_losses(axes: Axes, losses: dict[str, np.ndarray]) -> None:
 
 
 def draw_differences(axes: Axes, differences: dict[str, np.ndarray]) -> None:
-    """Curves on a logarithmic axis, which has no place for steps whose losses are equal."""
+    """Draws curves on a logarithmic axis, where steps whose losses are equal have no place."""
     for name, values in differences.items():
         steps = np.flatnonzero(values) + 1
         label = f"{name}: at most {_power(values.max())}"
@@ -152,7 +152,7 @@ def draw_differences(axes: Axes, differences: dict[str, np.ndarray]) -> None:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Writes a PNG of few colours, a third of what it takes otherwise."""
+    """Writes a PNG of few colours, which makes the file a third as large."""
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     pixels = np.asarray(canvas.buffer_rgba())[..., :3]

@@ -169,7 +169,7 @@ def _resized(shape: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
 
 
 def in_turn(schedule: Schedule, q: Array, k: Array, v: Array, dout: Array) -> tuple[Array, ...]:
-    """What all devices of a mesh compute, one after another, with the units of one sequence.
+    """Computes what all devices of a mesh compute, one after another, on the units of one sequence.
 
     Blocks, masks, merges and roundings are those of the mesh, in the "kv" mode of the backward
     pass, so that the results are what the mesh gets. The gathers and hops are slices.
@@ -262,7 +262,7 @@ class _Devices:
             yield index, self.unit(k, size, index), self.unit(v, size, index), mask
 
     def unit(self, x: Array, ranks: int, index: Array, dim: int = 1) -> Array:
-        """Unit `index` of so many ranks, sorted."""
+        """Unit `index` of units of `ranks` ranks, sorted."""
         length = x.shape[dim] // len(self.ranks) * ranks
         own = lax.dynamic_slice_in_dim(x, index * length, length, dim)
         return self.schedule.sort(own, ranks, dim)
@@ -275,7 +275,7 @@ class _Devices:
 
 
 def _joined(units: Array, shape: tuple[int, ...]) -> Array:
-    """[unit, b, t, n, h] as whole sequences."""
+    """Joins units [unit, b, t, n, h] to whole sequences."""
     return jnp.moveaxis(units, 0, 1).reshape(shape)
 
 
