@@ -184,7 +184,7 @@ class Bench:
     settings: dict[str, st.Degrees]
     backend: str
     setup_seconds: float = 3.0
-    """Seconds before the first run of a row: a guess at first, then those of the previous problem."""
+    """Seconds before the first run of a row: a guess at first, then as in the previous problem."""
     rates: dict[tuple[str, str], dict[int, float]] = dataclasses.field(default_factory=dict)
     """(kind of problem, step) -> tokens -> TFLOP/s of (a)."""
 
