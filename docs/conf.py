@@ -1,5 +1,6 @@
 """How Sphinx builds these pages: `sphinx-build -W --keep-going docs build/docs`."""
 
+import inspect
 import itertools
 import os
 import re
@@ -38,9 +39,7 @@ nb_execution_timeout = 300
 # `x` in a docstring links to the documentation of x where there is any, and is code elsewhere.
 default_role = "py:obj"
 autodoc_member_order = "bysource"
-autodoc_typehints_format = "short"
-autodoc_class_signature = "separated"
-autodoc_default_options = {"members": True, "show-inheritance": False}
+autodoc_default_options = {"members": True}
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 
@@ -89,6 +88,53 @@ def _is_prose(line: str) -> bool:
     return not re.match(r"\s|\* |- |:|\.\.", line)
 
 
+_of_attributes: dict[str, list[str]] = {}
+
+
+def _keep(app, what, name, obj, options, lines: list[str]) -> None:
+    if what in ("attribute", "data", "property"):
+        _of_attributes[name] = list(lines)
+
+
+def _restore(app, what, name, obj, options, lines: list[str]) -> None:
+    """Undoes Napoleon on attributes, where it takes the words before a colon for a type."""
+    if not any(line.startswith(":raises") for line in lines):
+        lines[:] = _of_attributes.pop(name, lines)
+
+
+class _Verbatim(str):
+    """Printed in a signature as it is."""
+
+    __repr__ = str.__str__
+
+
+def _as_in_source(app, what, name, obj, options, signature, returns) -> tuple[str, str] | None:
+    """Signatures with the annotations of the source, such as `Float[Array, "B T width"]`."""
+    if what not in ("class", "function", "method"):
+        return None
+    try:
+        found = inspect.signature(obj.__init__ if what == "class" else obj)
+    except (TypeError, ValueError):
+        return None
+    parameters = []
+    for parameter in found.parameters.values():
+        if parameter.name in ("self", "cls"):
+            continue
+        default = parameter.default
+        if default is not parameter.empty and repr(default).startswith("<"):
+            default = _Verbatim(getattr(default, "__name__", "..."))
+        annotation = parameter.annotation
+        if isinstance(annotation, str):
+            annotation = _Verbatim(annotation)
+        parameters.append(parameter.replace(default=default, annotation=annotation))
+    returned = found.return_annotation
+    text = str(found.replace(parameters=parameters, return_annotation=inspect.Signature.empty))
+    return text, None if what == "class" or returned is found.empty else returned
+
+
 def setup(app) -> None:
-    # Before Napoleon, which reads sections such as "Args:" at priority 500.
-    app.connect("autodoc-process-docstring", _to_restructured_text, priority=400)
+    # Napoleon, which reads sections such as "Args:", has priority 500.
+    app.connect("autodoc-process-docstring", _to_restructured_text, priority=300)
+    app.connect("autodoc-process-docstring", _keep, priority=400)
+    app.connect("autodoc-process-docstring", _restore, priority=600)
+    app.connect("autodoc-process-signature", _as_in_source)
