@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import oracle
+import startrail_jax
 from train import read_command_line
 
 ROOT = Path(__file__).parents[1]
@@ -16,6 +17,8 @@ README = ROOT / "README.md"
 PAGES = [README, ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # Files that are written by a run, not stored.
 OF_A_RUN = "runs/"
+# Modules that the reference leaves out: what they hold is of no use to others.
+UNLISTED = ("__init__", "linear", "sizes")
 
 
 def blocks(page, language):
@@ -109,3 +112,16 @@ def test_files_that_pages_name_exist():
         for name in named:
             if not name.startswith(OF_A_RUN):
                 assert (ROOT / name).exists(), f"{page.name}: {name}"
+
+
+def test_reference_has_every_public_name():
+    reference = "".join(path.read_text() for path in (ROOT / "docs" / "api").glob("*.md"))
+    for name in startrail_jax.__all__:
+        assert re.search(rf"^\.\. (autoclass|autofunction|py:data):: {name}$", reference, re.M), (
+            name
+        )
+    for folder in ("startrail_jax/analysis", "models", "configs"):
+        for path in (ROOT / folder).glob("*.py"):
+            module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            if path.stem not in UNLISTED:
+                assert f".. automodule:: {module}\n" in reference, module
