@@ -1,4 +1,4 @@
-"""Shows what is overlapped with what, in programs compiled for GPUs on a machine that has none.
+"""Shows which communication overlaps with which kernels, compiled on a machine that has no GPU.
 
     pip install --no-deps jax-cuda13-pjrt==<version of jax>
     python benchmarks/overlap.py                              # 8, 16 and 64 of A100, H100, H200
@@ -6,22 +6,21 @@
     python benchmarks/overlap.py --xla-defaults               # without st.compiler_options
     python benchmarks/overlap.py --compile-times
 
-For Ring Attention and for StarTrail, where it leaves a ring, this compiles attention forward,
-forward and backward with either side travelling, and the training step of a GPT layer, and reads
-the scheduled programs. A ring hop is overlapped if it is asynchronous and attention runs between
-its start and its end. With --details, one line for each collective says what runs beneath it.
-Columns of a line:
+For Ring Attention, and for StarTrail where it leaves a ring, the benchmark compiles attention
+forward, forward and backward with either side travelling, and the training step of a GPT layer, and
+reads the scheduled programs. A ring hop is overlapped if it is asynchronous and attention runs
+between its start and its end. With --details, one line for each collective says which kernels run
+during it. The columns of a line:
 
-    hops      messages round the ring that are overlapped, of all; one that XLA combined of several
-              arrays is one
-    home      of the others, those that bring a travelling gradient home after the last round
+    hops      messages round the ring that are overlapped, of all; a message into which XLA combined
+              several arrays counts once
+    home      among the others, those that bring a travelling gradient home after the last round
     copies    kernels that only copy a buffer of --copies-from MiB or more, in a round of the ring
-    slices    the same inside of the attention of a round, where it may be one of several cases:
-              parts of operands that are cut out, and results that are padded
+    slices    the same inside the attention of a round, where it may be one of several cases: parts
+              of operands that are cut out, and results that are padded
     compile   seconds to lower and to compile
 
-Programs are read, not run: the benchmark says that a message can be hidden, not for how long it
-lasts.
+Programs are read, not run: the benchmark says that a message can be hidden, not how long it lasts.
 """
 
 from __future__ import annotations
