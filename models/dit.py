@@ -28,7 +28,7 @@ from jaxtyping import Array, Float, Float32, Int32
 from models.gpt import MLP
 from models.hooks import Hooks
 from models.linear import linear
-from startrail_jax.ordering import first
+from startrail_jax.ordering import compute_first
 
 # (query [B T N H], key [B T N H], value [B T N H], segment_ids=[B T] or None) -> [B T N H]
 AttentionFn = Callable[..., Float[Array, "B T N H"]]
@@ -316,7 +316,7 @@ class Stream(nnx.Module):
         """All that comes before attention."""
         shift, scale, *later = _rows(self.modulation(condition))
         normalised = self.hooks.spread(modulate(x, shift, scale))
-        query, normalised = first(self.query(normalised), normalised)
+        query, normalised = compute_first(self.query(normalised), normalised)
         return _Prepared(
             x=x,
             query=query,

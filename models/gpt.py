@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Float32, Int32
 from models.hooks import Hooks
 from models.linear import linear, project
 from models.rope import Rope, rotate
-from startrail_jax.ordering import first
+from startrail_jax.ordering import compute_first
 
 # (query [B T N H], key [B T K H], value [B T K H], segment_ids=[B T] or None) -> [B T N H]
 AttentionFn = Callable[..., Float[Array, "B T N H"]]
@@ -284,7 +284,7 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "B T width"], Any]:
         """The same round another callable; returns what that remembers, too."""
         query = rotate(self.query(x), rotation)
-        query, x = first(query, x)
+        query, x = compute_first(query, x)
         key = rotate(self.key(x), rotation)
         out, memory = attend(query, key, self.value(x))
         return self.out(out), memory

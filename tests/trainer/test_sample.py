@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -264,9 +265,9 @@ def test_average_is_preferred_and_the_newest_checkpoint_is_read(tmp_path):
     )
     found, step = restore_weights(folder, shapes)
     assert step == 4
-    jax.tree.map(np.testing.assert_array_equal, found, average)
+    chex.assert_trees_all_equal(found, average)
     plain = save_run(tmp_path / "plain", steps=(2, 4)) / "checkpoints"
-    jax.tree.map(np.testing.assert_array_equal, restore_weights(plain, shapes)[0], make_weights(4))
+    chex.assert_trees_all_equal(restore_weights(plain, shapes)[0], make_weights(4))
 
 
 def test_checkpoint_that_goes_while_it_is_read_gives_way_to_the_next(tmp_path, monkeypatch):

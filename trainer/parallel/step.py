@@ -23,8 +23,8 @@ from models.hooks import Hooks
 from startrail_jax.attention import Attention
 from startrail_jax.compiler import compiler_options
 from startrail_jax.mesh import device_kind
-from startrail_jax.ordering import returned_after
-from startrail_jax.validation import check_heads
+from startrail_jax.ordering import gradient_first
+from startrail_jax.sizes import check_heads
 from startrail_jax.varying import vary
 from trainer.config import TrainConfig
 from trainer.data.batches import sharding_of
@@ -287,7 +287,7 @@ class Program:
         sink = sinks[name]
         if name == "head":
             # Else its gradient waits, whole, to be sent with that of the embedding.
-            hidden, sink = returned_after(hidden, sink)
+            sink, hidden = gradient_first(sink, hidden)
         head = self.partition.use(sources[name], sink, self._splits[name])
         if self.partition.tensor:
             # The devices along `tensor` know the same tokens: each takes the loss of some.
