@@ -155,15 +155,13 @@ def sample_text(
     """
     # Not at the top of the file: `--help` and a mistyped flag need none of this.
     import startrail_jax as st
-    from trainer.gpt.generation import (
-        Generator,
-        Sampling,
-    )
+    from trainer.gpt.generation import Generator
     from trainer.gpt.text import (
         TextStream,
         encode_prompt,
         open_tokenizer,
     )
+    from trainer.gpt.token_choice import Sampling
     from trainer.run.checkpoint import restore_weights
     from trainer.run.folder import CHECKPOINTS_FOLDER
 

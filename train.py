@@ -116,7 +116,7 @@ def _train(config: TrainConfig, devices: list[Any], agree: Callable[[bool], bool
         describe_degrees,
     )
     from trainer.parallel.flops import peak_flops
-    from trainer.parallel.remat import describe_memory
+    from trainer.parallel.footprint import describe_memory
     from trainer.parallel.step import Program
     from trainer.run.checkpoint import Checkpoints
     from trainer.run.folder import (

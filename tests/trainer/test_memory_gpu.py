@@ -1,6 +1,7 @@
 """Training steps compiled for GPUs without one: what they keep, compute again, move and send."""
 
 import functools
+import math
 
 import pytest
 
@@ -8,17 +9,14 @@ import startrail_jax as st
 from benchmarks import memory as memory_benchmark
 from benchmarks.deviceless import gpu_topology, missing_plugin
 from benchmarks.overlap import axes
-from programs import compile_gradients, make_config, make_program
+from programs import compile_gradients, make_config, make_program, weight_shapes
 from startrail_jax.analysis import hlo
 from startrail_jax.analysis.overlap import (
     ENTRY,
     read_overlap,
 )
 from trainer.gpt.config import DataConfig
-from trainer.parallel.footprint import (
-    footprint,
-    weights_of,
-)
+from trainer.parallel.step_sizes import footprint
 
 pytestmark = pytest.mark.skipif(missing_plugin() is not None, reason=str(missing_plugin()))
 
@@ -76,7 +74,7 @@ def test_attention_that_is_saved_is_not_computed_again(remat, times):
 
 def test_offload_moves_what_is_saved_to_the_host():
     program, _ = compiled(offload=True)
-    saved = footprint(program.config, STARTRAIL).host_bytes
+    saved = footprint(program.config, program.objective, STARTRAIL).host_bytes
     assert saved == LAYERS * TOKENS * (2 * 1024 * 2 + 8 * 4)
     assert memory().host_temp_size_in_bytes == 0
     assert memory(offload=True).host_temp_size_in_bytes == saved
@@ -94,19 +92,23 @@ def test_tiles_keep_logits_from_existing():
     assert "2048,32768]" not in text
 
 
+def weight_sizes(vector=1, matrix=1):
+    """Sizes of all layers' weights, and of the others, in units of `vector` and `matrix`."""
+    sizes = {True: 0, False: 0}
+    for path, shape in weight_shapes(make_config(MODEL)).items():
+        in_layers = path.startswith("blocks/")
+        sizes[in_layers] += math.prod(shape) * (vector if len(shape) - in_layers == 1 else matrix)
+    return sizes[True], sizes[False]
+
+
 def parameters():
-    """Elements of all layers, and of the rest."""
-    weights = weights_of(make_config(MODEL).model)
-    layers = sum(weight.size for weight in weights if weight.layers)
-    return layers, sum(weight.size for weight in weights) - layers
+    """Elements of all layers' weights, and of the others."""
+    return weight_sizes()
 
 
-def travelling():
-    """Bytes of all layers' weights as they are collected, and of the rest: vectors are float32."""
-    weights = weights_of(make_config(MODEL).model)
-    sizes = {weight: weight.size * (4 if len(weight.shape) == 1 else 2) for weight in weights}
-    layers = sum(size for weight, size in sizes.items() if weight.layers)
-    return layers, sum(sizes.values()) - layers
+def gathered():
+    """Bytes of all layers' weights as they are gathered, and of the others."""
+    return weight_sizes(vector=4, matrix=2)
 
 
 def sent(kind, over, where=None, **changes):
@@ -122,7 +124,7 @@ def sent(kind, over, where=None, **changes):
 
 
 def test_level_3_collects_bfloat16_in_both_passes_and_sums_float32_by_layers():
-    layers, ends = travelling()
+    layers, ends = gathered()
     assert sent("all_gather", EVERYWHERE) == 7 * (2 * layers + ends) // 8
     layers, ends = parameters()
     assert sent("reduce_scatter", EVERYWHERE) == 7 * 4 * (layers + ends) // 8
@@ -134,7 +136,7 @@ def test_level_3_collects_bfloat16_in_both_passes_and_sums_float32_by_layers():
 def test_level_1_collects_bfloat16_and_sums_float32_once_after_all_parts():
     layers, ends = parameters()
     setting = {"zero": 1, "accumulation": 2}
-    assert sent("all_gather", EVERYWHERE, **setting) == 7 * sum(travelling()) // 8
+    assert sent("all_gather", EVERYWHERE, **setting) == 7 * sum(gathered()) // 8
     for where in (ENTRY, None):
         assert sent("reduce_scatter", EVERYWHERE, where, **setting) == 7 * 4 * (layers + ends) // 8
 
@@ -143,7 +145,7 @@ def test_hybrid_sums_its_parts_over_the_other_axes():
     layers, ends = parameters()
     setting = {"zero": 2, "zero_axes": ("ring", "team")}
     split = {"ring", "team"}
-    assert sent("all_gather", split, **setting) == 3 * sum(travelling()) // 4
+    assert sent("all_gather", split, **setting) == 3 * sum(gathered()) // 4
     assert sent("reduce_scatter", split, **setting) == 3 * 4 * (layers + ends) // 4
     # An all_reduce over two devices receives as much as it sums.
     assert sent("all_reduce", {"group"}, **setting) == 4 * (layers + ends) // 4

@@ -1,11 +1,12 @@
 """What weights and gradients cost on the network at each level of ZeRO, read from the program."""
 
 import functools
+import math
 
 import pytest
 
 import startrail_jax as st
-from programs import compile_gradients, make_config, make_program
+from programs import compile_gradients, make_config, make_program, weight_shapes
 from startrail_jax.analysis.hlo import (
     COLLECTIVES,
     read_traffic,
@@ -14,7 +15,6 @@ from startrail_jax.analysis.overlap import (
     ENTRY,
     read_overlap,
 )
-from trainer.parallel.footprint import weights_of
 
 STARTRAIL = st.Degrees.startrail(8, c=2)
 ALL = ("data", "group", "ring", "team", "head")
@@ -47,9 +47,11 @@ def traffic(level, remat="none", **changes):
 def weight_bytes(over=8, *, split=True):
     """float32 bytes of the weights of layers, and of the others, that can be split (or cannot)."""
     sizes = {True: 0, False: 0}
-    for weight in weights_of(make_config(WIDTH).model):
-        if any(dim % over == 0 for dim in weight.shape) == split:
-            sizes[weight.layers > 0] += 4 * weight.size
+    for path, shape in weight_shapes(make_config(WIDTH)).items():
+        in_layers = path.startswith("blocks/")
+        dims = shape[1:] if in_layers else shape
+        if any(dim % over == 0 for dim in dims) == split:
+            sizes[in_layers] += 4 * math.prod(shape)
     return sizes[True], sizes[False]
 
 

@@ -20,8 +20,8 @@ from trainer.dit.diffusion import (
     noised,
 )
 from trainer.dit.examples import Example
+from trainer.dit.flops import dit_flops_per_token
 from trainer.dit.patches import patchify
-from trainer.parallel.flops import dit_flops_per_token
 
 # Of keys: initial weights take those of the seed and 0, 1, 2, ...
 TRAINING, MEASURING, DRAWING = range(2**31, 2**31 + 3)

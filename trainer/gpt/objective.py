@@ -19,8 +19,8 @@ from trainer.gpt.config import (
     GPTConfig,
     GPTTrainConfig,
 )
+from trainer.gpt.flops import gpt_flops_per_token
 from trainer.gpt.loss import cross_entropy
-from trainer.parallel.flops import gpt_flops_per_token
 
 
 class NextToken:

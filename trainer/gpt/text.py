@@ -18,10 +18,8 @@ from trainer.data.files import (
 )
 from trainer.gpt.config import DataConfig
 from trainer.gpt.corpus import Corpus
-from trainer.gpt.generation import (
-    Generator,
-    Sampling,
-)
+from trainer.gpt.generation import Generator
+from trainer.gpt.token_choice import Sampling
 from trainer.gpt.tokenizer import (
     ByteTokenizer,
     FileTokenizer,
