@@ -1,4 +1,4 @@
-"""Generation: greedy steps against whole forward passes, and the same draws on every mesh."""
+"""Generation: greedy decoding equals whole forward passes; draws are the same on every mesh."""
 
 import dataclasses
 import functools
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("compile_fast")
 
 @pytest.fixture
 def compile_well():
-    """Where there is more to compute than to compile."""
+    """Optimises again, for a test that takes longer to run than to compile."""
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", True)
@@ -47,7 +47,7 @@ def dense_attention(query, key, value, *, segment_ids=None):
 
 @functools.cache
 def make_weights(config=MODEL):
-    """On the host. Sharper than at the start of a training, so that the choice is clear."""
+    """Weights on the host, larger than initial ones, so that the likeliest token is clear."""
     weights = jax.jit(lambda: nnx.state(make_model(config)))()
     return jax.tree.map(lambda x: np.asarray(x) * (2 if x.ndim == 2 else 1), weights)
 
@@ -153,7 +153,7 @@ def test_no_tokens_are_asked_for():
 
 
 def test_cache_of_32k_tokens_is_an_eighth_on_each_of_eight_devices():
-    """And a step does not copy it."""
+    """A decode step does not copy it."""
     config = dataclasses.replace(MODEL, layers=12)
     generator = make_generator(st.Degrees.startrail(8, c=2), config=config)
     cache, lengths = cache_shapes(generator, slots=1 << 15)
@@ -162,7 +162,7 @@ def test_cache_of_32k_tokens_is_an_eighth_on_each_of_eight_devices():
     lowered = generator.decode.lower(generator.weight_shapes, cache, lengths, lengths)
     memory = lowered.compile().memory_analysis()
     assert memory.alias_size_in_bytes == of_cache // 8
-    # Keys and values of a layer at a time, of twelve.
+    # Temporary arrays hold keys and values of one layer at a time, of twelve.
     assert memory.temp_size_in_bytes < of_cache // 8 / 6
 
 
@@ -170,13 +170,13 @@ def test_cache_is_in_the_type_of_the_activations_and_holds_no_head_twice():
     config = dataclasses.replace(MODEL, kv_heads=1, dtype="bfloat16")
     cache, _ = cache_shapes(make_generator(st.Degrees(head=4), config=config), slots=64)
     assert [(x.shape, x.dtype.name) for x in cache] == [((2, 2, 64, 1, 4), "bfloat16")] * 2
-    # Each of two tensor ranks has the head.
+    # Both devices along tensor have the head.
     cache, _ = cache_shapes(make_generator(st.Degrees(head=2, tensor=2), config=config), slots=64)
     assert {x.shape for x in cache} == {(2, 2, 64, 2, 4)}
 
 
 def cache_shapes(generator, slots):
-    """Those of a cache for two rows, and of the rows' lengths."""
+    """Shapes of a cache for two rows, and of the rows' lengths."""
     tokens, lengths = (jax.ShapeDtypeStruct(x, jnp.int32) for x in ((2, slots), (2,)))
     arguments = (generator.weight_shapes, tokens, tokens, lengths)
     return jax.eval_shape(generator.prefill, *arguments)[1], lengths

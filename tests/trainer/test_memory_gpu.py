@@ -1,4 +1,4 @@
-"""Training steps compiled for GPUs without one: what they keep, compute again, move and send."""
+"""Training steps compiled for GPUs without a GPU: what they save, recompute, move and send."""
 
 import functools
 import math
@@ -32,7 +32,7 @@ ATTENTION, ITS_GRADIENTS = "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"
 
 @functools.cache
 def compiled(degrees=STARTRAIL, vocab_size=2048, width=1024, **changes):
-    """Program and loss with gradients, of one sequence at a time, for 8 GPUs."""
+    """A program, and its compiled loss and gradients, one sequence at a time, for 8 GPUs."""
     changes = {"zero": 3, "remat": "attention_saved"} | changes
     parts = changes.get("accumulation", 1)
     config = make_config(
@@ -49,7 +49,7 @@ def memory(**changes):
 
 
 def runs(program, computation, target):
-    """How often a program calls a kernel; of a conditional, the branch that does most often."""
+    """How often a program calls a kernel; of a conditional, its most frequent branch counts."""
     total = 0
     for instruction in program.computations[computation]:
         if instruction.opcode.endswith(("-done", "-update")):
@@ -65,7 +65,7 @@ def runs(program, computation, target):
 
 @pytest.mark.parametrize(("remat", "times"), [("attention_saved", 1), ("full", 2)])
 def test_attention_that_is_saved_is_not_computed_again(remat, times):
-    """One kernel for every layer and round of the ring; "full" has them twice."""
+    """Every layer and round of the ring calls one kernel; with "full" two."""
     program = hlo.parse_program(compiled(remat=remat)[1].as_text())
     rounds = LAYERS * STARTRAIL.ring
     assert runs(program, program.entry, ATTENTION) == times * rounds
@@ -83,7 +83,7 @@ def test_offload_moves_what_is_saved_to_the_host():
 
 
 def test_tiles_keep_logits_from_existing():
-    """Of 2048 tokens and 32768 words: 256 MiB in float32."""
+    """Logits of 2048 tokens and 32768 words would take 256 MiB in float32."""
     setting = {"degrees": st.Degrees(data=8), "vocab_size": 32_768, "width": 256}
     whole, tiled = (memory(tile=tile, **setting).temp_size_in_bytes for tile in (None, 128))
     assert whole - tiled > 3 * TOKENS * 32_768 * 4 // 4
@@ -112,7 +112,7 @@ def gathered():
 
 
 def sent(kind, over, where=None, **changes):
-    """Bytes that a device receives in a step, through one kind of collective over some axes."""
+    """Bytes that a device receives in a step through one kind of collective over some axes."""
     program, executable = compiled(**changes)
     return sum(
         transfer.runs * transfer.received_bytes
@@ -123,17 +123,17 @@ def sent(kind, over, where=None, **changes):
     )
 
 
-def test_level_3_collects_bfloat16_in_both_passes_and_sums_float32_by_layers():
+def test_level_3_gathers_bfloat16_in_both_passes_and_sums_float32_by_layers():
     layers, ends = gathered()
     assert sent("all_gather", EVERYWHERE) == 7 * (2 * layers + ends) // 8
     layers, ends = parameters()
     assert sent("reduce_scatter", EVERYWHERE) == 7 * 4 * (layers + ends) // 8
-    # XLA takes the first turn out of the loop: of three layers two are summed in it.
+    # XLA takes the first of three turns out of the loop, so that two layers are summed inside.
     in_entry = 7 * 4 * (layers // LAYERS + ends) // 8
     assert sent("reduce_scatter", EVERYWHERE, where=ENTRY) == in_entry
 
 
-def test_level_1_collects_bfloat16_and_sums_float32_once_after_all_parts():
+def test_level_1_gathers_bfloat16_and_sums_float32_once_after_all_parts():
     layers, ends = parameters()
     setting = {"zero": 1, "accumulation": 2}
     assert sent("all_gather", EVERYWHERE, **setting) == 7 * sum(gathered()) // 8
@@ -152,13 +152,13 @@ def test_hybrid_sums_its_parts_over_the_other_axes():
 
 
 def test_gpt_7b_fits_where_the_arithmetic_says(capsys):
-    """512K tokens on 64 H200: the whole step, beside the estimate that it is printed with."""
+    """The whole step of 512K tokens on 64 H200, compared with the estimate printed beside it."""
     memory_benchmark.main(["--recipes", "gpt_7b", "--rows", "recipe", "--details"])
     _, _, title, columns, row, *details = capsys.readouterr().out.splitlines()
     assert title == "gpt_7b, 524288 tokens, 64 x h200: group 4, ring 4, team 4"
     assert columns.split() == ["state", "rest", "host", "peak", "formula", "fits"]
     *_, state, rest, host, peak, formula, fits, _, _ = row.split()
-    # 12 bytes of 6.74e9 parameters, over 64 devices.
+    # 12 bytes for each of 6.74e9 parameters, divided by 64 devices.
     assert (state, host, fits) == ("1.18", "0.00", "yes")
     assert float(peak) <= float(state) + float(rest) + 0.01
     assert 0.75 < float(peak) / float(formula) < 1.3

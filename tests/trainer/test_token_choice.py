@@ -9,7 +9,7 @@ from trainer.gpt.token_choice import Sampling, choose_token, kept_tokens
 
 
 def kept_by_numpy(logits, sampling):
-    """The definition, in float64."""
+    """The tokens that the definition keeps, in float64."""
     order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))[: sampling.top_k]
     weights = np.exp(np.array([logits[i] - max(logits) for i in order]) / sampling.temperature)
     sums = np.cumsum(weights / weights.sum())
@@ -31,7 +31,7 @@ def test_tied_tokens_are_kept_by_their_ids():
     tied = jnp.zeros(6)
     assert kept_tokens(tied, Sampling(top_k=2)).tolist() == [True] * 2 + [False] * 4
     assert kept_tokens(tied, Sampling(top_p=0.4)).tolist() == [True] * 3 + [False] * 3
-    # Of two that top_k leaves, each has one half.
+    # Each of the two tokens that top_k keeps has one half of the probability.
     both = Sampling(top_k=2, top_p=0.5)
     assert kept_tokens(tied, both).tolist() == [True] + [False] * 5
 

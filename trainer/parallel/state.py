@@ -40,7 +40,7 @@ def initial_state(config: TrainConfig, weights: Any) -> TrainState:
     """The state before the first step.
 
     Args:
-        config: its optimizer, steps and ema_decay are used.
+        config: optimizer, number of steps, and whether there is an average.
         weights: initial weights.
     """
     optimizer = make_optimizer(config.optimizer, config.steps)
@@ -49,7 +49,13 @@ def initial_state(config: TrainConfig, weights: Any) -> TrainState:
 
 
 def state_shapes(config: TrainConfig, weight_shapes: Any, partition: Partition) -> TrainState:
-    """Shapes and shardings of a state, from the shapes of the weights. Arguments as above."""
+    """Shapes and shardings of a state.
+
+    Args:
+        config: as for `initial_state`.
+        weight_shapes: shapes of the weights.
+        partition: how the state is sharded.
+    """
     shapes = jax.eval_shape(lambda weights: initial_state(config, weights), weight_shapes)
     return partition.sharded(shapes)
 
@@ -68,9 +74,7 @@ def batch_shapes(objective: Objective, attention: Attention) -> Any:
 def updated_average(decay: float, average: Any, weights: Any, count: Int32[Array, ""]) -> Any:
     """The moving average after an update: average + (1 - d) * (weights - average).
 
-    The decay d rises to `decay`, so that the initial weights are soon forgotten. (With
-    `optax.incremental_update`, which computes (1 - d) * weights + d * average, an average that
-    equals the weights would not stay as it is, but change by its rounding.)
+    The decay d rises to `decay`, so that the initial weights are soon forgotten.
 
     Args:
         decay: largest decay.
@@ -78,5 +82,7 @@ def updated_average(decay: float, average: Any, weights: Any, count: Int32[Array
         weights: the weights after the update.
         count: number of updates before this one.
     """
+    # `optax.incremental_update` computes (1 - d) * weights + d * average, whose rounding error is a
+    # third larger: a quarter of the averages would differ in their last bit.
     decay_now = jnp.minimum(decay, (1.0 + count) / (10.0 + count))
     return jax.tree.map(lambda mean, new: mean + (1 - decay_now) * (new - mean), average, weights)

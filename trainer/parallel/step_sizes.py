@@ -33,7 +33,7 @@ def step_sizes(config: TrainConfig, objective: Objective, degrees: Degrees) -> S
     Args:
         config: model, ZeRO, remat, offload, tile, accumulation and batch.
         objective: model and loss of the run.
-        degrees: degrees of the mesh, of as many devices as they say.
+        degrees: degrees of the mesh; so many devices need not be there.
 
     Raises:
         ValueError: if the mesh does not divide the model or its tokens.
@@ -122,10 +122,10 @@ def _whole_elements(partition: Partition, weights: Any, name: str) -> int:
 
 
 def _is_vocabulary(weights: Any, outputs: int) -> bool:
-    """Whether weights outside of the layers are an embedding or a head that counts.
+    """Whether weights outside of the layers are a large embedding or a large head.
 
-    Each has a row for every output. Where there are fewer outputs than channels, it is smaller than
-    the kernels of a layer, and is left out.
+    Such a matrix has a row for every output. One with fewer outputs than channels is smaller than a
+    kernel of a layer, and the estimate leaves it out.
     """
     (shape, *_) = (x.shape for x in jax.tree.leaves(weights))
     return len(shape) == 2 and outputs in shape and outputs == max(shape)
