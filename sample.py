@@ -33,10 +33,8 @@ from trainer.config import (
 )
 from trainer.dit.config import DiTTrainConfig
 from trainer.gpt.config import GPTTrainConfig
-from trainer.processes.distributed import (
-    Distributed,
-    start,
-)
+from trainer.processes.distributed import start
+from trainer.processes.options import Distributed
 
 CLASSES_SHOWN = 10
 LEAST_PIXELS = 64
@@ -433,10 +431,8 @@ def read_command_line(arguments: list[str]) -> tuple[Path, TrainConfig, Command[
     Raises:
         ValueError: if the folder is not that of a run.
     """
-    from trainer.run.folder import (
-        CONFIG_FILE,
-        load_config,
-    )
+    from trainer.run.folder import CONFIG_FILE
+    from trainer.tasks import load_train_config
 
     describing = {"prog": "sample.py RUN_DIR", "description": __doc__}
     if not arguments or arguments[0].startswith("-"):
@@ -457,7 +453,7 @@ def read_command_line(arguments: list[str]) -> tuple[Path, TrainConfig, Command[
             f"The first word must be the folder of a run, with its {CONFIG_FILE}; got "
             f"{str(run_dir)!r}, {what}. Use the --run-dir of train.py."
         )
-    config = load_config(TrainConfig, path)
+    config = load_train_config(path)
     kind, _ = DRAWS[config.kind]
     try:
         command = tyro.cli(
@@ -477,10 +473,8 @@ def sample(arguments: list[str]) -> None:
     run_dir, config, command = read_command_line(arguments)
     from trainer.parallel.degrees import describe_degrees
     from trainer.processes.devices import require_divisible
-    from trainer.processes.heartbeat import (
-        flags_of,
-        watch,
-    )
+    from trainer.processes.heartbeat import heartbeat
+    from trainer.run.settings import flags_of
 
     options, distributed = command.options, command.distributed
     if options.devices != config.devices:
@@ -488,7 +482,7 @@ def sample(arguments: list[str]) -> None:
     start(distributed)
     devices, degrees = _devices_and_degrees(options, config, distributed.known_processes)
     flags = flags_of(options, but=("prompt_file", "tokenizer", "out"))
-    with watch(distributed, {"kind": f"a run of kind {config.kind}", **flags}):
+    with heartbeat(distributed, {"kind": f"a run of kind {config.kind}", **flags}):
         _note(f"devices: {len(devices)} x {devices[0].device_kind}")
         _note(f"mesh: {describe_degrees(options.mesh, degrees)}")
         DRAWS[config.kind][1](run_dir, config, options, devices, degrees)
@@ -523,8 +517,8 @@ def end_with_reader() -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    from trainer.run.errors import exit_on_own_errors
+    from trainer.run.exit import exit_on_user_errors
 
     # Outermost, so that one of several processes ends with the others.
-    with end_at_ctrl_c(), exit_on_own_errors(), end_with_reader():
+    with end_at_ctrl_c(), exit_on_user_errors(), end_with_reader():
         sample(sys.argv[1:])

@@ -30,10 +30,8 @@ import tyro
 from configs import RECIPES
 from trainer.config import TrainConfig
 from trainer.gpt.config import GPTTrainConfig
-from trainer.processes.distributed import (
-    Distributed,
-    start,
-)
+from trainer.processes.distributed import start
+from trainer.processes.options import Distributed
 from trainer.tasks import make_objective
 
 Config = TypeVar("Config", bound=TrainConfig)
@@ -84,17 +82,15 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
         require_divisible,
         select_devices,
     )
-    from trainer.processes.heartbeat import (
-        flags_of,
-        watch,
-    )
+    from trainer.processes.heartbeat import heartbeat
+    from trainer.run.settings import flags_of
 
     distributed = distributed or Distributed()
     require_divisible(config.devices, distributed.known_processes)
     start(distributed)
     devices = select_devices(config.devices, processes=distributed.known_processes)
     flags = {"kind": f"a config of kind {config.kind}", **flags_of(config, but=OF_ONE_MACHINE)}
-    with watch(distributed, flags) as agree:
+    with heartbeat(distributed, flags) as agree:
         return _train(config, devices, agree)
 
 
@@ -123,10 +119,10 @@ def _train(config: TrainConfig, devices: list[Any], agree: Callable[[bool], bool
         CHECKPOINTS_FOLDER,
         CONFIG_FILE,
         open_run,
-        save_config,
     )
     from trainer.run.interruption import interruption
     from trainer.run.metrics import Reporter
+    from trainer.run.settings import save_config
     from trainer.tasks import open_data
 
     # Mesh and program. Auto axes: what the optimizer does, outside of `shard_map`, is left to the
@@ -303,7 +299,7 @@ def _non_finite(step: int, what: str, saved: int | None) -> str:
 
 def read_command_line(arguments: list[str]) -> Command[TrainConfig]:
     """What a command line asks for; on a mistake, says so and exits with status 2."""
-    from trainer.run.folder import load_config
+    from trainer.tasks import load_train_config
 
     name = "gpt_tiny"
     if arguments and not arguments[0].startswith("-"):
@@ -311,7 +307,7 @@ def read_command_line(arguments: list[str]) -> Command[TrainConfig]:
     if name in RECIPES:
         default = RECIPES[name]()
     elif Path(name).is_file():
-        default = load_config(TrainConfig, Path(name))
+        default = load_train_config(Path(name))
     else:
         near = difflib.get_close_matches(name, RECIPES, n=1)
         print(
@@ -334,8 +330,8 @@ def read_command_line(arguments: list[str]) -> Command[TrainConfig]:
 
 
 if __name__ == "__main__":
-    from trainer.run.errors import exit_on_own_errors
+    from trainer.run.exit import exit_on_user_errors
 
-    with exit_on_own_errors():
+    with exit_on_user_errors():
         command = read_command_line(sys.argv[1:])
         train(command.config, command.distributed)

@@ -6,15 +6,15 @@
     python benchmarks/digits.py --samples 1000 --guidance 1
     python benchmarks/digits.py --run-dir runs/other --out other.png
 
-Draws as many samples of each class, on the mesh of the run. A support vector machine that has
-learnt the real digits, those that the run was trained on, then says which digit each sample is. To
-have learnt the training images by heart is no use: a sample counts as a copy where it is nearer to
-one of them than all but 1 % of the held-out digits are, and what the machine says is told for the
-other samples alone too. How various the samples of a class are is told by their distances to each
-other. All distances are L2, of 64 pixels with values from 0 to 16.
+The benchmark draws the same number of samples of each class, on the mesh of the run. A support
+vector machine that has learnt the real digits on which the run was trained then says which digit
+each sample is. A model that has memorised the training images gains nothing: a sample counts as a
+copy where it is nearer to a training image than all but 1 % of the held-out digits are, and the
+verdict of the machine is also printed without the copies. The distances between the samples of a
+class tell how varied they are. All distances are L2, of 64 pixels with values from 0 to 16.
 
 The figure has a row for each class: samples, and beside them the training image that is nearest to
-each. Ends with status 1 if fewer than 85 % of the samples are the digit that was asked for.
+each. The exit status is 1 if fewer than 85 % of the samples are the digit that was asked for.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ from trainer.run.checkpoint import restore_weights
 from trainer.run.folder import (
     CHECKPOINTS_FOLDER,
     CONFIG_FILE,
-    load_config,
 )
+from trainer.run.settings import load_config
 from trainer.tasks import make_objective
 
 CLASSES = 10

@@ -1,4 +1,4 @@
-"""Shows what a training step takes of a GPU's memory, compiled on a machine that has none.
+"""Shows how much of a GPU's memory a training step takes, compiled on a machine that has no GPU.
 
     pip install --no-deps jax-cuda13-pjrt==<version of jax>
     python benchmarks/memory.py                               # all recipes, all rows: 20 minutes
@@ -7,20 +7,20 @@
         --mesh.team 2 --rows recipe --details
     python benchmarks/memory.py --arithmetic                  # compiles nothing
 
-Each row is a recipe of configs/ with its own settings, or with those changed that the row
-names. Columns, in GiB of one device:
+Each row is a recipe of configs/ with its own settings, or with the changes that the row names. The
+columns are in GiB of one device:
 
     state     weights, optimizer and batch: the program's arguments
     rest      everything else that the step needs at a time, on the device
     host      what waits in the host's memory
-    peak      what the device needs in all; state that the step has used up is used again
+    peak      what the device needs in all; memory of state that the step has used up is used again
     formula   `trainer.parallel.footprint`: its state is exact, its sum an estimate
     fits      whether the peak is within what jax takes of the GPU: 75 % of it by default, or
               92 % with XLA_PYTHON_CLIENT_MEM_FRACTION=.92
 
-Programs are compiled, not run: what NCCL, cuDNN's workspaces and the allocator's gaps take comes on
-top, hence 92 %. XLA is told of an A100 of 80 GB, whatever size the row is compared with: it tries
-to save memory by itself only where a program needs more than that.
+Programs are compiled, not run. The memory of NCCL, cuDNN's workspaces and gaps of the allocator
+come on top, hence 92 %. XLA is told of an A100 of 80 GB, whatever size the row is compared with,
+because it tries to save memory by itself only where a program needs more than that.
 """
 
 from __future__ import annotations

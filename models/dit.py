@@ -29,7 +29,7 @@ from models.hooks import Hooks
 from models.layers import MLP, AttentionFn
 from models.linear import linear
 from models.sizes import check_dit_width
-from startrail_jax.ordering import first
+from startrail_jax.ordering import compute_first
 
 Captions = tuple[Int32[Array, "B S"], Int32[Array, "B S"], Int32[Array, "B S"]]
 """Text tokens: ids, positions in the text, and segment ids."""
@@ -312,7 +312,7 @@ class DiTStream(nnx.Module):
         """What the stream does before attention."""
         shift, scale, *later = _one_by_one(self.modulation(condition))
         normalised = self.hooks.copy_to_tensor(modulate(x, shift, scale))
-        query, normalised = first(self.query(normalised), normalised)
+        query, normalised = compute_first(self.query(normalised), normalised)
         return _Prepared(
             x=x,
             query=query,

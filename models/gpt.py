@@ -25,7 +25,7 @@ from models.hooks import Hooks
 from models.layers import MLP, AttentionFn
 from models.linear import linear, project
 from models.rope import Rope, rotate
-from startrail_jax.ordering import first
+from startrail_jax.ordering import compute_first
 
 CachedAttentionFn = Callable[..., tuple[Float[Array, "B T N H"], Any]]
 """(query, key, value) -> (out [B T N H], kv_cache)"""
@@ -271,7 +271,7 @@ class GPTAttention(nnx.Module):
     ) -> tuple[Float[Array, "B T width"], Any]:
         """Attention with projections; returns its output and the cache that `attend` returned."""
         query = rotate(self.query(x), rotation)
-        query, x = first(query, x)
+        query, x = compute_first(query, x)
         key = rotate(self.key(x), rotation)
         out, kv_cache = attend(query, key, self.value(x))
         return self.out(out), kv_cache

@@ -29,9 +29,13 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    if not config.getoption("--gpu"):
-        jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", SIMULATED_DEVICES)
+    # Not before the import hook.
+    from startrail_jax.testing import simulate_devices
+
+    if config.getoption("--gpu"):
+        jax.config.update("jax_num_cpu_devices", SIMULATED_DEVICES)
+    else:
+        simulate_devices(SIMULATED_DEVICES)
     jax.config.update("jax_numpy_rank_promotion", "raise")
 
 

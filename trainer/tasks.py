@@ -5,16 +5,19 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from startrail_jax.errors import InputError
 from startrail_jax.layout import Layout
 from trainer.config import TrainConfig
 from trainer.data.batches import Source
 from trainer.dit.config import DiTTrainConfig
 from trainer.gpt.config import GPTTrainConfig
 from trainer.objective import Objective
+from trainer.run.settings import load_config, read_kind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,3 +108,19 @@ def make_objective(config: TrainConfig) -> Objective:
     from trainer.gpt.objective import NextToken
 
     return NextToken(config)
+
+
+def load_train_config(path: Path) -> TrainConfig:
+    """Reads the config of a run, whatever it trains.
+
+    Raises:
+        ValueError: if the file is not such a config.
+    """
+    types = {x.kind: x for x in (GPTTrainConfig, DiTTrainConfig)}
+    kind = read_kind(path)
+    if kind not in types:
+        raise InputError(
+            f"{path} must hold the config of a run. kind must be {' or '.join(types)}; got "
+            f"{kind!r}. Correct the file."
+        )
+    return load_config(types[kind], path)

@@ -3,6 +3,7 @@
 import dataclasses
 from pathlib import Path
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -140,8 +141,7 @@ def test_average_follows_its_equation_and_is_what_is_measured(decay):
             state.weights,
         )
     assert state.result is state.average
-    for found, wanted in zip(*map(jax.tree.leaves, (state.average, expected)), strict=True):
-        np.testing.assert_allclose(found, wanted, atol=1e-6)
+    chex.assert_trees_all_close(state.average, expected, rtol=1e-7, atol=1e-6)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from configs.dit import dit_1b, dit_digits
 from programs import interrupt_after
 from trainer.dit.config import DiTTrainConfig
 from trainer.run import metrics
-from trainer.run.folder import save_config
+from trainer.run.settings import save_config
 
 TINY = (
     "--model.width 16 --model.layers 2 --model.heads 8 --model.mlp-width 32 --batch-size 4 "

@@ -66,7 +66,7 @@ def runs(program, computation, target):
 @pytest.mark.parametrize(("remat", "times"), [("attention_saved", 1), ("full", 2)])
 def test_attention_that_is_saved_is_not_computed_again(remat, times):
     """Every layer and round of the ring calls one kernel; with "full" two."""
-    program = hlo.parse_program(compiled(remat=remat)[1].as_text())
+    program = hlo.parse_module(compiled(remat=remat)[1].as_text())
     rounds = LAYERS * STARTRAIL.ring
     assert runs(program, program.entry, ATTENTION) == times * rounds
     assert runs(program, program.entry, ITS_GRADIENTS) == rounds

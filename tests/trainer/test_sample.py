@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -50,11 +51,9 @@ from trainer.run.checkpoint import (
     Checkpoints,
     restore_weights,
 )
-from trainer.run.errors import exit_on_own_errors
-from trainer.run.folder import (
-    open_run,
-    save_config,
-)
+from trainer.run.exit import exit_on_user_errors
+from trainer.run.folder import open_run
+from trainer.run.settings import save_config
 
 REPOSITORY = Path(sample.__file__).parent
 MODEL = GPTConfig(width=16, layers=1, heads=2, kv_heads=1, head_dim=4, mlp_width=16)
@@ -124,7 +123,7 @@ def run(capsys, run_dir, *flags):
 
 def message_of(*arguments):
     """What the program says when it ends with status 1."""
-    with pytest.raises(SystemExit) as caught, exit_on_own_errors():
+    with pytest.raises(SystemExit) as caught, exit_on_user_errors():
         sample.sample([*map(str, arguments)])
     assert isinstance(caught.value.code, str)
     return caught.value.code
@@ -265,9 +264,9 @@ def test_average_is_preferred_and_the_newest_checkpoint_is_read(tmp_path):
     )
     found, step = restore_weights(folder, shapes)
     assert step == 4
-    jax.tree.map(np.testing.assert_array_equal, found, average)
+    chex.assert_trees_all_equal(found, average)
     plain = save_run(tmp_path / "plain", steps=(2, 4)) / "checkpoints"
-    jax.tree.map(np.testing.assert_array_equal, restore_weights(plain, shapes)[0], make_weights(4))
+    chex.assert_trees_all_equal(restore_weights(plain, shapes)[0], make_weights(4))
 
 
 def test_checkpoint_that_goes_while_it_is_read_gives_way_to_the_next(tmp_path, monkeypatch):

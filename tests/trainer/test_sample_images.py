@@ -17,8 +17,8 @@ from trainer.dit.config import (
 )
 from trainer.parallel.step import Program
 from trainer.run.checkpoint import Checkpoints
-from trainer.run.errors import exit_on_own_errors
-from trainer.run.folder import save_config
+from trainer.run.exit import exit_on_user_errors
+from trainer.run.settings import save_config
 from trainer.tasks import make_objective
 
 QUICK = ("--steps", "2", "--samples", "3")
@@ -47,7 +47,7 @@ def run_dir(tmp_path_factory):
 
 
 def message_of(*arguments):
-    with pytest.raises(SystemExit) as caught, exit_on_own_errors():
+    with pytest.raises(SystemExit) as caught, exit_on_user_errors():
         sample.sample([*map(str, arguments)])
     return str(caught.value.code)
 

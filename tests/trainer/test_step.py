@@ -3,6 +3,7 @@
 import dataclasses
 from pathlib import Path
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -183,7 +184,7 @@ def test_bfloat16_differs_by_its_rounding_alone(initial_state, one_device):
 
 def test_initial_weights_do_not_depend_on_the_mesh(initial_state):
     state = make_program(st.Degrees(tensor=2, data=2, team=2), zero=3).initialise()
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), initial_state)
+    chex.assert_trees_all_equal(jax.device_get(state), initial_state)
     # Layers have different weights.
     kernels = initial_state.weights["blocks"]["mlp"]["up"]["kernel"]
     (kernel,) = jax.tree.leaves(kernels)
@@ -218,7 +219,7 @@ def test_a_step_that_is_not_finite_changes_nothing():
     kept = jax.device_get(broken)
     after, metrics = program.train_step(broken, batch(program, 0))
     assert not metrics.finite
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(after), kept)
+    chex.assert_trees_all_equal(jax.device_get(after), kept)
 
 
 def test_weights_are_decayed_but_for_norms(initial_state):

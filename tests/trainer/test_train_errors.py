@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,7 +30,7 @@ from trainer.gpt.corpus import (
 from trainer.gpt.loss import cross_entropy
 from trainer.run import metrics
 from trainer.run.checkpoint import Checkpoints
-from trainer.run.errors import exit_on_own_errors
+from trainer.run.exit import exit_on_user_errors
 from trainer.run.folder import open_run
 
 REPOSITORY = Path(train.__file__).parent
@@ -81,7 +82,7 @@ def flags_of(data, run_dir, flags=""):
 
 def run(data, run_dir, flags=""):
     """The program, as `python train.py` runs it."""
-    with exit_on_own_errors():
+    with exit_on_user_errors():
         return train.train(train.read_command_line(flags_of(data, run_dir, flags)).config)
 
 
@@ -403,7 +404,7 @@ def test_config_file_with_an_unknown_setting_names_the_likely_one(trained, tmp_p
     config = json.loads((trained / "run/config.json").read_text())
     config["stepz"] = config.pop("steps")
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(SystemExit) as caught, exit_on_own_errors():
+    with pytest.raises(SystemExit) as caught, exit_on_user_errors():
         train.read_command_line([str(tmp_path / "config.json")])
     assert_matches(caught.value.code, r"^ValueError: .*config.json must hold.*stepz. Use steps")
 
@@ -450,9 +451,8 @@ def test_loss_that_is_not_finite_stops_and_can_be_skipped(poisoned, tmp_path, ca
     assert np.isfinite(losses.train).tolist() == [True, False, True, True, True, True]
     assert np.isfinite(losses.validation)
     assert logged_steps(tmp_path / "run") == [1, 2, 3, 5, 6, 7, 8]
-    before, skipped, after = (jax.tree.leaves(states[number]) for number in (3, 4, 5))
-    for x, y in zip(before, skipped, strict=True):
-        np.testing.assert_array_equal(x, y)
+    chex.assert_trees_all_equal(states[4], states[3])
+    skipped, after = (jax.tree.leaves(states[number]) for number in (4, 5))
     assert all((x != y).any() for x, y in zip(skipped, after, strict=True))
 
 

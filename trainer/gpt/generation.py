@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Int32, Integer
 from models.gpt import GPT
 from startrail_jax.attention import Attention
 from startrail_jax.compiler import compiler_options
-from startrail_jax.validation import check_heads
+from startrail_jax.sizes import check_heads
 from startrail_jax.varying import vary
 from trainer.config import SHARDED_AXES
 from trainer.gpt.config import GPTConfig

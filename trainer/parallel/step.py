@@ -21,8 +21,8 @@ from jaxtyping import Array, Bool, Float32
 from startrail_jax.attention import Attention
 from startrail_jax.compiler import compiler_options
 from startrail_jax.mesh import device_kind
-from startrail_jax.ordering import returned_after
-from startrail_jax.validation import check_heads
+from startrail_jax.ordering import gradient_first
+from startrail_jax.sizes import check_heads
 from startrail_jax.varying import vary
 from trainer.config import TrainConfig
 from trainer.data.batches import sharding_of
@@ -229,7 +229,7 @@ class Program:
         if name == "head" and slots is not None:
             # Otherwise the gradient of the head would wait, whole, until that of the embedding is
             # there, to be sent in one message with it.
-            hidden, head_slot = returned_after(hidden, head_slot)
+            head_slot, hidden = gradient_first(head_slot, hidden)
         head = self._model.gather(name, weights[name], head_slot)
         targets, token_weights = batch.targets, batch.weights
         if self.partition.tensor:
