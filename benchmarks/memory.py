@@ -45,11 +45,9 @@ from trainer.config import (
 )
 from trainer.gpt.config import GPTTrainConfig
 from trainer.parallel.degrees import choose_degrees
-from trainer.parallel.footprint import (
-    GIB,
-    footprint,
-)
+from trainer.parallel.footprint import GIB, Footprint
 from trainer.parallel.step import Program
+from trainer.parallel.step_sizes import footprint
 from trainer.tasks import task_of
 
 GPU_GIB = {"a100": 40, "h100": 80, "h200": 141}
@@ -111,7 +109,11 @@ def main(argv: list[str] | None = None) -> None:
             reading = None if args.arithmetic else read(row, degrees, target, num_devices)
             print(line(row, degrees, reading, GPU_GIB[target]), flush=True)
             if args.details:
-                print(footprint(row.config, degrees).table())
+                print(
+                    footprint(
+                        row.config, task_of(row.config).make_objective(row.config), degrees
+                    ).table()
+                )
 
 
 def rows(config: TrainConfig) -> Iterator[Row]:
@@ -161,8 +163,12 @@ def lowered_step(row: Row, degrees: Degrees, devices: list[Any]) -> Any:
     return step.lower(program.state_shapes, program.batch_shapes)
 
 
+def formula_of(row: Row, degrees: Degrees) -> Footprint:
+    return footprint(row.config, task_of(row.config).make_objective(row.config), degrees)
+
+
 def line(row: Row, degrees: Degrees, reading: Reading | None, gpu_gib: float) -> str:
-    formula = footprint(row.config, degrees)
+    formula = formula_of(row, degrees)
     if reading is None:
         state = formula.state_bytes + formula["batch"]
         peak = formula.device_bytes

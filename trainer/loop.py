@@ -13,7 +13,7 @@ import numpy as np
 
 from trainer.data.batches import Feed
 from trainer.parallel.flops import peak_flops
-from trainer.parallel.remat import describe_memory
+from trainer.parallel.footprint import describe_memory
 from trainer.parallel.step import Program, StepMetrics
 from trainer.run.checkpoint import Checkpoints
 from trainer.run.folder import CONFIG_FILE

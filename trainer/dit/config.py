@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from models.sizes import check_dit_width
 from trainer.config import TrainConfig, check_minimum
 from trainer.task import SampleOptions
 
@@ -44,16 +45,7 @@ class DiTConfig:
             check_minimum(f"model.{name}", getattr(self, name), 0)
         for size in self.patch:
             check_minimum("model.patch", size, 1)
-        if self.width % self.heads:
-            raise ValueError(
-                f"model.heads must divide model.width; got heads={self.heads}, "
-                f"width={self.width}. Use a width of {-(-self.width // self.heads) * self.heads}."
-            )
-        if self.width % 2 or self.width < 8:
-            raise ValueError(
-                "model.width must be even and at least 8, for sines and cosines of frame, row and "
-                f"column; got width={self.width}. Use {max(8, self.width + self.width % 2)}."
-            )
+        check_dit_width(width=self.width, heads=self.heads, prefix="model.")
 
     @property
     def kv_heads(self) -> int:

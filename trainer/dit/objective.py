@@ -17,6 +17,7 @@ from startrail_jax.layout import Layout
 from trainer.dit.batches import PADDING, ImageBatch
 from trainer.dit.config import DiTTrainConfig
 from trainer.dit.diffusion import draw_times, noised
+from trainer.dit.flops import dit_flops_per_token
 
 # Folded into the key of the seed. Initial weights fold in 0, 1, 2, ...
 TRAINING, MEASURING, DRAWING = range(2**31, 2**31 + 3)
@@ -48,7 +49,7 @@ class Denoising:
 
     def __init__(self, config: DiTTrainConfig) -> None:
         self._config = config
-        self.flops_per_token = flops_per_token(config)
+        self.flops_per_token = dit_flops_per_token(config)
 
     def make_model(self, attention_fn: Callable[..., Array], hooks: Hooks, rngs: nnx.Rngs) -> DiT:
         return DiT(**vars(self._config.model), attention_fn=attention_fn, hooks=hooks, rngs=rngs)
@@ -139,25 +140,3 @@ class Denoising:
         self, model: DiT, hidden: Float[Array, "B T width"], targets: Float32[Array, "B T P"]
     ) -> Float32[Array, "B T"]:
         return jnp.mean(jnp.square(model.output(hidden) - targets), axis=-1)
-
-
-def flops_per_token(config: DiTTrainConfig) -> float:
-    """FLOPs of a training step for each token of an image: 3 * (2 N + 4 L W T).
-
-    N is the number of weights in matrix products, L the number of layers, W their width, and T the
-    number of tokens of the image and of its caption, all of which attend to each other. The factor
-    3 is for the backward pass. The FLOPs of the text, whose layers have the same sizes, count as
-    FLOPs of the image. Whatever is computed once for an image, from its time and class, is left
-    out.
-
-    Args:
-        config: config of the run.
-
-    Returns:
-        FLOPs per token of the image, over all devices together.
-    """
-    model = config.model
-    layer = 4 * model.width**2 + 2 * model.width * model.mlp_width
-    tokens = config.num_tokens + model.caption_length
-    layers = model.layers * (2 * layer + 4 * model.width * tokens) * tokens / config.num_tokens
-    return 3.0 * (layers + 4 * model.width * config.patch_elements)

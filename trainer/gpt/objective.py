@@ -17,6 +17,7 @@ from models.rope import Rope
 from startrail_jax.layout import Layout
 from trainer.gpt.batches import TokenBatch
 from trainer.gpt.config import GPTConfig, GPTTrainConfig
+from trainer.gpt.flops import gpt_flops_per_token
 
 
 class NextToken:
@@ -25,7 +26,7 @@ class NextToken:
     def __init__(self, config: GPTTrainConfig) -> None:
         self._config = config
         self.head = "embedding" if config.model.tied_head else "head"
-        self.flops_per_token = flops_per_token(config.model, config.seq_len)
+        self.flops_per_token = gpt_flops_per_token(config.model, config.seq_len)
 
     def make_model(self, attention_fn: Callable[..., Array], hooks: Hooks, rngs: nnx.Rngs) -> GPT:
         arguments = model_arguments(self._config.model)
@@ -62,32 +63,3 @@ def model_arguments(config: GPTConfig) -> dict[str, Any]:
     """The keyword arguments of `models.gpt.GPT` for a config."""
     rope = Rope(head_dim=config.head_dim, **vars(config.rope))
     return vars(config) | {"rope": rope}
-
-
-def flops_per_token(config: GPTConfig, seq_len: int) -> float:
-    """FLOPs of a training step for each token: 3 * (2 N + 4 L Q H T / 2).
-
-    N is the number of weights in matrix products, L the number of layers, Q the number of heads of
-    H channels each, and T the number of tokens. The factor 3 is for the backward pass, which has
-    two products for each product of the forward pass.
-
-    As in PaLM, only matrix products count, and recomputation (remat) does not. Unlike in PaLM,
-    attention counts half, since a causal mask hides half of the pairs of tokens (PaLM has
-    12 L Q H T for all pairs), and N leaves out the embedding, which is a look-up, and the norms.
-    Boundaries between packed documents hide more pairs; this is not counted.
-
-    Args:
-        config: sizes of the model.
-        seq_len: number of tokens in a sequence.
-
-    Returns:
-        FLOPs per token, over all devices together.
-
-    References:
-        PaLM, appendix B: https://arxiv.org/abs/2204.02311
-    """
-    projections = 2 * (config.heads + config.kv_heads) * config.head_dim * config.width
-    mlp = {"swiglu": 3, "gelu": 2}[config.mlp] * config.width * config.mlp_width
-    weights = config.layers * (projections + mlp) + config.width * config.vocab_size
-    attention = config.layers * 2 * config.heads * config.head_dim * seq_len
-    return 3.0 * (2 * weights + attention)

@@ -14,8 +14,9 @@ from jaxtyping import Integer
 import startrail_jax as st
 from trainer.gpt.config import GPTTrainConfig, TextOptions
 from trainer.gpt.corpus import Corpus
-from trainer.gpt.generation import Generator, Sampling
+from trainer.gpt.generation import Generator
 from trainer.gpt.text import TextStream, encode_prompt, open_tokenizer
+from trainer.gpt.token_choice import Sampling
 from trainer.run.checkpoint import restore_weights
 from trainer.run.folder import CHECKPOINTS_FOLDER
 from trainer.session import Session

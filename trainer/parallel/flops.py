@@ -1,11 +1,11 @@
-"""Peak FLOP/s of GPUs, for MFU. Imports no jax."""
+"""The FLOP/s of GPUs, of which a run reports the share that it reaches (MFU). Imports no jax."""
 
 from __future__ import annotations
 
 import re
 
 # Dense bfloat16 tensor-core FLOP/s, from NVIDIA's data sheets (half of the figures with sparsity).
-# A name that contains another name comes before it.
+# The first name that is found counts, so that "H100 PCIe" comes before "H100".
 PEAK_FLOPS = {
     "A100": 312e12,
     "H100 PCIe": 756e12,
@@ -25,7 +25,7 @@ def peak_flops(device_kind: str) -> float | None:
         device_kind: as jax names it, such as "NVIDIA H100 80GB HBM3".
 
     Returns:
-        FLOP/s of one device; None where it is not known, as for a part of a GPU (MIG).
+        FLOP/s of one device; None where they are not known, as for a part of a GPU (MIG).
     """
     if "MIG" in device_kind:
         return None
