@@ -34,26 +34,14 @@ from sklearn.svm import SVC
 
 import startrail_jax as st
 from trainer.dit.config import DiTTrainConfig
-from trainer.dit.diffusion import SAMPLERS
-from trainer.dit.drawing import (
-    Drawing,
-    image_grid,
-)
+from trainer.dit.drawing import image_grid
 from trainer.dit.examples import Examples
-from trainer.dit.images import (
-    Images,
-    open_images,
-)
+from trainer.dit.images import Images, open_images
+from trainer.dit.sample import load_drawing
 from trainer.parallel.degrees import choose_degrees
-from trainer.parallel.step import Program
 from trainer.processes.devices import select_devices
-from trainer.run.checkpoint import restore_weights
-from trainer.run.folder import (
-    CHECKPOINTS_FOLDER,
-    CONFIG_FILE,
-)
-from trainer.run.settings import load_config
-from trainer.tasks import make_objective
+from trainer.run.folder import CONFIG_FILE
+from trainer.tasks import load_train_config
 
 CLASSES = 10
 BRIGHTEST = 16
@@ -69,7 +57,9 @@ COLOURS_OF_FILE = 32
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    config = load_config(DiTTrainConfig, args.run_dir / CONFIG_FILE)
+    config = load_train_config(args.run_dir / CONFIG_FILE)
+    if not isinstance(config, DiTTrainConfig):
+        raise SystemExit(f"--run-dir must hold a run of a DiT; got one of kind {config.kind!r}.")
     drawn, labels = draw_samples(config, args)
     images = open_digits(config)
     train, train_labels = read(images.train)
@@ -99,20 +89,20 @@ def main(argv: list[str] | None = None) -> int:
 def draw_samples(config: DiTTrainConfig, args: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
     """Samples from the newest checkpoint, as pixels of digits, and their classes in turn."""
     devices = select_devices(config.devices)
-    mesh = st.make_mesh(
-        choose_degrees(config.mesh, len(devices)), axis_type="auto", devices=devices
+    degrees = choose_degrees(config.mesh, len(devices))
+    drawing, weights, step = load_drawing(
+        args.run_dir,
+        config,
+        st.make_mesh(degrees, axis_type="auto", devices=devices),
+        sampler=args.sampler,
+        steps=args.steps,
+        guidance=args.guidance,
+        rows=args.samples,
     )
-    program = Program(config, st.Attention(mesh, causal=False), make_objective(config))
-    folder = args.run_dir / CHECKPOINTS_FOLDER
-    weights, step = restore_weights(folder, program.state_shapes.weights)
-    sampler = args.sampler or SAMPLERS[config.diffusion.target][0]
     print(
         f"{args.run_dir} after step {step}: {args.samples} samples by {args.steps} steps of "
-        f"{sampler!r}, guidance {args.guidance:g}",
+        f"{drawing.sampler!r}, guidance {args.guidance:g}",
         flush=True,
-    )
-    drawing = Drawing(
-        program, sampler=sampler, steps=args.steps, guidance=args.guidance, rows=args.samples
     )
     labels = np.arange(args.samples) % CLASSES
     captions = [b""] * args.samples if config.model.caption_length else None

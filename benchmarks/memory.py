@@ -50,7 +50,7 @@ from trainer.parallel.footprint import (
     footprint,
 )
 from trainer.parallel.step import Program
-from trainer.tasks import make_objective
+from trainer.tasks import task_of
 
 GPU_GIB = {"a100": 40, "h100": 80, "h200": 141}
 """Memory of the GPUs that recipes are compared with: of A100 the smaller one."""
@@ -150,11 +150,9 @@ def read(row: Row, degrees: Degrees, target: str, num_devices: int) -> Reading:
 def lowered_step(row: Row, degrees: Degrees, devices: list[Any]) -> Any:
     """The whole training step of a row, lowered for `devices`."""
     mesh = st.make_mesh(degrees, axis_type="auto", devices=devices)
-    program = Program(
-        row.config,
-        st.Attention(mesh, causal=row.config.causal),
-        make_objective(row.config),
-    )
+    task = task_of(row.config)
+    attention = st.Attention(mesh, causal=task.causal)
+    program = Program(row.config, attention, task.make_objective(row.config))
     step: Any = program.train_step
     if not row.donate:
         shardings = jax.tree.map(lambda x: x.sharding, program.state_shapes)

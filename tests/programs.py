@@ -13,9 +13,9 @@ from trainer.gpt.config import (
     GPTConfig,
     GPTTrainConfig,
 )
+from trainer.gpt.objective import NextToken
 from trainer.parallel.step import Program
 from trainer.run import metrics
-from trainer.tasks import make_objective
 
 
 def make_config(model=None, **changes):
@@ -34,7 +34,7 @@ def make_config(model=None, **changes):
 def make_program(config, degrees, devices=None):
     devices = jax.devices()[: degrees.num_devices] if devices is None else devices
     mesh = st.make_mesh(degrees, axis_type="auto", devices=devices)
-    return Program(config, st.Attention(mesh, causal=True), make_objective(config))
+    return Program(config, st.Attention(mesh, causal=True), NextToken(config))
 
 
 def options(program):

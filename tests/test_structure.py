@@ -21,9 +21,10 @@ OP = "startrail_jax"
 LAYERS = (
     {OP},
     {"models"},
-    {"trainer.config", "trainer.objective", "trainer.task"},
+    {"trainer.config", "trainer.objective"},
     {"trainer.run", "trainer.data"},
     {"trainer.processes", "trainer.parallel"},
+    {"trainer.command_line", "trainer.loop", "trainer.session", "trainer.task"},
     {"trainer.gpt", "trainer.dit"},
     {"trainer.tasks"},
     {"configs"},

@@ -11,6 +11,7 @@ import pytest
 import startrail_jax as st
 from trainer.config import OptimizerConfig
 from trainer.data.batches import place
+from trainer.dit.batches import image_batch
 from trainer.dit.config import (
     DiffusionConfig,
     DiTConfig,
@@ -18,9 +19,8 @@ from trainer.dit.config import (
 )
 from trainer.dit.diffusion import estimates
 from trainer.dit.examples import Example
-from trainer.dit.objective import image_batch
+from trainer.dit.objective import Denoising
 from trainer.parallel.step import Program
-from trainer.tasks import make_objective
 
 STEPS = 30
 CONFIG = DiTTrainConfig(
@@ -47,7 +47,7 @@ def make_program(degrees, config=CONFIG, **changes):
     mesh = st.make_mesh(degrees, "auto", jax.devices()[: degrees.num_devices])
     attention = st.Attention(mesh, causal=False)
     config = dataclasses.replace(config, **changes)
-    return Program(config, attention, make_objective(config))
+    return Program(config, attention, Denoising(config))
 
 
 def batch(program, step):

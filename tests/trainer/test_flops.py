@@ -7,10 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 from trainer.gpt.config import GPTConfig
-from trainer.parallel.flops import (
-    gpt_flops_per_token,
-    peak_flops,
-)
+from trainer.gpt.objective import flops_per_token
+from trainer.parallel.flops import peak_flops
 
 CONFIG = GPTConfig(width=24, layers=3, heads=4, kv_heads=2, head_dim=10, mlp_width=40)
 
@@ -21,16 +19,16 @@ def test_flops_are_those_of_the_matrix_products():
     # Scores and weighted values: 2 products of 2 FLOPs for each of 4 * 10 channels, of half of
     # the 100 keys.
     attention = 3 * (2 * 2 * 40 * 100) / 2
-    assert gpt_flops_per_token(CONFIG, 100) == 6 * weights + 3 * attention
-    without_gate = gpt_flops_per_token(replace(CONFIG, mlp="gelu"), 100)
-    assert gpt_flops_per_token(CONFIG, 100) - without_gate == 6 * 3 * 24 * 40
+    assert flops_per_token(CONFIG, 100) == 6 * weights + 3 * attention
+    without_gate = flops_per_token(replace(CONFIG, mlp="gelu"), 100)
+    assert flops_per_token(CONFIG, 100) - without_gate == 6 * 3 * 24 * 40
 
 
 def test_flops_agree_with_palm_but_for_the_causal_half():
     config = GPTConfig(width=64, layers=2, heads=4, kv_heads=4, head_dim=16, mlp_width=256)
     num_weights = 2 * (4 * 64 * 64 + 3 * 64 * 256) + 64 * 256
     palm = 6 * num_weights + 12 * 2 * 4 * 16 * 128
-    assert palm - gpt_flops_per_token(config, 128) == 6 * 2 * 4 * 16 * 128
+    assert palm - flops_per_token(config, 128) == 6 * 2 * 4 * 16 * 128
 
 
 def test_flops_of_a_forward_pass_agree_with_the_compiler():
@@ -56,7 +54,7 @@ def test_flops_of_a_forward_pass_agree_with_the_compiler():
     analysis = jax.jit(forward).lower(jnp.zeros((tokens, 24)), weights).cost_analysis()
     elementwise = 3 * 40  # The sum of gate and up.
     counted = analysis["flops"] / tokens - elementwise
-    assert 3 * (counted - half) == pytest.approx(gpt_flops_per_token(CONFIG, tokens))
+    assert 3 * (counted - half) == pytest.approx(flops_per_token(CONFIG, tokens))
 
 
 @pytest.mark.parametrize(

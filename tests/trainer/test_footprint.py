@@ -14,6 +14,7 @@ from trainer.dit.config import (
     DiTConfig,
     DiTTrainConfig,
 )
+from trainer.dit.objective import Denoising
 from trainer.gpt.config import DataConfig
 from trainer.parallel.footprint import (
     Footprint,
@@ -22,7 +23,6 @@ from trainer.parallel.footprint import (
     num_parameters,
 )
 from trainer.parallel.step import Program
-from trainer.tasks import make_objective
 
 GIB = 2**30
 GQA = {"kv_heads": 2, "heads": 8}
@@ -92,7 +92,7 @@ def test_state_and_batch_of_a_dit_are_exact(zero, degrees, caption_length):
         run_dir=Path("unused"),
     )
     mesh = st.make_mesh(degrees, "auto", jax.devices()[: degrees.num_devices])
-    program = Program(config, st.Attention(mesh, causal=False), make_objective(config))
+    program = Program(config, st.Attention(mesh, causal=False), Denoising(config))
     formula = footprint(config, degrees)
     assert size_on_a_device(program.state_shapes) == formula.state_bytes
     assert size_on_a_device(program.state_shapes.average) == formula["average"]

@@ -19,9 +19,8 @@ from trainer.gpt.config import (
     GPTConfig,
     GPTTrainConfig,
 )
-from trainer.gpt.objective import model_arguments
+from trainer.gpt.objective import NextToken, model_arguments
 from trainer.parallel.step import Program
-from trainer.tasks import make_objective
 
 STEPS = 30
 END = 7  # Ends a document.
@@ -43,7 +42,7 @@ pytestmark = pytest.mark.usefixtures("compile_fast")
 def make_program(degrees, **changes):
     mesh = st.make_mesh(degrees, "auto", jax.devices()[: degrees.num_devices])
     config = dataclasses.replace(CONFIG, **changes)
-    return Program(config, st.Attention(mesh, causal=True), make_objective(config))
+    return Program(config, st.Attention(mesh, causal=True), NextToken(config))
 
 
 def windows(step):

@@ -16,18 +16,17 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 import train
 from trainer.data.batches import TrainingBatches
-from trainer.gpt import objective as next_token
 from trainer.gpt.batches import Sequences
 from trainer.gpt.corpus import (
     CHECKED_TOKENS,
     Stream,
 )
-from trainer.gpt.loss import cross_entropy
 from trainer.run import metrics
 from trainer.run.checkpoint import Checkpoints
 from trainer.run.exit import exit_on_user_errors
@@ -83,7 +82,7 @@ def flags_of(data, run_dir, flags=""):
 def run(data, run_dir, flags=""):
     """The program, as `python train.py` runs it."""
     with exit_on_user_errors():
-        return train.train(train.read_command_line(flags_of(data, run_dir, flags)).config)
+        return train.train(train.read_command_line(flags_of(data, run_dir, flags)).settings)
 
 
 def message_of(data, run_dir, flags=""):
@@ -267,7 +266,7 @@ def test_unwritable_run_folder_ends_the_program(data, tmp_path):
 
 
 def test_run_folder_in_use_ends_the_program(data, tmp_path):
-    config = train.read_command_line(flags_of(data, tmp_path / "run")).config
+    config = train.read_command_line(flags_of(data, tmp_path / "run")).settings
     with open_run(config):
         before = contents(tmp_path / "run")
         message = message_of(data, tmp_path / "run")
@@ -420,10 +419,12 @@ def poisoned(data, monkeypatch):
     tokens[start + 3] = 255
     tokens.flush()
 
+    cross_entropy = optax.softmax_cross_entropy_with_integer_labels
+
     def losses(logits, targets):
         return cross_entropy(logits, targets) * jnp.where(targets == 255, jnp.inf, 1.0)
 
-    monkeypatch.setattr(next_token, "cross_entropy", losses)
+    monkeypatch.setattr(optax, "softmax_cross_entropy_with_integer_labels", losses)
     return data
 
 

@@ -17,22 +17,10 @@ from jaxtyping import Array, Float32, Int32, UInt8, UInt32
 
 from startrail_jax.compiler import compiler_options
 from trainer.data.batches import sharding_of
-from trainer.dit.config import (
-    DiTConfig,
-    DiTTrainConfig,
-)
-from trainer.dit.diffusion import (
-    Predict,
-    Sampler,
-    guided,
-    sample,
-)
-from trainer.dit.objective import (
-    DRAWING,
-    PADDING,
-    Denoising,
-    padded_caption,
-)
+from trainer.dit.batches import PADDING, padded_caption
+from trainer.dit.config import DiTConfig, DiTTrainConfig
+from trainer.dit.diffusion import Predict, Sampler, guided, sample
+from trainer.dit.objective import DRAWING, Denoising
 from trainer.dit.patches import unpatchify
 from trainer.parallel.step import Program
 
@@ -60,7 +48,7 @@ class Drawing:
         assert isinstance(config, DiTTrainConfig)
         assert isinstance(program.objective, Denoising)
         self._config, self._program, self._objective = config, program, program.objective
-        self._sampler: Sampler = sampler
+        self.sampler: Sampler = sampler
         self._steps, self._guidance = steps, guidance
         self._layout = attention.layout
         degree = attention.degrees.data
@@ -146,7 +134,7 @@ class Drawing:
             no_captions = None if captions is None else jnp.full_like(captions, PADDING)
             unconditional = self._predict(weights, no_labels, no_captions)
             predict = guided(predict, unconditional, self._guidance)
-        return sample(config.diffusion.target, self._sampler, predict, noise, self._steps)
+        return sample(config.diffusion.target, self.sampler, predict, noise, self._steps)
 
     def _predict(
         self, weights: Any, labels: Int32[Array, " B"], captions: Int32[Array, "B S"] | None

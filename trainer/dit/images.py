@@ -1,16 +1,15 @@
-"""What a diffusion model trains on and what it holds out: images or latents, by their number.
+"""Images or latents that a diffusion model trains on, and those that are held out, by number.
 
     data.path    what is read                                       latents
     none         the handwritten digits of scikit-learn             images, kept in memory
-    a folder     *.png, *.jpg, *.jpeg, *.webp, *.bmp, in folders    images, read when asked for
-                 that are classes, where the model has classes
-    *.npz        `latents`, `labels`, `captions`                    as they are, kept in memory
+    a folder     *.png, *.jpg, *.jpeg, *.webp, *.bmp, in a folder   images, read when needed
+                 for each class if the model has classes
+    *.npz        the arrays `latents`, `labels`, `captions`         unchanged, kept in memory
 
-Images have values from -1 to 1. Nothing is resized or cropped. All that can be wrong is looked for
-when data are opened, but for the pixels of files in a folder.
+Images have values from -1 to 1. Nothing is resized or cropped. Everything is checked when the data
+are opened, except the pixels of files in a folder.
 
-What is held out is a share of the examples, drawn once and for all: it depends on their number
-alone, not on seed, hosts or mesh.
+Which examples are held out depends only on their number, not on the seed, the hosts or the mesh.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ from trainer.dit.config import ImageConfig
 from trainer.dit.examples import (
     Example,
     Examples,
-    Source,
+    ImageSet,
     Wanted,
     encode_caption,
 )
 from trainer.dit.image_folder import open_folder
 
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-# Examples of an *.npz file that are checked at a time.
+# Number of examples of an *.npz file that are checked at a time.
 CHECKED_EXAMPLES = 256
 
 
@@ -45,13 +44,9 @@ class Images:
     """Examples to train on and examples to measure with."""
 
     train: Examples
-    """What is trained on."""
+    """Examples to train on."""
     held_out: Examples
-    """What training never sees."""
-    class_names: tuple[str, ...]
-    """Names of the classes, by label; none where the model has none."""
-    pixels: bool
-    """Whether latents are images, with values from -1 to 1, so that samples can be looked at."""
+    """Examples that training never sees."""
     description: str
     """One line for the log."""
 
@@ -66,20 +61,20 @@ def open_images(
 ) -> Images:
     """Opens what `config` names; by default, the handwritten digits of scikit-learn.
 
-    An *.npz file is read whole: its arrays cannot be mapped. Of images in folders, sizes and
-    captions are read now; that takes a moment for each.
+    An *.npz file is read as a whole, since its arrays cannot be mapped into memory. The size and
+    the caption of every image in a folder are read now, which takes a moment for each.
 
     Args:
         config: what to read.
         size: frames, height and width that every example must have.
-        channels: channels that every example must have; images are converted to 1 or 3.
-        classes: classes that there must be; with 0, labels are not read.
-        caption_length: most bytes of a caption; with 0, captions are not read.
+        channels: number of channels that every example must have; images are converted to 1 or 3.
+        classes: number of classes; with 0, labels are not read.
+        caption_length: largest number of bytes of a caption; with 0, captions are not read.
 
     Raises:
-        ImportError: if the package that reads them is missing.
-        ValueError: if the data cannot be read, are not of the kind that they seem, do not fit the
-            model, or leave nothing to train on.
+        ImportError: if the package that reads the data is missing.
+        ValueError: if the data cannot be read, are of another kind than their names say, do not fit
+            the model, or are fewer than two examples.
     """
     wanted = Wanted(size=size, channels=channels, classes=classes, caption_length=caption_length)
     path = config.path
@@ -106,8 +101,6 @@ def open_images(
     return Images(
         train=train,
         held_out=measured,
-        class_names=source.class_names,
-        pixels=source.pixels,
         description=f"{source.name}: {len(train):,} examples to train on, {len(measured):,} held "
         f"out{source.remark}",
     )
@@ -116,7 +109,7 @@ def open_images(
 # The digits of scikit-learn.
 
 
-def _open_digits(wanted: Wanted) -> Source:
+def _open_digits(wanted: Wanted) -> ImageSet:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
@@ -132,28 +125,26 @@ def _open_digits(wanted: Wanted) -> Source:
             "or give --data.path."
         )
     digits: Any = load_digits()
-    # From 0 to 16.
+    # Pixels have values from 0 to 16.
     images = (digits.images / 8 - 1).astype(np.float32)[:, None, :, :, None]
     count = len(images)
     captions: list[bytes | None] = [None] * count
     if wanted.caption_length:
         words = [encode_caption(word, repr(word), wanted.caption_length) for word in DIGITS]
         captions = [words[digit] for digit in digits.target]
-    return Source(
+    return ImageSet(
         name=name,
         latent=lambda number: images[number],
         labels=digits.target.tolist() if wanted.classes else [None] * count,
         captions=captions,
-        class_names=DIGITS if wanted.classes else (),
-        pixels=True,
     )
 
 
 # Latents in an *.npz file.
 
 
-def _open_npz(path: Path, wanted: Wanted) -> Source:
-    find_files(path, "data.path")  # Raises if it is missing.
+def _open_npz(path: Path, wanted: Wanted) -> ImageSet:
+    find_files(path, "data.path")  # Raises if the file is missing.
     if path.suffix != ".npz":
         raise ValueError(
             "data.path must be a folder of images, or a whole *.npz file of arrays without "
@@ -171,18 +162,16 @@ def _open_npz(path: Path, wanted: Wanted) -> Source:
     if wanted.caption_length:
         captions = _check_captions(arrays["captions"], path, count, wanted.caption_length)
     shape = (*wanted.size, wanted.channels)
-    return Source(
+    return ImageSet(
         name=str(path),
         latent=lambda number: latents[number].astype(np.float32).reshape(shape),
         labels=labels,
         captions=captions,
-        class_names=tuple(map(str, range(wanted.classes))),
-        pixels=False,
     )
 
 
 def _load_npz(path: Path, needed: list[str]) -> dict[str, np.ndarray]:
-    """Arrays of a file by name."""
+    """The arrays of a file by name."""
     try:
         with path.open("rb") as file:
             arrays = np.load(file, allow_pickle=False)
@@ -209,7 +198,7 @@ def _check_latents(
     latents: np.ndarray, path: Path, wanted: Wanted
 ) -> Float[np.ndarray, "examples ..."]:
     example = (*wanted.size, wanted.channels)
-    # Of one frame, it may be left out.
+    # Images of one frame may leave out its dimension.
     shapes = [example, example[1:]] if wanted.size[0] == 1 else [example]
     if latents.shape[1:] not in shapes:
         raise _npz_error(

@@ -1,4 +1,4 @@
-"""The objective of a language model: the next token."""
+"""The objective of a language model: to predict the next token."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
 
@@ -15,21 +16,16 @@ from models.hooks import Hooks
 from models.rope import Rope
 from startrail_jax.layout import Layout
 from trainer.gpt.batches import TokenBatch
-from trainer.gpt.config import (
-    GPTConfig,
-    GPTTrainConfig,
-)
-from trainer.gpt.loss import cross_entropy
-from trainer.parallel.flops import gpt_flops_per_token
+from trainer.gpt.config import GPTConfig, GPTTrainConfig
 
 
 class NextToken:
-    """Cross-entropy of the token after each, in nats: an `Objective`."""
+    """Cross-entropy of the token after each token, in nats: an `Objective`."""
 
     def __init__(self, config: GPTTrainConfig) -> None:
         self._config = config
         self.head = "embedding" if config.model.tied_head else "head"
-        self.flops_per_token = gpt_flops_per_token(config.model, config.seq_len)
+        self.flops_per_token = flops_per_token(config.model, config.seq_len)
 
     def make_model(self, attention_fn: Callable[..., Array], hooks: Hooks, rngs: nnx.Rngs) -> GPT:
         arguments = model_arguments(self._config.model)
@@ -58,10 +54,40 @@ class NextToken:
     def losses(
         self, model: GPT, hidden: Float[Array, "B T width"], targets: Int32[Array, "B T"]
     ) -> Float32[Array, "B T"]:
-        return cross_entropy(model.logits(hidden), targets)
+        logits = model.logits(hidden)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, targets)
 
 
 def model_arguments(config: GPTConfig) -> dict[str, Any]:
-    """The keyword arguments of `models.gpt.GPT` that a config gives."""
+    """The keyword arguments of `models.gpt.GPT` for a config."""
     rope = Rope(head_dim=config.head_dim, **vars(config.rope))
     return vars(config) | {"rope": rope}
+
+
+def flops_per_token(config: GPTConfig, seq_len: int) -> float:
+    """FLOPs of a training step for each token: 3 * (2 N + 4 L Q H T / 2).
+
+    N is the number of weights in matrix products, L the number of layers, Q the number of heads of
+    H channels each, and T the number of tokens. The factor 3 is for the backward pass, which has
+    two products for each product of the forward pass.
+
+    As in PaLM, only matrix products count, and recomputation (remat) does not. Unlike in PaLM,
+    attention counts half, since a causal mask hides half of the pairs of tokens (PaLM has
+    12 L Q H T for all pairs), and N leaves out the embedding, which is a look-up, and the norms.
+    Boundaries between packed documents hide more pairs; this is not counted.
+
+    Args:
+        config: sizes of the model.
+        seq_len: number of tokens in a sequence.
+
+    Returns:
+        FLOPs per token, over all devices together.
+
+    References:
+        PaLM, appendix B: https://arxiv.org/abs/2204.02311
+    """
+    projections = 2 * (config.heads + config.kv_heads) * config.head_dim * config.width
+    mlp = {"swiglu": 3, "gelu": 2}[config.mlp] * config.width * config.mlp_width
+    weights = config.layers * (projections + mlp) + config.width * config.vocab_size
+    attention = config.layers * 2 * config.heads * config.head_dim * seq_len
+    return 3.0 * (2 * weights + attention)
