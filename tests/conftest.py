@@ -23,6 +23,14 @@ hypothesis.settings.register_profile("explore", deadline=None, max_examples=100,
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 
+# Programs of tests run once or twice: most of the time goes into LLVM, and this halves it. Set for
+# the programs that tests start too.
+QUICK_TO_COMPILE = ["--xla_cpu_parallel_codegen_split_count=1"]
+if jax.__version_info__ < (0, 11):
+    # Later releases have the new emitters only, which are slower.
+    QUICK_TO_COMPILE.append("--xla_cpu_use_fusion_emitters=false")
+
+
 def pytest_addoption(parser):
     parser.addoption("--gpu", action="store_true", help="run the tests that need a GPU, on it")
     parser.addoption("--every", type=int, default=1, help="run the first of every so many tests")
@@ -31,6 +39,10 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if not config.getoption("--gpu"):
         jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_disable_most_optimizations", True)
+        os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+        flags = os.environ.get("XLA_FLAGS", "").split()
+        os.environ["XLA_FLAGS"] = " ".join([x for x in QUICK_TO_COMPILE if x not in flags] + flags)
     jax.config.update("jax_num_cpu_devices", SIMULATED_DEVICES)
     jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -57,12 +69,19 @@ def forget_programs():
     gc.collect()
 
 
+@pytest.fixture
+def compile_well():
+    """For tests that compute more than they compile, or of products of 16-bit arrays: only optimised
+    programs have such of float32 on a CPU."""
+    before = jax.config.jax_disable_most_optimizations
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
 @pytest.fixture(scope="module")
 def compile_fast():
-    """Half the time to compile; what is compared is compiled alike."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+    """What is the default now."""
 
 
 @pytest.fixture
