@@ -44,6 +44,10 @@ napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 
 
+NAMES = re.compile(r"^ +(?:\w[\w, ]*,\n +)+\w[\w, ]*: ", re.MULTILINE)
+"""Names of arguments that fill more than a line; Napoleon wants them on one."""
+
+
 def _list_table(rows: list[str]) -> list[str]:
     """A table of Markdown in reStructuredText."""
     lines = [".. list-table::", "   :header-rows: 1", ""]
@@ -66,9 +70,11 @@ def _to_restructured_text(app, what, name, obj, options, lines: list[str]) -> No
 
     That is: tables, blocks of code that only an indent marks, and asterisks.
     """
+    text = NAMES.sub(lambda match: re.sub(r",\s+", ", ", match[0]), "\n".join(lines))
+    lines[:] = text.split("\n")
     result: list[str] = []
     is_code = False
-    for is_table, group in itertools.groupby(lines, lambda line: line.startswith("|")):
+    for is_table, group in itertools.groupby(list(lines), lambda line: line.startswith("|")):
         block = list(group)
         if is_table:
             result += _list_table(block)

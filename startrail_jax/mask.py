@@ -38,7 +38,7 @@ class Mask:
     key_segments: Int32[Array, "b s"] | None = None
     """Segment ids of the keys, if there are any."""
     offsets: tuple[int, ...] = ()
-    """All distances that there can be from the start of `query_runs` to that of `key_runs`, in
+    """All possible distances from the start of `query_runs` to that of `key_runs`, in
     tokens; `cases` needs them where the starts are traced."""
 
     @property

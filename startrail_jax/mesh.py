@@ -55,7 +55,7 @@ class Degrees:
     data: int = 1
     """Number of shards of the batch."""
     group: int = 1
-    """Number of devices that gather the same keys; in the paper C, as `team` is."""
+    """Number of devices that gather the same keys; in the paper C, the same as `team`."""
     ring: int = 1
     """Number of devices round which keys (or queries) travel; in the paper P / C^2."""
     team: int = 1

@@ -71,8 +71,8 @@ class Sizes:
         Args:
             degrees: the degrees that split batch, tokens and heads.
             causal: whether the attention is causal.
-            layout: the placement of the tokens. None stands for one that needs no more than a
-                length that the sequence degree divides.
+            layout: the placement of the tokens; None if it is not known. The sequence degree must
+                then divide the lengths, which every layout requires.
 
         Raises:
             ValueError: if a size is not positive, if a degree does not divide the size that it

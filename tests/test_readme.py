@@ -18,7 +18,7 @@ PAGES = [README, ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # Files that are written by a run, not stored.
 OF_A_RUN = "runs/"
 # Modules that the reference leaves out: what they hold is of no use to others.
-UNLISTED = ("__init__", "linear", "sizes")
+UNLISTED = ("__init__", "linear", "replica_groups", "sizes")
 
 
 def blocks(page, language):
@@ -82,13 +82,16 @@ def test_python_of_attention_page_runs_and_is_right(monkeypatch, compile_fast):
 
 def commands(program):
     """Arguments of every call of a program on the pages, with the pages' names."""
+    found = []
     for page in PAGES:
         text = page.read_text().replace("\\\n", " ")
         lines = [x for block in blocks(page, "sh") for x in block.splitlines()]
         lines += re.findall(r"`([^`\n]*)`", text)
         for line in lines:
             if match := re.search(rf"python {program}\.py\b([^#&]*)", line):
-                yield pytest.param(shlex.split(match[1]), id=f"{page.stem}:{match[1].strip()}")
+                name = f"{page.stem}:{match[1].strip()}"
+                found.append(pytest.param(shlex.split(match[1]), id=name))
+    return found
 
 
 @pytest.mark.parametrize("arguments", commands("train"))
