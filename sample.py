@@ -23,6 +23,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from startrail_jax.errors import InputError
 from trainer.command_line import Command, exit_with_usage_error, parse
 from trainer.config import TrainConfig
 from trainer.run.folder import CONFIG_FILE
@@ -71,7 +72,7 @@ def read_command_line(arguments: list[str]) -> tuple[Path, TrainConfig, Command[
     path = run_dir / CONFIG_FILE
     if not path.is_file():
         what = "a folder without one" if run_dir.is_dir() else "no such folder"
-        raise ValueError(
+        raise InputError(
             f"The first word must be the folder of a run, with its {CONFIG_FILE}; got "
             f"{str(run_dir)!r}, {what}. Use the --run-dir of train.py."
         )

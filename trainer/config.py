@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from startrail_jax.errors import InputError
+
 SHARDED_AXES = ("data", "group", "ring", "team", "head")
 """The mesh axes over which ZeRO may split the training state, slowest first."""
 
@@ -60,7 +62,7 @@ class OptimizerConfig:
         for name in ("learning_rate", "clip_norm"):
             value = getattr(self, name)
             if not 0 < value < math.inf:
-                raise ValueError(
+                raise InputError(
                     f"optimizer.{name} must be above 0 and finite; got {name}={value}. "
                     "Leave it out for the default."
                 )
@@ -69,7 +71,7 @@ class OptimizerConfig:
         for name in ("warmup_fraction", "beta1", "beta2"):
             value = getattr(self, name)
             if not 0 <= value < 1:
-                raise ValueError(
+                raise InputError(
                     f"optimizer.{name} must be at least 0 and below 1; got {name}={value}. "
                     "Leave it out for the default."
                 )
@@ -168,46 +170,46 @@ class TrainConfig:
             check_minimum(name, getattr(self, name), 1)
         check_minimum("seed", self.seed, 0)
         if self.seed >= 2**32:
-            raise ValueError(f"seed must be below 2**32; got seed={self.seed}. Use another.")
+            raise InputError(f"seed must be below 2**32; got seed={self.seed}. Use another.")
         for name in ("devices", "tile"):
             if getattr(self, name) is not None:
                 check_minimum(name, getattr(self, name), 1)
         parts = self.mesh.data * self.accumulation
         if self.batch_size % parts:
-            raise ValueError(
+            raise InputError(
                 "batch_size must be divisible by mesh.data * accumulation; got "
                 f"batch_size={self.batch_size}, mesh.data={self.mesh.data}, "
                 f"accumulation={self.accumulation}. Use batch_size="
                 f"{-(-self.batch_size // parts) * parts}."
             )
         if self.ema_decay is not None and not 0 < self.ema_decay < 1:
-            raise ValueError(
+            raise InputError(
                 f"ema_decay must be above 0 and below 1; got ema_decay={self.ema_decay}. "
                 "Use 0.999, or None for no average."
             )
         if self.offload and self.remat == "none":
-            raise ValueError(
+            raise InputError(
                 "offload moves what remat saves, so it needs a remat; got offload=True, "
                 "remat='none'. Use --remat attention_saved."
             )
         if self.zero and not self.zero_axes:
-            raise ValueError(
+            raise InputError(
                 f"zero_axes must name an axis for zero={self.zero}; got none. Leave it out for all."
             )
         if not self.zero and self.zero_axes != SHARDED_AXES:
-            raise ValueError(
+            raise InputError(
                 "zero_axes need a ZeRO level of at least 1; got zero=0, "
                 f"zero_axes={self.zero_axes}. Use --zero 1, 2 or 3."
             )
         if len(set(self.zero_axes)) < len(self.zero_axes):
-            raise ValueError(
+            raise InputError(
                 f"zero_axes must name an axis once; got zero_axes={self.zero_axes}. "
                 "Leave the second out."
             )
         if self.profile is not None:
             first, last = self.profile
             if not 1 <= first <= last <= self.steps:
-                raise ValueError(
+                raise InputError(
                     "profile must be a first and a last step of the run; got "
                     f"profile={self.profile}, steps={self.steps}. Use, say, --profile 10 12."
                 )
@@ -221,6 +223,6 @@ class TrainConfig:
 def check_minimum(name: str, value: Any, minimum: int) -> None:
     """Raises ValueError unless a setting is finite and not below its minimum."""
     if not minimum <= value < math.inf:
-        raise ValueError(
+        raise InputError(
             f"{name} must be at least {minimum}; got {name}={value}. Leave it out for the default."
         )

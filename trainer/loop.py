@@ -11,7 +11,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from startrail_jax.errors import InputError
 from trainer.data.batches import Feed
+from trainer.errors import NonFiniteError
 from trainer.parallel.flops import peak_flops
 from trainer.parallel.footprint import describe_memory
 from trainer.parallel.step import Program, StepMetrics
@@ -92,7 +94,7 @@ class Loop:
         else:
             self.state = program.initialise()
         if config.profile and done >= config.profile[1]:
-            raise ValueError(
+            raise InputError(
                 "profile must name steps that are yet to be done; got "
                 f"profile={config.profile} after step {done}. Use --profile {done + 1} {done + 2}."
             )
@@ -170,7 +172,7 @@ class Loop:
             what = f"loss {loss}, gradient norm {norm}"
             if self.config.non_finite == "stop":
                 self.checkpoints.wait()
-                raise FloatingPointError(_not_finite(step, what, self.checkpoints.latest))
+                raise NonFiniteError(_not_finite(step, what, self.checkpoints.latest))
             self.report.line(f"step {step} skipped: {what}")
         if step % self.config.log_every == 0 and self._since_report:
             measured = {

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from startrail_jax.errors import InputError
 from trainer.data.dataset import Dataset, Source
 
 # Number of threads that read, and of batches that they read ahead: enough to hide a slow disk
@@ -88,7 +89,7 @@ class TrainingBatches(Iterator[Batch]):
             if state[name] != value:
                 if new_order:
                     return
-                raise ValueError(
+                raise InputError(
                     "A run must go on with the data with which it began; got "
                     f"{name}={value}, where the checkpoint has {name}={state[name]}. Restore data "
                     "and config, or begin another run: --run-dir."

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from models.sizes import check_dit_width
+from startrail_jax.errors import InputError
 from trainer.config import TrainConfig, check_minimum
 from trainer.task import SampleOptions
 
@@ -80,7 +81,7 @@ class DiffusionConfig:
 
     def __post_init__(self) -> None:
         if not 0 <= self.dropout < 1:
-            raise ValueError(
+            raise InputError(
                 "diffusion.dropout must be at least 0 and below 1; got "
                 f"dropout={self.dropout}. Use 0.1, or 0 for a model that is drawn without guidance."
             )
@@ -98,7 +99,7 @@ class ImageConfig:
 
     def __post_init__(self) -> None:
         if not 0 < self.held_out < 1:
-            raise ValueError(
+            raise InputError(
                 f"data.held_out must be above 0 and below 1; got held_out={self.held_out}. Use 0.1."
             )
 
@@ -129,7 +130,7 @@ class DiTTrainConfig(TrainConfig):
         for size in self.size:
             check_minimum("size", size, 1)
         if any(size % patch for size, patch in zip(self.size, self.model.patch, strict=True)):
-            raise ValueError(
+            raise InputError(
                 "model.patch must divide size, in frames, height and width; got "
                 f"patch={self.model.patch}, size={self.size}. Change one of them."
             )
@@ -191,7 +192,7 @@ class ImageOptions(SampleOptions):
             and self.captions is not None
             and len(self.classes) != len(self.captions)
         ):
-            raise ValueError(
+            raise InputError(
                 "classes and captions must be as many, since each row has one of both; got "
                 f"classes={self.classes}, captions={self.captions}. Leave one of them out."
             )

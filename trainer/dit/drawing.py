@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float32, Int32, UInt8, UInt32
 
 from startrail_jax.compiler import compiler_options
+from startrail_jax.errors import InputError
 from trainer.data.batches import sharding_of
 from trainer.dit.batches import PADDING, padded_caption
 from trainer.dit.config import DiTConfig, DiTTrainConfig
@@ -148,12 +149,12 @@ class Drawing:
 
 def _check_guidance(guidance: float, config: DiTTrainConfig) -> None:
     if not 0 <= guidance < math.inf:
-        raise ValueError(
+        raise InputError(
             f"guidance must be at least 0 and finite; got guidance={guidance}. Use 1 for none."
         )
     model, dropout = config.model, config.diffusion.dropout
     if guidance != 1 and not (dropout and (model.classes or model.caption_length)):
-        raise ValueError(
+        raise InputError(
             "guidance other than 1 needs a model that has learnt to draw with a class or a caption "
             f"and without; got guidance={guidance}, classes={model.classes}, "
             f"caption_length={model.caption_length}, dropout={dropout}. Use guidance=1."
@@ -165,28 +166,28 @@ def _check_wishes(
 ) -> None:
     for label in labels:
         if not 0 <= label <= model.classes:
-            raise ValueError(
+            raise InputError(
                 "labels must be at least 0 and below the number of classes, or that number for no "
                 f"class; got label={label}, classes={model.classes}. Choose others."
             )
     if (captions is not None) != (model.caption_length > 0):
-        raise ValueError(
+        raise InputError(
             "captions must be given for a model with caption_length above 0, and for no other; "
             f"got captions={captions}, caption_length={model.caption_length}. Use b'' for none."
         )
     if captions is not None and len(captions) != len(labels):
-        raise ValueError(
+        raise InputError(
             f"captions must be as many as labels; got {len(captions)} captions, {len(labels)} "
             "labels. Use b'' for none."
         )
     for caption in captions or ():
         if len(caption) > model.caption_length:
-            raise ValueError(
+            raise InputError(
                 f"captions must have at most caption_length={model.caption_length} bytes; got "
                 f"{len(caption)}. Shorten it."
             )
     if not 0 <= seed < 2**32:
-        raise ValueError(f"seed must be at least 0 and below 2**32; got seed={seed}. Use another.")
+        raise InputError(f"seed must be at least 0 and below 2**32; got seed={seed}. Use another.")
 
 
 def to_pixels(latent: Float32[np.ndarray, "F H W C"]) -> UInt8[np.ndarray, "H F*W C"]:

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float32, Integer
 
+from startrail_jax.errors import InputError
+
 
 class Example(NamedTuple):
     """One image, video or latent."""
@@ -84,12 +86,12 @@ def encode_caption(text: str, place: str, caption_length: int) -> bytes:
     try:
         caption = text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(
+        raise InputError(
             f"Captions must be Unicode; got the lone surrogate {text[error.start]!a} in {place}. "
             "Mend it."
         ) from None
     if len(caption) > caption_length:
-        raise ValueError(
+        raise InputError(
             "Captions must have at most model.caption_length bytes of UTF-8; got "
             f"{len(caption)} in {place} for caption_length={caption_length}. Use "
             f"--model.caption-length {len(caption)}, or shorten it."

@@ -15,12 +15,14 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float32
 
+from startrail_jax.errors import InputError
 from trainer.data.files import walk_files
 from trainer.dit.examples import (
     ImageSet,
     Wanted,
     encode_caption,
 )
+from trainer.errors import MissingPackageError
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 # Pillow's modes of at most 8 bits a channel. Pillow would clip the values of wider modes.
@@ -42,7 +44,7 @@ def open_folder(folder: Path, wanted: Wanted) -> ImageSet:
     """
     _import_pillow()
     if wanted.size[0] != 1 or wanted.channels not in (1, 3):
-        raise ValueError(
+        raise InputError(
             "A folder of images needs size=(1, height, width) and model.channels=1 or 3; got "
             f"size={wanted.size}, channels={wanted.channels} for {str(folder)!r}. Use those, or "
             "give an *.npz file of latents."
@@ -50,7 +52,7 @@ def open_folder(folder: Path, wanted: Wanted) -> ImageSet:
     found = _files_of_folder(folder)
     keys = [key for key in found if _suffix(key) in SUFFIXES]
     if not keys:
-        raise ValueError(
+        raise InputError(
             f"A folder of images must hold some, as {', '.join(SUFFIXES)}; got none of these among "
             f"{len(found)} files in {str(folder)!r}. Give another --data.path, or convert them."
         )
@@ -78,7 +80,7 @@ def _files_of_folder(folder: Path) -> list[str]:
     try:
         return sorted(walk_files(folder))
     except OSError as error:
-        raise ValueError(
+        raise InputError(
             f"{str(error.filename)!r} must be readable; got {type(error).__name__}: "
             f"{error.strerror}. Correct its permissions, or leave it out."
         ) from error
@@ -94,14 +96,14 @@ def _classes_of_folder(folder: Path, keys: list[str], wanted: Wanted) -> tuple[s
         return ()
     loose = [key for key in keys if "/" not in key]
     if loose:
-        raise ValueError(
+        raise InputError(
             "Each class must have a folder of its own in data.path; got "
             f"{len(loose)} images beside them, such as {loose[0]!r} in {str(folder)!r}. Move them, "
             "or use --model.classes 0."
         )
     names = tuple(sorted({key.split("/")[0] for key in keys}))
     if len(names) != wanted.classes:
-        raise ValueError(
+        raise InputError(
             "model.classes must be the number of folders with images in data.path; got "
             f"classes={wanted.classes} and {len(names)} folders in {str(folder)!r}. Use "
             f"--model.classes {len(names)}, or 0 for no classes."
@@ -113,7 +115,7 @@ def _import_pillow() -> Any:
     try:
         from PIL import Image
     except ImportError as error:
-        raise ImportError(
+        raise MissingPackageError(
             f"Folders of images are read with Pillow, which is missing ({error}). "
             "Run: pip install -e '.[images]'"
         ) from error
@@ -128,7 +130,7 @@ def _with_pillow(path: Path, wanted: Wanted, function: Callable[[Any, Path, Want
         with library.open(path) as image:
             return function(image, path, wanted)
     except (*damaged, library.DecompressionBombError) as error:
-        raise ValueError(
+        raise InputError(
             f"{str(path)!r} must be a whole image; got {type(error).__name__}: {error}. Write it "
             "again, or remove it."
         ) from error
@@ -142,18 +144,18 @@ def _check_image(image: Any, path: Path, wanted: Wanted) -> None:
     if "exif" in image.info and image.getexif().get(EXIF_ORIENTATION, 1) >= 5:
         found = found[::-1]
     if found != (height, width):
-        raise ValueError(
+        raise InputError(
             f"All images must be of the size height={height}, width={width}; got height={found[0]},"
             f" width={found[1]} in {str(path)!r}. Resize or crop them before, or use "
             f"--size 1 {found[0]} {found[1]}."
         )
     if getattr(image, "n_frames", 1) > 1:
-        raise ValueError(
+        raise InputError(
             f"Images must not be animated; got {image.n_frames} frames in {str(path)!r}. Save one, "
             "or give an *.npz file of latents."
         )
     if image.mode not in MODES:
-        raise ValueError(
+        raise InputError(
             f"Images must have 8 bits a channel; got the mode {image.mode!r} in {str(path)!r}. "
             "Convert it, or give an *.npz file of latents."
         )
@@ -178,12 +180,12 @@ def _caption_of_file(image: Path, caption_length: int) -> bytes:
     try:
         text = path.read_bytes().decode("utf-8-sig").strip()
     except OSError as error:
-        raise ValueError(
+        raise InputError(
             f"Every image must have its caption in a file beside it; got {type(error).__name__} "
             f"for {str(path)!r}. Write it, or use --model.caption-length 0."
         ) from error
     except UnicodeDecodeError as error:
-        raise ValueError(
+        raise InputError(
             f"Captions must be UTF-8; got byte {error.object[error.start]:#04x} at offset "
             f"{error.start} of {str(path)!r}. Convert the file."
         ) from None

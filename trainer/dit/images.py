@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Integer
 
+from startrail_jax.errors import InputError
 from trainer.data.files import find_files
 from trainer.dit.config import ImageConfig
 from trainer.dit.examples import (
@@ -33,6 +34,7 @@ from trainer.dit.examples import (
     encode_caption,
 )
 from trainer.dit.image_folder import open_folder
+from trainer.errors import MissingPackageError
 
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 # Number of examples of an *.npz file that are checked at a time.
@@ -86,7 +88,7 @@ def open_images(
         source = _open_npz(path, wanted)
     count = len(source.labels)
     if count < 2:
-        raise ValueError(
+        raise InputError(
             f"Data must be at least 2 examples, of which one is held out; got {count} in "
             f"{source.name!r}. Give others: --data.path."
         )
@@ -113,13 +115,13 @@ def _open_digits(wanted: Wanted) -> ImageSet:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise ImportError(
+        raise MissingPackageError(
             "Without --data.path, data are the handwritten digits of scikit-learn, which is "
             f"missing ({error}). Run: pip install -e '.[images]'"
         ) from error
     name = "handwritten digits of scikit-learn"
     if (wanted.size, wanted.channels) != ((1, 8, 8), 1) or wanted.classes not in (0, len(DIGITS)):
-        raise ValueError(
+        raise InputError(
             f"The {name} need size=(1, 8, 8), model.channels=1 and model.classes=10 or 0; got "
             f"size={wanted.size}, channels={wanted.channels}, classes={wanted.classes}. Use those, "
             "or give --data.path."
@@ -146,7 +148,7 @@ def _open_digits(wanted: Wanted) -> ImageSet:
 def _open_npz(path: Path, wanted: Wanted) -> ImageSet:
     find_files(path, "data.path")  # Raises if the file is missing.
     if path.suffix != ".npz":
-        raise ValueError(
+        raise InputError(
             "data.path must be a folder of images, or a whole *.npz file of arrays without "
             f"objects; got {str(path)!r}. Rename it, or convert it."
         )
@@ -182,12 +184,12 @@ def _load_npz(path: Path, needed: list[str]) -> dict[str, np.ndarray]:
                 return {name: arrays[name] for name in needed}
             found = list(arrays)
     except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
-        raise ValueError(
+        raise InputError(
             "data.path must be a folder of images, or a whole *.npz file of arrays without "
             f"objects; got {type(error).__name__}: {error}, in {str(path)!r}. Save it again: "
             "np.savez(path, latents=latents, labels=labels)."
         ) from error
-    raise ValueError(
+    raise InputError(
         f"{str(path)!r} must hold the arrays {needed} for this model; got {found}. Add "
         f"{missing}, or use --model.classes 0 for no labels, --model.caption-length 0 for no "
         "captions."
@@ -214,7 +216,7 @@ def _check_latents(
             part = latents[start : start + CHECKED_EXAMPLES].astype(np.float32)
         finite = np.isfinite(part.reshape(len(part), -1)).all(axis=1)
         if not finite.all():
-            raise ValueError(
+            raise InputError(
                 "`latents` must be finite in float32; got others in example "
                 f"{start + int(finite.argmin())} of {str(path)!r}. Remove or correct it."
             )
@@ -234,7 +236,7 @@ def _check_labels(
     wrong = (labels < 0) | (labels >= classes)
     if wrong.any():
         number = int(wrong.argmax())
-        raise ValueError(
+        raise InputError(
             "`labels` must be at least 0 and below model.classes; got "
             f"{labels[number]} for example {number} of {str(path)!r} with classes={classes}. Use "
             f"--model.classes {max(int(labels.max()) + 1, 1)}, or correct it."
@@ -258,6 +260,6 @@ def _check_captions(
     ]
 
 
-def _npz_error(path: Path, rule: str, found: np.ndarray, way_out: str) -> ValueError:
+def _npz_error(path: Path, rule: str, found: np.ndarray, way_out: str) -> InputError:
     given = f"shape {found.shape} of {found.dtype}"
-    return ValueError(f"{rule}; got {given} in {str(path)!r}. {way_out}")
+    return InputError(f"{rule}; got {given} in {str(path)!r}. {way_out}")

@@ -11,6 +11,8 @@ import numpy as np
 from einops import rearrange
 from jaxtyping import Array, Shaped
 
+from startrail_jax.errors import InputError
+
 Size = tuple[int, int, int]
 """Frames, height and width."""
 
@@ -52,7 +54,7 @@ def unpatchify(
     frames, height, width = _grid(size, patch)
     expected = (frames * height * width, int(np.prod(patch)) * channels)
     if patches.shape[-2:] != expected:
-        raise ValueError(
+        raise InputError(
             f"patches must end in the dimensions {expected} for size={size}, patch={patch} and "
             f"channels={channels}; got shape {patches.shape}. Give the size and the patch that "
             "they were made with."
@@ -70,7 +72,7 @@ def unpatchify(
 def _grid(size: tuple[int, ...], patch: Size) -> Size:
     """Number of patches along frames, height and width."""
     if any(n % m for n, m in zip(size, patch, strict=True)):
-        raise ValueError(
+        raise InputError(
             "patch must divide the size of a latent, in frames, height and width; got "
             f"patch={patch}, size={tuple(size)}. Change one of them."
         )

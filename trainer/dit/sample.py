@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 import startrail_jax as st
+from startrail_jax.errors import InputError
 from trainer.config import SHARDED_AXES, MeshConfig
 from trainer.dit.config import DiTTrainConfig, ImageOptions
 from trainer.dit.diffusion import SAMPLERS, Sampler
@@ -136,7 +137,7 @@ def rows_of_grid(
     """
     model, classes, captions = config.model, options.classes, options.captions
     if captions is not None and not model.caption_length:
-        raise ValueError(
+        raise InputError(
             "--captions need a model that takes text; got one of caption_length=0. Leave them out."
         )
     for label in classes or ():
@@ -144,7 +145,7 @@ def rows_of_grid(
             way_out = (
                 f"Choose from 0 to {model.classes - 1}." if model.classes else "Leave them out."
             )
-            raise ValueError(
+            raise InputError(
                 f"--classes must be of the {model.classes} classes of the model; got {label}. "
                 f"{way_out}"
             )
@@ -166,11 +167,11 @@ def _file_to_write(run_dir: Path, config: DiTTrainConfig, options: ImageOptions)
     out = options.out or run_dir / f"samples{suffixes[0]}"
     if out.suffix not in suffixes:
         what = "latents, which are no pixels" if config.data.holds_latents else "images"
-        raise ValueError(
+        raise InputError(
             f"--out must end in {' or '.join(suffixes)} for {what}; got {str(out)!r}. Rename it."
         )
     if not out.parent.is_dir():
-        raise ValueError(
+        raise InputError(
             f"--out must lie in a folder that exists; got {str(out)!r}. Make {out.parent}."
         )
     return out

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Array, Float32, Int32, Integer
 
+from startrail_jax.errors import InputError
 from startrail_jax.layout import Layout
 from trainer.data.dataset import Dataset
 from trainer.gpt.config import GPTTrainConfig
@@ -100,7 +101,7 @@ class Sequences:
             longest = max(self._streams, key=len, default=None)
             given = "no tokens" if longest is None else f"at most {len(longest)} tokens"
             place = "" if longest is None else f", in {longest.name!r},"
-            raise ValueError(
+            raise InputError(
                 "Data must have at least seq_len + 1 tokens to train on in one place, and as many "
                 f"held out; got {given}{place} for seq_len={seq_len}. Use more data (--data.path), "
                 "a shorter --seq-len, or, for the part held out, a larger --data.held-out."

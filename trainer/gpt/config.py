@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from startrail_jax.errors import InputError
 from trainer.config import TrainConfig, check_minimum
 from trainer.task import SampleOptions
 
@@ -28,22 +29,22 @@ class RopeConfig:
 
     def __post_init__(self) -> None:
         if not self.base > 1:
-            raise ValueError(
+            raise InputError(
                 f"model.rope.base must be above 1; got base={self.base}. Use 10000, or more for "
                 "long contexts."
             )
         if not self.factor >= 1:
-            raise ValueError(
+            raise InputError(
                 f"model.rope.factor must be at least 1; got factor={self.factor}. Use the new "
                 "length over the one that the model was trained on."
             )
         if (self.scaling == "none") != (self.factor == 1):
-            raise ValueError(
+            raise InputError(
                 "model.rope.factor must be above 1 with a scaling, and 1 without; got "
                 f"scaling={self.scaling!r}, factor={self.factor}. Set both or neither."
             )
         if (self.scaling in ("llama3", "yarn")) != (self.original_length is not None):
-            raise ValueError(
+            raise InputError(
                 "model.rope.original_length must be given for scaling 'llama3' or 'yarn', and for "
                 f"no other; got scaling={self.scaling!r}, original_length={self.original_length}. "
                 "Set both or neither."
@@ -83,12 +84,12 @@ class GPTConfig:
         for name in ("vocab_size", "width", "layers", "heads", "kv_heads", "head_dim", "mlp_width"):
             check_minimum(f"model.{name}", getattr(self, name), 1)
         if self.heads % self.kv_heads:
-            raise ValueError(
+            raise InputError(
                 f"model.kv_heads must divide model.heads; got kv_heads={self.kv_heads}, "
                 f"heads={self.heads}. Use kv_heads={self.heads} or kv_heads=1."
             )
         if self.head_dim % 2:
-            raise ValueError(
+            raise InputError(
                 "model.head_dim must be even for rotary positions; got "
                 f"head_dim={self.head_dim}. Use {self.head_dim + 1}."
             )
@@ -121,7 +122,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         if not 0 < self.held_out < 1:
-            raise ValueError(
+            raise InputError(
                 "data.held_out must be above 0 and below 1; got "
                 f"held_out={self.held_out}. Use 0.05, or give --data.validation-path."
             )
@@ -153,7 +154,7 @@ class GPTTrainConfig(TrainConfig):
         for name in ("sample_length", "temperature"):
             check_minimum(name, getattr(self, name), 0)
         if self.sample_length >= self.seq_len:
-            raise ValueError(
+            raise InputError(
                 "sample_length must be below seq_len, which holds prompt and sample; got "
                 f"sample_length={self.sample_length}, seq_len={self.seq_len}. "
                 f"Use {self.seq_len // 2}."
@@ -205,7 +206,7 @@ class TextOptions(SampleOptions):
         for name in ("tokens", "samples"):
             check_minimum(name, getattr(self, name), 1)
         if self.prompt is not None and self.prompt_file is not None:
-            raise ValueError(
+            raise InputError(
                 "The prompt must be given once; got --prompt and --prompt-file "
                 f"{str(self.prompt_file)!r}. Leave one of them out."
             )

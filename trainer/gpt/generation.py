@@ -25,6 +25,7 @@ from jaxtyping import Array, Float, Int32, Integer
 from models.gpt import GPT
 from startrail_jax.attention import Attention
 from startrail_jax.compiler import compiler_options
+from startrail_jax.errors import InputError
 from startrail_jax.sizes import check_heads
 from startrail_jax.varying import vary
 from trainer.config import SHARDED_AXES
@@ -172,13 +173,13 @@ class Generator:
             ValueError: if it is empty, or has a token that the model does not know.
         """
         if not len(prompt):
-            raise ValueError(
+            raise InputError(
                 "A prompt must have at least one token; got an empty one. Give the model something "
                 "to continue."
             )
         wrong = prompt[(prompt < 0) | (prompt >= self._config.vocab_size)]
         if len(wrong):
-            raise ValueError(
+            raise InputError(
                 "Tokens of a prompt must be at least 0 and below model.vocab_size; got "
                 f"id {wrong[0]} with vocab_size={self._config.vocab_size}. Use the tokenizer that "
                 "the model was trained with."

@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Integer
 
 import startrail_jax as st
+from startrail_jax.errors import InputError
 from trainer.gpt.config import GPTTrainConfig, TextOptions
 from trainer.gpt.corpus import Corpus
 from trainer.gpt.generation import Generator
@@ -109,7 +110,7 @@ def _read_prompt(options: TextOptions) -> str:
         return options.prompt
     file = options.prompt_file
     if file is None and sys.stdin is None:
-        raise ValueError(
+        raise InputError(
             "There must be a prompt; got none, and a standard input that is closed. Give --prompt "
             "or --prompt-file."
         )
@@ -118,12 +119,12 @@ def _read_prompt(options: TextOptions) -> str:
         return raw.decode()
     except UnicodeDecodeError as error:
         place = "standard input" if file is None else repr(str(file))
-        raise ValueError(
+        raise InputError(
             f"The prompt must be UTF-8; got the byte {error.object[error.start]:#04x} at offset "
             f"{error.start} of {place}. Convert it to UTF-8."
         ) from error
     except OSError as error:
-        raise ValueError(
+        raise InputError(
             f"--prompt-file must be a file that can be read; got {str(file)!r}: "
             f"{error.strerror}. Correct the path."
         ) from error

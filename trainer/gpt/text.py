@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Integer
 
+from startrail_jax.errors import InputError
 from trainer.data.files import (
     KIND_OF_SUFFIX,
     TOKEN_KINDS,
@@ -49,7 +50,7 @@ class IdTokenizer:
 
     def _id(self, word: str, document: Document) -> int:
         if not word.isdecimal() or len(word) > 9:
-            raise ValueError(
+            raise InputError(
                 "The prompt must be token ids with spaces between, since the data of the run are "
                 f"tokens; got {word!r} in {document.place}. Give ids, or the tokenizer.json that "
                 "made the data: --tokenizer."
@@ -85,7 +86,7 @@ def _holds_tokens(path: Path | None) -> bool:
     if path.exists():
         return find_files(path, "data.path").kind in TOKEN_KINDS
     if path.suffix not in KIND_OF_SUFFIX and path.suffix != ".txt":
-        raise ValueError(
+        raise InputError(
             "The data of the run must be where it began, or their name must tell whether they are "
             f"text or tokens; got data.path={str(path)!r}, which is gone or elsewhere than under "
             f"{str(Path.cwd())!r}. Give the --tokenizer that made them, or run where the run "
@@ -101,14 +102,14 @@ def encode_prompt(tokenizer: Tokenizer, text: str) -> Integer[np.ndarray, " toke
         ValueError: if the tokenizer cannot encode the text, or the text is empty.
     """
     if any(0xD800 <= ord(x) < 0xE000 for x in text):
-        raise ValueError(
+        raise InputError(
             "The prompt must be text that can be written in UTF-8; got bytes that are not. Give it "
             "in UTF-8."
         )
     (tokens,) = tokenizer.encode([Document(key="", place="the prompt", text=text)])
     tokens = tokens if isinstance(tokenizer, IdTokenizer) else tokens[:-1]
     if not len(tokens):
-        raise ValueError(
+        raise InputError(
             f"The prompt must have at least one {tokenizer.unit}; got {text!r}. Give the model "
             "something to continue: --prompt, --prompt-file or standard input."
         )

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32, Key
 
+from startrail_jax.errors import InputError
+
 # Float32 may round a lower temperature to 0, which would make the logits NaN.
 LEAST_TEMPERATURE = 1e-30
 
@@ -41,22 +43,22 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:
-            raise ValueError(
+            raise InputError(
                 "temperature must be at least 0 and finite; got "
                 f"temperature={self.temperature}. Use 0 for the likeliest token, 1 for the "
                 "probabilities of the model."
             )
         if self.top_k is not None and self.top_k < 1:
-            raise ValueError(
+            raise InputError(
                 f"top_k must be at least 1; got top_k={self.top_k}. Leave it out for all tokens."
             )
         if not 0 < self.top_p <= 1:
-            raise ValueError(
+            raise InputError(
                 f"top_p must be above 0 and at most 1; got top_p={self.top_p}. Leave it out for "
                 "all tokens."
             )
         if not 0 <= self.seed < 2**32:
-            raise ValueError(
+            raise InputError(
                 f"seed must be at least 0 and below 2**32; got seed={self.seed}. Use another."
             )
 
