@@ -23,8 +23,8 @@ hypothesis.settings.register_profile("explore", deadline=None, max_examples=100,
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 
-# Tests run a compiled program once or twice, and most of their time goes into LLVM. These flags halve
-# that time. They are set in the environment, so that programs that tests start have them too.
+# Tests run a compiled program once or twice, and most of their time goes into LLVM. These flags
+# halve that time. They are set in the environment, so that programs that tests start have them.
 QUICK_TO_COMPILE = ["--xla_cpu_parallel_codegen_split_count=1"]
 if jax.__version_info__ < (0, 11):
     # Later releases have only the new emitters, which compile more slowly.
