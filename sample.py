@@ -20,7 +20,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
@@ -491,17 +491,6 @@ def sample(arguments: list[str]) -> None:
 
 
 @contextmanager
-def end_at_ctrl_c() -> Iterator[None]:
-    """Ends the program at Ctrl-C without a traceback, with status 130."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        with suppress(OSError):
-            print(file=sys.stderr)
-        sys.exit(130)
-
-
-@contextmanager
 def end_with_reader() -> Iterator[None]:
     """Ends the program with status 0 when who reads its output has enough, as `head`."""
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -519,8 +508,8 @@ def end_with_reader() -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    from trainer.run.exit import exit_on_user_errors
+    from trainer.run.exit import exit_on_ctrl_c, exit_on_user_errors
 
     # Outermost, so that one of several processes ends with the others.
-    with end_at_ctrl_c(), exit_on_user_errors(), end_with_reader():
+    with exit_on_ctrl_c(), exit_on_user_errors(), end_with_reader():
         sample(sys.argv[1:])

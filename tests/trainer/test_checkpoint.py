@@ -255,7 +255,7 @@ for last, limit in enumerate((100_000, 0, 300)):
         assert f"The checkpoint of step {last + 1} could not be saved: " in line
         assert "File too large" in line
         earlier = f"The last whole one, of step {last}, is intact" if last else "no earlier one"
-        assert f"{earlier}. Free space in {tmp_path / str(last)} or mend" in line
+        assert f"{earlier}. Free space in {tmp_path / str(last)} or fix" in line
         assert line.endswith(f"then the same command goes on from step {last}.")
         assert_goes_on(tmp_path / str(last), last or None)
 

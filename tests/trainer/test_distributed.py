@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import train
-from benchmarks import failures
+from benchmarks import failures, run_folders
 from trainer.processes.distributed import start
 from trainer.processes.options import Distributed
 
@@ -189,6 +189,8 @@ def test_failures_end_all_processes_and_training_goes_on(tmp_path, capsys):
 def test_processes_that_end_by_themselves_are_found_out(tmp_path):
     with (
         failures.Processes(1, ["--mesh.taem", "2"], folder=tmp_path) as processes,
-        pytest.raises(failures.Failure, match=r"must go on; process 0 ended[\s\S]*mesh.team"),
+        pytest.raises(
+            run_folders.CheckFailed, match=r"must go on; process 0 ended[\s\S]*mesh.team"
+        ),
     ):
         processes.wait_for(lambda: False)

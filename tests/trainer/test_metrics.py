@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 from tensorboardX.proto.event_pb2 import Event
 
-from trainer.run import metrics
+from trainer.run import metrics, terminal
 from trainer.run.metrics import Reporter
 
 
@@ -187,11 +187,11 @@ def test_other_processes_print_and_write_nothing(tmp_path, monkeypatch, capsys):
 
 
 def test_terminal_shows_a_bar_that_begins_at_the_resumed_step(tmp_path, clock, monkeypatch):
-    terminal = io.StringIO()
+    shown = io.StringIO()
     monkeypatch.setattr(
-        metrics,
-        "_Console",
-        lambda **options: Console(file=terminal, force_terminal=True, width=100, **options),
+        terminal,
+        "PatientConsole",
+        lambda **options: Console(file=shown, force_terminal=True, width=100, **options),
     )
     reporter = Reporter(steps=9, tokens_per_step=64)
     reporter.open(tmp_path, first_step=4)
@@ -199,10 +199,10 @@ def test_terminal_shows_a_bar_that_begins_at_the_resumed_step(tmp_path, clock, m
         time.sleep(0.2)  # Twice the time between two pictures.
         reporter.advance(5, {"train_loss": 0.5})
         reporter.advance(6)
-    shown = re.sub(r"\x1b\[[0-9;?]*\w", "", terminal.getvalue())  # No colours.
-    assert "4/9 compiling" in shown
-    assert "6/9 train loss 0.5000" in shown
-    assert "step 5/9  train loss 0.5000" in shown
+    text = re.sub(r"\x1b\[[0-9;?]*\w", "", shown.getvalue())  # No colours.
+    assert "4/9 compiling" in text
+    assert "6/9 train loss 0.5000" in text
+    assert "step 5/9  train loss 0.5000" in text
 
 
 def test_run_goes_on_when_nobody_reads_its_lines(tmp_path):
