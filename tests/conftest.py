@@ -23,15 +23,31 @@ hypothesis.settings.register_profile("explore", deadline=None, max_examples=100,
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 
+# Tests run a compiled program once or twice, and most of their time goes into LLVM. These flags halve
+# that time. They are set in the environment, so that programs that tests start have them too.
+QUICK_TO_COMPILE = ["--xla_cpu_parallel_codegen_split_count=1"]
+if jax.__version_info__ < (0, 11):
+    # Later releases have only the new emitters, which compile more slowly.
+    QUICK_TO_COMPILE.append("--xla_cpu_use_fusion_emitters=false")
+
+
 def pytest_addoption(parser):
     parser.addoption("--gpu", action="store_true", help="run the tests that need a GPU, on it")
     parser.addoption("--every", type=int, default=1, help="run the first of every so many tests")
 
 
 def pytest_configure(config):
-    if not config.getoption("--gpu"):
-        jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", SIMULATED_DEVICES)
+    # Imported here, since the import hook above must come first.
+    from startrail_jax.testing import simulate_devices
+
+    if config.getoption("--gpu"):
+        jax.config.update("jax_num_cpu_devices", SIMULATED_DEVICES)
+    else:
+        flags = os.environ.get("XLA_FLAGS", "").split()
+        os.environ["XLA_FLAGS"] = " ".join([x for x in QUICK_TO_COMPILE if x not in flags] + flags)
+        os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+        jax.config.update("jax_disable_most_optimizations", True)
+        simulate_devices(SIMULATED_DEVICES)
     jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
@@ -57,12 +73,19 @@ def forget_programs():
     gc.collect()
 
 
+@pytest.fixture
+def compile_well():
+    """Full optimisation, for a test that computes more than it compiles, or that needs the products
+    of 16-bit arrays to be float32: on a CPU, only optimised programs have that."""
+    before = jax.config.jax_disable_most_optimizations
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
 @pytest.fixture(scope="module")
 def compile_fast():
-    """Half the time to compile; what is compared is compiled alike."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+    """What is the default now."""
 
 
 @pytest.fixture

@@ -1,21 +1,44 @@
-"""Who may import whom (design, section 7), read from the source."""
+"""Who may import whom, read from the source of every file.
+
+The house has two wings: `startrail_jax`, the op, which is all that the wheel ships, and the program
+that trains with it. Imports go downwards only, in the order of `LAYERS`.
+"""
 
 import ast
+import collections
+import functools
+import graphlib
 import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGE = ROOT / "startrail_jax"
+OP = "startrail_jax"
 
-# Module or subpackage of the core -> what it may import of the core. Those that read no arrays
-# (cost, hlo) may use only what describes a setting.
+# Lowest first. A unit may import itself and the units of the layers below, and no unit of its own
+# layer: so `trainer.gpt` and `trainer.dit` do not know each other.
+LAYERS = (
+    {OP},
+    {"models"},
+    {"trainer.config", "trainer.objective"},
+    {"trainer.run", "trainer.data"},
+    {"trainer.processes", "trainer.parallel"},
+    {"trainer.command_line", "trainer.loop", "trainer.session", "trainer.task"},
+    {"trainer.gpt", "trainer.dit"},
+    {"trainer.tasks"},
+    {"configs"},
+    {"train", "sample"},
+    {"benchmarks"},
+)
+
+# Module or folder of the op -> what it may import of the op.
 BASE = {"errors", "shapes"}
 TOKENS = BASE | {"mesh", "layout", "pieces", "mask", "softmax"}
 MAY_IMPORT = {
     "errors": set(),
     "shapes": set(),
+    "ordering": BASE,
     "mesh": BASE,
     "layout": BASE,
     "pieces": set(),
@@ -24,100 +47,186 @@ MAY_IMPORT = {
     "softmax": BASE,
     "varying": set(),
     "collectives": BASE | {"mesh", "layout", "softmax"},
-    "blocks": BASE | {"layout", "pieces", "mask", "tiles", "softmax", "varying"},
+    "blocks": BASE | {"layout", "pieces", "mask", "tiles", "softmax", "ordering", "varying"},
     "compiler": BASE | {"mesh"},
-    "cost": BASE | {"mesh", "layout"},
-    "schedule": TOKENS | {"collectives", "blocks", "cost"},
-    "rings": TOKENS | {"collectives", "blocks", "schedule", "varying"},
-    "decode": BASE | {"mesh", "layout", "softmax", "collectives", "varying"},
-    "explain": TOKENS | {"blocks", "schedule"},
-    "validation": BASE | {"mesh", "layout"},
+    "sizes": BASE | {"mesh", "layout"},
+    "schedule": TOKENS | {"collectives", "blocks", "sizes"},
+    "rings": TOKENS | {"collectives", "blocks", "schedule", "sizes", "ordering", "varying"},
+    "cache": BASE | {"mesh", "layout", "softmax", "collectives", "sizes", "validation", "varying"},
+    "validation": BASE | {"mesh", "layout", "sizes"},
+    "analysis": TOKENS | {"blocks", "schedule", "sizes", "validation"},
     "attention": TOKENS
-    | {"collectives", "blocks", "cost", "decode", "explain", "rings", "schedule", "validation"},
-    "hlo": BASE,
-    "overlap": BASE | {"hlo"},
+    | {"analysis", "blocks", "cache", "collectives", "rings", "schedule", "sizes", "validation"},
+    "testing": TOKENS | {"attention", "validation"},
 }
-CORE_MAY_USE = {"jax", "numpy", "jaxtyping", "einops"}
+# Modules of the op that read no arrays may use only what describes a setting.
+OP_MAY_USE = {"jax", "numpy", "jaxtyping", "einops"}
+MODELS_MAY_USE_OF_OP = {f"{OP}.errors", f"{OP}.shapes", f"{OP}.ordering"}
+
+LONGEST_MODULE = 450
+MOST_FILES = 12
+"""In a folder other than the op's own."""
 
 
+def files():
+    folders = ("startrail_jax", "models", "trainer", "configs", "benchmarks")
+    return [
+        *(path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))),
+        ROOT / "train.py",
+        ROOT / "sample.py",
+    ]
+
+
+def file_id(path):
+    return str(path.relative_to(ROOT))
+
+
+def module_of(path):
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@functools.cache
+def modules():
+    return {module_of(path): path for path in files()}
+
+
+@functools.cache
+def nodes(path):
+    return tuple(ast.walk(ast.parse(path.read_text())))
+
+
+@functools.cache
 def imports(path):
-    """Every module that a file imports, anywhere in it, in full: `from a import b` gives a.b."""
+    """Every name that a file imports, anywhere in it, in full: `from a import b` gives a.b."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno}: write imports in full"
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
+    return frozenset(found)
 
 
-def of_package(names):
-    """The modules of startrail_jax among `names`: 'startrail_jax.mask.Mask' gives 'mask'."""
-    inside = [name.split(".") for name in names if name.split(".")[0] == "startrail_jax"]
-    return {parts[1] if len(parts) > 1 else "startrail_jax" for parts in inside}
+def our_modules(path):
+    """The modules of this repository that a file imports; folders where it names no module."""
+    ours = set()
+    for name in imports(path):
+        while name and name not in modules():
+            name = name.rpartition(".")[0]
+        if name:
+            ours.add(name)
+    return ours - {module_of(path)}
 
 
-def third_party(names):
-    ours = {"startrail_jax", "models", "configs", "train", "sample"}
-    return {name.split(".")[0] for name in names} - sys.stdlib_module_names - ours
+def third_party(path):
+    ours = {module.split(".")[0] for module in modules()}
+    # Benchmarks import their neighbours by their bare names.
+    neighbours = {other.stem for other in path.parent.glob("*.py")}
+    return (
+        {name.split(".")[0] for name in imports(path)} - sys.stdlib_module_names - ours - neighbours
+    )
 
 
-def modules_of_core():
-    files = [
-        path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).parts[0] != "training"
-    ]
-    return sorted(files)
+def unit_of(module):
+    """The unit of `LAYERS` that a module belongs to, and the number of its layer."""
+    for number, layer in enumerate(LAYERS):
+        for unit in layer:
+            if module == unit or module.startswith(f"{unit}."):
+                return unit, number
+    return None, None
 
 
-def module_id(path):
-    return str(path.relative_to(ROOT))
+@pytest.mark.parametrize("path", files(), ids=file_id)
+def test_nothing_imports_upwards(path):
+    unit, layer = unit_of(module_of(path))
+    if unit is None:
+        assert path.name == "__init__.py", "name the layer of this file in LAYERS"
+        assert not our_modules(path)
+        return
+    upwards = {
+        module
+        for module in our_modules(path)
+        if unit_of(module)[0] != unit and not (unit_of(module)[1] or 0) < layer
+    }
+    assert not upwards
 
 
-@pytest.mark.parametrize("path", modules_of_core(), ids=module_id)
-def test_core_module_imports_only_lower_layers(path):
-    found = imports(path)
-    unexpected = third_party(found) - CORE_MAY_USE
-    assert not unexpected, f"the core may use only {CORE_MAY_USE}"
-    assert not any(name.startswith("jax._src") for name in found)
-    module = path.relative_to(PACKAGE).with_suffix("").parts[0]
-    if module == "__init__":
-        assert "training" not in of_package(found)
-    else:
-        own = {module} if module == "blocks" else set()
-        assert of_package(found) <= MAY_IMPORT[module] | own
+def test_no_module_imports_itself_by_way_of_others():
+    graph = {module: our_modules(path) for module, path in modules().items()}
+    # The package imports its modules when they are first asked for.
+    graph[OP] = set()
+    assert list(graphlib.TopologicalSorter(graph).static_order())
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "models").rglob("*.py")), ids=module_id)
-def test_models_import_only_shapes(path):
-    found = imports(path)
-    assert of_package(found) <= {"errors", "shapes"}
-    assert not {name for name in found if name.startswith(("jax.sharding", "jax.shard_map"))}
+def of_op(path):
+    """What a file imports of the op: 'startrail_jax.mask.Mask' gives 'mask'."""
+    return {module.split(".")[1] for module in our_modules(path) if module.startswith(f"{OP}.")}
+
+
+def files_of_op():
+    return [path for path in files() if OP in path.relative_to(ROOT).parts]
+
+
+@pytest.mark.parametrize("path", files_of_op(), ids=file_id)
+def test_module_of_the_op_imports_only_lower_ones(path):
+    room = path.relative_to(ROOT / OP).with_suffix("").parts[0]
+    allowed = OP_MAY_USE | ({"chex"} if room == "testing" else set())
+    assert not third_party(path) - allowed, f"the wheel depends on {allowed} only"
+    assert not any(name.startswith("jax._src") for name in imports(path))
+    if room != "__init__":
+        assert of_op(path) <= MAY_IMPORT[room] | {room}
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in files() if "models" in path.relative_to(ROOT).parts], ids=file_id
+)
+def test_models_know_no_mesh(path):
+    assert {x for x in our_modules(path) if x.startswith(OP)} <= MODELS_MAY_USE_OF_OP
+    assert not {x for x in imports(path) if x.startswith(("jax.sharding", "jax.shard_map"))}
 
 
 def test_oracle_imports_only_numpy():
-    assert third_party(imports(ROOT / "tests" / "oracle.py")) == {"numpy"}
+    assert third_party(ROOT / "tests" / "oracle.py") == {"numpy"}
 
 
-def test_only_rings_and_attention_and_collectives_name_mesh_axes():
+def attributes(path):
+    return {node.attr for node in nodes(path) if isinstance(node, ast.Attribute)}
+
+
+def test_only_collectives_rings_and_attention_name_mesh_axes():
     """A block, a mask and a merge know no mesh axis: they call no collective."""
-    collectives = {"ppermute", "all_gather", "all_to_all", "psum", "psum_scatter", "axis_index"}
-    for path in modules_of_core():
-        module = path.relative_to(PACKAGE).with_suffix("").parts[0]
-        if module in {"collectives", "rings", "attention", "hlo", "cost"}:
-            continue
-        used = {
-            n.attr for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Attribute)
-        }
-        assert not used & collectives, module_id(path)
+    collective = {"ppermute", "all_gather", "all_to_all", "psum", "psum_scatter", "axis_index"}
+    for path in files_of_op():
+        room = path.relative_to(ROOT / OP).with_suffix("").parts[0]
+        if room not in {"collectives", "rings", "attention", "analysis"}:
+            assert not attributes(path) & collective, file_id(path)
 
 
-def test_ring_loop_is_in_one_place():
-    """Only `collectives` moves data between devices."""
-    for path in modules_of_core():
-        if path.stem == "collectives":
-            continue
-        used = {
-            n.attr for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Attribute)
-        }
-        assert "ppermute" not in used, module_id(path)
+def test_data_go_round_the_ring_in_one_place():
+    """Only `collectives` permutes."""
+    for path in files_of_op():
+        if path.stem != "collectives":
+            assert "ppermute" not in attributes(path), file_id(path)
+
+
+def test_no_two_classes_have_one_name():
+    places = collections.defaultdict(list)
+    for path in files():
+        for node in nodes(path):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(file_id(path))
+    assert not {name: paths for name, paths in places.items() if len(paths) > 1}
+
+
+def test_folders_and_modules_stay_small():
+    for path in files():
+        lines = path.read_text().count("\n")
+        assert lines <= LONGEST_MODULE, f"{file_id(path)} has {lines} lines: find its second room"
+        assert path.stem != "utils"
+    counts = collections.Counter(
+        path.parent for path in files() if path.name != "__init__.py" and path.parent != ROOT
+    )
+    too_many = {file_id(folder): n for folder, n in counts.items() if n > MOST_FILES}
+    assert set(too_many) <= {OP, "benchmarks"}

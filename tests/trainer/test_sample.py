@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,6 +25,7 @@ import sample
 import startrail_jax as st
 from configs.gpt import gpt_tiny
 from models.gpt import GPT
+from trainer.config import MeshConfig
 from trainer.gpt.config import (
     DataConfig,
     GPTConfig,
@@ -33,10 +35,10 @@ from trainer.gpt.corpus import (
     Stream,
 )
 from trainer.gpt.objective import model_arguments
+from trainer.gpt.sample import continue_text
 from trainer.gpt.text import (
     IdTokenizer,
     TextStream,
-    continue_text,
     encode_prompt,
     open_tokenizer,
 )
@@ -226,7 +228,7 @@ def test_text_does_not_depend_on_the_mesh(run_dir, capsys, tmp_path):
 
 def test_more_devices_than_there_are_and_degrees_that_do_not_fit(tmp_path, capsys):
     """Those of the run give way; those of the command line do not."""
-    config = dataclasses.replace(make_config(tmp_path), devices=3, mesh=sample.MeshConfig(head=2))
+    config = dataclasses.replace(make_config(tmp_path), devices=3, mesh=MeshConfig(head=2))
     save_run(tmp_path, config)
     few = jax.devices()[:2]
     with pytest.MonkeyPatch.context() as patch:
@@ -263,9 +265,9 @@ def test_average_is_preferred_and_the_newest_checkpoint_is_read(tmp_path):
     )
     found, step = restore_weights(folder, shapes)
     assert step == 4
-    jax.tree.map(np.testing.assert_array_equal, found, average)
+    chex.assert_trees_all_equal(found, average)
     plain = save_run(tmp_path / "plain", steps=(2, 4)) / "checkpoints"
-    jax.tree.map(np.testing.assert_array_equal, restore_weights(plain, shapes)[0], make_weights(4))
+    chex.assert_trees_all_equal(restore_weights(plain, shapes)[0], make_weights(4))
 
 
 def test_checkpoint_that_goes_while_it_is_read_gives_way_to_the_next(tmp_path, monkeypatch):
@@ -480,7 +482,7 @@ def test_help_is_fast_and_gives_the_values_of_the_run(run_dir, capsys):
         sample.sample([str(run_dir), "--help"])
     out = in_one_line(capsys.readouterr().out)
     assert "takes the likeliest token. (default: 0.8)" in out
-    assert "where there are fewer. (default: 2)" in out
+    assert "if there are fewer. (default: 2)" in out
     script = "import sys, sample; sample.sample(['--help'])"
     result = subprocess.run(
         [sys.executable, "-X", "importtime", "-c", script],
