@@ -21,6 +21,7 @@ OP = "startrail_jax"
 LAYERS = (
     {OP},
     {"models"},
+    {"trainer.errors"},
     {"trainer.config", "trainer.objective"},
     {"trainer.run", "trainer.data"},
     {"trainer.processes", "trainer.parallel"},

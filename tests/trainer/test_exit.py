@@ -1,5 +1,7 @@
 """How a program ends: a message for users, a traceback for every other error."""
 
+import ast
+import builtins
 import json
 import subprocess
 import sys
@@ -183,3 +185,35 @@ def test_other_errors_that_python_ignores_are_still_shown():
             Faulty()
     assert [str(error) for error in seen] == ["in a finalizer"]
     assert sys.unraisablehook is before
+
+
+# What code raises that speaks to no user: the protocol of modules and abstract methods; and errors
+# that are caught where they are raised, to be told in other words.
+NOT_FOR_USERS = {
+    "AttributeError(f'module {__name__!r} has no attribute {name!r}')",
+    "NotImplementedError",
+    "KeyboardInterrupt",
+    "ConnectionError('no answer from process 0')",
+    "ConnectionError('an answer that does not come from process 0')",
+    "ValueError('a single array')",
+}
+
+
+def raised():
+    """Every built-in error that the library or the program raises, as it is written."""
+    names = {name for name, x in vars(builtins).items() if isinstance(x, type)}
+    for name in ("startrail_jax", "models", "configs", "trainer", "train.py", "sample.py"):
+        path = REPOSITORY / name
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+            if file == REPOSITORY / "startrail_jax" / "testing.py":
+                continue  # It speaks to the authors of tests, who want the traceback.
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.Raise) and node.exc is not None:
+                    kind = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
+                    if isinstance(kind, ast.Name) and kind.id in names:
+                        yield f"{file.relative_to(REPOSITORY)}:{node.lineno}", ast.unparse(node.exc)
+
+
+def test_errors_with_a_message_are_marked_as_for_users():
+    unmarked = [place for place, error in raised() if error not in NOT_FOR_USERS]
+    assert unmarked == [], "use a class of startrail_jax.errors or trainer.errors"
