@@ -116,7 +116,7 @@ def test_slurm_says_which_process_this_is():
         assert outputs[index][0].splitlines()[-1] == f"{index} 2 6"
     assert [process.returncode for process in processes[2:]] == [1, 1]
     assert re.match(
-        r"RuntimeError: --distributed needs processes that SLURM.*got ValueError: coord.* should "
+        r"RunError: --distributed needs processes that SLURM.*got ValueError: coord.* should "
         r"be defined\. Start them so, or give --distributed.coordinator",
         outputs[2][1],
     )
