@@ -76,7 +76,7 @@ def starting(options, **environment):
 
 
 def free_slurm_job():
-    """A job for which the port that jax makes of it is free."""
+    """The number of a job for which the port that jax derives from it is free."""
     while True:
         job = random.randrange(1 << 12)
         try:
@@ -100,7 +100,7 @@ def test_slurm_says_which_process_this_is():
         )
         for index in ("0", "1")
     ]
-    # No launcher, and others that do not come.
+    # A process without a launcher, and one whose others do not start.
     processes += [
         starting("on=True"),
         starting(f"coordinator='localhost:{failures.free_port()}', processes=2, index=0, "
@@ -135,7 +135,7 @@ def losses(run_dir):
 
 
 def train_in(count, run_dir, data):
-    """What its processes printed."""
+    """Trains in some processes; returns what they printed."""
     flags = f"{failures.FLAGS} --devices 4 --steps {STEPS} --checkpoint.every 2"
     if count == 2:
         flags += " --sample-length 2"
@@ -163,7 +163,7 @@ def test_any_number_of_processes_trains_alike_and_goes_on_with_the_run_of_anothe
         assert ("--- continued by the model" in first) == (count == 2)
         for output in others:
             lines = output.splitlines()
-            # Threads of Gloo write at the same time; and jax, where it has a plugin for GPUs.
+            # Threads of Gloo write to the same output, and so does jax if it has a plugin for GPUs.
             not_ours = ("[Gloo]", "peer ran", "cuda_plugin")
             assert [x for x in lines if not any(word in x for word in not_ours)] == []
         np.testing.assert_allclose(losses(run_dir), expected, rtol=1e-5)

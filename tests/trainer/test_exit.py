@@ -34,7 +34,7 @@ BUILT_INS = {
 
 @pytest.fixture
 def said(monkeypatch):
-    """What this process says when it ends as one of several. It does not end, here."""
+    """The messages of this process as one of several; in these tests it goes on."""
     said = []
     monkeypatch.setattr(program_exit, "end_now", said.append)
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
@@ -78,7 +78,7 @@ def bare_value_error():
 )
 @pytest.mark.usefixtures("unchecked")
 def test_fault_of_our_own_keeps_its_traceback(fault, kind, monkeypatch, said):
-    # One of several processes.
+    # It is one of several processes.
     with pytest.raises(kind), exit_on_user_errors():
         fault()
     (message,) = said
@@ -87,7 +87,7 @@ def test_fault_of_our_own_keeps_its_traceback(fault, kind, monkeypatch, said):
     raised_in = [line for line in message.splitlines() if line.startswith("  File")][-1]
     assert "/trainer/" in raised_in
     assert message.splitlines()[-1].startswith(kind.__name__)
-    # One process: Python prints the traceback.
+    # It is the only process: Python prints the traceback.
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: False)
     with pytest.raises(kind), exit_on_user_errors():
         fault()
@@ -135,7 +135,7 @@ def test_end_now_does_not_wait():
     assert end_now.__annotations__["return"] == "NoReturn"
 
 
-# Before Ctrl-C arrives for good, it does so in places whose exceptions Python ignores.
+# A program to which Ctrl-C comes where Python ignores exceptions.
 INTERRUPTED = """
 import gc, os, signal, sys, time
 from trainer.run.exit import exit_on_ctrl_c
@@ -187,8 +187,8 @@ def test_other_errors_that_python_ignores_are_still_shown():
     assert sys.unraisablehook is before
 
 
-# What code raises that speaks to no user: the protocol of modules and abstract methods; and errors
-# that are caught where they are raised, to be told in other words.
+# Errors that no user sees: those of Python's protocols and of abstract methods, and those that are
+# caught nearby and replaced by an error for users.
 NOT_FOR_USERS = {
     "AttributeError(f'module {__name__!r} has no attribute {name!r}')",
     "NotImplementedError",
@@ -206,7 +206,7 @@ def raised():
         path = REPOSITORY / name
         for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
             if file == REPOSITORY / "startrail_jax" / "testing.py":
-                continue  # It speaks to the authors of tests, who want the traceback.
+                continue  # Its users are authors of tests, who want the traceback.
             for node in ast.walk(ast.parse(file.read_text())):
                 if isinstance(node, ast.Raise) and node.exc is not None:
                     kind = node.exc.func if isinstance(node.exc, ast.Call) else node.exc

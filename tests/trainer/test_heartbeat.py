@@ -24,7 +24,7 @@ TIMEOUT = 2.0
 
 @pytest.fixture(autouse=True)
 def ends(monkeypatch):
-    """What the processes say that end. They do not, here."""
+    """The messages of the processes that end; in these tests the process goes on."""
     said = []
 
     def end(message):
@@ -52,7 +52,7 @@ def wait_until(condition):
 
 
 def in_threads(*actions):
-    """Runs them at the same time; their results."""
+    """Runs functions at the same time; returns their results."""
     results = [None] * len(actions)
 
     def run(index, action):
@@ -83,7 +83,7 @@ def close_connections(ends):
 
 
 def connect(meeting, index, token=None):
-    """A process that joins and does no more."""
+    """The connection of a process that joins and then does nothing."""
     line = Connection(socket.create_connection(("localhost", meeting["port"])))
     OPEN.append(line)
     line.send("join", token=token or meeting["token"], index=index, host="far", flags={})
@@ -91,19 +91,19 @@ def connect(meeting, index, token=None):
 
 
 def begin_with_silent(count, timeout=TIMEOUT):
-    """The last process never says anything."""
+    """Begins a heartbeat in which the last process never says anything."""
     meeting = coordinate(["localhost"], count, timeout)
     line = connect(meeting, count - 1)
     return line, in_threads(*(lambda i=i: join(meeting, i, timeout) for i in range(count - 1)))
 
 
 def is_closed_unanswered(meeting, sent, pause):
-    """Whether process 0 closes a connection over which this comes, and sends nothing."""
+    """Whether process 0 closes a connection over which these bytes come, and sends nothing."""
     with socket.create_connection(("localhost", meeting["port"])) as connection:
         connection.settimeout(10)
         connection.sendall(sent)
         time.sleep(pause)
-        # Process 0 may have closed it before, and may have left unread data, which is a reset.
+        # Process 0 may already have closed it, and reset it if there was unread data.
         with suppress(OSError):
             connection.shutdown(socket.SHUT_WR)
         try:
@@ -113,7 +113,7 @@ def is_closed_unanswered(meeting, sent, pause):
 
 
 def drip(connection):
-    """Sends without an end, until it is closed."""
+    """Sends bytes until the connection is closed."""
     with suppress(OSError):
         while True:
             connection.sendall(b"x")
@@ -134,7 +134,7 @@ def test_all_leave_together(ends):
     workers = begin(3)
     left = threading.Thread(target=workers[1].leave, daemon=True)
     left.start()
-    time.sleep(2 * TIMEOUT)  # Who waits for the others is not lost.
+    time.sleep(2 * TIMEOUT)  # A process that waits for the others is not lost.
     assert left.is_alive()
     in_threads(workers[0].leave, workers[2].leave)
     left.join(10)
@@ -150,7 +150,7 @@ def test_all_stop_at_the_same_call(wishing, ends):
     def loop(index):
         for call in range(1000):
             answers[index].append(workers[index].agree(index == wishing and call >= 50))
-            # As fast as each can, but no further ahead than a step, as in training.
+            # Each goes as fast as it can, but at most one step ahead, as in training.
             while min(map(len, answers)) < len(answers[index]) - 1:
                 time.sleep(0.001)
 
@@ -256,7 +256,7 @@ def test_failed_collective_is_blamed_when_nobody_died(ends):
 
 def test_strangers_are_not_let_in(ends):
     meeting = coordinate(["localhost"], 2, TIMEOUT)
-    # They stay, and none of them makes those wait that come after it.
+    # Strangers stay connected, and no later connection waits for them.
     OPEN.extend(socket.create_connection(("localhost", meeting["port"])) for _ in range(10))
     nested, slow = OPEN[:2]
     nested.sendall(b"[" * 100_000 + b"\n")
@@ -353,7 +353,7 @@ def test_process_0_that_cannot_be_reached_is_named(monkeypatch):
 def test_messages_are_read_in_whatever_pieces_they_come():
     here, there = socket.socketpair(socket.AF_UNIX)
     with here, there, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(socket.socket, "setsockopt", lambda *_: None)  # Not of TCP.
+        patch.setattr(socket.socket, "setsockopt", lambda *_: None)  # The socket is not one of TCP.
         line = Connection(here)
         data = json.dumps({"kind": "a", "text": "x\ny" * 1000}).encode() + b'\n{"kind": "b"}\n'
         found = []
