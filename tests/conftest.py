@@ -2,6 +2,7 @@
 
 import gc
 import os
+import tempfile
 
 import hypothesis
 import jax
@@ -39,12 +40,26 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if not config.getoption("--gpu"):
         jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_disable_most_optimizations", True)
-        os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
-        flags = os.environ.get("XLA_FLAGS", "").split()
-        os.environ["XLA_FLAGS"] = " ".join([x for x in QUICK_TO_COMPILE if x not in flags] + flags)
+        compile_quickly(config)
     jax.config.update("jax_num_cpu_devices", SIMULATED_DEVICES)
     jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def compile_quickly(config):
+    """Here and in the programs that tests start, which also find what was compiled before."""
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    os.environ["XLA_FLAGS"] = " ".join([x for x in QUICK_TO_COMPILE if x not in flags] + flags)
+    # Of one process: jax would read what another has written in part.
+    compiled = tempfile.TemporaryDirectory(prefix="compiled")
+    config.add_cleanup(compiled.cleanup)
+    settings = {
+        "jax_disable_most_optimizations": True,
+        "jax_compilation_cache_dir": compiled.name,
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+    }
+    for name, value in settings.items():
+        jax.config.update(name, value)
+        os.environ[name.upper()] = str(value)
 
 
 def pytest_collection_modifyitems(config, items):
@@ -55,6 +70,11 @@ def pytest_collection_modifyitems(config, items):
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason=NEEDS_GPU))
+
+
+def pytest_collection_finish():
+    """Modules and tests stay: Python need not look for garbage among them."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -71,8 +91,8 @@ def forget_programs():
 
 @pytest.fixture
 def compile_well():
-    """For tests that compute more than they compile, or of products of 16-bit arrays: only optimised
-    programs have such of float32 on a CPU."""
+    """For tests that compute for longer than they compile, and for products of 16-bit arrays, which
+    a CPU sums in float32 only in optimised programs."""
     before = jax.config.jax_disable_most_optimizations
     jax.config.update("jax_disable_most_optimizations", False)
     yield
