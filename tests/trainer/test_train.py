@@ -27,9 +27,6 @@ TINY = (
 )
 
 
-pytestmark = pytest.mark.usefixtures("compile_fast")
-
-
 def parse(flags):
     return tyro.cli(GPTTrainConfig, default=gpt_tiny(), args=flags.split())
 
