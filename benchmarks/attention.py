@@ -4,15 +4,15 @@
     python benchmarks/attention.py --seq-len 32768 --kv-heads 1 --full
 
 Each row is one setting of the mesh degrees. Rows are timed in turn, several times over, and the
-median is printed, so that all of them meet the same load of the machine. Columns:
+median is printed, so that all of them meet the same load of the machine. The columns:
 
     ms        median wall time of one forward + backward
     GFLOP/s   useful work (visible pairs only) over that time, all devices together
     temp MiB  temporary memory of one device, from the compiled program, scheduled for least memory
     balance   block work of the busiest device over the mean, counted in tiles
 
-The baselines are plain softmax attention partitioned by XLA, at the longest length whose memory
-fits, and the package `ringattention` 0.1.2 if it is installed. Needs no accelerator.
+The baselines are plain softmax attention that XLA partitions, at the longest length whose memory
+fits, and the package `ringattention` 0.1.2 if it is installed. No accelerator is needed.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from jax.sharding import PartitionSpec as P
 
 import startrail_jax as st
 from startrail_jax.blocks import xla
+from startrail_jax.sizes import check_heads
 from startrail_jax.tiles import visible_tiles
-from startrail_jax.validation import check_heads
 
 
 @dataclass
@@ -214,7 +214,7 @@ def ringattention(args: argparse.Namespace) -> list[Row]:
 
 
 def matrix_product() -> Row:
-    """What the machine can do at most: a plain matrix product in float32, on one device."""
+    """The most that the machine can do: a plain matrix product in float32, on one device."""
     size = 2048
     x = jnp.ones((size, size), jnp.float32)
     step = jax.jit(jnp.matmul)

@@ -1,16 +1,16 @@
-"""Bytes on the network of every scheme, beside each other: forward, backward, lse apart.
+"""Prints the bytes that every scheme moves: forward, backward, and the log-sum-exp apart.
 
     python benchmarks/communication.py --devices 64 --heads 64
 
-prints one line for each setting of the scheme table that the device and head counts allow, and the
-reason for each row of it that they do not. The figures are closed forms
-(`startrail_jax.communication`), which the tests compare with compiled programs, byte for byte; so
-this takes a second and no accelerator.
+prints one line for each setting of the scheme table that the device and head counts allow, and for
+each other setting the reason why they do not. The figures are closed forms
+(`startrail_jax.communication`), which the tests compare with compiled programs, byte for byte. The
+benchmark therefore takes a second and needs no accelerator.
 
-Expected, 64 devices, as many key heads as query heads, causal, forward: 126 units for Ring
-Attention, 44 for StarTrail as published (C = 4 or 8), 38 (C = 4) and 30 (C = 8) for it here, and 28
-for team 8, ring 8, group 1, the fewest that are possible without splitting heads. One unit is the
-device's share of one query-sized tensor.
+Expected for 64 devices, as many key heads as query heads, and a causal forward pass: 126 units for
+Ring Attention, 44 for StarTrail as published (C = 4 or 8), 38 (C = 4) and 30 (C = 8) for StarTrail
+here, and 28 for team 8, ring 8, group 1, the fewest that are possible without splitting heads. One
+unit is the device's share of one query-sized tensor.
 
 Reference: StarTrail, https://arxiv.org/abs/2407.00611.
 """
@@ -34,12 +34,12 @@ HEADER = (
 
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """One row of the scheme table: all settings of it for a number of devices."""
+    """One row of the scheme table, with all its settings for a number of devices."""
 
     name: str
     settings: list[st.Degrees]
     needs: str = ""
-    """What the number of devices lacks if there is no setting."""
+    """What must hold for the number of devices, shown where there is no setting."""
     options: dict[str, str] = field(default_factory=dict)
     """Options of `startrail_jax.communication` that belong to the scheme."""
 
@@ -84,7 +84,7 @@ def schemes(num_devices: int) -> list[Scheme]:
 
 
 def table(args: argparse.Namespace) -> list[str]:
-    """The lines of the table; below it what is not possible, and the setting of fewest bytes."""
+    """Lines of the table, then the settings that are not possible and the one of fewest bytes."""
     cells: list[tuple[str, ...]] = []
     impossible: list[str] = []
     totals: list[tuple[int, str]] = []

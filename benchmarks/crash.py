@@ -3,24 +3,24 @@
     python benchmarks/crash.py                            # 10 kills
     python benchmarks/crash.py --kills 50 --seed 1
 
-Trains a small GPT on simulated devices without disturbance. Then it trains the same again in
-another folder, kills the program with SIGKILL, starts the same command again, kills it again, and
-so on, and lets the last one finish. Moments of kills take turns:
+The benchmark trains a small GPT on simulated devices without disturbance. Then it trains the same
+GPT in another folder, kills the program with SIGKILL, starts the same command again, kills it
+again, and so on, and lets the last start finish. The moments of the kills take turns:
 
-    save      up to 20 ms after the folder of an unfinished checkpoint was seen
+    save      up to 20 ms after the folder of an unfinished checkpoint appeared
     step      up to 300 ms after a random step was reported
-    start     up to 2.5 s after the first line of a start: folders are opened, unfinished ones are
-              removed, and the checkpoint is read then
+    start     up to 2.5 s after the first line of a start, while folders are opened, unfinished
+              checkpoints are removed and the newest one is read
 
-It is checked that
+The benchmark checks that
 
-* a run goes on from the newest whole checkpoint that the kill left, and that this is the last or
-  the last but one that training had reached, as one may be unfinished;
-* in the end metrics.jsonl has the loss of every step once, and each is, bit for bit, that of the
-  undisturbed run.
+* a run continues from the newest complete checkpoint that the kill left, and that this is the last
+  or the last but one that training had reached, because one may be unfinished;
+* metrics.jsonl has the loss of every step exactly once in the end, and each loss is, bit for bit,
+  that of the undisturbed run.
 
-Prints a line for each start of the program, which takes a few seconds, and exits with status 1 if
-something of this does not hold.
+It prints a line for each start of the program, which takes a few seconds, and exits with status 1
+if a check fails.
 """
 
 from __future__ import annotations

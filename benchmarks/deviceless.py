@@ -1,8 +1,8 @@
-"""Compiles for GPUs on a machine that has none.
+"""Compiles programs for GPUs on a machine that has none.
 
-XLA needs a description of the GPU and a plugin, not a driver. What comes out is the optimised,
-scheduled program. What needs the device is missing: autotuning (so matrix products are of a default
-kind), and cuDNN's word on whether it serves a graph.
+XLA needs a description of the GPU and a plugin, not a driver, and returns the optimised, scheduled
+program. Two things need the device and are missing: autotuning (so matrix products are of a default
+kind), and cuDNN's decision whether it serves a graph.
 
     pip install --no-deps jax-cuda13-pjrt==<version of jax>
 """

@@ -6,15 +6,15 @@
     python benchmarks/digits.py --samples 1000 --guidance 1
     python benchmarks/digits.py --run-dir runs/other --out other.png
 
-Draws as many samples of each class, on the mesh of the run. A support vector machine that has
-learnt the real digits, those that the run was trained on, then says which digit each sample is. To
-have learnt the training images by heart is no use: a sample counts as a copy where it is nearer to
-one of them than all but 1 % of the held-out digits are, and what the machine says is told for the
-other samples alone too. How various the samples of a class are is told by their distances to each
-other. All distances are L2, of 64 pixels with values from 0 to 16.
+The benchmark draws the same number of samples of each class, on the mesh of the run. A support
+vector machine that has learnt the real digits on which the run was trained then says which digit
+each sample is. A model that has memorised the training images gains nothing: a sample counts as a
+copy where it is nearer to a training image than all but 1 % of the held-out digits are, and the
+verdict of the machine is also printed without the copies. The distances between the samples of a
+class tell how varied they are. All distances are L2, of 64 pixels with values from 0 to 16.
 
 The figure has a row for each class: samples, and beside them the training image that is nearest to
-each. Ends with status 1 if fewer than 85 % of the samples are the digit that was asked for.
+each. The exit status is 1 if fewer than 85 % of the samples are the digit that was asked for.
 """
 
 from __future__ import annotations
@@ -34,26 +34,14 @@ from sklearn.svm import SVC
 
 import startrail_jax as st
 from trainer.dit.config import DiTTrainConfig
-from trainer.dit.diffusion import SAMPLERS
-from trainer.dit.drawing import (
-    Drawing,
-    image_grid,
-)
+from trainer.dit.drawing import image_grid
 from trainer.dit.examples import Examples
-from trainer.dit.images import (
-    Images,
-    open_images,
-)
+from trainer.dit.images import Images, open_images
+from trainer.dit.sample import load_drawing
 from trainer.parallel.degrees import choose_degrees
-from trainer.parallel.step import Program
 from trainer.processes.devices import select_devices
-from trainer.run.checkpoint import restore_weights
-from trainer.run.folder import (
-    CHECKPOINTS_FOLDER,
-    CONFIG_FILE,
-    load_config,
-)
-from trainer.tasks import make_objective
+from trainer.run.folder import CONFIG_FILE
+from trainer.tasks import load_train_config
 
 CLASSES = 10
 BRIGHTEST = 16
@@ -69,7 +57,9 @@ COLOURS_OF_FILE = 32
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    config = load_config(DiTTrainConfig, args.run_dir / CONFIG_FILE)
+    config = load_train_config(args.run_dir / CONFIG_FILE)
+    if not isinstance(config, DiTTrainConfig):
+        raise SystemExit(f"--run-dir must hold a run of a DiT; got one of kind {config.kind!r}.")
     drawn, labels = draw_samples(config, args)
     images = open_digits(config)
     train, train_labels = read(images.train)
@@ -99,20 +89,20 @@ def main(argv: list[str] | None = None) -> int:
 def draw_samples(config: DiTTrainConfig, args: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
     """Samples from the newest checkpoint, as pixels of digits, and their classes in turn."""
     devices = select_devices(config.devices)
-    mesh = st.make_mesh(
-        choose_degrees(config.mesh, len(devices)), axis_type="auto", devices=devices
+    degrees = choose_degrees(config.mesh, len(devices))
+    drawing, weights, step = load_drawing(
+        args.run_dir,
+        config,
+        st.make_mesh(degrees, axis_type="auto", devices=devices),
+        sampler=args.sampler,
+        steps=args.steps,
+        guidance=args.guidance,
+        rows=args.samples,
     )
-    program = Program(config, st.Attention(mesh, causal=False), make_objective(config))
-    folder = args.run_dir / CHECKPOINTS_FOLDER
-    weights, step = restore_weights(folder, program.state_shapes.weights)
-    sampler = args.sampler or SAMPLERS[config.diffusion.target][0]
     print(
         f"{args.run_dir} after step {step}: {args.samples} samples by {args.steps} steps of "
-        f"{sampler!r}, guidance {args.guidance:g}",
+        f"{drawing.sampler!r}, guidance {args.guidance:g}",
         flush=True,
-    )
-    drawing = Drawing(
-        program, sampler=sampler, steps=args.steps, guidance=args.guidance, rows=args.samples
     )
     labels = np.arange(args.samples) % CLASSES
     captions = [b""] * args.samples if config.model.caption_length else None

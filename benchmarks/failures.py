@@ -1,23 +1,25 @@
-"""Fails a process of several in every way, and shows that all end and that training goes on.
+"""Makes one of several processes fail in every way, and shows that all exit and training continues.
 
     python benchmarks/failures.py                         # 2 processes
     python benchmarks/failures.py --processes 4
 
-Trains a small GPT in several processes on this machine. In each start one thing happens:
+The benchmark trains a small GPT in several processes on this machine. In each start one thing
+happens:
 
     worker killed         SIGKILL to the last process
-    process 0 killed      SIGKILL to process 0, which holds jax's coordinator and our watch
-    worker stopped        SIGSTOP to the last process; it is continued when all others have ended
-    process 0 stopped     the same to process 0
-    wrong data            the data of the last process have a token that is not of the vocabulary
+    process 0 killed      SIGKILL to process 0, which holds jax's coordinator and our own
+    worker stopped        SIGSTOP to the last process, which is resumed when all others have exited
+    process 0 stopped     SIGSTOP to process 0, likewise
+    wrong data            the data of the last process contain a token outside the vocabulary
     disk full             the last process may write no more than a few bytes
-    SIGTERM to a worker   to the last process alone
-    SIGTERM to all
+    SIGTERM to a worker   SIGTERM to the last process alone
+    SIGTERM to all        SIGTERM to every process
 
-It is checked that within a minute all processes end; that after a failure all end with another
-status than 0, and all that were not killed name the process that failed; that after SIGTERM all end
-with status 0 and the step is saved; and that the next start goes on from the newest whole
-checkpoint. Prints a line for each, and exits with status 1 if something of this does not hold.
+The benchmark checks that all processes exit within a minute. After a failure, all of them must exit
+with a status other than 0, and all that were not killed must name the process that failed. After
+SIGTERM, all must exit with status 0 and the step must be saved. The next start must continue from
+the newest complete checkpoint. It prints a line for each start, and exits with status 1 if a check
+fails.
 """
 
 from __future__ import annotations

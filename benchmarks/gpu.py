@@ -1,16 +1,18 @@
-"""Measures the attention on one GPU: is it right, how fast is it, and what does the schedule cost.
+"""Measures the attention on one GPU: whether it is right, how fast it is, what the schedule costs.
 
     python benchmarks/gpu.py                          # 8 minutes, one NVIDIA GPU, from a checkout
     python benchmarks/gpu.py --json results.jsonl --minutes 4
     python benchmarks/gpu.py --speed-only --rows "64K causal"
 
-Part 1, errors: every block backend, forward and backward, against float32 attention at highest
-precision; in brackets, over the errors of `jax.nn.dot_product_attention` in the same dtype. A row
-fails, and the exit status is 1, if an error is NaN, or more than 1.4 times jax's (where jax has
-nothing to compare with: above the limits in `gpu_errors.py`). Rows "in turn" do the work of all
-devices of a mesh one after another, on the units of one sequence.
+Part 1, errors, compares every block backend, forward and backward, with float32 attention at
+highest precision. The number in brackets is the error divided by that of
+`jax.nn.dot_product_attention` in the same dtype. A row fails, and the exit status is 1, if an error
+is NaN or more than 1.4 times jax's (where jax has nothing to compare with: above the limits in
+`gpu_errors.py`). Rows "in turn" do the work of all devices of a mesh one after another, on the
+units of one sequence.
 
-Part 2, speed: bfloat16, batch 1, random data, medians of samples that are taken in turn.
+Part 2, speed, uses bfloat16, batch 1 and random data, and gives medians of samples that are taken
+in turn.
 
     (a)         jax's cuDNN attention, the whole sequence on this GPU
     (b)         `Attention` on a mesh of this one GPU
@@ -29,8 +31,8 @@ Part 2, speed: bfloat16, batch 1, random data, medians of samples that are taken
     merge       time of merging the partial attentions alone (one from each round, and one from each
                 member of the team), over the time of the row
 
-Rows come in the order of their importance until the time is up; what was left out is listed last.
-With --json each row is also a line of JSON, with all samples.
+Rows come in the order of their importance until the time is up; the rows that were left out are
+listed last. With --json, each row is also written as a line of JSON, with all samples.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ from gpu_report import Report
 import startrail_jax as st
 
 ERRORS_SHARE = 0.4
-"""Part of the time that part 1 may take if there is a part 2."""
+"""Share of the time that part 1 may take if part 2 follows."""
 
 PACKAGES = (
     *("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cudnn-cu13"),
@@ -94,7 +96,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def header(report: Report, device: Any) -> None:
-    """What is measured, on what, with what."""
+    """Prints the device, the versions and the options of the measurement."""
     query = "name,driver_version,memory.total,power.limit,clocks.max.sm"
     try:
         command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]

@@ -1,8 +1,8 @@
 """Part 1 of `gpu.py`: errors of every block backend beside those of jax's own attention.
 
-The reference is dense attention in float32 at highest precision, forward and backward, computed on
-the same device from the same inputs, and shares no code with the package. Errors are relative in
-the 2-norm: |x - reference| / |reference|, over the whole array.
+The reference is dense attention in float32 at highest precision, forward and backward. It is
+computed on the same device from the same inputs, and shares no code with the package. Errors are
+relative in the 2-norm over the whole array: |x - reference| / |reference|.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ import startrail_jax as st
 NAMES = ("out", "dq", "dk", "dv", "lse")
 
 MOST_RATIO = 1.4
-"""Errors may be at most so many times those of jax's attention in the same dtype."""
+"""Largest error that is allowed, as a multiple of that of jax's attention in the same dtype."""
 
 MOST_ERROR = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 2e-2}
-"""Where there is nothing to compare with: jax's attention has no float32 of full precision."""
+"""Largest error in float32, for which jax's attention has no full precision to compare with."""
 
 MOST_LSE_ERROR = 1e-4
-"""jax rounds its log-sum-exp to the dtype of q, so that it is no yardstick either."""
+"""Largest error of the log-sum-exp in 16 bits: jax rounds its own to the dtype of q."""
 
 # Of a row that sees no key.
 _EMPTY = -1e30
@@ -42,7 +42,7 @@ _EMPTY = -1e30
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One row: a backend, and what it has to compute."""
+    """One row of the table: a backend, and what it has to compute."""
 
     backend: str
     dtype: str = "bfloat16"
@@ -55,7 +55,7 @@ class Check:
     packed: bool = False
     layout: str | None = None
     degrees: st.Degrees = st.Degrees()  # noqa: RUF009 - frozen
-    """Of a mesh, whose devices' work is then done one after another."""
+    """Degrees of a mesh; the work of its devices is done one after another."""
 
     def __str__(self) -> str:
         mask = "causal" if self.causal else "full"
@@ -80,7 +80,7 @@ class Check:
         return "xla" if self.packed or self.window or self.backend == "xla" else "cudnn"
 
     def inputs(self) -> tuple[Array, ...]:
-        """q, k, v, dout and segment ids."""
+        """Random q, k, v and dout, and segment ids."""
         rng = np.random.default_rng(0)
         arrays = (
             rng.standard_normal((1, self.seq_len, n, self.head_dim), np.float32)
@@ -90,7 +90,7 @@ class Check:
         return (*arrays, self.documents())
 
     def documents(self) -> Array:
-        """Ids [1, T]: if `packed`, five documents of uneven lengths, and padding behind them."""
+        """Segment ids [1, T]; if `packed`, five documents of uneven lengths and then padding."""
         ends = jnp.asarray([0.07, 0.31, 0.32, 0.6, 0.93]) * self.seq_len
         ids = (jnp.arange(self.seq_len)[:, None] >= ends[None]).sum(1)
         ids = jnp.where(ids == 5, -1, ids) if self.packed else jnp.zeros_like(ids)
@@ -252,7 +252,7 @@ def _fail(report: Report, check: Check, error: str) -> None:
 
 
 def ours(check: Check, mesh: Mesh) -> Callable[..., dict[str, Array]]:
-    """The same by the package, on a mesh of one device."""
+    """The function of the package with the same results, on a mesh of one device."""
     options: dict[str, Any] = dict(
         backend=check.backend, causal=check.causal, window=check.window, layout=check.layout
     )
@@ -272,7 +272,7 @@ def ours(check: Check, mesh: Mesh) -> Callable[..., dict[str, Array]]:
 
 
 def jax_attention(check: Check, implementation: str) -> Callable[..., dict[str, Array]]:
-    """The same by jax's own attention, without lse."""
+    """The function of jax's own attention with the same results, without lse."""
 
     def compute(q: Array, k: Array, v: Array, dout: Array, ids: Array) -> dict[str, Array]:
         options: dict[str, Any] = dict(is_causal=check.causal)
@@ -312,7 +312,7 @@ def errors(results: dict[str, Array], expected: dict[str, Array]) -> dict[str, f
 
 
 def faults(check: Check, own: dict[str, float], jax_own: dict[str, float]) -> list[str]:
-    """Names of the arrays whose errors are too large; NaN is."""
+    """Names of the arrays whose errors are too large; NaN counts as too large."""
     limits = {
         name: MOST_RATIO * jax_own[name] if name in jax_own else MOST_ERROR[check.dtype]
         for name in NAMES

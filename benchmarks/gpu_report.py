@@ -21,24 +21,24 @@ from jax.sharding import Mesh
 import startrail_jax as st
 
 COMPILERS = 4
-"""Programs that are compiled at a time."""
+"""Number of programs that are compiled at the same time."""
 
 SAMPLE_SECONDS, MOST_CALLS = 0.03, 200
-"""What one sample lasts at least: a shorter program is called several times in a row, so that
-starting it from Python happens beneath the call before."""
+"""Least duration of a sample. A shorter program is called several times in a row, so that Python
+starts each call while the one before it runs."""
 
 
 @dataclass
 class Report:
-    """Prints rows and writes them as JSON lines; knows which are asked for, and until when."""
+    """Prints rows and writes them as JSON lines; knows which rows are asked for, and until when."""
 
     args: argparse.Namespace
     mesh: Mesh
-    """Of the one device."""
+    """A mesh of the one device."""
     deadline: float
     file: TextIO
     found: int = 0
-    """Rows that were wanted."""
+    """Number of rows that were asked for."""
     left_out: list[str] = field(default_factory=list)
     failed: bool = False
     """Whether a result was wrong."""
@@ -49,7 +49,7 @@ class Report:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Compiler options of our programs; in a trial, what compiles fast."""
+        """Compiler options of our programs; in a trial, options that compile fast."""
         quick = {"xla_backend_optimization_level": 0}
         return quick if self.args.tiny else dict(st.compiler_options(self.mesh))
 
@@ -58,7 +58,7 @@ class Report:
         return memory_statistics().get("bytes_limit", math.inf)
 
     def wanted(self, rows: Sequence[Any]) -> list[Any]:
-        """Those that `--rows` finds by their names."""
+        """The rows whose names match `--rows`."""
         rows = [row for row in rows if re.search(self.args.rows, str(row))]
         self.found += len(rows)
         return rows
@@ -72,7 +72,7 @@ class Report:
 
 @dataclass
 class Program:
-    """A function with its arguments, and what became of it."""
+    """A function with its arguments, and the results of compiling and timing it."""
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
@@ -80,14 +80,14 @@ class Program:
     """Compiler options."""
     compiled: Any = None
     error: str = ""
-    """First line of the error that ended it."""
+    """First line of the error that ended the program; None if it ran."""
     calls: int = 1
     """Calls in one sample."""
     samples: list[float] = field(default_factory=list)
     """Seconds of one call, a mean over `calls`."""
     peak_bytes: int | None = None
-    """Most memory in use during its first run, arguments included; None where an earlier program
-    had used more, as the device remembers only the most of all."""
+    """Peak memory of its first run, arguments included; None where an earlier program used more,
+    because the device remembers only its highest peak."""
 
     @property
     def seconds(self) -> float:
@@ -96,13 +96,13 @@ class Program:
 
     @property
     def planned_bytes(self) -> int:
-        """Memory of arguments, results and temporaries, as compiled."""
+        """Bytes of arguments, results and temporaries, as compiled."""
         memory = self.compiled.memory_analysis()
         arguments, results = memory.argument_size_in_bytes, memory.output_size_in_bytes
         return arguments + results + memory.temp_size_in_bytes - memory.alias_size_in_bytes
 
     def run(self, calls: int = 1) -> Any:
-        """Results of the last of so many calls in a row; None, and an `error`, if one fails."""
+        """Results of the last of `calls` calls in a row; None, with an `error`, if one fails."""
         result = None
         try:
             for _ in range(calls):
@@ -139,7 +139,7 @@ def random_arrays(
 
 
 def prepare(build: Callable[..., Program], *arguments: Any) -> Program:
-    """`build(*arguments)`, or a program that ended before it began."""
+    """`build(*arguments)`, or a program that carries the error of building it."""
     try:
         return build(*arguments)
     except Exception as error:
@@ -147,7 +147,7 @@ def prepare(build: Callable[..., Program], *arguments: Any) -> Program:
 
 
 def first_line(error: BaseException) -> str:
-    """Kind and first line of an error."""
+    """The type of an error and the first line of its message."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]}"[:200]
 
@@ -197,7 +197,7 @@ def warm_up(programs: Sequence[Program], memory_limit: float) -> None:
 
 
 def time_in_turn(programs: Sequence[Program], samples: int, seconds: float) -> None:
-    """Takes samples of all programs in turn, so that all of them meet the device in one state.
+    """Takes samples of all programs in turn, so that all of them meet the device in the same state.
 
     Args:
         samples: of each program.
@@ -222,5 +222,5 @@ def _take_sample(program: Program) -> None:
 
 
 def memory_statistics() -> dict[str, int]:
-    """What the device says of its memory; nothing on CPU."""
+    """The memory statistics of the device; empty on CPUs."""
     return dict(jax.devices()[0].memory_stats() or {})

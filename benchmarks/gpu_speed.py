@@ -50,7 +50,7 @@ BAR_OURS, BAR_DEVICE, BAR_UNIT = 0.98, 0.92, 8192
 SAMPLES, SAMPLING_SECONDS = 7, 20.0
 
 GUESSED_RATE = 2e14
-"""FLOP/s of a GPU that is none of the fastest, to tell how long rows will take."""
+"""FLOP/s of a slow GPU, from which the time of a row is estimated."""
 
 COLUMNS = ("unit", "ms", "TFLOP/s", "x (a)", "at", "bar", "plan GiB", "peak GiB", "merge")
 
@@ -70,18 +70,18 @@ class Problem:
 
     @property
     def kind(self) -> str:
-        """What rows must share to be compared."""
+        """The properties that two problems must share to be compared."""
         mask = "causal" if self.causal else "full"
         return f"{mask} {self.heads}/{self.kv_heads}x{self.head_dim}"
 
     def flops(self, step: str, devices: int = 1) -> float:
-        """Useful work of one of so many devices."""
+        """Useful floating-point operations of one device among several."""
         n = self.seq_len
         pairs = n * (n + 1) // 2 if self.causal else n * n
         return (1 if step == FORWARD else 3.5) * 4 * pairs * self.heads * self.head_dim / devices
 
     def shapes(self, devices: int = 1) -> list[jax.ShapeDtypeStruct]:
-        """Of q, k, v and dout of one of so many devices."""
+        """Shapes of q, k, v and dout of one device among several."""
         length = self.seq_len // devices
         return [
             jax.ShapeDtypeStruct((1, length, n, self.head_dim), jnp.bfloat16)
@@ -107,7 +107,7 @@ TINY_PROBLEMS = (Problem(128, heads=2, kv_heads=1, head_dim=16),)
 
 
 def full_grid() -> tuple[Problem, ...]:
-    """All lengths, heads and masks."""
+    """Problems of all lengths, heads and masks."""
     return tuple(
         Problem(1024 * thousands, causal, heads, heads // shared, 2048 // heads)
         for thousands in (64, 16, 256, 32, 128)
@@ -137,7 +137,7 @@ class Row:
 
     @property
     def bar(self) -> float | None:
-        """The least ratio to (a) that is asked for."""
+        """The ratio to (a) that the row should reach."""
         if self.setting == JAX:
             return None
         if self.setting == OURS:
@@ -184,7 +184,7 @@ class Bench:
     settings: dict[str, st.Degrees]
     backend: str
     setup_seconds: float = 3.0
-    """What a row takes before it first runs: a guess, then as the problem before took."""
+    """Seconds before the first run of a row: a guess at first, then as in the previous problem."""
     rates: dict[tuple[str, str], dict[int, float]] = dataclasses.field(default_factory=dict)
     """(kind of problem, step) -> tokens -> TFLOP/s of (a)."""
 

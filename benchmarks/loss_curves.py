@@ -1,15 +1,15 @@
-"""Draws the losses of one GPT, trained with Ring Attention, StarTrail and on one device.
+"""Draws the losses of one GPT, trained with Ring Attention, with StarTrail and on one device.
 
     pip install -e '.[benchmarks]'
     python benchmarks/loss_curves.py                       # docs/loss_curves.png
     python benchmarks/loss_curves.py --steps 800 --out curves.png
 
-Recipe gpt_tiny with fewer steps, on simulated devices; data, seed and all other settings are the
-same in all runs. The upper panel has the loss of every training step. The lower one has its
-relative difference to the loss of one device, which starts at the rounding of float32, since sums
-over tokens are taken in another order, and grows as training amplifies whatever differs. How much
-of it is rounding is told by a fourth run: one device again, which takes one sequence of the batch
-after the other, so that its sums are in another order as well.
+All runs are the recipe gpt_tiny with fewer steps, on simulated devices, with the same data, seed
+and other settings. The upper panel shows the loss of every training step. The lower panel shows its
+relative difference from the loss of one device. The difference starts at the rounding of float32,
+because sums over tokens are taken in another order, and grows because training amplifies every
+difference. A fourth run tells how much of it is rounding: one device again, which takes the
+sequences of the batch one after another, so that its sums are in another order as well.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def train_losses(name: str, steps: int) -> np.ndarray:
 
 
 def make_config(name: str, steps: int, run_dir: Path) -> GPTTrainConfig:
-    """gpt_tiny with the devices and degrees of one run, without what is not drawn."""
+    """The recipe gpt_tiny with the devices and degrees of one run, without what is not drawn."""
     config = replace(
         gpt_tiny(),
         devices=1,
@@ -102,7 +102,7 @@ def relative_differences(losses: dict[str, np.ndarray]) -> dict[str, np.ndarray]
 
 
 def draw(losses: dict[str, np.ndarray]) -> Figure:
-    """Losses on top of each other, and below them how far they are from one device's."""
+    """Draws the losses on top of each other, and below them their differences from one device."""
     figure = Figure(figsize=(8, 5.8), dpi=130, layout="constrained", facecolor="white")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     for axes in (above, below):
@@ -116,7 +116,7 @@ def draw(losses: dict[str, np.ndarray]) -> Figure:
 
 
 def draw_losses(axes: Axes, losses: dict[str, np.ndarray]) -> None:
-    """Every curve on those before, with a label that points at one of its peaks."""
+    """Draws each curve over those before it, with a label that points at one of its peaks."""
     num_steps = len(losses[CONTROL])
     for name, (width, dashes, label, (first, last)) in CURVES.items():
         colour, values = COLOURS[name], losses[name]
@@ -138,7 +138,7 @@ def draw_losses(axes: Axes, losses: dict[str, np.ndarray]) -> None:
 
 
 def draw_differences(axes: Axes, differences: dict[str, np.ndarray]) -> None:
-    """Curves on a logarithmic axis, which has no place for steps whose losses are equal."""
+    """Draws curves on a logarithmic axis, where steps whose losses are equal have no place."""
     for name, values in differences.items():
         steps = np.flatnonzero(values) + 1
         label = f"{name}: at most {_power(values.max())}"
@@ -152,7 +152,7 @@ def draw_differences(axes: Axes, differences: dict[str, np.ndarray]) -> None:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Writes a PNG of few colours, a third of what it takes otherwise."""
+    """Writes a PNG of few colours, which makes the file a third as large."""
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     pixels = np.asarray(canvas.buffer_rgba())[..., :3]

@@ -1,4 +1,4 @@
-"""Shows what a training step takes of a GPU's memory, compiled on a machine that has none.
+"""Shows how much of a GPU's memory a training step takes, compiled on a machine that has no GPU.
 
     pip install --no-deps jax-cuda13-pjrt==<version of jax>
     python benchmarks/memory.py                               # all recipes, all rows: 20 minutes
@@ -7,20 +7,20 @@
         --mesh.team 2 --rows recipe --details
     python benchmarks/memory.py --arithmetic                  # compiles nothing
 
-Each row is a recipe of configs/ with its own settings, or with those changed that the row
-names. Columns, in GiB of one device:
+Each row is a recipe of configs/ with its own settings, or with the changes that the row names. The
+columns are in GiB of one device:
 
     state     weights, optimizer and batch: the program's arguments
     rest      everything else that the step needs at a time, on the device
     host      what waits in the host's memory
-    peak      what the device needs in all; state that the step has used up is used again
+    peak      what the device needs in all; memory of state that the step has used up is used again
     formula   `trainer.parallel.footprint`: its state is exact, its sum an estimate
     fits      whether the peak is within what jax takes of the GPU: 75 % of it by default, or
               92 % with XLA_PYTHON_CLIENT_MEM_FRACTION=.92
 
-Programs are compiled, not run: what NCCL, cuDNN's workspaces and the allocator's gaps take comes on
-top, hence 92 %. XLA is told of an A100 of 80 GB, whatever size the row is compared with: it tries
-to save memory by itself only where a program needs more than that.
+Programs are compiled, not run. The memory of NCCL, cuDNN's workspaces and gaps of the allocator
+come on top, hence 92 %. XLA is told of an A100 of 80 GB, whatever size the row is compared with,
+because it tries to save memory by itself only where a program needs more than that.
 """
 
 from __future__ import annotations
@@ -45,12 +45,10 @@ from trainer.config import (
 )
 from trainer.gpt.config import GPTTrainConfig
 from trainer.parallel.degrees import choose_degrees
-from trainer.parallel.footprint import (
-    GIB,
-    footprint,
-)
+from trainer.parallel.footprint import GIB, Footprint
 from trainer.parallel.step import Program
-from trainer.tasks import make_objective
+from trainer.parallel.step_sizes import footprint
+from trainer.tasks import task_of
 
 GPU_GIB = {"a100": 40, "h100": 80, "h200": 141}
 """Memory of the GPUs that recipes are compared with: of A100 the smaller one."""
@@ -111,7 +109,11 @@ def main(argv: list[str] | None = None) -> None:
             reading = None if args.arithmetic else read(row, degrees, target, num_devices)
             print(line(row, degrees, reading, GPU_GIB[target]), flush=True)
             if args.details:
-                print(footprint(row.config, degrees).table())
+                print(
+                    footprint(
+                        row.config, task_of(row.config).make_objective(row.config), degrees
+                    ).table()
+                )
 
 
 def rows(config: TrainConfig) -> Iterator[Row]:
@@ -150,11 +152,9 @@ def read(row: Row, degrees: Degrees, target: str, num_devices: int) -> Reading:
 def lowered_step(row: Row, degrees: Degrees, devices: list[Any]) -> Any:
     """The whole training step of a row, lowered for `devices`."""
     mesh = st.make_mesh(degrees, axis_type="auto", devices=devices)
-    program = Program(
-        row.config,
-        st.Attention(mesh, causal=row.config.causal),
-        make_objective(row.config),
-    )
+    task = task_of(row.config)
+    attention = st.Attention(mesh, causal=task.causal)
+    program = Program(row.config, attention, task.make_objective(row.config))
     step: Any = program.train_step
     if not row.donate:
         shardings = jax.tree.map(lambda x: x.sharding, program.state_shapes)
@@ -163,8 +163,12 @@ def lowered_step(row: Row, degrees: Degrees, devices: list[Any]) -> Any:
     return step.lower(program.state_shapes, program.batch_shapes)
 
 
+def formula_of(row: Row, degrees: Degrees) -> Footprint:
+    return footprint(row.config, task_of(row.config).make_objective(row.config), degrees)
+
+
 def line(row: Row, degrees: Degrees, reading: Reading | None, gpu_gib: float) -> str:
-    formula = footprint(row.config, degrees)
+    formula = formula_of(row, degrees)
     if reading is None:
         state = formula.state_bytes + formula["batch"]
         peak = formula.device_bytes

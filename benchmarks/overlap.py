@@ -1,4 +1,4 @@
-"""Shows what is overlapped with what, in programs compiled for GPUs on a machine that has none.
+"""Shows which communication overlaps with which kernels, compiled on a machine that has no GPU.
 
     pip install --no-deps jax-cuda13-pjrt==<version of jax>
     python benchmarks/overlap.py                              # 8, 16 and 64 of A100, H100, H200
@@ -6,22 +6,21 @@
     python benchmarks/overlap.py --xla-defaults               # without st.compiler_options
     python benchmarks/overlap.py --compile-times
 
-For Ring Attention and for StarTrail, where it leaves a ring, this compiles attention forward,
-forward and backward with either side travelling, and the training step of a GPT layer, and reads
-the scheduled programs. A ring hop is overlapped if it is asynchronous and attention runs between
-its start and its end. With --details, one line for each collective says what runs beneath it.
-Columns of a line:
+For Ring Attention, and for StarTrail where it leaves a ring, the benchmark compiles attention
+forward, forward and backward with either side travelling, and the training step of a GPT layer, and
+reads the scheduled programs. A ring hop is overlapped if it is asynchronous and attention runs
+between its start and its end. With --details, one line for each collective says which kernels run
+during it. The columns of a line:
 
-    hops      messages round the ring that are overlapped, of all; one that XLA combined of several
-              arrays is one
-    home      of the others, those that bring a travelling gradient home after the last round
+    hops      messages round the ring that are overlapped, of all; a message into which XLA combined
+              several arrays counts once
+    home      among the others, those that bring a travelling gradient home after the last round
     copies    kernels that only copy a buffer of --copies-from MiB or more, in a round of the ring
-    slices    the same inside of the attention of a round, where it may be one of several cases:
-              parts of operands that are cut out, and results that are padded
+    slices    the same inside the attention of a round, where it may be one of several cases: parts
+              of operands that are cut out, and results that are padded
     compile   seconds to lower and to compile
 
-Programs are read, not run: the benchmark says that a message can be hidden, not for how long it
-lasts.
+Programs are read, not run: the benchmark says that a message can be hidden, not how long it lasts.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ from startrail_jax.analysis.overlap import (
     ENTRY,
     Copy,
     Kernel,
-    Transfer,
+    ScheduledCollective,
     read_copies,
     read_overlap,
 )
@@ -74,13 +73,13 @@ class Reading:
     """What a compiled program holds."""
 
     row: Row
-    transfers: tuple[Transfer, ...]
+    transfers: tuple[ScheduledCollective, ...]
     copies: tuple[Copy, ...]
     lower_seconds: float
     compile_seconds: float
 
     @property
-    def hops(self) -> list[Transfer]:
+    def hops(self) -> list[ScheduledCollective]:
         """Permutes along the ring."""
         return [x for x in self.transfers if is_hop(x, self.row.mesh)]
 
@@ -205,19 +204,19 @@ def read(args: argparse.Namespace, row: Row) -> Reading:
     return Reading(row, read_overlap(text), copies, middle - start, end - middle)
 
 
-def axes(transfer: Transfer, mesh: Mesh) -> set[str]:
+def axes(transfer: ScheduledCollective, mesh: Mesh) -> set[str]:
     """The mesh axes along which a collective moves data."""
     places = np.stack(np.unravel_index(range(mesh.size), mesh.devices.shape), axis=1)
     moved = [np.ptp(places[list(group)], axis=0) > 0 for group in transfer.groups]
     return {name for name, moves in zip(mesh.axis_names, np.any(moved, 0), strict=True) if moves}
 
 
-def is_hop(transfer: Transfer, mesh: Mesh) -> bool:
+def is_hop(transfer: ScheduledCollective, mesh: Mesh) -> bool:
     """Whether a collective is a message round the ring."""
     return transfer.kind == "collective_permute" and axes(transfer, mesh) == {"ring"}
 
 
-def is_homecoming(hop: Transfer) -> bool:
+def is_homecoming(hop: ScheduledCollective) -> bool:
     """Whether a hop of the backward pass starts after the last round."""
     return BACKWARD in hop.op_name and hop.computation == ENTRY and hop.after == hop.of
 
@@ -242,7 +241,7 @@ def summary(name: str, reading: Reading) -> str:
     return line
 
 
-def query_gathers(reading: Reading) -> list[Transfer]:
+def query_gathers(reading: Reading) -> list[ScheduledCollective]:
     """The gathers of the forward pass over the team, which bring it its queries."""
     return [
         x
@@ -289,7 +288,7 @@ def _pass(op_name: str) -> str:
     return "backward" if BACKWARD in op_name else "forward"
 
 
-def _runs(transfers: list[Transfer]) -> int:
+def _runs(transfers: list[ScheduledCollective]) -> int:
     return sum(x.runs for x in transfers)
 
 

@@ -1,10 +1,10 @@
-"""What the devices of a mesh compute, run on one device without the mesh.
+"""Runs on one device, without the mesh, what the devices of a mesh compute.
 
-`alone` is the work of one of them, for its time; `in_turn` that of all, for the results.
+`alone` runs the work of one of them, to time it; `in_turn` runs that of all, to check the results.
 
 In `alone` the device's own program (both rules of `rings.concentric_attention`: rounds, merges,
 reorders and combination) is traced with stand-ins for the functions of `startrail_jax.collectives`,
-so that what is left is everything but the network:
+so that everything but the network is left:
 
     index                 an argument of the program: what depends on the device is not folded
     permutes              the operand, as what arrives has the same shape and dtype
@@ -12,8 +12,9 @@ so that what is left is everything but the network:
     partials              (and has added, for scatter_sum) by the time the device reads it
 
 Nothing reads such a buffer before the device has computed what it sends in return, which the
-program returns beside the results. Memory: the buffers into which a ring hop receives are missing
-(one key unit, forward). The numbers that come out mean nothing, as nothing came from anybody.
+program returns beside the results. The buffers into which a ring hop receives are missing from its
+memory (one key unit, forward). The numbers that come out mean nothing, because nothing was
+received.
 """
 
 from __future__ import annotations
@@ -168,7 +169,7 @@ def _resized(shape: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
 
 
 def in_turn(schedule: Schedule, q: Array, k: Array, v: Array, dout: Array) -> tuple[Array, ...]:
-    """What all devices of a mesh compute, one after another, with the units of one sequence.
+    """Computes what all devices of a mesh compute, one after another, on the units of one sequence.
 
     Blocks, masks, merges and roundings are those of the mesh, in the "kv" mode of the backward
     pass, so that the results are what the mesh gets. The gathers and hops are slices.
@@ -261,7 +262,7 @@ class _Devices:
             yield index, self.unit(k, size, index), self.unit(v, size, index), mask
 
     def unit(self, x: Array, ranks: int, index: Array, dim: int = 1) -> Array:
-        """Unit `index` of so many ranks, sorted."""
+        """Unit `index` of units of `ranks` ranks, sorted."""
         length = x.shape[dim] // len(self.ranks) * ranks
         own = lax.dynamic_slice_in_dim(x, index * length, length, dim)
         return self.schedule.sort(own, ranks, dim)
@@ -274,7 +275,7 @@ class _Devices:
 
 
 def _joined(units: Array, shape: tuple[int, ...]) -> Array:
-    """[unit, b, t, n, h] as whole sequences."""
+    """Joins units [unit, b, t, n, h] to whole sequences."""
     return jnp.moveaxis(units, 0, 1).reshape(shape)
 
 

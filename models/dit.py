@@ -1,21 +1,21 @@
 """A diffusion transformer: full attention, adaLN-Zero conditioning, and text as in MM-DiT.
 
-The model knows no mesh. Tokens may come in any order and in any number: where a token lies is told
-by `positions`, which are data, and only attention looks at several tokens. Of time and class each
-row has one, whatever part of its tokens is here.
+The model knows no mesh. Its tokens may come in any order and in any number: `positions`, which are
+data, say where each token lies, and only attention looks at several tokens. Each row has one time
+and one class, whichever of its tokens a device holds.
 
-Of the papers' models this leaves out the biases, and what MM-DiT takes from a pooled text encoder:
-without one, the conditioning vector is of time and class alone.
+This model differs from those of the papers in two points. It has no biases; and as there is no text
+encoder, whose pooled output MM-DiT uses, the conditioning vector depends on time and class alone.
 
 References:
     DiT, adaLN-Zero: https://arxiv.org/abs/2212.09748
-    MM-DiT, of Stable Diffusion 3: https://arxiv.org/abs/2403.03206
+    MM-DiT, the model of Stable Diffusion 3: https://arxiv.org/abs/2403.03206
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -25,28 +25,29 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
-from models.gpt import MLP
 from models.hooks import Hooks
+from models.layers import MLP, AttentionFn
 from models.linear import linear
-from startrail_jax.ordering import first
+from models.sizes import check_dit_width
+from startrail_jax.ordering import compute_first
 
-# (query [B T N H], key [B T N H], value [B T N H], segment_ids=[B T] or None) -> [B T N H]
-AttentionFn = Callable[..., Float[Array, "B T N H"]]
-
-# Text tokens: ids int32 [B S], positions in the text int32 [B S], segment ids int32 [B S].
 Captions = tuple[Int32[Array, "B S"], Int32[Array, "B S"], Int32[Array, "B S"]]
+"""Text tokens: ids, positions in the text, and segment ids."""
 
 BYTES = 256
+"""Ids of text tokens."""
 TIME_CHANNELS = 256
-# DiT's embedding is made for DDPM's steps 0 to 1000.
+"""Sines and cosines in which a time is coded."""
 TIME_SCALE = 1000.0
+"""Factor of times: DiT's embedding is made for the steps 0 to 1000 of DDPM."""
 LONGEST = 10_000.0
-"""Longest wavelength of sinusoids, over 2 pi, in positions or steps."""
+"""Longest wavelength of sinusoids divided by 2 pi, in positions or steps."""
 EPSILON = 1e-6
+"""Added to the variance in a norm."""
 
 
 class DiT(nnx.Module):
-    """Predicts what a diffusion process asks for, for every patch of images or videos."""
+    """Predicts the target of a diffusion process for every patch of images or videos."""
 
     def __init__(
         self,
@@ -66,44 +67,35 @@ class DiT(nnx.Module):
     ) -> None:
         """Builds the model with float32 weights; those of all layers are stacked, [layers, ...].
 
-        Modulations and the output projection begin as 0: every block is the identity, and the
-        output 0.
+        The weights of modulations and of the output projection begin as 0, so that at first every
+        block is the identity and the output is 0.
 
         Args:
             channels: channels of a latent, or of an image.
-            classes: number of classes. The label `classes` is "no class": the row of samples
-                whose class is dropped or not asked for. With 0 it is the only one.
-            caption_length: bytes of text; above 0 there is a text stream, of weights of its own.
-            patch: frames, height and width of what a token stands for.
+            classes: number of classes. The label `classes` means "no class", for samples whose
+                class was dropped or is not asked for; with 0 classes it is the only label.
+            caption_length: bytes of text; above 0 the model has a text stream with its own weights.
+            patch: frames, height and width of the patch that becomes one token.
             width: channels of the residual stream, even and at least 8.
             layers: number of blocks.
             heads: attention heads, a divisor of `width`.
             mlp_width: hidden channels of the MLP.
             attention_fn: attention without a mask; called with `segment_ids` by keyword.
-            dtype: type of activations and matrix products. Norms, the conditioning vector, its
-                products and the output are float32 in any case.
-            hooks: how the model runs, where it is not as written.
+            dtype: type of activations and matrix products. Norms, the conditioning vector, products
+                with it, and the output are float32 in any case.
+            hooks: how the model runs; None runs it as it is written.
             rngs: source of the initial weights.
 
         Raises:
-            ValueError: if `width` cannot be split.
+            ValueError: if `width` is not divisible by `heads`, or positions cannot be coded in it.
         """
-        if width % heads:
-            raise ValueError(
-                f"heads must divide width; got heads={heads}, width={width}. "
-                f"Use width={-(-width // heads) * heads}."
-            )
-        if width % 2 or width < 8:
-            raise ValueError(
-                "width must be even and at least 8, for sines and cosines of three coordinates; "
-                f"got width={width}. Use {max(8, width + width % 2)}."
-            )
+        check_dit_width(width=width, heads=heads)
         self.width = width
         self.dtype = jnp.dtype(dtype)
         self.hooks = Hooks() if hooks is None else hooks
         patch_channels = math.prod(patch) * channels
         small = nnx.initializers.normal(0.02)
-        # Of float32 outputs, to which positions are added before they are rounded.
+        # The outputs are float32: positions are added to them before they are rounded.
         self.patches = linear(patch_channels, width, dtype=dtype, out_dtype=jnp.float32, rngs=rngs)
         self.time_in = linear(TIME_CHANNELS, width, dtype=jnp.float32, rngs=rngs)
         self.time_out = linear(width, width, dtype=jnp.float32, rngs=rngs)
@@ -115,9 +107,9 @@ class DiT(nnx.Module):
         )
 
         @nnx.vmap(in_axes=0, out_axes=0)
-        def make_blocks(rngs: nnx.Rngs) -> Block:
-            def make_stream() -> Stream:
-                return Stream(
+        def make_blocks(rngs: nnx.Rngs) -> DiTBlock:
+            def make_stream() -> DiTStream:
+                return DiTStream(
                     width=width,
                     heads=heads,
                     mlp_width=mlp_width,
@@ -126,7 +118,7 @@ class DiT(nnx.Module):
                     rngs=rngs,
                 )
 
-            return Block(
+            return DiTBlock(
                 image=make_stream(),
                 text=make_stream() if caption_length else None,
                 attention_fn=attention_fn,
@@ -147,7 +139,7 @@ class DiT(nnx.Module):
         segment_ids: Int32[Array, "B T"] | None = None,
         captions: Captions | None = None,
     ) -> Float32[Array, "B T P"]:
-        """The prediction for each patch. Arguments as of `hidden`."""
+        """The prediction for each patch. Arguments as in `hidden`."""
         return self.output(self.hidden(patches, positions, time, labels, segment_ids, captions))
 
     def hidden(
@@ -163,24 +155,25 @@ class DiT(nnx.Module):
 
         Text and image tokens attend to each other in one call of attention: the queries of both
         streams are concatenated, [text, image], and so are keys, values and segment ids. Where
-        tokens are divided among devices, each takes its share of the text too, and its part of the
-        concatenation is no contiguous piece of the whole. That does not matter: without a causal
-        mask attention does not depend on the order of its tokens. So the sequence-parallel
-        operation serves as it is, exactly, and no device does the work of another's text again.
+        tokens are divided among devices, each device has its share of the text too, and what it
+        concatenates is no contiguous part of the whole concatenation. That does not matter: without
+        a causal mask, attention does not depend on the order of its tokens. So sequence-parallel
+        attention serves unchanged and exactly, and no device repeats work on another device's text.
 
         Args:
             patches: noisy patches, in the order that `attention_fn` expects.
             positions: frame, row and column of each patch, in patches.
-            time: of the diffusion process, from 0 (data) to 1 (noise).
+            time: time of the diffusion process, from 0 (data) to 1 (noise).
             labels: class of each row, or `classes` for none.
-            segment_ids: a token sees only its own segment, and none if it is negative (padding).
-                None is one segment a row, of id 0.
-            captions: text tokens, their positions in the text, and their segment ids: the image's
-                for its own text, and negative where there is none. All of a row may be padding.
-                Given if, and only if, the model has a text stream.
+            segment_ids: segment of each token. A token sees only its own segment; a token with a
+                negative id is padding and sees nothing. None means that all tokens of a row belong
+                to segment 0.
+            captions: text tokens, their positions in the text, and their segment ids. Text has the
+                segment id of its image; padding has a negative id, and a row may be all padding.
+                Captions are given if, and only if, the model has a text stream.
 
         Raises:
-            ValueError: if there are captions without a text stream, or the other way round.
+            ValueError: if there are captions but no text stream, or a text stream but no captions.
         """
         if (self.bytes is None) != (captions is None):
             raise ValueError(
@@ -195,7 +188,7 @@ class DiT(nnx.Module):
             texts = text.shape[1]
             if segment_ids is None:
                 segment_ids = jnp.zeros_like(positions[:, :, 0])
-            # One array, as all layers have: text first.
+            # Layers take one array, in which the text comes first.
             x = jnp.concatenate([text, x], axis=1)
             segment_ids = jnp.concatenate([text_segments, segment_ids], axis=1)
         condition = jax.nn.silu(self._embed_time(time) + self.classes(labels))
@@ -205,15 +198,15 @@ class DiT(nnx.Module):
         def run_block(weights: Any, x: Array, *context: Any) -> Array:
             return nnx.merge(graph, weights)(x, *context, texts=texts)
 
-        layer = self.hooks.layer(run_block)
+        layer = self.hooks.wrap_layer(run_block)
         context = condition, segment_ids
         x = x.astype(self.dtype)
         x, _ = lax.scan(lambda x, weights: (layer(weights, x, *context), None), x, weights)
-        shift, scale = _rows(self.modulation(condition))
+        shift, scale = _one_by_one(self.modulation(condition))
         return modulate(x[:, texts:], shift, scale)
 
     def output(self, hidden: Float[Array, "B T width"]) -> Float32[Array, "B T P"]:
-        """The prediction for each patch."""
+        """The prediction for each patch, from what `hidden` returns."""
         return self.head(hidden)
 
     def _embed_time(self, time: Float32[Array, " B"]) -> Float32[Array, "B width"]:
@@ -225,10 +218,12 @@ class DiT(nnx.Module):
         return self.bytes(tokens) + sinusoids(positions, self.width)
 
 
-class Block(nnx.Module):
-    """Attention over the tokens of all streams, and what each stream does to its own."""
+class DiTBlock(nnx.Module):
+    """Attention over the tokens of all streams; each stream treats its own before and after it."""
 
-    def __init__(self, *, image: Stream, text: Stream | None, attention_fn: AttentionFn) -> None:
+    def __init__(
+        self, *, image: DiTStream, text: DiTStream | None, attention_fn: AttentionFn
+    ) -> None:
         self.image = image
         self.text = text
         self.attention_fn = attention_fn
@@ -244,10 +239,10 @@ class Block(nnx.Module):
         """Runs the block.
 
         Args:
-            x: text tokens, if there are any, and image tokens.
-            condition: what modulations are projected from.
-            segment_ids: of all tokens.
-            texts: number of text tokens, which come first.
+            x: text tokens, if there are any, then image tokens.
+            condition: conditioning vector of each row, from which modulations are projected.
+            segment_ids: segment of each token.
+            texts: number of text tokens.
         """
         streams = (self.image,) if self.text is None else (self.text, self.image)
 
@@ -281,13 +276,14 @@ class _Prepared(NamedTuple):
     key: Array
     value: Array
     modulations: Sequence[Array]
-    """Those that come after attention: gate; shift, scale and gate of the MLP."""
+    """Modulations used after attention: its gate; then shift, scale and gate of the MLP."""
 
 
-class Stream(nnx.Module):
-    """x + gate * attention(modulate(x)), then x + gate * mlp(modulate(x)); attention comes between.
+class DiTStream(nnx.Module):
+    """x + gate * attention(modulate(x)), then x + gate * mlp(modulate(x)).
 
-    Shifts, scales and gates are of the row: adaLN-Zero.
+    `DiTBlock` calls attention, between `prepare` and `finish`. Each row has one shift, scale and
+    gate for all its tokens (adaLN-Zero).
     """
 
     def __init__(
@@ -302,7 +298,7 @@ class Stream(nnx.Module):
     ) -> None:
         self.hooks = hooks
         head_dim = width // heads
-        # Of one vector for each row: products in float32 cost nothing.
+        # In float32, which costs little: each row has one conditioning vector.
         self.modulation = linear(width, (6, width), gain=0.0, dtype=jnp.float32, rngs=rngs)
         self.query = linear(width, (heads, head_dim), dtype=dtype, rngs=rngs)
         self.key = linear(width, (heads, head_dim), dtype=dtype, rngs=rngs)
@@ -313,10 +309,10 @@ class Stream(nnx.Module):
     def prepare(
         self, x: Float[Array, "B T width"], condition: Float32[Array, "B width"]
     ) -> _Prepared:
-        """All that comes before attention."""
-        shift, scale, *later = _rows(self.modulation(condition))
-        normalised = self.hooks.spread(modulate(x, shift, scale))
-        query, normalised = first(self.query(normalised), normalised)
+        """What the stream does before attention."""
+        shift, scale, *later = _one_by_one(self.modulation(condition))
+        normalised = self.hooks.copy_to_tensor(modulate(x, shift, scale))
+        query, normalised = compute_first(self.query(normalised), normalised)
         return _Prepared(
             x=x,
             query=query,
@@ -328,16 +324,17 @@ class Stream(nnx.Module):
     def finish(
         self, prepared: _Prepared, attended: Float[Array, "B T N H"]
     ) -> Float[Array, "B T width"]:
-        """All that comes after attention."""
-        spread, join, tokens = self.hooks.spread, self.hooks.join, self.hooks.tokens
+        """What the stream does after attention."""
+        copy, reduce = self.hooks.copy_to_tensor, self.hooks.reduce_from_tensor
         attention_gate, shift, scale, mlp_gate = prepared.modulations
 
         def feed_forward(x: Array) -> Array:
-            return join(self.mlp(spread(x)))
+            return reduce(self.mlp(copy(x)))
 
-        x = _add_gated(prepared.x, attention_gate, join(self.out(attended)))
-        # Tiles may hold tokens of several rows: what is of a row stays outside.
-        return _add_gated(x, mlp_gate, tokens(feed_forward)(modulate(x, shift, scale)))
+        x = _add_gated(prepared.x, attention_gate, reduce(self.out(attended)))
+        # A tile may hold tokens of several rows, so that modulation, by row, stays outside of it.
+        mlp = self.hooks.tiled(feed_forward)
+        return _add_gated(x, mlp_gate, mlp(modulate(x, shift, scale)))
 
 
 def modulate(
@@ -345,7 +342,7 @@ def modulate(
     shift: Float32[Array, "B 1 width"],
     scale: Float32[Array, "B 1 width"],
 ) -> Float[Array, "B T width"]:
-    """layer_norm(x) * (1 + scale) + shift, in float32 and rounded after."""
+    """layer_norm(x) * (1 + scale) + shift, computed in float32 and then rounded."""
     wide = x.astype(jnp.float32)
     centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
     variance = jnp.mean(centred**2, axis=-1, keepdims=True)
@@ -353,11 +350,12 @@ def modulate(
 
 
 def _add_gated(x: Array, gate: Array, y: Array) -> Array:
-    """x + gate * y, where the gate, [B 1 width], is float32; rounded once."""
+    """x + gate * y, computed in float32, the type of the gate [B 1 width], and then rounded."""
     return (x + gate * y).astype(x.dtype)
 
 
-def _rows(modulations: Float32[Array, "B count width"]) -> list[Float32[Array, "B 1 width"]]:
+def _one_by_one(modulations: Float32[Array, "B count width"]) -> list[Float32[Array, "B 1 width"]]:
+    """The modulations one by one."""
     return jnp.split(modulations, modulations.shape[1], axis=1)
 
 
@@ -368,7 +366,7 @@ def sinusoids(
 
     Args:
         x: positions or steps.
-        channels: how many, even: pair i has the frequency LONGEST^(-i / pairs).
+        channels: number of sines and cosines, even; pair i has the frequency LONGEST^(-i / pairs).
     """
     pairs = channels // 2
     frequencies = jnp.asarray(LONGEST ** (-np.arange(pairs) / max(pairs, 1)), jnp.float32)
@@ -379,9 +377,9 @@ def sinusoids(
 
 
 def grid_sinusoids(positions: Int32[Array, "B T 3"], width: int) -> Float32[Array, "B T width"]:
-    """`sinusoids` of frame, row and column, one after another.
+    """The `sinusoids` of frame, row and column, concatenated.
 
-    The frame has a quarter of the channels; row and column share the rest.
+    The frame has a quarter of the channels; row and column share the others.
     """
     pairs = width // 2
     frame = pairs // 4

@@ -1,6 +1,6 @@
 """A decoder-only transformer: pre-norm, RMSNorm, rotary positions, grouped queries, SwiGLU or GELU.
 
-The model knows no mesh. Tokens may come in any order, since the only things that depend on it are
+The model knows no mesh. Its tokens may come in any order: only two things depend on the order,
 `positions`, which are data, and the attention callable, which knows its own layout.
 
 References:
@@ -11,8 +11,8 @@ References:
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -22,14 +22,13 @@ from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
 from models.hooks import Hooks
+from models.layers import MLP, AttentionFn
 from models.linear import linear, project
 from models.rope import Rope, rotate
-from startrail_jax.ordering import first
+from startrail_jax.ordering import compute_first
 
-# (query [B T N H], key [B T K H], value [B T K H], segment_ids=[B T] or None) -> [B T N H]
-AttentionFn = Callable[..., Float[Array, "B T N H"]]
-# (query, key, value) -> (out [B T N H], what it remembers)
-RememberingFn = Callable[..., tuple[Float[Array, "B T N H"], Any]]
+CachedAttentionFn = Callable[..., tuple[Float[Array, "B T N H"], Any]]
+"""(query, key, value) -> (out [B T N H], kv_cache)"""
 
 
 class GPT(nnx.Module):
@@ -66,9 +65,9 @@ class GPT(nnx.Module):
             attention_fn: causal attention; called with `segment_ids` by keyword.
             mlp: "swiglu" (three matrices) or "gelu" (two).
             tied_head: whether the embedding is the output projection too.
-            rope: rotary positions of `head_dim` channels; None for the usual ones.
+            rope: rotary positions of `head_dim` channels; None for unscaled ones.
             dtype: type of activations and matrix products; logits are float32 in any case.
-            hooks: how the model runs, where it is not as written.
+            hooks: how the model runs; None runs it as it is written.
             rngs: source of the initial weights.
         """
         self.dtype = jnp.dtype(dtype)
@@ -81,13 +80,14 @@ class GPT(nnx.Module):
             rngs=rngs,
         )
 
-        # Each block adds to the stream twice: with this its variance does not grow with depth.
+        # Each block adds to the residual stream twice: with this gain the variance of the stream
+        # does not grow with depth.
         out_gain = (2 * layers) ** -0.5
 
         @nnx.vmap(in_axes=0, out_axes=0)
-        def make_blocks(rngs: nnx.Rngs) -> Block:
-            return Block(
-                attention=Attention(
+        def make_blocks(rngs: nnx.Rngs) -> GPTBlock:
+            return GPTBlock(
+                attention=GPTAttention(
                     width=width,
                     heads=heads,
                     kv_heads=kv_heads,
@@ -95,7 +95,6 @@ class GPT(nnx.Module):
                     attention_fn=attention_fn,
                     out_gain=out_gain,
                     dtype=dtype,
-                    hooks=self.hooks,
                     rngs=rngs,
                 ),
                 mlp=MLP(
@@ -126,7 +125,8 @@ class GPT(nnx.Module):
         Args:
             tokens: token ids, in the order that `attention_fn` expects.
             positions: position of each token in its sequence, or in its document.
-            segment_ids: documents; a token sees only its own. None is one document a row.
+            segment_ids: number of the document of each token, which sees only its own document.
+                None means that each row is one document.
 
         Returns:
             Unnormalised log-probabilities, in the order of `tokens`.
@@ -139,57 +139,60 @@ class GPT(nnx.Module):
         positions: Int32[Array, "B T"],
         segment_ids: Int32[Array, "B T"] | None = None,
     ) -> Float[Array, "B T width"]:
-        """What `logits` takes: the last layer's output, normalised. Arguments as of a call."""
+        """What `logits` takes: the last layer's output, normalised. Arguments as in `__call__`."""
         graph, weights = nnx.split(self.blocks)
 
-        def run_block(weights: Any, x: Array, *context: Any) -> Array:
-            return nnx.merge(graph, weights)(x, *context)
+        def run_block(weights: Any, x: Array, rotation: Array, segment_ids: Array | None) -> Array:
+            block = nnx.merge(graph, weights)
+            return block(x, rotation, block.attention.uncached(segment_ids))[0]
 
-        layer = self.hooks.layer(run_block)
+        layer = self.hooks.wrap_layer(run_block)
         context = self.rope.rotation(positions), segment_ids
         x = self._embed(tokens)
         x, _ = lax.scan(lambda x, weights: (layer(weights, x, *context), None), x, weights)
         return self.norm(x).astype(self.dtype)
 
-    def cached(
+    def hidden_with_cache(
         self,
         tokens: Int32[Array, "B T"],
         positions: Int32[Array, "B T"],
-        cache: Any,
-        attend: RememberingFn,
+        kv_cache: Any,
+        attend: CachedAttentionFn,
     ) -> tuple[Float[Array, "B T width"], Any]:
-        """`hidden`, with attention that keeps keys and values from one call to the next.
+        """`hidden` for prefill and decode: attention keeps keys and values in a cache.
 
         Args:
             tokens: token ids.
             positions: position of each token in its sequence.
-            cache: arrays of all layers, which the loop over layers carries: what `attend` writes
-                of one layer is written in place.
-            attend: in the place of `attention_fn`, (cache, layer, query, key, value) -> (out,
-                cache), with the number of the layer.
+            kv_cache: arrays with the keys and values of all layers. The loop over layers carries
+                them, so that what `attend` writes for one layer is written in place.
+            attend: called instead of `attention_fn` as (kv_cache, layer, query, key, value) ->
+                (out, kv_cache), where `layer` is the number of the layer.
 
         Returns:
             What `logits` takes, and the cache.
         """
         graph, weights = nnx.split(self.blocks)
 
-        def run_block(weights: Any, x: Array, rotation: Array, layer: Array, cache: Any) -> Any:
-            attend_layer = functools.partial(attend, cache, layer)
-            return nnx.merge(graph, weights).remembering(x, rotation, attend_layer)
+        def run_block(
+            weights: Any, x: Array, rotation: Array, layer: Array, kv_cache: Any
+        ) -> tuple[Array, Any]:
+            return nnx.merge(graph, weights)(x, rotation, partial(attend, kv_cache, layer))
 
-        run = self.hooks.layer(run_block)
+        run = self.hooks.wrap_layer(run_block)
         rotation = self.rope.rotation(positions)
 
         def step(carry: tuple[Array, Any], layer: tuple[Any, Array]) -> tuple[Any, None]:
-            (x, cache), (weights, number) = carry, layer
-            return run(weights, x, rotation, number, cache), None
+            (x, kv_cache), (weights, number) = carry, layer
+            return run(weights, x, rotation, number, kv_cache), None
 
         numbers = jnp.arange(len(jax.tree.leaves(weights)[0]))
-        (x, cache), _ = lax.scan(step, (self._embed(tokens), cache), (weights, numbers))
-        return self.norm(x).astype(self.dtype), cache
+        (x, kv_cache), _ = lax.scan(step, (self._embed(tokens), kv_cache), (weights, numbers))
+        return self.norm(x).astype(self.dtype), kv_cache
 
     def _embed(self, tokens: Int32[Array, "B T"]) -> Float[Array, "B T width"]:
-        # Looked up in float32 and rounded then: the gradient of a common token is a long sum.
+        # The lookup is in float32 and rounded afterwards, so that the gradient of a frequent token,
+        # which is a long sum, is float32 too.
         return jnp.asarray(self.embedding(tokens), self.dtype)
 
     def logits(self, hidden: Float[Array, "B T width"]) -> Float32[Array, "B T vocab"]:
@@ -199,13 +202,13 @@ class GPT(nnx.Module):
         return self.head(hidden)
 
 
-class Block(nnx.Module):
+class GPTBlock(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(
         self,
         *,
-        attention: Attention,
+        attention: GPTAttention,
         mlp: MLP,
         width: int,
         dtype: Any,
@@ -216,7 +219,8 @@ class Block(nnx.Module):
         self.attention = attention
         self.mlp = mlp
         self.dtype = jnp.dtype(dtype)
-        # In float32, and rounded after: else their scales, near 1, would be rounded themselves.
+        # Norms are computed in float32 and rounded afterwards: in 16 bits their scales, which are
+        # near 1, would be rounded themselves.
         self.attention_norm = nnx.RMSNorm(width, dtype=jnp.float32, rngs=rngs)
         self.mlp_norm = nnx.RMSNorm(width, dtype=jnp.float32, rngs=rngs)
 
@@ -224,30 +228,22 @@ class Block(nnx.Module):
         self,
         x: Float[Array, "B T width"],
         rotation: Float32[Array, "2 B T half"],
-        segment_ids: Int32[Array, "B T"] | None,
-    ) -> Float[Array, "B T width"]:
-        return self.remembering(x, rotation, self.attention.forgetful(segment_ids))[0]
-
-    def remembering(
-        self,
-        x: Float[Array, "B T width"],
-        rotation: Float32[Array, "2 B T half"],
-        attend: RememberingFn,
+        attend: CachedAttentionFn,
     ) -> tuple[Float[Array, "B T width"], Any]:
-        """The block with another attention; returns what that remembers, too."""
-        spread, join, tokens = self.hooks.spread, self.hooks.join, self.hooks.tokens
+        """Runs the block; returns its output and the cache that `attend` returned."""
+        copy, reduce = self.hooks.copy_to_tensor, self.hooks.reduce_from_tensor
 
         def feed_forward(x: Array) -> Array:
-            return join(self.mlp(spread(self.mlp_norm(x).astype(self.dtype))))
+            return reduce(self.mlp(copy(self.mlp_norm(x).astype(self.dtype))))
 
-        normalised = spread(self.attention_norm(x).astype(self.dtype))
-        out, memory = self.attention.remembering(normalised, rotation, attend)
-        x = x + join(out)
-        return x + tokens(feed_forward)(x), memory
+        normalised = copy(self.attention_norm(x).astype(self.dtype))
+        out, kv_cache = self.attention(normalised, rotation, attend)
+        x = x + reduce(out)
+        return x + self.hooks.tiled(feed_forward)(x), kv_cache
 
 
-class Attention(nnx.Module):
-    """Projections and rotary positions round an attention callable."""
+class GPTAttention(nnx.Module):
+    """Projections and rotary positions around an attention callable."""
 
     def __init__(
         self,
@@ -259,7 +255,6 @@ class Attention(nnx.Module):
         attention_fn: AttentionFn,
         out_gain: float,
         dtype: Any,
-        hooks: Hooks,
         rngs: nnx.Rngs,
     ) -> None:
         self.attention_fn = attention_fn
@@ -272,47 +267,15 @@ class Attention(nnx.Module):
         self,
         x: Float[Array, "B T width"],
         rotation: Float32[Array, "2 B T half"],
-        segment_ids: Int32[Array, "B T"] | None,
-    ) -> Float[Array, "B T width"]:
-        return self.remembering(x, rotation, self.forgetful(segment_ids))[0]
-
-    def remembering(
-        self,
-        x: Float[Array, "B T width"],
-        rotation: Float32[Array, "2 B T half"],
-        attend: RememberingFn,
+        attend: CachedAttentionFn,
     ) -> tuple[Float[Array, "B T width"], Any]:
-        """The same round another callable; returns what that remembers, too."""
+        """Attention with projections; returns its output and the cache that `attend` returned."""
         query = rotate(self.query(x), rotation)
-        query, x = first(query, x)
+        query, x = compute_first(query, x)
         key = rotate(self.key(x), rotation)
-        out, memory = attend(query, key, self.value(x))
-        return self.out(out), memory
+        out, kv_cache = attend(query, key, self.value(x))
+        return self.out(out), kv_cache
 
-    def forgetful(self, segment_ids: Int32[Array, "B T"] | None) -> RememberingFn:
-        """The attention callable of the model, which remembers nothing."""
+    def uncached(self, segment_ids: Int32[Array, "B T"] | None) -> CachedAttentionFn:
+        """The model's attention callable, with None in the place of a cache."""
         return lambda *arrays: (self.attention_fn(*arrays, segment_ids=segment_ids), None)
-
-
-class MLP(nnx.Module):
-    """down(silu(gate(x)) * up(x)), or down(gelu(up(x)))."""
-
-    def __init__(
-        self,
-        kind: Literal["swiglu", "gelu"],
-        *,
-        width: int,
-        hidden: int,
-        out_gain: float,
-        dtype: Any,
-        rngs: nnx.Rngs,
-    ) -> None:
-        gated = kind == "swiglu"
-        self.gate = linear(width, hidden, dtype=dtype, rngs=rngs) if gated else None
-        self.up = linear(width, hidden, dtype=dtype, rngs=rngs)
-        self.down = linear(hidden, width, gain=out_gain, dtype=dtype, rngs=rngs)
-
-    def __call__(self, x: Float[Array, "B T width"]) -> Float[Array, "B T width"]:
-        if self.gate is None:
-            return self.down(jax.nn.gelu(self.up(x)))
-        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))

@@ -1,4 +1,4 @@
-"""What a model leaves to those who run it: it knows neither devices nor memory."""
+"""How a model runs: the functions that it calls where memory and parallelism are decided."""
 
 from __future__ import annotations
 
@@ -15,18 +15,22 @@ def _unchanged(x: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Hooks:
-    """Functions that a model calls where memory and parallelism are decided.
+    """Functions that a model calls; it knows neither devices nor memory.
 
-    The defaults run it as it is written: on one device, or on global arrays, where the compiler
-    splits the work.
+    With the defaults the model runs as it is written: on one device, or on global arrays, for which
+    the compiler divides the work.
     """
 
-    layer: Callable[[Callable[..., Any]], Callable[..., Any]] = _unchanged
-    """Wraps the function (weights, x, ...) -> x of one layer, or -> (x, cache):
-    rematerialisation, and the collection of weights that lie split."""
-    tokens: Callable[[Callable[..., Array]], Callable[..., Array]] = _unchanged
-    """Wraps a function of arrays [B T ...] that treats every token alike: tiling."""
-    spread: Callable[[Array], Array] = _unchanged
-    """Applied to activations before projections whose outputs are split (Megatron-LM's f)."""
-    join: Callable[[Array], Array] = _unchanged
-    """Applied to activations after projections whose inputs are split: a sum (Megatron-LM's g)."""
+    wrap_layer: Callable[[Callable[..., Any]], Callable[..., Any]] = _unchanged
+    """Wraps the function of one layer, (weights, x, ...) -> x or -> (x, kv_cache): it gathers
+    sharded weights, and rematerialises."""
+    tiled: Callable[[Callable[..., Array]], Callable[..., Array]] = _unchanged
+    """Wraps a function of arrays [B T ...] that treats each token by itself, so that it can run on
+    a few tokens at a time."""
+    copy_to_tensor: Callable[[Array], Array] = _unchanged
+    """Applied to the inputs of projections whose outputs are split over tensor-parallel devices:
+    the identity, whose gradient is summed over the devices (f of Megatron-LM,
+    https://arxiv.org/abs/1909.08053)."""
+    reduce_from_tensor: Callable[[Array], Array] = _unchanged
+    """Applied to the outputs of projections whose inputs are split over tensor-parallel devices: a
+    sum over the devices (g of Megatron-LM)."""

@@ -21,10 +21,18 @@ def linear(
     out_dtype: Any = None,
     rngs: nnx.Rngs,
 ) -> nnx.LinearGeneral:
-    """A projection from the last dimensions, `inputs`, to `outputs`.
+    """A projection of the last dimensions, of sizes `inputs`, to dimensions of sizes `outputs`.
 
-    Turns inputs of variance 1 into outputs of variance gain^2, whatever the sizes. The kernel,
-    [*inputs, *outputs], is float32; it is used in `dtype`, and the output is `out_dtype`, or as it.
+    It turns inputs of variance 1 into outputs of variance gain^2, whatever the sizes. The kernel,
+    [*inputs, *outputs], is float32, and is used in `dtype`.
+
+    Args:
+        inputs: sizes of the dimensions that are contracted.
+        outputs: sizes of the dimensions that take their place.
+        gain: standard deviation of the outputs.
+        dtype: type of the products.
+        out_dtype: type of the output; None for `dtype`.
+        rngs: source of the initial weights.
     """
     axis = tuple(range(-len(inputs), 0)) if isinstance(inputs, tuple) else -1
     return nnx.LinearGeneral(
@@ -34,7 +42,7 @@ def linear(
         use_bias=False,
         kernel_init=nnx.initializers.variance_scaling(gain**2, "fan_in", "normal"),
         dtype=dtype,
-        # `project` casts the kernel: outside of it the gradient would be rounded on the way.
+        # Only `project` casts the kernel: the gradient of a cast outside of it would be rounded.
         promote_dtype=_cast_activations,
         dot_general=_dot_general,
         preferred_element_type=out_dtype,
@@ -43,7 +51,7 @@ def linear(
 
 
 def _cast_activations(arrays: Any, /, *, dtype: Any = None, inexact: bool = True) -> Any:
-    """What `nnx.LinearGeneral` calls to bring activations, kernel and bias to one type."""
+    """Casts the activations alone; `nnx.LinearGeneral` calls it to give all arrays one type."""
     x, *weights = arrays
     return x.astype(dtype), *weights
 
@@ -51,9 +59,11 @@ def _cast_activations(arrays: Any, /, *, dtype: Any = None, inexact: bool = True
 def _dot_general(
     x: Array, kernel: Array, dims: Any, *, preferred_element_type: Any = None, **options: Any
 ) -> Array:
-    """What `nnx.LinearGeneral` calls; contracts the last dimensions of x, as `linear` asks."""
+    """`project` with the arguments with which `nnx.LinearGeneral` calls `lax.dot_general`."""
     if any(value is not None for value in options.values()):
-        raise ValueError(f"linear() takes no option of lax.dot_general; got {options}. Leave it.")
+        raise ValueError(
+            f"linear() takes no option of lax.dot_general; got {options}. Leave them out."
+        )
     return project(x, kernel, len(dims[0][0]), preferred_element_type)
 
 
@@ -63,9 +73,8 @@ def project(
 ) -> Float[Array, "..."]:
     """Contracts the last dimensions of x with the first of the kernel, in the type of x.
 
-    The gradient of the kernel is summed and returned in float32: a matrix product of 16-bit arrays
-    adds in float32 anyway, and what comes after it, over tiles, micro-batches and devices, should
-    not round.
+    The gradient of the kernel is float32. A matrix product of 16-bit arrays adds in float32 anyway,
+    and the sums that follow it, over tiles, parts of a batch and devices, should not round.
 
     Args:
         x: [..., *inputs], of any floating type.

@@ -1,4 +1,4 @@
-"""Rotary positions, and their stretching to longer contexts.
+"""Rotary positions, and how they are stretched for longer contexts.
 
 References:
     RoPE: https://arxiv.org/abs/2104.09864
@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Float64, Int32
 
-# Wavelengths of which the original context holds more than the first number of turns stay as they
-# are; those of fewer than the second are stretched in full.
+# A channel pair that makes more turns in the original context than the first number keeps its
+# wavelength; one that makes fewer turns than the second is stretched by the whole factor.
 LLAMA3_TURNS = (4.0, 1.0)
 YARN_TURNS = (32.0, 1.0)
 
@@ -30,13 +30,14 @@ class Rope:
     head_dim: int
     """Channels of a head, even; the pairs are (i, i + head_dim / 2)."""
     base: float = 10_000.0
-    """Wavelengths go from 2 pi to about 2 pi * base."""
+    """Wavelengths range from 2 pi to about 2 pi * base tokens."""
     scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
-    """Which wavelengths are stretched: none, all, or the long ones alone."""
+    """Which wavelengths are stretched: none, all ("linear"), or the long ones alone."""
     factor: float = 1.0
-    """By how much wavelengths are stretched."""
+    """Ratio of a wavelength after stretching to the one before."""
     original_length: int | None = None
-    """Tokens of the context before, by which "llama3" and "yarn" tell long from short."""
+    """Tokens of the original context; "llama3" and "yarn" need it to tell long wavelengths from
+    short ones."""
 
     def __post_init__(self) -> None:
         if self.head_dim % 2:
@@ -64,7 +65,7 @@ class Rope:
             most, least = LLAMA3_TURNS
             stretched = np.clip((most - turns) / (most - least), 0, 1)
         else:
-            # YaRN blends by the index of the pair, between those that make 32 turns and one turn.
+            # YaRN blends by the index of the pair, between the pairs that make 32 turns and 1 turn.
             first, last = (self._pair_of(turns) for turns in YARN_TURNS)
             first, last = max(math.floor(first), 0), min(math.ceil(last), self.head_dim - 1)
             stretched = np.clip((pairs - first) / max(last - first, 1e-3), 0, 1)
@@ -77,21 +78,21 @@ class Rope:
         return self.original_length
 
     def _pair_of(self, turns: float) -> float:
-        """The index, a real number, of the pair that makes so many turns in the old context."""
+        """Index, as a real number, of the pair that makes `turns` turns in the original context."""
         half = self.head_dim // 2
         return half * math.log(self._original_length / (turns * 2 * math.pi)) / math.log(self.base)
 
     @property
     def magnitude(self) -> float:
-        """Factor of rotated queries and keys: YaRN sharpens the softmax by its square."""
+        """Factor of rotated queries and keys; in YaRN it is above 1, which sharpens the softmax."""
         return 0.1 * math.log(self.factor) + 1 if self.scaling == "yarn" else 1.0
 
     def rotation(self, positions: Int32[Array, "B T"]) -> Float32[Array, "2 B T half"]:
         """Cosines and sines of the angles of every channel pair, times `magnitude`.
 
-        Angles are counted in 2^-32 of a turn: a product of integers that overflows loses whole
-        turns and nothing else. In float32 angles would be off by up to 0.03 at 500,000 tokens, and
-        differently for tokens at the same distance.
+        Angles are integers, in units of 2^-32 turns: a product that overflows loses whole turns
+        and nothing else. Angles computed in float32 would be wrong by up to 0.03 at 500,000 tokens,
+        and by different amounts for pairs of tokens at the same distance.
         """
         frequencies = np.round(self.frequencies() * (2**32 / (2 * np.pi))).astype(np.uint32)
         turns = positions.astype(jnp.uint32)[:, :, None] * frequencies[None, None, :]
@@ -102,7 +103,7 @@ class Rope:
 def rotate(
     x: Float[Array, "B T heads H"], rotation: Float32[Array, "2 B T half"]
 ) -> Float[Array, "B T heads H"]:
-    """Turns the channel pairs (i, i + half) of every head by `rotation`, in float32."""
+    """Rotates the channel pairs (i, i + half) of every head by `rotation`, in float32."""
     cos, sin = rotation[:, :, :, None, :]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

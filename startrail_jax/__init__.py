@@ -1,10 +1,15 @@
-"""Exact, communication-efficient sequence-parallel attention for JAX.
+"""Exact sequence-parallel attention for JAX, with little communication.
 
-import startrail_jax as st
+On 8 devices, StarTrail in teams of 2:
 
-mesh = st.make_mesh(st.Degrees.startrail(8, c=2))
-attention = st.Attention(mesh, causal=True)
-out = attention(query, key, value)
+    import startrail_jax as st
+
+    mesh = st.make_mesh(st.Degrees.startrail(8, c=2))
+    attention = st.Attention(mesh, causal=True)
+    out = attention(query, key, value)
+
+References:
+    StarTrail, https://arxiv.org/abs/2407.00611
 """
 
 import importlib
@@ -29,7 +34,8 @@ __all__ = [
     "make_mesh",
 ]
 
-# Imported when first asked for: the help of `train.py` needs the package, but not jax.
+# The module of each name. It is imported when the name is first used, so that a program that only
+# prints its help need not wait for jax.
 _MODULES = {
     "CHECKPOINT_NAMES": "rings",
     "Attention": "attention",

@@ -1,24 +1,229 @@
-"""Attention of a few new tokens to a cache whose slots are sharded over the sequence axes.
+"""Decoding: attention of a few new tokens to a KV cache that is sharded over the sequence axes.
 
-A cache holds the keys, or the values, of a sequence of S slots in the order of the layout, one slot
-for each position: what sequence-parallel attention gets as key and value are the shards of a cache.
-Where a slot lies follows from ranks and is never sent, and what is not visible from a position is
-never read from its slot: slots above it need not be filled yet.
+A cache holds the keys, or the values, of a sequence in *slots*, one for each position, in the order
+of the layout. What `Attention` takes as key and value can thus serve as a cache. Devices compute
+where a slot lies, so positions are never sent. A slot above the position of a query is never read
+for it, so slots that are not filled yet may hold anything finite.
 """
 
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Float32, Int32
 
 from startrail_jax import collectives
 from startrail_jax.layout import Layout
-from startrail_jax.mesh import Axis
+from startrail_jax.mesh import SEQUENCE_ROLES, Axis, Degrees, flat_axis
 from startrail_jax.shapes import EMPTY, KeyShard, LseShard, OutShard, QueryShard, ValueShard
+from startrail_jax.sizes import check_heads
 from startrail_jax.softmax import rows
+from startrail_jax.validation import check_decode, check_shardings, check_update
 from startrail_jax.varying import alike
+
+
+class Decoding:
+    """The methods of `Attention` that read and write a cache."""
+
+    # What `Attention` has, and these methods use.
+    mesh: Mesh | AbstractMesh
+    axes: dict[str, Axis]
+    degrees: Degrees
+    causal: bool
+    layout: Any
+    window: int | None
+    scale: float | None
+    query_spec: Callable[[int], PartitionSpec]
+    key_spec: Callable[[int], PartitionSpec]
+
+    def decode(
+        self, query: ArrayLike, key_cache: ArrayLike, value_cache: ArrayLike, positions: ArrayLike
+    ) -> Array:
+        """Attends new tokens to a cache of keys and values that is sharded over the sequence axes.
+
+        The result is that of a call with the whole sequence: each token attends to itself and to
+        all tokens before it. Each device attends to its own slots, and the float32 results are
+        merged: see `startrail_jax.cache.sharded_decode`. The traffic does not depend on the length
+        of the cache.
+
+        Args:
+            query: [batch, new, heads, head_dim] sharded as `decode_spec(heads)`, replicated over
+                the sequence axes. `new` should be small, as all logits exist at once.
+            key_cache: [batch, slots, kv_heads, head_dim] sharded as `key_spec(kv_heads)`, in the
+                order of `layout`. It already holds the keys of `query`: see `update_cache`.
+            value_cache: [batch, slots, kv_heads, value_head_dim], likewise.
+            positions: int32 [batch, new], the position of each query. A query sees the slots of
+                its own position and below, the last `window` of them. A query of negative position
+                sees none.
+
+        Returns:
+            out [batch, new, heads, value_head_dim] in the dtype of query and sharded like it; 0
+            where no slot is visible.
+
+        Raises:
+            ValueError: if this attention is not causal, or if shapes, dtypes or shardings do not
+                fit.
+        """
+        query, key, value = (jnp.asarray(x) for x in (query, key_cache, value_cache))
+        arrays = (query, key, value, jnp.asarray(positions))
+        check_decode(*arrays, causal=self.causal, layout=self.layout, slots=key.shape[1])
+        check_heads(self.degrees, query.shape[2], key.shape[2])
+        query_spec, key_spec = self.decode_spec(query.shape[2]), self.key_spec(key.shape[2])
+        specs = (query_spec, key_spec, key_spec, PartitionSpec(query_spec[0]))
+        names = ("query", "key_cache", "value_cache", "positions")
+        check_shardings(names, arrays, specs, self.mesh)
+        return _decode(self, specs, *arrays)
+
+    def decode_local(
+        self, query: Array, key_cache: Array, value_cache: Array, positions: Array
+    ) -> Array:
+        """Does what `decode` does on one device, inside a fully manual `shard_map` of the caller.
+
+        Args:
+            query: the new tokens [b, t, n, h] of this device's rows and heads.
+            key_cache, value_cache: this device's slots [b, s, k, h] and [b, s, k, v], of the key
+                heads that its query heads need; neighbouring query heads share one.
+            positions: int32 [b, t], the positions of the new tokens.
+
+        Returns:
+            out [b, t, n, v] of this device's queries, in the dtype of query.
+
+        Raises:
+            ValueError: if this attention is not causal, or if shapes or dtypes do not fit.
+        """
+        check_decode(
+            query,
+            key_cache,
+            value_cache,
+            positions,
+            causal=self.causal,
+            layout=self.layout,
+            slots=key_cache.shape[1] * self.degrees.sequence,
+        )
+        return sharded_decode(
+            query,
+            key_cache,
+            value_cache,
+            positions,
+            layout=self.layout,
+            ranks=flat_axis(self.axes, SEQUENCE_ROLES),
+            window=self.window,
+            scale=self.scale,
+        )
+
+    def _decode_on_device(
+        self, query: Array, key: Array, value: Array, positions: Array, *, kv_heads: int
+    ) -> Array:
+        """`decode_local`, after a choice of heads where all `kv_heads` lie on every device."""
+        if kv_heads % self.degrees.tensor:
+            needed = collectives.needed_heads(kv_heads, self.degrees.head, self.axes["tensor"])
+            needed = needed[:: self.key_copies(kv_heads)]
+            key, value = (jnp.take(x, needed, axis=2, mode="clip") for x in (key, value))
+        return self.decode_local(query, key, value, positions)
+
+    def update_cache(self, cache: ArrayLike, new: ArrayLike, positions: ArrayLike) -> Array:
+        """Writes the keys, or the values, of new tokens into their slots; nothing is sent.
+
+        Args:
+            cache: [batch, slots, kv_heads, head_dim] sharded as `key_spec(kv_heads)`. It is written
+                in place in a `jit` to which it is donated (`donate_argnums`), and in a loop that
+                carries it.
+            new: [batch, new, kv_heads, head_dim], sharded likewise, but replicated over the
+                sequence axes.
+            positions: int32 [batch, new], distinct in each row. Positions that the cache does not
+                have are not written.
+
+        Returns:
+            The cache, sharded as it was and in its dtype.
+
+        Raises:
+            ValueError: if shapes or shardings do not fit, or if positions are not int32.
+        """
+        cache, new, positions = (jnp.asarray(x) for x in (cache, new, positions))
+        check_update(cache, new, positions, layout=self.layout, slots=cache.shape[1])
+        spec = self.key_spec(cache.shape[2])
+        specs = (spec, PartitionSpec(spec[0], None, *spec[2:]), PartitionSpec(spec[0]))
+        check_shardings(("cache", "new", "positions"), (cache, new, positions), specs, self.mesh)
+        return _update(self, specs, cache, new, positions)
+
+    def update_cache_local(
+        self, cache: Array, new: Array, positions: Array, *, layer: Array | int | None = None
+    ) -> Array:
+        """Does what `update_cache` does on one device, inside a `shard_map` of the caller.
+
+        Args:
+            cache: this device's slots [b, s, k, h]; with a `layer`, those of all layers, [layers,
+                b, s, k, h].
+            new: keys or values of the new tokens [b, t, k, h], of this device's rows and key heads.
+                They are cast to the dtype of the cache.
+            positions: int32 [b, t], the positions of the new tokens.
+            layer: the layer whose slots are written, if the cache has those of all layers.
+
+        Returns:
+            The cache.
+
+        Raises:
+            ValueError: if shapes do not fit, or if positions are not int32.
+        """
+        check_update(
+            cache,
+            new,
+            positions,
+            layout=self.layout,
+            slots=cache.shape[-3] * self.degrees.sequence,
+            layers=layer is not None,
+        )
+        ranks = flat_axis(self.axes, SEQUENCE_ROLES)
+        return write_slots(cache, new, positions, layout=self.layout, ranks=ranks, layer=layer)
+
+    def decode_spec(self, heads: int) -> PartitionSpec:
+        """PartitionSpec of the queries and outputs of `decode`: [batch, new, heads, head_dim].
+
+        Raises:
+            ValueError: if the heads cannot be split over `head` and `tensor`.
+        """
+        batch, _, split, _ = self.query_spec(heads)
+        return PartitionSpec(batch, None, split, None)
+
+    def key_copies(self, kv_heads: int) -> int:
+        """How many neighbours among the key heads that `local` is given are copies of one head.
+
+        There are copies only where `tensor` does not divide `kv_heads` and `head` is above 1. A
+        cache needs one of each, `key[:, :, ::copies]`.
+        """
+        parts = self.degrees.head * self.degrees.tensor
+        if kv_heads % self.degrees.tensor == 0:
+            return 1
+        return math.gcd(self.degrees.head, parts // kv_heads)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _decode(attention: Decoding, specs: tuple[PartitionSpec, ...], *arrays: Array) -> Array:
+    """`decode` of arrays that have been checked."""
+    return jax.shard_map(
+        functools.partial(attention._decode_on_device, kv_heads=arrays[1].shape[2]),
+        mesh=attention.mesh,
+        in_specs=specs,
+        out_specs=specs[0],
+    )(*arrays)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _update(attention: Decoding, specs: tuple[PartitionSpec, ...], *arrays: Array) -> Array:
+    """`update_cache` of arrays that have been checked."""
+    return jax.shard_map(
+        attention.update_cache_local,
+        mesh=attention.mesh,
+        in_specs=specs,
+        out_specs=specs[0],
+    )(*arrays)
 
 
 def sharded_decode(
@@ -32,24 +237,24 @@ def sharded_decode(
     window: int | None,
     scale: float | None,
 ) -> OutShard:
-    """Attention of the same new tokens on all `ranks` to the slots of all of them.
+    """Attends new tokens, which all P devices along `ranks` hold, to the slots of all of them.
 
-    Each device attends to its own slots, in float32, and they merge what they found:
+    Each device r attends to its own slots, in float32, and the results are merged:
 
         L = log sum_r exp(lse_r),    out = sum_r exp(lse_r - L) out_r
 
-    in two all_reduces, of one and of v + 1 float32 numbers for each query of each head. A device
-    receives 2 (P - 1) / P * 4 * b * t * n * (v + 2) bytes, whatever the length of the cache.
+    This takes two all_reduces, of one and of v + 1 float32 numbers for each query of each head. A
+    device receives 2 (P - 1) / P * 4 * b * t * n * (v + 2) bytes, whatever the length of the cache.
 
     Args:
         q: the new tokens, replicated over `ranks`.
         k, v: this device's slots.
-        positions: of the new tokens. Each sees the slots of its own position and below, the last
-            `window` of them; one of negative position sees none.
-        layout: of the cache.
+        positions: positions of the new tokens. Each sees the slots of its own position and below,
+            the last `window` of them; a token of negative position sees none.
+        layout: the placement of the slots.
         ranks: the flat sequence axis, over (group, ring, team, head).
-        window: as of `Attention`.
-        scale: of the logits; None for head_dim ** -0.5.
+        window: number of slots that a token sees; None for all.
+        scale: factor of the logits; None for head_dim ** -0.5.
 
     Returns:
         out in the dtype of q, replicated over `ranks`; 0 where no slot is visible.
@@ -58,7 +263,7 @@ def sharded_decode(
         q, k, v, positions, _slot_positions(layout, ranks, k.shape[1]), window, scale
     )
     highest = collectives.maximum(lse, ranks)
-    # Where all are EMPTY the weights are 1, and the outputs 0.
+    # In a row that is EMPTY everywhere the weights are 1, and the outputs that they scale are 0.
     weights = rows(jnp.exp(lse - highest))
     both = collectives.total(jnp.concatenate([out * weights, weights], axis=-1), ranks)
     return (both[..., :-1] / both[..., -1:]).astype(q.dtype)
@@ -73,7 +278,7 @@ def _attend_slots(
     window: int | None,
     scale: float | None,
 ) -> tuple[Float32[Array, "b t n v"], LseShard]:
-    """Dense attention to the visible ones of this device's slots; all in float32."""
+    """Dense attention to those of this device's slots that are visible, all in float32."""
     batch, length, heads, head_dim = q.shape
     groups = q.reshape(batch, length, k.shape[2], -1, head_dim).astype(jnp.float32)
     factor = head_dim**-0.5 if scale is None else scale
@@ -85,7 +290,7 @@ def _attend_slots(
     logits = _dot("btkgh,bskh->bkgts", groups, k) * factor
     logits = jnp.where(visible, logits, EMPTY)
     highest = logits.max(-1, keepdims=True)
-    # An unfilled slot may hold anything finite. In a row that sees none, the weights must be 0.
+    # In a row that sees no slot, every logit is EMPTY, and its weights must be 0 all the same.
     weights = jnp.where(visible, jnp.exp(logits - highest), 0.0)
     total = weights.sum(-1, keepdims=True)
     # The total of a row that sees a slot is at least 1.
@@ -108,23 +313,26 @@ def write_slots(
     ranks: Axis,
     layer: Int32[Array, ""] | int | None = None,
 ) -> Float[Array, "..."]:
-    """The cache with the slots of `positions` replaced, where this device has them.
+    """Replaces the slots of `positions`, as far as this device has them; nothing is sent.
 
-    Nothing is sent, and XLA writes in place where the cache is donated or carried by a loop; on
-    CPUs, which have no 16-bit floats, only one of float32.
+    XLA writes in place if the cache is donated, or carried by a loop. On CPUs, which have no 16-bit
+    floats, it does so only for a cache of float32.
 
     Args:
         cache: this device's slots [b s k h], or those of all layers, [layers b s k h].
         new: keys or values of the new tokens, replicated over `ranks`.
-        positions: of the new tokens, distinct in each row; those that the cache does not have, as
-            negative ones, are not written.
-        layout: of the cache.
+        positions: positions of the new tokens, distinct in each row. Positions that the cache does
+            not have, such as negative ones, are not written.
+        layout: the placement of the slots.
         ranks: the flat sequence axis, over (group, ring, team, head).
-        layer: which of the layers, if the cache has those of all.
+        layer: the layer whose slots are written, if the cache has those of all layers.
+
+    Returns:
+        The cache.
     """
     length = cache.shape[-3]
     runs = layout.unit_positions(length * layout.degree, 1, collectives.index(ranks))
-    # One past the end: not written.
+    # An index past the end is not written.
     slots = jnp.full_like(positions, length)
     for i, start in enumerate(runs.starts):
         turn, rest = jnp.divmod(positions - start, runs.stride)
@@ -138,92 +346,6 @@ def write_slots(
 
 
 def _slot_positions(layout: Layout, ranks: Axis, slots: int) -> Int32[Array, " s"]:
-    """Position of each of this device's slots, in order."""
+    """Position of each of this device's slots."""
     rank = collectives.index(ranks)
     return layout.unit_positions(slots * layout.degree, 1, rank).vector()
-
-
-def check_decode(
-    query: Any,
-    key: Any,
-    value: Any,
-    positions: Any,
-    *,
-    causal: bool,
-    layout: Layout,
-    slots: int,
-) -> None:
-    """Raises unless new tokens and a cache fit each other.
-
-    Args:
-        slots: of the whole cache, over all devices.
-
-    Raises:
-        ValueError: if shapes or dtypes do not fit, or the attention is not causal.
-    """
-    if not causal:
-        raise ValueError(
-            "decode needs a causal attention, as slots that are not filled yet must not be seen; "
-            "got an instance with causal=False. Build Attention(mesh, causal=True)."
-        )
-    shapes = f"query {query.shape}, key_cache {key.shape}, value_cache {value.shape}"
-    fits = (
-        query.ndim == key.ndim == value.ndim == 4
-        and query.shape[0] == key.shape[0]
-        and query.shape[3] == key.shape[3]
-        and key.shape[:3] == value.shape[:3]
-        and 0 not in query.shape + key.shape + value.shape
-        and query.shape[2] % key.shape[2] == 0
-    )
-    if not fits:
-        raise ValueError(
-            "query must be [batch, new, heads, head_dim], key_cache [batch, slots, kv_heads, "
-            "head_dim] and value_cache [batch, slots, kv_heads, value_head_dim], and kv_heads "
-            f"divide heads; got {shapes}. Correct the odd one out."
-        )
-    dtypes = [str(x.dtype) for x in (query, key, value)]
-    if len(set(dtypes)) > 1:
-        raise ValueError(
-            "query, key_cache and value_cache must have one dtype; got "
-            f"{', '.join(dtypes)}. Cast the query."
-        )
-    if not jnp.issubdtype(query.dtype, jnp.floating):
-        raise ValueError(
-            f"query, key_cache and value_cache must be of a float dtype; got {dtypes[0]}. Cast "
-            "them, to bfloat16 or float32."
-        )
-    _check_positions(positions, query.shape[:2])
-    layout.check_length(slots, "slots")
-
-
-def check_update(
-    cache: Any, new: Any, positions: Any, *, layout: Layout, slots: int, layers: bool = False
-) -> None:
-    """Raises unless new keys or values fit a cache.
-
-    Args:
-        slots: of the whole cache, over all devices.
-        layers: whether the cache is that of all layers.
-
-    Raises:
-        ValueError: if shapes do not fit, or positions are not int32.
-    """
-    shape = cache.shape[layers:]
-    if not (
-        len(shape) == new.ndim == 4 and (shape[0], *shape[2:]) == (new.shape[0], *new.shape[2:])
-    ):
-        raise ValueError(
-            f"cache must be [{'layers, ' if layers else ''}batch, slots, kv_heads, head_dim] and "
-            "new [batch, new, kv_heads, head_dim], alike but for the second; got cache "
-            f"{cache.shape}, new {new.shape}. Correct the odd one out."
-        )
-    _check_positions(positions, new.shape[:2])
-    layout.check_length(slots, "slots")
-
-
-def _check_positions(positions: Any, shape: tuple[int, ...]) -> None:
-    if positions.shape != shape or positions.dtype != jnp.int32:
-        raise ValueError(
-            f"positions must be int32 [batch, new] = {list(shape)}; got {positions.dtype} "
-            f"{list(positions.shape)}. Give one for each new token of each row."
-        )

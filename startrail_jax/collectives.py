@@ -1,6 +1,7 @@
-"""Movement of units between devices: ring shift, gathers and scatters, key placement, exchanges.
+"""Movement of data between devices: shifts, gathers, scatters, exchanges, and key placement.
 
-No attention maths. Every function runs inside `shard_map`; an axis of degree 1 moves nothing.
+There are no attention maths here. Every function runs inside `shard_map`, and an axis of degree 1
+moves nothing. Received bytes are given in the size of the array x that a device puts in.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def index(axis: Axis) -> Int32[Array, ""] | int:
 
 
 def shift(tree: Any, axis: Axis, step: int) -> Any:
-    """Sends every array of `tree` from index p to p + step (mod degree); one message each."""
+    """Sends each array of `tree` from index p to index p + step (mod degree), in one message."""
     if step % axis.degree == 0:
         return tree
     pairs = [(p, (p + step) % axis.degree) for p in range(axis.degree)]
@@ -31,9 +32,9 @@ def shift(tree: Any, axis: Axis, step: int) -> Any:
 
 
 def _permute(x: Array, axis: Axis, pairs: list[tuple[int, int]]) -> Array:
-    """lax.ppermute by flat indices along `axis`, whatever the order of its axes in the mesh.
+    """`lax.ppermute` by flat indices along `axis`, whatever the order of its names in the mesh.
 
-    jax 0.12 wants the names in the order of the mesh, which need not be ours.
+    jax 0.12 requires the names in the order of the mesh, which need not be that of `axis`.
     """
     mesh = jax.sharding.get_abstract_mesh()
     ordered = tuple(sorted(axis.names, key=mesh.axis_names.index))
@@ -47,40 +48,73 @@ def _permute(x: Array, axis: Axis, pairs: list[tuple[int, int]]) -> Array:
 
 
 def gather(x: Shaped[Array, "..."], axis: Axis, dim: int) -> Shaped[Array, "..."]:
-    """Concatenates the members' arrays along `dim`; receives degree - 1 arrays."""
+    """Concatenates the arrays of all members along `dim`. Receives degree - 1 times x."""
     return lax.all_gather(x, axis.names, axis=dim, tiled=True) if axis.degree > 1 else x
 
 
 def scatter_sum(x: Shaped[Array, "..."], axis: Axis, dim: int) -> Shaped[Array, "..."]:
-    """Sums over members and keeps this member's part of `dim`, the transpose of `gather`."""
+    """Sums over members and keeps this member's part of `dim`: the transpose of `gather`.
+
+    Receives (degree - 1) / degree of x.
+    """
     if axis.degree == 1:
         return x
     return lax.psum_scatter(x, axis.names, scatter_dimension=dim, tiled=True)
 
 
 def total(x: Shaped[Array, "..."], axis: Axis) -> Shaped[Array, "..."]:
-    """The sum over members, on all of them; receives 2 (degree - 1) / degree arrays."""
+    """The sum over members, on all of them. Receives 2 (degree - 1) / degree of x."""
     return lax.psum(x, axis.names) if axis.degree > 1 else x
 
 
 def maximum(x: Shaped[Array, "..."], axis: Axis) -> Shaped[Array, "..."]:
-    """The elementwise maximum over members, on all of them; receives as much as `total`."""
+    """The elementwise maximum over members, on all of them. Receives as much as `total`."""
     return lax.pmax(x, axis.names) if axis.degree > 1 else x
 
 
 def exchange(x: Shaped[Array, "..."], axis: Axis, split: int, concat: int) -> Shaped[Array, "..."]:
-    """Splits dimension `split` over the members and joins what they send along `concat`."""
+    """Splits dimension `split` over the members and joins what they send along `concat`.
+
+    Receives (degree - 1) / degree of x.
+    """
     if axis.degree == 1:
         return x
     return lax.all_to_all(x, axis.names, split_axis=split, concat_axis=concat, tiled=True)
 
 
 def partials(x: Shaped[Array, "..."], axis: Axis, dim: int) -> Shaped[Array, "p ..."]:
-    """Every member's version of this member's part of `dim`, on a new leading dimension."""
+    """Every member's version of this member's part of `dim`, on a new leading dimension.
+
+    Receives (degree - 1) / degree of x.
+    """
     if axis.degree == 1:
         return x[None]
     parts = x.reshape(*x.shape[:dim], axis.degree, -1, *x.shape[dim + 1 :])
     return lax.all_to_all(parts, axis.names, split_axis=dim, concat_axis=0)
+
+
+def repeat_heads(heads: int, *arrays: Float[Array, "b s k _"]) -> tuple[Array, ...]:
+    """Repeats each of the k heads of some arrays `heads / k` times.
+
+    The gradients of the copies of a head are summed in float32.
+    """
+    copied = jnp.arange(heads) // (heads // arrays[0].shape[2])
+    return tuple(copy_heads(x, copied, Axis((), 1)) for x in arrays)
+
+
+def needed_heads(num_heads: int, parts: int, tensor: Axis) -> Int32[Array, " parts"]:
+    """Numbers of the key heads that the query heads of this device need.
+
+    Args:
+        num_heads: number of key heads; every device along `tensor` holds all of them.
+        parts: into how many parts the head exchange splits the query heads of this device.
+        tensor: the tensor axis.
+
+    Returns:
+        The number of the key head of each of these parts; neighbours may be equal.
+    """
+    first = index(tensor) * parts
+    return (first + jnp.arange(parts)) // (parts * tensor.degree // num_heads)
 
 
 def _copy_heads(
@@ -88,8 +122,8 @@ def _copy_heads(
 ) -> Float[Array, "b s copies h"]:
     """Takes heads by number, any of them several times.
 
-    The gradients of the copies of a head, and those of all devices on `replicas`, which hold the
-    same x, are summed in float32.
+    The gradients of all copies of a head are summed in float32, over this device and over the
+    devices along `replicas`, which hold the same x.
     """
     return jnp.take(x, heads, axis=2, mode="clip")
 
@@ -113,32 +147,35 @@ copy_heads.defvjp(_copy_heads_forward, _copy_heads_backward)
 
 @dataclass(frozen=True)
 class KeyPlacement:
-    """Brings key unit p * team + a to device (g, p, a): step 2 of the schedule.
+    """Step 2 of the schedule: brings key unit p * team + a to device (g, p, a).
 
-    Key unit j is the shards of ranks j * G .. j * G + G - 1 (G = group degree). Units received
-    per tensor, where a unit is one shard:
+    Key unit j is the shards of sequence ranks j * G .. j * G + G - 1 (G = group degree). There are
+    two orders; what a device receives is given in shards of the tensor that is placed:
 
-    * "permute_gather": a ppermute of the own shard (1 unit) and an all_gather over `group`
-      (G - 1). Without a causal mask any partition into units will do, and the permute goes.
-    * "gather_permute": the paper's order (arXiv 2407.00611, algorithm 2, get_init_send), an
-      all_gather over the team (C - 1) and a ppermute of the gathered unit (C); team == group only.
+    * "permute_gather": a ppermute of the device's own shard (1), then an all_gather over `group`
+      (G - 1). Without a causal mask any partition into units will do, and there is no ppermute.
+    * "gather_permute": the order of the paper (https://arxiv.org/abs/2407.00611, algorithm 2,
+      get_init_send): an all_gather over the team (C - 1), then a ppermute of the gathered unit (C).
+      It needs team == group == C.
     """
 
     kind: str
+    """"permute_gather" or "gather_permute"."""
     group: Axis
     team: Axis
     rank: Axis
     """The flat axis over (group, ring, team)."""
     causal: bool
+    """Whether key units must be runs of consecutive ranks."""
 
     def place(self, x: Shaped[Array, "b s ..."]) -> Shaped[Array, "b gs ..."]:
-        """From this device's shard to the key unit that it must hold first."""
+        """From this device's shard to the key unit that it holds in round 0."""
         if self.kind == "gather_permute":
             return self._transpose(gather(x, self.team, 1))
         return gather(self._transpose(x) if self.causal else x, self.group, 1)
 
     def scatter(self, x: Shaped[Array, "b gs ..."], dtype: Any) -> Shaped[Array, "b s ..."]:
-        """The transpose of `place`: sums what the unit's holders have, back to the owners.
+        """The transpose of `place`: from a key unit on each device to sums at the shards' owners.
 
         Sums are taken in the dtype of `x`; the result is in `dtype`.
         """
@@ -148,10 +185,10 @@ class KeyPlacement:
         return self._transpose(x, inverse=True) if self.causal else x
 
     def _transpose(self, x: Array, *, inverse: bool = False) -> Array:
-        """Sends from rank i * G + j to rank j * (P / G) + i, or back.
+        """Sends from rank i * G + j to rank j * (P / G) + i, or back if `inverse`.
 
-        Ours moves shard i * G + j; in the paper's order the same ranks send whole units, as team i
-        has gathered unit i and its member j serves copy j.
+        Under "permute_gather" the message is shard i * G + j. Under "gather_permute" the same ranks
+        send whole units: team i has gathered unit i, and its member j sends copy j.
         """
         ranks, members = self.rank.degree, self.group.degree
         if members in (1, ranks):

@@ -1,4 +1,4 @@
-"""The options of XLA with which messages travel beneath attention kernels."""
+"""The options of XLA that let messages travel while attention kernels run."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from startrail_jax.mesh import device_kind
 def compiler_options(mesh: Mesh | None = None) -> dict[str, bool | int]:
     """Options for `jax.jit(..., compiler_options=)` of a program that holds the attention.
 
-    * `xla_gpu_enable_latency_hiding_scheduler`: moves the start of a message before the kernels
-      that do not need it, and its end after them. On by default for Hopper, off for Ampere.
-    * `xla_gpu_collective_permute_combine_threshold_bytes`: the arrays of a hop of the ring (keys
-      and values, or queries, their gradients and statistics) go as one message, of any size. By
-      default XLA joins them up to 30 MiB.
-    * `xla_gpu_experimental_parallel_collective_overlap_limit`: how many messages may be on their
-      way at a time, so that none waits for the gradients of weights. By default one.
+    * `xla_gpu_enable_latency_hiding_scheduler` moves the start of a message before the kernels that
+      do not need it, and its end after them. By default XLA does so for Hopper GPUs only.
+    * `xla_gpu_collective_permute_combine_threshold_bytes` lets the arrays of a hop of the ring
+      (keys and values, or queries with their gradients and statistics) go as one message of any
+      size. By default XLA joins no more than 30 MiB.
+    * `xla_gpu_experimental_parallel_collective_overlap_limit` says how many messages may be under
+      way at a time, so that none waits for the gradients of weights. By default there is one.
 
-    `benchmarks/overlap.py` shows what they do, and what is lost without them.
+    `benchmarks/overlap.py` in the repository shows their effect.
 
     Args:
-        mesh: whose devices to compile for; None for `jax.devices()`.
+        mesh: mesh of the devices to compile for; None for `jax.devices()`.
 
     Returns:
-        Names and values; none for devices that are not NVIDIA's.
+        Names and values of the options; empty for devices other than NVIDIA GPUs.
     """
     if mesh is None:
         mesh = Mesh(jax.devices(), ("device",))

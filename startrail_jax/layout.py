@@ -1,8 +1,9 @@
-"""Where each token of the sequence lives: permutations and positions. No collectives.
+"""Where each token of the sequence lives: permutations and positions, without collectives.
 
-Shard r of the token axis, in layout order, belongs to sequence rank r, the flat index over
-(group, ring, team, head). A *unit* is the union of consecutive ranks that a gather puts on one
-device; `sort_unit` puts its tokens in order of position, and `unit_positions` says where they are.
+A layout is an order of the tokens. Shard r of the token axis in this order belongs to sequence rank
+r, the flat index over the mesh axes (group, ring, team, head). A *unit* is the tokens of
+consecutive ranks that a gather puts on one device: `sort_unit` puts them in order of position, and
+`unit_positions` gives their positions.
 """
 
 from __future__ import annotations
@@ -22,24 +23,24 @@ KINDS = ("contiguous", "zigzag", "striped")
 
 @dataclass(frozen=True)
 class Runs:
-    """Increasing positions of the tokens of one unit, as `len(starts)` runs of equal length.
+    """The increasing positions of the tokens of one unit, as `len(starts)` runs of equal length.
 
-    Token i of a run is at `start + (i // block) * stride + i % block`; a run of neighbours has
-    `block == length`.
+    Token i of a run is at position `start + (i // block) * stride + i % block`. In a run of
+    neighbouring tokens, `block` is `length`.
     """
 
     starts: tuple[Int32[Array, ""] | int, ...]
-    """Position of the first token of each run: traced where it depends on the device."""
+    """Position of the first token of each run; traced if it depends on the device."""
     length: int
-    """Tokens in each run."""
+    """Number of tokens in each run."""
     block: int
-    """Neighbouring tokens in a run."""
+    """Number of neighbouring tokens in a block."""
     stride: int
-    """Positions from one block to the next."""
+    """Distance from the start of one block to the start of the next, in tokens."""
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Runs, and tokens in each."""
+        """Number of runs, and number of tokens in each."""
         return len(self.starts), self.length
 
     @property
@@ -48,7 +49,7 @@ class Runs:
         return self.block == self.length or self.block == self.stride
 
     def vector(self) -> Int32[Array, " tokens"]:
-        """Positions of all tokens of the unit, in order."""
+        """The positions of all tokens of the unit, in increasing order."""
         index = np.arange(self.length, dtype=np.int32)
         offsets = index // self.block * self.stride + index % self.block
         return jnp.concatenate([jnp.asarray(start, jnp.int32) + offsets for start in self.starts])
@@ -58,19 +59,46 @@ class Runs:
 class Layout:
     """A placement of tokens on the ranks of a sequence-parallel mesh.
 
-    * "contiguous": rank r holds the r-th of `degree` slices.
-    * "zigzag": rank r holds slices r and 2 * degree - 1 - r of 2 * degree, so that under a causal
-      mask every pair of ranks costs the same (arXiv 2407.00611, appendix A.1; LoongTrain 3.2).
-    * "striped": rank r holds tokens r, r + degree, r + 2 * degree, ... (arXiv 2311.09431).
+    * "contiguous": the sequence is cut into `degree` slices, and rank r holds slice r.
+    * "zigzag": the sequence is cut into 2 * degree slices, and rank r holds slices r and
+      2 * degree - 1 - r, so that under a causal mask every pair of ranks costs the same (StarTrail,
+      https://arxiv.org/abs/2407.00611, appendix A.1; LoongTrain,
+      https://arxiv.org/abs/2406.18485, section 3.2).
+    * "striped": rank r holds tokens r, r + degree, r + 2 * degree, ... (Striped Attention,
+      https://arxiv.org/abs/2311.09431).
 
     Raises:
-        ValueError: on an unknown kind or a degree below 1.
+        ValueError: if the kind is unknown or the degree is below 1.
     """
 
     kind: str
     """One of `KINDS`."""
     degree: int
     """Number of sequence shards."""
+
+    @classmethod
+    def of(cls, layout: Layout | str | None, degree: int, *, causal: bool) -> Layout:
+        """A layout for `degree` sequence shards.
+
+        Args:
+            layout: a layout, its kind, or None for "zigzag" if causal, else "contiguous".
+            degree: number of sequence shards of the mesh.
+            causal: whether the attention is causal.
+
+        Raises:
+            ValueError: if the layout is of another degree or of an unknown kind.
+        """
+        if layout is None:
+            layout = "zigzag" if causal else "contiguous"
+        if isinstance(layout, str):
+            return cls(layout, degree)
+        if layout.degree != degree:
+            raise ValueError(
+                f"The layout must have as many shards as the mesh has sequence ranks; got "
+                f"layout.degree={layout.degree}, sequence degree={degree}. "
+                f"Pass layout={layout.kind!r} to have it built."
+            )
+        return layout
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -86,15 +114,23 @@ class Layout:
 
     @property
     def multiple(self) -> int:
-        """What a sequence length must be divisible by."""
+        """The number, in tokens, that must divide a sequence length."""
         return self.degree * (2 if self.kind == "zigzag" else 1)
 
     def padded_length(self, seq_len: int) -> int:
-        """The least valid length that is at least `seq_len`."""
+        """The least length that can be laid out and is at least `seq_len`, in tokens."""
         return -(-seq_len // self.multiple) * self.multiple
 
     def check_length(self, seq_len: int, name: str = "seq_len") -> None:
-        """Raises a ValueError unless `seq_len` tokens can be laid out."""
+        """Raises unless `seq_len` tokens can be laid out.
+
+        Args:
+            seq_len: tokens of the whole sequence.
+            name: what the message calls the length.
+
+        Raises:
+            ValueError: if the length is not a positive multiple of `multiple`.
+        """
         if seq_len > 0 and seq_len % self.multiple == 0:
             return
         factor = "2 * " if self.kind == "zigzag" else ""
@@ -109,10 +145,10 @@ class Layout:
         )
 
     def indices(self, seq_len: int, rank: int) -> np.ndarray:
-        """Natural positions of the tokens of `rank`, in their local order (int32).
+        """Natural positions of the tokens of `rank`, in its own order: int32 [seq_len / degree].
 
         Raises:
-            ValueError: if the length cannot be laid out or the rank does not exist.
+            ValueError: if the length cannot be laid out, or if there is no such rank.
         """
         if not 0 <= rank < self.degree:
             raise ValueError(
@@ -122,7 +158,7 @@ class Layout:
         return self.positions(seq_len).reshape(self.degree, -1)[rank]
 
     def positions(self, seq_len: int) -> np.ndarray:
-        """Natural position of each token in layout order: int32 [seq_len].
+        """Natural positions of all tokens, in layout order: int32 [seq_len].
 
         Raises:
             ValueError: if the length cannot be laid out.
@@ -137,26 +173,34 @@ class Layout:
         return natural
 
     def permute(self, x: Any, axis: int = 1) -> Any:
-        """From natural to layout order along `axis`: `permute(x)[i] == x[positions[i]]`.
+        """Puts the tokens along `axis` into layout order: `permute(x)[i] == x[positions[i]]`.
 
         Args:
-            x: a host or unsharded array; NumPy in, NumPy out.
+            x: an array in natural order, of any dtype, on the host or on one device. A NumPy array
+                gives a NumPy array.
             axis: the token dimension.
 
+        Returns:
+            The same tokens in layout order.
+
         Raises:
-            ValueError: if the length cannot be laid out, or the array is sharded already.
+            ValueError: if the length cannot be laid out, or if the array is already sharded.
         """
         return self._take(x, axis, lambda positions: positions)
 
     def unpermute(self, x: Any, axis: int = 1) -> Any:
-        """From layout to natural order along `axis`, the inverse of `permute`.
+        """Puts the tokens along `axis` back into natural order: the inverse of `permute`.
 
         Args:
-            x: a host or unsharded array; NumPy in, NumPy out.
+            x: an array in layout order, of any dtype, on the host or on one device. A NumPy array
+                gives a NumPy array.
             axis: the token dimension.
 
+        Returns:
+            The same tokens in natural order.
+
         Raises:
-            ValueError: if the length cannot be laid out, or the array is sharded already.
+            ValueError: if the length cannot be laid out, or if the array is already sharded.
         """
         return self._take(x, axis, np.argsort)
 
@@ -169,9 +213,10 @@ class Layout:
         )
 
     def sort_unit(self, x: Shaped[Array, "..."], size: int, axis: int) -> Shaped[Array, "..."]:
-        """Sorts by position the tokens of `size` gathered consecutive ranks; a static reorder.
+        """Puts the gathered tokens of `size` consecutive ranks in order of position along `axis`.
 
-        Zigzag [e0 l0 e1 l1 ..] becomes [e0 e1 .. | .. l1 l0]; stripes are interleaved.
+        The reorder is static. Under zigzag, the early and late runs [e0 l0 e1 l1 ..] of the ranks
+        become [e0 e1 .. | .. l1 l0]. Stripes are interleaved.
         """
         if self.kind == "contiguous" or size == 1:
             return x
@@ -181,7 +226,7 @@ class Layout:
         return _merge(jnp.concatenate([early, jnp.flip(late, axis)], axis), axis, 2)
 
     def unsort_unit(self, x: Shaped[Array, "..."], size: int, axis: int) -> Shaped[Array, "..."]:
-        """The inverse of `sort_unit`: back to rank after rank, ready to be scattered."""
+        """The inverse of `sort_unit`: the tokens rank after rank, ready to be scattered."""
         if self.kind == "contiguous" or size == 1:
             return x
         if self.kind == "striped":
@@ -190,12 +235,12 @@ class Layout:
         return _merge(jnp.stack([early, jnp.flip(late, axis)], axis + 1), axis, 3)
 
     def unit_positions(self, seq_len: int, size: int, index: Int32[Array, ""] | int) -> Runs:
-        """Positions of the sorted unit `index`: ranks `index * size .. (index + 1) * size - 1`.
+        """Positions of unit `index`, which is ranks `index * size .. (index + 1) * size - 1`.
 
         Args:
             seq_len: tokens of the whole sequence.
-            size: ranks in a unit.
-            index: which unit; may be traced.
+            size: number of ranks in a unit.
+            index: number of the unit; it may be traced.
         """
         tokens = seq_len // self.degree * size
         if self.kind == "contiguous":
@@ -207,7 +252,7 @@ class Layout:
 
 
 def _check_unsharded(x: Any) -> None:
-    """Raises if `x` is spread over devices: reordering it would move the whole array."""
+    """Raises if `x` is sharded: reordering it would send nearly all of it between devices."""
     if not isinstance(x, jax.Array):
         return
     if isinstance(x, Tracer):
@@ -218,7 +263,7 @@ def _check_unsharded(x: Any) -> None:
     if sharded:
         raise ValueError(
             f"permute and unpermute need a host or unsharded array; got one sharded as {spec}. "
-            "Permute on the host before device_put, or jax.device_get it first."
+            "Permute on the host before device_put, or call jax.device_get first."
         )
 
 

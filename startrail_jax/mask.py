@@ -1,7 +1,8 @@
-"""Which part of a pair of units is visible. Never an array over the whole sequence squared.
+"""Which keys of one unit the queries of another see.
 
-A `Mask` describes one (query unit, key unit) pair. Blocks turn it into kernel calls: by `pieces.py`
-if it is causal and no more, by `tiles.py` in any case.
+A `Mask` describes the pair by positions and segment ids; no array over the whole sequence squared
+exists. Blocks turn it into kernel calls: `pieces.py` cuts a plain causal mask into rectangles and
+squares, `tiles.py` cuts any mask into tiles.
 """
 
 from __future__ import annotations
@@ -19,21 +20,36 @@ from startrail_jax.pieces import Pieces, pieces_by_offset
 class Mask:
     """Visibility of the keys of one unit to the queries of another.
 
-    Query i sees key j if all that apply hold: j <= i (`causal`), j > i - window (`window`, which
-    counts i itself), and equal segment ids that are not negative (`query_segments`).
+    The query at position i sees the key at position j if all of these hold that apply: j <= i (if
+    `causal`); j > i - window (if there is a `window`, which counts i itself); both have the same
+    segment id, and it is not negative (if there are segment ids).
     """
 
     causal: bool = False
+    """Whether a query sees only keys at its own position or before."""
     window: int | None = None
+    """Number of keys that a query sees, itself included; None for all."""
     query_runs: Runs | None = None
-    """Positions of the queries; needed if causal."""
+    """Positions of the queries; a causal mask needs them."""
     key_runs: Runs | None = None
-    """Positions of the keys; needed if causal."""
+    """Positions of the keys; a causal mask needs them."""
     query_segments: Int32[Array, "b t"] | None = None
+    """Segment ids of the queries, if there are any."""
     key_segments: Int32[Array, "b s"] | None = None
+    """Segment ids of the keys, if there are any."""
     offsets: tuple[int, ...] = ()
-    """All values that the start of `key_runs` less that of `query_runs` can take, where the starts
-    are traced: what `cases` needs."""
+    """All possible distances from the start of `query_runs` to that of `key_runs`, in
+    tokens; `cases` needs them where the starts are traced."""
+
+    @property
+    def num_query_runs(self) -> int:
+        """Runs of the query unit; 1 if their positions do not matter."""
+        return len(self.query_runs.starts) if self.query_runs else 1
+
+    @property
+    def num_key_runs(self) -> int:
+        """Runs of the key unit; 1 if their positions do not matter."""
+        return len(self.key_runs.starts) if self.key_runs else 1
 
     @property
     def query_positions(self) -> Int32[Array, " t"]:
@@ -48,9 +64,9 @@ class Mask:
         return self.key_runs.vector()
 
     def cases(self) -> tuple[Int32[Array, ""] | int, tuple[Pieces, ...]]:
-        """The sets of pieces that may be visible, and which of them is; causal masks only.
+        """The index of the set of pieces that is visible, and all sets; causal masks only.
 
-        Segments and windows are left out of account.
+        Windows and segment ids are ignored.
         """
         assert self.query_runs is not None
         assert self.key_runs is not None
@@ -63,7 +79,10 @@ class Mask:
 
 
 def runs_meet(query: Runs, key: Runs, window: int) -> bool:
-    """Whether any query may see any key under a causal window; exact but for striped units."""
+    """Whether some query of one unit may see some key of another under a causal window.
+
+    The answer is exact, except that for striped units it may be true where it could be false.
+    """
     return any(
         key_start <= query_start + _extent(query)
         and key_start + _extent(key) > query_start - window

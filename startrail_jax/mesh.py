@@ -1,7 +1,8 @@
-"""Degrees of parallelism and the device mesh. Knows nothing of attention.
+"""Degrees of parallelism and the device mesh; nothing here depends on attention.
 
-`P = group * ring * team * head` devices share one sequence; every known scheme is a setting of
-these four degrees (see `Degrees`). `data` splits the batch, `tensor` splits heads and features.
+`P = group * ring * team * head` devices share one sequence, and every known scheme is a setting of
+these four degrees (see `Degrees`). The degree `data` splits the batch, and `tensor` splits heads
+and features.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-# The six roles, slowest to fastest in device order.
+# The six roles that a mesh axis can play, slowest to fastest in device order.
 ROLES = ("data", "group", "ring", "team", "head", "tensor")
-# Where programs may run.
+# The platforms on which programs may run.
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 # The roles that together shard the token axis, slowest to fastest.
 SEQUENCE_ROLES = ("group", "ring", "team", "head")
@@ -26,7 +27,9 @@ SEQUENCE_ROLES = ("group", "ring", "team", "head")
 
 @dataclass(frozen=True, kw_only=True)
 class Degrees:
-    """Sizes of the six parallel axes.
+    """Degrees of the six kinds of parallelism: the sizes of the mesh axes.
+
+    With P = group * ring * team * head devices for one sequence, these are the known schemes:
 
     | scheme                           | head | team | ring      | group |
     |----------------------------------|------|------|-----------|-------|
@@ -41,20 +44,26 @@ class Degrees:
 
     Raises:
         ValueError: if a degree is not a positive integer.
+
+    References:
+        Ring Attention, https://arxiv.org/abs/2310.01889; Ulysses, https://arxiv.org/abs/2309.14509;
+        LoongTrain, https://arxiv.org/abs/2406.18485; StarTrail, https://arxiv.org/abs/2407.00611;
+        2-D tiles: Attention2D, https://arxiv.org/abs/2503.15758, and Mesh-Attention,
+        https://arxiv.org/abs/2512.20968.
     """
 
     data: int = 1
-    """Shards of the batch."""
+    """Number of shards of the batch."""
     group: int = 1
-    """Devices that gather one key unit; the paper's C together with `team`."""
+    """Number of devices that gather the same keys; in the paper C, the same as `team`."""
     ring: int = 1
-    """Devices round which key units (or query units) travel; the paper's P / C^2."""
+    """Number of devices round which keys (or queries) travel; in the paper P / C^2."""
     team: int = 1
-    """Devices that share their queries; the paper's C."""
+    """Number of devices that share their queries; in the paper C."""
     head: int = 1
-    """Ulysses degree: devices that trade tokens for heads before anything else."""
+    """Ulysses degree: number of devices that trade tokens for heads before anything else."""
     tensor: int = 1
-    """Tensor-parallel shards of the heads."""
+    """Number of tensor-parallel shards of the heads."""
 
     def __post_init__(self) -> None:
         for role in ROLES:
@@ -67,12 +76,12 @@ class Degrees:
 
     @property
     def sequence(self) -> int:
-        """P, the number of devices that share one sequence."""
+        """P: number of devices that share one sequence."""
         return self.group * self.ring * self.team * self.head
 
     @property
     def num_devices(self) -> int:
-        """Devices of the whole mesh."""
+        """Number of devices in the whole mesh."""
         return self.data * self.sequence * self.tensor
 
     @classmethod
@@ -87,12 +96,12 @@ class Degrees:
 
     @classmethod
     def ulysses(cls, sequence: int, *, data: int = 1, tensor: int = 1) -> Degrees:
-        """DeepSpeed-Ulysses (arXiv 2309.14509): tokens are traded for heads."""
+        """DeepSpeed-Ulysses (arXiv 2309.14509), which trades tokens for heads."""
         return cls(data=data, head=sequence, tensor=tensor)
 
     @classmethod
     def loongtrain(cls, sequence: int, *, head: int, data: int = 1, tensor: int = 1) -> Degrees:
-        """LoongTrain's 2D-Attention (arXiv 2406.18485): Ulysses inside, a ring outside.
+        """LoongTrain's 2D-Attention (arXiv 2406.18485): Ulysses over `head` devices, rings outside.
 
         Raises:
             ValueError: if `head` does not divide `sequence`.
@@ -106,10 +115,12 @@ class Degrees:
     ) -> Degrees:
         """StarTrail (arXiv 2407.00611): teams of `c`, sub-rings of `sequence / c^2` devices.
 
-        With `head` > 1 it is combined with Ulysses, the paper's future work.
+        A `head` degree above 1 combines it with Ulysses, which the paper leaves to future work: the
+        sub-rings are then of `sequence / (head * c^2)` devices.
 
         Raises:
-            ValueError: if `head * c^2` does not divide `sequence`; names the nearest that do.
+            ValueError: if `head * c^2` does not divide `sequence`. The message names the nearest
+                values that do.
         """
         _check_divides(sequence, "head", head, head)
         _check_divides(sequence // head, "c", c, c * c)
@@ -124,7 +135,7 @@ class Degrees:
 
 
 def _check_divides(sequence: int, name: str, value: int, block: int) -> None:
-    """Raises unless `block` (`value` or its square) divides `sequence`."""
+    """Raises unless `block`, which is `value` or its square, divides `sequence`."""
     if value >= 1 and sequence >= 1 and sequence % block == 0:
         return
     square = block != value or name == "c"
@@ -148,16 +159,20 @@ def _check_divides(sequence: int, name: str, value: int, block: int) -> None:
 def make_mesh(
     degrees: Degrees, axis_type: str = "explicit", devices: Sequence[Any] | None = None
 ) -> Mesh:
-    """A mesh with the six axes of `degrees`, named as in `ROLES`.
+    """Builds a mesh with the six axes data, group, ring, team, head and tensor.
 
     Args:
         degrees: sizes of the axes.
-        axis_type: "explicit" (shardings are part of the types and mismatches are errors) or
-            "auto" (the compiler may insert resharding).
-        devices: the devices to use, all of them; all the visible ones by default.
+        axis_type: "explicit", where shardings are part of types and mismatches are errors, or
+            "auto", where the compiler may insert resharding.
+        devices: the devices of the mesh; None for all visible ones.
+
+    Returns:
+        The mesh. Consecutive devices lie along `tensor` first, then along `head`, and so on.
 
     Raises:
-        ValueError: if the product of the degrees is not the number of devices.
+        ValueError: if the product of the degrees is not the number of devices, or if the axis type
+            is unknown.
     """
     types = {"explicit": AxisType.Explicit, "auto": AxisType.Auto}
     if axis_type not in types:
@@ -179,9 +194,10 @@ def make_mesh(
 
 @dataclass(frozen=True, kw_only=True)
 class AxisNames:
-    """Which mesh axis (or tuple of axes, slowest first) plays each role.
+    """Which mesh axis, or tuple of axes with the slowest first, plays each role.
 
-    A role whose default name the mesh does not have is of degree 1.
+    The value of each field is the name of a mesh axis. A role that keeps its own name is of degree
+    1 if the mesh has no axis of that name.
     """
 
     data: str | tuple[str, ...] = "data"
@@ -193,7 +209,11 @@ class AxisNames:
 
     @classmethod
     def of(cls, names: AxisNames | Mapping[str, str | tuple[str, ...]] | None) -> AxisNames:
-        """Reads a mapping role -> mesh axis; roles left out keep their own name."""
+        """Reads a mapping from roles to mesh axes; roles that it leaves out keep their own name.
+
+        Raises:
+            ValueError: if a key of the mapping is not a role.
+        """
         if isinstance(names, AxisNames):
             return names
         unknown = sorted(set(names or {}) - set(ROLES))
@@ -207,17 +227,19 @@ class AxisNames:
 
 @dataclass(frozen=True)
 class Axis:
-    """One role on a real mesh: the mesh axes of degree > 1 that play it, slowest first."""
+    """The mesh axes that play one role."""
 
     names: tuple[str, ...]
+    """Names of the mesh axes, slowest first; axes of size 1 are left out."""
     degree: int
+    """Product of the sizes of the axes."""
 
 
 def resolve_axes(mesh: Mesh | AbstractMesh, names: AxisNames) -> dict[str, Axis]:
     """The `Axis` of each role on `mesh`.
 
     Raises:
-        ValueError: if a name given by the caller is not an axis of the mesh, or serves two roles.
+        ValueError: if a name that the caller gave is not an axis of the mesh, or plays two roles.
     """
     sizes = dict(mesh.shape)
     axes: dict[str, Axis] = {}
@@ -252,8 +274,8 @@ def device_kind(mesh: Mesh | AbstractMesh) -> tuple[str | None, tuple[int, int] 
     """Platform of the devices of a mesh, and their least CUDA compute capability.
 
     Returns:
-        One of `PLATFORMS`, and (9, 0) for Hopper; None for what is not known, as of an abstract
-        mesh, or does not apply.
+        One of `PLATFORMS`, or None if it is not known, as on an abstract mesh; and a pair such as
+        (9, 0) for Hopper, or None if it is not known or the devices are not NVIDIA GPUs.
     """
     if isinstance(mesh, AbstractMesh) or not mesh.devices.size:
         return None, None

@@ -1,36 +1,106 @@
-"""What is computed first, where XLA could choose."""
+"""Tricks that fix an order of computation which XLA would otherwise choose for itself.
+
+Each of them returns values unchanged and adds a dependency between them: `compute_first` in the
+forward pass, `gradient_first` in the backward pass, `recompute_in_backward` from the one to the
+other, and `zeros_after` for the start of a sum.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Bool, Float, Float32
+
+from startrail_jax.shapes import EMPTY
 
 
 @jax.custom_vjp
-def first(y: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Both, unchanged; what is made of x waits for y, in the forward pass.
+def compute_first(first: jax.Array, then: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Makes everything that is computed from `then` wait for `first`, in the forward pass.
 
-    So messages of the attention that carry y can be on their way meanwhile: queries are gathered
-    beneath the projections of keys and values (https://arxiv.org/abs/2407.00611).
+    A layer calls it with its projected query as `first` and its normalised input as `then`, and
+    projects keys and values from what comes back. The queries can then be gathered over the team
+    beneath these projections (https://arxiv.org/abs/2407.00611). XLA would compute all three
+    projections first and then gather, with nothing left to run meanwhile. The backward pass is not
+    ordered.
+
+    Returns:
+        `first` and `then`, unchanged.
     """
-    y, x = lax.optimization_barrier((y, x))
-    return y, x
+    first, then = lax.optimization_barrier((first, then))
+    return first, then
 
 
-first.defvjp(lambda y, x: (first(y, x), None), lambda _, cotangents: cotangents)
+compute_first.defvjp(
+    lambda first, then: (compute_first(first, then), None), lambda _, cotangents: cotangents
+)
 
 
 @jax.custom_vjp
-def returned_after(x: Any, y: Any) -> tuple[Any, Any]:
-    """Both, unchanged; the backward pass goes on from x when the gradient of y is there."""
-    return x, y
+def gradient_first(first: Any, then: Any) -> tuple[Any, Any]:
+    """Makes the gradient of `then` wait for the gradient of `first`, in the backward pass.
+
+    So the gradient of `first` is complete, and can be sent, before the backward pass goes on
+    through `then`. XLA is free to put it off, and to keep its whole buffer alive, until something
+    else is sent. The forward pass is not ordered.
+
+    Args:
+        first: pytree of arrays.
+        then: pytree of arrays, from which the backward pass goes on.
+
+    Returns:
+        `first` and `then`, unchanged.
+    """
+    return first, then
 
 
-def _returned_after_backward(_: None, gradients: tuple[Any, Any]) -> tuple[Any, Any]:
-    dx, dy = gradients
-    return lax.optimization_barrier((dx, dy))[0], dy
+def _gradient_first_backward(_: None, gradients: tuple[Any, Any]) -> tuple[Any, Any]:
+    d_first, d_then = gradients
+    return d_first, lax.optimization_barrier((d_then, d_first))[0]
 
 
-returned_after.defvjp(lambda x, y: ((x, y), None), _returned_after_backward)
+gradient_first.defvjp(lambda first, then: ((first, then), None), _gradient_first_backward)
+
+
+def recompute_in_backward(
+    values: Any, dout: Float[Array, "b t n v"], lse: Float32[Array, "b n t"]
+) -> Any:
+    """Makes what a backward rule computes from its residuals wait for the gradient of its output.
+
+    A backward rule that gathers its residuals repeats what the forward rule did. XLA sees that the
+    two are the same, gathers once, and keeps the gathered units of every layer alive from the
+    forward to the backward pass. An `optimization_barrier` does not prevent this: XLA on CPU (jax
+    0.10.2) drops it before the last elimination of common subexpressions. So the values are made
+    to depend on `dout`, through a test that is always false.
+
+    Args:
+        values: pytree of residuals, of any shapes and dtypes.
+        dout: gradient of the output.
+        lse: log-sum-exp of the forward pass.
+
+    Returns:
+        `values`, unchanged.
+    """
+    never = (lse.ravel()[0] < 2 * EMPTY) & (dout.ravel()[0] > 0)
+    return jax.tree.map(lambda x: jnp.where(never, jnp.zeros_like(x), x), values)
+
+
+def zeros_after(
+    like: Float[Array, "b t n h"], dim: int, never: Bool[Array, ""]
+) -> Float32[Array, "b t n v"]:
+    """Zeros to sum into, which no scheduler can set up before `like` is there.
+
+    Zeros that depend on nothing may be allocated long before they are needed, and hold memory.
+    Inside `shard_map`, zeros that are computed from `like` also vary over the mesh axes over which
+    the sums vary.
+
+    Args:
+        like: gives the shape, but for the last dimension.
+        dim: the last dimension.
+        never: false, in a way that XLA cannot find out.
+    """
+    zeros = jnp.where(never, like[..., :1].astype(jnp.float32), 0.0)
+    return jnp.broadcast_to(zeros, (*like.shape[:-1], dim))

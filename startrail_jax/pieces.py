@@ -1,4 +1,8 @@
-"""What is visible between two units, as full rectangles and causal squares. Static; no arrays."""
+"""The visible part of two units under a causal mask, as full rectangles and causal squares.
+
+These are the two shapes that flash attention kernels serve. Everything here is static: integers,
+and no arrays.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +14,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Pieces:
-    """The visible part of a pair of units in order of position: rectangles and causal squares.
+    """The visible part of a query unit and a key unit, both in order of position.
 
-    Together they hold every visible pair once; no query is in two rectangles or in two squares.
+    The rectangles and squares together hold every visible (query, key) pair once. No query is in
+    two rectangles or in two squares.
     """
 
     rectangles: tuple[tuple[int, int, int], ...]
     """(start, stop, keys): queries [start, stop) see keys [0, keys)."""
     squares: tuple[tuple[int, int, int], ...]
     """(query, key, size): query + i sees key + j if j <= i, for i, j < size."""
+
+    @classmethod
+    def whole(cls, queries: int, keys: int) -> Pieces:
+        """One rectangle: every query sees every key."""
+        return cls(rectangles=((0, queries, keys),), squares=())
 
 
 @functools.lru_cache(maxsize=4096)
@@ -28,11 +38,13 @@ def pieces_by_offset(
     """The different `Pieces` of units under a causal mask, and the least offset of each.
 
     Args:
-        query, key: runs of the units and tokens in each run, `Runs.shape`.
-        offsets: starts of the first key run less that of the first query run, in tokens.
+        query: number of runs of the query unit and tokens in each run, as `Runs.shape` gives them.
+        key: the same for the key unit.
+        offsets: the possible distances, in tokens, from the start of the first query run to the
+            start of the first key run.
 
     Returns:
-        Least offsets, increasing, and the pieces from each of them to the next.
+        Offsets in increasing order, and the pieces that hold from each of them to the next.
     """
     first, cases = [], []
     for offset in sorted(set(offsets)):
@@ -44,13 +56,14 @@ def pieces_by_offset(
 
 
 def _pieces(query: tuple[int, int], key: tuple[int, int], offset: int) -> Pieces:
-    """The pieces at one offset, found on the coarsest grid that the runs share."""
+    """The pieces at one offset. They are found on the coarsest grid that both units share."""
     (num_runs, query_run), (_, key_run) = query, key
     grid = math.gcd(query_run, key_run, offset)
     a, b, d = query_run // grid, key_run // grid, offset // grid
     queries, keys = [*range(a)], [*range(d, d + b)]
     if num_runs == 2:
-        # Zigzag mirrors: late runs are as far apart the other way round, and after all early ones.
+        # Zigzag units have an early and a late run. The late runs mirror the early ones: they are
+        # as far apart, the other way round, and come after all early ones.
         late = 2 * (a + b + abs(d))
         queries += range(late, late + a)
         keys += range(late + a - b - d, late + a - d)

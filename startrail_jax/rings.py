@@ -1,12 +1,24 @@
-"""Concentric rings, forward and backward. Runs inside a fully manual `shard_map`.
+"""Concentric rings, forward and backward; they run inside a fully manual `shard_map`.
 
-`schedule.py` says which units meet where and when; here they move and are attended. G, R, A are the
-degrees of group, ring and team, and g is key heads / query heads.
+`schedule.py` says which units meet where and when, and defines units, teams, groups and rings.
+Here the units move and are attended. The steps are:
+
+    0  head exchange: an all_to_all trades tokens for heads (Ulysses).
+    1  query gather: each team gathers its query unit.
+    2  key placement: each device gets the key unit that it holds in round 0.
+    3  ring: in each round, a device attends its query unit to a key unit, while keys move on.
+    4  combination: each team joins the outputs of its members.
+    5  output exchange: an all_to_all trades heads for tokens.
+
+G, R and A are the degrees of group, ring and team; g is key heads / query heads. Traffic is given
+in *shares*, the bytes of one device's query after step 0 ("units" in `analysis.cost`).
 
 References:
-    StarTrail, https://arxiv.org/abs/2407.00611 (algorithms 1-3); Ring Attention,
-    https://arxiv.org/abs/2310.01889; Ulysses, https://arxiv.org/abs/2309.14509; LoongTrain's
-    2D-Attention, https://arxiv.org/abs/2406.18485.
+    StarTrail, https://arxiv.org/abs/2407.00611 (algorithm 2 is step 2, algorithm 3 is step 3); Ring
+    Attention, https://arxiv.org/abs/2310.01889; Ulysses, https://arxiv.org/abs/2309.14509;
+    LoongTrain's 2D-Attention, https://arxiv.org/abs/2406.18485; tiles of queries and keys without
+    a ring: Attention2D, https://arxiv.org/abs/2503.15758, and Mesh-Attention,
+    https://arxiv.org/abs/2512.20968.
 """
 
 from __future__ import annotations
@@ -23,6 +35,7 @@ from jaxtyping import Array, Float, Float32
 
 from startrail_jax import blocks, collectives
 from startrail_jax.mesh import Axis
+from startrail_jax.ordering import recompute_in_backward
 from startrail_jax.schedule import Schedule, ring_offsets
 from startrail_jax.shapes import (
     EMPTY,
@@ -34,17 +47,19 @@ from startrail_jax.shapes import (
     QueryShard,
     ValueShard,
 )
+from startrail_jax.sizes import Sizes
 from startrail_jax.softmax import Partials, merge_partials, rows
 from startrail_jax.varying import alike
 
-# Up to so many rounds are unrolled. A longer ring runs its middle as a loop over as many rounds as
-# the second number says, which bounds the time to compile it. XLA copies what a loop carries from
-# one turn to the next, hence the longer turns on GPUs, whose kernels compile fast.
+# (most, turn) of each platform. A ring of up to `most` rounds is unrolled. The middle of a longer
+# one is a loop whose body has `turn` rounds, which bounds the time to compile it. XLA copies what a
+# loop carries at every turn, so turns are longer on GPUs, whose kernels compile fast.
 UNROLLED_ROUNDS = {"cuda": (16, 8), "default": (4, 1)}
 
-# For `jax.checkpoint_policies.save_only_these_names`: with them, attention is not recomputed. The
-# last is the output after the exchange back, where `head` > 1.
 CHECKPOINT_NAMES = ("attention_partial", "attention_lse", "attention_out")
+"""Names for `jax.checkpoint_policies.save_only_these_names`, under which `jax.checkpoint` does not
+recompute attention: the output of step 4, its log-sum-exp, and the output of step 5 (which differs
+from that of step 4 only where the head degree is above 1)."""
 
 
 def sharded_attention(
@@ -55,23 +70,23 @@ def sharded_attention(
     query_segments: QuerySegments | None = None,
     key_segments: KeySegments | None = None,
 ) -> tuple[OutShard, LseShard]:
-    """Attention of this device's tokens to the whole sequence: steps 0 to 5 of the schedule.
+    """Attention of this device's tokens to the whole sequence: steps 0 to 5.
 
-    With `head` > 1, an all_to_all first trades tokens for heads (Ulysses) and another trades back;
-    key heads are replicated where there are fewer than `head`.
+    Steps 0 and 5 move data only where the head degree is above 1. Where there are fewer key heads
+    than that degree, they are copied before step 0.
 
     Args:
+        schedule: what `Attention.schedule` holds.
         q, k, v: this device's shards, of all the heads that its tensor rank holds.
         query_segments, key_segments: segment ids of the same tokens; both or neither.
 
     Returns:
-        out in the dtype of q and lse in float32, of this device's tokens.
+        out in the dtype of q and lse in float32, for this device's tokens.
     """
     head = schedule.head
     q, k, v = alike(q, k, v)
     if k.shape[2] < head.degree:
-        copied = jnp.arange(head.degree) // (head.degree // k.shape[2])
-        k, v = (collectives.copy_heads(x, copied, Axis((), 1)) for x in (k, v))
+        k, v = collectives.repeat_heads(head.degree, k, v)
     q, k, v = (collectives.exchange(x, head, split=2, concat=1) for x in (q, k, v))
     shared = query_segments is key_segments
     if query_segments is not None:
@@ -96,20 +111,20 @@ def _forward(
 ) -> tuple[OutShard, LseShard]:
     """Steps 1 to 4: gather queries, place keys, go round the ring, combine over the team.
 
-    Receives per device, in units of one shard of q (g = key heads / query heads): A - 1 for the
-    queries, 2g(G - 1) and at most 2g for the placement (2g(2C - 1) in the paper's order), 2gG in
-    each of R - 1 ring hops, and A - 1 for the combination. The backward pass is `_backward`.
+    A device receives A - 1 shares for the queries; 2g(G - 1), and up to 2g more, for the placement
+    (2g(2C - 1) in the order of the paper); 2gG in each of R - 1 hops of the ring; and A - 1 for the
+    combination. The backward pass is `_backward`.
 
     Returns:
-        out in the dtype of q and lse in float32, of this device's queries.
+        out in the dtype of q and lse in float32, for this device's queries.
     """
-    seq_len, scale, block = _static(schedule, q, v, query_segments)
+    seq_len, scale, block, _ = _static(schedule, q, k, v, query_segments)
     device = _device(schedule)
     q_unit: Any = _query_unit(schedule, q)
     query_ids = _query_unit(schedule, query_segments)
     if schedule.team.degree > 1:
-        # Queries first: they are on their way while a layer projects its keys and values. XLA
-        # would gather everything at once, when all are there.
+        # Queries first: they travel while a layer projects its keys and values. XLA would wait for
+        # everything and then gather all of it at once.
         q_unit, k, v = lax.optimization_barrier((q_unit, k, v))
 
     def attend(keys: Any, distance: Any, so_far: Any) -> tuple[Partials, tuple[()]]:
@@ -140,21 +155,26 @@ def _forward_rule(schedule: Schedule, *inputs: Any) -> tuple[Any, Any]:
 
 
 def _backward(schedule: Schedule, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
-    """Gradients by blocks: p = exp(s - lse), ds = p * (dp - delta), with the global lse and delta.
+    """Gradients of q, k and v, block by block, as in FlashAttention-2 (arXiv 2307.08691, 3.1.2).
 
-    "query" (the paper): keys and their gradients stay; (q, dout, lse, delta) go round the ring and
-    dq travels home: 4A units a hop at 16-bit inputs, 3A at float32, and lse and delta.
-    "kv": queries and theirs stay; (k, v) go round and dk, dv travel home: 6gG units at 16 bit, 4gG.
+        p = exp(s - lse),  ds = p * (dp - delta),  delta = rowsum(dout * out) - dlse
+
+    lse and delta are those of whole rows, over all keys. One side travels round the ring:
+
+    * "query" (the paper): k, v, dk and dv stay. q, dout, lse and delta go round and dq travels
+      home: 4A shares a hop for 16-bit inputs, 3A for float32, and lse and delta.
+    * "kv": q and dq stay. k and v go round and dk and dv travel home: 6gG shares a hop for 16-bit
+      inputs, 4gG for float32.
+
     Gradients travel and are summed in float32.
     """
     q, k, v, query_segments, key_segments, out, lse = residuals
     dout, dlse = cotangents
-    by_query = _travels(schedule, q, k, v, query_segments) == "query"
+    seq_len, scale, block, by_query = _static(schedule, q, k, v, query_segments)
     if schedule.team.degree > 1:
-        q, query_segments = _not_before(dout, lse, (q, query_segments))
+        q, query_segments = recompute_in_backward((q, query_segments), dout, lse)
     if schedule.group.degree > 1 or (schedule.ring.degree > 1 and not by_query):
-        k, v, key_segments = _not_before(dout, lse, (k, v, key_segments))
-    seq_len, scale, block = _static(schedule, q, v, query_segments)
+        k, v, key_segments = recompute_in_backward((k, v, key_segments), dout, lse)
     device = _device(schedule)
     delta = (dout.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1).swapaxes(1, 2) - dlse
 
@@ -198,17 +218,6 @@ def _backward(schedule: Schedule, residuals: Any, cotangents: Any) -> tuple[Any,
     return dq, dk, dv, None, None
 
 
-def _not_before(dout: Array, lse: Array, inputs: Any) -> Any:
-    """`inputs`, as values that XLA does not know before `dout`.
-
-    Else it finds that the backward pass moves what the forward moved, does so once, and keeps the
-    gathered units of every layer alive until then. An optimization_barrier does not prevent that:
-    XLA on CPU (jax 0.10.2) drops it before the last common-subexpression elimination.
-    """
-    never = (lse.ravel()[0] < 2 * EMPTY) & (dout.ravel()[0] > 0)
-    return jax.tree.map(lambda x: jnp.where(never, jnp.zeros_like(x), x), inputs)
-
-
 concentric_attention = jax.custom_vjp(_forward, nondiff_argnums=(0,))
 concentric_attention.defvjp(_forward_rule, _backward)
 
@@ -223,38 +232,41 @@ def circulate(
     settle: Callable[[Any], Any],
     unrolled: tuple[int, int],
 ) -> tuple[Any, Any]:
-    """The ring loop, of the forward and of both backward passes.
+    """The ring loop of the forward pass and of both backward passes (algorithm 3 of the paper).
 
-    In round i every device holds the travellers that live offsets[i] behind it (ahead of it, if
-    `direction` is -1) and visits them. What belongs to the device accumulates there; what belongs
-    to the travellers follows them. The home round's share stays home, so the others' takes
-    len(offsets) - 1 hops: it starts in round 1, moves one round late, together with the next
-    travellers, so that every hop but the last runs beside a visit, and is added on arrival.
+    In round i, every device holds the travellers that live `offsets[i]` behind it (ahead of it, if
+    `direction` is -1) and visits them. A visit gives two results: one stays on the device and
+    accumulates there, the other belongs to the travellers and follows them home. The travellers of
+    round 0 are at home already, and their result stays there. The results of the other rounds
+    start in round 1. They move one round late, together with the next travellers, so that every
+    hop but the last runs beside a visit, and are added to the result of round 0 on arrival. That
+    takes len(offsets) - 1 hops.
 
     Args:
         ring: the axis to go round.
-        offsets: distances to visit, 0 first.
+        offsets: the distances to visit, 0 first.
         direction: +1 sends to the next ring index, -1 to the one before.
         travellers: pytree of arrays that move.
         visit: (travellers, distance, stays so far) -> (stays, follows), pytrees of arrays. It adds
             to what stays, which is None in round 0; `follows` may be ().
-        settle: brings what stays to one form, for a loop to carry.
+        settle: brings what stays into a form that is the same in every round, for a loop to carry.
         unrolled: see `UNROLLED_ROUNDS`.
 
     Returns:
-        What stays, of all rounds, and what follows, in float32, summed and at home.
+        What stays, summed over all rounds; and what follows, summed in float32, on the device
+        where its travellers live.
     """
     steps = [direction * (b - a) for a, b in itertools.pairwise(offsets)]
     last = len(offsets) - 1
 
     def play(i: int, offset: Any, state: Any) -> Any:
-        """One round. In a loop over alike rounds, i is the first of them and `offset` is traced."""
+        """One round. In a loop over rounds of one kind, i is their first and `offset` is traced."""
         travellers, stays, follows = state
         arriving = collectives.shift(travellers, ring, steps[i]) if i < last else None
         followed = collectives.shift(follows, ring, steps[i - 1]) if i > 1 else None
         stays, follows = visit(travellers, offset, stays)
-        # Without the barrier XLA sends everything first, and nothing runs beside the messages. What
-        # is cheap comes after it, or XLA would hide a message behind that alone.
+        # Without the barrier XLA sends everything first, and nothing runs beside the messages.
+        # Cheap work comes after it, or XLA would take that alone for enough to hide a message.
         arriving, stays, follows, followed = lax.optimization_barrier(
             (arriving, stays, follows, followed)
         )
@@ -265,11 +277,11 @@ def circulate(
         return arriving, stays, follows
 
     def next_door(i: int) -> bool:
-        """Whether round i comes from the offset before and goes to the next."""
+        """Whether the hops into and out of round i both go to the next ring index."""
         return steps[i - 1] == steps[i] == direction
 
     def loop(first: int, turns: int, state: Any) -> Any:
-        """`turns` times `turn` rounds from round `first` on, all of them next door."""
+        """Plays `turns * turn` rounds from round `first` on, all of them `next_door`."""
 
         def play_turn(n: Any, state: Any) -> Any:
             for j in range(turn):
@@ -303,14 +315,14 @@ def _float32(tree: Any) -> Any:
 def _combine(
     schedule: Schedule, out: Float32[Array, "b t n v"], lse: Float32[Array, "b n t"], dtype: Any
 ) -> tuple[Float[Array, "b s n v"], Float32[Array, "b n s"]]:
-    """Joins the members' attentions of the team's queries; each keeps its own queries (step 4).
+    """Step 4: joins what the members of a team found for its queries; each keeps its own queries.
 
         L = log sum_a exp(lse_a),    out = sum_a exp(lse_a - L) out_a
 
-    Outputs are sent, and the joined one is returned, in `dtype`. "merge" sends them to their owner,
-    who adds them in float32: A - 1 units of out and of lse. "reduce_scatter" (the paper) lets the
-    network add them in `dtype`, so that the rounding error grows with A: A - 1 units of out and
-    4(A - 1) of lse.
+    Outputs are sent and returned in `dtype`. Under "merge" the members send them to the owner of
+    the queries, which adds them in float32: A - 1 shares of out and of lse. Under "reduce_scatter"
+    (the paper) the network adds them in `dtype`, so that the rounding error grows with A: A - 1
+    shares of out and 4(A - 1) of lse.
     """
     team = schedule.team
     if team.degree == 1:
@@ -330,20 +342,19 @@ def _combine(
 
 
 def _static(
-    schedule: Schedule, q: QueryShard, v: ValueShard, segments: Array | None
-) -> tuple[int, float, blocks.Block]:
-    """Length of the whole sequence, scale of the logits, and the block backend."""
-    ranks = schedule.group.degree * schedule.ring.degree * schedule.team.degree
-    seq_len = q.shape[1] * ranks
+    schedule: Schedule, q: QueryShard, k: KeyShard, v: ValueShard, segments: Array | None
+) -> tuple[int, float, blocks.Block, bool]:
+    """What is known before anything runs.
+
+    Returns:
+        Tokens of the whole sequence, scale of the logits, the block backend, and whether the query
+        side travels in the backward pass.
+    """
+    share = Sizes.of(q, k, v, packed=segments is not None)
     scale = q.shape[-1] ** -0.5 if schedule.scale is None else float(schedule.scale)
-    request = schedule.request(
-        seq_len,
-        dtype=q.dtype.name,
-        head_dim=q.shape[-1],
-        value_head_dim=v.shape[-1],
-        packed=segments is not None,
-    )
-    return seq_len, scale, blocks.select(schedule.backend, request)
+    block = blocks.select(schedule.backend, schedule.request(share))
+    seq_len = share.query_tokens * schedule.num_shards
+    return seq_len, scale, block, schedule.travels(share) == "query"
 
 
 def _unrolled(schedule: Schedule) -> tuple[int, int]:
@@ -352,13 +363,13 @@ def _unrolled(schedule: Schedule) -> tuple[int, int]:
 
 
 def _device(schedule: Schedule) -> tuple[Any, Any, Any]:
-    """This device's (g, p, a)."""
+    """The indices (g, p, a) of this device along group, ring and team."""
     g, p, a = (collectives.index(x) for x in (schedule.group, schedule.ring, schedule.team))
     return g, p, a
 
 
 def _query_unit(schedule: Schedule, x: Array | None, dim: int = 1) -> Array | None:
-    """The team's queries (or what belongs to them), in order of position (step 1)."""
+    """Step 1: the query unit of the team, or what belongs to it, in order of position."""
     if x is None:
         return None
     x = collectives.gather(x, schedule.team, dim)
@@ -366,21 +377,5 @@ def _query_unit(schedule: Schedule, x: Array | None, dim: int = 1) -> Array | No
 
 
 def _key_unit(schedule: Schedule, x: Array | None) -> Array | None:
-    """The key unit that this device holds in round 0, in order of position (step 2)."""
+    """Step 2: the key unit that this device holds in round 0, in order of position."""
     return None if x is None else schedule.sort(schedule.keys.place(x), schedule.key_ranks, 1)
-
-
-def _travels(
-    schedule: Schedule, q: QueryShard, k: KeyShard, v: ValueShard, segments: Array | None
-) -> str:
-    """Which side goes round the ring in the backward pass: "query" or "kv"."""
-    return schedule.travels(
-        query_tokens=q.shape[1],
-        key_tokens=k.shape[1],
-        heads=q.shape[2],
-        kv_heads=k.shape[2],
-        head_dim=q.shape[3],
-        value_head_dim=v.shape[3],
-        width=q.dtype.itemsize,
-        packed=segments is not None,
-    )

@@ -1,31 +1,43 @@
 """Who attends to whom, on which devices, in which rounds: the static side of the schedule.
 
-Sequence ranks are flat over (group, ring, team, head), slowest first; G, R, A, U are the degrees.
-Device (g, p, a) attends the queries of its team, query unit g * R + p, to the key units p' * A + a
-of all p' on its ring, one per round. Teams share queries, rings share keys, and every (query, key)
-pair is met exactly once.
+The *sequence rank* of a device is its flat index over the axes (group, ring, team, head), slowest
+first, whose degrees are G, R, A and U. After the head exchange, which trades tokens for heads among
+U neighbours, a device is called (g, p, a) by its indices along group, ring and team.
+
+* A *unit* is what one gather brings together: the tokens of consecutive sequence ranks. (Without a
+  causal mask the order of keys does not matter, and a key unit may be of any ranks.)
+* A *team* is the A devices (g, p, 0..A-1). They share a query unit, number g * R + p.
+* A *group* is the G devices (0..G-1, p, a). They share a key unit, number p * A + a in round 0.
+* A *ring* is the R devices (g, 0..R-1, a). Round after round, each of them attends its query unit
+  to another of the key units p' * A + a, for all p' on the ring.
+
+So every (query, key) pair is met exactly once.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxtyping import Array
 
-from startrail_jax.analysis.cost import cheaper_backward
 from startrail_jax.blocks.base import Request
 from startrail_jax.collectives import KeyPlacement
 from startrail_jax.layout import Layout
 from startrail_jax.mask import Mask, runs_meet
-from startrail_jax.mesh import Axis
+from startrail_jax.mesh import PLATFORMS, Axis
 from startrail_jax.pieces import Pieces, pieces_by_offset
+from startrail_jax.sizes import Sizes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Everything static about one attention: the axes it runs on and the choices made."""
+    """Everything static about one attention: the axes that it runs on, and its options.
+
+    The options have the names and the meanings that they have in `Attention`.
+    """
 
     group: Axis
     ring: Axis
@@ -40,15 +52,35 @@ class Schedule:
     placement: str
     combine: str
     platform: str | None
-    """Of the devices: see `mesh.device_kind`."""
+    """Platform of the devices, as `mesh.device_kind` gives it."""
     capability: tuple[int, int] | None
+    """Least CUDA compute capability of the devices, as `mesh.device_kind` gives it."""
+
+    def on(self, platform: str | None, capability: tuple[int, int] | None) -> Schedule:
+        """The same schedule on other devices; what is None stays as it is on the mesh.
+
+        Raises:
+            ValueError: if the platform is unknown.
+        """
+        if platform not in (None, *PLATFORMS):
+            raise ValueError(
+                f"platform must be one of {PLATFORMS}; got {platform!r}. "
+                "Leave it out for that of the mesh."
+            )
+        if platform in (None, self.platform):
+            platform, capability = self.platform, capability or self.capability
+        return replace(self, platform=platform, capability=capability)
 
     @property
     def keys(self) -> KeyPlacement:
-        """How key units come to their devices, and their gradients back."""
-        degree = self.group.degree * self.ring.degree * self.team.degree
-        rank = Axis(self.group.names + self.ring.names + self.team.names, degree)
+        """How key units come to their devices, and how their gradients come back."""
+        rank = Axis(self.group.names + self.ring.names + self.team.names, self.num_shards)
         return KeyPlacement(self.placement, self.group, self.team, rank, self.causal)
+
+    @property
+    def num_shards(self) -> int:
+        """Shards of the sequence after the head exchange: G * R * A."""
+        return self.group.degree * self.ring.degree * self.team.degree
 
     @property
     def query_ranks(self) -> int:
@@ -61,11 +93,11 @@ class Schedule:
         return self.group.degree * self.head.degree
 
     def query_unit(self, g: Any, p: Any, distance: Any = 0) -> Any:
-        """The query unit that lives `distance` ahead of ring index p in group g."""
+        """Number of the query unit that lives `distance` ahead of ring index p in group g."""
         return g * self.ring.degree + (p + distance) % self.ring.degree
 
     def key_unit(self, p: Any, a: Any, distance: Any = 0) -> Any:
-        """The key unit that lives `distance` behind ring index p, at team index a."""
+        """Number of the key unit that lives `distance` behind ring index p, at team index a."""
         return (p - distance) % self.ring.degree * self.team.degree + a
 
     def mask(
@@ -78,7 +110,15 @@ class Schedule:
         queries_ahead: Any = 0,
         keys_behind: Any = 0,
     ) -> Mask:
-        """What the queries at device (g, p, a) see of its keys, one of which has come some way."""
+        """What the query unit at a device sees of the key unit there.
+
+        Args:
+            seq_len: tokens of the whole sequence.
+            device: the indices (g, p, a) of the device; they may be traced.
+            query_segments, key_segments: segment ids of the two units, or None.
+            queries_ahead: from how far ahead on the ring the query unit has come.
+            keys_behind: from how far behind on the ring the key unit has come.
+        """
         if not self.causal:
             return Mask(query_segments=query_segments, key_segments=key_segments)
         g, p, a = device
@@ -94,32 +134,35 @@ class Schedule:
         )
 
     def window_in(self, seq_len: int) -> int | None:
-        """The window, if it hides anything in a sequence of that length."""
+        """The window, or None if it hides nothing in a sequence of that many tokens."""
         return None if self.window is None or self.window >= seq_len else self.window
 
-    def request(self, seq_len: int, **arrays: Any) -> Request:
-        """What a block will be asked for; `arrays` are the fields that depend on the arrays."""
+    def request(self, share: Sizes) -> Request:
+        """What a block will be asked for, with arrays of these sizes on each device."""
+        seq_len = share.query_tokens * self.num_shards
         return Request(
             platform=self.platform,
             capability=self.capability,
+            dtype=share.dtype,
+            head_dim=share.head_dim,
+            value_head_dim=share.value_head_dim,
             causal=self.causal,
             window=self.window_in(seq_len),
+            packed=share.packed,
             num_cases=len(unit_cases(self, seq_len)),
-            **arrays,
         )
 
-    def travels(self, **shard: Any) -> str:
-        """Which side goes round the ring in the backward pass: "query" or "kv".
-
-        Args:
-            shard: sizes of one device's arrays, as `cost.cheaper_backward` takes them.
-        """
+    def travels(self, share: Sizes) -> str:
+        """Which side goes round the ring in the backward pass: "query" or "kv"."""
         if self.backward != "auto":
             return self.backward
-        return cheaper_backward(team=self.team.degree, group=self.group.degree, **shard)
+        return share.cheaper_traveller(team=self.team.degree, group=self.group.degree)
 
     def sort(self, x: Array, ranks: int, dim: int) -> Array:
-        """A gathered unit in order of position, which only positional masks need."""
+        """A gathered unit of `ranks` sequence ranks, put in order of position along `dim`.
+
+        Only a causal mask needs the order; without one the unit is returned as it is.
+        """
         return self.layout.sort_unit(x, ranks, dim) if self.causal else x
 
     def unsort(self, x: Array, ranks: int, dim: int) -> Array:
@@ -131,7 +174,8 @@ class Schedule:
 def ring_offsets(schedule: Schedule, seq_len: int) -> tuple[int, ...]:
     """Ring distances between queries and keys at which some device has work, 0 first.
 
-    All of them, but for a sliding window: the ring then skips the rounds that nobody needs.
+    These are all distances, unless a sliding window hides so much that no device needs some of the
+    rounds; the ring then skips those rounds.
     """
     group, ring, team = (range(x.degree) for x in (schedule.group, schedule.ring, schedule.team))
     window = schedule.window_in(seq_len)
@@ -156,21 +200,33 @@ def ring_offsets(schedule: Schedule, seq_len: int) -> tuple[int, ...]:
 def unit_cases(
     schedule: Schedule, seq_len: int, kv_seq_len: int | None = None
 ) -> tuple[Pieces, ...]:
-    """All `Pieces` that units may meet in; none if they do not fall into pieces."""
+    """Every set of pieces that the visible part of two units may fall into.
+
+    Args:
+        schedule: the schedule.
+        seq_len: query tokens of the whole sequence.
+        kv_seq_len: key tokens of the whole sequence; None for as many as query tokens.
+
+    Returns:
+        The sets; none if the units do not fall into rectangles and squares, as stripes do not.
+    """
     query = schedule.layout.unit_positions(seq_len, schedule.query_ranks, 0)
     key = schedule.layout.unit_positions(kv_seq_len or seq_len, schedule.key_ranks, 0)
     if not schedule.causal:
-        whole = (0, query.shape[0] * query.shape[1], key.shape[0] * key.shape[1])
-        return (Pieces(rectangles=(whole,), squares=()),)
+        return (Pieces.whole(math.prod(query.shape), math.prod(key.shape)),)
     if not (query.contiguous and key.contiguous):
         return ()
     return pieces_by_offset(query.shape, key.shape, run_offsets(schedule, seq_len, None))[1]
 
 
 def run_offsets(schedule: Schedule, seq_len: int, distance: Any) -> tuple[int, ...]:
-    """Every distance in tokens from the first query run to the first key run of units that meet.
+    """Every distance, in tokens, from the first query run to the first key run of units that meet.
 
-    Of those that meet `distance` apart on the ring; anywhere on it, if that is traced or None.
+    Args:
+        schedule: the schedule.
+        seq_len: tokens of the whole sequence.
+        distance: how far apart on the ring the units live. All distances of the ring are taken if
+            it is None, or if it is traced and so not known.
     """
     return _run_offsets(schedule, seq_len, distance if isinstance(distance, int) else None)
 

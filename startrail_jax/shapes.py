@@ -1,7 +1,7 @@
-"""The dimension legend and the array aliases of the package.
+"""The legend of dimensions and the array aliases of the package.
 
-Case marks the view: `B T N H` are global sizes, `b t n h` are what one device sees inside
-`shard_map`.
+Upper-case names such as `B T N H` are sizes of whole arrays; lower-case names such as `b t n h` are
+what one device sees inside `shard_map`.
 
     B  batch                      N  query heads (a multiple of K)
     T  query length, in tokens    K  key and value heads
@@ -16,11 +16,12 @@ KeyShard = Float[Array, "b s k h"]
 ValueShard = Float[Array, "b s k v"]
 OutShard = Float[Array, "b t n v"]
 
-# One layout everywhere: natural logarithm of the sum of the exponentials of the scaled logits.
+# The log-sum-exp of each query and head: the natural logarithm of the sum of the exponentials of
+# the scaled logits. It has this one layout everywhere.
 LseShard = Float32[Array, "b n t"]
 
 QuerySegments = Int32[Array, "b t"]
 KeySegments = Int32[Array, "b s"]
 
-# lse of a row that sees no key. Not -inf: the difference of two such rows would be NaN.
+# The lse of a row that sees no key. It is not -inf: the difference of two such rows would be NaN.
 EMPTY = -1e30

@@ -1,4 +1,4 @@
-"""The one online-softmax merge of partial attention (out, lse), in float32."""
+"""The online-softmax merge of partial attentions (out, lse), in float32."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from jaxtyping import Array, Float, Float32
 from startrail_jax.shapes import EMPTY, LseShard, OutShard
 
 # Attentions (out, lse) of the same queries to disjoint sets of keys. Each out is normalised over
-# its own keys, and 0 in rows that see none of them, where lse is EMPTY.
+# its own keys. A row that sees none of them has out 0 and lse EMPTY.
 Partials = tuple[tuple[OutShard, LseShard], ...]
 
 
 def rows(x: Float32[Array, "b n t"]) -> Float32[Array, "b t n 1"]:
-    """A quantity of each row, laid out to scale an output of shape [b, t, n, v]."""
+    """One number for each query and head, laid out to scale an output of shape [b, t, n, v]."""
     return jnp.swapaxes(x, 1, 2)[..., None]
 
 
@@ -28,10 +28,10 @@ def merge_partials(
         L = log sum_p exp(lse_p),    out = sum_p exp(lse_p - L) out_p
 
     Args:
-        partials: one or more (out, lse).
+        partials: one or more (out, lse); lse is a natural logarithm.
 
     Returns:
-        out and lse in float32; rows that saw no key anywhere get 0 and EMPTY.
+        out and lse in float32. A row that sees no key in any of them has out 0 and lse EMPTY.
 
     References:
         FlashAttention, https://arxiv.org/abs/2205.14135, section 3.1; StarTrail,
@@ -41,7 +41,7 @@ def merge_partials(
         out, lse = partials[0]
         return out.astype(jnp.float32), lse
     highest = functools.reduce(jnp.maximum, (lse for _, lse in partials))
-    # In a row that is EMPTY everywhere the weights are 1: its outputs are 0 all the same.
+    # In a row that is EMPTY everywhere the weights are 1, and the outputs that they scale are 0.
     weights = [jnp.exp(lse - highest) for _, lse in partials]
     total = functools.reduce(jnp.add, weights)
     terms = [x.astype(jnp.float32) * rows(w) for (x, _), w in zip(partials, weights, strict=True)]

@@ -1,6 +1,7 @@
-"""A pair of units cut into tiles: which of them hold anything visible, and what is masked in each.
+"""A pair of units cut into tiles: which tiles hold anything visible, and what is masked in each.
 
-A tile of which nothing is visible costs nothing; one that is visible as a whole needs no mask.
+A block backend skips the pairs of tiles in which nothing is visible, and needs no mask in those
+that are visible as a whole.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Int32
+from jaxtyping import Array, Bool, Float32, Int32
 
 from startrail_jax.layout import Runs
 from startrail_jax.mask import Mask
@@ -21,22 +22,22 @@ _NO_SEGMENT = np.iinfo(np.int32).max
 
 @dataclass(frozen=True)
 class Tiling:
-    """A unit's tokens cut into tiles of one size; static.
+    """The tokens of a unit cut into tiles of one size; all of it is static.
 
-    Tiles never straddle two runs. Where the size does not divide a run, its last tile starts
-    early and overlaps the tile before; `fresh` is where its own tokens begin.
+    No tile straddles two runs. Where the size does not divide a run, the last tile of the run
+    starts early and overlaps the tile before it; `fresh` says where its own tokens begin.
     """
 
     starts: np.ndarray
-    """First token of each tile, int32 [tiles]."""
+    """Index in the unit of the first token of each tile: int32 [tiles]."""
     fresh: np.ndarray
-    """First token of each tile that no tile before holds, int32 [tiles]."""
+    """Index of the first token of each tile that is in no tile before: int32 [tiles]."""
     size: int
     """Tokens in a tile."""
 
     @classmethod
     def of(cls, length: int, num_runs: int, target: int) -> Tiling:
-        """Tiles of at most `target` tokens over `num_runs` equal runs of `length` tokens in all."""
+        """Cuts `length` tokens, which are `num_runs` equal runs, into tiles of at most `target`."""
         run = length // num_runs
         per_run = -(-run // target)
         size = -(-run // per_run)
@@ -64,12 +65,16 @@ class Tiling:
         return lax.dynamic_update_slice_in_dim(x, tile, jnp.asarray(self.starts)[i], axis)
 
     def is_fresh(self, i: Array) -> Bool[Array, " tokens"]:
-        """Which tokens of tile i no tile before holds."""
+        """Which tokens of tile i are in no tile before."""
         return jnp.asarray(self.starts)[i] + np.arange(self.size) >= jnp.asarray(self.fresh)[i]
 
 
 def visible_tiles(mask: Mask, query: Tiling, key: Tiling) -> Bool[Array, "i j"]:
-    """Tiles that may hold a visible pair: exact for positions, a range test for segments."""
+    """Pairs of tiles that may hold a visible (query, key) pair.
+
+    The answer is exact for positions. For segment ids it is a test of ranges, so that a pair of
+    tiles may be listed in which nothing is visible.
+    """
     visible = jnp.ones((len(query.starts), len(key.starts)), bool)
     if mask.causal:
         query_positions, key_positions = mask.query_positions, mask.key_positions
@@ -89,7 +94,7 @@ def visible_tiles(mask: Mask, query: Tiling, key: Tiling) -> Bool[Array, "i j"]:
 
 
 def _segment_range(tiles: Int32[Array, "b i n"]) -> tuple[Int32[Array, "b i"], Int32[Array, "b i"]]:
-    """Least and greatest segment id of each tile, padding left out."""
+    """Least and greatest segment id of each tile; padding does not count."""
     return jnp.where(tiles < 0, _NO_SEGMENT, tiles).min(-1), tiles.max(-1)
 
 
@@ -97,7 +102,7 @@ def split_tiles(tiling: Tiling, target: int) -> tuple[Tiling, np.ndarray]:
     """Cuts the tiles of a unit into tiles of at most `target` tokens.
 
     Returns:
-        The small tiles, and the large tile that each of them is part of.
+        The small tiles, and for each of them the index of the large tile that it is part of.
     """
     part = Tiling.of(tiling.size, 1, target)
     starts = tiling.starts[:, None] + part.starts
@@ -110,13 +115,16 @@ def split_tiles(tiling: Tiling, target: int) -> tuple[Tiling, np.ndarray]:
 def tile_kinds(mask: Mask, query: Tiling, key: Tiling) -> dict[str, Bool[Array, "i j"]]:
     """Sorts the visible pairs of tiles by what an attention kernel has to mask in them.
 
-    * "full": nothing, every query sees every key.
-    * "causal": a triangle; query m of the tile sees its keys 0 .. m.
-    * "strict": a triangle without its diagonal; query m sees keys 0 .. m - 1.
-    * "mixed": anything else; it may be that nothing is visible (see `visible_tiles`).
+    * "full": every query sees every key, and nothing is masked.
+    * "causal": a triangle is visible; query m of the tile sees keys 0 .. m.
+    * "strict": a triangle without its diagonal is visible; query m sees keys 0 .. m - 1.
+    * "mixed": anything else, even a pair in which nothing is visible (see `visible_tiles`).
 
-    A pair is of one of the first three kinds if it is so in every row of the batch, and neither of
-    its tiles repeats tokens. Kinds that cannot occur are left out.
+    A pair is of one of the first three kinds only if it is of that kind in every row of the batch
+    and neither of its tiles overlaps another.
+
+    Returns:
+        Kind -> which pairs are of it. Kinds that cannot occur are left out.
     """
     visible = visible_tiles(mask, query, key)
     whole = (query.starts == query.fresh)[:, None] & (key.starts == key.fresh)
@@ -136,7 +144,7 @@ def tile_kinds(mask: Mask, query: Tiling, key: Tiling) -> dict[str, Bool[Array, 
 def _causal_kinds(
     mask: Mask, query: Tiling, key: Tiling, whole: Bool[Array, "i j"]
 ) -> dict[str, Bool[Array, "i j"]]:
-    """Those of `tile_kinds` that are not "mixed", among pairs of which only positions may mask."""
+    """The kinds of `tile_kinds` but "mixed", among pairs that only positions can mask."""
     assert mask.query_runs is not None
     assert mask.key_runs is not None
     queries, keys = mask.query_positions, mask.key_positions
@@ -145,7 +153,8 @@ def _causal_kinds(
     if mask.window is not None:
         whole &= key_first > last - mask.window
     full = whole & (key_last <= first)
-    # From one token to the next, the positions of both tiles grow alike, and by `step` at least.
+    # Where both tiles have this pattern, their positions grow alike from one token to the next, by
+    # at least `step`.
     block, stride = _pattern(mask.query_runs)
     if query.size != key.size or query.size == 1 or (block, stride) != _pattern(mask.key_runs):
         return {"full": full}
@@ -158,21 +167,21 @@ def _causal_kinds(
 
 
 def _pattern(runs: Runs) -> tuple[int, int]:
-    """(block, stride) of positions; (1, 1) if they are consecutive."""
+    """(block, stride) of the positions of a run; (1, 1) if they are consecutive."""
     return (1, 1) if runs.contiguous else (runs.block, runs.stride)
 
 
 def _only_segment(tiles: Int32[Array, "b i n"]) -> Int32[Array, "b i"]:
-    """The segment id of each tile, -1 if it has several."""
+    """The segment id of each tile; -1 if the tile has several."""
     return jnp.where(tiles.min(-1) == tiles.max(-1), tiles[..., 0], -1)
 
 
 def visible_in_tiles(
     mask: Mask, query: Tiling, key: Tiling, i: Array, j: Array
 ) -> Bool[Array, "#b #m #n"] | None:
-    """What queries of tile i see of keys of tile j; None if nothing in any tile is masked.
+    """Which keys of key tile j the queries of query tile i see; None if no tile has a mask.
 
-    What the tile before holds too is not seen, or it would count twice.
+    Tokens that the tile before holds too count as masked, or they would count twice.
     """
     tests = []
     if mask.causal:
@@ -190,3 +199,33 @@ def visible_in_tiles(
     if query.overlaps:
         tests.append(query.is_fresh(i)[None, :, None])
     return functools.reduce(jnp.logical_and, tests) if tests else None
+
+
+def mask_logits(
+    logits: Float32[Array, "... _ _"],
+    visible: Bool[Array, "#b #t #s"] | None,
+    *,
+    heads: int,
+    queries: int,
+    keys_first: bool = False,
+) -> Float32[Array, "... _ _"]:
+    """The logits of a pair of tiles, -inf where the query does not see the key.
+
+    Args:
+        logits: [b, k, g * t, s] or [b * k, g * t, s]: k key heads, each of which g query heads
+            share, t queries and s keys. The last two dimensions are swapped if `keys_first`.
+        visible: what `visible_in_tiles` gives.
+        heads: number of key heads.
+        queries: number of queries in a tile.
+        keys_first: whether keys come before queries in `logits`.
+    """
+    if visible is None:
+        return logits
+    *_, rows, columns = logits.shape
+    if keys_first:
+        split = logits.reshape(-1, heads, rows, columns // queries, queries)
+        visible = visible.swapaxes(1, 2)[:, None, :, None]
+    else:
+        split = logits.reshape(-1, heads, rows // queries, queries, columns)
+        visible = visible[:, None, None]
+    return jnp.where(visible, split, -jnp.inf).reshape(logits.shape)

@@ -1,7 +1,8 @@
-"""What the public callable requires of its inputs, and how it says so."""
+"""What the public callables require of their inputs, and the messages that say so."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,37 +13,77 @@ from jaxtyping import Array
 
 from startrail_jax.layout import Layout
 from startrail_jax.mesh import Degrees
+from startrail_jax.sizes import WIDTHS, Sizes
 
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = tuple(WIDTHS)
 
 
-def check_heads(degrees: Degrees, heads: int, kv_heads: int) -> None:
-    """Raises unless the heads can be grouped and split over `head` and `tensor`."""
-    split = degrees.head * degrees.tensor
-    given = f"heads={heads}, kv_heads={kv_heads}, head={degrees.head}, tensor={degrees.tensor}"
-    if heads % split:
+def check_option(name: str, value: Any, allowed: Sequence[str]) -> None:
+    """Raises a ValueError unless the value of an option is allowed; the default comes first."""
+    if value not in allowed:
         raise ValueError(
-            f"heads must be divisible by head * tensor; got {given}. "
-            f"Use a multiple of {split} heads, or lower degrees."
-        )
-    if heads % kv_heads:
-        raise ValueError(
-            f"heads must be a multiple of kv_heads; got {given}. "
-            f"Use {-(-heads // kv_heads) * kv_heads} heads, or a divisor of {heads} as kv_heads."
-        )
-    if kv_heads % split and split % kv_heads:
-        raise ValueError(
-            f"kv_heads and head * tensor must divide one another; got {given}. "
-            f"Choose degrees whose product divides {kv_heads} or is a multiple of it."
+            f"{name} must be one of {tuple(allowed)}; got {name}={value!r}. "
+            f"Leave it out for {allowed[0]!r}."
         )
 
 
-def segment_array(ids: Any) -> Array:
-    """Segment ids as int32.
+def check_window(window: Any, causal: bool) -> None:
+    """Raises a ValueError unless the window is None, or a number of keys of a causal attention."""
+    if window is not None and not (causal and type(window) is int and window >= 1):
+        raise ValueError(
+            "window needs causal=True and an integer of at least 1 key; got "
+            f"window={window}, causal={causal}. Use window=None to see every key."
+        )
+
+
+def check_placement(placement: str, degrees: Degrees) -> None:
+    """Raises a ValueError if the degrees do not allow this order of key placement."""
+    if placement == "gather_permute" and degrees.team != degrees.group:
+        raise ValueError(
+            "placement='gather_permute' needs team == group; got "
+            f"team={degrees.team}, group={degrees.group}. Use placement='permute_gather'."
+        )
+
+
+def refuse_unserved(**options: Any) -> None:
+    """Raises a NotImplementedError for a Flax option that asks for what this op does not do."""
+    ways_out = {
+        "bias": "Add positions to the queries and keys (RoPE) instead",
+        "mask": "Use causal=, window= and segment_ids=",
+        "dropout_rate": "Set it to 0, or pass deterministic=True",
+        "precision": "Leave it None: float32 inputs are computed in full precision",
+        "module": "Leave sow_weights off: the weights never exist as a whole",
+        "input_positions": "To decode, call Attention.decode with a cache of your own",
+    }
+    for name, value in options.items():
+        if value is not None and not (name == "dropout_rate" and value == 0):
+            shown = f"an array {value.shape}" if hasattr(value, "shape") else repr(value)
+            raise NotImplementedError(
+                f"Sequence-parallel attention does not serve {name}; got {name}={shown}. "
+                f"{ways_out.get(name, 'Leave it None')}."
+            )
+
+
+def as_arrays(query: Any, key: Any, value: Any, segment_ids: Any, dtype: Any) -> tuple[Array, ...]:
+    """The inputs of a call as JAX arrays: query, key, value, and the arrays of segment ids.
+
+    Args:
+        query, key, value: arrays.
+        segment_ids: None, one array, or a tuple of arrays.
+        dtype: dtype to cast query, key and value to; None leaves them as they are.
 
     Raises:
-        ValueError: if they are not integers, or might not fit, as two documents could become one.
+        ValueError: if segment ids are not integers that fit int32.
     """
+    arrays = tuple(jnp.asarray(x, dtype) for x in (query, key, value))
+    if segment_ids is None:
+        return arrays
+    ids = segment_ids if isinstance(segment_ids, tuple) else (segment_ids,)
+    return arrays + tuple(_segment_array(x) for x in ids)
+
+
+def _segment_array(ids: Any) -> Array:
+    """Segment ids as int32; cutting others to 32 bits could make two documents one."""
     on_host = not isinstance(ids, jax.Array)
     ids = np.asarray(ids) if on_host else ids
     kind = ids.dtype
@@ -58,36 +99,18 @@ def segment_array(ids: Any) -> Array:
     return jnp.asarray(ids, jnp.int32)
 
 
-def check_shards(
-    query: Any, key: Any, value: Any, query_ids: Any, key_ids: Any, *, degrees: Degrees, **rest: Any
-) -> None:
-    """`check_arrays` for what one device holds; messages give the sizes of the whole arrays."""
-    if (query_ids is None) != (key_ids is None):
-        raise ValueError(
-            "query_segments and key_segments must be given both or neither; got only one. "
-            "Pass the same array twice where queries and keys are the same tokens."
-        )
-
-    def whole(x: Any) -> jax.ShapeDtypeStruct:
-        sizes = (degrees.data, degrees.sequence, degrees.tensor, 1)
-        shape = tuple(n * size for n, size in zip(x.shape, sizes, strict=False))
-        return jax.ShapeDtypeStruct(shape, x.dtype)
-
-    ids = () if query_ids is None else (whole(query_ids), whole(key_ids))
-    check_arrays(whole(query), whole(key), whole(value), ids, degrees=degrees, **rest)
-
-
 def check_arrays(
-    query: Any,
-    key: Any,
-    value: Any,
-    ids: tuple[Any, ...],
-    *,
-    degrees: Degrees,
-    layout: Layout,
-    causal: bool,
+    query: Any, key: Any, value: Any, *ids: Any, degrees: Degrees, layout: Layout, causal: bool
 ) -> None:
-    """Raises unless shapes and dtypes fit each other, the layout and the mesh."""
+    """Raises a ValueError unless whole arrays fit each other, the layout and the mesh.
+
+    Args:
+        query, key, value: arrays, or anything else with `shape` and `dtype`.
+        *ids: one array of segment ids for queries and keys, one array for each, or none.
+        degrees: the degrees of the mesh.
+        layout: the placement of the tokens.
+        causal: whether the attention is causal.
+    """
     shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
     if not query.ndim == key.ndim == value.ndim == 4:
         raise ValueError(
@@ -110,21 +133,8 @@ def check_arrays(
             f"query, key and value must have one dtype of {DTYPES}; got {', '.join(dtypes)}. "
             "Cast them, or pass dtype=."
         )
-    if query.shape[0] % degrees.data:
-        raise ValueError(
-            f"The batch must be divisible by the data degree; got batch={query.shape[0]}, "
-            f"data={degrees.data}. Pad the batch to "
-            f"{-(-query.shape[0] // degrees.data) * degrees.data}, or lower data."
-        )
-    if causal and query.shape[1] != key.shape[1]:
-        raise ValueError(
-            "Causal attention needs queries and keys of one length; got "
-            f"{query.shape[1]} queries and {key.shape[1]} keys. Use causal=False for "
-            "cross-attention, or pad with segment id -1."
-        )
-    layout.check_length(query.shape[1])
-    layout.check_length(key.shape[1], "key seq_len")
-    check_heads(degrees, query.shape[2], key.shape[2])
+    sizes = Sizes.of(query, key, value, packed=bool(ids))
+    sizes.check(degrees, causal=causal, layout=layout)
     _check_segments(query, key, ids)
 
 
@@ -144,11 +154,48 @@ def _check_segments(query: Any, key: Any, ids: tuple[Any, ...]) -> None:
             )
 
 
-def check_sharding(name: str, array: Array, spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> None:
-    """Raises unless `array` is sharded as `spec`, on the Explicit axes of `mesh`.
+def check_shards(
+    query: Any, key: Any, value: Any, query_ids: Any, key_ids: Any, *, degrees: Degrees, **rest: Any
+) -> None:
+    """`check_arrays` for what one device holds; its messages give the sizes of the whole arrays."""
+    if (query_ids is None) != (key_ids is None):
+        raise ValueError(
+            "query_segments and key_segments must be given both or neither; got only one. "
+            "Pass the same array twice where queries and keys are the same tokens."
+        )
 
-    On Auto axes the compiler reshards, so anything goes.
+    def whole(x: Any) -> jax.ShapeDtypeStruct:
+        sizes = (degrees.data, degrees.sequence, degrees.tensor, 1)
+        shape = tuple(n * size for n, size in zip(x.shape, sizes, strict=False))
+        return jax.ShapeDtypeStruct(shape, x.dtype)
+
+    ids = () if query_ids is None else (query_ids, key_ids)
+    check_arrays(*map(whole, (query, key, value, *ids)), degrees=degrees, **rest)
+
+
+def check_shardings(
+    names: Sequence[str],
+    arrays: Sequence[Array],
+    specs: Sequence[PartitionSpec],
+    mesh: Mesh | AbstractMesh,
+) -> None:
+    """Raises a ValueError unless each array is sharded as its spec, on the Explicit axes of `mesh`.
+
+    On Auto axes there is nothing to check, as the compiler reshards what enters a `shard_map`.
+
+    Args:
+        names: names of the arrays, for the message; at least one for each array.
+        arrays: the arrays.
+        specs: the spec of each array.
+        mesh: the mesh of the attention.
     """
+    for name, array, spec in zip(names, arrays, specs, strict=False):
+        _check_sharding(name, array, spec, mesh)
+
+
+def _check_sharding(
+    name: str, array: Array, spec: PartitionSpec, mesh: Mesh | AbstractMesh
+) -> None:
     explicit = {
         axis
         for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
@@ -157,6 +204,7 @@ def check_sharding(name: str, array: Array, spec: PartitionSpec, mesh: Mesh | Ab
     wanted = _entries(spec, array.ndim, explicit)
     sharding = jax.typeof(array).sharding
     given = _entries(sharding.spec, array.ndim, explicit)
+    # An array that is on no mesh may enter where its spec names no Explicit axis.
     nowhere = sharding.mesh.empty and not any(wanted)
     if given == wanted and (nowhere or sharding.mesh.shape == mesh.shape):
         return
@@ -176,20 +224,86 @@ def _entries(spec: PartitionSpec, ndim: int, axes: set[str]) -> list[tuple[str, 
     return [tuple(axis for axis in entry if axis in axes) for entry in entries]
 
 
-def refuse_unserved(**options: Any) -> None:
-    """Raises for a Flax option that asks for what this op does not do."""
-    ways_out = {
-        "bias": "Add positions to the queries and keys (RoPE) instead",
-        "mask": "Use causal=, window= and segment_ids=",
-        "dropout_rate": "Set it to 0, or pass deterministic=True",
-        "precision": "Leave it None: float32 inputs are computed in full precision",
-        "module": "Leave sow_weights off: the weights never exist as a whole",
-        "input_positions": "To decode, call Attention.decode with a cache of your own",
-    }
-    for name, value in options.items():
-        if value is not None and not (name == "dropout_rate" and value == 0):
-            shown = f"an array {value.shape}" if hasattr(value, "shape") else repr(value)
-            raise NotImplementedError(
-                f"Sequence-parallel attention does not serve {name}; got {name}={shown}. "
-                f"{ways_out.get(name, 'Leave it None')}."
-            )
+def check_decode(
+    query: Any,
+    key: Any,
+    value: Any,
+    positions: Any,
+    *,
+    causal: bool,
+    layout: Layout,
+    slots: int,
+) -> None:
+    """Raises a ValueError unless new tokens and a cache fit each other.
+
+    Args:
+        query, key, value, positions: arguments of `Attention.decode` or `decode_local`.
+        causal: whether the attention is causal.
+        layout: the placement of the slots.
+        slots: slots of the whole cache, over all devices.
+    """
+    if not causal:
+        raise ValueError(
+            "decode needs a causal attention, which sees no slots that are not filled yet; "
+            "got an instance with causal=False. Build Attention(mesh, causal=True)."
+        )
+    shapes = f"query {query.shape}, key_cache {key.shape}, value_cache {value.shape}"
+    fits = (
+        query.ndim == key.ndim == value.ndim == 4
+        and query.shape[0] == key.shape[0]
+        and query.shape[3] == key.shape[3]
+        and key.shape[:3] == value.shape[:3]
+        and 0 not in query.shape + key.shape + value.shape
+        and query.shape[2] % key.shape[2] == 0
+    )
+    if not fits:
+        raise ValueError(
+            "query must be [batch, new, heads, head_dim], key_cache [batch, slots, kv_heads, "
+            "head_dim] and value_cache [batch, slots, kv_heads, value_head_dim], and kv_heads "
+            f"divide heads; got {shapes}. Correct the odd one out."
+        )
+    dtypes = [str(x.dtype) for x in (query, key, value)]
+    if len(set(dtypes)) > 1:
+        raise ValueError(
+            "query, key_cache and value_cache must have one dtype; got "
+            f"{', '.join(dtypes)}. Cast the query."
+        )
+    if not jnp.issubdtype(query.dtype, jnp.floating):
+        raise ValueError(
+            f"query, key_cache and value_cache must have a float dtype; got {dtypes[0]}. Cast "
+            "them to bfloat16 or float32."
+        )
+    _check_positions(positions, query.shape[:2])
+    layout.check_length(slots, "slots")
+
+
+def check_update(
+    cache: Any, new: Any, positions: Any, *, layout: Layout, slots: int, layers: bool = False
+) -> None:
+    """Raises a ValueError unless new keys or values fit a cache.
+
+    Args:
+        cache, new, positions: arguments of `Attention.update_cache` or `update_cache_local`.
+        layout: the placement of the slots.
+        slots: slots of the whole cache, over all devices.
+        layers: whether the cache has a leading dimension of layers.
+    """
+    shape = cache.shape[layers:]
+    if not (
+        len(shape) == new.ndim == 4 and (shape[0], *shape[2:]) == (new.shape[0], *new.shape[2:])
+    ):
+        raise ValueError(
+            f"cache must be [{'layers, ' if layers else ''}batch, slots, kv_heads, head_dim] and "
+            "new [batch, new, kv_heads, head_dim], equal but for the second dimension; got cache "
+            f"{cache.shape}, new {new.shape}. Correct the odd one out."
+        )
+    _check_positions(positions, new.shape[:2])
+    layout.check_length(slots, "slots")
+
+
+def _check_positions(positions: Any, shape: tuple[int, ...]) -> None:
+    if positions.shape != shape or positions.dtype != jnp.int32:
+        raise ValueError(
+            f"positions must be int32 [batch, new] = {list(shape)}; got {positions.dtype} "
+            f"{list(positions.shape)}. Give one for each new token of each row."
+        )

@@ -1,4 +1,4 @@
-"""Over which manual mesh axes an array varies, inside a `shard_map` that checks it."""
+"""Over which manual mesh axes an array varies, as `shard_map(..., check_vma=True)` tracks it."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from jaxtyping import Array
 
 
 def alike(*arrays: Array) -> tuple[Array, ...]:
-    """The arrays, all varying over every manual mesh axis that one of them varies over.
+    """The arrays, each marked as varying over every manual mesh axis that one of them varies over.
 
-    The gradient of one that was replicated over an axis is summed over it.
+    The gradient of an array that was replicated over such an axis is summed over it.
     """
     axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in arrays))
     return tuple(vary(x, *axes) for x in arrays)
 
 
 def vary(x: Array, *axes: str) -> Array:
-    """The array, varying over these axes too; its gradient is summed over those that are new."""
+    """The array, marked as varying over `axes` too; its gradient is summed over the new ones."""
     new = tuple(axis for axis in axes if axis not in jax.typeof(x).manual_axis_type.varying)
     return lax.pcast(x, new, to="varying") if new else x

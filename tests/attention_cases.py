@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations, count, product
 from random import Random
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -323,8 +324,7 @@ def check(case: Case, bounds: Mapping[str, float] | None = None) -> None:
     assert_close(natural(case.attention, result), expected, bounds)
 
     again = forward_and_backward(case.attention, *arguments)
-    for name, x in result.items():
-        np.testing.assert_array_equal(x, getattr(again, name), err_msg=name)
+    chex.assert_trees_all_equal(again, result)
 
     query, key, value, dout, dlse, _ = arguments
     for name, like in (("out", dout), ("lse", dlse), ("dq", query), ("dk", key), ("dv", value)):

@@ -24,11 +24,11 @@ hypothesis.settings.register_profile("explore", deadline=None, max_examples=100,
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 
-# Programs of tests run once or twice: most of the time goes into LLVM, and this halves it. Set for
-# the programs that tests start too.
+# Tests run a compiled program once or twice, and most of their time goes into LLVM. These flags
+# halve that time.
 QUICK_TO_COMPILE = ["--xla_cpu_parallel_codegen_split_count=1"]
 if jax.__version_info__ < (0, 11):
-    # Later releases have the new emitters only, which are slower.
+    # Later releases have only the new emitters, which compile more slowly.
     QUICK_TO_COMPILE.append("--xla_cpu_use_fusion_emitters=false")
 
 
@@ -38,18 +38,25 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    if not config.getoption("--gpu"):
-        jax.config.update("jax_platforms", "cpu")
+    # Imported here, since the import hook above must come first.
+    from startrail_jax.testing import simulate_devices
+
+    if config.getoption("--gpu"):
+        jax.config.update("jax_num_cpu_devices", SIMULATED_DEVICES)
+    else:
         compile_quickly(config)
-    jax.config.update("jax_num_cpu_devices", SIMULATED_DEVICES)
+        simulate_devices(SIMULATED_DEVICES)
     jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
 def compile_quickly(config):
-    """Here and in the programs that tests start, which also find what was compiled before."""
+    """Sets up XLA here and, by the environment, in the programs that tests start.
+
+    They share a cache, so that a program that several tests need is compiled once. Every process of
+    pytest has a cache of its own, because jax could read a file that another has not finished.
+    """
     flags = os.environ.get("XLA_FLAGS", "").split()
     os.environ["XLA_FLAGS"] = " ".join([x for x in QUICK_TO_COMPILE if x not in flags] + flags)
-    # Of one process: jax would read what another has written in part.
     compiled = tempfile.TemporaryDirectory(prefix="compiled")
     config.add_cleanup(compiled.cleanup)
     settings = {
@@ -66,14 +73,25 @@ def pytest_collection_modifyitems(config, items):
     every = config.getoption("--every")
     config.hook.pytest_deselected(items=[x for i, x in enumerate(items) if i % every])
     items[:] = items[::every]
+    mark_quick(items)
     if not config.getoption("--gpu"):
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason=NEEDS_GPU))
 
 
+def mark_quick(items):
+    """Marks the first test of every module that marks none itself."""
+    modules = {}
+    for item in items:
+        modules.setdefault(item.nodeid.partition("::")[0], []).append(item)
+    for tests in modules.values():
+        if not any("quick" in test.keywords for test in tests):
+            tests[0].add_marker(pytest.mark.quick)
+
+
 def pytest_collection_finish():
-    """Modules and tests stay: Python need not look for garbage among them."""
+    """Spares Python the search for garbage among modules and tests, which stay."""
     gc.freeze()
 
 
@@ -91,8 +109,8 @@ def forget_programs():
 
 @pytest.fixture
 def compile_well():
-    """For tests that compute for longer than they compile, and for products of 16-bit arrays, which
-    a CPU sums in float32 only in optimised programs."""
+    """Full optimisation, for a test that computes more than it compiles, or that needs the products
+    of 16-bit arrays to be float32: on a CPU, only optimised programs have that."""
     before = jax.config.jax_disable_most_optimizations
     jax.config.update("jax_disable_most_optimizations", False)
     yield

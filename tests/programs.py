@@ -6,16 +6,20 @@ import signal
 from pathlib import Path
 
 import jax
+from flax import nnx
 
 import startrail_jax as st
+from models.hooks import Hooks
 from trainer.config import OptimizerConfig
 from trainer.gpt.config import (
     GPTConfig,
     GPTTrainConfig,
 )
+from trainer.gpt.objective import NextToken
+from trainer.parallel.partition import path_name
 from trainer.parallel.step import Program
 from trainer.run import metrics
-from trainer.tasks import make_objective
+from trainer.tasks import task_of
 
 
 def make_config(model=None, **changes):
@@ -34,7 +38,18 @@ def make_config(model=None, **changes):
 def make_program(config, degrees, devices=None):
     devices = jax.devices()[: degrees.num_devices] if devices is None else devices
     mesh = st.make_mesh(degrees, axis_type="auto", devices=devices)
-    return Program(config, st.Attention(mesh, causal=True), make_objective(config))
+    return Program(config, st.Attention(mesh, causal=True), NextToken(config))
+
+
+def weight_shapes(config):
+    """The shape of every weight by its path; those under `blocks` are stacked for all layers."""
+    objective = task_of(config).make_objective(config)
+
+    def make_model():
+        return objective.make_model(jax.nn.dot_product_attention, Hooks(), nnx.Rngs(0))
+
+    leaves = jax.tree_util.tree_leaves_with_path(nnx.state(nnx.eval_shape(make_model)))
+    return {path_name(path): x.shape for path, x in leaves}
 
 
 def options(program):

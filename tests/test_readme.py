@@ -1,20 +1,60 @@
-"""The Python of README runs as it stands, one block after another."""
+"""README and the pages of docs/: examples run, commands are understood, links lead to files."""
 
 import re
+import shlex
 from pathlib import Path
 
 import jax
 import numpy as np
+import pytest
 
 import oracle
+import startrail_jax
+from train import read_command_line
+from trainer.command_line import parse
+from trainer.tasks import TASKS
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+PAGES = [README, ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+# Files that are written by a run, not stored.
+OF_A_RUN = "runs/"
+# Modules that the reference leaves out: what they hold is of no use to others.
+UNLISTED = ("__init__", "linear", "replica_groups", "sizes")
 
 
-def test_readme_python_runs_and_is_right():
-    code = "".join(re.findall(r"```python\n(.*?)```", README, re.DOTALL))
+def blocks(page, language):
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)
+
+
+def run_python(page, monkeypatch):
+    """Runs the Python of a page, one block after another, on 8 of the simulated devices."""
+    devices = jax.devices()[:8]
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    code = "".join(blocks(page, "python"))
+    # Tests have simulated devices already, and jax takes their number only before it starts.
+    code, count = re.subn(
+        r'^jax\.config\.update\("jax_num_cpu_devices", 8\).*$', "", code, flags=re.M
+    )
+    assert count == 1
     names = {}
-    exec(compile(code, "README.md", "exec"), names)
+    exec(compile(code, str(page), "exec"), names)
+    return names
+
+
+def test_readme_is_short():
+    assert len(README.read_text().splitlines()) <= 170
+
+
+@pytest.mark.parametrize("ending", ["python train.py", "pytest -n 2"])
+def test_readme_has_one_line_to_train_and_one_to_test(ending):
+    lines = README.read_text().splitlines()
+    (command,) = [x for x in lines if re.search(r"^python3 -m venv .*" + ending.split()[-1], x)]
+    assert command.endswith(f".venv/bin/{ending}")
+
+
+def test_python_of_readme_runs_and_is_right(monkeypatch, compile_fast):
+    names = run_python(README, monkeypatch)
     unpermute = names["attention"].layout.unpermute
     query, key, value, out = (
         unpermute(jax.device_get(names[name])) for name in ("query", "key", "value", "out")
@@ -23,3 +63,78 @@ def test_readme_python_runs_and_is_right():
     np.testing.assert_allclose(out, expected, atol=2e-6)
     assert names["y"].shape == names["x"].shape
     assert names["y"].sharding.is_equivalent_to(names["x"].sharding, 3)
+    names["test_my_attention_is_exact"]()
+
+
+def test_example_of_readme_has_12_lines():
+    example = blocks(README, "python")[0]
+    assert len([line for line in example.splitlines() if line]) <= 12
+
+
+def test_python_of_attention_page_runs_and_is_right(monkeypatch, compile_fast):
+    names = run_python(ROOT / "docs" / "attention.md", monkeypatch)
+    unpermute = names["attention"].layout.unpermute
+    query, key, value, out = (
+        unpermute(jax.device_get(names[name])) for name in ("query", "key", "value", "out")
+    )
+    expected, _ = oracle.attention(query, key, value, causal=True)
+    np.testing.assert_allclose(out, expected, atol=2e-6)
+    names["test_my_attention_is_exact"]()
+
+
+def commands(program):
+    """Arguments of every call of a program on the pages, with the pages' names."""
+    found = []
+    for page in PAGES:
+        text = page.read_text().replace("\\\n", " ")
+        lines = [x for block in blocks(page, "sh") for x in block.splitlines()]
+        lines += re.findall(r"`([^`\n]*)`", text)
+        for line in lines:
+            if match := re.search(rf"python {program}\.py\b([^#&]*)", line):
+                name = f"{page.stem}:{match[1].strip()}"
+                found.append(pytest.param(shlex.split(match[1]), id=name))
+    return found
+
+
+@pytest.mark.parametrize("arguments", commands("train"))
+def test_commands_that_train_are_understood(arguments):
+    if arguments and arguments[0].startswith(OF_A_RUN):
+        arguments = ["gpt_tiny", *arguments[1:]]
+    assert read_command_line(arguments).settings.steps
+
+
+@pytest.mark.parametrize("arguments", commands("sample"))
+def test_commands_that_sample_are_understood(arguments):
+    run_dir, *flags = arguments
+    kind = "dit" if "dit" in run_dir else "gpt"
+    options = TASKS[kind].options_class()
+    assert parse(flags, default=options, prog="sample.py", description=None).settings
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files(page):
+    targets = re.findall(r"\]\(([^)\s]+)\)", page.read_text())
+    for target in targets:
+        if not target.startswith(("https://", "#")):
+            assert (page.parent / target.split("#")[0]).exists(), f"{page.name}: {target}"
+
+
+def test_files_that_pages_name_exist():
+    for page in PAGES:
+        named = re.findall(r"`((?:[a-z_]+/)+(?:[A-Za-z_]+\.(?:py|md|png|svg))?)`", page.read_text())
+        for name in named:
+            if not name.startswith(OF_A_RUN):
+                assert (ROOT / name).exists(), f"{page.name}: {name}"
+
+
+def test_reference_has_every_public_name():
+    reference = "".join(path.read_text() for path in (ROOT / "docs" / "api").glob("*.md"))
+    for name in startrail_jax.__all__:
+        assert re.search(rf"^\.\. (autoclass|autofunction|py:data):: {name}$", reference, re.M), (
+            name
+        )
+    for folder in ("startrail_jax/analysis", "models", "configs"):
+        for path in (ROOT / folder).glob("*.py"):
+            module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            if path.stem not in UNLISTED:
+                assert f".. automodule:: {module}\n" in reference, module

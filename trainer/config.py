@@ -1,4 +1,4 @@
-"""What can be set for a training run. Imports neither jax nor a model: `--help` is to be fast."""
+"""Settings that every training run has. Imports neither jax nor a model: `--help` must be fast."""
 
 from __future__ import annotations
 
@@ -7,26 +7,31 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from startrail_jax.errors import InputError
+
 SHARDED_AXES = ("data", "group", "ring", "team", "head")
-"""The mesh axes over which ZeRO may split a state, slowest first."""
+"""The mesh axes over which ZeRO may split the training state, slowest first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """Degrees of parallelism. The product must be the number of devices."""
+    """Degrees of parallelism, whose product must be the number of devices."""
 
     data: int = 1
-    """Shards of the batch."""
+    """Number of shards of the batch."""
     team: int | None = None
-    """Devices that share their queries; the paper's C. By default 2 where the devices allow it."""
+    """Number of devices in a team, which share their queries: C in the paper. The default is 2 if
+    the number of devices allows it, else 1."""
     group: int | None = None
-    """Devices that gather one key unit. As `team` by default."""
+    """Number of devices in a group, which gather the same keys and values. The default is the value
+    of `team`."""
     ring: int | None = None
-    """Devices round which keys travel. By default the devices that the other degrees leave."""
+    """Number of devices in a ring, round which keys and values travel. The default uses all devices
+    that the other degrees leave."""
     head: int = 1
-    """Ulysses degree: devices that trade tokens for heads."""
+    """Ulysses degree: number of devices that exchange tokens for heads."""
     tensor: int = 1
-    """Shards of heads and MLP channels."""
+    """Number of shards of the heads and of the MLP channels (tensor parallelism)."""
 
     def __post_init__(self) -> None:
         for name, degree in vars(self).items():
@@ -36,28 +41,28 @@ class MeshConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW with clipping, linear warm-up and cosine decay."""
+    """AdamW with gradient clipping, linear warm-up and cosine decay."""
 
     learning_rate: float
     """Peak learning rate."""
     final_learning_rate: float = 0.0
     """Learning rate after the last step."""
     warmup_fraction: float = 0.05
-    """Share of the steps over which the learning rate rises from 0."""
+    """Fraction of the steps during which the learning rate rises from 0 to its peak."""
     weight_decay: float = 0.1
-    """Decay of weight matrices; vectors are not decayed."""
+    """Weight decay of matrices; vectors are not decayed."""
     clip_norm: float = 1.0
-    """Largest global norm of the gradient."""
+    """Largest global norm of the gradient; longer gradients are scaled down to it."""
     beta1: float = 0.9
-    """Decay of the mean gradient."""
+    """Decay of the moving average of the gradient."""
     beta2: float = 0.95
-    """Decay of the mean squared gradient."""
+    """Decay of the moving average of the squared gradient."""
 
     def __post_init__(self) -> None:
         for name in ("learning_rate", "clip_norm"):
             value = getattr(self, name)
             if not 0 < value < math.inf:
-                raise ValueError(
+                raise InputError(
                     f"optimizer.{name} must be above 0 and finite; got {name}={value}. "
                     "Leave it out for the default."
                 )
@@ -66,7 +71,7 @@ class OptimizerConfig:
         for name in ("warmup_fraction", "beta1", "beta2"):
             value = getattr(self, name)
             if not 0 <= value < 1:
-                raise ValueError(
+                raise InputError(
                     f"optimizer.{name} must be at least 0 and below 1; got {name}={value}. "
                     "Leave it out for the default."
                 )
@@ -74,12 +79,13 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """When the state of a run is saved, and how much of it is kept."""
+    """When the state of a run is saved, and how many checkpoints are kept."""
 
     every: int = 200
-    """Steps between checkpoints; there is always one after the last step, and one on SIGTERM."""
+    """Number of steps between checkpoints. The state is also saved after the last step, and when
+    the program is interrupted by SIGTERM or Ctrl-C."""
     keep: int = 2
-    """Newest checkpoints that are kept."""
+    """Number of checkpoints to keep: the newest ones."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -88,12 +94,10 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """A whole run, whatever it trains: see `GPTTrainConfig` and `DiTTrainConfig`."""
+    """A whole training run. Each kind of model has a subclass, such as `GPTTrainConfig`."""
 
     kind: ClassVar[str]
-    """Of the model, as config.json names it."""
-    causal: ClassVar[bool]
-    """Whether a token sees only those before it."""
+    """Kind of the model: its name in `trainer.tasks.TASKS` and in config.json."""
 
     model: Any
     """Sizes of the model."""
@@ -102,54 +106,61 @@ class TrainConfig:
     mesh: MeshConfig = field(default_factory=MeshConfig)
     """Degrees of parallelism."""
     data: Any
-    """What to read."""
+    """Data to train on."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    """When to save."""
+    """Checkpoints."""
 
     devices: int | None = None
-    """Devices to use: the first of them, or simulated ones where there is only a CPU. By default
-    all real devices, or 8 simulated ones."""
+    """Number of devices to use. The default is all real devices, or 8 simulated ones on a machine
+    that has only a CPU."""
     zero: Literal[0, 1, 2, 3] = 0
-    """ZeRO: what is split over devices: 1 the optimizer's state, 2 gradients too, 3 weights too."""
+    """ZeRO level: 0 splits nothing over the devices, 1 splits the state of the optimizer, 2 also
+    the gradients, 3 also the weights."""
     zero_axes: tuple[Literal["data", "group", "ring", "team", "head"], ...] = SHARDED_AXES
-    """Mesh axes that ZeRO splits over. The last ones alone keep gathers between near devices
-    (LoongTrain's hybrid ZeRO, https://arxiv.org/abs/2406.18485)."""
+    """Mesh axes over which ZeRO splits. With only the last axes, weights are gathered among devices
+    that are near each other (LoongTrain's hybrid ZeRO, https://arxiv.org/abs/2406.18485)."""
     remat: Literal["none", "attention_saved", "full"] = "none"
-    """What a layer computes again in the backward pass: nothing; all but attention, which is never
-    recomputed; or all."""
+    """What the backward pass of a layer recomputes: nothing ("none"), everything except attention
+    ("attention_saved"), or everything ("full")."""
     offload: bool = False
-    """Whether what remat saves waits in the host's memory. GPUs only; needs a `remat`."""
+    """Whether to move what `remat` saves to the memory of the host. Needs GPUs, and a `remat` other
+    than "none"."""
     tile: int | None = None
-    """Tokens of a device that MLP and loss treat at a time; fewer save memory. By default all."""
+    """Number of tokens of a device that the MLP and the loss process at a time; fewer need less
+    memory. The default is all tokens."""
     accumulation: int = 1
-    """Parts into which a batch is cut, one after another; fewer sequences at a time save memory."""
+    """Number of parts of a batch that are processed one after another (gradient accumulation); more
+    parts need less memory."""
 
     steps: int
-    """Optimizer steps."""
+    """Number of optimizer steps."""
     batch_size: int
-    """Sequences, or images, in a batch, on all devices together."""
+    """Number of sequences or images in a batch, over all devices together."""
     seed: int = 0
-    """Seed of the weights, the order of the data, noise, and the sample."""
+    """Seed of the initial weights, the order of the data, the noise, and the final sample."""
 
     run_dir: Path
-    """Folder of the run: checkpoints, metrics, config. A run that is found there goes on."""
+    """Folder for checkpoints, metrics and config. If it already holds a run, that run is
+    resumed."""
     allow_changes: bool = False
-    """Whether a run that is found may go on with other data, batches, loss, optimizer, steps or
-    rotary positions; the rest of its model may never change."""
+    """Whether a run may be resumed with other data, batches, loss, optimizer, steps or rotary
+    positions. All else in its model can never change."""
     log_every: int = 50
-    """Steps between reports; each gives the mean training loss since the last."""
+    """Number of steps between reports; each report gives the mean training loss since the last."""
     tensorboard: bool = True
-    """Whether to write metrics for TensorBoard beside metrics.jsonl."""
+    """Whether to write metrics for TensorBoard in addition to metrics.jsonl."""
     evaluate_every: int = 200
-    """Steps between evaluations; there is always one after the last step."""
+    """Number of steps between evaluations. The last step is always followed by one."""
     validation_sequences: int = 64
-    """Held-out sequences, or images, that an evaluation measures, rounded up to whole batches."""
+    """Number of held-out sequences or images in an evaluation, rounded up to whole batches."""
     non_finite: Literal["stop", "skip"] = "stop"
-    """What to do where the loss or the gradient is not finite. Weights never take such a step."""
+    """What to do when the loss or the gradient is not finite: end the program, or skip the step.
+    The weights are never updated by such a step."""
     profile: tuple[int, int] | None = None
-    """First and last step to trace; the trace goes to the folder `profile` of the run."""
+    """First and last step to profile; the trace is written to the folder `profile` of the run."""
     ema_decay: float | None = None
-    """Decay of the average of the weights that samples are drawn from; None for no average."""
+    """Decay of the moving average of the weights, which evaluation and samples then use; None for
+    no average."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -159,58 +170,59 @@ class TrainConfig:
             check_minimum(name, getattr(self, name), 1)
         check_minimum("seed", self.seed, 0)
         if self.seed >= 2**32:
-            raise ValueError(f"seed must be below 2**32; got seed={self.seed}. Use another.")
+            raise InputError(f"seed must be below 2**32; got seed={self.seed}. Use another.")
         for name in ("devices", "tile"):
             if getattr(self, name) is not None:
                 check_minimum(name, getattr(self, name), 1)
         parts = self.mesh.data * self.accumulation
         if self.batch_size % parts:
-            raise ValueError(
+            raise InputError(
                 "batch_size must be divisible by mesh.data * accumulation; got "
                 f"batch_size={self.batch_size}, mesh.data={self.mesh.data}, "
                 f"accumulation={self.accumulation}. Use batch_size="
                 f"{-(-self.batch_size // parts) * parts}."
             )
         if self.ema_decay is not None and not 0 < self.ema_decay < 1:
-            raise ValueError(
+            raise InputError(
                 f"ema_decay must be above 0 and below 1; got ema_decay={self.ema_decay}. "
                 "Use 0.999, or None for no average."
             )
         if self.offload and self.remat == "none":
-            raise ValueError(
+            raise InputError(
                 "offload moves what remat saves, so it needs a remat; got offload=True, "
                 "remat='none'. Use --remat attention_saved."
             )
         if self.zero and not self.zero_axes:
-            raise ValueError(
+            raise InputError(
                 f"zero_axes must name an axis for zero={self.zero}; got none. Leave it out for all."
             )
         if not self.zero and self.zero_axes != SHARDED_AXES:
-            raise ValueError(
+            raise InputError(
                 "zero_axes need a ZeRO level of at least 1; got zero=0, "
                 f"zero_axes={self.zero_axes}. Use --zero 1, 2 or 3."
             )
         if len(set(self.zero_axes)) < len(self.zero_axes):
-            raise ValueError(
+            raise InputError(
                 f"zero_axes must name an axis once; got zero_axes={self.zero_axes}. "
                 "Leave the second out."
             )
         if self.profile is not None:
             first, last = self.profile
             if not 1 <= first <= last <= self.steps:
-                raise ValueError(
+                raise InputError(
                     "profile must be a first and a last step of the run; got "
                     f"profile={self.profile}, steps={self.steps}. Use, say, --profile 10 12."
                 )
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of a sequence or of an image."""
+        """Number of tokens of a sequence or of an image."""
         raise NotImplementedError
 
 
 def check_minimum(name: str, value: Any, minimum: int) -> None:
+    """Raises ValueError unless a setting is finite and not below its minimum."""
     if not minimum <= value < math.inf:
-        raise ValueError(
+        raise InputError(
             f"{name} must be at least {minimum}; got {name}={value}. Leave it out for the default."
         )

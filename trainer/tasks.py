@@ -1,107 +1,43 @@
-"""The data of a run, whatever it trains: examples by number, and how batches are made of them."""
+"""The table of tasks. A new kind of model is a folder with a `Task`, and a line here.
+
+Imports no jax: `--help` must be fast.
+"""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
-from functools import partial
+from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from startrail_jax.layout import Layout
+from startrail_jax.errors import InputError
 from trainer.config import TrainConfig
-from trainer.data.batches import Source
-from trainer.dit.config import DiTTrainConfig
-from trainer.gpt.config import GPTTrainConfig
-from trainer.objective import Objective
+from trainer.dit.task import DiTTask
+from trainer.gpt.task import GPTTask
+from trainer.run.settings import load_config, read_kind
+from trainer.task import Task
+
+TASKS: dict[str, Task[Any, Any]] = {
+    "gpt": GPTTask(),
+    "dit": DiTTask(),
+}
+"""Tasks by the kind of their configs, which config.json holds as "kind"."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Data:
-    """What a run reads."""
-
-    train: Source
-    held_out: Source
-    collate: Callable[[list[Any], list[int]], Any]
-    """(examples, their numbers) -> rows of a batch, on the host, in layout order."""
-    description: str
-    """One line, for the log."""
-    loss_unit: str
-    """What the loss is measured in."""
-    corpus: Any = None
-    """Of a language model: its text, to be continued."""
+def task_of(config: TrainConfig) -> Task[Any, Any]:
+    """The task of a run."""
+    return TASKS[config.kind]
 
 
-def open_data(config: TrainConfig, layout: Layout) -> Data:
-    """Opens what a run trains on.
-
-    Args:
-        config: of the run.
-        layout: the order of the tokens.
+def load_train_config(path: Path) -> TrainConfig:
+    """Reads the config.json of a run of any kind.
 
     Raises:
-        OSError: if it cannot be read.
-        ValueError: if it does not fit the config.
+        ValueError: if the file is not JSON, names an unknown kind, or a setting is missing, unknown
+            or of a wrong type.
     """
-    if isinstance(config, DiTTrainConfig):
-        return _open_images(config, layout)
-    assert isinstance(config, GPTTrainConfig)
-    return _open_text(config, layout)
-
-
-def _open_text(config: GPTTrainConfig, layout: Layout) -> Data:
-    from trainer.gpt.batches import (
-        Sequences,
-        next_token_batch,
-    )
-    from trainer.gpt.corpus import open_corpus
-
-    corpus = open_corpus(config.data, vocab_size=config.model.vocab_size)
-    end = corpus.end_of_document if config.data.mask_documents else None
-
-    def collate(windows: list[Any], numbers: list[int]) -> Any:
-        return next_token_batch(np.stack(windows), layout=layout, end_of_document=end)
-
-    return Data(
-        train=Sequences(corpus.train, config.seq_len),
-        held_out=Sequences(corpus.held_out, config.seq_len),
-        collate=collate,
-        description=corpus.description,
-        loss_unit=f"nats/{corpus.unit}",
-        corpus=corpus,
-    )
-
-
-def _open_images(config: DiTTrainConfig, layout: Layout) -> Data:
-    from trainer.dit.images import open_images
-    from trainer.dit.objective import image_batch
-
-    model = config.model
-    images = open_images(
-        config.data,
-        size=config.size,
-        channels=model.channels,
-        classes=model.classes,
-        caption_length=model.caption_length,
-    )
-    return Data(
-        train=images.train,
-        held_out=images.held_out,
-        collate=partial(image_batch, config=config, layout=layout),
-        description=images.description,
-        loss_unit="mean squared error",
-    )
-
-
-def make_objective(config: TrainConfig) -> Objective:
-    """The objective of a run."""
-    # Imported where needed: a language model needs no diffusion.
-    if isinstance(config, DiTTrainConfig):
-        from trainer.dit.objective import Denoising
-
-        return Denoising(config)
-    assert isinstance(config, GPTTrainConfig)
-    from trainer.gpt.objective import NextToken
-
-    return NextToken(config)
+    kind = read_kind(path)
+    if kind not in TASKS:
+        raise InputError(
+            f"{path} must hold the config of a run. kind must be {' or '.join(TASKS)}; got "
+            f"{kind!r}. Correct the file."
+        )
+    return load_config(TASKS[kind].config_class, path)

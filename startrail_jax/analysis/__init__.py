@@ -1,1 +1,4 @@
-"""What an attention costs, in closed form and as compiled; which kernels serve it."""
+"""Analysis of an attention: its network traffic, its compiled programs and its kernels."""
+
+COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "collective_permute", "reduce_scatter")
+"""Kinds of collective that are counted, in the words of `jax.lax`."""

@@ -1,44 +1,46 @@
-"""Says which block backend serves an attention, and why, before anything runs."""
+"""Says which block backend serves an attention, and why, without running anything."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from startrail_jax import blocks
 from startrail_jax.blocks import tiled
 from startrail_jax.pieces import Pieces
 from startrail_jax.schedule import Schedule, ring_offsets, unit_cases
+from startrail_jax.sizes import Sizes
 
 _SERVES = {
-    "cudnn": "every kernel is cuDNN's, over full rectangles and causal squares of the units",
-    "tiled": "cuDNN's kernels for whole tiles that are full or causal, one dense tile at a time "
-    "for the rest",
-    "xla": "plain XLA, tile by tile: every platform and mask, and no platform's fastest",
+    "cudnn": "every kernel is a cuDNN kernel, over full rectangles and causal squares of the units",
+    "tiled": "cuDNN kernels for tiles that are full or causal, and one dense tile at a time for "
+    "the rest",
+    "xla": "plain XLA, tile by tile; it serves every platform and mask, but is not the fastest",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """What will run. `print` it."""
+    """What will run; `print` shows it in a few lines."""
 
     platform: str
+    """Platform of the devices."""
     backend: str
-    """The block backend, of forward and backward pass alike."""
+    """Name of the block backend, which serves the forward and the backward pass."""
     refusals: dict[str, str]
-    """Better backend -> why it does not serve this."""
+    """Name of each better backend -> why it does not serve this attention."""
     dense: str | None
-    """Of "tiled": why no tile is a kernel of cuDNN's, if none is."""
+    """Why backend "tiled" uses no cuDNN kernel at all; None if it does, or for other backends."""
     query_tokens: int
-    """Tokens of a query unit: the rows of a kernel call, at most."""
+    """Tokens of a query unit: a kernel call has at most so many queries."""
     key_tokens: int
-    """Tokens of a key unit."""
+    """Tokens of a key unit: a kernel call has at most so many keys."""
     cases: tuple[Pieces, ...]
-    """What a round may have to attend to, for "cudnn"; a device chooses as it runs."""
+    """For backend "cudnn", the sets of kernel calls that a round may consist of. Each device
+    chooses one of them as it runs."""
     rounds: int
-    """Ring rounds."""
+    """Number of ring rounds."""
     travels: str
-    """What goes round the ring in the backward pass: "query" or "kv"."""
+    """Which side goes round the ring in the backward pass: "query" or "kv"."""
 
     def __str__(self) -> str:
         lines = [f"on {self.platform}, backend {self.backend!r}: {_SERVES[self.backend]}"]
@@ -56,49 +58,29 @@ class Explanation:
         return "\n".join(lines)
 
 
-def explain(
-    schedule: Schedule,
-    seq_len: int,
-    kv_seq_len: int,
-    *,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    value_head_dim: int,
-    dtype: Any,
-    packed: bool,
-) -> Explanation:
-    """See `Attention.explain`; heads are those of one device, after the exchange of step 0."""
-    request = schedule.request(
-        seq_len,
-        dtype=dtype.name,
-        head_dim=head_dim,
-        value_head_dim=value_head_dim,
-        packed=packed,
+def explain(schedule: Schedule, share: Sizes) -> Explanation:
+    """Explains what a schedule runs on the share of one device: see `Attention.explain`.
+
+    Raises:
+        NotImplementedError: if the schedule names a backend that does not serve this.
+    """
+    choice = blocks.choose(schedule.backend, schedule.request(share))
+    seq_len, kv_seq_len = (
+        tokens * schedule.num_shards for tokens in (share.query_tokens, share.key_tokens)
     )
-    choice = blocks.choose(schedule.backend, request)
-    shard, key_shard = (
-        length // schedule.layout.degree * schedule.head.degree for length in (seq_len, kv_seq_len)
-    )
+    dense, cases = None, ()
+    if choice.backend == "tiled":
+        dense = tiled.no_kernels(share.dtype, share.head_dim, share.value_head_dim)
+    if choice.backend == "cudnn":
+        cases = unit_cases(schedule, seq_len, kv_seq_len)
     return Explanation(
         platform=schedule.platform or "cuda (any other platform takes 'xla')",
         backend=choice.backend,
         refusals=choice.refusals,
-        dense=tiled.no_kernels(dtype.name, head_dim, value_head_dim)
-        if choice.backend == "tiled"
-        else None,
-        query_tokens=shard * schedule.team.degree,
-        key_tokens=key_shard * schedule.group.degree,
-        cases=unit_cases(schedule, seq_len, kv_seq_len) if choice.backend == "cudnn" else (),
+        dense=dense,
+        query_tokens=share.query_tokens * schedule.team.degree,
+        key_tokens=share.key_tokens * schedule.group.degree,
+        cases=cases,
         rounds=len(ring_offsets(schedule, seq_len)),
-        travels=schedule.travels(
-            query_tokens=shard,
-            key_tokens=key_shard,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            value_head_dim=value_head_dim,
-            width=dtype.itemsize,
-            packed=packed,
-        ),
+        travels=schedule.travels(share),
     )

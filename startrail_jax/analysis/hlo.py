@@ -1,25 +1,25 @@
 """Reads compiled programs: which collectives run, how often, and what every device receives.
 
-The text is XLA's optimised HLO of one program, `jax.jit(f).lower(...).compile().as_text()`, from
-any backend. A loop counts as often as it runs, a pair of -start and -done counts once.
-`startrail_jax.analysis.cost` states the same quantities in closed form and in the same words.
+The input is the optimised HLO of one program as text, `jax.jit(f).lower(...).compile().as_text()`,
+from any backend of XLA. `startrail_jax.analysis.cost` states the same quantities in closed form.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
-COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "collective_permute", "reduce_scatter")
-"""Kinds of collective, in the words of `jax.lax`; `startrail_jax.analysis.cost` uses the same."""
+from startrail_jax.analysis import COLLECTIVES, replica_groups
 
-# The -start of an asynchronous pair has everything.
+T = TypeVar("T")
+
+# An asynchronous collective is counted at its -start.
 _LATER_HALVES = ("-done", "-update")
 
+# Opcodes of collectives that are not counted.
 _UNREAD = ("collective-broadcast", "ragged-all-to-all", "recv", "send")
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
@@ -34,20 +34,13 @@ _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
 _TRUE_FALSE = re.compile(r"\b(?:true|false)_computation=%?([\w.\-]+)")
 _LOOP = re.compile(r"\bcondition=%?([\w.\-]+), body=%?([\w.\-]+)")
 
-_PAIRS = re.compile(r"\bsource_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
-_LISTED_GROUPS = re.compile(r"\breplica_groups=\{((?:\{[\d,]*\},?)*)\}")
-_IOTA_GROUPS = re.compile(r"\breplica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
-_MESH_GROUPS = re.compile(
-    r"\breplica_groups=mesh\[([^\]]+)\](?:, device_ids=\(([\d,]+)\))? \{([^}]*)\}"
-)
-
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramTraffic:
     """The collectives of one execution of a compiled program."""
 
     counts: dict[str, int]
-    """How often a collective of each kind runs; one that XLA combined of several counts once."""
+    """How often collectives of each kind run; several that XLA has combined count as one."""
     received_by_device: tuple[dict[str, int], ...]
     """Bytes that each device receives, split by kind of collective."""
 
@@ -65,7 +58,7 @@ class ProgramTraffic:
 def read_traffic(text: str) -> ProgramTraffic:
     """Counts the collectives of a compiled program and the bytes that its devices receive.
 
-    Of a group of n devices each receives
+    Each device of a group of n receives
 
         all_gather           (n - 1) shards
         all_reduce           2 (n - 1) / n of the buffer, rounded up
@@ -73,20 +66,20 @@ def read_traffic(text: str) -> ProgramTraffic:
         reduce_scatter       (n - 1) / n of the buffer that is summed
         collective_permute   the buffer, if another device sends to it
 
-    which is what rings and direct exchanges move. A loop's body counts as often as XLA knows that
-    it runs; of a conditional the branch counts in which a device receives most.
+    which is what rings and direct exchanges move. The body of a loop counts as often as it runs. Of
+    the branches of a conditional, the one in which a device receives most counts for it.
 
     Args:
-        text: optimised HLO, whole: `compiled.as_text()`.
+        text: the whole text of the program, `compiled.as_text()`.
 
     Returns:
-        Counts and bytes; kinds that do not occur are 0.
+        Counts and bytes; both are 0 for kinds that do not occur.
 
     Raises:
-        ValueError: if a loop with collectives has no known trip count, or the text is not HLO.
-        NotImplementedError: if the program holds a collective of another kind or form.
+        ValueError: if a loop with collectives has no known trip count, or if the text is not HLO.
+        NotImplementedError: if the program has a collective of another kind or form.
     """
-    return TrafficReader(parse_program(text)).traffic()
+    return TrafficReader(parse_module(text)).traffic()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,41 +87,47 @@ class Instruction:
     """One instruction of a computation."""
 
     name: str
+    """Name of its result."""
     opcode: str
+    """What it does, such as "all-gather-start"."""
     result: str
-    """Type of the result, as text."""
+    """Type of its result, as text."""
     operands: str
-    """The operands, as text."""
+    """Its operands, as text."""
     attributes: str
-    """Everything after the operands."""
+    """Everything after the operands, as text."""
 
     @property
     def operand_names(self) -> list[str]:
-        """Names of the operands; newer texts give them bare, older ones after their types."""
+        """Names of the operands. Some versions of XLA print their types before them."""
         bare = _ARRAY.sub("", _COMMENT.sub("", self.operands))
         names = (name.strip(" %()") for name in bare.split(","))
         return [name for name in names if name]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Program:
-    """A compiled program: its computations, with instructions in the order of the text.
+class HloModule:
+    """The computations of a compiled program, with instructions in the order of the text.
 
-    Optimised programs are scheduled: the order of the text is the order of execution.
+    Optimised programs are scheduled, so this is the order in which they run.
     """
 
     num_replicas: int
+    """Replicas of the program, each of which runs on all partitions."""
     num_partitions: int
+    """Partitions of the program (SPMD)."""
     entry: str
+    """Name of the computation that runs first."""
     computations: dict[str, list[Instruction]]
+    """Name -> instructions of each computation."""
 
     @property
     def num_devices(self) -> int:
-        """Devices that the program runs on."""
+        """Number of devices that the program runs on."""
         return self.num_replicas * self.num_partitions
 
 
-def parse_program(text: str) -> Program:
+def parse_module(text: str) -> HloModule:
     """Splits the text of a compiled program into computations and instructions.
 
     Raises:
@@ -152,7 +151,7 @@ def parse_program(text: str) -> Program:
             "Pass compiled.as_text() of jax.jit(f).lower(...).compile()."
         )
     sizes = {key: int(value) for key, value in re.findall(r"\b(\w+)=(\d+)\b", modules[0])}
-    return Program(
+    return HloModule(
         num_replicas=sizes.get("replica_count", 1),
         num_partitions=sizes.get("num_partitions", 1),
         entry=entries[0],
@@ -184,10 +183,12 @@ def _parse_instruction(name: str, text: str) -> Instruction:
 
 @dataclass
 class _Tally:
-    """Runs of each kind of collective, and bytes per device and kind."""
+    """Collectives and bytes that have been added up so far, by kind."""
 
     received: list[Counter[str]]
+    """Bytes that each device receives."""
     counts: Counter[str] = field(default_factory=Counter)
+    """How often collectives run."""
 
     def add(self, other: _Tally, times: int = 1) -> None:
         for kind, count in other.counts.items():
@@ -198,21 +199,21 @@ class _Tally:
 
 
 class TrafficReader:
-    """Adds up a program's collectives, each computation once; raises as `read_traffic` does."""
+    """Adds up the collectives of a program; raises as `read_traffic` does."""
 
-    def __init__(self, program: Program):
-        self.program = program
+    def __init__(self, module: HloModule):
+        self.module = module
         self.tallies: dict[str, _Tally] = {}
         self._results: dict[str, dict[str, str]] = {}
 
     def traffic(self) -> ProgramTraffic:
-        """The whole program's."""
-        return self._traffic_of(self.computation(self.program.entry))
+        """The traffic of the whole program."""
+        return self._traffic_of(self.computation(self.module.entry))
 
     def instruction_traffic(self, computation: str, instruction: Instruction) -> ProgramTraffic:
-        """That of one run of one instruction of `computation`, with all that it calls.
+        """The traffic of one run of one instruction of `computation`, and of what it calls.
 
-        Of an asynchronous pair the -start has everything, and the -done nothing.
+        An asynchronous collective counts at its -start; its -done has no traffic.
         """
         tally = self.empty()
         if not instruction.opcode.endswith(_LATER_HALVES):
@@ -228,25 +229,28 @@ class TrafficReader:
         )
 
     def empty(self) -> _Tally:
-        return _Tally([Counter() for _ in range(self.program.num_devices)])
+        """A tally of nothing."""
+        return _Tally([Counter() for _ in range(self.module.num_devices)])
 
     def computation(self, name: str) -> _Tally:
+        """The tally of one run of a computation; each is added up once."""
         if name not in self.tallies:
             tally = self.empty()
-            for instruction in self.program.computations[name]:
+            for instruction in self.module.computations[name]:
                 if not instruction.opcode.endswith(_LATER_HALVES):
                     self.instruction(instruction, self.results(name), tally)
             self.tallies[name] = tally
         return self.tallies[name]
 
     def results(self, name: str) -> dict[str, str]:
-        """Types of the results of a computation's instructions."""
+        """Name -> type of the result, as text, for the instructions of a computation."""
         if name not in self._results:
-            instructions = self.program.computations[name]
+            instructions = self.module.computations[name]
             self._results[name] = {x.name: x.result for x in instructions}
         return self._results[name]
 
     def instruction(self, instruction: Instruction, results: dict[str, str], tally: _Tally) -> None:
+        """Adds one instruction to a tally; `results` are those of its computation."""
         opcode = instruction.opcode.removesuffix("-start")
         kind = opcode.replace("-", "_")
         if kind in COLLECTIVES:
@@ -268,6 +272,7 @@ class TrafficReader:
                 tally.add(self.computation(name))
 
     def loop(self, instruction: Instruction, tally: _Tally) -> None:
+        """Adds all turns of a loop to a tally."""
         match = _required(_LOOP, instruction)
         condition, body = self.computation(match[1]), self.computation(match[2])
         count = trip_count(instruction)
@@ -276,36 +281,43 @@ class TrafficReader:
             tally.add(condition, count + 1)
         elif body.counts or condition.counts:
             raise ValueError(
-                "A loop that holds collectives must have a known trip count; got "
+                "A loop with collectives must have a known trip count; got "
                 f"{instruction.name} (body {match[2]}) with {dict(body.counts + condition.counts)} "
                 "and none. Give the loop static bounds, as in lax.fori_loop(0, 3, ...) or lax.scan."
             )
 
     def conditional(self, instruction: Instruction, tally: _Tally) -> None:
+        """Adds the busiest branch of a conditional to a tally."""
         branches = [self.computation(name) for name in callees(instruction)]
         busiest = self.empty()
         for branch in branches:
-            # Union of counters: the larger count of each kind.
+            # The union of counters takes the larger count of each kind.
             busiest.counts |= branch.counts
-        for device in range(self.program.num_devices):
+        for device in range(self.module.num_devices):
             received = (branch.received[device] for branch in branches)
             busiest.received[device] = max(received, key=lambda counter: sum(counter.values()))
         tally.add(busiest)
 
     def received(self, kind: str, instruction: Instruction, sizes: list[int]) -> dict[int, int]:
-        """Bytes that every participating device receives; `sizes` are those of the operands."""
+        """Bytes that each device that takes part receives.
+
+        Args:
+            kind: kind of the collective.
+            instruction: the collective.
+            sizes: bytes of its operands.
+        """
         if kind == "collective_permute":
             pairs = source_target_pairs(instruction)
             return {target: sum(sizes) for source, target in pairs if source != target}
         return {
             device: _received_in_group(kind, len(group), sizes)
-            for group in device_groups(self.program, instruction)
+            for group in device_groups(self.module, instruction)
             for device in group
         }
 
 
 def callees(instruction: Instruction) -> list[str]:
-    """Computations that an instruction runs; of a loop its condition and then its body."""
+    """Names of the computations that an instruction runs; of a loop, its condition and its body."""
     if instruction.opcode == "conditional":
         names = _TRUE_FALSE.findall(instruction.attributes)
         return names or _names(_required(_BRANCHES, instruction)[1])
@@ -318,118 +330,76 @@ def callees(instruction: Instruction) -> list[str]:
 
 
 def trip_count(loop: Instruction) -> int | None:
-    """How often a loop runs, or None if XLA does not know."""
+    """How often the body of a loop runs, or None if XLA does not know."""
     match = _TRIP_COUNT.search(loop.attributes)
     return int(match[1]) if match else None
 
 
 def source_target_pairs(permute: Instruction) -> list[tuple[int, ...]]:
-    """(sender, receiver) of every message of a collective-permute, to oneself included."""
-    return _numbers(_required(_PAIRS, permute)[1])
+    """(sender, receiver) of every message of a collective-permute; they may be the same device."""
+    return _readable(replica_groups.read_pairs(permute.attributes), permute)
 
 
-def device_groups(program: Program, instruction: Instruction) -> list[tuple[int, ...]]:
-    """Groups of devices that a collective with replica groups joins.
+def device_groups(module: HloModule, instruction: Instruction) -> list[tuple[int, ...]]:
+    """The groups of devices that a collective with replica groups joins.
 
     Raises:
         NotImplementedError: if it does not join devices by their global ids.
     """
-    attributes, partitions = instruction.attributes, program.num_partitions
+    attributes, partitions = instruction.attributes, module.num_partitions
     # Without global ids these kinds join replicas, once per partition or over all of them.
     global_ids = "use_global_device_ids=true" in attributes or "all-to-all" in instruction.opcode
-    if partitions > 1 and (program.num_replicas > 1 or not global_ids):
+    if partitions > 1 and (module.num_replicas > 1 or not global_ids):
         raise NotImplementedError(
             "Collectives must join devices by their global ids; got "
-            f"{instruction.name} on {program.num_replicas} replicas of {partitions} partitions. "
+            f"{instruction.name} on {module.num_replicas} replicas of {partitions} partitions. "
             "Use jit and shard_map, which compile to it."
         )
-    if match := _LISTED_GROUPS.search(attributes):
-        return _numbers(match[1]) or [tuple(range(program.num_devices))]
-    if match := _IOTA_GROUPS.search(attributes):
-        return _iota_groups(match)
-    return _mesh_groups(_required(_MESH_GROUPS, instruction))
+    groups = replica_groups.read_groups(attributes, module.num_devices)
+    return _readable(groups, instruction)
 
 
 def _received_in_group(kind: str, n: int, sizes: list[int]) -> int:
-    """Bytes that each of `n` devices receives if each puts in operands of `sizes` bytes."""
+    """Bytes that each of `n` devices receives if each of them puts in operands of `sizes` bytes."""
     if kind == "all_gather":
         return (n - 1) * sum(sizes)
     if kind == "all_reduce":
-        # Combined ones are separate sums.
+        # Several operands are separate sums that XLA has combined.
         return sum(-(-2 * (n - 1) * size // n) for size in sizes)
-    # An all_to_all may have one operand for each device: only together do they split evenly.
+    # An all_to_all may have one operand for each device; only all of them together split evenly.
     return (n - 1) * sum(sizes) // n
-
-
-def _iota_groups(match: re.Match[str]) -> list[tuple[int, ...]]:
-    """`[groups,size]<=[dims]T(permutation)`: the ids 0, 1, ... in `dims`, transposed, reshaped."""
-    size, dims = int(match[2]), _ints(match[3])
-    permutation = _ints(match[4]) if match[4] else range(len(dims))
-    strides = _strides(dims)
-    ids = [
-        sum(index * strides[dim] for index, dim in zip(indices, permutation, strict=True))
-        for indices in itertools.product(*(range(dims[dim]) for dim in permutation))
-    ]
-    return [tuple(ids[start : start + size]) for start in range(0, len(ids), size)]
-
-
-def _mesh_groups(match: re.Match[str]) -> list[tuple[int, ...]]:
-    """`mesh['x'=2,'y'=4] {'y'}`: groups along the named axes; `'y':(2)2` is a part of an axis."""
-    axes = {name.strip("'"): int(size) for name, size in re.findall(r"([^,=]+)=(\d+)", match[1])}
-    strides = dict(zip(axes, _strides(list(axes.values())), strict=True))
-    ids = _ints(match[2]) if match[2] else range(math.prod(axes.values()))
-    # Each reference is a digit of the device's position: (stride, size).
-    digits = []
-    for name, before, size in re.findall(r"'?([^,:']+)'?(?::\((\d+)\)(\d+))?", match[3]):
-        degree = int(size) if size else axes[name]
-        after = axes[name] // (int(before) * degree) if size else 1
-        digits.append((strides[name] * after, degree))
-    groups: dict[int, list[int]] = {}
-    for position, device in enumerate(ids):
-        first = position - sum(stride * (position // stride % size) for stride, size in digits)
-        groups.setdefault(first, []).append(device)
-    return [tuple(group) for group in groups.values()]
 
 
 def num_bytes(result: str) -> int:
     """Bytes of an array, or of all arrays of a tuple."""
     total = 0
     for dtype, dims in _ARRAY.findall(result):
-        total += -(-math.prod(_ints(dims.replace("<=", ""))) * _num_bits(dtype) // 8)
+        size = math.prod(int(dim) for dim in dims.replace("<=", "").split(",") if dim)
+        total += -(-size * _num_bits(dtype) // 8)
     return total
 
 
 def _num_bits(dtype: str) -> int:
-    """Bits of an element: `bf16` has 16, `f8e4m3fn` 8; a `pred` takes a byte."""
+    """Bits that an element takes, such as 16 for `bf16` and 8 for `f8e4m3fn` and `pred`."""
     if match := re.match(r"(?:bf|f|s|u|c)(\d+)", dtype):
         return int(match[1])
     return 8 if dtype == "pred" else 0
 
 
 def _required(pattern: re.Pattern[str], instruction: Instruction) -> re.Match[str]:
-    match = pattern.search(instruction.attributes)
-    if match is None:
+    return _readable(pattern.search(instruction.attributes), instruction)
+
+
+def _readable(found: T | None, instruction: Instruction) -> T:
+    """What was found in the attributes of an instruction; raises if nothing was."""
+    if found is None:
         raise NotImplementedError(
-            f"The attributes of {instruction.opcode} must be in a form that is read here; got "
+            f"The attributes of {instruction.opcode} must be in a form that can be read; got "
             f"{instruction.name} with {instruction.attributes[:200]!r}. Add the form to "
-            "startrail_jax/analysis/hlo.py."
+            "startrail_jax/analysis/hlo.py or replica_groups.py."
         )
-    return match
+    return found
 
 
 def _names(text: str) -> list[str]:
     return [name.strip(" %") for name in text.split(",") if name.strip()]
-
-
-def _ints(text: str) -> list[int]:
-    return [int(number) for number in text.split(",") if number]
-
-
-def _numbers(text: str) -> list[tuple[int, ...]]:
-    """`{0,1},{2,3}` as tuples."""
-    return [tuple(_ints(group)) for group in re.findall(r"\{([\d,]*)\}", text)]
-
-
-def _strides(dims: Sequence[int]) -> list[int]:
-    """Strides of a row-major array."""
-    return [math.prod(dims[dim + 1 :]) for dim in range(len(dims))]

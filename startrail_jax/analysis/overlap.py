@@ -1,9 +1,9 @@
-"""Reads from compiled programs what runs while data is on its way.
+"""Reads compiled programs: which kernels run while a collective is under way.
 
-The text of an optimised program is its schedule: an asynchronous collective is under way from its
--start to its -done, and the kernels between them run meanwhile. Whether they take longer than the
-message is not to be read here, only whether the message can be hidden at all. `hlo`
-reads the same texts for bytes.
+The text of an optimised program is its schedule. An asynchronous collective is under way from its
+-start to its -done, and the kernels between the two run meanwhile: they are *beneath* it. The text
+shows whether a message can be hidden at all, but not whether the kernels take longer than the
+message. `startrail_jax.analysis.hlo` reads the same texts for bytes.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from startrail_jax.analysis import COLLECTIVES
 from startrail_jax.analysis.hlo import (
-    COLLECTIVES,
+    HloModule,
     Instruction,
-    Program,
     TrafficReader,
     callees,
     device_groups,
     num_bytes,
-    parse_program,
+    parse_module,
     source_target_pairs,
     trip_count,
 )
 
 ENTRY = "entry"
-"""What `Transfer.computation` and `Copy.computation` call a program's entry."""
+"""The name that `computation` has, in what is listed here, for the entry of a program."""
 
 BACKWARD = "transpose("
 """What the `op_name` of an instruction of the backward pass contains."""
@@ -37,7 +37,7 @@ _OP_NAME = re.compile(r'\bop_name="([^"]*)"')
 _ATTENTION_TARGET = re.compile(r"__cudnn\$fmha")
 _PRODUCT_TARGET = re.compile(r"__cublas\$|__triton_gemm|__cutlass")
 
-# A kernel of these alone computes nothing; those of the second kind do nothing in memory.
+# Opcodes that only move data, and opcodes that do nothing in memory.
 _MOVES = {"copy", "transpose", "slice", "dynamic-slice", "concatenate", "pad", "reverse"}
 _VIEWS = {"parameter", "constant", "bitcast", "reshape", "tuple", "get-tuple-element"}
 
@@ -47,43 +47,48 @@ class Kernel:
     """One instruction that computes."""
 
     name: str
+    """Name of the instruction."""
     result: str
     """Type of the result, as text."""
     op_name: str
-    """Where the traced function asks for it; of the backward pass, with `BACKWARD` in it."""
+    """Path of the traced operation that it comes from; it contains `BACKWARD` in the backward
+    pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Transfer:
+class ScheduledCollective:
     """One collective of a program, and what runs while it is under way."""
 
     name: str
+    """Name of the instruction that starts it."""
     kind: str
-    """One of `hlo.COLLECTIVES`; several, if XLA wraps several together."""
+    """One of `COLLECTIVES`; several, joined by "and", if XLA has wrapped several together."""
     computation: str
-    """Where it is: `ENTRY`, or the name of the loop body (branch, callee) that holds it."""
+    """`ENTRY`, or the name of the computation (loop body, branch, callee) that holds it."""
     runs: int
     """How often it runs in one execution of the program; in a branch, at most."""
     asynchronous: bool
-    """Whether anything may run meanwhile."""
+    """Whether kernels may run while it is under way."""
     received_bytes: int
-    """What the device that receives most receives in one run."""
+    """What the device that receives most receives in one run, in bytes."""
     attention: tuple[Kernel, ...]
-    """Block attention beneath it."""
+    """Kernels of block attention beneath it."""
     products: tuple[Kernel, ...]
     """Other matrix products beneath it."""
     after: int
-    """Attention kernels of its pass, in the same computation, that start before it."""
+    """Number of attention kernels of its pass, in the same computation, that start before it."""
     of: int
-    """Attention kernels of its pass there, in all; the pass is that of the next kernel."""
+    """Number of attention kernels of its pass, in the same computation. Its pass, forward or
+    backward, is that of the attention kernel that follows it."""
     groups: tuple[tuple[int, ...], ...]
-    """Devices that it joins; of a collective_permute sender and receiver of every message."""
+    """Groups of devices that it joins; for a collective_permute, sender and receiver of each
+    message."""
     op_name: str
-    """As for a kernel."""
+    """Path of the traced operation that it comes from."""
 
     @property
     def overlapped(self) -> bool:
-        """Whether attention runs while it is under way."""
+        """Whether attention runs beneath it."""
         return bool(self.attention)
 
 
@@ -92,50 +97,56 @@ class Copy:
     """A kernel that moves a buffer within the memory of a device and computes nothing."""
 
     name: str
+    """Name of the instruction."""
     computation: str
-    """Where it is, as for a transfer."""
+    """`ENTRY`, or the name of the computation (loop body, branch, callee) that holds it."""
     runs: int
+    """How often it runs in one execution of the program; in a branch, at most."""
     written_bytes: int
-    """In one run."""
+    """Bytes that it writes in one run."""
     conditional: str
-    """In a branch: the name of the conditional. Of its branches only one runs."""
+    """Name of the conditional, if it is in a branch, else empty. Only one of the branches runs."""
     in_rounds: bool
-    """Whether a ring pays it in every round: in a loop, or between attention and attention."""
+    """Whether it recurs in every round of a ring: in a loop, or between two attention kernels."""
 
 
-def read_overlap(text: str) -> tuple[Transfer, ...]:
+def read_overlap(text: str) -> tuple[ScheduledCollective, ...]:
     """Lists the collectives of a compiled program with the kernels that run beneath each.
 
-    Block attention is a call of cuDNN's attention, and control flow that holds one; so is control
-    flow that holds matrix products, which is what a block backend without a kernel of its own
-    compiles to. Every other matrix product counts apart.
+    A call of cuDNN's attention counts as block attention, as does control flow that holds such a
+    call. Control flow that holds matrix products counts too, because backend "xla" compiles to it.
+    All other matrix products are listed as products.
 
     Args:
-        text: optimised, scheduled HLO, whole: `compiled.as_text()`.
+        text: the whole text of the optimised, scheduled program, `compiled.as_text()`.
 
     Returns:
-        The collectives of each computation in the order in which they start.
+        The collectives of each computation, in the order in which they start.
 
     Raises:
-        ValueError: if a loop with collectives has no known trip count, or the text is not HLO.
+        ValueError: if a loop with collectives has no known trip count, or if the text is not HLO.
         NotImplementedError: if a collective does not end in the computation in which it starts, or
             is of another kind or form.
     """
-    reader = _OverlapReader(parse_program(text))
-    return tuple(x for name, runs in reader.places.items() for x in reader.transfers(name, runs))
+    reader = _OverlapReader(parse_module(text))
+    return tuple(x for name, runs in reader.places.items() for x in reader.listed(name, runs))
 
 
 def read_copies(text: str, at_least: int) -> tuple[Copy, ...]:
-    """Lists the copies of a program: those of its entry and of computations that send anything.
+    """Lists the copies in the entry of a program and in the computations that send anything.
 
-    Branches that hold attention are read too. Copies in loops of block attention belong to it and
-    are not listed.
+    Branches that hold attention are read too. Copies in the loops of block attention are part of it
+    and are not listed.
 
     Args:
-        text: as for `read_overlap`, which raises the same.
-        at_least: bytes that a copy must write to be listed.
+        text: the whole text of the program, as for `read_overlap`.
+        at_least: number of bytes that a copy must write to be listed.
+
+    Raises:
+        ValueError: if a loop with collectives has no known trip count, or if the text is not HLO.
+        NotImplementedError: if a collective is of another kind or form.
     """
-    reader = _OverlapReader(parse_program(text))
+    reader = _OverlapReader(parse_module(text))
     copies = (x for name, runs in reader.places.items() for x in reader.copies(name, runs))
     return tuple(copy for copy in copies if copy.written_bytes >= at_least)
 
@@ -153,27 +164,30 @@ class _Holds:
 
 @dataclass
 class _OverlapReader:
-    program: Program
+    """Finds what runs beneath each collective of a program, and its copies."""
+
+    module: HloModule
     places: dict[str, int] = field(default_factory=dict)
-    """Computations that send something, and how often each runs."""
+    """The computations that send something, and how often each runs."""
     _held: dict[str, _Holds] = field(default_factory=dict)
     _attention: dict[str, list[tuple[int, bool]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.traffic = TrafficReader(self.program)
+        self.traffic = TrafficReader(self.module)
         self.traffic.traffic()
-        self._visit(self.program.entry, 1)
+        self._visit(self.module.entry, 1)
 
     def _visit(self, computation: str, runs: int) -> None:
         self.places[computation] = self.places.get(computation, 0) + runs
-        for instruction in self.program.computations[computation]:
+        for instruction in self.module.computations[computation]:
             if instruction.opcode in _CONTROL_FLOW:
                 for callee, times in zip(callees(instruction), _times(instruction), strict=True):
-                    if any(map(self.collectives, self.program.computations[callee])):
+                    if any(map(self.collectives, self.module.computations[callee])):
                         self._visit(callee, runs * times)
 
-    def transfers(self, computation: str, runs: int) -> Iterator[Transfer]:
-        instructions = self.program.computations[computation]
+    def listed(self, computation: str, runs: int) -> Iterator[ScheduledCollective]:
+        """The collectives of a computation, which runs so often."""
+        instructions = self.module.computations[computation]
         for start, instruction in enumerate(instructions):
             collectives = self.collectives(instruction)
             if not collectives or instruction.opcode in _CONTROL_FLOW:
@@ -181,7 +195,7 @@ class _OverlapReader:
             beneath = _beneath(instructions, start, computation)
             traffic = self.traffic.instruction_traffic(computation, instruction)
             after, of = self.progress(computation, start)
-            yield Transfer(
+            yield ScheduledCollective(
                 name=instruction.name,
                 kind=" and ".join(dict.fromkeys(map(_kind, collectives))),
                 computation=self.label(computation),
@@ -205,31 +219,32 @@ class _OverlapReader:
         return [
             found
             for callee in callees(instruction)
-            for inner in self.program.computations[callee]
+            for inner in self.module.computations[callee]
             for found in self.collectives(inner)
         ]
 
     def groups(self, collective: Instruction) -> list[tuple[int, ...]]:
         if _kind(collective) == "collective_permute":
             return source_target_pairs(collective)
-        return device_groups(self.program, collective)
+        return device_groups(self.module, collective)
 
     def copies(
         self, computation: str, runs: int, conditional: str = "", in_rounds: bool = False
     ) -> Iterator[Copy]:
+        """The copies of a computation; the other arguments are fields of `Copy`."""
         results = self.traffic.results(computation)
-        for position, instruction in enumerate(self.program.computations[computation]):
+        for position, instruction in enumerate(self.module.computations[computation]):
             after, of = self.progress(computation, position)
-            repeated = in_rounds or computation != self.program.entry or 0 < after < of
+            repeated = in_rounds or computation != self.module.entry or 0 < after < of
             if instruction.opcode == "conditional" and self.attends(instruction):
                 for branch in callees(instruction):
                     if branch not in self.places:
-                        # The attention of all rounds is in the rounds.
+                        # A conditional that attends is part of a round.
                         yield from self.copies(branch, runs, instruction.name, in_rounds=True)
             elif self.copies_only(instruction):
                 result = instruction.result
                 if instruction.opcode == "copy-start":
-                    # Its result holds the source too.
+                    # The result of a copy-start holds its source too.
                     result = results[instruction.operand_names[0]]
                 yield Copy(
                     name=instruction.name,
@@ -241,7 +256,7 @@ class _OverlapReader:
                 )
 
     def progress(self, computation: str, position: int) -> tuple[int, int]:
-        """Attention kernels before a position, and in all; of the pass of the next one."""
+        """Numbers of attention kernels, before a position and in all, in the pass of the next."""
         kernels = self.attention(computation)
         following = [backward for place, backward in kernels if place > position]
         if not kernels:
@@ -251,17 +266,17 @@ class _OverlapReader:
         return sum(place < position for place in places), len(places)
 
     def attention(self, computation: str) -> list[tuple[int, bool]]:
-        """Places of a computation's attention kernels, and whether of the backward pass."""
+        """The place of each attention kernel, and whether it is of the backward pass."""
         if computation not in self._attention:
             self._attention[computation] = [
                 (place, BACKWARD in _kernel(x).op_name)
-                for place, x in enumerate(self.program.computations[computation])
+                for place, x in enumerate(self.module.computations[computation])
                 if self.attends(x)
             ]
         return self._attention[computation]
 
     def label(self, computation: str) -> str:
-        return ENTRY if computation == self.program.entry else computation
+        return ENTRY if computation == self.module.entry else computation
 
     def attends(self, instruction: Instruction) -> bool:
         holds = self.holds(instruction)
@@ -272,7 +287,7 @@ class _OverlapReader:
         return self.holds(instruction).product and not self.attends(instruction)
 
     def holds(self, instruction: Instruction) -> _Holds:
-        """What an instruction runs; the -done of an asynchronous pair runs nothing."""
+        """What an instruction runs; the -done of an asynchronous operation runs nothing."""
         if instruction.opcode.endswith(("-done", "-update")):
             return _Holds()
         target = _TARGET.search(instruction.attributes)
@@ -284,7 +299,7 @@ class _OverlapReader:
         for callee in callees(instruction):
             if callee not in self._held:
                 self._held[callee] = _Holds()
-                for inner in self.program.computations[callee]:
+                for inner in self.module.computations[callee]:
                     self._held[callee] |= self.holds(inner)
             holds |= self._held[callee]
         return holds
@@ -296,7 +311,7 @@ class _OverlapReader:
         opcodes = {
             inner.opcode
             for callee in callees(instruction)
-            for inner in self.program.computations[callee]
+            for inner in self.module.computations[callee]
         }
         return bool(opcodes & _MOVES) and opcodes <= _MOVES | _VIEWS
 
@@ -304,7 +319,7 @@ class _OverlapReader:
 def _times(instruction: Instruction) -> list[int]:
     """How often one run of an instruction runs each of its `callees`."""
     if instruction.opcode == "while":
-        # If it is not known, the loop sends nothing: else `TrafficReader` has refused it.
+        # If the count is not known, the loop sends nothing, or `TrafficReader` had refused it.
         count = trip_count(instruction) or 0
         return [count + 1, count]
     return [1] * len(callees(instruction))
@@ -323,7 +338,7 @@ def _beneath(
             if instruction.opcode.endswith("-update"):
                 pending.add(instruction.name)
             elif instruction.opcode.endswith("-done"):
-                # XLA may keep the pair where nothing is to run meanwhile, and then says so.
+                # XLA marks a pair that it keeps although nothing is to run meanwhile.
                 together = '"is_sync":true' in instructions[start].attributes
                 return None if together else instructions[start + 1 : end]
     raise NotImplementedError(

@@ -1,4 +1,8 @@
-"""Block backends: attention of one query unit to one key unit, on one device."""
+"""Block backends: attention of one query unit to one key unit, on one device.
+
+`base` states the contract, `xla`, `cudnn` and `tiled` are the backends. This module chooses between
+them.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +21,26 @@ from startrail_jax.softmax import Partials, merge_partials
 
 BACKENDS: dict[str, Block] = {"xla": xla, "cudnn": cudnn, "tiled": tiled}
 
-# What "auto" tries, in order.
+# The order in which "auto" tries them.
 PREFERENCE = ("cudnn", "tiled", "xla")
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Which backend serves a request, and why not another."""
+    """Which backend serves a request, and why better ones do not."""
 
     backend: str
-    """Its name."""
+    """Name of the backend."""
     refusals: dict[str, str]
-    """Name -> why it does not serve the request, of those that come first."""
+    """Name of each better backend -> why it does not serve the request."""
 
 
 def choose(backend: str, request: Request) -> Choice:
-    """The backend for a request; if the platform is not known, what CUDA would take.
+    """Chooses the backend for a request; if the platform is not known, the one for CUDA.
+
+    Args:
+        backend: name of a backend, or "auto" for the first of `PREFERENCE` that serves the request.
+        request: what is asked of the block.
 
     Raises:
         NotImplementedError: if the backend is not "auto" and does not serve the request.
@@ -52,7 +60,13 @@ def choose(backend: str, request: Request) -> Choice:
 
 
 def select(backend: str, request: Request) -> Block:
-    """The backend for a request; chosen while lowering, if "auto" and the platform is not known.
+    """The block that serves a request.
+
+    Under "auto", if the platform is not known yet, it is a block that chooses while it is lowered.
+
+    Args:
+        backend: name of a backend, or "auto".
+        request: what is asked of the block.
 
     Raises:
         NotImplementedError: if the backend is not "auto" and does not serve the request.
@@ -65,13 +79,13 @@ def select(backend: str, request: Request) -> Block:
 
 @dataclass(frozen=True)
 class _ByPlatform:
-    """One backend on CUDA, another elsewhere. Attentions are merged as they come."""
+    """A block that is one backend on CUDA and another elsewhere; `into` is merged at once."""
 
     cuda: Block
     default: Block
 
     def refusal(self, request: Request) -> None:
-        """None: the default serves everything."""
+        """Returns None: the default serves everything."""
 
     def forward(
         self,

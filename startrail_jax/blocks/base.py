@@ -1,6 +1,6 @@
-"""The contract of a block backend: attention of one query unit to one key unit.
+"""The contract of a block backend: attention of one query unit to one key unit, on one device.
 
-A block knows no mesh axis. What a backend cannot serve, its `refusal` says, and why.
+A block knows no mesh axis. Its `refusal` says which requests it cannot serve, and why.
 """
 
 from __future__ import annotations
@@ -20,18 +20,23 @@ class Request:
     """What is asked of a block, as far as it is known while tracing."""
 
     platform: str | None
-    """"cpu", "cuda", ..., or None if the devices are not known."""
+    """Platform of the devices, one of `mesh.PLATFORMS`; None if it is not known."""
     capability: tuple[int, int] | None
     """Least CUDA compute capability of the devices; None if it is not known, or not CUDA."""
     dtype: str
+    """Name of the dtype of q, k and v."""
     head_dim: int
+    """Channels of a query or key head."""
     value_head_dim: int
+    """Channels of a value head."""
     causal: bool
+    """Whether the mask is causal."""
     window: int | None
+    """Number of keys that a query sees; None for all."""
     packed: bool
     """Whether there are segment ids."""
     num_cases: int
-    """Sets of `Pieces` that a causal mask may be made of; 0 if it does not fall into such."""
+    """Number of sets of `Pieces` that the mask may be; 0 if it does not fall into pieces."""
 
 
 @runtime_checkable
@@ -51,15 +56,19 @@ class Block(Protocol):
         scale: float,
         into: Partials = (),
     ) -> Partials:
-        """out = softmax(scale q k^T) v over the visible keys.
+        """Attends queries to the keys that they see: out = softmax(scale q k^T) v.
 
         Args:
+            q, k, v: the query unit and the key unit, in order of position.
+            mask: which keys each query sees.
+            scale: factor of the logits.
             into: attentions of the same queries to other keys.
 
         Returns:
-            `into` and this block's, merged as far as suits the backend: (out, lse) pairs, out in
-            the dtype of q or in float32, 0 in rows that see no key; lse in float32, the natural log
-            of the sum of exponentials of the scaled logits, EMPTY in such rows.
+            The attentions of `into` and of this block, merged as far as suits the backend, as pairs
+            (out, lse). out is in the dtype of q or in float32, and 0 in rows that see no key. lse
+            is in float32: the natural logarithm of the sum of the exponentials of the scaled
+            logits, and EMPTY in rows that see no key.
         """
         ...
 
@@ -75,14 +84,25 @@ class Block(Protocol):
         scale: float,
         into: tuple[Array | None, Array | None, Array | None] = (None, None, None),
     ) -> tuple[Float[Array, "b t n h"], Float[Array, "b s k h"], Float[Array, "b s k v"]]:
-        """This block's share of dq, dk, dv: added to `into` in float32, or as the kernel has it.
+        """What the visible pairs of this block contribute to the gradients dq, dk and dv.
 
             p = exp(scale q k^T - lse),  ds = p * (dout v^T - delta)
             dq = scale ds k,  dk = scale ds^T q,  dv = p^T dout
 
         Args:
-            lse: over *all* keys of each row, not only this block's.
-            delta: rowsum(dout * out) - dlse, likewise global.
-            into: sums of dq, dk and dv to add to, in float32, where there are any.
+            q, k, v: the query unit and the key unit, in order of position.
+            lse: log-sum-exp of each row over *all* its keys, not only those of this block.
+            delta: rowsum(dout * out) - dlse, over all keys too.
+            dout: gradient of the output.
+            mask: which keys each query sees.
+            scale: factor of the logits.
+            into: float32 sums of dq, dk and dv to add to; None where there is none yet.
+
+        Returns:
+            dq, dk and dv. They are float32 where something was added, else in the dtype in which
+            the backend computes them.
+
+        References:
+            FlashAttention-2, https://arxiv.org/abs/2307.08691, section 3.1.2.
         """
         ...

@@ -1,13 +1,13 @@
 """Block attention by cuDNN's flash kernels: NVIDIA GPUs, 16-bit dtypes, full and causal masks.
 
-The visible part of a pair of sorted units is full rectangles and causal squares (`Pieces`), each of
-them one kernel call; where the device decides between several such sets, `lax.switch` does. These
-two masks are all that is asked of cuDNN. Grouped-query heads are native to it.
+The visible part of a pair of sorted units is a set of full rectangles and causal squares
+(`Pieces`), each of which is one kernel call. Where only the device knows which of several sets it
+is, `lax.switch` chooses. cuDNN needs no other masks for this, and it serves grouped-query heads.
 
-XLA runs cuDNN's kernels as custom calls, which are made here through the public `jax.ffi`: jax's
-own entry (`jax.nn.dot_product_attention`) rounds the log-sum-exp and has no backward pass that
-takes a global one. The contract of the calls is XLA's (CudnnfMHABackendConfig, xla/service/gpu/
-backend_configs.proto); a test compares ours with jax's.
+XLA runs cuDNN's kernels as custom calls, which are made here through the public `jax.ffi`. The
+entry that JAX has (`jax.nn.dot_product_attention`) rounds the log-sum-exp, and its backward pass
+does not accept a global one. XLA defines the contract of the calls (CudnnfMHABackendConfig in
+xla/service/gpu/backend_configs.proto); a test compares these calls with those of JAX.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from startrail_jax.shapes import EMPTY, KeyShard, LseShard, OutShard, QueryShard
 from startrail_jax.softmax import Partials, merge_partials
 from startrail_jax.varying import alike
 
-# Attentions to merge at a time. More take memory; with fewer, the merged one is read and written
-# more often.
+# Number of attentions to merge at a time. More of them take more memory; with fewer of them the
+# merged one is read and written more often.
 MAX_PARTIALS = 4
 
-# Sets of pieces to choose from: each is compiled.
+# Greatest number of sets of pieces to choose from; each of them is compiled.
 MAX_CASES = 64
 
 DTYPES = ("bfloat16", "float16")
 
 
 def refusal(request: Request) -> str | None:
-    """Why cuDNN does not serve a request; None if it does."""
+    """See `base.Block.refusal`."""
     widest = 256 if (request.capability or (0, 0)) >= (9, 0) else 128
     if request.platform not in ("cuda", None):
         return f"it needs NVIDIA GPUs; got platform {request.platform!r}"
@@ -76,11 +76,11 @@ def refusal(request: Request) -> str | None:
 def forward(
     q: QueryShard, k: KeyShard, v: ValueShard, mask: Mask, scale: float, into: Partials = ()
 ) -> Partials:
-    """See `base.Block.forward`. Merges once `MAX_PARTIALS` have come together."""
+    """See `base.Block.forward`. Merges `into` once it has `MAX_PARTIALS` attentions."""
     case, cases = _cases(mask, q, k)
     branches = [functools.partial(_forward, pieces, scale) for pieces in cases]
     if len(into) >= MAX_PARTIALS:
-        # Before the kernel: after it, XLA would take the merge for enough to hide a message behind.
+        # Merge before the kernel: XLA would take a merge after it for enough to hide a message.
         into, q = lax.optimization_barrier(((merge_partials(into),), q))
     return (*into, _choose(case, branches, q, k, v))
 
@@ -99,7 +99,7 @@ def backward(
     """See `base.Block.backward`."""
     out, dout = output_for(delta, dout)
     case, cases = _cases(mask, q, k)
-    # A sum is rounded only where it must be.
+    # Sums, of several calls or with `into`, stay in float32.
     sums = any(len(_calls(pieces)) > 1 for pieces in cases)
     dtypes = [q.dtype if dx is None and not sums else jnp.float32 for dx in into]
     branches = [functools.partial(_backward, pieces, scale, dtypes) for pieces in cases]
@@ -107,21 +107,21 @@ def backward(
 
 
 def _cases(mask: Mask, q: QueryShard, k: KeyShard) -> tuple[Any, tuple[Pieces, ...]]:
-    """Which set of pieces is visible, and the sets to choose from."""
+    """The index of the set of pieces that is visible, and the sets to choose from."""
     if mask.causal:
         return mask.cases()
-    return 0, (Pieces(rectangles=((0, q.shape[1], k.shape[1]),), squares=()),)
+    return 0, (Pieces.whole(q.shape[1], k.shape[1]),)
 
 
 def _choose(case: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -> Any:
-    """What the branch of the case makes of the operands."""
+    """Runs the branch of the case on the operands."""
     if len(branches) == 1:
         return branches[0](*operands)
     return lax.switch(case, branches, *operands)
 
 
 def _calls(pieces: Pieces) -> list[tuple[slice, slice, bool]]:
-    """(queries, keys, causal) of every kernel call."""
+    """The kernel calls: (queries, keys, whether the mask is causal) of each."""
     full = [(slice(a, b), slice(0, keys), False) for a, b, keys in pieces.rectangles]
     causal = [(slice(i, i + n), slice(j, j + n), True) for i, j, n in pieces.squares]
     return full + causal
@@ -130,7 +130,7 @@ def _calls(pieces: Pieces) -> list[tuple[slice, slice, bool]]:
 def _forward(
     pieces: Pieces, scale: float, q: QueryShard, k: KeyShard, v: ValueShard
 ) -> tuple[OutShard, LseShard]:
-    """Attention to the visible keys; in the dtype of q, so that all cases return the same type."""
+    """Attention to the visible keys, in the dtype of q so that all cases return the same types."""
     parts = [
         (rows, attend(q[:, rows], k[:, keys], v[:, keys], scale, causal))
         for rows, keys, causal in _calls(pieces)
@@ -160,7 +160,7 @@ def _backward(
     keys: tuple[Array, ...],
     into: Any,
 ) -> tuple[Array, ...]:
-    """Gradients of the visible keys and of the queries that see them, added to `into`."""
+    """The contributions of the visible pairs to dq, dk and dv, added to `into`."""
     sums = [[] if dx is None else [(slice(0, dx.shape[1]), dx)] for dx in into]
     for rows, columns, causal in _calls(pieces):
         q, lse, out, dout = (x[:, rows] if x.ndim == 4 else x[:, :, rows] for x in queries)
@@ -184,7 +184,16 @@ def _backward(
 def _by_rows(
     length: int, parts: list[tuple[slice, Any]], join: Callable[[slice, list[Any]], Any]
 ) -> Any:
-    """Joins, between any two ends of parts, the parts that are there; concatenates the results."""
+    """Joins parts of an array that cover overlapping ranges of rows.
+
+    The ends of all parts cut the rows into intervals. In each interval, `join` gets the interval
+    and the rows of the parts that cover it; its results are concatenated.
+
+    Args:
+        length: number of rows.
+        parts: (rows, arrays) of each part.
+        join: joins what lies in one interval.
+    """
     ends = sorted({0, length}.union(*({rows.start, rows.stop} for rows, _ in parts)))
     joined = []
     for start, stop in itertools.pairwise(ends):
@@ -200,19 +209,20 @@ def _by_rows(
 
 
 def _rows(x: Array, start: int, size: int) -> Array:
-    """Some tokens of [b, t, n, h] or [b, n, t]."""
+    """Some tokens of an array [b, t, n, h] or [b, n, t]."""
     return lax.slice_in_dim(x, start, start + size, axis=1 if x.ndim == 4 else 2)
 
 
 def output_for(delta: LseShard, dout: OutShard) -> tuple[OutShard, OutShard]:
-    """An `out`, and `dout`, of which rowsum(dout * out) is `delta`, in the dtype of dout.
+    """An output whose rowsum(dout * out) is `delta`, and dout, both in the dtype of dout.
 
-    cuDNN's backward pass takes no delta, and computes it from these two. Any out will do:
+    cuDNN's backward pass takes no delta but computes it from out and dout. Any out with the right
+    sum will do, such as
 
         out = delta dout / rowsum(dout^2)
 
-    so that the true one need not travel, and delta may hold the gradient of lse as well. Where dout
-    is too small for the quotient, a constant takes its place that is as small as the dtype allows.
+    So the true output need not travel, and delta may include the gradient of lse. Where dout is too
+    small for the quotient, a constant that is as small as the dtype allows takes its place.
     """
     half = dout.dtype == jnp.float16
     greatest, least = (2.0**14, 2.0**-24) if half else (2.0**60, 2.0**-80)
@@ -221,7 +231,7 @@ def output_for(delta: LseShard, dout: OutShard) -> tuple[OutShard, OutShard]:
     tiny = jnp.maximum(jnp.abs(delta) / (dout.shape[-1] * greatest), least).astype(dout.dtype)
     small = largest * greatest < jnp.abs(delta)
     dout = jnp.where(small, tiny, dout)
-    # At most 1, so that no square overflows or vanishes.
+    # Scale each row to at most 1, so that no square overflows or vanishes.
     largest = jnp.where(small, tiny.astype(jnp.float32), largest)
     largest = jnp.where(largest > 0, largest, 1.0)
     unit = dout.astype(jnp.float32) / largest
@@ -233,9 +243,15 @@ def output_for(delta: LseShard, dout: OutShard) -> tuple[OutShard, OutShard]:
 def attend(
     q: QueryShard, k: KeyShard, v: ValueShard, scale: float, causal: bool
 ) -> tuple[OutShard, LseShard]:
-    """cuDNN's forward kernel: out in the dtype of q, and lse in float32 (natural log).
+    """Calls cuDNN's forward kernel.
 
-    A causal mask is top-left aligned: query i sees key j if j <= i.
+    Args:
+        q, k, v: some rows of a query unit and of a key unit.
+        scale: factor of the logits.
+        causal: whether query i sees only keys j <= i, counted from the first of each.
+
+    Returns:
+        out in the dtype of q, and lse in float32 (natural logarithm).
     """
     q, k, v = alike(q, k, v)
     b, t, n, _ = q.shape
@@ -258,7 +274,11 @@ def gradients(
     scale: float,
     causal: bool,
 ) -> tuple[QueryShard, KeyShard, ValueShard]:
-    """cuDNN's backward kernel: dq, dk, dv in the dtype of q, for any lse and out it is given."""
+    """Calls cuDNN's backward kernel, which accepts any lse and out.
+
+    Returns:
+        dq, dk and dv in the dtype of q.
+    """
     operands = alike(q, k, v, lse, dout, out)
     grads = _call(
         "__cudnn$fmhaSoftmaxBackward",
@@ -271,7 +291,7 @@ def gradients(
 
 
 def _transposed(x: Array) -> tuple[tuple[int, ...], Any]:
-    """Shape and dtype of a result like x [b, t, n, h], which cuDNN calls [b, n, t, h]."""
+    """Shape and dtype of a result for x [b, t, n, h], whose shape is [b, n, t, h] for cuDNN."""
     b, t, n, h = x.shape
     return (b, n, t, h), x.dtype
 
@@ -282,17 +302,18 @@ def _call(
     operands: Sequence[Array],
     results: list[tuple[tuple[int, ...], Any]],
 ) -> Sequence[Array]:
-    """One custom call; its last result is cuDNN's workspace, of a size that XLA finds."""
+    """Makes one custom call; returns its results without the last, which is cuDNN's workspace."""
     kind = jax.typeof(operands[0])
     manual = {}
     if kind.manual_axis_type.varying:
         manual["manual_axis_type"] = kind.manual_axis_type
         manual["sharding"] = NamedSharding(kind.sharding.mesh, PartitionSpec())
+    # XLA finds the size of the workspace.
     results = [*results, ((0,), jnp.uint8)]
     call = jax.ffi.ffi_call(
         target,
         [jax.ShapeDtypeStruct(shape, dtype, **manual) for shape, dtype in results],
-        # In memory the order stays [b, t, n, h].
+        # In memory the order is [b, t, n, h].
         output_layouts=[(0, 2, 1, 3) if len(shape) == 4 else None for shape, _ in results],
         custom_call_api_version=2,
         legacy_backend_config=config,
@@ -302,7 +323,7 @@ def _call(
 
 
 def _product(left: int, right: int, left_batch: str, right_batch: str) -> dict[str, list[str]]:
-    """Dimension numbers of one of the products: contracting ones, and those of (batch, head)."""
+    """Dimension numbers of one product: the contracting dimensions, and those of batch and head."""
     return {
         "lhs_contracting_dimensions": [str(left)],
         "rhs_contracting_dimensions": [str(right)],
@@ -311,7 +332,7 @@ def _product(left: int, right: int, left_batch: str, right_batch: str) -> dict[s
     }
 
 
-# Of arrays [b, t, n, h] and probabilities [b, n, t, s].
+# Products of arrays [b, t, n, h] and probabilities [b, n, t, s].
 _FORWARD_PRODUCTS = {
     "bmm1_dot_dimension_numbers": _product(3, 3, "02", "02"),
     "bmm2_dot_dimension_numbers": _product(3, 1, "01", "02"),
@@ -327,7 +348,7 @@ _BACKWARD_PRODUCTS = {
 def _config(
     q: QueryShard, k: KeyShard, scale: float, causal: bool, products: dict[str, Any]
 ) -> str:
-    """The backend_config of a call: XLA's JSON, in which integers of 64 bits are strings."""
+    """The backend_config of a call, as JSON; XLA writes 64-bit integers as strings."""
     b, t, n, _ = q.shape
     logits_layout = {
         "dim_level_types": [],

@@ -1,11 +1,10 @@
 """Block attention in plain XLA: a loop over the visible (query tile, key tile) pairs.
 
-Serves every mask on every platform. Tiles that are wholly masked are never visited, and no more
-than one tile of logits exists at a time; the list of visible tiles takes 5 bytes for each tile.
-Sums and the softmax are in float32; products too, but for those of 16-bit inputs on accelerators.
+It serves every mask on every platform. Tiles in which nothing is visible are never visited, and one
+tile of logits exists at a time; the list of visible tiles takes 5 bytes for each tile. Sums and the
+softmax are in float32. Products are in float32 too, except those of 16-bit inputs on accelerators.
 
-Query heads that share a key head are rows of the same product, so that keys and values are never
-repeated.
+Query heads that share a key head are rows of the same product, so keys and values are not repeated.
 """
 
 from __future__ import annotations
@@ -22,9 +21,10 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from startrail_jax.blocks.base import Request
 from startrail_jax.mask import Mask
+from startrail_jax.ordering import zeros_after
 from startrail_jax.shapes import EMPTY, KeyShard, LseShard, OutShard, QueryShard, ValueShard
 from startrail_jax.softmax import Partials, merge_partials
-from startrail_jax.tiles import Tiling, visible_in_tiles, visible_tiles
+from startrail_jax.tiles import Tiling, mask_logits, visible_in_tiles, visible_tiles
 
 # Rows (queries times heads that share a key head) and columns (keys) of one tile of logits.
 TILE_ROWS = 256
@@ -32,7 +32,7 @@ TILE_COLUMNS = 256
 
 
 def refusal(request: Request) -> None:
-    """None: it serves everything."""
+    """Returns None: this backend serves everything."""
 
 
 def forward(
@@ -43,14 +43,16 @@ def forward(
     scale: float,
     into: Partials = (),
 ) -> Partials:
-    """See `base.Block.forward`. Everything is merged as it comes, in float32."""
+    """See `base.Block.forward`. Returns one pair (out, lse), in float32."""
     tiles = _Tiles.of(mask, q, k)
-    visits = _Visits.of(visible_tiles(mask, tiles.query, tiles.key))
+    visits = _VisibleTiles.of(visible_tiles(mask, tiles.query, tiles.key))
     dot = _dot(q.dtype)
     if into:
         so_far = merge_partials(into)
     else:
-        so_far = visits.zeros(q, v.shape[-1]), visits.zeros(q)[..., 0].swapaxes(1, 2) + EMPTY
+        out = zeros_after(q, v.shape[-1], visits.never)
+        lse = zeros_after(q, q.shape[-1], visits.never)[..., 0].swapaxes(1, 2) + EMPTY
+        so_far = out, lse
 
     def query_tile(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         q_i = tiles.rows(q, i)
@@ -63,10 +65,10 @@ def forward(
             out = out * decay[..., None] + dot("zrs,zsv->zrv", p, tiles.columns(v, j))
             return out, total * decay + p.sum(-1), new
 
-        # Earlier keys come in as one that has the logit lse and the value out.
+        # Keys attended earlier count as one key, whose logit is lse and whose value is out.
         out, lse = tiles.rows(carry[0], i), tiles.stats(carry[1], i)
         out, total, highest = visits.fold(i, key_tile, (out, jnp.ones_like(lse), lse))
-        # A row that has seen no key yet: its highest is EMPTY, its out 0 and its total 1.
+        # In a row that has seen no key yet, highest is EMPTY, out is 0 and total is 1.
         lse = jnp.where(highest <= EMPTY, EMPTY, highest + jnp.log(total))
         out = tiles.put_rows(carry[0], out / total[..., None], i)
         return out, tiles.put_stats(carry[1], lse, i)
@@ -87,7 +89,7 @@ def backward(
 ) -> tuple[Float32[Array, "b t n h"], Float32[Array, "b s k h"], Float32[Array, "b s k v"]]:
     """See `base.Block.backward`."""
     tiles = _Tiles.of(mask, q, k)
-    visits = _Visits.of(visible_tiles(mask, tiles.query, tiles.key).T)
+    visits = _VisibleTiles.of(visible_tiles(mask, tiles.query, tiles.key).T)
     dot = _dot(q.dtype)
 
     def key_tile(j: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -97,7 +99,7 @@ def backward(
             dq, dk_j, dv_j = carry
             q_i, dout_i = tiles.rows(q, i), tiles.rows(dout, i)
             lse_i, delta_i = tiles.stats(lse, i), tiles.stats(delta, i)
-            # Keys by queries: this way round only one of the five products has to transpose.
+            # Keys by queries: with this order, only one of the five products has to transpose.
             logits = dot("zsh,zrh->zsr", k_j, q_i) * scale
             logits = tiles.masked(logits, i, j, keys_first=True)
             p = jnp.exp(logits - lse_i[:, None])
@@ -113,47 +115,51 @@ def backward(
         return dq, tiles.put_columns(dk, dk_j, j), tiles.put_columns(dv, dv_j, j)
 
     sums = tuple(
-        visits.zeros(like, x.shape[-1]) if dx is None else dx
+        zeros_after(like, x.shape[-1], visits.never) if dx is None else dx
         for like, x, dx in zip((dout, k, v), (q, k, v), into, strict=True)
     )
     return lax.fori_loop(0, len(tiles.key.starts), key_tile, sums)
 
 
 def tilings(mask: Mask, query_len: int, key_len: int, group: int) -> tuple[Tiling, Tiling]:
-    """How queries and keys of a unit pair are tiled; `group` query heads share a key head."""
-    query_runs = len(mask.query_runs.starts) if mask.query_runs else 1
-    key_runs = len(mask.key_runs.starts) if mask.key_runs else 1
+    """The tiles of the queries and of the keys of a pair of units.
+
+    Args:
+        mask: the mask of the pair.
+        query_len: tokens of the query unit.
+        key_len: tokens of the key unit.
+        group: number of query heads that share a key head.
+    """
     rows = max(1, TILE_ROWS // group)
-    return Tiling.of(query_len, query_runs, rows), Tiling.of(key_len, key_runs, TILE_COLUMNS)
+    return (
+        Tiling.of(query_len, mask.num_query_runs, rows),
+        Tiling.of(key_len, mask.num_key_runs, TILE_COLUMNS),
+    )
 
 
 @dataclass(frozen=True)
-class _Visits:
-    """For each outer tile, the inner tiles worth visiting."""
+class _VisibleTiles:
+    """For each outer tile, the inner tiles that may hold something visible."""
 
     order: Int32[Array, " visits"]
-    """Inner tiles of outer tile 0, then of outer tile 1, ..., then padding."""
+    """The inner tiles of outer tile 0, then those of outer tile 1, ..., then padding."""
     ends: Int32[Array, " outer"]
-    """Where each outer tile's part of `order` ends."""
+    """Where the part of each outer tile in `order` ends."""
 
     @classmethod
-    def of(cls, visible: Bool[Array, "outer inner"]) -> _Visits:
+    def of(cls, visible: Bool[Array, "outer inner"]) -> _VisibleTiles:
         (flat,) = jnp.nonzero(visible.reshape(-1), size=visible.size, fill_value=0)
         order = flat.astype(jnp.int32) % visible.shape[1]
         ends = visible.sum(1, dtype=jnp.int32).cumsum()
         return cls(order, ends)
 
-    def zeros(self, like: Float[Array, "b t n h"], dim: int | None = None) -> Array:
-        """Float32 zeros of the shape of `like`, but for the last dimension, to sum into.
-
-        Computed from `like`, so that no scheduler sets them up, and holds their memory, before
-        `like` is there; and so that inside shard_map they vary over the axes the sums vary over.
-        """
-        zeros = jnp.where(self.ends[-1] < 0, like[..., :1].astype(jnp.float32), 0.0)
-        return jnp.broadcast_to(zeros, (*like.shape[:-1], dim or like.shape[-1]))
+    @property
+    def never(self) -> Bool[Array, ""]:
+        """False, in a way that XLA cannot find out."""
+        return self.ends[-1] < 0
 
     def fold(self, outer: Array, body: Callable[[Array, Any], Any], carry: Any) -> Any:
-        """Folds `body(inner tile, carry)` over the visible inner tiles of one outer tile."""
+        """Folds `body(inner tile, carry)` over the inner tiles of one outer tile."""
         begin = jnp.where(outer > 0, self.ends[outer - 1], 0)
         visit = lambda n, carry: body(self.order[n], carry)  # noqa: E731
         return lax.fori_loop(begin, self.ends[outer], visit, carry)
@@ -161,14 +167,15 @@ class _Visits:
 
 @dataclass(frozen=True)
 class _Tiles:
-    """Reads and writes tiles of one (query unit, key unit) pair, as rows and columns of a product.
+    """Reads and writes tiles of a pair of units, as the rows and columns of matrix products.
 
-    z is (batch, key head), r is (query head of that key head, query), c is key.
+    In the shapes, z stands for (batch, key head), r for (query head of that key head, query), and c
+    for key.
     """
 
     mask: Mask
     heads: int
-    """Key heads."""
+    """Number of key heads."""
     query: Tiling
     key: Tiling
 
@@ -190,7 +197,7 @@ class _Tiles:
         return self.query.paste(x, tile, i, 1)
 
     def stats(self, x: LseShard, i: Array) -> Float32[Array, "z r"]:
-        """What belongs to the rows of query tile i, one number each."""
+        """A number for each row of query tile i, such as its lse."""
         return rearrange(self.query.cut(x, i, 2), "b (k g) q -> (b k) (g q)", k=self.heads)
 
     def put_stats(self, x: LseShard, tile: Float32[Array, "z r"], i: Array) -> LseShard:
@@ -212,26 +219,21 @@ class _Tiles:
     def masked(
         self, logits: Float32[Array, "z _ _"], i: Array, j: Array, *, keys_first: bool = False
     ) -> Float32[Array, "z _ _"]:
-        """`logits` of tile (i, j), -inf where the query does not see the key.
+        """The logits of the pair (i, j) of tiles, -inf where the query does not see the key.
 
         They are [z, rows, columns], or [z, columns, rows] if `keys_first`.
         """
-        allowed = visible_in_tiles(self.mask, self.query, self.key, i, j)
-        if allowed is None:
-            return logits
-        if keys_first:
-            pattern, allowed = (
-                "(b k) c (g q) -> b k c g q",
-                allowed.swapaxes(1, 2)[:, None, :, None],
-            )
-        else:
-            pattern, allowed = "(b k) (g q) c -> b k g q c", allowed[:, None, None]
-        split = rearrange(logits, pattern, k=self.heads, q=self.query.size)
-        return jnp.where(allowed, split, -jnp.inf).reshape(logits.shape)
+        visible = visible_in_tiles(self.mask, self.query, self.key, i, j)
+        return mask_logits(
+            logits, visible, heads=self.heads, queries=self.query.size, keys_first=keys_first
+        )
 
 
 def _dot(dtype: jnp.dtype) -> Callable[..., Array]:
-    """einsum of float32 tiles. Full precision for float32 inputs only: a GPU's TF32 product holds
-    bfloat16 and float16 inputs exactly, and is several times faster."""
+    """einsum of float32 tiles that come from inputs of this dtype.
+
+    Only float32 inputs need full precision: a TF32 product on a GPU represents bfloat16 and float16
+    inputs exactly, and is several times faster.
+    """
     precision = lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
     return functools.partial(jnp.einsum, precision=precision)

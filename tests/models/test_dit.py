@@ -1,5 +1,6 @@
 """The DiT alone: against a dense one in numpy, with permuted tokens, and divided among devices."""
 
+import dataclasses
 import functools
 
 import jax
@@ -301,13 +302,14 @@ def test_hooks_wrap_each_layer_and_the_functions_of_tokens():
 
         return wrap
 
-    hooks = Hooks(**{name: noted(name) for name in ("layer", "tokens", "spread", "join")})
+    names = [field.name for field in dataclasses.fields(Hooks)]
+    hooks = Hooks(**{name: noted(name) for name in names})
     inputs = (*make_inputs(), None, make_captions())
     jax.eval_shape(lambda: make_model(TEXT_SIZES, hooks=hooks)(*inputs))
     # The scan over layers traces one of them, of two streams.
-    assert calls.count("layer") == 1
-    assert calls.count("tokens") == 2
-    assert calls.count("spread") == calls.count("join") == 4
+    assert calls.count("wrap_layer") == 1
+    assert calls.count("tiled") == 2
+    assert calls.count("copy_to_tensor") == calls.count("reduce_from_tensor") == 4
 
 
 def test_dit_names_what_does_not_fit():

@@ -141,20 +141,20 @@ def test_hooks_wrap_each_layer_and_the_functions_of_tokens():
 
         return wrap
 
-    def doubled(x):
-        calls.append("join")
+    def summed(x):
+        calls.append("reduce_from_tensor")
         return x
 
-    hooks = Hooks(layer=noted("layer"), tokens=noted("tokens"), join=doubled)
+    hooks = Hooks(wrap_layer=noted("wrap_layer"), tiled=noted("tiled"), reduce_from_tensor=summed)
     tokens, positions = make_tokens()
     attention_fn = functools.partial(dense_attention, positions)
     expected = dense_logits(tokens, positions)
     actual = jax.jit(lambda: make_model(attention_fn, hooks=hooks)(tokens, positions))()
     np.testing.assert_allclose(actual, expected, atol=1e-5)
     # The scan over layers traces one of them.
-    assert calls.count("layer") == 1
-    assert calls.count("tokens") >= 1
-    assert calls.count("join") >= 2
+    assert calls.count("wrap_layer") == 1
+    assert calls.count("tiled") >= 1
+    assert calls.count("reduce_from_tensor") >= 2
 
 
 def test_gpt_with_a_cache_equals_the_whole_forward_pass():
@@ -178,7 +178,7 @@ def test_gpt_with_a_cache_equals_the_whole_forward_pass():
     found = []
     for start, stop in [(0, prompt), *((i, i + 1) for i in range(prompt, SEQ_LEN))]:
         part = tokens[:, start:stop], positions[:, start:stop]
-        hidden, cache = model.cached(*part, cache, attend)
+        hidden, cache = model.hidden_with_cache(*part, cache, attend)
         found.append(model.logits(hidden))
     np.testing.assert_allclose(
         jnp.concatenate(found, axis=1), dense_logits(tokens, positions), atol=1e-5

@@ -243,3 +243,14 @@ def test_sixty_four_devices():
     unpermute = case.attention.layout.unpermute
     assert relative_error(unpermute(np.asarray(out)), expected.out) <= FLOAT32_ERROR
     assert relative_error(unpermute(np.asarray(lse), axis=2), expected.lse) <= FLOAT32_ERROR
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_batch_may_be_symbolic_in_an_exported_program():
+    mesh = st.make_mesh(st.Degrees(ring=2), devices=jax.devices()[:2])
+    attention = st.Attention(mesh)
+    (batch,) = jax.export.symbolic_shape("batch")
+    sharding = NamedSharding(mesh, attention.query_spec(2))
+    x = jax.ShapeDtypeStruct((batch, 8, 2, 4), jnp.float32, sharding=sharding)
+    exported = jax.export.export(jax.jit(attention))(x, x, x)
+    assert str(exported.out_avals[0].shape) == "(batch, 8, 2, 4)"

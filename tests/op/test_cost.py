@@ -8,12 +8,9 @@ import pytest
 
 import startrail_jax as st
 from benchmarks import communication as benchmark
-from startrail_jax.analysis import hlo
-from startrail_jax.analysis.cost import (
-    COLLECTIVES,
-    all_reduce_bytes,
-    cheaper_backward,
-)
+from startrail_jax.analysis import COLLECTIVES
+from startrail_jax.analysis.transfers import all_reduce_bytes
+from startrail_jax.sizes import Sizes
 
 D = st.Degrees
 PAPER = {"placement": "gather_permute", "combine": "reduce_scatter", "backward": "query"}
@@ -170,15 +167,19 @@ def test_auto_backward_is_the_cheaper_one(degrees, kv_heads, dtype, packed):
     assert (query.backward_mode, kv.backward_mode) == ("query", "kv")
 
 
-def test_cheaper_backward_takes_query_at_a_tie():
-    sizes = {"team": 1, "group": 1, "query_tokens": 5, "heads": 1, "kv_heads": 1}
-    sizes |= {"head_dim": 3, "value_head_dim": 3, "width": 4}
+def share(key_tokens, head_dim):
+    """One head in float32, 5 query tokens."""
+    sizes = dict(batch=1, query_tokens=5, key_tokens=key_tokens, heads=1, kv_heads=1)
+    head_dims = dict(head_dim=head_dim, value_head_dim=head_dim)
+    return Sizes(**sizes, **head_dims, dtype="float32", packed=False)
+
+
+def test_the_query_travels_at_a_tie():
     # query: 12 + 12 + 12 + 8 bytes a token; kv: 48.
-    assert cheaper_backward(**sizes, key_tokens=5) == "query"
-    sizes["head_dim"] = sizes["value_head_dim"] = 2
+    assert share(5, 3).cheaper_traveller(team=1, group=1) == "query"
     # 8 + 8 + 8 + 8 bytes against 32.
-    assert cheaper_backward(**sizes, key_tokens=5) == "query"
-    assert cheaper_backward(**sizes, key_tokens=4) == "kv"
+    assert share(5, 2).cheaper_traveller(team=1, group=1) == "query"
+    assert share(4, 2).cheaper_traveller(team=1, group=1) == "kv"
 
 
 def test_rounds_of_a_window_cut_only_the_ring():
@@ -207,32 +208,37 @@ def test_all_reduce_bytes_round_up():
     assert all_reduce_bytes(5, 1) == 0
 
 
-def test_words_are_those_of_the_program_reader():
-    assert COLLECTIVES == hlo.COLLECTIVES
-
-
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"placement": "permute"}, r"placement must be one of .*; got placement='permute'\. Choo"),
-        ({"combine": "sum"}, r"combine must be one of .*; got combine='sum'\. Choose"),
-        ({"backward": "both"}, r"backward must be one of .*; got backward='both'\. Choose"),
+        ({"placement": "permute"}, r"placement must be one of .*; got placement='permute'\. Leav"),
+        ({"combine": "sum"}, r"combine must be one of .*; got combine='sum'\. Leave"),
+        ({"backward": "both"}, r"backward must be one of .*; got backward='both'\. Leave"),
         ({"dtype": "int8"}, r"dtype must be one of float32, .*; got dtype='int8'\. Name"),
-        ({"batch": 3}, r"batch must be divisible by the data degree; got batch=3, degree=2\. Use"),
-        ({"seq_len": 70}, r"seq_len must be divisible by .*; got seq_len=70, .* Use seq_len=64 or"),
-        ({"seq_len": 4}, r"got seq_len=4, degree=16\. Use seq_len=16"),
-        ({"key_len": 8, "causal": False}, r"key_len must be divisible by .*; got key_len=8"),
-        ({"heads": 2}, r"heads must be divisible by head degree \* .*; got heads=2, degree=4"),
-        ({"kv_heads": 3}, r"heads must be divisible by kv_heads; got heads=64, kv_heads=3\. Give"),
+        ({"batch": 3}, r"batch must be divisible by the data degree; got batch=3, data=2\. Pad"),
+        (
+            {"seq_len": 70},
+            r"seq_len must be divisible by .*; got seq_len=70, .* Pad to 80 or cut to",
+        ),
+        ({"seq_len": 4}, r"got seq_len=4, degree=16\. Pad to 16"),
+        ({"key_len": 8, "causal": False}, r"key seq_len must be divisible by .*seq_len=8"),
+        (
+            {"heads": 2},
+            r"heads must be divisible by head \* tensor; got heads=2, .*head=2, tensor=2",
+        ),
+        (
+            {"kv_heads": 3},
+            r"heads must be a multiple of kv_heads; got heads=64, kv_heads=3, .*Use 66",
+        ),
         ({"heads": 12, "kv_heads": 6}, r"kv_heads and head \* tensor must divide one"),
         ({"head_dim": 0}, r"head_dim must be a positive integer; got head_dim=0\. Pass"),
         ({"value_head_dim": -1}, r"value_head_dim must be a positive integer; got value_head_dim="),
         ({"batch": 2.0}, r"batch must be a positive integer; got batch=2\.0\. Pass"),
         ({"rounds": 3}, r"rounds must lie between 1 and the ring degree; got rounds=3, ring=2\. "),
         ({"rounds": 0}, r"rounds must lie between 1 and the ring degree; got rounds=0"),
-        ({"placement": "gather_permute"}, r"equal team and group degrees; got team=1, group=4\. "),
-        ({"key_len": 32}, r"causal=True needs as many keys as queries; .*key_len=32\. Pass"),
+        ({"placement": "gather_permute"}, r"needs team == group; got team=1, group=4\. Use"),
+        ({"key_len": 32}, r"queries and keys of one length; got 16 queries and 32 keys\. Use"),
     ],
     ids=lambda value: value if isinstance(value, str) else ", ".join(value),
 )

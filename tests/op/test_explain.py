@@ -88,7 +88,7 @@ def test_keys_of_another_length():
         (dict(seq_len=4097), "seq_len must be divisible by"),
         (dict(kv_seq_len=8192), "Causal attention needs queries and keys of one length"),
         (dict(kv_heads=3), "heads must be a multiple of kv_heads"),
-        (dict(kv_heads=0), "no dimension may be 0"),
+        (dict(kv_heads=0), "kv_heads must be a positive integer; got kv_heads=0"),
     ],
 )
 def test_what_does_not_fit_raises(sizes, message):

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from startrail_jax.analysis.hlo import (
     COLLECTIVES,
     device_groups,
-    parse_program,
+    parse_module,
     read_traffic,
 )
 
@@ -104,7 +104,7 @@ def test_group_notations_give_the_size_of_a_group(groups, size):
 )
 def test_group_notations_join_the_right_devices(groups, partner):
     line = f"%y = f32[4,6] all-gather(%x), replica_groups={groups}, {IDS}"
-    program = parse_program(module([line]))
+    program = parse_module(module([line]))
     (instruction,) = program.computations["main"][1:]
     found = device_groups(program, instruction)
     assert sorted(found[0]) == [0, partner]

@@ -3,6 +3,7 @@
 import json
 from unittest import mock
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -49,11 +50,6 @@ def collate(layout=NATURAL, end_of_document=None):
 def firsts(iterator, count):
     """The first tokens of the rows of the next `count` batches."""
     return [next(iterator).tokens[:, 0].tolist() for _ in range(count)]
-
-
-def assert_same(batch, other):
-    assert jax.tree.structure(batch) == jax.tree.structure(other)
-    jax.tree.map(np.testing.assert_array_equal, batch, other)
 
 
 # Windows.
@@ -130,7 +126,7 @@ def test_layout_permutes_every_array(kind, end_of_document):
     batch = next_token_batch(windows, layout=layout, **options)
     natural = next_token_batch(windows, layout=NATURAL, **options)
     np.testing.assert_array_equal(natural.tokens, windows[:, :-1])
-    assert_same(jax.tree.map(layout.unpermute, batch), natural)
+    chex.assert_trees_all_equal(jax.tree.map(layout.unpermute, batch), natural)
 
 
 def test_batch_of_indivisible_length_raises():
@@ -216,7 +212,7 @@ def test_hosts_read_their_rows_of_the_same_batch():
         some, others = (next(part) for part in parts)
         assert some.tokens.shape == (3, 6)
         joined = jax.tree.map(lambda x, y: np.concatenate([x, y])[[0, 1, 3, 4, 2, 5]], some, others)
-        assert_same(joined, next(whole))
+        chex.assert_trees_all_equal(joined, next(whole))
 
 
 def test_hosts_read_nothing_else():
@@ -292,7 +288,7 @@ def numbered(batch_size=6, seq_len=8):
 def test_place_puts_every_array_on_its_devices():
     batch = numbered()
     placed = batches.place(batch, sharding())
-    assert_same(jax.device_get(placed), batch)
+    chex.assert_trees_all_equal(jax.device_get(placed), batch)
     assert all(x.sharding == sharding() for x in placed)
     assert [x.dtype for x in placed] == [x.dtype for x in batch]
     assert batches.place(batch._replace(segment_ids=None), sharding()).segment_ids is None

@@ -16,6 +16,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from trainer.run.checkpoint import (
@@ -376,3 +377,29 @@ def test_data_state_is_saved_as_json(tmp_path):
     ):
         checkpoints.save(1, {"a": jnp.zeros(3)}, {"position": object()})
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("broadcast", "message"),
+    [
+        (
+            [None, 6],
+            r"got step 0 as the newest here, and step 6 in process 0, in .*Use a --run-",
+        ),
+        ([5, 0], r"must see the same folder of checkpoints; got another one in process 0, in "),
+    ],
+)
+def test_processes_that_see_other_checkpoints_are_refused(
+    broadcast, message, tmp_path, monkeypatch
+):
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        assert checkpoints.begin_after() == 0
+
+        def one_to_all(x):
+            first = broadcast.pop(0)
+            return x if first is None else np.int32(first)
+
+        monkeypatch.setattr(multihost_utils, "broadcast_one_to_all", one_to_all)
+        with pytest.raises(CheckpointError, match=message):
+            checkpoints.begin_after()
+        assert list(tmp_path.iterdir()) == []

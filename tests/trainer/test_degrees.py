@@ -1,4 +1,4 @@
-"""How the degrees that flags leave open are filled in."""
+"""How the degrees that the flags of a run leave open are filled in."""
 
 import pytest
 

@@ -8,34 +8,16 @@ import shutil
 import socket
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
-from jax.experimental import multihost_utils
 
 import train
 from benchmarks import failures
-from trainer.processes import distributed
-from trainer.processes.devices import select_devices
-from trainer.processes.distributed import (
-    Distributed,
-    start,
-)
-from trainer.run import errors
-from trainer.run.checkpoint import (
-    CheckpointError,
-    Checkpoints,
-)
-from trainer.run.errors import (
-    describe,
-    end_now,
-    exit_on_own_errors,
-)
+from trainer.processes.distributed import start
+from trainer.processes.options import Distributed
 
 REPOSITORY = Path(train.__file__).parent
 
@@ -45,40 +27,6 @@ def given(**changes):
 
 
 # How processes start.
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"index": None}, r"must be given together; got coordinator=.*, processes=2, index=None"),
-        ({"coordinator": None}, r"must be given together; got coordinator=None.*Give the missing"),
-        ({"index": 2}, r"index must be at least 0 and below .*; got index=2, processes=2"),
-        ({"index": -1}, r"index must be at least 0.*; got index=-1, processes=2"),
-        ({"processes": 0, "index": 0}, r"index must be .* below .*; got index=0, processes=0"),
-        ({"coordinator": "localhost"}, r"must be a host and a port; got coordinator='localhost'"),
-        ({"coordinator": ":7777"}, r"must be a host and a port; got coordinator=':7777'"),
-        ({"coordinator": "localhost:http"}, r"a host and a port; got .*free there, such as"),
-        ({"coordinator": "localhost:70000"}, r"a host and a port; got coordinator='localhost:7000"),
-        ({"timeout": 0.0}, r"distributed.timeout must be above 0; got timeout=0.0"),
-        ({"start_timeout": -1.0}, r"distributed.start_timeout must be above 0; got start_timeout="),
-    ],
-)
-def test_processes_that_cannot_be_raise(changes, message):
-    with pytest.raises(ValueError, match=message):
-        given(**changes)
-
-
-def test_flags_say_which_process_this_is():
-    flags = ["--distributed.coordinator", "[::1]:7777", "--distributed.processes", "2"]
-    command = train.read_command_line([*flags, "--distributed.index", "0", "--mesh.team", "1"])
-    assert command.distributed == given(coordinator="[::1]:7777", index=0)
-    assert command.distributed.several
-    assert command.distributed.coordinator_host == "::1"
-    assert command.config.mesh.team == 1
-    assert train.read_command_line(["--distributed"]).distributed == Distributed(on=True)
-    assert not train.read_command_line([]).distributed.several
-    # It does not change what the run is.
-    assert "distributed" not in vars(command.config)
 
 
 def test_start_does_nothing_for_one_process():
@@ -105,79 +53,12 @@ def test_start_where_it_cannot_be_raises():
         start(given(coordinator=f"localhost:{failures.free_port()}", processes=1, index=0))
 
 
-def meeting(port, **changes):
-    options = given(coordinator=f"localhost:{port}", start_timeout=20.0, **changes)
-    results = []
-
-    def meet():
-        try:
-            results.append(distributed._meet(options, time.monotonic() + options.start_timeout))
-        except RuntimeError as error:
-            results.append(str(error))
-
-    thread = threading.Thread(target=meet, daemon=True)
-    thread.start()
-    return thread, results
-
-
-def connect(port):
-    deadline = time.monotonic() + 20
-    while True:
-        try:
-            return socket.create_connection(("localhost", port))
-        except ConnectionRefusedError:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-
-
-def greet(port, **greeting):
-    connection = connect(port)
-    connection.sendall(json.dumps(greeting).encode() + b"\n")
-    return connection
-
-
-def test_processes_meet_at_a_port_of_their_own():
-    port = failures.free_port()
-    leader, address = meeting(port, index=0, processes=4)
-    strangers = [connect(port) for _ in range(3)]
-    strangers[0].sendall(b"[" * 1000 + b"\n")
-    strangers[1].sendall(b"GET / HTTP/1.1\r\n\r\n")
-    greet(port, index=1, processes=4).close()  # It is started again.
-    time.sleep(0.2)
-    one = greet(port, index=1, processes=4)
-    time.sleep(0.2)
-    for changes, message in (
-        ({"processes": 4}, r"index must be another in every process; got index=1 in two\. Number"),
-        ({"processes": 3}, r"processes must be the same in all; got 3 in process 1, and 4 in pro"),
-    ):
-        thread, results = meeting(port, index=1, **changes)
-        thread.join(20)
-        assert re.match(rf"distributed\.{message}", *results)
-    others = [meeting(port, index=index, processes=4) for index in (3, 2)]
-    for thread, _ in (*others, (leader, None)):
-        thread.join(20)
-        assert not thread.is_alive()
-    assert [results for _, results in others] == [address, address]
-    assert address[0] == f"localhost:{json.loads(one.recv(100))['port']}" != f"localhost:{port}"
-    # A run of its own may meet there now, and a stray process finds nobody.
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("localhost", port))
-    for connection in (one, *strangers):
-        connection.close()
-
-
-def test_wrong_host_is_not_waited_for_long(monkeypatch):
-    monkeypatch.setattr(distributed, "UNKNOWN_HOST_SECONDS", 0.0)
-    for host in ("no.such.host.invalid", "a" * 70):
-        with pytest.raises(RuntimeError, match=rf"Process 0 must wait at .* from {host}:7777 for"):
-            distributed._meet(given(coordinator=f"{host}:7777"), time.monotonic() + 300)
-
-
 STARTING = """
 import jax
-from trainer.processes.distributed import Distributed, start
-from trainer.run.errors import exit_on_own_errors
-with exit_on_own_errors():
+from trainer.processes.distributed import start
+from trainer.processes.options import Distributed
+from trainer.run.exit import exit_on_user_errors
+with exit_on_user_errors():
     start(Distributed({}))
     print(jax.process_index(), jax.process_count(), jax.device_count())
 """
@@ -240,108 +121,6 @@ def test_slurm_says_which_process_this_is():
         outputs[2][1],
     )
     assert "All 2 processes must start within 1 s; got fewer. Start the others" in outputs[3][1]
-
-
-# Devices.
-
-
-def fake_devices(monkeypatch, *counts):
-    devices = [
-        SimpleNamespace(process_index=process, platform="gpu", id=(process, number))
-        for process, count in enumerate(counts)
-        for number in range(count)
-    ]
-    monkeypatch.setattr(jax, "devices", lambda: devices)
-
-
-def test_select_devices_takes_as_many_of_each_process(monkeypatch):
-    fake_devices(monkeypatch, 4, 4)
-    assert [x.id for x in select_devices(4)] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert len(select_devices(None)) == 8
-    with pytest.raises(ValueError, match=r"devices=3, processes=2\. Use --devices 4"):
-        select_devices(3)
-    fake_devices(monkeypatch, 2, 3, 2)
-    with pytest.raises(ValueError, match=r"must see as many devices; got 2 and 3 and 2 in .* 2\."):
-        select_devices(3)
-    # Before the processes meet.
-    monkeypatch.setattr(jax, "devices", None)
-    with pytest.raises(ValueError, match=r"devices=3, processes=2\. Use --devices 4"):
-        select_devices(3, processes=2)
-
-
-# Errors.
-
-
-def own_error():
-    try:
-        given(index=2)
-    except ValueError as error:
-        return error
-
-
-def test_one_of_several_ends_without_waiting_for_the_others(monkeypatch):
-    said = []
-    monkeypatch.setattr(errors, "end_now", said.append)
-    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
-    with pytest.raises(SystemExit), exit_on_own_errors():
-        raise own_error()
-    assert said == [describe(own_error())]
-    assert said[0].startswith("ValueError: distributed.index must be")
-    with pytest.raises(KeyboardInterrupt), exit_on_own_errors():
-        raise KeyboardInterrupt
-    assert said[1:] == ["KeyboardInterrupt"]
-    with pytest.raises(SystemExit), exit_on_own_errors():
-        sys.exit(2)
-    assert len(said) == 2
-
-
-def test_describe_keeps_the_traceback_of_a_library():
-    with pytest.raises(ValueError, match="Expecting") as caught:
-        json.loads("{")
-    message = describe(caught.value)
-    assert message.startswith("Traceback")
-    assert "json/decoder.py" in message
-    assert describe(KeyboardInterrupt()) == "KeyboardInterrupt"
-
-
-def test_end_now_does_not_wait():
-    script = (
-        "import atexit, threading; from trainer.run.errors import end_now; "
-        "atexit.register(print, 'not reached'); print('so far', end=''); "
-        "threading.Thread(target=end_now, args=['over']).start(); threading.Event().wait()"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
-    assert (result.returncode, result.stdout, result.stderr) == (1, "so far", "over\n")
-    assert end_now.__annotations__["return"] == "NoReturn"
-
-
-@pytest.mark.parametrize(
-    ("broadcast", "message"),
-    [
-        (
-            [None, 6],
-            r"got step 0 as the newest here, and step 6 in process 0, in .*Use a --run-",
-        ),
-        ([5, 0], r"must see the same folder of checkpoints; got another one in process 0, in "),
-    ],
-)
-def test_processes_that_see_other_checkpoints_are_refused(
-    broadcast, message, tmp_path, monkeypatch
-):
-    with Checkpoints(tmp_path, keep=1) as checkpoints:
-        assert checkpoints.begin_after() == 0
-
-        def one_to_all(x):
-            first = broadcast.pop(0)
-            return x if first is None else np.int32(first)
-
-        monkeypatch.setattr(multihost_utils, "broadcast_one_to_all", one_to_all)
-        with pytest.raises(CheckpointError, match=message):
-            checkpoints.begin_after()
-        assert list(tmp_path.iterdir()) == []
 
 
 # Training.

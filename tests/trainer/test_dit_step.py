@@ -3,6 +3,7 @@
 import dataclasses
 from pathlib import Path
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import pytest
 import startrail_jax as st
 from trainer.config import OptimizerConfig
 from trainer.data.batches import place
+from trainer.dit.batches import image_batch
 from trainer.dit.config import (
     DiffusionConfig,
     DiTConfig,
@@ -17,9 +19,8 @@ from trainer.dit.config import (
 )
 from trainer.dit.diffusion import estimates
 from trainer.dit.examples import Example
-from trainer.dit.objective import image_batch
+from trainer.dit.objective import Denoising
 from trainer.parallel.step import Program
-from trainer.tasks import make_objective
 
 STEPS = 30
 CONFIG = DiTTrainConfig(
@@ -31,7 +32,7 @@ CONFIG = DiTTrainConfig(
     ema_decay=0.9,
     run_dir=Path("unused"),
 )
-# Attention over text too; neither it nor the image divides into 8 shares: both are padded.
+# With attention over text. The image and the text do not divide into 8 shares: both are padded.
 WITH_TEXT = dataclasses.replace(
     CONFIG,
     model=dataclasses.replace(CONFIG.model, caption_length=5, patch=(1, 2, 4)),
@@ -43,11 +44,11 @@ def make_program(degrees, config=CONFIG, **changes):
     mesh = st.make_mesh(degrees, "auto", jax.devices()[: degrees.num_devices])
     attention = st.Attention(mesh, causal=False)
     config = dataclasses.replace(config, **changes)
-    return Program(config, attention, make_objective(config))
+    return Program(config, attention, Denoising(config))
 
 
 def batch(program, step):
-    """Images that say which class they are of."""
+    """Images with a brightness that depends on their class, and captions that name it."""
     config = program.config
     rng = np.random.default_rng(step)
     numbers = [step * config.batch_size + row for row in range(config.batch_size)]
@@ -120,7 +121,7 @@ def test_text_is_divided_among_the_devices_like_the_image():
 
 @pytest.mark.parametrize("decay", [0.2, 0.9])
 def test_average_follows_its_equation_and_is_what_is_measured(decay):
-    """https://arxiv.org/abs/2006.11239, with a decay that rises: of few weights at first."""
+    """The average of https://arxiv.org/abs/2006.11239, with a decay that rises."""
     program = make_program(st.Degrees(team=2), ema_decay=decay)
     state = program.initialise()
     expected = jax.device_get(state.weights)
@@ -133,19 +134,18 @@ def test_average_follows_its_equation_and_is_what_is_measured(decay):
             state.weights,
         )
     assert state.result is state.average
-    for found, wanted in zip(*map(jax.tree.leaves, (state.average, expected)), strict=True):
-        np.testing.assert_allclose(found, wanted, atol=1e-6)
+    chex.assert_trees_all_close(state.average, expected, rtol=1e-7, atol=1e-6)
 
 
 @pytest.mark.usefixtures("compile_well")
 def test_weights_are_used_alike_at_every_level_of_zero():
-    """In bfloat16, in which most of them travel from level 1 on; what makes conditions does not."""
+    """In bfloat16, the type in which weights are gathered from level 1 on."""
     config = dataclasses.replace(
         WITH_TEXT, model=dataclasses.replace(WITH_TEXT.model, dtype="bfloat16", layers=1)
     )
 
     def random_weights(shapes):
-        """adaLN-Zero begins with zeros, beyond which nothing would be seen."""
+        """Random, since the zeros of adaLN-Zero would hide the gradients of the other weights."""
         rng = np.random.default_rng(0)
         return jax.tree.map(
             lambda x: jax.device_put(rng.normal(0, 0.2, x.shape).astype(x.dtype), x.sharding),
@@ -162,7 +162,7 @@ def test_weights_are_used_alike_at_every_level_of_zero():
 
 
 def shown(step=0, *, training, degrees=None, config=CONFIG, reverse=False, **changes):
-    """A batch as the model is shown it; `reverse` turns the order of its rows."""
+    """A batch as the model takes it; `reverse` reverses the order of its rows."""
     program = make_program(degrees or st.Degrees(), config, **changes)
     images = batch(program, step)
     if reverse:
@@ -182,7 +182,7 @@ def test_noise_depends_on_the_number_of_the_example_alone():
     assert abs(np.corrcoef(rows) - np.eye(len(rows))).max() < 0.4
     assert rows.std() == pytest.approx(1, abs=0.05)
     assert len({*first.times.tolist(), *later.times.tolist()}) == 2 * CONFIG.batch_size
-    # Of the place in the batch and of the mesh it does not, nor of padding.
+    # The noise does not depend on the place in the batch, on the mesh or on padding.
     other = shown(training=True, reverse=True, degrees=STARTRAIL, config=WITH_TEXT)
     same = shown(training=True, config=WITH_TEXT)
     assert other.patches.shape != same.patches.shape

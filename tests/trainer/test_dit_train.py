@@ -12,7 +12,7 @@ from configs.dit import dit_1b, dit_digits
 from programs import interrupt_after
 from trainer.dit.config import DiTTrainConfig
 from trainer.run import metrics
-from trainer.run.folder import save_config
+from trainer.run.settings import save_config
 
 TINY = (
     "--model.width 16 --model.layers 2 --model.heads 8 --model.mlp-width 32 --batch-size 4 "
@@ -120,7 +120,7 @@ def test_config_that_cannot_be_raises(part, change, message):
 
 
 def test_patches_that_do_not_divide_are_refused_before_there_is_a_run(tmp_path):
-    with pytest.raises(ValueError, match=r"number of patches, .* must be div.*got 20, .*--size"):
+    with pytest.raises(ValueError, match=r"patches of an image .* must be div.*got 20 .*--size"):
         run(tmp_path / "run", "--size 1 6 12 --mesh.group 1 --mesh.team 4 --mesh.tensor 2", steps=1)
 
 

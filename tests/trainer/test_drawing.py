@@ -13,6 +13,7 @@ from PIL import Image
 
 import startrail_jax as st
 from trainer.config import OptimizerConfig
+from trainer.dit.batches import PADDING
 from trainer.dit.config import (
     DiffusionConfig,
     DiTConfig,
@@ -24,17 +25,12 @@ from trainer.dit.drawing import (
     save_grid,
     to_pixels,
 )
-from trainer.dit.objective import (
-    DRAWING,
-    PADDING,
-    Denoising,
-)
+from trainer.dit.objective import DRAWING, Denoising
 from trainer.dit.patches import (
     patchify,
     unpatchify,
 )
 from trainer.parallel.step import Program
-from trainer.tasks import make_objective
 
 # Neither the 20 patches nor the text divide into 8 shares: both are padded.
 CONFIG = DiTTrainConfig(
@@ -65,7 +61,7 @@ SEED = 2**32 - 1
 @functools.cache
 def make_program(degrees=ONE_DEVICE, config=CONFIG):
     mesh = st.make_mesh(degrees, "auto", jax.devices()[: degrees.num_devices])
-    return Program(config, st.Attention(mesh, causal=False), make_objective(config))
+    return Program(config, st.Attention(mesh, causal=False), Denoising(config))
 
 
 def with_target(config, target):

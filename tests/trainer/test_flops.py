@@ -1,4 +1,4 @@
-"""FLOPs of the model against those that jax counts, and of GPUs by their names."""
+"""FLOPs of a model compared with those that jax counts; FLOP/s of GPUs by their names."""
 
 from dataclasses import replace
 
@@ -7,10 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 from trainer.gpt.config import GPTConfig
-from trainer.parallel.flops import (
-    gpt_flops_per_token,
-    peak_flops,
-)
+from trainer.gpt.flops import gpt_flops_per_token
+from trainer.parallel.flops import peak_flops
 
 CONFIG = GPTConfig(width=24, layers=3, heads=4, kv_heads=2, head_dim=10, mlp_width=40)
 
@@ -18,8 +16,8 @@ CONFIG = GPTConfig(width=24, layers=3, heads=4, kv_heads=2, head_dim=10, mlp_wid
 def test_flops_are_those_of_the_matrix_products():
     per_layer = 24 * 40 + 2 * 24 * 20 + 40 * 24 + 3 * 24 * 40
     weights = 3 * per_layer + 24 * 256
-    # Scores and weighted values: 2 products of 2 FLOPs for each of 4 * 10 channels, of half of
-    # the 100 keys.
+    # Scores and weighted values are 2 products, of 2 FLOPs for each of 4 * 10 channels and each of
+    # half of the 100 keys.
     attention = 3 * (2 * 2 * 40 * 100) / 2
     assert gpt_flops_per_token(CONFIG, 100) == 6 * weights + 3 * attention
     without_gate = gpt_flops_per_token(replace(CONFIG, mlp="gelu"), 100)

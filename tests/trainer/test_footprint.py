@@ -1,6 +1,7 @@
-"""The arithmetic of memory, beside what compiled programs say of theirs."""
+"""The arithmetic of memory, compared with what compiled programs report."""
 
 import dataclasses
+import types
 from pathlib import Path
 
 import jax
@@ -14,20 +15,18 @@ from trainer.dit.config import (
     DiTConfig,
     DiTTrainConfig,
 )
+from trainer.dit.objective import Denoising
 from trainer.gpt.config import DataConfig
-from trainer.parallel.footprint import (
-    Footprint,
-    Part,
-    footprint,
-    num_parameters,
-)
+from trainer.parallel import step_sizes
+from trainer.parallel.footprint import LAYER, LOSS, Footprint, Part, describe_memory
 from trainer.parallel.step import Program
-from trainer.tasks import make_objective
+from trainer.tasks import task_of
 
 GIB = 2**30
 GQA = {"kv_heads": 2, "heads": 8}
-# Zero level and axes, degrees, sizes of the model: levels, a part of the mesh, tensor, few key
-# heads, weights that no dimension of can be split (width 60 over 8 devices), head and data.
+# ZeRO level, ZeRO axes, degrees and sizes of the model. The cases cover all levels, ZeRO over a
+# part of the mesh, tensor parallelism, fewer key heads than devices, weights without a dimension
+# that can be split (width 60 over 8 devices), and the axes head and data.
 ALL = ("data", "group", "ring", "team", "head")
 STARTRAIL = st.Degrees.startrail(8, c=2)
 CASES = {
@@ -43,6 +42,18 @@ CASES = {
     "level 3, unsplit": (3, ALL, STARTRAIL, {"width": 60, "tied_head": True}),
     "level 3, head": (3, ALL, st.Degrees(head=2, ring=2), {}),
 }
+
+
+def footprint(config, degrees):
+    return step_sizes.footprint(config, task_of(config).make_objective(config), degrees)
+
+
+def num_parameters(recipe):
+    """Parameters of a recipe's model: the elements that a single device holds."""
+    config = RECIPES[recipe]()
+    sizes = step_sizes.step_sizes(config, task_of(config).make_objective(config), st.Degrees())
+    assert sizes.whole_elements == sizes.shard_elements
+    return sizes.whole_elements
 
 
 def case(name, **changes):
@@ -92,7 +103,7 @@ def test_state_and_batch_of_a_dit_are_exact(zero, degrees, caption_length):
         run_dir=Path("unused"),
     )
     mesh = st.make_mesh(degrees, "auto", jax.devices()[: degrees.num_devices])
-    program = Program(config, st.Attention(mesh, causal=False), make_objective(config))
+    program = Program(config, st.Attention(mesh, causal=False), Denoising(config))
     formula = footprint(config, degrees)
     assert size_on_a_device(program.state_shapes) == formula.state_bytes
     assert size_on_a_device(program.state_shapes.average) == formula["average"]
@@ -104,15 +115,15 @@ def test_arguments_of_the_compiled_step_are_state_and_batch():
     memory = compile_step(program).memory_analysis()
     formula = footprint(config, degrees)
     assert memory.argument_size_in_bytes == formula.state_bytes + formula["batch"]
-    # Donation: the new state lies where the old one was. The rest is scalars, and a table of
-    # addresses.
+    # By donation the new state takes the memory of the old one. Other outputs are scalars and a
+    # table of addresses.
     assert memory.alias_size_in_bytes == formula.state_bytes
     assert 0 <= memory.output_size_in_bytes - formula.state_bytes < 1024
 
 
 @pytest.mark.parametrize("name", ["level 0", "level 1, data", "level 2, team", "level 3, unsplit"])
 def test_gradients_of_the_compiled_step_are_exact(name):
-    """They lie as the weights; at level 1 they are whole until they are summed."""
+    """They are sharded as the weights are; at level 1 they are whole until they are summed."""
     config, degrees, program = case(name)
     memory = compile_gradients(program).memory_analysis()
     formula = footprint(config, degrees)
@@ -129,13 +140,12 @@ def test_gradients_of_the_compiled_step_are_exact(name):
     [("gpt_3b", 3_427_405_824), ("gpt_7b", 6_738_415_616), ("gpt_8b_gqa", 8_030_261_248)],
 )
 def test_parameters_of_the_recipes(recipe, expected):
-    """Llama 2 7B and Llama 3 8B have as many."""
-    assert num_parameters(RECIPES[recipe]().model) == expected
+    """Llama 2 7B and Llama 3 8B have the same numbers."""
+    assert num_parameters(recipe) == expected
 
 
 def test_parameters_of_dit_1b():
-    config = RECIPES["dit_1b"]()
-    assert num_parameters(config.model, config.patch_elements) == pytest.approx(1.0e9, rel=0.05)
+    assert num_parameters("dit_1b") == pytest.approx(1.0e9, rel=0.05)
 
 
 def test_saved_by_remat():
@@ -164,6 +174,35 @@ def test_documents_are_a_fifth_array_of_the_batch():
     plain = dataclasses.replace(config, data=DataConfig(mask_documents=False))
     sizes = [footprint(x, degrees)["batch"] for x in (config, plain)]
     assert sizes == [5 * 4 * 4 * 16, 4 * 4 * 4 * 16]
+
+
+def test_only_vocabularies_are_large_weights_outside_of_the_layers():
+    """A head or an embedding with its gradient; of a tied one the gradient arises in the loss."""
+
+    def phases(config):
+        table = footprint(config, STARTRAIL).parts
+        return {part.name: part.phase for part in table if part.name.startswith("gradient of ")}
+
+    assert phases(make_config(zero=3)) == {
+        "gradient of embedding, whole": LAYER,
+        "gradient of head, whole": LOSS,
+    }
+    tied = {"gradient of embedding, whole": LOSS}
+    assert phases(make_config({"tied_head": True}, zero=3)) == tied
+    assert phases(make_config(zero=1)) == {}
+    assert phases(RECIPES["dit_1b"]()) == {}
+
+
+@pytest.mark.parametrize(
+    ("host", "end"), [(0, "for a step)"), (2**30, ", and 1.00 GiB of the host's")]
+)
+def test_describe_memory_gives_the_sum_and_the_state(host, end):
+    analysis = types.SimpleNamespace(
+        argument_size_in_bytes=2**20, temp_size_in_bytes=2**29, host_temp_size_in_bytes=host
+    )
+    line = describe_memory(analysis)
+    assert line.startswith("0.50 GiB (state and batch 1.0 MiB, ")
+    assert line.endswith(end)
 
 
 def test_only_the_largest_phase_counts():

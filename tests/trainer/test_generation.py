@@ -1,4 +1,4 @@
-"""Generation: greedy steps against whole forward passes, and the same draws on every mesh."""
+"""Generation: greedy decoding equals whole forward passes; draws are the same on every mesh."""
 
 import dataclasses
 import functools
@@ -12,13 +12,9 @@ from flax import nnx
 import startrail_jax as st
 from models.gpt import GPT
 from trainer.gpt.config import GPTConfig
-from trainer.gpt.generation import (
-    Generator,
-    Sampling,
-    choose_token,
-    kept_tokens,
-)
+from trainer.gpt.generation import Generator
 from trainer.gpt.objective import model_arguments
+from trainer.gpt.token_choice import Sampling
 from trainer.parallel.partition import Partition
 
 MODEL = GPTConfig(vocab_size=48, width=24, layers=2, heads=8, kv_heads=2, head_dim=4, mlp_width=32)
@@ -40,7 +36,7 @@ def dense_attention(query, key, value, *, segment_ids=None):
 
 @functools.cache
 def make_weights(config=MODEL):
-    """On the host. Sharper than at the start of a training, so that the choice is clear."""
+    """Weights on the host, larger than initial ones, so that the likeliest token is clear."""
     weights = jax.jit(lambda: nnx.state(make_model(config)))()
     return jax.tree.map(lambda x: np.asarray(x) * (2 if x.ndim == 2 else 1), weights)
 
@@ -146,16 +142,16 @@ def test_no_tokens_are_asked_for():
 
 
 def test_cache_of_32k_tokens_is_an_eighth_on_each_of_eight_devices():
-    """And a step does not copy it."""
+    """A decode step does not copy it."""
     config = dataclasses.replace(MODEL, layers=12)
     generator = make_generator(st.Degrees.startrail(8, c=2), config=config)
     cache, lengths = cache_shapes(generator, slots=1 << 15)
     of_cache = sum(x.size * x.dtype.itemsize for x in cache)
     assert of_cache == 2 * 12 * 2 * (1 << 15) * 2 * 4 * 4
-    lowered = generator.step.lower(generator.weight_shapes, cache, lengths, lengths)
+    lowered = generator.decode.lower(generator.weight_shapes, cache, lengths, lengths)
     memory = lowered.compile().memory_analysis()
     assert memory.alias_size_in_bytes == of_cache // 8
-    # Keys and values of a layer at a time, of twelve.
+    # Temporary arrays hold keys and values of one layer at a time, of twelve.
     assert memory.temp_size_in_bytes < of_cache // 8 / 6
 
 
@@ -163,13 +159,13 @@ def test_cache_is_in_the_type_of_the_activations_and_holds_no_head_twice():
     config = dataclasses.replace(MODEL, kv_heads=1, dtype="bfloat16")
     cache, _ = cache_shapes(make_generator(st.Degrees(head=4), config=config), slots=64)
     assert [(x.shape, x.dtype.name) for x in cache] == [((2, 2, 64, 1, 4), "bfloat16")] * 2
-    # Each of two tensor ranks has the head.
+    # Both devices along tensor have the head.
     cache, _ = cache_shapes(make_generator(st.Degrees(head=2, tensor=2), config=config), slots=64)
     assert {x.shape for x in cache} == {(2, 2, 64, 2, 4)}
 
 
 def cache_shapes(generator, slots):
-    """Those of a cache for two rows, and of the rows' lengths."""
+    """Shapes of a cache for two rows, and of the rows' lengths."""
     tokens, lengths = (jax.ShapeDtypeStruct(x, jnp.int32) for x in ((2, slots), (2,)))
     arguments = (generator.weight_shapes, tokens, tokens, lengths)
     return jax.eval_shape(generator.prefill, *arguments)[1], lengths
@@ -185,92 +181,7 @@ def test_32k_tokens_on_eight_devices_give_the_tokens_of_one(compile_well):
     assert len(found[0][0]) == 3
 
 
-# Choice of a token -----------------------------------------------------------------------------
-
-
-def kept_by_numpy(logits, sampling):
-    """The definition, in float64."""
-    order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))[: sampling.top_k]
-    weights = np.exp(np.array([logits[i] - max(logits) for i in order]) / sampling.temperature)
-    sums = np.cumsum(weights / weights.sum())
-    count = 1 + int((sums < sampling.top_p).sum())
-    return set(order[:count])
-
-
-@pytest.mark.parametrize("top_k", [None, 1, 4, 11, 100])
-@pytest.mark.parametrize("top_p", [1.0, 0.9, 0.4, 1e-6])
-def test_kept_tokens_are_those_of_the_definition(top_k, top_p):
-    logits = np.random.default_rng(0).normal(size=11).astype(np.float32)
-    logits[[2, 7, 9]] = logits[4]  # A tie.
-    sampling = Sampling(temperature=0.7, top_k=top_k, top_p=top_p)
-    kept = set(np.flatnonzero(kept_tokens(jnp.asarray(logits), sampling)).tolist())
-    assert kept == kept_by_numpy(logits.astype(np.float64), sampling)
-
-
-def test_tied_tokens_are_kept_by_their_ids():
-    tied = jnp.zeros(6)
-    assert kept_tokens(tied, Sampling(top_k=2)).tolist() == [True] * 2 + [False] * 4
-    assert kept_tokens(tied, Sampling(top_p=0.4)).tolist() == [True] * 3 + [False] * 3
-    # Of two that top_k leaves, each has one half.
-    both = Sampling(top_k=2, top_p=0.5)
-    assert kept_tokens(tied, both).tolist() == [True] + [False] * 5
-
-
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        Sampling(),
-        Sampling(temperature=0.5),
-        Sampling(temperature=2.0, top_k=3),
-        Sampling(top_p=0.7),
-        Sampling(temperature=1.5, top_k=4, top_p=0.8),
-    ],
-    ids=str,
-)
-def test_draws_have_the_probabilities_that_are_asked_for(sampling):
-    logits = np.array([0.3, -1.0, 1.2, 0.1, 0.8, -0.2], np.float32)
-    kept = kept_by_numpy(logits.astype(np.float64), sampling)
-    expected = np.where(
-        [i in kept for i in range(6)], np.exp(logits.astype(np.float64) / sampling.temperature), 0
-    )
-    expected /= expected.sum()
-    count = 20_000
-    keys = jax.random.split(jax.random.key(0), count)
-    drawn = jax.jit(jax.vmap(lambda key: choose_token(jnp.asarray(logits), sampling, key)))(keys)
-    found = np.bincount(drawn, minlength=6) / count
-    assert not found[expected == 0].any()
-    deviation = np.sqrt(expected * (1 - expected) / count)
-    assert (np.abs(found - expected) <= 4.5 * deviation).all()
-
-
-def test_temperature_near_zero_takes_the_likeliest():
-    logits = jnp.asarray([1.0, 3.0, 2.0, 3.0])
-    assert choose_token(logits, Sampling(temperature=0.0), jax.random.key(0)) == 1
-    for temperature in (1e-30, 1e-31, 1e-38, 1e-46):
-        cold = Sampling(temperature=temperature, top_p=0.5)
-        assert choose_token(logits, cold, jax.random.key(0)) == 1
-        assert kept_tokens(logits, cold).tolist() == [False, True, False, False]
-
-
 # Errors ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"temperature": -0.1}, r"temperature must be at least 0 and finite; got temperature=-0.1"),
-        ({"temperature": float("nan")}, r"temperature must be .*got temperature=nan"),
-        ({"temperature": float("inf")}, r"temperature must be .*got temperature=inf"),
-        ({"top_k": 0}, r"top_k must be at least 1; got top_k=0. Leave it out"),
-        ({"top_p": 0.0}, r"top_p must be above 0 and at most 1; got top_p=0.0"),
-        ({"top_p": 1.1}, r"top_p must be above 0 and at most 1; got top_p=1.1"),
-        ({"seed": -1}, r"seed must be at least 0 and below 2\*\*32; got seed=-1"),
-        ({"seed": 2**32}, r"seed must be at least 0 and below 2\*\*32; got seed=4294967296"),
-    ],
-)
-def test_sampling_out_of_range_raises(options, message):
-    with pytest.raises(ValueError, match=message):
-        Sampling(**options)
 
 
 @pytest.mark.parametrize(

@@ -62,8 +62,6 @@ def write_npz(path, count=6, **arrays):
 
 def test_digits_are_images_with_labels_and_captions():
     opened = open_digits(caption_length=5)
-    assert opened.pixels
-    assert opened.class_names[7] == "seven"
     found = examples(opened)
     assert len(found) == 1797
     digits = load_digits()
@@ -76,7 +74,6 @@ def test_digits_are_images_with_labels_and_captions():
 
 def test_what_the_model_does_not_take_is_not_read():
     opened = open_digits(classes=0)
-    assert opened.class_names == ()
     assert opened.train[0].label is None
     assert opened.train[0].caption is None
 
@@ -103,8 +100,6 @@ def test_there_is_something_to_train_on_and_something_held_out(folder, held_out,
 
 def test_folders_are_classes_in_their_order(folder):
     opened = open_images(folder, classes=3)
-    assert opened.pixels
-    assert opened.class_names == ("ant", "cat", "dog")
     assert [x.label for x in examples(opened)] == [0, 1, 1, 2]
 
 
@@ -158,8 +153,6 @@ def test_npz_holds_latents_with_labels_and_captions(tmp_path):
     labels, captions = np.array([2, 0, 1, 2, 0, 0]), np.array(["a", "bc", "", "é", "e", "f"])
     path = write_npz(tmp_path / "x.npz", latents=latents, labels=labels, captions=captions)
     opened = open_images(path, **LATENTS, classes=3, caption_length=2)
-    assert not opened.pixels
-    assert opened.class_names == ("0", "1", "2")
     found = examples(opened)
     np.testing.assert_array_equal([x.latent for x in found], latents.astype(np.float32))
     assert found[0].latent.dtype == np.float32
@@ -247,7 +240,7 @@ def test_file_that_is_no_image_is_named_when_data_are_opened(folder, content):
 def test_image_that_moves_is_refused(folder):
     frames = [Image.new("L", (WIDTH, HEIGHT), shade) for shade in (0, 255)]
     frames[0].save(folder / "moves.webp", save_all=True, append_images=frames[1:], lossless=True)
-    with pytest.raises(ValueError, match=r"must not move; got 2 frames in '.*moves.webp'"):
+    with pytest.raises(ValueError, match=r"must not be animated; got 2 frames in '.*moves.webp'"):
         open_images(folder)
 
 

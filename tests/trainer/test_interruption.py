@@ -8,7 +8,7 @@ import pytest
 
 import train
 from configs.gpt import gpt_tiny
-from trainer.gpt import text as sampling
+from trainer.gpt import sample as sampling
 from trainer.gpt.config import GPTConfig
 from trainer.run.interruption import (
     SIGNALS,

@@ -1,6 +1,7 @@
-"""Training steps compiled for GPUs without one: what they keep, compute again, move and send."""
+"""Training steps compiled for GPUs without a GPU: what they save, recompute, move and send."""
 
 import functools
+import math
 
 import pytest
 
@@ -8,17 +9,14 @@ import startrail_jax as st
 from benchmarks import memory as memory_benchmark
 from benchmarks.deviceless import gpu_topology, missing_plugin
 from benchmarks.overlap import axes
-from programs import compile_gradients, make_config, make_program
+from programs import compile_gradients, make_config, make_program, weight_shapes
 from startrail_jax.analysis import hlo
 from startrail_jax.analysis.overlap import (
     ENTRY,
     read_overlap,
 )
 from trainer.gpt.config import DataConfig
-from trainer.parallel.footprint import (
-    footprint,
-    weights_of,
-)
+from trainer.parallel.step_sizes import footprint
 
 pytestmark = pytest.mark.skipif(missing_plugin() is not None, reason=str(missing_plugin()))
 
@@ -34,7 +32,7 @@ ATTENTION, ITS_GRADIENTS = "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"
 
 @functools.cache
 def compiled(degrees=STARTRAIL, vocab_size=2048, width=1024, **changes):
-    """Program and loss with gradients, of one sequence at a time, for 8 GPUs."""
+    """A program, and its compiled loss and gradients, one sequence at a time, for 8 GPUs."""
     changes = {"zero": 3, "remat": "attention_saved"} | changes
     parts = changes.get("accumulation", 1)
     config = make_config(
@@ -51,7 +49,7 @@ def memory(**changes):
 
 
 def runs(program, computation, target):
-    """How often a program calls a kernel; of a conditional, the branch that does most often."""
+    """How often a program calls a kernel; of a conditional, its most frequent branch counts."""
     total = 0
     for instruction in program.computations[computation]:
         if instruction.opcode.endswith(("-done", "-update")):
@@ -67,8 +65,8 @@ def runs(program, computation, target):
 
 @pytest.mark.parametrize(("remat", "times"), [("attention_saved", 1), ("full", 2)])
 def test_attention_that_is_saved_is_not_computed_again(remat, times):
-    """One kernel for every layer and round of the ring; "full" has them twice."""
-    program = hlo.parse_program(compiled(remat=remat)[1].as_text())
+    """Every layer and round of the ring calls one kernel; with "full" two."""
+    program = hlo.parse_module(compiled(remat=remat)[1].as_text())
     rounds = LAYERS * STARTRAIL.ring
     assert runs(program, program.entry, ATTENTION) == times * rounds
     assert runs(program, program.entry, ITS_GRADIENTS) == rounds
@@ -76,7 +74,7 @@ def test_attention_that_is_saved_is_not_computed_again(remat, times):
 
 def test_offload_moves_what_is_saved_to_the_host():
     program, _ = compiled(offload=True)
-    saved = footprint(program.config, STARTRAIL).host_bytes
+    saved = footprint(program.config, program.objective, STARTRAIL).host_bytes
     assert saved == LAYERS * TOKENS * (2 * 1024 * 2 + 8 * 4)
     assert memory().host_temp_size_in_bytes == 0
     assert memory(offload=True).host_temp_size_in_bytes == saved
@@ -85,7 +83,7 @@ def test_offload_moves_what_is_saved_to_the_host():
 
 
 def test_tiles_keep_logits_from_existing():
-    """Of 2048 tokens and 32768 words: 256 MiB in float32."""
+    """Logits of 2048 tokens and 32768 words would take 256 MiB in float32."""
     setting = {"degrees": st.Degrees(data=8), "vocab_size": 32_768, "width": 256}
     whole, tiled = (memory(tile=tile, **setting).temp_size_in_bytes for tile in (None, 128))
     assert whole - tiled > 3 * TOKENS * 32_768 * 4 // 4
@@ -94,23 +92,27 @@ def test_tiles_keep_logits_from_existing():
     assert "2048,32768]" not in text
 
 
+def weight_sizes(vector=1, matrix=1):
+    """Sizes of all layers' weights, and of the others, in units of `vector` and `matrix`."""
+    sizes = {True: 0, False: 0}
+    for path, shape in weight_shapes(make_config(MODEL)).items():
+        in_layers = path.startswith("blocks/")
+        sizes[in_layers] += math.prod(shape) * (vector if len(shape) - in_layers == 1 else matrix)
+    return sizes[True], sizes[False]
+
+
 def parameters():
-    """Elements of all layers, and of the rest."""
-    weights = weights_of(make_config(MODEL).model)
-    layers = sum(weight.size for weight in weights if weight.layers)
-    return layers, sum(weight.size for weight in weights) - layers
+    """Elements of all layers' weights, and of the others."""
+    return weight_sizes()
 
 
-def travelling():
-    """Bytes of all layers' weights as they are collected, and of the rest: vectors are float32."""
-    weights = weights_of(make_config(MODEL).model)
-    sizes = {weight: weight.size * (4 if len(weight.shape) == 1 else 2) for weight in weights}
-    layers = sum(size for weight, size in sizes.items() if weight.layers)
-    return layers, sum(sizes.values()) - layers
+def gathered():
+    """Bytes of all layers' weights as they are gathered, and of the others."""
+    return weight_sizes(vector=4, matrix=2)
 
 
 def sent(kind, over, where=None, **changes):
-    """Bytes that a device receives in a step, through one kind of collective over some axes."""
+    """Bytes that a device receives in a step through one kind of collective over some axes."""
     program, executable = compiled(**changes)
     return sum(
         transfer.runs * transfer.received_bytes
@@ -121,20 +123,20 @@ def sent(kind, over, where=None, **changes):
     )
 
 
-def test_level_3_collects_bfloat16_in_both_passes_and_sums_float32_by_layers():
-    layers, ends = travelling()
+def test_level_3_gathers_bfloat16_in_both_passes_and_sums_float32_by_layers():
+    layers, ends = gathered()
     assert sent("all_gather", EVERYWHERE) == 7 * (2 * layers + ends) // 8
     layers, ends = parameters()
     assert sent("reduce_scatter", EVERYWHERE) == 7 * 4 * (layers + ends) // 8
-    # XLA takes the first turn out of the loop: of three layers two are summed in it.
+    # XLA takes the first of three turns out of the loop, so that two layers are summed inside.
     in_entry = 7 * 4 * (layers // LAYERS + ends) // 8
     assert sent("reduce_scatter", EVERYWHERE, where=ENTRY) == in_entry
 
 
-def test_level_1_collects_bfloat16_and_sums_float32_once_after_all_parts():
+def test_level_1_gathers_bfloat16_and_sums_float32_once_after_all_parts():
     layers, ends = parameters()
     setting = {"zero": 1, "accumulation": 2}
-    assert sent("all_gather", EVERYWHERE, **setting) == 7 * sum(travelling()) // 8
+    assert sent("all_gather", EVERYWHERE, **setting) == 7 * sum(gathered()) // 8
     for where in (ENTRY, None):
         assert sent("reduce_scatter", EVERYWHERE, where, **setting) == 7 * 4 * (layers + ends) // 8
 
@@ -143,20 +145,20 @@ def test_hybrid_sums_its_parts_over_the_other_axes():
     layers, ends = parameters()
     setting = {"zero": 2, "zero_axes": ("ring", "team")}
     split = {"ring", "team"}
-    assert sent("all_gather", split, **setting) == 3 * sum(travelling()) // 4
+    assert sent("all_gather", split, **setting) == 3 * sum(gathered()) // 4
     assert sent("reduce_scatter", split, **setting) == 3 * 4 * (layers + ends) // 4
     # An all_reduce over two devices receives as much as it sums.
     assert sent("all_reduce", {"group"}, **setting) == 4 * (layers + ends) // 4
 
 
 def test_gpt_7b_fits_where_the_arithmetic_says(capsys):
-    """512K tokens on 64 H200: the whole step, beside the estimate that it is printed with."""
+    """The whole step of 512K tokens on 64 H200, compared with the estimate printed beside it."""
     memory_benchmark.main(["--recipes", "gpt_7b", "--rows", "recipe", "--details"])
     _, _, title, columns, row, *details = capsys.readouterr().out.splitlines()
     assert title == "gpt_7b, 524288 tokens, 64 x h200: group 4, ring 4, team 4"
     assert columns.split() == ["state", "rest", "host", "peak", "formula", "fits"]
     *_, state, rest, host, peak, formula, fits, _, _ = row.split()
-    # 12 bytes of 6.74e9 parameters, over 64 devices.
+    # 12 bytes for each of 6.74e9 parameters, divided by 64 devices.
     assert (state, host, fits) == ("1.18", "0.00", "yes")
     assert float(peak) <= float(state) + float(rest) + 0.01
     assert 0.75 < float(peak) / float(formula) < 1.3

@@ -1,4 +1,4 @@
-"""Which dimension of which array lies over which mesh axes."""
+"""Which dimension of which array is split over which mesh axes."""
 
 import jax
 import optax
@@ -20,7 +20,7 @@ ALL = ("data", "group", "ring", "team", "head")
 
 
 def shapes(**sizes):
-    """Of a GPT's weights and of Adam's moments."""
+    """Shapes of a GPT's weights and of Adam's moments."""
     arguments = model_arguments(gpt_tiny().model) | {"heads": 6, "kv_heads": 2, "layers": 3}
 
     def initialise():
@@ -41,17 +41,17 @@ def specs_of(level=0, zero_axes=ALL, sizes=None, **degrees):
     return {path_name(path): spec for path, spec in leaves}
 
 
-def test_without_degrees_all_is_whole():
+def test_without_degrees_every_array_is_whole():
     assert set(specs_of().values()) == {P()}
     assert set(specs_of(level=3).values()) == {P()}
     assert set(specs_of(level=0, team=2).values()) == {P()}
 
 
-def test_kernels_and_their_moments_lie_over_tensor():
+def test_kernels_and_their_moments_are_split_over_tensor():
     count = 0
     for path, spec in specs_of(tensor=2).items():
         dim = next((dim for name, dim in KERNELS.items() if f"/{name}/" in path), None)
-        # One dimension further on, as the first counts layers.
+        # The first dimension counts layers.
         assert spec == (P() if dim is None else P(*[None] * (dim + 1), "tensor")), path
         count += dim is not None
     assert count == 3 * len(KERNELS)
@@ -92,7 +92,7 @@ def test_zero_over_some_axes_leaves_the_others():
     assert specs_of(3, ("ring",), data=2, team=2)["0/embedding/embedding"] == P()
 
 
-def test_what_no_dimension_of_can_be_split_stays_whole_and_is_told():
+def test_arrays_without_a_dimension_that_zero_divides_stay_whole_and_are_listed():
     mesh = st.make_mesh(st.Degrees(team=7), "auto", jax.devices()[:7])
     partition = Partition(mesh, 3)
     state = shapes(mlp_width=35)[0]

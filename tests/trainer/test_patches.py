@@ -4,11 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from trainer.dit.patches import (
-    patch_positions,
-    patchify,
-    unpatchify,
-)
+from trainer.dit.patches import patchify, unpatchify
 
 SIZE, PATCH, CHANNELS = (6, 10, 21), (3, 2, 7), 5
 GRID = (2, 5, 3)
@@ -22,17 +18,10 @@ def test_patchify_puts_each_number_into_its_patch():
     latent = make_latent(2)
     patches = patchify(latent, PATCH)
     assert patches.shape == (2, 30, 42 * CHANNELS)
-    for token, position in enumerate(patch_positions(SIZE, PATCH)):
+    for token, position in enumerate(np.ndindex(GRID)):
         frame, row, column = (slice(n * m, n * m + m) for n, m in zip(position, PATCH, strict=True))
         expected = latent[:, frame, row, column].reshape(2, -1)
         np.testing.assert_array_equal(patches[:, token], expected)
-
-
-def test_positions_count_patches():
-    positions = patch_positions(SIZE, PATCH)
-    assert (positions.shape, positions.dtype) == ((30, 3), np.int32)
-    expected = np.stack(np.unravel_index(np.arange(30), GRID), axis=-1)
-    np.testing.assert_array_equal(positions, expected)
 
 
 @pytest.mark.parametrize("batch", [(), (2,), (2, 3)], ids=str)
@@ -48,8 +37,6 @@ def test_patches_that_do_not_cover_the_latent_are_refused():
     match = r"patch must divide the size.*got patch=\(3, 2, 6\), size=\(6, 10, 21\)"
     with pytest.raises(ValueError, match=match):
         patchify(make_latent(), (3, 2, 6))
-    with pytest.raises(ValueError, match=match):
-        patch_positions(SIZE, (3, 2, 6))
     with pytest.raises(ValueError, match=match):
         unpatchify(np.zeros((30, 42)), SIZE, (3, 2, 6), 1)
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,6 +24,7 @@ import sample
 import startrail_jax as st
 from configs.gpt import gpt_tiny
 from models.gpt import GPT
+from trainer.config import MeshConfig
 from trainer.gpt.config import (
     DataConfig,
     GPTConfig,
@@ -32,10 +34,10 @@ from trainer.gpt.corpus import (
     Stream,
 )
 from trainer.gpt.objective import model_arguments
+from trainer.gpt.sample import continue_text
 from trainer.gpt.text import (
     IdTokenizer,
     TextStream,
-    continue_text,
     encode_prompt,
     open_tokenizer,
 )
@@ -49,11 +51,9 @@ from trainer.run.checkpoint import (
     Checkpoints,
     restore_weights,
 )
-from trainer.run.errors import exit_on_own_errors
-from trainer.run.folder import (
-    open_run,
-    save_config,
-)
+from trainer.run.exit import exit_on_user_errors
+from trainer.run.folder import open_run
+from trainer.run.settings import save_config
 
 REPOSITORY = Path(sample.__file__).parent
 MODEL = GPTConfig(width=16, layers=1, heads=2, kv_heads=1, head_dim=4, mlp_width=16)
@@ -104,7 +104,7 @@ def run(capsys, run_dir, *flags):
 
 def message_of(*arguments):
     """What the program says when it ends with status 1."""
-    with pytest.raises(SystemExit) as caught, exit_on_own_errors():
+    with pytest.raises(SystemExit) as caught, exit_on_user_errors():
         sample.sample([*map(str, arguments)])
     assert isinstance(caught.value.code, str)
     return caught.value.code
@@ -208,7 +208,7 @@ def test_text_does_not_depend_on_the_mesh(run_dir, capsys, tmp_path):
 
 def test_more_devices_than_there_are_and_degrees_that_do_not_fit(tmp_path, capsys):
     """Those of the run give way; those of the command line do not."""
-    config = dataclasses.replace(make_config(tmp_path), devices=3, mesh=sample.MeshConfig(head=2))
+    config = dataclasses.replace(make_config(tmp_path), devices=3, mesh=MeshConfig(head=2))
     save_run(tmp_path, config)
     few = jax.devices()[:2]
     with pytest.MonkeyPatch.context() as patch:
@@ -245,9 +245,9 @@ def test_average_is_preferred_and_the_newest_checkpoint_is_read(tmp_path):
     )
     found, step = restore_weights(folder, shapes)
     assert step == 4
-    jax.tree.map(np.testing.assert_array_equal, found, average)
+    chex.assert_trees_all_equal(found, average)
     plain = save_run(tmp_path / "plain", steps=(2, 4)) / "checkpoints"
-    jax.tree.map(np.testing.assert_array_equal, restore_weights(plain, shapes)[0], make_weights(4))
+    chex.assert_trees_all_equal(restore_weights(plain, shapes)[0], make_weights(4))
 
 
 def test_checkpoint_that_goes_while_it_is_read_gives_way_to_the_next(tmp_path, monkeypatch):
@@ -462,7 +462,7 @@ def test_help_is_fast_and_gives_the_values_of_the_run(run_dir, capsys):
         sample.sample([str(run_dir), "--help"])
     out = in_one_line(capsys.readouterr().out)
     assert "takes the likeliest token. (default: 0.8)" in out
-    assert "where there are fewer. (default: 2)" in out
+    assert "if there are fewer. (default: 2)" in out
     script = "import sys, sample; sample.sample(['--help'])"
     result = subprocess.run(
         [sys.executable, "-X", "importtime", "-c", script],

@@ -14,12 +14,14 @@ from trainer.dit.config import (
     DiffusionConfig,
     DiTConfig,
     ImageConfig,
+    ImageOptions,
 )
+from trainer.dit.objective import Denoising
+from trainer.dit.sample import rows_of_grid
 from trainer.parallel.step import Program
 from trainer.run.checkpoint import Checkpoints
-from trainer.run.errors import exit_on_own_errors
-from trainer.run.folder import save_config
-from trainer.tasks import make_objective
+from trainer.run.exit import exit_on_user_errors
+from trainer.run.settings import save_config
 
 QUICK = ("--steps", "2", "--samples", "3")
 MODEL = DiTConfig(channels=1, classes=3, width=8, layers=1, heads=1, mlp_width=8)
@@ -30,7 +32,7 @@ def save_run(run_dir, **changes):
     run_dir.mkdir(exist_ok=True)
     config = replace(dit_digits(), model=MODEL, devices=2, run_dir=run_dir, **changes)
     mesh = st.make_mesh(st.Degrees(), "auto", jax.devices()[:1])
-    state = Program(config, st.Attention(mesh, causal=False), make_objective(config)).initialise()
+    state = Program(config, st.Attention(mesh, causal=False), Denoising(config)).initialise()
     state = state._replace(average=jax.tree.map(lambda x: x + 0.02, state.weights))
     with Checkpoints(run_dir / "checkpoints", keep=1) as checkpoints:
         checkpoints.save(1, state, {})
@@ -44,7 +46,7 @@ def run_dir(tmp_path_factory):
 
 
 def message_of(*arguments):
-    with pytest.raises(SystemExit) as caught, exit_on_own_errors():
+    with pytest.raises(SystemExit) as caught, exit_on_user_errors():
         sample.sample([*map(str, arguments)])
     return str(caught.value.code)
 
@@ -79,13 +81,13 @@ def test_latents_come_as_numbers(tmp_path):
 
 def test_text_is_drawn_where_the_model_takes_it():
     config = replace(dit_digits(), model=replace(MODEL, classes=0, caption_length=5))
-    options = sample.ImageOptions(captions=("one", "three"), samples=2)
-    assert sample._rows(config, options) == ([0] * 4, [b"one", b"one", b"three", b"three"])
+    options = ImageOptions(captions=("one", "three"), samples=2)
+    assert rows_of_grid(config, options) == ([0] * 4, [b"one", b"one", b"three", b"three"])
     with_classes = replace(config, model=replace(MODEL, caption_length=5))
-    both = sample.ImageOptions(captions=("one", "two"), classes=(1, 2), samples=1)
-    assert sample._rows(with_classes, both) == ([1, 2], [b"one", b"two"])
+    both = ImageOptions(captions=("one", "two"), classes=(1, 2), samples=1)
+    assert rows_of_grid(with_classes, both) == ([1, 2], [b"one", b"two"])
     # Neither: for each class, and no text.
-    neither = sample._rows(with_classes, sample.ImageOptions(samples=1))
+    neither = rows_of_grid(with_classes, ImageOptions(samples=1))
     assert neither == ([0, 1, 2], [b"", b"", b""])
 
 
@@ -98,7 +100,7 @@ def test_text_is_drawn_where_the_model_takes_it():
         (["--sampler", "ddim"], r"target='flow' needs one of the samplers ('euler', 'heun')"),
         (["--guidance", "-1"], r"guidance must be at least 0 and finite; got guidance=-1.0"),
         (["--seed", "-1"], r"seed must be at least 0"),
-        (["--out", "no/such/folder/a.png"], r"--out must lie in a folder that there is"),
+        (["--out", "no/such/folder/a.png"], r"--out must lie in a folder that exists"),
         (["--out", "a.jpg"], r"--out must end in .png or .npz for images; got 'a.jpg'"),
         (["--devices", "65"], r"devices must be at most the number of devices; got devices=65"),
     ],

@@ -3,6 +3,7 @@
 import dataclasses
 from pathlib import Path
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,9 +19,8 @@ from trainer.gpt.config import (
     GPTConfig,
     GPTTrainConfig,
 )
-from trainer.gpt.objective import model_arguments
+from trainer.gpt.objective import NextToken, model_arguments
 from trainer.parallel.step import Program
-from trainer.tasks import make_objective
 
 STEPS = 15
 END = 7  # Ends a document.
@@ -39,11 +39,11 @@ CONFIG = GPTTrainConfig(
 def make_program(degrees, **changes):
     mesh = st.make_mesh(degrees, "auto", jax.devices()[: degrees.num_devices])
     config = dataclasses.replace(CONFIG, **changes)
-    return Program(config, st.Attention(mesh, causal=True), make_objective(config))
+    return Program(config, st.Attention(mesh, causal=True), NextToken(config))
 
 
 def windows(step):
-    """Text with something to learn: each token is the one before plus a little, or an end."""
+    """Text that can be learned: each token is the one before plus 0, 1 or 2, or an end."""
     rng = np.random.default_rng(step)
     steps = rng.integers(3, size=(CONFIG.batch_size, CONFIG.seq_len + 1))
     tokens = 8 + np.cumsum(steps, axis=1) % (CONFIG.model.vocab_size - 8)
@@ -111,7 +111,8 @@ def test_losses_do_not_depend_on_how_it_runs(degrees, changes, one_device, initi
     losses = losses_of(make_program(degrees, **changes), initial_state)
     assert losses[-1, 0] < losses[0, 0] - 0.3
     np.testing.assert_allclose(losses[:, 0], one_device[:, 0], rtol=1e-4)
-    # Adam would hide a factor of the gradients; their norms feel rounding more than losses.
+    # Adam would hide a wrong factor of the gradients, so that their norms are compared too.
+    # Rounding changes norms more than losses.
     np.testing.assert_allclose(losses[:, 1], one_device[:, 1], rtol=1e-3)
 
 
@@ -180,15 +181,15 @@ def test_bfloat16_differs_by_its_rounding_alone(initial_state, one_device):
 
 def test_initial_weights_do_not_depend_on_the_mesh(initial_state):
     state = make_program(st.Degrees(tensor=2, data=2, team=2), zero=3).initialise()
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), initial_state)
-    # Nor do those of layers on each other.
+    chex.assert_trees_all_equal(jax.device_get(state), initial_state)
+    # Layers have different weights.
     kernels = initial_state.weights["blocks"]["mlp"]["up"]["kernel"]
     (kernel,) = jax.tree.leaves(kernels)
     assert (kernel[0] != kernel[1]).all()
 
 
 def test_documents_do_not_see_each_other():
-    """Masked, the loss of the first document is what it is without the others."""
+    """With the mask, the loss of the first document does not depend on the other documents."""
     program = make_program(STARTRAIL)
     weights = program.initialise().weights
     whole = batch(program, 0)
@@ -215,7 +216,7 @@ def test_a_step_that_is_not_finite_changes_nothing():
     kept = jax.device_get(broken)
     after, metrics = program.train_step(broken, batch(program, 0))
     assert not metrics.finite
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(after), kept)
+    chex.assert_trees_all_equal(jax.device_get(after), kept)
 
 
 def test_weights_are_decayed_but_for_norms(initial_state):

@@ -153,7 +153,11 @@ def test_select_devices_beyond_what_there_is_raises():
         ("--seq-len 1000", ValueError, r"seq_len must be divisible by 2 \* sequence.*Pad to 1008"),
         ("--mesh.ring 3", ValueError, r"product of the mesh degrees must be.* for 8 devices"),
         ("--tile 24", ValueError, r"tile must divide.*got tile=24 for 32 tokens. Use --tile 16"),
-        ("--mesh.tensor 4 --seq-len 36", ValueError, r"seq_len must be div.*36.*tensor=4.*of 8"),
+        (
+            "--mesh.tensor 4 --seq-len 36",
+            ValueError,
+            r"seq_len, .* must be div.*36.*tensor=4.*of 8",
+        ),
         ("--model.mlp-width 33 --mesh.tensor 2", ValueError, r"tensor must divide.*mlp.*size 33"),
         ("--zero 3 --zero-axes data", ValueError, r"zero=3 needs an axis.*Use --zero-axes group"),
         ("--offload --remat full", NotImplementedError, r"offload needs GPUs.*platform 'cpu'"),

@@ -12,23 +12,23 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import train
 from trainer.data.batches import TrainingBatches
-from trainer.gpt import objective as next_token
 from trainer.gpt.batches import Sequences
 from trainer.gpt.corpus import (
     CHECKED_TOKENS,
     Stream,
 )
-from trainer.gpt.loss import cross_entropy
 from trainer.run import metrics
 from trainer.run.checkpoint import Checkpoints
-from trainer.run.errors import exit_on_own_errors
+from trainer.run.exit import exit_on_user_errors
 from trainer.run.folder import open_run
 
 REPOSITORY = Path(train.__file__).parent
@@ -63,8 +63,8 @@ def flags_of(data, run_dir, flags=""):
 
 def run(data, run_dir, flags=""):
     """The program, as `python train.py` runs it."""
-    with exit_on_own_errors():
-        return train.train(train.read_command_line(flags_of(data, run_dir, flags)).config)
+    with exit_on_user_errors():
+        return train.train(train.read_command_line(flags_of(data, run_dir, flags)).settings)
 
 
 def message_of(data, run_dir, flags=""):
@@ -207,7 +207,7 @@ def beyond_vocabulary(folder):
 )
 def test_wrong_data_end_the_program_before_there_is_a_run(wrong, data, tmp_path):
     path, message = wrong(data.parent)
-    assert_matches(message_of(path, tmp_path / "run"), rf"^ValueError: .*{message}")
+    assert_matches(message_of(path, tmp_path / "run"), rf"^InputError: .*{message}")
     assert not (tmp_path / "run").exists()
 
 
@@ -243,17 +243,19 @@ def test_token_beyond_the_vocabulary_that_training_meets_costs_no_step(tmp_path,
 def test_unwritable_run_folder_ends_the_program(data, tmp_path):
     (tmp_path / "file").touch()
     message = message_of(data, tmp_path / "file" / "run")
-    assert_matches(message, r"^OSError: .*must be one that can be written; got .*/file/run: Not a")
+    assert_matches(
+        message, r"^StorageError: .*must be one that can be written; got .*/file/run: Not a"
+    )
     assert "another --run-dir" in message
 
 
 def test_run_folder_in_use_ends_the_program(data, tmp_path):
-    config = train.read_command_line(flags_of(data, tmp_path / "run")).config
+    config = train.read_command_line(flags_of(data, tmp_path / "run")).settings
     with open_run(config):
         before = contents(tmp_path / "run")
         message = message_of(data, tmp_path / "run")
         assert contents(tmp_path / "run") == before
-    assert_matches(message, rf"^RuntimeError: One program .*/run, where process {os.getpid()} does")
+    assert_matches(message, rf"^RunError: One program .*/run, where process {os.getpid()} does")
 
 
 def test_full_disk_is_refused_before_training(data, tmp_path, monkeypatch):
@@ -301,7 +303,7 @@ def test_run_of_another_model_is_left_alone(trained, tmp_path):
     before = contents(tmp_path / "run/checkpoints")
     flags = "--model.width 24 --optimizer.learning-rate 0.5"
     message = message_of(trained / "data.bin", tmp_path / "run", flags)
-    assert_matches(message, r"^ValueError: A run that goes on must keep .*/run, a run with others:")
+    assert_matches(message, r"^InputError: A run that goes on must keep .*/run, a run with others:")
     assert "\n  --model.width 16 there, 24 now\n" in message
     assert "\n  --optimizer.learning-rate 0.004 there, 0.5 now\n" in message
     assert "--model.width 16 --optimizer.learning-rate 0.004 to go on with this one" in message
@@ -316,7 +318,7 @@ def test_checkpoint_of_another_model_names_the_arrays(trained, tmp_path):
     (tmp_path / "run/config.json").unlink()
     before = contents(tmp_path / "run/checkpoints")
     message = message_of(trained / "data.bin", tmp_path / "run", "--model.width 24")
-    assert_matches(message, r"^ValueError: The checkpoint must be of this model.*/checkpoints/8, ")
+    assert_matches(message, r"^InputError: The checkpoint must be of this model.*/checkpoints/8, ")
     assert_matches(message, r"kernel.*: float32\[1, 16, 2, 8\] in the checkpoint, .*24, 2, 8\] now")
     assert contents(tmp_path / "run/checkpoints") == before
 
@@ -330,7 +332,7 @@ def test_run_on_other_data_is_refused(trained, tmp_path):
     config["data"]["path"] = str(longer)
     (tmp_path / "run/config.json").write_text(json.dumps(config))
     message = message_of(longer, tmp_path / "run")
-    assert_matches(message, r"^ValueError: .*the data with which it began; got windows=593, where")
+    assert_matches(message, r"^InputError: .*the data with which it began; got windows=593, where")
     assert saved_steps(tmp_path / "run") == [4, 8]
 
 
@@ -348,7 +350,7 @@ def test_run_on_other_data_is_refused(trained, tmp_path):
     ],
 )
 def test_what_does_not_fit_ends_the_program_before_there_is_a_run(flags, message, data, tmp_path):
-    assert_matches(message_of(data, tmp_path / "run", flags), rf"^ValueError: .*{message}")
+    assert_matches(message_of(data, tmp_path / "run", flags), rf"^InputError: .*{message}")
     assert not (tmp_path / "run").exists()
 
 
@@ -385,9 +387,9 @@ def test_config_file_with_an_unknown_setting_names_the_likely_one(trained, tmp_p
     config = json.loads((trained / "run/config.json").read_text())
     config["stepz"] = config.pop("steps")
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(SystemExit) as caught, exit_on_own_errors():
+    with pytest.raises(SystemExit) as caught, exit_on_user_errors():
         train.read_command_line([str(tmp_path / "config.json")])
-    assert_matches(caught.value.code, r"^ValueError: .*config.json must hold.*stepz. Use steps")
+    assert_matches(caught.value.code, r"^InputError: .*config.json must hold.*stepz. Use steps")
 
 
 # Numbers.
@@ -401,16 +403,18 @@ def poisoned(data, monkeypatch):
     tokens[start + 3] = 255
     tokens.flush()
 
+    cross_entropy = optax.softmax_cross_entropy_with_integer_labels
+
     def losses(logits, targets):
         return cross_entropy(logits, targets) * jnp.where(targets == 255, jnp.inf, 1.0)
 
-    monkeypatch.setattr(next_token, "cross_entropy", losses)
+    monkeypatch.setattr(optax, "softmax_cross_entropy_with_integer_labels", losses)
     return data
 
 
 def test_loss_that_is_not_finite_stops_and_can_be_skipped(poisoned, tmp_path, capsys, monkeypatch):
     message = message_of(poisoned, tmp_path / "run", "--checkpoint.every 2")
-    assert_matches(message, r"^FloatingPointError: .*must be finite; got loss inf, .* in step 4\.")
+    assert_matches(message, r"^NonFiniteError: .*must be finite; got loss inf, .* in step 4\.")
     assert "Step 2 is saved; steps 3 to 4 lead from there to here." in message
     assert logged_steps(tmp_path / "run") == [1, 2, 3]
     assert saved_steps(tmp_path / "run") == [2]
@@ -432,9 +436,8 @@ def test_loss_that_is_not_finite_stops_and_can_be_skipped(poisoned, tmp_path, ca
     assert np.isfinite(losses.train).tolist() == [True, False, True, True, True, True]
     assert np.isfinite(losses.validation)
     assert logged_steps(tmp_path / "run") == [1, 2, 3, 5, 6, 7, 8]
-    before, skipped, after = (jax.tree.leaves(states[number]) for number in (3, 4, 5))
-    for x, y in zip(before, skipped, strict=True):
-        np.testing.assert_array_equal(x, y)
+    chex.assert_trees_all_equal(states[4], states[3])
+    skipped, after = (jax.tree.leaves(states[number]) for number in (4, 5))
     assert all((x != y).any() for x, y in zip(skipped, after, strict=True))
 
 

@@ -1,1 +1,1 @@
-"""Files and batches, whatever they hold."""
+"""Files, examples and batches, for every kind of data."""

@@ -1,33 +1,27 @@
-"""Batches of examples: in which order they come, and how they get to the devices.
+"""Batches of examples: their order, and how they get to the devices.
 
-What batch k holds depends on the seed and k alone, never on the mesh or the number of hosts. A
-process reads only the rows that its devices hold.
+The content of batch k depends only on the seed and on k, never on the mesh or the number of hosts.
+A process reads only the rows that its devices hold.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, TypeVar
 
 import grain
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-# Threads that read, and batches that they read ahead: enough to hide a slow disk behind a step, and
-# little memory next to a step.
+from startrail_jax.errors import InputError
+from trainer.data.dataset import Dataset, Source
+
+# Number of threads that read, and of batches that they read ahead: enough to hide a slow disk
+# behind a step, and little memory next to that of a step.
 READ_OPTIONS = grain.ReadOptions(num_threads=4, prefetch_buffer_size=4)
 
 Batch = TypeVar("Batch")
-
-
-@runtime_checkable
-class Source(Protocol):
-    """Examples by their number."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> Any: ...
 
 
 # (examples, their numbers in the run) -> those rows of a batch, a tree of arrays [rows, ...].
@@ -35,9 +29,9 @@ Collate = Callable[[list[Any], list[int]], Batch]
 
 
 class TrainingBatches(Iterator[Batch]):
-    """Batches without end: all examples in random order, then all in another, and so on.
+    """An endless series of batches: all examples in random order, then in another, and so on.
 
-    Threads read them ahead; their errors come out of `next`.
+    Threads read batches ahead. An error in one of them is raised by `next`.
     """
 
     def __init__(
@@ -49,19 +43,20 @@ class TrainingBatches(Iterator[Batch]):
         seed: int,
         rows: Sequence[int] | None = None,
     ):
-        """Begins with the first batch; nothing is read yet.
+        """Starts at the first batch; nothing is read yet.
 
         Args:
             source: examples to train on.
-            collate: makes rows of a batch of examples and of their numbers; the example in row r of
-                batch k, from 0, has number k * batch_size + r, and so a number of its own.
-            batch_size: rows of a batch, on all hosts together.
+            collate: makes rows of a batch from examples and their numbers. The example in row r of
+                batch k has the number k * batch_size + r, with r and k counted from 0.
+            batch_size: number of rows of a batch, on all hosts together.
             seed: seed of the order.
-            rows: rows of each batch to read, as `local_rows` gives them; all by default.
+            rows: rows of each batch to read, as `local_rows` returns them. The default is all rows.
         """
         rows = range(batch_size) if rows is None else rows
+        # Checkpoints hold these names.
         self._order = {"windows": len(source), "batch_size": batch_size, "seed": seed}
-        # Grain adds the number of the epoch to the seed: neighbours must not share their orders.
+        # Grain adds the number of the epoch to the seed. Neighbouring seeds must not share orders.
         (shuffle_seed,) = np.random.SeedSequence(seed).generate_state(1)
         order = grain.MapDataset.source(source).shuffle(seed=int(shuffle_seed)).repeat()
 
@@ -76,25 +71,25 @@ class TrainingBatches(Iterator[Batch]):
         return next(self._iterator)
 
     def get_state(self) -> dict[str, int]:
-        """The batches that were given, and what their order depends on: integers, for JSON."""
+        """The number of batches so far, and what their order depends on: integers, for JSON."""
         return {"batches": self._iterator.get_state()["next_index"], **self._order}
 
     def set_state(self, state: Mapping[str, int], *, new_order: bool = False) -> None:
-        """Goes to a position: the next batch is the one that would have come there.
+        """Goes to a position, so that the next batch is the one that followed it.
 
         Args:
-            state: what `get_state` returned.
-            new_order: whether these may be other data, or in another order; they then come from
-                their beginning.
+            state: what `get_state` returned at that position.
+            new_order: whether the data or their order may differ from those of `state`. If they
+                differ, they start at their first batch.
 
         Raises:
-            ValueError: if another order is meant, so that some data would come twice.
+            ValueError: if the data or their order differ, so that some data would be used twice.
         """
         for name, value in self._order.items():
             if state[name] != value:
                 if new_order:
                     return
-                raise ValueError(
+                raise InputError(
                     "A run must go on with the data with which it began; got "
                     f"{name}={value}, where the checkpoint has {name}={state[name]}. Restore data "
                     "and config, or begin another run: --run-dir."
@@ -102,7 +97,7 @@ class TrainingBatches(Iterator[Batch]):
         self._iterator.set_state({"next_index": state["batches"]})
 
     def close(self) -> None:
-        """Ends the threads."""
+        """Ends the reading threads."""
         self._iterator.close()
 
 
@@ -114,16 +109,17 @@ def validation_batches(
     count: int,
     rows: Sequence[int] | None = None,
 ) -> list[Batch]:
-    """`count` examples, rounded up to whole batches, spread evenly: the same every time.
+    """Batches of examples that are spread evenly over a source; always the same examples.
 
-    Where there are fewer, each is there several times, as often as the others up to one.
+    If the source has too few examples, they are repeated, all of them equally often, give or take
+    one time.
 
     Args:
         source: examples that were held out.
-        collate: as of `TrainingBatches`; numbers count from 0 here too.
-        batch_size: rows of a batch, on all hosts together.
-        count: examples to measure.
-        rows: rows of each batch to read, as `local_rows` gives them; all by default.
+        collate: as for `TrainingBatches`; the numbers start at 0 here too.
+        batch_size: number of rows of a batch, on all hosts together.
+        count: number of examples, which is rounded up to whole batches.
+        rows: rows of each batch to read, as `local_rows` returns them. The default is all rows.
 
     Raises:
         ValueError: if an example cannot be read.
@@ -138,11 +134,70 @@ def validation_batches(
     return batches
 
 
+class Feed(Generic[Batch]):
+    """The batches of a run on its devices: those to train on, and those to evaluate with."""
+
+    def __init__(
+        self,
+        data: Dataset,
+        *,
+        sharding: NamedSharding,
+        shape: tuple[int, int],
+        seed: int,
+        num_held_out: int,
+    ) -> None:
+        """Reads the batches to evaluate with, and starts to read those to train on.
+
+        Args:
+            data: the data of the run.
+            sharding: sharding of an array [B T] of a batch.
+            shape: (B, T), on all hosts together.
+            seed: seed of the order of the examples.
+            num_held_out: number of examples to evaluate with, rounded up to whole batches.
+
+        Raises:
+            ValueError: if an example cannot be read.
+        """
+        self._sharding = sharding
+        self._batch_size = shape[0]
+        self._rows = local_rows(sharding, shape)
+        reading: Any = {"collate": data.collate, "batch_size": shape[0], "rows": self._rows}
+        self._training = TrainingBatches(data.train, seed=seed, **reading)
+        self._held_out = validation_batches(data.held_out, count=num_held_out, **reading)
+
+    def next(self) -> Batch:
+        """The next batch to train on.
+
+        Raises:
+            ValueError: if an example cannot be read.
+        """
+        return self._place(next(self._training))
+
+    def held_out(self) -> Iterator[Batch]:
+        """The batches to evaluate with, which are always the same."""
+        return map(self._place, self._held_out)
+
+    def get_state(self) -> dict[str, int]:
+        """As `TrainingBatches.get_state`."""
+        return self._training.get_state()
+
+    def set_state(self, state: Mapping[str, int], *, new_order: bool) -> None:
+        """As `TrainingBatches.set_state`."""
+        self._training.set_state(state, new_order=new_order)
+
+    def close(self) -> None:
+        """Ends the reading threads."""
+        self._training.close()
+
+    def _place(self, batch: Any) -> Any:
+        return place(batch, self._sharding, batch_size=self._batch_size, rows=self._rows)
+
+
 def local_rows(sharding: NamedSharding, shape: tuple[int, int]) -> tuple[int, ...]:
     """The rows of a batch that the devices of this process hold, in order.
 
     Args:
-        sharding: of its arrays [B T].
+        sharding: sharding of an array [B T] of the batch.
         shape: (B, T), on all hosts together.
     """
     indices = sharding.addressable_devices_indices_map(shape).values()
@@ -157,13 +212,14 @@ def place(
     batch_size: int | None = None,
     rows: Sequence[int] | None = None,
 ) -> Batch:
-    """Puts a batch on the devices, each row on those that hold it.
+    """Copies a batch from the hosts to the devices.
 
     Args:
         batch: rows of a batch on the host.
-        sharding: of arrays [B T]; those without T are sharded over their rows alone.
-        batch_size: rows of the batch, on all hosts together; those of `batch` by default.
-        rows: which rows of the batch these are, in order; all by default.
+        sharding: sharding of arrays [B T]. Arrays [B] are sharded over their rows only.
+        batch_size: number of rows of the batch, on all hosts together. The default is the number of
+            rows of `batch`.
+        rows: numbers of these rows in the batch, in order. The default is all rows.
 
     Returns:
         The batch as global arrays.

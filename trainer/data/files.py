@@ -16,6 +16,8 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Integer
 
+from startrail_jax.errors import InputError
+
 # Not part of the library proper, or tables that a program wrote: many of those are nearly the same
 # file again, so that what is held out would have been seen.
 EXCLUDED_FOLDERS = frozenset(
@@ -65,7 +67,7 @@ def standard_library(folder: Path | None = None) -> Files:
     keys = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.py"))
     keys = [key for key in keys if EXCLUDED_FOLDERS.isdisjoint(PurePosixPath(key).parts)]
     if not keys:
-        raise ValueError(
+        raise InputError(
             "The standard library must have source files; got 0 *.py files in "
             f"{str(folder)!r}. Use a Python that comes with its library as files, or give "
             "--data.path."
@@ -89,10 +91,10 @@ def find_files(path: Path, option: str) -> Files:
     """
     with _reading(path):
         if not os.path.lexists(path):
-            raise ValueError(f"{option} must exist; got {str(path)!r}. {_near(path)}")
+            raise InputError(f"{option} must exist; got {str(path)!r}. {_near(path)}")
         keys = [path.name] if not path.is_dir() else sorted(walk_files(path))
     if not keys:
-        raise ValueError(
+        raise InputError(
             f"{option} must hold files; got an empty folder, {str(path)!r} (files whose names "
             "start with a dot are left out). Give another."
         )
@@ -102,7 +104,7 @@ def find_files(path: Path, option: str) -> Files:
         first.setdefault(_kind(file), key)
     if len(first) > 1:
         found = ", ".join(f"{key!r} ({kind})" for kind, key in first.items())
-        raise ValueError(
+        raise InputError(
             f"All files of {option} must be of one kind; got {found} in {str(path)!r}. Give a "
             "folder for each kind, or a file."
         )
@@ -147,7 +149,7 @@ def map_tokens(path: Path, bin_dtype: str) -> Integer[np.ndarray, " tokens"]:
         else:
             dtype = np.dtype(bin_dtype).newbyteorder("<")
             if size % dtype.itemsize:
-                raise ValueError(
+                raise InputError(
                     f"The size of {str(path)!r} must be a multiple of {dtype.itemsize} bytes for "
                     f"bin_dtype={bin_dtype!r}; got {size} bytes. It may be truncated: write or "
                     "copy it again, or correct --data.bin-dtype."
@@ -155,7 +157,7 @@ def map_tokens(path: Path, bin_dtype: str) -> Integer[np.ndarray, " tokens"]:
             # An empty file cannot be mapped.
             tokens = np.memmap(path, dtype, "r") if size else np.zeros(0, dtype)
     if not len(tokens):
-        raise ValueError(f"{str(path)!r} must hold tokens; got none. Remove it, or write it again.")
+        raise InputError(f"{str(path)!r} must hold tokens; got none. Remove it, or write it again.")
     return tokens
 
 
@@ -175,7 +177,7 @@ def walk_files(folder: Path) -> Iterator[str]:
     for root, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
         place = os.path.realpath(root)
         if place in seen:
-            raise ValueError(
+            raise InputError(
                 f"A folder of data must be reached in one way alone; got {root!r}, which is "
                 f"{seen[place]!r}. Remove the link."
             )
@@ -206,7 +208,7 @@ def _reading(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ValueError(
+        raise InputError(
             f"{str(error.filename or path)!r} must be readable; got {type(error).__name__}: "
             f"{error.strerror or error}. Correct its permissions or the link to it, or leave it "
             "out."
@@ -218,7 +220,7 @@ def _check_regular(path: Path) -> None:
     with _reading(path):
         path.stat()
         if not path.is_file():
-            raise ValueError(
+            raise InputError(
                 f"{str(path)!r} must be a regular file; got a folder, pipe or device. Leave it out."
             )
 
@@ -227,7 +229,7 @@ def _decode(raw: bytes, place: str, offset: int) -> str:
     try:
         return raw.decode()
     except UnicodeDecodeError as error:
-        raise ValueError(
+        raise InputError(
             f"Text must be UTF-8; got byte {raw[error.start]:#04x} at offset "
             f"{offset + error.start} of {place!r}. Convert the file to UTF-8, or leave it out."
         ) from None
@@ -249,26 +251,26 @@ def _text_of_line(line: str, place: str, text_key: str) -> str:
     try:
         record: Any = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ValueError(
+        raise InputError(
             f"Every line of a JSONL file must be JSON; got {error} in {place!r}. Mend or remove "
             "the line."
         ) from None
     if not isinstance(record, dict) or text_key not in record:
         given = f"the keys {list(record)}" if isinstance(record, dict) else type(record).__name__
-        raise ValueError(
+        raise InputError(
             f"Every line of a JSONL file must be an object with the key {text_key!r}; got {given} "
             f"in {place!r}. Name the key that holds the text: --data.text-key."
         )
     text = record[text_key]
     if not isinstance(text, str):
-        raise ValueError(
+        raise InputError(
             f"The text of a JSONL line must be a string; got {type(text).__name__} for "
             f"{text_key!r} in {place!r}. Mend or remove the line, or give another --data.text-key."
         )
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(
+        raise InputError(
             f"Text must be Unicode; got the lone surrogate {text[error.start]!a} in {place!r}. "
             "Mend or remove the line."
         ) from None
@@ -279,12 +281,12 @@ def _map_npy(path: Path) -> np.ndarray:
     try:
         tokens = np.lib.format.open_memmap(path, mode="r")
     except (ValueError, EOFError) as error:
-        raise ValueError(
+        raise InputError(
             f"{str(path)!r} must be a whole .npy file of integers; got {error}. It may be "
             "truncated: write or copy it again."
         ) from None
     if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
-        raise ValueError(
+        raise InputError(
             f"{str(path)!r} must hold a vector of integers; got shape {tokens.shape} of "
             f"{tokens.dtype}. Write the tokens one after another."
         )

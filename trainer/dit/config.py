@@ -1,4 +1,7 @@
-"""What can be set for a run of a diffusion transformer. Imports no jax: `--help` is to be fast."""
+"""Settings of a run of a diffusion transformer, and of drawing from it.
+
+Imports no jax: `--help` must be fast.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from models.sizes import check_dit_width
+from startrail_jax.errors import InputError
 from trainer.config import TrainConfig, check_minimum
+from trainer.task import SampleOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,23 +21,23 @@ class DiTConfig:
     """Sizes of the model: the keyword arguments of `models.dit.DiT`."""
 
     channels: int
-    """Channels of a latent, or of an image."""
+    """Number of channels of a latent or of an image."""
     classes: int
-    """Classes that a sample can be asked for; 0 for none."""
+    """Number of classes that the model can draw; 0 for a model without classes."""
     caption_length: int = 0
-    """Bytes of text that a sample can be asked for, which images attend to; 0 for none."""
+    """Largest number of bytes of a caption, to which images attend; 0 for a model without text."""
     patch: tuple[int, int, int] = (1, 2, 2)
-    """Frames, height and width of what becomes a token."""
+    """Frames, height and width of a patch; each patch is a token."""
     width: int
-    """Channels of the residual stream."""
+    """Number of channels of the residual stream."""
     layers: int
     """Number of blocks."""
     heads: int
-    """Attention heads, a divisor of `width`."""
+    """Number of attention heads, a divisor of `width`."""
     mlp_width: int
-    """Hidden channels of the MLP."""
+    """Number of hidden channels of the MLP."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of activations; weights and the output are float32."""
+    """Data type of the activations; weights and the output are float32."""
 
     def __post_init__(self) -> None:
         for name in ("channels", "width", "layers", "heads", "mlp_width"):
@@ -40,25 +46,16 @@ class DiTConfig:
             check_minimum(f"model.{name}", getattr(self, name), 0)
         for size in self.patch:
             check_minimum("model.patch", size, 1)
-        if self.width % self.heads:
-            raise ValueError(
-                f"model.heads must divide model.width; got heads={self.heads}, "
-                f"width={self.width}. Use a width of {-(-self.width // self.heads) * self.heads}."
-            )
-        if self.width % 2 or self.width < 8:
-            raise ValueError(
-                "model.width must be even and at least 8, for sines and cosines of frame, row and "
-                f"column; got width={self.width}. Use {max(8, self.width + self.width % 2)}."
-            )
+        check_dit_width(width=self.width, heads=self.heads, prefix="model.")
 
     @property
     def kv_heads(self) -> int:
-        """Key and value heads: as many as query heads."""
+        """Number of key and value heads: as many as query heads."""
         return self.heads
 
     @property
     def head_dim(self) -> int:
-        """Channels of a head."""
+        """Number of channels of a head."""
         return self.width // self.heads
 
     @property
@@ -69,71 +66,71 @@ class DiTConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DiffusionConfig:
-    """What the model learns of noise, and at which times."""
+    """What the model learns to predict, and at which noise levels."""
 
     target: Literal["flow", "v", "eps"] = "flow"
-    """What it predicts: the velocity of rectified flow (https://arxiv.org/abs/2209.03003), or, of
-    the diffusion with a cosine schedule, v (https://arxiv.org/abs/2202.00512) or the noise."""
+    """What the model predicts: "flow" is the velocity of rectified flow
+    (https://arxiv.org/abs/2209.03003); "v" (https://arxiv.org/abs/2202.00512) and "eps", the noise,
+    belong to diffusion with a cosine schedule."""
     times: Literal["uniform", "logit_normal"] = "uniform"
-    """Density of the times that it learns; "logit_normal" has more in the middle
+    """Distribution of the times at which the model is trained; "logit_normal" prefers the middle
     (https://arxiv.org/abs/2403.03206)."""
     dropout: float = 0.1
-    """Share of the examples that lose class and caption, where they have any, so that samples can
-    be guided."""
+    """Fraction of the examples that are shown without class and caption, so that samples can be
+    drawn with guidance."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.dropout < 1:
-            raise ValueError(
+            raise InputError(
                 "diffusion.dropout must be at least 0 and below 1; got "
-                f"dropout={self.dropout}. Use 0.1, or 0 for samples that are not to be guided."
+                f"dropout={self.dropout}. Use 0.1, or 0 for a model that is drawn without guidance."
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageConfig:
-    """What images or latents to read."""
+    """Images or latents to train on."""
 
     path: Path | None = None
-    """A folder of images, with one of its own for each class, or an *.npz file of latents. By
-    default the handwritten digits that come with scikit-learn."""
+    """A folder of images, with a subfolder for each class, or an *.npz file of latents. The default
+    is the handwritten digits that come with scikit-learn."""
     held_out: float = 0.1
-    """Share of the examples that is held out."""
+    """Fraction of the examples that is held out."""
 
     def __post_init__(self) -> None:
         if not 0 < self.held_out < 1:
-            raise ValueError(
+            raise InputError(
                 f"data.held_out must be above 0 and below 1; got held_out={self.held_out}. Use 0.1."
             )
 
     @property
     def holds_latents(self) -> bool:
-        """Whether the data are no pixels that could be shown."""
+        """Whether the data are latents, which cannot be shown as an image."""
         return self.path is not None and self.path.suffix == ".npz"
 
 
 @dataclass(frozen=True, kw_only=True)
 class DiTTrainConfig(TrainConfig):
-    """A run of a diffusion transformer."""
+    """A training run of a diffusion transformer."""
 
     kind: ClassVar[str] = "dit"
-    causal: ClassVar[bool] = False
 
     model: DiTConfig
     """Sizes of the model."""
     diffusion: DiffusionConfig = field(default_factory=DiffusionConfig)
-    """What the model learns."""
+    """What the model learns to predict."""
     data: ImageConfig = field(default_factory=ImageConfig)
-    """What to read."""
+    """Data to train on."""
 
     size: tuple[int, int, int]
-    """Frames, height and width of a latent, or of an image of one frame."""
+    """Frames, height and width of a latent or of an image; an image has one frame."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for size in self.size:
             check_minimum("size", size, 1)
         if any(size % patch for size, patch in zip(self.size, self.model.patch, strict=True)):
-            raise ValueError(
+            raise InputError(
                 "model.patch must divide size, in frames, height and width; got "
                 f"patch={self.model.patch}, size={self.size}. Change one of them."
             )
@@ -144,11 +141,58 @@ class DiTTrainConfig(TrainConfig):
 
     @property
     def grid(self) -> tuple[int, int, int]:
-        """Patches in frames, height and width."""
+        """Number of patches along frames, height and width."""
         frames, height, width = (n // m for n, m in zip(self.size, self.model.patch, strict=True))
         return frames, height, width
 
     @property
     def patch_elements(self) -> int:
-        """Numbers in a patch: those that become a token."""
+        """Number of values in a patch."""
         return math.prod(self.model.patch) * self.model.channels
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageOptions(SampleOptions):
+    """What sample.py draws from a run of a diffusion transformer."""
+
+    classes: tuple[int, ...] | None = None
+    """Classes to draw, one row of the grid for each. The default is the first ten classes."""
+    captions: tuple[str, ...] | None = None
+    """Captions to draw, one row of the grid for each, if the model takes text. If `classes` are
+    given too, there must be as many captions as classes."""
+    samples: int = 8
+    """Number of images in a row."""
+    sampler: Literal["euler", "heun", "ddim"] | None = None
+    """Method that turns noise into an image: "euler" or "heun" for a model of rectified flow,
+    "ddim" for a model that predicts v or eps. The default is the first that fits the model."""
+    steps: int = 50
+    """Number of steps of the sampler; "heun" evaluates the model twice in each."""
+    guidance: float | None = None
+    """Strength of classifier-free guidance. 1 draws what the model has learnt; more makes images
+    more typical of their class or caption. The default is 1.5, or 1 for a model without
+    guidance."""
+    batch_size: int = 64
+    """Number of images that are drawn at a time; fewer need less memory."""
+    seed: int = 0
+    """Seed of the noise; the images do not depend on the mesh."""
+    scale: int | None = None
+    """Size of an image pixel in pixels of the PNG file. The default makes every image at least 64
+    pixels wide."""
+    out: Path | None = None
+    """File to write: *.png, or *.npz for latents. The default is samples.png or samples.npz in the
+    folder of the run."""
+
+    def __post_init__(self) -> None:
+        for name in ("samples", "steps", "batch_size"):
+            check_minimum(name, getattr(self, name), 1)
+        if self.scale is not None:
+            check_minimum("scale", self.scale, 1)
+        if (
+            self.classes is not None
+            and self.captions is not None
+            and len(self.classes) != len(self.captions)
+        ):
+            raise InputError(
+                "classes and captions must be as many, since each row has one of both; got "
+                f"classes={self.classes}, captions={self.captions}. Leave one of them out."
+            )

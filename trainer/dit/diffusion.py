@@ -30,6 +30,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Key
 
+from startrail_jax.errors import InputError
+
 Kind = Literal["flow", "v", "eps"]
 Sampler = Literal["euler", "heun", "ddim"]
 Density = Literal["uniform", "logit_normal"]
@@ -153,12 +155,12 @@ def sample(
         ValueError: if the sampler is not one for this kind, or there are no steps.
     """
     if sampler not in SAMPLERS[kind]:
-        raise ValueError(
+        raise InputError(
             f"A model of target={kind!r} needs one of the samplers {SAMPLERS[kind]}; got "
             f"sampler={sampler!r}. Use {SAMPLERS[kind][0]!r}."
         )
     if steps < 1:
-        raise ValueError(f"steps must be at least 1; got steps={steps}. Use 50.")
+        raise InputError(f"steps must be at least 1; got steps={steps}. Use 50.")
 
     def predicted(x: Array, time: Array) -> Array:
         return predict(x, jnp.full(x.shape[:1], time)).astype(jnp.float32)

@@ -16,23 +16,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float32, Int32, UInt8, UInt32
 
 from startrail_jax.compiler import compiler_options
+from startrail_jax.errors import InputError
 from trainer.data.batches import sharding_of
-from trainer.dit.config import (
-    DiTConfig,
-    DiTTrainConfig,
-)
-from trainer.dit.diffusion import (
-    Predict,
-    Sampler,
-    guided,
-    sample,
-)
-from trainer.dit.objective import (
-    DRAWING,
-    PADDING,
-    Denoising,
-    padded_caption,
-)
+from trainer.dit.batches import PADDING, padded_caption
+from trainer.dit.config import DiTConfig, DiTTrainConfig
+from trainer.dit.diffusion import Predict, Sampler, guided, sample
+from trainer.dit.objective import DRAWING, Denoising
 from trainer.dit.patches import unpatchify
 from trainer.parallel.step import Program
 
@@ -60,7 +49,7 @@ class Drawing:
         assert isinstance(config, DiTTrainConfig)
         assert isinstance(program.objective, Denoising)
         self._config, self._program, self._objective = config, program, program.objective
-        self._sampler: Sampler = sampler
+        self.sampler: Sampler = sampler
         self._steps, self._guidance = steps, guidance
         self._layout = attention.layout
         degree = attention.degrees.data
@@ -146,7 +135,7 @@ class Drawing:
             no_captions = None if captions is None else jnp.full_like(captions, PADDING)
             unconditional = self._predict(weights, no_labels, no_captions)
             predict = guided(predict, unconditional, self._guidance)
-        return sample(config.diffusion.target, self._sampler, predict, noise, self._steps)
+        return sample(config.diffusion.target, self.sampler, predict, noise, self._steps)
 
     def _predict(
         self, weights: Any, labels: Int32[Array, " B"], captions: Int32[Array, "B S"] | None
@@ -160,12 +149,12 @@ class Drawing:
 
 def _check_guidance(guidance: float, config: DiTTrainConfig) -> None:
     if not 0 <= guidance < math.inf:
-        raise ValueError(
+        raise InputError(
             f"guidance must be at least 0 and finite; got guidance={guidance}. Use 1 for none."
         )
     model, dropout = config.model, config.diffusion.dropout
     if guidance != 1 and not (dropout and (model.classes or model.caption_length)):
-        raise ValueError(
+        raise InputError(
             "guidance other than 1 needs a model that has learnt to draw with a class or a caption "
             f"and without; got guidance={guidance}, classes={model.classes}, "
             f"caption_length={model.caption_length}, dropout={dropout}. Use guidance=1."
@@ -177,28 +166,28 @@ def _check_wishes(
 ) -> None:
     for label in labels:
         if not 0 <= label <= model.classes:
-            raise ValueError(
+            raise InputError(
                 "labels must be at least 0 and below the number of classes, or that number for no "
                 f"class; got label={label}, classes={model.classes}. Choose others."
             )
     if (captions is not None) != (model.caption_length > 0):
-        raise ValueError(
+        raise InputError(
             "captions must be given for a model with caption_length above 0, and for no other; "
             f"got captions={captions}, caption_length={model.caption_length}. Use b'' for none."
         )
     if captions is not None and len(captions) != len(labels):
-        raise ValueError(
+        raise InputError(
             f"captions must be as many as labels; got {len(captions)} captions, {len(labels)} "
             "labels. Use b'' for none."
         )
     for caption in captions or ():
         if len(caption) > model.caption_length:
-            raise ValueError(
+            raise InputError(
                 f"captions must have at most caption_length={model.caption_length} bytes; got "
                 f"{len(caption)}. Shorten it."
             )
     if not 0 <= seed < 2**32:
-        raise ValueError(f"seed must be at least 0 and below 2**32; got seed={seed}. Use another.")
+        raise InputError(f"seed must be at least 0 and below 2**32; got seed={seed}. Use another.")
 
 
 def to_pixels(latent: Float32[np.ndarray, "F H W C"]) -> UInt8[np.ndarray, "H F*W C"]:

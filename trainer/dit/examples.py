@@ -1,4 +1,4 @@
-"""Examples for a diffusion model: what those who read them, from wherever, have in common."""
+"""Examples for a diffusion model: what all places that they can be read from have in common."""
 
 from __future__ import annotations
 
@@ -9,26 +9,28 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float32, Integer
 
+from startrail_jax.errors import InputError
+
 
 class Example(NamedTuple):
-    """One image or latent."""
+    """One image, video or latent."""
 
     latent: Float32[np.ndarray, "F H W C"]
     """Frames, height, width, channels."""
     label: int | None
-    """Its class; None where the model has none."""
+    """Class of the image; None if the model has no classes."""
     caption: bytes | None
-    """Its text in UTF-8; None where the model takes none."""
+    """Caption in UTF-8; None if the model takes no text."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Examples:
-    """A part of the data, by number. May be read by several threads at once."""
+    """One part of the data, by number: a `trainer.data.dataset.Source`."""
 
     numbers: Integer[np.ndarray, " examples"]
-    """Which examples these are, of all."""
+    """Numbers of these examples among all examples."""
     read: Callable[[int], Example]
-    """Gives an example by its number among all."""
+    """Returns an example by its number among all examples."""
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -37,41 +39,37 @@ class Examples:
         """Example `index` of this part.
 
         Raises:
-            IndexError: if there are not so many.
-            ValueError: if its file can no longer be read, or its pixels cannot.
+            IndexError: if this part has fewer examples.
+            ValueError: if the file of the example, or its pixels, cannot be read.
         """
         return self.read(int(self.numbers[index]))
 
 
-class Source(NamedTuple):
-    """All examples, before any is held out."""
+class ImageSet(NamedTuple):
+    """All examples that were found, before any is held out."""
 
     name: str
-    """What they are, for the log and for errors."""
+    """What the examples are, for the log and for errors."""
     latent: Callable[[int], Float32[np.ndarray, "F H W C"]]
-    """Gives the latent of an example by its number."""
+    """Returns the latent of an example by its number. Images have values from -1 to 1."""
     labels: Sequence[int | None]
     captions: Sequence[bytes | None]
-    class_names: tuple[str, ...]
-    """Names of the classes, by label; none where the model has none."""
-    pixels: bool
-    """Whether latents are images, with values from -1 to 1, so that samples can be looked at."""
     remark: str = ""
-    """What else the log should say."""
+    """End of the line in the log that describes the data."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What the model takes."""
+    """What the model needs examples to be."""
 
     size: tuple[int, int, int]
     """Frames, height and width that every example must have."""
     channels: int
-    """Channels that every example must have."""
+    """Number of channels that every example must have."""
     classes: int
-    """Classes that there must be; with 0, labels are not read."""
+    """Number of classes; with 0, labels are not read."""
     caption_length: int
-    """Most bytes of a caption; with 0, captions are not read."""
+    """Largest number of bytes of a caption; with 0, captions are not read."""
 
 
 def encode_caption(text: str, place: str, caption_length: int) -> bytes:
@@ -79,21 +77,21 @@ def encode_caption(text: str, place: str, caption_length: int) -> bytes:
 
     Args:
         text: the caption.
-        place: where it is, for errors.
-        caption_length: bytes that the model takes.
+        place: where the caption was found, for errors.
+        caption_length: largest number of bytes that the model takes.
 
     Raises:
-        ValueError: if it is longer, or no Unicode.
+        ValueError: if the caption is longer, or is not Unicode.
     """
     try:
         caption = text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(
+        raise InputError(
             f"Captions must be Unicode; got the lone surrogate {text[error.start]!a} in {place}. "
             "Mend it."
         ) from None
     if len(caption) > caption_length:
-        raise ValueError(
+        raise InputError(
             "Captions must have at most model.caption_length bytes of UTF-8; got "
             f"{len(caption)} in {place} for caption_length={caption_length}. Use "
             f"--model.caption-length {len(caption)}, or shorten it."

@@ -1,16 +1,15 @@
-"""What a diffusion model trains on and what it holds out: images or latents, by their number.
+"""Images or latents that a diffusion model trains on, and those that are held out, by number.
 
     data.path    what is read                                       latents
     none         the handwritten digits of scikit-learn             images, kept in memory
-    a folder     *.png, *.jpg, *.jpeg, *.webp, *.bmp, in folders    images, read when asked for
-                 that are classes, where the model has classes
-    *.npz        `latents`, `labels`, `captions`                    as they are, kept in memory
+    a folder     *.png, *.jpg, *.jpeg, *.webp, *.bmp, in a folder   images, read when needed
+                 for each class if the model has classes
+    *.npz        the arrays `latents`, `labels`, `captions`         unchanged, kept in memory
 
-Images have values from -1 to 1. Nothing is resized or cropped. All that can be wrong is looked for
-when data are opened, but for the pixels of files in a folder.
+Images have values from -1 to 1. Nothing is resized or cropped. Everything is checked when the data
+are opened, except the pixels of files in a folder.
 
-What is held out is a share of the examples, drawn once and for all: it depends on their number
-alone, not on seed, hosts or mesh.
+Which examples are held out depends only on their number, not on the seed, the hosts or the mesh.
 """
 
 from __future__ import annotations
@@ -24,19 +23,21 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Integer
 
+from startrail_jax.errors import InputError
 from trainer.data.files import find_files
 from trainer.dit.config import ImageConfig
 from trainer.dit.examples import (
     Example,
     Examples,
-    Source,
+    ImageSet,
     Wanted,
     encode_caption,
 )
 from trainer.dit.image_folder import open_folder
+from trainer.errors import MissingPackageError
 
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-# Examples of an *.npz file that are checked at a time.
+# Number of examples of an *.npz file that are checked at a time.
 CHECKED_EXAMPLES = 256
 
 
@@ -45,13 +46,9 @@ class Images:
     """Examples to train on and examples to measure with."""
 
     train: Examples
-    """What is trained on."""
+    """Examples to train on."""
     held_out: Examples
-    """What training never sees."""
-    class_names: tuple[str, ...]
-    """Names of the classes, by label; none where the model has none."""
-    pixels: bool
-    """Whether latents are images, with values from -1 to 1, so that samples can be looked at."""
+    """Examples that training never sees."""
     description: str
     """One line for the log."""
 
@@ -66,20 +63,20 @@ def open_images(
 ) -> Images:
     """Opens what `config` names; by default, the handwritten digits of scikit-learn.
 
-    An *.npz file is read whole: its arrays cannot be mapped. Of images in folders, sizes and
-    captions are read now; that takes a moment for each.
+    An *.npz file is read as a whole, since its arrays cannot be mapped into memory. The size and
+    the caption of every image in a folder are read now, which takes a moment for each.
 
     Args:
         config: what to read.
         size: frames, height and width that every example must have.
-        channels: channels that every example must have; images are converted to 1 or 3.
-        classes: classes that there must be; with 0, labels are not read.
-        caption_length: most bytes of a caption; with 0, captions are not read.
+        channels: number of channels that every example must have; images are converted to 1 or 3.
+        classes: number of classes; with 0, labels are not read.
+        caption_length: largest number of bytes of a caption; with 0, captions are not read.
 
     Raises:
-        ImportError: if the package that reads them is missing.
-        ValueError: if the data cannot be read, are not of the kind that they seem, do not fit the
-            model, or leave nothing to train on.
+        ImportError: if the package that reads the data is missing.
+        ValueError: if the data cannot be read, are of another kind than their names say, do not fit
+            the model, or are fewer than two examples.
     """
     wanted = Wanted(size=size, channels=channels, classes=classes, caption_length=caption_length)
     path = config.path
@@ -91,7 +88,7 @@ def open_images(
         source = _open_npz(path, wanted)
     count = len(source.labels)
     if count < 2:
-        raise ValueError(
+        raise InputError(
             f"Data must be at least 2 examples, of which one is held out; got {count} in "
             f"{source.name!r}. Give others: --data.path."
         )
@@ -106,8 +103,6 @@ def open_images(
     return Images(
         train=train,
         held_out=measured,
-        class_names=source.class_names,
-        pixels=source.pixels,
         description=f"{source.name}: {len(train):,} examples to train on, {len(measured):,} held "
         f"out{source.remark}",
     )
@@ -116,46 +111,44 @@ def open_images(
 # The digits of scikit-learn.
 
 
-def _open_digits(wanted: Wanted) -> Source:
+def _open_digits(wanted: Wanted) -> ImageSet:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise ImportError(
+        raise MissingPackageError(
             "Without --data.path, data are the handwritten digits of scikit-learn, which is "
             f"missing ({error}). Run: pip install -e '.[images]'"
         ) from error
     name = "handwritten digits of scikit-learn"
     if (wanted.size, wanted.channels) != ((1, 8, 8), 1) or wanted.classes not in (0, len(DIGITS)):
-        raise ValueError(
+        raise InputError(
             f"The {name} need size=(1, 8, 8), model.channels=1 and model.classes=10 or 0; got "
             f"size={wanted.size}, channels={wanted.channels}, classes={wanted.classes}. Use those, "
             "or give --data.path."
         )
     digits: Any = load_digits()
-    # From 0 to 16.
+    # Pixels have values from 0 to 16.
     images = (digits.images / 8 - 1).astype(np.float32)[:, None, :, :, None]
     count = len(images)
     captions: list[bytes | None] = [None] * count
     if wanted.caption_length:
         words = [encode_caption(word, repr(word), wanted.caption_length) for word in DIGITS]
         captions = [words[digit] for digit in digits.target]
-    return Source(
+    return ImageSet(
         name=name,
         latent=lambda number: images[number],
         labels=digits.target.tolist() if wanted.classes else [None] * count,
         captions=captions,
-        class_names=DIGITS if wanted.classes else (),
-        pixels=True,
     )
 
 
 # Latents in an *.npz file.
 
 
-def _open_npz(path: Path, wanted: Wanted) -> Source:
-    find_files(path, "data.path")  # Raises if it is missing.
+def _open_npz(path: Path, wanted: Wanted) -> ImageSet:
+    find_files(path, "data.path")  # Raises if the file is missing.
     if path.suffix != ".npz":
-        raise ValueError(
+        raise InputError(
             "data.path must be a folder of images, or a whole *.npz file of arrays without "
             f"objects; got {str(path)!r}. Rename it, or convert it."
         )
@@ -171,18 +164,16 @@ def _open_npz(path: Path, wanted: Wanted) -> Source:
     if wanted.caption_length:
         captions = _check_captions(arrays["captions"], path, count, wanted.caption_length)
     shape = (*wanted.size, wanted.channels)
-    return Source(
+    return ImageSet(
         name=str(path),
         latent=lambda number: latents[number].astype(np.float32).reshape(shape),
         labels=labels,
         captions=captions,
-        class_names=tuple(map(str, range(wanted.classes))),
-        pixels=False,
     )
 
 
 def _load_npz(path: Path, needed: list[str]) -> dict[str, np.ndarray]:
-    """Arrays of a file by name."""
+    """The arrays of a file by name."""
     try:
         with path.open("rb") as file:
             arrays = np.load(file, allow_pickle=False)
@@ -193,12 +184,12 @@ def _load_npz(path: Path, needed: list[str]) -> dict[str, np.ndarray]:
                 return {name: arrays[name] for name in needed}
             found = list(arrays)
     except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
-        raise ValueError(
+        raise InputError(
             "data.path must be a folder of images, or a whole *.npz file of arrays without "
             f"objects; got {type(error).__name__}: {error}, in {str(path)!r}. Save it again: "
             "np.savez(path, latents=latents, labels=labels)."
         ) from error
-    raise ValueError(
+    raise InputError(
         f"{str(path)!r} must hold the arrays {needed} for this model; got {found}. Add "
         f"{missing}, or use --model.classes 0 for no labels, --model.caption-length 0 for no "
         "captions."
@@ -209,7 +200,7 @@ def _check_latents(
     latents: np.ndarray, path: Path, wanted: Wanted
 ) -> Float[np.ndarray, "examples ..."]:
     example = (*wanted.size, wanted.channels)
-    # Of one frame, it may be left out.
+    # Images of one frame may leave out its dimension.
     shapes = [example, example[1:]] if wanted.size[0] == 1 else [example]
     if latents.shape[1:] not in shapes:
         raise _npz_error(
@@ -225,7 +216,7 @@ def _check_latents(
             part = latents[start : start + CHECKED_EXAMPLES].astype(np.float32)
         finite = np.isfinite(part.reshape(len(part), -1)).all(axis=1)
         if not finite.all():
-            raise ValueError(
+            raise InputError(
                 "`latents` must be finite in float32; got others in example "
                 f"{start + int(finite.argmin())} of {str(path)!r}. Remove or correct it."
             )
@@ -245,7 +236,7 @@ def _check_labels(
     wrong = (labels < 0) | (labels >= classes)
     if wrong.any():
         number = int(wrong.argmax())
-        raise ValueError(
+        raise InputError(
             "`labels` must be at least 0 and below model.classes; got "
             f"{labels[number]} for example {number} of {str(path)!r} with classes={classes}. Use "
             f"--model.classes {max(int(labels.max()) + 1, 1)}, or correct it."
@@ -269,6 +260,6 @@ def _check_captions(
     ]
 
 
-def _npz_error(path: Path, rule: str, found: np.ndarray, way_out: str) -> ValueError:
+def _npz_error(path: Path, rule: str, found: np.ndarray, way_out: str) -> InputError:
     given = f"shape {found.shape} of {found.dtype}"
-    return ValueError(f"{rule}; got {given} in {str(path)!r}. {way_out}")
+    return InputError(f"{rule}; got {given} in {str(path)!r}. {way_out}")

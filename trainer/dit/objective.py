@@ -1,4 +1,5 @@
-"""The objective of a diffusion transformer: to tell noise from image, and the batches of it."""
+"""The objective of a diffusion transformer: to predict the noise in an image, or what follows
+from it."""
 
 from __future__ import annotations
 
@@ -7,44 +8,23 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
 
 from models.dit import DiT
 from models.hooks import Hooks
 from startrail_jax.layout import Layout
+from trainer.dit.batches import PADDING, ImageBatch
 from trainer.dit.config import DiTTrainConfig
-from trainer.dit.diffusion import (
-    draw_times,
-    noised,
-)
-from trainer.dit.examples import Example
-from trainer.dit.patches import patchify
-from trainer.parallel.flops import dit_flops_per_token
+from trainer.dit.diffusion import draw_times, noised
+from trainer.dit.flops import dit_flops_per_token
 
-# Of keys: initial weights take those of the seed and 0, 1, 2, ...
+# Folded into the key of the seed. Initial weights fold in 0, 1, 2, ...
 TRAINING, MEASURING, DRAWING = range(2**31, 2**31 + 3)
-
-PADDING = -1
-"""Segment of tokens that only fill up a device's share, and token of a caption where it ends."""
-
-
-class ImageBatch(NamedTuple):
-    """Images as tokens, in layout order; on the host or on devices."""
-
-    patches: Float32[np.ndarray | Array, "B T P"]
-    """Pixels, or latents, of each patch; 0 behind the last."""
-    labels: Int32[np.ndarray | Array, " B"]
-    """Class of each image; the number of classes for none."""
-    captions: Int32[np.ndarray | Array, "B S"] | None
-    """Bytes of each caption, then `PADDING`; None where the model takes no text."""
-    numbers: Int32[np.ndarray | Array, " B"]
-    """Number of each example in the run: what its noise depends on."""
 
 
 class NoisyBatch(NamedTuple):
-    """What the model is shown, and what it should say."""
+    """What the model is given, and what it should predict."""
 
     patches: Float32[Array, "B T P"]
     positions: Int32[Array, "B T 3"]
@@ -53,16 +33,17 @@ class NoisyBatch(NamedTuple):
     """0 is the image, 1 is noise."""
     labels: Int32[Array, " B"]
     segment_ids: Int32[Array, "B T"] | None
-    """`PADDING` where there is no image; None where there is no padding and no caption."""
+    """0 for tokens of the image, `PADDING` for others; None if there are neither others nor a
+    caption."""
     captions: tuple[Int32[Array, "B S"], Int32[Array, "B S"], Int32[Array, "B S"]] | None
-    """Bytes, their positions and segments."""
+    """Bytes of the captions, their positions and their segments."""
     targets: Float32[Array, "B T P"]
     weights: Float32[Array, "B T"]
-    """1 where there is image, else 0."""
+    """1 for tokens of the image, else 0."""
 
 
 class Denoising:
-    """Mean squared error of what `DiffusionConfig.target` names: an `Objective`."""
+    """Mean squared error of the prediction of `DiffusionConfig.target`: an `Objective`."""
 
     head = "head"
 
@@ -109,14 +90,14 @@ class Denoising:
         labels: Int32[Array, " B"],
         captions: Int32[Array, "B S"] | None,
     ) -> NoisyBatch:
-        """Noisy patches with all that the model needs to know of them; without targets.
+        """What the model is given to predict the noise of patches. The field `targets` is not set.
 
         Args:
-            patches: in the order of a contiguous layout, which attention without a causal mask
-                keeps on any mesh.
+            patches: noisy patches, in the order of a contiguous layout: attention without a causal
+                mask uses that layout on every mesh.
             times: 0 is the image, 1 is noise.
-            labels: classes; the number of classes for none.
-            captions: bytes, then `PADDING`.
+            labels: classes; the number of classes stands for no class.
+            captions: bytes, then `PADDING`; None if the model takes no text.
         """
         config = self._config
         rows, length = patches.shape[:2]
@@ -159,30 +140,3 @@ class Denoising:
         self, model: DiT, hidden: Float[Array, "B T width"], targets: Float32[Array, "B T P"]
     ) -> Float32[Array, "B T"]:
         return jnp.mean(jnp.square(model.output(hidden) - targets), axis=-1)
-
-
-def image_batch(
-    examples: list[Example], numbers: list[int], *, config: DiTTrainConfig, layout: Layout
-) -> ImageBatch:
-    """Rows of a batch, from examples and their numbers in the run."""
-    patches = patchify(np.stack([example.latent for example in examples]), config.model.patch)
-    missing = layout.padded_length(config.num_tokens) - config.num_tokens
-    patches = np.pad(patches, ((0, 0), (0, missing), (0, 0)))
-    labels = [config.model.classes if x.label is None else x.label for x in examples]
-    captions = None
-    if config.model.caption_length:
-        length = layout.padded_length(config.model.caption_length)
-        captions = np.stack([padded_caption(x.caption or b"", length) for x in examples])
-    return ImageBatch(
-        patches=layout.permute(patches),
-        labels=np.array(labels, np.int32),
-        captions=None if captions is None else layout.permute(captions),
-        numbers=(np.array(numbers) % 2**31).astype(np.int32),
-    )
-
-
-def padded_caption(caption: bytes, length: int) -> Int32[np.ndarray, " length"]:
-    """Bytes of a caption, and `PADDING` up to a length."""
-    padded = np.full(length, PADDING, np.int32)
-    padded[: len(caption)] = np.frombuffer(caption, np.uint8)
-    return padded

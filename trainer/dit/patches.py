@@ -1,6 +1,6 @@
-"""Images and videos as tokens: each is a patch of some frames, rows and columns.
+"""Images and videos as tokens: each token is a patch of some frames, rows and columns.
 
-For arrays of numpy or jax alike.
+The functions take numpy arrays and jax arrays alike.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 from einops import rearrange
-from jaxtyping import Array, Int32, Shaped
+from jaxtyping import Array, Shaped
+
+from startrail_jax.errors import InputError
 
 Size = tuple[int, int, int]
 """Frames, height and width."""
@@ -21,12 +23,12 @@ def patchify(
     """Cuts a latent into patches.
 
     Args:
-        latent: an image has one frame.
+        latent: video or image; an image has one frame.
         patch: frames, height and width of a patch.
 
     Returns:
-        Tokens by frame, row and column, as `patch_positions` has them; the channels of each by
-        frame, row, column and channel in the patch.
+        The tokens in the order of frame, row and column. The P values of a token are in the order
+        of frame, row, column and channel in the patch.
 
     Raises:
         ValueError: if patches do not cover the latent.
@@ -38,21 +40,21 @@ def patchify(
 def unpatchify(
     patches: Shaped[np.ndarray | Array, "... T P"], size: Size, patch: Size, channels: int
 ) -> Shaped[np.ndarray | Array, "... F H W C"]:
-    """The latent that `patchify` cut.
+    """The latent that `patchify` has cut into patches.
 
     Args:
-        patches: tokens in the order of `patch_positions`.
+        patches: tokens in the order of `patchify`.
         size: frames, height and width of the latent.
         patch: frames, height and width of a patch.
-        channels: of the latent.
+        channels: number of channels of the latent.
 
     Raises:
-        ValueError: if patches do not cover the latent, or these are not its patches.
+        ValueError: if patches do not cover the latent, or these patches have another shape.
     """
     frames, height, width = _grid(size, patch)
     expected = (frames * height * width, int(np.prod(patch)) * channels)
     if patches.shape[-2:] != expected:
-        raise ValueError(
+        raise InputError(
             f"patches must end in the dimensions {expected} for size={size}, patch={patch} and "
             f"channels={channels}; got shape {patches.shape}. Give the size and the patch that "
             "they were made with."
@@ -67,24 +69,10 @@ def unpatchify(
     )
 
 
-def patch_positions(size: Size, patch: Size) -> Int32[np.ndarray, "T 3"]:
-    """Frame, row and column of each token, counted in patches.
-
-    Args:
-        size: frames, height and width of the latent.
-        patch: frames, height and width of a patch.
-
-    Raises:
-        ValueError: if patches do not cover the latent.
-    """
-    grid = np.indices(_grid(size, patch), dtype=np.int32)
-    return rearrange(grid, "c f h w -> (f h w) c")
-
-
 def _grid(size: tuple[int, ...], patch: Size) -> Size:
-    """Patches in frames, height and width."""
+    """Number of patches along frames, height and width."""
     if any(n % m for n, m in zip(size, patch, strict=True)):
-        raise ValueError(
+        raise InputError(
             "patch must divide the size of a latent, in frames, height and width; got "
             f"patch={patch}, size={tuple(size)}. Change one of them."
         )

@@ -1,20 +1,25 @@
-"""Windows of token streams, and what a batch of them says: tokens, targets, documents.
+"""Sequences of tokens, and batches of them: tokens, targets, positions, documents.
 
-A stream is cut into windows of T tokens and the one after; window i of a stream starts at token
-i * T, and what is left at its end, up to T tokens, is not used. Where documents are masked, all
-that a batch needs to know of them is in its own tokens: each ends with the same one.
+Streams are cut into sequences. A sequence has T tokens and the token after them, which is the
+target of the last one. Sequence i of a stream starts at token i * T; up to T tokens at the end of a
+stream are not used. If documents are masked, a batch finds their ends in its own tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Array, Float32, Int32, Integer
 
+from startrail_jax.errors import InputError
 from startrail_jax.layout import Layout
-from trainer.gpt.corpus import Stream
+from trainer.data.dataset import Dataset
+from trainer.gpt.config import GPTTrainConfig
+from trainer.gpt.corpus import Corpus, Stream, open_corpus
 
 
 class TokenBatch(NamedTuple):
@@ -25,37 +30,78 @@ class TokenBatch(NamedTuple):
     targets: Int32[np.ndarray | Array, "B T"]
     """The token after each of `tokens`."""
     positions: Int32[np.ndarray | Array, "B T"]
-    """Position of each of `tokens` in its document, or in its row where documents are not masked.
-    A document that began before the row counts from the start of the row."""
+    """Position of each token in its document, or in its row if documents are not masked. The
+    positions of a document that began before the row count from the start of the row."""
     segment_ids: Int32[np.ndarray | Array, "B T"] | None
-    """Number of its document in the row, from 0; None where documents are not masked."""
+    """Number of the token's document in the row, from 0; None if documents are not masked."""
     weights: Float32[np.ndarray | Array, "B T"]
-    """1 where the target is of the same document as the token, its end included; else 0."""
+    """1 if the target belongs to the same document as the token, or ends it; else 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextDataset(Dataset):
+    """The data of a language model."""
+
+    corpus: Corpus
+    """All tokens, and the way back to text."""
+
+
+def open_text(config: GPTTrainConfig, layout: Layout) -> TextDataset:
+    """Opens the data of a run of a GPT.
+
+    Args:
+        config: config of the run.
+        layout: order of the tokens of a batch.
+
+    Raises:
+        ImportError: if a tokenizer.json is given and the package that reads it is missing.
+        ValueError: if the data cannot be read or do not fit the config.
+    """
+    corpus = open_corpus(config.data, vocab_size=config.model.vocab_size)
+    end = corpus.end_of_document if config.data.mask_documents else None
+    return TextDataset(
+        train=Sequences(corpus.train, config.seq_len),
+        held_out=Sequences(corpus.held_out, config.seq_len),
+        collate=partial(_collate, layout=layout, end_of_document=end),
+        description=corpus.description,
+        loss_unit=f"nats/{corpus.unit}",
+        corpus=corpus,
+    )
+
+
+def _collate(
+    sequences: list[Int32[np.ndarray, " length"]],
+    numbers: list[int],
+    *,
+    layout: Layout,
+    end_of_document: int | None,
+) -> TokenBatch:
+    return next_token_batch(np.stack(sequences), layout=layout, end_of_document=end_of_document)
 
 
 class Sequences:
-    """Windows of streams by their number: a source for grain."""
+    """The sequences of several streams, by their number: a `trainer.data.dataset.Source`."""
 
     def __init__(self, streams: Sequence[Stream], seq_len: int):
-        """Counts the windows.
+        """Counts the sequences.
 
         Args:
-            streams: tokens; no window holds tokens of two streams.
-            seq_len: T; a window holds T + 1 tokens, of which the last begins the next window.
+            streams: the tokens; no sequence crosses from one stream to the next.
+            seq_len: T. A sequence has T + 1 tokens; the last of them also starts the next sequence.
 
         Raises:
-            ValueError: if all streams are shorter than a window.
+            ValueError: if all streams are shorter than a sequence.
         """
         self._streams = tuple(streams)
         self._seq_len = seq_len
         counts = [max(len(stream) - 1, 0) // seq_len for stream in self._streams]
-        # Windows up to the end of each stream.
+        # Number of sequences up to the end of each stream.
         self._ends = np.cumsum(counts, dtype=np.int64)
         if not len(self):
             longest = max(self._streams, key=len, default=None)
             given = "no tokens" if longest is None else f"at most {len(longest)} tokens"
             place = "" if longest is None else f", in {longest.name!r},"
-            raise ValueError(
+            raise InputError(
                 "Data must have at least seq_len + 1 tokens to train on in one place, and as many "
                 f"held out; got {given}{place} for seq_len={seq_len}. Use more data (--data.path), "
                 "a shorter --seq-len, or, for the part held out, a larger --data.held-out."
@@ -65,10 +111,10 @@ class Sequences:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def __getitem__(self, index: int) -> Int32[np.ndarray, " length"]:
-        """Window `index`.
+        """The T + 1 tokens of sequence `index`.
 
         Raises:
-            ValueError: if one of its tokens lies beyond the vocabulary.
+            ValueError: if one of its tokens is beyond the vocabulary.
         """
         which = int(np.searchsorted(self._ends, index, side="right"))
         first = int(self._ends[which - 1]) if which else 0
@@ -77,22 +123,22 @@ class Sequences:
 
 
 def next_token_batch(
-    windows: Integer[np.ndarray, "B length"],
+    sequences: Integer[np.ndarray, "B length"],
     *,
     layout: Layout,
     end_of_document: int | None = None,
 ) -> TokenBatch:
-    """Inputs, targets and documents from windows of T + 1 tokens, in layout order.
+    """A batch, in layout order, from sequences of T + 1 tokens.
 
     Args:
-        windows: one for each row.
-        layout: the order of the tokens.
+        sequences: one for each row.
+        layout: order of the tokens.
         end_of_document: the token that ends a document; None if documents are not masked.
 
     Raises:
-        ValueError: if T tokens cannot be laid out.
+        ValueError: if the layout cannot hold T tokens.
     """
-    tokens = windows[:, :-1].astype(np.int32)
+    tokens = sequences[:, :-1].astype(np.int32)
     positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
     segment_ids, weights = None, np.ones(tokens.shape, np.float32)
     if end_of_document is not None:
@@ -104,7 +150,7 @@ def next_token_batch(
         weights = (~ends).astype(np.float32)
     return TokenBatch(
         tokens=layout.permute(tokens),
-        targets=layout.permute(windows[:, 1:].astype(np.int32)),
+        targets=layout.permute(sequences[:, 1:].astype(np.int32)),
         positions=layout.permute(positions),
         segment_ids=None if segment_ids is None else layout.permute(segment_ids),
         weights=layout.permute(weights),

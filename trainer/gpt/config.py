@@ -1,46 +1,50 @@
-"""What can be set for a run of a GPT. Imports no jax: `--help` is to be fast."""
+"""Settings of a run of a GPT, and of sampling from it. Imports no jax: `--help` must be fast."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
+from startrail_jax.errors import InputError
 from trainer.config import TrainConfig, check_minimum
+from trainer.task import SampleOptions
 
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """Rotary positions, and how they stretch beyond the length that a model was trained on."""
+    """Rotary positions, and how they extend to longer contexts than a model was trained on."""
 
     base: float = 10_000.0
     """Ratio of the longest to the shortest wavelength."""
     scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
-    """How angles shrink: not; all alike (https://arxiv.org/abs/2306.15595); or the long
-    wavelengths alone, as in Llama 3.1 or in YaRN (https://arxiv.org/abs/2309.00071)."""
+    """How the angles shrink for longer contexts: "none", not at all; "linear", all by the same
+    factor (https://arxiv.org/abs/2306.15595); "llama3" and "yarn", only those of long wavelengths,
+    as in Llama 3.1 and in YaRN (https://arxiv.org/abs/2309.00071)."""
     factor: float = 1.0
-    """By how much the context grows beyond `original_length`."""
+    """Length of the new context divided by `original_length`."""
     original_length: int | None = None
-    """Tokens of the context that the model was trained on; "llama3" and "yarn" need it."""
+    """Length in tokens of the context that the model was trained on; "llama3" and "yarn" need
+    it."""
 
     def __post_init__(self) -> None:
         if not self.base > 1:
-            raise ValueError(
+            raise InputError(
                 f"model.rope.base must be above 1; got base={self.base}. Use 10000, or more for "
                 "long contexts."
             )
         if not self.factor >= 1:
-            raise ValueError(
+            raise InputError(
                 f"model.rope.factor must be at least 1; got factor={self.factor}. Use the new "
                 "length over the one that the model was trained on."
             )
         if (self.scaling == "none") != (self.factor == 1):
-            raise ValueError(
+            raise InputError(
                 "model.rope.factor must be above 1 with a scaling, and 1 without; got "
                 f"scaling={self.scaling!r}, factor={self.factor}. Set both or neither."
             )
         if (self.scaling in ("llama3", "yarn")) != (self.original_length is not None):
-            raise ValueError(
+            raise InputError(
                 "model.rope.original_length must be given for scaling 'llama3' or 'yarn', and for "
                 f"no other; got scaling={self.scaling!r}, original_length={self.original_length}. "
                 "Set both or neither."
@@ -56,36 +60,36 @@ class GPTConfig:
     vocab_size: int = 256
     """Number of token ids; bytes need 256."""
     width: int
-    """Channels of the residual stream."""
+    """Number of channels of the residual stream."""
     layers: int
     """Number of blocks."""
     heads: int
-    """Query heads."""
+    """Number of query heads."""
     kv_heads: int
-    """Key and value heads, a divisor of `heads`."""
+    """Number of key and value heads, a divisor of `heads`."""
     head_dim: int
-    """Channels of a head, even."""
+    """Number of channels of a head; an even number."""
     mlp_width: int
-    """Hidden channels of the MLP."""
+    """Number of hidden channels of the MLP."""
     mlp: Literal["swiglu", "gelu"] = "swiglu"
-    """Kind of MLP: gated, of three matrices, or of two with a GELU between."""
+    """Kind of MLP: "swiglu" is gated and has three matrices, "gelu" has two."""
     tied_head: bool = False
-    """Whether the embedding is the output projection too."""
+    """Whether the embedding also serves as the output projection."""
     rope: RopeConfig = field(default_factory=RopeConfig)
     """Rotary positions."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of activations; weights and logits are float32."""
+    """Data type of the activations; weights and logits are float32."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "width", "layers", "heads", "kv_heads", "head_dim", "mlp_width"):
             check_minimum(f"model.{name}", getattr(self, name), 1)
         if self.heads % self.kv_heads:
-            raise ValueError(
+            raise InputError(
                 f"model.kv_heads must divide model.heads; got kv_heads={self.kv_heads}, "
                 f"heads={self.heads}. Use kv_heads={self.heads} or kv_heads=1."
             )
         if self.head_dim % 2:
-            raise ValueError(
+            raise InputError(
                 "model.head_dim must be even for rotary positions; got "
                 f"head_dim={self.head_dim}. Use {self.head_dim + 1}."
             )
@@ -93,32 +97,32 @@ class GPTConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """What to read, and how documents become sequences."""
+    """Data to train on, and how documents become sequences."""
 
     path: Path | None = None
-    """A text file, *.jsonl, tokens in *.bin or *.npy, or a folder of such files, all of one kind.
-    By default the source of the Python standard library."""
+    """A text file, a *.jsonl file, a *.bin or *.npy file of tokens, or a folder of such files, all
+    of one kind. The default is the source code of the Python standard library."""
     tokenizer: Path | None = None
-    """A Hugging Face tokenizer.json for text. By default a token is a byte of UTF-8."""
+    """A Hugging Face tokenizer.json for text. By default, every byte of UTF-8 is a token."""
     text_key: str = "text"
-    """The field of a JSONL line that holds the text."""
+    """The key under which a line of a *.jsonl file holds its text."""
     bin_dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] = "uint16"
-    """Type of the tokens in *.bin files."""
+    """Data type of the tokens in *.bin files."""
     end_of_document: int | None = None
-    """Token that ends a document. Bytes use 0; a tokenizer's own is found by its usual names;
-    files of tokens without one are a single document each."""
+    """Id of the token that ends a document. The default is 0 for bytes, and the token with one of
+    the usual names for a tokenizer; each file of tokens is then a single document."""
     mask_documents: bool = True
-    """Whether a token sees only its own document; otherwise all that is before it in its
+    """Whether a token attends only to its own document, instead of to everything before it in its
     sequence."""
     validation_path: Path | None = None
-    """Held-out data, of the kind of `path`. By default a share of `path`."""
+    """Held-out data of the same kind as `path`. The default is a fraction of `path`."""
     held_out: float = 0.05
-    """Share that is held out where there is no `validation_path`: of the documents of text, or of
-    the tokens at the end of each file of tokens."""
+    """Fraction that is held out if there is no `validation_path`: of the documents of text, or of
+    every file of tokens, at its end."""
 
     def __post_init__(self) -> None:
         if not 0 < self.held_out < 1:
-            raise ValueError(
+            raise InputError(
                 "data.held_out must be above 0 and below 1; got "
                 f"held_out={self.held_out}. Use 0.05, or give --data.validation-path."
             )
@@ -128,22 +132,21 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class GPTTrainConfig(TrainConfig):
-    """A run of a GPT."""
+    """A training run of a GPT."""
 
     kind: ClassVar[str] = "gpt"
-    causal: ClassVar[bool] = True
 
     model: GPTConfig
     """Sizes of the model."""
     data: DataConfig = field(default_factory=DataConfig)
-    """What to read."""
+    """Data to train on."""
 
     seq_len: int
-    """Tokens in a sequence."""
+    """Number of tokens in a sequence."""
     sample_length: int = 0
-    """Tokens to sample at the end; 0 for none."""
+    """Number of tokens to sample after training; 0 for no sample."""
     temperature: float = 0.8
-    """Temperature of the sample; 0 takes the likeliest token."""
+    """Temperature of the sample; 0 always takes the likeliest token."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -151,7 +154,7 @@ class GPTTrainConfig(TrainConfig):
         for name in ("sample_length", "temperature"):
             check_minimum(name, getattr(self, name), 0)
         if self.sample_length >= self.seq_len:
-            raise ValueError(
+            raise InputError(
                 "sample_length must be below seq_len, which holds prompt and sample; got "
                 f"sample_length={self.sample_length}, seq_len={self.seq_len}. "
                 f"Use {self.seq_len // 2}."
@@ -160,3 +163,50 @@ class GPTTrainConfig(TrainConfig):
     @property
     def num_tokens(self) -> int:
         return self.seq_len
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextOptions(SampleOptions):
+    """What sample.py draws from a run of a GPT."""
+
+    prompt: str | None = None
+    """Text to continue. If the run was trained on files of tokens and no tokenizer is given, the
+    prompt must be token ids. The default is to read standard input."""
+    prompt_file: Path | None = None
+    """A UTF-8 file whose content is the prompt."""
+    tokens: int = 256
+    """Number of tokens to add; fewer if the model ends the document before."""
+    samples: int = 1
+    """Number of continuations, which are drawn at the same time."""
+    temperature: float = 0.8
+    """Divisor of the logits; 0 always takes the likeliest token."""
+    top_k: int | None = None
+    """Number of tokens to choose from: the likeliest ones. The default is all tokens."""
+    top_p: float = 1.0
+    """Total probability of the tokens to choose from: the likeliest ones."""
+    seed: int = 0
+    """Seed of the random draws; the result does not depend on the mesh."""
+    tokenizer: Path | None = None
+    """A Hugging Face tokenizer.json. The default is that of the run."""
+    zero: Literal[0, 3] = 0
+    """ZeRO level. 3 splits the weights over the devices, which gather them for every token; models
+    that do not fit one device need it. The default is 3 if the run used 3, else 0."""
+
+    @classmethod
+    def of_run(cls, config: Any) -> TextOptions:
+        return cls(
+            temperature=config.temperature,
+            tokenizer=config.data.tokenizer,
+            devices=config.devices,
+            mesh=config.mesh,
+            zero=3 if config.zero == 3 else 0,
+        )
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "samples"):
+            check_minimum(name, getattr(self, name), 1)
+        if self.prompt is not None and self.prompt_file is not None:
+            raise InputError(
+                "The prompt must be given once; got --prompt and --prompt-file "
+                f"{str(self.prompt_file)!r}. Leave one of them out."
+            )

@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int32, Integer
 
+from startrail_jax.errors import InputError
 from trainer.data.files import (
     TOKEN_KINDS,
     Document,
@@ -73,7 +74,7 @@ class Stream:
         wrong = (tokens < 0) | (tokens >= self.vocab_size)
         if wrong.any():
             index = int(wrong.argmax())
-            raise ValueError(
+            raise InputError(
                 "Token ids must be at least 0 and below model.vocab_size; got id "
                 f"{tokens[index]} at token {self.offset + start + index} of {self.name!r} with "
                 f"vocab_size={self.vocab_size}. Use a larger --model.vocab-size, or correct "
@@ -114,7 +115,7 @@ def open_corpus(config: DataConfig, *, vocab_size: int) -> Corpus:
     """
     end = config.end_of_document
     if end is not None and end >= vocab_size:
-        raise ValueError(
+        raise InputError(
             "data.end_of_document must be below model.vocab_size; got "
             f"end_of_document={end}, vocab_size={vocab_size}. Use --model.vocab-size {end + 1}."
         )
@@ -124,7 +125,7 @@ def open_corpus(config: DataConfig, *, vocab_size: int) -> Corpus:
     if config.validation_path is not None:
         validation = find_files(config.validation_path, "data.validation_path")
         if (validation.kind in TOKEN_KINDS) != (files.kind in TOKEN_KINDS):
-            raise ValueError(
+            raise InputError(
                 "data.validation_path must be tokens if data.path is, and text otherwise; got "
                 f"{validation.kind} for {validation.name!r} and {files.kind} for {files.name!r}. "
                 "Give both in the same form."
@@ -147,7 +148,7 @@ def _check_effects(config: DataConfig, files: Files, validation: Files | None) -
     for name, default in vars(DataConfig()).items():
         value = getattr(config, name)
         if idle.get(name) and value != default:
-            raise ValueError(
+            raise InputError(
                 f"data.{name} must be left out where it does nothing; got {name}={value!r} for "
                 f"{files.kind} data, validation_path={config.validation_path}, "
                 f"mask_documents={config.mask_documents}. Leave it out."
@@ -159,7 +160,7 @@ def _open_tokens(
 ) -> Corpus:
     """A stream for each file, or two where its end is held out."""
     if config.tokenizer is not None:
-        raise ValueError(
+        raise InputError(
             "data.tokenizer must be left out for files of tokens; got "
             f"tokenizer={str(config.tokenizer)!r} for {files.name!r}. Leave it out, or give text."
         )
@@ -298,12 +299,12 @@ def _check_parts(
     """Raises if there is nothing to train on or nothing held out."""
     for length, source in zip(lengths, (files, validation), strict=True):
         if source is not None and not (length if validation else sum(lengths)):
-            raise ValueError(
+            raise InputError(
                 f"Data must hold text; got {len(source.paths)} empty files in {source.name!r}. "
                 "Give others."
             )
     if not all(lengths):
-        raise ValueError(
+        raise InputError(
             "data.held_out must leave something to train on and something to hold out; got "
             f"{lengths[0]} and {lengths[1]} tokens of {files.name!r} for "
             f"held_out={config.held_out}. {way_out}"

@@ -1,4 +1,4 @@
-"""The objective of a language model: the next token."""
+"""The objective of a language model: to predict the next token."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
 
@@ -15,16 +16,12 @@ from models.hooks import Hooks
 from models.rope import Rope
 from startrail_jax.layout import Layout
 from trainer.gpt.batches import TokenBatch
-from trainer.gpt.config import (
-    GPTConfig,
-    GPTTrainConfig,
-)
-from trainer.gpt.loss import cross_entropy
-from trainer.parallel.flops import gpt_flops_per_token
+from trainer.gpt.config import GPTConfig, GPTTrainConfig
+from trainer.gpt.flops import gpt_flops_per_token
 
 
 class NextToken:
-    """Cross-entropy of the token after each, in nats: an `Objective`."""
+    """Cross-entropy of the token after each token, in nats: an `Objective`."""
 
     def __init__(self, config: GPTTrainConfig) -> None:
         self._config = config
@@ -58,10 +55,11 @@ class NextToken:
     def losses(
         self, model: GPT, hidden: Float[Array, "B T width"], targets: Int32[Array, "B T"]
     ) -> Float32[Array, "B T"]:
-        return cross_entropy(model.logits(hidden), targets)
+        logits = model.logits(hidden)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, targets)
 
 
 def model_arguments(config: GPTConfig) -> dict[str, Any]:
-    """The keyword arguments of `models.gpt.GPT` that a config gives."""
+    """The keyword arguments of `models.gpt.GPT` for a config."""
     rope = Rope(head_dim=config.head_dim, **vars(config.rope))
     return vars(config) | {"rope": rope}

@@ -1,15 +1,15 @@
-"""From text to text: what a language model makes of a prompt."""
+"""Text to and from tokens while sampling: the tokenizer of a run, its prompt, and its output."""
 
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from jaxtyping import Integer
 
+from startrail_jax.errors import InputError
 from trainer.data.files import (
     KIND_OF_SUFFIX,
     TOKEN_KINDS,
@@ -17,25 +17,20 @@ from trainer.data.files import (
     find_files,
 )
 from trainer.gpt.config import DataConfig
-from trainer.gpt.corpus import Corpus
-from trainer.gpt.generation import (
-    Generator,
-    Sampling,
-)
 from trainer.gpt.tokenizer import (
     ByteTokenizer,
     FileTokenizer,
 )
 
-# Tokens of the prompt that a tokenizer sees before the first new one: some join words by what was
-# before, and a character may take several tokens.
+# Number of tokens of the prompt that are decoded together with the first new tokens: with some
+# tokenizers a word depends on the token before it, and a character may take several tokens.
 CONTEXT_TOKENS = 8
-# What a decoder gives in the place of bytes that are no character, or not yet.
+# What a decoder returns for bytes that are not a character, or not yet a whole one.
 REPLACEMENT = "\ufffd"
 
 
 class IdTokenizer:
-    """The text of a token is its id: for data that are tokens already."""
+    """Writes every token as its id, for data that consist of tokens."""
 
     unit = "token"
 
@@ -43,10 +38,10 @@ class IdTokenizer:
         self.end_of_document = end_of_document
 
     def encode(self, documents: Sequence[Document]) -> list[Integer[np.ndarray, " tokens"]]:
-        """Ids of each document, which are written with spaces between.
+        """The ids in each document, which are separated by spaces.
 
         Raises:
-            ValueError: if one is no whole number.
+            ValueError: if a word is not a whole number.
         """
         texts = ((document, document.text.split()) for document in documents)
         return [
@@ -55,8 +50,8 @@ class IdTokenizer:
 
     def _id(self, word: str, document: Document) -> int:
         if not word.isdecimal() or len(word) > 9:
-            raise ValueError(
-                "The prompt must be token ids with spaces between, as the data of the run are "
+            raise InputError(
+                "The prompt must be token ids with spaces between, since the data of the run are "
                 f"tokens; got {word!r} in {document.place}. Give ids, or the tokenizer.json that "
                 "made the data: --tokenizer."
             )
@@ -67,15 +62,15 @@ Tokenizer = ByteTokenizer | FileTokenizer | IdTokenizer
 
 
 def open_tokenizer(config: DataConfig, *, vocab_size: int) -> Tokenizer:
-    """What turns text into tokens as in the data of a run, which need not be there any more.
+    """The tokenizer of the data of a run; the data themselves may be gone.
 
     Args:
-        config: of the data.
-        vocab_size: token ids that the model knows.
+        config: the data of the run.
+        vocab_size: number of token ids that the model knows.
 
     Raises:
-        ImportError: if there is a tokenizer and the package for it is missing.
-        ValueError: if the tokenizer cannot be used, or nothing tells which it was.
+        ImportError: if a tokenizer.json is given and the package that reads it is missing.
+        ValueError: if the tokenizer cannot be used, or cannot be told from the config.
     """
     options = {"end_of_document": config.end_of_document, "vocab_size": vocab_size}
     if config.tokenizer is not None:
@@ -91,7 +86,7 @@ def _holds_tokens(path: Path | None) -> bool:
     if path.exists():
         return find_files(path, "data.path").kind in TOKEN_KINDS
     if path.suffix not in KIND_OF_SUFFIX and path.suffix != ".txt":
-        raise ValueError(
+        raise InputError(
             "The data of the run must be where it began, or their name must tell whether they are "
             f"text or tokens; got data.path={str(path)!r}, which is gone or elsewhere than under "
             f"{str(Path.cwd())!r}. Give the --tokenizer that made them, or run where the run "
@@ -101,20 +96,20 @@ def _holds_tokens(path: Path | None) -> bool:
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str) -> Integer[np.ndarray, " tokens"]:
-    """The tokens of a prompt, without one that would end it.
+    """The tokens of a prompt, without a token that ends the document.
 
     Raises:
-        ValueError: if the tokenizer cannot encode the text, or there is none.
+        ValueError: if the tokenizer cannot encode the text, or the text is empty.
     """
     if any(0xD800 <= ord(x) < 0xE000 for x in text):
-        raise ValueError(
-            "The prompt must be text that can be written in UTF-8; got bytes that are none. Give "
-            "it in UTF-8."
+        raise InputError(
+            "The prompt must be text that can be written in UTF-8; got bytes that are not. Give it "
+            "in UTF-8."
         )
     (tokens,) = tokenizer.encode([Document(key="", place="the prompt", text=text)])
     tokens = tokens if isinstance(tokenizer, IdTokenizer) else tokens[:-1]
     if not len(tokens):
-        raise ValueError(
+        raise InputError(
             f"The prompt must have at least one {tokenizer.unit}; got {text!r}. Give the model "
             "something to continue: --prompt, --prompt-file or standard input."
         )
@@ -122,22 +117,22 @@ def encode_prompt(tokenizer: Tokenizer, text: str) -> Integer[np.ndarray, " toke
 
 
 class TextStream:
-    """The text of tokens as they come, up to where no later token can change it."""
+    """Turns tokens into text as they are generated, as far as no later token can change it."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Integer[np.ndarray, " tokens"]):
-        """Begins after a prompt, whose text is not repeated."""
+        """Starts after a prompt, whose text is not repeated."""
         self._tokenizer = tokenizer
         self._bytes = codecs.getincrementaldecoder("utf-8")("replace")
-        # Those whose text is known, and those after them.
+        # The tokens whose text is certain, and the tokens after them.
         self._before = [int(token) for token in prompt[-CONTEXT_TOKENS:]]
         self._after: list[int] = []
 
     def add(self, token: int) -> str:
-        """The text that is certain with one more token."""
+        """The text that becomes certain with one more token."""
         if isinstance(self._tokenizer, IdTokenizer):
             return f"{token} "
         if isinstance(self._tokenizer, ByteTokenizer):
-            # As `ByteTokenizer.decode`: beyond the bytes there is no text.
+            # As in `ByteTokenizer.decode`: a token beyond the bytes has no text.
             return self._bytes.decode(bytes([min(token, 255)]))
         self._after.append(token)
         text = self._new_text(self._tokenizer)
@@ -147,7 +142,7 @@ class TextStream:
         return text
 
     def end(self) -> str:
-        """The text that was not certain, now that nothing follows."""
+        """The rest of the text, when no token follows."""
         if isinstance(self._tokenizer, FileTokenizer):
             return self._new_text(self._tokenizer) if self._after else ""
         return self._bytes.decode(b"", final=True)
@@ -158,59 +153,3 @@ class TextStream:
             for tokens in (self._before, self._before + self._after)
         )
         return whole[len(before) :]
-
-
-def continue_text(
-    program: Any,
-    weights: Any,
-    corpus: Corpus,
-    *,
-    interrupted: Callable[[], bool] = lambda: False,
-) -> tuple[str, str]:
-    """The start of the held-out part, and how the model goes on with it.
-
-    Args:
-        program: the `Program` of a run of a GPT.
-        weights: of its model.
-        corpus: of its data.
-        interrupted: asked before every token, equally often on all processes; True ends the text.
-
-    Returns:
-        Prompt and continuation, of `config.sample_length` tokens each if the sequence allows it,
-        no document ends before and nothing interrupts; as text, or as token ids where the text of
-        a token is not known.
-    """
-    config = program.config
-    generator = Generator(
-        config.model,
-        program.attention,
-        Sampling(temperature=config.temperature, seed=config.seed),
-        zero=config.zero,
-        zero_axes=config.zero_axes,
-        tile=config.tile,
-    )
-    length = min(config.sample_length, config.seq_len - config.sample_length)
-    prompt = _in_one_document(corpus.held_out[0].read(0, length), corpus.end_of_document)
-    steps = generator(
-        weights,
-        [prompt],
-        num_tokens=config.sample_length,
-        end_of_document=corpus.end_of_document,
-    )
-    found = []
-    while not interrupted() and (step := next(steps, None)) is not None:
-        found += [token for token in step if token is not None]
-    tokens = np.array(found, np.int32)
-    show: Callable[[Any], str] = corpus.decode or (lambda tokens: " ".join(map(str, tokens)))
-    return show(prompt), show(tokens)
-
-
-def _in_one_document(
-    tokens: Integer[np.ndarray, " tokens"], end_of_document: int | None
-) -> Integer[np.ndarray, " part"]:
-    """The longest part of some tokens in which no document ends, if any has a token."""
-    if end_of_document is None:
-        return tokens
-    ends = np.flatnonzero(tokens == end_of_document)
-    parts = [part[part != end_of_document] for part in np.split(tokens, ends)]
-    return max(parts, key=len) if any(map(len, parts)) else tokens

@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Integer
 
+from startrail_jax.errors import InputError
 from trainer.data.files import Document
+from trainer.errors import MissingPackageError
 
 # Ends every document of bytes; never a byte of text.
 NUL = 0
@@ -42,7 +44,7 @@ class ByteTokenizer:
         """
         self.end_of_document = NUL if end_of_document is None else end_of_document
         if vocab_size < 256:
-            raise ValueError(
+            raise InputError(
                 "model.vocab_size must be at least 256 for text as bytes; got "
                 f"vocab_size={vocab_size}. Use --model.vocab-size 256, or give --data.tokenizer."
             )
@@ -58,7 +60,7 @@ class ByteTokenizer:
         for document in documents:
             text = document.text.encode()
             if end < 256 and end in text:
-                raise ValueError(
+                raise InputError(
                     f"Text must not hold the byte {end}, which ends a document; got it at offset "
                     f"{text.index(end)} of {document.place!r}. Leave the file out if it is no "
                     "text, or give another --data.end-of-document."
@@ -107,7 +109,7 @@ class FileTokenizer:
         ends = [end_of_document, *ends] if end_of_document is not None else ends
         self.end_of_document: int = next((end for end in ends if end is not None), -1)
         if self.end_of_document < 0:
-            raise ValueError(
+            raise InputError(
                 "A tokenizer must have a token that ends a document; got none of "
                 f"{', '.join(END_OF_DOCUMENT_NAMES)} in {str(path)!r}. Give the id of the token: "
                 "--data.end-of-document."
@@ -126,7 +128,7 @@ class FileTokenizer:
         for document, encoding in zip(documents, encoded, strict=True):
             ids = [*encoding.ids, self.end_of_document]
             if max(ids) >= self._vocab_size:
-                raise ValueError(
+                raise InputError(
                     "Token ids must be below model.vocab_size; got id "
                     f"{max(ids)} in {document.place!r} with vocab_size={self._vocab_size}. Use "
                     f"--model.vocab-size {self._needed()}, which {str(self._path)!r} needs."
@@ -146,7 +148,7 @@ def _load(path: Path) -> Any:
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
-        raise ImportError(
+        raise MissingPackageError(
             f"data.tokenizer must have the package tokenizers; got {str(path)!r} without it. Run "
             "pip install tokenizers."
         ) from error
@@ -154,7 +156,7 @@ def _load(path: Path) -> Any:
         return Tokenizer.from_str(path.read_text(encoding="utf-8"))
     # The package raises plain exceptions.
     except Exception as error:
-        raise ValueError(
+        raise InputError(
             f"data.tokenizer must be a Hugging Face tokenizer.json; got {str(path)!r}: {error}. "
             "Give the file that lies beside the weights of the model, not its folder."
         ) from error

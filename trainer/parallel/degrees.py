@@ -1,4 +1,4 @@
-"""Which degrees of parallelism a run uses, where its flags leave some open."""
+"""The degrees of parallelism of a run whose flags leave some of them open."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ import math
 from startrail_jax.mesh import Degrees
 from trainer.config import MeshConfig
 
-# StarTrail with C = 2, then what fits where C^2 = 4 does not divide the devices: (team, group).
+# Default (team, group), best first: StarTrail with C = 2, then what fits where C^2 = 4 does not
+# divide the number of devices.
 DEFAULT_TEAMS = ((2, 2), (2, 1), (1, 1))
 
 
 def choose_degrees(mesh: MeshConfig, num_devices: int) -> Degrees:
-    """Fills in what `mesh` leaves open so that the product is the number of devices.
+    """Fills in the degrees that `mesh` leaves open, so that their product is the number of devices.
 
-    Given degrees stay as they are. `group` follows a given `team`, and `ring` takes the devices
-    that are left. With no `team` given it is 2, and so is `group`, or else the first of
-    `DEFAULT_TEAMS` that fits what is given.
+    Given degrees stay as they are. Where `team` is given and `group` is not, `group` equals
+    `team`. Where `team` is not given, the two are the first of `DEFAULT_TEAMS` that fits the
+    devices and the given degrees. `ring` takes the remaining devices.
 
     Raises:
         ValueError: if no choice gives the number of devices.
@@ -39,7 +40,7 @@ def choose_degrees(mesh: MeshConfig, num_devices: int) -> Degrees:
 
 
 def describe_degrees(mesh: MeshConfig, degrees: Degrees) -> str:
-    """One line for the log: the degrees, and why they are not the default where they are not."""
+    """One line for the log: the degrees, and whether the default did not fit."""
     line = ", ".join(f"{name} {degree}" for name, degree in vars(degrees).items())
     chosen = (degrees.team, degrees.group)
     if (mesh.team, mesh.group) == (None, None) and chosen != DEFAULT_TEAMS[0]:
@@ -48,7 +49,7 @@ def describe_degrees(mesh: MeshConfig, degrees: Degrees) -> str:
 
 
 def _teams(mesh: MeshConfig) -> list[tuple[int, int]]:
-    """The (team, group) that `mesh` allows, best first."""
+    """The pairs (team, group) that `mesh` allows, best first."""
     if mesh.team is not None:
         return [(mesh.team, mesh.team if mesh.group is None else mesh.group)]
     if mesh.group is not None:
@@ -57,6 +58,7 @@ def _teams(mesh: MeshConfig) -> list[tuple[int, int]]:
 
 
 def _way_out(mesh: MeshConfig, product: int, num_devices: int) -> str:
+    """What to do about degrees whose product does not fit the number of devices."""
     team_only = mesh.team if mesh.group is None and mesh.ring is None else None
     if team_only and num_devices % (product // team_only) == 0:
         return f"Use --mesh.group 1 with --mesh.team {team_only}, or --devices {product}."

@@ -11,7 +11,7 @@ from trainer.config import OptimizerConfig
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """The learning rate by the number of updates made before.
+    """The learning rate as a function of the number of earlier updates.
 
     Neither the first update nor the last has a rate of 0.
     """
@@ -28,8 +28,8 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
     """The optimizer of a run of `steps` steps.
 
-    Norm scales are not decayed, and are told by their name: as the weights of all layers are
-    stacked, they are no vectors.
+    Scales of norms are not decayed. They are recognised by their names, not by their dimensions:
+    stacked for all layers, they are matrices.
     """
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm),

@@ -1,15 +1,16 @@
-"""How weights, gradients and optimizer state lie on the mesh, and how a device gets what it needs.
+"""How weights, gradients and optimizer state are sharded, and how a device gets whole weights.
 
-Every array is split over `tensor` as Megatron-LM does, and over the axes of ZeRO as its level says:
+Every array is split over `tensor` as in Megatron-LM, and over the axes of ZeRO according to its
+level:
 
-    level   weights and moments   used by a layer           gradients
-    0       whole                 as they are               summed once a step, whole
-    1       split                 collected once a step     summed once a step, then split
-    2       split                 collected once a step     summed and split layer by layer
-    3       split                 collected by each layer   summed and split layer by layer
+    level   weights and moments   weights are            gradients are
+    0       whole                 used as they are       summed once a step
+    1       split                 gathered once a step   summed and split once a step
+    2       split                 gathered once a step   summed and split layer by layer
+    3       split                 gathered by a layer    summed and split layer by layer
 
-Weights travel in the type of the activations, gradients in float32. Axes of the mesh that ZeRO does
-not split over sum their shares of the gradient after it (hybrid ZeRO).
+Weights are gathered in the type of the activations; gradients are summed in float32. Where ZeRO
+splits over some axes only, gradients are summed over the others afterwards (hybrid ZeRO).
 
 References:
     ZeRO, https://arxiv.org/abs/1910.02054; LoongTrain's hybrid ZeRO,
@@ -21,60 +22,70 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from startrail_jax.varying import vary
 from trainer.config import SHARDED_AXES
 
-# Megatron's split: the dimension of each kernel that lies over `tensor`. Heads and MLP channels are
-# split where they are made and summed where they are used up.
+# The dimension of each kernel that is split over `tensor`, as in Megatron-LM: heads or MLP
+# channels, which one projection makes and the next one contracts.
 TENSOR_DIMS = {"query": 1, "key": 1, "value": 1, "out": 0, "gate": 1, "up": 1, "down": 0}
 
-# Weights of all layers are stacked: their first dimension counts layers, and is never split.
+# Name of the stacked weights of all layers. Their first dimension counts layers and is never split.
 STACKED = "blocks"
 
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """Which dimensions of an array lie over `tensor` and over the axes of ZeRO."""
+    """Which dimensions of an array are split over `tensor` and over the axes of ZeRO."""
 
     tensor: int | None = None
-    """Dimension over `tensor`; None if the array is the same on all of it."""
+    """Dimension that is split over `tensor`; None if the array is replicated over it."""
     zero: int | None = None
-    """Dimension over the axes of ZeRO; None if no dimension can be, or ZeRO is off."""
+    """Dimension that is split over the axes of ZeRO; None if none can be, or ZeRO is off."""
     vector: bool = False
-    """Whether it is a vector, as a norm's scale: small, and used in float32."""
+    """Whether it is a vector, such as a norm's scale, which is small and used in float32."""
     copied_heads: bool = False
-    """Whether there are fewer key heads than `tensor` has devices: each takes its own when used."""
+    """Whether it is replicated over `tensor` because there are fewer key heads than devices. Each
+    device takes the heads that it needs when the weight is used."""
+
+
+class Parameter(NamedTuple):
+    """One weight of a model on one device, as `Partition.gather` takes it."""
+
+    weight: Array
+    """Its shard, or the whole weight where that is gathered once a step."""
+    gradient_slot: Array | None
+    """An array in whose place the gradient of the weight arises; None for no gradient."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Partition:
-    """The placement of a model's weights on a mesh, and of all that has their shape."""
+    """How a model's weights, and all that has their shape, are sharded on a mesh."""
 
-    mesh: Mesh
-    """With the axes of `startrail_jax.make_mesh`."""
+    mesh: Mesh | AbstractMesh
+    """A mesh with the axes of `startrail_jax.make_mesh`."""
     level: int = 0
     """ZeRO level, 0 to 3."""
     zero_axes: tuple[str, ...] = SHARDED_AXES
-    """Mesh axes that ZeRO splits over; those of degree 1 do not matter."""
+    """Mesh axes that ZeRO splits over; those of degree 1 make no difference."""
     dtype: Any = jnp.float32
-    """Type in which weights are used, and travel."""
+    """Type in which weights are gathered and used."""
 
     @property
     def zero(self) -> tuple[str, ...]:
-        """The axes that ZeRO splits over, in order of the mesh; none at level 0."""
+        """The axes that ZeRO splits over, in the order of the mesh; none at level 0."""
         return tuple(x for x in self._axes(self.zero_axes) if self.level)
 
     @property
     def replicas(self) -> tuple[str, ...]:
-        """All axes over which devices see other tokens: gradients are summed over them."""
+        """All axes over which devices have different tokens: gradients are summed over them."""
         return self._axes(SHARDED_AXES)
 
     @property
@@ -91,14 +102,14 @@ class Partition:
         """Number of devices along mesh axes."""
         return math.prod(self.mesh.shape[axis] for axis in axes)
 
-    # Where arrays lie.
+    # How arrays are sharded.
 
     def splits(self, state: Any) -> Any:
         """The `Split` of every array of a tree of weights, or of an optimizer's state.
 
-        One rule serves both, since the path of a moment ends in the path of its weight. Over
-        `tensor` goes what `TENSOR_DIMS` says; over ZeRO's axes, the largest other dimension that
-        they divide.
+        One rule serves both, since the path of a moment ends in the path of its weight: `tensor`
+        splits the dimension that `TENSOR_DIMS` names, and ZeRO's axes split the largest other
+        dimension that they divide.
 
         Args:
             state: arrays or their shapes.
@@ -150,11 +161,19 @@ class Partition:
         return jax.tree.map(self.spec, self.splits(state), is_leaf=_is_split)
 
     def shardings(self, state: Any) -> Any:
-        """The same as NamedSharding."""
+        """The NamedSharding of every array of weights, of their gradients or of moments."""
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self.specs(state))
 
+    def sharded(self, shapes: Any) -> Any:
+        """Shapes of weights or of moments, with their shardings."""
+        return jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            shapes,
+            self.shardings(shapes),
+        )
+
     def unsplit(self, state: Any) -> dict[str, int]:
-        """Bytes of the weights that ZeRO leaves whole, as no dimension can be split, by path."""
+        """Bytes, by path, of the weights that ZeRO leaves whole since it can split no dimension."""
         splits = jax.tree.leaves(self.splits(state), is_leaf=_is_split)
         leaves = jax.tree_util.tree_leaves_with_path(state)
         return {
@@ -163,71 +182,77 @@ class Partition:
             if self.zero and split.zero is None
         }
 
-    # What a device does with its part, inside a `shard_map` over the whole mesh.
+    # What one device does with its shards, inside a `shard_map` over the whole mesh.
 
-    def sources(self, weights: Any, splits: Any) -> Any:
-        """What layers take their weights from: at levels 1 and 2 whole copies, collected now."""
+    def gather_once(self, weights: Any, splits: Any) -> Any:
+        """At levels 1 and 2 the whole weights, gathered for all of a step; else the shards."""
         if self.level not in (1, 2):
             return weights
 
         def whole(weights: Any, splits: Any) -> Any:
-            return self._map(self._collect, weights, splits)
+            return self._map(self._all_gather, weights, splits)
 
-        def collect(name: str) -> Any:
+        def gather(name: str) -> Any:
             if name != STACKED:
                 return whole(weights[name], splits[name])
-            # Layer by layer: collectives join what is contiguous, so that of all layers at once
-            # there would be a second copy.
+            # Layer by layer: a collective makes one contiguous array, which for all layers at once
+            # would be a second copy.
             of_layer = self.of_layer(splits[name])
             return lax.map(lambda layer: whole(layer, of_layer), weights[name])
 
-        return {name: collect(name) for name in weights}
+        return {name: gather(name) for name in weights}
 
-    def sinks(self, weights: Any, splits: Any) -> Any:
-        """Zeros, in whose place gradients arise: differentiate with respect to these.
+    def gradient_slots(self, weights: Any, splits: Any) -> Any:
+        """Zeros in whose place the gradients of the weights arise; differentiate by these.
 
-        Whole at levels 0 and 1, where every device holds its own share of the sum; split at levels
-        2 and 3.
+        A slot is as large as the gradient that arises in it: at levels 0 and 1 that of a whole
+        weight, of which every device holds its own addend; at levels 2 and 3 a shard of the sum.
         """
 
-        def sink(x: Array, split: Split) -> Array:
+        def slot(x: Array, split: Split) -> Array:
             shape = list(x.shape)
             if self.level == 1 and split.zero is not None:
                 shape[split.zero] *= self.size(self.zero)
-            return vary(jnp.zeros(shape, jnp.float32), *self._sink_axes(split))
+            return vary(jnp.zeros(shape, jnp.float32), *self._slot_axes(split))
 
-        return self._map(sink, weights, splits)
+        return self._map(slot, weights, splits)
 
-    def _sink_axes(self, split: Split) -> tuple[str, ...]:
-        """The axes over which what arises in a sink differs between devices."""
+    def _slot_axes(self, split: Split) -> tuple[str, ...]:
+        """The axes over which the gradient in a slot differs between devices."""
         tensor = () if split.tensor is None else self.tensor
         if self.level < 2:
             return (*self.replicas, *tensor)
         return (*(() if split.zero is None else self.zero), *tensor)
 
-    def use(self, sources: Any, sinks: Any, splits: Any) -> Any:
-        """The whole weights; their gradients go to the sinks.
+    def gather(self, parameters: Any, splits: Any) -> Any:
+        """The whole weights of a tree of `Parameter`s; their gradients arise in the slots.
 
-        In float32, so that gradients are, with the values of `dtype`: at level 0, where nothing
-        travels, too, for products in float32 that a model may have.
+        The weights are float32 arrays with values of `dtype`, so that their gradients are float32.
+        The values are rounded at level 0 too, where nothing is gathered, since a model may use a
+        weight in float32.
         """
 
-        def one(source: Array, split: Split, sink: Array) -> Array:
-            weight: Any = _weight(self, split, source, sink)
+        def whole(parameter: Parameter, split: Split) -> Array:
+            if parameter.gradient_slot is None:
+                weight = _gathered(self, split, parameter.weight)
+            else:
+                weight: Any = _gathered_with_slot(self, split, *parameter)
             return self._own_heads(weight) if split.copied_heads else weight
 
-        return self._map(one, sources, splits, sinks)
+        leaves, structure = jax.tree.flatten(parameters, is_leaf=_is_parameter)
+        split_leaves = jax.tree.leaves(splits, is_leaf=_is_split)
+        return jax.tree.unflatten(structure, map(whole, leaves, split_leaves))
 
-    def spread(self, x: Array) -> Array:
-        """Activations that go into products split over `tensor`; their gradient is summed."""
+    def copy_to_tensor(self, x: Array) -> Array:
+        """`Hooks.copy_to_tensor`: the identity; the gradient is summed over `tensor`."""
         return vary(x, *self.tensor)
 
-    def join(self, x: Array) -> Array:
-        """The sum over `tensor` of what split products gave."""
+    def reduce_from_tensor(self, x: Array) -> Array:
+        """`Hooks.reduce_from_tensor`: the sum over `tensor`."""
         return lax.psum(x, self.tensor) if self.tensor else x
 
     def reduce(self, gradients: Any, splits: Any) -> Any:
-        """The gradients of a step, summed over devices as far as they are not yet."""
+        """The gradients of a step, summed over devices; at levels 2 and 3 they are already."""
         if self.level >= 2:
             return gradients
         return self._map(self._sum, gradients, splits)
@@ -241,21 +266,21 @@ class Partition:
 
         return jax.tree.map(one, splits, is_leaf=_is_split)
 
-    def _map(self, function: Any, arrays: Any, splits: Any, *others: Any) -> Any:
-        """Maps over trees of arrays beside the one of splits, whose leaves come second."""
+    def _map(self, function: Any, arrays: Any, splits: Any) -> Any:
+        """Calls a function with each array of a tree and its split."""
         leaves, structure = jax.tree.flatten(arrays)
-        flat = [jax.tree.leaves(splits, is_leaf=_is_split), *map(jax.tree.leaves, others)]
-        return jax.tree.unflatten(structure, map(function, leaves, *flat))
+        split_leaves = jax.tree.leaves(splits, is_leaf=_is_split)
+        return jax.tree.unflatten(structure, map(function, leaves, split_leaves))
 
-    def _collect(self, x: Array, split: Split) -> Array:
-        """The whole of an array that lies split over ZeRO's axes, in the type of use."""
+    def _all_gather(self, x: Array, split: Split) -> Array:
+        """The whole of an array that is split over ZeRO's axes, in the type in which it is used."""
         x = x if split.vector else x.astype(self.dtype)
         if split.zero is None:
             return x
         return lax.all_gather(x, self.zero, axis=split.zero, tiled=True)
 
     def _sum(self, gradient: Array, split: Split) -> Array:
-        """Sums a device's share over all replicas; leaves it its own part."""
+        """The sum of a device's addend over all replicas; of a split array, its own shard of it."""
         left = self.replicas
         if split.zero is not None:
             gradient = lax.psum_scatter(
@@ -265,10 +290,10 @@ class Partition:
         return lax.psum(gradient, left) if left else gradient
 
     def _own_heads(self, kernel: Float[Array, "width K H"]) -> Float[Array, "width k H"]:
-        """Of a kernel that is the same on all of `tensor`, the key heads of this device's queries.
+        """The key heads of this device's query heads, from a kernel that has all key heads.
 
-        `head` * `tensor` devices split the query heads, and each needs one key head; those along
-        `head` trade theirs later.
+        The query heads are split over `head` * `tensor` devices, each of which needs one key head.
+        A device takes those of all devices along `head`, which exchange them in the attention.
         """
         head, tensor = (self.mesh.shape[axis] for axis in ("head", "tensor"))
         ranks = lax.axis_index("tensor") * head + jnp.arange(head)
@@ -278,32 +303,44 @@ class Partition:
 
 def path_name(path: tuple[Any, ...]) -> str:
     """The name of an array of a state: blocks/mlp/up/kernel."""
-    # Flax keeps an array in a variable, as its "value".
+    # Flax keeps the array of a variable as its "value".
     return jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")
+
+
+def _is_parameter(x: Any) -> bool:
+    """Whether a part of a tree is a `Parameter`."""
+    return isinstance(x, Parameter)
 
 
 def _is_split(x: Any) -> bool:
     return isinstance(x, Split)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _weight(partition: Partition, split: Split, source: Array, sink: Array) -> Array:
-    """A weight as it is used; its gradient is that of the sink, whose value is never read."""
-    whole = partition._collect(source, split) if partition.level == 3 else source
+def _gathered(partition: Partition, split: Split, weight: Array) -> Array:
+    """A weight as it is used."""
+    whole = partition._all_gather(weight, split) if partition.level == 3 else weight
     if partition.level == 0 and not split.vector:
         kept = jnp.finfo(partition.dtype)
         whole = lax.reduce_precision(whole, kept.nexp, kept.nmant)
     return vary(whole, *partition.replicas).astype(jnp.float32)
 
 
-def _weight_forward(*arguments: Any) -> tuple[Array, None]:
-    return _weight(*arguments), None
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _gathered_with_slot(
+    partition: Partition, split: Split, weight: Array, gradient_slot: Array
+) -> Array:
+    """A weight as it is used. Its gradient is that of the slot, whose value is never read."""
+    return _gathered(partition, split, weight)
 
 
-def _weight_backward(
+def _gathered_with_slot_forward(*arguments: Any) -> tuple[Array, None]:
+    return _gathered_with_slot(*arguments), None
+
+
+def _gathered_with_slot_backward(
     partition: Partition, split: Split, _: None, gradient: Array
 ) -> tuple[None, Array]:
     return None, partition._sum(gradient, split) if partition.level >= 2 else gradient
 
 
-_weight.defvjp(_weight_forward, _weight_backward)
+_gathered_with_slot.defvjp(_gathered_with_slot_forward, _gathered_with_slot_backward)

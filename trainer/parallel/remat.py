@@ -1,4 +1,4 @@
-"""What is kept for the backward pass, and how much is treated at a time.
+"""Rematerialisation: what a layer saves for its backward pass, and where.
 
 References:
     DistFlashAttn's placement of what is saved, https://arxiv.org/abs/2310.03294; LoongTrain's
@@ -17,30 +17,31 @@ from jaxtyping import Array
 from startrail_jax.rings import CHECKPOINT_NAMES
 
 LAYER_INPUT = "layer_input"
-"""`checkpoint_name` of what goes into a layer."""
+"""`checkpoint_name` of the input of a layer."""
 
 Remat = Literal["none", "attention_saved", "full"]
 
 
 def rematerialised(
-    layer: Callable[..., Array], *, remat: Remat, offload: bool, collects_weights: bool
+    layer: Callable[..., Array], *, remat: Remat, offload: bool, gathers_weights: bool
 ) -> Callable[..., Array]:
-    """A layer that computes again in the backward pass what is not saved.
+    """A layer that recomputes in its backward pass what it has not saved.
 
-    Saved for every layer, in elements of a device's tokens x width: its input, and with
-    "attention_saved" attention's output (heads * head_dim) and log-sum-exp too, so that attention
-    is never computed again. Weights that the layer collects are collected again in any case.
+    With "full", a layer saves its input, [tokens, width]. With "attention_saved", it also saves the
+    output of attention, [tokens, heads * head_dim], and its log-sum-exp, so that attention is never
+    recomputed. With "none", it saves everything but weights that it gathers: those are always
+    gathered again.
 
     Args:
-        layer: (weights, x, ...) -> x.
-        remat: "none" saves all, "full" the input alone.
-        offload: whether what is saved waits in the host's memory.
-        collects_weights: whether the layer collects its weights (ZeRO 3).
+        layer: a function (weights, x, ...) -> x.
+        remat: what the layer saves.
+        offload: whether it saves to the host's memory.
+        gathers_weights: whether the layer gathers its weights (ZeRO 3).
     """
     if remat == "none":
-        if not collects_weights:
+        if not gathers_weights:
             return layer
-        return jax.checkpoint(layer, prevent_cse=False, policy=_all_but_weights)
+        return jax.checkpoint(layer, prevent_cse=False, policy=_save_all_but_weights)
     names = CHECKPOINT_NAMES if remat == "attention_saved" else ()
     policies = jax.checkpoint_policies
     if not offload:
@@ -59,30 +60,15 @@ def rematerialised(
     return jax.checkpoint(named, prevent_cse=False, policy=policy)
 
 
-# What collecting a weight is made of. Inside a layer there is little else of it, and that is cheap.
-_COLLECTING = {"all_gather", "convert_element_type", "pvary", "pcast"}
+# The operations of which gathering a weight consists. A layer has few others of these kinds, which
+# are cheap to repeat.
+_GATHERING = {"all_gather", "convert_element_type", "pvary", "pcast"}
 
 
-def _all_but_weights(primitive: Any, *_: Any, **parameters: Any) -> bool:
-    """A policy: saves everything but the weights that a layer has collected."""
+def _save_all_but_weights(primitive: Any, *_: Any, **parameters: Any) -> bool:
+    """A checkpoint policy that saves everything but the weights that a layer has gathered."""
     if primitive.name == "custom_vjp_call":
-        # Asked about as a whole, and `Partition.use` makes one of every weight.
+        # `Partition.gather` makes one of every weight, and jax asks about it as a whole.
         names = {equation.primitive.name for equation in parameters["call_jaxpr"].eqns}
-        return not names <= _COLLECTING
-    return primitive.name not in _COLLECTING
-
-
-def describe_memory(memory: Any) -> str:
-    """What a compiled program takes of a device, for the log.
-
-    Args:
-        memory: what `memory_analysis()` of it says.
-    """
-    state, temporary = memory.argument_size_in_bytes, memory.temp_size_in_bytes
-    host = memory.host_temp_size_in_bytes
-    line = f"{_size(state + temporary)} (state and batch {_size(state)}, the rest for a step)"
-    return f"{line}, and {_size(host)} of the host's" if host else line
-
-
-def _size(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB" if size >= 2**29 else f"{size / 2**20:.1f} MiB"
+        return not names <= _GATHERING
+    return primitive.name not in _GATHERING

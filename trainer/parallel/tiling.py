@@ -1,4 +1,4 @@
-"""How many tokens are treated at a time: MLP and loss in tiles."""
+"""Tiling: MLP and loss, computed for some of a device's tokens at a time to save memory."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from startrail_jax.varying import vary
 
 
 def in_tiles(function: Callable[..., Array], tile: int | None) -> Callable[..., Array]:
-    """A function of tokens that treats `tile` of them at a time, forward and backward.
+    """A function of tokens that is computed for `tile` of them at a time, forward and backward.
 
     Args:
-        function: of arrays [B T ...], to an array [B T ...], every token by itself.
-        tile: tokens at a time, or as many fewer as divide B * T; None for all at once.
+        function: a function of arrays [B T ...] to an array [B T ...] that treats each token by
+            itself.
+        tile: tokens at a time; if it does not divide B * T, the largest smaller number that does.
+            None for all at once.
     """
 
     def tiled(*arrays: Array) -> Array:
@@ -36,17 +38,18 @@ def in_tiles(function: Callable[..., Array], tile: int | None) -> Callable[..., 
 def summed_in_tiles(
     function: Callable[..., Float32[Array, ""]], tile: int | None, dtype: Any
 ) -> Callable[..., Float32[Array, ""]]:
-    """The sum of a function over tiles of tokens.
+    """The sum over all tokens of a function that is computed for one tile at a time.
 
-    Where it is differentiated, each tile gives value and gradients at once: what `function`
-    computes is neither kept nor computed again, and a second pass over the tiles does not keep the
-    weights.
+    Where the sum is differentiated, each tile gives its value and its gradients in one pass. So
+    what `function` computes is neither saved nor recomputed, and no second pass over the tiles
+    needs the weights.
 
     Args:
-        function: (weights, x [B T ...], more [B T ...], ...) -> the sum over its tokens.
-            Differentiable by weights, which are float32, and by x.
-        tile: a divisor of B * T; None for all at once.
-        dtype: what the values of the weights fit: as such they wait between tiles.
+        function: a function (weights, x [B T ...], more [B T ...], ...) -> the sum over its tokens.
+            It is differentiable by the weights, which are float32, and by x.
+        tile: tokens of a tile, a divisor of B * T; None for all tokens.
+        dtype: a type that holds the values of the weights exactly; the loop over tiles keeps them
+            in it.
     """
 
     def tiles(arrays: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -89,12 +92,12 @@ def summed_in_tiles(
 
 
 def largest_tile(tile: int, tokens: int) -> int:
-    """The largest number up to `tile` that divides the tokens."""
+    """The largest number up to `tile` that divides the number of tokens."""
     return next(n for n in range(min(tile, tokens), 0, -1) if tokens % n == 0)
 
 
 def check_tile(tile: int | None, tokens: int) -> None:
-    """Raises unless `tile` divides the tokens that a device treats.
+    """Checks that `tile` divides the number of tokens that a device treats at a time.
 
     Raises:
         ValueError: if it does not.
@@ -102,7 +105,7 @@ def check_tile(tile: int | None, tokens: int) -> None:
     if tile is not None and tile < tokens and tokens % tile:
         best = largest_tile(tile, tokens)
         raise ValueError(
-            "tile must divide the tokens that a device treats at a time, those of a batch / "
-            f"(accumulation * devices that share them); got tile={tile} for {tokens} tokens. "
-            f"Use --tile {best}."
+            "tile must divide the number of tokens that a device treats at a time, which is that "
+            "of a batch / (accumulation * devices that share the batch); got "
+            f"tile={tile} for {tokens} tokens. Use --tile {best}."
         )

@@ -7,6 +7,8 @@ from typing import Any
 
 import jax
 
+from startrail_jax.errors import InputError
+
 # Enough for StarTrail with C = 2 and sub-rings of two.
 SIMULATED_DEVICES = 8
 
@@ -38,13 +40,13 @@ def select_devices(count: int | None, *, processes: int | None = 1) -> list[Any]
         by_process.setdefault(device.process_index, []).append(device)
     counts = [len(by_process[process]) for process in sorted(by_process)]
     if len(set(counts)) > 1:
-        raise ValueError(
+        raise InputError(
             f"Every process must see as many devices; got {' and '.join(map(str, counts))} in "
             f"processes 0 to {len(counts) - 1}. Hide those that are too many, by "
             "CUDA_VISIBLE_DEVICES; where they are simulated, give all the same --devices."
         )
     if count is not None and count > len(devices):
-        raise ValueError(
+        raise InputError(
             f"devices must be at most the number of devices; got devices={count}, and there are "
             f"{len(devices)} ({devices[0].platform}). Use --devices {len(devices)}."
         )
@@ -64,7 +66,7 @@ def require_divisible(count: int | None, processes: int | None) -> None:
 
 def _share(count: int, processes: int) -> int:
     if count % processes:
-        raise ValueError(
+        raise InputError(
             "devices must be divisible by the number of processes; got "
             f"devices={count}, processes={processes}. Use --devices "
             f"{-(-count // processes) * processes}."

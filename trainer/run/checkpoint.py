@@ -18,6 +18,7 @@ from jax.experimental import multihost_utils
 from jaxtyping import Array, PyTree, Shaped
 from orbax.checkpoint import v1 as ocp
 
+from startrail_jax.errors import InputError, UserError
 from trainer.run.folder import require_writable
 
 LISTED_DIFFERENCES = 3
@@ -33,7 +34,7 @@ WEIGHTS = "weights"
 AVERAGE = "average"
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(UserError, RuntimeError):
     """A checkpoint could not be saved or read. Those that were whole still are."""
 
 
@@ -210,7 +211,7 @@ class Checkpoints:
         saved = self._read_metadata(step)
         differences = _differences(saved, wanted)
         if differences:
-            raise ValueError(
+            raise InputError(
                 f"The checkpoint must be of this model and optimizer; got {self._path(step)}, "
                 f"{_list_differences(differences)}\n"
                 "Use another --run-dir for a new run, or the flags of that run: they are in its "
@@ -305,7 +306,7 @@ def restore_weights(
             "delete that folder: an earlier one is read then."
         ) from error
     if differences:
-        raise ValueError(
+        raise InputError(
             f"The checkpoint must be of the model that config.json beside it says; got {path}, "
             f"{_list_differences(differences)}\nGive the folder of a run whose files are its own."
         )

@@ -19,7 +19,7 @@ def interruption(agree: Callable[[bool], bool] = bool) -> Iterator[Callable[[], 
     For the main thread, round the loop.
 
     Args:
-        agree: what makes of the wish of one process the answer of all; `watch` gives one.
+        agree: what makes of the wish of one process the answer of all; `heartbeat` gives one.
 
     Yields:
         A function that says whether a signal has come; with `agree`, to any process. All must then

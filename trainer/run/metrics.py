@@ -18,6 +18,8 @@ from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore
 from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore
 
+from trainer.errors import StorageError
+
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
 
@@ -198,7 +200,7 @@ class Reporter:
                 with suppress(OSError):  # It would be the same one.
                     self._events.close()
                 self._events = None
-            raise OSError(
+            raise StorageError(
                 f"Metrics could not be written to {self._path.parent}: {error.strerror}. Free "
                 "space there or mend that; then the same command goes on."
             ) from error

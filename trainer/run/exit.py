@@ -1,4 +1,4 @@
-"""How a program ends on an error that says by itself what to do."""
+"""How a program ends on an error."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import NoReturn
 
-REPOSITORY = Path(__file__).parents[2]
+from startrail_jax.errors import UserError
 
 
 @contextmanager
-def exit_on_own_errors() -> Iterator[None]:
-    """Ends the program with status 1 and the message alone, if our own code raised the error.
+def exit_on_user_errors() -> Iterator[None]:
+    """Ends the program with status 1 and the message alone when a `UserError` reaches it.
 
-    What comes out of a library keeps its traceback. One of several processes does not wait for the
-    others, which may never come to their ends: on Ctrl-C neither.
+    Every other error is a fault of the program or of a library, and keeps its traceback.
+
+    One of several processes ends at once on any error, on Ctrl-C too: it does not wait for the
+    other processes, which may never come to their ends.
     """
     try:
         yield
@@ -27,16 +28,16 @@ def exit_on_own_errors() -> Iterator[None]:
     except BaseException as error:
         if _is_one_of_several():
             end_now(describe(error))
-        if not isinstance(error, Exception) or not _is_own(error):
+        if not isinstance(error, UserError):
             raise
         sys.exit(describe(error))
 
 
 def describe(error: BaseException) -> str:
-    """The message alone, if our own code raised the error; else with its traceback."""
+    """The type and message of an error, after its traceback unless the error is for the user."""
     if isinstance(error, KeyboardInterrupt):
         return type(error).__name__
-    if _is_own(error):
+    if isinstance(error, UserError):
         return f"{type(error).__name__}: {error}"
     return "".join(traceback.format_exception(error)).rstrip()
 
@@ -44,9 +45,9 @@ def describe(error: BaseException) -> str:
 def end_now(message: str) -> NoReturn:
     """Prints a message and ends this process with status 1, from any thread.
 
-    Nothing of what Python does at an end: jax would wait there for processes that hang.
+    Nothing of what Python does when it exits is done: jax would wait there for processes that hang.
     """
-    # A bar that was cut short has hidden the cursor.
+    # A progress bar that was cut short has hidden the cursor.
     if sys.stdout.isatty():
         print("\x1b[?25h", end="")
     try:
@@ -54,14 +55,6 @@ def end_now(message: str) -> NoReturn:
         print(message, file=sys.stderr, flush=True)
     finally:
         os._exit(1)
-
-
-def _is_own(error: BaseException) -> bool:
-    frames = traceback.extract_tb(error.__traceback__)
-    if not frames:
-        return False
-    path = Path(frames[-1].filename)
-    return REPOSITORY in path.parents and "site-packages" not in path.parts
 
 
 def _is_one_of_several() -> bool:

@@ -1,5 +1,6 @@
 """Tiles of tokens: the same values and gradients, from fewer tokens at a time."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,8 +30,8 @@ def test_in_tiles_gives_the_same_values_and_gradients(tile):
         jax.jit(jax.value_and_grad(lambda w, x, run=run: total(w, x, run), (0, 1)))(w, x)
         for run in (lambda f: f, lambda f: in_tiles(f, tile))
     ]
-    for expected, actual in zip(*map(jax.tree.leaves, results), strict=True):
-        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-4)
+    expected, actual = results
+    chex.assert_trees_all_close(actual, expected, rtol=1e-5, atol=1e-4)
     assert seen[-1] == ((2, 15, 3) if tile in (None, 30, 99) else (1, tile, 3))
 
 

@@ -1,33 +1,21 @@
-"""The config of a run survives as JSON, and a folder belongs to one run and one program."""
+"""The folder of a run belongs to one run and, at a time, to one program."""
 
 import errno
 import fcntl
 import json
 import subprocess
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 import pytest
+import tyro
 
-import trainer.run.folder as run_folder
 from configs.gpt import gpt_tiny
-from trainer.config import (
-    CheckpointConfig,
-    MeshConfig,
-)
-from trainer.gpt.config import (
-    DataConfig,
-    GPTTrainConfig,
-    RopeConfig,
-)
-from trainer.run.folder import (
-    load_config,
-    open_run,
-    require_writable,
-    save_config,
-)
+from trainer.config import CheckpointConfig, MeshConfig
+from trainer.gpt.config import GPTTrainConfig
+from trainer.run.folder import FREE_SETTINGS, open_run, require_writable
+from trainer.run.settings import flag_text, load_config, save_config, settings_of
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -43,106 +31,6 @@ def with_optimizer(config, **changes):
 
 def with_data(config, **changes):
     return replace(config, data=replace(config.data, **changes))
-
-
-def test_config_survives(config, tmp_path):
-    others = replace(
-        config,
-        model=replace(
-            config.model,
-            rope=RopeConfig(scaling="yarn", factor=4.0, original_length=64),
-            dtype="bfloat16",
-        ),
-        data=DataConfig(path=Path("some/ä.jsonl"), end_of_document=7, mask_documents=False),
-        mesh=MeshConfig(data=2, team=1),
-        zero=3,
-        zero_axes=("ring", "team"),
-        profile=(10, 12),
-        tile=512,
-    )
-    path = tmp_path / "config.json"
-    for saved in (config, others):
-        save_config(saved, path)
-        assert load_config(GPTTrainConfig, path) == saved
-    assert [x.name for x in tmp_path.iterdir()] == ["config.json"]
-
-
-def change(path, *keys, value):
-    """Sets what lies under `keys` in a file of JSON, or removes it."""
-    content = json.loads(path.read_text())
-    inner = content
-    for key in keys[:-1]:
-        inner = inner[key]
-    if value is None:
-        del inner[keys[-1]]
-    else:
-        inner[keys[-1]] = value
-    path.write_text(json.dumps(content))
-
-
-@pytest.mark.parametrize(
-    ("keys", "value", "message"),
-    [
-        (("optimizer", "learning_rat"), 1.0, r"got optimizer.learning_rat. Use optimizer.learning"),
-        (("sede",), 1, r"GPTTrainConfig's; got sede. Use seed, or leave it out"),
-        (("steps",), "many", r"steps must be int; got 'many'"),
-        (("steps",), True, r"steps must be int; got True"),
-        (("steps",), 1.5, r"steps must be int; got 1.5"),
-        (("model", "rope", "base"), "x", r"model.rope.base must be float; got 'x'"),
-        (("model", "dtype"), "float8", r"model.dtype must be .*'bfloat16'.*; got 'float8'"),
-        (("zero_axes",), ["ring", "wing"], r"zero_axes\[1\] must be .*; got 'wing'"),
-        (("profile",), [1, 2, 3], r"profile must be tuple\[int, int\]; got \[1, 2, 3\]"),
-        (("mesh",), 8, r"mesh must be MeshConfig; got 8"),
-        (("run_dir",), 8, r"run_dir must be Path; got 8"),
-        (("steps",), None, r"without a default must be there; got none for steps"),
-        (("optimizer", "learning_rate"), None, r"got none for optimizer.learning_rate. Add it"),
-        (("steps",), 0, r"steps must be at least 1"),
-    ],
-)
-def test_wrong_config_file_names_the_setting(config, tmp_path, keys, value, message):
-    path = tmp_path / "config.json"
-    save_config(config, path)
-    change(path, *keys, value=value)
-    with pytest.raises(ValueError, match=message) as caught:
-        load_config(GPTTrainConfig, path)
-    assert str(caught.value).startswith(f"{path} must hold the config of a run. ")
-
-
-def test_file_that_is_not_json_or_no_object_raises(tmp_path):
-    path = tmp_path / "config.json"
-    for text in ('{"steps": 1', "[]"):
-        path.write_text(text)
-        with pytest.raises(ValueError, match=r"must hold the config of a run\."):
-            load_config(GPTTrainConfig, path)
-
-
-def test_settings_of_an_older_file_take_their_defaults(config, tmp_path):
-    path = tmp_path / "config.json"
-    save_config(config, path)
-    change(path, "zero_axes", value=None)
-    change(path, "optimizer", "beta2", value=None)
-    assert load_config(GPTTrainConfig, path) == config
-
-
-def test_config_of_what_json_cannot_hold_raises(tmp_path):
-    @dataclass
-    class Odd:
-        what: object = field(default_factory=object)
-
-    with pytest.raises(TypeError):
-        save_config(Odd(), tmp_path / "config.json")
-    assert not (tmp_path / "config.json").exists()
-
-
-def test_literals_are_not_taken_for_numbers_of_another_type(tmp_path):
-    @dataclass
-    class Small:
-        level: Literal[0, 1] = 0
-
-    path = tmp_path / "config.json"
-    path.write_text('{"level": true}')
-    with pytest.raises(ValueError, match=r"level must be .*; got True"):
-        load_config(Small, path)
 
 
 def begin(config):
@@ -170,6 +58,20 @@ def test_run_that_never_saved_anything_binds_nothing(config):
         (folder / "checkpoints").mkdir()
     with open_run(replace(config, seed=3)):
         pass
+
+
+def test_run_of_another_kind_is_refused(config):
+    folder = begin(config)
+    path = folder / "config.json"
+    with_kind = json.loads(path.read_text())
+    assert with_kind.pop("kind") == "gpt"
+    path.write_text(json.dumps(with_kind))  # As before there were several kinds.
+    with open_run(config):
+        pass
+    path.write_text(json.dumps({"kind": "dit", "what": "another task knows"}))
+    message = rf"keep its kind of model; got {folder}, which .* 'dit', and a config of kind 'gpt'\."
+    with pytest.raises(ValueError, match=message), open_run(config):
+        raise AssertionError("not reached")
 
 
 def test_run_of_other_results_is_refused_and_left_alone(config):
@@ -212,11 +114,9 @@ def test_changes_are_allowed_on_request_but_for_the_model(config):
 
 def test_flags_of_the_message_are_those_of_the_program(config):
     """Those that the message advises give the saved run again."""
-    import tyro
-
     changed_data = with_data(config, mask_documents=False)
-    settings = run_folder.settings_of(changed_data, but=run_folder.FREE_SETTINGS)
-    flags = " ".join(run_folder.flag_text(name, value) for name, value in settings.items())
+    settings = settings_of(changed_data, but=FREE_SETTINGS)
+    flags = " ".join(flag_text(name, value) for name, value in settings.items())
     changed = with_optimizer(replace(config, seed=3), learning_rate=1e-3)
     again = tyro.cli(GPTTrainConfig, default=changed, args=flags.split())
     assert again == with_data(config, mask_documents=False)
@@ -224,7 +124,7 @@ def test_flags_of_the_message_are_those_of_the_program(config):
 
 def test_every_setting_of_a_run_must_stay_or_is_listed_as_free(config):
     """A misspelt one would be refused for ever."""
-    assert set(run_folder.FREE_SETTINGS) < set(vars(config))
+    assert set(FREE_SETTINGS) < set(vars(config))
 
 
 def test_process_that_does_not_write_compares(config):

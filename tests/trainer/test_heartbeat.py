@@ -1,4 +1,4 @@
-"""The watch among processes, with threads for processes: who is lost, who says so, who stops."""
+"""The heartbeat of processes, with threads for processes: who is lost, who says so, who stops."""
 
 import json
 import re
@@ -7,22 +7,17 @@ import socket
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field
 
 import jax
 import pytest
 
-from trainer.processes import heartbeat as watch_module
-from trainer.processes.distributed import Distributed
-from trainer.processes.heartbeat import (
-    Leader,
-    Line,
-    Member,
-    flags_of,
-    join,
-    lead,
-    watch,
-)
+from trainer.errors import StorageError
+from trainer.processes import timing, worker
+from trainer.processes.connection import Connection
+from trainer.processes.coordinator import Coordinator, coordinate
+from trainer.processes.heartbeat import heartbeat
+from trainer.processes.options import Distributed
+from trainer.processes.worker import Worker, join
 
 TIMEOUT = 2.0
 
@@ -37,10 +32,10 @@ def ends(monkeypatch):
         if threading.current_thread() is threading.main_thread():
             raise SystemExit
 
-    monkeypatch.setattr(watch_module, "end_now", end)
-    monkeypatch.setattr(watch_module, "BEAT_SECONDS", 0.1)
-    monkeypatch.setattr(watch_module, "VERDICT_SECONDS", 0.5)
-    monkeypatch.setattr(watch_module, "FAREWELL_SECONDS", 1.0)
+    monkeypatch.setattr(worker, "end_now", end)
+    monkeypatch.setattr(timing, "BEAT", 0.1)
+    monkeypatch.setattr(timing, "VERDICT", 0.5)
+    monkeypatch.setattr(timing, "FAREWELL", 1.0)
     return said
 
 
@@ -68,7 +63,7 @@ def in_threads(*actions):
 
 
 def begin(count, timeout=TIMEOUT):
-    meeting = lead(["localhost"], count, timeout)
+    meeting = coordinate(["localhost"], count, timeout)
     return in_threads(*(lambda i=i: join(meeting, i, timeout) for i in range(count)))
 
 
@@ -84,7 +79,7 @@ def close_connections():
 
 def connect(meeting, index, token=None):
     """A process that joins and does no more."""
-    line = Line(socket.create_connection(("localhost", meeting["port"])))
+    line = Connection(socket.create_connection(("localhost", meeting["port"])))
     OPEN.append(line)
     line.send("join", token=token or meeting["token"], index=index, host="far", flags={})
     return line
@@ -92,7 +87,7 @@ def connect(meeting, index, token=None):
 
 def begin_with_silent(count, timeout=TIMEOUT):
     """The last process never says anything."""
-    meeting = lead(["localhost"], count, timeout)
+    meeting = coordinate(["localhost"], count, timeout)
     line = connect(meeting, count - 1)
     return line, in_threads(*(lambda i=i: join(meeting, i, timeout) for i in range(count - 1)))
 
@@ -105,36 +100,23 @@ def drip(connection):
             time.sleep(0.1)
 
 
-@dataclass
-class Inner:
-    fast: bool = True
-    path: str = "here"
+def leave(workers):
+    in_threads(*(one.leave for one in workers))
 
 
-@dataclass
-class Settings:
-    tokens: int = 3
-    two_words: tuple[int, ...] = (1, 2)
-    inner: Inner = field(default_factory=Inner)
-
-
-def leave(members):
-    in_threads(*(member.leave for member in members))
-
-
-def test_one_process_needs_no_watch():
-    with watch(Distributed()) as agree:
+def test_one_process_needs_no_heartbeat():
+    with heartbeat(Distributed()) as agree:
         assert not agree(False)
         assert agree(True)
 
 
 def test_all_leave_together(ends):
-    members = begin(3)
-    left = threading.Thread(target=members[1].leave, daemon=True)
+    workers = begin(3)
+    left = threading.Thread(target=workers[1].leave, daemon=True)
     left.start()
     time.sleep(2 * TIMEOUT)  # Who waits for the others is not lost.
     assert left.is_alive()
-    in_threads(members[0].leave, members[2].leave)
+    in_threads(workers[0].leave, workers[2].leave)
     left.join(10)
     assert not left.is_alive()
     assert ends == []
@@ -142,12 +124,12 @@ def test_all_leave_together(ends):
 
 @pytest.mark.parametrize("wishing", [0, 2])
 def test_all_stop_at_the_same_call(wishing, ends):
-    members = begin(3)
+    workers = begin(3)
     answers = [[], [], []]
 
     def loop(index):
         for call in range(1000):
-            answers[index].append(members[index].agree(index == wishing and call >= 50))
+            answers[index].append(workers[index].agree(index == wishing and call >= 50))
             # As fast as each can, but no further ahead than a step, as in training.
             while min(map(len, answers)) < len(answers[index]) - 1:
                 time.sleep(0.001)
@@ -157,18 +139,18 @@ def test_all_stop_at_the_same_call(wishing, ends):
     first = answers[0].index(True)
     assert first >= 50
     assert all(answers[0][first:])
-    leave(members)
+    leave(workers)
     assert ends == []
 
 
 def test_wish_that_comes_when_others_are_done_stops_nobody(ends):
-    members = begin(2)
-    for member in members:
-        assert not member.agree(False)
-    left = threading.Thread(target=members[1].leave, daemon=True)
+    workers = begin(2)
+    for one in workers:
+        assert not one.agree(False)
+    left = threading.Thread(target=workers[1].leave, daemon=True)
     left.start()
-    assert not members[0].agree(True)
-    members[0].leave()
+    assert not workers[0].agree(True)
+    workers[0].leave()
     left.join(10)
     assert ends == []
 
@@ -179,9 +161,9 @@ def test_process_that_is_gone_ends_all(ends):
     wait_until(lambda: len(ends) == 2)
     host = socket.gethostname()
     assert sorted(ends) == [
-        f"process {index} of 3 ({host}) ends, as another has failed: process 2 of 3 (far) has "
-        "ended without a word. When that is mended, the same command goes on from the newest "
-        "whole checkpoint."
+        f"process {index} of 3 ({host}) ends because another process failed: process 2 of 3 (far) "
+        "has ended without a word. Fix that; then the same command goes on from the newest whole "
+        "checkpoint."
         for index in (0, 1)
     ]
 
@@ -199,10 +181,10 @@ def test_process_that_is_silent_ends_all(ends):
 def test_without_process_0_the_others_end(happens, ends):
     with socket.create_server(("localhost", 0)) as server:
         meeting = {"hosts": ["localhost"], "port": server.getsockname()[1], "token": "x"}
-        members = []
-        joining = threading.Thread(target=lambda: members.append(join(meeting, 1, TIMEOUT)))
+        workers = []
+        joining = threading.Thread(target=lambda: workers.append(join(meeting, 1, TIMEOUT)))
         joining.start()
-        line = Line(server.accept()[0])
+        line = Connection(server.accept()[0])
         assert line.receive_one(10.0)["index"] == 1
         line.send("joined", names=["process 0 of 2 (a)", "process 1 of 2 (b)"])
         joining.join(10)
@@ -212,48 +194,48 @@ def test_without_process_0_the_others_end(happens, ends):
         line.close()
     (message,) = ends
     what = {"gone": "has ended without a word", "silent": "has given no sign of life for 2 s"}
-    assert f"(b) ends, as another has failed: process 0 of 2 (a) {what[happens]}" in message
+    assert f"(b) ends because another process failed: process 0 of 2 (a) {what[happens]}" in message
 
 
-def fail_with(member, error):
+def fail_with(one, error):
     with pytest.raises(SystemExit):
-        member.fail(error)
+        one.fail(error)
 
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_error_ends_all_and_is_shown_by_all(failing, ends):
-    members = begin(2)
-    fail_with(members[failing], OSError("it broke.\nin detail"))
+    workers = begin(2)
+    fail_with(workers[failing], StorageError("it broke.\nin detail"))
     wait_until(lambda: len(ends) == 2)
     host = socket.gethostname()
     name = f"process {failing} of 2 ({host})"
-    assert f"{name}: OSError: it broke.\nin detail" in ends
+    assert f"{name}: StorageError: it broke.\nin detail" in ends
     (other,) = (message for message in ends if not message.startswith(f"{name}: "))
-    assert f" ends, as another has failed: {name}: OSError: it broke. When" in other
+    assert f" ends because another process failed: {name}: StorageError: it broke. Fix" in other
 
 
 def test_failed_collective_is_not_blamed_for_the_death_that_it_comes_of(ends):
-    line, members = begin_with_silent(3)
+    line, workers = begin_with_silent(3)
     died = threading.Timer(0.2, line.close)
     died.start()
     try:
         raise RuntimeError from jax.errors.JaxRuntimeError("Gloo: connection closed")
     except RuntimeError as error:
         with pytest.raises(SystemExit):
-            members[1].fail(error)
+            workers[1].fail(error)
     wait_until(lambda: len(ends) >= 2)
     assert all("process 2 of 3 (far) has ended without a word" in message for message in ends[:2])
 
 
 def test_failed_collective_is_blamed_when_nobody_died(ends):
-    members = begin(2)
-    fail_with(members[1], jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"))
+    workers = begin(2)
+    fail_with(workers[1], jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"))
     wait_until(lambda: len(ends) == 2)
     assert all("JaxRuntimeError: RESOURCE_EXHAUSTED: Out of memory" in x for x in ends)
 
 
 def test_strangers_are_not_let_in(ends):
-    meeting = lead(["localhost"], 2, TIMEOUT)
+    meeting = coordinate(["localhost"], 2, TIMEOUT)
     # They stay, and none of them makes those wait that come after it.
     silent = [socket.create_connection(("localhost", meeting["port"])) for _ in range(10)]
     nested, slow = silent[:2]
@@ -275,9 +257,9 @@ def test_strangers_are_not_let_in(ends):
     dripping.join(10)
     assert not dripping.is_alive()
     assert time.monotonic() - since < 5
-    members = in_threads(*(lambda i=i: join(meeting, i, TIMEOUT) for i in range(2)))
-    assert all(isinstance(member, Member) for member in members)
-    leave(members)
+    workers = in_threads(*(lambda i=i: join(meeting, i, TIMEOUT) for i in range(2)))
+    assert all(isinstance(one, Worker) for one in workers)
+    leave(workers)
     assert ends == []
     for connection in silent:
         connection.close()
@@ -295,7 +277,7 @@ def test_strangers_are_not_let_in(ends):
     ],
 )
 def test_processes_with_other_flags_are_refused_by_all(flags, message):
-    meeting = lead(["localhost"], 3, TIMEOUT)
+    meeting = coordinate(["localhost"], 3, TIMEOUT)
     of_0 = {"seed": "--seed 0", "steps": "--steps 5"}
 
     def refused(index):
@@ -308,17 +290,8 @@ def test_processes_with_other_flags_are_refused_by_all(flags, message):
     assert re.match(rf"All processes must join; got: process 1 of 3 \(.*\) has {message}", one)
 
 
-def test_flags_are_those_of_the_command_line():
-    options = Settings(tokens=5, inner=Inner(fast=False))
-    assert flags_of(options, but=["inner.path"]) == {
-        "tokens": "--tokens 5",
-        "two_words": "--two-words 1 2",
-        "inner.fast": "--inner.no-fast",
-    }
-
-
 def test_who_was_stopped_does_not_blame_the_others(monkeypatch, ends):
-    members = begin(2)
+    workers = begin(2)
     select = selectors.DefaultSelector.select
     resumed = time.monotonic() + TIMEOUT + 1
 
@@ -330,29 +303,31 @@ def test_who_was_stopped_does_not_blame_the_others(monkeypatch, ends):
     monkeypatch.setattr(selectors.DefaultSelector, "select", stopped)
     time.sleep(TIMEOUT + 1.5)
     monkeypatch.setattr(selectors.DefaultSelector, "select", select)
-    leave(members)
+    leave(workers)
     assert ends == []
 
 
-def test_error_in_the_watch_itself_is_told_to_all(monkeypatch):
-    monkeypatch.setattr(Leader, "_follow", lambda _: {}["x"])
+def test_error_in_the_heartbeat_itself_is_told_to_all(monkeypatch):
+    monkeypatch.setattr(Coordinator, "_follow", lambda _: {}["x"])
     with pytest.MonkeyPatch.context() as patch:
         said = []
-        patch.setattr(watch_module, "end_now", said.append)
+        patch.setattr(worker, "end_now", said.append)
         begin(2)
         wait_until(lambda: len(said) == 2)
-    assert all("the watch in process 0 of 2 (" in x and "KeyError: 'x'" in x for x in said)
+    assert all("the heartbeat in process 0 of 2 (" in x and "KeyError: 'x'" in x for x in said)
 
 
 def test_process_that_does_not_join_is_named(monkeypatch):
-    monkeypatch.setattr(watch_module, "JOIN_SECONDS", 1.0)
-    meeting = lead(["localhost"], 2, TIMEOUT)
-    with pytest.raises(RuntimeError, match=r"must join; got: process 1 of 2 did not join .* 1 s"):
+    monkeypatch.setattr(timing, "JOIN", 1.0)
+    meeting = coordinate(["localhost"], 2, TIMEOUT)
+    with pytest.raises(
+        RuntimeError, match=r"must join; got: process 1 of 2 did not join within 1 s"
+    ):
         join(meeting, 0, TIMEOUT)
 
 
 def test_process_0_that_cannot_be_reached_is_named(monkeypatch):
-    monkeypatch.setattr(watch_module, "JOIN_SECONDS", 0.1)
+    monkeypatch.setattr(timing, "JOIN", 0.1)
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]
     meeting = {"hosts": ["localhost", "127.0.0.1"], "port": port, "token": "x"}
@@ -365,7 +340,7 @@ def test_messages_are_read_in_whatever_pieces_they_come():
     here, there = socket.socketpair(socket.AF_UNIX)
     with here, there, pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket.socket, "setsockopt", lambda *_: None)  # Not of TCP.
-        line = Line(here)
+        line = Connection(here)
         data = json.dumps({"kind": "a", "text": "x\ny" * 1000}).encode() + b'\n{"kind": "b"}\n'
         found = []
         for start in range(0, len(data), 1500):

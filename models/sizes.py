@@ -1,0 +1,26 @@
+"""Which sizes a model can have. Imports no jax, so that a config can ask too."""
+
+from __future__ import annotations
+
+
+def check_dit_width(*, width: int, heads: int, prefix: str = "") -> None:
+    """Raises unless a diffusion transformer can have this width.
+
+    Args:
+        width: channels of the residual stream.
+        heads: attention heads.
+        prefix: what comes before both names where a user sets them, such as "model.".
+
+    Raises:
+        ValueError: if the heads do not divide the width, or positions cannot be coded in it.
+    """
+    if width % heads:
+        raise ValueError(
+            f"{prefix}heads must divide {prefix}width; got heads={heads}, width={width}. "
+            f"Use {prefix}width={-(-width // heads) * heads}."
+        )
+    if width % 2 or width < 8:
+        raise ValueError(
+            f"{prefix}width must be even and at least 8, for sines and cosines of frame, row and "
+            f"column; got width={width}. Use {max(8, width + width % 2)}."
+        )

@@ -1,0 +1,192 @@
+"""What one device receives in each step of the schedule, in closed form.
+
+The steps are those of `startrail_jax.rings`. `startrail_jax.analysis.cost` adds them up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from startrail_jax.mesh import Degrees
+from startrail_jax.sizes import Sizes
+
+Placement = Literal["permute_gather", "gather_permute"]
+Combine = Literal["merge", "reduce_scatter"]
+
+_FLOAT32 = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transfer:
+    """What one device receives in one step of the schedule through one kind of collective."""
+
+    step: str
+    """Step of the schedule, for example "query gather"."""
+    collective: str
+    """One of `startrail_jax.analysis.COLLECTIVES`."""
+    tensor_bytes: int = 0
+    """Bytes of query, key, value, output and their gradients."""
+    row_bytes: int = 0
+    """Bytes of what has no head_dim: lse, delta and segment ids."""
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes of both."""
+        return self.tensor_bytes + self.row_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steps:
+    """The transfers of each step, for one setting and one device's share of the sizes."""
+
+    degrees: Degrees
+    """The degrees of the mesh."""
+    share: Sizes
+    """What `Sizes.share` gives for these degrees."""
+    causal: bool
+    """Whether the attention is causal."""
+    rounds: int
+    """Number of ring rounds that are visited."""
+    placement: Placement
+    """Order of step 2: "permute_gather" (ours) or "gather_permute" (the paper)."""
+
+    def exchange(self, *, id_arrays: int) -> list[Transfer]:
+        """Step 0: query, key and value, or their gradients back.
+
+        Args:
+            id_arrays: number of arrays of segment ids that go along; gradients have none.
+        """
+        share = self.share
+        tensors = self._exchanged(share.query_bytes) + self._exchanged(share.key_value_bytes)
+        ids = (share.query_id_bytes, share.key_id_bytes)[:id_arrays]
+        return [
+            _copies("head exchange", "all_to_all", 1, tensors),
+            _copies("head exchange", "all_gather", 1, 0, sum(map(self._exchanged, ids))),
+        ]
+
+    def output_exchange(self) -> list[Transfer]:
+        """Step 5: the output, or its gradient back."""
+        return [
+            _copies("output exchange", "all_to_all", 1, self._exchanged(self.share.out_bytes)),
+        ]
+
+    def _exchanged(self, size: int) -> int:
+        """How many of `size` bytes come from other devices of the head axis."""
+        return size * (self.degrees.head - 1) // self.degrees.head
+
+    def query_gather(self, *, backward: bool = False) -> list[Transfer]:
+        """Step 1; the backward pass gathers dout, lse and delta beside the query."""
+        tensors, rows = self.share.query_bytes, self.share.query_id_bytes
+        if backward:
+            tensors, rows = tensors + self.share.out_bytes, rows + 2 * self.share.lse_bytes
+        return [_copies("query gather", "all_gather", self.degrees.team - 1, tensors, rows)]
+
+    def query_scatter(self) -> list[Transfer]:
+        """The gradient of step 1: dq is summed over the team, in float32."""
+        dq = self.share.query_gradient_bytes
+        return [_copies("query scatter", "reduce_scatter", self.degrees.team - 1, dq)]
+
+    def key_placement(self, *, shared_ids: bool) -> list[Transfer]:
+        """Step 2: keys and values to the devices that need them in round 0.
+
+        Args:
+            shared_ids: whether queries and keys have the same array of segment ids. In the order of
+                the paper it is then gathered over the team already, and XLA does not repeat that.
+        """
+        step, tensors, ids = "key placement", self.share.key_value_bytes, self.share.key_id_bytes
+        gathered, permuted = self._placed_copies()
+        if self.placement == "gather_permute":
+            gathered_ids = 0 if shared_ids else ids
+            return [
+                _copies(step, "all_gather", gathered, tensors, gathered_ids),
+                _copies(step, "collective_permute", permuted, tensors, ids),
+            ]
+        return [
+            _copies(step, "collective_permute", permuted, tensors, ids),
+            _copies(step, "all_gather", gathered, tensors, ids),
+        ]
+
+    def key_gradient_placement(self) -> list[Transfer]:
+        """The gradient of step 2: dk and dv are summed over the group and sent to their owners."""
+        step, dkv = "key gradient placement", self.share.key_value_gradient_bytes
+        gathered, permuted = self._placed_copies()
+        if self.placement == "gather_permute":
+            return [
+                _copies(step, "collective_permute", permuted, dkv),
+                _copies(step, "reduce_scatter", gathered, dkv),
+            ]
+        return [
+            _copies(step, "reduce_scatter", gathered, dkv),
+            # The sum is complete: from here on the input width is enough.
+            _copies(step, "collective_permute", permuted, self.share.key_value_bytes),
+        ]
+
+    def _placed_copies(self) -> tuple[int, int]:
+        """Shares that a device receives by gathering, and by permuting."""
+        group, team = self.degrees.group, self.degrees.team
+        if self.placement == "gather_permute":
+            return team - 1, team if team > 1 else 0
+        shards = self.degrees.sequence // self.degrees.head
+        return group - 1, int(self.causal and 1 < group < shards)
+
+    def ring(self) -> list[Transfer]:
+        """Step 3 of the forward pass: a key unit goes round."""
+        hops, share = (self.rounds - 1) * self.degrees.group, self.share
+        return [
+            _copies("ring", "collective_permute", hops, share.key_value_bytes, share.key_id_bytes)
+        ]
+
+    def gradient_ring(self, mode: Literal["query", "kv"]) -> list[Transfer]:
+        """Step 3 of the backward pass; gradients make as many hops as their operands."""
+        share = self.share
+        if mode == "kv":
+            hops, operands = (self.rounds - 1) * self.degrees.group, share.key_value_bytes
+            rows, gradients = share.key_id_bytes, share.key_value_gradient_bytes
+        else:
+            hops = (self.rounds - 1) * self.degrees.team
+            operands = share.query_bytes + share.out_bytes
+            rows = share.query_id_bytes + 2 * share.lse_bytes
+            gradients = share.query_gradient_bytes
+        return [
+            _copies("ring", "collective_permute", hops, operands, rows),
+            _copies("gradient ring", "collective_permute", hops, gradients),
+        ]
+
+    def combination(self, combine: Combine) -> list[Transfer]:
+        """Step 4: outputs and lse to the owners of the queries."""
+        team, out, lse = self.degrees.team, self.share.out_bytes, self.share.lse_bytes
+        if combine == "merge":
+            return [_copies("combine", "all_to_all", team - 1, out, lse)]
+        # The log-sum-exp over the team is a pmax and a psum of the lse of the whole query unit.
+        return [
+            _copies("combine", "reduce_scatter", team - 1, out),
+            _copies("combine", "all_reduce", 2, 0, all_reduce_bytes(team * lse, team)),
+        ]
+
+    def replica_sum(self, kv_heads: int) -> list[Transfer]:
+        """Gradients of keys and values that lie on every device along `tensor`, summed over it.
+
+        Args:
+            kv_heads: key heads over all devices. If `tensor` divides them, each lies on one device.
+        """
+        share, tensor = self.share, self.degrees.tensor
+        if kv_heads % tensor == 0:
+            return []
+        # What is summed is as it was before the head exchange.
+        row = share.batch * (share.key_tokens // self.degrees.head) * kv_heads * _FLOAT32
+        head_dims = (share.head_dim, share.value_head_dim)
+        size = sum(all_reduce_bytes(row * head_dim, tensor) for head_dim in head_dims)
+        return [_copies("replica sum", "all_reduce", 1, size)]
+
+
+def all_reduce_bytes(size: int, num_devices: int) -> int:
+    """Bytes that a device receives when `num_devices` sum buffers of `size` bytes, rounded up."""
+    return -(-2 * (num_devices - 1) * size // num_devices)
+
+
+def _copies(step: str, collective: str, copies: int, tensors: int, rows: int = 0) -> Transfer:
+    """A transfer of `copies` buffers of `tensors` + `rows` bytes each."""
+    return Transfer(
+        step=step, collective=collective, tensor_bytes=copies * tensors, row_bytes=copies * rows
+    )

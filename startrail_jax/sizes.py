@@ -1,0 +1,245 @@
+"""The sizes of one attention call, and the share of them that one device works on.
+
+`Sizes` is plain arithmetic. The checks of the public callable, the schedule and the closed form of
+the network traffic (`startrail_jax.analysis.cost`) all use this one value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from startrail_jax.layout import Layout
+from startrail_jax.mesh import Degrees
+
+WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of one element, for every dtype that query, key and value may have."""
+
+# Bytes of an element of what is always float32 (lse, delta, summed gradients) or int32 (ids).
+_FLOAT32 = 4
+_INT32 = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Sizes of query, key and value: of the whole arrays, or of the share of one device.
+
+    The query is [batch, query_tokens, heads, head_dim], the key is [batch, key_tokens, kv_heads,
+    head_dim] and the value is [batch, key_tokens, kv_heads, value_head_dim]. The properties give
+    bytes.
+    """
+
+    batch: int
+    """Number of sequences."""
+    query_tokens: int
+    """Query tokens of each sequence."""
+    key_tokens: int
+    """Key tokens of each sequence."""
+    heads: int
+    """Query heads."""
+    kv_heads: int
+    """Key and value heads."""
+    head_dim: int
+    """Channels of a query head and of a key head."""
+    value_head_dim: int
+    """Channels of a value head and of an output head."""
+    dtype: str
+    """Name of the dtype of query, key and value: one of `WIDTHS`."""
+    packed: bool
+    """Whether each token has an int32 segment id."""
+
+    @classmethod
+    def of(cls, query: Any, key: Any, value: Any, *, packed: bool) -> Sizes:
+        """The sizes of three arrays, or of anything else with `shape` and `dtype`."""
+        return cls(
+            batch=query.shape[0],
+            query_tokens=query.shape[1],
+            key_tokens=key.shape[1],
+            heads=query.shape[2],
+            kv_heads=key.shape[2],
+            head_dim=query.shape[3],
+            value_head_dim=value.shape[3],
+            dtype=query.dtype.name,
+            packed=packed,
+        )
+
+    def check(self, degrees: Degrees, *, causal: bool, layout: Layout | None = None) -> None:
+        """Raises unless attention of these sizes, over all devices, can be split by `degrees`.
+
+        Args:
+            degrees: the degrees that split batch, tokens and heads.
+            causal: whether the attention is causal.
+            layout: the placement of the tokens; None if it is not known. The sequence degree must
+                then divide the lengths, which every layout requires.
+
+        Raises:
+            ValueError: if a size is not positive, if a degree does not divide the size that it
+                splits, or if causal queries and keys differ in length.
+        """
+        _check_positive("batch", self.batch)
+        _check_positive("seq_len", self.query_tokens)
+        _check_positive("key seq_len", self.key_tokens)
+        _check_positive("head_dim", self.head_dim)
+        _check_positive("value_head_dim", self.value_head_dim)
+        if self.batch % degrees.data:
+            raise ValueError(
+                f"batch must be divisible by the data degree; got batch={self.batch}, "
+                f"data={degrees.data}. Pad the batch to "
+                f"{-(-self.batch // degrees.data) * degrees.data}, or lower data."
+            )
+        if causal and self.query_tokens != self.key_tokens:
+            raise ValueError(
+                "Causal attention needs queries and keys of one length; got "
+                f"{self.query_tokens} queries and {self.key_tokens} keys. Use causal=False for "
+                "cross-attention, or pad with segment id -1."
+            )
+        layout = layout or Layout("contiguous", degrees.sequence)
+        layout.check_length(self.query_tokens)
+        layout.check_length(self.key_tokens, "key seq_len")
+        check_heads(degrees, self.heads, self.kv_heads)
+
+    def share(self, degrees: Degrees) -> Sizes:
+        """What one device holds after the head exchange and before any gather.
+
+        The head exchange trades tokens for heads: the device has the tokens of `head` shards, and
+        1 / (head * tensor) of the heads. Where there are fewer key heads than parts, the device has
+        a copy of one of them. The sizes must be whole ones, which `check` accepts.
+        """
+        parts, shards = degrees.head * degrees.tensor, degrees.sequence // degrees.head
+        return replace(
+            self,
+            batch=self.batch // degrees.data,
+            query_tokens=self.query_tokens // shards,
+            key_tokens=self.key_tokens // shards,
+            heads=self.heads // parts,
+            kv_heads=max(self.kv_heads // parts, 1),
+        )
+
+    @property
+    def width(self) -> int:
+        """Bytes of one element of query, key and value."""
+        return WIDTHS[self.dtype]
+
+    @property
+    def query_bytes(self) -> int:
+        """Bytes of the query."""
+        return self.batch * self.query_tokens * self.heads * self.head_dim * self.width
+
+    @property
+    def query_gradient_bytes(self) -> int:
+        """Bytes of the gradient of the query, in float32."""
+        return self.query_bytes // self.width * _FLOAT32
+
+    @property
+    def out_bytes(self) -> int:
+        """Bytes of the output, or of its gradient."""
+        return self.batch * self.query_tokens * self.heads * self.value_head_dim * self.width
+
+    @property
+    def lse_bytes(self) -> int:
+        """Bytes of the log-sum-exp of each query and head, or of delta, in float32."""
+        return self.batch * self.query_tokens * self.heads * _FLOAT32
+
+    @property
+    def key_value_bytes(self) -> int:
+        """Bytes of key and value together."""
+        channels = self.head_dim + self.value_head_dim
+        return self.batch * self.key_tokens * self.kv_heads * channels * self.width
+
+    @property
+    def key_value_gradient_bytes(self) -> int:
+        """Bytes of the gradients of key and value together, in float32."""
+        return self.key_value_bytes // self.width * _FLOAT32
+
+    @property
+    def query_id_bytes(self) -> int:
+        """Bytes of the segment ids of the queries; 0 if there are none."""
+        return self.batch * self.query_tokens * _INT32 * self.packed
+
+    @property
+    def key_id_bytes(self) -> int:
+        """Bytes of the segment ids of the keys; 0 if there are none."""
+        return self.batch * self.key_tokens * _INT32 * self.packed
+
+    def cheaper_traveller(self, *, team: int, group: int) -> Literal["query", "kv"]:
+        """Which side moves fewer bytes a hop if it goes round the ring in the backward pass.
+
+        A hop moves a gathered unit: `team` shares of the query side, which are query, dout and ids
+        with dq, lse and delta in float32; or `group` shares of the key side, which are key, value
+        and ids with dk and dv in float32. The sizes must be the share of a device.
+
+        Returns:
+            "query" or "kv"; "query" at a tie, which is the choice of the paper.
+        """
+        # The batch favours neither side, and may be symbolic.
+        row = replace(self, batch=1)
+        query = row.query_bytes + row.out_bytes + 2 * row.lse_bytes + row.query_id_bytes
+        key = row.key_value_bytes + row.key_id_bytes
+        query_hop = team * (query + row.query_gradient_bytes)
+        key_hop = group * (key + row.key_value_gradient_bytes)
+        return "query" if query_hop <= key_hop else "kv"
+
+
+def check_heads(degrees: Degrees, heads: int, kv_heads: int) -> None:
+    """Raises unless the heads can be grouped, and split over `head` and `tensor`.
+
+    Args:
+        degrees: the degrees of the mesh.
+        heads: query heads, over all devices.
+        kv_heads: key and value heads, over all devices.
+
+    Raises:
+        ValueError: if `head * tensor` does not divide `heads`, if `kv_heads` does not divide
+            `heads`, or if neither of `kv_heads` and `head * tensor` divides the other.
+    """
+    _check_positive("heads", heads)
+    _check_positive("kv_heads", kv_heads)
+    parts = degrees.head * degrees.tensor
+    given = f"heads={heads}, kv_heads={kv_heads}, head={degrees.head}, tensor={degrees.tensor}"
+    if heads % parts:
+        raise ValueError(
+            f"heads must be divisible by head * tensor; got {given}. "
+            f"Use a multiple of {parts} heads, or lower degrees."
+        )
+    if heads % kv_heads:
+        raise ValueError(
+            f"heads must be a multiple of kv_heads; got {given}. "
+            f"Use {-(-heads // kv_heads) * kv_heads} heads, or a divisor of {heads} as kv_heads."
+        )
+    if kv_heads % parts and parts % kv_heads:
+        raise ValueError(
+            f"kv_heads and head * tensor must divide one another; got {given}. "
+            f"Choose degrees whose product divides {kv_heads} or is a multiple of it."
+        )
+
+
+def dtype_name(dtype: Any) -> str:
+    """The name of a dtype that attention serves.
+
+    Args:
+        dtype: a name, a NumPy dtype or a JAX scalar type such as `jnp.bfloat16`.
+
+    Raises:
+        ValueError: if query, key and value cannot have this dtype.
+    """
+    try:
+        name = np.dtype(dtype).name
+    except TypeError:
+        name = str(dtype)
+    if name not in WIDTHS:
+        raise ValueError(
+            f"dtype must be one of {', '.join(WIDTHS)}; got dtype={name!r}. "
+            "Name the dtype that query, key and value have when they enter the attention."
+        )
+    return name
+
+
+def _check_positive(name: str, size: Any) -> None:
+    # A size need not be an int: under `jax.export`, the batch may be symbolic.
+    if isinstance(size, (bool, float)) or size < 1:
+        raise ValueError(
+            f"{name} must be a positive integer; got {name}={size!r}. "
+            "Pass the size over all devices."
+        )

@@ -1,0 +1,419 @@
+"""Tests for attention of your own: whether it is exact, on simulated or on real devices.
+
+    import startrail_jax as st
+    from startrail_jax.testing import assert_exact, simulate_devices
+
+    simulate_devices(8)
+
+
+    def test_my_attention_is_exact():
+        mesh = st.make_mesh(st.Degrees.startrail(8, c=2))
+        attention = st.Attention(mesh, window=24)
+        assert_exact(attention, seq_len=64, heads=4, kv_heads=2, packed=True)
+
+`assert_exact` needs chex, which `pip install 'startrail-jax[testing]'` installs;
+`simulate_devices` needs only jax.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import Bool, Float
+
+from startrail_jax.attention import Attention
+from startrail_jax.shapes import EMPTY
+
+# The largest error that is allowed in float32, relative to the largest absolute value of a result.
+# It holds for lse in every dtype, as lse is always float32. A rounding is at most 6e-8 of a value,
+# and a sum over many keys rounds many times. Errors of up to 1.2e-6 were measured on CPUs.
+FLOAT32_TOLERANCE = 2e-6
+# The largest error that is allowed in bfloat16 and float16, over the error of dense attention that
+# rounds its probabilities, the gradients of its logits and its results to that dtype once. Sharded
+# attention also rounds what devices send each other, and the largest error of a small problem
+# varies: ratios of up to 2.0 were measured on CPUs.
+NARROW_ERROR_RATIO = 4.0
+
+# The most logits that the reference may compute, in all rows and heads together. This many take
+# some seconds, and about 3 GB of memory if they are all in one head.
+MAX_LOGITS = 2**26
+
+
+def simulate_devices(count: int) -> None:
+    """Makes jax run on at least `count` simulated CPU devices of this process.
+
+    Call it before jax starts, which happens when a program first asks for devices or makes an
+    array: for instance at the top of `conftest.py`. Further calls do no harm. The CPU is selected
+    on machines with GPUs too, so that tests do the same everywhere; tests that are to run on GPUs
+    do without this function.
+
+    Args:
+        count: the smallest number of devices that will do.
+
+    Raises:
+        ValueError: if `count` is below 1.
+        RuntimeError: if jax has already started with fewer CPU devices, or on other devices.
+    """
+    if count < 1:
+        raise ValueError(
+            f"count must be at least 1; got count={count}. Pass the number of devices of the mesh."
+        )
+    jax.config.update("jax_platforms", "cpu")
+    already = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue]
+    if already < count:
+        try:
+            jax.config.update("jax_num_cpu_devices", count)
+            return
+        except RuntimeError:
+            pass  # jax has started: its devices may be enough.
+    devices = jax.devices()
+    if devices[0].platform != "cpu" or len(devices) < count:
+        raise RuntimeError(
+            f"simulate_devices must be called before jax starts; got count={count} when jax was "
+            f"already running with {len(devices)} {devices[0].platform} devices. Call it at the "
+            "top of conftest.py, before any array is made and before jax.devices() is called."
+        )
+
+
+def assert_exact(
+    attention: Attention,
+    *,
+    seq_len: int,
+    heads: int,
+    head_dim: int = 16,
+    kv_heads: int | None = None,
+    value_head_dim: int | None = None,
+    kv_seq_len: int | None = None,
+    batch: int | None = None,
+    dtype: DTypeLike = "float32",
+    segment_ids: ArrayLike | tuple[ArrayLike, ArrayLike] | None = None,
+    packed: bool = False,
+    attention_fn: Callable[..., Any] | None = None,
+    tolerance: float | None = None,
+    seed: int = 0,
+) -> None:
+    """Asserts that `attention` computes exact attention, and its gradients, on its own mesh.
+
+    Random queries, keys and values are permuted to the layout of `attention` and sharded over its
+    mesh. The output, the log-sum-exp and the gradients must match dense attention in float64 NumPy,
+    and must be sharded like the inputs. The dense reference serves small problems, up to 8,192
+    tokens in one head or 1,024 tokens in 64 heads. Most faults show with a few tokens per device.
+
+    Args:
+        attention: the mesh, layout, mask and backend to test. All devices of the mesh must belong
+            to this process.
+        seq_len: tokens of the whole sequence.
+        heads: query heads, over all devices.
+        kv_heads: key heads, over all devices; None for as many as query heads.
+        value_head_dim: None for `head_dim`.
+        kv_seq_len: tokens of the keys; None for `seq_len`.
+        batch: rows, over all devices; None for as many as `segment_ids` has, or without it for two
+            rows per data shard.
+        dtype: of queries, keys and values: float32, bfloat16 or float16.
+        segment_ids: as `Attention` takes them, but with tokens in natural order.
+        packed: whether to draw segment ids at random: four documents in each row, and padding.
+        attention_fn: the function to test, where it is not `attention` itself but, for instance, a
+            `shard_map` of your own around `attention.local`. It is called as
+            `attention_fn(query, key, value, segment_ids=..., return_lse=True)`.
+        tolerance: largest error that is allowed, relative to the largest absolute value of each
+            result. None for 2e-6 in float32, and in bfloat16 and float16 for four times the error
+            that dense attention makes by rounding to that dtype.
+        seed: of the random draws.
+
+    Raises:
+        AssertionError: if a result differs. The message, from chex, names the first of out, lse,
+            dq, dk and dv that differs, and shows where.
+        ModuleNotFoundError: if chex is not installed.
+        NotImplementedError: if the backend that `attention` names does not serve these inputs.
+        ValueError: if the sizes do not fit the mesh, or are too large for the reference.
+    """
+    chex = _import_chex()
+    if isinstance(attention.mesh, AbstractMesh):
+        raise ValueError(
+            "assert_exact needs a mesh of devices; got an attention on an AbstractMesh. "
+            "Build the attention on startrail_jax.make_mesh(degrees)."
+        )
+    kv_heads = heads if kv_heads is None else kv_heads
+    value_head_dim = head_dim if value_head_dim is None else value_head_dim
+    kv_seq_len = seq_len if kv_seq_len is None else kv_seq_len
+    # Raises unless these sizes fit the mesh, the layout and the backend.
+    attention.explain(
+        seq_len=seq_len,
+        heads=heads,
+        head_dim=head_dim,
+        kv_heads=kv_heads,
+        value_head_dim=value_head_dim,
+        dtype=dtype,
+        packed=packed or segment_ids is not None,
+        kv_seq_len=kv_seq_len,
+    )
+    ids = _segment_pair(segment_ids)
+    if batch is None:
+        batch = 2 * attention.degrees.data if ids is None else len(ids[0])
+    _check_size(batch, heads, seq_len, kv_seq_len, data=attention.degrees.data)
+    rng = np.random.default_rng(seed)
+    if packed and ids is not None:
+        raise ValueError(
+            "packed=True draws segment ids, so segment_ids must be None; got both. "
+            "Leave one of them out."
+        )
+    if packed:
+        ids = _draw_documents(rng, batch, seq_len), _draw_documents(rng, batch, kv_seq_len)
+    inputs = _draw_inputs(
+        rng,
+        query=(batch, seq_len, heads, head_dim),
+        key=(batch, kv_seq_len, kv_heads, head_dim),
+        value_head_dim=value_head_dim,
+        dtype=dtype,
+        segment_ids=ids,
+    )
+    placed = _place(attention, inputs)
+    found = _forward_and_backward(chex, attention_fn or attention, placed)
+    like = {"out": placed.dout, "lse": placed.dlse}
+    like |= {"dq": placed.query, "dk": placed.key, "dv": placed.value}
+    chex.assert_trees_all_equal_comparator(_same_sharding, _sharding_message, found, like)
+    _assert_values(chex, attention, inputs, found, tolerance)
+
+
+def _import_chex() -> ModuleType:
+    """The module chex, which the rest of the package does not need."""
+    try:
+        import chex
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "startrail_jax.testing.assert_exact needs chex, which cannot be imported "
+            f"({error}). Run: pip install 'startrail-jax[testing]'"
+        ) from error
+    return chex
+
+
+# The problem ------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Inputs:
+    """Arguments of attention, with segment ids of queries and of keys, and output cotangents."""
+
+    query: Any
+    key: Any
+    value: Any
+    dout: Any
+    dlse: Any
+    segment_ids: tuple[Any, Any] | None
+
+
+def _segment_pair(
+    segment_ids: ArrayLike | tuple[ArrayLike, ArrayLike] | None,
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """Segment ids of queries and of keys, int32, on the host."""
+    if segment_ids is None:
+        return None
+    pair = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
+    query_ids, key_ids = (np.asarray(ids).astype(np.int32, casting="same_kind") for ids in pair)
+    return query_ids, key_ids
+
+
+def _check_size(batch: int, heads: int, seq_len: int, kv_seq_len: int, *, data: int) -> None:
+    """Raises a ValueError unless the reference can hold the problem and the mesh its rows."""
+    if batch % data:
+        raise ValueError(
+            f"batch must be divisible by the data degree; got batch={batch}, data={data}. "
+            f"Use batch={-(-batch // data) * data}."
+        )
+    logits = batch * heads * seq_len * kv_seq_len
+    if logits > MAX_LOGITS:
+        raise ValueError(
+            "batch * heads * seq_len * kv_seq_len must be at most "
+            f"{MAX_LOGITS} for the dense float64 reference; got batch={batch}, heads={heads}, "
+            f"seq_len={seq_len}, kv_seq_len={kv_seq_len}, a product of {logits}. Use a shorter "
+            "sequence or fewer heads: most faults show with a few tokens per device."
+        )
+
+
+def _draw_documents(rng: np.random.Generator, batch: int, length: int) -> np.ndarray:
+    """Segment ids [batch, length]: four documents of random lengths, and padding at the end."""
+    starts = rng.integers(0, length, size=(batch, 3, 1))
+    ids = (np.arange(length) >= starts).sum(axis=1, dtype=np.int32)
+    ids[:, length - length // 8 :] = -1
+    return ids
+
+
+def _draw_inputs(
+    rng: np.random.Generator,
+    *,
+    query: tuple[int, int, int, int],
+    key: tuple[int, int, int, int],
+    value_head_dim: int,
+    dtype: DTypeLike,
+    segment_ids: tuple[np.ndarray, np.ndarray] | None,
+) -> _Inputs:
+    """Normal arrays on the host, in natural order.
+
+    Args:
+        query, key: shapes.
+    """
+
+    def normal(*shape: int) -> np.ndarray:
+        return rng.normal(size=shape).astype(jnp.dtype(dtype))
+
+    return _Inputs(
+        query=normal(*query),
+        key=normal(*key),
+        value=normal(*key[:3], value_head_dim),
+        dout=normal(*query[:3], value_head_dim),
+        dlse=rng.normal(size=(query[0], query[2], query[1])).astype(np.float32),
+        segment_ids=segment_ids,
+    )
+
+
+def _place(attention: Attention, inputs: _Inputs) -> _Inputs:
+    """The inputs in the order of the layout, sharded over the mesh."""
+
+    def put(x: np.ndarray, spec: PartitionSpec, axis: int = 1) -> jax.Array:
+        sharding = NamedSharding(attention.mesh, spec)
+        return jax.device_put(attention.layout.permute(x, axis), sharding)
+
+    query_spec = attention.query_spec(inputs.query.shape[2])
+    key_spec = attention.key_spec(inputs.key.shape[2])
+    ids = inputs.segment_ids
+    return _Inputs(
+        query=put(inputs.query, query_spec),
+        key=put(inputs.key, key_spec),
+        value=put(inputs.value, key_spec),
+        dout=put(inputs.dout, query_spec),
+        dlse=put(inputs.dlse, attention.lse_spec, axis=2),
+        segment_ids=ids and (put(ids[0], attention.sequence_spec),
+                             put(ids[1], attention.sequence_spec)),
+    )  # fmt: skip
+
+
+def _forward_and_backward(
+    chex: ModuleType, attention_fn: Callable[..., Any], inputs: _Inputs
+) -> dict[str, Any]:
+    """Results of one compiled program, by name: out, lse, dq, dk, dv."""
+
+    @jax.jit
+    def program(query: Any, key: Any, value: Any, ids: Any, dout: Any, dlse: Any) -> dict[str, Any]:
+        attend = functools.partial(attention_fn, segment_ids=ids, return_lse=True)
+        (out, lse), vjp = jax.vjp(attend, query, key, value)
+        results = {"out": out, "lse": lse}
+        chex.assert_trees_all_equal_shapes_and_dtypes(results, {"out": dout, "lse": dlse})
+        dq, dk, dv = vjp((dout, dlse))
+        return results | {"dq": dq, "dk": dk, "dv": dv}
+
+    arrays = inputs.query, inputs.key, inputs.value
+    return program(*arrays, inputs.segment_ids, inputs.dout, inputs.dlse)
+
+
+# The comparison ---------------------------------------------------------------------------------
+
+
+def _same_sharding(found: jax.Array, like: jax.Array) -> bool:
+    return found.sharding.is_equivalent_to(like.sharding, found.ndim)
+
+
+def _sharding_message(found: jax.Array, like: jax.Array) -> str:
+    return f"the sharding must be {like.sharding}; got {found.sharding}"
+
+
+def _assert_values(
+    chex: ModuleType,
+    attention: Attention,
+    inputs: _Inputs,
+    found: Mapping[str, jax.Array],
+    tolerance: float | None,
+) -> None:
+    """Asserts that the results on the mesh match the reference, with tokens in natural order."""
+    seen = _visible(attention, inputs)
+    scale = inputs.query.shape[-1] ** -0.5 if attention.scale is None else attention.scale
+    expected = _reference(inputs, seen, scale)
+    actual = {
+        name: attention.layout.unpermute(np.asarray(x), axis=2 if name == "lse" else 1)
+        for name, x in found.items()
+    }
+    tolerances = dict.fromkeys(expected, FLOAT32_TOLERANCE if tolerance is None else tolerance)
+    if tolerance is None and inputs.query.dtype != np.float32:
+        rounded = _reference(inputs, seen, scale, inputs.query.dtype)
+        for name in ("out", "dq", "dk", "dv"):
+            error = np.abs(rounded[name] - expected[name]).max()
+            tolerances[name] = NARROW_ERROR_RATIO * error / _largest(expected[name])
+
+    # EMPTY, the lse of a row that sees no key, is compared by itself: any error is small beside it.
+    empty, marked = expected["lse"] == EMPTY, actual["lse"] == np.float32(EMPTY)
+    rows = "rows whose lse is -1e30"
+    chex.assert_trees_all_equal({rows: marked}, {rows: empty})
+    expected["lse"], actual["lse"] = (np.where(empty, 0, x["lse"]) for x in (expected, actual))
+    for name, wanted in expected.items():
+        atol = tolerances[name] * _largest(wanted)
+        given = np.asarray(actual[name], np.float64)
+        chex.assert_trees_all_close({name: given}, {name: wanted}, rtol=0, atol=atol)
+
+
+def _largest(x: np.ndarray) -> float:
+    return float(np.abs(x).max()) or 1.0
+
+
+# The reference ----------------------------------------------------------------------------------
+
+
+def _visible(attention: Attention, inputs: _Inputs) -> Bool[np.ndarray, "B T S"]:
+    """Which key each query sees."""
+    batch, query_len = inputs.query.shape[:2]
+    query, key = np.arange(query_len)[:, None], np.arange(inputs.key.shape[1])
+    seen = np.ones((batch, query_len, len(key)), bool)
+    if attention.causal:
+        seen &= key <= query
+    if attention.window is not None:
+        seen &= key > query - attention.window
+    if inputs.segment_ids is not None:
+        query_ids, key_ids = inputs.segment_ids
+        seen &= (query_ids[:, :, None] == key_ids[:, None, :]) & (query_ids[:, :, None] >= 0)
+    return seen
+
+
+def _reference(
+    inputs: _Inputs,
+    seen: Bool[np.ndarray, "B T S"],
+    scale: float,
+    dtype: Any = np.float64,
+) -> dict[str, Float[np.ndarray, "..."]]:
+    """Dense attention and its gradients in float64, one row of the batch and one head at a time.
+
+        s = scale q k^T,  p = exp(s - lse),  out = p v,  lse = log sum exp s    (over visible keys)
+        dv = p^T dout,  ds = p * (dout v^T - rowsum(dout * out) + dlse)
+        dq = scale ds k,  dk = scale ds^T q
+
+    Args:
+        dtype: p, ds and all results but lse are rounded to it.
+    """
+
+    def rounded(x: np.ndarray) -> np.ndarray:
+        return x.astype(dtype).astype(np.float64)
+
+    arrays = inputs.query, inputs.key, inputs.value, inputs.dout, inputs.dlse
+    query, key, value, dout, dlse = (np.asarray(x, np.float64) for x in arrays)
+    out, lse = np.zeros_like(dout), np.zeros_like(dlse)
+    dq, dk, dv = np.zeros_like(query), np.zeros_like(key), np.zeros_like(value)
+    group = query.shape[2] // key.shape[2]
+    for b, n in np.ndindex(query.shape[0], query.shape[2]):
+        q, k, v = query[b, :, n], key[b, :, n // group], value[b, :, n // group]
+        s = np.where(seen[b], scale * (q @ k.T), EMPTY)
+        highest = s.max(axis=1)
+        lse[b, n] = highest + np.log(np.exp(s - highest[:, None]).sum(axis=1))
+        p = np.where(seen[b], np.exp(s - lse[b, n, :, None]), 0)
+        out[b, :, n] = rounded(rounded(p) @ v)
+        delta = (dout[b, :, n] * out[b, :, n]).sum(axis=1) - dlse[b, n]
+        ds = rounded(p * (dout[b, :, n] @ v.T - delta[:, None]))
+        dq[b, :, n] = scale * (ds @ k)
+        dk[b, :, n // group] += scale * (ds.T @ q)
+        dv[b, :, n // group] += rounded(p).T @ dout[b, :, n]
+    return {"out": out, "lse": lse, "dq": rounded(dq), "dk": rounded(dk), "dv": rounded(dv)}

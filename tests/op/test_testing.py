@@ -1,0 +1,309 @@
+"""`startrail_jax.testing`: exact attention passes, and every kind of fault fails by its name."""
+
+import dataclasses
+import functools
+import os
+import re
+import subprocess
+import sys
+import types
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import oracle
+import startrail_jax as st
+from startrail_jax import testing
+from startrail_jax.testing import assert_exact, simulate_devices
+
+pytestmark = pytest.mark.usefixtures("compile_fast")
+
+PROBLEM = {"seq_len": 16, "heads": 4, "kv_heads": 2, "head_dim": 7, "value_head_dim": 5}
+
+
+def attention_on(degrees, axis_type="explicit", **options):
+    devices = jax.devices("cpu")[: degrees.num_devices]
+    return st.Attention(st.make_mesh(degrees, axis_type, devices), **options)
+
+
+def dense(query, key, value, *, segment_ids, return_lse, causal=True, window=16, scale=7**-0.5):
+    """An attention function to spoil, which compiles faster than `Attention` does."""
+    assert return_lse
+    key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
+    distance = np.subtract.outer(np.arange(query.shape[1]), np.arange(key.shape[1]))
+    seen = jnp.asarray((distance < window) & ((distance >= 0) | (not causal)))[None, None]
+    if segment_ids is not None:
+        query_ids, key_ids = segment_ids[0][:, None, :, None], segment_ids[1][:, None, None, :]
+        seen = seen & (query_ids == key_ids) & (query_ids >= 0)
+    query, key, wide = (x.astype(jnp.float32) for x in (query, key, value))
+    logits = jnp.where(seen, scale * jnp.einsum("btnh,bsnh->bnts", query, key), -1e30)
+    lse = jax.nn.logsumexp(logits, axis=-1)
+    weights = jnp.where(seen, jnp.exp(logits - lse[..., None]), 0)
+    return jnp.einsum("bnts,bsnv->btnv", weights, wide).astype(value.dtype), lse
+
+
+# What is exact passes ---------------------------------------------------------------------------
+
+EXACT = {
+    "startrail": (st.Degrees.startrail(4, c=2), {}, {}),
+    "auto": (
+        st.Degrees(ring=2, data=2),
+        {"axis_type": "auto"},
+        {"packed": True, "dtype": "bfloat16"},
+    ),
+    "tensor": (st.Degrees(ring=2, tensor=2), {"window": 5, "scale": 0.7, "layout": "striped"}, {}),
+    "cross": (
+        st.Degrees(group=2),
+        {"causal": False},
+        {"kv_seq_len": 24, "packed": True, "dtype": "float16"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_exact_attention_passes(name):
+    degrees, options, problem = EXACT[name]
+    assert_exact(attention_on(degrees, **options), **PROBLEM | problem)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_function_of_ones_own_passes(dtype):
+    assert_exact(attention_on(st.Degrees()), attention_fn=dense, dtype=dtype, **PROBLEM)
+
+
+def test_function_around_the_local_attention_passes():
+    attention = attention_on(st.Degrees(team=2))
+    spec = attention.query_spec(4)
+
+    def attention_fn(query, key, value, *, segment_ids, return_lse):
+        assert segment_ids is None
+        assert return_lse
+        specs = {"in_specs": (spec,) * 3, "out_specs": (spec, attention.lse_spec)}
+        return jax.shard_map(attention.local, mesh=attention.mesh, **specs)(query, key, value)
+
+    assert_exact(attention, attention_fn=attention_fn, **PROBLEM)
+
+
+def test_segment_ids_of_ones_own():
+    """The batch follows from them. A row that is all padding has gradients of 0."""
+    ids = np.array([[0] * 5 + [3] * 10 + [-1], [-1] * 16, [7] * 16])
+    given = []
+
+    def attention_fn(*arrays, segment_ids, **options):
+        given.extend(x.shape for x in segment_ids)
+        return dense(*arrays, segment_ids=segment_ids, **options)
+
+    attention = attention_on(st.Degrees())
+    assert_exact(attention, attention_fn=attention_fn, segment_ids=ids, **PROBLEM)
+    assert set(given) == {(3, 16)}
+
+
+# What is not exact fails ------------------------------------------------------------------------
+
+
+def leaking(x, factor):
+    """`x`, with a gradient that is `factor` times what it should be."""
+    return factor * x + jax.lax.stop_gradient((1 - factor) * x)
+
+
+def dk_of_one_head_of_the_group(query, key, value, **options):
+    key = jnp.stack([key, jax.lax.stop_gradient(key)], axis=3)
+    batch, length, kv_heads, group, head_dim = key.shape
+    key = key.reshape(batch, length, kv_heads * group, head_dim)
+    return dense(query, key, jnp.repeat(value, group, axis=2), **options)
+
+
+def spoilt(position, spoil):
+    """Applies `spoil` to one of the results."""
+
+    def attention_fn(*arrays, **options):
+        results = list(dense(*arrays, **options))
+        results[position] = spoil(results[position])
+        return tuple(results)
+
+    return attention_fn
+
+
+MARK = "rows whose lse is -1e30"
+
+# Fault -> (what has it, the first result that shows it).
+FAULTS = {
+    "scale": (functools.partial(dense, scale=0.4), "out"),
+    "causal": (functools.partial(dense, causal=False), "out"),
+    "window": (functools.partial(dense, window=15), "out"),
+    "segments": (lambda *x, segment_ids, **o: dense(*x, segment_ids=None, **o), MARK),
+    "out": (spoilt(0, lambda out: out * (1 + 1e-5)), "out"),
+    "not_a_number": (spoilt(0, lambda out: jnp.where(out == out.max(), jnp.nan, out)), "out"),
+    "dtype": (spoilt(0, lambda out: out.astype("bfloat16")), "out"),
+    "lse": (spoilt(1, lambda lse: lse + 1e-4), "lse"),
+    "shape": (spoilt(1, lambda lse: lse.swapaxes(1, 2)), "lse"),
+    "mark": (spoilt(1, lambda lse: jnp.where(lse <= -1e30, -1e29, lse)), MARK),
+    "gradient_of_lse": (spoilt(1, jax.lax.stop_gradient), "dq"),
+    "dq": (lambda q, k, v, **o: dense(leaking(q, 1.0001), k, v, **o), "dq"),
+    "dk": (dk_of_one_head_of_the_group, "dk"),
+    "dv": (lambda q, k, v, **o: dense(q, k, jax.lax.stop_gradient(v), **o), "dv"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_fault_fails_and_is_named(name):
+    attention_fn, shown = FAULTS[name]
+    packed = shown == MARK
+    with pytest.raises(AssertionError, match=rf"(?s)\[Chex\].*leaves '{shown}'"):
+        assert_exact(
+            attention_on(st.Degrees()), attention_fn=attention_fn, packed=packed, **PROBLEM
+        )
+
+
+def test_other_order_of_tokens_fails():
+    attention = attention_on(st.Degrees(team=2))
+    other = dataclasses.replace(attention, layout="contiguous")
+    with pytest.raises(AssertionError, match="leaves 'out'"):
+        assert_exact(attention, attention_fn=other, **PROBLEM)
+
+
+def test_sharding_unlike_the_input_fails():
+    attention = attention_on(st.Degrees(team=2), "auto")
+    replicated = NamedSharding(attention.mesh, P())
+
+    def attention_fn(*arrays, **options):
+        out, lse = attention(*arrays, **options)
+        return jax.lax.with_sharding_constraint(out, replicated), lse
+
+    with pytest.raises(AssertionError, match=r"leaves 'out': the sharding must be .*'team'.*got"):
+        assert_exact(attention, attention_fn=attention_fn, **PROBLEM)
+
+
+def test_tolerance_is_what_is_allowed():
+    attention, (attention_fn, _) = attention_on(st.Degrees()), FAULTS["out"]
+    assert_exact(attention, attention_fn=attention_fn, tolerance=2e-5, **PROBLEM)
+
+
+def test_coarse_rounding_fails_in_bfloat16():
+    """Three bits, where bfloat16 has seven."""
+    coarse = spoilt(0, lambda out: out.astype("float8_e4m3fn").astype(out.dtype))
+    attention = attention_on(st.Degrees())
+    with pytest.raises(AssertionError, match="leaves 'out'"):
+        assert_exact(attention, attention_fn=coarse, dtype="bfloat16", **PROBLEM)
+
+
+# The reference ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "packed"),
+    [({}, False), ({"causal": False, "scale": 0.3}, True), ({"window": 3}, True)],
+)
+def test_reference_agrees_with_the_oracle(options, packed):
+    """The two share no code, and finite differences check the oracle."""
+    attention = attention_on(st.Degrees(), **options)
+    rng = np.random.default_rng(0)
+    documents = testing._draw_documents(rng, 2, 16)
+    inputs = testing._draw_inputs(
+        rng,
+        query=(2, 16, 6, 7),
+        key=(2, 16, 2, 7),
+        value_head_dim=5,
+        dtype="float32",
+        segment_ids=(documents, documents) if packed else None,
+    )
+    scale = options.get("scale", 7**-0.5)
+    found = testing._reference(inputs, testing._visible(attention, inputs), scale)
+    arrays = inputs.query, inputs.key, inputs.value
+    mask = {"causal": attention.causal, "window": attention.window, "scale": scale}
+    mask["segment_ids"] = inputs.segment_ids
+    out, lse = oracle.attention(*arrays, **mask)
+    dq, dk, dv = oracle.gradients(*arrays, inputs.dout, inputs.dlse, **mask)
+    expected = {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+    chex.assert_trees_all_close(found, expected, rtol=0, atol=1e-12)
+    assert (lse == oracle.EMPTY).any() == packed
+
+
+# What cannot be tested says so ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seq_len": 2**14}, r"at most 67108864 .*; got batch=2, heads=4, seq_len=16384.*shorter"),
+        (
+            {"seq_len": 18},
+            r"divisible by 2 \* sequence degree.*got seq_len=18, degree=2\. Pad to 20",
+        ),
+        ({"kv_heads": 3}, r"heads must be a multiple of kv_heads; got heads=4, kv_heads=3"),
+        ({"kv_seq_len": 20}, r"queries and keys of one length; got 16 queries and 20 keys"),
+        ({"dtype": "float64"}, r"dtype must be one of .*; got float64"),
+        (
+            {"packed": True, "segment_ids": np.zeros((2, 16), int)},
+            r"segment_ids must be None; got both\. Leave one",
+        ),
+    ],
+)
+def test_sizes_that_do_not_fit_raise(changes, message):
+    with pytest.raises(ValueError, match=message):
+        assert_exact(attention_on(st.Degrees(team=2)), **PROBLEM | changes)
+
+
+def test_abstract_mesh_raises():
+    attention = st.Attention(AbstractMesh((2,), ("team",)))
+    with pytest.raises(ValueError, match=r"needs a mesh of devices; got .* AbstractMesh\. Build"):
+        assert_exact(attention, **PROBLEM)
+
+
+def test_without_chex_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "chex", None)
+    with pytest.raises(ModuleNotFoundError, match=r"needs chex.*pip install 'startrail-jax\[test"):
+        assert_exact(attention_on(st.Degrees(team=2)), **PROBLEM)
+
+
+# Simulated devices ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shown(monkeypatch):
+    """The devices that jax has started with."""
+    devices, platforms = list(jax.devices("cpu")), jax.config.jax_platforms
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    yield devices
+    jax.config.update("jax_platforms", platforms)
+
+
+def test_simulate_devices_accepts_enough_devices(shown):
+    simulate_devices(len(shown))
+    simulate_devices(1)
+
+
+@pytest.mark.parametrize(("platform", "more"), [("cpu", 1), ("gpu", 0)])
+def test_simulate_devices_that_comes_too_late_raises(platform, more, shown):
+    count = len(shown) + more
+    message = (
+        rf"before jax starts; got count={count} when jax was already running with "
+        rf"{len(shown)} {platform} devices\. Call it at the top of conftest\.py"
+    )
+    shown[:] = [types.SimpleNamespace(platform=platform)] * len(shown)
+    with pytest.raises(RuntimeError, match=message):
+        simulate_devices(count)
+
+
+def test_simulate_devices_of_none_raises():
+    with pytest.raises(ValueError, match=r"count must be at least 1; got count=0\. Pass"):
+        simulate_devices(0)
+
+
+def test_example_of_the_docstring_runs():
+    """It needs a process of its own, in which jax has not started."""
+    (example,) = re.findall(r"\n\n((?: {4}.*\n|\n)+)", testing.__doc__)
+    code = re.sub("^ {4}", "", example, flags=re.MULTILINE)
+    code += "\nimport jax\nsimulate_devices(8)\ntest_my_attention_is_exact()\nprint(jax.devices())"
+    environment = {k: v for k, v in os.environ.items() if k not in ("JAX_PLATFORMS", "XLA_FLAGS")}
+    environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert len(re.findall("CpuDevice", result.stdout)) == 8

@@ -1,0 +1,133 @@
+"""How a program ends: a message for users, a traceback for every other error."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+import train
+from startrail_jax.errors import InputError, UnsupportedError, UserError
+from trainer.errors import MissingPackageError, NonFiniteError, RunError, StorageError
+from trainer.processes import coordinator, rendezvous
+from trainer.processes.options import Distributed
+from trainer.run import exit as program_exit
+from trainer.run import settings
+from trainer.run.checkpoint import CheckpointError
+from trainer.run.exit import describe, end_now, exit_on_user_errors
+
+REPOSITORY = Path(train.__file__).parent
+BUILT_INS = {
+    InputError: ValueError,
+    UnsupportedError: NotImplementedError,
+    MissingPackageError: ImportError,
+    NonFiniteError: FloatingPointError,
+    RunError: RuntimeError,
+    StorageError: OSError,
+    CheckpointError: RuntimeError,
+}
+
+
+@pytest.fixture
+def said(monkeypatch):
+    """What this process says when it ends as one of several. It does not end, here."""
+    said = []
+    monkeypatch.setattr(program_exit, "end_now", said.append)
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    return said
+
+
+@pytest.mark.parametrize(("kind", "built_in"), BUILT_INS.items(), ids=lambda kind: kind.__name__)
+def test_error_for_users_is_shown_without_a_traceback(kind, built_in):
+    with pytest.raises(SystemExit) as caught, exit_on_user_errors():
+        raise kind("devices must be 8; got devices=9. Use 8.")
+    # Python prints a string and exits with status 1.
+    assert caught.value.code == f"{kind.__name__}: devices must be 8; got devices=9. Use 8."
+    assert issubclass(kind, built_in)
+    assert issubclass(kind, UserError)
+
+
+def bare_key_error():
+    coordinator.Coordinator._different_flags(type("Empty", (), {"_flags": {}})())
+
+
+def bare_type_error():
+    settings.settings_of(3)
+
+
+def bare_assertion():
+    rendezvous._host(Distributed())
+
+
+def bare_value_error():
+    settings._decode(int | str | None, 3, "")
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [
+        (bare_key_error, KeyError),
+        (bare_type_error, TypeError),
+        (bare_assertion, AssertionError),
+        (bare_value_error, ValueError),
+    ],
+)
+@pytest.mark.usefixtures("unchecked")
+def test_fault_of_our_own_keeps_its_traceback(fault, kind, monkeypatch, said):
+    # One of several processes.
+    with pytest.raises(kind), exit_on_user_errors():
+        fault()
+    (message,) = said
+    assert message.startswith("Traceback (most recent call last)")
+    assert f"in {fault.__name__}" in message
+    raised_in = [line for line in message.splitlines() if line.startswith("  File")][-1]
+    assert "/trainer/" in raised_in
+    assert message.splitlines()[-1].startswith(kind.__name__)
+    # One process: Python prints the traceback.
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: False)
+    with pytest.raises(kind), exit_on_user_errors():
+        fault()
+
+
+def own_error():
+    with pytest.raises(InputError) as caught:
+        Distributed(coordinator="localhost:7777", processes=2, index=2)
+    return caught.value
+
+
+def test_one_of_several_ends_without_waiting_for_the_others(said):
+    with pytest.raises(SystemExit), exit_on_user_errors():
+        raise own_error()
+    assert said == [describe(own_error())]
+    assert said[0].startswith("InputError: distributed.index must be")
+    with pytest.raises(KeyboardInterrupt), exit_on_user_errors():
+        raise KeyboardInterrupt
+    assert said[1:] == ["KeyboardInterrupt"]
+    with pytest.raises(SystemExit), exit_on_user_errors():
+        sys.exit(2)
+    assert len(said) == 2
+
+
+def test_describe_keeps_the_traceback_of_a_library():
+    with pytest.raises(ValueError, match="Expecting") as caught:
+        json.loads("{")
+    message = describe(caught.value)
+    assert message.startswith("Traceback")
+    assert "json/decoder.py" in message
+    assert describe(KeyboardInterrupt()) == "KeyboardInterrupt"
+
+
+def test_end_now_does_not_wait():
+    script = (
+        "import atexit, threading; from trainer.run.exit import end_now; "
+        "atexit.register(print, 'not reached'); print('so far', end=''); "
+        "threading.Thread(target=end_now, args=['over']).start(); threading.Event().wait()"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (result.returncode, result.stdout, result.stderr) == (1, "so far", "over\n")
+    assert end_now.__annotations__["return"] == "NoReturn"

@@ -1,0 +1,184 @@
+"""The config of a run survives as JSON, and its settings are given as flags."""
+
+import json
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import tyro
+
+from configs.dit import dit_digits
+from configs.gpt import gpt_tiny
+from trainer.config import MeshConfig
+from trainer.gpt.config import DataConfig, GPTTrainConfig, RopeConfig
+from trainer.run.settings import (
+    flags_of,
+    load_config,
+    read_kind,
+    save_config,
+)
+
+
+@pytest.fixture
+def config(tmp_path):
+    return replace(gpt_tiny(), run_dir=tmp_path / "run")
+
+
+def test_config_survives(config, tmp_path):
+    others = replace(
+        config,
+        model=replace(
+            config.model,
+            rope=RopeConfig(scaling="yarn", factor=4.0, original_length=64),
+            dtype="bfloat16",
+        ),
+        data=DataConfig(path=Path("some/ä.jsonl"), end_of_document=7, mask_documents=False),
+        mesh=MeshConfig(data=2, team=1),
+        zero=3,
+        zero_axes=("ring", "team"),
+        profile=(10, 12),
+        tile=512,
+    )
+    path = tmp_path / "config.json"
+    for saved in (config, others):
+        save_config(saved, path)
+        assert load_config(GPTTrainConfig, path) == saved
+    assert [x.name for x in tmp_path.iterdir()] == ["config.json"]
+
+
+def change(path, *keys, value):
+    """Sets what lies under `keys` in a file of JSON, or removes it."""
+    content = json.loads(path.read_text())
+    inner = content
+    for key in keys[:-1]:
+        inner = inner[key]
+    if value is None:
+        del inner[keys[-1]]
+    else:
+        inner[keys[-1]] = value
+    path.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("keys", "value", "message"),
+    [
+        (("optimizer", "learning_rat"), 1.0, r"got optimizer.learning_rat. Use optimizer.learning"),
+        (("sede",), 1, r"GPTTrainConfig's; got sede. Use seed, or leave it out"),
+        (("steps",), "many", r"steps must be int; got 'many'"),
+        (("steps",), True, r"steps must be int; got True"),
+        (("steps",), 1.5, r"steps must be int; got 1.5"),
+        (("model", "rope", "base"), "x", r"model.rope.base must be float; got 'x'"),
+        (("model", "dtype"), "float8", r"model.dtype must be .*'bfloat16'.*; got 'float8'"),
+        (("zero_axes",), ["ring", "wing"], r"zero_axes\[1\] must be .*; got 'wing'"),
+        (("profile",), [1, 2, 3], r"profile must be tuple\[int, int\]; got \[1, 2, 3\]"),
+        (("mesh",), 8, r"mesh must be MeshConfig; got 8"),
+        (("run_dir",), 8, r"run_dir must be Path; got 8"),
+        (("steps",), None, r"without a default must be in the file; got none for steps"),
+        (("optimizer", "learning_rate"), None, r"got none for optimizer.learning_rate. Add it"),
+        (("steps",), 0, r"steps must be at least 1"),
+    ],
+)
+def test_wrong_config_file_names_the_setting(config, tmp_path, keys, value, message):
+    path = tmp_path / "config.json"
+    save_config(config, path)
+    change(path, *keys, value=value)
+    with pytest.raises(ValueError, match=message) as caught:
+        load_config(GPTTrainConfig, path)
+    assert str(caught.value).startswith(f"{path} must hold the config of a run. ")
+
+
+def test_file_that_is_not_json_or_no_object_raises(tmp_path):
+    path = tmp_path / "config.json"
+    for text in ('{"steps": 1', "[]"):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=r"must hold the config of a run\."):
+            load_config(GPTTrainConfig, path)
+
+
+def test_settings_of_an_older_file_take_their_defaults(config, tmp_path):
+    path = tmp_path / "config.json"
+    save_config(config, path)
+    change(path, "zero_axes", value=None)
+    change(path, "optimizer", "beta2", value=None)
+    assert load_config(GPTTrainConfig, path) == config
+
+
+def test_config_of_what_json_cannot_hold_raises(tmp_path):
+    @dataclass
+    class Odd:
+        what: object = field(default_factory=object)
+
+    with pytest.raises(TypeError):
+        save_config(Odd(), tmp_path / "config.json")
+    assert not (tmp_path / "config.json").exists()
+
+
+def test_literals_are_not_taken_for_numbers_of_another_type(tmp_path):
+    @dataclass
+    class Small:
+        level: Literal[0, 1] = 0
+
+    path = tmp_path / "config.json"
+    path.write_text('{"level": true}')
+    with pytest.raises(ValueError, match=r"level must be .*; got True"):
+        load_config(Small, path)
+
+
+def test_file_names_its_kind(config, tmp_path):
+    path = tmp_path / "config.json"
+    for saved, kind in ((config, "gpt"), (dit_digits(), "dit")):
+        save_config(saved, path)
+        assert read_kind(path) == kind
+        assert load_config(type(saved), path) == saved
+    with pytest.raises(
+        ValueError, match=r"the config of a run\. kind must be gpt; got 'dit'\. Corr"
+    ):
+        load_config(GPTTrainConfig, path)
+
+
+def test_file_that_names_no_kind_is_of_a_gpt(config, tmp_path):
+    path = tmp_path / "config.json"
+    save_config(config, path)
+    change(path, "kind", value=None)
+    assert read_kind(path) == "gpt"
+    assert load_config(GPTTrainConfig, path) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"kind": ["gpt"]}', r"kind must be str; got \['gpt'\]\. Correct the file"),
+        ("[1]", r"It must be dict; got \[1\]"),
+        ('{"kind": ', r"Expecting value"),
+    ],
+)
+def test_kind_that_cannot_be_read_raises(tmp_path, text, message):
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=rf"{path} must hold the config of a run\. {message}"):
+        read_kind(path)
+
+
+@dataclass
+class Inner:
+    fast: bool = True
+    path: str = "here"
+
+
+@dataclass
+class Settings:
+    tokens: int = 3
+    two_words: tuple[int, ...] = (1, 2)
+    inner: Inner = field(default_factory=Inner)
+
+
+def test_flags_are_those_of_the_command_line():
+    settings = Settings(tokens=5, inner=Inner(fast=False))
+    flags = flags_of(settings, but=["inner.path"])
+    assert flags == {
+        "tokens": "--tokens 5",
+        "two_words": "--two-words 1 2",
+        "inner.fast": "--inner.no-fast",
+    }
+    assert tyro.cli(Settings, args=" ".join(flags.values()).split()) == settings

@@ -1,0 +1,33 @@
+"""What a run reads, whatever the model: examples by number, and how a batch is made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+
+@runtime_checkable
+class Source(Protocol):
+    """Examples by their number. Several threads may read from it at once."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Any: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dataset:
+    """The data of a run, in two parts."""
+
+    train: Source
+    """Examples to train on."""
+    held_out: Source
+    """Examples to measure with, which training never sees."""
+    collate: Callable[[list[Any], list[int]], Any]
+    """(examples, their numbers in the run) -> those rows of a batch, a tree of numpy arrays
+    [rows, ...] in layout order."""
+    description: str
+    """One line for the log."""
+    loss_unit: str
+    """Unit of the loss."""

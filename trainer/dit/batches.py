@@ -1,0 +1,87 @@
+"""Batches of images as tokens, in layout order: patches, classes, captions."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Array, Float32, Int32
+
+from startrail_jax.layout import Layout
+from trainer.data.dataset import Dataset
+from trainer.dit.config import DiTTrainConfig
+from trainer.dit.examples import Example
+from trainer.dit.images import open_images
+from trainer.dit.patches import patchify
+
+PADDING = -1
+"""Segment of tokens that only fill up the share of a device, and filler of captions."""
+
+
+class ImageBatch(NamedTuple):
+    """Images as tokens, in layout order; on the host or on devices."""
+
+    patches: Float32[np.ndarray | Array, "B T P"]
+    """Pixels, or latents, of each patch; 0 in tokens after the last patch."""
+    labels: Int32[np.ndarray | Array, " B"]
+    """Class of each image; the number of classes stands for no class."""
+    captions: Int32[np.ndarray | Array, "B S"] | None
+    """Bytes of each caption, then `PADDING`; None if the model takes no text."""
+    numbers: Int32[np.ndarray | Array, " B"]
+    """Number of each example in the run, on which its noise depends."""
+
+
+def open_image_dataset(config: DiTTrainConfig, layout: Layout) -> Dataset:
+    """Opens the data of a run of a diffusion transformer.
+
+    Args:
+        config: config of the run.
+        layout: order of the tokens of a batch.
+
+    Raises:
+        ImportError: if the package that reads the data is missing.
+        ValueError: if the data cannot be read or do not fit the config.
+    """
+    model = config.model
+    images = open_images(
+        config.data,
+        size=config.size,
+        channels=model.channels,
+        classes=model.classes,
+        caption_length=model.caption_length,
+    )
+    return Dataset(
+        train=images.train,
+        held_out=images.held_out,
+        collate=partial(image_batch, config=config, layout=layout),
+        description=images.description,
+        loss_unit="mean squared error",
+    )
+
+
+def image_batch(
+    examples: list[Example], numbers: list[int], *, config: DiTTrainConfig, layout: Layout
+) -> ImageBatch:
+    """Rows of a batch, from examples and their numbers in the run."""
+    patches = patchify(np.stack([example.latent for example in examples]), config.model.patch)
+    missing = layout.padded_length(config.num_tokens) - config.num_tokens
+    patches = np.pad(patches, ((0, 0), (0, missing), (0, 0)))
+    labels = [config.model.classes if x.label is None else x.label for x in examples]
+    captions = None
+    if config.model.caption_length:
+        length = layout.padded_length(config.model.caption_length)
+        captions = np.stack([padded_caption(x.caption or b"", length) for x in examples])
+    return ImageBatch(
+        patches=layout.permute(patches),
+        labels=np.array(labels, np.int32),
+        captions=None if captions is None else layout.permute(captions),
+        numbers=(np.array(numbers) % 2**31).astype(np.int32),
+    )
+
+
+def padded_caption(caption: bytes, length: int) -> Int32[np.ndarray, " length"]:
+    """The bytes of a caption, followed by `PADDING` up to a length."""
+    padded = np.full(length, PADDING, np.int32)
+    padded[: len(caption)] = np.frombuffer(caption, np.uint8)
+    return padded

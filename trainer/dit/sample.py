@@ -1,0 +1,177 @@
+"""Samples of images: what sample.py draws from a run of a diffusion transformer."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import startrail_jax as st
+from startrail_jax.errors import InputError
+from trainer.config import SHARDED_AXES, MeshConfig
+from trainer.dit.config import DiTTrainConfig, ImageOptions
+from trainer.dit.diffusion import SAMPLERS, Sampler
+from trainer.dit.drawing import Drawing, save_grid, to_pixels
+from trainer.dit.objective import Denoising
+from trainer.parallel.step import Program
+from trainer.parallel.tiling import largest_tile
+from trainer.run.checkpoint import restore_weights
+from trainer.run.folder import CHECKPOINTS_FOLDER
+from trainer.session import Session
+
+DEFAULT_GUIDANCE = 1.5
+CLASSES_SHOWN = 10
+LEAST_PIXELS = 64
+"""Width of an image in a PNG file, at least."""
+
+
+def sample_images(
+    run_dir: Path, config: DiTTrainConfig, options: ImageOptions, session: Session
+) -> None:
+    """Draws images with the model of a run, and writes all of them to one file.
+
+    Args:
+        run_dir: folder of the run.
+        config: config of the run.
+        options: what to draw.
+        session: the mesh to draw on.
+
+    Raises:
+        ValueError: if options and run do not fit each other or the devices.
+        OSError: if the file cannot be written.
+        CheckpointError: if there is no checkpoint, or it cannot be read.
+    """
+    labels, captions = rows_of_grid(config, options)
+    out = _file_to_write(run_dir, config, options)
+    drawing, weights, step = load_drawing(
+        run_dir,
+        config,
+        session.mesh,
+        sampler=options.sampler,
+        steps=options.steps,
+        guidance=options.guidance,
+        rows=min(options.batch_size, len(labels)),
+    )
+    session.note(f"model: {run_dir} after step {step}")
+    images = list(drawing.draw(weights, labels=labels, captions=captions, seed=options.seed))
+    if session.is_first:
+        if out.suffix == ".npz":
+            np.savez(out, latents=np.stack(images), labels=np.array(labels))
+        else:
+            pixels = [to_pixels(image) for image in images]
+            scale = options.scale or math.ceil(LEAST_PIXELS / pixels[0].shape[1])
+            save_grid(pixels, out, columns=options.samples, scale=scale)
+    session.note(f"{len(images)} images: {out}")
+
+
+def load_drawing(
+    run_dir: Path,
+    config: DiTTrainConfig,
+    mesh: Any,
+    *,
+    sampler: Sampler | None,
+    steps: int,
+    guidance: float | None,
+    rows: int,
+) -> tuple[Drawing, Any, int]:
+    """Prepares to draw with the newest checkpoint of a run.
+
+    Args:
+        run_dir: folder of the run.
+        config: config of the run.
+        mesh: mesh to draw on, with the axes of `startrail_jax.make_mesh`.
+        sampler: method of drawing; None for the usual one of the model.
+        steps: number of steps of the sampler.
+        guidance: strength of guidance; None for `DEFAULT_GUIDANCE`, or 1 for a model without it.
+        rows: number of images to draw at a time; it is rounded up to a multiple of the data degree.
+
+    Returns:
+        The drawing, the weights to draw with, and the step of their checkpoint.
+
+    Raises:
+        ValueError: if sampler, guidance or mesh do not fit the model.
+        CheckpointError: if there is no checkpoint, or it cannot be read.
+    """
+    attention = st.Attention(mesh, causal=False)
+    degrees = attention.degrees
+    rows = math.ceil(rows / degrees.data) * degrees.data
+    tokens = rows // degrees.data * attention.layout.padded_length(config.num_tokens)
+    share = tokens // (degrees.sequence * degrees.tensor)
+    for_drawing = dataclasses.replace(
+        config,
+        batch_size=rows,
+        mesh=MeshConfig(data=degrees.data),
+        zero=3 if config.zero == 3 else 0,
+        zero_axes=SHARDED_AXES,
+        tile=None if config.tile is None else largest_tile(config.tile, share),
+        accumulation=1,
+        remat="none",
+        offload=False,
+    )
+    program = Program(for_drawing, attention, Denoising(for_drawing))
+    has_conditions = config.model.classes > 0 or config.model.caption_length > 0
+    if guidance is None:
+        guidance = DEFAULT_GUIDANCE if config.diffusion.dropout and has_conditions else 1.0
+    drawing = Drawing(
+        program,
+        sampler=sampler or SAMPLERS[config.diffusion.target][0],
+        steps=steps,
+        guidance=guidance,
+        rows=rows,
+    )
+    folder = run_dir / CHECKPOINTS_FOLDER
+    weights, step = restore_weights(folder, program.state_shapes.weights)
+    return drawing, weights, step
+
+
+def rows_of_grid(
+    config: DiTTrainConfig, options: ImageOptions
+) -> tuple[list[int], list[bytes] | None]:
+    """Class and caption of every image, row by row of the grid.
+
+    Raises:
+        ValueError: if the model does not know a class, or takes no captions.
+    """
+    model, classes, captions = config.model, options.classes, options.captions
+    if captions is not None and not model.caption_length:
+        raise InputError(
+            "--captions need a model that takes text; got one of caption_length=0. Leave them out."
+        )
+    for label in classes or ():
+        if not 0 <= label < model.classes:
+            way_out = (
+                f"Choose from 0 to {model.classes - 1}." if model.classes else "Leave them out."
+            )
+            raise InputError(
+                f"--classes must be of the {model.classes} classes of the model; got {label}. "
+                f"{way_out}"
+            )
+    if classes is None and captions is None:
+        classes = tuple(range(min(model.classes, CLASSES_SHOWN))) or None
+    count = len(classes or captions or (None,))
+    labels = classes or (model.classes,) * count
+    texts = captions or ("",) * count
+    repeated = [row for row in range(count) for _ in range(options.samples)]
+    return (
+        [labels[row] for row in repeated],
+        [texts[row].encode() for row in repeated] if model.caption_length else None,
+    )
+
+
+def _file_to_write(run_dir: Path, config: DiTTrainConfig, options: ImageOptions) -> Path:
+    """The file to write, which is checked before anything is drawn."""
+    suffixes = (".npz",) if config.data.holds_latents else (".png", ".npz")
+    out = options.out or run_dir / f"samples{suffixes[0]}"
+    if out.suffix not in suffixes:
+        what = "latents, which are no pixels" if config.data.holds_latents else "images"
+        raise InputError(
+            f"--out must end in {' or '.join(suffixes)} for {what}; got {str(out)!r}. Rename it."
+        )
+    if not out.parent.is_dir():
+        raise InputError(
+            f"--out must lie in a folder that exists; got {str(out)!r}. Make {out.parent}."
+        )
+    return out

@@ -1,0 +1,35 @@
+"""The task of a diffusion transformer. Imports no jax: `--help` must be fast."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from trainer.data.dataset import Dataset
+from trainer.dit.config import DiTTrainConfig, ImageOptions
+from trainer.task import Task
+
+
+class DiTTask(Task[DiTTrainConfig, ImageOptions]):
+    """A diffusion transformer that learns to remove noise from images, and then draws images."""
+
+    config_class = DiTTrainConfig
+    options_class = ImageOptions
+    causal = False
+
+    def make_objective(self, config: DiTTrainConfig) -> Any:
+        from trainer.dit.objective import Denoising
+
+        return Denoising(config)
+
+    def open_data(self, config: DiTTrainConfig, layout: Any) -> Dataset:
+        from trainer.dit.batches import open_image_dataset
+
+        return open_image_dataset(config, layout)
+
+    def sample(
+        self, run_dir: Path, config: DiTTrainConfig, options: ImageOptions, session: Any
+    ) -> None:
+        from trainer.dit.sample import sample_images
+
+        sample_images(run_dir, config, options, session)

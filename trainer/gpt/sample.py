@@ -1,0 +1,186 @@
+"""Samples of text: what sample.py draws from a run of a GPT, and what train.py shows at its end."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Integer
+
+import startrail_jax as st
+from startrail_jax.errors import InputError
+from trainer.gpt.config import GPTTrainConfig, TextOptions
+from trainer.gpt.corpus import Corpus
+from trainer.gpt.generation import Generator
+from trainer.gpt.text import TextStream, encode_prompt, open_tokenizer
+from trainer.gpt.token_choice import Sampling
+from trainer.run.checkpoint import restore_weights
+from trainer.run.folder import CHECKPOINTS_FOLDER
+from trainer.session import Session
+
+
+def sample_text(
+    run_dir: Path, config: GPTTrainConfig, options: TextOptions, session: Session
+) -> None:
+    """Continues a prompt with the model of a run, and prints the text as it is generated.
+
+    Args:
+        run_dir: folder of the run.
+        config: config of the run.
+        options: what to draw.
+        session: the mesh to draw on.
+
+    Raises:
+        ValueError: if options, run and prompt do not fit each other or the devices.
+        CheckpointError: if there is no checkpoint, or it cannot be read.
+    """
+    sampling = Sampling(
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        seed=options.seed,
+    )
+    data = dataclasses.replace(config.data, tokenizer=options.tokenizer)
+    tokenizer = open_tokenizer(data, vocab_size=config.model.vocab_size)
+    prompt = encode_prompt(tokenizer, _read_prompt(options))
+    generator = Generator(
+        config.model,
+        st.Attention(session.mesh, causal=True),
+        sampling,
+        zero=options.zero,
+        zero_axes=config.zero_axes,
+        tile=config.tile,
+    )
+    generator.check_prompt(prompt)
+    weights, step = restore_weights(run_dir / CHECKPOINTS_FOLDER, generator.weight_shapes)
+    session.note(f"model: {run_dir} after step {step}")
+    session.note(f"prompt: {len(prompt):,} {tokenizer.unit}s")
+    if len(prompt) + options.tokens > config.seq_len:
+        session.note(
+            f"prompt and sample make {len(prompt) + options.tokens:,} tokens: the model was "
+            f"trained on sequences of {config.seq_len:,}"
+        )
+    streams = [TextStream(tokenizer, prompt) for _ in range(options.samples)]
+    tokens = generator(
+        weights,
+        [prompt] * options.samples,
+        num_tokens=options.tokens,
+        end_of_document=tokenizer.end_of_document,
+    )
+    _print_streams(streams, tokens, session)
+
+
+def _print_streams(streams: list[TextStream], tokens: Any, session: Session) -> None:
+    """Prints the first text as it is generated, and the others, generated beside it, after it."""
+    waiting = ["" for _ in streams]
+
+    def show(row: int, text: str) -> None:
+        if row:
+            waiting[row] += text
+        else:
+            session.print(text, end="")
+
+    def print_heading(row: int) -> None:
+        if len(streams) > 1:
+            session.print(f"--- sample {row + 1}")
+
+    print_heading(0)
+    for step in tokens:
+        for row, token in enumerate(step):
+            if token is not None:
+                show(row, streams[row].add(token))
+    for row, stream in enumerate(streams):
+        show(row, stream.end())
+        if row:
+            print_heading(row)
+        session.print(waiting[row])
+
+
+def _read_prompt(options: TextOptions) -> str:
+    """The text to continue.
+
+    Raises:
+        ValueError: if the text cannot be read or is not UTF-8.
+    """
+    if options.prompt is not None:
+        return options.prompt
+    file = options.prompt_file
+    if file is None and sys.stdin is None:
+        raise InputError(
+            "There must be a prompt; got none, and a standard input that is closed. Give --prompt "
+            "or --prompt-file."
+        )
+    try:
+        raw = sys.stdin.buffer.read() if file is None else file.read_bytes()
+        return raw.decode()
+    except UnicodeDecodeError as error:
+        place = "standard input" if file is None else repr(str(file))
+        raise InputError(
+            f"The prompt must be UTF-8; got the byte {error.object[error.start]:#04x} at offset "
+            f"{error.start} of {place}. Convert it to UTF-8."
+        ) from error
+    except OSError as error:
+        raise InputError(
+            f"--prompt-file must be a file that can be read; got {str(file)!r}: "
+            f"{error.strerror}. Correct the path."
+        ) from error
+
+
+def continue_text(
+    program: Any,
+    weights: Any,
+    corpus: Corpus,
+    *,
+    interrupted: Callable[[], bool] = lambda: False,
+) -> tuple[str, str]:
+    """The start of the held-out data, and how the model continues it.
+
+    Args:
+        program: `trainer.parallel.step.Program` of a run of a GPT.
+        weights: weights of its model.
+        corpus: the data of the run.
+        interrupted: is called before every token, equally often on all processes; if it returns
+            True, the text ends there.
+
+    Returns:
+        Prompt and continuation, as text, or as token ids if the text of a token is not known. Each
+        has `config.sample_length` tokens; fewer if the sequence is too short, a document ends, or
+        the program is interrupted.
+    """
+    config: Any = program.config
+    generator = Generator(
+        config.model,
+        program.attention,
+        Sampling(temperature=config.temperature, seed=config.seed),
+        zero=config.zero,
+        zero_axes=config.zero_axes,
+        tile=config.tile,
+    )
+    length = min(config.sample_length, config.seq_len - config.sample_length)
+    prompt = _longest_part(corpus.held_out[0].read(0, length), corpus.end_of_document)
+    steps = generator(
+        weights,
+        [prompt],
+        num_tokens=config.sample_length,
+        end_of_document=corpus.end_of_document,
+    )
+    found = []
+    while not interrupted() and (step := next(steps, None)) is not None:
+        found += [token for token in step if token is not None]
+    show: Callable[[Any], str] = corpus.decode or (lambda tokens: " ".join(map(str, tokens)))
+    return show(prompt), show(np.array(found, np.int32))
+
+
+def _longest_part(
+    tokens: Integer[np.ndarray, " tokens"], end_of_document: int | None
+) -> Integer[np.ndarray, " part"]:
+    """The longest run of tokens in which no document ends; all tokens if there is no such run."""
+    if end_of_document is None:
+        return tokens
+    ends = np.flatnonzero(tokens == end_of_document)
+    parts = [part[part != end_of_document] for part in np.split(tokens, ends)]
+    return max(parts, key=len) if any(map(len, parts)) else tokens

@@ -1,0 +1,46 @@
+"""The task of a language model. Imports no jax: `--help` must be fast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from trainer.data.dataset import Dataset
+from trainer.gpt.config import GPTTrainConfig, TextOptions
+from trainer.task import Task
+
+
+class GPTTask(Task[GPTTrainConfig, TextOptions]):
+    """A GPT that learns to predict the next token, and then continues texts."""
+
+    config_class = GPTTrainConfig
+    options_class = TextOptions
+    causal = True
+
+    def make_objective(self, config: GPTTrainConfig) -> Any:
+        from trainer.gpt.objective import NextToken
+
+        return NextToken(config)
+
+    def open_data(self, config: GPTTrainConfig, layout: Any) -> Dataset:
+        from trainer.gpt.batches import open_text
+
+        return open_text(config, layout)
+
+    def sample(
+        self, run_dir: Path, config: GPTTrainConfig, options: TextOptions, session: Any
+    ) -> None:
+        from trainer.gpt.sample import sample_text
+
+        sample_text(run_dir, config, options, session)
+
+    def sample_after_training(
+        self, program: Any, weights: Any, data: Any, interrupted: Callable[[], bool]
+    ) -> Iterable[str]:
+        from trainer.gpt.sample import continue_text
+
+        if not program.config.sample_length:
+            return ()
+        prompt, text = continue_text(program, weights, data.corpus, interrupted=interrupted)
+        return f"--- held-out text\n{prompt}", f"--- continued by the model\n{text}"

@@ -1,0 +1,142 @@
+"""A model on a mesh: how its weights are sharded, and the model that one device runs.
+
+The model runs inside one `shard_map` over the whole mesh, as the program of one device. So every
+collective is one that is written in this folder or in the attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+from jaxtyping import Array
+
+from models.hooks import Hooks
+from startrail_jax.attention import Attention
+from trainer.parallel.partition import STACKED, Parameter, Partition
+from trainer.parallel.tiling import in_tiles
+
+MakeModel = Callable[[Callable[..., Array], Hooks], nnx.Module]
+"""(attention_fn, hooks) -> a model with initial weights"""
+Layer = Callable[..., Any]
+"""(weights, x, ...) -> x or (x, kv_cache)"""
+
+
+class ShardedModel:
+    """A model whose weights are sharded as a `Partition` says."""
+
+    def __init__(
+        self,
+        make_model: MakeModel,
+        attention: Attention,
+        partition: Partition,
+        *,
+        tile: int | None,
+        remat: Callable[[Layer], Layer] = lambda layer: layer,
+    ) -> None:
+        """Finds out how the weights are sharded, without making them.
+
+        Args:
+            make_model: makes the model.
+            attention: the attention that the model calls, on the mesh of `partition`.
+            partition: how weights are sharded and gathered.
+            tile: tokens of a device that the MLP treats at a time; None for all.
+            remat: wraps the function of a layer, which gathers its weights.
+
+        Raises:
+            ValueError: if the mesh does not divide the weights.
+        """
+        self.attention = attention
+        self.partition = partition
+        self._make_model = make_model
+        self._tile = tile
+        self._remat = remat
+        self._graph, shapes = nnx.split(nnx.eval_shape(self.make))
+        self.splits = partition.splits(shapes)
+        """The `Split` of every weight."""
+        self.specs = partition.specs(shapes)
+        """The PartitionSpec of every weight."""
+        self.weight_shapes: Any = partition.sharded(shapes)
+        """Shapes and shardings of the weights."""
+
+    def make(self) -> nnx.Module:
+        """The model with initial weights, which are global arrays."""
+        hooks = Hooks(
+            wrap_layer=self._wrap_layer,
+            tiled=lambda function: in_tiles(function, self._tile),
+            copy_to_tensor=self.partition.copy_to_tensor,
+            reduce_from_tensor=self.partition.reduce_from_tensor,
+        )
+        return self._make_model(self._attend, hooks)
+
+    def on_each_device(
+        self, function: Callable[..., Any], *, in_specs: Any, out_specs: Any
+    ) -> Callable[..., Any]:
+        """A function of global arrays that runs `function` as the program of each device.
+
+        Args:
+            function: a function of (weights, ...), called with a device's shards.
+            in_specs: PartitionSpecs of its arguments after the weights.
+            out_specs: PartitionSpecs of what it returns.
+        """
+        return jax.shard_map(
+            function,
+            mesh=self.partition.mesh,
+            in_specs=(self.specs, *in_specs),
+            out_specs=out_specs,
+        )
+
+    # The methods below run on one device, inside `on_each_device`.
+
+    def local(self, weights: Any, gradient_slots: Any = None) -> Any:
+        """The model of one device, whose layers gather their weights when they run.
+
+        Args:
+            weights: what `Partition.gather_once` returns.
+            gradient_slots: slots for their gradients; None where nothing is differentiated.
+        """
+        state = {}
+        for name in weights:
+            slots = None if gradient_slots is None else gradient_slots[name]
+            if name == STACKED:
+                state[name] = _parameters(weights[name], slots)
+            else:
+                state[name] = self.gather(name, weights[name], slots)
+        return nnx.merge(self._graph, nnx.State(state))
+
+    def gather(self, name: str, weights: Any, gradient_slots: Any = None) -> Any:
+        """The whole weights of one part of the model, such as "embedding".
+
+        Args:
+            name: the part.
+            weights: its weights, as `local` takes those of all parts.
+            gradient_slots: slots for their gradients, likewise.
+        """
+        return self.partition.gather(_parameters(weights, gradient_slots), self.splits[name])
+
+    def with_part(self, name: str, weights: Any) -> Any:
+        """The model with the whole weights of one part, and only shapes for those of the others."""
+        others = {other: x for other, x in self.weight_shapes.items() if other != name}
+        return nnx.merge(self._graph, nnx.State(others | {name: weights}))
+
+    def _attend(
+        self, query: Array, key: Array, value: Array, segment_ids: Array | None = None
+    ) -> Array:
+        return self.attention.local(query, key, value, segment_ids, segment_ids)[0]
+
+    def _wrap_layer(self, layer: Layer) -> Layer:
+        splits = self.partition.of_layer(self.splits[STACKED])
+
+        def run(parameters: Any, x: Array, *context: Any) -> Any:
+            return layer(self.partition.gather(parameters, splits), x, *context)
+
+        return self._remat(run)
+
+
+def _parameters(weights: Any, gradient_slots: Any) -> Any:
+    """A tree of `Parameter`s."""
+    if gradient_slots is None:
+        return jax.tree.map(lambda weight: Parameter(weight, None), weights)
+    return jax.tree.map(Parameter, weights, gradient_slots)

@@ -1,0 +1,88 @@
+"""The state of training: weights, the optimizer's moments, and the average of the weights.
+
+Shapes and shardings of a state and of a batch, with which a step is compiled without either.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jaxtyping import Array, Int32
+
+from startrail_jax.attention import Attention
+from trainer.config import TrainConfig
+from trainer.data.batches import sharding_of
+from trainer.objective import Objective
+from trainer.parallel.optimizer import make_optimizer
+from trainer.parallel.partition import Partition
+
+
+class TrainState(NamedTuple):
+    """The state of a run between two steps."""
+
+    weights: Any
+    """Weights of the model, float32."""
+    optimizer: Any
+    """Adam's moments, and its count of steps."""
+    average: Any = None
+    """Exponential moving average of the weights, float32; None for a run without one."""
+
+    @property
+    def result(self) -> Any:
+        """The weights that the run is for: their average, where there is one."""
+        return self.weights if self.average is None else self.average
+
+
+def initial_state(config: TrainConfig, weights: Any) -> TrainState:
+    """The state before the first step.
+
+    Args:
+        config: optimizer, number of steps, and whether there is an average.
+        weights: initial weights.
+    """
+    optimizer = make_optimizer(config.optimizer, config.steps)
+    average = None if config.ema_decay is None else weights
+    return TrainState(weights, optimizer.init(weights), average)
+
+
+def state_shapes(config: TrainConfig, weight_shapes: Any, partition: Partition) -> TrainState:
+    """Shapes and shardings of a state.
+
+    Args:
+        config: as for `initial_state`.
+        weight_shapes: shapes of the weights.
+        partition: how the state is sharded.
+    """
+    shapes = jax.eval_shape(lambda weights: initial_state(config, weights), weight_shapes)
+    return partition.sharded(shapes)
+
+
+def batch_shapes(objective: Objective, attention: Attention) -> Any:
+    """Shapes and shardings of a batch of a run."""
+    mesh: Any = attention.mesh
+    tokens = NamedSharding(mesh, attention.sequence_spec)
+
+    def sharded(x: Any) -> Any:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding_of(tokens, len(x.shape)))
+
+    return jax.tree.map(sharded, objective.batch_shapes(attention.layout))
+
+
+def updated_average(decay: float, average: Any, weights: Any, count: Int32[Array, ""]) -> Any:
+    """The moving average after an update: average + (1 - d) * (weights - average).
+
+    The decay d rises to `decay`, so that the initial weights are soon forgotten.
+
+    Args:
+        decay: largest decay.
+        average: the average before the update.
+        weights: the weights after the update.
+        count: number of updates before this one.
+    """
+    # `optax.incremental_update` computes (1 - d) * weights + d * average, whose rounding error is a
+    # third larger: a quarter of the averages would differ in their last bit.
+    decay_now = jnp.minimum(decay, (1.0 + count) / (10.0 + count))
+    return jax.tree.map(lambda mean, new: mean + (1 - decay_now) * (new - mean), average, weights)

@@ -1,0 +1,139 @@
+"""The sizes of a run's training step, found out from shapes alone, for any number of devices."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import AbstractMesh, AxisType
+from jaxtyping import Array
+
+from models.hooks import Hooks
+from startrail_jax.attention import Attention
+from startrail_jax.layout import Layout
+from startrail_jax.mesh import ROLES, Degrees
+from trainer.config import TrainConfig
+from trainer.objective import Objective
+from trainer.parallel.footprint import FLOAT32, LAYER, LOSS, Footprint, StepSizes, footprint_of
+from trainer.parallel.partition import STACKED, Partition, Split
+from trainer.parallel.state import batch_shapes, state_shapes
+
+
+def footprint(config: TrainConfig, objective: Objective, degrees: Degrees) -> Footprint:
+    """The memory of a training step of `Program`. Arguments and errors as in `step_sizes`."""
+    return footprint_of(step_sizes(config, objective, degrees))
+
+
+def step_sizes(config: TrainConfig, objective: Objective, degrees: Degrees) -> StepSizes:
+    """The sizes on which the memory of a training step depends.
+
+    Args:
+        config: model, ZeRO, remat, offload, tile, accumulation and batch.
+        objective: model and loss of the run.
+        degrees: degrees of the mesh; so many devices need not be there.
+
+    Raises:
+        ValueError: if the mesh does not divide the model or its tokens.
+    """
+    model = config.model
+    mesh = AbstractMesh(tuple(vars(degrees)[role] for role in ROLES), ROLES, (AxisType.Auto,) * 6)
+    attention = Attention(mesh, causal=config.causal)
+    partition = Partition(mesh, config.zero, config.zero_axes, model.dtype)
+    shapes = _trace(objective, attention.layout)
+    state = state_shapes(config, shapes.weights, partition)
+    rows, tokens_of_row, heads, head_dim = shapes.query
+    tokens = rows // degrees.data * tokens_of_row // degrees.sequence // config.accumulation
+    whole = {name: _whole_elements(partition, shapes.weights, name) for name in shapes.weights}
+    layers = jax.tree.leaves(shapes.weights[STACKED])[0].shape[0]
+    return StepSizes(
+        degrees=degrees,
+        zero=config.zero,
+        remat=config.remat,
+        offload=config.offload,
+        accumulation=config.accumulation,
+        tile=config.tile or tokens,
+        tokens=tokens,
+        itemsize=jnp.dtype(model.dtype).itemsize,
+        layers=layers,
+        width=model.width,
+        heads=heads,
+        kv_heads=shapes.key[2],
+        head_dim=head_dim,
+        mlp_width=model.mlp_width,
+        mlp_matrices=3 if model.mlp == "swiglu" else 2,
+        outputs=shapes.outputs[-1],
+        weight_bytes=_bytes_of_device(state.weights),
+        optimizer_bytes=_bytes_of_device(state.optimizer),
+        average_bytes=_bytes_of_device(state.average),
+        batch_bytes=_bytes_of_device(batch_shapes(objective, attention)),
+        shard_elements=_bytes_of_device(state.weights) // FLOAT32,
+        whole_elements=sum(whole.values()),
+        layer_elements=whole[STACKED] // layers,
+        vocabularies={
+            name: (whole[name], LOSS if name == objective.head else LAYER)
+            for name in shapes.weights
+            if name != STACKED and _is_vocabulary(shapes.weights[name], shapes.outputs[-1])
+        },
+    )
+
+
+class _Shapes(NamedTuple):
+    """Shapes of a model's arrays, on all devices together."""
+
+    weights: Any
+    query: tuple[int, ...]
+    """[B T N H], as attention is called: T counts all tokens of a row, those of text included."""
+    key: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+def _trace(objective: Objective, layout: Layout) -> _Shapes:
+    """The shapes in a forward pass for a batch of the run."""
+    calls = []
+
+    def attention_fn(query: Array, key: Array, value: Array, **_: Any) -> Array:
+        calls.append((query.shape, key.shape))
+        return query
+
+    def make_model() -> nnx.Module:
+        return objective.make_model(attention_fn, Hooks(), nnx.Rngs(0))
+
+    def outputs(batch: Any) -> Array:
+        model, batch = make_model(), objective.prepare(batch, training=True)
+        return objective.outputs(model, objective.hidden(model, batch))
+
+    weights = nnx.state(nnx.eval_shape(make_model))
+    shape = jax.eval_shape(outputs, objective.batch_shapes(layout)).shape
+    query, key = calls[0]
+    return _Shapes(weights, query, key, shape)
+
+
+def _whole_elements(partition: Partition, weights: Any, name: str) -> int:
+    """Elements of the weights of one part of the model on a device, when ZeRO has gathered them."""
+    splits = jax.tree.leaves(
+        partition.splits(weights)[name], is_leaf=lambda x: isinstance(x, Split)
+    )
+    leaves = zip(jax.tree.leaves(weights[name]), splits, strict=True)
+    tensor = partition.size(partition.tensor)
+    return sum(x.size // (1 if split.tensor is None else tensor) for x, split in leaves)
+
+
+def _is_vocabulary(weights: Any, outputs: int) -> bool:
+    """Whether weights outside of the layers are a large embedding or a large head.
+
+    Such a matrix has a row for every output. One with fewer outputs than channels is smaller than a
+    kernel of a layer, and the estimate leaves it out.
+    """
+    (shape, *_) = (x.shape for x in jax.tree.leaves(weights))
+    return len(shape) == 2 and outputs in shape and outputs == max(shape)
+
+
+def _bytes_of_device(shapes: Any) -> int:
+    """Bytes of one device's shards."""
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        for x in jax.tree.leaves(shapes)
+    )

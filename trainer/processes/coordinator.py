@@ -1,0 +1,207 @@
+"""What process 0 does for all processes of a run in their heartbeat."""
+
+from __future__ import annotations
+
+import secrets
+import selectors
+import socket
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+from trainer.processes import timing
+from trainer.processes.connection import Connection, Message, is_readable
+from trainer.processes.rendezvous import listen_anywhere
+from trainer.processes.worker import gone, silent
+from trainer.run.exit import describe
+
+# How many flags are shown in which a process differs from process 0.
+SHOWN_FLAGS = 8
+
+
+class Coordinator:
+    """Lets all processes in, passes on what they say, and notices when one is lost; in threads."""
+
+    def __init__(self, listener: socket.socket, token: str, count: int, timeout: float) -> None:
+        """Starts the threads.
+
+        Args:
+            listener: where the processes connect.
+            token: what a process must know in order to be let in.
+            count: number of processes.
+            timeout: seconds of silence after which a process counts as lost.
+        """
+        self._listener = listener
+        self._token = token
+        self._count = count
+        self._timeout = timeout
+        self._connections: dict[int, Connection] = {}
+        self._flags: dict[int, dict[str, str]] = {}
+        self._gathering = True
+        self._joined = threading.Condition()
+        self._names = [f"process {index} of {count}" for index in range(count)]
+        self._calls: dict[int, int] = {}
+        self._done: set[int] = set()
+        self._asked = False
+        threading.Thread(target=self._run, name="heartbeat coordinator", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            why = self._gather() or self._follow()
+        except Exception as error:
+            why = f"the heartbeat in {self._names[0]}: {describe(error)}"
+        if why is None:
+            self._part("end")
+        else:
+            self._part("lost", why=why)
+
+    def _gather(self) -> str | None:
+        """Returns when all have joined, or why they cannot."""
+        threading.Thread(target=self._accept, name="heartbeat listener", daemon=True).start()
+        with self._joined:
+            self._joined.wait_for(lambda: len(self._connections) == self._count, timing.JOIN)
+            self._gathering = False
+        for index, name in enumerate(self._names):
+            if index not in self._connections:
+                return f"{name} did not join within {timing.JOIN:g} s"
+        difference = self._different_flags()
+        if difference is None:
+            self._tell("joined", names=self._names)
+        return difference
+
+    def _accept(self) -> None:
+        """Accepts connections until all have joined. Each has a thread, so that none waits."""
+        with self._listener:
+            while self._gathering:
+                if is_readable(self._listener):
+                    with suppress(OSError):
+                        connection = Connection(self._listener.accept()[0])
+                        threading.Thread(
+                            target=self._admit,
+                            args=[connection],
+                            name="heartbeat admission",
+                            daemon=True,
+                        ).start()
+
+    def _admit(self, connection: Connection) -> None:
+        """Lets a connection in if it says at once which process it is, and knows the token."""
+        first = connection.receive_one(timing.FAREWELL)
+        index, flags = first.get("index"), first.get("flags")
+        knows = first.get("token") == self._token
+        with self._joined:
+            if (
+                self._gathering
+                and knows
+                and isinstance(index, int)
+                and isinstance(flags, dict)
+                and 0 <= index < self._count
+            ):
+                self._names[index] = f"process {index} of {self._count} ({first.get('host')})"
+                self._connections[index] = connection
+                self._flags[index] = flags
+                self._joined.notify_all()
+                return
+        connection.close()
+
+    def _different_flags(self) -> str | None:
+        """Says which process has other flags than process 0, if one has."""
+        of_0 = self._flags[0]
+        for index, own in sorted(self._flags.items()):
+            names = [name for name in of_0 | own if of_0.get(name) != own.get(name)]
+            if names:
+                here, there = (
+                    " ".join(flags[name] for name in names[:SHOWN_FLAGS] if name in flags)
+                    for flags in (own, of_0)
+                )
+                more = "" if len(names) <= SHOWN_FLAGS else f" and {len(names) - SHOWN_FLAGS} more"
+                return (
+                    f"{self._names[index]} has {here or 'none'}{more}, and process 0 "
+                    f"{there or 'none'}{more}: all must have the same flags"
+                )
+        return None
+
+    def _follow(self) -> str | None:
+        """Listens until all are done; returns why one is lost, if one is."""
+        with selectors.DefaultSelector() as selector:
+            for index, connection in self._connections.items():
+                connection.heard = time.monotonic()
+                selector.register(connection.socket, selectors.EVENT_READ, index)
+            beaten = 0.0
+            while len(self._done) < self._count:
+                began = time.monotonic()
+                found = selector.select(timing.BEAT)
+                suspended = timing.suspended_since(began)
+                for connection in self._connections.values():
+                    connection.heard += suspended
+                for key, _ in found:
+                    why = self._listen(key.data)
+                    if why is not None:
+                        return why
+                for index, connection in self._connections.items():
+                    if time.monotonic() - connection.heard > self._timeout:
+                        return silent(self._names[index], self._timeout)
+                if time.monotonic() - beaten > timing.BEAT:
+                    beaten = time.monotonic()
+                    self._tell("beat")
+        return None
+
+    def _listen(self, index: int) -> str | None:
+        """Receives messages of a process; returns why it is lost, if it is."""
+        messages = self._connections[index].receive()
+        if messages is None:
+            return gone(self._names[index])
+        for message in messages:
+            kind = message["kind"]
+            if kind == "failed":
+                return f"{self._names[index]}: {message['why']}"
+            if kind == "done":
+                self._done.add(index)
+            elif kind == "wish" and not self._asked:
+                self._asked = True
+                self._tell("count")
+            elif kind == "calls":
+                self._calls[index] = message["calls"]
+                if len(self._calls) == self._count:
+                    # The first call that no process has made yet.
+                    self._tell("stop_at", call=max(self._calls.values()) + 1)
+        return None
+
+    def _tell(self, kind: str, **values: Any) -> None:
+        for connection in self._connections.values():
+            connection.send(kind, **values)
+
+    def _part(self, kind: str, **values: Any) -> None:
+        """Sends a last message, to process 0 after all others: this thread ends with it."""
+        deadline = time.monotonic() + timing.FAREWELL
+        others = [connection for index, connection in self._connections.items() if index]
+        own = [connection for index, connection in self._connections.items() if not index]
+        for connections in (others, own):
+            for connection in connections:
+                connection.send(kind, **values)
+                with suppress(OSError):
+                    connection.socket.shutdown(socket.SHUT_WR)
+            for connection in connections:
+                # Closing a connection with unread data would destroy the message just sent.
+                while (left := deadline - time.monotonic()) > 0:
+                    connection.socket.settimeout(left)
+                    if connection.receive() is None:
+                        break
+                connection.close()
+
+
+def coordinate(hosts: list[str], count: int, timeout: float) -> Message:
+    """Begins the heartbeat, in process 0.
+
+    Args:
+        hosts: names and addresses of this machine, the likeliest first.
+        count: number of processes.
+        timeout: seconds of silence after which a process counts as lost.
+
+    Returns:
+        What all processes need in order to `join`.
+    """
+    listener = listen_anywhere()
+    token = secrets.token_hex(16)
+    Coordinator(listener, token, count, timeout)
+    return {"hosts": hosts, "port": listener.getsockname()[1], "token": token}

@@ -1,0 +1,138 @@
+"""The processes of a program, joined, and the mesh of their devices."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import typing
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+import startrail_jax as st
+from trainer.config import MeshConfig
+from trainer.parallel.degrees import choose_degrees, describe_degrees
+from trainer.processes.devices import require_divisible, select_devices
+from trainer.processes.distributed import start
+from trainer.processes.heartbeat import heartbeat
+from trainer.processes.options import Distributed
+from trainer.run.settings import flags_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """What the processes of a program share while they are joined."""
+
+    mesh: Mesh
+    """The devices of all processes."""
+    agree: Callable[[bool], bool]
+    """Turns the wish of any process to stop into one answer: see `trainer.processes.heartbeat`."""
+    description: tuple[str, ...]
+    """Lines for the log: the devices and the degrees of the mesh."""
+
+    @property
+    def devices(self) -> list[Any]:
+        """The devices of the mesh."""
+        return list(self.mesh.devices.flat)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first process, which alone prints and writes files."""
+        return jax.process_index() == 0
+
+    def print(self, text: str, end: str = "\n") -> None:
+        """Prints text to standard output, in the first process only."""
+        if self.is_first:
+            print(text, end=end, flush=True)
+
+    def note(self, line: str) -> None:
+        """Prints a line to standard error, in the first process only."""
+        if self.is_first:
+            print(line, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def joined(
+    distributed: Distributed,
+    settings: Any,
+    *,
+    kind: str,
+    may_differ: Collection[str] = (),
+    adapts: bool = False,
+) -> Iterator[Session]:
+    """Starts the processes of a program, and watches over them until all have left.
+
+    Call it before jax is used. If one process fails, all of them end with status 1.
+
+    Args:
+        distributed: the processes.
+        settings: a dataclass of what the command line says, with the fields `devices` and `mesh`.
+        kind: what the settings are, for the comparison of the processes.
+        may_differ: dotted names of the settings that may differ among the processes. Paths always
+            may, since other machines have other folders.
+        adapts: whether to use all devices, with default degrees, if the devices and degrees of the
+            settings do not fit the devices that exist.
+
+    Raises:
+        ValueError: if the settings do not fit the devices.
+        RuntimeError: if the processes do not find each other, or have different settings.
+    """
+    processes = distributed.known_processes
+    if not adapts:
+        require_divisible(settings.devices, processes)
+    start(distributed)
+    choose = _fitting_devices if adapts else _given_devices
+    devices, mesh_config, remarks = choose(settings, processes)
+    may_differ = {*may_differ, *_names_of_paths(settings)}
+    flags = {"kind": kind, **flags_of(settings, but=may_differ)}
+    with heartbeat(distributed, flags) as agree:
+        degrees = choose_degrees(mesh_config, len(devices))
+        shared = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
+        description = (
+            *remarks,
+            f"devices: {len(devices)} x {devices[0].device_kind}{shared}",
+            f"mesh: {describe_degrees(settings.mesh, degrees)}",
+        )
+        # Auto axes: the optimizer runs outside of `shard_map`, where the compiler shards it.
+        mesh = st.make_mesh(degrees, axis_type="auto", devices=devices)
+        yield Session(mesh=mesh, agree=agree, description=description)
+
+
+def _given_devices(
+    settings: Any, processes: int | None
+) -> tuple[list[Any], MeshConfig, tuple[str, ...]]:
+    """The devices and degrees of the settings, and remarks about them for the log: none."""
+    return select_devices(settings.devices, processes=processes), settings.mesh, ()
+
+
+def _fitting_devices(
+    settings: Any, processes: int | None
+) -> tuple[list[Any], MeshConfig, tuple[str, ...]]:
+    """As `_given_devices`; but all devices and default degrees if those do not fit."""
+    try:
+        devices, mesh, remarks = _given_devices(settings, processes)
+        choose_degrees(mesh, len(devices))
+        return devices, mesh, remarks
+    except ValueError:
+        devices = select_devices(None, processes=processes)
+    remark = (
+        f"the devices and degrees of the run do not fit {len(devices)} devices: others are used"
+    )
+    return devices, MeshConfig(), (remark,)
+
+
+def _names_of_paths(settings: Any, prefix: str = "") -> set[str]:
+    """The dotted names of all settings that are paths."""
+    hints = typing.get_type_hints(type(settings))
+    names = set()
+    for name, value in vars(settings).items():
+        if dataclasses.is_dataclass(value):
+            names |= _names_of_paths(value, f"{prefix}{name}.")
+        elif Path in (hints[name], *typing.get_args(hints[name])):
+            names.add(prefix + name)
+    return names

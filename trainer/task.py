@@ -1,0 +1,99 @@
+"""A kind of training, as a value: all that differs between one kind of model and another.
+
+Neither this module nor one that defines a task imports jax: `--help` must be fast.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Generic, TypeVar
+
+from trainer.config import MeshConfig, TrainConfig
+from trainer.data.dataset import Dataset
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleOptions:
+    """Options of sample.py that every kind of run has."""
+
+    devices: int | None = None
+    """Number of devices to use. The default is that of the run, or all devices if there are
+    fewer."""
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    """Degrees of parallelism. The defaults are those of the run, if they fit the devices."""
+
+    @classmethod
+    def of_run(cls, config: Any) -> SampleOptions:
+        """The options that apply to a run where the command line gives no others.
+
+        Args:
+            config: config of the run.
+        """
+        return cls(devices=config.devices, mesh=config.mesh)
+
+
+Config = TypeVar("Config", bound=TrainConfig)
+Options = TypeVar("Options", bound=SampleOptions)
+
+
+class Task(ABC, Generic[Config, Options]):
+    """What train.py and sample.py need to know of one kind of model.
+
+    `trainer.tasks.TASKS` lists the tasks. Methods import what needs jax when they are called.
+    """
+
+    config_class: ClassVar[type[Any]]
+    """Class of the config of a run; its `kind` is the name of the task."""
+    options_class: ClassVar[type[Any]]
+    """Class of the options of sample.py."""
+    causal: ClassVar[bool]
+    """Whether a token attends only to itself and to earlier tokens."""
+
+    @abstractmethod
+    def make_objective(self, config: Config) -> Any:
+        """The model, its loss and its FLOPs: a `trainer.objective.Objective`."""
+
+    @abstractmethod
+    def open_data(self, config: Config, layout: Any) -> Dataset:
+        """Opens what a run trains on.
+
+        Args:
+            config: config of the run.
+            layout: `startrail_jax.Layout`, the order of the tokens of a batch.
+
+        Raises:
+            OSError: if the data cannot be read.
+            ValueError: if the data do not fit the config.
+        """
+
+    @abstractmethod
+    def sample(self, run_dir: Path, config: Config, options: Options, session: Any) -> None:
+        """Draws samples from the newest checkpoint of a run, and prints or saves them.
+
+        Args:
+            run_dir: folder of the run.
+            config: config of the run.
+            options: what to draw.
+            session: `trainer.session.Session`, the mesh to draw on.
+
+        Raises:
+            ValueError: if the options do not fit the run or the devices.
+            OSError: if a file cannot be written.
+            CheckpointError: if there is no checkpoint, or it cannot be read.
+        """
+
+    def sample_after_training(
+        self, program: Any, weights: Any, data: Any, interrupted: Callable[[], bool]
+    ) -> Iterable[str]:
+        """Paragraphs for the end of the log that show what the model has learnt; none by default.
+
+        Args:
+            program: `trainer.parallel.step.Program` of the run.
+            weights: weights of the trained model.
+            data: what `open_data` returned.
+            interrupted: tells whether to stop early. All processes must call it equally often.
+        """
+        return ()
