@@ -19,7 +19,7 @@ import io
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -83,17 +83,6 @@ def read_command_line(arguments: list[str]) -> tuple[Path, TrainConfig, Command[
 
 
 @contextmanager
-def end_at_ctrl_c() -> Iterator[None]:
-    """Ends the program at Ctrl-C without a traceback, with status 130."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        with suppress(OSError):
-            print(file=sys.stderr)
-        sys.exit(130)
-
-
-@contextmanager
 def end_with_reader() -> Iterator[None]:
     """Ends the program with status 0 when the reader of its output, such as `head`, has ended."""
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -111,8 +100,8 @@ def end_with_reader() -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    from trainer.run.exit import exit_on_user_errors
+    from trainer.run.exit import exit_on_ctrl_c, exit_on_user_errors
 
     # Outermost, so that one of several processes ends with the others.
-    with end_at_ctrl_c(), exit_on_user_errors(), end_with_reader():
+    with exit_on_ctrl_c(), exit_on_user_errors(), end_with_reader():
         sample(sys.argv[1:])

@@ -32,7 +32,6 @@ from jaxtyping import Bool, Float
 
 from startrail_jax.attention import Attention
 from startrail_jax.shapes import EMPTY
-from startrail_jax.validation import DTYPES, check_arrays, segment_array
 
 # The largest error that is allowed in float32, relative to the largest absolute value of a result.
 # It holds for lse in every dtype, as lse is always float32. A rounding is at most 6e-8 of a value,
@@ -134,6 +133,7 @@ def assert_exact(
         AssertionError: if a result differs. The message, from chex, names the first of out, lse,
             dq, dk and dv that differs, and shows where.
         ModuleNotFoundError: if chex is not installed.
+        NotImplementedError: if the backend that `attention` names does not serve these inputs.
         ValueError: if the sizes do not fit the mesh, or are too large for the reference.
     """
     chex = _import_chex()
@@ -142,11 +142,24 @@ def assert_exact(
             "assert_exact needs a mesh of devices; got an attention on an AbstractMesh. "
             "Build the attention on startrail_jax.make_mesh(degrees)."
         )
+    kv_heads = heads if kv_heads is None else kv_heads
+    value_head_dim = head_dim if value_head_dim is None else value_head_dim
     kv_seq_len = seq_len if kv_seq_len is None else kv_seq_len
+    # Raises unless these sizes fit the mesh, the layout and the backend.
+    attention.explain(
+        seq_len=seq_len,
+        heads=heads,
+        head_dim=head_dim,
+        kv_heads=kv_heads,
+        value_head_dim=value_head_dim,
+        dtype=dtype,
+        packed=packed or segment_ids is not None,
+        kv_seq_len=kv_seq_len,
+    )
     ids = _segment_pair(segment_ids)
     if batch is None:
         batch = 2 * attention.degrees.data if ids is None else len(ids[0])
-    _check_size(batch, heads, seq_len, kv_seq_len)
+    _check_size(batch, heads, seq_len, kv_seq_len, data=attention.degrees.data)
     rng = np.random.default_rng(seed)
     if packed and ids is not None:
         raise ValueError(
@@ -158,19 +171,10 @@ def assert_exact(
     inputs = _draw_inputs(
         rng,
         query=(batch, seq_len, heads, head_dim),
-        key=(batch, kv_seq_len, heads if kv_heads is None else kv_heads, head_dim),
-        value_head_dim=value_head_dim or head_dim,
+        key=(batch, kv_seq_len, kv_heads, head_dim),
+        value_head_dim=value_head_dim,
         dtype=dtype,
         segment_ids=ids,
-    )
-    check_arrays(
-        inputs.query,
-        inputs.key,
-        inputs.value,
-        ids or (),
-        degrees=attention.degrees,
-        layout=attention.layout,
-        causal=attention.causal,
     )
     placed = _place(attention, inputs)
     found = _forward_and_backward(chex, attention_fn or attention, placed)
@@ -214,11 +218,17 @@ def _segment_pair(
     if segment_ids is None:
         return None
     pair = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
-    query_ids, key_ids = (np.asarray(segment_array(ids)) for ids in pair)
+    query_ids, key_ids = (np.asarray(ids).astype(np.int32, casting="same_kind") for ids in pair)
     return query_ids, key_ids
 
 
-def _check_size(batch: int, heads: int, seq_len: int, kv_seq_len: int) -> None:
+def _check_size(batch: int, heads: int, seq_len: int, kv_seq_len: int, *, data: int) -> None:
+    """Raises a ValueError unless the reference can hold the problem and the mesh its rows."""
+    if batch % data:
+        raise ValueError(
+            f"batch must be divisible by the data degree; got batch={batch}, data={data}. "
+            f"Use batch={-(-batch // data) * data}."
+        )
     logits = batch * heads * seq_len * kv_seq_len
     if logits > MAX_LOGITS:
         raise ValueError(
@@ -251,12 +261,9 @@ def _draw_inputs(
     Args:
         query, key: shapes.
     """
-    kind = jnp.dtype(dtype)
-    if kind.name not in DTYPES:
-        raise ValueError(f"dtype must be one of {DTYPES}; got {kind.name}. Choose one of them.")
 
     def normal(*shape: int) -> np.ndarray:
-        return rng.normal(size=shape).astype(kind)
+        return rng.normal(size=shape).astype(jnp.dtype(dtype))
 
     return _Inputs(
         query=normal(*query),

@@ -11,6 +11,8 @@ import pytest
 import oracle
 import startrail_jax
 from train import read_command_line
+from trainer.command_line import parse
+from trainer.tasks import TASKS
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -88,7 +90,7 @@ def commands(program):
         lines = [x for block in blocks(page, "sh") for x in block.splitlines()]
         lines += re.findall(r"`([^`\n]*)`", text)
         for line in lines:
-            if match := re.search(rf"python {program}\.py\b([^#&]*)", line):
+            if match := re.search(rf"python {program}\.py\b +([^#&]+)", line):
                 name = f"{page.stem}:{match[1].strip()}"
                 found.append(pytest.param(shlex.split(match[1]), id=name))
     return found
@@ -98,7 +100,15 @@ def commands(program):
 def test_commands_that_train_are_understood(arguments):
     if arguments and arguments[0].startswith(OF_A_RUN):
         arguments = ["gpt_tiny", *arguments[1:]]
-    assert read_command_line(arguments).config.steps
+    assert read_command_line(arguments).settings.steps
+
+
+@pytest.mark.parametrize("arguments", commands("sample"))
+def test_commands_that_sample_are_understood(arguments):
+    run_dir, *flags = arguments
+    kind = "dit" if "dit" in run_dir else "gpt"
+    options = TASKS[kind].options_class()
+    assert parse(flags, default=options, prog="sample.py", description=None).settings
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
