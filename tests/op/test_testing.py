@@ -237,7 +237,7 @@ def test_reference_agrees_with_the_oracle(options, packed):
         ),
         ({"kv_heads": 3}, r"heads must be a multiple of kv_heads; got heads=4, kv_heads=3"),
         ({"kv_seq_len": 20}, r"queries and keys of one length; got 16 queries and 20 keys"),
-        ({"dtype": "int32"}, r"must have one dtype of .*; got int32"),
+        ({"dtype": "int32"}, r"dtype must be one of .*; got dtype='int32'"),
         ({"batch": 3}, r"batch must be divisible by the data degree; got batch=3, data=2\. .*=4"),
         (
             {"packed": True, "segment_ids": np.zeros((2, 16), int)},
