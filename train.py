@@ -73,8 +73,9 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
 
         # Program. Whatever does not fit the mesh is refused now, before there is a run folder.
         task = task_of(config)
-        attention = st.Attention(session.mesh, causal=task.causal)
-        program = Program(config, attention, task.make_objective(config))
+        objective = task.make_objective(config)
+        attention = st.Attention(session.mesh, causal=objective.causal)
+        program = Program(config, attention, objective)
 
         # Data. The layout orders the tokens of a batch on the host.
         data = task.open_data(config, attention.layout)

@@ -152,9 +152,8 @@ def read(row: Row, degrees: Degrees, target: str, num_devices: int) -> Reading:
 def lowered_step(row: Row, degrees: Degrees, devices: list[Any]) -> Any:
     """The whole training step of a row, lowered for `devices`."""
     mesh = st.make_mesh(degrees, axis_type="auto", devices=devices)
-    task = task_of(row.config)
-    attention = st.Attention(mesh, causal=task.causal)
-    program = Program(row.config, attention, task.make_objective(row.config))
+    objective = task_of(row.config).make_objective(row.config)
+    program = Program(row.config, st.Attention(mesh, causal=objective.causal), objective)
     step: Any = program.train_step
     if not row.donate:
         shardings = jax.tree.map(lambda x: x.sharding, program.state_shapes)

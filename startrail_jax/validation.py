@@ -80,10 +80,10 @@ def as_arrays(query: Any, key: Any, value: Any, segment_ids: Any, dtype: Any) ->
     if segment_ids is None:
         return arrays
     ids = segment_ids if isinstance(segment_ids, tuple) else (segment_ids,)
-    return arrays + tuple(_segment_array(x) for x in ids)
+    return arrays + tuple(segment_array(x) for x in ids)
 
 
-def _segment_array(ids: Any) -> Array:
+def segment_array(ids: Any) -> Array:
     """Segment ids as int32; cutting others to 32 bits could make two documents one."""
     on_host = not isinstance(ids, jax.Array)
     ids = np.asarray(ids) if on_host else ids

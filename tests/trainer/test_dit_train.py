@@ -20,9 +20,6 @@ TINY = (
 )
 
 
-pytestmark = pytest.mark.usefixtures("compile_fast")
-
-
 def run(folder, flags="", *, steps):
     flags = f"{TINY} --steps {steps} --run-dir {folder} {flags}"
     return train.train(tyro.cli(DiTTrainConfig, default=dit_digits(), args=flags.split()))

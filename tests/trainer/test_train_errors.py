@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 import train
 from trainer.data.batches import TrainingBatches
@@ -42,23 +41,6 @@ TINY = (
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled_once(tmp_path_factory):
-    """Programs that several tests need are compiled in the first of them."""
-    settings = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-    }
-    before = {name: getattr(jax.config, name) for name in settings}
-    compilation_cache.reset_cache()
-    for name, value in settings.items():
-        jax.config.update(name, value)
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-
-
 @pytest.fixture
 def data(tmp_path):
     return write_tokens(tmp_path / "data.bin", 10_000)
@@ -71,7 +53,7 @@ def write_tokens(path, count):
 
 
 def flags_of(data, run_dir, flags=""):
-    """The flags of a small run; later flags override earlier ones."""
+    """A later flag overrides an earlier one."""
     return [
         *f"{TINY} --devices 2 --steps {STEPS}".split(),
         *("--data.path", str(data), "--run-dir", str(run_dir)),
@@ -86,7 +68,7 @@ def run(data, run_dir, flags=""):
 
 
 def message_of(data, run_dir, flags=""):
-    """The message with which the program ends with status 1."""
+    """What the program says when it ends with status 1."""
     with pytest.raises(SystemExit) as caught:
         run(data, run_dir, flags)
     # Python prints a string and exits with status 1.
@@ -113,7 +95,7 @@ def contents(folder):
 
 
 def first_tokens(batch_number, num_tokens):
-    """The tokens at which the windows of a batch begin, in a file of `num_tokens` to train on."""
+    """Where the windows of a batch begin in a file of so many tokens to train on."""
     tokens = np.arange(num_tokens, dtype=np.int32)
     stream = Stream(name="", tokens=tokens, vocab_size=num_tokens)
     batches = TrainingBatches(
@@ -129,7 +111,7 @@ def first_tokens(batch_number, num_tokens):
 
 
 def at_step(monkeypatch, number, action):
-    """Makes `action` happen when a step is reported, before it is saved."""
+    """Has something happen when a step is reported, before it is saved."""
     advance = metrics.Reporter.advance
 
     def acting(self, at, measured=None):
@@ -141,8 +123,8 @@ def at_step(monkeypatch, number, action):
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory, compiled_once):
-    """A run of 8 steps and its data, which tests copy and do not change."""
+def trained(tmp_path_factory):
+    """A run of 8 steps and its data; to be copied, not touched."""
     folder = tmp_path_factory.mktemp("trained")
     data = write_tokens(folder / "data.bin", 10_000)
     run(data, folder / "run", "--checkpoint.every 4")
@@ -173,7 +155,7 @@ def empty_tokens(folder):
 
 
 def unreadable(folder):
-    # The user who runs the tests may have permission to read everything, but no link to itself.
+    # Whoever runs the tests may be allowed to read everything; not what links to itself.
     (folder / "a.bin").symlink_to(folder / "a.bin")
     return folder / "a.bin", r"/a.bin' must be readable; got OSError: .*Correct its permissions"
 
@@ -230,7 +212,7 @@ def test_wrong_data_end_the_program_before_there_is_a_run(wrong, data, tmp_path)
 
 
 def test_token_beyond_the_vocabulary_that_training_meets_costs_no_step(tmp_path, capsys):
-    # The ends of the file are checked when it is opened, and windows when they are read.
+    # The file is checked at its ends when it is opened, and so are windows as they are read.
     count = 1_000_000
     path = write_tokens(tmp_path / "data.bin", count)
     num_train = round(0.95 * count)
@@ -261,7 +243,7 @@ def test_token_beyond_the_vocabulary_that_training_meets_costs_no_step(tmp_path,
 def test_unwritable_run_folder_ends_the_program(data, tmp_path):
     (tmp_path / "file").touch()
     message = message_of(data, tmp_path / "file" / "run")
-    assert_matches(message, r"^StorageError: .*can be written; got .*/file/run: Not a")
+    assert_matches(message, r"^StorageError: .*one that can be written; got .*/file/run: Not a")
     assert "another --run-dir" in message
 
 
@@ -282,7 +264,7 @@ def test_full_disk_is_refused_before_training(data, tmp_path, monkeypatch):
 
 
 def test_disk_that_fills_up_leaves_the_last_checkpoint(data, tmp_path, monkeypatch, capsys):
-    # A limit on the size of files replaces a full disk.
+    # A limit on the size of files stands for the full disk.
     limit, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def fill():
@@ -386,7 +368,7 @@ def test_wrong_command_line_says_what_was_meant(flags, message, capsys):
     with pytest.raises(SystemExit) as caught:
         train.read_command_line(flags.split())
     assert caught.value.code == 2
-    # Without the box around it, which breaks lines.
+    # Without the box round it, which breaks lines.
     assert_matches(" ".join(capsys.readouterr().err.replace("│", " ").split()), message)
 
 
@@ -413,7 +395,7 @@ def test_config_file_with_an_unknown_setting_names_the_likely_one(trained, tmp_p
 
 @pytest.fixture
 def poisoned(data, monkeypatch):
-    """Data with which the loss of step 4 is infinite: only there is token 255, whose loss is."""
+    """Data of which step 4 has a loss that is not finite: that of token 255, which is nowhere."""
     start = first_tokens(4, 9500)[0]
     tokens = np.memmap(data, "<u2", "r+")
     tokens[start + 3] = 255
@@ -461,13 +443,11 @@ def test_loss_that_is_not_finite_stops_and_can_be_skipped(poisoned, tmp_path, ca
 
 
 def test_sigterm_saves_and_exits_with_status_0(data, tmp_path, capsys):
-    # Evaluations are long, so that the signal comes during one.
+    # An evaluation takes longer than a signal.
     flags = "--evaluate-every 1 --validation-sequences 400"
     environment = {
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": str(len(jax.devices())),
-        "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
     process = subprocess.Popen(
         [sys.executable, "train.py", *flags_of(data, tmp_path / "run", flags)],

@@ -45,6 +45,7 @@ class NoisyBatch(NamedTuple):
 class Denoising:
     """Mean squared error of the prediction of `DiffusionConfig.target`: an `Objective`."""
 
+    causal = False
     head = "head"
 
     def __init__(self, config: DiTTrainConfig) -> None:

@@ -15,7 +15,6 @@ class DiTTask(Task[DiTTrainConfig, ImageOptions]):
 
     config_class = DiTTrainConfig
     options_class = ImageOptions
-    causal = False
 
     def make_objective(self, config: DiTTrainConfig) -> Any:
         from trainer.dit.objective import Denoising

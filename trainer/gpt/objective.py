@@ -23,6 +23,8 @@ from trainer.gpt.flops import gpt_flops_per_token
 class NextToken:
     """Cross-entropy of the token after each token, in nats: an `Objective`."""
 
+    causal = True
+
     def __init__(self, config: GPTTrainConfig) -> None:
         self._config = config
         self.head = "embedding" if config.model.tied_head else "head"

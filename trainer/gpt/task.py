@@ -16,7 +16,6 @@ class GPTTask(Task[GPTTrainConfig, TextOptions]):
 
     config_class = GPTTrainConfig
     options_class = TextOptions
-    causal = True
 
     def make_objective(self, config: GPTTrainConfig) -> Any:
         from trainer.gpt.objective import NextToken
