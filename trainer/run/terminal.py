@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -50,5 +51,5 @@ class Terminal:
 
     def update(self, step: int, status: str | None = None) -> None:
         """Moves the bar to a step, and replaces the text beside it if one is given."""
-        fields = {} if status is None else {"status": status}
+        fields: dict[str, Any] = {} if status is None else {"status": status}
         self._bar.update(self._task, completed=step, **fields)
