@@ -109,11 +109,7 @@ def main(argv: list[str] | None = None) -> None:
             reading = None if args.arithmetic else read(row, degrees, target, num_devices)
             print(line(row, degrees, reading, GPU_GIB[target]), flush=True)
             if args.details:
-                print(
-                    footprint(
-                        row.config, task_of(row.config).make_objective(row.config), degrees
-                    ).table()
-                )
+                print(formula_of(row, degrees).table())
 
 
 def rows(config: TrainConfig) -> Iterator[Row]:
@@ -164,7 +160,7 @@ def lowered_step(row: Row, degrees: Degrees, devices: list[Any]) -> Any:
 
 
 def formula_of(row: Row, degrees: Degrees) -> Footprint:
-    return footprint(row.config, task_of(row.config).make_objective(row.config), degrees)
+    return footprint(row.config, task_of(row.config), degrees)
 
 
 def line(row: Row, degrees: Degrees, reading: Reading | None, gpu_gib: float) -> str:

@@ -45,13 +45,13 @@ CASES = {
 
 
 def footprint(config, degrees):
-    return step_sizes.footprint(config, task_of(config).make_objective(config), degrees)
+    return step_sizes.footprint(config, task_of(config), degrees)
 
 
 def num_parameters(recipe):
     """Parameters of a recipe's model: the elements that a single device holds."""
     config = RECIPES[recipe]()
-    sizes = step_sizes.step_sizes(config, task_of(config).make_objective(config), st.Degrees())
+    sizes = step_sizes.step_sizes(config, task_of(config), st.Degrees())
     assert sizes.whole_elements == sizes.shard_elements
     return sizes.whole_elements
 
