@@ -17,6 +17,7 @@ from startrail_jax.analysis.overlap import (
 )
 from trainer.gpt.config import DataConfig
 from trainer.parallel.step_sizes import footprint
+from trainer.tasks import task_of
 
 pytestmark = pytest.mark.skipif(missing_plugin() is not None, reason=str(missing_plugin()))
 
@@ -74,7 +75,7 @@ def test_attention_that_is_saved_is_not_computed_again(remat, times):
 
 def test_offload_moves_what_is_saved_to_the_host():
     program, _ = compiled(offload=True)
-    saved = footprint(program.config, program.objective, STARTRAIL).host_bytes
+    saved = footprint(program.config, task_of(program.config), STARTRAIL).host_bytes
     assert saved == LAYERS * TOKENS * (2 * 1024 * 2 + 8 * 4)
     assert memory().host_temp_size_in_bytes == 0
     assert memory(offload=True).host_temp_size_in_bytes == saved

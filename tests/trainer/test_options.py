@@ -37,8 +37,8 @@ def test_flags_say_which_process_this_is():
     assert command.distributed == given(coordinator="[::1]:7777", index=0)
     assert command.distributed.several
     assert command.distributed.coordinator_host == "::1"
-    assert command.config.mesh.team == 1
+    assert command.settings.mesh.team == 1
     assert train.read_command_line(["--distributed"]).distributed == Distributed(on=True)
     assert not train.read_command_line([]).distributed.several
     # It does not change what the run is.
-    assert "distributed" not in vars(command.config)
+    assert "distributed" not in vars(command.settings)

@@ -20,19 +20,20 @@ from trainer.objective import Objective
 from trainer.parallel.footprint import FLOAT32, LAYER, LOSS, Footprint, StepSizes, footprint_of
 from trainer.parallel.partition import STACKED, Partition, Split
 from trainer.parallel.state import batch_shapes, state_shapes
+from trainer.task import Task
 
 
-def footprint(config: TrainConfig, objective: Objective, degrees: Degrees) -> Footprint:
+def footprint(config: TrainConfig, task: Task[Any, Any], degrees: Degrees) -> Footprint:
     """The memory of a training step of `Program`. Arguments and errors as in `step_sizes`."""
-    return footprint_of(step_sizes(config, objective, degrees))
+    return footprint_of(step_sizes(config, task, degrees))
 
 
-def step_sizes(config: TrainConfig, objective: Objective, degrees: Degrees) -> StepSizes:
+def step_sizes(config: TrainConfig, task: Task[Any, Any], degrees: Degrees) -> StepSizes:
     """The sizes on which the memory of a training step depends.
 
     Args:
         config: model, ZeRO, remat, offload, tile, accumulation and batch.
-        objective: model and loss of the run.
+        task: the task of the run.
         degrees: degrees of the mesh; so many devices need not be there.
 
     Raises:
@@ -40,7 +41,7 @@ def step_sizes(config: TrainConfig, objective: Objective, degrees: Degrees) -> S
     """
     model = config.model
     mesh = AbstractMesh(tuple(vars(degrees)[role] for role in ROLES), ROLES, (AxisType.Auto,) * 6)
-    attention = Attention(mesh, causal=config.causal)
+    attention = Attention(mesh, causal=objective.causal)
     partition = Partition(mesh, config.zero, config.zero_axes, model.dtype)
     shapes = _trace(objective, attention.layout)
     state = state_shapes(config, shapes.weights, partition)

@@ -246,7 +246,7 @@ def test_image_that_moves_is_refused(folder):
 
 def test_link_to_a_folder_that_is_found_already_is_refused(folder):
     (folder / "loop").symlink_to(folder)
-    with pytest.raises(ValueError, match=r"must be reached in one way alone; got '.*loop'"):
+    with pytest.raises(ValueError, match=r"must be reached in one way only; got '.*loop'"):
         open_images(folder)
 
 
