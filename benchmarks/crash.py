@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import signal
 import subprocess
@@ -42,9 +41,16 @@ from typing import NoReturn
 
 import numpy as np
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+from benchmarks.run_folders import (
+    REPOSITORY,
+    CheckFailed,
+    environment,
+    newest_whole,
+    unfinished,
+)
+
 EVERY = 3
-"""Steps between checkpoints: few, so that training is nearly always saving one."""
+"""Number of steps between checkpoints: so few that training is nearly always saving one."""
 MOMENTS = ("save", "step", "start")
 SECONDS_AFTER = {"save": 0.02, "step": 0.3, "start": 2.5}
 HANGS_AFTER_SECONDS = 300
@@ -57,10 +63,6 @@ FLAGS = (
 )
 
 
-class Failure(Exception):
-    """What was to hold does not."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Kill:
     """One start of the program and its end by SIGKILL."""
@@ -68,13 +70,13 @@ class Kill:
     moment: str
     """One of `MOMENTS`."""
     began_after: int | None
-    """The step that it went on from, 0 at the beginning; None if it did not come that far."""
+    """The step that the program went on from, 0 at the beginning; None if it was killed before."""
     last_step: int
-    """The last step in metrics.jsonl when it was killed."""
+    """The last step in metrics.jsonl after the kill."""
     whole: int
-    """The step of the newest whole checkpoint that it left, 0 if there is none."""
+    """The step of the newest whole checkpoint after the kill, 0 if there is none."""
     unfinished: tuple[str, ...]
-    """Folders of unfinished checkpoints that it left."""
+    """The folders of unfinished checkpoints after the kill."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -82,7 +84,7 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         try:
             crash(args.kills, seed=args.seed, folder=Path(folder))
-        except Failure as failure:
+        except CheckFailed as failure:
             print(f"FAILED: {failure}", file=sys.stderr)
             return 1
     return 0
@@ -93,25 +95,25 @@ def crash(num_kills: int, *, seed: int, folder: Path) -> list[Kill]:
 
     Args:
         num_kills: how often to kill the program.
-        seed: seed of the moments.
-        folder: where the data and both runs go.
+        seed: seed of the moments of the kills.
+        folder: folder for the data and both runs.
 
     Returns:
         The kills, in order.
 
     Raises:
-        Failure: if a run does not go on as it should or ends in other losses.
+        CheckFailed: if a run does not go on as it should or ends in other losses.
     """
     random = np.random.default_rng(seed)
     data = folder / "tokens.bin"
     random.integers(0, 256, 20_000).astype("<u2").tofile(data)
-    # Saves take most of the time, and a kill costs the steps of at most two.
+    # Saves take most of the time, and a kill loses the steps of at most two of them.
     steps = EVERY * (8 + 6 * num_kills)
     flags = [*FLAGS.split(), "--data.path", str(data), "--steps", str(steps)]
 
     undisturbed = folder / "undisturbed"
     started = time.perf_counter()
-    Program(undisturbed, flags).finish()
+    TrainingProcess(undisturbed, flags).finish()
     seconds = time.perf_counter() - started
     expected = losses(undisturbed)
     check_steps(expected, steps)
@@ -121,38 +123,38 @@ def crash(num_kills: int, *, seed: int, folder: Path) -> list[Kill]:
     kills: list[Kill] = []
     for number in range(num_kills):
         moment = MOMENTS[number % len(MOMENTS)]
-        program = Program(run_dir, flags)
+        process = TrainingProcess(run_dir, flags)
         if moment == "start":
-            program.read_until_step(0)
+            process.read_until_step(0)
         else:
-            # Spread over the run but for its end, where it might be over before the kill.
+            # Not near the end of the run, which might be over before the kill.
             first, last = (int(steps * (number + x) / (num_kills + 1)) for x in (0.3, 0.7))
-            program.read_until_step(int(random.integers(first, last)))
+            process.read_until_step(int(random.integers(first, last)))
         if moment == "save":
-            program.wait_for_save()
-        program.wait(random.uniform(0, SECONDS_AFTER[moment]))
-        program.kill()
+            process.wait_for_save()
+        process.wait(random.uniform(0, SECONDS_AFTER[moment]))
+        process.kill()
         kill = Kill(
             moment=moment,
-            began_after=program.began_after,
+            began_after=process.began_after,
             last_step=last_step(run_dir),
-            whole=max(whole(run_dir), default=0),
+            whole=newest_whole(run_dir),
             unfinished=unfinished(run_dir),
         )
-        check_beginning(program, kills)
+        check_beginning(process, kills)
         check_kill(kill)
         kills.append(kill)
         print(f"{number + 1:>3}  {describe(kill)}", flush=True)
 
-    program = Program(run_dir, flags)
-    program.finish()
-    check_beginning(program, kills)
-    print(f"     from step {program.began_after} to the end", flush=True)
+    process = TrainingProcess(run_dir, flags)
+    process.finish()
+    check_beginning(process, kills)
+    print(f"     from step {process.began_after} to the end", flush=True)
     got = losses(run_dir)
     check_steps(got, steps)
     differ = [step for step, loss in got if loss != dict(expected)[step]]
     if differ:
-        raise Failure(
+        raise CheckFailed(
             f"Losses must be those of an undisturbed run; got others in {len(differ)} steps, "
             f"first in step {differ[0]}."
         )
@@ -164,21 +166,15 @@ def crash(num_kills: int, *, seed: int, folder: Path) -> list[Kill]:
     return kills
 
 
-class Program:
-    """`train.py` as a process; what it prints is read while it runs."""
+class TrainingProcess:
+    """`train.py` as a process, whose output is read while it runs."""
 
     def __init__(self, run_dir: Path, flags: Sequence[str]) -> None:
         self._run_dir = run_dir
-        # What the first run has compiled all others read, which makes a start some times faster.
-        environment = {
-            "JAX_PLATFORMS": "cpu",
-            "JAX_COMPILATION_CACHE_DIR": str(run_dir.parent / "compiled"),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        }
         self._process = subprocess.Popen(
             [sys.executable, "train.py", *flags, "--run-dir", str(run_dir)],
             cwd=REPOSITORY,
-            env=os.environ | environment,
+            env=environment(run_dir.parent / "compiled"),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -187,10 +183,10 @@ class Program:
         self._watchdog.start()
         self._output: list[str] = []
         self.began_after: int | None = None
-        """The step that it went on from; None until that is known."""
+        """The step that the process went on from; None until that is known."""
 
     def read_until_step(self, step: int) -> None:
-        """Returns when `step` or a later one is reported; for 0, when anything is."""
+        """Returns when `step` or a later one is reported; for 0, when anything is printed."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if self._note(line) >= step:
@@ -203,31 +199,31 @@ class Program:
             self.wait(0.001)
 
     def wait(self, seconds: float) -> None:
-        """Returns after a time in which the program must not end."""
+        """Waits for some seconds, in which the process must not end."""
         time.sleep(seconds)
         if self._process.poll() is not None:
             self._refuse_end()
 
     def kill(self) -> None:
-        """Ends it with SIGKILL, and reads what it had printed."""
+        """Kills the process with SIGKILL, and reads what it had printed."""
         self._process.send_signal(signal.SIGKILL)
         self._read_rest()
         if self._process.returncode != -signal.SIGKILL:
             self._refuse_end()
 
     def finish(self) -> None:
-        """Waits for its end, which must be one without an error."""
+        """Waits for the end of the process, which must have status 0."""
         output = self._read_rest()
         if self._process.returncode != 0:
-            raise Failure(
+            raise CheckFailed(
                 f"The program must end with status 0; got {self._process.returncode}.\n{output}"
             )
 
     def _refuse_end(self) -> NoReturn:
-        raise Failure(f"The program must not end before it is killed.\n{self._read_rest()}")
+        raise CheckFailed(f"The program must not end before it is killed.\n{self._read_rest()}")
 
     def _read_rest(self) -> str:
-        """Waits for its end; all that it printed."""
+        """Waits for the end of the process; returns all that it printed."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             self._note(line)
@@ -247,23 +243,8 @@ class Program:
         return int(match[1]) if match else 0
 
 
-def whole(run_dir: Path) -> list[int]:
-    """Steps with a whole checkpoint: until it is whole, its folder has another name."""
-    return [int(name) for name in _checkpoints(run_dir) if name.isdecimal()]
-
-
-def unfinished(run_dir: Path) -> tuple[str, ...]:
-    """Names of the folders of checkpoints that are not whole."""
-    return tuple(name for name in _checkpoints(run_dir) if not name.isdecimal())
-
-
-def _checkpoints(run_dir: Path) -> list[str]:
-    folder = run_dir / "checkpoints"
-    return [path.name for path in folder.iterdir() if path.is_dir()] if folder.exists() else []
-
-
 def losses(run_dir: Path) -> list[tuple[int, float]]:
-    """Step and training loss of every line of metrics.jsonl that has one and is not cut short."""
+    """Step and training loss of every whole line of metrics.jsonl that has a training loss."""
     path = run_dir / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     records = [json.loads(line) for line in lines if line.endswith("\n")]
@@ -271,38 +252,39 @@ def losses(run_dir: Path) -> list[tuple[int, float]]:
 
 
 def last_step(run_dir: Path) -> int:
-    """The last step of which there are metrics; 0 if there are none."""
+    """The last step with a training loss in metrics.jsonl; 0 if there is none."""
     return max((step for step, _ in losses(run_dir)), default=0)
 
 
-def check_beginning(program: Program, kills: Sequence[Kill]) -> None:
-    """Raises unless it went on from the newest whole checkpoint of the last kill."""
+def check_beginning(process: TrainingProcess, kills: Sequence[Kill]) -> None:
+    """Raises an error unless the process went on from the checkpoint that the last kill left."""
     expected = kills[-1].whole if kills else 0
-    if program.began_after not in (None, expected):
-        raise Failure(
-            f"A run must go on from its newest whole checkpoint; got step {program.began_after}, "
+    if process.began_after not in (None, expected):
+        raise CheckFailed(
+            f"A run must go on from its newest whole checkpoint; got step {process.began_after}, "
             f"where that of step {expected} was whole."
         )
 
 
 def check_kill(kill: Kill) -> None:
-    """Raises if less was saved than the steps in metrics.jsonl imply.
+    """Raises an error if fewer steps were saved than the metrics imply.
 
-    The metrics of a step are written before its checkpoint is begun, and that waits for the one
-    before. So those of the step after tell that there was one, and that the one before is whole.
+    The metrics of a step are written before its checkpoint is begun, and that waits for the
+    checkpoint before. So the metrics of the next step show that a checkpoint was begun, and that
+    the one before it is whole.
     """
     begun = (kill.last_step - 1) // EVERY * EVERY
     if kill.whole < begun - EVERY:
-        raise Failure(
+        raise CheckFailed(
             f"After step {kill.last_step} the checkpoint of step {begun - EVERY} must be whole; "
             f"got that of step {kill.whole} as the newest."
         )
 
 
 def check_steps(found: Sequence[tuple[int, float]], steps: int) -> None:
-    """Raises unless there is a loss of every step, once and in order."""
+    """Raises an error unless there is one loss for every step, in order."""
     if [step for step, _ in found] != list(range(1, steps + 1)):
-        raise Failure(
+        raise CheckFailed(
             f"metrics.jsonl must have steps 1 to {steps} once, in order; got "
             f"{[step for step, _ in found]}."
         )

@@ -25,7 +25,6 @@ fails.
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import resource
 import signal
@@ -41,30 +40,28 @@ from typing import Any
 
 import numpy as np
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+from benchmarks.run_folders import REPOSITORY, CheckFailed, environment, newest_whole
+
 END_SECONDS = 60
-"""Within which all processes must have ended."""
+"""Time in which all processes must end."""
 HANGS_AFTER_SECONDS = 180
+"""Time after which a process that neither ends nor goes on counts as hanging."""
 SEQ_LEN = 32
 NUM_TOKENS = 1_000_000
 BATCHES_BEFORE_WRONG_DATA = 4
 
-# Parts of the state lie on every device, so that every process writes to a checkpoint.
+# Every device holds a part of the state, so that every process writes to a checkpoint.
 FLAGS = (
     "--mesh.team 1 --zero 3 --model.width 32 --model.layers 1 --model.heads 2 "
     f"--model.kv-heads 1 --model.head-dim 16 --model.mlp-width 64 --seq-len {SEQ_LEN} "
     "--batch-size 2 --log-every 1 --checkpoint.every 3 --evaluate-every 1000000 "
     "--validation-sequences 2 --sample-length 0 --no-tensorboard "
 )
-# A process ends with the one that started it, however that ends.
+# A process is killed when the process that started it ends, however that happens.
 PROGRAM = (
     "import ctypes, runpy, sys; ctypes.CDLL(None).prctl(1, 9); sys.argv[0] = 'train.py'; "
     "runpy.run_path('train.py', run_name='__main__')"
 )
-
-
-class Failure(Exception):
-    """What was to hold does not."""
 
 
 class Processes:
@@ -81,18 +78,12 @@ class Processes:
         """Starts them.
 
         Args:
-            count: how many; one is started without `--distributed`.
-            flags: for all.
-            folder: where what they print is kept, and what they compile.
+            count: number of processes; a single one is started without `--distributed`.
+            flags: flags of all processes.
+            folder: folder for their output and their compiled programs.
             own_flags: further flags of single processes, by index.
         """
-        environment = {
-            "JAX_PLATFORMS": "cpu",
-            "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-            "PYTHONUNBUFFERED": "1",
-        }
+        variables = environment(folder / "compiled") | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
         coordinator = f"127.0.0.1:{free_port()}"
         self.count = count
         self._logs = [folder / f"process-{index}.log" for index in range(count)]
@@ -105,7 +96,7 @@ class Processes:
                 process = subprocess.Popen(
                     [sys.executable, "-c", PROGRAM, *flags, *(where if count > 1 else []), *own],
                     cwd=REPOSITORY,
-                    env={**os.environ, **environment},
+                    env=variables,
                     stdout=output,
                     stderr=subprocess.STDOUT,
                 )
@@ -120,69 +111,73 @@ class Processes:
             process.wait()
 
     def output(self, index: int) -> str:
-        """What a process has printed."""
+        """What one process has printed."""
         return self._logs[index].read_text()
 
     def outputs(self) -> str:
-        """What all have printed."""
+        """What all processes have printed."""
         return "".join(f"--- process {index}\n{self.output(index)}" for index in range(self.count))
 
     def pid(self, index: int) -> int:
+        """The id of a process."""
         return self._all[index].pid
 
     def signal(self, index: int, number: int) -> None:
+        """Sends a signal to a process."""
         self._all[index].send_signal(number)
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
-        """Returns when a condition holds, for which all must go on running."""
+        """Waits until a condition holds; all processes must run until then."""
         deadline = time.monotonic() + HANGS_AFTER_SECONDS
         while not condition():
             ended = [i for i, process in enumerate(self._all) if process.poll() is not None]
             if ended or time.monotonic() > deadline:
                 what = f"process {ended[0]} ended" if ended else "they hung"
-                raise Failure(f"The processes must go on; {what}.\n{self.outputs()}")
+                raise CheckFailed(f"The processes must go on; {what}.\n{self.outputs()}")
             time.sleep(0.02)
 
     def wait(self, which: Sequence[int] | None = None, seconds: float = END_SECONDS) -> list[int]:
-        """Waits for the end of all, or some; their statuses."""
+        """Waits for the end of all processes, or of some; returns the statuses of all."""
         deadline = time.monotonic() + seconds
         for index in range(self.count) if which is None else which:
             try:
                 self._all[index].wait(max(deadline - time.monotonic(), 0))
             except subprocess.TimeoutExpired:
-                raise Failure(
+                raise CheckFailed(
                     f"All must end within {seconds:g} s; process {index} has not.\n{self.outputs()}"
                 ) from None
         return [process.returncode for process in self._all]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class FailureCase:
     """Something that happens to one process, or to all."""
 
     name: str
-    """For the table."""
+    """Name of the case in the output."""
     victim: int | None
-    """Its index, from the end if negative; None for all."""
+    """Index of the process, from the end if negative; None for all processes."""
     says: str
-    """What all processes that were not killed must say, with `{}` for the victim's name."""
+    """Pattern of what all processes that were not killed must print; `{}` is the victim's name."""
     happen: Callable[[Processes, int], None] | None
-    """Makes it happen, given the victim; None where it lies in the data."""
+    """Makes it happen, given the victim; None if the data make it happen."""
     good: bool = False
-    """Whether all are to end with status 0."""
+    """Whether all processes must end with status 0."""
 
 
 def signal_it(number: int) -> Callable[[Processes, int], None]:
+    """What happens in a case: the victim gets a signal."""
     return lambda processes, victim: processes.signal(victim, number)
 
 
 def fill_disk(processes: Processes, victim: int) -> None:
-    """A limit on the size of files stands for the full disk."""
+    """Limits the size of the files that a process writes, as a full disk would."""
     _, hard = resource.prlimit(processes.pid(victim), resource.RLIMIT_FSIZE)
     resource.prlimit(processes.pid(victim), resource.RLIMIT_FSIZE, (20_000, hard))
 
 
 def terminate_all(processes: Processes, _: int) -> None:
+    """Sends SIGTERM to all processes."""
     for index in range(processes.count):
         processes.signal(index, signal.SIGTERM)
 
@@ -190,64 +185,70 @@ def terminate_all(processes: Processes, _: int) -> None:
 WITHOUT_A_WORD = r"{} \([^)]+\) has ended without a word"
 SILENT = r"{} \([^)]+\) has given no sign of life for"
 CASES = (
-    Case(name="worker killed", victim=-1, says=WITHOUT_A_WORD, happen=signal_it(signal.SIGKILL)),
-    Case(name="process 0 killed", victim=0, says=WITHOUT_A_WORD, happen=signal_it(signal.SIGKILL)),
-    Case(name="worker stopped", victim=-1, says=SILENT, happen=signal_it(signal.SIGSTOP)),
-    Case(name="process 0 stopped", victim=0, says=SILENT, happen=signal_it(signal.SIGSTOP)),
-    Case(
+    FailureCase(
+        name="worker killed", victim=-1, says=WITHOUT_A_WORD, happen=signal_it(signal.SIGKILL)
+    ),
+    FailureCase(
+        name="process 0 killed", victim=0, says=WITHOUT_A_WORD, happen=signal_it(signal.SIGKILL)
+    ),
+    FailureCase(name="worker stopped", victim=-1, says=SILENT, happen=signal_it(signal.SIGSTOP)),
+    FailureCase(name="process 0 stopped", victim=0, says=SILENT, happen=signal_it(signal.SIGSTOP)),
+    FailureCase(
         name="wrong data",
         victim=-1,
-        says=r"{} \([^)]+\): ValueError: .*vocab_size; got id 3000 at token \d+",
+        says=r"{} \([^)]+\): InputError: .*vocab_size; got id 3000 at token \d+",
         happen=None,
     ),
-    Case(
+    FailureCase(
         name="disk full",
         victim=-1,
         says=r"{} \([^)]+\): CheckpointError: The checkpoint of step \d+ could not be saved",
         happen=fill_disk,
     ),
-    Case(
+    FailureCase(
         name="SIGTERM to a worker",
         victim=-1,
         says="",
         happen=signal_it(signal.SIGTERM),
         good=True,
     ),
-    Case(name="SIGTERM to all", victim=None, says="", happen=terminate_all, good=True),
+    FailureCase(name="SIGTERM to all", victim=None, says="", happen=terminate_all, good=True),
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What came of a case."""
+    """The result of a case."""
 
-    case: Case
+    case: FailureCase
     began_after: int
     """The step that this start went on from."""
     seconds: float
-    """Until the last process had ended; of one that was stopped, from when it was continued."""
+    """Time from what happened until the last process had ended."""
     statuses: tuple[int, ...]
-    """Of the processes; negative for a signal."""
+    """Statuses of the processes; a process that a signal killed has a negative one."""
     message: str
-    """What process 0 said at last, or process 1 if that was the victim."""
+    """The last message of process 0, or of process 1 if process 0 was the victim."""
     whole: int
-    """The newest whole checkpoint that is left."""
+    """The step of the newest whole checkpoint after the case."""
 
 
-def fail(cases: Sequence[Case], *, count: int, folder: Path, timeout: float = 10) -> list[Outcome]:
+def fail(
+    cases: Sequence[FailureCase], *, count: int, folder: Path, timeout: float = 10
+) -> list[Outcome]:
     """Starts a run in several processes for each case, one after the other, in one run folder.
 
     Args:
-        cases: what happens.
+        cases: the cases.
         count: number of processes.
-        folder: where data and run go.
+        folder: folder for the data and the run.
         timeout: seconds after which a silent process counts as lost.
 
     Returns:
-        What came of each.
+        The result of each case.
 
     Raises:
-        Failure: if something does not hold.
+        CheckFailed: if a check fails.
     """
     data, wrong = write_data(folder)
     run_dir = folder / "run"
@@ -264,7 +265,7 @@ def fail(cases: Sequence[Case], *, count: int, folder: Path, timeout: float = 10
                 case.happen(processes, victim)
             outcome = _end(case, processes, victim, run_dir)
         if outcome.began_after != before:
-            raise Failure(
+            raise CheckFailed(
                 f"A run must go on from its newest whole checkpoint; got step "
                 f"{outcome.began_after} where that of step {before} was whole."
             )
@@ -274,13 +275,13 @@ def fail(cases: Sequence[Case], *, count: int, folder: Path, timeout: float = 10
 
 
 def begin(processes: Processes, run_dir: Path, before: int) -> None:
-    """Returns when there is a new checkpoint and a step after it."""
+    """Waits for a new checkpoint and a step after it."""
     processes.wait_for(
         lambda: before < newest_whole(run_dir) < max(reported_steps(processes.output(0)), default=0)
     )
 
 
-def _end(case: Case, processes: Processes, victim: int, run_dir: Path) -> Outcome:
+def _end(case: FailureCase, processes: Processes, victim: int, run_dir: Path) -> Outcome:
     """Waits for the end of all processes and checks how they ended."""
     if case.happen is None:
         processes.wait_for(lambda: bool(reported_steps(processes.output(0))))
@@ -294,18 +295,20 @@ def _end(case: Case, processes: Processes, victim: int, run_dir: Path) -> Outcom
     seconds = time.monotonic() - since
     if any((status == 0) != case.good for status in statuses):
         good = "0" if case.good else "another than 0"
-        raise Failure(f"All statuses must be {good}; got {statuses}.\n{processes.outputs()}")
+        raise CheckFailed(f"All statuses must be {good}; got {statuses}.\n{processes.outputs()}")
     name = f"process {victim} of {processes.count}"
     for index in range(processes.count):
         says = re.search(case.says.format(name), processes.output(index))
         is_victim = index == victim and case.says in (WITHOUT_A_WORD, SILENT)
         if not says and not is_victim:
-            raise Failure(f"Process {index} must name {name}; it does not.\n{processes.outputs()}")
+            raise CheckFailed(
+                f"Process {index} must name {name}; it does not.\n{processes.outputs()}"
+            )
     speaker = 1 if victim == 0 and not case.good else 0
     output = processes.output(speaker)
     whole = newest_whole(run_dir)
     if case.good and f"interrupted after step {whole}, " not in output:
-        raise Failure(f"The last step must be saved; got step {whole}.\n{processes.outputs()}")
+        raise CheckFailed(f"The last step must be saved; got step {whole}.\n{processes.outputs()}")
     said = re.search(case.says.format(name) if case.says else r"interrupted after .*", output)
     assert said is not None
     match = re.search(r"^going on with .* after step (\d+)$", processes.output(0), re.MULTILINE)
@@ -329,29 +332,28 @@ def describe(outcome: Outcome) -> str:
 
 
 def write_data(folder: Path) -> tuple[Path, Path]:
-    """Random tokens, and the same with one that is wrong, which is not met at once."""
+    """Files of random tokens: one that is right, and one with tokens beyond the vocabulary.
+
+    Training does not meet a wrong token at once.
+    """
     from trainer.gpt.corpus import CHECKED_TOKENS
 
     tokens = np.random.default_rng(0).integers(0, 256, NUM_TOKENS).astype("<u2")
     right, wrong = folder / "tokens.bin", folder / "wrong.bin"
     tokens.tofile(right)
-    # A share that a window hits within some batches; not at the ends, which are checked at first.
+    # So many that a window hits one within some batches; not at the ends, which are checked first.
     tokens[2 * CHECKED_TOKENS : -2 * CHECKED_TOKENS : 20 * SEQ_LEN] = 3000
     tokens.tofile(wrong)
     return right, wrong
 
 
-def newest_whole(run_dir: Path) -> int:
-    """The step of the newest whole checkpoint; 0 if there is none."""
-    names = [path.name for path in (run_dir / "checkpoints").glob("*")]
-    return max((int(name) for name in names if name.isdecimal()), default=0)
-
-
 def reported_steps(output: str) -> list[int]:
+    """The steps that a process has reported in its output."""
     return [int(step) for step in re.findall(r"^step (\d+)/", output, re.MULTILINE)]
 
 
 def free_port() -> int:
+    """A port that is free on this machine."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
 
@@ -361,7 +363,7 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         try:
             fail(CASES, count=args.processes, folder=Path(folder), timeout=args.timeout)
-        except Failure as failure:
+        except CheckFailed as failure:
             print(f"FAILED: {failure}", file=sys.stderr)
             return 1
     return 0
@@ -372,7 +374,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--processes", type=int, default=2, help="how many: 2, 4 or 8")
+    parser.add_argument("--processes", type=int, default=2, help="number of processes: 2, 4 or 8")
     parser.add_argument("--timeout", type=float, default=20, help="--distributed.timeout")
     return parser.parse_args(argv)
 

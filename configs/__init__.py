@@ -1,6 +1,6 @@
-"""Recipes: functions that return a `TrainConfig`, which flags then override."""
+"""Recipes: functions that return a `TrainConfig`. Flags override its settings."""
 
 from configs import dit, gpt
 
 RECIPES = gpt.RECIPES | dit.RECIPES
-"""By name, as `train.py` takes them."""
+"""All recipes by name: the first word of the command line of train.py."""

@@ -1,4 +1,4 @@
-"""DiT recipes: functions that return a `DiTTrainConfig`, which flags then override."""
+"""DiT recipes: functions that return a `DiTTrainConfig`. Flags override its settings."""
 
 from pathlib import Path
 
@@ -14,9 +14,9 @@ def dit_digits() -> DiTTrainConfig:
     """Class-conditional rectified flow on the 8 x 8 handwritten digits of scikit-learn.
 
     Command: `python train.py dit_digits`, then `python sample.py runs/dit_digits`. Takes 9 minutes
-    of CPU time on 8 simulated devices; validation loss 0.34. By `python benchmarks/digits.py` a
-    classifier names 199 of 200 samples as they were meant, and about as many of them are close to
-    a training image as of the digits that are held out.
+    of CPU time on 8 simulated devices, and reaches a validation loss of 0.34. In
+    `python benchmarks/digits.py`, a classifier names 199 of 200 samples as intended. About as many
+    samples as held-out digits lie close to a training image.
     """
     return DiTTrainConfig(
         model=DiTConfig(channels=1, classes=10, width=96, layers=6, heads=4, mlp_width=384),
@@ -63,4 +63,4 @@ def dit_1b() -> DiTTrainConfig:
 
 
 RECIPES = {recipe.__name__: recipe for recipe in (dit_digits, dit_1b)}
-"""By name, as `train.py` takes them."""
+"""The recipes by name."""

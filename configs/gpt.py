@@ -1,4 +1,4 @@
-"""GPT recipes: functions that return a `GPTTrainConfig`, which flags then override."""
+"""GPT recipes: functions that return a `GPTTrainConfig`. Flags override its settings."""
 
 from pathlib import Path
 
@@ -56,7 +56,7 @@ def gpt_3b() -> GPTTrainConfig:
 def gpt_7b() -> GPTTrainConfig:
     """StarTrail's GPT-7B (arXiv 2407.00611, table 2): 32 layers, 32 heads, width 4096, 512K tokens.
 
-    With the MLP of Llama 2 7B. Command: `python train.py gpt_7b --data.path TOKENS.bin
+    The MLP is that of Llama 2 7B. Command: `python train.py gpt_7b --data.path TOKENS.bin
     --mesh.team 4` on 64 H200.
     """
     return _long_context(
@@ -97,9 +97,9 @@ def gpt_8b_gqa() -> GPTTrainConfig:
 
 
 def _long_context(name: str, model: GPTConfig) -> GPTTrainConfig:
-    """What the large recipes share: one sequence of 512K tokens, and the least memory.
+    """What the large recipes share: one sequence of 512K tokens, and the settings that save memory.
 
-    Documents are not masked: a whole sequence of one causal mask is what cuDNN's kernels serve.
+    Documents are not masked, since the kernels of cuDNN need one causal mask for the sequence.
     """
     return GPTTrainConfig(
         model=model,
@@ -119,4 +119,4 @@ def _long_context(name: str, model: GPTConfig) -> GPTTrainConfig:
 
 
 RECIPES = {recipe.__name__: recipe for recipe in (gpt_tiny, gpt_3b, gpt_7b, gpt_8b_gqa)}
-"""By name, as `train.py` takes them."""
+"""The recipes by name."""

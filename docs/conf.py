@@ -60,9 +60,10 @@ def _list_table(rows: list[str]) -> list[str]:
 
 
 def _escape(line: str) -> str:
-    """An asterisk is a bullet at the start of a line and no markup elsewhere."""
+    """Asterisks are bullets at the start of a line and no markup elsewhere; `x`s is a plural."""
     bullet, rest = re.match(r"(\s*(?:\* )?)(.*)", line).groups()
-    return bullet + re.sub(r"(`[^`]*`)|\*", lambda match: match[1] or r"\*", rest)
+    rest = re.sub(r"(`[^`]*`)|\*", lambda match: match[1] or r"\*", rest)
+    return bullet + re.sub(r"(`[^`]+`)(?=\w)", r"\1\\ ", rest)
 
 
 def _to_restructured_text(app, what, name, obj, options, lines: list[str]) -> None:

@@ -29,6 +29,7 @@ from models.hooks import Hooks
 from models.layers import MLP, AttentionFn
 from models.linear import linear
 from models.sizes import check_dit_width
+from startrail_jax.errors import InputError
 from startrail_jax.ordering import compute_first
 
 Captions = tuple[Int32[Array, "B S"], Int32[Array, "B S"], Int32[Array, "B S"]]
@@ -176,7 +177,7 @@ class DiT(nnx.Module):
             ValueError: if there are captions but no text stream, or a text stream but no captions.
         """
         if (self.bytes is None) != (captions is None):
-            raise ValueError(
+            raise InputError(
                 "captions must be given for a model with caption_length above 0, and for no other; "
                 f"got captions {'missing' if captions is None else 'given'}. For an image without "
                 "text, give padding: segment ids of -1."

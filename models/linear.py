@@ -11,6 +11,8 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float
 
+from startrail_jax.errors import InputError
+
 
 def linear(
     inputs: int | tuple[int, ...],
@@ -61,7 +63,7 @@ def _dot_general(
 ) -> Array:
     """`project` with the arguments with which `nnx.LinearGeneral` calls `lax.dot_general`."""
     if any(value is not None for value in options.values()):
-        raise ValueError(
+        raise InputError(
             f"linear() takes no option of lax.dot_general; got {options}. Leave them out."
         )
     return project(x, kernel, len(dims[0][0]), preferred_element_type)

@@ -17,6 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Float64, Int32
 
+from startrail_jax.errors import InputError
+
 # A channel pair that makes more turns in the original context than the first number keeps its
 # wavelength; one that makes fewer turns than the second is stretched by the whole factor.
 LLAMA3_TURNS = (4.0, 1.0)
@@ -41,12 +43,12 @@ class Rope:
 
     def __post_init__(self) -> None:
         if self.head_dim % 2:
-            raise ValueError(
+            raise InputError(
                 f"head_dim must be even for rotary positions; got head_dim={self.head_dim}. "
                 f"Use {self.head_dim + 1}."
             )
         if self.scaling in ("llama3", "yarn") and self.original_length is None:
-            raise ValueError(
+            raise InputError(
                 f"scaling={self.scaling!r} needs original_length; got None. Use the length that "
                 "the model was trained on."
             )

@@ -19,6 +19,7 @@ from jaxtyping import Array
 from startrail_jax import blocks, collectives, rings
 from startrail_jax.analysis.explain import Explanation, explain
 from startrail_jax.cache import Decoding
+from startrail_jax.errors import InputError
 from startrail_jax.layout import Layout
 from startrail_jax.mesh import (
     SEQUENCE_ROLES,
@@ -311,7 +312,7 @@ class Attention(Decoding):
             attn_weights_value_einsum=attn_weights_value_einsum,
         )
         if is_causal and not self.causal:
-            raise ValueError(
+            raise InputError(
                 "is_causal=True needs a causal attention; got an instance with causal=False. "
                 "Build Attention(mesh, causal=True)."
             )

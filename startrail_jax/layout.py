@@ -18,6 +18,8 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Int32, Shaped
 
+from startrail_jax.errors import InputError
+
 KINDS = ("contiguous", "zigzag", "striped")
 
 
@@ -93,7 +95,7 @@ class Layout:
         if isinstance(layout, str):
             return cls(layout, degree)
         if layout.degree != degree:
-            raise ValueError(
+            raise InputError(
                 f"The layout must have as many shards as the mesh has sequence ranks; got "
                 f"layout.degree={layout.degree}, sequence degree={degree}. "
                 f"Pass layout={layout.kind!r} to have it built."
@@ -102,12 +104,12 @@ class Layout:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise ValueError(
+            raise InputError(
                 f"layout must be one of {KINDS}; got {self.kind!r}. "
                 "Leave it out for zigzag when causal and contiguous otherwise."
             )
         if self.degree < 1:
-            raise ValueError(
+            raise InputError(
                 f"degree must be at least 1; got degree={self.degree}. "
                 "Pass the number of sequence shards, Degrees.sequence."
             )
@@ -139,7 +141,7 @@ class Layout:
             way_out += f" or cut to {seq_len // self.multiple * self.multiple}"
         if self.kind == "zigzag" and seq_len > 0 and seq_len % self.degree == 0:
             way_out += ", or use layout='contiguous'"
-        raise ValueError(
+        raise InputError(
             f"{name} must be divisible by {factor}sequence degree for layout={self.kind!r}; "
             f"got {name}={seq_len}, degree={self.degree}. {way_out}."
         )
@@ -151,7 +153,7 @@ class Layout:
             ValueError: if the length cannot be laid out, or if there is no such rank.
         """
         if not 0 <= rank < self.degree:
-            raise ValueError(
+            raise InputError(
                 f"rank must be in [0, {self.degree}); got rank={rank}. "
                 "It is the flat index over (group, ring, team, head)."
             )
@@ -261,7 +263,7 @@ def _check_unsharded(x: Any) -> None:
     else:
         spec, sharded = x.sharding, not x.sharding.is_fully_replicated
     if sharded:
-        raise ValueError(
+        raise InputError(
             f"permute and unpermute need a host or unsharded array; got one sharded as {spec}. "
             "Permute on the host before device_put, or call jax.device_get first."
         )

@@ -17,6 +17,8 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from startrail_jax.errors import InputError
+
 # The six roles that a mesh axis can play, slowest to fastest in device order.
 ROLES = ("data", "group", "ring", "team", "head", "tensor")
 # The platforms on which programs may run.
@@ -69,7 +71,7 @@ class Degrees:
         for role in ROLES:
             degree = getattr(self, role)
             if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
-                raise ValueError(
+                raise InputError(
                     f"Every degree must be an integer of at least 1; got {role}={degree!r}. "
                     f"Use {role}=1 to leave that axis out."
                 )
@@ -150,7 +152,7 @@ def _check_divides(sequence: int, name: str, value: int, block: int) -> None:
         lower = sequence // block * block
         sizes = [size for size in (lower, lower + block) if size > 0]
         lengths = f", or {' or '.join(map(str, sizes))} devices"
-    raise ValueError(
+    raise InputError(
         f"{rule} must divide the sequence degree; got {name}={value}, sequence degree={sequence}. "
         f"Use {near or f'{name}=1'}{lengths}."
     )
@@ -176,7 +178,7 @@ def make_mesh(
     """
     types = {"explicit": AxisType.Explicit, "auto": AxisType.Auto}
     if axis_type not in types:
-        raise ValueError(
+        raise InputError(
             f"axis_type must be 'explicit' or 'auto'; got {axis_type!r}. "
             "Use 'explicit' unless your model relies on automatic resharding."
         )
@@ -184,7 +186,7 @@ def make_mesh(
     shape = tuple(getattr(degrees, role) for role in ROLES)
     if math.prod(shape) != len(devices):
         sizes = " * ".join(f"{role}={size}" for role, size in zip(ROLES, shape, strict=True))
-        raise ValueError(
+        raise InputError(
             f"The product of the degrees must be the number of devices; got {sizes} = "
             f"{math.prod(shape)} for {len(devices)} devices. Change a degree, or pass "
             f"devices= with {math.prod(shape)} of them."
@@ -218,7 +220,7 @@ class AxisNames:
             return names
         unknown = sorted(set(names or {}) - set(ROLES))
         if unknown:
-            raise ValueError(
+            raise InputError(
                 f"axis_names must map roles {ROLES} to axes of the mesh; got unknown {unknown}. "
                 "Write for example axis_names={'ring': 'context'}."
             )
@@ -249,12 +251,12 @@ def resolve_axes(mesh: Mesh | AbstractMesh, names: AxisNames) -> dict[str, Axis]
         members = (value,) if isinstance(value, str) else value
         for name in members:
             if name not in sizes and name != role:
-                raise ValueError(
+                raise InputError(
                     f"axis_names must name axes of the mesh; got {role}={name!r}, and the mesh "
                     f"has {tuple(sizes)}. Correct the name, or leave {role} out for degree 1."
                 )
             if name in taken:
-                raise ValueError(
+                raise InputError(
                     f"A mesh axis must play one role; got {name!r} for both {taken[name]} and "
                     f"{role}. Map one of them to another axis."
                 )

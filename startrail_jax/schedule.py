@@ -25,6 +25,7 @@ from jaxtyping import Array
 
 from startrail_jax.blocks.base import Request
 from startrail_jax.collectives import KeyPlacement
+from startrail_jax.errors import InputError
 from startrail_jax.layout import Layout
 from startrail_jax.mask import Mask, runs_meet
 from startrail_jax.mesh import PLATFORMS, Axis
@@ -63,7 +64,7 @@ class Schedule:
             ValueError: if the platform is unknown.
         """
         if platform not in (None, *PLATFORMS):
-            raise ValueError(
+            raise InputError(
                 f"platform must be one of {PLATFORMS}; got {platform!r}. "
                 "Leave it out for that of the mesh."
             )

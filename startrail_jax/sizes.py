@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from startrail_jax.errors import InputError
 from startrail_jax.layout import Layout
 from startrail_jax.mesh import Degrees
 
@@ -84,13 +85,13 @@ class Sizes:
         _check_positive("head_dim", self.head_dim)
         _check_positive("value_head_dim", self.value_head_dim)
         if self.batch % degrees.data:
-            raise ValueError(
+            raise InputError(
                 f"batch must be divisible by the data degree; got batch={self.batch}, "
                 f"data={degrees.data}. Pad the batch to "
                 f"{-(-self.batch // degrees.data) * degrees.data}, or lower data."
             )
         if causal and self.query_tokens != self.key_tokens:
-            raise ValueError(
+            raise InputError(
                 "Causal attention needs queries and keys of one length; got "
                 f"{self.query_tokens} queries and {self.key_tokens} keys. Use causal=False for "
                 "cross-attention, or pad with segment id -1."
@@ -199,17 +200,17 @@ def check_heads(degrees: Degrees, heads: int, kv_heads: int) -> None:
     parts = degrees.head * degrees.tensor
     given = f"heads={heads}, kv_heads={kv_heads}, head={degrees.head}, tensor={degrees.tensor}"
     if heads % parts:
-        raise ValueError(
+        raise InputError(
             f"heads must be divisible by head * tensor; got {given}. "
             f"Use a multiple of {parts} heads, or lower degrees."
         )
     if heads % kv_heads:
-        raise ValueError(
+        raise InputError(
             f"heads must be a multiple of kv_heads; got {given}. "
             f"Use {-(-heads // kv_heads) * kv_heads} heads, or a divisor of {heads} as kv_heads."
         )
     if kv_heads % parts and parts % kv_heads:
-        raise ValueError(
+        raise InputError(
             f"kv_heads and head * tensor must divide one another; got {given}. "
             f"Choose degrees whose product divides {kv_heads} or is a multiple of it."
         )
@@ -229,7 +230,7 @@ def dtype_name(dtype: Any) -> str:
     except TypeError:
         name = str(dtype)
     if name not in WIDTHS:
-        raise ValueError(
+        raise InputError(
             f"dtype must be one of {', '.join(WIDTHS)}; got dtype={name!r}. "
             "Name the dtype that query, key and value have when they enter the attention."
         )
@@ -239,7 +240,7 @@ def dtype_name(dtype: Any) -> str:
 def _check_positive(name: str, size: Any) -> None:
     # A size need not be an int: under `jax.export`, the batch may be symbolic.
     if isinstance(size, (bool, float)) or size < 1:
-        raise ValueError(
+        raise InputError(
             f"{name} must be a positive integer; got {name}={size!r}. "
             "Pass the size over all devices."
         )

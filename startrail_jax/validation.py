@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 from jaxtyping import Array
 
+from startrail_jax.errors import InputError, UnsupportedError
 from startrail_jax.layout import Layout
 from startrail_jax.mesh import Degrees
 from startrail_jax.sizes import WIDTHS, Sizes
@@ -21,7 +22,7 @@ DTYPES = tuple(WIDTHS)
 def check_option(name: str, value: Any, allowed: Sequence[str]) -> None:
     """Raises a ValueError unless the value of an option is allowed; the default comes first."""
     if value not in allowed:
-        raise ValueError(
+        raise InputError(
             f"{name} must be one of {tuple(allowed)}; got {name}={value!r}. "
             f"Leave it out for {allowed[0]!r}."
         )
@@ -30,7 +31,7 @@ def check_option(name: str, value: Any, allowed: Sequence[str]) -> None:
 def check_window(window: Any, causal: bool) -> None:
     """Raises a ValueError unless the window is None, or a number of keys of a causal attention."""
     if window is not None and not (causal and type(window) is int and window >= 1):
-        raise ValueError(
+        raise InputError(
             "window needs causal=True and an integer of at least 1 key; got "
             f"window={window}, causal={causal}. Use window=None to see every key."
         )
@@ -39,7 +40,7 @@ def check_window(window: Any, causal: bool) -> None:
 def check_placement(placement: str, degrees: Degrees) -> None:
     """Raises a ValueError if the degrees do not allow this order of key placement."""
     if placement == "gather_permute" and degrees.team != degrees.group:
-        raise ValueError(
+        raise InputError(
             "placement='gather_permute' needs team == group; got "
             f"team={degrees.team}, group={degrees.group}. Use placement='permute_gather'."
         )
@@ -58,7 +59,7 @@ def refuse_unserved(**options: Any) -> None:
     for name, value in options.items():
         if value is not None and not (name == "dropout_rate" and value == 0):
             shown = f"an array {value.shape}" if hasattr(value, "shape") else repr(value)
-            raise NotImplementedError(
+            raise UnsupportedError(
                 f"Sequence-parallel attention does not serve {name}; got {name}={shown}. "
                 f"{ways_out.get(name, 'Leave it None')}."
             )
@@ -79,10 +80,10 @@ def as_arrays(query: Any, key: Any, value: Any, segment_ids: Any, dtype: Any) ->
     if segment_ids is None:
         return arrays
     ids = segment_ids if isinstance(segment_ids, tuple) else (segment_ids,)
-    return arrays + tuple(_segment_array(x) for x in ids)
+    return arrays + tuple(segment_array(x) for x in ids)
 
 
-def _segment_array(ids: Any) -> Array:
+def segment_array(ids: Any) -> Array:
     """Segment ids as int32; cutting others to 32 bits could make two documents one."""
     on_host = not isinstance(ids, jax.Array)
     ids = np.asarray(ids) if on_host else ids
@@ -92,7 +93,7 @@ def _segment_array(ids: Any) -> Array:
         on_host and ids.size > 0 and limits.min <= ids.min() and ids.max() <= limits.max
     )
     if not np.issubdtype(kind, np.integer) or not fits:
-        raise ValueError(
+        raise InputError(
             f"segment_ids must be integers that fit int32; got {kind} {list(ids.shape)}. "
             "Number the documents of each row from 0, and pad with -1."
         )
@@ -113,23 +114,23 @@ def check_arrays(
     """
     shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
     if not query.ndim == key.ndim == value.ndim == 4:
-        raise ValueError(
+        raise InputError(
             "query, key and value must be [batch, seq, heads, head_dim]; "
             f"got {shapes}. Reshape them to four dimensions."
         )
     if not (query.shape[0] == key.shape[0] and key.shape[:3] == value.shape[:3]):
-        raise ValueError(
+        raise InputError(
             "query, key and value must have the same batch, and key and value the same length and "
             f"heads; got {shapes}. Correct the odd one out."
         )
     if query.shape[3] != key.shape[3] or 0 in query.shape + key.shape + value.shape:
-        raise ValueError(
+        raise InputError(
             "query and key must have the same head_dim, and no dimension may be 0; "
             f"got {shapes}. Project them to one head_dim."
         )
     dtypes = [str(x.dtype) for x in (query, key, value)]
     if len(set(dtypes)) > 1 or dtypes[0] not in DTYPES:
-        raise ValueError(
+        raise InputError(
             f"query, key and value must have one dtype of {DTYPES}; got {', '.join(dtypes)}. "
             "Cast them, or pass dtype=."
         )
@@ -141,14 +142,14 @@ def check_arrays(
 def _check_segments(query: Any, key: Any, ids: tuple[Any, ...]) -> None:
     wanted = (query.shape[:2], key.shape[:2])
     if len(ids) > 2 or (len(ids) == 1 and wanted[0] != wanted[1]):
-        raise ValueError(
+        raise InputError(
             "segment_ids must be one array for queries and keys of one length, or a pair "
             f"(query_ids, key_ids); got {len(ids)} for {query.shape[1]} queries and "
             f"{key.shape[1]} keys. Pass a pair."
         )
     for array, shape in zip(ids, wanted, strict=False):
         if array.shape != shape or array.dtype != jnp.int32:
-            raise ValueError(
+            raise InputError(
                 f"segment_ids must be int32 [batch, seq] = {list(shape)}; got {array.dtype} "
                 f"{list(array.shape)}. Number the documents of each row, and pad with -1."
             )
@@ -159,7 +160,7 @@ def check_shards(
 ) -> None:
     """`check_arrays` for what one device holds; its messages give the sizes of the whole arrays."""
     if (query_ids is None) != (key_ids is None):
-        raise ValueError(
+        raise InputError(
             "query_segments and key_segments must be given both or neither; got only one. "
             "Pass the same array twice where queries and keys are the same tokens."
         )
@@ -210,7 +211,7 @@ def _check_sharding(
         return
     if not explicit:
         return
-    raise ValueError(
+    raise InputError(
         f"{name} must be sharded as {spec} on this mesh of Explicit axes {mesh.axis_names}; got "
         f"{sharding.spec} on axes {sharding.mesh.axis_names}. Use jax.device_put or jax.reshard "
         f"with jax.NamedSharding(attention.mesh, {spec}), or a mesh of Auto axes."
@@ -243,7 +244,7 @@ def check_decode(
         slots: slots of the whole cache, over all devices.
     """
     if not causal:
-        raise ValueError(
+        raise InputError(
             "decode needs a causal attention, which sees no slots that are not filled yet; "
             "got an instance with causal=False. Build Attention(mesh, causal=True)."
         )
@@ -257,19 +258,19 @@ def check_decode(
         and query.shape[2] % key.shape[2] == 0
     )
     if not fits:
-        raise ValueError(
+        raise InputError(
             "query must be [batch, new, heads, head_dim], key_cache [batch, slots, kv_heads, "
             "head_dim] and value_cache [batch, slots, kv_heads, value_head_dim], and kv_heads "
             f"divide heads; got {shapes}. Correct the odd one out."
         )
     dtypes = [str(x.dtype) for x in (query, key, value)]
     if len(set(dtypes)) > 1:
-        raise ValueError(
+        raise InputError(
             "query, key_cache and value_cache must have one dtype; got "
             f"{', '.join(dtypes)}. Cast the query."
         )
     if not jnp.issubdtype(query.dtype, jnp.floating):
-        raise ValueError(
+        raise InputError(
             f"query, key_cache and value_cache must have a float dtype; got {dtypes[0]}. Cast "
             "them to bfloat16 or float32."
         )
@@ -292,7 +293,7 @@ def check_update(
     if not (
         len(shape) == new.ndim == 4 and (shape[0], *shape[2:]) == (new.shape[0], *new.shape[2:])
     ):
-        raise ValueError(
+        raise InputError(
             f"cache must be [{'layers, ' if layers else ''}batch, slots, kv_heads, head_dim] and "
             "new [batch, new, kv_heads, head_dim], equal but for the second dimension; got cache "
             f"{cache.shape}, new {new.shape}. Correct the odd one out."
@@ -303,7 +304,7 @@ def check_update(
 
 def _check_positions(positions: Any, shape: tuple[int, ...]) -> None:
     if positions.shape != shape or positions.dtype != jnp.int32:
-        raise ValueError(
+        raise InputError(
             f"positions must be int32 [batch, new] = {list(shape)}; got {positions.dtype} "
             f"{list(positions.shape)}. Give one for each new token of each row."
         )

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import tempfile
 
 import hypothesis
 import jax
@@ -23,8 +24,8 @@ hypothesis.settings.register_profile("explore", deadline=None, max_examples=100,
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 
-# Tests run a compiled program once or twice, and most of their time goes into LLVM. These flags halve
-# that time. They are set in the environment, so that programs that tests start have them too.
+# Tests run a compiled program once or twice, and most of their time goes into LLVM. These flags
+# halve that time.
 QUICK_TO_COMPILE = ["--xla_cpu_parallel_codegen_split_count=1"]
 if jax.__version_info__ < (0, 11):
     # Later releases have only the new emitters, which compile more slowly.
@@ -43,22 +44,55 @@ def pytest_configure(config):
     if config.getoption("--gpu"):
         jax.config.update("jax_num_cpu_devices", SIMULATED_DEVICES)
     else:
-        flags = os.environ.get("XLA_FLAGS", "").split()
-        os.environ["XLA_FLAGS"] = " ".join([x for x in QUICK_TO_COMPILE if x not in flags] + flags)
-        os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
-        jax.config.update("jax_disable_most_optimizations", True)
+        compile_quickly(config)
         simulate_devices(SIMULATED_DEVICES)
     jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def compile_quickly(config):
+    """Sets up XLA here and, by the environment, in the programs that tests start.
+
+    They share a cache, so that a program that several tests need is compiled once. Every process of
+    pytest has a cache of its own, because jax could read a file that another has not finished.
+    """
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    os.environ["XLA_FLAGS"] = " ".join([x for x in QUICK_TO_COMPILE if x not in flags] + flags)
+    compiled = tempfile.TemporaryDirectory(prefix="compiled")
+    config.add_cleanup(compiled.cleanup)
+    settings = {
+        "jax_disable_most_optimizations": True,
+        "jax_compilation_cache_dir": compiled.name,
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+    }
+    for name, value in settings.items():
+        jax.config.update(name, value)
+        os.environ[name.upper()] = str(value)
 
 
 def pytest_collection_modifyitems(config, items):
     every = config.getoption("--every")
     config.hook.pytest_deselected(items=[x for i, x in enumerate(items) if i % every])
     items[:] = items[::every]
+    mark_quick(items)
     if not config.getoption("--gpu"):
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason=NEEDS_GPU))
+
+
+def mark_quick(items):
+    """Marks the first test of every module that marks none itself."""
+    modules = {}
+    for item in items:
+        modules.setdefault(item.nodeid.partition("::")[0], []).append(item)
+    for tests in modules.values():
+        if not any("quick" in test.keywords for test in tests):
+            tests[0].add_marker(pytest.mark.quick)
+
+
+def pytest_collection_finish():
+    """Spares Python the search for garbage among modules and tests, which stay."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")

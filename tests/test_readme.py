@@ -90,7 +90,7 @@ def commands(program):
         lines = [x for block in blocks(page, "sh") for x in block.splitlines()]
         lines += re.findall(r"`([^`\n]*)`", text)
         for line in lines:
-            if match := re.search(rf"python {program}\.py\b([^#&]*)", line):
+            if match := re.search(rf"python {program}\.py\b +([^#&]+)", line):
                 name = f"{page.stem}:{match[1].strip()}"
                 found.append(pytest.param(shlex.split(match[1]), id=name))
     return found

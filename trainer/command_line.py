@@ -9,6 +9,7 @@ from typing import Annotated, Any, Generic, NoReturn, TypeVar
 
 import tyro
 
+from startrail_jax.errors import InputError
 from trainer.processes.options import Distributed
 
 Settings = TypeVar("Settings")
@@ -44,7 +45,7 @@ def parse(
             default=Command(settings=default),
             args=arguments,
         )
-    except ValueError as error:  # Of several settings together: tyro reports those of one.
+    except InputError as error:  # Of several settings together: tyro reports those of one.
         exit_with_usage_error(error)
 
 

@@ -1,6 +1,6 @@
-"""What a run trains: a model, what it is given of a batch, and its loss.
+"""What a run trains: a model, its inputs and its loss.
 
-An objective knows no mesh. `Program` runs it on one, as the program of each device.
+An objective does not know the mesh. `Program` runs it on one, as the program of each device.
 """
 
 from __future__ import annotations
@@ -19,14 +19,17 @@ from startrail_jax.layout import Layout
 class Objective(Protocol):
     """A model and its loss.
 
-    The loss of a batch is the mean of the losses of its tokens, weighted. Batches are trees of
-    arrays [B], [B T] or [B T ...], with as many T as the model has streams of tokens.
+    The loss of a batch is the weighted mean of the losses of its tokens. Batches are trees of
+    arrays [B], [B T] or [B T ...]. A model with several streams of tokens has a T for each.
     """
 
+    causal: bool
+    """Whether a token attends only to itself and to earlier tokens."""
     head: str
-    """Name of the weights that `losses` and `outputs` need, and no others."""
+    """Name of the part of the model whose weights `losses` and `outputs` use; they use no
+    others."""
     flops_per_token: float
-    """FLOPs of a training step for each token, of all devices together: see `flops`."""
+    """FLOPs of a training step for each token, over all devices together."""
 
     def make_model(
         self, attention_fn: Callable[..., Array], hooks: Hooks, rngs: nnx.Rngs
@@ -39,22 +42,26 @@ class Objective(Protocol):
         ...
 
     def prepare(self, batch: Any, *, training: bool) -> Any:
-        """What the model is shown of a batch; runs compiled, on global arrays.
+        """Turns a batch of data into the inputs and targets of the model.
 
-        It has the fields `targets`, [B T ...], and `weights`, float32 [B T], of the losses.
+        It is part of the compiled program, and works on global arrays.
 
         Args:
-            batch: as the data gives it.
-            training: whether what is random may be so; else it is the same every time.
+            batch: a batch as `Dataset.collate` makes it, on the devices.
+            training: whether the inputs may be random; otherwise they are always the same.
+
+        Returns:
+            A tree with the fields `targets`, [B T ...], and `weights`, float32 [B T], the weights
+            of the losses.
         """
         ...
 
     def hidden(self, model: Any, batch: Any) -> Float[Array, "B T width"]:
-        """Of a prepared batch, what `losses` takes."""
+        """The hidden states from which `losses` and `outputs` start, for a prepared batch."""
         ...
 
     def outputs(self, model: Any, hidden: Float[Array, "B T width"]) -> Float32[Array, "B T out"]:
-        """What the model says of every token."""
+        """The prediction of the model for every token."""
         ...
 
     def losses(

@@ -15,6 +15,7 @@ import jax
 from jax.sharding import Mesh
 
 import startrail_jax as st
+from startrail_jax.errors import InputError
 from trainer.config import MeshConfig
 from trainer.parallel.degrees import choose_degrees, describe_degrees
 from trainer.processes.devices import require_divisible, select_devices
@@ -34,11 +35,6 @@ class Session:
     """Turns the wish of any process to stop into one answer: see `trainer.processes.heartbeat`."""
     description: tuple[str, ...]
     """Lines for the log: the devices and the degrees of the mesh."""
-
-    @property
-    def devices(self) -> list[Any]:
-        """The devices of the mesh."""
-        return list(self.mesh.devices.flat)
 
     @property
     def is_first(self) -> bool:
@@ -118,7 +114,7 @@ def _fitting_devices(
         devices, mesh, remarks = _given_devices(settings, processes)
         choose_degrees(mesh, len(devices))
         return devices, mesh, remarks
-    except ValueError:
+    except InputError:
         devices = select_devices(None, processes=processes)
     remark = (
         f"the devices and degrees of the run do not fit {len(devices)} devices: others are used"

@@ -46,11 +46,10 @@ class Task(ABC, Generic[Config, Options]):
     """
 
     config_class: ClassVar[type[Any]]
-    """Class of the config of a run; its `kind` is the name of the task."""
+    """Class of the config of a run. Its `kind` is the name of the task, and its field `model` has
+    the fields `heads`, `kv_heads` and `dtype`."""
     options_class: ClassVar[type[Any]]
     """Class of the options of sample.py."""
-    causal: ClassVar[bool]
-    """Whether a token attends only to itself and to earlier tokens."""
 
     @abstractmethod
     def make_objective(self, config: Config) -> Any:

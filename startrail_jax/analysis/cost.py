@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 
 from startrail_jax.analysis import COLLECTIVES
 from startrail_jax.analysis.transfers import Combine, Placement, Steps, Transfer
+from startrail_jax.errors import InputError
 from startrail_jax.mesh import Degrees
 from startrail_jax.sizes import Sizes, dtype_name
 from startrail_jax.validation import check_option, check_placement
@@ -202,7 +203,7 @@ def _traffic(transfers: list[Transfer], share: Sizes) -> Traffic:
 
 def _checked_rounds(degrees: Degrees, rounds: int | None) -> int:
     if rounds is not None and not 1 <= rounds <= degrees.ring:
-        raise ValueError(
+        raise InputError(
             f"rounds must lie between 1 and the ring degree; got rounds={rounds}, "
             f"ring={degrees.ring}. Leave it out to visit every round."
         )

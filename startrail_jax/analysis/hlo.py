@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from startrail_jax.analysis import COLLECTIVES, replica_groups
+from startrail_jax.errors import InputError, UnsupportedError
 
 T = TypeVar("T")
 
@@ -145,7 +146,7 @@ def parse_module(text: str) -> HloModule:
             if match[1]:
                 entries.append(match[2])
     if len(modules) != 1 or len(entries) != 1:
-        raise ValueError(
+        raise InputError(
             "The text must hold one HLO module with one entry computation; got "
             f"{len(modules)} modules and {len(entries)} entries in {text[:40]!r}. "
             "Pass compiled.as_text() of jax.jit(f).lower(...).compile()."
@@ -162,7 +163,7 @@ def parse_module(text: str) -> HloModule:
 def _parse_instruction(name: str, text: str) -> Instruction:
     match = _OPCODE.search(text)
     if match is None:
-        raise ValueError(
+        raise InputError(
             f"An instruction must have an opcode; got {name} = {text[:60]!r}. "
             "Pass the text as XLA prints it."
         )
@@ -259,7 +260,7 @@ class TrafficReader:
             for device, size in self.received(kind, instruction, sizes).items():
                 tally.received[device][kind] += size
         elif opcode in _UNREAD:
-            raise NotImplementedError(
+            raise UnsupportedError(
                 f"Collectives must be of the kinds {', '.join(COLLECTIVES)}; got "
                 f"{instruction.name} = {opcode}. Compile without the option that introduces it."
             )
@@ -280,7 +281,7 @@ class TrafficReader:
             tally.add(body, count)
             tally.add(condition, count + 1)
         elif body.counts or condition.counts:
-            raise ValueError(
+            raise InputError(
                 "A loop with collectives must have a known trip count; got "
                 f"{instruction.name} (body {match[2]}) with {dict(body.counts + condition.counts)} "
                 "and none. Give the loop static bounds, as in lax.fori_loop(0, 3, ...) or lax.scan."
@@ -350,7 +351,7 @@ def device_groups(module: HloModule, instruction: Instruction) -> list[tuple[int
     # Without global ids these kinds join replicas, once per partition or over all of them.
     global_ids = "use_global_device_ids=true" in attributes or "all-to-all" in instruction.opcode
     if partitions > 1 and (module.num_replicas > 1 or not global_ids):
-        raise NotImplementedError(
+        raise UnsupportedError(
             "Collectives must join devices by their global ids; got "
             f"{instruction.name} on {module.num_replicas} replicas of {partitions} partitions. "
             "Use jit and shard_map, which compile to it."
@@ -393,7 +394,7 @@ def _required(pattern: re.Pattern[str], instruction: Instruction) -> re.Match[st
 def _readable(found: T | None, instruction: Instruction) -> T:
     """What was found in the attributes of an instruction; raises if nothing was."""
     if found is None:
-        raise NotImplementedError(
+        raise UnsupportedError(
             f"The attributes of {instruction.opcode} must be in a form that can be read; got "
             f"{instruction.name} with {instruction.attributes[:200]!r}. Add the form to "
             "startrail_jax/analysis/hlo.py or replica_groups.py."

@@ -24,6 +24,7 @@ from startrail_jax.analysis.hlo import (
     source_target_pairs,
     trip_count,
 )
+from startrail_jax.errors import UnsupportedError
 
 ENTRY = "entry"
 """The name that `computation` has, in what is listed here, for the entry of a program."""
@@ -341,7 +342,7 @@ def _beneath(
                 # XLA marks a pair that it keeps although nothing is to run meanwhile.
                 together = '"is_sync":true' in instructions[start].attributes
                 return None if together else instructions[start + 1 : end]
-    raise NotImplementedError(
+    raise UnsupportedError(
         "A collective must end in the computation in which it starts; got "
         f"{instructions[start].name} in {computation} without its -done. Compile without the "
         "option that moves it to the next iteration, such as xla_gpu_enable_pipelined_p2p."

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 
 from startrail_jax.blocks import cudnn, tiled, xla
 from startrail_jax.blocks.base import Block, Request
+from startrail_jax.errors import UnsupportedError
 from startrail_jax.mask import Mask
 from startrail_jax.shapes import KeyShard, LseShard, OutShard, QueryShard, ValueShard
 from startrail_jax.softmax import Partials, merge_partials
@@ -48,7 +49,7 @@ def choose(backend: str, request: Request) -> Choice:
     if backend != "auto":
         refusal = BACKENDS[backend].refusal(request)
         if refusal:
-            raise NotImplementedError(
+            raise UnsupportedError(
                 f"backend={backend!r} does not serve this: {refusal}. "
                 "Use backend='auto', which takes the best one that does."
             )

@@ -26,9 +26,6 @@ SIZES = {
 TEXT_SIZES = SIZES | {"caption_length": TEXT}
 
 
-pytestmark = pytest.mark.usefixtures("compile_fast")
-
-
 def dense_attention(query, key, value, *, segment_ids=None):
     """Attention of each token to those of its own segment; padding sees nothing and gives 0."""
     if segment_ids is None:

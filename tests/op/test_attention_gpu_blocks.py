@@ -40,9 +40,9 @@ SMALL_TILES = {"COARSE": 12, "FINE": 5}
 
 def cases(schemes, **factors):
     """A covering design over `factors` and the choices that bear on the blocks."""
-    settings = {scheme: cycle(SCHEMES[scheme]) for scheme in schemes}
+    settings = {scheme: cycle(values) for scheme, values in schemes.items()}
     design = covering(
-        {"scheme": schemes, "heads": HEADS, "backward": ("query", "kv"), **factors}, clash
+        {"scheme": tuple(schemes), "heads": HEADS, "backward": ("query", "kv"), **factors}, clash
     )
     for seed, row in enumerate(design):
         yield Case(degrees=next(settings[row.pop("scheme")]), seed=seed, **row)
@@ -51,7 +51,10 @@ def cases(schemes, **factors):
 # Those that differ in the units that meet.
 CUDNN = list(
     cases(
-        ("ring", "all_gather", "startrail", "fewest_bytes", "no_ring", "unequal", "odd"),
+        {
+            name: SCHEMES[name]
+            for name in ("ring", "startrail", "fewest_bytes", "no_ring", "uneven")
+        },
         backend=("cudnn",),
         mask=("full", "causal", "cross_full"),
         layout=("contiguous", "zigzag"),
@@ -60,7 +63,12 @@ CUDNN = list(
 )
 TILED = list(
     cases(
-        ("ring", "startrail", "unequal"),
+        # Every kind of tile is a loop of its own, in every round: short rings, and one that loops.
+        {
+            "ring": [Degrees.ring_attention(n) for n in (3, 5, 2)],
+            "startrail": [Degrees.startrail(8, c=2)],
+            "uneven": [Degrees(group=2, ring=2, team=3), Degrees(group=3, ring=2, team=2)],
+        },
         backend=("tiled",),
         mask=("window", "packed_window", "cross"),
         layout=("zigzag", "striped"),

@@ -52,39 +52,45 @@ def assert_exact(attention, problem=None):
     assert_close(natural(attention, result), expected, error_bounds(problem, expected))
 
 
-@pytest.mark.parametrize("axis_type", AXIS_TYPES)
 @pytest.mark.parametrize(
-    ("sizes", "axis_names", "degrees"),
+    ("axis_type", "sizes", "axis_names", "degrees"),
     [
-        pytest.param({"ring": 4}, None, st.Degrees(ring=4), id="one_axis"),
-        pytest.param(
-            {"team": 2, "expert": 3, "ring": 2},
-            None,
-            st.Degrees(ring=2, team=2),
-            id="extra_axis_and_another_order",
+        pytest.param("explicit", {"ring": 4}, None, st.Degrees(ring=4), id="one_axis"),
+        *(
+            pytest.param(
+                axis_type,
+                {"team": 2, "expert": 3, "ring": 2},
+                None,
+                st.Degrees(ring=2, team=2),
+                id=f"extra_axis_and_another_order-{axis_type}",
+            )
+            for axis_type in AXIS_TYPES
         ),
         pytest.param(
+            "auto",
             {"batch": 2, "context": 4, "model": 2},
             {"data": "batch", "ring": "context", "tensor": "model"},
             st.Degrees(data=2, ring=4, tensor=2),
             id="renamed",
         ),
         pytest.param(
+            "explicit",
             {"node": 2, "local": 3},
             {"ring": ("node", "local")},
             st.Degrees(ring=6),
             id="two_axes_one_role",
         ),
         pytest.param(
+            "auto",
             {"outer": 2, "inner": 4},
             {"team": "outer", "group": "inner"},
             st.Degrees(team=2, group=4),
             id="team_slower_than_group",
         ),
-        pytest.param({"other": 3}, None, st.Degrees(), id="no_axis_of_ours"),
+        pytest.param("explicit", {"other": 3}, None, st.Degrees(), id="no_axis_of_ours"),
     ],
 )
-def test_mesh_of_the_user(sizes, axis_names, degrees, axis_type):
+def test_mesh_of_the_user(axis_type, sizes, axis_names, degrees):
     attention = st.Attention(make_mesh(axis_type, **sizes), axis_names=axis_names)
     assert attention.degrees == degrees
     assert_exact(attention)

@@ -230,14 +230,15 @@ def test_reference_agrees_with_the_oracle(options, packed):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"seq_len": 2**14}, r"at most 67108864 .*; got batch=2, heads=4, seq_len=16384.*shorter"),
+        ({"seq_len": 2**14}, r"at most 67108864 .*; got batch=4, heads=4, seq_len=16384.*shorter"),
         (
             {"seq_len": 18},
             r"divisible by 2 \* sequence degree.*got seq_len=18, degree=2\. Pad to 20",
         ),
         ({"kv_heads": 3}, r"heads must be a multiple of kv_heads; got heads=4, kv_heads=3"),
         ({"kv_seq_len": 20}, r"queries and keys of one length; got 16 queries and 20 keys"),
-        ({"dtype": "float64"}, r"dtype must be one of .*; got float64"),
+        ({"dtype": "int32"}, r"dtype must be one of .*; got dtype='int32'"),
+        ({"batch": 3}, r"batch must be divisible by the data degree; got batch=3, data=2\. .*=4"),
         (
             {"packed": True, "segment_ids": np.zeros((2, 16), int)},
             r"segment_ids must be None; got both\. Leave one",
@@ -246,7 +247,7 @@ def test_reference_agrees_with_the_oracle(options, packed):
 )
 def test_sizes_that_do_not_fit_raise(changes, message):
     with pytest.raises(ValueError, match=message):
-        assert_exact(attention_on(st.Degrees(team=2)), **PROBLEM | changes)
+        assert_exact(attention_on(st.Degrees(team=2, data=2)), **PROBLEM | changes)
 
 
 def test_abstract_mesh_raises():

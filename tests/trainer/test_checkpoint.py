@@ -1,4 +1,4 @@
-"""Checkpoints: onto other meshes, while arrays are donated, and through kills and full disks."""
+"""Checkpoints: restored on other meshes, with donated arrays, and after kills and full disks."""
 
 import inspect
 import os
@@ -27,7 +27,7 @@ from trainer.run.checkpoint import (
 REPOSITORY = Path(__file__).parents[2]
 DATA_STATE = {"epoch": 3, "position": [5, 7], "source": None, "name": "ä"}
 
-# What a child process needs, and `counting_state` below as well.
+# The beginning of every child process; the source of `counting_state` below follows it.
 CHILD = """
 import resource, signal, sys, time
 from pathlib import Path
@@ -42,7 +42,7 @@ folder = Path(sys.argv[1])
 
 
 def counting_state(step):
-    """Every number of it tells the step; too random to be compressed."""
+    """A state all of whose numbers depend on the step, and which cannot be compressed."""
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     noise = jax.random.randint(jax.random.key(0), (8, 50_021), 0, 2**30)
     sharding = jax.NamedSharding(mesh, jax.P("x"))
@@ -67,7 +67,7 @@ def finish(process):
 
 
 def wait_for_save(process, folder, num_whole):
-    """Returns while a checkpoint is being saved beside so many whole ones."""
+    """Waits until a checkpoint is being saved beside this number of whole ones."""
     deadline = time.monotonic() + 60
     while True:
         names = [path.name for path in folder.iterdir()] if folder.exists() else []
@@ -102,7 +102,7 @@ def make_state(width=16, seed=0):
 
 
 def shardings_of(state, mesh, spec):
-    """`spec` for matrices, whole copies of what has fewer dimensions."""
+    """Shards matrices by `spec`, and replicates arrays with fewer dimensions."""
     return jax.tree.map(
         lambda x: NamedSharding(mesh, spec if x.ndim == 2 else PartitionSpec()), state
     )
@@ -157,7 +157,8 @@ def test_save_is_asynchronous_and_arrays_may_be_donated(tmp_path):
     sharding = NamedSharding(make_mesh(8), PartitionSpec("x"))
     noise = np.random.default_rng(0).standard_normal((8, 1_000_003), np.float32)
     update = jax.jit(lambda x: jax.tree.map(lambda y: -y, x), donate_argnums=0)
-    # Results of a computation: what was put there may share memory with numpy, which bars donation.
+    # A computation makes the arrays, since `device_put` may share memory with numpy, which bars
+    # donation.
     state = update({"split": jax.device_put(-noise, sharding), "whole": jnp.array(-noise[:3])})
     with Checkpoints(tmp_path, keep=1) as checkpoints:
         checkpoints.save(1, state, {})
@@ -192,7 +193,7 @@ def test_newest_checkpoints_are_kept(tmp_path):
 
 
 def assert_goes_on(folder, latest):
-    """The latest checkpoint is whole, and the next save leaves no trace of what was cut short."""
+    """The latest checkpoint is whole, and the next save removes the unfinished one."""
     with Checkpoints(folder, keep=2) as checkpoints:
         assert checkpoints.latest == latest
         if latest:
@@ -230,7 +231,7 @@ for step in range(1, 10_000):
 
 
 def test_failed_save_says_what_is_left_and_harms_nothing(tmp_path):
-    # A limit on the size of files stands for a full disk, which a test cannot have everywhere.
+    # A limit on the size of files replaces a full disk, which a test cannot make everywhere.
     script = """
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 for last, limit in enumerate((100_000, 0, 300)):
@@ -255,7 +256,7 @@ for last, limit in enumerate((100_000, 0, 300)):
         assert f"The checkpoint of step {last + 1} could not be saved: " in line
         assert "File too large" in line
         earlier = f"The last whole one, of step {last}, is intact" if last else "no earlier one"
-        assert f"{earlier}. Free space in {tmp_path / str(last)} or mend" in line
+        assert f"{earlier}. Free space in {tmp_path / str(last)} or fix" in line
         assert line.endswith(f"then the same command goes on from step {last}.")
         assert_goes_on(tmp_path / str(last), last or None)
 
@@ -298,7 +299,7 @@ def test_checkpoint_of_another_model_names_the_arrays(tmp_path, change, message)
 
 
 def test_damaged_checkpoint_is_named(tmp_path):
-    # In a process of its own: threads that were reading complain on its stderr.
+    # In a separate process, since threads that read the checkpoint complain on stderr.
     script = """
 shapes = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), counting_state(0)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks import crash
+from benchmarks import crash, run_folders
 
 
 def kill(last_step, whole, began_after=0):
@@ -29,10 +29,11 @@ def test_killed_training_ends_as_if_undisturbed(tmp_path, capsys):
     assert last.endswith("all 60 losses are those of the undisturbed run")
 
 
+@pytest.mark.quick
 def test_lost_checkpoint_is_found_out():
     crash.check_kill(kill(last_step=10, whole=6))
     crash.check_kill(kill(last_step=1, whole=0))
-    with pytest.raises(crash.Failure, match=r"step 6 must be whole; got that of step 3"):
+    with pytest.raises(run_folders.CheckFailed, match=r"step 6 must be whole; got that of step 3"):
         crash.check_kill(kill(last_step=10, whole=3))
 
 
@@ -42,14 +43,16 @@ def test_wrong_beginning_is_found_out():
     crash.check_beginning(Begun(None), kills)
     crash.check_beginning(Begun(0), [])
     for step, kept in ((0, kills), (6, kills), (12, kills), (3, [])):
-        with pytest.raises(crash.Failure, match=rf"newest whole.*; got step {step}, where that of"):
+        with pytest.raises(
+            run_folders.CheckFailed, match=rf"newest whole.*; got step {step}, where that of"
+        ):
             crash.check_beginning(Begun(step), kept)
 
 
 @pytest.mark.parametrize("found", [[1, 2, 2, 3], [1, 3], [1, 3, 2], []])
 def test_steps_that_are_not_there_once_are_found_out(found):
     crash.check_steps([(step, 0.5) for step in (1, 2, 3)], 3)
-    with pytest.raises(crash.Failure, match=r"steps 1 to 3 once, in order; got"):
+    with pytest.raises(run_folders.CheckFailed, match=r"steps 1 to 3 once, in order; got"):
         crash.check_steps([(step, 0.5) for step in found], 3)
 
 
@@ -62,9 +65,13 @@ def test_losses_leave_out_evaluations_and_lines_cut_short(tmp_path):
 
 
 def test_program_that_ends_by_itself_is_found_out(tmp_path):
-    program = crash.Program(tmp_path / "run", ["--mesh.taem", "2"])
-    with pytest.raises(crash.Failure, match=r"must not end before it is killed.*[\s\S]*mesh.team"):
-        program.read_until_step(1)
-    program = crash.Program(tmp_path / "run", ["--mesh.taem", "2"])
-    with pytest.raises(crash.Failure, match=r"must end with status 0; got 2.[\s\S]*mesh.team"):
-        program.finish()
+    process = crash.TrainingProcess(tmp_path / "run", ["--mesh.taem", "2"])
+    with pytest.raises(
+        run_folders.CheckFailed, match=r"must not end before it is killed.*[\s\S]*mesh.team"
+    ):
+        process.read_until_step(1)
+    process = crash.TrainingProcess(tmp_path / "run", ["--mesh.taem", "2"])
+    with pytest.raises(
+        run_folders.CheckFailed, match=r"must end with status 0; got 2.[\s\S]*mesh.team"
+    ):
+        process.finish()

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import train
-from benchmarks import failures
+from benchmarks import failures, run_folders
 from trainer.processes.distributed import start
 from trainer.processes.options import Distributed
 
@@ -76,7 +76,7 @@ def starting(options, **environment):
 
 
 def free_slurm_job():
-    """A job for which the port that jax makes of it is free."""
+    """The number of a job for which the port that jax derives from it is free."""
     while True:
         job = random.randrange(1 << 12)
         try:
@@ -100,7 +100,7 @@ def test_slurm_says_which_process_this_is():
         )
         for index in ("0", "1")
     ]
-    # No launcher, and others that do not come.
+    # A process without a launcher, and one whose others do not start.
     processes += [
         starting("on=True"),
         starting(f"coordinator='localhost:{failures.free_port()}', processes=2, index=0, "
@@ -116,7 +116,7 @@ def test_slurm_says_which_process_this_is():
         assert outputs[index][0].splitlines()[-1] == f"{index} 2 6"
     assert [process.returncode for process in processes[2:]] == [1, 1]
     assert re.match(
-        r"RuntimeError: --distributed needs processes that SLURM.*got ValueError: coord.* should "
+        r"RunError: --distributed needs processes that SLURM.*got ValueError: coord.* should "
         r"be defined\. Start them so, or give --distributed.coordinator",
         outputs[2][1],
     )
@@ -134,36 +134,49 @@ def losses(run_dir):
     return [record["train_loss"] for record in records] + [records[-1]["validation_loss"]]
 
 
-def train_in(count, run_dir, data):
-    """What its processes printed."""
+def flags_of(count, run_dir, data):
     flags = f"{failures.FLAGS} --devices 4 --steps {STEPS} --checkpoint.every 2"
     if count == 2:
         flags += " --sample-length 2"
     flags = [*flags.split(), "--checkpoint.keep", "100", "--data.path", str(data)]
-    flags += ["--run-dir", str(run_dir)]
+    return [*flags, "--run-dir", str(run_dir)]
+
+
+def train_in(count, run_dir, data):
+    """Trains in some processes; returns what they printed."""
+    flags = flags_of(count, run_dir, data)
     with failures.Processes(count, flags, folder=data.parent) as processes:
         statuses = processes.wait(seconds=failures.HANGS_AFTER_SECONDS)
         assert statuses == [0] * count, processes.outputs()
         return [processes.output(index) for index in range(count)]
 
 
-def test_any_number_of_processes_trains_alike_and_goes_on_with_the_run_of_another(tmp_path):
+def train_here(run_dir, data, capsys):
+    """Trains in this process; returns what `train_in` returns."""
+    capsys.readouterr()
+    train.train(train.read_command_line(flags_of(1, run_dir, data)).config)
+    return [capsys.readouterr().out]
+
+
+def test_any_number_of_processes_trains_alike_and_goes_on_with_the_run_of_another(tmp_path, capsys):
     data, _ = failures.write_data(tmp_path)
     run_dir = tmp_path / "from_the_beginning"
-    train_in(1, run_dir, data)
+    train_here(run_dir, data, capsys)
     expected = losses(run_dir)
     for count, after in ((2, 2), (4, 4), (1, 6)):
         before, run_dir = run_dir, tmp_path / f"{after}_by_others"
         shutil.copytree(before, run_dir)
         for step in range(after + 2, STEPS + 1, 2):
             shutil.rmtree(run_dir / "checkpoints" / str(step))
-        first, *others = train_in(count, run_dir, data)
+        first, *others = (
+            train_in(count, run_dir, data) if count > 1 else train_here(run_dir, data, capsys)
+        )
         assert f"after step {after}\n" in first
         assert (f"in {count} processes" in first) == (count > 1)
         assert ("--- continued by the model" in first) == (count == 2)
         for output in others:
             lines = output.splitlines()
-            # Threads of Gloo write at the same time; and jax, where it has a plugin for GPUs.
+            # Threads of Gloo write to the same output, and so does jax if it has a plugin for GPUs.
             not_ours = ("[Gloo]", "peer ran", "cuda_plugin")
             assert [x for x in lines if not any(word in x for word in not_ours)] == []
         np.testing.assert_allclose(losses(run_dir), expected, rtol=1e-5)
@@ -189,6 +202,8 @@ def test_failures_end_all_processes_and_training_goes_on(tmp_path, capsys):
 def test_processes_that_end_by_themselves_are_found_out(tmp_path):
     with (
         failures.Processes(1, ["--mesh.taem", "2"], folder=tmp_path) as processes,
-        pytest.raises(failures.Failure, match=r"must go on; process 0 ended[\s\S]*mesh.team"),
+        pytest.raises(
+            run_folders.CheckFailed, match=r"must go on; process 0 ended[\s\S]*mesh.team"
+        ),
     ):
         processes.wait_for(lambda: False)

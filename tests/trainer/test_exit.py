@@ -1,5 +1,7 @@
 """How a program ends: a message for users, a traceback for every other error."""
 
+import ast
+import builtins
 import json
 import subprocess
 import sys
@@ -16,7 +18,7 @@ from trainer.processes.options import Distributed
 from trainer.run import exit as program_exit
 from trainer.run import settings
 from trainer.run.checkpoint import CheckpointError
-from trainer.run.exit import describe, end_now, exit_on_user_errors
+from trainer.run.exit import describe, end_now, exit_on_ctrl_c, exit_on_user_errors
 
 REPOSITORY = Path(train.__file__).parent
 BUILT_INS = {
@@ -32,7 +34,7 @@ BUILT_INS = {
 
 @pytest.fixture
 def said(monkeypatch):
-    """What this process says when it ends as one of several. It does not end, here."""
+    """The messages of this process as one of several; in these tests it goes on."""
     said = []
     monkeypatch.setattr(program_exit, "end_now", said.append)
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
@@ -76,7 +78,7 @@ def bare_value_error():
 )
 @pytest.mark.usefixtures("unchecked")
 def test_fault_of_our_own_keeps_its_traceback(fault, kind, monkeypatch, said):
-    # One of several processes.
+    # It is one of several processes.
     with pytest.raises(kind), exit_on_user_errors():
         fault()
     (message,) = said
@@ -85,7 +87,7 @@ def test_fault_of_our_own_keeps_its_traceback(fault, kind, monkeypatch, said):
     raised_in = [line for line in message.splitlines() if line.startswith("  File")][-1]
     assert "/trainer/" in raised_in
     assert message.splitlines()[-1].startswith(kind.__name__)
-    # One process: Python prints the traceback.
+    # It is the only process: Python prints the traceback.
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: False)
     with pytest.raises(kind), exit_on_user_errors():
         fault()
@@ -131,3 +133,87 @@ def test_end_now_does_not_wait():
     )  # fmt: skip
     assert (result.returncode, result.stdout, result.stderr) == (1, "so far", "over\n")
     assert end_now.__annotations__["return"] == "NoReturn"
+
+
+# A program to which Ctrl-C comes where Python ignores exceptions.
+INTERRUPTED = """
+import gc, os, signal, sys, time
+from trainer.run.exit import exit_on_ctrl_c
+
+class Dropped:
+    def __del__(self):
+        print("finalized", flush=True)
+        os.kill(os.getpid(), signal.SIGINT)
+
+def collected(phase, info):
+    gc.callbacks.remove(collected)
+    print("collected", flush=True)
+    os.kill(os.getpid(), signal.SIGINT)
+
+with exit_on_ctrl_c():
+    if sys.argv[1] == "finalizer":
+        Dropped()
+    else:
+        gc.callbacks.append(collected)
+        gc.collect()
+    time.sleep(60)
+print("not reached")
+"""
+
+
+@pytest.mark.parametrize(
+    ("place", "printed"), [("finalizer", "finalized\n"), ("collector", "collected\n")]
+)
+def test_ctrl_c_that_comes_where_python_ignores_it_ends_the_program(place, printed):
+    result = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, place],
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert (result.returncode, result.stdout, result.stderr) == (130, printed, "\n")
+
+
+def test_other_errors_that_python_ignores_are_still_shown():
+    class Faulty:
+        def __del__(self):
+            raise ValueError("in a finalizer")
+
+    seen = []
+    before = sys.unraisablehook
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "unraisablehook", lambda unraisable: seen.append(unraisable.exc_value))
+        with exit_on_ctrl_c():
+            Faulty()
+    assert [str(error) for error in seen] == ["in a finalizer"]
+    assert sys.unraisablehook is before
+
+
+# Errors that no user sees: those of Python's protocols and of abstract methods, and those that are
+# caught nearby and replaced by an error for users.
+NOT_FOR_USERS = {
+    "AttributeError(f'module {__name__!r} has no attribute {name!r}')",
+    "NotImplementedError",
+    "KeyboardInterrupt",
+    "ConnectionError('no answer from process 0')",
+    "ConnectionError('an answer that does not come from process 0')",
+    "ValueError('a single array')",
+}
+
+
+def raised():
+    """Every built-in error that the library or the program raises, as it is written."""
+    names = {name for name, x in vars(builtins).items() if isinstance(x, type)}
+    for name in ("startrail_jax", "models", "configs", "trainer", "train.py", "sample.py"):
+        path = REPOSITORY / name
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+            if file == REPOSITORY / "startrail_jax" / "testing.py":
+                continue  # Its users are authors of tests, who want the traceback.
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.Raise) and node.exc is not None:
+                    kind = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
+                    if isinstance(kind, ast.Name) and kind.id in names:
+                        yield f"{file.relative_to(REPOSITORY)}:{node.lineno}", ast.unparse(node.exc)
+
+
+def test_errors_with_a_message_are_marked_as_for_users():
+    unmarked = [place for place, error in raised() if error not in NOT_FOR_USERS]
+    assert unmarked == [], "use a class of startrail_jax.errors or trainer.errors"

@@ -17,6 +17,8 @@ from trainer.gpt.config import GPTTrainConfig
 from trainer.run.folder import FREE_SETTINGS, open_run, require_writable
 from trainer.run.settings import flag_text, load_config, save_config, settings_of
 
+pytestmark = pytest.mark.quick
+
 REPOSITORY = Path(__file__).parents[2]
 
 
@@ -34,7 +36,7 @@ def with_data(config, **changes):
 
 
 def begin(config):
-    """A run that has saved something, as `train.py` leaves it."""
+    """Makes a run with a checkpoint, as `train.py` leaves it."""
     with open_run(config) as folder:
         save_config(config, folder / "config.json")
         (folder / "checkpoints" / "3").mkdir(parents=True, exist_ok=True)
@@ -65,7 +67,7 @@ def test_run_of_another_kind_is_refused(config):
     path = folder / "config.json"
     with_kind = json.loads(path.read_text())
     assert with_kind.pop("kind") == "gpt"
-    path.write_text(json.dumps(with_kind))  # As before there were several kinds.
+    path.write_text(json.dumps(with_kind))  # As files were before there were several kinds.
     with open_run(config):
         pass
     path.write_text(json.dumps({"kind": "dit", "what": "another task knows"}))
@@ -113,7 +115,7 @@ def test_changes_are_allowed_on_request_but_for_the_model(config):
 
 
 def test_flags_of_the_message_are_those_of_the_program(config):
-    """Those that the message advises give the saved run again."""
+    """The flags that the message advises give the config of the saved run."""
     changed_data = with_data(config, mask_documents=False)
     settings = settings_of(changed_data, but=FREE_SETTINGS)
     flags = " ".join(flag_text(name, value) for name, value in settings.items())
@@ -123,7 +125,7 @@ def test_flags_of_the_message_are_those_of_the_program(config):
 
 
 def test_every_setting_of_a_run_must_stay_or_is_listed_as_free(config):
-    """A misspelt one would be refused for ever."""
+    """A misspelt name in the list would free no setting."""
     assert set(FREE_SETTINGS) < set(vars(config))
 
 

@@ -25,17 +25,6 @@ NUM_TOKENS = 7
 SAMPLING = Sampling(temperature=0.8, top_k=20, top_p=0.9, seed=3)
 
 
-pytestmark = pytest.mark.usefixtures("compile_fast")
-
-
-@pytest.fixture
-def compile_well():
-    """Optimises again, for a test that takes longer to run than to compile."""
-    jax.config.update("jax_disable_most_optimizations", False)
-    yield
-    jax.config.update("jax_disable_most_optimizations", True)
-
-
 def make_model(config):
     arguments = model_arguments(config)
     return GPT(**arguments, attention_fn=dense_attention, rngs=nnx.Rngs(0))

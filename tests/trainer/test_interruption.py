@@ -1,4 +1,4 @@
-"""Signals become a flag, and the handlers come back."""
+"""Signals become a flag, and afterwards the earlier handlers are restored."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ from trainer.run.interruption import (
 
 @pytest.fixture
 def own_handler():
-    """Another handler than the default, which pytest may have changed itself."""
+    """A handler that notes signals; pytest itself may have changed the default."""
     seen = []
     before = {number: signal.signal(number, lambda n, _: seen.append(n)) for number in SIGNALS}
     yield seen
@@ -32,7 +32,7 @@ def test_signal_sets_the_flag_and_handlers_come_back(own_handler, number):
         assert not interrupted()
         os.kill(os.getpid(), number)
         assert interrupted()
-        os.kill(os.getpid(), signal.SIGTERM)  # A second one changes nothing.
+        os.kill(os.getpid(), signal.SIGTERM)  # A second signal changes nothing.
         assert interrupted()
     assert own_handler == []
     os.kill(os.getpid(), number)
@@ -53,9 +53,8 @@ def test_second_signal_from_the_keyboard_interrupts_at_once(own_handler, first):
     assert own_handler == [signal.SIGINT]
 
 
-@pytest.mark.usefixtures("compile_fast")
 def test_signal_during_the_final_sample_ends_a_whole_run(own_handler, tmp_path, monkeypatch):
-    """Which is saved, and so a success."""
+    """The run is saved before its sample, so the program has succeeded."""
 
     def sample(*arguments, interrupted):
         os.kill(os.getpid(), signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""What a run reports: lines, a bar, metrics.jsonl and TensorBoard, through kills and resumes."""
+"""What a run reports: lines, a bar, metrics.jsonl and TensorBoard, also when it was killed."""
 
 import io
 import json
@@ -13,13 +13,15 @@ import pytest
 from rich.console import Console
 from tensorboardX.proto.event_pb2 import Event
 
-from trainer.run import metrics
+from trainer.run import metrics, terminal
 from trainer.run.metrics import Reporter
+
+pytestmark = pytest.mark.quick
 
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that the test sets: seconds."""
+    """A clock whose seconds the test sets."""
     clock = SimpleNamespace(seconds=100.0)
     monkeypatch.setattr(
         metrics,
@@ -34,7 +36,7 @@ def records(folder):
 
 
 def run(clock, reporter, steps, seconds=2.0, report_every=2):
-    """Steps of `seconds`, after a compilation of 50 s."""
+    """Reports steps that take `seconds` each, after a compilation of 50 s."""
     clock.seconds += 50
     with reporter:
         for step in steps:
@@ -113,7 +115,7 @@ def test_resume_drops_what_will_be_done_again(tmp_path, clock, capsys):
     capsys.readouterr()
     run(clock, resumed, range(5, 10))
     assert [record["step"] for record in records(tmp_path)] == [2, 4, 6, 8]
-    # Speed counts from the first step that this program did.
+    # Speed is measured from the first step that this program did.
     assert capsys.readouterr().out.splitlines() == [
         "step 6/9  train loss 0.1667  32 tokens/s  0:06 left",
         "step 8/9  train loss 0.1250  32 tokens/s  0:02 left",
@@ -142,7 +144,7 @@ def test_full_disk_raises_where_it_is_met(tmp_path):
 
 
 def scalars(folder):
-    """(step, name, value) of all events, and the steps from which on earlier events are void.
+    """(step, name, value) of all events, and the steps from which on earlier events are dropped.
 
     A record is its length in 8 bytes, a checksum in 4, the event, and a checksum in 4.
     """
@@ -187,22 +189,22 @@ def test_other_processes_print_and_write_nothing(tmp_path, monkeypatch, capsys):
 
 
 def test_terminal_shows_a_bar_that_begins_at_the_resumed_step(tmp_path, clock, monkeypatch):
-    terminal = io.StringIO()
+    shown = io.StringIO()
     monkeypatch.setattr(
-        metrics,
-        "_Console",
-        lambda **options: Console(file=terminal, force_terminal=True, width=100, **options),
+        terminal,
+        "PatientConsole",
+        lambda **options: Console(file=shown, force_terminal=True, width=100, **options),
     )
     reporter = Reporter(steps=9, tokens_per_step=64)
     reporter.open(tmp_path, first_step=4)
     with reporter:
-        time.sleep(0.2)  # Twice the time between two pictures.
+        time.sleep(0.2)  # Twice the time between two refreshes of the bar.
         reporter.advance(5, {"train_loss": 0.5})
         reporter.advance(6)
-    shown = re.sub(r"\x1b\[[0-9;?]*\w", "", terminal.getvalue())  # No colours.
-    assert "4/9 compiling" in shown
-    assert "6/9 train loss 0.5000" in shown
-    assert "step 5/9  train loss 0.5000" in shown
+    text = re.sub(r"\x1b\[[0-9;?]*\w", "", shown.getvalue())  # Without colours.
+    assert "4/9 compiling" in text
+    assert "6/9 train loss 0.5000" in text
+    assert "step 5/9  train loss 0.5000" in text
 
 
 def test_run_goes_on_when_nobody_reads_its_lines(tmp_path):

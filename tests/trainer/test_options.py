@@ -5,6 +5,8 @@ import pytest
 import train
 from trainer.processes.options import Distributed
 
+pytestmark = pytest.mark.quick
+
 
 def given(**changes):
     return Distributed(**{"coordinator": "localhost:7777", "processes": 2, "index": 1, **changes})
@@ -37,8 +39,8 @@ def test_flags_say_which_process_this_is():
     assert command.distributed == given(coordinator="[::1]:7777", index=0)
     assert command.distributed.several
     assert command.distributed.coordinator_host == "::1"
-    assert command.config.mesh.team == 1
+    assert command.settings.mesh.team == 1
     assert train.read_command_line(["--distributed"]).distributed == Distributed(on=True)
     assert not train.read_command_line([]).distributed.several
     # It does not change what the run is.
-    assert "distributed" not in vars(command.config)
+    assert "distributed" not in vars(command.settings)

@@ -54,7 +54,7 @@ def test_processes_meet_at_a_port_of_their_own():
     strangers = [connect(port) for _ in range(3)]
     strangers[0].sendall(b"[" * 1000 + b"\n")
     strangers[1].sendall(b"GET / HTTP/1.1\r\n\r\n")
-    greet(port, index=1, processes=4).close()  # It is started again.
+    greet(port, index=1, processes=4).close()  # The process is then started again.
     time.sleep(0.2)
     one = greet(port, index=1, processes=4)
     time.sleep(0.2)
@@ -71,7 +71,7 @@ def test_processes_meet_at_a_port_of_their_own():
         assert not thread.is_alive()
     assert [results for _, results in others] == [address, address]
     assert address[0] == f"localhost:{json.loads(one.recv(100))['port']}" != f"localhost:{port}"
-    # A run of its own may meet there now, and a stray process finds nobody.
+    # Another run may meet there now, and a stray process finds nobody.
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("localhost", port))
     for connection in (one, *strangers):

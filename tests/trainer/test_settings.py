@@ -19,6 +19,8 @@ from trainer.run.settings import (
     save_config,
 )
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture
 def config(tmp_path):
@@ -48,7 +50,7 @@ def test_config_survives(config, tmp_path):
 
 
 def change(path, *keys, value):
-    """Sets what lies under `keys` in a file of JSON, or removes it."""
+    """Sets the value under `keys` in a file of JSON, or removes it if the value is None."""
     content = json.loads(path.read_text())
     inner = content
     for key in keys[:-1]:

@@ -22,7 +22,7 @@ from trainer.gpt.config import (
 from trainer.gpt.objective import NextToken, model_arguments
 from trainer.parallel.step import Program
 
-STEPS = 30
+STEPS = 15
 END = 7  # Ends a document.
 CONFIG = GPTTrainConfig(
     model=GPTConfig(
@@ -34,9 +34,6 @@ CONFIG = GPTTrainConfig(
     seq_len=64,
     run_dir=Path("unused"),
 )
-
-
-pytestmark = pytest.mark.usefixtures("compile_fast")
 
 
 def make_program(degrees, **changes):
@@ -81,27 +78,28 @@ def one_device(initial_state):
 
 
 STARTRAIL = st.Degrees.startrail(8, c=2)
-# Most settings change one factor of StarTrail with C = 2 on 8 devices.
+# Every scheme, every ZeRO level (over the whole mesh and a part), every remat: each with another.
 SETTINGS = {
-    "Ring Attention": (st.Degrees.ring_attention(8), {}),
-    "all-gather": (st.Degrees.all_gather(8), {}),
-    "Ulysses": (st.Degrees.ulysses(8), {}),
-    "2D-Attention": (st.Degrees.loongtrain(8, head=2), {}),
     "StarTrail": (STARTRAIL, {}),
-    "teams": (st.Degrees(team=2, ring=4), {}),
-    "tiles": (st.Degrees(team=4, group=2), {}),
-    "StarTrail x Ulysses": (st.Degrees.startrail(8, c=2, head=2), {}),
-    "data": (st.Degrees(data=2, team=2, group=2), {}),
-    "zero 1": (STARTRAIL, {"zero": 1}),
-    "zero 2": (STARTRAIL, {"zero": 2}),
-    "zero 3": (STARTRAIL, {"zero": 3}),
-    "zero 2, submesh": (STARTRAIL, {"zero": 2, "zero_axes": ("ring", "team")}),
+    "Ring Attention, zero 1": (st.Degrees.ring_attention(8), {"zero": 1}),
+    "all-gather, zero 2": (st.Degrees.all_gather(8), {"zero": 2}),
+    "Ulysses, zero 3": (st.Degrees.ulysses(8), {"zero": 3}),
+    "2D-Attention, full remat": (st.Degrees.loongtrain(8, head=2), {"remat": "full"}),
+    "teams, attention saved": (st.Degrees(team=2, ring=4), {"remat": "attention_saved"}),
+    "tiles, tiled": (st.Degrees(team=4, group=2), {"tile": 8}),
+    "StarTrail x Ulysses, accumulation": (
+        st.Degrees.startrail(8, c=2, head=2),
+        {"accumulation": 2},
+    ),
+    "data, zero 3, attention saved": (
+        st.Degrees(data=2, team=2, group=2),
+        {"zero": 3, "remat": "attention_saved"},
+    ),
     "zero 3, submesh": (STARTRAIL, {"zero": 3, "zero_axes": ("team",)}),
-    "attention saved": (STARTRAIL, {"remat": "attention_saved"}),
-    "full remat": (STARTRAIL, {"remat": "full"}),
-    "zero 3, attention saved": (STARTRAIL, {"zero": 3, "remat": "attention_saved"}),
-    "tiled": (STARTRAIL, {"tile": 8}),
-    "accumulation": (STARTRAIL, {"accumulation": 2}),
+    "zero 2, submesh, accumulation": (
+        STARTRAIL,
+        {"zero": 2, "zero_axes": ("ring", "team"), "accumulation": 2},
+    ),
     "zero 1, accumulation": (STARTRAIL, {"zero": 1, "accumulation": 2}),
     "tensor": (st.Degrees(tensor=2, team=2, ring=2), {}),
     "tensor, few key heads, zero 3": (st.Degrees(tensor=4, head=2), {"zero": 3, "tile": 16}),
@@ -111,7 +109,7 @@ SETTINGS = {
 @pytest.mark.parametrize(("degrees", "changes"), SETTINGS.values(), ids=SETTINGS.keys())
 def test_losses_do_not_depend_on_how_it_runs(degrees, changes, one_device, initial_state):
     losses = losses_of(make_program(degrees, **changes), initial_state)
-    assert losses[-1, 0] < losses[0, 0] - 0.5
+    assert losses[-1, 0] < losses[0, 0] - 0.3
     np.testing.assert_allclose(losses[:, 0], one_device[:, 0], rtol=1e-4)
     # Adam would hide a wrong factor of the gradients, so that their norms are compared too.
     # Rounding changes norms more than losses.

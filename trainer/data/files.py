@@ -1,4 +1,4 @@
-"""Files of a corpus: which there are, and the documents or tokens in them. What is wrong raises."""
+"""Files of data: which files there are, and the documents or tokens in them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from jaxtyping import Integer
 
 from startrail_jax.errors import InputError
 
-# Not part of the library proper, or tables that a program wrote: many of those are nearly the same
-# file again, so that what is held out would have been seen.
+# Folders of tests, of installed packages, and of tables that a program has generated. Many of those
+# tables are nearly equal, so training would see what is held out.
 EXCLUDED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
 )
@@ -31,14 +31,14 @@ TOKEN_KINDS = ("bin", "npy")
 
 @dataclass(frozen=True, kw_only=True)
 class Files:
-    """The files of a corpus, all of one kind."""
+    """Files of data, all of one kind."""
 
     name: str
-    """What they are, for the log and for errors."""
+    """What the files are, for the log and for errors."""
     kind: Kind
-    """What is in them."""
+    """Kind of the files."""
     paths: dict[str, Path]
-    """Path of each file by its key, sorted: a key does not depend on where a folder lies."""
+    """Path of each file by its key, sorted. A key is a path relative to the folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,22 +46,22 @@ class Document:
     """One document of text."""
 
     key: str
-    """Key of its file, with its line in a JSONL file; says whether it is held out."""
+    """Key of the file (and line, in a JSONL file). It decides whether the document is held out."""
     place: str
-    """Where it is, for errors."""
+    """Where the document is, for errors."""
     text: str
-    """All of it."""
+    """The text of the document."""
 
 
 def standard_library(folder: Path | None = None) -> Files:
-    """The source of the Python standard library of the running interpreter.
+    """The source code of the standard library of the running Python.
 
     Args:
-        folder: where the library lies; asks the interpreter by default.
+        folder: folder of the library; None to ask the interpreter.
 
     Raises:
-        ValueError: if the folder has no source files, as in an interpreter that keeps its library
-            in a zip file.
+        ValueError: if the folder has no source files; some interpreters keep their library in a zip
+            file.
     """
     folder = Path(sysconfig.get_paths()["stdlib"]) if folder is None else folder
     keys = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.py"))
@@ -80,14 +80,14 @@ def standard_library(folder: Path | None = None) -> Files:
 
 
 def find_files(path: Path, option: str) -> Files:
-    """A file, or all files of a folder and the folders in it but for hidden ones.
+    """A file, or all files in a folder and its subfolders, without hidden ones.
 
     Args:
         path: the file or folder.
-        option: where it was given, for errors: "data.path".
+        option: the setting that names the path, for errors: "data.path".
 
     Raises:
-        ValueError: if it is missing, empty, unreadable or of several kinds.
+        ValueError: if the path is missing, empty or unreadable, or the files are of several kinds.
     """
     with _reading(path):
         if not os.path.lexists(path):
@@ -116,10 +116,10 @@ def read_documents(files: Files, *, text_key: str) -> Iterator[Document]:
 
     Args:
         files: of the kind "text" (a file is a document) or "jsonl" (a line is).
-        text_key: the field of a JSONL line that holds the text. Blank lines are skipped.
+        text_key: the key under which a line of JSONL holds its text. Blank lines are skipped.
 
     Raises:
-        ValueError: if a file cannot be read or is not UTF-8, or a line is not such JSON.
+        ValueError: if a file cannot be read or is not UTF-8, or a line is not JSON with that key.
     """
     for key, path in files.paths.items():
         _check_regular(path)
@@ -136,10 +136,11 @@ def map_tokens(path: Path, bin_dtype: str) -> Integer[np.ndarray, " tokens"]:
 
     Args:
         path: the file.
-        bin_dtype: type of the tokens in a .bin file, little-endian.
+        bin_dtype: data type of the tokens in a .bin file, little-endian.
 
     Raises:
-        ValueError: if it cannot be read, is empty or truncated, or holds no vector of integers.
+        ValueError: if the file cannot be read, is empty or truncated, or is not a vector of
+            integers.
     """
     _check_regular(path)
     with _reading(path):
@@ -162,23 +163,25 @@ def map_tokens(path: Path, bin_dtype: str) -> Integer[np.ndarray, " tokens"]:
 
 
 def walk_files(folder: Path) -> Iterator[str]:
-    """Files of a folder and of those in it but for hidden ones, relative to it; links count.
+    """Relative paths of the files in a folder and its subfolders, without hidden ones.
+
+    Links are followed.
 
     Raises:
         OSError: if a folder cannot be listed.
-        ValueError: if a link leads to a folder that is found already.
+        ValueError: if a link leads to a folder that was found already.
     """
 
     def refuse(error: OSError) -> None:
         raise error
 
     seen: dict[str, str] = {}
-    # Without `onerror`, a folder that cannot be listed would be left out unseen.
+    # Without `onerror`, a folder that cannot be listed would be left out silently.
     for root, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
         place = os.path.realpath(root)
         if place in seen:
             raise InputError(
-                f"A folder of data must be reached in one way alone; got {root!r}, which is "
+                f"A folder of data must be reached in one way only; got {root!r}, which is "
                 f"{seen[place]!r}. Remove the link."
             )
         seen[place] = root
@@ -193,7 +196,7 @@ def _kind(path: Path) -> Kind:
 
 
 def _near(path: Path) -> str:
-    """What may have been meant by a path that is missing."""
+    """A sentence about what may have been meant by a path that does not exist."""
     if not path.parent.is_dir():
         return f"There is no folder {str(path.parent)!r} either."
     near = difflib.get_close_matches(path.name, os.listdir(path.parent))
@@ -204,7 +207,7 @@ def _near(path: Path) -> str:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Turns an error of the operating system into one that says what to do."""
+    """Turns an error of the operating system into an error that says what to do."""
     try:
         yield
     except OSError as error:
@@ -216,7 +219,7 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def _check_regular(path: Path) -> None:
-    """Raises for a pipe or device, which would be waited for without end. A link is followed."""
+    """Raises for a pipe or a device, which could be read without end. A link is followed."""
     with _reading(path):
         path.stat()
         if not path.is_file():

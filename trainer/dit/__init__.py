@@ -1,1 +1,1 @@
-"""Diffusion transformers: their config, data, objective, and images from them."""
+"""The task of a diffusion transformer: data, objective, diffusion and samples."""

@@ -1,23 +1,23 @@
-"""Diffusion without a model: how noise is added, what is learnt of it, how samples come back.
+"""Diffusion without a model: how noise is added, what a model predicts, how samples are drawn.
 
-Time runs from 0, data, to 1, noise: x_t = signal(t) * x0 + spread(t) * noise. Of three kinds:
+Time runs from 0, data, to 1, noise: x_t = signal(t) * x0 + spread(t) * noise. The kinds are
 
     kind    signal(t)       spread(t)       target of the model
     flow    1 - t           t               noise - x0, the velocity dx_t / dt
     v       cos(pi t / 2)   sin(pi t / 2)   signal(t) * noise - spread(t) * x0
     eps     cos(pi t / 2)   sin(pi t / 2)   noise
 
-Everything is float32, of arrays [B ...] with one time for each row.
+Everything is float32. Arrays are [B ...], with one time for each row.
 
 References:
     Rectified flow: https://arxiv.org/abs/2209.03003
     DDPM, which predicts the noise: https://arxiv.org/abs/2006.11239
     The cosine schedule: https://arxiv.org/abs/2102.09672
-    v, and time without steps: https://arxiv.org/abs/2202.00512
+    v, and continuous time: https://arxiv.org/abs/2202.00512
     DDIM: https://arxiv.org/abs/2010.02502
     Heun's method for sampling: https://arxiv.org/abs/2206.00364
     Logit-normal times: https://arxiv.org/abs/2403.03206
-    Guidance without a classifier: https://arxiv.org/abs/2207.12598
+    Classifier-free guidance: https://arxiv.org/abs/2207.12598
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Kind = Literal["flow", "v", "eps"]
 Sampler = Literal["euler", "heun", "ddim"]
 Density = Literal["uniform", "logit_normal"]
 
-# (x [B ...], time [B]) -> what the model says, [B ...]
+# (x [B ...], time [B]) -> prediction of the model, [B ...]
 Predict = Callable[[Float[Array, "B ..."], Float32[Array, " B"]], Float[Array, "B ..."]]
 
 SAMPLERS: dict[Kind, tuple[Sampler, ...]] = {
@@ -44,24 +44,24 @@ SAMPLERS: dict[Kind, tuple[Sampler, ...]] = {
     "v": ("ddim",),
     "eps": ("ddim",),
 }
-"""The samplers of each kind; the first is the usual one."""
+"""The samplers for each kind; the first is the usual one."""
 
 CLIPPED = 0.005
-"""How far times of "v" and "eps" stay from both ends. The least noise is then 1/127, the distance
-of two values of an 8-bit pixel, as the cosine schedule has it; and the least signal, by which x0 is
-divided from a predicted noise, is as much."""
+"""Distance that times of "v" and "eps" keep from 0 and 1. The least noise is then 1/127, the
+distance of two values of an 8-bit pixel, as in the cosine schedule. The least signal, which is a
+divisor in the estimate of x0 from a predicted noise, is equally large."""
 
 
 def draw_times(
     key: Key[Array, ""], density: Density = "uniform", shape: tuple[int, ...] = ()
 ) -> Float32[Array, "..."]:
-    """Times to learn from, in [0, 1].
+    """Times to train at, in [0, 1].
 
     Args:
         key: source of randomness.
         density: "uniform", or "logit_normal": the logistic function of a standard normal, which
             favours the middle.
-        shape: of the result.
+        shape: shape of the result.
     """
     if density == "logit_normal":
         return jax.nn.sigmoid(jax.random.normal(key, shape, jnp.float32))
@@ -71,16 +71,16 @@ def draw_times(
 def noised(
     kind: Kind, x0: Float[Array, "B ..."], noise: Float[Array, "B ..."], time: Float32[Array, " B"]
 ) -> tuple[Float32[Array, "B ..."], Float32[Array, "B ..."]]:
-    """What the model sees at a time, and what it should say.
+    """What the model is given at a time, and what it should predict.
 
     Args:
-        kind: of the diffusion.
+        kind: kind of diffusion.
         x0: data, of variance about 1.
-        noise: standard normal.
-        time: of each row, in [0, 1]; clipped for "v" and "eps".
+        noise: standard normal noise.
+        time: time of each row, in [0, 1]; it is clipped for "v" and "eps".
 
     Returns:
-        x_t and the target.
+        x_t and the target of the model.
     """
     x0, noise = x0.astype(jnp.float32), noise.astype(jnp.float32)
     signal, spread = _coefficients(kind, _clip(kind, time), x0.ndim)
@@ -98,16 +98,16 @@ def estimates(
     prediction: Float[Array, "B ..."],
     time: Float32[Array, " B"],
 ) -> tuple[Float32[Array, "B ..."], Float32[Array, "B ..."]]:
-    """Data and noise that a prediction means: `noised` the other way round.
+    """The data and the noise that follow from a prediction: the inverse of `noised`.
 
     Args:
-        kind: of the diffusion.
-        x_t: what the model saw.
-        prediction: what it said.
-        time: of each row, in [0, 1]; clipped as `noised` does.
+        kind: kind of diffusion.
+        x_t: what the model was given.
+        prediction: what it predicted.
+        time: time of each row, in [0, 1]; it is clipped as in `noised`.
 
     Returns:
-        x0 and noise.
+        x0 and the noise.
     """
     x_t, prediction = x_t.astype(jnp.float32), prediction.astype(jnp.float32)
     signal, spread = _coefficients(kind, _clip(kind, time), x_t.ndim)
@@ -119,13 +119,13 @@ def estimates(
 
 
 def guided(predict_conditional: Predict, predict_unconditional: Predict, scale: float) -> Predict:
-    """Predictions that go further from the unconditional ones: u + scale * (c - u).
+    """Predictions with classifier-free guidance: u + scale * (c - u).
 
     Args:
-        predict_conditional: for the class or text that is asked for.
-        predict_unconditional: for none.
-        scale: 1 is the conditional prediction, 0 the unconditional one; above 1 samples are more
-            typical of what is asked for, and less various.
+        predict_conditional: the prediction c for the class or caption to draw.
+        predict_unconditional: the prediction u without class and caption.
+        scale: 1 gives the conditional prediction, 0 the unconditional one. Above 1, samples are
+            more typical of their class or caption, and less varied.
     """
 
     def predict(x: Float[Array, "B ..."], time: Float32[Array, " B"]) -> Float[Array, "B ..."]:
@@ -141,18 +141,18 @@ def sample(
     """Turns noise into data.
 
     "euler" and "heun" integrate the velocity from t = 1 to 0 in equal steps, to first and second
-    order. "ddim" goes from each estimate of data and noise to the same two at the next time; the
-    last estimate of the data, at the smallest time, is the sample.
+    order. "ddim" estimates data and noise in each step, and mixes them again as at the next time;
+    the last estimate of the data, at the smallest time, is the sample.
 
     Args:
-        kind: what the model was trained for.
+        kind: kind of diffusion that the model was trained for.
         sampler: one of `SAMPLERS[kind]`.
         predict: the model.
-        noise: standard normal.
-        steps: how many; each calls `predict` once, with "heun" twice.
+        noise: standard normal noise.
+        steps: number of steps. Each calls `predict` once, or twice with "heun".
 
     Raises:
-        ValueError: if the sampler is not one for this kind, or there are no steps.
+        ValueError: if the sampler is not for this kind, or there are no steps.
     """
     if sampler not in SAMPLERS[kind]:
         raise InputError(
@@ -180,7 +180,7 @@ def sample(
         return signal * x0 + spread * noise
 
     if sampler == "ddim":
-        # Of these, all that the model has learnt; and 0, where there is no noise left.
+        # All times at which the model was trained, and then 0, where no noise is left.
         times = jnp.append(jnp.linspace(1 - CLIPPED, CLIPPED, steps), 0.0)
     else:
         times = jnp.linspace(1.0, 0.0, steps + 1)
@@ -200,7 +200,7 @@ def _clip(kind: Kind, time: Float32[Array, " B"]) -> Float32[Array, " B"]:
 def _coefficients(
     kind: Kind, time: Float32[Array, " B"], ndim: int
 ) -> tuple[Float32[Array, "B ..."], Float32[Array, "B ..."]]:
-    """signal(t) and spread(t), to be multiplied with arrays of `ndim` dimensions."""
+    """signal(t) and spread(t), in the shape to be multiplied with arrays of `ndim` dimensions."""
     time = jnp.expand_dims(time, tuple(range(1, ndim)))
     if kind == "flow":
         return 1 - time, time

@@ -1,4 +1,4 @@
-"""Images from a diffusion transformer whose tokens are sharded, and their grid as a PNG."""
+"""Drawing of images by a diffusion transformer whose tokens are sharded, and grids of images."""
 
 from __future__ import annotations
 
@@ -27,23 +27,24 @@ from trainer.parallel.step import Program
 
 
 class Drawing:
-    """Samples of a trained model, on the mesh of a `Program`."""
+    """Draws images with a trained model, on the mesh of a `Program`."""
 
     def __init__(
         self, program: Program, *, sampler: Sampler, steps: int, guidance: float, rows: int
     ) -> None:
-        """Prepares the program that draws; it is compiled when it is called first.
+        """Prepares the program that draws; its first call compiles it.
 
         Args:
-            program: of a `DiTTrainConfig`.
-            sampler: one that serves the target of the model: see `diffusion.SAMPLERS`.
-            steps: of the sampler.
-            guidance: 1 draws what the model has learnt; above 1, samples are more typical of their
-                class or caption, and each step asks the model twice.
-            rows: images that are drawn at a time; rounded up to a multiple of the data degree.
+            program: program of a run of a diffusion transformer.
+            sampler: a sampler for the target of the model: see `diffusion.SAMPLERS`.
+            steps: number of steps of the sampler.
+            guidance: 1 draws what the model has learnt. Above 1, images are more typical of their
+                class or caption, and each step evaluates the model twice.
+            rows: number of images that are drawn at a time; it is rounded up to a multiple of the
+                data degree.
 
         Raises:
-            ValueError: if the sampler does not serve the model, or guidance has no use for it.
+            ValueError: if the sampler is not for this model, or the model has no guidance.
         """
         config, attention = program.config, program.attention
         assert isinstance(config, DiTTrainConfig)
@@ -55,7 +56,7 @@ class Drawing:
         degree = attention.degrees.data
         self._rows = -(-rows // degree) * degree
         _check_guidance(guidance, config)
-        # Raises now what it would raise when it draws.
+        # Raises the errors of the sampler now, before anything is drawn.
         jax.eval_shape(
             lambda noise: sample(config.diffusion.target, sampler, lambda x, _: x, noise, steps),
             jax.ShapeDtypeStruct((1, 1), jnp.float32),
@@ -72,20 +73,20 @@ class Drawing:
     ) -> Iterator[Float32[np.ndarray, "F H W C"]]:
         """Draws one image for each label.
 
-        An image depends on its label, its caption, its place in `labels` and the seed, and, but for
-        rounding, on neither the mesh nor how many are drawn at a time.
+        An image depends on its label, its caption, its place in `labels` and the seed. Up to
+        rounding it depends on neither the mesh nor the number of images that are drawn at a time.
 
         Args:
-            weights: of the model, sharded as `Program` has them.
-            labels: classes; the number of classes for none.
-            captions: UTF-8, as many as labels, b"" for none; None where the model takes no text.
-            seed: of the noise, below 2**32.
+            weights: weights of the model, sharded as those of the program.
+            labels: classes; the number of classes stands for no class.
+            captions: UTF-8, as many as labels, b"" for no caption; None if the model takes no text.
+            seed: seed of the noise, below 2**32.
 
         Returns:
-            An iterator of latents, or of images with values of about -1 to 1.
+            An iterator over latents, or over images with values of about -1 to 1.
 
         Raises:
-            ValueError: if there is a label, caption or seed that the model cannot take.
+            ValueError: if the model does not know a label, or cannot take a caption or the seed.
         """
         _check_wishes(labels, captions, seed, self._config.model)
         return self._images(weights, labels, captions, np.uint32(seed))
@@ -100,7 +101,7 @@ class Drawing:
         config = self._config
         length = self._layout.padded_length(config.model.caption_length)
         for first in range(0, len(labels), self._rows):
-            # The last is drawn again where there are none left: that spares another program.
+            # The last image is repeated to fill the batch: another size would be compiled again.
             numbers = np.minimum(np.arange(first, first + self._rows), len(labels) - 1)
             chosen = np.array([labels[number] for number in numbers], np.int32)
             text = None
@@ -122,7 +123,7 @@ class Drawing:
         config = self._config
         key = jax.random.fold_in(jax.random.key(seed), DRAWING)
         keys = jax.vmap(partial(jax.random.fold_in, key))(numbers)
-        # Of the image alone: padding depends on the mesh.
+        # Without padding, whose length depends on the mesh.
         shape = (config.num_tokens, config.patch_elements)
         noise = jax.vmap(lambda key: jax.random.normal(key, shape))(keys)
         missing = self._layout.padded_length(config.num_tokens) - config.num_tokens
@@ -191,7 +192,7 @@ def _check_wishes(
 
 
 def to_pixels(latent: Float32[np.ndarray, "F H W C"]) -> UInt8[np.ndarray, "H F*W C"]:
-    """Pixels of a sample in [-1, 1]; frames of a video lie side by side."""
+    """The pixels of a sample with values from -1 to 1; frames of a video lie side by side."""
     across = np.concatenate(list(latent), axis=1)
     return np.round((np.clip(across, -1, 1) + 1) * 127.5).astype(np.uint8)
 
@@ -199,11 +200,11 @@ def to_pixels(latent: Float32[np.ndarray, "F H W C"]) -> UInt8[np.ndarray, "H F*
 def image_grid(
     images: Sequence[UInt8[np.ndarray, "H W C"]], *, columns: int
 ) -> UInt8[np.ndarray, "rows across C"]:
-    """Images row by row, with a black gap of a pixel between and around them.
+    """One image of many images, row by row, with black lines of one pixel around them.
 
     Args:
-        images: at least one, and all of one shape.
-        columns: images in a row.
+        images: at least one image; all have one shape.
+        columns: number of images in a row.
     """
     height, width, channels = images[0].shape
     rows = -(-len(images) // columns)
@@ -218,15 +219,15 @@ def image_grid(
 def save_grid(
     images: Sequence[UInt8[np.ndarray, "H W C"]], path: Path, *, columns: int, scale: int
 ) -> None:
-    """Writes an `image_grid` as PNG; a reader finds an old file or the whole new one.
+    """Writes an `image_grid` as PNG. A reader finds the old file or the whole new one.
 
     Args:
-        images: with 1 or 3 channels.
+        images: images with 1 or 3 channels.
         path: the file.
-        columns: images in a row.
-        scale: pixels of the file for one of an image, across and down.
+        columns: number of images in a row.
+        scale: width and height of an image pixel, in pixels of the file.
     """
-    # Here, because training does without it.
+    # Imported here, since training does not need Pillow.
     from PIL import Image
 
     grid = image_grid(images, columns=columns).repeat(scale, axis=0).repeat(scale, axis=1)

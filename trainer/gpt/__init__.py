@@ -1,1 +1,1 @@
-"""Language models: their config, data, objective, and text from them."""
+"""The task of a language model: data, objective, generation and samples."""

@@ -1,16 +1,16 @@
-"""What a run trains on and what it holds out: streams of tokens, in which a token ends documents.
+"""The tokens that a language model trains on, and those that are held out.
 
-What is held out, in one place:
+The tokens are streams in which one token ends every document. Held out are
 
-* With `validation_path`, all that lies there, and nothing of `path`.
-* Of several documents of text (files, or lines of JSONL), those whose `_share_of_key` is below
-  `held_out`: that of a document depends on its path in the folder (and line) alone, not on the
-  other documents.
-* Of a single text file, the last `held_out` of its characters.
-* Of files of tokens, the last `held_out` of each file, though a document may be cut there.
+* with `validation_path`, everything at that path, and nothing at `path`;
+* of several documents of text (files, or lines of JSONL), those whose `_share_of_key` is below
+  `held_out`. That of a document depends only on its path in the folder (and its line), not on the
+  other documents;
+* of a single text file, the last part of its characters, a fraction of `held_out`;
+* of files of tokens, the last part of each file, a fraction of `held_out`. A document may be cut.
 
-Files of tokens are mapped, so they may be larger than the memory; text is read and tokenised in
-every process. Nothing here depends on seed, hosts or mesh.
+Files of tokens are mapped into memory, so they may be larger than it. Text is read and tokenised in
+every process. Nothing here depends on the seed, the hosts or the mesh.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from trainer.gpt.tokenizer import (
     FileTokenizer,
 )
 
-# Characters that are tokenised at a time: enough to use all cores, too few to matter in memory.
+# Number of characters that are tokenised at a time: enough to use all cores, and little memory.
 CHUNK = 1 << 22
-# Tokens at each end of a part of a file that are checked when it is opened, so that tokens of
-# another type fail at once. All others are checked when they are read.
+# Number of tokens at both ends of a part of a file that are checked when the file is opened, so
+# that a wrong data type is found at once. All other tokens are checked when they are read.
 CHECKED_TOKENS = 1 << 16
 
 _WAY_OUT = "Give --data.validation-path, or another --data.held-out."
@@ -50,16 +50,16 @@ _WAY_OUT = "Give --data.validation-path, or another --data.held-out."
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Stream:
-    """Tokens one after another, whole documents or a part of one file."""
+    """A sequence of tokens: whole documents, or a part of one file."""
 
     name: str
-    """Where they are from, for errors."""
+    """Where the tokens are from, for errors."""
     tokens: Integer[np.ndarray, " tokens"]
-    """The tokens, in memory or mapped."""
+    """The tokens, in memory or mapped into it."""
     offset: int = 0
-    """Tokens of the file before these."""
+    """Number of tokens of the file before these."""
     vocab_size: int
-    """Token ids that the model knows."""
+    """Number of token ids that the model knows."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -68,7 +68,7 @@ class Stream:
         """The tokens from `start` up to `stop`.
 
         Raises:
-            ValueError: if one lies beyond the vocabulary.
+            ValueError: if one of them is beyond the vocabulary.
         """
         tokens = self.tokens[start:stop]
         wrong = (tokens < 0) | (tokens >= self.vocab_size)
@@ -78,25 +78,25 @@ class Stream:
                 "Token ids must be at least 0 and below model.vocab_size; got id "
                 f"{tokens[index]} at token {self.offset + start + index} of {self.name!r} with "
                 f"vocab_size={self.vocab_size}. Use a larger --model.vocab-size, or correct "
-                f"--data.bin-dtype if the file is no vector of {tokens.dtype}."
+                f"--data.bin-dtype if the file is not a vector of {tokens.dtype}."
             )
         return np.asarray(tokens, np.int32)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Corpus:
-    """Tokens to train on and tokens to measure with."""
+    """The tokens of a run, and the way from tokens back to text."""
 
     train: tuple[Stream, ...]
-    """What is trained on: one stream of text, or one for each file of tokens."""
+    """Tokens to train on: one stream of all text, or one stream for each file of tokens."""
     held_out: tuple[Stream, ...]
-    """What training never sees."""
+    """Tokens that training never sees."""
     end_of_document: int | None
-    """Token that ends every document; None if files are documents, whole."""
+    """Token that ends every document; None if every file is a single document."""
     unit: str
     """What a token is: "byte" or "token"."""
     decode: Callable[[Integer[np.ndarray, " tokens"]], str] | None
-    """Text of tokens, to show; None if it is not known."""
+    """Turns tokens into text; None if the text of a token is not known."""
     description: str
     """One line for the log."""
 
@@ -106,12 +106,12 @@ def open_corpus(config: DataConfig, *, vocab_size: int) -> Corpus:
 
     Args:
         config: what to read.
-        vocab_size: token ids that the model knows.
+        vocab_size: number of token ids that the model knows.
 
     Raises:
-        ImportError: if there is a `tokenizer` and the package for it is missing.
-        ValueError: if the data cannot be read, are not of the kind that they seem, lie beyond the
-            vocabulary, or leave nothing to train on or to hold out.
+        ImportError: if a tokenizer.json is given and the package that reads it is missing.
+        ValueError: if the data cannot be read, are of another kind than their names say, are beyond
+            the vocabulary, or leave nothing to train on or to hold out.
     """
     end = config.end_of_document
     if end is not None and end >= vocab_size:
@@ -137,7 +137,7 @@ def open_corpus(config: DataConfig, *, vocab_size: int) -> Corpus:
 
 
 def _check_effects(config: DataConfig, files: Files, validation: Files | None) -> None:
-    """Raises if an option is set that does nothing here: whoever set it expects something."""
+    """Raises if an option is set that has no effect on these data."""
     kinds = {files.kind, files.kind if validation is None else validation.kind}
     idle = {
         "bin_dtype": "bin" not in kinds,
@@ -149,7 +149,7 @@ def _check_effects(config: DataConfig, files: Files, validation: Files | None) -
         value = getattr(config, name)
         if idle.get(name) and value != default:
             raise InputError(
-                f"data.{name} must be left out where it does nothing; got {name}={value!r} for "
+                f"data.{name} must be left out where it has no effect; got {name}={value!r} for "
                 f"{files.kind} data, validation_path={config.validation_path}, "
                 f"mask_documents={config.mask_documents}. Leave it out."
             )
@@ -158,7 +158,7 @@ def _check_effects(config: DataConfig, files: Files, validation: Files | None) -
 def _open_tokens(
     files: Files, validation: Files | None, config: DataConfig, vocab_size: int
 ) -> Corpus:
-    """A stream for each file, or two where its end is held out."""
+    """A stream for each file, or two streams if the end of each file is held out."""
     if config.tokenizer is not None:
         raise InputError(
             "data.tokenizer must be left out for files of tokens; got "
@@ -204,7 +204,7 @@ def _open_tokens(
 def _open_text(
     files: Files, validation: Files | None, config: DataConfig, vocab_size: int
 ) -> Corpus:
-    """One stream for each part, of documents in the order of their files."""
+    """One stream to train on and one held out, of documents in the order of their files."""
     options = {"end_of_document": config.end_of_document, "vocab_size": vocab_size}
     if config.tokenizer is None:
         tokenizer = ByteTokenizer(**options)
@@ -219,9 +219,9 @@ def _open_text(
             least = min(least, _share_of_key(document.key))
     way_out = _WAY_OUT
     if len(parts[0]) > 1 and not parts[1]:
-        # In hundredths, rounded up: the least share that holds out a document.
+        # The smallest share that holds out a document, in hundredths.
         way_out = f"Use --data.held-out {int(least * 100 + 1) / 100}, or --data.validation-path."
-    # Of a document without text, there is the token that ends it.
+    # A document without text still has the token that ends it.
     lengths = [sum(len(tokens) - 1 for tokens in part) for part in parts]
     _check_parts(lengths, files, validation, config, way_out)
     streams = [
@@ -265,10 +265,10 @@ def _assign(
 
 
 def _share_of_key(key: str) -> float:
-    """A number in [0, 1) from the hash of a document's key, as good as random.
+    """A number in [0, 1) that follows from the hash of a document's key, and looks random.
 
-    Ordered by the remainder of 20 first: a share of 1/20 holds out every document whose hash is
-    divisible by 20, and a smaller one some of the same.
+    It is ordered by the remainder of the hash divided by 20. So a share of 1/20 holds out every
+    document whose hash is divisible by 20, and a smaller share holds out some of those.
     """
     quotient, remainder = divmod(zlib.crc32(key.encode(errors="surrogateescape")), 20)
     return (remainder + quotient * 20 / 2**32) / 20
@@ -277,7 +277,7 @@ def _share_of_key(key: str) -> float:
 def _chunks(
     assigned: Iterable[tuple[bool, Document]],
 ) -> Iterator[list[tuple[bool, Document]]]:
-    """Cuts the documents into lists of about `CHUNK` characters."""
+    """Groups the documents into lists of about `CHUNK` characters."""
     chunk, size = [], 0
     for held_out, document in assigned:
         chunk.append((held_out, document))
@@ -296,7 +296,7 @@ def _check_parts(
     config: DataConfig,
     way_out: str,
 ) -> None:
-    """Raises if there is nothing to train on or nothing held out."""
+    """Raises if there is nothing to train on, or nothing is held out."""
     for length, source in zip(lengths, (files, validation), strict=True):
         if source is not None and not (length if validation else sum(lengths)):
             raise InputError(

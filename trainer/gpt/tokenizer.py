@@ -1,4 +1,4 @@
-"""From text to tokens and back: bytes of UTF-8, or the tokenizer of a tokenizer.json."""
+"""Tokenizers: bytes of UTF-8, or a Hugging Face tokenizer.json."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from startrail_jax.errors import InputError
 from trainer.data.files import Document
 from trainer.errors import MissingPackageError
 
-# Ends every document of bytes; never a byte of text.
+# Ends every document of bytes. No text contains this byte.
 NUL = 0
-# What ends a document in the vocabularies of GPT-2 and NeoX, Llama 3, Llama 2 and Mistral, Gemma,
-# and DeepSeek. Tokens that end a turn or a line are none of them.
+# Tokens that end a document in the vocabularies of GPT-2 and NeoX, Llama 3, Llama 2 and Mistral,
+# Gemma, and DeepSeek. Tokens that end a turn of a conversation or a line are not listed.
 END_OF_DOCUMENT_NAMES = (
     "<|endoftext|>",
     "<|end_of_text|>",
@@ -27,20 +27,20 @@ END_OF_DOCUMENT_NAMES = (
 
 
 class ByteTokenizer:
-    """A token is a byte of UTF-8, but for the one that ends a document."""
+    """Every token is a byte of UTF-8, except the token that ends a document."""
 
     unit = "byte"
 
     def __init__(self, *, end_of_document: int | None, vocab_size: int):
-        """Checks that the vocabulary has room.
+        """Checks that the vocabulary is large enough.
 
         Args:
-            end_of_document: token that ends a document; by default the byte 0. May lie beyond the
-                bytes, where the vocabulary has room for it.
-            vocab_size: token ids that the model knows.
+            end_of_document: token that ends a document; None for the byte 0. It may be 256 or more
+                if the vocabulary is large enough.
+            vocab_size: number of token ids that the model knows.
 
         Raises:
-            ValueError: if a byte may lie beyond the vocabulary.
+            ValueError: if a byte may be beyond the vocabulary.
         """
         self.end_of_document = NUL if end_of_document is None else end_of_document
         if vocab_size < 256:
@@ -53,7 +53,7 @@ class ByteTokenizer:
         """Tokens of each document, with the one that ends it.
 
         Raises:
-            ValueError: if a document holds the byte that is to end it, so that it is no text.
+            ValueError: if a document contains the byte that ends documents, and so is not text.
         """
         end = self.end_of_document
         encoded = []
@@ -62,7 +62,7 @@ class ByteTokenizer:
             if end < 256 and end in text:
                 raise InputError(
                     f"Text must not hold the byte {end}, which ends a document; got it at offset "
-                    f"{text.index(end)} of {document.place!r}. Leave the file out if it is no "
+                    f"{text.index(end)} of {document.place!r}. Leave the file out if it is not "
                     "text, or give another --data.end-of-document."
                 )
             dtype = np.min_scalar_type(max(end, 255))
@@ -71,16 +71,16 @@ class ByteTokenizer:
         return encoded
 
     def decode(self, tokens: Integer[np.ndarray, " tokens"]) -> str:
-        """Text to show: what is not UTF-8 is replaced, and the end of a document is a new line."""
+        """Text to show. Bytes that are not UTF-8 are replaced; a document ends with a new line."""
         text = np.where(tokens > 255, 255, tokens).astype(np.uint8)
         text[tokens == self.end_of_document] = ord("\n")
         return text.tobytes().decode(errors="replace")
 
 
 class FileTokenizer:
-    """The tokenizer of a Hugging Face tokenizer.json, without what it adds around a text.
+    """The tokenizer of a Hugging Face tokenizer.json, without the tokens that it puts around texts.
 
-    Text that spells the token which ends a document ends one there.
+    If a text contains the name of the token that ends a document, it is encoded as that token.
     """
 
     unit = "token"
@@ -90,9 +90,9 @@ class FileTokenizer:
 
         Args:
             path: a tokenizer.json.
-            end_of_document: token that ends a document; by default the first of
+            end_of_document: token that ends a document; None for the first of
                 `END_OF_DOCUMENT_NAMES` in the vocabulary.
-            vocab_size: token ids that the model knows.
+            vocab_size: number of token ids that the model knows.
 
         Raises:
             ImportError: if the package `tokenizers` is missing.
@@ -102,7 +102,7 @@ class FileTokenizer:
         self._path = path
         self._vocab_size = vocab_size
         self._tokenizer = _load(path)
-        # Both may be set in the file, for short inputs.
+        # The file may ask for both, for short inputs.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         ends = [self._tokenizer.token_to_id(name) for name in END_OF_DOCUMENT_NAMES]
@@ -119,7 +119,7 @@ class FileTokenizer:
         """Tokens of each document, with the one that ends it.
 
         Raises:
-            ValueError: if a token lies beyond the vocabulary of the model.
+            ValueError: if a token is beyond the vocabulary of the model.
         """
         texts = [document.text for document in documents]
         encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
@@ -137,7 +137,7 @@ class FileTokenizer:
         return tokens
 
     def decode(self, tokens: Integer[np.ndarray, " tokens"]) -> str:
-        """Text to show, special tokens by their names; ids that are no token are left out."""
+        """Text to show, with the names of special tokens. Ids without a token are left out."""
         return self._tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
 
     def _needed(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from startrail_jax.errors import InputError
 from startrail_jax.mesh import Degrees
 from trainer.config import MeshConfig
 
@@ -32,7 +33,7 @@ def choose_degrees(mesh: MeshConfig, num_devices: int) -> Degrees:
     given = {name: degree for name, degree in sizes.items() if degree is not None}
     product = math.prod(given.values())
     must = "be" if mesh.ring else "divide"
-    raise ValueError(
+    raise InputError(
         f"The product of the mesh degrees must {must} the number of devices; got "
         f"{' * '.join(f'{name}={degree}' for name, degree in given.items())} = {product} for "
         f"{num_devices} devices. {_way_out(mesh, product, num_devices)}"

@@ -30,6 +30,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
+from startrail_jax.errors import InputError
 from startrail_jax.varying import vary
 from trainer.config import SHARDED_AXES
 
@@ -130,7 +131,7 @@ class Partition:
             remainder = x.shape[dim] % self.mesh.shape["tensor"]
             copied = remainder > 0 and layer in ("key", "value")
             if remainder and not copied:
-                raise ValueError(
+                raise InputError(
                     "mesh.tensor must divide heads and mlp_width; got "
                     f"tensor={self.mesh.shape['tensor']} for dimension {dim} of "
                     f"{'/'.join(names)}, of size {x.shape[dim]}. Change one of them."

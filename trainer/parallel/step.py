@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float32
 
 from startrail_jax.attention import Attention
 from startrail_jax.compiler import compiler_options
+from startrail_jax.errors import InputError, UnsupportedError
 from startrail_jax.mesh import device_kind
 from startrail_jax.ordering import gradient_first
 from startrail_jax.sizes import check_heads
@@ -276,7 +277,7 @@ def _check_tokens(config: TrainConfig, attention: Attention, tokens: int) -> Non
     check_heads(degrees, config.model.heads, config.model.kv_heads)
     length = tokens // degrees.sequence
     if length % degrees.tensor:
-        raise ValueError(
+        raise InputError(
             "The tokens of a row (seq_len, or the patches of an image filled up to a multiple of "
             "the sequence degree) must be divisible by sequence degree * tensor, as the devices "
             f"along tensor share the loss; got {tokens} tokens, sequence degree="
@@ -289,7 +290,7 @@ def _check_tokens(config: TrainConfig, attention: Attention, tokens: int) -> Non
     check_tile(config.tile, rows * length // degrees.tensor)
     platform = device_kind(attention.mesh)[0]
     if config.offload and platform != "cuda":
-        raise NotImplementedError(
+        raise UnsupportedError(
             "offload needs GPUs, which have memory of their own; got devices of platform "
             f"{platform!r}. Leave --offload out."
         )
@@ -298,7 +299,7 @@ def _check_tokens(config: TrainConfig, attention: Attention, tokens: int) -> Non
 def _check_zero_axes(config: TrainConfig, attention: Attention, partition: Partition) -> None:
     """Raises if ZeRO has nothing to split over, although the mesh has axes that it could use."""
     if config.zero and partition.replicas and not partition.zero:
-        raise ValueError(
+        raise InputError(
             f"zero={config.zero} needs an axis of degree above 1 among zero_axes; got "
             f"zero_axes={config.zero_axes} on a mesh with {attention.degrees}. "
             f"Use --zero-axes {' '.join(partition.replicas)}."

@@ -40,7 +40,7 @@ def step_sizes(config: TrainConfig, objective: Objective, degrees: Degrees) -> S
     """
     model = config.model
     mesh = AbstractMesh(tuple(vars(degrees)[role] for role in ROLES), ROLES, (AxisType.Auto,) * 6)
-    attention = Attention(mesh, causal=config.causal)
+    attention = Attention(mesh, causal=objective.causal)
     partition = Partition(mesh, config.zero, config.zero_axes, model.dtype)
     shapes = _trace(objective, attention.layout)
     state = state_shapes(config, shapes.weights, partition)

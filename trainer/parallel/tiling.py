@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float32
 
+from startrail_jax.errors import InputError
 from startrail_jax.varying import vary
 
 
@@ -104,7 +105,7 @@ def check_tile(tile: int | None, tokens: int) -> None:
     """
     if tile is not None and tile < tokens and tokens % tile:
         best = largest_tile(tile, tokens)
-        raise ValueError(
+        raise InputError(
             "tile must divide the number of tokens that a device treats at a time, which is that "
             "of a batch / (accumulation * devices that share the batch); got "
             f"tile={tile} for {tokens} tokens. Use --tile {best}."

@@ -1,4 +1,4 @@
-"""Real devices, or simulated ones on a CPU."""
+"""The devices of a run: real ones, or simulated ones on a CPU."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ SIMULATED_DEVICES = 8
 
 
 def select_devices(count: int | None, *, processes: int | None = 1) -> list[Any]:
-    """The first `count` devices, or all of them; call it before jax is used.
+    """The first `count` devices, or all of them; to be called before jax is used.
 
-    Where there is only a CPU it is made to look like `count` devices, 8 by default. A number of
-    simulated devices that was set before, in jax's configuration or in XLA_FLAGS, stands. Of
-    several processes each has the same number of the devices, its first.
+    On a machine that has only a CPU, the CPU is made to look like `count` devices, 8 by default. A
+    number of simulated devices that is already set, in jax's configuration or in XLA_FLAGS, is
+    kept. Every process contributes the same number of devices, the first of its own.
 
     Args:
-        count: on all processes together.
-        processes: how many share the simulated devices. None if that is not known before jax is
-            used: then each has what was set before, or one.
+        count: number of devices of all processes together.
+        processes: number of processes that share the simulated devices. None if that is not known
+            before jax is used: each process then has the number already set, or one.
 
     Raises:
         ValueError: if there are fewer than `count` devices, or the processes cannot share them.
@@ -41,9 +41,10 @@ def select_devices(count: int | None, *, processes: int | None = 1) -> list[Any]
     counts = [len(by_process[process]) for process in sorted(by_process)]
     if len(set(counts)) > 1:
         raise InputError(
-            f"Every process must see as many devices; got {' and '.join(map(str, counts))} in "
-            f"processes 0 to {len(counts) - 1}. Hide those that are too many, by "
-            "CUDA_VISIBLE_DEVICES; where they are simulated, give all the same --devices."
+            "Every process must see the same number of devices; got "
+            f"{' and '.join(map(str, counts))} in processes 0 to {len(counts) - 1}. Hide the "
+            "superfluous ones with CUDA_VISIBLE_DEVICES; if they are simulated, give all processes "
+            "the same --devices."
         )
     if count is not None and count > len(devices):
         raise InputError(
@@ -55,7 +56,7 @@ def select_devices(count: int | None, *, processes: int | None = 1) -> list[Any]
 
 
 def require_divisible(count: int | None, processes: int | None) -> None:
-    """Refuses what `select_devices` would, as far as that is known before processes meet.
+    """Raises the error of `select_devices` that is known before the processes meet.
 
     Raises:
         ValueError: if the processes cannot share `count` devices.

@@ -24,32 +24,33 @@ from trainer.run.folder import require_writable
 LISTED_DIFFERENCES = 3
 POLL_SECONDS = 1.0
 
-# One step's folder holds one tree: the arrays by name, so that no class of the program that saved
-# them is needed to read them, and the position in the data as a string, so that both are whole or
-# neither.
+# The folder of a step holds one tree, so that either all of it is whole or nothing: the arrays by
+# name, which can be read without the classes of the program that saved them, and the position in
+# the data as a string.
 ARRAYS = "arrays"
 DATA = "data"
-# Fields of the state, with which the names of its arrays begin.
+# Fields of the state; the names of its arrays begin with them.
 WEIGHTS = "weights"
 AVERAGE = "average"
 
 
 class CheckpointError(UserError, RuntimeError):
-    """A checkpoint could not be saved or read. Those that were whole still are."""
+    """A checkpoint could not be saved or read. Earlier whole checkpoints are intact."""
 
 
 class Checkpoints:
-    """The newest checkpoints of a run, one folder a step. Use as a context manager.
+    """The newest checkpoints of a run, with a folder for each step. A context manager.
 
-    A save that failed ends it, since threads may still be writing: a new one clears what is left.
+    After a save that failed it cannot be used any more, since threads may still be writing. A new
+    instance clears what they leave.
     """
 
     def __init__(self, folder: Path, *, keep: int) -> None:
-        """Opens `folder`, makes it if there is none, and clears what a killed run left half-done.
+        """Opens or makes `folder`, and removes unfinished checkpoints that a killed run left.
 
         Args:
-            folder: where the checkpoints lie; all processes of a run share it.
-            keep: newest checkpoints that stay. An older one goes when a new one is whole.
+            folder: the folder of the checkpoints, which all processes of a run share.
+            keep: number of checkpoints to keep. The oldest is removed when a new one is whole.
 
         Raises:
             OSError: if the folder cannot be written.
@@ -82,21 +83,21 @@ class Checkpoints:
             CheckpointError: if that save failed.
         """
         self.wait()
-        if not self._failed:  # Otherwise it would raise what was raised already.
+        if not self._failed:  # Otherwise closing would raise the same error again.
             self._checkpointer.close()
 
     @property
     def steps(self) -> list[int]:
-        """Steps whose checkpoint is whole, ascending. One that is being saved does not count."""
+        """Steps with a whole checkpoint, ascending. A checkpoint being saved does not count."""
         return _whole_steps(self._folder)
 
     @property
     def latest(self) -> int | None:
-        """The last step whose checkpoint is whole; None where there is none."""
+        """The last step with a whole checkpoint; None if there is none."""
         return max(self.steps, default=None)
 
     def begin_after(self) -> int:
-        """The step that a run goes on from, 0 at its beginning; for all processes to call.
+        """The step that a run goes on from, 0 at its beginning. All processes must call it.
 
         Raises:
             CheckpointError: if this process does not see the folder that process 0 sees.
@@ -108,7 +109,7 @@ class Checkpoints:
             own_mark.touch()
         seen = self._mark(multihost_utils.broadcast_one_to_all(mark)).exists()
         first_step = int(multihost_utils.broadcast_one_to_all(np.int32(step)))
-        if is_first:  # All have looked.
+        if is_first:  # The second broadcast has shown that all processes have looked.
             own_mark.unlink()
         if not seen or step != first_step:
             here = f"step {step} as the newest here, and step {first_step} in process 0"
@@ -123,14 +124,14 @@ class Checkpoints:
         return self._folder / f"seen_by_all_{int(number)}"
 
     def check_space(self, state: PyTree[jax.ShapeDtypeStruct]) -> None:
-        """Refuses a run whose checkpoints would fill the disk, before it has begun.
+        """Raises an error before training if its checkpoints would fill the disk.
 
         Args:
-            state: shapes and types of what `save` will be given.
+            state: shapes and types of the state that will be saved.
 
         Raises:
-            CheckpointError: if there is no room for `keep` checkpoints and the one that is written
-                before the oldest of them goes.
+            CheckpointError: if there is no room for `keep` checkpoints and one more, which is
+                written before the oldest is removed.
         """
         size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
         missing = max(self._keep + 1 - len(self.steps), 1)
@@ -147,13 +148,13 @@ class Checkpoints:
     ) -> None:
         """Copies the state off the devices and writes it in the background.
 
-        The arrays may be donated or deleted as soon as this returns. Waits for an earlier save.
-        Does nothing where the step is saved already.
+        The arrays may be donated or deleted as soon as this returns. It waits for an earlier save,
+        and does nothing if the step is saved already.
 
         Args:
-            step: steps that are done.
-            state: what training goes on from; sharded as it likes.
-            data_state: position in the data, of what JSON holds; the same on all processes.
+            step: number of steps that are done.
+            state: the training state, with any sharding.
+            data_state: position in the data, as values of JSON; the same on all processes.
 
         Raises:
             CheckpointError: if the earlier save failed.
@@ -171,7 +172,7 @@ class Checkpoints:
         self._saving = (step, response)
 
     def wait(self) -> None:
-        """Returns when nothing is being saved any more.
+        """Waits for the save in progress, if there is one.
 
         Raises:
             CheckpointError: if the save failed.
@@ -181,16 +182,16 @@ class Checkpoints:
         (step, response), self._saving = self._saving, None
         try:
             _finish(response.result)
-        except Exception as error:  # Whatever a writing thread met: tensorstore has no one type.
+        except Exception as error:  # Threads that write raise many types of errors.
             raise self._save_failed(step, error) from error
 
     def restore(
         self, state: PyTree[jax.ShapeDtypeStruct]
     ) -> tuple[PyTree[Shaped[Array, "..."]], dict[str, Any]]:
-        """Reads the latest checkpoint, after a save in progress.
+        """Reads the latest checkpoint, after it has waited for a save in progress.
 
         Args:
-            state: shapes, types and shardings to restore to. The mesh need not be the one that
+            state: shapes, types and shardings to restore to. The mesh may differ from the one that
                 the checkpoint was saved from.
 
         Returns:
@@ -198,7 +199,7 @@ class Checkpoints:
 
         Raises:
             CheckpointError: if there is no checkpoint, it cannot be read, or that save failed.
-            ValueError: if it is one of another model or optimizer.
+            ValueError: if it belongs to another model or optimizer.
         """
         self.wait()
         step = self.latest
@@ -245,7 +246,7 @@ class Checkpoints:
         )
         return CheckpointError(
             f"The checkpoint of step {step} could not be saved: {error}. {intact} Free space in "
-            f"{self._folder} or mend what is said here; then the same command goes on from "
+            f"{self._folder} or fix the error above; then the same command goes on from "
             f"step {latest or 0}."
         )
 
@@ -260,20 +261,20 @@ class Checkpoints:
 def restore_weights(
     folder: Path, weights: PyTree[jax.ShapeDtypeStruct]
 ) -> tuple[PyTree[Shaped[Array, "..."]], int]:
-    """Reads the weights of the latest checkpoint alone: their average, where the run keeps one.
+    """Reads only the weights of the latest checkpoint: their average if the run keeps one.
 
-    Writes nothing and leaves alone what is half-written, so the run may be going on.
+    It writes nothing and touches no unfinished checkpoint, so the run may still be training.
 
     Args:
-        folder: of the checkpoints.
+        folder: the folder of the checkpoints.
         weights: shapes, types and shardings to restore to.
 
     Returns:
-        A tree like `weights`; and the step that it is of.
+        A tree like `weights`; and the step at which it was saved.
 
     Raises:
         CheckpointError: if there is no checkpoint, or it cannot be read.
-        ValueError: if it is one of another model.
+        ValueError: if it belongs to another model.
     """
     logging.getLogger("absl").addFilter(_orbax_log)
     steps = _whole_steps(folder)
@@ -297,9 +298,9 @@ def restore_weights(
         if not differences:
             with ocp.Context(pytree_options=partial):
                 restored: Any = ocp.load(path, {ARRAYS: wanted})
-    except Exception as error:  # Whatever orbax or tensorstore met.
+    except Exception as error:  # orbax and tensorstore raise many types of errors.
         if _whole_steps(folder)[-1:] != steps[-1:]:
-            # The run has saved a newer one meanwhile, and that was deleted.
+            # Meanwhile the run has saved a newer checkpoint and deleted this one.
             return restore_weights(folder, weights)
         raise CheckpointError(
             f"The checkpoint {path} could not be read ({type(error).__name__}). If it is damaged, "
@@ -320,7 +321,7 @@ def _whole_steps(folder: Path) -> list[int]:
 
 
 def _named_leaves(tree: Any) -> list[tuple[str, Any]]:
-    """The leaves of a tree with the names that they are saved by, such as "model/norm/scale"."""
+    """The leaves of a tree with the names under which they are saved: "model/norm/scale"."""
     return [
         (jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
@@ -328,7 +329,7 @@ def _named_leaves(tree: Any) -> list[tuple[str, Any]]:
 
 
 def _differences(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    """One line for every array that is not of the same name, shape and type in both."""
+    """One line for every array that is missing in one of the trees or has another shape or type."""
 
     def describe(leaves: Mapping[str, Any], name: str) -> str:
         if name not in leaves:
@@ -349,10 +350,10 @@ def _list_differences(differences: list[str]) -> str:
 
 
 class _OrbaxLog(logging.Filter):
-    """Keeps orbax's log off the terminal, and its last error at hand.
+    """Keeps the log of orbax off the terminal, and remembers the last error in it.
 
-    It logs a failure in each thread that sees it, with its traceback, and raises it as well; and
-    it warns of old checkpoints that a kill left half deleted, which the next save finishes.
+    orbax logs a failure in each thread that sees it, with its traceback, and raises it as well. It
+    also warns of old checkpoints that a kill left half deleted, which the next save removes.
     """
 
     error: BaseException | None = None
@@ -369,10 +370,10 @@ _orbax_log = _OrbaxLog()
 
 
 def _finish(result: Callable[..., bool]) -> None:
-    """Waits for the end of a save, or for its failure.
+    """Waits until a save is done or has failed.
 
-    One of several processes whose part cannot be written would not get to the end: it waits for the
-    others in one place, and they for it in another, until orbax's time of 20 minutes is over.
+    If one of several processes cannot write its part, orbax would raise only after 20 minutes: that
+    process waits for the others in one place, and they wait for it in another.
     """
     while True:
         since = time.monotonic()
@@ -382,5 +383,5 @@ def _finish(result: Callable[..., bool]) -> None:
         except TimeoutError:
             if _orbax_log.error is not None:
                 raise _orbax_log.error from None
-            if time.monotonic() - since < POLL_SECONDS:  # The save's own.
+            if time.monotonic() - since < POLL_SECONDS:  # The timeout of the save itself.
                 raise

@@ -73,7 +73,7 @@ def require_writable(folder: Path) -> None:
     except OSError as error:
         raise StorageError(
             f"The folder of a run must be one that can be written; got {folder}: "
-            f"{error.strerror}. Mend that, or use another --run-dir."
+            f"{error.strerror}. Fix that, or use another --run-dir."
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""A request to stop, as a flag that the training loop asks when it suits it."""
+"""SIGTERM and Ctrl-C as a flag, which the training loop looks at between steps."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ STANDARD_ERROR = 2
 
 @contextmanager
 def interruption(agree: Callable[[bool], bool] = bool) -> Iterator[Callable[[], bool]]:
-    """Holds SIGTERM and the first SIGINT back, so that the loop can finish a step and save.
+    """Turns SIGTERM and the first SIGINT into a flag, so that the loop can finish a step and save.
 
-    For the main thread, round the loop.
+    To be used in the main thread, around the loop.
 
     Args:
-        agree: what makes of the wish of one process the answer of all; `heartbeat` gives one.
+        agree: function that turns the wish of any process to stop into the answer of all; see
+            `heartbeat`.
 
     Yields:
-        A function that says whether a signal has come; with `agree`, to any process. All must then
-        call it equally often.
+        A function that tells whether a signal has come; with `agree`, to any process. All processes
+        must then call it equally often.
 
     Raises:
-        KeyboardInterrupt: at a SIGINT that is not the first signal: who insists, need not wait.
+        KeyboardInterrupt: at a SIGINT that is not the first signal, as the user insists.
     """
     received: list[int] = []
 
@@ -35,8 +36,8 @@ def interruption(agree: Callable[[bool], bool] = bool) -> Iterator[Callable[[], 
             raise KeyboardInterrupt
         received.append(number)
         if number == signal.SIGINT:
-            # Who reads it may be gone, by the same Ctrl-C. Not by way of `sys.stderr`, which
-            # the signal may have found in mid-write.
+            # The same Ctrl-C may have ended the reader of the output. `sys.stderr` is avoided: the
+            # signal may have come while it was being written to.
             with suppress(OSError):
                 os.write(STANDARD_ERROR, b"stopping after this step; Ctrl-C again stops at once\n")
 
@@ -45,5 +46,5 @@ def interruption(agree: Callable[[bool], bool] = bool) -> Iterator[Callable[[], 
         yield lambda: agree(bool(received))
     finally:
         for number, handler in previous.items():
-            # None stands for a handler that was not set from Python, which cannot be set again.
+            # None stands for a handler that was not set from Python. It cannot be restored.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)

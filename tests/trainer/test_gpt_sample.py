@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 import tokenizers
 from flax import nnx
-from jax.experimental.compilation_cache import compilation_cache
 
 import sample
 import startrail_jax as st
@@ -59,25 +58,6 @@ from trainer.run.settings import save_config
 REPOSITORY = Path(sample.__file__).parent
 MODEL = GPTConfig(width=16, layers=1, heads=2, kv_heads=1, head_dim=4, mlp_width=16)
 QUICK = "--tokens 4 --temperature 2"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def compiled_once(tmp_path_factory):
-    """Programs that several tests need are compiled in the first of them."""
-    settings = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-    }
-    before = {name: getattr(jax.config, name) for name in settings}
-    compilation_cache.reset_cache()
-    for name, value in settings.items():
-        jax.config.update(name, value)
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
 
 
 @functools.cache

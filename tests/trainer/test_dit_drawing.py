@@ -58,9 +58,6 @@ CAPTIONS = [b"two", b"", b"two", b"three", b"none"]
 SEED = 2**32 - 1
 
 
-pytestmark = pytest.mark.usefixtures("compile_fast")
-
-
 @functools.cache
 def make_program(degrees=ONE_DEVICE, config=CONFIG):
     mesh = st.make_mesh(degrees, "auto", jax.devices()[: degrees.num_devices])

@@ -27,9 +27,6 @@ QUICK = ("--steps", "2", "--samples", "3")
 MODEL = DiTConfig(channels=1, classes=3, width=8, layers=1, heads=1, mlp_width=8)
 
 
-pytestmark = pytest.mark.usefixtures("compile_fast")
-
-
 def save_run(run_dir, **changes):
     """A run with a checkpoint whose averaged weights are not its weights."""
     run_dir.mkdir(exist_ok=True)

@@ -17,6 +17,8 @@ from trainer.gpt.tokenizer import (
     FileTokenizer,
 )
 
+pytestmark = pytest.mark.quick
+
 
 def open_corpus(path, *, vocab_size=256, **options):
     return corpus.open_corpus(DataConfig(path=path, **options), vocab_size=vocab_size)
@@ -517,7 +519,7 @@ def test_pipe_raises(tmp_path, name):
 def test_loop_of_links_raises(tmp_path):
     write(tmp_path, a_txt=b"text")
     (tmp_path / "loop").symlink_to(tmp_path)
-    with pytest.raises(ValueError, match=r"must be reached in one way alone; got '.*loop'"):
+    with pytest.raises(ValueError, match=r"must be reached in one way only; got '.*loop'"):
         open_corpus(tmp_path)
 
 
@@ -545,7 +547,7 @@ def test_nothing_left_to_train_on_raises(tmp_path):
 )
 def test_option_that_does_nothing_raises(many, option, value):
     options = {"validation_path": many} if option == "held_out" else {}
-    with pytest.raises(ValueError, match=f"data.{option} must be left out where it does nothing"):
+    with pytest.raises(ValueError, match=f"data.{option} must be left out where it has no effect"):
         open_corpus(many, **options, **{option: value})
 
 

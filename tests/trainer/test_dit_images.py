@@ -11,6 +11,8 @@ from sklearn.datasets import load_digits
 from trainer.dit import images
 from trainer.dit.config import ImageConfig
 
+pytestmark = pytest.mark.quick
+
 HEIGHT, WIDTH = 5, 7
 LATENTS = {"size": (2, 3, 5), "channels": 4}
 RNG = np.random.default_rng(0)
@@ -246,7 +248,7 @@ def test_image_that_moves_is_refused(folder):
 
 def test_link_to_a_folder_that_is_found_already_is_refused(folder):
     (folder / "loop").symlink_to(folder)
-    with pytest.raises(ValueError, match=r"must be reached in one way alone; got '.*loop'"):
+    with pytest.raises(ValueError, match=r"must be reached in one way only; got '.*loop'"):
         open_images(folder)
 
 
