@@ -21,8 +21,6 @@ import startrail_jax as st
 from startrail_jax import testing
 from startrail_jax.testing import assert_exact, simulate_devices
 
-pytestmark = pytest.mark.usefixtures("compile_fast")
-
 PROBLEM = {"seq_len": 16, "heads": 4, "kv_heads": 2, "head_dim": 7, "value_head_dim": 5}
 
 
