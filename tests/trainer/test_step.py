@@ -22,7 +22,7 @@ from trainer.gpt.config import (
 from trainer.gpt.objective import NextToken, model_arguments
 from trainer.parallel.step import Program
 
-STEPS = 15
+STEPS = 30
 END = 7  # Ends a document.
 CONFIG = GPTTrainConfig(
     model=GPTConfig(
@@ -109,7 +109,7 @@ SETTINGS = {
 @pytest.mark.parametrize(("degrees", "changes"), SETTINGS.values(), ids=SETTINGS.keys())
 def test_losses_do_not_depend_on_how_it_runs(degrees, changes, one_device, initial_state):
     losses = losses_of(make_program(degrees, **changes), initial_state)
-    assert losses[-1, 0] < losses[0, 0] - 0.3
+    assert losses[-1, 0] < losses[0, 0] - 0.5
     np.testing.assert_allclose(losses[:, 0], one_device[:, 0], rtol=1e-4)
     # Adam would hide a wrong factor of the gradients, so that their norms are compared too.
     # Rounding changes norms more than losses.
