@@ -28,7 +28,7 @@ from trainer.command_line import Command, exit_with_usage_error, parse
 from trainer.config import TrainConfig
 from trainer.run.folder import CONFIG_FILE
 from trainer.run.settings import KIND_WITHOUT_NAME
-from trainer.tasks import TASKS, load_train_config, task_of
+from trainer.tasks import TASKS, load_train_config
 
 PROG = "sample.py RUN_DIR"
 
@@ -48,7 +48,7 @@ def sample(arguments: list[str]) -> None:
     ) as session:
         for line in session.description:
             session.note(line)
-        task_of(config).sample(run_dir, config, options, session)
+        TASKS[config.kind].sample(run_dir, config, options, session)
 
 
 def read_command_line(arguments: list[str]) -> tuple[Path, TrainConfig, Command[Any]]:
@@ -77,7 +77,7 @@ def read_command_line(arguments: list[str]) -> tuple[Path, TrainConfig, Command[
             f"{str(run_dir)!r}, {what}. Use the --run-dir of train.py."
         )
     config = load_train_config(path)
-    options = task_of(config).options_class.of_run(config)
+    options = TASKS[config.kind].options_class.of_run(config)
     command = parse(arguments[1:], default=options, prog=PROG, description=__doc__)
     return run_dir, config, command
 

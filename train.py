@@ -25,7 +25,7 @@ from configs import RECIPES
 from trainer.command_line import Command, exit_with_usage_error, parse
 from trainer.config import TrainConfig
 from trainer.processes.options import Distributed
-from trainer.tasks import load_train_config, task_of
+from trainer.tasks import TASKS, load_train_config
 
 
 class Losses(NamedTuple):
@@ -72,7 +72,7 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
             report.line(line)
 
         # Program. Whatever does not fit the mesh is refused now, before there is a run folder.
-        task = task_of(config)
+        task = TASKS[config.kind]
         objective = task.make_objective(config)
         attention = st.Attention(session.mesh, causal=objective.causal)
         program = Program(config, attention, objective)

@@ -48,7 +48,7 @@ from trainer.parallel.degrees import choose_degrees
 from trainer.parallel.footprint import GIB, Footprint
 from trainer.parallel.step import Program
 from trainer.parallel.step_sizes import footprint
-from trainer.tasks import task_of
+from trainer.tasks import TASKS
 
 GPU_GIB = {"a100": 40, "h100": 80, "h200": 141}
 """Memory of the GPUs that recipes are compared with: of A100 the smaller one."""
@@ -111,7 +111,7 @@ def main(argv: list[str] | None = None) -> None:
             if args.details:
                 print(
                     footprint(
-                        row.config, task_of(row.config).make_objective(row.config), degrees
+                        row.config, TASKS[row.config.kind].make_objective(row.config), degrees
                     ).table()
                 )
 
@@ -152,7 +152,7 @@ def read(row: Row, degrees: Degrees, target: str, num_devices: int) -> Reading:
 def lowered_step(row: Row, degrees: Degrees, devices: list[Any]) -> Any:
     """The whole training step of a row, lowered for `devices`."""
     mesh = st.make_mesh(degrees, axis_type="auto", devices=devices)
-    objective = task_of(row.config).make_objective(row.config)
+    objective = TASKS[row.config.kind].make_objective(row.config)
     program = Program(row.config, st.Attention(mesh, causal=objective.causal), objective)
     step: Any = program.train_step
     if not row.donate:
@@ -163,7 +163,7 @@ def lowered_step(row: Row, degrees: Degrees, devices: list[Any]) -> Any:
 
 
 def formula_of(row: Row, degrees: Degrees) -> Footprint:
-    return footprint(row.config, task_of(row.config).make_objective(row.config), degrees)
+    return footprint(row.config, TASKS[row.config.kind].make_objective(row.config), degrees)
 
 
 def line(row: Row, degrees: Degrees, reading: Reading | None, gpu_gib: float) -> str:

@@ -117,11 +117,6 @@ def compile_well():
     jax.config.update("jax_disable_most_optimizations", before)
 
 
-@pytest.fixture(scope="module")
-def compile_fast():
-    """What is the default now."""
-
-
 @pytest.fixture
 def unchecked():
     """Without the type checker, as users run: shows the error that they get for a wrong type."""

@@ -19,7 +19,7 @@ from trainer.gpt.objective import NextToken
 from trainer.parallel.partition import path_name
 from trainer.parallel.step import Program
 from trainer.run import metrics
-from trainer.tasks import task_of
+from trainer.tasks import TASKS
 
 
 def make_config(model=None, **changes):
@@ -43,7 +43,7 @@ def make_program(config, degrees, devices=None):
 
 def weight_shapes(config):
     """The shape of every weight by its path; those under `blocks` are stacked for all layers."""
-    objective = task_of(config).make_objective(config)
+    objective = TASKS[config.kind].make_objective(config)
 
     def make_model():
         return objective.make_model(jax.nn.dot_product_attention, Hooks(), nnx.Rngs(0))

@@ -7,6 +7,8 @@ import pytest
 
 import conftest
 
+pytestmark = pytest.mark.quick
+
 
 def skipped(reason):
     return SimpleNamespace(skipped=True, outcome="skipped", longrepr=("file.py", 1, reason))

@@ -5,6 +5,8 @@ import pytest
 
 import oracle
 
+pytestmark = pytest.mark.quick
+
 EPSILON = 1e-5
 
 PACKED = np.array([[0, 0, 0, 1, 1, 2, 2], [5, 5, 5, 5, 5, -1, -1]])

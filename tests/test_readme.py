@@ -53,7 +53,7 @@ def test_readme_has_one_line_to_train_and_one_to_test(ending):
     assert command.endswith(f".venv/bin/{ending}")
 
 
-def test_python_of_readme_runs_and_is_right(monkeypatch, compile_fast):
+def test_python_of_readme_runs_and_is_right(monkeypatch):
     names = run_python(README, monkeypatch)
     unpermute = names["attention"].layout.unpermute
     query, key, value, out = (
@@ -71,7 +71,7 @@ def test_example_of_readme_has_12_lines():
     assert len([line for line in example.splitlines() if line]) <= 12
 
 
-def test_python_of_attention_page_runs_and_is_right(monkeypatch, compile_fast):
+def test_python_of_attention_page_runs_and_is_right(monkeypatch):
     names = run_python(ROOT / "docs" / "attention.md", monkeypatch)
     unpermute = names["attention"].layout.unpermute
     query, key, value, out = (

@@ -37,11 +37,6 @@ class Session:
     """Lines for the log: the devices and the degrees of the mesh."""
 
     @property
-    def devices(self) -> list[Any]:
-        """The devices of the mesh."""
-        return list(self.mesh.devices.flat)
-
-    @property
     def is_first(self) -> bool:
         """Whether this is the first process, which alone prints and writes files."""
         return jax.process_index() == 0

@@ -22,11 +22,6 @@ TASKS: dict[str, Task[Any, Any]] = {
 """Tasks by the kind of their configs, which config.json holds as "kind"."""
 
 
-def task_of(config: TrainConfig) -> Task[Any, Any]:
-    """The task of a run."""
-    return TASKS[config.kind]
-
-
 def load_train_config(path: Path) -> TrainConfig:
     """Reads the config.json of a run of any kind.
 

@@ -11,7 +11,7 @@ import startrail_jax as st
 from attention_cases import Case
 
 # The errors of the package, not of the type checker that tests run it under.
-pytestmark = pytest.mark.usefixtures("unchecked")
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("unchecked")]
 
 STARTRAIL = st.Degrees.startrail(8, c=2)
 BATCH, SEQ_LEN, HEADS, HEAD_DIM = 2, 32, 4, 5

@@ -12,6 +12,8 @@ from startrail_jax.analysis import COLLECTIVES
 from startrail_jax.analysis.transfers import all_reduce_bytes
 from startrail_jax.sizes import Sizes
 
+pytestmark = pytest.mark.quick
+
 D = st.Degrees
 PAPER = {"placement": "gather_permute", "combine": "reduce_scatter", "backward": "query"}
 

@@ -7,6 +7,8 @@ import startrail_jax as st
 from startrail_jax.mask import Mask
 from startrail_jax.pieces import Pieces
 
+pytestmark = pytest.mark.quick
+
 SIZES = dict(seq_len=4096, heads=8, head_dim=64)
 HOPPER = dict(platform="cuda", capability=(9, 0))
 

@@ -16,6 +16,8 @@ from startrail_jax.analysis.hlo import (
     read_traffic,
 )
 
+pytestmark = pytest.mark.quick
+
 SUM = """\
 %sum (a: f32[], b: f32[]) -> f32[] {
   %a = f32[] parameter(0)

@@ -12,6 +12,8 @@ from jax.sharding import PartitionSpec as P
 from startrail_jax.layout import KINDS, Layout
 from startrail_jax.mesh import Degrees, make_mesh
 
+pytestmark = pytest.mark.quick
+
 layouts = st.builds(Layout, st.sampled_from(KINDS), st.integers(1, 12))
 
 

@@ -10,6 +10,8 @@ from startrail_jax.layout import KINDS, Layout
 from startrail_jax.mask import Mask, runs_meet
 from startrail_jax.tiles import Tiling, visible_tiles
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize(
     ("length", "runs", "target"), [(12, 1, 5), (46, 2, 7), (7, 1, 100), (8, 2, 1)]

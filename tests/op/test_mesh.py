@@ -6,6 +6,8 @@ from jax.sharding import AxisType
 
 from startrail_jax.mesh import ROLES, Degrees, make_mesh
 
+pytestmark = pytest.mark.quick
+
 
 def sizes(degrees):
     return degrees.group, degrees.ring, degrees.team, degrees.head

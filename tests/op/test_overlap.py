@@ -15,6 +15,8 @@ from startrail_jax.analysis.overlap import (
     read_overlap,
 )
 
+pytestmark = pytest.mark.quick
+
 ATTENTION = 'custom-call(%x), custom_call_target="__cudnn$fmhaSoftmax"'
 GRADIENTS = 'custom-call(%x), custom_call_target="__cudnn$fmhaSoftmaxBackward"'
 PRODUCT = 'custom-call(%x, %x), custom_call_target="__cublas$gemm"'

@@ -7,6 +7,8 @@ import pytest
 import startrail_jax as st
 from startrail_jax.sizes import Sizes, dtype_name
 
+pytestmark = pytest.mark.quick
+
 WHOLE = Sizes(
     batch=6,
     query_tokens=48,

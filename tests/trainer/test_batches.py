@@ -18,6 +18,8 @@ from trainer.gpt.batches import (
 )
 from trainer.gpt.corpus import Stream
 
+pytestmark = pytest.mark.quick
+
 NATURAL = Layout("contiguous", 1)
 
 

@@ -157,7 +157,8 @@ def test_save_is_asynchronous_and_arrays_may_be_donated(tmp_path):
     sharding = NamedSharding(make_mesh(8), PartitionSpec("x"))
     noise = np.random.default_rng(0).standard_normal((8, 1_000_003), np.float32)
     update = jax.jit(lambda x: jax.tree.map(lambda y: -y, x), donate_argnums=0)
-    # Arrays of a computation: those of `device_put` may share memory with numpy and then stay.
+    # A computation makes the arrays, since `device_put` may share memory with numpy, which bars
+    # donation.
     state = update({"split": jax.device_put(-noise, sharding), "whole": jnp.array(-noise[:3])})
     with Checkpoints(tmp_path, keep=1) as checkpoints:
         checkpoints.save(1, state, {})

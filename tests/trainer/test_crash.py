@@ -29,6 +29,7 @@ def test_killed_training_ends_as_if_undisturbed(tmp_path, capsys):
     assert last.endswith("all 60 losses are those of the undisturbed run")
 
 
+@pytest.mark.quick
 def test_lost_checkpoint_is_found_out():
     crash.check_kill(kill(last_step=10, whole=6))
     crash.check_kill(kill(last_step=1, whole=0))

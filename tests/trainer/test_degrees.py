@@ -8,6 +8,8 @@ from trainer.parallel.degrees import (
     describe_degrees,
 )
 
+pytestmark = pytest.mark.quick
+
 
 def degrees_of(num_devices, **mesh):
     degrees = choose_degrees(MeshConfig(**mesh), num_devices)

@@ -7,6 +7,8 @@ import pytest
 
 from trainer.processes.devices import select_devices
 
+pytestmark = pytest.mark.quick
+
 
 def fake_devices(monkeypatch, *counts):
     devices = [

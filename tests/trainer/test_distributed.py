@@ -134,30 +134,43 @@ def losses(run_dir):
     return [record["train_loss"] for record in records] + [records[-1]["validation_loss"]]
 
 
-def train_in(count, run_dir, data):
-    """Trains in some processes; returns what they printed."""
+def flags_of(count, run_dir, data):
     flags = f"{failures.FLAGS} --devices 4 --steps {STEPS} --checkpoint.every 2"
     if count == 2:
         flags += " --sample-length 2"
     flags = [*flags.split(), "--checkpoint.keep", "100", "--data.path", str(data)]
-    flags += ["--run-dir", str(run_dir)]
+    return [*flags, "--run-dir", str(run_dir)]
+
+
+def train_in(count, run_dir, data):
+    """Trains in some processes; returns what they printed."""
+    flags = flags_of(count, run_dir, data)
     with failures.Processes(count, flags, folder=data.parent) as processes:
         statuses = processes.wait(seconds=failures.HANGS_AFTER_SECONDS)
         assert statuses == [0] * count, processes.outputs()
         return [processes.output(index) for index in range(count)]
 
 
-def test_any_number_of_processes_trains_alike_and_goes_on_with_the_run_of_another(tmp_path):
+def train_here(run_dir, data, capsys):
+    """Trains in this process; returns what `train_in` returns."""
+    capsys.readouterr()
+    train.train(train.read_command_line(flags_of(1, run_dir, data)).config)
+    return [capsys.readouterr().out]
+
+
+def test_any_number_of_processes_trains_alike_and_goes_on_with_the_run_of_another(tmp_path, capsys):
     data, _ = failures.write_data(tmp_path)
     run_dir = tmp_path / "from_the_beginning"
-    train_in(1, run_dir, data)
+    train_here(run_dir, data, capsys)
     expected = losses(run_dir)
     for count, after in ((2, 2), (4, 4), (1, 6)):
         before, run_dir = run_dir, tmp_path / f"{after}_by_others"
         shutil.copytree(before, run_dir)
         for step in range(after + 2, STEPS + 1, 2):
             shutil.rmtree(run_dir / "checkpoints" / str(step))
-        first, *others = train_in(count, run_dir, data)
+        first, *others = (
+            train_in(count, run_dir, data) if count > 1 else train_here(run_dir, data, capsys)
+        )
         assert f"after step {after}\n" in first
         assert (f"in {count} processes" in first) == (count > 1)
         assert ("--- continued by the model" in first) == (count == 2)

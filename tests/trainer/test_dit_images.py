@@ -11,6 +11,8 @@ from sklearn.datasets import load_digits
 from trainer.dit import images
 from trainer.dit.config import ImageConfig
 
+pytestmark = pytest.mark.quick
+
 HEIGHT, WIDTH = 5, 7
 LATENTS = {"size": (2, 3, 5), "channels": 4}
 RNG = np.random.default_rng(0)

@@ -6,6 +6,8 @@ import pytest
 
 from trainer.dit.patches import patchify, unpatchify
 
+pytestmark = pytest.mark.quick
+
 SIZE, PATCH, CHANNELS = (6, 10, 21), (3, 2, 7), 5
 GRID = (2, 5, 3)
 

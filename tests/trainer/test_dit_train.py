@@ -52,6 +52,7 @@ def npz(folder, **arrays):
     return f"--data.path {path}"
 
 
+@pytest.mark.quick
 def test_latents_of_the_wrong_rank_are_refused_before_there_is_a_run(tmp_path):
     data = npz(tmp_path, latents=np.zeros((4, 8, 8), np.float32), labels=np.zeros(4, int))
     with pytest.raises(ValueError, match=r"latents.*got.*\(4, 8, 8\)"):

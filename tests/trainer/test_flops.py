@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import pytest
 
 from trainer.gpt.config import GPTConfig
-from trainer.gpt.flops import gpt_flops_per_token
+from trainer.gpt.objective import gpt_flops_per_token
 from trainer.parallel.flops import peak_flops
+
+pytestmark = pytest.mark.quick
 
 CONFIG = GPTConfig(width=24, layers=3, heads=4, kv_heads=2, head_dim=10, mlp_width=40)
 

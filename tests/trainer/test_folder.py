@@ -17,6 +17,8 @@ from trainer.gpt.config import GPTTrainConfig
 from trainer.run.folder import FREE_SETTINGS, open_run, require_writable
 from trainer.run.settings import flag_text, load_config, save_config, settings_of
 
+pytestmark = pytest.mark.quick
+
 REPOSITORY = Path(__file__).parents[2]
 
 

@@ -20,7 +20,7 @@ from trainer.gpt.config import DataConfig
 from trainer.parallel import step_sizes
 from trainer.parallel.footprint import LAYER, LOSS, Footprint, Part, describe_memory
 from trainer.parallel.step import Program
-from trainer.tasks import task_of
+from trainer.tasks import TASKS
 
 GIB = 2**30
 GQA = {"kv_heads": 2, "heads": 8}
@@ -45,13 +45,13 @@ CASES = {
 
 
 def footprint(config, degrees):
-    return step_sizes.footprint(config, task_of(config).make_objective(config), degrees)
+    return step_sizes.footprint(config, TASKS[config.kind].make_objective(config), degrees)
 
 
 def num_parameters(recipe):
     """Parameters of a recipe's model: the elements that a single device holds."""
     config = RECIPES[recipe]()
-    sizes = step_sizes.step_sizes(config, task_of(config).make_objective(config), st.Degrees())
+    sizes = step_sizes.step_sizes(config, TASKS[config.kind].make_objective(config), st.Degrees())
     assert sizes.whole_elements == sizes.shard_elements
     return sizes.whole_elements
 

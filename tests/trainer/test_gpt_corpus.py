@@ -17,6 +17,8 @@ from trainer.gpt.tokenizer import (
     FileTokenizer,
 )
 
+pytestmark = pytest.mark.quick
+
 
 def open_corpus(path, *, vocab_size=256, **options):
     return corpus.open_corpus(DataConfig(path=path, **options), vocab_size=vocab_size)

@@ -16,6 +16,8 @@ from tensorboardX.proto.event_pb2 import Event
 from trainer.run import metrics, terminal
 from trainer.run.metrics import Reporter
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture
 def clock(monkeypatch):

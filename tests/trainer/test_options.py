@@ -5,6 +5,8 @@ import pytest
 import train
 from trainer.processes.options import Distributed
 
+pytestmark = pytest.mark.quick
+
 
 def given(**changes):
     return Distributed(**{"coordinator": "localhost:7777", "processes": 2, "index": 1, **changes})

@@ -15,6 +15,8 @@ from trainer.parallel.partition import (
     path_name,
 )
 
+pytestmark = pytest.mark.quick
+
 KERNELS = {"query": 1, "key": 1, "value": 1, "out": 0, "gate": 1, "up": 1, "down": 0}
 ALL = ("data", "group", "ring", "team", "head")
 

@@ -19,6 +19,8 @@ from trainer.run.settings import (
     save_config,
 )
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture
 def config(tmp_path):

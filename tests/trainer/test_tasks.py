@@ -23,8 +23,6 @@ from trainer.parallel.step import Program
 from trainer.run.checkpoint import restore_weights
 from trainer.task import SampleOptions, Task
 
-pytestmark = pytest.mark.usefixtures("compile_fast")
-
 # The third task is to learn which letter follows a letter in "abcdefgabcdefg...".
 LETTERS = "abcdefg"
 

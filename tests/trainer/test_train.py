@@ -62,6 +62,7 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_been(tmp_path, monkeypatch
     assert run(tmp_path / "undisturbed", flags, steps=7) == ([], undisturbed.validation)
 
 
+@pytest.mark.quick
 def test_flags_set_the_config():
     config = parse("--mesh.team 4 --mesh.group 1 --steps 700 --model.kv-heads 4 --zero 3")
     assert config.mesh == MeshConfig(team=4, group=1)

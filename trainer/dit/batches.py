@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Array, Float32, Int32
 
 from startrail_jax.layout import Layout
-from trainer.data.dataset import Dataset
 from trainer.dit.config import DiTTrainConfig
 from trainer.dit.examples import Example
-from trainer.dit.images import open_images
 from trainer.dit.patches import patchify
 
 PADDING = -1
@@ -30,34 +27,6 @@ class ImageBatch(NamedTuple):
     """Bytes of each caption, then `PADDING`; None if the model takes no text."""
     numbers: Int32[np.ndarray | Array, " B"]
     """Number of each example in the run, on which its noise depends."""
-
-
-def open_image_dataset(config: DiTTrainConfig, layout: Layout) -> Dataset:
-    """Opens the data of a run of a diffusion transformer.
-
-    Args:
-        config: config of the run.
-        layout: order of the tokens of a batch.
-
-    Raises:
-        ImportError: if the package that reads the data is missing.
-        ValueError: if the data cannot be read or do not fit the config.
-    """
-    model = config.model
-    images = open_images(
-        config.data,
-        size=config.size,
-        channels=model.channels,
-        classes=model.classes,
-        caption_length=model.caption_length,
-    )
-    return Dataset(
-        train=images.train,
-        held_out=images.held_out,
-        collate=partial(image_batch, config=config, layout=layout),
-        description=images.description,
-        loss_unit="mean squared error",
-    )
 
 
 def image_batch(

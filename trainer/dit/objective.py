@@ -17,7 +17,6 @@ from startrail_jax.layout import Layout
 from trainer.dit.batches import PADDING, ImageBatch
 from trainer.dit.config import DiTTrainConfig
 from trainer.dit.diffusion import draw_times, noised
-from trainer.dit.flops import dit_flops_per_token
 
 # Folded into the key of the seed. Initial weights fold in 0, 1, 2, ...
 TRAINING, MEASURING, DRAWING = range(2**31, 2**31 + 3)
@@ -141,3 +140,24 @@ class Denoising:
         self, model: DiT, hidden: Float[Array, "B T width"], targets: Float32[Array, "B T P"]
     ) -> Float32[Array, "B T"]:
         return jnp.mean(jnp.square(model.output(hidden) - targets), axis=-1)
+
+
+def dit_flops_per_token(config: DiTTrainConfig) -> float:
+    """FLOPs of a training step for each token of an image: 3 * (2 N + 4 L W T).
+
+    N weights are in matrix products; attention is to all T tokens of the image and of its caption,
+    in L layers of width W. Only matrix products count, and what remat recomputes does not. The work
+    for a caption, whose tokens go through layers of the same sizes, is counted with the tokens of
+    its image. What is computed once for an image, from its time and class, is left out.
+
+    Args:
+        config: model, and size of an image.
+
+    Returns:
+        FLOPs per token, of all devices together.
+    """
+    model = config.model
+    layer = 4 * model.width**2 + 2 * model.width * model.mlp_width
+    tokens = config.num_tokens + model.caption_length
+    layers = model.layers * (2 * layer + 4 * model.width * tokens) * tokens / config.num_tokens
+    return 3.0 * (layers + 4 * model.width * config.patch_elements)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,23 @@ class DiTTask(Task[DiTTrainConfig, ImageOptions]):
         return Denoising(config)
 
     def open_data(self, config: DiTTrainConfig, layout: Any) -> Dataset:
-        from trainer.dit.batches import open_image_dataset
+        from trainer.dit.batches import image_batch
+        from trainer.dit.images import open_images
 
-        return open_image_dataset(config, layout)
+        images = open_images(
+            config.data,
+            size=config.size,
+            channels=config.model.channels,
+            classes=config.model.classes,
+            caption_length=config.model.caption_length,
+        )
+        return Dataset(
+            train=images.train,
+            held_out=images.held_out,
+            collate=partial(image_batch, config=config, layout=layout),
+            description=images.description,
+            loss_unit="mean squared error",
+        )
 
     def sample(
         self, run_dir: Path, config: DiTTrainConfig, options: ImageOptions, session: Any

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -18,8 +17,7 @@ from jaxtyping import Array, Float32, Int32, Integer
 from startrail_jax.errors import InputError
 from startrail_jax.layout import Layout
 from trainer.data.dataset import Dataset
-from trainer.gpt.config import GPTTrainConfig
-from trainer.gpt.corpus import Corpus, Stream, open_corpus
+from trainer.gpt.corpus import Corpus, Stream
 
 
 class TokenBatch(NamedTuple):
@@ -44,39 +42,6 @@ class TextDataset(Dataset):
 
     corpus: Corpus
     """All tokens, and the way back to text."""
-
-
-def open_text(config: GPTTrainConfig, layout: Layout) -> TextDataset:
-    """Opens the data of a run of a GPT.
-
-    Args:
-        config: config of the run.
-        layout: order of the tokens of a batch.
-
-    Raises:
-        ImportError: if a tokenizer.json is given and the package that reads it is missing.
-        ValueError: if the data cannot be read or do not fit the config.
-    """
-    corpus = open_corpus(config.data, vocab_size=config.model.vocab_size)
-    end = corpus.end_of_document if config.data.mask_documents else None
-    return TextDataset(
-        train=Sequences(corpus.train, config.seq_len),
-        held_out=Sequences(corpus.held_out, config.seq_len),
-        collate=partial(_collate, layout=layout, end_of_document=end),
-        description=corpus.description,
-        loss_unit=f"nats/{corpus.unit}",
-        corpus=corpus,
-    )
-
-
-def _collate(
-    sequences: list[Int32[np.ndarray, " length"]],
-    numbers: list[int],
-    *,
-    layout: Layout,
-    end_of_document: int | None,
-) -> TokenBatch:
-    return next_token_batch(np.stack(sequences), layout=layout, end_of_document=end_of_document)
 
 
 class Sequences:
@@ -155,3 +120,14 @@ def next_token_batch(
         segment_ids=None if segment_ids is None else layout.permute(segment_ids),
         weights=layout.permute(weights),
     )
+
+
+def collate(
+    sequences: list[Int32[np.ndarray, " length"]],
+    numbers: list[int],
+    *,
+    layout: Layout,
+    end_of_document: int | None,
+) -> TokenBatch:
+    """`next_token_batch` of a list of sequences; their numbers do not matter."""
+    return next_token_batch(np.stack(sequences), layout=layout, end_of_document=end_of_document)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,19 @@ class GPTTask(Task[GPTTrainConfig, TextOptions]):
         return NextToken(config)
 
     def open_data(self, config: GPTTrainConfig, layout: Any) -> Dataset:
-        from trainer.gpt.batches import open_text
+        from trainer.gpt.batches import Sequences, TextDataset, collate
+        from trainer.gpt.corpus import open_corpus
 
-        return open_text(config, layout)
+        corpus = open_corpus(config.data, vocab_size=config.model.vocab_size)
+        end = corpus.end_of_document if config.data.mask_documents else None
+        return TextDataset(
+            train=Sequences(corpus.train, config.seq_len),
+            held_out=Sequences(corpus.held_out, config.seq_len),
+            collate=partial(collate, layout=layout, end_of_document=end),
+            description=corpus.description,
+            loss_unit=f"nats/{corpus.unit}",
+            corpus=corpus,
+        )
 
     def sample(
         self, run_dir: Path, config: GPTTrainConfig, options: TextOptions, session: Any
