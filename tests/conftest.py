@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import tempfile
 
 import hypothesis
@@ -38,6 +39,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    heed_ctrl_c()
     # Imported here, since the import hook above must come first.
     from startrail_jax.testing import simulate_devices
 
@@ -47,6 +49,16 @@ def pytest_configure(config):
         compile_quickly(config)
         simulate_devices(SIMULATED_DEVICES)
     jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def heed_ctrl_c():
+    """Gives SIGINT its usual effect, in the programs that tests start too.
+
+    A shell without job control starts a program in the background, as by `pytest &`, with SIGINT
+    ignored, and all programs that this one starts inherit that. Tests of Ctrl-C would wait in vain.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def compile_quickly(config):

@@ -1,5 +1,8 @@
 """Guards of the tests: against those that are skipped unseen, and a process full of programs."""
 
+import signal
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import jax
@@ -41,3 +44,15 @@ def test_programs_of_a_module_are_freed():
     assert double._cache_size() == 1
     next(module, None)
     assert double._cache_size() == 0
+
+
+def test_ctrl_c_reaches_the_programs_that_tests_start():
+    """Even if pytest was started in the background by a shell that ignores SIGINT there."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        conftest.heed_ctrl_c()
+        show = "import signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
+        shown = subprocess.run([sys.executable, "-c", show], capture_output=True, text=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert shown.stdout.strip() == "True"
