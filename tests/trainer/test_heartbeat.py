@@ -321,6 +321,27 @@ def test_who_was_stopped_does_not_blame_the_others(monkeypatch, ends):
     assert ends == []
 
 
+def test_suspension_outside_of_waiting_does_not_count_as_silence(monkeypatch, ends):
+    workers = begin(2)
+    tell, is_readable = Coordinator._tell, worker.is_readable
+    resumed = time.monotonic() + TIMEOUT + 1
+
+    def suspended_after(self, kind, **values):
+        tell(self, kind, **values)
+        time.sleep(max(resumed - time.monotonic(), 0))
+
+    def suspended_longer(connection):
+        time.sleep(max(resumed + 0.5 - time.monotonic(), 0))
+        return is_readable(connection)
+
+    monkeypatch.setattr(worker, "is_readable", suspended_longer)
+    time.sleep(0.3)  # Until the coordinator has received all that was sent.
+    monkeypatch.setattr(Coordinator, "_tell", suspended_after)
+    time.sleep(TIMEOUT + 2)
+    leave(workers)
+    assert ends == []
+
+
 def test_error_in_the_heartbeat_itself_is_told_to_all(monkeypatch):
     monkeypatch.setattr(Coordinator, "_follow", lambda _: {}["x"])
     with pytest.MonkeyPatch.context() as patch:

@@ -127,22 +127,21 @@ class Coordinator:
             for index, connection in self._connections.items():
                 connection.heard = time.monotonic()
                 selector.register(connection.socket, selectors.EVENT_READ, index)
-            beaten = 0.0
+            beaten, now = 0.0, time.monotonic()
             while len(self._done) < self._count:
-                began = time.monotonic()
                 found = selector.select(timing.BEAT)
-                suspended = timing.suspended_since(began)
+                last, now = now, time.monotonic()
                 for connection in self._connections.values():
-                    connection.heard += suspended
+                    connection.heard += timing.suspended(last, now)
                 for key, _ in found:
                     why = self._listen(key.data)
                     if why is not None:
                         return why
                 for index, connection in self._connections.items():
-                    if time.monotonic() - connection.heard > self._timeout:
+                    if now - connection.heard > self._timeout:
                         return silent(self._names[index], self._timeout)
-                if time.monotonic() - beaten > timing.BEAT:
-                    beaten = time.monotonic()
+                if now - beaten > timing.BEAT:
+                    beaten = now
                     self._tell("beat")
         return None
 

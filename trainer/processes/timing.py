@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 BEAT = 1.0
 """Between two signs of life."""
 JOIN = 30.0
@@ -15,14 +13,15 @@ VERDICT = 5.0
 process whose collective fails waits this long before it believes that the fault is its own."""
 
 
-def suspended_since(began: float) -> float:
-    """For how long this process itself was suspended while it waited for a beat.
+def suspended(last: float, now: float) -> float:
+    """For how many seconds this process was suspended between two looks at its connections.
 
     It may have been suspended by Ctrl-Z, or together with its virtual machine. It received nothing
     then, so the time must not count as silence of the others.
 
     Args:
-        began: when it began to wait, in seconds of `time.monotonic`.
+        last: time of the last look, after which it waited for at most a beat.
+        now: time of this look.
     """
-    excess = time.monotonic() - began - BEAT
+    excess = now - last - BEAT
     return excess if excess > BEAT else 0.0

@@ -33,6 +33,7 @@ class Worker:
         self._names = names
         self._name = names[index]
         self._timeout = timeout
+        self._looked = time.monotonic()
         self._changed = threading.Condition()
         self._calls = 0
         self._wished = False
@@ -81,10 +82,11 @@ class Worker:
 
     def _listen(self) -> bool:
         """Receives messages for the time of a beat; returns whether there may be more."""
-        began = time.monotonic()
-        if not is_readable(self._connection.socket):
-            self._connection.heard += timing.suspended_since(began)
-            if time.monotonic() - self._connection.heard < self._timeout:
+        readable = is_readable(self._connection.socket)
+        last, self._looked = self._looked, time.monotonic()
+        if not readable:
+            self._connection.heard += timing.suspended(last, self._looked)
+            if self._looked - self._connection.heard < self._timeout:
                 return True
             return self._end(silent(self._names[0], self._timeout))
         messages = self._connection.receive()
