@@ -154,7 +154,7 @@ def train_in(count, run_dir, data):
 def train_here(run_dir, data, capsys):
     """Trains in this process; returns what `train_in` returns."""
     capsys.readouterr()
-    train.train(train.read_command_line(flags_of(1, run_dir, data)).config)
+    train.train(train.read_command_line(flags_of(1, run_dir, data)).settings)
     return [capsys.readouterr().out]
 
 
