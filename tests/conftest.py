@@ -123,7 +123,7 @@ def forget_programs():
 def compile_well():
     """Full optimisation, for a test that computes more than it compiles, or that needs the products
     of 16-bit arrays to be float32: on a CPU, only optimised programs have that."""
-    before = jax.config.jax_disable_most_optimizations
+    before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", before)

@@ -206,5 +206,5 @@ def test_mesh_that_does_not_divide_the_model_raises():
 def test_decode_of_integers_raises():
     attention = st.Attention(st.make_mesh(st.Degrees(), "auto", jax.devices()[:1]), causal=True)
     query, cache = np.zeros((1, 1, 2, 4), np.int32), np.zeros((1, 8, 2, 4), np.int32)
-    with pytest.raises(ValueError, match=r"must be of a float dtype; got int32. Cast"):
+    with pytest.raises(ValueError, match=r"must have a float dtype; got int32. Cast"):
         attention.decode(query, cache, cache, np.zeros((1, 1), np.int32))
