@@ -209,7 +209,7 @@ def test_program_trains_evaluates_and_samples(tmp_path):
     # A run's own config is a recipe.
     again = train.read_command_line([str(tmp_path / "config.json"), "--steps", "2"])
     same = parse(f"{flags} --steps 2 --run-dir {tmp_path}")
-    assert again.config == same
+    assert again.settings == same
 
 
 def test_program_help_is_fast_and_lists_the_flags():
