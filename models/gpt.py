@@ -11,8 +11,8 @@ References:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -177,7 +177,9 @@ class GPT(nnx.Module):
         def run_block(
             weights: Any, x: Array, rotation: Array, layer: Array, kv_cache: Any
         ) -> tuple[Array, Any]:
-            return nnx.merge(graph, weights)(x, rotation, partial(attend, kv_cache, layer))
+            return nnx.merge(graph, weights)(
+                x, rotation, functools.partial(attend, kv_cache, layer)
+            )
 
         run = self.hooks.wrap_layer(run_block)
         rotation = self.rope.rotation(positions)
