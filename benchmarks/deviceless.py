@@ -46,6 +46,8 @@ def missing_plugin() -> str | None:
 def gpu_topology(target: str, num_devices: int) -> Any:
     """Devices to compile for: a mesh may be made of the `devices` of what this returns.
 
+    From then on, this process writes nothing to the compilation cache of jax.
+
     Where there is no GPU, call it with jax restricted to the CPU: JAX_PLATFORMS=cpu, or
     `jax.config.update("jax_platforms", "cpu")` before anything else.
 
@@ -70,6 +72,8 @@ def gpu_topology(target: str, num_devices: int) -> Any:
         )
     if problem := missing_plugin():
         raise ModuleNotFoundError(f"Compiling for {target} {problem}")
+    # jax could write such a program to its compilation cache, but not read it without the device.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", float("inf"))
     return topologies.get_topology_desc(
         platform="cuda",
         topology_name="",
