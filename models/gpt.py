@@ -73,6 +73,8 @@ class GPT(nnx.Module):
         self.dtype = jnp.dtype(dtype)
         self.rope = Rope(head_dim=head_dim) if rope is None else rope
         self.hooks = Hooks() if hooks is None else hooks
+        # A sequence-parallel attention knows the order of its tokens, and warns of another one.
+        self.check_positions = getattr(attention_fn, "check_positions", lambda positions: None)
         self.embedding = nnx.Embed(
             vocab_size,
             width,
@@ -147,6 +149,7 @@ class GPT(nnx.Module):
             return block(x, rotation, block.attention.uncached(segment_ids))[0]
 
         layer = self.hooks.wrap_layer(run_block)
+        self.check_positions(positions)
         context = self.rope.rotation(positions), segment_ids
         x = self._embed(tokens)
         x, _ = lax.scan(lambda x, weights: (layer(weights, x, *context), None), x, weights)

@@ -19,28 +19,17 @@ from jaxtyping import Array
 from startrail_jax import blocks, collectives, rings
 from startrail_jax.analysis.explain import Explanation, explain
 from startrail_jax.cache import Decoding
-from startrail_jax.errors import InputError
+from startrail_jax.derivatives import without_derivative
 from startrail_jax.layout import Layout
-from startrail_jax.mesh import (
-    SEQUENCE_ROLES,
-    Axis,
-    AxisNames,
-    Degrees,
-    device_kind,
-    flat_axis,
-    resolve_axes,
-)
+from startrail_jax.mesh import SEQUENCE_ROLES, AxisNames, check_sequence_axis, device_kind
 from startrail_jax.schedule import Schedule, ring_offsets
-from startrail_jax.sizes import Sizes, check_heads, dtype_name
+from startrail_jax.sizes import Sizes, dtype_name
 from startrail_jax.validation import (
-    as_arrays,
-    check_arrays,
     check_option,
     check_placement,
-    check_shardings,
     check_shards,
     check_window,
-    refuse_unserved,
+    served_call,
 )
 
 _OPTIONS = {
@@ -50,8 +39,12 @@ _OPTIONS = {
     "combine": ("merge", "reduce_scatter"),
 }
 
-
-_INPUTS = ("query", "key", "value", "segment_ids", "key segment_ids")
+# jax (0.10 to 0.12) cannot lower the residuals of a shard_map inside a shard_map over other axes.
+FORWARD_ONLY = (
+    "A call inside a shard_map over other axes, such as the stages of a pipeline, has no gradient. "
+    "Make that shard_map manual over all axes of the mesh, with attention.query_spec(heads) and "
+    "the like among its in_specs, and call attention.local in it."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +99,7 @@ class Attention(Decoding):
     def __post_init__(self) -> None:
         for name, values in _OPTIONS.items():
             check_option(name, getattr(self, name), values)
+        check_sequence_axis(self.mesh, self.axis_names)
         object.__setattr__(self, "axis_names", AxisNames.of(self.axis_names))
         layout = Layout.of(self.layout, self.degrees.sequence, causal=self.causal)
         object.__setattr__(self, "layout", layout)
@@ -126,16 +120,6 @@ class Attention(Decoding):
         return cls(mesh, **{**paper, **options})
 
     @functools.cached_property
-    def axes(self) -> dict[str, Axis]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The mesh axes that play each role."""
-        return resolve_axes(self.mesh, AxisNames.of(self.axis_names))
-
-    @functools.cached_property
-    def degrees(self) -> Degrees:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Degrees of the mesh axes that play a role."""
-        return Degrees(**{role: axis.degree for role, axis in self.axes.items()})
-
-    @functools.cached_property
     def schedule(self) -> Schedule:
         """All that is static about this attention: what `local` runs."""
         platform, capability = device_kind(self.mesh)
@@ -148,41 +132,6 @@ class Attention(Decoding):
                 for name in (*_OPTIONS, "layout", "causal", "window", "scale")
             },
         )
-
-    @property
-    def sequence_spec(self) -> PartitionSpec:
-        """PartitionSpec of arrays [batch, seq], such as tokens or segment ids."""
-        return PartitionSpec(self._spec_entry("data"), self._spec_entry(*SEQUENCE_ROLES))
-
-    def query_spec(self, heads: int) -> PartitionSpec:
-        """PartitionSpec of queries and outputs [batch, seq, heads, head_dim].
-
-        Args:
-            heads: query heads, over all devices.
-
-        Raises:
-            ValueError: if the heads cannot be split over `head` and `tensor`.
-        """
-        check_heads(self.degrees, heads, heads)
-        return PartitionSpec(*self.sequence_spec, self._spec_entry("tensor"), None)
-
-    def key_spec(self, kv_heads: int) -> PartitionSpec:
-        """PartitionSpec of keys and values [batch, seq, kv_heads, head_dim].
-
-        Key heads that the tensor degree does not divide are replicated over its axis.
-
-        Args:
-            kv_heads: key heads, over all devices.
-        """
-        sharded = kv_heads % self.degrees.tensor == 0
-        entry = self._spec_entry("tensor") if sharded else None
-        return PartitionSpec(*self.sequence_spec, entry, None)
-
-    @property
-    def lse_spec(self) -> PartitionSpec:
-        """PartitionSpec of the log-sum-exp [batch, heads, seq]."""
-        batch, seq = self.sequence_spec
-        return PartitionSpec(batch, self._spec_entry("tensor"), seq)
 
     def num_rounds(self, seq_len: int) -> int:
         """Number of ring rounds: the ring degree, or fewer under a short window.
@@ -268,6 +217,12 @@ class Attention(Decoding):
         einsum_dot_general: Any = None,
         qk_attn_weights_einsum: Any = None,
         attn_weights_value_einsum: Any = None,
+        scale: float | None = None,
+        implementation: str | None = None,
+        local_window_size: int | tuple[int, int] | None = None,
+        return_residual: bool = False,
+        query_seq_lengths: ArrayLike | None = None,
+        key_value_seq_lengths: ArrayLike | None = None,
     ) -> Any:
         """Attends every query to the keys that it may see.
 
@@ -288,6 +243,11 @@ class Attention(Decoding):
             qk_attn_weights_einsum, attn_weights_value_einsum: what Flax passes to an attention
                 function. A value that asks for something that this op does not do raises an error.
                 The softmax is always in float32.
+            scale, implementation, local_window_size: as in `jax.nn.dot_product_attention`, for this
+                call: `scale`, `backend` and, of a causal attention, `window` of the instance, which
+                must be unset or equal.
+            return_residual, query_seq_lengths, key_value_seq_lengths: those of the same function,
+                which raise an error that names our equivalent.
 
         Returns:
             out [batch, seq, heads, value_head_dim] in the dtype of query and sharded like it; 0 in
@@ -300,27 +260,30 @@ class Attention(Decoding):
             NotImplementedError: if a Flax option is not served.
         """
         del dropout_rng, broadcast_dropout, force_fp32_for_softmax
-        refuse_unserved(
+        options, inputs, specs = served_call(
+            self,
+            (query, key, value),
+            segment_ids,
+            dtype,
+            scale=scale,
+            implementation=implementation,
+            local_window_size=local_window_size,
             bias=bias,
             mask=mask,
-            dropout_rate=0.0 if deterministic else dropout_rate,
+            is_causal=is_causal,
+            dropout_rate=None if deterministic else dropout_rate or None,
             precision=precision,
             module=module,
             input_positions=input_positions,
             einsum_dot_general=einsum_dot_general,
             qk_attn_weights_einsum=qk_attn_weights_einsum,
             attn_weights_value_einsum=attn_weights_value_einsum,
+            query_seq_lengths=query_seq_lengths,
+            key_value_seq_lengths=key_value_seq_lengths,
+            return_residual=return_residual or None,
         )
-        if is_causal and not self.causal:
-            raise InputError(
-                "is_causal=True needs a causal attention; got an instance with causal=False. "
-                "Build Attention(mesh, causal=True)."
-            )
-        inputs = as_arrays(query, key, value, segment_ids, dtype)
-        check_arrays(*inputs, degrees=self.degrees, layout=self.layout, causal=self.causal)
-        specs = self._input_specs(inputs)
-        check_shardings(_INPUTS, inputs, specs, self.mesh)
-        out, lse = _run(self, specs, *inputs)
+        attention = dataclasses.replace(self, **options) if options else self
+        out, lse = _run(attention, specs, *inputs)
         return (out, lse) if return_lse else out
 
     def local(
@@ -372,15 +335,6 @@ class Attention(Decoding):
         query_ids, key_ids = (ids[0], ids[-1]) if ids else (None, None)
         return rings.sharded_attention(self.schedule, query, key, value, query_ids, key_ids)
 
-    def _input_specs(self, inputs: tuple[Array, ...]) -> tuple[PartitionSpec, ...]:
-        query, key, _, *ids = inputs
-        query_spec, key_spec = self.query_spec(query.shape[2]), self.key_spec(key.shape[2])
-        return (query_spec, key_spec, key_spec, *(self.sequence_spec for _ in ids))
-
-    def _spec_entry(self, *roles: str) -> str | tuple[str, ...] | None:
-        names = flat_axis(self.axes, roles).names
-        return names[0] if len(names) == 1 else names or None
-
 
 # Jitted, because outside a jit shard_map runs its body one operation at a time.
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -388,9 +342,13 @@ def _run(
     attention: Attention, specs: tuple[PartitionSpec, ...], *inputs: Array
 ) -> tuple[Array, Array]:
     """The attention of whole arrays that have been checked."""
+    mesh, axis_names = attention.free_axes()
+    if mesh != attention.mesh:
+        inputs = without_derivative(FORWARD_ONLY, inputs)
     return jax.shard_map(
         functools.partial(attention._on_device, kv_heads=inputs[1].shape[2]),
-        mesh=attention.mesh,
+        mesh=mesh,
+        axis_names=axis_names,
         in_specs=specs,
         out_specs=(specs[0], attention.lse_spec),
     )(*inputs)

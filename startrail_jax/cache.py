@@ -10,38 +10,30 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Float32, Int32
 
 from startrail_jax import collectives
 from startrail_jax.layout import Layout
-from startrail_jax.mesh import SEQUENCE_ROLES, Axis, Degrees, flat_axis
+from startrail_jax.mesh import SEQUENCE_ROLES, Axis, flat_axis
 from startrail_jax.shapes import EMPTY, KeyShard, LseShard, OutShard, QueryShard, ValueShard
+from startrail_jax.sharding import Sharded
 from startrail_jax.sizes import check_heads
 from startrail_jax.softmax import rows
 from startrail_jax.validation import check_decode, check_shardings, check_update
 from startrail_jax.varying import alike
 
 
-class Decoding:
+class Decoding(Sharded):
     """The methods of `Attention` that read and write a cache."""
 
     # What `Attention` has, and these methods use.
-    mesh: Mesh | AbstractMesh
-    axes: dict[str, Axis]
-    degrees: Degrees
-    causal: bool
-    layout: Any
     window: int | None
     scale: float | None
-    query_spec: Callable[[int], PartitionSpec]
-    key_spec: Callable[[int], PartitionSpec]
 
     def decode(
         self, query: ArrayLike, key_cache: ArrayLike, value_cache: ArrayLike, positions: ArrayLike
@@ -207,9 +199,11 @@ class Decoding:
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _decode(attention: Decoding, specs: tuple[PartitionSpec, ...], *arrays: Array) -> Array:
     """`decode` of arrays that have been checked."""
+    mesh, axis_names = attention.free_axes()
     return jax.shard_map(
         functools.partial(attention._decode_on_device, kv_heads=arrays[1].shape[2]),
-        mesh=attention.mesh,
+        mesh=mesh,
+        axis_names=axis_names,
         in_specs=specs,
         out_specs=specs[0],
     )(*arrays)
@@ -218,9 +212,11 @@ def _decode(attention: Decoding, specs: tuple[PartitionSpec, ...], *arrays: Arra
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _update(attention: Decoding, specs: tuple[PartitionSpec, ...], *arrays: Array) -> Array:
     """`update_cache` of arrays that have been checked."""
+    mesh, axis_names = attention.free_axes()
     return jax.shard_map(
         attention.update_cache_local,
-        mesh=attention.mesh,
+        mesh=mesh,
+        axis_names=axis_names,
         in_specs=specs,
         out_specs=specs[0],
     )(*arrays)

@@ -16,3 +16,7 @@ class InputError(UserError, ValueError):
 
 class UnsupportedError(UserError, NotImplementedError):
     """What was asked for is sensible, but does not exist here."""
+
+
+class OrderWarning(UserWarning):
+    """Tokens are, or may be, in another order than the layout of an attention."""

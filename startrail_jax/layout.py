@@ -22,6 +22,9 @@ from startrail_jax.errors import InputError
 
 KINDS = ("contiguous", "zigzag", "striped")
 
+# The layouts whose order this process has asked for, by which tokens can be brought into it.
+_USED: set[Layout] = set()
+
 
 @dataclass(frozen=True)
 class Runs:
@@ -119,6 +122,16 @@ class Layout:
         """The number, in tokens, that must divide a sequence length."""
         return self.degree * (2 if self.kind == "zigzag" else 1)
 
+    @property
+    def in_natural_order(self) -> bool:
+        """Whether the tokens lie in natural order, so that there is nothing to permute."""
+        return self.kind == "contiguous" or self.degree == 1
+
+    @property
+    def used(self) -> bool:
+        """Whether this process has asked for the order: by `positions`, `permute` or the like."""
+        return self in _USED
+
     def padded_length(self, seq_len: int) -> int:
         """The least length that can be laid out and is at least `seq_len`, in tokens."""
         return -(-seq_len // self.multiple) * self.multiple
@@ -141,6 +154,11 @@ class Layout:
             way_out += f" or cut to {seq_len // self.multiple * self.multiple}"
         if self.kind == "zigzag" and seq_len > 0 and seq_len % self.degree == 0:
             way_out += ", or use layout='contiguous'"
+        if name != "slots" and seq_len % self.multiple in (1, self.multiple - 1):
+            way_out += (
+                ". To shift targets by one token, shift on the host and then shard: "
+                "attention.shard(ids[:, :-1], ids[:, 1:])"
+            )
         raise InputError(
             f"{name} must be divisible by {factor}sequence degree for layout={self.kind!r}; "
             f"got {name}={seq_len}, degree={self.degree}. {way_out}."
@@ -166,6 +184,7 @@ class Layout:
             ValueError: if the length cannot be laid out.
         """
         self.check_length(seq_len)
+        _USED.add(self)
         natural = np.arange(seq_len, dtype=np.int32)
         if self.kind == "striped":
             return natural.reshape(-1, self.degree).T.reshape(-1)

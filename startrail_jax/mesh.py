@@ -159,14 +159,17 @@ def _check_divides(sequence: int, name: str, value: int, block: int) -> None:
 
 
 def make_mesh(
-    degrees: Degrees, axis_type: str = "explicit", devices: Sequence[Any] | None = None
+    degrees: Degrees,
+    axis_type: str | AxisType = "auto",
+    devices: Sequence[Any] | None = None,
 ) -> Mesh:
     """Builds a mesh with the six axes data, group, ring, team, head and tensor.
 
     Args:
         degrees: sizes of the axes.
-        axis_type: "explicit", where shardings are part of types and mismatches are errors, or
-            "auto", where the compiler may insert resharding.
+        axis_type: "auto", where the compiler chooses the sharding of what a model computes, as the
+            layers of Flax expect; or "explicit", where shardings are part of types and mismatches
+            are errors. A `jax.sharding.AxisType` is served too.
         devices: the devices of the mesh; None for all visible ones.
 
     Returns:
@@ -176,11 +179,12 @@ def make_mesh(
         ValueError: if the product of the degrees is not the number of devices, or if the axis type
             is unknown.
     """
-    types = {"explicit": AxisType.Explicit, "auto": AxisType.Auto}
-    if axis_type not in types:
+    types = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+    kind = types.get(axis_type) if isinstance(axis_type, str) else axis_type
+    if kind is None or kind not in types.values():
         raise InputError(
-            f"axis_type must be 'explicit' or 'auto'; got {axis_type!r}. "
-            "Use 'explicit' unless your model relies on automatic resharding."
+            f"axis_type must be 'auto' or 'explicit'; got {axis_type!r}. Use 'auto' unless the "
+            "whole model is written for Explicit axes."
         )
     devices = list(jax.devices() if devices is None else devices)
     shape = tuple(getattr(degrees, role) for role in ROLES)
@@ -191,7 +195,7 @@ def make_mesh(
             f"{math.prod(shape)} for {len(devices)} devices. Change a degree, or pass "
             f"devices= with {math.prod(shape)} of them."
         )
-    return jax.make_mesh(shape, ROLES, axis_types=(types[axis_type],) * len(ROLES), devices=devices)
+    return jax.make_mesh(shape, ROLES, axis_types=(kind,) * len(ROLES), devices=devices)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,6 +239,46 @@ class Axis:
     """Names of the mesh axes, slowest first; axes of size 1 are left out."""
     degree: int
     """Product of the sizes of the axes."""
+
+
+# Names that other programs give to axes of these roles, for the message of `check_sequence_axis`.
+_OTHER_NAMES = {
+    "data": ("dp", "fsdp", "batch", "replica", "ddp", "hsdp", "x"),
+    "tensor": ("tp", "model", "mp", "y"),
+    "head": ("ulysses", "heads", "up"),
+    "team": ("teams",),
+    "group": ("groups",),
+}
+
+
+def check_sequence_axis(
+    mesh: Mesh | AbstractMesh, names: AxisNames | Mapping[str, str | tuple[str, ...]] | None
+) -> None:
+    """Raises if no axis of a mesh of several devices shards the sequence, and nobody said so.
+
+    Args:
+        mesh: the mesh.
+        names: the names of the axes that the caller gave, if any.
+
+    Raises:
+        ValueError: if the mesh has several devices and no axis of a sequence role, and `names` maps
+            nothing. The message gives the mapping that is probably meant.
+    """
+    if mesh.size == 1 or set(SEQUENCE_ROLES) & set(mesh.axis_names) or names:
+        return
+    guess: dict[str, str] = {}
+    for name in mesh.axis_names:
+        role = next((role for role, others in _OTHER_NAMES.items() if name in others), "ring")
+        guess.setdefault(name if name in ROLES else role, name)
+    if not set(guess) & set(SEQUENCE_ROLES):
+        guess["ring"] = guess.pop(next(iter(guess)))
+    meant = {role: name for role, name in guess.items() if role != name}
+    raise InputError(
+        f"A mesh of several devices needs an axis that shards the sequence, {SEQUENCE_ROLES}; got "
+        f"the axes {dict(mesh.shape)}, of which none does. Say which axis plays which role, "
+        f"probably axis_names={meant}; or pass axis_names=AxisNames() to have every device work on "
+        "whole sequences."
+    )
 
 
 def resolve_axes(mesh: Mesh | AbstractMesh, names: AxisNames) -> dict[str, Axis]:

@@ -34,6 +34,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Float32
 
 from startrail_jax import blocks, collectives
+from startrail_jax.derivatives import without_derivative
 from startrail_jax.mesh import Axis
 from startrail_jax.ordering import recompute_in_backward
 from startrail_jax.schedule import Schedule, ring_offsets
@@ -60,6 +61,12 @@ CHECKPOINT_NAMES = ("attention_partial", "attention_lse", "attention_out")
 """Names for `jax.checkpoint_policies.save_only_these_names`, under which `jax.checkpoint` does not
 recompute attention: the output of step 4, its log-sum-exp, and the output of step 5 (which differs
 from that of step 4 only where the head degree is above 1)."""
+
+FIRST_ONLY = (
+    "Sequence-parallel attention has first derivatives only; got a gradient of its gradient. Use "
+    "jax.nn.dot_product_attention where second derivatives are needed, or finite differences of "
+    "the gradient."
+)
 
 
 def sharded_attention(
@@ -218,8 +225,12 @@ def _backward(schedule: Schedule, residuals: Any, cotangents: Any) -> tuple[Any,
     return dq, dk, dv, None, None
 
 
+def _backward_rule(schedule: Schedule, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
+    return _backward(schedule, *without_derivative(FIRST_ONLY, (residuals, cotangents)))
+
+
 concentric_attention = jax.custom_vjp(_forward, nondiff_argnums=(0,))
-concentric_attention.defvjp(_forward_rule, _backward)
+concentric_attention.defvjp(_forward_rule, _backward_rule)
 
 
 def circulate(

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 from jaxtyping import Array
 
 from startrail_jax.errors import InputError, UnsupportedError
 from startrail_jax.layout import Layout
 from startrail_jax.mesh import Degrees
+from startrail_jax.sharding import Sharded
 from startrail_jax.sizes import WIDTHS, Sizes
+from startrail_jax.token_order import warn_of_order
 
 DTYPES = tuple(WIDTHS)
+
+_INPUTS = ("query", "key", "value", "segment_ids", "key segment_ids")
 
 
 def check_option(name: str, value: Any, allowed: Sequence[str]) -> None:
@@ -46,18 +51,80 @@ def check_placement(placement: str, degrees: Degrees) -> None:
         )
 
 
-def refuse_unserved(**options: Any) -> None:
-    """Raises a NotImplementedError for a Flax option that asks for what this op does not do."""
+def served_call(
+    attention: Sharded,
+    arrays: tuple[Any, Any, Any],
+    segment_ids: Any,
+    dtype: Any,
+    *,
+    is_causal: bool,
+    scale: Any,
+    implementation: Any,
+    local_window_size: Any,
+    **unserved: Any,
+) -> tuple[dict[str, Any], tuple[Array, ...], tuple[PartitionSpec, ...]]:
+    """All that a call of an attention requires, in one visit.
+
+    Args:
+        attention: the attention that is called.
+        arrays: query, key and value.
+        segment_ids: None, one array, or a pair of arrays.
+        dtype: dtype to cast query, key and value to; None leaves them as they are.
+        is_causal, scale, implementation, local_window_size: arguments of the call.
+        **unserved: options that this op does not serve, which must be None.
+
+    Returns:
+        The options of the attention that this call replaces; query, key, value and the arrays of
+        segment ids as JAX arrays; and the spec of each of them.
+
+    Raises:
+        ValueError: if shapes, dtypes, shardings or options do not fit each other or the mesh.
+        NotImplementedError: if an option is not served.
+    """
+    _refuse_unserved(attention, unserved)
+    if is_causal and not attention.causal:
+        raise InputError(
+            "is_causal=True needs a causal attention; got an instance with causal=False. "
+            "Build Attention(mesh, causal=True)."
+        )
+    options = _call_options(
+        attention, scale=scale, backend=implementation, window=local_window_size
+    )
+    inputs = _as_arrays(arrays, segment_ids, dtype)
+    _check_arrays(
+        *inputs, degrees=attention.degrees, layout=attention.layout, causal=attention.causal
+    )
+    if attention.causal:
+        warn_of_order(attention.layout, segment_ids)
+    heads, kv_heads = inputs[0].shape[2], inputs[1].shape[2]
+    specs = (
+        attention.query_spec(heads),
+        *(attention.key_spec(kv_heads),) * 2,
+        *(attention.sequence_spec for _ in inputs[3:]),
+    )
+    check_shardings(_INPUTS, inputs, specs, attention.mesh)
+    return options, inputs, specs
+
+
+def _refuse_unserved(attention: Sharded, options: Mapping[str, Any]) -> None:
+    """Raises a NotImplementedError for an option that asks for what this op does not do."""
+    mask = "Use causal=, window= and segment_ids="
+    if attention.causal:
+        mask = "This attention is causal already: leave a causal mask out. " + mask
+    lengths = "Mark padding by negative segment_ids"
     ways_out = {
         "bias": "Add positions to the queries and keys (RoPE) instead",
-        "mask": "Use causal=, window= and segment_ids=",
+        "mask": mask,
         "dropout_rate": "Set it to 0, or pass deterministic=True",
         "precision": "Leave it None: float32 inputs are computed in full precision",
         "module": "Leave sow_weights off: the weights never exist as a whole",
         "input_positions": "To decode, call Attention.decode with a cache of your own",
+        "query_seq_lengths": lengths,
+        "key_value_seq_lengths": lengths,
+        "return_residual": "Use return_lse=True, which gives lse as [batch, heads, seq]",
     }
     for name, value in options.items():
-        if value is not None and not (name == "dropout_rate" and value == 0):
+        if value is not None:
             shown = f"an array {value.shape}" if hasattr(value, "shape") else repr(value)
             raise UnsupportedError(
                 f"Sequence-parallel attention does not serve {name}; got {name}={shown}. "
@@ -65,25 +132,49 @@ def refuse_unserved(**options: Any) -> None:
             )
 
 
-def as_arrays(query: Any, key: Any, value: Any, segment_ids: Any, dtype: Any) -> tuple[Array, ...]:
-    """The inputs of a call as JAX arrays: query, key, value, and the arrays of segment ids.
+def _call_options(attention: Any, *, scale: Any, backend: Any, window: Any) -> dict[str, Any]:
+    """The options of an attention that arguments of `jax.nn.dot_product_attention` replace."""
+    options: dict[str, Any] = {}
+    if scale is not None:
+        if isinstance(scale, jax.Array):
+            raise UnsupportedError(
+                "scale must be a Python number, as it is compiled into the kernels; got an array "
+                f"{jax.typeof(scale)}. Multiply the query by it, and pass scale=1.0."
+            )
+        options["scale"] = float(scale)
+    if backend is not None:
+        check_option("implementation", backend, ("xla", "cudnn"))
+        options["backend"] = backend
+    if window is not None:
+        before, _ = window if isinstance(window, tuple) else (window, window)
+        if not attention.causal:
+            raise UnsupportedError(
+                "local_window_size needs a causal attention; got "
+                f"local_window_size={window}, causal=False. Build Attention(mesh, causal=True)."
+            )
+        # jax counts the keys before a query, and `window` counts the query's own key too.
+        options["window"] = before + 1
+        check_window(options["window"], attention.causal)
+    for name, value in options.items():
+        own = getattr(attention, name)
+        if own not in (None, "auto", value):
+            raise InputError(
+                f"A call may set an option that its attention leaves open; got {name}={value!r} "
+                f"for an attention with {name}={own!r}. Leave one of them out."
+            )
+    return options
 
-    Args:
-        query, key, value: arrays.
-        segment_ids: None, one array, or a tuple of arrays.
-        dtype: dtype to cast query, key and value to; None leaves them as they are.
 
-    Raises:
-        ValueError: if segment ids are not integers that fit int32.
-    """
-    arrays = tuple(jnp.asarray(x, dtype) for x in (query, key, value))
+def _as_arrays(arrays: tuple[Any, Any, Any], segment_ids: Any, dtype: Any) -> tuple[Array, ...]:
+    """Query, key, value and the arrays of segment ids as JAX arrays."""
+    inputs = tuple(jnp.asarray(x, dtype) for x in arrays)
     if segment_ids is None:
-        return arrays
+        return inputs
     ids = segment_ids if isinstance(segment_ids, tuple) else (segment_ids,)
-    return arrays + tuple(segment_array(x) for x in ids)
+    return inputs + tuple(_segment_array(x) for x in ids)
 
 
-def segment_array(ids: Any) -> Array:
+def _segment_array(ids: Any) -> Array:
     """Segment ids as int32; cutting others to 32 bits could make two documents one."""
     on_host = not isinstance(ids, jax.Array)
     ids = np.asarray(ids) if on_host else ids
@@ -100,7 +191,7 @@ def segment_array(ids: Any) -> Array:
     return jnp.asarray(ids, jnp.int32)
 
 
-def check_arrays(
+def _check_arrays(
     query: Any, key: Any, value: Any, *ids: Any, degrees: Degrees, layout: Layout, causal: bool
 ) -> None:
     """Raises a ValueError unless whole arrays fit each other, the layout and the mesh.
@@ -134,9 +225,9 @@ def check_arrays(
             f"query, key and value must have one dtype of {DTYPES}; got {', '.join(dtypes)}. "
             "Cast them, or pass dtype=."
         )
+    _check_segments(query, key, ids)
     sizes = Sizes.of(query, key, value, packed=bool(ids))
     sizes.check(degrees, causal=causal, layout=layout)
-    _check_segments(query, key, ids)
 
 
 def _check_segments(query: Any, key: Any, ids: tuple[Any, ...]) -> None:
@@ -158,7 +249,7 @@ def _check_segments(query: Any, key: Any, ids: tuple[Any, ...]) -> None:
 def check_shards(
     query: Any, key: Any, value: Any, query_ids: Any, key_ids: Any, *, degrees: Degrees, **rest: Any
 ) -> None:
-    """`check_arrays` for what one device holds; its messages give the sizes of the whole arrays."""
+    """The checks of a call, for what one device holds; messages give the sizes of whole arrays."""
     if (query_ids is None) != (key_ids is None):
         raise InputError(
             "query_segments and key_segments must be given both or neither; got only one. "
@@ -171,7 +262,7 @@ def check_shards(
         return jax.ShapeDtypeStruct(shape, x.dtype)
 
     ids = () if query_ids is None else (query_ids, key_ids)
-    check_arrays(*map(whole, (query, key, value, *ids)), degrees=degrees, **rest)
+    _check_arrays(*map(whole, (query, key, value, *ids)), degrees=degrees, **rest)
 
 
 def check_shardings(
@@ -191,7 +282,20 @@ def check_shardings(
         mesh: the mesh of the attention.
     """
     for name, array, spec in zip(names, arrays, specs, strict=False):
+        _check_devices(name, array, mesh)
         _check_sharding(name, array, spec, mesh)
+
+
+def _check_devices(name: str, array: Array, mesh: Mesh | AbstractMesh) -> None:
+    """Raises if an array that holds values is bound to other devices than those of the mesh."""
+    if isinstance(array, Tracer) or isinstance(mesh, AbstractMesh) or not array.committed:
+        return
+    if array.sharding.device_set != set(mesh.devices.flat):
+        raise InputError(
+            f"{name} must be on the {mesh.size} devices of the mesh; got an array on "
+            f"{len(array.sharding.device_set)}, {array.sharding}. Bring host arrays to the mesh "
+            "with attention.shard, or arrays in the order of the layout with jax.device_put."
+        )
 
 
 def _check_sharding(
@@ -213,8 +317,9 @@ def _check_sharding(
         return
     raise InputError(
         f"{name} must be sharded as {spec} on this mesh of Explicit axes {mesh.axis_names}; got "
-        f"{sharding.spec} on axes {sharding.mesh.axis_names}. Use jax.device_put or jax.reshard "
-        f"with jax.NamedSharding(attention.mesh, {spec}), or a mesh of Auto axes."
+        f"{sharding.spec} on axes {sharding.mesh.axis_names}. Bring host arrays to the mesh with "
+        "attention.shard, or use jax.device_put or jax.reshard with "
+        f"jax.NamedSharding(attention.mesh, {spec}), or a mesh of Auto axes."
     )
 
 

@@ -41,6 +41,7 @@ TOKENS = BASE | {"mesh", "layout", "pieces", "mask", "softmax"}
 MAY_IMPORT = {
     "errors": set(),
     "shapes": set(),
+    "derivatives": BASE,
     "ordering": BASE,
     "mesh": BASE,
     "layout": BASE,
@@ -54,12 +55,16 @@ MAY_IMPORT = {
     "compiler": BASE | {"mesh"},
     "sizes": BASE | {"mesh", "layout"},
     "schedule": TOKENS | {"collectives", "blocks", "sizes"},
-    "rings": TOKENS | {"collectives", "blocks", "schedule", "sizes", "ordering", "varying"},
-    "cache": BASE | {"mesh", "layout", "softmax", "collectives", "sizes", "validation", "varying"},
-    "validation": BASE | {"mesh", "layout", "sizes"},
+    "rings": TOKENS
+    | {"blocks", "collectives", "derivatives", "ordering", "schedule", "sizes", "varying"},
+    "token_order": BASE | {"layout"},
+    "sharding": BASE | {"mesh", "layout", "sizes", "token_order"},
+    "validation": BASE | {"mesh", "layout", "sharding", "sizes", "token_order"},
+    "cache": TOKENS | {"collectives", "sharding", "sizes", "validation", "varying"},
     "analysis": TOKENS | {"blocks", "schedule", "sizes", "validation"},
     "attention": TOKENS
-    | {"analysis", "blocks", "cache", "collectives", "rings", "schedule", "sizes", "validation"},
+    | {"analysis", "blocks", "cache", "collectives", "derivatives", "rings", "schedule", "sizes"}
+    | {"validation"},
     "testing": TOKENS | {"attention"},
 }
 # Modules of the op that read no arrays may use only what describes a setting.

@@ -87,7 +87,7 @@ def assert_exact(attention, problem=None):
             st.Degrees(team=2, group=4),
             id="team_slower_than_group",
         ),
-        pytest.param("explicit", {"other": 3}, None, st.Degrees(), id="no_axis_of_ours"),
+        pytest.param("explicit", {"other": 3}, st.AxisNames(), st.Degrees(), id="no_axis_of_ours"),
     ],
 )
 def test_mesh_of_the_user(axis_type, sizes, axis_names, degrees):
@@ -259,3 +259,100 @@ def test_axis_that_the_mesh_lacks_raises():
 def test_axis_of_two_roles_raises():
     with pytest.raises(ValueError, match=r"play one role; got 'x' for both group and ring"):
         st.Attention(make_mesh(x=2), axis_names={"ring": "x", "group": "x"})
+
+
+@pytest.mark.parametrize(
+    ("sizes", "meant"),
+    [
+        ({"dp": 2, "context": 4}, r"\{'data': 'dp', 'ring': 'context'\}"),
+        ({"data": 2, "sp": 2, "model": 2}, r"\{'ring': 'sp', 'tensor': 'model'\}"),
+        ({"fsdp": 8}, r"\{'ring': 'fsdp'\}"),
+        ({"replica": 2, "ulysses": 4}, r"\{'data': 'replica', 'head': 'ulysses'\}"),
+    ],
+)
+def test_mesh_that_shards_no_sequence_is_refused(sizes, meant):
+    with pytest.raises(ValueError, match=rf"axis that shards the sequence.*axis_names={meant}"):
+        st.Attention(make_mesh("auto", **sizes))
+
+
+def test_mesh_of_one_device_needs_no_sequence_axis():
+    assert st.Attention(make_mesh(batch=1)).degrees == st.Degrees()
+
+
+@pytest.mark.parametrize("axis_type", AXIS_TYPES)
+def test_call_inside_a_shard_map_over_other_axes(axis_type):
+    """The stages of a pipeline: each has its own weights, and sequences are sharded inside it."""
+    mesh = make_mesh(axis_type, stage=2, ring=2, team=2)
+    attention, plain = st.Attention(mesh), st.Attention(make_mesh("auto", ring=1))
+    x = np.random.default_rng(3).normal(size=(1, 24, 2, 4)).astype("f4")
+    weights = jax.device_put(np.array([0.5, 2.0], "f4"), NamedSharding(mesh, P("stage")))
+
+    def stages(x, weights):
+        def stage(x, weight):
+            return jax.lax.psum(attention(x, weight[0] * x, x), "stage")
+
+        specs = P(), P("stage")
+        return jax.shard_map(stage, mesh=mesh, in_specs=specs, out_specs=P(), axis_names={"stage"})(
+            x, weights
+        )
+
+    found = attention.unshard(jax.jit(stages)(attention.shard(x), weights))
+    assert relative_error(found, plain(x, 0.5 * x, x) + plain(x, 2 * x, x)) <= FLOAT32_ERROR
+
+    gradient = jax.jit(jax.grad(lambda x, weights: stages(x, weights).sum()))
+    with pytest.raises(NotImplementedError, match=r"no gradient.*all axes.*attention\.local"):
+        gradient(attention.shard(x), weights)
+
+
+def test_gradient_inside_a_shard_map_over_all_axes():
+    """What the error of the test above advises."""
+    mesh = make_mesh("auto", stage=2, ring=2, team=2)
+    attention, plain = st.Attention(mesh), st.Attention(make_mesh("auto", ring=1))
+    x = np.random.default_rng(3).normal(size=(1, 24, 2, 4)).astype("f4")
+    spec = attention.query_spec(2)
+
+    def loss(x, weights):
+        def stage(x, weight):
+            return jax.lax.psum(attention.local(x, weight[0] * x, x)[0], "stage")
+
+        specs = spec, P("stage")
+        return jax.shard_map(stage, mesh=mesh, in_specs=specs, out_specs=spec)(x, weights).sum()
+
+    found = jax.jit(jax.grad(loss, argnums=(0, 1)))(attention.shard(x), np.array([0.5, 2.0], "f4"))
+
+    def plain_loss(x, weights):
+        return sum(plain(x, weight * x, x).sum() for weight in weights)
+
+    expected = jax.jit(jax.grad(plain_loss, argnums=(0, 1)))(x, np.array([0.5, 2.0], "f4"))
+    assert relative_error(attention.unshard(found[0]), expected[0]) <= FLOAT32_ERROR
+    assert relative_error(np.asarray(found[1]), expected[1]) <= 2 * FLOAT32_ERROR
+
+
+def test_call_inside_a_shard_map_over_its_own_axes_is_refused():
+    mesh = make_mesh("auto", ring=2, team=2)
+    attention = st.Attention(mesh)
+    x = np.zeros((2, 24, 2, 4), "f4")
+    inside = jax.shard_map(
+        lambda x: attention(x, x, x), mesh=mesh, in_specs=P("ring"), out_specs=P("ring")
+    )
+    with pytest.raises(ValueError, match=r"manual axes .*attention\.local"):
+        jax.jit(inside)(x)
+
+
+@pytest.mark.parametrize("axis_type", AXIS_TYPES)
+def test_gradient_of_a_gradient_is_refused(axis_type):
+    attention = st.Attention(make_mesh(axis_type, ring=2))
+    x = attention.shard(np.zeros((1, 24, 2, 4), "f4"))
+
+    def first(x):
+        return jax.grad(lambda x: attention(x, x, x).sum())(x)
+
+    with pytest.raises(NotImplementedError, match=r"first derivatives only.*jax\.nn\."):
+        jax.jit(jax.grad(lambda x: first(x).sum()))(x)
+
+
+def test_array_on_other_devices_is_refused():
+    attention = st.Attention(make_mesh("auto", ring=2))
+    x = jax.device_put(np.zeros((1, 24, 2, 4), "f4"), jax.devices()[0])
+    with pytest.raises(ValueError, match=r"query must be on the 2 devices.*attention\.shard"):
+        attention(x, x, x)

@@ -74,7 +74,7 @@ def test_permute_refuses_a_sharded_array(direction, axis_type):
 
 
 def test_permute_refuses_an_array_that_is_sharded_under_jit():
-    mesh = make_mesh(Degrees(ring=2), devices=jax.devices()[:2])
+    mesh = make_mesh(Degrees(ring=2), "explicit", devices=jax.devices()[:2])
     x = jax.device_put(jnp.zeros((3, 8)), NamedSharding(mesh, P(None, "ring")))
     with pytest.raises(ValueError, match=r"unsharded array; got one sharded as"):
         jax.jit(Layout("zigzag", 2).permute)(x)

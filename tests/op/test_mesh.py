@@ -105,7 +105,12 @@ def test_head_must_divide_the_sequence_degree(make):
 
 
 @pytest.mark.parametrize(
-    ("axis_type", "expected"), [("explicit", AxisType.Explicit), ("auto", AxisType.Auto)]
+    ("axis_type", "expected"),
+    [
+        ("explicit", AxisType.Explicit),
+        ("auto", AxisType.Auto),
+        (AxisType.Explicit, AxisType.Explicit),
+    ],
 )
 def test_make_mesh_names_six_axes(axis_type, expected):
     degrees = Degrees(data=2, group=1, ring=3, team=2, head=1, tensor=2)
@@ -115,9 +120,9 @@ def test_make_mesh_names_six_axes(axis_type, expected):
     assert set(mesh.axis_types) == {expected}
 
 
-def test_make_mesh_is_explicit_by_default():
+def test_make_mesh_is_auto_by_default():
     mesh = make_mesh(Degrees(ring=2), devices=jax.devices()[:2])
-    assert set(mesh.axis_types) == {AxisType.Explicit}
+    assert set(mesh.axis_types) == {AxisType.Auto}
 
 
 def test_make_mesh_takes_all_devices_by_default():
@@ -137,6 +142,7 @@ def test_make_mesh_refuses_a_product_that_misses_the_devices():
         make_mesh(Degrees(ring=3, team=2), devices=jax.devices()[:8])
 
 
-def test_make_mesh_refuses_an_unknown_axis_type():
-    with pytest.raises(ValueError, match=r"axis_type must be 'explicit' or 'auto'; got 'manual'"):
-        make_mesh(Degrees(), "manual", devices=jax.devices()[:1])
+@pytest.mark.parametrize(("kind", "given"), [("manual", "'manual'"), (AxisType.Manual, "Manual")])
+def test_make_mesh_refuses_an_unknown_axis_type(kind, given):
+    with pytest.raises(ValueError, match=rf"axis_type must be 'auto' or 'explicit'; got {given}"):
+        make_mesh(Degrees(), kind, devices=jax.devices()[:1])

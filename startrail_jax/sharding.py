@@ -1,0 +1,212 @@
+"""Where arrays lie: the partition specs of an attention, and the way from the host and back.
+
+The devices of a mesh hold the tokens in the order of the layout. `shard` brings host arrays into
+this order and onto the devices; `unshard` undoes both.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from startrail_jax.errors import InputError
+from startrail_jax.mesh import (
+    SEQUENCE_ROLES,
+    Axis,
+    AxisNames,
+    Degrees,
+    flat_axis,
+    resolve_axes,
+)
+from startrail_jax.sizes import check_heads
+from startrail_jax.token_order import warn_of_positions
+
+
+class Sharded:
+    """The attributes and methods of `Attention` that say where arrays lie."""
+
+    # What `Attention` has, and these methods use.
+    mesh: Mesh | AbstractMesh
+    causal: bool
+    layout: Any
+    axis_names: AxisNames | Mapping[str, str | tuple[str, ...]] | None
+
+    @functools.cached_property
+    def axes(self) -> dict[str, Axis]:
+        """The mesh axes that play each role."""
+        return resolve_axes(self.mesh, AxisNames.of(self.axis_names))
+
+    @functools.cached_property
+    def degrees(self) -> Degrees:
+        """Degrees of the mesh axes that play a role."""
+        return Degrees(**{role: axis.degree for role, axis in self.axes.items()})
+
+    @property
+    def sequence_spec(self) -> PartitionSpec:
+        """PartitionSpec of arrays [batch, seq], such as tokens or segment ids."""
+        return PartitionSpec(self._spec_entry("data"), self._spec_entry(*SEQUENCE_ROLES))
+
+    def query_spec(self, heads: int) -> PartitionSpec:
+        """PartitionSpec of queries and outputs [batch, seq, heads, head_dim].
+
+        Args:
+            heads: query heads, over all devices.
+
+        Raises:
+            ValueError: if the heads cannot be split over `head` and `tensor`.
+        """
+        check_heads(self.degrees, heads, heads)
+        return PartitionSpec(*self.sequence_spec, self._spec_entry("tensor"), None)
+
+    def key_spec(self, kv_heads: int) -> PartitionSpec:
+        """PartitionSpec of keys and values [batch, seq, kv_heads, head_dim].
+
+        Key heads that the tensor degree does not divide are replicated over its axis.
+
+        Args:
+            kv_heads: key heads, over all devices.
+        """
+        sharded = kv_heads % self.degrees.tensor == 0
+        entry = self._spec_entry("tensor") if sharded else None
+        return PartitionSpec(*self.sequence_spec, entry, None)
+
+    @property
+    def lse_spec(self) -> PartitionSpec:
+        """PartitionSpec of the log-sum-exp [batch, heads, seq]."""
+        batch, seq = self.sequence_spec
+        return PartitionSpec(batch, self._spec_entry("tensor"), seq)
+
+    def shard(self, *trees: Any) -> Any:
+        """Puts host arrays into the order of the layout, and onto the devices of the mesh.
+
+        Whatever pairs tokens with each other comes first: shift the targets of a language model,
+        then shard. With token ids [batch, seq + 1] on the host:
+
+            tokens, targets = attention.shard(ids[:, :-1], ids[:, 1:])
+
+        Afterwards, neighbours along the token dimension are no longer neighbours in the sequence,
+        unless the layout is "contiguous". With several processes, each gives the whole arrays, and
+        its devices take their shards.
+
+        Args:
+            *trees: arrays, or trees of arrays, in natural order: [batch, seq] such as tokens,
+                targets, positions and segment ids; [batch, seq, channels]; or [batch, seq, heads,
+                head_dim] such as queries, keys and values.
+
+        Returns:
+            The trees with sharded arrays in place of host arrays: one tree if one was given, else a
+            tuple. Arrays of four dimensions are sharded as `key_spec`, which is `query_spec` for
+            query heads, and all others as `sequence_spec`.
+
+        Raises:
+            ValueError: if an array is sharded or traced already, if it has no token dimension, or
+                if the mesh does not divide its batch or its length.
+        """
+        if isinstance(self.mesh, AbstractMesh):
+            raise InputError(
+                "shard needs an attention on a mesh of devices; got an AbstractMesh. "
+                "Build the Attention on a jax.sharding.Mesh."
+            )
+        sharded = tuple(jax.tree.map(self._shard_array, tree) for tree in trees)
+        return sharded[0] if len(sharded) == 1 else sharded
+
+    def unshard(self, *trees: Any, axis: int = 1) -> Any:
+        """Brings arrays in layout order to the host, in natural order: the inverse of `shard`.
+
+        With several processes, each calls it with the same arrays and gets the whole results.
+
+        Args:
+            *trees: arrays, or trees of arrays, whose tokens are in the order of the layout, such as
+                the outputs of a model.
+            axis: the token dimension; 2 for the log-sum-exp [batch, heads, seq].
+
+        Returns:
+            NumPy arrays in place of arrays: one tree if one was given, else a tuple.
+
+        Raises:
+            ValueError: if an array is traced, or if the layout does not divide the dimension.
+        """
+
+        def unshard_array(x: Any) -> np.ndarray:
+            _check_not_traced("unshard", x)
+            return self.layout.unpermute(self._on_host(x), axis)
+
+        whole = tuple(jax.tree.map(unshard_array, tree) for tree in trees)
+        return whole[0] if len(whole) == 1 else whole
+
+    def check_positions(self, positions: Any) -> None:
+        """Warns of positions that are in natural order where the layout has another one.
+
+        A model that turns positions into rotary or learnt embeddings calls it with what it is
+        given.
+
+        Args:
+            positions: [batch, seq], the positions of the tokens; traced ones are not looked at.
+        """
+        warn_of_positions(self.layout, positions)
+
+    def free_axes(self) -> tuple[Mesh | AbstractMesh, set[str]]:
+        """The mesh for a `shard_map` here, and the axes over which it is to be manual.
+
+        They are the mesh of the attention and all its axes, unless the caller is in a `shard_map`
+        over other axes, such as the stages of a pipeline; then all others.
+
+        Raises:
+            ValueError: if the caller is in a `shard_map` over axes of this attention.
+        """
+        around = jax.sharding.get_abstract_mesh()
+        manual = set(getattr(around, "manual_axes", ()))
+        if not manual:
+            return self.mesh, set(self.mesh.axis_names)
+        own = {name for axis in self.axes.values() for name in axis.names}
+        if own & manual:
+            raise InputError(
+                "A call inside shard_map needs the axes of the attention to be left to it; got "
+                f"manual axes {tuple(manual)}, of which the attention uses {tuple(own & manual)}. "
+                "Call attention.local on local shards inside a shard_map over all axes, or give "
+                "the shard_map axis_names= without them."
+            )
+        return around, set(around.axis_names) - manual
+
+    def _shard_array(self, x: Any) -> jax.Array:
+        _check_not_traced("shard", x)
+        shape = np.shape(x)
+        if len(shape) < 2:
+            raise InputError(
+                f"shard needs arrays [batch, seq, ...]; got one of shape {list(shape)}. "
+                "Add a batch dimension, x[None]."
+            )
+        if shape[0] % self.degrees.data:
+            raise InputError(
+                f"The data degree must divide the batch; got batch={shape[0]}, "
+                f"data={self.degrees.data}. Pad the batch, or lower data."
+            )
+        spec = self.key_spec(shape[2]) if len(shape) == 4 else self.sequence_spec
+        # A call for each device, so that a process handles only the shards of its own devices.
+        host = np.asarray(self.layout.permute(x))
+        sharding = NamedSharding(self.mesh, spec)
+        return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+    def _on_host(self, x: Any) -> np.ndarray:
+        if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
+            everywhere = NamedSharding(self.mesh, PartitionSpec())
+            x = jax.jit(lambda y: y, out_shardings=everywhere)(x)
+        return np.asarray(x)
+
+    def _spec_entry(self, *roles: str) -> str | tuple[str, ...] | None:
+        names = flat_axis(self.axes, roles).names
+        return names[0] if len(names) == 1 else names or None
+
+
+def _check_not_traced(method: str, x: Any) -> None:
+    if isinstance(x, Tracer):
+        raise InputError(
+            f"{method} needs arrays that hold values; got the traced {jax.typeof(x)}. "
+            f"Call attention.{method} outside of jit, grad and vmap."
+        )
