@@ -6,6 +6,7 @@ On 8 devices, StarTrail in teams of 2:
 
     mesh = st.make_mesh(st.Degrees.startrail(8, c=2))
     attention = st.Attention(mesh, causal=True)
+    query, key, value = attention.shard(query, key, value)
     out = attention(query, key, value)
 
 References:

@@ -217,7 +217,7 @@ class Attention(Decoding):
         einsum_dot_general: Any = None,
         qk_attn_weights_einsum: Any = None,
         attn_weights_value_einsum: Any = None,
-        scale: float | None = None,
+        scale: ArrayLike | None = None,
         implementation: str | None = None,
         local_window_size: int | tuple[int, int] | None = None,
         return_residual: bool = False,

@@ -61,8 +61,8 @@ def test_python_of_readme_runs_and_is_right(monkeypatch):
     )
     expected, _ = oracle.attention(query, key, value, causal=True)
     np.testing.assert_allclose(out, expected, atol=2e-6)
-    assert names["y"].shape == names["x"].shape
-    assert names["y"].sharding.is_equivalent_to(names["x"].sharding, 3)
+    np.testing.assert_array_equal(names["result"], out)
+    assert 0 < float(names["loss"]) < 10
     names["test_my_attention_is_exact"]()
 
 

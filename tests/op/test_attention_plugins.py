@@ -1,5 +1,6 @@
 """`Attention` as the attention function of Flax's own modules, against Flax's own attention."""
 
+import dataclasses
 import functools
 
 import jax
@@ -145,7 +146,11 @@ def test_equal_instances_do_not_retrace():
 
 MASK = np.ones((1, 1, SEQ_LEN, SEQ_LEN), bool)
 NOT_SERVED = {
-    "mask": ({}, {"mask": MASK}, r"mask; got mask=an array \(1, 1, 48, 48\).*segment_ids="),
+    "mask": (
+        {},
+        {"mask": MASK},
+        r"mask; got mask=an array \(1, 1, 48, 48\).*causal already: leave .*segment_ids=",
+    ),
     "dropout": (
         {"dropout_rate": 0.1},
         {"deterministic": False},
@@ -224,6 +229,63 @@ def test_other_flax_option_that_is_not_served_raises(option, value):
     x = np.zeros((BATCH, SEQ_LEN, HEADS, 5), "f4")
     with pytest.raises(NotImplementedError, match=rf"does not serve {option}; got {option}="):
         attention()(x, x, x, **{option: value})
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "way_out"),
+    [
+        ("query_seq_lengths", np.full(BATCH, 7), "negative segment_ids"),
+        ("key_value_seq_lengths", np.full(BATCH, 7), "negative segment_ids"),
+        ("return_residual", True, r"return_lse=True.*\[batch, heads, seq\]"),
+        ("scale", jnp.float32(2), r"Python number.*Multiply the query"),
+    ],
+)
+def test_option_of_jax_nn_that_is_not_served_raises(option, value, way_out):
+    x = np.zeros((BATCH, SEQ_LEN, HEADS, 5), "f4")
+    with pytest.raises(NotImplementedError, match=rf"{option}.*{way_out}"):
+        attention()(x, x, x, **{option: value})
+
+
+@pytest.mark.parametrize(
+    ("options", "same"),
+    [
+        ({"scale": 0.3}, {"scale": 0.3}),
+        ({"local_window_size": 6}, {"window": 7}),
+        ({"local_window_size": (4, 0), "implementation": "xla"}, {"window": 5, "backend": "xla"}),
+    ],
+)
+def test_option_of_jax_nn_means_what_it_means_there(options, same):
+    ours, (x, _) = attention(), arrays()
+    x = x.reshape(BATCH, SEQ_LEN, HEADS, -1)
+    placed = ours.shard(x)
+    found = ours(placed, placed, placed, **options)
+    expected = jax.nn.dot_product_attention(x, x, x, is_causal=True, **options)
+    assert relative_error(ours.unshard(found), expected) <= 2 * FLOAT32_ERROR
+    instance = dataclasses.replace(ours, **same)
+    np.testing.assert_array_equal(found, instance(placed, placed, placed, **options))
+
+
+@pytest.mark.parametrize(
+    ("instance", "options", "message"),
+    [
+        ({"scale": 0.5}, {"scale": 0.3}, r"scale=0\.3 for an attention with scale=0\.5"),
+        ({"window": 5}, {"local_window_size": 5}, "window=6 for an attention with window=5"),
+        ({"backend": "xla"}, {"implementation": "cudnn"}, "backend='cudnn' for .*backend='xla'"),
+        ({}, {"implementation": "triton"}, r"implementation must be one of \('xla', 'cudnn'\)"),
+        ({}, {"local_window_size": -3}, "at least 1 key; got window=-2"),
+    ],
+)
+def test_option_of_jax_nn_that_does_not_fit_is_refused(instance, options, message):
+    x = np.zeros((BATCH, SEQ_LEN, HEADS, 5), "f4")
+    ours = dataclasses.replace(attention(), **instance)
+    with pytest.raises(ValueError, match=message):
+        ours(x, x, x, **options)
+
+
+def test_local_window_size_of_an_attention_that_is_not_causal_raises():
+    x = np.zeros((BATCH, SEQ_LEN, HEADS, 5), "f4")
+    with pytest.raises(NotImplementedError, match=r"local_window_size=3, causal=False"):
+        attention(causal=False)(x, x, x, local_window_size=3)
 
 
 def test_unknown_option_raises():

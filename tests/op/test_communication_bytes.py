@@ -50,7 +50,7 @@ class Setting:
     def attention(self):
         names = ("causal", "placement", "combine", "backward", "layout", "window")
         return st.Attention(
-            st.make_mesh(self.degrees, devices=jax.devices()[: self.degrees.num_devices]),
+            st.make_mesh(self.degrees, "explicit", jax.devices()[: self.degrees.num_devices]),
             **{name: getattr(self, name) for name in names},
         )
 
