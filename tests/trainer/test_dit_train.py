@@ -85,15 +85,15 @@ def test_damaged_image_costs_no_step_and_the_run_goes_on_with_the_flag_of_the_er
 ):
     """Its pixels are met in step 3, and step 2 is saved. From there on, the losses are those of a
     run that knew of the image from its beginning."""
-    data = images(tmp_path)
-    bad = tmp_path / "images" / "1" / "5.png"
+    data = f"{images(tmp_path)} --devices 1 --mesh.team 1 --model.layers 1"
+    bad = tmp_path / "images" / "1" / "9.png"
     bad.write_bytes(bad.read_bytes()[:-30])
-    with pytest.raises(ValueError, match=r"5\.png' must be a whole.*--data\.max-bad 1:"):
+    with pytest.raises(ValueError, match=r"9\.png' must be a whole.*--data\.max-bad 1:"):
         run(tmp_path / "run", data, steps=5)
     assert [x.name for x in (tmp_path / "run" / "checkpoints").iterdir()] == ["2"]
     capsys.readouterr()
     after = run(tmp_path / "run", f"{data} --data.max-bad 1", steps=5)
-    named = [line for line in capsys.readouterr().out.splitlines() if "5.png" in line]
+    named = [line for line in capsys.readouterr().out.splitlines() if "9.png" in line]
     assert len(named) == 1
     assert named[0].startswith("bad, and replaced by the example after it: ")
     whole = run(tmp_path / "whole", f"{data} --data.max-bad 2", steps=5)
