@@ -18,7 +18,7 @@ from startrail_jax.errors import InputError
 from trainer.dit import image_folder, images
 from trainer.dit.config import ImageConfig
 from trainer.dit.examples import Wanted
-from trainer.dit.pixels import BadImageError, read_pixels
+from trainer.dit.pixels import BadImageError, check_pixels, read_pixels
 from trainer.processes.exchange import Peers
 
 pytestmark = pytest.mark.quick
@@ -365,13 +365,13 @@ def in_processes(count, work):
 def test_processes_share_the_check_and_agree(with_bad, monkeypatch):
     """All leave out what any has found; each decodes its share of the files."""
     decoded = []
-    read_pixels = image_folder.read_pixels
+    check_pixels = image_folder.check_pixels
 
     def count(path, wanted):
         decoded.append(path)
-        return read_pixels(path, wanted)
+        check_pixels(path, wanted)
 
-    monkeypatch.setattr(image_folder, "read_pixels", count)
+    monkeypatch.setattr(image_folder, "check_pixels", count)
     alone = open_images(with_bad, config={"max_bad": 3})
     assert len(decoded) == 7
     decoded.clear()
@@ -441,25 +441,32 @@ def test_damaged_pixels_are_named_when_they_are_read(folder):
 
 @pytest.mark.parametrize("suffix", ["png", "jpg", "webp", "bmp"])
 def test_no_damage_escapes_the_error_for_it(tmp_path, suffix):
-    """Pillow raises errors of many types for damaged files."""
-    whole = write_image(tmp_path / f"0.{suffix}").read_bytes()
-    bad, others = 0, []
+    """Pillow raises errors of many types for damaged files. A check finds what reading finds."""
+    rng = np.random.default_rng(0)
+    pixels = rng.integers(256, size=(HEIGHT, WIDTH, 3), dtype=np.uint8)
+    whole = write_image(tmp_path / f"0.{suffix}", pixels).read_bytes()
+    bad = 0
     for number in range(1, 150):
-        raw = bytearray(whole[: RNG.integers(len(whole))] if number % 3 == 0 else whole)
-        for place in RNG.integers(min(len(raw), 120), size=3) if raw else ():
-            raw[place] = RNG.integers(256)
+        raw = bytearray(whole[: rng.integers(len(whole))] if number % 3 == 0 else whole)
+        for place in rng.integers(min(len(raw), 120), size=3) if raw else ():
+            raw[place] = rng.integers(256)
         path = tmp_path / f"{number}.{suffix}"
         path.write_bytes(raw)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            try:
-                read_pixels(path, SIZES)
-            except BadImageError:
-                bad += 1
-            except InputError as error:
-                others.append(str(error))
-    assert all(other.startswith("All images must be of the size") for other in others)
+            errors = [error_of(function, path) for function in (check_pixels, read_pixels)]
+        assert repr(errors[0]) == repr(errors[1])
+        bad += isinstance(errors[0], BadImageError)
+        if errors[0] and not isinstance(errors[0], BadImageError):
+            assert str(errors[0]).startswith("All images must be of the size")
     assert bad > 50
+
+
+def error_of(function, path):
+    try:
+        function(path, SIZES)
+    except InputError as error:
+        return error
 
 
 def test_file_that_changes_after_it_was_checked_is_named(folder):

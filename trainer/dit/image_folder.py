@@ -17,7 +17,13 @@ from typing import Any
 from startrail_jax.errors import InputError
 from trainer.data.files import walk_files
 from trainer.dit.examples import ImageSet, Wanted, encode_captions
-from trainer.dit.pixels import BadImageError, check_header, import_pillow, read_pixels
+from trainer.dit.pixels import (
+    BadImageError,
+    check_header,
+    check_pixels,
+    import_pillow,
+    read_pixels,
+)
 from trainer.processes.exchange import Peers
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
@@ -65,7 +71,7 @@ def open_folder(folder: Path, wanted: Wanted, *, decode: bool, peers: Peers) -> 
     if wanted.caption_length:
         captions, longest = encode_captions(map(_read_caption, files), wanted.caption_length)
         remark += longest
-    check = partial(read_pixels if decode else check_header, wanted=wanted)
+    check = partial(check_pixels if decode else check_header, wanted=wanted)
     numbers = range(peers.index, len(files), peers.count) if decode else range(len(files))
     return ImageSet(
         name=str(folder),

@@ -52,11 +52,20 @@ def check_header(path: Path, wanted: Wanted) -> None:
     _with_image(path, wanted, _check_image)
 
 
+def check_pixels(path: Path, wanted: Wanted) -> None:
+    """Decodes an image.
+
+    Raises:
+        BadImageError, ValueError: as `check_header`, and if the pixels are damaged.
+    """
+    _with_image(path, wanted, _upright)
+
+
 def read_pixels(path: Path, wanted: Wanted) -> Float32[np.ndarray, "1 H W C"]:
     """The upright image, without transparency, with values from -1 to 1.
 
     Raises:
-        BadImageError, ValueError: as `check_header`, and if the pixels are damaged.
+        BadImageError, ValueError: as `check_pixels`.
     """
     return _with_image(path, wanted, _pixels)
 
@@ -105,7 +114,8 @@ def _check_image(image: Any, path: Path, wanted: Wanted) -> None:
         )
 
 
-def _pixels(image: Any, path: Path, wanted: Wanted) -> Float32[np.ndarray, "1 H W C"]:
+def _upright(image: Any, path: Path, wanted: Wanted) -> Any:
+    """The decoded image without transparency, in the channels that are wanted."""
     from PIL import ImageOps
 
     # The file may have been rewritten since it was checked.
@@ -113,9 +123,13 @@ def _pixels(image: Any, path: Path, wanted: Wanted) -> Float32[np.ndarray, "1 H 
     upright = ImageOps.exif_transpose(image)
     if "transparency" in upright.info:
         upright = upright.convert("RGBA")
+    return upright.convert("L" if wanted.channels == 1 else "RGB")
+
+
+def _pixels(image: Any, path: Path, wanted: Wanted) -> Float32[np.ndarray, "1 H W C"]:
     # Colours are resized, which the numbers of a palette cannot be.
-    upright = _resized(upright.convert("L" if wanted.channels == 1 else "RGB"), wanted)
-    values = np.asarray(upright, np.float32) / 127.5 - 1
+    resized = _resized(_upright(image, path, wanted), wanted)
+    values = np.asarray(resized, np.float32) / 127.5 - 1
     return values.reshape(*wanted.size, wanted.channels)
 
 
