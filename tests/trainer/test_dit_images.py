@@ -284,6 +284,7 @@ def test_bad_images_are_all_named_with_the_flag_that_leaves_them_out(with_bad):
     assert re.match(r"  Images must not be animated; got 2 frames in '.*moves\.webp'$", lines[1])
     assert re.match(r"  '.*empty\.png' must be a whole image; got Unidentified", lines[2])
     assert "--data.max-bad 2: the example after a bad one" in lines[3]
+    assert "It checks all pixels first, and may find more" in lines[3]
     # Where bad images are expected, their pixels are checked as well.
     match = r"max_bad=2 examples may be bad; got 3 of 7(.|\n)*cut\.png(.|\n)*--data\.max-bad 3"
     with pytest.raises(ValueError, match=match):

@@ -1,5 +1,6 @@
 """The training program with diffusion transformers: going on after a stop, and what it refuses."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import train
 from configs.dit import dit_1b, dit_digits
 from programs import interrupt_after
 from trainer.dit.config import DiTTrainConfig
-from trainer.run.settings import save_config
+from trainer.run.settings import load_config, save_config
 
 TINY = (
     "--model.width 16 --model.layers 2 --model.heads 8 --model.mlp-width 32 --batch-size 4 "
@@ -99,6 +100,19 @@ def test_damaged_image_costs_no_step_and_the_run_goes_on_with_the_flag_of_the_er
     whole = run(tmp_path / "whole", f"{data} --data.max-bad 2", steps=5)
     assert after.train == whole.train[2:]
     assert after.validation == whole.validation
+
+
+def test_settings_of_images_survive_and_an_older_file_lacks_them(tmp_path):
+    config = dit_digits()
+    data = replace(config.data, path=tmp_path, resize="crop", max_bad=3)
+    save_config(replace(config, data=data), tmp_path / "config.json")
+    assert load_config(DiTTrainConfig, tmp_path / "config.json").data == data
+    values = json.loads((tmp_path / "config.json").read_text())
+    for name in ("resize", "max_bad", "latent_scale"):
+        del values["data"][name]
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    older = load_config(DiTTrainConfig, tmp_path / "config.json").data
+    assert older == replace(config.data, path=tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -111,30 +111,28 @@ def open_images(
             f"Data must be at least 2 examples, of which one is held out; got {count} in "
             f"{source.name!r}. Give others: --data.path."
         )
-
-    _refuse_bad(bad, config.max_bad, source)
+    if len(bad) > config.max_bad:
+        raise _too_many_bad(bad, config, source)
 
     def read(number: int) -> Example:
         try:
             latent = source.latent(number)
         except BadImageError as error:
             # Pixels are damaged that were not checked, or not yet.
-            raise InputError(f"{error}. {_way_out(len(bad) + 1)}") from error
+            raise InputError(f"{error}. {_way_out(len(bad) + 1, config)}") from error
         return Example(latent, source.labels[number], source.captions[number])
 
     held_out = min(max(1, round(config.held_out * count)), count - 1)
     order = np.random.default_rng(0).permutation(count)
     parts = np.sort(order[held_out:]), np.sort(order[:held_out])
     train, measured = (Examples(numbers=_good(part, bad, source), read=read) for part in parts)
-    line = (
+    lines = [
         f"{source.name}: {len(train):,} examples to train on, {len(measured):,} held out"
-        f"{source.remark}"
-    )
-    replaced = [f"bad, and replaced by the example after it: {bad[number]}" for number in bad]
-    warnings = [f"warning: {source.warning}"] if source.warning else []
-    return Images(
-        train=train, held_out=measured, description="\n".join([line, *replaced, *warnings])
-    )
+        f"{source.remark}",
+        *(f"bad, and replaced by the example after it: {reason}" for reason in bad.values()),
+        *([f"warning: {source.warning}"] if source.warning else []),
+    ]
+    return Images(train=train, held_out=measured, description="\n".join(lines))
 
 
 def _open_source(config: ImageConfig, wanted: Wanted, peers: Peers) -> ImageSet:
@@ -173,23 +171,24 @@ def _agree_on_bad(source: ImageSet, peers: Peers) -> dict[int, str]:
     return dict(sorted((number, reason) for other in gathered for number, reason in other["bad"]))
 
 
-def _refuse_bad(bad: dict[int, str], max_bad: int, source: ImageSet) -> None:
-    if len(bad) <= max_bad:
-        return
+def _too_many_bad(bad: dict[int, str], config: ImageConfig, source: ImageSet) -> InputError:
     reasons = list(bad.values())
     named = "".join(f"\n  {reason}" for reason in reasons[:NAMED_IN_ERROR])
     more = len(reasons) - NAMED_IN_ERROR
-    raise InputError(
-        f"At most data.max_bad={max_bad} examples may be bad; got {len(bad)} of "
+    return InputError(
+        f"At most data.max_bad={config.max_bad} examples may be bad; got {len(bad)} of "
         f"{len(source.labels):,} in {source.name!r}:{named}\n"
-        f"{f'  and {more} more. ' if more > 0 else ''}{_way_out(len(bad))}"
+        f"{f'  and {more} more. ' if more > 0 else ''}{_way_out(len(bad), config)}"
     )
 
 
-def _way_out(count: int) -> str:
+def _way_out(count: int, config: ImageConfig) -> str:
+    all_checked = config.max_bad > 0 or config.holds_latents
+    unchecked = "" if all_checked else " It checks all pixels first, and may find more."
     return (
         f"Mend what is bad, or use --data.max-bad {count}: the example after a bad one then takes "
-        "its place. A run that has begun goes on with either, but not if the file is removed."
+        f"its place.{unchecked} A run that has begun goes on with either, but not if the file is "
+        "removed."
     )
 
 
@@ -335,7 +334,7 @@ def _measure_latents(
     squares, values = 0.0, 0
     step = max(1, CHECKED_VALUES // max(1, math.prod(latents.shape[1:])))
     for start in range(0, len(latents), step):
-        part = _scaled(latents[start : start + step], scale).reshape(-1, *latents.shape[1:])
+        part = _scaled(latents[start : start + step], scale)
         part = part.reshape(len(part), -1)
         finite = np.isfinite(part).all(axis=1)
         for number in start + np.flatnonzero(~finite):
