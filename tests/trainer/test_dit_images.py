@@ -1,6 +1,12 @@
 """Images and latents: what is read, what is held out; an error for all that can be wrong."""
 
+import json
+import re
+import shutil
 import sys
+import threading
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -8,19 +14,25 @@ import pytest
 from PIL import ExifTags, Image
 from sklearn.datasets import load_digits
 
-from trainer.dit import images
+from startrail_jax.errors import InputError
+from trainer.dit import image_folder, images
 from trainer.dit.config import ImageConfig
+from trainer.dit.examples import Wanted
+from trainer.dit.pixels import BadImageError, check_pixels, read_pixels
+from trainer.processes.exchange import Peers
 
 pytestmark = pytest.mark.quick
 
 HEIGHT, WIDTH = 5, 7
+SIZES = Wanted(size=(1, HEIGHT, WIDTH), channels=3, classes=0, caption_length=0)
 LATENTS = {"size": (2, 3, 5), "channels": 4}
 RNG = np.random.default_rng(0)
 
 
-def open_images(path=None, *, held_out=0.25, **wanted):
+def open_images(path=None, *, held_out=0.25, peers=None, config=None, **wanted):
     sizes = {"size": (1, HEIGHT, WIDTH), "channels": 3, "classes": 0, "caption_length": 0}
-    return images.open_images(ImageConfig(path=path, held_out=held_out), **sizes | wanted)
+    config = ImageConfig(path=path, held_out=held_out, **config or {})
+    return images.open_images(config, **sizes | wanted, peers=peers)
 
 
 def open_digits(**wanted):
@@ -146,8 +158,12 @@ def test_images_of_other_modes_are_converted_and_turned_upright(tmp_path):
 def test_captions_lie_beside_their_images(folder):
     for number, path in enumerate(sorted(folder.glob("[acd]*/**/*.*"))):
         path.with_suffix(".txt").write_text(f"größe {number}\n")
-    captions = [x.caption for x in examples(open_images(folder, caption_length=9))]
+    opened = open_images(folder, caption_length=10)
+    captions = [x.caption for x in examples(opened)]
     assert captions == [f"größe {number}".encode() for number in range(4)]
+    place = str(folder / "ant" / "deep" / "3.txt")
+    end = f"; the longest caption has 9 of 10 bytes, in {place!r}"
+    assert opened.description.endswith(end)
 
 
 def test_npz_holds_latents_with_labels_and_captions(tmp_path):
@@ -221,7 +237,7 @@ def test_classes_must_be_the_folders(folder):
 
 def test_image_of_another_size_is_named_when_data_are_opened(folder):
     write_image(folder / "dog/odd.png", make_pixels(width=11))
-    match = r"height=5, width=7; got height=5, width=11 in '.*odd\.png'.*--size 1 5 11"
+    match = r"height=5, width=7; got height=5, width=11 in '.*odd\.png'.*--data\.resize crop.* 5 11"
     with pytest.raises(ValueError, match=match):
         open_images(folder)
 
@@ -246,6 +262,169 @@ def test_image_that_moves_is_refused(folder):
         open_images(folder)
 
 
+@pytest.fixture
+def with_bad(folder):
+    """The folder and three images that are bad, each in another way; one only in its pixels."""
+    frames = [Image.new("L", (WIDTH, HEIGHT), shade) for shade in (0, 255)]
+    moves = folder / "ant/moves.webp"
+    frames[0].save(moves, save_all=True, append_images=frames[1:], lossless=True)
+    (folder / "dog/empty.png").write_bytes(b"")
+    cut = write_image(folder / "cat/cut.png")
+    cut.write_bytes(cut.read_bytes()[:-40])
+    return folder
+
+
+def test_bad_images_are_all_named_with_the_flag_that_leaves_them_out(with_bad):
+    with pytest.raises(ValueError, match="may be bad") as error:
+        open_images(with_bad)
+    lines = str(error.value).splitlines()
+    assert lines[0] == (
+        f"At most data.max_bad=0 examples may be bad; got 2 of 7 in {str(with_bad)!r}:"
+    )
+    assert re.match(r"  Images must not be animated; got 2 frames in '.*moves\.webp'$", lines[1])
+    assert re.match(r"  '.*empty\.png' must be a whole image; got Unidentified", lines[2])
+    assert "--data.max-bad 2: the example after a bad one" in lines[3]
+    assert "It checks all pixels first, and may find more" in lines[3]
+    # Where bad images are expected, their pixels are checked as well.
+    match = r"max_bad=2 examples may be bad; got 3 of 7(.|\n)*cut\.png(.|\n)*--data\.max-bad 3"
+    with pytest.raises(ValueError, match=match):
+        open_images(with_bad, config={"max_bad": 2})
+
+
+def test_error_names_some_of_many_bad_images(folder):
+    for number in range(12):
+        (folder / f"dog/{number}.png").write_bytes(b"")
+    match = r"got 12 of 15(.|\n)*  and 2 more\. .*--data\.max-bad 12"
+    with pytest.raises(ValueError, match=match) as error:
+        open_images(folder)
+    assert str(error.value).count("must be a whole image") == 10
+
+
+def test_bad_images_are_replaced_by_the_next_and_named_once(with_bad):
+    before = open_images(folder_without_damage(with_bad), held_out=0.3)
+    opened = open_images(with_bad, held_out=0.3, config={"max_bad": 3})
+    bad = ("ant/moves.webp", "cat/cut.png", "dog/empty.png")
+    keys = ["ant/deep/3.PNG", "ant/moves.webp", "cat/1.png", "cat/2.bmp", "cat/cut.png",
+            "dog/4.png", "dog/empty.png"]  # fmt: skip
+    for part, old in ((opened.train, before.train), (opened.held_out, before.held_out)):
+        # As many examples in the same order, so that a run goes on where it was.
+        assert len(part) == len(old)
+        good = [number for number in old.numbers if keys[number] not in bad]
+        for number, was in zip(part.numbers, old.numbers, strict=True):
+            assert number == next((x for x in good if x >= was), good[0])
+    for name in bad:
+        assert opened.description.count(name) == 1
+    lines = opened.description.splitlines()
+    assert len(lines) == 4
+    assert all(line.startswith("bad, and replaced by the example after it: ") for line in lines[1:])
+    labels = [example.label for example in examples(open_images(
+        with_bad, held_out=0.3, classes=3, config={"max_bad": 3}))]  # fmt: skip
+    assert len(labels) == len(keys)
+    assert all(len(example.latent) for example in examples(opened))
+
+
+def folder_without_damage(folder):
+    """A copy in which every file is the same whole image."""
+    copy = folder.parent / "whole"
+    for path in folder.rglob("*.*"):
+        if path.is_file():
+            write_image(copy / path.relative_to(folder))
+    return copy
+
+
+def test_part_of_bad_images_alone_is_refused(folder):
+    for path in folder.rglob("*.*"):
+        if path.is_file():
+            path.write_bytes(b"")
+    with pytest.raises(ValueError, match=r"some must not be bad; got a part of 3 bad ones in"):
+        open_images(folder, config={"max_bad": 9})
+
+
+def test_long_check_says_how_far_it_is(folder, monkeypatch, capsys):
+    monkeypatch.setattr(image_folder, "SECONDS_BETWEEN_LINES", -1.0)
+    monkeypatch.setattr(image_folder, "FILES_AT_A_TIME", 3)
+    open_images(folder, config={"max_bad": 1})
+    assert capsys.readouterr().err == "0 of 4 images are checked\n3 of 4 images are checked\n"
+
+
+def in_processes(count, work):
+    """What `work` returns for each of some processes, which are threads here."""
+    given, barrier = {}, threading.Barrier(count, timeout=20)
+
+    def run(index):
+        def gather(value):
+            given[index] = json.loads(json.dumps(value))
+            barrier.wait()
+            return [given[other] for other in range(count)]
+
+        return work(Peers(index=index, count=count, gather=gather))
+
+    with ThreadPoolExecutor(count) as threads:
+        return [run.result() for run in [threads.submit(run, index) for index in range(count)]]
+
+
+def test_processes_share_the_check_and_agree(with_bad, monkeypatch):
+    """All leave out what any has found; each decodes its share of the files."""
+    decoded = []
+    check_pixels = image_folder.check_pixels
+
+    def count(path, wanted):
+        decoded.append(path)
+        check_pixels(path, wanted)
+
+    monkeypatch.setattr(image_folder, "check_pixels", count)
+    alone = open_images(with_bad, config={"max_bad": 3})
+    assert len(decoded) == 7
+    decoded.clear()
+    found = in_processes(3, lambda peers: open_images(with_bad, config={"max_bad": 3}, peers=peers))
+    assert sorted(decoded) == sorted(set(decoded))
+    assert len(decoded) == 7
+    for opened in found:
+        assert opened.description == alone.description
+        np.testing.assert_array_equal(opened.train.numbers, alone.train.numbers)
+        np.testing.assert_array_equal(opened.held_out.numbers, alone.held_out.numbers)
+
+
+def test_processes_with_other_data_are_told(folder, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    (other / "dog/4.png").rename(other / "dog/5.png")
+    match = r"must have the same data; got 4 examples in '.*' of process \d, and 4 of process \d"
+    with pytest.raises(ValueError, match=match):
+        in_processes(2, lambda peers: open_images((folder, other)[peers.index], peers=peers))
+
+
+# Stripes of red, green and blue, 9 x 27.
+STRIPES = np.repeat(np.repeat(np.eye(3, dtype=np.uint8)[None] * 255, 9, axis=1), 9, axis=0)
+
+
+@pytest.mark.parametrize("resize", ["crop", "pad", "stretch"])
+def test_images_of_other_sizes_are_resized_on_request(tmp_path, resize):
+    same = make_pixels(height=9, width=9)
+    write_image(tmp_path / "0.png", same)
+    write_image(tmp_path / "1.png", STRIPES)
+    # A palette, whose numbers cannot be mixed, and lies on its side.
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    palette = Image.fromarray(np.rot90(STRIPES)).quantize(3)
+    palette.save(tmp_path / "2.png", exif=exif)
+    opened = open_images(tmp_path, size=(1, 9, 9), config={"resize": resize})
+    kept, stripes, turned = ((x.latent[0] + 1) / 2 for x in examples(opened))
+    np.testing.assert_allclose(kept * 255, same, atol=1e-4)
+    np.testing.assert_allclose(turned, stripes, atol=1 / 255)
+    red, green, blue, black = (*np.eye(3), np.zeros(3))
+    middle = {
+        "crop": [green] * 9,
+        "pad": [red] * 3 + [green] * 3 + [blue] * 3,
+        "stretch": [red] * 3 + [green] * 3 + [blue] * 3,
+    }[resize]
+    # Colours mix where two stripes meet.
+    pure = slice(None) if resize == "crop" else [0, 1, 4, 7, 8]
+    np.testing.assert_allclose(stripes[4][pure], np.array(middle)[pure], atol=0.05)
+    top = [black] * 9 if resize == "pad" else middle
+    np.testing.assert_allclose(stripes[0][pure], np.array(top)[pure], atol=0.05)
+
+
 def test_link_to_a_folder_that_is_found_already_is_refused(folder):
     (folder / "loop").symlink_to(folder)
     with pytest.raises(ValueError, match=r"must be reached in one way only; got '.*loop'"):
@@ -256,8 +435,39 @@ def test_damaged_pixels_are_named_when_they_are_read(folder):
     for path in folder.glob("*/*.png"):
         raw = path.read_bytes()
         path.write_bytes(raw[: len(raw) // 2])
-    with pytest.raises(ValueError, match=r"\.png' must be a whole image; got"):
+    match = r"\.png' must be a whole image; got .*use --data\.max-bad 1: the example after"
+    with pytest.raises(ValueError, match=match):
         examples(open_images(folder))
+
+
+@pytest.mark.parametrize("suffix", ["png", "jpg", "webp", "bmp"])
+def test_no_damage_escapes_the_error_for_it(tmp_path, suffix):
+    """Pillow raises errors of many types for damaged files. A check finds what reading finds."""
+    rng = np.random.default_rng(0)
+    pixels = rng.integers(256, size=(HEIGHT, WIDTH, 3), dtype=np.uint8)
+    whole = write_image(tmp_path / f"0.{suffix}", pixels).read_bytes()
+    bad = 0
+    for number in range(1, 150):
+        raw = bytearray(whole[: rng.integers(len(whole))] if number % 3 == 0 else whole)
+        for place in rng.integers(min(len(raw), 120), size=3) if raw else ():
+            raw[place] = rng.integers(256)
+        path = tmp_path / f"{number}.{suffix}"
+        path.write_bytes(raw)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            errors = [error_of(function, path) for function in (check_pixels, read_pixels)]
+        assert repr(errors[0]) == repr(errors[1])
+        bad += isinstance(errors[0], BadImageError)
+        if errors[0] and not isinstance(errors[0], BadImageError):
+            assert str(errors[0]).startswith("All images must be of the size")
+    assert bad > 50
+
+
+def error_of(function, path):
+    try:
+        function(path, SIZES)
+    except InputError as error:
+        return error
 
 
 def test_file_that_changes_after_it_was_checked_is_named(folder):
@@ -266,7 +476,10 @@ def test_file_that_changes_after_it_was_checked_is_named(folder):
     with pytest.raises(ValueError, match=r"got height=5, width=11 in '.*4\.png'"):
         examples(opened)
     (folder / "dog/4.png").unlink()
-    with pytest.raises(ValueError, match=r"4\.png' must be a whole image; got FileNotFoundError"):
+    # It may be back soon, so it is not bad.
+    with pytest.raises(
+        ValueError, match=r"4\.png' must be .* got FileNotFoundError.*or restore it"
+    ):
         examples(opened)
 
 
@@ -284,7 +497,7 @@ def test_folder_that_cannot_be_listed_is_named(folder, monkeypatch):
     [
         (None, r"must have its caption.*got FileNotFoundError for '.*4\.txt'"),
         (b"gr\xf6", r"Captions must be UTF-8; got byte 0xf6 at offset 2 of '.*4\.txt'"),
-        (b"123456", r"at most model\.caption_length bytes.*got 6 in '.*4\.txt' for.*=5"),
+        (b"123456", r"at most model\.caption_length bytes.*got 6 in '.*4\.txt' for.*=5.*of 1 that"),
     ],
 )
 def test_wrong_caption_of_a_file_is_named(folder, content, match):
@@ -292,6 +505,14 @@ def test_wrong_caption_of_a_file_is_named(folder, content, match):
         path.with_suffix(".txt").write_bytes(b"right")
     if content is not None:
         (folder / "dog/4.txt").write_bytes(content)
+    with pytest.raises(ValueError, match=match):
+        open_images(folder, caption_length=5)
+
+
+def test_the_longest_of_the_captions_that_do_not_fit_is_named(folder):
+    for path, length in zip(sorted(folder.glob("[acd]*/**/*.*")), (6, 8, 7, 3), strict=True):
+        path.with_suffix(".txt").write_text("x" * length)
+    match = r"got 8 in '.*cat/1\.txt' for caption_length=5, the longest of 3 that do not fit.*th 8"
     with pytest.raises(ValueError, match=match):
         open_images(folder, caption_length=5)
 
@@ -323,6 +544,49 @@ def test_npz_with_wrong_latents_is_refused(tmp_path, latents, match):
     path = write_npz(tmp_path / "x.npz", latents=latents)
     with pytest.raises(ValueError, match=match):
         open_images(path, **LATENTS)
+
+
+def test_latents_that_are_not_finite_are_left_out_on_request(tmp_path):
+    path = write_npz(tmp_path / "x.npz", latents=one_infinite())
+    opened = open_images(path, **LATENTS, config={"max_bad": 1})
+    assert 3 not in {*opened.train.numbers, *opened.held_out.numbers}
+    assert (len(opened.train), len(opened.held_out)) == (4, 2)
+    assert "bad, and replaced by the example after it: `latents` must" in opened.description
+    assert all(np.isfinite(example.latent).all() for example in examples(opened))
+
+
+def test_latents_of_a_large_scale_are_warned_of_with_the_factor_to_use(tmp_path, monkeypatch):
+    monkeypatch.setattr(images, "CHECKED_VALUES", 2 * 120)  # Two examples at a time.
+    latents = 100 * RNG.standard_normal((7, 2, 3, 5, 4))
+    latents[2, 0, 0, 0, 0] = np.nan
+    rms = np.sqrt(np.mean(np.delete(latents, 2, axis=0) ** 2))
+    path = write_npz(tmp_path / "x.npz", latents=latents)
+    opened = open_images(path, **LATENTS, config={"max_bad": 1})
+    assert opened.description.count("warning:") == 1
+    warning = opened.description.splitlines()[-1]
+    found = re.match(r"warning: the latents have a root mean square of (\S+),.*", warning)
+    factor = re.search(r"Use --data\.latent-scale (\S+),", warning)
+    assert found is not None
+    assert factor is not None
+    assert float(found[1]) == pytest.approx(rms, rel=0.01)
+    assert float(factor[1]) == pytest.approx(1 / rms, rel=0.01)
+    # The factor is applied, and then there is nothing to warn of.
+    scaled = open_images(path, **LATENTS, config={"max_bad": 1, "latent_scale": float(factor[1])})
+    assert "warning" not in scaled.description
+    first, second = opened.train[0].latent, scaled.train[0].latent
+    assert second.dtype == np.float32
+    np.testing.assert_array_equal(second, first * np.float32(float(factor[1])))
+    # A factor that is wrong itself is corrected.
+    opened = open_images(path, **LATENTS, config={"max_bad": 1, "latent_scale": 1e-6})
+    corrected = re.search(r"--data\.latent-scale (\S+),", opened.description)
+    assert corrected is not None
+    assert float(corrected[1]) == pytest.approx(1 / rms, rel=0.01)
+
+
+@pytest.mark.parametrize(("scale", "warns"), [(0.0, 0), (0.1, 1), (0.5, 0), (3.0, 0), (5.5, 1)])
+def test_only_latents_of_an_unusual_scale_are_warned_of(tmp_path, scale, warns):
+    path = write_npz(tmp_path / "x.npz", latents=np.full((6, 2, 3, 5, 4), scale))
+    assert open_images(path, **LATENTS).description.count("warning") == warns
 
 
 @pytest.mark.parametrize(

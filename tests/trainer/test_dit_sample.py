@@ -1,5 +1,6 @@
 """sample.py: images from the folder of a run, and what it says where it cannot draw any."""
 
+import json
 from dataclasses import replace
 
 import jax
@@ -17,7 +18,7 @@ from trainer.dit.config import (
     ImageOptions,
 )
 from trainer.dit.objective import Denoising
-from trainer.dit.sample import rows_of_grid
+from trainer.dit.sample import rows_of_grid, save_new
 from trainer.parallel.step import Program
 from trainer.run.checkpoint import Checkpoints
 from trainer.run.exit import exit_on_user_errors
@@ -63,19 +64,62 @@ def test_grid_has_a_row_for_each_class(run_dir, tmp_path, capsys):
     assert "9 images" in capsys.readouterr().err
     # On another mesh, in other portions; class 2 is in another row, with other noise.
     other = tmp_path / "other.png"
+    first = (run_dir / "samples.png").read_bytes()
     flags = ("--classes", "0", "1", "--mesh.head", "1", "--devices", "4", "--batch-size", "2")
     sample.sample([str(run_dir), *QUICK, *flags, "--out", str(other)])
     difference = whole[: 8 * 19].astype(int) - pixels(other)
     assert abs(difference).max() <= 1
     assert np.unique(pixels(other)).size > 50
+    # A file that is named is not overwritten either, and this is said before anything is drawn.
+    drawn = other.read_bytes()
+    assert "--out must be a new file; got" in message_of(run_dir, *QUICK, "--out", other)
+    assert (other.read_bytes(), (run_dir / "samples.png").read_bytes()) == (drawn, first)
+    assert not list(run_dir.glob("*.part"))
 
 
-def test_latents_come_as_numbers(tmp_path):
+@pytest.mark.parametrize("name", ["samples.png", "samples.npz"])
+def test_files_are_kept_and_the_new_one_gets_a_number(tmp_path, name):
+    places = [save_new(tmp_path / name, lambda file: file.write(b"new")) for _ in range(3)]
+    stem, suffix = name.split(".")
+    assert places == [tmp_path / x for x in (name, f"{stem}-2.{suffix}", f"{stem}-3.{suffix}")]
+    (tmp_path / name).write_bytes(b"old")
+    places.append(save_new(tmp_path / name, lambda file: file.write(b"newest")))
+    assert [place.read_bytes() for place in places] == [b"old", b"new", b"new", b"newest"]
+    assert sorted(tmp_path.iterdir()) == sorted(places)
+
+
+def test_file_that_cannot_be_written_leaves_nothing(tmp_path):
+    def fail(file):
+        file.write(b"a part")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        save_new(tmp_path / "samples.png", fail)
+    assert not list(tmp_path.iterdir())
+
+
+def test_folder_that_cannot_be_written_is_named_before_anything_is_drawn(run_dir, monkeypatch):
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    message = message_of(run_dir, *QUICK)
+    assert "--out must lie in a folder that can be written; got" in message
+
+
+def test_latents_come_as_numbers(tmp_path, capsys):
+    """In the scale of the data, in a file that is named."""
     run = save_run(tmp_path / "run", data=ImageConfig(path=tmp_path / "latents.npz"))
-    sample.sample([str(run), *QUICK, "--classes", "2"])
-    with np.load(run / "samples.npz") as file:
-        assert file["latents"].shape == (3, 1, 8, 8, 1)
-        assert file["labels"].tolist() == [2, 2, 2]
+    config = json.loads((run / "config.json").read_text())
+    drawn = []
+    for number, scale in ((1, 1.0), (2, 0.25)):
+        config["data"]["latent_scale"] = scale
+        (run / "config.json").write_text(json.dumps(config))
+        sample.sample([str(run), *QUICK, "--classes", "2"])
+        path = run / ("samples.npz" if number == 1 else "samples-2.npz")
+        assert f"3 latents: {path}\n" in capsys.readouterr().err
+        with np.load(path) as file:
+            assert file["latents"].shape == (3, 1, 8, 8, 1)
+            assert file["labels"].tolist() == [2, 2, 2]
+            drawn.append(file["latents"])
+    np.testing.assert_array_equal(drawn[1], 4 * drawn[0])
     assert "--out must end in .npz for latents" in message_of(run, "--out", tmp_path / "a.png")
 
 

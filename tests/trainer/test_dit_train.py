@@ -1,6 +1,8 @@
 """The training program with diffusion transformers: going on after a stop, and what it refuses."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,13 +13,15 @@ import train
 from configs.dit import dit_1b, dit_digits
 from programs import interrupt_after
 from trainer.dit.config import DiTTrainConfig
-from trainer.run import metrics
-from trainer.run.settings import save_config
+from trainer.run.settings import load_config, save_config
 
 TINY = (
     "--model.width 16 --model.layers 2 --model.heads 8 --model.mlp-width 32 --batch-size 4 "
     "--validation-sequences 4 --log-every 1 --no-tensorboard --checkpoint.every 1000 --devices 8"
 )
+
+
+NPZ = Path("x.npz")
 
 
 def run(folder, flags="", *, steps):
@@ -77,27 +81,38 @@ def test_image_of_another_size_is_refused_before_there_is_a_run(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_image_that_is_damaged_while_training_costs_no_step(tmp_path, monkeypatch):
-    """Its pixels are met in step 2 or later; the step before is saved, and a restart goes on."""
-    data = images(tmp_path)
-    advance = metrics.Reporter.advance
-    undamaged = {path: path.read_bytes() for path in (tmp_path / "images").rglob("*.png")}
+def test_damaged_image_costs_no_step_and_the_run_goes_on_with_the_flag_of_the_error(
+    tmp_path, capsys
+):
+    """Its pixels are met in step 3, and step 2 is saved. From there on, the losses are those of a
+    run that knew of the image from its beginning."""
+    data = f"{images(tmp_path)} --devices 1 --mesh.team 1 --model.layers 1"
+    bad = tmp_path / "images" / "1" / "9.png"
+    bad.write_bytes(bad.read_bytes()[:-30])
+    with pytest.raises(ValueError, match=r"9\.png' must be a whole.*--data\.max-bad 1:"):
+        run(tmp_path / "run", data, steps=5)
+    assert [x.name for x in (tmp_path / "run" / "checkpoints").iterdir()] == ["2"]
+    capsys.readouterr()
+    after = run(tmp_path / "run", f"{data} --data.max-bad 1", steps=5)
+    named = [line for line in capsys.readouterr().out.splitlines() if "9.png" in line]
+    assert len(named) == 1
+    assert named[0].startswith("bad, and replaced by the example after it: ")
+    whole = run(tmp_path / "whole", f"{data} --data.max-bad 2", steps=5)
+    assert after.train == whole.train[2:]
+    assert after.validation == whole.validation
 
-    def damage(self, at, measured=None):
-        for path, content in undamaged.items():
-            path.write_bytes(content[:-30])
-        advance(self, at, measured)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(metrics.Reporter, "advance", damage)
-        with pytest.raises(ValueError, match=r"\.png"):
-            run(tmp_path / "run", data, steps=40)
-    steps = [int(x.name) for x in (tmp_path / "run" / "checkpoints").iterdir()]
-    assert steps[0] >= 1
-    for path, content in undamaged.items():
-        path.write_bytes(content)
-    again = run(tmp_path / "run", f"{data} --allow-changes", steps=steps[0] + 1)
-    assert len(again.train) == 1
+def test_settings_of_images_survive_and_an_older_file_lacks_them(tmp_path):
+    config = dit_digits()
+    data = replace(config.data, path=tmp_path, resize="crop", max_bad=3)
+    save_config(replace(config, data=data), tmp_path / "config.json")
+    assert load_config(DiTTrainConfig, tmp_path / "config.json").data == data
+    values = json.loads((tmp_path / "config.json").read_text())
+    for name in ("resize", "max_bad", "latent_scale"):
+        del values["data"][name]
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    older = load_config(DiTTrainConfig, tmp_path / "config.json").data
+    assert older == replace(config.data, path=tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -112,6 +127,12 @@ def test_image_that_is_damaged_while_training_costs_no_step(tmp_path, monkeypatc
         ("model", {"classes": -1}, r"classes must be at least 0"),
         ("diffusion", {"dropout": 1.0}, r"dropout must be at least 0 and below 1; got .*=1.0"),
         ("data", {"held_out": 0.0}, r"held_out must be above 0 and below 1; got held_out=0.0"),
+        ("data", {"max_bad": -1}, r"data.max_bad must be at least 0; got data.max_bad=-1"),
+        ("data", {"max_bad": 1}, r"max_bad needs files.*got max_bad=1, path=None"),
+        ("data", {"resize": "pad"}, r"needs a folder of images; got resize='pad', path=None"),
+        ("data", {"resize": "pad", "path": NPZ}, r"needs a folder.*resize='pad', path=x.npz"),
+        ("data", {"latent_scale": 0.0, "path": NPZ}, r"above 0 and finite; got latent_scale=0.0"),
+        ("data", {"latent_scale": 0.5}, r"needs latents.*got latent_scale=0.5, path=None"),
     ],
 )
 def test_config_that_cannot_be_raises(part, change, message):

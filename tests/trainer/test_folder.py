@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import tyro
 
+from configs.dit import dit_digits
 from configs.gpt import gpt_tiny
 from trainer.config import CheckpointConfig, MeshConfig
 from trainer.gpt.config import GPTTrainConfig
@@ -126,7 +127,8 @@ def test_flags_of_the_message_are_those_of_the_program(config):
 
 def test_every_setting_of_a_run_must_stay_or_is_listed_as_free(config):
     """A misspelt name in the list would free no setting."""
-    assert set(FREE_SETTINGS) < set(vars(config))
+    names = {name for default in (config, dit_digits()) for name in settings_of(default)}
+    assert set(FREE_SETTINGS) < {*vars(config), *names}
 
 
 def test_process_that_does_not_write_compares(config):

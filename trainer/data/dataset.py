@@ -28,6 +28,6 @@ class Dataset:
     """(examples, their numbers in the run) -> those rows of a batch, a tree of numpy arrays
     [rows, ...] in layout order."""
     description: str
-    """One line for the log."""
+    """A line for the log, or several."""
     loss_unit: str
     """Unit of the loss."""

@@ -96,11 +96,46 @@ class ImageConfig:
     is the handwritten digits that come with scikit-learn."""
     held_out: float = 0.1
     """Fraction of the examples that is held out."""
+    resize: Literal["crop", "pad", "stretch"] | None = None
+    """How images of another size are brought to `size`: "crop" scales an image until it covers the
+    size, and cuts the edges off; "pad" scales it until it fits, and fills up with black; "stretch"
+    changes its proportions. The default refuses them."""
+    max_bad: int = 0
+    """Number of bad examples that are left out: damaged or animated images, and latents that are
+    not finite. The example after a bad one takes its place, and the log names all. Above 0, the
+    pixels of all images are checked when training starts, which takes as long as reading them
+    once. It may change when a run goes on."""
+    latent_scale: float = 1.0
+    """Factor by which latents are multiplied when they are read, such as 0.18215 for those of
+    Stable Diffusion; samples are divided by it. Latents should have a root mean square of about 1,
+    as the noise has."""
 
     def __post_init__(self) -> None:
         if not 0 < self.held_out < 1:
             raise InputError(
                 f"data.held_out must be above 0 and below 1; got held_out={self.held_out}. Use 0.1."
+            )
+        check_minimum("data.max_bad", self.max_bad, 0)
+        if not 0 < self.latent_scale < math.inf:
+            raise InputError(
+                "data.latent_scale must be above 0 and finite; got "
+                f"latent_scale={self.latent_scale}. Leave it out for 1."
+            )
+        if self.latent_scale != 1 and not self.holds_latents:
+            raise InputError(
+                "data.latent_scale needs latents, an *.npz file; got "
+                f"latent_scale={self.latent_scale}, path={self.path}. Leave it out: images have "
+                "values from -1 to 1."
+            )
+        if self.resize is not None and (self.path is None or self.holds_latents):
+            raise InputError(
+                "data.resize needs a folder of images; got "
+                f"resize={self.resize!r}, path={self.path}. Leave it out, or give --data.path."
+            )
+        if self.max_bad and self.path is None:
+            raise InputError(
+                "data.max_bad needs files, which may be bad; got "
+                f"max_bad={self.max_bad}, path=None. Leave it out, or give --data.path."
             )
 
     @property
@@ -179,8 +214,8 @@ class ImageOptions(SampleOptions):
     """Size of an image pixel in pixels of the PNG file. The default makes every image at least 64
     pixels wide."""
     out: Path | None = None
-    """File to write: *.png, or *.npz for latents. The default is samples.png or samples.npz in the
-    folder of the run."""
+    """File to write: *.png, or *.npz for latents. It must not exist. The default is samples.png or
+    samples.npz in the folder of the run, or samples-2.png and so on where there are others."""
 
     def __post_init__(self) -> None:
         for name in ("samples", "steps", "batch_size"):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import jax
 import jax.numpy as jnp
@@ -83,7 +82,8 @@ class Drawing:
             seed: seed of the noise, below 2**32.
 
         Returns:
-            An iterator over latents, or over images with values of about -1 to 1.
+            An iterator over latents in the scale of the data, or over images with values of about
+            -1 to 1.
 
         Raises:
             ValueError: if the model does not know a label, or cannot take a caption or the seed.
@@ -110,7 +110,8 @@ class Drawing:
             patches = self._draw(weights, chosen, text, numbers.astype(np.int32), seed)
             patches = np.asarray(patches)[:, : config.num_tokens]
             drawn = unpatchify(patches, config.size, config.model.patch, config.model.channels)
-            yield from drawn[: len(labels) - first]
+            # Back to the scale of the data.
+            yield from drawn[: len(labels) - first] / np.float32(config.data.latent_scale)
 
     def _draw_rows(
         self,
@@ -181,12 +182,12 @@ def _check_wishes(
             f"captions must be as many as labels; got {len(captions)} captions, {len(labels)} "
             "labels. Use b'' for none."
         )
-    for caption in captions or ():
-        if len(caption) > model.caption_length:
-            raise InputError(
-                f"captions must have at most caption_length={model.caption_length} bytes; got "
-                f"{len(caption)}. Shorten it."
-            )
+    longest = max(captions or (), key=len, default=b"")
+    if len(longest) > model.caption_length:
+        raise InputError(
+            f"captions must have at most caption_length={model.caption_length} bytes; got "
+            f"{len(longest)} in {longest.decode(errors='replace')!r}, the longest. Shorten it."
+        )
     if not 0 <= seed < 2**32:
         raise InputError(f"seed must be at least 0 and below 2**32; got seed={seed}. Use another.")
 
@@ -217,13 +218,13 @@ def image_grid(
 
 
 def save_grid(
-    images: Sequence[UInt8[np.ndarray, "H W C"]], path: Path, *, columns: int, scale: int
+    images: Sequence[UInt8[np.ndarray, "H W C"]], file: IO[bytes], *, columns: int, scale: int
 ) -> None:
-    """Writes an `image_grid` as PNG. A reader finds the old file or the whole new one.
+    """Writes an `image_grid` as PNG.
 
     Args:
         images: images with 1 or 3 channels.
-        path: the file.
+        file: an open file.
         columns: number of images in a row.
         scale: width and height of an image pixel, in pixels of the file.
     """
@@ -231,6 +232,4 @@ def save_grid(
     from PIL import Image
 
     grid = image_grid(images, columns=columns).repeat(scale, axis=0).repeat(scale, axis=1)
-    part = path.with_name(f"{path.name}.part")
-    Image.fromarray(grid.squeeze(-1) if grid.shape[-1] == 1 else grid).save(part, format="PNG")
-    part.replace(path)
+    Image.fromarray(grid.squeeze(-1) if grid.shape[-1] == 1 else grid).save(file, format="PNG")

@@ -1,48 +1,55 @@
-"""Folders of images, read with Pillow.
+"""Folders of images.
 
-The sizes and captions of all files are checked when a folder is opened; pixels are read when they
-are needed. Nothing is resized or cropped.
+The captions and the sizes of all files are checked when a folder is opened; pixels are read when
+they are needed, and before the run as well if some files are expected to be bad.
 """
 
 from __future__ import annotations
 
-import struct
-import zlib
-from collections.abc import Callable
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import numpy as np
-from jaxtyping import Float32
-
 from startrail_jax.errors import InputError
 from trainer.data.files import walk_files
-from trainer.dit.examples import (
-    ImageSet,
-    Wanted,
-    encode_caption,
+from trainer.dit.examples import ImageSet, Wanted, encode_captions
+from trainer.dit.pixels import (
+    BadImageError,
+    check_header,
+    check_pixels,
+    import_pillow,
+    read_pixels,
 )
-from trainer.errors import MissingPackageError
+from trainer.processes.exchange import Peers
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
-# Pillow's modes of at most 8 bits a channel. Pillow would clip the values of wider modes.
-MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "LAB")
-EXIF_ORIENTATION = 0x0112
+# Number of files that wait for the threads which check them.
+FILES_AT_A_TIME = 1024
+# Between two lines that say how many files are checked.
+SECONDS_BETWEEN_LINES = 10.0
 
 
-def open_folder(folder: Path, wanted: Wanted) -> ImageSet:
-    """Finds the images of a folder; checks their sizes and reads their captions.
+def open_folder(folder: Path, wanted: Wanted, *, decode: bool, peers: Peers) -> ImageSet:
+    """Finds the images of a folder; checks them and reads their captions.
 
     Args:
         folder: holds images with a suffix in `SUFFIXES`, in a subfolder for each class if the model
             has classes. The caption of name.png is in name.txt. Hidden files are left out.
         wanted: what the model needs.
+        decode: whether to decode the pixels of all files, which finds every bad one but takes as
+            long as reading the data once. Else, only sizes and formats are checked.
+        peers: the processes that decode, each a share of the files.
 
     Raises:
         ImportError: if Pillow is missing.
-        ValueError: if there are no images, or images that the model cannot take.
+        ValueError: if there are no images, or images that the model cannot take for another reason
+            than that they are bad.
     """
-    _import_pillow()
+    import_pillow()
     if wanted.size[0] != 1 or wanted.channels not in (1, 3):
         raise InputError(
             "A folder of images needs size=(1, height, width) and model.channels=1 or 3; got "
@@ -59,19 +66,21 @@ def open_folder(folder: Path, wanted: Wanted) -> ImageSet:
     names = _classes_of_folder(folder, keys, wanted)
     label_of = {name: label for label, name in enumerate(names)}
     files = [folder / key for key in keys]
+    remark = _other_files(found)
     captions: list[bytes | None] = [None] * len(files)
     if wanted.caption_length:
-        captions = [_caption_of_file(path, wanted.caption_length) for path in files]
-    for path in files:
-        _with_pillow(path, wanted, _check_image)
-    others = [key for key in found if _suffix(key) not in (*SUFFIXES, ".txt")]
-    suffixes = ", ".join(sorted({_suffix(key) or PurePosixPath(key).name for key in others})[:5])
+        captions, longest = encode_captions(map(_read_caption, files), wanted.caption_length)
+        remark += longest
+    check = partial(check_pixels if decode else check_header, wanted=wanted)
+    numbers = range(peers.index, len(files), peers.count) if decode else range(len(files))
     return ImageSet(
         name=str(folder),
-        latent=lambda number: _with_pillow(files[number], wanted, _pixels),
+        latent=lambda number: read_pixels(files[number], wanted),
         labels=[label_of.get(key.split("/")[0]) for key in keys],
         captions=captions,
-        remark=f"; {len(others):,} other files left out ({suffixes})" if others else "",
+        bad=_find_bad(files, numbers, check, shown=peers.index == 0),
+        keys=keys,
+        remark=remark,
     )
 
 
@@ -111,74 +120,50 @@ def _classes_of_folder(folder: Path, keys: list[str], wanted: Wanted) -> tuple[s
     return names
 
 
-def _import_pillow() -> Any:
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise MissingPackageError(
-            f"Folders of images are read with Pillow, which is missing ({error}). "
-            "Run: pip install -e '.[images]'"
-        ) from error
-    return Image
+def _other_files(keys: list[str]) -> str:
+    """A remark about the files that are neither images nor captions."""
+    others = [key for key in keys if _suffix(key) not in (*SUFFIXES, ".txt")]
+    suffixes = ", ".join(sorted({_suffix(key) or PurePosixPath(key).name for key in others})[:5])
+    return f"; {len(others):,} other files left out ({suffixes})" if others else ""
 
 
-def _with_pillow(path: Path, wanted: Wanted, function: Callable[[Any, Path, Wanted], Any]) -> Any:
-    """Calls a function with an opened image, whose pixels are not decoded yet."""
-    library = _import_pillow()
-    damaged = (OSError, SyntaxError, EOFError, zlib.error, struct.error)
-    try:
-        with library.open(path) as image:
-            return function(image, path, wanted)
-    except (*damaged, library.DecompressionBombError) as error:
-        raise InputError(
-            f"{str(path)!r} must be a whole image; got {type(error).__name__}: {error}. Write it "
-            "again, or remove it."
-        ) from error
+def _find_bad(
+    files: Sequence[Path], numbers: range, check: Callable[[Path], Any], *, shown: bool
+) -> dict[int, str]:
+    """Why each bad image cannot be used, by its number.
+
+    Args:
+        files: all files.
+        numbers: numbers of the files to check.
+        check: raises `BadImageError` for a bad image. Threads call it.
+        shown: whether to say how far it is, if it takes long.
+    """
+
+    def reason(number: int) -> str:
+        try:
+            check(files[number])
+        except BadImageError as error:
+            return str(error)
+        return ""
+
+    bad: dict[int, str] = {}
+    due = time.monotonic() + SECONDS_BETWEEN_LINES
+    with ThreadPoolExecutor() as threads:
+        for start in range(0, len(numbers), FILES_AT_A_TIME):
+            if shown and time.monotonic() > due:
+                due = time.monotonic() + SECONDS_BETWEEN_LINES
+                print(f"{start:,} of {len(numbers):,} images are checked", file=sys.stderr)
+            part = numbers[start : start + FILES_AT_A_TIME]
+            reasons = zip(part, threads.map(reason, part), strict=True)
+            bad |= {number: text for number, text in reasons if text}
+    return bad
 
 
-def _check_image(image: Any, path: Path, wanted: Wanted) -> None:
-    """Raises if the header of an image says another size or mode than the model needs."""
-    _, height, width = wanted.size
-    found = (image.height, image.width)
-    # If the header holds no EXIF data, `getexif` would decode the whole image to look for it.
-    if "exif" in image.info and image.getexif().get(EXIF_ORIENTATION, 1) >= 5:
-        found = found[::-1]
-    if found != (height, width):
-        raise InputError(
-            f"All images must be of the size height={height}, width={width}; got height={found[0]},"
-            f" width={found[1]} in {str(path)!r}. Resize or crop them before, or use "
-            f"--size 1 {found[0]} {found[1]}."
-        )
-    if getattr(image, "n_frames", 1) > 1:
-        raise InputError(
-            f"Images must not be animated; got {image.n_frames} frames in {str(path)!r}. Save one, "
-            "or give an *.npz file of latents."
-        )
-    if image.mode not in MODES:
-        raise InputError(
-            f"Images must have 8 bits a channel; got the mode {image.mode!r} in {str(path)!r}. "
-            "Convert it, or give an *.npz file of latents."
-        )
-
-
-def _pixels(image: Any, path: Path, wanted: Wanted) -> Float32[np.ndarray, "1 H W C"]:
-    """The upright image, without transparency, with values from -1 to 1."""
-    from PIL import ImageOps
-
-    upright = ImageOps.exif_transpose(image)
-    # The file may have been rewritten since it was checked.
-    _check_image(upright, path, wanted)
-    if "transparency" in upright.info:
-        upright = upright.convert("RGBA")
-    upright = upright.convert("L" if wanted.channels == 1 else "RGB")
-    values = np.asarray(upright, np.float32) / 127.5 - 1
-    return values.reshape(*wanted.size, wanted.channels)
-
-
-def _caption_of_file(image: Path, caption_length: int) -> bytes:
+def _read_caption(image: Path) -> tuple[str, str]:
+    """The caption of an image, and where it was found."""
     path = image.with_suffix(".txt")
     try:
-        text = path.read_bytes().decode("utf-8-sig").strip()
+        return path.read_bytes().decode("utf-8-sig").strip(), repr(str(path))
     except OSError as error:
         raise InputError(
             f"Every image must have its caption in a file beside it; got {type(error).__name__} "
@@ -189,4 +174,3 @@ def _caption_of_file(image: Path, caption_length: int) -> bytes:
             f"Captions must be UTF-8; got byte {error.object[error.start]:#04x} at offset "
             f"{error.start} of {str(path)!r}. Convert the file."
         ) from None
-    return encode_caption(text, repr(str(path)), caption_length)

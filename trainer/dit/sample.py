@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -16,6 +18,7 @@ from trainer.dit.config import DiTTrainConfig, ImageOptions
 from trainer.dit.diffusion import SAMPLERS, Sampler
 from trainer.dit.drawing import Drawing, save_grid, to_pixels
 from trainer.dit.objective import Denoising
+from trainer.errors import StorageError
 from trainer.parallel.step import Program
 from trainer.parallel.tiling import largest_tile
 from trainer.run.checkpoint import restore_weights
@@ -31,7 +34,7 @@ LEAST_PIXELS = 64
 def sample_images(
     run_dir: Path, config: DiTTrainConfig, options: ImageOptions, session: Session
 ) -> None:
-    """Draws images with the model of a run, and writes all of them to one file.
+    """Draws images with the model of a run, and writes all of them to one file, a new one.
 
     Args:
         run_dir: folder of the run.
@@ -46,6 +49,8 @@ def sample_images(
     """
     labels, captions = rows_of_grid(config, options)
     out = _file_to_write(run_dir, config, options)
+    if session.is_first:
+        _require_new_file(out, options)
     drawing, weights, step = load_drawing(
         run_dir,
         config,
@@ -57,14 +62,51 @@ def sample_images(
     )
     session.note(f"model: {run_dir} after step {step}")
     images = list(drawing.draw(weights, labels=labels, captions=captions, seed=options.seed))
-    if session.is_first:
+
+    def write(file: IO[bytes]) -> None:
         if out.suffix == ".npz":
-            np.savez(out, latents=np.stack(images), labels=np.array(labels))
+            np.savez(file, latents=np.stack(images), labels=np.array(labels))
         else:
             pixels = [to_pixels(image) for image in images]
             scale = options.scale or math.ceil(LEAST_PIXELS / pixels[0].shape[1])
-            save_grid(pixels, out, columns=options.samples, scale=scale)
-    session.note(f"{len(images)} images: {out}")
+            save_grid(pixels, file, columns=options.samples, scale=scale)
+
+    if session.is_first:
+        what = "latents" if config.data.holds_latents else "images"
+        session.note(f"{len(images)} {what}: {save_new(out, write)}")
+
+
+def save_new(path: Path, write: Callable[[IO[bytes]], None]) -> Path:
+    """Writes a file in a place where there is none; nobody sees a part of it.
+
+    Args:
+        path: the file. If it exists, it is kept, and name-2.suffix is written, or name-3.suffix and
+            so on.
+        write: writes to the open file.
+
+    Returns:
+        The file that was written.
+    """
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        with part.open("wb") as file:
+            write(file)
+        place, number = path, 1
+        while not _take(place):
+            number += 1
+            place = path.with_stem(f"{path.stem}-{number}")
+        return part.replace(place)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _take(path: Path) -> bool:
+    """Makes an empty file if there is none, even if another program looks for a name now."""
+    try:
+        path.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
 
 
 def load_drawing(
@@ -175,3 +217,17 @@ def _file_to_write(run_dir: Path, config: DiTTrainConfig, options: ImageOptions)
             f"--out must lie in a folder that exists; got {str(out)!r}. Make {out.parent}."
         )
     return out
+
+
+def _require_new_file(out: Path, options: ImageOptions) -> None:
+    """Raises now what would be a pity after all is drawn."""
+    if options.out is not None and out.exists():
+        raise InputError(
+            f"--out must be a new file; got {str(out)!r}, which exists. Give another name, or "
+            "remove it."
+        )
+    if not os.access(out.parent, os.W_OK):
+        raise StorageError(
+            f"--out must lie in a folder that can be written; got {str(out)!r}. Give another: "
+            f"--out {out.name}."
+        )

@@ -25,6 +25,7 @@ class DiTTask(Task[DiTTrainConfig, ImageOptions]):
     def open_data(self, config: DiTTrainConfig, layout: Any) -> Dataset:
         from trainer.dit.batches import image_batch
         from trainer.dit.images import open_images
+        from trainer.processes.exchange import peers
 
         images = open_images(
             config.data,
@@ -32,6 +33,7 @@ class DiTTask(Task[DiTTrainConfig, ImageOptions]):
             channels=config.model.channels,
             classes=config.model.classes,
             caption_length=config.model.caption_length,
+            peers=peers(),
         )
         return Dataset(
             train=images.train,

@@ -27,6 +27,8 @@ FREE_SETTINGS = (
     *("devices", "mesh", "zero", "zero_axes", "remat", "offload", "tile", "accumulation"),
     *("run_dir", "log_every", "tensorboard", "checkpoint", "profile", "non_finite"),
     *("evaluate_every", "validation_sequences", "sample_length", "temperature", "allow_changes"),
+    # Steps that are done do not depend on it: a bad example has been replaced, or raised an error.
+    "data.max_bad",
 )
 
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)

@@ -130,7 +130,8 @@ def _decode(hint: Any, value: Any, name: str) -> Any:
     kind, arguments = typing.get_origin(hint), typing.get_args(hint)
     if dataclasses.is_dataclass(hint) and isinstance(value, dict):
         return _decode_dataclass(hint, value, name)
-    if kind is types.UnionType and type(None) in arguments:
+    # A union with a Literal is of the second kind.
+    if kind in (types.UnionType, typing.Union) and type(None) in arguments:
         (other,) = set(arguments) - {type(None)}
         return None if value is None else _decode(other, value, name)
     # With their types: True equals 1.

@@ -1,0 +1,48 @@
+"""What processes tell each other before they train."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import train
+from benchmarks import failures
+from trainer.processes.exchange import peers
+
+
+def test_one_process_gathers_what_it_gives():
+    assert (peers().index, peers().count) == (0, 1)
+    assert peers().gather({"bad": [[3, "größe"]]}) == [{"bad": [[3, "größe"]]}]
+
+
+GATHERING = """
+import sys
+from trainer.processes.distributed import start
+from trainer.processes.exchange import peers
+from trainer.processes.options import Distributed
+index = int(sys.argv[2])
+start(Distributed(coordinator=f"localhost:{sys.argv[1]}", processes=2, index=index))
+print(peers().index, peers().count, peers().gather(["x"] * index))
+"""
+
+
+def test_two_processes_gather_what_both_give():
+    port = str(failures.free_port())
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", GATHERING, port, index],
+            cwd=Path(train.__file__).parent,
+            env={**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index in ("0", "1")
+    ]
+    try:
+        outputs = [process.communicate(timeout=120) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for index, (output, error) in enumerate(outputs):
+        assert output.splitlines()[-1:] == [f"{index} 2 [[], ['x']]"], error
