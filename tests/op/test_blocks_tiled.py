@@ -18,6 +18,7 @@ from startrail_jax.blocks.base import Request
 from startrail_jax.layout import Layout
 from startrail_jax.mask import Mask
 from startrail_jax.shapes import EMPTY
+from startrail_jax.softmax import merge_partials
 from startrail_jax.tiles import Tiling, split_tiles
 
 BATCH, HEADS, HEAD_DIM, VALUE_DIM = 2, 6, 5, 7
@@ -129,7 +130,7 @@ def random_arrays(case, dtype=jnp.float32):
 
 
 def both_passes(mask, q, k, v, dout):
-    ((out, lse),) = tiled.forward(q, k, v, mask, SCALE)
+    out, lse = merge_partials(tiled.forward(q, k, v, mask, SCALE))
     delta = (out * dout).sum(-1).swapaxes(1, 2)
     return out, lse, *tiled.backward(q, k, v, lse, delta, dout, mask, SCALE)
 
@@ -262,7 +263,7 @@ def test_tiled_goes_on_from_what_earlier_keys_left(monkeypatch):
         partials = ()
         for mask, (k, v) in zip(masks, keys, strict=True):
             partials = tiled.forward(q, k, v, mask, SCALE, partials)
-        ((out, lse),) = partials
+        out, lse = merge_partials(partials)
         delta, dq = (out * dout).sum(-1).swapaxes(1, 2), None
         for mask, (k, v) in zip(masks, keys, strict=True):
             into = (dq, None, None)
