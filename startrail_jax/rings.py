@@ -189,12 +189,12 @@ def _backward(schedule: Schedule, residuals: Any, cotangents: Any) -> tuple[Any,
     # Rows that see no key take no part: a NaN times a weight of 0 would spoil dk and dv.
     empty = lse <= EMPTY
     dout, dlse = jnp.where(rows(empty), 0, dout), jnp.where(empty, 0, dlse)
-    delta = (dout.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1).swapaxes(1, 2) - dlse
     if low is not None:
-        # What rounding took from lse need not travel. Every gradient is linear in (dout, delta):
-        # exp(s - lse - low) (dout v^T - delta) is exp(s - lse) of both times exp(-low).
+        # What rounding took from lse need not travel: p = exp(s - lse) exp(-low), and gradients are
+        # linear in (dout, dlse). dout before delta, so that dp and delta round alike.
         weight = jnp.exp(-low)
-        dout, delta = dout * rows(weight), delta * weight
+        dout, dlse = dout * rows(weight), dlse * weight
+    delta = (dout.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1).swapaxes(1, 2) - dlse
 
     queries = (
         *(_query_unit(schedule, x) for x in (q, dout)),

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Sequence
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float32
+from jaxtyping import Array, Float32, Shaped
 
 from startrail_jax.shapes import EMPTY
 
@@ -18,7 +18,7 @@ from startrail_jax.shapes import EMPTY
 Partials = tuple[tuple[Array, ...], ...]
 
 
-def rows(x: Float32[Array, "b n t"]) -> Float32[Array, "b t n 1"]:
+def rows(x: Shaped[Array, "b n t"]) -> Shaped[Array, "b t n 1"]:
     """One number for each query and head, laid out to scale an output of shape [b, t, n, v]."""
     return jnp.swapaxes(x, 1, 2)[..., None]
 

@@ -279,6 +279,21 @@ def test_tiled_goes_on_from_what_earlier_keys_left(monkeypatch):
     assert error(dq, expected.query[:, queries]) < FLOAT32
 
 
+def test_error_hardly_grows_with_the_number_of_merges(monkeypatch):
+    """512 tiles of keys: a rounding of lse in each merge would add up to more than the bound."""
+    monkeypatch.setattr(tiled, "COARSE", 4)
+    fake_cudnn.install(monkeypatch)
+    rng = np.random.default_rng(0)
+    queries, keys = (1, 16, 2, 8), (1, 2048, 2, 8)
+    arrays = [rng.normal(size=x).astype(np.float32) for x in (queries, keys, keys, queries)]
+    step = jax.jit(functools.partial(both_passes, Mask()), compiler_options=QUICK)
+    out, lse, *gradients = step(*arrays)
+    expected = oracle.attention(*arrays[:3], scale=SCALE)
+    expected += oracle.gradients(*arrays, scale=SCALE)
+    for found, wanted in zip((out, lse, *gradients), expected, strict=True):
+        assert error(found, wanted) < FLOAT32
+
+
 @pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "dense"])
 def test_tiled_inside_shard_map_with_each_device_at_its_own_tiles(kernels, monkeypatch):
     cases = [zigzag(query=(1, r), key=(1, r ^ 1), packed=True, fine=6) for r in range(4)]
