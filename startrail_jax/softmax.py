@@ -50,7 +50,7 @@ def merge_precisely(
     """
     if len(partials) == 1:
         out, lse, *low = partials[0]
-        return out.astype(jnp.float32), lse, *(low or (jnp.zeros_like(lse),))
+        return out.astype(jnp.float32), lse, low[0] if low else jnp.zeros_like(lse)
     highest = functools.reduce(jnp.maximum, (lse for _, lse, *_ in partials))
     # In a row that is EMPTY everywhere the weights are 1, and the outputs that they scale are 0.
     weights = [jnp.exp(sum(low, lse - highest)) for _, lse, *low in partials]

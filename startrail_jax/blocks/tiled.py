@@ -270,7 +270,7 @@ def _attend(
     # Weights are at most this, a power of 2, so that sums of values near the greatest float32 do
     # not overflow. In float16 small weights would vanish, and no value is that great.
     unit = 1.0 if v.dtype == jnp.float16 else 0.5 ** k.shape[2].bit_length()
-    # In a row that sees no key, p is 0 and the total is set to a unit, which is the least in others.
+    # In a row that sees no key, p is 0 and the total is set to a unit, the least in other rows.
     highest = jnp.maximum(logits.max(-1), EMPTY)
     p = jnp.exp(logits - highest[..., None]) * unit
     total = jnp.maximum(p.sum(-1), unit)

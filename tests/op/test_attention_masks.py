@@ -162,7 +162,7 @@ def test_large_logits_do_not_overflow():
 
 
 def test_gradients_at_large_logits_are_as_exact_as_at_small_ones():
-    """Logits of 9600 and a little, which float32 numbers represent exactly: lse is what it rounds."""
+    """Logits of 9600 and a little, which float32 represents exactly: only lse is rounded."""
     case = Case(degrees=STARTRAIL)
     attention = dataclasses.replace(case.attention, scale=300.0)
     rng = np.random.default_rng(3)

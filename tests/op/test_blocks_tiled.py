@@ -241,6 +241,12 @@ def test_what_cudnn_does_not_serve_is_computed_from_dense_tiles(name, monkeypatc
     check_both_passes(case, FLOAT32)
 
 
+def test_dense_tile_of_values_near_the_greatest_float32_does_not_overflow():
+    q, v = jnp.zeros((1, 3, 2, 5)), jnp.full((1, 7, 1, 4), 3e38)
+    out, *_ = tiled._attend(q, jnp.zeros((1, 7, 1, 5)), v, SCALE, None)
+    np.testing.assert_allclose(out, 3e38, rtol=1e-6)
+
+
 def test_rounding_of_16_bit_inputs_is_that_of_a_flash_kernel(monkeypatch):
     case = CASES["causal documents"]
     small_tiles(monkeypatch, case)

@@ -141,7 +141,7 @@ def test_gradients_of_copied_key_heads_are_sent_in_float32():
     degrees = D(group=2, ring=2, head=4)
     whole, copied = (st.communication(degrees, kv_heads=n, **sizes).backward for n in (4, 1))
     query = key = 4 * 5 * 2
-    # Exchanges of dout and dq, and of dk and dv; one of the two permutes of keys brings dk, dv back.
+    # Exchanges of dout and dq, and of dk and dv; a permute brings dk and dv back too.
     assert whole.by_collective["all_to_all"] == 3 * (2 * query + 2 * key) // 4
     assert copied.by_collective["all_to_all"] == 3 * (2 * query + 2 * 2 * key) // 4
     more = copied.by_collective["collective_permute"] - whole.by_collective["collective_permute"]
