@@ -126,7 +126,7 @@ class _Network:
                 _permute=self.permute,
             ),
         ):
-            (out, lse), residuals = op.fwd(self.schedule, q, k, v, None, None)
+            (out, lse, _), residuals = op.fwd(self.schedule, q, k, v, None, None)
             if not backward:
                 return (out,)
             return (out, *op.bwd(self.schedule, residuals, (dout, jnp.zeros_like(lse)))[:3])

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int32, Shaped
+from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 from startrail_jax.mesh import Axis
 
@@ -93,11 +93,23 @@ def partials(x: Shaped[Array, "..."], axis: Axis, dim: int) -> Shaped[Array, "p 
     return lax.all_to_all(parts, axis.names, split_axis=dim, concat_axis=0)
 
 
-def repeat_heads(heads: int, *arrays: Float[Array, "b s k _"]) -> tuple[Array, ...]:
-    """Repeats each of the k heads of some arrays `heads / k` times.
+def _exchange_keys(x: Float[Array, "b s k h"], axis: Axis, dtype: Any) -> Float[Array, "b gs _ h"]:
+    """Step 0 of the schedule for keys or values: `exchange` trades their tokens for heads.
 
-    The gradients of the copies of a head are summed in float32.
+    They are sent in `dtype`, and their gradients in the dtype of x, which is float32 for copies.
     """
+    return exchange(x.astype(dtype), axis, split=2, concat=1).astype(x.dtype)
+
+
+exchange_keys = jax.custom_vjp(_exchange_keys, nondiff_argnums=(1, 2))
+exchange_keys.defvjp(
+    lambda x, axis, dtype: (exchange_keys(x, axis, dtype), None),
+    lambda axis, dtype, _, dout: (exchange(dout, axis, split=1, concat=2),),
+)
+
+
+def repeat_heads(heads: int, *arrays: Float[Array, "b s k _"]) -> tuple[Array, ...]:
+    """Repeats each of the k heads of some arrays `heads / k` times, as `copy_heads` does."""
     copied = jnp.arange(heads) // (heads // arrays[0].shape[2])
     return tuple(copy_heads(x, copied, Axis((), 1)) for x in arrays)
 
@@ -119,13 +131,14 @@ def needed_heads(num_heads: int, parts: int, tensor: Axis) -> Int32[Array, " par
 
 def _copy_heads(
     x: Float[Array, "b s k h"], heads: Int32[Array, " copies"], replicas: Axis
-) -> Float[Array, "b s copies h"]:
+) -> Float32[Array, "b s copies h"]:
     """Takes heads by number, any of them several times.
 
-    The gradients of all copies of a head are summed in float32, over this device and over the
-    devices along `replicas`, which hold the same x.
+    The copies are float32 numbers with the values of x, so that their gradients are float32 too.
+    Those of all copies of a head are summed, over this device and over the devices along
+    `replicas`, which hold the same x, and only the sum is rounded to the dtype of x.
     """
-    return jnp.take(x, heads, axis=2, mode="clip")
+    return jnp.take(x, heads, axis=2, mode="clip").astype(jnp.float32)
 
 
 def _copy_heads_forward(x: Array, heads: Array, replicas: Axis) -> tuple[Array, Any]:
@@ -135,7 +148,7 @@ def _copy_heads_forward(x: Array, heads: Array, replicas: Axis) -> tuple[Array, 
 def _copy_heads_backward(replicas: Axis, residuals: Any, dout: Array) -> tuple[Array, None]:
     heads, like = residuals
     copies = jax.nn.one_hot(heads, like.shape[2], dtype=jnp.float32)
-    dx = jnp.einsum("bsch,ck->bskh", dout.astype(jnp.float32), copies, precision="highest")
+    dx = jnp.einsum("bsch,ck->bskh", dout, copies, precision="highest")
     if replicas.degree > 1:
         dx = lax.psum(dx, replicas.names)
     return dx.astype(like.dtype), None

@@ -49,8 +49,8 @@ from startrail_jax.shapes import (
     ValueShard,
 )
 from startrail_jax.sizes import Sizes
-from startrail_jax.softmax import Partials, merge_partials, rows
-from startrail_jax.varying import alike
+from startrail_jax.softmax import Partials, log_sum, merge_precisely, rows
+from startrail_jax.varying import alike, is_replicated
 
 # (most, turn) of each platform. A ring of up to `most` rounds is unrolled. The middle of a longer
 # one is a loop whose body has `turn` rounds, which bounds the time to compile it. XLA copies what a
@@ -80,27 +80,32 @@ def sharded_attention(
     """Attention of this device's tokens to the whole sequence: steps 0 to 5.
 
     Steps 0 and 5 move data only where the head degree is above 1. Where there are fewer key heads
-    than that degree, they are copied before step 0.
+    than that degree, they are copied before step 0. Copies, on one device or on several, are
+    float32 arrays until then, so that their gradients are summed before they are rounded.
 
     Args:
         schedule: what `Attention.schedule` holds.
-        q, k, v: this device's shards, of all the heads that its tensor rank holds.
+        q: this device's queries, of all the heads that its tensor rank holds.
+        k, v: its keys and values, likewise: in the dtype of q, or copies (`copy_heads`).
         query_segments, key_segments: segment ids of the same tokens; both or neither.
 
     Returns:
         out in the dtype of q and lse in float32, for this device's tokens.
     """
     head = schedule.head
+    if is_replicated(k, q) or is_replicated(v, q):
+        k, v = _float32((k, v))
     q, k, v = alike(q, k, v)
     if k.shape[2] < head.degree:
         k, v = collectives.repeat_heads(head.degree, k, v)
-    q, k, v = (collectives.exchange(x, head, split=2, concat=1) for x in (q, k, v))
+    q = collectives.exchange(q, head, split=2, concat=1)
+    k, v = (collectives.exchange_keys(x, head, q.dtype) for x in (k, v))
     shared = query_segments is key_segments
     if query_segments is not None:
         query_segments = collectives.gather(query_segments, head, 1)
     if key_segments is not None:
         key_segments = query_segments if shared else collectives.gather(key_segments, head, 1)
-    out, lse = concentric_attention(schedule, q, k, v, query_segments, key_segments)
+    out, lse, _ = concentric_attention(schedule, q, k, v, query_segments, key_segments)
     out = collectives.exchange(out, head, split=1, concat=2)
     lse = collectives.exchange(lse, head, split=2, concat=1)
     if head.degree > 1:
@@ -115,16 +120,20 @@ def _forward(
     v: ValueShard,
     query_segments: QuerySegments | None,
     key_segments: KeySegments | None,
-) -> tuple[OutShard, LseShard]:
+) -> tuple[OutShard, LseShard, LseShard | None]:
     """Steps 1 to 4: gather queries, place keys, go round the ring, combine over the team.
 
     A device receives A - 1 shares for the queries; 2g(G - 1), and up to 2g more, for the placement
     (2g(2C - 1) in the order of the paper); 2gG in each of R - 1 hops of the ring; and A - 1 for the
     combination. The backward pass is `_backward`.
 
+    Keys and values are used in the dtype of q; their gradients have the dtype that they come in.
+
     Returns:
-        out in the dtype of q and lse in float32, for this device's queries.
+        out in the dtype of q and lse in float32, for this device's queries; and what rounding took
+        from lse (`softmax.Partials`), which only float32 inputs are exact enough to need.
     """
+    k, v = (x.astype(q.dtype) for x in (k, v))
     seq_len, scale, block, _ = _static(schedule, q, k, v, query_segments)
     device = _device(schedule)
     q_unit: Any = _query_unit(schedule, q)
@@ -145,20 +154,21 @@ def _forward(
         direction=1,
         travellers=tuple(_key_unit(schedule, x) for x in (k, v, key_segments)),
         visit=attend,
-        settle=lambda partials: (merge_partials(partials),),
+        settle=lambda partials: (merge_precisely(partials),),
         unrolled=_unrolled(schedule),
     )
-    out, lse = merge_partials(partials)
+    out, *stats = merge_precisely(partials)
     out = schedule.unsort(out, schedule.query_ranks, 1)
-    lse = schedule.unsort(lse, schedule.query_ranks, 2)
-    return _combine(schedule, out, lse, q.dtype)
+    lse, low = (schedule.unsort(x, schedule.query_ranks, 2) for x in stats)
+    return _combine(schedule, out, lse, low if q.dtype == jnp.float32 else None, q.dtype)
 
 
-def _forward_rule(schedule: Schedule, *inputs: Any) -> tuple[Any, Any]:
-    out, lse = concentric_attention(schedule, *inputs)
+def _forward_rule(schedule: Schedule, q: Any, k: Any, v: Any, *segments: Any) -> tuple[Any, Any]:
+    out, *stats = concentric_attention(schedule, q, k, v, *segments)
     out = checkpoint_name(out, CHECKPOINT_NAMES[0])
-    lse = checkpoint_name(lse, CHECKPOINT_NAMES[1])
-    return (out, lse), (*inputs, out, lse)
+    lse, low = (x if x is None else checkpoint_name(x, CHECKPOINT_NAMES[1]) for x in stats)
+    keys = (x.astype(q.dtype) for x in (k, v))
+    return (out, lse, low), (q, *keys, *segments, out, lse, low, k[:0])
 
 
 def _backward(schedule: Schedule, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
@@ -175,14 +185,22 @@ def _backward(schedule: Schedule, residuals: Any, cotangents: Any) -> tuple[Any,
 
     Gradients travel and are summed in float32.
     """
-    q, k, v, query_segments, key_segments, out, lse = residuals
-    dout, dlse = cotangents
+    q, k, v, query_segments, key_segments, out, lse, low, given_keys = residuals
+    dout, dlse, *_ = cotangents
     seq_len, scale, block, by_query = _static(schedule, q, k, v, query_segments)
     if schedule.team.degree > 1:
         q, query_segments = recompute_in_backward((q, query_segments), dout, lse)
     if schedule.group.degree > 1 or (schedule.ring.degree > 1 and not by_query):
         k, v, key_segments = recompute_in_backward((k, v, key_segments), dout, lse)
     device = _device(schedule)
+    # Rows that see no key take no part: a NaN times a weight of 0 would spoil dk and dv.
+    empty = lse <= EMPTY
+    dout, dlse = jnp.where(rows(empty), 0, dout), jnp.where(empty, 0, dlse)
+    if low is not None:
+        # What rounding took from lse need not travel: p = exp(s - lse) exp(-low), and gradients are
+        # linear in (dout, dlse). dout before delta, so that dp and delta round alike.
+        weight = jnp.exp(-low)
+        dout, dlse = dout * rows(weight), dlse * weight
     delta = (dout.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1).swapaxes(1, 2) - dlse
 
     queries = (
@@ -221,7 +239,7 @@ def _backward(schedule: Schedule, residuals: Any, cotangents: Any) -> tuple[Any,
     dq = schedule.unsort(dq, schedule.query_ranks, 1)
     dq = collectives.scatter_sum(dq, schedule.team, 1).astype(q.dtype)
     dk, dv = (schedule.unsort(x, schedule.key_ranks, 1) for x in (dk, dv))
-    dk, dv = (schedule.keys.scatter(x, q.dtype) for x in (dk, dv))
+    dk, dv = (schedule.keys.scatter(x, given_keys.dtype) for x in (dk, dv))
     return dq, dk, dv, None, None
 
 
@@ -324,32 +342,38 @@ def _float32(tree: Any) -> Any:
 
 
 def _combine(
-    schedule: Schedule, out: Float32[Array, "b t n v"], lse: Float32[Array, "b n t"], dtype: Any
-) -> tuple[Float[Array, "b s n v"], Float32[Array, "b n s"]]:
+    schedule: Schedule,
+    out: Float32[Array, "b t n v"],
+    lse: Float32[Array, "b n t"],
+    low: Float32[Array, "b n t"] | None,
+    dtype: Any,
+) -> tuple[Float[Array, "b s n v"], Float32[Array, "b n s"], Float32[Array, "b n s"] | None]:
     """Step 4: joins what the members of a team found for its queries; each keeps its own queries.
 
         L = log sum_a exp(lse_a),    out = sum_a exp(lse_a - L) out_a
 
     Outputs are sent and returned in `dtype`. Under "merge" the members send them to the owner of
-    the queries, which adds them in float32: A - 1 shares of out and of lse. Under "reduce_scatter"
-    (the paper) the network adds them in `dtype`, so that the rounding error grows with A: A - 1
-    shares of out and 4(A - 1) of lse.
+    the queries, which adds them in float32: A - 1 shares of out, of lse, and of low if there is
+    one. Under "reduce_scatter" (the paper) the network adds them in `dtype`, so that the rounding
+    error grows with A: A - 1 shares of out and 4(A - 1) of lse.
     """
     team = schedule.team
     if team.degree == 1:
-        return out.astype(dtype), lse
+        return out.astype(dtype), lse, low
+    stats = (lse,) if low is None else (lse, low)
     if schedule.combine == "merge":
         outs = collectives.partials(out.astype(dtype), team, 1)
-        lses = collectives.partials(lse, team, 2)
-        out, lse = merge_partials(list(zip(outs, lses, strict=True)))
-        return out.astype(dtype), lse
+        theirs = (collectives.partials(x, team, 2) for x in stats)
+        out, *stats = merge_precisely(list(zip(outs, *theirs, strict=True)))
+        return out.astype(dtype), stats[0], None if low is None else stats[1]
     highest = lax.pmax(lse, team.names)
-    weights = jnp.exp(lse - highest)
+    weights = jnp.exp(sum(stats[1:], lse - highest))
     total = lax.psum(weights, team.names)
     out = collectives.scatter_sum((out * rows(weights / total)).astype(dtype), team, 1)
-    lse = jnp.where(highest <= EMPTY, EMPTY, highest + jnp.log(total))
-    own = collectives.index(team) * (lse.shape[2] // team.degree)
-    return out, lax.dynamic_slice_in_dim(lse, own, lse.shape[2] // team.degree, 2)
+    size = lse.shape[2] // team.degree
+    own = lambda x: lax.dynamic_slice_in_dim(x, collectives.index(team) * size, size, 2)  # noqa: E731
+    lse, rest = map(own, log_sum(highest, total))
+    return out, lse, None if low is None else rest
 
 
 def _static(

@@ -6,44 +6,76 @@ import functools
 from collections.abc import Sequence
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float32, Shaped
 
-from startrail_jax.shapes import EMPTY, LseShard, OutShard
+from startrail_jax.shapes import EMPTY
 
-# Attentions (out, lse) of the same queries to disjoint sets of keys. Each out is normalised over
-# its own keys. A row that sees none of them has out 0 and lse EMPTY.
-Partials = tuple[tuple[OutShard, LseShard], ...]
+# Attentions (out, lse) or (out, lse, low) of the same queries to disjoint sets of keys. Each out is
+# normalised over its own keys. A row that sees none of them has out 0, lse EMPTY and low 0. `low`
+# is what rounding took from lse: the log-sum-exp is lse + low. At 1e4, neighbouring float32 numbers
+# are 1e-3 apart, and so weights exp(lse) would be off by 5e-4. Kernels that know no `low` leave it
+# out.
+Partials = tuple[tuple[Array, ...], ...]
 
 
-def rows(x: Float32[Array, "b n t"]) -> Float32[Array, "b t n 1"]:
+def rows(x: Shaped[Array, "b n t"]) -> Shaped[Array, "b t n 1"]:
     """One number for each query and head, laid out to scale an output of shape [b, t, n, v]."""
     return jnp.swapaxes(x, 1, 2)[..., None]
 
 
 def merge_partials(
-    partials: Sequence[tuple[Float[Array, "b t n v"], Float32[Array, "b n t"]]],
+    partials: Sequence[tuple[Array, ...]],
 ) -> tuple[Float32[Array, "b t n v"], Float32[Array, "b n t"]]:
+    """What `merge_precisely` gives, without `low`: the end of all merging."""
+    return merge_precisely(partials)[:2]
+
+
+def merge_precisely(
+    partials: Sequence[tuple[Array, ...]],
+) -> tuple[Float32[Array, "b t n v"], Float32[Array, "b n t"], Float32[Array, "b n t"]]:
     """Merges attentions of the same queries to disjoint sets of keys.
 
-        L = log sum_p exp(lse_p),    out = sum_p exp(lse_p - L) out_p
+        L = log sum_p exp(lse_p + low_p),    out = sum_p exp(lse_p + low_p - L) out_p
 
     Args:
-        partials: one or more (out, lse); lse is a natural logarithm.
+        partials: one or more, as in `Partials`; lse is a natural logarithm.
 
     Returns:
-        out and lse in float32. A row that sees no key in any of them has out 0 and lse EMPTY.
+        out, lse and low in float32, with lse + low = L. A row that sees no key in any of the
+        partials has out 0, lse EMPTY and low 0.
 
     References:
         FlashAttention, https://arxiv.org/abs/2205.14135, section 3.1; StarTrail,
         https://arxiv.org/abs/2407.00611, algorithm 3.
     """
     if len(partials) == 1:
-        out, lse = partials[0]
-        return out.astype(jnp.float32), lse
-    highest = functools.reduce(jnp.maximum, (lse for _, lse in partials))
+        out, lse, *low = partials[0]
+        return out.astype(jnp.float32), lse, low[0] if low else jnp.zeros_like(lse)
+    highest = functools.reduce(jnp.maximum, (lse for _, lse, *_ in partials))
     # In a row that is EMPTY everywhere the weights are 1, and the outputs that they scale are 0.
-    weights = [jnp.exp(lse - highest) for _, lse in partials]
+    weights = [jnp.exp(sum(low, lse - highest)) for _, lse, *low in partials]
     total = functools.reduce(jnp.add, weights)
-    terms = [x.astype(jnp.float32) * rows(w) for (x, _), w in zip(partials, weights, strict=True)]
-    lse = jnp.where(highest <= EMPTY, EMPTY, highest + jnp.log(total))
-    return functools.reduce(jnp.add, terms) / rows(total), lse
+    # The weights are normalised first: a sum of outputs near the greatest float32 would overflow.
+    terms = [
+        x.astype(jnp.float32) * rows(w / total)
+        for (x, *_), w in zip(partials, weights, strict=True)
+    ]
+    return functools.reduce(jnp.add, terms), *log_sum(highest, total)
+
+
+def log_sum(
+    highest: Float32[Array, "..."], total: Float32[Array, "..."]
+) -> tuple[Float32[Array, "..."], Float32[Array, "..."]]:
+    """The log-sum-exp of rows whose greatest logit is `highest`, as lse and low.
+
+    Args:
+        highest: the greatest logit of each row; EMPTY in rows that see no key.
+        total: the sum of exp(logit - highest) over each row.
+
+    Returns:
+        lse = highest + log(total), rounded, and what rounding took from it; EMPTY and 0 in rows
+        that see no key.
+    """
+    log = jnp.log(total)
+    lse, empty = highest + log, highest <= EMPTY
+    return jnp.where(empty, EMPTY, lse), jnp.where(empty, 0.0, log - (lse - highest))

@@ -7,16 +7,26 @@ from jax import lax
 from jaxtyping import Array
 
 
+def is_replicated(x: Array, like: Array) -> bool:
+    """Whether the array is the same along some manual mesh axis over which `like` varies."""
+    return not _axes(like) <= _axes(x)
+
+
 def alike(*arrays: Array) -> tuple[Array, ...]:
     """The arrays, each marked as varying over every manual mesh axis that one of them varies over.
 
     The gradient of an array that was replicated over such an axis is summed over it.
     """
-    axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in arrays))
+    axes = frozenset().union(*map(_axes, arrays))
     return tuple(vary(x, *axes) for x in arrays)
 
 
 def vary(x: Array, *axes: str) -> Array:
     """The array, marked as varying over `axes` too; its gradient is summed over the new ones."""
-    new = tuple(axis for axis in axes if axis not in jax.typeof(x).manual_axis_type.varying)
+    new = tuple(axis for axis in axes if axis not in _axes(x))
     return lax.pcast(x, new, to="varying") if new else x
+
+
+def _axes(x: Array) -> frozenset[str]:
+    """The manual mesh axes over which an array varies."""
+    return frozenset(jax.typeof(x).manual_axis_type.varying)

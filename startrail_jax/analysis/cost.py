@@ -166,6 +166,7 @@ def communication(
     steps = Steps(
         degrees=degrees,
         share=share,
+        kv_heads=kv_heads,
         causal=causal,
         rounds=_checked_rounds(degrees, rounds),
         placement=placement,
@@ -188,8 +189,8 @@ def communication(
         *steps.gradient_ring(mode),
         *steps.query_scatter(),
         *steps.key_gradient_placement(),
-        *steps.exchange(id_arrays=0),
-        *steps.replica_sum(kv_heads),
+        *steps.gradient_exchange(),
+        *steps.replica_sum(),
     ]
     return Communication(
         forward=_traffic(forward, share), backward=_traffic(reverse, share), backward_mode=mode

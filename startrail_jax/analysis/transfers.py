@@ -44,6 +44,8 @@ class Steps:
     """The degrees of the mesh."""
     share: Sizes
     """What `Sizes.share` gives for these degrees."""
+    kv_heads: int
+    """Key heads over all devices."""
     causal: bool
     """Whether the attention is causal."""
     rounds: int
@@ -52,10 +54,10 @@ class Steps:
     """Order of step 2: "permute_gather" (ours) or "gather_permute" (the paper)."""
 
     def exchange(self, *, id_arrays: int) -> list[Transfer]:
-        """Step 0: query, key and value, or their gradients back.
+        """Step 0: query, key and value.
 
         Args:
-            id_arrays: number of arrays of segment ids that go along; gradients have none.
+            id_arrays: number of arrays of segment ids that go along.
         """
         share = self.share
         tensors = self._exchanged(share.query_bytes) + self._exchanged(share.key_value_bytes)
@@ -64,6 +66,20 @@ class Steps:
             _copies("head exchange", "all_to_all", 1, tensors),
             _copies("head exchange", "all_gather", 1, 0, sum(map(self._exchanged, ids))),
         ]
+
+    def gradient_exchange(self) -> list[Transfer]:
+        """The gradient of step 0: dq, dk and dv back."""
+        tensors = map(self._exchanged, (self.share.query_bytes, self._summed_key_gradient_bytes))
+        return [_copies("head exchange", "all_to_all", 1, sum(tensors))]
+
+    @property
+    def _summed_key_gradient_bytes(self) -> int:
+        """Bytes of dk and dv, summed over all queries but not yet over copies of a key head.
+
+        They are in the input dtype if there are no copies, and in float32 otherwise.
+        """
+        copied = self.kv_heads < self.degrees.head * self.degrees.tensor
+        return self.share.key_value_gradient_bytes if copied else self.share.key_value_bytes
 
     def output_exchange(self) -> list[Transfer]:
         """Step 5: the output, or its gradient back."""
@@ -118,8 +134,8 @@ class Steps:
             ]
         return [
             _copies(step, "reduce_scatter", gathered, dkv),
-            # The sum is complete: from here on the input width is enough.
-            _copies(step, "collective_permute", permuted, self.share.key_value_bytes),
+            # The sum is complete, but for copies of a key head: the input width is enough.
+            _copies(step, "collective_permute", permuted, self._summed_key_gradient_bytes),
         ]
 
     def _placed_copies(self) -> tuple[int, int]:
@@ -157,24 +173,25 @@ class Steps:
         """Step 4: outputs and lse to the owners of the queries."""
         team, out, lse = self.degrees.team, self.share.out_bytes, self.share.lse_bytes
         if combine == "merge":
-            return [_copies("combine", "all_to_all", team - 1, out, lse)]
+            # In float32, what rounding took from lse goes along.
+            stats = 2 * lse if self.share.width == _FLOAT32 else lse
+            return [_copies("combine", "all_to_all", team - 1, out, stats)]
         # The log-sum-exp over the team is a pmax and a psum of the lse of the whole query unit.
         return [
             _copies("combine", "reduce_scatter", team - 1, out),
             _copies("combine", "all_reduce", 2, 0, all_reduce_bytes(team * lse, team)),
         ]
 
-    def replica_sum(self, kv_heads: int) -> list[Transfer]:
+    def replica_sum(self) -> list[Transfer]:
         """Gradients of keys and values that lie on every device along `tensor`, summed over it.
 
-        Args:
-            kv_heads: key heads over all devices. If `tensor` divides them, each lies on one device.
+        If `tensor` divides the number of key heads, each head lies on one device.
         """
         share, tensor = self.share, self.degrees.tensor
-        if kv_heads % tensor == 0:
+        if self.kv_heads % tensor == 0:
             return []
         # What is summed is as it was before the head exchange.
-        row = share.batch * (share.key_tokens // self.degrees.head) * kv_heads * _FLOAT32
+        row = share.batch * (share.key_tokens // self.degrees.head) * self.kv_heads * _FLOAT32
         head_dims = (share.head_dim, share.value_head_dim)
         size = sum(all_reduce_bytes(row * head_dim, tensor) for head_dim in head_dims)
         return [_copies("replica sum", "all_reduce", 1, size)]

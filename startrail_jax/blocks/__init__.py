@@ -18,7 +18,7 @@ from startrail_jax.blocks.base import Block, Request
 from startrail_jax.errors import UnsupportedError
 from startrail_jax.mask import Mask
 from startrail_jax.shapes import KeyShard, LseShard, OutShard, QueryShard, ValueShard
-from startrail_jax.softmax import Partials, merge_partials
+from startrail_jax.softmax import Partials, merge_precisely
 
 BACKENDS: dict[str, Block] = {"xla": xla, "cudnn": cudnn, "tiled": tiled}
 
@@ -101,7 +101,7 @@ class _ByPlatform:
 
         def attend(block: Block) -> Callable[..., Partials]:
             return lambda q, k, v, into: (
-                merge_partials(block.forward(q, k, v, mask, scale, into)),
+                merge_precisely(block.forward(q, k, v, mask, scale, into)),
             )
 
         return lax.platform_dependent(

@@ -65,10 +65,11 @@ class Block(Protocol):
             into: attentions of the same queries to other keys.
 
         Returns:
-            The attentions of `into` and of this block, merged as far as suits the backend, as pairs
-            (out, lse). out is in the dtype of q or in float32, and 0 in rows that see no key. lse
-            is in float32: the natural logarithm of the sum of the exponentials of the scaled
-            logits, and EMPTY in rows that see no key.
+            The attentions of `into` and of this block, merged as far as suits the backend, as
+            (out, lse) or (out, lse, low). out is in the dtype of q or in float32, and 0 in rows
+            that see no key. lse is in float32: the natural logarithm of the sum of the exponentials
+            of the scaled logits, and EMPTY in rows that see no key. low is what rounding took from
+            it (see `softmax.Partials`).
         """
         ...
 

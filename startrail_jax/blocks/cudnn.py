@@ -29,7 +29,7 @@ from startrail_jax.blocks.base import Request
 from startrail_jax.mask import Mask
 from startrail_jax.pieces import Pieces
 from startrail_jax.shapes import EMPTY, KeyShard, LseShard, OutShard, QueryShard, ValueShard
-from startrail_jax.softmax import Partials, merge_partials
+from startrail_jax.softmax import Partials, merge_partials, merge_precisely
 from startrail_jax.varying import alike
 
 # Number of attentions to merge at a time. More of them take more memory; with fewer of them the
@@ -81,7 +81,7 @@ def forward(
     branches = [functools.partial(_forward, pieces, scale) for pieces in cases]
     if len(into) >= MAX_PARTIALS:
         # Merge before the kernel: XLA would take a merge after it for enough to hide a message.
-        into, q = lax.optimization_barrier(((merge_partials(into),), q))
+        into, q = lax.optimization_barrier(((merge_precisely(into),), q))
     return (*into, _choose(case, branches, q, k, v))
 
 

@@ -32,7 +32,7 @@ from startrail_jax.blocks.base import Request
 from startrail_jax.mask import Mask
 from startrail_jax.ordering import zeros_after
 from startrail_jax.shapes import EMPTY, KeyShard, LseShard, OutShard, QueryShard, ValueShard
-from startrail_jax.softmax import Partials, merge_partials
+from startrail_jax.softmax import Partials, log_sum, merge_precisely
 from startrail_jax.tiles import (
     Tiling,
     mask_logits,
@@ -78,24 +78,25 @@ def forward(
     scale: float,
     into: Partials = (),
 ) -> Partials:
-    """See `base.Block.forward`. Returns one pair (out, lse), in float32."""
+    """See `base.Block.forward`. Returns one triple (out, lse, low), in float32."""
     lists = _pair_lists(mask, q, k, v)
 
-    def visit(pair: _Pair, so_far: tuple[Array, Array]) -> tuple[Array, Array]:
+    def visit(pair: _Pair, so_far: tuple[Array, ...]) -> tuple[Array, ...]:
         q_i, k_j, v_j = pair.queries(q), pair.keys(k), pair.keys(v)
         if pair.kind == "mixed":
             here = _attend(q_i, k_j, v_j, scale, pair.visible(mask))
         else:
             here = cudnn.attend(q_i, k_j, v_j, scale, pair.kind != "full")
-        out, lse = so_far
-        out_i, lse_i = merge_partials(((pair.queries(out), pair.queries(lse, 2)), here))
-        return pair.put_queries(out, out_i), pair.put_queries(lse, lse_i, 2)
+        # Tokens are the second dimension of out, and the third of lse and low.
+        merged = merge_precisely([tuple(map(pair.queries, so_far, (1, 2, 2))), here])
+        return tuple(map(pair.put_queries, so_far, merged, (1, 2, 2)))
 
     if into:
-        so_far = merge_partials(into)
+        so_far = merge_precisely(into)
     else:
         zeros = zeros_after(q, v.shape[-1], _never(lists))
-        so_far = zeros, zeros[..., 0].swapaxes(1, 2) + EMPTY
+        low = zeros[..., 0].swapaxes(1, 2)
+        so_far = zeros, low + EMPTY, low
     for pairs in lists:
         so_far = pairs.fold(visit, so_far)
     return (so_far,)
@@ -260,19 +261,23 @@ def _never(lists: list[_PairList]) -> Bool[Array, ""]:
 
 def _attend(
     q: QueryShard, k: KeyShard, v: ValueShard, scale: float, visible: Bool[Array, "#b #t #s"] | None
-) -> tuple[Float32[Array, "b t n v"], LseShard]:
-    """What `cudnn.attend` computes, but under any mask and with out in float32."""
+) -> tuple[Float32[Array, "b t n v"], LseShard, LseShard]:
+    """What `cudnn.attend` computes and low, but under any mask and with out in float32."""
     heads, dot = k.shape[2], _dot(q.dtype)
     k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
     logits = dot("bkrh,bksh->bkrs", _rows(q, heads), k) * scale
     logits = mask_logits(logits, visible, heads=heads, queries=q.shape[1])
-    # In a row that sees no key, p is 0 and the total is set to 1; in others it is at least 1.
+    # Weights are at most this, a power of 2, so that sums of values near the greatest float32 do
+    # not overflow. In float16 small weights would vanish, and no value is that great.
+    unit = 1.0 if v.dtype == jnp.float16 else 0.5 ** k.shape[2].bit_length()
+    # In a row that sees no key, p is 0 and the total is set to a unit, the least in other rows.
     highest = jnp.maximum(logits.max(-1), EMPTY)
-    p = jnp.exp(logits - highest[..., None])
-    total = jnp.maximum(p.sum(-1), 1.0)
+    p = jnp.exp(logits - highest[..., None]) * unit
+    total = jnp.maximum(p.sum(-1), unit)
     out = dot("bkrs,bksv->bkrv", p.astype(v.dtype), v) / total[..., None]
-    lse = rearrange(highest + jnp.log(total), "b k (g t) -> b (k g) t", t=q.shape[1])
-    return rearrange(out, "b k (g t) v -> b t (k g) v", t=q.shape[1]), lse
+    stats = log_sum(highest, total / unit)
+    lse, low = (rearrange(x, "b k (g t) -> b (k g) t", t=q.shape[1]) for x in stats)
+    return rearrange(out, "b k (g t) v -> b t (k g) v", t=q.shape[1]), lse, low
 
 
 def _gradients(

@@ -23,7 +23,7 @@ from startrail_jax.blocks.base import Request
 from startrail_jax.mask import Mask
 from startrail_jax.ordering import zeros_after
 from startrail_jax.shapes import EMPTY, KeyShard, LseShard, OutShard, QueryShard, ValueShard
-from startrail_jax.softmax import Partials, merge_partials
+from startrail_jax.softmax import Partials, log_sum, merge_precisely
 from startrail_jax.tiles import Tiling, mask_logits, visible_in_tiles, visible_tiles
 
 # Rows (queries times heads that share a key head) and columns (keys) of one tile of logits.
@@ -43,35 +43,40 @@ def forward(
     scale: float,
     into: Partials = (),
 ) -> Partials:
-    """See `base.Block.forward`. Returns one pair (out, lse), in float32."""
+    """See `base.Block.forward`. Returns one triple (out, lse, low), in float32."""
     tiles = _Tiles.of(mask, q, k)
     visits = _VisibleTiles.of(visible_tiles(mask, tiles.query, tiles.key))
     dot = _dot(q.dtype)
     if into:
-        so_far = merge_partials(into)
+        so_far = merge_precisely(into)
     else:
         out = zeros_after(q, v.shape[-1], visits.never)
-        lse = zeros_after(q, q.shape[-1], visits.never)[..., 0].swapaxes(1, 2) + EMPTY
-        so_far = out, lse
+        low = zeros_after(q, q.shape[-1], visits.never)[..., 0].swapaxes(1, 2)
+        so_far = out, low + EMPTY, low
+    # Weights are at most this, a power of 2, so that sums of values near the greatest float32 do
+    # not overflow.
+    unit = 0.5 ** k.shape[1].bit_length()
 
-    def query_tile(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+    def query_tile(i: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
         q_i = tiles.rows(q, i)
 
         def key_tile(j: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
             out, total, highest = carry
             logits = tiles.masked(dot("zrh,zsh->zrs", q_i, tiles.columns(k, j)) * scale, i, j)
             new = jnp.maximum(highest, logits.max(-1))
-            p, decay = jnp.exp(logits - new[..., None]), jnp.exp(highest - new)
+            p, decay = jnp.exp(logits - new[..., None]) * unit, jnp.exp(highest - new)
             out = out * decay[..., None] + dot("zrs,zsv->zrv", p, tiles.columns(v, j))
             return out, total * decay + p.sum(-1), new
 
-        # Keys attended earlier count as one key, whose logit is lse and whose value is out.
-        out, lse = tiles.rows(carry[0], i), tiles.stats(carry[1], i)
-        out, total, highest = visits.fold(i, key_tile, (out, jnp.ones_like(lse), lse))
-        # In a row that has seen no key yet, highest is EMPTY, out is 0 and total is 1.
-        lse = jnp.where(highest <= EMPTY, EMPTY, highest + jnp.log(total))
+        # Keys attended earlier count as one key, whose logit is lse + low and whose value is out.
+        out, lse, low = tiles.rows(carry[0], i), *(tiles.stats(x, i) for x in carry[1:])
+        total = jnp.exp(low) * unit
+        first = out * total[..., None], total, lse
+        out, total, highest = visits.fold(i, key_tile, first)
+        # In a row that has seen no key yet, highest is EMPTY, out is 0 and total is a unit.
+        stats = log_sum(highest, total / unit)
         out = tiles.put_rows(carry[0], out / total[..., None], i)
-        return out, tiles.put_stats(carry[1], lse, i)
+        return out, *(tiles.put_stats(x, y, i) for x, y in zip(carry[1:], stats, strict=True))
 
     return (lax.fori_loop(0, len(tiles.query.starts), query_tile, so_far),)
 

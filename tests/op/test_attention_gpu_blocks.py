@@ -1,8 +1,10 @@
 """The whole op on the GPU block backends, whose kernels are emulated: a covering design."""
 
+import dataclasses
 from itertools import cycle
 from unittest import mock
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -136,3 +138,17 @@ def bounds(problem, ratios, causal):
 def test_attention_on_tiles_matches_oracle(case):
     with mock.patch.multiple(tiled, **SMALL_TILES):
         check(case)
+
+
+def test_gradients_of_rows_that_see_no_key_are_not_read_by_tiles():
+    case = Case(degrees=Degrees(team=2), mask="padding", backend="tiled", tokens=14)
+    problem, padding = case.problem, case.problem.query_ids < 0
+    dout = problem.dout.copy()
+    dout[padding] = np.nan
+    spoilt = dataclasses.replace(problem, dout=dout)
+    with mock.patch.multiple(tiled, **SMALL_TILES):
+        found, expected = (
+            forward_and_backward(case.attention, *place(case.attention, x))
+            for x in (spoilt, problem)
+        )
+    chex.assert_trees_all_equal(found, expected)

@@ -3,11 +3,23 @@
 from itertools import cycle
 from unittest import mock
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as hst
 
-from attention_cases import HEADS, MASKS, Case, check, covering
+from attention_cases import (
+    HEADS,
+    MASKS,
+    Case,
+    check,
+    covering,
+    place,
+    reference,
+    relative_error,
+)
 from startrail_jax import Degrees
 from startrail_jax.blocks import xla
 from startrail_jax.layout import KINDS
@@ -110,6 +122,33 @@ def test_attention_float32_matches_oracle(case):
 @pytest.mark.parametrize("case", NARROW, ids=str)
 def test_attention_narrow_dtype_is_as_exact_as_jax_nn(case):
     check(case)
+
+
+COPIES = {
+    "over tensor": (Degrees(tensor=4), False),
+    "over tensor, by the caller": (Degrees(tensor=4), True),
+    "for the head exchange": (Degrees(head=4), False),
+    "over tensor and for the head exchange": (Degrees(group=2, ring=2, head=2, tensor=2), False),
+}
+
+
+@pytest.mark.parametrize(("degrees", "local"), COPIES.values(), ids=COPIES)
+def test_gradients_of_copies_of_a_key_head_are_rounded_once(degrees, local):
+    """One key head serves heads on several devices, which each have a part of dk and of dv."""
+    case = Case(degrees=degrees, heads="single", dtype="bfloat16", axis_type="auto", tokens=14)
+    attention, (query, key, value, dout, *_) = case.attention, place(case.attention, case.problem)
+    attend = attention
+    if local:
+        specs = (attention.query_spec(4), attention.key_spec(1), attention.key_spec(1))
+        outs = (specs[0], attention.lse_spec)
+        both = jax.shard_map(attention.local, mesh=case.mesh, in_specs=specs, out_specs=outs)
+        attend = lambda *inputs: both(*inputs)[0]  # noqa: E731
+    gradients = jax.jit(lambda inputs, dout: jax.vjp(attend, *inputs)[1](dout))
+    _, _, dv = gradients((query, key, value), dout)
+    expected = reference(case.problem, causal=True).dv
+    rounding = relative_error(expected.astype(jnp.bfloat16), expected)
+    found = attention.layout.unpermute(np.asarray(dv))
+    assert relative_error(found, expected) <= 1.02 * rounding
 
 
 @hst.composite

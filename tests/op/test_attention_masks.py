@@ -56,6 +56,18 @@ def test_padding_is_exactly_zero(mask, dtype):
     assert (lse[~padding] > oracle.EMPTY).all()
 
 
+@pytest.mark.parametrize("backward", ["auto", "query"])
+def test_gradients_of_rows_that_see_no_key_are_not_read(backward):
+    """A NaN there, times a weight of 0, would spoil dk and dv of every token."""
+    case = Case(degrees=STARTRAIL, mask="padding", heads="grouped", backward=backward)
+    problem, padding = case.problem, case.problem.query_ids < 0
+    dout, dlse = problem.dout.copy(), problem.dlse.copy()
+    dout[padding] = np.nan
+    dlse.swapaxes(1, 2)[padding] = np.inf
+    spoilt = dataclasses.replace(problem, dout=dout, dlse=dlse)
+    chex.assert_trees_all_equal(solve(case.attention, spoilt), solve(case.attention, problem))
+
+
 @pytest.mark.parametrize(("backward", "combine"), [("query", "merge"), ("kv", "reduce_scatter")])
 def test_batch_of_padding_only_is_zero_and_finite(backward, combine):
     case = Case(degrees=STARTRAIL, mask="packed", backward=backward, combine=combine)
@@ -147,3 +159,30 @@ def test_large_logits_do_not_overflow():
         assert np.isfinite(x).all(), name
     # Logits of thousands have float32 spacings of 1e-4 and more, and so have the weights.
     np.testing.assert_allclose(result.out, expected.out, atol=2e-3)
+
+
+def test_gradients_at_large_logits_are_as_exact_as_at_small_ones():
+    """Logits of 9600 and a little, which float32 represents exactly: only lse is rounded."""
+    case = Case(degrees=STARTRAIL)
+    attention = dataclasses.replace(case.attention, scale=300.0)
+    rng = np.random.default_rng(3)
+    query, key = (
+        rng.integers(-2, 3, x.shape).astype(np.float32)
+        for x in (case.problem.query, case.problem.key)
+    )
+    query[..., 0], key = 1, key / 1024
+    key[..., 0] = 32
+    problem = dataclasses.replace(case.problem, query=query, key=key)
+    result, expected = solve(attention, problem), reference(problem, causal=True, scale=300.0)
+    # The first channel of dq is a sum of terms near 1e4 that is 0.
+    result, expected = (dataclasses.replace(x, dq=x.dq[..., 1:]) for x in (result, expected))
+    assert_close(result, expected, error_bounds(problem, expected))
+
+
+def test_values_near_the_greatest_float32_do_not_overflow():
+    case = Case(degrees=STARTRAIL)
+    problem = case.problem
+    value, dout = 2.0**125 * abs(problem.value), 2.0**-60 * problem.dout
+    problem = dataclasses.replace(problem, value=np.float32(value), dout=np.float32(dout))
+    expected = reference(problem, causal=True)
+    assert_close(solve(case.attention, problem), expected, error_bounds(problem, expected))

@@ -18,6 +18,7 @@ from startrail_jax.blocks.base import Request
 from startrail_jax.layout import Layout
 from startrail_jax.mask import Mask
 from startrail_jax.shapes import EMPTY
+from startrail_jax.softmax import merge_partials
 from startrail_jax.tiles import Tiling, split_tiles
 
 BATCH, HEADS, HEAD_DIM, VALUE_DIM = 2, 6, 5, 7
@@ -129,7 +130,7 @@ def random_arrays(case, dtype=jnp.float32):
 
 
 def both_passes(mask, q, k, v, dout):
-    ((out, lse),) = tiled.forward(q, k, v, mask, SCALE)
+    out, lse = merge_partials(tiled.forward(q, k, v, mask, SCALE))
     delta = (out * dout).sum(-1).swapaxes(1, 2)
     return out, lse, *tiled.backward(q, k, v, lse, delta, dout, mask, SCALE)
 
@@ -240,6 +241,12 @@ def test_what_cudnn_does_not_serve_is_computed_from_dense_tiles(name, monkeypatc
     check_both_passes(case, FLOAT32)
 
 
+def test_dense_tile_of_values_near_the_greatest_float32_does_not_overflow():
+    q, v = jnp.zeros((1, 3, 2, 5)), jnp.full((1, 7, 1, 4), 3e38)
+    out, *_ = tiled._attend(q, jnp.zeros((1, 7, 1, 5)), v, SCALE, None)
+    np.testing.assert_allclose(out, 3e38, rtol=1e-6)
+
+
 def test_rounding_of_16_bit_inputs_is_that_of_a_flash_kernel(monkeypatch):
     case = CASES["causal documents"]
     small_tiles(monkeypatch, case)
@@ -262,7 +269,7 @@ def test_tiled_goes_on_from_what_earlier_keys_left(monkeypatch):
         partials = ()
         for mask, (k, v) in zip(masks, keys, strict=True):
             partials = tiled.forward(q, k, v, mask, SCALE, partials)
-        ((out, lse),) = partials
+        out, lse = merge_partials(partials)
         delta, dq = (out * dout).sum(-1).swapaxes(1, 2), None
         for mask, (k, v) in zip(masks, keys, strict=True):
             into = (dq, None, None)
@@ -276,6 +283,21 @@ def test_tiled_goes_on_from_what_earlier_keys_left(monkeypatch):
     np.testing.assert_allclose(lse, expected_lse[:, :, queries], rtol=FLOAT32, atol=FLOAT32)
     expected = oracle.gradients(q, k, v, dout, **told)
     assert error(dq, expected.query[:, queries]) < FLOAT32
+
+
+def test_error_hardly_grows_with_the_number_of_merges(monkeypatch):
+    """512 tiles of keys: a rounding of lse in each merge would add up to more than the bound."""
+    monkeypatch.setattr(tiled, "COARSE", 4)
+    fake_cudnn.install(monkeypatch)
+    rng = np.random.default_rng(0)
+    queries, keys = (1, 16, 2, 8), (1, 2048, 2, 8)
+    arrays = [rng.normal(size=x).astype(np.float32) for x in (queries, keys, keys, queries)]
+    step = jax.jit(functools.partial(both_passes, Mask()), compiler_options=QUICK)
+    out, lse, *gradients = step(*arrays)
+    expected = oracle.attention(*arrays[:3], scale=SCALE)
+    expected += oracle.gradients(*arrays, scale=SCALE)
+    for found, wanted in zip((out, lse, *gradients), expected, strict=True):
+        assert error(found, wanted) < FLOAT32
 
 
 @pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "dense"])

@@ -135,6 +135,19 @@ def test_replicated_key_heads_counted_by_hand():
     assert tensor.backward.by_collective["all_reduce"] == 2 * (12 * 5 * 4)
 
 
+def test_gradients_of_copied_key_heads_are_sent_in_float32():
+    """They are yet to be summed over the copies, and are rounded once."""
+    sizes = {"batch": 1, "seq_len": 16, "heads": 4, "head_dim": 5, "dtype": "bfloat16"}
+    degrees = D(group=2, ring=2, head=4)
+    whole, copied = (st.communication(degrees, kv_heads=n, **sizes).backward for n in (4, 1))
+    query = key = 4 * 5 * 2
+    # Exchanges of dout and dq, and of dk and dv; a permute brings dk and dv back too.
+    assert whole.by_collective["all_to_all"] == 3 * (2 * query + 2 * key) // 4
+    assert copied.by_collective["all_to_all"] == 3 * (2 * query + 2 * 2 * key) // 4
+    more = copied.by_collective["collective_permute"] - whole.by_collective["collective_permute"]
+    assert more == 2 * key
+
+
 def test_one_device_receives_nothing():
     assert report(D()).total.received_bytes == 0
     assert report(D()).total.transfers == ()

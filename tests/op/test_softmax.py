@@ -5,7 +5,7 @@ import numpy as np
 
 import oracle
 from startrail_jax.shapes import EMPTY
-from startrail_jax.softmax import merge_partials
+from startrail_jax.softmax import merge_partials, merge_precisely
 
 
 def test_merge_of_disjoint_keys_is_attention_over_all_of_them():
@@ -35,3 +35,25 @@ def test_merge_of_far_apart_logits_does_not_overflow():
     merged, lse = merge_partials([(out, low), (2 * out, high)])
     assert merged.item() == 2.0
     assert lse.item() == 3e4
+
+
+def test_merges_of_large_logits_lose_nothing_to_the_rounding_of_lse():
+    """Near 1e4, neighbouring float32 numbers are 1e-3 apart, and each merge would round to one."""
+    rng = np.random.default_rng(0)
+    logits = 1e4 + rng.integers(0, 1024, 40) / 256
+    values = rng.normal(size=40)
+    merged = (jnp.zeros((1, 1, 1, 1)), jnp.full((1, 1, 1), EMPTY))
+    for logit, value in zip(logits, values, strict=True):
+        key = jnp.full((1, 1, 1, 1), value), jnp.full((1, 1, 1), logit)
+        merged = merge_precisely([merged, key])
+    out, lse, low = (np.asarray(x, np.float64).item() for x in merged)
+    expected = np.log(np.exp(logits - 1e4).sum())
+    np.testing.assert_allclose(lse - 1e4 + low, expected, rtol=1e-6)
+    weights = np.exp(logits - 1e4 - expected)
+    np.testing.assert_allclose(out, weights @ values, atol=2e-6)
+
+
+def test_merge_of_the_greatest_values_does_not_overflow():
+    part = jnp.full((1, 1, 1, 1), 3e38), jnp.zeros((1, 1, 1))
+    out, _ = merge_partials([part, part, part])
+    np.testing.assert_allclose(out, 3e38, rtol=1e-6)
