@@ -2,6 +2,8 @@
 
 import pytest
 
+from benchmarks import memory as memory_benchmark
+from configs.gpt import gpt_8b_gqa
 from trainer.config import MeshConfig
 from trainer.parallel.degrees import (
     choose_degrees,
@@ -65,3 +67,26 @@ def test_describe_degrees_says_when_the_default_does_not_fit():
     assert describe(8) == "data 1, group 2, ring 2, team 2, head 1, tensor 1"
     assert describe(6).endswith("(team = group = 2 does not fit the devices and the degrees given)")
     assert "not fit" not in describe(6, team=1)
+
+
+def test_memory_benchmark_takes_the_mesh_of_train_and_refuses_what_train_refuses(capsys):
+    def title_and_row(*flags):
+        arguments = ["--arithmetic", "--recipes", "gpt_8b_gqa", "--rows", "recipe", *flags]
+        memory_benchmark.main(arguments)
+        _, _, title, _, row, *_ = capsys.readouterr().out.splitlines()
+        return title, row
+
+    title, row = title_and_row("--devices", "16")
+    named = ", ".join(
+        f"{role} {n}" for role, n in degrees_of(16, **vars(gpt_8b_gqa().mesh)).items()
+    )
+    assert title.endswith(f"16 x h200: {named}")
+    assert row.endswith("yes")
+    for flags, message in (
+        ("--mesh.data 2", "batch_size must be divisible by data * accumulation"),
+        ("--mesh.tensor 64 --mesh.team 1", "heads must be divisible by head * tensor"),
+        ("--mesh.head 2 --seq-len 1000000", "seq_len must be divisible by 2 * sequence"),
+        ("--mesh.team 8 --mesh.group 1 --seq-len 196608", "tile must divide"),
+    ):
+        _, row = title_and_row(*flags.split())
+        assert f"train.py refuses it: {message}" in row
