@@ -139,7 +139,7 @@ def _call(args: argparse.Namespace) -> dict[str, Any]:
 def _report(
     degrees: st.Degrees, options: dict[str, str], args: argparse.Namespace
 ) -> Communication:
-    choices = {"backward": args.backward} | options
+    choices: dict[str, Any] = {"backward": args.backward} | options
     return st.communication(
         degrees,
         **_call(args),
