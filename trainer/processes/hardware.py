@@ -41,11 +41,7 @@ def unused_gpus(
     Returns:
         What is there and which command installs what it needs; None if all is as intended.
     """
-    if (
-        platform != "cpu"
-        or environment.get(JAX_PLATFORMS)
-        or environment.get(VISIBLE) in ("", "-1")
-    ):
+    if platform != "cpu" or wanted or environment.get(VISIBLE) in ("", "-1"):
         return None
     # A machine under WSL has no device file of its own for each GPU.
     gpus = len(list(root.glob(DEVICE)))
