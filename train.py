@@ -66,8 +66,11 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
     # Mesh, of the devices of all processes.
     kind = f"a config of kind {config.kind}"
     options = distributed or Distributed()
-    with joined(options, config, kind=kind, may_differ=("allow_changes",)) as session:
-        report = Reporter(steps=config.steps, tokens_per_step=config.batch_size * config.num_tokens)
+    tokens_per_step = config.batch_size * config.num_tokens
+    with (
+        joined(options, config, kind=kind, may_differ=("allow_changes",)) as session,
+        Reporter(steps=config.steps, tokens_per_step=tokens_per_step) as report,
+    ):
         for line in session.description:
             report.line(line)
 
@@ -105,8 +108,9 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
             # Result.
             report.line(f"validation loss {loop.validation_loss:.4f} {data.loss_unit}")
             weights = loop.state.result
-            for line in task.sample_after_training(program, weights, data, interrupted):
-                report.line(line)
+            with report.pause("sampling"):
+                for line in task.sample_after_training(program, weights, data, interrupted):
+                    report.line(line)
     return Losses(loop.losses, loop.validation_loss)
 
 
@@ -123,7 +127,7 @@ def _run_steps(loop: Any, done: int) -> bool:
     import jax
 
     config, interrupted = loop.config, loop.interrupted
-    with loop.report, ExitStack() as trace:
+    with ExitStack() as trace:
         for step in range(done + 1, config.steps + 1):
             if config.profile and step == max(config.profile[0], done + 1):
                 loop.read_metrics(all_steps=True)

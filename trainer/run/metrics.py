@@ -26,7 +26,9 @@ class Reporter:
     """Prints and writes what is measured, in the first process only. A context manager."""
 
     def __init__(self, *, steps: int, tokens_per_step: int) -> None:
-        """Prepares a progress bar, which `__enter__` shows. Lines may be printed before.
+        """Prepares a progress bar, which `__enter__` shows and `__exit__` removes.
+
+        Lines may be printed before and after.
 
         To be created after the devices are set up, as it asks jax which process this is.
 
@@ -56,7 +58,7 @@ class Reporter:
         flops_per_token: float = 0.0,
         peak_flops: float | None = None,
     ) -> None:
-        """Begins to write metrics to files too; to be called before `__enter__`.
+        """Begins to write metrics to files too; to be called before the first step.
 
         Metrics of steps after `first_step` are removed from the files: a killed program wrote them,
         and those steps will be done again.
@@ -101,6 +103,20 @@ class Reporter:
         """Prints a line above the bar, as it is."""
         self._terminal.line(text)
 
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Says beside the bar what its body does, such as "compiling", and for how long."""
+        before = self._terminal.status
+        self._terminal.update(status=name, waits=True)
+        try:
+            yield
+        finally:
+            self._terminal.update(status=before)
+
+    def training(self) -> None:
+        """Says beside the bar that the steps run, until they have metrics."""
+        self._terminal.update(status="training")
+
     def advance(self, step: int, metrics: Mapping[str, float] | None = None) -> None:
         """Reports that a step is done and, if metrics are given, what was measured in it.
 
@@ -132,11 +148,12 @@ class Reporter:
         self._write(step, {**metrics, **speeds})
 
     @contextmanager
-    def pause(self) -> Iterator[None]:
-        """Leaves its body, such as an evaluation or a sample, out of tokens/s and MFU."""
+    def pause(self, name: str = "evaluating") -> Iterator[None]:
+        """A phase, such as an evaluation or a sample, that tokens/s and MFU leave out."""
         since = time.perf_counter()
         try:
-            yield
+            with self.phase(name):
+                yield
         finally:
             self._paused += time.perf_counter() - since
 
