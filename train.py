@@ -25,6 +25,8 @@ from configs import RECIPES
 from trainer.command_line import Command, exit_with_usage_error, parse
 from trainer.config import TrainConfig
 from trainer.processes.options import Distributed
+from trainer.run.commands import command
+from trainer.run.folder import CONFIG_FILE
 from trainer.tasks import TASKS, load_train_config
 
 
@@ -81,7 +83,8 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
         program = Program(config, attention, objective)
 
         # Data. The layout orders the tokens of a batch on the host.
-        data = task.open_data(config, attention.layout)
+        with report.phase("reading the data"):
+            data = task.open_data(config, attention.layout)
         report.line(f"data: {data.description}")
         feed = Feed(
             data,
@@ -148,6 +151,10 @@ def _run_steps(loop: Any, done: int) -> bool:
             if stop:
                 loop.checkpoints.wait()
                 loop.report.line(
+                    f"to go on: {command('train.py', config.run_dir / CONFIG_FILE)}, or the same "
+                    "command as before"
+                )
+                loop.report.line(
                     f"interrupted after step {step}, which is saved in {config.run_dir}"
                 )
                 return False
@@ -180,8 +187,11 @@ def read_command_line(arguments: list[str]) -> Command[TrainConfig]:
 
 
 if __name__ == "__main__":
-    from trainer.run.exit import exit_on_user_errors
+    from trainer.run.curve import show_results
+    from trainer.run.exit import exit_on_ctrl_c, exit_on_user_errors
 
-    with exit_on_user_errors():
-        command = read_command_line(sys.argv[1:])
-        train(command.settings, command.distributed)
+    # Outermost, so that one of several processes ends with the others.
+    with exit_on_ctrl_c(), exit_on_user_errors():
+        wanted = read_command_line(sys.argv[1:])
+        if train(wanted.settings, wanted.distributed).validation is not None:
+            show_results(wanted.settings.run_dir)

@@ -19,8 +19,9 @@ from trainer.parallel.footprint import describe_memory
 from trainer.parallel.step import Program, StepMetrics
 from trainer.run.checkpoint import Checkpoints
 from trainer.run.folder import CONFIG_FILE
-from trainer.run.metrics import Reporter
+from trainer.run.metrics import Reporter, describe_viewer
 from trainer.run.settings import save_config
+from trainer.run.versions import record_versions
 
 
 class Loop:
@@ -117,6 +118,10 @@ class Loop:
             flops_per_token=program.objective.flops_per_token,
             peak_flops=None if peak is None else peak * len(self._devices),
         )
+        if config.tensorboard:
+            report.line(describe_viewer(config.run_dir))
+        if jax.process_index() == 0 and (note := record_versions(config.run_dir, done)):
+            report.line(note)
         if not done:
             self.save_settings()
         report.training()

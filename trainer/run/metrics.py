@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
+import shlex
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -16,9 +18,9 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore
 from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore
 
 from trainer.errors import StorageError
+from trainer.run.folder import METRICS_FILE
 from trainer.run.terminal import Terminal
 
-METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
 
 
@@ -211,6 +213,13 @@ class Reporter:
             event.wall_time = time.time()
             self._events.write_event(event)
             self._events.flush()
+
+
+def describe_viewer(run_dir: Path) -> str:
+    """A line for the log: the command that shows the metrics of a run in a browser."""
+    install = "" if importlib.util.find_spec("tensorboard") else "pip install tensorboard && "
+    folder = shlex.quote(str(run_dir / TENSORBOARD_FOLDER))
+    return f"metrics in a browser: {install}tensorboard --logdir {folder}"
 
 
 def _rate(since: tuple[int, float] | None, now: tuple[int, float]) -> float:
