@@ -4,11 +4,16 @@ import pytest
 
 from benchmarks import memory as memory_benchmark
 from configs.gpt import gpt_8b_gqa
+from programs import make_config, make_program
+from startrail_jax.analysis.settings import all_degrees
+from startrail_jax.mesh import ROLES
 from trainer.config import MeshConfig
+from trainer.gpt.objective import NextToken
 from trainer.parallel.degrees import (
     choose_degrees,
     describe_degrees,
 )
+from trainer.parallel.step_sizes import footprint
 
 pytestmark = pytest.mark.quick
 
@@ -90,3 +95,29 @@ def test_memory_benchmark_takes_the_mesh_of_train_and_refuses_what_train_refuses
     ):
         _, row = title_and_row(*flags.split())
         assert f"train.py refuses it: {message}" in row
+
+
+def test_estimate_refuses_what_the_program_refuses():
+    """With the same message, for every setting of all six degrees."""
+    model = dict(vocab_size=32, width=8, layers=1, heads=6, kv_heads=2, head_dim=4, mlp_width=6)
+    config = make_config(
+        model, seq_len=24, batch_size=2, tile=3, zero=1, zero_axes=("team", "ring")
+    )
+    outcomes = {}
+    for degrees in all_degrees(4, roles=ROLES):
+        attempts = (
+            lambda degrees=degrees: make_program(config, degrees),
+            lambda degrees=degrees: footprint(config, NextToken(config), degrees),
+        )
+        messages = []
+        for attempt in attempts:
+            try:
+                attempt()
+                messages.append(None)
+            except ValueError as error:
+                messages.append(str(error))
+        assert messages[0] == messages[1]
+        outcomes[degrees] = messages[0]
+    reasons = {str(message).split(";")[0].split(" (")[0] for message in outcomes.values()}
+    assert None in outcomes.values()
+    assert len(reasons) >= 4
