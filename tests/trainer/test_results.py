@@ -62,7 +62,7 @@ def test_without_matplotlib_the_command_is_named(tmp_path, monkeypatch):
     write_metrics(tmp_path, {2: {"train_loss": 2.0}})
     monkeypatch.setattr(curve.importlib.util, "find_spec", lambda name: None)
     line = describe_curve(tmp_path)
-    assert line.startswith("loss curve: pip install matplotlib && ")
+    assert line.startswith(f"loss curve: {command('pip', 'install', 'matplotlib')} && ")
     assert line.endswith(f" -m trainer.run.curve {tmp_path}")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"needs the package matplotlib.*pip install matplotlib"):

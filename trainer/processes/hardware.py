@@ -8,6 +8,8 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from trainer.run.commands import command
+
 ROOT = Path("/")
 DRIVER = "proc/driver/nvidia/version"
 DEVICE = "dev/nvidia[0-9]*"
@@ -59,7 +61,7 @@ def unused_gpus(
             "python -c 'import jax; jax.devices(\"cuda\")' says why."
         )
     cuda = "cuda12" if driver and int(driver.split(".")[0]) < CUDA_13_DRIVER else "cuda13"
-    return note + f"Install jax for them: pip install -e '.[train,{cuda}]'"
+    return note + f"Install jax for them: {command('pip', 'install', '-e', f'.[train,{cuda}]')}"
 
 
 def _driver(root: Path) -> str | None:

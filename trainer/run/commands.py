@@ -12,10 +12,10 @@ CHECKOUT = Path(__file__).parents[2]
 
 
 def command(program: str, *arguments: str | Path) -> str:
-    """A command that runs a program of this checkout by the same Python.
+    """A command that runs a program by the same Python, which need not be that of the shell.
 
     Args:
-        program: file of the checkout, such as "sample.py", or module, such as "trainer.run.curve".
+        program: a file of the checkout, such as "sample.py", or any module, such as "pip".
         arguments: what follows it.
     """
     words = [_from_here(CHECKOUT / program)] if program.endswith(".py") else ["-m", program]

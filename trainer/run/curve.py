@@ -20,6 +20,7 @@ from trainer.run.folder import METRICS_FILE
 from trainer.run.terminal import Terminal
 
 CURVE_FILE = "losses.png"
+MODULE = "trainer.run.curve"
 # Names of the metrics -> labels, and colours that are told apart by those who see few.
 CURVES = {
     "train_loss": ("training", "#4477aa", ""),
@@ -40,8 +41,8 @@ def show_results(run_dir: Path) -> None:
 def describe_curve(run_dir: Path) -> str:
     """A line for the end of a run's log: draws the losses if matplotlib is installed."""
     if importlib.util.find_spec("matplotlib") is None:
-        draws = command("trainer.run.curve", run_dir)
-        return f"loss curve: pip install matplotlib && {draws}"
+        install, draw = command("pip", "install", "matplotlib"), command(MODULE, run_dir)
+        return f"loss curve: {install} && {draw}"
     try:
         return f"loss curve: {draw_curve(run_dir)}"
     except (OSError, InputError) as error:  # The run is complete all the same.
@@ -67,8 +68,8 @@ def draw_curve(run_dir: Path) -> Path:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise MissingPackageError(
-            "The loss curve needs the package matplotlib, which is missing. Run: pip install "
-            "matplotlib"
+            "The loss curve needs the package matplotlib, which is missing. Run: "
+            f"{command('pip', 'install', 'matplotlib')}"
         ) from error
     # Not by pyplot, which would look for a screen.
     figure = Figure(figsize=(7, 4), dpi=120, layout="constrained")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import shlex
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -18,6 +17,7 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore
 from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore
 
 from trainer.errors import StorageError
+from trainer.run.commands import command
 from trainer.run.folder import METRICS_FILE
 from trainer.run.terminal import Terminal
 
@@ -217,9 +217,10 @@ class Reporter:
 
 def describe_viewer(run_dir: Path) -> str:
     """A line for the log: the command that shows the metrics of a run in a browser."""
-    install = "" if importlib.util.find_spec("tensorboard") else "pip install tensorboard && "
-    folder = shlex.quote(str(run_dir / TENSORBOARD_FOLDER))
-    return f"metrics in a browser: {install}tensorboard --logdir {folder}"
+    viewer = command("tensorboard.main", "--logdir", run_dir / TENSORBOARD_FOLDER)
+    if importlib.util.find_spec("tensorboard") is None:
+        viewer = f"{command('pip', 'install', 'tensorboard')} && {viewer}"
+    return f"metrics in a browser: {viewer}"
 
 
 def _rate(since: tuple[int, float] | None, now: tuple[int, float]) -> float:
