@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -47,6 +46,7 @@ from trainer.parallel.degrees import choose_degrees
 from trainer.parallel.footprint import GIB, Footprint
 from trainer.parallel.step import Program
 from trainer.parallel.step_sizes import footprint
+from trainer.run.exit import exit_on_user_errors
 from trainer.tasks import TASKS
 
 GPU_GIB = {"a100": 40, "h100": 80, "h200": 141}
@@ -206,4 +206,5 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with exit_on_user_errors():
+        main()
