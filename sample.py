@@ -1,5 +1,6 @@
 """Draws samples from a run of train.py, with sequence-parallel attention.
 
+    python sample.py runs/gpt_tiny                                    # begins at a new line
     python sample.py runs/gpt_tiny --prompt "def main("
     python sample.py runs/gpt_tiny --prompt-file LONG.txt --tokens 100 --temperature 0
     cat LONG.txt | python sample.py runs/gpt_tiny --samples 3 --top-k 40 --top-p 0.9
@@ -26,6 +27,7 @@ from typing import Any
 from startrail_jax.errors import InputError
 from trainer.command_line import Command, exit_with_usage_error, parse
 from trainer.config import TrainConfig
+from trainer.run.commands import command as advised
 from trainer.run.folder import CONFIG_FILE
 from trainer.run.settings import KIND_WITHOUT_NAME
 from trainer.tasks import TASKS, load_train_config
@@ -48,7 +50,9 @@ def sample(arguments: list[str]) -> None:
     ) as session:
         for line in session.description:
             session.note(line)
-        TASKS[config.kind].sample(run_dir, config, options, session)
+        task = TASKS[config.kind]
+        task.sample(run_dir, config, options, session)
+        session.note(f"next: {advised('sample.py', run_dir)} {task.example_flags}")
 
 
 def read_command_line(arguments: list[str]) -> tuple[Path, TrainConfig, Command[Any]]:

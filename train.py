@@ -25,6 +25,8 @@ from configs import RECIPES
 from trainer.command_line import Command, exit_with_usage_error, parse
 from trainer.config import TrainConfig
 from trainer.processes.options import Distributed
+from trainer.run.commands import command
+from trainer.run.folder import CONFIG_FILE
 from trainer.tasks import TASKS, load_train_config
 
 
@@ -66,8 +68,11 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
     # Mesh, of the devices of all processes.
     kind = f"a config of kind {config.kind}"
     options = distributed or Distributed()
-    with joined(options, config, kind=kind, may_differ=("allow_changes",)) as session:
-        report = Reporter(steps=config.steps, tokens_per_step=config.batch_size * config.num_tokens)
+    tokens_per_step = config.batch_size * config.num_tokens
+    with (
+        joined(options, config, kind=kind, may_differ=("allow_changes",)) as session,
+        Reporter(steps=config.steps, tokens_per_step=tokens_per_step) as report,
+    ):
         for line in session.description:
             report.line(line)
 
@@ -78,7 +83,8 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
         program = Program(config, attention, objective)
 
         # Data. The layout orders the tokens of a batch on the host.
-        data = task.open_data(config, attention.layout)
+        with report.phase("reading the data"):
+            data = task.open_data(config, attention.layout)
         report.line(f"data: {data.description}")
         feed = Feed(
             data,
@@ -105,8 +111,9 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
             # Result.
             report.line(f"validation loss {loop.validation_loss:.4f} {data.loss_unit}")
             weights = loop.state.result
-            for line in task.sample_after_training(program, weights, data, interrupted):
-                report.line(line)
+            with report.pause("sampling"):
+                for line in task.sample_after_training(program, weights, data, interrupted):
+                    report.line(line)
     return Losses(loop.losses, loop.validation_loss)
 
 
@@ -123,7 +130,7 @@ def _run_steps(loop: Any, done: int) -> bool:
     import jax
 
     config, interrupted = loop.config, loop.interrupted
-    with loop.report, ExitStack() as trace:
+    with ExitStack() as trace:
         for step in range(done + 1, config.steps + 1):
             if config.profile and step == max(config.profile[0], done + 1):
                 loop.read_metrics(all_steps=True)
@@ -143,6 +150,10 @@ def _run_steps(loop: Any, done: int) -> bool:
                 loop.save(step)
             if stop:
                 loop.checkpoints.wait()
+                loop.report.line(
+                    f"to go on: {command('train.py', config.run_dir / CONFIG_FILE)}, or the same "
+                    "command as before"
+                )
                 loop.report.line(
                     f"interrupted after step {step}, which is saved in {config.run_dir}"
                 )
@@ -176,8 +187,11 @@ def read_command_line(arguments: list[str]) -> Command[TrainConfig]:
 
 
 if __name__ == "__main__":
-    from trainer.run.exit import exit_on_user_errors
+    from trainer.run.curve import show_results
+    from trainer.run.exit import exit_on_ctrl_c, exit_on_user_errors
 
-    with exit_on_user_errors():
-        command = read_command_line(sys.argv[1:])
-        train(command.settings, command.distributed)
+    # Outermost, so that one of several processes ends with the others.
+    with exit_on_ctrl_c(), exit_on_user_errors():
+        wanted = read_command_line(sys.argv[1:])
+        if train(wanted.settings, wanted.distributed).validation is not None:
+            show_results(wanted.settings.run_dir)

@@ -3,7 +3,8 @@
     python benchmarks/communication.py --devices 64 --heads 64
 
 prints one line for each setting of the scheme table that the device and head counts allow, and for
-each other setting the reason why they do not. The figures are closed forms
+each other setting the reason why they do not. Of all settings that are possible, in the table or
+not, the last lines name the one of fewest bytes. The figures are closed forms
 (`startrail_jax.communication`), which the tests compare with compiled programs, byte for byte. The
 benchmark therefore takes a second and needs no accelerator.
 
@@ -19,10 +20,14 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import startrail_jax as st
 from startrail_jax.analysis.cost import Communication
+from startrail_jax.analysis.settings import legal_degrees, refusal
+from startrail_jax.mesh import SEQUENCE_ROLES
 
 AS_PUBLISHED = {"placement": "gather_permute", "combine": "reduce_scatter", "backward": "query"}
 HEADER = (
@@ -66,7 +71,7 @@ def schemes(num_devices: int) -> list[Scheme]:
         ),
         Scheme(name="StarTrail", settings=startrail, needs=square),
         Scheme(
-            name="teams, group 1 (least memory)",
+            name="teams, group 1",
             settings=[st.Degrees(team=a, ring=p // a) for a in parts],
             needs=part,
         ),
@@ -84,44 +89,64 @@ def schemes(num_devices: int) -> list[Scheme]:
 
 
 def table(args: argparse.Namespace) -> list[str]:
-    """Lines of the table, then the settings that are not possible and the one of fewest bytes."""
+    """Lines of the table, then the settings that are not possible and those of fewest bytes."""
     cells: list[tuple[str, ...]] = []
     impossible: list[str] = []
-    totals: list[tuple[int, str]] = []
     for scheme in schemes(args.devices):
         if not scheme.settings:
             impossible.append(f"{scheme.name}: needs {scheme.needs} devices")
         for degrees in scheme.settings:
-            name = f"{scheme.name} ({_name(degrees)})"
-            try:
-                report = _report(degrees, scheme.options, args)
-            except ValueError as error:
-                impossible.append(f"{name}: {str(error).split('. ')[0]}")
+            if reason := refusal(degrees, **_call(args)):
+                impossible.append(f"{scheme.name} ({_name(degrees)}): {reason.split('. ')[0]}")
                 continue
+            report = _report(degrees, scheme.options, args)
             cells.append(_cells(scheme.name, degrees, report))
-            totals.append((report.total.received_bytes, name))
     lines = _aligned([HEADER, *cells])
     if impossible:
         lines += ["", "not possible:", *(f"  {line}" for line in impossible)]
-    fewest, name = min(totals)
-    return [*lines, "", f"fewest bytes, forward and backward: {name}, {fewest / 1e6:.1f} MB"]
+    return [*lines, "", *_fewest(args)]
+
+
+def _fewest(args: argparse.Namespace) -> Iterator[str]:
+    """Names the settings of fewest bytes among all that are possible, in the table or not."""
+    settings = legal_degrees(args.devices, **_call(args))
+    without_head = [degrees for degrees in settings if degrees.head == 1]
+    for among, some in (
+        (f"all {len(settings)} settings", settings),
+        ("those without head", without_head),
+    ):
+        best = fewest_bytes(some, args)
+        size = _report(best, {}, args).total.received_bytes
+        yield (f"fewest bytes of {among}, forward and backward: {_name(best)}, {size / 1e6:.1f} MB")
+
+
+def fewest_bytes(settings: list[st.Degrees], args: argparse.Namespace) -> st.Degrees:
+    """The setting that receives the fewest bytes, forward and backward."""
+    return min(settings, key=lambda degrees: _report(degrees, {}, args).total.received_bytes)
+
+
+def _call(args: argparse.Namespace) -> dict[str, Any]:
+    """The sizes on which it depends whether a setting is possible."""
+    return {
+        "batch": args.batch,
+        "seq_len": args.seq_len,
+        "heads": args.heads,
+        "kv_heads": args.heads // args.head_ratio,
+        "causal": not args.full,
+    }
 
 
 def _report(
     degrees: st.Degrees, options: dict[str, str], args: argparse.Namespace
 ) -> Communication:
-    choices = {"backward": args.backward} | options
+    choices: dict[str, Any] = {"backward": args.backward} | options
     return st.communication(
         degrees,
-        batch=args.batch,
-        seq_len=args.seq_len,
-        heads=args.heads,
-        kv_heads=args.heads // args.head_ratio,
+        **_call(args),
         head_dim=args.head_dim,
         dtype=args.dtype,
-        causal=not args.full,
         packed=args.packed,
-        **choices,  # pyright: ignore[reportArgumentType]
+        **choices,
     )
 
 
@@ -138,8 +163,7 @@ def _cells(scheme: str, degrees: st.Degrees, report: Communication) -> tuple[str
 
 
 def _name(degrees: st.Degrees) -> str:
-    roles = ("group", "ring", "team", "head")
-    return ", ".join(f"{role} {getattr(degrees, role)}" for role in roles)
+    return ", ".join(f"{role} {getattr(degrees, role)}" for role in SEQUENCE_ROLES)
 
 
 def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
@@ -170,6 +194,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     for name, size, degree in (
         ("--seq-len", args.seq_len, args.devices),
+        # Of a causal call, each device has an early and a late part (zigzag).
+        ("--seq-len", args.seq_len, args.devices * (1 if args.full else 2)),
         ("--heads", args.heads, args.head_ratio),
     ):
         if degree < 1 or size < 1 or size % degree:
@@ -191,7 +217,13 @@ def main(argv: list[str] | None = None) -> None:
     print()
     print("\n".join(table(args)))
     bound = 4 * math.sqrt(g * args.devices) - 2 - 2 * g
-    print(f"fewest units forward without splitting heads, all pairs visible: {bound:.2f}")
+    print(f"no setting without head has fewer units forward, all pairs visible, than {bound:.2f}")
+    best = fewest_bytes(legal_degrees(args.devices, **_call(args)), args)
+    flags = " ".join(f"--mesh.{role} {getattr(best, role)}" for role in SEQUENCE_ROLES)
+    print(
+        "next, whether a training step fits so: python benchmarks/memory.py --arithmetic "
+        f"--devices {args.devices} {flags}"
+    )
 
 
 if __name__ == "__main__":

@@ -66,6 +66,9 @@ def main(argv: list[str] | None = None) -> None:
         print(f"{name}: at most {values.max():.1e} from {CONTROL}, in step {values.argmax() + 1}")
     save(draw(losses), args.out)
     print(f"{args.out}: {args.out.stat().st_size / 1e3:.0f} kB")
+    print(
+        "next, the whole run with Ring Attention: python train.py --mesh.team 1 --run-dir runs/ring"
+    )
 
 
 def train_losses(name: str, steps: int) -> np.ndarray:

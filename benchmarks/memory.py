@@ -1,14 +1,15 @@
 """Shows how much of a GPU's memory a training step takes, compiled on a machine that has no GPU.
 
     pip install --no-deps jax-cuda13-pjrt==<version of jax>
-    python benchmarks/memory.py                               # all recipes, all rows: 20 minutes
+    python benchmarks/memory.py --mesh.team 4                 # all recipes, all rows: 20 minutes
     python benchmarks/memory.py --recipes gpt_7b --rows "recipe|zero"
     python benchmarks/memory.py --recipes gpt_8b_gqa --target h100 --devices 32 --seq-len 262144 \\
         --mesh.team 2 --rows recipe --details
     python benchmarks/memory.py --arithmetic                  # compiles nothing
 
 Each row is a recipe of configs/ with its own settings, or with the changes that the row names. The
-columns are in GiB of one device:
+mesh is the one that train.py takes for that recipe, for these flags and so many devices; a row that
+train.py refuses gives the reason. The columns are in GiB of one device:
 
     state     weights, optimizer and batch: the program's arguments
     rest      everything else that the step needs at a time, on the device
@@ -27,7 +28,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -38,16 +38,15 @@ import jax
 import startrail_jax as st
 from benchmarks.deviceless import gpu_topology, target_names
 from configs import RECIPES
+from startrail_jax.errors import UserError
 from startrail_jax.mesh import Degrees
-from trainer.config import (
-    MeshConfig,
-    TrainConfig,
-)
+from trainer.config import MeshConfig, TrainConfig
 from trainer.gpt.config import GPTTrainConfig
 from trainer.parallel.degrees import choose_degrees
 from trainer.parallel.footprint import GIB, Footprint
 from trainer.parallel.step import Program
 from trainer.parallel.step_sizes import footprint
+from trainer.run.exit import exit_on_user_errors
 from trainer.tasks import TASKS
 
 GPU_GIB = {"a100": 40, "h100": 80, "h200": 141}
@@ -56,12 +55,12 @@ GPU_GIB = {"a100": 40, "h100": 80, "h200": 141}
 FRACTIONS = {0.75: "yes", 0.92: "with .92"}
 """Shares of a GPU's memory that jax takes: by default, and as many runs set it."""
 
-# Recipe: target, devices, mesh.
+# Recipe: target, devices.
 HARDWARE = {
-    "gpt_7b": ("h200", 64, {"team": 4}),
-    "gpt_3b": ("a100", 32, {"team": 4}),
-    "gpt_8b_gqa": ("h200", 64, {"team": 4}),
-    "dit_1b": ("a100", 32, {"team": 4}),
+    "gpt_7b": ("h200", 64),
+    "gpt_3b": ("a100", 32),
+    "gpt_8b_gqa": ("h200", 64),
+    "dit_1b": ("a100", 32),
 }
 
 
@@ -92,11 +91,11 @@ def main(argv: list[str] | None = None) -> None:
     jax.config.update("jax_platforms", "cpu")
     print(f"jax {jax.__version__}; GiB of one device")
     for recipe in args.recipes:
-        target, num_devices, mesh = HARDWARE[recipe]
+        target, num_devices = HARDWARE[recipe]
         target, num_devices = args.target or target, args.devices or num_devices
-        degrees = choose_degrees(MeshConfig(**mesh | args.mesh), num_devices)
-        named = ", ".join(f"{name} {n}" for name, n in vars(degrees).items() if n > 1)
         config = RECIPES[recipe]()
+        degrees = choose_degrees(replace(config.mesh, **args.mesh), num_devices)
+        named = ", ".join(f"{name} {n}" for name, n in vars(degrees).items() if n > 1)
         if args.seq_len is not None:
             if not isinstance(config, GPTTrainConfig):
                 raise SystemExit(f"--seq-len is for GPTs; got recipe {recipe}. Leave it out.")
@@ -106,14 +105,16 @@ def main(argv: list[str] | None = None) -> None:
         for row in rows(config):
             if not re.search(args.rows, row.name):
                 continue
+            try:
+                formula = formula_of(row, degrees)
+            except UserError as error:
+                print(f"{row.name:<32}train.py refuses it: {error}")
+                continue
             reading = None if args.arithmetic else read(row, degrees, target, num_devices)
-            print(line(row, degrees, reading, GPU_GIB[target]), flush=True)
+            print(line(row, formula, reading, GPU_GIB[target]), flush=True)
             if args.details:
-                print(
-                    footprint(
-                        row.config, TASKS[row.config.kind].make_objective(row.config), degrees
-                    ).table()
-                )
+                print(formula.table())
+    print("\nnext: python train.py RECIPE with the flags of a row that fits, on those devices")
 
 
 def rows(config: TrainConfig) -> Iterator[Row]:
@@ -163,11 +164,11 @@ def lowered_step(row: Row, degrees: Degrees, devices: list[Any]) -> Any:
 
 
 def formula_of(row: Row, degrees: Degrees) -> Footprint:
+    """The estimate for a row; raises what train.py would raise on such a mesh."""
     return footprint(row.config, TASKS[row.config.kind].make_objective(row.config), degrees)
 
 
-def line(row: Row, degrees: Degrees, reading: Reading | None, gpu_gib: float) -> str:
-    formula = formula_of(row, degrees)
+def line(row: Row, formula: Footprint, reading: Reading | None, gpu_gib: float) -> str:
     if reading is None:
         state = formula.state_bytes + formula["batch"]
         peak = formula.device_bytes
@@ -193,7 +194,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--devices", type=int, help="number of them; by default the recipe's")
     parser.add_argument("--seq-len", type=int, help="tokens in a sequence")
     for role in vars(MeshConfig()):
-        help_text = "degree of parallelism; team is 4 by default"
+        help_text = "degree of parallelism; by default that of train.py"
         parser.add_argument(f"--mesh.{role}", dest=role, type=int, help=help_text)
     parser.add_argument("--arithmetic", action="store_true", help="the formula alone")
     parser.add_argument("--details", action="store_true", help="parts of the formula")
@@ -205,4 +206,5 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with exit_on_user_errors():
+        main()

@@ -40,7 +40,7 @@ class Degrees:
     | Ulysses                          | P    | 1    | 1         | 1     |
     | LoongTrain 2D-Attention, USP     | U    | 1    | P/U       | 1     |
     | StarTrail with the paper's C     | 1    | C    | P/C^2     | C     |
-    | fewest bytes, least memory       | 1    | A    | P/A       | 1     |
+    | fewest bytes forward if head = 1 | 1    | A    | P/A       | 1     |
     | 2-D tiles, no ring               | 1    | A    | 1         | P/A   |
     | StarTrail x Ulysses              | U    | C    | P/(U C^2) | C     |
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Generic, NoReturn, TypeVar
 
@@ -11,8 +11,61 @@ import tyro
 
 from startrail_jax.errors import InputError
 from trainer.processes.options import Distributed
+from trainer.run.settings import settings_of
 
 Settings = TypeVar("Settings")
+
+# Setting -> what other programs call it. A name may stand at several settings, of which a program
+# has one.
+OTHER_NAMES = {
+    "optimizer.learning-rate": "lr max-lr peak-lr",
+    "optimizer.final-learning-rate": "min-lr final-lr lr-end",
+    "optimizer.weight-decay": "wd",
+    "optimizer.clip-norm": "clip grad-clip clip-grad clip-grad-norm max-grad-norm",
+    "optimizer.warmup-fraction": "warmup-steps warmup-iters warmup-ratio lr-warmup-steps",
+    "optimizer.beta1": "adam-beta1",
+    "optimizer.beta2": "adam-beta2",
+    "steps": "epochs num-epochs max-steps max-iters num-steps n-steps iters iterations train-steps "
+    "total-steps train-iters num-train-steps",
+    "batch-size": "bs b batch global-batch-size train-batch-size per-device-train-batch-size",
+    "accumulation": "accum grad-accum gradient-accumulation gradient-accumulation-steps",
+    "seq-len": "block-size context context-length context-len ctx-len max-length max-seq-len "
+    "max-seq-length seq-length sequence-length n-ctx seqlen",
+    "size": "image-size img-size resolution",
+    "model.layers": "n-layer n-layers num-layers num-hidden-layers depth",
+    "model.width": "n-embd d-model dim hidden-size hidden-dim embed-dim n-embed",
+    "model.heads": "n-head n-heads num-heads num-attention-heads",
+    "model.kv-heads": "n-kv-heads num-kv-heads num-key-value-heads num-query-groups",
+    "model.mlp-width": "d-ff ffn-dim ffn-hidden-size intermediate-size mlp-dim",
+    "model.vocab-size": "n-vocab",
+    "model.dtype": "precision mixed-precision bf16 fp16",
+    "model.classes": "num-classes",
+    "data.path": "dataset data-path data-dir train-data train-file input",
+    "data.tokenizer": "tokenizer-path tokenizer-file",
+    "data.validation-path": "val-data valid-data eval-data validation-file",
+    "mesh.data": "dp data-parallel data-parallel-size",
+    "mesh.tensor": "tp tensor-parallel tensor-parallel-size tensor-model-parallel-size",
+    "mesh.head": "ulysses ulysses-degree sp-ulysses-degree",
+    "mesh.ring": "ring-degree cp context-parallel context-parallel-size sp",
+    "devices": "gpus num-gpus n-gpus num-devices n-devices world-size nproc-per-node",
+    "zero": "fsdp zero-stage zero-level",
+    "remat": "checkpointing activation-checkpointing gradient-checkpointing recompute",
+    "offload": "cpu-offload",
+    "run-dir": "out out-dir output output-dir save-dir log-dir logdir workdir work-dir resume "
+    "resume-from-checkpoint load exp-name",
+    "checkpoint.every": "save-every save-interval save-steps ckpt-every checkpoint-every",
+    "checkpoint.keep": "save-total-limit keep-checkpoints",
+    "log-every": "log-interval logging-steps print-every",
+    "evaluate-every": "eval-every eval-interval eval-steps eval-iters val-every",
+    "ema-decay": "ema",
+    "tokens": "max-tokens max-new-tokens num-tokens n-tokens length",
+    "samples": "num-samples n-samples n num-return-sequences",
+    "temperature": "temp",
+    "prompt": "start text",
+    "prompt-file": "file input-file",
+    "guidance": "cfg cfg-scale guidance-scale",
+    "classes": "class label labels",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +89,8 @@ def parse(
         prog: name of the program and the words before the flags, for `--help`.
         description: text for `--help`.
     """
+    if unknown := list(_other_names(arguments, default)):
+        exit_with_usage_error("\n".join(unknown))
     kind: Any = Command[type(default)]
     try:
         return tyro.cli(
@@ -47,6 +102,23 @@ def parse(
         )
     except InputError as error:  # Of several settings together: tyro reports those of one.
         exit_with_usage_error(error)
+
+
+def _other_names(arguments: Sequence[str], default: Any) -> Iterator[str]:
+    """A line for each flag that has another name here; tyro knows only names that look alike."""
+    names = [name.replace("_", "-") for name in settings_of(default)]
+    others = {other: name for name, words in OTHER_NAMES.items() for other in words.split()
+              if name in names}  # fmt: skip
+    for argument in arguments:
+        flag = argument.partition("=")[0].replace("_", "-")
+        word = flag.removeprefix("--")
+        if not flag.startswith("--") or word in names:
+            continue
+        meant = [name for name in names if name.rpartition(".")[2] == word]
+        meant = meant or ([others[word]] if word in others else [])
+        if meant:
+            flags = " or ".join(f"--{name}" for name in meant)
+            yield f"Unrecognized option {argument}: it is {flags} here; --help says what it does."
 
 
 def exit_with_usage_error(message: object) -> NoReturn:

@@ -19,8 +19,9 @@ from trainer.parallel.footprint import describe_memory
 from trainer.parallel.step import Program, StepMetrics
 from trainer.run.checkpoint import Checkpoints
 from trainer.run.folder import CONFIG_FILE
-from trainer.run.metrics import Reporter
+from trainer.run.metrics import Reporter, describe_viewer
 from trainer.run.settings import save_config
+from trainer.run.versions import record_versions
 
 
 class Loop:
@@ -88,11 +89,13 @@ class Loop:
         self.checkpoints.check_space(program.state_shapes)
         done = self.checkpoints.begin_after()
         if done:
-            self.state, self._position = self.checkpoints.restore(program.state_shapes)
+            with report.phase("reading the checkpoint"):
+                self.state, self._position = self.checkpoints.restore(program.state_shapes)
             self._feed.set_state(self._position, new_order=config.allow_changes)
             report.line(f"going on with {config.run_dir} after step {done}")
         else:
-            self.state = program.initialise()
+            with report.phase("initialising"):
+                self.state = program.initialise()
         if config.profile and done >= config.profile[1]:
             raise InputError(
                 "profile must name steps that are yet to be done; got "
@@ -104,7 +107,8 @@ class Loop:
             report.line(f"whole on every device, since ZeRO cannot split them: {', '.join(whole)}")
         train_step: Any = program.train_step
         batch = next(self._feed.held_out())
-        self._train_step = train_step.lower(self.state, batch).compile()
+        with report.phase("compiling"):
+            self._train_step = train_step.lower(self.state, batch).compile()
         report.line(f"memory of a device: {describe_memory(self._train_step.memory_analysis())}")
         peak = peak_flops(self._devices[0].device_kind)
         report.open(
@@ -114,8 +118,13 @@ class Loop:
             flops_per_token=program.objective.flops_per_token,
             peak_flops=None if peak is None else peak * len(self._devices),
         )
+        if config.tensorboard:
+            report.line(describe_viewer(config.run_dir))
+        if jax.process_index() == 0 and (note := record_versions(config.run_dir, done)):
+            report.line(note)
         if not done:
             self.save_settings()
+        report.training()
         return done
 
     def step(self, step: int) -> None:

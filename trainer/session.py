@@ -20,6 +20,7 @@ from trainer.config import MeshConfig
 from trainer.parallel.degrees import choose_degrees, describe_degrees
 from trainer.processes.devices import require_divisible, select_devices
 from trainer.processes.distributed import start
+from trainer.processes.hardware import unused_gpus
 from trainer.processes.heartbeat import heartbeat
 from trainer.processes.options import Distributed
 from trainer.run.settings import flags_of
@@ -34,7 +35,7 @@ class Session:
     agree: Callable[[bool], bool]
     """Turns the wish of any process to stop into one answer: see `trainer.processes.heartbeat`."""
     description: tuple[str, ...]
-    """Lines for the log: the devices and the degrees of the mesh."""
+    """Lines for the log: GPUs that are not used, the devices and the degrees of the mesh."""
 
     @property
     def is_first(self) -> bool:
@@ -88,6 +89,9 @@ def joined(
     flags = {"kind": kind, **flags_of(settings, but=may_differ)}
     with heartbeat(distributed, flags) as agree:
         degrees = choose_degrees(mesh_config, len(devices))
+        wanted: Any = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
+        if note := unused_gpus(devices[0].platform, wanted=wanted):
+            remarks = (note, *remarks)
         shared = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
         description = (
             *remarks,

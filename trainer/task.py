@@ -50,6 +50,8 @@ class Task(ABC, Generic[Config, Options]):
     the fields `heads`, `kv_heads` and `dtype`."""
     options_class: ClassVar[type[Any]]
     """Class of the options of sample.py."""
+    example_flags: ClassVar[str] = "--help"
+    """Flags of sample.py that it advises to try next."""
 
     @abstractmethod
     def make_objective(self, config: Config) -> Any:

@@ -5,6 +5,7 @@ import functools
 import io
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -28,13 +29,14 @@ from trainer.config import MeshConfig
 from trainer.gpt.config import (
     DataConfig,
     GPTConfig,
+    TextOptions,
 )
 from trainer.gpt.corpus import (
     Corpus,
     Stream,
 )
 from trainer.gpt.objective import model_arguments
-from trainer.gpt.sample import continue_text
+from trainer.gpt.sample import continue_text, prompt_tokens
 from trainer.gpt.text import (
     IdTokenizer,
     TextStream,
@@ -54,6 +56,7 @@ from trainer.run.checkpoint import (
 from trainer.run.exit import exit_on_user_errors
 from trainer.run.folder import open_run
 from trainer.run.settings import save_config
+from trainer.session import Session
 
 REPOSITORY = Path(sample.__file__).parent
 MODEL = GPTConfig(width=16, layers=1, heads=2, kv_heads=1, head_dim=4, mlp_width=16)
@@ -438,6 +441,44 @@ def test_prompt_that_is_not_utf8(run_dir, tmp_path, monkeypatch):
     assert "got the byte 0xc3 at offset 0 of standard input" in message_of(run_dir)
     monkeypatch.setattr("sys.stdin", None)
     assert "There must be a prompt; got none, and a standard input that is" in message_of(run_dir)
+
+
+class TypedInput(io.StringIO):
+    """The standard input of a program that was started on a terminal, where nothing is typed."""
+
+    def isatty(self):
+        return True
+
+    def read(self, *_):
+        raise AssertionError("waits for a text that nobody knows of")
+
+
+def test_without_a_prompt_a_terminal_gets_a_sample_at_once(run_dir, capsys, monkeypatch):
+    same = run(capsys, run_dir, "--prompt", "\n").out
+    monkeypatch.setattr("sys.stdin", TypedInput())
+    shown = run(capsys, run_dir)
+    assert shown.out == same
+    assert "no prompt is given: the sample begins at a new line; --prompt TEXT" in shown.err
+    words = shlex.split(shown.err.splitlines()[-1])
+    assert words[0] == "next:"
+    assert words[-5:] == [str(run_dir), "--samples", "3", "--temperature", "0.5"]
+    assert sample.read_command_line(words[-5:])[2].settings.samples == 3
+
+
+def test_sample_without_a_prompt_begins_with_a_token_that_there_is(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.stdin", TypedInput())
+    mesh = st.make_mesh(st.Degrees(), "auto", jax.devices()[:1])
+    session = Session(mesh=mesh, agree=bool, description=())
+    built = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "</s>": 1}))
+    built.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    built.save(str(tmp_path / "tokenizer.json"))
+    for tokenizer, first in (
+        (ByteTokenizer(end_of_document=None, vocab_size=256), 10),
+        (FileTokenizer(tmp_path / "tokenizer.json", end_of_document=None, vocab_size=2), 1),
+        (IdTokenizer(end_of_document=7), 7),
+        (IdTokenizer(end_of_document=None), 0),
+    ):
+        assert prompt_tokens(tokenizer, TextOptions(), session).tolist() == [first]
 
 
 def test_token_of_a_prompt_beyond_the_vocabulary(run_dir, byte_level):

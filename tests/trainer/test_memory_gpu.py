@@ -153,7 +153,8 @@ def test_hybrid_sums_its_parts_over_the_other_axes():
 
 def test_gpt_7b_fits_where_the_arithmetic_says(capsys):
     """The whole step of 512K tokens on 64 H200, compared with the estimate printed beside it."""
-    memory_benchmark.main(["--recipes", "gpt_7b", "--rows", "recipe", "--details"])
+    flags = ["--mesh.team", "4", "--rows", "recipe", "--details"]
+    memory_benchmark.main(["--recipes", "gpt_7b", *flags])
     _, _, title, columns, row, *details = capsys.readouterr().out.splitlines()
     assert title == "gpt_7b, 524288 tokens, 64 x h200: group 4, ring 4, team 4"
     assert columns.split() == ["state", "rest", "host", "peak", "formula", "fits"]

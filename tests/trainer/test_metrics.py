@@ -188,23 +188,65 @@ def test_other_processes_print_and_write_nothing(tmp_path, monkeypatch, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_terminal_shows_a_bar_that_begins_at_the_resumed_step(tmp_path, clock, monkeypatch):
+@pytest.fixture
+def frames(monkeypatch):
+    """A function that tells what a terminal of so many columns has shown, without colours."""
     shown = io.StringIO()
-    monkeypatch.setattr(
-        terminal,
-        "PatientConsole",
-        lambda **options: Console(file=shown, force_terminal=True, width=100, **options),
-    )
-    reporter = Reporter(steps=9, tokens_per_step=64)
-    reporter.open(tmp_path, first_step=4)
-    with reporter:
-        time.sleep(0.2)  # Twice the time between two refreshes of the bar.
+
+    def console(**options):
+        return Console(file=shown, force_terminal=True, width=frames.columns, **options)
+
+    def frames():
+        return re.sub(r"\x1b\[[0-9;?]*\w", "", shown.getvalue())
+
+    frames.columns = 100
+    monkeypatch.setattr(terminal, "PatientConsole", console)
+    return frames
+
+
+def test_terminal_shows_a_bar_that_begins_at_the_resumed_step(tmp_path, clock, frames):
+    with Reporter(steps=9, tokens_per_step=64) as reporter:
+        reporter.open(tmp_path, first_step=4)
+        with reporter.phase("compiling"):
+            time.sleep(0.2)  # Twice the time between two refreshes of the bar.
+        reporter.training()
         reporter.advance(5, {"train_loss": 0.5})
         reporter.advance(6)
-    text = re.sub(r"\x1b\[[0-9;?]*\w", "", shown.getvalue())  # Without colours.
-    assert "4/9 compiling" in text
-    assert "6/9 train loss 0.5000" in text
-    assert "step 5/9  train loss 0.5000" in text
+    assert "4/9 compiling 0 s" in frames()
+    assert "6/9 train loss 0.5000" in frames()
+    assert "step 5/9  train loss 0.5000" in frames()
+
+
+def test_bar_counts_the_steps_before_there_are_metrics(frames):
+    with Reporter(steps=9, tokens_per_step=64) as reporter:
+        assert "0/9 starting" in frames()
+        with reporter.phase("compiling"):
+            pass
+        reporter.training()
+        for step in (1, 2):
+            reporter.advance(step)
+            reporter._terminal._bar.refresh()
+            assert f"{step}/9 training" in frames()
+        with reporter.pause("evaluating"):
+            reporter._terminal._bar.refresh()
+        assert "2/9 evaluating 0 s" in frames()
+        reporter._terminal._bar.refresh()
+        assert frames().rstrip().endswith("2/9 training")
+
+
+@pytest.mark.parametrize("columns", [20, 40, 100, 200])
+def test_bar_takes_one_line_of_a_terminal_of_any_width(columns, clock, frames, capsys):
+    frames.columns = columns
+    reporter = Reporter(steps=100_000, tokens_per_step=65_536)
+    bar = reporter._terminal._bar
+    run(clock, reporter, range(1, 5))
+    table = bar.get_renderable()
+    (line,) = bar.console.render_lines(table, pad=False)
+    shown = "".join(segment.text for segment in line).rstrip()
+    assert len(shown) <= columns
+    assert shown.startswith("4/100000") or ("━" in shown and columns > 60)
+    assert ("4/100000 train loss 0.2500" in shown) == (columns >= 40)
+    assert ("left" in shown) == (columns > 60)
 
 
 def test_run_goes_on_when_nobody_reads_its_lines(tmp_path):

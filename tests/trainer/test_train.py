@@ -18,6 +18,7 @@ from programs import interrupt_after
 from trainer.config import MeshConfig
 from trainer.gpt.config import GPTTrainConfig
 from trainer.processes.devices import select_devices
+from trainer.run.versions import current_versions
 
 REPOSITORY = Path(train.__file__).parent
 TINY = (
@@ -35,7 +36,7 @@ def run(folder, flags="", *, steps):
     return train.train(parse(f"{TINY} --steps {steps} --run-dir {folder} {flags}"))
 
 
-def test_an_interrupted_run_goes_on_as_if_nothing_had_been(tmp_path, monkeypatch):
+def test_an_interrupted_run_goes_on_as_if_nothing_had_been(tmp_path, monkeypatch, capsys):
     flags = "--devices 8 --mesh.team 1 --zero 3"
     undisturbed = run(tmp_path / "undisturbed", flags, steps=7)
     with monkeypatch.context() as patch:
@@ -44,13 +45,19 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_been(tmp_path, monkeypatch
     assert len(first.train) == 4
     assert first.validation is None
     shutil.copytree(tmp_path / "run", tmp_path / "other")
+    (entry,) = json.loads((tmp_path / "run/versions.json").read_text())
+    assert entry == {"after_step": 0, "versions": current_versions()}
+    older = {"after_step": 0, "versions": current_versions() | {"jax": "0.1"}}
+    (tmp_path / "other/versions.json").write_text(json.dumps([older]))
 
     same = run(tmp_path / "run", flags, steps=7)
+    assert "other versions" not in capsys.readouterr().out
     assert first.train + same.train == undisturbed.train
     assert same.validation == undisturbed.validation
 
     # Fewer devices, C = 2, other shards of the state.
     other = run(tmp_path / "other", "--devices 4 --mesh.team 2 --zero 1", steps=7)
+    assert f"began with: jax 0.1 there, {jax.__version__} now\n" in capsys.readouterr().out
     assert len(other.train) == 3
     np.testing.assert_allclose(first.train + other.train, undisturbed.train, rtol=1e-5)
     np.testing.assert_allclose(other.validation, undisturbed.validation, rtol=1e-5)
@@ -205,6 +212,11 @@ def test_program_trains_evaluates_and_samples(tmp_path):
     assert "--- held-out text" in after
     assert "--- continued by the model" in after
     assert list((tmp_path / "tensorboard").iterdir())
+    (viewer,) = [line for line in lines if line.startswith("metrics in a browser: ")]
+    assert viewer.endswith(f" -m tensorboard.main --logdir {tmp_path}/tensorboard")
+    assert lines[-2].startswith("loss curve: ")
+    assert lines[-1].startswith("next: ")
+    assert lines[-1].endswith(f" sample.py {tmp_path}")
 
     # A run's own config is a recipe.
     again = train.read_command_line([str(tmp_path / "config.json"), "--steps", "2"])

@@ -357,6 +357,11 @@ def test_what_does_not_fit_ends_the_program_before_there_is_a_run(flags, message
     [
         ("--optimizer.learning-rat 1", r"Unrecog.*Perhaps you meant:.* --optimizer.learning-rate "),
         ("--mesh.taem 2", r"Unrecognized options: --mesh.taem.*Perhaps you meant: --mesh.team "),
+        ("--lr 1e-3", r"Unrecognized option --lr: it is --optimizer.learning-rate here"),
+        ("--learning_rate 1", r"option --learning_rate: it is --optimizer.learning-rate here"),
+        ("--n_layer=2 --bs 4", r"--n_layer=2: it is --model.layers .* --bs: it is --batch-size h"),
+        ("dit_digits --resolution 8", r"option --resolution: it is --size here"),
+        ("--resolution 8", r"Unrecognized options: --resolution"),
         ("--zero 4", r"invalid choice '4' for argument '--zero'. Expected one of \('0', '1', "),
         ("--steps many", r"Error parsing --steps: .*'many'"),
         ("--steps 0", r"steps must be at least 1; got steps=0"),
@@ -467,6 +472,8 @@ def test_sigterm_saves_and_exits_with_status_0(data, tmp_path, capsys):
     assert errors == ""
     (last,) = saved_steps(tmp_path / "run")
     assert 2 <= last < STEPS
+    assert lines[-2].startswith("to go on: ")
+    assert f"train.py {tmp_path / 'run'}/config.json, or the same command" in lines[-2]
     assert lines[-1] == f"interrupted after step {last}, which is saved in {tmp_path / 'run'}\n"
     assert logged_steps(tmp_path / "run") == list(range(1, last + 1))
 

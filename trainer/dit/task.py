@@ -16,6 +16,7 @@ class DiTTask(Task[DiTTrainConfig, ImageOptions]):
 
     config_class = DiTTrainConfig
     options_class = ImageOptions
+    example_flags = "--samples 10 --seed 1"
 
     def make_objective(self, config: DiTTrainConfig) -> Any:
         from trainer.dit.objective import Denoising

@@ -171,7 +171,7 @@ class TextOptions(SampleOptions):
 
     prompt: str | None = None
     """Text to continue. If the run was trained on files of tokens and no tokenizer is given, the
-    prompt must be token ids. The default is to read standard input."""
+    prompt must be token ids. The default is to read standard input; on a terminal, a new line."""
     prompt_file: Path | None = None
     """A UTF-8 file whose content is the prompt."""
     tokens: int = 256

@@ -13,10 +13,17 @@ from jaxtyping import Integer
 
 import startrail_jax as st
 from startrail_jax.errors import InputError
+from trainer.data.files import Document
 from trainer.gpt.config import GPTTrainConfig, TextOptions
 from trainer.gpt.corpus import Corpus
 from trainer.gpt.generation import Generator
-from trainer.gpt.text import TextStream, encode_prompt, open_tokenizer
+from trainer.gpt.text import (
+    IdTokenizer,
+    TextStream,
+    Tokenizer,
+    encode_prompt,
+    open_tokenizer,
+)
 from trainer.gpt.token_choice import Sampling
 from trainer.run.checkpoint import restore_weights
 from trainer.run.folder import CHECKPOINTS_FOLDER
@@ -46,7 +53,7 @@ def sample_text(
     )
     data = dataclasses.replace(config.data, tokenizer=options.tokenizer)
     tokenizer = open_tokenizer(data, vocab_size=config.model.vocab_size)
-    prompt = encode_prompt(tokenizer, _read_prompt(options))
+    prompt = prompt_tokens(tokenizer, options, session)
     generator = Generator(
         config.model,
         st.Attention(session.mesh, causal=True),
@@ -98,6 +105,34 @@ def _print_streams(streams: list[TextStream], tokens: Any, session: Session) -> 
         if row:
             print_heading(row)
         session.print(waiting[row])
+
+
+def prompt_tokens(
+    tokenizer: Tokenizer, options: TextOptions, session: Session
+) -> Integer[np.ndarray, " prompt"]:
+    """The tokens to continue; without a prompt, a new line, as nanoGPT does.
+
+    Who has typed the command alone does not know that the program would wait for a text.
+
+    Args:
+        tokenizer: the tokenizer of the run.
+        options: the prompt, if there is one.
+        session: to say so if there is none.
+
+    Raises:
+        ValueError: if a prompt cannot be read or encoded.
+    """
+    given = options.prompt is not None or options.prompt_file is not None
+    if given or sys.stdin is None or not sys.stdin.isatty():
+        return encode_prompt(tokenizer, _read_prompt(options))
+    session.note("no prompt is given: the sample begins at a new line; --prompt TEXT gives one")
+    end = tokenizer.end_of_document
+    if not isinstance(tokenizer, IdTokenizer):
+        (tokens,) = tokenizer.encode([Document(key="", place="a new line", text="\n")])
+        if len(tokens) > 1:
+            return tokens[:-1]
+    # Of tokens whose text is not known, or with a tokenizer that drops spaces.
+    return np.array([0 if end is None else end], np.int32)
 
 
 def _read_prompt(options: TextOptions) -> str:

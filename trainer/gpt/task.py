@@ -17,6 +17,7 @@ class GPTTask(Task[GPTTrainConfig, TextOptions]):
 
     config_class = GPTTrainConfig
     options_class = TextOptions
+    example_flags = "--samples 3 --temperature 0.5"
 
     def make_objective(self, config: GPTTrainConfig) -> Any:
         from trainer.gpt.objective import NextToken

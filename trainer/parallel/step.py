@@ -20,14 +20,13 @@ from jaxtyping import Array, Bool, Float32
 
 from startrail_jax.attention import Attention
 from startrail_jax.compiler import compiler_options
-from startrail_jax.errors import InputError, UnsupportedError
 from startrail_jax.mesh import device_kind
 from startrail_jax.ordering import gradient_first
-from startrail_jax.sizes import check_heads
 from startrail_jax.varying import vary
 from trainer.config import TrainConfig
 from trainer.data.batches import sharding_of
 from trainer.objective import Objective
+from trainer.parallel.legality import check_platform, check_step, tokens_shape
 from trainer.parallel.optimizer import learning_rate, make_optimizer
 from trainer.parallel.partition import Partition
 from trainer.parallel.remat import rematerialised
@@ -39,7 +38,7 @@ from trainer.parallel.state import (
     state_shapes,
     updated_average,
 )
-from trainer.parallel.tiling import check_tile, summed_in_tiles
+from trainer.parallel.tiling import summed_in_tiles
 
 
 class StepMetrics(NamedTuple):
@@ -75,12 +74,12 @@ class Program:
         self.config = config
         self.attention = attention
         self.objective = objective
-        self.tokens_shape = self._tokens_shape()
+        self.tokens_shape = tokens_shape(objective, attention.layout)
         """(B, T) of a batch."""
-        _check_tokens(config, attention, self.tokens_shape[1])
         self.optimizer = make_optimizer(config.optimizer, config.steps)
         self.partition = Partition(mesh, config.zero, config.zero_axes, config.model.dtype)
-        _check_zero_axes(config, attention, self.partition)
+        check_step(config, attention.degrees, self.partition, self.tokens_shape[1])
+        check_platform(config, device_kind(mesh)[0])
         self._model = ShardedModel(
             lambda attention_fn, hooks: objective.make_model(
                 attention_fn, hooks, nnx.Rngs(config.seed)
@@ -115,11 +114,6 @@ class Program:
     def batch_shapes(self) -> Any:
         """Shapes and shardings of a batch, to compile without data."""
         return batch_shapes(self.objective, self.attention)
-
-    def _tokens_shape(self) -> tuple[int, int]:
-        batch = self.objective.batch_shapes(self.attention.layout)
-        prepare = partial(self.objective.prepare, training=True)
-        return jax.eval_shape(prepare, batch).weights.shape
 
     # What is compiled, on global arrays.
 
@@ -263,44 +257,3 @@ class Program:
         count = x.shape[1] // self.partition.size(self.partition.tensor)
         first = lax.axis_index("tensor") * count
         return lax.dynamic_slice_in_dim(self.partition.copy_to_tensor(x), first, count, 1)
-
-
-def _check_tokens(config: TrainConfig, attention: Attention, tokens: int) -> None:
-    """Raises now what the first step would raise, with a way out.
-
-    Args:
-        config: batch, accumulation, tile and offload.
-        attention: attention on the mesh.
-        tokens: tokens of a row of a batch.
-    """
-    degrees = attention.degrees
-    check_heads(degrees, config.model.heads, config.model.kv_heads)
-    length = tokens // degrees.sequence
-    if length % degrees.tensor:
-        raise InputError(
-            "The tokens of a row (seq_len, or the patches of an image filled up to a multiple of "
-            "the sequence degree) must be divisible by sequence degree * tensor, as the devices "
-            f"along tensor share the loss; got {tokens} tokens, sequence degree="
-            f"{degrees.sequence}, tensor={degrees.tensor}. Use a multiple of "
-            f"{degrees.sequence * degrees.tensor} (for images, by another --size or "
-            "--model.patch), or another --mesh.tensor."
-        )
-    rows = config.batch_size // (degrees.data * config.accumulation)
-    check_tile(config.tile, rows * length)
-    check_tile(config.tile, rows * length // degrees.tensor)
-    platform = device_kind(attention.mesh)[0]
-    if config.offload and platform != "cuda":
-        raise UnsupportedError(
-            "offload needs GPUs, which have memory of their own; got devices of platform "
-            f"{platform!r}. Leave --offload out."
-        )
-
-
-def _check_zero_axes(config: TrainConfig, attention: Attention, partition: Partition) -> None:
-    """Raises if ZeRO has nothing to split over, although the mesh has axes that it could use."""
-    if config.zero and partition.replicas and not partition.zero:
-        raise InputError(
-            f"zero={config.zero} needs an axis of degree above 1 among zero_axes; got "
-            f"zero_axes={config.zero_axes} on a mesh with {attention.degrees}. "
-            f"Use --zero-axes {' '.join(partition.replicas)}."
-        )

@@ -18,6 +18,7 @@ from startrail_jax.mesh import ROLES, Degrees
 from trainer.config import TrainConfig
 from trainer.objective import Objective
 from trainer.parallel.footprint import FLOAT32, LAYER, LOSS, Footprint, StepSizes, footprint_of
+from trainer.parallel.legality import check_step, tokens_shape
 from trainer.parallel.partition import STACKED, Partition, Split
 from trainer.parallel.state import batch_shapes, state_shapes
 
@@ -36,12 +37,13 @@ def step_sizes(config: TrainConfig, objective: Objective, degrees: Degrees) -> S
         degrees: degrees of the mesh; so many devices need not be there.
 
     Raises:
-        ValueError: if the mesh does not divide the model or its tokens.
+        ValueError: as `trainer.parallel.step.Program` on such a mesh.
     """
     model = config.model
     mesh = AbstractMesh(tuple(vars(degrees)[role] for role in ROLES), ROLES, (AxisType.Auto,) * 6)
     attention = Attention(mesh, causal=objective.causal)
     partition = Partition(mesh, config.zero, config.zero_axes, model.dtype)
+    check_step(config, degrees, partition, tokens_shape(objective, attention.layout)[1])
     shapes = _trace(objective, attention.layout)
     state = state_shapes(config, shapes.weights, partition)
     rows, tokens_of_row, heads, head_dim = shapes.query

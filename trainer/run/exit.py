@@ -63,6 +63,8 @@ def exit_on_ctrl_c() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
+        # Threads that still write may keep the program a while; one more Ctrl-C then ends it.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         with suppress(OSError):
             print(file=sys.stderr)
         sys.exit(CTRL_C_STATUS)

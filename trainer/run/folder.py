@@ -19,6 +19,7 @@ from trainer.run.settings import flag_text, flag_value, load_config, read_kind, 
 
 CONFIG_FILE = "config.json"
 CHECKPOINTS_FOLDER = "checkpoints"
+METRICS_FILE = "metrics.jsonl"
 LOCK_FILE = "lock"
 
 # Settings that may change when a run goes on: they change how its result is computed or reported,

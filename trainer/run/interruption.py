@@ -10,6 +10,8 @@ from types import FrameType
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 STANDARD_ERROR = 2
+CLEAR_LINE = b"\r\x1b[2K"
+MESSAGE = b"stopping after this step; Ctrl-C again stops at once\n"
 
 
 @contextmanager
@@ -39,7 +41,9 @@ def interruption(agree: Callable[[bool], bool] = bool) -> Iterator[Callable[[], 
             # The same Ctrl-C may have ended the reader of the output. `sys.stderr` is avoided: the
             # signal may have come while it was being written to.
             with suppress(OSError):
-                os.write(STANDARD_ERROR, b"stopping after this step; Ctrl-C again stops at once\n")
+                # On a terminal the message takes the line of the progress bar, which moves down.
+                begin = CLEAR_LINE if os.isatty(STANDARD_ERROR) else b""
+                os.write(STANDARD_ERROR, begin + MESSAGE)
 
     previous = {number: signal.signal(number, note) for number in SIGNALS}
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import time
@@ -16,9 +17,10 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore
 from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore
 
 from trainer.errors import StorageError
+from trainer.run.commands import command
+from trainer.run.folder import METRICS_FILE
 from trainer.run.terminal import Terminal
 
-METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
 
 
@@ -26,7 +28,9 @@ class Reporter:
     """Prints and writes what is measured, in the first process only. A context manager."""
 
     def __init__(self, *, steps: int, tokens_per_step: int) -> None:
-        """Prepares a progress bar, which `__enter__` shows. Lines may be printed before.
+        """Prepares a progress bar, which `__enter__` shows and `__exit__` removes.
+
+        Lines may be printed before and after.
 
         To be created after the devices are set up, as it asks jax which process this is.
 
@@ -56,7 +60,7 @@ class Reporter:
         flops_per_token: float = 0.0,
         peak_flops: float | None = None,
     ) -> None:
-        """Begins to write metrics to files too; to be called before `__enter__`.
+        """Begins to write metrics to files too; to be called before the first step.
 
         Metrics of steps after `first_step` are removed from the files: a killed program wrote them,
         and those steps will be done again.
@@ -101,6 +105,20 @@ class Reporter:
         """Prints a line above the bar, as it is."""
         self._terminal.line(text)
 
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Says beside the bar what its body does, such as "compiling", and for how long."""
+        before = self._terminal.status
+        self._terminal.update(status=name, waits=True)
+        try:
+            yield
+        finally:
+            self._terminal.update(status=before)
+
+    def training(self) -> None:
+        """Says beside the bar that the steps run, until they have metrics."""
+        self._terminal.update(status="training")
+
     def advance(self, step: int, metrics: Mapping[str, float] | None = None) -> None:
         """Reports that a step is done and, if metrics are given, what was measured in it.
 
@@ -132,11 +150,12 @@ class Reporter:
         self._write(step, {**metrics, **speeds})
 
     @contextmanager
-    def pause(self) -> Iterator[None]:
-        """Leaves its body, such as an evaluation or a sample, out of tokens/s and MFU."""
+    def pause(self, name: str = "evaluating") -> Iterator[None]:
+        """A phase, such as an evaluation or a sample, that tokens/s and MFU leave out."""
         since = time.perf_counter()
         try:
-            yield
+            with self.phase(name):
+                yield
         finally:
             self._paused += time.perf_counter() - since
 
@@ -194,6 +213,14 @@ class Reporter:
             event.wall_time = time.time()
             self._events.write_event(event)
             self._events.flush()
+
+
+def describe_viewer(run_dir: Path) -> str:
+    """A line for the log: the command that shows the metrics of a run in a browser."""
+    viewer = command("tensorboard.main", "--logdir", run_dir / TENSORBOARD_FOLDER)
+    if importlib.util.find_spec("tensorboard") is None:
+        viewer = f"{command('pip', 'install', 'tensorboard')} && {viewer}"
+    return f"metrics in a browser: {viewer}"
 
 
 def _rate(since: tuple[int, float] | None, now: tuple[int, float]) -> float:

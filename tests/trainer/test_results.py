@@ -1,0 +1,150 @@
+"""What a run leaves for its user: a loss curve, its versions, and the next command."""
+
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import train
+from trainer import session
+from trainer.run import commands, curve, versions
+from trainer.run.commands import command
+from trainer.run.curve import describe_curve, draw_curve, show_results
+from trainer.run.versions import current_versions, record_versions
+
+pytestmark = pytest.mark.quick
+
+REPOSITORY = Path(train.__file__).parent
+
+
+def write_metrics(run_dir, losses):
+    lines = [json.dumps({"step": step, **values}) for step, values in losses.items()]
+    # A run that trains is writing the last line.
+    (run_dir / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 9']))
+
+
+# The loss curve.
+
+
+def test_curve_is_drawn_from_what_the_run_has_reported(tmp_path, capsys):
+    losses = {
+        2: {"train_loss": 2.0, "mfu": None},
+        4: {"train_loss": None},
+        6: {"train_loss": 1.0, "validation_loss": 1.5},
+    }
+    write_metrics(tmp_path, losses)
+    show_results(tmp_path)
+    path = tmp_path / "losses.png"
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [f"loss curve: {path}", f"next: {command('sample.py', tmp_path)}"]
+    with Image.open(path) as image:
+        pixels = np.asarray(image.convert("RGB"))
+    for colour in ((0x44, 0x77, 0xAA), (0xEE, 0x66, 0x77)):
+        assert (pixels == colour).all(axis=-1).any()
+
+
+def test_run_without_losses_has_no_curve(tmp_path):
+    with pytest.raises(ValueError, match=r"must have reported a loss; got none in .*metrics.jsonl"):
+        draw_curve(tmp_path)
+    write_metrics(tmp_path, {2: {"train_loss": None}})
+    # A run ends well all the same.
+    assert "could not be drawn (A run must have reported a loss" in describe_curve(tmp_path)
+
+
+def test_without_matplotlib_the_command_is_named(tmp_path, monkeypatch):
+    write_metrics(tmp_path, {2: {"train_loss": 2.0}})
+    monkeypatch.setattr(curve.importlib.util, "find_spec", lambda name: None)
+    line = describe_curve(tmp_path)
+    assert line.startswith(f"loss curve: {command('pip', 'install', 'matplotlib')} && ")
+    assert line.endswith(f" -m trainer.run.curve {tmp_path}")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"needs the package matplotlib.*pip install matplotlib"):
+        draw_curve(tmp_path)
+
+
+# Versions.
+
+
+def test_versions_are_noted_and_others_are_said(tmp_path, monkeypatch):
+    now = {"jax": "0.10.2", "flax": "0.12.8", "commit": "abc"}
+    monkeypatch.setattr(versions, "current_versions", lambda: now)
+    assert record_versions(tmp_path, 0) is None
+    assert record_versions(tmp_path, 5) is None
+    now = {"jax": "0.11.0", "flax": "0.12.8"}
+    assert record_versions(tmp_path, 7) == (
+        "NOTE: other versions than those that the run began with: jax 0.10.2 there, 0.11.0 now; "
+        "commit abc there, unknown now"
+    )
+    assert record_versions(tmp_path, 9) is None
+    entries = json.loads((tmp_path / "versions.json").read_text())
+    assert [x["after_step"] for x in entries] == [0, 7]
+    assert entries[0]["versions"] == {"jax": "0.10.2", "flax": "0.12.8", "commit": "abc"}
+    assert [x.name for x in tmp_path.iterdir()] == ["versions.json"]
+    # A new run in a folder whose run was removed but for this file.
+    assert record_versions(tmp_path, 0) is None
+    assert len(json.loads((tmp_path / "versions.json").read_text())) == 1
+
+
+def test_run_that_knows_no_versions_goes_on(tmp_path):
+    assert record_versions(tmp_path, 3) is None
+    (entry,) = json.loads((tmp_path / "versions.json").read_text())
+    assert entry == {"after_step": 3, "versions": current_versions()}
+    assert {"jax", "jaxlib", "flax"} <= set(current_versions())
+
+
+def test_commit_is_that_of_the_checkout(tmp_path):
+    assert versions._commit(tmp_path) is None
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    (tmp_path / "file").write_text("")
+    subprocess.run([*git, "add", "file"], check=True)
+    subprocess.run([*git, "commit", "-qm", "first"], check=True)
+    commit = versions._commit(tmp_path)
+    assert len(str(commit)) == 40
+    (tmp_path / "file").write_text("changed")
+    assert versions._commit(tmp_path) == f"{commit}-dirty"
+    (tmp_path / "below").mkdir()
+    assert versions._commit(tmp_path / "below") is None
+
+
+# Commands.
+
+
+def test_commands_can_be_typed_where_the_program_was_started(tmp_path, monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    monkeypatch.setattr(commands.sys, "executable", str(REPOSITORY / ".venv/bin/python"))
+    assert command("sample.py", "runs/my run") == ".venv/bin/python sample.py 'runs/my run'"
+    monkeypatch.setattr(commands.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(commands.sys, "executable", "/usr/bin/python3")
+    assert command("trainer.run.curve", Path("runs/a")) == "python3 -m trainer.run.curve runs/a"
+    monkeypatch.chdir(tmp_path)
+    assert command("sample.py") == f"python3 {REPOSITORY}/sample.py"
+
+
+# train.py as a program.
+
+
+def test_ctrl_c_ends_train_without_a_traceback_wherever_it_comes(monkeypatch, capsys, tmp_path):
+    def interrupted(*arguments, **options):
+        os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError("not reached")
+
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    monkeypatch.setattr(session, "joined", interrupted)
+    monkeypatch.setattr(sys, "argv", ["train.py", "--run-dir", str(tmp_path)])
+    try:
+        with pytest.raises(SystemExit) as caught:
+            runpy.run_path(str(REPOSITORY / "train.py"), run_name="__main__")
+        # One more Ctrl-C, while Python waits for threads, ends the program at once.
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert caught.value.code == 130
+    assert capsys.readouterr() == ("", "\n")

@@ -1,0 +1,86 @@
+"""Which training steps a mesh allows: one answer for train.py, sample.py and the estimates."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+
+from startrail_jax.errors import InputError, UnsupportedError
+from startrail_jax.layout import Layout
+from startrail_jax.mesh import Degrees
+from startrail_jax.sizes import check_heads
+from trainer.config import TrainConfig
+from trainer.objective import Objective
+from trainer.parallel.partition import Partition
+from trainer.parallel.tiling import check_tile
+
+
+def tokens_shape(objective: Objective, layout: Layout) -> tuple[int, int]:
+    """(B, T) of a batch.
+
+    Raises:
+        ValueError: if the layout cannot hold so many tokens.
+    """
+    prepare = partial(objective.prepare, training=True)
+    return jax.eval_shape(prepare, objective.batch_shapes(layout)).weights.shape
+
+
+def check_step(config: TrainConfig, degrees: Degrees, partition: Partition, tokens: int) -> None:
+    """Raises what the first step would raise, with a way out. No devices are needed.
+
+    Args:
+        config: model, batch, accumulation, tile and ZeRO.
+        degrees: degrees of the mesh.
+        partition: how the state is sharded.
+        tokens: number of tokens of a row of a batch.
+
+    Raises:
+        ValueError: if the degrees do not divide the batch, the heads or the tokens, the tile does
+            not divide the tokens of a device, or ZeRO has nothing to split over.
+    """
+    parts = degrees.data * config.accumulation
+    if config.batch_size % parts:
+        raise InputError(
+            "batch_size must be divisible by data * accumulation; got "
+            f"batch_size={config.batch_size}, data={degrees.data}, "
+            f"accumulation={config.accumulation}. Use --batch-size "
+            f"{-(-config.batch_size // parts) * parts}."
+        )
+    check_heads(degrees, config.model.heads, config.model.kv_heads)
+    length = tokens // degrees.sequence
+    if length % degrees.tensor:
+        raise InputError(
+            "The tokens of a row (seq_len, or the patches of an image filled up to a multiple of "
+            "the sequence degree) must be divisible by sequence degree * tensor, as the devices "
+            f"along tensor share the loss; got {tokens} tokens, sequence degree="
+            f"{degrees.sequence}, tensor={degrees.tensor}. Use a multiple of "
+            f"{degrees.sequence * degrees.tensor} (for images, by another --size or "
+            "--model.patch), or another --mesh.tensor."
+        )
+    rows = config.batch_size // parts
+    check_tile(config.tile, rows * length)
+    check_tile(config.tile, rows * length // degrees.tensor)
+    if config.zero and partition.replicas and not partition.zero:
+        raise InputError(
+            f"zero={config.zero} needs an axis of degree above 1 among zero_axes; got "
+            f"zero_axes={config.zero_axes} on a mesh with {degrees}. "
+            f"Use --zero-axes {' '.join(partition.replicas)}."
+        )
+
+
+def check_platform(config: TrainConfig, platform: str | None) -> None:
+    """Raises if a step needs what the devices lack.
+
+    Args:
+        config: offload.
+        platform: platform of the devices: see `startrail_jax.mesh.device_kind`.
+
+    Raises:
+        NotImplementedError: if the devices cannot offload what is saved.
+    """
+    if config.offload and platform != "cuda":
+        raise UnsupportedError(
+            "offload needs GPUs, which have memory of their own; got devices of platform "
+            f"{platform!r}. Leave --offload out."
+        )
