@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 
 from trainer.data import files
-from trainer.gpt import corpus
+from trainer.gpt import corpus, encoding
 from trainer.gpt.config import DataConfig
 from trainer.gpt.tokenizer import (
     ByteTokenizer,
@@ -147,7 +147,7 @@ def test_folder_is_read_in_order_without_hidden_files(tmp_path):
     write(tmp_path / "a", c_txt="\u00e9".encode())
     write(tmp_path / ".git", d_txt=b"no")
     opened = open_corpus(tmp_path, validation_path=tmp_path / "b.txt")
-    assert texts(opened.train) == [b"1", b"\xc3\xa9", b"3"]
+    assert texts(opened.train) == [b"1", b"\xc3\xa9"]
     assert texts(opened.held_out) == [b"3"]
 
 
@@ -156,7 +156,8 @@ def test_folder_follows_links(tmp_path):
     write(tmp_path / "elsewhere", a_txt=b"linked")
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "link").symlink_to(tmp_path / "elsewhere")
-    opened = open_corpus(tmp_path / "data", validation_path=tmp_path / "elsewhere")
+    write(tmp_path, b_txt=b"held out")
+    opened = open_corpus(tmp_path / "data", validation_path=tmp_path / "b.txt")
     assert texts(opened.train) == [b"linked"]
 
 
@@ -187,16 +188,16 @@ def test_single_text_file_holds_out_its_end(tmp_path):
 
 def test_chunks_keep_the_order(many, monkeypatch):
     whole = open_corpus(many, held_out=0.2)
-    monkeypatch.setattr(corpus, "CHUNK", 20)
+    monkeypatch.setattr(encoding, "CHUNK", 20)
     chunked = open_corpus(many, held_out=0.2)
     assert ids(chunked.train) == ids(whole.train)
     assert ids(chunked.held_out) == ids(whole.held_out)
 
 
 def test_bytes_end_documents_with_a_token_beyond_them(tmp_path):
-    write(tmp_path, a_txt=b"a\0")
+    write(tmp_path, a_txt=b"a\0", b_txt=b"b")
     opened = open_corpus(
-        tmp_path, validation_path=tmp_path / "a.txt", end_of_document=256, vocab_size=257
+        tmp_path, validation_path=tmp_path / "b.txt", end_of_document=256, vocab_size=257
     )
     assert ids(opened.train) == [[97, 0, 256]]
 
@@ -231,7 +232,8 @@ def test_tokenizer_encodes_whole_documents_and_decodes(tmp_path, tokenizer):
     path = write_lines(
         tmp_path / "a.jsonl", ['{"text": "one two three one"}', '{"text": "three four"}']
     )
-    opened = open_corpus(path, validation_path=path, tokenizer=tokenizer, vocab_size=5)
+    other = write_lines(tmp_path / "b.jsonl", ['{"text": "two"}'])
+    opened = open_corpus(path, validation_path=other, tokenizer=tokenizer, vocab_size=5)
     assert ids(opened.train) == [[1, 2, 3, 1, 4, 3, 0, 4]]
     assert opened.end_of_document == 4
     assert opened.unit == "token"
@@ -239,9 +241,10 @@ def test_tokenizer_encodes_whole_documents_and_decodes(tmp_path, tokenizer):
 
 
 def test_tokenizer_takes_the_given_end_of_document(tmp_path, tokenizer):
-    path = write(tmp_path, a_txt=b"one") / "a.txt"
+    path = write(tmp_path, a_txt=b"one", b_txt=b"two") / "a.txt"
+    held_out = tmp_path / "b.txt"
     opened = open_corpus(
-        path, validation_path=path, tokenizer=tokenizer, end_of_document=5, vocab_size=6
+        path, validation_path=held_out, tokenizer=tokenizer, end_of_document=5, vocab_size=6
     )
     assert ids(opened.train) == [[1, 5]]
 
@@ -546,7 +549,8 @@ def test_nothing_left_to_train_on_raises(tmp_path):
     [("bin_dtype", "int32"), ("text_key", "body"), ("held_out", 0.3)],
 )
 def test_option_that_does_nothing_raises(many, option, value):
-    options = {"validation_path": many} if option == "held_out" else {}
+    path = many / "part_0" / "0.txt"
+    options = {"validation_path": path} if option == "held_out" else {}
     with pytest.raises(ValueError, match=f"data.{option} must be left out where it has no effect"):
         open_corpus(many, **options, **{option: value})
 
