@@ -128,7 +128,7 @@ def open_corpus(config: DataConfig, *, vocab_size: int, cache: Path | None = Non
             f"end_of_document={end}, vocab_size={vocab_size}. Use --model.vocab-size {end + 1}."
         )
     files, validation = find_parts(config)
-    _check_effects(config, files, validation)
+    check_effects(config, files, validation)
     if files.kind in TOKEN_KINDS:
         return _open_tokens(files, validation, config, vocab_size)
     text = open_text(files, validation, config, vocab_size)
@@ -157,7 +157,7 @@ def find_parts(config: DataConfig) -> tuple[Files, Files | None]:
     return without(files, validation), validation
 
 
-def _check_effects(config: DataConfig, files: Files, validation: Files | None) -> None:
+def check_effects(config: DataConfig, files: Files, validation: Files | None) -> None:
     """Raises if an option is set that has no effect on these data."""
     kinds = {files.kind, files.kind if validation is None else validation.kind}
     idle = {
