@@ -1,5 +1,6 @@
 """What is read, how it becomes tokens, what is held out; an error for all that can be wrong."""
 
+import gzip
 import json
 import os
 import re
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import tokenizers
 
-from trainer.data import files
+from trainer.data import documents, files
 from trainer.gpt import corpus, encoding
 from trainer.gpt.config import DataConfig
 from trainer.gpt.tokenizer import (
@@ -394,6 +395,191 @@ def test_tokenizer_for_files_of_tokens_raises(tmp_path, tokenizer):
     np.save(tmp_path / "a.npy", np.zeros(9, int))
     with pytest.raises(ValueError, match=r"tokenizer must be left out for files of tokens; got"):
         open_corpus(tmp_path / "a.npy", tokenizer=tokenizer)
+
+
+def test_digest_of_large_file_of_tokens_sees_both_ends_and_the_length(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "HASHED_BYTES", 80)
+    monkeypatch.setattr(files, "HASHED_BLOCK", 8)
+
+    def digest(tokens):
+        np.asarray(tokens, np.uint16).tofile(tmp_path / "a.bin")
+        return open_corpus(tmp_path, vocab_size=2000).digest
+
+    for length in (40, 41, 1000):
+        tokens = np.arange(length)
+        before = digest(tokens)
+        assert digest(tokens) == before
+        assert digest(tokens[:-1]) != before
+        for index in (0, length - 1):
+            changed = tokens.copy()
+            changed[index] = 7
+            assert digest(changed) != before
+    # A file that is not large is hashed whole.
+    assert digest([*range(20), 7, *range(21, 40)]) != digest(range(40))
+
+
+# What is held out by its place or its name.
+
+
+@pytest.mark.parametrize("option", ["val/b.txt", "val", "link.txt"])
+def test_what_is_held_out_is_not_trained_on(tmp_path, option):
+    (tmp_path / "data" / "val").mkdir(parents=True)
+    write(tmp_path / "data", a_txt=b"one", c_txt=b"three")
+    write(tmp_path / "data/val", b_txt=b"two")
+    (tmp_path / "link.txt").symlink_to(tmp_path / "data/val/b.txt")
+    place = tmp_path if option == "link.txt" else tmp_path / "data"
+    opened = open_corpus(tmp_path / "data", validation_path=place / option)
+    assert texts(opened.train) == [b"one", b"three"]
+    assert texts(opened.held_out) == [b"two"]
+    assert "not trained on, since held out: 'val/b.txt'" in opened.description
+
+
+def test_tokens_that_are_held_out_are_not_trained_on(tmp_path):
+    np.save(tmp_path / "a.npy", np.arange(9))
+    np.save(tmp_path / "b.npy", np.arange(20, 30))
+    opened = open_corpus(tmp_path, validation_path=tmp_path / "b.npy")
+    assert ids(opened.train) == [[*range(9)]]
+    assert ids(opened.held_out) == [[*range(20, 30)]]
+
+
+def test_all_held_out_raises(tmp_path):
+    write(tmp_path, a_txt=b"one", b_txt=b"two")
+    match = r"hold files besides those of data.validation_path.*got the same 1 for both"
+    with pytest.raises(ValueError, match=match):
+        open_corpus(tmp_path / "a.txt", validation_path=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("train", "held_out"),
+    [
+        (["train.bin"], ["val.bin"]),
+        (["train.bin"], ["validation.bin"]),
+        (["train_000.bin", "train_001.bin"], ["val_000.bin"]),
+        (["train-00000-of-00001.bin"], ["valid-00000-of-00001.bin"]),
+    ],
+)
+def test_parts_by_name_are_split_as_meant(tmp_path, train, held_out):
+    """As in a folder of nanoGPT, with other files beside them."""
+    write(tmp_path, input_txt=b"text", meta_pkl=b"\xff", prepare_py=b"", test_bin=b"\0\0")
+    for start, name in enumerate([*train, *held_out]):
+        np.arange(start, start + 5, dtype=np.uint16).tofile(tmp_path / name)
+    opened = open_corpus(tmp_path)
+    found = [[*range(start, start + 5)] for start in range(len(train) + 1)]
+    assert ids(opened.train) == found[:-1]
+    assert ids(opened.held_out) == found[-1:]
+    assert f"held out from '{held_out[0]}'; 4 other files left out" in opened.description
+    assert "'input.txt', 'meta.pkl'" in opened.description
+    with pytest.raises(ValueError, match=r"held_out must be left out where it has no effect"):
+        open_corpus(tmp_path, held_out=0.3)
+
+
+def test_parts_by_name_may_be_text(tmp_path):
+    write_lines(tmp_path / "train.jsonl", ['{"text": "one"}', '{"text": "two"}'])
+    (tmp_path / "val.jsonl.gz").write_bytes(gzip.compress(b'{"text": "three"}\n'))
+    opened = open_corpus(tmp_path)
+    assert texts(opened.train) == [b"one", b"two"]
+    assert texts(opened.held_out) == [b"three"]
+    # Another validation path is heeded.
+    write(tmp_path, other_txt=b"four")
+    opened = open_corpus(tmp_path, validation_path=tmp_path / "other.txt")
+    assert texts(opened.train) == [b"one", b"two"]
+    assert texts(opened.held_out) == [b"four"]
+
+
+@pytest.mark.parametrize("names", [("train.py", "val.py"), ("trainer.txt", "val.txt")])
+def test_other_names_do_not_split(tmp_path, names):
+    for name in names:
+        (tmp_path / name).write_text(name)
+    write(tmp_path, other_txt=b"other")
+    opened = open_corpus(tmp_path, held_out=0.5)
+    assert len(texts(opened.train)) + len(texts(opened.held_out)) == 3
+
+
+# Kinds of files.
+
+
+def test_gzip_is_read(tmp_path):
+    write(tmp_path, b_txt=b"held out")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/a.txt.gz").write_bytes(gzip.compress("caf\u00e9".encode()))
+    opened = open_corpus(tmp_path / "data", validation_path=tmp_path / "b.txt")
+    assert texts(opened.train) == ["caf\u00e9".encode()]
+
+
+@pytest.mark.parametrize("content", [b"no gzip", gzip.compress(bytes(range(97, 120)))[:-9]])
+def test_damaged_gzip_raises(tmp_path, content):
+    (tmp_path / "a.txt.gz").write_bytes(content)
+    with pytest.raises(ValueError, match=r"a.txt.gz' must be a whole gzip file; got .*Write or co"):
+        open_corpus(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "cure"),
+    [
+        ("a.json", r"rename them to \*.jsonl.*jq -c"),
+        ("a.json.gz", r"rename them to \*.jsonl.*jq -c"),
+        ("a.JSON", r"rename them to \*.jsonl.*jq -c"),
+        ("a.parquet", r"pandas.read_parquet"),
+        ("a.arrow", r"pandas.read_feather"),
+        ("a.txt.zst", r"zstd -d FILE"),
+        ("a.jsonl.xz", r"xz -d FILE"),
+        ("a.bz2", r"bzip2 -d FILE"),
+        ("a.zip", r"unzip FILE"),
+        ("a.tar", r"tar -xf FILE"),
+        ("a.tar.gz", r"tar -xf FILE"),
+        ("a.tgz", r"tar -xf FILE"),
+        ("a.bin.gz", r"gzip -d FILE"),
+        ("a.npy.gz", r"gzip -d FILE"),
+    ],
+)
+def test_kind_that_is_not_read_is_refused_by_name(tmp_path, name, cure):
+    (tmp_path / name).write_bytes(b"anything")
+    for path in (tmp_path / name, tmp_path):
+        match = rf"data.path must be text, .* got 1 \*.*: '{name}' in .*{cure}.*Or leave them out"
+        with pytest.raises(ValueError, match=match):
+            open_corpus(path)
+
+
+def test_all_files_that_are_not_read_are_named(tmp_path):
+    write(tmp_path, a_json=b"", b_json=b"", c_txt=b"text", d_parquet=b"")
+    with pytest.raises(ValueError, match=r"got 2 \*.json: 'a.json', 'b.json'; 1 \*.parquet: 'd.pa"):
+        open_corpus(tmp_path)
+
+
+def test_one_unreadable_file_does_not_hide_the_others(tmp_path):
+    write(tmp_path, a_txt=b"\xff", b_txt=b"text", c_txt=b"abc\xe9")
+    (tmp_path / "d.txt").symlink_to(tmp_path / "gone.txt")
+    with pytest.raises(ValueError, match=r"byte 0xff at offset 0 of '.*a.txt'") as raised:
+        open_corpus(tmp_path)
+    _, count, *others = str(raised.value).splitlines()
+    assert count == "2 other files cannot be read either:"
+    assert re.search(r"offset 3 of '.*c.txt'", others[0])
+    assert "d.txt' must be readable; got FileNotFoundError" in others[1]
+    for index in range(5):
+        (tmp_path / f"e{index}.txt").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=r"\n7 other files cannot.*(\n.*){4}\n  and 3 more$"):
+        open_corpus(tmp_path)
+
+
+@pytest.mark.parametrize("block", [1, 2, 3, 5, 100])
+def test_text_is_read_in_parts_without_cutting_characters(tmp_path, monkeypatch, block):
+    monkeypatch.setattr(documents, "BLOCK_BYTES", block)
+    text = "a\u00e9\u6f22\U0001f389b"
+    path = tmp_path / "a.txt"
+    path.write_text(text, encoding="utf-8")
+    for cut in range(1, 5):
+        opened = open_corpus(path, held_out=1 - cut / 5)
+        assert ids(opened.train) == [[*text[:cut].encode(), 0]]
+        assert ids(opened.held_out) == [[*text[cut:].encode(), 0]]
+    path.write_bytes(text.encode() + b"c\xe9d")
+    with pytest.raises(ValueError, match=r"got byte 0xe9 at offset 12 of"):
+        open_corpus(path)
+    path.write_bytes(text.encode() + b"\xe6\xbc")
+    with pytest.raises(ValueError, match=r"got byte 0xe6 at offset 11 of"):
+        open_corpus(path)
+    path.write_bytes(b"abc\0d")
+    with pytest.raises(ValueError, match=r"not hold the byte 0, .* at offset 3 of"):
+        open_corpus(path)
 
 
 # Wrong data.

@@ -268,7 +268,7 @@ def _one_kind(paths: dict[str, Path], path: Path, option: str) -> Kind:
     refused: dict[str, list[str]] = {}
     for key, file in paths.items():
         inner = _suffix(file)
-        for suffix in (inner, f"{inner}{GZIP}" if is_gzip(file) else inner):
+        for suffix in (inner, f"{inner}{GZIP}") if is_gzip(file) else (inner,):
             if suffix in CURES:
                 refused.setdefault(suffix, []).append(key)
     if refused:
