@@ -101,7 +101,8 @@ class TrainingBatches(Iterator[Batch]):
                 raise InputError(
                     "A run must go on with the data with which it began; got "
                     f"{name}={value}, where the checkpoint has {name}={state[name]}. Restore data "
-                    "and config, or begin another run: --run-dir."
+                    "and config, begin another run (--run-dir), or go on with the other data from "
+                    "their first batch (--allow-changes)."
                 )
         self._iterator.set_state({"next_index": state["batches"]})
 

@@ -103,7 +103,7 @@ class Corpus:
     description: str
     """One line for the log."""
     digest: str
-    """A hash of the content of `train`."""
+    """A hash of the content of the files of `train`, in hexadecimal digits."""
 
 
 def open_corpus(config: DataConfig, *, vocab_size: int, cache: Path | None = None) -> Corpus:
@@ -277,7 +277,7 @@ def _open_text(text: Text, cache: Path | None, vocab_size: int) -> Corpus:
 
 
 def _digest(parts: list[str]) -> str:
-    return hashlib.sha256(" ".join(parts).encode()).hexdigest()
+    return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
 
 
 def _describe(files: Files, validation: Files | None, counts: list[str]) -> str:

@@ -65,7 +65,7 @@ class Text:
         if self.files.kind == "text" and len(found) == 1:
             # Names decide nothing here.
             found = list(found.values())
-        return self._hash(found, self.validation is None)
+        return self._hash(found, self.validation is None)[:16]
 
     @property
     def key(self) -> str:
