@@ -1,5 +1,6 @@
 """Text becomes tokens: in slices that change none, once for all processes, in whole files only."""
 
+import dataclasses
 import gzip
 import os
 import random
@@ -11,12 +12,15 @@ import pytest
 import tokenizers
 from tokenizers import models, normalizers, pre_tokenizers, trainers
 
+from configs.gpt import gpt_tiny
+from startrail_jax import Layout
 from trainer.data import cache, documents
 from trainer.data.documents import Document
 from trainer.data.slices import Slicer
 from trainer.gpt import encoding
 from trainer.gpt.config import DataConfig
 from trainer.gpt.corpus import open_corpus
+from trainer.gpt.task import GPTTask
 from trainer.gpt.tokenize import main
 from trainer.gpt.tokenizer import FileTokenizer
 
@@ -340,6 +344,31 @@ def test_file_system_without_locks_warns(text, tokenizer, tmp_path, monkeypatch)
     assert tokens_of(opened) == tokens_of(open_text_corpus(text, tokenizer, None))
 
 
+def test_nothing_is_tokenised_if_nothing_would_be_held_out(text, tokenizer, tmp_path, encoded):
+    for path, held_out in ((text, 1e-4), (text, 0.9999), (text / "1.txt", 1e-4)):
+        with pytest.raises(ValueError, match=r"something to hold out; got \d+ and \d+ characters"):
+            open_text_corpus(path, tokenizer, tmp_path / "cache", held_out=held_out)
+    assert not encoded
+
+
+def test_run_caches_tokens_beside_its_folder(text, tokenizer, tmp_path):
+    recipe = gpt_tiny()
+    config = dataclasses.replace(
+        recipe,
+        model=dataclasses.replace(recipe.model, vocab_size=400),
+        data=DataConfig(path=text, tokenizer=tokenizer, held_out=0.2),
+        seq_len=8,
+        sample_length=0,
+        run_dir=tmp_path / "runs" / "mine",
+    )
+    data = GPTTask().open_data(config, Layout("contiguous", 1))
+    (folder,) = (tmp_path / "runs" / "tokens").glob("*/train.npy")
+    assert len(np.load(folder)) == len(data.corpus.train[0])
+    assert data.digest == data.corpus.digest
+    # The folder of the run is not made before its lock is held.
+    assert not config.run_dir.exists()
+
+
 def test_bytes_are_cached_on_request_only(text, tmp_path):
     opened = open_corpus(
         DataConfig(path=text, held_out=0.2), vocab_size=256, cache=tmp_path / "cache"
@@ -408,7 +437,10 @@ def test_command_writes_what_training_reads(text, tokenizer, tmp_path, capsys):
         ("a.npy out", r"IN must be text; got npy files in '.*a.npy'. They hold tokens already"),
         ("texts out --tokenizer none", r"must be a Hugging Face tokenizer.json; got 'none'"),
         ("texts out --text-key body", r"data.text_key must be left out where it has no effect"),
-        ("texts out --held-out 0.0001", r"got \d+ and 0 tokens.*Use --held-out 0.\d+, or --valid"),
+        (
+            "texts out --held-out 0.0001",
+            r"got \d+ and 0 characters.*Use --held-out 0.\d+, or --valid",
+        ),
     ],
 )
 def test_wrong_command_raises(text, tmp_path, monkeypatch, arguments, message):
@@ -417,6 +449,12 @@ def test_wrong_command_raises(text, tmp_path, monkeypatch, arguments, message):
     with pytest.raises(SystemExit, match=message):
         main(arguments.split())
     assert not (tmp_path / "out").exists()
+
+
+def test_command_that_cannot_write_raises(text, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match=r"must be written to a folder.*give another: OUT\."):
+        main([str(text), str(tmp_path / "file" / "out"), "--held-out", "0.2"])
 
 
 def test_help_shows_the_words(capsys):

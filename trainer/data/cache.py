@@ -17,6 +17,7 @@ from pathlib import Path
 from trainer.errors import StorageError
 
 POLL_SECONDS = 0.2
+CACHE_OPTION = "--data.cache"
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
@@ -41,7 +42,7 @@ def cached_folder(cache: Path, key: str, write: Callable[[Path], None]) -> Path:
     folder = cache / key
     if folder.is_dir():
         return folder
-    with _storing(cache):
+    with _storing(cache, CACHE_OPTION):
         cache.mkdir(parents=True, exist_ok=True)
         lock = (cache / f".{key}.lock").open("a")
     with lock, _only_one(lock.fileno(), folder) as locked:
@@ -50,23 +51,24 @@ def cached_folder(cache: Path, key: str, write: Callable[[Path], None]) -> Path:
                 # Nobody else writes this folder, so these are left from writes that were killed.
                 for part in cache.glob(_part_of(folder, "*")):
                     shutil.rmtree(part, ignore_errors=True)
-            write_folder(folder, write)
+            write_folder(folder, write, option=CACHE_OPTION)
     return folder
 
 
-def write_folder(folder: Path, write: Callable[[Path], None]) -> None:
+def write_folder(folder: Path, write: Callable[[Path], None], *, option: str) -> None:
     """Fills a new folder, which appears only when it is whole and on the disk.
 
     Args:
         folder: where it is to appear.
         write: fills the folder that it is given.
+        option: what names the folder on the command line, for errors.
 
     Raises:
         OSError: if the folder cannot be written.
     """
     part = folder.with_name(_part_of(folder, secrets.token_hex(4)))
     try:
-        with _storing(folder.parent):
+        with _storing(folder.parent, option):
             part.mkdir(parents=True)
             write(part)
             for path in part.iterdir():
@@ -87,14 +89,14 @@ def _part_of(folder: Path, number: str) -> str:
 
 
 @contextmanager
-def _storing(folder: Path) -> Iterator[None]:
+def _storing(folder: Path, option: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         # An error of the data that are read is a UserError and no OSError.
         raise StorageError(
             f"Tokens must be written to a folder with space for them; got {str(folder)!r}: "
-            f"{error.strerror or error}. Fix that, or give another: --data.cache."
+            f"{error.strerror or error}. Fix that, or give another: {option}."
         ) from error
 
 

@@ -26,7 +26,9 @@ def shown_progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
         A function to call with each number of bytes that is read.
     """
     console = Console(stderr=True)
-    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    # A path may hold what looks like markup.
+    text = TextColumn("{task.description}", markup=False)
+    columns = (text, BarColumn(), DownloadColumn(), TimeRemainingColumn())
     began = said = time.monotonic()
     done = 0
     with Progress(

@@ -203,7 +203,7 @@ def _open_tokens(
         held_out = [replace(part, tokens=part.tokens[cut:], offset=cut) for part, cut in both]
     parts = [tuple(part for part in half if len(part)) for half in (train, held_out)]
     lengths = [sum(map(len, part)) for part in parts]
-    check_lengths(lengths, files, validation, config)
+    check_lengths(lengths, "tokens", files, validation, config)
     for part in (*parts[0], *parts[1]):
         part.read(0, CHECKED_TOKENS)
         part.read(max(len(part) - CHECKED_TOKENS, 0), len(part))

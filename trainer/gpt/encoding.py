@@ -36,8 +36,6 @@ TRAIN_FILE = "train.npy"
 HELD_OUT_FILE = "val.npy"
 ABOUT_FILE = ".about.json"
 
-WAY_OUT = "Give --data.validation-path, or another --data.held-out."
-
 TextTokenizer = ByteTokenizer | FileTokenizer
 
 
@@ -202,6 +200,7 @@ def _write(
     on_read: Callable[[int], None] = lambda size: None,
 ) -> tuple[_Writer, _Writer]:
     """Writes the tokens to train on to one file, and those held out to the other."""
+    _check_characters(text)
     tokenizer = text.tokenizer
     train, held_out = writers = tuple(_Writer(file, tokenizer.dtype) for file in files)
     least = 1.0
@@ -210,7 +209,9 @@ def _write(
         for (is_held_out, document), tokens in zip(chunk, encoded, strict=True):
             writers[is_held_out].add(tokens, ends_document=document.is_last)
             least = min(least, _share_of_key(document.key))
-    _check_parts(text, train, held_out, least)
+    # A document without text still has the token that ends it.
+    lengths = [writer.length - writer.documents for writer in writers]
+    check_lengths(lengths, "tokens", text.files, text.validation, text.config, least)
     for writer in writers:
         writer.finish()
     return train, held_out
@@ -226,7 +227,7 @@ def _assign(text: Text, on_read: Callable[[int], None]) -> Iterator[tuple[bool, 
         yield from ((True, document) for document in documents)
     elif files.kind == "text" and len(files.paths) == 1:
         (scan,) = text.scans.values()
-        yield from _cut_in_two(documents, round(scan.characters * (1 - held_out)))
+        yield from _cut_in_two(documents, _cut_of(scan.characters, held_out))
     else:
         for document in documents:
             yield _share_of_key(document.key) < held_out, document
@@ -287,25 +288,48 @@ def _chunks(
         yield chunk
 
 
-def _check_parts(text: Text, train: _Writer, held_out: _Writer, least: float) -> None:
-    """Raises if there is nothing to train on, or nothing is held out."""
-    way_out = WAY_OUT
-    if train.documents > 1 and not held_out.documents:
-        # The smallest share that holds out a document, in hundredths.
-        way_out = f"Use --data.held-out {int(least * 100 + 1) / 100}, or --data.validation-path."
-    # A document without text still has the token that ends it.
-    lengths = [writer.length - writer.documents for writer in (train, held_out)]
-    check_lengths(lengths, text.files, text.validation, text.config, way_out)
+def _check_characters(text: Text) -> None:
+    """Raises, before anything is tokenised, if it is certain that one of the parts is empty."""
+    if text.files.kind != "text":
+        return
+    held_out = text.config.held_out
+    sizes = {key: scan.characters for key, scan in text.scans.items()}
+    total, least = sum(sizes.values()), 1.0
+    if text.validation is not None:
+        lengths = [total, sum(scan.characters for scan in text.validation_scans.values())]
+    elif len(sizes) == 1:
+        cut = _cut_of(total, held_out)
+        lengths = [cut, total - cut]
+    else:
+        least = min(map(_share_of_key, sizes))
+        train = sum(size for key, size in sizes.items() if _share_of_key(key) >= held_out)
+        lengths = [train, total - train]
+    check_lengths(lengths, "characters", text.files, text.validation, text.config, least)
+
+
+def _cut_of(characters: int, held_out: float) -> int:
+    """The first character that is held out of a single text."""
+    return round(characters * (1 - held_out))
 
 
 def check_lengths(
     lengths: list[int],
+    unit: str,
     files: Files,
     validation: Files | None,
     config: DataConfig,
-    way_out: str = WAY_OUT,
+    least: float = 1.0,
 ) -> None:
-    """Raises if there is nothing to train on, or nothing is held out."""
+    """Raises if there is nothing to train on, or nothing is held out.
+
+    Args:
+        lengths: length of the part to train on and of that held out.
+        unit: what is counted.
+        files: the files to train on.
+        validation: the files that are held out; None for a fraction of the others.
+        config: what is read.
+        least: the smallest `held_out` that holds out anything; 1 if none does.
+    """
     for length, source in zip(lengths, (files, validation), strict=True):
         if source is not None and not (length if validation else sum(lengths)):
             raise InputError(
@@ -313,9 +337,15 @@ def check_lengths(
                 "Give others."
             )
     if not all(lengths):
+        way_out = "Give --data.validation-path, or another --data.held-out."
+        if lengths[0] and config.held_out <= least < 0.99:
+            # In hundredths.
+            way_out = (
+                f"Use --data.held-out {int(least * 100 + 1) / 100}, or --data.validation-path."
+            )
         raise InputError(
             "data.held_out must leave something to train on and something to hold out; got "
-            f"{lengths[0]} and {lengths[1]} tokens of {files.name!r} for "
+            f"{lengths[0]} and {lengths[1]} {unit} of {files.name!r} for "
             f"held_out={config.held_out}. {way_out}"
         )
 

@@ -85,7 +85,11 @@ def tokenize(options: TokenizeOptions) -> str:
         )
     check_effects(config, files, validation)
     text = open_text(files, validation, config, ANY_VOCABULARY)
-    write_folder(options.out, lambda part: encode_to_folder(text, part, name=str(options.out)))
+    write_folder(
+        options.out,
+        lambda part: encode_to_folder(text, part, name=str(options.out)),
+        option="OUT",
+    )
     train, held_out = read_encoded(options.out)
     say(
         f"{options.out}: {len(train.tokens):,} tokens of {train.documents:,} documents to train "
