@@ -14,7 +14,7 @@ from tokenizers import models, normalizers, pre_tokenizers, trainers
 
 from configs.gpt import gpt_tiny
 from startrail_jax import Layout
-from trainer.data import cache, documents
+from trainer.data import cache, documents, progress
 from trainer.data.documents import Document
 from trainer.data.slices import Slicer
 from trainer.gpt import encoding
@@ -219,6 +219,19 @@ def test_second_start_tokenises_nothing(text, tokenizer, tmp_path, encoded, capf
     assert first.description == second.description == in_memory.description
     assert first.digest == second.digest == in_memory.digest
     assert second.end_of_document == first.end_of_document
+
+
+def test_log_shows_the_progress(monkeypatch, capfd):
+    times = iter([0.0, 1.0, 3.0, 20.0, 40.0, 50.0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(times))
+    with progress.shown_progress("tokenising [a] {b}", 8_000_000) as advance:
+        for _ in range(4):
+            advance(2_000_000)
+    assert capfd.readouterr().err.splitlines() == [
+        "tokenising [a] {b}: 4.0 of 8.0 MB",
+        "tokenising [a] {b}: 8.0 of 8.0 MB",
+        "tokenising [a] {b}: 8.0 MB in 50.0 s",
+    ]
 
 
 def test_whatever_changes_tokens_makes_new_ones(text, tokenizer, tmp_path, encoded):

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from trainer.data.cache import say
 
+SECONDS_BEFORE_LINE = 2.0
 SECONDS_BETWEEN_LINES = 30.0
 
 
@@ -29,7 +30,8 @@ def shown_progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
     # A path may hold what looks like markup.
     text = TextColumn("{task.description}", markup=False)
     columns = (text, BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    began = said = time.monotonic()
+    began = time.monotonic()
+    next_line = began + SECONDS_BEFORE_LINE
     done = 0
     with Progress(
         *columns, console=console, transient=True, disable=not console.is_terminal
@@ -37,12 +39,12 @@ def shown_progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
         task = progress.add_task(what, total=total)
 
         def advance(size: int) -> None:
-            nonlocal done, said
+            nonlocal done, next_line
             done += size
             progress.update(task, completed=done)
             now = time.monotonic()
-            if not console.is_terminal and now - said > SECONDS_BETWEEN_LINES:
-                said = now
+            if not console.is_terminal and now > next_line:
+                next_line = now + SECONDS_BETWEEN_LINES
                 say(f"{what}: {done / 1e6:,.1f} of {total / 1e6:,.1f} MB")
 
         yield advance

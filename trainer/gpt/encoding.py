@@ -211,6 +211,7 @@ def _write(
             least = min(least, _share_of_key(document.key))
     # A document without text still has the token that ends it.
     lengths = [writer.length - writer.documents for writer in writers]
+    least = least if train.documents > 1 else 1.0
     check_lengths(lengths, "tokens", text.files, text.validation, text.config, least)
     for writer in writers:
         writer.finish()
