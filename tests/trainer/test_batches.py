@@ -32,13 +32,13 @@ def counted(num_windows, seq_len=3):
     return Sequences([stream(np.arange(num_windows * seq_len + 1))], seq_len)
 
 
-def training(sequences, *, layout=NATURAL, batch_size=5, seed=0, end_of_document=None, rows=None):
+def training(sequences, *, layout=NATURAL, batch_size=5, seed=0, end_of_document=None, **options):
     return batches.TrainingBatches(
         sequences,
         collate=collate(layout, end_of_document),
         batch_size=batch_size,
         seed=seed,
-        rows=rows,
+        **options,
     )
 
 
@@ -192,6 +192,31 @@ def test_position_in_another_order_raises():
         training(counted(11), batch_size=6).set_state(state)
     with pytest.raises(ValueError, match=r"got seed=1, where .* has seed=0. Restore data and"):
         training(counted(11), seed=1).set_state(state)
+
+
+def test_position_in_other_content_raises():
+    def on(digest):
+        return training(counted(11), digest=digest)
+
+    state = {**on("ab").get_state(), "batches": 2}
+    assert state["content"] == "ab"
+    with pytest.raises(ValueError, match=r"got content=cd, where .* has content=ab.*allow-changes"):
+        on("cd").set_state(state)
+    after = on("cd")
+    after.set_state(state, new_order=True)
+    assert firsts(after, 1) == firsts(on("cd"), 1)
+    after = on("ab")
+    after.set_state(state)
+    assert firsts(after, 1) == firsts(on("ab"), 3)[2:]
+
+
+def test_position_of_earlier_versions_tells_no_content():
+    state = {**training(counted(11)).get_state(), "batches": 2}
+    assert "content" not in state
+    after = training(counted(11), digest="ab")
+    after.set_state(state)
+    assert firsts(after, 1) == firsts(training(counted(11)), 3)[2:]
+    assert after.get_state()["content"] == "ab"
 
 
 def test_another_order_on_request_begins_at_its_beginning():

@@ -1,5 +1,6 @@
 """What is read, how it becomes tokens, what is held out; an error for all that can be wrong."""
 
+import gzip
 import json
 import os
 import re
@@ -9,8 +10,8 @@ import numpy as np
 import pytest
 import tokenizers
 
-from trainer.data import files
-from trainer.gpt import corpus
+from trainer.data import documents, files
+from trainer.gpt import corpus, encoding
 from trainer.gpt.config import DataConfig
 from trainer.gpt.tokenizer import (
     ByteTokenizer,
@@ -147,7 +148,7 @@ def test_folder_is_read_in_order_without_hidden_files(tmp_path):
     write(tmp_path / "a", c_txt="\u00e9".encode())
     write(tmp_path / ".git", d_txt=b"no")
     opened = open_corpus(tmp_path, validation_path=tmp_path / "b.txt")
-    assert texts(opened.train) == [b"1", b"\xc3\xa9", b"3"]
+    assert texts(opened.train) == [b"1", b"\xc3\xa9"]
     assert texts(opened.held_out) == [b"3"]
 
 
@@ -156,7 +157,8 @@ def test_folder_follows_links(tmp_path):
     write(tmp_path / "elsewhere", a_txt=b"linked")
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "link").symlink_to(tmp_path / "elsewhere")
-    opened = open_corpus(tmp_path / "data", validation_path=tmp_path / "elsewhere")
+    write(tmp_path, b_txt=b"held out")
+    opened = open_corpus(tmp_path / "data", validation_path=tmp_path / "b.txt")
     assert texts(opened.train) == [b"linked"]
 
 
@@ -187,16 +189,16 @@ def test_single_text_file_holds_out_its_end(tmp_path):
 
 def test_chunks_keep_the_order(many, monkeypatch):
     whole = open_corpus(many, held_out=0.2)
-    monkeypatch.setattr(corpus, "CHUNK", 20)
+    monkeypatch.setattr(encoding, "CHUNK", 20)
     chunked = open_corpus(many, held_out=0.2)
     assert ids(chunked.train) == ids(whole.train)
     assert ids(chunked.held_out) == ids(whole.held_out)
 
 
 def test_bytes_end_documents_with_a_token_beyond_them(tmp_path):
-    write(tmp_path, a_txt=b"a\0")
+    write(tmp_path, a_txt=b"a\0", b_txt=b"b")
     opened = open_corpus(
-        tmp_path, validation_path=tmp_path / "a.txt", end_of_document=256, vocab_size=257
+        tmp_path, validation_path=tmp_path / "b.txt", end_of_document=256, vocab_size=257
     )
     assert ids(opened.train) == [[97, 0, 256]]
 
@@ -231,7 +233,8 @@ def test_tokenizer_encodes_whole_documents_and_decodes(tmp_path, tokenizer):
     path = write_lines(
         tmp_path / "a.jsonl", ['{"text": "one two three one"}', '{"text": "three four"}']
     )
-    opened = open_corpus(path, validation_path=path, tokenizer=tokenizer, vocab_size=5)
+    other = write_lines(tmp_path / "b.jsonl", ['{"text": "two"}'])
+    opened = open_corpus(path, validation_path=other, tokenizer=tokenizer, vocab_size=5)
     assert ids(opened.train) == [[1, 2, 3, 1, 4, 3, 0, 4]]
     assert opened.end_of_document == 4
     assert opened.unit == "token"
@@ -239,9 +242,10 @@ def test_tokenizer_encodes_whole_documents_and_decodes(tmp_path, tokenizer):
 
 
 def test_tokenizer_takes_the_given_end_of_document(tmp_path, tokenizer):
-    path = write(tmp_path, a_txt=b"one") / "a.txt"
+    path = write(tmp_path, a_txt=b"one", b_txt=b"two") / "a.txt"
+    held_out = tmp_path / "b.txt"
     opened = open_corpus(
-        path, validation_path=path, tokenizer=tokenizer, end_of_document=5, vocab_size=6
+        path, validation_path=held_out, tokenizer=tokenizer, end_of_document=5, vocab_size=6
     )
     assert ids(opened.train) == [[1, 5]]
 
@@ -393,6 +397,191 @@ def test_tokenizer_for_files_of_tokens_raises(tmp_path, tokenizer):
         open_corpus(tmp_path / "a.npy", tokenizer=tokenizer)
 
 
+def test_digest_of_large_file_of_tokens_sees_both_ends_and_the_length(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "HASHED_BYTES", 80)
+    monkeypatch.setattr(files, "HASHED_BLOCK", 8)
+
+    def digest(tokens):
+        np.asarray(tokens, np.uint16).tofile(tmp_path / "a.bin")
+        return open_corpus(tmp_path, vocab_size=2000).digest
+
+    for length in (40, 41, 1000):
+        tokens = np.arange(length)
+        before = digest(tokens)
+        assert digest(tokens) == before
+        assert digest(tokens[:-1]) != before
+        for index in (0, length - 1):
+            changed = tokens.copy()
+            changed[index] = 7
+            assert digest(changed) != before
+    # A file that is not large is hashed whole.
+    assert digest([*range(20), 7, *range(21, 40)]) != digest(range(40))
+
+
+# What is held out by its place or its name.
+
+
+@pytest.mark.parametrize("option", ["val/b.txt", "val", "link.txt"])
+def test_what_is_held_out_is_not_trained_on(tmp_path, option):
+    (tmp_path / "data" / "val").mkdir(parents=True)
+    write(tmp_path / "data", a_txt=b"one", c_txt=b"three")
+    write(tmp_path / "data/val", b_txt=b"two")
+    (tmp_path / "link.txt").symlink_to(tmp_path / "data/val/b.txt")
+    place = tmp_path if option == "link.txt" else tmp_path / "data"
+    opened = open_corpus(tmp_path / "data", validation_path=place / option)
+    assert texts(opened.train) == [b"one", b"three"]
+    assert texts(opened.held_out) == [b"two"]
+    assert "not trained on, since held out: 'val/b.txt'" in opened.description
+
+
+def test_tokens_that_are_held_out_are_not_trained_on(tmp_path):
+    np.save(tmp_path / "a.npy", np.arange(9))
+    np.save(tmp_path / "b.npy", np.arange(20, 30))
+    opened = open_corpus(tmp_path, validation_path=tmp_path / "b.npy")
+    assert ids(opened.train) == [[*range(9)]]
+    assert ids(opened.held_out) == [[*range(20, 30)]]
+
+
+def test_all_held_out_raises(tmp_path):
+    write(tmp_path, a_txt=b"one", b_txt=b"two")
+    match = r"hold files besides those of data.validation_path.*got the same 1 for both"
+    with pytest.raises(ValueError, match=match):
+        open_corpus(tmp_path / "a.txt", validation_path=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("train", "held_out"),
+    [
+        (["train.bin"], ["val.bin"]),
+        (["train.bin"], ["validation.bin"]),
+        (["train_000.bin", "train_001.bin"], ["val_000.bin"]),
+        (["train-00000-of-00001.bin"], ["valid-00000-of-00001.bin"]),
+    ],
+)
+def test_parts_by_name_are_split_as_meant(tmp_path, train, held_out):
+    """As in a folder of nanoGPT, with other files beside them."""
+    write(tmp_path, input_txt=b"text", meta_pkl=b"\xff", prepare_py=b"", test_bin=b"\0\0")
+    for start, name in enumerate([*train, *held_out]):
+        np.arange(start, start + 5, dtype=np.uint16).tofile(tmp_path / name)
+    opened = open_corpus(tmp_path)
+    found = [[*range(start, start + 5)] for start in range(len(train) + 1)]
+    assert ids(opened.train) == found[:-1]
+    assert ids(opened.held_out) == found[-1:]
+    assert f"held out from '{held_out[0]}'; 4 other files left out" in opened.description
+    assert "'input.txt', 'meta.pkl'" in opened.description
+    with pytest.raises(ValueError, match=r"held_out must be left out where it has no effect"):
+        open_corpus(tmp_path, held_out=0.3)
+
+
+def test_parts_by_name_may_be_text(tmp_path):
+    write_lines(tmp_path / "train.jsonl", ['{"text": "one"}', '{"text": "two"}'])
+    (tmp_path / "val.jsonl.gz").write_bytes(gzip.compress(b'{"text": "three"}\n'))
+    opened = open_corpus(tmp_path)
+    assert texts(opened.train) == [b"one", b"two"]
+    assert texts(opened.held_out) == [b"three"]
+    # Another validation path is heeded.
+    write(tmp_path, other_txt=b"four")
+    opened = open_corpus(tmp_path, validation_path=tmp_path / "other.txt")
+    assert texts(opened.train) == [b"one", b"two"]
+    assert texts(opened.held_out) == [b"four"]
+
+
+@pytest.mark.parametrize("names", [("train.py", "val.py"), ("trainer.txt", "val.txt")])
+def test_other_names_do_not_split(tmp_path, names):
+    for name in names:
+        (tmp_path / name).write_text(name)
+    write(tmp_path, other_txt=b"other")
+    opened = open_corpus(tmp_path, held_out=0.5)
+    assert len(texts(opened.train)) + len(texts(opened.held_out)) == 3
+
+
+# Kinds of files.
+
+
+def test_gzip_is_read(tmp_path):
+    write(tmp_path, b_txt=b"held out")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/a.txt.gz").write_bytes(gzip.compress("caf\u00e9".encode()))
+    opened = open_corpus(tmp_path / "data", validation_path=tmp_path / "b.txt")
+    assert texts(opened.train) == ["caf\u00e9".encode()]
+
+
+@pytest.mark.parametrize("content", [b"no gzip", gzip.compress(bytes(range(97, 120)))[:-9]])
+def test_damaged_gzip_raises(tmp_path, content):
+    (tmp_path / "a.txt.gz").write_bytes(content)
+    with pytest.raises(ValueError, match=r"a.txt.gz' must be a whole gzip file; got .*Write or co"):
+        open_corpus(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "cure"),
+    [
+        ("a.json", r"rename them to \*.jsonl.*jq -c"),
+        ("a.json.gz", r"rename them to \*.jsonl.*jq -c"),
+        ("a.JSON", r"rename them to \*.jsonl.*jq -c"),
+        ("a.parquet", r"pandas.read_parquet"),
+        ("a.arrow", r"pandas.read_feather"),
+        ("a.txt.zst", r"zstd -d FILE"),
+        ("a.jsonl.xz", r"xz -d FILE"),
+        ("a.bz2", r"bzip2 -d FILE"),
+        ("a.zip", r"unzip FILE"),
+        ("a.tar", r"tar -xf FILE"),
+        ("a.tar.gz", r"tar -xf FILE"),
+        ("a.tgz", r"tar -xf FILE"),
+        ("a.bin.gz", r"gzip -d FILE"),
+        ("a.npy.gz", r"gzip -d FILE"),
+    ],
+)
+def test_kind_that_is_not_read_is_refused_by_name(tmp_path, name, cure):
+    (tmp_path / name).write_bytes(b"anything")
+    for path in (tmp_path / name, tmp_path):
+        match = rf"data.path must be text, .* got 1 \*.*: '{name}' in .*{cure}.*Or leave them out"
+        with pytest.raises(ValueError, match=match):
+            open_corpus(path)
+
+
+def test_all_files_that_are_not_read_are_named(tmp_path):
+    write(tmp_path, a_json=b"", b_json=b"", c_txt=b"text", d_parquet=b"")
+    with pytest.raises(ValueError, match=r"got 2 \*.json: 'a.json', 'b.json'; 1 \*.parquet: 'd.pa"):
+        open_corpus(tmp_path)
+
+
+def test_one_unreadable_file_does_not_hide_the_others(tmp_path):
+    write(tmp_path, a_txt=b"\xff", b_txt=b"text", c_txt=b"abc\xe9")
+    (tmp_path / "d.txt").symlink_to(tmp_path / "gone.txt")
+    with pytest.raises(ValueError, match=r"byte 0xff at offset 0 of '.*a.txt'") as raised:
+        open_corpus(tmp_path)
+    _, count, *others = str(raised.value).splitlines()
+    assert count == "2 other files cannot be read either:"
+    assert re.search(r"offset 3 of '.*c.txt'", others[0])
+    assert "d.txt' must be readable; got FileNotFoundError" in others[1]
+    for index in range(5):
+        (tmp_path / f"e{index}.txt").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=r"\n7 other files cannot.*(\n.*){4}\n  and 3 more$"):
+        open_corpus(tmp_path)
+
+
+@pytest.mark.parametrize("block", [1, 2, 3, 5, 100])
+def test_text_is_read_in_parts_without_cutting_characters(tmp_path, monkeypatch, block):
+    monkeypatch.setattr(documents, "BLOCK_BYTES", block)
+    text = "a\u00e9\u6f22\U0001f389b"
+    path = tmp_path / "a.txt"
+    path.write_text(text, encoding="utf-8")
+    for cut in range(1, 5):
+        opened = open_corpus(path, held_out=1 - cut / 5)
+        assert ids(opened.train) == [[*text[:cut].encode(), 0]]
+        assert ids(opened.held_out) == [[*text[cut:].encode(), 0]]
+    path.write_bytes(text.encode() + b"c\xe9d")
+    with pytest.raises(ValueError, match=r"got byte 0xe9 at offset 12 of"):
+        open_corpus(path)
+    path.write_bytes(text.encode() + b"\xe6\xbc")
+    with pytest.raises(ValueError, match=r"got byte 0xe6 at offset 11 of"):
+        open_corpus(path)
+    path.write_bytes(b"abc\0d")
+    with pytest.raises(ValueError, match=r"not hold the byte 0, .* at offset 3 of"):
+        open_corpus(path, held_out=0.2)
+
+
 # Wrong data.
 
 
@@ -456,7 +645,7 @@ def test_jsonl_that_is_not_utf8_raises(tmp_path):
 def test_text_with_the_byte_that_ends_documents_raises(tmp_path):
     write(tmp_path, a_txt=b"ab\0c")
     with pytest.raises(ValueError, match=r"not hold the byte 0, .* at offset 2 of '.*a.txt'"):
-        open_corpus(tmp_path, held_out=0.1)
+        open_corpus(tmp_path, held_out=0.3)
 
 
 @pytest.mark.parametrize(
@@ -525,7 +714,9 @@ def test_loop_of_links_raises(tmp_path):
 
 def test_too_few_documents_to_hold_out_raise(tmp_path):
     write(tmp_path, a_txt=b"one", b_txt=b"two")
-    match = r"got 6 and 0 tokens of .* for held_out=0.01. Use --data.held-out 0.\d+, or --data.val"
+    match = (
+        r"got 6 and 0 characters of .* for held_out=0.01. Use --data.held-out 0.\d+, or --data.val"
+    )
     with pytest.raises(ValueError, match=match) as raised:
         open_corpus(tmp_path, held_out=0.01)
     share = float(re.findall(r"held-out (0.\d+)", str(raised.value))[0])
@@ -534,7 +725,7 @@ def test_too_few_documents_to_hold_out_raise(tmp_path):
 
 def test_nothing_left_to_train_on_raises(tmp_path):
     write(tmp_path, a_txt=b"a", b_txt=b"b")
-    with pytest.raises(ValueError, match=r"got 0 and 2 tokens .*Give --data.validation-path"):
+    with pytest.raises(ValueError, match=r"got 0 and 2 characters .*Give --data.validation-path"):
         open_corpus(tmp_path, held_out=0.999)
     np.save(tmp_path / "c.npy", np.zeros(3, int))
     with pytest.raises(ValueError, match=r"got 3 and 0 tokens .*Give --data.validation-path"):
@@ -546,7 +737,8 @@ def test_nothing_left_to_train_on_raises(tmp_path):
     [("bin_dtype", "int32"), ("text_key", "body"), ("held_out", 0.3)],
 )
 def test_option_that_does_nothing_raises(many, option, value):
-    options = {"validation_path": many} if option == "held_out" else {}
+    path = many / "part_0" / "0.txt"
+    options = {"validation_path": path} if option == "held_out" else {}
     with pytest.raises(ValueError, match=f"data.{option} must be left out where it has no effect"):
         open_corpus(many, **options, **{option: value})
 

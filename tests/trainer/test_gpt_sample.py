@@ -345,7 +345,13 @@ def final_sample(**options):
     tokens = np.array([7, 7, 1, 2, 3, 7, 4, 7, 9, 9], np.uint8)
     stream = Stream(name="held out", tokens=tokens, vocab_size=256)
     corpus = Corpus(
-        train=(), held_out=(stream,), end_of_document=7, unit="token", decode=None, description=""
+        train=(),
+        held_out=(stream,),
+        end_of_document=7,
+        unit="token",
+        decode=None,
+        description="",
+        digest="",
     )
     mesh = st.make_mesh(st.Degrees(data=2), "auto", jax.devices()[:2])
     config = make_config(Path("unused"))

@@ -12,7 +12,10 @@ from trainer.session import _names_of_paths
 @pytest.mark.parametrize(
     ("settings", "names"),
     [
-        (gpt_tiny(), {"data.path", "data.tokenizer", "data.validation_path", "run_dir"}),
+        (
+            gpt_tiny(),
+            {"data.path", "data.tokenizer", "data.validation_path", "data.cache", "run_dir"},
+        ),
         (dit_digits(), {"data.path", "run_dir"}),
         (TextOptions(), {"prompt_file", "tokenizer"}),
         (ImageOptions(), {"out"}),

@@ -331,6 +331,12 @@ def test_run_on_other_data_is_refused(trained, tmp_path):
     (tmp_path / "run/config.json").write_text(json.dumps(config))
     message = message_of(longer, tmp_path / "run")
     assert_matches(message, r"^InputError: .*the data with which it began; got windows=593, where")
+    # As many tokens, one of which differs.
+    changed = np.frombuffer(data.read_bytes(), np.uint16).copy()
+    changed[5000] ^= 1
+    changed.tofile(longer)
+    message = message_of(longer, tmp_path / "run")
+    assert_matches(message, r"got content=[0-9a-f]{16}, where the checkpoint has content=")
     assert saved_steps(tmp_path / "run") == [4, 8]
 
 

@@ -42,6 +42,7 @@ class TrainingBatches(Iterator[Batch]):
         batch_size: int,
         seed: int,
         rows: Sequence[int] | None = None,
+        digest: str | None = None,
     ):
         """Starts at the first batch; nothing is read yet.
 
@@ -52,10 +53,17 @@ class TrainingBatches(Iterator[Batch]):
             batch_size: number of rows of a batch, on all hosts together.
             seed: seed of the order.
             rows: rows of each batch to read, as `local_rows` returns them. The default is all rows.
+            digest: hash of the content of the source, if it is known.
         """
         rows = range(batch_size) if rows is None else rows
         # Checkpoints hold these names.
-        self._order = {"windows": len(source), "batch_size": batch_size, "seed": seed}
+        self._order: dict[str, int | str] = {
+            "windows": len(source),
+            "batch_size": batch_size,
+            "seed": seed,
+        }
+        if digest is not None:
+            self._order["content"] = digest
         # Grain adds the number of the epoch to the seed. Neighbouring seeds must not share orders.
         (shuffle_seed,) = np.random.SeedSequence(seed).generate_state(1)
         order = grain.MapDataset.source(source).shuffle(seed=int(shuffle_seed)).repeat()
@@ -70,11 +78,11 @@ class TrainingBatches(Iterator[Batch]):
     def __next__(self) -> Batch:
         return next(self._iterator)
 
-    def get_state(self) -> dict[str, int]:
-        """The number of batches so far, and what their order depends on: integers, for JSON."""
+    def get_state(self) -> dict[str, int | str]:
+        """The number of batches so far, and what their order depends on, for JSON."""
         return {"batches": self._iterator.get_state()["next_index"], **self._order}
 
-    def set_state(self, state: Mapping[str, int], *, new_order: bool = False) -> None:
+    def set_state(self, state: Mapping[str, Any], *, new_order: bool = False) -> None:
         """Goes to a position, so that the next batch is the one that followed it.
 
         Args:
@@ -86,13 +94,15 @@ class TrainingBatches(Iterator[Batch]):
             ValueError: if the data or their order differ, so that some data would be used twice.
         """
         for name, value in self._order.items():
-            if state[name] != value:
+            # Checkpoints of earlier versions do not tell the content.
+            if state.get(name, value) != value:
                 if new_order:
                     return
                 raise InputError(
                     "A run must go on with the data with which it began; got "
                     f"{name}={value}, where the checkpoint has {name}={state[name]}. Restore data "
-                    "and config, or begin another run: --run-dir."
+                    "and config, begin another run (--run-dir), or go on with the other data from "
+                    "their first batch (--allow-changes)."
                 )
         self._iterator.set_state({"next_index": state["batches"]})
 
@@ -162,7 +172,7 @@ class Feed(Generic[Batch]):
         self._batch_size = shape[0]
         self._rows = local_rows(sharding, shape)
         reading: Any = {"collate": data.collate, "batch_size": shape[0], "rows": self._rows}
-        self._training = TrainingBatches(data.train, seed=seed, **reading)
+        self._training = TrainingBatches(data.train, seed=seed, digest=data.digest, **reading)
         self._held_out = validation_batches(data.held_out, count=num_held_out, **reading)
 
     def next(self) -> Batch:
@@ -177,11 +187,11 @@ class Feed(Generic[Batch]):
         """The batches to evaluate with, which are always the same."""
         return map(self._place, self._held_out)
 
-    def get_state(self) -> dict[str, int]:
+    def get_state(self) -> dict[str, int | str]:
         """As `TrainingBatches.get_state`."""
         return self._training.get_state()
 
-    def set_state(self, state: Mapping[str, int], *, new_order: bool) -> None:
+    def set_state(self, state: Mapping[str, Any], *, new_order: bool) -> None:
         """As `TrainingBatches.set_state`."""
         self._training.set_state(state, new_order=new_order)
 

@@ -31,3 +31,6 @@ class Dataset:
     """A line for the log, or several."""
     loss_unit: str
     """Unit of the loss."""
+    digest: str | None = None
+    """A hash of the content of `train`, by which a run that goes on knows its data; None if only
+    their number is compared."""

@@ -1,17 +1,18 @@
-"""Files of data: which files there are, and the documents or tokens in them."""
+"""Files of data: which files there are, of which kind, and the tokens in files of tokens."""
 
 from __future__ import annotations
 
 import difflib
-import json
+import hashlib
 import os
 import platform
+import re
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from jaxtyping import Integer
@@ -27,6 +28,35 @@ EXCLUDED_FOLDERS = frozenset(
 Kind = Literal["text", "jsonl", "bin", "npy"]
 KIND_OF_SUFFIX: dict[str, Kind] = {".jsonl": "jsonl", ".bin": "bin", ".npy": "npy"}
 TOKEN_KINDS = ("bin", "npy")
+GZIP = ".gz"
+
+# Files whose names say that they are no plain text, and how their text can be had.
+_AS_JSONL = "pandas.read_{0}('a.{0}').to_json('a.jsonl', orient='records', lines=True)"
+CURES = {
+    ".json": "If each line is an object, rename them to *.jsonl, else write one object a line, as "
+    "jq -c '.[]' a.json > a.jsonl does; to train on their text as it is, rename them to *.txt",
+    ".parquet": f"Write the rows as JSONL: {_AS_JSONL.format('parquet')}",
+    ".arrow": f"Write the rows as JSONL: {_AS_JSONL.format('feather')}",
+    ".zst": "Unpack them: zstd -d FILE",
+    ".xz": "Unpack them: xz -d FILE",
+    ".bz2": "Unpack them: bzip2 -d FILE",
+    ".zip": "Unpack them: unzip FILE",
+    ".tar": "Unpack them: tar -xf FILE",
+    ".tgz": "Unpack them: tar -xf FILE",
+    **{
+        f"{suffix}{GZIP}": "Files of tokens are mapped into memory, so unpack them: gzip -d FILE"
+        for suffix in (".bin", ".npy")
+    },
+}
+# The names, before suffix and number, of the two parts of data that are split already.
+PART_NAME = re.compile(r"(?P<part>train|val|valid|validation)([-_.]?[0-9].*)?")
+# In this order, if a folder has the parts in several forms.
+PART_SUFFIXES = (".bin", ".npy", ".jsonl", ".txt")
+LISTED_FILES = 5
+
+# Of a file of tokens that is larger, so many bytes are hashed, in blocks that are spread evenly.
+HASHED_BYTES = 1 << 28
+HASHED_BLOCK = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,18 +69,10 @@ class Files:
     """Kind of the files."""
     paths: dict[str, Path]
     """Path of each file by its key, sorted. A key is a path relative to the folder."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Document:
-    """One document of text."""
-
-    key: str
-    """Key of the file (and line, in a JSONL file). It decides whether the document is held out."""
-    place: str
-    """Where the document is, for errors."""
-    text: str
-    """The text of the document."""
+    validation: Files | None = None
+    """The files whose names say that they are to be held out from these."""
+    remark: str = ""
+    """End of the line in the log that describes the data."""
 
 
 def standard_library(folder: Path | None = None) -> Files:
@@ -82,14 +104,18 @@ def standard_library(folder: Path | None = None) -> Files:
 def find_files(path: Path, option: str) -> Files:
     """A file, or all files in a folder and its subfolders, without hidden ones.
 
+    If a folder has files train.* and val.*, as nanoGPT writes them, these are the two parts of the
+    data, and other files are left out. The suffix is one of `PART_SUFFIXES`; parts may be numbered.
+
     Args:
         path: the file or folder.
         option: the setting that names the path, for errors: "data.path".
 
     Raises:
-        ValueError: if the path is missing, empty or unreadable, or the files are of several kinds.
+        ValueError: if the path is missing, empty or unreadable, or the files are of several kinds
+            or of one that is not read.
     """
-    with _reading(path):
+    with reading(path):
         if not os.path.lexists(path):
             raise InputError(f"{option} must exist; got {str(path)!r}. {_near(path)}")
         keys = [path.name] if not path.is_dir() else sorted(walk_files(path))
@@ -99,36 +125,39 @@ def find_files(path: Path, option: str) -> Files:
             "start with a dot are left out). Give another."
         )
     paths = {key: path / key if path.is_dir() else path for key in keys}
-    first: dict[Kind, str] = {}
-    for key, file in paths.items():
-        first.setdefault(_kind(file), key)
-    if len(first) > 1:
-        found = ", ".join(f"{key!r} ({kind})" for kind, key in first.items())
-        raise InputError(
-            f"All files of {option} must be of one kind; got {found} in {str(path)!r}. Give a "
-            "folder for each kind, or a file."
-        )
-    return Files(name=str(path), kind=next(iter(first)), paths=paths)
+    parts = _parts_by_name(keys) if path.is_dir() else None
+    if parts is None:
+        return Files(name=str(path), kind=_one_kind(paths, path, option), paths=paths)
+    kind = kind_of(paths[parts[0][0]])
+    train, held_out = ({key: paths[key] for key in part} for part in parts)
+    others = [key for key in keys if key not in train and key not in held_out]
+    remark = f"; {len(others):,} other files left out ({list_names(others)})" if others else ""
+    return Files(
+        name=str(path),
+        kind=kind,
+        paths=train,
+        validation=Files(name=list_names(held_out), kind=kind, paths=held_out),
+        remark=remark,
+    )
 
 
-def read_documents(files: Files, *, text_key: str) -> Iterator[Document]:
-    """The documents of text or JSONL files, in order.
-
-    Args:
-        files: of the kind "text" (a file is a document) or "jsonl" (a line is).
-        text_key: the key under which a line of JSONL holds its text. Blank lines are skipped.
+def without(files: Files, others: Files) -> Files:
+    """The files that are not among others, for whatever names or links.
 
     Raises:
-        ValueError: if a file cannot be read or is not UTF-8, or a line is not JSON with that key.
+        ValueError: if none is left.
     """
-    for key, path in files.paths.items():
-        _check_regular(path)
-        if files.kind == "jsonl":
-            yield from _read_jsonl(key, path, text_key)
-            continue
-        with _reading(path):
-            raw = path.read_bytes()
-        yield Document(key=key, place=str(path), text=_decode(raw, str(path), 0))
+    found = {os.path.realpath(path) for path in others.paths.values()}
+    kept = {key: path for key, path in files.paths.items() if os.path.realpath(path) not in found}
+    if not kept:
+        raise InputError(
+            "data.path must hold files besides those of data.validation_path, which are not "
+            f"trained on; got the same {len(files.paths)} for both, {files.name!r} and "
+            f"{others.name!r}. Give other files for one of them, or leave data.validation_path out."
+        )
+    left_out = [key for key in files.paths if key not in kept]
+    remark = f"; not trained on, since held out: {list_names(left_out)}" if left_out else ""
+    return replace(files, paths=kept, remark=files.remark + remark)
 
 
 def map_tokens(path: Path, bin_dtype: str) -> Integer[np.ndarray, " tokens"]:
@@ -142,10 +171,10 @@ def map_tokens(path: Path, bin_dtype: str) -> Integer[np.ndarray, " tokens"]:
         ValueError: if the file cannot be read, is empty or truncated, or is not a vector of
             integers.
     """
-    _check_regular(path)
-    with _reading(path):
+    require_regular(path)
+    with reading(path):
         size = path.stat().st_size
-        if _kind(path) == "npy":
+        if kind_of(path) == "npy":
             tokens = _map_npy(path)
         else:
             dtype = np.dtype(bin_dtype).newbyteorder("<")
@@ -191,8 +220,88 @@ def walk_files(folder: Path) -> Iterator[str]:
                 yield (Path(root) / name).relative_to(folder).as_posix()
 
 
-def _kind(path: Path) -> Kind:
-    return KIND_OF_SUFFIX.get(path.suffix.lower(), "text")
+def kind_of(path: Path) -> Kind:
+    """What a file holds, by its name. A gzip file is of the kind of the file in it."""
+    return KIND_OF_SUFFIX.get(_suffix(path), "text")
+
+
+def is_gzip(path: Path) -> bool:
+    """Whether a file is compressed, by its name."""
+    return path.suffix.lower() == GZIP
+
+
+def list_names(keys: Iterable[str]) -> str:
+    """The first few of several names, and how many more there are."""
+    names = list(keys)
+    more = f" and {len(names) - LISTED_FILES:,} more" if len(names) > LISTED_FILES else ""
+    return ", ".join(map(repr, names[:LISTED_FILES])) + more
+
+
+def digest_of_tokens(path: Path) -> str:
+    """A hash of the size and content of a file of tokens.
+
+    Of a file above `HASHED_BYTES`, only so many bytes count: those of blocks that are spread evenly
+    over it, the first and the last block among them.
+    """
+    digest = hashlib.sha256()
+    with reading(path), path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        digest.update(b"%d " % size)
+        if size > HASHED_BYTES:
+            blocks = HASHED_BYTES // HASHED_BLOCK
+            starts = [(size - HASHED_BLOCK) * block // (blocks - 1) for block in range(blocks)]
+        else:
+            starts = range(0, size, HASHED_BLOCK)
+        for start in starts:
+            file.seek(start)
+            digest.update(file.read(HASHED_BLOCK))
+    return digest.hexdigest()
+
+
+def _suffix(path: Path) -> str:
+    """The suffix of a file, or of the file that is compressed in it."""
+    return (path.with_suffix("") if is_gzip(path) else path).suffix.lower()
+
+
+def _one_kind(paths: dict[str, Path], path: Path, option: str) -> Kind:
+    """The kind of all files."""
+    refused: dict[str, list[str]] = {}
+    for key, file in paths.items():
+        inner = _suffix(file)
+        for suffix in (inner, f"{inner}{GZIP}") if is_gzip(file) else (inner,):
+            if suffix in CURES:
+                refused.setdefault(suffix, []).append(key)
+    if refused:
+        found = "; ".join(f"{len(keys):,} *{x}: {list_names(keys)}" for x, keys in refused.items())
+        cures = ". ".join(dict.fromkeys(CURES[suffix] for suffix in refused))
+        raise InputError(
+            f"{option} must be text, *.jsonl, *.bin or *.npy (text and *.jsonl also as *.gz); got "
+            f"{found} in {str(path)!r}. {cures}. Or leave them out."
+        )
+    first: dict[Kind, str] = {}
+    for key, file in paths.items():
+        first.setdefault(kind_of(file), key)
+    if len(first) > 1:
+        found = ", ".join(f"{key!r} ({kind})" for kind, key in first.items())
+        raise InputError(
+            f"All files of {option} must be of one kind; got {found} in {str(path)!r}. Give a "
+            "folder for each kind, or a file."
+        )
+    return next(iter(first))
+
+
+def _parts_by_name(keys: list[str]) -> tuple[list[str], list[str]] | None:
+    """The files to train on and those to hold out, if the names of files in the folder say so."""
+    for suffix in PART_SUFFIXES:
+        parts: tuple[list[str], list[str]] = ([], [])
+        for key in keys:
+            name = key.removesuffix(GZIP) if suffix not in (".bin", ".npy") else key
+            match = PART_NAME.fullmatch(name.removesuffix(suffix))
+            if match and name.endswith(suffix):
+                parts[match["part"] != "train"].append(key)
+        if all(parts):
+            return parts
+    return None
 
 
 def _near(path: Path) -> str:
@@ -206,7 +315,7 @@ def _near(path: Path) -> str:
 
 
 @contextmanager
-def _reading(path: Path) -> Iterator[None]:
+def reading(path: Path) -> Iterator[None]:
     """Turns an error of the operating system into an error that says what to do."""
     try:
         yield
@@ -218,66 +327,14 @@ def _reading(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _check_regular(path: Path) -> None:
+def require_regular(path: Path) -> None:
     """Raises for a pipe or a device, which could be read without end. A link is followed."""
-    with _reading(path):
+    with reading(path):
         path.stat()
         if not path.is_file():
             raise InputError(
                 f"{str(path)!r} must be a regular file; got a folder, pipe or device. Leave it out."
             )
-
-
-def _decode(raw: bytes, place: str, offset: int) -> str:
-    try:
-        return raw.decode()
-    except UnicodeDecodeError as error:
-        raise InputError(
-            f"Text must be UTF-8; got byte {raw[error.start]:#04x} at offset "
-            f"{offset + error.start} of {place!r}. Convert the file to UTF-8, or leave it out."
-        ) from None
-
-
-def _read_jsonl(key: str, path: Path, text_key: str) -> Iterator[Document]:
-    offset = 0
-    with _reading(path), path.open("rb") as file:
-        for number, raw in enumerate(file, start=1):
-            place = f"{path}:{number}"
-            line = _decode(raw, str(path), offset)
-            offset += len(raw)
-            if line.strip():
-                text = _text_of_line(line, place, text_key)
-                yield Document(key=f"{key}:{number}", place=place, text=text)
-
-
-def _text_of_line(line: str, place: str, text_key: str) -> str:
-    try:
-        record: Any = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise InputError(
-            f"Every line of a JSONL file must be JSON; got {error} in {place!r}. Mend or remove "
-            "the line."
-        ) from None
-    if not isinstance(record, dict) or text_key not in record:
-        given = f"the keys {list(record)}" if isinstance(record, dict) else type(record).__name__
-        raise InputError(
-            f"Every line of a JSONL file must be an object with the key {text_key!r}; got {given} "
-            f"in {place!r}. Name the key that holds the text: --data.text-key."
-        )
-    text = record[text_key]
-    if not isinstance(text, str):
-        raise InputError(
-            f"The text of a JSONL line must be a string; got {type(text).__name__} for "
-            f"{text_key!r} in {place!r}. Mend or remove the line, or give another --data.text-key."
-        )
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InputError(
-            f"Text must be Unicode; got the lone surrogate {text[error.start]!a} in {place!r}. "
-            "Mend or remove the line."
-        ) from None
-    return text
 
 
 def _map_npy(path: Path) -> np.ndarray:

@@ -100,8 +100,9 @@ class DataConfig:
     """Data to train on, and how documents become sequences."""
 
     path: Path | None = None
-    """A text file, a *.jsonl file, a *.bin or *.npy file of tokens, or a folder of such files, all
-    of one kind. The default is the source code of the Python standard library."""
+    """A text file, a *.jsonl file (either also as *.gz), a *.bin or *.npy file of tokens, or a
+    folder of such files, all of one kind. If a folder has files train.* and val.*, these are to be
+    trained on and held out. The default is the source code of the Python standard library."""
     tokenizer: Path | None = None
     """A Hugging Face tokenizer.json for text. By default, every byte of UTF-8 is a token."""
     text_key: str = "text"
@@ -115,10 +116,15 @@ class DataConfig:
     """Whether a token attends only to its own document, instead of to everything before it in its
     sequence."""
     validation_path: Path | None = None
-    """Held-out data of the same kind as `path`. The default is a fraction of `path`."""
+    """Held-out data of the same kind as `path`. What lies inside `path` is not trained on. The
+    default is a fraction of `path`."""
     held_out: float = 0.05
     """Fraction that is held out if there is no `validation_path`: of the documents of text, or of
     every file of tokens, at its end."""
+    cache: Path | None = None
+    """Folder for the tokens of text, which later runs on the same text and tokenizer read from it.
+    The default is the folder `tokens` beside that of the run; without a tokenizer, bytes are kept
+    in memory."""
 
     def __post_init__(self) -> None:
         if not 0 < self.held_out < 1:

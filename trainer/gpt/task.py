@@ -11,6 +11,8 @@ from trainer.data.dataset import Dataset
 from trainer.gpt.config import GPTTrainConfig, TextOptions
 from trainer.task import Task
 
+TOKENS_FOLDER = "tokens"
+
 
 class GPTTask(Task[GPTTrainConfig, TextOptions]):
     """A GPT that learns to predict the next token, and then continues texts."""
@@ -28,7 +30,9 @@ class GPTTask(Task[GPTTrainConfig, TextOptions]):
         from trainer.gpt.batches import Sequences, TextDataset, collate
         from trainer.gpt.corpus import open_corpus
 
-        corpus = open_corpus(config.data, vocab_size=config.model.vocab_size)
+        # Beside the run, so that the next run finds the tokens too.
+        cache = config.run_dir.parent / TOKENS_FOLDER
+        corpus = open_corpus(config.data, vocab_size=config.model.vocab_size, cache=cache)
         end = corpus.end_of_document if config.data.mask_documents else None
         return TextDataset(
             train=Sequences(corpus.train, config.seq_len),
@@ -36,6 +40,7 @@ class GPTTask(Task[GPTTrainConfig, TextOptions]):
             collate=partial(collate, layout=layout, end_of_document=end),
             description=corpus.description,
             loss_unit=f"nats/{corpus.unit}",
+            digest=corpus.digest,
             corpus=corpus,
         )
 

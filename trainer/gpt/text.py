@@ -10,12 +10,8 @@ import numpy as np
 from jaxtyping import Integer
 
 from startrail_jax.errors import InputError
-from trainer.data.files import (
-    KIND_OF_SUFFIX,
-    TOKEN_KINDS,
-    Document,
-    find_files,
-)
+from trainer.data.documents import Document
+from trainer.data.files import GZIP, KIND_OF_SUFFIX, TOKEN_KINDS, find_files, kind_of
 from trainer.gpt.config import DataConfig
 from trainer.gpt.tokenizer import (
     ByteTokenizer,
@@ -85,14 +81,14 @@ def _holds_tokens(path: Path | None) -> bool:
         return False
     if path.exists():
         return find_files(path, "data.path").kind in TOKEN_KINDS
-    if path.suffix not in KIND_OF_SUFFIX and path.suffix != ".txt":
+    if path.suffix not in {*KIND_OF_SUFFIX, ".txt", GZIP}:
         raise InputError(
             "The data of the run must be where it began, or their name must tell whether they are "
             f"text or tokens; got data.path={str(path)!r}, which is gone or elsewhere than under "
             f"{str(Path.cwd())!r}. Give the --tokenizer that made them, or run where the run "
             "began; if they were text, of bytes, make data.path null in its config.json."
         )
-    return KIND_OF_SUFFIX.get(path.suffix) in TOKEN_KINDS
+    return kind_of(path) in TOKEN_KINDS
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str) -> Integer[np.ndarray, " tokens"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 from jaxtyping import Integer
 
 from startrail_jax.errors import InputError
-from trainer.data.files import Document
+from trainer.data.documents import Document
 from trainer.errors import MissingPackageError
 
 # Ends every document of bytes. No text contains this byte.
@@ -30,6 +31,8 @@ class ByteTokenizer:
     """Every token is a byte of UTF-8, except the token that ends a document."""
 
     unit = "byte"
+    digest = "bytes"
+    """What the tokens of a text depend on, beside `end_of_document`."""
 
     def __init__(self, *, end_of_document: int | None, vocab_size: int):
         """Checks that the vocabulary is large enough.
@@ -48,9 +51,16 @@ class ByteTokenizer:
                 "model.vocab_size must be at least 256 for text as bytes; got "
                 f"vocab_size={vocab_size}. Use --model.vocab-size 256, or give --data.tokenizer."
             )
+        self.dtype = np.min_scalar_type(self.num_ids - 1)
+        """The data type of encoded tokens."""
+
+    @property
+    def num_ids(self) -> int:
+        """The number of ids that tokens may have."""
+        return max(self.end_of_document, 255) + 1
 
     def encode(self, documents: Sequence[Document]) -> list[Integer[np.ndarray, " tokens"]]:
-        """Tokens of each document, with the one that ends it.
+        """Tokens of each document or part of one, with the one that ends the document.
 
         Raises:
             ValueError: if a document contains the byte that ends documents, and so is not text.
@@ -62,12 +72,12 @@ class ByteTokenizer:
             if end < 256 and end in text:
                 raise InputError(
                     f"Text must not hold the byte {end}, which ends a document; got it at offset "
-                    f"{text.index(end)} of {document.place!r}. Leave the file out if it is not "
-                    "text, or give another --data.end-of-document."
+                    f"{document.offset + text.index(end)} of {document.place!r}. Leave the file "
+                    "out if it is not text, or give another --data.end-of-document."
                 )
-            dtype = np.min_scalar_type(max(end, 255))
-            tokens = np.frombuffer(text, np.uint8).astype(dtype)
-            encoded.append(np.append(tokens, dtype.type(end)))
+            tokens = np.frombuffer(text, np.uint8).astype(self.dtype)
+            last = [end] if document.is_last else []
+            encoded.append(np.append(tokens, np.array(last, self.dtype)))
         return encoded
 
     def decode(self, tokens: Integer[np.ndarray, " tokens"]) -> str:
@@ -101,7 +111,7 @@ class FileTokenizer:
         """
         self._path = path
         self._vocab_size = vocab_size
-        self._tokenizer = _load(path)
+        self._tokenizer, self.digest = _load(path)
         # The file may ask for both, for short inputs.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -114,46 +124,62 @@ class FileTokenizer:
                 f"{', '.join(END_OF_DOCUMENT_NAMES)} in {str(path)!r}. Give the id of the token: "
                 "--data.end-of-document."
             )
+        self.dtype = np.min_scalar_type(self.num_ids - 1)
+        """The data type of encoded tokens."""
+
+    @property
+    def num_ids(self) -> int:
+        """The number of ids that tokens may have."""
+        return max([self.end_of_document, *self._tokenizer.get_vocab().values()]) + 1
+
+    def ids(self, text: str) -> list[int]:
+        """The tokens of a text, without one that ends it."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode(self, documents: Sequence[Document]) -> list[Integer[np.ndarray, " tokens"]]:
-        """Tokens of each document, with the one that ends it.
+        """Tokens of each document or part of one, with the one that ends the document.
 
         Raises:
             ValueError: if a token is beyond the vocabulary of the model.
         """
-        texts = [document.text for document in documents]
+        texts = [document.context + document.text for document in documents]
         encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        dtype = np.min_scalar_type(max(self._vocab_size - 1, 0))
         tokens = []
         for document, encoding in zip(documents, encoded, strict=True):
-            ids = [*encoding.ids, self.end_of_document]
-            if max(ids) >= self._vocab_size:
-                raise InputError(
-                    "Token ids must be below model.vocab_size; got id "
-                    f"{max(ids)} in {document.place!r} with vocab_size={self._vocab_size}. Use "
-                    f"--model.vocab-size {self._needed()}, which {str(self._path)!r} needs."
-                )
-            tokens.append(np.array(ids, dtype))
+            before = len(self.ids(document.context)) if document.context else 0
+            last = [self.end_of_document] if document.is_last else []
+            ids = np.array([*encoding.ids[before:], *last], np.int64)
+            self.check_largest(int(ids.max(initial=0)), document.place)
+            tokens.append(ids.astype(self.dtype))
         return tokens
+
+    def check_largest(self, largest: int, place: str) -> None:
+        """Raises ValueError if the largest token of a text is beyond the model's vocabulary."""
+        if largest >= self._vocab_size:
+            raise InputError(
+                "Token ids must be below model.vocab_size; got id "
+                f"{largest} in {place!r} with vocab_size={self._vocab_size}. Use "
+                f"--model.vocab-size {self.num_ids}, which {str(self._path)!r} needs."
+            )
 
     def decode(self, tokens: Integer[np.ndarray, " tokens"]) -> str:
         """Text to show, with the names of special tokens. Ids without a token are left out."""
         return self._tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
 
-    def _needed(self) -> int:
-        return max(self.end_of_document, *self._tokenizer.get_vocab().values()) + 1
 
-
-def _load(path: Path) -> Any:
+def _load(path: Path) -> tuple[Any, str]:
+    """The tokenizer, and a hash of what its tokens depend on."""
     try:
-        from tokenizers import Tokenizer
+        import tokenizers
     except ImportError as error:
         raise MissingPackageError(
             f"data.tokenizer must have the package tokenizers; got {str(path)!r} without it. Run "
             "pip install tokenizers."
         ) from error
     try:
-        return Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        digest = hashlib.sha256(f"{tokenizers.__version__} {text}".encode()).hexdigest()
+        return tokenizers.Tokenizer.from_str(text), digest
     # The package raises plain exceptions.
     except Exception as error:
         raise InputError(

@@ -1,0 +1,476 @@
+"""Text becomes tokens: in slices that change none, once for all processes, in whole files only."""
+
+import dataclasses
+import gzip
+import os
+import random
+import threading
+import tracemalloc
+
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import models, normalizers, pre_tokenizers, trainers
+
+from configs.gpt import gpt_tiny
+from startrail_jax import Layout
+from trainer.data import cache, documents, progress
+from trainer.data.documents import Document
+from trainer.data.slices import Slicer
+from trainer.gpt import encoding
+from trainer.gpt.config import DataConfig
+from trainer.gpt.corpus import open_corpus
+from trainer.gpt.task import GPTTask
+from trainer.gpt.tokenize import main
+from trainer.gpt.tokenizer import FileTokenizer
+
+pytestmark = pytest.mark.quick
+
+WORDS = [
+    *("the", "them", "theory", "there's", "don't", "naïve", "été", "漢字", "x1", "3.14159", "2024"),
+    *("def", "return", "foo(bar)", "a_b", "<eos>", "\u00a0", "—", "...", "Straße", "🎉🎉"),
+]
+SPACES = [" ", " ", " ", " ", "\n", "\n", "\n\n", "  ", "\t", "\r\n", "\n    ", "。", ""]
+
+
+def random_text(seed, count=400):
+    choice = random.Random(seed).choice
+    return "".join(choice(WORDS) + choice(SPACES) for _ in range(count))
+
+
+def gpt2():
+    """As GPT-2's: a regular expression, then bytes."""
+    built = tokenizers.Tokenizer(models.BPE())
+    built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return built, trainers.BpeTrainer(initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+
+
+def llama3():
+    """As Llama 3's: signs and the new lines after them are one word, digits come in threes."""
+    pattern = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    built = tokenizers.Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    built.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    return built, trainers.BpeTrainer(initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+
+
+def llama2():
+    """As Llama 2's: a space before the text, and no division into words."""
+    built = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=False))
+    built.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    # For training alone: merges must not cross words.
+    built.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
+    return built, trainers.BpeTrainer(special_tokens=["<unk>"])
+
+
+def t5():
+    """As T5's: likeliest parts of words, each with the space before it."""
+    built = tokenizers.Tokenizer(models.Unigram())
+    built.normalizer = normalizers.NFKC()
+    built.pre_tokenizer = pre_tokenizers.Metaspace()
+    return built, trainers.UnigramTrainer(special_tokens=["<unk>"], unk_token="<unk>")
+
+
+def bert():
+    """As BERT's: lower case, words without spaces."""
+    built = tokenizers.Tokenizer(models.WordPiece(unk_token="<unk>"))
+    built.normalizer = normalizers.BertNormalizer()
+    built.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    return built, trainers.WordPieceTrainer(special_tokens=["<unk>"])
+
+
+def train_tokenizer(make, path):
+    built, trainer = make()
+    trainer.vocab_size, trainer.show_progress = 300, False
+    built.train_from_iterator([random_text(99)], trainer)
+    if make is llama2:
+        built.pre_tokenizer = None
+    built.add_special_tokens(["<eos>"])
+    built.save(str(path))
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return train_tokenizer(gpt2, tmp_path_factory.mktemp("tokenizer") / "tokenizer.json")
+
+
+def sliced(text, encode, *, part=97, length=64, window=48):
+    """The slices of a text that is read in parts."""
+    slicer = Slicer(encode, length=length, window=window)
+    parts = [text[start : start + part] for start in range(0, len(text), part)] or [""]
+    return [
+        piece
+        for index, x in enumerate(parts)
+        for piece in slicer.add(
+            Document(key="a", place="a", text=x, is_last=index == len(parts) - 1)
+        )
+    ]
+
+
+# Slices.
+
+
+@pytest.mark.parametrize("make", [gpt2, llama3, llama2, t5, bert])
+def test_tokens_of_slices_are_those_of_the_whole(make, tmp_path):
+    path = train_tokenizer(make, tmp_path / "t.json")
+    one = FileTokenizer(path, end_of_document=None, vocab_size=400)
+    for seed in range(5):
+        text = random_text(seed)
+        pieces = sliced(text, one.ids)
+        assert "".join(piece.text for piece in pieces) == text
+        assert [piece.is_last for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+        assert np.concatenate(one.encode(pieces)).tolist() == [*one.ids(text), one.end_of_document]
+        # Most slices are about as long as they should be.
+        assert len(pieces) > len(text) / 64 / 2
+        for piece in pieces:
+            assert text.encode()[piece.offset :].startswith(piece.text.encode())
+
+
+def test_text_without_a_place_for_a_cut_stays_whole(tokenizer):
+    one = FileTokenizer(tokenizer, end_of_document=None, vocab_size=400)
+    text = "the" * 300
+    (piece,) = sliced(text, one.ids)
+    assert (piece.text, piece.is_last) == (text, True)
+    # The next document begins anew.
+    assert [x.text for x in sliced("", one.ids)] == [""]
+
+
+def test_memory_does_not_grow_with_the_text(tokenizer, tmp_path, monkeypatch):
+    """The longest text that is tokenised at once, and all memory that Python takes."""
+    monkeypatch.setattr(documents, "BLOCK_BYTES", 1 << 12)
+    monkeypatch.setattr(encoding, "CHUNK", 1 << 13)
+    monkeypatch.setattr(encoding, "Slicer", lambda ids: Slicer(ids, length=1 << 10, window=64))
+    lengths = []
+    encode = FileTokenizer.encode
+
+    def watched(self, texts):
+        lengths.append([len(x.text) for x in texts])
+        return encode(self, texts)
+
+    monkeypatch.setattr(FileTokenizer, "encode", watched)
+    peaks = []
+    for repeats in (2, 8):
+        folder = tmp_path / str(repeats)
+        folder.mkdir()
+        (folder / "a.txt").write_text(random_text(0, 3000) * repeats)
+        tracemalloc.start()
+        opened = open_text_corpus(folder / "a.txt", tokenizer, folder / "cache")
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        assert len(opened.train[0]) > 5000 * repeats
+    assert max(map(max, lengths)) < 3 << 10
+    assert max(map(sum, lengths)) < 3 << 13
+    # All text is four times as long, 100 kB and more.
+    assert peaks[1] < 1.3 * peaks[0]
+
+
+# Cache.
+
+
+def open_text_corpus(path, tokenizer, folder, *, vocab_size=400, **options):
+    config = DataConfig(path=path, tokenizer=tokenizer, **{"held_out": 0.2} | options)
+    return open_corpus(config, vocab_size=vocab_size, cache=folder)
+
+
+def tokens_of(opened):
+    return [stream.read(0, len(stream)).tolist() for stream in (*opened.train, *opened.held_out)]
+
+
+@pytest.fixture
+def text(tmp_path):
+    (tmp_path / "texts").mkdir()
+    for index in range(30):
+        (tmp_path / f"texts/{index}.txt").write_text(random_text(index, 10))
+    return tmp_path / "texts"
+
+
+@pytest.fixture
+def encoded(monkeypatch):
+    """The documents that were tokenised."""
+    found = []
+    encode = FileTokenizer.encode
+
+    def watched(self, texts):
+        found.extend(text.place for text in texts)
+        return encode(self, texts)
+
+    monkeypatch.setattr(FileTokenizer, "encode", watched)
+    return found
+
+
+def test_second_start_tokenises_nothing(text, tokenizer, tmp_path, encoded, capfd):
+    in_memory = open_text_corpus(text, tokenizer, None)
+    encoded.clear()
+    first = open_text_corpus(text, tokenizer, tmp_path / "cache")
+    assert len(encoded) == 30
+    assert "tokenising" in capfd.readouterr().err
+    second = open_text_corpus(text, tokenizer, tmp_path / "cache")
+    assert len(encoded) == 30
+    assert capfd.readouterr().err == ""
+    assert tokens_of(first) == tokens_of(second) == tokens_of(in_memory)
+    assert isinstance(second.train[0].tokens, np.memmap)
+    assert first.description == second.description == in_memory.description
+    assert first.digest == second.digest == in_memory.digest
+    assert second.end_of_document == first.end_of_document
+
+
+def test_log_shows_the_progress(monkeypatch, capfd):
+    times = iter([0.0, 1.0, 3.0, 20.0, 40.0, 50.0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(times))
+    with progress.shown_progress("tokenising [a] {b}", 8_000_000) as advance:
+        for _ in range(4):
+            advance(2_000_000)
+    assert capfd.readouterr().err.splitlines() == [
+        "tokenising [a] {b}: 4.0 of 8.0 MB",
+        "tokenising [a] {b}: 8.0 of 8.0 MB",
+        "tokenising [a] {b}: 8.0 MB in 50.0 s",
+    ]
+
+
+def test_whatever_changes_tokens_makes_new_ones(text, tokenizer, tmp_path, encoded):
+    def again(**options):
+        encoded.clear()
+        open_text_corpus(text, tokenizer, tmp_path / "cache", **options)
+        return len(encoded)
+
+    assert again() == 30
+    assert again(held_out=0.3) == 30
+    assert again(end_of_document=7) == 30
+    before = (text / "3.txt").read_bytes()
+    (text / "3.txt").write_bytes(before.replace(b"e", b"o", 1))
+    assert again() == 30
+    os.utime(text / "4.txt")
+    assert again() == 0
+    (text / "3.txt").write_bytes(before)
+    assert again() == 0
+    other = tmp_path / "other.json"
+    built = tokenizers.Tokenizer.from_file(str(tokenizer))
+    built.add_tokens(["theory"])
+    built.save(str(other))
+    encoded.clear()
+    open_text_corpus(text, other, tmp_path / "cache")
+    assert len(encoded) == 30
+
+
+def test_processes_tokenise_once_and_the_others_wait(text, tokenizer, tmp_path, encoded, capfd):
+    """A lock belongs to an open file, so that threads stand for processes."""
+    found = []
+
+    def start():
+        found.append(open_text_corpus(text, tokenizer, tmp_path / "cache"))
+
+    began, may_end = threading.Event(), threading.Event()
+    write = encoding.encode_to_folder
+
+    def slow(*arguments, **options):
+        began.set()
+        assert may_end.wait(60)
+        write(*arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trainer.gpt.corpus.encode_to_folder", slow)
+        patch.setattr(cache, "POLL_SECONDS", 0.01)
+        patch.setattr(cache, "say", lambda line: (said.append(line), may_end.set()))
+        said = []
+        threads = [threading.Thread(target=start) for _ in range(3)]
+        threads[0].start()
+        assert began.wait(60)
+        for thread in threads[1:]:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(encoded) == 30
+    assert len(said) == 2
+    assert all(line.startswith("waiting for another process, which writes") for line in said)
+    assert tokens_of(found[0]) == tokens_of(found[1]) == tokens_of(found[2])
+
+
+def test_killed_write_is_never_taken_for_whole(text, tokenizer, tmp_path, monkeypatch, encoded):
+    class Killed(BaseException):
+        pass
+
+    def killed(*arguments):
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        # As late as can be, and with nothing cleaned up.
+        patch.setattr(cache.Path, "rename", killed)
+        patch.setattr(cache.shutil, "rmtree", lambda *_, **__: None)
+        with pytest.raises(Killed):
+            open_text_corpus(text, tokenizer, tmp_path / "cache")
+    (left,) = (tmp_path / "cache").glob(".*.part-*")
+    assert {x.name for x in left.iterdir()} == {"train.npy", "val.npy", ".about.json"}
+    assert len(encoded) == 30
+    opened = open_text_corpus(text, tokenizer, tmp_path / "cache")
+    assert len(encoded) == 60
+    assert not left.exists()
+    assert opened.train[0].tokens[-1] == opened.end_of_document
+
+
+def test_failed_write_leaves_nothing(text, tokenizer, tmp_path):
+    (text / "bad.txt").write_bytes(b"caf\xe9")
+    with pytest.raises(ValueError, match="must be UTF-8"):
+        open_text_corpus(text, tokenizer, tmp_path / "cache")
+    (text / "bad.txt").unlink()
+    with pytest.raises(ValueError, match=r"must be below model.vocab_size"):
+        open_text_corpus(text, tokenizer, tmp_path / "cache", vocab_size=100)
+    assert not [x for x in (tmp_path / "cache").iterdir() if not x.name.endswith(".lock")]
+
+
+def test_cached_tokens_beyond_the_vocabulary_raise(text, tokenizer, tmp_path, encoded):
+    open_text_corpus(text, tokenizer, tmp_path / "cache")
+    encoded.clear()
+    match = r"below model.vocab_size; got id \d+ in '.*texts' with vocab_size=99. Use --model.voc"
+    with pytest.raises(ValueError, match=match):
+        open_text_corpus(text, tokenizer, tmp_path / "cache", vocab_size=99)
+    assert not encoded
+
+
+def test_damaged_cache_raises(text, tokenizer, tmp_path):
+    open_text_corpus(text, tokenizer, tmp_path / "cache")
+    (file,) = (tmp_path / "cache").glob("*/train.npy")
+    file.write_bytes(file.read_bytes()[:-7])
+    with pytest.raises(ValueError, match=r"must hold whole files; got '.*Delete the folder: the"):
+        open_text_corpus(text, tokenizer, tmp_path / "cache")
+
+
+def test_cache_that_cannot_be_written_raises(text, tokenizer, tmp_path):
+    (tmp_path / "cache").write_text("a file")
+    with pytest.raises(OSError, match=r"written to a folder with space.*give another: --data.cac"):
+        open_text_corpus(text, tokenizer, tmp_path / "cache")
+
+
+def test_file_system_without_locks_warns(text, tokenizer, tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(cache.NO_LOCKS[0], "no locks")
+
+    monkeypatch.setattr(cache.fcntl, "flock", refuse)
+    with pytest.warns(UserWarning, match=r"has no locks: each process makes the tokens"):
+        opened = open_text_corpus(text, tokenizer, tmp_path / "cache")
+    assert tokens_of(opened) == tokens_of(open_text_corpus(text, tokenizer, None))
+
+
+def test_nothing_is_tokenised_if_nothing_would_be_held_out(text, tokenizer, tmp_path, encoded):
+    for path, held_out in ((text, 1e-4), (text, 0.9999), (text / "1.txt", 1e-4)):
+        with pytest.raises(ValueError, match=r"something to hold out; got \d+ and \d+ characters"):
+            open_text_corpus(path, tokenizer, tmp_path / "cache", held_out=held_out)
+    assert not encoded
+
+
+def test_run_caches_tokens_beside_its_folder(text, tokenizer, tmp_path):
+    recipe = gpt_tiny()
+    config = dataclasses.replace(
+        recipe,
+        model=dataclasses.replace(recipe.model, vocab_size=400),
+        data=DataConfig(path=text, tokenizer=tokenizer, held_out=0.2),
+        seq_len=8,
+        sample_length=0,
+        run_dir=tmp_path / "runs" / "mine",
+    )
+    data = GPTTask().open_data(config, Layout("contiguous", 1))
+    (folder,) = (tmp_path / "runs" / "tokens").glob("*/train.npy")
+    assert len(np.load(folder)) == len(data.corpus.train[0])
+    assert data.digest == data.corpus.digest
+    # The folder of the run is not made before its lock is held.
+    assert not config.run_dir.exists()
+
+
+def test_bytes_are_cached_on_request_only(text, tmp_path):
+    opened = open_corpus(
+        DataConfig(path=text, held_out=0.2), vocab_size=256, cache=tmp_path / "cache"
+    )
+    assert not (tmp_path / "cache").exists()
+    asked = DataConfig(path=text, held_out=0.2, cache=tmp_path / "cache")
+    for _ in range(2):
+        assert tokens_of(open_corpus(asked, vocab_size=256)) == tokens_of(opened)
+    (folder,) = (tmp_path / "cache").glob("*/train.npy")
+    assert np.load(folder).dtype == np.uint8
+
+
+def test_cache_of_files_of_tokens_raises(tmp_path):
+    np.save(tmp_path / "a.npy", np.arange(100))
+    with pytest.raises(ValueError, match=r"data.cache must be left out where it has no effect"):
+        open_corpus(DataConfig(path=tmp_path / "a.npy", cache=tmp_path), vocab_size=100)
+
+
+# Content.
+
+
+def test_digest_tells_other_text_and_other_tokens(text, tokenizer, tmp_path):
+    before = open_text_corpus(text, tokenizer, None).digest
+    assert open_text_corpus(text, None, None).digest != before
+    content = (text / "7.txt").read_bytes()
+    (text / "7.txt").write_bytes(b"another text of any length")
+    assert open_text_corpus(text, tokenizer, None).digest != before
+    (text / "7.txt").write_bytes(content)
+    assert open_text_corpus(text.rename(tmp_path / "moved"), tokenizer, None).digest == before
+
+
+def test_digest_of_compressed_text_is_that_of_the_text(tmp_path):
+    (tmp_path / "a.txt").write_bytes(random_text(0).encode())
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(random_text(0).encode()))
+    plain, compressed = (
+        open_corpus(DataConfig(path=tmp_path / name), vocab_size=256)
+        for name in ("a.txt", "b.txt.gz")
+    )
+    assert tokens_of(plain) == tokens_of(compressed)
+    assert plain.digest == compressed.digest
+
+
+# The command.
+
+
+def test_command_writes_what_training_reads(text, tokenizer, tmp_path, capsys):
+    out = tmp_path / "tokens" / "texts"
+    main([str(text), str(out), "--tokenizer", str(tokenizer), "--held-out", "0.2"])
+    printed = capsys.readouterr()
+    command = printed.out.removeprefix("next: python train.py ").split()
+    assert "documents to train on" in printed.err
+    flags = dict(zip(command[::2], command[1::2], strict=True))
+    assert flags.keys() == {"--data.path", "--data.end-of-document", "--model.vocab-size"}
+    whole = open_text_corpus(text, tokenizer, None)
+    config = DataConfig(path=out, end_of_document=int(flags["--data.end-of-document"]))
+    opened = open_corpus(config, vocab_size=int(flags["--model.vocab-size"]))
+    assert tokens_of(opened) == tokens_of(whole)
+    assert opened.end_of_document == whole.end_of_document
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("texts texts", r"OUT must be a folder that does not exist yet; got '.*texts'"),
+        ("text out", r"data.path must exist; got .*Did you mean .*texts"),
+        ("a.npy out", r"IN must be text; got npy files in '.*a.npy'. They hold tokens already"),
+        ("texts out --tokenizer none", r"must be a Hugging Face tokenizer.json; got 'none'"),
+        ("texts out --text-key body", r"data.text_key must be left out where it has no effect"),
+        (
+            "texts out --held-out 0.0001",
+            r"got \d+ and 0 characters.*Use --held-out 0.\d+, or --valid",
+        ),
+    ],
+)
+def test_wrong_command_raises(text, tmp_path, monkeypatch, arguments, message):
+    np.save(tmp_path / "a.npy", np.arange(100))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match=message):
+        main(arguments.split())
+    assert not (tmp_path / "out").exists()
+
+
+def test_command_that_cannot_write_raises(text, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match=r"must be written to a folder.*give another: OUT\."):
+        main([str(text), str(tmp_path / "file" / "out"), "--held-out", "0.2"])
+
+
+def test_help_shows_the_words(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "[OPTIONS] IN OUT" in capsys.readouterr().out

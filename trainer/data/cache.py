@@ -1,0 +1,133 @@
+"""Folders that are written once, by one of several processes, and then read by all of them."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import secrets
+import shutil
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from trainer.errors import StorageError
+
+POLL_SECONDS = 0.2
+CACHE_OPTION = "--data.cache"
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+
+
+def say(line: str) -> None:
+    """Prints a line about work that takes long to standard error."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def cached_folder(cache: Path, key: str, write: Callable[[Path], None]) -> Path:
+    """The folder of a key in a cache. If there is none, one process writes it; others wait.
+
+    The processes may be on several machines, if the file system has locks that these share.
+
+    Args:
+        cache: folder of the cache.
+        key: what determines the content, as a hash.
+        write: fills the folder, which is empty. If it fails or is killed, there is no folder.
+
+    Raises:
+        OSError: if the cache cannot be written.
+    """
+    folder = cache / key
+    if folder.is_dir():
+        return folder
+    with _storing(cache, CACHE_OPTION):
+        cache.mkdir(parents=True, exist_ok=True)
+        lock = (cache / f".{key}.lock").open("a")
+    with lock, _only_one(lock.fileno(), folder) as locked:
+        if not folder.is_dir():
+            if locked:
+                # Nobody else writes this folder, so these are left from writes that were killed.
+                for part in cache.glob(_part_of(folder, "*")):
+                    shutil.rmtree(part, ignore_errors=True)
+            write_folder(folder, write, option=CACHE_OPTION)
+    return folder
+
+
+def write_folder(folder: Path, write: Callable[[Path], None], *, option: str) -> None:
+    """Fills a new folder, which appears only when it is whole and on the disk.
+
+    Args:
+        folder: where it is to appear.
+        write: fills the folder that it is given.
+        option: what names the folder on the command line, for errors.
+
+    Raises:
+        OSError: if the folder cannot be written.
+    """
+    part = folder.with_name(_part_of(folder, secrets.token_hex(4)))
+    try:
+        with _storing(folder.parent, option):
+            part.mkdir(parents=True)
+            write(part)
+            for path in part.iterdir():
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
+            try:
+                part.rename(folder)
+            except OSError:
+                # Without locks, another process may have written the same.
+                if not folder.is_dir():
+                    raise
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _part_of(folder: Path, number: str) -> str:
+    return f".{folder.name}.part-{number}"
+
+
+@contextmanager
+def _storing(folder: Path, option: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        # An error of the data that are read is a UserError and no OSError.
+        raise StorageError(
+            f"Tokens must be written to a folder with space for them; got {str(folder)!r}: "
+            f"{error.strerror or error}. Fix that, or give another: {option}."
+        ) from error
+
+
+@contextmanager
+def _only_one(lock: int, folder: Path) -> Iterator[bool]:
+    """Waits until no other process has the lock. Yields False on a file system without locks.
+
+    The end of the process, however it ends, releases the lock.
+    """
+    locked = _try_lock(lock)
+    if locked is False:
+        say(f"waiting for another process, which writes tokens to {folder}")
+        while locked is False:
+            time.sleep(POLL_SECONDS)
+            locked = _try_lock(lock)
+    if locked is None:
+        warnings.warn(
+            f"The file system of {folder.parent} has no locks: each process makes the tokens.",
+            stacklevel=2,
+        )
+    yield bool(locked)
+
+
+def _try_lock(lock: int) -> bool | None:
+    """Whether the lock was free; None if the file system has no locks."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        return None
+    return True

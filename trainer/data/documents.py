@@ -1,0 +1,206 @@
+"""The documents in files of text: scanned once for errors, then read in parts of bounded size."""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import hashlib
+import io
+import json
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from startrail_jax.errors import InputError
+from trainer.data.files import LISTED_FILES, Files, is_gzip, reading, require_regular
+
+# Number of bytes of a text file that are read at a time.
+BLOCK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Document:
+    """One document of text, or a part of a long one."""
+
+    key: str
+    """Key of the file (and line, in a JSONL file). It decides whether the document is held out."""
+    place: str
+    """Where the document is, for errors."""
+    text: str
+    """The text of the document, or of the part."""
+    offset: int = 0
+    """Number of bytes of the document before this part."""
+    context: str = ""
+    """The last text before this part, if its tokens must be made with it; it gives none itself."""
+    is_last: bool = True
+    """Whether the document ends with this part."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scan:
+    """What is found out about a file of text before its documents are read."""
+
+    digest: str
+    """A hash of its content. A compressed file has that of the file in it."""
+    characters: int
+    """Number of its characters."""
+    size: int
+    """Number of its bytes on the disk."""
+
+
+def scan_files(files: Files) -> dict[str, Scan]:
+    """Reads every file of text or JSONL, by its key.
+
+    Raises:
+        ValueError: if files cannot be read or are not UTF-8; all of them are named.
+    """
+    scans: dict[str, Scan] = {}
+    failed: dict[str, InputError] = {}
+    for key, path in files.paths.items():
+        try:
+            scans[key] = _scan(path)
+        except InputError as error:
+            failed[key] = error
+    if failed:
+        first, *others = failed.values()
+        listed = "".join(f"\n  {error}" for error in others[: LISTED_FILES - 1])
+        more = len(others) - (LISTED_FILES - 1)
+        also = f"\n{len(others)} other files cannot be read either:{listed}" if others else ""
+        raise InputError(f"{first}{also}" + (f"\n  and {more:,} more" if more > 0 else ""))
+    return scans
+
+
+def read_documents(
+    files: Files, *, text_key: str, on_read: Callable[[int], None] = lambda size: None
+) -> Iterator[Document]:
+    """The documents of text or JSONL files, in order; long text files in parts.
+
+    Args:
+        files: of the kind "text" (a file is a document) or "jsonl" (a line is).
+        text_key: the key under which a line of JSONL holds its text. Blank lines are skipped.
+        on_read: is told of every number of bytes of the files that are read.
+
+    Raises:
+        ValueError: if a file cannot be read or is not UTF-8, or a line is not JSON with that key.
+    """
+    for key, path in files.paths.items():
+        read = _read_jsonl(key, path, text_key, on_read)
+        yield from read if files.kind == "jsonl" else _read_text(key, path, on_read)
+
+
+def _scan(path: Path) -> Scan:
+    digest, characters, sizes = hashlib.sha256(), 0, [0]
+    for raw, text, _ in _blocks(path, sizes.append):
+        digest.update(raw)
+        characters += len(text)
+    return Scan(digest=digest.hexdigest(), characters=characters, size=sum(sizes))
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[io.BufferedIOBase, io.BufferedIOBase]]:
+    """A file to read, and the file on the disk, which differs from it if that is compressed."""
+    require_regular(path)
+    with reading(path), path.open("rb") as raw:
+        if not is_gzip(path):
+            yield raw, raw
+            return
+        try:
+            with gzip.GzipFile(fileobj=raw) as file:
+                yield file, raw
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise InputError(
+                f"{str(path)!r} must be a whole gzip file; got {type(error).__name__}: {error}. "
+                "Write or copy it again, or leave it out."
+            ) from error
+
+
+def _blocks(
+    path: Path, on_read: Callable[[int], None] = lambda size: None
+) -> Iterator[tuple[bytes, str, int]]:
+    """The content of a file: bytes, the whole characters that end in them, and their offset."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    offset = told = 0
+    with _opened(path) as (file, on_disk):
+        while True:
+            raw = file.read(BLOCK_BYTES)
+            # Bytes of a character that began in the block before.
+            start = offset - len(decoder.getstate()[0])
+            try:
+                text = decoder.decode(raw, final=not raw)
+            except UnicodeDecodeError as error:
+                raise _not_utf8(error, str(path), start) from None
+            offset += len(raw)
+            told, before = on_disk.tell(), told
+            on_read(told - before)
+            if not raw:
+                return
+            yield raw, text, start
+
+
+def _read_text(key: str, path: Path, on_read: Callable[[int], None]) -> Iterator[Document]:
+    """A file as one document, in parts; an empty file has one part too."""
+    waiting = Document(key=key, place=str(path), text="")
+    for _, text, start in _blocks(path, on_read):
+        if waiting.text:
+            yield replace(waiting, is_last=False)
+        waiting = Document(key=key, place=str(path), text=text, offset=start)
+    yield waiting
+
+
+def _read_jsonl(
+    key: str, path: Path, text_key: str, on_read: Callable[[int], None]
+) -> Iterator[Document]:
+    offset = told = 0
+    with _opened(path) as (file, on_disk):
+        for number, raw in enumerate(file, start=1):
+            place = f"{path}:{number}"
+            try:
+                line = raw.decode()
+            except UnicodeDecodeError as error:
+                raise _not_utf8(error, str(path), offset) from None
+            offset += len(raw)
+            told, before = on_disk.tell(), told
+            on_read(told - before)
+            if line.strip():
+                text = _text_of_line(line, place, text_key)
+                yield Document(key=f"{key}:{number}", place=place, text=text)
+
+
+def _not_utf8(error: UnicodeDecodeError, place: str, offset: int) -> InputError:
+    return InputError(
+        f"Text must be UTF-8; got byte {error.object[error.start]:#04x} at offset "
+        f"{offset + error.start} of {place!r}. Convert the file to UTF-8, or leave it out."
+    )
+
+
+def _text_of_line(line: str, place: str, text_key: str) -> str:
+    try:
+        record: Any = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise InputError(
+            f"Every line of a JSONL file must be JSON; got {error} in {place!r}. Mend or remove "
+            "the line."
+        ) from None
+    if not isinstance(record, dict) or text_key not in record:
+        given = f"the keys {list(record)}" if isinstance(record, dict) else type(record).__name__
+        raise InputError(
+            f"Every line of a JSONL file must be an object with the key {text_key!r}; got {given} "
+            f"in {place!r}. Name the key that holds the text: --data.text-key."
+        )
+    text = record[text_key]
+    if not isinstance(text, str):
+        raise InputError(
+            f"The text of a JSONL line must be a string; got {type(text).__name__} for "
+            f"{text_key!r} in {place!r}. Mend or remove the line, or give another --data.text-key."
+        )
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"Text must be Unicode; got the lone surrogate {text[error.start]!a} in {place!r}. "
+            "Mend or remove the line."
+        ) from None
+    return text

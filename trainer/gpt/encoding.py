@@ -1,0 +1,356 @@
+"""Text to tokens: which documents are held out, and two files with the tokens of both parts.
+
+Long documents are tokenised in slices and tokens are written as they are made, so that the memory
+that this takes does not grow with the text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Integer
+
+from startrail_jax.errors import InputError
+from trainer.data.documents import Document, Scan, read_documents
+from trainer.data.files import Files, map_tokens
+from trainer.data.progress import shown_progress
+from trainer.data.slices import Slicer
+from trainer.gpt.config import DataConfig
+from trainer.gpt.tokenizer import ByteTokenizer, FileTokenizer
+
+# Number of characters that are tokenised at a time: enough to use all cores, and little memory.
+CHUNK = 1 << 20
+# Changes when the same text gives other files than before.
+FORMAT = 1
+
+# The files of a folder of tokens. Names of these kinds tell training what is held out.
+TRAIN_FILE = "train.npy"
+HELD_OUT_FILE = "val.npy"
+ABOUT_FILE = ".about.json"
+
+TextTokenizer = ByteTokenizer | FileTokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text:
+    """Text to train on and text to hold out, and how both become tokens."""
+
+    files: Files
+    """Files to train on, and to hold out from if there is no `validation`."""
+    validation: Files | None
+    """Files to hold out."""
+    scans: Mapping[str, Scan]
+    """What was found out about `files`."""
+    validation_scans: Mapping[str, Scan]
+    """What was found out about `validation`."""
+    config: DataConfig
+    """What to read."""
+    tokenizer: TextTokenizer
+    """Turns text into tokens."""
+
+    @property
+    def digest(self) -> str:
+        """A hash of the text to train on and of what decides its tokens."""
+        found: Any = self.scans
+        if self.files.kind == "text" and len(found) == 1:
+            # Names decide nothing here.
+            found = list(found.values())
+        return self._hash(found, self.validation is None)[:16]
+
+    @property
+    def key(self) -> str:
+        """A hash of everything that the tokens of both parts depend on."""
+        return self._hash(self.scans, self.validation_scans, self.validation is None)[:32]
+
+    @property
+    def size(self) -> int:
+        """Number of bytes of all files, as they are on the disk."""
+        scans = [*self.scans.values(), *self.validation_scans.values()]
+        return sum(scan.size for scan in scans)
+
+    def _hash(self, *found: Any) -> str:
+        values = [
+            FORMAT,
+            self.files.kind,
+            self.config.text_key,
+            self.config.held_out,
+            self.tokenizer.digest,
+            self.tokenizer.end_of_document,
+            found,
+        ]
+        text = json.dumps(values, default=_as_json)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodedPart:
+    """The tokens of one part of the data."""
+
+    tokens: Integer[np.ndarray, " tokens"]
+    """The tokens, in memory or mapped into it."""
+    documents: int
+    """Number of documents."""
+    largest: int
+    """The largest of the tokens."""
+
+
+def encode_in_memory(text: Text) -> tuple[EncodedPart, EncodedPart]:
+    """The tokens to train on and those held out.
+
+    Raises:
+        ValueError: if text cannot be read or tokenised, or one of the parts has none.
+    """
+    files = (io.BytesIO(), io.BytesIO())
+    writers = _write(text, files)
+    train, held_out = (
+        EncodedPart(
+            tokens=np.frombuffer(file.getbuffer(), writer.dtype, offset=writer.header),
+            documents=writer.documents,
+            largest=writer.largest,
+        )
+        for file, writer in zip(files, writers, strict=True)
+    )
+    return train, held_out
+
+
+def encode_to_folder(text: Text, folder: Path, *, name: str) -> None:
+    """Writes the tokens to two files in an empty folder, and shows the progress.
+
+    Args:
+        text: what to encode.
+        folder: where to.
+        name: what the folder is called in messages.
+
+    Raises:
+        ValueError: as `encode_in_memory`.
+        OSError: if the files cannot be written.
+    """
+    with (
+        (folder / TRAIN_FILE).open("wb") as train,
+        (folder / HELD_OUT_FILE).open("wb") as held_out,
+        shown_progress(f"tokenising {text.files.name} into {name}", text.size) as advance,
+    ):
+        writers = _write(text, (train, held_out), advance)
+    about = {
+        "documents": [writer.documents for writer in writers],
+        "largest": [writer.largest for writer in writers],
+    }
+    (folder / ABOUT_FILE).write_text(json.dumps(about))
+
+
+def read_encoded(folder: Path) -> tuple[EncodedPart, EncodedPart]:
+    """What `encode_to_folder` wrote, mapped into memory.
+
+    Raises:
+        ValueError: if the files were damaged since.
+    """
+    try:
+        about = json.loads((folder / ABOUT_FILE).read_text())
+        train, held_out = (
+            EncodedPart(tokens=map_tokens(folder / name, ""), documents=documents, largest=largest)
+            for name, documents, largest in zip(
+                (TRAIN_FILE, HELD_OUT_FILE), about["documents"], about["largest"], strict=True
+            )
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise InputError(
+            f"A folder of tokens must hold whole files; got {str(folder)!r}: {error} Delete the "
+            "folder: the tokens are then made again."
+        ) from error
+    return train, held_out
+
+
+class _Writer:
+    """Appends tokens to a .npy file, and counts them."""
+
+    def __init__(self, file: io.BufferedIOBase, dtype: np.dtype) -> None:
+        self.dtype = dtype
+        self.documents = self.length = self.largest = 0
+        self._file = file
+        self._write_header()
+        self.header = file.tell()
+
+    def add(self, tokens: Integer[np.ndarray, " tokens"], *, ends_document: bool) -> None:
+        self._file.write(tokens.tobytes())
+        self.documents += ends_document
+        self.length += len(tokens)
+        self.largest = max(self.largest, int(tokens.max(initial=0)))
+
+    def finish(self) -> None:
+        """Writes the length, for which a header of .npy files has room."""
+        self._file.seek(0)
+        self._write_header()
+
+    def _write_header(self) -> None:
+        header = {"descr": self.dtype.str, "fortran_order": False, "shape": (self.length,)}
+        np.lib.format.write_array_header_1_0(self._file, header)
+
+
+def _write(
+    text: Text,
+    files: tuple[io.BufferedIOBase, io.BufferedIOBase],
+    on_read: Callable[[int], None] = lambda size: None,
+) -> tuple[_Writer, _Writer]:
+    """Writes the tokens to train on to one file, and those held out to the other."""
+    _check_characters(text)
+    tokenizer = text.tokenizer
+    train, held_out = writers = tuple(_Writer(file, tokenizer.dtype) for file in files)
+    least = 1.0
+    for chunk in _chunks(_slices(_assign(text, on_read), tokenizer)):
+        encoded = tokenizer.encode([document for _, document in chunk])
+        for (is_held_out, document), tokens in zip(chunk, encoded, strict=True):
+            writers[is_held_out].add(tokens, ends_document=document.is_last)
+            least = min(least, _share_of_key(document.key))
+    # A document without text still has the token that ends it.
+    lengths = [writer.length - writer.documents for writer in writers]
+    least = least if train.documents > 1 else 1.0
+    check_lengths(lengths, "tokens", text.files, text.validation, text.config, least)
+    for writer in writers:
+        writer.finish()
+    return train, held_out
+
+
+def _assign(text: Text, on_read: Callable[[int], None]) -> Iterator[tuple[bool, Document]]:
+    """Every document or part of one, and whether it is held out."""
+    files, held_out, key = text.files, text.config.held_out, text.config.text_key
+    documents = read_documents(files, text_key=key, on_read=on_read)
+    if text.validation is not None:
+        yield from ((False, document) for document in documents)
+        documents = read_documents(text.validation, text_key=key, on_read=on_read)
+        yield from ((True, document) for document in documents)
+    elif files.kind == "text" and len(files.paths) == 1:
+        (scan,) = text.scans.values()
+        yield from _cut_in_two(documents, _cut_of(scan.characters, held_out))
+    else:
+        for document in documents:
+            yield _share_of_key(document.key) < held_out, document
+
+
+def _cut_in_two(parts: Iterable[Document], cut: int) -> Iterator[tuple[bool, Document]]:
+    """One document as two, the second of which is held out: it begins with character `cut`."""
+    seen, first_ended = 0, False
+    for part in parts:
+        rest = cut - seen
+        seen += len(part.text)
+        if not first_ended:
+            first_ended = seen >= cut or part.is_last
+            first = replace(part, text=part.text[:rest], is_last=first_ended)
+            yield False, first
+            offset = part.offset + len(first.text.encode())
+            second = replace(part, text=part.text[rest:], offset=offset)
+        else:
+            second = part
+        if second.text or (first_ended and second.is_last):
+            yield True, second
+
+
+def _share_of_key(key: str) -> float:
+    """A number in [0, 1) that follows from the hash of a document's key, and looks random.
+
+    It is ordered by the remainder of the hash divided by 20. So a share of 1/20 holds out every
+    document whose hash is divisible by 20, and a smaller share holds out some of those.
+    """
+    quotient, remainder = divmod(zlib.crc32(key.encode(errors="surrogateescape")), 20)
+    return (remainder + quotient * 20 / 2**32) / 20
+
+
+def _slices(
+    assigned: Iterable[tuple[bool, Document]], tokenizer: TextTokenizer
+) -> Iterator[tuple[bool, Document]]:
+    """The same text, in slices that can be tokenised one by one."""
+    if isinstance(tokenizer, ByteTokenizer):
+        yield from assigned
+        return
+    slicer = Slicer(tokenizer.ids)
+    for held_out, part in assigned:
+        yield from ((held_out, document) for document in slicer.add(part))
+
+
+def _chunks(
+    assigned: Iterable[tuple[bool, Document]],
+) -> Iterator[list[tuple[bool, Document]]]:
+    """Groups the documents into lists of about `CHUNK` characters."""
+    chunk, size = [], 0
+    for held_out, document in assigned:
+        chunk.append((held_out, document))
+        size += len(document.text)
+        if size >= CHUNK:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
+
+
+def _check_characters(text: Text) -> None:
+    """Raises, before anything is tokenised, if it is certain that one of the parts is empty."""
+    if text.files.kind != "text":
+        return
+    held_out = text.config.held_out
+    sizes = {key: scan.characters for key, scan in text.scans.items()}
+    total, least = sum(sizes.values()), 1.0
+    if text.validation is not None:
+        lengths = [total, sum(scan.characters for scan in text.validation_scans.values())]
+    elif len(sizes) == 1:
+        cut = _cut_of(total, held_out)
+        lengths = [cut, total - cut]
+    else:
+        least = min(map(_share_of_key, sizes))
+        train = sum(size for key, size in sizes.items() if _share_of_key(key) >= held_out)
+        lengths = [train, total - train]
+    check_lengths(lengths, "characters", text.files, text.validation, text.config, least)
+
+
+def _cut_of(characters: int, held_out: float) -> int:
+    """The first character that is held out of a single text."""
+    return round(characters * (1 - held_out))
+
+
+def check_lengths(
+    lengths: list[int],
+    unit: str,
+    files: Files,
+    validation: Files | None,
+    config: DataConfig,
+    least: float = 1.0,
+) -> None:
+    """Raises if there is nothing to train on, or nothing is held out.
+
+    Args:
+        lengths: length of the part to train on and of that held out.
+        unit: what is counted.
+        files: the files to train on.
+        validation: the files that are held out; None for a fraction of the others.
+        config: what is read.
+        least: the smallest `held_out` that holds out anything; 1 if none does.
+    """
+    for length, source in zip(lengths, (files, validation), strict=True):
+        if source is not None and not (length if validation else sum(lengths)):
+            raise InputError(
+                f"Data must hold text; got {len(source.paths)} empty files in {source.name!r}. "
+                "Give others."
+            )
+    if not all(lengths):
+        way_out = "Give --data.validation-path, or another --data.held-out."
+        if lengths[0] and config.held_out <= least < 0.99:
+            # In hundredths.
+            way_out = (
+                f"Use --data.held-out {int(least * 100 + 1) / 100}, or --data.validation-path."
+            )
+        raise InputError(
+            "data.held_out must leave something to train on and something to hold out; got "
+            f"{lengths[0]} and {lengths[1]} {unit} of {files.name!r} for "
+            f"held_out={config.held_out}. {way_out}"
+        )
+
+
+def _as_json(value: Any) -> Any:
+    # The size changes when a file is compressed anew.
+    return [value.digest, value.characters] if isinstance(value, Scan) else str(value)

@@ -1,0 +1,122 @@
+"""Turns text into files of tokens, which training maps into memory and never tokenises again.
+
+    python -m trainer.gpt.tokenize books/ tokens/books --tokenizer tokenizer.json
+    python -m trainer.gpt.tokenize articles.jsonl.gz tokens/articles --tokenizer tokenizer.json
+    python train.py gpt_8b_gqa --data.path tokens/books        # with the flags that are printed
+
+IN is what `--data.path` of train.py takes as text: a file (*.txt, *.jsonl, either also as *.gz), or
+a folder of such files. OUT is a new folder with the tokens to train on, train.npy, and those that
+are held out, val.npy; it appears only when it is whole.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from startrail_jax.errors import InputError
+from trainer.data.cache import say, write_folder
+from trainer.data.files import TOKEN_KINDS
+from trainer.gpt.config import DataConfig
+from trainer.gpt.corpus import check_effects, find_parts, open_text
+from trainer.gpt.encoding import encode_to_folder, read_encoded
+
+# More than any tokenizer has: the model, which is not known here, has as many as it needs.
+ANY_VOCABULARY = 1 << 31
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizeOptions:
+    """What to tokenise, and where to write the tokens."""
+
+    text: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="IN")]
+    """Text, or a folder of it."""
+    out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
+    """Folder for the tokens, which must not exist yet."""
+    tokenizer: Path | None = None
+    """A Hugging Face tokenizer.json. By default, every byte of UTF-8 is a token."""
+    text_key: str = "text"
+    """The key under which a line of a *.jsonl file holds its text."""
+    end_of_document: int | None = None
+    """Id of the token that ends a document. The default is 0 for bytes, and the token with one of
+    the usual names for a tokenizer."""
+    validation_path: Path | None = None
+    """Held-out text. The default is a fraction of IN."""
+    held_out: float = 0.05
+    """Fraction that is held out if there is no `validation_path`: of the documents, or of a single
+    text file at its end."""
+
+
+def tokenize(options: TokenizeOptions) -> str:
+    """Writes the folder of tokens.
+
+    Returns:
+        The command that trains on it.
+
+    Raises:
+        ImportError: if a tokenizer.json is given and the package that reads it is missing.
+        OSError: if the folder cannot be written.
+        ValueError: if the folder exists, or the text cannot be read or tokenised.
+    """
+    if os.path.lexists(options.out):
+        raise InputError(
+            f"OUT must be a folder that does not exist yet; got {str(options.out)!r}, which does. "
+            "Give another, or delete it."
+        )
+    config = DataConfig(
+        path=options.text,
+        tokenizer=options.tokenizer,
+        text_key=options.text_key,
+        end_of_document=options.end_of_document,
+        validation_path=options.validation_path,
+        held_out=options.held_out,
+    )
+    files, validation = find_parts(config)
+    if files.kind in TOKEN_KINDS:
+        raise InputError(
+            f"IN must be text; got {files.kind} files in {files.name!r}. They hold tokens already: "
+            f"give them to train.py as --data.path {files.name}."
+        )
+    check_effects(config, files, validation)
+    text = open_text(files, validation, config, ANY_VOCABULARY)
+    write_folder(
+        options.out,
+        lambda part: encode_to_folder(text, part, name=str(options.out)),
+        option="OUT",
+    )
+    train, held_out = read_encoded(options.out)
+    say(
+        f"{options.out}: {len(train.tokens):,} tokens of {train.documents:,} documents to train "
+        f"on; {len(held_out.tokens):,} of {held_out.documents:,} held out"
+    )
+    flags = f"--data.path {options.out} --data.end-of-document {text.tokenizer.end_of_document}"
+    return f"python train.py {flags} --model.vocab-size {text.tokenizer.num_ids}"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command line; on a mistake, prints a message and exits with status 1 or 2."""
+    options = tyro.cli(
+        TokenizeOptions,
+        prog="python -m trainer.gpt.tokenize",
+        description=__doc__,
+        args=arguments,
+    )
+    try:
+        command = tokenize(options)
+    except InputError as error:
+        # The flags have no prefix here.
+        sys.exit(str(error).replace("--data.", "--"))
+    print(f"next: {command}")
+
+
+if __name__ == "__main__":
+    from trainer.run.exit import exit_on_ctrl_c, exit_on_user_errors
+
+    with exit_on_user_errors(), exit_on_ctrl_c():
+        main()
