@@ -244,7 +244,8 @@ def _backward(schedule: Schedule, residuals: Any, cotangents: Any) -> tuple[Any,
 
 
 def _backward_rule(schedule: Schedule, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
-    return _backward(schedule, *without_derivative(FIRST_ONLY, (residuals, cotangents)))
+    residuals, cotangents = without_derivative(FIRST_ONLY, (residuals, cotangents))
+    return _backward(schedule, residuals, cotangents)
 
 
 concentric_attention = jax.custom_vjp(_forward, nondiff_argnums=(0,))
