@@ -91,7 +91,7 @@ def served_call(
         attention, scale=scale, backend=implementation, window=local_window_size
     )
     inputs = _as_arrays(arrays, segment_ids, dtype)
-    _check_arrays(
+    check_arrays(
         *inputs, degrees=attention.degrees, layout=attention.layout, causal=attention.causal
     )
     if attention.causal:
@@ -191,7 +191,7 @@ def _segment_array(ids: Any) -> Array:
     return jnp.asarray(ids, jnp.int32)
 
 
-def _check_arrays(
+def check_arrays(
     query: Any, key: Any, value: Any, *ids: Any, degrees: Degrees, layout: Layout, causal: bool
 ) -> None:
     """Raises a ValueError unless whole arrays fit each other, the layout and the mesh.
@@ -262,7 +262,7 @@ def check_shards(
         return jax.ShapeDtypeStruct(shape, x.dtype)
 
     ids = () if query_ids is None else (query_ids, key_ids)
-    _check_arrays(*map(whole, (query, key, value, *ids)), degrees=degrees, **rest)
+    check_arrays(*map(whole, (query, key, value, *ids)), degrees=degrees, **rest)
 
 
 def check_shardings(
