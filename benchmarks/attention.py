@@ -27,6 +27,7 @@ import statistics
 import sys
 import time
 import types
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,6 +40,7 @@ from jax.sharding import PartitionSpec as P
 
 import startrail_jax as st
 from startrail_jax.blocks import xla
+from startrail_jax.errors import OrderWarning
 from startrail_jax.sizes import check_heads
 from startrail_jax.tiles import visible_tiles
 
@@ -65,6 +67,8 @@ class Row:
 
 
 def main() -> None:
+    # Random numbers are in no order.
+    warnings.simplefilter("ignore", OrderWarning)
     args = parse_args()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", args.devices)
