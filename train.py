@@ -66,7 +66,9 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
     # Mesh, of the devices of all processes.
     kind = f"a config of kind {config.kind}"
     options = distributed or Distributed()
-    with joined(options, config, kind=kind, may_differ=("allow_changes",)) as session:
+    with joined(
+        options, config, kind=kind, folder=config.run_dir, may_differ=("allow_changes",)
+    ) as session:
         report = Reporter(steps=config.steps, tokens_per_step=config.batch_size * config.num_tokens)
         for line in session.description:
             report.line(line)
