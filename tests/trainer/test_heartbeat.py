@@ -228,6 +228,15 @@ def test_process_that_is_silent_ends_all(ends):
         assert "process 2 of 3 (far) has given no sign of life for 2 s (stopped, or " in message
 
 
+def test_process_0_is_not_blamed_while_it_waits_for_the_one_that_is_silent(monkeypatch, ends):
+    # It waits for longer than a process may be silent.
+    monkeypatch.setattr(timing, "FAREWELL", 2.0)
+    begin_with_silent(2, timeout=1.0)
+    wait_until(lambda: ends)
+    (message,) = ends
+    assert "process 1 of 2 (far) has given no sign of life for 1 s" in message
+
+
 @pytest.mark.parametrize("happens", ["gone", "silent"])
 def test_without_process_0_the_others_end(happens, ends):
     with socket.create_server(("localhost", 0)) as server:

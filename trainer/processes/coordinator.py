@@ -41,6 +41,7 @@ class Coordinator:
         self._connections: dict[int, Connection] = {}
         self._flags: dict[int, dict[str, str]] = {}
         self._gathering = True
+        self._following = False
         self._joined = threading.Condition()
         self._names = [f"process {index} of {count}" for index in range(count)]
         self._calls: dict[int, int] = {}
@@ -122,6 +123,7 @@ class Coordinator:
 
     def _follow(self) -> str | None:
         """Listens until all have left; returns why one is lost, if one is."""
+        self._following = True
         with selectors.DefaultSelector() as selector:
             for index, connection in self._connections.items():
                 connection.heard = time.monotonic()
@@ -179,16 +181,22 @@ class Coordinator:
         others = [connection for index, connection in self._connections.items() if index]
         own = [connection for index, connection in self._connections.items() if not index]
         for connections in (others, own):
-            for connection in connections:
-                connection.send(kind, **values)
-                with suppress(OSError):
-                    connection.socket.shutdown(socket.SHUT_WR)
-            for connection in connections:
+            with selectors.DefaultSelector() as selector:
+                for connection in connections:
+                    connection.send(kind, **values)
+                    with suppress(OSError):
+                        connection.socket.shutdown(socket.SHUT_WR)
+                    selector.register(connection.socket, selectors.EVENT_READ, connection)
                 # Closing a connection with unread data would destroy the message just sent.
-                while (left := deadline - time.monotonic()) > 0:
-                    connection.socket.settimeout(left)
-                    if connection.receive() is None:
-                        break
+                while selector.get_map() and (left := deadline - time.monotonic()) > 0:
+                    for key, _ in selector.select(min(left, timing.BEAT)):
+                        if key.data.receive() is None:
+                            selector.unregister(key.fileobj)
+                    if connections is others and self._following:
+                        # It waits for longer than it may hear nothing.
+                        for connection in own:
+                            connection.send("beat")
+            for connection in connections:
                 connection.close()
 
 

@@ -77,7 +77,8 @@ def start(options: Distributed, folder: Path | None = None) -> Started:
         except Exception as error:  # ValueError, RuntimeError or what jax's library raises.
             tunnel.close()
             raise RunError(
-                f"Process {options.index} must be able to join the others; {_got(error)} Fix that."
+                f"Process {options.index} must be able to join the others; got "
+                f"{type(error).__name__}: {str(error).rstrip('.')}. Fix that."
             ) from error
         finally:
             patience.cancel()
@@ -125,19 +126,19 @@ def _ask_launcher(options: Distributed) -> tuple[Distributed, list[int] | None]:
             None,
             round(options.start_timeout),
         )
-        if address is None or processes is None or index is None:
-            raise ValueError("coordinator_address should be defined")
-        options = replace(options, coordinator=address, processes=processes, index=index)
     except Exception as error:  # Also what a cluster's own library raises.
-        raise RunError(
-            "--distributed needs processes that SLURM, Open MPI or Kubernetes started and that jax "
-            f"recognises; {_got(error)} Start them so, or give --distributed.coordinator, "
-            "--distributed.processes and --distributed.index."
-        ) from error
+        raise _no_launcher(f"{type(error).__name__}: {str(error).rstrip('.')}") from error
+    if address is None or processes is None or index is None:
+        raise _no_launcher("none of them")
+    options = replace(options, coordinator=address, processes=processes, index=index)
     # jax reads this variable itself, and only if it is given no devices.
     chosen = None if "JAX_LOCAL_DEVICE_IDS" in os.environ else devices
     return options, None if chosen is None else list(chosen)
 
 
-def _got(error: Exception) -> str:
-    return f"got {type(error).__name__}: {str(error).rstrip('.')}."
+def _no_launcher(got: str) -> RunError:
+    return RunError(
+        "--distributed needs processes that SLURM, Open MPI or Kubernetes started and that jax "
+        f"recognises; got {got}. Start them so, or give --distributed.coordinator, "
+        "--distributed.processes and --distributed.index."
+    )

@@ -73,7 +73,9 @@ class Tunnel:
         self._leaving = True
 
     def close(self) -> None:
-        """Ends the thread, and with it all connections."""
+        """Ends the thread, and with it all connections, when they have carried what was sent."""
+        if self._loop.is_closed():
+            return
         self.leave()
         asyncio.run_coroutine_threadsafe(self._cancel(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -89,6 +91,8 @@ class Tunnel:
         self._loop.call_soon_threadsafe(start)
 
     async def _cancel(self) -> None:
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=timing.FAREWELL)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -118,7 +122,7 @@ class Tunnel:
         await self._carry(name, await asyncio.open_connection(sock=connection), inside)
 
     async def _carry(self, name: str, outside: Streams, inside: Streams) -> None:
-        """Carries bytes in both directions until one side ends."""
+        """Carries bytes in both directions until what is inside ends."""
         inward = asyncio.create_task(_copy(outside[0], inside[1]))
         outward = asyncio.create_task(_copy(inside[0], outside[1]))
         try:
@@ -128,8 +132,11 @@ class Tunnel:
                 await asyncio.sleep(2 * timing.FAREWELL)
                 if not self._leaving:
                     self._lost(name)
-                # What is inside is not to see the end.
-                await asyncio.Event().wait()
+            # What is inside is not to see that the other process has ended.
+            await outward
+            outside[1].close()
+            with suppress(OSError):
+                await outside[1].wait_closed()
         finally:
             inward.cancel()
             outward.cancel()
