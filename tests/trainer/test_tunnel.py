@@ -58,7 +58,7 @@ def wait_until(condition):
 
 def test_tunnel_carries_bytes_both_ways():
     data = bytes(range(256)) * 40_000
-    with tunnels() as (client, served, ends, lost):
+    with tunnels() as (client, served, _, lost):
         served.sendall(b"settings")
         assert read(client, 8) == b"settings"
         for here, there in ((client, served), (served, client)):

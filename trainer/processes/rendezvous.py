@@ -130,11 +130,11 @@ def _listen(options: Distributed) -> socket.socket:
             return listen(options, options.coordinator_port)
         except (OSError, UnicodeError) as error:
             if not isinstance(error, socket.gaierror) or _is_hopeless(error, began):
-                shown = options.coordinator
-                shown += f" and bind={options.bind}" if options.bind else ""
+                shown = f"{options.coordinator}{f' and bind={options.bind}' * bool(options.bind)}"
+                why = getattr(error, "strerror", None) or error
                 raise RunError(
                     "distributed.coordinator must name the machine where process 0 runs and a port "
-                    f"that is free there; got {shown}: {error.strerror or error}. Use another "
+                    f"that is free there; got {shown}: {why}. Use another "
                     "port, or say with --distributed.bind at which address process 0 is to listen."
                 ) from error
         time.sleep(RETRY_SECONDS)
