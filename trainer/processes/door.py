@@ -15,7 +15,7 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 from trainer.errors import RunError
 from trainer.processes import timing
@@ -154,7 +154,7 @@ class Door:
         self.num_refused = 0
         """How many connections said something that was no proof."""
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Door:
         return self
 
     def __exit__(self, *error: Any) -> None:

@@ -149,6 +149,9 @@ class _Reception(Door):
         self._greetings: dict[socket.socket, bytearray] = {}
         self._here: dict[int, socket.socket] = {}
 
+    def __enter__(self) -> _Reception:
+        return self
+
     def __exit__(self, *error: Any) -> None:
         for connection in self._greetings:
             connection.close()
