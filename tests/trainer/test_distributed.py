@@ -44,10 +44,10 @@ def preemption_service(monkeypatch):
 
 @pytest.mark.usefixtures("preemption_service")
 def test_start_where_it_cannot_be_raises():
-    with socket.create_server(("localhost", 0)) as taken:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(RuntimeError, match=rf"port that is free.*localhost:{port}: Addr"):
-            start(given(coordinator=f"localhost:{port}", index=0))
+        with pytest.raises(RuntimeError, match=rf"port that is free.*127.0.0.1:{port}: Addr"):
+            start(given(coordinator=f"127.0.0.1:{port}", index=0))
     with pytest.raises(RuntimeError, match=r"Process 0 must wait at .*refused.* for 0.1 s\. Start"):
         start(given(coordinator=f"localhost:{port}", start_timeout=0.1))
     jax.devices()
