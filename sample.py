@@ -46,6 +46,7 @@ def sample(arguments: list[str]) -> None:
         command.distributed,
         options,
         kind=f"a run of kind {config.kind}",
+        folder=run_dir,
         adapts=(options.devices, options.mesh) == (config.devices, config.mesh),
     ) as session:
         for line in session.description:

@@ -70,7 +70,9 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
     options = distributed or Distributed()
     tokens_per_step = config.batch_size * config.num_tokens
     with (
-        joined(options, config, kind=kind, may_differ=("allow_changes",)) as session,
+        joined(
+            options, config, kind=kind, folder=config.run_dir, may_differ=("allow_changes",)
+        ) as session,
         Reporter(steps=config.steps, tokens_per_step=tokens_per_step) as report,
     ):
         for line in session.description:

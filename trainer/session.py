@@ -59,6 +59,7 @@ def joined(
     settings: Any,
     *,
     kind: str,
+    folder: Path | None = None,
     may_differ: Collection[str] = (),
     adapts: bool = False,
 ) -> Iterator[Session]:
@@ -70,6 +71,7 @@ def joined(
         distributed: the processes.
         settings: a dataclass of what the command line says, with the fields `devices` and `mesh`.
         kind: what the settings are, for the comparison of the processes.
+        folder: the run folder, where the processes may find the secret that they share.
         may_differ: dotted names of the settings that may differ among the processes. Paths always
             may, since other machines have other folders.
         adapts: whether to use all devices, with default degrees, if the devices and degrees of the
@@ -82,12 +84,12 @@ def joined(
     processes = distributed.known_processes
     if not adapts:
         require_divisible(settings.devices, processes)
-    start(distributed)
+    distributed, leave = start(distributed, folder)
     choose = _fitting_devices if adapts else _given_devices
     devices, mesh_config, remarks = choose(settings, processes)
     may_differ = {*may_differ, *_names_of_paths(settings)}
     flags = {"kind": kind, **flags_of(settings, but=may_differ)}
-    with heartbeat(distributed, flags) as agree:
+    with heartbeat(distributed, flags, leave) as agree:
         degrees = choose_degrees(mesh_config, len(devices))
         wanted: Any = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
         if note := unused_gpus(devices[0].platform, wanted=wanted):

@@ -18,6 +18,7 @@ import train
 from benchmarks import failures, run_folders
 from trainer.processes.distributed import start
 from trainer.processes.options import Distributed
+from trainer.processes.secret import VARIABLE
 
 REPOSITORY = Path(train.__file__).parent
 
@@ -35,17 +36,18 @@ def test_start_does_nothing_for_one_process():
 
 
 @pytest.fixture
-def preemption_service():
+def preemption_service(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "of the processes of a test")
     yield
     jax.config.update("jax_enable_preemption_service", True)
 
 
 @pytest.mark.usefixtures("preemption_service")
 def test_start_where_it_cannot_be_raises():
-    with socket.create_server(("", 0)) as taken:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(RuntimeError, match=rf"port that is free.*localhost:{port}: Addr"):
-            start(given(coordinator=f"localhost:{port}", index=0))
+        with pytest.raises(RuntimeError, match=rf"port that is free.*127.0.0.1:{port}: Addr"):
+            start(given(coordinator=f"127.0.0.1:{port}", index=0))
     with pytest.raises(RuntimeError, match=r"Process 0 must wait at .*refused.* for 0.1 s\. Start"):
         start(given(coordinator=f"localhost:{port}", start_timeout=0.1))
     jax.devices()
@@ -59,16 +61,22 @@ from trainer.processes.distributed import start
 from trainer.processes.options import Distributed
 from trainer.run.exit import exit_on_user_errors
 with exit_on_user_errors():
-    start(Distributed({}))
+    leave = start(Distributed({})).leave
     print(jax.process_index(), jax.process_count(), jax.device_count())
+    leave()
 """
 
 
-def starting(options, **environment):
+def starting(options, program=STARTING, **environment):
     return subprocess.Popen(
-        [sys.executable, "-c", STARTING.format(options)],
+        [sys.executable, "-c", program.format(options)],
         cwd=REPOSITORY,
-        env={**os.environ, "JAX_PLATFORMS": "cpu", **environment},
+        env={
+            **os.environ,
+            "JAX_PLATFORMS": "cpu",
+            VARIABLE: "of the processes of a test",
+            **environment,
+        },
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -116,11 +124,65 @@ def test_slurm_says_which_process_this_is():
         assert outputs[index][0].splitlines()[-1] == f"{index} 2 6"
     assert [process.returncode for process in processes[2:]] == [1, 1]
     assert re.match(
-        r"RunError: --distributed needs processes that SLURM.*got ValueError: coord.* should "
-        r"be defined\. Start them so, or give --distributed.coordinator",
+        r"RunError: --distributed needs processes that SLURM.*got none of them\. Start them so, or "
+        r"give --distributed.coordinator",
         outputs[2][1],
     )
     assert "All 2 processes must start within 1 s; got fewer. Start the others" in outputs[3][1]
+
+
+# How processes leave.
+
+# The watch over all processes ends when they have left jax, where each waits for all others.
+LEAVING = """
+import os, signal, sys
+import jax
+from trainer.processes.distributed import start
+from trainer.processes.heartbeat import heartbeat
+from trainer.processes.options import Distributed
+from trainer.run.exit import exit_on_user_errors
+
+def last():
+    happens = os.environ["HAPPENS"]
+    if happens:
+        os.kill(os.getpid(), getattr(signal, happens))
+    leave()
+
+with exit_on_user_errors():
+    options, leave = start(Distributed({}, timeout=3.0))
+    with heartbeat(options, {{}}, last):
+        print(jax.device_count(), flush=True)
+print("over")
+"""
+
+
+def test_process_that_is_lost_while_jax_leaves_ends_all_without_a_trace():
+    pairs = []
+    for victim, happens in ((0, "SIGKILL"), (1, "SIGSTOP"), (0, "")):
+        where = f"coordinator='localhost:{failures.free_port()}', processes=2"
+        own = [happens if index == victim else "" for index in (0, 1)]
+        pair = [
+            starting(f"{where}, index={index}", LEAVING, HAPPENS=own[index]) for index in (0, 1)
+        ]
+        pairs.append((pair, victim, happens))
+    everyone = [process for pair, *_ in pairs for process in pair]
+    try:
+        for pair, victim, happens in pairs:
+            other = pair[1 - victim]
+            output, errors = other.communicate(timeout=120)
+            if not happens:
+                more = pair[victim].communicate(timeout=120)
+                assert [process.returncode for process in pair] == [0, 0], (errors, more)
+                assert output.endswith("2\nover\n")
+                continue
+            assert other.returncode == 1
+            lost = rf"process {victim} of 2 \(.*\) has (ended without|given no sign)"
+            assert re.match(rf"process {1 - victim} of 2 .* another process failed: {lost}", errors)
+            assert len(errors.splitlines()) == 1
+    finally:
+        for process in everyone:
+            process.kill()
+            process.communicate()
 
 
 # Training.

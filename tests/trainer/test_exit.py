@@ -60,7 +60,7 @@ def bare_type_error():
 
 
 def bare_assertion():
-    rendezvous._host(Distributed())
+    rendezvous._listen(Distributed())
 
 
 def bare_value_error():

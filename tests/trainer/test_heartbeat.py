@@ -6,18 +6,19 @@ import selectors
 import socket
 import threading
 import time
-from contextlib import suppress
 
 import jax
 import pytest
 
+from strangers import Strangers
 from trainer.errors import StorageError
 from trainer.processes import timing, worker
 from trainer.processes.connection import Connection
 from trainer.processes.coordinator import Coordinator, coordinate
+from trainer.processes.door import Door, knock
 from trainer.processes.heartbeat import heartbeat
 from trainer.processes.options import Distributed
-from trainer.processes.worker import Worker, join
+from trainer.processes.worker import Worker, join, secret_of_heartbeat
 
 TIMEOUT = 2.0
 
@@ -67,8 +68,13 @@ def in_threads(*actions):
     return results
 
 
+def coordinated(count, timeout=TIMEOUT):
+    options = Distributed(coordinator="localhost:7777", processes=count, index=0, timeout=timeout)
+    return coordinate(options, count)
+
+
 def begin(count, timeout=TIMEOUT):
-    meeting = coordinate(["localhost"], count, timeout)
+    meeting = coordinated(count, timeout)
     return in_threads(*(lambda i=i: join(meeting, i, timeout) for i in range(count)))
 
 
@@ -82,42 +88,29 @@ def close_connections(ends):
         OPEN.pop().close()
 
 
-def connect(meeting, index, token=None):
+def connect(meeting, index):
     """The connection of a process that joins and then does nothing."""
-    line = Connection(socket.create_connection(("localhost", meeting["port"])))
-    OPEN.append(line)
-    line.send("join", token=token or meeting["token"], index=index, host="far", flags={})
+    plain = socket.create_connection(("localhost", meeting["port"]))
+    OPEN.append(plain)
+    knock(plain, secret_of_heartbeat(meeting["token"]), time.monotonic() + 10)
+    line = Connection(plain)
+    line.send("join", index=index, host="far", flags={})
     return line
 
 
 def begin_with_silent(count, timeout=TIMEOUT):
     """Begins a heartbeat in which the last process never says anything."""
-    meeting = coordinate(["localhost"], count, timeout)
+    meeting = coordinated(count, timeout)
     line = connect(meeting, count - 1)
     return line, in_threads(*(lambda i=i: join(meeting, i, timeout) for i in range(count - 1)))
 
 
-def is_closed_unanswered(meeting, sent, pause):
-    """Whether process 0 closes a connection over which these bytes come, and sends nothing."""
-    with socket.create_connection(("localhost", meeting["port"])) as connection:
-        connection.settimeout(10)
-        connection.sendall(sent)
-        time.sleep(pause)
-        # Process 0 may already have closed it, and reset it if there was unread data.
-        with suppress(OSError):
-            connection.shutdown(socket.SHUT_WR)
-        try:
-            return connection.recv(1) == b""
-        except ConnectionResetError:
-            return True
-
-
-def drip(connection):
-    """Sends bytes until the connection is closed."""
-    with suppress(OSError):
-        while True:
-            connection.sendall(b"x")
-            time.sleep(0.1)
+def is_refused(port):
+    try:
+        socket.create_connection(("localhost", port)).close()
+    except ConnectionRefusedError:
+        return True
+    return False
 
 
 def leave(workers):
@@ -140,6 +133,52 @@ def test_all_leave_together(ends):
     left.join(10)
     assert not left.is_alive()
     assert ends == []
+
+
+def test_last_act_is_done_when_all_are_done(ends):
+    workers, acts = begin(3), []
+    barrier = threading.Barrier(3)  # As that of jax, which waits for all processes.
+
+    def act():
+        acts.append(threading.get_ident())
+        barrier.wait(20)
+
+    first = threading.Thread(target=workers[1].leave, args=[act], daemon=True)
+    first.start()
+    assert not workers[0].agree(False)
+    assert acts == []
+    in_threads(lambda: workers[0].leave(act), lambda: workers[2].leave(act))
+    first.join(10)
+    assert len(set(acts)) == 3
+    assert ends == []
+
+
+@pytest.mark.parametrize("happens", ["gone", "silent", "raises"])
+def test_process_that_is_lost_during_the_last_act_ends_all(happens, ends):
+    line, workers = begin_with_silent(2)
+    over = threading.Event()
+
+    def act():
+        over.wait(20)  # Until the other process comes, which it never does.
+
+    leaving = threading.Thread(target=workers[0].leave, args=[act], daemon=True)
+    leaving.start()
+    line.send("done")
+    wait_until(lambda: "leave" in [message["kind"] for message in line.receive()])
+    if happens == "gone":
+        line.close()
+    if happens == "raises":
+        line.send("failed", why="RuntimeError: the barrier broke")
+    wait_until(lambda: ends)
+    over.set()
+    leaving.join(10)
+    (message,) = ends
+    what = {
+        "gone": " has ended without a word",
+        "silent": " has given no sign of life for 2 s",
+        "raises": ": RuntimeError: the barrier broke",
+    }
+    assert f"process 1 of 2 (far){what[happens]}" in message
 
 
 @pytest.mark.parametrize("wishing", [0, 2])
@@ -197,6 +236,15 @@ def test_process_that_is_silent_ends_all(ends):
         assert "process 2 of 3 (far) has given no sign of life for 2 s (stopped, or " in message
 
 
+def test_process_0_is_not_blamed_while_it_waits_for_the_one_that_is_silent(monkeypatch, ends):
+    # It waits for longer than a process may be silent.
+    monkeypatch.setattr(timing, "FAREWELL", 2.0)
+    begin_with_silent(2, timeout=1.0)
+    wait_until(lambda: ends)
+    (message,) = ends
+    assert "process 1 of 2 (far) has given no sign of life for 1 s" in message
+
+
 @pytest.mark.parametrize("happens", ["gone", "silent"])
 def test_without_process_0_the_others_end(happens, ends):
     with socket.create_server(("localhost", 0)) as server:
@@ -204,7 +252,9 @@ def test_without_process_0_the_others_end(happens, ends):
         workers = []
         joining = threading.Thread(target=lambda: workers.append(join(meeting, 1, TIMEOUT)))
         joining.start()
-        line = Connection(server.accept()[0])
+        entrance = Door(server, secret_of_heartbeat("x"))
+        wait_until(lambda: OPEN.extend(entrance.serve(0.1)[0]) or OPEN)
+        line = Connection(OPEN[0])
         assert line.receive_one(10.0)["index"] == 1
         line.send("joined", names=["process 0 of 2 (a)", "process 1 of 2 (b)"])
         joining.join(10)
@@ -255,28 +305,23 @@ def test_failed_collective_is_blamed_when_nobody_died(ends):
 
 
 def test_strangers_are_not_let_in(ends):
-    meeting = coordinate(["localhost"], 2, TIMEOUT)
-    # Strangers stay connected, and no later connection waits for them.
-    OPEN.extend(socket.create_connection(("localhost", meeting["port"])) for _ in range(10))
-    nested, slow = OPEN[:2]
-    nested.sendall(b"[" * 100_000 + b"\n")
-    dripping = threading.Thread(target=drip, args=[slow], daemon=True)
-    dripping.start()
-    since = time.monotonic()
-    stranger = connect(meeting, 1, token="guessed")
-    assert stranger.receive_one(10.0) == {}
-    for sent in (b"GET / HTTP/1.1\r\n\r\n", b"[]\n", b"\xff\n", b'{"index": 1}\n', b""):
-        for pause in (0, 0.05):
-            assert is_closed_unanswered(meeting, sent, pause)
-    for index in (2, -1, "1", None, [1]):
-        assert connect(meeting, index).receive_one(10.0) == {}
-    dripping.join(10)
-    assert not dripping.is_alive()
-    assert time.monotonic() - since < 5
-    workers = in_threads(*(lambda i=i: join(meeting, i, TIMEOUT) for i in range(2)))
-    assert all(isinstance(one, Worker) for one in workers)
-    leave(workers)
+    meeting = coordinated(2)
+    with Strangers(meeting["port"]):
+        for index in (2, -1, "1", None, [1]):
+            assert connect(meeting, index).receive_one(10.0) == {}
+        workers = in_threads(*(lambda i=i: join(meeting, i, TIMEOUT) for i in range(2)))
+        assert all(isinstance(one, Worker) for one in workers)
+        leave(workers)
+    # All are there, so nobody else can come.
+    wait_until(lambda: is_refused(meeting["port"]))
     assert ends == []
+
+
+def test_process_that_does_not_know_the_token_is_not_let_in(monkeypatch):
+    monkeypatch.setattr(timing, "JOIN", 1.0)
+    meeting = coordinated(2)
+    with pytest.raises(RuntimeError, match=r"Process 1 must reach process 0 by TCP"):
+        join({**meeting, "token": "guessed"}, 1, TIMEOUT)
 
 
 @pytest.mark.parametrize(
@@ -291,7 +336,7 @@ def test_strangers_are_not_let_in(ends):
     ],
 )
 def test_processes_with_other_flags_are_refused_by_all(flags, message):
-    meeting = coordinate(["localhost"], 3, TIMEOUT)
+    meeting = coordinated(3)
     of_0 = {"seed": "--seed 0", "steps": "--steps 5"}
 
     def refused(index):
@@ -354,7 +399,7 @@ def test_error_in_the_heartbeat_itself_is_told_to_all(monkeypatch):
 
 def test_process_that_does_not_join_is_named(monkeypatch):
     monkeypatch.setattr(timing, "JOIN", 1.0)
-    meeting = coordinate(["localhost"], 2, TIMEOUT)
+    meeting = coordinated(2)
     with pytest.raises(
         RuntimeError, match=r"must join; got: process 1 of 2 did not join within 1 s"
     ):

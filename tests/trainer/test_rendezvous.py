@@ -9,25 +9,33 @@ import time
 import pytest
 
 from benchmarks import failures
+from strangers import Strangers, is_closed
 from trainer.processes import rendezvous
+from trainer.processes.door import knock
 from trainer.processes.options import Distributed
+from trainer.processes.secret import Secret
 
 
 def given(**changes):
     return Distributed(**{"coordinator": "localhost:7777", "processes": 2, "index": 1, **changes})
 
 
-def meeting(port, **changes):
-    options = given(coordinator=f"localhost:{port}", start_timeout=20.0, **changes)
+SECRET = Secret(value="correct horse battery", place="a test")
+
+
+def meeting(port, known=SECRET, **changes):
+    """Meets in a thread; results in connections, the connection to process 0, or an error."""
+    options = given(coordinator=f"localhost:{port}", **{"start_timeout": 30.0, **changes})
+    meet = rendezvous.receive_others if options.index == 0 else rendezvous.find_process_0
     results = []
 
-    def meet():
+    def run():
         try:
-            results.append(rendezvous.meet(options, time.monotonic() + options.start_timeout))
+            results.append(meet(options, known, time.monotonic() + options.start_timeout))
         except RuntimeError as error:
             results.append(str(error))
 
-    thread = threading.Thread(target=meet, daemon=True)
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     return thread, results
 
@@ -44,42 +52,81 @@ def connect(port):
 
 def greet(port, **greeting):
     connection = connect(port)
+    knock(connection, SECRET, time.monotonic() + 20)
     connection.sendall(json.dumps(greeting).encode() + b"\n")
     return connection
 
 
-def test_processes_meet_at_a_port_of_their_own():
+def refusal(port, **changes):
+    thread, results = meeting(port, **changes)
+    thread.join(30)
+    return results[0]
+
+
+def test_processes_meet_among_strangers():
     port = failures.free_port()
-    leader, address = meeting(port, index=0, processes=4)
-    strangers = [connect(port) for _ in range(3)]
-    strangers[0].sendall(b"[" * 1000 + b"\n")
-    strangers[1].sendall(b"GET / HTTP/1.1\r\n\r\n")
-    greet(port, index=1, processes=4).close()  # The process is then started again.
-    time.sleep(0.2)
-    one = greet(port, index=1, processes=4)
-    time.sleep(0.2)
-    for changes, message in (
-        ({"processes": 4}, r"index must be different in every process; got index=1 in two of"),
-        ({"processes": 3}, r"processes must be the same in all processes; got 3 in process 1, an"),
-    ):
-        thread, results = meeting(port, index=1, **changes)
-        thread.join(20)
-        assert re.match(rf"distributed\.{message}", *results)
-    others = [meeting(port, index=index, processes=4) for index in (3, 2)]
-    for thread, _ in (*others, (leader, None)):
-        thread.join(20)
-        assert not thread.is_alive()
-    assert [results for _, results in others] == [address, address]
-    assert address[0] == f"localhost:{json.loads(one.recv(100))['port']}" != f"localhost:{port}"
-    # Another run may meet there now, and a stray process finds nobody.
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("localhost", port))
-    for connection in (one, *strangers):
+    leader, at_0 = meeting(port, index=0, processes=4)
+    connect(port).close()
+    with Strangers(port):
+        greet(port, index=1, processes=4).close()  # The process is then started again.
+        for odd in ({}, {"index": 9, "processes": 4}, {"index": "1", "processes": 4}):
+            with greet(port, **odd) as refused:
+                assert is_closed(refused)
+        # Whether the first one is gone yet, process 0 says.
+        while "two of them" in refusal(port, index=1, processes=3):
+            pass
+        one = greet(port, index=1, processes=4)
+        several = (
+            r"distributed\.processes must be the same in all processes; got 3 in process 1, an"
+        )
+        assert re.match(several, refusal(port, index=1, processes=3))
+        twice = r"distributed\.index must be different in every process; got index=1 in two of"
+        assert re.match(twice, refusal(port, index=1, processes=4))
+        others = [meeting(port, index=index, processes=4) for index in (3, 2)]
+        leader.join(30)
+        (connections,) = at_0
+        assert sorted(connections) == [1, 2, 3]
+        # Nobody listens there any longer, and a stray process finds nobody.
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("localhost", port))
+    assert all(not results for _, results in others)
+    for connection in connections.values():
+        rendezvous.tell_to_go_on(connection)
+    assert json.loads(one.recv(100)) == {"kind": "go"}
+    for thread, results in others:
+        thread.join(30)
+        results[0].close()
+    for connection in (one, *connections.values()):
         connection.close()
+
+
+def test_process_with_another_secret_is_refused(monkeypatch):
+    monkeypatch.setattr(rendezvous, "OTHER_SECRET_SECONDS", 0.0)
+    port = failures.free_port()
+    leader, at_0 = meeting(port, index=0)
+    other = Secret(value="incorrect horse battery", place="VARIABLE")
+    assert re.match(r"All processes must know the same secret; got", refusal(port, known=other))
+    thread, results = meeting(port)
+    leader.join(30)
+    rendezvous.tell_to_go_on(at_0[0][1])
+    thread.join(30)
+    for connection in (results[0], at_0[0][1]):
+        connection.close()
+
+
+def test_start_that_is_not_complete_tells_of_strangers(monkeypatch):
+    monkeypatch.setattr(rendezvous, "OTHER_SECRET_SECONDS", 0.0)
+    port = failures.free_port()
+    leader, at_0 = meeting(port, index=0, start_timeout=2.0)
+    assert "same secret" in refusal(port, known=Secret(value="incorrect", place="x"))
+    leader.join(30)
+    assert re.match(r"All 2 processes must start .* fewer\. 1 connections were closed", at_0[0])
 
 
 def test_wrong_host_is_not_waited_for_long(monkeypatch):
     monkeypatch.setattr(rendezvous, "UNKNOWN_HOST_SECONDS", 0.0)
     for host in ("no.such.host.invalid", "a" * 70):
         with pytest.raises(RuntimeError, match=rf"Process 0 must wait at .* from {host}:7777 for"):
-            rendezvous.meet(given(coordinator=f"{host}:7777"), time.monotonic() + 300)
+            rendezvous.find_process_0(
+                given(coordinator=f"{host}:7777"), SECRET, time.monotonic() + 300
+            )

@@ -11,9 +11,11 @@ from contextlib import suppress
 from typing import Any
 
 from trainer.processes import timing
-from trainer.processes.connection import Connection, Message, is_readable
-from trainer.processes.rendezvous import listen_anywhere
-from trainer.processes.worker import gone, silent
+from trainer.processes.connection import Connection, Message
+from trainer.processes.door import Door, listen
+from trainer.processes.options import Distributed
+from trainer.processes.secret import Secret
+from trainer.processes.worker import gone, secret_of_heartbeat, silent
 from trainer.run.exit import describe
 
 # How many flags are shown in which a process differs from process 0.
@@ -23,26 +25,28 @@ SHOWN_FLAGS = 8
 class Coordinator:
     """Lets all processes in, passes on what they say, and notices when one is lost; in threads."""
 
-    def __init__(self, listener: socket.socket, token: str, count: int, timeout: float) -> None:
+    def __init__(self, listener: socket.socket, secret: Secret, count: int, timeout: float) -> None:
         """Starts the threads.
 
         Args:
             listener: where the processes connect.
-            token: what a process must know in order to be let in.
+            secret: what a process must know in order to be let in.
             count: number of processes.
             timeout: seconds of silence after which a process counts as lost.
         """
         self._listener = listener
-        self._token = token
+        self._secret = secret
         self._count = count
         self._timeout = timeout
         self._connections: dict[int, Connection] = {}
         self._flags: dict[int, dict[str, str]] = {}
         self._gathering = True
+        self._following = False
         self._joined = threading.Condition()
         self._names = [f"process {index} of {count}" for index in range(count)]
         self._calls: dict[int, int] = {}
         self._done: set[int] = set()
+        self._left: set[int] = set()
         self._asked = False
         threading.Thread(target=self._run, name="heartbeat coordinator", daemon=True).start()
 
@@ -71,28 +75,24 @@ class Coordinator:
         return difference
 
     def _accept(self) -> None:
-        """Accepts connections until all have joined. Each has a thread, so that none waits."""
-        with self._listener:
+        """Lets processes in until all have joined. Each has a thread, so that none waits."""
+        with Door(self._listener, self._secret) as door:
             while self._gathering:
-                if is_readable(self._listener):
-                    with suppress(OSError):
-                        connection = Connection(self._listener.accept()[0])
-                        threading.Thread(
-                            target=self._admit,
-                            args=[connection],
-                            name="heartbeat admission",
-                            daemon=True,
-                        ).start()
+                for connection in door.serve(timing.BEAT)[0]:
+                    threading.Thread(
+                        target=self._admit,
+                        args=[Connection(connection)],
+                        name="heartbeat admission",
+                        daemon=True,
+                    ).start()
 
     def _admit(self, connection: Connection) -> None:
-        """Lets a connection in if it says at once which process it is, and knows the token."""
+        """Lets a process in if it says at once which it is."""
         first = connection.receive_one(timing.FAREWELL)
         index, flags = first.get("index"), first.get("flags")
-        knows = first.get("token") == self._token
         with self._joined:
             if (
                 self._gathering
-                and knows
                 and isinstance(index, int)
                 and isinstance(flags, dict)
                 and 0 <= index < self._count
@@ -122,13 +122,14 @@ class Coordinator:
         return None
 
     def _follow(self) -> str | None:
-        """Listens until all are done; returns why one is lost, if one is."""
+        """Listens until all have left; returns why one is lost, if one is."""
+        self._following = True
         with selectors.DefaultSelector() as selector:
             for index, connection in self._connections.items():
                 connection.heard = time.monotonic()
                 selector.register(connection.socket, selectors.EVENT_READ, index)
             beaten, now = 0.0, time.monotonic()
-            while len(self._done) < self._count:
+            while len(self._left) < self._count:
                 found = selector.select(timing.BEAT)
                 last, now = now, time.monotonic()
                 for connection in self._connections.values():
@@ -156,6 +157,10 @@ class Coordinator:
                 return f"{self._names[index]}: {message['why']}"
             if kind == "done":
                 self._done.add(index)
+                if len(self._done) == self._count:
+                    self._tell("leave")
+            elif kind == "left":
+                self._left.add(index)
             elif kind == "wish" and not self._asked:
                 self._asked = True
                 self._tell("count")
@@ -176,31 +181,52 @@ class Coordinator:
         others = [connection for index, connection in self._connections.items() if index]
         own = [connection for index, connection in self._connections.items() if not index]
         for connections in (others, own):
-            for connection in connections:
-                connection.send(kind, **values)
-                with suppress(OSError):
-                    connection.socket.shutdown(socket.SHUT_WR)
-            for connection in connections:
+            with selectors.DefaultSelector() as selector:
+                for connection in connections:
+                    connection.send(kind, **values)
+                    with suppress(OSError):
+                        connection.socket.shutdown(socket.SHUT_WR)
+                    selector.register(connection.socket, selectors.EVENT_READ, connection)
                 # Closing a connection with unread data would destroy the message just sent.
-                while (left := deadline - time.monotonic()) > 0:
-                    connection.socket.settimeout(left)
-                    if connection.receive() is None:
-                        break
+                while selector.get_map() and (left := deadline - time.monotonic()) > 0:
+                    for key, _ in selector.select(min(left, timing.BEAT)):
+                        if key.data.receive() is None:
+                            selector.unregister(key.fileobj)
+                    if connections is others and self._following:
+                        # It waits for longer than it may hear nothing.
+                        for connection in own:
+                            connection.send("beat")
+            for connection in connections:
                 connection.close()
 
 
-def coordinate(hosts: list[str], count: int, timeout: float) -> Message:
+def coordinate(options: Distributed, count: int) -> Message:
     """Begins the heartbeat, in process 0.
 
     Args:
-        hosts: names and addresses of this machine, the likeliest first.
+        options: where process 0 listens, and after how long a silent process counts as lost.
         count: number of processes.
-        timeout: seconds of silence after which a process counts as lost.
 
     Returns:
         What all processes need in order to `join`.
     """
-    listener = listen_anywhere()
+    listener = listen(options)
+    host, port = listener.getsockname()[:2]
     token = secrets.token_hex(16)
-    Coordinator(listener, token, count, timeout)
-    return {"hosts": hosts, "port": listener.getsockname()[1], "token": token}
+    Coordinator(listener, secret_of_heartbeat(token), count, options.timeout)
+    return {"hosts": _hosts(options, host), "port": port, "token": token}
+
+
+def _hosts(options: Distributed, bound: str) -> list[str]:
+    """Names and addresses at which others may reach this process, the likeliest first."""
+    if bound not in ("::", "0.0.0.0"):
+        # Through a proxy or a translated address, only the name that others were given may do.
+        return list(dict.fromkeys(host for host in (options.coordinator_host, bound) if host))
+    hosts = [options.coordinator_host, socket.gethostname()]
+    with suppress(OSError):
+        hosts += [str(found[4][0]) for found in socket.getaddrinfo(socket.gethostname(), None)]
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as unsent:
+        # Gives the address of the interface of the default route. Nothing is sent.
+        unsent.connect(("192.0.2.1", 9))
+        hosts.append(unsent.getsockname()[0])
+    return list(dict.fromkeys(host for host in hosts if host))

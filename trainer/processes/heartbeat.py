@@ -7,7 +7,8 @@ goes on while the program waits for devices. Process 0 tells all
     lost      a process failed, ended without a word, or is silent: end, and say so
     count     how often have you asked whether to stop? wait before you answer the next time
     stop_at   answer yes from this call on
-    end       all are done
+    leave     all are done: do what is last, which may wait for the others
+    end       all have left
 
 A message is a line of JSON. Process 0 takes part as the others do, over a connection to itself.
 """
@@ -15,9 +16,8 @@ A message is a line of JSON. Process 0 takes part as the others do, over a conne
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import jax
 import numpy as np
@@ -33,7 +33,9 @@ LONGEST_MEETING = 2048
 
 @contextmanager
 def heartbeat(
-    options: Distributed, flags: dict[str, str] | None = None
+    options: Distributed,
+    flags: dict[str, str] | None = None,
+    last: Callable[[], None] = lambda: None,
 ) -> Iterator[Callable[[bool], bool]]:
     """Ends this process, with status 1, when another one fails, and the others when this one does.
 
@@ -43,6 +45,8 @@ def heartbeat(
     Args:
         options: where process 0 is, and after how long a silent process counts as lost.
         flags: what must be the same in all processes; see `trainer.run.settings.flags_of`.
+        last: done when all processes have come to their ends, and still under their watch; see
+            `trainer.processes.distributed.start`.
 
     Yields:
         A function that turns the wish of any process to stop into an answer that is the same on
@@ -55,25 +59,13 @@ def heartbeat(
         yield bool
         return
     index, count = jax.process_index(), jax.process_count()
-    meeting = coordinate(_own_hosts(options), count, options.timeout) if index == 0 else {}
+    meeting = coordinate(options, count) if index == 0 else {}
     worker = join(_broadcast(meeting), index, options.timeout, flags)
     try:
         yield worker.agree
-        worker.leave()
+        worker.leave(last)
     except BaseException as error:
         worker.fail(error)
-
-
-def _own_hosts(options: Distributed) -> list[str]:
-    """Names and addresses at which others may reach this machine, the likeliest first."""
-    hosts = [options.coordinator_host, socket.gethostname()]
-    with suppress(OSError):
-        hosts += [str(found[4][0]) for found in socket.getaddrinfo(socket.gethostname(), None)]
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as unsent:
-        # Gives the address of the interface of the default route. Nothing is sent.
-        unsent.connect(("192.0.2.1", 9))
-        hosts.append(unsent.getsockname()[0])
-    return list(dict.fromkeys(host for host in hosts if host))
 
 
 def _broadcast(meeting: Message) -> Message:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import tyro
@@ -23,6 +24,12 @@ class Distributed:
     """Number of processes."""
     index: int | None = None
     """Number of this process, from 0."""
+    bind: str | None = None
+    """Address of the interface at which process 0 listens, such as "10.0.0.1", or "0.0.0.0" for
+    all. By default that of the coordinator."""
+    secret_file: Path | None = None
+    """File with the secret that all processes must know. Without one the secret is taken from the
+    environment variable STARTRAIL_SECRET, else process 0 makes one up in the run folder."""
     start_timeout: float = 300.0
     """Seconds in which all processes must have started."""
     timeout: float = 20.0

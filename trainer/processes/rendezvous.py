@@ -1,107 +1,161 @@
 """How processes that were given one address find each other, before jax connects them.
 
-Process 0 listens at the address. Each other process connects and sends a line of JSON, its index
-and the number of processes. When all have done so, process 0 answers with a free port, at which
-jax is to connect them for this start alone. At the given port jax would go on listening, and a
-process of another start that came there by mistake would end a healthy run.
+Process 0 listens at the address. Each other process connects, proves that it knows the secret of
+the run, and sends a line of JSON, its index and the number of processes. When all have done so,
+process 0 listens no longer. It tells each of them to go on, and the same connections then carry
+what jax's coordinator and its clients say (`trainer.processes.tunnel`).
 """
 
 from __future__ import annotations
 
 import json
-import selectors
 import socket
 import time
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from typing import Any
 
 from trainer.errors import RunError
+from trainer.processes.connection import Connection, Message
+from trainer.processes.door import Door, NotLetInError, knock, listen
 from trainer.processes.options import Distributed
+from trainer.processes.secret import Secret
 
-# Time for the name of process 0's host to become known: Kubernetes creates it when that starts.
 UNKNOWN_HOST_SECONDS = 20.0
+"""Time for the name of process 0's host to become known: Kubernetes creates it when that starts."""
+OTHER_SECRET_SECONDS = 20.0
+"""Time for which another secret at the address may be that of a run that is about to end."""
 RETRY_SECONDS = 0.5
 CONNECT_SECONDS = 5.0
 LONGEST_GREETING = 1024
+GO = "go"
 
 
-def meet(options: Distributed, deadline: float) -> str:
-    """Waits for all processes; returns the address that jax is to use.
+def receive_others(
+    options: Distributed, secret: Secret, deadline: float
+) -> dict[int, socket.socket]:
+    """Waits in process 0 until all others are connected.
+
+    Args:
+        options: where process 0 listens.
+        secret: what the others must know.
+        deadline: when to give up, in seconds of `time.monotonic`.
+
+    Returns:
+        The connections, by the index of the process. `tell_to_go_on` tells one that all are there.
+
+    Raises:
+        RuntimeError: if the address cannot be used, or not all processes come in time.
+    """
+    with _Reception(_listen(options), options, secret) as reception:
+        while not reception.is_complete:
+            left = deadline - time.monotonic()
+            if left < 0:
+                raise RunError(not_all_there(options, reception.num_refused))
+            reception.receive(left)
+        return reception.release()
+
+
+def find_process_0(options: Distributed, secret: Secret, deadline: float) -> socket.socket:
+    """Connects to process 0, again and again until the deadline.
 
     Args:
         options: where process 0 listens, and which process this is.
+        secret: what process 0 must know.
         deadline: when to give up, in seconds of `time.monotonic`.
 
+    Returns:
+        The connection, over which process 0 has said that all are there.
+
     Raises:
-        RuntimeError: if the address cannot be used, not all processes come in time, or two of them
-            do not fit each other.
+        RuntimeError: if process 0 is not there, has another secret or refuses this process, or if
+            not all processes come in time.
     """
-    if options.index == 0:
-        return f"{_host(options)}:{_receive_others(options, deadline)}"
-    return f"{_host(options)}:{_find_process_0(options, deadline)}"
+    began = time.monotonic()
+    while True:
+        try:
+            return _ask_process_0(options, secret, deadline)
+        except NotLetInError:
+            if time.monotonic() > min(deadline, began + OTHER_SECRET_SECONDS):
+                raise
+        except (OSError, UnicodeError) as error:
+            if _is_hopeless(error, began) or time.monotonic() > deadline:
+                waited = min(time.monotonic() - began, options.start_timeout)
+                raise RunError(
+                    f"Process 0 must wait at distributed.coordinator; got {error} from "
+                    f"{options.coordinator} for {waited:.3g} s. Start process 0, correct the "
+                    "address, or open the port."
+                ) from error
+        time.sleep(RETRY_SECONDS)
 
 
-def listen_anywhere(port: int = 0) -> socket.socket:
-    """A socket that listens on all addresses of this machine, on a free port by default."""
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", port))
+def tell_to_go_on(connection: socket.socket) -> None:
+    """Tells another process that all are there.
+
+    Raises:
+        OSError: if it is gone.
+    """
+    connection.sendall(_line(kind=GO))
 
 
-def not_all_there(options: Distributed) -> str:
+def not_all_there(options: Distributed, num_refused: int = 0) -> str:
     """The message for a start to which not all processes came in time."""
     count = "All" if options.processes is None else f"All {options.processes}"
+    others = (
+        f" {num_refused} connections were closed because they did not know the secret of the run."
+        if num_refused
+        else ""
+    )
     return (
-        f"{count} processes must start within {options.start_timeout:g} s; got fewer. Start the "
-        "others, with the same coordinator and each with its own index, or use a longer "
+        f"{count} processes must start within {options.start_timeout:g} s; got fewer.{others} "
+        "Start the others, with the same coordinator and each with its own index, or use a longer "
         "--distributed.start-timeout."
     )
 
 
-def _host(options: Distributed) -> str:
-    """The host as the address has it: an IPv6 address stays in brackets."""
-    assert options.coordinator is not None
-    return options.coordinator.rpartition(":")[0]
+def _is_hopeless(error: Exception, began: float) -> bool:
+    """Whether the host of an address is wrong, after the time in which it may become known."""
+    return isinstance(error, UnicodeError) or (
+        isinstance(error, socket.gaierror)
+        and error.errno == socket.EAI_NONAME
+        and time.monotonic() - began > UNKNOWN_HOST_SECONDS
+    )
 
 
-def _receive_others(options: Distributed, deadline: float) -> int:
-    """Waits in process 0 until all others are connected, and tells them the port to use."""
+def _listen(options: Distributed) -> socket.socket:
+    """The socket at the address of the coordinator."""
     assert options.coordinator_port is not None
-    try:
-        listener = listen_anywhere(options.coordinator_port)
-    except OSError as error:
-        raise RunError(
-            "distributed.coordinator must name a port that is free where process 0 runs; got "
-            f"{options.coordinator}: {error.strerror}. Use another port."
-        ) from error
-    with listener, _Reception(listener, options) as reception:
-        while not reception.is_complete:
-            left = deadline - time.monotonic()
-            if left < 0:
-                raise RunError(not_all_there(options))
-            reception.serve(left)
-        with listen_anywhere() as free:
-            port = free.getsockname()[1]
-        reception.answer_all(port)
-    return port
+    began = time.monotonic()
+    while True:
+        try:
+            return listen(options, options.coordinator_port)
+        except (OSError, UnicodeError) as error:
+            if not isinstance(error, socket.gaierror) or _is_hopeless(error, began):
+                shown = f"{options.coordinator}{f' and bind={options.bind}' * bool(options.bind)}"
+                why = getattr(error, "strerror", None) or error
+                raise RunError(
+                    "distributed.coordinator must name the machine where process 0 runs and a port "
+                    f"that is free there; got {shown}: {why}. Use another "
+                    "port, or say with --distributed.bind at which address process 0 is to listen."
+                ) from error
+        time.sleep(RETRY_SECONDS)
 
 
-class _Reception:
+class _Reception(Door):
     """The connections to process 0 while not all processes have come. A context manager."""
 
-    def __init__(self, listener: socket.socket, options: Distributed) -> None:
-        self._listener = listener
+    def __init__(self, listener: socket.socket, options: Distributed, secret: Secret) -> None:
+        super().__init__(listener, secret)
         self._options = options
+        self._greetings: dict[socket.socket, bytearray] = {}
         self._here: dict[int, socket.socket] = {}
-        self._connections = ExitStack()
-        self._selector = self._connections.enter_context(selectors.DefaultSelector())
-        self._selector.register(listener, selectors.EVENT_READ)
 
     def __enter__(self) -> _Reception:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._connections.close()
+        for connection in self._greetings:
+            connection.close()
+        super().__exit__(*error)
 
     @property
     def is_complete(self) -> bool:
@@ -109,29 +163,27 @@ class _Reception:
         assert self._options.processes is not None
         return len(self._here) == self._options.processes - 1
 
-    def serve(self, seconds: float) -> None:
+    def receive(self, seconds: float) -> None:
         """Waits for connections, greetings and ends of connections, and treats what has come."""
-        for key, _ in self._selector.select(seconds):
-            if key.data is None:
-                self._accept()
-            else:
-                self._receive(key.fileobj, key.data)
+        admitted, readable = self.serve(seconds)
+        for connection in admitted:
+            self._greetings[connection] = bytearray()
+            self.watch(connection)
+        for connection in readable:
+            self._receive(connection, self._greetings[connection])
 
-    def answer_all(self, port: int) -> None:
-        """Tells all processes the port to use."""
+    def release(self) -> dict[int, socket.socket]:
+        """The connections of all processes, which are closed no longer."""
         for connection in self._here.values():
-            _answer(connection, port=port)
+            self.forget(connection)
+            del self._greetings[connection]
+        return self._here
 
-    def _accept(self) -> None:
-        with suppress(OSError):
-            connection = self._connections.enter_context(self._listener.accept()[0])
-            connection.setblocking(False)
-            self._selector.register(connection, selectors.EVENT_READ, bytearray())
-
-    def _receive(self, connection: Any, received: bytearray) -> None:
-        part = b""
-        with suppress(OSError):
+    def _receive(self, connection: socket.socket, received: bytearray) -> None:
+        try:
             part = connection.recv(LONGEST_GREETING)
+        except OSError:
+            part = b""
         received.extend(part)
         known = [index for index, other in self._here.items() if other is connection]
         if part and not known and len(received) < LONGEST_GREETING:
@@ -142,11 +194,13 @@ class _Reception:
                 self._here[index] = connection
                 return
             if refusal is not None:
-                _answer(connection, refused=refusal)
-        # A process that ended before all were there, a stranger, or one that was refused.
+                with suppress(OSError):
+                    connection.sendall(_line(kind="refused", why=refusal))
+        # A process that ended before all were there, or one that was refused.
         for index in known:
             del self._here[index]
-        self._selector.unregister(connection)
+        self.forget(connection)
+        del self._greetings[connection]
         connection.close()
 
     def _read_greeting(self, greeting: dict[str, Any]) -> tuple[int | None, str | None]:
@@ -171,60 +225,35 @@ class _Reception:
         return index, None
 
 
-def _find_process_0(options: Distributed, deadline: float) -> int:
-    """Connects to process 0, again and again until the deadline; returns the port it answers."""
-    began = time.monotonic()
-    while True:
-        try:
-            return _ask_process_0(options, deadline)
-        except (OSError, UnicodeError) as error:
-            waited = time.monotonic() - began
-            is_unknown = isinstance(error, UnicodeError) or (
-                isinstance(error, socket.gaierror)
-                and error.errno == socket.EAI_NONAME
-                and waited > UNKNOWN_HOST_SECONDS
-            )
-            if is_unknown or time.monotonic() > deadline:
-                raise RunError(
-                    f"Process 0 must wait at distributed.coordinator; got {error} from "
-                    f"{options.coordinator} for {min(waited, options.start_timeout):.3g} s. Start "
-                    "process 0, correct the address, or open the port."
-                ) from error
-        time.sleep(RETRY_SECONDS)
-
-
-def _ask_process_0(options: Distributed, deadline: float) -> int:
-    """The port with which it answers when all processes are there."""
+def _ask_process_0(options: Distributed, secret: Secret, deadline: float) -> socket.socket:
+    """A connection over which process 0 has said that all are there."""
     assert options.coordinator_host is not None
     assert options.coordinator_port is not None
     address = options.coordinator_host, options.coordinator_port
-    with socket.create_connection(address, timeout=CONNECT_SECONDS) as connection:
-        asked = {"index": options.index, "processes": options.processes}
-        connection.sendall(json.dumps(asked).encode() + b"\n")
-        data = b""
-        while not data.endswith(b"\n"):
-            connection.settimeout(max(deadline - time.monotonic(), 0.001))
-            try:
-                part = connection.recv(LONGEST_GREETING)
-            except TimeoutError:
-                raise RunError(not_all_there(options)) from None
-            if not part or len(data) > LONGEST_GREETING:
-                raise ConnectionError("no answer from process 0")
-            data += part
-    answer = _read(data)
-    if "refused" in answer:
-        raise RunError(answer["refused"])
-    if not isinstance(answer.get("port"), int):
-        raise ConnectionError("an answer that does not come from process 0")
-    return answer["port"]
+    connection = socket.create_connection(address, timeout=CONNECT_SECONDS)
+    try:
+        # Process 0 answers at once, unless it has more to do than to let processes in.
+        knock(connection, secret, min(deadline, time.monotonic() + UNKNOWN_HOST_SECONDS))
+        connection.sendall(_line(index=options.index, processes=options.processes))
+        answer = Connection(connection).receive_one(deadline - time.monotonic())
+        if time.monotonic() > deadline:
+            raise RunError(not_all_there(options))
+        if answer.get("kind") == "refused":
+            raise RunError(answer["why"])
+        if answer.get("kind") != GO:
+            raise ConnectionError("no answer from process 0")
+    except BaseException:
+        connection.close()
+        raise
+    connection.settimeout(None)
+    return connection
 
 
-def _answer(connection: socket.socket, **values: Any) -> None:
-    with suppress(OSError):
-        connection.sendall(json.dumps(values).encode() + b"\n")
+def _line(**values: Any) -> bytes:
+    return json.dumps(values).encode() + b"\n"
 
 
-def _read(line: bytes | bytearray) -> dict[str, Any]:
+def _read(line: bytes | bytearray) -> Message:
     try:
         message = json.loads(line)
     except (ValueError, RecursionError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from collections.abc import Callable
 from typing import Literal, NoReturn
 
 import jax
@@ -12,6 +13,8 @@ import jax
 from trainer.errors import RunError
 from trainer.processes import timing
 from trainer.processes.connection import Connection, Message, is_readable
+from trainer.processes.door import NotLetInError, knock
+from trainer.processes.secret import Secret
 from trainer.run.exit import describe, end_now
 
 
@@ -40,6 +43,7 @@ class Worker:
         self._counted = False
         self._stop_at: int | None = None
         self._failed = False
+        self._may_leave = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat worker", daemon=True)
         self._thread.start()
 
@@ -55,9 +59,16 @@ class Worker:
                 self._changed.wait()
             return self._stop_at is not None and self._calls >= self._stop_at
 
-    def leave(self) -> None:
-        """Returns when all processes have called this."""
+    def leave(self, last: Callable[[], None] = lambda: None) -> None:
+        """Returns when all processes have called this, and have done what is last.
+
+        Args:
+            last: done when all processes have called this, and still under their watch.
+        """
         self._connection.send("done")
+        self._may_leave.wait()
+        last()
+        self._connection.send("left")
         self._thread.join()
 
     def fail(self, error: BaseException) -> NoReturn:
@@ -107,6 +118,8 @@ class Worker:
             with self._changed:
                 self._stop_at = message["call"]
                 self._changed.notify_all()
+        if kind == "leave":
+            self._may_leave.set()
         return kind != "end"
 
     def _end(self, why: str) -> Literal[False]:
@@ -133,7 +146,10 @@ def join(
         RuntimeError: if process 0 cannot be reached, another process has not joined, or one has
             other flags than process 0.
     """
-    hosts, port = ["localhost"] if index == 0 else meeting["hosts"], meeting["port"]
+    hosts, port = list(meeting["hosts"]), meeting["port"]
+    if index == 0:
+        hosts.append("localhost")
+    secret = secret_of_heartbeat(meeting["token"])
     deadline = time.monotonic() + timing.JOIN
     while True:
         for host in hosts:
@@ -141,14 +157,13 @@ def join(
                 found = socket.create_connection((host, port), timing.FAREWELL)
             except OSError:
                 continue
+            try:
+                knock(found, secret, time.monotonic() + timing.FAREWELL)
+            except (OSError, NotLetInError):
+                found.close()
+                continue
             connection = Connection(found)
-            connection.send(
-                "join",
-                token=meeting["token"],
-                index=index,
-                host=socket.gethostname(),
-                flags=flags or {},
-            )
+            connection.send("join", index=index, host=socket.gethostname(), flags=flags or {})
             # Longer than process 0 waits for all others.
             answer = connection.receive_one(timing.JOIN + timing.FAREWELL)
             if answer.get("kind") == "joined":
@@ -163,6 +178,11 @@ def join(
                 "the right address with --distributed.coordinator."
             )
         time.sleep(timing.BEAT)
+
+
+def secret_of_heartbeat(token: str) -> Secret:
+    """What process 0 has told all others over their devices."""
+    return Secret(value=token, place="process 0")
 
 
 def silent(name: str, timeout: float) -> str:
