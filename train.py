@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from configs import RECIPES
 from trainer.command_line import Command, exit_with_usage_error, parse
 from trainer.config import TrainConfig
-from trainer.processes.options import Distributed
+from trainer.network.options import Distributed
 from trainer.run.commands import command
 from trainer.run.folder import CONFIG_FILE
 from trainer.tasks import TASKS, load_train_config

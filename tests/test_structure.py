@@ -25,7 +25,7 @@ LAYERS = (
     {"models"},
     {"trainer.errors"},
     {"trainer.config", "trainer.objective"},
-    {"trainer.run", "trainer.data"},
+    {"trainer.run", "trainer.data", "trainer.network"},
     {"trainer.processes", "trainer.parallel"},
     {"trainer.command_line", "trainer.loop", "trainer.session", "trainer.task"},
     {"trainer.gpt", "trainer.dit"},

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Generic, NoReturn, TypeVar
 import tyro
 
 from startrail_jax.errors import InputError
-from trainer.processes.options import Distributed
+from trainer.network.options import Distributed
 from trainer.run.settings import settings_of
 
 Settings = TypeVar("Settings")

@@ -17,12 +17,12 @@ from jax.sharding import Mesh
 import startrail_jax as st
 from startrail_jax.errors import InputError
 from trainer.config import MeshConfig
+from trainer.network.options import Distributed
 from trainer.parallel.degrees import choose_degrees, describe_degrees
 from trainer.processes.devices import require_divisible, select_devices
 from trainer.processes.distributed import start
 from trainer.processes.hardware import unused_gpus
 from trainer.processes.heartbeat import heartbeat
-from trainer.processes.options import Distributed
 from trainer.run.settings import flags_of
 
 

@@ -16,9 +16,9 @@ import pytest
 
 import train
 from benchmarks import failures, run_folders
+from trainer.network.options import Distributed
+from trainer.network.secret import VARIABLE
 from trainer.processes.distributed import start
-from trainer.processes.options import Distributed
-from trainer.processes.secret import VARIABLE
 
 REPOSITORY = Path(train.__file__).parent
 
@@ -58,7 +58,7 @@ def test_start_where_it_cannot_be_raises():
 STARTING = """
 import jax
 from trainer.processes.distributed import start
-from trainer.processes.options import Distributed
+from trainer.network.options import Distributed
 from trainer.run.exit import exit_on_user_errors
 with exit_on_user_errors():
     leave = start(Distributed({})).leave
@@ -139,7 +139,7 @@ import os, signal, sys
 import jax
 from trainer.processes.distributed import start
 from trainer.processes.heartbeat import heartbeat
-from trainer.processes.options import Distributed
+from trainer.network.options import Distributed
 from trainer.run.exit import exit_on_user_errors
 
 def last():

@@ -12,10 +12,10 @@ import pytest
 from startrail_jax.errors import InputError
 from strangers import GIGABYTE, Strangers, is_closed
 from trainer.errors import RunError, StorageError
-from trainer.processes import door, secret, timing
-from trainer.processes.door import Door, NotLetInError, knock, listen
-from trainer.processes.options import Distributed
-from trainer.processes.secret import Secret, find_secret
+from trainer.network import door, secret, timing
+from trainer.network.door import Door, NotLetInError, knock, listen
+from trainer.network.options import Distributed
+from trainer.network.secret import Secret, find_secret
 
 SECRET = Secret(value="correct horse battery", place="a test")
 

@@ -19,7 +19,7 @@ GATHERING = """
 import sys
 from trainer.processes.distributed import start
 from trainer.processes.exchange import peers
-from trainer.processes.options import Distributed
+from trainer.network.options import Distributed
 index = int(sys.argv[2])
 start(Distributed(coordinator=f"localhost:{sys.argv[1]}", processes=2, index=index))
 print(peers().index, peers().count, peers().gather(["x"] * index))

@@ -13,8 +13,9 @@ import pytest
 import train
 from startrail_jax.errors import InputError, UnsupportedError, UserError
 from trainer.errors import MissingPackageError, NonFiniteError, RunError, StorageError
-from trainer.processes import coordinator, rendezvous
-from trainer.processes.options import Distributed
+from trainer.network import rendezvous
+from trainer.network.options import Distributed
+from trainer.processes import coordinator
 from trainer.run import exit as program_exit
 from trainer.run import settings
 from trainer.run.checkpoint import CheckpointError

@@ -7,8 +7,8 @@ import pytest
 
 from trainer import session as sessions
 from trainer.config import MeshConfig
+from trainer.network.options import Distributed
 from trainer.processes.hardware import DRIVER, PLUGINS, WINDOWS_DRIVER, unused_gpus
-from trainer.processes.options import Distributed
 from trainer.session import joined
 from trainer.task import SampleOptions
 

@@ -12,12 +12,12 @@ import pytest
 
 from strangers import Strangers
 from trainer.errors import StorageError
-from trainer.processes import timing, worker
-from trainer.processes.connection import Connection
+from trainer.network import timing, worker
+from trainer.network.connection import Connection
+from trainer.network.door import Door, knock
+from trainer.network.options import Distributed
 from trainer.processes.coordinator import Coordinator, coordinate
-from trainer.processes.door import Door, knock
 from trainer.processes.heartbeat import heartbeat
-from trainer.processes.options import Distributed
 from trainer.processes.worker import Worker, join, secret_of_heartbeat
 
 TIMEOUT = 2.0

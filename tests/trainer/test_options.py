@@ -8,7 +8,7 @@ from configs.gpt import gpt_tiny
 from trainer.command_line import OTHER_NAMES
 from trainer.dit.config import ImageOptions
 from trainer.gpt.config import TextOptions
-from trainer.processes.options import Distributed
+from trainer.network.options import Distributed
 from trainer.run.settings import settings_of
 
 pytestmark = pytest.mark.quick

@@ -10,10 +10,10 @@ import pytest
 
 from benchmarks import failures
 from strangers import Strangers, is_closed
-from trainer.processes import rendezvous
-from trainer.processes.door import knock
-from trainer.processes.options import Distributed
-from trainer.processes.secret import Secret
+from trainer.network import rendezvous
+from trainer.network.door import knock
+from trainer.network.options import Distributed
+from trainer.network.secret import Secret
 
 
 def given(**changes):

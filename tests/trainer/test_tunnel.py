@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from trainer.processes import timing
-from trainer.processes.connection import Connection
-from trainer.processes.tunnel import LONGEST_SOCKET_PATH, Tunnel, private_folder
+from trainer.network import timing
+from trainer.network.connection import Connection
+from trainer.network.tunnel import LONGEST_SOCKET_PATH, Tunnel, private_folder
 
 
 @contextmanager

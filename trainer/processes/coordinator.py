@@ -10,11 +10,11 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from trainer.processes import timing
-from trainer.processes.connection import Connection, Message
-from trainer.processes.door import Door, listen
-from trainer.processes.options import Distributed
-from trainer.processes.secret import Secret
+from trainer.network import timing
+from trainer.network.connection import Connection, Message
+from trainer.network.door import Door, listen
+from trainer.network.options import Distributed
+from trainer.network.secret import Secret
 from trainer.processes.worker import gone, secret_of_heartbeat, silent
 from trainer.run.exit import describe
 

@@ -13,10 +13,10 @@ from typing import NamedTuple
 import jax
 
 from trainer.errors import RunError
-from trainer.processes.options import Distributed
-from trainer.processes.rendezvous import find_process_0, not_all_there, receive_others
-from trainer.processes.secret import Secret, find_secret
-from trainer.processes.tunnel import Tunnel, private_folder
+from trainer.network.options import Distributed
+from trainer.network.rendezvous import find_process_0, not_all_there, receive_others
+from trainer.network.secret import Secret, find_secret
+from trainer.network.tunnel import Tunnel, private_folder
 from trainer.processes.worker import gone
 from trainer.run.exit import end_now
 
@@ -114,10 +114,10 @@ def _connect(options: Distributed, path: Path, secret: Secret, deadline: float) 
 
 def _ask_launcher(options: Distributed) -> tuple[Distributed, list[int] | None]:
     """What SLURM, Open MPI or Kubernetes know: options, and the devices of this process."""
-    # jax has no public function for that. It would give all processes the port of its coordinator.
-    from jax._src.clusters import ClusterEnv
-
     try:
+        # jax has no public function that only looks. The public one would also open its port.
+        from jax._src.clusters import ClusterEnv
+
         address, processes, index, devices = ClusterEnv.auto_detect_unset_distributed_params(
             os.environ.get("JAX_COORDINATOR_ADDRESS"),
             None,

@@ -23,9 +23,9 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from trainer.processes.connection import Message
+from trainer.network.connection import Message
+from trainer.network.options import Distributed
 from trainer.processes.coordinator import coordinate
-from trainer.processes.options import Distributed
 from trainer.processes.worker import join
 
 LONGEST_MEETING = 2048

@@ -11,10 +11,10 @@ from typing import Literal, NoReturn
 import jax
 
 from trainer.errors import RunError
-from trainer.processes import timing
-from trainer.processes.connection import Connection, Message, is_readable
-from trainer.processes.door import NotLetInError, knock
-from trainer.processes.secret import Secret
+from trainer.network import timing
+from trainer.network.connection import Connection, Message, is_readable
+from trainer.network.door import NotLetInError, knock
+from trainer.network.secret import Secret
 from trainer.run.exit import describe, end_now
 
 

@@ -4,7 +4,7 @@ jax's coordinator asks nobody who they are: a client that comes to its port unde
 process ends the run. So it listens at a Unix socket in a folder of process 0 that only this user
 may open, and not on the network. Each other process has such a socket as well, where its own client
 connects. What comes there goes over the connection that the process made when it proved that it
-knows the secret (`trainer.processes.rendezvous`), and from there to the coordinator.
+knows the secret (`trainer.network.rendezvous`), and from there to the coordinator.
 
 If another process ends, the end does not reach jax, which would abort with a stack trace of C++.
 It is reported here, after a while in which the heartbeat can say more about it.
@@ -21,8 +21,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from trainer.processes import timing
-from trainer.processes.rendezvous import tell_to_go_on
+from trainer.network import timing
+from trainer.network.rendezvous import tell_to_go_on
 
 LONGEST_SOCKET_PATH = 100
 """In bytes; systems allow 104 to 108."""

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.errors import RunError
-from trainer.processes import timing
-from trainer.processes.options import Distributed
-from trainer.processes.secret import (
+from trainer.network import timing
+from trainer.network.options import Distributed
+from trainer.network.secret import (
     ANSWER_LENGTH,
     CHALLENGE_LENGTH,
     PROOF_LENGTH,

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from startrail_jax.errors import InputError
 from trainer.errors import RunError, StorageError
-from trainer.processes.options import Distributed
+from trainer.network.options import Distributed
 
 VARIABLE = "STARTRAIL_SECRET"
 SECRET_FILE = "secret"

@@ -3,7 +3,7 @@
 Process 0 listens at the address. Each other process connects, proves that it knows the secret of
 the run, and sends a line of JSON, its index and the number of processes. When all have done so,
 process 0 listens no longer. It tells each of them to go on, and the same connections then carry
-what jax's coordinator and its clients say (`trainer.processes.tunnel`).
+what jax's coordinator and its clients say (`trainer.network.tunnel`).
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from contextlib import suppress
 from typing import Any
 
 from trainer.errors import RunError
-from trainer.processes.connection import Connection, Message
-from trainer.processes.door import Door, NotLetInError, knock, listen
-from trainer.processes.options import Distributed
-from trainer.processes.secret import Secret
+from trainer.network.connection import Connection, Message
+from trainer.network.door import Door, NotLetInError, knock, listen
+from trainer.network.options import Distributed
+from trainer.network.secret import Secret
 
 UNKNOWN_HOST_SECONDS = 20.0
 """Time for the name of process 0's host to become known: Kubernetes creates it when that starts."""

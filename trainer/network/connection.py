@@ -10,7 +10,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from trainer.processes import timing
+from trainer.network import timing
 
 LONGEST_LINE = 1 << 20
 
