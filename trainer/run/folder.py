@@ -15,7 +15,14 @@ from typing import IO
 from startrail_jax.errors import InputError
 from trainer.config import TrainConfig
 from trainer.errors import RunError, StorageError
-from trainer.run.settings import flag_text, flag_value, load_config, read_kind, settings_of
+from trainer.run.settings import (
+    flag_text,
+    flag_value,
+    flags_of,
+    load_config,
+    read_kind,
+    settings_of,
+)
 
 CONFIG_FILE = "config.json"
 CHECKPOINTS_FOLDER = "checkpoints"
@@ -58,6 +65,12 @@ def open_run(config: TrainConfig, *, writes: bool = True) -> Iterator[Path]:
         _lock(file, folder)
         _check_same_run(config)
         yield folder
+
+
+def model_flags(config: TrainConfig) -> dict[str, str]:
+    """The settings of the model, as flags, by their names: what its weights were trained with."""
+    flags = flags_of(config, but=FREE_SETTINGS)
+    return {name: flag for name, flag in flags.items() if name.startswith("model.")}
 
 
 def require_writable(folder: Path) -> None:
