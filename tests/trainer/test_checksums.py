@@ -189,9 +189,7 @@ def test_checkpoint_that_may_be_whole_is_not_set_aside(tmp_path, monkeypatch):
     monkeypatch.setattr(Checksums, "read", refuse)
     with (
         Checkpoints(tmp_path, keep=2) as checkpoints,
-        pytest.raises(
-            CheckpointError, match=r"/5 may be whole, but it could not be read .Permission"
-        ),
+        pytest.raises(CheckpointError, match=r"/5 may be whole, but it could not .*Permission"),
     ):
         checkpoints.restore(shapes)
     assert {path.name for path in tmp_path.iterdir()} == {"3", "5"}

@@ -141,8 +141,8 @@ def _together(path: Path, read: Callable[[], Result]) -> Result:
     if outcome == 1:
         raise _damaged(path, why) from error
     raise CheckpointError(
-        f"The checkpoint {path} could not be read, but may be whole: {why}. Correct that; then the "
-        "same command goes on from it."
+        f"The checkpoint {path} may be whole, but {why}. Correct that; then the same command goes "
+        "on from it."
     ) from error
 
 
