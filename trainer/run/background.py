@@ -31,6 +31,22 @@ class OrbaxLog(logging.Filter):
 orbax_log = OrbaxLog()
 
 
+def quiet_unread_errors(record: logging.LogRecord) -> bool:
+    """Keeps errors off the terminal that orbax leaves behind when it has raised another.
+
+    It reads arrays beside each other. If one cannot be read it raises, and asyncio complains of the
+    others later on.
+    """
+    message = record.getMessage()
+    return "orbax" not in message and "tensorstore" not in message
+
+
+def listen_to_orbax() -> None:
+    """Sets up both filters; once or many times."""
+    logging.getLogger("absl").addFilter(orbax_log)
+    logging.getLogger("asyncio").addFilter(quiet_unread_errors)
+
+
 def finish(result: Callable[..., object]) -> None:
     """Waits until a save is done or has failed.
 

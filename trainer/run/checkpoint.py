@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import logging
 import secrets
 import shutil
 import time
@@ -23,7 +22,7 @@ from orbax.checkpoint import multihost
 from orbax.checkpoint import v1 as ocp
 
 from trainer.run import durable
-from trainer.run.background import finish, in_background, orbax_log
+from trainer.run.background import finish, in_background, listen_to_orbax, orbax_log
 from trainer.run.checksums import CHECKSUMS_FILE, Checksums
 from trainer.run.folder import require_writable
 from trainer.run.reading import (
@@ -87,7 +86,7 @@ class Checkpoints:
         self._saving: tuple[int, Future[dict[str, float]]] | None = None
         self._costs: dict[str, float] = {}
         require_writable(self._folder)
-        logging.getLogger("absl").addFilter(orbax_log)
+        listen_to_orbax()
         if jax.process_index() == 0:
             for path in self._folder.iterdir():
                 if path.name.endswith((WRITTEN_BY_ORBAX, UNFLUSHED, durable.REMOVED)):
@@ -368,7 +367,7 @@ def restore_weights(
         CheckpointError: if there is no whole checkpoint.
         ValueError: if it belongs to another model, or to other settings.
     """
-    logging.getLogger("absl").addFilter(orbax_log)
+    listen_to_orbax()
     names: list[str] = []
 
     def choose(saved: Mapping[str, Any]) -> Mapping[str, Any]:
