@@ -393,7 +393,7 @@ def restore_weights(
             if step in newest_first(folder):
                 damaged[step] = error
             continue
-        for error in damaged.values():
+        for error in [error for bad, error in damaged.items() if bad > step]:
             note(f"WARNING: {error} The checkpoint of step {step} is used.")
         leaves = [arrays[name] for name in names]
         return jax.tree.unflatten(jax.tree.structure(weights), leaves), step

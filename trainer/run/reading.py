@@ -159,8 +159,11 @@ def _damaged(path: Path, why: str) -> DamagedError:
 def _alone() -> ocp.Context:
     """orbax waits for no other process: one that cannot read its part says so in `_together`."""
     context = ocp.Context()
-    context.multiprocessing.primary_host = None
-    context.multiprocessing.active_processes = {jax.process_index()}
+    if jax.process_count() > 1:
+        process = jax.process_index()
+        context.multiprocessing.primary_host = None
+        context.multiprocessing.active_processes = {process}
+        context.multiprocessing.barrier_sync_key_prefix = f"process_{process}"
     return context
 
 
