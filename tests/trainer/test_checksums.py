@@ -258,7 +258,7 @@ def test_all_files_are_on_the_disk_before_an_older_checkpoint_goes(tmp_path, mon
     while events[0] == "flush":
         events.pop(0)
     assert events == [
-        *("5.unflushed to 5", "flush"),
+        *("unflushed_5 to 5", "flush"),
         # A half-deleted folder never has the name of a whole one.
         *("remove 3.removed", "3 to 3.removed", "flush", "remove 3.removed"),
     ]
@@ -282,7 +282,7 @@ def test_each_process_flushes_what_it_wrote(tmp_path, monkeypatch):
 
 def test_what_a_kill_left_is_removed(tmp_path):
     shapes = save(tmp_path, (3,))
-    for name in ("5.unflushed", "1.removed", "7.unflushed.orbax-checkpoint-tmp"):
+    for name in ("unflushed_5", "1.removed", "unflushed_7.orbax-checkpoint-tmp"):
         shutil.copytree(tmp_path / "3", tmp_path / name)
     with Checkpoints(tmp_path, keep=1) as checkpoints:
         assert checkpoints.steps == [3]

@@ -39,17 +39,17 @@ from trainer.run.reading import (
 MOST_SECONDS = 1200
 """How long a process waits for the others to flush their files."""
 
-# Endings of folders that are no whole checkpoint: it is being written, or holds all its files, some
-# of which are not on the disk yet; or it is damaged, and kept.
+# Names of folders that are no whole checkpoint: one is being written, or has all its files, some of
+# which are not on the disk yet; or it is damaged, and kept.
 WRITTEN_BY_ORBAX = ".orbax-checkpoint-tmp"
-UNFLUSHED = ".unflushed"
+UNFLUSHED = "unflushed"
 DAMAGED = ".damaged"
 
 # Fields of the state; the names of its arrays begin with them.
 WEIGHTS = "weights"
 AVERAGE = "average"
 
-# Every barrier has a name of its own. All processes save equally often.
+# Every barrier has a name of its own. All processes wait equally often.
 _numbers = itertools.count()
 
 
@@ -82,6 +82,7 @@ class Checkpoints:
         self._folder = folder.resolve()
         self._keep = keep
         self._strict = strict
+        self._failed = False
         self._note = note
         self._saving: tuple[int, Future[dict[str, float]]] | None = None
         self._costs: dict[str, float] = {}
@@ -89,8 +90,15 @@ class Checkpoints:
         listen_to_orbax()
         if jax.process_index() == 0:
             for path in self._folder.iterdir():
-                if path.name.endswith((WRITTEN_BY_ORBAX, UNFLUSHED, durable.REMOVED)):
+                if path.name.startswith(f"{UNFLUSHED}_") or path.name.endswith(
+                    (WRITTEN_BY_ORBAX, durable.REMOVED)
+                ):
                     durable.remove(path)
+        _wait_for_all()  # No process may take what is being removed for its own.
+        self._checkpointer = ocp.training.Checkpointer(
+            str(self._folder),
+            step_name_format=ocp.path.step.standard_name_format(step_prefix=UNFLUSHED),
+        )
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -107,6 +115,8 @@ class Checkpoints:
             CheckpointError: if that save failed.
         """
         self.wait()
+        if not self._failed:  # Otherwise closing would raise the same error again.
+            self._checkpointer.close()
 
     @property
     def steps(self) -> list[int]:
@@ -195,34 +205,33 @@ class Checkpoints:
         costs = {"checkpoint_checksum_seconds": time.perf_counter() - since}
         orbax_log.error = None
         try:
-            part = self._path(step).with_name(f"{step}{UNFLUSHED}")
-            response = ocp.save_async(str(part), {ARRAYS: arrays, DATA: data})
+            response = self._checkpointer.save_async(step, {ARRAYS: arrays, DATA: data}, force=True)
         except OSError as error:
             raise self._save_failed(step, error) from error
-        number = next(_numbers)
+        assert response is not None, "force=True saves whatever the policy"
 
         def complete() -> dict[str, float]:
             finish(response.result)
             flushing = time.perf_counter()
-            self._complete(part, checksums, number)
+            self._complete(checksums)
             now = time.perf_counter()
             costs["checkpoint_flush_seconds"] = now - flushing
             return {**costs, "checkpoint_seconds": now - since}
 
         self._saving = (step, in_background(complete))
 
-    def _complete(self, part: Path, checksums: Checksums, number: int) -> None:
+    def _complete(self, checksums: Checksums) -> None:
         """Turns what all processes have written into a whole checkpoint; removes older ones."""
-        everyone: Any = multihost.get_barrier_sync_fn()
         process = jax.process_index()
+        part = self._folder / f"{UNFLUSHED}_{checksums.step}"
         durable.flush_files(part, process)
-        everyone(key=f"checkpoint_flushed_{number}", timeout_ms=MOST_SECONDS * 1000)
+        _wait_for_all()
         if process == 0:
             checksums.write(part)
             durable.flush(part / CHECKSUMS_FILE)
             durable.flush(part)
             durable.rename(part, self._path(checksums.step))
-        everyone(key=f"checkpoint_whole_{number}", timeout_ms=MOST_SECONDS * 1000)
+        _wait_for_all()
         if process == 0:
             for step in self.steps[: -self._keep]:
                 durable.remove(self._path(step))
@@ -330,6 +339,7 @@ class Checkpoints:
         return self._folder / str(step)
 
     def _save_failed(self, step: int, error: Exception) -> CheckpointError:
+        self._failed = True
         latest = self.latest
         intact = (
             "There is no earlier one."
@@ -406,3 +416,9 @@ def restore_weights(
         f"There must be a checkpoint to read; got none in {folder}. Wait for the first one of "
         "the run, or give the folder of another."
     )
+
+
+def _wait_for_all() -> None:
+    """Waits until all processes are here; unlike a collective, in any thread."""
+    wait: Any = multihost.get_barrier_sync_fn()
+    wait(key=f"checkpoints_{next(_numbers)}", timeout_ms=MOST_SECONDS * 1000)
