@@ -92,7 +92,7 @@ class Loop:
             self.state, self._position = self.checkpoints.restore(
                 program.state_shapes, {} if config.allow_changes else self._settings
             )
-            done = self.checkpoints.latest or 0  # Damaged checkpoints have been set aside.
+            done = self.checkpoints.restored or 0  # Newer ones may be damaged.
             self._feed.set_state(self._position, new_order=config.allow_changes)
             report.line(f"going on with {config.run_dir} after step {done}")
         else:

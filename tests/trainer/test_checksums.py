@@ -79,7 +79,8 @@ def restore_after_flip(whole, folder, bit, shapes, sharding=None):
     notes = []
     with Checkpoints(folder, keep=2, note=notes.append) as checkpoints:
         state, data_state = checkpoints.restore(shapes, SETTINGS)
-        step = checkpoints.latest
+        step = checkpoints.restored
+        assert checkpoints.latest == step
     where = f"bit {bit}, in {path}: {notes}"
     assert step == (3 if notes else 5), where
     assert data_state == {**DATA_STATE, "at": step}, where

@@ -81,6 +81,8 @@ class Checkpoints:
         """
         self._folder = folder.resolve()
         self._keep = keep
+        self.restored: int | None = None
+        """The step of the checkpoint that `restore` has read."""
         self._strict = strict
         self._failed = False
         self._note = note
@@ -262,7 +264,7 @@ class Checkpoints:
     ) -> tuple[PyTree[Shaped[Array, "..."]], dict[str, Any]]:
         """Reads the newest checkpoint that is whole, after it has waited for a save in progress.
 
-        Damaged ones are renamed, unless `strict`: `latest` is that of the one that was read.
+        Damaged ones are renamed, unless `strict`. `restored` tells which one was read.
 
         Args:
             state: shapes, types and shardings to restore to. The mesh may differ from the one that
@@ -298,6 +300,7 @@ class Checkpoints:
                     break
                 continue
             self._set_aside(damaged, step)
+            self.restored = step
             leaves = [arrays[name] for name in wanted]
             return jax.tree.unflatten(jax.tree.structure(state), leaves), json.loads(data)
         raise self._none_whole(steps, damaged)

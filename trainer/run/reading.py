@@ -96,7 +96,6 @@ def read_checkpoint(
             raise _damaged(path, f"it was saved as step {checksums.step}")
         if listed != {name: describe(x) for name, x in saved.items()}:
             raise _damaged(path, "its arrays are not those that were saved")
-        _compare_settings(path, checksums.settings, settings, advice)
     is_part = callable(wanted)
     chosen = wanted(saved) if callable(wanted) else wanted
     kinds = {name.split("/")[0] for name in chosen}
@@ -106,6 +105,8 @@ def read_checkpoint(
             f"The checkpoint must be of {owner}; got {path}, "
             f"{_list_differences(differences)}\n{advice}"
         )
+    if checksums is not None:
+        _compare_settings(path, checksums.settings, settings, advice)
     arrays, data = _together(path, lambda: _load(path, chosen, partial=is_part))
     if checksums is None:
         note(
