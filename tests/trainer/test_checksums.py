@@ -159,6 +159,7 @@ def test_checksum_notices_two_signs_and_two_places():
 def test_wrong_values_are_named_with_their_step(tmp_path):
     shapes = save(tmp_path, (5,))
     checksums = Checksums.read(tmp_path / "5")
+    assert checksums is not None
     kind, value = checksums.arrays["weights/matrix"]
     checksums.arrays["weights/matrix"] = (kind, f"{int(value, 16) ^ 1:016x}")
     checksums.write(tmp_path / "5")

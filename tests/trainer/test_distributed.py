@@ -161,6 +161,7 @@ def train_here(run_dir, data, capsys):
 
 def change_checksum(checkpoint):
     checksums = Checksums.read(checkpoint)
+    assert checksums is not None
     name, (kind, value) = next(iter(checksums.arrays.items()))
     checksums.arrays[name] = (kind, f"{int(value, 16) ^ 1:016x}")
     checksums.write(checkpoint)
