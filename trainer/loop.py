@@ -18,9 +18,9 @@ from trainer.parallel.flops import peak_flops
 from trainer.parallel.footprint import describe_memory
 from trainer.parallel.step import Program, StepMetrics
 from trainer.run.checkpoint import Checkpoints
-from trainer.run.folder import CONFIG_FILE, FREE_SETTINGS
+from trainer.run.folder import CONFIG_FILE, result_flags
 from trainer.run.metrics import Reporter
-from trainer.run.settings import flags_of, save_config
+from trainer.run.settings import save_config
 
 
 class Loop:
@@ -58,7 +58,7 @@ class Loop:
         """Training loss of every step whose metrics are read."""
         self.validation_loss: float = math.nan
         """Result of the last evaluation; NaN if there was none or it was interrupted."""
-        self._settings = flags_of(program.config, but=FREE_SETTINGS)
+        self._settings = result_flags(program.config)
         self._program = program
         self._feed = feed
         # Position in the data after the last step: a batch that cannot be read may change that of

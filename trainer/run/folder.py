@@ -67,10 +67,22 @@ def open_run(config: TrainConfig, *, writes: bool = True) -> Iterator[Path]:
         yield folder
 
 
+def result_flags(config: TrainConfig) -> dict[str, str]:
+    """The settings that the result of a run depends on, as flags, by their names.
+
+    Paths are left out: a folder of data may move, and what it holds is compared by itself.
+    """
+    settings = settings_of(config, but=FREE_SETTINGS)
+    return {
+        name: flag_text(name, value)
+        for name, value in settings.items()
+        if not isinstance(value, Path)
+    }
+
+
 def model_flags(config: TrainConfig) -> dict[str, str]:
     """The settings of the model, as flags, by their names: what its weights were trained with."""
-    flags = flags_of(config, but=FREE_SETTINGS)
-    return {name: flag for name, flag in flags.items() if name.startswith("model.")}
+    return {name: flag for name, flag in result_flags(config).items() if name.startswith("model.")}
 
 
 def require_writable(folder: Path) -> None:
