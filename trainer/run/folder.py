@@ -18,7 +18,6 @@ from trainer.errors import RunError, StorageError
 from trainer.run.settings import (
     flag_text,
     flag_value,
-    flags_of,
     load_config,
     read_kind,
     settings_of,
