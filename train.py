@@ -99,7 +99,12 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
         with (
             open_run(config, writes=session.is_first) as run_dir,
             interruption(session.agree) as interrupted,
-            Checkpoints(run_dir / CHECKPOINTS_FOLDER, keep=config.checkpoint.keep) as checkpoints,
+            Checkpoints(
+                run_dir / CHECKPOINTS_FOLDER,
+                keep=config.checkpoint.keep,
+                strict=config.checkpoint.strict,
+                note=report.line,
+            ) as checkpoints,
             closing(feed),
         ):
             # State: that of the newest checkpoint, or a new one.

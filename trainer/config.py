@@ -86,10 +86,13 @@ class CheckpointConfig:
     the program is interrupted by SIGTERM or Ctrl-C."""
     keep: int = 2
     """Number of checkpoints to keep: the newest ones."""
+    strict: bool = False
+    """Whether to refuse a run whose newest checkpoint is damaged. Otherwise that checkpoint is set
+    aside, and the run goes on from the next one that is whole."""
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            check_minimum(f"checkpoint.{name}", value, 1)
+        for name in ("every", "keep"):
+            check_minimum(f"checkpoint.{name}", getattr(self, name), 1)
 
 
 @dataclass(frozen=True, kw_only=True)

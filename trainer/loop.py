@@ -18,7 +18,7 @@ from trainer.parallel.flops import peak_flops
 from trainer.parallel.footprint import describe_memory
 from trainer.parallel.step import Program, StepMetrics
 from trainer.run.checkpoint import Checkpoints
-from trainer.run.folder import CONFIG_FILE
+from trainer.run.folder import CONFIG_FILE, result_flags
 from trainer.run.metrics import Reporter, describe_viewer
 from trainer.run.settings import save_config
 from trainer.run.versions import record_versions
@@ -59,6 +59,7 @@ class Loop:
         """Training loss of every step whose metrics are read."""
         self.validation_loss: float = math.nan
         """Result of the last evaluation; NaN if there was none or it was interrupted."""
+        self._settings = result_flags(program.config)
         self._program = program
         self._feed = feed
         # Position in the data after the last step: a batch that cannot be read may change that of
@@ -90,7 +91,10 @@ class Loop:
         done = self.checkpoints.begin_after()
         if done:
             with report.phase("reading the checkpoint"):
-                self.state, self._position = self.checkpoints.restore(program.state_shapes)
+                self.state, self._position = self.checkpoints.restore(
+                    program.state_shapes, {} if config.allow_changes else self._settings
+                )
+            done = self.checkpoints.restored or 0  # Newer ones may be damaged.
             self._feed.set_state(self._position, new_order=config.allow_changes)
             report.line(f"going on with {config.run_dir} after step {done}")
         else:
@@ -188,6 +192,7 @@ class Loop:
                 "train_loss": float(np.mean(self._since_report)),
                 "gradient_norm": norm,
                 "learning_rate": float(metrics.learning_rate),
+                **self.checkpoints.take_costs(),
                 **measured,
             }
             self._since_report.clear()
@@ -201,7 +206,7 @@ class Loop:
         """
         self.read_metrics(all_steps=True)
         self.save_settings()
-        self.checkpoints.save(step, self.state, self._position)
+        self.checkpoints.save(step, self.state, self._position, self._settings)
 
     def save_settings(self) -> None:
         """Writes config.json. If a resumed run has new settings, they hold from its first save."""

@@ -298,35 +298,43 @@ def test_checkpoint_of_another_model_names_the_arrays(tmp_path, change, message)
         assert checkpoints.latest == 17
 
 
-def test_damaged_checkpoint_is_named(tmp_path):
+def test_damaged_checkpoint_is_set_aside_and_the_next_one_is_used(tmp_path):
     # In a separate process, since threads that read the checkpoint complain on stderr.
     script = """
 shapes = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), counting_state(0)
 )
 for run in sorted(folder.iterdir()):
-    with Checkpoints(run, keep=2) as checkpoints:
-        try:
-            checkpoints.restore(shapes)
-        except CheckpointError as error:
-            print(error)
+    for strict in (True, False):
+        with Checkpoints(run, keep=2, strict=strict, note=print) as checkpoints:
+            try:
+                state, data_state = checkpoints.restore(shapes)
+                print(data_state, int(state["b"][0]), checkpoints.steps)
+            except CheckpointError as error:
+                print(error)
 """
-    runs = [tmp_path / name for name in ("data", "manifest", "names")]
+    runs = [tmp_path / name for name in ("checksums", "data", "manifest", "names")]
     with Checkpoints(runs[0], keep=2) as checkpoints:
         checkpoints.save(3, counting_state(3), {"at": 3})
         checkpoints.save(5, counting_state(5), {"at": 5})
     for run in runs[1:]:
         shutil.copytree(runs[0], run)
-    files = [path for path in runs[0].glob("5/**/*") if path.is_file()]
+    truncate(runs[0] / "5/checksums.json")
+    files = [path for path in runs[1].glob("5/**/*") if path.is_file()]
     truncate(max(files, key=lambda path: path.stat().st_size))
-    truncate(runs[1] / "5/state/manifest.ocdbt")
-    truncate(runs[2] / "5/state/_METADATA")
+    truncate(runs[2] / "5/state/manifest.ocdbt")
+    truncate(runs[3] / "5/state/_METADATA")
     out, _ = finish(child(script, tmp_path))
-    for run, line in zip(runs, out.splitlines(), strict=True):
-        assert f"The checkpoint {run / '5'} could not be read" in line
-        assert line.endswith("delete that folder: the same command then goes on from step 3.")
-        shutil.rmtree(run / "5")
-        assert_goes_on(run, 3)
+    lines = out.splitlines()
+    assert len(lines) == 3 * len(runs)
+    for run, refused, note, result in zip(runs, lines[0::3], lines[1::3], lines[2::3], strict=True):
+        assert refused.startswith(f"The checkpoint {run / '5'} is damaged: ")
+        assert "Without --checkpoint.strict, the same command goes on from step 3" in refused
+        assert note.startswith(f"WARNING: The checkpoint {run / '5'} is damaged: ")
+        assert f"It is kept as {run / '5.damaged'}. The checkpoint of step 3 is used" in note
+        assert note.endswith("steps 4 to 5 are lost, and done again.")
+        assert result == "{'at': 3} 3 [3]"
+        assert (run / "5.damaged/state").is_dir()
 
 
 def truncate(path):

@@ -19,6 +19,7 @@ from benchmarks import failures, run_folders
 from trainer.network.options import Distributed
 from trainer.network.secret import VARIABLE
 from trainer.processes.distributed import start
+from trainer.run.checksums import Checksums
 
 REPOSITORY = Path(train.__file__).parent
 
@@ -220,6 +221,14 @@ def train_here(run_dir, data, capsys):
     return [capsys.readouterr().out]
 
 
+def change_checksum(checkpoint):
+    checksums = Checksums.read(checkpoint)
+    assert checksums is not None
+    name, (kind, value) = next(iter(checksums.arrays.items()))
+    checksums.arrays[name] = (kind, f"{int(value, 16) ^ 1:016x}")
+    checksums.write(checkpoint)
+
+
 def test_any_number_of_processes_trains_alike_and_goes_on_with_the_run_of_another(tmp_path, capsys):
     data, _ = failures.write_data(tmp_path)
     run_dir = tmp_path / "from_the_beginning"
@@ -228,12 +237,15 @@ def test_any_number_of_processes_trains_alike_and_goes_on_with_the_run_of_anothe
     for count, after in ((2, 2), (4, 4), (1, 6)):
         before, run_dir = run_dir, tmp_path / f"{after}_by_others"
         shutil.copytree(before, run_dir)
-        for step in range(after + 2, STEPS + 1, 2):
+        for step in range(after + 4, STEPS + 1, 2):
             shutil.rmtree(run_dir / "checkpoints" / str(step))
+        # The newest one is damaged: all processes go on from the one before.
+        change_checksum(run_dir / "checkpoints" / str(after + 2))
         first, *others = (
             train_in(count, run_dir, data) if count > 1 else train_here(run_dir, data, capsys)
         )
         assert f"after step {after}\n" in first
+        assert f"{after + 2}.damaged. The checkpoint of step {after} is used" in first
         assert (f"in {count} processes" in first) == (count > 1)
         assert ("--- continued by the model" in first) == (count == 2)
         for output in others:

@@ -431,9 +431,9 @@ def test_loss_that_is_not_finite_stops_and_can_be_skipped(poisoned, tmp_path, ca
     states = {}
     save = Checkpoints.save
 
-    def noting(self, number, state, position):
+    def noting(self, number, state, *rest):
         states[number] = jax.tree.map(np.array, state)
-        save(self, number, state, position)
+        save(self, number, state, *rest)
 
     monkeypatch.setattr(Checkpoints, "save", noting)
     capsys.readouterr()

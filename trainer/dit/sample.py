@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
@@ -22,7 +23,7 @@ from trainer.errors import StorageError
 from trainer.parallel.step import Program
 from trainer.parallel.tiling import largest_tile
 from trainer.run.checkpoint import restore_weights
-from trainer.run.folder import CHECKPOINTS_FOLDER
+from trainer.run.folder import CHECKPOINTS_FOLDER, model_flags
 from trainer.session import Session
 
 DEFAULT_GUIDANCE = 1.5
@@ -59,6 +60,7 @@ def sample_images(
         steps=options.steps,
         guidance=options.guidance,
         rows=min(options.batch_size, len(labels)),
+        note=session.note,
     )
     session.note(f"model: {run_dir} after step {step}")
     images = list(drawing.draw(weights, labels=labels, captions=captions, seed=options.seed))
@@ -118,6 +120,7 @@ def load_drawing(
     steps: int,
     guidance: float | None,
     rows: int,
+    note: Callable[[str], object] = warnings.warn,
 ) -> tuple[Drawing, Any, int]:
     """Prepares to draw with the newest checkpoint of a run.
 
@@ -129,6 +132,7 @@ def load_drawing(
         steps: number of steps of the sampler.
         guidance: strength of guidance; None for `DEFAULT_GUIDANCE`, or 1 for a model without it.
         rows: number of images to draw at a time; it is rounded up to a multiple of the data degree.
+        note: is told what the user must know about the checkpoint, such as that it is damaged.
 
     Returns:
         The drawing, the weights to draw with, and the step of their checkpoint.
@@ -165,7 +169,9 @@ def load_drawing(
         rows=rows,
     )
     folder = run_dir / CHECKPOINTS_FOLDER
-    weights, step = restore_weights(folder, program.state_shapes.weights)
+    weights, step = restore_weights(
+        folder, program.state_shapes.weights, model_flags(config), note=note
+    )
     return drawing, weights, step
 
 

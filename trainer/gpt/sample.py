@@ -26,7 +26,7 @@ from trainer.gpt.text import (
 )
 from trainer.gpt.token_choice import Sampling
 from trainer.run.checkpoint import restore_weights
-from trainer.run.folder import CHECKPOINTS_FOLDER
+from trainer.run.folder import CHECKPOINTS_FOLDER, model_flags
 from trainer.session import Session
 
 
@@ -63,7 +63,12 @@ def sample_text(
         tile=config.tile,
     )
     generator.check_prompt(prompt)
-    weights, step = restore_weights(run_dir / CHECKPOINTS_FOLDER, generator.weight_shapes)
+    weights, step = restore_weights(
+        run_dir / CHECKPOINTS_FOLDER,
+        generator.weight_shapes,
+        model_flags(config),
+        note=session.note,
+    )
     session.note(f"model: {run_dir} after step {step}")
     session.note(f"prompt: {len(prompt):,} {tokenizer.unit}s")
     if len(prompt) + options.tokens > config.seq_len:

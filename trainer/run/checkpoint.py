@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-import logging
 import secrets
 import shutil
 import time
+import warnings
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,26 +18,39 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from jaxtyping import Array, PyTree, Shaped
+from orbax.checkpoint import multihost
 from orbax.checkpoint import v1 as ocp
 
-from startrail_jax.errors import InputError, UserError
+from trainer.run import durable
+from trainer.run.background import finish, in_background, listen_to_orbax, orbax_log
+from trainer.run.checksums import CHECKSUMS_FILE, Checksums
 from trainer.run.folder import require_writable
+from trainer.run.reading import (
+    ARRAYS,
+    DATA,
+    CheckpointError,
+    DamagedError,
+    named_leaves,
+    newest_first,
+    read_checkpoint,
+    whole_steps,
+)
 
-LISTED_DIFFERENCES = 3
-POLL_SECONDS = 1.0
+MOST_SECONDS = 1200
+"""How long a process waits for the others to flush their files."""
 
-# The folder of a step holds one tree, so that either all of it is whole or nothing: the arrays by
-# name, which can be read without the classes of the program that saved them, and the position in
-# the data as a string.
-ARRAYS = "arrays"
-DATA = "data"
+# Names of folders that are no whole checkpoint: one is being written, or has all its files, some of
+# which are not on the disk yet; or it is damaged, and kept.
+WRITTEN_BY_ORBAX = ".orbax-checkpoint-tmp"
+UNFLUSHED = "unflushed"
+DAMAGED = ".damaged"
+
 # Fields of the state; the names of its arrays begin with them.
 WEIGHTS = "weights"
 AVERAGE = "average"
 
-
-class CheckpointError(UserError, RuntimeError):
-    """A checkpoint could not be saved or read. Earlier whole checkpoints are intact."""
+# Every barrier has a name of its own. All processes wait equally often.
+_numbers = itertools.count()
 
 
 class Checkpoints:
@@ -45,27 +60,46 @@ class Checkpoints:
     instance clears what they leave.
     """
 
-    def __init__(self, folder: Path, *, keep: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keep: int,
+        strict: bool = False,
+        note: Callable[[str], object] = warnings.warn,
+    ) -> None:
         """Opens or makes `folder`, and removes unfinished checkpoints that a killed run left.
 
         Args:
             folder: the folder of the checkpoints, which all processes of a run share.
             keep: number of checkpoints to keep. The oldest is removed when a new one is whole.
+            strict: whether `restore` refuses a damaged checkpoint, and does not use an older one.
+            note: is told what the user must know, such as that a checkpoint is damaged.
 
         Raises:
             OSError: if the folder cannot be written.
         """
         self._folder = folder.resolve()
         self._keep = keep
-        self._saving: tuple[int, ocp.AsyncResponse[bool]] | None = None
+        self.restored: int | None = None
+        """The step of the checkpoint that `restore` has read."""
+        self._strict = strict
         self._failed = False
+        self._note = note
+        self._saving: tuple[int, Future[dict[str, float]]] | None = None
+        self._costs: dict[str, float] = {}
         require_writable(self._folder)
-        logging.getLogger("absl").addFilter(_orbax_log)
-        newest: Any = ocp.training.preservation_policies.LatestN(keep)
+        listen_to_orbax()
+        if jax.process_index() == 0:
+            for path in self._folder.iterdir():
+                if path.name.startswith(f"{UNFLUSHED}_") or path.name.endswith(
+                    (WRITTEN_BY_ORBAX, durable.REMOVED)
+                ):
+                    durable.remove(path)
+        _wait_for_all()  # No process may take what is being removed for its own.
         self._checkpointer = ocp.training.Checkpointer(
             str(self._folder),
-            preservation_policy=newest,
-            cleanup_tmp_directories=True,
+            step_name_format=ocp.path.step.standard_name_format(step_prefix=UNFLUSHED),
         )
 
     def __enter__(self) -> Checkpoints:
@@ -89,7 +123,7 @@ class Checkpoints:
     @property
     def steps(self) -> list[int]:
         """Steps with a whole checkpoint, ascending. A checkpoint being saved does not count."""
-        return _whole_steps(self._folder)
+        return whole_steps(self._folder)
 
     @property
     def latest(self) -> int | None:
@@ -144,7 +178,11 @@ class Checkpoints:
             )
 
     def save(
-        self, step: int, state: PyTree[Shaped[Array, "..."]], data_state: Mapping[str, Any]
+        self,
+        step: int,
+        state: PyTree[Shaped[Array, "..."]],
+        data_state: Mapping[str, Any],
+        settings: Mapping[str, str] | None = None,
     ) -> None:
         """Copies the state off the devices and writes it in the background.
 
@@ -155,6 +193,7 @@ class Checkpoints:
             step: number of steps that are done.
             state: the training state, with any sharding.
             data_state: position in the data, as values of JSON; the same on all processes.
+            settings: the settings that the result depends on, as flags, to be kept beside it.
 
         Raises:
             CheckpointError: if the earlier save failed.
@@ -162,14 +201,42 @@ class Checkpoints:
         self.wait()
         if step in self.steps:
             return
-        tree = {ARRAYS: dict(_named_leaves(state)), DATA: json.dumps(data_state)}
-        _orbax_log.error = None
+        since = time.perf_counter()
+        arrays, data = dict(named_leaves(state)), json.dumps(data_state)
+        checksums = Checksums.of(step, arrays, data, settings or {})
+        costs = {"checkpoint_checksum_seconds": time.perf_counter() - since}
+        orbax_log.error = None
         try:
-            response = self._checkpointer.save_async(step, tree, force=True)
+            response = self._checkpointer.save_async(step, {ARRAYS: arrays, DATA: data}, force=True)
         except OSError as error:
             raise self._save_failed(step, error) from error
         assert response is not None, "force=True saves whatever the policy"
-        self._saving = (step, response)
+
+        def complete() -> dict[str, float]:
+            finish(response.result)
+            flushing = time.perf_counter()
+            self._complete(checksums)
+            now = time.perf_counter()
+            costs["checkpoint_flush_seconds"] = now - flushing
+            return {**costs, "checkpoint_seconds": now - since}
+
+        self._saving = (step, in_background(complete))
+
+    def _complete(self, checksums: Checksums) -> None:
+        """Turns what all processes have written into a whole checkpoint; removes older ones."""
+        process = jax.process_index()
+        part = self._folder / f"{UNFLUSHED}_{checksums.step}"
+        durable.flush_files(part, process)
+        _wait_for_all()
+        if process == 0:
+            checksums.write(part)
+            durable.flush(part / CHECKSUMS_FILE)
+            durable.flush(part)
+            durable.rename(part, self._path(checksums.step))
+        _wait_for_all()
+        if process == 0:
+            for step in self.steps[: -self._keep]:
+                durable.remove(self._path(step))
 
     def wait(self) -> None:
         """Waits for the save in progress, if there is one.
@@ -179,62 +246,100 @@ class Checkpoints:
         """
         if self._saving is None:
             return
-        (step, response), self._saving = self._saving, None
+        (step, saved), self._saving = self._saving, None
         try:
-            _finish(response.result)
+            self._costs = saved.result()
         except Exception as error:  # Threads that write raise many types of errors.
             raise self._save_failed(step, error) from error
 
+    def take_costs(self) -> dict[str, float]:
+        """What the last save took, in seconds, once: empty if no save has ended since."""
+        if self._saving is not None and self._saving[1].done():
+            self.wait()
+        costs, self._costs = self._costs, {}
+        return costs
+
     def restore(
-        self, state: PyTree[jax.ShapeDtypeStruct]
+        self, state: PyTree[jax.ShapeDtypeStruct], settings: Mapping[str, str] | None = None
     ) -> tuple[PyTree[Shaped[Array, "..."]], dict[str, Any]]:
-        """Reads the latest checkpoint, after it has waited for a save in progress.
+        """Reads the newest checkpoint that is whole, after it has waited for a save in progress.
+
+        Damaged ones are renamed, unless `strict`. `restored` tells which one was read.
 
         Args:
             state: shapes, types and shardings to restore to. The mesh may differ from the one that
                 the checkpoint was saved from.
+            settings: settings that must be those that the checkpoint was saved with, as flags.
 
         Returns:
             The state, a tree like `state`; and the position in the data.
 
         Raises:
-            CheckpointError: if there is no checkpoint, it cannot be read, or that save failed.
-            ValueError: if it belongs to another model or optimizer.
+            CheckpointError: if there is no checkpoint, none can be read, the newest is damaged and
+                `strict`, or that save failed.
+            ValueError: if it belongs to another model or optimizer, or to other settings.
         """
         self.wait()
-        step = self.latest
-        if step is None:
-            raise CheckpointError(
+        wanted = dict(named_leaves(state))
+        steps = newest_first(self._folder)
+        damaged: list[tuple[int, DamagedError]] = []
+        for step in steps:
+            try:
+                arrays, data = read_checkpoint(
+                    self._path(step),
+                    wanted,
+                    owner="this model and optimizer",
+                    settings=settings or {},
+                    advice="Use another --run-dir for a new run, or the flags of that run: they "
+                    "are in its config.json.",
+                    note=self._note,
+                )
+            except DamagedError as error:
+                damaged.append((step, error))
+                if self._strict:
+                    break
+                continue
+            self._set_aside(damaged, step)
+            self.restored = step
+            leaves = [arrays[name] for name in wanted]
+            return jax.tree.unflatten(jax.tree.structure(state), leaves), json.loads(data)
+        raise self._none_whole(steps, damaged)
+
+    def _set_aside(self, damaged: list[tuple[int, DamagedError]], step: int) -> None:
+        """Renames damaged checkpoints, so that the one of `step` becomes the newest."""
+        for bad, error in damaged:
+            kept = self._path(bad).with_name(f"{bad}{DAMAGED}")
+            if jax.process_index() == 0:
+                while kept.exists():
+                    kept = kept.with_name(f"{kept.name}{DAMAGED}")
+                durable.rename(self._path(bad), kept)
+            self._note(
+                f"WARNING: {error} It is kept as {kept}. The checkpoint of step {step} is used: "
+                f"steps {step + 1} to {bad} are lost, and done again."
+            )
+        if damaged and jax.process_count() > 1:
+            multihost_utils.sync_global_devices("damaged checkpoints are renamed")
+
+    def _none_whole(
+        self, steps: list[int], damaged: list[tuple[int, DamagedError]]
+    ) -> CheckpointError:
+        if not damaged:
+            return CheckpointError(
                 f"There must be a checkpoint to restore; got none in {self._folder}. "
                 "Start a new run."
             )
-        wanted = dict(_named_leaves(state))
-        saved = self._read_metadata(step)
-        differences = _differences(saved, wanted)
-        if differences:
-            raise InputError(
-                f"The checkpoint must be of this model and optimizer; got {self._path(step)}, "
-                f"{_list_differences(differences)}\n"
-                "Use another --run-dir for a new run, or the flags of that run: they are in its "
-                "config.json."
-            )
-        try:
-            restored = self._checkpointer.load(step, {ARRAYS: wanted, DATA: str})
-            data_state = json.loads(restored[DATA])
-        except Exception as error:  # As in `wait`.
-            raise self._unreadable(step, error) from error
-        leaves = [restored[ARRAYS][name] for name in wanted]
-        return jax.tree.unflatten(jax.tree.structure(state), leaves), data_state
+        earlier = steps[len(damaged) :]
+        way_back = (
+            f"Without --checkpoint.strict, the same command goes on from step {earlier[0]} if that "
+            "is whole."
+            if earlier
+            else "No whole one is left: restore one from a copy, or use another --run-dir for a "
+            "new run."
+        )
+        return CheckpointError(f"{' '.join(str(error) for _, error in damaged)} {way_back}")
 
     def _path(self, step: int) -> Path:
         return self._folder / str(step)
-
-    def _read_metadata(self, step: int) -> Mapping[str, Any]:
-        """Shape and type of every array of a checkpoint, by name."""
-        try:
-            return self._checkpointer.metadata(step).metadata[ARRAYS]
-        except Exception as error:  # As in `wait`.
-            raise self._unreadable(step, error) from error
 
     def _save_failed(self, step: int, error: Exception) -> CheckpointError:
         self._failed = True
@@ -250,138 +355,73 @@ class Checkpoints:
             f"step {latest or 0}."
         )
 
-    def _unreadable(self, step: int, error: Exception) -> CheckpointError:
-        earlier = max((other for other in self.steps if other < step), default=0)
-        return CheckpointError(
-            f"The checkpoint {self._path(step)} could not be read ({type(error).__name__}). If it "
-            f"is damaged, delete that folder: the same command then goes on from step {earlier}."
-        )
-
 
 def restore_weights(
-    folder: Path, weights: PyTree[jax.ShapeDtypeStruct]
+    folder: Path,
+    weights: PyTree[jax.ShapeDtypeStruct],
+    settings: Mapping[str, str] | None = None,
+    *,
+    note: Callable[[str], object] = warnings.warn,
 ) -> tuple[PyTree[Shaped[Array, "..."]], int]:
-    """Reads only the weights of the latest checkpoint: their average if the run keeps one.
+    """Reads only the weights of the newest whole checkpoint: their average if the run keeps one.
 
     It writes nothing and touches no unfinished checkpoint, so the run may still be training.
 
     Args:
         folder: the folder of the checkpoints.
         weights: shapes, types and shardings to restore to.
+        settings: settings that must be those that the checkpoint was saved with, as flags.
+        note: is told what the user must know, such as that the newest checkpoint is damaged.
 
     Returns:
         A tree like `weights`; and the step at which it was saved.
 
     Raises:
-        CheckpointError: if there is no checkpoint, or it cannot be read.
-        ValueError: if it belongs to another model.
+        CheckpointError: if there is no whole checkpoint.
+        ValueError: if it belongs to another model, or to other settings.
     """
-    logging.getLogger("absl").addFilter(_orbax_log)
-    steps = _whole_steps(folder)
-    if not steps:
-        raise CheckpointError(
-            f"There must be a checkpoint to read; got none in {folder}. Wait for the first one of "
-            "the run, or give the folder of another."
-        )
-    partial = ocp.options.PyTreeOptions(
-        loading=ocp.options.PyTreeOptions.Loading(partial_load=True)
-    )
-    path = str(folder.resolve() / str(steps[-1]))
-    try:
-        saved: Any = ocp.metadata(path).metadata
-        saved = saved[ARRAYS]
+    listen_to_orbax()
+    names: list[str] = []
+
+    def choose(saved: Mapping[str, Any]) -> Mapping[str, Any]:
         of_average = any(name.startswith(f"{AVERAGE}/") for name in saved)
-        kind = AVERAGE if of_average else WEIGHTS
-        wanted = dict(_named_leaves({kind: weights}))
-        there = {name: x for name, x in saved.items() if name.startswith(f"{kind}/")}
-        differences = _differences(there, wanted)
-        if not differences:
-            with ocp.Context(pytree_options=partial):
-                restored: Any = ocp.load(path, {ARRAYS: wanted})
-    except Exception as error:  # orbax and tensorstore raise many types of errors.
-        if _whole_steps(folder)[-1:] != steps[-1:]:
-            # Meanwhile the run has saved a newer checkpoint and deleted this one.
-            return restore_weights(folder, weights)
-        raise CheckpointError(
-            f"The checkpoint {path} could not be read ({type(error).__name__}). If it is damaged, "
-            "delete that folder: an earlier one is read then."
-        ) from error
-    if differences:
-        raise InputError(
-            f"The checkpoint must be of the model that config.json beside it says; got {path}, "
-            f"{_list_differences(differences)}\nGive the folder of a run whose files are its own."
-        )
-    leaves = [restored[ARRAYS][name] for name in wanted]
-    return jax.tree.unflatten(jax.tree.structure(weights), leaves), steps[-1]
+        chosen = dict(named_leaves({AVERAGE if of_average else WEIGHTS: weights}))
+        names[:] = chosen
+        return chosen
 
-
-def _whole_steps(folder: Path) -> list[int]:
-    names = ocp.path.step.standard_name_format()
-    return sorted(checkpoint.step for checkpoint in names.find_all(folder))
-
-
-def _named_leaves(tree: Any) -> list[tuple[str, Any]]:
-    """The leaves of a tree with the names under which they are saved: "model/norm/scale"."""
-    return [
-        (jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    ]
-
-
-def _differences(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    """One line for every array that is missing in one of the trees or has another shape or type."""
-
-    def describe(leaves: Mapping[str, Any], name: str) -> str:
-        if name not in leaves:
-            return "missing"
-        return f"{leaves[name].dtype}{list(leaves[name].shape)}"
-
-    lines = []
-    for name in {**wanted, **saved}:
-        there, here = describe(saved, name), describe(wanted, name)
-        if there != here:
-            lines.append(f"{name}: {there} in the checkpoint, {here} now")
-    return lines
-
-
-def _list_differences(differences: list[str]) -> str:
-    listed = "\n".join(f"  {line}" for line in differences[:LISTED_DIFFERENCES])
-    return f"which differs in {len(differences)} arrays:\n{listed}"
-
-
-class _OrbaxLog(logging.Filter):
-    """Keeps the log of orbax off the terminal, and remembers the last error in it.
-
-    orbax logs a failure in each thread that sees it, with its traceback, and raises it as well. It
-    also warns of old checkpoints that a kill left half deleted, which the next save removes.
-    """
-
-    error: BaseException | None = None
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if "orbax" not in record.pathname:
-            return True
-        if record.levelno >= logging.ERROR and record.exc_info:
-            self.error = record.exc_info[1]
-        return False
-
-
-_orbax_log = _OrbaxLog()
-
-
-def _finish(result: Callable[..., bool]) -> None:
-    """Waits until a save is done or has failed.
-
-    If one of several processes cannot write its part, orbax would raise only after 20 minutes: that
-    process waits for the others in one place, and they wait for it in another.
-    """
-    while True:
-        since = time.monotonic()
+    damaged: dict[int, DamagedError] = {}
+    while steps := [step for step in newest_first(folder) if step not in damaged]:
+        step, path = steps[0], folder.resolve() / str(steps[0])
         try:
-            result(timeout=POLL_SECONDS)
-            return
-        except TimeoutError:
-            if _orbax_log.error is not None:
-                raise _orbax_log.error from None
-            if time.monotonic() - since < POLL_SECONDS:  # The timeout of the save itself.
-                raise
+            arrays, _ = read_checkpoint(
+                path,
+                choose,
+                owner="the model that config.json beside it says",
+                settings=settings or {},
+                advice="Give the folder of a run whose files are its own.",
+                note=note,
+            )
+        except DamagedError as error:
+            # Otherwise the run has meanwhile saved a newer checkpoint and deleted this one.
+            if step in newest_first(folder):
+                damaged[step] = error
+            continue
+        for error in [error for bad, error in damaged.items() if bad > step]:
+            note(f"WARNING: {error} The checkpoint of step {step} is used.")
+        leaves = [arrays[name] for name in names]
+        return jax.tree.unflatten(jax.tree.structure(weights), leaves), step
+    if damaged:
+        raise CheckpointError(
+            f"{' '.join(map(str, damaged.values()))} No whole one is left in {folder}. Wait for "
+            "the next one of the run, or give the folder of another."
+        )
+    raise CheckpointError(
+        f"There must be a checkpoint to read; got none in {folder}. Wait for the first one of "
+        "the run, or give the folder of another."
+    )
+
+
+def _wait_for_all() -> None:
+    """Waits until all processes are here; unlike a collective, in any thread."""
+    wait: Any = multihost.get_barrier_sync_fn()
+    wait(key=f"checkpoints_{next(_numbers)}", timeout_ms=MOST_SECONDS * 1000)

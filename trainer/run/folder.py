@@ -15,7 +15,13 @@ from typing import IO
 from startrail_jax.errors import InputError
 from trainer.config import TrainConfig
 from trainer.errors import RunError, StorageError
-from trainer.run.settings import flag_text, flag_value, load_config, read_kind, settings_of
+from trainer.run.settings import (
+    flag_text,
+    flag_value,
+    load_config,
+    read_kind,
+    settings_of,
+)
 
 CONFIG_FILE = "config.json"
 CHECKPOINTS_FOLDER = "checkpoints"
@@ -61,6 +67,24 @@ def open_run(config: TrainConfig, *, writes: bool = True) -> Iterator[Path]:
         _lock(file, folder)
         _check_same_run(config)
         yield folder
+
+
+def result_flags(config: TrainConfig) -> dict[str, str]:
+    """The settings that the result of a run depends on, as flags, by their names.
+
+    Paths are left out: a folder of data may move, and what it holds is compared by itself.
+    """
+    settings = settings_of(config, but=FREE_SETTINGS)
+    return {
+        name: flag_text(name, value)
+        for name, value in settings.items()
+        if not isinstance(value, Path)
+    }
+
+
+def model_flags(config: TrainConfig) -> dict[str, str]:
+    """The settings of the model, as flags, by their names: what its weights were trained with."""
+    return {name: flag for name, flag in result_flags(config).items() if name.startswith("model.")}
 
 
 def require_writable(folder: Path) -> None:

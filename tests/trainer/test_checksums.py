@@ -1,0 +1,292 @@
+"""Checkpoints that rot: every flipped bit is noticed, and an older checkpoint is used."""
+
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from trainer.run import durable
+from trainer.run.checkpoint import CheckpointError, Checkpoints, restore_weights
+from trainer.run.checksums import CHECKSUMS_FILE, Checksums, checksums_of
+
+REPOSITORY = Path(__file__).parents[2]
+DATA_STATE = {"epoch": 3, "position": [5, 7]}
+SETTINGS = {"seed": "--seed 0", "model.width": "--model.width 8"}
+
+
+def tiny_state(step, sharding=None):
+    """A state whose numbers depend on the step, of which `sharding` splits the matrix."""
+    noise = np.random.default_rng(step).standard_normal((8, 13), np.float32)
+    matrix = jnp.array(noise) if sharding is None else jax.device_put(noise, sharding)
+    return {"weights": {"matrix": matrix, "vector": jnp.full(5, step, jnp.bfloat16)}, "count": step}
+
+
+def split(num_devices):
+    mesh = jax.make_mesh(
+        (num_devices,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:num_devices]
+    )
+    return NamedSharding(mesh, PartitionSpec("x"))
+
+
+def shapes_of(state):
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+    )
+
+
+def save(folder, steps, sharding=None):
+    with Checkpoints(folder, keep=len(steps)) as checkpoints:
+        for step in steps:
+            state = jax.tree.map(jnp.asarray, tiny_state(step, sharding))
+            checkpoints.save(step, state, {**DATA_STATE, "at": step}, SETTINGS)
+    return shapes_of(jax.tree.map(jnp.asarray, tiny_state(0, sharding)))
+
+
+def files_of(folder):
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def flip_bit(folder, bit):
+    """Flips one bit of all files below a folder, counted in their order; returns the file."""
+    for path in files_of(folder):
+        size = 8 * path.stat().st_size
+        if bit < size:
+            content = bytearray(path.read_bytes())
+            content[bit // 8] ^= 1 << bit % 8
+            path.write_bytes(content)
+            return path
+        bit -= size
+    raise AssertionError("fewer bits")
+
+
+def same_bits(found, expected):
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+    return all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in pairs)
+
+
+def restore_after_flip(whole, folder, bit, shapes, sharding=None):
+    """Whether a flip was noticed; asserts that the state restored is one that was saved."""
+    shutil.copytree(whole, folder)
+    path = flip_bit(folder / "5", bit)
+    notes = []
+    with Checkpoints(folder, keep=2, note=notes.append) as checkpoints:
+        state, data_state = checkpoints.restore(shapes, SETTINGS)
+        step = checkpoints.restored
+        assert checkpoints.latest == step
+    where = f"bit {bit}, in {path}: {notes}"
+    assert step == (3 if notes else 5), where
+    assert data_state == {**DATA_STATE, "at": step}, where
+    assert same_bits(state, jax.tree.map(jnp.asarray, tiny_state(step, sharding))), where
+    assert (folder / "5.damaged").exists() == bool(notes), where
+    shutil.rmtree(folder)
+    return bool(notes)
+
+
+def flip_bits(folder, num_flips, seed, sharding=None):
+    """Flips single bits, half of them in a random place and half in a random file.
+
+    Returns:
+        How many of them were noticed. All others were harmless.
+    """
+    shapes = save(folder / "whole", (3, 5), sharding)
+    files, chance = files_of(folder / "whole" / "5"), random.Random(seed)
+    sizes = [8 * path.stat().st_size for path in files]
+    places = [i for i, size in enumerate(sizes) if size]
+    noticed = 0
+    for number in range(num_flips):
+        bit = chance.randrange(sum(sizes))
+        if number % 2:
+            place = chance.choice(places)
+            bit = sum(sizes[:place]) + chance.randrange(sizes[place])
+        noticed += restore_after_flip(folder / "whole", folder / "flipped", bit, shapes, sharding)
+    return noticed
+
+
+def test_flipped_bits_are_noticed_or_harmless(tmp_path):
+    # In a separate process, since threads that read the checkpoint complain on stderr.
+    script = f"""
+import jax
+jax.config.update("jax_num_cpu_devices", 2)
+from pathlib import Path
+from tests.trainer.test_checksums import flip_bits, split
+print(flip_bits(Path({str(tmp_path)!r}), 10, 0, split(2)))
+"""
+    process = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=REPOSITORY,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        text=True,
+        capture_output=True,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr
+    assert int(process.stdout) >= 3
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "uint8", "bool", "float8_e4m3fn"])
+def test_checksum_notices_every_bit_and_no_sharding(dtype):
+    values = np.arange(16, dtype=np.uint8).view(np.uint8) % 2
+    host = np.array(jnp.asarray(values.reshape(8, 2)).astype(dtype))
+    expected = checksums_of({"a": jnp.asarray(host)})["a"]
+    for sharding in (split(8), split(2)):
+        assert checksums_of({"a": jax.device_put(host, sharding)})["a"] == expected
+    found = {expected}
+    width = 1 if dtype == "bool" else 8
+    bits = range(0, 8 * host.nbytes, 8 // width)
+    for bit in bits:
+        flipped = bytearray(host.tobytes())
+        flipped[bit // 8] ^= 1 << bit % 8
+        array = np.frombuffer(bytes(flipped), host.dtype).reshape(host.shape)
+        found.add(checksums_of({"a": jnp.asarray(array)})["a"])
+    assert len(found) == len(bits) + 1
+
+
+def test_checksum_notices_two_signs_and_two_places():
+    values = np.arange(1.0, 7, dtype=np.float32)
+    others = [values[::-1], values * [-1, -1, 1, 1, 1, 1], -values, values[[1, 0, 2, 3, 4, 5]]]
+    found = {checksums_of({"a": jnp.asarray(x, jnp.float32)})["a"] for x in (values, *others)}
+    assert len(found) == 5
+
+
+def test_wrong_values_are_named_with_their_step(tmp_path):
+    shapes = save(tmp_path, (5,))
+    checksums = Checksums.read(tmp_path / "5")
+    assert checksums is not None
+    kind, value = checksums.arrays["weights/matrix"]
+    checksums.arrays["weights/matrix"] = (kind, f"{int(value, 16) ^ 1:016x}")
+    checksums.write(tmp_path / "5")
+    with (
+        Checkpoints(tmp_path, keep=1) as checkpoints,
+        pytest.raises(
+            CheckpointError,
+            match=r"/5 is damaged: the checksum of weights/matrix is another\. No whole one is",
+        ),
+    ):
+        checkpoints.restore(shapes)
+    with pytest.raises(CheckpointError, match=r"/5 is damaged: .*weights/matrix.* is left in"):
+        restore_weights(tmp_path, shapes["weights"])
+    assert [path.name for path in tmp_path.iterdir()] == ["5"]  # Nothing is renamed.
+
+
+def test_checkpoint_without_checksums_is_restored_and_that_is_said(tmp_path):
+    shapes = save(tmp_path, (5,))
+    (tmp_path / "5" / CHECKSUMS_FILE).unlink()
+    notes = []
+    with Checkpoints(tmp_path, keep=1, note=notes.append) as checkpoints:
+        state, _ = checkpoints.restore(shapes, SETTINGS)
+    assert same_bits(state, jax.tree.map(jnp.asarray, tiny_state(5)))
+    assert len(notes) == 1
+    assert notes[0].startswith("The checkpoint of step 5 has no checksums")
+
+
+def test_other_settings_are_refused(tmp_path):
+    shapes = save(tmp_path, (5,))
+    now = {"seed": "--seed 4", "model.width": "--model.width 8", "new": "--new"}
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        with pytest.raises(ValueError, match=r"(?s)/5, with.*--seed 0 there, --seed 4 now\n.*json"):
+            checkpoints.restore(shapes, now)
+        assert checkpoints.latest == 5
+    with pytest.raises(ValueError, match=r"--seed 0 there, --seed 4 now"):
+        restore_weights(tmp_path, shapes["weights"], now)
+
+
+def test_samples_are_drawn_from_the_newest_whole_checkpoint(tmp_path):
+    shapes = save(tmp_path, (3, 5))
+    (tmp_path / "5" / CHECKSUMS_FILE).write_text("{}")
+    notes = []
+    weights, step = restore_weights(tmp_path, shapes["weights"], SETTINGS, note=notes.append)
+    assert step == 3
+    assert same_bits(weights, tiny_state(3)["weights"])
+    assert len(notes) == 1
+    assert notes[0].startswith(f"WARNING: The checkpoint {tmp_path / '5'} is damaged: ")
+    assert notes[0].endswith("The checkpoint of step 3 is used.")
+    assert {path.name for path in tmp_path.iterdir()} == {"3", "5"}  # It writes nothing.
+
+
+def test_checkpoint_that_may_be_whole_is_not_set_aside(tmp_path, monkeypatch):
+    shapes = save(tmp_path, (3, 5))
+
+    def refuse(folder):
+        raise PermissionError(folder)
+
+    monkeypatch.setattr(Checksums, "read", refuse)
+    with (
+        Checkpoints(tmp_path, keep=2) as checkpoints,
+        pytest.raises(CheckpointError, match=r"/5 may be whole, but it could not .*Permission"),
+    ):
+        checkpoints.restore(shapes)
+    assert {path.name for path in tmp_path.iterdir()} == {"3", "5"}
+
+
+def test_all_files_are_on_the_disk_before_an_older_checkpoint_goes(tmp_path, monkeypatch):
+    flushed, events = set(), []
+
+    def fsync(descriptor):
+        flushed.add(os.fstat(descriptor).st_ino)
+        events.append("flush")
+
+    def rename(old, new):
+        paths = [old, *old.rglob("*")]
+        if new.name == "5":
+            assert {path.stat().st_ino for path in paths} <= flushed
+        flushed.clear()
+        events.append(f"{old.name} to {new.name}")
+        os.rename(old, new)
+
+    def rmtree(path, ignore_errors):
+        events.append(f"remove {path.name}")
+
+    save(tmp_path, (3,))
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(type(tmp_path), "rename", rename)
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(5, {"a": jnp.zeros(3)}, {})
+        checkpoints.wait()
+        assert checkpoints.steps == [5]
+        costs = checkpoints.take_costs()
+        assert checkpoints.take_costs() == {}
+    assert costs["checkpoint_seconds"] > costs["checkpoint_flush_seconds"] > 0
+    assert costs["checkpoint_checksum_seconds"] > 0
+    assert tmp_path.stat().st_ino in flushed
+    while events[0] == "flush":
+        events.pop(0)
+    assert events == [
+        *("unflushed_5 to 5", "flush"),
+        # A half-deleted folder never has the name of a whole one.
+        *("remove 3.removed", "3 to 3.removed", "flush", "remove 3.removed"),
+    ]
+
+
+def test_each_process_flushes_what_it_wrote(tmp_path, monkeypatch):
+    own = {"ocdbt.process_1/d", "ocdbt.process_1", "metadatas/process_1", "ocdbt.process_12/d"}
+    for name in (*own, "metadatas/process_0", "_METADATA"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True, parents=True)
+        if not name.startswith("ocdbt.process_1") or name.endswith("d"):
+            path.write_text("")
+    flushed = []
+    monkeypatch.setattr(durable, "flush", lambda path: flushed.append(path.relative_to(tmp_path)))
+    durable.flush_files(tmp_path, 1)
+    assert {str(path) for path in flushed} == own - {"ocdbt.process_12/d"}
+    flushed.clear()
+    durable.flush_files(tmp_path, 0)
+    assert {str(path) for path in flushed} == {".", "metadatas", "metadatas/process_0", "_METADATA"}
+
+
+def test_what_a_kill_left_is_removed(tmp_path):
+    shapes = save(tmp_path, (3,))
+    for name in ("unflushed_5", "1.removed", "unflushed_7.orbax-checkpoint-tmp"):
+        shutil.copytree(tmp_path / "3", tmp_path / name)
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        assert checkpoints.steps == [3]
+        checkpoints.restore(shapes)
+    assert [path.name for path in tmp_path.iterdir()] == ["3"]

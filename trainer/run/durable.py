@@ -1,0 +1,62 @@
+"""Files that outlive a power failure, and folders that are removed in one step."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+REMOVED = ".removed"
+"""Ending of a folder that is being removed."""
+_PROCESS = re.compile(r"process_(\d+)$")
+
+
+def flush_files(folder: Path, process: int) -> None:
+    """Flushes to the disk what a process has written below a folder, each file and folder of it.
+
+    Files and folders whose name ends in the number of a process, such as `process_3`, are its own.
+    All others belong to process 0.
+
+    Args:
+        folder: a checkpoint, which all processes have written.
+        process: number of this process.
+    """
+    for path, _, files in os.walk(folder):
+        for name in (*files, "."):
+            if _owner(Path(path, name).relative_to(folder)) == process:
+                flush(Path(path, name))
+
+
+def flush(path: Path) -> None:
+    """Waits until a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def rename(old: Path, new: Path) -> None:
+    """Renames a folder, and waits until that is on the disk. Both names lie in one folder."""
+    old.rename(new)
+    flush(new.parent)
+
+
+def remove(folder: Path) -> None:
+    """Removes a folder and all that is in it.
+
+    It is renamed first: a kill or a power failure leaves it whole, or under another name.
+    """
+    if not folder.name.endswith(REMOVED):
+        renamed = folder.with_name(folder.name + REMOVED)
+        shutil.rmtree(renamed, ignore_errors=True)  # An earlier kill may have left one.
+        rename(folder, renamed)
+        folder = renamed
+    # What cannot be removed now has a name that counts nowhere, and the next start tries again.
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _owner(path: Path) -> int:
+    numbers = [int(match[1]) for part in path.parts if (match := _PROCESS.search(part))]
+    return numbers[0] if numbers else 0
