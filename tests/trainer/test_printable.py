@@ -3,7 +3,10 @@
 import io
 import sys
 
+import jax
+import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from startrail_jax.errors import InputError
 from trainer.command_line import exit_with_usage_error
@@ -19,7 +22,11 @@ pytestmark = pytest.mark.quick
 # Clears the screen, sets the title of the window, and shows text in the other direction.
 HOSTILE = "a\x1b[2J\x9b2J\x07b\u202ec\r"
 ESCAPED = "a\\x1b[2J\\x9b2J\\x07b\\u202ec\\r"
-SESSION = Session(mesh=None, agree=bool, description=())  # pyright: ignore
+
+
+def session():
+    mesh = Mesh(np.array(jax.devices()[:1]), ("x",))
+    return Session(mesh=mesh, agree=bool, description=())
 
 
 class FakeTerminal(io.StringIO):
@@ -56,7 +63,7 @@ def advance():
         lambda: Terminal(steps=1, quiet=False).line(HOSTILE),
         lambda: say(HOSTILE),
         advance,
-        lambda: SESSION.note(HOSTILE),
+        lambda: session().note(HOSTILE),
         lambda: program_exit.end_now(HOSTILE),
         lambda: exit_with_usage_error(HOSTILE),
         lambda: print_error(InputError),
@@ -64,7 +71,7 @@ def advance():
     ids=["line", "say", "progress", "note", "end", "usage", "error"],
 )
 def test_what_is_shown_is_escaped(show, capsys, monkeypatch):
-    monkeypatch.setattr("os._exit", lambda status: None)
+    monkeypatch.setattr("os._exit", sys.exit)
     code = None
     try:
         show()
@@ -87,5 +94,5 @@ def test_sample_is_escaped_on_a_terminal_and_exact_in_a_file(monkeypatch):
     for stream, expected in [(FakeTerminal(), f"\n\t{ESCAPED}"), (io.StringIO(), f"\n\t{HOSTILE}")]:
         monkeypatch.setattr(sys, "stdout", stream)
         for character in f"\n\t{HOSTILE}":
-            SESSION.print(character, end="")
+            session().print(character, end="")
         assert stream.getvalue() == expected

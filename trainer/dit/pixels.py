@@ -86,8 +86,8 @@ def _with_image(path: Path, wanted: Wanted, function: Callable[[Any, Path, Wante
         raise _too_many_pixels(library, str(error), path) from None
     except library.UnidentifiedImageError:
         raise BadImageError(
-            f"{str(path)!r} must be a whole image in one of the formats {', '.join(FORMATS)}; got "
-            "another content"
+            f"{str(path)!r} must be a whole image; got UnidentifiedImageError: it has none of the "
+            f"formats {', '.join(FORMATS)}"
         ) from None
     # For damaged files Pillow raises errors of many types, ValueError and TypeError among them.
     except Exception as error:

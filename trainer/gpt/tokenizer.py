@@ -13,7 +13,7 @@ from jaxtyping import Integer
 
 from startrail_jax.errors import InputError, UserError
 from trainer.data.documents import Document
-from trainer.data.opening import read_whole, reading
+from trainer.data.opening import read_whole
 from trainer.errors import MissingPackageError
 
 # Ends every document of bytes. No text contains this byte.
@@ -186,12 +186,10 @@ def _load(path: Path) -> tuple[Any, str]:
             f"data.tokenizer must have the package tokenizers; got {str(path)!r} without it. Run "
             "pip install tokenizers."
         ) from error
-    with reading(path):
-        content = read_whole(path, LARGEST_FILE)
     with _library_errors(
         path, "Give the file that lies beside the weights of the model, not its folder."
     ):
-        text = content.decode()
+        text = read_whole(path, LARGEST_FILE).decode()
         digest = hashlib.sha256(f"{tokenizers.__version__} {text}".encode()).hexdigest()
         return tokenizers.Tokenizer.from_str(text), digest
 
