@@ -1,5 +1,6 @@
 """Files that were made to harm: no program is started, nothing waits, memory stays bounded."""
 
+import hashlib
 import io
 import json
 import os
@@ -12,6 +13,7 @@ import zlib
 
 import numpy as np
 import pytest
+import tokenizers
 from PIL import EpsImagePlugin, Image
 
 from startrail_jax.errors import InputError
@@ -352,6 +354,17 @@ def test_panic_of_the_tokenizer_names_the_file(tmp_path):
     tokenizer = FileTokenizer(tokenizer_file(tmp_path / "decode.json", decoder=broken), **options)
     with pytest.raises(InputError, match=r"got '.*decode.json': PanicException: "):
         tokenizer.decode(np.array([0, 1]))
+
+
+def test_tokenizer_has_the_hash_of_its_text_whatever_ends_its_lines(tmp_path):
+    path = tokenizer_file(tmp_path / "x.json")
+    text = path.read_text().replace(",", ",\n")
+    digests = set()
+    for end in ("\n", "\r\n", "\r"):
+        path.write_bytes(text.replace("\n", end).encode())
+        digests.add(FileTokenizer(path, end_of_document=None, vocab_size=2).digest)
+    versioned = f"{tokenizers.__version__} {text}"
+    assert digests == {hashlib.sha256(versioned.encode()).hexdigest()}
 
 
 def test_interruption_of_the_tokenizer_is_no_error_of_its_file(tmp_path, monkeypatch):

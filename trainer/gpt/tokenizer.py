@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -189,7 +190,8 @@ def _load(path: Path) -> tuple[Any, str]:
     with _library_errors(
         path, "Give the file that lies beside the weights of the model, not its folder."
     ):
-        text = read_whole(path, LARGEST_FILE).decode()
+        # The ends of lines as Python reads them: runs that have begun compare the hash.
+        text = "\n".join(re.split("\r\n|\r", read_whole(path, LARGEST_FILE).decode()))
         digest = hashlib.sha256(f"{tokenizers.__version__} {text}".encode()).hexdigest()
         return tokenizers.Tokenizer.from_str(text), digest
 
