@@ -23,7 +23,7 @@ OP = "startrail_jax"
 LAYERS = (
     {OP},
     {"models"},
-    {"trainer.errors"},
+    {"trainer.errors", "trainer.printable"},
     {"trainer.config", "trainer.objective"},
     {"trainer.run", "trainer.data", "trainer.network"},
     {"trainer.processes", "trainer.parallel"},
@@ -227,6 +227,23 @@ def test_no_two_classes_have_one_name():
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(file_id(path))
     assert not {name: paths for name, paths in places.items() if len(paths) > 1}
+
+
+def test_all_that_is_printed_is_printable():
+    """A name of a file, a text or a message of another process may hold commands for a terminal."""
+    for path in files():
+        if not path.is_relative_to(ROOT / "trainer") and path.parent != ROOT:
+            continue
+        for node in nodes(path):
+            if not isinstance(node, ast.Call) or ast.unparse(node.func) not in {
+                "print",
+                "sys.exit",
+            }:
+                continue
+            for shown in node.args:
+                text = ast.unparse(shown)
+                is_constant = isinstance(shown, ast.Constant) or text.isupper()
+                assert is_constant or "printable(" in text, f"{file_id(path)}:{node.lineno}"
 
 
 def test_folders_and_modules_stay_small():

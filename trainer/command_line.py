@@ -11,6 +11,7 @@ import tyro
 
 from startrail_jax.errors import InputError
 from trainer.network.options import Distributed
+from trainer.printable import printable
 from trainer.run.settings import settings_of
 
 Settings = TypeVar("Settings")
@@ -123,5 +124,5 @@ def _other_names(arguments: Sequence[str], default: Any) -> Iterator[str]:
 
 def exit_with_usage_error(message: object) -> NoReturn:
     """Prints a message about the command line, and exits with status 2."""
-    print(message, file=sys.stderr)
+    print(printable(str(message)), file=sys.stderr)
     sys.exit(2)

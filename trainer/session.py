@@ -19,6 +19,7 @@ from startrail_jax.errors import InputError
 from trainer.config import MeshConfig
 from trainer.network.options import Distributed
 from trainer.parallel.degrees import choose_degrees, describe_degrees
+from trainer.printable import printable
 from trainer.processes.devices import require_divisible, select_devices
 from trainer.processes.distributed import start
 from trainer.processes.hardware import unused_gpus
@@ -43,14 +44,18 @@ class Session:
         return jax.process_index() == 0
 
     def print(self, text: str, end: str = "\n") -> None:
-        """Prints text to standard output, in the first process only."""
+        """Prints text to standard output, in the first process only.
+
+        A terminal gets escapes for control characters; a file or a program gets the text as it is.
+        """
         if self.is_first:
-            print(text, end=end, flush=True)
+            is_terminal = sys.stdout is not None and sys.stdout.isatty()
+            print(printable(text) if is_terminal else text, end=end, flush=True)
 
     def note(self, line: str) -> None:
         """Prints a line to standard error, in the first process only."""
         if self.is_first:
-            print(line, file=sys.stderr, flush=True)
+            print(printable(line), file=sys.stderr, flush=True)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from trainer.errors import StorageError
+from trainer.printable import printable
 
 POLL_SECONDS = 0.2
 CACHE_OPTION = "--data.cache"
@@ -23,7 +24,7 @@ NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 def say(line: str) -> None:
     """Prints a line about work that takes long to standard error."""
-    print(line, file=sys.stderr, flush=True)
+    print(printable(line), file=sys.stderr, flush=True)
 
 
 def cached_folder(cache: Path, key: str, write: Callable[[Path], None]) -> Path:

@@ -15,10 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from startrail_jax.errors import InputError
-from trainer.data.files import LISTED_FILES, Files, is_gzip, reading, require_regular
+from trainer.data.files import LISTED_FILES, Files, is_gzip
+from trainer.data.opening import open_regular, reading
 
 # Number of bytes of a text file that are read at a time.
 BLOCK_BYTES = 1 << 20
+# A line is kept in memory as a whole, and a small compressed file may hold a very long one.
+LONGEST_LINE = 1 << 28
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,8 +105,7 @@ def _scan(path: Path) -> Scan:
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[io.BufferedIOBase, io.BufferedIOBase]]:
     """A file to read, and the file on the disk, which differs from it if that is compressed."""
-    require_regular(path)
-    with reading(path), path.open("rb") as raw:
+    with reading(path), open_regular(path) as raw:
         if not is_gzip(path):
             yield raw, raw
             return
@@ -155,8 +157,14 @@ def _read_jsonl(
 ) -> Iterator[Document]:
     offset = told = 0
     with _opened(path) as (file, on_disk):
-        for number, raw in enumerate(file, start=1):
+        lines = iter(lambda: file.readline(LONGEST_LINE + 1), b"")
+        for number, raw in enumerate(lines, start=1):
             place = f"{path}:{number}"
+            if len(raw) > LONGEST_LINE:
+                raise InputError(
+                    f"A line of a JSONL file must have at most {LONGEST_LINE:,} bytes; got more in "
+                    f"{place!r}. Divide the document, or remove the line."
+                )
             try:
                 line = raw.decode()
             except UnicodeDecodeError as error:

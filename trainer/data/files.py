@@ -9,7 +9,6 @@ import platform
 import re
 import sysconfig
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Literal
@@ -18,6 +17,8 @@ import numpy as np
 from jaxtyping import Integer
 
 from startrail_jax.errors import InputError
+from trainer.data.arrays import map_vector
+from trainer.data.opening import open_regular, reading
 
 # Folders of tests, of installed packages, and of tables that a program has generated. Many of those
 # tables are nearly equal, so training would see what is held out.
@@ -171,11 +172,10 @@ def map_tokens(path: Path, bin_dtype: str) -> Integer[np.ndarray, " tokens"]:
         ValueError: if the file cannot be read, is empty or truncated, or is not a vector of
             integers.
     """
-    require_regular(path)
-    with reading(path):
-        size = path.stat().st_size
+    with reading(path), open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
         if kind_of(path) == "npy":
-            tokens = _map_npy(path)
+            tokens = map_vector(file, path)
         else:
             dtype = np.dtype(bin_dtype).newbyteorder("<")
             if size % dtype.itemsize:
@@ -185,7 +185,7 @@ def map_tokens(path: Path, bin_dtype: str) -> Integer[np.ndarray, " tokens"]:
                     "copy it again, or correct --data.bin-dtype."
                 )
             # An empty file cannot be mapped.
-            tokens = np.memmap(path, dtype, "r") if size else np.zeros(0, dtype)
+            tokens = np.memmap(file, dtype, "r") if size else np.zeros(0, dtype)
     if not len(tokens):
         raise InputError(f"{str(path)!r} must hold tokens; got none. Remove it, or write it again.")
     return tokens
@@ -244,7 +244,7 @@ def digest_of_tokens(path: Path) -> str:
     over it, the first and the last block among them.
     """
     digest = hashlib.sha256()
-    with reading(path), path.open("rb") as file:
+    with reading(path), open_regular(path) as file:
         size = file.seek(0, os.SEEK_END)
         digest.update(b"%d " % size)
         if size > HASHED_BYTES:
@@ -312,42 +312,3 @@ def _near(path: Path) -> str:
     if not near:
         return f"Nothing in {str(path.parent)!r} has a similar name."
     return f"Did you mean {' or '.join(repr(str(path.parent / name)) for name in near)}?"
-
-
-@contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Turns an error of the operating system into an error that says what to do."""
-    try:
-        yield
-    except OSError as error:
-        raise InputError(
-            f"{str(error.filename or path)!r} must be readable; got {type(error).__name__}: "
-            f"{error.strerror or error}. Correct its permissions or the link to it, or leave it "
-            "out."
-        ) from error
-
-
-def require_regular(path: Path) -> None:
-    """Raises for a pipe or a device, which could be read without end. A link is followed."""
-    with reading(path):
-        path.stat()
-        if not path.is_file():
-            raise InputError(
-                f"{str(path)!r} must be a regular file; got a folder, pipe or device. Leave it out."
-            )
-
-
-def _map_npy(path: Path) -> np.ndarray:
-    try:
-        tokens = np.lib.format.open_memmap(path, mode="r")
-    except (ValueError, EOFError) as error:
-        raise InputError(
-            f"{str(path)!r} must be a whole .npy file of integers; got {error}. It may be "
-            "truncated: write or copy it again."
-        ) from None
-    if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
-        raise InputError(
-            f"{str(path)!r} must hold a vector of integers; got shape {tokens.shape} of "
-            f"{tokens.dtype}. Write the tokens one after another."
-        )
-    return tokens

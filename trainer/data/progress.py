@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from trainer.data.cache import say
+from trainer.printable import printable
 
 SECONDS_BEFORE_LINE = 2.0
 SECONDS_BETWEEN_LINES = 30.0
@@ -36,7 +37,7 @@ def shown_progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
     with Progress(
         *columns, console=console, transient=True, disable=not console.is_terminal
     ) as progress:
-        task = progress.add_task(what, total=total)
+        task = progress.add_task(printable(what), total=total)
 
         def advance(size: int) -> None:
             nonlocal done, next_line

@@ -6,7 +6,6 @@ they are needed, and before the run as well if some files are expected to be bad
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +14,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from startrail_jax.errors import InputError
+from trainer.data.cache import say
 from trainer.data.files import walk_files
+from trainer.data.opening import read_whole
 from trainer.dit.examples import ImageSet, Wanted, encode_captions
 from trainer.dit.pixels import (
     BadImageError,
@@ -31,6 +32,8 @@ SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 FILES_AT_A_TIME = 1024
 # Between two lines that say how many files are checked.
 SECONDS_BETWEEN_LINES = 10.0
+# Number of bytes of a file with a caption.
+LONGEST_CAPTION = 1 << 20
 
 
 def open_folder(folder: Path, wanted: Wanted, *, decode: bool, peers: Peers) -> ImageSet:
@@ -152,7 +155,7 @@ def _find_bad(
         for start in range(0, len(numbers), FILES_AT_A_TIME):
             if shown and time.monotonic() > due:
                 due = time.monotonic() + SECONDS_BETWEEN_LINES
-                print(f"{start:,} of {len(numbers):,} images are checked", file=sys.stderr)
+                say(f"{start:,} of {len(numbers):,} images are checked")
             part = numbers[start : start + FILES_AT_A_TIME]
             reasons = zip(part, threads.map(reason, part), strict=True)
             bad |= {number: text for number, text in reasons if text}
@@ -163,7 +166,7 @@ def _read_caption(image: Path) -> tuple[str, str]:
     """The caption of an image, and where it was found."""
     path = image.with_suffix(".txt")
     try:
-        return path.read_bytes().decode("utf-8-sig").strip(), repr(str(path))
+        return read_whole(path, LONGEST_CAPTION).decode("utf-8-sig").strip(), repr(str(path))
     except OSError as error:
         raise InputError(
             f"Every image must have its caption in a file beside it; got {type(error).__name__} "

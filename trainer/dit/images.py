@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import struct
 import zipfile
 import zlib
 from collections.abc import Collection
@@ -29,6 +30,7 @@ import numpy as np
 from jaxtyping import Float, Float32, Integer
 
 from startrail_jax.errors import InputError
+from trainer.data.arrays import ArrayHeader, opened_archive
 from trainer.data.files import find_files
 from trainer.dit.config import ImageConfig
 from trainer.dit.examples import (
@@ -257,17 +259,16 @@ def _open_npz(path: Path, wanted: Wanted, scale: float) -> ImageSet:
         )
     needed = ["latents"]
     needed += ["labels"] * (wanted.classes > 0) + ["captions"] * (wanted.caption_length > 0)
-    arrays = _load_npz(path, needed)
+    arrays = _load_npz(path, needed, wanted)
     latents = arrays["latents"]
-    _check_latents(latents, path, wanted)
     count = len(latents)
     labels: list[int | None] = [None] * count
     captions: list[bytes | None] = [None] * count
     remark = ""
     if wanted.classes:
-        labels = _check_labels(arrays["labels"], path, count, wanted.classes).tolist()
+        labels = _check_labels(arrays["labels"], path, wanted.classes).tolist()
     if wanted.caption_length:
-        captions, remark = _check_captions(arrays["captions"], path, count, wanted.caption_length)
+        captions, remark = _encode_captions(arrays["captions"], path, wanted.caption_length)
     shape = (*wanted.size, wanted.channels)
     bad, rms = _measure_latents(latents, path, scale)
     return ImageSet(
@@ -281,22 +282,25 @@ def _open_npz(path: Path, wanted: Wanted, scale: float) -> ImageSet:
     )
 
 
-def _load_npz(path: Path, needed: list[str]) -> dict[str, np.ndarray]:
-    """The arrays of a file by name."""
+def _load_npz(path: Path, needed: list[str], wanted: Wanted) -> dict[str, np.ndarray]:
+    """The arrays of a file by name. Nothing is unpacked before all headers are right."""
     try:
-        with path.open("rb") as file:
-            arrays = np.load(file, allow_pickle=False)
-            if not isinstance(arrays, np.lib.npyio.NpzFile):
-                raise ValueError("a single array")
-            missing = [name for name in needed if name not in arrays]
+        with opened_archive(path) as archive:
+            found = archive.names()
+            missing = [name for name in needed if name not in found]
             if not missing:
-                return {name: arrays[name] for name in needed}
-            found = list(arrays)
-    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
+                headers = {name: archive.header(name) for name in needed}
+                _check_headers(headers, path, wanted)
+                return archive.read(headers)
+    except InputError:
+        raise
+    # For damaged archives, Python's own package raises errors of many types.
+    except (OSError, ValueError, EOFError, KeyError, RuntimeError, zipfile.BadZipFile, zlib.error,
+            struct.error, OverflowError) as error:  # fmt: skip
         raise InputError(
             "data.path must be a folder of images, or a whole *.npz file of arrays without "
-            f"objects; got {type(error).__name__}: {error}, in {str(path)!r}. Save it again: "
-            "np.savez(path, latents=latents, labels=labels)."
+            f"objects; got {type(error).__name__}: {error}, in {str(path)!r}. Save it again, "
+            "without compression: np.savez(path, latents=latents, labels=labels)."
         ) from error
     raise InputError(
         f"{str(path)!r} must hold the arrays {needed} for this model; got {found}. Add "
@@ -305,11 +309,33 @@ def _load_npz(path: Path, needed: list[str]) -> dict[str, np.ndarray]:
     )
 
 
-def _check_latents(latents: np.ndarray, path: Path, wanted: Wanted) -> None:
+def _check_headers(headers: dict[str, ArrayHeader], path: Path, wanted: Wanted) -> None:
+    """Raises unless all arrays have the shapes and types that the model needs."""
+    latents = headers["latents"]
+    _check_latents(latents, path, wanted)
+    count = latents.shape[0]
+    labels, captions = headers.get("labels"), headers.get("captions")
+    if labels and (not np.issubdtype(labels.dtype, np.integer) or labels.shape != (count,)):
+        raise _npz_error(
+            path,
+            f"`labels` must be {count} integers, one for each of `latents`",
+            labels,
+            "Save them so, or use --model.classes 0.",
+        )
+    if captions and (captions.dtype.kind != "U" or captions.shape != (count,)):
+        raise _npz_error(
+            path,
+            f"`captions` must be {count} strings, one for each of `latents`",
+            captions,
+            "Save np.array(captions) of a list of str, or use --model.caption-length 0.",
+        )
+
+
+def _check_latents(latents: ArrayHeader, path: Path, wanted: Wanted) -> None:
     example = (*wanted.size, wanted.channels)
     # Images of one frame may leave out its dimension.
     shapes = [example, example[1:]] if wanted.size[0] == 1 else [example]
-    if latents.shape[1:] not in shapes:
+    if not latents.shape or latents.shape[1:] not in shapes:
         raise _npz_error(
             path,
             f"`latents` must have the shape [number, {', '.join(map(str, shapes[-1]))}]",
@@ -360,15 +386,8 @@ def _warning_of_scale(rms: float, scale: float) -> str:
 
 
 def _check_labels(
-    labels: np.ndarray, path: Path, count: int, classes: int
+    labels: Integer[np.ndarray, " examples"], path: Path, classes: int
 ) -> Integer[np.ndarray, " examples"]:
-    if not np.issubdtype(labels.dtype, np.integer) or labels.shape != (count,):
-        raise _npz_error(
-            path,
-            f"`labels` must be {count} integers, one for each of `latents`",
-            labels,
-            "Save them so, or use --model.classes 0.",
-        )
     wrong = (labels < 0) | (labels >= classes)
     if wrong.any():
         number = int(wrong.argmax())
@@ -380,20 +399,12 @@ def _check_labels(
     return labels
 
 
-def _check_captions(
-    captions: np.ndarray, path: Path, count: int, caption_length: int
+def _encode_captions(
+    captions: np.ndarray, path: Path, caption_length: int
 ) -> tuple[list[bytes | None], str]:
-    if captions.dtype.kind != "U" or captions.shape != (count,):
-        raise _npz_error(
-            path,
-            f"`captions` must be {count} strings, one for each of `latents`",
-            captions,
-            "Save np.array(captions) of a list of str, or use --model.caption-length 0.",
-        )
-    places = (f"caption {number} of {str(path)!r}" for number in range(count))
+    places = (f"caption {number} of {str(path)!r}" for number in range(len(captions)))
     return encode_captions(zip(map(str, captions), places, strict=True), caption_length)
 
 
-def _npz_error(path: Path, rule: str, found: np.ndarray, way_out: str) -> InputError:
-    given = f"shape {found.shape} of {found.dtype}"
-    return InputError(f"{rule}; got {given} in {str(path)!r}. {way_out}")
+def _npz_error(path: Path, rule: str, found: ArrayHeader, way_out: str) -> InputError:
+    return InputError(f"{rule}; got {found} in {str(path)!r}. {way_out}")

@@ -10,12 +10,16 @@ import numpy as np
 from jaxtyping import Float32
 
 from startrail_jax.errors import InputError, UserError
+from trainer.data.opening import open_regular
 from trainer.dit.examples import Wanted
 from trainer.errors import MissingPackageError
 
 # Pillow's modes of at most 8 bits a channel. Pillow would clip the values of wider modes.
 MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "LAB")
 EXIF_ORIENTATION = 0x0112
+# Pillow looks at the content of a file and not at its name, and would start other programs for some
+# formats, such as Ghostscript for EPS.
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP")
 
 
 class BadImageError(InputError):
@@ -74,15 +78,20 @@ def _with_image(path: Path, wanted: Wanted, function: Callable[[Any, Path, Wante
     """Calls a function with an opened image, whose pixels are not decoded yet."""
     library = import_pillow()
     try:
-        with library.open(path) as image:
+        with open_regular(path) as file, library.open(file, formats=FORMATS) as image:
             return function(image, path, wanted)
     except (UserError, MemoryError):
         raise
+    except (library.DecompressionBombError, library.DecompressionBombWarning) as error:
+        raise _too_many_pixels(library, str(error), path) from None
+    except library.UnidentifiedImageError:
+        raise BadImageError(
+            f"{str(path)!r} must be a whole image; got UnidentifiedImageError: it has none of the "
+            f"formats {', '.join(FORMATS)}"
+        ) from None
     # For damaged files Pillow raises errors of many types, ValueError and TypeError among them.
     except Exception as error:
-        # Pillow repeats the path in some.
-        what = str(error).removesuffix(f" {str(path)!r}")
-        rule = f"{str(path)!r} must be a whole image; got {type(error).__name__}: {what}"
+        rule = f"{str(path)!r} must be a whole image; got {type(error).__name__}: {error}"
         # Pillow's own errors of the type OSError have no number.
         if isinstance(error, OSError) and error.errno is not None:
             raise InputError(
@@ -91,9 +100,20 @@ def _with_image(path: Path, wanted: Wanted, function: Callable[[Any, Path, Wante
         raise BadImageError(rule) from error
 
 
+def _too_many_pixels(library: Any, found: str, path: Path) -> BadImageError:
+    return BadImageError(
+        f"Images must have at most {library.MAX_IMAGE_PIXELS:,} pixels; got {found} in "
+        f"{str(path)!r}"
+    )
+
+
 def _check_image(image: Any, path: Path, wanted: Wanted) -> None:
+    library = import_pillow()
     _, height, width = wanted.size
     found = (image.height, image.width)
+    # Pillow itself warns of so many pixels, and refuses only twice as many.
+    if library.MAX_IMAGE_PIXELS and image.height * image.width > library.MAX_IMAGE_PIXELS:
+        raise _too_many_pixels(library, f"height={image.height}, width={image.width}", path)
     # If the header holds no EXIF data, `getexif` would decode the whole image to look for it.
     if "exif" in image.info and image.getexif().get(EXIF_ORIENTATION, 1) >= 5:
         found = found[::-1]

@@ -21,6 +21,7 @@ from jaxtyping import Integer
 from startrail_jax.errors import InputError
 from trainer.data.documents import Document, Scan, read_documents
 from trainer.data.files import Files, map_tokens
+from trainer.data.opening import read_whole
 from trainer.data.progress import shown_progress
 from trainer.data.slices import Slicer
 from trainer.gpt.config import DataConfig
@@ -35,6 +36,8 @@ FORMAT = 1
 TRAIN_FILE = "train.npy"
 HELD_OUT_FILE = "val.npy"
 ABOUT_FILE = ".about.json"
+# Number of bytes of that file.
+LONGEST_ABOUT = 1 << 16
 
 TextTokenizer = ByteTokenizer | FileTokenizer
 
@@ -153,14 +156,14 @@ def read_encoded(folder: Path) -> tuple[EncodedPart, EncodedPart]:
         ValueError: if the files were damaged since.
     """
     try:
-        about = json.loads((folder / ABOUT_FILE).read_text())
+        about = json.loads(read_whole(folder / ABOUT_FILE, LONGEST_ABOUT))
         train, held_out = (
             EncodedPart(tokens=map_tokens(folder / name, ""), documents=documents, largest=largest)
             for name, documents, largest in zip(
                 (TRAIN_FILE, HELD_OUT_FILE), about["documents"], about["largest"], strict=True
             )
         )
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise InputError(
             f"A folder of tokens must hold whole files; got {str(folder)!r}: {error} Delete the "
             "folder: the tokens are then made again."

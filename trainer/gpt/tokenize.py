@@ -26,6 +26,7 @@ from trainer.data.files import TOKEN_KINDS
 from trainer.gpt.config import DataConfig
 from trainer.gpt.corpus import check_effects, find_parts, open_text
 from trainer.gpt.encoding import encode_to_folder, read_encoded
+from trainer.printable import printable
 
 # More than any tokenizer has: the model, which is not known here, has as many as it needs.
 ANY_VOCABULARY = 1 << 31
@@ -111,8 +112,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         command = tokenize(options)
     except InputError as error:
         # The flags have no prefix here.
-        sys.exit(str(error).replace("--data.", "--"))
-    print(f"next: {command}")
+        sys.exit(printable(str(error)).replace("--data.", "--"))
+    print(printable(f"next: {command}"))
 
 
 if __name__ == "__main__":

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jaxtyping import Integer
 
-from startrail_jax.errors import InputError
+from startrail_jax.errors import InputError, UserError
 from trainer.data.documents import Document
+from trainer.data.opening import read_whole
 from trainer.errors import MissingPackageError
 
 # Ends every document of bytes. No text contains this byte.
@@ -25,6 +28,11 @@ END_OF_DOCUMENT_NAMES = (
     "<eos>",
     "<\uff5cend\u2581of\u2581sentence\uff5c>",
 )
+# Number of bytes of a tokenizer.json; those of large vocabularies have about 40 MB.
+LARGEST_FILE = 1 << 29
+# Name of what the package raises where its own code fails.
+PANIC = "PanicException"
+OTHER_FILE = "The file fails on a text: give another, or correct it."
 
 
 class ByteTokenizer:
@@ -134,7 +142,8 @@ class FileTokenizer:
 
     def ids(self, text: str) -> list[int]:
         """The tokens of a text, without one that ends it."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        with _library_errors(self._path, OTHER_FILE):
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode(self, documents: Sequence[Document]) -> list[Integer[np.ndarray, " tokens"]]:
         """Tokens of each document or part of one, with the one that ends the document.
@@ -143,7 +152,8 @@ class FileTokenizer:
             ValueError: if a token is beyond the vocabulary of the model.
         """
         texts = [document.context + document.text for document in documents]
-        encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        with _library_errors(self._path, OTHER_FILE):
+            encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         tokens = []
         for document, encoding in zip(documents, encoded, strict=True):
             before = len(self.ids(document.context)) if document.context else 0
@@ -164,7 +174,8 @@ class FileTokenizer:
 
     def decode(self, tokens: Integer[np.ndarray, " tokens"]) -> str:
         """Text to show, with the names of special tokens. Ids without a token are left out."""
-        return self._tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
+        with _library_errors(self._path, OTHER_FILE):
+            return self._tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
 
 
 def _load(path: Path) -> tuple[Any, str]:
@@ -176,13 +187,30 @@ def _load(path: Path) -> tuple[Any, str]:
             f"data.tokenizer must have the package tokenizers; got {str(path)!r} without it. Run "
             "pip install tokenizers."
         ) from error
-    try:
-        text = path.read_text(encoding="utf-8")
+    with _library_errors(
+        path, "Give the file that lies beside the weights of the model, not its folder."
+    ):
+        # The ends of lines as Python reads them: runs that have begun compare the hash.
+        text = "\n".join(re.split("\r\n|\r", read_whole(path, LARGEST_FILE).decode()))
         digest = hashlib.sha256(f"{tokenizers.__version__} {text}".encode()).hexdigest()
         return tokenizers.Tokenizer.from_str(text), digest
-    # The package raises plain exceptions.
-    except Exception as error:
+
+
+@contextmanager
+def _library_errors(path: Path, way_out: str) -> Iterator[None]:
+    """Turns errors of the package into errors that name the file.
+
+    It raises plain exceptions; and where its own code fails, which a file can bring about, a
+    `PanicException`, which is no `Exception`.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != PANIC:
+            raise
+        if isinstance(error, (UserError, MemoryError)):
+            raise
         raise InputError(
-            f"data.tokenizer must be a Hugging Face tokenizer.json; got {str(path)!r}: {error}. "
-            "Give the file that lies beside the weights of the model, not its folder."
+            f"data.tokenizer must be a Hugging Face tokenizer.json; got {str(path)!r}: "
+            f"{type(error).__name__}: {error}. {way_out}"
         ) from error

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from startrail_jax.errors import InputError
 from trainer.errors import MissingPackageError
+from trainer.printable import printable
 from trainer.run.commands import command
 from trainer.run.exit import exit_on_ctrl_c, exit_on_user_errors
 from trainer.run.folder import METRICS_FILE
@@ -113,4 +114,4 @@ if __name__ == "__main__":
                 f"The only word must be the folder of a run; got {sys.argv[1:]}. Use the --run-dir "
                 "of train.py."
             )
-        print(draw_curve(Path(sys.argv[1])))
+        print(printable(str(draw_curve(Path(sys.argv[1])))))

@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 from startrail_jax.errors import UserError
+from trainer.printable import printable
 
 AGAIN_SECONDS = 0.05
 CTRL_C_STATUS = 130
@@ -35,7 +36,7 @@ def exit_on_user_errors() -> Iterator[None]:
             end_now(describe(error))
         if not isinstance(error, UserError):
             raise
-        sys.exit(describe(error))
+        sys.exit(printable(describe(error)))
 
 
 @contextmanager
@@ -93,7 +94,7 @@ def end_now(message: str) -> NoReturn:
         print("\x1b[?25h", end="")
     try:
         sys.stdout.flush()
-        print(message, file=sys.stderr, flush=True)
+        print(printable(message), file=sys.stderr, flush=True)
     finally:
         os._exit(1)
 

@@ -58,7 +58,7 @@ def load_config(config_type: type[Config], path: Path) -> Config:
                     f"kind must be {config_type.kind}; got {kind!r}. Correct the file."
                 )
         return _decode(config_type, values, "")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _not_a_config(path, error) from error
 
 
@@ -74,7 +74,7 @@ def read_kind(path: Path) -> str:
     try:
         values = _decode(dict, json.loads(path.read_text()), "")
         return _decode(str, values.get(KIND, KIND_WITHOUT_NAME), KIND)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _not_a_config(path, error) from error
 
 
@@ -121,7 +121,7 @@ def flag_value(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def _not_a_config(path: Path, error: ValueError) -> InputError:
+def _not_a_config(path: Path, error: Exception) -> InputError:
     return InputError(f"{path} must hold the config of a run. {error}")
 
 

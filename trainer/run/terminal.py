@@ -12,6 +12,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from trainer.printable import printable
+
 WIDEST_BAR = 40
 NARROWEST_BAR = 10
 
@@ -76,8 +78,8 @@ class Terminal:
         self._bar.stop()
 
     def line(self, text: str) -> None:
-        """Prints a line above the bar, without interpreting markup in it."""
-        self._console.print(Text(text))
+        """Prints a line above the bar, without interpreting markup or control characters in it."""
+        self._console.print(Text(printable(text)))
 
     @property
     def status(self) -> str:
@@ -96,5 +98,5 @@ class Terminal:
         """
         fields = {}
         if status is not None:
-            fields = {"status": status, "since": time.monotonic() if waits else None}
+            fields = {"status": printable(status), "since": time.monotonic() if waits else None}
         self._bar.update(self._task, completed=step, **fields)

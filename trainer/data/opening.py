@@ -1,0 +1,77 @@
+"""Opens files of data: regular ones only, with errors that say what to do."""
+
+from __future__ import annotations
+
+import io
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from startrail_jax.errors import InputError
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turns an error of the operating system into an error that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(
+            f"{str(error.filename or path)!r} must be readable; got {type(error).__name__}: "
+            f"{error.strerror or error}. Correct its permissions or the link to it, or leave it "
+            "out."
+        ) from error
+
+
+@contextmanager
+def open_regular(path: Path) -> Iterator[io.BufferedReader]:
+    """Opens a regular file for reading, in a `with` block. A link is followed.
+
+    The program would wait for the writer of a pipe, and a device may have no end.
+
+    Raises:
+        OSError: if the file cannot be opened.
+        ValueError: if it is a folder, pipe, socket or device.
+    """
+    # Before it is opened, as that alone may change the state of a device.
+    _require_regular(path.stat().st_mode, path)
+    with open(path, "rb", opener=_open_at_once) as file:
+        # Something else may have taken its place.
+        _require_regular(os.fstat(file.fileno()).st_mode, path)
+        yield file
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Opens a file; does not wait for the writer of a pipe."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def _require_regular(mode: int, path: Path) -> None:
+    if not stat.S_ISREG(mode):
+        raise InputError(
+            f"{str(path)!r} must be a regular file; got a folder, pipe, socket or device. Leave it "
+            "out."
+        )
+
+
+def read_whole(path: Path, limit: int) -> bytes:
+    """The content of a regular file.
+
+    Args:
+        path: the file.
+        limit: number of bytes that the file may have.
+
+    Raises:
+        OSError: if the file cannot be read.
+        ValueError: if it is longer, or a folder, pipe, socket or device.
+    """
+    with open_regular(path) as file:
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise InputError(
+            f"{str(path)!r} must have at most {limit:,} bytes; got more. Give another file, or "
+            "leave it out."
+        )
+    return content

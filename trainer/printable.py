@@ -1,0 +1,31 @@
+"""Text as it may be shown on a terminal, whatever file, model or process it comes from."""
+
+from __future__ import annotations
+
+import unicodedata
+
+# Control characters (ESC, which begins the commands of a terminal, among them), characters that
+# change the order in which others are shown, and halves of characters, which cannot be written.
+ESCAPED_CATEGORIES = ("Cc", "Cs")
+ORDER_OF_TEXT = "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+KEPT = "\n\t"
+
+
+def printable(text: str) -> str:
+    r"""The text with escapes for characters that would command a terminal: ESC becomes \x1b.
+
+    New lines and tabs stay, so the text of a stream may be given in any parts.
+    """
+    if text.isprintable():
+        return text
+    return "".join(_escape(x) if _commands(x) else x for x in text)
+
+
+def _commands(character: str) -> bool:
+    if character in KEPT:
+        return False
+    return character in ORDER_OF_TEXT or unicodedata.category(character) in ESCAPED_CATEGORIES
+
+
+def _escape(character: str) -> str:
+    return character.encode("unicode_escape").decode()
