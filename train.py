@@ -56,10 +56,10 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
     """
     # Modules that import jax are imported here: `--help` and a mistyped flag must be fast.
     import startrail_jax as st
+    from trainer.checkpoints.checkpoint import Checkpoints
     from trainer.data.batches import Feed
     from trainer.loop import Loop
     from trainer.parallel.step import Program
-    from trainer.run.checkpoint import Checkpoints
     from trainer.run.folder import CHECKPOINTS_FOLDER, open_run
     from trainer.run.interruption import interruption
     from trainer.run.metrics import Reporter

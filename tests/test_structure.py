@@ -26,7 +26,7 @@ LAYERS = (
     {"trainer.errors", "trainer.printable"},
     {"trainer.config", "trainer.objective"},
     {"trainer.run", "trainer.data", "trainer.network"},
-    {"trainer.processes", "trainer.parallel"},
+    {"trainer.checkpoints", "trainer.processes", "trainer.parallel"},
     {"trainer.command_line", "trainer.loop", "trainer.session", "trainer.task"},
     {"trainer.gpt", "trainer.dit"},
     {"trainer.tasks"},

@@ -12,12 +12,12 @@ import jax
 import numpy as np
 
 from startrail_jax.errors import InputError
+from trainer.checkpoints.checkpoint import Checkpoints
 from trainer.data.batches import Feed
 from trainer.errors import NonFiniteError
 from trainer.parallel.flops import peak_flops
 from trainer.parallel.footprint import describe_memory
 from trainer.parallel.step import Program, StepMetrics
-from trainer.run.checkpoint import Checkpoints
 from trainer.run.folder import CONFIG_FILE, result_flags
 from trainer.run.metrics import Reporter, describe_viewer
 from trainer.run.settings import save_config

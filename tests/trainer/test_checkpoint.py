@@ -19,7 +19,7 @@ from flax import nnx
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from trainer.run.checkpoint import (
+from trainer.checkpoints.checkpoint import (
     CheckpointError,
     Checkpoints,
 )
@@ -34,7 +34,7 @@ from pathlib import Path
 import jax, jax.numpy as jnp
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
-from trainer.run.checkpoint import CheckpointError, Checkpoints
+from trainer.checkpoints.checkpoint import CheckpointError, Checkpoints
 
 folder = Path(sys.argv[1])
 

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from trainer.run import durable
-from trainer.run.checkpoint import CheckpointError, Checkpoints, restore_weights
-from trainer.run.checksums import CHECKSUMS_FILE, Checksums, checksums_of
+from trainer.checkpoints import durable
+from trainer.checkpoints.checkpoint import CheckpointError, Checkpoints, restore_weights
+from trainer.checkpoints.checksums import CHECKSUMS_FILE, Checksums, checksums_of
 
 REPOSITORY = Path(__file__).parents[2]
 DATA_STATE = {"epoch": 3, "position": [5, 7]}

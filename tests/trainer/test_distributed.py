@@ -16,10 +16,10 @@ import pytest
 
 import train
 from benchmarks import failures, run_folders
+from trainer.checkpoints.checksums import Checksums
 from trainer.network.options import Distributed
 from trainer.network.secret import VARIABLE
 from trainer.processes.distributed import start
-from trainer.run.checksums import Checksums
 
 REPOSITORY = Path(train.__file__).parent
 

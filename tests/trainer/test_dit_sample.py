@@ -11,6 +11,7 @@ from PIL import Image
 import sample
 import startrail_jax as st
 from configs.dit import dit_digits
+from trainer.checkpoints.checkpoint import Checkpoints
 from trainer.dit.config import (
     DiffusionConfig,
     DiTConfig,
@@ -20,7 +21,6 @@ from trainer.dit.config import (
 from trainer.dit.objective import Denoising
 from trainer.dit.sample import rows_of_grid, save_new
 from trainer.parallel.step import Program
-from trainer.run.checkpoint import Checkpoints
 from trainer.run.exit import exit_on_user_errors
 from trainer.run.settings import save_config
 

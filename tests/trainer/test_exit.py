@@ -12,13 +12,13 @@ import pytest
 
 import train
 from startrail_jax.errors import InputError, UnsupportedError, UserError
+from trainer.checkpoints.checkpoint import CheckpointError
 from trainer.errors import MissingPackageError, NonFiniteError, RunError, StorageError
 from trainer.network import rendezvous
 from trainer.network.options import Distributed
 from trainer.processes import coordinator
 from trainer.run import exit as program_exit
 from trainer.run import settings
-from trainer.run.checkpoint import CheckpointError
 from trainer.run.exit import describe, end_now, exit_on_ctrl_c, exit_on_user_errors
 
 REPOSITORY = Path(train.__file__).parent

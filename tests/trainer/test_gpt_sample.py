@@ -25,6 +25,12 @@ import sample
 import startrail_jax as st
 from configs.gpt import gpt_tiny
 from models.gpt import GPT
+from trainer.checkpoints import checkpoint
+from trainer.checkpoints.checkpoint import (
+    CheckpointError,
+    Checkpoints,
+    restore_weights,
+)
 from trainer.config import MeshConfig
 from trainer.gpt.config import (
     DataConfig,
@@ -46,12 +52,6 @@ from trainer.gpt.text import (
 from trainer.gpt.tokenizer import (
     ByteTokenizer,
     FileTokenizer,
-)
-from trainer.run import checkpoint
-from trainer.run.checkpoint import (
-    CheckpointError,
-    Checkpoints,
-    restore_weights,
 )
 from trainer.run.exit import exit_on_user_errors
 from trainer.run.folder import open_run

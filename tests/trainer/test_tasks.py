@@ -17,10 +17,10 @@ import train
 from models.linear import linear
 from programs import interrupt_after
 from trainer import tasks
+from trainer.checkpoints.checkpoint import restore_weights
 from trainer.config import OptimizerConfig, TrainConfig
 from trainer.data.dataset import Dataset
 from trainer.parallel.step import Program
-from trainer.run.checkpoint import restore_weights
 from trainer.task import SampleOptions, Task
 
 # The third task is to learn which letter follows a letter in "abcdefgabcdefg...".

@@ -20,6 +20,7 @@ import optax
 import pytest
 
 import train
+from trainer.checkpoints.checkpoint import Checkpoints
 from trainer.data.batches import TrainingBatches
 from trainer.gpt.batches import Sequences
 from trainer.gpt.corpus import (
@@ -27,7 +28,6 @@ from trainer.gpt.corpus import (
     Stream,
 )
 from trainer.run import metrics
-from trainer.run.checkpoint import Checkpoints
 from trainer.run.exit import exit_on_user_errors
 from trainer.run.folder import open_run
 

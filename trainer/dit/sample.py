@@ -14,6 +14,7 @@ import numpy as np
 
 import startrail_jax as st
 from startrail_jax.errors import InputError
+from trainer.checkpoints.checkpoint import restore_weights
 from trainer.config import SHARDED_AXES, MeshConfig
 from trainer.dit.config import DiTTrainConfig, ImageOptions
 from trainer.dit.diffusion import SAMPLERS, Sampler
@@ -22,7 +23,6 @@ from trainer.dit.objective import Denoising
 from trainer.errors import StorageError
 from trainer.parallel.step import Program
 from trainer.parallel.tiling import largest_tile
-from trainer.run.checkpoint import restore_weights
 from trainer.run.folder import CHECKPOINTS_FOLDER, model_flags
 from trainer.session import Session
 

@@ -13,6 +13,7 @@ from jaxtyping import Integer
 
 import startrail_jax as st
 from startrail_jax.errors import InputError
+from trainer.checkpoints.checkpoint import restore_weights
 from trainer.data.documents import Document
 from trainer.gpt.config import GPTTrainConfig, TextOptions
 from trainer.gpt.corpus import Corpus
@@ -25,7 +26,6 @@ from trainer.gpt.text import (
     open_tokenizer,
 )
 from trainer.gpt.token_choice import Sampling
-from trainer.run.checkpoint import restore_weights
 from trainer.run.folder import CHECKPOINTS_FOLDER, model_flags
 from trainer.session import Session
 

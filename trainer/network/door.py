@@ -27,6 +27,7 @@ from trainer.network.secret import (
     Secret,
     make_challenge,
 )
+from trainer.printable import printable
 
 MOST_STRANGERS = 256
 """How many connections may be open that have not proved yet that they know the secret."""
@@ -46,11 +47,11 @@ def listen(options: Distributed, port: int = 0) -> socket.socket:
     host = options.bind or options.coordinator_host
     assert host is not None
     if options.bind is None and _is_loopback_only_here(host):
-        print(
+        note = (
             f"distributed.coordinator: here {host} is an address that other machines cannot reach; "
-            "process 0 listens on all interfaces. Name one with --distributed.bind.",
-            file=sys.stderr,
+            "process 0 listens on all interfaces. Name one with --distributed.bind."
         )
+        print(printable(note), file=sys.stderr)
         host = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
     failure = OSError(f"{host} has no address")
     for family, *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):

@@ -13,7 +13,7 @@ from jaxtyping import Array, Shaped
 from orbax.checkpoint import v1 as ocp
 
 from startrail_jax.errors import InputError, UserError
-from trainer.run.checksums import Checksums, describe, digest
+from trainer.checkpoints.checksums import Checksums, describe, digest
 
 LISTED_DIFFERENCES = 3
 

@@ -21,11 +21,10 @@ from jaxtyping import Array, PyTree, Shaped
 from orbax.checkpoint import multihost
 from orbax.checkpoint import v1 as ocp
 
-from trainer.run import durable
-from trainer.run.background import finish, in_background, listen_to_orbax, orbax_log
-from trainer.run.checksums import CHECKSUMS_FILE, Checksums
-from trainer.run.folder import require_writable
-from trainer.run.reading import (
+from trainer.checkpoints import durable
+from trainer.checkpoints.background import finish, in_background, listen_to_orbax, orbax_log
+from trainer.checkpoints.checksums import CHECKSUMS_FILE, Checksums
+from trainer.checkpoints.reading import (
     ARRAYS,
     DATA,
     CheckpointError,
@@ -35,6 +34,7 @@ from trainer.run.reading import (
     read_checkpoint,
     whole_steps,
 )
+from trainer.run.folder import require_writable
 
 MOST_SECONDS = 1200
 """How long a process waits for the others to flush their files."""

@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Shaped, UInt32
 
+from startrail_jax.errors import InputError
+
 CHECKSUMS_FILE = "checksums.json"
 DIGEST = "sha256"
 
@@ -68,11 +70,11 @@ class Checksums:
         try:
             values = json.loads(text)
             if values.pop(DIGEST) != digest(_canonical(values)):
-                raise ValueError("its digest is another")
+                raise InputError("its digest is another")
             arrays = {name: (kind, value) for name, (kind, value) in values["arrays"].items()}
             return Checksums(**{**values, "arrays": arrays})
         except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise ValueError(f"its {CHECKSUMS_FILE} is damaged") from error
+            raise InputError(f"its {CHECKSUMS_FILE} is damaged") from error
 
     def differing(self, arrays: Mapping[str, Any]) -> list[str]:
         """Names of the arrays whose values are not those that were saved, in all processes."""
