@@ -12,10 +12,11 @@ import pytest
 
 from strangers import Strangers
 from trainer.errors import StorageError
-from trainer.network import timing, worker
+from trainer.network import timing
 from trainer.network.connection import Connection
 from trainer.network.door import Door, knock
 from trainer.network.options import Distributed
+from trainer.processes import worker
 from trainer.processes.coordinator import Coordinator, coordinate
 from trainer.processes.heartbeat import heartbeat
 from trainer.processes.worker import Worker, join, secret_of_heartbeat
