@@ -7,6 +7,7 @@ from pathlib import Path
 
 import train
 from benchmarks import failures
+from trainer.network.secret import VARIABLE
 from trainer.processes.exchange import peers
 
 
@@ -32,7 +33,12 @@ def test_two_processes_gather_what_both_give():
         subprocess.Popen(
             [sys.executable, "-c", GATHERING, port, index],
             cwd=Path(train.__file__).parent,
-            env={**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"},
+            env={
+                **os.environ,
+                "JAX_PLATFORMS": "cpu",
+                "JAX_NUM_CPU_DEVICES": "1",
+                VARIABLE: "a secret of the test",
+            },
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

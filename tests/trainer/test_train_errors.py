@@ -225,13 +225,14 @@ def test_token_beyond_the_vocabulary_that_training_meets_costs_no_step(tmp_path,
 
     message = message_of(path, tmp_path / "run", "--checkpoint.every 1000")
     assert f"got id 3000 at token {wrong} of '{path}' with vocab_size=256" in message
+    assert "needs --allow-changes to go on" in message
     assert logged_steps(tmp_path / "run") == [1, 2, 3, 4, 5]
     assert saved_steps(tmp_path / "run") == [5]
 
     tokens[wrong] = right
     tokens.flush()
     capsys.readouterr()
-    losses = run(path, tmp_path / "run", "--checkpoint.every 1000")
+    losses = run(path, tmp_path / "run", "--checkpoint.every 1000 --allow-changes")
     assert "after step 5\n" in capsys.readouterr().out
     assert len(losses.train) == STEPS - 5
     assert logged_steps(tmp_path / "run") == list(range(1, STEPS + 1))

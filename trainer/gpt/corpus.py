@@ -81,7 +81,8 @@ class Stream:
                 "Token ids must be at least 0 and below model.vocab_size; got id "
                 f"{tokens[index]} at token {self.offset + start + index} of {self.name!r} with "
                 f"vocab_size={self.vocab_size}. Use a larger --model.vocab-size, or correct "
-                f"--data.bin-dtype if the file is not a vector of {tokens.dtype}."
+                f"--data.bin-dtype if the file is not a vector of {tokens.dtype}. If you correct "
+                "the token, a run that has begun needs --allow-changes to go on."
             )
         return np.asarray(tokens, np.int32)
 
