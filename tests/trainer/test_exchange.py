@@ -18,12 +18,16 @@ def test_one_process_gathers_what_it_gives():
 
 GATHERING = """
 import sys
+from trainer.network.options import Distributed
 from trainer.processes.distributed import start
 from trainer.processes.exchange import peers
-from trainer.network.options import Distributed
+from trainer.processes.heartbeat import heartbeat
 index = int(sys.argv[2])
-start(Distributed(coordinator=f"localhost:{sys.argv[1]}", processes=2, index=index))
-print(peers().index, peers().count, peers().gather(["x"] * index))
+options = Distributed(coordinator=f"localhost:{sys.argv[1]}", processes=2, index=index)
+# Both leave together: jax ends a process that has lost its coordinator.
+options, leave = start(options)
+with heartbeat(options, last=leave):
+    print(peers().index, peers().count, peers().gather(["x"] * index))
 """
 
 
