@@ -81,7 +81,9 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
         # Program. Whatever does not fit the mesh is refused now, before there is a run folder.
         task = TASKS[config.kind]
         objective = task.make_objective(config)
-        attention = st.Attention(session.mesh, causal=objective.causal)
+        attention = st.Attention(
+            session.mesh, causal=objective.causal, **vars(config.attention)
+        )
         program = Program(config, attention, objective)
 
         # Data. The layout orders the tokens of a batch on the host.

@@ -154,7 +154,8 @@ def lowered_step(row: Row, degrees: Degrees, devices: list[Any]) -> Any:
     """The whole training step of a row, lowered for `devices`."""
     mesh = st.make_mesh(degrees, axis_type="auto", devices=devices)
     objective = TASKS[row.config.kind].make_objective(row.config)
-    program = Program(row.config, st.Attention(mesh, causal=objective.causal), objective)
+    attention = st.Attention(mesh, causal=objective.causal, **vars(row.config.attention))
+    program = Program(row.config, attention, objective)
     step: Any = program.train_step
     if not row.donate:
         shardings = jax.tree.map(lambda x: x.sharding, program.state_shapes)

@@ -23,7 +23,7 @@ from startrail_jax.derivatives import without_derivative
 from startrail_jax.layout import Layout
 from startrail_jax.mesh import SEQUENCE_ROLES, AxisNames, check_sequence_axis, device_kind
 from startrail_jax.schedule import Schedule, ring_offsets
-from startrail_jax.sizes import Sizes, dtype_name
+from startrail_jax.sizes import GRADIENT_DTYPES, Sizes, dtype_name
 from startrail_jax.validation import (
     check_option,
     check_placement,
@@ -37,6 +37,8 @@ _OPTIONS = {
     "backward": ("auto", "query", "kv"),
     "placement": ("permute_gather", "gather_permute"),
     "combine": ("merge", "reduce_scatter"),
+    "gradient_dtype": GRADIENT_DTYPES,
+    "keep_gathered": (False, True),
 }
 
 # jax (0.10 to 0.12) cannot lower the residuals of a shard_map inside a shard_map over other axes.
@@ -88,6 +90,13 @@ class Attention(Decoding):
     combine: str = "merge"
     """How a team joins its outputs: "merge" (in float32, at their owner), or "reduce_scatter" (the
     paper; in the dtype of the query, on the network)."""
+    gradient_dtype: str = "float32"
+    """Dtype in which parts of gradients travel round the ring and to their owners, which sum them
+    in float32: "float32" (exact), or "bfloat16" (half of these bytes; the error is in the docs)."""
+    keep_gathered: bool = False
+    """Whether the gathered units of queries, keys and values are kept from the forward to the
+    backward pass, which otherwise gathers them again. Each layer then keeps `team` shares of the
+    queries and `group` shares of keys and values in place of one."""
     window: int | None = None
     """Number of keys that a query sees, the one at its own position included; None for all. Only a
     causal attention can have one."""

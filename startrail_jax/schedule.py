@@ -52,6 +52,8 @@ class Schedule:
     backward: str
     placement: str
     combine: str
+    gradient_dtype: str
+    keep_gathered: bool
     platform: str | None
     """Platform of the devices, as `mesh.device_kind` gives it."""
     capability: tuple[int, int] | None

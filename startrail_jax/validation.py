@@ -24,7 +24,7 @@ DTYPES = tuple(WIDTHS)
 _INPUTS = ("query", "key", "value", "segment_ids", "key segment_ids")
 
 
-def check_option(name: str, value: Any, allowed: Sequence[str]) -> None:
+def check_option(name: str, value: Any, allowed: Sequence[Any]) -> None:
     """Raises a ValueError unless the value of an option is allowed; the default comes first."""
     if value not in allowed:
         raise InputError(

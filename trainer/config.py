@@ -96,6 +96,19 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AttentionConfig:
+    """How attention runs: options of `startrail_jax.Attention` that change no exact result."""
+
+    gradient_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype in which parts of the gradients of attention travel between devices. With "bfloat16"
+    they take half the bytes, and the gradients are less exact."""
+    keep_gathered: bool = False
+    """Whether layers keep the queries, keys and values that a team and a group have gathered for
+    the backward pass, which otherwise gathers them again. It needs more memory and sends fewer
+    bytes. It cannot be combined with --remat full."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """A whole training run. Each kind of model has a subclass, such as `GPTTrainConfig`."""
 
@@ -108,6 +121,8 @@ class TrainConfig:
     """Optimizer and learning rate."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
     """Degrees of parallelism."""
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    """What attention sends and keeps."""
     data: Any
     """Data to train on."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -194,6 +209,11 @@ class TrainConfig:
             raise InputError(
                 "offload moves what remat saves, so it needs a remat; got offload=True, "
                 "remat='none'. Use --remat attention_saved."
+            )
+        if self.attention.keep_gathered and self.remat == "full":
+            raise InputError(
+                "attention.keep_gathered keeps what remat='full' recomputes; got both. Leave one "
+                "of them out, or use --remat attention_saved."
             )
         if self.zero and not self.zero_axes:
             raise InputError(

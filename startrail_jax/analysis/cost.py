@@ -18,7 +18,7 @@ from startrail_jax.analysis import COLLECTIVES
 from startrail_jax.analysis.transfers import Combine, Placement, Steps, Transfer
 from startrail_jax.errors import InputError
 from startrail_jax.mesh import Degrees
-from startrail_jax.sizes import Sizes, dtype_name
+from startrail_jax.sizes import GRADIENT_DTYPES, Sizes, dtype_name
 from startrail_jax.validation import check_option, check_placement
 
 Backward = Literal["auto", "query", "kv"]
@@ -68,7 +68,8 @@ class Communication:
     forward: Traffic
     """The forward pass."""
     backward: Traffic
-    """The backward pass: it repeats the gathers of the forward pass, but not the head exchange."""
+    """The backward pass. It repeats the gathers of the forward pass unless they are kept, but not
+    the head exchange."""
     backward_mode: Literal["query", "kv"]
     """Which side travels round the ring in the backward pass."""
 
@@ -98,6 +99,8 @@ def communication(
     rounds: int | None = None,
     key_len: int | None = None,
     value_head_dim: int | None = None,
+    gradient_dtype: str = "float32",
+    keep_gathered: bool = False,
 ) -> Communication:
     """Bytes that one device receives in one attention call, forward and backward.
 
@@ -133,6 +136,9 @@ def communication(
             for all.
         key_len: key tokens of each sequence in cross-attention; None for `seq_len`.
         value_head_dim: channels of a value or output head; None for `head_dim`.
+        gradient_dtype: dtype in which parts of gradients travel: "float32" or "bfloat16".
+        keep_gathered: whether the backward pass has the units that the forward pass has gathered,
+            and does not gather them again.
 
     Returns:
         The bytes. Of a group of n devices, each receives n - 1 shards in an all_gather or
@@ -149,6 +155,7 @@ def communication(
     check_option("placement", placement, get_args(Placement))
     check_option("combine", combine, get_args(Combine))
     check_option("backward", backward, get_args(Backward))
+    check_option("gradient_dtype", gradient_dtype, GRADIENT_DTYPES)
     check_placement(placement, degrees)
     sizes = Sizes(
         batch=batch,
@@ -160,6 +167,7 @@ def communication(
         value_head_dim=head_dim if value_head_dim is None else value_head_dim,
         dtype=dtype_name(dtype),
         packed=packed,
+        gradient_dtype=gradient_dtype,
     )
     sizes.check(degrees, causal=causal)
     share = sizes.share(degrees)
@@ -170,6 +178,7 @@ def communication(
         causal=causal,
         rounds=_checked_rounds(degrees, rounds),
         placement=placement,
+        keep_gathered=keep_gathered,
     )
     mode = backward
     if mode == "auto":
@@ -185,7 +194,7 @@ def communication(
     reverse = [
         *steps.output_exchange(),
         *steps.query_gather(backward=True),
-        *steps.key_placement(shared_ids=key_len is None),
+        *([] if keep_gathered else steps.key_placement(shared_ids=key_len is None)),
         *steps.gradient_ring(mode),
         *steps.query_scatter(),
         *steps.key_gradient_placement(),

@@ -52,6 +52,8 @@ class Steps:
     """Number of ring rounds that are visited."""
     placement: Placement
     """Order of step 2: "permute_gather" (ours) or "gather_permute" (the paper)."""
+    keep_gathered: bool = False
+    """Whether the backward pass has the units that the forward pass has gathered."""
 
     def exchange(self, *, id_arrays: int) -> list[Transfer]:
         """Step 0: query, key and value.
@@ -79,7 +81,7 @@ class Steps:
         They are in the input dtype if there are no copies, and in float32 otherwise.
         """
         copied = self.kv_heads < self.degrees.head * self.degrees.tensor
-        return self.share.key_value_gradient_bytes if copied else self.share.key_value_bytes
+        return self.share.key_value_float32_bytes if copied else self.share.key_value_bytes
 
     def output_exchange(self) -> list[Transfer]:
         """Step 5: the output, or its gradient back."""
@@ -92,16 +94,23 @@ class Steps:
         return size * (self.degrees.head - 1) // self.degrees.head
 
     def query_gather(self, *, backward: bool = False) -> list[Transfer]:
-        """Step 1; the backward pass gathers dout, lse and delta beside the query."""
+        """Step 1; the backward pass gathers dout, lse and delta too, and perhaps not the query."""
         tensors, rows = self.share.query_bytes, self.share.query_id_bytes
+        if backward and self.keep_gathered:
+            tensors, rows = 0, 0
         if backward:
             tensors, rows = tensors + self.share.out_bytes, rows + 2 * self.share.lse_bytes
         return [_copies("query gather", "all_gather", self.degrees.team - 1, tensors, rows)]
 
     def query_scatter(self) -> list[Transfer]:
-        """The gradient of step 1: dq is summed over the team, in float32."""
+        """The gradient of step 1: dq is summed over the team."""
         dq = self.share.query_gradient_bytes
-        return [_copies("query scatter", "reduce_scatter", self.degrees.team - 1, dq)]
+        return [_copies("query scatter", self._summing, self.degrees.team - 1, dq)]
+
+    @property
+    def _summing(self) -> str:
+        """The collective that brings parts of gradients to their owners."""
+        return "reduce_scatter" if self.share.gradient_dtype == "float32" else "all_to_all"
 
     def key_placement(self, *, shared_ids: bool) -> list[Transfer]:
         """Step 2: keys and values to the devices that need them in round 0.
@@ -130,10 +139,10 @@ class Steps:
         if self.placement == "gather_permute":
             return [
                 _copies(step, "collective_permute", permuted, dkv),
-                _copies(step, "reduce_scatter", gathered, dkv),
+                _copies(step, self._summing, gathered, dkv),
             ]
         return [
-            _copies(step, "reduce_scatter", gathered, dkv),
+            _copies(step, self._summing, gathered, dkv),
             # The sum is complete, but for copies of a key head: the input width is enough.
             _copies(step, "collective_permute", permuted, self._summed_key_gradient_bytes),
         ]

@@ -17,6 +17,8 @@ COMPILER_OPTIONS = {"xla_backend_optimization_level": 0}
 # XLA's CPU compiler of jax 0.10.2 drops the barriers by which jax.checkpoint keeps it from merging
 # what is recomputed with what it repeats.
 KEEP_BARRIERS = {"xla_disable_hlo_passes": "cse_barrier_expander"}
+# It also sends bfloat16 as float32, unless it is kept from that.
+SEND_BFLOAT16 = {"xla_disable_hlo_passes": "float-normalization-bf16"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +32,8 @@ class Setting:
     placement: str = "permute_gather"
     combine: str = "merge"
     backward: str = "auto"
+    keep_gathered: bool = False
+    gradient_dtype: str = "float32"
     layout: str | None = None
     window: int | None = None
     packed: bool = False
@@ -49,6 +53,7 @@ class Setting:
     @functools.cached_property
     def attention(self):
         names = ("causal", "placement", "combine", "backward", "layout", "window")
+        names += ("keep_gathered", "gradient_dtype")
         return st.Attention(
             st.make_mesh(self.degrees, "explicit", jax.devices()[: self.degrees.num_devices]),
             **{name: getattr(self, name) for name in names},
@@ -57,6 +62,7 @@ class Setting:
     def expected(self):
         names = ("batch", "seq_len", "heads", "kv_heads", "head_dim", "value_head_dim")
         names += ("causal", "placement", "combine", "backward", "packed")
+        names += ("keep_gathered", "gradient_dtype")
         return st.communication(
             self.degrees,
             dtype="float32",
@@ -109,6 +115,8 @@ MQA = {"heads": 4, "kv_heads": 1}
 FULL = {"causal": False}
 KV = {"backward": "kv"}
 QUERY = {"backward": "query"}
+KEPT = {"keep_gathered": True}
+BFLOAT16 = {"gradient_dtype": "bfloat16"}
 
 SCHEMES = {
     "ring, 8": Setting(degrees=D.ring_attention(8)),
@@ -171,6 +179,14 @@ MIXED = {
     ),
     "window": Setting(degrees=D(ring=4, team=2), layout="contiguous", window=3, **KV),
     "window, 16": Setting(degrees=D(ring=8, team=2), layout="contiguous", window=4, **QUERY),
+    # Units that are kept, gradients that travel in bfloat16.
+    "kept": Setting(degrees=D(group=2, ring=2, team=2, head=2), packed=True, **GQA, **KEPT),
+    "kept, published": Setting(degrees=D.startrail(8, c=2), **PAPER, **KEPT),
+    "kept, cross": Setting(degrees=D(team=2, group=4), packed=True, cross=True, **FULL, **KEPT),
+    "bfloat16": Setting(degrees=D(group=2, ring=3, team=2), **GQA, **BFLOAT16),
+    "bfloat16, query": Setting(degrees=D(ring=4, team=2), **QUERY, **BFLOAT16, **KEPT),
+    "bfloat16, published": Setting(degrees=D.startrail(16, c=2), **PAPER, **BFLOAT16),
+    "bfloat16, copies": Setting(degrees=D(ring=2, head=2, tensor=2), **MQA, **KV, **BFLOAT16),
 }
 
 # The forward pass apart: a loop more or less would show in both.
@@ -187,7 +203,9 @@ def test_forward_receives_the_closed_form(setting):
 
 @pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
 def test_forward_and_backward_receive_the_closed_form(setting):
-    traffic = compiled_traffic(forward_and_backward(setting.attend), *setting.arguments())
+    options = SEND_BFLOAT16 if setting.gradient_dtype == "bfloat16" else {}
+    both = forward_and_backward(setting.attend)
+    traffic = compiled_traffic(both, *setting.arguments(), **options)
     assert traffic.by_collective == setting.expected().total.by_collective
 
 

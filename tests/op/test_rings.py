@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import startrail_jax as st
 from startrail_jax.blocks import xla
 from startrail_jax.mesh import Axis
-from startrail_jax.rings import circulate
+from startrail_jax.ring_loop import circulate
 from startrail_jax.schedule import ring_offsets
 from startrail_jax.tiles import visible_tiles
 

@@ -41,7 +41,7 @@ def step_sizes(config: TrainConfig, objective: Objective, degrees: Degrees) -> S
     """
     model = config.model
     mesh = AbstractMesh(tuple(vars(degrees)[role] for role in ROLES), ROLES, (AxisType.Auto,) * 6)
-    attention = Attention(mesh, causal=objective.causal)
+    attention = Attention(mesh, causal=objective.causal, **vars(config.attention))
     partition = Partition(mesh, config.zero, config.zero_axes, model.dtype)
     check_step(config, degrees, partition, tokens_shape(objective, attention.layout)[1])
     shapes = _trace(objective, attention.layout)
@@ -54,6 +54,7 @@ def step_sizes(config: TrainConfig, objective: Objective, degrees: Degrees) -> S
         degrees=degrees,
         zero=config.zero,
         remat=config.remat,
+        keep_gathered=config.attention.keep_gathered,
         offload=config.offload,
         accumulation=config.accumulation,
         tile=config.tile or tokens,
