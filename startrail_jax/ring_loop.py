@@ -1,0 +1,116 @@
+"""The ring loop: travellers go round, and every device visits them as they come by.
+
+There are no attention maths here. `rings.py` sends keys round in the forward pass, and queries or
+keys in the backward pass.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from startrail_jax import collectives
+from startrail_jax.mesh import Axis
+
+# (most, turn) of each platform. A ring of up to `most` rounds is unrolled. The middle of a longer
+# one is a loop whose body has `turn` rounds, which bounds the time to compile it. XLA copies what a
+# loop carries at every turn, so turns are longer on GPUs, whose kernels compile fast.
+UNROLLED_ROUNDS = {"cuda": (16, 8), "default": (4, 1)}
+
+
+def circulate(
+    ring: Axis,
+    offsets: tuple[int, ...],
+    *,
+    direction: int,
+    travellers: Any,
+    visit: Callable[[Any, Any, Any], tuple[Any, Any]],
+    settle: Callable[[Any], Any],
+    unrolled: tuple[int, int],
+    follows_dtype: Any = jnp.float32,
+) -> tuple[Any, Any]:
+    """The ring loop of the forward pass and of both backward passes (algorithm 3 of the paper).
+
+    In round i, every device holds the travellers that live `offsets[i]` behind it (ahead of it, if
+    `direction` is -1) and visits them. A visit gives two results: one stays on the device and
+    accumulates there, the other belongs to the travellers and follows them home. The travellers of
+    round 0 are at home already, and their result stays there. The results of the other rounds
+    start in round 1. They move one round late, together with the next travellers, so that every
+    hop but the last runs beside a visit, and are added to the result of round 0 on arrival. That
+    takes len(offsets) - 1 hops.
+
+    Args:
+        ring: the axis to go round.
+        offsets: the distances to visit, 0 first.
+        direction: +1 sends to the next ring index, -1 to the one before.
+        travellers: pytree of arrays that move.
+        visit: (travellers, distance, stays so far) -> (stays, follows), pytrees of arrays. It adds
+            to what stays, which is None in round 0; `follows` may be ().
+        settle: brings what stays into a form that is the same in every round, for a loop to carry.
+        unrolled: see `UNROLLED_ROUNDS`.
+        follows_dtype: dtype in which what follows makes its hops.
+
+    Returns:
+        What stays, summed over all rounds; and what follows, summed in float32, on the device
+        where its travellers live.
+    """
+    steps = [direction * (b - a) for a, b in itertools.pairwise(offsets)]
+    last = len(offsets) - 1
+
+    def play(i: int, offset: Any, state: Any) -> Any:
+        """One round. In a loop over rounds of one kind, i is their first and `offset` is traced."""
+        travellers, stays, follows = state
+        arriving = collectives.shift(travellers, ring, steps[i]) if i < last else None
+        followed = collectives.shift(follows, ring, steps[i - 1]) if i > 1 else None
+        stays, follows = visit(travellers, offset, stays)
+        # Without the barrier XLA sends everything first, and nothing runs beside the messages.
+        # Cheap work comes after it, or XLA would take that alone for enough to hide a message.
+        arriving, stays, follows, followed = lax.optimization_barrier(
+            (arriving, stays, follows, followed)
+        )
+        if i > 1:
+            follows = jax.tree.map(jnp.add, as_float32(follows), as_float32(followed))
+        if i >= 1:
+            follows = jax.tree.map(lambda x: x.astype(follows_dtype), follows)
+        return arriving, stays, follows
+
+    def next_door(i: int) -> bool:
+        """Whether the hops into and out of round i both go to the next ring index."""
+        return steps[i - 1] == steps[i] == direction
+
+    def loop(first: int, turns: int, state: Any) -> Any:
+        """Plays `turns * turn` rounds from round `first` on, all of them `next_door`."""
+
+        def play_turn(n: Any, state: Any) -> Any:
+            for j in range(turn):
+                state = play(first, offsets[first] + n * turn + j, state)
+            travellers, stays, follows = state
+            return travellers, settle(stays), follows
+
+        travellers, stays, follows = state
+        return lax.fori_loop(0, turns, play_turn, (travellers, settle(stays), follows))
+
+    travellers, stays, home = play(0, 0, (travellers, None, None))
+    if last == 0:
+        return stays, as_float32(home)
+    state = play(1, offsets[1], (travellers, stays, None))
+    most, turn = unrolled
+    i = 2
+    while i <= last:
+        rounds = sum(1 for _ in itertools.takewhile(next_door, range(i, last)))
+        turns = rounds // turn if last >= most else 0
+        state = loop(i, turns, state) if turns else play(i, offsets[i], state)
+        i += turns * turn or 1
+    _, stays, follows = state
+    follows = collectives.shift(follows, ring, -direction * offsets[last])
+    return stays, jax.tree.map(jnp.add, as_float32(home), as_float32(follows))
+
+
+def as_float32(tree: Any) -> Any:
+    """Every array of a pytree, cast to float32."""
+    return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
