@@ -44,7 +44,7 @@ from trainer.config import MeshConfig, TrainConfig
 from trainer.gpt.config import GPTTrainConfig
 from trainer.parallel.degrees import choose_degrees
 from trainer.parallel.footprint import GIB, Footprint
-from trainer.parallel.step import Program
+from trainer.parallel.step import Program, make_attention
 from trainer.parallel.step_sizes import footprint
 from trainer.run.exit import exit_on_user_errors
 from trainer.tasks import TASKS
@@ -154,8 +154,7 @@ def lowered_step(row: Row, degrees: Degrees, devices: list[Any]) -> Any:
     """The whole training step of a row, lowered for `devices`."""
     mesh = st.make_mesh(degrees, axis_type="auto", devices=devices)
     objective = TASKS[row.config.kind].make_objective(row.config)
-    attention = st.Attention(mesh, causal=objective.causal, **vars(row.config.attention))
-    program = Program(row.config, attention, objective)
+    program = Program(row.config, make_attention(mesh, row.config, objective), objective)
     step: Any = program.train_step
     if not row.donate:
         shardings = jax.tree.map(lambda x: x.sharding, program.state_shapes)

@@ -55,8 +55,10 @@ MAY_IMPORT = {
     "compiler": BASE | {"mesh"},
     "sizes": BASE | {"mesh", "layout"},
     "schedule": TOKENS | {"collectives", "blocks", "sizes"},
+    "ring_loop": {"collectives", "mesh"},
     "rings": TOKENS
-    | {"blocks", "collectives", "derivatives", "ordering", "schedule", "sizes", "varying"},
+    | {"blocks", "collectives", "derivatives", "ordering", "ring_loop", "schedule", "sizes"}
+    | {"varying"},
     "token_order": BASE | {"layout"},
     "sharding": BASE | {"mesh", "layout", "sizes", "token_order"},
     "validation": BASE | {"mesh", "layout", "sharding", "sizes", "token_order"},

@@ -46,6 +46,8 @@ def refuses(message, attention, query=None, key=None, value=None, error=ValueErr
         ("backward", r"\('auto', 'query', 'kv'\)"),
         ("placement", r"\('permute_gather', 'gather_permute'\)"),
         ("combine", r"\('merge', 'reduce_scatter'\)"),
+        ("gradient_dtype", r"\('float32', 'bfloat16'\)"),
+        ("keep_gathered", r"\(False, True\)"),
     ],
 )
 def test_unknown_option_is_refused(option, values):

@@ -216,10 +216,14 @@ def test_window_visits_fewer_rounds():
         assert setting.attention.num_rounds(setting.seq_len) < setting.degrees.ring
 
 
-@pytest.mark.parametrize("saved", [True, False], ids=["saved", "recomputed"])
-def test_remat_repeats_attention_only_if_its_outputs_are_not_saved(saved):
+@pytest.mark.parametrize(
+    ("name", "saved"),
+    [("StarTrail, 8", True), ("StarTrail, 8", False), ("kept, published", True)],
+    ids=["saved", "recomputed", "kept"],
+)
+def test_remat_repeats_attention_only_if_its_outputs_are_not_saved(name, saved):
     """Under a policy that saves out and lse, rematerialisation costs no communication."""
-    setting = SETTINGS["StarTrail, 8"]
+    setting = SETTINGS[name]
     policy = jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES) if saved else None
     attend = jax.checkpoint(setting.attend, policy=policy)
     both = forward_and_backward(attend)

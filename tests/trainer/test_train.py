@@ -56,7 +56,9 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_been(tmp_path, monkeypatch
     assert same.validation == undisturbed.validation
 
     # Fewer devices, C = 2, other shards of the state.
-    other = run(tmp_path / "other", "--devices 4 --mesh.team 2 --zero 1", steps=7)
+    other = run(
+        tmp_path / "other", "--devices 4 --mesh.team 2 --zero 1 --attention.keep-gathered", steps=7
+    )
     assert f"began with: jax 0.1 there, {jax.__version__} now\n" in capsys.readouterr().out
     assert len(other.train) == 3
     np.testing.assert_allclose(first.train + other.train, undisturbed.train, rtol=1e-5)
