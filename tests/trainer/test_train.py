@@ -15,7 +15,7 @@ import tyro
 import train
 from configs.gpt import RECIPES, gpt_tiny
 from programs import interrupt_after
-from trainer.config import MeshConfig
+from trainer.config import AttentionConfig, MeshConfig
 from trainer.gpt.config import GPTTrainConfig
 from trainer.processes.devices import select_devices
 from trainer.run.versions import current_versions
@@ -56,9 +56,8 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_been(tmp_path, monkeypatch
     assert same.validation == undisturbed.validation
 
     # Fewer devices, C = 2, other shards of the state.
-    other = run(
-        tmp_path / "other", "--devices 4 --mesh.team 2 --zero 1 --attention.keep-gathered", steps=7
-    )
+    changed = "--devices 4 --mesh.team 2 --zero 1 --attention.keep-gathered"
+    other = run(tmp_path / "other", changed, steps=7)
     assert f"began with: jax 0.1 there, {jax.__version__} now\n" in capsys.readouterr().out
     assert len(other.train) == 3
     np.testing.assert_allclose(first.train + other.train, undisturbed.train, rtol=1e-5)
@@ -108,6 +107,11 @@ def test_recipes_are_what_they_say():
     ("part", "change", "message"),
     [
         (None, {"steps": 0}, r"steps must be at least 1; got steps=0"),
+        (
+            None,
+            {"attention": AttentionConfig(keep_gathered=True), "remat": "full"},
+            r"keeps what remat='full' recomputes; got both\. Leave one of them out",
+        ),
         (None, {"seed": -1}, r"seed must be at least 0; got seed=-1"),
         (None, {"devices": 0}, r"devices must be at least 1; got devices=0"),
         (None, {"tile": 0}, r"tile must be at least 1; got tile=0"),
