@@ -12,7 +12,7 @@ from flax import nnx
 
 import startrail_jax as st
 from models.gpt import GPT
-from trainer.config import OptimizerConfig
+from trainer.config import AttentionConfig, OptimizerConfig
 from trainer.data.batches import place
 from trainer.gpt.batches import next_token_batch
 from trainer.gpt.config import (
