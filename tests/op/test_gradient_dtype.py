@@ -69,9 +69,8 @@ def test_bfloat16_inputs_keep_their_own_error_beside_it():
         assert relative_error(getattr(found, name), getattr(expected, name)) <= bound, name
 
 
-@pytest.mark.parametrize("name", ["all axes", "published"])
-def test_kept_units_give_the_same_bits(name):
-    case, _ = SETTINGS[name]
+def test_kept_units_give_the_same_bits():
+    case, _ = SETTINGS["all axes"]
     _, gathered_again = run(case)
     _, kept = run(case, keep_gathered=True)
     chex.assert_trees_all_equal(kept, gathered_again)
