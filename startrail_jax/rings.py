@@ -222,10 +222,9 @@ def _backward(schedule: Schedule, residuals: Any, cotangents: Any) -> tuple[Any,
     *kept, out, lse, low, given_keys = residuals
     dout, dlse, *_ = cotangents
     seq_len, scale, block, by_query = _static(schedule, *kept[:4], gathered=schedule.keep_gathered)
-    if not schedule.keep_gathered:
-        kept = _regathered(schedule, kept, by_query, dout, lse)
-    q_unit, *keys, query_ids, key_ids = kept
-    keys = (*keys, key_ids)
+    units = _backward_units(schedule, kept, by_query, dout, lse)
+    q_unit, k_unit, v_unit, query_ids, key_ids = units
+    keys = k_unit, v_unit, key_ids
     device = _device(schedule)
     # Rows that see no key take no part: a NaN times a weight of 0 would spoil dk and dv.
     empty = lse <= EMPTY
@@ -279,16 +278,22 @@ def _backward(schedule: Schedule, residuals: Any, cotangents: Any) -> tuple[Any,
     return dq, dk, dv, None, None
 
 
-def _regathered(
-    schedule: Schedule, shards: Any, by_query: bool, dout: Array, lse: Array
+def _backward_units(
+    schedule: Schedule, kept: Any, by_query: bool, dout: Array, lse: Array
 ) -> tuple[Any, ...]:
-    """The units of the forward pass, gathered again from shards when dout is there."""
-    q, k, v, query_segments, key_segments = shards
-    if schedule.team.degree > 1:
-        q, query_segments = recompute_in_backward((q, query_segments), dout, lse)
-    if schedule.group.degree > 1 or (schedule.ring.degree > 1 and not by_query):
-        k, v, key_segments = recompute_in_backward((k, v, key_segments), dout, lse)
-    return _units(schedule, q, k, v, query_segments, key_segments, queries_first=False)
+    """The units of the forward pass, as they were kept, or gathered again when dout is there.
+
+    What the forward pass has sent too is sent again (`recompute_in_backward`): XLA would send it
+    once, and keep what arrived.
+    """
+    gathers, keys_travel = not schedule.keep_gathered, schedule.ring.degree > 1 and not by_query
+    q, k, v, query_ids, key_ids = kept
+    if gathers and schedule.team.degree > 1:
+        q, query_ids = recompute_in_backward((q, query_ids), dout, lse)
+    if keys_travel or (gathers and schedule.group.degree > 1):
+        k, v, key_ids = recompute_in_backward((k, v, key_ids), dout, lse)
+    units = q, k, v, query_ids, key_ids
+    return _units(schedule, *units, queries_first=False) if gathers else units
 
 
 def _backward_rule(schedule: Schedule, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
