@@ -25,6 +25,7 @@ from startrail_jax.mesh import SEQUENCE_ROLES, AxisNames, check_sequence_axis, d
 from startrail_jax.schedule import Schedule, ring_offsets
 from startrail_jax.sizes import GRADIENT_DTYPES, Sizes, dtype_name
 from startrail_jax.validation import (
+    check_inner,
     check_option,
     check_placement,
     check_shards,
@@ -90,6 +91,11 @@ class Attention(Decoding):
     combine: str = "merge"
     """How a team joins its outputs: "merge" (in float32, at their owner), or "reduce_scatter" (the
     paper; in the dtype of the query, on the network)."""
+    inner: int = 1
+    """Number of devices in an inner cycle of a double ring (LoongTrain's Double-Ring-Attention),
+    which divides the ring degree: keys (or queries) go round these neighbours while those of the
+    next cycle are under way. Meant for rings that cross nodes, with inner cycles inside a node. 1
+    is a single ring."""
     gradient_dtype: str = "float32"
     """Dtype in which parts of gradients travel round the ring and to their owners, which sum them
     in float32: "float32" (exact), or "bfloat16" (half of these bytes; the error is in the docs)."""
@@ -114,6 +120,7 @@ class Attention(Decoding):
         object.__setattr__(self, "layout", layout)
         check_window(self.window, self.causal)
         check_placement(self.placement, self.degrees)
+        check_inner(self.inner, self.degrees.ring)
 
     @classmethod
     def as_published(cls, mesh: Mesh | AbstractMesh, **options: Any) -> Attention:
@@ -138,7 +145,7 @@ class Attention(Decoding):
             **{role: self.axes[role] for role in SEQUENCE_ROLES},
             **{
                 name: getattr(self, name)
-                for name in (*_OPTIONS, "layout", "causal", "window", "scale")
+                for name in (*_OPTIONS, "layout", "causal", "window", "scale", "inner")
             },
         )
 

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32, Shaped
 
-from startrail_jax.mesh import Axis
+from startrail_jax.mesh import Axis, Cycle
 
 
 def index(axis: Axis) -> Int32[Array, ""] | int:
@@ -23,12 +23,12 @@ def index(axis: Axis) -> Int32[Array, ""] | int:
     return lax.axis_index(axis.names) if axis.degree > 1 else 0
 
 
-def shift(tree: Any, axis: Axis, step: int) -> Any:
-    """Sends each array of `tree` from index p to index p + step (mod degree), in one message."""
-    if step % axis.degree == 0:
+def shift(tree: Any, cycle: Cycle, step: int) -> Any:
+    """Sends each array of `tree` `step` places further in its cycle, in one message."""
+    if step % cycle.degree == 0:
         return tree
-    pairs = [(p, (p + step) % axis.degree) for p in range(axis.degree)]
-    return jax.tree.map(lambda x: _permute(x, axis, pairs), tree)
+    pairs = [(p, cycle.place(p, step)) for p in range(cycle.axis.degree)]
+    return jax.tree.map(lambda x: _permute(x, cycle.axis, pairs), tree)
 
 
 def _permute(x: Array, axis: Axis, pairs: list[tuple[int, int]]) -> Array:

@@ -199,6 +199,32 @@ class Axis:
     """Product of the sizes of the axes."""
 
 
+@dataclass(frozen=True)
+class Cycle:
+    """Devices round which data travel: all those of an axis, or those of one digit of its index.
+
+    Index p along the axis has the digit `p // stride % degree`. An axis of `outer * inner` devices
+    thus falls into cycles of `inner` neighbours, and into cycles of `outer` devices that lie
+    `inner` places apart.
+    """
+
+    axis: Axis
+    """The axis."""
+    degree: int
+    """Number of devices in a cycle."""
+    stride: int = 1
+    """Distance of two neighbours in a cycle, in places of the axis."""
+
+    def place(self, p: Any, step: Any) -> Any:
+        """The index that lies `step` places further in the cycle of p; both may be traced."""
+        if self.degree == 1:
+            return p
+        if self.degree == self.axis.degree:
+            return (p + step) % self.degree
+        digit = p // self.stride % self.degree
+        return p + ((digit + step) % self.degree - digit) * self.stride
+
+
 # Names that other programs give to axes of these roles, for the message of `check_sequence_axis`.
 _OTHER_NAMES = {
     "data": ("dp", "fsdp", "batch", "replica", "ddp", "hsdp", "x"),

@@ -7,7 +7,7 @@ keys in the backward pass.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from startrail_jax import collectives
-from startrail_jax.mesh import Axis
+from startrail_jax.mesh import Cycle
 
 # (most, turn) of each platform. A ring of up to `most` rounds is unrolled. The middle of a longer
 # one is a loop whose body has `turn` rounds, which bounds the time to compile it. XLA copies what a
@@ -24,7 +24,7 @@ UNROLLED_ROUNDS = {"cuda": (16, 8), "default": (4, 1)}
 
 
 def circulate(
-    ring: Axis,
+    cycles: Sequence[Cycle],
     offsets: tuple[int, ...],
     *,
     direction: int,
@@ -33,6 +33,7 @@ def circulate(
     settle: Callable[[Any], Any],
     unrolled: tuple[int, int],
     follows_dtype: Any = jnp.float32,
+    stays: Any = None,
 ) -> tuple[Any, Any]:
     """The ring loop of the forward pass and of both backward passes (algorithm 3 of the paper).
 
@@ -44,21 +45,50 @@ def circulate(
     hop but the last runs beside a visit, and are added to the result of round 0 on arrival. That
     takes len(offsets) - 1 hops.
 
+    In a double ring (LoongTrain's Double-Ring-Attention, https://arxiv.org/abs/2406.18485, section
+    4.4), the same loop runs in two cycles: a visit of the outer one is a whole inner one. A message
+    of the outer cycle therefore has as many visits to run beside as the inner cycle has rounds.
+
     Args:
-        ring: the axis to go round.
-        offsets: the distances to visit, 0 first.
+        cycles: the cycle to go round, or the outer and the inner one.
+        offsets: the distances to visit, 0 first; see `schedule.py` for those of a double ring,
+            which are those of whole inner cycles.
         direction: +1 sends to the next ring index, -1 to the one before.
         travellers: pytree of arrays that move.
         visit: (travellers, distance, stays so far) -> (stays, follows), pytrees of arrays. It adds
-            to what stays, which is None in round 0; `follows` may be ().
+            to what stays; `follows` may be ().
         settle: brings what stays into a form that is the same in every round, for a loop to carry.
         unrolled: see `UNROLLED_ROUNDS`.
         follows_dtype: dtype in which what follows makes its hops.
+        stays: what stays so far, for round 0.
 
     Returns:
         What stays, summed over all rounds; and what follows, summed in float32, on the device
         where its travellers live.
     """
+    ring, *inner = [cycle for cycle in cycles if cycle.degree > 1] or cycles[:1]
+    most, turn = unrolled
+    if inner:
+        (size,) = (cycle.degree for cycle in inner)
+        visit_one = visit
+
+        def visit(travellers: Any, distance: Any, stays: Any) -> tuple[Any, Any]:
+            return circulate(
+                inner,
+                tuple(range(size)),
+                direction=direction,
+                travellers=travellers,
+                visit=lambda travellers, i, stays: visit_one(
+                    travellers, distance * size + i, stays
+                ),
+                settle=settle,
+                unrolled=unrolled,
+                follows_dtype=follows_dtype,
+                stays=stays,
+            )
+
+        offsets = tuple(offset // size for offset in offsets[::size])
+        most, turn = max(most // size, 1), max(turn // size, 1)
     steps = [direction * (b - a) for a, b in itertools.pairwise(offsets)]
     last = len(offsets) - 1
 
@@ -95,11 +125,10 @@ def circulate(
         travellers, stays, follows = state
         return lax.fori_loop(0, turns, play_turn, (travellers, settle(stays), follows))
 
-    travellers, stays, home = play(0, 0, (travellers, None, None))
+    travellers, stays, home = play(0, 0, (travellers, stays, None))
     if last == 0:
         return stays, as_float32(home)
     state = play(1, offsets[1], (travellers, stays, None))
-    most, turn = unrolled
     i = 2
     while i <= last:
         rounds = sum(1 for _ in itertools.takewhile(next_door, range(i, last)))

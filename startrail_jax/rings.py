@@ -173,7 +173,7 @@ def _attend(
         return block.forward(q_unit, k, v, mask, scale, into=so_far or ()), ()
 
     partials, _ = circulate(
-        schedule.ring,
+        schedule.cycles,
         ring_offsets(schedule, seq_len),
         direction=1,
         travellers=(k_unit, v_unit, key_ids),
@@ -259,7 +259,7 @@ def _backward(schedule: Schedule, residuals: Any, cotangents: Any) -> tuple[Any,
         return dq, (dk, dv)
 
     stayed, travelled = circulate(
-        schedule.ring,
+        schedule.cycles,
         ring_offsets(schedule, seq_len),
         direction=-1 if by_query else 1,
         travellers=queries if by_query else keys,

@@ -33,6 +33,17 @@ def check_option(name: str, value: Any, allowed: Sequence[Any]) -> None:
         )
 
 
+def check_inner(inner: Any, ring: int) -> None:
+    """Raises a ValueError unless inner cycles of so many devices make up a ring."""
+    if type(inner) is int and inner >= 1 and ring % inner == 0:
+        return
+    divisors = [n for n in range(1, ring + 1) if ring % n == 0]
+    raise InputError(
+        "inner must be a positive integer that divides the ring degree; got "
+        f"inner={inner!r}, ring={ring}. Use one of {divisors}; 1 is a single ring."
+    )
+
+
 def check_window(window: Any, causal: bool) -> None:
     """Raises a ValueError unless the window is None, or a number of keys of a causal attention."""
     if window is not None and not (causal and type(window) is int and window >= 1):

@@ -99,6 +99,9 @@ class CheckpointConfig:
 class AttentionConfig:
     """How attention runs: options of `startrail_jax.Attention` that change no exact result."""
 
+    inner: int = 1
+    """Number of devices in an inner cycle of a double ring; divides mesh.ring. Useful where the
+    ring crosses nodes and inner cycles do not. 1 is a single ring."""
     gradient_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype in which parts of the gradients of attention travel between devices. With "bfloat16"
     they take half the bytes, and the gradients are less exact."""
@@ -210,6 +213,7 @@ class TrainConfig:
                 "offload moves what remat saves, so it needs a remat; got offload=True, "
                 "remat='none'. Use --remat attention_saved."
             )
+        check_minimum("attention.inner", self.attention.inner, 1)
         if self.attention.keep_gathered and self.remat == "full":
             raise InputError(
                 "attention.keep_gathered keeps what remat='full' recomputes; got both. Leave one "

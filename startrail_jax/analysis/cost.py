@@ -26,7 +26,7 @@ from startrail_jax.errors import InputError
 from startrail_jax.mesh import ROLES, Degrees
 from startrail_jax.nodes import node_grid, nodes_of, resolve_order
 from startrail_jax.sizes import GRADIENT_DTYPES, Sizes, dtype_name
-from startrail_jax.validation import check_option, check_placement
+from startrail_jax.validation import check_inner, check_option, check_placement
 
 Backward = Literal["auto", "query", "kv"]
 
@@ -108,6 +108,7 @@ def communication(
     rounds: int | None = None,
     key_len: int | None = None,
     value_head_dim: int | None = None,
+    inner: int = 1,
     gradient_dtype: str = "float32",
     keep_gathered: bool = False,
     order: str | Sequence[str] | None = None,
@@ -147,6 +148,7 @@ def communication(
             for all.
         key_len: key tokens of each sequence in cross-attention; None for `seq_len`.
         value_head_dim: channels of a value or output head; None for `head_dim`.
+        inner: number of devices in an inner cycle of a double ring; 1 for a single ring.
         gradient_dtype: dtype in which parts of gradients travel: "float32" or "bfloat16".
         keep_gathered: whether the backward pass has the units that the forward pass has gathered,
             and does not gather them again.
@@ -173,6 +175,7 @@ def communication(
     check_option("backward", backward, get_args(Backward))
     check_option("gradient_dtype", gradient_dtype, GRADIENT_DTYPES)
     check_placement(placement, degrees)
+    check_inner(inner, degrees.ring)
     sizes = Sizes(
         batch=batch,
         query_tokens=seq_len,
@@ -194,6 +197,7 @@ def communication(
         causal=causal,
         rounds=_checked_rounds(degrees, rounds),
         placement=placement,
+        inner=inner,
         keep_gathered=keep_gathered,
     )
     mode = backward

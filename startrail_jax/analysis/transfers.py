@@ -5,7 +5,7 @@ The steps are those of `startrail_jax.rings`. `startrail_jax.analysis.cost` adds
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from startrail_jax.mesh import Degrees
@@ -33,6 +33,8 @@ class Transfer:
     hops: tuple[int, ...] = ()
     """Of a collective_permute, its messages, which are of equal size. In a ring these are the
     distances that they go, in places; the permute of keys is +1, and its inverse -1."""
+    cycle: tuple[int, int] = (0, 1)
+    """Of messages in a ring, degree and stride of their `startrail_jax.mesh.Cycle`."""
     tensor_bytes: int = 0
     """Bytes of query, key, value, output and their gradients."""
     row_bytes: int = 0
@@ -60,6 +62,8 @@ class Steps:
     """Number of ring rounds that are visited."""
     placement: Placement
     """Order of step 2: "permute_gather" (ours) or "gather_permute" (the paper)."""
+    inner: int = 1
+    """Number of devices in an inner cycle of the ring."""
     keep_gathered: bool = False
     """Whether the backward pass has the units that the forward pass has gathered."""
 
@@ -174,8 +178,8 @@ class Steps:
 
     def ring(self) -> list[Transfer]:
         """Step 3 of the forward pass: a key unit goes round."""
-        share, hops = self.share, (1,) * (self.rounds - 1)
-        return [_turns("ring", hops, self.degrees.group, share.key_value_bytes, share.key_id_bytes)]
+        share = self.share
+        return self._turns("ring", 1, self.degrees.group, share.key_value_bytes, share.key_id_bytes)
 
     def gradient_ring(self, mode: Literal["query", "kv"]) -> list[Transfer]:
         """Step 3 of the backward pass; gradients make as many hops as their operands."""
@@ -188,13 +192,52 @@ class Steps:
             operands = share.query_bytes + share.out_bytes
             rows = share.query_id_bytes + 2 * share.lse_bytes
             gradients = share.query_gradient_bytes
-        there = (direction,) * (self.rounds - 1)
-        # Gradients start in round 1, and the last of their hops takes them home.
-        back = (*there[1:], -direction * (self.rounds - 1)) if there else ()
         return [
-            _turns("ring", there, members, operands, rows),
-            _turns("gradient ring", back, members, gradients),
+            *self._turns("ring", direction, members, operands, rows),
+            *self._turns("gradient ring", direction, members, gradients, home=True),
         ]
+
+    def _turns(
+        self,
+        step: str,
+        direction: int,
+        members: int,
+        tensors: int,
+        rows: int = 0,
+        *,
+        home: bool = False,
+    ) -> list[Transfer]:
+        """Messages round the outer and the inner cycle of the ring.
+
+        Args:
+            step: name of the step; that of the outer cycle of a double ring is "outer " + step.
+            direction: +1 or -1, the hop of each message.
+            members: number of buffers of `tensors` + `rows` bytes in a message.
+            tensors, rows: see `Transfer`.
+            home: whether these are gradients, which start in round 1, and whose last hop takes them
+                home.
+        """
+        cycles = self.rounds // self.inner
+        turns = []
+        for name, degree, stride, rounds, times in (
+            (step, self.inner, 1, self.inner, cycles),
+            (f"outer {step}", self.degrees.ring // self.inner, self.inner, cycles, 1),
+        ):
+            hops = (direction,) * (rounds - 1)
+            if home and hops:
+                hops = (*hops[1:], -direction * (rounds - 1))
+            copies = len(hops) * times * members
+            turn = _copies(
+                name if self.inner > 1 else step,
+                "collective_permute",
+                "ring",
+                copies,
+                tensors,
+                rows,
+                hops=hops * times,
+            )
+            turns.append(replace(turn, cycle=(degree, stride)))
+        return turns
 
     def combination(self, combine: Combine) -> list[Transfer]:
         """Step 4: outputs and lse to the owners of the queries."""
@@ -248,9 +291,3 @@ def _copies(
         tensor_bytes=copies * tensors,
         row_bytes=copies * rows,
     )
-
-
-def _turns(step: str, hops: tuple[int, ...], members: int, tensors: int, rows: int = 0) -> Transfer:
-    """Messages round the ring, each of `members` buffers of `tensors` + `rows` bytes."""
-    copies = len(hops) * members
-    return _copies(step, "collective_permute", "ring", copies, tensors, rows, hops=hops)

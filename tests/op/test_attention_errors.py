@@ -55,6 +55,13 @@ def test_unknown_option_is_refused(option, values):
         attention(**{option: "best"})
 
 
+@pytest.mark.parametrize("inner", [0, 3, 2.0])
+def test_inner_cycles_must_make_up_the_ring(inner):
+    message = rf"divides the ring degree; got inner={inner}, ring=2\. Use one of \[1, 2\]"
+    with pytest.raises(ValueError, match=message):
+        attention(inner=inner)
+
+
 def test_unknown_layout_is_refused():
     with pytest.raises(ValueError, match=r"layout must be one of .*'zigzag'.*got 'spiral'"):
         attention(layout="spiral")

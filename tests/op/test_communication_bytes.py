@@ -35,6 +35,7 @@ class Setting:
     placement: str = "permute_gather"
     combine: str = "merge"
     backward: str = "auto"
+    inner: int = 1
     keep_gathered: bool = False
     gradient_dtype: str = "float32"
     layout: str | None = None
@@ -56,7 +57,7 @@ class Setting:
     @functools.cached_property
     def attention(self):
         names = ("causal", "placement", "combine", "backward", "layout", "window")
-        names += ("keep_gathered", "gradient_dtype")
+        names += ("inner", "keep_gathered", "gradient_dtype")
         return st.Attention(
             st.make_mesh(self.degrees, "explicit", jax.devices()[: self.degrees.num_devices]),
             **{name: getattr(self, name) for name in names},
@@ -65,7 +66,7 @@ class Setting:
     def expected(self, **nodes):
         names = ("batch", "seq_len", "heads", "kv_heads", "head_dim", "value_head_dim")
         names += ("causal", "placement", "combine", "backward", "packed")
-        names += ("keep_gathered", "gradient_dtype")
+        names += ("inner", "keep_gathered", "gradient_dtype")
         return st.communication(
             self.degrees,
             dtype="float32",
@@ -182,6 +183,13 @@ MIXED = {
     ),
     "window": Setting(degrees=D(ring=4, team=2), layout="contiguous", window=3, **KV),
     "window, 16": Setting(degrees=D(ring=8, team=2), layout="contiguous", window=4, **QUERY),
+    # Double rings.
+    "double ring": Setting(degrees=D(ring=8), inner=4, **GQA, **KV),
+    "double ring, teams": Setting(degrees=D(group=2, ring=4, team=2), inner=2, **QUERY),
+    "double ring, loop": Setting(degrees=D(ring=24), inner=2, packed=True, **KV),
+    "double ring, window": Setting(
+        degrees=D(ring=8), inner=2, layout="contiguous", window=5, **QUERY
+    ),
     # Units that are kept, gradients that travel in bfloat16.
     "kept": Setting(degrees=D(group=2, ring=2, team=2, head=2), packed=True, **GQA, **KEPT),
     "kept, published": Setting(degrees=D.startrail(8, c=2), **PAPER, **KEPT),
