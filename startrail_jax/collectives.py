@@ -6,6 +6,7 @@ moves nothing. Received bytes are given in the size of the array x that a device
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,10 +26,21 @@ def index(axis: Axis) -> Int32[Array, ""] | int:
 
 def shift(tree: Any, cycle: Cycle, step: int) -> Any:
     """Sends each array of `tree` `step` places further in its cycle, in one message."""
-    if step % cycle.degree == 0:
+    return shift_along(tree, [(cycle, step)])
+
+
+def shift_along(tree: Any, moves: Sequence[tuple[Cycle, int]]) -> Any:
+    """Sends each array of `tree` by a number of places in each of some cycles, in one message.
+
+    The cycles are those of one axis.
+    """
+    axis = moves[0][0].axis
+    pairs = [(p, p) for p in range(axis.degree)]
+    for cycle, step in moves:
+        pairs = [(p, cycle.place(target, step)) for p, target in pairs]
+    if all(p == target for p, target in pairs):
         return tree
-    pairs = [(p, cycle.place(p, step)) for p in range(cycle.axis.degree)]
-    return jax.tree.map(lambda x: _permute(x, cycle.axis, pairs), tree)
+    return jax.tree.map(lambda x: _permute(x, axis, pairs), tree)
 
 
 def _permute(x: Array, axis: Axis, pairs: list[tuple[int, int]]) -> Array:
