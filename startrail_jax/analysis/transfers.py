@@ -30,11 +30,12 @@ class Transfer:
     roles: tuple[str, ...]
     """Roles of the mesh axes over which it goes, slowest first: one, but for the permute of keys,
     which goes over group, ring and team."""
-    hops: tuple[int, ...] = ()
+    hops: tuple[tuple[int, int] | int, ...] = ()
     """Of a collective_permute, its messages, which are of equal size. In a ring these are the
-    distances that they go, in places; the permute of keys is +1, and its inverse -1."""
-    cycle: tuple[int, int] = (0, 1)
-    """Of messages in a ring, degree and stride of their `startrail_jax.mesh.Cycle`."""
+    distances that they go in the outer and in the inner cycle, in places; a single ring is an outer
+    cycle. The permute of keys is +1, and its inverse -1."""
+    inner: int = 1
+    """Of messages in a ring, number of devices in an inner cycle."""
     tensor_bytes: int = 0
     """Bytes of query, key, value, output and their gradients."""
     row_bytes: int = 0
@@ -217,26 +218,19 @@ class Steps:
             home: whether these are gradients, which start in round 1, and whose last hop takes them
                 home.
         """
-        cycles = self.rounds // self.inner
+        outer, inner = self.rounds // self.inner, self.inner
+        within = [(0, direction)] * (inner - 1) * outer
+        between = [(direction, 0)] * (outer - 1)
+        if home and between:
+            # From the last visit of the last inner cycle.
+            between = [*between[1:], (-direction * (outer - 1), direction if inner > 1 else 0)]
         turns = []
-        for name, degree, stride, rounds, times in (
-            (step, self.inner, 1, self.inner, cycles),
-            (f"outer {step}", self.degrees.ring // self.inner, self.inner, cycles, 1),
-        ):
-            hops = (direction,) * (rounds - 1)
-            if home and hops:
-                hops = (*hops[1:], -direction * (rounds - 1))
-            copies = len(hops) * times * members
+        for name, hops in ((step, within), (f"outer {step}" if inner > 1 else step, between)):
+            copies = len(hops) * members
             turn = _copies(
-                name if self.inner > 1 else step,
-                "collective_permute",
-                "ring",
-                copies,
-                tensors,
-                rows,
-                hops=hops * times,
+                name, "collective_permute", "ring", copies, tensors, rows, hops=tuple(hops)
             )
-            turns.append(replace(turn, cycle=(degree, stride)))
+            turns.append(replace(turn, inner=inner))
         return turns
 
     def combination(self, combine: Combine) -> list[Transfer]:
@@ -280,7 +274,7 @@ def _copies(
     tensors: int,
     rows: int = 0,
     *,
-    hops: tuple[int, ...] = (),
+    hops: tuple[tuple[int, int] | int, ...] = (),
 ) -> Transfer:
     """A transfer of `copies` buffers of `tensors` + `rows` bytes each."""
     return Transfer(
