@@ -6,11 +6,11 @@
     python benchmarks/overlap.py --xla-defaults               # without st.compiler_options
     python benchmarks/overlap.py --compile-times
 
-For Ring Attention, for a double ring, and for StarTrail where it leaves a ring, the benchmark compiles attention
-forward, forward and backward with either side travelling, and the training step of a GPT layer, and
-reads the scheduled programs. A ring hop is overlapped if it is asynchronous and attention runs
-between its start and its end. With --details, one line for each collective says which kernels run
-during it. The columns of a line:
+For Ring Attention, for a double ring, and for StarTrail where it leaves a ring, the benchmark
+compiles attention forward, forward and backward with either side travelling, and the training step
+of a GPT layer, and reads the scheduled programs. A ring hop is overlapped if it is asynchronous and
+attention runs between its start and its end. With --details, one line for each collective says
+which kernels run during it. The columns of a line:
 
     hops      messages round the ring that are overlapped, of all; a message into which XLA combined
               several arrays counts once

@@ -41,6 +41,8 @@ class Explanation:
     chooses one of them as it runs."""
     rounds: int
     """Number of ring rounds."""
+    inner: int
+    """Number of rounds of an inner cycle of a double ring; 1 for a single ring."""
     travels: str
     """Which side goes round the ring in the backward pass: "query" or "kv"."""
     num_nodes: int | None
@@ -55,8 +57,9 @@ class Explanation:
         lines += [f"  not {name!r}: {refusal}" for name, refusal in self.refusals.items()]
         if self.dense:
             lines.append(f"  dense tiles only, without cuDNN: {self.dense}")
+        cycles = f" (inner cycles of {self.inner})" if self.inner > 1 else ""
         lines.append(
-            f"  {self.rounds} ring rounds of {self.query_tokens} queries by {self.key_tokens} keys;"
+            f"  {self.rounds} ring rounds{cycles} of {self.query_tokens} queries by {self.key_tokens} keys;"
             f" in the backward pass {self.travels} travels"
         )
         if self.num_nodes is not None and self.num_nodes > 1:
@@ -110,5 +113,6 @@ def explain(
         key_tokens=share.key_tokens * schedule.group.degree,
         cases=cases,
         rounds=len(ring_offsets(schedule, seq_len)),
+        inner=schedule.inner,
         travels=schedule.travels(share),
     )

@@ -139,7 +139,7 @@ def test_unequal_nodes_and_nodes_that_end_within_a_place_are_served():
 
 
 class TPU:
-    """A chip of a TPU v4, as far as jax asks for it: four of them in a square, and several slices."""
+    """A chip of a TPU v4, as far as jax asks for it: four make a square, and a slice."""
 
     platform, device_kind, process_index, core_on_chip = "tpu", "TPU v4", 0, 0
 
