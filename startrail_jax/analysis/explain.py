@@ -59,8 +59,8 @@ class Explanation:
             lines.append(f"  dense tiles only, without cuDNN: {self.dense}")
         cycles = f" (inner cycles of {self.inner})" if self.inner > 1 else ""
         lines.append(
-            f"  {self.rounds} ring rounds{cycles} of {self.query_tokens} queries by {self.key_tokens} keys;"
-            f" in the backward pass {self.travels} travels"
+            f"  {self.rounds} ring rounds{cycles} of {self.query_tokens} queries by "
+            f"{self.key_tokens} keys; in the backward pass {self.travels} travels"
         )
         if self.num_nodes is not None and self.num_nodes > 1:
             across, inside = (", ".join(x) or "nothing" for x in (self.across, self.inside))
