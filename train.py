@@ -55,11 +55,10 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
         RuntimeError: if another program trains in the run folder, or processes do not meet.
     """
     # Modules that import jax are imported here: `--help` and a mistyped flag must be fast.
-    import startrail_jax as st
     from trainer.checkpoints.checkpoint import Checkpoints
     from trainer.data.batches import Feed
     from trainer.loop import Loop
-    from trainer.parallel.step import Program
+    from trainer.parallel.step import Program, make_attention
     from trainer.run.folder import CHECKPOINTS_FOLDER, open_run
     from trainer.run.interruption import interruption
     from trainer.run.metrics import Reporter
@@ -71,7 +70,12 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
     tokens_per_step = config.batch_size * config.num_tokens
     with (
         joined(
-            options, config, kind=kind, folder=config.run_dir, may_differ=("allow_changes",)
+            options,
+            config,
+            kind=kind,
+            call=config.attention_call,
+            folder=config.run_dir,
+            may_differ=("allow_changes",),
         ) as session,
         Reporter(steps=config.steps, tokens_per_step=tokens_per_step) as report,
     ):
@@ -81,7 +85,7 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
         # Program. Whatever does not fit the mesh is refused now, before there is a run folder.
         task = TASKS[config.kind]
         objective = task.make_objective(config)
-        attention = st.Attention(session.mesh, causal=objective.causal)
+        attention = make_attention(session.mesh, config, objective)
         program = Program(config, attention, objective)
 
         # Data. The layout orders the tokens of a batch on the host.

@@ -28,6 +28,7 @@ import startrail_jax as st
 from startrail_jax.analysis.cost import Communication
 from startrail_jax.analysis.settings import legal_degrees, refusal
 from startrail_jax.mesh import SEQUENCE_ROLES
+from startrail_jax.sizes import GRADIENT_DTYPES
 
 AS_PUBLISHED = {"placement": "gather_permute", "combine": "reduce_scatter", "backward": "query"}
 HEADER = (
@@ -146,6 +147,8 @@ def _report(
         head_dim=args.head_dim,
         dtype=args.dtype,
         packed=args.packed,
+        gradient_dtype=args.gradient_dtype,
+        keep_gathered=args.keep_gathered,
         **choices,
     )
 
@@ -191,6 +194,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--full", action="store_true", help="no causal mask")
     parser.add_argument("--packed", action="store_true", help="with segment ids")
     parser.add_argument("--backward", default="auto", choices=("auto", "query", "kv"))
+    parser.add_argument("--gradient-dtype", default="float32", choices=GRADIENT_DTYPES)
+    parser.add_argument("--keep-gathered", action="store_true", help="units for the backward pass")
     args = parser.parse_args(argv)
     for name, size, degree in (
         ("--seq-len", args.seq_len, args.devices),

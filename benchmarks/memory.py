@@ -44,7 +44,7 @@ from trainer.config import MeshConfig, TrainConfig
 from trainer.gpt.config import GPTTrainConfig
 from trainer.parallel.degrees import choose_degrees
 from trainer.parallel.footprint import GIB, Footprint
-from trainer.parallel.step import Program
+from trainer.parallel.step import Program, make_attention
 from trainer.parallel.step_sizes import footprint
 from trainer.run.exit import exit_on_user_errors
 from trainer.tasks import TASKS
@@ -94,7 +94,9 @@ def main(argv: list[str] | None = None) -> None:
         target, num_devices = HARDWARE[recipe]
         target, num_devices = args.target or target, args.devices or num_devices
         config = RECIPES[recipe]()
-        degrees = choose_degrees(replace(config.mesh, **args.mesh), num_devices)
+        degrees = choose_degrees(
+            replace(config.mesh, **args.mesh), num_devices, config.attention_call
+        )
         named = ", ".join(f"{name} {n}" for name, n in vars(degrees).items() if n > 1)
         if args.seq_len is not None:
             if not isinstance(config, GPTTrainConfig):
@@ -154,7 +156,7 @@ def lowered_step(row: Row, degrees: Degrees, devices: list[Any]) -> Any:
     """The whole training step of a row, lowered for `devices`."""
     mesh = st.make_mesh(degrees, axis_type="auto", devices=devices)
     objective = TASKS[row.config.kind].make_objective(row.config)
-    program = Program(row.config, st.Attention(mesh, causal=objective.causal), objective)
+    program = Program(row.config, make_attention(mesh, row.config, objective), objective)
     step: Any = program.train_step
     if not row.donate:
         shardings = jax.tree.map(lambda x: x.sharding, program.state_shapes)
@@ -193,14 +195,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--target", choices=target_names(), help="GPU; by default the recipe's")
     parser.add_argument("--devices", type=int, help="number of them; by default the recipe's")
     parser.add_argument("--seq-len", type=int, help="tokens in a sequence")
-    for role in vars(MeshConfig()):
+    for role in MeshConfig().degrees:
         help_text = "degree of parallelism; by default that of train.py"
         parser.add_argument(f"--mesh.{role}", dest=role, type=int, help=help_text)
     parser.add_argument("--arithmetic", action="store_true", help="the formula alone")
     parser.add_argument("--details", action="store_true", help="parts of the formula")
     args = parser.parse_args(argv)
     args.mesh = {
-        role: degree for role in vars(MeshConfig()) if (degree := getattr(args, role)) is not None
+        role: degree for role in MeshConfig().degrees if (degree := getattr(args, role)) is not None
     }
     return args
 

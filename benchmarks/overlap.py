@@ -6,11 +6,11 @@
     python benchmarks/overlap.py --xla-defaults               # without st.compiler_options
     python benchmarks/overlap.py --compile-times
 
-For Ring Attention, and for StarTrail where it leaves a ring, the benchmark compiles attention
-forward, forward and backward with either side travelling, and the training step of a GPT layer, and
-reads the scheduled programs. A ring hop is overlapped if it is asynchronous and attention runs
-between its start and its end. With --details, one line for each collective says which kernels run
-during it. The columns of a line:
+For Ring Attention, for a double ring, and for StarTrail where it leaves a ring, the benchmark
+compiles attention forward, forward and backward with either side travelling, and the training step
+of a GPT layer, and reads the scheduled programs. A ring hop is overlapped if it is asynchronous and
+attention runs between its start and its end. With --details, one line for each collective says
+which kernels run during it. The columns of a line:
 
     hops      messages round the ring that are overlapped, of all; a message into which XLA combined
               several arrays counts once
@@ -121,23 +121,31 @@ def main(argv: list[str] | None = None) -> None:
 
 def rows(args: argparse.Namespace, devices: list[Any]) -> Iterator[Row]:
     """Every program of every setting with a ring that `args.rows` finds."""
-    settings = {"Ring": st.Degrees.ring_attention(len(devices))}
+    settings = {"Ring": (st.Degrees.ring_attention(len(devices)), 1)}
+    if len(devices) % 4 == 0:
+        settings["Double ring, inner 4"] = (st.Degrees.ring_attention(len(devices)), 4)
     for c in (2, 4):
         if len(devices) % c**2 == 0:
-            settings[f"StarTrail C={c}"] = st.Degrees.startrail(len(devices), c=c)
-    for setting, degrees in settings.items():
+            settings[f"StarTrail C={c}"] = (st.Degrees.startrail(len(devices), c=c), 1)
+    for setting, (degrees, inner) in settings.items():
         for program, build in PROGRAMS.items():
             name = f"{setting}, {program}"
             if degrees.ring > 1 and re.search(args.rows, name):
-                yield build(args, name, degrees, devices)
+                yield build(args, name, degrees, devices, inner=inner)
 
 
 def op(
-    args: argparse.Namespace, name: str, degrees: st.Degrees, devices: list[Any], backward: str
+    args: argparse.Namespace,
+    name: str,
+    degrees: st.Degrees,
+    devices: list[Any],
+    backward: str,
+    *,
+    inner: int = 1,
 ) -> Row:
     """Attention on its own, and with `backward` its gradients for a given cotangent."""
     mesh = st.make_mesh(degrees, devices=devices)
-    attention = st.Attention(mesh, backend=args.backend, backward=backward or "auto")
+    attention = st.Attention(mesh, backend=args.backend, backward=backward or "auto", inner=inner)
     seq_len = args.tokens * len(devices)
 
     def struct(heads: int, spec: P) -> jax.ShapeDtypeStruct:
@@ -155,10 +163,17 @@ def op(
     return Row(name, mesh, step, (q, k, k, q) if backward else (q, k, k))
 
 
-def gpt(args: argparse.Namespace, name: str, degrees: st.Degrees, devices: list[Any]) -> Row:
+def gpt(
+    args: argparse.Namespace,
+    name: str,
+    degrees: st.Degrees,
+    devices: list[Any],
+    *,
+    inner: int = 1,
+) -> Row:
     """One step of gradient descent on a GPT of one layer."""
     mesh = st.make_mesh(degrees, axis_type="auto", devices=devices)
-    attention = st.Attention(mesh, backend=args.backend)
+    attention = st.Attention(mesh, backend=args.backend, inner=inner)
     width = args.heads * args.head_dim
 
     def make_model() -> GPT:
@@ -188,9 +203,9 @@ def gpt(args: argparse.Namespace, name: str, degrees: st.Degrees, devices: list[
 
 
 PROGRAMS: dict[str, Callable[..., Row]] = {
-    "forward": lambda *setting: op(*setting, backward=""),
-    "query mode": lambda *setting: op(*setting, backward="query"),
-    "kv mode": lambda *setting: op(*setting, backward="kv"),
+    "forward": lambda *setting, inner: op(*setting, backward="", inner=inner),
+    "query mode": lambda *setting, inner: op(*setting, backward="query", inner=inner),
+    "kv mode": lambda *setting, inner: op(*setting, backward="kv", inner=inner),
     "GPT layer": gpt,
 }
 

@@ -22,9 +22,11 @@ from startrail_jax.cache import Decoding
 from startrail_jax.derivatives import without_derivative
 from startrail_jax.layout import Layout
 from startrail_jax.mesh import SEQUENCE_ROLES, AxisNames, check_sequence_axis, device_kind
+from startrail_jax.nodes import mesh_crossing
 from startrail_jax.schedule import Schedule, ring_offsets
-from startrail_jax.sizes import Sizes, dtype_name
+from startrail_jax.sizes import GRADIENT_DTYPES, Sizes, dtype_name
 from startrail_jax.validation import (
+    check_inner,
     check_option,
     check_placement,
     check_shards,
@@ -37,6 +39,8 @@ _OPTIONS = {
     "backward": ("auto", "query", "kv"),
     "placement": ("permute_gather", "gather_permute"),
     "combine": ("merge", "reduce_scatter"),
+    "gradient_dtype": GRADIENT_DTYPES,
+    "keep_gathered": (False, True),
 }
 
 # jax (0.10 to 0.12) cannot lower the residuals of a shard_map inside a shard_map over other axes.
@@ -88,6 +92,18 @@ class Attention(Decoding):
     combine: str = "merge"
     """How a team joins its outputs: "merge" (in float32, at their owner), or "reduce_scatter" (the
     paper; in the dtype of the query, on the network)."""
+    inner: int = 1
+    """Number of devices in an inner cycle of a double ring (LoongTrain's Double-Ring-Attention),
+    which divides the ring degree: keys (or queries) go round these neighbours while those of the
+    next cycle are under way. Meant for rings that cross nodes, with inner cycles inside a node. 1
+    is a single ring."""
+    gradient_dtype: str = "float32"
+    """Dtype in which parts of gradients travel round the ring and to their owners, which sum them
+    in float32: "float32" (exact), or "bfloat16" (half of these bytes; the error is in the docs)."""
+    keep_gathered: bool = False
+    """Whether the gathered units of queries, keys and values are kept from the forward to the
+    backward pass, which otherwise gathers them again. Each layer then keeps `team` shares of the
+    queries and `group` shares of keys and values in place of one."""
     window: int | None = None
     """Number of keys that a query sees, the one at its own position included; None for all. Only a
     causal attention can have one."""
@@ -105,6 +121,7 @@ class Attention(Decoding):
         object.__setattr__(self, "layout", layout)
         check_window(self.window, self.causal)
         check_placement(self.placement, self.degrees)
+        check_inner(self.inner, self.degrees.ring)
 
     @classmethod
     def as_published(cls, mesh: Mesh | AbstractMesh, **options: Any) -> Attention:
@@ -129,7 +146,7 @@ class Attention(Decoding):
             **{role: self.axes[role] for role in SEQUENCE_ROLES},
             **{
                 name: getattr(self, name)
-                for name in (*_OPTIONS, "layout", "causal", "window", "scale")
+                for name in (*_OPTIONS, "layout", "causal", "window", "scale", "inner")
             },
         )
 
@@ -158,8 +175,11 @@ class Attention(Decoding):
         kv_seq_len: int | None = None,
         platform: str | None = None,
         capability: tuple[int, int] | None = None,
+        devices_per_node: int | None = None,
     ) -> Explanation:
         """Says which backend serves inputs of these sizes, and why, without running anything.
+
+        On several nodes it also says which mesh axes go from node to node.
 
         `print(attention.explain(...))` shows the answer in a few lines.
 
@@ -174,6 +194,8 @@ class Attention(Decoding):
             kv_seq_len: key tokens of the whole sequence; None for as many as query tokens.
             platform: "cpu", "cuda", "rocm" or "tpu"; None for the platform of the mesh.
             capability: CUDA compute capability, such as (9, 0); None for that of the mesh.
+            devices_per_node: number of devices in a node, in the order of `jax.devices()`; None for
+                what the devices say.
 
         Raises:
             ValueError: if sizes do not fit the mesh, or if the platform is unknown.
@@ -192,7 +214,8 @@ class Attention(Decoding):
             packed=packed,
         )
         sizes.check(self.degrees, causal=self.causal, layout=self.layout)
-        return explain(schedule, sizes.share(self.degrees))
+        nodes = mesh_crossing(self.mesh, self.axes, devices_per_node)
+        return explain(schedule, sizes.share(self.degrees), axes=self.axes, nodes=nodes)
 
     def __call__(
         self,

@@ -6,6 +6,7 @@ moves nothing. Received bytes are given in the size of the array x that a device
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32, Shaped
 
-from startrail_jax.mesh import Axis
+from startrail_jax.mesh import Axis, Cycle
 
 
 def index(axis: Axis) -> Int32[Array, ""] | int:
@@ -23,11 +24,22 @@ def index(axis: Axis) -> Int32[Array, ""] | int:
     return lax.axis_index(axis.names) if axis.degree > 1 else 0
 
 
-def shift(tree: Any, axis: Axis, step: int) -> Any:
-    """Sends each array of `tree` from index p to index p + step (mod degree), in one message."""
-    if step % axis.degree == 0:
+def shift(tree: Any, cycle: Cycle, step: int) -> Any:
+    """Sends each array of `tree` `step` places further in its cycle, in one message."""
+    return shift_along(tree, [(cycle, step)])
+
+
+def shift_along(tree: Any, moves: Sequence[tuple[Cycle, int]]) -> Any:
+    """Sends each array of `tree` by a number of places in each of some cycles, in one message.
+
+    The cycles are those of one axis.
+    """
+    axis = moves[0][0].axis
+    pairs = [(p, p) for p in range(axis.degree)]
+    for cycle, step in moves:
+        pairs = [(p, cycle.place(target, step)) for p, target in pairs]
+    if all(p == target for p, target in pairs):
         return tree
-    pairs = [(p, (p + step) % axis.degree) for p in range(axis.degree)]
     return jax.tree.map(lambda x: _permute(x, axis, pairs), tree)
 
 
@@ -60,6 +72,26 @@ def scatter_sum(x: Shaped[Array, "..."], axis: Axis, dim: int) -> Shaped[Array, 
     if axis.degree == 1:
         return x
     return lax.psum_scatter(x, axis.names, scatter_dimension=dim, tiled=True)
+
+
+def sum_at_owner(
+    x: Float32[Array, "..."], axis: Axis, dim: int, dtype: Any
+) -> Float32[Array, "..."]:
+    """What `scatter_sum` computes, with parts that travel in `dtype` and sums in float32.
+
+    In float32 the network sums. In a narrower dtype, every member rounds its parts once and sends
+    them to their owners, which add them in float32 to their own part, which is not rounded. The
+    error therefore does not grow with the degree.
+
+    Receives (degree - 1) / degree of x, in `dtype`.
+    """
+    if axis.degree == 1 or jnp.dtype(dtype) == jnp.float32:
+        return scatter_sum(x, axis, dim)
+    size = x.shape[dim] // axis.degree
+    own = lax.dynamic_slice_in_dim(x, index(axis) * size, size, dim)
+    parts = partials(x.astype(dtype), axis, dim)
+    is_own = (jnp.arange(axis.degree) == index(axis)).reshape(-1, *[1] * x.ndim)
+    return jnp.where(is_own, own, parts.astype(jnp.float32)).sum(0)
 
 
 def total(x: Shaped[Array, "..."], axis: Axis) -> Shaped[Array, "..."]:
@@ -187,14 +219,18 @@ class KeyPlacement:
             return self._transpose(gather(x, self.team, 1))
         return gather(self._transpose(x) if self.causal else x, self.group, 1)
 
-    def scatter(self, x: Shaped[Array, "b gs ..."], dtype: Any) -> Shaped[Array, "b s ..."]:
+    def scatter(
+        self, x: Float32[Array, "b gs ..."], dtype: Any, travel_dtype: Any = jnp.float32
+    ) -> Float[Array, "b s ..."]:
         """The transpose of `place`: from a key unit on each device to sums at the shards' owners.
 
-        Sums are taken in the dtype of `x`; the result is in `dtype`.
+        Parts of sums travel in `travel_dtype`, sums are taken in float32, and the result is in
+        `dtype`.
         """
         if self.kind == "gather_permute":
-            return scatter_sum(self._transpose(x, inverse=True), self.team, 1).astype(dtype)
-        x = scatter_sum(x, self.group, 1).astype(dtype)
+            x = self._transpose(x.astype(travel_dtype), inverse=True).astype(jnp.float32)
+            return sum_at_owner(x, self.team, 1, travel_dtype).astype(dtype)
+        x = sum_at_owner(x, self.group, 1, travel_dtype).astype(dtype)
         return self._transpose(x, inverse=True) if self.causal else x
 
     def _transpose(self, x: Array, *, inverse: bool = False) -> Array:

@@ -23,8 +23,7 @@ References:
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
+import dataclasses
 from typing import Any
 
 import jax
@@ -35,8 +34,8 @@ from jaxtyping import Array, Float, Float32
 
 from startrail_jax import blocks, collectives
 from startrail_jax.derivatives import without_derivative
-from startrail_jax.mesh import Axis
 from startrail_jax.ordering import recompute_in_backward
+from startrail_jax.ring_loop import UNROLLED_ROUNDS, as_float32, circulate
 from startrail_jax.schedule import Schedule, ring_offsets
 from startrail_jax.shapes import (
     EMPTY,
@@ -52,15 +51,11 @@ from startrail_jax.sizes import Sizes
 from startrail_jax.softmax import Partials, log_sum, merge_precisely, rows
 from startrail_jax.varying import alike, is_replicated
 
-# (most, turn) of each platform. A ring of up to `most` rounds is unrolled. The middle of a longer
-# one is a loop whose body has `turn` rounds, which bounds the time to compile it. XLA copies what a
-# loop carries at every turn, so turns are longer on GPUs, whose kernels compile fast.
-UNROLLED_ROUNDS = {"cuda": (16, 8), "default": (4, 1)}
-
-CHECKPOINT_NAMES = ("attention_partial", "attention_lse", "attention_out")
+CHECKPOINT_NAMES = ("attention_partial", "attention_lse", "attention_out", "attention_units")
 """Names for `jax.checkpoint_policies.save_only_these_names`, under which `jax.checkpoint` does not
-recompute attention: the output of step 4, its log-sum-exp, and the output of step 5 (which differs
-from that of step 4 only where the head degree is above 1)."""
+recompute attention: the output of step 4, its log-sum-exp, the output of step 5 (which differs from
+that of step 4 only where the head degree is above 1), and the gathered units, which exist only with
+`keep_gathered`."""
 
 FIRST_ONLY = (
     "Sequence-parallel attention has first derivatives only; got a gradient of its gradient. Use "
@@ -94,7 +89,7 @@ def sharded_attention(
     """
     head = schedule.head
     if is_replicated(k, q) or is_replicated(v, q):
-        k, v = _float32((k, v))
+        k, v = as_float32((k, v))
     q, k, v = alike(q, k, v)
     if k.shape[2] < head.degree:
         k, v = collectives.repeat_heads(head.degree, k, v)
@@ -134,14 +129,43 @@ def _forward(
         from lse (`softmax.Partials`), which only float32 inputs are exact enough to need.
     """
     k, v = (x.astype(q.dtype) for x in (k, v))
-    seq_len, scale, block, _ = _static(schedule, q, k, v, query_segments)
-    device = _device(schedule)
+    static = _static(schedule, q, k, v, query_segments)
+    return _attend(schedule, static, *_units(schedule, q, k, v, query_segments, key_segments))
+
+
+def _units(
+    schedule: Schedule,
+    q: Any,
+    k: Any,
+    v: Any,
+    query_segments: Any,
+    key_segments: Any,
+    *,
+    queries_first: bool = True,
+) -> tuple[Any, ...]:
+    """Steps 1 and 2: the units of queries, keys, values and segment ids, as they are in round 0."""
     q_unit: Any = _query_unit(schedule, q)
     query_ids = _query_unit(schedule, query_segments)
-    if schedule.team.degree > 1:
+    if queries_first and schedule.team.degree > 1:
         # Queries first: they travel while a layer projects its keys and values. XLA would wait for
         # everything and then gather all of it at once.
         q_unit, k, v = lax.optimization_barrier((q_unit, k, v))
+    k_unit, v_unit, key_ids = (_key_unit(schedule, x) for x in (k, v, key_segments))
+    return q_unit, k_unit, v_unit, query_ids, key_ids
+
+
+def _attend(
+    schedule: Schedule,
+    static: tuple[int, float, blocks.Block, bool],
+    q_unit: Any,
+    k_unit: Any,
+    v_unit: Any,
+    query_ids: Any,
+    key_ids: Any,
+) -> tuple[OutShard, LseShard, LseShard | None]:
+    """Steps 3 and 4, from the units that `_units` gives and what `_static` gives."""
+    seq_len, scale, block, _ = static
+    device = _device(schedule)
 
     def attend(keys: Any, distance: Any, so_far: Any) -> tuple[Partials, tuple[()]]:
         k, v, key_ids = keys
@@ -149,10 +173,10 @@ def _forward(
         return block.forward(q_unit, k, v, mask, scale, into=so_far or ()), ()
 
     partials, _ = circulate(
-        schedule.ring,
+        schedule.cycles,
         ring_offsets(schedule, seq_len),
         direction=1,
-        travellers=tuple(_key_unit(schedule, x) for x in (k, v, key_segments)),
+        travellers=(k_unit, v_unit, key_ids),
         visit=attend,
         settle=lambda partials: (merge_precisely(partials),),
         unrolled=_unrolled(schedule),
@@ -160,15 +184,24 @@ def _forward(
     out, *stats = merge_precisely(partials)
     out = schedule.unsort(out, schedule.query_ranks, 1)
     lse, low = (schedule.unsort(x, schedule.query_ranks, 2) for x in stats)
-    return _combine(schedule, out, lse, low if q.dtype == jnp.float32 else None, q.dtype)
+    low = low if q_unit.dtype == jnp.float32 else None
+    return _combine(schedule, out, lse, low, q_unit.dtype)
 
 
 def _forward_rule(schedule: Schedule, q: Any, k: Any, v: Any, *segments: Any) -> tuple[Any, Any]:
-    out, *stats = concentric_attention(schedule, q, k, v, *segments)
+    given_keys = k[:0]
+    k, v = (x.astype(q.dtype) for x in (k, v))
+    kept = (q, k, v, *segments)
+    if schedule.keep_gathered:
+        static = _static(schedule, q, k, v, segments[0])
+        units = _units(schedule, *kept)
+        kept = jax.tree.map(lambda x: checkpoint_name(x, CHECKPOINT_NAMES[3]), units)
+        out, *stats = _attend(schedule, static, *kept)
+    else:
+        out, *stats = concentric_attention(schedule, *kept)
     out = checkpoint_name(out, CHECKPOINT_NAMES[0])
     lse, low = (x if x is None else checkpoint_name(x, CHECKPOINT_NAMES[1]) for x in stats)
-    keys = (x.astype(q.dtype) for x in (k, v))
-    return (out, lse, low), (q, *keys, *segments, out, lse, low, k[:0])
+    return (out, lse, low), (*kept, out, lse, low, given_keys)
 
 
 def _backward(schedule: Schedule, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
@@ -183,15 +216,15 @@ def _backward(schedule: Schedule, residuals: Any, cotangents: Any) -> tuple[Any,
     * "kv": q and dq stay. k and v go round and dk and dv travel home: 6gG shares a hop for 16-bit
       inputs, 4gG for float32.
 
-    Gradients travel and are summed in float32.
+    Gradients are summed in float32, and travel in `schedule.gradient_dtype`: in bfloat16 a gradient
+    is half of what these figures count, and each hop rounds the sum so far once.
     """
-    q, k, v, query_segments, key_segments, out, lse, low, given_keys = residuals
+    *kept, out, lse, low, given_keys = residuals
     dout, dlse, *_ = cotangents
-    seq_len, scale, block, by_query = _static(schedule, q, k, v, query_segments)
-    if schedule.team.degree > 1:
-        q, query_segments = recompute_in_backward((q, query_segments), dout, lse)
-    if schedule.group.degree > 1 or (schedule.ring.degree > 1 and not by_query):
-        k, v, key_segments = recompute_in_backward((k, v, key_segments), dout, lse)
+    seq_len, scale, block, by_query = _static(schedule, *kept[:4], gathered=schedule.keep_gathered)
+    units = _backward_units(schedule, kept, by_query, dout, lse)
+    q_unit, k_unit, v_unit, query_ids, key_ids = units
+    keys = k_unit, v_unit, key_ids
     device = _device(schedule)
     # Rows that see no key take no part: a NaN times a weight of 0 would spoil dk and dv.
     empty = lse <= EMPTY
@@ -204,11 +237,11 @@ def _backward(schedule: Schedule, residuals: Any, cotangents: Any) -> tuple[Any,
     delta = (dout.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1).swapaxes(1, 2) - dlse
 
     queries = (
-        *(_query_unit(schedule, x) for x in (q, dout)),
+        q_unit,
+        _query_unit(schedule, dout),
         *(_query_unit(schedule, x, dim=2) for x in (lse, delta)),
-        _query_unit(schedule, query_segments),
+        query_ids,
     )
-    keys = tuple(_key_unit(schedule, x) for x in (k, v, key_segments))
 
     def gradients(queries: Any, keys: Any, into: Any, **distance: Any) -> tuple[Array, ...]:
         q, dout, lse, delta, query_ids = queries
@@ -226,21 +259,41 @@ def _backward(schedule: Schedule, residuals: Any, cotangents: Any) -> tuple[Any,
         return dq, (dk, dv)
 
     stayed, travelled = circulate(
-        schedule.ring,
+        schedule.cycles,
         ring_offsets(schedule, seq_len),
         direction=-1 if by_query else 1,
         travellers=queries if by_query else keys,
         visit=visit_queries if by_query else visit_keys,
-        settle=_float32,
+        settle=as_float32,
         unrolled=_unrolled(schedule),
+        follows_dtype=schedule.gradient_dtype,
     )
-    stayed = _float32(stayed)
+    stayed = as_float32(stayed)
     dq, (dk, dv) = (travelled, stayed) if by_query else (stayed, travelled)
     dq = schedule.unsort(dq, schedule.query_ranks, 1)
-    dq = collectives.scatter_sum(dq, schedule.team, 1).astype(q.dtype)
+    travel_dtype = schedule.gradient_dtype
+    dq = collectives.sum_at_owner(dq, schedule.team, 1, travel_dtype).astype(q_unit.dtype)
     dk, dv = (schedule.unsort(x, schedule.key_ranks, 1) for x in (dk, dv))
-    dk, dv = (schedule.keys.scatter(x, given_keys.dtype) for x in (dk, dv))
+    dk, dv = (schedule.keys.scatter(x, given_keys.dtype, travel_dtype) for x in (dk, dv))
     return dq, dk, dv, None, None
+
+
+def _backward_units(
+    schedule: Schedule, kept: Any, by_query: bool, dout: Array, lse: Array
+) -> tuple[Any, ...]:
+    """The units of the forward pass, as they were kept, or gathered again when dout is there.
+
+    What the forward pass has sent too is sent again (`recompute_in_backward`): XLA would send it
+    once, and keep what arrived.
+    """
+    gathers, keys_travel = not schedule.keep_gathered, schedule.ring.degree > 1 and not by_query
+    q, k, v, query_ids, key_ids = kept
+    if gathers and schedule.team.degree > 1:
+        q, query_ids = recompute_in_backward((q, query_ids), dout, lse)
+    if keys_travel or (gathers and schedule.group.degree > 1):
+        k, v, key_ids = recompute_in_backward((k, v, key_ids), dout, lse)
+    units = q, k, v, query_ids, key_ids
+    return _units(schedule, *units, queries_first=False) if gathers else units
 
 
 def _backward_rule(schedule: Schedule, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
@@ -250,96 +303,6 @@ def _backward_rule(schedule: Schedule, residuals: Any, cotangents: Any) -> tuple
 
 concentric_attention = jax.custom_vjp(_forward, nondiff_argnums=(0,))
 concentric_attention.defvjp(_forward_rule, _backward_rule)
-
-
-def circulate(
-    ring: Axis,
-    offsets: tuple[int, ...],
-    *,
-    direction: int,
-    travellers: Any,
-    visit: Callable[[Any, Any, Any], tuple[Any, Any]],
-    settle: Callable[[Any], Any],
-    unrolled: tuple[int, int],
-) -> tuple[Any, Any]:
-    """The ring loop of the forward pass and of both backward passes (algorithm 3 of the paper).
-
-    In round i, every device holds the travellers that live `offsets[i]` behind it (ahead of it, if
-    `direction` is -1) and visits them. A visit gives two results: one stays on the device and
-    accumulates there, the other belongs to the travellers and follows them home. The travellers of
-    round 0 are at home already, and their result stays there. The results of the other rounds
-    start in round 1. They move one round late, together with the next travellers, so that every
-    hop but the last runs beside a visit, and are added to the result of round 0 on arrival. That
-    takes len(offsets) - 1 hops.
-
-    Args:
-        ring: the axis to go round.
-        offsets: the distances to visit, 0 first.
-        direction: +1 sends to the next ring index, -1 to the one before.
-        travellers: pytree of arrays that move.
-        visit: (travellers, distance, stays so far) -> (stays, follows), pytrees of arrays. It adds
-            to what stays, which is None in round 0; `follows` may be ().
-        settle: brings what stays into a form that is the same in every round, for a loop to carry.
-        unrolled: see `UNROLLED_ROUNDS`.
-
-    Returns:
-        What stays, summed over all rounds; and what follows, summed in float32, on the device
-        where its travellers live.
-    """
-    steps = [direction * (b - a) for a, b in itertools.pairwise(offsets)]
-    last = len(offsets) - 1
-
-    def play(i: int, offset: Any, state: Any) -> Any:
-        """One round. In a loop over rounds of one kind, i is their first and `offset` is traced."""
-        travellers, stays, follows = state
-        arriving = collectives.shift(travellers, ring, steps[i]) if i < last else None
-        followed = collectives.shift(follows, ring, steps[i - 1]) if i > 1 else None
-        stays, follows = visit(travellers, offset, stays)
-        # Without the barrier XLA sends everything first, and nothing runs beside the messages.
-        # Cheap work comes after it, or XLA would take that alone for enough to hide a message.
-        arriving, stays, follows, followed = lax.optimization_barrier(
-            (arriving, stays, follows, followed)
-        )
-        if i > 1:
-            follows = jax.tree.map(jnp.add, _float32(follows), followed)
-        elif i == 1:
-            follows = _float32(follows)
-        return arriving, stays, follows
-
-    def next_door(i: int) -> bool:
-        """Whether the hops into and out of round i both go to the next ring index."""
-        return steps[i - 1] == steps[i] == direction
-
-    def loop(first: int, turns: int, state: Any) -> Any:
-        """Plays `turns * turn` rounds from round `first` on, all of them `next_door`."""
-
-        def play_turn(n: Any, state: Any) -> Any:
-            for j in range(turn):
-                state = play(first, offsets[first] + n * turn + j, state)
-            travellers, stays, follows = state
-            return travellers, settle(stays), follows
-
-        travellers, stays, follows = state
-        return lax.fori_loop(0, turns, play_turn, (travellers, settle(stays), follows))
-
-    travellers, stays, home = play(0, 0, (travellers, None, None))
-    if last == 0:
-        return stays, _float32(home)
-    state = play(1, offsets[1], (travellers, stays, None))
-    most, turn = unrolled
-    i = 2
-    while i <= last:
-        rounds = sum(1 for _ in itertools.takewhile(next_door, range(i, last)))
-        turns = rounds // turn if last >= most else 0
-        state = loop(i, turns, state) if turns else play(i, offsets[i], state)
-        i += turns * turn or 1
-    _, stays, follows = state
-    follows = collectives.shift(follows, ring, -direction * offsets[last])
-    return stays, jax.tree.map(jnp.add, _float32(home), follows)
-
-
-def _float32(tree: Any) -> Any:
-    return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
 
 
 def _combine(
@@ -378,15 +341,32 @@ def _combine(
 
 
 def _static(
-    schedule: Schedule, q: QueryShard, k: KeyShard, v: ValueShard, segments: Array | None
+    schedule: Schedule,
+    q: QueryShard,
+    k: KeyShard,
+    v: ValueShard,
+    segments: Array | None,
+    *,
+    gathered: bool = False,
 ) -> tuple[int, float, blocks.Block, bool]:
     """What is known before anything runs.
+
+    Args:
+        schedule, q, k, v, segments: as in `_forward`; the segment ids of queries.
+        gathered: whether these are units, and not this device's shards.
 
     Returns:
         Tokens of the whole sequence, scale of the logits, the block backend, and whether the query
         side travels in the backward pass.
     """
-    share = Sizes.of(q, k, v, packed=segments is not None)
+    packed, gradient_dtype = segments is not None, schedule.gradient_dtype
+    share = Sizes.of(q, k, v, packed=packed, gradient_dtype=gradient_dtype)
+    if gathered:
+        share = dataclasses.replace(
+            share,
+            query_tokens=share.query_tokens // schedule.team.degree,
+            key_tokens=share.key_tokens // schedule.group.degree,
+        )
     scale = q.shape[-1] ** -0.5 if schedule.scale is None else float(schedule.scale)
     block = blocks.select(schedule.backend, schedule.request(share))
     seq_len = share.query_tokens * schedule.num_shards

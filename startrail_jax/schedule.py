@@ -11,6 +11,12 @@ U neighbours, a device is called (g, p, a) by its indices along group, ring and 
 * A *ring* is the R devices (g, 0..R-1, a). Round after round, each of them attends its query unit
   to another of the key units p' * A + a, for all p' on the ring.
 
+A *double ring* (LoongTrain, https://arxiv.org/abs/2406.18485) visits the same units in another
+order. With n devices in an inner cycle, ring index p is o * n + i. Key units go round the inner
+cycle, which takes n rounds, while a copy of each is under way to the same i of the next o.
+*Distance* d on the ring means d // n places in the outer cycle and d % n in the inner cycle; with
+n = 1 there is only the outer one, of all R devices.
+
 So every (query, key) pair is met exactly once.
 """
 
@@ -28,7 +34,7 @@ from startrail_jax.collectives import KeyPlacement
 from startrail_jax.errors import InputError
 from startrail_jax.layout import Layout
 from startrail_jax.mask import Mask, runs_meet
-from startrail_jax.mesh import PLATFORMS, Axis
+from startrail_jax.mesh import PLATFORMS, Axis, Cycle
 from startrail_jax.pieces import Pieces, pieces_by_offset
 from startrail_jax.sizes import Sizes
 
@@ -52,6 +58,9 @@ class Schedule:
     backward: str
     placement: str
     combine: str
+    inner: int
+    gradient_dtype: str
+    keep_gathered: bool
     platform: str | None
     """Platform of the devices, as `mesh.device_kind` gives it."""
     capability: tuple[int, int] | None
@@ -93,13 +102,26 @@ class Schedule:
         """Sequence ranks in a key unit."""
         return self.group.degree * self.head.degree
 
+    @property
+    def cycles(self) -> tuple[Cycle, Cycle]:
+        """The outer and the inner cycle of the ring."""
+        outer = Cycle(self.ring, self.ring.degree // self.inner, stride=self.inner)
+        return outer, Cycle(self.ring, self.inner)
+
+    def along_ring(self, p: Any, distance: Any, direction: int) -> Any:
+        """The ring index `distance` ahead of p, or behind it if `direction` is -1."""
+        outer, inner = self.cycles
+        if self.inner > 1:
+            p = inner.place(p, direction * (distance % self.inner))
+        return outer.place(p, direction * (distance // self.inner))
+
     def query_unit(self, g: Any, p: Any, distance: Any = 0) -> Any:
         """Number of the query unit that lives `distance` ahead of ring index p in group g."""
-        return g * self.ring.degree + (p + distance) % self.ring.degree
+        return g * self.ring.degree + self.along_ring(p, distance, 1)
 
     def key_unit(self, p: Any, a: Any, distance: Any = 0) -> Any:
         """Number of the key unit that lives `distance` behind ring index p, at team index a."""
-        return (p - distance) % self.ring.degree * self.team.degree + a
+        return self.along_ring(p, distance, -1) * self.team.degree + a
 
     def mask(
         self,
@@ -176,7 +198,7 @@ def ring_offsets(schedule: Schedule, seq_len: int) -> tuple[int, ...]:
     """Ring distances between queries and keys at which some device has work, 0 first.
 
     These are all distances, unless a sliding window hides so much that no device needs some of the
-    rounds; the ring then skips those rounds.
+    rounds; the ring then skips those rounds. A double ring skips whole inner cycles.
     """
     group, ring, team = (range(x.degree) for x in (schedule.group, schedule.ring, schedule.team))
     window = schedule.window_in(seq_len)
@@ -185,17 +207,15 @@ def ring_offsets(schedule: Schedule, seq_len: int) -> tuple[int, ...]:
     unit = functools.partial(schedule.layout.unit_positions, seq_len)
     queries = [[unit(schedule.query_ranks, schedule.query_unit(g, p)) for g in group] for p in ring]
     keys = [[unit(schedule.key_ranks, schedule.key_unit(p, a)) for a in team] for p in ring]
-    return tuple(
-        offset
+    needed = {
+        offset // schedule.inner
         for offset in ring
-        if offset == 0
-        or any(
-            runs_meet(query, key, window)
-            for p in ring
-            for query in queries[p]
-            for key in keys[p - offset]
-        )
-    )
+        for p in ring
+        for query in queries[p]
+        for key in keys[schedule.along_ring(p, offset, -1)]
+        if runs_meet(query, key, window)
+    }
+    return tuple(offset for offset in ring if offset // schedule.inner in {0, *needed})
 
 
 def unit_cases(
@@ -251,7 +271,7 @@ def _run_offsets(schedule: Schedule, seq_len: int, distance: int | None) -> tupl
                 for p in ring
                 for d in distances
                 for query in queries[p]
-                for key in keys[p - d]
+                for key in keys[schedule.along_ring(p, d, -1)]
             }
         )
     )

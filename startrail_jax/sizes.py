@@ -17,8 +17,11 @@ from startrail_jax.mesh import Degrees
 
 WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of one element, for every dtype that query, key and value may have."""
+GRADIENT_DTYPES = ("float32", "bfloat16")
+"""The dtypes in which partial gradients may travel. The exponents of float16 are too few for sums
+of gradients."""
 
-# Bytes of an element of what is always float32 (lse, delta, summed gradients) or int32 (ids).
+# Bytes of an element of what is always float32 (lse, delta, gradients of copies) or int32 (ids).
 _FLOAT32 = 4
 _INT32 = 4
 
@@ -50,9 +53,13 @@ class Sizes:
     """Name of the dtype of query, key and value: one of `WIDTHS`."""
     packed: bool
     """Whether each token has an int32 segment id."""
+    gradient_dtype: str = "float32"
+    """Name of the dtype in which partial gradients travel: one of `GRADIENT_DTYPES`."""
 
     @classmethod
-    def of(cls, query: Any, key: Any, value: Any, *, packed: bool) -> Sizes:
+    def of(
+        cls, query: Any, key: Any, value: Any, *, packed: bool, gradient_dtype: str = "float32"
+    ) -> Sizes:
         """The sizes of three arrays, or of anything else with `shape` and `dtype`."""
         return cls(
             batch=query.shape[0],
@@ -64,6 +71,7 @@ class Sizes:
             value_head_dim=value.shape[3],
             dtype=query.dtype.name,
             packed=packed,
+            gradient_dtype=gradient_dtype,
         )
 
     def check(self, degrees: Degrees, *, causal: bool, layout: Layout | None = None) -> None:
@@ -130,8 +138,8 @@ class Sizes:
 
     @property
     def query_gradient_bytes(self) -> int:
-        """Bytes of the gradient of the query, in float32."""
-        return self.query_bytes // self.width * _FLOAT32
+        """Bytes of a partial gradient of the query."""
+        return self.query_bytes // self.width * WIDTHS[self.gradient_dtype]
 
     @property
     def out_bytes(self) -> int:
@@ -151,7 +159,12 @@ class Sizes:
 
     @property
     def key_value_gradient_bytes(self) -> int:
-        """Bytes of the gradients of key and value together, in float32."""
+        """Bytes of partial gradients of key and value together."""
+        return self.key_value_bytes // self.width * WIDTHS[self.gradient_dtype]
+
+    @property
+    def key_value_float32_bytes(self) -> int:
+        """Bytes of gradients of copies of key and value, which are always float32."""
         return self.key_value_bytes // self.width * _FLOAT32
 
     @property
@@ -168,8 +181,9 @@ class Sizes:
         """Which side moves fewer bytes a hop if it goes round the ring in the backward pass.
 
         A hop moves a gathered unit: `team` shares of the query side, which are query, dout and ids
-        with dq, lse and delta in float32; or `group` shares of the key side, which are key, value
-        and ids with dk and dv in float32. The sizes must be the share of a device.
+        with lse and delta in float32 and dq in `gradient_dtype`; or `group` shares of the key side,
+        which are key, value and ids with dk and dv in `gradient_dtype`. The sizes must be the share
+        of a device.
 
         Returns:
             "query" or "kv"; "query" at a tie, which is the choice of the paper.

@@ -24,13 +24,24 @@ DTYPES = tuple(WIDTHS)
 _INPUTS = ("query", "key", "value", "segment_ids", "key segment_ids")
 
 
-def check_option(name: str, value: Any, allowed: Sequence[str]) -> None:
+def check_option(name: str, value: Any, allowed: Sequence[Any]) -> None:
     """Raises a ValueError unless the value of an option is allowed; the default comes first."""
     if value not in allowed:
         raise InputError(
             f"{name} must be one of {tuple(allowed)}; got {name}={value!r}. "
             f"Leave it out for {allowed[0]!r}."
         )
+
+
+def check_inner(inner: Any, ring: int) -> None:
+    """Raises a ValueError unless inner cycles of so many devices make up a ring."""
+    if type(inner) is int and inner >= 1 and ring % inner == 0:
+        return
+    divisors = [n for n in range(1, ring + 1) if ring % n == 0]
+    raise InputError(
+        "inner must be a positive integer that divides the ring degree; got "
+        f"inner={inner!r}, ring={ring}. Use one of {divisors}; 1 is a single ring."
+    )
 
 
 def check_window(window: Any, causal: bool) -> None:

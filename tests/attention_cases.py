@@ -55,6 +55,9 @@ class Case:
     backward: str = "auto"
     placement: str = "permute_gather"
     combine: str = "merge"
+    inner: int = 1
+    keep_gathered: bool = False
+    gradient_dtype: str = "float32"
     axis_type: str = "explicit"
     tokens: int = 6
     """Tokens of one sequence shard."""
@@ -101,6 +104,9 @@ class Case:
             backward=self.backward,
             placement=self.placement,
             combine=self.combine,
+            inner=self.inner,
+            keep_gathered=self.keep_gathered,
+            gradient_dtype=self.gradient_dtype,
             backend=self.backend,
             **self.mask_arguments,
         )

@@ -17,7 +17,7 @@ from trainer.gpt.config import (
 )
 from trainer.gpt.objective import NextToken
 from trainer.parallel.partition import path_name
-from trainer.parallel.step import Program
+from trainer.parallel.step import Program, make_attention
 from trainer.run import metrics
 from trainer.tasks import TASKS
 
@@ -37,8 +37,8 @@ def make_config(model=None, **changes):
 
 def make_program(config, degrees, devices=None):
     devices = jax.devices()[: degrees.num_devices] if devices is None else devices
-    mesh = st.make_mesh(degrees, axis_type="auto", devices=devices)
-    return Program(config, st.Attention(mesh, causal=True), NextToken(config))
+    mesh, objective = st.make_mesh(degrees, axis_type="auto", devices=devices), NextToken(config)
+    return Program(config, make_attention(mesh, config, objective), objective)
 
 
 def weight_shapes(config):

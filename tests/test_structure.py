@@ -44,6 +44,7 @@ MAY_IMPORT = {
     "derivatives": BASE,
     "ordering": BASE,
     "mesh": BASE,
+    "nodes": BASE | {"mesh"},
     "layout": BASE,
     "pieces": set(),
     "mask": BASE | {"layout", "pieces"},
@@ -55,16 +56,19 @@ MAY_IMPORT = {
     "compiler": BASE | {"mesh"},
     "sizes": BASE | {"mesh", "layout"},
     "schedule": TOKENS | {"collectives", "blocks", "sizes"},
+    "ring_loop": {"collectives", "mesh"},
     "rings": TOKENS
-    | {"blocks", "collectives", "derivatives", "ordering", "schedule", "sizes", "varying"},
+    | {"blocks", "collectives", "derivatives", "ordering", "ring_loop", "schedule", "sizes"}
+    | {"varying"},
     "token_order": BASE | {"layout"},
     "sharding": BASE | {"mesh", "layout", "sizes", "token_order"},
     "validation": BASE | {"mesh", "layout", "sharding", "sizes", "token_order"},
     "cache": TOKENS | {"collectives", "sharding", "sizes", "validation", "varying"},
-    "analysis": TOKENS | {"blocks", "schedule", "sizes", "validation"},
+    "analysis": TOKENS | {"blocks", "nodes", "schedule", "sizes", "validation"},
+    "device_mesh": BASE | {"mesh", "nodes", "analysis"},
     "attention": TOKENS
-    | {"analysis", "blocks", "cache", "collectives", "derivatives", "rings", "schedule", "sizes"}
-    | {"validation"},
+    | {"analysis", "blocks", "cache", "collectives", "derivatives", "nodes", "rings", "schedule"}
+    | {"sizes", "validation"},
     "testing": TOKENS | {"attention"},
 }
 # Modules of the op that read no arrays may use only what describes a setting.

@@ -5,7 +5,7 @@ The steps are those of `startrail_jax.rings`. `startrail_jax.analysis.cost` adds
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from startrail_jax.mesh import Degrees
@@ -15,6 +15,8 @@ Placement = Literal["permute_gather", "gather_permute"]
 Combine = Literal["merge", "reduce_scatter"]
 
 _FLOAT32 = 4
+# The flat axis over which keys are permuted.
+_RANKS = ("group", "ring", "team")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +27,15 @@ class Transfer:
     """Step of the schedule, for example "query gather"."""
     collective: str
     """One of `startrail_jax.analysis.COLLECTIVES`."""
+    roles: tuple[str, ...]
+    """Roles of the mesh axes over which it goes, slowest first: one, but for the permute of keys,
+    which goes over group, ring and team."""
+    hops: tuple[tuple[int, int] | int, ...] = ()
+    """Of a collective_permute, its messages, which are of equal size. In a ring these are the
+    distances that they go in the outer and in the inner cycle, in places; a single ring is an outer
+    cycle. The permute of keys is +1, and its inverse -1."""
+    inner: int = 1
+    """Of messages in a ring, number of devices in an inner cycle."""
     tensor_bytes: int = 0
     """Bytes of query, key, value, output and their gradients."""
     row_bytes: int = 0
@@ -52,6 +63,10 @@ class Steps:
     """Number of ring rounds that are visited."""
     placement: Placement
     """Order of step 2: "permute_gather" (ours) or "gather_permute" (the paper)."""
+    inner: int = 1
+    """Number of devices in an inner cycle of the ring."""
+    keep_gathered: bool = False
+    """Whether the backward pass has the units that the forward pass has gathered."""
 
     def exchange(self, *, id_arrays: int) -> list[Transfer]:
         """Step 0: query, key and value.
@@ -63,14 +78,14 @@ class Steps:
         tensors = self._exchanged(share.query_bytes) + self._exchanged(share.key_value_bytes)
         ids = (share.query_id_bytes, share.key_id_bytes)[:id_arrays]
         return [
-            _copies("head exchange", "all_to_all", 1, tensors),
-            _copies("head exchange", "all_gather", 1, 0, sum(map(self._exchanged, ids))),
+            _copies("head exchange", "all_to_all", "head", 1, tensors),
+            _copies("head exchange", "all_gather", "head", 1, 0, sum(map(self._exchanged, ids))),
         ]
 
     def gradient_exchange(self) -> list[Transfer]:
         """The gradient of step 0: dq, dk and dv back."""
         tensors = map(self._exchanged, (self.share.query_bytes, self._summed_key_gradient_bytes))
-        return [_copies("head exchange", "all_to_all", 1, sum(tensors))]
+        return [_copies("head exchange", "all_to_all", "head", 1, sum(tensors))]
 
     @property
     def _summed_key_gradient_bytes(self) -> int:
@@ -79,12 +94,14 @@ class Steps:
         They are in the input dtype if there are no copies, and in float32 otherwise.
         """
         copied = self.kv_heads < self.degrees.head * self.degrees.tensor
-        return self.share.key_value_gradient_bytes if copied else self.share.key_value_bytes
+        return self.share.key_value_float32_bytes if copied else self.share.key_value_bytes
 
     def output_exchange(self) -> list[Transfer]:
         """Step 5: the output, or its gradient back."""
         return [
-            _copies("output exchange", "all_to_all", 1, self._exchanged(self.share.out_bytes)),
+            _copies(
+                "output exchange", "all_to_all", "head", 1, self._exchanged(self.share.out_bytes)
+            ),
         ]
 
     def _exchanged(self, size: int) -> int:
@@ -92,16 +109,23 @@ class Steps:
         return size * (self.degrees.head - 1) // self.degrees.head
 
     def query_gather(self, *, backward: bool = False) -> list[Transfer]:
-        """Step 1; the backward pass gathers dout, lse and delta beside the query."""
+        """Step 1; the backward pass gathers dout, lse and delta too, and perhaps not the query."""
         tensors, rows = self.share.query_bytes, self.share.query_id_bytes
+        if backward and self.keep_gathered:
+            tensors, rows = 0, 0
         if backward:
             tensors, rows = tensors + self.share.out_bytes, rows + 2 * self.share.lse_bytes
-        return [_copies("query gather", "all_gather", self.degrees.team - 1, tensors, rows)]
+        return [_copies("query gather", "all_gather", "team", self.degrees.team - 1, tensors, rows)]
 
     def query_scatter(self) -> list[Transfer]:
-        """The gradient of step 1: dq is summed over the team, in float32."""
+        """The gradient of step 1: dq is summed over the team."""
         dq = self.share.query_gradient_bytes
-        return [_copies("query scatter", "reduce_scatter", self.degrees.team - 1, dq)]
+        return [_copies("query scatter", self._summing, "team", self.degrees.team - 1, dq)]
+
+    @property
+    def _summing(self) -> str:
+        """The collective that brings parts of gradients to their owners."""
+        return "reduce_scatter" if self.share.gradient_dtype == "float32" else "all_to_all"
 
     def key_placement(self, *, shared_ids: bool) -> list[Transfer]:
         """Step 2: keys and values to the devices that need them in round 0.
@@ -115,12 +139,12 @@ class Steps:
         if self.placement == "gather_permute":
             gathered_ids = 0 if shared_ids else ids
             return [
-                _copies(step, "all_gather", gathered, tensors, gathered_ids),
-                _copies(step, "collective_permute", permuted, tensors, ids),
+                _copies(step, "all_gather", "team", gathered, tensors, gathered_ids),
+                _copies(step, "collective_permute", _RANKS, permuted, tensors, ids, hops=(1,)),
             ]
         return [
-            _copies(step, "collective_permute", permuted, tensors, ids),
-            _copies(step, "all_gather", gathered, tensors, ids),
+            _copies(step, "collective_permute", _RANKS, permuted, tensors, ids, hops=(1,)),
+            _copies(step, "all_gather", "group", gathered, tensors, ids),
         ]
 
     def key_gradient_placement(self) -> list[Transfer]:
@@ -129,13 +153,20 @@ class Steps:
         gathered, permuted = self._placed_copies()
         if self.placement == "gather_permute":
             return [
-                _copies(step, "collective_permute", permuted, dkv),
-                _copies(step, "reduce_scatter", gathered, dkv),
+                _copies(step, "collective_permute", _RANKS, permuted, dkv, hops=(-1,)),
+                _copies(step, self._summing, "team", gathered, dkv),
             ]
         return [
-            _copies(step, "reduce_scatter", gathered, dkv),
+            _copies(step, self._summing, "group", gathered, dkv),
             # The sum is complete, but for copies of a key head: the input width is enough.
-            _copies(step, "collective_permute", permuted, self._summed_key_gradient_bytes),
+            _copies(
+                step,
+                "collective_permute",
+                _RANKS,
+                permuted,
+                self._summed_key_gradient_bytes,
+                hops=(-1,),
+            ),
         ]
 
     def _placed_copies(self) -> tuple[int, int]:
@@ -148,26 +179,59 @@ class Steps:
 
     def ring(self) -> list[Transfer]:
         """Step 3 of the forward pass: a key unit goes round."""
-        hops, share = (self.rounds - 1) * self.degrees.group, self.share
-        return [
-            _copies("ring", "collective_permute", hops, share.key_value_bytes, share.key_id_bytes)
-        ]
+        share = self.share
+        return self._turns("ring", 1, self.degrees.group, share.key_value_bytes, share.key_id_bytes)
 
     def gradient_ring(self, mode: Literal["query", "kv"]) -> list[Transfer]:
         """Step 3 of the backward pass; gradients make as many hops as their operands."""
         share = self.share
         if mode == "kv":
-            hops, operands = (self.rounds - 1) * self.degrees.group, share.key_value_bytes
+            direction, members, operands = 1, self.degrees.group, share.key_value_bytes
             rows, gradients = share.key_id_bytes, share.key_value_gradient_bytes
         else:
-            hops = (self.rounds - 1) * self.degrees.team
+            direction, members = -1, self.degrees.team
             operands = share.query_bytes + share.out_bytes
             rows = share.query_id_bytes + 2 * share.lse_bytes
             gradients = share.query_gradient_bytes
         return [
-            _copies("ring", "collective_permute", hops, operands, rows),
-            _copies("gradient ring", "collective_permute", hops, gradients),
+            *self._turns("ring", direction, members, operands, rows),
+            *self._turns("gradient ring", direction, members, gradients, home=True),
         ]
+
+    def _turns(
+        self,
+        step: str,
+        direction: int,
+        members: int,
+        tensors: int,
+        rows: int = 0,
+        *,
+        home: bool = False,
+    ) -> list[Transfer]:
+        """Messages round the outer and the inner cycle of the ring.
+
+        Args:
+            step: name of the step; that of the outer cycle of a double ring is "outer " + step.
+            direction: +1 or -1, the hop of each message.
+            members: number of buffers of `tensors` + `rows` bytes in a message.
+            tensors, rows: see `Transfer`.
+            home: whether these are gradients, which start in round 1, and whose last hop takes them
+                home.
+        """
+        outer, inner = self.rounds // self.inner, self.inner
+        within = [(0, direction)] * (inner - 1) * outer
+        between = [(direction, 0)] * (outer - 1)
+        if home and between:
+            # From the last visit of the last inner cycle.
+            between = [*between[1:], (-direction * (outer - 1), direction if inner > 1 else 0)]
+        turns = []
+        for name, hops in ((step, within), (f"outer {step}" if inner > 1 else step, between)):
+            copies = len(hops) * members
+            turn = _copies(
+                name, "collective_permute", "ring", copies, tensors, rows, hops=tuple(hops)
+            )
+            turns.append(replace(turn, inner=inner))
+        return turns
 
     def combination(self, combine: Combine) -> list[Transfer]:
         """Step 4: outputs and lse to the owners of the queries."""
@@ -175,11 +239,11 @@ class Steps:
         if combine == "merge":
             # In float32, what rounding took from lse goes along.
             stats = 2 * lse if self.share.width == _FLOAT32 else lse
-            return [_copies("combine", "all_to_all", team - 1, out, stats)]
+            return [_copies("combine", "all_to_all", "team", team - 1, out, stats)]
         # The log-sum-exp over the team is a pmax and a psum of the lse of the whole query unit.
         return [
-            _copies("combine", "reduce_scatter", team - 1, out),
-            _copies("combine", "all_reduce", 2, 0, all_reduce_bytes(team * lse, team)),
+            _copies("combine", "reduce_scatter", "team", team - 1, out),
+            _copies("combine", "all_reduce", "team", 2, 0, all_reduce_bytes(team * lse, team)),
         ]
 
     def replica_sum(self) -> list[Transfer]:
@@ -194,7 +258,7 @@ class Steps:
         row = share.batch * (share.key_tokens // self.degrees.head) * self.kv_heads * _FLOAT32
         head_dims = (share.head_dim, share.value_head_dim)
         size = sum(all_reduce_bytes(row * head_dim, tensor) for head_dim in head_dims)
-        return [_copies("replica sum", "all_reduce", 1, size)]
+        return [_copies("replica sum", "all_reduce", "tensor", 1, size)]
 
 
 def all_reduce_bytes(size: int, num_devices: int) -> int:
@@ -202,8 +266,22 @@ def all_reduce_bytes(size: int, num_devices: int) -> int:
     return -(-2 * (num_devices - 1) * size // num_devices)
 
 
-def _copies(step: str, collective: str, copies: int, tensors: int, rows: int = 0) -> Transfer:
+def _copies(
+    step: str,
+    collective: str,
+    roles: str | tuple[str, ...],
+    copies: int,
+    tensors: int,
+    rows: int = 0,
+    *,
+    hops: tuple[tuple[int, int] | int, ...] = (),
+) -> Transfer:
     """A transfer of `copies` buffers of `tensors` + `rows` bytes each."""
     return Transfer(
-        step=step, collective=collective, tensor_bytes=copies * tensors, row_bytes=copies * rows
+        step=step,
+        collective=collective,
+        roles=(roles,) if isinstance(roles, str) else roles,
+        hops=hops,
+        tensor_bytes=copies * tensors,
+        row_bytes=copies * rows,
     )

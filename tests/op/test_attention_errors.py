@@ -46,11 +46,20 @@ def refuses(message, attention, query=None, key=None, value=None, error=ValueErr
         ("backward", r"\('auto', 'query', 'kv'\)"),
         ("placement", r"\('permute_gather', 'gather_permute'\)"),
         ("combine", r"\('merge', 'reduce_scatter'\)"),
+        ("gradient_dtype", r"\('float32', 'bfloat16'\)"),
+        ("keep_gathered", r"\(False, True\)"),
     ],
 )
 def test_unknown_option_is_refused(option, values):
     with pytest.raises(ValueError, match=rf"{option} must be one of {values}; got {option}='best'"):
         attention(**{option: "best"})
+
+
+@pytest.mark.parametrize("inner", [0, 3, 2.0])
+def test_inner_cycles_must_make_up_the_ring(inner):
+    message = rf"divides the ring degree; got inner={inner}, ring=2\. Use one of \[1, 2\]"
+    with pytest.raises(ValueError, match=message):
+        attention(inner=inner)
 
 
 def test_unknown_layout_is_refused():

@@ -43,6 +43,14 @@ SCHEMES = {
         Degrees.loongtrain(16, head=4),
         Degrees.startrail(16, c=2, head=2),
     ],
+    # LoongTrain's, alone and inside of teams and groups.
+    "double_ring": [
+        Degrees(ring=4),
+        Degrees(ring=6, team=2),
+        Degrees(group=2, ring=4, head=2),
+        Degrees.startrail(16, c=2),
+        Degrees(group=2, ring=10),
+    ],
     "uneven": [
         Degrees(group=4, ring=2, team=2),
         Degrees(group=3, ring=5),
@@ -61,6 +69,8 @@ SCHEMES = {
         Degrees(head=3, tensor=2),
     ],
 }
+# Devices in an inner cycle of the ring.
+INNER = {"double_ring": 2}
 # Those that between them send everything that there is to send: what may be rounded on its way.
 SENDERS = ("ring", "startrail", "with_head", "data_tensor")
 NEEDS_EQUAL = "gather_permute"
@@ -85,13 +95,16 @@ def cases(schemes=tuple(SCHEMES), **factors):
             "backward": ("query", "kv"),
             "placement": ("permute_gather", NEEDS_EQUAL),
             "combine": ("merge", "reduce_scatter"),
+            "keep_gathered": (False, True),
             "axis_type": ("explicit", "auto"),
             **factors,
         },
         clash,
     )
     for seed, row in enumerate(design):
-        yield Case(degrees=next(settings[row.pop("scheme")]), seed=seed, **row)
+        scheme = row.pop("scheme")
+        inner = INNER.get(scheme, 1)
+        yield Case(degrees=next(settings[scheme]), inner=inner, seed=seed, **row)
 
 
 # All but one that "cross" holds and that is there for blocks without segments.
@@ -166,6 +179,8 @@ def any_case(draw):
         backward=draw(hst.sampled_from(("auto", "query", "kv"))),
         placement=draw(hst.sampled_from(orders[: 1 + (degrees.team == degrees.group)])),
         combine=draw(hst.sampled_from(("merge", "reduce_scatter"))),
+        inner=draw(hst.sampled_from([1, degrees.ring])),
+        keep_gathered=draw(hst.booleans()),
         axis_type=draw(hst.sampled_from(("explicit", "auto"))),
         tokens=2 * draw(hst.integers(2, 9)),
         seed=draw(hst.integers(0, 99)),

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import startrail_jax as st
 from startrail_jax import collectives
 from startrail_jax.collectives import KeyPlacement
-from startrail_jax.mesh import AxisNames, flat_axis, resolve_axes
+from startrail_jax.mesh import AxisNames, Cycle, flat_axis, resolve_axes
 
 SEQUENCE = P(None, ("group", "ring", "team"))
 
@@ -84,7 +84,7 @@ def test_an_axis_of_degree_one_moves_nothing():
     one = collectives.Axis((), 1)
     x = jnp.arange(6).reshape(2, 3)
     for same in (
-        collectives.shift(x, one, 1),
+        collectives.shift(x, Cycle(one, 1), 1),
         collectives.gather(x, one, 1),
         collectives.scatter_sum(x, one, 1),
         collectives.exchange(x, one, 0, 1),

@@ -5,11 +5,14 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
 import startrail_jax as st
 from startrail_jax.analysis.hlo import read_traffic
+from startrail_jax.analysis.ports import messages, read_messages
+from startrail_jax.nodes import ORDERS, node_grid, nodes_of
 from startrail_jax.rings import CHECKPOINT_NAMES
 
 # Nothing is executed here, and machine code takes most of the time to compile.
@@ -17,6 +20,8 @@ COMPILER_OPTIONS = {"xla_backend_optimization_level": 0}
 # XLA's CPU compiler of jax 0.10.2 drops the barriers by which jax.checkpoint keeps it from merging
 # what is recomputed with what it repeats.
 KEEP_BARRIERS = {"xla_disable_hlo_passes": "cse_barrier_expander"}
+# It also sends bfloat16 as float32, unless it is kept from that.
+SEND_BFLOAT16 = {"xla_disable_hlo_passes": "float-normalization-bf16"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +35,9 @@ class Setting:
     placement: str = "permute_gather"
     combine: str = "merge"
     backward: str = "auto"
+    inner: int = 1
+    keep_gathered: bool = False
+    gradient_dtype: str = "float32"
     layout: str | None = None
     window: int | None = None
     packed: bool = False
@@ -49,20 +57,23 @@ class Setting:
     @functools.cached_property
     def attention(self):
         names = ("causal", "placement", "combine", "backward", "layout", "window")
+        names += ("inner", "keep_gathered", "gradient_dtype")
         return st.Attention(
             st.make_mesh(self.degrees, "explicit", jax.devices()[: self.degrees.num_devices]),
             **{name: getattr(self, name) for name in names},
         )
 
-    def expected(self):
+    def expected(self, **nodes):
         names = ("batch", "seq_len", "heads", "kv_heads", "head_dim", "value_head_dim")
         names += ("causal", "placement", "combine", "backward", "packed")
+        names += ("inner", "keep_gathered", "gradient_dtype")
         return st.communication(
             self.degrees,
             dtype="float32",
             rounds=self.attention.num_rounds(self.seq_len),
             key_len=self.key_len if self.cross else None,
             **{name: getattr(self, name) for name in names},
+            **nodes,
         )
 
     def arguments(self):
@@ -87,9 +98,8 @@ class Setting:
         return self.attention(query, key, value, segment_ids=segment_ids)
 
 
-def compiled_traffic(function, *arguments, **options):
-    compiled = jax.jit(function).lower(*arguments).compile(COMPILER_OPTIONS | options)
-    return read_traffic(compiled.as_text())
+def compiled_text(function, *arguments, **options):
+    return jax.jit(function).lower(*arguments).compile(COMPILER_OPTIONS | options).as_text()
 
 
 def forward_and_backward(attend):
@@ -109,6 +119,8 @@ MQA = {"heads": 4, "kv_heads": 1}
 FULL = {"causal": False}
 KV = {"backward": "kv"}
 QUERY = {"backward": "query"}
+KEPT = {"keep_gathered": True}
+BFLOAT16 = {"gradient_dtype": "bfloat16"}
 
 SCHEMES = {
     "ring, 8": Setting(degrees=D.ring_attention(8)),
@@ -171,6 +183,21 @@ MIXED = {
     ),
     "window": Setting(degrees=D(ring=4, team=2), layout="contiguous", window=3, **KV),
     "window, 16": Setting(degrees=D(ring=8, team=2), layout="contiguous", window=4, **QUERY),
+    # Double rings.
+    "double ring": Setting(degrees=D(ring=8), inner=4, **GQA, **KV),
+    "double ring, teams": Setting(degrees=D(group=2, ring=4, team=2), inner=2, **QUERY),
+    "double ring, loop": Setting(degrees=D(ring=24), inner=2, packed=True, **KV),
+    "double ring, window": Setting(
+        degrees=D(ring=8), inner=2, layout="contiguous", window=5, **QUERY
+    ),
+    # Units that are kept, gradients that travel in bfloat16.
+    "kept": Setting(degrees=D(group=2, ring=2, team=2, head=2), packed=True, **GQA, **KEPT),
+    "kept, published": Setting(degrees=D.startrail(8, c=2), **PAPER, **KEPT),
+    "kept, cross": Setting(degrees=D(team=2, group=4), packed=True, cross=True, **FULL, **KEPT),
+    "bfloat16": Setting(degrees=D(group=2, ring=3, team=2), **GQA, **BFLOAT16),
+    "bfloat16, query": Setting(degrees=D(ring=4, team=2), **QUERY, **BFLOAT16, **KEPT),
+    "bfloat16, published": Setting(degrees=D.startrail(16, c=2), **PAPER, **BFLOAT16),
+    "bfloat16, copies": Setting(degrees=D(ring=2, head=2, tensor=2), **MQA, **KV, **BFLOAT16),
 }
 
 # The forward pass apart: a loop more or less would show in both.
@@ -181,14 +208,27 @@ SETTINGS = SCHEMES | LARGE | MIXED
 @pytest.mark.parametrize("setting", FORWARD.values(), ids=FORWARD)
 def test_forward_receives_the_closed_form(setting):
     *arguments, _ = setting.arguments()
-    traffic = compiled_traffic(setting.attend, *arguments)
+    traffic = read_traffic(compiled_text(setting.attend, *arguments))
     assert traffic.by_collective == setting.expected().forward.by_collective
 
 
 @pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
 def test_forward_and_backward_receive_the_closed_form(setting):
-    traffic = compiled_traffic(forward_and_backward(setting.attend), *setting.arguments())
-    assert traffic.by_collective == setting.expected().total.by_collective
+    options = SEND_BFLOAT16 if setting.gradient_dtype == "bfloat16" else {}
+    text = compiled_text(forward_and_backward(setting.attend), *setting.arguments(), **options)
+    degrees, total = setting.degrees, setting.expected().total
+    assert read_traffic(text).by_collective == total.by_collective
+
+    # Who sends it to whom: from this follow the bytes through every port, in every order.
+    counted = read_messages(text)
+    np.testing.assert_array_equal(counted.matrix, messages(degrees, total.transfers).matrix)
+    for size in {1, 2, 4, degrees.num_devices // 2} - {0}:
+        if degrees.num_devices % size:
+            continue
+        for order in ORDERS:
+            grid = node_grid(degrees, ORDERS[order], nodes_of(range(degrees.num_devices), size))
+            expected = setting.expected(order=order, devices_per_node=size).total.nodes
+            assert counted.through(grid.ravel()) == expected
 
 
 def test_window_visits_fewer_rounds():
@@ -198,14 +238,18 @@ def test_window_visits_fewer_rounds():
         assert setting.attention.num_rounds(setting.seq_len) < setting.degrees.ring
 
 
-@pytest.mark.parametrize("saved", [True, False], ids=["saved", "recomputed"])
-def test_remat_repeats_attention_only_if_its_outputs_are_not_saved(saved):
+@pytest.mark.parametrize(
+    ("name", "saved"),
+    [("StarTrail, 8", True), ("StarTrail, 8", False), ("kept, published", True)],
+    ids=["saved", "recomputed", "kept"],
+)
+def test_remat_repeats_attention_only_if_its_outputs_are_not_saved(name, saved):
     """Under a policy that saves out and lse, rematerialisation costs no communication."""
-    setting = SETTINGS["StarTrail, 8"]
+    setting = SETTINGS[name]
     policy = jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES) if saved else None
     attend = jax.checkpoint(setting.attend, policy=policy)
     both = forward_and_backward(attend)
-    traffic = compiled_traffic(both, *setting.arguments(), **KEEP_BARRIERS)
+    traffic = read_traffic(compiled_text(both, *setting.arguments(), **KEEP_BARRIERS))
     report = setting.expected()
     repeated = 0 if saved else report.forward.received_bytes
     assert traffic.received_bytes == report.total.received_bytes + repeated

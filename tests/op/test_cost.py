@@ -228,6 +228,7 @@ def test_all_reduce_bytes_round_up():
     ("options", "message"),
     [
         ({"placement": "permute"}, r"placement must be one of .*; got placement='permute'\. Leav"),
+        ({"gradient_dtype": "float16"}, r"gradient_dtype must be one of .*; got .*'float16'\. L"),
         ({"combine": "sum"}, r"combine must be one of .*; got combine='sum'\. Leave"),
         ({"backward": "both"}, r"backward must be one of .*; got backward='both'\. Leave"),
         ({"dtype": "int8"}, r"dtype must be one of float32, .*; got dtype='int8'\. Name"),

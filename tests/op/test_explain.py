@@ -29,6 +29,8 @@ def test_a_ring_on_cuda_is_one_call_of_cudnn_a_round():
     )
     assert (explanation.rounds, explanation.travels) == (8, "kv")
     assert "a round may be: 512 x 512 causal" in str(explanation)
+    double = attention(st.Degrees.ring_attention(8), inner=4)
+    assert "8 ring rounds (inner cycles of 4) of 512" in str(double.explain(**SIZES, **HOPPER))
 
 
 def test_the_mesh_is_the_default_and_every_better_backend_says_why_not():

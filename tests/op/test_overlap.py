@@ -10,6 +10,7 @@ from benchmarks import deviceless
 from benchmarks import overlap as benchmark
 from benchmarks.deviceless import gpu_topology, missing_plugin, target_names
 from startrail_jax.analysis.overlap import (
+    BACKWARD,
     ENTRY,
     read_copies,
     read_overlap,
@@ -359,6 +360,29 @@ def test_rounds_copy_nothing(target, setting, backward):
     """But for the parts of operands and results of a case, inside of its branch."""
     reading = compiled(target, setting, backward)
     assert reading.copies_a_round(in_branches=False) == 0
+
+
+@needs_plugin
+@pytest.mark.parametrize("backward", ["query", "kv"])
+def test_messages_between_inner_cycles_are_beneath_several_kernels(backward):
+    """XLA starts a message as early as it takes to hide it, by its own estimate."""
+    inner, degrees = 4, st.Degrees.ring_attention(16)
+    args = benchmark.parse_args(SIZES)
+    devices = gpu_topology("h100", degrees.num_devices).devices
+    reading = benchmark.read(args, benchmark.op(args, "", degrees, devices, backward, inner=inner))
+    assert all(hop.overlapped for hop in reading.hops if not benchmark.is_homecoming(hop))
+    between = [
+        hop
+        for hop in reading.hops
+        if all((target - source) % inner == 0 for source, target in hop.groups)
+    ]
+    forward, reverse = (
+        [len(hop.attention) for hop in between if (BACKWARD in hop.op_name) == is_reverse]
+        for is_reverse in (False, True)
+    )
+    assert forward == [inner] * 3
+    assert len(reverse) >= 3
+    assert min(reverse) >= 2
 
 
 @needs_plugin

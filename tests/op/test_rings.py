@@ -10,8 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 import startrail_jax as st
 from startrail_jax.blocks import xla
-from startrail_jax.mesh import Axis
-from startrail_jax.rings import circulate
+from startrail_jax.mesh import Axis, Cycle
+from startrail_jax.ring_loop import circulate
 from startrail_jax.schedule import ring_offsets
 from startrail_jax.tiles import visible_tiles
 
@@ -29,11 +29,24 @@ def devices_of(schedule):
 @pytest.mark.parametrize("direction", ["keys_behind", "queries_ahead"])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
 @pytest.mark.parametrize(
-    "degrees", [(2, 2, 2), (3, 2, 1), (1, 3, 2), (2, 1, 3), (1, 5, 1), (2, 3, 2)]
+    ("degrees", "inner"),
+    [
+        ((2, 2, 2), 1),
+        ((3, 2, 1), 1),
+        ((1, 3, 2), 1),
+        ((2, 1, 3), 1),
+        ((1, 5, 1), 1),
+        ((2, 3, 2), 1),
+        ((2, 4, 2), 2),
+        ((1, 6, 2), 3),
+        ((1, 6, 1), 2),
+        ((2, 3, 1), 3),
+    ],
 )
-def test_every_pair_of_tokens_is_met_exactly_once(degrees, layout, direction):
+def test_every_pair_of_tokens_is_met_exactly_once(degrees, inner, layout, direction):
     group, ring, team = degrees
-    schedule = schedule_of(st.Degrees(group=group, ring=ring, team=team), layout=layout)
+    degrees = st.Degrees(group=group, ring=ring, team=team)
+    schedule = schedule_of(degrees, layout=layout, inner=inner)
     seq_len = 2 * group * ring * team
     met = np.zeros((seq_len, seq_len), int)
     for device in devices_of(schedule):
@@ -111,7 +124,7 @@ def test_circulate_brings_each_traveller_past_everyone_and_its_share_home(
     offsets, unrolled, direction
 ):
     """Travellers are numbers; each device notes whom it met, each traveller where it has been."""
-    ring = Axis(("ring",), 7)
+    ring = Cycle(Axis(("ring",), 7), 7)
     mesh = jax.make_mesh(
         (7,), ("ring",), devices=jax.devices()[:7], axis_types=(jax.sharding.AxisType.Auto,)
     )
@@ -125,7 +138,7 @@ def test_circulate_brings_each_traveller_past_everyone_and_its_share_home(
             return met + jax.nn.one_hot(traveller[0], 7, dtype=jnp.int32), one
 
         met, been = circulate(
-            ring,
+            (ring,),
             offsets,
             direction=direction,
             travellers=x,
@@ -141,3 +154,49 @@ def test_circulate_brings_each_traveller_past_everyone_and_its_share_home(
         assert np.flatnonzero(met[p]).tolist() == sorted((p - direction * o) % 7 for o in offsets)
         assert np.flatnonzero(been[p]).tolist() == sorted((p + direction * o) % 7 for o in offsets)
     assert met.max() == been.max() == 1
+
+
+@pytest.mark.parametrize("direction", [1, -1])
+@pytest.mark.parametrize("unrolled", [(24, 1), (4, 1)])
+@pytest.mark.parametrize(("outer", "inner"), [(2, 3), (4, 2), (3, 4), (6, 1), (1, 6)])
+def test_double_ring_brings_each_traveller_past_everyone_and_its_share_home(
+    outer, inner, unrolled, direction
+):
+    """Each device notes whom it met at which distance, each traveller where it has been."""
+    size = outer * inner
+    axis = Axis(("ring",), size)
+    schedule = schedule_of(st.Degrees(ring=size), inner=inner)
+    mesh = jax.make_mesh(
+        (size,), ("ring",), devices=jax.devices()[:size], axis_types=(jax.sharding.AxisType.Auto,)
+    )
+
+    def on_device(x):
+        one = jax.nn.one_hot(jax.lax.axis_index("ring"), size, dtype=jnp.int32)
+
+        def visit(traveller, distance, met):
+            met = jnp.zeros_like(one) if met is None else met
+            return met + jax.nn.one_hot(traveller[0], size, dtype=jnp.int32) * (distance + 1), one
+
+        met, been = circulate(
+            (Cycle(axis, outer, stride=inner), Cycle(axis, inner)),
+            ring_offsets(schedule, 2 * size),
+            direction=direction,
+            travellers=x,
+            visit=visit,
+            settle=lambda met: met,
+            unrolled=unrolled,
+        )
+        return met[None], been[None]
+
+    specs = dict(in_specs=P("ring"), out_specs=P("ring"))
+    met, been = jax.jit(jax.shard_map(on_device, mesh=mesh, **specs))(jnp.arange(size))
+    for p in range(size):
+        lives = [schedule.along_ring(p, distance, -direction) for distance in range(size)]
+        assert sorted(lives) == list(range(size))
+        assert met[p][np.array(lives)].tolist() == list(range(1, size + 1))
+    assert (been == 1).all()
+
+
+def test_double_ring_skips_the_cycles_that_nobody_needs():
+    schedule = schedule_of(st.Degrees(ring=8), layout="contiguous", window=12, inner=2)
+    assert ring_offsets(schedule, 80) == (0, 1, 2, 3)

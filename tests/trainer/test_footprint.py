@@ -10,7 +10,7 @@ import pytest
 import startrail_jax as st
 from configs import RECIPES
 from programs import compile_gradients, compile_step, make_config, make_program
-from trainer.config import OptimizerConfig
+from trainer.config import AttentionConfig, OptimizerConfig
 from trainer.dit.config import (
     DiTConfig,
     DiTTrainConfig,
@@ -159,6 +159,9 @@ def test_saved_by_remat():
     assert saved("full")[name] == unit
     assert saved("attention_saved")[name] == 2 * unit + lse
     assert saved("none")[name] > 10 * unit
+    # A team of 4 has gathered 4 shares of the query, and a group 4 of key and value.
+    kept = saved("attention_saved", attention=AttentionConfig(keep_gathered=True))
+    assert kept[name] == 2 * unit + lse + 12 * unit
     two = saved("attention_saved", batch_size=2)
     assert two[name] == 2 * (2 * unit + lse)
     parts = saved("attention_saved", batch_size=2, accumulation=2)

@@ -12,7 +12,7 @@ from flax import nnx
 
 import startrail_jax as st
 from models.gpt import GPT
-from trainer.config import OptimizerConfig
+from trainer.config import AttentionConfig, OptimizerConfig
 from trainer.data.batches import place
 from trainer.gpt.batches import next_token_batch
 from trainer.gpt.config import (
@@ -93,7 +93,11 @@ SETTINGS = {
     ),
     "data, zero 3, attention saved": (
         st.Degrees(data=2, team=2, group=2),
-        {"zero": 3, "remat": "attention_saved"},
+        {
+            "zero": 3,
+            "remat": "attention_saved",
+            "attention": AttentionConfig(keep_gathered=True),
+        },
     ),
     "zero 3, submesh": (STARTRAIL, {"zero": 3, "zero_axes": ("team",)}),
     "zero 2, submesh, accumulation": (
@@ -114,6 +118,12 @@ def test_losses_do_not_depend_on_how_it_runs(degrees, changes, one_device, initi
     # Adam would hide a wrong factor of the gradients, so that their norms are compared too.
     # Rounding changes norms more than losses.
     np.testing.assert_allclose(losses[:, 1], one_device[:, 1], rtol=1e-3)
+
+
+def test_attention_has_the_options_of_the_config():
+    options = AttentionConfig(gradient_dtype="bfloat16", keep_gathered=True)
+    attention = make_program(STARTRAIL, attention=options).attention
+    assert (attention.gradient_dtype, attention.keep_gathered) == ("bfloat16", True)
 
 
 def dense_attention(query, key, value, *, segment_ids):

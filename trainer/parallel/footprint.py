@@ -41,6 +41,8 @@ class StepSizes:
     """ZeRO level."""
     remat: str
     """What layers save: see `remat.rematerialised`."""
+    keep_gathered: bool
+    """Whether they also save the units that attention has gathered."""
     offload: bool
     """Whether they save to the host's memory."""
     accumulation: int
@@ -188,6 +190,9 @@ def _saved(sizes: StepSizes) -> Part:
         tiled = sizes.tile < sizes.tokens and sizes.zero < 3
         streams = 9 * FLOAT32 // sizes.itemsize + 4
         layer = streams * sizes.stream + (0 if tiled else 6 * hidden)
+        if sizes.keep_gathered:
+            # In place of the shards.
+            layer += _unit_bytes(sizes, sizes.degrees.team - 1, sizes.degrees.group - 1)
         return Part(name=name, size=sizes.layers * layer, exact=False)
     layer = sizes.stream
     if sizes.remat == "attention_saved":
@@ -195,6 +200,8 @@ def _saved(sizes: StepSizes) -> Part:
         outs = 2 if sizes.degrees.head > 1 else 1
         of_head = outs * sizes.head_dim * sizes.itemsize + FLOAT32
         layer += sizes.tokens * (sizes.heads // tensor) * of_head
+        if sizes.keep_gathered:
+            layer += _unit_bytes(sizes, sizes.degrees.team, sizes.degrees.group)
     return Part(name=name, size=sizes.layers * layer, host=sizes.offload)
 
 
@@ -215,6 +222,22 @@ def _gathered_and_summed(sizes: StepSizes) -> Iterator[Part]:
             yield Part(name=f"gradient of {name}, whole", size=size, exact=False, phase=phase)
 
 
+def _unit_bytes(sizes: StepSizes, query_shares: int, key_shares: int) -> int:
+    """Bytes of so many shares of the query, and so many of key and value."""
+    query, key = _unit_elements(sizes, query_shares, key_shares)
+    return sizes.itemsize * (query + 2 * key)
+
+
+def _unit_elements(sizes: StepSizes, query_shares: int, key_shares: int) -> tuple[int, int]:
+    """Elements of so many shares of the query, and of so many of the key."""
+    degrees = sizes.degrees
+    heads, keys = sizes.heads // degrees.tensor, sizes.kv_heads / degrees.tensor
+    # Where there are fewer key heads than devices along `head`, each device has one.
+    keys = max(keys / degrees.head, 1.0) * degrees.head
+    query = query_shares * sizes.tokens * heads * sizes.head_dim
+    return query, int(key_shares * sizes.tokens * keys * sizes.head_dim)
+
+
 def _attention_bytes(sizes: StepSizes) -> int:
     """The backward pass of one attention: what `rings._backward` gathers, sends and sums.
 
@@ -222,11 +245,7 @@ def _attention_bytes(sizes: StepSizes) -> int:
     either the next sum or the one that arrives.
     """
     degrees, itemsize = sizes.degrees, sizes.itemsize
-    heads, keys = sizes.heads // degrees.tensor, sizes.kv_heads / degrees.tensor
-    # Where there are fewer key heads than devices along `head`, each device has one.
-    keys = max(keys / degrees.head, 1.0) * degrees.head
-    query = degrees.team * sizes.tokens * heads * sizes.head_dim
-    key = int(degrees.group * sizes.tokens * keys * sizes.head_dim)
+    query, key = _unit_elements(sizes, degrees.team, degrees.group)
     gathered = 2 * itemsize * (query + key)
     results = itemsize * (query + 2 * key)
     if degrees.ring == 1:

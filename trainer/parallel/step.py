@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float32
 
 from startrail_jax.attention import Attention
@@ -52,6 +52,17 @@ class StepMetrics(NamedTuple):
     """Whether loss and norm are finite; if not, the step left the state as it was."""
     learning_rate: Float32[Array, ""]
     """Learning rate of the update."""
+
+
+def make_attention(
+    mesh: Mesh | AbstractMesh, config: TrainConfig, objective: Objective
+) -> Attention:
+    """The attention of a run on a mesh.
+
+    Raises:
+        ValueError: if its options do not fit the mesh.
+    """
+    return Attention(mesh, causal=objective.causal, **vars(config.attention))
 
 
 class Program:

@@ -12,7 +12,6 @@ from jax.sharding import AbstractMesh, AxisType
 from jaxtyping import Array
 
 from models.hooks import Hooks
-from startrail_jax.attention import Attention
 from startrail_jax.layout import Layout
 from startrail_jax.mesh import ROLES, Degrees
 from trainer.config import TrainConfig
@@ -21,6 +20,7 @@ from trainer.parallel.footprint import FLOAT32, LAYER, LOSS, Footprint, StepSize
 from trainer.parallel.legality import check_step, tokens_shape
 from trainer.parallel.partition import STACKED, Partition, Split
 from trainer.parallel.state import batch_shapes, state_shapes
+from trainer.parallel.step import make_attention
 
 
 def footprint(config: TrainConfig, objective: Objective, degrees: Degrees) -> Footprint:
@@ -41,7 +41,7 @@ def step_sizes(config: TrainConfig, objective: Objective, degrees: Degrees) -> S
     """
     model = config.model
     mesh = AbstractMesh(tuple(vars(degrees)[role] for role in ROLES), ROLES, (AxisType.Auto,) * 6)
-    attention = Attention(mesh, causal=objective.causal)
+    attention = make_attention(mesh, config, objective)
     partition = Partition(mesh, config.zero, config.zero_axes, model.dtype)
     check_step(config, degrees, partition, tokens_shape(objective, attention.layout)[1])
     shapes = _trace(objective, attention.layout)
@@ -54,6 +54,7 @@ def step_sizes(config: TrainConfig, objective: Objective, degrees: Degrees) -> S
         degrees=degrees,
         zero=config.zero,
         remat=config.remat,
+        keep_gathered=config.attention.keep_gathered,
         offload=config.offload,
         accumulation=config.accumulation,
         tile=config.tile or tokens,

@@ -32,6 +32,7 @@ LOCK_FILE = "lock"
 # but not the result itself, up to rounding. All other settings must stay, new ones too.
 FREE_SETTINGS = (
     *("devices", "mesh", "zero", "zero_axes", "remat", "offload", "tile", "accumulation"),
+    *("attention.inner", "attention.keep_gathered"),
     *("run_dir", "data.cache", "log_every", "tensorboard", "checkpoint", "profile", "non_finite"),
     *("evaluate_every", "validation_sequences", "sample_length", "temperature", "allow_changes"),
     # Steps that are done do not depend on it: a bad example has been replaced, or raised an error.
