@@ -248,8 +248,8 @@ def _backward_rule(schedule: Schedule, residuals: Any, cotangents: Any) -> tuple
     return _backward(schedule, residuals, cotangents)
 
 
-# jax asks for the forward pass twice if there are gradients, once as it is and once by its rule. The
-# inlined jit remembers the first trace, and leaves none of itself in the program.
+# Where there are gradients, jax traces the forward pass twice: as it is, and in its rule. The
+# inlined jit remembers the first trace, and leaves nothing of itself in the program.
 concentric_attention = jax.custom_vjp(
     jax.jit(_forward, static_argnums=0, inline=True), nondiff_argnums=(0,)
 )
