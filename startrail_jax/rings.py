@@ -301,7 +301,11 @@ def _backward_rule(schedule: Schedule, residuals: Any, cotangents: Any) -> tuple
     return _backward(schedule, residuals, cotangents)
 
 
-concentric_attention = jax.custom_vjp(_forward, nondiff_argnums=(0,))
+# Where there are gradients, jax traces the forward pass twice: as it is, and in its rule. The
+# inlined jit remembers the first trace, and leaves nothing of itself in the program.
+concentric_attention = jax.custom_vjp(
+    jax.jit(_forward, static_argnums=0, inline=True), nondiff_argnums=(0,)
+)
 concentric_attention.defvjp(_forward_rule, _backward_rule)
 
 

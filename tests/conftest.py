@@ -103,8 +103,12 @@ def mark_quick(items):
 
 
 def pytest_collection_finish():
-    """Spares Python the search for garbage among modules and tests, which stay."""
+    """Spares Python the search for garbage among modules and tests, which stay.
+
+    Tracing makes many objects, which outlive many searches for younger garbage.
+    """
     gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
 
 
 @pytest.fixture(autouse=True, scope="module")

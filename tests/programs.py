@@ -1,9 +1,12 @@
-"""Small training programs: lowered from shapes alone, to be read; and how a run is interrupted."""
+"""Small training programs, lowered from shapes alone, to be read; runs that share programs; and how
+a run is interrupted."""
 
 import dataclasses
 import os
 import signal
+from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import jax
 from flax import nnx
@@ -68,6 +71,37 @@ def compile_gradients(program):
     gradients = jax.jit(program.gradients)
     lowered = gradients.lower(program.state_shapes.weights, program.batch_shapes)
     return lowered.compile(options(program))
+
+
+# What no program is computed from; of `data`, only what masks documents is.
+NOT_COMPUTED_FROM = {
+    *("run_dir", "checkpoint", "data", "evaluate_every", "validation_sequences", "log_every"),
+    *("profile", "non_finite", "allow_changes", "sample_length", "tensorboard"),
+}
+
+
+PREPARE = Program.__init__
+
+
+@contextmanager
+def shared_programs():
+    """Has all programs that compute alike share what they trace and compile, from here on.
+
+    Otherwise every run of a test would trace and compile what the run before it did.
+    """
+    made = {}
+
+    def prepare_once(self, config, attention, objective):
+        settings = {k: v for k, v in vars(config).items() if k not in NOT_COMPUTED_FROM}
+        settings["mask_documents"] = getattr(config.data, "mask_documents", None)
+        key = type(config), repr(settings), attention
+        if key not in made:
+            PREPARE(self, config, attention, objective)
+            made[key] = self
+        vars(self).update(vars(made[key]), config=config)
+
+    with mock.patch.object(Program, "__init__", prepare_once):
+        yield
 
 
 def interrupt_after(monkeypatch, step):

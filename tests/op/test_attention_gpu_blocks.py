@@ -63,20 +63,30 @@ CUDNN = list(
         tokens=(2, 14),
     )
 )
-TILED = list(
-    cases(
-        # Every kind of tile is a loop of its own, in every round: short rings, and one that loops.
-        {
-            "ring": [Degrees.ring_attention(n) for n in (3, 5, 2)],
-            "startrail": [Degrees.startrail(8, c=2)],
-            "uneven": [Degrees(group=2, ring=2, team=3), Degrees(group=3, ring=2, team=2)],
-        },
-        backend=("tiled",),
-        mask=("window", "packed_window", "cross"),
-        layout=("zigzag", "striped"),
-        tokens=(14,),
+# `test_blocks_tiled.py` has every mask and layout. These are few, since their programs are long: a
+# loop for every kind of tile, in every round. The rings are short, but for one that loops.
+TILED = [
+    Case(
+        degrees=degrees,
+        mask=mask,
+        heads=heads,
+        layout=layout,
+        backward=backward,
+        backend="tiled",
+        tokens=14,
+        seed=seed,
     )
-)
+    for seed, (degrees, mask, heads, layout, backward) in enumerate(
+        [
+            (Degrees.ring_attention(2), "window", "single", "striped", "kv"),
+            (Degrees.ring_attention(5), "cross", "grouped", "zigzag", "query"),
+            (Degrees.startrail(8, c=2), "packed_window", "grouped", "zigzag", "query"),
+            (Degrees.startrail(8, c=2), "cross", "equal", "striped", "kv"),
+            (Degrees(group=2, ring=2, team=3), "packed_window", "single", "striped", "kv"),
+            (Degrees(group=3, ring=2, team=2), "window", "equal", "zigzag", "query"),
+        ]
+    )
+]
 NARROW = [
     Case(degrees=degrees, mask=mask, heads=heads, dtype=dtype, tokens=14, backend="cudnn")
     for degrees, mask, heads, dtype in (

@@ -26,14 +26,25 @@ from startrail_jax.layout import KINDS
 from startrail_jax.mesh import ROLES
 
 # Scheme -> its settings, of which the covering design treats those of one scheme as one value and
-# takes them in turn. A ring of 5 or more is a loop in the program.
+# takes them in turn; so it does with masks. A ring of 5 or more is a loop in the program.
 SCHEMES = {
     "ring": [Degrees.ring_attention(n) for n in (3, 5, 8)],
-    "all_gather": [Degrees.all_gather(n) for n in (4, 6, 9)],
     "ulysses": [Degrees.ulysses(n) for n in (3, 4, 8)],
     "startrail": [Degrees.startrail(n, c=2) for n in (8, 12, 16)],
-    "fewest_bytes": [Degrees(team=2, ring=4), Degrees(team=3, ring=2), Degrees(team=4, ring=3)],
-    "no_ring": [Degrees(team=2, group=4), Degrees(team=4, group=3), Degrees.startrail(16, c=4)],
+    "fewest_bytes": [
+        Degrees(team=2, ring=4),
+        Degrees(team=3, ring=2),
+        Degrees(ring=3, team=5),
+        Degrees(group=2, ring=2, team=3),
+        Degrees(team=4, ring=3),
+    ],
+    "no_ring": [
+        Degrees.all_gather(6),
+        Degrees(team=2, group=4),
+        Degrees.startrail(16, c=4),
+        Degrees.all_gather(9),
+        Degrees(team=4, group=3),
+    ],
     # LoongTrain's, and StarTrail's with Ulysses.
     "with_head": [
         Degrees.loongtrain(4, head=2),
@@ -54,10 +65,8 @@ SCHEMES = {
     "uneven": [
         Degrees(group=4, ring=2, team=2),
         Degrees(group=3, ring=5),
-        Degrees(group=2, ring=2, team=3),
         Degrees(group=3, ring=1, team=3),
         Degrees(group=2, ring=2, team=1, head=2),
-        Degrees(ring=3, team=5),
         Degrees(group=5, team=3),
         Degrees(ring=3, team=1, head=5),
     ],
@@ -74,6 +83,14 @@ INNER = {"double_ring": 2}
 # Those that between them send everything that there is to send: what may be rounded on its way.
 SENDERS = ("ring", "startrail", "with_head", "data_tensor")
 NEEDS_EQUAL = "gather_permute"
+# Kind of mask -> the masks of the kind. "cross_full" is there for blocks without segments.
+KINDS_OF_MASKS = {
+    "full": ("full", "padding_full"),
+    "causal": ("causal",),
+    "window": ("packed_window", "window"),
+    "segments": ("packed", "padding"),
+    "cross": ("cross",),
+}
 
 
 def clash(pair):
@@ -88,6 +105,7 @@ def clash(pair):
 def cases(schemes=tuple(SCHEMES), **factors):
     """A covering design over `factors` and the choices that every setting has."""
     settings = {scheme: cycle(SCHEMES[scheme]) for scheme in schemes}
+    masks = {kind: cycle(names) for kind, names in KINDS_OF_MASKS.items()}
     design = covering(
         {
             "scheme": schemes,
@@ -102,19 +120,18 @@ def cases(schemes=tuple(SCHEMES), **factors):
         clash,
     )
     for seed, row in enumerate(design):
-        scheme = row.pop("scheme")
+        scheme, mask = row.pop("scheme"), next(masks[row.pop("mask")])
         inner = INNER.get(scheme, 1)
-        yield Case(degrees=next(settings[scheme]), inner=inner, seed=seed, **row)
+        yield Case(degrees=next(settings[scheme]), inner=inner, mask=mask, seed=seed, **row)
 
 
-# All but one that "cross" holds and that is there for blocks without segments.
-GRID_MASKS = tuple(name for name in MASKS if name != "cross_full")
-
-FLOAT32 = list(cases(mask=GRID_MASKS, layout=("contiguous", "zigzag", "striped"), tokens=(2, 14)))
+FLOAT32 = list(
+    cases(mask=tuple(KINDS_OF_MASKS), layout=("contiguous", "zigzag", "striped"), tokens=(2, 14))
+)
 NARROW = list(
     cases(
         SENDERS,
-        mask=("causal", "padding_full"),
+        mask=("causal", "full"),
         dtype=("bfloat16", "float16"),
         # Long enough for rounding to average out.
         tokens=(14,),
@@ -173,7 +190,7 @@ def any_case(draw):
     orders = ("permute_gather", "gather_permute")
     case = Case(
         degrees=degrees,
-        mask=draw(hst.sampled_from(GRID_MASKS)),
+        mask=draw(hst.sampled_from([name for name in MASKS if name != "cross_full"])),
         heads=draw(hst.sampled_from(HEADS)),
         layout=draw(hst.sampled_from(KINDS)),
         backward=draw(hst.sampled_from(("auto", "query", "kv"))),

@@ -16,6 +16,7 @@ import pytest
 
 import train
 from benchmarks import failures, run_folders
+from programs import shared_programs
 from trainer.checkpoints.checksums import Checksums
 from trainer.network.options import Distributed
 from trainer.network.secret import VARIABLE
@@ -190,7 +191,7 @@ def test_process_that_is_lost_while_jax_leaves_ends_all_without_a_trace():
 
 # Training.
 
-STEPS = 8
+STEPS = 6
 
 
 def losses(run_dir):
@@ -201,7 +202,7 @@ def losses(run_dir):
 
 def flags_of(count, run_dir, data):
     flags = f"{failures.FLAGS} --devices 4 --steps {STEPS} --checkpoint.every 2"
-    if count == 2:
+    if count > 1:
         flags += " --sample-length 2"
     flags = [*flags.split(), "--checkpoint.keep", "100", "--data.path", str(data)]
     return [*flags, "--run-dir", str(run_dir)]
@@ -231,12 +232,13 @@ def change_checksum(checkpoint):
     checksums.write(checkpoint)
 
 
+@shared_programs()
 def test_any_number_of_processes_trains_alike_and_goes_on_with_the_run_of_another(tmp_path, capsys):
     data, _ = failures.write_data(tmp_path)
     run_dir = tmp_path / "from_the_beginning"
     train_here(run_dir, data, capsys)
     expected = losses(run_dir)
-    for count, after in ((2, 2), (4, 4), (1, 6)):
+    for count, after in ((4, 2), (1, 4)):
         before, run_dir = run_dir, tmp_path / f"{after}_by_others"
         shutil.copytree(before, run_dir)
         for step in range(after + 4, STEPS + 1, 2):
@@ -250,7 +252,7 @@ def test_any_number_of_processes_trains_alike_and_goes_on_with_the_run_of_anothe
         assert f"{after + 2}.damaged. The checkpoint of step {after} is used" in first
         assert (f"in {count} processes" in first) == (count > 1)
         assert (f"nodes: {count} of {4 // count} devices; " in first) == (count > 1)
-        assert ("--- continued by the model" in first) == (count == 2)
+        assert ("--- continued by the model" in first) == (count > 1)
         for output in others:
             lines = output.splitlines()
             # Threads of Gloo write to the same output, and so does jax if it has a plugin for GPUs.
@@ -263,14 +265,15 @@ def test_any_number_of_processes_trains_alike_and_goes_on_with_the_run_of_anothe
 
 
 def test_failures_end_all_processes_and_training_goes_on(tmp_path, capsys):
-    names = ["process 0 killed", "worker killed", "wrong data", "disk full", "worker stopped"]
+    # A worker that is killed is the same to the others: test_heartbeat.py.
+    names = ["process 0 killed", "wrong data", "disk full", "worker stopped"]
     by_name = {case.name: case for case in failures.CASES}
     cases = [by_name[name] for name in [*names, "SIGTERM to a worker"]]
     outcomes = failures.fail(cases, count=2, folder=tmp_path, timeout=8)
     assert [outcome.case for outcome in outcomes] == cases
     assert all(outcome.seconds < failures.END_SECONDS for outcome in outcomes)
     assert [outcome.statuses for outcome in outcomes] == [
-        *((-9, 1), (1, -9), (1, 1), (1, 1), (1, 1), (0, 0)),
+        *((-9, 1), (1, 1), (1, 1), (1, 1), (0, 0)),
     ]
     assert outcomes[-1].began_after >= 9
     assert len(capsys.readouterr().out.splitlines()) == len(cases)

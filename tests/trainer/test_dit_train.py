@@ -11,7 +11,7 @@ from PIL import Image
 
 import train
 from configs.dit import dit_1b, dit_digits
-from programs import interrupt_after
+from programs import interrupt_after, shared_programs
 from trainer.dit.config import DiTTrainConfig
 from trainer.run.settings import load_config, save_config
 
@@ -27,6 +27,12 @@ NPZ = Path("x.npz")
 def run(folder, flags="", *, steps):
     flags = f"{TINY} --steps {steps} --run-dir {folder} {flags}"
     return train.train(tyro.cli(DiTTrainConfig, default=dit_digits(), args=flags.split()))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def shared():
+    with shared_programs():
+        yield
 
 
 def test_an_interrupted_run_goes_on_on_another_mesh(tmp_path, monkeypatch):

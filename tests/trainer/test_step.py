@@ -22,7 +22,7 @@ from trainer.gpt.config import (
 from trainer.gpt.objective import NextToken, model_arguments
 from trainer.parallel.step import Program
 
-STEPS = 30
+STEPS = 10
 END = 7  # Ends a document.
 CONFIG = GPTTrainConfig(
     model=GPTConfig(
@@ -126,6 +126,25 @@ def test_attention_has_the_options_of_the_config():
     assert (attention.gradient_dtype, attention.keep_gathered) == ("bfloat16", True)
 
 
+@pytest.fixture(scope="module")
+def dense_gradients(initial_state):
+    """Of the first batch, by a model whose attention knows nothing of ours."""
+    whole = next_token_batch(windows(0), layout=st.Layout("contiguous", 1), end_of_document=END)
+    whole = jax.tree.map(jnp.asarray, whole)
+    model = GPT(**model_arguments(CONFIG.model), attention_fn=dense_attention, rngs=nnx.Rngs(0))
+    graph = nnx.graphdef(model)
+
+    @jax.jit
+    @jax.value_and_grad
+    def dense(weights):
+        model = nnx.merge(graph, weights)
+        logits = model(whole.tokens, whole.positions, whole.segment_ids)
+        likely = jnp.take_along_axis(jax.nn.log_softmax(logits), whole.targets[:, :, None], 2)
+        return -(likely[:, :, 0] * whole.weights).sum() / whole.weights.sum()
+
+    return dense(initial_state.weights)
+
+
 def dense_attention(query, key, value, *, segment_ids):
     length = query.shape[1]
     mask = jnp.tril(jnp.ones((length, length), bool))[None, None]
@@ -142,27 +161,13 @@ def dense_attention(query, key, value, *, segment_ids):
     ],
     ids=str,
 )
-def test_gradients_are_those_of_the_dense_model(degrees, changes, initial_state):
+def test_gradients_are_those_of_the_dense_model(degrees, changes, dense_gradients, initial_state):
     program = make_program(degrees, **changes)
-    whole = next_token_batch(windows(0), layout=st.Layout("contiguous", 1), end_of_document=END)
-    whole = jax.tree.map(jnp.asarray, whole)
-    model = GPT(**model_arguments(CONFIG.model), attention_fn=dense_attention, rngs=nnx.Rngs(0))
-    graph = nnx.graphdef(model)
-
-    @jax.jit
-    @jax.value_and_grad
-    def dense(weights):
-        model = nnx.merge(graph, weights)
-        logits = model(whole.tokens, whole.positions, whole.segment_ids)
-        likely = jnp.take_along_axis(jax.nn.log_softmax(logits), whole.targets[:, :, None], 2)
-        return -(likely[:, :, 0] * whole.weights).sum() / whole.weights.sum()
-
     weights = jax.device_put(
         initial_state.weights, jax.tree.map(lambda x: x.sharding, program.state_shapes.weights)
     )
     actual = jax.jit(program.gradients)(weights, batch(program, 0))
-    expected = dense(initial_state.weights)
-    leaves = jax.tree_util.tree_leaves_with_path(expected)
+    leaves = jax.tree_util.tree_leaves_with_path(dense_gradients)
     for (path, wanted), given in zip(leaves, jax.tree.leaves(actual), strict=True):
         scale = np.abs(wanted).max()
         np.testing.assert_allclose(given, wanted, atol=1e-5 * scale, rtol=1e-5, err_msg=str(path))

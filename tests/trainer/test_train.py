@@ -14,7 +14,7 @@ import tyro
 
 import train
 from configs.gpt import RECIPES, gpt_tiny
-from programs import interrupt_after
+from programs import interrupt_after, shared_programs
 from trainer.config import AttentionConfig, MeshConfig
 from trainer.gpt.config import GPTTrainConfig
 from trainer.processes.devices import select_devices
@@ -28,6 +28,9 @@ TINY = (
 )
 
 
+RING = "--devices 8 --mesh.team 1 --zero 3"
+
+
 def parse(flags):
     return tyro.cli(GPTTrainConfig, default=gpt_tiny(), args=flags.split())
 
@@ -36,8 +39,14 @@ def run(folder, flags="", *, steps):
     return train.train(parse(f"{TINY} --steps {steps} --run-dir {folder} {flags}"))
 
 
+@pytest.fixture(autouse=True, scope="module")
+def shared():
+    with shared_programs():
+        yield
+
+
 def test_an_interrupted_run_goes_on_as_if_nothing_had_been(tmp_path, monkeypatch, capsys):
-    flags = "--devices 8 --mesh.team 1 --zero 3"
+    flags = RING
     undisturbed = run(tmp_path / "undisturbed", flags, steps=7)
     with monkeypatch.context() as patch:
         interrupt_after(patch, 4)
@@ -203,7 +212,7 @@ def test_what_does_not_fit_is_refused_before_there_is_a_run(flags, error, messag
 
 
 def test_profile_traces_the_steps(tmp_path):
-    run(tmp_path, "--devices 2 --profile 2 3", steps=4)
+    run(tmp_path, f"{RING} --profile 2 3", steps=7)
     assert list((tmp_path / "profile").rglob("*.xplane.pb"))
 
 

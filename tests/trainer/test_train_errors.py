@@ -20,6 +20,7 @@ import optax
 import pytest
 
 import train
+from programs import shared_programs
 from trainer.checkpoints.checkpoint import Checkpoints
 from trainer.data.batches import TrainingBatches
 from trainer.gpt.batches import Sequences
@@ -120,6 +121,12 @@ def at_step(monkeypatch, number, action):
             action()
 
     monkeypatch.setattr(metrics.Reporter, "advance", acting)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def shared():
+    with shared_programs():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -419,7 +426,8 @@ def poisoned(data, monkeypatch):
         return cross_entropy(logits, targets) * jnp.where(targets == 255, jnp.inf, 1.0)
 
     monkeypatch.setattr(optax, "softmax_cross_entropy_with_integer_labels", losses)
-    return data
+    with shared_programs():  # None with the other losses.
+        yield data
 
 
 def test_loss_that_is_not_finite_stops_and_can_be_skipped(poisoned, tmp_path, capsys, monkeypatch):
