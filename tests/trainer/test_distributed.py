@@ -182,7 +182,9 @@ def test_process_that_is_lost_while_jax_leaves_ends_all_without_a_trace():
             assert re.search(
                 rf"(?m)^process {1 - victim} of 2 .* another process failed: {lost}", errors
             )
-            assert len(errors.splitlines()) == 1
+            # jax says this where its GPU plugin is installed without the libraries of a GPU.
+            ours = [line for line in errors.splitlines() if "cuda_plugin_extension" not in line]
+            assert len(ours) == 1, errors
     finally:
         for process in everyone:
             process.kill()
