@@ -14,8 +14,9 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from trainer.checkpoints import durable
-from trainer.checkpoints.checkpoint import CheckpointError, Checkpoints, restore_weights
+from trainer.checkpoints.checkpoint import CheckpointError, Checkpoints
 from trainer.checkpoints.checksums import CHECKSUMS_FILE, Checksums, checksums_of
+from trainer.checkpoints.weights import restore_weights
 
 REPOSITORY = Path(__file__).parents[2]
 DATA_STATE = {"epoch": 3, "position": [5, 7]}

@@ -26,11 +26,8 @@ import startrail_jax as st
 from configs.gpt import gpt_tiny
 from models.gpt import GPT
 from trainer.checkpoints import checkpoint
-from trainer.checkpoints.checkpoint import (
-    CheckpointError,
-    Checkpoints,
-    restore_weights,
-)
+from trainer.checkpoints.checkpoint import CheckpointError, Checkpoints
+from trainer.checkpoints.weights import restore_weights
 from trainer.config import MeshConfig
 from trainer.gpt.config import (
     DataConfig,

@@ -17,7 +17,7 @@ import train
 from models.linear import linear
 from programs import interrupt_after
 from trainer import tasks
-from trainer.checkpoints.checkpoint import restore_weights
+from trainer.checkpoints.weights import restore_weights
 from trainer.config import OptimizerConfig, TrainConfig
 from trainer.data.dataset import Dataset
 from trainer.parallel.step import Program

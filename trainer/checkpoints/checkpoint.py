@@ -22,7 +22,14 @@ from orbax.checkpoint import multihost
 from orbax.checkpoint import v1 as ocp
 
 from trainer.checkpoints import durable
-from trainer.checkpoints.background import finish, in_background, listen_to_orbax, orbax_log
+from trainer.checkpoints.background import (
+    Decision,
+    Verdict,
+    finish,
+    in_background,
+    listen_to_orbax,
+    orbax_log,
+)
 from trainer.checkpoints.checksums import CHECKSUMS_FILE, Checksums
 from trainer.checkpoints.reading import (
     ARRAYS,
@@ -44,10 +51,6 @@ MOST_SECONDS = 1200
 WRITTEN_BY_ORBAX = ".orbax-checkpoint-tmp"
 UNFLUSHED = "unflushed"
 DAMAGED = ".damaged"
-
-# Fields of the state; the names of its arrays begin with them.
-WEIGHTS = "weights"
-AVERAGE = "average"
 
 # Every barrier has a name of its own. All processes wait equally often.
 _numbers = itertools.count()
@@ -86,7 +89,7 @@ class Checkpoints:
         self._strict = strict
         self._failed = False
         self._note = note
-        self._saving: tuple[int, Future[dict[str, float]]] | None = None
+        self._saving: tuple[int, Future[dict[str, float]], Decision] | None = None
         self._costs: dict[str, float] = {}
         require_writable(self._folder)
         listen_to_orbax()
@@ -97,7 +100,10 @@ class Checkpoints:
                 ):
                     durable.remove(path)
         _wait_for_all()  # No process may take what is being removed for its own.
-        self._checkpointer = ocp.training.Checkpointer(
+        self._checkpointer = self._new_checkpointer()
+
+    def _new_checkpointer(self) -> ocp.training.Checkpointer:
+        return ocp.training.Checkpointer(
             str(self._folder),
             step_name_format=ocp.path.step.standard_name_format(step_prefix=UNFLUSHED),
         )
@@ -111,11 +117,12 @@ class Checkpoints:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Waits for the save in progress.
+        """Waits for the save in progress; one that is not confirmed yet is given up.
 
         Raises:
             CheckpointError: if that save failed.
         """
+        self._decide(Verdict.GIVE_UP)
         self.wait()
         if not self._failed:  # Otherwise closing would raise the same error again.
             self._checkpointer.close()
@@ -183,23 +190,27 @@ class Checkpoints:
         state: PyTree[Shaped[Array, "..."]],
         data_state: Mapping[str, Any],
         settings: Mapping[str, str] | None = None,
+        *,
+        confirmed: bool = True,
     ) -> None:
         """Copies the state off the devices and writes it in the background.
 
         The arrays may be donated or deleted as soon as this returns. It waits for an earlier save,
-        and does nothing if the step is saved already.
+        and does nothing if the step is saved already, or an earlier one is not confirmed yet.
 
         Args:
             step: number of steps that are done.
             state: the training state, with any sharding.
             data_state: position in the data, as values of JSON; the same on all processes.
             settings: the settings that the result depends on, as flags, to be kept beside it.
+            confirmed: whether the state is known to be good. Otherwise the checkpoint counts as
+                whole only after `confirm`, and `drop` removes it.
 
         Raises:
             CheckpointError: if the earlier save failed.
         """
         self.wait()
-        if step in self.steps:
+        if self.unconfirmed is not None or step in self.steps:
             return
         since = time.perf_counter()
         arrays, data = dict(named_leaves(state)), json.dumps(data_state)
@@ -212,21 +223,68 @@ class Checkpoints:
             raise self._save_failed(step, error) from error
         assert response is not None, "force=True saves whatever the policy"
 
+        decision = Decision()
+        if confirmed:
+            decision.take(Verdict.KEEP)
+
         def complete() -> dict[str, float]:
             finish(response.result)
             flushing = time.perf_counter()
+            durable.flush_files(self._part(step), jax.process_index())
+            flushed = time.perf_counter()
+            verdict = decision.wait()
+            decided = time.perf_counter()
+            if verdict is not Verdict.KEEP:
+                self._remove(step, together=verdict is Verdict.DROP)
+                return {}
             self._complete(checksums)
             now = time.perf_counter()
-            costs["checkpoint_flush_seconds"] = now - flushing
-            return {**costs, "checkpoint_seconds": now - since}
+            waited = decided - flushed
+            costs["checkpoint_flush_seconds"] = now - flushing - waited
+            return {**costs, "checkpoint_seconds": now - since - waited}
 
-        self._saving = (step, in_background(complete))
+        self._saving = (step, in_background(complete), decision)
+
+    @property
+    def unconfirmed(self) -> int | None:
+        """The step whose checkpoint waits for `confirm` or `drop`; None if there is none."""
+        if self._saving is None or self._saving[2].is_taken:
+            return None
+        return self._saving[0]
+
+    def confirm(self) -> None:
+        """Says that the state that was saved last is good. Returns at once; `wait` waits."""
+        self._decide(Verdict.KEEP)
+
+    def drop(self) -> None:
+        """Removes what was saved last if it is not confirmed. All processes must call it.
+
+        Raises:
+            CheckpointError: if that save failed.
+        """
+        self._decide(Verdict.DROP)
+        self.wait()
+
+    def _decide(self, verdict: Verdict) -> None:
+        if self.unconfirmed is not None and self._saving is not None:
+            self._saving[2].take(verdict)
+
+    def _remove(self, step: int, *, together: bool) -> None:
+        """Removes what was written for a step; without the other processes, only if none may write.
+
+        Otherwise the next start removes it.
+        """
+        if together:
+            _wait_for_all()
+        if jax.process_index() == 0 and (together or jax.process_count() == 1):
+            durable.remove(self._part(step))
+        if together:
+            _wait_for_all()
 
     def _complete(self, checksums: Checksums) -> None:
         """Turns what all processes have written into a whole checkpoint; removes older ones."""
         process = jax.process_index()
-        part = self._folder / f"{UNFLUSHED}_{checksums.step}"
-        durable.flush_files(part, process)
+        part = self._part(checksums.step)
         _wait_for_all()
         if process == 0:
             checksums.write(part)
@@ -239,14 +297,14 @@ class Checkpoints:
                 durable.remove(self._path(step))
 
     def wait(self) -> None:
-        """Waits for the save in progress, if there is one.
+        """Waits for the save in progress, if there is one, unless it is not confirmed yet.
 
         Raises:
             CheckpointError: if the save failed.
         """
-        if self._saving is None:
+        if self._saving is None or (self.unconfirmed is not None and not self._saving[1].done()):
             return
-        (step, saved), self._saving = self._saving, None
+        (step, saved, _), self._saving = self._saving, None
         try:
             self._costs = saved.result()
         except Exception as error:  # Threads that write raise many types of errors.
@@ -338,8 +396,21 @@ class Checkpoints:
         )
         return CheckpointError(f"{' '.join(str(error) for _, error in damaged)} {way_back}")
 
+    def go_back(
+        self, state: PyTree[jax.ShapeDtypeStruct], settings: Mapping[str, str] | None = None
+    ) -> tuple[PyTree[Shaped[Array, "..."]], dict[str, Any]]:
+        """As `restore`; steps after the one restored may then be saved again."""
+        self.drop()
+        found = self.restore(state, settings)
+        self._checkpointer.close()  # It believes that it has saved those steps.
+        self._checkpointer = self._new_checkpointer()
+        return found
+
     def _path(self, step: int) -> Path:
         return self._folder / str(step)
+
+    def _part(self, step: int) -> Path:
+        return self._folder / f"{UNFLUSHED}_{step}"
 
     def _save_failed(self, step: int, error: Exception) -> CheckpointError:
         self._failed = True
@@ -354,71 +425,6 @@ class Checkpoints:
             f"{self._folder} or fix the error above; then the same command goes on from "
             f"step {latest or 0}."
         )
-
-
-def restore_weights(
-    folder: Path,
-    weights: PyTree[jax.ShapeDtypeStruct],
-    settings: Mapping[str, str] | None = None,
-    *,
-    note: Callable[[str], object] = warnings.warn,
-) -> tuple[PyTree[Shaped[Array, "..."]], int]:
-    """Reads only the weights of the newest whole checkpoint: their average if the run keeps one.
-
-    It writes nothing and touches no unfinished checkpoint, so the run may still be training.
-
-    Args:
-        folder: the folder of the checkpoints.
-        weights: shapes, types and shardings to restore to.
-        settings: settings that must be those that the checkpoint was saved with, as flags.
-        note: is told what the user must know, such as that the newest checkpoint is damaged.
-
-    Returns:
-        A tree like `weights`; and the step at which it was saved.
-
-    Raises:
-        CheckpointError: if there is no whole checkpoint.
-        ValueError: if it belongs to another model, or to other settings.
-    """
-    listen_to_orbax()
-    names: list[str] = []
-
-    def choose(saved: Mapping[str, Any]) -> Mapping[str, Any]:
-        of_average = any(name.startswith(f"{AVERAGE}/") for name in saved)
-        chosen = dict(named_leaves({AVERAGE if of_average else WEIGHTS: weights}))
-        names[:] = chosen
-        return chosen
-
-    damaged: dict[int, DamagedError] = {}
-    while steps := [step for step in newest_first(folder) if step not in damaged]:
-        step, path = steps[0], folder.resolve() / str(steps[0])
-        try:
-            arrays, _ = read_checkpoint(
-                path,
-                choose,
-                owner="the model that config.json beside it says",
-                settings=settings or {},
-                advice="Give the folder of a run whose files are its own.",
-                note=note,
-            )
-        except DamagedError as error:
-            # Otherwise the run has meanwhile saved a newer checkpoint and deleted this one.
-            if step in newest_first(folder):
-                damaged[step] = error
-            continue
-        for error in [error for bad, error in damaged.items() if bad > step]:
-            note(f"WARNING: {error} The checkpoint of step {step} is used.")
-        leaves = [arrays[name] for name in names]
-        return jax.tree.unflatten(jax.tree.structure(weights), leaves), step
-    if damaged:
-        raise CheckpointError(
-            f"{' '.join(map(str, damaged.values()))} No whole one is left in {folder}. Wait for "
-            "the next one of the run, or give the folder of another."
-        )
-    raise CheckpointError(
-        f"There must be a checkpoint to read; got none in {folder}. Wait for the first one of "
-        "the run, or give the folder of another."
-    )
 
 
 def _wait_for_all() -> None:

@@ -13,7 +13,7 @@ from jaxtyping import Integer
 
 import startrail_jax as st
 from startrail_jax.errors import InputError
-from trainer.checkpoints.checkpoint import restore_weights
+from trainer.checkpoints.weights import restore_weights
 from trainer.data.documents import Document
 from trainer.gpt.config import GPTTrainConfig, TextOptions
 from trainer.gpt.corpus import Corpus
