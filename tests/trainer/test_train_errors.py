@@ -323,6 +323,20 @@ def test_checkpoint_of_another_model_names_the_arrays(trained, tmp_path):
     assert contents(tmp_path / "run/checkpoints") == before
 
 
+def test_empty_config_lets_no_other_settings_in(trained, tmp_path):
+    shutil.copytree(trained / "run", tmp_path / "run")
+    (tmp_path / "run/config.json").write_text("")
+    message = message_of(trained / "data.bin", tmp_path / "run", "--seed 4")
+    assert_matches(message, r"^InputError: .*/config.json must hold .* It is empty. Move it away")
+    (tmp_path / "run/config.json").unlink()
+    message = message_of(trained / "data.bin", tmp_path / "run", "--seed 4")
+    assert_matches(
+        message, r"^InputError: The settings must be those .*/checkpoints/8, with others"
+    )
+    assert "--seed 0 there, --seed 4 now" in message
+    assert not (tmp_path / "run/config.json").exists()
+
+
 def test_run_on_other_data_is_refused(trained, tmp_path):
     shutil.copytree(trained / "run", tmp_path / "run")
     data = trained / "data.bin"

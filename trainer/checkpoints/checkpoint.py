@@ -28,6 +28,7 @@ from trainer.checkpoints.background import (
     finish,
     in_background,
     listen_to_orbax,
+    of_space,
     orbax_log,
 )
 from trainer.checkpoints.checksums import CHECKSUMS_FILE, Checksums
@@ -420,10 +421,10 @@ class Checkpoints:
             if latest is None
             else f"The last whole one, of step {latest}, is intact."
         )
+        fix = f"Free space in {self._folder}" if of_space(error) else "Fix that"
         return CheckpointError(
-            f"The checkpoint of step {step} could not be saved: {error}. {intact} Free space in "
-            f"{self._folder} or fix the error above; then the same command goes on from "
-            f"step {latest or 0}."
+            f"The checkpoint of step {step} could not be saved: {error}. {intact} {fix}; then the "
+            f"same command goes on from step {latest or 0}."
         )
 
 
