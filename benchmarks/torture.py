@@ -75,6 +75,7 @@ class Torture:
         self.random = np.random.default_rng(seed)
         self._data, _ = failures.write_data(folder)
         self._number = 0
+        self._expected: dict[tuple[Path, int], Any] = {}
 
     def new_folder(self, name: str) -> Path:
         """A new folder for one attack."""
@@ -95,8 +96,9 @@ class Torture:
     def _flip_one(self, run_dir: Path) -> str:
         folder = self.new_folder("flip")
         copy = folder / "checkpoints"
-        shutil.copytree(run_dir / "checkpoints", copy)
         newest = newest_whole(run_dir)
+        for step in (newest - crash.EVERY, newest):
+            shutil.copytree(run_dir / "checkpoints" / str(step), copy / str(step))
         files = sorted(x for x in (copy / str(newest)).rglob("*") if x.is_file())
         sizes = [path.stat().st_size for path in files]
         # Half of them in a random file, as small files matter too; and half in a random place.
@@ -123,10 +125,11 @@ class Torture:
 
     def _states(self, reference: Path, step: int) -> Any:
         """The state and the position in the data that an undisturbed run has saved."""
-        kept = self.folder / "states" / reference.name / str(step)
-        if not kept.exists():
+        if (reference, step) not in self._expected:
+            kept = self.new_folder("kept")
             shutil.copytree(reference / "checkpoints" / str(step), kept / str(step))
-        return _restore(reference, kept)[1]
+            self._expected[reference, step] = _restore(reference, kept)[1]
+        return self._expected[reference, step]
 
     def finished_run(self, processes: int, zero: int, *, keep: int = 1000) -> Path:
         """The folder of an undisturbed run, which is made when it is first asked for."""
