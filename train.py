@@ -50,7 +50,9 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
     Raises:
         ValueError: if mesh, data, model or the run in the folder do not fit each other.
         OSError: if the run folder or the data cannot be used.
-        FloatingPointError: if a loss or a gradient is not finite and `non_finite` is "stop".
+        FloatingPointError: if a loss or a gradient is not finite and `non_finite` is "stop", or in
+            too many steps in a row.
+        ArithmeticError: if the loss has two spikes, of `spike_factor`, between two checkpoints.
         CheckpointError: if a checkpoint cannot be saved or read.
         RuntimeError: if another program trains in the run folder, or processes do not meet.
     """
@@ -142,7 +144,9 @@ def _run_steps(loop: Any, done: int) -> bool:
 
     config, interrupted = loop.config, loop.interrupted
     with ExitStack() as trace:
-        for step in range(done + 1, config.steps + 1):
+        step = done
+        while step < config.steps:
+            step += 1
             if config.profile and step == max(config.profile[0], done + 1):
                 loop.read_metrics(all_steps=True)
                 trace.enter_context(jax.profiler.trace(config.run_dir / "profile"))
@@ -159,14 +163,22 @@ def _run_steps(loop: Any, done: int) -> bool:
             stop = interrupted()
             if step % config.checkpoint.every == 0 or is_last or stop:
                 loop.save(step)
+            if (back := loop.go_back(step)) < step:  # After a loss spike.
+                trace.close()
+                step = back
+                continue
+            if is_last and not stop:
+                loop.confirm_by_evaluation(step)
             if stop:
+                loop.confirm_by_next_step(step)
                 loop.checkpoints.wait()
                 loop.report.line(
                     f"to go on: {command('train.py', config.run_dir / CONFIG_FILE)}, or the same "
                     "command as before"
                 )
                 loop.report.line(
-                    f"interrupted after step {step}, which is saved in {config.run_dir}"
+                    f"interrupted after step {loop.checkpoints.latest or 0}, which is saved in "
+                    f"{config.run_dir}"
                 )
                 return False
     if done == config.steps:

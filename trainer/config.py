@@ -216,6 +216,13 @@ class TrainConfig:
     non_finite: Literal["stop", "skip"] = "stop"
     """What to do when the loss or the gradient is not finite: end the program, or skip the step.
     The weights are never updated by such a step."""
+    non_finite_limit: int = 10
+    """Number of steps in a row that "skip" leaves out; after these the program ends."""
+    spike_factor: float | None = None
+    """The loss of a step over the median of the losses before it, above which the step counts as a
+    loss spike: the run goes back to its last checkpoint, and leaves out all batches from there to
+    the spike. If there is another spike before the next checkpoint, the program ends. None accepts
+    every loss."""
     profile: tuple[int, int] | None = None
     """First and last step to profile; the trace is written to the folder `profile` of the run."""
     ema_decay: float | None = None
@@ -225,7 +232,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in (
             *("steps", "batch_size", "accumulation", "log_every", "evaluate_every"),
-            "validation_sequences",
+            *("validation_sequences", "non_finite_limit"),
         ):
             check_minimum(name, getattr(self, name), 1)
         check_minimum("seed", self.seed, 0)
@@ -246,6 +253,11 @@ class TrainConfig:
             raise InputError(
                 f"ema_decay must be above 0 and below 1; got ema_decay={self.ema_decay}. "
                 "Use 0.999, or None for no average."
+            )
+        if self.spike_factor is not None and not 1 < self.spike_factor < math.inf:
+            raise InputError(
+                "spike_factor must be above 1 and finite; got "
+                f"spike_factor={self.spike_factor}. Use 2, or None to accept every loss."
             )
         if self.offload and self.remat == "none":
             raise InputError(

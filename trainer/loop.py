@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -18,11 +18,25 @@ from trainer.errors import NonFiniteError
 from trainer.parallel.flops import peak_flops
 from trainer.parallel.footprint import describe_memory
 from trainer.parallel.step import Program, StepMetrics
+from trainer.run.divergence import Judgement, Watch
 from trainer.run.folder import CONFIG_FILE, result_flags
 from trainer.run.mesh import save_degrees
 from trainer.run.metrics import Reporter, describe_viewer
 from trainer.run.settings import save_config
 from trainer.run.versions import record_versions
+
+# The key of the losses that the next one is compared with, in what a checkpoint keeps beside the
+# position in the data. A run that goes on must find the same loss spikes.
+RECENT = "recent_losses"
+
+
+class _Step(NamedTuple):
+    """A step whose metrics are not read yet."""
+
+    number: int
+    position: dict[str, Any]
+    """Position in the data after it."""
+    metrics: StepMetrics
 
 
 class Loop:
@@ -66,8 +80,14 @@ class Loop:
         # Position in the data after the last step: a batch that cannot be read may change that of
         # the feed.
         self._position = feed.get_state()
-        self._unread: deque[tuple[int, StepMetrics]] = deque()
+        self._unread: deque[_Step] = deque()
+        self._begun_after = 0
+        self._watch = Watch(program.config)
+        self._spike: _Step | None = None
+        # Since the last report.
         self._since_report: list[float] = []
+        self._skipped = 0
+        self._left_out = 0
         self._train_step: Any = None
         mesh: Any = program.attention.mesh
         devices = list(mesh.devices.flat)
@@ -93,9 +113,10 @@ class Loop:
         if done:
             with report.phase("reading the checkpoint"):
                 self.state, self._position = self.checkpoints.restore(
-                    program.state_shapes, {} if config.allow_changes else self._settings
+                    program.state_shapes, self._settings_to_compare
                 )
-            done = self.checkpoints.restored or 0  # Newer ones may be damaged.
+            done = self._begun_after = self.checkpoints.restored or 0  # Newer ones may be damaged.
+            self._watch.recent.extend(self._position.get(RECENT, ()))
             self._feed.set_state(self._position, new_order=config.allow_changes)
             report.line(f"going on with {config.run_dir} after step {done}")
         else:
@@ -144,10 +165,12 @@ class Loop:
             # All processes must take part in a save, and the others are in this step already.
             if step > 1 and jax.process_count() == 1:
                 self.save(step - 1)
+                if self._spike is None and self._is_held_out_finite():
+                    self.checkpoints.confirm()
             raise
         self.state, metrics = self._train_step(self.state, batch)
         self._position = self._feed.get_state()
-        self._unread.append((step, metrics))
+        self._unread.append(_Step(step, self._position, metrics))
 
     def evaluate(self) -> None:
         """Measures the mean loss of a held-out token, `validation_loss`, unless interrupted."""
@@ -164,50 +187,177 @@ class Loop:
         self.validation_loss = total / weight
 
     def read_metrics(self, *, all_steps: bool = False, **measured: float) -> None:
-        """Waits for the metrics of the steps, and reports them.
+        """Waits for the metrics of the steps, and reports them, up to a loss spike.
 
         Args:
             all_steps: whether to wait for the last step too.
             measured: other metrics, which are reported with those of the last step.
 
         Raises:
-            FloatingPointError: if a loss or gradient is not finite and `non_finite` is "stop".
+            FloatingPointError: if a loss or gradient is not finite and `non_finite` is "stop", or
+                in too many steps in a row.
         """
-        while len(self._unread) > (0 if all_steps else self._ahead):
-            step, metrics = self._unread.popleft()
-            self._read(step, metrics, {} if self._unread else measured)
+        while self._spike is None and len(self._unread) > (0 if all_steps else self._ahead):
+            step = self._unread.popleft()
+            self._read(step, {} if self._unread else measured)
 
-    def _read(self, step: int, metrics: StepMetrics, measured: dict[str, float]) -> None:
+    def _read(self, step: _Step, measured: dict[str, float]) -> None:
+        number, metrics = step.number, step.metrics
         loss, norm = float(metrics.loss), float(metrics.gradient_norm)
         self.losses.append(loss)
-        if metrics.finite:
+        judgement = self._judge(number, metrics)
+        if judgement is Judgement.SPIKE:
+            self._spike = step
+            return
+        if judgement is Judgement.GOOD:
             self._since_report.append(loss)
         else:
-            what = f"loss {loss}, gradient norm {norm}"
-            if self.config.non_finite == "stop":
-                self.checkpoints.wait()
-                raise NonFiniteError(_not_finite(step, what, self.checkpoints.latest))
-            self.report.line(f"step {step} skipped: {what}")
-        if step % self.config.log_every == 0 and self._since_report:
+            self._skipped += 1
+            self.report.line(f"step {number} skipped: loss {loss}, gradient norm {norm}")
+        if number % self.config.log_every == 0 and self._since_report:
+            counts = {"steps_skipped": self._skipped, "batches_left_out": self._left_out}
             measured = {
                 "train_loss": float(np.mean(self._since_report)),
                 "gradient_norm": norm,
                 "learning_rate": float(metrics.learning_rate),
+                **{name: count for name, count in counts.items() if count},
                 **self.checkpoints.take_costs(),
                 **measured,
             }
             self._since_report.clear()
-        self.report.advance(step, measured or None)
+            self._skipped = self._left_out = 0
+        self.report.advance(number, measured or None)
+
+    def _judge(self, number: int, metrics: StepMetrics) -> Judgement:
+        """Judges a step. A good one shows that the state before it is, which may be saved then."""
+        saved = None
+        if not metrics.finite:
+            self.checkpoints.wait()
+            saved = self.checkpoints.latest
+        judgement = self._watch.judge(
+            number,
+            float(metrics.loss),
+            float(metrics.gradient_norm),
+            finite=bool(metrics.finite),
+            saved=saved,
+        )
+        if judgement is Judgement.GOOD:
+            self.checkpoints.confirm()
+        return judgement
+
+    def go_back(self, step: int) -> int:
+        """After a loss spike, goes back to the last checkpoint, and leaves out the data since then.
+
+        Args:
+            step: number of steps that are done.
+
+        Returns:
+            The number of steps that are done now.
+
+        Raises:
+            ArithmeticError: if the spike before led back to the same checkpoint.
+            CheckpointError: if the checkpoint cannot be read.
+        """
+        if self._spike is None:
+            return step
+        spike, self._spike = self._spike, None
+        self._unread.clear()
+        self._since_report.clear()
+        self.checkpoints.drop()
+        last = self.checkpoints.latest or 0
+        line = self._watch.go_back(spike.number, float(spike.metrics.loss), last)
+        # The old state must not take memory beside the new one.
+        jax.tree.map(lambda x: x.delete(), self.state)
+        self._watch.recent.clear()
+        if last:
+            with self.report.phase("reading the checkpoint"):
+                self.state, position = self.checkpoints.go_back(
+                    self._program.state_shapes, self._settings_to_compare
+                )
+            last = self.checkpoints.restored or 0
+            self._watch.recent.extend(position.get(RECENT, ()))
+        else:
+            self.state = self._program.initialise()
+        self._feed.set_state(spike.position, new_order=False)
+        self._position = spike.position
+        del self.losses[last - self._begun_after :]
+        self.report.go_back(last)
+        self.report.line(line)
+        self._left_out += spike.number - last
+        return last
 
     def save(self, step: int) -> None:
         """Saves the state and the settings; returns before the files are complete.
+
+        The checkpoint counts as whole when a later step, or one of the methods below, has shown
+        that the state is good.
 
         Raises:
             CheckpointError: if an earlier save has failed.
         """
         self.read_metrics(all_steps=True)
+        if self._spike is not None:
+            return
         self.save_settings()
-        self.checkpoints.save(step, self.state, self._position, self._settings)
+        position: dict[str, Any] = dict(self._position)
+        if self.config.spike_factor is not None:
+            position[RECENT] = list(self._watch.recent)
+        self.checkpoints.save(step, self.state, position, self._settings, confirmed=False)
+
+    def confirm_by_evaluation(self, step: int) -> None:
+        """Confirms the checkpoint of the last step of a run, after the evaluation.
+
+        Raises:
+            FloatingPointError: if a loss of the evaluation is not finite.
+        """
+        has_average = self.state.average is not None
+        if not math.isfinite(self.validation_loss) or (
+            has_average and not self._is_held_out_finite()
+        ):
+            self.checkpoints.wait()
+            raise NonFiniteError(
+                f"The loss of held-out data must be finite after the last step; got "
+                f"{self.validation_loss} after step {step}, which is not saved. The newest "
+                f"checkpoint is that of step {self.checkpoints.latest or 0}. Go on from there with "
+                "a lower --optimizer.learning-rate and --allow-changes."
+            )
+        skipped = self.checkpoints.unconfirmed != step
+        self.checkpoints.confirm()
+        if skipped:  # An earlier one waited, as all steps after it were skipped.
+            self.save(step)
+            self.checkpoints.confirm()
+
+    def confirm_by_next_step(self, step: int) -> None:
+        """Confirms the checkpoint of an interrupted run by further steps, whose results are lost.
+
+        The program of a step is compiled already, and launchers do not wait for long.
+
+        Raises:
+            FloatingPointError: as `read_metrics`.
+            ValueError: if one of several processes cannot read its data.
+        """
+        with self.report.phase("checking the last step"):
+            while self.checkpoints.unconfirmed is not None:
+                step += 1
+                try:
+                    batch = self._feed.next()
+                except Exception:
+                    if jax.process_count() > 1 or not self._is_held_out_finite():
+                        raise
+                    self.checkpoints.confirm()
+                    return
+                self.state, metrics = self._train_step(self.state, batch)
+                if self._judge(step, metrics) is Judgement.SPIKE:
+                    self.checkpoints.drop()
+
+    def _is_held_out_finite(self) -> bool:
+        """Whether the weights give a finite loss for the first held-out batch."""
+        loss, _ = self._program.losses(self.state.weights, next(self._feed.held_out()))
+        return math.isfinite(float(loss))
+
+    @property
+    def _settings_to_compare(self) -> dict[str, str]:
+        return {} if self.config.allow_changes else self._settings
 
     def save_settings(self) -> None:
         """Writes mesh.json and config.json.
@@ -219,13 +369,3 @@ class Loop:
             # First: a folder with a config.json alone is that of a run which did not note it.
             save_degrees(self.config.run_dir, vars(self._program.attention.degrees))
             save_config(lasting, self.config.run_dir / CONFIG_FILE)
-
-
-def _not_finite(step: int, what: str, saved: int | None) -> str:
-    way_back = "There is no checkpoint yet" if saved is None else f"Step {saved} is saved"
-    return (
-        f"Loss and gradient must be finite; got {what} in step {step}. {way_back}; steps "
-        f"{(saved or 0) + 1} to {step} lead from there to here. Go on from there with the same "
-        "command and --non-finite skip, which leaves such steps out, or with a lower "
-        "--optimizer.learning-rate and --allow-changes."
-    )

@@ -1,5 +1,6 @@
 """Checkpoints: restored on other meshes, with donated arrays, and after kills and full disks."""
 
+import errno
 import inspect
 import os
 import random
@@ -19,6 +20,7 @@ from flax import nnx
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from trainer.checkpoints import reading
 from trainer.checkpoints.checkpoint import (
     CheckpointError,
     Checkpoints,
@@ -256,7 +258,7 @@ for last, limit in enumerate((100_000, 0, 300)):
         assert f"The checkpoint of step {last + 1} could not be saved: " in line
         assert "File too large" in line
         earlier = f"The last whole one, of step {last}, is intact" if last else "no earlier one"
-        assert f"{earlier}. Free space in {tmp_path / str(last)} or fix" in line
+        assert f"{earlier}. Free space in {tmp_path / str(last)}; then" in line
         assert line.endswith(f"then the same command goes on from step {last}.")
         assert_goes_on(tmp_path / str(last), last or None)
 
@@ -347,6 +349,34 @@ def test_nothing_to_restore_raises(tmp_path):
         pytest.raises(CheckpointError, match="must be a checkpoint to restore; got none in"),
     ):
         checkpoints.restore({"a": jax.ShapeDtypeStruct((3,), jnp.int32)})
+
+
+def test_list_of_checkpoints_that_missed_the_new_one_is_made_again(tmp_path, monkeypatch):
+    (tmp_path / "6").mkdir()
+    glob, listed = Path.glob, []
+
+    def glob_late(self, pattern):
+        # The new checkpoint appeared, and the old one went, while the folder was listed.
+        listed.append(self)
+        return iter(()) if len(listed) == 1 else glob(self, pattern)
+
+    monkeypatch.setattr(Path, "glob", glob_late)
+    assert reading.whole_steps(tmp_path) == [6]
+    (tmp_path / "6").rmdir()
+    assert reading.whole_steps(tmp_path) == []
+
+
+def test_advice_about_space_is_given_only_where_space_is_missing(tmp_path):
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        full = checkpoints._save_failed(3, OSError(errno.ENOSPC, "No space left on device"))
+        # What orbax may raise if the clock of the machine was set back.
+        jumped = checkpoints._save_failed(3, ValueError("commit time is before the start"))
+        checkpoints._failed = False
+    assert f"Free space in {tmp_path}; then the same command goes on from step 0" in str(full)
+    assert "pace" not in str(jumped)
+    assert str(jumped).endswith(
+        "There is no earlier one. Fix that; then the same command goes on from step 0."
+    )
 
 
 def test_unwritable_folder_raises(tmp_path):

@@ -71,6 +71,29 @@ def write_npz(path, count=6, **arrays):
     return path
 
 
+def test_content_of_examples_is_known_whatever_their_names(folder, tmp_path):
+    def differing(first, second):
+        pairs = zip(first.fingerprints, second.fingerprints, strict=True)
+        return [i for i, (x, y) in enumerate(pairs) if x != y]
+
+    before = open_images(folder)
+    assert len(set(before.fingerprints)) == 4
+    assert before.fingerprints == open_images(folder).fingerprints
+    write_image(folder / "cat/1.png")
+    assert differing(before, open_images(folder)) == [1]
+
+    latents = RNG.standard_normal((100, *LATENTS["size"], LATENTS["channels"]), np.float32)
+    path = write_npz(tmp_path / "latents.npz", latents=latents)
+    before = open_images(path, **LATENTS)
+    assert len(before.fingerprints) == images.COMPARED_EXAMPLES
+    write_npz(path, latents=latents)
+    assert not differing(before, open_images(path, **LATENTS))
+    latents[-1] += 1
+    write_npz(path, latents=latents)
+    assert differing(before, open_images(path, **LATENTS)) == [63]
+    assert len(open_digits().fingerprints) == 64
+
+
 # What is read.
 
 

@@ -13,7 +13,13 @@ import pytest
 import train
 from startrail_jax.errors import InputError, UnsupportedError, UserError
 from trainer.checkpoints.checkpoint import CheckpointError
-from trainer.errors import MissingPackageError, NonFiniteError, RunError, StorageError
+from trainer.errors import (
+    LossSpikeError,
+    MissingPackageError,
+    NonFiniteError,
+    RunError,
+    StorageError,
+)
 from trainer.network import rendezvous
 from trainer.network.options import Distributed
 from trainer.processes import coordinator
@@ -27,6 +33,7 @@ BUILT_INS = {
     UnsupportedError: NotImplementedError,
     MissingPackageError: ImportError,
     NonFiniteError: FloatingPointError,
+    LossSpikeError: ArithmeticError,
     RunError: RuntimeError,
     StorageError: OSError,
     CheckpointError: RuntimeError,

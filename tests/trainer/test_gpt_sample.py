@@ -26,12 +26,11 @@ import startrail_jax as st
 from configs.gpt import gpt_tiny
 from models.gpt import GPT
 from trainer.checkpoints import checkpoint
-from trainer.checkpoints.checkpoint import (
-    CheckpointError,
-    Checkpoints,
-    restore_weights,
-)
+from trainer.checkpoints.checkpoint import CheckpointError, Checkpoints
+from trainer.checkpoints.weights import restore_weights
 from trainer.config import MeshConfig
+from trainer.data import files
+from trainer.gpt import text
 from trainer.gpt.config import (
     DataConfig,
     GPTConfig,
@@ -338,6 +337,26 @@ def test_tokenizer_of_a_run_whose_data_are_gone(tmp_path):
     message = r"got data.path='data/tokens', which is gone or elsewhere than under .* --tokenizer"
     with pytest.raises(ValueError, match=message):
         open_tokenizer(elsewhere, vocab_size=256)
+
+
+def test_sample_reads_no_more_of_the_data_than_tells_their_kind(tmp_path, monkeypatch):
+    def refuse(*args):
+        raise AssertionError("all files are looked for")
+
+    monkeypatch.setattr(text, "find_files", refuse, raising=False)
+    monkeypatch.setattr(files, "find_files", refuse)
+    kinds = {"book.txt": ByteTokenizer, "shard_0.npy": IdTokenizer, "deep/er/b.bin": IdTokenizer}
+    for name, kind in kinds.items():
+        folder = tmp_path / name.replace("/", "_")
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).touch()
+        # A search of the whole folder refuses this.
+        ((folder / name).parent / "again").symlink_to(folder)
+        assert isinstance(open_tokenizer(DataConfig(path=folder), vocab_size=256), kind)
+    (tmp_path / "book.txt" / "train.bin").touch()
+    (tmp_path / "book.txt" / "val.bin").touch()
+    found = open_tokenizer(DataConfig(path=tmp_path / "book.txt"), vocab_size=256)
+    assert isinstance(found, IdTokenizer)
 
 
 def final_sample(**options):

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 from tensorboardX.proto.event_pb2 import Event
 
-from trainer.run import metrics, terminal
+from trainer.run import curve, metrics, terminal
 from trainer.run.metrics import Reporter
 
 pytestmark = pytest.mark.quick
@@ -121,6 +121,31 @@ def test_resume_drops_what_will_be_done_again(tmp_path, clock, capsys):
         "step 8/9  train loss 0.1250  32 tokens/s  0:02 left",
     ]
     assert [path.name for path in tmp_path.glob("metrics*")] == ["metrics.jsonl"]
+
+
+def test_resume_leaves_broken_lines_out_and_says_so(tmp_path, capsys):
+    path = tmp_path / "metrics.jsonl"
+    lines = [f'{{"step": {step}, "train_loss": 1.0}}\n' for step in range(1, 6)]
+    lines[1:1] = ["\0\0\0\n", '{"step": 2, "tr{"step": 3}\n', "[]\n", '{"step": "4"}\n']
+    path.write_bytes("".join(lines).encode() + b'{"step": 6, "\xff')
+    Reporter(steps=9, tokens_per_step=64).open(tmp_path, first_step=4, tensorboard=False)
+    assert [record["step"] for record in records(tmp_path)] == [1, 2, 3, 4]
+    line = capsys.readouterr().out
+    assert line == f"WARNING: 4 lines of {path} could not be read: they are left out\n"
+    path.write_text("\n" + path.read_text())
+    assert curve._read(path)["train_loss"] == [(step, 1.0) for step in range(1, 5)]
+
+
+def test_going_back_drops_what_will_be_done_again(tmp_path, clock, capsys):
+    reporter = Reporter(steps=9, tokens_per_step=64)
+    reporter.open(tmp_path, tensorboard=False)
+    run(clock, reporter, range(1, 7))
+    reporter.go_back(2)
+    assert [record["step"] for record in records(tmp_path)] == [2]
+    capsys.readouterr()
+    run(clock, reporter, range(3, 5))
+    assert [record["step"] for record in records(tmp_path)] == [2, 4]
+    assert capsys.readouterr().out.startswith("step 4/9  train loss 0.2500  32 tokens/s")
 
 
 def test_lines_are_on_the_disk_at_once(tmp_path):

@@ -5,15 +5,18 @@ import re
 import socket
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from benchmarks import failures
 from strangers import Strangers, is_closed
-from trainer.network import rendezvous
+from trainer.errors import RunError
+from trainer.network import rendezvous, waiting
 from trainer.network.door import knock
 from trainer.network.options import Distributed
 from trainer.network.secret import Secret
+from trainer.processes import distributed
 
 
 def given(**changes):
@@ -38,6 +41,25 @@ def meeting(port, known=SECRET, **changes):
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     return thread, results
+
+
+def test_process_that_waits_says_so_again_and_again(monkeypatch, capsys):
+    monkeypatch.setattr(waiting, "SECONDS_BETWEEN_LINES", 0.02)
+
+    def find(*_):
+        time.sleep(0.3)
+        raise RunError("not there")
+
+    monkeypatch.setattr(distributed, "find_process_0", find)
+    with pytest.raises(RunError):
+        distributed._connect(given(), Path("unused"), SECRET, 0.0)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) > 2
+    assert lines[0] == (
+        "process 1 of 2 waits for process 0 and the others at localhost:7777, for 0 s so far"
+    )
+    time.sleep(0.1)
+    assert capsys.readouterr().err.count("\n") <= 1  # It is over.
 
 
 def connect(port):

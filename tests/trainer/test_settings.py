@@ -1,7 +1,9 @@
 """The config of a run survives as JSON, and its settings are given as flags."""
 
 import json
+import os
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -98,6 +100,24 @@ def test_file_that_is_not_json_or_no_object_raises(tmp_path):
             load_config(GPTTrainConfig, path)
 
 
+@pytest.mark.parametrize(
+    ("text", "what"), [("", "empty"), ("\0\0", "damaged \\(JSONDecodeError: ")]
+)
+def test_damaged_file_has_a_remedy(tmp_path, text, what):
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    for read in (read_kind, partial(load_config, GPTTrainConfig)):
+        with pytest.raises(ValueError, match=rf"It is {what}.*Move it away and start train.py"):
+            read(path)
+
+
+def test_config_is_on_the_disk_before_it_takes_its_place(config, tmp_path, monkeypatch):
+    flushed = []
+    monkeypatch.setattr(os, "fsync", lambda file: flushed.append(os.fstat(file).st_size))
+    save_config(config, tmp_path / "config.json")
+    assert flushed == [(tmp_path / "config.json").stat().st_size]
+
+
 def test_settings_of_an_older_file_take_their_defaults(config, tmp_path):
     path = tmp_path / "config.json"
     save_config(config, path)
@@ -152,7 +172,7 @@ def test_file_that_names_no_kind_is_of_a_gpt(config, tmp_path):
     [
         ('{"kind": ["gpt"]}', r"kind must be str; got \['gpt'\]\. Correct the file"),
         ("[1]", r"It must be dict; got \[1\]"),
-        ('{"kind": ', r"Expecting value"),
+        ('{"kind": ', r"It is damaged \(JSONDecodeError: Expecting value"),
     ],
 )
 def test_kind_that_cannot_be_read_raises(tmp_path, text, message):

@@ -20,7 +20,7 @@ import optax
 import pytest
 
 import train
-from programs import shared_programs
+from programs import interrupt_after, shared_programs
 from trainer.checkpoints.checkpoint import Checkpoints
 from trainer.data.batches import TrainingBatches
 from trainer.gpt.batches import Sequences
@@ -329,6 +329,20 @@ def test_checkpoint_of_another_model_names_the_arrays(trained, tmp_path):
     assert contents(tmp_path / "run/checkpoints") == before
 
 
+def test_empty_config_lets_no_other_settings_in(trained, tmp_path):
+    shutil.copytree(trained / "run", tmp_path / "run")
+    (tmp_path / "run/config.json").write_text("")
+    message = message_of(trained / "data.bin", tmp_path / "run", "--seed 4")
+    assert_matches(message, r"^InputError: .*/config.json must hold .* It is empty. Move it away")
+    (tmp_path / "run/config.json").unlink()
+    message = message_of(trained / "data.bin", tmp_path / "run", "--seed 4")
+    assert_matches(
+        message, r"^InputError: The settings must be those .*/checkpoints/8, with others"
+    )
+    assert "--seed 0 there, --seed 4 now" in message
+    assert not (tmp_path / "run/config.json").exists()
+
+
 def test_run_on_other_data_is_refused(trained, tmp_path):
     shutil.copytree(trained / "run", tmp_path / "run")
     data = trained / "data.bin"
@@ -431,29 +445,38 @@ def poisoned(data, monkeypatch):
 
 
 def test_loss_that_is_not_finite_stops_and_can_be_skipped(poisoned, tmp_path, capsys, monkeypatch):
-    message = message_of(poisoned, tmp_path / "run", "--checkpoint.every 2")
-    assert_matches(message, r"^NonFiniteError: .*must be finite; got loss inf, .* in step 4\.")
-    assert "Step 2 is saved; steps 3 to 4 lead from there to here." in message
-    assert logged_steps(tmp_path / "run") == [1, 2, 3]
-    assert saved_steps(tmp_path / "run") == [2]
+    flags = "--checkpoint.every 1"
+    for stopped in (False, True):
+        with monkeypatch.context() as patch:
+            if stopped:
+                interrupt_after(patch, 3)
+            message = message_of(poisoned, tmp_path / "run", flags)
+        assert_matches(message, r"^NonFiniteError: .*must be finite; got loss inf, .* in step 4\.")
+        assert "Step 2 is saved; steps 3 to 4 lead from there to here." in message
+        assert logged_steps(tmp_path / "run") == [1, 2, 3]
+        # No finite step has shown that the state after step 3 is good.
+        assert saved_steps(tmp_path / "run") == [1, 2]
 
     states = {}
     save = Checkpoints.save
 
-    def noting(self, number, state, *rest):
+    def noting(self, number, state, *rest, **options):
         states[number] = jax.tree.map(np.array, state)
-        save(self, number, state, *rest)
+        save(self, number, state, *rest, **options)
 
     monkeypatch.setattr(Checkpoints, "save", noting)
     capsys.readouterr()
-    flags = "--checkpoint.every 1 --non-finite skip"
-    losses = run(poisoned, tmp_path / "run", flags)
+    losses = run(poisoned, tmp_path / "run", f"{flags} --non-finite skip")
     shown = capsys.readouterr().out
     assert "after step 2\n" in shown
     assert "step 4 skipped: loss inf, gradient norm " in shown
     assert np.isfinite(losses.train).tolist() == [True, False, True, True, True, True]
     assert np.isfinite(losses.validation)
     assert logged_steps(tmp_path / "run") == [1, 2, 3, 5, 6, 7, 8]
+    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    skipped = {x["step"]: x.get("steps_skipped") for x in map(json.loads, lines)}
+    assert skipped == {step: 1 if step == 5 else None for step in (1, 2, 3, 5, 6, 7, 8)}
+    assert saved_steps(tmp_path / "run") == [1, 2, 3, 5, 6, 7, 8]
     chex.assert_trees_all_equal(states[4], states[3])
     skipped, after = (jax.tree.leaves(states[number]) for number in (4, 5))
     assert all((x != y).any() for x, y in zip(skipped, after, strict=True))

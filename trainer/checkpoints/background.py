@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 import time
@@ -10,6 +11,10 @@ from concurrent.futures import Future
 from enum import Enum
 
 POLL_SECONDS = 1.0
+
+# Causes for which space must be freed: by number, and as tensorstore and XLA name them.
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+FULL_NAMES = ("RESOURCE_EXHAUSTED", "No space left", "quota exceeded", "File too large")
 
 
 class OrbaxLog(logging.Filter):
@@ -46,6 +51,12 @@ def listen_to_orbax() -> None:
     """Sets up both filters; once or many times."""
     logging.getLogger("absl").addFilter(orbax_log)
     logging.getLogger("asyncio").addFilter(quiet_unread_errors)
+
+
+def of_space(error: BaseException) -> bool:
+    """Whether a save has failed because a disk is full, or a limit on its use is reached."""
+    is_full = isinstance(error, OSError) and error.errno in FULL
+    return is_full or any(name in str(error) for name in FULL_NAMES)
 
 
 def finish(result: Callable[..., object]) -> None:

@@ -16,6 +16,7 @@ from startrail_jax.errors import InputError, UserError
 from trainer.checkpoints.checksums import Checksums, describe, digest
 
 LISTED_DIFFERENCES = 3
+LISTS_BEFORE_NONE = 3
 
 # The folder of a step holds one tree: the arrays by name, which can be read without the classes of
 # the program that saved them, and the position in the data as a string.
@@ -39,8 +40,13 @@ class DamagedError(CheckpointError):
 
 def whole_steps(folder: Path) -> list[int]:
     """The steps of the whole checkpoints in a folder, ascending: no other is named by its step."""
-    names = [path.name for path in folder.glob("*") if path.is_dir()]
-    return sorted(int(name) for name in names if name.isascii() and name.isdecimal())
+    # While a folder is listed, a run may save a new checkpoint and then remove the old one, so that
+    # the list has neither.
+    for _ in range(LISTS_BEFORE_NONE):
+        names = [path.name for path in folder.glob("*") if path.is_dir()]
+        if steps := [int(name) for name in names if name.isascii() and name.isdecimal()]:
+            return sorted(steps)
+    return []
 
 
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:

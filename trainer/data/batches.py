@@ -21,6 +21,9 @@ from trainer.data.dataset import Dataset, Source
 # behind a step, and little memory next to that of a step.
 READ_OPTIONS = grain.ReadOptions(num_threads=4, prefetch_buffer_size=4)
 
+# The key of `Dataset.fingerprints` in a checkpoint.
+FINGERPRINTS = "examples"
+
 Batch = TypeVar("Batch")
 
 
@@ -43,6 +46,7 @@ class TrainingBatches(Iterator[Batch]):
         seed: int,
         rows: Sequence[int] | None = None,
         digest: str | None = None,
+        fingerprints: Sequence[str] = (),
     ):
         """Starts at the first batch; nothing is read yet.
 
@@ -54,6 +58,7 @@ class TrainingBatches(Iterator[Batch]):
             seed: seed of the order.
             rows: rows of each batch to read, as `local_rows` returns them. The default is all rows.
             digest: hash of the content of the source, if it is known.
+            fingerprints: see `Dataset.fingerprints`.
         """
         rows = range(batch_size) if rows is None else rows
         # Checkpoints hold these names.
@@ -64,6 +69,7 @@ class TrainingBatches(Iterator[Batch]):
         }
         if digest is not None:
             self._order["content"] = digest
+        self._fingerprints = list(fingerprints)
         # Grain adds the number of the epoch to the seed. Neighbouring seeds must not share orders.
         (shuffle_seed,) = np.random.SeedSequence(seed).generate_state(1)
         order = grain.MapDataset.source(source).shuffle(seed=int(shuffle_seed)).repeat()
@@ -78,9 +84,10 @@ class TrainingBatches(Iterator[Batch]):
     def __next__(self) -> Batch:
         return next(self._iterator)
 
-    def get_state(self) -> dict[str, int | str]:
+    def get_state(self) -> dict[str, Any]:
         """The number of batches so far, and what their order depends on, for JSON."""
-        return {"batches": self._iterator.get_state()["next_index"], **self._order}
+        marks = {FINGERPRINTS: self._fingerprints} if self._fingerprints else {}
+        return {"batches": self._iterator.get_state()["next_index"], **self._order, **marks}
 
     def set_state(self, state: Mapping[str, Any], *, new_order: bool = False) -> None:
         """Goes to a position, so that the next batch is the one that followed it.
@@ -93,18 +100,31 @@ class TrainingBatches(Iterator[Batch]):
         Raises:
             ValueError: if the data or their order differ, so that some data would be used twice.
         """
-        for name, value in self._order.items():
-            # Checkpoints of earlier versions do not tell the content.
-            if state.get(name, value) != value:
-                if new_order:
-                    return
-                raise InputError(
-                    "A run must go on with the data with which it began; got "
-                    f"{name}={value}, where the checkpoint has {name}={state[name]}. Restore data "
-                    "and config, begin another run (--run-dir), or go on with the other data from "
-                    "their first batch (--allow-changes)."
-                )
+        # Checkpoints of earlier versions do not tell the content.
+        changed = [
+            f"{name}={value}, where the checkpoint has {name}={state[name]}"
+            for name, value in self._order.items()
+            if state.get(name, value) != value
+        ]
+        changed += self._changed_examples(state.get(FINGERPRINTS, []))
+        if changed and new_order:
+            return
+        if changed:
+            raise InputError(
+                f"A run must go on with the data with which it began; got {changed[0]}. Restore "
+                "data and config, begin another run (--run-dir), or go on with the other data from "
+                "their first batch (--allow-changes)."
+            )
         self._iterator.set_state({"next_index": state["batches"]})
+
+    def _changed_examples(self, before: Sequence[str]) -> list[str]:
+        """Says that examples are others than they were, if they are."""
+        count = min(len(before), len(self._fingerprints))
+        pairs = zip(before, self._fingerprints, strict=False)
+        differ = sum(old != new for old, new in pairs)
+        if 4 * differ <= count:
+            return []
+        return [f"other content in {differ} of the {count} examples that are compared"]
 
     def close(self) -> None:
         """Ends the reading threads."""
@@ -172,7 +192,13 @@ class Feed(Generic[Batch]):
         self._batch_size = shape[0]
         self._rows = local_rows(sharding, shape)
         reading: Any = {"collate": data.collate, "batch_size": shape[0], "rows": self._rows}
-        self._training = TrainingBatches(data.train, seed=seed, digest=data.digest, **reading)
+        self._training = TrainingBatches(
+            data.train,
+            seed=seed,
+            digest=data.digest,
+            fingerprints=data.fingerprints,
+            **reading,
+        )
         self._held_out = validation_batches(data.held_out, count=num_held_out, **reading)
 
     def next(self) -> Batch:
@@ -187,7 +213,7 @@ class Feed(Generic[Batch]):
         """The batches to evaluate with, which are always the same."""
         return map(self._place, self._held_out)
 
-    def get_state(self) -> dict[str, int | str]:
+    def get_state(self) -> dict[str, Any]:
         """As `TrainingBatches.get_state`."""
         return self._training.get_state()
 

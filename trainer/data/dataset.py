@@ -34,3 +34,6 @@ class Dataset:
     digest: str | None = None
     """A hash of the content of `train`, by which a run that goes on knows its data; None if only
     their number is compared."""
+    fingerprints: tuple[str, ...] = ()
+    """Hashes of the content of some examples, where a few may be mended while a run goes on: data
+    are others if more than a quarter of these differ."""

@@ -147,6 +147,26 @@ def find_files(path: Path, option: str) -> Files:
     )
 
 
+def kind_of_data(path: Path, option: str) -> Kind:
+    """What `find_files` finds, by as few names as tell: subfolders are not searched for the rest.
+
+    Args:
+        path: the file or folder.
+        option: the setting that names the path, for errors: "data.path".
+
+    Raises:
+        ValueError: as `find_files`, of a file or an empty folder.
+    """
+    with reading(path):
+        if path.is_dir():
+            names = sorted(x.name for x in os.scandir(path) if not x.name.startswith("."))
+            if parts := _parts_by_name(names):
+                return kind_of(Path(parts[0][0]))
+            if first := next(walk_files(path), None):
+                return kind_of(Path(first))
+    return find_files(path, option).kind
+
+
 def without(files: Files, others: Files) -> Files:
     """The files that are not among others, for whatever names or links.
 

@@ -64,6 +64,9 @@ class ImageSet(NamedTuple):
     """End of the line in the log that describes the data."""
     warning: str = ""
     """What is legal but probably not meant: a line for the log."""
+    content: Callable[[int], bytes] = lambda number: b""
+    """Returns bytes by which the pixels or latents of an example are known, whether it is bad or
+    not."""
 
 
 @dataclass(frozen=True, kw_only=True)

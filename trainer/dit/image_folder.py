@@ -6,6 +6,7 @@ they are needed, and before the run as well if some files are expected to be bad
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,7 @@ from typing import Any
 from startrail_jax.errors import InputError
 from trainer.data.cache import say
 from trainer.data.files import walk_files
-from trainer.data.opening import read_whole
+from trainer.data.opening import open_regular, read_whole
 from trainer.dit.examples import ImageSet, Wanted, encode_captions
 from trainer.dit.pixels import (
     BadImageError,
@@ -32,6 +33,8 @@ SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 FILES_AT_A_TIME = 1024
 # Between two lines that say how many files are checked.
 SECONDS_BETWEEN_LINES = 10.0
+# Number of bytes at each end of a file by which its content is known.
+COMPARED_BYTES = 1 << 12
 # Number of bytes of a file with a caption.
 LONGEST_CAPTION = 1 << 20
 
@@ -84,7 +87,21 @@ def open_folder(folder: Path, wanted: Wanted, *, decode: bool, peers: Peers) -> 
         bad=_find_bad(files, numbers, check, shown=peers.index == 0),
         keys=keys,
         remark=remark,
+        content=lambda number: _ends_of(files[number]),
     )
+
+
+def _ends_of(path: Path) -> bytes:
+    """The size of a file, and its first and last bytes; none if it cannot be read."""
+    try:
+        with open_regular(path) as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(size - COMPARED_BYTES, 0))
+            last = file.read(COMPARED_BYTES)
+            file.seek(0)
+            return b"%d " % size + file.read(COMPARED_BYTES) + last
+    except (OSError, InputError):  # It is one of the bad examples, or is noticed when it is read.
+        return b""
 
 
 def _files_of_folder(folder: Path) -> list[str]:

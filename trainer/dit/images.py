@@ -51,6 +51,8 @@ CHECKED_VALUES = 1 << 22
 # Root mean squares of latents that need no factor. The latents of Stable Diffusion before its
 # factor of 0.18215 lie above, those after it within.
 USUAL_RMS = (0.2, 5.0)
+# Examples of which a checkpoint keeps a hash.
+COMPARED_EXAMPLES = 64
 # Bad examples that an error names; the log names all.
 NAMED_IN_ERROR = 10
 
@@ -66,6 +68,8 @@ class Images:
     description: str
     """For the log: a line about the data, and others that name the bad examples and what is
     probably not meant."""
+    fingerprints: tuple[str, ...]
+    """Hashes of the content of some examples, spread evenly over all."""
 
 
 def open_images(
@@ -134,7 +138,24 @@ def open_images(
         *(f"bad, and replaced by the example after it: {reason}" for reason in bad.values()),
         *([f"warning: {source.warning}"] if source.warning else []),
     ]
-    return Images(train=train, held_out=measured, description="\n".join(lines))
+    return Images(
+        train=train,
+        held_out=measured,
+        description="\n".join(lines),
+        fingerprints=_fingerprints(source),
+    )
+
+
+def _fingerprints(source: ImageSet) -> tuple[str, ...]:
+    count = len(source.labels)
+    compared = min(count, COMPARED_EXAMPLES)
+    numbers = [i * (count - 1) // max(compared - 1, 1) for i in range(compared)]
+    return tuple(
+        hashlib.sha256(
+            repr((source.labels[n], source.captions[n])).encode() + source.content(n)
+        ).hexdigest()[:8]
+        for n in numbers
+    )
 
 
 def _open_source(config: ImageConfig, wanted: Wanted, peers: Peers) -> ImageSet:
@@ -244,6 +265,7 @@ def _open_digits(wanted: Wanted) -> ImageSet:
         captions=captions,
         bad={},
         remark=remark,
+        content=lambda number: images[number].tobytes(),
     )
 
 
@@ -279,6 +301,7 @@ def _open_npz(path: Path, wanted: Wanted, scale: float) -> ImageSet:
         bad=bad,
         remark=remark,
         warning=_warning_of_scale(rms, scale),
+        content=lambda number: latents[number].tobytes(),
     )
 
 

@@ -42,6 +42,7 @@ class DiTTask(Task[DiTTrainConfig, ImageOptions]):
             collate=partial(image_batch, config=config, layout=layout),
             description=images.description,
             loss_unit="mean squared error",
+            fingerprints=images.fingerprints,
         )
 
     def sample(

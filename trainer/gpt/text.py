@@ -11,7 +11,7 @@ from jaxtyping import Integer
 
 from startrail_jax.errors import InputError
 from trainer.data.documents import Document
-from trainer.data.files import GZIP, KIND_OF_SUFFIX, TOKEN_KINDS, find_files, kind_of
+from trainer.data.files import GZIP, KIND_OF_SUFFIX, TOKEN_KINDS, kind_of, kind_of_data
 from trainer.gpt.config import DataConfig
 from trainer.gpt.tokenizer import (
     ByteTokenizer,
@@ -80,7 +80,7 @@ def _holds_tokens(path: Path | None) -> bool:
     if path is None:
         return False
     if path.exists():
-        return find_files(path, "data.path").kind in TOKEN_KINDS
+        return kind_of_data(path, "data.path") in TOKEN_KINDS
     if path.suffix not in {*KIND_OF_SUFFIX, ".txt", GZIP}:
         raise InputError(
             "The data of the run must be where it began, or their name must tell whether they are "

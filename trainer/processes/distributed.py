@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +18,7 @@ from trainer.network.options import Distributed
 from trainer.network.rendezvous import find_process_0, not_all_there, receive_others
 from trainer.network.secret import Secret, find_secret
 from trainer.network.tunnel import Tunnel, private_folder
+from trainer.network.waiting import waiting
 from trainer.processes.worker import gone
 from trainer.run.exit import end_now
 
@@ -53,7 +55,8 @@ def start(options: Distributed, folder: Path | None = None) -> Started:
     local_devices = None
     if options.coordinator is None:
         options, local_devices = _ask_launcher(options)
-    secret = find_secret(options, folder, deadline)
+    with _waiting(options, "to make up the secret of the run"):
+        secret = find_secret(options, folder, deadline)
     later = round(options.timeout + LATER_THAN_HEARTBEAT_SECONDS)
     with private_folder() as sockets:
         path = Path(sockets, "jax")
@@ -91,6 +94,13 @@ def start(options: Distributed, folder: Path | None = None) -> Started:
     return Started(options, leave)
 
 
+def _waiting(options: Distributed, why: str) -> AbstractContextManager[None]:
+    """Says every 10 s that this process waits for process 0, unless it is that."""
+    if options.index == 0:
+        return nullcontext()
+    return waiting(f"process {options.index} of {options.processes} waits for process 0 {why}")
+
+
 def _connect(options: Distributed, path: Path, secret: Secret, deadline: float) -> Tunnel:
     """Meets the other processes; returns what carries the messages of jax between them."""
     assert options.processes is not None
@@ -106,7 +116,8 @@ def _connect(options: Distributed, path: Path, secret: Secret, deadline: float) 
         tunnel = Tunnel(path, lost)
         tunnel.serve(others)
     else:
-        connection = find_process_0(options, secret, deadline)
+        with _waiting(options, f"and the others at {options.coordinator}"):
+            connection = find_process_0(options, secret, deadline)
         tunnel = Tunnel(path, lost)
         tunnel.enter(connection, options.processes)
     return tunnel

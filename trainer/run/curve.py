@@ -18,6 +18,7 @@ from trainer.printable import printable
 from trainer.run.commands import command
 from trainer.run.exit import exit_on_ctrl_c, exit_on_user_errors
 from trainer.run.folder import METRICS_FILE
+from trainer.run.records import step_of_line
 from trainer.run.terminal import Terminal
 
 CURVE_FILE = "losses.png"
@@ -93,9 +94,9 @@ def draw_curve(run_dir: Path) -> Path:
 
 def _read(path: Path) -> dict[str, list[tuple[int, float]]]:
     """For each metric of `CURVES`, the steps in which it was measured, and its values."""
-    lines = path.read_text().splitlines() if path.is_file() else []
-    # A run that trains may be writing the last line.
-    records = [json.loads(line) for line in lines if line.endswith("}")]
+    lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
+    # A run that trains may be writing the last line, and a disk may have damaged others.
+    records = [json.loads(line) for line in lines if step_of_line(line) is not None]
     found = {
         name: [(x["step"], x[name]) for x in records if x.get(name) is not None] for name in CURVES
     }

@@ -34,6 +34,8 @@ FREE_SETTINGS = (
     *("devices", "mesh", "zero", "zero_axes", "remat", "offload", "tile", "accumulation"),
     *("attention.inner", "attention.keep_gathered"),
     *("run_dir", "data.cache", "log_every", "tensorboard", "checkpoint", "profile", "non_finite"),
+    # Only steps that are yet to be done depend on these.
+    *("non_finite_limit", "spike_factor"),
     *("evaluate_every", "validation_sequences", "sample_length", "temperature", "allow_changes"),
     # Steps that are done do not depend on it: a bad example has been replaced, or raised an error.
     "data.max_bad",

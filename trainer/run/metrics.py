@@ -19,6 +19,7 @@ from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore
 from trainer.errors import StorageError
 from trainer.run.commands import command
 from trainer.run.folder import METRICS_FILE
+from trainer.run.records import drop_after
 from trainer.run.terminal import Terminal
 
 TENSORBOARD_FOLDER = "tensorboard"
@@ -77,15 +78,30 @@ class Reporter:
         if not self._writes:
             return
         self._path = folder / METRICS_FILE
-        _drop_after(self._path, first_step)
         if tensorboard:
             (folder / TENSORBOARD_FOLDER).mkdir(exist_ok=True)
             # Not SummaryWriter: its thread would die when the disk is full, and the run would wait
             # for its queue for ever.
             self._events = EventsWriter(str(folder / TENSORBOARD_FOLDER / "events"))
-            # TensorBoard drops the events of earlier files from this step on.
-            start = SessionLog(status=SessionLog.START)
-            self._write_event(Event(step=first_step + 1, session_log=start))
+        self._drop_after(first_step)
+
+    def go_back(self, step: int) -> None:
+        """Removes the metrics of all steps after one from the files: they will be done again."""
+        self._terminal.update(step)
+        # Speed is measured anew.
+        self._begun = self._reported = None
+        if self._path is not None:
+            self._drop_after(step)
+
+    def _drop_after(self, last_step: int) -> None:
+        assert self._path is not None
+        if broken := drop_after(self._path, last_step):
+            self.line(
+                f"WARNING: {broken} lines of {self._path} could not be read: they are left out"
+            )
+        # TensorBoard drops the earlier events from this step on.
+        start = SessionLog(status=SessionLog.START)
+        self._write_event(Event(step=last_step + 1, session_log=start))
 
     def __enter__(self) -> Reporter:
         self._terminal.start()
@@ -228,15 +244,3 @@ def _rate(since: tuple[int, float] | None, now: tuple[int, float]) -> float:
     if since is None or now[0] <= since[0]:
         return 0.0
     return (now[0] - since[0]) / (now[1] - since[1])
-
-
-def _drop_after(path: Path, last_step: int) -> None:
-    """Keeps the lines of a metrics file up to a step, and drops one that a kill cut short."""
-    if not path.exists():
-        return
-    part = path.with_name(f"{path.name}.part")
-    with path.open() as old, part.open("w") as new:
-        for line in old:
-            if line.endswith("}\n") and json.loads(line)["step"] <= last_step:
-                new.write(line)
-    part.replace(path)

@@ -33,7 +33,10 @@ def save_config(config: Any, path: Path) -> None:
     kind = {KIND: config.kind} if isinstance(config, TrainConfig) else {}
     text = json.dumps(kind | dataclasses.asdict(config), default=os.fspath, indent=2)
     part = path.with_name(f"{path.name}.part")
-    part.write_text(text + "\n")
+    with part.open("w") as file:
+        file.write(text + "\n")
+        file.flush()
+        os.fsync(file.fileno())  # A power failure must not leave it empty.
     part.replace(path)
 
 
@@ -122,6 +125,13 @@ def flag_value(value: Any) -> str:
 
 
 def _not_a_config(path: Path, error: Exception) -> InputError:
+    if not isinstance(error, InputError):  # The file is no JSON.
+        damage = f"damaged ({type(error).__name__}: {error})" if path.stat().st_size else "empty"
+        error = InputError(
+            f"It is {damage}. Move it away and start train.py with the flags with which the run "
+            "began: they are compared with those in the newest checkpoint, and the file is written "
+            "again."
+        )
     return InputError(f"{path} must hold the config of a run. {error}")
 
 

@@ -1,0 +1,35 @@
+"""Says that a process waits for another, again and again until it need not."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from trainer.printable import printable
+
+SECONDS_BETWEEN_LINES = 10.0
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Prints a line every 10 s while its body runs, to standard error, in a thread.
+
+    Args:
+        what: who waits for whom: "process 1 waits for process 0".
+    """
+    began = time.monotonic()
+    over = threading.Event()
+
+    def remind() -> None:
+        while not over.wait(SECONDS_BETWEEN_LINES):
+            seconds = time.monotonic() - began
+            print(printable(f"{what}, for {seconds:.0f} s so far"), file=sys.stderr, flush=True)
+
+    threading.Thread(target=remind, name="waiting", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
