@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from startrail_jax.analysis.cost import communication
     from startrail_jax.attention import Attention
     from startrail_jax.compiler import compiler_options
+    from startrail_jax.device_mesh import make_mesh
     from startrail_jax.layout import Layout
-    from startrail_jax.mesh import AxisNames, Degrees, make_mesh
+    from startrail_jax.mesh import AxisNames, Degrees
     from startrail_jax.rings import CHECKPOINT_NAMES
 
 __all__ = [
@@ -45,7 +46,7 @@ _MODULES = {
     "Layout": "layout",
     "communication": "analysis.cost",
     "compiler_options": "compiler",
-    "make_mesh": "mesh",
+    "make_mesh": "device_mesh",
 }
 
 

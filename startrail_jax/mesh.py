@@ -1,4 +1,4 @@
-"""Degrees of parallelism and the device mesh; nothing here depends on attention.
+"""Degrees of parallelism and the roles of mesh axes; nothing here depends on attention.
 
 `P = group * ring * team * head` devices share one sequence, and every known scheme is a setting of
 these four degrees (see `Degrees`). The degree `data` splits the batch, and `tensor` splits heads
@@ -11,11 +11,9 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from startrail_jax.errors import InputError
 
@@ -156,46 +154,6 @@ def _check_divides(sequence: int, name: str, value: int, block: int) -> None:
         f"{rule} must divide the sequence degree; got {name}={value}, sequence degree={sequence}. "
         f"Use {near or f'{name}=1'}{lengths}."
     )
-
-
-def make_mesh(
-    degrees: Degrees,
-    axis_type: str | AxisType = "auto",
-    devices: Sequence[Any] | None = None,
-) -> Mesh:
-    """Builds a mesh with the six axes data, group, ring, team, head and tensor.
-
-    Args:
-        degrees: sizes of the axes.
-        axis_type: "auto", where the compiler chooses the sharding of what a model computes, as the
-            layers of Flax expect; or "explicit", where shardings are part of types and mismatches
-            are errors. A `jax.sharding.AxisType` is served too.
-        devices: the devices of the mesh; None for all visible ones.
-
-    Returns:
-        The mesh. Consecutive devices lie along `tensor` first, then along `head`, and so on.
-
-    Raises:
-        ValueError: if the product of the degrees is not the number of devices, or if the axis type
-            is unknown.
-    """
-    types = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
-    kind = types.get(axis_type) if isinstance(axis_type, str) else axis_type
-    if kind is None or kind not in types.values():
-        raise InputError(
-            f"axis_type must be 'auto' or 'explicit'; got {axis_type!r}. Use 'auto' unless the "
-            "whole model is written for Explicit axes."
-        )
-    devices = list(jax.devices() if devices is None else devices)
-    shape = tuple(getattr(degrees, role) for role in ROLES)
-    if math.prod(shape) != len(devices):
-        sizes = " * ".join(f"{role}={size}" for role, size in zip(ROLES, shape, strict=True))
-        raise InputError(
-            f"The product of the degrees must be the number of devices; got {sizes} = "
-            f"{math.prod(shape)} for {len(devices)} devices. Change a degree, or pass "
-            f"devices= with {math.prod(shape)} of them."
-        )
-    return jax.make_mesh(shape, ROLES, axis_types=(kind,) * len(ROLES), devices=devices)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,6 +44,7 @@ MAY_IMPORT = {
     "derivatives": BASE,
     "ordering": BASE,
     "mesh": BASE,
+    "nodes": BASE | {"mesh"},
     "layout": BASE,
     "pieces": set(),
     "mask": BASE | {"layout", "pieces"},
@@ -61,7 +62,8 @@ MAY_IMPORT = {
     "sharding": BASE | {"mesh", "layout", "sizes", "token_order"},
     "validation": BASE | {"mesh", "layout", "sharding", "sizes", "token_order"},
     "cache": TOKENS | {"collectives", "sharding", "sizes", "validation", "varying"},
-    "analysis": TOKENS | {"blocks", "schedule", "sizes", "validation"},
+    "analysis": TOKENS | {"blocks", "nodes", "schedule", "sizes", "validation"},
+    "device_mesh": BASE | {"mesh", "nodes", "analysis"},
     "attention": TOKENS
     | {"analysis", "blocks", "cache", "collectives", "derivatives", "rings", "schedule", "sizes"}
     | {"validation"},

@@ -11,17 +11,27 @@ References:
 
 from __future__ import annotations
 
+import inspect
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+import numpy as np
+
 from startrail_jax.analysis import COLLECTIVES
+from startrail_jax.analysis.ports import NodeTraffic, cheapest_order, messages
 from startrail_jax.analysis.transfers import Combine, Placement, Steps, Transfer
 from startrail_jax.errors import InputError
-from startrail_jax.mesh import Degrees
+from startrail_jax.mesh import ROLES, Degrees
+from startrail_jax.nodes import node_grid, nodes_of, resolve_order
 from startrail_jax.sizes import Sizes, dtype_name
 from startrail_jax.validation import check_option, check_placement
 
 Backward = Literal["auto", "query", "kv"]
+
+# Arguments of `communication` that are no properties of an attention call.
+_SAID_BY_MESH = {"degrees", "order", "devices_per_node"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +42,8 @@ class Traffic:
     """The steps that move bytes, in the order of the schedule."""
     unit_bytes: int
     """Bytes of one unit of traffic: one device's share of the query, at input width."""
+    nodes: NodeTraffic | None = None
+    """What passes through the ports of the nodes; None if it was not said what a node is."""
 
     @property
     def received_bytes(self) -> int:
@@ -69,16 +81,13 @@ class Communication:
     """The forward pass."""
     backward: Traffic
     """The backward pass: it repeats the gathers of the forward pass, but not the head exchange."""
+    total: Traffic
+    """Both passes, with no part of the forward pass recomputed."""
     backward_mode: Literal["query", "kv"]
     """Which side travels round the ring in the backward pass."""
-
-    @property
-    def total(self) -> Traffic:
-        """Both passes, with no part of the forward pass recomputed."""
-        return Traffic(
-            transfers=self.forward.transfers + self.backward.transfers,
-            unit_bytes=self.forward.unit_bytes,
-        )
+    order: tuple[str, ...] | None
+    """Order of the mesh axes over the nodes, slowest first; None if it was not said what a node
+    is."""
 
 
 def communication(
@@ -98,8 +107,10 @@ def communication(
     rounds: int | None = None,
     key_len: int | None = None,
     value_head_dim: int | None = None,
+    order: str | Sequence[str] | None = None,
+    devices_per_node: int | None = None,
 ) -> Communication:
-    """Bytes that one device receives in one attention call, forward and backward.
+    """Bytes that one device receives in one attention call, and bytes through the port of a node.
 
     One unit of traffic is one device's share of the query. With G, R and A the degrees of group,
     ring and team, head degree 1 and g = kv_heads / heads, the forward pass receives
@@ -133,6 +144,10 @@ def communication(
             for all.
         key_len: key tokens of each sequence in cross-attention; None for `seq_len`.
         value_head_dim: channels of a value or output head; None for `head_dim`.
+        order: order of the mesh axes over the nodes, as for `make_mesh`; None for the one with the
+            fewest bytes through the port of a node, which `make_mesh` takes if it is told the call.
+        devices_per_node: number of devices in a node. Each `Traffic` then has `nodes`, the bytes
+            that the ports of the nodes carry.
 
     Returns:
         The bytes. Of a group of n devices, each receives n - 1 shards in an all_gather or
@@ -141,7 +156,8 @@ def communication(
         counted; it costs something only if the head degree is above 1.
 
     Raises:
-        ValueError: if the degrees do not divide the sizes, or if an option is unknown.
+        ValueError: if the degrees do not divide the sizes, if `devices_per_node` does not divide
+            the number of devices, or if an option is unknown.
 
     References:
         StarTrail: https://arxiv.org/abs/2407.00611
@@ -192,14 +208,82 @@ def communication(
         *steps.gradient_exchange(),
         *steps.replica_sum(),
     ]
-    return Communication(
-        forward=_traffic(forward, share), backward=_traffic(reverse, share), backward_mode=mode
+    order, grid = _placed(degrees, order, devices_per_node, forward + reverse)
+    passes = (forward, reverse, forward + reverse)
+    there, back, total = (_traffic(degrees, steps, share, grid) for steps in passes)
+    return Communication(forward=there, backward=back, total=total, backward_mode=mode, order=order)
+
+
+def _placed(
+    degrees: Degrees,
+    order: str | Sequence[str] | None,
+    devices_per_node: int | None,
+    transfers: list[Transfer],
+) -> tuple[tuple[str, ...] | None, np.ndarray | None]:
+    """The order of the mesh axes, and the node of each device; None without nodes."""
+    if devices_per_node is None:
+        if order is None:
+            return None, None
+        raise InputError(
+            f"order says which devices share a node; got order={order!r} and devices_per_node=None."
+            " Give devices_per_node too."
+        )
+    nodes = nodes_of(range(degrees.num_devices), devices_per_node)
+    order = resolve_order(order or cheapest_order(degrees, nodes, [transfers]))
+    return order, node_grid(degrees, order, nodes).ravel()
+
+
+def _traffic(
+    degrees: Degrees, transfers: list[Transfer], share: Sizes, grid: np.ndarray | None
+) -> Traffic:
+    moving = tuple(transfer for transfer in transfers if transfer.received_bytes)
+    return Traffic(
+        transfers=moving,
+        unit_bytes=share.query_bytes,
+        nodes=None if grid is None else messages(degrees, moving).through(grid),
     )
 
 
-def _traffic(transfers: list[Transfer], share: Sizes) -> Traffic:
-    moving = tuple(transfer for transfer in transfers if transfer.received_bytes)
-    return Traffic(transfers=moving, unit_bytes=share.query_bytes)
+def default_order(
+    degrees: Degrees, nodes: Sequence[int], call: Mapping[str, Any] | None = None
+) -> tuple[str, ...]:
+    """The order of the mesh axes that `make_mesh` takes where the caller names none.
+
+    On one node it is `ROLES`. On several it is the one with the fewest bytes through the busiest
+    port of a node, forward and backward. With as many key heads as query heads, teams belong inside
+    a node rather than rings or groups; with few key heads it is the other way round. If nothing is
+    known of the call, the order is the one of least regret: that whose worst ratio to the best
+    order is the smallest, over calls with and without grouped queries (4:1), causal and not.
+
+    Args:
+        degrees: the degrees of the mesh.
+        nodes: the node of each device, as `startrail_jax.nodes.nodes_of` gives it.
+        call: what is known of the attention call: keyword arguments of `communication`, of which
+            `heads` and `kv_heads` must be there; None if nothing is.
+
+    Returns:
+        The six roles, slowest first.
+
+    Raises:
+        ValueError: if the degrees do not divide the sizes of the call, or if one has another name.
+    """
+    parts = degrees.head * degrees.tensor
+    if call is None:
+        kinds = itertools.product((4 * parts, parts), (True, False))
+        calls = [dict(heads=4 * parts, kv_heads=heads, causal=causal) for heads, causal in kinds]
+    else:
+        calls = [dict(call)]
+        known = set(inspect.signature(communication).parameters) - _SAID_BY_MESH
+        if not {"heads", "kv_heads"} <= set(call) <= known:
+            raise InputError(
+                f"call must give heads and kv_heads, and may give others of {sorted(known)}; got "
+                f"{sorted(call)}. Correct the names."
+            )
+    if len(set(nodes)) == 1:
+        return ROLES
+    common = dict(batch=degrees.data, seq_len=1024 * degrees.sequence, head_dim=128)
+    reports = [communication(degrees, **{**common, **call}) for call in calls]
+    return cheapest_order(degrees, nodes, [report.total.transfers for report in reports])
 
 
 def _checked_rounds(degrees: Degrees, rounds: int | None) -> int:

@@ -10,7 +10,7 @@ import math
 import re
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from startrail_jax.analysis import COLLECTIVES, replica_groups
 from startrail_jax.errors import InputError, UnsupportedError
@@ -183,15 +183,15 @@ def _parse_instruction(name: str, text: str) -> Instruction:
 
 
 @dataclass
-class _Tally:
-    """Collectives and bytes that have been added up so far, by kind."""
+class Tally:
+    """Collectives and bytes that have been added up so far."""
 
-    received: list[Counter[str]]
-    """Bytes that each device receives."""
+    received: list[Counter[Any]]
+    """Bytes that each device receives, by kind of collective."""
     counts: Counter[str] = field(default_factory=Counter)
     """How often collectives run."""
 
-    def add(self, other: _Tally, times: int = 1) -> None:
+    def add(self, other: Tally, times: int = 1) -> None:
         for kind, count in other.counts.items():
             self.counts[kind] += times * count
         for mine, theirs in zip(self.received, other.received, strict=True):
@@ -204,7 +204,7 @@ class TrafficReader:
 
     def __init__(self, module: HloModule):
         self.module = module
-        self.tallies: dict[str, _Tally] = {}
+        self.tallies: dict[str, Tally] = {}
         self._results: dict[str, dict[str, str]] = {}
 
     def traffic(self) -> ProgramTraffic:
@@ -221,7 +221,7 @@ class TrafficReader:
             self.instruction(instruction, self.results(computation), tally)
         return self._traffic_of(tally)
 
-    def _traffic_of(self, tally: _Tally) -> ProgramTraffic:
+    def _traffic_of(self, tally: Tally) -> ProgramTraffic:
         return ProgramTraffic(
             counts={kind: tally.counts[kind] for kind in COLLECTIVES},
             received_by_device=tuple(
@@ -229,11 +229,11 @@ class TrafficReader:
             ),
         )
 
-    def empty(self) -> _Tally:
+    def empty(self) -> Tally:
         """A tally of nothing."""
-        return _Tally([Counter() for _ in range(self.module.num_devices)])
+        return Tally([Counter() for _ in range(self.module.num_devices)])
 
-    def computation(self, name: str) -> _Tally:
+    def computation(self, name: str) -> Tally:
         """The tally of one run of a computation; each is added up once."""
         if name not in self.tallies:
             tally = self.empty()
@@ -250,15 +250,14 @@ class TrafficReader:
             self._results[name] = {x.name: x.result for x in instructions}
         return self._results[name]
 
-    def instruction(self, instruction: Instruction, results: dict[str, str], tally: _Tally) -> None:
+    def instruction(self, instruction: Instruction, results: dict[str, str], tally: Tally) -> None:
         """Adds one instruction to a tally; `results` are those of its computation."""
         opcode = instruction.opcode.removesuffix("-start")
         kind = opcode.replace("-", "_")
         if kind in COLLECTIVES:
             sizes = [num_bytes(results[name]) for name in instruction.operand_names]
             tally.counts[kind] += 1
-            for device, size in self.received(kind, instruction, sizes).items():
-                tally.received[device][kind] += size
+            self.record(kind, instruction, sizes, tally)
         elif opcode in _UNREAD:
             raise UnsupportedError(
                 f"Collectives must be of the kinds {', '.join(COLLECTIVES)}; got "
@@ -272,7 +271,12 @@ class TrafficReader:
             for name in callees(instruction):
                 tally.add(self.computation(name))
 
-    def loop(self, instruction: Instruction, tally: _Tally) -> None:
+    def record(self, kind: str, instruction: Instruction, sizes: list[int], tally: Tally) -> None:
+        """Adds what the devices receive in one collective; `sizes` are bytes of its operands."""
+        for device, size in self.received(kind, instruction, sizes).items():
+            tally.received[device][kind] += size
+
+    def loop(self, instruction: Instruction, tally: Tally) -> None:
         """Adds all turns of a loop to a tally."""
         match = _required(_LOOP, instruction)
         condition, body = self.computation(match[1]), self.computation(match[2])
@@ -287,7 +291,7 @@ class TrafficReader:
                 "and none. Give the loop static bounds, as in lax.fori_loop(0, 3, ...) or lax.scan."
             )
 
-    def conditional(self, instruction: Instruction, tally: _Tally) -> None:
+    def conditional(self, instruction: Instruction, tally: Tally) -> None:
         """Adds the busiest branch of a conditional to a tally."""
         branches = [self.computation(name) for name in callees(instruction)]
         busiest = self.empty()

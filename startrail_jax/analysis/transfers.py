@@ -15,6 +15,8 @@ Placement = Literal["permute_gather", "gather_permute"]
 Combine = Literal["merge", "reduce_scatter"]
 
 _FLOAT32 = 4
+# The flat axis over which keys are permuted.
+_RANKS = ("group", "ring", "team")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +27,12 @@ class Transfer:
     """Step of the schedule, for example "query gather"."""
     collective: str
     """One of `startrail_jax.analysis.COLLECTIVES`."""
+    roles: tuple[str, ...]
+    """Roles of the mesh axes over which it goes, slowest first: one, but for the permute of keys,
+    which goes over group, ring and team."""
+    hops: tuple[int, ...] = ()
+    """Of a collective_permute, its messages, which are of equal size. In a ring these are the
+    distances that they go, in places; the permute of keys is +1, and its inverse -1."""
     tensor_bytes: int = 0
     """Bytes of query, key, value, output and their gradients."""
     row_bytes: int = 0
@@ -63,14 +71,14 @@ class Steps:
         tensors = self._exchanged(share.query_bytes) + self._exchanged(share.key_value_bytes)
         ids = (share.query_id_bytes, share.key_id_bytes)[:id_arrays]
         return [
-            _copies("head exchange", "all_to_all", 1, tensors),
-            _copies("head exchange", "all_gather", 1, 0, sum(map(self._exchanged, ids))),
+            _copies("head exchange", "all_to_all", "head", 1, tensors),
+            _copies("head exchange", "all_gather", "head", 1, 0, sum(map(self._exchanged, ids))),
         ]
 
     def gradient_exchange(self) -> list[Transfer]:
         """The gradient of step 0: dq, dk and dv back."""
         tensors = map(self._exchanged, (self.share.query_bytes, self._summed_key_gradient_bytes))
-        return [_copies("head exchange", "all_to_all", 1, sum(tensors))]
+        return [_copies("head exchange", "all_to_all", "head", 1, sum(tensors))]
 
     @property
     def _summed_key_gradient_bytes(self) -> int:
@@ -84,7 +92,9 @@ class Steps:
     def output_exchange(self) -> list[Transfer]:
         """Step 5: the output, or its gradient back."""
         return [
-            _copies("output exchange", "all_to_all", 1, self._exchanged(self.share.out_bytes)),
+            _copies(
+                "output exchange", "all_to_all", "head", 1, self._exchanged(self.share.out_bytes)
+            ),
         ]
 
     def _exchanged(self, size: int) -> int:
@@ -96,12 +106,12 @@ class Steps:
         tensors, rows = self.share.query_bytes, self.share.query_id_bytes
         if backward:
             tensors, rows = tensors + self.share.out_bytes, rows + 2 * self.share.lse_bytes
-        return [_copies("query gather", "all_gather", self.degrees.team - 1, tensors, rows)]
+        return [_copies("query gather", "all_gather", "team", self.degrees.team - 1, tensors, rows)]
 
     def query_scatter(self) -> list[Transfer]:
         """The gradient of step 1: dq is summed over the team, in float32."""
         dq = self.share.query_gradient_bytes
-        return [_copies("query scatter", "reduce_scatter", self.degrees.team - 1, dq)]
+        return [_copies("query scatter", "reduce_scatter", "team", self.degrees.team - 1, dq)]
 
     def key_placement(self, *, shared_ids: bool) -> list[Transfer]:
         """Step 2: keys and values to the devices that need them in round 0.
@@ -115,12 +125,12 @@ class Steps:
         if self.placement == "gather_permute":
             gathered_ids = 0 if shared_ids else ids
             return [
-                _copies(step, "all_gather", gathered, tensors, gathered_ids),
-                _copies(step, "collective_permute", permuted, tensors, ids),
+                _copies(step, "all_gather", "team", gathered, tensors, gathered_ids),
+                _copies(step, "collective_permute", _RANKS, permuted, tensors, ids, hops=(1,)),
             ]
         return [
-            _copies(step, "collective_permute", permuted, tensors, ids),
-            _copies(step, "all_gather", gathered, tensors, ids),
+            _copies(step, "collective_permute", _RANKS, permuted, tensors, ids, hops=(1,)),
+            _copies(step, "all_gather", "group", gathered, tensors, ids),
         ]
 
     def key_gradient_placement(self) -> list[Transfer]:
@@ -129,13 +139,20 @@ class Steps:
         gathered, permuted = self._placed_copies()
         if self.placement == "gather_permute":
             return [
-                _copies(step, "collective_permute", permuted, dkv),
-                _copies(step, "reduce_scatter", gathered, dkv),
+                _copies(step, "collective_permute", _RANKS, permuted, dkv, hops=(-1,)),
+                _copies(step, "reduce_scatter", "team", gathered, dkv),
             ]
         return [
-            _copies(step, "reduce_scatter", gathered, dkv),
+            _copies(step, "reduce_scatter", "group", gathered, dkv),
             # The sum is complete, but for copies of a key head: the input width is enough.
-            _copies(step, "collective_permute", permuted, self._summed_key_gradient_bytes),
+            _copies(
+                step,
+                "collective_permute",
+                _RANKS,
+                permuted,
+                self._summed_key_gradient_bytes,
+                hops=(-1,),
+            ),
         ]
 
     def _placed_copies(self) -> tuple[int, int]:
@@ -148,25 +165,26 @@ class Steps:
 
     def ring(self) -> list[Transfer]:
         """Step 3 of the forward pass: a key unit goes round."""
-        hops, share = (self.rounds - 1) * self.degrees.group, self.share
-        return [
-            _copies("ring", "collective_permute", hops, share.key_value_bytes, share.key_id_bytes)
-        ]
+        share, hops = self.share, (1,) * (self.rounds - 1)
+        return [_turns("ring", hops, self.degrees.group, share.key_value_bytes, share.key_id_bytes)]
 
     def gradient_ring(self, mode: Literal["query", "kv"]) -> list[Transfer]:
         """Step 3 of the backward pass; gradients make as many hops as their operands."""
         share = self.share
         if mode == "kv":
-            hops, operands = (self.rounds - 1) * self.degrees.group, share.key_value_bytes
+            direction, members, operands = 1, self.degrees.group, share.key_value_bytes
             rows, gradients = share.key_id_bytes, share.key_value_gradient_bytes
         else:
-            hops = (self.rounds - 1) * self.degrees.team
+            direction, members = -1, self.degrees.team
             operands = share.query_bytes + share.out_bytes
             rows = share.query_id_bytes + 2 * share.lse_bytes
             gradients = share.query_gradient_bytes
+        there = (direction,) * (self.rounds - 1)
+        # Gradients start in round 1, and the last of their hops takes them home.
+        back = (*there[1:], -direction * (self.rounds - 1)) if there else ()
         return [
-            _copies("ring", "collective_permute", hops, operands, rows),
-            _copies("gradient ring", "collective_permute", hops, gradients),
+            _turns("ring", there, members, operands, rows),
+            _turns("gradient ring", back, members, gradients),
         ]
 
     def combination(self, combine: Combine) -> list[Transfer]:
@@ -175,11 +193,11 @@ class Steps:
         if combine == "merge":
             # In float32, what rounding took from lse goes along.
             stats = 2 * lse if self.share.width == _FLOAT32 else lse
-            return [_copies("combine", "all_to_all", team - 1, out, stats)]
+            return [_copies("combine", "all_to_all", "team", team - 1, out, stats)]
         # The log-sum-exp over the team is a pmax and a psum of the lse of the whole query unit.
         return [
-            _copies("combine", "reduce_scatter", team - 1, out),
-            _copies("combine", "all_reduce", 2, 0, all_reduce_bytes(team * lse, team)),
+            _copies("combine", "reduce_scatter", "team", team - 1, out),
+            _copies("combine", "all_reduce", "team", 2, 0, all_reduce_bytes(team * lse, team)),
         ]
 
     def replica_sum(self) -> list[Transfer]:
@@ -194,7 +212,7 @@ class Steps:
         row = share.batch * (share.key_tokens // self.degrees.head) * self.kv_heads * _FLOAT32
         head_dims = (share.head_dim, share.value_head_dim)
         size = sum(all_reduce_bytes(row * head_dim, tensor) for head_dim in head_dims)
-        return [_copies("replica sum", "all_reduce", 1, size)]
+        return [_copies("replica sum", "all_reduce", "tensor", 1, size)]
 
 
 def all_reduce_bytes(size: int, num_devices: int) -> int:
@@ -202,8 +220,28 @@ def all_reduce_bytes(size: int, num_devices: int) -> int:
     return -(-2 * (num_devices - 1) * size // num_devices)
 
 
-def _copies(step: str, collective: str, copies: int, tensors: int, rows: int = 0) -> Transfer:
+def _copies(
+    step: str,
+    collective: str,
+    roles: str | tuple[str, ...],
+    copies: int,
+    tensors: int,
+    rows: int = 0,
+    *,
+    hops: tuple[int, ...] = (),
+) -> Transfer:
     """A transfer of `copies` buffers of `tensors` + `rows` bytes each."""
     return Transfer(
-        step=step, collective=collective, tensor_bytes=copies * tensors, row_bytes=copies * rows
+        step=step,
+        collective=collective,
+        roles=(roles,) if isinstance(roles, str) else roles,
+        hops=hops,
+        tensor_bytes=copies * tensors,
+        row_bytes=copies * rows,
     )
+
+
+def _turns(step: str, hops: tuple[int, ...], members: int, tensors: int, rows: int = 0) -> Transfer:
+    """Messages round the ring, each of `members` buffers of `tensors` + `rows` bytes."""
+    copies = len(hops) * members
+    return _copies(step, "collective_permute", "ring", copies, tensors, rows, hops=hops)

@@ -5,11 +5,14 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
 import startrail_jax as st
 from startrail_jax.analysis.hlo import read_traffic
+from startrail_jax.analysis.ports import messages, read_messages
+from startrail_jax.nodes import ORDERS, node_grid, nodes_of
 from startrail_jax.rings import CHECKPOINT_NAMES
 
 # Nothing is executed here, and machine code takes most of the time to compile.
@@ -54,7 +57,7 @@ class Setting:
             **{name: getattr(self, name) for name in names},
         )
 
-    def expected(self):
+    def expected(self, **nodes):
         names = ("batch", "seq_len", "heads", "kv_heads", "head_dim", "value_head_dim")
         names += ("causal", "placement", "combine", "backward", "packed")
         return st.communication(
@@ -63,6 +66,7 @@ class Setting:
             rounds=self.attention.num_rounds(self.seq_len),
             key_len=self.key_len if self.cross else None,
             **{name: getattr(self, name) for name in names},
+            **nodes,
         )
 
     def arguments(self):
@@ -87,9 +91,8 @@ class Setting:
         return self.attention(query, key, value, segment_ids=segment_ids)
 
 
-def compiled_traffic(function, *arguments, **options):
-    compiled = jax.jit(function).lower(*arguments).compile(COMPILER_OPTIONS | options)
-    return read_traffic(compiled.as_text())
+def compiled_text(function, *arguments, **options):
+    return jax.jit(function).lower(*arguments).compile(COMPILER_OPTIONS | options).as_text()
 
 
 def forward_and_backward(attend):
@@ -181,14 +184,26 @@ SETTINGS = SCHEMES | LARGE | MIXED
 @pytest.mark.parametrize("setting", FORWARD.values(), ids=FORWARD)
 def test_forward_receives_the_closed_form(setting):
     *arguments, _ = setting.arguments()
-    traffic = compiled_traffic(setting.attend, *arguments)
+    traffic = read_traffic(compiled_text(setting.attend, *arguments))
     assert traffic.by_collective == setting.expected().forward.by_collective
 
 
 @pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
 def test_forward_and_backward_receive_the_closed_form(setting):
-    traffic = compiled_traffic(forward_and_backward(setting.attend), *setting.arguments())
-    assert traffic.by_collective == setting.expected().total.by_collective
+    text = compiled_text(forward_and_backward(setting.attend), *setting.arguments())
+    degrees, total = setting.degrees, setting.expected().total
+    assert read_traffic(text).by_collective == total.by_collective
+
+    # Who sends it to whom: from this follow the bytes through every port, in every order.
+    counted = read_messages(text)
+    np.testing.assert_array_equal(counted.matrix, messages(degrees, total.transfers).matrix)
+    for size in {1, 2, 4, degrees.num_devices // 2} - {0}:
+        if degrees.num_devices % size:
+            continue
+        for order in ORDERS:
+            grid = node_grid(degrees, ORDERS[order], nodes_of(range(degrees.num_devices), size))
+            expected = setting.expected(order=order, devices_per_node=size).total.nodes
+            assert counted.through(grid.ravel()) == expected
 
 
 def test_window_visits_fewer_rounds():
@@ -205,7 +220,7 @@ def test_remat_repeats_attention_only_if_its_outputs_are_not_saved(saved):
     policy = jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES) if saved else None
     attend = jax.checkpoint(setting.attend, policy=policy)
     both = forward_and_backward(attend)
-    traffic = compiled_traffic(both, *setting.arguments(), **KEEP_BARRIERS)
+    traffic = read_traffic(compiled_text(both, *setting.arguments(), **KEEP_BARRIERS))
     report = setting.expected()
     repeated = 0 if saved else report.forward.received_bytes
     assert traffic.received_bytes == report.total.received_bytes + repeated

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from startrail_jax.device_mesh import make_mesh
 from startrail_jax.layout import KINDS, Layout
-from startrail_jax.mesh import Degrees, make_mesh
+from startrail_jax.mesh import Degrees
 
 pytestmark = pytest.mark.quick
 

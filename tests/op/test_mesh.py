@@ -4,7 +4,8 @@ import jax
 import pytest
 from jax.sharding import AxisType
 
-from startrail_jax.mesh import ROLES, Degrees, make_mesh
+from startrail_jax.device_mesh import make_mesh
+from startrail_jax.mesh import ROLES, Degrees
 
 pytestmark = pytest.mark.quick
 

@@ -1,0 +1,320 @@
+"""Who sends how many bytes to whom, and what of it passes through the ports of the nodes.
+
+`messages` says it in closed form and `read_messages` counts it in a compiled program; both divide a
+collective into messages by one table, `NCCL`. Where the devices are is a matter of the order of the
+mesh axes (`startrail_jax.nodes`) and changes no message.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+from startrail_jax.analysis.hlo import (
+    Instruction,
+    Tally,
+    TrafficReader,
+    device_groups,
+    num_bytes,
+    parse_module,
+    source_target_pairs,
+)
+from startrail_jax.analysis.transfers import Transfer
+from startrail_jax.errors import InputError, UnsupportedError
+from startrail_jax.mesh import ROLES, SEQUENCE_ROLES, Degrees
+from startrail_jax.nodes import node_grid
+
+Algorithm = Callable[[int], dict[tuple[int, int], Fraction]]
+"""Size n of a group -> what member i sends to member j, for each (i, j) that are joined, in parts
+of what a member receives in all if nothing is sent twice."""
+
+
+def ring(n: int) -> dict[tuple[int, int], Fraction]:
+    """Every member sends all that it has to the next one, step by step."""
+    return {(i, (i + 1) % n): Fraction(1) for i in range(n)} if n > 1 else {}
+
+
+def direct(n: int) -> dict[tuple[int, int], Fraction]:
+    """Every member sends to every other one what is for it."""
+    return {(i, j): Fraction(1, n - 1) for i, j in itertools.permutations(range(n), 2)}
+
+
+def halving(n: int) -> dict[tuple[int, int], Fraction]:
+    """Gloo's reduce_scatter: half of the buffer to the next member, a quarter to that at distance
+    2, and so on. The parts then lie in bit-reversed order, and one more message takes them home.
+
+    Raises:
+        NotImplementedError: if n is no power of 2.
+    """
+    bits = n.bit_length() - 1
+    if n != 1 << bits:
+        raise UnsupportedError(
+            f"halving must have a group whose size is a power of 2; got {n} members. Use the "
+            "algorithms of NCCL."
+        )
+    sent: Counter[tuple[int, int]] = Counter()
+    for bit, i in itertools.product(range(bits), range(n)):
+        sent[i, i ^ (1 << bit)] += n >> (bit + 1)
+    for i in range(n):
+        home = int(format(i, f"0{bits}b")[::-1], 2) if bits else 0
+        if home != i:
+            sent[i, home] += 1
+    return {pair: Fraction(shards, n - 1) for pair, shards in sent.items()}
+
+
+NCCL: Mapping[str, Algorithm] = {
+    "all_gather": ring,
+    "all_reduce": ring,
+    "all_to_all": direct,
+    "reduce_scatter": ring,
+}
+"""The algorithm of each collective, as NCCL runs large ones. A collective_permute sends its messages
+as they are."""
+
+GLOO: Mapping[str, Algorithm] = {**NCCL, "reduce_scatter": halving}
+"""The same for XLA's CPU backend: its reduce_scatter moves 4 / 3 of the bytes over 4 devices."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeTraffic:
+    """What passes through the ports of the nodes, and inside of them, in bytes."""
+
+    sent: tuple[int, ...]
+    """What each node sends to other nodes."""
+    received: tuple[int, ...]
+    """What each node receives from other nodes."""
+    inside: tuple[int, ...]
+    """What the devices of each node send each other."""
+    sent_by_device: tuple[int, ...]
+    """What each device sends to other nodes: its traffic if it has a port of its own. Devices are
+    in the order of the mesh."""
+    received_by_device: tuple[int, ...]
+    """What each device receives from other nodes."""
+
+    @property
+    def port_bytes(self) -> int:
+        """What the busiest node sends and receives through its port, added up."""
+        return max(map(sum, zip(self.sent, self.received, strict=True)))
+
+    @property
+    def port_sent_bytes(self) -> int:
+        """What the node that sends most sends through its port."""
+        return max(self.sent)
+
+    @property
+    def port_received_bytes(self) -> int:
+        """What the node that receives most receives through its port."""
+        return max(self.received)
+
+    @property
+    def inside_bytes(self) -> int:
+        """What the devices of a node send each other, in the node where that is most."""
+        return max(self.inside)
+
+
+@dataclass(frozen=True, eq=False)
+class Messages:
+    """Bytes from device to device, each device numbered by its place in the flat mesh."""
+
+    num_devices: int
+    """Number of devices."""
+    sources: np.ndarray
+    """Sender of each message."""
+    targets: np.ndarray
+    """Receiver of each message, another device."""
+    sizes: np.ndarray
+    """Bytes of each message."""
+
+    @classmethod
+    def of(cls, num_devices: int, sizes: Mapping[tuple[int, int], int]) -> Messages:
+        """The messages of a mapping from (sender, receiver) to bytes."""
+        pairs = np.array(list(sizes), dtype=np.int64).reshape(-1, 2)
+        return cls(num_devices, pairs[:, 0], pairs[:, 1], np.array(list(sizes.values()), np.int64))
+
+    @property
+    def matrix(self) -> np.ndarray:
+        """Bytes by sender and receiver, in a square array."""
+        matrix = np.zeros((self.num_devices, self.num_devices), np.int64)
+        np.add.at(matrix, (self.sources, self.targets), self.sizes)
+        return matrix
+
+    def through(self, nodes: Sequence[int] | np.ndarray) -> NodeTraffic:
+        """What passes through the ports of nodes.
+
+        Args:
+            nodes: the node of each device, in the order of the mesh: `node_grid(...).ravel()`.
+
+        Raises:
+            ValueError: if that is another number of devices.
+        """
+        nodes = np.asarray(nodes)
+        if nodes.shape != (self.num_devices,):
+            raise InputError(
+                f"nodes must name the node of each of {self.num_devices} devices; got "
+                f"{nodes.shape} of them. Pass node_grid(degrees, order, nodes).ravel()."
+            )
+        origin, goal = nodes[self.sources], nodes[self.targets]
+        leaves = origin != goal
+        num_nodes = int(nodes.max()) + 1
+
+        def total(places: np.ndarray, chosen: np.ndarray, count: int) -> tuple[int, ...]:
+            sums = np.zeros(count, np.int64)
+            np.add.at(sums, places[chosen], self.sizes[chosen])
+            return tuple(sums.tolist())
+
+        return NodeTraffic(
+            sent=total(origin, leaves, num_nodes),
+            received=total(goal, leaves, num_nodes),
+            inside=total(origin, ~leaves, num_nodes),
+            sent_by_device=total(self.sources, leaves, self.num_devices),
+            received_by_device=total(self.targets, leaves, self.num_devices),
+        )
+
+
+def messages(
+    degrees: Degrees,
+    transfers: Iterable[Transfer],
+    algorithms: Mapping[str, Algorithm] = NCCL,
+) -> Messages:
+    """The messages of some transfers, in closed form.
+
+    Args:
+        degrees: the degrees of the mesh.
+        transfers: the transfers of one or several passes, such as `Traffic.transfers`. If a window
+            lets a ring visit fewer rounds than it has places, they are taken for the first ones.
+        algorithms: collective -> how it is divided into messages.
+
+    Raises:
+        NotImplementedError: if an algorithm does not serve the size of a group.
+    """
+    sizes: Counter[tuple[Any, ...]] = Counter()
+    for transfer in transfers:
+        hops = transfer.hops or (None,)
+        for hop in hops:
+            pattern = transfer.roles, transfer.collective, hop
+            sizes[pattern] += transfer.received_bytes // len(hops)
+    parts = [np.zeros((3, 0), np.int64)]
+    for (roles, collective, hop), size in sizes.items():
+        devices = _members(degrees, roles)
+        if hop is None:
+            shares = algorithms[collective](len(devices))
+        else:
+            shares = dict.fromkeys(_permuted(degrees, roles, hop), Fraction(1))
+        # Collectives of one kind divide evenly: so does their sum.
+        columns = [(i, j, size * x.numerator // x.denominator) for (i, j), x in shares.items()]
+        i, j, part = np.array(columns, np.int64).reshape(-1, 3).T
+        part = np.broadcast_to(part[:, None], (len(part), devices.shape[1]))
+        parts.append(np.stack([devices[i].ravel(), devices[j].ravel(), part.ravel()]))
+    return Messages(degrees.num_devices, *np.concatenate(parts, axis=1))
+
+
+def _members(degrees: Degrees, roles: tuple[str, ...]) -> np.ndarray:
+    """[member, group]: the devices that are joined along the flat axis of some roles."""
+    shape = [getattr(degrees, role) for role in ROLES]
+    devices = np.arange(degrees.num_devices).reshape(shape)
+    dims = [ROLES.index(role) for role in roles]
+    size = math.prod(shape[dim] for dim in dims)
+    return np.moveaxis(devices, dims, range(len(dims))).reshape(size, -1)
+
+
+def _permuted(degrees: Degrees, roles: tuple[str, ...], hop: int) -> list[tuple[int, int]]:
+    """(sender, receiver) of the messages of a permute: see `Transfer.hops`."""
+    ranks = math.prod(getattr(degrees, role) for role in roles)
+    if len(roles) == 1:
+        pairs = [(rank, (rank + hop) % ranks) for rank in range(ranks)]
+    else:
+        # Key units are laid out as a transpose: see `startrail_jax.collectives.KeyPlacement`.
+        group = degrees.group
+        pairs = [(rank, rank % group * (ranks // group) + rank // group) for rank in range(ranks)]
+        if hop < 0:
+            pairs = [(target, source) for source, target in pairs]
+    return [(source, target) for source, target in pairs if source != target]
+
+
+def read_messages(text: str, algorithms: Mapping[str, Algorithm] = NCCL) -> Messages:
+    """The messages of one execution of a compiled program.
+
+    Loops count as often as they run; of the branches of a conditional, the one in which a device
+    receives most counts for it.
+
+    Args:
+        text: the whole text of the program, `compiled.as_text()`.
+        algorithms: collective -> how it is divided into messages, from member to member in the
+            order in which the program lists a group.
+
+    Raises:
+        ValueError, NotImplementedError: as `startrail_jax.analysis.hlo.read_traffic`.
+    """
+    reader = _MessageReader(parse_module(text))
+    reader.algorithms = algorithms
+    tally = reader.computation(reader.module.entry)
+    sizes = {
+        (source, target): size
+        for target, received in enumerate(tally.received)
+        for source, size in received.items()
+    }
+    return Messages.of(reader.module.num_devices, sizes)
+
+
+class _MessageReader(TrafficReader):
+    """Tallies what each device receives by its sender, in place of the kind of collective."""
+
+    algorithms: Mapping[str, Algorithm]
+
+    def record(self, kind: str, instruction: Instruction, sizes: list[int], tally: Tally) -> None:
+        received = self.received(kind, instruction, sizes)
+        if kind == "collective_permute":
+            for source, target in source_target_pairs(instruction):
+                if source != target:
+                    tally.received[target][source] += received[target]
+            return
+        for group in device_groups(self.module, instruction):
+            for (i, j), share in self.algorithms[kind](len(group)).items():
+                size = received[group[j]] * share.numerator // share.denominator
+                tally.received[group[j]][group[i]] += size
+
+
+def cheapest_order(
+    degrees: Degrees, nodes: Sequence[int], calls: Iterable[Iterable[Transfer]]
+) -> tuple[str, ...]:
+    """The order of the mesh axes with the fewest bytes through the busiest port of a node.
+
+    `data` stays slowest and `tensor` fastest, since what else a model sends along them is not
+    known here.
+
+    Args:
+        degrees: the degrees of the mesh.
+        nodes: the node of each device, as `startrail_jax.nodes.nodes_of` gives it.
+        calls: the transfers of one call, or of several ones, for each of which the order should be
+            good: the largest ratio to the best order of that call is then the least.
+
+    Returns:
+        The six roles, slowest first; `ROLES` if no other order has fewer bytes.
+    """
+    sent = [messages(degrees, transfers) for transfers in calls]
+    orders = sorted(orders_to_try(degrees), key=lambda order: order != ROLES)
+    grids = [node_grid(degrees, order, nodes).ravel() for order in orders]
+    bytes_of = np.array([[call.through(grid).port_bytes for grid in grids] for call in sent])
+    if not bytes_of.size:
+        return ROLES
+    least = bytes_of.min(axis=1, keepdims=True)
+    # Where the best order sends nothing from node to node, any other is out of the question.
+    ratios = np.where(bytes_of == least, 1.0, bytes_of / np.maximum(least, 1e-9))
+    return orders[int(ratios.max(axis=0).argmin())]
+
+
+def orders_to_try(degrees: Degrees) -> list[tuple[str, ...]]:
+    """Every order of the axes that share a sequence; axes of degree 1 stay where they are."""
+    moving = [role for role in SEQUENCE_ROLES if getattr(degrees, role) > 1]
+    orders = []
+    for moved in itertools.permutations(moving):
+        remaining = iter(moved)
+        orders.append(tuple(next(remaining) if role in moving else role for role in ROLES))
+    return orders

@@ -1,0 +1,109 @@
+"""Builds the mesh: which device sits at which coordinate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from startrail_jax.analysis.cost import default_order
+from startrail_jax.errors import InputError
+from startrail_jax.mesh import ROLES, Degrees
+from startrail_jax.nodes import arrangement, nodes_of, resolve_order
+
+_AUTO = (AxisType.Auto,) * len(ROLES)
+
+
+def make_mesh(
+    degrees: Degrees,
+    axis_type: str | AxisType = "auto",
+    devices: Sequence[Any] | None = None,
+    *,
+    order: str | Sequence[str] | None = None,
+    devices_per_node: int | None = None,
+    call: Mapping[str, Any] | None = None,
+) -> Mesh:
+    """Builds a mesh with the six axes data, group, ring, team, head and tensor.
+
+    The axes of the mesh always come in this order, so data, ranks and results do not depend on
+    `order`. It decides which device sits at which coordinate: with the devices sorted node by node,
+    consecutive ones lie along the last axis of `order` first.
+
+    Args:
+        degrees: sizes of the axes.
+        axis_type: "auto", where the compiler chooses the sharding of what a model computes, as the
+            layers of Flax expect; or "explicit", where shardings are part of types and mismatches
+            are errors. A `jax.sharding.AxisType` is served too.
+        devices: the devices of the mesh; None for all visible ones.
+        order: the six axes, slowest first, or a name: "rings_inside" (the paper's; rings inside a
+            node, teams and groups across), "collectives_inside" (teams and groups inside, rings
+            across), "head_first" (heads inside) or "context_first" (heads across). None chooses:
+            on one node, the order of the axes above; on several, the one with the fewest bytes
+            through the port of a node (`startrail_jax.analysis.cost.default_order`).
+        devices_per_node: number of devices in a node, where each run of so many of `devices` is
+            one. None reads the nodes from the devices: see `startrail_jax.nodes.nodes_of`.
+        call: what the order is chosen for if `order` is None: keyword arguments of `communication`
+            such as dict(heads=32, kv_heads=8, causal=True). The best order depends on them.
+
+    Returns:
+        The mesh.
+
+    Raises:
+        ValueError: if the product of the degrees is not the number of devices, if the axis type or
+            the order is unknown, or if `devices_per_node` does not divide the number of devices.
+    """
+    types = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+    kind = types.get(axis_type) if isinstance(axis_type, str) else axis_type
+    if kind is None or kind not in types.values():
+        raise InputError(
+            f"axis_type must be 'auto' or 'explicit'; got {axis_type!r}. Use 'auto' unless the "
+            "whole model is written for Explicit axes."
+        )
+    devices = list(jax.devices() if devices is None else devices)
+    shape = tuple(getattr(degrees, role) for role in ROLES)
+    if math.prod(shape) != len(devices):
+        sizes = " * ".join(f"{role}={size}" for role, size in zip(ROLES, shape, strict=True))
+        raise InputError(
+            f"The product of the degrees must be the number of devices; got {sizes} = "
+            f"{math.prod(shape)} for {len(devices)} devices. Change a degree, or pass "
+            f"devices= with {math.prod(shape)} of them."
+        )
+    nodes = nodes_of(devices, devices_per_node)
+    order = default_order(degrees, nodes, call) if order is None else resolve_order(order)
+    ordered = np.array(_by_node(degrees, order, devices, nodes), dtype=object)
+    return Mesh(ordered[arrangement(degrees, order)], ROLES, axis_types=(kind,) * len(ROLES))
+
+
+def _by_node(
+    degrees: Degrees, order: Sequence[str], devices: Sequence[Any], nodes: Sequence[int]
+) -> list[Any]:
+    """The devices node by node. jax orders those of a node by the links of TPUs."""
+    by_node = [
+        [device for device, other in zip(devices, nodes, strict=True) if other == node]
+        for node in sorted(set(nodes))
+    ]
+    placed: list[Any] = []
+    for members in by_node:
+        shape = _inner_shape(degrees, order, len(members))
+        placed += jax.make_mesh(shape, ROLES, _AUTO, devices=members).devices.flat
+    return placed
+
+
+def _inner_shape(degrees: Degrees, order: Sequence[str], num_devices: int) -> tuple[int, ...]:
+    """Sizes of the parts of the axes that lie inside a node, in the order of the axes.
+
+    One long axis if nodes end in the middle of a place of an axis.
+    """
+    sizes, left = [], num_devices
+    for role in reversed(order):
+        sizes.insert(0, math.gcd(getattr(degrees, role), left))
+        left //= sizes[0]
+        if sizes[0] < getattr(degrees, role):
+            break
+    if left > 1:
+        sizes = [num_devices]
+    return (1,) * (len(ROLES) - len(sizes)) + tuple(sizes)

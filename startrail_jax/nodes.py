@@ -1,0 +1,143 @@
+"""Which devices share a node, and which mesh axes therefore go from node to node.
+
+A node is a set of devices that reach each other without a network port: the GPUs of one machine, or
+one TPU slice. Nothing here depends on attention.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from startrail_jax.errors import InputError
+from startrail_jax.mesh import ROLES, Degrees
+
+ORDERS = {
+    "rings_inside": ("data", "group", "team", "head", "ring", "tensor"),
+    "collectives_inside": ("data", "ring", "head", "group", "team", "tensor"),
+    "head_first": ("data", "group", "ring", "team", "head", "tensor"),
+    "context_first": ("data", "head", "group", "ring", "team", "tensor"),
+}
+"""Named orders of the mesh axes, slowest first: the last ones lie inside a node. "rings_inside" is
+that of StarTrail (https://arxiv.org/abs/2407.00611, section 3.3); "head_first" and "context_first"
+are those of LoongTrain (https://arxiv.org/abs/2406.18485)."""
+
+
+def resolve_order(order: str | Sequence[str]) -> tuple[str, ...]:
+    """The six roles in the order of a name of `ORDERS`, or as they are given, slowest first.
+
+    Raises:
+        ValueError: if there is no such name, or if the roles are not each of `ROLES` once.
+    """
+    if isinstance(order, str):
+        if order not in ORDERS:
+            raise InputError(
+                f"order must be one of {', '.join(map(repr, ORDERS))}, or the six roles, slowest "
+                f"first; got order={order!r}. Write for example order='rings_inside'."
+            )
+        return ORDERS[order]
+    roles = tuple(order)
+    if sorted(roles) == sorted(ROLES):
+        return roles
+    missing = [role for role in ROLES if role not in roles]
+    repeated = [role for role in ROLES if roles.count(role) > 1]
+    unknown = [role for role in roles if role not in ROLES]
+    wrong = {"misses": missing, "repeats": repeated, "has the unknown": unknown}
+    raise InputError(
+        f"order must have each of {ROLES} once, slowest first; got order={roles}, which "
+        f"{' and '.join(f'{verb} {names}' for verb, names in wrong.items() if names)}. Put axes "
+        "of degree 1 anywhere."
+    )
+
+
+def nodes_of(devices: Sequence[Any], devices_per_node: int | None = None) -> tuple[int, ...]:
+    """The number of the node of each device; nodes are numbered as they first occur.
+
+    Devices with a slice index share a node if they are of one slice: a TPU slice, or the GPUs of
+    one machine (with NVLink between machines, of one NVLink domain), however many processes drive
+    them. Devices without one share a node if one process drives them; where a machine runs several
+    such processes, `devices_per_node` says so.
+
+    Args:
+        devices: the devices, real or not.
+        devices_per_node: number of devices in a node: each run of so many of `devices` is one node,
+            whatever the devices say. None reads it from the devices.
+
+    Raises:
+        ValueError: if `devices_per_node` does not divide the number of devices.
+    """
+    if devices_per_node is not None:
+        check_devices_per_node(len(devices), devices_per_node)
+        return tuple(index // devices_per_node for index in range(len(devices)))
+    numbers: dict[Any, int] = {}
+    return tuple(numbers.setdefault(_node(device), len(numbers)) for device in devices)
+
+
+def _node(device: Any) -> tuple[str, int]:
+    """What two devices have in common if they share a node."""
+    for name in ("slice_index", "partition_index"):
+        if (index := getattr(device, name, None)) is not None:
+            return name, index
+    return "process_index", device.process_index
+
+
+def check_devices_per_node(num_devices: int, devices_per_node: int) -> None:
+    """Raises unless so many devices make whole nodes.
+
+    Raises:
+        ValueError: if they do not.
+    """
+    is_number = isinstance(devices_per_node, int) and not isinstance(devices_per_node, bool)
+    if is_number and devices_per_node >= 1 and num_devices % devices_per_node == 0:
+        return
+    near = [d for d in range(1, num_devices + 1) if num_devices % d == 0]
+    raise InputError(
+        "devices_per_node must be a positive integer that divides the number of devices; got "
+        f"devices_per_node={devices_per_node!r} for {num_devices} devices. Use one of {near}."
+    )
+
+
+def arrangement(degrees: Degrees, order: Sequence[str]) -> np.ndarray:
+    """Which device, counted node by node, sits at each coordinate of the mesh.
+
+    Args:
+        degrees: sizes of the mesh axes.
+        order: the six roles, slowest first.
+
+    Returns:
+        Numbers from 0 on, in an array whose dimensions are the degrees in the order of `ROLES`.
+    """
+    sizes = [getattr(degrees, role) for role in order]
+    flat = np.arange(math.prod(sizes)).reshape(sizes)
+    return flat.transpose([list(order).index(role) for role in ROLES])
+
+
+def node_grid(degrees: Degrees, order: Sequence[str], nodes: Sequence[int]) -> np.ndarray:
+    """The node of each coordinate of the mesh that `make_mesh` builds.
+
+    Args:
+        degrees: sizes of the mesh axes.
+        order: the six roles, slowest first.
+        nodes: the node of each device, as `nodes_of` gives it.
+
+    Returns:
+        Numbers of nodes, in an array whose dimensions are the degrees in the order of `ROLES`. A
+        compiled program numbers its devices by their place in the flat array.
+    """
+    return np.sort(np.asarray(nodes, dtype=np.int64))[arrangement(degrees, order)]
+
+
+def crossing(grid: np.ndarray) -> tuple[str, ...]:
+    """The roles whose axes go from node to node.
+
+    Args:
+        grid: the node of each device, with one dimension for each of `ROLES`.
+    """
+    return tuple(
+        role
+        for dim, role in enumerate(ROLES)
+        if not np.array_equal(grid, np.broadcast_to(grid.take([0], axis=dim), grid.shape))
+    )
