@@ -20,7 +20,7 @@ LEGEND = """
 s         median over the rounds of the time of the slowest process
 spread    longest minus shortest round, over the median
 x first   time of the first row over that of this one
-port MB   bytes that the busiest port received, by the kernel's count, without those of an idle round
+port MB   bytes that the busiest port received, by the kernel's count, less those of an idle round
 expected  the same by st.communication with the algorithms of gloo; for a training step, by the
           collectives of the compiled program
 over      port MB over expected: what headers and acknowledgements add
@@ -71,8 +71,8 @@ def _line(row: dict[str, Any], yardstick: float) -> str:
     error = row["error"]
     shown = f"{'-':>10}" if error is None or math.isnan(error) else f"{error:10.1e}"
     return (
-        f"{row['name']:<32}{seconds:9.3f}{spread:8.0%}{yardstick / seconds:9.2f}{ports}{free}{shown}"
-        f"{' WRONG' if is_wrong(row) else ''}"
+        f"{row['name']:<32}{seconds:9.3f}{spread:8.0%}{yardstick / seconds:9.2f}{ports}{free}"
+        f"{shown}{' WRONG' if is_wrong(row) else ''}"
     )
 
 

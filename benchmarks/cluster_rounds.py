@@ -1,4 +1,4 @@
-"""The processes of benchmarks/cluster.py: shared programs, and rounds in which all rows are timed."""
+"""The processes of benchmarks/cluster.py: shared programs, and rounds that time all rows."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ SCHEMES: dict[str, Callable[[int, int], st.Degrees]] = {
 }
 HELP = (
     "ring, all-gather, ulysses; head-U (LoongTrain: Ulysses over U devices, rings outside); "
-    "startrail-C and published-C (StarTrail here and as in its paper); team-A (teams of A, ring, no "
-    "groups); tiles-A (teams of A, groups, no ring); or degrees, such as group=2,ring=4,team=2"
+    "startrail-C and published-C (StarTrail here and as in its paper); team-A (teams of A, a ring); "
+    "tiles-A (teams of A, groups, no ring); or degrees, such as group=2,ring=4,team=2"
 )
 
 
@@ -78,7 +78,7 @@ def default_schemes(num_devices: int) -> list[Scheme]:
                 scheme = read_scheme(text, num_devices)
             except InputError:
                 continue
-            if (scheme.degrees, scheme.published) not in [(x.degrees, x.published) for x in schemes]:
+            if all((x.degrees, x.published) != (scheme.degrees, scheme.published) for x in schemes):
                 schemes.append(scheme)
     return schemes
 
@@ -97,7 +97,7 @@ def _read_degrees(text: str, num_devices: int) -> st.Degrees:
     if degrees.sequence != num_devices:
         raise InputError(
             f"The product of the degrees must be the number of devices; got {text} = "
-            f"{degrees.sequence} for {num_devices} devices. Change a degree, or --nodes or --devices."
+            f"{degrees.sequence} for {num_devices} devices. Change a degree, or the devices."
         )
     return degrees
 

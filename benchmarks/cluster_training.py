@@ -77,7 +77,7 @@ class TrainingSteps:
         return [timed]
 
     def _forecast(self, row: Row, text: str) -> Forecast:
-        """Counted from the compiled program, in process 0: a step sends more than attention does."""
+        """Counted in the compiled program, in process 0: a step sends more than attention does."""
         if not text:
             return Forecast(received=0, gloo_received=0, received_by_device=0)
         count = partial(self._place.received, row.scheme.degrees, row.order)
