@@ -2,7 +2,7 @@
 
     python benchmarks/cluster.py --nodes 4 --devices 4 --rate 100mbit
     python benchmarks/cluster.py --nodes 16 --devices 1 --kv-heads 4 --dtype bfloat16
-    python benchmarks/cluster.py --schemes ring startrail-2 team-4 --orders default best worst
+    python benchmarks/cluster.py --schemes ring startrail-2 team-4 --orders chosen worst
     python benchmarks/cluster.py --train gpt dit --head-dim 8 --schemes ring team-4
     srun python benchmarks/cluster.py --distributed          # on a real cluster
 

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 import startrail_jax as st
 from benchmarks.cluster_rounds import Forecast, Processes, Timed
 from benchmarks.cluster_schemes import Scheme
-from benchmarks.cluster_settings import ClusterSettings
+from benchmarks.cluster_settings import CHOSEN, ClusterSettings
 from startrail_jax import testing
 from startrail_jax.analysis.cost import Traffic, default_order
 from startrail_jax.analysis.ports import GLOO, NCCL, Messages, messages, orders_to_try
@@ -85,7 +85,7 @@ class Row:
     @property
     def name(self) -> str:
         """Its name in the table."""
-        return self.scheme.name + (f" @ {self.label}" if self.label != "default" else "")
+        return self.scheme.name + (f" @ {self.label}" if self.label != CHOSEN else "")
 
 
 class AttentionCalls:
@@ -110,9 +110,13 @@ class AttentionCalls:
         Raises:
             ValueError: if the scheme does not serve these sizes.
         """
+        report = st.communication(scheme.degrees, **self._call(scheme))
+        return {"forward": report.forward, "both": report.total}
+
+    def _call(self, scheme: Scheme) -> dict[str, Any]:
+        """Sizes and options of the attention call."""
         settings = self._settings
-        report = st.communication(
-            scheme.degrees,
+        return dict(
             batch=settings.batch_size,
             seq_len=settings.seq_len,
             heads=settings.heads,
@@ -122,7 +126,6 @@ class AttentionCalls:
             causal=settings.causal,
             **scheme.options,
         )
-        return {"forward": report.forward, "both": report.total}
 
     def rows(self, schemes: Sequence[Scheme], *, named: bool) -> list[Row]:
         """Every scheme in every order that was asked for, each placement of the axes once.
@@ -155,6 +158,8 @@ class AttentionCalls:
     def order(self, scheme: Scheme, label: str) -> tuple[str, ...]:
         """The roles in the order of a label, slowest first."""
         degrees, place = scheme.degrees, self._place
+        if label == CHOSEN:
+            return default_order(degrees, place.nodes, self._call(scheme))
         if label == "default":
             return default_order(degrees, place.nodes)
         if label not in ("best", "worst"):
@@ -212,7 +217,7 @@ def read_order(label: str) -> tuple[str, ...]:
     if "," not in label and label not in SEQUENCE_ROLES:
         if label not in ORDERS:
             raise InputError(
-                f"An order must be default, best, worst, {', '.join(ORDERS)}, or axes with the "
+                f"An order must be chosen, default, best, worst, {', '.join(ORDERS)}, or axes with the "
                 f"slowest first, such as team,ring,group,head; got {label!r}. Correct it."
             )
         return resolve_order(label)

@@ -25,7 +25,7 @@ SCHEMES: dict[str, Callable[[int, int], st.Degrees]] = {
 }
 HELP = (
     "ring, all-gather, ulysses; head-U (LoongTrain: Ulysses over U devices, rings outside); "
-    "startrail-C and published-C (StarTrail here and as in its paper); team-A (teams of A, a ring); "
+    "startrail-C and published-C (StarTrail here and in its paper); team-A (teams of A, a ring); "
     "tiles-A (teams of A, groups, no ring); or degrees, such as group=2,ring=4,team=2"
 )
 

@@ -12,6 +12,7 @@ from startrail_jax.errors import InputError
 
 DEFAULT_NODES, DEFAULT_DEVICES = 4, 4
 PASSES = ("forward", "both")
+CHOSEN = "chosen"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +38,10 @@ class ClusterSettings:
     schemes: tuple[str, ...] = ()
     """What to time, such as "ring", "startrail-2", "team-4" or "group=2,ring=4,team=2"; the first
     is compared with the others. The default is every named scheme that the devices allow."""
-    orders: tuple[str, ...] = ("default",)
-    """Orders of the mesh axes on the nodes: "default", a name such as "rings_inside", axes with the
-    slowest first such as "team,ring,group,head", or "best" and "worst" of all, by bytes."""
+    orders: tuple[str, ...] = (CHOSEN,)
+    """Orders of the mesh axes on the nodes: "chosen", which `make_mesh` takes if it knows the call;
+    "default", which it takes if it knows only the degrees; a name such as "rings_inside"; axes with
+    the slowest first, such as "team,ring,group,head"; or "best" and "worst" of all, by bytes."""
     train: tuple[Literal["gpt", "dit"], ...] = ()
     """Models of which a training step is timed instead of attention."""
 
