@@ -217,8 +217,8 @@ def read_order(label: str) -> tuple[str, ...]:
     if "," not in label and label not in SEQUENCE_ROLES:
         if label not in ORDERS:
             raise InputError(
-                f"An order must be chosen, default, best, worst, {', '.join(ORDERS)}, or axes with the "
-                f"slowest first, such as team,ring,group,head; got {label!r}. Correct it."
+                f"An order must be chosen, default, best, worst, {', '.join(ORDERS)}, or axes, "
+                f"the slowest first, such as team,ring,group,head; got {label!r}. Correct it."
             )
         return resolve_order(label)
     given = label.split(",")
