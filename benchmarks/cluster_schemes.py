@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import startrail_jax as st
 from startrail_jax.errors import InputError
 from startrail_jax.mesh import SEQUENCE_ROLES
+from trainer.config import MeshConfig
+from trainer.parallel.degrees import choose_degrees
 
 AS_PUBLISHED = {"placement": "gather_permute", "combine": "reduce_scatter", "backward": "query"}
 
@@ -22,11 +24,13 @@ SCHEMES: dict[str, Callable[[int, int], st.Degrees]] = {
     "startrail-C": lambda n, c: st.Degrees.startrail(n, c=c),
     "team-A": lambda n, a: st.Degrees(team=a, ring=_quotient(n, a, "team")),
     "tiles-A": lambda n, a: st.Degrees(team=a, group=_quotient(n, a, "team")),
+    "train-default": lambda n, _: choose_degrees(MeshConfig(), n),
 }
 HELP = (
     "ring, all-gather, ulysses; head-U (LoongTrain: Ulysses over U devices, rings outside); "
     "startrail-C and published-C (StarTrail here and in its paper); team-A (teams of A, a ring); "
-    "tiles-A (teams of A, groups, no ring); or degrees, such as group=2,ring=4,team=2"
+    "tiles-A (teams of A, groups, no ring); train-default (what train.py takes without flags); or "
+    "degrees, such as group=2,ring=4,team=2"
 )
 
 

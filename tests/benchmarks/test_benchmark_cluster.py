@@ -68,6 +68,7 @@ def test_setting_that_is_none_is_refused(wrong, message):
         ("published-4", Degrees(group=4, team=4), True),
         ("team-8", Degrees(ring=2, team=8), False),
         ("tiles-2", Degrees(group=8, team=2), False),
+        ("train-default", Degrees(group=2, ring=4, team=2), False),
         ("group=2,ring=2,team=4", Degrees(group=2, ring=2, team=4), False),
     ],
 )
