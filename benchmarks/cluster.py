@@ -131,12 +131,22 @@ def measure(settings: ClusterSettings, distributed: Distributed) -> int:
             f"{', '.join(EMULATION_ONLY)} belong to emulated ports; got --distributed and "
             f"{', '.join(f'{x}={getattr(settings, x)}' for x in changed)}. Leave them out."
         )
+    silence_gloo()
     distributed, leave = start(distributed)
     with heartbeat(distributed, flags_of(settings, but=("json", "picture")), leave):
-        return _measure(settings, emulated=emulated)
+        return measure_joined(settings, emulated=emulated)
 
 
-def _measure(settings: ClusterSettings, *, emulated: bool) -> int:
+def silence_gloo() -> None:
+    """Drops what C++ prints: gloo tells of every group of devices on standard output."""
+    sys.stdout = os.fdopen(os.dup(1), "w")
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 1)
+    os.close(nothing)
+
+
+def measure_joined(settings: ClusterSettings, *, emulated: bool) -> int:
+    """Measures, when the processes have joined each other. Returns the exit status."""
     import jax
 
     from benchmarks import cluster_report as report

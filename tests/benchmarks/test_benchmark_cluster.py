@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import pytest
 
 from benchmarks import cluster, cluster_attention, cluster_links, cluster_nodes, cluster_report
@@ -150,6 +151,44 @@ def test_table_shows_medians_and_what_is_wrong():
     assert team.endswith("WRONG")
     assert odd.split()[1:] == ["4.000", "0%", "0.50", "2.040", "-", "-", "-", "-"]
     assert [cluster_report.is_wrong(x) for x in rows] == [False, True, False]
+
+
+@pytest.fixture
+def two_devices(monkeypatch):
+    """A cluster of one process and two devices."""
+    two = jax.devices()[:2]
+    monkeypatch.setattr(jax, "devices", lambda: two)
+
+
+def test_schemes_and_steps_of_train_py_are_timed_in_one_process(tmp_path, two_devices, capsys):
+    paths = {"json": tmp_path / "result.json", "picture": tmp_path / "result.png"}
+    sizes = dict(seq_len=16, heads=2, head_dim=4, layers=1, rounds=1, schemes=("ring", "ulysses"))
+    assert cluster.measure_joined(ClusterSettings(**sizes, **paths), emulated=False) == 0
+    found = json.loads(paths["json"].read_text())
+    assert found["settings"]["seq_len"] == 16
+    assert {(row["name"], row["pass"]) for row in found["rows"]} == {
+        (name, what) for name in ("ring", "ulysses") for what in ("forward", "forward + backward")
+    }
+    assert all(0 < row["error"] < row["tolerance"] for row in found["rows"])
+    assert paths["picture"].read_bytes().startswith(b"\x89PNG")
+
+    steps = ClusterSettings(**sizes, train=("gpt", "dit"), json=paths["json"])
+    assert cluster.measure_joined(steps, emulated=False) == 0
+    rows = json.loads(paths["json"].read_text())["rows"]
+    assert [row["pass"] for row in rows] == 2 * ["GPT step"] + 2 * ["DiT step"]
+    # The first loss does not depend on the mesh; a step changes it.
+    for row in rows:
+        assert row["error"] < row["tolerance"]
+        assert row["losses"][0] != row["losses"][1]
+        assert row["received_by_device"] > 0
+    shown = capsys.readouterr().out
+    assert "1 x 2 cpu devices" in shown
+    assert "DiT step" in shown
+
+
+def test_devices_that_are_not_there_are_refused(two_devices):
+    with pytest.raises(InputError, match=r"must be those of the cluster; got nodes=3, .* 1 nodes"):
+        cluster.find_place(ClusterSettings(nodes=3, devices=2), emulated=False)
 
 
 # The network -------------------------------------------------------------------------------------
