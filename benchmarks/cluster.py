@@ -105,6 +105,8 @@ def emulate(settings: ClusterSettings, argv: list[str]) -> int:
         "STARTRAIL_SECRET": secrets.token_hex(),
         "XLA_FLAGS": " ".join(flags).strip(),
         "PYTHONUNBUFFERED": "1",
+        # A program that comes from jax's cache cannot be handed on to the other processes.
+        "JAX_ENABLE_COMPILATION_CACHE": "false",
         # There are fewer cores than processes.
         "OMP_NUM_THREADS": "1",
     }

@@ -102,7 +102,7 @@ class AttentionCalls:
         self._place = place
         self._processes = processes
         self._inputs = _draw(settings)
-        self._reference = _Reference(settings, self._inputs)
+        self._reference: _Reference = processes.once(lambda: _Reference(settings, self._inputs))
 
     def traffic(self, scheme: Scheme) -> dict[str, Traffic]:
         """What one device receives, by pass.

@@ -68,7 +68,7 @@ class Processes:
         self.emulated = emulated
         self._shared = shared
         self._port = port
-        self._programs = 0
+        self._times = 0
         self._idle = (0, 0)
 
     @property
@@ -94,20 +94,34 @@ class Processes:
         Returns:
             The program, and in process 0 its text; "" in the others.
         """
+        text = ""
+
+        def build() -> Any:
+            nonlocal text
+            compiled = function.lower(*arguments).compile()
+            text = compiled.as_text() if self.is_first else ""
+            return compiled
+
         if self._shared is None:
-            compiled = function.lower(*arguments).compile()
-            return compiled, compiled.as_text() if self.is_first else ""
-        path, text = self._shared / f"program{self._programs}", ""
-        self._programs += 1
-        if self.is_first:
-            compiled = function.lower(*arguments).compile()
-            text = compiled.as_text()
-            payload, *_ = serialize_executable.serialize(compiled)
-            path.write_bytes(pickle.dumps(payload))
-        multihost_utils.sync_global_devices(path.name)
-        payload = pickle.loads(path.read_bytes())
+            return build(), text
+        payload = self.once(lambda: serialize_executable.serialize(build())[0])
         trees = jax.tree.structure((arguments, {})), jax.tree.structure(out)
         return serialize_executable.deserialize_and_load(payload, *trees), text
+
+    def once(self, compute: Callable[[], Any]) -> Any:
+        """What a function returns: computed in process 0 alone if all are on one machine.
+
+        Args:
+            compute: the function. What it returns can be pickled.
+        """
+        if self._shared is None:
+            return compute()
+        path = self._shared / f"once{self._times}"
+        self._times += 1
+        if self.is_first:
+            path.write_bytes(pickle.dumps(compute()))
+        multihost_utils.sync_global_devices(path.name)
+        return pickle.loads(path.read_bytes())
 
     def largest(self, values: Sequence[float]) -> list[float]:
         """The largest of each value over all processes."""
