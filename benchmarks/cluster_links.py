@@ -11,6 +11,7 @@ import re
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from startrail_jax.errors import InputError
 
@@ -23,6 +24,10 @@ BURST_BYTES = 40_960
 QUEUE_BYTES = 8 << 20
 SHORT_BYTES = 128
 """Packets below this size, acknowledgements and handshakes, do not wait behind data."""
+PATIENT = "congctl cubic rto_min 2s"
+"""Options of a route: how TCP finds its rate, and how long it waits before it sends again."""
+SOCKET_BYTES = 262_144
+"""Most that waits in a socket."""
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 
@@ -150,10 +155,16 @@ def configure_ports(address: str, network: str, neighbours: Sequence[str]) -> No
         *(f"link set {port} mtu {MTU} txqueuelen 10000 gso_max_size 32768 up" for port in ports),
         f"addr add {address}/{network.partition('/')[2]} dev {PORT}",
         # By route, since an administrator may have restricted the default of new namespaces.
-        f"route replace {network} dev {PORT} src {address} congctl cubic",
-        *(f"route add {other}/32 dev {INSIDE_PORT} src {address} congctl cubic"
+        f"route replace {network} dev {PORT} src {address} {PATIENT}",
+        *(f"route add {other}/32 dev {INSIDE_PORT} src {address} {PATIENT}"
           for other in neighbours),
     )  # fmt: skip
+    # No packet is lost here. An acknowledgement that waits in a queue must not look like a loss:
+    # the kernel would send the end of a message twice, in all up to a third of the bytes.
+    Path("/proc/sys/net/ipv4/tcp_early_retrans").write_text("0")
+    # What waits in a socket is short, as the queues of a real network are at its rate.
+    for name in ("rmem", "wmem"):
+        Path(f"/proc/sys/net/ipv4/tcp_{name}").write_text(f"4096 {SOCKET_BYTES} {SOCKET_BYTES}")
 
 
 def port_bytes(port: str) -> tuple[int, int]:

@@ -45,8 +45,6 @@ PRIVATE_FOLDER = Path("/dev/shm")
 """Where the processes get a file system in memory of their own, which no one outside sees."""
 CONTROL = "STARTRAIL_CLUSTER_CONTROL"
 """Variable with the number of the socket over which process 0 changes the rates."""
-SOCKET_BYTES = 262_144
-"""Most that waits in a socket: short, as the queues of a real network are at its rate."""
 LOG_LINES = 40
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET = 0x00020000, 0x04000000, 0x40000000
 PR_SET_PDEATHSIG = 1
@@ -261,8 +259,6 @@ class Supervisor:
         topology = self._topology
         neighbours = [address(other) for other in topology.neighbours(index)]
         configure_ports(address(index), NETWORK, neighbours)
-        for name in ("rmem", "wmem"):
-            Path(f"/proc/sys/net/ipv4/tcp_{name}").write_text(f"4096 {SOCKET_BYTES} {SOCKET_BYTES}")
         self._take_name(index)
         os.set_inheritable(self._control_of_0.fileno(), index == 0)
         if index:
