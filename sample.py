@@ -46,6 +46,7 @@ def sample(arguments: list[str]) -> None:
         command.distributed,
         options,
         kind=f"a run of kind {config.kind}",
+        call=config.attention_call,
         folder=run_dir,
         adapts=(options.devices, options.mesh) == (config.devices, config.mesh),
     ) as session:

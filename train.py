@@ -71,7 +71,12 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
     tokens_per_step = config.batch_size * config.num_tokens
     with (
         joined(
-            options, config, kind=kind, folder=config.run_dir, may_differ=("allow_changes",)
+            options,
+            config,
+            kind=kind,
+            call=config.attention_call,
+            folder=config.run_dir,
+            may_differ=("allow_changes",),
         ) as session,
         Reporter(steps=config.steps, tokens_per_step=tokens_per_step) as report,
     ):

@@ -89,7 +89,7 @@ def main(argv: list[str] | None = None) -> int:
 def draw_samples(config: DiTTrainConfig, args: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
     """Samples from the newest checkpoint, as pixels of digits, and their classes in turn."""
     devices = select_devices(config.devices)
-    degrees = choose_degrees(config.mesh, len(devices))
+    degrees = choose_degrees(config.mesh, len(devices), config.attention_call)
     drawing, weights, step = load_drawing(
         args.run_dir,
         config,

@@ -94,7 +94,9 @@ def main(argv: list[str] | None = None) -> None:
         target, num_devices = HARDWARE[recipe]
         target, num_devices = args.target or target, args.devices or num_devices
         config = RECIPES[recipe]()
-        degrees = choose_degrees(replace(config.mesh, **args.mesh), num_devices)
+        degrees = choose_degrees(
+            replace(config.mesh, **args.mesh), num_devices, config.attention_call
+        )
         named = ", ".join(f"{name} {n}" for name, n in vars(degrees).items() if n > 1)
         if args.seq_len is not None:
             if not isinstance(config, GPTTrainConfig):
@@ -193,14 +195,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--target", choices=target_names(), help="GPU; by default the recipe's")
     parser.add_argument("--devices", type=int, help="number of them; by default the recipe's")
     parser.add_argument("--seq-len", type=int, help="tokens in a sequence")
-    for role in vars(MeshConfig()):
+    for role in MeshConfig().degrees:
         help_text = "degree of parallelism; by default that of train.py"
         parser.add_argument(f"--mesh.{role}", dest=role, type=int, help=help_text)
     parser.add_argument("--arithmetic", action="store_true", help="the formula alone")
     parser.add_argument("--details", action="store_true", help="parts of the formula")
     args = parser.parse_args(argv)
     args.mesh = {
-        role: degree for role in vars(MeshConfig()) if (degree := getattr(args, role)) is not None
+        role: degree for role in MeshConfig().degrees if (degree := getattr(args, role)) is not None
     }
     return args
 

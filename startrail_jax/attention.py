@@ -22,6 +22,7 @@ from startrail_jax.cache import Decoding
 from startrail_jax.derivatives import without_derivative
 from startrail_jax.layout import Layout
 from startrail_jax.mesh import SEQUENCE_ROLES, AxisNames, check_sequence_axis, device_kind
+from startrail_jax.nodes import mesh_crossing
 from startrail_jax.schedule import Schedule, ring_offsets
 from startrail_jax.sizes import Sizes, dtype_name
 from startrail_jax.validation import (
@@ -158,8 +159,11 @@ class Attention(Decoding):
         kv_seq_len: int | None = None,
         platform: str | None = None,
         capability: tuple[int, int] | None = None,
+        devices_per_node: int | None = None,
     ) -> Explanation:
         """Says which backend serves inputs of these sizes, and why, without running anything.
+
+        On several nodes it also says which mesh axes go from node to node.
 
         `print(attention.explain(...))` shows the answer in a few lines.
 
@@ -174,6 +178,8 @@ class Attention(Decoding):
             kv_seq_len: key tokens of the whole sequence; None for as many as query tokens.
             platform: "cpu", "cuda", "rocm" or "tpu"; None for the platform of the mesh.
             capability: CUDA compute capability, such as (9, 0); None for that of the mesh.
+            devices_per_node: number of devices in a node, in the order of `jax.devices()`; None for
+                what the devices say.
 
         Raises:
             ValueError: if sizes do not fit the mesh, or if the platform is unknown.
@@ -192,7 +198,8 @@ class Attention(Decoding):
             packed=packed,
         )
         sizes.check(self.degrees, causal=self.causal, layout=self.layout)
-        return explain(schedule, sizes.share(self.degrees))
+        nodes = mesh_crossing(self.mesh, self.axes, devices_per_node)
+        return explain(schedule, sizes.share(self.degrees), axes=self.axes, nodes=nodes)
 
     def __call__(
         self,

@@ -74,23 +74,32 @@ def make_mesh(
         )
     nodes = nodes_of(devices, devices_per_node)
     order = default_order(degrees, nodes, call) if order is None else resolve_order(order)
-    ordered = np.array(_by_node(degrees, order, devices, nodes), dtype=object)
-    return Mesh(ordered[arrangement(degrees, order)], ROLES, axis_types=(kind,) * len(ROLES))
+    placed = place_devices(degrees, order, devices, nodes)
+    return Mesh(placed, ROLES, axis_types=(kind,) * len(ROLES))
 
 
-def _by_node(
+def place_devices(
     degrees: Degrees, order: Sequence[str], devices: Sequence[Any], nodes: Sequence[int]
-) -> list[Any]:
-    """The devices node by node. jax orders those of a node by the links of TPUs."""
-    by_node = [
-        [device for device, other in zip(devices, nodes, strict=True) if other == node]
-        for node in sorted(set(nodes))
-    ]
-    placed: list[Any] = []
-    for members in by_node:
-        shape = _inner_shape(degrees, order, len(members))
-        placed += jax.make_mesh(shape, ROLES, _AUTO, devices=members).devices.flat
-    return placed
+) -> np.ndarray:
+    """The device at each coordinate of a mesh, with the devices sorted node by node.
+
+    Those of a TPU node are sorted as jax does it, by the links between them.
+
+    Args:
+        degrees: sizes of the axes.
+        order: the six roles, slowest first.
+        devices: the devices.
+        nodes: the node of each device.
+    """
+    by_node: list[Any] = []
+    for node in sorted(set(nodes)):
+        pairs = zip(devices, nodes, strict=True)
+        members = [device for device, other in pairs if other == node]
+        if members[0].platform == "tpu":
+            shape = _inner_shape(degrees, order, len(members))
+            members = jax.make_mesh(shape, ROLES, _AUTO, devices=members).devices.flat
+        by_node += members
+    return np.array(by_node, dtype=object)[arrangement(degrees, order)]
 
 
 def _inner_shape(degrees: Degrees, order: Sequence[str], num_devices: int) -> tuple[int, ...]:

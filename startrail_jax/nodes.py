@@ -7,13 +7,14 @@ one TPU slice. Nothing here depends on attention.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from jax.sharding import AbstractMesh, Mesh
 
 from startrail_jax.errors import InputError
-from startrail_jax.mesh import ROLES, Degrees
+from startrail_jax.mesh import ROLES, Axis, Degrees
 
 ORDERS = {
     "rings_inside": ("data", "group", "team", "head", "ring", "tensor"),
@@ -136,8 +137,41 @@ def crossing(grid: np.ndarray) -> tuple[str, ...]:
     Args:
         grid: the node of each device, with one dimension for each of `ROLES`.
     """
-    return tuple(
+    return tuple(role for dim, role in enumerate(ROLES) if _varies(grid, dim))
+
+
+def mesh_crossing(
+    mesh: Mesh | AbstractMesh, axes: Mapping[str, Axis], devices_per_node: int | None = None
+) -> tuple[int, tuple[str, ...]] | None:
+    """Number of nodes of a mesh, and the roles whose axes go from node to node.
+
+    Args:
+        mesh: any mesh. An abstract one has no devices, and the result is None.
+        axes: the axes of each role.
+        devices_per_node: number of devices in a node, in the order of `jax.devices()`; None for
+            what the devices say.
+
+    Raises:
+        ValueError: if `devices_per_node` is given for an abstract mesh, or does not divide the
+            number of devices.
+    """
+    if isinstance(mesh, AbstractMesh):
+        if devices_per_node is None:
+            return None
+        raise InputError(
+            f"devices_per_node needs a mesh of devices; got devices_per_node={devices_per_node!r} "
+            "and an abstract mesh. Leave it out."
+        )
+    devices = sorted(mesh.devices.flat, key=lambda device: (device.process_index, device.id))
+    node = dict(zip(devices, nodes_of(devices, devices_per_node), strict=True))
+    grid = np.array([node[device] for device in mesh.devices.flat]).reshape(mesh.devices.shape)
+    across = (
         role
-        for dim, role in enumerate(ROLES)
-        if not np.array_equal(grid, np.broadcast_to(grid.take([0], axis=dim), grid.shape))
+        for role in ROLES
+        if any(_varies(grid, mesh.axis_names.index(name)) for name in axes[role].names)
     )
+    return len(set(node.values())), tuple(across)
+
+
+def _varies(grid: np.ndarray, dim: int) -> bool:
+    return not np.array_equal(grid, np.broadcast_to(grid.take([0], axis=dim), grid.shape))

@@ -65,8 +65,8 @@ MAY_IMPORT = {
     "analysis": TOKENS | {"blocks", "nodes", "schedule", "sizes", "validation"},
     "device_mesh": BASE | {"mesh", "nodes", "analysis"},
     "attention": TOKENS
-    | {"analysis", "blocks", "cache", "collectives", "derivatives", "rings", "schedule", "sizes"}
-    | {"validation"},
+    | {"analysis", "blocks", "cache", "collectives", "derivatives", "nodes", "rings", "schedule"}
+    | {"sizes", "validation"},
     "testing": TOKENS | {"attention"},
 }
 # Modules of the op that read no arrays may use only what describes a setting.

@@ -11,20 +11,22 @@ from startrail_jax.errors import InputError
 
 SHARDED_AXES = ("data", "group", "ring", "team", "head")
 """The mesh axes over which ZeRO may split the training state, slowest first."""
+ROLES = (*SHARDED_AXES, "tensor")
+"""All mesh axes, slowest first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """Degrees of parallelism, whose product must be the number of devices."""
+    """Degrees of parallelism, whose product must be the number of devices, and their order."""
 
     data: int = 1
     """Number of shards of the batch."""
     team: int | None = None
-    """Number of devices in a team, which share their queries: C in the paper. The default is 2 if
-    the number of devices allows it, else 1."""
+    """Number of devices in a team, which share their queries: C in the paper. The default sends few
+    bytes, through the ports of the nodes if there are several, and else between the devices."""
     group: int | None = None
     """Number of devices in a group, which gather the same keys and values. The default is the value
-    of `team`."""
+    of `team` if that is given, and is else chosen with it."""
     ring: int | None = None
     """Number of devices in a ring, round which keys and values travel. The default uses all devices
     that the other degrees leave."""
@@ -32,11 +34,46 @@ class MeshConfig:
     """Ulysses degree: number of devices that exchange tokens for heads."""
     tensor: int = 1
     """Number of shards of the heads and of the MLP channels (tensor parallelism)."""
+    order: (
+        tuple[
+            Literal[
+                "rings_inside",
+                "collectives_inside",
+                "head_first",
+                "context_first",
+                "data",
+                "group",
+                "ring",
+                "team",
+                "head",
+                "tensor",
+            ],
+            ...,
+        ]
+        | None
+    ) = None
+    """Which axes share a node: a named order, or all six axes, slowest first, of which the last lie
+    inside a node. The default sends the fewest bytes from node to node. Losses do not depend on
+    it."""
+    devices_per_node: int | None = None
+    """Number of devices in a node. The default is what the devices say: those of one machine, or of
+    one TPU slice."""
 
     def __post_init__(self) -> None:
-        for name, degree in vars(self).items():
+        for name, degree in {**self.degrees, "devices_per_node": self.devices_per_node}.items():
             if degree is not None:
                 check_minimum(f"mesh.{name}", degree, 1)
+        is_named = self.order is not None and len(self.order) == 1 and self.order[0] not in ROLES
+        if self.order is not None and not is_named and sorted(self.order) != sorted(ROLES):
+            raise InputError(
+                f"mesh.order must be a named order, or each of {' '.join(ROLES)} once; got "
+                f"mesh.order={' '.join(self.order)}. Use for example --mesh.order rings_inside."
+            )
+
+    @property
+    def degrees(self) -> dict[str, int | None]:
+        """The six degrees by their names; None where they are left open."""
+        return {name: value for name, value in vars(self).items() if name in ROLES}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +138,8 @@ class TrainConfig:
 
     kind: ClassVar[str]
     """Kind of the model: its name in `trainer.tasks.TASKS` and in config.json."""
+    causal: ClassVar[bool]
+    """Whether a token attends only to itself and to earlier tokens."""
 
     model: Any
     """Sizes of the model."""
@@ -221,6 +260,13 @@ class TrainConfig:
     def num_tokens(self) -> int:
         """Number of tokens of a sequence or of an image."""
         raise NotImplementedError
+
+    @property
+    def attention_call(self) -> dict[str, Any]:
+        """What an attention of the model is called with, in the words of
+        `startrail_jax.communication`; its default degrees and order follow from that."""
+        names = ("heads", "kv_heads", "head_dim", "dtype")
+        return {name: getattr(self.model, name) for name in names} | {"causal": self.causal}
 
 
 def check_minimum(name: str, value: Any, minimum: int) -> None:

@@ -19,6 +19,7 @@ from trainer.parallel.flops import peak_flops
 from trainer.parallel.footprint import describe_memory
 from trainer.parallel.step import Program, StepMetrics
 from trainer.run.folder import CONFIG_FILE, result_flags
+from trainer.run.mesh import save_degrees
 from trainer.run.metrics import Reporter, describe_viewer
 from trainer.run.settings import save_config
 from trainer.run.versions import record_versions
@@ -209,9 +210,14 @@ class Loop:
         self.checkpoints.save(step, self.state, self._position, self._settings)
 
     def save_settings(self) -> None:
-        """Writes config.json. If a resumed run has new settings, they hold from its first save."""
+        """Writes mesh.json and config.json.
+
+        If a resumed run has new settings, they hold from its first save.
+        """
         if jax.process_index() == 0:
             lasting = replace(self.config, allow_changes=False, profile=None)
+            # First: a folder with a config.json alone is that of a run which did not note it.
+            save_degrees(self.config.run_dir, vars(self._program.attention.degrees))
             save_config(lasting, self.config.run_dir / CONFIG_FILE)
 
 

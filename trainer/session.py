@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import typing
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,14 +16,22 @@ from jax.sharding import Mesh
 
 import startrail_jax as st
 from startrail_jax.errors import InputError
+from startrail_jax.nodes import nodes_of
 from trainer.config import MeshConfig
 from trainer.network.options import Distributed
-from trainer.parallel.degrees import choose_degrees, describe_degrees
+from trainer.parallel.degrees import (
+    choose_degrees,
+    choose_order,
+    describe_degrees,
+    describe_nodes,
+    keep_degrees,
+)
 from trainer.printable import printable
 from trainer.processes.devices import require_divisible, select_devices
 from trainer.processes.distributed import start
 from trainer.processes.hardware import unused_gpus
 from trainer.processes.heartbeat import heartbeat
+from trainer.run.mesh import read_degrees
 from trainer.run.settings import flags_of
 
 
@@ -64,6 +72,7 @@ def joined(
     settings: Any,
     *,
     kind: str,
+    call: Mapping[str, Any],
     folder: Path | None = None,
     may_differ: Collection[str] = (),
     adapts: bool = False,
@@ -76,7 +85,9 @@ def joined(
         distributed: the processes.
         settings: a dataclass of what the command line says, with the fields `devices` and `mesh`.
         kind: what the settings are, for the comparison of the processes.
-        folder: the run folder, where the processes may find the secret that they share.
+        call: what an attention of the model is called with: `TrainConfig.attention_call`.
+        folder: the run folder, where the processes may find the secret that they share, and the
+            degrees that the run had when it trained last.
         may_differ: dotted names of the settings that may differ among the processes. Paths always
             may, since other machines have other folders.
         adapts: whether to use all devices, with default degrees, if the devices and degrees of the
@@ -91,11 +102,17 @@ def joined(
         require_divisible(settings.devices, processes)
     distributed, leave = start(distributed, folder)
     choose = _fitting_devices if adapts else _given_devices
-    devices, mesh_config, remarks = choose(settings, processes)
+    devices, mesh_config, remarks = choose(settings, processes, call)
+    # Read before the processes meet, and so before the first of them writes anything.
+    former = None if folder is None else read_degrees(folder)
     may_differ = {*may_differ, *_names_of_paths(settings)}
     flags = {"kind": kind, **flags_of(settings, but=may_differ)}
+    flags["former mesh"] = f"a run that was trained with the mesh {former}"
     with heartbeat(distributed, flags, leave) as agree:
-        degrees = choose_degrees(mesh_config, len(devices))
+        nodes = nodes_of(devices, mesh_config.devices_per_node)
+        degrees = keep_degrees(mesh_config, len(devices), former)
+        degrees = degrees or choose_degrees(mesh_config, len(devices), call, nodes=nodes)
+        order = choose_order(mesh_config, degrees, nodes, call)
         wanted: Any = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
         if note := unused_gpus(devices[0].platform, wanted=wanted):
             remarks = (note, *remarks)
@@ -103,27 +120,36 @@ def joined(
         description = (
             *remarks,
             f"devices: {len(devices)} x {devices[0].device_kind}{shared}",
-            f"mesh: {describe_degrees(settings.mesh, degrees)}",
+            f"mesh: {describe_degrees(degrees)}",
         )
+        if mesh_config.order or len(set(nodes)) > 1:
+            description += (f"nodes: {describe_nodes(degrees, order, nodes)}",)
         # Auto axes: the optimizer runs outside of `shard_map`, where the compiler shards it.
-        mesh = st.make_mesh(degrees, axis_type="auto", devices=devices)
+        mesh = st.make_mesh(
+            degrees,
+            axis_type="auto",
+            devices=devices,
+            order=order,
+            devices_per_node=mesh_config.devices_per_node,
+        )
         yield Session(mesh=mesh, agree=agree, description=description)
 
 
 def _given_devices(
-    settings: Any, processes: int | None
+    settings: Any, processes: int | None, call: Mapping[str, Any]
 ) -> tuple[list[Any], MeshConfig, tuple[str, ...]]:
     """The devices and degrees of the settings, and remarks about them for the log: none."""
     return select_devices(settings.devices, processes=processes), settings.mesh, ()
 
 
 def _fitting_devices(
-    settings: Any, processes: int | None
+    settings: Any, processes: int | None, call: Mapping[str, Any]
 ) -> tuple[list[Any], MeshConfig, tuple[str, ...]]:
     """As `_given_devices`; but all devices and default degrees if those do not fit."""
     try:
-        devices, mesh, remarks = _given_devices(settings, processes)
-        choose_degrees(mesh, len(devices))
+        devices, mesh, remarks = _given_devices(settings, processes, call)
+        nodes_of(devices, mesh.devices_per_node)
+        choose_degrees(mesh, len(devices), call)
         return devices, mesh, remarks
     except InputError:
         devices = select_devices(None, processes=processes)

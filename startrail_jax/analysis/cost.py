@@ -250,10 +250,11 @@ def default_order(
     """The order of the mesh axes that `make_mesh` takes where the caller names none.
 
     On one node it is `ROLES`. On several it is the one with the fewest bytes through the busiest
-    port of a node, forward and backward. With as many key heads as query heads, teams belong inside
-    a node rather than rings or groups; with few key heads it is the other way round. If nothing is
-    known of the call, the order is the one of least regret: that whose worst ratio to the best
-    order is the smallest, over calls with and without grouped queries (4:1), causal and not.
+    port of a node, forward and backward. It depends on the call: with as many key heads as query
+    heads, keys are the heavier load, and rings belong inside a node; with few key heads, teams do,
+    which gather queries. If nothing is known of the call, the order is the one of least regret:
+    that whose worst ratio to the best order is the smallest, over calls with and without grouped
+    queries (4:1), causal and not.
 
     Args:
         degrees: the degrees of the mesh.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from startrail_jax import blocks
 from startrail_jax.blocks import tiled
+from startrail_jax.mesh import ROLES, Axis
 from startrail_jax.pieces import Pieces
 from startrail_jax.schedule import Schedule, ring_offsets, unit_cases
 from startrail_jax.sizes import Sizes
@@ -41,6 +43,12 @@ class Explanation:
     """Number of ring rounds."""
     travels: str
     """Which side goes round the ring in the backward pass: "query" or "kv"."""
+    num_nodes: int | None
+    """Number of nodes of the mesh; None if it has no devices."""
+    across: tuple[str, ...]
+    """Roles of the mesh axes that go from node to node."""
+    inside: tuple[str, ...]
+    """Roles of the mesh axes that stay inside a node."""
 
     def __str__(self) -> str:
         lines = [f"on {self.platform}, backend {self.backend!r}: {_SERVES[self.backend]}"]
@@ -51,6 +59,9 @@ class Explanation:
             f"  {self.rounds} ring rounds of {self.query_tokens} queries by {self.key_tokens} keys;"
             f" in the backward pass {self.travels} travels"
         )
+        if self.num_nodes is not None and self.num_nodes > 1:
+            across, inside = (", ".join(x) or "nothing" for x in (self.across, self.inside))
+            lines.append(f"  {self.num_nodes} nodes: {across} across, {inside} inside")
         for pieces in self.cases:
             calls = [f"{b - a} x {keys} full" for a, b, keys in pieces.rectangles]
             calls += [f"{size} x {size} causal" for _, _, size in pieces.squares]
@@ -58,8 +69,20 @@ class Explanation:
         return "\n".join(lines)
 
 
-def explain(schedule: Schedule, share: Sizes) -> Explanation:
+def explain(
+    schedule: Schedule,
+    share: Sizes,
+    *,
+    axes: Mapping[str, Axis],
+    nodes: tuple[int, tuple[str, ...]] | None,
+) -> Explanation:
     """Explains what a schedule runs on the share of one device: see `Attention.explain`.
+
+    Args:
+        schedule: the schedule.
+        share: the share of one device.
+        axes: the axes of each role.
+        nodes: what `startrail_jax.nodes.mesh_crossing` says of the mesh.
 
     Raises:
         NotImplementedError: if the schedule names a backend that does not serve this.
@@ -73,7 +96,12 @@ def explain(schedule: Schedule, share: Sizes) -> Explanation:
         dense = tiled.no_kernels(share.dtype, share.head_dim, share.value_head_dim)
     if choice.backend == "cudnn":
         cases = unit_cases(schedule, seq_len, kv_seq_len)
+    num_nodes, across = nodes or (None, ())
+    stays = (role for role in ROLES if axes[role].degree > 1 and role not in across)
     return Explanation(
+        num_nodes=num_nodes,
+        across=across,
+        inside=tuple(stays),
         platform=schedule.platform or "cuda (any other platform takes 'xla')",
         backend=choice.backend,
         refusals=choice.refusals,

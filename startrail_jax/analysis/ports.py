@@ -22,7 +22,6 @@ from startrail_jax.analysis.hlo import (
     Tally,
     TrafficReader,
     device_groups,
-    num_bytes,
     parse_module,
     source_target_pairs,
 )
@@ -31,22 +30,24 @@ from startrail_jax.errors import InputError, UnsupportedError
 from startrail_jax.mesh import ROLES, SEQUENCE_ROLES, Degrees
 from startrail_jax.nodes import node_grid
 
-Algorithm = Callable[[int], dict[tuple[int, int], Fraction]]
-"""Size n of a group -> what member i sends to member j, for each (i, j) that are joined, in parts
-of what a member receives in all if nothing is sent twice."""
+Step = tuple[Sequence[int] | np.ndarray, Fraction]
+"""The receiver of each member of a group, and the part that it sends of what a member receives in
+all if nothing is sent twice. Who sends to itself sends nothing."""
+Algorithm = Callable[[int], list[Step]]
+"""Size of a group -> what its members send each other."""
 
 
-def ring(n: int) -> dict[tuple[int, int], Fraction]:
-    """Every member sends all that it has to the next one, step by step."""
-    return {(i, (i + 1) % n): Fraction(1) for i in range(n)} if n > 1 else {}
+def ring(n: int) -> list[Step]:
+    """Every member sends all that it has to the next one, piece by piece."""
+    return [((np.arange(n) + 1) % n, Fraction(1))]
 
 
-def direct(n: int) -> dict[tuple[int, int], Fraction]:
+def direct(n: int) -> list[Step]:
     """Every member sends to every other one what is for it."""
-    return {(i, j): Fraction(1, n - 1) for i, j in itertools.permutations(range(n), 2)}
+    return [((np.arange(n) + i) % n, Fraction(1, n - 1)) for i in range(1, n)]
 
 
-def halving(n: int) -> dict[tuple[int, int], Fraction]:
+def halving(n: int) -> list[Step]:
     """Gloo's reduce_scatter: half of the buffer to the next member, a quarter to that at distance
     2, and so on. The parts then lie in bit-reversed order, and one more message takes them home.
 
@@ -59,14 +60,9 @@ def halving(n: int) -> dict[tuple[int, int], Fraction]:
             f"halving must have a group whose size is a power of 2; got {n} members. Use the "
             "algorithms of NCCL."
         )
-    sent: Counter[tuple[int, int]] = Counter()
-    for bit, i in itertools.product(range(bits), range(n)):
-        sent[i, i ^ (1 << bit)] += n >> (bit + 1)
-    for i in range(n):
-        home = int(format(i, f"0{bits}b")[::-1], 2) if bits else 0
-        if home != i:
-            sent[i, home] += 1
-    return {pair: Fraction(shards, n - 1) for pair, shards in sent.items()}
+    home = [sum((i >> bit & 1) << bits - 1 - bit for bit in range(bits)) for i in range(n)]
+    steps = [(np.arange(n) ^ 1 << bit, Fraction(n >> bit + 1, n - 1)) for bit in range(bits)]
+    return [*steps, (home, Fraction(1, max(n - 1, 1)))]
 
 
 NCCL: Mapping[str, Algorithm] = {
@@ -75,8 +71,8 @@ NCCL: Mapping[str, Algorithm] = {
     "all_to_all": direct,
     "reduce_scatter": ring,
 }
-"""The algorithm of each collective, as NCCL runs large ones. A collective_permute sends its messages
-as they are."""
+"""The algorithm of each collective, as NCCL runs large ones. A collective_permute sends its
+messages as they are."""
 
 GLOO: Mapping[str, Algorithm] = {**NCCL, "reduce_scatter": halving}
 """The same for XLA's CPU backend: its reduce_scatter moves 4 / 3 of the bytes over 4 devices."""
@@ -195,24 +191,20 @@ def messages(
         NotImplementedError: if an algorithm does not serve the size of a group.
     """
     sizes: Counter[tuple[Any, ...]] = Counter()
-    for transfer in transfers:
+    for transfer in filter(lambda transfer: transfer.received_bytes, transfers):
         hops = transfer.hops or (None,)
         for hop in hops:
             pattern = transfer.roles, transfer.collective, hop
             sizes[pattern] += transfer.received_bytes // len(hops)
     parts = [np.zeros((3, 0), np.int64)]
     for (roles, collective, hop), size in sizes.items():
-        devices = _members(degrees, roles)
-        if hop is None:
-            shares = algorithms[collective](len(devices))
-        else:
-            shares = dict.fromkeys(_permuted(degrees, roles, hop), Fraction(1))
-        # Collectives of one kind divide evenly: so does their sum.
-        columns = [(i, j, size * x.numerator // x.denominator) for (i, j), x in shares.items()]
-        i, j, part = np.array(columns, np.int64).reshape(-1, 3).T
-        part = np.broadcast_to(part[:, None], (len(part), devices.shape[1]))
-        parts.append(np.stack([devices[i].ravel(), devices[j].ravel(), part.ravel()]))
-    return Messages(degrees.num_devices, *np.concatenate(parts, axis=1))
+        members = _members(degrees, roles)
+        steps = [(_targets(degrees, roles, hop), Fraction(1))] if hop else None
+        for targets, share in steps or algorithms[collective](len(members)):
+            part = np.full(members.size, size * share.numerator // share.denominator)
+            parts.append(np.stack([members.ravel(), members[targets].ravel(), part]))
+    joined = np.concatenate(parts, axis=1)
+    return Messages(degrees.num_devices, *joined[:, joined[0] != joined[1]])
 
 
 def _members(degrees: Degrees, roles: tuple[str, ...]) -> np.ndarray:
@@ -224,18 +216,14 @@ def _members(degrees: Degrees, roles: tuple[str, ...]) -> np.ndarray:
     return np.moveaxis(devices, dims, range(len(dims))).reshape(size, -1)
 
 
-def _permuted(degrees: Degrees, roles: tuple[str, ...], hop: int) -> list[tuple[int, int]]:
-    """(sender, receiver) of the messages of a permute: see `Transfer.hops`."""
-    ranks = math.prod(getattr(degrees, role) for role in roles)
+def _targets(degrees: Degrees, roles: tuple[str, ...], hop: int) -> np.ndarray:
+    """The receiver of each member in one message of a permute: see `Transfer.hops`."""
+    ranks = np.arange(math.prod(getattr(degrees, role) for role in roles))
     if len(roles) == 1:
-        pairs = [(rank, (rank + hop) % ranks) for rank in range(ranks)]
-    else:
-        # Key units are laid out as a transpose: see `startrail_jax.collectives.KeyPlacement`.
-        group = degrees.group
-        pairs = [(rank, rank % group * (ranks // group) + rank // group) for rank in range(ranks)]
-        if hop < 0:
-            pairs = [(target, source) for source, target in pairs]
-    return [(source, target) for source, target in pairs if source != target]
+        return (ranks + hop) % ranks.size
+    # Key units are laid out as a transpose: see `startrail_jax.collectives.KeyPlacement`.
+    group = degrees.group if hop > 0 else ranks.size // degrees.group
+    return ranks % group * (ranks.size // group) + ranks // group
 
 
 def read_messages(text: str, algorithms: Mapping[str, Algorithm] = NCCL) -> Messages:
@@ -276,9 +264,11 @@ class _MessageReader(TrafficReader):
                     tally.received[target][source] += received[target]
             return
         for group in device_groups(self.module, instruction):
-            for (i, j), share in self.algorithms[kind](len(group)).items():
-                size = received[group[j]] * share.numerator // share.denominator
-                tally.received[group[j]][group[i]] += size
+            for targets, share in self.algorithms[kind](len(group)):
+                for source, target in zip(group, np.array(group)[targets].tolist(), strict=True):
+                    if source != target:
+                        size = received[target] * share.numerator // share.denominator
+                        tally.received[target][source] += size
 
 
 def cheapest_order(

@@ -2,24 +2,35 @@
 
 import pytest
 
+import startrail_jax as st
 from benchmarks import memory as memory_benchmark
-from configs.gpt import gpt_8b_gqa
+from configs.dit import dit_1b
+from configs.gpt import gpt_7b, gpt_8b_gqa, gpt_tiny
 from programs import make_config, make_program
 from startrail_jax.analysis.settings import all_degrees
 from startrail_jax.mesh import ROLES
+from startrail_jax.nodes import nodes_of
 from trainer.config import MeshConfig
 from trainer.gpt.objective import NextToken
 from trainer.parallel.degrees import (
     choose_degrees,
-    describe_degrees,
+    choose_order,
+    describe_nodes,
+    keep_degrees,
 )
 from trainer.parallel.step_sizes import footprint
+from trainer.run.mesh import read_degrees, save_degrees
 
 pytestmark = pytest.mark.quick
 
 
-def degrees_of(num_devices, **mesh):
-    degrees = choose_degrees(MeshConfig(**mesh), num_devices)
+TINY = gpt_tiny().attention_call
+GPT = gpt_7b().attention_call
+GQA = gpt_8b_gqa().attention_call
+
+
+def degrees_of(num_devices, *, call=TINY, nodes=None, **mesh):
+    degrees = choose_degrees(MeshConfig(**mesh), num_devices, call, nodes=nodes)
     return {name: degree for name, degree in vars(degrees).items() if degree > 1}
 
 
@@ -28,13 +39,15 @@ def degrees_of(num_devices, **mesh):
     [
         (8, {}, {"team": 2, "group": 2, "ring": 2}),
         (1, {}, {}),
-        (2, {}, {"team": 2}),
-        (4, {}, {"team": 2, "group": 2}),
+        (2, {}, {"ring": 2}),
+        (4, {}, {"team": 2, "ring": 2}),
         (6, {}, {"team": 2, "ring": 3}),
         (7, {}, {"ring": 7}),
-        (8, {"data": 4}, {"data": 4, "team": 2}),
-        (8, {"head": 2}, {"head": 2, "team": 2, "group": 2}),
-        (8, {"tensor": 2}, {"tensor": 2, "team": 2, "group": 2}),
+        (16, {}, {"team": 2, "group": 2, "ring": 4}),
+        (64, {}, {"team": 4, "group": 4, "ring": 4}),
+        (8, {"data": 4}, {"data": 4, "ring": 2}),
+        (16, {"head": 2}, {"head": 2, "team": 2, "group": 2, "ring": 2}),
+        (16, {"tensor": 2}, {"tensor": 2, "team": 2, "group": 2, "ring": 2}),
         (8, {"group": 1}, {"team": 2, "ring": 4}),
         (8, {"group": 8}, {"group": 8}),
         (8, {"team": 1}, {"ring": 8}),
@@ -61,17 +74,105 @@ def test_choose_degrees_fills_what_is_left_open(num_devices, given, expected):
 )
 def test_choose_degrees_that_miss_the_devices_raise(num_devices, given, message):
     with pytest.raises(ValueError, match=message):
-        choose_degrees(MeshConfig(**given), num_devices)
+        choose_degrees(MeshConfig(**given), num_devices, TINY)
 
 
-def test_describe_degrees_says_when_the_default_does_not_fit():
-    def describe(num_devices, **given):
-        mesh = MeshConfig(**given)
-        return describe_degrees(mesh, choose_degrees(mesh, num_devices))
+@pytest.mark.parametrize("devices_per_node", [1, 2, 4, 8])
+@pytest.mark.parametrize("recipe", [gpt_7b, gpt_8b_gqa, dit_1b])
+def test_default_degrees_on_several_nodes_send_the_fewest_bytes_through_a_port(
+    recipe, devices_per_node
+):
+    """Fewer than Ring Attention, in its best order, and than every other setting."""
+    call = recipe().attention_call
 
-    assert describe(8) == "data 1, group 2, ring 2, team 2, head 1, tensor 1"
-    assert describe(6).endswith("(team = group = 2 does not fit the devices and the degrees given)")
-    assert "not fit" not in describe(6, team=1)
+    def port_bytes(degrees):
+        sizes = {"batch": 1, "seq_len": 64 * 16, **call}
+        report = st.communication(degrees, **sizes, devices_per_node=devices_per_node)
+        return report.total.nodes.port_bytes
+
+    nodes = nodes_of(range(16), devices_per_node)
+    chosen = choose_degrees(MeshConfig(), 16, call, nodes=nodes)
+    settings = all_degrees(16, roles=("group", "ring", "team"))
+    assert port_bytes(chosen) == min(map(port_bytes, settings))
+    assert port_bytes(chosen) <= port_bytes(st.Degrees.ring_attention(16))
+
+
+def test_default_degrees_depend_on_nodes_heads_and_order():
+    def on(devices_per_node, **given):
+        nodes = nodes_of(range(16), devices_per_node)
+        return degrees_of(16, call=given.pop("call", GPT), nodes=nodes, **given)
+
+    assert on(16) == {"group": 2, "ring": 4, "team": 2}
+    assert on(1) == {"ring": 4, "team": 4}
+    assert on(1, call=GQA) == {"ring": 8, "team": 2}
+    assert on(8) == {"ring": 8, "team": 2}
+    assert on(8, order=("collectives_inside",)) != on(8)
+    assert on(4, team=4) == {"group": 4, "team": 4}
+
+
+def test_former_degrees_of_a_run_are_kept_unless_flags_say_otherwise(tmp_path):
+    assert read_degrees(tmp_path) is None
+    assert keep_degrees(MeshConfig(), 16, None) is None
+
+    former = st.Degrees(ring=4, team=4)
+    save_degrees(tmp_path, vars(former))
+    assert keep_degrees(MeshConfig(), 16, read_degrees(tmp_path)) == former
+    for num_devices, given in ((8, {}), (16, {"team": 4}), (16, {"ring": 4}), (16, {"data": 2})):
+        assert keep_degrees(MeshConfig(**given), num_devices, vars(former)) is None
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "given", "expected"),
+    [
+        (8, {}, (2, 2, 2)),
+        (2, {}, (1, 1, 2)),
+        (4, {}, (2, 1, 2)),
+        (6, {}, (1, 3, 2)),
+        (7, {}, (1, 7, 1)),
+        (8, {"group": 1}, (1, 4, 2)),
+        (8, {"ring": 4}, (1, 4, 2)),
+    ],
+)
+def test_a_run_that_noted_no_degrees_keeps_those_of_its_time(
+    tmp_path, num_devices, given, expected
+):
+    (tmp_path / "config.json").write_text("{}")
+    kept = keep_degrees(MeshConfig(**given), num_devices, read_degrees(tmp_path))
+    assert (kept.group, kept.ring, kept.team) == expected
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"degrees": {"ring": 0}}', '{"degrees": [2]}'])
+def test_a_broken_note_of_degrees_is_refused(tmp_path, text):
+    (tmp_path / "mesh.json").write_text(text)
+    with pytest.raises(ValueError, match=r"mesh.json must hold the degrees.*Delete it"):
+        read_degrees(tmp_path)
+
+
+def test_log_says_which_axes_cross_nodes():
+    degrees, nodes = st.Degrees(ring=8, team=2), nodes_of(range(16), 8)
+    order = choose_order(MeshConfig(), degrees, nodes, GQA)
+    assert describe_nodes(degrees, order, nodes) == (
+        "2 of 8 devices; axes from slow to fast: ring, team; across nodes: ring; inside: team"
+    )
+    order = choose_order(MeshConfig(order=("rings_inside",)), degrees, nodes, GQA)
+    assert describe_nodes(degrees, order, nodes).endswith("across nodes: team; inside: ring")
+    order = choose_order(MeshConfig(order=ROLES), degrees, nodes, GQA)
+    assert order == ROLES
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"order": ("ring", "team")}, "or each of data group ring team head tensor once; got .*=r"),
+        ({"order": ("ring",)}, "must be a named order.*Use for example --mesh.order rings_inside"),
+        ({"order": ()}, "must be a named order"),
+        ({"order": ("head_first", "rings_inside")}, "must be a named order"),
+        ({"devices_per_node": 0}, "mesh.devices_per_node must be at least 1; got .*=0"),
+    ],
+)
+def test_orders_and_nodes_that_cannot_be_are_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        MeshConfig(**given)
 
 
 def test_memory_benchmark_takes_the_mesh_of_train_and_refuses_what_train_refuses(capsys):
@@ -83,7 +184,7 @@ def test_memory_benchmark_takes_the_mesh_of_train_and_refuses_what_train_refuses
 
     title, row = title_and_row("--devices", "16")
     named = ", ".join(
-        f"{role} {n}" for role, n in degrees_of(16, **vars(gpt_8b_gqa().mesh)).items()
+        f"{role} {n}" for role, n in degrees_of(16, call=GQA, **gpt_8b_gqa().mesh.degrees).items()
     )
     assert title.endswith(f"16 x h200: {named}")
     assert row.endswith("yes")

@@ -5,6 +5,7 @@ from pathlib import Path
 import jax
 import pytest
 
+from configs.gpt import gpt_tiny
 from trainer import session as sessions
 from trainer.config import MeshConfig
 from trainer.network.options import Distributed
@@ -92,6 +93,6 @@ def test_programs_say_it_first(monkeypatch):
 
     monkeypatch.setattr(sessions, "unused_gpus", unused)
     options = SampleOptions(devices=2, mesh=MeshConfig())
-    with joined(Distributed(), options, kind="a test") as session:
+    with joined(Distributed(), options, kind="a test", call=gpt_tiny().attention_call) as session:
         assert session.description[0] == "NOTE"
     assert asked == ["cpu", jax.config.jax_platforms]

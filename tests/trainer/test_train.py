@@ -55,9 +55,14 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_been(tmp_path, monkeypatch
     assert first.train + same.train == undisturbed.train
     assert same.validation == undisturbed.validation
 
-    # Fewer devices, C = 2, other shards of the state.
-    other = run(tmp_path / "other", "--devices 4 --mesh.team 2 --zero 1", steps=7)
-    assert f"began with: jax 0.1 there, {jax.__version__} now\n" in capsys.readouterr().out
+    # Fewer devices, C = 2, other shards of the state, and rings inside of two nodes.
+    degrees = {"data": 1, "group": 1, "ring": 8, "team": 1, "head": 1, "tensor": 1}
+    assert json.loads((tmp_path / "other/mesh.json").read_text()) == {"degrees": degrees}
+    placed = "--mesh.order rings_inside --mesh.devices-per-node 2"
+    other = run(tmp_path / "other", f"--devices 4 --mesh.team 2 --zero 1 {placed}", steps=7)
+    out = capsys.readouterr().out
+    assert "nodes: 2 of 2 devices; axes from slow to fast: group, team; across nodes: group" in out
+    assert f"began with: jax 0.1 there, {jax.__version__} now\n" in out
     assert len(other.train) == 3
     np.testing.assert_allclose(first.train + other.train, undisturbed.train, rtol=1e-5)
     np.testing.assert_allclose(other.validation, undisturbed.validation, rtol=1e-5)
@@ -81,6 +86,10 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_been(tmp_path, monkeypatch
 
 @pytest.mark.quick
 def test_flags_set_the_config():
+    config = parse("--mesh.order head_first --mesh.devices-per-node 4")
+    assert config.mesh == MeshConfig(order=("head_first",), devices_per_node=4)
+    config = parse("--mesh.order data group team ring head tensor")
+    assert config.mesh.order == ("data", "group", "team", "ring", "head", "tensor")
     config = parse("--mesh.team 4 --mesh.group 1 --steps 700 --model.kv-heads 4 --zero 3")
     assert config.mesh == MeshConfig(team=4, group=1)
     assert (config.steps, config.model.kv_heads, config.zero) == (700, 4, 3)
@@ -209,7 +218,7 @@ def test_program_trains_evaluates_and_samples(tmp_path):
     )
     result = run_program(flags, tmp_path)
     assert result.returncode == 0, result.stderr
-    assert "mesh: data 2, group 1, ring 1, team 2" in result.stdout
+    assert "mesh: data 2, group 1, ring 2, team 1" in result.stdout
     assert "step 3/3  train loss" in result.stdout
     assert "step 2/3  validation loss" in result.stdout
     lines = result.stdout.splitlines()

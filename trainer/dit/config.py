@@ -149,6 +149,7 @@ class DiTTrainConfig(TrainConfig):
     """A training run of a diffusion transformer."""
 
     kind: ClassVar[str] = "dit"
+    causal: ClassVar[bool] = False
 
     model: DiTConfig
     """Sizes of the model."""

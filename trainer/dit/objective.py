@@ -44,7 +44,7 @@ class NoisyBatch(NamedTuple):
 class Denoising:
     """Mean squared error of the prediction of `DiffusionConfig.target`: an `Objective`."""
 
-    causal = False
+    causal = DiTTrainConfig.causal
     head = "head"
 
     def __init__(self, config: DiTTrainConfig) -> None:

@@ -141,6 +141,7 @@ class GPTTrainConfig(TrainConfig):
     """A training run of a GPT."""
 
     kind: ClassVar[str] = "gpt"
+    causal: ClassVar[bool] = True
 
     model: GPTConfig
     """Sizes of the model."""

@@ -22,7 +22,7 @@ from trainer.gpt.config import GPTConfig, GPTTrainConfig
 class NextToken:
     """Cross-entropy of the token after each token, in nats: an `Objective`."""
 
-    causal = True
+    causal = GPTTrainConfig.causal
 
     def __init__(self, config: GPTTrainConfig) -> None:
         self._config = config

@@ -3,59 +3,174 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from startrail_jax.analysis.cost import communication, default_order
+from startrail_jax.analysis.ports import cheapest_order, messages
+from startrail_jax.analysis.settings import all_degrees
 from startrail_jax.errors import InputError
 from startrail_jax.mesh import Degrees
+from startrail_jax.nodes import crossing, node_grid, resolve_order
 from trainer.config import MeshConfig
 
-# Default (team, group), best first: StarTrail with C = 2, then what fits where C^2 = 4 does not
-# divide the number of devices.
-DEFAULT_TEAMS = ((2, 2), (2, 1), (1, 1))
+# The degrees that may be left open.
+OPEN = ("group", "ring", "team")
+# (team, group) of runs that began before degrees were chosen by bytes, best first.
+FORMER_TEAMS = ((2, 2), (2, 1), (1, 1))
 
 
-def choose_degrees(mesh: MeshConfig, num_devices: int) -> Degrees:
+def choose_degrees(
+    mesh: MeshConfig,
+    num_devices: int,
+    call: Mapping[str, Any],
+    *,
+    nodes: Sequence[int] | None = None,
+) -> Degrees:
     """Fills in the degrees that `mesh` leaves open, so that their product is the number of devices.
 
-    Given degrees stay as they are. Where `team` is given and `group` is not, `group` equals
-    `team`. Where `team` is not given, the two are the first of `DEFAULT_TEAMS` that fits the
-    devices and the given degrees. `ring` takes the remaining devices.
+    Given degrees stay as they are. Where `team` is given and `group` is not, `group` equals `team`.
+    Of the settings that remain, on several nodes, that one is taken with the fewest bytes through
+    the busiest port of a node; among equal ones, the fewest bytes per device, and then the smallest
+    group, whose key units take the least memory.
+
+    On one node no port is shared, and kernels count as much as bytes: StarTrail with team = group =
+    C is taken, which needs one kernel call a round, with a ring of at least 2, whose messages run
+    beside kernels, and with the C of the fewest bytes. If no such C exists or receives fewer bytes
+    than Ring Attention, the setting with the fewest bytes is taken.
+
+    Args:
+        mesh: the degrees that are given, and the order of the axes if it is given.
+        num_devices: number of devices.
+        call: what is known of an attention call: `TrainConfig.attention_call`.
+        nodes: the node of each device; None if they share one.
 
     Raises:
         ValueError: if no choice gives the number of devices.
     """
+    given = _given(mesh)
+    settings = list(all_degrees(num_devices, roles=OPEN, given=given))
+    if not settings:
+        raise _misfit(mesh, num_devices)
+    several = nodes is not None and len(set(nodes)) > 1
+    try:
+        costs = {degrees: _bytes(degrees, call, mesh, nodes) for degrees in settings}
+    except InputError:
+        # Heads that `head` and `tensor` cannot split: the program refuses them in every setting.
+        return settings[0]
+    if not several:
+        star = [d for d in settings if d.team == d.group > 1 and d.ring > 1]
+        best = min(star, key=costs.__getitem__, default=None)
+        if best is not None and costs[best] < _bytes(_as_ring(best), call, mesh, nodes):
+            return best
+    return min(settings, key=lambda degrees: (costs[degrees], degrees.group))
+
+
+def keep_degrees(
+    mesh: MeshConfig, num_devices: int, former: Mapping[str, int] | None
+) -> Degrees | None:
+    """The degrees of a run that goes on, if the flags leave them open; None if they must be chosen.
+
+    Args:
+        mesh: the degrees that are given.
+        num_devices: number of devices.
+        former: what `trainer.run.mesh.read_degrees` says of the run.
+    """
+    given = {name: degree for name, degree in mesh.degrees.items() if degree is not None}
+    if former is None:
+        return None
+    if former:
+        fits = given.items() <= former.items() and math.prod(former.values()) == num_devices
+        is_open = not set(OPEN) & set(given)
+        return Degrees(**former) if fits and is_open and set(former) == set(mesh.degrees) else None
+    if mesh.team is not None:
+        return None
+    pairs = FORMER_TEAMS if mesh.group is None else ((2, mesh.group), (1, mesh.group))
     fixed = mesh.data * mesh.head * mesh.tensor
-    for team, group in _teams(mesh):
+    for team, group in pairs:
         ring = mesh.ring or max(num_devices // (fixed * team * group), 1)
         if fixed * team * group * ring == num_devices:
-            return Degrees(**vars(mesh) | {"team": team, "group": group, "ring": ring})
-    team, group = _teams(mesh)[-1]
-    sizes = vars(mesh) | {"team": team, "group": group}
-    given = {name: degree for name, degree in sizes.items() if degree is not None}
-    product = math.prod(given.values())
+            return Degrees(**given | {"team": team, "group": group, "ring": ring})
+    return None
+
+
+def describe_degrees(degrees: Degrees) -> str:
+    """The degrees, for the log."""
+    return ", ".join(f"{name} {degree}" for name, degree in vars(degrees).items())
+
+
+def choose_order(
+    mesh: MeshConfig, degrees: Degrees, nodes: Sequence[int], call: Mapping[str, Any]
+) -> tuple[str, ...]:
+    """The order of the axes over the nodes, slowest first: the given one, or the default one.
+
+    Args:
+        mesh: the order, if it is given.
+        degrees: the degrees.
+        nodes: the node of each device.
+        call: what is known of an attention call: `TrainConfig.attention_call`.
+    """
+    return _given_order(mesh) or default_order(degrees, nodes, call)
+
+
+def describe_nodes(degrees: Degrees, order: Sequence[str], nodes: Sequence[int]) -> str:
+    """The order of the axes, and which of them go from node to node, for the log."""
+    sizes = " or ".join(str(size) for size in sorted(set(Counter(nodes).values())))
+    axes = [role for role in order if getattr(degrees, role) > 1]
+    across = crossing(node_grid(degrees, order, nodes))
+    named = {
+        "axes from slow to fast": axes,
+        "across nodes": across,
+        "inside": [role for role in axes if role not in across],
+    }
+    parts = (f"{name}: {', '.join(roles) or 'none'}" for name, roles in named.items())
+    return "; ".join([f"{len(set(nodes))} of {sizes} devices", *parts])
+
+
+def _given_order(mesh: MeshConfig) -> tuple[str, ...] | None:
+    if mesh.order is None:
+        return None
+    return resolve_order(mesh.order[0] if len(mesh.order) == 1 else mesh.order)
+
+
+def _given(mesh: MeshConfig) -> dict[str, int]:
+    """The degrees that are given, and the group that follows from the team."""
+    given = {name: degree for name, degree in mesh.degrees.items() if degree is not None}
+    return ({"group": mesh.team} if mesh.team is not None else {}) | given
+
+
+def _as_ring(degrees: Degrees) -> Degrees:
+    """Ring Attention over as many devices."""
+    ring = degrees.group * degrees.ring * degrees.team
+    return Degrees(**vars(degrees) | {"group": 1, "ring": ring, "team": 1})
+
+
+def _bytes(
+    degrees: Degrees, call: Mapping[str, Any], mesh: MeshConfig, nodes: Sequence[int] | None
+) -> tuple[int, int]:
+    """Bytes through the busiest port of a node, and bytes that a device receives."""
+    total = communication(
+        degrees, **{"batch": degrees.data, "seq_len": 2 * degrees.sequence, **call}
+    ).total
+    if nodes is None or len(set(nodes)) == 1:
+        return 0, total.received_bytes
+    order = _given_order(mesh) or cheapest_order(degrees, nodes, [total.transfers])
+    sent = messages(degrees, total.transfers).through(node_grid(degrees, order, nodes).ravel())
+    return sent.port_bytes, total.received_bytes
+
+
+def _misfit(mesh: MeshConfig, num_devices: int) -> InputError:
+    """The error about degrees whose product does not fit the number of devices."""
+    given = {"team": 1, "group": 1} | _given(mesh)
+    sizes = {name: given[name] for name in mesh.degrees if name in given}
+    product = math.prod(sizes.values())
     must = "be" if mesh.ring else "divide"
-    raise InputError(
+    return InputError(
         f"The product of the mesh degrees must {must} the number of devices; got "
-        f"{' * '.join(f'{name}={degree}' for name, degree in given.items())} = {product} for "
+        f"{' * '.join(f'{name}={degree}' for name, degree in sizes.items())} = {product} for "
         f"{num_devices} devices. {_way_out(mesh, product, num_devices)}"
     )
-
-
-def describe_degrees(mesh: MeshConfig, degrees: Degrees) -> str:
-    """One line for the log: the degrees, and whether the default did not fit."""
-    line = ", ".join(f"{name} {degree}" for name, degree in vars(degrees).items())
-    chosen = (degrees.team, degrees.group)
-    if (mesh.team, mesh.group) == (None, None) and chosen != DEFAULT_TEAMS[0]:
-        line += " (team = group = 2 does not fit the devices and the degrees given)"
-    return line
-
-
-def _teams(mesh: MeshConfig) -> list[tuple[int, int]]:
-    """The pairs (team, group) that `mesh` allows, best first."""
-    if mesh.team is not None:
-        return [(mesh.team, mesh.team if mesh.group is None else mesh.group)]
-    if mesh.group is not None:
-        return [(2, mesh.group), (1, mesh.group)]
-    return list(DEFAULT_TEAMS)
 
 
 def _way_out(mesh: MeshConfig, product: int, num_devices: int) -> str:
