@@ -43,7 +43,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import cluster_nodes
 from benchmarks.cluster_nodes import CONTROL, PRIVATE_FOLDER
-from benchmarks.cluster_schemes import check_named
+from benchmarks.cluster_schemes import named_schemes
 from benchmarks.cluster_settings import ClusterSettings
 from startrail_jax.errors import InputError
 from trainer.command_line import parse
@@ -95,7 +95,7 @@ def emulate(settings: ClusterSettings, argv: list[str]) -> int:
     """Starts this program in all processes of an emulated cluster."""
     topology = settings.topology
     # What is wrong with the schemes is said before anything starts.
-    check_named(settings.schemes, topology.nodes * topology.devices)
+    named_schemes(settings.schemes, settings.call, topology.device_nodes)
     flags = [os.environ.get("XLA_FLAGS", "")]
     flags += [BFLOAT16_FLAG] * (settings.dtype == "bfloat16")
     variables = {
@@ -174,15 +174,13 @@ def measure_joined(settings: ClusterSettings, *, emulated: bool) -> int:
     }
     for name, fact in facts.items():
         processes.say(f"{name}: {fact}")
-    schemes = check_named(settings.schemes, len(place.devices))
-    calls = AttentionCalls(settings, place, processes)
-    rows = calls.rows(schemes, named=bool(settings.schemes))
-    programs: list[Any] = [calls]
-    if settings.train:
+    timed = [] if settings.train else prepare(settings, AttentionCalls(settings, place, processes))
+    for kind in settings.train:
         from benchmarks.cluster_training import TrainingSteps
 
-        programs = [TrainingSteps(kind, settings, place, processes) for kind in settings.train]
-    timed = [found for program in programs for row in rows for found in program.prepare(row)]
+        own = settings.of_model(kind)
+        calls = AttentionCalls(own, place, processes)
+        timed += prepare(own, calls, TrainingSteps(kind, own, place, processes))
     processes.say(f"{len(timed)} programs are compiled and checked; timing")
     processes.run_rounds(timed, settings.rounds, limited=True)
     if emulated:
@@ -195,6 +193,19 @@ def measure_joined(settings: ClusterSettings, *, emulated: bool) -> int:
         if settings.picture:
             report.draw(settings.picture, f"{facts['cluster']}\n{facts['sizes']}", results)
     return int(any(map(report.is_wrong, results)))
+
+
+def prepare(settings: ClusterSettings, calls: Any, steps: Any = None) -> list[Any]:
+    """Compiles and checks all programs of one kind.
+
+    Args:
+        settings: the settings.
+        calls: the `AttentionCalls`, which know what the devices allow.
+        steps: the `TrainingSteps` to time in their place, if any.
+    """
+    schemes = named_schemes(settings.schemes, settings.call, calls.place.nodes)
+    rows = calls.rows(schemes, named=bool(settings.schemes))
+    return [found for row in rows for found in (steps or calls).prepare(row)]
 
 
 def find_place(settings: ClusterSettings, *, emulated: bool) -> Any:

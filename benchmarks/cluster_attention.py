@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -99,10 +100,16 @@ class AttentionCalls:
 
     def __init__(self, settings: ClusterSettings, place: Place, processes: Processes) -> None:
         self._settings = settings
-        self._place = place
+        self.place = place
         self._processes = processes
-        self._inputs = _draw(settings)
-        self._reference: _Reference = processes.once(lambda: _Reference(settings, self._inputs))
+
+    @functools.cached_property
+    def _inputs(self) -> list[np.ndarray]:
+        return _draw(self._settings)
+
+    @functools.cached_property
+    def _reference(self) -> _Reference:
+        return self._processes.once(lambda: _Reference(self._settings, self._inputs))
 
     def traffic(self, scheme: Scheme) -> dict[str, Traffic]:
         """What one device receives, by pass.
@@ -157,7 +164,7 @@ class AttentionCalls:
 
     def order(self, scheme: Scheme, label: str) -> tuple[str, ...]:
         """The roles in the order of a label, slowest first."""
-        degrees, place = scheme.degrees, self._place
+        degrees, place = scheme.degrees, self.place
         if label == CHOSEN:
             return default_order(degrees, place.nodes, self._call(scheme))
         if label == "default":
@@ -172,9 +179,9 @@ class AttentionCalls:
     def prepare(self, row: Row) -> list[Timed]:
         """Compiles the programs of a row, and compares their results with the reference."""
         scheme, settings = row.scheme, self._settings
-        mesh = self._place.mesh(scheme.degrees, row.order)
+        mesh = self.place.mesh(scheme.degrees, row.order)
         attention = st.Attention(mesh, causal=settings.causal, **scheme.options)
-        arrays = self._placed(attention)
+        arrays = self.placed(attention)
         timed = []
         for which in settings.passes:
             function, arguments = (attention, arrays[:3]) if which == "forward" else (
@@ -186,7 +193,7 @@ class AttentionCalls:
                 name=row.name,
                 what=TITLES[which],
                 run=partial(_finished, program, arguments),
-                forecast=self._place.forecast(scheme.degrees, row.order, traffic),
+                forecast=self.place.forecast(scheme.degrees, row.order, traffic),
                 tolerance=self._reference.tolerance,
             )
             results = found.run()

@@ -22,8 +22,10 @@ UNLIMITED = 40_000_000_000
 """Bits per second of a port without a limit: more than one machine can send to itself."""
 BURST_BYTES = 40_960
 QUEUE_BYTES = 8 << 20
-SHORT_BYTES = 128
-"""Packets below this size, acknowledgements and handshakes, do not wait behind data."""
+SHORT_BYTES = 64
+"""Packets below this size are acknowledgements without data, which do not wait behind data. The
+short messages of gloo are longer, and wait: if one overtook the data of its own connection, TCP
+would take these for lost and send them twice."""
 PATIENT = "congctl cubic rto_min 2s"
 """Options of a route: how TCP finds its rate, and how long it waits before it sends again."""
 SOCKET_BYTES = 262_144
@@ -130,7 +132,7 @@ class Hub:
         for device in link.devices:
             lines = [f"qdisc add dev {device} root handle 1: htb default 12"]
             lines += _classes("add", device, UNLIMITED)
-            # IPv4 packets whose length is below 128.
+            # IPv4 packets whose length is below that: a power of 2.
             lines += [
                 f"filter add dev {device} parent 1: protocol ip prio 1 u32 match u16 0 "
                 f"{(1 << 16) - SHORT_BYTES:#x} at 2 flowid 1:11",
@@ -159,8 +161,8 @@ def configure_ports(address: str, network: str, neighbours: Sequence[str]) -> No
         *(f"route add {other}/32 dev {INSIDE_PORT} src {address} {PATIENT}"
           for other in neighbours),
     )  # fmt: skip
-    # No packet is lost here. An acknowledgement that waits in a queue must not look like a loss:
-    # the kernel would send the end of a message twice, in all up to a third of the bytes.
+    # No packet is lost here, and a long wait in a queue must not look like a loss: the kernel would
+    # send the end of a message twice.
     Path("/proc/sys/net/ipv4/tcp_early_retrans").write_text("0")
     # What waits in a socket is short, as the queues of a real network are at its rate.
     for name in ("rmem", "wmem"):

@@ -99,6 +99,11 @@ class Topology:
         """Number of devices that a process simulates."""
         return 1 if self.rails else self.devices
 
+    @property
+    def device_nodes(self) -> list[int]:
+        """The node of each device."""
+        return [index // self.devices for index in range(self.nodes * self.devices)]
+
     def neighbours(self, index: int) -> list[int]:
         """The other processes of the node of a process."""
         size = self.processes // self.nodes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import startrail_jax as st
 from startrail_jax.errors import InputError
@@ -24,8 +25,8 @@ SCHEMES: dict[str, Callable[[int, int], st.Degrees]] = {
     "startrail-C": lambda n, c: st.Degrees.startrail(n, c=c),
     "team-A": lambda n, a: st.Degrees(team=a, ring=_quotient(n, a, "team")),
     "tiles-A": lambda n, a: st.Degrees(team=a, group=_quotient(n, a, "team")),
-    "train-default": lambda n, _: choose_degrees(MeshConfig(), n),
 }
+TRAIN_DEFAULT = "train-default"
 HELP = (
     "ring, all-gather, ulysses; head-U (LoongTrain: Ulysses over U devices, rings outside); "
     "startrail-C and published-C (StarTrail here and in its paper); team-A (teams of A, a ring); "
@@ -115,8 +116,22 @@ def _quotient(num_devices: int, degree: int, role: str) -> int:
     return num_devices // degree
 
 
-def check_named(names: Sequence[str], num_devices: int) -> list[Scheme]:
-    """The schemes of some names; all named schemes if there are none."""
+def named_schemes(names: Sequence[str], call: dict[str, Any], nodes: Sequence[int]) -> list[Scheme]:
+    """The schemes of some names; all named schemes if there are none.
+
+    Args:
+        names: the names: see `HELP`.
+        call: what is known of the attention call.
+        nodes: the node of each device.
+
+    Raises:
+        ValueError: as `read_scheme`.
+    """
     if not names:
-        return default_schemes(num_devices)
-    return [read_scheme(name, num_devices) for name in names]
+        return default_schemes(len(nodes))
+    return [
+        Scheme(name=name, degrees=choose_degrees(MeshConfig(), len(nodes), call, nodes=nodes))
+        if name == TRAIN_DEFAULT
+        else read_scheme(name, len(nodes))
+        for name in names
+    ]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from benchmarks.cluster_links import PORT
 from benchmarks.cluster_nodes import Topology
@@ -110,6 +111,18 @@ class ClusterSettings:
     def num_kv_heads(self) -> int:
         """Number of key heads."""
         return self.kv_heads or self.heads
+
+    @property
+    def call(self) -> dict[str, Any]:
+        """What is known of the attention call, in the words of `startrail_jax.communication`."""
+        names = ("heads", "head_dim", "dtype", "causal")
+        return {name: getattr(self, name) for name in names} | {"kv_heads": self.num_kv_heads}
+
+    def of_model(self, kind: str) -> ClusterSettings:
+        """These settings with the mask and the key heads of a kind of model."""
+        if kind == "gpt":
+            return dataclasses.replace(self, causal=True)
+        return dataclasses.replace(self, causal=False, kv_heads=None)
 
     @property
     def port(self) -> str:

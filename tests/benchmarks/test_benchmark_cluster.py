@@ -21,11 +21,13 @@ from benchmarks import (
     cluster_training,
 )
 from benchmarks.cluster_nodes import Topology
-from benchmarks.cluster_schemes import default_schemes, read_scheme
+from benchmarks.cluster_schemes import default_schemes, named_schemes, read_scheme
 from benchmarks.cluster_settings import ClusterSettings
 from startrail_jax.errors import InputError, UnsupportedError
 from startrail_jax.layout import Layout
 from startrail_jax.mesh import Degrees
+from trainer.config import MeshConfig
+from trainer.parallel.degrees import choose_degrees
 from trainer.tasks import TASKS
 
 ROOT = Path(__file__).parents[2]
@@ -78,7 +80,6 @@ def test_setting_that_is_none_is_refused(wrong, message):
         ("published-4", Degrees(group=4, team=4), True),
         ("team-8", Degrees(ring=2, team=8), False),
         ("tiles-2", Degrees(group=8, team=2), False),
-        ("train-default", Degrees(group=2, ring=4, team=2), False),
         ("group=2,ring=2,team=4", Degrees(group=2, ring=2, team=4), False),
     ],
 )
@@ -110,6 +111,23 @@ def test_default_schemes_have_different_degrees():
     names = [scheme.name for scheme in default_schemes(4)]
     assert names == ["ring", "all-gather", "ulysses", "head-2", "published-2", "startrail-2",
                      "team-2"]  # fmt: skip
+
+
+def test_default_of_train_py_follows_the_heads_and_the_nodes():
+    for kv_heads, nodes in ((16, 16), (4, 4), (4, 1)):
+        settings = ClusterSettings(nodes=nodes, devices=16 // nodes, kv_heads=kv_heads)
+        places = settings.topology.device_nodes
+        assert (len(places), len(set(places))) == (16, nodes)
+        (found,) = named_schemes(("train-default",), settings.call, places)
+        wanted = choose_degrees(MeshConfig(), 16, settings.call, nodes=places)
+        assert found.degrees == wanted
+    assert len(named_schemes((), settings.call, places)) == len(default_schemes(16))
+
+
+def test_models_bring_their_mask_and_key_heads():
+    settings = ClusterSettings(kv_heads=4, causal=False)
+    assert (settings.of_model("gpt").causal, settings.of_model("gpt").num_kv_heads) == (True, 4)
+    assert (settings.of_model("dit").causal, settings.of_model("dit").num_kv_heads) == (False, 16)
 
 
 def test_order_is_read():
