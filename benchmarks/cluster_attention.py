@@ -181,7 +181,7 @@ class AttentionCalls:
         scheme, settings = row.scheme, self._settings
         mesh = self.place.mesh(scheme.degrees, row.order)
         attention = st.Attention(mesh, causal=settings.causal, **scheme.options)
-        arrays = self.placed(attention)
+        arrays = self._placed(attention)
         timed = []
         for which in settings.passes:
             function, arguments = (attention, arrays[:3]) if which == "forward" else (

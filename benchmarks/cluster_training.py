@@ -96,9 +96,9 @@ class TrainingSteps:
 def train_config(kind: str, settings: ClusterSettings) -> TrainConfig:
     """The config of a run of so many tokens and heads."""
     width = settings.heads * settings.head_dim
-    sizes = {"width": width, "layers": settings.layers, "heads": settings.heads,
+    sizes: dict[str, Any] = {"width": width, "layers": settings.layers, "heads": settings.heads,
              "mlp_width": width, "dtype": settings.dtype}  # fmt: skip
-    run = {"optimizer": OptimizerConfig(learning_rate=1e-3), "steps": 1000,
+    run: dict[str, Any] = {"optimizer": OptimizerConfig(learning_rate=1e-3), "steps": 1000,
            "batch_size": settings.batch_size, "run_dir": Path("unused")}  # fmt: skip
     if kind == "gpt":
         heads = {"kv_heads": settings.num_kv_heads, "head_dim": settings.head_dim}
