@@ -47,7 +47,7 @@ class Scheme:
     """Whether it is StarTrail as its paper has it."""
 
     @property
-    def options(self) -> dict[str, str]:
+    def options(self) -> dict[str, Any]:
         """Options of `Attention` and of `st.communication`."""
         return dict(AS_PUBLISHED) if self.published else {}
 

@@ -101,7 +101,7 @@ def train_config(kind: str, settings: ClusterSettings) -> TrainConfig:
     run: dict[str, Any] = {"optimizer": OptimizerConfig(learning_rate=1e-3), "steps": 1000,
            "batch_size": settings.batch_size, "run_dir": Path("unused")}  # fmt: skip
     if kind == "gpt":
-        heads = {"kv_heads": settings.num_kv_heads, "head_dim": settings.head_dim}
+        heads: dict[str, Any] = {"kv_heads": settings.num_kv_heads, "head_dim": settings.head_dim}
         return GPTTrainConfig(
             model=GPTConfig(**sizes, **heads),
             data=DataConfig(mask_documents=False),
