@@ -1,0 +1,220 @@
+"""The network of emulated nodes: bridges, ports, and the rates of both.
+
+Every port is a pair of virtual Ethernet devices, one end in the network namespace of its node and
+the other at a bridge. The kernel's traffic control limits it there: what leaves the node and what
+comes to it goes through a queue that sends at the rate of the port.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from startrail_jax.errors import InputError
+
+PORT, INSIDE_PORT = "eth0", "inside0"
+"""Names of a node's port to the other nodes, and of a device's port to the others of its node."""
+MTU = 9000
+UNLIMITED = 40_000_000_000
+"""Bits per second of a port without a limit: more than one machine can send to itself."""
+BURST_BYTES = 40_960
+QUEUE_BYTES = 8 << 20
+SHORT_BYTES = 64
+"""Packets below this size are acknowledgements without data, which do not wait behind data. The
+short messages of gloo are longer, and wait: if one overtook the data of its own connection, TCP
+would take these for lost and send them twice."""
+PATIENT = "congctl cubic rto_min 2s"
+"""Options of a route: how TCP finds its rate, and how long it waits before it sends again."""
+SOCKET_BYTES = 262_144
+"""Most that waits in a socket."""
+UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+
+
+def bits_per_second(rate: str) -> float:
+    """Reads a rate such as "100mbit".
+
+    Raises:
+        ValueError: if it is no such rate, or not above 0.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", rate)
+    bits = float(match[1]) * UNITS[match[2]] if match else 0.0
+    if not bits > 0:
+        raise InputError(
+            f"A rate must be a number above 0 and one of {', '.join(UNITS)}, which are 1000, "
+            f"1000^2 and 1000^3 bits a second; got {rate!r}. Write for example 100mbit."
+        )
+    return bits
+
+
+@dataclass(frozen=True)
+class Link:
+    """Something with a rate: one network device at the hub, or in the namespace of a process."""
+
+    inside: bool
+    """Whether it carries what devices of one node send each other."""
+    devices: tuple[str, ...]
+    """The network devices whose queues limit it."""
+    pid: int | None
+    """A process in whose network namespace these are; None for that of the hub."""
+    share: int
+    """Number of devices of a node that share it."""
+
+
+class Hub:
+    """The bridges, and the ports of all nodes. It lives in a network namespace of its own."""
+
+    def __init__(self, *, half_duplex: bool) -> None:
+        """Makes the bridge between the nodes.
+
+        Args:
+            half_duplex: whether both directions of a port share its rate.
+        """
+        self._half_duplex = half_duplex
+        self._links: list[Link] = []
+        self._bridges: set[str] = set()
+        ip("link set lo up")
+        self._bridge("nodes")
+
+    def add_port(self, index: int, pid: int) -> None:
+        """Gives a process a port to the other nodes.
+
+        Args:
+            index: of the process.
+            pid: its id; it has a network namespace of its own.
+        """
+        self._connect(f"p{index}", "nodes", PORT, pid, inside=False)
+
+    def add_inside_port(self, index: int, pid: int, node: int) -> None:
+        """Gives a process a port to the other processes of its node."""
+        bridge = f"node{node}"
+        self._bridge(bridge)
+        self._connect(f"i{index}", bridge, INSIDE_PORT, pid, inside=True)
+
+    def add_loopback(self, pid: int, share: int) -> None:
+        """Limits what the `share` devices of a process send each other, all of them together."""
+        self._limited(Link(True, ("lo",), pid, share))
+
+    def set_rates(self, port: float, inside: float) -> None:
+        """Changes the rates of all ports, and of all devices inside their nodes: bits a second."""
+        for link in self._links:
+            rate = inside * link.share if link.inside else port
+            tc([line for device in link.devices for line in _classes("change", device, rate)],
+               link.pid)  # fmt: skip
+
+    def _bridge(self, name: str) -> None:
+        if name not in self._bridges:
+            self._bridges.add(name)
+            ip(f"link add name {name} type bridge stp_state 0 forward_delay 0",
+               f"link set {name} mtu {MTU} up")  # fmt: skip
+
+    def _connect(self, name: str, bridge: str, port: str, pid: int, *, inside: bool) -> None:
+        ip(
+            f"link add name {name} mtu {MTU} txqueuelen 10000 gso_max_size 32768 type veth "
+            f"peer name {port} netns {pid}",
+            f"link set {name} master {bridge}",
+            f"link set {name} up",
+            f"link add name {name}q mtu {MTU} txqueuelen 10000 type ifb",
+            f"link set {name}q up",
+        )
+        # Ingress of the end at the bridge is what the node sends. Through one queue for both
+        # directions, a port is half-duplex.
+        ways = ("ingress", "egress") if self._half_duplex else ("ingress",)
+        tc([f"qdisc add dev {name} clsact"])
+        tc([f"filter add dev {name} {way} protocol all u32 match u32 0 0 action mirred egress "
+            f"redirect dev {name}q" for way in ways])  # fmt: skip
+        queues = (f"{name}q",) if self._half_duplex else (f"{name}q", name)
+        self._limited(Link(inside, queues, None, 1))
+
+    def _limited(self, link: Link) -> None:
+        for device in link.devices:
+            lines = [f"qdisc add dev {device} root handle 1: htb default 12"]
+            lines += _classes("add", device, UNLIMITED)
+            # IPv4 packets whose length is below that: a power of 2.
+            lines += [
+                f"filter add dev {device} parent 1: protocol ip prio 1 u32 match u16 0 "
+                f"{(1 << 16) - SHORT_BYTES:#x} at 2 flowid 1:11",
+                f"qdisc add dev {device} parent 1:11 pfifo limit 10000",
+                f"qdisc add dev {device} parent 1:12 bfifo limit {QUEUE_BYTES}",
+            ]
+            tc(lines, link.pid)
+        self._links.append(link)
+
+
+def configure_ports(address: str, network: str, neighbours: Sequence[str]) -> None:
+    """Sets up the ports of a process, in its network namespace.
+
+    Args:
+        address: of the process.
+        network: of all processes, such as "10.77.0.0/16".
+        neighbours: addresses of the other processes of its node, which are behind its inside port.
+    """
+    ports = [PORT, INSIDE_PORT] if neighbours else [PORT]
+    ip(
+        "link set lo up",
+        *(f"link set {port} mtu {MTU} txqueuelen 10000 gso_max_size 32768 up" for port in ports),
+        f"addr add {address}/{network.partition('/')[2]} dev {PORT}",
+        # By route, since an administrator may have restricted the default of new namespaces.
+        f"route replace {network} dev {PORT} src {address} {PATIENT}",
+        *(f"route add {other}/32 dev {INSIDE_PORT} src {address} {PATIENT}"
+          for other in neighbours),
+    )  # fmt: skip
+    # No packet is lost here, and a long wait in a queue must not look like a loss: the kernel would
+    # send the end of a message twice.
+    Path("/proc/sys/net/ipv4/tcp_early_retrans").write_text("0")
+    # What waits in a socket is short, as the queues of a real network are at its rate.
+    for name in ("rmem", "wmem"):
+        Path(f"/proc/sys/net/ipv4/tcp_{name}").write_text(f"4096 {SOCKET_BYTES} {SOCKET_BYTES}")
+
+
+def port_bytes(port: str) -> tuple[int, int]:
+    """Bytes that a network device of this namespace has received and sent, headers included.
+
+    Raises:
+        ValueError: if there is no such device.
+    """
+    with open("/proc/net/dev") as lines:
+        found = {name.strip(): counts.split() for name, _, counts in
+                 (line.partition(":") for line in lines)}  # fmt: skip
+    if len(found.get(port, ())) < 9:
+        names = ", ".join(name for name, counts in found.items() if len(counts) > 8)
+        raise InputError(f"interface must be one of {names}; got {port!r}. Name one of them.")
+    return int(found[port][0]), int(found[port][8])
+
+
+def _classes(verb: str, device: str, rate: float) -> list[str]:
+    """Lines for `tc` that give a device its rate: nine tenths of it belong to data at least."""
+    some = f"burst {BURST_BYTES} cburst {BURST_BYTES} quantum 60000"
+    kbit = max(rate / 1e3, 10)
+    return [
+        f"class {verb} dev {device} parent 1: classid 1:1 htb rate {kbit:.0f}kbit {some}",
+        f"class {verb} dev {device} parent 1:1 classid 1:11 htb rate {kbit * 0.1:.0f}kbit "
+        f"ceil {kbit:.0f}kbit prio 0 {some}",
+        f"class {verb} dev {device} parent 1:1 classid 1:12 htb rate {kbit * 0.9:.0f}kbit "
+        f"ceil {kbit:.0f}kbit prio 1 {some}",
+    ]
+
+
+def ip(*lines: str) -> None:
+    """Runs lines of the command `ip`."""
+    run(["ip", "-batch", "-"], lines)
+
+
+def tc(lines: Sequence[str], pid: int | None = None) -> None:
+    """Runs lines of the command `tc`, in the network namespace of a process if one is given."""
+    enter = [] if pid is None else ["nsenter", "--target", str(pid), "--net"]
+    run([*enter, "tc", "-batch", "-"], lines)
+
+
+def run(command: Sequence[str], lines: Sequence[str] = ()) -> None:
+    """Runs a command with lines as its input.
+
+    Raises:
+        RuntimeError: if it fails.
+    """
+    text = "".join(f"{line}\n" for line in lines)
+    done = subprocess.run(command, input=text, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}\n{text}")

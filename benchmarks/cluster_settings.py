@@ -1,0 +1,130 @@
+"""Settings of benchmarks/cluster.py: flags of its command line. Imports no jax."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from benchmarks.cluster_links import PORT
+from benchmarks.cluster_nodes import Topology
+from startrail_jax.errors import InputError
+
+DEFAULT_NODES, DEFAULT_DEVICES = 4, 4
+PASSES = ("forward", "both")
+CHOSEN = "chosen"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterSettings:
+    """What to time, and on which cluster."""
+
+    nodes: int | None = None
+    """Number of nodes. The default is 4 emulated nodes, or those that exist."""
+    devices: int | None = None
+    """Number of devices of a node. The default is 4 simulated devices, or those that exist."""
+    rate: str = "100mbit"
+    """Rate of an emulated port."""
+    inside: str | None = None
+    """Rate of a device inside its emulated node, such as "800mbit". Without rails the devices of a
+    node share one link of as many times this rate. The default is no limit."""
+    rails: bool = False
+    """Whether each emulated device has a port of its own, as GPUs of large clusters have, or all
+    devices of a node share one. With rails, every device has a process of its own."""
+    duplex: Literal["half", "full"] = "half"
+    """Whether both directions of an emulated port share its rate, or have it each. On full-duplex
+    ports, exchanges of two devices over gloo take 1.5 to 2 times as long as their bytes."""
+
+    schemes: tuple[str, ...] = ()
+    """What to time, such as "ring", "startrail-2", "team-4" or "group=2,ring=4,team=2"; the first
+    is compared with the others. The default is every named scheme that the devices allow."""
+    orders: tuple[str, ...] = (CHOSEN,)
+    """Orders of the mesh axes on the nodes: "chosen", which `make_mesh` takes if it knows the call;
+    "default", which it takes if it knows only the degrees; a name such as "rings_inside"; axes with
+    the slowest first, such as "team,ring,group,head"; or "best" and "worst" of all, by bytes."""
+    train: tuple[Literal["gpt", "dit"], ...] = ()
+    """Models of which a training step is timed instead of attention."""
+
+    batch_size: int = 1
+    """Number of sequences."""
+    seq_len: int = 1024
+    """Number of tokens of a sequence."""
+    heads: int = 16
+    """Number of query heads."""
+    kv_heads: int | None = None
+    """Number of key heads. The default is as many as query heads."""
+    head_dim: int = 64
+    """Number of channels of a head."""
+    layers: int = 2
+    """Number of layers of the models of `train`, whose width is heads * head_dim."""
+    causal: bool = True
+    """Whether attention is causal. The GPT always is, the DiT never."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Data type of attention, or of the activations of the models."""
+    passes: tuple[Literal["forward", "both"], ...] = PASSES
+    """The forward pass alone, and both passes."""
+
+    rounds: int = 3
+    """Number of rounds; each times all rows once, in turn."""
+    free_rounds: int = 1
+    """Number of further rounds without limits of the emulated ports."""
+    interface: str | None = None
+    """Network interface whose bytes are counted. The default is the emulated port, or none."""
+    json: Path | None = None
+    """File for the whole result."""
+    picture: Path | None = None
+    """File for a picture, such as cluster.png. Needs matplotlib."""
+
+    def __post_init__(self) -> None:
+        for name in ("nodes", "devices", "kv_heads"):
+            if getattr(self, name) is not None:
+                self._check(name, 1)
+        for name in ("batch_size", "seq_len", "heads", "head_dim", "layers", "rounds"):
+            self._check(name, 1)
+        self._check("free_rounds", 0)
+        for name in ("orders", "passes"):
+            if not getattr(self, name):
+                raise InputError(f"{name} must name one at least; got none. Leave the flag out.")
+        # Raises if the topology is none.
+        assert self.topology
+
+    def _check(self, name: str, least: int) -> None:
+        if getattr(self, name) < least:
+            raise InputError(
+                f"{name} must be at least {least}; got {name}={getattr(self, name)}. Use more."
+            )
+
+    @property
+    def topology(self) -> Topology:
+        """The emulated cluster."""
+        return Topology(
+            nodes=self.nodes or DEFAULT_NODES,
+            devices=self.devices or DEFAULT_DEVICES,
+            rate=self.rate,
+            inside=self.inside,
+            rails=self.rails,
+            duplex=self.duplex,
+        )
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Number of key heads."""
+        return self.kv_heads or self.heads
+
+    @property
+    def call(self) -> dict[str, Any]:
+        """What is known of the attention call, in the words of `startrail_jax.communication`."""
+        names = ("heads", "head_dim", "dtype", "causal")
+        return {name: getattr(self, name) for name in names} | {"kv_heads": self.num_kv_heads}
+
+    def of_model(self, kind: str) -> ClusterSettings:
+        """These settings with the mask and the key heads of a kind of model."""
+        if kind == "gpt":
+            return dataclasses.replace(self, causal=True)
+        return dataclasses.replace(self, causal=False, kv_heads=None)
+
+    @property
+    def port(self) -> str:
+        """The interface that is counted in an emulated node."""
+        return self.interface or PORT

@@ -1,0 +1,355 @@
+"""The emulated cluster: its network, its end, its words; and one measurement from end to end."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import pytest
+
+from benchmarks import (
+    cluster,
+    cluster_attention,
+    cluster_links,
+    cluster_nodes,
+    cluster_report,
+    cluster_training,
+)
+from benchmarks.cluster_nodes import Topology
+from benchmarks.cluster_schemes import default_schemes, named_schemes, read_scheme
+from benchmarks.cluster_settings import ClusterSettings
+from startrail_jax.errors import InputError, UnsupportedError
+from startrail_jax.layout import Layout
+from startrail_jax.mesh import Degrees
+from trainer.config import MeshConfig
+from trainer.parallel.degrees import choose_degrees
+from trainer.tasks import TASKS
+
+ROOT = Path(__file__).parents[2]
+REFUSAL = cluster_nodes.refusal()
+needs_namespaces = pytest.mark.skipif(
+    REFUSAL is not None, reason=f"needs network namespaces: {REFUSAL}"
+)
+
+
+# Words -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("rate", "bits"), [("100mbit", 1e8), ("1.5gbit", 1.5e9), ("20kbit", 2e4)])
+def test_rate_is_read(rate, bits):
+    assert cluster_links.bits_per_second(rate) == bits
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("rate", ["0mbit", "0.0gbit", "-5mbit", "100", "fast", "", "100 mbit"])
+def test_rate_that_is_none_is_refused(rate):
+    with pytest.raises(InputError, match=rf"A rate must be .*; got '{rate}'.*100mbit"):
+        ClusterSettings(rate=rate)
+    with pytest.raises(InputError, match="A rate must be"):
+        Topology(nodes=2, inside=rate)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (dict(nodes=0), r"nodes must be at least 1; got nodes=0"),
+        (dict(devices=-1), r"devices must be at least 1; got devices=-1"),
+        (dict(rounds=0), r"rounds must be at least 1; got rounds=0"),
+        (dict(orders=()), r"orders must name one at least"),
+        (dict(nodes=200, devices=8, rails=True), r"may have 250 processes; .* need 1600"),
+    ],
+)
+def test_setting_that_is_none_is_refused(wrong, message):
+    with pytest.raises(InputError, match=message):
+        ClusterSettings(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("text", "degrees", "published"),
+    [
+        ("ring", Degrees(ring=16), False),
+        ("all-gather", Degrees(group=16), False),
+        ("ulysses", Degrees(head=16), False),
+        ("head-4", Degrees(ring=4, head=4), False),
+        ("startrail-2", Degrees(group=2, ring=4, team=2), False),
+        ("published-4", Degrees(group=4, team=4), True),
+        ("team-8", Degrees(ring=2, team=8), False),
+        ("tiles-2", Degrees(group=8, team=2), False),
+        ("group=2,ring=2,team=4", Degrees(group=2, ring=2, team=4), False),
+    ],
+)
+def test_scheme_is_read(text, degrees, published):
+    scheme = read_scheme(text, 16)
+    assert (scheme.name, scheme.degrees, scheme.published) == (text, degrees, published)
+    assert bool(scheme.options) == published
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("rings", r"A scheme must be one of ring, .*; got 'rings'"),
+        ("head", r"A scheme must be one of .*; got 'head'"),
+        ("ring-4", r"A scheme must be one of .*; got 'ring-4'"),
+        ("team-3", r"team must divide the number of devices; got team=3 for 16 devices"),
+        ("startrail-3", r"c\^2 must divide the sequence degree; got c=3"),
+        ("ring=4,team=2", r"product of the degrees .* got ring=4,team=2 = 8 for 16 devices"),
+        ("ring=4,tensor=4", r"Degrees must be numbers for group, ring, team, head"),
+        ("ring=4,ring=4", r"Degrees must be numbers for .* at most once"),
+    ],
+)
+def test_scheme_that_is_none_is_refused(text, message):
+    with pytest.raises(InputError, match=message):
+        read_scheme(text, 16)
+
+
+def test_default_schemes_have_different_degrees():
+    names = [scheme.name for scheme in default_schemes(4)]
+    assert names == ["ring", "all-gather", "ulysses", "head-2", "published-2", "startrail-2",
+                     "team-2"]  # fmt: skip
+
+
+def test_default_of_train_py_follows_the_heads_and_the_nodes():
+    for kv_heads, nodes in ((16, 16), (4, 4), (4, 1)):
+        settings = ClusterSettings(nodes=nodes, devices=16 // nodes, kv_heads=kv_heads)
+        places = settings.topology.device_nodes
+        assert (len(places), len(set(places))) == (16, nodes)
+        (found,) = named_schemes(("train-default",), settings.call, places)
+        wanted = choose_degrees(MeshConfig(), 16, settings.call, nodes=places)
+        assert found.degrees == wanted
+    assert len(named_schemes((), settings.call, places)) == len(default_schemes(16))
+
+
+def test_models_bring_their_mask_and_key_heads():
+    settings = ClusterSettings(kv_heads=4, causal=False)
+    assert (settings.of_model("gpt").causal, settings.of_model("gpt").num_kv_heads) == (True, 4)
+    assert (settings.of_model("dit").causal, settings.of_model("dit").num_kv_heads) == (False, 16)
+
+
+def test_order_is_read():
+    roles = ("data", "team", "ring", "group", "head", "tensor")
+    assert cluster_attention.read_order("team,ring,group,head") == roles
+    assert cluster_attention.read_order("rings_inside").index("ring") == 4
+    with pytest.raises(InputError, match=r"An order must be .*; got 'inside'"):
+        cluster_attention.read_order("inside")
+    with pytest.raises(InputError, match=r"order must have each of .* misses"):
+        cluster_attention.read_order("team,ring")
+
+
+def test_outputs_are_refused_before_anything_is_measured(tmp_path, monkeypatch):
+    with pytest.raises(InputError, match=r"json must be in a folder that exists"):
+        cluster.check_outputs(ClusterSettings(json=tmp_path / "no" / "x.json"))
+    with pytest.raises(InputError, match=r"picture must be in a folder .* not in /dev/shm"):
+        cluster.check_outputs(ClusterSettings(picture=Path("/dev/shm/x.png")))
+    monkeypatch.setattr(cluster.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(InputError, match=r"picture needs matplotlib"):
+        cluster.check_outputs(ClusterSettings(picture=tmp_path / "x.png"))
+
+
+def test_rate_of_a_real_cluster_is_refused():
+    settings = ClusterSettings(rate="5mbit")
+    with pytest.raises(InputError, match=r"belong to emulated ports; got .* rate=5mbit"):
+        cluster.measure(settings, cluster.Distributed(on=True))
+
+
+def test_unknown_interface_is_refused():
+    assert cluster_links.port_bytes("lo")[0] >= 0
+    with pytest.raises(InputError, match=r"interface must be one of .*lo.*; got 'nic7'"):
+        cluster_links.port_bytes("nic7")
+
+
+def row(name, seconds, **others):
+    return {"name": name, "pass": "forward", "seconds": seconds, "free_seconds": [0.25],
+            "port_received": [2.04e6], "expected_gloo": 2e6, "error": 1e-7, "tolerance": 2e-6,
+            **others}  # fmt: skip
+
+
+def test_table_shows_medians_and_what_is_wrong():
+    rows = [row("ring", [2.0, 1.0, 3.0]), row("team-2", [1.0], error=1e-3),
+            row("odd", [4.0], expected_gloo=math.nan, free_seconds=[], error=math.nan)]  # fmt: skip
+    ring, team, odd = cluster_report.table(rows).splitlines()[3:6]
+    assert ring.split() == ["ring", "2.000", "100%", "1.00", "2.040", "2.000", "+2.0%", "0.250",
+                            "1.0e-07"]  # fmt: skip
+    assert team.split()[3] == "2.00"
+    assert team.endswith("WRONG")
+    assert odd.split()[1:] == ["4.000", "0%", "0.50", "2.040", "-", "-", "-", "-"]
+    assert [cluster_report.is_wrong(x) for x in rows] == [False, True, False]
+
+
+@pytest.fixture
+def two_devices(monkeypatch):
+    """A cluster of one process and two devices."""
+    two = jax.devices()[:2]
+    monkeypatch.setattr(jax, "devices", lambda: two)
+
+
+def test_schemes_and_steps_of_train_py_are_timed_in_one_process(tmp_path, two_devices, capsys):
+    paths = {"json": tmp_path / "result.json", "picture": tmp_path / "result.png"}
+    sizes = dict(seq_len=16, heads=2, head_dim=4, layers=1, rounds=1)
+    settings = ClusterSettings(**sizes, **paths, passes=("forward",), schemes=("ring",))
+    assert cluster.measure_joined(settings, emulated=False) == 0
+    found = json.loads(paths["json"].read_text())
+    assert found["settings"]["seq_len"] == 16
+    assert [row["name"] for row in found["rows"]] == ["ring"]
+    assert all(0 < row["error"] < row["tolerance"] for row in found["rows"])
+    assert paths["picture"].read_bytes().startswith(b"\x89PNG")
+
+    schemes = ("ring", "ulysses")
+    steps = ClusterSettings(**sizes, train=("dit",), json=paths["json"], schemes=schemes)
+    assert cluster.measure_joined(steps, emulated=False) == 0
+    rows = json.loads(paths["json"].read_text())["rows"]
+    assert [(row["name"], row["pass"]) for row in rows] == [
+        ("ring", "DiT step"), ("ulysses", "DiT step")]  # fmt: skip
+    # The first loss does not depend on the mesh; a step changes it.
+    for row in rows:
+        assert row["error"] < row["tolerance"]
+        assert row["losses"][0] != row["losses"][1]
+        assert row["received_by_device"] > 0
+    assert "1 x 2 cpu devices" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["gpt", "dit"])
+def test_random_batch_is_one_of_the_run(kind):
+    settings = ClusterSettings(seq_len=48, heads=2, head_dim=4, batch_size=3)
+    config = cluster_training.train_config(kind, settings)
+    assert config.num_tokens == 48
+    objective = TASKS[kind].make_objective(config)
+    layout = Layout.of(None, 4, causal=objective.causal)
+    batch, wanted = cluster_training.random_batch(config, layout), objective.batch_shapes(layout)
+    assert jax.tree.structure(batch) == jax.tree.structure(wanted)
+    for found, like in zip(*map(jax.tree.leaves, (batch, wanted)), strict=True):
+        assert (found.shape, found.dtype) == (like.shape, like.dtype)
+
+
+def test_devices_that_are_not_there_are_refused(two_devices):
+    with pytest.raises(InputError, match=r"must be those of the cluster; got nodes=3, .* 1 nodes"):
+        cluster.find_place(ClusterSettings(nodes=3, devices=2), emulated=False)
+
+
+# The network -------------------------------------------------------------------------------------
+
+
+def test_machine_without_namespaces_says_what_it_needs(monkeypatch):
+    monkeypatch.setattr(cluster_nodes, "unshare_command", lambda: ["sh", "-c", "exit 1"])
+    with pytest.raises(UnsupportedError, match=r"needs network namespaces .*user namespaces"):
+        cluster_nodes.run(Topology(nodes=2), ["true"], {})
+    monkeypatch.setenv("PATH", "")
+    assert "got no unshare, nsenter, mount, ip, tc. Install iproute2, util-linux" in str(
+        cluster_nodes.refusal()
+    )
+
+
+def running(marker):
+    """Ids of the processes with a word in their command line."""
+    found = set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if marker.encode() in words:
+            found.add(int(folder.name))
+    return found
+
+
+def wait_for(condition, seconds=30):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@needs_namespaces
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_nodes_end_with_their_launcher(number):
+    marker = f"{1000 + os.getpid() + number / 100}"
+    code = (
+        "from benchmarks import cluster_nodes as nodes; "
+        f"nodes.run(nodes.Topology(nodes=2), ['sleep', '{marker}'], {{}})"
+    )
+    launcher = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.DEVNULL)
+    try:
+        wait_for(lambda: len(running(marker)) == 2)
+        launcher.send_signal(number)
+        launcher.wait()
+        wait_for(lambda: not running(marker), seconds=5)
+    finally:
+        launcher.kill()
+
+
+@needs_namespaces
+def test_process_that_fails_ends_the_others_and_is_heard(capfd):
+    command = ["sh", "-c", "if [ $0 = 1 ]; then echo so it goes; exit 3; fi; sleep 60", "{index}"]
+    assert cluster_nodes.run(Topology(nodes=3), command, {}) == 1
+    shown = capfd.readouterr().err
+    assert "process 1 ended with status 3\nso it goes" in shown
+    assert not list(cluster_nodes.PRIVATE_FOLDER.glob("process*.log"))
+
+
+@needs_namespaces
+def test_rails_lead_to_other_nodes_and_inside(capfd):
+    topology = Topology(nodes=2, devices=2, rails=True, inside="1gbit", duplex="full")
+    assert topology.processes == 4
+    assert topology.neighbours(2) == [3]
+    # Process 0 alone is heard.
+    ways = f"ip route get {cluster_nodes.address(1)}; ip route get {cluster_nodes.address(2)}"
+    assert cluster_nodes.run(topology, ["sh", "-c", ways], {}) == 0
+    inside, across = [x for x in capfd.readouterr().out.splitlines() if "dev" in x]
+    assert "dev inside0" in inside
+    assert "dev eth0" in across
+
+
+SEND_TO_ITSELF = """
+import socket, threading, time
+from benchmarks.cluster_nodes import address, set_limits
+
+def seconds(size=1_000_000):
+    with socket.create_server((address(0), 0)) as server:
+        sender = socket.create_connection(server.getsockname())
+        receiver, _ = server.accept()
+    start = time.perf_counter()
+    threading.Thread(target=lambda: (sender.sendall(bytes(size)), sender.close())).start()
+    while receiver.recv(65536):
+        pass
+    return time.perf_counter() - start
+
+set_limits(True)
+limited = seconds()
+set_limits(False)
+print(limited, seconds())
+"""
+
+
+@needs_namespaces
+def test_rate_inside_a_node_is_that_of_its_devices_together(capfd):
+    topology = Topology(nodes=1, devices=2, inside="10mbit")
+    variables = {"PYTHONPATH": str(ROOT)}
+    assert cluster_nodes.run(topology, [sys.executable, "-c", SEND_TO_ITSELF], variables) == 0
+    limited, free = map(float, capfd.readouterr().out.split())
+    # 8 Mbit at 20 Mbit/s, of which the burst at the start is free.
+    assert limited > 0.35
+    assert free < limited / 2
+
+
+@needs_namespaces
+def test_bytes_and_times_of_an_emulated_cluster_are_those_expected(tmp_path):
+    """Two nodes with half-duplex ports: each byte that one receives, the other one sends."""
+    path = tmp_path / "result.json"
+    flags = "--nodes 2 --devices 1 --rate 20mbit --schemes ring --passes both --rounds 2 "
+    flags += "--seq-len 256 --heads 8 --head-dim 32"
+    done = subprocess.run(
+        [sys.executable, "benchmarks/cluster.py", *flags.split(), "--json", path],
+        cwd=ROOT, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (found,) = json.loads(path.read_text())["rows"]
+    expected = found["expected_gloo"]
+    assert expected == found["expected_nccl"] == found["received_by_device"]
+    assert min(found["port_received"]) == pytest.approx(expected, rel=0.05)
+    assert min(found["seconds"]) > 0.9 * 2 * expected * 8 / 20e6 > 3 * min(found["free_seconds"])
+    assert 0 < found["error"] < found["tolerance"]
+    assert "forward + backward" in done.stdout
