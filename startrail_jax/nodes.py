@@ -57,10 +57,10 @@ def resolve_order(order: str | Sequence[str]) -> tuple[str, ...]:
 def nodes_of(devices: Sequence[Any], devices_per_node: int | None = None) -> tuple[int, ...]:
     """The number of the node of each device; nodes are numbered as they first occur.
 
-    Devices with a slice index share a node if they are of one slice: a TPU slice, or the GPUs of
-    one machine (with NVLink between machines, of one NVLink domain), however many processes drive
-    them. Devices without one share a node if one process drives them; where a machine runs several
-    such processes, `devices_per_node` says so.
+    Devices share a node if they have one slice index, which jax gives to a TPU slice and, where
+    there are several processes, to the GPUs or CPUs of one machine (with NVLink between machines,
+    of one NVLink domain), however many processes drive them. Devices without a slice index share a
+    node if one process drives them.
 
     Args:
         devices: the devices, real or not.

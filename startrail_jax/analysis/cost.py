@@ -271,7 +271,8 @@ def default_order(
     parts = degrees.head * degrees.tensor
     if call is None:
         kinds = itertools.product((4 * parts, parts), (True, False))
-        calls = [dict(heads=4 * parts, kv_heads=heads, causal=causal) for heads, causal in kinds]
+        usual = [dict(heads=4 * parts, kv_heads=heads, causal=causal) for heads, causal in kinds]
+        calls: list[dict[str, Any]] = usual
     else:
         calls = [dict(call)]
         known = set(inspect.signature(communication).parameters) - _SAID_BY_MESH
@@ -282,7 +283,7 @@ def default_order(
             )
     if len(set(nodes)) == 1:
         return ROLES
-    common = dict(batch=degrees.data, seq_len=1024 * degrees.sequence, head_dim=128)
+    common: dict[str, Any] = dict(batch=degrees.data, seq_len=1024 * degrees.sequence, head_dim=128)
     reports = [communication(degrees, **{**common, **call}) for call in calls]
     return cheapest_order(degrees, nodes, [report.total.transfers for report in reports])
 

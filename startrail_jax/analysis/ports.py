@@ -191,7 +191,9 @@ def messages(
         NotImplementedError: if an algorithm does not serve the size of a group.
     """
     sizes: Counter[tuple[Any, ...]] = Counter()
-    for transfer in filter(lambda transfer: transfer.received_bytes, transfers):
+    for transfer in transfers:
+        if transfer.received_bytes == 0:
+            continue
         hops = transfer.hops or (None,)
         for hop in hops:
             pattern = transfer.roles, transfer.collective, hop

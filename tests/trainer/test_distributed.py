@@ -249,6 +249,7 @@ def test_any_number_of_processes_trains_alike_and_goes_on_with_the_run_of_anothe
         assert f"after step {after}\n" in first
         assert f"{after + 2}.damaged. The checkpoint of step {after} is used" in first
         assert (f"in {count} processes" in first) == (count > 1)
+        assert "nodes: " not in first  # The processes are on one machine.
         assert ("--- continued by the model" in first) == (count == 2)
         for output in others:
             lines = output.splitlines()

@@ -2,11 +2,16 @@
 
 import pytest
 
+import startrail_jax as st
 from configs.dit import dit_digits
 from configs.gpt import gpt_tiny
+from trainer.config import MeshConfig
 from trainer.dit.config import ImageOptions
 from trainer.gpt.config import TextOptions
-from trainer.session import _names_of_paths
+from trainer.network.options import Distributed
+from trainer.run.mesh import save_degrees
+from trainer.session import _names_of_paths, joined
+from trainer.task import SampleOptions
 
 
 @pytest.mark.parametrize(
@@ -24,3 +29,37 @@ from trainer.session import _names_of_paths
 )
 def test_only_paths_may_differ_between_machines(settings, names):
     assert _names_of_paths(settings) == names
+
+
+def join(folder=None, **mesh):
+    """The mesh and the log of a program on four devices."""
+    options = SampleOptions(devices=4, mesh=MeshConfig(**mesh))
+    call = gpt_tiny().attention_call
+    with joined(Distributed(), options, kind="a test", call=call, folder=folder) as session:
+        return session.mesh, session.description
+
+
+def test_a_run_goes_on_with_the_degrees_that_it_had(tmp_path):
+    mesh, _ = join(tmp_path)
+    assert (mesh.shape["team"], mesh.shape["ring"]) == (2, 2)
+    save_degrees(tmp_path, vars(st.Degrees(ring=4)))
+    mesh, description = join(tmp_path)
+    assert mesh.shape["ring"] == 4
+    assert description[-1] == "mesh: data 1, group 1, ring 4, team 1, head 1, tensor 1"
+    mesh, _ = join(tmp_path, team=1, ring=2, data=2)
+    assert mesh.shape["ring"] == 2
+
+
+def test_order_and_nodes_of_the_flags_place_the_devices():
+    flags = dict(team=2, group=1, devices_per_node=2)
+    for order, ids, across in (
+        (("rings_inside",), [0, 2, 1, 3], "team; inside: ring"),
+        (("data", "group", "ring", "team", "head", "tensor"), [0, 1, 2, 3], "ring; inside: team"),
+        (None, [0, 1, 2, 3], "ring; inside: team"),
+    ):
+        mesh, description = join(order=order, **flags)
+        assert [device.id for device in mesh.devices.flat] == ids
+        assert description[-1].startswith("nodes: 2 of 2 devices; axes from slow to fast: ")
+        assert description[-1].endswith(f"across nodes: {across}")
+    with pytest.raises(ValueError, match="got devices_per_node=3 for 4 devices"):
+        join(devices_per_node=3)
