@@ -353,3 +353,4 @@ def test_bytes_and_times_of_an_emulated_cluster_are_those_expected(tmp_path):
     assert min(found["seconds"]) > 0.9 * 2 * expected * 8 / 20e6 > 3 * min(found["free_seconds"])
     assert 0 < found["error"] < found["tolerance"]
     assert "forward + backward" in done.stdout
+    assert f"command: python benchmarks/cluster.py {flags} --json {path}\n" in done.stdout
