@@ -46,8 +46,9 @@ class Task(ABC, Generic[Config, Options]):
     """
 
     config_class: ClassVar[type[Any]]
-    """Class of the config of a run. Its `kind` is the name of the task, and its field `model` has
-    the fields `heads`, `kv_heads` and `dtype`."""
+    """Class of the config of a run. Its `kind` is the name of the task, `causal` says whether a
+    token attends only to earlier ones, and its field `model` has the fields `heads`, `kv_heads`,
+    `head_dim` and `dtype`."""
     options_class: ClassVar[type[Any]]
     """Class of the options of sample.py."""
     example_flags: ClassVar[str] = "--help"

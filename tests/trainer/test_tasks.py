@@ -32,6 +32,7 @@ class AlphabetModelConfig:
     width: int = 8
     heads: int = 1
     kv_heads: int = 1
+    head_dim: int = 8
     dtype: str = "float32"
 
 
@@ -43,6 +44,7 @@ class AlphabetDataConfig:
 @dataclass(frozen=True, kw_only=True)
 class AlphabetConfig(TrainConfig):
     kind: ClassVar[str] = "alphabet"
+    causal: ClassVar[bool] = True
 
     model: AlphabetModelConfig = field(default_factory=AlphabetModelConfig)
     data: AlphabetDataConfig = field(default_factory=AlphabetDataConfig)
