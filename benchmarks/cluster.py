@@ -170,7 +170,7 @@ def measure_joined(settings: ClusterSettings, *, emulated: bool) -> int:
         + ("causal" if settings.causal else "full"),
         "versions": f"jax {jax.__version__}, {os.cpu_count()} cores",
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "command": shlex.join(["python", *without_distributed(sys.argv)]),
+        "command": shlex.join(["python", *(as_given(sys.argv) if emulated else sys.argv)]),
     }
     for name, fact in facts.items():
         processes.say(f"{name}: {fact}")
@@ -252,10 +252,10 @@ def describe(settings: ClusterSettings) -> str:
     return f"one {settings.duplex}-duplex port of {settings.rate} for {whose}{inside}"
 
 
-def without_distributed(words: list[str]) -> list[str]:
-    """A command line as the user gave it to an emulated cluster."""
-    ends = [index for index, word in enumerate(words) if word == "--distributed.coordinator"]
-    return [os.path.relpath(words[0]), *words[1 : ends[0] if ends else None]]
+def as_given(words: list[str]) -> list[str]:
+    """The command line of the user, from that of a process of an emulated cluster."""
+    end = words.index("--distributed.coordinator")
+    return [os.path.relpath(words[0]), *words[1:end]]
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ import json
 import os
 import selectors
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -36,8 +35,8 @@ from benchmarks.cluster_links import UNLIMITED, Hub, bits_per_second, configure_
 from benchmarks.cluster_links import run as run_tool
 from startrail_jax.errors import InputError, UnsupportedError
 
-TOOLS = {"unshare": "util-linux", "nsenter": "util-linux", "mount": "util-linux",
-         "ip": "iproute2", "tc": "iproute2"}  # fmt: skip
+TOOLS = {"unshare": "util-linux", "nsenter": "util-linux", "setpriv": "util-linux",
+         "mount": "util-linux", "ip": "iproute2", "tc": "iproute2"}  # fmt: skip
 NETWORK = "10.77.0.0/16"
 COORDINATOR_PORT = 9911
 MOST_PROCESSES = 250
@@ -47,7 +46,6 @@ CONTROL = "STARTRAIL_CLUSTER_CONTROL"
 """Variable with the number of the socket over which process 0 changes the rates."""
 LOG_LINES = 40
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET = 0x00020000, 0x04000000, 0x40000000
-PR_SET_PDEATHSIG = 1
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -169,11 +167,12 @@ def run(topology: Topology, command: Sequence[str], variables: Mapping[str, str]
         raise UnsupportedError(why)
     request = json.dumps([dataclasses.asdict(topology), list(command), dict(variables)])
     supervisor = subprocess.Popen(
-        [*unshare_command(), sys.executable, str(Path(__file__).resolve()), request],
+        # The kernel ends the first of these commands when this process ends, however that happens.
+        ["setpriv", "--pdeathsig", "KILL", *unshare_command(),
+         sys.executable, str(Path(__file__).resolve()), request],
         # Ctrl-C at a terminal is for this process, which ends all others below.
         start_new_session=True,
-        preexec_fn=die_with_parent,
-    )
+    )  # fmt: skip
     try:
         return int(supervisor.wait() != 0)
     finally:
@@ -191,11 +190,6 @@ def set_limits(limited: bool) -> None:
         control.sendall(b"1" if limited else b"0")
         if answer := control.recv(4096).decode().strip("\n"):
             raise RuntimeError(f"the rates could not be changed: {answer}")
-
-
-def die_with_parent() -> None:
-    """Has the kernel kill this process when the one that started it ends, however that happens."""
-    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 # In the namespaces -------------------------------------------------------------------------------
@@ -256,7 +250,6 @@ class Supervisor:
 
     def _become(self, index: int, is_apart: socket.socket) -> None:
         """In the new process: sets up its namespaces and becomes the command."""
-        die_with_parent()
         if LIBC.unshare(CLONE_NEWNET | CLONE_NEWNS | CLONE_NEWUTS):
             raise OSError(ctypes.get_errno(), "unshare")
         is_apart.send(b"x")

@@ -238,7 +238,7 @@ def test_machine_without_namespaces_says_what_it_needs(monkeypatch):
     with pytest.raises(UnsupportedError, match=r"needs network namespaces .*user namespaces"):
         cluster_nodes.run(Topology(nodes=2), ["true"], {})
     monkeypatch.setenv("PATH", "")
-    assert "got no unshare, nsenter, mount, ip, tc. Install iproute2, util-linux" in str(
+    assert "got no unshare, nsenter, setpriv, mount, ip, tc. Install iproute2, util-linux" in str(
         cluster_nodes.refusal()
     )
 
@@ -331,7 +331,7 @@ def test_rate_inside_a_node_is_that_of_its_devices_together(capfd):
     assert cluster_nodes.run(topology, [sys.executable, "-c", SEND_TO_ITSELF], variables) == 0
     limited, free = map(float, capfd.readouterr().out.split())
     # 8 Mbit at 20 Mbit/s, of which the burst at the start is free.
-    assert limited > 0.35
+    assert limited > 0.25
     assert free < limited / 2
 
 
@@ -353,3 +353,4 @@ def test_bytes_and_times_of_an_emulated_cluster_are_those_expected(tmp_path):
     assert min(found["seconds"]) > 0.9 * 2 * expected * 8 / 20e6 > 3 * min(found["free_seconds"])
     assert 0 < found["error"] < found["tolerance"]
     assert "forward + backward" in done.stdout
+    assert f"command: python benchmarks/cluster.py {flags} --json {path}\n" in done.stdout
