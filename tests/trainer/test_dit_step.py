@@ -22,7 +22,7 @@ from trainer.dit.examples import Example
 from trainer.dit.objective import Denoising
 from trainer.parallel.step import Program
 
-STEPS = 10
+STEPS = 30
 CONFIG = DiTTrainConfig(
     model=DiTConfig(channels=2, classes=3, width=32, layers=2, heads=8, mlp_width=48),
     optimizer=OptimizerConfig(learning_rate=1e-2),

@@ -171,30 +171,14 @@ def cache_shapes(generator, slots):
     return jax.eval_shape(generator.prefill, *arguments)[1], lengths
 
 
-def test_32k_tokens_on_eight_devices_give_the_likeliest_of_the_whole_forward_pass(compile_well):
-    rng = np.random.default_rng(1)
-    prompt = rng.integers(LONG_MODEL.vocab_size, size=(1 << 15) - 3)
-    degrees, greedy = st.Degrees.startrail(8, c=2), Sampling(temperature=0.0)
-    (found,) = generate(make_generator(degrees, greedy, config=LONG_MODEL), [prompt], 3, LONG_MODEL)
-
-    def attention_of_last(query, key, value, *, segment_ids=None):
-        """The last tokens alone are asked for, and in a model of one layer no other depends on
-        what the others see."""
-        length, last = query.shape[1], 3
-        mask = jnp.arange(length) <= jnp.arange(length - last, length)[:, None]
-        out = jax.nn.dot_product_attention(query[:, -last:], key, value, mask=mask[None, None])
-        return jnp.pad(out, ((0, 0), (length - last, 0), (0, 0), (0, 0)))
-
-    model = GPT(**model_arguments(LONG_MODEL), attention_fn=attention_of_last, rngs=nnx.Rngs(0))
-    graph = nnx.graphdef(model)
-    tokens = np.array([[*prompt, *found[:2]]], np.int32)
-    positions = np.arange(tokens.shape[1], dtype=np.int32)[None]
-    logits = jax.jit(lambda weights: nnx.merge(graph, weights)(tokens, positions)[0, -3:])(
-        make_weights(LONG_MODEL)
-    )
-    assert logits.argmax(-1).tolist() == found
-    # They are not those of the token alone.
-    assert len({*found}) > 1
+def test_32k_tokens_on_eight_devices_give_the_tokens_of_one(compile_well):
+    prompt = np.random.default_rng(1).integers(LONG_MODEL.vocab_size, size=(1 << 15) - 3)
+    found = [
+        generate(make_generator(degrees, config=LONG_MODEL), [prompt], 3, LONG_MODEL)
+        for degrees in (st.Degrees(), st.Degrees.startrail(8, c=2))
+    ]
+    assert found[0] == found[1]
+    assert len(found[0][0]) == 3
 
 
 # Errors ----------------------------------------------------------------------------------------
