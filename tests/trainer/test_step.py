@@ -1,6 +1,8 @@
 """Training steps: the same losses on every mesh, and however memory is saved."""
 
 import dataclasses
+import gc
+import weakref
 from pathlib import Path
 
 import chex
@@ -229,3 +231,14 @@ def test_weights_are_decayed_but_for_norms(initial_state):
     for path, x in after.items():
         grown = np.abs(x[...]).max() / np.abs(before[path][...]).max()
         assert (grown > 50) == ("scale" not in path), path
+
+
+def test_program_is_freed_when_it_is_not_needed():
+    """train() may be called hundreds of times in one process."""
+    program = make_program(st.Degrees(team=2), tile=8)
+    program.losses.trace(program.state_shapes.weights, program.batch_shapes)
+    program.train_step.trace(program.state_shapes, program.batch_shapes)
+    freed = weakref.ref(program)
+    del program
+    gc.collect()
+    assert freed() is None

@@ -236,7 +236,9 @@ class Program:
             model = self._model.with_part(name, head)
             return jnp.sum(objective.losses(model, hidden, targets) * token_weights)
 
-        summed = summed_in_tiles(loss, self.config.tile, self.config.model.dtype)
+        summed = summed_in_tiles(
+            loss, self.config.tile, self.config.model.dtype, differentiated=slots is not None
+        )
         return summed(head, hidden, targets, token_weights)
 
     def _total_weight(self, batch: Any) -> Float32[Array, ""]:

@@ -37,7 +37,11 @@ def in_tiles(function: Callable[..., Array], tile: int | None) -> Callable[..., 
 
 
 def summed_in_tiles(
-    function: Callable[..., Float32[Array, ""]], tile: int | None, dtype: Any
+    function: Callable[..., Float32[Array, ""]],
+    tile: int | None,
+    dtype: Any,
+    *,
+    differentiated: bool = True,
 ) -> Callable[..., Float32[Array, ""]]:
     """The sum over all tokens of a function that is computed for one tile at a time.
 
@@ -51,6 +55,8 @@ def summed_in_tiles(
         tile: tokens of a tile, a divisor of B * T; None for all tokens.
         dtype: a type that holds the values of the weights exactly; the loop over tiles keeps them
             in it.
+        differentiated: whether the sum may be differentiated. If it is not, jax would keep its rule
+            for that, and with it all that `function` refers to, until the program ends.
     """
 
     def tiles(arrays: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -71,9 +77,12 @@ def summed_in_tiles(
 
         return lax.scan(add, jax.tree.map(zeros, first), cut)
 
-    @jax.custom_vjp
-    def total(weights: Any, *arrays: Array) -> Array:
+    def value(weights: Any, *arrays: Array) -> Array:
         return add_up(lambda *xs: (function(*xs), None), weights, tiles(arrays))[0]
+
+    if not differentiated:
+        return value
+    total = jax.custom_vjp(value)
 
     def forward(weights: Any, *arrays: Array) -> tuple[Array, Any]:
         def step(*xs: Any) -> tuple[Any, Array]:
