@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 REMOVED = ".removed"
 """Ending of a folder that is being removed."""
+FLUSHED_AT_A_TIME = 8
 _PROCESS = re.compile(r"process_(\d+)$")
 
 
@@ -22,10 +24,11 @@ def flush_files(folder: Path, process: int) -> None:
         folder: a checkpoint, which all processes have written.
         process: number of this process.
     """
-    for path, _, files in os.walk(folder):
-        for name in (*files, "."):
-            if _owner(Path(path, name).relative_to(folder)) == process:
-                flush(Path(path, name))
+    paths = [Path(path, name) for path, _, files in os.walk(folder) for name in (*files, ".")]
+    own = [path for path in paths if _owner(path.relative_to(folder)) == process]
+    # A disk serves several at a time.
+    with ThreadPoolExecutor(FLUSHED_AT_A_TIME) as threads:
+        list(threads.map(flush, own))
 
 
 def flush(path: Path) -> None:
