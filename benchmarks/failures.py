@@ -84,7 +84,9 @@ class Processes:
             own_flags: further flags of single processes, by index.
         """
         variables = environment(folder / "compiled") | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-        coordinator = f"127.0.0.1:{free_port()}"
+        self.port = free_port()
+        """Where process 0 listens while they start."""
+        coordinator = f"127.0.0.1:{self.port}"
         self.count = count
         self._logs = [folder / f"process-{index}.log" for index in range(count)]
         self._all: list[subprocess.Popen[bytes]] = []
