@@ -22,7 +22,7 @@ from trainer.gpt.config import (
     GPTTrainConfig,
 )
 from trainer.gpt.objective import NextToken, model_arguments
-from trainer.parallel.step import Program
+from trainer.parallel.step import Program, make_attention
 
 STEPS = 10
 END = 7  # Ends a document.
@@ -41,7 +41,8 @@ CONFIG = GPTTrainConfig(
 def make_program(degrees, **changes):
     mesh = st.make_mesh(degrees, "auto", jax.devices()[: degrees.num_devices])
     config = dataclasses.replace(CONFIG, **changes)
-    return Program(config, st.Attention(mesh, causal=True), NextToken(config))
+    objective = NextToken(config)
+    return Program(config, make_attention(mesh, config, objective), objective)
 
 
 def windows(step):

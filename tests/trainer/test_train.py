@@ -201,7 +201,11 @@ def test_select_devices_beyond_what_there_is_raises():
             r"seq_len, .* must be div.*36.*tensor=4.*of 8",
         ),
         ("--model.mlp-width 33 --mesh.tensor 2", ValueError, r"tensor must divide.*mlp.*size 33"),
-        ("--zero 3 --zero-axes data", ValueError, r"zero=3 needs an axis.*Use --zero-axes group"),
+        (
+            "--zero 3 --zero-axes data",
+            ValueError,
+            r"zero=3 needs an axis.*Use --zero-axes ring team",
+        ),
         ("--offload --remat full", NotImplementedError, r"offload needs GPUs.*platform 'cpu'"),
     ],
 )

@@ -31,7 +31,11 @@ def save_config(config: Any, path: Path) -> None:
         path: the file.
     """
     kind = {KIND: config.kind} if isinstance(config, TrainConfig) else {}
-    text = json.dumps(kind | dataclasses.asdict(config), default=os.fspath, indent=2)
+    replace_text(path, json.dumps(kind | dataclasses.asdict(config), default=os.fspath, indent=2))
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Writes a file of one text, of which a reader finds the old one or the new one whole."""
     part = path.with_name(f"{path.name}.part")
     with part.open("w") as file:
         file.write(text + "\n")

@@ -9,6 +9,7 @@ from importlib import metadata
 from pathlib import Path
 
 from trainer.run.commands import CHECKOUT
+from trainer.run.settings import replace_text
 
 VERSIONS_FILE = "versions.json"
 PACKAGES = ("startrail-jax", "jax", "jaxlib", "flax", "optax")
@@ -51,9 +52,8 @@ def record_versions(run_dir: Path, step: int) -> str | None:
     before = entries[-1]["versions"] if entries else None
     if before == now:
         return None
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(json.dumps([*entries, {"after_step": step, "versions": now}], indent=2) + "\n")
-    part.replace(path)
+    entries.append({"after_step": step, "versions": now})
+    replace_text(path, json.dumps(entries, indent=2))
     if before is None:
         return None
     names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
