@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 import startrail_jax as st
 from benchmarks.cluster_rounds import Forecast, Processes, Timed
@@ -181,7 +181,7 @@ class AttentionCalls:
         scheme, settings = row.scheme, self._settings
         mesh = self.place.mesh(scheme.degrees, row.order)
         attention = st.Attention(mesh, causal=settings.causal, **scheme.options)
-        arrays = self._placed(attention)
+        arrays = attention.shard(*self._inputs)
         timed = []
         for which in settings.passes:
             function, arguments = (attention, arrays[:3]) if which == "forward" else (
@@ -202,17 +202,6 @@ class AttentionCalls:
             found.error = self._processes.largest([error])[0]
             timed.append(found)
         return timed
-
-    def _placed(self, attention: st.Attention) -> tuple[Any, ...]:
-        """q, k, v and dout on the devices."""
-        inputs, settings = self._inputs, self._settings
-        queries, keys = attention.query_spec(settings.heads), attention.key_spec(
-            settings.num_kv_heads)  # fmt: skip
-        placed = []
-        for x, spec in zip(inputs, (queries, keys, keys, queries), strict=True):
-            x, sharding = attention.layout.permute(x), NamedSharding(attention.mesh, spec)  # type: ignore[arg-type]
-            placed.append(jax.make_array_from_callback(x.shape, sharding, x.__getitem__))
-        return tuple(placed)
 
 
 def read_order(label: str) -> tuple[str, ...]:

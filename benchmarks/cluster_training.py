@@ -60,7 +60,8 @@ class TrainingSteps:
         program = Program(self.config, attention, objective)
         batch = place(random_batch(self.config, attention.layout), program.batch_sharding)
         state = _state(program)
-        out = (state, StepMetrics(*4 * (0.0,)))  # type: ignore[arg-type]
+        number: Any = 0.0
+        out = (state, StepMetrics(*4 * (number,)))
         step, text = self._processes.compile(program.train_step, (state, batch), out)
         holder = [state]
         timed = Timed(

@@ -115,30 +115,23 @@ def test_zigzag_balances_the_block_work_and_wastes_little(degrees):
     assert work.sum() <= 1.05 * useful
 
 
-@pytest.mark.parametrize("direction", [1, -1])
-@pytest.mark.parametrize("unrolled", [(9, 1), (2, 1), (4, 2), (3, 4), (4, 5)])
-@pytest.mark.parametrize(
-    "offsets", [(0,), (0, 1), (0, 1, 2), (0, 2, 5), (0, 1, 2, 3, 5, 6), tuple(range(7))]
-)
-def test_circulate_brings_each_traveller_past_everyone_and_its_share_home(
-    offsets, unrolled, direction
-):
-    """Travellers are numbers; each device notes whom it met, each traveller where it has been."""
-    ring = Cycle(Axis(("ring",), 7), 7)
+def met_and_been(cycles, offsets, *, direction, unrolled, mark):
+    """Sends numbers round. Row p says whom device p met, as `mark` of the distance, and row p of
+    the second array says where traveller p has been."""
+    size = cycles[0].axis.degree
     mesh = jax.make_mesh(
-        (7,), ("ring",), devices=jax.devices()[:7], axis_types=(jax.sharding.AxisType.Auto,)
+        (size,), ("ring",), devices=jax.devices()[:size], axis_types=(jax.sharding.AxisType.Auto,)
     )
 
     def on_device(x):
-        here = jax.lax.axis_index("ring")
-        one = jax.nn.one_hot(here, 7, dtype=jnp.int32)
+        one = jax.nn.one_hot(jax.lax.axis_index("ring"), size, dtype=jnp.int32)
 
         def visit(traveller, distance, met):
             met = jnp.zeros_like(one) if met is None else met
-            return met + jax.nn.one_hot(traveller[0], 7, dtype=jnp.int32), one
+            return met + jax.nn.one_hot(traveller[0], size, dtype=jnp.int32) * mark(distance), one
 
         met, been = circulate(
-            (ring,),
+            cycles,
             offsets,
             direction=direction,
             travellers=x,
@@ -149,7 +142,21 @@ def test_circulate_brings_each_traveller_past_everyone_and_its_share_home(
         return met[None], been[None]
 
     specs = dict(in_specs=P("ring"), out_specs=P("ring"))
-    met, been = jax.jit(jax.shard_map(on_device, mesh=mesh, **specs))(jnp.arange(7))
+    return jax.jit(jax.shard_map(on_device, mesh=mesh, **specs))(jnp.arange(size))
+
+
+@pytest.mark.parametrize("direction", [1, -1])
+@pytest.mark.parametrize("unrolled", [(9, 1), (2, 1), (4, 2), (3, 4), (4, 5)])
+@pytest.mark.parametrize(
+    "offsets", [(0,), (0, 1), (0, 1, 2), (0, 2, 5), (0, 1, 2, 3, 5, 6), tuple(range(7))]
+)
+def test_circulate_brings_each_traveller_past_everyone_and_its_share_home(
+    offsets, unrolled, direction
+):
+    cycles = (Cycle(Axis(("ring",), 7), 7),)
+    met, been = met_and_been(
+        cycles, offsets, direction=direction, unrolled=unrolled, mark=lambda distance: 1
+    )
     for p in range(7):
         assert np.flatnonzero(met[p]).tolist() == sorted((p - direction * o) % 7 for o in offsets)
         assert np.flatnonzero(been[p]).tolist() == sorted((p + direction * o) % 7 for o in offsets)
@@ -162,34 +169,15 @@ def test_circulate_brings_each_traveller_past_everyone_and_its_share_home(
 def test_double_ring_brings_each_traveller_past_everyone_and_its_share_home(
     outer, inner, unrolled, direction
 ):
-    """Each device notes whom it met at which distance, each traveller where it has been."""
     size = outer * inner
-    axis = Axis(("ring",), size)
     schedule = schedule_of(st.Degrees(ring=size), inner=inner)
-    mesh = jax.make_mesh(
-        (size,), ("ring",), devices=jax.devices()[:size], axis_types=(jax.sharding.AxisType.Auto,)
+    met, been = met_and_been(
+        schedule.cycles,
+        ring_offsets(schedule, 2 * size),
+        direction=direction,
+        unrolled=unrolled,
+        mark=lambda distance: distance + 1,
     )
-
-    def on_device(x):
-        one = jax.nn.one_hot(jax.lax.axis_index("ring"), size, dtype=jnp.int32)
-
-        def visit(traveller, distance, met):
-            met = jnp.zeros_like(one) if met is None else met
-            return met + jax.nn.one_hot(traveller[0], size, dtype=jnp.int32) * (distance + 1), one
-
-        met, been = circulate(
-            (Cycle(axis, outer, stride=inner), Cycle(axis, inner)),
-            ring_offsets(schedule, 2 * size),
-            direction=direction,
-            travellers=x,
-            visit=visit,
-            settle=lambda met: met,
-            unrolled=unrolled,
-        )
-        return met[None], been[None]
-
-    specs = dict(in_specs=P("ring"), out_specs=P("ring"))
-    met, been = jax.jit(jax.shard_map(on_device, mesh=mesh, **specs))(jnp.arange(size))
     for p in range(size):
         lives = [schedule.along_ring(p, distance, -direction) for distance in range(size)]
         assert sorted(lives) == list(range(size))
