@@ -1,7 +1,7 @@
 """Kills training at random moments and shows that no work before the last checkpoint is lost.
 
     python benchmarks/crash.py                            # 10 kills
-    python benchmarks/crash.py --kills 50 --seed 1
+    python benchmarks/crash.py --kills 50 --seed 1 --moments call
 
 The benchmark trains a small GPT on simulated devices without disturbance. Then it trains the same
 GPT in another folder, kills the program with SIGKILL, starts the same command again, kills it
@@ -11,6 +11,8 @@ again, and so on, and lets the last start finish. The moments of the kills take 
     step      up to 300 ms after a random step was reported
     start     up to 2.5 s after the first line of a start, while folders are opened, unfinished
               checkpoints are removed and the newest one is read
+    call      just before one of the first 200 calls that change the run folder: files opened for
+              writing, folders made, renamed and removed, what is flushed to the disk
 
 The benchmark checks that
 
@@ -27,7 +29,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -51,9 +55,14 @@ from benchmarks.run_folders import (
 
 EVERY = 3
 """Number of steps between checkpoints: so few that training is nearly always saving one."""
-MOMENTS = ("save", "step", "start")
+MOMENTS = ("save", "step", "start", "call")
 SECONDS_AFTER = {"save": 0.02, "step": 0.3, "start": 2.5}
 HANGS_AFTER_SECONDS = 300
+CALLS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.symlink")
+"""The audit events of Python that change a folder; of `open`, only if it is for writing."""
+FIRST_CALLS = 200
+SELF_KILLING = "from benchmarks.crash import run; run()"
+"""A program for `python -c`: a run folder, the number of a call, and the flags of train.py."""
 
 FLAGS = (
     "--devices 2 --model.width 32 --model.layers 2 --model.heads 2 --model.kv-heads 1 "
@@ -83,20 +92,23 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         try:
-            crash(args.kills, seed=args.seed, folder=Path(folder))
+            crash(args.kills, seed=args.seed, folder=Path(folder), moments=args.moments)
         except CheckFailed as failure:
             print(f"FAILED: {failure}", file=sys.stderr)
             return 1
     return 0
 
 
-def crash(num_kills: int, *, seed: int, folder: Path) -> list[Kill]:
+def crash(
+    num_kills: int, *, seed: int, folder: Path, moments: Sequence[str] = MOMENTS
+) -> list[Kill]:
     """Trains without and with kills, and compares.
 
     Args:
         num_kills: how often to kill the program.
         seed: seed of the moments of the kills.
         folder: folder for the data and both runs.
+        moments: those of `MOMENTS` that take turns.
 
     Returns:
         The kills, in order.
@@ -122,18 +134,22 @@ def crash(num_kills: int, *, seed: int, folder: Path) -> list[Kill]:
     run_dir = folder / "killed"
     kills: list[Kill] = []
     for number in range(num_kills):
-        moment = MOMENTS[number % len(MOMENTS)]
-        process = TrainingProcess(run_dir, flags)
+        moment = moments[number % len(moments)]
+        call = int(random.integers(FIRST_CALLS)) if moment == "call" else None
+        process = TrainingProcess(run_dir, flags, killed_before_call=call)
         if moment == "start":
             process.read_until_step(0)
-        else:
+        elif moment != "call":
             # Not near the end of the run, which might be over before the kill.
             first, last = (int(steps * (number + x) / (num_kills + 1)) for x in (0.3, 0.7))
             process.read_until_step(int(random.integers(first, last)))
         if moment == "save":
             process.wait_for_save()
-        process.wait(random.uniform(0, SECONDS_AFTER[moment]))
-        process.kill()
+        if moment == "call":
+            process.be_killed()
+        else:
+            process.wait(random.uniform(0, SECONDS_AFTER[moment]))
+            process.kill()
         kill = Kill(
             moment=moment,
             began_after=process.began_after,
@@ -169,10 +185,23 @@ def crash(num_kills: int, *, seed: int, folder: Path) -> list[Kill]:
 class TrainingProcess:
     """`train.py` as a process, whose output is read while it runs."""
 
-    def __init__(self, run_dir: Path, flags: Sequence[str]) -> None:
+    def __init__(
+        self, run_dir: Path, flags: Sequence[str], *, killed_before_call: int | None = None
+    ) -> None:
+        """Starts it.
+
+        Args:
+            run_dir: the folder of the run.
+            flags: all other flags.
+            killed_before_call: the number, from 0, of the call that changes the run folder, in
+                place of which the process kills itself; None for none.
+        """
         self._run_dir = run_dir
+        program = ["train.py"]
+        if killed_before_call is not None:
+            program = ["-c", SELF_KILLING, str(run_dir), str(killed_before_call)]
         self._process = subprocess.Popen(
-            [sys.executable, "train.py", *flags, "--run-dir", str(run_dir)],
+            [sys.executable, *program, *flags, "--run-dir", str(run_dir)],
             cwd=REPOSITORY,
             env=environment(run_dir.parent / "compiled"),
             stdout=subprocess.PIPE,
@@ -207,6 +236,10 @@ class TrainingProcess:
     def kill(self) -> None:
         """Kills the process with SIGKILL, and reads what it had printed."""
         self._process.send_signal(signal.SIGKILL)
+        self.be_killed()
+
+    def be_killed(self) -> None:
+        """Waits until the process is killed, and reads what it had printed."""
         self._read_rest()
         if self._process.returncode != -signal.SIGKILL:
             self._refuse_end()
@@ -241,6 +274,34 @@ class TrainingProcess:
         if match and self.began_after is None:
             self.began_after = 0
         return int(match[1]) if match else 0
+
+
+def run() -> None:
+    """Runs train.py, which kills itself in place of a call that changes the run folder."""
+    folder, left = sys.argv.pop(1), int(sys.argv.pop(1))
+
+    def count(path: str | bytes | os.PathLike) -> None:
+        nonlocal left
+        if os.fsdecode(path).startswith(folder):
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            left -= 1
+
+    def see(event: str, arguments: tuple) -> None:
+        writes = event != "open" or bool(arguments[2] & (os.O_WRONLY | os.O_RDWR))
+        if event in CALLS and writes and isinstance(arguments[0], str | bytes | os.PathLike):
+            count(arguments[0])
+
+    flush = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        count(os.readlink(f"/proc/self/fd/{descriptor}"))
+        flush(descriptor)
+
+    os.fsync = fsync
+    sys.addaudithook(see)
+    sys.argv[0] = "train.py"
+    runpy.run_path("train.py", run_name="__main__")
 
 
 def losses(run_dir: Path) -> list[tuple[int, float]]:
@@ -306,6 +367,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--kills", type=int, default=10, help="how often to kill it")
     parser.add_argument("--seed", type=int, default=0, help="seed of the moments")
+    parser.add_argument("--moments", nargs="+", choices=MOMENTS, default=MOMENTS, help="when")
     return parser.parse_args(argv)
 
 
