@@ -39,7 +39,22 @@ class Document:
     context: str = ""
     """The last text before this part, if its tokens must be made with it; it gives none itself."""
     is_last: bool = True
-    """Whether the document ends with this part."""
+    """Whether the document ends with this part; only then does a token that says so follow."""
+    counted: tuple[tuple[int, int], ...] | None = None
+    """The parts of the text that the loss counts: their first characters, and the characters after
+    their last. None for all of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """One line of a JSONL file."""
+
+    key: str
+    """Key of the file and number of the line. It decides whether the record is held out."""
+    place: str
+    """Where the line is, for errors."""
+    fields: dict[str, Any]
+    """The object that the line holds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,9 +104,13 @@ def read_documents(
     Raises:
         ValueError: if a file cannot be read or is not UTF-8, or a line is not JSON with that key.
     """
+    if files.kind == "jsonl":
+        for record in read_records(files, on_read):
+            text = _text_of(record, text_key)
+            yield Document(key=record.key, place=record.place, text=text)
+        return
     for key, path in files.paths.items():
-        read = _read_jsonl(key, path, text_key, on_read)
-        yield from read if files.kind == "jsonl" else _read_text(key, path, on_read)
+        yield from _read_text(key, path, on_read)
 
 
 def _scan(path: Path) -> Scan:
@@ -152,9 +171,23 @@ def _read_text(key: str, path: Path, on_read: Callable[[int], None]) -> Iterator
     yield waiting
 
 
-def _read_jsonl(
-    key: str, path: Path, text_key: str, on_read: Callable[[int], None]
-) -> Iterator[Document]:
+def read_records(
+    files: Files, on_read: Callable[[int], None] = lambda size: None
+) -> Iterator[Record]:
+    """The objects in JSONL files, in order. Blank lines are skipped.
+
+    Args:
+        files: of the kind "jsonl".
+        on_read: is told of every number of bytes of the files that are read.
+
+    Raises:
+        ValueError: if a file cannot be read or is not UTF-8, or a line is not a JSON object.
+    """
+    for key, path in files.paths.items():
+        yield from _read_jsonl(key, path, on_read)
+
+
+def _read_jsonl(key: str, path: Path, on_read: Callable[[int], None]) -> Iterator[Record]:
     offset = told = 0
     with _opened(path) as (file, on_disk):
         lines = iter(lambda: file.readline(LONGEST_LINE + 1), b"")
@@ -173,8 +206,8 @@ def _read_jsonl(
             told, before = on_disk.tell(), told
             on_read(told - before)
             if line.strip():
-                text = _text_of_line(line, place, text_key)
-                yield Document(key=f"{key}:{number}", place=place, text=text)
+                fields = _object_of_line(line, place)
+                yield Record(key=f"{key}:{number}", place=place, fields=fields)
 
 
 def _not_utf8(error: UnicodeDecodeError, place: str, offset: int) -> InputError:
@@ -184,26 +217,43 @@ def _not_utf8(error: UnicodeDecodeError, place: str, offset: int) -> InputError:
     )
 
 
-def _text_of_line(line: str, place: str, text_key: str) -> str:
+def _object_of_line(line: str, place: str) -> dict[str, Any]:
     try:
-        record: Any = json.loads(line)
+        fields: Any = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise InputError(
             f"Every line of a JSONL file must be JSON; got {error} in {place!r}. Mend or remove "
             "the line."
         ) from None
-    if not isinstance(record, dict) or text_key not in record:
-        given = f"the keys {list(record)}" if isinstance(record, dict) else type(record).__name__
+    if not isinstance(fields, dict):
         raise InputError(
-            f"Every line of a JSONL file must be an object with the key {text_key!r}; got {given} "
-            f"in {place!r}. Name the key that holds the text: --data.text-key."
+            f"Every line of a JSONL file must be an object; got {type(fields).__name__} in "
+            f"{place!r}. Mend or remove the line."
         )
-    text = record[text_key]
+    return fields
+
+
+def _text_of(record: Record, text_key: str) -> str:
+    if text_key not in record.fields:
+        raise InputError(
+            f"Every line of a JSONL file must be an object with the key {text_key!r}; got the keys "
+            f"{list(record.fields)} in {record.place!r}. Name the key that holds the text: "
+            "--data.text-key. Conversations, or prompts and completions, need --data.loss-on "
+            "completion."
+        )
+    text = record.fields[text_key]
     if not isinstance(text, str):
         raise InputError(
             f"The text of a JSONL line must be a string; got {type(text).__name__} for "
-            f"{text_key!r} in {place!r}. Mend or remove the line, or give another --data.text-key."
+            f"{text_key!r} in {record.place!r}. Mend or remove the line, or give another "
+            "--data.text-key."
         )
+    check_unicode(text, record.place)
+    return text
+
+
+def check_unicode(text: str, place: str) -> None:
+    """Raises ValueError if a text from JSON has half of a pair of surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -211,4 +261,3 @@ def _text_of_line(line: str, place: str, text_key: str) -> str:
             f"Text must be Unicode; got the lone surrogate {text[error.start]!a} in {place!r}. "
             "Mend or remove the line."
         ) from None
-    return text

@@ -107,6 +107,12 @@ class DataConfig:
     """A Hugging Face tokenizer.json for text. By default, every byte of UTF-8 is a token."""
     text_key: str = "text"
     """The key under which a line of a *.jsonl file holds its text."""
+    loss_on: Literal["all", "completion"] = "all"
+    """The tokens that the loss counts: "all", or with *.jsonl files of conversations or of prompts
+    and completions, "completion": only what the assistant says. Examples are then kept whole."""
+    chat_template: Path | None = None
+    """A file with the chat template, which turns conversations into text. The default is the one
+    beside the tokenizer.json: chat_template.jinja, or the one in tokenizer_config.json."""
     bin_dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] = "uint16"
     """Data type of the tokens in *.bin files."""
     end_of_document: int | None = None

@@ -163,7 +163,8 @@ def check_effects(config: DataConfig, files: Files, validation: Files | None) ->
     kinds = {files.kind, files.kind if validation is None else validation.kind}
     idle = {
         "bin_dtype": "bin" not in kinds,
-        "text_key": "jsonl" not in kinds,
+        "text_key": "jsonl" not in kinds or config.loss_on == "completion",
+        "chat_template": config.loss_on == "all" or config.tokenizer is None,
         "held_out": validation is not None,
         "cache": kinds <= set(TOKEN_KINDS),
         "end_of_document": kinds <= set(TOKEN_KINDS) and not config.mask_documents,
@@ -175,7 +176,7 @@ def check_effects(config: DataConfig, files: Files, validation: Files | None) ->
                 f"data.{name} must be left out where it has no effect; got {name}={value!r} for "
                 f"{files.kind} data, "
                 f"{'no files' if validation is None else validation.name} to hold out, "
-                f"mask_documents={config.mask_documents}. Leave it out."
+                f"mask_documents={config.mask_documents}, loss_on={config.loss_on!r}. Leave it out."
             )
 
 

@@ -171,8 +171,8 @@ def read_encoded(folder: Path) -> tuple[EncodedPart, EncodedPart]:
     return train, held_out
 
 
-class _Writer:
-    """Appends tokens to a .npy file, and counts them."""
+class VectorWriter:
+    """Appends integers, such as tokens, to a .npy file, and counts them."""
 
     def __init__(self, file: io.BufferedIOBase, dtype: np.dtype) -> None:
         self.dtype = dtype
@@ -181,7 +181,8 @@ class _Writer:
         self._write_header()
         self.header = file.tell()
 
-    def add(self, tokens: Integer[np.ndarray, " tokens"], *, ends_document: bool) -> None:
+    def add(self, tokens: Integer[np.ndarray, " tokens"], *, ends_document: bool = False) -> None:
+        """Appends tokens, the last of which may end a document."""
         self._file.write(tokens.tobytes())
         self.documents += ends_document
         self.length += len(tokens)
@@ -201,17 +202,17 @@ def _write(
     text: Text,
     files: tuple[io.BufferedIOBase, io.BufferedIOBase],
     on_read: Callable[[int], None] = lambda size: None,
-) -> tuple[_Writer, _Writer]:
+) -> tuple[VectorWriter, VectorWriter]:
     """Writes the tokens to train on to one file, and those held out to the other."""
     _check_characters(text)
     tokenizer = text.tokenizer
-    train, held_out = writers = tuple(_Writer(file, tokenizer.dtype) for file in files)
+    train, held_out = writers = tuple(VectorWriter(file, tokenizer.dtype) for file in files)
     least = 1.0
     for chunk in _chunks(_slices(_assign(text, on_read), tokenizer)):
         encoded = tokenizer.encode([document for _, document in chunk])
         for (is_held_out, document), tokens in zip(chunk, encoded, strict=True):
             writers[is_held_out].add(tokens, ends_document=document.is_last)
-            least = min(least, _share_of_key(document.key))
+            least = min(least, share_of_key(document.key))
     # A document without text still has the token that ends it.
     lengths = [writer.length - writer.documents for writer in writers]
     least = least if train.documents > 1 else 1.0
@@ -234,7 +235,7 @@ def _assign(text: Text, on_read: Callable[[int], None]) -> Iterator[tuple[bool, 
         yield from _cut_in_two(documents, _cut_of(scan.characters, held_out))
     else:
         for document in documents:
-            yield _share_of_key(document.key) < held_out, document
+            yield share_of_key(document.key) < held_out, document
 
 
 def _cut_in_two(parts: Iterable[Document], cut: int) -> Iterator[tuple[bool, Document]]:
@@ -255,7 +256,7 @@ def _cut_in_two(parts: Iterable[Document], cut: int) -> Iterator[tuple[bool, Doc
             yield True, second
 
 
-def _share_of_key(key: str) -> float:
+def share_of_key(key: str) -> float:
     """A number in [0, 1) that follows from the hash of a document's key, and looks random.
 
     It is ordered by the remainder of the hash divided by 20. So a share of 1/20 holds out every
@@ -305,8 +306,8 @@ def _check_characters(text: Text) -> None:
         cut = _cut_of(total, held_out)
         lengths = [cut, total - cut]
     else:
-        least = min(map(_share_of_key, sizes))
-        train = sum(size for key, size in sizes.items() if _share_of_key(key) >= held_out)
+        least = min(map(share_of_key, sizes))
+        train = sum(size for key, size in sizes.items() if share_of_key(key) >= held_out)
         lengths = [train, total - train]
     check_lengths(lengths, "characters", text.files, text.validation, text.config, least)
 

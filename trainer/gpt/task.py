@@ -32,6 +32,11 @@ class GPTTask(Task[GPTTrainConfig, TextOptions]):
 
         # Beside the run, so that the next run finds the tokens too.
         cache = config.run_dir.parent / TOKENS_FOLDER
+        if config.data.loss_on == "completion":
+            from trainer.gpt.chat.corpus import open_examples
+
+            sizes = {"vocab_size": config.model.vocab_size, "seq_len": config.seq_len}
+            return open_examples(config.data, layout, cache=cache, **sizes)
         corpus = open_corpus(config.data, vocab_size=config.model.vocab_size, cache=cache)
         end = corpus.end_of_document if config.data.mask_documents else None
         return TextDataset(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Integer
+from jaxtyping import Bool, Integer
 
 from startrail_jax.errors import InputError, UserError
 from trainer.data.documents import Document
@@ -33,6 +33,9 @@ LARGEST_FILE = 1 << 29
 # Name of what the package raises where its own code fails.
 PANIC = "PanicException"
 OTHER_FILE = "The file fails on a text: give another, or correct it."
+
+
+CountedTokens = tuple[Integer[np.ndarray, " tokens"], Bool[np.ndarray, " tokens"]]
 
 
 class ByteTokenizer:
@@ -86,6 +89,16 @@ class ByteTokenizer:
             tokens = np.frombuffer(text, np.uint8).astype(self.dtype)
             last = [end] if document.is_last else []
             encoded.append(np.append(tokens, np.array(last, self.dtype)))
+        return encoded
+
+    def encode_parts(self, examples: Sequence[Document]) -> list[CountedTokens]:
+        """As `FileTokenizer.encode_parts`."""
+        encoded = []
+        for example, tokens in zip(examples, self.encode(examples), strict=True):
+            text = np.frombuffer(example.text.encode(), np.uint8)
+            # All bytes of a character but the first begin with the bits 10.
+            starts = np.cumsum(text & 0xC0 != 0x80) - 1
+            encoded.append((tokens, _counted(starts, example)))
         return encoded
 
     def decode(self, tokens: Integer[np.ndarray, " tokens"]) -> str:
@@ -163,6 +176,33 @@ class FileTokenizer:
             tokens.append(ids.astype(self.dtype))
         return tokens
 
+    def encode_parts(self, examples: Sequence[Document]) -> list[CountedTokens]:
+        """Tokens of each text, with the one that ends a document if it asks for that.
+
+        A token counts if its first character is in a part that counts; so does the token at the
+        end.
+
+        Args:
+            examples: documents, of which some parts count.
+
+        Returns:
+            For each example its tokens, and whether each one counts.
+
+        Raises:
+            ValueError: if a token is beyond the vocabulary of the model.
+        """
+        texts = [example.text for example in examples]
+        with _library_errors(self._path, OTHER_FILE):
+            found = self._tokenizer.encode_batch(texts, add_special_tokens=False)
+        encoded = []
+        for example, encoding in zip(examples, found, strict=True):
+            last = [self.end_of_document] if example.is_last else []
+            ids = np.array([*encoding.ids, *last], np.int64)
+            self.check_largest(int(ids.max(initial=0)), example.place)
+            starts = np.array([start for start, _ in encoding.offsets], np.int64)
+            encoded.append((ids.astype(self.dtype), _counted(starts, example)))
+        return encoded
+
     def check_largest(self, largest: int, place: str) -> None:
         """Raises ValueError if the largest token of a text is beyond the model's vocabulary."""
         if largest >= self._vocab_size:
@@ -176,6 +216,17 @@ class FileTokenizer:
         """Text to show, with the names of special tokens. Ids without a token are left out."""
         with _library_errors(self._path, OTHER_FILE):
             return self._tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
+
+
+def _counted(
+    starts: Integer[np.ndarray, " texts_tokens"], example: Document
+) -> Bool[np.ndarray, " tokens"]:
+    """Whether each token counts, by its first character; and the one that ends the document."""
+    counted = np.zeros(len(starts) + example.is_last, bool)
+    for first, end in example.counted or ():
+        counted[: len(starts)] |= (starts >= first) & (starts < end)
+    counted[len(starts) :] = True
+    return counted
 
 
 def _load(path: Path) -> tuple[Any, str]:

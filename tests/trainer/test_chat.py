@@ -1,0 +1,277 @@
+"""Conversations, and prompts with completions: what becomes of them, and what the loss counts."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import tokenizers
+
+from configs.gpt import gpt_tiny
+from startrail_jax.layout import Layout
+from trainer.gpt.chat.corpus import open_examples
+from trainer.gpt.chat.packing import PADDING, EncodedExamples, PackedExamples, collate_rows
+from trainer.gpt.chat.template import ChatTemplate
+from trainer.gpt.config import DataConfig
+from trainer.gpt.task import GPTTask
+
+NATURAL = Layout("contiguous", 1)
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MARKED = (
+    "{{ bos_token }}{% for m in messages %}{{ m.role | upper }}: "
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{{ eos_token }}"
+    "{% endgeneration %}{% else %}{{ m.content }}{% endif %}\n{% endfor %}"
+)
+# Shows what was thought only in the last answer, as some templates do.
+FORGETFUL = (
+    "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% if loop.last %} END{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Two and two?"},
+    {"role": "assistant", "content": "Four ß ünd"},
+    {"role": "user", "content": "Sure?"},
+    {"role": "assistant", "content": "Yes."},
+]
+
+
+def write(path, *records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def completions(path, count, prompt="ask: ", answer="answer"):
+    return write(path, *({"prompt": f"{prompt}{i}", "completion": answer} for i in range(count)))
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    """Tokens are characters, but for the names of special tokens."""
+    names = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+    characters = "".join(map(chr, range(32, 127))) + "\nüß"
+    vocabulary = {x: i for i, x in enumerate((*names, *characters))}
+    built = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    built.add_special_tokens(list(names))
+    path = tmp_path / "tokenizer.json"
+    built.save(str(path))
+    return path
+
+
+def opened(config, seq_len=32, vocab_size=256, layout=NATURAL, cache=None):
+    return open_examples(
+        config, layout, vocab_size=vocab_size, seq_len=seq_len, cache=cache or config.path.parent
+    )
+
+
+def of_completions(path, **changes):
+    return DataConfig(path=path, loss_on="completion", held_out=0.2, **changes)
+
+
+def template(source, **tokens):
+    return ChatTemplate(source, tokens=tokens, name="the template")
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (CHATML, ["Four ß ünd<|im_end|>\n", "Yes.<|im_end|>\n"]),
+        (MARKED, ["Four ß ünd</s>", "Yes.</s>"]),
+    ],
+)
+def test_template_shows_what_the_assistant_says(source, expected):
+    text, spans = template(source, bos_token="<s>", eos_token="</s>").render(TALK, "here")
+    assert [text[first:end] for first, end in spans] == expected
+    assert ("ASSISTANT" in text) == (source == MARKED)
+    assert "\ufdd0" not in text
+    assert "\ufdd1" not in text
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{% for m in messages %}", r"must be Jinja; got 'the template', where line 1 has: "),
+        (FORGETFUL, r"must show what the assistant says.*of the first 3 messages.*generation %}"),
+        ("{{ raise_exception('no system') }}", r"got no system from 'the template' for 'here'"),
+        ("{{ messages[7].content + 1 }}", r"got UndefinedError: .* for 'here'"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", r"got SecurityError: .*unsafe"),
+        ("{% for i in range(10**9) %}x{% endfor %}", r"got OverflowError: Range too big"),
+        ("{{ messages.append(1) }}", r"got SecurityError"),
+        ("{% include 'passwords' %}", r"got TypeError: no loader"),
+    ],
+)
+def test_template_that_fails_or_reaches_out_raises(source, message):
+    with pytest.raises(ValueError, match=message):
+        template(source).render(TALK, "here")
+
+
+def test_template_is_found_beside_the_tokenizer(tmp_path):
+    tokenizer, config = tmp_path / "tokenizer.json", tmp_path / "tokenizer_config.json"
+    assert ChatTemplate.find(tokenizer, None) is None
+    tokens = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "pad_token": None}
+    for given in (
+        MARKED,
+        [{"name": "tools", "template": ""}, {"name": "default", "template": MARKED}],
+    ):
+        config.write_text(json.dumps({"chat_template": given, **tokens}))
+        found = ChatTemplate.find(tokenizer, None)
+        assert found.render(TALK, "")[0].startswith("<s>SYSTEM: Be brief.")
+        assert found.digest == template(MARKED, bos_token="<s>", eos_token="</s>").digest
+    (tmp_path / "chat_template.jinja").write_text(CHATML)
+    assert ChatTemplate.find(tokenizer, None).render(TALK, "")[0].startswith("<|im_start|>system")
+    (tmp_path / "mine").write_text("{{ bos_token }}.")
+    assert ChatTemplate.find(tokenizer, tmp_path / "mine").render([], "") == ("<s>.", ())
+    for content, message in (("{", r"must be JSON; got"), ("[]", r"must hold an object; got list")):
+        config.write_text(content)
+        with pytest.raises(ValueError, match=message):
+            ChatTemplate.find(tokenizer, None)
+    config.unlink()
+    with pytest.raises(ValueError, match=r"absent.* must be a file of UTF-8; got FileNotFound"):
+        ChatTemplate.find(tokenizer, tmp_path / "absent")
+
+
+def test_only_completions_count(tmp_path):
+    path = completions(tmp_path / "data.jsonl", 30, prompt="ü? ", answer="ñ!")
+    data = opened(of_completions(path), seq_len=23)
+    batch = data.collate([data.train[0], data.train[1]], [0, 1])
+    text = bytes(batch.tokens[0].astype(np.uint8)).decode()
+    assert text.startswith("ü? ")
+    counted = batch.weights[0].astype(bool)
+    # "ñ" is two bytes; the byte 0 ends an example.
+    assert bytes(batch.targets[0][counted].astype(np.uint8)).decode() == "ñ!\0ñ!\0"
+    assert (batch.segment_ids[0][:8] == 0).all()
+    assert batch.segment_ids[0].max() == 1
+    assert (batch.segment_ids[0][-5:] == PADDING).all()
+    second = np.flatnonzero(batch.segment_ids[0] == 1)
+    np.testing.assert_array_equal(batch.positions[0][second], np.arange(len(second)))
+    assert data.loss_unit == "nats/byte"
+    assert "30 examples" not in data.description
+    assert " of them counted, in " in data.description
+    together = len(data.train._part.ends) + len(data.held_out._part.ends)
+    assert together == 30
+
+
+def test_only_the_assistant_counts_and_tokens_are_kept(tmp_path, tokenizer, capsys):
+    (tmp_path / "chat_template.jinja").write_text(CHATML)
+    path = write(tmp_path / "talk.jsonl", *[{"messages": TALK}] * 20)
+    config = of_completions(path, tokenizer=tokenizer)
+    data = opened(config, seq_len=160)
+    assert "tokenising" in capsys.readouterr().err
+    row = data.train[0]
+    shown = tokenizers.Tokenizer.from_file(str(tokenizer)).decode
+    counted = [shown([x], skip_special_tokens=False) for x in row.tokens[row.counted]]
+    assert "".join(counted) == "Four ß ünd<|im_end|>\nYes.<|im_end|>\n"
+    again = opened(config, seq_len=160)
+    assert capsys.readouterr().err == ""
+    assert again.digest == data.digest
+    np.testing.assert_array_equal(again.train[1].tokens, data.train[1].tokens)
+    (tmp_path / "chat_template.jinja").write_text(" " + CHATML)
+    assert opened(config, seq_len=160).digest != data.digest
+    with pytest.raises(ValueError, match=r"Token ids must be below model.vocab_size; got id"):
+        opened(config, seq_len=160, vocab_size=40)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_examples_share_rows_whole(seed):
+    random = np.random.default_rng(seed)
+    lengths = random.integers(2, 14, 40)
+    tokens = np.arange(lengths.sum())
+    part = EncodedExamples(tokens=tokens, counted=np.ones_like(tokens), ends=lengths.cumsum())
+    rows = PackedExamples(part, 9, name="these")
+    found = []
+    for row in (rows[i] for i in range(len(rows))):
+        held = row.examples >= 0
+        assert not row.counted[~held].any()
+        assert (np.diff(np.flatnonzero(held)) == 1).all()
+        found += [row.tokens[row.examples == n] for n in range(row.examples.max() + 1)]
+    assert [len(x) for x in found] == [min(n, 10) for n in lengths]
+    np.testing.assert_array_equal([x[0] for x in found], part.ends - lengths)
+    # No row has room for the first example of the next.
+    sizes = [(rows[i].examples >= 0).sum() for i in range(len(rows))]
+    firsts = [(rows[i + 1].examples == 0).sum() for i in range(len(rows) - 1)]
+    assert all(size + first > 10 for size, first in zip(sizes, firsts, strict=False))
+    assert rows.num_cut == (lengths > 10).sum()
+    assert rows.share_of_padding == pytest.approx(1 - sum(sizes) / (10 * len(rows)))
+
+
+def test_batch_masks_examples_from_each_other_in_any_layout():
+    tokens = np.arange(1, 13)
+    part = EncodedExamples(tokens=tokens, counted=tokens % 2, ends=np.array([5, 8, 12]))
+    rows = PackedExamples(part, 8, name="these")
+    given = [rows[0], rows[1]]
+    natural = collate_rows(given, [0, 1], layout=NATURAL, mask_documents=True)
+    np.testing.assert_array_equal(natural.segment_ids[0], [0, 0, 0, 0, 0, 1, 1, 1])
+    np.testing.assert_array_equal(natural.positions[0], [0, 1, 2, 3, 4, 0, 1, 2])
+    # Target 6 begins the next example, and target 9 is padding.
+    np.testing.assert_array_equal(natural.weights[0], [0, 1, 0, 1, 0, 1, 0, 0])
+    zigzag = Layout("zigzag", 4)
+    other = collate_rows(given, [0, 1], layout=zigzag, mask_documents=True)
+    for x, y in zip(natural, other, strict=True):
+        np.testing.assert_array_equal(zigzag.permute(x), y)
+    unmasked = collate_rows(given, [0, 1], layout=NATURAL, mask_documents=False)
+    assert unmasked.segment_ids is None
+    np.testing.assert_array_equal(unmasked.positions[0], np.arange(8))
+    np.testing.assert_array_equal(unmasked.weights, natural.weights)
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"text": "a"}, r'must be \{"messages".*got \{\'text\': \'str\'\} in .*data.jsonl:1'),
+        ({"prompt": "a", "completion": 3}, r"got \{'prompt': 'str', 'completion': 'int'\}"),
+        ({"messages": TALK}, r"Conversations need the chat template of a tokenizer; got none"),
+        (["a"], r"must be an object; got list in "),
+        ({"prompt": "", "completion": ""}, r"must have an answer after its first token.*:1'"),
+        ({"prompt": "a", "completion": "\ud800"}, r"must be Unicode; got the lone surrogate"),
+    ],
+)
+def test_line_that_is_no_example_raises(tmp_path, record, message):
+    path = write(tmp_path / "data.jsonl", record)
+    with pytest.raises(ValueError, match=message):
+        opened(of_completions(path))
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        (TALK[:2], r"must have a message of the assistant.*\['system', 'user'\] in .*talk.jsonl:1"),
+        ([{"content": "a"}], r"must be a list of objects with role and content; got \[\{'content'"),
+        ("hello", r"must be a list of objects with role and content; got 'hello'"),
+    ],
+)
+def test_conversation_without_an_answer_raises(tmp_path, tokenizer, messages, message):
+    (tmp_path / "chat_template.jinja").write_text(CHATML)
+    path = write(tmp_path / "talk.jsonl", {"messages": messages})
+    with pytest.raises(ValueError, match=message):
+        opened(of_completions(path, tokenizer=tokenizer))
+
+
+def test_options_and_files_that_do_not_fit_raise(tmp_path):
+    text = tmp_path / "a.txt"
+    text.write_text("a" * 99)
+    with pytest.raises(ValueError, match=r"must be JSONL; got text files in .*--data.loss-on"):
+        opened(of_completions(text))
+    path = completions(tmp_path / "data.jsonl", 9)
+    with pytest.raises(ValueError, match=r"data.text_key must be left out.*loss_on='completion'"):
+        opened(of_completions(path, text_key="prompt"))
+    with pytest.raises(ValueError, match=r"data.chat_template must be left out"):
+        opened(of_completions(path, chat_template=text))
+    with pytest.raises(ValueError, match=r"held_out must leave something.*0 examples"):
+        opened(DataConfig(path=completions(tmp_path / "one.jsonl", 1), loss_on="completion"))
+    with pytest.raises(ValueError, match=r"all begin after seq_len=3. Use a longer --seq-len"):
+        opened(of_completions(completions(tmp_path / "some.jsonl", 30)), seq_len=3)
+
+
+def test_task_reads_examples(tmp_path):
+
+    path = completions(tmp_path / "data.jsonl", 40)
+    config = dataclasses.replace(
+        gpt_tiny(), data=of_completions(path), seq_len=16, sample_length=0, run_dir=tmp_path / "run"
+    )
+    data = GPTTask().open_data(config, NATURAL)
+    batch = data.collate([data.train[0]], [0])
+    assert batch.weights.sum() == len("answer\0")

@@ -1,0 +1,1 @@
+"""Data for fine-tuning: conversations, and prompts with completions, whose answers alone count."""

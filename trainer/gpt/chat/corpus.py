@@ -1,0 +1,90 @@
+"""The data of a run whose loss counts answers only: rows to train on, and rows held out."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from startrail_jax.errors import InputError
+from startrail_jax.layout import Layout
+from trainer.gpt.batches import TextDataset
+from trainer.gpt.chat.encoding import encode_examples, key_of
+from trainer.gpt.chat.packing import EncodedExamples, PackedExamples, collate_rows
+from trainer.gpt.chat.template import ChatTemplate
+from trainer.gpt.config import DataConfig
+from trainer.gpt.corpus import Corpus, Stream, check_effects, find_parts, open_text
+from trainer.gpt.tokenizer import FileTokenizer
+
+
+def open_examples(
+    config: DataConfig, layout: Layout, *, vocab_size: int, seq_len: int, cache: Path
+) -> TextDataset:
+    """Opens the JSONL files that `config` names.
+
+    Args:
+        config: what to read; its `loss_on` is "completion".
+        layout: order of the tokens of a batch.
+        vocab_size: number of token ids that the model knows.
+        seq_len: number of tokens in a sequence.
+        cache: folder for the tokens that a tokenizer makes of text, unless `config.cache` names
+            one.
+
+    Raises:
+        ImportError: if a tokenizer.json is given and the package that reads it is missing.
+        OSError: if tokens cannot be cached.
+        ValueError: if the data cannot be read, are of another kind, are beyond the vocabulary, or
+            leave nothing to train on or to hold out.
+    """
+    files, validation = find_parts(config)
+    check_effects(config, files, validation)
+    for found in filter(None, (files, validation)):
+        if found.kind != "jsonl":
+            raise InputError(
+                "With data.loss_on='completion' the data must be JSONL; got "
+                f"{found.kind} files in {found.name!r}. Give *.jsonl files (--data.path), or leave "
+                "out --data.loss-on."
+            )
+    text = open_text(files, validation, config, vocab_size)
+    template, folder = None, config.cache
+    if config.tokenizer is not None:
+        template = ChatTemplate.find(config.tokenizer, config.chat_template)
+        folder = folder or cache
+    parts = encode_examples(text, template, folder)
+    sources = (files, validation or files)
+    rows, streams, counts = [], [], []
+    for part, source in zip(parts, sources, strict=True):
+        if isinstance(text.tokenizer, FileTokenizer):
+            text.tokenizer.check_largest(int(part.tokens.max()), source.name)
+        rows.append(PackedExamples(part, seq_len, name=source.name))
+        streams.append(Stream(name=source.name, tokens=part.tokens, vocab_size=vocab_size))
+        counts.append(_describe(part, rows[-1]))
+    place = "" if validation is None else f" from {validation.name}"
+    tokenizer = text.tokenizer
+    corpus = Corpus(
+        train=(streams[0],),
+        held_out=(streams[1],),
+        end_of_document=tokenizer.end_of_document,
+        unit=tokenizer.unit,
+        decode=tokenizer.decode,
+        description=f"{files.name}: {counts[0]} to train on; {counts[1]} held out{place}"
+        f"{files.remark}",
+        digest=key_of(text, template)[:16],
+    )
+    return TextDataset(
+        train=rows[0],
+        held_out=rows[1],
+        collate=partial(collate_rows, layout=layout, mask_documents=config.mask_documents),
+        description=corpus.description,
+        loss_unit=f"nats/{corpus.unit}",
+        digest=corpus.digest,
+        corpus=corpus,
+    )
+
+
+def _describe(part: EncodedExamples, rows: PackedExamples) -> str:
+    cut = f", {rows.num_cut:,} of which lose their end to --seq-len" if rows.num_cut else ""
+    return (
+        f"{len(part.ends):,} examples{cut}, {len(part.tokens):,} tokens, "
+        f"{int(part.counted.sum(dtype=int)):,} of them counted, in {len(rows):,} rows "
+        f"({rows.share_of_padding:.0%} padding)"
+    )

@@ -1,0 +1,153 @@
+"""Examples to tokens: which are held out, and the vectors of both parts, in files or in memory.
+
+Tokens are written as they are made, so that the memory that this takes does not grow with the
+number of examples.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from startrail_jax.errors import InputError
+from trainer.data.cache import cached_folder
+from trainer.data.documents import Document
+from trainer.data.files import map_tokens
+from trainer.data.progress import shown_progress
+from trainer.gpt.chat.examples import read_examples
+from trainer.gpt.chat.packing import EncodedExamples
+from trainer.gpt.chat.template import ChatTemplate
+from trainer.gpt.encoding import CHUNK, Text, VectorWriter, check_lengths, share_of_key
+
+# Changes when the same examples give other files than before.
+FORMAT = 1
+PARTS = ("train", "val")
+VECTORS = {"tokens": None, "counted": np.dtype(np.uint8), "ends": np.dtype(np.int64)}
+"""Name of each vector of a part, and its data type; None for that of the tokenizer."""
+
+Writers = dict[str, VectorWriter]
+
+
+def encode_examples(
+    text: Text, template: ChatTemplate | None, cache: Path | None
+) -> tuple[EncodedExamples, EncodedExamples]:
+    """The examples to train on and those held out.
+
+    Args:
+        text: the files, and the tokenizer.
+        template: turns messages into text; None if there is none.
+        cache: folder for the tokens; None to keep them in memory.
+
+    Raises:
+        OSError: if tokens cannot be cached.
+        ValueError: if a line is not an example, or one of the parts has none.
+    """
+    if cache is None:
+        memory = {x: io.BytesIO() for x in _vectors()}
+        _write(text, template, memory)
+        return _parts(lambda *x: np.load(io.BytesIO(memory[x].getvalue())))
+    key = key_of(text, template)[:32]
+
+    def write(part: Path) -> None:
+        label = f"tokenising {text.files.name} into {cache / key}"
+        with ExitStack() as stack:
+            paths = {x: part / _file_name(*x) for x in _vectors()}
+            files = {x: stack.enter_context(path.open("wb")) for x, path in paths.items()}
+            _write(text, template, files, stack.enter_context(shown_progress(label, text.size)))
+
+    folder = cached_folder(cache, key, write)
+    try:
+        return _parts(lambda *x: map_tokens(folder / _file_name(*x), ""))
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"A folder of tokens must hold whole files; got {str(folder)!r}: {error} Delete the "
+            "folder: the tokens are then made again."
+        ) from error
+
+
+def key_of(text: Text, template: ChatTemplate | None) -> str:
+    """A hash of everything that the tokens and weights of both parts depend on."""
+    values = [FORMAT, text.key, None if template is None else template.digest]
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()
+
+
+def _vectors() -> Iterator[tuple[str, str]]:
+    return ((part, vector) for part in PARTS for vector in VECTORS)
+
+
+def _file_name(part: str, vector: str) -> str:
+    return f"{part}.{vector}.npy"
+
+
+def _parts(read: Callable[[str, str], Any]) -> tuple[EncodedExamples, EncodedExamples]:
+    train, held_out = (
+        EncodedExamples(**{vector: read(part, vector) for vector in VECTORS}) for part in PARTS
+    )
+    return train, held_out
+
+
+def _write(
+    text: Text,
+    template: ChatTemplate | None,
+    files: Mapping[tuple[str, str], io.BufferedIOBase],
+    on_read: Callable[[int], None] = lambda size: None,
+) -> None:
+    """Writes each vector of each part to its file."""
+    writers: dict[str, Writers] = {part: {} for part in PARTS}
+    for (part, vector), file in files.items():
+        writers[part][vector] = VectorWriter(file, VECTORS[vector] or text.tokenizer.dtype)
+    least = 1.0
+    for chunk in _chunks(_assign(text, template, on_read)):
+        encoded = text.tokenizer.encode_parts([example for _, example in chunk])
+        for (part, example), (tokens, counted) in zip(chunk, encoded, strict=True):
+            _add(writers[part], tokens, counted, example)
+            least = min(least, share_of_key(example.key))
+    counts = [writers[part]["ends"].length for part in PARTS]
+    least = least if counts[0] > 1 else 1.0
+    check_lengths(counts, "examples", text.files, text.validation, text.config, least)
+    for part, vector in files:
+        writers[part][vector].finish()
+
+
+def _add(writers: Writers, tokens: np.ndarray, counted: np.ndarray, example: Document) -> None:
+    if not counted[1:].any():
+        raise InputError(
+            "An example must have an answer after its first token, which the loss can count; got "
+            f"none in {example.place!r}. Mend or remove the line."
+        )
+    writers["tokens"].add(tokens)
+    writers["counted"].add(counted.astype(np.uint8))
+    writers["ends"].add(np.array([writers["tokens"].length], np.int64))
+
+
+def _assign(
+    text: Text, template: ChatTemplate | None, on_read: Callable[[int], None]
+) -> Iterator[tuple[str, Document]]:
+    """Every example, and its part."""
+    train, held_out = PARTS
+    for example in read_examples(text.files, template, on_read):
+        is_held_out = text.validation is None and (share_of_key(example.key) < text.config.held_out)
+        yield held_out if is_held_out else train, example
+    if text.validation is not None:
+        for example in read_examples(text.validation, template, on_read):
+            yield held_out, example
+
+
+def _chunks(assigned: Iterable[tuple[str, Document]]) -> Iterator[list[tuple[str, Document]]]:
+    """Groups the examples into lists of about `CHUNK` characters."""
+    chunk, size = [], 0
+    for part, example in assigned:
+        chunk.append((part, example))
+        size += len(example.text)
+        if size >= CHUNK:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk

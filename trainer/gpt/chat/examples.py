@@ -1,0 +1,103 @@
+"""The examples in JSONL files: a conversation, or a prompt and its completion, on every line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from startrail_jax.errors import InputError
+from trainer.data.documents import Document, Record, check_unicode, read_records
+from trainer.data.files import Files
+from trainer.gpt.chat.template import (
+    CONFIG_FILE,
+    TEMPLATE_FILE,
+    ChatTemplate,
+    Messages,
+)
+
+FORMS = '{"messages": [...]} or {"prompt": "...", "completion": "..."}'
+
+
+def read_examples(
+    files: Files,
+    template: ChatTemplate | None,
+    on_read: Callable[[int], None] = lambda size: None,
+) -> Iterator[Document]:
+    """The examples of JSONL files, in order, as documents of which some parts count.
+
+    Args:
+        files: of the kind "jsonl".
+        template: turns messages into text; None if there is none.
+        on_read: is told of every number of bytes of the files that are read.
+
+    Raises:
+        ValueError: if a line is not an example, or says nothing that counts.
+    """
+    for record in read_records(files, on_read):
+        if "messages" in record.fields:
+            yield _conversation(record, template)
+        else:
+            yield _completion(record)
+
+
+def _completion(record: Record) -> Document:
+    prompt, completion = (record.fields.get(name) for name in ("prompt", "completion"))
+    if not (isinstance(prompt, str) and isinstance(completion, str)):
+        given = {name: type(value).__name__ for name, value in record.fields.items()}
+        raise InputError(
+            f"With data.loss_on='completion' every line must be {FORMS}; got {given} in "
+            f"{record.place!r}. Rename the keys, or write a conversation under 'messages'."
+        )
+    text = prompt + completion
+    check_unicode(text, record.place)
+    return Document(
+        key=record.key,
+        place=record.place,
+        text=text,
+        counted=((len(prompt), len(text)),),
+        is_last=True,
+    )
+
+
+def _conversation(record: Record, template: ChatTemplate | None) -> Document:
+    if template is None:
+        raise InputError(
+            "Conversations need the chat template of a tokenizer; got none for the messages in "
+            f"{record.place!r}. Give --data.tokenizer with {TEMPLATE_FILE} or {CONFIG_FILE} beside "
+            "it, or the template (--data.chat-template); or write prompt and completion."
+        )
+    messages = _checked(record.fields["messages"], record.place)
+    text, counted = template.render(messages, record.place)
+    check_unicode(text, record.place)
+    if not counted:
+        raise InputError(
+            "A chat template must show what the assistant says; got a text without any for "
+            f"{record.place!r}. Correct the template (--data.chat-template) or the messages."
+        )
+    return Document(key=record.key, place=record.place, text=text, counted=counted, is_last=False)
+
+
+def _checked(messages: Any, place: str) -> Messages:
+    """The messages of a conversation.
+
+    Raises:
+        ValueError: if one of them has no role, or none is the assistant's.
+    """
+    is_list = isinstance(messages, list) and all(isinstance(x, dict) for x in messages)
+    if not is_list or not all(isinstance(x.get("role"), str) for x in messages):
+        raise InputError(
+            "messages must be a list of objects with role and content; got "
+            f"{_shortened(messages)} in {place!r}. Mend or remove the line."
+        )
+    roles = [message["role"] for message in messages]
+    if "assistant" not in roles:
+        raise InputError(
+            "A conversation must have a message of the assistant, which is what the loss counts; "
+            f"got the roles {roles} in {place!r}. Rename the roles, or remove the line."
+        )
+    return messages
+
+
+def _shortened(value: Any) -> str:
+    shown = repr(value)
+    return shown if len(shown) < 200 else f"{shown[:200]}..."

@@ -1,0 +1,143 @@
+"""Rows of whole examples, and batches of them, in which only what is counted has a weight.
+
+A row has T + 1 tokens: examples one after another, as many as fit, and padding. An example is in
+one row; it loses its end if it is longer than a row. Examples keep their order, so that a row is
+found by its number without reading others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Int32, Int64, Integer
+
+from startrail_jax.errors import InputError
+from startrail_jax.layout import Layout
+from trainer.gpt.batches import TokenBatch
+
+PADDING = -1
+"""Segment id of the padding, as attention takes it."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EncodedExamples:
+    """The tokens of examples, in memory or mapped into it."""
+
+    tokens: Integer[np.ndarray, " tokens"]
+    """The tokens of all examples, one after another."""
+    counted: Integer[np.ndarray, " tokens"]
+    """1 for a token that the loss counts as a target, else 0."""
+    ends: Integer[np.ndarray, " examples"]
+    """Where each example ends in `tokens`."""
+
+
+class Row(NamedTuple):
+    """A row of examples."""
+
+    tokens: Int32[np.ndarray, " length"]
+    """The tokens, and 0 as padding."""
+    counted: Bool[np.ndarray, " length"]
+    """Whether the loss counts a token, as a target."""
+    examples: Int32[np.ndarray, " length"]
+    """Number of the token's example in the row, from 0; `PADDING` after the last."""
+
+
+class PackedExamples:
+    """Rows of examples, by their number: a `trainer.data.dataset.Source`."""
+
+    def __init__(self, part: EncodedExamples, seq_len: int, *, name: str) -> None:
+        """Decides which examples share a row.
+
+        Args:
+            part: the examples.
+            seq_len: T.
+            name: where the examples are from, for errors.
+
+        Raises:
+            ValueError: if no token counts that fits a row.
+        """
+        self._part = part
+        self._length = seq_len + 1
+        lengths = np.diff(part.ends, prepend=0)
+        kept = np.minimum(lengths, self._length)
+        self.num_cut = int((lengths > self._length).sum())
+        """Number of examples that lose their end."""
+        self._firsts = _first_of_rows(np.cumsum(kept), self._length)
+        self.share_of_padding = 1 - kept.sum() / max(len(self) * self._length, 1)
+        """Fraction of the tokens of all rows that are padding."""
+        if not any((self[row].counted[1:]).any() for row in range(len(self))):
+            raise InputError(
+                f"A row must hold something that the loss counts; got examples of {name!r} of "
+                f"{lengths.min(initial=0)} to {lengths.max(initial=0)} tokens whose answers all "
+                f"begin after seq_len={seq_len}. Use a longer --seq-len."
+            )
+
+    def __len__(self) -> int:
+        return len(self._firsts) - 1
+
+    def __getitem__(self, index: int) -> Row:
+        """The row of a number."""
+        row = Row(
+            np.zeros(self._length, np.int32),
+            np.zeros(self._length, bool),
+            np.full(self._length, PADDING, np.int32),
+        )
+        filled = 0
+        for number, example in enumerate(range(self._firsts[index], self._firsts[index + 1])):
+            start = int(self._part.ends[example - 1]) if example else 0
+            stop = min(int(self._part.ends[example]), start + self._length)
+            place = slice(filled, filled + stop - start)
+            row.tokens[place] = self._part.tokens[start:stop]
+            row.counted[place] = self._part.counted[start:stop]
+            row.examples[place] = number
+            filled += stop - start
+        return row
+
+
+def _first_of_rows(
+    ends: Integer[np.ndarray, " examples"], length: int
+) -> Int64[np.ndarray, " rows_and_one"]:
+    """The first example of each row, and the number of examples.
+
+    Args:
+        ends: sums of the lengths of the examples up to each one; none is longer than a row.
+        length: tokens of a row.
+    """
+    firsts, begun = [0], 0
+    while firsts[-1] < len(ends):
+        firsts.append(int(np.searchsorted(ends, begun + length, side="right")))
+        begun = int(ends[firsts[-1] - 1])
+    return np.array(firsts, np.int64)
+
+
+def collate_rows(
+    rows: list[Row], numbers: list[int], *, layout: Layout, mask_documents: bool
+) -> TokenBatch:
+    """A batch of rows, in layout order; their numbers do not matter.
+
+    Args:
+        rows: one for each row of the batch.
+        numbers: their numbers in the run.
+        layout: order of the tokens.
+        mask_documents: whether a token attends only to its own example.
+
+    Raises:
+        ValueError: if the layout cannot hold T tokens.
+    """
+    del numbers
+    tokens, counted, examples = (np.stack(x) for x in zip(*rows, strict=True))
+    here, following = examples[:, :-1], examples[:, 1:]
+    positions = np.broadcast_to(np.arange(here.shape[1], dtype=np.int32), here.shape)
+    if mask_documents:
+        starts = np.diff(here, axis=1, prepend=here[:, :1]) != 0
+        positions = positions - np.maximum.accumulate(np.where(starts, positions, 0), axis=1)
+    weights = (counted[:, 1:] & (here == following)).astype(np.float32)
+    return TokenBatch(
+        tokens=layout.permute(tokens[:, :-1]),
+        targets=layout.permute(tokens[:, 1:]),
+        positions=layout.permute(positions),
+        segment_ids=layout.permute(here) if mask_documents else None,
+        weights=layout.permute(weights),
+    )
