@@ -657,7 +657,7 @@ def test_text_with_the_byte_that_ends_documents_raises(tmp_path):
     [
         ('{"text": ', r"must be JSON; got Expecting value.*in '.*a.jsonl:3'"),
         ("[" * 100_000, r"must be JSON; got .* in .*a.jsonl:3"),
-        ('["text"]', r"object with the key 'text'; got list in '.*a.jsonl:3'"),
+        ('["text"]', r"must be an object; got list in '.*a.jsonl:3'"),
         ('{"Text": "a"}', r"the key 'text'; got the keys \['Text'\] in '.*a.jsonl:3'.*text-key"),
         ('{"text": 7}', r"must be a string; got int for 'text' in '.*a.jsonl:3'"),
         (r'{"text": "\ud800"}', r"got the lone surrogate '\\ud800' in '.*a.jsonl:3'"),
