@@ -18,6 +18,7 @@ from benchmarks import (
     cluster_links,
     cluster_nodes,
     cluster_report,
+    cluster_schemes,
     cluster_training,
 )
 from benchmarks.cluster_nodes import Topology
@@ -89,9 +90,21 @@ def test_scheme_is_read(text, degrees, published):
     assert bool(scheme.options) == published
 
 
+def test_scheme_has_the_options_in_its_name():
+    scheme = read_scheme("published-2:inner=2,gradient_dtype=bfloat16,keep_gathered=true", 16)
+    assert scheme.degrees == Degrees(group=2, ring=4, team=2)
+    assert scheme.options == cluster_schemes.AS_PUBLISHED | {
+        "inner": 2, "gradient_dtype": "bfloat16", "keep_gathered": True
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        *(
+            (f"ring:{x}", rf"Options of a scheme must be .*; got 'ring:{x}'")
+            for x in ("", "inner", "inner=x", "scale=2", "keep_gathered=1")
+        ),
         ("rings", r"A scheme must be one of ring, .*; got 'rings'"),
         ("head", r"A scheme must be one of .*; got 'head'"),
         ("ring-4", r"A scheme must be one of .*; got 'ring-4'"),
