@@ -143,6 +143,12 @@ def test_models_bring_their_mask_and_key_heads():
     assert (settings.of_model("dit").causal, settings.of_model("dit").num_kv_heads) == (False, 16)
 
 
+def test_training_in_bfloat16_is_refused_on_emulated_nodes():
+    settings = ClusterSettings(train=("gpt",), dtype="bfloat16")
+    with pytest.raises(InputError, match=r"dtype must be float32 .*; got dtype=bfloat16, train=gp"):
+        cluster.emulate(settings, [])
+
+
 def test_order_is_read():
     roles = ("data", "team", "ring", "group", "head", "tensor")
     assert cluster_attention.read_order("team,ring,group,head") == roles
