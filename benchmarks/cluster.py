@@ -101,9 +101,10 @@ def emulate(settings: ClusterSettings, argv: list[str]) -> int:
             f"dtype={settings.dtype}, train={' '.join(settings.train)}. Leave out one of them."
         )
     # What is wrong with the schemes is said before anything starts.
-    named_schemes(settings.schemes, settings.call, topology.device_nodes)
+    schemes = named_schemes(settings.schemes, settings.call, topology.device_nodes)
+    sent = {settings.dtype, *(scheme.options.get("gradient_dtype") for scheme in schemes)}
     flags = [os.environ.get("XLA_FLAGS", "")]
-    flags += [BFLOAT16_FLAG] * (settings.dtype == "bfloat16")
+    flags += [BFLOAT16_FLAG] * ("bfloat16" in sent)
     variables = {
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": str(topology.devices_of_process),

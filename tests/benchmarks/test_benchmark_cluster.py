@@ -149,6 +149,22 @@ def test_training_in_bfloat16_is_refused_on_emulated_nodes():
         cluster.emulate(settings, [])
 
 
+@pytest.mark.parametrize(
+    ("dtype", "scheme", "as_such"),
+    [
+        ("float32", "ring", False),
+        ("bfloat16", "ring", True),
+        ("float32", "ring:gradient_dtype=bfloat16", True),
+    ],
+)
+def test_what_is_bfloat16_is_sent_as_such(dtype, scheme, as_such, monkeypatch):
+    """XLA's CPU backend would send it as float32."""
+    found = []
+    monkeypatch.setattr(cluster_nodes, "run", lambda *arguments: found.append(arguments[2]))
+    cluster.emulate(ClusterSettings(dtype=dtype, schemes=(scheme,)), [])
+    assert (cluster.BFLOAT16_FLAG in found[0]["XLA_FLAGS"]) == as_such
+
+
 def test_order_is_read():
     roles = ("data", "team", "ring", "group", "head", "tensor")
     assert cluster_attention.read_order("team,ring,group,head") == roles
