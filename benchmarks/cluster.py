@@ -94,10 +94,17 @@ def check_outputs(settings: ClusterSettings) -> None:
 def emulate(settings: ClusterSettings, argv: list[str]) -> int:
     """Starts this program in all processes of an emulated cluster."""
     topology = settings.topology
+    if settings.train and settings.dtype != "float32":
+        raise InputError(
+            "dtype must be float32 for train on an emulated cluster, since XLA's CPU backend "
+            "multiplies no matrices in bfloat16 as long as it sends bfloat16; got "
+            f"dtype={settings.dtype}, train={' '.join(settings.train)}. Leave out one of them."
+        )
     # What is wrong with the schemes is said before anything starts.
-    named_schemes(settings.schemes, settings.call, topology.device_nodes)
+    schemes = named_schemes(settings.schemes, settings.call, topology.device_nodes)
+    sent = {settings.dtype, *(scheme.options.get("gradient_dtype") for scheme in schemes)}
     flags = [os.environ.get("XLA_FLAGS", "")]
-    flags += [BFLOAT16_FLAG] * (settings.dtype == "bfloat16")
+    flags += [BFLOAT16_FLAG] * ("bfloat16" in sent)
     variables = {
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": str(topology.devices_of_process),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import startrail_jax as st
@@ -31,8 +31,15 @@ HELP = (
     "ring, all-gather, ulysses; head-U (LoongTrain: Ulysses over U devices, rings outside); "
     "startrail-C and published-C (StarTrail here and in its paper); team-A (teams of A, a ring); "
     "tiles-A (teams of A, groups, no ring); train-default (what train.py takes without flags); or "
-    "degrees, such as group=2,ring=4,team=2"
+    "degrees, such as group=2,ring=4,team=2; with options of attention after a colon, such as "
+    "ring:inner=4 or team-4:gradient_dtype=bfloat16"
 )
+# Options that a name may have, and how their values are read.
+OPTIONS: dict[str, Callable[[str], Any]] = {
+    "inner": int,
+    "gradient_dtype": str,
+    "keep_gathered": {"true": True, "false": False}.__getitem__,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,11 +52,13 @@ class Scheme:
     """Its degrees."""
     published: bool = False
     """Whether it is StarTrail as its paper has it."""
+    given: dict[str, Any] = field(default_factory=dict)
+    """Options that stand in its name."""
 
     @property
     def options(self) -> dict[str, Any]:
         """Options of `Attention` and of `st.communication`."""
-        return dict(AS_PUBLISHED) if self.published else {}
+        return (AS_PUBLISHED if self.published else {}) | self.given
 
 
 def read_scheme(text: str, num_devices: int) -> Scheme:
@@ -62,15 +71,17 @@ def read_scheme(text: str, num_devices: int) -> Scheme:
     Raises:
         ValueError: if there is no such scheme, or none for so many devices.
     """
-    if "=" in text:
-        return Scheme(name=text, degrees=_read_degrees(text, num_devices))
-    name = re.sub(r"-\d+$", "", text)
-    number = int(text[len(name) + 1 :] or 0)
+    base, _, options = text.partition(":")
+    given = _read_options(options, text) if ":" in text else {}
+    if "=" in base:
+        return Scheme(name=text, degrees=_read_degrees(base, num_devices), given=given)
+    name = re.sub(r"-\d+$", "", base)
+    number = int(base[len(name) + 1 :] or 0)
     found = next((x for x in SCHEMES if x == name or (number and x[:-2] == name)), None)
     if found is None or (found == name) != (number == 0):
         raise InputError(f"A scheme must be one of {HELP}; got {text!r}. Correct the name.")
     degrees = SCHEMES[found](num_devices, number)
-    return Scheme(name=text, degrees=degrees, published=name == "published")
+    return Scheme(name=text, degrees=degrees, published=name == "published", given=given)
 
 
 def default_schemes(num_devices: int) -> list[Scheme]:
@@ -86,6 +97,18 @@ def default_schemes(num_devices: int) -> list[Scheme]:
             if all((x.degrees, x.published) != (scheme.degrees, scheme.published) for x in schemes):
                 schemes.append(scheme)
     return schemes
+
+
+def _read_options(options: str, text: str) -> dict[str, Any]:
+    """Reads options such as "inner=4,gradient_dtype=bfloat16" of the scheme `text`."""
+    pairs = [part.partition("=") for part in options.split(",")]
+    try:
+        return {name: OPTIONS[name](value) for name, _, value in pairs}
+    except (KeyError, ValueError):
+        raise InputError(
+            "Options of a scheme must be a number for inner, a dtype for gradient_dtype, or true "
+            f"or false for keep_gathered; got {text!r}. Write for example ring:inner=4."
+        ) from None
 
 
 def _read_degrees(text: str, num_devices: int) -> st.Degrees:
@@ -129,8 +152,9 @@ def named_schemes(names: Sequence[str], call: dict[str, Any], nodes: Sequence[in
     """
     if not names:
         return default_schemes(len(nodes))
+    default = choose_degrees(MeshConfig(), len(nodes), call, nodes=nodes)
     return [
-        Scheme(name=name, degrees=choose_degrees(MeshConfig(), len(nodes), call, nodes=nodes))
+        Scheme(name=name, degrees=default)
         if name == TRAIN_DEFAULT
         else read_scheme(name, len(nodes))
         for name in names

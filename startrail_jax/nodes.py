@@ -173,5 +173,29 @@ def mesh_crossing(
     return len(set(node.values())), tuple(across)
 
 
+def slowest_first(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
+    """The axes of a mesh in the order in which they lie on the devices, slowest first.
+
+    A collective over several axes that names them in this order goes from node to node as seldom as
+    it can: it visits all its devices of a node before those of the next. In the order of the mesh,
+    each step of it may leave the node.
+
+    Args:
+        mesh: any mesh. An abstract one has no devices, and its axes come in its own order.
+    """
+    if isinstance(mesh, AbstractMesh):
+        return mesh.axis_names
+    devices = sorted(mesh.devices.flat, key=lambda device: (device.process_index, device.id))
+    node = dict(zip(devices, nodes_of(devices), strict=True))
+    place = {device: i for i, device in enumerate(sorted(devices, key=node.__getitem__))}
+    places = np.array([place[device] for device in mesh.devices.flat]).reshape(mesh.devices.shape)
+    # How far apart neighbours along an axis are. Inside a TPU slice this differs between places.
+    distances = {
+        name: np.abs(np.diff(places, axis=dim)).mean() if places.shape[dim] > 1 else 0.0
+        for dim, name in enumerate(mesh.axis_names)
+    }
+    return tuple(sorted(mesh.axis_names, key=distances.__getitem__, reverse=True))
+
+
 def _varies(grid: np.ndarray, dim: int) -> bool:
     return not np.array_equal(grid, np.broadcast_to(grid.take([0], axis=dim), grid.shape))

@@ -18,6 +18,7 @@ from benchmarks import (
     cluster_links,
     cluster_nodes,
     cluster_report,
+    cluster_schemes,
     cluster_training,
 )
 from benchmarks.cluster_nodes import Topology
@@ -89,9 +90,21 @@ def test_scheme_is_read(text, degrees, published):
     assert bool(scheme.options) == published
 
 
+def test_scheme_has_the_options_in_its_name():
+    scheme = read_scheme("published-2:inner=2,gradient_dtype=bfloat16,keep_gathered=true", 16)
+    assert scheme.degrees == Degrees(group=2, ring=4, team=2)
+    assert scheme.options == cluster_schemes.AS_PUBLISHED | {
+        "inner": 2, "gradient_dtype": "bfloat16", "keep_gathered": True
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        *(
+            (f"ring:{x}", rf"Options of a scheme must be .*; got 'ring:{x}'")
+            for x in ("", "inner", "inner=x", "scale=2", "keep_gathered=1")
+        ),
         ("rings", r"A scheme must be one of ring, .*; got 'rings'"),
         ("head", r"A scheme must be one of .*; got 'head'"),
         ("ring-4", r"A scheme must be one of .*; got 'ring-4'"),
@@ -128,6 +141,28 @@ def test_models_bring_their_mask_and_key_heads():
     settings = ClusterSettings(kv_heads=4, causal=False)
     assert (settings.of_model("gpt").causal, settings.of_model("gpt").num_kv_heads) == (True, 4)
     assert (settings.of_model("dit").causal, settings.of_model("dit").num_kv_heads) == (False, 16)
+
+
+def test_training_in_bfloat16_is_refused_on_emulated_nodes():
+    settings = ClusterSettings(train=("gpt",), dtype="bfloat16")
+    with pytest.raises(InputError, match=r"dtype must be float32 .*; got dtype=bfloat16, train=gp"):
+        cluster.emulate(settings, [])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scheme", "as_such"),
+    [
+        ("float32", "ring", False),
+        ("bfloat16", "ring", True),
+        ("float32", "ring:gradient_dtype=bfloat16", True),
+    ],
+)
+def test_what_is_bfloat16_is_sent_as_such(dtype, scheme, as_such, monkeypatch):
+    """XLA's CPU backend would send it as float32."""
+    found = []
+    monkeypatch.setattr(cluster_nodes, "run", lambda *arguments: found.append(arguments[2]))
+    cluster.emulate(ClusterSettings(dtype=dtype, schemes=(scheme,)), [])
+    assert (cluster.BFLOAT16_FLAG in found[0]["XLA_FLAGS"]) == as_such
 
 
 def test_order_is_read():

@@ -9,15 +9,28 @@ import pytest
 import startrail_jax as st
 from startrail_jax.device_mesh import place_devices
 from startrail_jax.mesh import ROLES
-from startrail_jax.nodes import ORDERS, crossing, node_grid, nodes_of, resolve_order
+from startrail_jax.nodes import (
+    ORDERS,
+    crossing,
+    node_grid,
+    nodes_of,
+    resolve_order,
+    slowest_first,
+)
 
 pytestmark = pytest.mark.quick
 
 HEADS = dict(heads=16, kv_heads=16, causal=True)
 
 
+class Fake(SimpleNamespace):
+    """A device with some attributes."""
+
+    __hash__ = object.__hash__
+
+
 def fake(**attributes):
-    return SimpleNamespace(platform="gpu", **attributes)
+    return Fake(platform="gpu", **attributes)
 
 
 def test_devices_of_one_slice_share_a_node_however_many_processes_drive_them():
@@ -195,3 +208,14 @@ def test_explain_knows_meshes_of_other_names_and_abstract_ones():
     assert abstract.explain(**sizes, platform="cpu").num_nodes is None
     with pytest.raises(ValueError, match="needs a mesh of devices; got devices_per_node=4"):
         abstract.explain(**sizes, platform="cpu", devices_per_node=4)
+
+
+def test_axes_of_a_mesh_are_known_by_the_places_of_their_devices():
+    """Whether processes or slices are the nodes, and whatever the numbers of the devices."""
+    degrees, order = st.Degrees(data=2, ring=2, team=4), resolve_order("rings_inside")
+    for count, make in ((16, lambda i: fake(process_index=i // 4, id=i)), (16, TPU)):
+        devices = [make(number) for number in range(count)]
+        placed = place_devices(degrees, order, devices, nodes_of(devices))
+        mesh = jax.sharding.Mesh(placed, ROLES)
+        assert slowest_first(mesh)[:3] == ("data", "team", "ring")
+    assert slowest_first(mesh.abstract_mesh) == ROLES

@@ -1,14 +1,22 @@
-"""Which dimension of which array is split over which mesh axes."""
+"""Which dimension of which array is split over which mesh axes, and what is sent for that."""
+
+import functools
 
 import jax
+import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import startrail_jax as st
 from configs.gpt import gpt_tiny
 from models.gpt import GPT
+from startrail_jax.analysis.ports import read_messages
+from startrail_jax.mesh import ROLES
+from startrail_jax.nodes import node_grid, nodes_of, resolve_order
+from startrail_jax.varying import vary
 from trainer.gpt.objective import model_arguments
 from trainer.parallel.partition import (
     Partition,
@@ -109,3 +117,43 @@ def test_arrays_without_a_dimension_that_zero_divides_stay_whole_and_are_listed(
 def test_indivisible_dimension_raises():
     with pytest.raises(ValueError, match=r"must divide.*tensor=2 for dim.* 1 .*down.*, of size 7"):
         specs_of(tensor=2, sizes={"mlp_width": 7})
+
+
+@functools.cache
+def bytes_through_a_port(degrees, order, level):
+    """Of the busiest of 4 nodes of 4 devices, for gathered weights and summed gradients."""
+    order = resolve_order(order)
+    mesh = st.make_mesh(degrees, "auto", jax.devices()[:16], order=order, devices_per_node=4)
+    partition = Partition(mesh, level)
+    weights = {"split": np.arange(96.0, dtype="float32").reshape(32, 3), "whole": np.ones(5, "f4")}
+    splits, specs = partition.splits(weights), partition.specs(weights)
+
+    def local(weights):
+        # The sum over devices of 1, 2, ..., 16 times a weight.
+        factor = 1.0 + lax.axis_index(partition.replicas)
+        whole = partition.gather_once(weights, splits)
+        whole = jax.tree.map(lambda x: vary(x, *partition.replicas), whole)
+        return partition.reduce(jax.tree.map(lambda x: factor * x, whole), splits)
+
+    run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=specs))
+    placed = jax.device_put(weights, partition.shardings(weights))
+    program = run.lower(placed).compile()
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, 136 * y), program(placed), weights)
+    nodes = node_grid(degrees, order, nodes_of(range(16), 4)).ravel()
+    return read_messages(program.as_text()).through(nodes).port_bytes
+
+
+@pytest.mark.parametrize("level", [0, 1])
+@pytest.mark.parametrize(
+    ("degrees", "order"),
+    [
+        (st.Degrees(ring=4, team=4), "rings_inside"),
+        (st.Degrees(ring=4, team=4), "collectives_inside"),
+        (st.Degrees(ring=8, team=2), "rings_inside"),
+        (st.Degrees(group=2, ring=2, team=2, head=2), "context_first"),
+    ],
+)
+def test_gradients_enter_every_node_once_in_any_order_of_the_axes(degrees, order, level):
+    """As where one axis joins all devices; in the order of the mesh, each hop may leave a node."""
+    ring = bytes_through_a_port(st.Degrees(ring=16), ROLES, level)
+    assert bytes_through_a_port(degrees, order, level) == ring

@@ -31,6 +31,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from startrail_jax.errors import InputError
+from startrail_jax.nodes import slowest_first
 from startrail_jax.varying import vary
 from trainer.config import SHARDED_AXES
 
@@ -81,12 +82,13 @@ class Partition:
 
     @property
     def zero(self) -> tuple[str, ...]:
-        """The axes that ZeRO splits over, in the order of the mesh; none at level 0."""
+        """The axes that ZeRO splits over, slowest first; none at level 0."""
         return tuple(x for x in self._axes(self.zero_axes) if self.level)
 
     @property
     def replicas(self) -> tuple[str, ...]:
-        """All axes over which devices have different tokens: gradients are summed over them."""
+        """All axes over which devices have different tokens, slowest first: gradients are summed
+        over them."""
         return self._axes(SHARDED_AXES)
 
     @property
@@ -94,10 +96,19 @@ class Partition:
         """The axis `tensor`, if its degree is not 1."""
         return self._axes(("tensor",))
 
+    @property
+    def all(self) -> tuple[str, ...]:
+        """All axes whose degree is not 1, slowest first."""
+        return self._axes(self.mesh.axis_names)
+
     def _axes(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(
-            name for name in self.mesh.axis_names if name in names and self.mesh.shape[name] > 1
-        )
+        return tuple(name for name in self._used_axes if name in names)
+
+    @functools.cached_property
+    def _used_axes(self) -> tuple[str, ...]:
+        # A collective goes round its devices in the order of the axes that it names: the slowest
+        # first, so that it enters every node once.
+        return tuple(name for name in slowest_first(self.mesh) if self.mesh.shape[name] > 1)
 
     def size(self, axes: tuple[str, ...]) -> int:
         """Number of devices along mesh axes."""

@@ -204,7 +204,7 @@ class Program:
         if self.config.accumulation == 1:
             loss, gradients = loss_and_gradients(slots, gathered, batch)
         else:
-            zero = vary(jnp.zeros(()), *self._all_axes)
+            zero = vary(jnp.zeros(()), *self.partition.all)
             (loss, gradients), _ = lax.scan(add, (zero, slots), self._parts(batch))
         # A batch without any weight has no gradient.
         total = jnp.maximum(self._total_weight(batch), 1.0)
@@ -259,11 +259,7 @@ class Program:
         return lax.psum(total, replicas) if replicas else total
 
     def _over_all(self, x: Array) -> Array:
-        return lax.psum(x, self._all_axes) if self._all_axes else x
-
-    @property
-    def _all_axes(self) -> tuple[str, ...]:
-        return (*self.partition.replicas, *self.partition.tensor)
+        return lax.psum(x, self.partition.all) if self.partition.all else x
 
     def _own_tokens(self, x: Array) -> Array:
         """This device's share of tokens that all devices along `tensor` have."""
