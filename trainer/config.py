@@ -298,6 +298,11 @@ class TrainConfig:
         raise NotImplementedError
 
     @property
+    def window(self) -> int | None:
+        """Number of tokens that a token of a causal model attends to; None for all earlier ones."""
+        return None
+
+    @property
     def attention_call(self) -> dict[str, Any]:
         """What an attention of the model is called with, in the words of
         `startrail_jax.communication`; its default degrees and order follow from that."""

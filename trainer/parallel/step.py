@@ -62,7 +62,8 @@ def make_attention(
     Raises:
         ValueError: if its options do not fit the mesh.
     """
-    return Attention(mesh, causal=objective.causal, **vars(config.attention))
+    options = vars(config.attention)
+    return Attention(mesh, causal=objective.causal, window=config.window, **options)
 
 
 class Program:
