@@ -231,10 +231,11 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for name in (
-            *("steps", "batch_size", "accumulation", "log_every", "evaluate_every"),
+            *("batch_size", "accumulation", "log_every", "evaluate_every"),
             *("validation_sequences", "non_finite_limit"),
         ):
             check_minimum(name, getattr(self, name), 1)
+        check_minimum("steps", self.steps, self.least_steps)
         check_minimum("seed", self.seed, 0)
         if self.seed >= 2**32:
             raise InputError(f"seed must be below 2**32; got seed={self.seed}. Use another.")
@@ -291,6 +292,11 @@ class TrainConfig:
                     "profile must be a first and a last step of the run; got "
                     f"profile={self.profile}, steps={self.steps}. Use, say, --profile 10 12."
                 )
+
+    @property
+    def least_steps(self) -> int:
+        """The smallest number of steps: 0 for a run whose initial weights are a result."""
+        return 1
 
     @property
     def num_tokens(self) -> int:

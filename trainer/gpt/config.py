@@ -192,6 +192,10 @@ class GPTTrainConfig(TrainConfig):
     data: DataConfig = field(default_factory=DataConfig)
     """Data to train on."""
 
+    init_from: Path | None = None
+    """A folder with a pretrained model in the format of Hugging Face: config.json, *.safetensors
+    and tokenizer.json. The model is that of its config.json; flags --model.* change it. With
+    --steps 0, the weights are only imported."""
     seq_len: int
     """Number of tokens in a sequence."""
     sample_length: int = 0
@@ -214,6 +218,10 @@ class GPTTrainConfig(TrainConfig):
     @property
     def num_tokens(self) -> int:
         return self.seq_len
+
+    @property
+    def least_steps(self) -> int:
+        return 1 if self.init_from is None else 0
 
     @property
     def window(self) -> int | None:
