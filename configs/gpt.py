@@ -98,7 +98,7 @@ def gpt_8b_gqa() -> GPTTrainConfig:
 
 
 def pretrained(folder: Path) -> GPTTrainConfig:
-    """Training that goes on from a pretrained model: what `train.py --init-from FOLDER` begins with.
+    """Training that goes on from a pretrained model: the default of `train.py --init-from FOLDER`.
 
     Command: `python train.py --init-from Qwen3-8B --data.path FOLDER`. It is not in the table of
     recipes, since the model is that of the folder. The settings save memory and change no loss.

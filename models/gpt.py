@@ -283,9 +283,7 @@ class GPTBlock(nnx.Module):
         self.dtype = jnp.dtype(dtype)
         # Norms are computed in float32 and rounded afterwards: in 16 bits their scales, which are
         # near 1, would be rounded themselves.
-        norm = functools.partial(
-            nnx.RMSNorm, width, epsilon=norm_eps, dtype=jnp.float32, rngs=rngs
-        )
+        norm = functools.partial(nnx.RMSNorm, width, epsilon=norm_eps, dtype=jnp.float32, rngs=rngs)
         self.attention_norm, self.mlp_norm = norm(), norm()
 
     def __call__(
@@ -364,9 +362,7 @@ class GPTAttention(nnx.Module):
         return lambda *arrays: (self.attention_fn(*arrays, segment_ids=segment_ids), None)
 
 
-def _biased(
-    x: Float[Array, "B T heads H"], bias: nnx.Param | None
-) -> Float[Array, "B T heads H"]:
+def _biased(x: Float[Array, "B T heads H"], bias: nnx.Param | None) -> Float[Array, "B T heads H"]:
     """x + bias. The sum is in float32, so that the gradient of the bias, a long sum, is too."""
     if bias is None:
         return x

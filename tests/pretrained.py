@@ -3,20 +3,21 @@
 `tests/parity/make_references.py` makes them.
 """
 
-import contextlib
 import dataclasses
 from pathlib import Path
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 import startrail_jax as st
+import train
 from configs.gpt import pretrained as config_of
 from programs import make_program, options
 from trainer.gpt.batches import next_token_batch
+from trainer.gpt.export.writing import export_run
 from trainer.gpt.pretrained.initial import open_pretrained
 from trainer.parallel.partition import path_name
+from trainer.tasks import load_train_config
 
 REFERENCES = Path(__file__).parent / "parity" / "references"
 CASES = sorted(path.name for path in REFERENCES.glob("*"))
@@ -24,7 +25,7 @@ SCHEMES = {
     "one device": st.Degrees(),
     "StarTrail, C = 2": st.Degrees.startrail(8, c=2),
     "2D-Attention": st.Degrees(head=2, ring=4),
-    "Ring Attention and tensor parallelism": st.Degrees(ring=4, tensor=2),
+    "Ring Attention and tensor parallelism": st.Degrees(ring=2, tensor=4),
 }
 LOGITS, GRADIENTS = 1e-5, 1e-4
 """Largest difference, relative to the largest number of the array."""
@@ -86,3 +87,10 @@ def compare(found, reference):
 def reference_of(name):
     with np.load(REFERENCES / name / "reference.npz") as file:
         return dict(file)
+
+
+def import_and_export(folder, run_dir, out, **options):
+    """Imports a checkpoint into a run of no steps, and exports that."""
+    config = make_config(folder, steps=0, run_dir=run_dir, devices=1, tensorboard=False)
+    train.train(config)
+    return export_run(run_dir, load_train_config(run_dir / "config.json"), out, **options)

@@ -43,9 +43,7 @@ ROPE_LLAMA3 = dict(
     high_freq_factor=4.0,
     original_max_position_embeddings=16,
 )
-ROPE_YARN = dict(
-    rope_type="yarn", rope_theta=100.0, factor=4.0, original_max_position_embeddings=8
-)
+ROPE_YARN = dict(rope_type="yarn", rope_theta=100.0, factor=4.0, original_max_position_embeddings=8)
 ROPE_LINEAR = dict(rope_type="linear", rope_theta=10_000.0, factor=2.0)
 
 # Name -> family, options, and type of the saved weights.
@@ -76,11 +74,13 @@ def make_model(name, seed):
 
 
 def save_checkpoint(model, dtype, folder, **options):
-    """Saves as a user of transformers does."""
-    values = {name: x.clone() for name, x in model.state_dict().items()}
+    """Saves as a user of transformers does; returns the model that is loaded from there.
+
+    The first one would not do: its rotary frequencies are rounded with the weights.
+    """
     model.to(getattr(torch, dtype)).save_pretrained(folder, **options)
-    model.float().load_state_dict(values)
     (folder / "generation_config.json").unlink(missing_ok=True)
+    return type(model).from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def compute(model, seed):
@@ -106,7 +106,7 @@ def write_references():
         model, dtype = make_model(name, seed)
         # One case has several files and an index.
         options = {"max_shard_size": "8KB"} if name == "qwen3" else {}
-        save_checkpoint(model, dtype, folder, **options)
+        model = save_checkpoint(model, dtype, folder, **options)
         np.savez_compressed(folder / "reference.npz", **compute(model, seed))
     size = sum(path.stat().st_size for path in REFERENCES.rglob("*") if path.is_file())
     print(f"{REFERENCES}: {size / 1e6:.2f} MB")
@@ -116,7 +116,6 @@ def check():
     """Compares with models of another seed, live; exits with status 1 if anything differs."""
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
     import pretrained
-
     from startrail_jax.testing import simulate_devices
 
     simulate_devices(8)
@@ -124,7 +123,7 @@ def check():
         with tempfile.TemporaryDirectory() as scratch:
             folder = Path(scratch, "in")
             model, dtype = make_model(name, seed)
-            save_checkpoint(model, dtype, folder)
+            model = save_checkpoint(model, dtype, folder)
             reference = compute(model, seed)
             worst = {}
             for scheme in pretrained.SCHEMES:
@@ -140,8 +139,10 @@ def check():
             logits = kind.from_pretrained(out, dtype=torch.float32).eval()(
                 input_ids=torch.tensor(reference["tokens"][:, :-1])
             ).logits.detach().numpy()  # fmt: skip
-            np.testing.assert_array_equal(logits, model(
-                input_ids=torch.tensor(reference["tokens"][:, :-1])).logits.detach().numpy())
+            np.testing.assert_array_equal(
+                logits,
+                model(input_ids=torch.tensor(reference["tokens"][:, :-1])).logits.detach().numpy(),
+            )
         lines = ", ".join(f"{scheme} {value}" for scheme, value in worst.items())
         print(f"{name}: exported weights and logits equal bit for bit; {lines}", flush=True)
 

@@ -187,7 +187,7 @@ class _Values:
 
     def real(self, key: str, *, default: float | None = None) -> float:
         """A finite number."""
-        value = self.values.get(key)
+        value: Any = self.values.get(key)
         value = default if value is None else value
         if type(value) not in (int, float) or not math.isfinite(value):
             raise self._wrong(key, "a finite number", value)

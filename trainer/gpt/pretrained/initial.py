@@ -45,9 +45,7 @@ class Pretrained(InitialWeights):
     """Where each weight of the model lies."""
     description: str
 
-    def read(
-        self, weights: PyTree[jax.ShapeDtypeStruct]
-    ) -> PyTree[Shaped[Array, "..."]]:
+    def read(self, weights: PyTree[jax.ShapeDtypeStruct]) -> PyTree[Shaped[Array, "..."]]:
         """Reads the weights; each device gets its own slices of the files.
 
         Args:
@@ -56,9 +54,11 @@ class Pretrained(InitialWeights):
 
         def read_one(path: tuple[Any, ...], wanted: Any) -> Array:
             place = self.places[path_name(path)]
-            return jax.make_array_from_callback(
-                wanted.shape, wanted.sharding, lambda index: self._part(place, index, wanted.dtype)
-            )
+
+            def part(index: Any) -> Shaped[np.ndarray, "..."]:
+                return self._part(place, index, wanted.dtype)
+
+            return jax.make_array_from_callback(wanted.shape, wanted.sharding, part)
 
         return jax.tree_util.tree_map_with_path(read_one, weights)
 
