@@ -13,6 +13,7 @@ import numpy as np
 
 from startrail_jax.errors import InputError
 from trainer.checkpoints.checkpoint import Checkpoints
+from trainer.checkpoints.initial import InitialWeights
 from trainer.data.batches import Feed
 from trainer.errors import NonFiniteError
 from trainer.parallel.flops import peak_flops
@@ -25,7 +26,6 @@ from trainer.run.mesh import save_degrees
 from trainer.run.metrics import Reporter, describe_viewer
 from trainer.run.settings import save_config
 from trainer.run.versions import record_versions
-from trainer.task import InitialWeights
 
 # The key of the losses that the next one is compared with, in what a checkpoint keeps beside the
 # position in the data. A run that goes on must find the same loss spikes.

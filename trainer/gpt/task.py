@@ -8,10 +8,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from trainer.checkpoints.initial import InitialWeights
 from trainer.data.dataset import Dataset
 from trainer.gpt.config import GPTTrainConfig, TextOptions
 from trainer.run.folder import CHECKPOINTS_FOLDER
-from trainer.task import InitialWeights, Task
+from trainer.task import Task
 
 TOKENS_FOLDER = "tokens"
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import ml_dtypes
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import SingleDeviceSharding
@@ -44,7 +44,7 @@ from trainer.run.folder import CHECKPOINTS_FOLDER, model_flags
 Dtype = Literal["float32", "bfloat16", "float16"]
 DTYPES: Mapping[str, Any] = {
     "float32": np.float32,
-    "bfloat16": ml_dtypes.bfloat16,
+    "bfloat16": jnp.bfloat16,
     "float16": np.float16,
 }
 SHARD_BYTES = 2 * 10**9

@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Array, PyTree, Shaped
 
 from startrail_jax.errors import InputError
+from trainer.checkpoints.initial import InitialWeights
 from trainer.gpt.config import GPTTrainConfig
 from trainer.gpt.pretrained.defaults import TOKENIZER
 from trainer.gpt.pretrained.families import CONFIG, read_description, read_json
@@ -23,7 +24,6 @@ from trainer.gpt.pretrained.names import Place, places
 from trainer.gpt.pretrained.tensors import Tensors, open_tensors
 from trainer.gpt.tokenizer import FileTokenizer
 from trainer.parallel.partition import path_name
-from trainer.task import InitialWeights
 
 KEPT_FOLDER = "pretrained"
 """Folder of a run for what an export needs of the model with which the run began."""
