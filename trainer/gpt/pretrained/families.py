@@ -142,7 +142,8 @@ def describe(values: Mapping[str, Any], name: str) -> Description:
     read.require("architectures", [family.architecture], default=[family.architecture])
     read.require("hidden_act", "silu", default="silu")
     read.require("quantization_config", None)
-    read.require("attention_bias", family.qkv_bias, default=family.qkv_bias)
+    if not family.qkv_bias:  # Qwen2 has them whatever the file says.
+        read.require("attention_bias", False, default=False)
     if family.mlp_bias:
         read.require("mlp_bias", False, default=False)
     layers = read.number("num_hidden_layers")
