@@ -112,14 +112,14 @@ def write_references():
     print(f"{REFERENCES}: {size / 1e6:.2f} MB")
 
 
-def check():
+def check(cases):
     """Compares with models of another seed, live; exits with status 1 if anything differs."""
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
     import pretrained
     from startrail_jax.testing import simulate_devices
 
     simulate_devices(8)
-    for seed, name in enumerate(CASES, 1000):
+    for seed, name in enumerate(cases, 1000):
         with tempfile.TemporaryDirectory() as scratch:
             folder = Path(scratch, "in")
             model, dtype = make_model(name, seed)
@@ -150,4 +150,6 @@ def check():
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="compare with new models")
-    check() if parser.parse_args().check else write_references()
+    parser.add_argument("--cases", nargs="*", choices=CASES, default=list(CASES))
+    options = parser.parse_args()
+    check(options.cases) if options.check else write_references()
