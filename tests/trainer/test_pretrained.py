@@ -14,6 +14,7 @@ import tokenizers
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
+import sample
 import startrail_jax as st
 import train
 from configs.gpt import gpt_tiny
@@ -377,6 +378,19 @@ def test_export_of_an_import_is_the_same_bit_for_bit(name, tmp_path):
     values = json.loads((source / "config.json").read_text())
     values["torch_dtype"] = values.pop("dtype")
     assert json.loads((out / "config.json").read_text()) == values
+
+
+def test_sample_of_an_import_begins_with_the_likeliest_token(model, tmp_path, capsys):
+    add_tokenizer(model, 48)
+    reference = reference_of("llama")
+    config = make_config(model, steps=0, devices=1, run_dir=tmp_path / "run", tensorboard=False)
+    train.train(with_tokenizer(config))
+    likeliest = reference["logits"][0].argmax(-1)
+    last = np.flatnonzero(likeliest < 47)[-1]
+    prompt = " ".join(f"<{token}>" for token in reference["tokens"][0, : last + 1])
+    capsys.readouterr()
+    sample.sample([str(config.run_dir), "--prompt", prompt, "--tokens", "1", "--temperature", "0"])
+    assert capsys.readouterr().out.split() == [f"<{likeliest[last]}>"]
 
 
 def test_command_line_takes_the_model_from_the_folder(model, tmp_path):
