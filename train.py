@@ -5,6 +5,7 @@
     python train.py --mesh.team 1 --run-dir runs/ring             # Ring Attention
     python train.py gpt_8b_gqa --data.path FOLDER --data.tokenizer tokenizer.json
     python train.py runs/gpt_tiny/config.json --steps 2000 --run-dir runs/longer
+    python train.py --init-from Qwen3-8B --data.path FOLDER      # goes on from a pretrained model
     python train.py gpt_7b --help               # all flags, with the values of that recipe
 
 The first word is a recipe of configs/ or the config.json of a run. The program uses all real
@@ -18,12 +19,16 @@ from __future__ import annotations
 import difflib
 import sys
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from configs import RECIPES
+from configs.gpt import pretrained
 from trainer.command_line import Command, exit_with_usage_error, parse
 from trainer.config import TrainConfig
+from trainer.gpt.config import GPTTrainConfig
+from trainer.gpt.pretrained.defaults import with_model_of, with_tokenizer
 from trainer.network.options import Distributed
 from trainer.run.commands import command
 from trainer.run.folder import CONFIG_FILE
@@ -84,6 +89,10 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
         for line in session.description:
             report.line(line)
 
+        if not config.steps:
+            TASKS[config.kind].import_weights(config, session, report)
+            return Losses([], None)
+
         # Program. Whatever does not fit the mesh is refused now, before there is a run folder.
         task = TASKS[config.kind]
         objective = task.make_objective(config)
@@ -103,6 +112,7 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
         )
 
         with (
+            task.initial_weights(config, program.state_shapes.weights) as initial,
             open_run(config, writes=session.is_first) as run_dir,
             interruption(session.agree) as interrupted,
             Checkpoints(
@@ -114,7 +124,7 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
             closing(feed),
         ):
             # State: that of the newest checkpoint, or a new one.
-            loop = Loop(program, feed, checkpoints, report, interrupted)
+            loop = Loop(program, feed, checkpoints, report, interrupted, initial)
             done = loop.begin()
 
             # Loop, over the steps that are not done yet.
@@ -192,10 +202,14 @@ def _run_steps(loop: Any, done: int) -> bool:
 
 def read_command_line(arguments: list[str]) -> Command[TrainConfig]:
     """What a command line asks for; on a mistake, prints a message and exits with status 2."""
-    name = "gpt_tiny"
+    name, folder = "gpt_tiny", _flag(arguments, "--init-from")
     if arguments and not arguments[0].startswith("-"):
         name, *arguments = arguments
-    if name in RECIPES:
+    elif folder is not None:
+        name = "pretrained"
+    if name == "pretrained" and folder is not None:
+        default = pretrained(Path(folder))
+    elif name in RECIPES:
         default = RECIPES[name]()
     elif Path(name).is_file():
         default = load_train_config(Path(name))
@@ -205,8 +219,20 @@ def read_command_line(arguments: list[str]) -> Command[TrainConfig]:
             f"The first word must be a recipe or a config.json; got {name!r}. "
             f"{f'Did you mean {near[0]}? ' if near else ''}Recipes: {', '.join(RECIPES)}."
         )
+    if folder is not None and isinstance(default, GPTTrainConfig):
+        default = with_model_of(Path(folder), default)
     prog = "train.py [RECIPE | config.json]"
-    return parse(arguments, default=default, prog=prog, description=__doc__)
+    command = parse(arguments, default=default, prog=prog, description=__doc__)
+    return replace(command, settings=with_tokenizer(command.settings))
+
+
+def _flag(arguments: list[str], name: str) -> str | None:
+    """The value of a flag, which decides about the defaults of the others; None without it."""
+    for i, argument in enumerate(arguments):
+        flag, equals, value = argument.partition("=")
+        if flag.replace("_", "-") == name:
+            return value if equals else (arguments[i + 1 : i + 2] or [None])[0]
+    return None
 
 
 if __name__ == "__main__":

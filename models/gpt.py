@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from models.hooks import Hooks
 from models.layers import MLP, AttentionFn
@@ -47,7 +47,11 @@ class GPT(nnx.Module):
         attention_fn: AttentionFn,
         mlp: Literal["swiglu", "gelu"] = "swiglu",
         tied_head: bool = False,
+        qkv_bias: bool = False,
+        qk_norm: bool = False,
+        norm_eps: float = 1e-6,
         rope: Rope | None = None,
+        no_rope_every: int | None = None,
         dtype: Any = jnp.float32,
         hooks: Hooks | None = None,
         rngs: nnx.Rngs,
@@ -65,13 +69,18 @@ class GPT(nnx.Module):
             attention_fn: causal attention; called with `segment_ids` by keyword.
             mlp: "swiglu" (three matrices) or "gelu" (two).
             tied_head: whether the embedding is the output projection too.
+            qkv_bias: whether the projections to queries, keys and values have a bias.
+            qk_norm: whether each head of queries and keys is normalised before it is rotated.
+            norm_eps: what is added to the mean square in a norm.
             rope: rotary positions of `head_dim` channels; None for unscaled ones.
+            no_rope_every: the last of every so many layers rotates nothing; None for no such layer.
             dtype: type of activations and matrix products; logits are float32 in any case.
             hooks: how the model runs; None runs it as it is written.
             rngs: source of the initial weights.
         """
         self.dtype = jnp.dtype(dtype)
         self.rope = Rope(head_dim=head_dim) if rope is None else rope
+        self.no_rope_every = no_rope_every
         self.hooks = Hooks() if hooks is None else hooks
         # A sequence-parallel attention knows the order of its tokens, and warns of another one.
         self.check_positions = getattr(attention_fn, "check_positions", lambda positions: None)
@@ -96,6 +105,8 @@ class GPT(nnx.Module):
                     head_dim=head_dim,
                     attention_fn=attention_fn,
                     out_gain=out_gain,
+                    bias=qkv_bias,
+                    norm_eps=norm_eps if qk_norm else None,
                     dtype=dtype,
                     rngs=rngs,
                 ),
@@ -103,13 +114,14 @@ class GPT(nnx.Module):
                     mlp, width=width, hidden=mlp_width, out_gain=out_gain, dtype=dtype, rngs=rngs
                 ),
                 width=width,
+                norm_eps=norm_eps,
                 dtype=dtype,
                 hooks=self.hooks,
                 rngs=rngs,
             )
 
         self.blocks = make_blocks(rngs.split(layers))
-        self.norm = nnx.RMSNorm(width, dtype=jnp.float32, rngs=rngs)
+        self.norm = nnx.RMSNorm(width, epsilon=norm_eps, dtype=jnp.float32, rngs=rngs)
         self.head = (
             None
             if tied_head
@@ -144,15 +156,27 @@ class GPT(nnx.Module):
         """What `logits` takes: the last layer's output, normalised. Arguments as in `__call__`."""
         graph, weights = nnx.split(self.blocks)
 
-        def run_block(weights: Any, x: Array, rotation: Array, segment_ids: Array | None) -> Array:
+        def run_block(
+            weights: Any,
+            x: Array,
+            rotates: Array | None,
+            rotation: Array,
+            segment_ids: Array | None,
+        ) -> Array:
             block = nnx.merge(graph, weights)
+            rotation = _rotation_of(rotates, rotation)
             return block(x, rotation, block.attention.uncached(segment_ids))[0]
 
         layer = self.hooks.wrap_layer(run_block)
         self.check_positions(positions)
         context = self.rope.rotation(positions), segment_ids
         x = self._embed(tokens)
-        x, _ = lax.scan(lambda x, weights: (layer(weights, x, *context), None), x, weights)
+
+        def step(x: Array, inputs: tuple[Any, Array | None]) -> tuple[Array, None]:
+            weights, rotates = inputs
+            return layer(weights, x, rotates, *context), None
+
+        x, _ = lax.scan(step, x, (weights, self._rotates(weights)))
         return self.norm(x).astype(self.dtype)
 
     def hidden_with_cache(
@@ -178,8 +202,14 @@ class GPT(nnx.Module):
         graph, weights = nnx.split(self.blocks)
 
         def run_block(
-            weights: Any, x: Array, rotation: Array, layer: Array, kv_cache: Any
+            weights: Any,
+            x: Array,
+            rotates: Array | None,
+            rotation: Array,
+            layer: Array,
+            kv_cache: Any,
         ) -> tuple[Array, Any]:
+            rotation = _rotation_of(rotates, rotation)
             return nnx.merge(graph, weights)(
                 x, rotation, functools.partial(attend, kv_cache, layer)
             )
@@ -187,13 +217,21 @@ class GPT(nnx.Module):
         run = self.hooks.wrap_layer(run_block)
         rotation = self.rope.rotation(positions)
 
-        def step(carry: tuple[Array, Any], layer: tuple[Any, Array]) -> tuple[Any, None]:
-            (x, kv_cache), (weights, number) = carry, layer
-            return run(weights, x, rotation, number, kv_cache), None
+        def step(
+            carry: tuple[Array, Any], layer: tuple[Any, Array | None, Array]
+        ) -> tuple[Any, None]:
+            (x, kv_cache), (weights, rotates, number) = carry, layer
+            return run(weights, x, rotates, rotation, number, kv_cache), None
 
-        numbers = jnp.arange(len(jax.tree.leaves(weights)[0]))
-        (x, kv_cache), _ = lax.scan(step, (self._embed(tokens), kv_cache), (weights, numbers))
+        layers = weights, self._rotates(weights), _numbers(weights)
+        (x, kv_cache), _ = lax.scan(step, (self._embed(tokens), kv_cache), layers)
         return self.norm(x).astype(self.dtype), kv_cache
+
+    def _rotates(self, weights: Any) -> Bool[Array, " layers"] | None:
+        """Which layers rotate queries and keys; None if all do."""
+        if self.no_rope_every is None:
+            return None
+        return (_numbers(weights) + 1) % self.no_rope_every != 0
 
     def _embed(self, tokens: Int32[Array, "B T"]) -> Float[Array, "B T width"]:
         # The lookup is in float32 and rounded afterwards, so that the gradient of a frequent token,
@@ -207,6 +245,24 @@ class GPT(nnx.Module):
         return self.head(hidden)
 
 
+def _numbers(weights: Any) -> Int32[Array, " layers"]:
+    """The numbers of the layers whose stacked weights these are."""
+    return jnp.arange(len(jax.tree.leaves(weights)[0]))
+
+
+def _rotation_of(
+    rotates: Bool[Array, ""] | None, rotation: Float32[Array, "2 B T half"]
+) -> Float32[Array, "2 B T half"]:
+    """The rotation of a layer: if it does not rotate, that by an angle of 0.
+
+    It is chosen inside the layer, so that remat does not save one for each.
+    """
+    if rotates is None:
+        return rotation
+    still = jnp.array([1.0, 0.0])[:, None, None, None]
+    return jnp.where(rotates, rotation, still)
+
+
 class GPTBlock(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
@@ -216,6 +272,7 @@ class GPTBlock(nnx.Module):
         attention: GPTAttention,
         mlp: MLP,
         width: int,
+        norm_eps: float,
         dtype: Any,
         hooks: Hooks,
         rngs: nnx.Rngs,
@@ -226,8 +283,8 @@ class GPTBlock(nnx.Module):
         self.dtype = jnp.dtype(dtype)
         # Norms are computed in float32 and rounded afterwards: in 16 bits their scales, which are
         # near 1, would be rounded themselves.
-        self.attention_norm = nnx.RMSNorm(width, dtype=jnp.float32, rngs=rngs)
-        self.mlp_norm = nnx.RMSNorm(width, dtype=jnp.float32, rngs=rngs)
+        norm = functools.partial(nnx.RMSNorm, width, epsilon=norm_eps, dtype=jnp.float32, rngs=rngs)
+        self.attention_norm, self.mlp_norm = norm(), norm()
 
     def __call__(
         self,
@@ -248,7 +305,7 @@ class GPTBlock(nnx.Module):
 
 
 class GPTAttention(nnx.Module):
-    """Projections and rotary positions around an attention callable."""
+    """Projections, norms of heads and rotary positions around an attention callable."""
 
     def __init__(
         self,
@@ -259,6 +316,8 @@ class GPTAttention(nnx.Module):
         head_dim: int,
         attention_fn: AttentionFn,
         out_gain: float,
+        bias: bool,
+        norm_eps: float | None,
         dtype: Any,
         rngs: nnx.Rngs,
     ) -> None:
@@ -268,6 +327,21 @@ class GPTAttention(nnx.Module):
         self.value = linear(width, (kv_heads, head_dim), dtype=dtype, rngs=rngs)
         self.out = linear((heads, head_dim), width, gain=out_gain, dtype=dtype, rngs=rngs)
 
+        # No biases of `nnx.LinearGeneral`, which would look for all heads on a device that has
+        # some of them.
+        def make_bias(heads: int) -> nnx.Param | None:
+            return nnx.Param(jnp.zeros((heads, head_dim))) if bias else None
+
+        self.query_bias, self.key_bias = make_bias(heads), make_bias(kv_heads)
+        self.value_bias = make_bias(kv_heads)
+
+        def make_norm() -> nnx.RMSNorm | None:
+            if norm_eps is None:
+                return None
+            return nnx.RMSNorm(head_dim, epsilon=norm_eps, dtype=jnp.float32, rngs=rngs)
+
+        self.query_norm, self.key_norm = make_norm(), make_norm()
+
     def __call__(
         self,
         x: Float[Array, "B T width"],
@@ -275,12 +349,30 @@ class GPTAttention(nnx.Module):
         attend: CachedAttentionFn,
     ) -> tuple[Float[Array, "B T width"], Any]:
         """Attention with projections; returns its output and the cache that `attend` returned."""
-        query = rotate(self.query(x), rotation)
+        query = _biased(self.query(x), self.query_bias)
+        query = _normalised_and_rotated(query, self.query_norm, rotation)
         query, x = compute_first(query, x)
-        key = rotate(self.key(x), rotation)
-        out, kv_cache = attend(query, key, self.value(x))
+        key = _biased(self.key(x), self.key_bias)
+        key = _normalised_and_rotated(key, self.key_norm, rotation)
+        out, kv_cache = attend(query, key, _biased(self.value(x), self.value_bias))
         return self.out(out), kv_cache
 
     def uncached(self, segment_ids: Int32[Array, "B T"] | None) -> CachedAttentionFn:
         """The model's attention callable, with None in the place of a cache."""
         return lambda *arrays: (self.attention_fn(*arrays, segment_ids=segment_ids), None)
+
+
+def _biased(x: Float[Array, "B T heads H"], bias: nnx.Param | None) -> Float[Array, "B T heads H"]:
+    """x + bias. The sum is in float32, so that the gradient of the bias, a long sum, is too."""
+    if bias is None:
+        return x
+    return (x.astype(jnp.float32) + bias[...][None, None]).astype(x.dtype)
+
+
+def _normalised_and_rotated(
+    x: Float[Array, "B T heads H"],
+    norm: nnx.RMSNorm | None,
+    rotation: Float32[Array, "2 B T half"],
+) -> Float[Array, "B T heads H"]:
+    """Queries or keys with their positions. Nothing is rounded between norm and rotation."""
+    return rotate(x if norm is None else norm(x), rotation).astype(x.dtype)

@@ -3,7 +3,7 @@
 References:
     RoPE: https://arxiv.org/abs/2104.09864
     Position interpolation: https://arxiv.org/abs/2306.15595
-    YaRN: https://arxiv.org/abs/2309.00071
+    YaRN, and NTK-aware scaling in its appendix: https://arxiv.org/abs/2309.00071
     Llama 3: https://arxiv.org/abs/2407.21783, and the code published with Llama 3.1
 """
 
@@ -21,8 +21,7 @@ from startrail_jax.errors import InputError
 
 # A channel pair that makes more turns in the original context than the first number keeps its
 # wavelength; one that makes fewer turns than the second is stretched by the whole factor.
-LLAMA3_TURNS = (4.0, 1.0)
-YARN_TURNS = (32.0, 1.0)
+TURNS = {"llama3": (4.0, 1.0), "yarn": (32.0, 1.0)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,13 +32,19 @@ class Rope:
     """Channels of a head, even; the pairs are (i, i + head_dim / 2)."""
     base: float = 10_000.0
     """Wavelengths range from 2 pi to about 2 pi * base tokens."""
-    scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
-    """Which wavelengths are stretched: none, all ("linear"), or the long ones alone."""
+    scaling: Literal["none", "linear", "ntk", "llama3", "yarn"] = "none"
+    """Which wavelengths are stretched: none; all, by one factor ("linear"); the more the longer
+    ("ntk"); or the long ones alone ("llama3" and "yarn")."""
     factor: float = 1.0
-    """Ratio of a wavelength after stretching to the one before."""
+    """Ratio of a wavelength after stretching to the one before; of "ntk", that of the longest."""
     original_length: int | None = None
     """Tokens of the original context; "llama3" and "yarn" need it to tell long wavelengths from
     short ones."""
+    turns: tuple[float, float] | None = None
+    """Turns in the original context above which a pair keeps its wavelength, and below which the
+    whole factor stretches it. None for (4, 1) with "llama3" and (32, 1) with "yarn"."""
+    attention_factor: float | None = None
+    """Factor of rotated queries and keys; None for that of the papers: see `magnitude`."""
 
     def __post_init__(self) -> None:
         if self.head_dim % 2:
@@ -57,18 +62,22 @@ class Rope:
         """Radians per token of each channel pair: base^(-i / half), stretched."""
         half = self.head_dim // 2
         pairs = np.arange(half)
-        frequencies = self.base ** (-pairs / half)
-        if self.scaling == "none":
+        base = self.base
+        if self.scaling == "ntk":
+            # The longest wavelength, of the pair half - 1, grows by the whole factor.
+            base *= self.factor ** (half / max(half - 1, 1))
+        frequencies = base ** (-pairs / half)
+        if self.scaling in ("none", "ntk"):
             stretched = np.zeros(half)
         elif self.scaling == "linear":
             stretched = np.ones(half)
         elif self.scaling == "llama3":
             turns = self._original_length * frequencies / (2 * np.pi)
-            most, least = LLAMA3_TURNS
+            most, least = self._turns
             stretched = np.clip((most - turns) / (most - least), 0, 1)
         else:
             # YaRN blends by the index of the pair, between the pairs that make 32 turns and 1 turn.
-            first, last = (self._pair_of(turns) for turns in YARN_TURNS)
+            first, last = (self._pair_of(turns) for turns in self._turns)
             first, last = max(math.floor(first), 0), min(math.ceil(last), self.head_dim - 1)
             stretched = np.clip((pairs - first) / max(last - first, 1e-3), 0, 1)
         blend = (1 - stretched) + stretched / self.factor
@@ -79,6 +88,10 @@ class Rope:
         assert self.original_length is not None, "as __post_init__ has checked"
         return self.original_length
 
+    @property
+    def _turns(self) -> tuple[float, float]:
+        return TURNS[self.scaling] if self.turns is None else self.turns
+
     def _pair_of(self, turns: float) -> float:
         """Index, as a real number, of the pair that makes `turns` turns in the original context."""
         half = self.head_dim // 2
@@ -87,6 +100,8 @@ class Rope:
     @property
     def magnitude(self) -> float:
         """Factor of rotated queries and keys; in YaRN it is above 1, which sharpens the softmax."""
+        if self.attention_factor is not None:
+            return self.attention_factor
         return 0.1 * math.log(self.factor) + 1 if self.scaling == "yarn" else 1.0
 
     def rotation(self, positions: Int32[Array, "B T"]) -> Float32[Array, "2 B T half"]:

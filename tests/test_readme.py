@@ -19,6 +19,7 @@ README = ROOT / "README.md"
 PAGES = [README, ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # Files that are written by a run, not stored.
 OF_A_RUN = "runs/"
+PRETRAINED = ROOT / "tests" / "parity" / "references" / "qwen3"
 # Modules that the reference leaves out: what they hold is of no use to others.
 UNLISTED = ("__init__", "linear", "replica_groups", "sizes")
 
@@ -100,7 +101,12 @@ def commands(program):
 def test_commands_that_train_are_understood(arguments):
     if arguments and arguments[0].startswith(OF_A_RUN):
         arguments = ["gpt_tiny", *arguments[1:]]
-    assert read_command_line(arguments).settings.steps
+    if "--init-from" in arguments:
+        arguments = list(arguments)
+        arguments[arguments.index("--init-from") + 1] = str(PRETRAINED)
+        assert read_command_line(arguments).settings.init_from == PRETRAINED
+    else:
+        assert read_command_line(arguments).settings.steps
 
 
 @pytest.mark.parametrize("arguments", commands("sample"))

@@ -54,6 +54,7 @@ OTHER_NAMES = {
     "offload": "cpu-offload",
     "run-dir": "out out-dir output output-dir save-dir log-dir logdir workdir work-dir resume "
     "resume-from-checkpoint load exp-name",
+    "init-from": "from-pretrained pretrained model-name-or-path model-path hf-checkpoint load-hf",
     "checkpoint.every": "save-every save-interval save-steps ckpt-every checkpoint-every",
     "checkpoint.keep": "save-total-limit keep-checkpoints",
     "log-every": "log-interval logging-steps print-every",

@@ -231,10 +231,11 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for name in (
-            *("steps", "batch_size", "accumulation", "log_every", "evaluate_every"),
+            *("batch_size", "accumulation", "log_every", "evaluate_every"),
             *("validation_sequences", "non_finite_limit"),
         ):
             check_minimum(name, getattr(self, name), 1)
+        check_minimum("steps", self.steps, self.least_steps)
         check_minimum("seed", self.seed, 0)
         if self.seed >= 2**32:
             raise InputError(f"seed must be below 2**32; got seed={self.seed}. Use another.")
@@ -293,9 +294,19 @@ class TrainConfig:
                 )
 
     @property
+    def least_steps(self) -> int:
+        """The smallest number of steps: 0 for a run whose initial weights are a result."""
+        return 1
+
+    @property
     def num_tokens(self) -> int:
         """Number of tokens of a sequence or of an image."""
         raise NotImplementedError
+
+    @property
+    def window(self) -> int | None:
+        """Number of tokens that a token of a causal model attends to; None for all earlier ones."""
+        return None
 
     @property
     def attention_call(self) -> dict[str, Any]:

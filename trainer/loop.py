@@ -13,10 +13,12 @@ import numpy as np
 
 from startrail_jax.errors import InputError
 from trainer.checkpoints.checkpoint import Checkpoints
+from trainer.checkpoints.initial import InitialWeights
 from trainer.data.batches import Feed
 from trainer.errors import NonFiniteError
 from trainer.parallel.flops import peak_flops
 from trainer.parallel.footprint import describe_memory
+from trainer.parallel.state import TrainState
 from trainer.parallel.step import Program, StepMetrics
 from trainer.run.divergence import Judgement, Watch
 from trainer.run.folder import CONFIG_FILE, result_flags
@@ -54,6 +56,7 @@ class Loop:
         checkpoints: Checkpoints,
         report: Reporter,
         interrupted: Callable[[], bool],
+        initial: InitialWeights | None = None,
     ) -> None:
         """Prepares the loop; `begin` makes its state.
 
@@ -63,6 +66,7 @@ class Loop:
             checkpoints: the checkpoints of the run.
             report: the log and the metrics of the run.
             interrupted: tells whether to stop. All processes must call it equally often.
+            initial: the weights with which the run begins; None for random ones.
         """
         self.config = program.config
         self.checkpoints = checkpoints
@@ -77,6 +81,7 @@ class Loop:
         self._settings = result_flags(program.config)
         self._program = program
         self._feed = feed
+        self._initial = initial
         # Position in the data after the last step: a batch that cannot be read may change that of
         # the feed.
         self._position = feed.get_state()
@@ -120,8 +125,10 @@ class Loop:
             self._feed.set_state(self._position, new_order=config.allow_changes)
             report.line(f"going on with {config.run_dir} after step {done}")
         else:
+            if self._initial is not None:
+                report.line(self._initial.description)
             with report.phase("initialising"):
-                self.state = program.initialise()
+                self.state = self._initial_state()
         if config.profile and done >= config.profile[1]:
             raise InputError(
                 "profile must name steps that are yet to be done; got "
@@ -149,9 +156,17 @@ class Loop:
         if jax.process_index() == 0 and (note := record_versions(config.run_dir, done)):
             report.line(note)
         if not done:
+            if self._initial is not None and jax.process_index() == 0:
+                self._initial.keep(config.run_dir)
             self.save_settings()
         report.training()
         return done
+
+    def _initial_state(self) -> TrainState:
+        program = self._program
+        if self._initial is None:
+            return program.initialise()
+        return program.begin_with(self._initial.read(program.state_shapes.weights))
 
     def step(self, step: int) -> None:
         """Trains on the next batch.
@@ -277,7 +292,7 @@ class Loop:
             last = self.checkpoints.restored or 0
             self._watch.recent.extend(position.get(RECENT, ()))
         else:
-            self.state = self._program.initialise()
+            self.state = self._initial_state()
         self._feed.set_state(spike.position, new_order=False)
         self._position = spike.position
         del self.losses[last - self._begun_after :]

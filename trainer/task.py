@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
+from trainer.checkpoints.initial import InitialWeights
 from trainer.config import MeshConfig, TrainConfig
 from trainer.data.dataset import Dataset
 
@@ -70,6 +72,32 @@ class Task(ABC, Generic[Config, Options]):
             OSError: if the data cannot be read.
             ValueError: if the data do not fit the config.
         """
+
+    def initial_weights(
+        self, config: Config, weights: Any
+    ) -> AbstractContextManager[InitialWeights | None]:
+        """The weights with which a run begins; None for random ones, or if it has begun already.
+
+        Args:
+            config: config of the run.
+            weights: a tree of the shapes of the weights of its model.
+
+        Raises:
+            ValueError: if they cannot be read or do not fit the model.
+        """
+        return nullcontext()
+
+    def import_weights(self, config: Config, session: Any, report: Any) -> None:
+        """Makes a run of no steps, whose checkpoint holds the initial weights.
+
+        It is called only for a config whose `least_steps` is 0.
+
+        Args:
+            config: config of the run.
+            session: `trainer.session.Session`, the mesh over which the weights are split.
+            report: `trainer.run.metrics.Reporter`, the log.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def sample(self, run_dir: Path, config: Config, options: Options, session: Any) -> None:

@@ -57,7 +57,7 @@ def stretched(scaling, *, base=10_000.0, head_dim=16, factor=8.0, original_lengt
     plain = np.array([base ** (-2 * i / head_dim) for i in range(head_dim // 2)])
     rope = Rope(
         head_dim=head_dim, base=base, scaling=scaling, factor=factor,
-        original_length=None if scaling == "linear" else original_length,
+        original_length=None if scaling in ("linear", "ntk") else original_length,
     )  # fmt: skip
     return plain, rope.frequencies()
 
@@ -112,3 +112,31 @@ def test_rotary_odd_head_dim_raises():
 def test_scaling_without_the_length_before_raises():
     with pytest.raises(ValueError, match=r"scaling='llama3' needs original_length; got None"):
         Rope(head_dim=4, scaling="llama3", factor=2.0)
+
+
+def test_ntk_scaling_slows_the_longest_wavelength_by_the_whole_factor():
+    plain, actual = stretched("ntk", head_dim=64, factor=8.0)
+    expected = [(10_000.0 * 8 ** (64 / 62)) ** (-2 * i / 64) for i in range(32)]
+    np.testing.assert_allclose(actual, expected, rtol=1e-6)
+    assert actual[0] == plain[0] == 1
+    np.testing.assert_allclose(actual[-1], plain[-1] / 8, rtol=1e-6)
+
+
+@pytest.mark.parametrize("scaling", ["llama3", "yarn"])
+def test_turns_say_which_wavelengths_are_stretched(scaling):
+    options = dict(head_dim=64, scaling=scaling, factor=8.0, original_length=4096)
+    standard = Rope(**options, turns={"llama3": (4.0, 1.0), "yarn": (32.0, 1.0)}[scaling])
+    np.testing.assert_array_equal(Rope(**options).frequencies(), standard.frequencies())
+    plain = Rope(head_dim=64).frequencies()
+    turns = 4096 * plain / (2 * np.pi)
+    actual = Rope(**options, turns=(100.0, 10.0)).frequencies()
+    kept, whole = turns > 130, turns < 8
+    assert kept.any()
+    assert whole.any()
+    np.testing.assert_allclose(actual[kept], plain[kept], rtol=1e-6)
+    np.testing.assert_allclose(actual[whole], plain[whole] / 8, rtol=1e-6)
+
+
+def test_attention_factor_takes_the_place_of_that_of_the_paper():
+    rope = Rope(head_dim=8, scaling="yarn", factor=8.0, original_length=64, attention_factor=1.25)
+    assert rope.magnitude == 1.25

@@ -26,6 +26,14 @@ def test_flops_are_those_of_the_matrix_products():
     assert gpt_flops_per_token(CONFIG, 100) - without_gate == 6 * 3 * 24 * 40
 
 
+def test_window_leaves_fewer_keys():
+    windowed = gpt_flops_per_token(replace(CONFIG, window=4), 10)
+    # Half of the square of all pairs is 5 keys a token; the band has 4 * 10 - 4 * 4 / 2 pairs.
+    saved = 5 - (4 - 16 / 20)
+    assert gpt_flops_per_token(CONFIG, 10) - windowed == pytest.approx(3 * 3 * 4 * 40 * saved)
+    assert gpt_flops_per_token(replace(CONFIG, window=99), 10) == gpt_flops_per_token(CONFIG, 10)
+
+
 def test_flops_agree_with_palm_but_for_the_causal_half():
     config = GPTConfig(width=64, layers=2, heads=4, kv_heads=4, head_dim=16, mlp_width=256)
     num_weights = 2 * (4 * 64 * 64 + 3 * 64 * 256) + 64 * 256

@@ -17,7 +17,18 @@ from trainer.gpt.objective import model_arguments
 from trainer.gpt.token_choice import Sampling
 from trainer.parallel.partition import Partition
 
-MODEL = GPTConfig(vocab_size=48, width=24, layers=2, heads=8, kv_heads=2, head_dim=4, mlp_width=32)
+MODEL = GPTConfig(
+    vocab_size=48,
+    width=24,
+    layers=2,
+    heads=8,
+    kv_heads=2,
+    head_dim=4,
+    mlp_width=32,
+    qkv_bias=True,
+    qk_norm=True,
+    no_rope_every=2,
+)
 LONG_MODEL = GPTConfig(
     vocab_size=48, width=16, layers=1, heads=1, kv_heads=1, head_dim=2, mlp_width=16
 )
@@ -38,7 +49,14 @@ def dense_attention(query, key, value, *, segment_ids=None):
 def make_weights(config=MODEL):
     """Weights on the host, larger than initial ones, so that the likeliest token is clear."""
     weights = jax.jit(lambda: nnx.state(make_model(config)))()
-    return jax.tree.map(lambda x: np.asarray(x) * (2 if x.ndim == 2 else 1), weights)
+    rng = np.random.default_rng(1)
+
+    def enlarge(path, x):
+        if "_bias" in jax.tree_util.keystr(path):
+            return rng.normal(size=x.shape).astype(np.float32)
+        return np.asarray(x) * (2 if x.ndim == 2 else 1)
+
+    return jax.tree_util.tree_map_with_path(enlarge, weights)
 
 
 @functools.cache

@@ -73,6 +73,18 @@ def test_few_key_heads_stay_whole_over_tensor():
     assert split == {"query", "out", "gate", "up", "down"}
 
 
+def test_biases_are_split_as_the_heads_of_their_kernels():
+    options = dict(qkv_bias=True, qk_norm=True)
+    specs = specs_of(tensor=2, sizes=options)
+    biases = {path: spec for path, spec in specs.items() if path.endswith("_bias")}
+    assert set(biases.values()) == {P(None, "tensor")}
+    assert len(biases) == 9
+    assert {spec for path, spec in specs.items() if "_norm/" in path} == {P()}
+    few = specs_of(tensor=3, sizes=options)
+    split = {path.split("/")[-1] for path in biases if few[path]}
+    assert split == {"query_bias"}
+
+
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_zero_splits_the_largest_dimension_that_it_divides(level):
     specs = specs_of(level, data=2, team=2, ring=2, tensor=2)

@@ -22,6 +22,7 @@ from trainer.gpt.config import (
     GPTTrainConfig,
 )
 from trainer.gpt.objective import NextToken, model_arguments
+from trainer.parallel.optimizer import make_optimizer
 from trainer.parallel.step import Program, make_attention
 
 STEPS = 10
@@ -262,6 +263,15 @@ def test_weights_are_decayed_but_for_norms(initial_state):
     for path, x in after.items():
         grown = np.abs(x[...]).max() / np.abs(before[path][...]).max()
         assert (grown > 50) == ("scale" not in path), path
+
+
+def test_biases_are_not_decayed():
+    optimizer = make_optimizer(CONFIG.optimizer, 10)
+    weights = {"query_bias": jnp.ones(3), "query": {"kernel": jnp.ones(3)}}
+    gradients = jax.tree.map(jnp.zeros_like, weights)
+    updates, _ = optimizer.update(gradients, optimizer.init(weights), weights)
+    assert not updates["query_bias"].any()
+    assert (updates["query"]["kernel"] < 0).all()
 
 
 def test_program_is_freed_when_it_is_not_needed():

@@ -146,6 +146,9 @@ def test_recipes_are_what_they_say():
         ("model", {"vocab_size": 0}, r"vocab_size must be at least 1"),
         ("model", {"kv_heads": 3}, r"kv_heads must divide model.heads.*kv_heads=3, heads=4"),
         ("model", {"head_dim": 5}, r"head_dim must be even.*head_dim=5. Use 6"),
+        ("model", {"window": 0}, r"model.window must be at least 1; got model.window=0"),
+        ("model", {"no_rope_every": 0}, r"model.no_rope_every must be at least 1"),
+        ("model", {"norm_eps": 0.0}, r"norm_eps must be above 0 and below 1; got norm_eps=0.0"),
         ("optimizer", {"learning_rate": 0.0}, r"learning_rate must be above 0 and.*; got .*=0.0"),
         ("optimizer", {"clip_norm": float("inf")}, r"clip_norm must be above 0 and fin.*=inf"),
         ("optimizer", {"warmup_fraction": 1.0}, r"warmup_fraction must be .* below 1; got .*=1.0"),
@@ -170,6 +173,12 @@ def test_config_that_cannot_be_raises(part, change, message):
         ({"scaling": "yarn"}, r"factor must be above 1 with.*got scaling='yarn', factor=1.0"),
         ({"scaling": "yarn", "factor": 2.0}, r"original_length must be given.*_length=None"),
         ({"original_length": 9}, r"original_length must be given.*scaling='none', .*_length=9"),
+        ({"turns": (4.0, 1.0)}, r"turns must be two numbers.*turns=\(4.0, 1.0\), scaling='none'"),
+        (
+            {"scaling": "llama3", "factor": 2.0, "original_length": 9, "turns": (1.0, 4.0)},
+            r"the larger one first.*got turns=\(1.0, 4.0\)",
+        ),
+        ({"attention_factor": 1.0}, r"for scaling 'yarn'; got attention_factor=1.0, scaling='no"),
     ],
 )
 def test_rope_config_that_cannot_be_raises(change, message):

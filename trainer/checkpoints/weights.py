@@ -29,6 +29,7 @@ def restore_weights(
     weights: PyTree[jax.ShapeDtypeStruct],
     settings: Mapping[str, str] | None = None,
     *,
+    step: int | None = None,
     note: Callable[[str], object] = warnings.warn,
 ) -> tuple[PyTree[Shaped[Array, "..."]], int]:
     """Reads only the weights of the newest whole checkpoint: their average if the run keeps one.
@@ -39,6 +40,7 @@ def restore_weights(
         folder: the folder of the checkpoints.
         weights: shapes, types and shardings to restore to.
         settings: settings that must be those that the checkpoint was saved with, as flags.
+        step: the step of the checkpoint; None for the newest that is whole.
         note: is told what the user must know, such as that the newest checkpoint is damaged.
 
     Returns:
@@ -57,9 +59,12 @@ def restore_weights(
         names[:] = chosen
         return chosen
 
+    def usable() -> list[int]:
+        return [x for x in newest_first(folder) if x not in damaged and step in (None, x)]
+
     damaged: dict[int, DamagedError] = {}
-    while steps := [step for step in newest_first(folder) if step not in damaged]:
-        step, path = steps[0], folder.resolve() / str(steps[0])
+    while steps := usable():
+        found, path = steps[0], folder.resolve() / str(steps[0])
         try:
             arrays, _ = read_checkpoint(
                 path,
@@ -71,17 +76,23 @@ def restore_weights(
             )
         except DamagedError as error:
             # Otherwise the run has meanwhile saved a newer checkpoint and deleted this one.
-            if step in newest_first(folder):
-                damaged[step] = error
+            if found in newest_first(folder):
+                damaged[found] = error
             continue
-        for error in [error for bad, error in damaged.items() if bad > step]:
-            note(f"WARNING: {error} The checkpoint of step {step} is used.")
+        for error in [error for bad, error in damaged.items() if bad > found]:
+            note(f"WARNING: {error} The checkpoint of step {found} is used.")
         leaves = [arrays[name] for name in names]
-        return jax.tree.unflatten(jax.tree.structure(weights), leaves), step
+        return jax.tree.unflatten(jax.tree.structure(weights), leaves), found
     if damaged:
         raise CheckpointError(
             f"{' '.join(map(str, damaged.values()))} No whole one is left in {folder}. Wait for "
             "the next one of the run, or give the folder of another."
+        )
+    if step is not None:
+        there = ", ".join(map(str, newest_first(folder))) or "none"
+        raise CheckpointError(
+            f"There must be a checkpoint of step {step}; got {folder} with {there}. Give another "
+            "step, or leave it out for the newest."
         )
     raise CheckpointError(
         f"There must be a checkpoint to read; got none in {folder}. Wait for the first one of "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -17,15 +18,22 @@ class RopeConfig:
 
     base: float = 10_000.0
     """Ratio of the longest to the shortest wavelength."""
-    scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
+    scaling: Literal["none", "linear", "ntk", "llama3", "yarn"] = "none"
     """How the angles shrink for longer contexts: "none", not at all; "linear", all by the same
-    factor (https://arxiv.org/abs/2306.15595); "llama3" and "yarn", only those of long wavelengths,
-    as in Llama 3.1 and in YaRN (https://arxiv.org/abs/2309.00071)."""
+    factor (https://arxiv.org/abs/2306.15595); "ntk", those of long wavelengths more, by a larger
+    base; "llama3" and "yarn", only those of long wavelengths, as in Llama 3.1 and in YaRN
+    (https://arxiv.org/abs/2309.00071)."""
     factor: float = 1.0
-    """Length of the new context divided by `original_length`."""
+    """Length of the new context divided by that of the context that the model was trained on."""
     original_length: int | None = None
     """Length in tokens of the context that the model was trained on; "llama3" and "yarn" need
     it."""
+    turns: tuple[float, float] | None = None
+    """Turns in the original context: channels that make more than the first number keep their
+    wavelength, and those that make fewer than the second are stretched by the whole factor. The
+    default is 4 and 1 for "llama3", 32 and 1 for "yarn"; no other scaling uses them."""
+    attention_factor: float | None = None
+    """Factor of queries and keys with "yarn". The default is 0.1 * ln(factor) + 1."""
 
     def __post_init__(self) -> None:
         if not self.base > 1:
@@ -51,6 +59,22 @@ class RopeConfig:
             )
         if self.original_length is not None:
             check_minimum("model.rope.original_length", self.original_length, 1)
+        if self.turns is not None and (
+            self.scaling not in ("llama3", "yarn") or not self.turns[0] > self.turns[1] > 0
+        ):
+            raise InputError(
+                "model.rope.turns must be two numbers above 0, the larger one first, for scaling "
+                f"'llama3' or 'yarn'; got turns={self.turns}, scaling={self.scaling!r}. Leave them "
+                "out for the default."
+            )
+        if self.attention_factor is not None and (
+            self.scaling != "yarn" or not 0 < self.attention_factor < math.inf
+        ):
+            raise InputError(
+                "model.rope.attention_factor must be above 0 and finite, for scaling 'yarn'; got "
+                f"attention_factor={self.attention_factor}, scaling={self.scaling!r}. Leave it out "
+                "for the default."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +99,20 @@ class GPTConfig:
     """Kind of MLP: "swiglu" is gated and has three matrices, "gelu" has two."""
     tied_head: bool = False
     """Whether the embedding also serves as the output projection."""
+    qkv_bias: bool = False
+    """Whether the projections to queries, keys and values have a bias, as in Qwen2."""
+    qk_norm: bool = False
+    """Whether each head of queries and keys is normalised before it is rotated, as in Qwen3."""
+    norm_eps: float = 1e-6
+    """What norms add to the mean square."""
+    window: int | None = None
+    """Number of tokens that a token attends to: itself and those before it, as in Mistral. The
+    default is all earlier tokens."""
     rope: RopeConfig = field(default_factory=RopeConfig)
     """Rotary positions."""
+    no_rope_every: int | None = None
+    """The last of every so many layers has no rotary positions, as in SmolLM3. By default, all
+    layers have them."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Data type of the activations; weights and logits are float32."""
 
@@ -92,6 +128,14 @@ class GPTConfig:
             raise InputError(
                 "model.head_dim must be even for rotary positions; got "
                 f"head_dim={self.head_dim}. Use {self.head_dim + 1}."
+            )
+        for name in ("window", "no_rope_every"):
+            if getattr(self, name) is not None:
+                check_minimum(f"model.{name}", getattr(self, name), 1)
+        if not 0 < self.norm_eps < 1:
+            raise InputError(
+                f"model.norm_eps must be above 0 and below 1; got norm_eps={self.norm_eps}. Leave "
+                "it out for the default."
             )
 
 
@@ -154,6 +198,10 @@ class GPTTrainConfig(TrainConfig):
     data: DataConfig = field(default_factory=DataConfig)
     """Data to train on."""
 
+    init_from: Path | None = None
+    """A folder with a pretrained model in the format of Hugging Face: config.json, *.safetensors
+    and tokenizer.json. The model is that of its config.json; flags --model.* change it. With
+    --steps 0, the weights are only imported."""
     seq_len: int
     """Number of tokens in a sequence."""
     sample_length: int = 0
@@ -176,6 +224,14 @@ class GPTTrainConfig(TrainConfig):
     @property
     def num_tokens(self) -> int:
         return self.seq_len
+
+    @property
+    def least_steps(self) -> int:
+        return 1 if self.init_from is None else 0
+
+    @property
+    def window(self) -> int | None:
+        return self.model.window
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -63,7 +63,9 @@ class NextToken:
 def model_arguments(config: GPTConfig) -> dict[str, Any]:
     """The keyword arguments of `models.gpt.GPT` for a config."""
     rope = Rope(head_dim=config.head_dim, **vars(config.rope))
-    return vars(config) | {"rope": rope}
+    # The window belongs to the attention callable.
+    arguments = {name: value for name, value in vars(config).items() if name != "window"}
+    return arguments | {"rope": rope}
 
 
 def gpt_flops_per_token(config: GPTConfig, seq_len: int) -> float:
@@ -75,7 +77,8 @@ def gpt_flops_per_token(config: GPTConfig, seq_len: int) -> float:
 
     As in PaLM, only matrix products count, and what remat recomputes does not. PaLM counts
     12 L Q H T for attention to all pairs of tokens; here attention counts half, since a causal mask
-    hides half of the pairs. N leaves out the norms and the embedding, which is a look-up. The pairs
+    hides half of the pairs; a window of w tokens leaves w - w^2 / 2T keys to a query on average in
+    place of T / 2. N leaves out the norms and the embedding, which is a look-up. The pairs
     that boundaries between packed documents hide are counted nevertheless.
 
     Args:
@@ -91,5 +94,7 @@ def gpt_flops_per_token(config: GPTConfig, seq_len: int) -> float:
     projections = 2 * (config.heads + config.kv_heads) * config.head_dim * config.width
     mlp = {"swiglu": 3, "gelu": 2}[config.mlp] * config.width * config.mlp_width
     weights = config.layers * (projections + mlp) + config.width * config.vocab_size
-    attention = config.layers * 2 * config.heads * config.head_dim * seq_len
+    window = min(config.window or seq_len, seq_len)
+    keys = window - window**2 / (2 * seq_len)
+    attention = config.layers * 4 * config.heads * config.head_dim * keys
     return 3.0 * (2 * weights + attention)

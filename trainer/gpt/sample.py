@@ -56,7 +56,7 @@ def sample_text(
     prompt = prompt_tokens(tokenizer, options, session)
     generator = Generator(
         config.model,
-        st.Attention(session.mesh, causal=True),
+        st.Attention(session.mesh, causal=True, window=config.window),
         sampling,
         zero=options.zero,
         zero_axes=config.zero_axes,

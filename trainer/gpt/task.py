@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from trainer.checkpoints.initial import InitialWeights
 from trainer.data.dataset import Dataset
 from trainer.gpt.config import GPTTrainConfig, TextOptions
+from trainer.run.folder import CHECKPOINTS_FOLDER
 from trainer.task import Task
 
 TOKENS_FOLDER = "tokens"
@@ -48,6 +51,21 @@ class GPTTask(Task[GPTTrainConfig, TextOptions]):
             digest=corpus.digest,
             corpus=corpus,
         )
+
+    def initial_weights(
+        self, config: GPTTrainConfig, weights: Any
+    ) -> AbstractContextManager[InitialWeights | None]:
+        from trainer.checkpoints.reading import newest_first
+        from trainer.gpt.pretrained.initial import open_pretrained
+
+        if config.init_from is None or any(newest_first(config.run_dir / CHECKPOINTS_FOLDER)):
+            return nullcontext()
+        return open_pretrained(config, weights)
+
+    def import_weights(self, config: GPTTrainConfig, session: Any, report: Any) -> None:
+        from trainer.gpt.pretrained.importing import import_weights
+
+        import_weights(config, session, report)
 
     def sample(
         self, run_dir: Path, config: GPTTrainConfig, options: TextOptions, session: Any

@@ -28,8 +28,8 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
     """The optimizer of a run of `steps` steps.
 
-    Scales of norms are not decayed. They are recognised by their names, not by their dimensions:
-    stacked for all layers, they are matrices.
+    Scales of norms and biases are not decayed. They are recognised by their names, not by their
+    dimensions: stacked for all layers, they are matrices.
     """
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
@@ -44,7 +44,8 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
 
 
 def _decayed(weights: Any) -> Any:
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: "scale" not in jax.tree_util.keystr(path, simple=True, separator="/"),
-        weights,
-    )
+    def is_decayed(path: tuple[Any, ...], _: Any) -> bool:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        return "scale" not in name and "_bias" not in name
+
+    return jax.tree_util.tree_map_with_path(is_decayed, weights)

@@ -38,6 +38,9 @@ from trainer.config import SHARDED_AXES
 # The dimension of each kernel that is split over `tensor`, as in Megatron-LM: heads or MLP
 # channels, which one projection makes and the next one contracts.
 TENSOR_DIMS = {"query": 1, "key": 1, "value": 1, "out": 0, "gate": 1, "up": 1, "down": 0}
+# That of each bias, [heads, head_dim].
+TENSOR_DIMS |= {"query_bias": 0, "key_bias": 0, "value_bias": 0}
+OF_KEY_HEADS = ("key", "value", "key_bias", "value_bias")
 
 # Name of the stacked weights of all layers. Their first dimension counts layers and is never split.
 STACKED = "blocks"
@@ -134,13 +137,13 @@ class Partition:
     def _split(self, path: tuple[Any, ...], x: Any) -> Split:
         names = path_name(path).split("/")
         stacked = int(STACKED in names)
-        layer = names[names.index("kernel") - 1] if "kernel" in names else None
-        dim = TENSOR_DIMS.get(layer or "") if self.tensor else None
+        layer = names[names.index("kernel") - 1] if "kernel" in names else names[-1]
+        dim = TENSOR_DIMS.get(layer) if self.tensor else None
         copied = False
         if dim is not None:
             dim += stacked
             remainder = x.shape[dim] % self.mesh.shape["tensor"]
-            copied = remainder > 0 and layer in ("key", "value")
+            copied = remainder > 0 and layer in OF_KEY_HEADS
             if remainder and not copied:
                 raise InputError(
                     "mesh.tensor must divide heads and mlp_width; got "
@@ -301,16 +304,16 @@ class Partition:
             left = tuple(axis for axis in left if axis not in self.zero)
         return lax.psum(gradient, left) if left else gradient
 
-    def _own_heads(self, kernel: Float[Array, "width K H"]) -> Float[Array, "width k H"]:
-        """The key heads of this device's query heads, from a kernel that has all key heads.
+    def _own_heads(self, kernel: Float[Array, "*width K H"]) -> Float[Array, "*width k H"]:
+        """The key heads of this device's query heads, from a kernel or bias with all key heads.
 
         The query heads are split over `head` * `tensor` devices, each of which needs one key head.
         A device takes those of all devices along `head`, which exchange them in the attention.
         """
         head, tensor = (self.mesh.shape[axis] for axis in ("head", "tensor"))
         ranks = lax.axis_index("tensor") * head + jnp.arange(head)
-        needed = ranks // (head * tensor // kernel.shape[1])
-        return jnp.take(vary(kernel, "tensor"), needed, axis=1)
+        needed = ranks // (head * tensor // kernel.shape[-2])
+        return jnp.take(vary(kernel, "tensor"), needed, axis=kernel.ndim - 2)
 
 
 def path_name(path: tuple[Any, ...]) -> str:

@@ -62,7 +62,8 @@ def make_attention(
     Raises:
         ValueError: if its options do not fit the mesh.
     """
-    return Attention(mesh, causal=objective.causal, **vars(config.attention))
+    options = vars(config.attention)
+    return Attention(mesh, causal=objective.causal, window=config.window, **options)
 
 
 class Program:
@@ -114,6 +115,10 @@ class Program:
         self.initialise: Callable[[], TrainState] = jax.jit(
             lambda: initial_state(config, nnx.state(self._model.make())), out_shardings=shardings
         )
+        self.begin_with: Callable[[Any], TrainState] = jax.jit(
+            partial(initial_state, config), out_shardings=shardings, donate_argnums=0
+        )
+        """weights -> the state before the first step, which takes their memory."""
         self.train_step: Callable[[TrainState, Any], tuple[TrainState, StepMetrics]] = compiled(
             self._train_step, donate_argnums=0, out_shardings=(shardings, None)
         )

@@ -1,0 +1,155 @@
+"""Tiny random models of the library transformers, and what PyTorch computes with them.
+
+    pip install -e '.[parity]'
+    python tests/parity/make_references.py            # writes tests/parity/references, 0.6 MB
+    python tests/parity/make_references.py --check    # compares with models that it makes anew
+
+The tests compare logits, loss and gradients with the files, and need no PyTorch. With `--check`,
+models of another seed are compared for every family and over eight devices of three schemes, and
+transformers loads what is exported of them.
+"""
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+
+ROOT = Path(__file__).parents[2]
+REFERENCES = Path(__file__).parent / "references"
+SIZES = dict(
+    vocab_size=48,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=32,
+    rms_norm_eps=1e-5,
+    bos_token_id=None,
+    eos_token_id=None,
+    pad_token_id=None,
+)
+LENGTH = 32
+ROPE_LLAMA3 = dict(
+    rope_type="llama3",
+    rope_theta=500.0,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=16,
+)
+ROPE_YARN = dict(rope_type="yarn", rope_theta=100.0, factor=4.0, original_max_position_embeddings=8)
+ROPE_LINEAR = dict(rope_type="linear", rope_theta=10_000.0, factor=2.0)
+
+# Name -> family, options, and type of the saved weights.
+CASES = {
+    "llama": ("Llama", {}, "float32"),
+    "llama3": ("Llama", dict(rope_parameters=ROPE_LLAMA3, tie_word_embeddings=True), "bfloat16"),
+    "llama_linear": ("Llama", dict(rope_parameters=ROPE_LINEAR), "float16"),
+    "mistral": ("Mistral", dict(sliding_window=5), "float32"),
+    "qwen2": ("Qwen2", {}, "float32"),
+    "qwen2_yarn": ("Qwen2", dict(rope_parameters=ROPE_YARN), "bfloat16"),
+    "qwen3": ("Qwen3", dict(tie_word_embeddings=True), "float32"),
+    "smollm3": ("SmolLM3", dict(no_rope_layer_interval=2), "float32"),
+}
+
+
+def make_model(name, seed):
+    """A model of a case, with random biases and norms too, in float32 with values of its type."""
+    family, options, dtype = CASES[name]
+    config = getattr(transformers, f"{family}Config")(**SIZES | options)
+    torch.manual_seed(seed)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for path, weight in model.named_parameters():
+            noise = torch.randn_like(weight)
+            scale = 1 + noise / 4 if "norm" in path else noise * weight.shape[-1] ** -0.5
+            weight.copy_(scale.to(getattr(torch, dtype)))
+    return model, dtype
+
+
+def save_checkpoint(model, dtype, folder, **options):
+    """Saves as a user of transformers does; returns the model that is loaded from there.
+
+    The first one would not do: its rotary frequencies are rounded with the weights.
+    """
+    model.to(getattr(torch, dtype)).save_pretrained(folder, **options)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    return type(model).from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def compute(model, seed):
+    """Tokens, logits, loss and all gradients, in float32."""
+    generator = np.random.default_rng(seed)
+    tokens = generator.integers(0, SIZES["vocab_size"], (2, LENGTH + 1))
+    ids = torch.tensor(tokens)
+    out = model(input_ids=ids, labels=ids)
+    out.loss.backward()
+    gradients = {name: x.grad.numpy() for name, x in model.named_parameters()}
+    return {
+        "tokens": tokens.astype(np.int32),
+        "logits": out.logits[:, :-1].detach().numpy(),
+        "loss": np.float32(out.loss.item()),
+        **{f"gradient {name}": x for name, x in gradients.items()},
+    }
+
+
+def write_references():
+    for seed, name in enumerate(CASES):
+        folder = REFERENCES / name
+        folder.mkdir(parents=True, exist_ok=True)
+        model, dtype = make_model(name, seed)
+        # One case has several files and an index.
+        options = {"max_shard_size": "8KB"} if name == "qwen3" else {}
+        model = save_checkpoint(model, dtype, folder, **options)
+        np.savez_compressed(folder / "reference.npz", **compute(model, seed))
+    size = sum(path.stat().st_size for path in REFERENCES.rglob("*") if path.is_file())
+    print(f"{REFERENCES}: {size / 1e6:.2f} MB")
+
+
+def check(cases):
+    """Compares with models of another seed, live; exits with status 1 if anything differs."""
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+    import pretrained
+    from startrail_jax.testing import simulate_devices
+
+    simulate_devices(8)
+    for seed, name in enumerate(cases, 1000):
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = Path(scratch, "in")
+            model, dtype = make_model(name, seed)
+            model = save_checkpoint(model, dtype, folder)
+            reference = compute(model, seed)
+            worst = {}
+            for scheme in pretrained.SCHEMES:
+                found = pretrained.compute(folder, reference["tokens"], scheme)
+                worst[scheme] = pretrained.compare(found, reference)
+            out = Path(scratch, "out")
+            pretrained.import_and_export(folder, Path(scratch, "run"), out)
+            kind = type(model)
+            again = kind.from_pretrained(out, dtype=getattr(torch, dtype)).state_dict()
+            before = kind.from_pretrained(folder, dtype=getattr(torch, dtype)).state_dict()
+            assert before.keys() == again.keys()
+            assert all(torch.equal(x, again[path]) for path, x in before.items()), name
+            logits = kind.from_pretrained(out, dtype=torch.float32).eval()(
+                input_ids=torch.tensor(reference["tokens"][:, :-1])
+            ).logits.detach().numpy()  # fmt: skip
+            np.testing.assert_array_equal(
+                logits,
+                model(input_ids=torch.tensor(reference["tokens"][:, :-1])).logits.detach().numpy(),
+            )
+        lines = ", ".join(f"{scheme} {value}" for scheme, value in worst.items())
+        print(f"{name}: exported weights and logits equal bit for bit; {lines}", flush=True)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="compare with new models")
+    parser.add_argument("--cases", nargs="*", choices=CASES, default=list(CASES))
+    options = parser.parse_args()
+    check(options.cases) if options.check else write_references()

@@ -1,0 +1,96 @@
+"""Tiny pretrained models, and what this program computes with them beside PyTorch.
+
+`tests/parity/make_references.py` makes them.
+"""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import numpy as np
+
+import startrail_jax as st
+import train
+from configs.gpt import pretrained as config_of
+from programs import make_program, options
+from trainer.gpt.batches import next_token_batch
+from trainer.gpt.export.writing import export_run
+from trainer.gpt.pretrained.initial import open_pretrained
+from trainer.parallel.partition import path_name
+from trainer.tasks import load_train_config
+
+REFERENCES = Path(__file__).parent / "parity" / "references"
+CASES = sorted(path.name for path in REFERENCES.glob("*"))
+SCHEMES = {
+    "one device": st.Degrees(),
+    "StarTrail, C = 2": st.Degrees.startrail(8, c=2),
+    "2D-Attention": st.Degrees(head=2, ring=4),
+    "Ring Attention and tensor parallelism": st.Degrees(ring=2, tensor=4),
+}
+LOGITS, GRADIENTS = 1e-5, 1e-4
+"""Largest difference, relative to the largest number of the array."""
+
+
+def make_config(folder, **changes):
+    """The config of a run that begins with a tiny model, in float32 and without ZeRO."""
+    config = config_of(folder)
+    model = dataclasses.replace(config.model, dtype="float32")
+    data = dataclasses.replace(config.data, mask_documents=False)
+    return dataclasses.replace(
+        config, model=model, data=data, batch_size=2, seq_len=32, zero=0, remat="none", **changes
+    )
+
+
+def compute(folder, tokens, scheme):
+    """Logits, loss and gradients of a checkpoint, under the names that PyTorch gives them."""
+    degrees = SCHEMES[scheme]
+    program = make_program(make_config(folder), degrees)
+    layout = program.attention.layout
+    batch = jax.tree.map(
+        lambda x, shape: jax.device_put(x, shape.sharding),
+        next_token_batch(tokens, layout=layout),
+        program.batch_shapes,
+    )
+    shapes = program.state_shapes.weights
+    with open_pretrained(program.config, shapes) as initial:
+        weights = initial.read(shapes)
+        places = initial.places
+
+    def run(weights, batch):
+        return program.gradients(weights, batch), program.outputs(weights, batch)
+
+    compiled = jax.jit(run).lower(weights, batch).compile(options(program))
+    (loss, gradients), logits = compiled(weights, batch)
+    found = {"loss": np.asarray(loss), "logits": layout.unpermute(np.asarray(logits))}
+    for path, gradient in jax.tree_util.tree_leaves_with_path(gradients):
+        place, gradient = places[path_name(path)], np.asarray(gradient)
+        layers = gradient if place.stacked else [gradient]
+        for name, layer in zip(place.tensors, layers, strict=True):
+            found[f"gradient {name}"] = place.to_tensor(layer)
+    return found
+
+
+def compare(found, reference):
+    """Asserts that all is as near as it must be; returns the largest differences."""
+    assert found.keys() == reference.keys() - {"tokens"}
+    errors = {
+        name: float(np.abs(x - reference[name]).max() / np.abs(reference[name]).max())
+        for name, x in found.items()
+    }
+    gradients = max(error for name, error in errors.items() if name.startswith("gradient"))
+    assert errors["logits"] <= LOGITS, errors
+    assert errors["loss"] <= GRADIENTS, errors
+    assert gradients <= GRADIENTS, errors
+    return f"{errors['logits']:.1e} {errors['loss']:.1e} {gradients:.1e}"
+
+
+def reference_of(name):
+    with np.load(REFERENCES / name / "reference.npz") as file:
+        return dict(file)
+
+
+def import_and_export(folder, run_dir, out, **options):
+    """Imports a checkpoint into a run of no steps, and exports that."""
+    config = make_config(folder, steps=0, run_dir=run_dir, devices=1, tensorboard=False)
+    train.train(config)
+    return export_run(run_dir, load_train_config(run_dir / "config.json"), out, **options)

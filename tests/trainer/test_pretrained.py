@@ -1,0 +1,558 @@
+"""Pretrained models in the format of Hugging Face: what is read and refused, and the way back."""
+
+import dataclasses
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tokenizers
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+import sample
+import startrail_jax as st
+import train
+from configs.gpt import gpt_tiny
+from pretrained import (
+    CASES,
+    REFERENCES,
+    import_and_export,
+    make_config,
+    reference_of,
+)
+from programs import weight_shapes
+from trainer.checkpoints import durable
+from trainer.gpt.config import GPTConfig, RopeConfig
+from trainer.gpt.export import __main__ as export_command
+from trainer.gpt.export import writing
+from trainer.gpt.export.writing import config_values, export_run
+from trainer.gpt.pretrained.defaults import with_tokenizer
+from trainer.gpt.pretrained.families import describe, read_description
+from trainer.gpt.pretrained.initial import open_pretrained
+from trainer.gpt.pretrained.names import places
+from trainer.parallel.partition import Partition, path_name
+from trainer.tasks import load_train_config
+
+LLAMA = REFERENCES / "llama"
+SIZES = dict(
+    vocab_size=48, width=16, layers=2, heads=4, kv_heads=2, head_dim=8, mlp_width=24, norm_eps=1e-5
+)
+
+
+def tensors_of(folder):
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "numpy") as file:
+            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return found
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A copy of a model, to be damaged."""
+    shutil.copytree(LLAMA, tmp_path / "model", copy_function=shutil.copyfile)
+    return tmp_path / "model"
+
+
+def change(folder, **values):
+    """Changes a config.json; None takes a value out."""
+    path = folder / "config.json"
+    known = json.loads(path.read_text()) | values
+    path.write_text(json.dumps({key: x for key, x in known.items() if x is not None}))
+
+
+def change_tensors(folder, **tensors):
+    known = tensors_of(folder) | tensors
+    save_file({k: x for k, x in known.items() if x is not None}, folder / "model.safetensors")
+
+
+def shapes_of(config, mesh, level=0):
+    shapes = weight_shapes(config)
+    tree = {}
+    for path, shape in shapes.items():
+        part = tree
+        *folders, name = path.split("/")
+        for folder in folders:
+            part = part.setdefault(folder, {})
+        part[name] = jax.ShapeDtypeStruct(shape, jnp.float32)
+    return Partition(mesh, level).sharded(tree)
+
+
+def open_it(folder, **changes):
+    """Opens a model as a run would, whose weights nobody reads."""
+    config = make_config(folder)
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, **changes))
+    mesh = st.make_mesh(st.Degrees(), "auto", jax.devices()[:1])
+    with open_pretrained(config, shapes_of(config, mesh)) as initial:
+        return initial.description
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("llama", {}),
+        ("llama_linear", dict(rope=RopeConfig(scaling="linear", factor=2.0))),
+        ("mistral", dict(window=5)),
+        ("qwen2", dict(qkv_bias=True)),
+        ("qwen3", dict(qk_norm=True, tied_head=True)),
+        ("smollm3", dict(no_rope_every=2, tied_head=True, rope=RopeConfig(base=2e6))),
+        (
+            "qwen2_yarn",
+            dict(
+                qkv_bias=True,
+                dtype="bfloat16",
+                rope=RopeConfig(base=100.0, scaling="yarn", factor=4.0, original_length=8),
+            ),
+        ),
+    ],
+)
+def test_config_of_each_family_becomes_a_model(name, options):
+    described = read_description(REFERENCES / name)
+    options = {"dtype": "bfloat16" if name == "llama_linear" else "float32"} | options
+    assert described.model == GPTConfig(**SIZES | options)
+    assert described.length == 32
+
+
+def test_config_of_older_versions_is_read():
+    values = json.loads((LLAMA / "config.json").read_text())
+    del values["rope_parameters"], values["dtype"], values["head_dim"]
+    values |= dict(rope_theta=7e5, torch_dtype="bfloat16", hidden_size=64)
+    scaling = dict(
+        rope_type="llama3", factor=8.0, low_freq_factor=1.5, high_freq_factor=4.0,
+        original_max_position_embeddings=8192,
+    )  # fmt: skip
+    model = describe(values | dict(rope_scaling=scaling), "config.json").model
+    assert (model.dtype, model.head_dim) == ("bfloat16", 16)
+    assert model.rope == RopeConfig(
+        base=7e5, scaling="llama3", factor=8.0, original_length=8192, turns=(4.0, 1.5)
+    )
+    yarn = dict(type="yarn", factor=4.0, mscale=2.0, mscale_all_dim=1.0)
+    rope = describe(values | dict(rope_scaling=yarn), "config.json").model.rope
+    assert rope.original_length == 32
+    assert rope.attention_factor == pytest.approx((0.2 * np.log(4) + 1) / (0.1 * np.log(4) + 1))
+    outer = values | dict(rope_scaling=yarn, original_max_position_embeddings=16)
+    assert describe(outer, "config.json").model.rope.original_length == 16
+    assert describe(values | dict(rope_scaling=None), "config.json").model.rope.base == 7e5
+
+
+QWEN2 = dict(model_type="qwen2", architectures=["Qwen2ForCausalLM"], sliding_window=7)
+
+
+@pytest.mark.parametrize(
+    ("values", "window"),
+    [
+        (QWEN2, None),
+        (QWEN2 | dict(use_sliding_window=True, max_window_layers=0), 7),
+        (QWEN2 | dict(use_sliding_window=True, max_window_layers=2), None),
+        (QWEN2 | dict(use_sliding_window=True, layer_types=["sliding_attention"] * 2), 7),
+    ],
+)
+def test_windows_are_those_of_transformers(values, window):
+    known = json.loads((LLAMA / "config.json").read_text())
+    assert describe(known | values, "config.json").model.window == window
+
+
+@pytest.mark.parametrize(
+    ("values", "match"),
+    [
+        (dict(model_type="gemma2"), r"one of llama, mistral.*model_type='gemma2', architectures="),
+        (dict(architectures=["LlamaModel"]), r"architectures must be \['LlamaForCausalLM'\]"),
+        (dict(hidden_act="gelu"), "hidden_act must be 'silu'"),
+        (dict(attention_bias=True), "attention_bias must be False"),
+        (dict(mlp_bias=True), "mlp_bias must be False"),
+        (dict(quantization_config={"bits": 4}), "quantization_config must be None"),
+        (dict(rope_parameters={"rope_type": "longrope"}), "rope_type must be one of.*'longrope'"),
+        (dict(rope_parameters={"rope_type": "default", "mrope": 1}), r"'default' with \['mrope'\]"),
+        (dict(partial_rotary_factor=0.5), "partial_rotary_factor must be 1.0"),
+        (dict(layer_types=["full_attention", "linear"]), "layer_types must be full_attention or"),
+        (
+            QWEN2 | dict(use_sliding_window=True, max_window_layers=1),
+            "a sliding window in 1 of 2 layers",
+        ),
+        (
+            dict(model_type="smollm3", architectures=["SmolLM3ForCausalLM"], no_rope_layers=[0, 1]),
+            r"no_rope_layers must leave out.*\[0, 1\]",
+        ),
+    ],
+)
+def test_model_that_is_not_supported_is_refused(values, match):
+    known = json.loads((LLAMA / "config.json").read_text())
+    with pytest.raises(NotImplementedError, match=match):
+        describe(known | values, "config.json")
+
+
+@pytest.mark.parametrize(
+    ("values", "match"),
+    [
+        (dict(vocab_size="48"), "vocab_size must be a whole number in .*got '48'"),
+        (dict(rms_norm_eps="x"), "rms_norm_eps must be a finite number"),
+        (dict(tie_word_embeddings=1), "tie_word_embeddings must be true or false"),
+        (dict(rope_parameters=[1]), "rope_parameters must be an object"),
+    ],
+)
+def test_wrong_value_in_config_raises(values, match):
+    known = json.loads((LLAMA / "config.json").read_text())
+    with pytest.raises(ValueError, match=match):
+        describe(known | values, "config.json")
+
+
+def test_folder_without_a_config_raises(tmp_path):
+    with pytest.raises(ValueError, match=r"with a Hugging Face config.json; got .*without one"):
+        read_description(tmp_path)
+    with pytest.raises(ValueError, match=r"got .*nowhere', no such folder"):
+        read_description(tmp_path / "nowhere")
+    for content, match in (("{", "must be JSON; got JSONDecodeError"), ("[]", "a JSON object")):
+        (tmp_path / "config.json").write_text(content)
+        with pytest.raises(ValueError, match=match):
+            read_description(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
+def test_parts_of_weights_are_those_of_the_whole(name):
+    config = make_config(REFERENCES / name)
+    rng = np.random.default_rng(0)
+    for path, place in places(weight_shapes(config)):
+        weight = rng.normal(size=place.shape)
+        tensor = place.to_tensor(weight)
+        assert tensor.shape == place.tensor_shape
+        whole = tuple(slice(0, size) for size in place.shape)
+        np.testing.assert_array_equal(place.read(tensor, whole), weight, err_msg=path)
+        for _ in range(9):
+            ends = [np.sort(rng.choice(size + 1, 2, replace=False)) for size in place.shape]
+            index = tuple(slice(*map(int, pair)) for pair in ends)
+            np.testing.assert_array_equal(place.read(tensor, index), weight[index], err_msg=path)
+
+
+class Counted:
+    """Counts the bytes that are read of a tensor."""
+
+    def __init__(self, tensor, counts):
+        self.tensor, self.counts = tensor, counts
+
+    def __getitem__(self, index):
+        part = self.tensor[index]
+        self.counts.append(part.nbytes)
+        return part
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_each_device_reads_only_its_own_slices(name):
+    """And eight devices get what one device gets."""
+    config = make_config(REFERENCES / name)
+    found = []
+    for num_devices, level in ((1, 0), (8, 3)):
+        degrees = st.Degrees(ring=num_devices)
+        mesh = st.make_mesh(degrees, "auto", jax.devices()[:num_devices])
+        shapes, counts = shapes_of(config, mesh, level), []
+        with open_pretrained(config, shapes) as initial:
+            slices = initial.tensors.slices
+            counted = {name: Counted(x, counts) for name, x in slices.items()}
+            tensors = dataclasses.replace(initial.tensors, slices=counted)
+            found.append(dataclasses.replace(initial, tensors=tensors).read(shapes))
+        local = sum(
+            shard.data.nbytes for x in jax.tree.leaves(found[-1]) for shard in x.addressable_shards
+        )
+        assert sum(counts) == local
+    for (path, one), eight in zip(
+        jax.tree_util.tree_leaves_with_path(found[0]), jax.tree.leaves(found[1]), strict=True
+    ):
+        np.testing.assert_array_equal(one, eight, err_msg=path_name(path))
+    total = sum(x.nbytes for x in jax.tree.leaves(found[0]))
+    assert sum(counts) < 1.1 * total
+
+
+def test_tensors_that_are_not_those_of_the_model_are_named(model):
+    with pytest.raises(
+        ValueError, match=r"layers.0.mlp.gate_proj.weight: \[24, 16\] in the files, \[32, 16\] in"
+    ):
+        open_it(model, mlp_width=32)
+    with pytest.raises(ValueError, match=r"q_proj.bias: \[32\] in the model, not in the files"):
+        open_it(model, qkv_bias=True)
+    with pytest.raises(ValueError, match=r"model.layers.1.\S*: \[\d.*\] in the files, not in the"):
+        open_it(model, layers=1)
+    change_tensors(model, **{"lm_head.weight": None})
+    with pytest.raises(ValueError, match=r"lm_head.weight: \[48, 16\] in the model, not in"):
+        open_it(model)
+    open_it(model, tied_head=True)
+    # Old checkpoints have what follows from config.json.
+    frequencies = np.ones(4, np.float32)
+    change_tensors(model, **{"model.layers.0.self_attn.rotary_emb.inv_freq": frequencies})
+    open_it(model, tied_head=True)
+
+
+def test_head_that_is_tied_must_be_the_embedding(model):
+    with pytest.raises(ValueError, match=r"lm_head.weight must equal model.embed_tokens.weight"):
+        open_it(model, tied_head=True)
+    change_tensors(model, **{"lm_head.weight": tensors_of(model)["model.embed_tokens.weight"]})
+    open_it(model, tied_head=True)
+
+
+def test_type_that_is_not_read_raises(model):
+    weight = tensors_of(model)["model.norm.weight"].astype(np.int8)
+    change_tensors(model, **{"model.norm.weight": weight})
+    with pytest.raises(NotImplementedError, match=r"model.norm.weight of type I8"):
+        open_it(model)
+
+
+@pytest.mark.parametrize("length", [4, 100, -4])
+def test_truncated_file_raises(model, length):
+    path = model / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:length])
+    with pytest.raises(ValueError, match=r"model.safetensors' must be a whole safetensors file"):
+        open_it(model)
+
+
+def test_missing_file_raises(tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(REFERENCES / "qwen3", folder, copy_function=shutil.copyfile)
+    lost = folder / "model-00003-of-00004.safetensors"
+    kept = lost.rename(tmp_path / "kept")
+    with pytest.raises(ValueError, match=r"without model-00003-of-00004.safetensors. Download"):
+        open_it(folder)
+    shutil.copyfile(folder / "model-00001-of-00004.safetensors", lost)
+    with pytest.raises(ValueError, match=r"must be in the file that .*index.json names, once"):
+        open_it(folder)
+    kept.rename(lost)
+    index = folder / "model.safetensors.index.json"
+    values = json.loads(index.read_text())
+    values["weight_map"]["stray"] = lost.name
+    index.write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=r"got no stray in .*model-00003"):
+        open_it(folder)
+    values["weight_map"]["stray"] = "../kept"
+    index.write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=r"weight_map must name a file of the folder"):
+        open_it(folder)
+    index.unlink()
+    (folder / "pytorch_model.bin").touch()
+    with pytest.raises(ValueError, match=r"with neither, but pytorch_model.bin, which is never un"):
+        open_it(folder)
+
+
+def add_tokenizer(folder, num_ids):
+    words = {f"<{i}>": i for i in range(num_ids - 1)} | {"</s>": num_ids - 1}
+    built = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<0>"))
+    built.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    built.save(str(folder / "tokenizer.json"))
+
+
+def test_tokenizer_larger_than_the_vocabulary_raises(model):
+    add_tokenizer(model, 48)
+    open_it(model)
+    add_tokenizer(model, 49)
+    with pytest.raises(ValueError, match=r"got .* with 49 ids and vocab_size=48"):
+        open_it(model)
+
+
+def test_missing_safetensors_package_raises(monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(ImportError, match=r"package safetensors.*pip install safetensors"):
+        open_it(LLAMA)
+
+
+def test_bad_model_leaves_no_run(model, tmp_path):
+    (model / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"with neither"):
+        train.train(make_config(model, steps=0, devices=1, run_dir=tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["llama", "llama3", "llama_linear", "qwen3"])
+def test_export_of_an_import_is_the_same_bit_for_bit(name, tmp_path):
+    """Of float32, bfloat16 and float16; and of several files."""
+    source, run_dir, out = REFERENCES / name, tmp_path / "run", tmp_path / "out"
+    done = import_and_export(source, run_dir, out, shard_bytes=8000)
+    assert done.step == 0
+    assert done.files > 1
+    before, after = tensors_of(source), tensors_of(out)
+    assert before.keys() == after.keys()
+    for tensor, x in before.items():
+        assert (after[tensor].dtype, after[tensor].tobytes()) == (x.dtype, x.tobytes()), tensor
+    assert read_description(out) == read_description(source)
+    # Nothing of the model is left out, and nothing is made up.
+    values = json.loads((source / "config.json").read_text())
+    values["torch_dtype"] = values.pop("dtype")
+    assert json.loads((out / "config.json").read_text()) == values
+
+
+def test_sample_of_an_import_begins_with_the_likeliest_token(model, tmp_path, capsys):
+    add_tokenizer(model, 48)
+    reference = reference_of("llama")
+    config = make_config(model, steps=0, devices=1, run_dir=tmp_path / "run", tensorboard=False)
+    train.train(with_tokenizer(config))
+    likeliest = reference["logits"][0].argmax(-1)
+    last = np.flatnonzero(likeliest < 47)[-1]
+    prompt = " ".join(f"<{token}>" for token in reference["tokens"][0, : last + 1])
+    capsys.readouterr()
+    sample.sample([str(config.run_dir), "--prompt", prompt, "--tokens", "1", "--temperature", "0"])
+    assert capsys.readouterr().out.split() == [f"<{likeliest[last]}>"]
+
+
+def test_command_line_takes_the_model_from_the_folder(model, tmp_path):
+    add_tokenizer(model, 40)
+    command = train.read_command_line(["--init-from", str(model), "--steps", "0"]).settings
+    assert command.model == read_description(model).model
+    assert (command.steps, command.seq_len, command.run_dir) == (0, 32, Path("runs/model"))
+    assert command.data.tokenizer == model / "tokenizer.json"
+    other = train.read_command_line(
+        f"gpt_tiny --init_from={model} --model.rope.scaling yarn --model.rope.factor 4 "
+        "--model.rope.original-length 8".split()
+    ).settings
+    assert other.batch_size == gpt_tiny().batch_size
+    assert other.model.rope.scaling == "yarn"
+    assert other.model.width == 16
+    # Tokens need no tokenizer.
+    np.save(tmp_path / "train.npy", np.zeros(99, np.uint16))
+    data = dataclasses.replace(command.data, tokenizer=None, path=tmp_path / "train.npy")
+    command = dataclasses.replace(command, data=data)
+    assert with_tokenizer(command).data.tokenizer is None
+
+
+def test_no_steps_without_a_pretrained_model_raises(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        train.read_command_line(["gpt_tiny", "--steps", "0"])
+    assert "steps must be at least 1" in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_run_begins_with_the_pretrained_weights_and_is_exported(model, tmp_path):
+    """The first loss is that of the model; the run goes on without the folder."""
+    reference = reference_of("llama")
+    data = tmp_path / "data"
+    data.mkdir()
+    tokens = reference["tokens"][0].astype(np.uint16)
+    for name in ("train", "val"):
+        np.save(data / f"{name}.npy", tokens)
+    config = make_config(
+        model,
+        steps=2,
+        devices=1,
+        run_dir=tmp_path / "run",
+        tensorboard=False,
+    )
+    config = dataclasses.replace(
+        config,
+        data=dataclasses.replace(config.data, path=data),
+        batch_size=1,
+        validation_sequences=1,
+        optimizer=dataclasses.replace(config.optimizer, learning_rate=1e-2),
+    )
+    losses = train.train(config).train
+    logits = reference["logits"][0]
+    wanted = -np.mean(jax.nn.log_softmax(logits)[np.arange(32), tokens[1:]])
+    np.testing.assert_allclose(losses[0], wanted, rtol=1e-6)
+    assert losses[1] < losses[0]
+
+    out = tmp_path / "out"
+    done = export_run(config.run_dir, config, out, step=2)
+    assert (done.step, done.dtype) == (2, "float32")
+    before, after = tensors_of(model), tensors_of(out)
+    assert before.keys() == after.keys()
+    assert all((before[name] != after[name]).any() for name in before)
+    half = export_run(config.run_dir, config, tmp_path / "half", dtype="bfloat16")
+    assert half.dtype == "bfloat16"
+    for name, x in tensors_of(tmp_path / "half").items():
+        np.testing.assert_array_equal(x, after[name].astype(x.dtype))
+    with pytest.raises(RuntimeError, match=r"checkpoint of step 7; got .* with 2. Give another"):
+        export_run(config.run_dir, config, tmp_path / "other", step=7)
+
+    shutil.rmtree(model)
+    saved = load_train_config(config.run_dir / "config.json")
+    assert saved.init_from == model
+    assert train.train(saved).train == []
+    with pytest.raises(ValueError, match=r"--init-from .*model there, .*other now"):
+        train.train(dataclasses.replace(saved, init_from=tmp_path / "other"))
+
+
+def test_export_that_fails_leaves_nothing(tmp_path, monkeypatch):
+    run_dir, out = tmp_path / "run", tmp_path / "out"
+    import_and_export(LLAMA, run_dir, out)
+    config = load_train_config(run_dir / "config.json")
+    with pytest.raises(ValueError, match=r"OUT must be a folder that does not exist yet"):
+        export_run(run_dir, config, out)
+    shutil.rmtree(out)
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(durable, "flush_files", stop)
+    with pytest.raises(KeyboardInterrupt):
+        export_run(run_dir, config, out)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+    def fill(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(durable, "flush_files", fill)
+    with pytest.raises(OSError, match=r"OUT must be a folder.*with space.*No space left"):
+        export_run(run_dir, config, out)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    monkeypatch.undo()
+
+    large = {"norm/scale": np.full(16, 1e6, np.float32)}
+    with pytest.raises(ArithmeticError, match=r"norm/scale, which is not in float16"):
+        writing._write_tensors(large, tmp_path, np.float16, 10**6)
+
+
+def test_export_command(tmp_path, capsys):
+    run_dir, out = tmp_path / "run", tmp_path / "out"
+    with pytest.raises(ValueError, match=r"RUN_DIR must be the folder of a run"):
+        export_command.main([str(run_dir), str(out)])
+    import_and_export(LLAMA, run_dir, tmp_path / "first")
+    export_command.main([str(run_dir), str(out), "--step", "0", "--dtype", "bfloat16"])
+    assert "after step 0, in bfloat16, in 1 file" in capsys.readouterr().err
+    assert json.loads((out / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        dict(window=7),
+        dict(qkv_bias=True, tied_head=True),
+        dict(qk_norm=True, window=9),
+        dict(no_rope_every=2),
+        dict(rope=RopeConfig(base=500.0, scaling="linear", factor=2.0)),
+        dict(rope=RopeConfig(scaling="llama3", factor=8.0, original_length=64, turns=(8.0, 1.0))),
+        dict(rope=RopeConfig(scaling="yarn", factor=8.0, original_length=64, attention_factor=1.5)),
+    ],
+)
+def test_config_of_a_model_that_began_here_says_what_it_is(options):
+    config = dataclasses.replace(gpt_tiny(), model=GPTConfig(**SIZES | options))
+    values = config_values(config, None, "float32")
+    assert describe(values, "config.json").model == config.model
+    assert values["max_position_embeddings"] == config.seq_len
+
+
+def test_config_of_stretched_positions_says_so():
+    before = json.loads((LLAMA / "config.json").read_text())
+    rope = RopeConfig(scaling="yarn", factor=4.0, original_length=32)
+    config = make_config(LLAMA)
+    model = dataclasses.replace(config.model, rope=rope)
+    config = dataclasses.replace(config, model=model, seq_len=128)
+    values = config_values(config, before, "float32")
+    again = describe(values, "config.json")
+    assert (again.model, again.length) == (model, 128)
+    # A larger base is all that "ntk" is.
+    model = dataclasses.replace(model, rope=RopeConfig(scaling="ntk", factor=4.0), norm_eps=1e-3)
+    values = config_values(dataclasses.replace(config, model=model), before, "float32")
+    assert values["rope_theta"] == pytest.approx(1e4 * 4 ** (4 / 3))
+    assert describe(values, "config.json").model.norm_eps == 1e-3
+
+
+@pytest.mark.parametrize("options", [dict(mlp="gelu"), dict(qkv_bias=True, qk_norm=True)])
+def test_model_of_no_family_is_not_exported(options, tmp_path):
+    config = dataclasses.replace(gpt_tiny(), model=GPTConfig(**SIZES | options))
+    with pytest.raises(NotImplementedError, match=r"that is exported must be one of llama, mist"):
+        export_run(tmp_path, config, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_references_are_small():
+    size = sum(path.stat().st_size for path in REFERENCES.rglob("*") if path.is_file())
+    assert size < 1e6
+    assert len(CASES) == 8

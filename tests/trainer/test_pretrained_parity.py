@@ -1,0 +1,31 @@
+"""Logits, loss and gradients of pretrained models beside those that PyTorch computed once.
+
+`python tests/parity/make_references.py --check` compares every family over every scheme.
+"""
+
+import pytest
+
+from pretrained import CASES, REFERENCES, SCHEMES, compare, compute, reference_of
+
+ONE, *OTHERS = SCHEMES
+SHARDED = {
+    # Its index has several files, heads are normalised, and embedding and head are one.
+    "StarTrail, C = 2": "qwen3",
+    # Fewer tokens than devices lie in the window.
+    "2D-Attention": "mistral",
+    # Fewer key heads than devices along `tensor`, and biases.
+    "Ring Attention and tensor parallelism": "qwen2",
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_pretrained_model_computes_what_pytorch_does(name):
+    reference = reference_of(name)
+    compare(compute(REFERENCES / name, reference["tokens"], ONE), reference)
+
+
+@pytest.mark.parametrize("scheme", OTHERS)
+def test_pretrained_model_computes_over_eight_devices_what_pytorch_does(scheme):
+    name = SHARDED[scheme]
+    reference = reference_of(name)
+    compare(compute(REFERENCES / name, reference["tokens"], scheme), reference)

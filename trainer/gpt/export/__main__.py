@@ -1,0 +1,75 @@
+"""Exports a run of a GPT as a model that the library transformers loads.
+
+    python -m trainer.gpt.export runs/gpt_tiny exported
+    python -m trainer.gpt.export runs/Qwen3-8B exported --step 1000 --dtype bfloat16
+
+RUN_DIR is the folder of a run, which may still be training. OUT is a new folder with config.json,
+the weights in *.safetensors and the files of the tokenizer; it appears only when it is whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from startrail_jax.errors import InputError
+from trainer.data.cache import say
+from trainer.gpt.config import GPTTrainConfig
+from trainer.run.folder import CONFIG_FILE
+from trainer.run.settings import load_config
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """What to export, and where to."""
+
+    run_dir: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
+    """Folder of a run of a GPT."""
+    out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
+    """Folder for the model, which must not exist yet."""
+    step: int | None = None
+    """Step of the checkpoint. The default is the newest one that is whole."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Data type of the weights. The default is that of the pretrained model with which the run
+    began, and float32 for a run that began with random weights."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command line; on a mistake, exits with status 1 or 2."""
+    options = tyro.cli(
+        ExportOptions,
+        prog="python -m trainer.gpt.export",
+        description=__doc__,
+        args=arguments,
+    )
+    path = options.run_dir / CONFIG_FILE
+    if not path.is_file():
+        raise InputError(
+            f"RUN_DIR must be the folder of a run, with its {CONFIG_FILE}; got "
+            f"{str(options.run_dir)!r}. Use the --run-dir of train.py."
+        )
+    config = load_config(GPTTrainConfig, path)
+    # Imported here, as it imports jax: `--help` and a mistyped flag must be fast.
+    from trainer.gpt.export.writing import export_run
+
+    done = export_run(
+        options.run_dir, config, options.out, step=options.step, dtype=options.dtype, note=say
+    )
+    files = "1 file" if done.files == 1 else f"{done.files} files"
+    say(f"{options.out}: the model after step {done.step}, in {done.dtype}, in {files}")
+    say(f"next: transformers.AutoModelForCausalLM.from_pretrained({str(options.out)!r})")
+
+
+if __name__ == "__main__":
+    import jax
+
+    from trainer.run.exit import exit_on_ctrl_c, exit_on_user_errors
+
+    with exit_on_user_errors(), exit_on_ctrl_c():
+        # Weights are read to the memory of the host.
+        jax.config.update("jax_platforms", "cpu")
+        main()

@@ -1,0 +1,262 @@
+"""Writes the weights of a run as a folder that the library transformers loads."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import SingleDeviceSharding
+from jaxtyping import Shaped
+
+from models.hooks import Hooks
+from startrail_jax.errors import InputError
+from trainer.checkpoints import durable
+from trainer.checkpoints.weights import restore_weights
+from trainer.errors import MissingPackageError, NonFiniteError, StorageError
+from trainer.gpt.config import GPTConfig, GPTTrainConfig, RopeConfig
+from trainer.gpt.objective import NextToken
+from trainer.gpt.pretrained.defaults import TOKENIZER
+from trainer.gpt.pretrained.families import (
+    CONFIG,
+    describe,
+    family_of,
+    read_json,
+    rope_values,
+    to_values,
+)
+from trainer.gpt.pretrained.initial import KEPT, KEPT_FOLDER
+from trainer.gpt.pretrained.names import Place, places
+from trainer.gpt.pretrained.tensors import INDEX, ONE_FILE
+from trainer.parallel.partition import path_name
+from trainer.run.folder import CHECKPOINTS_FOLDER, model_flags
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+DTYPES: Mapping[str, Any] = {
+    "float32": np.float32,
+    "bfloat16": jnp.bfloat16,
+    "float16": np.float16,
+}
+SHARD_BYTES = 2 * 10**9
+"""Bytes of the tensors of one file, which are in memory together."""
+ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "original_max_position_embeddings")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """What was written."""
+
+    step: int
+    dtype: str
+    files: int
+    """Number of files with tensors."""
+
+
+def export_run(
+    run_dir: Path,
+    config: GPTTrainConfig,
+    out: Path,
+    *,
+    step: int | None = None,
+    dtype: Dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    note: Any = print,
+) -> Exported:
+    """Writes the weights of a checkpoint; the folder appears only when it is whole.
+
+    Args:
+        run_dir: folder of the run.
+        config: its config.
+        out: the new folder.
+        step: the step of the checkpoint; None for the newest that is whole.
+        dtype: type of the weights; None for that of the model with which the run began, and else
+            float32.
+        shard_bytes: most bytes of tensors in a file, unless a single tensor has more.
+        note: is told what the user must know about the checkpoint.
+
+    Raises:
+        ImportError: if the package `safetensors` is missing.
+        ValueError: if the folder exists.
+        NotImplementedError: if no family of transformers has such a model.
+        CheckpointError: if there is no such checkpoint, or it is damaged.
+        FloatingPointError: if the type cannot hold a weight.
+        OSError: if the folder cannot be written.
+    """
+    if os.path.lexists(out):
+        raise InputError(
+            f"OUT must be a folder that does not exist yet; got {str(out)!r}, which does. Give "
+            "another, or delete it."
+        )
+    kept = run_dir / KEPT_FOLDER
+    values = read_json(kept / CONFIG) if (kept / CONFIG).is_file() else None
+    before: Any = "float32" if values is None else values.get("torch_dtype")
+    kind = dtype or (before if before in DTYPES else "float32")
+    family_of(config.model)
+    weights, found = restore_weights(
+        run_dir / CHECKPOINTS_FOLDER,
+        _shapes(config),
+        model_flags(config),
+        step=step,
+        note=note,
+    )
+    with _appearing(out) as part:
+        files = _write_tensors(weights, part, DTYPES[kind], shard_bytes)
+        for path in [kept / name for name in KEPT]:
+            if path.is_file():
+                shutil.copyfile(path, part / path.name)
+        tokenizer = config.data.tokenizer
+        if tokenizer is not None and tokenizer.is_file() and not (part / TOKENIZER).exists():
+            shutil.copyfile(tokenizer, part / TOKENIZER)
+        text = json.dumps(config_values(config, values, kind), indent=2)
+        (part / CONFIG).write_text(text + "\n")
+    return Exported(step=found, dtype=kind, files=files)
+
+
+def _shapes(config: GPTTrainConfig) -> Any:
+    """Shapes of the weights, on one device of the host."""
+    objective = NextToken(config)
+
+    def make_model() -> nnx.Module:
+        return objective.make_model(jax.nn.dot_product_attention, Hooks(), nnx.Rngs(0))
+
+    # A command of one process needs no accelerator.
+    place = SingleDeviceSharding(jax.devices("cpu")[0])
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+        nnx.state(nnx.eval_shape(make_model)),
+    )
+
+
+def config_values(
+    config: GPTTrainConfig, values: Mapping[str, Any] | None, dtype: str
+) -> dict[str, Any]:
+    """The config.json of a run.
+
+    Args:
+        config: config of the run.
+        values: config.json of the model with which it began; None if there was none. What the run
+            has not changed stays.
+        dtype: type of the weights.
+    """
+    model = config.model
+    if values is None:
+        found = to_values(model, length=config.seq_len, dtype=dtype)
+    else:
+        found = {**values, "torch_dtype": dtype}
+        described = describe(values, CONFIG)
+        if described.model.rope != model.rope:
+            # The positions are stretched: the model is for longer sequences now.
+            length = max(described.length or 0, config.seq_len)
+            found = {name: value for name, value in found.items() if name not in ROPE}
+            found |= rope_values(model, length=length) | {"max_position_embeddings": length}
+        if _without_rope(described.model) != _without_rope(model):
+            # Flags have changed more than positions.
+            length = found.get("max_position_embeddings", config.seq_len)
+            found = {name: value for name, value in found.items() if name != "layer_types"}
+            tokens = {name: x for name, x in found.items() if name.endswith("_token_id")}
+            found |= to_values(model, length=length, dtype=dtype) | tokens
+    again = describe(found, CONFIG).model
+    assert _without_rope(again) == _without_rope(model), "a config.json says what it was made of"
+    return found
+
+
+def _without_rope(model: GPTConfig) -> GPTConfig:
+    """The model without what config.json has in another form, or not at all."""
+    return replace(model, rope=RopeConfig(), dtype="float32")
+
+
+@contextmanager
+def _appearing(out: Path) -> Iterator[Path]:
+    """A folder to fill, which is renamed when all is on the disk, and removed on an error.
+
+    Whoever is killed before leaves a hidden folder `.NAME.part-...`, which holds no config.json
+    until its tensors are written.
+    """
+    part = out.with_name(f".{out.name}.part-{secrets.token_hex(4)}")
+    try:
+        try:
+            part.mkdir(parents=True)
+            yield part
+            durable.flush_files(part, 0)
+            durable.rename(part, out)
+        except OSError as error:
+            raise StorageError(
+                f"OUT must be a folder that can be written, with space for the weights; got "
+                f"{str(out)!r}: {error.strerror or error}. Fix that, or give another."
+            ) from error
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _write_tensors(weights: Any, folder: Path, dtype: Any, shard_bytes: int) -> int:
+    """Writes the files of tensors, and their index if there are several; returns their number."""
+    try:
+        from safetensors import SafetensorError
+        from safetensors.numpy import save_file
+    except ImportError as error:
+        raise MissingPackageError(
+            "An export must have the package safetensors; got an environment without it. Run pip "
+            "install safetensors."
+        ) from error
+    arrays = {path_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(weights)}
+    found = _tensors(arrays)
+    size = np.dtype(dtype).itemsize
+    sizes = {name: arrays[path].size // (arrays[path].shape[0] if place.stacked else 1) * size
+             for name, (path, place, _) in found.items()}  # fmt: skip
+    shards: list[list[str]] = [[]]
+    for name in found:
+        if shards[-1] and sum(sizes[x] for x in shards[-1]) + sizes[name] > shard_bytes:
+            shards.append([])
+        shards[-1].append(name)
+    files = {}
+    for number, names in enumerate(shards, 1):
+        file = f"model-{number:05}-of-{len(shards):05}.safetensors" if shards[1:] else ONE_FILE
+        tensors = {name: _tensor(arrays, *found[name], dtype) for name in names}
+        try:
+            # transformers asks for the format.
+            save_file(tensors, folder / file, metadata={"format": "pt"})
+        except SafetensorError as error:  # It hides what the operating system said.
+            raise StorageError(
+                f"Tensors must be written to a disk with space for them; got {str(folder)!r}: "
+                f"{error}. Fix that, or give another OUT."
+            ) from error
+        files |= dict.fromkeys(names, file)
+    if shards[1:]:
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": files}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    return len(shards)
+
+
+def _tensors(arrays: Mapping[str, Any]) -> dict[str, tuple[str, Place, int]]:
+    """Weight, place and layer of every tensor, in the order in which a model uses them."""
+    found = [
+        (layer if place.stacked else -1, name, (path, place, layer))
+        for path, place in places({path: tuple(x.shape) for path, x in arrays.items()})
+        for layer, name in enumerate(place.tensors)
+    ]
+    return {name: tensor for _, name, tensor in sorted(found, key=lambda x: x[:2])}
+
+
+def _tensor(
+    arrays: Mapping[str, Any], path: str, place: Place, layer: int, dtype: Any
+) -> Shaped[np.ndarray, "..."]:
+    whole = np.asarray(arrays[path])
+    weight = place.to_tensor(whole[layer] if place.stacked else whole)
+    with np.errstate(over="ignore"):
+        tensor = weight.astype(dtype)
+    if not np.isfinite(tensor).all():
+        raise NonFiniteError(
+            f"The weights must be finite in the type that is exported; got {path}, which is not in "
+            f"{np.dtype(dtype).name}. Use --dtype float32, or another checkpoint."
+        )
+    return tensor

@@ -1,0 +1,1 @@
+"""Pretrained models in the format of Hugging Face: a config.json and tensors in *.safetensors."""

@@ -1,0 +1,80 @@
+"""A run of no steps: the weights of a pretrained model, as a checkpoint."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from trainer.checkpoints.checkpoint import Checkpoints
+from trainer.config import SHARDED_AXES
+from trainer.gpt.config import GPTTrainConfig
+from trainer.gpt.objective import NextToken
+from trainer.gpt.pretrained.initial import open_pretrained
+from trainer.parallel.partition import Partition
+from trainer.parallel.sharded_model import ShardedModel
+from trainer.parallel.state import TrainState
+from trainer.parallel.step import make_attention
+from trainer.run.commands import command
+from trainer.run.folder import CHECKPOINTS_FOLDER, CONFIG_FILE, open_run, result_flags
+from trainer.run.mesh import save_degrees
+from trainer.run.settings import save_config
+from trainer.run.versions import record_versions
+from trainer.session import Session
+
+
+def import_weights(config: GPTTrainConfig, session: Session, report: Any) -> None:
+    """Makes a run folder whose checkpoint, of step 0, holds the weights of a pretrained model.
+
+    They are split over all devices, whatever `config.zero` says, and there is no optimizer. The
+    checkpoint does not depend on that.
+
+    Args:
+        config: config of the run.
+        session: the mesh.
+        report: the log.
+
+    Raises:
+        ValueError, NotImplementedError: if the model cannot be read; nothing is written then.
+    """
+    objective = NextToken(config)
+    attention = make_attention(session.mesh, config, objective)
+    partition = Partition(session.mesh, 3, SHARDED_AXES, jnp.float32)
+    model = ShardedModel(
+        lambda attention_fn, hooks: objective.make_model(attention_fn, hooks, nnx.Rngs(0)),
+        attention,
+        partition,
+        tile=None,
+    )
+    shapes = model.weight_shapes
+    with (
+        open_pretrained(config, shapes) as initial,
+        open_run(config, writes=session.is_first) as run_dir,
+        Checkpoints(
+            run_dir / CHECKPOINTS_FOLDER, keep=config.checkpoint.keep, note=report.line
+        ) as checkpoints,
+    ):
+        checkpoints.begin_after()
+        if checkpoints.latest is not None:
+            report.line(f"{run_dir} holds a checkpoint of step {checkpoints.latest} already")
+        else:
+            report.line(initial.description)
+            checkpoints.check_space(shapes)
+            with report.phase("reading the weights"):
+                weights = initial.read(shapes)
+                jax.block_until_ready(weights)
+            if session.is_first:
+                initial.keep(run_dir)
+                record_versions(run_dir, 0)
+                save_degrees(run_dir, vars(attention.degrees))
+                save_config(config, run_dir / CONFIG_FILE)
+            with report.phase("saving the weights"):
+                checkpoints.save(0, TrainState(weights, ()), {}, result_flags(config))
+                checkpoints.wait()
+        report.line(f"next: {command('sample.py', run_dir)}")
+        report.line(
+            f"next: {command('train.py', run_dir / CONFIG_FILE)} --steps 1000 --data.path FOLDER "
+            "--run-dir ANOTHER"
+        )

@@ -1,0 +1,146 @@
+"""The weights of a pretrained model as the first weights of a run, on any mesh."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, PyTree, Shaped
+
+from startrail_jax.errors import InputError
+from trainer.checkpoints.initial import InitialWeights
+from trainer.gpt.config import GPTTrainConfig
+from trainer.gpt.pretrained.defaults import TOKENIZER
+from trainer.gpt.pretrained.families import CONFIG, read_description, read_json
+from trainer.gpt.pretrained.names import Place, places
+from trainer.gpt.pretrained.tensors import Tensors, open_tensors
+from trainer.gpt.tokenizer import FileTokenizer
+from trainer.parallel.partition import path_name
+
+KEPT_FOLDER = "pretrained"
+"""Folder of a run for what an export needs of the model with which the run began."""
+KEPT = (
+    *(TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json"),
+    "generation_config.json",
+)
+"""Files beside the weights that say how text becomes tokens, and how the model is used."""
+TIED = {"lm_head.weight": "model.embed_tokens.weight"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pretrained(InitialWeights):
+    """The weights in the folder of a pretrained model, which fit the model of a run."""
+
+    tensors: Tensors
+    places: Mapping[str, Place]
+    """Where each weight of the model lies."""
+    description: str
+
+    def read(self, weights: PyTree[jax.ShapeDtypeStruct]) -> PyTree[Shaped[Array, "..."]]:
+        """Reads the weights; each device gets its own slices of the files.
+
+        Args:
+            weights: shapes, types and shardings.
+        """
+
+        def read_one(path: tuple[Any, ...], wanted: Any) -> Array:
+            place = self.places[path_name(path)]
+
+            def part(index: Any) -> Shaped[np.ndarray, "..."]:
+                return self._part(place, index, wanted.dtype)
+
+            return jax.make_array_from_callback(wanted.shape, wanted.sharding, part)
+
+        return jax.tree_util.tree_map_with_path(read_one, weights)
+
+    def _part(
+        self, place: Place, index: tuple[slice, ...], dtype: Any
+    ) -> Shaped[np.ndarray, "..."]:
+        """The part of a weight that lies on one device."""
+        slices = [self.tensors.slices[name] for name in place.tensors]
+        if not place.stacked:
+            return place.read(slices[0], index).astype(dtype)
+        layers, *rest = index
+        chosen = slices[layers]
+        part: Any = None
+        for number, tensor in enumerate(chosen):
+            layer = place.read(tensor, rest)
+            if part is None:
+                part = np.empty((len(chosen), *layer.shape), dtype)
+            part[number] = layer
+        return part
+
+    def keep(self, run_dir: Path) -> None:
+        """Copies config.json and the files of the tokenizer into the folder of a run."""
+        keep_files(self.tensors.folder, run_dir / KEPT_FOLDER, self.tensors.dtype)
+
+
+def keep_files(source: Path, folder: Path, dtype: str) -> None:
+    """Copies what is not weights. The type in config.json becomes that of the weights."""
+    folder.mkdir(exist_ok=True)
+    for name in KEPT:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+    values = {k: v for k, v in read_json(source / CONFIG).items() if k != "dtype"}
+    values["torch_dtype"] = dtype
+    (folder / CONFIG).write_text(json.dumps(values, indent=2) + "\n")
+
+
+@contextmanager
+def open_pretrained(config: GPTTrainConfig, shapes: Any) -> Iterator[Pretrained]:
+    """The weights in the folder `config.init_from`, after they have been compared with the model.
+
+    Args:
+        config: config of the run.
+        shapes: shapes of the weights of its model.
+
+    Raises:
+        ValueError: if the folder cannot be read or does not fit the model.
+        NotImplementedError: if its model is not supported.
+    """
+    folder = config.init_from
+    assert folder is not None, "the caller asks for it"
+    described = read_description(folder)
+    with open_tensors(folder) as tensors:
+        named = {
+            path_name(path): tuple(x.shape)
+            for path, x in jax.tree_util.tree_leaves_with_path(shapes)
+        }
+        found = dict(places(named))
+        wanted = {name: place.tensor_shape for place in found.values() for name in place.tensors}
+        tensors.check(wanted, tied=TIED if config.model.tied_head else {})
+        _check_tokenizer(folder / TOKENIZER, config.model.vocab_size)
+        size = sum(jnp.dtype(x.dtype).itemsize * x.size for x in jax.tree.leaves(shapes))
+        longer = ""
+        if described.length is not None and config.seq_len > described.length:
+            longer = (
+                f"; it is made for sequences of {described.length:,} tokens, and seq_len is "
+                f"{config.seq_len:,}: --model.rope.scaling stretches its positions"
+            )
+        yield Pretrained(
+            tensors=tensors,
+            places=found,
+            description=f"initial weights: {folder}, a model of kind {described.family} with "
+            f"{len(wanted)} tensors of {tensors.dtype}, {size / 2**30:.2f} GiB in float32{longer}",
+        )
+
+
+def _check_tokenizer(path: Path, vocab_size: int) -> None:
+    if not path.is_file():
+        return
+    # Which of its tokens ends a document matters only for data.
+    num_ids = FileTokenizer(path, end_of_document=0, vocab_size=vocab_size).num_ids
+    if num_ids > vocab_size:
+        raise InputError(
+            f"The tokenizer of a model must have no ids beyond its vocabulary; got {str(path)!r} "
+            f"with {num_ids} ids and vocab_size={vocab_size}. Take both from one model."
+        )

@@ -1,0 +1,189 @@
+"""The tensors of a folder of *.safetensors files. Nothing is unpickled.
+
+The files are mapped into memory, and of each tensor only the slices are copied that are asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from startrail_jax.errors import InputError, UnsupportedError
+from trainer.data.opening import open_regular, reading
+from trainer.errors import MissingPackageError
+from trainer.gpt.pretrained.families import read_json
+
+ONE_FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "*.pth", "*.pt", "*.ckpt")
+
+DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+"""The types of tensors that are read, as safetensors and as numpy name them; widest first."""
+IGNORED = ".rotary_emb.inv_freq"
+"""Ending of tensors that old checkpoints have, and that follow from config.json."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tensors:
+    """The open files of a checkpoint."""
+
+    folder: Path
+    shapes: Mapping[str, tuple[int, ...]]
+    """Shape of every tensor."""
+    dtypes: Mapping[str, str]
+    """Type of every tensor, as safetensors names it."""
+    slices: Mapping[str, Any]
+    """What gives parts of a tensor, as numpy arrays, when it is indexed with slices."""
+
+    @property
+    def dtype(self) -> str:
+        """The type that holds the values of all tensors."""
+        kinds = {DTYPES[kind] for kind in self.dtypes.values()}
+        return kinds.pop() if len(kinds) == 1 else "float32"
+
+    def check(self, wanted: Mapping[str, tuple[int, ...]], *, tied: Mapping[str, str]) -> None:
+        """Raises unless these are the tensors of a model.
+
+        Args:
+            wanted: the shapes of the model's tensors.
+            tied: names of tensors that may be there if they equal another one.
+
+        Raises:
+            ValueError: if a tensor is missing, unknown, or of another shape.
+            NotImplementedError: if a tensor is of a type that is not read.
+        """
+        unknown = [name for name in self.shapes if name not in wanted and name not in tied]
+        missing = [name for name in wanted if name not in self.shapes]
+        lines = [
+            *(f"  {name}: {list(wanted[name])} in the model, not in the files" for name in missing),
+            *(f"  {name}: {list(self.shapes[name])} in the files, not in the model"
+              for name in unknown),
+            *(f"  {name}: {list(self.shapes[name])} in the files, {list(shape)} in the model"
+              for name, shape in wanted.items()
+              if name in self.shapes and self.shapes[name] != shape),
+        ]  # fmt: skip
+        if lines:
+            more = f"\n  and {len(lines) - 5} more" if lines[5:] else ""
+            listed = "\n".join(lines[:5])
+            raise InputError(
+                f"The tensors must be those of the model that config.json and the flags describe; "
+                f"got {str(self.folder)!r} with others:\n{listed}{more}\n"
+                "Leave out flags --model.*, or download the files again."
+            )
+        for name, kind in self.dtypes.items():
+            if kind not in DTYPES:
+                raise UnsupportedError(
+                    f"Tensors must be of type {', '.join(DTYPES)}; got {name} of type {kind} in "
+                    f"{str(self.folder)!r}, which is not supported. Use a checkpoint that is not "
+                    "quantised."
+                )
+        for name, other in tied.items():
+            if name in self.shapes and not self._are_equal(name, other):
+                raise InputError(
+                    f"{name} must equal {other}, since config.json says that they are tied; got "
+                    f"{str(self.folder)!r}, where they differ. Correct tie_word_embeddings in "
+                    "config.json, or download the files again."
+                )
+
+    def _are_equal(self, name: str, other: str) -> bool:
+        if self.shapes[name] != self.shapes[other] or self.dtypes[name] != self.dtypes[other]:
+            return False
+        rows = self.shapes[name][0]
+        parts = [slice(start, min(start + 4096, rows)) for start in range(0, rows, 4096)]
+        return all(
+            np.array_equal(self.slices[name][part], self.slices[other][part]) for part in parts
+        )
+
+
+@contextmanager
+def open_tensors(folder: Path) -> Iterator[Tensors]:
+    """Opens the files of a checkpoint, and reads what their headers say.
+
+    Raises:
+        ImportError: if the package `safetensors` is missing.
+        ValueError: if a file is missing or damaged.
+    """
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError as error:
+        raise MissingPackageError(
+            f"init_from must have the package safetensors; got {str(folder)!r} without it. Run "
+            "pip install safetensors."
+        ) from error
+    index = _index(folder)
+    slices: dict[str, Any] = {}
+    with ExitStack() as stack:
+        for path in _files(folder, index):
+            with reading(path), open_regular(path):
+                pass
+            try:
+                file: Any = stack.enter_context(safe_open(path, framework="numpy"))
+                found = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            except (SafetensorError, OSError) as error:
+                raise InputError(
+                    f"{str(path)!r} must be a whole safetensors file; got {error}. Download it "
+                    "again."
+                ) from error
+            twice = slices.keys() & found.keys()
+            strays = [name for name in found if index and index.get(name) != path.name]
+            if twice or strays:
+                name = min(twice or strays)
+                raise InputError(
+                    f"Every tensor must be in the file that {INDEX} names, once; got {name} in "
+                    f"{str(path)!r}. Download the files again."
+                )
+            slices |= found
+        lost = sorted((index or {}).keys() - slices.keys())
+        if lost:
+            raise InputError(
+                f"Every tensor of {INDEX} must be in its file; got no {lost[0]} in "
+                f"{str(folder / (index or {})[lost[0]])!r}. Download the files again."
+            )
+        slices = {name: x for name, x in slices.items() if not name.endswith(IGNORED)}
+        yield Tensors(
+            folder=folder,
+            shapes={name: tuple(x.get_shape()) for name, x in slices.items()},
+            dtypes={name: x.get_dtype() for name, x in slices.items()},
+            slices=slices,
+        )
+
+
+def _index(folder: Path) -> dict[str, str] | None:
+    """Tensor -> file; None for a checkpoint of one file."""
+    if (folder / ONE_FILE).exists():
+        return None
+    path = folder / INDEX
+    if not path.exists():
+        pickles = sorted(found.name for kind in PICKLES for found in folder.glob(kind))
+        why = f", but {pickles[0]}, which is never unpickled" if pickles else ""
+        raise InputError(
+            f"init_from must hold {ONE_FILE} or {INDEX}; got {str(folder)!r} with neither{why}. "
+            "Download the safetensors files of the model, or convert it with save_pretrained of "
+            "transformers."
+        )
+    files = read_json(path).get("weight_map")
+    # A name may not lead out of the folder.
+    if not isinstance(files, dict) or not files or not all(
+        isinstance(name, str) and name == Path(name).name for name in files.values()
+    ):  # fmt: skip
+        raise InputError(
+            f"weight_map must name a file of the folder for every tensor in {str(path)!r}; got "
+            "something else. Download it again."
+        )
+    return files
+
+
+def _files(folder: Path, index: Mapping[str, str] | None) -> list[Path]:
+    names = [ONE_FILE] if index is None else sorted(set(index.values()))
+    missing = [name for name in names if not (folder / name).exists()]
+    if missing:
+        raise InputError(
+            f"All files that {INDEX} names must be there; got {str(folder)!r} without "
+            f"{', '.join(missing)}. Download them."
+        )
+    return [folder / name for name in names]
