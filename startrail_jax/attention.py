@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,10 +17,11 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array
 
-from startrail_jax import blocks, collectives, rings
+from startrail_jax import blocks, collectives, masks, rings
 from startrail_jax.analysis.explain import Explanation, explain
 from startrail_jax.cache import Decoding
 from startrail_jax.derivatives import without_derivative
+from startrail_jax.errors import BalanceWarning
 from startrail_jax.layout import Layout
 from startrail_jax.mesh import SEQUENCE_ROLES, AxisNames, check_sequence_axis, device_kind
 from startrail_jax.nodes import mesh_crossing
@@ -30,7 +32,6 @@ from startrail_jax.validation import (
     check_option,
     check_placement,
     check_shards,
-    check_window,
     served_call,
 )
 
@@ -49,6 +50,10 @@ FORWARD_ONLY = (
     "Make that shard_map manual over all axes of the mesh, with attention.query_spec(heads) and "
     "the like among its in_specs, and call attention.local in it."
 )
+
+
+# The attentions and lengths whose balance this process has warned of.
+_WARNED: set[tuple[Any, int]] = set()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,11 +79,13 @@ class Attention(Decoding):
     """The devices. Its axes play the roles data, group, ring, team, head and tensor; arrays are
     replicated over axes that play none."""
     _: dataclasses.KW_ONLY
-    causal: bool = True
-    """Whether a query sees only keys at its own position or before."""
+    causal: bool | None = None
+    """Whether a query sees only keys at its own position or before; None for True, or with a `mask`
+    for what that says. The attribute of an instance is always a bool."""
     layout: Any = None
-    """Placement of tokens: a `Layout`, its kind, or None for "zigzag" if causal, else "contiguous".
-    The attribute of an instance is always a `Layout`."""
+    """Placement of tokens: a `Layout`, its kind, or None for "zigzag" where late queries see more
+    keys than early ones or there is a causal window, and "contiguous" otherwise. The attribute of
+    an instance is always a `Layout`."""
     backend: str = "auto"
     """Block kernels: "cudnn" (NVIDIA GPUs, 16-bit dtypes, full and causal masks), "tiled" (NVIDIA
     GPUs, everything), "xla" (all platforms, everything), or "auto" for the first of these that
@@ -107,6 +114,9 @@ class Attention(Decoding):
     window: int | None = None
     """Number of keys that a query sees, the one at its own position included; None for all. Only a
     causal attention can have one."""
+    mask: masks.Pattern | None = None
+    """A mask of `startrail_jax.masks`, such as `masks.Prefix(512)`; None for what `causal` and `window`
+    say, which are short for masks too."""
     scale: float | None = None
     """Factor that scales the logits; None for head_dim ** -0.5."""
     axis_names: AxisNames | Mapping[str, str | tuple[str, ...]] | None = None
@@ -117,9 +127,9 @@ class Attention(Decoding):
             check_option(name, getattr(self, name), values)
         check_sequence_axis(self.mesh, self.axis_names)
         object.__setattr__(self, "axis_names", AxisNames.of(self.axis_names))
-        layout = Layout.of(self.layout, self.degrees.sequence, causal=self.causal)
+        object.__setattr__(self, "causal", self.pattern.causal)
+        layout = Layout.of(self.layout, self.degrees.sequence, causal=self.pattern.grows)
         object.__setattr__(self, "layout", layout)
-        check_window(self.window, self.causal)
         check_placement(self.placement, self.degrees)
         check_inner(self.inner, self.degrees.ring)
 
@@ -137,6 +147,11 @@ class Attention(Decoding):
         return cls(mesh, **{**paper, **options})
 
     @functools.cached_property
+    def pattern(self) -> masks.Pattern:
+        """The mask: `mask`, or what `causal` and `window` stand for."""
+        return masks.resolve(self.mask, causal=self.causal, window=self.window)
+
+    @functools.cached_property
     def schedule(self) -> Schedule:
         """All that is static about this attention: what `local` runs."""
         platform, capability = device_kind(self.mesh)
@@ -146,12 +161,12 @@ class Attention(Decoding):
             **{role: self.axes[role] for role in SEQUENCE_ROLES},
             **{
                 name: getattr(self, name)
-                for name in (*_OPTIONS, "layout", "causal", "window", "scale", "inner")
+                for name in (*_OPTIONS, "layout", "pattern", "scale", "inner")
             },
         )
 
     def num_rounds(self, seq_len: int) -> int:
-        """Number of ring rounds: the ring degree, or fewer under a short window.
+        """Number of ring rounds: the ring degree, or fewer if the mask lets no device need some.
 
         Args:
             seq_len: tokens of the whole sequence.
@@ -179,7 +194,8 @@ class Attention(Decoding):
     ) -> Explanation:
         """Says which backend serves inputs of these sizes, and why, without running anything.
 
-        On several nodes it also says which mesh axes go from node to node.
+        On several nodes it also says which mesh axes go from node to node. Where another layout
+        would share the work much more evenly, a `BalanceWarning` says so, once.
 
         `print(attention.explain(...))` shows the answer in a few lines.
 
@@ -213,9 +229,13 @@ class Attention(Decoding):
             dtype=dtype_name(dtype),
             packed=packed,
         )
-        sizes.check(self.degrees, causal=self.causal, layout=self.layout)
+        sizes.check(self.degrees, mask=self.pattern, layout=self.layout)
         nodes = mesh_crossing(self.mesh, self.axes, devices_per_node)
-        return explain(schedule, sizes.share(self.degrees), axes=self.axes, nodes=nodes)
+        explanation = explain(schedule, sizes.share(self.degrees), axes=self.axes, nodes=nodes)
+        if explanation.advice and (self, seq_len) not in _WARNED:
+            _WARNED.add((self, seq_len))
+            warnings.warn(explanation.advice, BalanceWarning, stacklevel=2)
+        return explanation
 
     def __call__(
         self,
@@ -341,7 +361,7 @@ class Attention(Decoding):
             key_segments,
             degrees=self.degrees,
             layout=self.layout,
-            causal=self.causal,
+            pattern=self.pattern,
         )
         return rings.sharded_attention(
             self.schedule, query, key, value, query_segments, key_segments

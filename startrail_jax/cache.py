@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from startrail_jax import collectives
 from startrail_jax.layout import Layout
+from startrail_jax.masks import Pattern
 from startrail_jax.mesh import SEQUENCE_ROLES, Axis, flat_axis
 from startrail_jax.shapes import EMPTY, KeyShard, LseShard, OutShard, QueryShard, ValueShard
 from startrail_jax.sharding import Sharded
@@ -32,7 +34,7 @@ class Decoding(Sharded):
     """The methods of `Attention` that read and write a cache."""
 
     # What `Attention` has, and these methods use.
-    window: int | None
+    pattern: Any
     scale: float | None
 
     def decode(
@@ -52,8 +54,8 @@ class Decoding(Sharded):
                 order of `layout`. It already holds the keys of `query`: see `update_cache`.
             value_cache: [batch, slots, kv_heads, value_head_dim], likewise.
             positions: int32 [batch, new], the position of each query. A query sees the slots of
-                its own position and below, the last `window` of them. A query of negative position
-                sees none.
+                its own position and below that the mask shows. A query of negative position sees
+                none.
 
         Returns:
             out [batch, new, heads, value_head_dim] in the dtype of query and sharded like it; 0
@@ -65,7 +67,7 @@ class Decoding(Sharded):
         """
         query, key, value = (jnp.asarray(x) for x in (query, key_cache, value_cache))
         arrays = (query, key, value, jnp.asarray(positions))
-        check_decode(*arrays, causal=self.causal, layout=self.layout, slots=key.shape[1])
+        check_decode(*arrays, pattern=self.pattern, layout=self.layout, slots=key.shape[1])
         check_heads(self.degrees, query.shape[2], key.shape[2])
         query_spec, key_spec = self.decode_spec(query.shape[2]), self.key_spec(key.shape[2])
         specs = (query_spec, key_spec, key_spec, PartitionSpec(query_spec[0]))
@@ -95,7 +97,7 @@ class Decoding(Sharded):
             key_cache,
             value_cache,
             positions,
-            causal=self.causal,
+            pattern=self.pattern,
             layout=self.layout,
             slots=key_cache.shape[1] * self.degrees.sequence,
         )
@@ -106,7 +108,7 @@ class Decoding(Sharded):
             positions,
             layout=self.layout,
             ranks=flat_axis(self.axes, SEQUENCE_ROLES),
-            window=self.window,
+            pattern=self.pattern,
             scale=self.scale,
         )
 
@@ -230,7 +232,7 @@ def sharded_decode(
     *,
     layout: Layout,
     ranks: Axis,
-    window: int | None,
+    pattern: Pattern,
     scale: float | None,
 ) -> OutShard:
     """Attends new tokens, which all P devices along `ranks` hold, to the slots of all of them.
@@ -245,18 +247,18 @@ def sharded_decode(
     Args:
         q: the new tokens, replicated over `ranks`.
         k, v: this device's slots.
-        positions: positions of the new tokens. Each sees the slots of its own position and below,
-            the last `window` of them; a token of negative position sees none.
+        positions: positions of the new tokens. Each sees the slots of its own position and below
+            that the pattern shows; a token of negative position sees none.
         layout: the placement of the slots.
         ranks: the flat sequence axis, over (group, ring, team, head).
-        window: number of slots that a token sees; None for all.
+        pattern: which position sees which; it must be causal.
         scale: factor of the logits; None for head_dim ** -0.5.
 
     Returns:
         out in the dtype of q, replicated over `ranks`; 0 where no slot is visible.
     """
     out, lse = _attend_slots(
-        q, k, v, positions, _slot_positions(layout, ranks, k.shape[1]), window, scale
+        q, k, v, positions, _slot_positions(layout, ranks, k.shape[1]), pattern, scale
     )
     highest = collectives.maximum(lse, ranks)
     # In a row that is EMPTY everywhere the weights are 1, and the outputs that they scale are 0.
@@ -271,18 +273,14 @@ def _attend_slots(
     v: ValueShard,
     positions: Int32[Array, "b t"],
     slots: Int32[Array, " s"],
-    window: int | None,
+    pattern: Pattern,
     scale: float | None,
 ) -> tuple[Float32[Array, "b t n v"], LseShard]:
     """Dense attention to those of this device's slots that are visible, all in float32."""
     batch, length, heads, head_dim = q.shape
     groups = q.reshape(batch, length, k.shape[2], -1, head_dim).astype(jnp.float32)
     factor = head_dim**-0.5 if scale is None else scale
-    distance = positions[:, :, None] - slots[None, None, :]
-    visible = distance >= 0
-    if window is not None:
-        visible &= distance < window
-    visible = visible[:, None, None]
+    visible = pattern.visible(positions[:, :, None], slots[None, None, :])[:, None, None]
     logits = _dot("btkgh,bskh->bkgts", groups, k) * factor
     logits = jnp.where(visible, logits, EMPTY)
     highest = logits.max(-1, keepdims=True)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
@@ -31,6 +32,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Bool, Float
 
 from startrail_jax.attention import Attention
+from startrail_jax.errors import BalanceWarning
 from startrail_jax.shapes import EMPTY
 
 # The largest error that is allowed in float32, relative to the largest absolute value of a result.
@@ -145,17 +147,19 @@ def assert_exact(
     kv_heads = heads if kv_heads is None else kv_heads
     value_head_dim = head_dim if value_head_dim is None else value_head_dim
     kv_seq_len = seq_len if kv_seq_len is None else kv_seq_len
-    # Raises unless these sizes fit the mesh, the layout and the backend.
-    attention.explain(
-        seq_len=seq_len,
-        heads=heads,
-        head_dim=head_dim,
-        kv_heads=kv_heads,
-        value_head_dim=value_head_dim,
-        dtype=dtype,
-        packed=packed or segment_ids is not None,
-        kv_seq_len=kv_seq_len,
-    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", BalanceWarning)
+        # Raises unless these sizes fit the mesh, the layout and the backend.
+        attention.explain(
+            seq_len=seq_len,
+            heads=heads,
+            head_dim=head_dim,
+            kv_heads=kv_heads,
+            value_head_dim=value_head_dim,
+            dtype=dtype,
+            packed=packed or segment_ids is not None,
+            kv_seq_len=kv_seq_len,
+        )
     ids = _segment_pair(segment_ids)
     if batch is None:
         batch = 2 * attention.degrees.data if ids is None else len(ids[0])
@@ -369,14 +373,11 @@ def _visible(attention: Attention, inputs: _Inputs) -> Bool[np.ndarray, "B T S"]
     """Which key each query sees."""
     batch, query_len = inputs.query.shape[:2]
     query, key = np.arange(query_len)[:, None], np.arange(inputs.key.shape[1])
-    seen = np.ones((batch, query_len, len(key)), bool)
-    if attention.causal:
-        seen &= key <= query
-    if attention.window is not None:
-        seen &= key > query - attention.window
+    seen = np.asarray(attention.pattern.visible(query[None], key[None, None]))
+    seen = np.broadcast_to(seen, (batch, query_len, len(key)))
     if inputs.segment_ids is not None:
         query_ids, key_ids = inputs.segment_ids
-        seen &= (query_ids[:, :, None] == key_ids[:, None, :]) & (query_ids[:, :, None] >= 0)
+        seen = seen & (query_ids[:, :, None] == key_ids[:, None, :]) & (query_ids[:, :, None] >= 0)
     return seen
 
 

@@ -11,6 +11,7 @@ from typing import Protocol, runtime_checkable
 from jaxtyping import Array, Float
 
 from startrail_jax.mask import Mask
+from startrail_jax.masks import Pattern
 from startrail_jax.shapes import KeyShard, LseShard, OutShard, QueryShard, ValueShard
 from startrail_jax.softmax import Partials
 
@@ -29,10 +30,8 @@ class Request:
     """Channels of a query or key head."""
     value_head_dim: int
     """Channels of a value head."""
-    causal: bool
-    """Whether the mask is causal."""
-    window: int | None
-    """Number of keys that a query sees; None for all."""
+    mask: Pattern
+    """Which position sees which; the simplest mask for the length of the sequence."""
     packed: bool
     """Whether there are segment ids."""
     num_cases: int

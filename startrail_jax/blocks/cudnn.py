@@ -27,6 +27,7 @@ from jaxtyping import Array, Float
 from startrail_jax import softmax
 from startrail_jax.blocks.base import Request
 from startrail_jax.mask import Mask
+from startrail_jax.masks import Causal, Full
 from startrail_jax.pieces import Pieces
 from startrail_jax.shapes import EMPTY, KeyShard, LseShard, OutShard, QueryShard, ValueShard
 from startrail_jax.softmax import Partials, merge_partials, merge_precisely
@@ -61,11 +62,11 @@ def refusal(request: Request) -> str | None:
             f"head_dim must be a multiple of 8 of at most {widest} (256 from compute capability "
             f"9.0 on); got {request.head_dim}"
         )
-    if request.window is not None:
-        return f"its masks are full and causal; got window={request.window}"
+    if not isinstance(request.mask, (Full, Causal)):
+        return f"its masks are full and causal; got mask={request.mask}"
     if request.packed:
         return "its masks are full and causal; got segment_ids"
-    if request.causal and not 1 <= request.num_cases <= MAX_CASES:
+    if isinstance(request.mask, Causal) and not 1 <= request.num_cases <= MAX_CASES:
         return (
             f"causal units must meet in at most {MAX_CASES} sets of rectangles and squares; got "
             f"{request.num_cases or 'a striped layout'}"

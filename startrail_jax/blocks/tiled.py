@@ -30,6 +30,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 from startrail_jax.blocks import cudnn
 from startrail_jax.blocks.base import Request
 from startrail_jax.mask import Mask
+from startrail_jax.masks import Full
 from startrail_jax.ordering import zeros_after
 from startrail_jax.shapes import EMPTY, KeyShard, LseShard, OutShard, QueryShard, ValueShard
 from startrail_jax.softmax import Partials, log_sum, merge_precisely
@@ -53,7 +54,7 @@ FINE, LOGITS_BYTES = 1024, 2**28
 # What the kernel call for a tile asks of cuDNN.
 _KERNEL_CALL = Request(
     platform="cuda", capability=None, dtype="bfloat16", head_dim=64, value_head_dim=64,
-    causal=False, window=None, packed=False, num_cases=1,
+    mask=Full(), packed=False, num_cases=1,
 )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from startrail_jax.blocks import tiled
 from startrail_jax.blocks.base import Request
 from startrail_jax.layout import Layout
 from startrail_jax.mask import Mask
+from startrail_jax.masks import Causal, resolve
 from startrail_jax.shapes import EMPTY
 from startrail_jax.softmax import merge_partials
 from startrail_jax.tiles import Tiling, split_tiles
@@ -68,7 +69,7 @@ class Case:
         queries, keys = self.positions()
         if self.causal:
             runs = dict(query_runs=self.runs(self.query), key_runs=self.runs(self.key))
-            mask = Mask(causal=True, window=self.window, **runs)
+            mask = Mask(resolve(None, causal=True, window=self.window), **runs)
         if not self.packed:
             return mask
         ids = jnp.asarray(self.documents())
@@ -313,7 +314,7 @@ def test_tiled_inside_shard_map_with_each_device_at_its_own_tiles(kernels, monke
     def body(q, k, v, dout, ids, key_ids):
         rank = jax.lax.axis_index("ring")
         runs = [layout.unit_positions(seq_len, 1, index) for index in (rank, rank ^ 1)]
-        return both_passes(Mask(True, None, *runs, ids, key_ids), q, k, v, dout)
+        return both_passes(Mask(Causal(), *runs, ids, key_ids), q, k, v, dout)
 
     mesh = jax.make_mesh((4,), ("ring",), axis_types=(AxisType.Auto,))
     tokens = P(None, "ring")

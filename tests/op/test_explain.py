@@ -5,6 +5,7 @@ import pytest
 
 import startrail_jax as st
 from startrail_jax.mask import Mask
+from startrail_jax.masks import Causal, Window
 from startrail_jax.pieces import Pieces
 
 pytestmark = pytest.mark.quick
@@ -43,11 +44,11 @@ def test_the_mesh_is_the_default_and_every_better_backend_says_why_not():
 @pytest.mark.parametrize(
     ("options", "sizes", "refusal", "dense"),
     [
-        (dict(window=100), {}, "window=100", None),
+        (dict(window=100), {}, r"mask=Window(left=99, right=0)", None),
         ({}, dict(packed=True), "segment_ids", None),
         (dict(layout="striped"), {}, "striped layout", None),
         ({}, dict(dtype="float32"), "got float32", "got float32"),
-        (dict(window=100), dict(head_dim=192), "window=100", "at most 128"),
+        (dict(window=100), dict(head_dim=192), "mask=Window", "at most 128"),
     ],
 )
 def test_other_requests_go_to_tiles_which_say_where_they_are_dense(options, sizes, refusal, dense):
@@ -63,8 +64,8 @@ def test_a_window_that_hides_nothing_is_no_window():
     assert wide.num_rounds(4096) == 4
     mask = wide.schedule.mask(4096, (0, 0, 0))
     assert isinstance(mask, Mask)
-    assert mask.window is None
-    assert wide.schedule.mask(8192, (0, 0, 0)).window == 4096
+    assert mask.pattern == Causal()
+    assert wide.schedule.mask(8192, (0, 0, 0)).pattern == Window(4095, 0)
 
 
 def test_an_abstract_mesh_says_what_cuda_takes():
