@@ -115,8 +115,8 @@ class Attention(Decoding):
     """Number of keys that a query sees, the one at its own position included; None for all. Only a
     causal attention can have one."""
     mask: masks.Pattern | None = None
-    """A mask of `startrail_jax.masks`, such as `masks.Prefix(512)`; None for what `causal` and `window`
-    say, which are short for masks too."""
+    """A mask of `startrail_jax.masks`, such as `masks.Prefix(512)`; None for what `causal` and
+    `window` are short for."""
     scale: float | None = None
     """Factor that scales the logits; None for head_dim ** -0.5."""
     axis_names: AxisNames | Mapping[str, str | tuple[str, ...]] | None = None

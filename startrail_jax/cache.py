@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +33,6 @@ class Decoding(Sharded):
     """The methods of `Attention` that read and write a cache."""
 
     # What `Attention` has, and these methods use.
-    pattern: Any
     scale: float | None
 
     def decode(

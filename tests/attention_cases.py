@@ -76,6 +76,9 @@ DENSE = {
     "bounded_rule": lambda i, j: i - j >= 6,
 }
 
+MASKS |= {name: (None, None, None) for name in PATTERNS}
+MASKS |= {f"packed {name}": (None, None, "documents") for name in PATTERNS}
+
 # As many key heads as query heads, a quarter of them, one.
 HEADS = ("equal", "grouped", "single")
 
@@ -125,6 +128,8 @@ class Case:
     def mask_arguments(self) -> dict:
         """What the oracle takes beside segment ids."""
         causal, window, _ = MASKS[self.mask]
+        if causal is None:
+            return {"rule": DENSE[self.mask.removeprefix("packed ")]}
         return {"causal": causal, "window": window}
 
     @functools.cached_property
@@ -134,8 +139,10 @@ class Case:
 
     @functools.cached_property
     def attention(self) -> st.Attention:
+        mask = PATTERNS.get(self.mask.removeprefix("packed "))
         return st.Attention(
             self.mesh,
+            mask=mask,
             layout=self.layout,
             backward=self.backward,
             placement=self.placement,
@@ -144,7 +151,7 @@ class Case:
             keep_gathered=self.keep_gathered,
             gradient_dtype=self.gradient_dtype,
             backend=self.backend,
-            **self.mask_arguments,
+            **({} if mask else self.mask_arguments),
         )
 
     @functools.cached_property

@@ -24,12 +24,13 @@ class Gradients(NamedTuple):
     value: np.ndarray
 
 
-def visible(query_len, key_len, *, causal=False, window=None, segment_ids=None):
+def visible(query_len, key_len, *, causal=False, window=None, rule=None, segment_ids=None):
     """Which key each query sees: bool [B or 1, T, S].
 
     Args:
         causal: query i sees keys j <= i.
         window: query i sees keys j > i - window.
+        rule: a function of i and j that says whether query i sees key j.
         segment_ids: [B, T], or a pair [B, T], [B, S]: equal ids see each other, and a negative
             id sees nothing and is not seen.
     """
@@ -39,6 +40,8 @@ def visible(query_len, key_len, *, causal=False, window=None, segment_ids=None):
         seen &= key <= query
     if window is not None:
         seen &= key > query - window
+    if rule is not None:
+        seen = seen & rule(query, key)
     if segment_ids is not None:
         ids = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
         query_ids, key_ids = np.asarray(ids[0])[:, :, None], np.asarray(ids[1])[:, None, :]
