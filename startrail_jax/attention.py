@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array
 
-from startrail_jax import blocks, collectives, masks, rings
+from startrail_jax import blocks, collectives, masks, rings, softmax
 from startrail_jax.analysis.explain import Explanation, explain
 from startrail_jax.cache import Decoding
 from startrail_jax.derivatives import without_derivative
@@ -32,6 +32,8 @@ from startrail_jax.validation import (
     check_option,
     check_placement,
     check_shards,
+    check_sinks,
+    check_softcap,
     served_call,
 )
 
@@ -119,6 +121,8 @@ class Attention(Decoding):
     `window` are short for."""
     scale: float | None = None
     """Factor that scales the logits; None for head_dim ** -0.5."""
+    softcap: float | None = None
+    """Soft cap c of the scaled logits, c * tanh(logits / c), as in Gemma 2; None for none."""
     axis_names: AxisNames | Mapping[str, str | tuple[str, ...]] | None = None
     """Mesh axes that play a role but are not named after it, such as {"ring": "context"}."""
 
@@ -131,6 +135,7 @@ class Attention(Decoding):
         layout = Layout.of(self.layout, self.degrees.sequence, causal=self.pattern.grows)
         object.__setattr__(self, "layout", layout)
         check_placement(self.placement, self.degrees)
+        check_softcap(self.softcap)
         check_inner(self.inner, self.degrees.ring)
 
     @classmethod
@@ -161,7 +166,7 @@ class Attention(Decoding):
             **{role: self.axes[role] for role in SEQUENCE_ROLES},
             **{
                 name: getattr(self, name)
-                for name in (*_OPTIONS, "layout", "pattern", "scale", "inner")
+                for name in (*_OPTIONS, "layout", "pattern", "scale", "softcap", "inner")
             },
         )
 
@@ -246,6 +251,7 @@ class Attention(Decoding):
         mask: ArrayLike | None = None,
         *,
         segment_ids: ArrayLike | tuple[ArrayLike, ArrayLike] | None = None,
+        sinks: ArrayLike | None = None,
         return_lse: bool = False,
         dtype: DTypeLike | None = None,
         is_causal: bool = False,
@@ -278,6 +284,9 @@ class Attention(Decoding):
             segment_ids: integers [batch, seq] sharded as `sequence_spec`, or a pair of such arrays
                 for queries and keys. Tokens of equal ids see each other. Negative ids are padding,
                 whose outputs and gradients are 0.
+            sinks: [heads], a logit for each head that counts in the denominator of its softmax and
+                has no value, as in gpt-oss: out * sigmoid(lse - sink), exactly. It may be learned.
+                Zeros make the softmax off by one. None for none. Rows that see no key stay 0.
             return_lse: whether to return the log-sum-exp too; gradients flow through both.
             dtype: dtype to cast query, key and value to; None leaves them as they are.
             is_causal: must not be True unless this attention is causal. False changes nothing.
@@ -296,7 +305,7 @@ class Attention(Decoding):
             out [batch, seq, heads, value_head_dim] in the dtype of query and sharded like it; 0 in
             rows that see no key. With `return_lse`, also lse [batch, heads, seq] in float32,
             sharded as `lse_spec`: the natural logarithm of the sum of the exponentials of the
-            scaled logits, -1e30 in rows that see no key.
+            scaled logits and the sink, if there is one; -1e30 in rows that see no key.
 
         Raises:
             ValueError: if shapes, dtypes or shardings do not fit each other or the mesh.
@@ -327,6 +336,8 @@ class Attention(Decoding):
         )
         attention = dataclasses.replace(self, **options) if options else self
         out, lse = _run(attention, specs, *inputs)
+        if sinks is not None:
+            out, lse = _with_sinks(out, lse, check_sinks(sinks, inputs[0].shape[2]))
         return (out, lse) if return_lse else out
 
     def local(
@@ -377,6 +388,9 @@ class Attention(Decoding):
             key, value = (collectives.copy_heads(x, needed, tensor) for x in (key, value))
         query_ids, key_ids = (ids[0], ids[-1]) if ids else (None, None)
         return rings.sharded_attention(self.schedule, query, key, value, query_ids, key_ids)
+
+
+_with_sinks = jax.jit(softmax.with_sinks)
 
 
 # Jitted, because outside a jit shard_map runs its body one operation at a time.

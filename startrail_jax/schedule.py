@@ -57,6 +57,7 @@ class Schedule:
     pattern: Pattern
     """Which position sees which; other masks than a full one need units in order of position."""
     scale: float | None
+    softcap: float | None
     backend: str
     backward: str
     placement: str
@@ -188,6 +189,7 @@ class Schedule:
             mask=self.pattern.within(seq_len),
             packed=share.packed,
             num_cases=len(unit_cases(self, seq_len)),
+            softcap=self.softcap,
         )
 
     def travels(self, share: Sizes) -> str:
@@ -217,6 +219,7 @@ def schedule_of(degrees: Degrees, pattern: Pattern, layout: Layout, inner: int =
         pattern=pattern,
         inner=inner,
         scale=None,
+        softcap=None,
         backend="auto",
         backward="auto",
         placement="permute_gather",

@@ -45,6 +45,27 @@ def check_inner(inner: Any, ring: int) -> None:
     )
 
 
+def check_softcap(softcap: Any) -> None:
+    """Raises a ValueError unless a soft cap is None or a positive number."""
+    if softcap is not None and not (type(softcap) in (int, float) and 0 < softcap < float("inf")):
+        raise InputError(f"softcap must be a positive number or None; got softcap={softcap!r}.")
+
+
+def check_sinks(sinks: Any, heads: int) -> Array:
+    """The sinks as an array.
+
+    Raises:
+        ValueError: unless they are one float for each query head.
+    """
+    array = jnp.asarray(sinks)
+    if array.shape == (heads,) and jnp.issubdtype(array.dtype, jnp.floating):
+        return array
+    raise InputError(
+        f"sinks must be floats [heads] = [{heads}]; got {array.dtype} {list(array.shape)}. Give "
+        "one logit for each query head, over all devices."
+    )
+
+
 def check_placement(placement: str, degrees: Degrees) -> None:
     """Raises a ValueError if the degrees do not allow this order of key placement."""
     if placement == "gather_permute" and degrees.team != degrees.group:

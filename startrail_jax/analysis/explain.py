@@ -119,7 +119,9 @@ def explain(
     )
     dense, cases = None, ()
     if choice.backend == "tiled":
-        dense = tiled.no_kernels(share.dtype, share.head_dim, share.value_head_dim)
+        dense = tiled.no_kernels(
+            share.dtype, share.head_dim, share.value_head_dim, schedule.softcap
+        )
     if choice.backend == "cudnn":
         cases = unit_cases(schedule, seq_len, kv_seq_len)
     num_nodes, across = nodes or (None, ())

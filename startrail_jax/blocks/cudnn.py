@@ -64,6 +64,8 @@ def refusal(request: Request) -> str | None:
         )
     if not isinstance(request.mask, (Full, Causal)):
         return f"its masks are full and causal; got mask={request.mask}"
+    if request.softcap is not None:
+        return f"its kernels do not cap logits; got softcap={request.softcap}"
     if request.packed:
         return "its masks are full and causal; got segment_ids"
     if isinstance(request.mask, Causal) and not 1 <= request.num_cases <= MAX_CASES:
@@ -75,9 +77,16 @@ def refusal(request: Request) -> str | None:
 
 
 def forward(
-    q: QueryShard, k: KeyShard, v: ValueShard, mask: Mask, scale: float, into: Partials = ()
+    q: QueryShard,
+    k: KeyShard,
+    v: ValueShard,
+    mask: Mask,
+    scale: float,
+    into: Partials = (),
+    softcap: float | None = None,
 ) -> Partials:
     """See `base.Block.forward`. Merges `into` once it has `MAX_PARTIALS` attentions."""
+    assert softcap is None, "refused"
     case, cases = _cases(mask, q, k)
     branches = [functools.partial(_forward, pieces, scale) for pieces in cases]
     if len(into) >= MAX_PARTIALS:
@@ -96,8 +105,10 @@ def backward(
     mask: Mask,
     scale: float,
     into: tuple[Array | None, Array | None, Array | None] = (None, None, None),
+    softcap: float | None = None,
 ) -> tuple[Float[Array, "b t n h"], Float[Array, "b s k h"], Float[Array, "b s k v"]]:
     """See `base.Block.backward`."""
+    assert softcap is None, "refused"
     out, dout = output_for(delta, dout)
     case, cases = _cases(mask, q, k)
     # Sums, of several calls or with `into`, stay in float32.
