@@ -81,7 +81,7 @@ class Decoding(Sharded):
         check_shardings(names, arrays, specs, self.mesh)
         if sinks is not None:
             arrays += (check_sinks(sinks, query.shape[2]),)
-            specs += (PartitionSpec(query_spec[2]),)
+            specs += (PartitionSpec(),)
         return _decode(self, specs, *arrays)
 
     def decode_local(
@@ -130,14 +130,25 @@ class Decoding(Sharded):
         )
 
     def _decode_on_device(
-        self, query: Array, key: Array, value: Array, *others: Array, kv_heads: int
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        positions: Array,
+        sinks: Array | None = None,
+        *,
+        kv_heads: int,
     ) -> Array:
         """`decode_local`, after a choice of heads where all `kv_heads` lie on every device."""
         if kv_heads % self.degrees.tensor:
             needed = collectives.needed_heads(kv_heads, self.degrees.head, self.axes["tensor"])
             needed = needed[:: self.key_copies(kv_heads)]
             key, value = (jnp.take(x, needed, axis=2, mode="clip") for x in (key, value))
-        return self.decode_local(query, key, value, *others)
+        if sinks is not None:
+            heads = query.shape[2]
+            first = collectives.index(self.axes["tensor"]) * heads
+            sinks = jax.lax.dynamic_slice_in_dim(sinks, first, heads)
+        return self.decode_local(query, key, value, positions, sinks)
 
     def update_cache(self, cache: ArrayLike, new: ArrayLike, positions: ArrayLike) -> Array:
         """Writes the keys, or the values, of new tokens into their slots; nothing is sent.

@@ -9,7 +9,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 
-from startrail_jax.layout import KINDS, Layout, Runs, Span
+from startrail_jax.layout import Layout, Runs, Span
 from startrail_jax.masks import Full, Pattern
 from startrail_jax.schedule import Schedule, ring_offsets
 
@@ -17,6 +17,8 @@ from startrail_jax.schedule import Schedule, ring_offsets
 _LEAF, _AT_ONCE = 32, 2**12
 # Questions that `shares` may ask. More of them cut units into finer tiles.
 _QUESTIONS = 2**22
+# Kernels serve whole runs of tokens best, so stripes are named last.
+_PREFERENCE = ("contiguous", "zigzag", "striped")
 # A device with this share of the mean keeps the others waiting. A layout is worth naming if the
 # share is smaller by this factor.
 BUSY, WORTH_NAMING = 1.2, 1.1
@@ -106,10 +108,10 @@ def better_layout(schedule: Schedule, seq_len: int) -> tuple[str, float] | None:
     busiest = shares(schedule, seq_len).max()
     if busiest < BUSY:
         return None
-    others = [Layout(kind, schedule.layout.degree) for kind in KINDS]
-    best = min(
-        (shares(replace(schedule, layout=layout), seq_len).max(), layout.kind)
-        for layout in others
+    found = {
+        layout.kind: float(shares(replace(schedule, layout=layout), seq_len).max())
+        for layout in (Layout(kind, schedule.layout.degree) for kind in _PREFERENCE)
         if seq_len % layout.multiple == 0
-    )
-    return (best[1], float(best[0])) if best[0] * WORTH_NAMING < busiest else None
+    }
+    best = min(found, key=lambda kind: round(found[kind], 1))
+    return (best, found[best]) if found[best] * WORTH_NAMING < busiest else None

@@ -270,7 +270,7 @@ def _attend(
     v: ValueShard,
     scale: float,
     visible: Bool[Array, "#b #t #s"] | None,
-    softcap: float | None,
+    softcap: float | None = None,
 ) -> tuple[Float32[Array, "b t n v"], LseShard, LseShard]:
     """What `cudnn.attend` computes and low, but under any mask and with out in float32."""
     heads, dot = k.shape[2], _dot(q.dtype)
@@ -299,7 +299,7 @@ def _gradients(
     dout: OutShard,
     scale: float,
     visible: Bool[Array, "#b #t #s"] | None,
-    softcap: float | None,
+    softcap: float | None = None,
 ) -> tuple[Float32[Array, "b t n h"], Float32[Array, "b s k h"], Float32[Array, "b s k v"]]:
     """What `cudnn.gradients` computes, but under any mask, for a given delta and in float32."""
     heads, dot = k.shape[2], _dot(q.dtype)
