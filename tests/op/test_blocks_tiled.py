@@ -18,7 +18,7 @@ from startrail_jax.blocks import tiled
 from startrail_jax.blocks.base import Request
 from startrail_jax.layout import Layout
 from startrail_jax.mask import Mask
-from startrail_jax.masks import Causal, resolve
+from startrail_jax.masks import Causal, Window, resolve
 from startrail_jax.shapes import EMPTY
 from startrail_jax.softmax import merge_partials
 from startrail_jax.tiles import Tiling, split_tiles
@@ -367,7 +367,7 @@ def test_memory_is_a_tile_of_logits_and_not_the_square(pass_, monkeypatch):
 
 def test_every_request_is_served_on_gpus_with_cudnn():
     usual = dict(
-        capability=(8, 0), dtype="float32", head_dim=5, value_head_dim=7, causal=True, window=3,
+        capability=(8, 0), dtype="float32", head_dim=5, value_head_dim=7, mask=Window(2, 0),
         packed=True, num_cases=0,
     )  # fmt: skip
     assert tiled.refusal(Request(platform="cuda", **usual)) is None
