@@ -191,11 +191,12 @@ class Rule(Pattern):
         given = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in sizes]
         try:
             found = jax.eval_shape(self.function, *given)
-            fits = found.dtype == bool and np.broadcast_shapes(found.shape, (1, 2, 3)) == (1, 2, 3)
+            sizes = zip(found.shape[::-1], (3, 2, 1), strict=False)
+            fits = all(size in (1, whole) for size, whole in sizes) and found.ndim <= 3
             what = f"{found.dtype} {list(found.shape)}"
         except (TypeError, ValueError, AttributeError) as error:
-            fits, what = False, f"{type(error).__name__}: {error}"
-        if not fits:
+            found, fits, what = None, False, f"{type(error).__name__}: {error}"
+        if not fits or found is None or found.dtype != bool:
             raise InputError(
                 "The function of a Rule must give bools that broadcast to [1, t, s] for query "
                 "positions [1, t, 1] and key positions [1, 1, s]; got, for t=2 and s=3, "

@@ -95,6 +95,7 @@ def test_decode_has_masks_soft_caps_and_sinks():
     assert relative_error(out, expected[rows, positions]) <= FLOAT32_ERROR
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("softcap", [0, -2.0, float("inf"), True, "50"])
 def test_soft_caps_of_nonsense_are_refused(softcap):
     mesh = jax.sharding.AbstractMesh((2,), ("ring",))
