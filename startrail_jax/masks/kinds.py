@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from startrail_jax.errors import InputError
 from startrail_jax.layout import Span
