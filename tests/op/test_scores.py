@@ -46,7 +46,8 @@ def solve(attention, query, key, value, dout, dlse, segment_ids, sinks):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_softcap_and_sinks_match_the_oracle(case, monkeypatch):
-    fake_cudnn.install(monkeypatch)
+    if case.backend == "tiled":
+        fake_cudnn.install(monkeypatch)
     attention, problem = dataclasses.replace(case.attention, softcap=SOFTCAP), case.problem
     heads = problem.query.shape[2]
     sinks = np.linspace(-1, 2, heads, dtype=np.float32)
