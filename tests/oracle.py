@@ -24,7 +24,6 @@ class Gradients(NamedTuple):
     query: np.ndarray
     key: np.ndarray
     value: np.ndarray
-    sinks: np.ndarray | None = None
 
 
 def visible(query_len, key_len, *, causal=False, window=None, rule=None, segment_ids=None):
@@ -64,7 +63,7 @@ def gradients(query, key, value, dout, dlse=None, *, scale=None, softcap=None, s
     """Gradients of sum(out * dout) + sum(lse * dlse)."""
     q, k, v = _grouped(query, key, value)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    p, _, of_sink = _probabilities(q, k, scale, softcap, sinks, mask)
+    p, _, _ = _probabilities(q, k, scale, softcap, sinks, mask)
     batch, query_len, kv_heads, group, _ = q.shape
     dout = np.asarray(dout, np.float64).reshape(batch, query_len, kv_heads, group, -1)
     dp = np.einsum("btkgv,bskv->bkgts", dout, v)
@@ -79,8 +78,17 @@ def gradients(query, key, value, dout, dlse=None, *, scale=None, softcap=None, s
         query=_ungrouped(np.einsum("bkgts,bskh->btkgh", ds, k)),
         key=np.einsum("bkgts,btkgh->bskh", ds, q),
         value=np.einsum("bkgts,btkgv->bskv", p, dout),
-        sinks=None if sinks is None else -(of_sink * row).sum((0, 3)).reshape(-1),
     )
+
+
+def sink_gradient(query, key, value, dout, dlse, *, sinks, scale=None, softcap=None, **mask):
+    """Gradient [N] of the sinks, of the same sum as that of `gradients`."""
+    q, k, v = _grouped(query, key, value)
+    p, _, of_sink = _probabilities(q, k, scale, softcap, sinks, mask)
+    dout = np.asarray(dout, np.float64).reshape(*q.shape[:4], -1)
+    row = (p * np.einsum("btkgv,bskv->bkgts", dout, v)).sum(-1)
+    row = row - np.asarray(dlse, np.float64).reshape(row.shape)
+    return -(of_sink * row).sum((0, 3)).reshape(-1)
 
 
 def _grouped(query, key, value):
