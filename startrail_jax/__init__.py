@@ -17,6 +17,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from startrail_jax import masks
     from startrail_jax.analysis.cost import communication
     from startrail_jax.attention import Attention
     from startrail_jax.compiler import compiler_options
@@ -34,10 +35,11 @@ __all__ = [
     "communication",
     "compiler_options",
     "make_mesh",
+    "masks",
 ]
 
-# The module of each name. It is imported when the name is first used, so that a program that only
-# prints its help need not wait for jax.
+# The module of each name, or None if the name is a module. It is imported when the name is first
+# used, so that a program that only prints its help need not wait for jax.
 _MODULES = {
     "CHECKPOINT_NAMES": "rings",
     "Attention": "attention",
@@ -47,13 +49,15 @@ _MODULES = {
     "communication": "analysis.cost",
     "compiler_options": "compiler",
     "make_mesh": "device_mesh",
+    "masks": None,
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    module = importlib.import_module(f"{__name__}.{_MODULES[name] or name}")
+    value = getattr(module, name) if _MODULES[name] else module
     globals()[name] = value
     return value
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,10 +17,11 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array
 
-from startrail_jax import blocks, collectives, rings
+from startrail_jax import blocks, collectives, masks, rings, softmax
 from startrail_jax.analysis.explain import Explanation, explain
 from startrail_jax.cache import Decoding
 from startrail_jax.derivatives import without_derivative
+from startrail_jax.errors import BalanceWarning
 from startrail_jax.layout import Layout
 from startrail_jax.mesh import SEQUENCE_ROLES, AxisNames, check_sequence_axis, device_kind
 from startrail_jax.nodes import mesh_crossing
@@ -30,7 +32,8 @@ from startrail_jax.validation import (
     check_option,
     check_placement,
     check_shards,
-    check_window,
+    check_sinks,
+    check_softcap,
     served_call,
 )
 
@@ -49,6 +52,10 @@ FORWARD_ONLY = (
     "Make that shard_map manual over all axes of the mesh, with attention.query_spec(heads) and "
     "the like among its in_specs, and call attention.local in it."
 )
+
+
+# The attentions and lengths whose balance this process has warned of.
+_WARNED: set[tuple[Any, int]] = set()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,11 +81,13 @@ class Attention(Decoding):
     """The devices. Its axes play the roles data, group, ring, team, head and tensor; arrays are
     replicated over axes that play none."""
     _: dataclasses.KW_ONLY
-    causal: bool = True
-    """Whether a query sees only keys at its own position or before."""
+    causal: bool | None = None
+    """Whether a query sees only keys at its own position or before; None for True, or with a `mask`
+    for what that says. The attribute of an instance is always a bool."""
     layout: Any = None
-    """Placement of tokens: a `Layout`, its kind, or None for "zigzag" if causal, else "contiguous".
-    The attribute of an instance is always a `Layout`."""
+    """Placement of tokens: a `Layout`, its kind, or None for "zigzag" where late queries see more
+    keys than early ones or there is a causal window, and "contiguous" otherwise. The attribute of
+    an instance is always a `Layout`."""
     backend: str = "auto"
     """Block kernels: "cudnn" (NVIDIA GPUs, 16-bit dtypes, full and causal masks), "tiled" (NVIDIA
     GPUs, everything), "xla" (all platforms, everything), or "auto" for the first of these that
@@ -107,8 +116,13 @@ class Attention(Decoding):
     window: int | None = None
     """Number of keys that a query sees, the one at its own position included; None for all. Only a
     causal attention can have one."""
+    mask: masks.Pattern | None = None
+    """A mask of `startrail_jax.masks`, such as `masks.Prefix(512)`; None for what `causal` and
+    `window` are short for."""
     scale: float | None = None
     """Factor that scales the logits; None for head_dim ** -0.5."""
+    softcap: float | None = None
+    """Soft cap c of the scaled logits, c * tanh(logits / c), as in Gemma 2; None for none."""
     axis_names: AxisNames | Mapping[str, str | tuple[str, ...]] | None = None
     """Mesh axes that play a role but are not named after it, such as {"ring": "context"}."""
 
@@ -117,10 +131,11 @@ class Attention(Decoding):
             check_option(name, getattr(self, name), values)
         check_sequence_axis(self.mesh, self.axis_names)
         object.__setattr__(self, "axis_names", AxisNames.of(self.axis_names))
-        layout = Layout.of(self.layout, self.degrees.sequence, causal=self.causal)
+        object.__setattr__(self, "causal", self.pattern.causal)
+        layout = Layout.of(self.layout, self.degrees.sequence, causal=self.pattern.grows)
         object.__setattr__(self, "layout", layout)
-        check_window(self.window, self.causal)
         check_placement(self.placement, self.degrees)
+        check_softcap(self.softcap)
         check_inner(self.inner, self.degrees.ring)
 
     @classmethod
@@ -137,6 +152,11 @@ class Attention(Decoding):
         return cls(mesh, **{**paper, **options})
 
     @functools.cached_property
+    def pattern(self) -> masks.Pattern:
+        """The mask: `mask`, or what `causal` and `window` stand for."""
+        return masks.resolve(self.mask, causal=self.causal, window=self.window)
+
+    @functools.cached_property
     def schedule(self) -> Schedule:
         """All that is static about this attention: what `local` runs."""
         platform, capability = device_kind(self.mesh)
@@ -146,12 +166,12 @@ class Attention(Decoding):
             **{role: self.axes[role] for role in SEQUENCE_ROLES},
             **{
                 name: getattr(self, name)
-                for name in (*_OPTIONS, "layout", "causal", "window", "scale", "inner")
+                for name in (*_OPTIONS, "layout", "pattern", "scale", "softcap", "inner")
             },
         )
 
     def num_rounds(self, seq_len: int) -> int:
-        """Number of ring rounds: the ring degree, or fewer under a short window.
+        """Number of ring rounds: the ring degree, or fewer if the mask lets no device need some.
 
         Args:
             seq_len: tokens of the whole sequence.
@@ -179,7 +199,8 @@ class Attention(Decoding):
     ) -> Explanation:
         """Says which backend serves inputs of these sizes, and why, without running anything.
 
-        On several nodes it also says which mesh axes go from node to node.
+        On several nodes it also says which mesh axes go from node to node. Where another layout
+        would share the work much more evenly, a `BalanceWarning` says so, once.
 
         `print(attention.explain(...))` shows the answer in a few lines.
 
@@ -213,9 +234,13 @@ class Attention(Decoding):
             dtype=dtype_name(dtype),
             packed=packed,
         )
-        sizes.check(self.degrees, causal=self.causal, layout=self.layout)
+        sizes.check(self.degrees, mask=self.pattern, layout=self.layout)
         nodes = mesh_crossing(self.mesh, self.axes, devices_per_node)
-        return explain(schedule, sizes.share(self.degrees), axes=self.axes, nodes=nodes)
+        explanation = explain(schedule, sizes.share(self.degrees), axes=self.axes, nodes=nodes)
+        if explanation.advice and (self, seq_len) not in _WARNED:
+            _WARNED.add((self, seq_len))
+            warnings.warn(explanation.advice, BalanceWarning, stacklevel=2)
+        return explanation
 
     def __call__(
         self,
@@ -226,6 +251,7 @@ class Attention(Decoding):
         mask: ArrayLike | None = None,
         *,
         segment_ids: ArrayLike | tuple[ArrayLike, ArrayLike] | None = None,
+        sinks: ArrayLike | None = None,
         return_lse: bool = False,
         dtype: DTypeLike | None = None,
         is_causal: bool = False,
@@ -258,6 +284,9 @@ class Attention(Decoding):
             segment_ids: integers [batch, seq] sharded as `sequence_spec`, or a pair of such arrays
                 for queries and keys. Tokens of equal ids see each other. Negative ids are padding,
                 whose outputs and gradients are 0.
+            sinks: [heads], a logit for each head that counts in the denominator of its softmax and
+                has no value, as in gpt-oss: out * sigmoid(lse - sink), exactly. It may be learned.
+                Zeros make the softmax off by one. None for none. Rows that see no key stay 0.
             return_lse: whether to return the log-sum-exp too; gradients flow through both.
             dtype: dtype to cast query, key and value to; None leaves them as they are.
             is_causal: must not be True unless this attention is causal. False changes nothing.
@@ -276,7 +305,7 @@ class Attention(Decoding):
             out [batch, seq, heads, value_head_dim] in the dtype of query and sharded like it; 0 in
             rows that see no key. With `return_lse`, also lse [batch, heads, seq] in float32,
             sharded as `lse_spec`: the natural logarithm of the sum of the exponentials of the
-            scaled logits, -1e30 in rows that see no key.
+            scaled logits and the sink, if there is one; -1e30 in rows that see no key.
 
         Raises:
             ValueError: if shapes, dtypes or shardings do not fit each other or the mesh.
@@ -307,6 +336,8 @@ class Attention(Decoding):
         )
         attention = dataclasses.replace(self, **options) if options else self
         out, lse = _run(attention, specs, *inputs)
+        if sinks is not None:
+            out, lse = _with_sinks(out, lse, check_sinks(sinks, inputs[0].shape[2]))
         return (out, lse) if return_lse else out
 
     def local(
@@ -341,7 +372,7 @@ class Attention(Decoding):
             key_segments,
             degrees=self.degrees,
             layout=self.layout,
-            causal=self.causal,
+            pattern=self.pattern,
         )
         return rings.sharded_attention(
             self.schedule, query, key, value, query_segments, key_segments
@@ -357,6 +388,9 @@ class Attention(Decoding):
             key, value = (collectives.copy_heads(x, needed, tensor) for x in (key, value))
         query_ids, key_ids = (ids[0], ids[-1]) if ids else (None, None)
         return rings.sharded_attention(self.schedule, query, key, value, query_ids, key_ids)
+
+
+_with_sinks = jax.jit(softmax.with_sinks)
 
 
 # Jitted, because outside a jit shard_map runs its body one operation at a time.

@@ -19,12 +19,13 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from startrail_jax import collectives
 from startrail_jax.layout import Layout
+from startrail_jax.masks import Pattern
 from startrail_jax.mesh import SEQUENCE_ROLES, Axis, flat_axis
 from startrail_jax.shapes import EMPTY, KeyShard, LseShard, OutShard, QueryShard, ValueShard
 from startrail_jax.sharding import Sharded
 from startrail_jax.sizes import check_heads
-from startrail_jax.softmax import rows
-from startrail_jax.validation import check_decode, check_shardings, check_update
+from startrail_jax.softmax import cap_logits, rows
+from startrail_jax.validation import check_decode, check_shardings, check_sinks, check_update
 from startrail_jax.varying import alike
 
 
@@ -32,11 +33,17 @@ class Decoding(Sharded):
     """The methods of `Attention` that read and write a cache."""
 
     # What `Attention` has, and these methods use.
-    window: int | None
     scale: float | None
+    softcap: float | None
 
     def decode(
-        self, query: ArrayLike, key_cache: ArrayLike, value_cache: ArrayLike, positions: ArrayLike
+        self,
+        query: ArrayLike,
+        key_cache: ArrayLike,
+        value_cache: ArrayLike,
+        positions: ArrayLike,
+        *,
+        sinks: ArrayLike | None = None,
     ) -> Array:
         """Attends new tokens to a cache of keys and values that is sharded over the sequence axes.
 
@@ -52,8 +59,9 @@ class Decoding(Sharded):
                 order of `layout`. It already holds the keys of `query`: see `update_cache`.
             value_cache: [batch, slots, kv_heads, value_head_dim], likewise.
             positions: int32 [batch, new], the position of each query. A query sees the slots of
-                its own position and below, the last `window` of them. A query of negative position
-                sees none.
+                its own position and below that the mask shows. A query of negative position sees
+                none.
+            sinks: as in a call.
 
         Returns:
             out [batch, new, heads, value_head_dim] in the dtype of query and sharded like it; 0
@@ -65,16 +73,24 @@ class Decoding(Sharded):
         """
         query, key, value = (jnp.asarray(x) for x in (query, key_cache, value_cache))
         arrays = (query, key, value, jnp.asarray(positions))
-        check_decode(*arrays, causal=self.causal, layout=self.layout, slots=key.shape[1])
+        check_decode(*arrays, pattern=self.pattern, layout=self.layout, slots=key.shape[1])
         check_heads(self.degrees, query.shape[2], key.shape[2])
         query_spec, key_spec = self.decode_spec(query.shape[2]), self.key_spec(key.shape[2])
         specs = (query_spec, key_spec, key_spec, PartitionSpec(query_spec[0]))
         names = ("query", "key_cache", "value_cache", "positions")
         check_shardings(names, arrays, specs, self.mesh)
+        if sinks is not None:
+            arrays += (check_sinks(sinks, query.shape[2]),)
+            specs += (PartitionSpec(),)
         return _decode(self, specs, *arrays)
 
     def decode_local(
-        self, query: Array, key_cache: Array, value_cache: Array, positions: Array
+        self,
+        query: Array,
+        key_cache: Array,
+        value_cache: Array,
+        positions: Array,
+        sinks: Array | None = None,
     ) -> Array:
         """Does what `decode` does on one device, inside a fully manual `shard_map` of the caller.
 
@@ -83,6 +99,7 @@ class Decoding(Sharded):
             key_cache, value_cache: this device's slots [b, s, k, h] and [b, s, k, v], of the key
                 heads that its query heads need; neighbouring query heads share one.
             positions: int32 [b, t], the positions of the new tokens.
+            sinks: floats [n] of this device's heads, as in a call.
 
         Returns:
             out [b, t, n, v] of this device's queries, in the dtype of query.
@@ -95,7 +112,7 @@ class Decoding(Sharded):
             key_cache,
             value_cache,
             positions,
-            causal=self.causal,
+            pattern=self.pattern,
             layout=self.layout,
             slots=key_cache.shape[1] * self.degrees.sequence,
         )
@@ -106,19 +123,32 @@ class Decoding(Sharded):
             positions,
             layout=self.layout,
             ranks=flat_axis(self.axes, SEQUENCE_ROLES),
-            window=self.window,
+            pattern=self.pattern,
             scale=self.scale,
+            softcap=self.softcap,
+            sinks=sinks,
         )
 
     def _decode_on_device(
-        self, query: Array, key: Array, value: Array, positions: Array, *, kv_heads: int
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        positions: Array,
+        sinks: Array | None = None,
+        *,
+        kv_heads: int,
     ) -> Array:
         """`decode_local`, after a choice of heads where all `kv_heads` lie on every device."""
         if kv_heads % self.degrees.tensor:
             needed = collectives.needed_heads(kv_heads, self.degrees.head, self.axes["tensor"])
             needed = needed[:: self.key_copies(kv_heads)]
             key, value = (jnp.take(x, needed, axis=2, mode="clip") for x in (key, value))
-        return self.decode_local(query, key, value, positions)
+        if sinks is not None:
+            heads = query.shape[2]
+            first = collectives.index(self.axes["tensor"]) * heads
+            sinks = jax.lax.dynamic_slice_in_dim(sinks, first, heads)
+        return self.decode_local(query, key, value, positions, sinks)
 
     def update_cache(self, cache: ArrayLike, new: ArrayLike, positions: ArrayLike) -> Array:
         """Writes the keys, or the values, of new tokens into their slots; nothing is sent.
@@ -230,8 +260,10 @@ def sharded_decode(
     *,
     layout: Layout,
     ranks: Axis,
-    window: int | None,
+    pattern: Pattern,
     scale: float | None,
+    softcap: float | None = None,
+    sinks: Float[Array, " n"] | None = None,
 ) -> OutShard:
     """Attends new tokens, which all P devices along `ranks` hold, to the slots of all of them.
 
@@ -245,24 +277,29 @@ def sharded_decode(
     Args:
         q: the new tokens, replicated over `ranks`.
         k, v: this device's slots.
-        positions: positions of the new tokens. Each sees the slots of its own position and below,
-            the last `window` of them; a token of negative position sees none.
+        positions: positions of the new tokens. Each sees the slots of its own position and below
+            that the pattern shows; a token of negative position sees none.
         layout: the placement of the slots.
         ranks: the flat sequence axis, over (group, ring, team, head).
-        window: number of slots that a token sees; None for all.
+        pattern: which position sees which; it must be causal.
         scale: factor of the logits; None for head_dim ** -0.5.
+        softcap: cap of the logits; None for none.
+        sinks: a logit for each head, which counts in the denominator; None for none.
 
     Returns:
         out in the dtype of q, replicated over `ranks`; 0 where no slot is visible.
     """
     out, lse = _attend_slots(
-        q, k, v, positions, _slot_positions(layout, ranks, k.shape[1]), window, scale
+        q, k, v, positions, _slot_positions(layout, ranks, k.shape[1]), pattern, scale, softcap
     )
     highest = collectives.maximum(lse, ranks)
     # In a row that is EMPTY everywhere the weights are 1, and the outputs that they scale are 0.
     weights = rows(jnp.exp(lse - highest))
     both = collectives.total(jnp.concatenate([out * weights, weights], axis=-1), ranks)
-    return (both[..., :-1] / both[..., -1:]).astype(q.dtype)
+    total = both[..., -1:]
+    if sinks is not None:
+        total += rows(jnp.exp(sinks.astype(jnp.float32)[None, :, None] - highest))
+    return (both[..., :-1] / total).astype(q.dtype)
 
 
 def _attend_slots(
@@ -271,19 +308,16 @@ def _attend_slots(
     v: ValueShard,
     positions: Int32[Array, "b t"],
     slots: Int32[Array, " s"],
-    window: int | None,
+    pattern: Pattern,
     scale: float | None,
+    softcap: float | None,
 ) -> tuple[Float32[Array, "b t n v"], LseShard]:
     """Dense attention to those of this device's slots that are visible, all in float32."""
     batch, length, heads, head_dim = q.shape
     groups = q.reshape(batch, length, k.shape[2], -1, head_dim).astype(jnp.float32)
     factor = head_dim**-0.5 if scale is None else scale
-    distance = positions[:, :, None] - slots[None, None, :]
-    visible = distance >= 0
-    if window is not None:
-        visible &= distance < window
-    visible = visible[:, None, None]
-    logits = _dot("btkgh,bskh->bkgts", groups, k) * factor
+    visible = pattern.visible(positions[:, :, None], slots[None, None, :])[:, None, None]
+    logits, _ = cap_logits(_dot("btkgh,bskh->bkgts", groups, k) * factor, softcap)
     logits = jnp.where(visible, logits, EMPTY)
     highest = logits.max(-1, keepdims=True)
     # In a row that sees no slot, every logit is EMPTY, and its weights must be 0 all the same.

@@ -198,7 +198,7 @@ class KeyPlacement:
     two orders; what a device receives is given in shards of the tensor that is placed:
 
     * "permute_gather": a ppermute of the device's own shard (1), then an all_gather over `group`
-      (G - 1). Without a causal mask any partition into units will do, and there is no ppermute.
+      (G - 1). Without a mask any partition into units will do, and there is no ppermute.
     * "gather_permute": the order of the paper (https://arxiv.org/abs/2407.00611, algorithm 2,
       get_init_send): an all_gather over the team (C - 1), then a ppermute of the gathered unit (C).
       It needs team == group == C.
@@ -210,14 +210,14 @@ class KeyPlacement:
     team: Axis
     rank: Axis
     """The flat axis over (group, ring, team)."""
-    causal: bool
-    """Whether key units must be runs of consecutive ranks."""
+    ordered: bool
+    """Whether key units must be runs of consecutive ranks, as every mask of positions needs."""
 
     def place(self, x: Shaped[Array, "b s ..."]) -> Shaped[Array, "b gs ..."]:
         """From this device's shard to the key unit that it holds in round 0."""
         if self.kind == "gather_permute":
             return self._transpose(gather(x, self.team, 1))
-        return gather(self._transpose(x) if self.causal else x, self.group, 1)
+        return gather(self._transpose(x) if self.ordered else x, self.group, 1)
 
     def scatter(
         self, x: Float32[Array, "b gs ..."], dtype: Any, travel_dtype: Any = jnp.float32
@@ -231,7 +231,7 @@ class KeyPlacement:
             x = self._transpose(x.astype(travel_dtype), inverse=True).astype(jnp.float32)
             return sum_at_owner(x, self.team, 1, travel_dtype).astype(dtype)
         x = sum_at_owner(x, self.group, 1, travel_dtype).astype(dtype)
-        return self._transpose(x, inverse=True) if self.causal else x
+        return self._transpose(x, inverse=True) if self.ordered else x
 
     def _transpose(self, x: Array, *, inverse: bool = False) -> Array:
         """Sends from rank i * G + j to rank j * (P / G) + i, or back if `inverse`.

@@ -18,5 +18,9 @@ class UnsupportedError(UserError, NotImplementedError):
     """What was asked for is sensible, but does not exist here."""
 
 
+class BalanceWarning(UserWarning):
+    """Some devices have much more attention to compute than others, and another layout helps."""
+
+
 class OrderWarning(UserWarning):
     """Tokens are, or may be, in another order than the layout of an attention."""

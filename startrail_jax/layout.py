@@ -27,6 +27,14 @@ _USED: set[Layout] = set()
 
 
 @dataclass(frozen=True)
+class Span:
+    """Positions from the first to the last, both included: integers, or arrays of them."""
+
+    first: Any
+    last: Any
+
+
+@dataclass(frozen=True)
 class Runs:
     """The increasing positions of the tokens of one unit, as `len(starts)` runs of equal length.
 
@@ -34,8 +42,9 @@ class Runs:
     neighbouring tokens, `block` is `length`.
     """
 
-    starts: tuple[Int32[Array, ""] | int, ...]
-    """Position of the first token of each run; traced if it depends on the device."""
+    starts: tuple[Any, ...]
+    """Position of the first token of each run: an integer, traced if it depends on the device, or a
+    NumPy array for many units at once."""
     length: int
     """Number of tokens in each run."""
     block: int
@@ -52,6 +61,12 @@ class Runs:
     def contiguous(self) -> bool:
         """Whether the tokens of a run are neighbours."""
         return self.block == self.length or self.block == self.stride
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """First and last position of each run."""
+        extent = (self.length // self.block - 1) * self.stride + self.block - 1
+        return tuple(Span(start, start + extent) for start in self.starts)
 
     def vector(self) -> Int32[Array, " tokens"]:
         """The positions of all tokens of the unit, in increasing order."""
@@ -255,13 +270,13 @@ class Layout:
         early, late = jnp.split(_split(x, axis, (2 * size, -1)), 2, axis)
         return _merge(jnp.stack([early, jnp.flip(late, axis)], axis + 1), axis, 3)
 
-    def unit_positions(self, seq_len: int, size: int, index: Int32[Array, ""] | int) -> Runs:
+    def unit_positions(self, seq_len: int, size: int, index: Any) -> Runs:
         """Positions of unit `index`, which is ranks `index * size .. (index + 1) * size - 1`.
 
         Args:
             seq_len: tokens of the whole sequence.
             size: number of ranks in a unit.
-            index: number of the unit; it may be traced.
+            index: number of the unit; it may be traced, or a NumPy array of numbers.
         """
         tokens = seq_len // self.degree * size
         if self.kind == "contiguous":

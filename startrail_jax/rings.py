@@ -170,7 +170,7 @@ def _attend(
     def attend(keys: Any, distance: Any, so_far: Any) -> tuple[Partials, tuple[()]]:
         k, v, key_ids = keys
         mask = schedule.mask(seq_len, device, query_ids, key_ids, keys_behind=distance)
-        return block.forward(q_unit, k, v, mask, scale, into=so_far or ()), ()
+        return block.forward(q_unit, k, v, mask, scale, so_far or (), schedule.softcap), ()
 
     partials, _ = circulate(
         schedule.cycles,
@@ -247,7 +247,7 @@ def _backward(schedule: Schedule, residuals: Any, cotangents: Any) -> tuple[Any,
         q, dout, lse, delta, query_ids = queries
         k, v, key_ids = keys
         mask = schedule.mask(seq_len, device, query_ids, key_ids, **distance)
-        return block.backward(q, k, v, lse, delta, dout, mask, scale, into)
+        return block.backward(q, k, v, lse, delta, dout, mask, scale, into, schedule.softcap)
 
     def visit_queries(queries: Any, distance: Any, so_far: Any) -> tuple[Any, Any]:
         into = (None, *(so_far or (None, None)))

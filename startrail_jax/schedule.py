@@ -5,7 +5,7 @@ first, whose degrees are G, R, A and U. After the head exchange, which trades to
 U neighbours, a device is called (g, p, a) by its indices along group, ring and team.
 
 * A *unit* is what one gather brings together: the tokens of consecutive sequence ranks. (Without a
-  causal mask the order of keys does not matter, and a key unit may be of any ranks.)
+  mask the order of keys does not matter, and a key unit may be of any ranks.)
 * A *team* is the A devices (g, p, 0..A-1). They share a query unit, number g * R + p.
 * A *group* is the G devices (0..G-1, p, a). They share a key unit, number p * A + a in round 0.
 * A *ring* is the R devices (g, 0..R-1, a). Round after round, each of them attends its query unit
@@ -24,17 +24,20 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 from jaxtyping import Array
 
 from startrail_jax.blocks.base import Request
 from startrail_jax.collectives import KeyPlacement
 from startrail_jax.errors import InputError
 from startrail_jax.layout import Layout
-from startrail_jax.mask import Mask, runs_meet
-from startrail_jax.mesh import PLATFORMS, Axis, Cycle
+from startrail_jax.mask import Mask
+from startrail_jax.masks import Causal, Full, Pattern
+from startrail_jax.mesh import PLATFORMS, SEQUENCE_ROLES, Axis, Cycle, Degrees
 from startrail_jax.pieces import Pieces, pieces_by_offset
 from startrail_jax.sizes import Sizes
 
@@ -51,9 +54,10 @@ class Schedule:
     team: Axis
     head: Axis
     layout: Layout
-    causal: bool
-    window: int | None
+    pattern: Pattern
+    """Which position sees which; other masks than a full one need units in order of position."""
     scale: float | None
+    softcap: float | None
     backend: str
     backward: str
     placement: str
@@ -85,7 +89,12 @@ class Schedule:
     def keys(self) -> KeyPlacement:
         """How key units come to their devices, and how their gradients come back."""
         rank = Axis(self.group.names + self.ring.names + self.team.names, self.num_shards)
-        return KeyPlacement(self.placement, self.group, self.team, rank, self.causal)
+        return KeyPlacement(self.placement, self.group, self.team, rank, self.ordered)
+
+    @property
+    def ordered(self) -> bool:
+        """Whether the positions of tokens matter, so that units are in order of position."""
+        return not isinstance(self.pattern, Full)
 
     @property
     def num_shards(self) -> int:
@@ -123,6 +132,18 @@ class Schedule:
         """Number of the key unit that lives `distance` behind ring index p, at team index a."""
         return self.along_ring(p, distance, -1) * self.team.degree + a
 
+    def units_that_meet(self, distances: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Numbers of the query unit and of the key unit on each device, at each ring distance.
+
+        Returns:
+            Two arrays [distance, g, p, a].
+        """
+        shape = self.group.degree, self.ring.degree, self.team.degree
+        g, p, a = np.indices(shape)
+        behind = np.stack([self.along_ring(p, distance, -1) for distance in distances])
+        query = np.broadcast_to(self.query_unit(g, p), behind.shape)
+        return query, behind * self.team.degree + a
+
     def mask(
         self,
         seq_len: int,
@@ -142,23 +163,19 @@ class Schedule:
             queries_ahead: from how far ahead on the ring the query unit has come.
             keys_behind: from how far behind on the ring the key unit has come.
         """
-        if not self.causal:
+        pattern = self.pattern.within(seq_len)
+        if isinstance(pattern, Full):
             return Mask(query_segments=query_segments, key_segments=key_segments)
         g, p, a = device
         query, key = self.query_unit(g, p, queries_ahead), self.key_unit(p, a, keys_behind)
         return Mask(
-            causal=True,
-            window=self.window_in(seq_len),
+            pattern,
             query_runs=self.layout.unit_positions(seq_len, self.query_ranks, query),
             key_runs=self.layout.unit_positions(seq_len, self.key_ranks, key),
             query_segments=query_segments,
             key_segments=key_segments,
             offsets=run_offsets(self, seq_len, queries_ahead + keys_behind),
         )
-
-    def window_in(self, seq_len: int) -> int | None:
-        """The window, or None if it hides nothing in a sequence of that many tokens."""
-        return None if self.window is None or self.window >= seq_len else self.window
 
     def request(self, share: Sizes) -> Request:
         """What a block will be asked for, with arrays of these sizes on each device."""
@@ -169,10 +186,10 @@ class Schedule:
             dtype=share.dtype,
             head_dim=share.head_dim,
             value_head_dim=share.value_head_dim,
-            causal=self.causal,
-            window=self.window_in(seq_len),
+            mask=self.pattern.within(seq_len),
             packed=share.packed,
             num_cases=len(unit_cases(self, seq_len)),
+            softcap=self.softcap,
         )
 
     def travels(self, share: Sizes) -> str:
@@ -184,37 +201,53 @@ class Schedule:
     def sort(self, x: Array, ranks: int, dim: int) -> Array:
         """A gathered unit of `ranks` sequence ranks, put in order of position along `dim`.
 
-        Only a causal mask needs the order; without one the unit is returned as it is.
+        Only a mask needs the order; without one the unit is returned as it is.
         """
-        return self.layout.sort_unit(x, ranks, dim) if self.causal else x
+        return self.layout.sort_unit(x, ranks, dim) if self.ordered else x
 
     def unsort(self, x: Array, ranks: int, dim: int) -> Array:
         """The inverse of `sort`."""
-        return self.layout.unsort_unit(x, ranks, dim) if self.causal else x
+        return self.layout.unsort_unit(x, ranks, dim) if self.ordered else x
+
+
+def schedule_of(degrees: Degrees, pattern: Pattern, layout: Layout, inner: int = 1) -> Schedule:
+    """A schedule for the axes of `make_mesh`, with the defaults of `Attention` for all else."""
+    axes = {role: Axis((role,), getattr(degrees, role)) for role in SEQUENCE_ROLES}
+    return Schedule(
+        **axes,
+        layout=layout,
+        pattern=pattern,
+        inner=inner,
+        scale=None,
+        softcap=None,
+        backend="auto",
+        backward="auto",
+        placement="permute_gather",
+        combine="merge",
+        gradient_dtype="float32",
+        keep_gathered=False,
+        platform=None,
+        capability=None,
+    )
 
 
 @functools.lru_cache(maxsize=1024)
 def ring_offsets(schedule: Schedule, seq_len: int) -> tuple[int, ...]:
     """Ring distances between queries and keys at which some device has work, 0 first.
 
-    These are all distances, unless a sliding window hides so much that no device needs some of the
-    rounds; the ring then skips those rounds. A double ring skips whole inner cycles.
+    These are all distances, unless the mask hides so much that no device needs some of the rounds;
+    the ring then skips those rounds. A double ring skips whole inner cycles.
     """
-    group, ring, team = (range(x.degree) for x in (schedule.group, schedule.ring, schedule.team))
-    window = schedule.window_in(seq_len)
-    if window is None:
+    ring = range(schedule.ring.degree)
+    pattern = schedule.pattern.within(seq_len)
+    if isinstance(pattern, (Full, Causal)):
         return tuple(ring)
-    unit = functools.partial(schedule.layout.unit_positions, seq_len)
-    queries = [[unit(schedule.query_ranks, schedule.query_unit(g, p)) for g in group] for p in ring]
-    keys = [[unit(schedule.key_ranks, schedule.key_unit(p, a)) for a in team] for p in ring]
-    needed = {
-        offset // schedule.inner
-        for offset in ring
-        for p in ring
-        for query in queries[p]
-        for key in keys[schedule.along_ring(p, offset, -1)]
-        if runs_meet(query, key, window)
-    }
+    query, key = schedule.units_that_meet(ring)
+    met = pattern.meet(
+        schedule.layout.unit_positions(seq_len, schedule.query_ranks, query),
+        schedule.layout.unit_positions(seq_len, schedule.key_ranks, key),
+    )
+    needed = {offset // schedule.inner for offset in ring if met[offset].any()}
     return tuple(offset for offset in ring if offset // schedule.inner in {0, *needed})
 
 
@@ -229,13 +262,15 @@ def unit_cases(
         kv_seq_len: key tokens of the whole sequence; None for as many as query tokens.
 
     Returns:
-        The sets; none if the units do not fall into rectangles and squares, as stripes do not.
+        The sets; none if what is visible does not fall into rectangles and squares, as stripes and
+        masks that are neither full nor causal do not.
     """
     query = schedule.layout.unit_positions(seq_len, schedule.query_ranks, 0)
     key = schedule.layout.unit_positions(kv_seq_len or seq_len, schedule.key_ranks, 0)
-    if not schedule.causal:
+    pattern = schedule.pattern.within(seq_len)
+    if isinstance(pattern, Full):
         return (Pieces.whole(math.prod(query.shape), math.prod(key.shape)),)
-    if not (query.contiguous and key.contiguous):
+    if not (isinstance(pattern, Causal) and query.contiguous and key.contiguous):
         return ()
     return pieces_by_offset(query.shape, key.shape, run_offsets(schedule, seq_len, None))[1]
 

@@ -33,8 +33,9 @@ class Sharded:
 
     # What `Attention` has, and these methods use.
     mesh: Mesh | AbstractMesh
-    causal: bool
+    causal: bool | None
     layout: Any
+    pattern: Any
     axis_names: AxisNames | Mapping[str, str | tuple[str, ...]] | None
 
     @functools.cached_property

@@ -13,6 +13,7 @@ import numpy as np
 
 from startrail_jax.errors import InputError
 from startrail_jax.layout import Layout
+from startrail_jax.masks import Causal, Full, Pattern
 from startrail_jax.mesh import Degrees
 
 WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -74,18 +75,19 @@ class Sizes:
             gradient_dtype=gradient_dtype,
         )
 
-    def check(self, degrees: Degrees, *, causal: bool, layout: Layout | None = None) -> None:
+    def check(self, degrees: Degrees, *, mask: Pattern, layout: Layout | None = None) -> None:
         """Raises unless attention of these sizes, over all devices, can be split by `degrees`.
 
         Args:
             degrees: the degrees that split batch, tokens and heads.
-            causal: whether the attention is causal.
+            mask: which position sees which.
             layout: the placement of the tokens; None if it is not known. The sequence degree must
                 then divide the lengths, which every layout requires.
 
         Raises:
             ValueError: if a size is not positive, if a degree does not divide the size that it
-                splits, or if causal queries and keys differ in length.
+                splits, if queries and keys under a mask differ in length, or if the mask does not
+                fit the length.
         """
         _check_positive("batch", self.batch)
         _check_positive("seq_len", self.query_tokens)
@@ -98,12 +100,14 @@ class Sizes:
                 f"data={degrees.data}. Pad the batch to "
                 f"{-(-self.batch // degrees.data) * degrees.data}, or lower data."
             )
-        if causal and self.query_tokens != self.key_tokens:
+        if not isinstance(mask, Full) and self.query_tokens != self.key_tokens:
+            kind = "Causal attention" if isinstance(mask, Causal) else f"An attention with {mask}"
             raise InputError(
-                "Causal attention needs queries and keys of one length; got "
+                f"{kind} needs queries and keys of one length; got "
                 f"{self.query_tokens} queries and {self.key_tokens} keys. Use causal=False for "
                 "cross-attention, or pad with segment id -1."
             )
+        mask.check(self.query_tokens)
         layout = layout or Layout("contiguous", degrees.sequence)
         layout.check_length(self.query_tokens)
         layout.check_length(self.key_tokens, "key seq_len")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float32, Shaped
+from jaxtyping import Array, Float, Float32, Shaped
 
 from startrail_jax.shapes import EMPTY
 
@@ -21,6 +22,39 @@ Partials = tuple[tuple[Array, ...], ...]
 def rows(x: Shaped[Array, "b n t"]) -> Shaped[Array, "b t n 1"]:
     """One number for each query and head, laid out to scale an output of shape [b, t, n, v]."""
     return jnp.swapaxes(x, 1, 2)[..., None]
+
+
+def cap_logits(
+    logits: Float32[Array, "..."], softcap: float | None
+) -> tuple[Float32[Array, "..."], Float32[Array, "..."] | None]:
+    """Logits below a soft cap, and the slope of the cap there, for their gradient.
+
+        s' = c tanh(s / c),    ds' / ds = 1 - (s' / c)^2
+
+    Args:
+        logits: scaled logits, before anything is masked.
+        softcap: the cap c; None for none, and the slope is None too.
+    """
+    if softcap is None:
+        return logits, None
+    below = jnp.tanh(logits / softcap)
+    return softcap * below, 1.0 - below * below
+
+
+def with_sinks(
+    out: Float[Array, "b t n v"], lse: Float32[Array, "b n t"], sinks: Float[Array, " n"]
+) -> tuple[Float[Array, "b t n v"], Float32[Array, "b n t"]]:
+    """Adds one logit for each head to the denominators of attentions over all their keys.
+
+        out' = out exp(lse) / (exp(lse) + exp(sink)) = out sigmoid(lse - sink)
+        lse' = log(exp(lse) + exp(sink))
+
+    Rows that see no key stay as they are: out 0 and lse EMPTY.
+    """
+    logits = sinks.astype(jnp.float32)[None, :, None]
+    weights = rows(jax.nn.sigmoid(lse - logits))
+    total = jnp.where(lse <= EMPTY, lse, jnp.logaddexp(lse, logits))
+    return (out * weights).astype(out.dtype), total
 
 
 def merge_partials(

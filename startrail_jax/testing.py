@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
@@ -31,6 +32,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Bool, Float
 
 from startrail_jax.attention import Attention
+from startrail_jax.errors import BalanceWarning
 from startrail_jax.shapes import EMPTY
 
 # The largest error that is allowed in float32, relative to the largest absolute value of a result.
@@ -145,17 +147,19 @@ def assert_exact(
     kv_heads = heads if kv_heads is None else kv_heads
     value_head_dim = head_dim if value_head_dim is None else value_head_dim
     kv_seq_len = seq_len if kv_seq_len is None else kv_seq_len
-    # Raises unless these sizes fit the mesh, the layout and the backend.
-    attention.explain(
-        seq_len=seq_len,
-        heads=heads,
-        head_dim=head_dim,
-        kv_heads=kv_heads,
-        value_head_dim=value_head_dim,
-        dtype=dtype,
-        packed=packed or segment_ids is not None,
-        kv_seq_len=kv_seq_len,
-    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", BalanceWarning)
+        # Raises unless these sizes fit the mesh, the layout and the backend.
+        attention.explain(
+            seq_len=seq_len,
+            heads=heads,
+            head_dim=head_dim,
+            kv_heads=kv_heads,
+            value_head_dim=value_head_dim,
+            dtype=dtype,
+            packed=packed or segment_ids is not None,
+            kv_seq_len=kv_seq_len,
+        )
     ids = _segment_pair(segment_ids)
     if batch is None:
         batch = 2 * attention.degrees.data if ids is None else len(ids[0])
@@ -335,14 +339,14 @@ def _assert_values(
     """Asserts that the results on the mesh match the reference, with tokens in natural order."""
     seen = _visible(attention, inputs)
     scale = inputs.query.shape[-1] ** -0.5 if attention.scale is None else attention.scale
-    expected = _reference(inputs, seen, scale)
+    expected = _reference(inputs, seen, scale, attention.softcap)
     actual = {
         name: attention.layout.unpermute(np.asarray(x), axis=2 if name == "lse" else 1)
         for name, x in found.items()
     }
     tolerances = dict.fromkeys(expected, FLOAT32_TOLERANCE if tolerance is None else tolerance)
     if tolerance is None and inputs.query.dtype != np.float32:
-        rounded = _reference(inputs, seen, scale, inputs.query.dtype)
+        rounded = _reference(inputs, seen, scale, attention.softcap, inputs.query.dtype)
         for name in ("out", "dq", "dk", "dv"):
             error = np.abs(rounded[name] - expected[name]).max()
             tolerances[name] = NARROW_ERROR_RATIO * error / _largest(expected[name])
@@ -369,14 +373,11 @@ def _visible(attention: Attention, inputs: _Inputs) -> Bool[np.ndarray, "B T S"]
     """Which key each query sees."""
     batch, query_len = inputs.query.shape[:2]
     query, key = np.arange(query_len)[:, None], np.arange(inputs.key.shape[1])
-    seen = np.ones((batch, query_len, len(key)), bool)
-    if attention.causal:
-        seen &= key <= query
-    if attention.window is not None:
-        seen &= key > query - attention.window
+    seen = np.asarray(attention.pattern.visible(query[None], key[None, None]))
+    seen = np.broadcast_to(seen, (batch, query_len, len(key)))
     if inputs.segment_ids is not None:
         query_ids, key_ids = inputs.segment_ids
-        seen &= (query_ids[:, :, None] == key_ids[:, None, :]) & (query_ids[:, :, None] >= 0)
+        seen = seen & (query_ids[:, :, None] == key_ids[:, None, :]) & (query_ids[:, :, None] >= 0)
     return seen
 
 
@@ -384,11 +385,13 @@ def _reference(
     inputs: _Inputs,
     seen: Bool[np.ndarray, "B T S"],
     scale: float,
+    softcap: float | None,
     dtype: Any = np.float64,
 ) -> dict[str, Float[np.ndarray, "..."]]:
     """Dense attention and its gradients in float64, one row of the batch and one head at a time.
 
         s = scale q k^T,  p = exp(s - lse),  out = p v,  lse = log sum exp s    (over visible keys)
+        s = c tanh(s / c) with a cap c, before the mask; ds is then multiplied by 1 - (s / c)^2
         dv = p^T dout,  ds = p * (dout v^T - rowsum(dout * out) + dlse)
         dq = scale ds k,  dk = scale ds^T q
 
@@ -406,13 +409,17 @@ def _reference(
     group = query.shape[2] // key.shape[2]
     for b, n in np.ndindex(query.shape[0], query.shape[2]):
         q, k, v = query[b, :, n], key[b, :, n // group], value[b, :, n // group]
-        s = np.where(seen[b], scale * (q @ k.T), EMPTY)
+        s, slope = scale * (q @ k.T), 1.0
+        if softcap is not None:
+            s = softcap * np.tanh(s / softcap)
+            slope = 1 - (s / softcap) ** 2
+        s = np.where(seen[b], s, EMPTY)
         highest = s.max(axis=1)
         lse[b, n] = highest + np.log(np.exp(s - highest[:, None]).sum(axis=1))
         p = np.where(seen[b], np.exp(s - lse[b, n, :, None]), 0)
         out[b, :, n] = rounded(rounded(p) @ v)
         delta = (dout[b, :, n] * out[b, :, n]).sum(axis=1) - dlse[b, n]
-        ds = rounded(p * (dout[b, :, n] @ v.T - delta[:, None]))
+        ds = rounded(p * (dout[b, :, n] @ v.T - delta[:, None]) * slope)
         dq[b, :, n] = scale * (ds @ k)
         dk[b, :, n // group] += scale * (ds.T @ q)
         dv[b, :, n // group] += rounded(p).T @ dout[b, :, n]

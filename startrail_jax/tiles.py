@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32
 
-from startrail_jax.layout import Runs
+from startrail_jax.layout import Runs, Span
 from startrail_jax.mask import Mask
 
 _NO_SEGMENT = np.iinfo(np.int32).max
@@ -72,18 +73,13 @@ class Tiling:
 def visible_tiles(mask: Mask, query: Tiling, key: Tiling) -> Bool[Array, "i j"]:
     """Pairs of tiles that may hold a visible (query, key) pair.
 
-    The answer is exact for positions. For segment ids it is a test of ranges, so that a pair of
-    tiles may be listed in which nothing is visible.
+    The answer is as exact for positions as the pattern is for spans of them. For segment ids it is
+    a test of ranges, so that a pair of tiles may be listed in which nothing is visible.
     """
     visible = jnp.ones((len(query.starts), len(key.starts)), bool)
-    if mask.causal:
-        query_positions, key_positions = mask.query_positions, mask.key_positions
-        query_last = query_positions[query.starts + query.size - 1]
-        visible &= key_positions[key.fresh][None] <= query_last[:, None]
-        if mask.window is not None:
-            query_first = query_positions[query.fresh]
-            key_last = key_positions[key.starts + key.size - 1]
-            visible &= key_last[None] > query_first[:, None] - mask.window
+    if not mask.full:
+        queries = _spans(mask.query_positions, query, query.fresh, slice(None), None)
+        visible &= mask.pattern.some(queries, _spans(mask.key_positions, key, key.fresh, None))
     if mask.query_segments is not None and mask.key_segments is not None:
         query_low, query_high = _segment_range(query.take(mask.query_segments))
         key_low, key_high = _segment_range(key.take(mask.key_segments))
@@ -91,6 +87,12 @@ def visible_tiles(mask: Mask, query: Tiling, key: Tiling) -> Bool[Array, "i j"]:
         meet &= key_low[:, None] <= query_high[:, :, None]
         visible &= meet.any(0)
     return visible
+
+
+def _spans(positions: Int32[Array, " t"], tiling: Tiling, first: np.ndarray, *index: Any) -> Span:
+    """First and last position of each tile, indexed for a comparison with other tiles."""
+    last = tiling.starts + tiling.size - 1
+    return Span(positions[first][index], positions[last][index])
 
 
 def _segment_range(tiles: Int32[Array, "b i n"]) -> tuple[Int32[Array, "b i"], Int32[Array, "b i"]]:
@@ -129,36 +131,35 @@ def tile_kinds(mask: Mask, query: Tiling, key: Tiling) -> dict[str, Bool[Array, 
     visible = visible_tiles(mask, query, key)
     whole = (query.starts == query.fresh)[:, None] & (key.starts == key.fresh)
     packed = mask.query_segments is not None and mask.key_segments is not None
-    always_full = not mask.causal and not packed and whole.all()
+    always_full = mask.full and not packed and whole.all()
     whole = visible & whole
     if mask.query_segments is not None and mask.key_segments is not None:
         ids = _only_segment(query.take(mask.query_segments))[:, :, None]
         key_ids = _only_segment(key.take(mask.key_segments))[:, None]
         whole &= ((ids == key_ids) & (ids >= 0)).all(0)
-    kinds = _causal_kinds(mask, query, key, whole) if mask.causal else {"full": whole}
+    kinds = {"full": whole} if mask.full else _kinds_of_pattern(mask, query, key, whole)
     if not always_full:
         kinds["mixed"] = visible & ~functools.reduce(jnp.logical_or, kinds.values())
     return kinds
 
 
-def _causal_kinds(
+def _kinds_of_pattern(
     mask: Mask, query: Tiling, key: Tiling, whole: Bool[Array, "i j"]
 ) -> dict[str, Bool[Array, "i j"]]:
     """The kinds of `tile_kinds` but "mixed", among pairs that only positions can mask."""
     assert mask.query_runs is not None
     assert mask.key_runs is not None
-    queries, keys = mask.query_positions, mask.key_positions
-    first, last = queries[query.starts][:, None], queries[query.starts + query.size - 1][:, None]
-    key_first, key_last = keys[key.starts][None], keys[key.starts + key.size - 1][None]
-    if mask.window is not None:
-        whole &= key_first > last - mask.window
-    full = whole & (key_last <= first)
+    queries = _spans(mask.query_positions, query, query.starts, slice(None), None)
+    keys = _spans(mask.key_positions, key, key.starts, None)
+    first, key_first = queries.first, keys.first
+    full = whole & mask.pattern.every(queries, keys)
+    triangle = whole & mask.pattern.triangle(queries, keys)
     # Where both tiles have this pattern, their positions grow alike from one token to the next, by
     # at least `step`.
     block, stride = _pattern(mask.query_runs)
     if query.size != key.size or query.size == 1 or (block, stride) != _pattern(mask.key_runs):
         return {"full": full}
-    alike = whole & ((query.starts % block)[:, None] == key.starts % block)
+    alike = triangle & ((query.starts % block)[:, None] == key.starts % block)
     step = stride if block == 1 else 1
     kinds = {"full": full, "causal": alike & (first - step < key_first) & (key_first <= first)}
     if step > 1:
@@ -184,12 +185,10 @@ def visible_in_tiles(
     Tokens that the tile before holds too count as masked, or they would count twice.
     """
     tests = []
-    if mask.causal:
+    if not mask.full:
         positions = query.cut(mask.query_positions, i, 0)[None, :, None]
         key_positions = key.cut(mask.key_positions, j, 0)[None, None, :]
-        tests.append(key_positions <= positions)
-        if mask.window is not None:
-            tests.append(key_positions > positions - mask.window)
+        tests.append(mask.pattern.visible(positions, key_positions))
     if mask.query_segments is not None and mask.key_segments is not None:
         ids = query.cut(mask.query_segments, i, 1)[:, :, None]
         key_ids = key.cut(mask.key_segments, j, 1)[:, None, :]

@@ -12,6 +12,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 from jaxtyping import Array
 
+from startrail_jax import masks
 from startrail_jax.errors import InputError, UnsupportedError
 from startrail_jax.layout import Layout
 from startrail_jax.mesh import Degrees
@@ -44,13 +45,25 @@ def check_inner(inner: Any, ring: int) -> None:
     )
 
 
-def check_window(window: Any, causal: bool) -> None:
-    """Raises a ValueError unless the window is None, or a number of keys of a causal attention."""
-    if window is not None and not (causal and type(window) is int and window >= 1):
-        raise InputError(
-            "window needs causal=True and an integer of at least 1 key; got "
-            f"window={window}, causal={causal}. Use window=None to see every key."
-        )
+def check_softcap(softcap: Any) -> None:
+    """Raises a ValueError unless a soft cap is None or a positive number."""
+    if softcap is not None and not (type(softcap) in (int, float) and 0 < softcap < float("inf")):
+        raise InputError(f"softcap must be a positive number or None; got softcap={softcap!r}.")
+
+
+def check_sinks(sinks: Any, heads: int) -> Array:
+    """The sinks as an array.
+
+    Raises:
+        ValueError: unless they are one float for each query head.
+    """
+    array = jnp.asarray(sinks)
+    if array.shape == (heads,) and jnp.issubdtype(array.dtype, jnp.floating):
+        return array
+    raise InputError(
+        f"sinks must be floats [heads] = [{heads}]; got {array.dtype} {list(array.shape)}. Give "
+        "one logit for each query head, over all devices."
+    )
 
 
 def check_placement(placement: str, degrees: Degrees) -> None:
@@ -103,9 +116,9 @@ def served_call(
     )
     inputs = _as_arrays(arrays, segment_ids, dtype)
     check_arrays(
-        *inputs, degrees=attention.degrees, layout=attention.layout, causal=attention.causal
+        *inputs, degrees=attention.degrees, layout=attention.layout, pattern=attention.pattern
     )
-    if attention.causal:
+    if not isinstance(attention.pattern, masks.Full):
         warn_of_order(attention.layout, segment_ids)
     heads, kv_heads = inputs[0].shape[2], inputs[1].shape[2]
     specs = (
@@ -119,7 +132,7 @@ def served_call(
 
 def _refuse_unserved(attention: Sharded, options: Mapping[str, Any]) -> None:
     """Raises a NotImplementedError for an option that asks for what this op does not do."""
-    mask = "Use causal=, window= and segment_ids="
+    mask = "Use mask=startrail_jax.masks... of the attention, and segment_ids="
     if attention.causal:
         mask = "This attention is causal already: leave a causal mask out. " + mask
     lengths = "Mark padding by negative segment_ids"
@@ -158,14 +171,15 @@ def _call_options(attention: Any, *, scale: Any, backend: Any, window: Any) -> d
         options["backend"] = backend
     if window is not None:
         before, _ = window if isinstance(window, tuple) else (window, window)
-        if not attention.causal:
+        if not attention.causal or attention.mask is not None:
             raise UnsupportedError(
-                "local_window_size needs a causal attention; got "
-                f"local_window_size={window}, causal=False. Build Attention(mesh, causal=True)."
+                "local_window_size needs a causal attention without a mask of its own; got "
+                f"local_window_size={window}, causal={attention.causal}, mask={attention.mask}. "
+                "Build Attention(mesh, causal=True), or Attention(mesh, mask=masks.Window(...))."
             )
         # jax counts the keys before a query, and `window` counts the query's own key too.
         options["window"] = before + 1
-        check_window(options["window"], attention.causal)
+        masks.resolve(None, causal=True, window=options["window"])
     for name, value in options.items():
         own = getattr(attention, name)
         if own not in (None, "auto", value):
@@ -203,7 +217,13 @@ def _segment_array(ids: Any) -> Array:
 
 
 def check_arrays(
-    query: Any, key: Any, value: Any, *ids: Any, degrees: Degrees, layout: Layout, causal: bool
+    query: Any,
+    key: Any,
+    value: Any,
+    *ids: Any,
+    degrees: Degrees,
+    layout: Layout,
+    pattern: masks.Pattern,
 ) -> None:
     """Raises a ValueError unless whole arrays fit each other, the layout and the mesh.
 
@@ -212,7 +232,7 @@ def check_arrays(
         *ids: one array of segment ids for queries and keys, one array for each, or none.
         degrees: the degrees of the mesh.
         layout: the placement of the tokens.
-        causal: whether the attention is causal.
+        pattern: the mask.
     """
     shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
     if not query.ndim == key.ndim == value.ndim == 4:
@@ -238,7 +258,7 @@ def check_arrays(
         )
     _check_segments(query, key, ids)
     sizes = Sizes.of(query, key, value, packed=bool(ids))
-    sizes.check(degrees, causal=causal, layout=layout)
+    sizes.check(degrees, mask=pattern, layout=layout)
 
 
 def _check_segments(query: Any, key: Any, ids: tuple[Any, ...]) -> None:
@@ -347,7 +367,7 @@ def check_decode(
     value: Any,
     positions: Any,
     *,
-    causal: bool,
+    pattern: masks.Pattern,
     layout: Layout,
     slots: int,
 ) -> None:
@@ -355,14 +375,16 @@ def check_decode(
 
     Args:
         query, key, value, positions: arguments of `Attention.decode` or `decode_local`.
-        causal: whether the attention is causal.
+        pattern: the mask.
         layout: the placement of the slots.
         slots: slots of the whole cache, over all devices.
     """
-    if not causal:
+    if not pattern.causal:
+        given = "causal=False" if isinstance(pattern, masks.Full) else f"mask={pattern}"
         raise InputError(
             "decode needs a causal attention, which sees no slots that are not filled yet; "
-            "got an instance with causal=False. Build Attention(mesh, causal=True)."
+            f"got an instance with {given}. Build Attention(mesh, causal=True), or combine the "
+            "mask with masks.Causal()."
         )
     shapes = f"query {query.shape}, key_cache {key.shape}, value_cache {value.shape}"
     fits = (

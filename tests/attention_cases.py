@@ -40,6 +40,45 @@ MASKS = {
     "cross_full": (False, None, None),
 }
 
+# Name -> a mask, and below what it shows, written down once more.
+_M = st.masks
+PATTERNS = {
+    "two_sided": _M.Window(5, 3),
+    "right_only": _M.Window(None, 4),
+    "left_only": _M.Window(2, None),
+    "own_window": _M.Window(7, 0),
+    "chunked": _M.Chunked(5),
+    "block_causal": _M.BlockCausal(7),
+    "prefix": _M.Prefix(9),
+    "sinks_only": _M.Sinks(3),
+    "causal_chunked": _M.Chunked(6) & _M.Causal(),
+    "sinks": _M.Causal() & (_M.Window(4, 0) | _M.Sinks(2)),
+    "prefix_or_window": _M.Prefix(4) | _M.Window(0, 3),
+    "even_keys": _M.Rule(lambda query, key: (key <= query) & ((query - key) % 3 != 1)),
+    "bounded_rule": _M.Rule(
+        lambda query, key: key + 6 <= query,
+        lambda q0, q1, k0, k1: (k0 + 6 <= q1, k1 + 6 <= q0),
+    ),
+}
+DENSE = {
+    "two_sided": lambda i, j: (i - 5 <= j) & (j <= i + 3),
+    "right_only": lambda i, j: j - i < 5,
+    "left_only": lambda i, j: i - j < 3,
+    "own_window": lambda i, j: (i - j < 8) & (i - j >= 0),
+    "chunked": lambda i, j: np.floor(i / 5) == np.floor(j / 5),
+    "block_causal": lambda i, j: j < (np.floor(i / 7) + 1) * 7,
+    "prefix": lambda i, j: np.where(j < 9, True, i - j >= 0),
+    "sinks_only": lambda i, j: (j < 3) | (i < 0),
+    "causal_chunked": lambda i, j: (j >= np.floor(i / 6) * 6) & (j <= i),
+    "sinks": lambda i, j: (j <= i) & ((i - j < 5) | (j < 2)),
+    "prefix_or_window": lambda i, j: (j < 4) | (j <= i + 3) & (j >= i) | (j <= i),
+    "even_keys": lambda i, j: (j <= i) & ((i - j) % 3 != 1),
+    "bounded_rule": lambda i, j: i - j >= 6,
+}
+
+MASKS |= {name: (None, None, None) for name in PATTERNS}
+MASKS |= {f"packed {name}": (None, None, "documents") for name in PATTERNS}
+
 # As many key heads as query heads, a quarter of them, one.
 HEADS = ("equal", "grouped", "single")
 
@@ -89,6 +128,8 @@ class Case:
     def mask_arguments(self) -> dict:
         """What the oracle takes beside segment ids."""
         causal, window, _ = MASKS[self.mask]
+        if causal is None:
+            return {"rule": DENSE[self.mask.removeprefix("packed ")]}
         return {"causal": causal, "window": window}
 
     @functools.cached_property
@@ -98,8 +139,10 @@ class Case:
 
     @functools.cached_property
     def attention(self) -> st.Attention:
+        mask = PATTERNS.get(self.mask.removeprefix("packed "))
         return st.Attention(
             self.mesh,
+            mask=mask,
             layout=self.layout,
             backward=self.backward,
             placement=self.placement,
@@ -108,7 +151,7 @@ class Case:
             keep_gathered=self.keep_gathered,
             gradient_dtype=self.gradient_dtype,
             backend=self.backend,
-            **self.mask_arguments,
+            **({} if mask else self.mask_arguments),
         )
 
     @functools.cached_property

@@ -7,6 +7,8 @@ definition. Its own gradients are derived by hand and checked by finite differen
     dv = p^T dout,  ds = p * (dout v^T - rowsum(dout * out) + dlse)
     dq = scale ds k,  dk = scale ds^T q
 
+A soft cap c makes the logits c tanh(s / c). A sink is one more key, of a given logit and value 0.
+
 Shapes: query [B, T, N, H], key [B, S, K, H], value [B, S, K, V], lse [B, N, T].
 """
 
@@ -24,12 +26,13 @@ class Gradients(NamedTuple):
     value: np.ndarray
 
 
-def visible(query_len, key_len, *, causal=False, window=None, segment_ids=None):
+def visible(query_len, key_len, *, causal=False, window=None, rule=None, segment_ids=None):
     """Which key each query sees: bool [B or 1, T, S].
 
     Args:
         causal: query i sees keys j <= i.
         window: query i sees keys j > i - window.
+        rule: a function of i and j that says whether query i sees key j.
         segment_ids: [B, T], or a pair [B, T], [B, S]: equal ids see each other, and a negative
             id sees nothing and is not seen.
     """
@@ -39,6 +42,8 @@ def visible(query_len, key_len, *, causal=False, window=None, segment_ids=None):
         seen &= key <= query
     if window is not None:
         seen &= key > query - window
+    if rule is not None:
+        seen = seen & rule(query, key)
     if segment_ids is not None:
         ids = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
         query_ids, key_ids = np.asarray(ids[0])[:, :, None], np.asarray(ids[1])[:, None, :]
@@ -46,19 +51,19 @@ def visible(query_len, key_len, *, causal=False, window=None, segment_ids=None):
     return seen
 
 
-def attention(query, key, value, *, scale=None, **mask):
+def attention(query, key, value, *, scale=None, softcap=None, sinks=None, **mask):
     """Returns out [B, T, N, V] and lse [B, N, T]; rows that see no key get 0 and EMPTY."""
     q, k, v = _grouped(query, key, value)
-    probabilities, lse = _probabilities(q, k, scale, mask)
+    probabilities, lse, _ = _probabilities(q, k, scale, softcap, sinks, mask)
     out = np.einsum("bkgts,bskv->btkgv", probabilities, v)
     return _ungrouped(out), lse.reshape(lse.shape[0], -1, lse.shape[-1])
 
 
-def gradients(query, key, value, dout, dlse=None, *, scale=None, **mask):
+def gradients(query, key, value, dout, dlse=None, *, scale=None, softcap=None, sinks=None, **mask):
     """Gradients of sum(out * dout) + sum(lse * dlse)."""
     q, k, v = _grouped(query, key, value)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    p, _ = _probabilities(q, k, scale, mask)
+    p, _, _ = _probabilities(q, k, scale, softcap, sinks, mask)
     batch, query_len, kv_heads, group, _ = q.shape
     dout = np.asarray(dout, np.float64).reshape(batch, query_len, kv_heads, group, -1)
     dp = np.einsum("btkgv,bskv->bkgts", dout, v)
@@ -66,11 +71,24 @@ def gradients(query, key, value, dout, dlse=None, *, scale=None, **mask):
     if dlse is not None:
         row -= np.asarray(dlse, np.float64).reshape(row.shape)
     ds = p * (dp - row[..., None]) * scale
+    if softcap is not None:
+        raw = scale * np.einsum("btkgh,bskh->bkgts", q, k)
+        ds = ds / np.cosh(raw / softcap) ** 2
     return Gradients(
         query=_ungrouped(np.einsum("bkgts,bskh->btkgh", ds, k)),
         key=np.einsum("bkgts,btkgh->bskh", ds, q),
         value=np.einsum("bkgts,btkgv->bskv", p, dout),
     )
+
+
+def sink_gradient(query, key, value, dout, dlse, *, sinks, scale=None, softcap=None, **mask):
+    """Gradient [N] of the sinks, of the same sum as that of `gradients`."""
+    q, k, v = _grouped(query, key, value)
+    p, _, of_sink = _probabilities(q, k, scale, softcap, sinks, mask)
+    dout = np.asarray(dout, np.float64).reshape(*q.shape[:4], -1)
+    row = (p * np.einsum("btkgv,bskv->bkgts", dout, v)).sum(-1)
+    row = row - np.asarray(dlse, np.float64).reshape(row.shape)
+    return -(of_sink * row).sum((0, 3)).reshape(-1)
 
 
 def _grouped(query, key, value):
@@ -83,14 +101,22 @@ def _ungrouped(x):
     return x.reshape(*x.shape[:2], -1, x.shape[-1])
 
 
-def _probabilities(q, k, scale, mask):
-    """p [B, K, G, T, S], 0 where not visible, and lse [B, K, G, T]."""
+def _probabilities(q, k, scale, softcap, sinks, mask):
+    """p [B, K, G, T, S], 0 where not visible, and lse and the p of the sink [B, K, G, T]."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     seen = visible(q.shape[1], k.shape[1], **mask)[:, None, None]
-    logits = np.where(seen, scale * np.einsum("btkgh,bskh->bkgts", q, k), -np.inf)
+    logits = scale * np.einsum("btkgh,bskh->bkgts", q, k)
+    if softcap is not None:
+        logits = softcap * np.tanh(logits / softcap)
+    logits = np.where(seen, logits, -np.inf)
     highest = np.where(seen.any(-1), logits.max(-1), 0.0)
     weights = np.exp(logits - highest[..., None])
     total = weights.sum(-1)
     empty = total == 0
-    total = np.where(empty, 1.0, total)
-    return weights / total[..., None], np.where(empty, EMPTY, highest + np.log(total))
+    sink = np.zeros_like(total)
+    if sinks is not None:
+        per_head = np.asarray(sinks, np.float64).reshape(1, q.shape[2], -1, 1)
+        sink = np.where(empty, 0.0, np.exp(per_head - highest))
+    total = np.where(empty, 1.0, total + sink)
+    lse = np.where(empty, EMPTY, highest + np.log(total))
+    return weights / total[..., None], lse, sink / total

@@ -37,7 +37,7 @@ LAYERS = (
 
 # Module or folder of the op -> what it may import of the op.
 BASE = {"errors", "shapes"}
-TOKENS = BASE | {"mesh", "layout", "pieces", "mask", "softmax"}
+TOKENS = BASE | {"mesh", "layout", "pieces", "masks", "mask", "softmax"}
 MAY_IMPORT = {
     "errors": set(),
     "shapes": set(),
@@ -47,14 +47,16 @@ MAY_IMPORT = {
     "nodes": BASE | {"mesh"},
     "layout": BASE,
     "pieces": set(),
-    "mask": BASE | {"layout", "pieces"},
+    "masks": BASE | {"layout"},
+    "mask": BASE | {"layout", "masks", "pieces"},
     "tiles": BASE | {"layout", "mask"},
     "softmax": BASE,
     "varying": set(),
     "collectives": BASE | {"mesh", "layout", "softmax"},
-    "blocks": BASE | {"layout", "pieces", "mask", "tiles", "softmax", "ordering", "varying"},
+    "blocks": BASE
+    | {"layout", "pieces", "masks", "mask", "tiles", "softmax", "ordering", "varying"},
     "compiler": BASE | {"mesh"},
-    "sizes": BASE | {"mesh", "layout"},
+    "sizes": BASE | {"mesh", "layout", "masks"},
     "schedule": TOKENS | {"collectives", "blocks", "sizes"},
     "ring_loop": {"collectives", "mesh"},
     "rings": TOKENS
@@ -62,7 +64,7 @@ MAY_IMPORT = {
     | {"varying"},
     "token_order": BASE | {"layout"},
     "sharding": BASE | {"mesh", "layout", "sizes", "token_order"},
-    "validation": BASE | {"mesh", "layout", "sharding", "sizes", "token_order"},
+    "validation": BASE | {"mesh", "layout", "masks", "sharding", "sizes", "token_order"},
     "cache": TOKENS | {"collectives", "sharding", "sizes", "validation", "varying"},
     "analysis": TOKENS | {"blocks", "nodes", "schedule", "sizes", "validation"},
     "device_mesh": BASE | {"mesh", "nodes", "analysis"},

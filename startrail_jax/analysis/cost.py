@@ -23,8 +23,11 @@ from startrail_jax.analysis import COLLECTIVES
 from startrail_jax.analysis.ports import NodeTraffic, cheapest_order, messages
 from startrail_jax.analysis.transfers import Combine, Placement, Steps, Transfer
 from startrail_jax.errors import InputError
+from startrail_jax.layout import Layout
+from startrail_jax.masks import Full, Pattern, resolve
 from startrail_jax.mesh import ROLES, Degrees
 from startrail_jax.nodes import node_grid, nodes_of, resolve_order
+from startrail_jax.schedule import Schedule, ring_offsets, schedule_of
 from startrail_jax.sizes import GRADIENT_DTYPES, Sizes, dtype_name
 from startrail_jax.validation import check_inner, check_option, check_placement
 
@@ -100,7 +103,9 @@ def communication(
     kv_heads: int,
     head_dim: int,
     dtype: Any = "bfloat16",
-    causal: bool = True,
+    causal: bool | None = None,
+    mask: Pattern | None = None,
+    layout: Layout | str | None = None,
     placement: Placement = "permute_gather",
     combine: Combine = "merge",
     backward: Backward = "auto",
@@ -123,7 +128,8 @@ def communication(
         query       key       ring              combine
         gather      placement
 
-    units if it is causal and 1 < G < P, and 2 g (G - 1) for the placement otherwise. A head degree
+    units if there is a mask and 1 < G < P, and 2 g (G - 1) for the placement otherwise. Rounds that
+    a mask lets no device need are not counted, as they are not made. A head degree
     U adds (2 + 2 g') (U - 1) / U units, g' = max(kv_heads, head * tensor) / heads, and leaves the
     rest as it is on P / U devices. Bytes of lse and segment ids come on top.
 
@@ -136,16 +142,18 @@ def communication(
             copied.
         head_dim: channels of a query or key head.
         dtype: dtype of query, key and value: a name, a NumPy dtype or a JAX scalar type.
-        causal: whether the attention is causal. Key units are then runs of consecutive ranks, which
-            is what the permute is for.
+        causal: short for a mask: True for `masks.Causal()`, which is the default, and False for
+            `masks.Full()`. Under a mask key units are runs of consecutive ranks, which is what the
+            permute is for.
+        mask: a mask of `startrail_jax.masks`, as for `Attention`.
+        layout: the placement of tokens, as for `Attention`; it decides which rounds a mask needs.
         placement: "permute_gather" (ours) or "gather_permute" (algorithm 2 of the paper).
         combine: "merge" (ours) or "reduce_scatter" (the paper).
         backward: what travels in the backward ring: "query" (the paper), "kv", or "auto" for the
             one of fewer bytes.
         packed: whether there are int32 segment ids: one array for queries and keys, or two arrays
             if `key_len` is given.
-        rounds: rounds of the ring that are visited, of which a sliding window may need few; None
-            for all.
+        rounds: rounds of the ring that are visited; None for those that the mask needs.
         key_len: key tokens of each sequence in cross-attention; None for `seq_len`.
         value_head_dim: channels of a value or output head; None for `head_dim`.
         inner: number of devices in an inner cycle of a double ring; 1 for a single ring.
@@ -188,14 +196,16 @@ def communication(
         packed=packed,
         gradient_dtype=gradient_dtype,
     )
-    sizes.check(degrees, causal=causal)
+    pattern = resolve(mask, causal=causal)
+    placed = Layout.of(layout, degrees.sequence, causal=pattern.grows)
+    sizes.check(degrees, mask=pattern, layout=placed if mask is not None or layout else None)
     share = sizes.share(degrees)
     steps = Steps(
         degrees=degrees,
         share=share,
         kv_heads=kv_heads,
-        causal=causal,
-        rounds=_checked_rounds(degrees, rounds),
+        ordered=not isinstance(pattern, Full),
+        offsets=_offsets(schedule_of(degrees, pattern, placed, inner), seq_len, rounds),
         placement=placement,
         inner=inner,
         keep_gathered=keep_gathered,
@@ -301,10 +311,13 @@ def default_order(
     return cheapest_order(degrees, nodes, [report.total.transfers for report in reports])
 
 
-def _checked_rounds(degrees: Degrees, rounds: int | None) -> int:
-    if rounds is not None and not 1 <= rounds <= degrees.ring:
+def _offsets(schedule: Schedule, seq_len: int, rounds: int | None) -> tuple[int, ...]:
+    """The ring distances that are visited: the first `rounds`, or those that the mask needs."""
+    if rounds is None:
+        return ring_offsets(schedule, seq_len)
+    if not 1 <= rounds <= schedule.ring.degree:
         raise InputError(
             f"rounds must lie between 1 and the ring degree; got rounds={rounds}, "
-            f"ring={degrees.ring}. Leave it out to visit every round."
+            f"ring={schedule.ring.degree}. Leave it out to visit those that the mask needs."
         )
-    return degrees.ring if rounds is None else rounds
+    return tuple(range(rounds))

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from startrail_jax import blocks
+from startrail_jax.analysis.work import better_layout, shares
 from startrail_jax.blocks import tiled
+from startrail_jax.masks import Full, Pattern
 from startrail_jax.mesh import ROLES, Axis
 from startrail_jax.pieces import Pieces
 from startrail_jax.schedule import Schedule, ring_offsets, unit_cases
@@ -45,12 +47,28 @@ class Explanation:
     """Number of rounds of an inner cycle of a double ring; 1 for a single ring."""
     travels: str
     """Which side goes round the ring in the backward pass: "query" or "kv"."""
+    mask: Pattern
+    """The simplest mask for sequences of this length."""
+    busiest: float
+    """Work of the busiest device over the mean, in tiles; one visible in part counts half."""
+    better_layout: str | None
+    """Layout that shares the work much more evenly, if there is one."""
     num_nodes: int | None
     """Number of nodes of the mesh; None if it has no devices."""
     across: tuple[str, ...]
     """Roles of the mesh axes that go from node to node."""
     inside: tuple[str, ...]
     """Roles of the mesh axes that stay inside a node."""
+
+    @property
+    def advice(self) -> str | None:
+        """What to do about devices that wait for the busiest one; None for nothing."""
+        if self.better_layout is None:
+            return None
+        return (
+            f"mask {self.mask}: the busiest device has {self.busiest:.2f} times the mean of the "
+            f"work, and the others wait for it. Use {self.better_layout}."
+        )
 
     def __str__(self) -> str:
         lines = [f"on {self.platform}, backend {self.backend!r}: {_SERVES[self.backend]}"]
@@ -62,6 +80,11 @@ class Explanation:
             f"  {self.rounds} ring rounds{cycles} of {self.query_tokens} queries by "
             f"{self.key_tokens} keys; in the backward pass {self.travels} travels"
         )
+        if self.advice:
+            lines.append(f"  {self.advice}")
+        elif not isinstance(self.mask, Full):
+            busiest = f"the busiest device has {self.busiest:.2f} times the mean of the work"
+            lines.append(f"  mask {self.mask}: {busiest}")
         if self.num_nodes is not None and self.num_nodes > 1:
             across, inside = (", ".join(x) or "nothing" for x in (self.across, self.inside))
             lines.append(f"  {self.num_nodes} nodes: {across} across, {inside} inside")
@@ -96,12 +119,18 @@ def explain(
     )
     dense, cases = None, ()
     if choice.backend == "tiled":
-        dense = tiled.no_kernels(share.dtype, share.head_dim, share.value_head_dim)
+        dense = tiled.no_kernels(
+            share.dtype, share.head_dim, share.value_head_dim, schedule.softcap
+        )
     if choice.backend == "cudnn":
         cases = unit_cases(schedule, seq_len, kv_seq_len)
     num_nodes, across = nodes or (None, ())
     stays = (role for role in ROLES if axes[role].degree > 1 and role not in across)
+    better = better_layout(schedule, seq_len)
     return Explanation(
+        mask=schedule.pattern.within(seq_len),
+        busiest=float(shares(schedule, seq_len).max()),
+        better_layout=better and f"layout={better[0]!r}, where it has {better[1]:.2f}",
         num_nodes=num_nodes,
         across=across,
         inside=tuple(stays),

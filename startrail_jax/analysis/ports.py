@@ -183,8 +183,9 @@ def messages(
 
     Args:
         degrees: the degrees of the mesh.
-        transfers: the transfers of one or several passes, such as `Traffic.transfers`. If a window
-            lets a ring visit fewer rounds than it has places, they are taken for the first ones.
+        transfers: the transfers of one or several passes, such as `Traffic.transfers`. If a mask
+            lets a ring visit fewer rounds than it has places, and `communication` was told their
+            number only, they are taken for the first ones.
         algorithms: collective -> how it is divided into messages.
 
     Raises:

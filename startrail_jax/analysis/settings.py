@@ -10,6 +10,7 @@ from typing import Any
 
 from startrail_jax.errors import InputError
 from startrail_jax.layout import Layout
+from startrail_jax.masks import Pattern, resolve
 from startrail_jax.mesh import ROLES, SEQUENCE_ROLES, Degrees
 from startrail_jax.sizes import Sizes
 
@@ -73,7 +74,8 @@ def refusal(
     seq_len: int,
     heads: int,
     kv_heads: int,
-    causal: bool = True,
+    causal: bool | None = None,
+    mask: Pattern | None = None,
     key_len: int | None = None,
     layout: str | None = None,
 ) -> str | None:
@@ -85,14 +87,15 @@ def refusal(
         seq_len: number of query tokens of a sequence.
         heads: number of query heads.
         kv_heads: number of key and value heads.
-        causal: whether the attention is causal.
+        causal, mask: as for `Attention`.
         key_len: number of key tokens of a sequence in cross-attention; None for `seq_len`.
         layout: kind of the layout; None for the one that `Attention` takes by default.
 
     Raises:
-        ValueError: if there is no such layout.
+        ValueError: if there is no such layout, or if `causal` and `mask` contradict each other.
     """
-    placement = Layout.of(layout, degrees.sequence, causal=causal)
+    pattern = resolve(mask, causal=causal)
+    placement = Layout.of(layout, degrees.sequence, causal=pattern.grows)
     sizes = Sizes(
         batch=batch,
         query_tokens=seq_len,
@@ -106,7 +109,7 @@ def refusal(
         packed=False,
     )
     try:
-        sizes.check(degrees, causal=causal, layout=placement)
+        sizes.check(degrees, mask=pattern, layout=placement)
     except InputError as error:
         return str(error)
     return None

@@ -5,6 +5,7 @@ The steps are those of `startrail_jax.rings`. `startrail_jax.analysis.cost` adds
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -57,10 +58,10 @@ class Steps:
     """What `Sizes.share` gives for these degrees."""
     kv_heads: int
     """Key heads over all devices."""
-    causal: bool
-    """Whether the attention is causal."""
-    rounds: int
-    """Number of ring rounds that are visited."""
+    ordered: bool
+    """Whether there is a mask, so that key units are runs of consecutive ranks."""
+    offsets: tuple[int, ...]
+    """Ring distances that are visited, those of whole inner cycles, 0 first."""
     placement: Placement
     """Order of step 2: "permute_gather" (ours) or "gather_permute" (the paper)."""
     inner: int = 1
@@ -175,7 +176,7 @@ class Steps:
         if self.placement == "gather_permute":
             return team - 1, team if team > 1 else 0
         shards = self.degrees.sequence // self.degrees.head
-        return group - 1, int(self.causal and 1 < group < shards)
+        return group - 1, int(self.ordered and 1 < group < shards)
 
     def ring(self) -> list[Transfer]:
         """Step 3 of the forward pass: a key unit goes round."""
@@ -218,12 +219,13 @@ class Steps:
             home: whether these are gradients, which start in round 1, and whose last hop takes them
                 home.
         """
-        outer, inner = self.rounds // self.inner, self.inner
-        within = [(0, direction)] * (inner - 1) * outer
-        between = [(direction, 0)] * (outer - 1)
+        inner = self.inner
+        outer = [offset // inner for offset in self.offsets[::inner]]
+        within = [(0, direction)] * (inner - 1) * len(outer)
+        between = [(direction * (b - a), 0) for a, b in itertools.pairwise(outer)]
         if home and between:
             # From the last visit of the last inner cycle.
-            between = [*between[1:], (-direction * (outer - 1), direction if inner > 1 else 0)]
+            between = [*between[1:], (-direction * outer[-1], direction if inner > 1 else 0)]
         turns = []
         for name, hops in ((step, within), (f"outer {step}" if inner > 1 else step, between)):
             copies = len(hops) * members

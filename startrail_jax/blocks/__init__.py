@@ -96,12 +96,13 @@ class _ByPlatform:
         mask: Mask,
         scale: float,
         into: Partials = (),
+        softcap: float | None = None,
     ) -> Partials:
         """See `base.Block.forward`."""
 
         def attend(block: Block) -> Callable[..., Partials]:
             return lambda q, k, v, into: (
-                merge_precisely(block.forward(q, k, v, mask, scale, into)),
+                merge_precisely(block.forward(q, k, v, mask, scale, into, softcap)),
             )
 
         return lax.platform_dependent(
@@ -119,12 +120,13 @@ class _ByPlatform:
         mask: Mask,
         scale: float,
         into: tuple[Array | None, Array | None, Array | None] = (None, None, None),
+        softcap: float | None = None,
     ) -> tuple[Float[Array, "b t n h"], Float[Array, "b s k h"], Float[Array, "b s k v"]]:
         """See `base.Block.backward`."""
 
         def differentiate(block: Block) -> Callable[..., tuple[Array, ...]]:
             def gradients(q, k, v, lse, delta, dout, into):
-                grads = block.backward(q, k, v, lse, delta, dout, mask, scale, into)
+                grads = block.backward(q, k, v, lse, delta, dout, mask, scale, into, softcap)
                 return tuple(x.astype(jnp.float32) for x in grads)
 
             return gradients

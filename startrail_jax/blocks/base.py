@@ -11,6 +11,7 @@ from typing import Protocol, runtime_checkable
 from jaxtyping import Array, Float
 
 from startrail_jax.mask import Mask
+from startrail_jax.masks import Pattern
 from startrail_jax.shapes import KeyShard, LseShard, OutShard, QueryShard, ValueShard
 from startrail_jax.softmax import Partials
 
@@ -29,14 +30,14 @@ class Request:
     """Channels of a query or key head."""
     value_head_dim: int
     """Channels of a value head."""
-    causal: bool
-    """Whether the mask is causal."""
-    window: int | None
-    """Number of keys that a query sees; None for all."""
+    mask: Pattern
+    """Which position sees which; the simplest mask for the length of the sequence."""
     packed: bool
     """Whether there are segment ids."""
     num_cases: int
     """Number of sets of `Pieces` that the mask may be; 0 if it does not fall into pieces."""
+    softcap: float | None = None
+    """Cap of the logits; None for none."""
 
 
 @runtime_checkable
@@ -55,6 +56,7 @@ class Block(Protocol):
         mask: Mask,
         scale: float,
         into: Partials = (),
+        softcap: float | None = None,
     ) -> Partials:
         """Attends queries to the keys that they see: out = softmax(scale q k^T) v.
 
@@ -63,6 +65,7 @@ class Block(Protocol):
             mask: which keys each query sees.
             scale: factor of the logits.
             into: attentions of the same queries to other keys.
+            softcap: cap of the logits, see `softmax.cap_logits`; None for none.
 
         Returns:
             The attentions of `into` and of this block, merged as far as suits the backend, as
@@ -84,6 +87,7 @@ class Block(Protocol):
         mask: Mask,
         scale: float,
         into: tuple[Array | None, Array | None, Array | None] = (None, None, None),
+        softcap: float | None = None,
     ) -> tuple[Float[Array, "b t n h"], Float[Array, "b s k h"], Float[Array, "b s k v"]]:
         """What the visible pairs of this block contribute to the gradients dq, dk and dv.
 
@@ -98,6 +102,7 @@ class Block(Protocol):
             mask: which keys each query sees.
             scale: factor of the logits.
             into: float32 sums of dq, dk and dv to add to; None where there is none yet.
+            softcap: cap of the logits; ds is then also multiplied by its slope.
 
         Returns:
             dq, dk and dv. They are float32 where something was added, else in the dtype in which

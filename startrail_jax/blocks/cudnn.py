@@ -27,6 +27,7 @@ from jaxtyping import Array, Float
 from startrail_jax import softmax
 from startrail_jax.blocks.base import Request
 from startrail_jax.mask import Mask
+from startrail_jax.masks import Causal, Full
 from startrail_jax.pieces import Pieces
 from startrail_jax.shapes import EMPTY, KeyShard, LseShard, OutShard, QueryShard, ValueShard
 from startrail_jax.softmax import Partials, merge_partials, merge_precisely
@@ -61,11 +62,13 @@ def refusal(request: Request) -> str | None:
             f"head_dim must be a multiple of 8 of at most {widest} (256 from compute capability "
             f"9.0 on); got {request.head_dim}"
         )
-    if request.window is not None:
-        return f"its masks are full and causal; got window={request.window}"
+    if not isinstance(request.mask, (Full, Causal)):
+        return f"its masks are full and causal; got mask={request.mask}"
+    if request.softcap is not None:
+        return f"its kernels do not cap logits; got softcap={request.softcap}"
     if request.packed:
         return "its masks are full and causal; got segment_ids"
-    if request.causal and not 1 <= request.num_cases <= MAX_CASES:
+    if isinstance(request.mask, Causal) and not 1 <= request.num_cases <= MAX_CASES:
         return (
             f"causal units must meet in at most {MAX_CASES} sets of rectangles and squares; got "
             f"{request.num_cases or 'a striped layout'}"
@@ -74,9 +77,16 @@ def refusal(request: Request) -> str | None:
 
 
 def forward(
-    q: QueryShard, k: KeyShard, v: ValueShard, mask: Mask, scale: float, into: Partials = ()
+    q: QueryShard,
+    k: KeyShard,
+    v: ValueShard,
+    mask: Mask,
+    scale: float,
+    into: Partials = (),
+    softcap: float | None = None,
 ) -> Partials:
     """See `base.Block.forward`. Merges `into` once it has `MAX_PARTIALS` attentions."""
+    assert softcap is None, "refused"
     case, cases = _cases(mask, q, k)
     branches = [functools.partial(_forward, pieces, scale) for pieces in cases]
     if len(into) >= MAX_PARTIALS:
@@ -95,8 +105,10 @@ def backward(
     mask: Mask,
     scale: float,
     into: tuple[Array | None, Array | None, Array | None] = (None, None, None),
+    softcap: float | None = None,
 ) -> tuple[Float[Array, "b t n h"], Float[Array, "b s k h"], Float[Array, "b s k v"]]:
     """See `base.Block.backward`."""
+    assert softcap is None, "refused"
     out, dout = output_for(delta, dout)
     case, cases = _cases(mask, q, k)
     # Sums, of several calls or with `into`, stay in float32.

@@ -30,9 +30,10 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 from startrail_jax.blocks import cudnn
 from startrail_jax.blocks.base import Request
 from startrail_jax.mask import Mask
+from startrail_jax.masks import Full
 from startrail_jax.ordering import zeros_after
 from startrail_jax.shapes import EMPTY, KeyShard, LseShard, OutShard, QueryShard, ValueShard
-from startrail_jax.softmax import Partials, log_sum, merge_precisely
+from startrail_jax.softmax import Partials, cap_logits, log_sum, merge_precisely
 from startrail_jax.tiles import (
     Tiling,
     mask_logits,
@@ -53,7 +54,7 @@ FINE, LOGITS_BYTES = 1024, 2**28
 # What the kernel call for a tile asks of cuDNN.
 _KERNEL_CALL = Request(
     platform="cuda", capability=None, dtype="bfloat16", head_dim=64, value_head_dim=64,
-    causal=False, window=None, packed=False, num_cases=1,
+    mask=Full(), packed=False, num_cases=1,
 )  # fmt: skip
 
 
@@ -64,10 +65,10 @@ def refusal(request: Request) -> str | None:
     )
 
 
-def no_kernels(dtype: str, head_dim: int, value_head_dim: int) -> str | None:
+def no_kernels(dtype: str, head_dim: int, value_head_dim: int, softcap: float | None) -> str | None:
     """Why cuDNN serves no tile, so that all are dense; None if it does serve tiles."""
     head_dims = dict(head_dim=head_dim, value_head_dim=value_head_dim)
-    return cudnn.refusal(replace(_KERNEL_CALL, dtype=dtype, **head_dims))
+    return cudnn.refusal(replace(_KERNEL_CALL, dtype=dtype, softcap=softcap, **head_dims))
 
 
 def forward(
@@ -77,14 +78,15 @@ def forward(
     mask: Mask,
     scale: float,
     into: Partials = (),
+    softcap: float | None = None,
 ) -> Partials:
     """See `base.Block.forward`. Returns one triple (out, lse, low), in float32."""
-    lists = _pair_lists(mask, q, k, v)
+    lists = _pair_lists(mask, q, k, v, softcap)
 
     def visit(pair: _Pair, so_far: tuple[Array, ...]) -> tuple[Array, ...]:
         q_i, k_j, v_j = pair.queries(q), pair.keys(k), pair.keys(v)
         if pair.kind == "mixed":
-            here = _attend(q_i, k_j, v_j, scale, pair.visible(mask))
+            here = _attend(q_i, k_j, v_j, scale, pair.visible(mask), softcap)
         else:
             here = cudnn.attend(q_i, k_j, v_j, scale, pair.kind != "full")
         # Tokens are the second dimension of out, and the third of lse and low.
@@ -112,9 +114,10 @@ def backward(
     mask: Mask,
     scale: float,
     into: tuple[Array | None, Array | None, Array | None] = (None, None, None),
+    softcap: float | None = None,
 ) -> tuple[Float32[Array, "b t n h"], Float32[Array, "b s k h"], Float32[Array, "b s k v"]]:
     """See `base.Block.backward`."""
-    lists = _pair_lists(mask, q, k, v)
+    lists = _pair_lists(mask, q, k, v, softcap)
     # So that exp(logits - lse) is 0 in rows that see no key.
     lse = jnp.where(lse <= EMPTY, -EMPTY, lse)
     dout = dout.astype(q.dtype)
@@ -125,7 +128,7 @@ def backward(
         if pair.kind == "mixed":
             delta_i, dout_i = pair.queries(delta, 2), pair.queries(dout)
             visible = pair.visible(mask)
-            parts = _gradients(q_i, k_j, v_j, lse_i, delta_i, dout_i, scale, visible)
+            parts = _gradients(q_i, k_j, v_j, lse_i, delta_i, dout_i, scale, visible, softcap)
         else:
             out_i, dout_i = pair.queries(kernel_out), pair.queries(kernel_dout)
             causal = pair.kind != "full"
@@ -226,14 +229,16 @@ def _paste(x: Array, tile: Array, tiling: Tiling, i: Array, axis: int) -> Array:
     return flat.reshape(x.shape)
 
 
-def _pair_lists(mask: Mask, q: QueryShard, k: KeyShard, v: ValueShard) -> list[_PairList]:
+def _pair_lists(
+    mask: Mask, q: QueryShard, k: KeyShard, v: ValueShard, softcap: float | None
+) -> list[_PairList]:
     """All pairs of tiles that may hold something visible, each once, in a list for each kind."""
     coarse = tilings(mask, q.shape[1], k.shape[1])
     side = math.isqrt(LOGITS_BYTES // (4 * q.shape[0] * q.shape[2]))
     size = min(FINE, 2 ** (max(side, 1).bit_length() - 1))
     (fine_query, query_parent), (fine_key, key_parent) = (split_tiles(x, size) for x in coarse)
     fine = fine_query, fine_key
-    if no_kernels(q.dtype.name, q.shape[-1], v.shape[-1]):
+    if no_kernels(q.dtype.name, q.shape[-1], v.shape[-1], softcap):
         return [_PairList.of("mixed", *fine, visible_tiles(mask, *fine))]
     kinds = tile_kinds(mask, *coarse)
     mixed = kinds.pop("mixed", None)
@@ -260,12 +265,17 @@ def _never(lists: list[_PairList]) -> Bool[Array, ""]:
 
 
 def _attend(
-    q: QueryShard, k: KeyShard, v: ValueShard, scale: float, visible: Bool[Array, "#b #t #s"] | None
+    q: QueryShard,
+    k: KeyShard,
+    v: ValueShard,
+    scale: float,
+    visible: Bool[Array, "#b #t #s"] | None,
+    softcap: float | None = None,
 ) -> tuple[Float32[Array, "b t n v"], LseShard, LseShard]:
     """What `cudnn.attend` computes and low, but under any mask and with out in float32."""
     heads, dot = k.shape[2], _dot(q.dtype)
     k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
-    logits = dot("bkrh,bksh->bkrs", _rows(q, heads), k) * scale
+    logits, _ = cap_logits(dot("bkrh,bksh->bkrs", _rows(q, heads), k) * scale, softcap)
     logits = mask_logits(logits, visible, heads=heads, queries=q.shape[1])
     # Weights are at most this, a power of 2, so that sums of values near the greatest float32 do
     # not overflow. In float16 small weights would vanish, and no value is that great.
@@ -289,15 +299,17 @@ def _gradients(
     dout: OutShard,
     scale: float,
     visible: Bool[Array, "#b #t #s"] | None,
+    softcap: float | None = None,
 ) -> tuple[Float32[Array, "b t n h"], Float32[Array, "b s k h"], Float32[Array, "b s k v"]]:
     """What `cudnn.gradients` computes, but under any mask, for a given delta and in float32."""
     heads, dot = k.shape[2], _dot(q.dtype)
     rows, dout, k, v = _rows(q, heads), _rows(dout, heads), k.swapaxes(1, 2), v.swapaxes(1, 2)
     lse, delta = (rearrange(x, "b (k g) t -> b k (g t) 1", k=heads) for x in (lse, delta))
-    logits = dot("bkrh,bksh->bkrs", rows, k) * scale
+    logits, slope = cap_logits(dot("bkrh,bksh->bkrs", rows, k) * scale, softcap)
     logits = mask_logits(logits, visible, heads=heads, queries=q.shape[1])
     p = jnp.exp(logits - lse)
-    ds = (p * (dot("bkrv,bksv->bkrs", dout, v) - delta) * scale).astype(q.dtype)
+    ds = p * (dot("bkrv,bksv->bkrs", dout, v) - delta) * scale
+    ds = (ds if slope is None else ds * slope).astype(q.dtype)
     dq = rearrange(dot("bkrs,bksh->bkrh", ds, k), "b k (g t) h -> b t (k g) h", t=q.shape[1])
     dk, dv = dot("bkrs,bkrh->bksh", ds, rows), dot("bkrs,bkrv->bksv", p.astype(v.dtype), dout)
     return dq, dk.swapaxes(1, 2), dv.swapaxes(1, 2)

@@ -23,7 +23,7 @@ from startrail_jax.blocks.base import Request
 from startrail_jax.mask import Mask
 from startrail_jax.ordering import zeros_after
 from startrail_jax.shapes import EMPTY, KeyShard, LseShard, OutShard, QueryShard, ValueShard
-from startrail_jax.softmax import Partials, log_sum, merge_precisely
+from startrail_jax.softmax import Partials, cap_logits, log_sum, merge_precisely
 from startrail_jax.tiles import Tiling, mask_logits, visible_in_tiles, visible_tiles
 
 # Rows (queries times heads that share a key head) and columns (keys) of one tile of logits.
@@ -42,6 +42,7 @@ def forward(
     mask: Mask,
     scale: float,
     into: Partials = (),
+    softcap: float | None = None,
 ) -> Partials:
     """See `base.Block.forward`. Returns one triple (out, lse, low), in float32."""
     tiles = _Tiles.of(mask, q, k)
@@ -62,7 +63,8 @@ def forward(
 
         def key_tile(j: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
             out, total, highest = carry
-            logits = tiles.masked(dot("zrh,zsh->zrs", q_i, tiles.columns(k, j)) * scale, i, j)
+            logits = dot("zrh,zsh->zrs", q_i, tiles.columns(k, j)) * scale
+            logits = tiles.masked(cap_logits(logits, softcap)[0], i, j)
             new = jnp.maximum(highest, logits.max(-1))
             p, decay = jnp.exp(logits - new[..., None]) * unit, jnp.exp(highest - new)
             out = out * decay[..., None] + dot("zrs,zsv->zrv", p, tiles.columns(v, j))
@@ -91,6 +93,7 @@ def backward(
     mask: Mask,
     scale: float,
     into: tuple[Array | None, Array | None, Array | None] = (None, None, None),
+    softcap: float | None = None,
 ) -> tuple[Float32[Array, "b t n h"], Float32[Array, "b s k h"], Float32[Array, "b s k v"]]:
     """See `base.Block.backward`."""
     tiles = _Tiles.of(mask, q, k)
@@ -105,10 +108,11 @@ def backward(
             q_i, dout_i = tiles.rows(q, i), tiles.rows(dout, i)
             lse_i, delta_i = tiles.stats(lse, i), tiles.stats(delta, i)
             # Keys by queries: with this order, only one of the five products has to transpose.
-            logits = dot("zsh,zrh->zsr", k_j, q_i) * scale
+            logits, slope = cap_logits(dot("zsh,zrh->zsr", k_j, q_i) * scale, softcap)
             logits = tiles.masked(logits, i, j, keys_first=True)
             p = jnp.exp(logits - lse_i[:, None])
             ds = p * (dot("zsv,zrv->zsr", v_j, dout_i) - delta_i[:, None]) * scale
+            ds = ds if slope is None else ds * slope
             dq = tiles.put_rows(dq, tiles.rows(dq, i) + dot("zsr,zsh->zrh", ds, k_j), i)
             dk_j = dk_j + dot("zsr,zrh->zsh", ds, q_i)
             dv_j = dv_j + dot("zsr,zrv->zsv", p, dout_i)

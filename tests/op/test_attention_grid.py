@@ -13,6 +13,7 @@ from hypothesis import strategies as hst
 from attention_cases import (
     HEADS,
     MASKS,
+    PATTERNS,
     Case,
     check,
     covering,
@@ -90,6 +91,8 @@ KINDS_OF_MASKS = {
     "window": ("packed_window", "window"),
     "segments": ("packed", "padding"),
     "cross": ("cross",),
+    # Each of them in some row, and packed in some.
+    "pattern": tuple(f"packed {name}" if i % 3 == 1 else name for i, name in enumerate(PATTERNS)),
 }
 
 
@@ -145,6 +148,34 @@ SMALL_TILES = {"TILE_ROWS": 24, "TILE_COLUMNS": 10}
 
 @pytest.mark.parametrize("case", FLOAT32, ids=str)
 def test_attention_float32_matches_oracle(case):
+    with mock.patch.multiple(xla, **SMALL_TILES):
+        check(case)
+
+
+# Every mask, over the schemes that send things in different ways.
+MASKED = [
+    Case(
+        degrees=degrees,
+        mask=f"packed {name}" if seed % 3 == 0 else name,
+        layout=layout,
+        backward=backward,
+        heads="grouped",
+        seed=seed,
+    )
+    for seed, (name, degrees, layout, backward) in enumerate(
+        zip(
+            PATTERNS,
+            cycle((Degrees(ring=4), Degrees(group=2, team=2), Degrees(ring=2, team=2), Degrees())),
+            cycle(("contiguous", "zigzag", None, "striped", None)),
+            cycle(("query", "kv")),
+            strict=False,
+        )
+    )
+]
+
+
+@pytest.mark.parametrize("case", MASKED, ids=str)
+def test_attention_under_every_mask_matches_oracle(case):
     with mock.patch.multiple(xla, **SMALL_TILES):
         check(case)
 

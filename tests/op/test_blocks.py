@@ -14,6 +14,7 @@ from startrail_jax import blocks
 from startrail_jax.blocks import tiled, xla
 from startrail_jax.layout import Layout
 from startrail_jax.mask import Mask
+from startrail_jax.masks import Causal, Window
 from startrail_jax.shapes import EMPTY
 from startrail_jax.softmax import merge_partials
 from startrail_jax.tiles import visible_tiles
@@ -68,12 +69,12 @@ def masks(length):
     runs = Layout("contiguous", 1).unit_positions(length, 1, 0)
     ids = np.sort(np.random.default_rng(1).integers(-1, 3, (BATCH, length)), axis=1)
     ids = np.roll(ids, 5, axis=1).astype(np.int32)
-    causal = functools.partial(Mask, causal=True, query_runs=runs, key_runs=runs)
+    causal = functools.partial(Mask, Causal(), query_runs=runs, key_runs=runs)
     segments = dict(query_segments=jnp.asarray(ids), key_segments=jnp.asarray(ids))
     return {
         "full": (Mask(), {}),
         "causal": (causal(), dict(causal=True)),
-        "window": (causal(window=11), dict(causal=True, window=11)),
+        "window": (Mask(Window(10, 0), runs, runs), dict(causal=True, window=11)),
         "segments": (Mask(**segments), dict(segment_ids=ids)),
         "causal segments": (causal(**segments), dict(causal=True, segment_ids=ids)),
     }
@@ -158,7 +159,7 @@ def test_wholly_masked_tiles_are_never_visited(small_tiles):
     mask, _ = masks(length)["causal"]
     ids = (jnp.arange(length) // document)[None].repeat(BATCH, 0).astype(jnp.int32)
     mask = Mask(
-        causal=True, query_runs=mask.query_runs, key_runs=mask.key_runs,
+        Causal(), query_runs=mask.query_runs, key_runs=mask.key_runs,
         query_segments=ids, key_segments=ids,
     )  # fmt: skip
     q, k, v, dout = random_block(length, length, HEADS)

@@ -20,6 +20,7 @@ from startrail_jax.blocks import cudnn
 from startrail_jax.blocks.base import Request
 from startrail_jax.layout import Layout
 from startrail_jax.mask import Mask
+from startrail_jax.masks import Causal, Window
 from startrail_jax.pieces import pieces_by_offset
 from startrail_jax.softmax import merge_partials
 
@@ -117,7 +118,7 @@ def test_pieces_hold_every_visible_pair_once(kind, degree):
         ]
         offsets = tuple(key.starts[0] - query.starts[0] for query, key in pairs)
         for query, key in pairs:
-            mask = Mask(causal=True, query_runs=query, key_runs=key, offsets=offsets)
+            mask = Mask(Causal(), query_runs=query, key_runs=key, offsets=offsets)
             index, cases = mask.cases()
             seen = np.zeros((len(mask.query_positions), len(mask.key_positions)), int)
             for start, stop, keys in cases[int(index)].rectangles:
@@ -213,7 +214,7 @@ def test_vmap_calls_the_kernel_for_each():
 
 REQUEST = dict(
     platform="cuda", capability=(8, 0), dtype="bfloat16", head_dim=128, value_head_dim=128,
-    causal=True, window=None, packed=False, num_cases=3,
+    mask=Causal(), packed=False, num_cases=3,
 )  # fmt: skip
 
 
@@ -230,7 +231,7 @@ REQUEST = dict(
             dict(head_dim=264, value_head_dim=264, capability=(9, 0)),
             "multiple of 8 of at most 256 .*; got 264",
         ),
-        (dict(window=5), "full and causal; got window=5"),
+        (dict(mask=Window(4, 0)), r"full and causal; got mask=Window\(left=4, right=0\)"),
         (dict(packed=True), "full and causal; got segment_ids"),
         (dict(num_cases=65), "at most 64 sets .*; got 65"),
         (dict(num_cases=0), "at most 64 sets .*; got a striped layout"),

@@ -13,10 +13,12 @@ from jax.sharding import PartitionSpec as P
 
 import fake_cudnn
 import oracle
+from attention_cases import DENSE, PATTERNS
 from startrail_jax.blocks import tiled
 from startrail_jax.blocks.base import Request
 from startrail_jax.layout import Layout
 from startrail_jax.mask import Mask
+from startrail_jax.masks import Causal, Window, resolve
 from startrail_jax.shapes import EMPTY
 from startrail_jax.softmax import merge_partials
 from startrail_jax.tiles import Tiling, split_tiles
@@ -40,6 +42,8 @@ class Case:
     seq_len: int = 48
     causal: bool = True
     window: int | None = None
+    rule: str | None = None
+    """Name of another mask."""
     packed: bool = False
     kv_heads: int = 2
     coarse: int = 12
@@ -68,7 +72,9 @@ class Case:
         queries, keys = self.positions()
         if self.causal:
             runs = dict(query_runs=self.runs(self.query), key_runs=self.runs(self.key))
-            mask = Mask(causal=True, window=self.window, **runs)
+            pattern = PATTERNS[self.rule] if self.rule else None
+            window = self.window
+            mask = Mask(pattern or resolve(None, causal=True, window=window), **runs)
         if not self.packed:
             return mask
         ids = jnp.asarray(self.documents())
@@ -80,6 +86,8 @@ class Case:
         ids = self.documents()
         key_ids = np.full_like(ids, -1)
         key_ids[:, self.positions()[1]] = ids[:, self.positions()[1]]
+        if self.rule:
+            return dict(rule=DENSE[self.rule], segment_ids=(ids, key_ids))
         return dict(causal=self.causal, window=self.window, segment_ids=(ids, key_ids))
 
     def visible(self):
@@ -94,6 +102,11 @@ striped = functools.partial(Case, "striped", 4, seq_len=192)
 CASES = {
     "full": Case(causal=False, seq_len=24),
     "window below a fine tile": Case(window=2),
+    # A tile size that the right edge of the window does not lie on, as it could be a triangle.
+    "window to both sides": Case(rule="two_sided", fine=4),
+    "prefix": Case(rule="prefix"),
+    "frames, packed": Case(rule="block_causal", packed=True),
+    "chunks, zigzag": zigzag(query=(2, 1), key=(2, 1), rule="causal_chunked"),
     "documents": Case(causal=False, packed=True, kv_heads=1),
     "causal documents": Case(packed=True),
     "windowed documents": Case(packed=True, window=17, kv_heads=6),
@@ -313,7 +326,7 @@ def test_tiled_inside_shard_map_with_each_device_at_its_own_tiles(kernels, monke
     def body(q, k, v, dout, ids, key_ids):
         rank = jax.lax.axis_index("ring")
         runs = [layout.unit_positions(seq_len, 1, index) for index in (rank, rank ^ 1)]
-        return both_passes(Mask(True, None, *runs, ids, key_ids), q, k, v, dout)
+        return both_passes(Mask(Causal(), *runs, ids, key_ids), q, k, v, dout)
 
     mesh = jax.make_mesh((4,), ("ring",), axis_types=(AxisType.Auto,))
     tokens = P(None, "ring")
@@ -354,7 +367,7 @@ def test_memory_is_a_tile_of_logits_and_not_the_square(pass_, monkeypatch):
 
 def test_every_request_is_served_on_gpus_with_cudnn():
     usual = dict(
-        capability=(8, 0), dtype="float32", head_dim=5, value_head_dim=7, causal=True, window=3,
+        capability=(8, 0), dtype="float32", head_dim=5, value_head_dim=7, mask=Window(2, 0),
         packed=True, num_cases=0,
     )  # fmt: skip
     assert tiled.refusal(Request(platform="cuda", **usual)) is None

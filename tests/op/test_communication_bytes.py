@@ -32,7 +32,8 @@ class Setting:
     degrees: st.Degrees
     heads: int = 2
     kv_heads: int = 2
-    causal: bool = True
+    causal: bool | None = None
+    mask: st.masks.Pattern | None = None
     placement: str = "permute_gather"
     combine: str = "merge"
     backward: str = "auto"
@@ -57,7 +58,7 @@ class Setting:
 
     @functools.cached_property
     def attention(self):
-        names = ("causal", "placement", "combine", "backward", "layout", "window")
+        names = ("causal", "mask", "placement", "combine", "backward", "layout", "window")
         names += ("inner", "keep_gathered", "gradient_dtype")
         return st.Attention(
             st.make_mesh(self.degrees, "explicit", jax.devices()[: self.degrees.num_devices]),
@@ -66,12 +67,13 @@ class Setting:
 
     def expected(self, **nodes):
         names = ("batch", "seq_len", "heads", "kv_heads", "head_dim", "value_head_dim")
-        names += ("causal", "placement", "combine", "backward", "packed")
+        names += ("placement", "combine", "backward", "packed")
         names += ("inner", "keep_gathered", "gradient_dtype")
         return st.communication(
             self.degrees,
             dtype="float32",
-            rounds=self.attention.num_rounds(self.seq_len),
+            mask=self.attention.pattern,
+            layout=self.attention.layout,
             key_len=self.key_len if self.cross else None,
             **{name: getattr(self, name) for name in names},
             **nodes,
@@ -188,6 +190,11 @@ MIXED = {
     "double ring, window": Setting(
         degrees=D(ring=8), inner=2, layout="contiguous", window=5, **QUERY
     ),
+    # Masks that need rounds at both ends of the ring.
+    "both sides": Setting(
+        degrees=D(ring=8), layout="contiguous", mask=st.masks.Window(3, 1), **QUERY
+    ),
+    "chunks, double ring": Setting(degrees=D(ring=8), inner=2, mask=st.masks.Chunked(6), **KV),
     # Units that are kept, gradients that travel in bfloat16.
     "kept": Setting(degrees=D(group=2, ring=2, team=2, head=2), packed=True, **GQA, **KEPT),
     "kept, published": Setting(degrees=D.startrail(8, c=2), **PAPER, **KEPT),
@@ -238,7 +245,7 @@ def test_forward_and_backward_receive_the_closed_form(setting):
 
 def test_window_visits_fewer_rounds():
     """Otherwise the settings with a window would show nothing."""
-    for name in ("window", "window, 16"):
+    for name in ("window", "window, 16", "both sides", "chunks, double ring"):
         setting = SETTINGS[name]
         assert setting.attention.num_rounds(setting.seq_len) < setting.degrees.ring
 

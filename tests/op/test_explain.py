@@ -1,10 +1,14 @@
 """What `Attention.explain` says is what runs, and why."""
 
 import jax
+import numpy as np
 import pytest
 
 import startrail_jax as st
+from startrail_jax.analysis.work import shares
+from startrail_jax.errors import BalanceWarning
 from startrail_jax.mask import Mask
+from startrail_jax.masks import Causal, Window
 from startrail_jax.pieces import Pieces
 
 pytestmark = pytest.mark.quick
@@ -43,11 +47,11 @@ def test_the_mesh_is_the_default_and_every_better_backend_says_why_not():
 @pytest.mark.parametrize(
     ("options", "sizes", "refusal", "dense"),
     [
-        (dict(window=100), {}, "window=100", None),
+        (dict(window=100), {}, r"mask=Window(left=99, right=0)", None),
         ({}, dict(packed=True), "segment_ids", None),
         (dict(layout="striped"), {}, "striped layout", None),
         ({}, dict(dtype="float32"), "got float32", "got float32"),
-        (dict(window=100), dict(head_dim=192), "window=100", "at most 128"),
+        (dict(window=100), dict(head_dim=192), "mask=Window", "at most 128"),
     ],
 )
 def test_other_requests_go_to_tiles_which_say_where_they_are_dense(options, sizes, refusal, dense):
@@ -63,8 +67,31 @@ def test_a_window_that_hides_nothing_is_no_window():
     assert wide.num_rounds(4096) == 4
     mask = wide.schedule.mask(4096, (0, 0, 0))
     assert isinstance(mask, Mask)
-    assert mask.window is None
-    assert wide.schedule.mask(8192, (0, 0, 0)).window == 4096
+    assert mask.pattern == Causal()
+    assert wide.schedule.mask(8192, (0, 0, 0)).pattern == Window(4095, 0)
+
+
+def test_a_layout_that_balances_badly_is_named_once():
+    plain = attention(st.Degrees(ring=4), layout="contiguous")
+    with pytest.warns(BalanceWarning, match=r"busiest device has 1\.75 times .*layout='zigzag'"):
+        explanation = plain.explain(**SIZES)
+    assert explanation.advice in str(explanation)
+    # Warnings are errors here.
+    plain.explain(**SIZES)
+    np.testing.assert_allclose(shares(plain.schedule, 4096).ravel(), [0.25, 0.75, 1.25, 1.75])
+
+    chunked = dict(mask=st.masks.Chunked(512) & st.masks.Causal())
+    for options in ({}, dict(causal=False), dict(window=100), chunked):
+        explanation = attention(st.Degrees(ring=4), **options).explain(**SIZES)
+        assert explanation.better_layout is None
+        assert explanation.busiest == pytest.approx(1, abs=0.05)
+
+
+def test_a_mask_is_named_with_its_rounds():
+    window = attention(st.Degrees(ring=8), mask=st.masks.Window(512, 512))
+    explanation = window.explain(**SIZES)
+    assert explanation.rounds == 3
+    assert "mask Window(left=512, right=512): the busiest device has 1." in str(explanation)
 
 
 def test_an_abstract_mesh_says_what_cuda_takes():

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from startrail_jax.layout import KINDS, Layout
-from startrail_jax.mask import Mask, runs_meet
+from startrail_jax.mask import Mask
+from startrail_jax.masks import resolve
 from startrail_jax.tiles import Tiling, visible_tiles
 
 pytestmark = pytest.mark.quick
@@ -41,7 +42,8 @@ def unit_pairs(layout, seq_len, sizes):
 def test_visible_tiles_are_exactly_those_with_a_visible_pair(kind, window):
     layout, seq_len = Layout(kind, 6), 6 * 14
     for query, key, query_positions, key_positions in unit_pairs(layout, seq_len, (2, 3)):
-        mask = Mask(causal=True, window=window, query_runs=query, key_runs=key)
+        pattern = resolve(None, causal=True, window=window)
+        mask = Mask(pattern, query_runs=query, key_runs=key)
         rows = Tiling.of(len(query_positions), len(query.starts), 5)
         columns = Tiling.of(len(key_positions), len(key.starts), 4)
         seen = key_positions <= query_positions[:, None]
@@ -71,12 +73,13 @@ def test_visible_tiles_of_packed_documents_leave_out_other_documents_and_padding
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("window", [1, 5, 20])
-def test_runs_meet_is_brute_force(kind, window):
+def test_units_meet_is_brute_force(kind, window):
     layout, seq_len = Layout(kind, 4), 48
     for query, key, query_positions, key_positions in unit_pairs(layout, seq_len, (2, 1)):
         distance = query_positions[:, None] - key_positions
         expected = ((distance >= 0) & (distance < window)).any()
+        meet = resolve(None, causal=True, window=window).meet(query, key)
         if kind == "striped":
-            assert runs_meet(query, key, window) >= expected
+            assert meet >= expected
         else:
-            assert runs_meet(query, key, window) == expected
+            assert meet == expected

@@ -54,6 +54,11 @@ EXACT = {
         {"axis_type": "auto"},
         {"packed": True, "dtype": "bfloat16"},
     ),
+    "mask": (
+        st.Degrees(ring=2),
+        {"mask": st.masks.Prefix(5), "softcap": 2.0, "layout": "contiguous"},
+        {"packed": True},
+    ),
     "tensor": (st.Degrees(ring=2, tensor=2), {"window": 5, "scale": 0.7, "layout": "striped"}, {}),
     "cross": (
         st.Degrees(group=2),

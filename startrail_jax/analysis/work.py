@@ -1,0 +1,117 @@
+"""How much attention a mask leaves to compute, and how evenly the devices share it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import jax
+import numpy as np
+
+from startrail_jax.layout import Layout, Runs, Span
+from startrail_jax.masks import Full, Pattern
+from startrail_jax.schedule import Schedule, ring_offsets
+
+# Tokens of the tiles in which `visible_pairs` looks at every pair, and how many it takes at once.
+_LEAF, _AT_ONCE = 32, 2**12
+# Questions that `shares` may ask. More of them cut units into finer tiles.
+_QUESTIONS = 2**22
+# Kernels serve whole runs of tokens best, so stripes are named last.
+_PREFERENCE = ("contiguous", "zigzag", "striped")
+# A device with this share of the mean keeps the others waiting. A layout is worth naming if the
+# share is smaller by this factor.
+BUSY, WORTH_NAMING = 1.2, 1.1
+
+
+def visible_pairs(mask: Pattern, seq_len: int) -> int:
+    """Number of (query, key) pairs of one sequence that a mask shows.
+
+    Attention takes 4 * head_dim FLOPs for each pair and head forward, and 10 * head_dim backward.
+
+    Args:
+        mask: a mask of `startrail_jax.masks`.
+        seq_len: tokens of the sequence. The time that this takes grows with it, and under a `Rule`
+            without bounds with its square.
+    """
+    size = _LEAF * 2 ** max(math.ceil(math.log2(seq_len / _LEAF)), 0)
+    tiles, total = np.zeros((2, 1), int), 0
+    while True:
+        first, last = tiles, np.minimum(tiles + size, seq_len) - 1
+        query, key = (Span(first[i], last[i]) for i in (0, 1))
+        with jax.ensure_compile_time_eval():
+            answers = (mask.some(query, key), mask.every(query, key))
+            some, every = (np.broadcast_to(np.asarray(x, bool), first[0].shape) for x in answers)
+        rows, columns = last - first + 1
+        total += int((rows * columns)[every].sum())
+        tiles = tiles[:, some & ~every]
+        if size == _LEAF or tiles.shape[1] == 0:
+            break
+        size //= 2
+        halves = np.array(list(itertools.product((0, size), repeat=2))).T
+        tiles = (tiles[:, :, None] + halves[:, None]).reshape(2, -1)
+        tiles = tiles[:, (tiles < seq_len).all(0)]
+    for start in range(0, tiles.shape[1], _AT_ONCE):
+        query, key = (x[:, None] + np.arange(_LEAF) for x in tiles[:, start : start + _AT_ONCE])
+        query, key = query[:, :, None], key[:, None, :]
+        with jax.ensure_compile_time_eval():
+            seen = np.asarray(mask.visible(query.astype(np.int32), key.astype(np.int32)), bool)
+        total += int((seen & (query < seq_len) & (key < seq_len)).sum())
+    return total
+
+
+def shares(schedule: Schedule, seq_len: int) -> np.ndarray:
+    """The work of each device over the mean, [group, ring, team].
+
+    Units are cut into tiles; one that is visible in part counts half.
+
+    Args:
+        schedule: the schedule.
+        seq_len: tokens of the whole sequence.
+    """
+    pattern, offsets = schedule.pattern.within(seq_len), ring_offsets(schedule, seq_len)
+    units = schedule.units_that_meet(offsets)
+    if isinstance(pattern, Full):
+        return np.ones(units[0].shape[1:])
+    place = schedule.layout.unit_positions
+    ranks = schedule.query_ranks, schedule.key_ranks
+    query, key = (place(seq_len, n, index) for n, index in zip(ranks, units, strict=True))
+    questions = units[0].size * len(query.starts) * len(key.starts)
+    parts = max(math.isqrt(_QUESTIONS // questions), 1)
+    work = np.zeros(units[0].shape)
+    for (area, a), (width, b) in itertools.product(_cut(query, parts), _cut(key, parts)):
+        with jax.ensure_compile_time_eval():
+            some, every = (np.asarray(x, float) for x in (pattern.some(a, b), pattern.every(a, b)))
+        work += area * width * (some + every) / 2
+    work = work.sum(0)
+    return work / work.mean() if work.any() else np.ones(work.shape)
+
+
+def _cut(runs: Runs, parts: int) -> list[tuple[int, Span]]:
+    """Each run cut into at most `parts` parts: tokens, and first and last position."""
+    ends = np.unique(np.linspace(0, runs.length, min(parts, runs.length, 64) + 1).astype(int))
+    place = lambda i: i // runs.block * runs.stride + i % runs.block  # noqa: E731
+    return [
+        (int(stop - start), Span(begin + place(int(start)), begin + place(int(stop) - 1)))
+        for begin in runs.starts
+        for start, stop in itertools.pairwise(ends)
+    ]
+
+
+def better_layout(schedule: Schedule, seq_len: int) -> tuple[str, float] | None:
+    """The layout that shares the work most evenly, if that is much more evenly, and its share.
+
+    Args:
+        schedule: the schedule.
+        seq_len: tokens of the whole sequence.
+    """
+    busiest = shares(schedule, seq_len).max()
+    if busiest < BUSY:
+        return None
+    found = {
+        layout.kind: float(shares(replace(schedule, layout=layout), seq_len).max())
+        for layout in (Layout(kind, schedule.layout.degree) for kind in _PREFERENCE)
+        if seq_len % layout.multiple == 0
+    }
+    best = min(found, key=lambda kind: round(found[kind], 1))
+    return (best, found[best]) if found[best] * WORTH_NAMING < busiest else None

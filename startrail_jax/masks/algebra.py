@@ -1,0 +1,339 @@
+"""What every mask can do, what masks combine to, and the masks that windows are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from startrail_jax.errors import InputError
+from startrail_jax.layout import Runs, Span
+
+
+class Pattern:
+    """What every mask of this module can do; `a & b` and `a | b` are masks too.
+
+    The methods are static arithmetic: they take integers, NumPy arrays or traced arrays, of shapes
+    that broadcast, and answer element by element.
+    """
+
+    causal: bool = False
+    """Whether no query sees a later key."""
+    grows: bool = False
+    """Whether late queries see more keys than early ones, so that zigzag order balances them."""
+
+    def visible(self, query: Any, key: Any) -> Any:
+        """Whether the query at one position sees the key at another."""
+        raise NotImplementedError
+
+    def some(self, query: Span, key: Span) -> Any:
+        """Whether some query of one span may see some key of another; False is certain."""
+        raise NotImplementedError
+
+    def every(self, query: Span, key: Span) -> Any:
+        """Whether every query of one span sees every key of another; True is certain."""
+        raise NotImplementedError
+
+    def triangle(self, query: Span, key: Span) -> Any:
+        """Whether a query of one span sees just the keys of another that are no later than it.
+
+        True is certain. Kernels for causal masks then serve the two.
+        """
+        return False
+
+    def within(self, seq_len: int) -> Pattern:
+        """The simplest mask that is the same for sequences of that many tokens."""
+        return self
+
+    def check(self, seq_len: int) -> None:
+        """Raises unless the mask makes sense for sequences of that many tokens.
+
+        Raises:
+            ValueError: if it names positions that they do not have, or hides every key.
+        """
+        self._check_positions(seq_len)
+        whole = Span(0, seq_len - 1)
+        if not _concrete(self.some, whole, whole).any():
+            raise InputError(
+                f"A mask must show some key to some query; got mask={self}, which hides every key "
+                f"of seq_len={seq_len}. Correct the mask."
+            )
+
+    def _check_positions(self, seq_len: int) -> None:
+        pass
+
+    def kind(self, query: Runs, key: Runs) -> str:
+        """Says what is visible between two runs of positions.
+
+        Returns:
+            "empty", "full" or "partial". The first two are certain. The last may be said of stripes
+            and of combined masks that are one of the others.
+        """
+        if not self.meet(query, key).any():
+            return "empty"
+        pairs = [(a, b) for a in query.spans for b in key.spans]
+        return "full" if all(_concrete(self.every, *pair).all() for pair in pairs) else "partial"
+
+    def meet(self, query: Runs, key: Runs) -> Any:
+        """Whether some query of one unit may see some key of another; False is certain.
+
+        Args:
+            query, key: runs whose starts are integers, or NumPy arrays that broadcast.
+        """
+        pairs = [(a, b) for a in query.spans for b in key.spans]
+        return np.any(np.stack([_concrete(self.some, *pair) for pair in pairs]), axis=0)
+
+    def __and__(self, other: Pattern) -> Pattern:
+        if not isinstance(other, Pattern):
+            return NotImplemented
+        if self == other or isinstance(other, Full):
+            return self
+        if isinstance(self, Full):
+            return other
+        mine, its = _reach(self), _reach(other)
+        if mine and its:
+            return _band(*map(_least, mine, its))
+        return Both(self, other)
+
+    def __or__(self, other: Pattern) -> Pattern:
+        if not isinstance(other, Pattern):
+            return NotImplemented
+        if self == other or isinstance(self, Full):
+            return self
+        return other if isinstance(other, Full) else Either(self, other)
+
+
+@dataclass(frozen=True)
+class Full(Pattern):
+    """Every query sees every key. Only this mask serves queries and keys of different lengths."""
+
+    def visible(self, query: Any, key: Any) -> Any:
+        """See `Pattern.visible`."""
+        return (query == query) & (key == key)
+
+    def some(self, query: Span, key: Span) -> Any:
+        """See `Pattern.some`."""
+        return True
+
+    def every(self, query: Span, key: Span) -> Any:
+        """See `Pattern.every`."""
+        return True
+
+
+@dataclass(frozen=True)
+class Causal(Pattern):
+    """A query sees the keys at its own position and before."""
+
+    causal = True
+    grows = True
+
+    def visible(self, query: Any, key: Any) -> Any:
+        """See `Pattern.visible`."""
+        return key <= query
+
+    def some(self, query: Span, key: Span) -> Any:
+        """See `Pattern.some`."""
+        return key.first <= query.last
+
+    def every(self, query: Span, key: Span) -> Any:
+        """See `Pattern.every`."""
+        return key.last <= query.first
+
+    def triangle(self, query: Span, key: Span) -> Any:
+        """See `Pattern.triangle`."""
+        return True
+
+
+@dataclass(frozen=True)
+class Window(Pattern):
+    """A query sees its own position, `left` keys before it and `right` keys after it.
+
+    `Attention(mesh, window=w)` is `Window(w - 1, 0)`, as it counts the key at the own position.
+
+    Raises:
+        ValueError: if a number is neither None nor an integer of at least 0.
+    """
+
+    left: int | None
+    """Number of keys before the query that it sees; None for all."""
+    right: int | None
+    """Number of keys after the query that it sees; None for all."""
+
+    def __post_init__(self) -> None:
+        for name, value in (("left", self.left), ("right", self.right)):
+            if value is not None:
+                check_number("Window", name, value, least=0)
+
+    @property
+    def causal(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether no query sees a later key."""
+        return self.right == 0
+
+    @property
+    def grows(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """True of causal windows: the first queries see fewer keys, and zigzag is their default."""
+        return self.right is not None and (self.left is None or self.left > self.right)
+
+    def visible(self, query: Any, key: Any) -> Any:
+        """See `Pattern.visible`."""
+        seen = True if self.right is None else key <= _add(query, self.right)
+        return seen if self.left is None else seen & (key > query - (self.left + 1))
+
+    def some(self, query: Span, key: Span) -> Any:
+        """See `Pattern.some`."""
+        seen = True if self.right is None else key.first <= _add(query.last, self.right)
+        return seen if self.left is None else seen & (key.last > query.first - (self.left + 1))
+
+    def every(self, query: Span, key: Span) -> Any:
+        """See `Pattern.every`."""
+        seen = True if self.right is None else key.last <= _add(query.first, self.right)
+        return seen if self.left is None else seen & (key.first > query.last - (self.left + 1))
+
+    def triangle(self, query: Span, key: Span) -> Any:
+        """See `Pattern.triangle`."""
+        if self.right != 0 or self.left is None:
+            return self.right == 0
+        return key.first > query.last - (self.left + 1)
+
+    def within(self, seq_len: int) -> Pattern:
+        """See `Pattern.within`."""
+        sides = (self.left, self.right)
+        return _band(*(None if x is None or x >= seq_len - 1 else x for x in sides))
+
+
+@dataclass(frozen=True)
+class Both(Pattern):
+    """What both of two masks show: `first & second`."""
+
+    first: Pattern
+    second: Pattern
+
+    @property
+    def causal(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether no query sees a later key."""
+        return self.first.causal or self.second.causal
+
+    @property
+    def grows(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether zigzag order is the default: if it is that of one of the two."""
+        return self.first.grows or self.second.grows
+
+    def visible(self, query: Any, key: Any) -> Any:
+        """See `Pattern.visible`."""
+        return self.first.visible(query, key) & self.second.visible(query, key)
+
+    def some(self, query: Span, key: Span) -> Any:
+        """See `Pattern.some`."""
+        return self.first.some(query, key) & self.second.some(query, key)
+
+    def every(self, query: Span, key: Span) -> Any:
+        """See `Pattern.every`."""
+        return self.first.every(query, key) & self.second.every(query, key)
+
+    def triangle(self, query: Span, key: Span) -> Any:
+        """See `Pattern.triangle`."""
+        first, second = self.first.triangle(query, key), self.second.triangle(query, key)
+        mixed = first & self.second.every(query, key) | second & self.first.every(query, key)
+        return mixed | first & second
+
+    def within(self, seq_len: int) -> Pattern:
+        """See `Pattern.within`."""
+        return self.first.within(seq_len) & self.second.within(seq_len)
+
+    def _check_positions(self, seq_len: int) -> None:
+        self.first._check_positions(seq_len)
+        self.second._check_positions(seq_len)
+
+    def __repr__(self) -> str:
+        return f"({self.first!r} & {self.second!r})"
+
+
+@dataclass(frozen=True)
+class Either(Pattern):
+    """What at least one of two masks shows: `first | second`."""
+
+    first: Pattern
+    second: Pattern
+
+    @property
+    def causal(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether no query sees a later key."""
+        return self.first.causal and self.second.causal
+
+    @property
+    def grows(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether zigzag order is the default: if it is that of one of the two."""
+        return self.first.grows or self.second.grows
+
+    def visible(self, query: Any, key: Any) -> Any:
+        """See `Pattern.visible`."""
+        return self.first.visible(query, key) | self.second.visible(query, key)
+
+    def some(self, query: Span, key: Span) -> Any:
+        """See `Pattern.some`."""
+        return self.first.some(query, key) | self.second.some(query, key)
+
+    def every(self, query: Span, key: Span) -> Any:
+        """See `Pattern.every`."""
+        return self.first.every(query, key) | self.second.every(query, key)
+
+    def triangle(self, query: Span, key: Span) -> Any:
+        """See `Pattern.triangle`."""
+        first, second = self.first.triangle(query, key), self.second.triangle(query, key)
+        alone = first & (self.second.some(query, key) ^ True)
+        return alone | second & (self.first.some(query, key) ^ True) | first & second
+
+    def within(self, seq_len: int) -> Pattern:
+        """See `Pattern.within`."""
+        return self.first.within(seq_len) | self.second.within(seq_len)
+
+    def _check_positions(self, seq_len: int) -> None:
+        self.first._check_positions(seq_len)
+        self.second._check_positions(seq_len)
+
+    def __repr__(self) -> str:
+        return f"({self.first!r} | {self.second!r})"
+
+
+def _reach(mask: Pattern) -> tuple[int | None, int | None] | None:
+    """(left, right) of a mask that is a window or is causal; None of others."""
+    if isinstance(mask, Causal):
+        return None, 0
+    return (mask.left, mask.right) if isinstance(mask, Window) else None
+
+
+def _band(left: int | None, right: int | None) -> Pattern:
+    """The simplest mask for a window."""
+    if left is None and right in (None, 0):
+        return Full() if right is None else Causal()
+    return Window(left, right)
+
+
+def _add(position: Any, distance: int) -> Any:
+    """The sum; adding 0 would leave an operation in the program."""
+    return position + distance if distance else position
+
+
+def _least(x: int | None, y: int | None) -> int | None:
+    return min((n for n in (x, y) if n is not None), default=None)
+
+
+def _concrete(question: Callable[[Span, Span], Any], query: Span, key: Span) -> np.ndarray:
+    """The answer for known spans, also while something is being traced."""
+    with jax.ensure_compile_time_eval():
+        shape = np.broadcast_shapes(np.shape(query.first), np.shape(key.first))
+        return np.broadcast_to(np.asarray(question(query, key), bool), shape)
+
+
+def check_number(kind: str, name: str, value: Any, least: int = 1) -> None:
+    """Raises a ValueError unless an option of a mask is an integer of at least `least`."""
+    if type(value) is int and value >= least:
+        return
+    none = " or None" if least == 0 else ""
+    raise InputError(
+        f"{name} of masks.{kind} must be an integer of at least {least}{none}; got "
+        f"{name}={value!r}. Give a number of tokens."
+    )

@@ -1,0 +1,258 @@
+"""Chunks, blocks, prefixes, sinks and rules of your own; what `causal` and `window` stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from startrail_jax.errors import InputError
+from startrail_jax.layout import Span
+from startrail_jax.masks.algebra import Causal, Full, Pattern, Window, check_number
+
+
+@dataclass(frozen=True)
+class Chunked(Pattern):
+    """The sequence is cut into chunks, and a query sees the keys of its own chunk.
+
+    Llama 4 has `Chunked(8192) & Causal()`.
+
+    Raises:
+        ValueError: if the size is not a positive integer.
+    """
+
+    size: int
+    """Tokens in a chunk; the last one may be shorter."""
+
+    def __post_init__(self) -> None:
+        check_number("Chunked", "size", self.size)
+
+    def visible(self, query: Any, key: Any) -> Any:
+        """See `Pattern.visible`."""
+        return key // self.size == query // self.size
+
+    def some(self, query: Span, key: Span) -> Any:
+        """See `Pattern.some`."""
+        starts_before_end = key.first // self.size <= query.last // self.size
+        return starts_before_end & (query.first // self.size <= key.last // self.size)
+
+    def every(self, query: Span, key: Span) -> Any:
+        """See `Pattern.every`."""
+        one = query.first // self.size == key.last // self.size
+        return one & (query.last // self.size == key.first // self.size)
+
+    def within(self, seq_len: int) -> Pattern:
+        """See `Pattern.within`."""
+        return self if self.size < seq_len else Full()
+
+
+@dataclass(frozen=True)
+class BlockCausal(Pattern):
+    """A query sees all keys of its own block, and of the blocks before: full inside, else causal.
+
+    Video models generate frame after frame this way; a block is then the tokens of a frame.
+
+    Raises:
+        ValueError: if the size is not a positive integer.
+    """
+
+    size: int
+    """Tokens in a block; the last one may be shorter."""
+
+    grows = True
+
+    def __post_init__(self) -> None:
+        check_number("BlockCausal", "size", self.size)
+
+    def visible(self, query: Any, key: Any) -> Any:
+        """See `Pattern.visible`."""
+        return key // self.size <= query // self.size
+
+    def some(self, query: Span, key: Span) -> Any:
+        """See `Pattern.some`."""
+        return key.first // self.size <= query.last // self.size
+
+    def every(self, query: Span, key: Span) -> Any:
+        """See `Pattern.every`."""
+        return key.last // self.size <= query.first // self.size
+
+    def within(self, seq_len: int) -> Pattern:
+        """See `Pattern.within`."""
+        if self.size == 1:
+            return Causal().within(seq_len)
+        return self if self.size < seq_len else Full()
+
+
+@dataclass(frozen=True)
+class Prefix(Pattern):
+    """Every query sees the first tokens, which also see each other; causal after them (prefix-LM).
+
+    Raises:
+        ValueError: if the length is not a positive integer.
+    """
+
+    length: int
+    """Tokens of the prefix; at most those of the sequence."""
+
+    grows = True
+
+    def __post_init__(self) -> None:
+        check_number("Prefix", "length", self.length)
+
+    def visible(self, query: Any, key: Any) -> Any:
+        """See `Pattern.visible`."""
+        return (key < self.length) | (key <= query)
+
+    def some(self, query: Span, key: Span) -> Any:
+        """See `Pattern.some`."""
+        return (key.first < self.length) | (key.first <= query.last)
+
+    def every(self, query: Span, key: Span) -> Any:
+        """See `Pattern.every`."""
+        return (key.last < self.length) | (key.last <= query.first)
+
+    def triangle(self, query: Span, key: Span) -> Any:
+        """See `Pattern.triangle`."""
+        return key.first >= self.length
+
+    def within(self, seq_len: int) -> Pattern:
+        """See `Pattern.within`."""
+        return self if self.length < seq_len else Full()
+
+    def _check_positions(self, seq_len: int) -> None:
+        if self.length > seq_len:
+            raise InputError(
+                f"A prefix must be no longer than the sequence; got mask={self}, "
+                f"seq_len={seq_len}. Shorten it, or use masks.Full()."
+            )
+
+
+@dataclass(frozen=True)
+class Sinks(Pattern):
+    """Every query sees the first tokens of the row, and nothing else.
+
+    It is there to be combined (StreamingLLM, https://arxiv.org/abs/2309.17453):
+    `Causal() & (Window(1023, 0) | Sinks(4))`.
+
+    Raises:
+        ValueError: if the count is not a positive integer.
+    """
+
+    count: int
+    """Number of tokens."""
+
+    def __post_init__(self) -> None:
+        check_number("Sinks", "count", self.count)
+
+    def visible(self, query: Any, key: Any) -> Any:
+        """See `Pattern.visible`."""
+        return (key < self.count) & (query == query)
+
+    def some(self, query: Span, key: Span) -> Any:
+        """See `Pattern.some`."""
+        return key.first < self.count
+
+    def every(self, query: Span, key: Span) -> Any:
+        """See `Pattern.every`."""
+        return key.last < self.count
+
+    def within(self, seq_len: int) -> Pattern:
+        """See `Pattern.within`."""
+        return self if self.count < seq_len else Full()
+
+
+@dataclass(frozen=True)
+class Rule(Pattern):
+    """A rule of your own, traced for each tile of queries and keys.
+
+    It is exact under every scheme. Nothing is skipped, and no tile counts as full, unless `bounds`
+    says so. Define both functions once, at the top of a module: masks are compared by them, and
+    another function means another compilation.
+
+    Raises:
+        ValueError: if `function` does not give bools of the shape that its arguments broadcast to.
+    """
+
+    function: Callable[[Any, Any], Any]
+    """(query positions, key positions) -> whether each query sees each key: int32 arrays such as
+    [1, t, 1] and [1, 1, s] give bools that broadcast to [1, t, s]. It must work element by
+    element."""
+    bounds: Callable[[Any, Any, Any, Any], tuple[Any, Any]] | None = None
+    """(first query, last query, first key, last key) -> whether some pair of the two spans, ends
+    included, may be visible; and whether every pair is. The arguments are integers or arrays that
+    broadcast, and so must be the answers. A wrong answer gives a wrong result."""
+
+    def __post_init__(self) -> None:
+        sizes = (1, 2, 1), (1, 1, 3)
+        given = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in sizes]
+        try:
+            found = jax.eval_shape(self.function, *given)
+            sizes = zip(found.shape[::-1], (3, 2, 1), strict=False)
+            fits = all(size in (1, whole) for size, whole in sizes) and found.ndim <= 3
+            what = f"{found.dtype} {list(found.shape)}"
+        except (TypeError, ValueError, AttributeError) as error:
+            found, fits, what = None, False, f"{type(error).__name__}: {error}"
+        if not fits or found is None or found.dtype != bool:
+            raise InputError(
+                "The function of a Rule must give bools that broadcast to [1, t, s] for query "
+                "positions [1, t, 1] and key positions [1, 1, s]; got, for t=2 and s=3, "
+                f"{what}. Compare the two arrays element by element, as in "
+                "lambda query, key: key <= query."
+            )
+
+    def visible(self, query: Any, key: Any) -> Any:
+        """See `Pattern.visible`."""
+        return self.function(query, key)
+
+    def some(self, query: Span, key: Span) -> Any:
+        """See `Pattern.some`."""
+        return self._bounds(query, key)[0]
+
+    def every(self, query: Span, key: Span) -> Any:
+        """See `Pattern.every`."""
+        return self._bounds(query, key)[1]
+
+    def _bounds(self, query: Span, key: Span) -> tuple[Any, Any]:
+        if self.bounds is None:
+            return True, False
+        return self.bounds(query.first, query.last, key.first, key.last)
+
+
+def resolve(mask: Any, *, causal: bool | None, window: Any = None) -> Pattern:
+    """The mask that is meant by the options of an attention.
+
+    Args:
+        mask: a mask of this module; None for the one that the others stand for.
+        causal: True for `Causal()`, or `Window(window - 1, 0)` with a window; False for `Full()`;
+            None for True without a mask, and for that of the mask with one.
+        window: number of keys that a query sees, the one at its own position included; None for
+            all.
+
+    Raises:
+        ValueError: if the options contradict each other or are none.
+    """
+    if mask is None:
+        causal = causal is None or causal
+        if window is None:
+            return Causal() if causal else Full()
+        if not (causal and type(window) is int and window >= 1):
+            raise InputError(
+                "window needs causal=True and an integer of at least 1 key; got "
+                f"window={window}, causal={causal}. Use window=None to see every key."
+            )
+        return Window(window - 1, 0)
+    if not isinstance(mask, Pattern):
+        shown = f"an array {mask.shape}" if hasattr(mask, "shape") else repr(mask)
+        raise InputError(
+            f"mask must be a mask of startrail_jax.masks, such as masks.Causal(); got {shown}. "
+            "A rule of your own is masks.Rule(function)."
+        )
+    if window is not None or causal not in (None, mask.causal):
+        raise InputError(
+            f"causal and window are short for a mask; got mask={mask}, causal={causal}, "
+            f"window={window}. Leave out causal and window, or mask."
+        )
+    return mask

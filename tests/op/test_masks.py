@@ -1,0 +1,277 @@
+"""The algebra of masks, by brute force against dense masks that are written down once more here."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import startrail_jax as st
+from attention_cases import DENSE, PATTERNS
+from startrail_jax.analysis.settings import all_degrees
+from startrail_jax.analysis.work import visible_pairs
+from startrail_jax.blocks import xla
+from startrail_jax.layout import KINDS, Layout, Span
+from startrail_jax.mask import Mask
+from startrail_jax.masks import Pattern
+from startrail_jax.schedule import ring_offsets
+from startrail_jax.tiles import Tiling, tile_kinds, visible_tiles
+
+pytestmark = pytest.mark.quick
+
+M = st.masks
+LENGTH = 13
+# Masks whose answers are exact, not only safe.
+COMBINED = {name for name, mask in PATTERNS.items() if isinstance(mask, (M.Both, M.Either))}
+EXACT = set(PATTERNS) - COMBINED - {"even_keys"}
+
+
+def dense(name, length):
+    query, key = np.arange(length)[:, None], np.arange(length)[None, :]
+    return np.broadcast_to(DENSE[name](query, key), (length, length))
+
+
+def all_spans(length):
+    """Every span of positions as arrays first, last [spans]."""
+    pairs = [(a, b) for a in range(length) for b in range(a, length)]
+    return np.array(pairs).T
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_every_answer_holds_for_all_spans_of_positions(name):
+    mask, seen = PATTERNS[name], dense(name, LENGTH)
+    first, last = all_spans(LENGTH)
+    query, key = Span(first[:, None], last[:, None]), Span(first, last)
+    spans = [slice(a, b + 1) for a, b in zip(first, last, strict=True)]
+    blocks = [[seen[rows, columns] for columns in spans] for rows in spans]
+    some, every = (np.array([[f(x) for x in row] for row in blocks]) for f in (np.any, np.all))
+    shape = some.shape
+    said = [np.broadcast_to(f(query, key), shape) for f in (mask.some, mask.every, mask.triangle)]
+    assert (said[0] >= some).all()
+    assert (said[1] <= every).all()
+    if name in EXACT:
+        np.testing.assert_array_equal(said[0], some)
+        np.testing.assert_array_equal(said[1], every)
+    tril = np.tri(LENGTH, dtype=bool)
+    for i, j in np.argwhere(said[2]):
+        rows, columns = slice(first[i], last[i] + 1), slice(first[j], last[j] + 1)
+        assert (seen[rows, columns] == tril[rows, columns]).all()
+    looks_ahead = np.triu(seen, 1).any()
+    assert not (mask.causal and looks_ahead)
+    assert mask.causal or looks_ahead or rule_of(mask)
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize("length", [1, 2, 5, LENGTH, 40])
+def test_the_mask_of_a_length_shows_the_same(name, length):
+    mask = PATTERNS[name]
+    query, key = np.arange(length)[:, None], np.arange(length)[None, :]
+    wanted = dense(name, length)
+    np.testing.assert_array_equal(mask.visible(query, key) & np.ones_like(wanted), wanted)
+    short = mask.within(length)
+    np.testing.assert_array_equal(short.visible(query, key) & np.ones_like(wanted), wanted)
+    assert wanted.all() or not isinstance(short, M.Full)
+    assert visible_pairs(mask, length) == wanted.sum()
+    assert hash(short) == hash(mask.within(length))
+    assert rule_of(short) or eval(repr(short), vars(M)) == short
+
+
+def rule_of(mask):
+    """Whether a mask has a rule of the user's own, which has no text to read back."""
+    parts = [getattr(mask, field.name) for field in dataclasses.fields(mask)]
+    return isinstance(mask, M.Rule) or any(rule_of(x) for x in parts if isinstance(x, Pattern))
+
+
+def schedules(num_devices, name):
+    for degrees in all_degrees(num_devices):
+        mesh = st.make_mesh(degrees, devices=jax.devices()[:num_devices]).abstract_mesh
+        for layout in KINDS:
+            yield st.Attention(mesh, mask=PATTERNS[name], layout=layout).schedule
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize("num_devices", [1, 2, 6, 12])
+def test_rounds_are_left_out_just_where_no_device_sees_a_key(name, num_devices):
+    seq_len = 4 * num_devices
+    seen, mask = dense(name, seq_len), PATTERNS[name].within(seq_len)
+    for schedule in schedules(num_devices, name):
+        offsets, ring = ring_offsets(schedule, seq_len), range(schedule.ring.degree)
+        queries, keys = schedule.units_that_meet(ring)
+        unit = schedule.layout.unit_positions
+        for offset in ring:
+            pairs = zip(queries[offset].ravel(), keys[offset].ravel(), strict=True)
+            runs = [
+                (unit(seq_len, schedule.query_ranks, i), unit(seq_len, schedule.key_ranks, j))
+                for i, j in {(int(i), int(j)) for i, j in pairs}
+            ]
+            parts = [seen[np.ix_(positions(a), positions(b))] for a, b in runs]
+            for part, pair in zip(parts, runs, strict=True):
+                kind = mask.kind(*pair)
+                assert not (part.any() and kind == "empty")
+                assert part.all() or kind != "full"
+                if name in EXACT and schedule.layout.kind != "striped":
+                    assert kind == ("full" if part.all() else "partial" if part.any() else "empty")
+            needed = any(part.any() for part in parts)
+            assert offset in offsets or not needed
+            if name in EXACT and schedule.layout.kind != "striped":
+                assert (offset in offsets) == (needed or offset == 0)
+
+
+def positions(runs):
+    index = np.arange(runs.length)
+    offsets = index // runs.block * runs.stride + index % runs.block
+    return np.concatenate([start + offsets for start in runs.starts])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tiles_show_what_the_mask_shows(kind):
+    """One pair of units, all masks: which tiles are visited, of what kind, and what is in them."""
+    layout, seq_len = Layout(kind, 4), 4 * 12
+    query, key = (layout.unit_positions(seq_len, 2, index) for index in (1, 0))
+    rows, columns = (Tiling.of(24, len(query.starts), 5) for _ in range(2))
+    where = positions(query), positions(key)
+    for name, pattern in PATTERNS.items():
+        mask, seen = Mask(pattern, query, key), dense(name, seq_len)[np.ix_(*where)]
+        visited = np.asarray(visible_tiles(mask, rows, columns))
+        kinds = {x: np.asarray(pairs) for x, pairs in tile_kinds(mask, rows, columns).items()}
+        np.testing.assert_array_equal(sum(x.astype(int) for x in kinds.values()), visited)
+        for i, j in itertools.product(range(len(rows.starts)), range(len(columns.starts))):
+            part = seen[rows.starts[i] :][: rows.size, columns.starts[j] :][:, : columns.size]
+            fresh = part[rows.fresh[i] - rows.starts[i] :, columns.fresh[j] - columns.starts[j] :]
+            assert visited[i, j] or not fresh.any(), name
+            if "full" in kinds and kinds["full"][i, j]:
+                assert part.all(), name
+            for x, diagonal in (("causal", 0), ("strict", -1)):
+                if x in kinds and kinds[x][i, j]:
+                    np.testing.assert_array_equal(part, np.tri(*part.shape, diagonal))
+
+
+# At 128K tokens over 64 devices. Mask -> (first, last) key that each query sees.
+ROWS = {
+    "window": (M.Window(1024, 0), lambda i: (np.maximum(i - 1024, 0), i)),
+    "chunks": (M.Chunked(8192), lambda i: (i // 8192 * 8192, i // 8192 * 8192 + 8191)),
+    "frames": (M.BlockCausal(1560), lambda i: (0 * i, np.minimum(i // 1560 * 1560 + 1559, 131071))),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_hardly_a_tile_is_visited_in_which_nothing_is_visible(name):
+    mask, row = ROWS[name]
+    seq_len, degrees = 131072, st.Degrees.ring_attention(64)
+    mesh = jax.sharding.AbstractMesh((64,), ("ring",))
+    attention = st.Attention(mesh, mask=mask, layout="contiguous")
+    schedule = attention.schedule
+    tiles = xla.tilings(schedule.mask(seq_len, (0, 0, 0)), seq_len // 64, seq_len // 64, 1)
+
+    @jax.jit
+    @jax.vmap
+    def visited(device, distance):
+        pair = schedule.mask(seq_len, (0, device, 0), keys_behind=distance)
+        return visible_tiles(pair, *tiles).sum()
+
+    offsets = np.array(ring_offsets(schedule, seq_len))
+    count = int(visited(*(x.ravel() for x in np.meshgrid(np.arange(degrees.ring), offsets))).sum())
+
+    size = tiles[0].size
+    first, last = row(np.arange(seq_len))
+    least = (last // size).reshape(-1, size).max(1) - (first // size).reshape(-1, size).min(1) + 1
+    assert least.sum() <= count <= 1.15 * least.sum()
+    assert len(offsets) == {"window": 2, "chunks": 7, "frames": 64}[name]
+
+
+def test_masks_are_simplified_where_they_meet():
+    causal, window = M.Causal(), M.Window(3, 0)
+    assert causal & M.Window(3, 5) == window == M.Window(3, 5) & causal
+    assert causal & M.Full() == causal == M.Full() & causal
+    assert M.Full() | causal == M.Full() == causal | M.Full()
+    assert causal & causal == causal == causal | causal
+    assert M.Window(None, 0).within(9) == causal
+    assert M.Window(None, None).within(9) == M.Full()
+    assert str(causal & (window | M.Sinks(4))) == (
+        "(Causal() & (Window(left=3, right=0) | Sinks(count=4)))"
+    )
+
+
+def test_causal_and_window_are_short_for_masks():
+    mesh = jax.sharding.AbstractMesh((2,), ("ring",))
+    make = lambda **options: st.Attention(mesh, **options)  # noqa: E731
+    assert make().pattern == make(causal=True).pattern == M.Causal()
+    assert make(causal=False).pattern == M.Full()
+    assert make(window=5).pattern == M.Window(4, 0)
+    for short, mask in ((dict(window=5), M.Window(4, 0)), (dict(causal=False), M.Full())):
+        same = make(mask=mask)
+        assert same.schedule == make(**short).schedule
+        assert same.causal == make(**short).causal
+        assert same.layout == make(**short).layout
+    kinds = {"Chunked(size=4)": "contiguous", "BlockCausal(size=4)": "zigzag"}
+    for mask in (M.Chunked(4), M.BlockCausal(4)):
+        assert make(mask=mask).layout.kind == kinds[str(mask)]
+    assert dataclasses.replace(make(mask=M.Prefix(3)), backend="xla").mask == M.Prefix(3)
+
+
+def of_wrong_shape(query, key):
+    return (key <= query).swapaxes(1, 2)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: M.Window(-1, 0),
+            "left of masks.Window must be .* 0 or None; got left=-1",
+        ),
+        (lambda: M.Window(2, 1.5), "right of masks.Window must be .*; got right=1.5"),
+        (lambda: M.Chunked(0), "size of masks.Chunked must be .* at least 1; got size=0"),
+        (lambda: M.BlockCausal(True), "size of masks.BlockCausal must be .*; got size=True"),
+        (lambda: M.Prefix(0), "length of masks.Prefix must be .*; got length=0"),
+        (lambda: M.Sinks(-4), "count of masks.Sinks must be .*; got count=-4"),
+        (
+            lambda: M.Rule(of_wrong_shape),
+            r"bools that broadcast to \[1, t, s\].*bool \[1, 3, 2\]",
+        ),
+        (lambda: M.Rule(lambda query, key: query - key), "got, for t=2 and s=3, int32"),
+        (lambda: M.Rule(lambda query: query > 0), "TypeError"),
+    ],
+)
+def test_masks_of_nonsense_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def nothing(query, key):
+    return key < 0
+
+
+def certainly_nothing(*ends):
+    return False, False
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(mask=np.ones((8, 8), bool)), r"mask must be a mask of startrail_jax.masks.*\(8, 8\)"),
+        (dict(mask="causal"), "got 'causal'.*masks.Rule"),
+        (dict(mask=M.Causal(), window=3), "short for a mask; got mask=Causal.*window=3"),
+        (dict(mask=M.Full(), causal=True), r"got mask=Full\(\), causal=True.*Leave out"),
+        (dict(mask=M.Prefix(9)), "no longer than the sequence; got mask=Prefix.*seq_len=8"),
+        (dict(mask=M.Causal() | M.Prefix(9)), "no longer than the sequence"),
+        (dict(mask=M.Rule(nothing, certainly_nothing)), "hides every key of seq_len=8"),
+        (dict(mask=M.Causal() & M.Rule(nothing, certainly_nothing)), "hides every key"),
+    ],
+)
+def test_attentions_with_masks_of_nonsense_are_refused(options, message):
+    x = jnp.zeros((1, 8, 1, 4))
+    mesh = st.make_mesh(st.Degrees(ring=2), devices=jax.devices()[:2])
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(st.Attention(mesh, layout="contiguous", **options), x, x, x)
+
+
+def test_a_mask_needs_queries_and_keys_of_one_length():
+    mesh = st.make_mesh(st.Degrees(ring=2), devices=jax.devices()[:2])
+    x, y = jnp.zeros((1, 8, 1, 4)), jnp.zeros((1, 16, 1, 4))
+    with pytest.raises(ValueError, match=r"with Chunked\(size=4\) needs queries and keys of one"):
+        jax.eval_shape(st.Attention(mesh, mask=M.Chunked(4)), x, y, y)
