@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from startrail_jax.device_mesh import make_mesh
     from startrail_jax.layout import Layout
     from startrail_jax.mesh import AxisNames, Degrees
+    from startrail_jax.planner.planning import plan
     from startrail_jax.rings import CHECKPOINT_NAMES
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "communication",
     "compiler_options",
     "make_mesh",
+    "plan",
 ]
 
 # The module of each name. It is imported when the name is first used, so that a program that only
@@ -47,6 +49,7 @@ _MODULES = {
     "communication": "analysis.cost",
     "compiler_options": "compiler",
     "make_mesh": "device_mesh",
+    "plan": "planner.planning",
 }
 
 

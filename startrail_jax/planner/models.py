@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,8 @@ class ModelSizes:
     """Bytes of an activation."""
     average: bool = False
     """Whether a moving average of the weights is kept."""
+    from_run: bool = False
+    """Whether `name` is the config.json of a run."""
 
     def __post_init__(self) -> None:
         for name in ("width", "layers", "heads", "kv_heads", "head_dim", "mlp_width", "outputs"):
@@ -225,7 +227,7 @@ def _of_run(settings: Mapping[str, Any], name: str) -> ModelSizes:
     sizes = _known(model, name, ("width", "layers", "heads", "mlp_width", "dtype"))
     common: dict[str, Any] = {key: sizes[key] for key in ("width", "layers", "heads", "mlp_width")}
     common |= {"name": name, "itemsize": 4 if sizes["dtype"] == "float32" else 2}
-    common["average"] = settings.get("ema_decay") is not None
+    common |= {"average": settings.get("ema_decay") is not None, "from_run": True}
     if settings["kind"] == "gpt":
         more = _known(model, name, ("kv_heads", "head_dim", "vocab_size", "mlp", "tied_head"))
         return ModelSizes(
@@ -276,9 +278,3 @@ def _known(
             "the sizes by flags instead: --width, --layers, --heads and so on."
         )
     return settings
-
-
-SIZES = tuple(
-    f.name for f in fields(ModelSizes) if f.name not in ("name", "kind", "classes", "seq_len")
-)
-"""The sizes that flags may give or change."""

@@ -148,7 +148,10 @@ class Candidates:
         self.savings: list[tuple[int, Savings]] = []
         """Savings, each with the number of its element of `steps`."""
         found: list[tuple[np.ndarray, ...]] = []
-        for number, (remat, rows) in enumerate(self._best_orders().items()):
+        best_orders = self._best_orders()
+        self.rows = list(best_orders.values())
+        """The same as rows of `settings`."""
+        for number, (remat, rows) in enumerate(best_orders.items()):
             step = Step(self._timing(settings.take(rows)))
             self.steps.append(step)
             others = (options.zero, options.offload, options.tiled)

@@ -83,8 +83,7 @@ class Step:
             waits = waits + timing.exchange_again().seconds
         layer = timing.products(model.layer_matrices)
         mlp = timing.products(model.mlp_matrices * model.width * model.mlp_width)
-        again = (layer if savings.remat != "none" else 0) + (mlp if savings.tiled else 0)
-        again = again + (self.forward.compute if repeats else 0)
+        again = (savings.remat != "none") * layer + savings.tiled * mlp
         head = 3 * timing.products(model.outputs * model.width)
         # A layer sums the outputs of attention and MLP over `tensor`, and the gradients of both
         # inputs; what is recomputed stops before the last sum.
@@ -93,7 +92,7 @@ class Step:
         return {
             "attention": layers * compute,
             "products": layers * 3 * layer + head,
-            "recomputation": layers * again,
+            "recomputation": layers * (again + repeats * self.forward.compute),
             "optimizer": timing.update(shard),
             "attention waits": layers * waits,
             "tensor waits": layers * sums * self._sum.seconds,
