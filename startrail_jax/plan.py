@@ -2,8 +2,8 @@
 
     python -m startrail_jax.plan --nodes 8 --gpus-per-node 8 --gpu h100 --port 50GB/s \\
         --model gpt_7b --seq-len 512K
-    python -m startrail_jax.plan --nodes 4 --gpus-per-node 8 --gpu a100_40 --port 100Gb/s --ports 1 \\
-        --model path/of/config.json --seq-len 128K --zero 3 --remat full
+    python -m startrail_jax.plan --nodes 4 --gpus-per-node 8 --gpu a100_40 --port 100Gb/s \\
+        --ports 1 --model path/of/config.json --seq-len 128K --zero 3 --remat full
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def parser() -> argparse.ArgumentParser:
     model = made.add_argument_group("model")
     model.add_argument(
         "--model",
-        help="gpt_3b, gpt_7b, dit_1b, llama3_8b, llama3_70b, qwen3_8b, or a config.json of a run or "
-        "of Hugging Face; or leave it out and give the sizes",
+        help="gpt_3b, gpt_7b, dit_1b, llama3_8b, llama3_70b, qwen3_8b, or a config.json of a run "
+        "or of Hugging Face; or leave it out and give the sizes",
     )
     for name in ("width", "layers", "heads", "kv-heads", "head-dim", "mlp-width", "outputs"):
         model.add_argument(f"--{name}", help="size of the model, instead of or beside --model")

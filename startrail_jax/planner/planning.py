@@ -64,16 +64,16 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """Everything as numbers, texts, lists and dicts, for JSON."""
-        choices = {"ranked": self.ranked, "baselines": self.baselines}
         return {
             "cluster": asdict(self.cluster),
             "model": asdict(self.call.model),
+            "options": asdict(self.options),
             "seq_len": self.call.seq_len,
             "batch": self.call.batch,
             "num_settings": self.num_settings,
             "num_candidates": self.num_candidates,
             "num_fitting": self.num_fitting,
-            "ranked": [_as_dict(choice) for choice in choices["ranked"]],
+            "ranked": [_as_dict(choice) for choice in self.ranked],
             "baselines": {name: _as_dict(x) for name, x in self.baselines.items()},
             "reasons": None if self.reasons is None else asdict(self.reasons),
             "ways_to_fit": list(self.ways_to_fit),
@@ -90,10 +90,16 @@ class Plan:
                 *(_line(f"{place}", x) for place, x in enumerate(self.ranked, 1)),
                 "  known schemes, each at its best, without tensor parallelism:",
                 *(_line("", x, name) for name, x in self.baselines.items()),
+                *(f"{'':>4}{'no legal setting':<50}  {name}" for name in self._illegal),
                 "",
                 *self._tail(),
             ]
         )
+
+    @property
+    def _illegal(self) -> list[str]:
+        """The known schemes that the cluster and the model do not allow."""
+        return [x for x in BASELINES if self.options.baselines and x not in self.baselines]
 
     def _head(self) -> list[str]:
         cluster, call = self.cluster, self.call

@@ -18,7 +18,7 @@ from startrail_jax.planner.search import Candidates, Choice, Options
 
 _WIDEST = 64.0
 """Port rates are tried from this fraction of the given one to this multiple."""
-_HALVINGS = 8
+_HALVINGS = 7
 _KEPT = 200
 """Candidates whose settings are timed again at other port rates."""
 
@@ -75,8 +75,10 @@ def _why(winner: Choice, rivals: list[Choice], candidates: Candidates) -> str:
         return f"{text}is as fast and needs more memory."
     text += f"is {slower:.1%} slower: it {_WAITS[part].format(show_seconds(gaps[part]))}"
     if part == "attention waits" and candidates.cluster.nodes > 1:
+        more = rival.across_bytes > winner.across_bytes
         sent = [show_bytes(x.across_bytes) for x in (rival, winner)]
-        text += f" ({sent[0]} against {sent[1]} through the ports of a node)"
+        text += f", with {sent[0]} against {sent[1]} through the ports of a node"
+        text += "" if more else ", of which less travels beside kernels"
     return f"{text}."
 
 
@@ -124,19 +126,19 @@ def _published(settings: Settings) -> np.ndarray:
 
 def _promising(candidates: Candidates) -> np.ndarray:
     """Rows of the settings that may win at some port rate: the fastest at three of them."""
-    cluster, rows = candidates.cluster, []
+    cluster, found = candidates.cluster, []
+    best_orders = np.unique(np.concatenate(candidates.rows))
+    settings = candidates.settings.take(best_orders)
+    options = replace(candidates.options, baselines=False)
     for factor in (1.0, 1 / _WIDEST, _WIDEST):
-        timed = candidates
-        if factor != 1.0:
-            other = replace(cluster, port_rate=cluster.port_rate * factor)
-            options = replace(candidates.options, baselines=False)
-            timed = Candidates(other, candidates.call, options, candidates.settings)
+        other = replace(cluster, port_rate=cluster.port_rate * factor)
+        timed = Candidates(other, candidates.call, options, settings)
         fitting = np.flatnonzero(timed.fits)
         fastest = fitting[np.argsort(timed.seconds[fitting], kind="stable")[:_KEPT]]
         for index in fastest:
             number, _ = timed.savings[timed.kind[index]]
-            rows.append(timed.rows[number][timed.row[index]])
-    return np.unique(rows)
+            found.append(best_orders[timed.rows[number][timed.row[index]]])
+    return np.unique(found)
 
 
 def _other_heads(candidates: Candidates, winner: Choice) -> Iterator[str]:

@@ -160,7 +160,7 @@ class Candidates:
                 legal = np.flatnonzero(is_legal(step.timing.settings, savings, step.timing.tokens))
                 if not len(legal):
                     continue
-                seconds = sum(step.parts(savings).values())[legal]
+                seconds = np.sum(list(step.parts(savings).values()), axis=0)[legal]
                 memory = np.broadcast_to(step.footprint(savings).device_bytes, len(rows))[legal]
                 kind = np.full(len(legal), len(self.savings))
                 self.savings.append((number, savings))

@@ -10,7 +10,7 @@ import numpy as np
 
 from startrail_jax.planner.grid import Call, Settings
 from startrail_jax.planner.memory import LAYER, LOSS, Footprint, StepSizes, footprint_of
-from startrail_jax.planner.timing import Pass, Timing
+from startrail_jax.planner.timing import Timing
 
 _FLOAT32 = 4
 _LARGEST_TILE = 2048
@@ -76,9 +76,10 @@ class Step:
         timing, model = self.timing, self.call.model
         layers = model.layers
         repeats = savings.remat == "full"
-        passes: list[Pass] = [self.forward, self.backward] + [self.forward] * repeats
-        compute = sum(x.compute for x in (self.forward, self.backward))
-        waits = sum(x.seconds - x.compute for x in passes)
+        forward, backward = self.forward, self.backward
+        compute = forward.compute + backward.compute
+        waits = forward.seconds + backward.seconds - compute
+        waits = waits + repeats * (forward.seconds - forward.compute)
         if savings.remat == "attention_saved":
             waits = waits + timing.exchange_again().seconds
         layer = timing.products(model.layer_matrices)
@@ -92,7 +93,7 @@ class Step:
         return {
             "attention": layers * compute,
             "products": layers * 3 * layer + head,
-            "recomputation": layers * (again + repeats * self.forward.compute),
+            "recomputation": layers * (again + repeats * forward.compute),
             "optimizer": timing.update(shard),
             "attention waits": layers * waits,
             "tensor waits": layers * sums * self._sum.seconds,
