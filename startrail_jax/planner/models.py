@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -218,39 +219,39 @@ def find_model(name: str) -> ModelSizes:
         raise InputError(f"--model {name}: the file is no JSON: {error}. Give another.") from None
     if not isinstance(settings, dict):
         raise InputError(f"--model {name}: the file holds no settings. Give another.")
-    return _of_run(settings, name) if "kind" in settings else _of_hugging_face(settings, name)
+    is_run = isinstance(settings.get("model"), dict)
+    return _of_run(settings, name) if is_run else _of_hugging_face(settings, name)
 
 
 def _of_run(settings: Mapping[str, Any], name: str) -> ModelSizes:
     """The model of a run of train.py."""
-    model = _known(settings, name, ("model",))["model"]
-    sizes = _known(model, name, ("width", "layers", "heads", "mlp_width", "dtype"))
-    common: dict[str, Any] = {key: sizes[key] for key in ("width", "layers", "heads", "mlp_width")}
-    common |= {"name": name, "itemsize": 4 if sizes["dtype"] == "float32" else 2}
-    common |= {"average": settings.get("ema_decay") is not None, "from_run": True}
-    if settings["kind"] == "gpt":
-        more = _known(model, name, ("kv_heads", "head_dim", "vocab_size", "mlp", "tied_head"))
+    model = _known(settings["model"], name, ("width", "layers", "heads", "mlp_width"))
+    common: dict[str, Any] = {key: model[key] for key in ("width", "layers", "heads", "mlp_width")}
+    common |= {"name": name, "from_run": True, "average": settings.get("ema_decay") is not None}
+    common["itemsize"] = 4 if model.get("dtype", "float32") == "float32" else 2
+    # A run of the time when there was one kind of model does not name it.
+    if settings.get("kind", "gpt") == "gpt":
+        _known(model, name, ("kv_heads", "head_dim"))
         return ModelSizes(
             **common,
-            kv_heads=more["kv_heads"],
-            head_dim=more["head_dim"],
-            outputs=more["vocab_size"],
-            mlp_matrices=3 if more["mlp"] == "swiglu" else 2,
-            tied_head=more["tied_head"],
+            kv_heads=model["kv_heads"],
+            head_dim=model["head_dim"],
+            outputs=model.get("vocab_size", 256),
+            mlp_matrices=3 if model.get("mlp", "swiglu") == "swiglu" else 2,
+            tied_head=model.get("tied_head", False),
             seq_len=settings.get("seq_len"),
         )
-    more = _known(model, name, ("patch", "channels", "classes"))
-    patch = more["patch"][0] * more["patch"][1] * more["patch"][2]
-    size = settings["size"]
+    _known(model, name, ("channels", "classes"))
+    patch = math.prod(model.get("patch", (1, 2, 2)))
     return ModelSizes(
         **common,
         kind="dit",
-        kv_heads=sizes["heads"],
-        head_dim=sizes["width"] // sizes["heads"],
+        kv_heads=model["heads"],
+        head_dim=model["width"] // model["heads"],
         mlp_matrices=2,
-        outputs=patch * more["channels"],
-        classes=more["classes"],
-        seq_len=size[0] * size[1] * size[2] // patch,
+        outputs=patch * model["channels"],
+        classes=model["classes"],
+        seq_len=math.prod(_known(settings, name, ("size",))["size"]) // patch,
     )
 
 

@@ -64,8 +64,11 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """Everything as numbers, texts, lists and dicts, for JSON."""
+        cluster = asdict(self.cluster)
+        if self.cluster.nodes == 1:
+            cluster["port_rate"] = None
         return {
-            "cluster": asdict(self.cluster),
+            "cluster": cluster,
             "model": asdict(self.call.model),
             "options": asdict(self.options),
             "seq_len": self.call.seq_len,
