@@ -85,10 +85,9 @@ def _why(winner: Choice, rivals: list[Choice], candidates: Candidates) -> str:
 def _change(candidates: Candidates, winner: Choice) -> str:
     found = [*_other_rates(candidates, winner), *_other_heads(candidates, winner)]
     if not found:
-        return (
-            f"{family(winner)} stays ahead at any port speed from 1/{_WIDEST:g} to {_WIDEST:g} "
-            "times the given one, and with half or twice the heads."
-        )
+        speeds = f"at any port speed from 1/{_WIDEST:g} to {_WIDEST:g} times the given one, and "
+        speeds = speeds if candidates.cluster.nodes > 1 else ""
+        return f"{family(winner)} stays ahead {speeds}with half or twice the heads."
     return f"Otherwise: {'; '.join(found)}."
 
 
