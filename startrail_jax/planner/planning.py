@@ -22,7 +22,7 @@ from startrail_jax.planner.quantities import (
     show_rate,
 )
 from startrail_jax.planner.reasons import Reasons, describe, reasons, ways_to_fit
-from startrail_jax.planner.search import BASELINES, REMAT, Candidates, Choice, Options
+from startrail_jax.planner.search import BASELINES, REMAT, Candidates, Prediction, Options
 
 # Model -> the recipe of train.py that has its sizes.
 _RECIPES = {"gpt_3b": "gpt_3b", "gpt_7b": "gpt_7b", "dit_1b": "dit_1b", "llama3_8b": "gpt_8b_gqa"}
@@ -37,9 +37,9 @@ class Plan:
     cluster: Cluster
     call: Call
     options: Options
-    ranked: tuple[Choice, ...]
+    ranked: tuple[Prediction, ...]
     """The fastest settings, one for each setting of the degrees, best first."""
-    baselines: dict[str, Choice]
+    baselines: dict[str, Prediction]
     """Name of a known scheme -> its fastest setting, without tensor parallelism."""
     reasons: Reasons | None
     """Why the winner wins, and what would change that; None if nothing fits."""
@@ -53,7 +53,7 @@ class Plan:
     """Candidates that fit the memory."""
 
     @property
-    def winner(self) -> Choice:
+    def winner(self) -> Prediction:
         """The fastest setting that fits; if none does, the one that needs least memory."""
         return self.ranked[0]
 
@@ -140,7 +140,7 @@ def _rate(cluster: Cluster) -> str:
     return show_rate(cluster.port_rate)
 
 
-def _line(place: str, choice: Choice, name: str | None = None) -> str:
+def _line(place: str, choice: Prediction, name: str | None = None) -> str:
     known = choice.scheme if name is None else name
     misfit = "" if choice.fits else "  DOES NOT FIT"
     sent = f"{show_bytes(choice.across_bytes):>9}{show_bytes(choice.inside_bytes):>9}"
@@ -151,7 +151,7 @@ def _line(place: str, choice: Choice, name: str | None = None) -> str:
     )
 
 
-def _as_dict(choice: Choice) -> dict[str, Any]:
+def _as_dict(choice: Prediction) -> dict[str, Any]:
     derived = {
         "compute_seconds": choice.compute_seconds,
         "exposed_seconds": choice.exposed_seconds,
@@ -159,7 +159,7 @@ def _as_dict(choice: Choice) -> dict[str, Any]:
     return asdict(choice) | derived
 
 
-def command_of(choice: Choice, call: Call, cluster: Cluster) -> str:
+def command_of(choice: Prediction, call: Call, cluster: Cluster) -> str:
     """The command line of `train.py` for a choice, to be pasted.
 
     Args:

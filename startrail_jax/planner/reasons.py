@@ -14,7 +14,8 @@ from startrail_jax.errors import UserError
 from startrail_jax.planner.grid import Call, Settings, all_settings
 from startrail_jax.planner.hardware import GPUS, Cluster
 from startrail_jax.planner.quantities import GIB, show_bytes, show_count, show_rate, show_seconds
-from startrail_jax.planner.search import Candidates, Choice, Options
+from startrail_jax.planner.search import Candidates, Prediction, Options
+from startrail_jax.planner.step import Savings
 
 _WIDEST = 64.0
 """Port rates are tried from this fraction of the given one to this multiple."""
@@ -44,12 +45,14 @@ class Reasons:
     """What would let another scheme win."""
 
 
-def family(choice: Choice) -> str:
+def family(choice: Prediction) -> str:
     """The scheme without its numbers."""
     return choice.scheme.replace(f", C = {choice.degrees['team']}", "")
 
 
-def reasons(candidates: Candidates, ranked: list[Choice], baselines: dict[str, Choice]) -> Reasons:
+def reasons(
+    candidates: Candidates, ranked: list[Prediction], baselines: dict[str, Prediction]
+) -> Reasons:
     """The two sentences.
 
     Args:
@@ -62,7 +65,7 @@ def reasons(candidates: Candidates, ranked: list[Choice], baselines: dict[str, C
     return Reasons(why=_why(winner, rivals, candidates), change=_change(candidates, winner))
 
 
-def _why(winner: Choice, rivals: list[Choice], candidates: Candidates) -> str:
+def _why(winner: Prediction, rivals: list[Prediction], candidates: Candidates) -> str:
     name = f"{winner.scheme} ({winner.label})"
     if not rivals:
         return f"{name} wins, since no other scheme is legal and fits the memory here."
@@ -82,7 +85,7 @@ def _why(winner: Choice, rivals: list[Choice], candidates: Candidates) -> str:
     return f"{text}."
 
 
-def _change(candidates: Candidates, winner: Choice) -> str:
+def _change(candidates: Candidates, winner: Prediction) -> str:
     found = [*_other_rates(candidates, winner), *_other_heads(candidates, winner)]
     if not found:
         speeds = f"at any port speed from 1/{_WIDEST:g} to {_WIDEST:g} times the given one, and "
@@ -91,15 +94,23 @@ def _change(candidates: Candidates, winner: Choice) -> str:
     return f"Otherwise: {'; '.join(found)}."
 
 
-def _other_rates(candidates: Candidates, winner: Choice) -> Iterator[str]:
+def _other_rates(candidates: Candidates, winner: Prediction) -> Iterator[str]:
     """The port rates at which another scheme wins."""
     cluster = candidates.cluster
     if cluster.nodes == 1:
         return
-    settings = candidates.settings.take(_promising(candidates))
-    options = replace(candidates.options, baselines=False)
+    rows, savings = _promising(candidates)
+    settings = candidates.settings.take(rows)
+    options = replace(
+        candidates.options,
+        baselines=False,
+        zero=sorted({x.zero for x in savings}),
+        remat=sorted({x.remat for x in savings}),
+        offload=sorted({x.offload for x in savings}),
+        tiled=sorted({x.tiled for x in savings}),
+    )
 
-    def best(factor: float) -> Choice:
+    def best(factor: float) -> Prediction:
         other = replace(cluster, port_rate=cluster.port_rate * factor)
         timed = Candidates(other, candidates.call, options, settings)
         return timed.best(~timed.mask(_published))[0]
@@ -123,8 +134,12 @@ def _published(settings: Settings) -> np.ndarray:
     return settings.published
 
 
-def _promising(candidates: Candidates) -> np.ndarray:
-    """Rows of the settings that may win at some port rate: the fastest at three of them."""
+def _promising(candidates: Candidates) -> tuple[np.ndarray, set[Savings]]:
+    """What may win at some port rate, the fastest at three of them: rows of settings, and savings.
+
+    Of the savings, those of the ten fastest.
+    """
+    savings: set[Savings] = set()
     cluster, found = candidates.cluster, []
     best_orders = np.unique(np.concatenate(candidates.rows))
     settings = candidates.settings.take(best_orders)
@@ -134,13 +149,14 @@ def _promising(candidates: Candidates) -> np.ndarray:
         timed = Candidates(other, candidates.call, options, settings)
         fitting = np.flatnonzero(timed.fits)
         fastest = fitting[np.argsort(timed.seconds[fitting], kind="stable")[:_KEPT]]
+        savings |= {timed.savings[timed.kind[index]][1] for index in fastest[:10]}
         for index in fastest:
             number, _ = timed.savings[timed.kind[index]]
             found.append(best_orders[timed.rows[number][timed.row[index]]])
-    return np.unique(found)
+    return np.unique(found), savings
 
 
-def _other_heads(candidates: Candidates, winner: Choice) -> Iterator[str]:
+def _other_heads(candidates: Candidates, winner: Prediction) -> Iterator[str]:
     """Whether another scheme wins with half or twice the heads, of half or twice the channels."""
     call, cluster = candidates.call, candidates.cluster
     if len(candidates.settings) > 20_000:
@@ -202,7 +218,7 @@ def ways_to_fit(cluster: Cluster, call: Call, options: Options) -> list[str]:
     return ways
 
 
-def _fitting(cluster: Cluster, call: Call, options: Options) -> Choice | None:
+def _fitting(cluster: Cluster, call: Call, options: Options) -> Prediction | None:
     """The fastest setting that fits, if there is one."""
     try:
         settings = all_settings(cluster, call, given=options.degrees, published=False)
@@ -212,7 +228,7 @@ def _fitting(cluster: Cluster, call: Call, options: Options) -> Choice | None:
     return timed.best(timed.fits)[0] if timed.fits.any() else None
 
 
-def describe(choice: Choice) -> str:
+def describe(choice: Prediction) -> str:
     """The savings of a choice in a few words."""
     savings = choice.savings
     words = [f"zero {savings.zero}", f"remat {savings.remat}"]

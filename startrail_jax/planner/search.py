@@ -43,7 +43,7 @@ class Options:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class Prediction:
     """One setting, and what is predicted for it."""
 
     scheme: str
@@ -206,7 +206,7 @@ class Candidates:
             found[mine] = of_step[number][self.row[mine]]
         return found
 
-    def best(self, mask: np.ndarray, count: int = 1) -> list[Choice]:
+    def best(self, mask: np.ndarray, count: int = 1) -> list[Prediction]:
         """The fastest candidates of a mask that fit the memory, one for each setting of the
         degrees; if none fits, the one that needs the least memory."""
         fitting = np.flatnonzero(mask & self.fits)
@@ -214,15 +214,20 @@ class Candidates:
             rest = np.flatnonzero(mask)
             return [self.choice(rest[self.memory[rest].argmin()])] if len(rest) else []
         order = fitting[np.lexsort((self.memory[fitting], self.seconds[fitting]))]
-        chosen: dict[tuple[Any, ...], Choice] = {}
+        chosen: dict[tuple[int, ...], Any] = {}
         for index in order:
-            choice = self.choice(index)
-            chosen.setdefault((*choice.degrees.values(), choice.published), choice)
+            chosen.setdefault(self._degrees(index), index)
             if len(chosen) == count:
                 break
-        return list(chosen.values())
+        return [self.choice(index) for index in chosen.values()]
 
-    def choice(self, index: Any) -> Choice:
+    def _degrees(self, index: Any) -> tuple[int, ...]:
+        """What tells a setting of the degrees from others."""
+        number, _ = self.savings[self.kind[index]]
+        columns = vars(self.steps[number].timing.settings)
+        return tuple(int(columns[name][self.row[index]]) for name in (*ROLES, "published"))
+
+    def choice(self, index: Any) -> Prediction:
         """One candidate with all that is predicted for it."""
         number, savings = self.savings[self.kind[index]]
         source = self.steps[number].timing.settings
@@ -237,7 +242,7 @@ class Candidates:
         flops = call.model.flops_per_token(call.seq_len) * call.seq_len * call.batch
         passes = [step.forward, step.backward] + [step.forward] * (savings.remat == "full")
         scheme = scheme_of(degrees)
-        return Choice(
+        return Prediction(
             scheme=f"{scheme}, as published" if published else scheme,
             degrees=degrees,
             order=ORDERS[int(settings.order[0])],

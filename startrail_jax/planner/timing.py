@@ -15,7 +15,7 @@ import numpy as np
 from startrail_jax.planner.grid import Call, Settings
 from startrail_jax.planner.hardware import Cluster
 from startrail_jax.planner.links import Cost, Links
-from startrail_jax.planner.traffic import Move, Traffic
+from startrail_jax.planner.traffic import Move, Moves
 
 BACKWARD_FLOPS = 2.5
 """FLOPs of the backward pass of attention over those of the forward pass: it has five matrix
@@ -46,7 +46,7 @@ class Timing:
     ) -> None:
         self.settings, self.cluster, self.call = settings, cluster, call
         self.links = Links(settings, cluster)
-        self.traffic = Traffic(settings, call, gradient_bytes)
+        self.traffic = Moves(settings, call, gradient_bytes)
         gpu, model = cluster.gpu, call.model
         self.speed = gpu.peak_flops * (gpu.single_speed if model.itemsize == _FLOAT32 else 1.0)
         """FLOP/s at peak."""

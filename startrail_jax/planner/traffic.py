@@ -79,7 +79,7 @@ class Move:
         return self.received * self.count
 
 
-class Traffic:
+class Moves:
     """The moves of one attention call, forward and backward."""
 
     def __init__(self, settings: Settings, call: Call, gradient_bytes: int = _FLOAT32) -> None:
