@@ -34,7 +34,7 @@ from startrail_jax.planner.grid import Call, Settings, all_settings
 from startrail_jax.planner.hardware import Cluster, find_gpu
 from startrail_jax.planner.models import MODELS
 from startrail_jax.planner.quantities import GIB, parse_rate, show_count
-from startrail_jax.planner.search import Candidates, Prediction, Options
+from startrail_jax.planner.search import Candidates, Options, Prediction
 
 FIXED = Options(zero=(3,), remat=("full",), offload=(False,), tiled=(True, False))
 PORTS = ("12.5Gb/s", "100Gb/s", "400Gb/s")

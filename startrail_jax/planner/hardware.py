@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -180,8 +180,6 @@ class Cluster:
     """Whose collectives: "nccl", or "gloo" for CPUs."""
     overlaps: bool = True
     """Whether messages of a ring travel while kernels run. It is so on GPUs, and not on CPUs."""
-    notes: tuple[str, ...] = field(default=())
-    """What was assumed, for the report."""
 
     def __post_init__(self) -> None:
         for name in ("nodes", "gpus_per_node", "ports"):

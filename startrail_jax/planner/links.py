@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from startrail_jax.planner.grid import ORDERS, Placement, Settings
+from startrail_jax.planner.grid import Placement, Settings
 from startrail_jax.planner.hardware import Cluster
 from startrail_jax.planner.traffic import Move
 
@@ -256,8 +256,3 @@ class Links:
             across=np.where(moves, across, 0.0),
             inside=np.where(moves, inside, 0.0),
         )
-
-
-def order_of(index: int) -> tuple[str, ...]:
-    """The six axes of an order, slowest first."""
-    return ORDERS[index]

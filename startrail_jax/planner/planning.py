@@ -22,10 +22,11 @@ from startrail_jax.planner.quantities import (
     show_rate,
 )
 from startrail_jax.planner.reasons import Reasons, describe, reasons, ways_to_fit
-from startrail_jax.planner.search import BASELINES, REMAT, Candidates, Prediction, Options
+from startrail_jax.planner.search import BASELINES, REMAT, Candidates, Options, Prediction
 
 # Model -> the recipe of train.py that has its sizes.
 _RECIPES = {"gpt_3b": "gpt_3b", "gpt_7b": "gpt_7b", "dit_1b": "dit_1b", "llama3_8b": "gpt_8b_gqa"}
+_NEAR = 1.02
 _DEFAULT_FRACTION = 0.75
 """Share of a GPU's memory that jax takes by default."""
 
@@ -41,6 +42,9 @@ class Plan:
     """The fastest settings, one for each setting of the degrees, best first."""
     baselines: dict[str, Prediction]
     """Name of a known scheme -> its fastest setting, without tensor parallelism."""
+    frugal: Prediction
+    """Of the settings that are at most 2 % slower than the winner, the one that needs the least
+    memory: predictions are no better than that."""
     reasons: Reasons | None
     """Why the winner wins, and what would change that; None if nothing fits."""
     ways_to_fit: tuple[str, ...]
@@ -78,6 +82,7 @@ class Plan:
             "num_fitting": self.num_fitting,
             "ranked": [_as_dict(choice) for choice in self.ranked],
             "baselines": {name: _as_dict(x) for name, x in self.baselines.items()},
+            "frugal": _as_dict(self.frugal),
             "reasons": None if self.reasons is None else asdict(self.reasons),
             "ways_to_fit": list(self.ways_to_fit),
             "command": self.command,
@@ -117,7 +122,6 @@ class Plan:
             f"{call.model.name}, {show_count(call.seq_len)} tokens, batch {call.batch}",
             f"{self.num_settings} settings of degrees and order; with ZeRO, remat, offload and "
             f"tile {self.num_candidates}, of which {self.num_fitting} fit {limit:.1f} GiB",
-            *cluster.notes,
         ]
 
     def _tail(self) -> list[str]:
@@ -133,7 +137,14 @@ class Plan:
             "attentions of a step send\nthrough the ports of a node, and between its GPUs. Times "
             "and memory are predictions: see docs/planner.md."
         )
-        return [self.reasons.why, self.reasons.change, "", self.command, "", columns]
+        lines = [self.reasons.why, self.reasons.change]
+        if self.frugal.memory_bytes < self.winner.memory_bytes:
+            slower = self.frugal.seconds / self.winner.seconds - 1
+            lines.append(
+                f"With {self.frugal.memory_bytes / GIB:.1f} GiB and {slower:.1%} slower: "
+                f"{self.frugal.label}; {describe(self.frugal)}."
+            )
+        return [*lines, "", self.command, "", columns]
 
 
 def _rate(cluster: Cluster) -> str:
@@ -278,12 +289,15 @@ def plan_of(cluster: Cluster, call: Call, options: Options, *, top: int = 8) -> 
         for choice in found.best(found.mask(scheme) & alone & (ours | (name in _PUBLISHED)))
     }
     fits = ranked[0].fits
+    near = np.flatnonzero(ours & found.fits & (found.seconds <= _NEAR * ranked[0].seconds))
+    frugal = found.prediction(near[found.memory[near].argmin()]) if fits else ranked[0]
     return Plan(
         cluster=cluster,
         call=call,
         options=options,
         ranked=tuple(ranked),
         baselines=baselines,
+        frugal=frugal,
         reasons=reasons(found, ranked, baselines) if fits else None,
         ways_to_fit=() if fits else tuple(ways_to_fit(cluster, call, options)),
         num_settings=len(found.settings),

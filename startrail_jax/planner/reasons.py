@@ -14,7 +14,7 @@ from startrail_jax.errors import UserError
 from startrail_jax.planner.grid import Call, Settings, all_settings
 from startrail_jax.planner.hardware import GPUS, Cluster
 from startrail_jax.planner.quantities import GIB, show_bytes, show_count, show_rate, show_seconds
-from startrail_jax.planner.search import Candidates, Prediction, Options
+from startrail_jax.planner.search import Candidates, Options, Prediction
 from startrail_jax.planner.step import Savings
 
 _WIDEST = 64.0

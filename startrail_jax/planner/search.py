@@ -212,14 +212,14 @@ class Candidates:
         fitting = np.flatnonzero(mask & self.fits)
         if not len(fitting):
             rest = np.flatnonzero(mask)
-            return [self.choice(rest[self.memory[rest].argmin()])] if len(rest) else []
+            return [self.prediction(rest[self.memory[rest].argmin()])] if len(rest) else []
         order = fitting[np.lexsort((self.memory[fitting], self.seconds[fitting]))]
         chosen: dict[tuple[int, ...], Any] = {}
         for index in order:
             chosen.setdefault(self._degrees(index), index)
             if len(chosen) == count:
                 break
-        return [self.choice(index) for index in chosen.values()]
+        return [self.prediction(index) for index in chosen.values()]
 
     def _degrees(self, index: Any) -> tuple[int, ...]:
         """What tells a setting of the degrees from others."""
@@ -227,7 +227,7 @@ class Candidates:
         columns = vars(self.steps[number].timing.settings)
         return tuple(int(columns[name][self.row[index]]) for name in (*ROLES, "published"))
 
-    def choice(self, index: Any) -> Prediction:
+    def prediction(self, index: Any) -> Prediction:
         """One candidate with all that is predicted for it."""
         number, savings = self.savings[self.kind[index]]
         source = self.steps[number].timing.settings
@@ -270,11 +270,24 @@ def no_setting(cluster: Cluster, call: Call, options: Options) -> InputError:
     """The error if there is no legal setting."""
     given = " ".join(f"--{role} {size}" for role, size in options.degrees.items())
     product = int(np.prod(list(options.degrees.values()) or [1]))
-    model = call.model
-    if options.degrees and cluster.num_gpus % product:
+    model, asked = call.model, options.degrees
+    if asked and cluster.num_gpus % product:
         return InputError(
             f"The product of the degrees must divide the number of GPUs; got {given}, a product of "
             f"{product}, for {cluster.num_gpus} GPUs. Change or leave out one of them."
+        )
+    parts = asked.get("head", 1) * asked.get("tensor", 1)
+    fits = model.kv_heads % parts == 0 or parts % model.kv_heads == 0
+    if model.heads % parts or not fits:
+        return InputError(
+            "--head * --tensor must divide the heads, and the key heads or the other way round; "
+            f"got {given} for {model.heads} heads and {model.kv_heads} key heads. Use a divisor of "
+            f"{model.kv_heads}, or leave them out."
+        )
+    if call.batch % asked.get("data", 1):
+        return InputError(
+            f"--data must divide --batch; got {given} for --batch {call.batch}. Use --batch "
+            f"{-(-call.batch // asked['data']) * asked['data']}."
         )
     return InputError(
         "No legal setting: the sequence degree must divide --seq-len (twice, if causal), and head "

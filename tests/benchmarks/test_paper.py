@@ -11,7 +11,15 @@ def test_scaling_prints_a_line_for_each_cluster(capsys):
     main(["--scaling"])
     head, *rows = capsys.readouterr().out.splitlines()
     assert len(rows) == 8
-    assert head.split() == "ring double published-2 ours-2 published-4 ours-4 GiB".split()
+    assert head.split() == [
+        "ring",
+        "double",
+        "published-2",
+        "ours-2",
+        "published-4",
+        "ours-4",
+        "GiB",
+    ]
     # A single ring leaves each node of 64 H100 by one of eight ports: StarTrail and a double ring,
     # which use more of them, gain.
     (row,) = (row for row in rows if row.startswith("strong, 64"))

@@ -191,6 +191,14 @@ def test_best_is_the_best_of_all():
     assert best.seconds == pytest.approx(least)
 
 
+def test_frugal_setting_is_nearly_as_fast():
+    found = st.plan(nodes=8, gpus_per_node=8, gpu="h100", port="50GB/s", model="gpt_7b")
+    assert found.frugal.fits
+    assert found.winner.seconds <= found.frugal.seconds <= 1.02 * found.winner.seconds
+    assert found.frugal.memory_bytes < found.winner.memory_bytes
+    assert f"With {found.frugal.memory_bytes / 2**30:.1f} GiB" in str(found)
+
+
 def test_settings_are_those_that_train_py_takes():
     from startrail_jax.analysis.settings import legal_degrees
 
@@ -302,8 +310,12 @@ def test_predictions_follow_what_emulated_clusters_measured():
         (dict(model="llama3_8b", seq_len=None), r"--seq-len must be given for --model llama3_8b"),
         (dict(seq_len=1000), r"(?s)No legal setting: .*--seq-len 1000.*Use a --seq-len"),
         (
-            dict(options=Options(degrees={"head": 64})),
-            r"No legal setting: .*32 heads .*--head 64|The product of the degrees must divide",
+            dict(nodes=8, options=Options(degrees={"head": 64})),
+            r"--head \* --tensor must divide the heads.*got --head 64 for 32 heads.*divisor of 32",
+        ),
+        (
+            dict(options=Options(degrees={"data": 2}), batch=3),
+            r"--data must divide --batch; got --data 2 for --batch 3. Use --batch 4",
         ),
         (dict(options=Options(degrees={"ring": 5})), r"got --ring 5, a product of 5, for 16 GPUs"),
         (dict(options=Options(remat=("some",))), r"--remat must be one of .*; got 'some'"),
