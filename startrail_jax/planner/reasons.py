@@ -5,6 +5,7 @@ Every sentence is computed: other clusters and models are planned too, and compa
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -45,31 +46,34 @@ class Reasons:
     """What would let another scheme win."""
 
 
-def family(choice: Prediction) -> str:
-    """The scheme without its numbers."""
-    return choice.scheme.replace(f", C = {choice.degrees['team']}", "")
+def family(scheme: str) -> str:
+    """The name of a scheme without its numbers."""
+    return re.sub(", C = [0-9]+", "", scheme)
 
 
-def reasons(
-    candidates: Candidates, ranked: list[Prediction], baselines: dict[str, Prediction]
-) -> Reasons:
+def reasons(candidates: Candidates, winner: Prediction) -> Reasons:
     """The two sentences.
 
     Args:
         candidates: all that was timed.
-        ranked: the fastest settings, of which the first is the winner.
-        baselines: name of a scheme -> its fastest setting.
+        winner: the fastest of them that fits.
     """
-    winner = ranked[0]
-    rivals = [x for x in [*ranked, *baselines.values()] if family(x) != family(winner) and x.fits]
-    return Reasons(why=_why(winner, rivals, candidates), change=_change(candidates, winner))
+    return Reasons(why=_why(candidates, winner), change=_change(candidates, winner))
 
 
-def _why(winner: Prediction, rivals: list[Prediction], candidates: Candidates) -> str:
+def _rival(candidates: Candidates, winner: Prediction) -> Prediction | None:
+    """The fastest setting of another scheme."""
+    for index in candidates.ordered(~candidates.mask(_published)):
+        if family(candidates.scheme(index)) != family(winner.scheme):
+            return candidates.prediction(index)
+    return None
+
+
+def _why(candidates: Candidates, winner: Prediction) -> str:
     name = f"{winner.scheme} ({winner.label})"
-    if not rivals:
+    rival = _rival(candidates, winner)
+    if rival is None:
         return f"{name} wins, since no other scheme is legal and fits the memory here."
-    rival = min(rivals, key=lambda x: x.seconds)
     slower = rival.seconds / winner.seconds - 1
     gaps = {part: rival.parts[part] - winner.parts[part] for part in winner.parts}
     part = max(gaps, key=lambda x: gaps[x])
@@ -90,7 +94,7 @@ def _change(candidates: Candidates, winner: Prediction) -> str:
     if not found:
         speeds = f"at any port speed from 1/{_WIDEST:g} to {_WIDEST:g} times the given one, and "
         speeds = speeds if candidates.cluster.nodes > 1 else ""
-        return f"{family(winner)} stays ahead {speeds}with half or twice the heads."
+        return f"{family(winner.scheme)} stays ahead {speeds}with half or twice the heads."
     return f"Otherwise: {'; '.join(found)}."
 
 
@@ -116,12 +120,12 @@ def _other_rates(candidates: Candidates, winner: Prediction) -> Iterator[str]:
         return timed.best(~timed.mask(_published))[0]
 
     for word, limit in (("below", 1 / _WIDEST), ("above", _WIDEST)):
-        if family(best(limit)) == family(winner):
+        if family(best(limit).scheme) == family(winner.scheme):
             continue
         same, other = 0.0, float(np.log2(limit))
         for _ in range(_HALVINGS):
             middle = (same + other) / 2
-            if family(best(2**middle)) == family(winner):
+            if family(best(2**middle).scheme) == family(winner.scheme):
                 same = middle
             else:
                 other = middle
@@ -178,7 +182,7 @@ def _other_heads(candidates: Candidates, winner: Prediction) -> Iterator[str]:
         except UserError:
             continue
         rival = timed.best(timed.fits)[0] if timed.fits.any() else None
-        if rival is not None and family(rival) != family(winner):
+        if rival is not None and family(rival.scheme) != family(winner.scheme):
             yield f"with {word} the heads ({int(heads)}), {rival.scheme} ({rival.label}) is faster"
 
 

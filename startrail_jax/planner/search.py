@@ -209,29 +209,39 @@ class Candidates:
     def best(self, mask: np.ndarray, count: int = 1) -> list[Prediction]:
         """The fastest candidates of a mask that fit the memory, one for each setting of the
         degrees; if none fits, the one that needs the least memory."""
-        fitting = np.flatnonzero(mask & self.fits)
-        if not len(fitting):
+        order = self.ordered(mask)
+        if not len(order):
             rest = np.flatnonzero(mask)
             return [self.prediction(rest[self.memory[rest].argmin()])] if len(rest) else []
-        order = fitting[np.lexsort((self.memory[fitting], self.seconds[fitting]))]
         chosen: dict[tuple[int, ...], Any] = {}
         for index in order:
-            chosen.setdefault(self._degrees(index), index)
+            settings, row = self.source(index)
+            columns = (int(vars(settings)[name][row]) for name in (*ROLES, "published"))
+            chosen.setdefault(tuple(columns), index)
             if len(chosen) == count:
                 break
         return [self.prediction(index) for index in chosen.values()]
 
-    def _degrees(self, index: Any) -> tuple[int, ...]:
-        """What tells a setting of the degrees from others."""
+    def ordered(self, mask: np.ndarray) -> np.ndarray:
+        """The candidates of a mask that fit the memory, the fastest first."""
+        fitting = np.flatnonzero(mask & self.fits)
+        return fitting[np.lexsort((self.memory[fitting], self.seconds[fitting]))]
+
+    def source(self, index: Any) -> tuple[Settings, int]:
+        """The settings of which a candidate is one, and its row there."""
         number, _ = self.savings[self.kind[index]]
-        columns = vars(self.steps[number].timing.settings)
-        return tuple(int(columns[name][self.row[index]]) for name in (*ROLES, "published"))
+        return self.steps[number].timing.settings, int(self.row[index])
+
+    def scheme(self, index: Any) -> str:
+        """The name of a candidate's scheme."""
+        settings, row = self.source(index)
+        return scheme_of({role: int(vars(settings)[role][row]) for role in ROLES})
 
     def prediction(self, index: Any) -> Prediction:
         """One candidate with all that is predicted for it."""
-        number, savings = self.savings[self.kind[index]]
-        source = self.steps[number].timing.settings
-        settings = source.take(np.array([self.row[index]]))
+        source, row = self.source(index)
+        _, savings = self.savings[self.kind[index]]
+        settings = source.take(np.array([row]))
         step = Step(self._timing(settings))
         parts = {name: float(seconds[0]) for name, seconds in step.parts(savings).items()}
         footprint = step.footprint(savings)
