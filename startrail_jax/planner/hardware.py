@@ -87,7 +87,7 @@ class Gpu:
         tokens = np.asarray(tokens, float)
         found = np.interp(np.log(np.maximum(tokens, 1.0)), np.log(lengths), shares)
         # A call of fewer tokens than were measured fills fewer of the GPU's processors.
-        return found * np.minimum(tokens / lengths[0], 1.0)
+        return np.asarray(found * np.minimum(tokens / lengths[0], 1.0))
 
 
 GPUS = {

@@ -2,10 +2,10 @@
 
 import dataclasses
 import json
+import re
 import shlex
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -81,14 +81,12 @@ def model_of(kind, folder):
 @pytest.mark.parametrize(
     ("kind", "more"),
     [
-        ("gpt_7b", "--gradient-dtype bfloat16"),
-        ("dit_1b", "--zero 3 --remat attention_saved --no-tile"),
-        ("llama3_8b", "--batch 2 --data 2 --zero 3 --remat full --offload"),
-        ("qwen3_8b", "--tile"),
-        ("run", "--ports 1 --tensor 2"),
-        ("run of a DiT", ""),
-        ("hugging face", "--half-duplex --latency 20us"),
-        ("flags", "--inside 100GB/s"),
+        ("gpt_7b", "--gradient-dtype bfloat16 --zero 2 3 --remat none --no-offload"),
+        ("dit_1b", "--zero 3 --remat attention_saved --no-offload --no-tile"),
+        ("llama3_8b", "--batch 2 --data 2 --zero 3 --remat full --offload --tile"),
+        ("run", "--ports 1 --tensor 2 --zero 1 --remat full --no-offload"),
+        ("hugging face", "--half-duplex --latency 20us --zero 3 --remat full --no-offload"),
+        ("flags", "--inside 100GB/s --zero 0 --remat none --no-offload"),
     ],
 )
 def test_flags_to_paste_give_the_setting(kind, more, tmp_path, capsys):
@@ -130,7 +128,10 @@ def test_models_are_those_of_the_recipes(name, tmp_path):
 @pytest.mark.parametrize(("name", "gpu"), [("gpt_7b", "h200"), ("dit_1b", "a100_40")])
 def test_memory_is_that_of_the_program(name, gpu):
     """The planner knows no arrays, and is within 2 % of what train.py counts from their shapes."""
-    found = st.plan(nodes=4, gpus_per_node=8, gpu=gpu, port="25GB/s", model=name, top=1)
+    few = Options(zero=(2, 3), remat=("none", "attention_saved"), baselines=False)
+    found = st.plan(
+        nodes=4, gpus_per_node=8, gpu=gpu, port="25GB/s", model=name, top=1, options=few
+    )
     config = trained(found.command)
     objective = TASKS[config.kind].make_objective(config)
     degrees = st.Degrees(**found.winner.degrees)
@@ -141,14 +142,18 @@ def test_memory_is_that_of_the_program(name, gpu):
 
 
 def test_where_nothing_fits_the_smallest_change_is_said(capsys):
-    arguments = "--nodes 1 --gpus-per-node 8 --gpu a100_40 --model llama3_70b --seq-len 1M"
+    few = "--remat full --no-offload --tile --tensor 1"
+    arguments = (
+        f"--nodes 1 --gpus-per-node 8 --gpu a100_40 --model gpt_7b --seq-len 1M --zero 3 {few}"
+    )
     assert main(shlex.split(arguments)) == 1
     text = capsys.readouterr().out
     assert "Nothing fits: the least is" in text
-    assert "--nodes " in text.partition("What would fit:")[2]
+    ways = text.partition("What would fit:")[2]
+    assert re.search(r"--seq-len \d+K; or --nodes \d+; or --gpu \w+, of \d+ GiB", ways)
     assert main(shlex.split(f"{arguments} --memory 2000GiB")) == 0
     capsys.readouterr()
-    one = "--nodes 1 --gpus-per-node 8 --gpu h100 --model gpt_7b --seq-len 64K --zero 0 --tensor 1"
+    one = f"--nodes 1 --gpus-per-node 8 --gpu h100 --model gpt_7b --seq-len 64K --zero 0 {few}"
     assert main(shlex.split(one)) == 1
     assert "leave out --zero" in capsys.readouterr().out
 
@@ -172,38 +177,38 @@ def test_mistakes_on_the_command_line(more, message, tmp_path, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_help_is_fast_and_nothing_imports_jax():
+def test_help_imports_no_numpy_and_a_plan_no_jax_and_takes_two_seconds():
+    """In a process of its own, without the type checks of the tests: 16,384 GPUs with everything.
+
+    The machine may have other work meanwhile: the best of three counts.
+    """
     code = (
-        "import sys, runpy, startrail_jax as st; sys.argv = ['plan', '--help']\n"
+        "import sys, time, runpy, startrail_jax as st; sys.argv = ['plan', '--help']\n"
         "try: runpy.run_module('startrail_jax.plan', run_name='__main__')\n"
         "except SystemExit: pass\n"
         "assert 'numpy' not in sys.modules\n"
-        "st.plan(nodes=1, gpus_per_node=8, gpu='h100', model='gpt_7b')\n"
+        "times = []\n"
+        "while not times or (min(times) > 2 and len(times) < 3):\n"
+        "    start = time.process_time()\n"
+        "    found = st.plan(nodes=2048, gpus_per_node=8, gpu='h100', port='50GB/s',\n"
+        "                    model='gpt_7b', seq_len='4M')\n"
+        "    times.append(time.process_time() - start)\n"
         "assert 'jax' not in sys.modules and 'jaxtyping' not in sys.modules\n"
+        "print('times', *times, found.num_settings)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    *times, count = done.stdout.rpartition("times ")[2].split()
+    assert min(map(float, times)) < 2
+    assert int(count) > 10_000
 
 
 def test_importing_the_command_leaves_the_function():
     """`startrail_jax.plan` is then a module, which can be called."""
-    arguments = dict(
-        nodes=1, gpus_per_node=8, gpu="b200", model="gpt_7b", options=Options(zero=(3,))
-    )
+    few = Options(zero=(3,), remat=("full",), offload=(False,))
+    arguments = dict(nodes=1, gpus_per_node=8, gpu="b200", model="gpt_7b", options=few)
     assert st.plan(**arguments) == plan_function(**arguments)
 
 
 def test_gpus_have_the_peak_of_the_program():
     for name, gpu in GPUS.items():
         assert gpu.peak_flops == PEAK_FLOPS[name.partition("_")[0].upper()]
-
-
-def test_time_of_a_plan_for_many_gpus():
-    """16,384 GPUs with everything in two seconds; the machine may have other work meanwhile."""
-    where = dict(nodes=2048, gpus_per_node=8, gpu="h100", port="50GB/s")
-    times = []
-    while not times or (min(times) > 2 and len(times) < 3):
-        start = time.process_time()
-        found = st.plan(**where, model="gpt_7b", seq_len="4M")
-        times.append(time.process_time() - start)
-    assert found.num_settings > 10_000
-    assert min(times) < 2
