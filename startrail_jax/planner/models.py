@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from startrail_jax.errors import InputError
+from startrail_jax.errors import InputError, UnsupportedError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,6 +193,11 @@ _HUGGING_FACE = {
 }
 
 
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_WITHOUT_GATE = ("gpt_neox", "opt", "bloom", "falcon", "gpt_bigcode", "starcoder2", "phi")
+"""Types of model whose MLP has two matrices."""
+
+
 def find_model(name: str) -> ModelSizes:
     """The model of a name, or that of a config.json.
 
@@ -201,6 +206,7 @@ def find_model(name: str) -> ModelSizes:
 
     Raises:
         ValueError: if there is no such model, or the file describes none.
+        NotImplementedError: if the file describes a mixture of experts.
     """
     if name in MODELS:
         return MODELS[name]
@@ -219,8 +225,10 @@ def find_model(name: str) -> ModelSizes:
         raise InputError(f"--model {name}: the file is no JSON: {error}. Give another.") from None
     if not isinstance(settings, dict):
         raise InputError(f"--model {name}: the file holds no settings. Give another.")
-    is_run = isinstance(settings.get("model"), dict)
-    return _of_run(settings, name) if is_run else _of_hugging_face(settings, name)
+    if isinstance(settings.get("model"), dict):
+        return _of_run(settings, str(path))
+    # Models of text and images have the decoder in a part of their own.
+    return _of_hugging_face(settings.get("text_config") or settings, str(path))
 
 
 def _of_run(settings: Mapping[str, Any], name: str) -> ModelSizes:
@@ -257,10 +265,18 @@ def _of_run(settings: Mapping[str, Any], name: str) -> ModelSizes:
 
 def _of_hugging_face(settings: Mapping[str, Any], name: str) -> ModelSizes:
     """The model of a config.json of Hugging Face: a gated decoder, as Llama, Qwen or Mistral."""
+    experts = next((key for key in _EXPERTS if settings.get(key)), None)
+    if experts:
+        raise UnsupportedError(
+            f"--model {name}: mixtures of experts are not planned; got {experts}="
+            f"{settings[experts]}. Give the sizes of a dense model instead."
+        )
     given = {ours: settings[theirs] for ours, theirs in _HUGGING_FACE.items() if theirs in settings}
     needed = ("width", "layers", "heads", "mlp_width", "outputs")
     _known(given, name, needed, shown=_HUGGING_FACE)
     given.setdefault("kv_heads", given["heads"])
+    if settings.get("model_type") in _WITHOUT_GATE:
+        given["mlp_matrices"] = 2
     # Files may hold "head_dim": null.
     given["head_dim"] = given.get("head_dim") or given["width"] // given["heads"]
     return ModelSizes(name=name, **given)

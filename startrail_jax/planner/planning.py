@@ -26,6 +26,8 @@ from startrail_jax.planner.search import BASELINES, REMAT, Candidates, Options, 
 
 # Model -> the recipe of train.py that has its sizes.
 _RECIPES = {"gpt_3b": "gpt_3b", "gpt_7b": "gpt_7b", "dit_1b": "dit_1b", "llama3_8b": "gpt_8b_gqa"}
+_FRAME = 128 * 128
+"""Tokens of a frame of the recipe dit_1b."""
 _NEAR = 1.02
 _DEFAULT_FRACTION = 0.75
 """Share of a GPU's memory that jax takes by default."""
@@ -181,10 +183,7 @@ def command_of(choice: Prediction, call: Call, cluster: Cluster) -> str:
     model, words = call.model, []
     if choice.memory_bytes > _DEFAULT_FRACTION * cluster.gpu.memory_bytes:
         words.append("XLA_PYTHON_CLIENT_MEM_FRACTION=.92")
-    is_file = model.name.endswith(".json")
-    recipe = _RECIPES.get(model.name, "gpt_7b")
-    if is_file and model.from_run:
-        recipe = model.name
+    recipe = model.name if model.from_run else _RECIPES.get(model.name, "gpt_7b")
     words += ["python", "train.py", shlex.quote(recipe)]
     flags: dict[str, Any] = {}
     if model.name not in _RECIPES and not model.from_run:
@@ -195,6 +194,8 @@ def command_of(choice: Prediction, call: Call, cluster: Cluster) -> str:
         words.append("--model.tied-head" if model.tied_head else "--model.no-tied-head")
     if model.kind == "gpt":
         flags["seq-len"] = call.seq_len
+    elif call.seq_len != model.seq_len:
+        flags["size"] = f"{call.seq_len // _FRAME} 256 256"
     flags |= {"batch-size": call.batch}
     flags |= {f"mesh.{role}": size for role, size in choice.degrees.items()}
     if cluster.nodes > 1:
@@ -268,6 +269,12 @@ def plan(
         raise InputError(
             f"--seq-len must be given for --model {sizes.name}, which has none of its own. Write "
             "for example --seq-len 512K."
+        )
+    if sizes.kind == "dit" and length != sizes.seq_len and (sizes.from_run or length % _FRAME):
+        raise InputError(
+            f"--seq-len of a diffusion transformer follows from its images; got {length} for "
+            f"--model {sizes.name}, which has {sizes.seq_len}. Leave it out"
+            f"{'' if sizes.from_run else f', or use a multiple of {_FRAME}'}."
         )
     for flag, number in (("--seq-len", length), ("--batch", batch), ("--top", top)):
         if number < 1:

@@ -83,6 +83,7 @@ def model_of(kind, folder):
     [
         ("gpt_7b", "--gradient-dtype bfloat16 --zero 2 3 --remat none --no-offload"),
         ("dit_1b", "--zero 3 --remat attention_saved --no-offload --no-tile"),
+        ("dit_1b", "--seq-len 64K --zero 3 --remat full --no-offload --no-tile"),
         ("llama3_8b", "--batch 2 --data 2 --zero 3 --remat full --offload --tile"),
         ("run", "--ports 1 --tensor 2 --zero 1 --remat full --no-offload"),
         ("hugging face", "--half-duplex --latency 20us --zero 3 --remat full --no-offload"),
@@ -123,6 +124,17 @@ def test_models_are_those_of_the_recipes(name, tmp_path):
     else:
         flops = dit_flops_per_token(config)
     assert model.flops_per_token(4096 if config.kind == "gpt" else config.num_tokens) == flops
+
+
+def test_hugging_face_configs_of_other_shapes(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"text_config": QWEN}))
+    same = {"name": "qwen3_8b", "seq_len": None}
+    assert dataclasses.replace(find_model(str(tmp_path)), **same) == MODELS["qwen3_8b"]
+    old = {key: value for key, value in QWEN.items() if "key_value" not in key}
+    path.write_text(json.dumps(old | {"model_type": "gpt_neox", "head_dim": None}))
+    model = find_model(str(path))
+    assert (model.mlp_matrices, model.kv_heads, model.head_dim) == (2, 32, 128)
 
 
 @pytest.mark.parametrize(("name", "gpu"), [("gpt_7b", "h200"), ("dit_1b", "a100_40")])
@@ -168,11 +180,14 @@ def test_where_nothing_fits_the_smallest_change_is_said(capsys):
         ("--model gpt_7b --peak-flops x", "--peak-flops must be a number of FLOP/s"),
         ("--model {}/bad.json", "the file is no JSON"),
         ("--model {}/empty.json", "it has no 'hidden_size'"),
+        ("--model {}/experts.json", "mixtures of experts are not planned; got num_experts=8"),
+        ("--model dit_1b --seq-len 1000", "--seq-len of a diffusion transformer follows from its"),
     ],
 )
 def test_mistakes_on_the_command_line(more, message, tmp_path, capsys):
     (tmp_path / "bad.json").write_text("{")
     (tmp_path / "empty.json").write_text("{}")
+    (tmp_path / "experts.json").write_text(json.dumps(QWEN | {"num_experts": 8}))
     assert main(shlex.split(f"{CLUSTER} {more.format(tmp_path)}")) == 2
     assert message in capsys.readouterr().err
 
