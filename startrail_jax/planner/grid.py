@@ -21,7 +21,9 @@ class Call:
     """What is trained: a model, and how much at a time."""
 
     model: ModelSizes
+    """The model."""
     seq_len: int
+    """Tokens in a sequence."""
     batch: int
     """Sequences of a batch, over all devices."""
 
@@ -36,6 +38,7 @@ class Settings:
     """Degrees, and the order of the axes over the nodes: int64 arrays [setting]."""
 
     data: np.ndarray
+    """The degrees, as those of `startrail_jax.Degrees`."""
     group: np.ndarray
     ring: np.ndarray
     team: np.ndarray

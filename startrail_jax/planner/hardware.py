@@ -55,10 +55,11 @@ class Gpu:
     """One kind of GPU."""
 
     name: str
+    """Name by which it is asked for."""
     peak_flops: float
     """Dense 16-bit matrix FLOP/s: [4]."""
     memory_bytes: int
-    """[4]."""
+    """Bytes of its memory: [4]."""
     memory_rate: float
     """Bytes/s of its own memory: [4]."""
     inside_rate: float
@@ -162,8 +163,11 @@ class Cluster:
     """Nodes of GPUs, and the links between them."""
 
     nodes: int
+    """Number of nodes."""
     gpus_per_node: int
+    """GPUs of each node."""
     gpu: Gpu
+    """What they are."""
     port_rate: float
     """Bytes/s through one port of a node, each way; both ways together if `half_duplex`."""
     ports: int

@@ -27,6 +27,7 @@ class Cost:
     """What a collective costs: arrays [setting]."""
 
     seconds: np.ndarray
+    """Seconds from its start to its end."""
     across: np.ndarray
     """Bytes that the busiest node sends to other nodes."""
     inside: np.ndarray

@@ -17,15 +17,19 @@ class ModelSizes:
     """The sizes of a transformer on which time and memory depend."""
 
     name: str
+    """Name in `MODELS`, or path of a config.json."""
     kind: str = "gpt"
     """"gpt", causal with a vocabulary, or "dit", a diffusion transformer."""
     width: int
     """Channels of the residual stream."""
     layers: int
+    """Number of blocks."""
     heads: int
     """Query heads."""
     kv_heads: int
+    """Key and value heads."""
     head_dim: int
+    """Channels of a head."""
     mlp_width: int
     """Hidden channels of the MLP."""
     mlp_matrices: int = 3

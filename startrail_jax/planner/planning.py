@@ -38,8 +38,11 @@ class Plan:
     """The fastest settings of a cluster for a model; `print` shows them."""
 
     cluster: Cluster
+    """The cluster."""
     call: Call
+    """The model, its tokens and its batch."""
     options: Options
+    """What was searched."""
     ranked: tuple[Prediction, ...]
     """The fastest settings, one for each setting of the degrees, best first."""
     baselines: dict[str, Prediction]

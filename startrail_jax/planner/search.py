@@ -26,9 +26,13 @@ class Options:
     degrees: Mapping[str, int] = field(default_factory=dict)
     """Degrees that are given."""
     zero: Sequence[int] = (0, 1, 2, 3)
+    """ZeRO levels."""
     remat: Sequence[str] = REMAT
+    """Kinds of remat."""
     offload: Sequence[bool] = (False, True)
+    """Whether what layers save goes to the memory of the host."""
     tiled: Sequence[bool] = (False, True)
+    """Whether MLP and loss treat at most 2048 tokens at a time."""
     gradient_dtype: str = "float32"
     """Type in which parts of the gradients of attention travel."""
     memory_fraction: float = 0.92
@@ -49,15 +53,19 @@ class Prediction:
     scheme: str
     """Name of the scheme."""
     degrees: dict[str, int]
+    """The six degrees by their names."""
     order: tuple[str, ...]
     """Order of the mesh axes over the nodes, slowest first."""
     inner: int
+    """Devices in an inner cycle of a double ring; 1 for a single ring."""
     published: bool
     """Whether it is StarTrail as in its paper, which `train.py` does not run."""
     savings: Savings
+    """What trades time for memory."""
     tile: int | None
     """Tokens that the MLP and the loss treat at a time; None for all."""
     gradient_dtype: str
+    """Type in which parts of the gradients of attention travel."""
     seconds: float
     """Seconds of a training step."""
     parts: dict[str, float]
@@ -67,6 +75,7 @@ class Prediction:
     memory_bytes: int
     """Device memory of a GPU: an estimate."""
     host_bytes: int
+    """Memory of the host that a GPU takes."""
     fits: bool
     """Whether the device memory suffices."""
     across_bytes: float

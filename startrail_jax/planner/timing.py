@@ -30,6 +30,7 @@ class Pass:
     """One pass of attention: arrays [setting]."""
 
     seconds: np.ndarray
+    """Seconds of all of it."""
     compute: np.ndarray
     """Seconds in which kernels run."""
     across: np.ndarray

@@ -23,11 +23,13 @@ class Share:
     tokens: np.ndarray
     """Query tokens of a sequence, before any gather."""
     query: np.ndarray
+    """The query."""
     rows: np.ndarray
     """Log-sum-exp of each query and head, in float32."""
     keys: np.ndarray
     """Key and value together."""
     query_gradient: np.ndarray
+    """A partial gradient of the query."""
     key_gradient: np.ndarray
     """A partial gradient of key and value."""
     summed_key_gradient: np.ndarray
