@@ -15,7 +15,7 @@ train.py refuses gives the reason. The columns are in GiB of one device:
     rest      everything else that the step needs at a time, on the device
     host      what waits in the host's memory
     peak      what the device needs in all; memory of state that the step has used up is used again
-    formula   `trainer.parallel.footprint`: its state is exact, its sum an estimate
+    formula   `startrail_jax.planner.memory`: its state is exact, its sum an estimate
     fits      whether the peak is within what jax takes of the GPU: 75 % of it by default, or
               92 % with XLA_PYTHON_CLIENT_MEM_FRACTION=.92
 
@@ -40,10 +40,10 @@ from benchmarks.deviceless import gpu_topology, target_names
 from configs import RECIPES
 from startrail_jax.errors import UserError
 from startrail_jax.mesh import Degrees
+from startrail_jax.planner.memory import GIB, Footprint
 from trainer.config import MeshConfig, TrainConfig
 from trainer.gpt.config import GPTTrainConfig
 from trainer.parallel.degrees import choose_degrees
-from trainer.parallel.footprint import GIB, Footprint
 from trainer.parallel.step import Program, make_attention
 from trainer.parallel.step_sizes import footprint
 from trainer.run.exit import exit_on_user_errors

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from startrail_jax.device_mesh import make_mesh
     from startrail_jax.layout import Layout
     from startrail_jax.mesh import AxisNames, Degrees
+    from startrail_jax.planner.planning import plan
     from startrail_jax.rings import CHECKPOINT_NAMES
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "compiler_options",
     "make_mesh",
     "masks",
+    "plan",
 ]
 
 # The module of each name, or None if the name is a module. It is imported when the name is first
@@ -50,6 +52,7 @@ _MODULES = {
     "compiler_options": "compiler",
     "make_mesh": "device_mesh",
     "masks": None,
+    "plan": "planner.planning",
 }
 
 

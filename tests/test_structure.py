@@ -67,6 +67,8 @@ MAY_IMPORT = {
     "validation": BASE | {"mesh", "layout", "masks", "sharding", "sizes", "token_order"},
     "cache": TOKENS | {"collectives", "sharding", "sizes", "validation", "varying"},
     "analysis": TOKENS | {"blocks", "nodes", "schedule", "sizes", "validation"},
+    "planner": {"errors"},
+    "plan": {"errors", "planner"},
     "device_mesh": BASE | {"mesh", "nodes", "analysis"},
     "attention": TOKENS
     | {"analysis", "blocks", "cache", "collectives", "derivatives", "nodes", "rings", "schedule"}

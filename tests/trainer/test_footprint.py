@@ -10,6 +10,7 @@ import pytest
 import startrail_jax as st
 from configs import RECIPES
 from programs import compile_gradients, compile_step, make_config, make_program
+from startrail_jax.planner.memory import LAYER, LOSS, Footprint, Part
 from trainer.config import AttentionConfig, OptimizerConfig
 from trainer.dit.config import (
     DiTConfig,
@@ -18,7 +19,7 @@ from trainer.dit.config import (
 from trainer.dit.objective import Denoising
 from trainer.gpt.config import DataConfig
 from trainer.parallel import step_sizes
-from trainer.parallel.footprint import LAYER, LOSS, Footprint, Part, describe_memory
+from trainer.parallel.footprint import describe_memory
 from trainer.parallel.step import Program
 from trainer.tasks import TASKS
 

@@ -14,9 +14,9 @@ from jaxtyping import Array
 from models.hooks import Hooks
 from startrail_jax.layout import Layout
 from startrail_jax.mesh import ROLES, Degrees
+from startrail_jax.planner.memory import FLOAT32, LAYER, LOSS, Footprint, StepSizes, footprint_of
 from trainer.config import TrainConfig
 from trainer.objective import Objective
-from trainer.parallel.footprint import FLOAT32, LAYER, LOSS, Footprint, StepSizes, footprint_of
 from trainer.parallel.legality import check_step, tokens_shape
 from trainer.parallel.partition import STACKED, Partition, Split
 from trainer.parallel.state import batch_shapes, state_shapes

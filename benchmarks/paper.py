@@ -1,0 +1,198 @@
+"""The evaluation of StarTrail's paper on paper: what the planner predicts for its clusters.
+
+    python benchmarks/paper.py              # StarTrail over Ring on the clusters of table 1
+    python benchmarks/paper.py --scaling    # strong and weak scaling, 8 to 64 H100
+    python benchmarks/paper.py --map        # the best scheme by GPUs, tokens and port speed
+
+Nothing is run, and nothing is tuned to the paper. Assumptions:
+
+* 8 x 8 H100 have a port of 400 Gb/s for each GPU and NVLink inside; the A100 of 40 GB have one port
+  of 100 Gb/s a node, and NVLink inside. Kernels, latencies and rates are those of
+  `startrail_jax/planner/hardware.py`.
+* "published" is the schedule of the paper (`Attention.as_published`), "ours" that of this package,
+  with the same team and group, both in their best order on the nodes. Ring Attention is a single
+  ring, as in the paper; "double" lets it be a double ring.
+* Batch 1, ZeRO 3, remat full, no offload, tiles, and no tensor parallelism for every row, so that
+  rows differ in attention alone.
+
+The paper reports ratios from 1.199 to 2.114 for these clusters, up to 1.771 for GPTs and 2.114 for
+DiTs, at lengths that it does not give with each of them.
+
+Reference: StarTrail, https://arxiv.org/abs/2407.00611, sections 4.2 to 4.4.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from startrail_jax.errors import UserError
+from startrail_jax.planner.grid import Call, Settings, all_settings
+from startrail_jax.planner.hardware import Cluster, find_gpu
+from startrail_jax.planner.models import MODELS
+from startrail_jax.planner.quantities import GIB, parse_rate, show_count
+from startrail_jax.planner.search import Candidates, Options, Prediction
+
+FIXED = Options(zero=(3,), remat=("full",), offload=(False,), tiled=(True, False))
+PORTS = ("12.5Gb/s", "100Gb/s", "400Gb/s")
+LENGTHS = (2**17, 2**19, 2**20, 2**22, 2**24)
+LETTERS = {"group": "g", "ring": "r", "team": "t", "head": "h", "tensor": "x"}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A cluster of table 1."""
+
+    nodes: int
+    gpus: int
+    gpu: str
+    port: str
+    ports: int
+
+    @property
+    def cluster(self) -> Cluster:
+        return Cluster(
+            nodes=self.nodes,
+            gpus_per_node=self.gpus,
+            gpu=find_gpu(self.gpu),
+            port_rate=parse_rate(self.port, "--port"),
+            ports=self.ports,
+        )
+
+    def __str__(self) -> str:
+        return f"{self.nodes} x {self.gpus} {self.gpu}"
+
+
+MACHINES = (
+    Machine(8, 8, "h100", "400Gb/s", 8),
+    Machine(16, 2, "a100_40", "100Gb/s", 1),
+    Machine(8, 4, "a100_40", "100Gb/s", 1),
+    Machine(4, 8, "a100_40", "100Gb/s", 1),
+)
+
+
+def is_ring(settings: Settings) -> np.ndarray:
+    return (settings.group == 1) & (settings.team == 1) & (settings.head == 1)
+
+
+def is_star(c: int, published: bool) -> Callable[[Settings], np.ndarray]:
+    def scheme(settings: Settings) -> np.ndarray:
+        alike = (settings.group == c) & (settings.team == c) & (settings.head == 1)
+        return alike & (settings.published == published) & (settings.inner == 1)
+
+    return scheme
+
+
+def fastest(
+    cluster: Cluster, call: Call, schemes: dict[str, Callable[[Settings], np.ndarray]]
+) -> dict[str, Prediction]:
+    """The fastest setting of each scheme that the cluster and the model allow."""
+    options = replace(FIXED, degrees={"tensor": 1, "data": 1})
+    settings = all_settings(cluster, call, given=options.degrees)
+    found = {}
+    for name, scheme in schemes.items():
+        rows = settings.take(np.flatnonzero(scheme(settings)))
+        if len(rows):
+            candidates = Candidates(cluster, call, options, rows)
+            found[name] = candidates.best(np.ones(len(candidates.row), bool))[0]
+    return found
+
+
+def schemes() -> dict[str, Callable[[Settings], np.ndarray]]:
+    """The rows of the tables."""
+    found: dict[str, Callable[[Settings], np.ndarray]] = {
+        "ring": lambda s: is_ring(s) & (s.inner == 1),
+        "double": is_ring,
+    }
+    for c in (2, 4):
+        found[f"published-{c}"] = is_star(c, True)
+        found[f"ours-{c}"] = is_star(c, False)
+    return found
+
+
+def table(cases: Iterator[tuple[str, Cluster, Call]]) -> None:
+    """One line for each case: seconds of Ring Attention, and how much faster others are."""
+    names = list(schemes())
+    print(f"{'':<34}" + "".join(f"{name:>13}" for name in names) + "   GiB")
+    for name, cluster, call in cases:
+        found = fastest(cluster, call, schemes())
+        ring = found["ring"].seconds
+        columns = [f"{ring:>11.3g} s"]
+        columns += [
+            f"{ring / found[x].seconds:>12.3f}x" if x in found else f"{'-':>13}" for x in names[1:]
+        ]
+        memory = [
+            found[x].memory_bytes / GIB
+            for x in ("ring", "published-2", "published-4")
+            if x in found
+        ]
+        sizes = ", ".join(f"{size:.1f}" for size in memory)
+        print(f"{name:<34}{''.join(columns)}   {sizes}")
+
+
+def clusters() -> Iterator[tuple[str, Cluster, Call]]:
+    for machine in MACHINES:
+        for name in ("gpt_3b", "gpt_7b", "dit_1b"):
+            for seq_len in (2**16, 2**17, 2**18, 2**19):
+                call = Call(model=MODELS[name], seq_len=seq_len, batch=1)
+                yield f"{machine}, {name}, {show_count(seq_len)}", machine.cluster, call
+
+
+def scaling() -> Iterator[tuple[str, Cluster, Call]]:
+    for kind in ("strong", "weak"):
+        for nodes in (1, 2, 4, 8):
+            cluster = replace(MACHINES[0], nodes=nodes).cluster
+            seq_len = 2**17 if kind == "strong" else 2**16 * nodes
+            call = Call(model=MODELS["gpt_7b"], seq_len=seq_len, batch=1)
+            yield f"{kind}, {8 * nodes} h100, gpt_7b, {show_count(seq_len)}", cluster, call
+
+
+def best_map() -> None:
+    """The best scheme by GPUs, tokens and port speed, as tables of Markdown."""
+    for name in ("gpt_7b", "llama3_8b"):
+        print(f"\n| {name} | " + " | ".join(f"{port} a GPU" for port in PORTS) + " |")
+        print("|---" * (len(PORTS) + 1) + "|")
+        for nodes in (8, 128, 2048):
+            for seq_len in LENGTHS:
+                call = Call(model=MODELS[name], seq_len=seq_len, batch=1)
+                cells = [best(Machine(nodes, 8, "h100", port, 8).cluster, call) for port in PORTS]
+                print(
+                    f"| {8 * nodes} GPUs, {show_count(seq_len)} | {' | '.join(cells)} |", flush=True
+                )
+
+
+def best(cluster: Cluster, call: Call) -> str:
+    """The best setting in a few characters, and its MFU."""
+    try:
+        found = Candidates(cluster, call, Options(baselines=False))
+    except UserError:
+        return "-"
+    if not found.fits.any():
+        return "nothing fits"
+    choice = found.best(found.fits)[0]
+    sizes = [
+        f"{letter}{choice.degrees[role]}"
+        for role, letter in LETTERS.items()
+        if choice.degrees[role] > 1
+    ]
+    return f"{' '.join(sizes)}, {choice.mfu:.0%}"
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--scaling", action="store_true")
+    parser.add_argument("--map", action="store_true")
+    args = parser.parse_args(argv)
+    if args.map:
+        best_map()
+    else:
+        table(scaling() if args.scaling else clusters())
+
+
+if __name__ == "__main__":
+    main()

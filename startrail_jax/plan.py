@@ -1,0 +1,180 @@
+"""Which setting is the fastest for a cluster and a model? Needs no devices.
+
+    python -m startrail_jax.plan --nodes 8 --gpus-per-node 8 --gpu h100 --port 50GB/s \\
+        --model gpt_7b --seq-len 512K
+    python -m startrail_jax.plan --nodes 4 --gpus-per-node 8 --gpu a100_40 --port 100Gb/s \\
+        --ports 1 --model path/of/config.json --seq-len 128K --zero 3 --remat full
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import types
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+from startrail_jax.errors import InputError, UserError
+
+DEGREES = ("data", "group", "ring", "team", "head", "tensor")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(
+        prog="python -m startrail_jax.plan",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    cluster = made.add_argument_group("cluster")
+    cluster.add_argument("--nodes", type=int, required=True)
+    cluster.add_argument("--gpus-per-node", type=int, required=True)
+    cluster.add_argument("--gpu", required=True, help="a100_40, a100_80, h100, h200 or b200")
+    cluster.add_argument("--port", help="rate of one port of a node, such as 50GB/s or 400Gb/s")
+    cluster.add_argument(
+        "--ports", type=int, help="ports of a node, which its GPUs share; default one for each GPU"
+    )
+    cluster.add_argument("--inside", help="rate between the GPUs of a node; default NVLink")
+    cluster.add_argument("--half-duplex", action="store_true", help="a port sends or receives")
+    cluster.add_argument("--latency", help="of a message through a port, such as 10us")
+    cluster.add_argument("--peak-flops", help="dense 16-bit FLOP/s of a GPU, such as 989T")
+    cluster.add_argument("--memory", help="memory of a GPU, such as 80GiB")
+    cluster.add_argument(
+        "--efficiency", type=float, help="share of the peak that matrix products reach, measured"
+    )
+    model = made.add_argument_group("model")
+    model.add_argument(
+        "--model",
+        help="gpt_3b, gpt_7b, dit_1b, llama3_8b, llama3_70b, qwen3_8b, or a config.json of a run "
+        "or of Hugging Face; or leave it out and give the sizes",
+    )
+    for name in ("width", "layers", "heads", "kv-heads", "head-dim", "mlp-width", "outputs"):
+        model.add_argument(f"--{name}", help="size of the model, instead of or beside --model")
+    model.add_argument("--seq-len", help="tokens in a sequence, such as 512K")
+    model.add_argument("--batch", default="1", help="sequences in a batch, over all GPUs")
+    search = made.add_argument_group("search: everything that is not given")
+    for role in DEGREES:
+        search.add_argument(f"--{role}", type=int, help="degree of the mesh")
+    search.add_argument("--zero", type=int, nargs="+", help="levels, of 0 to 3")
+    search.add_argument("--remat", nargs="+", help="of none, attention_saved, full")
+    for name in ("offload", "tile"):
+        search.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, default=None)
+    search.add_argument("--gradient-dtype", default="float32", help="float32 or bfloat16")
+    search.add_argument("--memory-fraction", type=float, default=0.92, help="of a GPU's memory")
+    shown = made.add_argument_group("output")
+    shown.add_argument("--top", type=int, default=8, help="number of settings to rank")
+    shown.add_argument("--json", action="store_true", help="print JSON")
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints the plan; on a mistake, a message.
+
+    Args:
+        arguments: the command line; None for that of the process.
+
+    Returns:
+        The exit status: 0; 1 if nothing fits the memory; 2 on a mistake.
+    """
+    args = parser().parse_args(arguments)
+    try:
+        found = _plan(args)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(json.dumps(found.as_dict(), indent=2) if args.json else found)
+    return 0 if found.reasons is not None else 1
+
+
+def _plan(args: argparse.Namespace) -> Any:
+    # NumPy takes longer to import than the help may take.
+    from startrail_jax.planner.planning import plan
+    from startrail_jax.planner.quantities import parse_count, parse_seconds
+    from startrail_jax.planner.search import REMAT, Options
+
+    options = Options(
+        degrees={role: value for role in DEGREES if (value := getattr(args, role)) is not None},
+        zero=tuple(args.zero or (0, 1, 2, 3)),
+        remat=tuple(args.remat or REMAT),
+        offload=(False, True) if args.offload is None else (args.offload,),
+        tiled=(False, True) if args.tile is None else (args.tile,),
+        gradient_dtype=args.gradient_dtype,
+        memory_fraction=args.memory_fraction,
+    )
+    return plan(
+        nodes=args.nodes,
+        gpus_per_node=args.gpus_per_node,
+        gpu=_gpu(args),
+        model=_model(args),
+        port=args.port,
+        ports=args.ports,
+        inside=args.inside,
+        half_duplex=args.half_duplex,
+        latency=None if args.latency is None else parse_seconds(args.latency, "--latency"),
+        seq_len=args.seq_len,
+        batch=parse_count(args.batch, "--batch"),
+        options=options,
+        top=args.top,
+    )
+
+
+def _gpu(args: argparse.Namespace) -> Any:
+    from startrail_jax.planner.hardware import find_gpu
+    from startrail_jax.planner.quantities import parse_bytes, parse_flops
+
+    gpu = find_gpu(args.gpu)
+    if args.peak_flops is not None:
+        gpu = replace(gpu, peak_flops=parse_flops(args.peak_flops, "--peak-flops"))
+    if args.memory is not None:
+        gpu = replace(gpu, memory_bytes=parse_bytes(args.memory, "--memory"))
+    if args.efficiency is not None:
+        if not 0 < args.efficiency <= 1:
+            raise InputError(
+                f"--efficiency must be above 0 and at most 1; got {args.efficiency}. Use 0.7."
+            )
+        gpu = replace(gpu, matrix_efficiency=args.efficiency)
+    return gpu
+
+
+def _model(args: argparse.Namespace) -> Any:
+    from startrail_jax.planner.models import ModelSizes, find_model
+    from startrail_jax.planner.quantities import parse_count
+
+    names = {field.name for field in fields(ModelSizes)} & set(vars(args)) - {"seq_len"}
+    sizes = {
+        name: parse_count(value, "--" + name.replace("_", "-"))
+        for name in sorted(names)
+        if (value := getattr(args, name)) is not None
+    }
+    if args.model is not None:
+        model = find_model(args.model)
+        return (
+            replace(model, name=f"{model.name}, changed", from_run=False, **sizes)
+            if sizes
+            else model
+        )
+    missing = sorted(names - set(sizes) - {"kv_heads"})
+    if missing:
+        flags = " ".join("--" + name.replace("_", "-") for name in missing)
+        raise InputError(
+            f"--model must be given, or all sizes; got neither --model nor {flags}. Write for "
+            "example --model gpt_7b."
+        )
+    return ModelSizes(**{"name": "given by flags", "kv_heads": sizes["heads"], **sizes})
+
+
+class _Module(types.ModuleType):
+    """This module can be called, since importing it puts it in the place of `st.plan`."""
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        from startrail_jax.planner.planning import plan
+
+        return plan(*arguments, **named)
+
+
+sys.modules[__name__].__class__ = _Module
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,197 @@
+"""Every legal setting of a cluster and a model, as arrays with one element for each setting."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from startrail_jax.planner.hardware import Cluster
+from startrail_jax.planner.models import ModelSizes
+
+ROLES = ("data", "group", "ring", "team", "head", "tensor")
+"""The axes of a mesh, as in `startrail_jax.mesh`."""
+_SEQUENCE = ("group", "ring", "team", "head")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """What is trained: a model, and how much at a time."""
+
+    model: ModelSizes
+    """The model."""
+    seq_len: int
+    """Tokens in a sequence."""
+    batch: int
+    """Sequences of a batch, over all devices."""
+
+    @property
+    def causal(self) -> bool:
+        """Whether the attention is causal."""
+        return self.model.causal
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Settings:
+    """Degrees, and the order of the axes over the nodes: int64 arrays [setting]."""
+
+    data: np.ndarray
+    """The degrees, as those of `startrail_jax.Degrees`."""
+    group: np.ndarray
+    ring: np.ndarray
+    team: np.ndarray
+    head: np.ndarray
+    tensor: np.ndarray
+    order: np.ndarray
+    """Index into `ORDERS`."""
+    inner: np.ndarray
+    """Devices in an inner cycle of a double ring; 1 for a single ring."""
+    published: np.ndarray
+    """Whether keys are placed, and outputs combined, as in StarTrail's paper."""
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    @property
+    def sequence(self) -> np.ndarray:
+        """Devices that share a sequence."""
+        return self.group * self.ring * self.team * self.head
+
+    @property
+    def replicas(self) -> np.ndarray:
+        """Devices with different tokens: ZeRO splits over them."""
+        return self.data * self.sequence
+
+    def take(self, index: np.ndarray) -> Settings:
+        """The settings of an index or a mask."""
+        return Settings(**{name: values[index] for name, values in vars(self).items()})
+
+
+ORDERS = tuple(("data", *order, "tensor") for order in itertools.permutations(_SEQUENCE))
+"""The orders of the axes over the nodes that are tried, slowest first."""
+
+
+def all_settings(
+    cluster: Cluster,
+    call: Call,
+    *,
+    given: Mapping[str, int] | None = None,
+    published: bool = True,
+) -> Settings:
+    """The settings of the degrees and of the order of the axes that a cluster and a model allow.
+
+    Two orders that differ in axes of degree 1 alone are one. Orders in which a node ends in the
+    middle of an axis without dividing it evenly are left out.
+
+    Args:
+        cluster: nodes and GPUs.
+        call: heads, tokens and batch.
+        given: degrees that do not vary.
+        published: whether the settings of StarTrail's paper come too.
+    """
+    degrees = _legal_degrees(cluster.num_gpus, call, dict(given or {}))
+    parts = [_ordered(degrees, index, cluster) for index in range(len(ORDERS))]
+    single = _joined(parts)
+    # A ring that is partly inside of the nodes may be a double ring, with its cycles inside.
+    inside = Placement(single, cluster).inside("ring")
+    cut = (inside > 1) & (inside < single.ring)
+    double = Settings(**{**vars(single.take(cut)), "inner": inside[cut]})
+    both = _joined([single, double])
+    if published:
+        alike = (both.group == both.team) & (both.team > 1) & (both.head == 1) & (both.inner == 1)
+        paper = both.take(alike)
+        both = _joined([both, Settings(**{**vars(paper), "published": paper.team > 0})])
+    return both
+
+
+def _joined(parts: list[Settings]) -> Settings:
+    names = vars(parts[0])
+    return Settings(**{x: np.concatenate([vars(part)[x] for part in parts]) for x in names})
+
+
+def _ordered(degrees: dict[str, np.ndarray], index: int, cluster: Cluster) -> Settings:
+    """The degrees for which an order is one of its own, and fits the nodes."""
+    order = ORDERS[index]
+    count = len(degrees["data"])
+    settings = Settings(
+        **degrees,
+        order=np.full(count, index),
+        inner=np.ones(count, np.int64),
+        published=np.zeros(count, bool),
+    )
+    # Of orders that differ in axes of degree 1, the one with these axes first, in their own order.
+    places = [_SEQUENCE.index(role) for role in order[1:-1]]
+    keys = [
+        np.where(degrees[role] == 1, place, 4)
+        for role, place in zip(order[1:-1], places, strict=True)
+    ]
+    own = np.all([a <= b for a, b in itertools.pairwise(keys)], axis=0)
+    settings = settings.take(own)
+    return settings.take(Placement(settings, cluster).fits)
+
+
+def _legal_degrees(num_gpus: int, call: Call, given: dict[str, int]) -> dict[str, np.ndarray]:
+    """The degrees that `train.py` takes for this call: see `trainer.parallel.legality`."""
+    divisors = np.array([n for n in range(1, num_gpus + 1) if num_gpus % n == 0])
+    model = call.model
+
+    def choices(role: str, limit: int) -> np.ndarray:
+        if role in given:
+            return np.array([given[role]])
+        return divisors[limit % divisors == 0]
+
+    found = np.ones((1, 0), np.int64)
+    limits = {"data": call.batch, "tensor": model.heads, "head": model.heads}
+    for role in ("data", "tensor", "head", "team", "group"):
+        extra = choices(role, limits.get(role, num_gpus))
+        found = np.concatenate(
+            [np.repeat(found, len(extra), axis=0), np.tile(extra, len(found))[:, None]], axis=1
+        )
+        found = found[num_gpus % np.prod(found, axis=1) == 0]
+    data, tensor, head, team, group = found.T
+    ring = num_gpus // np.prod(found, axis=1)
+    parts, shards = head * tensor, group * ring * team * head
+    tokens = call.seq_len // shards
+    legal = (call.seq_len % (shards * (2 if call.causal else 1)) == 0) & (tokens % tensor == 0)
+    legal &= (call.batch % data == 0) & (model.heads % parts == 0)
+    legal &= (model.kv_heads % parts == 0) | (parts % model.kv_heads == 0)
+    legal &= model.mlp_width % tensor == 0
+    if "ring" in given:
+        legal &= ring == given["ring"]
+    columns = dict(data=data, group=group, ring=ring, team=team, head=head, tensor=tensor)
+    return {role: values[legal].astype(np.int64) for role, values in columns.items()}
+
+
+class Placement:
+    """Where the axes of settings lie on the nodes of a cluster."""
+
+    def __init__(self, settings: Settings, cluster: Cluster) -> None:
+        self.settings = settings
+        self.per_node = cluster.gpus_per_node
+        # Role -> distance in devices of two neighbours along it.
+        self.strides = {role: np.ones(len(settings), np.int64) for role in ROLES}
+        for index, order in enumerate(ORDERS):
+            mine = settings.order == index
+            stride = np.ones(int(mine.sum()), np.int64)
+            for role in reversed(order):
+                self.strides[role][mine] = stride
+                stride = stride * vars(settings)[role][mine]
+
+    def inside(self, role: str) -> np.ndarray:
+        """Neighbours along an axis that share a node."""
+        stride = self.strides[role]
+        reach = np.minimum(stride * vars(self.settings)[role], self.per_node)
+        return np.maximum(reach // np.minimum(stride, self.per_node), 1)
+
+    @property
+    def fits(self) -> np.ndarray:
+        """Whether every axis is cut evenly where nodes end."""
+        good = np.ones(len(self.settings), bool)
+        for role in ROLES:
+            size = vars(self.settings)[role]
+            for edge in (self.strides[role], self.strides[role] * size):
+                within = self.per_node % np.minimum(edge, self.per_node) == 0
+                good &= within & ((edge <= self.per_node) | (edge % self.per_node == 0))
+        return good

@@ -1,0 +1,259 @@
+"""How long a collective takes on the links of a cluster, and which bytes go through its ports.
+
+A collective is a number of steps, each of which takes
+
+    latency + max(bytes through the busiest port / its rate, bytes of a device inside / its rate).
+
+Which bytes go where follows from the algorithm, those of `startrail_jax.analysis.ports`, and from
+where the axis lies: of the `size` devices along it, `inside` neighbours share a node.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from startrail_jax.planner.grid import Placement, Settings
+from startrail_jax.planner.hardware import Cluster
+from startrail_jax.planner.traffic import Move
+
+_PEERS = 8
+"""Peers that NCCL sends to at a time in an exchange of all with all."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Cost:
+    """What a collective costs: arrays [setting]."""
+
+    seconds: np.ndarray
+    """Seconds from its start to its end."""
+    across: np.ndarray
+    """Bytes that the busiest node sends to other nodes."""
+    inside: np.ndarray
+    """Bytes that the devices of a node send each other."""
+
+    def times(self, count: np.ndarray | int | float) -> Cost:
+        """The cost of several such collectives, one after another."""
+        return Cost(
+            seconds=self.seconds * count, across=self.across * count, inside=self.inside * count
+        )
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(
+            seconds=self.seconds + other.seconds,
+            across=self.across + other.across,
+            inside=self.inside + other.inside,
+        )
+
+
+class Links:
+    """The links of a cluster, for the axes of settings."""
+
+    def __init__(self, settings: Settings, cluster: Cluster) -> None:
+        self.settings, self.cluster = settings, cluster
+        self.placement = Placement(settings, cluster)
+        self._inside = {
+            role: self.placement.inside(role)
+            for role in ("group", "ring", "team", "head", "tensor")
+        }
+        self._leaving = self._transposed()
+
+    @property
+    def nothing(self) -> Cost:
+        """The cost of no collective."""
+        zero = np.zeros(len(self.settings))
+        return Cost(seconds=zero, across=zero, inside=zero)
+
+    def cost(self, move: Move) -> Cost:
+        """The cost of a move: of all its hops if it has several."""
+        if move.collective.endswith("hop"):
+            return self.hop(move.received, move.collective).times(move.count)
+        if move.collective == "transpose":
+            return self._transpose(move.received)
+        size = vars(self.settings)[move.role]
+        return self.collective(move.collective, size, self._inside[move.role], move.received).times(
+            move.count
+        )
+
+    def costs(self, moves: list[Move]) -> Cost:
+        """The cost of moves, one after another."""
+        total = self.nothing
+        for move in moves:
+            total = total + self.cost(move)
+        return total
+
+    def over_replicas(self, kind: str, size: np.ndarray) -> Cost:
+        """A collective among all devices that have different tokens, as ZeRO's.
+
+        Args:
+            kind: the collective.
+            size: bytes of the whole buffer.
+        """
+        devices = self.settings.replicas
+        inside = np.maximum(self.cluster.gpus_per_node // self.settings.tensor, 1)
+        twice = 2 if kind == "all_reduce" else 1
+        received = twice * size * (devices - 1) / devices
+        return self.collective(kind, devices, np.minimum(inside, devices), received)
+
+    def collective(
+        self, kind: str, size: np.ndarray, inside: np.ndarray, received: np.ndarray
+    ) -> Cost:
+        """The cost of one collective.
+
+        Args:
+            kind: one of `startrail_jax.analysis.COLLECTIVES`, but for permutes.
+            size: devices of a group.
+            inside: how many neighbours of them share a node.
+            received: bytes that a device receives.
+        """
+        cluster, per_node = self.cluster, self.cluster.gpus_per_node
+        nodes = size // inside
+        others = np.maximum(size - 1, 1)
+        if kind == "reduce_scatter" and cluster.algorithms == "gloo":
+            return self._halving(size, inside, received)
+        if kind == "all_to_all":
+            leaving = (size - inside) / others
+            across = per_node * received * leaving
+            staying = received * (1 - leaving)
+            steps = others if cluster.algorithms == "gloo" else -(-others // _PEERS)
+            crossing, within = np.where(nodes > 1, steps, 0), np.where(nodes > 1, 0, steps)
+        else:
+            across = np.where(nodes > 1, per_node / inside, 0) * received
+            # The last of the neighbours in a node sends to another one.
+            staying = np.where(inside > 1, received, 0)
+            turns = 2 if kind == "all_reduce" else 1
+            crossing, within = turns * (nodes - 1), turns * (size - nodes)
+            if cluster.algorithms == "gloo":
+                crossing = np.where(nodes > 1, turns * others, 0)
+                within = np.where(nodes > 1, 0, turns * others)
+        latency = cluster.start_latency + crossing * cluster.latency
+        latency = latency + within * cluster.inside_latency
+        total = per_node * received
+        return self._cost(received > 0, latency, across, staying, total - across)
+
+    def hop(self, size: np.ndarray, kind: str = "hop") -> Cost:
+        """A message to the next device of the ring, or of an inner or an outer cycle of it.
+
+        Args:
+            size: bytes of the message.
+            kind: "hop", "inner hop" or "outer hop".
+        """
+        cluster, per_node = self.cluster, self.cluster.gpus_per_node
+        stride, inside = self.placement.strides["ring"], self._inside["ring"]
+        leaves = self.settings.ring > inside
+        if kind == "inner hop":
+            leaves = np.zeros(len(self.settings), bool)
+        elif kind == "outer hop":
+            inside = np.ones(len(self.settings), np.int64)
+        # Of `inside` neighbours, `stride` apart, the last one sends to another node. These senders
+        # may be neighbours, which use one port.
+        of_port = per_node // cluster.ports
+        run = np.minimum(stride, per_node)
+        senders = np.maximum(np.minimum(of_port, run), of_port / inside)
+        through = np.where(leaves, senders * cluster.ports, 0) * size
+        across = np.where(leaves, per_node / inside, 0) * size
+        staying = np.where(inside > 1, size, 0)
+        latency = np.where(leaves, cluster.latency, cluster.inside_latency) + cluster.start_latency
+        found = self._cost(size > 0, latency, through, staying, per_node * size - across)
+        return Cost(seconds=found.seconds, across=across * (size > 0), inside=found.inside)
+
+    def _transpose(self, size: np.ndarray) -> Cost:
+        """The permute of keys over group, ring and team."""
+        cluster = self.cluster
+        across, inside = (part * size for part in self._leaving)
+        latency = np.where(across > 0, cluster.latency, cluster.inside_latency)
+        staying = np.where(inside > 0, size, 0)
+        return self._cost(size > 0, latency + cluster.start_latency, across, staying, inside)
+
+    def _transposed(self) -> tuple[np.ndarray, np.ndarray]:
+        """How many devices of a node send their keys to another one, where these are most, and how
+        many send them to another device of the node. Four nodes are looked at."""
+        s, per_node = self.settings, self.cluster.gpus_per_node
+        moves = (s.group > 1) & (s.published | (s.group < s.sequence // s.head))
+        leaving, staying = np.zeros(len(s)), np.zeros(len(s))
+        if not moves.any():
+            return leaving, staying
+        part = s.take(moves)
+        strides = {role: values[moves] for role, values in self.placement.strides.items()}
+        ranks = part.group * part.ring * part.team
+        most = np.zeros(len(part)), np.zeros(len(part))
+        last = self.cluster.nodes - 1
+        for node in {0, 1 % (last + 1), (last + 1) // 2, last}:
+            sent, stays = np.zeros(len(part)), np.zeros(len(part))
+            for device in range(node * per_node, (node + 1) * per_node):
+                g, p, a = (
+                    device // strides[role] % vars(part)[role] for role in ("group", "ring", "team")
+                )
+                rank = (g * part.ring + p) * part.team + a
+                there = rank % part.group * (ranks // part.group) + rank // part.group
+                to = (
+                    there // (part.ring * part.team),
+                    there // part.team % part.ring,
+                    there % part.team,
+                )
+                target = device + sum(
+                    (new - old) * strides[role]
+                    for role, new, old in zip(("group", "ring", "team"), to, (g, p, a), strict=True)
+                )
+                sent += target // per_node != node
+                stays += (target // per_node == node) & (target != device)
+            most = np.maximum(most[0], sent), np.maximum(most[1], stays)
+        leaving[moves], staying[moves] = most
+        return leaving, staying
+
+    def _halving(self, size: np.ndarray, inside: np.ndarray, received: np.ndarray) -> Cost:
+        """Gloo's reduce_scatter: see `startrail_jax.analysis.ports.halving`."""
+        across, staying, steps = (np.zeros(len(size)) for _ in range(3))
+        for n, k in {*zip(size.tolist(), inside.tolist(), strict=True)}:
+            mine = (size == n) & (inside == k)
+            bits = n.bit_length() - 1
+            if n == 1 or n != 1 << bits:
+                turns = np.where(n > k, 1 / k, 0.0)
+                across[mine], staying[mine], steps[mine] = turns, 1 - turns, n - 1
+                continue
+            home = [sum((i >> bit & 1) << bits - 1 - bit for bit in range(bits)) for i in range(n)]
+            rounds = [([i ^ 1 << bit for i in range(n)], n >> bit + 1) for bit in range(bits)]
+            for targets, share in [*rounds, (home, 1)]:
+                leaves = [i // k != j // k for i, j in enumerate(targets)]
+                most = max(sum(leaves[start : start + k]) for start in range(0, n, k)) / k
+                across[mine] += most * share / (n - 1)
+                stays = sum(i != j for i, j in enumerate(targets)) / n - sum(leaves) / n
+                staying[mine] += stays * share / (n - 1)
+                steps[mine] += any(i != j for i, j in enumerate(targets))
+        per_node = self.cluster.gpus_per_node
+        latency = np.where(across > 0, self.cluster.latency, self.cluster.inside_latency) * steps
+        return self._cost(
+            received > 0,
+            latency + self.cluster.start_latency,
+            per_node * across * received,
+            staying * received,
+            per_node * staying * received,
+        )
+
+    def _cost(
+        self,
+        moves: np.ndarray,
+        latency: np.ndarray,
+        across: np.ndarray,
+        staying: np.ndarray,
+        inside: np.ndarray,
+    ) -> Cost:
+        """The cost of a collective.
+
+        Args:
+            moves: whether there is anything to send.
+            latency: seconds of all its steps without any bytes.
+            across: bytes that a node sends through its ports, evenly.
+            staying: bytes that a device sends inside of its node.
+            inside: bytes that the devices of a node send each other.
+        """
+        cluster = self.cluster
+        both_ways = 2 if cluster.half_duplex else 1
+        port = both_ways * across / cluster.ports / cluster.port_rate
+        seconds = latency + np.maximum(port, staying / cluster.gpu.inside_rate)
+        return Cost(
+            seconds=np.where(moves, seconds, 0.0),
+            across=np.where(moves, across, 0.0),
+            inside=np.where(moves, inside, 0.0),
+        )

@@ -1,0 +1,291 @@
+"""The memory that a training step takes of a device, in closed form.
+
+Exact, to the byte, are the state (weights and optimizer), the batch, the gradients that the step
+sums, and what layers save for the backward pass with a `remat` other than "none". The rest is an
+estimate: what a layer holds while its backward pass runs, or the loss, whichever is more, and the
+weights and gradients that are being gathered and summed. Whole steps that were compiled for GPUs in
+bfloat16 took 0.75 to 1.3 of the sum; `benchmarks/memory.py` prints both.
+
+This module is arithmetic, also on NumPy arrays: degrees, and all that depends on them, may have an
+element for each setting. `trainer/parallel/step_sizes.py` finds the sizes of a run.
+
+References:
+    ZeRO's arithmetic, https://arxiv.org/abs/1910.02054; activations of a transformer,
+    https://arxiv.org/abs/2205.05198.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+GIB = 2**30
+FLOAT32 = 4
+"""Bytes of a number."""
+
+Amount = Any
+"""An integer, or an array of them: one for each setting."""
+
+LAYER, LOSS = "a layer's backward pass", "the loss"
+"""Phases of a step, which do not run at the same time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSizes:
+    """The sizes of a step on which its memory depends.
+
+    Bytes, tokens and elements are those of one device.
+    """
+
+    degrees: Any
+    """`startrail_jax.Degrees`, or anything else with the six degrees."""
+    zero: int
+    """ZeRO level."""
+    remat: str
+    """What layers save: see `remat.rematerialised`."""
+    keep_gathered: bool
+    """Whether they also save the units that attention has gathered."""
+    offload: bool
+    """Whether they save to the host's memory."""
+    accumulation: int
+    """Parts of a batch that are computed one after another."""
+    tile: Amount
+    """Tokens that the MLP treats at a time, and the loss too if it has as many."""
+
+    tokens: Amount
+    """Tokens of one part of a batch."""
+    itemsize: int
+    """Bytes of an activation."""
+    layers: int
+    width: int
+    """Channels of the residual stream."""
+    heads: int
+    """Query heads of the model."""
+    kv_heads: int
+    """Key heads of the model."""
+    head_dim: int
+    mlp_width: int
+    """Hidden channels of the MLP of the model."""
+    mlp_matrices: int
+    """Matrices of the MLP: 3 with a gate, else 2."""
+    outputs: int
+    """Numbers that the model gives for a token."""
+
+    weight_bytes: Amount
+    optimizer_bytes: Amount
+    average_bytes: Amount
+    """Bytes of the average of the weights; 0 for a run without one."""
+    batch_bytes: Amount
+    shard_elements: Amount
+    """Elements of all weights as the state holds them."""
+    whole_elements: Amount
+    """Elements of all weights when ZeRO has gathered them."""
+    layer_elements: Amount
+    """Elements of the weights of one layer when ZeRO has gathered them."""
+    vocabularies: Mapping[str, tuple[Amount, str]]
+    """For each large weight outside of the layers, its elements and the phase in which its gradient
+    arises."""
+
+    @property
+    def stream(self) -> Amount:
+        """Bytes of one activation of all tokens, [tokens, width]."""
+        return self.tokens * self.width * self.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Something that takes memory."""
+
+    name: str
+    size: Amount
+    """Bytes of one device."""
+    exact: bool = True
+    host: bool = False
+    """Whether it is in the host's memory."""
+    phase: str | None = None
+    """The phase in which it exists; None for all of the step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Footprint:
+    """The memory of a training step, for one device."""
+
+    parts: tuple[Part, ...]
+
+    @property
+    def state_bytes(self) -> Amount:
+        """Weights, optimizer and average: exact."""
+        return sum(self[name] for name in ("weights", "optimizer", "average"))
+
+    @property
+    def device_bytes(self) -> Amount:
+        """Device memory in the phase that takes most: an estimate."""
+        largest: Amount = 0
+        for size in self.phases.values():
+            largest = np.maximum(largest, size)
+        return _plain(self.always_bytes + largest)
+
+    @property
+    def always_bytes(self) -> Amount:
+        """Device memory of the parts that exist in all phases."""
+        return sum(part.size for part in self.parts if part.phase is None and not part.host)
+
+    @property
+    def host_bytes(self) -> Amount:
+        """Pinned memory of the host."""
+        return sum(part.size for part in self.parts if part.host)
+
+    @property
+    def phases(self) -> dict[str, Amount]:
+        """Bytes that each phase adds."""
+        sizes: dict[str, Amount] = {}
+        for part in self.parts:
+            if part.phase is not None:
+                sizes[part.phase] = sizes.get(part.phase, 0) + part.size
+        return sizes
+
+    def __getitem__(self, name: str) -> Amount:
+        """Bytes of a part; 0 if there is no part of that name."""
+        return sum(part.size for part in self.parts if part.name == name)
+
+    def table(self) -> str:
+        """One line for each part, in GiB, and the sums."""
+        largest = max(self.phases, key=lambda phase: self.phases[phase], default=None)
+        lines = []
+        for part in self.parts:
+            kind = "exact" if part.exact else "estimate"
+            place = "host" if part.host else "device"
+            counts = "" if part.phase in (None, largest) else ", at another time"
+            line = f"{part.name:<36}{part.size / GIB:>9.3f} GiB  {kind}, {place}{counts}"
+            lines.append(line)
+        lines.append(f"{'device, at most at a time':<36}{self.device_bytes / GIB:>9.3f} GiB")
+        lines.append(f"{'host':<36}{self.host_bytes / GIB:>9.3f} GiB")
+        return "\n".join(lines)
+
+
+def footprint_of(sizes: StepSizes) -> Footprint:
+    """The memory of a training step of these sizes."""
+    return Footprint(parts=tuple(replace(part, size=_plain(part.size)) for part in _parts(sizes)))
+
+
+def _plain(size: Amount) -> Amount:
+    """A number of Python, where there is one setting."""
+    return size if isinstance(size, np.ndarray) else int(size)
+
+
+def _parts(sizes: StepSizes) -> Iterator[Part]:
+    yield Part(name="weights", size=sizes.weight_bytes)
+    yield Part(name="optimizer", size=sizes.optimizer_bytes)
+    if np.any(sizes.average_bytes):
+        yield Part(name="average", size=sizes.average_bytes)
+    yield Part(name="batch", size=sizes.batch_bytes)
+    summed = FLOAT32 * (sizes.shard_elements if sizes.zero >= 2 else sizes.whole_elements)
+    yield Part(name="gradients", size=summed)
+    if sizes.accumulation > 1:
+        yield Part(name="gradients of one part", size=summed, exact=False)
+    yield _saved(sizes)
+    yield from _gathered_and_summed(sizes)
+    inner = 6 * sizes.stream + np.maximum(_attention_bytes(sizes), _mlp_bytes(sizes))
+    yield Part(name="attention or MLP", size=inner, exact=False, phase=LAYER)
+    yield Part(name="outputs and loss", size=_loss_bytes(sizes), exact=False, phase=LOSS)
+
+
+def _saved(sizes: StepSizes) -> Part:
+    """What layers save for the backward pass: see `remat.rematerialised`."""
+    name, tensor = "saved for the backward pass", sizes.degrees.tensor
+    if sizes.remat == "none":
+        # Compiled programs save float32 arrays of norms, rotation and residuals, 16-bit operands of
+        # products, and six arrays of the MLP's hidden channels.
+        hidden = sizes.tokens * sizes.mlp_width // tensor * sizes.itemsize
+        tiled = (sizes.tile < sizes.tokens) & (sizes.zero < 3)
+        streams = 9 * FLOAT32 // sizes.itemsize + 4
+        layer = streams * sizes.stream + np.where(tiled, 0, 6 * hidden)
+        if sizes.keep_gathered:
+            # In place of the shards.
+            layer += _unit_bytes(sizes, sizes.degrees.team - 1, sizes.degrees.group - 1)
+        return Part(name=name, size=sizes.layers * layer, exact=False)
+    layer = sizes.stream
+    if sizes.remat == "attention_saved":
+        # With `head` > 1 the output is saved both before and after the exchange.
+        outs = np.where(sizes.degrees.head > 1, 2, 1)
+        of_head = outs * sizes.head_dim * sizes.itemsize + FLOAT32
+        layer += sizes.tokens * (sizes.heads // tensor) * of_head
+        if sizes.keep_gathered:
+            layer += _unit_bytes(sizes, sizes.degrees.team, sizes.degrees.group)
+    return Part(name=name, size=sizes.layers * layer, host=sizes.offload)
+
+
+def _gathered_and_summed(sizes: StepSizes) -> Iterator[Part]:
+    """Weights in the type in which they are used, and float32 gradients until they are summed."""
+    if sizes.zero in (1, 2):
+        yield Part(name="weights, as used", size=sizes.itemsize * sizes.whole_elements)
+    else:
+        # At level 3 the weights of a layer are gathered while the layer before computes.
+        used = sizes.itemsize * sizes.layer_elements * (2 if sizes.zero else 1)
+        yield Part(name="weights of layers, as used", size=used, exact=False, phase=LAYER)
+    # From level 2 on, the gradients of a layer are summed while the next layer computes.
+    size = FLOAT32 * sizes.layer_elements * (2 if sizes.zero >= 2 else 1)
+    yield Part(name="gradients of layers, whole", size=size, exact=False, phase=LAYER)
+    if sizes.zero >= 2:
+        for name, (elements, phase) in sizes.vocabularies.items():
+            size = FLOAT32 * elements
+            yield Part(name=f"gradient of {name}, whole", size=size, exact=False, phase=phase)
+
+
+def _unit_bytes(sizes: StepSizes, query_shares: Amount, key_shares: Amount) -> Amount:
+    """Bytes of so many shares of the query, and so many of key and value."""
+    query, key = _unit_elements(sizes, query_shares, key_shares)
+    return sizes.itemsize * (query + 2 * key)
+
+
+def _unit_elements(
+    sizes: StepSizes, query_shares: Amount, key_shares: Amount
+) -> tuple[Amount, Amount]:
+    """Elements of so many shares of the query, and of so many of the key."""
+    degrees = sizes.degrees
+    heads, parts = sizes.heads // degrees.tensor, degrees.head * degrees.tensor
+    # Where there are fewer key heads than devices along `head`, each device has one.
+    keys = np.maximum(sizes.kv_heads // parts, 1) * degrees.head
+    query = query_shares * sizes.tokens * heads * sizes.head_dim
+    return query, key_shares * sizes.tokens * keys * sizes.head_dim
+
+
+def _attention_bytes(sizes: StepSizes) -> Amount:
+    """The backward pass of one attention: what `rings._backward` gathers, sends and sums.
+
+    In a ring, what travels exists twice, and so does every float32 gradient: the sum so far and
+    either the next sum or the one that arrives.
+    """
+    degrees, itemsize = sizes.degrees, sizes.itemsize
+    query, key = _unit_elements(sizes, degrees.team, degrees.group)
+    gathered = 2 * itemsize * (query + key)
+    results = itemsize * (query + 2 * key)
+    alone = gathered + results + FLOAT32 * np.maximum(query, key)
+    queries_travel = (2 * itemsize + FLOAT32) * query <= (2 * itemsize + 2 * FLOAT32) * key
+    travels = np.where(queries_travel, query, 2 * key)
+    stays = np.where(queries_travel, 2 * key, query)
+    sums = FLOAT32 * (2 * stays + travels)
+    in_flight = 2 * itemsize * np.where(queries_travel, query, key)
+    turning = gathered + in_flight + results + sums + FLOAT32 * travels
+    return np.select([degrees.ring == 1, degrees.ring == 2], [alone, gathered + sums], turning)
+
+
+def _mlp_bytes(sizes: StepSizes) -> Amount:
+    """The backward pass of one MLP, one tile at a time: hidden channels, and the loop's weights."""
+    tile = np.minimum(sizes.tile, sizes.tokens)
+    hidden = sizes.mlp_width // sizes.degrees.tensor
+    activations = 2 * sizes.mlp_matrices * tile * hidden * sizes.itemsize
+    weights = sizes.mlp_matrices * sizes.width * hidden * FLOAT32
+    return activations + np.where(tile < sizes.tokens, weights, 0)
+
+
+def _loss_bytes(sizes: StepSizes) -> Amount:
+    """Outputs and their float32 gradient, one tile at a time, and the weights of the head."""
+    tokens = sizes.tokens // sizes.degrees.tensor
+    tile = np.minimum(sizes.tile, tokens)
+    outputs = 2 * tile * sizes.outputs * FLOAT32
+    head = sizes.outputs * sizes.width * FLOAT32
+    return outputs + np.where(tile < tokens, head, 0) + 4 * sizes.stream

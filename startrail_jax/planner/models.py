@@ -1,0 +1,301 @@
+"""The models that the planner knows by name, and those that a config.json or flags describe."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from startrail_jax.errors import InputError, UnsupportedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSizes:
+    """The sizes of a transformer on which time and memory depend."""
+
+    name: str
+    """Name in `MODELS`, or path of a config.json."""
+    kind: str = "gpt"
+    """"gpt", causal with a vocabulary, or "dit", a diffusion transformer."""
+    width: int
+    """Channels of the residual stream."""
+    layers: int
+    """Number of blocks."""
+    heads: int
+    """Query heads."""
+    kv_heads: int
+    """Key and value heads."""
+    head_dim: int
+    """Channels of a head."""
+    mlp_width: int
+    """Hidden channels of the MLP."""
+    mlp_matrices: int = 3
+    """Matrices of the MLP: 3 with a gate, else 2."""
+    outputs: int
+    """Numbers for each token: size of the vocabulary, or values of a patch."""
+    tied_head: bool = False
+    """Whether the embedding also serves as the output projection."""
+    classes: int = 0
+    """Classes of a diffusion transformer."""
+    seq_len: int | None = None
+    """Tokens in a sequence, where the model says so."""
+    itemsize: int = 2
+    """Bytes of an activation."""
+    average: bool = False
+    """Whether a moving average of the weights is kept."""
+    from_run: bool = False
+    """Whether `name` is the config.json of a run."""
+
+    def __post_init__(self) -> None:
+        for name in ("width", "layers", "heads", "kv_heads", "head_dim", "mlp_width", "outputs"):
+            number = getattr(self, name)
+            if not isinstance(number, int) or number < 1:
+                flag = "--" + name.replace("_", "-")
+                raise InputError(
+                    f"{flag} must be a whole number of at least 1; got {number!r} for "
+                    f"model {self.name!r}. Correct it."
+                )
+        if self.heads % self.kv_heads:
+            raise InputError(
+                "--kv-heads must divide --heads; got "
+                f"--kv-heads {self.kv_heads}, --heads {self.heads}. Use a divisor of {self.heads}."
+            )
+
+    @property
+    def causal(self) -> bool:
+        """Whether a token attends only to itself and to earlier ones."""
+        return self.kind == "gpt"
+
+    @property
+    def layer_elements(self) -> int:
+        """Weights of a layer: projections and MLP, and norms or modulations."""
+        return self.layer_matrices + (6 * self.width**2 if self.kind == "dit" else 2 * self.width)
+
+    @property
+    def layer_matrices(self) -> int:
+        """Weights of a layer that each token is multiplied with."""
+        projections = 2 * self.width * (self.heads + self.kv_heads) * self.head_dim
+        return projections + self.mlp_matrices * self.width * self.mlp_width
+
+    @property
+    def other_elements(self) -> int:
+        """Weights outside of the layers."""
+        if self.kind == "dit":
+            # Patches, time (of 256 channels), classes, last modulation, and head.
+            of_width = 2 * self.outputs + 256 + self.width + self.classes + 1 + 2 * self.width
+            return of_width * self.width
+        return self.outputs * self.width * (1 if self.tied_head else 2) + self.width
+
+    @property
+    def elements(self) -> int:
+        """All weights."""
+        return self.layers * self.layer_elements + self.other_elements
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """FLOPs of a training step for each token, as `train.py` counts them for its MFU.
+
+        Args:
+            seq_len: tokens in a sequence.
+        """
+        pairs = seq_len / 2 if self.causal else seq_len
+        attention = self.layers * 4 * self.heads * self.head_dim * pairs
+        head = (1 if self.causal else 2) * self.width * self.outputs
+        return 3.0 * (2 * (self.layers * self.layer_matrices + head) + attention)
+
+
+def _gpt(name: str, **sizes: Any) -> ModelSizes:
+    return ModelSizes(name=name, head_dim=128, **sizes)
+
+
+MODELS = {
+    model.name: model
+    for model in (
+        # StarTrail, https://arxiv.org/abs/2407.00611, table 2, as in configs/.
+        _gpt(
+            "gpt_3b",
+            width=4096,
+            layers=16,
+            heads=32,
+            kv_heads=32,
+            mlp_width=16_384,
+            mlp_matrices=2,
+            outputs=50_304,
+            tied_head=True,
+            seq_len=524_288,
+        ),
+        _gpt(
+            "gpt_7b",
+            width=4096,
+            layers=32,
+            heads=32,
+            kv_heads=32,
+            mlp_width=11_008,
+            outputs=32_000,
+            seq_len=524_288,
+        ),
+        ModelSizes(
+            name="dit_1b",
+            kind="dit",
+            width=1536,
+            layers=24,
+            heads=24,
+            kv_heads=24,
+            head_dim=64,
+            mlp_width=6144,
+            mlp_matrices=2,
+            outputs=64,
+            classes=1000,
+            seq_len=524_288,
+            average=True,
+        ),
+        # Llama 3, https://arxiv.org/abs/2407.21783, table 3.
+        _gpt(
+            "llama3_8b",
+            width=4096,
+            layers=32,
+            heads=32,
+            kv_heads=8,
+            mlp_width=14_336,
+            outputs=128_256,
+        ),
+        _gpt(
+            "llama3_70b",
+            width=8192,
+            layers=80,
+            heads=64,
+            kv_heads=8,
+            mlp_width=28_672,
+            outputs=128_256,
+        ),
+        # Qwen3, https://arxiv.org/abs/2505.09388, and the config.json of Qwen/Qwen3-8B.
+        _gpt(
+            "qwen3_8b",
+            width=4096,
+            layers=36,
+            heads=32,
+            kv_heads=8,
+            mlp_width=12_288,
+            outputs=151_936,
+        ),
+    )
+}
+"""The models that have a name."""
+
+# Size -> its name in a config.json of Hugging Face.
+_HUGGING_FACE = {
+    "width": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "mlp_width": "intermediate_size",
+    "outputs": "vocab_size",
+    "tied_head": "tie_word_embeddings",
+}
+
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_WITHOUT_GATE = ("gpt_neox", "opt", "bloom", "falcon", "gpt_bigcode", "starcoder2", "phi")
+"""Types of model whose MLP has two matrices."""
+
+
+def find_model(name: str) -> ModelSizes:
+    """The model of a name, or that of a config.json.
+
+    Args:
+        name: one of `MODELS`, or the path of a config.json, of a run or of Hugging Face.
+
+    Raises:
+        ValueError: if there is no such model, or the file describes none.
+        NotImplementedError: if the file describes a mixture of experts.
+    """
+    if name in MODELS:
+        return MODELS[name]
+    path = Path(name)
+    if path.is_dir():
+        path = path / "config.json"
+    if path.suffix != ".json" or not path.is_file():
+        raise InputError(
+            f"--model must be one of {', '.join(MODELS)}, or a config.json, of a run or of Hugging "
+            f"Face; got {name!r}. Correct it, or leave it out and give the sizes: --width, "
+            "--layers, --heads, --kv-heads, --head-dim, --mlp-width and --outputs."
+        )
+    try:
+        settings = json.loads(path.read_text())
+    except ValueError as error:
+        raise InputError(f"--model {name}: the file is no JSON: {error}. Give another.") from None
+    if not isinstance(settings, dict):
+        raise InputError(f"--model {name}: the file holds no settings. Give another.")
+    if isinstance(settings.get("model"), dict):
+        return _of_run(settings, str(path))
+    # Models of text and images have the decoder in a part of their own.
+    return _of_hugging_face(settings.get("text_config") or settings, str(path))
+
+
+def _of_run(settings: Mapping[str, Any], name: str) -> ModelSizes:
+    """The model of a run of train.py."""
+    model = _known(settings["model"], name, ("width", "layers", "heads", "mlp_width"))
+    common: dict[str, Any] = {key: model[key] for key in ("width", "layers", "heads", "mlp_width")}
+    common |= {"name": name, "from_run": True, "average": settings.get("ema_decay") is not None}
+    common["itemsize"] = 4 if model.get("dtype", "float32") == "float32" else 2
+    # A run of the time when there was one kind of model does not name it.
+    if settings.get("kind", "gpt") == "gpt":
+        _known(model, name, ("kv_heads", "head_dim"))
+        return ModelSizes(
+            **common,
+            kv_heads=model["kv_heads"],
+            head_dim=model["head_dim"],
+            outputs=model.get("vocab_size", 256),
+            mlp_matrices=3 if model.get("mlp", "swiglu") == "swiglu" else 2,
+            tied_head=model.get("tied_head", False),
+            seq_len=settings.get("seq_len"),
+        )
+    _known(model, name, ("channels", "classes"))
+    patch = math.prod(model.get("patch", (1, 2, 2)))
+    return ModelSizes(
+        **common,
+        kind="dit",
+        kv_heads=model["heads"],
+        head_dim=model["width"] // model["heads"],
+        mlp_matrices=2,
+        outputs=patch * model["channels"],
+        classes=model["classes"],
+        seq_len=math.prod(_known(settings, name, ("size",))["size"]) // patch,
+    )
+
+
+def _of_hugging_face(settings: Mapping[str, Any], name: str) -> ModelSizes:
+    """The model of a config.json of Hugging Face: a gated decoder, as Llama, Qwen or Mistral."""
+    experts = next((key for key in _EXPERTS if settings.get(key)), None)
+    if experts:
+        raise UnsupportedError(
+            f"--model {name}: mixtures of experts are not planned; got {experts}="
+            f"{settings[experts]}. Give the sizes of a dense model instead."
+        )
+    given = {ours: settings[theirs] for ours, theirs in _HUGGING_FACE.items() if theirs in settings}
+    needed = ("width", "layers", "heads", "mlp_width", "outputs")
+    _known(given, name, needed, shown=_HUGGING_FACE)
+    given.setdefault("kv_heads", given["heads"])
+    if settings.get("model_type") in _WITHOUT_GATE:
+        given["mlp_matrices"] = 2
+    # Files may hold "head_dim": null.
+    given["head_dim"] = given.get("head_dim") or given["width"] // given["heads"]
+    return ModelSizes(name=name, **given)
+
+
+def _known(
+    settings: Mapping[str, Any],
+    name: str,
+    keys: tuple[str, ...],
+    shown: Mapping[str, str] | None = None,
+) -> Mapping[str, Any]:
+    missing = [(shown or {}).get(key, key) for key in keys if key not in settings]
+    if missing:
+        raise InputError(
+            f"--model {name}: the file must describe a transformer; it has no {missing[0]!r}. Give "
+            "the sizes by flags instead: --width, --layers, --heads and so on."
+        )
+    return settings

@@ -1,0 +1,375 @@
+"""The plan of a cluster and a model: what `st.plan` returns, and its text."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from startrail_jax.errors import InputError
+from startrail_jax.planner.grid import ROLES, Call
+from startrail_jax.planner.hardware import Cluster, Gpu, find_gpu
+from startrail_jax.planner.models import ModelSizes, find_model
+from startrail_jax.planner.quantities import (
+    GIB,
+    parse_count,
+    parse_rate,
+    show_bytes,
+    show_count,
+    show_rate,
+)
+from startrail_jax.planner.reasons import Reasons, describe, reasons, ways_to_fit
+from startrail_jax.planner.search import BASELINES, REMAT, Candidates, Options, Prediction
+
+# Model -> the recipe of train.py that has its sizes.
+_RECIPES = {"gpt_3b": "gpt_3b", "gpt_7b": "gpt_7b", "dit_1b": "dit_1b", "llama3_8b": "gpt_8b_gqa"}
+_FRAME = 128 * 128
+"""Tokens of a frame of the recipe dit_1b."""
+_NEAR = 1.02
+_DEFAULT_FRACTION = 0.75
+"""Share of a GPU's memory that jax takes by default."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The fastest settings of a cluster for a model; `print` shows them."""
+
+    cluster: Cluster
+    """The cluster."""
+    call: Call
+    """The model, its tokens and its batch."""
+    options: Options
+    """What was searched."""
+    ranked: tuple[Prediction, ...]
+    """The fastest settings, one for each setting of the degrees, best first."""
+    baselines: dict[str, Prediction]
+    """Name of a known scheme -> its fastest setting, without tensor parallelism."""
+    frugal: Prediction
+    """Of the settings that are at most 2 % slower than the winner, the one that needs the least
+    memory: predictions are no better than that."""
+    reasons: Reasons | None
+    """Why the winner wins, and what would change that; None if nothing fits."""
+    ways_to_fit: tuple[str, ...]
+    """If nothing fits, the smallest changes by which something would."""
+    num_settings: int
+    """Settings of the degrees and of the order of the axes."""
+    num_candidates: int
+    """Settings of the degrees, with all savings."""
+    num_fitting: int
+    """Candidates that fit the memory."""
+
+    @property
+    def winner(self) -> Prediction:
+        """The fastest setting that fits; if none does, the one that needs least memory."""
+        return self.ranked[0]
+
+    @property
+    def command(self) -> str:
+        """The command that trains with the winner."""
+        return command_of(self.winner, self.call, self.cluster)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as numbers, texts, lists and dicts, for JSON."""
+        cluster = asdict(self.cluster)
+        if self.cluster.nodes == 1:
+            cluster["port_rate"] = None
+        return {
+            "cluster": cluster,
+            "model": asdict(self.call.model),
+            "options": asdict(self.options),
+            "seq_len": self.call.seq_len,
+            "batch": self.call.batch,
+            "num_settings": self.num_settings,
+            "num_candidates": self.num_candidates,
+            "num_fitting": self.num_fitting,
+            "ranked": [_as_dict(choice) for choice in self.ranked],
+            "baselines": {name: _as_dict(x) for name, x in self.baselines.items()},
+            "frugal": _as_dict(self.frugal),
+            "reasons": None if self.reasons is None else asdict(self.reasons),
+            "ways_to_fit": list(self.ways_to_fit),
+            "command": self.command,
+        }
+
+    def __str__(self) -> str:
+        return "\n".join(
+            [
+                *self._head(),
+                "",
+                f"{'':>4}{'s/step':>9}{'waits':>9}{'MFU':>7}{'GiB':>7}{'across':>9}{'inside':>9}"
+                "  scheme",
+                *(_line(f"{place}", x) for place, x in enumerate(self.ranked, 1)),
+                "  known schemes, each at its best, without tensor parallelism:",
+                *(_line("", x, name) for name, x in self.baselines.items()),
+                *(f"{'':>4}{'no legal setting':<50}  {name}" for name in self._illegal),
+                "",
+                *self._tail(),
+            ]
+        )
+
+    @property
+    def _illegal(self) -> list[str]:
+        """The known schemes that the cluster and the model do not allow."""
+        return [x for x in BASELINES if self.options.baselines and x not in self.baselines]
+
+    def _head(self) -> list[str]:
+        cluster, call = self.cluster, self.call
+        duplex = " (both ways together)" if cluster.half_duplex else ""
+        nodes = f"{cluster.nodes} nodes x {cluster.gpus_per_node} {cluster.gpu.name}"
+        ports = (
+            f"{cluster.ports} port{'s' if cluster.ports > 1 else ''} of {_rate(cluster)}{duplex}"
+        )
+        limit = self.options.memory_fraction * cluster.gpu.memory_bytes / GIB
+        return [
+            f"{nodes}, {ports} a node, {show_rate(cluster.gpu.inside_rate)} inside; "
+            f"{call.model.name}, {show_count(call.seq_len)} tokens, batch {call.batch}",
+            f"{self.num_settings} settings of degrees and order; with ZeRO, remat, offload and "
+            f"tile {self.num_candidates}, of which {self.num_fitting} fit {limit:.1f} GiB",
+        ]
+
+    def _tail(self) -> list[str]:
+        if self.reasons is None:
+            ways = "; or ".join(self.ways_to_fit) or "none was found: use more or larger GPUs"
+            return [
+                f"Nothing fits: the least is {self.winner.memory_bytes / GIB:.1f} GiB "
+                f"({self.winner.label}, with {describe(self.winner)}).",
+                f"What would fit: {ways}.",
+            ]
+        columns = (
+            "waits: seconds in which a GPU waits for messages. across, inside: bytes that the "
+            "attentions of a step send\nthrough the ports of a node, and between its GPUs. Times "
+            "and memory are predictions: see docs/planner.md."
+        )
+        lines = [self.reasons.why, self.reasons.change]
+        if self.frugal.memory_bytes < self.winner.memory_bytes:
+            slower = self.frugal.seconds / self.winner.seconds - 1
+            lines.append(
+                f"With {self.frugal.memory_bytes / GIB:.1f} GiB and {slower:.1%} slower: "
+                f"{self.frugal.label}; {describe(self.frugal)}."
+            )
+        return [*lines, "", self.command, "", columns]
+
+
+def _rate(cluster: Cluster) -> str:
+    return show_rate(cluster.port_rate)
+
+
+def _line(place: str, choice: Prediction, name: str | None = None) -> str:
+    known = choice.scheme if name is None else name
+    misfit = "" if choice.fits else "  DOES NOT FIT"
+    sent = f"{show_bytes(choice.across_bytes):>9}{show_bytes(choice.inside_bytes):>9}"
+    return (
+        f"{place:>4}{choice.seconds:>9.4g}{choice.exposed_seconds:>9.3g}{choice.mfu:>7.1%}"
+        f"{choice.memory_bytes / GIB:>7.1f}{sent}  {known}: {choice.label}; "
+        f"{describe(choice)}{misfit}"
+    )
+
+
+def _as_dict(choice: Prediction) -> dict[str, Any]:
+    derived = {
+        "compute_seconds": choice.compute_seconds,
+        "exposed_seconds": choice.exposed_seconds,
+    }
+    return asdict(choice) | derived
+
+
+def command_of(choice: Prediction, call: Call, cluster: Cluster) -> str:
+    """The command line of `train.py` for a choice, to be pasted.
+
+    Args:
+        choice: the setting.
+        call: the model, its tokens and its batch.
+        cluster: how much memory a GPU has.
+    """
+    model, words = call.model, []
+    if choice.memory_bytes > _DEFAULT_FRACTION * cluster.gpu.memory_bytes:
+        words.append("XLA_PYTHON_CLIENT_MEM_FRACTION=.92")
+    recipe = model.name if model.from_run else _RECIPES.get(model.name, "gpt_7b")
+    words += ["python", "train.py", shlex.quote(recipe)]
+    flags: dict[str, Any] = {}
+    if model.name not in _RECIPES and not model.from_run:
+        flags |= {f"model.{name}": getattr(model, name) for name in _MODEL_FLAGS}
+        flags["model.vocab-size"] = model.outputs
+        flags["model.mlp"] = "swiglu" if model.mlp_matrices == 3 else "gelu"
+        flags["model.dtype"] = "bfloat16" if model.itemsize == 2 else "float32"
+        words.append("--model.tied-head" if model.tied_head else "--model.no-tied-head")
+    if model.kind == "gpt":
+        flags["seq-len"] = call.seq_len
+    elif call.seq_len != model.seq_len:
+        flags["size"] = f"{call.seq_len // _FRAME} 256 256"
+    flags |= {"batch-size": call.batch}
+    flags |= {f"mesh.{role}": size for role, size in choice.degrees.items()}
+    if cluster.nodes > 1:
+        flags["mesh.order"] = " ".join(choice.order)
+    flags["attention.inner"] = choice.inner
+    flags["attention.gradient-dtype"] = choice.gradient_dtype
+    flags |= {"zero": choice.savings.zero, "remat": choice.savings.remat, "tile": choice.tile}
+    words += [f"--{name.replace('_', '-')} {value}" for name, value in flags.items()]
+    words.append("--offload" if choice.savings.offload else "--no-offload")
+    return " ".join(words)
+
+
+_MODEL_FLAGS = ("width", "layers", "heads", "kv_heads", "head_dim", "mlp_width")
+
+
+def plan(
+    *,
+    nodes: int,
+    gpus_per_node: int,
+    gpu: str | Gpu,
+    model: str | ModelSizes,
+    port: str | float | None = None,
+    ports: int | None = None,
+    inside: str | float | None = None,
+    half_duplex: bool = False,
+    latency: float | None = None,
+    seq_len: str | int | None = None,
+    batch: int = 1,
+    options: Options | None = None,
+    top: int = 8,
+) -> Plan:
+    """Ranks every legal setting of a cluster by the time of a training step, under its memory.
+
+    Args:
+        nodes: number of nodes.
+        gpus_per_node: GPUs of each of them.
+        gpu: name of a GPU, or a `startrail_jax.planner.hardware.Gpu` with figures of your own.
+        model: name of a model, path of a config.json, of a run or of Hugging Face, or a
+            `startrail_jax.planner.models.ModelSizes`.
+        port: bytes/s of one port of a node, each way, as a number or as "50GB/s" or "400Gb/s". It
+            may be left out for a single node.
+        ports: ports of a node, shared evenly by its GPUs; None for one for each GPU.
+        inside: bytes/s between the GPUs of a node; None for NVLink, as NCCL counts it.
+        half_duplex: whether what a port sends and receives shares its rate.
+        latency: seconds of a message through a port; None for that of NCCL.
+        seq_len: tokens in a sequence, as a number or as "512K"; None for that of the model.
+        batch: sequences in a batch, over all devices.
+        options: what is searched; None for everything.
+        top: number of settings to rank.
+
+    Returns:
+        The plan. `print` shows it; `winner` and `command` say what to do.
+
+    Raises:
+        ValueError: if a name is unknown, a number is not positive, or no setting is legal.
+    """
+    cluster = make_cluster(
+        nodes=nodes,
+        gpus_per_node=gpus_per_node,
+        gpu=gpu,
+        port=port,
+        ports=ports,
+        inside=inside,
+        half_duplex=half_duplex,
+        latency=latency,
+    )
+    sizes = find_model(model) if isinstance(model, str) else model
+    length = parse_count(seq_len, "--seq-len") if isinstance(seq_len, str) else seq_len
+    length = sizes.seq_len if length is None else length
+    if length is None:
+        raise InputError(
+            f"--seq-len must be given for --model {sizes.name}, which has none of its own. Write "
+            "for example --seq-len 512K."
+        )
+    if sizes.kind == "dit" and length != sizes.seq_len and (sizes.from_run or length % _FRAME):
+        raise InputError(
+            f"--seq-len of a diffusion transformer follows from its images; got {length} for "
+            f"--model {sizes.name}, which has {sizes.seq_len}. Leave it out"
+            f"{'' if sizes.from_run else f', or use a multiple of {_FRAME}'}."
+        )
+    for flag, number in (("--seq-len", length), ("--batch", batch), ("--top", top)):
+        if number < 1:
+            raise InputError(f"{flag} must be at least 1; got {number}. Use 1 or more.")
+    call = Call(model=sizes, seq_len=length, batch=batch)
+    return plan_of(cluster, call, options or Options(), top=top)
+
+
+def plan_of(cluster: Cluster, call: Call, options: Options, *, top: int = 8) -> Plan:
+    """The plan of a cluster and a call: see `plan`."""
+    _check_options(options)
+    found = Candidates(cluster, call, options)
+    ours = ~found.mask(lambda settings: settings.published)
+    ranked = found.best(ours, top)
+    alone = found.mask(lambda settings: settings.tensor == 1)
+    baselines = {
+        name: choice
+        for name, scheme in (BASELINES if options.baselines else {}).items()
+        for choice in found.best(found.mask(scheme) & alone & (ours | (name in _PUBLISHED)))
+    }
+    fits = ranked[0].fits
+    near = np.flatnonzero(ours & found.fits & (found.seconds <= _NEAR * ranked[0].seconds))
+    frugal = found.prediction(near[found.memory[near].argmin()]) if fits else ranked[0]
+    return Plan(
+        cluster=cluster,
+        call=call,
+        options=options,
+        ranked=tuple(ranked),
+        baselines=baselines,
+        frugal=frugal,
+        reasons=reasons(found, ranked[0]) if fits else None,
+        ways_to_fit=() if fits else tuple(ways_to_fit(cluster, call, options)),
+        num_settings=len(found.settings),
+        num_candidates=len(found.seconds),
+        num_fitting=int(np.count_nonzero(found.fits)),
+    )
+
+
+_PUBLISHED = ("StarTrail as published",)
+
+
+def make_cluster(
+    *,
+    nodes: int,
+    gpus_per_node: int,
+    gpu: str | Gpu,
+    port: str | float | None,
+    ports: int | None,
+    inside: str | float | None,
+    half_duplex: bool,
+    latency: float | None,
+) -> Cluster:
+    """A cluster from what was typed: arguments as in `plan`."""
+    kind = find_gpu(gpu) if isinstance(gpu, str) else gpu
+    if inside is not None:
+        rate = parse_rate(inside, "--inside") if isinstance(inside, str) else inside
+        kind = replace(kind, inside_rate=rate)
+    if port is None and nodes > 1:
+        raise InputError(
+            f"--port must be given for several nodes; got --nodes {nodes} and no --port. Write the "
+            "rate of one port of a node, such as --port 50GB/s or --port 400Gb/s."
+        )
+    rate = parse_rate(port, "--port") if isinstance(port, str) else (port or np.inf)
+    cluster = Cluster(
+        nodes=nodes,
+        gpus_per_node=gpus_per_node,
+        gpu=kind,
+        port_rate=float(rate),
+        ports=gpus_per_node if ports is None else ports,
+        half_duplex=half_duplex,
+    )
+    return cluster if latency is None else replace(cluster, latency=latency)
+
+
+def _check_options(options: Options) -> None:
+    """Raises if an option has a value that does not exist."""
+    allowed: dict[str, tuple[Sequence[Any], Sequence[Any]]] = {
+        "--zero": (options.zero, (0, 1, 2, 3)),
+        "--remat": (options.remat, REMAT),
+        "--gradient-dtype": ((options.gradient_dtype,), ("float32", "bfloat16")),
+    }
+    for flag, (given, known) in allowed.items():
+        for value in given:
+            if value not in known:
+                raise InputError(f"{flag} must be one of {known}; got {value!r}. Correct it.")
+    for role, size in options.degrees.items():
+        if role not in ROLES or size < 1:
+            raise InputError(
+                f"A degree must be at least 1, and one of {ROLES}; got --{role} {size}. Correct it."
+            )
+    if not 0 < options.memory_fraction <= 1:
+        raise InputError(
+            "--memory-fraction must be above 0 and at most 1; got "
+            f"{options.memory_fraction}. Leave it out for 0.92."
+        )

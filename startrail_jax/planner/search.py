@@ -1,0 +1,318 @@
+"""Ranks all legal settings of a cluster by the time of a training step, under its memory."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from startrail_jax.errors import InputError
+from startrail_jax.planner.grid import ORDERS, ROLES, Call, Settings, all_settings
+from startrail_jax.planner.hardware import Cluster
+from startrail_jax.planner.quantities import show_count
+from startrail_jax.planner.step import COMPUTE, EXPOSED, Savings, Step, is_legal, tile_of
+from startrail_jax.planner.timing import Timing
+
+REMAT = ("none", "attention_saved", "full")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What is searched: all of it by default."""
+
+    degrees: Mapping[str, int] = field(default_factory=dict)
+    """Degrees that are given."""
+    zero: Sequence[int] = (0, 1, 2, 3)
+    """ZeRO levels."""
+    remat: Sequence[str] = REMAT
+    """Kinds of remat."""
+    offload: Sequence[bool] = (False, True)
+    """Whether what layers save goes to the memory of the host."""
+    tiled: Sequence[bool] = (False, True)
+    """Whether MLP and loss treat at most 2048 tokens at a time."""
+    gradient_dtype: str = "float32"
+    """Type in which parts of the gradients of attention travel."""
+    memory_fraction: float = 0.92
+    """Share of a GPU's memory that a step may take: the rest is for NCCL, cuDNN and gaps."""
+    baselines: bool = True
+    """Whether other schemes are timed too."""
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of an element of a gradient that travels."""
+        return 4 if self.gradient_dtype == "float32" else 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """One setting, and what is predicted for it."""
+
+    scheme: str
+    """Name of the scheme."""
+    degrees: dict[str, int]
+    """The six degrees by their names."""
+    order: tuple[str, ...]
+    """Order of the mesh axes over the nodes, slowest first."""
+    inner: int
+    """Devices in an inner cycle of a double ring; 1 for a single ring."""
+    published: bool
+    """Whether it is StarTrail as in its paper, which `train.py` does not run."""
+    savings: Savings
+    """What trades time for memory."""
+    tile: int | None
+    """Tokens that the MLP and the loss treat at a time; None for all."""
+    gradient_dtype: str
+    """Type in which parts of the gradients of attention travel."""
+    seconds: float
+    """Seconds of a training step."""
+    parts: dict[str, float]
+    """The same by what they are spent on."""
+    mfu: float
+    """Share of the peak FLOP/s of all GPUs that the model's own FLOPs are."""
+    memory_bytes: int
+    """Device memory of a GPU: an estimate."""
+    host_bytes: int
+    """Memory of the host that a GPU takes."""
+    fits: bool
+    """Whether the device memory suffices."""
+    across_bytes: float
+    """Bytes that the attentions of a step send through the ports of the busiest node."""
+    inside_bytes: float
+    """Bytes that the attentions of a step send between the GPUs of a node."""
+
+    @property
+    def compute_seconds(self) -> float:
+        """Seconds in which kernels run."""
+        return sum(self.parts[name] for name in COMPUTE)
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Seconds in which a GPU waits for messages."""
+        return sum(self.parts[name] for name in EXPOSED)
+
+    @property
+    def label(self) -> str:
+        """The degrees above 1, in a few characters."""
+        named = [f"{role} {size}" for role, size in self.degrees.items() if size > 1]
+        if self.inner > 1:
+            named.append(f"inner {self.inner}")
+        return ", ".join(named) or "one GPU"
+
+
+def scheme_of(degrees: Mapping[str, int]) -> str:
+    """The name by which a setting of the degrees is known."""
+    group, ring, team, head = (degrees[role] for role in ("group", "ring", "team", "head"))
+    ulysses = " x Ulysses" if head > 1 else ""
+    if group * ring * team == 1:
+        return "Ulysses" if head > 1 else "no sequence parallelism"
+    if team == group == 1:
+        return "LoongTrain / USP" if head > 1 else "Ring Attention"
+    if ring == team == 1:
+        return f"all-gather{ulysses}"
+    if team == group:
+        return f"StarTrail, C = {team}{ulysses}"
+    if ring == 1 and team > 1:
+        return f"2-D tiles{ulysses}" if group > 1 else f"teams{ulysses}"
+    return f"concentric rings{ulysses}"
+
+
+# Name of a baseline -> whether settings are of its scheme.
+BASELINES: Mapping[str, Callable[[Settings], np.ndarray]] = {
+    "Ring Attention": lambda s: (s.group == 1) & (s.team == 1) & (s.head == 1) & (s.ring > 1),
+    "all-gather": lambda s: (s.ring == 1) & (s.team == 1) & (s.head == 1) & (s.group > 1),
+    "Ulysses": lambda s: (s.ring == 1) & (s.team == 1) & (s.group == 1) & (s.head > 1),
+    "LoongTrain / USP": lambda s: (s.team == 1) & (s.group == 1) & (s.head > 1) & (s.ring > 1),
+    "StarTrail as published": lambda s: s.published,
+}
+
+
+class Candidates:
+    """All settings with all savings, timed: one element for each pair of both.
+
+    Of the orders of the axes, the fastest one is kept for each setting of the degrees.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        call: Call,
+        options: Options,
+        settings: Settings | None = None,
+    ) -> None:
+        self.cluster, self.call, self.options = cluster, call, options
+        if settings is None:
+            settings = all_settings(
+                cluster, call, given=options.degrees, published=options.baselines
+            )
+        self.settings = settings
+        """Every order of every setting of the degrees."""
+        if not len(settings):
+            raise no_setting(cluster, call, options)
+        self._limit = options.memory_fraction * cluster.gpu.memory_bytes
+        self.steps: list[Step] = []
+        """For each kind of remat, the settings in their best order."""
+        self.savings: list[tuple[int, Savings]] = []
+        """Savings, each with the number of its element of `steps`."""
+        found: list[tuple[np.ndarray, ...]] = []
+        best_orders = self._best_orders()
+        self.rows = list(best_orders.values())
+        """The same as rows of `settings`."""
+        for number, (remat, rows) in enumerate(best_orders.items()):
+            step = Step(self._timing(settings.take(rows)))
+            self.steps.append(step)
+            others = (options.zero, options.offload, options.tiled)
+            for zero, offload, tiled in itertools.product(*others):
+                savings = Savings(zero=zero, remat=remat, offload=offload, tiled=tiled)
+                legal = np.flatnonzero(is_legal(step.timing.settings, savings, step.timing.tokens))
+                if not len(legal):
+                    continue
+                seconds = np.sum(list(step.parts(savings).values()), axis=0)[legal]
+                memory = np.broadcast_to(step.footprint(savings).device_bytes, len(rows))[legal]
+                kind = np.full(len(legal), len(self.savings))
+                self.savings.append((number, savings))
+                found.append((kind, legal, seconds, memory))
+        if not found:
+            raise no_setting(cluster, call, options)
+        self.kind, self.row, self.seconds, self.memory = map(
+            np.concatenate, zip(*found, strict=True)
+        )
+        self.fits = self.memory <= self._limit
+
+    def _timing(self, settings: Settings) -> Timing:
+        return Timing(settings, self.cluster, self.call, gradient_bytes=self.options.gradient_bytes)
+
+    def _best_orders(self) -> dict[str, np.ndarray]:
+        """For each kind of remat, the row of the fastest order of each setting of the degrees."""
+        timing = self._timing(self.settings)
+        forward, backward = timing.forward().seconds, timing.backward().seconds
+        again = {
+            "none": np.zeros(len(forward)),
+            "attention_saved": timing.exchange_again().seconds,
+            "full": forward,
+        }
+        number = np.zeros(len(forward), np.int64)
+        for role in (*ROLES, "published"):
+            column = vars(self.settings)[role].astype(np.int64)
+            number = number * (column.max() + 1) + column
+        rows = {}
+        for remat in self.options.remat:
+            # Of equally fast ones, a single ring in the first order.
+            keys = (self.settings.order, self.settings.inner, forward + backward + again[remat])
+            sorted_rows = np.lexsort((*keys, number))
+            first = np.r_[True, np.diff(number[sorted_rows]) != 0]
+            rows[remat] = sorted_rows[first]
+        return rows
+
+    def mask(self, scheme: Callable[[Settings], np.ndarray]) -> np.ndarray:
+        """Which candidates are of a scheme."""
+        of_step = [scheme(step.timing.settings) for step in self.steps]
+        found = np.zeros(len(self.row), bool)
+        for kind, (number, _) in enumerate(self.savings):
+            mine = self.kind == kind
+            found[mine] = of_step[number][self.row[mine]]
+        return found
+
+    def best(self, mask: np.ndarray, count: int = 1) -> list[Prediction]:
+        """The fastest candidates of a mask that fit the memory, one for each setting of the
+        degrees; if none fits, the one that needs the least memory."""
+        order = self.ordered(mask)
+        if not len(order):
+            rest = np.flatnonzero(mask)
+            return [self.prediction(rest[self.memory[rest].argmin()])] if len(rest) else []
+        chosen: dict[tuple[int, ...], Any] = {}
+        for index in order:
+            settings, row = self.source(index)
+            columns = (int(vars(settings)[name][row]) for name in (*ROLES, "published"))
+            chosen.setdefault(tuple(columns), index)
+            if len(chosen) == count:
+                break
+        return [self.prediction(index) for index in chosen.values()]
+
+    def ordered(self, mask: np.ndarray) -> np.ndarray:
+        """The candidates of a mask that fit the memory, the fastest first."""
+        fitting = np.flatnonzero(mask & self.fits)
+        return fitting[np.lexsort((self.memory[fitting], self.seconds[fitting]))]
+
+    def source(self, index: Any) -> tuple[Settings, int]:
+        """The settings of which a candidate is one, and its row there."""
+        number, _ = self.savings[self.kind[index]]
+        return self.steps[number].timing.settings, int(self.row[index])
+
+    def scheme(self, index: Any) -> str:
+        """The name of a candidate's scheme."""
+        settings, row = self.source(index)
+        return scheme_of({role: int(vars(settings)[role][row]) for role in ROLES})
+
+    def prediction(self, index: Any) -> Prediction:
+        """One candidate with all that is predicted for it."""
+        source, row = self.source(index)
+        _, savings = self.savings[self.kind[index]]
+        settings = source.take(np.array([row]))
+        step = Step(self._timing(settings))
+        parts = {name: float(seconds[0]) for name, seconds in step.parts(savings).items()}
+        footprint = step.footprint(savings)
+        degrees = {role: int(vars(settings)[role][0]) for role in ROLES}
+        published = bool(settings.published[0])
+        call, cluster = self.call, self.cluster
+        seconds = sum(parts.values())
+        flops = call.model.flops_per_token(call.seq_len) * call.seq_len * call.batch
+        passes = [step.forward, step.backward] + [step.forward] * (savings.remat == "full")
+        scheme = scheme_of(degrees)
+        return Prediction(
+            scheme=f"{scheme}, as published" if published else scheme,
+            degrees=degrees,
+            order=ORDERS[int(settings.order[0])],
+            inner=int(settings.inner[0]),
+            published=published,
+            savings=savings,
+            tile=int(tile_of(settings, step.timing.tokens)[0]) if savings.tiled else None,
+            gradient_dtype=self.options.gradient_dtype,
+            seconds=seconds,
+            parts=parts,
+            mfu=flops / seconds / (cluster.num_gpus * step.timing.speed),
+            memory_bytes=_one(footprint.device_bytes),
+            host_bytes=_one(footprint.host_bytes),
+            fits=bool(_one(footprint.device_bytes) <= self._limit),
+            across_bytes=call.model.layers * float(sum(x.across[0] for x in passes)),
+            inside_bytes=call.model.layers * float(sum(x.inside[0] for x in passes)),
+        )
+
+
+def _one(size: Any) -> int:
+    return int(np.ravel(size)[0])
+
+
+def no_setting(cluster: Cluster, call: Call, options: Options) -> InputError:
+    """The error if there is no legal setting."""
+    given = " ".join(f"--{role} {size}" for role, size in options.degrees.items())
+    product = int(np.prod(list(options.degrees.values()) or [1]))
+    model, asked = call.model, options.degrees
+    if asked and cluster.num_gpus % product:
+        return InputError(
+            f"The product of the degrees must divide the number of GPUs; got {given}, a product of "
+            f"{product}, for {cluster.num_gpus} GPUs. Change or leave out one of them."
+        )
+    parts = asked.get("head", 1) * asked.get("tensor", 1)
+    fits = model.kv_heads % parts == 0 or parts % model.kv_heads == 0
+    if model.heads % parts or not fits:
+        return InputError(
+            "--head * --tensor must divide the heads, and the key heads or the other way round; "
+            f"got {given} for {model.heads} heads and {model.kv_heads} key heads. Use a divisor of "
+            f"{model.kv_heads}, or leave them out."
+        )
+    if call.batch % asked.get("data", 1):
+        return InputError(
+            f"--data must divide --batch; got {given} for --batch {call.batch}. Use --batch "
+            f"{-(-call.batch // asked['data']) * asked['data']}."
+        )
+    return InputError(
+        "No legal setting: the sequence degree must divide --seq-len (twice, if causal), and head "
+        "* tensor must divide the heads; got "
+        f"--seq-len {show_count(call.seq_len)}, --batch {call.batch}, {model.heads} heads and "
+        f"{model.kv_heads} key heads for {cluster.num_gpus} GPUs"
+        f"{f' with {given}' if given else ''}. Use a --seq-len that is a multiple of "
+        f"{2 * cluster.num_gpus}{', or leave out a degree' if given else ''}."
+    )

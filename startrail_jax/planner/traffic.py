@@ -1,0 +1,256 @@
+"""What one device receives in each step of an attention, for many settings at a time.
+
+The steps and their bytes are those of `startrail_jax.analysis.transfers`, to the byte; there, one
+setting is looked at, with every option. Here are the options of the planner: no segment ids, keys
+as long as queries, all rounds of the ring.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from startrail_jax.planner.grid import Call, Settings
+
+_FLOAT32 = 4
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Share:
+    """What a device works on after the head exchange, in bytes: arrays [setting]."""
+
+    tokens: np.ndarray
+    """Query tokens of a sequence, before any gather."""
+    query: np.ndarray
+    """The query."""
+    rows: np.ndarray
+    """Log-sum-exp of each query and head, in float32."""
+    keys: np.ndarray
+    """Key and value together."""
+    query_gradient: np.ndarray
+    """A partial gradient of the query."""
+    key_gradient: np.ndarray
+    """A partial gradient of key and value."""
+    summed_key_gradient: np.ndarray
+    """The same, summed over all queries: in float32 where key heads are copied."""
+
+    @classmethod
+    def of(cls, settings: Settings, call: Call, gradient_bytes: int) -> Share:
+        """The share for each setting.
+
+        Args:
+            settings: the settings.
+            call: the model, its tokens and its batch.
+            gradient_bytes: bytes of an element of a gradient that travels.
+        """
+        model, parts = call.model, settings.head * settings.tensor
+        tokens = call.seq_len // (settings.sequence // settings.head)
+        rows = call.batch // settings.data * tokens
+        query = rows * (model.heads // parts) * model.head_dim
+        keys = 2 * rows * np.maximum(model.kv_heads // parts, 1) * model.head_dim
+        copied = np.where(model.kv_heads < parts, _FLOAT32, model.itemsize)
+        return cls(
+            tokens=tokens,
+            query=query * model.itemsize,
+            rows=rows * (model.heads // parts) * _FLOAT32,
+            keys=keys * model.itemsize,
+            query_gradient=query * gradient_bytes,
+            key_gradient=keys * gradient_bytes,
+            summed_key_gradient=keys * copied,
+        )
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Move:
+    """One step that moves bytes, through one kind of collective."""
+
+    collective: str
+    """One of `startrail_jax.analysis.COLLECTIVES`, or "hop", "inner hop" or "outer hop" of the ring
+    and "transpose" for the permutes."""
+    role: str
+    """The axis over which it goes."""
+    received: np.ndarray
+    """Bytes that a device receives; of a hop, in each of them."""
+    count: np.ndarray | int = 1
+    """Number of hops."""
+
+    @property
+    def total(self) -> np.ndarray:
+        """Bytes that a device receives in all hops."""
+        return self.received * self.count
+
+
+class Moves:
+    """The moves of one attention call, forward and backward."""
+
+    def __init__(self, settings: Settings, call: Call, gradient_bytes: int = _FLOAT32) -> None:
+        self.settings, self.call = settings, call
+        self.share = Share.of(settings, call, gradient_bytes)
+        self._summing = "reduce_scatter" if gradient_bytes == _FLOAT32 else "all_to_all"
+        share = self.share
+        query_hop = settings.team * (2 * share.query + 2 * share.rows + share.query_gradient)
+        key_hop = settings.group * (share.keys + share.key_gradient)
+        self.queries_travel = (query_hop <= key_hop) | settings.published
+        """Whether it is queries that go round the ring in the backward pass."""
+
+    @property
+    def exchange(self) -> list[Move]:
+        """Step 0: query, key and value go from tokens to heads."""
+        return [self._head(self.share.query + self.share.keys)]
+
+    def gathers(self, *, backward: bool) -> list[Move]:
+        """Steps 1 and 2: the units of the team and of the group."""
+        s, share = self.settings, self.share
+        query = 2 * share.query + 2 * share.rows if backward else share.query
+        gathered, permuted = self._placed
+        return [
+            Move(collective="all_gather", role="team", received=(s.team - 1) * query),
+            Move(collective="transpose", role="ranks", received=permuted * share.keys),
+            Move(
+                collective="all_gather",
+                role="group",
+                received=self._of_group(gathered * share.keys),
+            ),
+            Move(
+                collective="all_gather", role="team", received=self._of_paper(gathered * share.keys)
+            ),
+        ]
+
+    def ring(self) -> list[Move]:
+        """Step 3: what travels round the ring in the forward pass, hop by hop."""
+        return self._hops(self.settings.group * self.share.keys)
+
+    def gradient_ring(self) -> tuple[list[Move], list[Move]]:
+        """The same in the backward pass: operands, and the gradients that go with them."""
+        s, share = self.settings, self.share
+        operands = np.where(
+            self.queries_travel,
+            s.team * (2 * share.query + 2 * share.rows),
+            s.group * share.keys,
+        )
+        gradients = np.where(
+            self.queries_travel, s.team * share.query_gradient, s.group * share.key_gradient
+        )
+        return self._hops(operands), self._hops(gradients)
+
+    def combination(self) -> list[Move]:
+        """Step 4: outputs and log-sum-exp to their owners."""
+        s, share = self.settings, self.share
+        # In float32, what rounding took from the log-sum-exp goes along.
+        rows = share.rows * (2 if self.call.model.itemsize == _FLOAT32 else 1)
+        sums = -(-2 * (s.team - 1) * (s.team * share.rows) // s.team)
+        ours, paper = ~s.published, s.published
+        return [
+            Move(
+                collective="all_to_all",
+                role="team",
+                received=ours * (s.team - 1) * (share.query + rows),
+            ),
+            Move(
+                collective="reduce_scatter",
+                role="team",
+                received=paper * (s.team - 1) * share.query,
+            ),
+            # A maximum and a sum.
+            Move(collective="all_reduce", role="team", received=paper * sums, count=2),
+        ]
+
+    @property
+    def output_exchange(self) -> list[Move]:
+        """Step 5: the output goes back from heads to tokens."""
+        return [self._head(self.share.query)]
+
+    def scatters(self) -> list[Move]:
+        """The gradients of steps 1 and 2, and of copies of key heads."""
+        s, share = self.settings, self.share
+        gathered, permuted = self._placed
+        sent_back = np.where(s.published, share.key_gradient, share.summed_key_gradient)
+        summed = gathered * share.key_gradient
+        return [
+            Move(
+                collective=self._summing,
+                role="team",
+                received=(s.team - 1) * share.query_gradient,
+            ),
+            Move(collective=self._summing, role="group", received=self._of_group(summed)),
+            Move(collective="transpose", role="ranks", received=permuted * sent_back),
+            Move(collective=self._summing, role="team", received=self._of_paper(summed)),
+        ]
+
+    @property
+    def gradient_exchange(self) -> list[Move]:
+        """The gradient of step 0, and of copies of key heads along `tensor`."""
+        s, model = self.settings, self.call.model
+        head = self._head(self.share.query + self.share.summed_key_gradient)
+        tokens = self.share.tokens // s.head * (self.call.batch // s.data)
+        row = tokens * model.kv_heads * model.head_dim * _FLOAT32
+        copied = model.kv_heads % s.tensor != 0
+        sums = 2 * copied * -(-2 * (s.tensor - 1) * row // s.tensor)
+        return [head, Move(collective="all_reduce", role="tensor", received=sums)]
+
+    @property
+    def forward(self) -> list[Move]:
+        """All moves of the forward pass."""
+        return [
+            *self.exchange,
+            *self.gathers(backward=False),
+            *self.ring(),
+            *self.combination(),
+            *self.output_exchange,
+        ]
+
+    @property
+    def backward(self) -> list[Move]:
+        """All moves of the backward pass."""
+        operands, gradients = self.gradient_ring()
+        return [
+            *self.output_exchange,
+            *self.gathers(backward=True),
+            *operands,
+            *gradients,
+            *self.scatters(),
+            *self.gradient_exchange,
+        ]
+
+    def _head(self, size: np.ndarray) -> Move:
+        head = self.settings.head
+        return Move(collective="all_to_all", role="head", received=size * (head - 1) // head)
+
+    @property
+    def _placed(self) -> tuple[np.ndarray, np.ndarray]:
+        """Shares of keys that a device receives by gathering, and by permuting."""
+        s = self.settings
+        shards = s.sequence // s.head
+        permuted = (s.group > 1) & (s.group < shards) & self.call.causal
+        return s.group - 1, np.where(s.published, s.team, permuted.astype(np.int64))
+
+    def _of_group(self, received: np.ndarray) -> np.ndarray:
+        return np.where(self.settings.published, 0, received)
+
+    def _of_paper(self, received: np.ndarray) -> np.ndarray:
+        return np.where(self.settings.published, received, 0)
+
+    def _hops(self, size: np.ndarray) -> list[Move]:
+        s = self.settings
+        outer, double = s.ring // s.inner, s.inner > 1
+        return [
+            Move(
+                collective="hop",
+                role="ring",
+                received=np.where(double, 0, size),
+                count=np.where(double, 0, s.ring - 1),
+            ),
+            Move(
+                collective="inner hop",
+                role="ring",
+                received=np.where(double, size, 0),
+                count=outer * (s.inner - 1),
+            ),
+            Move(
+                collective="outer hop",
+                role="ring",
+                received=np.where(double, size, 0),
+                count=np.where(double, outer - 1, 0),
+            ),
+        ]

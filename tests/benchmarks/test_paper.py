@@ -1,0 +1,36 @@
+"""`benchmarks/paper.py`: the clusters of StarTrail's paper, predicted."""
+
+import re
+
+from benchmarks.paper import MACHINES, best, main
+from startrail_jax.planner.grid import Call
+from startrail_jax.planner.models import MODELS
+
+
+def test_scaling_prints_a_line_for_each_cluster(capsys):
+    main(["--scaling"])
+    head, *rows = capsys.readouterr().out.splitlines()
+    assert len(rows) == 8
+    assert head.split() == [
+        "ring",
+        "double",
+        "published-2",
+        "ours-2",
+        "published-4",
+        "ours-4",
+        "GiB",
+    ]
+    # A single ring leaves each node of 64 H100 by one of eight ports: StarTrail and a double ring,
+    # which use more of them, gain.
+    (row,) = (row for row in rows if row.startswith("strong, 64"))
+    double, *stars = [float(x) for x in re.findall(r"([\d.]+)x", row)]
+    assert min(double, *stars) > 1.5
+    published, ours = stars[::2], stars[1::2]
+    assert all(a > b for a, b in zip(ours, published, strict=True))
+
+
+def test_best_of_a_cluster_in_a_few_characters():
+    call = Call(model=MODELS["gpt_7b"], seq_len=2**19, batch=1)
+    assert re.fullmatch(r"([grthx]\d+ )*[grthx]\d+, \d+%", best(MACHINES[0].cluster, call))
+    small = Call(model=MODELS["llama3_70b"], seq_len=2**21, batch=1)
+    assert best(MACHINES[3].cluster, small) == "nothing fits"

@@ -1,0 +1,229 @@
+"""`python -m startrail_jax.plan`: from the question to flags that train.py takes."""
+
+import dataclasses
+import json
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+import startrail_jax as st
+from configs import RECIPES
+from startrail_jax.plan import main
+from startrail_jax.planner.hardware import GPUS
+from startrail_jax.planner.models import MODELS, find_model
+from startrail_jax.planner.planning import plan as plan_function
+from startrail_jax.planner.search import Options
+from train import read_command_line
+from trainer.dit.objective import dit_flops_per_token
+from trainer.gpt.objective import gpt_flops_per_token
+from trainer.parallel.flops import PEAK_FLOPS
+from trainer.parallel.step_sizes import footprint
+from trainer.run.settings import save_config
+from trainer.tasks import TASKS
+
+CLUSTER = "--nodes 8 --gpus-per-node 8 --gpu h100 --port 50GB/s"
+TABLE = {"gpt_3b": "gpt_3b", "gpt_7b": "gpt_7b", "dit_1b": "dit_1b", "llama3_8b": "gpt_8b_gqa"}
+QWEN = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 12288,
+    "vocab_size": 151936,
+    "tie_word_embeddings": False,
+}
+
+
+def asked(arguments, capsys):
+    """What the command prints, as JSON."""
+    status = main(shlex.split(f"{arguments} --json --top 2"))
+    return status, json.loads(capsys.readouterr().out)
+
+
+def trained(command):
+    """What train.py understands of a command that was printed."""
+    words = shlex.split(command)
+    return read_command_line(words[words.index("train.py") + 1 :]).settings
+
+
+def test_readme_question_is_answered(capsys):
+    assert main(shlex.split(f"{CLUSTER} --model gpt_7b --seq-len 512K")) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("8 nodes x 8 h100, 8 ports of 50 GB/s a node, 371 GB/s inside; gpt_7b,")
+    for scheme in ("Ring Attention", "all-gather", "Ulysses", "LoongTrain / USP", "as published"):
+        assert scheme in text
+    assert "no legal setting" in text  # 32 heads cannot be split over 64 GPUs.
+    assert " wins, since " in text
+    assert "faster" in text or "stays ahead" in text
+    assert "python train.py gpt_7b --seq-len 524288" in text
+
+
+def model_of(kind, folder):
+    """A --model of some kind."""
+    path = folder / "config.json"
+    if kind == "run":
+        save_config(RECIPES["gpt_3b"](), path)
+    elif kind == "run of a DiT":
+        save_config(RECIPES["dit_1b"](), path)
+    elif kind == "hugging face":
+        path.write_text(json.dumps(QWEN))
+    elif kind == "flags":
+        return "--width 2048 --layers 8 --heads 16 --head-dim 128 --mlp-width 8192 --outputs 32000"
+    else:
+        return f"--model {kind}"
+    return f"--model {path}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("gpt_7b", "--gradient-dtype bfloat16 --zero 2 3 --remat none --no-offload"),
+        ("dit_1b", "--zero 3 --remat attention_saved --no-offload --no-tile"),
+        ("dit_1b", "--seq-len 64K --zero 3 --remat full --no-offload --no-tile"),
+        ("llama3_8b", "--batch 2 --data 2 --zero 3 --remat full --offload --tile"),
+        ("run", "--ports 1 --tensor 2 --zero 1 --remat full --no-offload"),
+        ("hugging face", "--half-duplex --latency 20us --zero 3 --remat full --no-offload"),
+        ("flags", "--inside 100GB/s --zero 0 --remat none --no-offload"),
+    ],
+)
+def test_flags_to_paste_give_the_setting(kind, more, tmp_path, capsys):
+    status, plan = asked(
+        f"{CLUSTER} {model_of(kind, tmp_path)} {more}"
+        + (" --seq-len 128K" if "DiT" not in kind and kind != "dit_1b" else ""),
+        capsys,
+    )
+    assert status == 0
+    winner, config = plan["ranked"][0], trained(plan["command"])
+    assert config.mesh.degrees == winner["degrees"]
+    assert config.mesh.order == tuple(winner["order"])
+    savings = {name: getattr(config, name) for name in ("zero", "remat", "offload")}
+    assert savings == {name: winner["savings"][name] for name in savings}
+    assert config.tile == winner["tile"]
+    assert config.attention.inner == winner["inner"]
+    assert config.attention.gradient_dtype == winner["gradient_dtype"]
+    assert config.batch_size == plan["batch"]
+    assert config.num_tokens == plan["seq_len"]
+    for name in ("width", "layers", "heads", "kv_heads", "head_dim", "mlp_width"):
+        assert getattr(config.model, name) == plan["model"][name]
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_models_are_those_of_the_recipes(name, tmp_path):
+    config = RECIPES[TABLE[name]]()
+    save_config(config, tmp_path / "config.json")
+    read, model = find_model(str(tmp_path / "config.json")), MODELS[name]
+    same = {"name": name, "from_run": False, "seq_len": model.seq_len}
+    assert dataclasses.replace(read, **same) == model
+    assert model.seq_len in (None, config.num_tokens)
+    if config.kind == "gpt":
+        flops = gpt_flops_per_token(config.model, 4096)
+    else:
+        flops = dit_flops_per_token(config)
+    assert model.flops_per_token(4096 if config.kind == "gpt" else config.num_tokens) == flops
+
+
+def test_hugging_face_configs_of_other_shapes(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"text_config": QWEN}))
+    same = {"name": "qwen3_8b", "seq_len": None}
+    assert dataclasses.replace(find_model(str(tmp_path)), **same) == MODELS["qwen3_8b"]
+    old = {key: value for key, value in QWEN.items() if "key_value" not in key}
+    path.write_text(json.dumps(old | {"model_type": "gpt_neox", "head_dim": None}))
+    model = find_model(str(path))
+    assert (model.mlp_matrices, model.kv_heads, model.head_dim) == (2, 32, 128)
+
+
+@pytest.mark.parametrize(("name", "gpu"), [("gpt_7b", "h200"), ("dit_1b", "a100_40")])
+def test_memory_is_that_of_the_program(name, gpu):
+    """The planner knows no arrays, and is within 2 % of what train.py counts from their shapes."""
+    few = Options(zero=(2, 3), remat=("none", "attention_saved"), baselines=False)
+    found = st.plan(
+        nodes=4, gpus_per_node=8, gpu=gpu, port="25GB/s", model=name, top=1, options=few
+    )
+    config = trained(found.command)
+    objective = TASKS[config.kind].make_objective(config)
+    degrees = st.Degrees(**found.winner.degrees)
+    # This also raises what the first step would raise.
+    exact = footprint(config, objective, degrees)
+    assert found.winner.memory_bytes == pytest.approx(exact.device_bytes, rel=0.02)
+    assert found.winner.host_bytes == exact.host_bytes
+
+
+def test_where_nothing_fits_the_smallest_change_is_said(capsys):
+    few = "--remat full --no-offload --tile --tensor 1"
+    arguments = (
+        f"--nodes 1 --gpus-per-node 8 --gpu a100_40 --model gpt_7b --seq-len 1M --zero 3 {few}"
+    )
+    assert main(shlex.split(arguments)) == 1
+    text = capsys.readouterr().out
+    assert "Nothing fits: the least is" in text
+    ways = text.partition("What would fit:")[2]
+    assert re.search(r"--seq-len \d+K; or --nodes \d+; or --gpu \w+, of \d+ GiB", ways)
+    assert main(shlex.split(f"{arguments} --memory 2000GiB")) == 0
+    capsys.readouterr()
+    one = f"--nodes 1 --gpus-per-node 8 --gpu h100 --model gpt_7b --seq-len 64K --zero 0 {few}"
+    assert main(shlex.split(one)) == 1
+    assert "leave out --zero" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("--model gpt_7b --efficiency 2", "--efficiency must be above 0 and at most 1; got 2.0"),
+        ("--width 64", "--model must be given, or all sizes; got neither --model nor --head-dim"),
+        ("--model gpt_7b --latency soon", "--latency must be a time of at least 0; got 'soon'"),
+        ("--model gpt_7b --memory 0", "--memory must be a size above 0; got '0'"),
+        ("--model gpt_7b --peak-flops x", "--peak-flops must be a number of FLOP/s"),
+        ("--model {}/bad.json", "the file is no JSON"),
+        ("--model {}/empty.json", "it has no 'hidden_size'"),
+        ("--model {}/experts.json", "mixtures of experts are not planned; got num_experts=8"),
+        ("--model dit_1b --seq-len 1000", "--seq-len of a diffusion transformer follows from its"),
+    ],
+)
+def test_mistakes_on_the_command_line(more, message, tmp_path, capsys):
+    (tmp_path / "bad.json").write_text("{")
+    (tmp_path / "empty.json").write_text("{}")
+    (tmp_path / "experts.json").write_text(json.dumps(QWEN | {"num_experts": 8}))
+    assert main(shlex.split(f"{CLUSTER} {more.format(tmp_path)}")) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_help_imports_no_numpy_and_a_plan_no_jax_and_takes_two_seconds():
+    """In a process of its own, without the type checks of the tests: 16,384 GPUs with everything.
+
+    The machine may have other work meanwhile: the best of three counts.
+    """
+    code = (
+        "import sys, time, runpy, startrail_jax as st; sys.argv = ['plan', '--help']\n"
+        "try: runpy.run_module('startrail_jax.plan', run_name='__main__')\n"
+        "except SystemExit: pass\n"
+        "assert 'numpy' not in sys.modules\n"
+        "times = []\n"
+        "while not times or (min(times) > 2 and len(times) < 3):\n"
+        "    start = time.process_time()\n"
+        "    found = st.plan(nodes=2048, gpus_per_node=8, gpu='h100', port='50GB/s',\n"
+        "                    model='gpt_7b', seq_len='4M')\n"
+        "    times.append(time.process_time() - start)\n"
+        "assert 'jax' not in sys.modules and 'jaxtyping' not in sys.modules\n"
+        "print('times', *times, found.num_settings)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    *times, count = done.stdout.rpartition("times ")[2].split()
+    assert min(map(float, times)) < 2
+    assert int(count) > 10_000
+
+
+def test_importing_the_command_leaves_the_function():
+    """`startrail_jax.plan` is then a module, which can be called."""
+    few = Options(zero=(3,), remat=("full",), offload=(False,))
+    arguments = dict(nodes=1, gpus_per_node=8, gpu="b200", model="gpt_7b", options=few)
+    assert st.plan(**arguments) == plan_function(**arguments)
+
+
+def test_gpus_have_the_peak_of_the_program():
+    for name, gpu in GPUS.items():
+        assert gpu.peak_flops == PEAK_FLOPS[name.partition("_")[0].upper()]
