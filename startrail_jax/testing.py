@@ -385,7 +385,7 @@ def _reference(
     inputs: _Inputs,
     seen: Bool[np.ndarray, "B T S"],
     scale: float,
-    softcap: float | None,
+    softcap: float | None = None,
     dtype: Any = np.float64,
 ) -> dict[str, Float[np.ndarray, "..."]]:
     """Dense attention and its gradients in float64, one row of the batch and one head at a time.
