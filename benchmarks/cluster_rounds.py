@@ -106,7 +106,12 @@ class Processes:
             return build(), text
         payload = self.once(lambda: serialize_executable.serialize(build())[0])
         trees = jax.tree.structure((arguments, {})), jax.tree.structure(out)
-        return serialize_executable.deserialize_and_load(payload, *trees), text
+        # In the order of the mesh: the default is that of `jax.devices()`.
+        devices = list(jax.tree.leaves(arguments)[0].sharding.mesh.devices.flat)
+        loaded = serialize_executable.deserialize_and_load(
+            payload, *trees, execution_devices=devices
+        )
+        return loaded, text
 
     def once(self, compute: Callable[[], Any]) -> Any:
         """What a function returns: computed in process 0 alone if all are on one machine.

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
 from benchmarks import (
@@ -18,6 +19,7 @@ from benchmarks import (
     cluster_links,
     cluster_nodes,
     cluster_report,
+    cluster_rounds,
     cluster_schemes,
     cluster_training,
 )
@@ -389,3 +391,21 @@ def test_bytes_and_times_of_an_emulated_cluster_are_those_expected(tmp_path):
     assert 0 < found["error"] < found["tolerance"]
     assert "forward + backward" in done.stdout
     assert f"command: python benchmarks/cluster.py {flags} --json {path}\n" in done.stdout
+
+
+def test_shared_program_runs_on_devices_in_the_order_of_the_mesh(tmp_path, request):
+    # A program that comes from jax's cache cannot be serialised.
+    before = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    request.addfinalizer(lambda: jax.config.update("jax_enable_compilation_cache", before))
+    devices = np.array(jax.devices("cpu")[:4])[[0, 2, 1, 3]]
+    spec = jax.P("x")
+    mesh = jax.sharding.Mesh(devices, ("x",))
+    given = jax.device_put(np.arange(8.0), jax.sharding.NamedSharding(mesh, spec))
+    ring = [(i, (i + 1) % 4) for i in range(4)]
+    function = jax.shard_map(
+        lambda x: jax.lax.ppermute(x, "x", ring), mesh=mesh, in_specs=spec, out_specs=spec
+    )
+    processes = cluster_rounds.Processes(emulated=False, shared=tmp_path, port=None)
+    program, _ = processes.compile(jax.jit(function), (given,), given)
+    np.testing.assert_array_equal(program(given), np.roll(np.arange(8.0), 2))
