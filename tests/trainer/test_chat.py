@@ -102,11 +102,21 @@ def test_template_shows_what_the_assistant_says(source, expected):
         ("{% for i in range(10**9) %}x{% endfor %}", r"got OverflowError: Range too big"),
         ("{{ messages.append(1) }}", r"got SecurityError"),
         ("{% include 'passwords' %}", r"got TypeError: no loader"),
+        ("{{ 'a' * 10**10 }}", r"got a product of 10,000,000,000 elements"),
+        ("{{ 10**100000 }}", r"got a power that is too large"),
+        ("{{ '%10000000000d' % 1 }}", r"got the operator % for a text"),
+        ("{% break %}", r"must be Jinja; got 'the template', where SyntaxError"),
+        ("{{ eos_token }}", r"which uses eos_token, and no such token in tokenizer_config.json"),
     ],
 )
 def test_template_that_fails_or_reaches_out_raises(source, message):
     with pytest.raises(ValueError, match=message):
         template(source).render(TALK, "here")
+
+
+def test_template_has_no_today_and_bounds_no_small_product():
+    source = "{{ strftime_now('%d %b %Y') }} {{ '-' * 3 }} {{ 7 % 4 }} {{ 2 ** 5 }}"
+    assert template(source).render([], "here")[0] == "26 Jul 2024 --- 3 32"
 
 
 def test_template_is_found_beside_the_tokenizer(tmp_path):
@@ -129,6 +139,10 @@ def test_template_is_found_beside_the_tokenizer(tmp_path):
         config.write_text(content)
         with pytest.raises(ValueError, match=message):
             ChatTemplate.find(tokenizer, None)
+    config.write_text(json.dumps({"bos_token": {"x": 1}, "chat_template": [{"name": ["a"]}]}))
+    (tmp_path / "chat_template.jinja").write_text("{{ eos_token }}{{ bos_token }}")
+    (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "</s>"}')
+    assert ChatTemplate.find(tokenizer, None).render([], "")[0] == "</s>"
     config.unlink()
     with pytest.raises(ValueError, match=r"absent.* must be a file of UTF-8; got FileNotFound"):
         ChatTemplate.find(tokenizer, tmp_path / "absent")
@@ -198,6 +212,20 @@ def test_examples_share_rows_whole(seed):
     assert rows.share_of_padding == pytest.approx(1 - sum(sizes) / (10 * len(rows)))
 
 
+def test_examples_whose_answers_are_cut_off_are_left_out():
+    lengths = np.array([20, 6, 20, 3])
+    counted = np.zeros(49, int)
+    counted[[8, 19, 25, 27, 47]] = 1  # In the first example 8 and 19, in the third 27.
+    part = EncodedExamples(tokens=np.arange(49), counted=counted, ends=lengths.cumsum())
+    rows = PackedExamples(part, 9, name="these")
+    assert (rows.num_cut, rows.num_left_out, rows.num_counted) == (2, 0, 4)
+    assert [int(rows[i].counted.sum()) for i in range(len(rows))] == [1, 1, 1, 1]
+    counted[8] = counted[27] = 0
+    rows = PackedExamples(part, 9, name="these")
+    assert (rows.num_cut, rows.num_left_out, rows.num_counted) == (0, 2, 2)
+    np.testing.assert_array_equal(rows[0].tokens[:9], [*range(20, 26), *range(46, 49)])
+
+
 def test_batch_masks_examples_from_each_other_in_any_layout():
     tokens = np.arange(1, 13)
     part = EncodedExamples(tokens=tokens, counted=tokens % 2, ends=np.array([5, 8, 12]))
@@ -241,6 +269,13 @@ def test_line_that_is_no_example_raises(tmp_path, record, message):
         (TALK[:2], r"must have a message of the assistant.*\['system', 'user'\] in .*talk.jsonl:1"),
         ([{"content": "a"}], r"must be a list of objects with role and content; got \[\{'content'"),
         ("hello", r"must be a list of objects with role and content; got 'hello'"),
+        (
+            [{"role": "assistant"}],
+            r"content of a message must be.*got \{'role': 'assistant'",
+        ),
+        ([{"role": "assistant", "content": [{"text": "a"}]}], r"content of a message must be a te"),
+        ([{"role": "assistant", "content": "a", "weight": 0}], r"counts all messages .* alike"),
+        ([*TALK, {"role": "user", "content": "\ufdd0"}], r"must not hold '\\ufdd0' and '\\ufdd1'"),
     ],
 )
 def test_conversation_without_an_answer_raises(tmp_path, tokenizer, messages, message):
@@ -275,3 +310,31 @@ def test_task_reads_examples(tmp_path):
     data = GPTTask().open_data(config, NATURAL)
     batch = data.collate([data.train[0]], [0])
     assert batch.weights.sum() == len("answer\0")
+
+
+def test_template_sees_tools_and_calls_without_words(tmp_path, tokenizer):
+    source = "{{ tools[0].name }} {% for m in messages %}{% generation %}{{ m.content }}" + (
+        "{{ m.tool_calls[0].name }}{% endgeneration %}{% endfor %}"
+    )
+    (tmp_path / "chat_template.jinja").write_text(source)
+    message = {"role": "assistant", "content": None, "tool_calls": [{"name": "look"}]}
+    record = {"messages": [message], "tools": [{"name": "look"}]}
+    data = opened(of_completions(write(tmp_path / "a.jsonl", *[record] * 20), tokenizer=tokenizer))
+    shown = tokenizers.Tokenizer.from_file(str(tokenizer)).decode
+    row = data.train[0]
+    assert shown(row.tokens[row.examples == 0]).replace(" ", "") == "looklook"
+    assert row.counted[row.examples == 0].sum() == len("look")
+
+
+def test_spaces_count_where_they_are(tmp_path):
+    vocabulary = {x: i for i, x in enumerate(("<|endoftext|>", "\u0120", "a", "b"))}
+    built = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    built.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    built.post_processor = tokenizers.processors.ByteLevel(trim_offsets=True)
+    built.add_special_tokens(["<|endoftext|>"])
+    built.save(str(tmp_path / "tokenizer.json"))
+    path = completions(tmp_path / "data.jsonl", 0)
+    path = write(path, *[{"prompt": "a ", "completion": "  b  "}] * 30)
+    data = opened(of_completions(path, tokenizer=tmp_path / "tokenizer.json"), seq_len=8)
+    np.testing.assert_array_equal(data.train[0].tokens[:8], [2, 1, 1, 1, 3, 1, 1, 0])
+    np.testing.assert_array_equal(data.train[0].counted[:8], [0, 0, 1, 1, 1, 1, 1, 1])

@@ -192,6 +192,8 @@ class FileTokenizer:
             ValueError: if a token is beyond the vocabulary of the model.
         """
         texts = [example.text for example in examples]
+        # Some post-processors take spaces away from the offsets; they change no token here.
+        self._tokenizer.post_processor = None
         with _library_errors(self._path, OTHER_FILE):
             found = self._tokenizer.encode_batch(texts, add_special_tokens=False)
         encoded = []

@@ -8,7 +8,7 @@ from pathlib import Path
 from startrail_jax.errors import InputError
 from startrail_jax.layout import Layout
 from trainer.gpt.batches import TextDataset
-from trainer.gpt.chat.encoding import encode_examples, key_of
+from trainer.gpt.chat.encoding import encode_examples, hash_of
 from trainer.gpt.chat.packing import EncodedExamples, PackedExamples, collate_rows
 from trainer.gpt.chat.template import ChatTemplate
 from trainer.gpt.config import DataConfig
@@ -68,7 +68,7 @@ def open_examples(
         decode=tokenizer.decode,
         description=f"{files.name}: {counts[0]} to train on; {counts[1]} held out{place}"
         f"{files.remark}",
-        digest=key_of(text, template)[:16],
+        digest=hash_of(text.digest, template)[:16],
     )
     return TextDataset(
         train=rows[0],
@@ -83,8 +83,9 @@ def open_examples(
 
 def _describe(part: EncodedExamples, rows: PackedExamples) -> str:
     cut = f", {rows.num_cut:,} of which lose their end to --seq-len" if rows.num_cut else ""
+    if rows.num_left_out:
+        cut += f", {rows.num_left_out:,} left out, whose answers begin after --seq-len"
     return (
-        f"{len(part.ends):,} examples{cut}, {len(part.tokens):,} tokens, "
-        f"{int(part.counted.sum(dtype=int)):,} of them counted, in {len(rows):,} rows "
-        f"({rows.share_of_padding:.0%} padding)"
+        f"{len(part.ends):,} examples{cut}, {len(part.tokens):,} tokens, {rows.num_counted:,} of "
+        f"them counted, in {len(rows):,} rows ({rows.share_of_padding:.0%} padding)"
     )

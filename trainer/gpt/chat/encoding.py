@@ -53,7 +53,7 @@ def encode_examples(
         memory = {x: io.BytesIO() for x in _vectors()}
         _write(text, template, memory)
         return _parts(lambda *x: np.load(io.BytesIO(memory[x].getvalue())))
-    key = key_of(text, template)[:32]
+    key = hash_of(text.key, template)[:32]
 
     def write(part: Path) -> None:
         label = f"tokenising {text.files.name} into {cache / key}"
@@ -72,9 +72,9 @@ def encode_examples(
         ) from error
 
 
-def key_of(text: Text, template: ChatTemplate | None) -> str:
-    """A hash of everything that the tokens and weights of both parts depend on."""
-    values = [FORMAT, text.key, None if template is None else template.digest]
+def hash_of(text: str, template: ChatTemplate | None) -> str:
+    """A hash of a hash of the text, and of what else decides which tokens there are and count."""
+    values = [FORMAT, text, None if template is None else template.digest]
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()
 
 

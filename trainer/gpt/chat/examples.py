@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,12 +10,16 @@ from startrail_jax.errors import InputError
 from trainer.data.documents import Document, Record, check_unicode, read_records
 from trainer.data.files import Files
 from trainer.gpt.chat.template import (
+    BEGIN,
     CONFIG_FILE,
+    END,
     TEMPLATE_FILE,
     ChatTemplate,
     Messages,
 )
 
+VARIABLES = ("tools", "documents")
+"""Keys beside the messages that a template sees."""
 FORMS = '{"messages": [...]} or {"prompt": "...", "completion": "..."}'
 
 
@@ -67,7 +72,8 @@ def _conversation(record: Record, template: ChatTemplate | None) -> Document:
             "it, or the template (--data.chat-template); or write prompt and completion."
         )
     messages = _checked(record.fields["messages"], record.place)
-    text, counted = template.render(messages, record.place)
+    variables = {name: record.fields[name] for name in VARIABLES if name in record.fields}
+    text, counted = template.render(messages, record.place, **variables)
     check_unicode(text, record.place)
     if not counted:
         raise InputError(
@@ -95,7 +101,31 @@ def _checked(messages: Any, place: str) -> Messages:
             "A conversation must have a message of the assistant, which is what the loss counts; "
             f"got the roles {roles} in {place!r}. Rename the roles, or remove the line."
         )
-    return messages
+    if any(mark in json.dumps(messages, ensure_ascii=False) for mark in (BEGIN, END)):
+        raise InputError(
+            f"messages must not hold {BEGIN!a} and {END!a}, which are no characters; got one in "
+            f"{place!r}. Mend or remove the line."
+        )
+    return [_with_text(message, place) for message in messages]
+
+
+def _with_text(message: dict[str, Any], place: str) -> dict[str, Any]:
+    """A message whose content is text, as templates expect."""
+    content = message.get("content")
+    if content is None and message.get("tool_calls"):
+        content = ""
+    if not isinstance(content, str):
+        raise InputError(
+            "The content of a message must be a text, which only a message with tool_calls may "
+            f"leave out; got {_shortened(message)} in {place!r}. Mend or remove the line."
+        )
+    if message.get("weight", 1) != 1:
+        raise InputError(
+            "The loss counts all messages of the assistant alike; got "
+            f"{_shortened(message)} in {place!r}. Remove the weight, or divide the conversation "
+            "into prompt and completion."
+        )
+    return {**message, "content": content}
 
 
 def _shortened(value: Any) -> str:

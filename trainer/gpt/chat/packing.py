@@ -61,18 +61,33 @@ class PackedExamples:
         self._part = part
         self._length = seq_len + 1
         lengths = np.diff(part.ends, prepend=0)
-        kept = np.minimum(lengths, self._length)
-        self.num_cut = int((lengths > self._length).sum())
-        """Number of examples that lose their end."""
-        self._firsts = _first_of_rows(np.cumsum(kept), self._length)
-        self.share_of_padding = 1 - kept.sum() / max(len(self) * self._length, 1)
+        self._starts = part.ends - lengths
+        cut = np.flatnonzero(lengths > self._length).tolist()
+        useless = [i for i in cut if not self._counted(i, self._length)[1:].any()]
+        self.num_cut, self.num_left_out = len(cut) - len(useless), len(useless)
+        """Number of examples that lose their end, and of those left out, as nothing before the end
+        of a row counts."""
+        self._examples = np.delete(np.arange(len(lengths)), useless)
+        """The numbers of the examples in the rows."""
+        self._lengths = np.minimum(lengths, self._length)[self._examples]
+        self._firsts = _first_of_rows(np.cumsum(self._lengths), self._length)
+        self.share_of_padding = 1 - self._lengths.sum() / max(len(self) * self._length, 1)
         """Fraction of the tokens of all rows that are padding."""
-        if not any((self[row].counted[1:]).any() for row in range(len(self))):
+        lost = sum(int(self._counted(i)[self._length :].sum()) for i in cut)
+        lost += sum(int(self._counted(i, self._length).sum()) for i in useless)
+        self.num_counted = int(part.counted.sum(dtype=int)) - lost
+        """Number of tokens in the rows that the loss counts."""
+        if not len(self):
             raise InputError(
                 f"A row must hold something that the loss counts; got examples of {name!r} of "
                 f"{lengths.min(initial=0)} to {lengths.max(initial=0)} tokens whose answers all "
                 f"begin after seq_len={seq_len}. Use a longer --seq-len."
             )
+
+    def _counted(self, example: int, length: int | None = None) -> Integer[np.ndarray, " n"]:
+        """What counts of the first tokens of an example, or of all of them."""
+        start, end = self._starts[example], self._part.ends[example]
+        return self._part.counted[start : end if length is None else start + length]
 
     def __len__(self) -> int:
         return len(self._firsts) - 1
@@ -85,9 +100,9 @@ class PackedExamples:
             np.full(self._length, PADDING, np.int32),
         )
         filled = 0
-        for number, example in enumerate(range(self._firsts[index], self._firsts[index + 1])):
-            start = int(self._part.ends[example - 1]) if example else 0
-            stop = min(int(self._part.ends[example]), start + self._length)
+        for number, which in enumerate(range(self._firsts[index], self._firsts[index + 1])):
+            start = int(self._starts[self._examples[which]])
+            stop = start + int(self._lengths[which])
             place = slice(filled, filled + stop - start)
             row.tokens[place] = self._part.tokens[start:stop]
             row.counted[place] = self._part.counted[start:stop]
