@@ -118,7 +118,7 @@ class Attention(Decoding):
     causal attention can have one."""
     mask: masks.Pattern | None = None
     """A mask of `startrail_jax.masks`, such as `masks.Prefix(512)`; None for what `causal` and
-    `window` are short for."""
+    `window` are short for. To change it by `dataclasses.replace`, give `causal=None` too."""
     scale: float | None = None
     """Factor that scales the logits; None for head_dim ** -0.5."""
     softcap: float | None = None

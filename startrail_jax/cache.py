@@ -123,7 +123,7 @@ class Decoding(Sharded):
             positions,
             layout=self.layout,
             ranks=flat_axis(self.axes, SEQUENCE_ROLES),
-            pattern=self.pattern,
+            pattern=self.pattern.within(key_cache.shape[1] * self.degrees.sequence),
             scale=self.scale,
             softcap=self.softcap,
             sinks=sinks,

@@ -108,8 +108,9 @@ def served_call(
     _refuse_unserved(attention, unserved)
     if is_causal and not attention.causal:
         raise InputError(
-            "is_causal=True needs a causal attention; got an instance with causal=False. "
-            "Build Attention(mesh, causal=True)."
+            "is_causal=True needs a causal attention; got an instance with causal=False and "
+            f"mask={attention.pattern}. Build Attention(mesh, causal=True), or combine its mask "
+            "with masks.Causal()."
         )
     options = _call_options(
         attention, scale=scale, backend=implementation, window=local_window_size
@@ -383,7 +384,7 @@ def check_decode(
         given = "causal=False" if isinstance(pattern, masks.Full) else f"mask={pattern}"
         raise InputError(
             "decode needs a causal attention, which sees no slots that are not filled yet; "
-            f"got an instance with {given}. Build Attention(mesh, causal=True), or combine the "
+            f"got an instance with {given}. Build Attention(mesh, causal=True), or combine its "
             "mask with masks.Causal()."
         )
     shapes = f"query {query.shape}, key_cache {key.shape}, value_cache {value.shape}"

@@ -34,6 +34,7 @@ def visible_pairs(mask: Pattern, seq_len: int) -> int:
         seq_len: tokens of the sequence. The time that this takes grows with it, and under a `Rule`
             without bounds with its square.
     """
+    mask = mask.within(seq_len)
     size = _LEAF * 2 ** max(math.ceil(math.log2(seq_len / _LEAF)), 0)
     tiles, total = np.zeros((2, 1), int), 0
     while True:

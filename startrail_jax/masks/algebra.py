@@ -174,8 +174,8 @@ class Window(Pattern):
 
     @property
     def grows(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """True of causal windows: the first queries see fewer keys, and zigzag is their default."""
-        return self.right is not None and (self.left is None or self.left > self.right)
+        """True of causal windows, whose first queries see fewer keys, and without a left end."""
+        return self.right == 0 or (self.left is None and self.right is not None)
 
     def visible(self, query: Any, key: Any) -> Any:
         """See `Pattern.visible`."""

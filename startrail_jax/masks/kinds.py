@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from startrail_jax.errors import InputError
 from startrail_jax.layout import Span
@@ -178,7 +179,7 @@ class Rule(Pattern):
 
     function: Callable[[Any, Any], Any]
     """(query positions, key positions) -> whether each query sees each key: int32 arrays such as
-    [1, t, 1] and [1, 1, s] give bools that broadcast to [1, t, s]. It must work element by
+    [b, t, 1] and [b, 1, s] give bools that broadcast to [b, t, s]. It must work element by
     element."""
     bounds: Callable[[Any, Any, Any, Any], tuple[Any, Any]] | None = None
     """(first query, last query, first key, last key) -> whether some pair of the two spans, ends
@@ -186,22 +187,38 @@ class Rule(Pattern):
     broadcast, and so must be the answers. A wrong answer gives a wrong result."""
 
     def __post_init__(self) -> None:
-        sizes = (1, 2, 1), (1, 1, 3)
+        sizes, whole = ((5, 2, 1), (5, 1, 3)), (5, 2, 3)
         given = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in sizes]
         try:
             found = jax.eval_shape(self.function, *given)
-            sizes = zip(found.shape[::-1], (3, 2, 1), strict=False)
-            fits = all(size in (1, whole) for size, whole in sizes) and found.ndim <= 3
-            what = f"{found.dtype} {list(found.shape)}"
+            pairs = zip(found.shape, whole, strict=False)
+            fits = len(found.shape) == 3 and all(n in (1, most) for n, most in pairs)
+            fits, what = fits and found.dtype == bool, f"{found.dtype} {list(found.shape)}"
         except (TypeError, ValueError, AttributeError) as error:
-            found, fits, what = None, False, f"{type(error).__name__}: {error}"
-        if not fits or found is None or found.dtype != bool:
+            fits, what = False, f"{type(error).__name__}: {error}"
+        if not fits:
             raise InputError(
-                "The function of a Rule must give bools that broadcast to [1, t, s] for query "
-                "positions [1, t, 1] and key positions [1, 1, s]; got, for t=2 and s=3, "
-                f"{what}. Compare the two arrays element by element, as in "
+                "The function of a Rule must give bools that broadcast to [b, t, s] for query "
+                "positions [b, t, 1] and key positions [b, 1, s]; got, for b=5, t=2 and s=3, "
+                f"{what}. Compare the two arrays element by element with jax.numpy, as in "
                 "lambda query, key: key <= query."
             )
+        if self.bounds is not None:
+            self._check_bounds()
+
+    def _check_bounds(self) -> None:
+        ends = np.array([[0], [4]]), np.array([[3], [7]]), np.array([0, 4]), np.array([3, 7])
+        try:
+            with jax.ensure_compile_time_eval():
+                some, every = self._bounds(Span(*ends[:2]), Span(*ends[2:]))
+                for answer in (some, every):
+                    np.broadcast_to(np.asarray(answer, bool), (2, 2))
+        except (TypeError, ValueError) as error:
+            raise InputError(
+                "The bounds of a Rule must give two bools, or arrays of them, for ends of spans "
+                f"that are integers or arrays; got {type(error).__name__}: {error}. Write & and | "
+                "in place of `and` and `or`."
+            ) from error
 
     def visible(self, query: Any, key: Any) -> Any:
         """See `Pattern.visible`."""
@@ -241,7 +258,7 @@ def resolve(mask: Any, *, causal: bool | None, window: Any = None) -> Pattern:
         if not (causal and type(window) is int and window >= 1):
             raise InputError(
                 "window needs causal=True and an integer of at least 1 key; got "
-                f"window={window}, causal={causal}. Use window=None to see every key."
+                f"window={window!r}, causal={causal}. Use window=None to see every key."
             )
         return Window(window - 1, 0)
     if not isinstance(mask, Pattern):
@@ -253,6 +270,7 @@ def resolve(mask: Any, *, causal: bool | None, window: Any = None) -> Pattern:
     if window is not None or causal not in (None, mask.causal):
         raise InputError(
             f"causal and window are short for a mask; got mask={mask}, causal={causal}, "
-            f"window={window}. Leave out causal and window, or mask."
+            f"window={window}. Leave out causal and window, or mask; dataclasses.replace of an "
+            "attention needs causal=None beside mask."
         )
     return mask

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -230,9 +231,13 @@ def of_wrong_shape(query, key):
         (lambda: M.Sinks(-4), "count of masks.Sinks must be .*; got count=-4"),
         (
             lambda: M.Rule(of_wrong_shape),
-            r"bools that broadcast to \[1, t, s\].*bool \[1, 3, 2\]",
+            r"bools that broadcast to \[b, t, s\].*bool \[5, 3, 2\]",
         ),
-        (lambda: M.Rule(lambda query, key: query - key), "got, for t=2 and s=3, int32"),
+        (lambda: M.Rule(lambda query, key: query - key), "got, for b=5, t=2 and s=3, int32"),
+        (lambda: M.Rule(lambda query, key: (key <= query)[0]), r"got, .*, bool \[2, 3\]"),
+        (lambda: M.Rule(lambda query, key: True), r"got, .*, bool \[\]"),
+        (lambda: M.Rule(certainly_nothing, lambda *ends: ends[0] <= 1 and True), "Rule must"),
+        (lambda: M.Rule(nothing, lambda a, b, c, d: (c <= b and True, d <= a)), "Write & and |"),
         (lambda: M.Rule(lambda query: query > 0), "TypeError"),
     ],
 )
@@ -275,3 +280,26 @@ def test_a_mask_needs_queries_and_keys_of_one_length():
     x, y = jnp.zeros((1, 8, 1, 4)), jnp.zeros((1, 16, 1, 4))
     with pytest.raises(ValueError, match=r"with Chunked\(size=4\) needs queries and keys of one"):
         jax.eval_shape(st.Attention(mesh, mask=M.Chunked(4)), x, y, y)
+
+
+def test_windows_wider_than_integers_are_those_of_the_sequence():
+    assert visible_pairs(M.Window(2**40, 0), 64) == 64 * 65 // 2
+    mesh = st.make_mesh(st.Degrees(ring=2), devices=jax.devices()[:2])
+    x = jnp.ones((1, 8, 1, 4))
+    attention = st.Attention(mesh, mask=M.Window(2**31, 0))
+    found = attention.decode(x[:, :1], x, x, jnp.array([[3]]))
+    chex.assert_trees_all_close(found, x[:, :1])
+
+
+@pytest.mark.parametrize(
+    ("mask", "kind"),
+    [
+        (M.Window(0, 0), "zigzag"),
+        (M.Window(5, 0), "zigzag"),
+        (M.Window(5, 1), "contiguous"),
+        (M.Window(None, 1), "zigzag"),
+    ],
+)
+def test_causal_windows_are_in_zigzag_order(mask, kind):
+    mesh = st.make_mesh(st.Degrees(ring=2), devices=jax.devices()[:2])
+    assert st.Attention(mesh, mask=mask).layout.kind == kind
