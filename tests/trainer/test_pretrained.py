@@ -35,6 +35,7 @@ from trainer.gpt.pretrained.defaults import with_tokenizer
 from trainer.gpt.pretrained.families import describe, read_description
 from trainer.gpt.pretrained.initial import open_pretrained
 from trainer.gpt.pretrained.names import places
+from trainer.gpt.sample import tokenizer_of_run
 from trainer.parallel.partition import Partition, path_name
 from trainer.tasks import load_train_config
 
@@ -411,6 +412,29 @@ def test_command_line_takes_the_model_from_the_folder(model, tmp_path):
     data = dataclasses.replace(command.data, tokenizer=None, path=tmp_path / "train.npy")
     command = dataclasses.replace(command, data=data)
     assert with_tokenizer(command).data.tokenizer is None
+
+
+def test_model_without_a_tokenizer_is_not_trained_on_bytes(model, tmp_path):
+    """Its ids are no bytes; the same holds for samples of an import."""
+    command = ["--init-from", str(model), "--run-dir", str(tmp_path / "run")]
+    change(model, vocab_size=300)
+    (model / "tokenizer.model").touch()
+    match = r"must have a tokenizer.json for text; got .* with tokenizer.model and .* --data.token"
+    with pytest.raises(ValueError, match=match):
+        train.read_command_line(command)
+    config = train.read_command_line([*command, "--steps", "0"]).settings
+    assert config.data.tokenizer is None
+    kept = tmp_path / "run" / "pretrained"
+    kept.mkdir(parents=True)
+    (kept / "tokenizer.model").touch()
+    with pytest.raises(ValueError, match=r"with tokenizer.model and .* Give --tokenizer"):
+        tokenizer_of_run(config.run_dir, config, None)
+    # This program exports models of bytes without a tokenizer.
+    (model / "tokenizer.model").unlink()
+    assert train.read_command_line(command).settings.data.tokenizer is None
+    change(model, vocab_size=32_000)
+    with pytest.raises(ValueError, match=r"with no tokenizer and vocab_size=32000"):
+        train.read_command_line(command)
 
 
 def test_no_steps_without_a_pretrained_model_raises(capsys):

@@ -26,7 +26,7 @@ from trainer.checkpoints.weights import restore_weights
 from trainer.errors import MissingPackageError, NonFiniteError, StorageError
 from trainer.gpt.config import GPTConfig, GPTTrainConfig, RopeConfig
 from trainer.gpt.objective import NextToken
-from trainer.gpt.pretrained.defaults import TOKENIZER
+from trainer.gpt.pretrained.defaults import KEPT_FOLDER, TOKENIZER
 from trainer.gpt.pretrained.families import (
     CONFIG,
     describe,
@@ -35,7 +35,7 @@ from trainer.gpt.pretrained.families import (
     rope_values,
     to_values,
 )
-from trainer.gpt.pretrained.initial import KEPT, KEPT_FOLDER
+from trainer.gpt.pretrained.initial import KEPT
 from trainer.gpt.pretrained.names import Place, places
 from trainer.gpt.pretrained.tensors import INDEX, ONE_FILE
 from trainer.parallel.partition import path_name

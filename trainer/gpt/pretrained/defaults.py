@@ -6,11 +6,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from startrail_jax.errors import InputError
 from trainer.data.files import TOKEN_KINDS, kind_of_data
 from trainer.gpt.config import GPTTrainConfig
 from trainer.gpt.pretrained.families import read_description
+from trainer.run.folder import CHECKPOINTS_FOLDER
 
 TOKENIZER = "tokenizer.json"
+TOKENIZER_FILES = (
+    *(TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json"),
+)
+"""Files that say how text becomes tokens."""
+KEPT_FOLDER = "pretrained"
+"""Folder of a run for what an export needs of the model with which the run began."""
+IDS_OF_BYTES = range(256, 513)
+"""Sizes of the vocabulary of a model whose tokens are bytes: few others may be among them."""
 
 
 def with_model_of(folder: Path, config: GPTTrainConfig) -> GPTTrainConfig:
@@ -24,13 +35,42 @@ def with_model_of(folder: Path, config: GPTTrainConfig) -> GPTTrainConfig:
 
 
 def with_tokenizer(config: Any) -> Any:
-    """A config with the tokenizer of its pretrained model, if text needs one and none is given."""
+    """A config with the tokenizer of its pretrained model, if text needs one and none is given.
+
+    Raises:
+        ValueError: if the model has no tokenizer that is read, and its tokens are no bytes.
+    """
     if not isinstance(config, GPTTrainConfig) or config.init_from is None:
         return config
-    path = config.init_from / TOKENIZER
     data = config.data
-    if data.tokenizer is not None or not path.is_file():
-        return config
     if data.path is not None and kind_of_data(data.path, "data.path") in TOKEN_KINDS:
         return config
-    return replace(config, data=replace(data, tokenizer=path))
+    if data.tokenizer is not None:
+        return config
+    path = config.init_from / TOKENIZER
+    if path.is_file():
+        return replace(config, data=replace(data, tokenizer=path))
+    # An import reads no text, and a run that goes on keeps what it began with.
+    if config.steps and not any((config.run_dir / CHECKPOINTS_FOLDER).glob("*")):
+        require_bytes(config.init_from, config.model.vocab_size, "--data.tokenizer")
+    return config
+
+
+def require_bytes(folder: Path, vocab_size: int, flag: str) -> None:
+    """Raises unless the tokens of a pretrained model can be bytes.
+
+    Args:
+        folder: the folder of the model, or what a run keeps of it.
+        vocab_size: number of token ids that the model knows.
+        flag: what gives another tokenizer.
+
+    Raises:
+        ValueError: if it has files of a tokenizer, or another number of ids than bytes have.
+    """
+    files = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    if files or vocab_size not in IDS_OF_BYTES:
+        raise InputError(
+            f"A pretrained model must have a {TOKENIZER} for text; got {str(folder)!r} with "
+            f"{', '.join(files) or 'no tokenizer'} and vocab_size={vocab_size}: its tokens are no "
+            f"bytes. Give {flag}, or write {TOKENIZER} with transformers' save_pretrained."
+        )

@@ -18,20 +18,14 @@ from jaxtyping import Array, PyTree, Shaped
 from startrail_jax.errors import InputError
 from trainer.checkpoints.initial import InitialWeights
 from trainer.gpt.config import GPTTrainConfig
-from trainer.gpt.pretrained.defaults import TOKENIZER
+from trainer.gpt.pretrained.defaults import KEPT_FOLDER, TOKENIZER, TOKENIZER_FILES
 from trainer.gpt.pretrained.families import CONFIG, read_description, read_json
 from trainer.gpt.pretrained.names import Place, places
 from trainer.gpt.pretrained.tensors import Tensors, open_tensors
 from trainer.gpt.tokenizer import FileTokenizer
 from trainer.parallel.partition import path_name
 
-KEPT_FOLDER = "pretrained"
-"""Folder of a run for what an export needs of the model with which the run began."""
-KEPT = (
-    *(TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json"),
-    "generation_config.json",
-)
+KEPT = (*TOKENIZER_FILES, "generation_config.json")
 """Files beside the weights that say how text becomes tokens, and how the model is used."""
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 
