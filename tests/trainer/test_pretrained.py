@@ -30,7 +30,7 @@ from trainer.checkpoints import durable
 from trainer.gpt.config import GPTConfig, RopeConfig
 from trainer.gpt.export import __main__ as export_command
 from trainer.gpt.export import writing
-from trainer.gpt.export.writing import config_values, export_run
+from trainer.gpt.export.writing import config_values, export_run, files_beside_weights
 from trainer.gpt.pretrained.defaults import with_tokenizer
 from trainer.gpt.pretrained.families import describe, read_description
 from trainer.gpt.pretrained.initial import open_pretrained
@@ -490,6 +490,50 @@ def test_run_begins_with_the_pretrained_weights_and_is_exported(model, tmp_path)
     assert train.train(saved).train == []
     with pytest.raises(ValueError, match=r"--init-from .*model there, .*other now"):
         train.train(dataclasses.replace(saved, init_from=tmp_path / "other"))
+
+
+def test_export_has_the_tokenizer_and_the_template_of_the_data(tmp_path):
+    """Those of the pretrained model do not fit ids that another tokenizer made."""
+    kept, model, other = (tmp_path / name for name in ("kept", "model", "other"))
+    for folder in (kept, model, other):
+        folder.mkdir()
+        for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+            (folder / name).touch()
+    (kept / "chat_template.jinja").touch()
+    (other / "merges.txt").touch()
+
+    def found(init_from, **data):
+        data = dataclasses.replace(gpt_tiny().data, **data)
+        config = dataclasses.replace(gpt_tiny(), init_from=init_from, data=data)
+        return files_beside_weights(config, kept if init_from else tmp_path)
+
+    of_model = {path.name: path for path in kept.iterdir()}
+    assert found(model) == found(model, tokenizer=model / "tokenizer.json") == of_model
+    named = {name: other / name for name in ("tokenizer_config.json", "merges.txt")}
+    (other / "tokenizer.json").rename(other / "mine.json")
+    named["tokenizer.json"] = other / "mine.json"
+    assert found(None, tokenizer=other / "mine.json") == named
+    template = dict(chat_template=tmp_path / "mine.jinja")
+    template["chat_template"].touch()
+    named |= {"generation_config.json": kept / "generation_config.json"}
+    assert found(model, tokenizer=other / "mine.json") == named
+    named |= {"chat_template.jinja": tmp_path / "mine.jinja"}
+    assert found(model, tokenizer=other / "mine.json", **template) == named
+    (other / "mine.json").unlink()
+    with pytest.raises(ValueError, match=r"data.tokenizer of a run must be there .*mine.json'"):
+        found(model, tokenizer=other / "mine.json")
+
+
+def test_export_copies_the_files_of_the_tokenizer(model, tmp_path):
+    add_tokenizer(model, 48)
+    run_dir, out = tmp_path / "run", tmp_path / "out"
+    (tmp_path / "mine.jinja").write_text("{{ messages }}")
+    config = make_config(model, steps=0, run_dir=run_dir, devices=1, tensorboard=False)
+    train.train(config)
+    data = dataclasses.replace(config.data, chat_template=tmp_path / "mine.jinja")
+    export_run(run_dir, dataclasses.replace(config, data=data), out)
+    assert (out / "tokenizer.json").read_text() == (model / "tokenizer.json").read_text()
+    assert (out / "chat_template.jinja").read_text() == "{{ messages }}"
 
 
 def test_export_that_fails_leaves_nothing(tmp_path, monkeypatch):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,12 +16,13 @@ from jaxtyping import Array, PyTree, Shaped
 
 from startrail_jax.errors import InputError
 from trainer.checkpoints.initial import InitialWeights
+from trainer.data.opening import read_whole, reading
 from trainer.gpt.config import GPTTrainConfig
 from trainer.gpt.pretrained.defaults import KEPT_FOLDER, TOKENIZER, TOKENIZER_FILES
 from trainer.gpt.pretrained.families import CONFIG, read_description, read_json
 from trainer.gpt.pretrained.names import Place, places
 from trainer.gpt.pretrained.tensors import Tensors, open_tensors
-from trainer.gpt.tokenizer import FileTokenizer
+from trainer.gpt.tokenizer import LARGEST_FILE, FileTokenizer
 from trainer.parallel.partition import path_name
 
 KEPT = (*TOKENIZER_FILES, "generation_config.json")
@@ -83,10 +83,21 @@ def keep_files(source: Path, folder: Path, dtype: str) -> None:
     folder.mkdir(exist_ok=True)
     for name in KEPT:
         if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
+            copy_file(source / name, folder / name)
     values = {k: v for k, v in read_json(source / CONFIG).items() if k != "dtype"}
     values["torch_dtype"] = dtype
     (folder / CONFIG).write_text(json.dumps(values, indent=2) + "\n")
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copies a file of a tokenizer.
+
+    Raises:
+        ValueError: if it cannot be read, or is larger than any tokenizer.
+    """
+    with reading(source):
+        content = read_whole(source, LARGEST_FILE)
+    target.write_bytes(content)
 
 
 @contextmanager
