@@ -31,9 +31,10 @@ from trainer.gpt.config import GPTConfig, RopeConfig
 from trainer.gpt.export import __main__ as export_command
 from trainer.gpt.export import writing
 from trainer.gpt.export.writing import config_values, export_run, files_beside_weights
+from trainer.gpt.pretrained import initial as initial_weights
 from trainer.gpt.pretrained.defaults import with_tokenizer
 from trainer.gpt.pretrained.families import describe, read_description
-from trainer.gpt.pretrained.initial import open_pretrained
+from trainer.gpt.pretrained.initial import keep_files, open_pretrained
 from trainer.gpt.pretrained.names import places
 from trainer.gpt.sample import tokenizer_of_run
 from trainer.parallel.partition import Partition, path_name
@@ -136,11 +137,16 @@ def test_config_of_older_versions_is_read():
     rope = describe(values | dict(rope_scaling=yarn), "config.json").model.rope
     assert rope.original_length == 32
     assert rope.attention_factor == pytest.approx((0.2 * np.log(4) + 1) / (0.1 * np.log(4) + 1))
+    # A factor that is left out follows from the lengths.
+    lengths = dict(rope_type="yarn", factor=None, original_max_position_embeddings=8)
+    rope = describe(values | dict(rope_scaling=lengths), "config.json").model.rope
+    assert (rope.scaling, rope.factor, rope.original_length) == ("yarn", 4.0, 8)
     outer = values | dict(rope_scaling=yarn, original_max_position_embeddings=16)
     assert describe(outer, "config.json").model.rope.original_length == 16
     assert describe(values | dict(rope_scaling=None), "config.json").model.rope.base == 7e5
 
 
+SMOLLM3 = dict(model_type="smollm3", architectures=["SmolLM3ForCausalLM"])
 QWEN2 = dict(model_type="qwen2", architectures=["Qwen2ForCausalLM"], sliding_window=7)
 
 
@@ -170,13 +176,16 @@ def test_windows_are_those_of_transformers(values, window):
         (dict(rope_parameters={"rope_type": "longrope"}), "rope_type must be one of.*'longrope'"),
         (dict(rope_parameters={"rope_type": "default", "mrope": 1}), r"'default' with \['mrope'\]"),
         (dict(partial_rotary_factor=0.5), "partial_rotary_factor must be 1.0"),
+        (SMOLLM3 | dict(use_sliding_window=True), "use_sliding_window must be False"),
+        (dict(layer_types=["full_attention", ["a"]]), "layer_types must be full_attention or"),
+        (dict(rope_parameters={"rope_type": ["yarn"]}), r"rope_type must be one of.*\['yarn'\]"),
         (dict(layer_types=["full_attention", "linear"]), "layer_types must be full_attention or"),
         (
             QWEN2 | dict(use_sliding_window=True, max_window_layers=1),
             "a sliding window in 1 of 2 layers",
         ),
         (
-            dict(model_type="smollm3", architectures=["SmolLM3ForCausalLM"], no_rope_layers=[0, 1]),
+            SMOLLM3 | dict(no_rope_layers=[0, 1]),
             r"no_rope_layers must leave out.*\[0, 1\]",
         ),
     ],
@@ -190,10 +199,21 @@ def test_model_that_is_not_supported_is_refused(values, match):
 @pytest.mark.parametrize(
     ("values", "match"),
     [
-        (dict(vocab_size="48"), "vocab_size must be a whole number in .*got '48'"),
+        (dict(vocab_size="48"), "vocab_size must be a whole number from 1 .*got '48'"),
         (dict(rms_norm_eps="x"), "rms_norm_eps must be a finite number"),
         (dict(tie_word_embeddings=1), "tie_word_embeddings must be true or false"),
         (dict(rope_parameters=[1]), "rope_parameters must be an object"),
+        (dict(num_attention_heads=0), "num_attention_heads must be a whole number from 1"),
+        (SMOLLM3 | dict(no_rope_layer_interval=0), "no_rope_layer_interval must be a whole number"),
+        (SMOLLM3 | dict(no_rope_layers=5), "no_rope_layers must be a list of 2 numbers"),
+        (SMOLLM3 | dict(no_rope_layers=[1, None]), "no_rope_layers must be a list of 2 numbers"),
+        (dict(layer_types=["full_attention"]), "layer_types must be a list of 2 names"),
+        (dict(rope_parameters=dict(rope_theta=10**400)), "rope_theta must be a finite number"),
+        *[
+            (dict(rope_parameters=dict(rope_type=kind, factor=None)), "factor must be a finite")
+            for kind in ("linear", "llama3", "yarn")
+        ],
+        (dict(rope_parameters=dict(rope_type="yarn", factor=0.5)), "factor must be at least 1"),
     ],
 )
 def test_wrong_value_in_config_raises(values, match):
@@ -325,10 +345,11 @@ def test_missing_file_raises(tmp_path):
     index.write_text(json.dumps(values))
     with pytest.raises(ValueError, match=r"got no stray in .*model-00003"):
         open_it(folder)
-    values["weight_map"]["stray"] = "../kept"
-    index.write_text(json.dumps(values))
-    with pytest.raises(ValueError, match=r"weight_map must name a file of the folder"):
-        open_it(folder)
+    for name in ("../kept", "a" * 5000, "a\0b", "\ud800", 5, ["a"]):
+        values["weight_map"]["stray"] = name
+        index.write_text(json.dumps(values))
+        with pytest.raises(ValueError, match=r"weight_map must name a file of the folder"):
+            open_it(folder)
     index.unlink()
     (folder / "pytorch_model.bin").touch()
     with pytest.raises(ValueError, match=r"with neither, but pytorch_model.bin, which is never un"):
@@ -536,6 +557,15 @@ def test_export_copies_the_files_of_the_tokenizer(model, tmp_path):
     assert (out / "chat_template.jinja").read_text() == "{{ messages }}"
 
 
+def test_file_of_a_tokenizer_that_cannot_be_kept_is_named(model, tmp_path, monkeypatch):
+    (model / "vocab.json").write_text("{ }")
+    keep_files(model, tmp_path / "kept", "float32")
+    assert (tmp_path / "kept" / "vocab.json").read_text() == "{ }"
+    monkeypatch.setattr(initial_weights, "LARGEST_FILE", 2)
+    with pytest.raises(ValueError, match=r"vocab.json' must have at most 2 bytes"):
+        keep_files(model, tmp_path / "kept", "float32")
+
+
 def test_export_that_fails_leaves_nothing(tmp_path, monkeypatch):
     run_dir, out = tmp_path / "run", tmp_path / "out"
     import_and_export(LLAMA, run_dir, out)
@@ -586,6 +616,7 @@ def test_export_command(tmp_path, capsys):
         dict(no_rope_every=2),
         dict(rope=RopeConfig(base=500.0, scaling="linear", factor=2.0)),
         dict(rope=RopeConfig(scaling="llama3", factor=8.0, original_length=64, turns=(8.0, 1.0))),
+        dict(rope=RopeConfig(scaling="yarn", factor=8.0, original_length=64)),
         dict(rope=RopeConfig(scaling="yarn", factor=8.0, original_length=64, attention_factor=1.5)),
     ],
 )
@@ -593,7 +624,12 @@ def test_config_of_a_model_that_began_here_says_what_it_is(options):
     config = dataclasses.replace(gpt_tiny(), model=GPTConfig(**SIZES | options))
     values = config_values(config, None, "float32")
     assert describe(values, "config.json").model == config.model
-    assert values["max_position_embeddings"] == config.seq_len
+    rope = config.model.rope
+    length = values["max_position_embeddings"]
+    assert length == max(config.seq_len, rope.factor * (rope.original_length or 0))
+    if rope.scaling == "yarn":
+        factor = rope.attention_factor or 0.1 * np.log(8) + 1
+        assert values["rope_scaling"]["attention_factor"] == factor
 
 
 def test_config_of_stretched_positions_says_so():
@@ -601,7 +637,7 @@ def test_config_of_stretched_positions_says_so():
     rope = RopeConfig(scaling="yarn", factor=4.0, original_length=32)
     config = make_config(LLAMA)
     model = dataclasses.replace(config.model, rope=rope)
-    config = dataclasses.replace(config, model=model, seq_len=128)
+    config = dataclasses.replace(config, model=model, seq_len=64)
     values = config_values(config, before, "float32")
     again = describe(values, "config.json")
     assert (again.model, again.length) == (model, 128)

@@ -32,11 +32,11 @@ from trainer.gpt.pretrained.families import (
     describe,
     family_of,
     read_json,
-    rope_values,
     to_values,
 )
 from trainer.gpt.pretrained.initial import KEPT, copy_file
 from trainer.gpt.pretrained.names import Place, places
+from trainer.gpt.pretrained.rope import rope_length, rope_values
 from trainer.gpt.pretrained.tensors import INDEX, ONE_FILE
 from trainer.parallel.partition import path_name
 from trainer.run.folder import CHECKPOINTS_FOLDER, model_flags
@@ -190,9 +190,9 @@ def config_values(
         described = describe(values, CONFIG)
         if described.model.rope != model.rope:
             # The positions are stretched: the model is for longer sequences now.
-            length = max(described.length or 0, config.seq_len)
+            length = rope_length(model.rope, max(described.length or 0, config.seq_len))
             found = {name: value for name, value in found.items() if name not in ROPE}
-            found |= rope_values(model, length=length) | {"max_position_embeddings": length}
+            found |= rope_values(model) | {"max_position_embeddings": length}
         if _without_rope(described.model) != _without_rope(model):
             # Flags have changed more than positions.
             length = found.get("max_position_embeddings", config.seq_len)
