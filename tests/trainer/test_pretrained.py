@@ -371,6 +371,18 @@ def test_tokenizer_larger_than_the_vocabulary_raises(model):
         open_it(model)
 
 
+def test_log_says_which_tokens_this_program_does_not_add(model):
+    """Llama and Mistral have always seen one first."""
+    add_tokenizer(model, 48)
+    assert "adds" not in open_it(model)
+    built = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))
+    built.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<1> $A", special_tokens=[("<1>", 1)]
+    )
+    built.save(str(model / "tokenizer.json"))
+    assert "its tokenizer adds <1> to every text elsewhere, and this program adds" in open_it(model)
+
+
 def test_missing_safetensors_package_raises(monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors", None)
     with pytest.raises(ImportError, match=r"package safetensors.*pip install safetensors"):

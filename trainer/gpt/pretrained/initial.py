@@ -22,7 +22,7 @@ from trainer.gpt.pretrained.defaults import KEPT_FOLDER, TOKENIZER, TOKENIZER_FI
 from trainer.gpt.pretrained.families import CONFIG, read_description, read_json
 from trainer.gpt.pretrained.names import Place, places
 from trainer.gpt.pretrained.tensors import Tensors, open_tensors
-from trainer.gpt.tokenizer import LARGEST_FILE, FileTokenizer
+from trainer.gpt.tokenizer import LARGEST_FILE, OTHER_FILE, FileTokenizer, _library_errors
 from trainer.parallel.partition import path_name
 
 KEPT = (*TOKENIZER_FILES, "generation_config.json")
@@ -123,7 +123,7 @@ def open_pretrained(config: GPTTrainConfig, shapes: Any) -> Iterator[Pretrained]
         found = dict(places(named))
         wanted = {name: place.tensor_shape for place in found.values() for name in place.tensors}
         tensors.check(wanted, tied=TIED if config.model.tied_head else {})
-        _check_tokenizer(folder / TOKENIZER, config.model.vocab_size)
+        remark = _check_tokenizer(folder / TOKENIZER, config.model.vocab_size)
         size = sum(jnp.dtype(x.dtype).itemsize * x.size for x in jax.tree.leaves(shapes))
         longer = ""
         if described.length is not None and config.seq_len > described.length:
@@ -135,17 +135,34 @@ def open_pretrained(config: GPTTrainConfig, shapes: Any) -> Iterator[Pretrained]
             tensors=tensors,
             places=found,
             description=f"initial weights: {folder}, a model of kind {described.family} with "
-            f"{len(wanted)} tensors of {tensors.dtype}, {size / 2**30:.2f} GiB in float32{longer}",
+            f"{len(wanted)} tensors of {tensors.dtype}, {size / 2**30:.2f} GiB in float32{longer}"
+            f"{remark}",
         )
 
 
-def _check_tokenizer(path: Path, vocab_size: int) -> None:
+class ModelTokenizer(FileTokenizer):
+    """The tokenizer that lies beside the weights of a model."""
+
+    def added_tokens(self) -> list[str]:
+        """The tokens that it would put around a text, and that this program leaves out."""
+        with _library_errors(self._path, OTHER_FILE):
+            return self._tokenizer.encode("", add_special_tokens=True).tokens
+
+
+def _check_tokenizer(path: Path, vocab_size: int) -> str:
+    """Raises if the ids do not fit the model; returns what the log must say of the tokenizer."""
     if not path.is_file():
-        return
+        return ""
     # Which of its tokens ends a document matters only for data.
-    num_ids = FileTokenizer(path, end_of_document=0, vocab_size=vocab_size).num_ids
-    if num_ids > vocab_size:
+    tokenizer = ModelTokenizer(path, end_of_document=0, vocab_size=vocab_size)
+    if tokenizer.num_ids > vocab_size:
         raise InputError(
             f"The tokenizer of a model must have no ids beyond its vocabulary; got {str(path)!r} "
-            f"with {num_ids} ids and vocab_size={vocab_size}. Take both from one model."
+            f"with {tokenizer.num_ids} ids and vocab_size={vocab_size}. Take both from one model."
         )
+    if added := tokenizer.added_tokens():
+        return (
+            f"; its tokenizer adds {' '.join(added)} to every text elsewhere, and this program "
+            "adds none: texts and prompts begin without it"
+        )
+    return ""
