@@ -27,7 +27,7 @@ from pretrained import (
 )
 from programs import weight_shapes
 from trainer.checkpoints import durable
-from trainer.gpt.config import GPTConfig, RopeConfig
+from trainer.gpt.config import DataConfig, GPTConfig, RopeConfig, TextOptions
 from trainer.gpt.export import __main__ as export_command
 from trainer.gpt.export import writing
 from trainer.gpt.export.writing import config_values, export_run, files_beside_weights
@@ -38,7 +38,8 @@ from trainer.gpt.pretrained.initial import keep_files, open_pretrained
 from trainer.gpt.pretrained.names import places
 from trainer.gpt.sample import tokenizer_of_run
 from trainer.parallel.partition import Partition, path_name
-from trainer.tasks import load_train_config
+from trainer.run.settings import save_config
+from trainer.tasks import TASKS, load_train_config
 
 LLAMA = REFERENCES / "llama"
 SIZES = dict(
@@ -461,13 +462,60 @@ def test_model_without_a_tokenizer_is_not_trained_on_bytes(model, tmp_path):
     kept.mkdir(parents=True)
     (kept / "tokenizer.model").touch()
     with pytest.raises(ValueError, match=r"with tokenizer.model and .* Give --tokenizer"):
-        tokenizer_of_run(config.run_dir, config, None)
+        tokenizer_of_run(config.run_dir, config, None, note=print)
     # This program exports models of bytes without a tokenizer.
     (model / "tokenizer.model").unlink()
     assert train.read_command_line(command).settings.data.tokenizer is None
     change(model, vocab_size=32_000)
     with pytest.raises(ValueError, match=r"with no tokenizer and vocab_size=32000"):
         train.read_command_line(command)
+
+
+def test_config_of_a_run_gives_no_tokenizer_to_tokens_or_to_another_model(model, tmp_path):
+    add_tokenizer(model, 40)
+    other = shutil.copytree(model, tmp_path / "other")
+    saved, own = tmp_path / "config.json", model / "tokenizer.json"
+    config = train.read_command_line(["--init-from", str(model), "--steps", "0"]).settings
+    save_config(config, saved)
+    np.save(tmp_path / "train.npy", np.zeros(99, np.uint16))
+
+    def found(*flags):
+        return train.read_command_line([str(saved), "--steps", "1", *flags]).settings.data.tokenizer
+
+    tokens = ("--data.path", str(tmp_path / "train.npy"))
+    assert found() == own
+    assert found(*tokens) is None
+    assert found(*tokens, "--data.tokenizer", str(own)) == own  # The corpus refuses it.
+    assert found("--init-from", str(other)) == other / "tokenizer.json"
+    mine = tmp_path / "mine.json"
+    save_config(dataclasses.replace(config, data=DataConfig(tokenizer=mine)), saved)
+    assert found(*tokens) == found("--init-from", str(model)) == mine
+
+
+def test_run_goes_on_with_its_copy_of_the_tokenizer(model, tmp_path):
+    add_tokenizer(model, 48)
+    text = tmp_path / "text"
+    text.mkdir()
+    for name in ("train", "val"):
+        (text / f"{name}.txt").write_text("<1> <2> <3> <4> " * 20)
+    config = with_tokenizer(make_config(model, run_dir=tmp_path / "run"))
+    data = dataclasses.replace(config.data, path=text, cache=tmp_path / "tokens")
+    config = dataclasses.replace(config, data=data)
+    opened = TASKS["gpt"].open_data(config, st.Layout("contiguous", 1))
+    kept = config.run_dir / "pretrained" / "tokenizer.json"
+    kept.parent.mkdir(parents=True)
+    (model / "tokenizer.json").rename(kept)
+    again = TASKS["gpt"].open_data(config, st.Layout("contiguous", 1))
+    assert again.digest == opened.digest
+    assert again.description.endswith(f"; tokenizer: {kept}, as {data.tokenizer} is gone")
+    notes = []
+    options = TextOptions.of_run(config)
+    used = tokenizer_of_run(config.run_dir, config, options.tokenizer, note=notes.append)
+    assert used.ids("<3>") == [3]
+    assert notes == [f"tokenizer: {kept}, as {data.tokenizer} is gone"]
+    # It is no copy of another one.
+    with pytest.raises(ValueError, match=r"got '.*mine.json'"):
+        tokenizer_of_run(config.run_dir, config, tmp_path / "mine.json", note=notes.append)
 
 
 def test_no_steps_without_a_pretrained_model_raises(capsys):

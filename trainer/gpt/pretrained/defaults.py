@@ -25,35 +25,60 @@ IDS_OF_BYTES = range(256, 513)
 
 
 def with_model_of(folder: Path, config: GPTTrainConfig) -> GPTTrainConfig:
-    """A config with the model of a folder.
+    """A config with the model of a folder, and without the tokenizer of another model.
 
     Raises:
         ValueError: if the folder cannot be read.
         NotImplementedError: if its model is not supported.
     """
-    return replace(config, model=read_description(folder).model, init_from=folder)
+    before, data = config.init_from, config.data
+    if before is None or before.resolve() != folder.resolve():
+        data = replace(data, tokenizer=None)
+    return replace(config, model=read_description(folder).model, init_from=folder, data=data)
 
 
-def with_tokenizer(config: Any) -> Any:
+def with_tokenizer(config: Any, *, given: bool = True) -> Any:
     """A config with the tokenizer of its pretrained model, if text needs one and none is given.
+
+    Args:
+        config: config of a run, of any kind.
+        given: whether the user has chosen the tokenizer that it has. What comes from the config of
+            an earlier run is left out for data that are tokens, if it is that of the model.
 
     Raises:
         ValueError: if the model has no tokenizer that is read, and its tokens are no bytes.
     """
     if not isinstance(config, GPTTrainConfig) or config.init_from is None:
         return config
-    data = config.data
+    data, path = config.data, config.init_from / TOKENIZER
     if data.path is not None and kind_of_data(data.path, "data.path") in TOKEN_KINDS:
-        return config
+        inherited = not given and data.tokenizer == path
+        return replace(config, data=replace(data, tokenizer=None)) if inherited else config
     if data.tokenizer is not None:
         return config
-    path = config.init_from / TOKENIZER
     if path.is_file():
         return replace(config, data=replace(data, tokenizer=path))
     # An import reads no text, and a run that goes on keeps what it began with.
     if config.steps and not any((config.run_dir / CHECKPOINTS_FOLDER).glob("*")):
         require_bytes(config.init_from, config.model.vocab_size, "--data.tokenizer")
     return config
+
+
+def kept_tokenizer(path: Path | None, config: GPTTrainConfig, run_dir: Path) -> Path | None:
+    """What a run keeps of a tokenizer that is gone with the folder of its pretrained model.
+
+    Args:
+        path: the tokenizer.json that is wanted. Of one that is not the model's, nothing is kept.
+        config: config of the run.
+        run_dir: folder of the run.
+
+    Returns:
+        The copy; None if there is none, or none is needed.
+    """
+    copy = run_dir / KEPT_FOLDER / TOKENIZER
+    if path is None or config.init_from is None or path != config.init_from / TOKENIZER:
+        return None
+    return copy if copy.is_file() and not path.is_file() else None
 
 
 def require_bytes(folder: Path, vocab_size: int, flag: str) -> None:
