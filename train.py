@@ -223,7 +223,8 @@ def read_command_line(arguments: list[str]) -> Command[TrainConfig]:
         default = with_model_of(Path(folder), default)
     prog = "train.py [RECIPE | config.json]"
     command = parse(arguments, default=default, prog=prog, description=__doc__)
-    return replace(command, settings=with_tokenizer(command.settings))
+    given = _flag(arguments, "--data.tokenizer") is not None
+    return replace(command, settings=with_tokenizer(command.settings, given=given))
 
 
 def _flag(arguments: list[str], name: str) -> str | None:

@@ -27,16 +27,19 @@ from pretrained import (
 )
 from programs import weight_shapes
 from trainer.checkpoints import durable
-from trainer.gpt.config import GPTConfig, RopeConfig
+from trainer.gpt.config import DataConfig, GPTConfig, RopeConfig, TextOptions
 from trainer.gpt.export import __main__ as export_command
 from trainer.gpt.export import writing
-from trainer.gpt.export.writing import config_values, export_run
+from trainer.gpt.export.writing import config_values, export_run, files_beside_weights
+from trainer.gpt.pretrained import initial as initial_weights
 from trainer.gpt.pretrained.defaults import with_tokenizer
 from trainer.gpt.pretrained.families import describe, read_description
-from trainer.gpt.pretrained.initial import open_pretrained
+from trainer.gpt.pretrained.initial import keep_files, open_pretrained
 from trainer.gpt.pretrained.names import places
+from trainer.gpt.sample import tokenizer_of_run
 from trainer.parallel.partition import Partition, path_name
-from trainer.tasks import load_train_config
+from trainer.run.settings import save_config
+from trainer.tasks import TASKS, load_train_config
 
 LLAMA = REFERENCES / "llama"
 SIZES = dict(
@@ -135,11 +138,16 @@ def test_config_of_older_versions_is_read():
     rope = describe(values | dict(rope_scaling=yarn), "config.json").model.rope
     assert rope.original_length == 32
     assert rope.attention_factor == pytest.approx((0.2 * np.log(4) + 1) / (0.1 * np.log(4) + 1))
+    # A factor that is left out follows from the lengths.
+    lengths = dict(rope_type="yarn", factor=None, original_max_position_embeddings=8)
+    rope = describe(values | dict(rope_scaling=lengths), "config.json").model.rope
+    assert (rope.scaling, rope.factor, rope.original_length) == ("yarn", 4.0, 8)
     outer = values | dict(rope_scaling=yarn, original_max_position_embeddings=16)
     assert describe(outer, "config.json").model.rope.original_length == 16
     assert describe(values | dict(rope_scaling=None), "config.json").model.rope.base == 7e5
 
 
+SMOLLM3 = dict(model_type="smollm3", architectures=["SmolLM3ForCausalLM"])
 QWEN2 = dict(model_type="qwen2", architectures=["Qwen2ForCausalLM"], sliding_window=7)
 
 
@@ -169,13 +177,16 @@ def test_windows_are_those_of_transformers(values, window):
         (dict(rope_parameters={"rope_type": "longrope"}), "rope_type must be one of.*'longrope'"),
         (dict(rope_parameters={"rope_type": "default", "mrope": 1}), r"'default' with \['mrope'\]"),
         (dict(partial_rotary_factor=0.5), "partial_rotary_factor must be 1.0"),
+        (SMOLLM3 | dict(use_sliding_window=True), "use_sliding_window must be False"),
+        (dict(layer_types=["full_attention", ["a"]]), "layer_types must be full_attention or"),
+        (dict(rope_parameters={"rope_type": ["yarn"]}), r"rope_type must be one of.*\['yarn'\]"),
         (dict(layer_types=["full_attention", "linear"]), "layer_types must be full_attention or"),
         (
             QWEN2 | dict(use_sliding_window=True, max_window_layers=1),
             "a sliding window in 1 of 2 layers",
         ),
         (
-            dict(model_type="smollm3", architectures=["SmolLM3ForCausalLM"], no_rope_layers=[0, 1]),
+            SMOLLM3 | dict(no_rope_layers=[0, 1]),
             r"no_rope_layers must leave out.*\[0, 1\]",
         ),
     ],
@@ -189,10 +200,21 @@ def test_model_that_is_not_supported_is_refused(values, match):
 @pytest.mark.parametrize(
     ("values", "match"),
     [
-        (dict(vocab_size="48"), "vocab_size must be a whole number in .*got '48'"),
+        (dict(vocab_size="48"), "vocab_size must be a whole number from 1 .*got '48'"),
         (dict(rms_norm_eps="x"), "rms_norm_eps must be a finite number"),
         (dict(tie_word_embeddings=1), "tie_word_embeddings must be true or false"),
         (dict(rope_parameters=[1]), "rope_parameters must be an object"),
+        (dict(num_attention_heads=0), "num_attention_heads must be a whole number from 1"),
+        (SMOLLM3 | dict(no_rope_layer_interval=0), "no_rope_layer_interval must be a whole number"),
+        (SMOLLM3 | dict(no_rope_layers=5), "no_rope_layers must be a list of 2 numbers"),
+        (SMOLLM3 | dict(no_rope_layers=[1, None]), "no_rope_layers must be a list of 2 numbers"),
+        (dict(layer_types=["full_attention"]), "layer_types must be a list of 2 names"),
+        (dict(rope_parameters=dict(rope_theta=10**400)), "rope_theta must be a finite number"),
+        *[
+            (dict(rope_parameters=dict(rope_type=kind, factor=None)), "factor must be a finite")
+            for kind in ("linear", "llama3", "yarn")
+        ],
+        (dict(rope_parameters=dict(rope_type="yarn", factor=0.5)), "factor must be at least 1"),
     ],
 )
 def test_wrong_value_in_config_raises(values, match):
@@ -324,10 +346,11 @@ def test_missing_file_raises(tmp_path):
     index.write_text(json.dumps(values))
     with pytest.raises(ValueError, match=r"got no stray in .*model-00003"):
         open_it(folder)
-    values["weight_map"]["stray"] = "../kept"
-    index.write_text(json.dumps(values))
-    with pytest.raises(ValueError, match=r"weight_map must name a file of the folder"):
-        open_it(folder)
+    for name in ("../kept", "a" * 5000, "a\0b", "\ud800", 5, ["a"]):
+        values["weight_map"]["stray"] = name
+        index.write_text(json.dumps(values))
+        with pytest.raises(ValueError, match=r"weight_map must name a file of the folder"):
+            open_it(folder)
     index.unlink()
     (folder / "pytorch_model.bin").touch()
     with pytest.raises(ValueError, match=r"with neither, but pytorch_model.bin, which is never un"):
@@ -347,6 +370,18 @@ def test_tokenizer_larger_than_the_vocabulary_raises(model):
     add_tokenizer(model, 49)
     with pytest.raises(ValueError, match=r"got .* with 49 ids and vocab_size=48"):
         open_it(model)
+
+
+def test_log_says_which_tokens_this_program_does_not_add(model):
+    """Llama and Mistral have always seen one first."""
+    add_tokenizer(model, 48)
+    assert "adds" not in open_it(model)
+    built = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))
+    built.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<1> $A", special_tokens=[("<1>", 1)]
+    )
+    built.save(str(model / "tokenizer.json"))
+    assert "its tokenizer adds <1> to every text elsewhere, and this program adds" in open_it(model)
 
 
 def test_missing_safetensors_package_raises(monkeypatch):
@@ -413,6 +448,76 @@ def test_command_line_takes_the_model_from_the_folder(model, tmp_path):
     assert with_tokenizer(command).data.tokenizer is None
 
 
+def test_model_without_a_tokenizer_is_not_trained_on_bytes(model, tmp_path):
+    """Its ids are no bytes; the same holds for samples of an import."""
+    command = ["--init-from", str(model), "--run-dir", str(tmp_path / "run")]
+    change(model, vocab_size=300)
+    (model / "tokenizer.model").touch()
+    match = r"must have a tokenizer.json for text; got .* with tokenizer.model and .* --data.token"
+    with pytest.raises(ValueError, match=match):
+        train.read_command_line(command)
+    config = train.read_command_line([*command, "--steps", "0"]).settings
+    assert config.data.tokenizer is None
+    kept = tmp_path / "run" / "pretrained"
+    kept.mkdir(parents=True)
+    (kept / "tokenizer.model").touch()
+    with pytest.raises(ValueError, match=r"with tokenizer.model and .* Give --tokenizer"):
+        tokenizer_of_run(config.run_dir, config, None, note=print)
+    # This program exports models of bytes without a tokenizer.
+    (model / "tokenizer.model").unlink()
+    assert train.read_command_line(command).settings.data.tokenizer is None
+    change(model, vocab_size=32_000)
+    with pytest.raises(ValueError, match=r"with no tokenizer and vocab_size=32000"):
+        train.read_command_line(command)
+
+
+def test_config_of_a_run_gives_no_tokenizer_to_tokens_or_to_another_model(model, tmp_path):
+    add_tokenizer(model, 40)
+    other = shutil.copytree(model, tmp_path / "other")
+    saved, own = tmp_path / "config.json", model / "tokenizer.json"
+    config = train.read_command_line(["--init-from", str(model), "--steps", "0"]).settings
+    save_config(config, saved)
+    np.save(tmp_path / "train.npy", np.zeros(99, np.uint16))
+
+    def found(*flags):
+        return train.read_command_line([str(saved), "--steps", "1", *flags]).settings.data.tokenizer
+
+    tokens = ("--data.path", str(tmp_path / "train.npy"))
+    assert found() == own
+    assert found(*tokens) is None
+    assert found(*tokens, "--data.tokenizer", str(own)) == own  # The corpus refuses it.
+    assert found("--init-from", str(other)) == other / "tokenizer.json"
+    mine = tmp_path / "mine.json"
+    save_config(dataclasses.replace(config, data=DataConfig(tokenizer=mine)), saved)
+    assert found(*tokens) == found("--init-from", str(model)) == mine
+
+
+def test_run_goes_on_with_its_copy_of_the_tokenizer(model, tmp_path):
+    add_tokenizer(model, 48)
+    text = tmp_path / "text"
+    text.mkdir()
+    for name in ("train", "val"):
+        (text / f"{name}.txt").write_text("<1> <2> <3> <4> " * 20)
+    config = with_tokenizer(make_config(model, run_dir=tmp_path / "run"))
+    data = dataclasses.replace(config.data, path=text, cache=tmp_path / "tokens")
+    config = dataclasses.replace(config, data=data)
+    opened = TASKS["gpt"].open_data(config, st.Layout("contiguous", 1))
+    kept = config.run_dir / "pretrained" / "tokenizer.json"
+    kept.parent.mkdir(parents=True)
+    (model / "tokenizer.json").rename(kept)
+    again = TASKS["gpt"].open_data(config, st.Layout("contiguous", 1))
+    assert again.digest == opened.digest
+    assert again.description.endswith(f"; tokenizer: {kept}, as {data.tokenizer} is gone")
+    notes = []
+    options = TextOptions.of_run(config)
+    used = tokenizer_of_run(config.run_dir, config, options.tokenizer, note=notes.append)
+    assert used.ids("<3>") == [3]
+    assert notes == [f"tokenizer: {kept}, as {data.tokenizer} is gone"]
+    # It is no copy of another one.
+    with pytest.raises(ValueError, match=r"got '.*mine.json'"):
+        tokenizer_of_run(config.run_dir, config, tmp_path / "mine.json", note=notes.append)
+
+
 def test_no_steps_without_a_pretrained_model_raises(capsys):
     with pytest.raises(SystemExit, match="2"):
         train.read_command_line(["gpt_tiny", "--steps", "0"])
@@ -468,6 +573,59 @@ def test_run_begins_with_the_pretrained_weights_and_is_exported(model, tmp_path)
         train.train(dataclasses.replace(saved, init_from=tmp_path / "other"))
 
 
+def test_export_has_the_tokenizer_and_the_template_of_the_data(tmp_path):
+    """Those of the pretrained model do not fit ids that another tokenizer made."""
+    kept, model, other = (tmp_path / name for name in ("kept", "model", "other"))
+    for folder in (kept, model, other):
+        folder.mkdir()
+        for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+            (folder / name).touch()
+    (kept / "chat_template.jinja").touch()
+    (other / "merges.txt").touch()
+
+    def found(init_from, **data):
+        data = dataclasses.replace(gpt_tiny().data, **data)
+        config = dataclasses.replace(gpt_tiny(), init_from=init_from, data=data)
+        return files_beside_weights(config, kept if init_from else tmp_path)
+
+    of_model = {path.name: path for path in kept.iterdir()}
+    assert found(model) == found(model, tokenizer=model / "tokenizer.json") == of_model
+    named = {name: other / name for name in ("tokenizer_config.json", "merges.txt")}
+    (other / "tokenizer.json").rename(other / "mine.json")
+    named["tokenizer.json"] = other / "mine.json"
+    assert found(None, tokenizer=other / "mine.json") == named
+    template = dict(chat_template=tmp_path / "mine.jinja")
+    template["chat_template"].touch()
+    named |= {"generation_config.json": kept / "generation_config.json"}
+    assert found(model, tokenizer=other / "mine.json") == named
+    named |= {"chat_template.jinja": tmp_path / "mine.jinja"}
+    assert found(model, tokenizer=other / "mine.json", **template) == named
+    (other / "mine.json").unlink()
+    with pytest.raises(ValueError, match=r"data.tokenizer of a run must be there .*mine.json'"):
+        found(model, tokenizer=other / "mine.json")
+
+
+def test_export_copies_the_files_of_the_tokenizer(model, tmp_path):
+    add_tokenizer(model, 48)
+    run_dir, out = tmp_path / "run", tmp_path / "out"
+    (tmp_path / "mine.jinja").write_text("{{ messages }}")
+    config = make_config(model, steps=0, run_dir=run_dir, devices=1, tensorboard=False)
+    train.train(config)
+    data = dataclasses.replace(config.data, chat_template=tmp_path / "mine.jinja")
+    export_run(run_dir, dataclasses.replace(config, data=data), out)
+    assert (out / "tokenizer.json").read_text() == (model / "tokenizer.json").read_text()
+    assert (out / "chat_template.jinja").read_text() == "{{ messages }}"
+
+
+def test_file_of_a_tokenizer_that_cannot_be_kept_is_named(model, tmp_path, monkeypatch):
+    (model / "vocab.json").write_text("{ }")
+    keep_files(model, tmp_path / "kept", "float32")
+    assert (tmp_path / "kept" / "vocab.json").read_text() == "{ }"
+    monkeypatch.setattr(initial_weights, "LARGEST_FILE", 2)
+    with pytest.raises(ValueError, match=r"vocab.json' must have at most 2 bytes"):
+        keep_files(model, tmp_path / "kept", "float32")
+
+
 def test_export_that_fails_leaves_nothing(tmp_path, monkeypatch):
     run_dir, out = tmp_path / "run", tmp_path / "out"
     import_and_export(LLAMA, run_dir, out)
@@ -518,6 +676,7 @@ def test_export_command(tmp_path, capsys):
         dict(no_rope_every=2),
         dict(rope=RopeConfig(base=500.0, scaling="linear", factor=2.0)),
         dict(rope=RopeConfig(scaling="llama3", factor=8.0, original_length=64, turns=(8.0, 1.0))),
+        dict(rope=RopeConfig(scaling="yarn", factor=8.0, original_length=64)),
         dict(rope=RopeConfig(scaling="yarn", factor=8.0, original_length=64, attention_factor=1.5)),
     ],
 )
@@ -525,7 +684,12 @@ def test_config_of_a_model_that_began_here_says_what_it_is(options):
     config = dataclasses.replace(gpt_tiny(), model=GPTConfig(**SIZES | options))
     values = config_values(config, None, "float32")
     assert describe(values, "config.json").model == config.model
-    assert values["max_position_embeddings"] == config.seq_len
+    rope = config.model.rope
+    length = values["max_position_embeddings"]
+    assert length == max(config.seq_len, rope.factor * (rope.original_length or 0))
+    if rope.scaling == "yarn":
+        factor = rope.attention_factor or 0.1 * np.log(8) + 1
+        assert values["rope_scaling"]["attention_factor"] == factor
 
 
 def test_config_of_stretched_positions_says_so():
@@ -533,7 +697,7 @@ def test_config_of_stretched_positions_says_so():
     rope = RopeConfig(scaling="yarn", factor=4.0, original_length=32)
     config = make_config(LLAMA)
     model = dataclasses.replace(config.model, rope=rope)
-    config = dataclasses.replace(config, model=model, seq_len=128)
+    config = dataclasses.replace(config, model=model, seq_len=64)
     values = config_values(config, before, "float32")
     again = describe(values, "config.json")
     assert (again.model, again.length) == (model, 128)

@@ -18,11 +18,13 @@ from trainer.data.documents import Document
 from trainer.gpt.config import GPTTrainConfig, TextOptions
 from trainer.gpt.corpus import Corpus
 from trainer.gpt.generation import Generator
+from trainer.gpt.pretrained.defaults import KEPT_FOLDER, kept_tokenizer, require_bytes
 from trainer.gpt.text import (
     IdTokenizer,
     TextStream,
     Tokenizer,
     encode_prompt,
+    holds_tokens,
     open_tokenizer,
 )
 from trainer.gpt.token_choice import Sampling
@@ -51,8 +53,7 @@ def sample_text(
         top_p=options.top_p,
         seed=options.seed,
     )
-    data = dataclasses.replace(config.data, tokenizer=options.tokenizer)
-    tokenizer = open_tokenizer(data, vocab_size=config.model.vocab_size)
+    tokenizer = tokenizer_of_run(run_dir, config, options.tokenizer, note=session.note)
     prompt = prompt_tokens(tokenizer, options, session)
     generator = Generator(
         config.model,
@@ -84,6 +85,28 @@ def sample_text(
         end_of_document=tokenizer.end_of_document,
     )
     _print_streams(streams, tokens, session)
+
+
+def tokenizer_of_run(
+    run_dir: Path, config: GPTTrainConfig, path: Path | None, *, note: Callable[[str], None]
+) -> Tokenizer:
+    """The tokenizer that a sample of a run is drawn with.
+
+    Args:
+        run_dir: folder of the run.
+        config: config of the run.
+        path: a tokenizer.json; None for bytes, or for the ids of data that are tokens.
+        note: is told if the copy in the folder of the run is used.
+
+    Raises:
+        ValueError: if it cannot be used, or what the run has imported needs one.
+    """
+    if copy := kept_tokenizer(path, config, run_dir):
+        note(f"tokenizer: {copy}, as {path} is gone")
+    data = dataclasses.replace(config.data, tokenizer=copy or path)
+    if not config.steps and path is None and not holds_tokens(data.path):
+        require_bytes(run_dir / KEPT_FOLDER, config.model.vocab_size, "--tokenizer")
+    return open_tokenizer(data, vocab_size=config.model.vocab_size)
 
 
 def _print_streams(streams: list[TextStream], tokens: Any, session: Session) -> None:

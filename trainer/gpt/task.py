@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from trainer.checkpoints.initial import InitialWeights
 from trainer.data.dataset import Dataset
 from trainer.gpt.config import GPTTrainConfig, TextOptions
+from trainer.gpt.pretrained.defaults import kept_tokenizer
 from trainer.run.folder import CHECKPOINTS_FOLDER
 from trainer.task import Task
 
@@ -30,6 +32,16 @@ class GPTTask(Task[GPTTrainConfig, TextOptions]):
         return NextToken(config)
 
     def open_data(self, config: GPTTrainConfig, layout: Any) -> Dataset:
+        path = config.data.tokenizer
+        copy = kept_tokenizer(path, config, config.run_dir)
+        if copy is None:
+            return self._open_data(config, layout)
+        config = replace(config, data=replace(config.data, tokenizer=copy))
+        data: Any = self._open_data(config, layout)
+        remark = f"; tokenizer: {copy}, as {path} is gone"
+        return replace(data, description=data.description + remark)
+
+    def _open_data(self, config: GPTTrainConfig, layout: Any) -> Dataset:
         from trainer.gpt.batches import Sequences, TextDataset, collate
         from trainer.gpt.corpus import open_corpus
 

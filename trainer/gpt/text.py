@@ -71,12 +71,17 @@ def open_tokenizer(config: DataConfig, *, vocab_size: int) -> Tokenizer:
     options = {"end_of_document": config.end_of_document, "vocab_size": vocab_size}
     if config.tokenizer is not None:
         return FileTokenizer(config.tokenizer, **options)
-    if _holds_tokens(config.path):
+    if holds_tokens(config.path):
         return IdTokenizer(end_of_document=config.end_of_document)
     return ByteTokenizer(**options)
 
 
-def _holds_tokens(path: Path | None) -> bool:
+def holds_tokens(path: Path | None) -> bool:
+    """Whether the data of a run are tokens; they may be gone.
+
+    Raises:
+        ValueError: if that cannot be told.
+    """
     if path is None:
         return False
     if path.exists():

@@ -26,17 +26,17 @@ from trainer.checkpoints.weights import restore_weights
 from trainer.errors import MissingPackageError, NonFiniteError, StorageError
 from trainer.gpt.config import GPTConfig, GPTTrainConfig, RopeConfig
 from trainer.gpt.objective import NextToken
-from trainer.gpt.pretrained.defaults import TOKENIZER
+from trainer.gpt.pretrained.defaults import KEPT_FOLDER, TOKENIZER, TOKENIZER_FILES
 from trainer.gpt.pretrained.families import (
     CONFIG,
     describe,
     family_of,
     read_json,
-    rope_values,
     to_values,
 )
-from trainer.gpt.pretrained.initial import KEPT, KEPT_FOLDER
+from trainer.gpt.pretrained.initial import KEPT, copy_file
 from trainer.gpt.pretrained.names import Place, places
+from trainer.gpt.pretrained.rope import rope_length, rope_values
 from trainer.gpt.pretrained.tensors import INDEX, ONE_FILE
 from trainer.parallel.partition import path_name
 from trainer.run.folder import CHECKPOINTS_FOLDER, model_flags
@@ -47,6 +47,7 @@ DTYPES: Mapping[str, Any] = {
     "bfloat16": jnp.bfloat16,
     "float16": np.float16,
 }
+TEMPLATE_FILE = "chat_template.jinja"
 SHARD_BYTES = 2 * 10**9
 """Bytes of the tensors of one file, which are in memory together."""
 ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "original_max_position_embeddings")
@@ -86,7 +87,7 @@ def export_run(
 
     Raises:
         ImportError: if the package `safetensors` is missing.
-        ValueError: if the folder exists.
+        ValueError: if the folder exists, or the tokenizer of the run is gone.
         NotImplementedError: if no family of transformers has such a model.
         CheckpointError: if there is no such checkpoint, or it is damaged.
         FloatingPointError: if the type cannot hold a weight.
@@ -102,6 +103,7 @@ def export_run(
     before: Any = "float32" if values is None else values.get("torch_dtype")
     kind = dtype or (before if before in DTYPES else "float32")
     family_of(config.model)
+    beside = files_beside_weights(config, kept)
     weights, found = restore_weights(
         run_dir / CHECKPOINTS_FOLDER,
         _shapes(config),
@@ -111,15 +113,47 @@ def export_run(
     )
     with _appearing(out) as part:
         files = _write_tensors(weights, part, DTYPES[kind], shard_bytes)
-        for path in [kept / name for name in KEPT]:
-            if path.is_file():
-                shutil.copyfile(path, part / path.name)
-        tokenizer = config.data.tokenizer
-        if tokenizer is not None and tokenizer.is_file() and not (part / TOKENIZER).exists():
-            shutil.copyfile(tokenizer, part / TOKENIZER)
+        for name, path in beside.items():
+            copy_file(path, part / name)
         text = json.dumps(config_values(config, values, kind), indent=2)
         (part / CONFIG).write_text(text + "\n")
     return Exported(step=found, dtype=kind, files=files)
+
+
+def files_beside_weights(config: GPTTrainConfig, kept: Path) -> dict[str, Path]:
+    """What is exported beside weights and config.json: name -> file.
+
+    The tokenizer is the one of the data, with what lies beside it: the model has learnt its ids.
+    Where that is the one of the pretrained model, or there is none, it is what the run has kept.
+
+    Args:
+        config: config of the run.
+        kept: what the run keeps of the model with which it began.
+
+    Raises:
+        ValueError: if the tokenizer or the chat template of the data is gone.
+    """
+    data = config.data
+    found = {name: kept / name for name in KEPT}
+    own = None if config.init_from is None else config.init_from / TOKENIZER
+    tokenizer = data.tokenizer
+    if tokenizer is not None and not (tokenizer == own and found[TOKENIZER].is_file()):
+        _require_file(tokenizer, "data.tokenizer")
+        found |= {name: tokenizer.with_name(name) for name in TOKENIZER_FILES}
+        found[TOKENIZER] = tokenizer
+    if data.chat_template is not None:
+        _require_file(data.chat_template, "data.chat_template")
+        found[TEMPLATE_FILE] = data.chat_template
+    return {name: path for name, path in found.items() if path.is_file()}
+
+
+def _require_file(path: Path, name: str) -> None:
+    if not path.is_file():
+        raise InputError(
+            f"{name} of a run must be there for its export; got {str(path)!r}, which is gone or "
+            f"elsewhere than under {str(Path.cwd())!r}. Put it back, or correct {name} in the "
+            "config.json of the run; null leaves it out."
+        )
 
 
 def _shapes(config: GPTTrainConfig) -> Any:
@@ -156,9 +190,9 @@ def config_values(
         described = describe(values, CONFIG)
         if described.model.rope != model.rope:
             # The positions are stretched: the model is for longer sequences now.
-            length = max(described.length or 0, config.seq_len)
+            length = rope_length(model.rope, max(described.length or 0, config.seq_len))
             found = {name: value for name, value in found.items() if name not in ROPE}
-            found |= rope_values(model, length=length) | {"max_position_embeddings": length}
+            found |= rope_values(model) | {"max_position_embeddings": length}
         if _without_rope(described.model) != _without_rope(model):
             # Flags have changed more than positions.
             length = found.get("max_position_embeddings", config.seq_len)

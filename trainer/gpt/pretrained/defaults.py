@@ -6,31 +6,96 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from startrail_jax.errors import InputError
 from trainer.data.files import TOKEN_KINDS, kind_of_data
 from trainer.gpt.config import GPTTrainConfig
 from trainer.gpt.pretrained.families import read_description
+from trainer.run.folder import CHECKPOINTS_FOLDER
 
 TOKENIZER = "tokenizer.json"
+TOKENIZER_FILES = (
+    *(TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json"),
+)
+"""Files that say how text becomes tokens."""
+KEPT_FOLDER = "pretrained"
+"""Folder of a run for what an export needs of the model with which the run began."""
+IDS_OF_BYTES = range(256, 513)
+"""Sizes of the vocabulary of a model whose tokens are bytes: few others may be among them."""
 
 
 def with_model_of(folder: Path, config: GPTTrainConfig) -> GPTTrainConfig:
-    """A config with the model of a folder.
+    """A config with the model of a folder, and without the tokenizer of another model.
 
     Raises:
         ValueError: if the folder cannot be read.
         NotImplementedError: if its model is not supported.
     """
-    return replace(config, model=read_description(folder).model, init_from=folder)
+    before, data = config.init_from, config.data
+    if before is None or before.resolve() != folder.resolve():
+        data = replace(data, tokenizer=None)
+    return replace(config, model=read_description(folder).model, init_from=folder, data=data)
 
 
-def with_tokenizer(config: Any) -> Any:
-    """A config with the tokenizer of its pretrained model, if text needs one and none is given."""
+def with_tokenizer(config: Any, *, given: bool = True) -> Any:
+    """A config with the tokenizer of its pretrained model, if text needs one and none is given.
+
+    Args:
+        config: config of a run, of any kind.
+        given: whether the user has chosen the tokenizer that it has. What comes from the config of
+            an earlier run is left out for data that are tokens, if it is that of the model.
+
+    Raises:
+        ValueError: if the model has no tokenizer that is read, and its tokens are no bytes.
+    """
     if not isinstance(config, GPTTrainConfig) or config.init_from is None:
         return config
-    path = config.init_from / TOKENIZER
-    data = config.data
-    if data.tokenizer is not None or not path.is_file():
-        return config
+    data, path = config.data, config.init_from / TOKENIZER
     if data.path is not None and kind_of_data(data.path, "data.path") in TOKEN_KINDS:
+        inherited = not given and data.tokenizer == path
+        return replace(config, data=replace(data, tokenizer=None)) if inherited else config
+    if data.tokenizer is not None:
         return config
-    return replace(config, data=replace(data, tokenizer=path))
+    if path.is_file():
+        return replace(config, data=replace(data, tokenizer=path))
+    # An import reads no text, and a run that goes on keeps what it began with.
+    if config.steps and not any((config.run_dir / CHECKPOINTS_FOLDER).glob("*")):
+        require_bytes(config.init_from, config.model.vocab_size, "--data.tokenizer")
+    return config
+
+
+def kept_tokenizer(path: Path | None, config: GPTTrainConfig, run_dir: Path) -> Path | None:
+    """What a run keeps of a tokenizer that is gone with the folder of its pretrained model.
+
+    Args:
+        path: the tokenizer.json that is wanted. Of one that is not the model's, nothing is kept.
+        config: config of the run.
+        run_dir: folder of the run.
+
+    Returns:
+        The copy; None if there is none, or none is needed.
+    """
+    copy = run_dir / KEPT_FOLDER / TOKENIZER
+    if path is None or config.init_from is None or path != config.init_from / TOKENIZER:
+        return None
+    return copy if copy.is_file() and not path.is_file() else None
+
+
+def require_bytes(folder: Path, vocab_size: int, flag: str) -> None:
+    """Raises unless the tokens of a pretrained model can be bytes.
+
+    Args:
+        folder: the folder of the model, or what a run keeps of it.
+        vocab_size: number of token ids that the model knows.
+        flag: what gives another tokenizer.
+
+    Raises:
+        ValueError: if it has files of a tokenizer, or another number of ids than bytes have.
+    """
+    files = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    if files or vocab_size not in IDS_OF_BYTES:
+        raise InputError(
+            f"A pretrained model must have a {TOKENIZER} for text; got {str(folder)!r} with "
+            f"{', '.join(files) or 'no tokenizer'} and vocab_size={vocab_size}: its tokens are no "
+            f"bytes. Give {flag}, or write {TOKENIZER} with transformers' save_pretrained."
+        )

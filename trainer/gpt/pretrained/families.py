@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from startrail_jax.errors import InputError, UnsupportedError
 from trainer.data.opening import read_whole, reading
-from trainer.gpt.config import GPTConfig, RopeConfig
+from trainer.gpt.config import GPTConfig
+from trainer.gpt.pretrained.rope import read_rope, rope_length, rope_values
+from trainer.gpt.pretrained.values import ConfigValues
 
 CONFIG = "config.json"
 LARGEST_CONFIG = 1 << 24
@@ -61,15 +62,6 @@ FAMILIES = {
     ),
 }
 """The families by `model_type`."""
-
-# `rope_type` of config.json -> `RopeConfig.scaling`.
-SCALINGS = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
-# Of a rope that is not understood, nothing may be left out silently.
-ROPE_KEYS = {
-    *("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings"),
-    *("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"),
-    *("mscale", "mscale_all_dim", "truncate", "partial_rotary_factor"),
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,12 +130,14 @@ def describe(values: Mapping[str, Any], name: str) -> Description:
             f"The architecture must be one of {', '.join(FAMILIES)}; got {name!r} with "
             f"model_type={kind!r}, architectures={values.get('architectures')}. Use another model."
         )
-    read = _Values(values, name)
+    read = ConfigValues(values, name)
     read.require("architectures", [family.architecture], default=[family.architecture])
     read.require("hidden_act", "silu", default="silu")
     read.require("quantization_config", None)
     if not family.qkv_bias:  # Qwen2 has them whatever the file says.
         read.require("attention_bias", False, default=False)
+    if family.skips_rope:
+        read.require("use_sliding_window", False, default=False)
     if family.mlp_bias:
         read.require("mlp_bias", False, default=False)
     layers = read.number("num_hidden_layers")
@@ -164,72 +158,31 @@ def describe(values: Mapping[str, Any], name: str) -> Description:
         qk_norm=family.qk_norm,
         norm_eps=read.real("rms_norm_eps", default=1e-6),
         window=_window(read, family, layers),
-        rope=_rope(read, family, length),
+        rope=read_rope(read, family.base, length),
         no_rope_every=_no_rope_every(read, layers) if family.skips_rope else None,
         dtype="float32" if dtype in ("float32", "float64") else "bfloat16",
     )
     return Description(family=kind, model=model, length=length or None)
 
 
-class _Values:
-    """The values of a config.json, with errors that name them."""
-
-    def __init__(self, values: Mapping[str, Any], name: str) -> None:
-        self.values = values
-        self.name = name
-
-    def number(self, key: str, *, default: int | None = None) -> int:
-        """A whole number."""
-        value = self.values.get(key)
-        value = default if value is None else value
-        if type(value) is not int:
-            raise self._wrong(key, "a whole number", value)
-        return value
-
-    def real(self, key: str, *, default: float | None = None) -> float:
-        """A finite number."""
-        value: Any = self.values.get(key)
-        value = default if value is None else value
-        if type(value) not in (int, float) or not math.isfinite(value):
-            raise self._wrong(key, "a finite number", value)
-        return float(value)
-
-    def flag(self, key: str, *, default: bool) -> bool:
-        """True or false."""
-        value = self.values.get(key)
-        value = default if value is None else value
-        if type(value) is not bool:
-            raise self._wrong(key, "true or false", value)
-        return value
-
-    def require(self, key: str, supported: Any, *, default: Any = None) -> None:
-        """Raises unless something has the only value that is supported."""
-        value = self.values.get(key)
-        value = default if value is None else value
-        if value != supported:
-            raise UnsupportedError(
-                f"{key} must be {supported!r} in {self.name!r}; got {value!r}, which is not "
-                "supported. Use another model."
-            )
-
-    def _wrong(self, key: str, wanted: str, value: Any) -> InputError:
-        return InputError(
-            f"{key} must be {wanted} in {self.name!r}; got {value!r}. Download the file again."
-        )
-
-
-def _window(read: _Values, family: Family, layers: int) -> int | None:
+def _window(read: ConfigValues, family: Family, layers: int) -> int | None:
     """The sliding window of all layers; None if no layer has one."""
     size, types = read.values.get("sliding_window"), read.values.get("layer_types")
     if family.windows == "upper" and not read.flag("use_sliding_window", default=False):
         size = None
     if types is None:
-        first = read.number("max_window_layers", default=28) if family.windows == "upper" else 0
+        first = (
+            read.number("max_window_layers", default=28, least=0)
+            if family.windows == "upper"
+            else 0
+        )
         sliding = [size is not None and family.windows != "none" and i >= first
                    for i in range(layers)]  # fmt: skip
     else:
         known = {"full_attention": False, "sliding_attention": True}
-        if not isinstance(types, list) or any(kind not in known for kind in types):
+        if not isinstance(types, list) or len(types) != layers:
+            raise read.wrong("layer_types", f"a list of {layers} names, one for each layer", types)
+        if any(not isinstance(kind, str) or kind not in known for kind in types):
             raise UnsupportedError(
                 f"layer_types must be full_attention or sliding_attention in {read.name!r}; got "
                 f"{types!r}. Use another model."
@@ -247,77 +200,27 @@ def _window(read: _Values, family: Family, layers: int) -> int | None:
     return read.number("sliding_window")
 
 
-def _no_rope_every(read: _Values, layers: int) -> int | None:
+def _no_rope_every(read: ConfigValues, layers: int) -> int | None:
     """The period of the layers without rotary positions."""
     period = read.number("no_rope_layer_interval", default=4)
     flags = read.values.get("no_rope_layers")
     flags = [int((i + 1) % period != 0) for i in range(layers)] if flags is None else flags
+    if (
+        not isinstance(flags, list)
+        or len(flags) != layers
+        or any(type(flag) not in (int, bool) or flag not in (0, 1) for flag in flags)
+    ):
+        raise read.wrong("no_rope_layers", f"a list of {layers} numbers that are 0 or 1", flags)
     if all(flags):
         return None
     # The list wins over the period, as in transformers.
     period = flags.index(0) + 1
-    if len(flags) != layers or flags != [int((i + 1) % period != 0) for i in range(layers)]:
+    if flags != [int((i + 1) % period != 0) for i in range(layers)]:
         raise UnsupportedError(
             "no_rope_layers must leave out rotary positions in every n-th layer; got "
             f"{flags} in {read.name!r}, which is not supported. Use another model."
         )
     return period
-
-
-def _rope(read: _Values, family: Family, length: int) -> RopeConfig:
-    """The rotary positions; `rope_parameters` is the name since transformers 5."""
-    given = read.values.get("rope_parameters") or read.values.get("rope_scaling") or {}
-    if not isinstance(given, dict):
-        raise InputError(
-            f"rope_parameters must be an object in {read.name!r}; got {given!r}. Download the file "
-            "again."
-        )
-    name = given.get("rope_type") or given.get("type") or "default"
-    unknown = sorted(given.keys() - ROPE_KEYS)
-    if name not in SCALINGS or unknown:
-        raise UnsupportedError(
-            f"rope_type must be one of {', '.join(SCALINGS)} in {read.name!r}; got {name!r}"
-            f"{f' with {unknown}' if unknown else ''}, which is not supported. Use another model, "
-            "or rope_type default and --model.rope.scaling ntk."
-        )
-    rope = _Values(given, read.name)
-    rope.require("truncate", True, default=True)
-    for values in (rope, read):
-        values.require("partial_rotary_factor", 1.0, default=1.0)
-    base = rope.real("rope_theta", default=read.real("rope_theta", default=family.base))
-    factor = rope.real("factor", default=1.0)
-    scaling: Any = SCALINGS[name] if factor != 1 else "none"
-    if scaling in ("none", "linear"):
-        return RopeConfig(base=base, scaling=scaling, factor=factor)
-    # Of the two places, transformers prefers the outer one.
-    inner = rope.number("original_max_position_embeddings", default=length)
-    original = read.number("original_max_position_embeddings", default=inner)
-    if scaling == "llama3":
-        turns = rope.real("high_freq_factor"), rope.real("low_freq_factor")
-        standard, attention_factor = (4.0, 1.0), None
-    else:
-        turns = rope.real("beta_fast", default=32.0), rope.real("beta_slow", default=1.0)
-        standard, attention_factor = (32.0, 1.0), _attention_factor(rope, factor)
-    return RopeConfig(
-        base=base,
-        scaling=scaling,
-        factor=factor,
-        original_length=original,
-        turns=None if turns == standard else turns,
-        attention_factor=attention_factor,
-    )
-
-
-def _attention_factor(rope: _Values, factor: float) -> float | None:
-    """YaRN's factor of queries and keys; None for that of the paper."""
-    if rope.values.get("attention_factor") is not None:
-        return rope.real("attention_factor")
-    if not rope.values.get("mscale") or not rope.values.get("mscale_all_dim"):
-        return None
-    above, below = (
-        0.1 * rope.real(key) * math.log(factor) + 1 for key in ("mscale", "mscale_all_dim")
-    )
-    return above / below
 
 
 def family_of(model: GPTConfig) -> str:
@@ -370,11 +273,11 @@ def to_values(model: GPTConfig, *, length: int, dtype: str) -> dict[str, Any]:
         "hidden_act": "silu",
         "rms_norm_eps": model.norm_eps,
         "tie_word_embeddings": model.tied_head,
-        "max_position_embeddings": length,
+        "max_position_embeddings": rope_length(model.rope, length),
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,
-        **rope_values(model, length=length),
+        **rope_values(model),
     }
     if family.windows != "none":
         values["sliding_window"] = model.window
@@ -386,26 +289,3 @@ def to_values(model: GPTConfig, *, length: int, dtype: str) -> dict[str, Any]:
         period = model.no_rope_every or model.layers + 1
         values["no_rope_layers"] = [int((i + 1) % period != 0) for i in range(model.layers)]
     return values
-
-
-def rope_values(model: GPTConfig, *, length: int) -> dict[str, Any]:
-    """The rotary positions, under the names that all versions of transformers read."""
-    rope = model.rope
-    base = rope.base
-    if rope.scaling == "ntk":  # It is nothing but a larger base: see `models.rope`.
-        half = model.head_dim // 2
-        base *= rope.factor ** (half / max(half - 1, 1))
-    if rope.scaling in ("none", "ntk"):
-        return {"rope_theta": base, "rope_scaling": None}
-    scaling: dict[str, Any] = {"rope_type": rope.scaling, "factor": rope.factor}
-    if rope.original_length is not None:
-        scaling["original_max_position_embeddings"] = rope.original_length
-    if rope.scaling == "llama3":
-        most, least = rope.turns or (4.0, 1.0)
-        scaling |= {"high_freq_factor": most, "low_freq_factor": least}
-    if rope.scaling == "yarn":
-        most, least = rope.turns or (32.0, 1.0)
-        scaling |= {"beta_fast": most, "beta_slow": least}
-        if rope.attention_factor is not None:
-            scaling["attention_factor"] = rope.attention_factor
-    return {"rope_theta": base, "rope_scaling": scaling}

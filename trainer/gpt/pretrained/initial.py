@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,21 +16,16 @@ from jaxtyping import Array, PyTree, Shaped
 
 from startrail_jax.errors import InputError
 from trainer.checkpoints.initial import InitialWeights
+from trainer.data.opening import read_whole, reading
 from trainer.gpt.config import GPTTrainConfig
-from trainer.gpt.pretrained.defaults import TOKENIZER
+from trainer.gpt.pretrained.defaults import KEPT_FOLDER, TOKENIZER, TOKENIZER_FILES
 from trainer.gpt.pretrained.families import CONFIG, read_description, read_json
 from trainer.gpt.pretrained.names import Place, places
 from trainer.gpt.pretrained.tensors import Tensors, open_tensors
-from trainer.gpt.tokenizer import FileTokenizer
+from trainer.gpt.tokenizer import LARGEST_FILE, OTHER_FILE, FileTokenizer, _library_errors
 from trainer.parallel.partition import path_name
 
-KEPT_FOLDER = "pretrained"
-"""Folder of a run for what an export needs of the model with which the run began."""
-KEPT = (
-    *(TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json"),
-    "generation_config.json",
-)
+KEPT = (*TOKENIZER_FILES, "generation_config.json")
 """Files beside the weights that say how text becomes tokens, and how the model is used."""
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 
@@ -89,10 +83,21 @@ def keep_files(source: Path, folder: Path, dtype: str) -> None:
     folder.mkdir(exist_ok=True)
     for name in KEPT:
         if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
+            copy_file(source / name, folder / name)
     values = {k: v for k, v in read_json(source / CONFIG).items() if k != "dtype"}
     values["torch_dtype"] = dtype
     (folder / CONFIG).write_text(json.dumps(values, indent=2) + "\n")
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copies a file of a tokenizer.
+
+    Raises:
+        ValueError: if it cannot be read, or is larger than any tokenizer.
+    """
+    with reading(source):
+        content = read_whole(source, LARGEST_FILE)
+    target.write_bytes(content)
 
 
 @contextmanager
@@ -118,7 +123,7 @@ def open_pretrained(config: GPTTrainConfig, shapes: Any) -> Iterator[Pretrained]
         found = dict(places(named))
         wanted = {name: place.tensor_shape for place in found.values() for name in place.tensors}
         tensors.check(wanted, tied=TIED if config.model.tied_head else {})
-        _check_tokenizer(folder / TOKENIZER, config.model.vocab_size)
+        remark = _check_tokenizer(folder / TOKENIZER, config.model.vocab_size)
         size = sum(jnp.dtype(x.dtype).itemsize * x.size for x in jax.tree.leaves(shapes))
         longer = ""
         if described.length is not None and config.seq_len > described.length:
@@ -130,17 +135,34 @@ def open_pretrained(config: GPTTrainConfig, shapes: Any) -> Iterator[Pretrained]
             tensors=tensors,
             places=found,
             description=f"initial weights: {folder}, a model of kind {described.family} with "
-            f"{len(wanted)} tensors of {tensors.dtype}, {size / 2**30:.2f} GiB in float32{longer}",
+            f"{len(wanted)} tensors of {tensors.dtype}, {size / 2**30:.2f} GiB in float32{longer}"
+            f"{remark}",
         )
 
 
-def _check_tokenizer(path: Path, vocab_size: int) -> None:
+class ModelTokenizer(FileTokenizer):
+    """The tokenizer that lies beside the weights of a model."""
+
+    def added_tokens(self) -> list[str]:
+        """The tokens that it would put around a text, and that this program leaves out."""
+        with _library_errors(self._path, OTHER_FILE):
+            return self._tokenizer.encode("", add_special_tokens=True).tokens
+
+
+def _check_tokenizer(path: Path, vocab_size: int) -> str:
+    """Raises if the ids do not fit the model; returns what the log must say of the tokenizer."""
     if not path.is_file():
-        return
+        return ""
     # Which of its tokens ends a document matters only for data.
-    num_ids = FileTokenizer(path, end_of_document=0, vocab_size=vocab_size).num_ids
-    if num_ids > vocab_size:
+    tokenizer = ModelTokenizer(path, end_of_document=0, vocab_size=vocab_size)
+    if tokenizer.num_ids > vocab_size:
         raise InputError(
             f"The tokenizer of a model must have no ids beyond its vocabulary; got {str(path)!r} "
-            f"with {num_ids} ids and vocab_size={vocab_size}. Take both from one model."
+            f"with {tokenizer.num_ids} ids and vocab_size={vocab_size}. Take both from one model."
         )
+    if added := tokenizer.added_tokens():
+        return (
+            f"; its tokenizer adds {' '.join(added)} to every text elsewhere, and this program "
+            "adds none: texts and prompts begin without it"
+        )
+    return ""

@@ -5,6 +5,7 @@ The files are mapped into memory, and of each tensor only the slices are copied 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "*.pth", "*.pt",
 
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """The types of tensors that are read, as safetensors and as numpy name them; widest first."""
+LONGEST_NAME = 255
+"""Bytes of the name of a file, in the file systems of Linux and macOS."""
 IGNORED = ".rotary_emb.inv_freq"
 """Ending of tensors that old checkpoints have, and that follow from config.json."""
 
@@ -167,15 +170,19 @@ def _index(folder: Path) -> dict[str, str] | None:
             "transformers."
         )
     files = read_json(path).get("weight_map")
-    # A name may not lead out of the folder.
-    if not isinstance(files, dict) or not files or not all(
-        isinstance(name, str) and name == Path(name).name for name in files.values()
-    ):  # fmt: skip
+    if not isinstance(files, dict) or not files or not all(map(_is_name, files.values())):
         raise InputError(
             f"weight_map must name a file of the folder for every tensor in {str(path)!r}; got "
             "something else. Download it again."
         )
     return files
+
+
+def _is_name(name: Any) -> bool:
+    """Whether a file can have a name, which does not lead out of its folder."""
+    if not isinstance(name, str) or not name.isprintable():
+        return False
+    return name == Path(name).name and len(os.fsencode(name)) <= LONGEST_NAME
 
 
 def _files(folder: Path, index: Mapping[str, str] | None) -> list[Path]:
