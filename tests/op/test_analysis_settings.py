@@ -55,7 +55,7 @@ def test_legal_degrees_are_those_that_attention_takes(causal, sizes):
                 *(query, key, key),
                 degrees=attention.degrees,
                 layout=attention.layout,
-                causal=causal,
+                pattern=attention.pattern,
             )
         except ValueError:
             continue

@@ -20,7 +20,7 @@ from startrail_jax.blocks import cudnn
 from startrail_jax.blocks.base import Request
 from startrail_jax.layout import Layout
 from startrail_jax.mask import Mask
-from startrail_jax.masks import Causal, Window
+from startrail_jax.masks import Causal, Full, Window
 from startrail_jax.pieces import pieces_by_offset
 from startrail_jax.softmax import merge_partials
 
@@ -252,7 +252,7 @@ def test_limits_are_named_and_auto_goes_on(changed, message):
     "changed",
     [
         {},
-        dict(causal=False, num_cases=1),
+        dict(mask=Full(), num_cases=1),
         dict(head_dim=256, value_head_dim=256, capability=(9, 0)),
     ],
 )

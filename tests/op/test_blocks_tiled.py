@@ -103,7 +103,7 @@ CASES = {
     "full": Case(causal=False, seq_len=24),
     "window below a fine tile": Case(window=2),
     # A tile size that the right edge of the window does not lie on, as it could be a triangle.
-    "window to both sides": Case(rule="two_sided", fine=4),
+    "window to both sides": Case(rule="two_sided", seq_len=40, coarse=10, fine=5),
     "prefix": Case(rule="prefix"),
     "frames, packed": Case(rule="block_causal", packed=True),
     "chunks, zigzag": zigzag(query=(2, 1), key=(2, 1), rule="causal_chunked"),

@@ -19,7 +19,11 @@ from trainer.task import SampleOptions
     [
         (
             gpt_tiny(),
-            {"data.path", "data.tokenizer", "data.validation_path", "data.cache", "run_dir"},
+            {
+                f"data.{x}"
+                for x in ("path", "tokenizer", "chat_template", "validation_path", "cache")
+            }
+            | {"init_from", "run_dir"},
         ),
         (dit_digits(), {"data.path", "run_dir"}),
         (TextOptions(), {"prompt_file", "tokenizer"}),

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from startrail_jax.errors import InputError
-from trainer.data.files import TOKEN_KINDS, kind_of_data
 from trainer.gpt.config import GPTTrainConfig
 from trainer.gpt.pretrained.families import read_description
 from trainer.run.folder import CHECKPOINTS_FOLDER
@@ -50,6 +49,8 @@ def with_tokenizer(config: Any, *, given: bool = True) -> Any:
     """
     if not isinstance(config, GPTTrainConfig) or config.init_from is None:
         return config
+    from trainer.data.files import TOKEN_KINDS, kind_of_data
+
     data, path = config.data, config.init_from / TOKENIZER
     if data.path is not None and kind_of_data(data.path, "data.path") in TOKEN_KINDS:
         inherited = not given and data.tokenizer == path
