@@ -97,5 +97,6 @@ def require_bytes(folder: Path, vocab_size: int, flag: str) -> None:
         raise InputError(
             f"Text for a pretrained model must become tokens by its {TOKENIZER}; got none, for "
             f"{str(folder)!r} with {', '.join(files) or 'no file of a tokenizer'} and "
-            f"vocab_size={vocab_size}: its tokens are no bytes. Give {flag}, or write {TOKENIZER} with transformers' save_pretrained."
+            f"vocab_size={vocab_size}: its tokens are no bytes. Give {flag}, or write "
+            f"{TOKENIZER} with transformers' save_pretrained."
         )
