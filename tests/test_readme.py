@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import jax
@@ -98,13 +99,15 @@ def commands(program):
 
 
 @pytest.mark.parametrize("arguments", commands("train"))
-def test_commands_that_train_are_understood(arguments):
+def test_commands_that_train_are_understood(arguments, tmp_path):
     if arguments and arguments[0].startswith(OF_A_RUN):
         arguments = ["gpt_tiny", *arguments[1:]]
     if "--init-from" in arguments:
-        arguments = list(arguments)
-        arguments[arguments.index("--init-from") + 1] = str(PRETRAINED)
-        assert read_command_line(arguments).settings.init_from == PRETRAINED
+        shutil.copyfile(PRETRAINED / "config.json", tmp_path / "config.json")
+        (tmp_path / "tokenizer.json").touch()
+        arguments = [str(ROOT / "docs") if word == "FOLDER" else word for word in arguments]
+        arguments[arguments.index("--init-from") + 1] = str(tmp_path)
+        assert read_command_line(arguments).settings.init_from == tmp_path
     else:
         assert read_command_line(arguments).settings.steps
 

@@ -453,7 +453,7 @@ def test_model_without_a_tokenizer_is_not_trained_on_bytes(model, tmp_path):
     command = ["--init-from", str(model), "--run-dir", str(tmp_path / "run")]
     change(model, vocab_size=300)
     (model / "tokenizer.model").touch()
-    match = r"must have a tokenizer.json for text; got .* with tokenizer.model and .* --data.token"
+    match = r"by its tokenizer.json; got none, .* with tokenizer.model and .* Give --data.tokenizer"
     with pytest.raises(ValueError, match=match):
         train.read_command_line(command)
     config = train.read_command_line([*command, "--steps", "0"]).settings
@@ -467,7 +467,7 @@ def test_model_without_a_tokenizer_is_not_trained_on_bytes(model, tmp_path):
     (model / "tokenizer.model").unlink()
     assert train.read_command_line(command).settings.data.tokenizer is None
     change(model, vocab_size=32_000)
-    with pytest.raises(ValueError, match=r"with no tokenizer and vocab_size=32000"):
+    with pytest.raises(ValueError, match=r"with no file of a tokenizer and vocab_size=32000"):
         train.read_command_line(command)
 
 

@@ -96,7 +96,8 @@ def require_bytes(folder: Path, vocab_size: int, flag: str) -> None:
     files = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
     if files or vocab_size not in IDS_OF_BYTES:
         raise InputError(
-            f"A pretrained model must have a {TOKENIZER} for text; got {str(folder)!r} with "
-            f"{', '.join(files) or 'no tokenizer'} and vocab_size={vocab_size}: its tokens are no "
-            f"bytes. Give {flag}, or write {TOKENIZER} with transformers' save_pretrained."
+            f"Text for a pretrained model must become tokens by its {TOKENIZER}; got none, for "
+            f"{str(folder)!r} with {', '.join(files) or 'no file of a tokenizer'} and "
+            f"vocab_size={vocab_size}: its tokens are no bytes. Give {flag}, or write "
+            f"{TOKENIZER} with transformers' save_pretrained."
         )
