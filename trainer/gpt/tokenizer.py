@@ -155,7 +155,7 @@ class FileTokenizer:
 
     def ids(self, text: str) -> list[int]:
         """The tokens of a text, without one that ends it."""
-        with _library_errors(self._path, OTHER_FILE):
+        with library_errors(self._path, OTHER_FILE):
             return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode(self, documents: Sequence[Document]) -> list[Integer[np.ndarray, " tokens"]]:
@@ -165,7 +165,7 @@ class FileTokenizer:
             ValueError: if a token is beyond the vocabulary of the model.
         """
         texts = [document.context + document.text for document in documents]
-        with _library_errors(self._path, OTHER_FILE):
+        with library_errors(self._path, OTHER_FILE):
             encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         tokens = []
         for document, encoding in zip(documents, encoded, strict=True):
@@ -194,7 +194,7 @@ class FileTokenizer:
         texts = [example.text for example in examples]
         # Some post-processors take spaces away from the offsets; they change no token here.
         self._tokenizer.post_processor = None
-        with _library_errors(self._path, OTHER_FILE):
+        with library_errors(self._path, OTHER_FILE):
             found = self._tokenizer.encode_batch(texts, add_special_tokens=False)
         encoded = []
         for example, encoding in zip(examples, found, strict=True):
@@ -216,7 +216,7 @@ class FileTokenizer:
 
     def decode(self, tokens: Integer[np.ndarray, " tokens"]) -> str:
         """Text to show, with the names of special tokens. Ids without a token are left out."""
-        with _library_errors(self._path, OTHER_FILE):
+        with library_errors(self._path, OTHER_FILE):
             return self._tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
 
 
@@ -240,7 +240,7 @@ def _load(path: Path) -> tuple[Any, str]:
             f"data.tokenizer must have the package tokenizers; got {str(path)!r} without it. Run "
             "pip install tokenizers."
         ) from error
-    with _library_errors(
+    with library_errors(
         path, "Give the file that lies beside the weights of the model, not its folder."
     ):
         # The ends of lines as Python reads them: runs that have begun compare the hash.
@@ -250,7 +250,7 @@ def _load(path: Path) -> tuple[Any, str]:
 
 
 @contextmanager
-def _library_errors(path: Path, way_out: str) -> Iterator[None]:
+def library_errors(path: Path, way_out: str) -> Iterator[None]:
     """Turns errors of the package into errors that name the file.
 
     It raises plain exceptions; and where its own code fails, which a file can bring about, a

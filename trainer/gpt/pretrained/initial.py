@@ -22,7 +22,7 @@ from trainer.gpt.pretrained.defaults import KEPT_FOLDER, TOKENIZER, TOKENIZER_FI
 from trainer.gpt.pretrained.families import CONFIG, read_description, read_json
 from trainer.gpt.pretrained.names import Place, places
 from trainer.gpt.pretrained.tensors import Tensors, open_tensors
-from trainer.gpt.tokenizer import LARGEST_FILE, OTHER_FILE, FileTokenizer, _library_errors
+from trainer.gpt.tokenizer import LARGEST_FILE, OTHER_FILE, FileTokenizer, library_errors
 from trainer.parallel.partition import path_name
 
 KEPT = (*TOKENIZER_FILES, "generation_config.json")
@@ -145,7 +145,7 @@ class ModelTokenizer(FileTokenizer):
 
     def added_tokens(self) -> list[str]:
         """The tokens that it would put around a text, and that this program leaves out."""
-        with _library_errors(self._path, OTHER_FILE):
+        with library_errors(self._path, OTHER_FILE):
             return self._tokenizer.encode("", add_special_tokens=True).tokens
 
 
