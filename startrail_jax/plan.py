@@ -53,7 +53,9 @@ def parser() -> argparse.ArgumentParser:
     for name in ("width", "layers", "heads", "kv-heads", "head-dim", "mlp-width", "outputs"):
         model.add_argument(f"--{name}", help="size of the model, instead of or beside --model")
     model.add_argument("--seq-len", help="tokens in a sequence, such as 512K")
-    model.add_argument("--batch", default="1", help="sequences in a batch, over all GPUs")
+    model.add_argument(
+        "--batch", help="sequences in a batch, over all GPUs; default that of the run, or 1"
+    )
     search = made.add_argument_group("search: everything that is not given")
     for role in DEGREES:
         search.add_argument(f"--{role}", type=int, help="degree of the mesh")
@@ -114,7 +116,7 @@ def _plan(args: argparse.Namespace) -> Any:
         half_duplex=args.half_duplex,
         latency=None if args.latency is None else parse_seconds(args.latency, "--latency"),
         seq_len=args.seq_len,
-        batch=parse_count(args.batch, "--batch"),
+        batch=None if args.batch is None else parse_count(args.batch, "--batch"),
         options=options,
         top=args.top,
     )
@@ -142,19 +144,22 @@ def _model(args: argparse.Namespace) -> Any:
     from startrail_jax.planner.models import ModelSizes, find_model
     from startrail_jax.planner.quantities import parse_count
 
-    names = {field.name for field in fields(ModelSizes)} & set(vars(args)) - {"seq_len"}
-    sizes = {
+    names = {field.name for field in fields(ModelSizes)} & set(vars(args)) - {"seq_len", "batch"}
+    sizes: dict[str, Any] = {
         name: parse_count(value, "--" + name.replace("_", "-"))
         for name in sorted(names)
         if (value := getattr(args, name)) is not None
     }
     if args.model is not None:
         model = find_model(args.model)
-        return (
-            replace(model, name=f"{model.name}, changed", from_run=False, **sizes)
-            if sizes
-            else model
-        )
+        if model.kind == "dit" and sizes:
+            # The heads of a diffusion transformer share its width.
+            sizes.setdefault("kv_heads", sizes.get("heads", model.heads))
+            width, heads = sizes.get("width", model.width), sizes.get("heads", model.heads)
+            sizes.setdefault("head_dim", max(width // heads, 1))
+        if sizes and not model.from_run:
+            sizes["name"] = f"{model.name}, changed"
+        return replace(model, **sizes)
     missing = sorted(names - set(sizes) - {"kv_heads"})
     if missing:
         flags = " ".join("--" + name.replace("_", "-") for name in missing)

@@ -18,13 +18,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from startrail_jax.errors import InputError
-from startrail_jax.planner.quantities import GIB
+from startrail_jax.planner.quantities import GIB, parse_rate
 
 Curve = Mapping[int, tuple[float, float]]
 """Tokens of a kernel call -> share of the peak that it reaches forward, and backward."""
@@ -210,3 +210,36 @@ class Cluster:
     def num_gpus(self) -> int:
         """GPUs of all nodes."""
         return self.nodes * self.gpus_per_node
+
+
+def make_cluster(
+    *,
+    nodes: int,
+    gpus_per_node: int,
+    gpu: str | Gpu,
+    port: str | float | None,
+    ports: int | None,
+    inside: str | float | None,
+    half_duplex: bool,
+    latency: float | None,
+) -> Cluster:
+    """A cluster from what was typed: arguments as in `st.plan`."""
+    kind = find_gpu(gpu) if isinstance(gpu, str) else gpu
+    if inside is not None:
+        rate = parse_rate(inside, "--inside") if isinstance(inside, str) else inside
+        kind = replace(kind, inside_rate=rate)
+    if port is None and nodes > 1:
+        raise InputError(
+            f"--port must be given for several nodes; got --nodes {nodes} and no --port. Write the "
+            "rate of one port of a node, such as --port 50GB/s or --port 400Gb/s."
+        )
+    rate = parse_rate(port, "--port") if isinstance(port, str) else (port or np.inf)
+    cluster = Cluster(
+        nodes=nodes,
+        gpus_per_node=gpus_per_node,
+        gpu=kind,
+        port_rate=float(rate),
+        ports=gpus_per_node if ports is None else ports,
+        half_duplex=half_duplex,
+    )
+    return cluster if latency is None else replace(cluster, latency=latency)

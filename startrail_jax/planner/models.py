@@ -40,8 +40,15 @@ class ModelSizes:
     """Whether the embedding also serves as the output projection."""
     classes: int = 0
     """Classes of a diffusion transformer."""
+    patch: int = 4
+    """Positions of a latent in a patch of a diffusion transformer: `outputs` is a multiple."""
+    window: int | None = None
+    """Tokens that a token attends to; None for all earlier ones. The forecast does not use it: it
+    takes full causal attention, and says so."""
     seq_len: int | None = None
     """Tokens in a sequence, where the model says so."""
+    batch: int = 1
+    """Sequences in a batch, where no other number is given."""
     itemsize: int = 2
     """Bytes of an activation."""
     average: bool = False
@@ -196,6 +203,8 @@ _HUGGING_FACE = {
     "tied_head": "tie_word_embeddings",
 }
 
+FRAME = 128 * 128
+"""Tokens of a frame of the recipe dit_1b."""
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _WITHOUT_GATE = ("gpt_neox", "opt", "bloom", "falcon", "gpt_bigcode", "starcoder2", "phi")
@@ -235,11 +244,53 @@ def find_model(name: str) -> ModelSizes:
     return _of_hugging_face(settings.get("text_config") or settings, str(path))
 
 
+def check_model(model: ModelSizes, seq_len: int) -> None:
+    """Raises unless `train.py` has such a model, with sequences of this length.
+
+    Raises:
+        ValueError: if a diffusion transformer has other heads, outputs or tokens than its images
+            and its width give.
+    """
+    if model.kind != "dit":
+        return
+    own = {
+        "kv_heads": (model.kv_heads, model.heads),
+        "head_dim": (model.head_dim * model.heads, model.width),
+        "mlp_matrices": (model.mlp_matrices, 2),
+        "outputs": (model.outputs % model.patch, 0),
+    }
+    if not model.from_run:
+        own["patch"] = (model.patch, 4)  # That of the recipe dit_1b.
+    for name, (given, needed) in own.items():
+        if given != needed:
+            raise InputError(
+                "A diffusion transformer must have as many --kv-heads as --heads, --heads * "
+                "--head-dim equal to --width, an MLP of two matrices, and --outputs that are a "
+                f"multiple of the {model.patch} positions of a patch; got {name}="
+                f"{getattr(model, name)} for width={model.width}, heads={model.heads}. Correct it."
+            )
+    if not is_length(model, seq_len):
+        ways = "" if model.from_run else f", or use a multiple of {FRAME}"
+        has = "" if model.seq_len is None else f", which has {model.seq_len}"
+        raise InputError(
+            f"--seq-len of a diffusion transformer follows from its images; got {seq_len} for "
+            f"--model {model.name}{has}. Leave it out{ways}."
+        )
+
+
+def is_length(model: ModelSizes, seq_len: int) -> bool:
+    """Whether a model can have sequences of a length: the images of a diffusion transformer say."""
+    if model.kind != "dit":
+        return True
+    return seq_len == model.seq_len if model.from_run else seq_len % FRAME == 0
+
+
 def _of_run(settings: Mapping[str, Any], name: str) -> ModelSizes:
     """The model of a run of train.py."""
     model = _known(settings["model"], name, ("width", "layers", "heads", "mlp_width"))
     common: dict[str, Any] = {key: model[key] for key in ("width", "layers", "heads", "mlp_width")}
-    common |= {"name": name, "from_run": True, "average": settings.get("ema_decay") is not None}
+    common |= {"name": name, "from_run": True, "batch": settings.get("batch_size", 1)}
+    common |= {"average": settings.get("ema_decay") is not None}
     common["itemsize"] = 4 if model.get("dtype", "float32") == "float32" else 2
     # A run of the time when there was one kind of model does not name it.
     if settings.get("kind", "gpt") == "gpt":
@@ -251,6 +302,7 @@ def _of_run(settings: Mapping[str, Any], name: str) -> ModelSizes:
             outputs=model.get("vocab_size", 256),
             mlp_matrices=3 if model.get("mlp", "swiglu") == "swiglu" else 2,
             tied_head=model.get("tied_head", False),
+            window=model.get("window"),
             seq_len=settings.get("seq_len"),
         )
     _known(model, name, ("channels", "classes"))
@@ -263,6 +315,7 @@ def _of_run(settings: Mapping[str, Any], name: str) -> ModelSizes:
         mlp_matrices=2,
         outputs=patch * model["channels"],
         classes=model["classes"],
+        patch=patch,
         seq_len=math.prod(_known(settings, name, ("size",))["size"]) // patch,
     )
 
@@ -283,7 +336,28 @@ def _of_hugging_face(settings: Mapping[str, Any], name: str) -> ModelSizes:
         given["mlp_matrices"] = 2
     # Files may hold "head_dim": null.
     given["head_dim"] = given.get("head_dim") or given["width"] // given["heads"]
-    return ModelSizes(name=name, **given)
+    return ModelSizes(name=name, window=_window(settings, name, given["layers"]), **given)
+
+
+def _window(settings: Mapping[str, Any], name: str, layers: int) -> int | None:
+    """The sliding window of all layers; None if no layer has one."""
+    window, types = settings.get("sliding_window"), settings.get("layer_types")
+    on_request = str(settings.get("model_type")).startswith("qwen")
+    if window is None or not settings.get("use_sliding_window", not on_request):
+        return None
+    if isinstance(types, list):
+        sliding = sum("sliding" in str(kind) for kind in types)
+    else:
+        # Qwen's layers have it from this one on.
+        first = settings.get("max_window_layers", 28) if on_request else 0
+        sliding, types = max(layers - first, 0), range(layers)
+    if 0 < sliding < len(types):
+        raise UnsupportedError(
+            f"--model {name}: all layers must have the same attention; got sliding_window="
+            f"{window} in {sliding} of {len(types)} layers. Give the sizes by flags instead, and "
+            "the forecast takes full attention."
+        )
+    return window if sliding else None
 
 
 def _known(
