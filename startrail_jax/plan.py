@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import types
 from collections.abc import Sequence
@@ -86,14 +87,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
-    print(json.dumps(found.as_dict(), indent=2) if args.json else found)
+    try:
+        print(json.dumps(found.as_dict(), indent=2) if args.json else found, flush=True)
+    except BrokenPipeError:
+        # The reader, such as `head`, has had enough. What is left must not fail at the exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0 if found.reasons is not None else 1
 
 
 def _plan(args: argparse.Namespace) -> Any:
     # NumPy takes longer to import than the help may take.
     from startrail_jax.planner.planning import plan
-    from startrail_jax.planner.quantities import parse_count, parse_seconds
     from startrail_jax.planner.search import REMAT, Options
 
     options = Options(
@@ -114,9 +118,9 @@ def _plan(args: argparse.Namespace) -> Any:
         ports=args.ports,
         inside=args.inside,
         half_duplex=args.half_duplex,
-        latency=None if args.latency is None else parse_seconds(args.latency, "--latency"),
+        latency=args.latency,
         seq_len=args.seq_len,
-        batch=None if args.batch is None else parse_count(args.batch, "--batch"),
+        batch=args.batch,
         options=options,
         top=args.top,
     )

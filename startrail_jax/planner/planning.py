@@ -17,7 +17,7 @@ from startrail_jax.planner.hardware import Cluster, Gpu, make_cluster
 from startrail_jax.planner.models import FRAME, MODELS, ModelSizes, check_model, find_model
 from startrail_jax.planner.quantities import (
     GIB,
-    parse_count,
+    as_count,
     show_bytes,
     show_count,
     show_rate,
@@ -293,13 +293,13 @@ def plan(
     gpus_per_node: int,
     gpu: str | Gpu,
     model: str | ModelSizes,
-    port: str | float | None = None,
+    port: str | float | int | None = None,
     ports: int | None = None,
-    inside: str | float | None = None,
+    inside: str | float | int | None = None,
     half_duplex: bool = False,
-    latency: float | None = None,
-    seq_len: str | int | None = None,
-    batch: int | None = None,
+    latency: str | float | int | None = None,
+    seq_len: str | float | int | None = None,
+    batch: str | float | int | None = None,
     options: Options | None = None,
     top: int = 8,
 ) -> Plan:
@@ -316,7 +316,8 @@ def plan(
         ports: ports of a node, shared evenly by its GPUs; None for one for each GPU.
         inside: bytes/s between the GPUs of a node; None for NVLink, as NCCL counts it.
         half_duplex: whether what a port sends and receives shares its rate.
-        latency: seconds of a message through a port; None for that of NCCL.
+        latency: seconds of a message through a port, as a number or as "10us"; None for that of
+            NCCL.
         seq_len: tokens in a sequence, as a number or as "512K"; None for that of the model.
         batch: sequences in a batch, over all devices; None for that of the run, or 1.
         options: what is searched; None for everything.
@@ -339,20 +340,16 @@ def plan(
         latency=latency,
     )
     sizes = find_model(model) if isinstance(model, str) else model
-    length = parse_count(seq_len, "--seq-len") if isinstance(seq_len, str) else seq_len
-    length = sizes.seq_len if length is None else length
+    length = sizes.seq_len if seq_len is None else as_count(seq_len, "--seq-len")
     if length is None:
         raise InputError(
             f"--seq-len must be given for --model {sizes.name}, which has none of its own. Write "
             "for example --seq-len 512K."
         )
-    check_model(sizes, length)
-    count = sizes.batch if batch is None else batch
-    for flag, number in (("--seq-len", length), ("--batch", count), ("--top", top)):
-        if number < 1:
-            raise InputError(f"{flag} must be at least 1; got {number}. Use 1 or more.")
+    count = as_count(sizes.batch if batch is None else batch, "--batch")
+    check_model(sizes, length, count)
     call = Call(model=sizes, seq_len=length, batch=count)
-    return plan_of(cluster, call, options or Options(), top=top)
+    return plan_of(cluster, call, options or Options(), top=as_count(top, "--top"))
 
 
 def plan_of(cluster: Cluster, call: Call, options: Options, *, top: int = 8) -> Plan:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import os
 import re
 import shlex
 import subprocess
@@ -138,6 +139,7 @@ def test_models_are_those_of_the_recipes(name, tmp_path):
     assert model.flops_per_token(4096 if config.kind == "gpt" else config.num_tokens) == flops
 
 
+DIT = {"width": 64, "layers": 2, "heads": 4, "mlp_width": 128, "channels": 1, "classes": 0}
 FEW = "--zero 3 --remat attention_saved --no-offload --no-tile --top 1"
 
 
@@ -217,8 +219,8 @@ def test_models_of_python_give_commands_with_their_sizes(tmp_path):
     choice = dataclasses.replace(found.winner, memory_bytes=70 * 2**30)
     full = dataclasses.replace(found, ranked=(choice,))
     assert full.command.startswith("XLA_PYTHON_CLIENT_MEM_FRACTION=0.85 python")
-    with pytest.raises(InputError, match="as many --kv-heads as --heads.*got kv_heads=12"):
-        odd = dataclasses.replace(MODELS["dit_1b"], kv_heads=12)
+    odd = dataclasses.replace(MODELS["dit_1b"], kv_heads=12)
+    with pytest.raises(InputError, match=r"as many --kv-heads as --heads.*got kv_heads=12"):
         st.plan(nodes=1, gpus_per_node=8, gpu="h100", model=odd)
 
 
@@ -283,12 +285,26 @@ def test_where_nothing_fits_the_smallest_change_is_said(capsys):
     text = capsys.readouterr().out
     assert "Nothing fits: the least is" in text
     ways = text.partition("What would fit:")[2]
-    assert re.search(r"--seq-len \d+K; or --nodes \d+; or --gpu \w+, of \d+ GiB", ways)
+    assert re.search(r"--seq-len \d+K; or --nodes \d+ and a --port; or --gpu \w+, of \d+ GiB", ways)
     assert main(shlex.split(f"{arguments} --memory 2000GiB")) == 0
     capsys.readouterr()
     one = f"--nodes 1 --gpus-per-node 8 --gpu h100 --model gpt_7b --seq-len 64K --zero 0 {few}"
     assert main(shlex.split(one)) == 1
     assert "leave out --zero" in capsys.readouterr().out
+
+
+def test_ways_to_fit_are_lengths_that_a_plan_takes(tmp_path):
+    """The images of a run say its tokens; those of the recipe are whole frames."""
+    save_config(RECIPES["dit_1b"](), tmp_path / "config.json")
+    few = Options(zero=(0,), remat=("none",), offload=(False,), tiled=(False,))
+    own, frames = (
+        st.plan(nodes=1, gpus_per_node=2, gpu="h100", model=name, options=few).ways_to_fit
+        for name in (str(tmp_path), "dit_1b")
+    )
+    assert own
+    assert not any("--seq-len" in way for way in own)
+    (length,) = (way.split()[1] for way in frames if way.startswith("--seq-len"))
+    assert length in ("16K", "32K", "64K", "128K", "256K")
 
 
 @pytest.mark.parametrize(
@@ -298,10 +314,16 @@ def test_where_nothing_fits_the_smallest_change_is_said(capsys):
         ("--width 64", "--model must be given, or all sizes; got neither --model nor --head-dim"),
         ("--model gpt_7b --latency soon", "--latency must be a time of at least 0; got 'soon'"),
         ("--model gpt_7b --memory 0", "--memory must be a size above 0; got '0'"),
+        ("--model gpt_7b --memory 1e300GB", "--memory must be a size above 0; got '1e300GB'"),
+        ("--model gpt_7b --seq-len 1e400", "--seq-len must be a positive whole number; got"),
+        ("--model gpt_7b --seq-len 1e12 --batch 1e9", "must be small enough to count their byte"),
+        ("--model gpt_7b --width 1e10", "must be small enough to count their bytes"),
+        ("--model gpt_7b --latency 1e400", "--latency must be a time of at least 0; got '1e400'"),
         ("--model gpt_7b --peak-flops x", "--peak-flops must be a number of FLOP/s"),
         ("--model {}/bad.json", "the file is no JSON"),
         ("--model {}/empty.json", "it has no 'hidden_size'"),
         ("--model {}/experts.json", "mixtures of experts are not planned; got num_experts=8"),
+        ("--model gpt_7b --head-dim 127", "--head-dim must be even, for rotary positions; got"),
         ("--model dit_1b --seq-len 1000", "--seq-len of a diffusion transformer follows from its"),
     ],
 )
@@ -311,6 +333,36 @@ def test_mistakes_on_the_command_line(more, message, tmp_path, capsys):
     (tmp_path / "experts.json").write_text(json.dumps(QWEN | {"num_experts": 8}))
     assert main(shlex.split(f"{CLUSTER} {more.format(tmp_path)}")) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"num_attention_heads": 0}, r"num_attention_heads must be a whole number.*got 0"),
+        ({"hidden_size": "4096"}, r"hidden_size must be a whole number.*got '4096'"),
+        ({"num_key_value_heads": True}, r"--kv-heads must be a whole number.*got True"),
+        ({"text_config": "x"}, r"text_config must hold the settings of a model; got 'x'"),
+        ({"model": {**DIT, "heads": 0}, "kind": "dit", "size": [1, 8, 8]}, r"model.heads must"),
+        ({"model": {**DIT, "patch": "x"}, "kind": "dit", "size": [1, 8, 8]}, r"model.patch must"),
+        ({"model": DIT, "kind": "dit", "size": 8}, r"size must be three .*; got 8"),
+        ({"model": DIT, "kind": "dit", "size": [1, "8", 8]}, r"size must be three .*'8'"),
+    ],
+)
+def test_files_with_wrong_sizes_are_refused(more, message, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN | more))
+    with pytest.raises(InputError, match=message):
+        find_model(str(tmp_path))
+
+
+def test_a_reader_that_leaves_ends_the_plan_quietly(monkeypatch, capfd):
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        status = main(shlex.split(f"--nodes 1 --gpus-per-node 2 --gpu h100 --model gpt_7b {FEW}"))
+        monkeypatch.undo()
+    assert status in (0, 1)
+    assert not capfd.readouterr().err
 
 
 def test_help_imports_no_numpy_and_a_plan_no_jax_and_takes_two_seconds():
