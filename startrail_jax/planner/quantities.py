@@ -144,7 +144,8 @@ def as_count(value: Any, flag: str) -> int:
     """
     if isinstance(value, str):
         return parse_count(value, flag)
-    if not isinstance(value, bool) and isinstance(value, numbers.Real) and value == value // 1:
+    # Of infinity, the quotient is no number, which equals nothing.
+    if _real(value) == _real(value) // 1:
         if value < 1:
             raise InputError(f"{flag} must be at least 1; got {value}. Use 1 or more.")
         if value > LARGEST_COUNT:
@@ -168,8 +169,12 @@ def as_rate(value: Any, flag: str) -> float:
 
 
 def _real(value: Any) -> float:
+    """The value; NaN if it is no number."""
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    return float(value) if is_number else math.nan
+    try:
+        return float(value) if is_number else math.nan
+    except OverflowError:
+        return math.inf
 
 
 def _number(value: Any, flag: str, what: str, fits: bool) -> float:
