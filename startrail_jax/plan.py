@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import types
 from collections.abc import Sequence
@@ -53,7 +54,9 @@ def parser() -> argparse.ArgumentParser:
     for name in ("width", "layers", "heads", "kv-heads", "head-dim", "mlp-width", "outputs"):
         model.add_argument(f"--{name}", help="size of the model, instead of or beside --model")
     model.add_argument("--seq-len", help="tokens in a sequence, such as 512K")
-    model.add_argument("--batch", default="1", help="sequences in a batch, over all GPUs")
+    model.add_argument(
+        "--batch", help="sequences in a batch, over all GPUs; default that of the run, or 1"
+    )
     search = made.add_argument_group("search: everything that is not given")
     for role in DEGREES:
         search.add_argument(f"--{role}", type=int, help="degree of the mesh")
@@ -84,14 +87,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
-    print(json.dumps(found.as_dict(), indent=2) if args.json else found)
+    try:
+        print(json.dumps(found.as_dict(), indent=2) if args.json else found, flush=True)
+    except BrokenPipeError:
+        # The reader, such as `head`, has had enough. What is left must not fail at the exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0 if found.reasons is not None else 1
 
 
 def _plan(args: argparse.Namespace) -> Any:
     # NumPy takes longer to import than the help may take.
     from startrail_jax.planner.planning import plan
-    from startrail_jax.planner.quantities import parse_count, parse_seconds
     from startrail_jax.planner.search import REMAT, Options
 
     options = Options(
@@ -112,9 +118,9 @@ def _plan(args: argparse.Namespace) -> Any:
         ports=args.ports,
         inside=args.inside,
         half_duplex=args.half_duplex,
-        latency=None if args.latency is None else parse_seconds(args.latency, "--latency"),
+        latency=args.latency,
         seq_len=args.seq_len,
-        batch=parse_count(args.batch, "--batch"),
+        batch=args.batch,
         options=options,
         top=args.top,
     )
@@ -142,19 +148,22 @@ def _model(args: argparse.Namespace) -> Any:
     from startrail_jax.planner.models import ModelSizes, find_model
     from startrail_jax.planner.quantities import parse_count
 
-    names = {field.name for field in fields(ModelSizes)} & set(vars(args)) - {"seq_len"}
-    sizes = {
+    names = {field.name for field in fields(ModelSizes)} & set(vars(args)) - {"seq_len", "batch"}
+    sizes: dict[str, Any] = {
         name: parse_count(value, "--" + name.replace("_", "-"))
         for name in sorted(names)
         if (value := getattr(args, name)) is not None
     }
     if args.model is not None:
         model = find_model(args.model)
-        return (
-            replace(model, name=f"{model.name}, changed", from_run=False, **sizes)
-            if sizes
-            else model
-        )
+        if model.kind == "dit" and sizes:
+            # The heads of a diffusion transformer share its width.
+            sizes.setdefault("kv_heads", sizes.get("heads", model.heads))
+            width, heads = sizes.get("width", model.width), sizes.get("heads", model.heads)
+            sizes.setdefault("head_dim", max(width // heads, 1))
+        if sizes and not model.from_run:
+            sizes["name"] = f"{model.name}, changed"
+        return replace(model, **sizes)
     missing = sorted(names - set(sizes) - {"kv_heads"})
     if missing:
         flags = " ".join("--" + name.replace("_", "-") for name in missing)

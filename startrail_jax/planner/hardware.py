@@ -18,13 +18,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from startrail_jax.errors import InputError
-from startrail_jax.planner.quantities import GIB
+from startrail_jax.planner.quantities import GIB, as_count, as_rate, as_seconds
 
 Curve = Mapping[int, tuple[float, float]]
 """Tokens of a kernel call -> share of the peak that it reaches forward, and backward."""
@@ -144,6 +144,9 @@ GPUS = {
 """The GPUs that have a name."""
 
 
+_MOST_GPUS = 2**20
+
+
 def find_gpu(name: str) -> Gpu:
     """The GPU of a name.
 
@@ -190,6 +193,11 @@ class Cluster:
             flag, number = "--" + name.replace("_", "-"), getattr(self, name)
             if number < 1:
                 raise InputError(f"{flag} must be at least 1; got {number}. Use 1 or more.")
+        if self.num_gpus > _MOST_GPUS:
+            raise InputError(
+                f"--nodes * --gpus-per-node must be at most {_MOST_GPUS}; got --nodes {self.nodes} "
+                f"--gpus-per-node {self.gpus_per_node}. Use fewer."
+            )
         if self.gpus_per_node % self.ports:
             near = [n for n in range(1, self.gpus_per_node + 1) if self.gpus_per_node % n == 0]
             raise InputError(
@@ -210,3 +218,38 @@ class Cluster:
     def num_gpus(self) -> int:
         """GPUs of all nodes."""
         return self.nodes * self.gpus_per_node
+
+
+def make_cluster(
+    *,
+    nodes: int,
+    gpus_per_node: int,
+    gpu: str | Gpu,
+    port: str | float | int | None,
+    ports: int | None,
+    inside: str | float | int | None,
+    half_duplex: bool,
+    latency: str | float | int | None,
+) -> Cluster:
+    """A cluster from what was typed: arguments as in `st.plan`."""
+    kind = find_gpu(gpu) if isinstance(gpu, str) else gpu
+    nodes = as_count(nodes, "--nodes")
+    gpus_per_node = as_count(gpus_per_node, "--gpus-per-node")
+    if inside is not None:
+        kind = replace(kind, inside_rate=as_rate(inside, "--inside"))
+    if port is None and nodes > 1:
+        raise InputError(
+            f"--port must be given for several nodes; got --nodes {nodes} and no --port. Write the "
+            "rate of one port of a node, such as --port 50GB/s or --port 400Gb/s."
+        )
+    cluster = Cluster(
+        nodes=nodes,
+        gpus_per_node=gpus_per_node,
+        gpu=kind,
+        port_rate=math.inf if port is None else as_rate(port, "--port"),
+        ports=gpus_per_node if ports is None else as_count(ports, "--ports"),
+        half_duplex=half_duplex,
+    )
+    if latency is None:
+        return cluster
+    return replace(cluster, latency=as_seconds(latency, "--latency"))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from startrail_jax.errors import InputError, UnsupportedError
+from startrail_jax.planner.quantities import LARGEST_SIZE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +41,15 @@ class ModelSizes:
     """Whether the embedding also serves as the output projection."""
     classes: int = 0
     """Classes of a diffusion transformer."""
+    patch: int = 4
+    """Positions of a latent in a patch of a diffusion transformer: `outputs` is a multiple."""
+    window: int | None = None
+    """Tokens that a token attends to; None for all earlier ones. The forecast does not use it: it
+    takes full causal attention, and says so."""
     seq_len: int | None = None
     """Tokens in a sequence, where the model says so."""
+    batch: int = 1
+    """Sequences in a batch, where no other number is given."""
     itemsize: int = 2
     """Bytes of an activation."""
     average: bool = False
@@ -52,12 +60,24 @@ class ModelSizes:
     def __post_init__(self) -> None:
         for name in ("width", "layers", "heads", "kv_heads", "head_dim", "mlp_width", "outputs"):
             number = getattr(self, name)
-            if not isinstance(number, int) or number < 1:
+            if not _is_size(number):
                 flag = "--" + name.replace("_", "-")
                 raise InputError(
                     f"{flag} must be a whole number of at least 1; got {number!r} for "
                     f"model {self.name!r}. Correct it."
                 )
+        for name in ("seq_len", "batch", "window"):
+            number = getattr(self, name)
+            if number is not None and not _is_size(number):
+                raise InputError(
+                    f"{name} of a model must be a whole number of at least 1; got {number!r} for "
+                    f"model {self.name!r}. Correct it."
+                )
+        if self.kind == "gpt" and self.head_dim % 2:
+            raise InputError(
+                f"--head-dim must be even, for rotary positions; got --head-dim {self.head_dim} "
+                f"for model {self.name!r}. Use {self.head_dim + 1}."
+            )
         if self.heads % self.kv_heads:
             raise InputError(
                 "--kv-heads must divide --heads; got "
@@ -104,6 +124,10 @@ class ModelSizes:
         attention = self.layers * 4 * self.heads * self.head_dim * pairs
         head = (1 if self.causal else 2) * self.width * self.outputs
         return 3.0 * (2 * (self.layers * self.layer_matrices + head) + attention)
+
+
+def _is_size(number: Any) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and number >= 1
 
 
 def _gpt(name: str, **sizes: Any) -> ModelSizes:
@@ -196,6 +220,8 @@ _HUGGING_FACE = {
     "tied_head": "tie_word_embeddings",
 }
 
+FRAME = 128 * 128
+"""Tokens of a frame of the recipe dit_1b."""
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _WITHOUT_GATE = ("gpt_neox", "opt", "bloom", "falcon", "gpt_bigcode", "starcoder2", "phi")
@@ -232,14 +258,71 @@ def find_model(name: str) -> ModelSizes:
     if isinstance(settings.get("model"), dict):
         return _of_run(settings, str(path))
     # Models of text and images have the decoder in a part of their own.
-    return _of_hugging_face(settings.get("text_config") or settings, str(path))
+    decoder = settings.get("text_config") or settings
+    if not isinstance(decoder, dict):
+        raise InputError(
+            f"--model {name}: text_config must hold the settings of a model; got {decoder!r}. "
+            "Correct the file."
+        )
+    return _of_hugging_face(decoder, str(path))
+
+
+def check_model(model: ModelSizes, seq_len: int, batch: int) -> None:
+    """Raises unless `train.py` has such a model, with sequences of this length.
+
+    Raises:
+        ValueError: if a diffusion transformer has other heads, outputs or tokens than its images
+            and its width give, or the numbers are too large to count bytes.
+    """
+    widest = max(model.width + model.mlp_width, model.heads * model.head_dim, model.outputs)
+    if model.layers * widest * seq_len * batch > LARGEST_SIZE // 64 or model.elements > 2**50:
+        raise InputError(
+            "A model and its batch must be small enough to count their bytes; got "
+            f"{model.elements:.3g} weights, --seq-len {seq_len} and --batch {batch}. Use less."
+        )
+    if model.kind != "dit":
+        return
+    own = {
+        "kv_heads": (model.kv_heads, model.heads),
+        "head_dim": (model.head_dim * model.heads, model.width),
+        "mlp_matrices": (model.mlp_matrices, 2),
+        "outputs": (model.outputs % model.patch, 0),
+    }
+    if not model.from_run:
+        own["patch"] = (model.patch, 4)  # That of the recipe dit_1b.
+    for name, (given, needed) in own.items():
+        if given != needed:
+            raise InputError(
+                "A diffusion transformer must have as many --kv-heads as --heads, --heads * "
+                "--head-dim equal to --width, an MLP of two matrices, and --outputs that are a "
+                f"multiple of the {model.patch} positions of a patch; got {name}="
+                f"{getattr(model, name)} for width={model.width}, heads={model.heads}. Correct it."
+            )
+    if not is_length(model, seq_len):
+        ways = "" if model.from_run else f", or use a multiple of {FRAME}"
+        has = "" if model.seq_len is None else f", which has {model.seq_len}"
+        raise InputError(
+            f"--seq-len of a diffusion transformer follows from its images; got {seq_len} for "
+            f"--model {model.name}{has}. Leave it out{ways}."
+        )
+
+
+def is_length(model: ModelSizes, seq_len: int) -> bool:
+    """Whether a model can have sequences of a length: the images of a diffusion transformer say."""
+    if model.kind != "dit":
+        return True
+    return seq_len == model.seq_len if model.from_run else seq_len % FRAME == 0
 
 
 def _of_run(settings: Mapping[str, Any], name: str) -> ModelSizes:
     """The model of a run of train.py."""
-    model = _known(settings["model"], name, ("width", "layers", "heads", "mlp_width"))
-    common: dict[str, Any] = {key: model[key] for key in ("width", "layers", "heads", "mlp_width")}
-    common |= {"name": name, "from_run": True, "average": settings.get("ema_decay") is not None}
+    names = ("width", "layers", "heads", "mlp_width")
+    model = _known(settings["model"], name, names)
+    for key in names:
+        _require_size(model[key], f"model.{key}", name)
+    common: dict[str, Any] = {key: model[key] for key in names}
+    common |= {"name": name, "from_run": True, "batch": settings.get("batch_size", 1)}
+    common |= {"average": settings.get("ema_decay") is not None}
     common["itemsize"] = 4 if model.get("dtype", "float32") == "float32" else 2
     # A run of the time when there was one kind of model does not name it.
     if settings.get("kind", "gpt") == "gpt":
@@ -251,19 +334,31 @@ def _of_run(settings: Mapping[str, Any], name: str) -> ModelSizes:
             outputs=model.get("vocab_size", 256),
             mlp_matrices=3 if model.get("mlp", "swiglu") == "swiglu" else 2,
             tied_head=model.get("tied_head", False),
+            window=model.get("window"),
             seq_len=settings.get("seq_len"),
         )
     _known(model, name, ("channels", "classes"))
-    patch = math.prod(model.get("patch", (1, 2, 2)))
+    patches, size = model.get("patch", (1, 2, 2)), _known(settings, name, ("size",))["size"]
+    for key, three in (("model.patch", patches), ("size", size)):
+        if not isinstance(three, list | tuple) or len(three) != 3 or not all(map(_is_size, three)):
+            raise InputError(
+                f"--model {name}: {key} must be three whole numbers of at least 1; got {three!r}. "
+                "Correct the file."
+            )
+    _require_size(model["channels"], "model.channels", name)
+    if model["classes"] != 0:
+        _require_size(model["classes"], "model.classes", name)
+    patch = math.prod(patches)
     return ModelSizes(
         **common,
         kind="dit",
         kv_heads=model["heads"],
-        head_dim=model["width"] // model["heads"],
+        head_dim=max(model["width"] // model["heads"], 1),
         mlp_matrices=2,
         outputs=patch * model["channels"],
         classes=model["classes"],
-        seq_len=math.prod(_known(settings, name, ("size",))["size"]) // patch,
+        patch=patch,
+        seq_len=math.prod(size) // patch,
     )
 
 
@@ -278,12 +373,45 @@ def _of_hugging_face(settings: Mapping[str, Any], name: str) -> ModelSizes:
     given = {ours: settings[theirs] for ours, theirs in _HUGGING_FACE.items() if theirs in settings}
     needed = ("width", "layers", "heads", "mlp_width", "outputs")
     _known(given, name, needed, shown=_HUGGING_FACE)
+    for key in needed:
+        _require_size(given[key], _HUGGING_FACE[key], name)
     given.setdefault("kv_heads", given["heads"])
     if settings.get("model_type") in _WITHOUT_GATE:
         given["mlp_matrices"] = 2
     # Files may hold "head_dim": null.
-    given["head_dim"] = given.get("head_dim") or given["width"] // given["heads"]
-    return ModelSizes(name=name, **given)
+    given["head_dim"] = given.get("head_dim") or max(given["width"] // given["heads"], 1)
+    return ModelSizes(name=name, window=_window(settings, name, given["layers"]), **given)
+
+
+def _window(settings: Mapping[str, Any], name: str, layers: int) -> int | None:
+    """The sliding window of all layers; None if no layer has one."""
+    window, types = settings.get("sliding_window"), settings.get("layer_types")
+    on_request = str(settings.get("model_type")).startswith("qwen")
+    if window is None or not settings.get("use_sliding_window", not on_request):
+        return None
+    _require_size(window, "sliding_window", name)
+    if isinstance(types, list):
+        sliding = sum("sliding" in str(kind) for kind in types)
+    else:
+        # Qwen's layers have it from this one on.
+        first = settings.get("max_window_layers", 28) if on_request else 0
+        first = first if _is_size(first) else 0
+        sliding, types = max(layers - first, 0), range(layers)
+    if 0 < sliding < len(types):
+        raise UnsupportedError(
+            f"--model {name}: all layers must have the same attention; got sliding_window="
+            f"{window} in {sliding} of {len(types)} layers. Give the sizes by flags instead, and "
+            "the forecast takes full attention."
+        )
+    return window if sliding else None
+
+
+def _require_size(number: Any, key: str, name: str) -> None:
+    if not _is_size(number):
+        raise InputError(
+            f"--model {name}: {key} must be a whole number of at least 1; got {number!r}. Correct "
+            "the file."
+        )
 
 
 def _known(

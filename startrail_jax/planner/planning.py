@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from startrail_jax.errors import InputError
 from startrail_jax.planner.grid import ROLES, Call
-from startrail_jax.planner.hardware import Cluster, Gpu, find_gpu
-from startrail_jax.planner.models import ModelSizes, find_model
+from startrail_jax.planner.hardware import Cluster, Gpu, make_cluster
+from startrail_jax.planner.models import FRAME, MODELS, ModelSizes, check_model, find_model
 from startrail_jax.planner.quantities import (
     GIB,
-    parse_count,
-    parse_rate,
+    as_count,
     show_bytes,
     show_count,
     show_rate,
@@ -26,8 +27,6 @@ from startrail_jax.planner.search import BASELINES, REMAT, Candidates, Options, 
 
 # Model -> the recipe of train.py that has its sizes.
 _RECIPES = {"gpt_3b": "gpt_3b", "gpt_7b": "gpt_7b", "dit_1b": "dit_1b", "llama3_8b": "gpt_8b_gqa"}
-_FRAME = 128 * 128
-"""Tokens of a frame of the recipe dit_1b."""
 _NEAR = 1.02
 _DEFAULT_FRACTION = 0.75
 """Share of a GPU's memory that jax takes by default."""
@@ -69,7 +68,24 @@ class Plan:
     @property
     def command(self) -> str:
         """The command that trains with the winner."""
-        return command_of(self.winner, self.call, self.cluster)
+        return command_of(
+            self.winner,
+            self.call,
+            self.cluster,
+            memory_fraction=self.options.memory_fraction,
+        )
+
+    @property
+    def window_note(self) -> str | None:
+        """What the forecast leaves out if the model has a sliding window; None if it has none."""
+        window = self.call.model.window
+        if window is None or window >= self.call.seq_len:
+            return None
+        return (
+            f"The model has a sliding window of {window} tokens, and this forecast takes full "
+            "causal attention: the\nmemory holds, the seconds of attention are too many, and "
+            "another setting may be the fastest."
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Everything as numbers, texts, lists and dicts, for JSON."""
@@ -90,6 +106,7 @@ class Plan:
             "frugal": _as_dict(self.frugal),
             "reasons": None if self.reasons is None else asdict(self.reasons),
             "ways_to_fit": list(self.ways_to_fit),
+            "window_note": self.window_note,
             "command": self.command,
         }
 
@@ -122,12 +139,13 @@ class Plan:
             f"{cluster.ports} port{'s' if cluster.ports > 1 else ''} of {_rate(cluster)}{duplex}"
         )
         limit = self.options.memory_fraction * cluster.gpu.memory_bytes / GIB
-        return [
+        head = [
             f"{nodes}, {ports} a node, {show_rate(cluster.gpu.inside_rate)} inside; "
             f"{call.model.name}, {show_count(call.seq_len)} tokens, batch {call.batch}",
             f"{self.num_settings} settings of degrees and order; with ZeRO, remat, offload and "
             f"tile {self.num_candidates}, of which {self.num_fitting} fit {limit:.1f} GiB",
         ]
+        return head + ([] if self.window_note is None else [self.window_note])
 
     def _tail(self) -> list[str]:
         if self.reasons is None:
@@ -149,7 +167,13 @@ class Plan:
                 f"With {self.frugal.memory_bytes / GIB:.1f} GiB and {slower:.1%} slower: "
                 f"{self.frugal.label}; {describe(self.frugal)}."
             )
-        return [*lines, "", self.command, "", columns]
+        lines += ["", self.command]
+        if self.cluster.nodes > 1:
+            lines.append(
+                "Start it on every node, with a --run-dir that all nodes share: see "
+                "docs/cluster.md."
+            )
+        return [*lines, "", columns]
 
 
 def _rate(cluster: Cluster) -> str:
@@ -175,43 +199,92 @@ def _as_dict(choice: Prediction) -> dict[str, Any]:
     return asdict(choice) | derived
 
 
-def command_of(choice: Prediction, call: Call, cluster: Cluster) -> str:
+def command_of(choice: Prediction, call: Call, cluster: Cluster, *, memory_fraction: float) -> str:
     """The command line of `train.py` for a choice, to be pasted.
 
     Args:
         choice: the setting.
         call: the model, its tokens and its batch.
-        cluster: how much memory a GPU has.
+        cluster: how many nodes there are, and how much memory a GPU has.
+        memory_fraction: share of a GPU's memory that jax may take.
     """
     model, words = call.model, []
     if choice.memory_bytes > _DEFAULT_FRACTION * cluster.gpu.memory_bytes:
-        words.append("XLA_PYTHON_CLIENT_MEM_FRACTION=.92")
-    recipe = model.name if model.from_run else _RECIPES.get(model.name, "gpt_7b")
-    words += ["python", "train.py", shlex.quote(recipe)]
-    flags: dict[str, Any] = {}
-    if model.name not in _RECIPES and not model.from_run:
-        flags |= {f"model.{name}": getattr(model, name) for name in _MODEL_FLAGS}
-        flags["model.vocab-size"] = model.outputs
-        flags["model.mlp"] = "swiglu" if model.mlp_matrices == 3 else "gelu"
-        flags["model.dtype"] = "bfloat16" if model.itemsize == 2 else "float32"
-        words.append("--model.tied-head" if model.tied_head else "--model.no-tied-head")
+        words.append(f"XLA_PYTHON_CLIENT_MEM_FRACTION={memory_fraction}")
+    base, base_model = _base_of(model)
+    words += ["python", "train.py", shlex.quote(base)]
+    flags: dict[str, Any] = {} if model == base_model else _model_flags(model, base_model)
     if model.kind == "gpt":
         flags["seq-len"] = call.seq_len
-    elif call.seq_len != model.seq_len:
-        flags["size"] = f"{call.seq_len // _FRAME} 256 256"
+        if model.from_run:
+            # The sample of the run may be longer than the sequences of the plan.
+            flags["sample-length"] = 0
+    elif not model.from_run and call.seq_len != MODELS["dit_1b"].seq_len:
+        flags["size"] = f"{call.seq_len // FRAME} 256 256"
     flags |= {"batch-size": call.batch}
     flags |= {f"mesh.{role}": size for role, size in choice.degrees.items()}
-    if cluster.nodes > 1:
+    if cluster.nodes > 1 or model.from_run:
         flags["mesh.order"] = " ".join(choice.order)
     flags["attention.inner"] = choice.inner
     flags["attention.gradient-dtype"] = choice.gradient_dtype
     flags |= {"zero": choice.savings.zero, "remat": choice.savings.remat, "tile": choice.tile}
-    words += [f"--{name.replace('_', '-')} {value}" for name, value in flags.items()]
-    words.append("--offload" if choice.savings.offload else "--no-offload")
-    return " ".join(words)
+    if model.from_run:
+        # What the plan assumes, and the run may have set otherwise.
+        flags |= {"accumulation": 1, "zero-axes": "data group ring team head"}
+        flags |= {"devices": None, "mesh.devices-per-node": None}
+        flags["attention.keep-gathered"] = False
+    flags["offload"] = choice.savings.offload
+    flags["run-dir"] = shlex.quote(_new_folder(base, call))
+    if cluster.nodes > 1:
+        flags["distributed"] = True
+    return " ".join([*words, *(_flag(*item) for item in flags.items())])
 
 
-_MODEL_FLAGS = ("width", "layers", "heads", "kv_heads", "head_dim", "mlp_width")
+def _flag(name: str, value: Any) -> str:
+    """A flag of `train.py`, as its command line spells it."""
+    section, dot, last = name.replace("_", "-").rpartition(".")
+    if isinstance(value, bool):
+        return f"--{section}{dot}{'' if value else 'no-'}{last}"
+    return f"--{section}{dot}{last} {value}"
+
+
+def _base_of(model: ModelSizes) -> tuple[str, ModelSizes]:
+    """The recipe or the config.json that a command starts from, and the model that it has."""
+    if model.from_run:
+        return model.name, find_model(model.name)
+    if model.name in _RECIPES and MODELS[model.name] == model:
+        return _RECIPES[model.name], model
+    base = "dit_1b" if model.kind == "dit" else "gpt_7b"
+    return base, MODELS[base]
+
+
+def _model_flags(model: ModelSizes, base: ModelSizes) -> dict[str, Any]:
+    """The flags of `train.py` that give a model its sizes, whatever its base has."""
+    names = ["width", "layers", "heads", "mlp_width"]
+    names += ["classes"] if model.kind == "dit" else ["kv_heads", "head_dim"]
+    flags = {f"model.{name}": getattr(model, name) for name in names}
+    flags["model.dtype"] = "bfloat16" if model.itemsize == 2 else "float32"
+    if model.average != base.average:
+        flags["ema-decay"] = 0.9999 if model.average else None
+    if model.kind == "dit":
+        return flags | {"model.channels": model.outputs // model.patch}
+    flags["model.vocab-size"] = model.outputs
+    flags["model.mlp"] = "swiglu" if model.mlp_matrices == 3 else "gelu"
+    flags["model.tied-head"] = model.tied_head
+    return flags | {"model.window": model.window}
+
+
+def _new_folder(base: str, call: Call) -> str:
+    """A folder for the run that does not exist: beside that of the run that is planned, if any."""
+    path = Path(base)
+    runs = path.parent.parent if path.suffix == ".json" else Path("runs")
+    name = path.parent.name if path.suffix == ".json" else base
+    name = f"{name or 'run'}-{show_count(call.seq_len)}"
+    numbers = itertools.count(2)
+    folder = runs / name
+    while folder.exists():
+        folder = runs / f"{name}-{next(numbers)}"
+    return str(folder)
 
 
 def plan(
@@ -220,13 +293,13 @@ def plan(
     gpus_per_node: int,
     gpu: str | Gpu,
     model: str | ModelSizes,
-    port: str | float | None = None,
+    port: str | float | int | None = None,
     ports: int | None = None,
-    inside: str | float | None = None,
+    inside: str | float | int | None = None,
     half_duplex: bool = False,
-    latency: float | None = None,
-    seq_len: str | int | None = None,
-    batch: int = 1,
+    latency: str | float | int | None = None,
+    seq_len: str | float | int | None = None,
+    batch: str | float | int | None = None,
     options: Options | None = None,
     top: int = 8,
 ) -> Plan:
@@ -243,9 +316,10 @@ def plan(
         ports: ports of a node, shared evenly by its GPUs; None for one for each GPU.
         inside: bytes/s between the GPUs of a node; None for NVLink, as NCCL counts it.
         half_duplex: whether what a port sends and receives shares its rate.
-        latency: seconds of a message through a port; None for that of NCCL.
+        latency: seconds of a message through a port, as a number or as "10us"; None for that of
+            NCCL.
         seq_len: tokens in a sequence, as a number or as "512K"; None for that of the model.
-        batch: sequences in a batch, over all devices.
+        batch: sequences in a batch, over all devices; None for that of the run, or 1.
         options: what is searched; None for everything.
         top: number of settings to rank.
 
@@ -266,24 +340,16 @@ def plan(
         latency=latency,
     )
     sizes = find_model(model) if isinstance(model, str) else model
-    length = parse_count(seq_len, "--seq-len") if isinstance(seq_len, str) else seq_len
-    length = sizes.seq_len if length is None else length
+    length = sizes.seq_len if seq_len is None else as_count(seq_len, "--seq-len")
     if length is None:
         raise InputError(
             f"--seq-len must be given for --model {sizes.name}, which has none of its own. Write "
             "for example --seq-len 512K."
         )
-    if sizes.kind == "dit" and length != sizes.seq_len and (sizes.from_run or length % _FRAME):
-        raise InputError(
-            f"--seq-len of a diffusion transformer follows from its images; got {length} for "
-            f"--model {sizes.name}, which has {sizes.seq_len}. Leave it out"
-            f"{'' if sizes.from_run else f', or use a multiple of {_FRAME}'}."
-        )
-    for flag, number in (("--seq-len", length), ("--batch", batch), ("--top", top)):
-        if number < 1:
-            raise InputError(f"{flag} must be at least 1; got {number}. Use 1 or more.")
-    call = Call(model=sizes, seq_len=length, batch=batch)
-    return plan_of(cluster, call, options or Options(), top=top)
+    count = as_count(sizes.batch if batch is None else batch, "--batch")
+    check_model(sizes, length, count)
+    call = Call(model=sizes, seq_len=length, batch=count)
+    return plan_of(cluster, call, options or Options(), top=as_count(top, "--top"))
 
 
 def plan_of(cluster: Cluster, call: Call, options: Options, *, top: int = 8) -> Plan:
@@ -317,39 +383,6 @@ def plan_of(cluster: Cluster, call: Call, options: Options, *, top: int = 8) -> 
 
 
 _PUBLISHED = ("StarTrail as published",)
-
-
-def make_cluster(
-    *,
-    nodes: int,
-    gpus_per_node: int,
-    gpu: str | Gpu,
-    port: str | float | None,
-    ports: int | None,
-    inside: str | float | None,
-    half_duplex: bool,
-    latency: float | None,
-) -> Cluster:
-    """A cluster from what was typed: arguments as in `plan`."""
-    kind = find_gpu(gpu) if isinstance(gpu, str) else gpu
-    if inside is not None:
-        rate = parse_rate(inside, "--inside") if isinstance(inside, str) else inside
-        kind = replace(kind, inside_rate=rate)
-    if port is None and nodes > 1:
-        raise InputError(
-            f"--port must be given for several nodes; got --nodes {nodes} and no --port. Write the "
-            "rate of one port of a node, such as --port 50GB/s or --port 400Gb/s."
-        )
-    rate = parse_rate(port, "--port") if isinstance(port, str) else (port or np.inf)
-    cluster = Cluster(
-        nodes=nodes,
-        gpus_per_node=gpus_per_node,
-        gpu=kind,
-        port_rate=float(rate),
-        ports=gpus_per_node if ports is None else ports,
-        half_duplex=half_duplex,
-    )
-    return cluster if latency is None else replace(cluster, latency=latency)
 
 
 def _check_options(options: Options) -> None:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import math
+import numbers
 import re
+from typing import Any
 
 from startrail_jax.errors import InputError
 
 GIB = 2**30
+LARGEST_COUNT = 2**40
+"""Larger counts would overflow the integers in which bytes are counted."""
+LARGEST_SIZE = 2**60
+"""Bytes."""
 
 _NUMBER = r"(\d+(?:\.\d*)?|\.\d+)(?:e([+-]?\d+))?"
 _BINARY = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
@@ -27,10 +33,10 @@ def parse_count(text: str, flag: str) -> int:
     """
     match = re.fullmatch(rf"{_NUMBER}\s*([kKmMgG]?)", text.strip().replace("_", ""))
     value = _value(match) * _BINARY[match[3].lower()] if match else 0.0
-    if value < 1 or value != int(value):
+    if not 1 <= value <= LARGEST_COUNT or value != int(value):
         raise InputError(
             f"{flag} must be a positive whole number; got {text!r}. Write for example 524288, 512K "
-            "(512 * 1024) or 1M (1024 * 1024)."
+            f"(512 * 1024) or 1M (1024 * 1024), and at most {LARGEST_COUNT}."
         )
     return int(value)
 
@@ -74,9 +80,10 @@ def parse_bytes(text: str, flag: str) -> int:
     value = 0.0
     if match:
         value = _value(match) * (_BINARY if match[4] else _DECIMAL)[match[3].lower()]
-    if value < 1:
+    if not 1 <= value < LARGEST_SIZE:
         raise InputError(
-            f"{flag} must be a size above 0; got {text!r}. Write for example 80GiB or 80GB."
+            f"{flag} must be a size above 0; got {text!r}. Write for example 80GiB or 80GB, and "
+            "less than an exbibyte."
         )
     return int(value)
 
@@ -112,15 +119,68 @@ def parse_seconds(text: str, flag: str) -> float:
         ValueError: if it is not a time of at least 0.
     """
     match = re.fullmatch(rf"{_NUMBER}\s*(ns|us|µs|ms|s)?", text.strip())
-    if not match:
+    value = _value(match) * _SECONDS[match[3] or "s"] if match else math.inf
+    if not value < math.inf:
         raise InputError(
             f"{flag} must be a time of at least 0; got {text!r}. Write for example 10us."
         )
-    return _value(match) * _SECONDS[match[3] or "s"]
+    return value
 
 
 def _value(match: re.Match[str]) -> float:
-    return float(match[1]) * 10.0 ** int(match[2] or 0)
+    # Too large an exponent gives infinity, where a power of ten would raise.
+    return float(f"{match[1]}e{match[2] or 0}")
+
+
+def as_count(value: Any, flag: str) -> int:
+    """A positive whole number, of any type of number, or as text: see `parse_count`.
+
+    Args:
+        value: what was given.
+        flag: the flag that the message names.
+
+    Raises:
+        ValueError: if it is none.
+    """
+    if isinstance(value, str):
+        return parse_count(value, flag)
+    # Of infinity, the quotient is no number, which equals nothing.
+    if _real(value) == _real(value) // 1:
+        if value < 1:
+            raise InputError(f"{flag} must be at least 1; got {value}. Use 1 or more.")
+        if value > LARGEST_COUNT:
+            raise InputError(f"{flag} must be at most {LARGEST_COUNT}; got {value}. Use less.")
+        return int(value)
+    raise InputError(f"{flag} must be a positive whole number; got {value!r}. Correct it.")
+
+
+def as_seconds(value: Any, flag: str) -> float:
+    """Seconds, as a number or as text: see `parse_seconds`. Arguments and errors as there."""
+    if isinstance(value, str):
+        return parse_seconds(value, flag)
+    return _number(value, flag, "seconds", 0 <= _real(value) < math.inf)
+
+
+def as_rate(value: Any, flag: str) -> float:
+    """Bytes per second, as a number or as text: see `parse_rate`. Arguments and errors as there."""
+    if isinstance(value, str):
+        return parse_rate(value, flag)
+    return _number(value, flag, "bytes/s above 0", _real(value) > 0)
+
+
+def _real(value: Any) -> float:
+    """The value; NaN if it is no number."""
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    try:
+        return float(value) if is_number else math.nan
+    except OverflowError:
+        return math.inf
+
+
+def _number(value: Any, flag: str, what: str, fits: bool) -> float:
+    if not fits:
+        raise InputError(f"{flag} must be a number of {what}; got {value!r}. Correct it.")
+    return float(value)
 
 
 def show_count(count: int) -> str:

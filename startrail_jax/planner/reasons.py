@@ -5,6 +5,7 @@ Every sentence is computed: other clusters and models are planned too, and compa
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ import numpy as np
 from startrail_jax.errors import UserError
 from startrail_jax.planner.grid import Call, Settings, all_settings
 from startrail_jax.planner.hardware import GPUS, Cluster
+from startrail_jax.planner.models import is_length
 from startrail_jax.planner.quantities import GIB, show_bytes, show_count, show_rate, show_seconds
 from startrail_jax.planner.search import Candidates, Options, Prediction
 from startrail_jax.planner.step import Savings
@@ -173,10 +175,10 @@ def _other_heads(candidates: Candidates, winner: Prediction) -> Iterator[str]:
         )
         if any(size != int(size) or size < 1 for size in (heads, keys, channels)) or channels < 16:
             continue
-        other = replace(
-            model, heads=int(heads), kv_heads=int(keys), head_dim=int(channels), name="other"
-        )
         try:
+            other = replace(
+                model, heads=int(heads), kv_heads=int(keys), head_dim=int(channels), name="other"
+            )
             options = replace(candidates.options, baselines=False)
             timed = Candidates(cluster, replace(call, model=other), options)
         except UserError:
@@ -207,11 +209,13 @@ def ways_to_fit(cluster: Cluster, call: Call, options: Options) -> list[str]:
         return next((x for x in values if _fitting(*planned(x), options) is not None), None)
 
     lengths = [call.seq_len // 2**k for k in range(1, 12) if call.seq_len % 2**k == 0]
+    lengths = [length for length in lengths if is_length(call.model, length)]
     if length := first(lengths, lambda x: (cluster, replace(call, seq_len=x))):
         ways.append(f"--seq-len {show_count(length)}")
     nodes = [cluster.nodes * 2**k for k in range(1, 8) if cluster.num_gpus * 2**k <= 4096]
     if count := first(nodes, lambda x: (replace(cluster, nodes=x), call)):
-        ways.append(f"--nodes {count}")
+        port = " and a --port" if math.isinf(cluster.port_rate) else ""
+        ways.append(f"--nodes {count}{port}")
     larger = sorted(GPUS.values(), key=lambda gpu: gpu.memory_bytes)
     for gpu in larger:
         if gpu.memory_bytes > cluster.gpu.memory_bytes:

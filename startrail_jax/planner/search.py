@@ -175,7 +175,7 @@ class Candidates:
                 self.savings.append((number, savings))
                 found.append((kind, legal, seconds, memory))
         if not found:
-            raise no_setting(cluster, call, options)
+            raise _no_savings(options, self.settings)
         self.kind, self.row, self.seconds, self.memory = map(
             np.concatenate, zip(*found, strict=True)
         )
@@ -290,6 +290,11 @@ def no_setting(cluster: Cluster, call: Call, options: Options) -> InputError:
     given = " ".join(f"--{role} {size}" for role, size in options.degrees.items())
     product = int(np.prod(list(options.degrees.values()) or [1]))
     model, asked = call.model, options.degrees
+    if set(asked) == set(ROLES) and product != cluster.num_gpus:
+        return InputError(
+            "The product of all six degrees must be the number of GPUs; got "
+            f"{given}, a product of {product}, for {cluster.num_gpus} GPUs. Leave one of them out."
+        )
     if asked and cluster.num_gpus % product:
         return InputError(
             f"The product of the degrees must divide the number of GPUs; got {given}, a product of "
@@ -315,4 +320,28 @@ def no_setting(cluster: Cluster, call: Call, options: Options) -> InputError:
         f"{model.kv_heads} key heads for {cluster.num_gpus} GPUs"
         f"{f' with {given}' if given else ''}. Use a --seq-len that is a multiple of "
         f"{2 * cluster.num_gpus}{', or leave out a degree' if given else ''}."
+    )
+
+
+def _no_savings(options: Options, settings: Settings) -> InputError:
+    """The error if there are settings of the degrees, and none of them takes the given savings."""
+    if all(options.offload) and set(options.remat) == {"none"}:
+        return InputError(
+            "--offload moves what --remat saves, so it needs a --remat; got --offload with --remat "
+            "none alone. Add --remat attention_saved, or use --no-offload."
+        )
+    if min(options.zero) > 0 and not np.any(settings.replicas > 1):
+        levels = " ".join(map(str, options.zero))
+        tensor = f" with --tensor {int(settings.tensor[0])}" if settings.tensor[0] > 1 else ""
+        return InputError(
+            "--zero needs several GPUs over which it splits the training state, along another axis "
+            f"than tensor; got --zero {levels} for {int(settings.replicas[0])} such "
+            f"GPU{tensor}. Use --zero 0, or more GPUs."
+        )
+    return InputError(
+        "No legal setting: --tile needs more than 2048 tokens on a GPU, in tiles of at least 256, "
+        "--offload a --remat, and --zero several GPUs; got "
+        f"--tile {all(options.tiled)}, --offload {all(options.offload)}, --remat "
+        f"{' '.join(options.remat)} and --zero {' '.join(map(str, options.zero))}. Leave one of "
+        "them out, such as --tile."
     )

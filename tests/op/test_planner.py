@@ -300,6 +300,17 @@ def test_predictions_follow_what_emulated_clusters_measured():
     assert max(picks) < 1.16
 
 
+def test_texts_and_whole_floats_are_numbers():
+    few = Options(zero=(3,), remat=("full",), offload=(False,), tiled=(False,), baselines=False)
+    typed = dict(gpu="h100", model="gpt_7b", options=few, nodes=2, gpus_per_node=2, top=1)
+    plain = st.plan(**typed, port=5e10, batch=8, latency=1e-3, seq_len=65_536)
+    for changes in (
+        dict(port="50GB/s", batch="8", latency="1ms", seq_len=65536.0),
+        dict(port=np.float64(5e10), batch=8.0, latency=np.float64(1e-3), seq_len=65_536),
+    ):
+        assert st.plan(**typed, **changes) == plain
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -308,6 +319,12 @@ def test_predictions_follow_what_emulated_clusters_measured():
         (dict(port="0GB/s"), r"--port must be a rate above 0; got '0GB/s'"),
         (dict(port=None), r"--port must be given for several nodes; got --nodes 2"),
         (dict(ports=3), r"--ports must divide --gpus-per-node.*; got --ports 3"),
+        (dict(seq_len=65536.5), r"--seq-len must be a positive whole number; got 65536.5"),
+        (dict(batch=True), r"--batch must be a positive whole number; got True"),
+        (dict(batch=2**41), r"--batch must be at most 1099511627776; got 2199023255552"),
+        (dict(latency=-1), r"--latency must be a number of seconds; got -1"),
+        (dict(port=math.nan), r"--port must be a number of bytes/s above 0; got nan"),
+        (dict(nodes=2**30), r"--nodes \* --gpus-per-node must be at most 1048576; got"),
         (dict(nodes=0), r"--nodes must be at least 1; got 0"),
         (dict(seq_len="12.5"), r"--seq-len must be a positive whole number; got '12.5'"),
         (dict(model="llama3_8b", seq_len=None), r"--seq-len must be given for --model llama3_8b"),
@@ -321,6 +338,26 @@ def test_predictions_follow_what_emulated_clusters_measured():
             r"--data must divide --batch; got --data 2 for --batch 3. Use --batch 4",
         ),
         (dict(options=Options(degrees={"ring": 5})), r"got --ring 5, a product of 5, for 16 GPUs"),
+        (
+            dict(options=Options(offload=(True,), remat=("none",))),
+            r"--offload moves .*; got --offload with --remat none alone. Add --remat",
+        ),
+        (
+            dict(nodes=1, gpus_per_node=1, options=Options(zero=(1, 3), remat=("full",))),
+            r"--zero needs several GPUs .*; got --zero 1 3 for 1 such GPU. Use --zero 0",
+        ),
+        (
+            dict(nodes=1, options=Options(zero=(2,), degrees={"tensor": 8})),
+            r"got --zero 2 for 1 such GPU with --tensor 8. Use --zero 0",
+        ),
+        (
+            dict(options=Options(degrees=dict.fromkeys(ROLES, 1) | {"ring": 8})),
+            r"product of all six degrees must be .*--ring 8.* product of 8, for 16 GPUs",
+        ),
+        (
+            dict(seq_len="16K", options=Options(tiled=(True,), degrees={"ring": 16})),
+            r"--tile needs more than 2048 tokens on a GPU.*got --tile True",
+        ),
         (dict(options=Options(remat=("some",))), r"--remat must be one of .*; got 'some'"),
         (dict(options=Options(memory_fraction=2.0)), r"--memory-fraction must be above 0"),
     ],

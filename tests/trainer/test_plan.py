@@ -2,24 +2,32 @@
 
 import dataclasses
 import json
+import math
+import os
 import re
 import shlex
 import subprocess
 import sys
 
 import pytest
+from jax.sharding import AbstractMesh, AxisType
 
 import startrail_jax as st
 from configs import RECIPES
+from startrail_jax.errors import InputError, UnsupportedError
 from startrail_jax.plan import main
+from startrail_jax.planner.grid import ROLES
 from startrail_jax.planner.hardware import GPUS
 from startrail_jax.planner.models import MODELS, find_model
 from startrail_jax.planner.planning import plan as plan_function
 from startrail_jax.planner.search import Options
 from train import read_command_line
+from trainer.config import AttentionConfig, MeshConfig
 from trainer.dit.objective import dit_flops_per_token
 from trainer.gpt.objective import gpt_flops_per_token
 from trainer.parallel.flops import PEAK_FLOPS
+from trainer.parallel.legality import check_step
+from trainer.parallel.partition import Partition
 from trainer.parallel.step_sizes import footprint
 from trainer.run.settings import save_config
 from trainer.tasks import TASKS
@@ -42,6 +50,11 @@ def asked(arguments, capsys):
     """What the command prints, as JSON."""
     status = main(shlex.split(f"{arguments} --json --top 2"))
     return status, json.loads(capsys.readouterr().out)
+
+
+def abstract_mesh(degrees):
+    sizes = tuple(vars(degrees)[role] for role in ROLES)
+    return AbstractMesh(sizes, ROLES, (AxisType.Auto,) * len(ROLES))
 
 
 def trained(command):
@@ -126,6 +139,116 @@ def test_models_are_those_of_the_recipes(name, tmp_path):
     assert model.flops_per_token(4096 if config.kind == "gpt" else config.num_tokens) == flops
 
 
+DIT = {"width": 64, "layers": 2, "heads": 4, "mlp_width": 128, "channels": 1, "classes": 0}
+FEW = "--zero 3 --remat attention_saved --no-offload --no-tile --top 1"
+
+
+def checked(command, num_gpus):
+    """What train.py makes of a command, after the checks of its first step."""
+    config = trained(command)
+    sizes = {role: size for role, size in config.mesh.degrees.items() if size is not None}
+    degrees = st.Degrees(**sizes)
+    assert math.prod(sizes.values()) == num_gpus
+    partition = Partition(abstract_mesh(degrees), config.zero, config.zero_axes, config.model.dtype)
+    check_step(config, degrees, partition, config.num_tokens)
+    return config
+
+
+def odd_run(folder):
+    """A run whose settings do not suit the plan, in a folder of its own."""
+    config = dataclasses.replace(
+        RECIPES["gpt_tiny"](),
+        batch_size=8,
+        accumulation=4,
+        zero=1,
+        zero_axes=("data",),
+        devices=3,
+        sample_length=1000,
+        mesh=MeshConfig(data=2, devices_per_node=2, order=("head_first",)),
+        attention=AttentionConfig(keep_gathered=True),
+    )
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, window=300))
+    folder.mkdir()
+    save_config(config, folder / "config.json")
+    return folder / "config.json"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sizes"),
+    [
+        ("--model dit_1b --layers 12 --width 768 --heads 12", dict(layers=12, channels=16)),
+        ("--model gpt_7b --layers 2", dict(layers=2, width=4096, tied_head=False)),
+        ("--model gpt_3b --layers 2", dict(layers=2, mlp="gelu", tied_head=True)),
+        ("--model {run} --seq-len 512 --nodes 1", dict(layers=4, window=300)),
+        ("--model {run} --zero 0 --remat full --layers 2", dict(layers=2, window=300)),
+        ("--model {mistral} --seq-len 64K", dict(layers=36, window=4096)),
+    ],
+)
+def test_pasted_commands_pass_the_checks_of_a_step(arguments, sizes, tmp_path, capsys):
+    run, mistral = odd_run(tmp_path / "mine"), tmp_path / "config.json"
+    mistral.write_text(json.dumps(QWEN | {"model_type": "mistral", "sliding_window": 4096}))
+    given = arguments.format(run=run, mistral=mistral)
+    _, plan = asked(f"--nodes 2 --gpus-per-node 2 --gpu h200 --port 50GB/s {FEW} {given}", capsys)
+    nodes = plan["cluster"]["nodes"]
+    config = checked(plan["command"], 2 * nodes)
+    assert {name: getattr(config.model, name) for name in sizes} == sizes
+    assert config.num_tokens == plan["seq_len"]
+    assert config.kind == plan["model"]["kind"]
+    assert plan["command"].endswith(" --distributed") == (nodes > 1)
+    assert not config.run_dir.exists()
+    assert (plan["window_note"] is None) == (getattr(config.model, "window", None) is None)
+    if "{run}" in arguments:
+        assert config.batch_size == plan["batch"] == 8
+        assert (config.accumulation, config.devices) == (1, None)
+        assert not config.attention.keep_gathered
+        assert config.run_dir.parent == tmp_path
+
+
+def test_models_of_python_give_commands_with_their_sizes(tmp_path):
+    few = Options(zero=(3,), remat=("full",), offload=(False,), memory_fraction=0.85)
+    of_run = find_model(str(odd_run(tmp_path / "mine")))
+    for model, name in ((MODELS["gpt_7b"], "gpt_7b"), (of_run, None), (MODELS["dit_1b"], "dit_1b")):
+        changed = dataclasses.replace(model, layers=2, mlp_width=512)
+        found = st.plan(nodes=1, gpus_per_node=4, gpu="h100", model=changed, options=few)
+        config = checked(found.command, 4)
+        assert (config.model.layers, config.model.mlp_width, config.model.kv_heads) == (
+            *(2, 512),
+            model.kv_heads,
+        )
+        assert f"train.py {name or of_run.name} " in found.command
+    choice = dataclasses.replace(found.winner, memory_bytes=70 * 2**30)
+    full = dataclasses.replace(found, ranked=(choice,))
+    assert full.command.startswith("XLA_PYTHON_CLIENT_MEM_FRACTION=0.85 python")
+    odd = dataclasses.replace(MODELS["dit_1b"], kv_heads=12)
+    with pytest.raises(InputError, match=r"as many --kv-heads as --heads.*got kv_heads=12"):
+        st.plan(nodes=1, gpus_per_node=8, gpu="h100", model=odd)
+
+
+def test_sliding_windows_are_named(tmp_path, capsys):
+    path = tmp_path / "config.json"
+    small = dict(QWEN, num_hidden_layers=4, sliding_window=4096)
+    for more, window in (
+        ({"model_type": "mistral"}, 4096),
+        ({"model_type": "qwen3"}, None),
+        ({"model_type": "qwen3", "use_sliding_window": True, "max_window_layers": 0}, 4096),
+        ({"model_type": "qwen3", "use_sliding_window": True, "max_window_layers": 4}, None),
+        ({"layer_types": ["full_attention"] * 4}, None),
+    ):
+        path.write_text(json.dumps(small | more))
+        assert find_model(str(path)).window == window
+    path.write_text(json.dumps(small | {"layer_types": ["sliding_attention", "full_attention"]}))
+    with pytest.raises(UnsupportedError, match="sliding_window=4096 in 1 of 2 layers"):
+        find_model(str(path))
+    path.write_text(json.dumps(small | {"model_type": "mistral"}))
+    arguments = f"--nodes 1 --gpus-per-node 8 --gpu h100 --model {path} {FEW} --seq-len"
+    main(shlex.split(f"{arguments} 8K"))
+    text = capsys.readouterr().out
+    assert "a sliding window of 4096 tokens, and this forecast takes full" in text
+    assert "--model.window 4096" in text
+    main(shlex.split(f"{arguments} 4K"))
+    assert "sliding window" not in capsys.readouterr().out
+
+
 def test_hugging_face_configs_of_other_shapes(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"text_config": QWEN}))
@@ -162,12 +285,26 @@ def test_where_nothing_fits_the_smallest_change_is_said(capsys):
     text = capsys.readouterr().out
     assert "Nothing fits: the least is" in text
     ways = text.partition("What would fit:")[2]
-    assert re.search(r"--seq-len \d+K; or --nodes \d+; or --gpu \w+, of \d+ GiB", ways)
+    assert re.search(r"--seq-len \d+K; or --nodes \d+ and a --port; or --gpu \w+, of \d+ GiB", ways)
     assert main(shlex.split(f"{arguments} --memory 2000GiB")) == 0
     capsys.readouterr()
     one = f"--nodes 1 --gpus-per-node 8 --gpu h100 --model gpt_7b --seq-len 64K --zero 0 {few}"
     assert main(shlex.split(one)) == 1
     assert "leave out --zero" in capsys.readouterr().out
+
+
+def test_ways_to_fit_are_lengths_that_a_plan_takes(tmp_path):
+    """The images of a run say its tokens; those of the recipe are whole frames."""
+    save_config(RECIPES["dit_1b"](), tmp_path / "config.json")
+    few = Options(zero=(0,), remat=("none",), offload=(False,), tiled=(False,))
+    own, frames = (
+        st.plan(nodes=1, gpus_per_node=2, gpu="h100", model=name, options=few).ways_to_fit
+        for name in (str(tmp_path), "dit_1b")
+    )
+    assert own
+    assert not any("--seq-len" in way for way in own)
+    (length,) = (way.split()[1] for way in frames if way.startswith("--seq-len"))
+    assert length in ("16K", "32K", "64K", "128K", "256K")
 
 
 @pytest.mark.parametrize(
@@ -177,10 +314,16 @@ def test_where_nothing_fits_the_smallest_change_is_said(capsys):
         ("--width 64", "--model must be given, or all sizes; got neither --model nor --head-dim"),
         ("--model gpt_7b --latency soon", "--latency must be a time of at least 0; got 'soon'"),
         ("--model gpt_7b --memory 0", "--memory must be a size above 0; got '0'"),
+        ("--model gpt_7b --memory 1e300GB", "--memory must be a size above 0; got '1e300GB'"),
+        ("--model gpt_7b --seq-len 1e400", "--seq-len must be a positive whole number; got"),
+        ("--model gpt_7b --seq-len 1e12 --batch 1e9", "must be small enough to count their byte"),
+        ("--model gpt_7b --width 1e10", "must be small enough to count their bytes"),
+        ("--model gpt_7b --latency 1e400", "--latency must be a time of at least 0; got '1e400'"),
         ("--model gpt_7b --peak-flops x", "--peak-flops must be a number of FLOP/s"),
         ("--model {}/bad.json", "the file is no JSON"),
         ("--model {}/empty.json", "it has no 'hidden_size'"),
         ("--model {}/experts.json", "mixtures of experts are not planned; got num_experts=8"),
+        ("--model gpt_7b --head-dim 127", "--head-dim must be even, for rotary positions; got"),
         ("--model dit_1b --seq-len 1000", "--seq-len of a diffusion transformer follows from its"),
     ],
 )
@@ -190,6 +333,36 @@ def test_mistakes_on_the_command_line(more, message, tmp_path, capsys):
     (tmp_path / "experts.json").write_text(json.dumps(QWEN | {"num_experts": 8}))
     assert main(shlex.split(f"{CLUSTER} {more.format(tmp_path)}")) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"num_attention_heads": 0}, r"num_attention_heads must be a whole number.*got 0"),
+        ({"hidden_size": "4096"}, r"hidden_size must be a whole number.*got '4096'"),
+        ({"num_key_value_heads": True}, r"--kv-heads must be a whole number.*got True"),
+        ({"text_config": "x"}, r"text_config must hold the settings of a model; got 'x'"),
+        ({"model": {**DIT, "heads": 0}, "kind": "dit", "size": [1, 8, 8]}, r"model.heads must"),
+        ({"model": {**DIT, "patch": "x"}, "kind": "dit", "size": [1, 8, 8]}, r"model.patch must"),
+        ({"model": DIT, "kind": "dit", "size": 8}, r"size must be three .*; got 8"),
+        ({"model": DIT, "kind": "dit", "size": [1, "8", 8]}, r"size must be three .*'8'"),
+    ],
+)
+def test_files_with_wrong_sizes_are_refused(more, message, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN | more))
+    with pytest.raises(InputError, match=message):
+        find_model(str(tmp_path))
+
+
+def test_a_reader_that_leaves_ends_the_plan_quietly(monkeypatch, capfd):
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        status = main(shlex.split(f"--nodes 1 --gpus-per-node 2 --gpu h100 --model gpt_7b {FEW}"))
+        monkeypatch.undo()
+    assert status in (0, 1)
+    assert not capfd.readouterr().err
 
 
 def test_help_imports_no_numpy_and_a_plan_no_jax_and_takes_two_seconds():
