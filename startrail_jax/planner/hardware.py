@@ -4,14 +4,14 @@ Every number has its source beside it. `Gpu` and `Cluster` take other numbers to
 ones.
 
 References:
-    [1] FlashAttention-3, https://arxiv.org/abs/2407.08608, figures 5 and 6: cuDNN on H100 SXM.
-    [2] FlashAttention-2, https://arxiv.org/abs/2307.08691, section 4: up to 73 % of the peak of an
-        A100 forward, and 63 % backward.
-    [3] https://github.com/Dao-AILab/flash-attention/pull/2280: B200, head_dim 128, 8192 tokens.
-    [4] NVIDIA's data sheets: dense bfloat16 tensor cores, and bytes/s of the memory. The memory is
-        what nvidia-smi shows.
-    [5] NCCL, src/graph/topo.h: 20.0, 20.6 and 40.1 GB/s for a link of NVLink 3, 4 and 5.
-    [6] NCCL, src/graph/tuning.cc: latencies of its ring algorithm with the protocol Simple.
+    * [1] FlashAttention-3, https://arxiv.org/abs/2407.08608, figures 5 and 6: cuDNN on H100 SXM.
+    * [2] FlashAttention-2, https://arxiv.org/abs/2307.08691, section 4: up to 73 % of the peak of
+      an A100 forward, and 63 % backward.
+    * [3] https://github.com/Dao-AILab/flash-attention/pull/2280: B200, head_dim 128, 8192 tokens.
+    * [4] NVIDIA's data sheets: dense bfloat16 tensor cores, and bytes/s of the memory. The memory
+      is what nvidia-smi shows.
+    * [5] NCCL, src/graph/topo.h: 20.0, 20.6 and 40.1 GB/s for a link of NVLink 3, 4 and 5.
+    * [6] NCCL, src/graph/tuning.cc: latencies of its ring algorithm with the protocol Simple.
 """
 
 from __future__ import annotations
