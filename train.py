@@ -89,12 +89,12 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
         for line in session.description:
             report.line(line)
 
+        task = TASKS[config.kind]
         if not config.steps:
-            TASKS[config.kind].import_weights(config, session, report)
+            task.import_weights(config, session, report)
             return Losses([], None)
 
         # Program. Whatever does not fit the mesh is refused now, before there is a run folder.
-        task = TASKS[config.kind]
         objective = task.make_objective(config)
         attention = make_attention(session.mesh, config, objective)
         program = Program(config, attention, objective)

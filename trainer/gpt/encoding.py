@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from jaxtyping import Integer
@@ -40,6 +40,7 @@ ABOUT_FILE = ".about.json"
 LONGEST_ABOUT = 1 << 16
 
 TextTokenizer = ByteTokenizer | FileTokenizer
+Part = TypeVar("Part")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,7 +209,7 @@ def _write(
     tokenizer = text.tokenizer
     train, held_out = writers = tuple(VectorWriter(file, tokenizer.dtype) for file in files)
     least = 1.0
-    for chunk in _chunks(_slices(_assign(text, on_read), tokenizer)):
+    for chunk in chunks(_slices(_assign(text, on_read), tokenizer)):
         encoded = tokenizer.encode([document for _, document in chunk])
         for (is_held_out, document), tokens in zip(chunk, encoded, strict=True):
             writers[is_held_out].add(tokens, ends_document=document.is_last)
@@ -278,13 +279,11 @@ def _slices(
         yield from ((held_out, document) for document in slicer.add(part))
 
 
-def _chunks(
-    assigned: Iterable[tuple[bool, Document]],
-) -> Iterator[list[tuple[bool, Document]]]:
-    """Groups the documents into lists of about `CHUNK` characters."""
+def chunks(assigned: Iterable[tuple[Part, Document]]) -> Iterator[list[tuple[Part, Document]]]:
+    """Groups the documents, each with its part, into lists of about `CHUNK` characters."""
     chunk, size = [], 0
-    for held_out, document in assigned:
-        chunk.append((held_out, document))
+    for part, document in assigned:
+        chunk.append((part, document))
         size += len(document.text)
         if size >= CHUNK:
             yield chunk

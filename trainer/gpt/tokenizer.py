@@ -155,8 +155,13 @@ class FileTokenizer:
 
     def ids(self, text: str) -> list[int]:
         """The tokens of a text, without one that ends it."""
-        with library_errors(self._path, OTHER_FILE):
+        with _library_errors(self._path, OTHER_FILE):
             return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def added_tokens(self) -> list[str]:
+        """The tokens that the file puts around a text elsewhere, and that are left out here."""
+        with _library_errors(self._path, OTHER_FILE):
+            return self._tokenizer.encode("", add_special_tokens=True).tokens
 
     def encode(self, documents: Sequence[Document]) -> list[Integer[np.ndarray, " tokens"]]:
         """Tokens of each document or part of one, with the one that ends the document.
@@ -165,7 +170,7 @@ class FileTokenizer:
             ValueError: if a token is beyond the vocabulary of the model.
         """
         texts = [document.context + document.text for document in documents]
-        with library_errors(self._path, OTHER_FILE):
+        with _library_errors(self._path, OTHER_FILE):
             encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         tokens = []
         for document, encoding in zip(documents, encoded, strict=True):
@@ -194,7 +199,7 @@ class FileTokenizer:
         texts = [example.text for example in examples]
         # Some post-processors take spaces away from the offsets; they change no token here.
         self._tokenizer.post_processor = None
-        with library_errors(self._path, OTHER_FILE):
+        with _library_errors(self._path, OTHER_FILE):
             found = self._tokenizer.encode_batch(texts, add_special_tokens=False)
         encoded = []
         for example, encoding in zip(examples, found, strict=True):
@@ -216,7 +221,7 @@ class FileTokenizer:
 
     def decode(self, tokens: Integer[np.ndarray, " tokens"]) -> str:
         """Text to show, with the names of special tokens. Ids without a token are left out."""
-        with library_errors(self._path, OTHER_FILE):
+        with _library_errors(self._path, OTHER_FILE):
             return self._tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
 
 
@@ -240,7 +245,7 @@ def _load(path: Path) -> tuple[Any, str]:
             f"data.tokenizer must have the package tokenizers; got {str(path)!r} without it. Run "
             "pip install tokenizers."
         ) from error
-    with library_errors(
+    with _library_errors(
         path, "Give the file that lies beside the weights of the model, not its folder."
     ):
         # The ends of lines as Python reads them: runs that have begun compare the hash.
@@ -250,7 +255,7 @@ def _load(path: Path) -> tuple[Any, str]:
 
 
 @contextmanager
-def library_errors(path: Path, way_out: str) -> Iterator[None]:
+def _library_errors(path: Path, way_out: str) -> Iterator[None]:
     """Turns errors of the package into errors that name the file.
 
     It raises plain exceptions; and where its own code fails, which a file can bring about, a

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from trainer.data.progress import shown_progress
 from trainer.gpt.chat.examples import read_examples
 from trainer.gpt.chat.packing import EncodedExamples
 from trainer.gpt.chat.template import ChatTemplate
-from trainer.gpt.encoding import CHUNK, Text, VectorWriter, check_lengths, share_of_key
+from trainer.gpt.encoding import Text, VectorWriter, check_lengths, chunks, share_of_key
 
 # Changes when the same examples give other files than before.
 FORMAT = 1
@@ -104,7 +104,7 @@ def _write(
     for (part, vector), file in files.items():
         writers[part][vector] = VectorWriter(file, VECTORS[vector] or text.tokenizer.dtype)
     least = 1.0
-    for chunk in _chunks(_assign(text, template, on_read)):
+    for chunk in chunks(_assign(text, template, on_read)):
         encoded = text.tokenizer.encode_parts([example for _, example in chunk])
         for (part, example), (tokens, counted) in zip(chunk, encoded, strict=True):
             _add(writers[part], tokens, counted, example)
@@ -138,16 +138,3 @@ def _assign(
     if text.validation is not None:
         for example in read_examples(text.validation, template, on_read):
             yield held_out, example
-
-
-def _chunks(assigned: Iterable[tuple[str, Document]]) -> Iterator[list[tuple[str, Document]]]:
-    """Groups the examples into lists of about `CHUNK` characters."""
-    chunk, size = [], 0
-    for part, example in assigned:
-        chunk.append((part, example))
-        size += len(example.text)
-        if size >= CHUNK:
-            yield chunk
-            chunk, size = [], 0
-    if chunk:
-        yield chunk

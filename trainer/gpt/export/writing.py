@@ -24,6 +24,7 @@ from startrail_jax.errors import InputError
 from trainer.checkpoints import durable
 from trainer.checkpoints.weights import restore_weights
 from trainer.errors import MissingPackageError, NonFiniteError, StorageError
+from trainer.gpt.chat.template import TEMPLATE_FILE
 from trainer.gpt.config import GPTConfig, GPTTrainConfig, RopeConfig
 from trainer.gpt.objective import NextToken
 from trainer.gpt.pretrained.defaults import KEPT_FOLDER, TOKENIZER, TOKENIZER_FILES
@@ -47,7 +48,6 @@ DTYPES: Mapping[str, Any] = {
     "bfloat16": jnp.bfloat16,
     "float16": np.float16,
 }
-TEMPLATE_FILE = "chat_template.jinja"
 SHARD_BYTES = 2 * 10**9
 """Bytes of the tensors of one file, which are in memory together."""
 ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "original_max_position_embeddings")

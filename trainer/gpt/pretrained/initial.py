@@ -22,7 +22,7 @@ from trainer.gpt.pretrained.defaults import KEPT_FOLDER, TOKENIZER, TOKENIZER_FI
 from trainer.gpt.pretrained.families import CONFIG, read_description, read_json
 from trainer.gpt.pretrained.names import Place, places
 from trainer.gpt.pretrained.tensors import Tensors, open_tensors
-from trainer.gpt.tokenizer import LARGEST_FILE, OTHER_FILE, FileTokenizer, library_errors
+from trainer.gpt.tokenizer import LARGEST_FILE, FileTokenizer
 from trainer.parallel.partition import path_name
 
 KEPT = (*TOKENIZER_FILES, "generation_config.json")
@@ -140,21 +140,12 @@ def open_pretrained(config: GPTTrainConfig, shapes: Any) -> Iterator[Pretrained]
         )
 
 
-class ModelTokenizer(FileTokenizer):
-    """The tokenizer that lies beside the weights of a model."""
-
-    def added_tokens(self) -> list[str]:
-        """The tokens that it would put around a text, and that this program leaves out."""
-        with library_errors(self._path, OTHER_FILE):
-            return self._tokenizer.encode("", add_special_tokens=True).tokens
-
-
 def _check_tokenizer(path: Path, vocab_size: int) -> str:
     """Raises if the ids do not fit the model; returns what the log must say of the tokenizer."""
     if not path.is_file():
         return ""
     # Which of its tokens ends a document matters only for data.
-    tokenizer = ModelTokenizer(path, end_of_document=0, vocab_size=vocab_size)
+    tokenizer = FileTokenizer(path, end_of_document=0, vocab_size=vocab_size)
     if tokenizer.num_ids > vocab_size:
         raise InputError(
             f"The tokenizer of a model must have no ids beyond its vocabulary; got {str(path)!r} "
