@@ -20,6 +20,7 @@ import difflib
 import sys
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,8 +28,6 @@ from configs import RECIPES
 from configs.gpt import pretrained
 from trainer.command_line import Command, exit_with_usage_error, parse
 from trainer.config import TrainConfig
-from trainer.gpt.config import GPTTrainConfig
-from trainer.gpt.pretrained.defaults import with_model_of, with_tokenizer
 from trainer.network.options import Distributed
 from trainer.run.commands import command
 from trainer.run.folder import CONFIG_FILE
@@ -219,12 +218,11 @@ def read_command_line(arguments: list[str]) -> Command[TrainConfig]:
             f"The first word must be a recipe or a config.json; got {name!r}. "
             f"{f'Did you mean {near[0]}? ' if near else ''}Recipes: {', '.join(RECIPES)}."
         )
-    if folder is not None and isinstance(default, GPTTrainConfig):
-        default = with_model_of(Path(folder), default)
+    task, flag = TASKS[default.kind], partial(_flag, arguments)
     prog = "train.py [RECIPE | config.json]"
+    default = task.before_flags(default, flag)
     command = parse(arguments, default=default, prog=prog, description=__doc__)
-    given = _flag(arguments, "--data.tokenizer") is not None
-    return replace(command, settings=with_tokenizer(command.settings, given=given))
+    return replace(command, settings=task.after_flags(command.settings, flag))
 
 
 def _flag(arguments: list[str], name: str) -> str | None:

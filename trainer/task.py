@@ -56,6 +56,19 @@ class Task(ABC, Generic[Config, Options]):
     example_flags: ClassVar[str] = "--help"
     """Flags of sample.py that it advises to try next."""
 
+    def before_flags(self, config: Config, flag: Callable[[str], str | None]) -> Config:
+        """The defaults of the flags of train.py, where some flags decide about those of others.
+
+        Args:
+            config: a recipe, or the config of a run.
+            flag: gives the value of a flag on the command line; None if it is not there.
+        """
+        return config
+
+    def after_flags(self, config: Config, flag: Callable[[str], str | None]) -> Config:
+        """A config with what follows from its flags together. Arguments as in `before_flags`."""
+        return config
+
     @abstractmethod
     def make_objective(self, config: Config) -> Any:
         """The model, its loss and its FLOPs: a `trainer.objective.Objective`."""

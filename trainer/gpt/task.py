@@ -12,7 +12,7 @@ from typing import Any
 from trainer.checkpoints.initial import InitialWeights
 from trainer.data.dataset import Dataset
 from trainer.gpt.config import GPTTrainConfig, TextOptions
-from trainer.gpt.pretrained.defaults import kept_tokenizer
+from trainer.gpt.pretrained.defaults import kept_tokenizer, with_model_of, with_tokenizer
 from trainer.run.folder import CHECKPOINTS_FOLDER
 from trainer.task import Task
 
@@ -25,6 +25,17 @@ class GPTTask(Task[GPTTrainConfig, TextOptions]):
     config_class = GPTTrainConfig
     options_class = TextOptions
     example_flags = "--samples 3 --temperature 0.5"
+
+    def before_flags(
+        self, config: GPTTrainConfig, flag: Callable[[str], str | None]
+    ) -> GPTTrainConfig:
+        folder = flag("--init-from")
+        return config if folder is None else with_model_of(Path(folder), config)
+
+    def after_flags(
+        self, config: GPTTrainConfig, flag: Callable[[str], str | None]
+    ) -> GPTTrainConfig:
+        return with_tokenizer(config, given=flag("--data.tokenizer") is not None)
 
     def make_objective(self, config: GPTTrainConfig) -> Any:
         from trainer.gpt.objective import NextToken

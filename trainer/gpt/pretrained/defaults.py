@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from startrail_jax.errors import InputError
 from trainer.gpt.config import GPTTrainConfig
@@ -36,18 +35,18 @@ def with_model_of(folder: Path, config: GPTTrainConfig) -> GPTTrainConfig:
     return replace(config, model=read_description(folder).model, init_from=folder, data=data)
 
 
-def with_tokenizer(config: Any, *, given: bool = True) -> Any:
+def with_tokenizer(config: GPTTrainConfig, *, given: bool = True) -> GPTTrainConfig:
     """A config with the tokenizer of its pretrained model, if text needs one and none is given.
 
     Args:
-        config: config of a run, of any kind.
+        config: config of a run.
         given: whether the user has chosen the tokenizer that it has. What comes from the config of
             an earlier run is left out for data that are tokens, if it is that of the model.
 
     Raises:
         ValueError: if the model has no tokenizer that is read, and its tokens are no bytes.
     """
-    if not isinstance(config, GPTTrainConfig) or config.init_from is None:
+    if config.init_from is None:
         return config
     from trainer.data.files import TOKEN_KINDS, kind_of_data
 
