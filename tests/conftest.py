@@ -4,15 +4,16 @@ import gc
 import os
 import signal
 import tempfile
+from pathlib import Path
 
 import hypothesis
 import jax
 import jaxtyping
 import pytest
 
-# Shapes and types of all annotated functions are checked in tests. Before the package is imported.
-jaxtyping.install_import_hook(["startrail_jax", "models", "trainer"], "beartype.beartype")
+import parts
 
+PACKAGES = ("startrail_jax", "models", "trainer")
 SIMULATED_DEVICES = 64
 NEEDS_GPU = "needs a GPU"
 # The only reasons to skip: hardware, the package that compiles for a GPU without one, and a machine
@@ -37,11 +38,19 @@ if jax.__version_info__ < (0, 11):
 def pytest_addoption(parser):
     parser.addoption("--gpu", action="store_true", help="run the tests that need a GPU, on it")
     parser.addoption("--every", type=int, default=1, help="run the first of every so many tests")
+    parser.addoption(
+        "--check-all-types",
+        action="store_true",
+        help="check the arguments of every function, not only shapes and dtypes of arrays",
+    )
+    parts.add_option(parser)
 
 
 def pytest_configure(config):
     heed_ctrl_c()
-    # Imported here, since the import hook above must come first.
+    parts.settle(config)
+    check_types(everywhere=config.getoption("--check-all-types"))
+    # Imported here, since the checks of types must come first.
     from startrail_jax.testing import simulate_devices
 
     if config.getoption("--gpu"):
@@ -50,6 +59,22 @@ def pytest_configure(config):
         compile_quickly(config)
         simulate_devices(SIMULATED_DEVICES)
     jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def check_types(*, everywhere):
+    """Lets jaxtyping check annotations at every call. Must come before the packages are imported.
+
+    Only in modules that state shapes of arrays, unless `everywhere`: small functions of numbers and
+    masks are called so often that their checks took a sixth of the time of all tests.
+    """
+    root = Path(__file__).parent.parent
+    files = [path for package in PACKAGES for path in sorted((root / package).rglob("*.py"))]
+    names = [
+        ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+        for path in files
+        if "jaxtyping" in path.read_text()
+    ]
+    jaxtyping.install_import_hook(list(PACKAGES) if everywhere else names, "beartype.beartype")
 
 
 def heed_ctrl_c():
@@ -83,10 +108,12 @@ def compile_quickly(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    every = config.getoption("--every")
-    config.hook.pytest_deselected(items=[x for i, x in enumerate(items) if i % every])
-    items[:] = items[::every]
     mark_quick(items)
+    every = config.getoption("--every")
+    chosen = parts.of_part(config.getoption("--part"), items)[::every]
+    kept = set(chosen)
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = chosen
     if not config.getoption("--gpu"):
         for item in items:
             if "gpu" in item.keywords:

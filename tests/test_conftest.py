@@ -3,12 +3,14 @@
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
 import pytest
 
 import conftest
+import parts
 
 pytestmark = pytest.mark.quick
 
@@ -56,3 +58,32 @@ def test_ctrl_c_reaches_the_programs_that_tests_start():
     finally:
         signal.signal(signal.SIGINT, before)
     assert shown.stdout.strip() == "True"
+
+
+@pytest.mark.parametrize("name", parts.FIRST_OF_EVERY)
+def test_parts_name_tests_that_exist(name):
+    """Else a renamed test would be in the first part whole."""
+    path, _, test = name.partition("::")
+    assert f"\ndef {test}(" in (Path(__file__).parent / path).read_text()
+
+
+def test_first_part_and_rest_make_all_tests(monkeypatch):
+    monkeypatch.setattr(parts, "FIRST_OF_EVERY", {"a.py::grid": 3, "a.py::slow": 0})
+    names = [*(f"a.py::grid[{i}]" for i in range(7)), "a.py::slow", "a.py::other"]
+    items = [SimpleNamespace(nodeid=f"tests/{name}") for name in names]
+    first, rest = parts.of_part("first", items), parts.of_part("rest", items)
+    assert first == [items[i] for i in (0, 3, 6, 8)]
+    assert rest == [item for item in items if item not in first]
+    assert parts.of_part("all", items) == items
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [([], "first"), (["tests/op"], "all"), (["-m", "quick"], "all"), (["-k", "grid"], "all"),
+     (["--part", "rest"], "rest"), (["--part", "first", "tests/op"], "first")],
+)  # fmt: skip
+def test_tests_that_are_asked_for_run_whole(pytestconfig, arguments, part):
+    """Only a run of everything, without a word, is the first part."""
+    config = pytest.Config.fromdictargs({}, ["--rootdir", str(pytestconfig.rootpath), *arguments])
+    parts.settle(config)
+    assert config.option.part == part
