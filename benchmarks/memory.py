@@ -131,6 +131,9 @@ def rows(config: TrainConfig) -> Iterator[Row]:
     yield Row("offload", replace(config, offload=True))
     for tile in (None, 512):
         yield Row(f"tile {tile}".lower(), replace(config, tile=tile))
+    for parts in (2, 4, 8):
+        attention = replace(config.attention, head_chunks=parts)
+        yield Row(f"heads in {parts} parts", replace(config, attention=attention))
     two = replace(config, batch_size=2 * config.batch_size)
     yield Row("2 sequences", two)
     yield Row("2 sequences, accumulation 2", replace(two, accumulation=2))
