@@ -173,10 +173,7 @@ class Attention(Decoding):
             platform=platform,
             capability=capability,
             **{role: self.axes[role] for role in SEQUENCE_ROLES},
-            **{
-                name: getattr(self, name)
-                for name in (*_OPTIONS, *_STATIC)
-            },
+            **{name: getattr(self, name) for name in (*_OPTIONS, *_STATIC)},
         )
 
     def num_rounds(self, seq_len: int) -> int:

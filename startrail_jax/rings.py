@@ -73,7 +73,7 @@ def sharded_attention(
     query_segments: QuerySegments | None = None,
     key_segments: KeySegments | None = None,
 ) -> tuple[OutShard, LseShard]:
-    """Attention of this device's tokens to the whole sequence: steps 0 to 5, for each chunk of heads.
+    """Attention of this device's tokens to the whole sequence: steps 0 to 5, for a chunk at a time.
 
     Steps 0 and 5 move data only where the head degree is above 1. Where there are fewer key heads
     than that degree, they are copied before step 0. Copies, on one device or on several, are

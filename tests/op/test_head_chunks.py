@@ -71,12 +71,17 @@ def test_number_of_parts_must_be_a_positive_integer(unchecked, head_chunks):
 
 @pytest.mark.parametrize(
     ("degrees", "kv_heads", "has"),
-    [(Degrees(), 4, 4), (Degrees(head=2), 8, 4), (Degrees(tensor=2), 2, 1), (Degrees(head=4), 2, 1)],
-)  # fmt: skip
+    [
+        (Degrees(), 4, 4),
+        (Degrees(head=2), 8, 4),
+        (Degrees(tensor=2), 2, 1),
+        (Degrees(head=4), 2, 1),
+    ],
+)
 def test_parts_that_do_not_divide_the_key_heads_are_refused(degrees, kv_heads, has):
     """In a call, by explain, and by the count of bytes."""
     attention = attention_over(degrees, 3)
-    message = rf"head_chunks must divide the key heads .*got head_chunks=3, key heads of a .*={has}\."
+    message = rf"head_chunks must divide the key heads .*got head_chunks=3, key heads .*={has}\."
     inputs = [jnp.zeros((1, 8, heads, 8)) for heads in (8, kv_heads, kv_heads)]
     sizes = dict(seq_len=8, heads=8, kv_heads=kv_heads, head_dim=8)
     with pytest.raises(ValueError, match=message):
