@@ -258,13 +258,13 @@ def _unit_elements(
 def _chunked_attention_bytes(sizes: StepSizes) -> Amount:
     """The backward pass of one attention, of a part of the heads at a time.
 
-    Beside it there are the units of the next part, and what goes in and comes out in parts: query,
-    key, value, output and their gradients.
+    Beside it there are the units of the next part, and copies of what is cut and joined: of query,
+    key, value, output and their gradients, half at a time, since what is used up is freed.
     """
     if sizes.head_chunks == 1:
         return _attention_bytes(sizes)
     following = _unit_bytes(sizes, sizes.degrees.team, sizes.degrees.group)
-    cut = 2 * _unit_bytes(sizes, 2, 1)
+    cut = _unit_bytes(sizes, 2, 1)
     return (_attention_bytes(sizes) + following) // sizes.head_chunks + cut
 
 
