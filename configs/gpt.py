@@ -1,8 +1,9 @@
 """GPT recipes: functions that return a `GPTTrainConfig`. Flags override its settings."""
 
+from dataclasses import replace
 from pathlib import Path
 
-from trainer.config import OptimizerConfig
+from trainer.config import AttentionConfig, OptimizerConfig
 from trainer.gpt.config import (
     DataConfig,
     GPTConfig,
@@ -97,6 +98,42 @@ def gpt_8b_gqa() -> GPTTrainConfig:
     )
 
 
+def llama3_8b_1m() -> GPTTrainConfig:
+    """Llama 3.1 8B (arXiv 2407.21783) on a million tokens, on one node of eight H100 80 GB.
+
+    Its rotary wavelengths are stretched 8 times further than for 128K tokens. Command: `python
+    train.py llama3_8b_1m --init-from Llama-3.1-8B --model.rope.factor 64 --data.path FOLDER`. The
+    node needs 0.6 TB of host memory.
+    """
+    rope = RopeConfig(base=500_000.0, scaling="llama3", factor=64.0, original_length=8192)
+    model = replace(gpt_8b_gqa().model, norm_eps=1e-5, rope=rope)
+    return _million_tokens("llama3_8b_1m", model)
+
+
+def qwen3_8b_1m() -> GPTTrainConfig:
+    """Qwen3 8B (arXiv 2505.09388) with YaRN on a million tokens, on one node of eight H100 80 GB.
+
+    Command: `python train.py qwen3_8b_1m --init-from Qwen3-8B --model.rope.scaling yarn
+    --model.rope.factor 32 --model.rope.original-length 32768 --data.path FOLDER`. The node needs
+    0.6 TB of host memory.
+    """
+    return _million_tokens(
+        "qwen3_8b_1m",
+        GPTConfig(
+            vocab_size=151_936,
+            width=4096,
+            layers=36,
+            heads=32,
+            kv_heads=8,
+            head_dim=128,
+            mlp_width=12_288,
+            qk_norm=True,
+            rope=RopeConfig(base=1_000_000.0, scaling="yarn", factor=32.0, original_length=32_768),
+            dtype="bfloat16",
+        ),
+    )
+
+
 def pretrained(folder: Path) -> GPTTrainConfig:
     """Training that goes on from a pretrained model: the default of `train.py --init-from FOLDER`.
 
@@ -142,5 +179,18 @@ def _long_context(name: str, model: GPTConfig) -> GPTTrainConfig:
     )
 
 
-RECIPES = {recipe.__name__: recipe for recipe in (gpt_tiny, gpt_3b, gpt_7b, gpt_8b_gqa)}
+def _million_tokens(name: str, model: GPTConfig) -> GPTTrainConfig:
+    """Training that goes on from a pretrained model, with one sequence of 1,048,576 tokens."""
+    return replace(
+        _long_context(name, model),
+        optimizer=OptimizerConfig(learning_rate=1e-5),
+        attention=AttentionConfig(head_chunks=4),
+        seq_len=1_048_576,
+        offload=True,
+        validation_sequences=1,
+    )
+
+
+_ALL = (gpt_tiny, gpt_3b, gpt_7b, gpt_8b_gqa, llama3_8b_1m, qwen3_8b_1m)
+RECIPES = {recipe.__name__: recipe for recipe in _ALL}
 """The recipes by name."""

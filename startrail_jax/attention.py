@@ -22,6 +22,7 @@ from startrail_jax.analysis.explain import Explanation, explain
 from startrail_jax.cache import Decoding
 from startrail_jax.derivatives import without_derivative
 from startrail_jax.errors import BalanceWarning
+from startrail_jax.head_chunks import check_head_chunks
 from startrail_jax.layout import Layout
 from startrail_jax.mesh import SEQUENCE_ROLES, AxisNames, check_sequence_axis, device_kind
 from startrail_jax.nodes import mesh_crossing
@@ -45,6 +46,9 @@ _OPTIONS = {
     "gradient_dtype": GRADIENT_DTYPES,
     "keep_gathered": (False, True),
 }
+
+# Further fields that `Schedule` has too.
+_STATIC = ("layout", "pattern", "scale", "softcap", "inner", "head_chunks")
 
 # jax (0.10 to 0.12) cannot lower the residuals of a shard_map inside a shard_map over other axes.
 FORWARD_ONLY = (
@@ -106,6 +110,10 @@ class Attention(Decoding):
     which divides the ring degree: keys (or queries) go round these neighbours while those of the
     next cycle are under way. Meant for rings that cross nodes, with inner cycles inside a node. 1
     is a single ring."""
+    head_chunks: int = 1
+    """Number of parts in which a device attends its heads, one after another; it divides the key
+    heads of a device. The gathered units, what travels round the ring and the sums of gradients
+    then take memory for two parts at a time, and the same bytes are sent in more messages."""
     gradient_dtype: str = "float32"
     """Dtype in which parts of gradients travel round the ring and to their owners, which sum them
     in float32: "float32" (exact), or "bfloat16" (half of these bytes; the error is in the docs)."""
@@ -137,6 +145,7 @@ class Attention(Decoding):
         check_placement(self.placement, self.degrees)
         check_softcap(self.softcap)
         check_inner(self.inner, self.degrees.ring)
+        check_head_chunks(self.head_chunks)
 
     @classmethod
     def as_published(cls, mesh: Mesh | AbstractMesh, **options: Any) -> Attention:
@@ -164,10 +173,7 @@ class Attention(Decoding):
             platform=platform,
             capability=capability,
             **{role: self.axes[role] for role in SEQUENCE_ROLES},
-            **{
-                name: getattr(self, name)
-                for name in (*_OPTIONS, "layout", "pattern", "scale", "softcap", "inner")
-            },
+            **{name: getattr(self, name) for name in (*_OPTIONS, *_STATIC)},
         )
 
     def num_rounds(self, seq_len: int) -> int:

@@ -1,8 +1,8 @@
 """Tricks that fix an order of computation which XLA would otherwise choose for itself.
 
 Each of them returns values unchanged and adds a dependency between them: `compute_first` in the
-forward pass, `gradient_first` in the backward pass, `recompute_in_backward` from the one to the
-other, and `zeros_after` for the start of a sum.
+forward pass, `gradient_first` in the backward pass, `in_turn` in both, `recompute_in_backward` from
+the one to the other, and `zeros_after` for the start of a sum.
 """
 
 from __future__ import annotations
@@ -63,6 +63,32 @@ def _gradient_first_backward(_: None, gradients: tuple[Any, Any]) -> tuple[Any, 
 
 
 gradient_first.defvjp(lambda first, then: ((first, then), None), _gradient_first_backward)
+
+
+@jax.custom_vjp
+def in_turn(done: Any, then: Any) -> tuple[Any, Any]:
+    """Makes what is computed from `then` wait for `done`, and in the backward pass the reverse.
+
+    In the backward pass, what is computed from the gradient of `done` waits for the gradient of
+    `then`. So of two equal computations, the one that gives `done` and the one that takes `then`,
+    one ends before the other begins, and they never need memory at the same time.
+
+    Args:
+        done: pytree of arrays, the results of the one.
+        then: pytree of arrays, the inputs of the other.
+
+    Returns:
+        `done` and `then`, unchanged.
+    """
+    return done, lax.optimization_barrier((done, then))[1]
+
+
+def _in_turn_backward(_: None, gradients: tuple[Any, Any]) -> tuple[Any, Any]:
+    d_done, d_then = gradients
+    return lax.optimization_barrier((d_done, d_then))[0], d_then
+
+
+in_turn.defvjp(lambda done, then: (in_turn(done, then), None), _in_turn_backward)
 
 
 def recompute_in_backward(

@@ -34,6 +34,7 @@ from jaxtyping import Array, Float, Float32
 
 from startrail_jax import blocks, collectives
 from startrail_jax.derivatives import without_derivative
+from startrail_jax.head_chunks import check_head_chunks, in_chunks
 from startrail_jax.ordering import recompute_in_backward
 from startrail_jax.ring_loop import UNROLLED_ROUNDS, as_float32, circulate
 from startrail_jax.schedule import Schedule, ring_offsets
@@ -72,7 +73,7 @@ def sharded_attention(
     query_segments: QuerySegments | None = None,
     key_segments: KeySegments | None = None,
 ) -> tuple[OutShard, LseShard]:
-    """Attention of this device's tokens to the whole sequence: steps 0 to 5.
+    """Attention of this device's tokens to the whole sequence: steps 0 to 5, for a chunk at a time.
 
     Steps 0 and 5 move data only where the head degree is above 1. Where there are fewer key heads
     than that degree, they are copied before step 0. Copies, on one device or on several, are
@@ -87,10 +88,29 @@ def sharded_attention(
     Returns:
         out in the dtype of q and lse in float32, for this device's tokens.
     """
-    head = schedule.head
+    check_head_chunks(schedule.head_chunks, max(k.shape[2] // schedule.head.degree, 1))
     if is_replicated(k, q) or is_replicated(v, q):
         k, v = as_float32((k, v))
     q, k, v = alike(q, k, v)
+
+    def attend(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+        return _attend_heads(schedule, q, k, v, query_segments, key_segments)
+
+    if schedule.head_chunks == 1:
+        return attend(q, k, v)
+    return in_chunks(attend, schedule.head_chunks, q, k, v)
+
+
+def _attend_heads(
+    schedule: Schedule,
+    q: QueryShard,
+    k: KeyShard,
+    v: ValueShard,
+    query_segments: QuerySegments | None,
+    key_segments: KeySegments | None,
+) -> tuple[OutShard, LseShard]:
+    """Steps 0 to 5 for some heads, or all."""
+    head = schedule.head
     if k.shape[2] < head.degree:
         k, v = collectives.repeat_heads(head.degree, k, v)
     q = collectives.exchange(q, head, split=2, concat=1)

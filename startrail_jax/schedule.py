@@ -63,6 +63,7 @@ class Schedule:
     placement: str
     combine: str
     inner: int
+    head_chunks: int
     gradient_dtype: str
     keep_gathered: bool
     platform: str | None
@@ -218,6 +219,7 @@ def schedule_of(degrees: Degrees, pattern: Pattern, layout: Layout, inner: int =
         layout=layout,
         pattern=pattern,
         inner=inner,
+        head_chunks=1,
         scale=None,
         softcap=None,
         backend="auto",

@@ -95,6 +95,7 @@ class Case:
     placement: str = "permute_gather"
     combine: str = "merge"
     inner: int = 1
+    head_chunks: int = 1
     keep_gathered: bool = False
     gradient_dtype: str = "float32"
     axis_type: str = "explicit"
@@ -107,6 +108,11 @@ class Case:
     @property
     def num_heads(self) -> tuple[int, int]:
         """Query heads (divisible by head * tensor), and key heads (that divide or are divided)."""
+        heads, kv_heads = self._heads_of_chunk
+        return heads * self.head_chunks, kv_heads * self.head_chunks
+
+    @property
+    def _heads_of_chunk(self) -> tuple[int, int]:
         ranks = self.degrees.head * self.degrees.tensor
         if self.heads == "equal":
             return (3, 3) if ranks == 1 else (ranks, ranks)
@@ -148,6 +154,7 @@ class Case:
             placement=self.placement,
             combine=self.combine,
             inner=self.inner,
+            head_chunks=self.head_chunks,
             keep_gathered=self.keep_gathered,
             gradient_dtype=self.gradient_dtype,
             backend=self.backend,

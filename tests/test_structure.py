@@ -43,6 +43,7 @@ MAY_IMPORT = {
     "shapes": set(),
     "derivatives": BASE,
     "ordering": BASE,
+    "head_chunks": BASE | {"ordering"},
     "mesh": BASE,
     "nodes": BASE | {"mesh"},
     "layout": BASE,
@@ -60,19 +61,19 @@ MAY_IMPORT = {
     "schedule": TOKENS | {"collectives", "blocks", "sizes"},
     "ring_loop": {"collectives", "mesh"},
     "rings": TOKENS
-    | {"blocks", "collectives", "derivatives", "ordering", "ring_loop", "schedule", "sizes"}
-    | {"varying"},
+    | {"blocks", "collectives", "derivatives", "head_chunks", "ordering", "ring_loop", "schedule"}
+    | {"sizes", "varying"},
     "token_order": BASE | {"layout"},
     "sharding": BASE | {"mesh", "layout", "sizes", "token_order"},
     "validation": BASE | {"mesh", "layout", "masks", "sharding", "sizes", "token_order"},
     "cache": TOKENS | {"collectives", "sharding", "sizes", "validation", "varying"},
-    "analysis": TOKENS | {"blocks", "nodes", "schedule", "sizes", "validation"},
+    "analysis": TOKENS | {"blocks", "head_chunks", "nodes", "schedule", "sizes", "validation"},
     "planner": {"errors"},
     "plan": {"errors", "planner"},
     "device_mesh": BASE | {"mesh", "nodes", "analysis"},
     "attention": TOKENS
-    | {"analysis", "blocks", "cache", "collectives", "derivatives", "nodes", "rings", "schedule"}
-    | {"sizes", "validation"},
+    | {"analysis", "blocks", "cache", "collectives", "derivatives", "head_chunks", "nodes", "rings"}
+    | {"schedule", "sizes", "validation"},
     "testing": TOKENS | {"attention"},
 }
 # Modules of the op that read no arrays may use only what describes a setting.

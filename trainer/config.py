@@ -139,6 +139,10 @@ class AttentionConfig:
     inner: int = 1
     """Number of devices in an inner cycle of a double ring; divides mesh.ring. Useful where the
     ring crosses nodes and inner cycles do not. 1 is a single ring."""
+    head_chunks: int = 1
+    """Number of parts in which a device attends its heads, one after another; divides its key
+    heads, which are kv_heads / (mesh.head * mesh.tensor). Attention then needs memory for two parts
+    at a time, and sends the same bytes in more messages."""
     gradient_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype in which parts of the gradients of attention travel between devices. With "bfloat16"
     they take half the bytes, and the gradients are less exact."""
@@ -266,6 +270,7 @@ class TrainConfig:
                 "remat='none'. Use --remat attention_saved."
             )
         check_minimum("attention.inner", self.attention.inner, 1)
+        check_minimum("attention.head_chunks", self.attention.head_chunks, 1)
         if self.attention.keep_gathered and self.remat == "full":
             raise InputError(
                 "attention.keep_gathered keeps what remat='full' recomputes; got both. Leave one "

@@ -23,6 +23,7 @@ from startrail_jax.analysis import COLLECTIVES
 from startrail_jax.analysis.ports import NodeTraffic, cheapest_order, messages
 from startrail_jax.analysis.transfers import Combine, Placement, Steps, Transfer
 from startrail_jax.errors import InputError
+from startrail_jax.head_chunks import check_head_chunks
 from startrail_jax.layout import Layout
 from startrail_jax.masks import Full, Pattern, resolve
 from startrail_jax.mesh import ROLES, Degrees
@@ -116,6 +117,7 @@ def communication(
     inner: int = 1,
     gradient_dtype: str = "float32",
     keep_gathered: bool = False,
+    head_chunks: int = 1,
     order: str | Sequence[str] | None = None,
     devices_per_node: int | None = None,
 ) -> Communication:
@@ -160,6 +162,8 @@ def communication(
         gradient_dtype: dtype in which parts of gradients travel: "float32" or "bfloat16".
         keep_gathered: whether the backward pass has the units that the forward pass has gathered,
             and does not gather them again.
+        head_chunks: number of parts in which a device attends its heads. Only segment ids are sent
+            more often for that.
         order: order of the mesh axes over the nodes, as for `make_mesh`; None for the one with the
             fewest bytes through the port of a node, which `make_mesh` takes if it is told the call.
         devices_per_node: number of devices in a node. Each `Traffic` then has `nodes`, the bytes
@@ -200,6 +204,7 @@ def communication(
     placed = Layout.of(layout, degrees.sequence, causal=pattern.grows)
     sizes.check(degrees, mask=pattern, layout=placed if mask is not None or layout else None)
     share = sizes.share(degrees)
+    check_head_chunks(head_chunks, share.kv_heads)
     steps = Steps(
         degrees=degrees,
         share=share,
@@ -209,6 +214,7 @@ def communication(
         placement=placement,
         inner=inner,
         keep_gathered=keep_gathered,
+        head_chunks=head_chunks,
     )
     mode = backward
     if mode == "auto":
@@ -221,10 +227,11 @@ def communication(
         *steps.combination(combine),
         *steps.output_exchange(),
     ]
+    again = steps.key_placement(shared_ids=key_len is None, backward=True)
     reverse = [
         *steps.output_exchange(),
         *steps.query_gather(backward=True),
-        *([] if keep_gathered else steps.key_placement(shared_ids=key_len is None)),
+        *([] if keep_gathered else again),
         *steps.gradient_ring(mode),
         *steps.query_scatter(),
         *steps.key_gradient_placement(),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from startrail_jax import blocks
 from startrail_jax.analysis.work import better_layout, shares
 from startrail_jax.blocks import tiled
+from startrail_jax.head_chunks import check_head_chunks
 from startrail_jax.masks import Full, Pattern
 from startrail_jax.mesh import ROLES, Axis
 from startrail_jax.pieces import Pieces
@@ -45,6 +46,8 @@ class Explanation:
     """Number of ring rounds."""
     inner: int
     """Number of rounds of an inner cycle of a double ring; 1 for a single ring."""
+    head_chunks: int
+    """Number of parts of the heads, each of which goes through all rounds."""
     travels: str
     """Which side goes round the ring in the backward pass: "query" or "kv"."""
     mask: Pattern
@@ -76,9 +79,10 @@ class Explanation:
         if self.dense:
             lines.append(f"  dense tiles only, without cuDNN: {self.dense}")
         cycles = f" (inner cycles of {self.inner})" if self.inner > 1 else ""
+        parts = f", for each of {self.head_chunks} parts of the heads" * (self.head_chunks > 1)
         lines.append(
             f"  {self.rounds} ring rounds{cycles} of {self.query_tokens} queries by "
-            f"{self.key_tokens} keys; in the backward pass {self.travels} travels"
+            f"{self.key_tokens} keys{parts}; in the backward pass {self.travels} travels"
         )
         if self.advice:
             lines.append(f"  {self.advice}")
@@ -111,8 +115,10 @@ def explain(
         nodes: what `startrail_jax.nodes.mesh_crossing` says of the mesh.
 
     Raises:
+        ValueError: if the heads of the device cannot be cut into `head_chunks`.
         NotImplementedError: if the schedule names a backend that does not serve this.
     """
+    check_head_chunks(schedule.head_chunks, share.kv_heads)
     choice = blocks.choose(schedule.backend, schedule.request(share))
     seq_len, kv_seq_len = (
         tokens * schedule.num_shards for tokens in (share.query_tokens, share.key_tokens)
@@ -143,5 +149,6 @@ def explain(
         cases=cases,
         rounds=len(ring_offsets(schedule, seq_len)),
         inner=schedule.inner,
+        head_chunks=schedule.head_chunks,
         travels=schedule.travels(share),
     )

@@ -68,6 +68,10 @@ class Steps:
     """Number of devices in an inner cycle of the ring."""
     keep_gathered: bool = False
     """Whether the backward pass has the units that the forward pass has gathered."""
+    head_chunks: int = 1
+    """Number of parts in which a device attends its heads. In the forward pass XLA sends segment
+    ids once for all of them; in the backward pass it does so only where a device sends what it has
+    not gathered."""
 
     def exchange(self, *, id_arrays: int) -> list[Transfer]:
         """Step 0: query, key and value.
@@ -105,13 +109,17 @@ class Steps:
             ),
         ]
 
+    def _chunks(self, each: bool) -> int:
+        """How often segment ids are sent: for each chunk of heads, or once for all."""
+        return self.head_chunks if each else 1
+
     def _exchanged(self, size: int) -> int:
         """How many of `size` bytes come from other devices of the head axis."""
         return size * (self.degrees.head - 1) // self.degrees.head
 
     def query_gather(self, *, backward: bool = False) -> list[Transfer]:
         """Step 1; the backward pass gathers dout, lse and delta too, and perhaps not the query."""
-        tensors, rows = self.share.query_bytes, self.share.query_id_bytes
+        tensors, rows = self.share.query_bytes, self.share.query_id_bytes * self._chunks(backward)
         if backward and self.keep_gathered:
             tensors, rows = 0, 0
         if backward:
@@ -128,14 +136,15 @@ class Steps:
         """The collective that brings parts of gradients to their owners."""
         return "reduce_scatter" if self.share.gradient_dtype == "float32" else "all_to_all"
 
-    def key_placement(self, *, shared_ids: bool) -> list[Transfer]:
+    def key_placement(self, *, shared_ids: bool, backward: bool = False) -> list[Transfer]:
         """Step 2: keys and values to the devices that need them in round 0.
 
         Args:
             shared_ids: whether queries and keys have the same array of segment ids. In the order of
                 the paper it is then gathered over the team already, and XLA does not repeat that.
         """
-        step, tensors, ids = "key placement", self.share.key_value_bytes, self.share.key_id_bytes
+        step, tensors = "key placement", self.share.key_value_bytes
+        ids = self.share.key_id_bytes * self._chunks(backward)
         gathered, permuted = self._placed_copies()
         if self.placement == "gather_permute":
             gathered_ids = 0 if shared_ids else ids
@@ -188,11 +197,12 @@ class Steps:
         share = self.share
         if mode == "kv":
             direction, members, operands = 1, self.degrees.group, share.key_value_bytes
-            rows, gradients = share.key_id_bytes, share.key_value_gradient_bytes
+            rows = share.key_id_bytes * self.head_chunks
+            gradients = share.key_value_gradient_bytes
         else:
             direction, members = -1, self.degrees.team
             operands = share.query_bytes + share.out_bytes
-            rows = share.query_id_bytes + 2 * share.lse_bytes
+            rows = share.query_id_bytes * self._chunks(members > 1) + 2 * share.lse_bytes
             gradients = share.query_gradient_bytes
         return [
             *self._turns("ring", direction, members, operands, rows),

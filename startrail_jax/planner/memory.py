@@ -48,6 +48,8 @@ class StepSizes:
     """What layers save: see `remat.rematerialised`."""
     keep_gathered: bool
     """Whether they also save the units that attention has gathered."""
+    head_chunks: int = 1
+    """Number of parts in which a device attends its heads."""
     offload: bool
     """Whether they save to the host's memory."""
     accumulation: int
@@ -188,7 +190,7 @@ def _parts(sizes: StepSizes) -> Iterator[Part]:
         yield Part(name="gradients of one part", size=summed, exact=False)
     yield _saved(sizes)
     yield from _gathered_and_summed(sizes)
-    inner = 6 * sizes.stream + np.maximum(_attention_bytes(sizes), _mlp_bytes(sizes))
+    inner = 6 * sizes.stream + np.maximum(_chunked_attention_bytes(sizes), _mlp_bytes(sizes))
     yield Part(name="attention or MLP", size=inner, exact=False, phase=LAYER)
     yield Part(name="outputs and loss", size=_loss_bytes(sizes), exact=False, phase=LOSS)
 
@@ -251,6 +253,19 @@ def _unit_elements(
     keys = np.maximum(sizes.kv_heads // parts, 1) * degrees.head
     query = query_shares * sizes.tokens * heads * sizes.head_dim
     return query, key_shares * sizes.tokens * keys * sizes.head_dim
+
+
+def _chunked_attention_bytes(sizes: StepSizes) -> Amount:
+    """The backward pass of one attention, of a part of the heads at a time.
+
+    Beside it there are the units of the next part, and copies of what is cut and joined: of query,
+    key, value, output and their gradients, half at a time, since what is used up is freed.
+    """
+    if sizes.head_chunks == 1:
+        return _attention_bytes(sizes)
+    following = _unit_bytes(sizes, sizes.degrees.team, sizes.degrees.group)
+    cut = _unit_bytes(sizes, 2, 1)
+    return (_attention_bytes(sizes) + following) // sizes.head_chunks + cut
 
 
 def _attention_bytes(sizes: StepSizes) -> Amount:

@@ -38,6 +38,7 @@ class Setting:
     combine: str = "merge"
     backward: str = "auto"
     inner: int = 1
+    head_chunks: int = 1
     keep_gathered: bool = False
     gradient_dtype: str = "float32"
     layout: str | None = None
@@ -59,7 +60,7 @@ class Setting:
     @functools.cached_property
     def attention(self):
         names = ("causal", "mask", "placement", "combine", "backward", "layout", "window")
-        names += ("inner", "keep_gathered", "gradient_dtype")
+        names += ("inner", "head_chunks", "keep_gathered", "gradient_dtype")
         return st.Attention(
             st.make_mesh(self.degrees, "explicit", jax.devices()[: self.degrees.num_devices]),
             **{name: getattr(self, name) for name in names},
@@ -68,7 +69,7 @@ class Setting:
     def expected(self, **nodes):
         names = ("batch", "seq_len", "heads", "kv_heads", "head_dim", "value_head_dim")
         names += ("placement", "combine", "backward", "packed")
-        names += ("inner", "keep_gathered", "gradient_dtype")
+        names += ("inner", "head_chunks", "keep_gathered", "gradient_dtype")
         return st.communication(
             self.degrees,
             dtype="float32",
@@ -195,6 +196,14 @@ MIXED = {
         degrees=D(ring=8), layout="contiguous", mask=st.masks.Window(3, 1), **QUERY
     ),
     "chunks, double ring": Setting(degrees=D(ring=8), inner=2, mask=st.masks.Chunked(6), **KV),
+    # Heads in parts, which send segment ids more often.
+    "parts": Setting(
+        degrees=D(group=2, ring=2, team=2), heads=8, kv_heads=4, head_chunks=4, packed=True, **QUERY
+    ),
+    "parts, kv": Setting(
+        degrees=D(ring=2, team=2, head=2), heads=8, kv_heads=4, head_chunks=2, packed=True, **KV
+    ),
+    "parts, ring": Setting(degrees=D(ring=4), head_chunks=2, packed=True, **QUERY),
     # Units that are kept, gradients that travel in bfloat16.
     "kept": Setting(degrees=D(group=2, ring=2, team=2, head=2), packed=True, **GQA, **KEPT),
     "kept, published": Setting(degrees=D.startrail(8, c=2), **PAPER, **KEPT),

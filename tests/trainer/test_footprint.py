@@ -138,10 +138,15 @@ def test_gradients_of_the_compiled_step_are_exact(name):
 
 @pytest.mark.parametrize(
     ("recipe", "expected"),
-    [("gpt_3b", 3_427_405_824), ("gpt_7b", 6_738_415_616), ("gpt_8b_gqa", 8_030_261_248)],
+    [
+        ("gpt_3b", 3_427_405_824),
+        ("gpt_7b", 6_738_415_616),
+        ("gpt_8b_gqa", 8_030_261_248),
+        ("qwen3_8b_1m", 8_190_735_360),
+    ],
 )
 def test_parameters_of_the_recipes(recipe, expected):
-    """Llama 2 7B and Llama 3 8B have the same numbers."""
+    """Llama 2 7B, Llama 3 8B and Qwen3 8B have the same numbers."""
     assert num_parameters(recipe) == expected
 
 

@@ -103,7 +103,10 @@ SETTINGS = {
     "all-gather, zero 2": (st.Degrees.all_gather(8), {"zero": 2}),
     "Ulysses, zero 3": (st.Degrees.ulysses(8), {"zero": 3}),
     "2D-Attention, full remat": (st.Degrees.loongtrain(8, head=2), {"remat": "full"}),
-    "teams, attention saved": (st.Degrees(team=2, ring=4), {"remat": "attention_saved"}),
+    "teams, attention saved, heads in parts": (
+        st.Degrees(team=2, ring=4),
+        {"remat": "attention_saved", "attention": AttentionConfig(head_chunks=2)},
+    ),
     "tiles, tiled": (st.Degrees(team=4, group=2), {"tile": 8}),
     "StarTrail x Ulysses, accumulation": (
         st.Degrees.startrail(8, c=2, head=2),

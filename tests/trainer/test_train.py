@@ -117,6 +117,8 @@ def test_recipes_are_what_they_say():
         "gpt_3b": (16, 4096, 32, 32, 128),
         "gpt_7b": (32, 4096, 32, 32, 128),
         "gpt_8b_gqa": (32, 4096, 32, 8, 128),
+        "llama3_8b_1m": (32, 4096, 32, 8, 128),
+        "qwen3_8b_1m": (36, 4096, 32, 8, 128),
     }
     assert len({recipe().run_dir for recipe in RECIPES.values()}) == len(RECIPES)
 

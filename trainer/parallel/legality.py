@@ -7,6 +7,7 @@ from functools import partial
 import jax
 
 from startrail_jax.errors import InputError, UnsupportedError
+from startrail_jax.head_chunks import check_head_chunks
 from startrail_jax.layout import Layout
 from startrail_jax.mesh import Degrees
 from startrail_jax.sizes import check_heads
@@ -48,6 +49,8 @@ def check_step(config: TrainConfig, degrees: Degrees, partition: Partition, toke
             f"{-(-config.batch_size // parts) * parts}."
         )
     check_heads(degrees, config.model.heads, config.model.kv_heads)
+    kv_heads = config.model.kv_heads // (degrees.head * degrees.tensor)
+    check_head_chunks(config.attention.head_chunks, max(kv_heads, 1))
     length = tokens // degrees.sequence
     if length % degrees.tensor:
         raise InputError(

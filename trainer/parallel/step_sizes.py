@@ -55,6 +55,7 @@ def step_sizes(config: TrainConfig, objective: Objective, degrees: Degrees) -> S
         zero=config.zero,
         remat=config.remat,
         keep_gathered=config.attention.keep_gathered,
+        head_chunks=config.attention.head_chunks,
         offload=config.offload,
         accumulation=config.accumulation,
         tile=config.tile or tokens,

@@ -1,0 +1,77 @@
+"""Attention for some heads at a time, so that a device holds the units of few heads at once.
+
+Heads do not meet in attention. So the device runs the six steps of `rings.py` for one chunk of its
+heads after the other, and what it gathers, sends and sums for a chunk is as much smaller as the
+chunk has fewer heads. All chunks together send the same bytes, in more messages.
+
+The head exchange works in the same way in UPipe, https://arxiv.org/abs/2602.21196; here any scheme
+does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from startrail_jax.errors import InputError
+from startrail_jax.ordering import in_turn
+
+AT_ONCE = 2
+"""Chunks at a time: one whose messages are under way, beneath the kernels of another."""
+
+
+def check_head_chunks(head_chunks: Any, kv_heads: int | None = None) -> None:
+    """Raises unless the heads of a device can be cut into so many chunks.
+
+    Args:
+        head_chunks: number of chunks.
+        kv_heads: key heads that a device has after the head exchange; None if they are not known.
+
+    Raises:
+        ValueError: if it is no positive integer, or does not divide the key heads.
+    """
+    if type(head_chunks) is not int or head_chunks < 1:
+        raise InputError(
+            f"head_chunks must be a positive integer; got head_chunks={head_chunks!r}. "
+            "Use 1 for all heads at once."
+        )
+    if kv_heads is not None and kv_heads % head_chunks:
+        divisors = [n for n in range(1, kv_heads + 1) if kv_heads % n == 0]
+        raise InputError(
+            "head_chunks must divide the key heads of a device, which are kv_heads / (head * "
+            f"tensor), since chunks that share a key head would send it more than once; got "
+            f"head_chunks={head_chunks}, key heads of a device={kv_heads}. Use one of {divisors}."
+        )
+
+
+def in_chunks(
+    attend: Callable[[Array, Array, Array], tuple[Array, Array]],
+    head_chunks: int,
+    q: Array,
+    k: Array,
+    v: Array,
+) -> tuple[Array, Array]:
+    """Attention of all heads, chunk by chunk.
+
+    A chunk begins when the last but one is done, in both passes, so that `AT_ONCE` of them take
+    memory at a time.
+
+    Args:
+        attend: attention of the heads of a chunk: out and lse from q, k and v.
+        head_chunks: number of chunks, which divides the key heads.
+        q: queries [b, t, n, h]; neighbouring heads share a key head.
+        k, v: keys and values, [b, s, k, h] and [b, s, k, v].
+
+    Returns:
+        out [b, t, n, v] and lse [b, n, t].
+    """
+    found: list[tuple[Array, Array]] = []
+    for chunk in zip(*(jnp.split(x, head_chunks, 2) for x in (q, k, v)), strict=True):
+        if len(found) >= AT_ONCE:
+            found[-AT_ONCE], chunk = in_turn(found[-AT_ONCE], chunk)
+        found.append(attend(*chunk))
+    outs, lses = zip(*found, strict=True)
+    return jnp.concatenate(outs, 2), jnp.concatenate(lses, 1)
