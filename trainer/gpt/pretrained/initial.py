@@ -124,7 +124,9 @@ def open_pretrained(config: GPTTrainConfig, shapes: Any) -> Iterator[Pretrained]
         wanted = {name: place.tensor_shape for place in found.values() for name in place.tensors}
         tensors.check(wanted, tied=TIED if config.model.tied_head else {})
         remark = _check_tokenizer(folder / TOKENIZER, config.model.vocab_size)
-        size = sum(jnp.dtype(x.dtype).itemsize * x.size for x in jax.tree.leaves(shapes))
+        leaves = jax.tree.leaves(shapes)
+        size = sum(jnp.dtype(x.dtype).itemsize * x.size for x in leaves)
+        dtype = jnp.dtype(max(leaves, key=lambda x: x.size).dtype)
         longer = ""
         if described.length is not None and config.seq_len > described.length:
             longer = (
@@ -135,7 +137,7 @@ def open_pretrained(config: GPTTrainConfig, shapes: Any) -> Iterator[Pretrained]
             tensors=tensors,
             places=found,
             description=f"initial weights: {folder}, a model of kind {described.family} with "
-            f"{len(wanted)} tensors of {tensors.dtype}, {size / 2**30:.2f} GiB in float32{longer}"
+            f"{len(wanted)} tensors of {tensors.dtype}, {size / 2**30:.2f} GiB in {dtype}{longer}"
             f"{remark}",
         )
 
