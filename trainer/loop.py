@@ -328,9 +328,7 @@ class Loop:
         position: dict[str, Any] = dict(self._position)
         if self.config.spike_factor is not None:
             position[RECENT] = list(self._watch.recent)
-        self.checkpoints.save(
-            step, self.state.changing, position, self._settings, confirmed=False
-        )
+        self.checkpoints.save(step, self.state.changing, position, self._settings, confirmed=False)
 
     def confirm_by_evaluation(self, step: int) -> None:
         """Confirms the checkpoint of the last step of a run, after the evaluation.

@@ -30,7 +30,12 @@ from trainer.checkpoints import durable
 from trainer.gpt.config import DataConfig, GPTConfig, RopeConfig, TextOptions
 from trainer.gpt.export import __main__ as export_command
 from trainer.gpt.export import writing
-from trainer.gpt.export.writing import config_values, export_run, files_beside_weights
+from trainer.gpt.export.writing import (
+    config_values,
+    export_run,
+    files_beside_weights,
+    token_ids,
+)
 from trainer.gpt.pretrained import initial as initial_weights
 from trainer.gpt.pretrained.defaults import with_tokenizer
 from trainer.gpt.pretrained.families import describe, read_description
@@ -134,6 +139,11 @@ def test_config_of_older_versions_is_read():
     assert model.rope == RopeConfig(
         base=7e5, scaling="llama3", factor=8.0, original_length=8192, turns=(4.0, 1.5)
     )
+    sharp = dict(
+        rope_type="yarn", factor=1.0, attention_factor=1.3, original_max_position_embeddings=8
+    )
+    rope = describe(values | dict(rope_scaling=sharp), "config.json").model.rope
+    assert (rope.scaling, rope.factor, rope.attention_factor) == ("yarn", 1.0, 1.3)
     yarn = dict(type="yarn", factor=4.0, mscale=2.0, mscale_all_dim=1.0)
     rope = describe(values | dict(rope_scaling=yarn), "config.json").model.rope
     assert rope.original_length == 32
@@ -571,6 +581,19 @@ def test_run_begins_with_the_pretrained_weights_and_is_exported(model, tmp_path)
     assert train.train(saved).train == []
     with pytest.raises(ValueError, match=r"--init-from .*model there, .*other now"):
         train.train(dataclasses.replace(saved, init_from=tmp_path / "other"))
+
+
+def test_export_names_the_special_tokens_of_another_tokenizer(model, tmp_path):
+    add_tokenizer(model, 40)
+    config = make_config(model)
+    config = dataclasses.replace(config, data=DataConfig(end_of_document=3))
+    own, copy = model / "tokenizer.json", tmp_path / "copy.json"
+    copy.write_bytes(own.read_bytes())
+    assert token_ids(config, own, own) == token_ids(config, copy, own) == {}
+    assert token_ids(config, None, own) == {}
+    copy.write_bytes(own.read_bytes() + b" ")
+    ids = dict(bos_token_id=None, eos_token_id=3, pad_token_id=None)
+    assert token_ids(config, copy, own) == token_ids(config, own, tmp_path / "none") == ids
 
 
 def test_export_has_the_tokenizer_and_the_template_of_the_data(tmp_path):

@@ -46,7 +46,9 @@ class RopeConfig:
                 f"model.rope.factor must be at least 1; got factor={self.factor}. Use the new "
                 "length over the one that the model was trained on."
             )
-        if (self.scaling == "none") != (self.factor == 1):
+        # YaRN may sharpen the attention and stretch nothing.
+        only_sharpens = self.scaling == "yarn" and self.attention_factor is not None
+        if (self.scaling == "none") != (self.factor == 1) and not only_sharpens:
             raise InputError(
                 "model.rope.factor must be above 1 with a scaling, and 1 without; got "
                 f"scaling={self.scaling!r}, factor={self.factor}. Set both or neither."

@@ -89,9 +89,7 @@ def model_arguments(config: GPTConfig) -> dict[str, Any]:
     return arguments | {"rope": rope}
 
 
-def gpt_flops_per_token(
-    config: GPTConfig, seq_len: int, lora: LoraConfig | None = None
-) -> float:
+def gpt_flops_per_token(config: GPTConfig, seq_len: int, lora: LoraConfig | None = None) -> float:
     """FLOPs of a training step for each token.
 
     forward = 2 N + 4 L Q H T / 2, with N weights in matrix products, L layers, Q heads of H
