@@ -14,6 +14,8 @@ import pretrained
 import startrail_jax as st
 import train
 from programs import make_config, make_program, shared_programs
+from startrail_jax.errors import InputError
+from trainer.checkpoints.reading import CheckpointError
 from trainer.data.batches import place
 from trainer.gpt.batches import next_token_batch
 from trainer.gpt.config import LoraConfig
@@ -61,10 +63,10 @@ def one_device():
     return state, *steps_of(program, state)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_first_loss_is_that_of_the_model_bit_for_bit(dtype):
-    base = make_program(lora_config(dtype, lora=LoraConfig()), st.Degrees())
-    adapted = make_program(lora_config(dtype), st.Degrees())
+def test_adapters_begin_with_the_logits_of_the_model_bit_for_bit():
+    """In bfloat16, where sums of products are rounded."""
+    base = make_program(lora_config("bfloat16", lora=LoraConfig()), st.Degrees())
+    adapted = make_program(lora_config("bfloat16"), st.Degrees())
     before, state = base.initialise(), adapted.initialise()
     tokens = batch(base)
     expected, found = base.outputs(before.weights, tokens), adapted.outputs(state.model, tokens)
@@ -75,8 +77,10 @@ def test_first_loss_is_that_of_the_model_bit_for_bit(dtype):
 @pytest.mark.parametrize(
     ("degrees", "changes"),
     [
-        (st.Degrees.startrail(8, c=2), dict(zero=0, remat="attention_saved", tile=8)),
-        (st.Degrees.startrail(8, c=2), dict(zero=2, accumulation=2)),
+        (
+            st.Degrees.startrail(8, c=2),
+            dict(zero=2, accumulation=2, remat="attention_saved", tile=8),
+        ),
         (st.Degrees(data=2, ring=2, tensor=2), dict(zero=3)),
         (st.Degrees(head=2, tensor=4), dict(zero=1, remat="full")),
     ],
@@ -158,9 +162,10 @@ def test_run_goes_on_from_its_checkpoint_to_the_same_bits(run):
     moments = [name for name in names if name.startswith("optimizer/") and "blocks" in name]
     assert len(moments) == 2 * 2 * len(ALL)
     frozen = json.loads((config.run_dir / "frozen" / "0" / "checksums.json").read_text())["arrays"]
-    kinds = {name: kind for name, (kind, _) in frozen.items()}
+    kinds = {name.removesuffix("/value"): kind for name, (kind, _) in frozen.items()}
     assert kinds["frozen/blocks/mlp/up/kernel"].startswith("bfloat16")
     assert kinds["frozen/norm/scale"].startswith("float32")
+    assert len(kinds) == 12
 
 
 def logits_of(config, weights, program):
@@ -217,3 +222,40 @@ def test_export_gives_the_logits_of_the_adapters(run, tmp_path):
             assert np.abs(added).max() > 1e-3
             rounded = original[base].astype("bfloat16").astype(np.float32)
             np.testing.assert_allclose(rounded + added, whole[base], atol=1e-6)
+
+
+def test_adapters_are_never_exchanged(run, tmp_path):
+    """Neither their rank when a run goes on, nor a file that is damaged."""
+    config, _ = run
+    other = dataclasses.replace(config, lora=LoraConfig(rank=4), allow_changes=True)
+    with pytest.raises(ValueError, match=r"--lora.rank 3 there, 4 now"):
+        train.train(other)
+    copy = shutil.copytree(config.run_dir, tmp_path / "run")
+    path = copy / "frozen" / "0" / "checksums.json"
+    path.write_text(path.read_text().replace('"step": 0', '"step": 1'))
+    shapes = make_program(dataclasses.replace(config, zero=0), st.Degrees()).state_shapes.model
+    with pytest.raises(CheckpointError, match=r"frozen/0 is damaged: it could not be read"):
+        restore_model(copy, config, shapes, note=print)
+
+
+def test_flags_and_exports_that_do_not_fit_raise(tmp_path):
+    model = str(pretrained.REFERENCES / "llama")
+    flags = ["--lora.rank", "8", "--lora.targets", "key", "down"]
+    arguments = ["--init-from", model, "--steps", "0", *flags]
+    lora = train.read_command_line(arguments).settings.lora
+    assert (lora, lora.scale) == (LoraConfig(rank=8, targets=("key", "down")), 2.0)
+    for changes, match in (
+        (dict(alpha=3.0), r"lora.alpha needs adapters; got alpha=3.0 without a rank"),
+        (dict(rank=0), r"lora.rank must be at least 1; got lora.rank=0"),
+        (dict(rank=1, alpha=-1.0), r"lora.alpha must be above 0 and finite; got alpha=-1.0"),
+        (dict(rank=1, targets=("up", "up")), r"each once; got targets=up up"),
+        (dict(rank=1, targets=()), r"each once; got targets=none"),
+    ):
+        with pytest.raises(InputError, match=match):
+            LoraConfig(**changes)
+    with pytest.raises(InputError, match=r"got gate with model.mlp='gelu'"):
+        make_config(dict(mlp="gelu"), lora=LoraConfig(rank=1, targets=("gate",)))
+    with pytest.raises(InputError, match=r"merge=True for .* a run that has none"):
+        export_run(tmp_path, make_config(), tmp_path / "out", merge=True)
+    with pytest.raises(InputError, match=r"a run without init_from.* Use --merge"):
+        export_run(tmp_path, lora_config(), tmp_path / "out")

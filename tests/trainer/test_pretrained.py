@@ -17,6 +17,7 @@ from safetensors.numpy import save_file
 import sample
 import startrail_jax as st
 import train
+from benchmarks import failures
 from configs.gpt import gpt_tiny
 from pretrained import (
     CASES,
@@ -27,6 +28,7 @@ from pretrained import (
 )
 from programs import weight_shapes
 from trainer.checkpoints import durable
+from trainer.checkpoints.checksums import Checksums
 from trainer.gpt.config import DataConfig, GPTConfig, RopeConfig, TextOptions
 from trainer.gpt.export import __main__ as export_command
 from trainer.gpt.export import writing
@@ -743,3 +745,21 @@ def test_references_are_small():
     size = sum(path.stat().st_size for path in REFERENCES.rglob("*") if path.is_file())
     assert size < 1e6
     assert len(CASES) == 8
+
+
+def test_two_processes_import_the_same_bits_as_one(tmp_path):
+    """Weights and new adapters. benchmarks/import_model.py shows four, and their memory."""
+    model = ["--init-from", str(REFERENCES / "llama"), "--steps", "0", "--lora.rank", "2"]
+    flags = [*model, "--devices", "2", "--no-tensorboard"]
+    here = [*flags, "--run-dir", str(tmp_path / "here")]
+    train.train(train.read_command_line(here).settings)
+    flags += ["--run-dir", str(tmp_path / "there")]
+    with failures.Processes(2, flags, folder=tmp_path) as processes:
+        assert processes.wait(seconds=failures.HANGS_AFTER_SECONDS) == [0, 0], processes.outputs()
+    for part in ("checkpoints", "frozen"):
+        one, two = (Checksums.read(tmp_path / run / part / "0") for run in ("here", "there"))
+        assert one is not None
+        assert two is not None
+        assert one.arrays == two.arrays
+        # Each process has written its own part.
+        assert list((tmp_path / "there" / part / "0").rglob("*process_1*"))

@@ -10,6 +10,7 @@ import jax
 
 from trainer.checkpoints import durable
 from trainer.checkpoints.checkpoint import Checkpoints
+from trainer.checkpoints.reading import CheckpointError
 from trainer.checkpoints.weights import restore_weights
 
 FROZEN = "frozen"
@@ -60,4 +61,9 @@ class FrozenWeights:
         """
         if self._shapes is None:
             return None
+        if not (self._folder / "0").is_dir():
+            raise CheckpointError(
+                f"The frozen weights of a run must be in its folder; got none in {self._folder}. "
+                "Copy them from where the run was, or begin another one."
+            )
         return restore_weights(self._folder, self._shapes, kind=FROZEN, note=self._note)[0]

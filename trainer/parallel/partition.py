@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
@@ -333,6 +334,25 @@ def path_name(path: tuple[Any, ...]) -> str:
     """The name of an array of a state: blocks/mlp/up/kernel."""
     # Flax keeps the array of a variable as its "value".
     return jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")
+
+
+def split_frozen(weights: Any) -> tuple[Any, Any]:
+    """The weights that are trained, and those that are frozen.
+
+    Args:
+        weights: all weights of a model, as flax keeps them, or anything in their places.
+
+    Returns:
+        Two parts of the tree, the second of which is None if all are trained.
+    """
+    if not any(path[-1] in ADAPTERS for path, _ in nnx.to_flat_state(weights)):
+        return weights, None
+    return nnx.split_state(weights, lambda path, _: path[-1] in ADAPTERS, ...)
+
+
+def join_frozen(trained: Any, frozen: Any) -> Any:
+    """All weights, from what `split_frozen` returns."""
+    return trained if frozen is None else nnx.merge_state(trained, frozen)
 
 
 def _is_parameter(x: Any) -> bool:

@@ -15,8 +15,7 @@ from jaxtyping import Array
 
 from models.hooks import Hooks
 from startrail_jax.attention import Attention
-from trainer.parallel.frozen import split_frozen
-from trainer.parallel.partition import STACKED, Parameter, Partition, path_name
+from trainer.parallel.partition import STACKED, Parameter, Partition, path_name, split_frozen
 from trainer.parallel.tiling import in_tiles
 
 MakeModel = Callable[[Callable[..., Array], Hooks], nnx.Module]

@@ -16,9 +16,8 @@ from startrail_jax.attention import Attention
 from trainer.config import TrainConfig
 from trainer.data.batches import sharding_of
 from trainer.objective import Objective
-from trainer.parallel.frozen import join_frozen, split_frozen
 from trainer.parallel.optimizer import make_optimizer
-from trainer.parallel.partition import Partition
+from trainer.parallel.partition import Partition, join_frozen, split_frozen
 
 
 class TrainState(NamedTuple):

@@ -26,10 +26,9 @@ from startrail_jax.varying import vary
 from trainer.config import TrainConfig
 from trainer.data.batches import sharding_of
 from trainer.objective import Objective
-from trainer.parallel.frozen import join_frozen, split_frozen
 from trainer.parallel.legality import check_platform, check_step, tokens_shape
 from trainer.parallel.optimizer import learning_rate, make_optimizer
-from trainer.parallel.partition import Partition
+from trainer.parallel.partition import Partition, join_frozen, split_frozen
 from trainer.parallel.remat import rematerialised
 from trainer.parallel.sharded_model import ShardedModel
 from trainer.parallel.state import (

@@ -17,9 +17,8 @@ from startrail_jax.planner.memory import FLOAT32, LAYER, LOSS, Footprint, StepSi
 from trainer.config import TrainConfig
 from trainer.objective import Objective
 from trainer.parallel.footprint import bytes_of_device
-from trainer.parallel.frozen import split_frozen
 from trainer.parallel.legality import check_step, tokens_shape
-from trainer.parallel.partition import STACKED, Partition, Split
+from trainer.parallel.partition import STACKED, Partition, Split, split_frozen
 from trainer.parallel.state import batch_shapes, state_shapes
 from trainer.parallel.step import make_attention
 

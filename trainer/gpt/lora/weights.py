@@ -11,7 +11,7 @@ from jaxtyping import Array, PyTree, Shaped
 from trainer.checkpoints.frozen import FrozenWeights
 from trainer.checkpoints.weights import restore_weights
 from trainer.gpt.config import GPTTrainConfig
-from trainer.parallel.frozen import join_frozen, split_frozen
+from trainer.parallel.partition import join_frozen, split_frozen
 from trainer.run.folder import CHECKPOINTS_FOLDER, FROZEN_FOLDER, model_flags
 
 

@@ -14,8 +14,7 @@ from trainer.config import SHARDED_AXES
 from trainer.gpt.config import GPTTrainConfig
 from trainer.gpt.objective import NextToken
 from trainer.gpt.pretrained.initial import open_pretrained
-from trainer.parallel.frozen import split_frozen
-from trainer.parallel.partition import Partition
+from trainer.parallel.partition import Partition, split_frozen
 from trainer.parallel.sharded_model import ShardedModel
 from trainer.parallel.state import TrainState
 from trainer.parallel.step import make_attention
