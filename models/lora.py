@@ -54,10 +54,10 @@ class Adapted(nnx.Module):
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         x = x.astype(self.dtype)
-        out = project(x, self.kernel[...], self.contracted)
-        narrow = project(x, self.lora_a[...], self.contracted)
+        out: Any = project(x, self.kernel[...], self.contracted)
+        narrow: Any = project(x, self.lora_a[...], self.contracted)
         # The sum is rounded once.
-        added = project(narrow, self.lora_b[...], 1, jnp.float32)
+        added: Any = project(narrow, self.lora_b[...], 1, jnp.float32)
         return (out.astype(jnp.float32) + self.scale * added).astype(out.dtype)
 
 

@@ -11,6 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import pretrained
+import sample
 import startrail_jax as st
 import train
 from programs import make_config, make_program, shared_programs
@@ -178,7 +179,7 @@ def batch_of(program):
     return place(next_token_batch(tokens, layout=layout), program.batch_sharding)
 
 
-def test_export_gives_the_logits_of_the_adapters(run, tmp_path):
+def test_export_and_samples_give_the_logits_of_the_adapters(run, tmp_path, capsys):
     """Merged into the weights; and as PEFT has them, B A beside every kernel of transformers."""
     config, _ = run
     config = load_train_config(config.run_dir / "config.json")
@@ -186,6 +187,13 @@ def test_export_gives_the_logits_of_the_adapters(run, tmp_path):
     weights, step = restore_model(config.run_dir, config, adapted.state_shapes.model, note=print)
     assert step == 3
     expected = logits_of(config, weights, adapted)
+
+    # Over eight devices, each of which holds a part of the frozen weights.
+    prompt = pretrained.reference_of("llama")["tokens"][0, :8]
+    flags = ["--prompt", " ".join(map(str, prompt)), "--tokens", "1", "--temperature", "0"]
+    capsys.readouterr()
+    sample.sample([str(config.run_dir), *flags])
+    assert capsys.readouterr().out.split() == [str(expected[0, 7].argmax())]
 
     merged = tmp_path / "merged"
     done = export_run(config.run_dir, config, merged, merge=True, dtype="float32")

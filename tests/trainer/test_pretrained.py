@@ -29,7 +29,7 @@ from pretrained import (
 from programs import weight_shapes
 from trainer.checkpoints import durable
 from trainer.checkpoints.checksums import Checksums
-from trainer.gpt.config import DataConfig, GPTConfig, RopeConfig, TextOptions
+from trainer.gpt.config import DataConfig, GPTConfig, LoraConfig, RopeConfig, TextOptions
 from trainer.gpt.export import __main__ as export_command
 from trainer.gpt.export import writing
 from trainer.gpt.export.writing import (
@@ -678,7 +678,7 @@ def test_export_that_fails_leaves_nothing(tmp_path, monkeypatch):
 
     large = {"norm/scale": np.full(16, 1e6, np.float32)}
     with pytest.raises(ArithmeticError, match=r"norm/scale, which is not in float16"):
-        writing._write_tensors(large, tmp_path, np.float16, 10**6)
+        writing._write_tensors(large, tmp_path, np.float16, 10**6, LoraConfig())
 
 
 def test_export_command(tmp_path, capsys):

@@ -347,7 +347,8 @@ def split_frozen(weights: Any) -> tuple[Any, Any]:
     """
     if not any(path[-1] in ADAPTERS for path, _ in nnx.to_flat_state(weights)):
         return weights, None
-    return nnx.split_state(weights, lambda path, _: path[-1] in ADAPTERS, ...)
+    trained, frozen = nnx.split_state(weights, lambda path, _: path[-1] in ADAPTERS, ...)
+    return trained, frozen
 
 
 def join_frozen(trained: Any, frozen: Any) -> Any:
