@@ -111,7 +111,7 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
         )
 
         with (
-            task.initial_weights(config, program.state_shapes.weights) as initial,
+            task.initial_weights(config, program.state_shapes.base) as initial,
             open_run(config, writes=session.is_first) as run_dir,
             interruption(session.agree) as interrupted,
             Checkpoints(

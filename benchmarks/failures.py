@@ -124,6 +124,10 @@ class Processes:
         """The id of a process."""
         return self._all[index].pid
 
+    def is_running(self, index: int) -> bool:
+        """Whether a process has not ended."""
+        return self._all[index].poll() is None
+
     def signal(self, index: int, number: int) -> None:
         """Sends a signal to a process."""
         self._all[index].send_signal(number)

@@ -304,6 +304,11 @@ class TrainConfig:
         return 1
 
     @property
+    def freezes(self) -> bool:
+        """Whether some weights of the model are not trained."""
+        return False
+
+    @property
     def num_tokens(self) -> int:
         """Number of tokens of a sequence or of an image."""
         raise NotImplementedError

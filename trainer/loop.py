@@ -13,15 +13,16 @@ import numpy as np
 
 from startrail_jax.errors import InputError
 from trainer.checkpoints.checkpoint import Checkpoints
+from trainer.checkpoints.frozen import FrozenWeights
 from trainer.checkpoints.initial import InitialWeights
 from trainer.data.batches import Feed
 from trainer.errors import NonFiniteError
 from trainer.parallel.flops import peak_flops
-from trainer.parallel.footprint import describe_memory
+from trainer.parallel.footprint import describe_memory, describe_state
 from trainer.parallel.state import TrainState
 from trainer.parallel.step import Program, StepMetrics
 from trainer.run.divergence import Judgement, Watch
-from trainer.run.folder import CONFIG_FILE, result_flags
+from trainer.run.folder import CONFIG_FILE, FROZEN_FOLDER, result_flags
 from trainer.run.mesh import save_degrees
 from trainer.run.metrics import Reporter, describe_viewer
 from trainer.run.settings import save_config
@@ -82,6 +83,10 @@ class Loop:
         self._program = program
         self._feed = feed
         self._initial = initial
+        shapes = program.state_shapes.frozen
+        self._frozen = FrozenWeights(
+            program.config.run_dir / FROZEN_FOLDER, shapes, note=report.line
+        )
         # Position in the data after the last step: a batch that cannot be read may change that of
         # the feed.
         self._position = feed.get_state()
@@ -113,13 +118,14 @@ class Loop:
                 `config.profile` are done.
         """
         config, program, report = self.config, self._program, self.report
-        self.checkpoints.check_space(program.state_shapes)
+        self.checkpoints.check_space(program.state_shapes.changing)
         done = self.checkpoints.begin_after()
         if done:
             with report.phase("reading the checkpoint"):
-                self.state, self._position = self.checkpoints.restore(
-                    program.state_shapes, self._settings_to_compare
+                state, self._position = self.checkpoints.restore(
+                    program.state_shapes.changing, self._settings_to_compare
                 )
+                self.state = state._replace(frozen=self._frozen.restore())
             done = self._begun_after = self.checkpoints.restored or 0  # Newer ones may be damaged.
             self._watch.recent.extend(self._position.get(RECENT, ()))
             self._feed.set_state(self._position, new_order=config.allow_changes)
@@ -134,9 +140,9 @@ class Loop:
                 "profile must name steps that are yet to be done; got "
                 f"profile={config.profile} after step {done}. Use --profile {done + 1} {done + 2}."
             )
-        num_weights = sum(x.size for x in jax.tree.leaves(self.state.weights))
-        report.line(f"model: {num_weights / 1e6:,.2f} million parameters")
-        if whole := program.partition.unsplit(self.state.weights):
+        for line in describe_state(self.state):
+            report.line(line)
+        if whole := program.partition.unsplit(self.state.model):
             report.line(f"whole on every device, since ZeRO cannot split them: {', '.join(whole)}")
         train_step: Any = program.train_step
         batch = next(self._feed.held_out())
@@ -159,6 +165,9 @@ class Loop:
             if self._initial is not None and jax.process_index() == 0:
                 self._initial.keep(config.run_dir)
             self.save_settings()
+            if self.state.frozen is not None:
+                with report.phase("saving the frozen weights"):
+                    self._frozen.save(self.state.frozen)
         report.training()
         return done
 
@@ -166,7 +175,7 @@ class Loop:
         program = self._program
         if self._initial is None:
             return program.initialise()
-        return program.begin_with(self._initial.read(program.state_shapes.weights))
+        return program.begin_with(self._initial.read(program.state_shapes.base))
 
     def step(self, step: int) -> None:
         """Trains on the next batch.
@@ -282,13 +291,15 @@ class Loop:
         last = self.checkpoints.latest or 0
         line = self._watch.go_back(spike.number, float(spike.metrics.loss), last)
         # The old state must not take memory beside the new one.
-        jax.tree.map(lambda x: x.delete(), self.state)
+        frozen = self.state.frozen
+        jax.tree.map(lambda x: x.delete(), self.state.changing if last else self.state)
         self._watch.recent.clear()
         if last:
             with self.report.phase("reading the checkpoint"):
-                self.state, position = self.checkpoints.go_back(
-                    self._program.state_shapes, self._settings_to_compare
+                state, position = self.checkpoints.go_back(
+                    self._program.state_shapes.changing, self._settings_to_compare
                 )
+            self.state = state._replace(frozen=frozen)
             last = self.checkpoints.restored or 0
             self._watch.recent.extend(position.get(RECENT, ()))
         else:
@@ -317,7 +328,7 @@ class Loop:
         position: dict[str, Any] = dict(self._position)
         if self.config.spike_factor is not None:
             position[RECENT] = list(self._watch.recent)
-        self.checkpoints.save(step, self.state, position, self._settings, confirmed=False)
+        self.checkpoints.save(step, self.state.changing, position, self._settings, confirmed=False)
 
     def confirm_by_evaluation(self, step: int) -> None:
         """Confirms the checkpoint of the last step of a run, after the evaluation.
@@ -367,7 +378,7 @@ class Loop:
 
     def _is_held_out_finite(self) -> bool:
         """Whether the weights give a finite loss for the first held-out batch."""
-        loss, _ = self._program.losses(self.state.weights, next(self._feed.held_out()))
+        loss, _ = self._program.losses(self.state.model, next(self._feed.held_out()))
         return math.isfinite(float(loss))
 
     @property

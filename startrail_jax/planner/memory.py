@@ -80,13 +80,19 @@ class StepSizes:
     optimizer_bytes: Amount
     average_bytes: Amount
     """Bytes of the average of the weights; 0 for a run without one."""
+    frozen_bytes: Amount = 0
+    """Bytes of the weights that no step changes, beside `weight_bytes`; 0 if all are trained."""
     batch_bytes: Amount
     shard_elements: Amount
-    """Elements of all weights as the state holds them."""
+    """Elements of the weights that are trained, as the state holds them."""
     whole_elements: Amount
     """Elements of all weights when ZeRO has gathered them."""
     layer_elements: Amount
     """Elements of the weights of one layer when ZeRO has gathered them."""
+    frozen_elements: Amount = 0
+    """Elements of `whole_elements` that have no gradient."""
+    frozen_layer_elements: Amount = 0
+    """Elements of `layer_elements` that have no gradient."""
     vocabularies: Mapping[str, tuple[Amount, str]]
     """For each large weight outside of the layers, its elements and the phase in which its gradient
     arises."""
@@ -120,7 +126,8 @@ class Footprint:
     @property
     def state_bytes(self) -> Amount:
         """Weights, optimizer and average: exact."""
-        return sum(self[name] for name in ("weights", "optimizer", "average"))
+        names = ("weights", "optimizer", "average", "frozen weights")
+        return sum(self[name] for name in names)
 
     @property
     def device_bytes(self) -> Amount:
@@ -183,8 +190,11 @@ def _parts(sizes: StepSizes) -> Iterator[Part]:
     yield Part(name="optimizer", size=sizes.optimizer_bytes)
     if np.any(sizes.average_bytes):
         yield Part(name="average", size=sizes.average_bytes)
+    if np.any(sizes.frozen_bytes):
+        yield Part(name="frozen weights", size=sizes.frozen_bytes)
     yield Part(name="batch", size=sizes.batch_bytes)
-    summed = FLOAT32 * (sizes.shard_elements if sizes.zero >= 2 else sizes.whole_elements)
+    whole = sizes.whole_elements - sizes.frozen_elements
+    summed = FLOAT32 * (sizes.shard_elements if sizes.zero >= 2 else whole)
     yield Part(name="gradients", size=summed)
     if sizes.accumulation > 1:
         yield Part(name="gradients of one part", size=summed, exact=False)
@@ -229,7 +239,8 @@ def _gathered_and_summed(sizes: StepSizes) -> Iterator[Part]:
         used = sizes.itemsize * sizes.layer_elements * (2 if sizes.zero else 1)
         yield Part(name="weights of layers, as used", size=used, exact=False, phase=LAYER)
     # From level 2 on, the gradients of a layer are summed while the next layer computes.
-    size = FLOAT32 * sizes.layer_elements * (2 if sizes.zero >= 2 else 1)
+    trained = sizes.layer_elements - sizes.frozen_layer_elements
+    size = FLOAT32 * trained * (2 if sizes.zero >= 2 else 1)
     yield Part(name="gradients of layers, whole", size=size, exact=False, phase=LAYER)
     if sizes.zero >= 2:
         for name, (elements, phase) in sizes.vocabularies.items():

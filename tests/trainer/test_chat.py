@@ -135,7 +135,10 @@ def test_template_is_found_beside_the_tokenizer(tmp_path):
     assert ChatTemplate.find(tokenizer, None).render(TALK, "")[0].startswith("<|im_start|>system")
     (tmp_path / "mine").write_text("{{ bos_token }}.")
     assert ChatTemplate.find(tokenizer, tmp_path / "mine").render([], "") == ("<s>.", ())
-    for content, message in (("{", r"must be JSON; got"), ("[]", r"must hold an object; got list")):
+    for content, message in (
+        ("{", r"must be JSON; got"),
+        ("[]", r"must hold a JSON object; got list"),
+    ):
         config.write_text(content)
         with pytest.raises(ValueError, match=message):
             ChatTemplate.find(tokenizer, None)

@@ -17,6 +17,7 @@ from safetensors.numpy import save_file
 import sample
 import startrail_jax as st
 import train
+from benchmarks import failures
 from configs.gpt import gpt_tiny
 from pretrained import (
     CASES,
@@ -27,10 +28,16 @@ from pretrained import (
 )
 from programs import weight_shapes
 from trainer.checkpoints import durable
-from trainer.gpt.config import DataConfig, GPTConfig, RopeConfig, TextOptions
+from trainer.checkpoints.checksums import Checksums
+from trainer.gpt.config import DataConfig, GPTConfig, LoraConfig, RopeConfig, TextOptions
 from trainer.gpt.export import __main__ as export_command
 from trainer.gpt.export import writing
-from trainer.gpt.export.writing import config_values, export_run, files_beside_weights
+from trainer.gpt.export.writing import (
+    config_values,
+    export_run,
+    files_beside_weights,
+    token_ids,
+)
 from trainer.gpt.pretrained import initial as initial_weights
 from trainer.gpt.pretrained.defaults import with_tokenizer
 from trainer.gpt.pretrained.families import describe, read_description
@@ -134,6 +141,11 @@ def test_config_of_older_versions_is_read():
     assert model.rope == RopeConfig(
         base=7e5, scaling="llama3", factor=8.0, original_length=8192, turns=(4.0, 1.5)
     )
+    sharp = dict(
+        rope_type="yarn", factor=1.0, attention_factor=1.3, original_max_position_embeddings=8
+    )
+    rope = describe(values | dict(rope_scaling=sharp), "config.json").model.rope
+    assert (rope.scaling, rope.factor, rope.attention_factor) == ("yarn", 1.0, 1.3)
     yarn = dict(type="yarn", factor=4.0, mscale=2.0, mscale_all_dim=1.0)
     rope = describe(values | dict(rope_scaling=yarn), "config.json").model.rope
     assert rope.original_length == 32
@@ -573,6 +585,19 @@ def test_run_begins_with_the_pretrained_weights_and_is_exported(model, tmp_path)
         train.train(dataclasses.replace(saved, init_from=tmp_path / "other"))
 
 
+def test_export_names_the_special_tokens_of_another_tokenizer(model, tmp_path):
+    add_tokenizer(model, 40)
+    config = make_config(model)
+    config = dataclasses.replace(config, data=DataConfig(end_of_document=3))
+    own, copy = model / "tokenizer.json", tmp_path / "copy.json"
+    copy.write_bytes(own.read_bytes())
+    assert token_ids(config, own, own) == token_ids(config, copy, own) == {}
+    assert token_ids(config, None, own) == {}
+    copy.write_bytes(own.read_bytes() + b" ")
+    ids = dict(bos_token_id=None, eos_token_id=3, pad_token_id=None)
+    assert token_ids(config, copy, own) == token_ids(config, own, tmp_path / "none") == ids
+
+
 def test_export_has_the_tokenizer_and_the_template_of_the_data(tmp_path):
     """Those of the pretrained model do not fit ids that another tokenizer made."""
     kept, model, other = (tmp_path / name for name in ("kept", "model", "other"))
@@ -653,7 +678,7 @@ def test_export_that_fails_leaves_nothing(tmp_path, monkeypatch):
 
     large = {"norm/scale": np.full(16, 1e6, np.float32)}
     with pytest.raises(ArithmeticError, match=r"norm/scale, which is not in float16"):
-        writing._write_tensors(large, tmp_path, np.float16, 10**6)
+        writing._write_tensors(large, tmp_path, np.float16, 10**6, LoraConfig())
 
 
 def test_export_command(tmp_path, capsys):
@@ -720,3 +745,21 @@ def test_references_are_small():
     size = sum(path.stat().st_size for path in REFERENCES.rglob("*") if path.is_file())
     assert size < 1e6
     assert len(CASES) == 8
+
+
+def test_two_processes_import_the_same_bits_as_one(tmp_path):
+    """Weights and new adapters. benchmarks/import_model.py shows four, and their memory."""
+    model = ["--init-from", str(REFERENCES / "llama"), "--steps", "0", "--lora.rank", "2"]
+    flags = [*model, "--devices", "2", "--no-tensorboard"]
+    here = [*flags, "--run-dir", str(tmp_path / "here")]
+    train.train(train.read_command_line(here).settings)
+    flags += ["--run-dir", str(tmp_path / "there")]
+    with failures.Processes(2, flags, folder=tmp_path) as processes:
+        assert processes.wait(seconds=failures.HANGS_AFTER_SECONDS) == [0, 0], processes.outputs()
+    for part in ("checkpoints", "frozen"):
+        one, two = (Checksums.read(tmp_path / run / part / "0") for run in ("here", "there"))
+        assert one is not None
+        assert two is not None
+        assert one.arrays == two.arrays
+        # Each process has written its own part.
+        assert list((tmp_path / "there" / part / "0").rglob("*process_1*"))

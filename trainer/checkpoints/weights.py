@@ -30,6 +30,7 @@ def restore_weights(
     settings: Mapping[str, str] | None = None,
     *,
     step: int | None = None,
+    kind: str | None = None,
     note: Callable[[str], object] = warnings.warn,
 ) -> tuple[PyTree[Shaped[Array, "..."]], int]:
     """Reads only the weights of the newest whole checkpoint: their average if the run keeps one.
@@ -41,6 +42,7 @@ def restore_weights(
         weights: shapes, types and shardings to restore to.
         settings: settings that must be those that the checkpoint was saved with, as flags.
         step: the step of the checkpoint; None for the newest that is whole.
+        kind: what the names of the arrays begin with; None for the weights or their average.
         note: is told what the user must know, such as that the newest checkpoint is damaged.
 
     Returns:
@@ -55,7 +57,7 @@ def restore_weights(
 
     def choose(saved: Mapping[str, Any]) -> Mapping[str, Any]:
         of_average = any(name.startswith(f"{AVERAGE}/") for name in saved)
-        chosen = dict(named_leaves({AVERAGE if of_average else WEIGHTS: weights}))
+        chosen = dict(named_leaves({kind or (AVERAGE if of_average else WEIGHTS): weights}))
         names[:] = chosen
         return chosen
 

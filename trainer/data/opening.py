@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from startrail_jax.errors import InputError
+
+LARGEST_OBJECT = 1 << 24
+"""Number of bytes that a file may have whose content is one object of JSON."""
 
 
 @contextmanager
@@ -75,3 +80,25 @@ def read_whole(path: Path, limit: int) -> bytes:
             "leave it out."
         )
     return content
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file that belongs to a model or to a tokenizer.
+
+    Raises:
+        ValueError: if the file cannot be read or holds anything else.
+    """
+    with reading(path):
+        content = read_whole(path, LARGEST_OBJECT)
+    try:
+        values = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise InputError(
+            f"{str(path)!r} must be JSON; got {type(error).__name__}: {error}. Download it again."
+        ) from error
+    if not isinstance(values, dict):
+        raise InputError(
+            f"{str(path)!r} must hold a JSON object; got {type(values).__name__}. Download it "
+            "again."
+        )
+    return values

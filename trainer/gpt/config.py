@@ -46,7 +46,9 @@ class RopeConfig:
                 f"model.rope.factor must be at least 1; got factor={self.factor}. Use the new "
                 "length over the one that the model was trained on."
             )
-        if (self.scaling == "none") != (self.factor == 1):
+        # YaRN may sharpen the attention and stretch nothing.
+        only_sharpens = self.scaling == "yarn" and self.attention_factor is not None
+        if (self.scaling == "none") != (self.factor == 1) and not only_sharpens:
             raise InputError(
                 "model.rope.factor must be above 1 with a scaling, and 1 without; got "
                 f"scaling={self.scaling!r}, factor={self.factor}. Set both or neither."
@@ -140,6 +142,53 @@ class GPTConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters, which are trained in place of the weights of the model (LoRA,
+    https://arxiv.org/abs/2106.09685)."""
+
+    rank: int | None = None
+    """Rank of the adapters, such as 16. By default there are none, and all weights are trained."""
+    alpha: float | None = None
+    """The adapters add alpha / rank times their product. The default is twice the rank."""
+    targets: tuple[Literal["query", "key", "value", "out", "gate", "up", "down"], ...] = (
+        "query",
+        "value",
+    )
+    """Projections that have adapters, in every layer: four of attention and three of the MLP."""
+    base_dtype: Literal["float32", "bfloat16"] | None = None
+    """Data type in which the frozen matrices of the model are kept. The default is that of the
+    activations, model.dtype, which changes no result. Norms stay float32."""
+
+    def __post_init__(self) -> None:
+        if self.rank is None:
+            given = [x for x in ("alpha", "base_dtype") if getattr(self, x) is not None]
+            given += ["targets"] * (self.targets != ("query", "value"))
+            if given:
+                raise InputError(
+                    f"lora.{given[0]} needs adapters; got {given[0]}={getattr(self, given[0])} "
+                    "without a rank. Add --lora.rank 16, or leave it out."
+                )
+            return
+        check_minimum("lora.rank", self.rank, 1)
+        if not 0 < self.scale < math.inf:
+            raise InputError(
+                f"lora.alpha must be above 0 and finite; got alpha={self.alpha}. Leave it out for "
+                "the default."
+            )
+        if not self.targets or len(set(self.targets)) < len(self.targets):
+            raise InputError(
+                "lora.targets must name projections, each once; got "
+                f"targets={' '.join(self.targets) or 'none'}. Use --lora.targets query value."
+            )
+
+    @property
+    def scale(self) -> float:
+        """Factor of the product of the adapters."""
+        assert self.rank is not None, "there are adapters"
+        return 2.0 if self.alpha is None else self.alpha / self.rank
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Data to train on, and how documents become sequences."""
 
@@ -197,6 +246,8 @@ class GPTTrainConfig(TrainConfig):
     """Sizes of the model."""
     data: DataConfig = field(default_factory=DataConfig)
     """Data to train on."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Low-rank adapters."""
 
     init_from: Path | None = None
     """A folder with a pretrained model in the format of Hugging Face: config.json, *.safetensors
@@ -220,10 +271,19 @@ class GPTTrainConfig(TrainConfig):
                 f"sample_length={self.sample_length}, seq_len={self.seq_len}. "
                 f"Use {self.seq_len // 2}."
             )
+        if self.lora.rank is not None and "gate" in self.lora.targets and self.model.mlp == "gelu":
+            raise InputError(
+                "lora.targets must name projections of the model; got gate with model.mlp='gelu', "
+                "which has none. Leave gate out."
+            )
 
     @property
     def num_tokens(self) -> int:
         return self.seq_len
+
+    @property
+    def freezes(self) -> bool:
+        return self.lora.rank is not None
 
     @property
     def least_steps(self) -> int:

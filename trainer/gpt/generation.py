@@ -29,8 +29,8 @@ from startrail_jax.errors import InputError
 from startrail_jax.sizes import check_heads
 from startrail_jax.varying import vary
 from trainer.config import SHARDED_AXES
-from trainer.gpt.config import GPTConfig
-from trainer.gpt.objective import model_arguments
+from trainer.gpt.config import GPTConfig, LoraConfig
+from trainer.gpt.objective import make_gpt
 from trainer.gpt.token_choice import Sampling, choose_token
 from trainer.parallel.partition import Partition
 from trainer.parallel.sharded_model import ShardedModel
@@ -45,6 +45,7 @@ class Generator:
         attention: Attention,
         sampling: Sampling | None = None,
         *,
+        lora: LoraConfig | None = None,
         zero: int = 0,
         zero_axes: tuple[str, ...] = SHARDED_AXES,
         tile: int | None = None,
@@ -55,6 +56,7 @@ class Generator:
             model: sizes of the model.
             attention: causal attention, on a mesh with the axes of `startrail_jax.make_mesh`.
             sampling: how tokens are chosen.
+            lora: adapters of the model; None for none.
             zero: ZeRO level of the weights that the generator is called with. At level 3 each layer
                 gathers its weights for every token; at levels 1 and 2 all are gathered once.
             zero_axes: mesh axes over which ZeRO has split the weights.
@@ -70,11 +72,9 @@ class Generator:
         self._config = model
         self._tile = tile
         self._partition = Partition(mesh, 3 if zero == 3 else 0, zero_axes, model.dtype)
-        arguments = model_arguments(model)
+        adapters = lora or LoraConfig()
         self._model = ShardedModel(
-            lambda attention_fn, hooks: GPT(
-                **arguments, attention_fn=attention_fn, hooks=hooks, rngs=nnx.Rngs(0)
-            ),
+            lambda attention_fn, hooks: make_gpt(model, adapters, attention_fn, hooks, nnx.Rngs(0)),
             attention,
             self._partition,
             tile=tile,
@@ -104,7 +104,7 @@ class Generator:
         """Continues all prompts at once.
 
         Args:
-            weights: float32 weights of the model.
+            weights: weights of the model.
             prompts: token ids, at least one for each prompt; prompts may differ in length.
             num_tokens: number of tokens to add to each prompt.
             end_of_document: the token after which a row ends; None if no token ends it.

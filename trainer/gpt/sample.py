@@ -13,11 +13,11 @@ from jaxtyping import Integer
 
 import startrail_jax as st
 from startrail_jax.errors import InputError
-from trainer.checkpoints.weights import restore_weights
 from trainer.data.documents import Document
 from trainer.gpt.config import GPTTrainConfig, TextOptions
 from trainer.gpt.corpus import Corpus
 from trainer.gpt.generation import Generator
+from trainer.gpt.lora.weights import restore_model
 from trainer.gpt.pretrained.defaults import KEPT_FOLDER, kept_tokenizer, require_bytes
 from trainer.gpt.text import (
     IdTokenizer,
@@ -28,7 +28,6 @@ from trainer.gpt.text import (
     open_tokenizer,
 )
 from trainer.gpt.token_choice import Sampling
-from trainer.run.folder import CHECKPOINTS_FOLDER, model_flags
 from trainer.session import Session
 
 
@@ -59,17 +58,13 @@ def sample_text(
         config.model,
         st.Attention(session.mesh, causal=True, window=config.window),
         sampling,
+        lora=config.lora,
         zero=options.zero,
         zero_axes=config.zero_axes,
         tile=config.tile,
     )
     generator.check_prompt(prompt)
-    weights, step = restore_weights(
-        run_dir / CHECKPOINTS_FOLDER,
-        generator.weight_shapes,
-        model_flags(config),
-        note=session.note,
-    )
+    weights, step = restore_model(run_dir, config, generator.weight_shapes, note=session.note)
     session.note(f"model: {run_dir} after step {step}")
     session.note(f"prompt: {len(prompt):,} {tokenizer.unit}s")
     if len(prompt) + options.tokens > config.seq_len:
@@ -219,6 +214,7 @@ def continue_text(
         config.model,
         program.attention,
         Sampling(temperature=config.temperature, seed=config.seed),
+        lora=config.lora,
         zero=config.zero,
         zero_axes=config.zero_axes,
         tile=config.tile,

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
@@ -41,6 +42,8 @@ TENSOR_DIMS = {"query": 1, "key": 1, "value": 1, "out": 0, "gate": 1, "up": 1, "
 # That of each bias, [heads, head_dim].
 TENSOR_DIMS |= {"query_bias": 0, "key_bias": 0, "value_bias": 0}
 OF_KEY_HEADS = ("key", "value", "key_bias", "value_bias")
+# The narrow matrices beside a kernel, [*inputs, rank] and [rank, *outputs]: see `models.lora`.
+ADAPTERS = ("lora_a", "lora_b")
 
 # Name of the stacked weights of all layers. Their first dimension counts layers and is never split.
 STACKED = "blocks"
@@ -59,6 +62,9 @@ class Split:
     copied_heads: bool = False
     """Whether it is replicated over `tensor` because there are fewer key heads than devices. Each
     device takes the heads that it needs when the weight is used."""
+    shared: bool = False
+    """Whether every device along `tensor` uses all of it, for its own part of a product: a matrix
+    of an adapter on the side of the kernel that is not split."""
 
 
 class Parameter(NamedTuple):
@@ -137,9 +143,14 @@ class Partition:
     def _split(self, path: tuple[Any, ...], x: Any) -> Split:
         names = path_name(path).split("/")
         stacked = int(STACKED in names)
-        layer = names[names.index("kernel") - 1] if "kernel" in names else names[-1]
+        parts = [name for name in names if name == "kernel" or name in ADAPTERS]
+        layer = names[names.index(parts[0]) - 1] if parts else names[-1]
         dim = TENSOR_DIMS.get(layer) if self.tensor else None
-        copied = False
+        copied = shared = False
+        if dim is not None and names[-1] in ADAPTERS:
+            # A kernel whose outputs are split makes B split, and one whose inputs are makes A.
+            shared = dim != ADAPTERS.index(names[-1])
+            dim = None if shared else dim
         if dim is not None:
             dim += stacked
             remainder = x.shape[dim] % self.mesh.shape["tensor"]
@@ -160,6 +171,7 @@ class Partition:
             zero=max(fits, key=lambda i: x.shape[i], default=None),
             vector=len(x.shape) == stacked + 1,
             copied_heads=copied,
+            shared=shared,
         )
 
     def spec(self, split: Split) -> PartitionSpec:
@@ -252,6 +264,8 @@ class Partition:
                 weight = _gathered(self, split, parameter.weight)
             else:
                 weight: Any = _gathered_with_slot(self, split, *parameter)
+            if split.shared:
+                return vary(weight, *self.tensor)
             return self._own_heads(weight) if split.copied_heads else weight
 
         leaves, structure = jax.tree.flatten(parameters, is_leaf=_is_parameter)
@@ -322,6 +336,26 @@ def path_name(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")
 
 
+def split_frozen(weights: Any) -> tuple[Any, Any]:
+    """The weights that are trained, and those that are frozen.
+
+    Args:
+        weights: all weights of a model, as flax keeps them, or anything in their places.
+
+    Returns:
+        Two parts of the tree, the second of which is None if all are trained.
+    """
+    if not any(path[-1] in ADAPTERS for path, _ in nnx.to_flat_state(weights)):
+        return weights, None
+    trained, frozen = nnx.split_state(weights, lambda path, _: path[-1] in ADAPTERS, ...)
+    return trained, frozen
+
+
+def join_frozen(trained: Any, frozen: Any) -> Any:
+    """All weights, from what `split_frozen` returns."""
+    return trained if frozen is None else nnx.merge_state(trained, frozen)
+
+
 def _is_parameter(x: Any) -> bool:
     """Whether a part of a tree is a `Parameter`."""
     return isinstance(x, Parameter)
@@ -334,7 +368,7 @@ def _is_split(x: Any) -> bool:
 def _gathered(partition: Partition, split: Split, weight: Array) -> Array:
     """A weight as it is used."""
     whole = partition._all_gather(weight, split) if partition.level == 3 else weight
-    if partition.level == 0 and not split.vector:
+    if partition.level == 0 and not split.vector and weight.dtype != partition.dtype:
         kept = jnp.finfo(partition.dtype)
         whole = lax.reduce_precision(whole, kept.nexp, kept.nmant)
     return vary(whole, *partition.replicas).astype(jnp.float32)

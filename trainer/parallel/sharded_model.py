@@ -15,7 +15,7 @@ from jaxtyping import Array
 
 from models.hooks import Hooks
 from startrail_jax.attention import Attention
-from trainer.parallel.partition import STACKED, Parameter, Partition
+from trainer.parallel.partition import STACKED, Parameter, Partition, path_name, split_frozen
 from trainer.parallel.tiling import in_tiles
 
 MakeModel = Callable[[Callable[..., Array], Hooks], nnx.Module]
@@ -58,6 +58,12 @@ class ShardedModel:
         """The `Split` of every weight."""
         self.specs = partition.specs(shapes)
         """The PartitionSpec of every weight."""
+        trained, _ = split_frozen(shapes)
+        self.trained_splits, self.trained_specs = (
+            partition.splits(trained),
+            partition.specs(trained),
+        )
+        """The same of the weights that are trained: see `split_frozen`."""
         self.weight_shapes: Any = partition.sharded(shapes)
         """Shapes and shardings of the weights."""
 
@@ -95,11 +101,12 @@ class ShardedModel:
 
         Args:
             weights: what `Partition.gather_once` returns.
-            gradient_slots: slots for their gradients; None where nothing is differentiated.
+            gradient_slots: slots for the gradients of those that are trained; None where nothing
+                is differentiated.
         """
         state = {}
         for name in weights:
-            slots = None if gradient_slots is None else gradient_slots[name]
+            slots = None if gradient_slots is None else gradient_slots.get(name)
             if name == STACKED:
                 state[name] = _parameters(weights[name], slots)
             else:
@@ -136,7 +143,8 @@ class ShardedModel:
 
 
 def _parameters(weights: Any, gradient_slots: Any) -> Any:
-    """A tree of `Parameter`s."""
-    if gradient_slots is None:
-        return jax.tree.map(lambda weight: Parameter(weight, None), weights)
-    return jax.tree.map(Parameter, weights, gradient_slots)
+    """A tree of `Parameter`s. Weights that are not trained have no slot."""
+    slots = {path_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(gradient_slots)}
+    return jax.tree_util.tree_map_with_path(
+        lambda path, weight: Parameter(weight, slots.get(path_name(path))), weights
+    )

@@ -17,23 +17,40 @@ from trainer.config import TrainConfig
 from trainer.data.batches import sharding_of
 from trainer.objective import Objective
 from trainer.parallel.optimizer import make_optimizer
-from trainer.parallel.partition import Partition
+from trainer.parallel.partition import Partition, join_frozen, split_frozen
 
 
 class TrainState(NamedTuple):
     """The state of a run between two steps."""
 
     weights: Any
-    """Weights of the model, float32."""
+    """Weights that are trained, float32: all of the model, or its adapters."""
     optimizer: Any
     """Adam's moments, and its count of steps."""
     average: Any = None
     """Exponential moving average of the weights, float32; None for a run without one."""
+    frozen: Any = None
+    """Weights of a model with adapters that no step changes; None if all are trained."""
+
+    @property
+    def model(self) -> Any:
+        """All weights of the model."""
+        return join_frozen(self.weights, self.frozen)
 
     @property
     def result(self) -> Any:
-        """The weights that the run is for: their average, where there is one."""
-        return self.weights if self.average is None else self.average
+        """The weights that the run is for, all of the model: their average, if there is one."""
+        return self.model if self.average is None else join_frozen(self.average, self.frozen)
+
+    @property
+    def base(self) -> Any:
+        """The weights of the model without its adapters: those of a pretrained one."""
+        return self.weights if self.frozen is None else self.frozen
+
+    @property
+    def changing(self) -> TrainState:
+        """The state without what is frozen."""
+        return self._replace(frozen=None)
 
 
 def initial_state(config: TrainConfig, weights: Any) -> TrainState:
@@ -41,11 +58,12 @@ def initial_state(config: TrainConfig, weights: Any) -> TrainState:
 
     Args:
         config: optimizer, number of steps, and whether there is an average.
-        weights: initial weights.
+        weights: initial weights, of all of the model.
     """
     optimizer = make_optimizer(config.optimizer, config.steps)
-    average = None if config.ema_decay is None else weights
-    return TrainState(weights, optimizer.init(weights), average)
+    trained, frozen = split_frozen(weights)
+    average = None if config.ema_decay is None else trained
+    return TrainState(trained, optimizer.init(trained), average, frozen)
 
 
 def state_shapes(config: TrainConfig, weight_shapes: Any, partition: Partition) -> TrainState:

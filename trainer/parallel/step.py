@@ -28,7 +28,7 @@ from trainer.data.batches import sharding_of
 from trainer.objective import Objective
 from trainer.parallel.legality import check_platform, check_step, tokens_shape
 from trainer.parallel.optimizer import learning_rate, make_optimizer
-from trainer.parallel.partition import Partition
+from trainer.parallel.partition import Partition, join_frozen, split_frozen
 from trainer.parallel.remat import rematerialised
 from trainer.parallel.sharded_model import ShardedModel
 from trainer.parallel.state import (
@@ -103,7 +103,8 @@ class Program:
                 rematerialised,
                 remat=config.remat,
                 offload=config.offload,
-                gathers_weights=config.zero == 3,
+                # Frozen weights are kept as they are, and none as it is used.
+                gathers_weights=config.zero == 3 or config.freezes,
             ),
         )
         self.state_shapes = state_shapes(config, self._model.weight_shapes, self.partition)
@@ -116,15 +117,16 @@ class Program:
             lambda: initial_state(config, nnx.state(self._model.make())), out_shardings=shardings
         )
         self.begin_with: Callable[[Any], TrainState] = jax.jit(
-            partial(initial_state, config), out_shardings=shardings, donate_argnums=0
+            self._begin_with, out_shardings=shardings, donate_argnums=0
         )
-        """weights -> the state before the first step, which takes their memory."""
+        """`TrainState.base` -> the state before the first step, which takes their memory."""
         self.train_step: Callable[[TrainState, Any], tuple[TrainState, StepMetrics]] = compiled(
             self._train_step, donate_argnums=0, out_shardings=(shardings, None)
         )
         """(state, batch) -> new state, which takes the memory of the old one, and metrics."""
         self.losses: Callable[[Any, Any], tuple[Array, Array]] = compiled(self._losses)
-        """(weights, batch) -> sum of the losses of its tokens, and sum of the tokens' weights."""
+        """(`TrainState.model`, batch) -> sum of the losses of its tokens, and sum of the tokens'
+        weights."""
 
     @property
     def batch_shapes(self) -> Any:
@@ -133,9 +135,13 @@ class Program:
 
     # What is compiled, on global arrays.
 
+    def _begin_with(self, base: Any) -> TrainState:
+        trained, frozen = split_frozen(nnx.state(self._model.make()))
+        return initial_state(self.config, base if frozen is None else join_frozen(trained, base))
+
     def _train_step(self, state: TrainState, batch: Any) -> tuple[TrainState, StepMetrics]:
         config = self.config
-        loss, gradients = self.gradients(state.weights, batch)
+        loss, gradients = self.gradients(state.model, batch)
         norm = optax.tree.norm(gradients)
         updates, optimizer = self.optimizer.update(gradients, state.optimizer, state.weights)
         weights = optax.apply_updates(state.weights, updates)
@@ -147,11 +153,17 @@ class Program:
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         rate = learning_rate(config.optimizer, config.steps)(count)
         metrics = StepMetrics(loss, norm, finite, jnp.asarray(rate))
-        return jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, state), metrics
+        kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, state.changing)
+        return kept._replace(frozen=state.frozen), metrics
 
     def gradients(self, weights: Any, batch: Any) -> tuple[Float32[Array, ""], Any]:
-        """The mean loss of a batch, and its float32 gradients, sharded as the weights."""
-        out_specs = (PartitionSpec(), self._model.specs)
+        """The mean loss of a batch, and its float32 gradients, sharded as the weights.
+
+        Args:
+            weights: all of the model. Only those that are trained have gradients.
+            batch: a batch.
+        """
+        out_specs = (PartitionSpec(), self._model.trained_specs)
         batch = self._prepare(batch, training=True)
         return self._on_each_device(self._local_gradients, weights, batch, out_specs)
 
@@ -197,9 +209,9 @@ class Program:
     # What one device does.
 
     def _local_gradients(self, weights: Any, batch: Any) -> tuple[Array, Any]:
-        partition, splits = self.partition, self._model.splits
-        gathered = partition.gather_once(weights, splits)
-        slots = partition.gradient_slots(weights, splits)
+        partition, splits = self.partition, self._model.trained_splits
+        gathered = partition.gather_once(weights, self._model.splits)
+        slots = partition.gradient_slots(split_frozen(weights)[0], splits)
         loss_and_gradients = jax.value_and_grad(self._local_sum)
 
         def add(so_far: Any, part: Any) -> tuple[Any, None]:
@@ -236,8 +248,8 @@ class Program:
         """
         objective, name = self.objective, self.objective.head
         hidden = objective.hidden(self._model.local(weights, slots), batch)
-        head_slot = None if slots is None else slots[name]
-        if name == "head" and slots is not None:
+        head_slot = None if slots is None else slots.get(name)
+        if name == "head" and head_slot is not None:
             # Otherwise the gradient of the head would wait, whole, until that of the embedding is
             # there, to be sent in one message with it.
             head_slot, hidden = gradient_first(head_slot, hidden)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -17,8 +16,9 @@ from startrail_jax.mesh import ROLES, Degrees
 from startrail_jax.planner.memory import FLOAT32, LAYER, LOSS, Footprint, StepSizes, footprint_of
 from trainer.config import TrainConfig
 from trainer.objective import Objective
+from trainer.parallel.footprint import bytes_of_device
 from trainer.parallel.legality import check_step, tokens_shape
-from trainer.parallel.partition import STACKED, Partition, Split
+from trainer.parallel.partition import STACKED, Partition, Split, split_frozen
 from trainer.parallel.state import batch_shapes, state_shapes
 from trainer.parallel.step import make_attention
 
@@ -48,7 +48,9 @@ def step_sizes(config: TrainConfig, objective: Objective, degrees: Degrees) -> S
     state = state_shapes(config, shapes.weights, partition)
     rows, tokens_of_row, heads, head_dim = shapes.query
     tokens = rows // degrees.data * tokens_of_row // degrees.sequence // config.accumulation
-    whole = {name: _whole_elements(partition, shapes.weights, name) for name in shapes.weights}
+    whole = _whole_elements(partition, shapes.weights)
+    _, frozen = split_frozen(shapes.weights)
+    fixed = {} if frozen is None else _whole_elements(partition, frozen)
     layers = jax.tree.leaves(shapes.weights[STACKED])[0].shape[0]
     return StepSizes(
         degrees=degrees,
@@ -69,17 +71,22 @@ def step_sizes(config: TrainConfig, objective: Objective, degrees: Degrees) -> S
         mlp_width=model.mlp_width,
         mlp_matrices=3 if model.mlp == "swiglu" else 2,
         outputs=shapes.outputs[-1],
-        weight_bytes=_bytes_of_device(state.weights),
-        optimizer_bytes=_bytes_of_device(state.optimizer),
-        average_bytes=_bytes_of_device(state.average),
-        batch_bytes=_bytes_of_device(batch_shapes(objective, attention)),
-        shard_elements=_bytes_of_device(state.weights) // FLOAT32,
+        weight_bytes=bytes_of_device(state.weights),
+        optimizer_bytes=bytes_of_device(state.optimizer),
+        average_bytes=bytes_of_device(state.average),
+        frozen_bytes=bytes_of_device(state.frozen),
+        batch_bytes=bytes_of_device(batch_shapes(objective, attention)),
+        shard_elements=bytes_of_device(state.weights) // FLOAT32,
         whole_elements=sum(whole.values()),
         layer_elements=whole[STACKED] // layers,
+        frozen_elements=sum(fixed.values()),
+        frozen_layer_elements=fixed.get(STACKED, 0) // layers,
         vocabularies={
             name: (whole[name], LOSS if name == objective.head else LAYER)
             for name in shapes.weights
-            if name != STACKED and _is_vocabulary(shapes.weights[name], shapes.outputs[-1])
+            if name != STACKED
+            and name not in fixed
+            and _is_vocabulary(shapes.weights[name], shapes.outputs[-1])
         },
     )
 
@@ -115,14 +122,16 @@ def _trace(objective: Objective, layout: Layout) -> _Shapes:
     return _Shapes(weights, query, key, shape)
 
 
-def _whole_elements(partition: Partition, weights: Any, name: str) -> int:
-    """Elements of the weights of one part of the model on a device, when ZeRO has gathered them."""
-    splits = jax.tree.leaves(
-        partition.splits(weights)[name], is_leaf=lambda x: isinstance(x, Split)
-    )
-    leaves = zip(jax.tree.leaves(weights[name]), splits, strict=True)
-    tensor = partition.size(partition.tensor)
-    return sum(x.size // (1 if split.tensor is None else tensor) for x, split in leaves)
+def _whole_elements(partition: Partition, weights: Any) -> dict[str, int]:
+    """Elements of each part of the model on a device, when ZeRO has gathered its weights."""
+    all_splits, tensor = partition.splits(weights), partition.size(partition.tensor)
+
+    def elements(name: str) -> int:
+        splits = jax.tree.leaves(all_splits[name], is_leaf=lambda x: isinstance(x, Split))
+        leaves = zip(jax.tree.leaves(weights[name]), splits, strict=True)
+        return sum(x.size // (1 if split.tensor is None else tensor) for x, split in leaves)
+
+    return {name: elements(name) for name in weights}
 
 
 def _is_vocabulary(weights: Any, outputs: int) -> bool:
@@ -133,11 +142,3 @@ def _is_vocabulary(weights: Any, outputs: int) -> bool:
     """
     (shape, *_) = (x.shape for x in jax.tree.leaves(weights))
     return len(shape) == 2 and outputs in shape and outputs == max(shape)
-
-
-def _bytes_of_device(shapes: Any) -> int:
-    """Bytes of one device's shards."""
-    return sum(
-        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-        for x in jax.tree.leaves(shapes)
-    )

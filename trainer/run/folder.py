@@ -25,6 +25,8 @@ from trainer.run.settings import (
 
 CONFIG_FILE = "config.json"
 CHECKPOINTS_FOLDER = "checkpoints"
+FROZEN_FOLDER = "frozen"
+"""What the checkpoints of a run with frozen weights lack: those weights, once."""
 METRICS_FILE = "metrics.jsonl"
 LOCK_FILE = "lock"
 
@@ -87,7 +89,8 @@ def result_flags(config: TrainConfig) -> dict[str, str]:
 
 def model_flags(config: TrainConfig) -> dict[str, str]:
     """The settings of the model, as flags, by their names: what its weights were trained with."""
-    return {name: flag for name, flag in result_flags(config).items() if name.startswith("model.")}
+    flags = result_flags(config)
+    return {name: flag for name, flag in flags.items() if name.startswith(("model.", "lora."))}
 
 
 def require_writable(folder: Path) -> None:
@@ -146,7 +149,8 @@ def _check_same_run(config: TrainConfig) -> None:
     changed = [name for name in now if saved[name] != now[name]]
     # Rotary positions have no weights, and a longer context needs other ones.
     is_other_model = any(
-        name.startswith("model.") and not name.startswith("model.rope.") for name in changed
+        name.startswith(("model.", "lora.")) and not name.startswith("model.rope.")
+        for name in changed
     ) or (saved["ema_decay"] is None) != (now["ema_decay"] is None)
     if not changed or (config.allow_changes and not is_other_model):
         return

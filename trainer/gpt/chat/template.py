@@ -26,7 +26,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 
 from startrail_jax.errors import InputError
-from trainer.data.opening import read_whole
+from trainer.data.opening import read_object, read_whole
 
 TEMPLATE_FILE = "chat_template.jinja"
 CONFIG_FILE = "tokenizer_config.json"
@@ -108,8 +108,8 @@ class ChatTemplate:
             ValueError: if a file cannot be read, or is no template.
         """
         config_path = tokenizer.with_name(CONFIG_FILE)
-        config = _read_object(config_path)
-        tokens = _special_tokens(_read_object(tokenizer.with_name(TOKENS_FILE)) | config)
+        config = _read_object_if_there(config_path)
+        tokens = _special_tokens(_read_object_if_there(tokenizer.with_name(TOKENS_FILE)) | config)
         beside = tokenizer.with_name(TEMPLATE_FILE)
         path = chosen or (beside if beside.exists() else None)
         if path is not None:
@@ -254,23 +254,8 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str | None]:
     return found
 
 
-def _read_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; an empty one if there is no file."""
-    if not path.exists():
-        return {}
-    content = _read_text(path)
-    try:
-        found = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise InputError(
-            f"{str(path)!r} must be JSON; got {error}. Copy it again from the tokenizer."
-        ) from None
-    if not isinstance(found, dict):
-        raise InputError(
-            f"{str(path)!r} must hold an object; got {type(found).__name__}. Copy it again from "
-            "the tokenizer."
-        )
-    return found
+def _read_object_if_there(path: Path) -> dict[str, Any]:
+    return read_object(path) if path.exists() else {}
 
 
 def _read_text(path: Path) -> str:

@@ -2,6 +2,7 @@
 
     python -m trainer.gpt.export runs/gpt_tiny exported
     python -m trainer.gpt.export runs/Qwen3-8B exported --step 1000 --dtype bfloat16
+    python -m trainer.gpt.export runs/adapted exported --merge   # without it, adapters for PEFT
 
 RUN_DIR is the folder of a run, which may still be training. OUT is a new folder with config.json,
 the weights in *.safetensors and the files of the tokenizer; it appears only when it is whole.
@@ -35,7 +36,10 @@ class ExportOptions:
     """Step of the checkpoint. The default is the newest one that is whole."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Data type of the weights. The default is that of the pretrained model with which the run
-    began, and float32 for a run that began with random weights."""
+    began, and float32 for a run that began with random weights, and for adapters."""
+    merge: bool = False
+    """Whether to add the adapters of a run with LoRA to the weights, for a model that needs no
+    PEFT. Otherwise they are exported by themselves, in PEFT's format."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -57,11 +61,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from trainer.gpt.export.writing import export_run
 
     done = export_run(
-        options.run_dir, config, options.out, step=options.step, dtype=options.dtype, note=say
+        options.run_dir,
+        config,
+        options.out,
+        step=options.step,
+        dtype=options.dtype,
+        merge=options.merge,
+        note=say,
     )
     files = "1 file" if done.files == 1 else f"{done.files} files"
-    say(f"{options.out}: the model after step {done.step}, in {done.dtype}, in {files}")
-    say(f"next: transformers.AutoModelForCausalLM.from_pretrained({str(options.out)!r})")
+    what, loads = "the model", "transformers.AutoModelForCausalLM"
+    if config.freezes and not options.merge:
+        what, loads = "the adapters", "peft.AutoPeftModelForCausalLM"
+    say(f"{options.out}: {what} after step {done.step}, in {done.dtype}, in {files}")
+    say(f"next: {loads}.from_pretrained({str(options.out)!r})")
 
 
 if __name__ == "__main__":

@@ -22,25 +22,33 @@ from jaxtyping import Shaped
 from models.hooks import Hooks
 from startrail_jax.errors import InputError
 from trainer.checkpoints import durable
-from trainer.checkpoints.weights import restore_weights
+from trainer.data.opening import read_object
 from trainer.errors import MissingPackageError, NonFiniteError, StorageError
 from trainer.gpt.chat.template import TEMPLATE_FILE
-from trainer.gpt.config import GPTConfig, GPTTrainConfig, RopeConfig
+from trainer.gpt.config import GPTConfig, GPTTrainConfig, LoraConfig, RopeConfig
+from trainer.gpt.lora.peft import (
+    ADAPTER_CONFIG,
+    ADAPTER_FILE,
+    is_adapter,
+    merged,
+    peft_config,
+    peft_tensors,
+)
+from trainer.gpt.lora.weights import restore_model
 from trainer.gpt.objective import NextToken
 from trainer.gpt.pretrained.defaults import KEPT_FOLDER, TOKENIZER, TOKENIZER_FILES
 from trainer.gpt.pretrained.families import (
     CONFIG,
     describe,
     family_of,
-    read_json,
     to_values,
 )
-from trainer.gpt.pretrained.initial import KEPT, copy_file
+from trainer.gpt.pretrained.initial import GENERATION, KEPT, copy_file
 from trainer.gpt.pretrained.names import Place, places
 from trainer.gpt.pretrained.rope import rope_length, rope_values
 from trainer.gpt.pretrained.tensors import INDEX, ONE_FILE
+from trainer.gpt.tokenizer import FileTokenizer
 from trainer.parallel.partition import path_name
-from trainer.run.folder import CHECKPOINTS_FOLDER, model_flags
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 DTYPES: Mapping[str, Any] = {
@@ -70,6 +78,7 @@ def export_run(
     *,
     step: int | None = None,
     dtype: Dtype | None = None,
+    merge: bool = False,
     shard_bytes: int = SHARD_BYTES,
     note: Any = print,
 ) -> Exported:
@@ -81,13 +90,15 @@ def export_run(
         out: the new folder.
         step: the step of the checkpoint; None for the newest that is whole.
         dtype: type of the weights; None for that of the model with which the run began, and else
-            float32.
+            float32, which adapters always have.
+        merge: whether to add adapters to the weights, instead of exporting them by themselves.
         shard_bytes: most bytes of tensors in a file, unless a single tensor has more.
         note: is told what the user must know about the checkpoint.
 
     Raises:
         ImportError: if the package `safetensors` is missing.
-        ValueError: if the folder exists, or the tokenizer of the run is gone.
+        ValueError: if the folder exists, the tokenizer of the run is gone, or there are no adapters
+            to merge.
         NotImplementedError: if no family of transformers has such a model.
         CheckpointError: if there is no such checkpoint, or it is damaged.
         FloatingPointError: if the type cannot hold a weight.
@@ -99,24 +110,36 @@ def export_run(
             "another, or delete it."
         )
     kept = run_dir / KEPT_FOLDER
-    values = read_json(kept / CONFIG) if (kept / CONFIG).is_file() else None
+    values = read_object(kept / CONFIG) if (kept / CONFIG).is_file() else None
     before: Any = "float32" if values is None else values.get("torch_dtype")
-    kind = dtype or (before if before in DTYPES else "float32")
+    apart = config.freezes and not merge
+    if merge and not config.freezes:
+        raise InputError(
+            f"merge adds adapters to weights; got merge=True for {str(run_dir)!r}, a run that has "
+            "none, as it had no --lora.rank. Leave --merge out."
+        )
+    kind = dtype or (before if before in DTYPES and not apart else "float32")
     family_of(config.model)
     beside = files_beside_weights(config, kept)
-    weights, found = restore_weights(
-        run_dir / CHECKPOINTS_FOLDER,
-        _shapes(config),
-        model_flags(config),
-        step=step,
-        note=note,
+    if apart:
+        name, described = ADAPTER_CONFIG, peft_config(config)
+    else:
+        name, described = CONFIG, config_values(config, values, kind)
+        if ids := token_ids(config, beside.get(TOKENIZER), kept / TOKENIZER):
+            described |= ids
+            # It has those of the tokenizer that the model came with.
+            beside.pop(GENERATION, None)
+    weights, found = restore_model(
+        run_dir, config, _shapes(config), step=step, only_trained=apart, note=note
     )
+    arrays = {path_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(weights)}
     with _appearing(out) as part:
-        files = _write_tensors(weights, part, DTYPES[kind], shard_bytes)
-        for name, path in beside.items():
-            copy_file(path, part / name)
-        text = json.dumps(config_values(config, values, kind), indent=2)
-        (part / CONFIG).write_text(text + "\n")
+        if apart:
+            _write_file(part / ADAPTER_FILE, peft_tensors(arrays, DTYPES[kind]))
+        files = 1 if apart else _write_tensors(arrays, part, DTYPES[kind], shard_bytes, config.lora)
+        for file, path in beside.items():
+            copy_file(path, part / file)
+        (part / name).write_text(json.dumps(described, indent=2) + "\n")
     return Exported(step=found, dtype=kind, files=files)
 
 
@@ -154,6 +177,27 @@ def _require_file(path: Path, name: str) -> None:
             f"elsewhere than under {str(Path.cwd())!r}. Put it back, or correct {name} in the "
             "config.json of the run; null leaves it out."
         )
+
+
+def token_ids(config: GPTTrainConfig, tokenizer: Path | None, kept: Path) -> dict[str, int | None]:
+    """The special tokens of config.json, if the tokenizer is not the one that the model came with.
+
+    Args:
+        config: config of the run.
+        tokenizer: what is exported; None for none.
+        kept: the tokenizer that the model came with, which may not exist.
+    """
+    if tokenizer is None or tokenizer == kept:
+        return {}
+    if kept.is_file() and kept.read_bytes() == tokenizer.read_bytes():
+        return {}
+    end = config.data.end_of_document
+    opened = FileTokenizer(tokenizer, end_of_document=end, vocab_size=config.model.vocab_size)
+    return {
+        "bos_token_id": None,
+        "eos_token_id": opened.end_of_document,
+        "pad_token_id": None,
+    }
 
 
 def _shapes(config: GPTTrainConfig) -> Any:
@@ -232,8 +276,8 @@ def _appearing(out: Path) -> Iterator[Path]:
         shutil.rmtree(part, ignore_errors=True)
 
 
-def _write_tensors(weights: Any, folder: Path, dtype: Any, shard_bytes: int) -> int:
-    """Writes the files of tensors, and their index if there are several; returns their number."""
+def _write_file(path: Path, tensors: Mapping[str, Any]) -> None:
+    """Writes one file of tensors."""
     try:
         from safetensors import SafetensorError
         from safetensors.numpy import save_file
@@ -242,7 +286,20 @@ def _write_tensors(weights: Any, folder: Path, dtype: Any, shard_bytes: int) -> 
             "An export must have the package safetensors; got an environment without it. Run pip "
             "install safetensors."
         ) from error
-    arrays = {path_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(weights)}
+    try:
+        # transformers asks for the format.
+        save_file(dict(tensors), path, metadata={"format": "pt"})
+    except SafetensorError as error:  # It hides what the operating system said.
+        raise StorageError(
+            f"Tensors must be written to a disk with space for them; got {str(path.parent)!r}: "
+            f"{error}. Fix that, or give another OUT."
+        ) from error
+
+
+def _write_tensors(
+    arrays: Mapping[str, Any], folder: Path, dtype: Any, shard_bytes: int, lora: LoraConfig
+) -> int:
+    """Writes the files of tensors, and their index if there are several; returns their number."""
     found = _tensors(arrays)
     size = np.dtype(dtype).itemsize
     sizes = {name: arrays[path].size // (arrays[path].shape[0] if place.stacked else 1) * size
@@ -255,15 +312,9 @@ def _write_tensors(weights: Any, folder: Path, dtype: Any, shard_bytes: int) -> 
     files = {}
     for number, names in enumerate(shards, 1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors" if shards[1:] else ONE_FILE
-        tensors = {name: _tensor(arrays, *found[name], dtype) for name in names}
-        try:
-            # transformers asks for the format.
-            save_file(tensors, folder / file, metadata={"format": "pt"})
-        except SafetensorError as error:  # It hides what the operating system said.
-            raise StorageError(
-                f"Tensors must be written to a disk with space for them; got {str(folder)!r}: "
-                f"{error}. Fix that, or give another OUT."
-            ) from error
+        _write_file(
+            folder / file, {name: _tensor(arrays, *found[name], dtype, lora) for name in names}
+        )
         files |= dict.fromkeys(names, file)
     if shards[1:]:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": files}
@@ -273,19 +324,20 @@ def _write_tensors(weights: Any, folder: Path, dtype: Any, shard_bytes: int) -> 
 
 def _tensors(arrays: Mapping[str, Any]) -> dict[str, tuple[str, Place, int]]:
     """Weight, place and layer of every tensor, in the order in which a model uses them."""
+    shapes = {path: tuple(x.shape) for path, x in arrays.items() if not is_adapter(path)}
     found = [
         (layer if place.stacked else -1, name, (path, place, layer))
-        for path, place in places({path: tuple(x.shape) for path, x in arrays.items()})
+        for path, place in places(shapes)
         for layer, name in enumerate(place.tensors)
     ]
     return {name: tensor for _, name, tensor in sorted(found, key=lambda x: x[:2])}
 
 
 def _tensor(
-    arrays: Mapping[str, Any], path: str, place: Place, layer: int, dtype: Any
+    arrays: Mapping[str, Any], path: str, place: Place, layer: int, dtype: Any, lora: LoraConfig
 ) -> Shaped[np.ndarray, "..."]:
-    whole = np.asarray(arrays[path])
-    weight = place.to_tensor(whole[layer] if place.stacked else whole)
+    whole = merged(arrays, path, layer, lora) if place.stacked else np.asarray(arrays[path])
+    weight = place.to_tensor(whole)
     with np.errstate(over="ignore"):
         tensor = weight.astype(dtype)
     if not np.isfinite(tensor).all():

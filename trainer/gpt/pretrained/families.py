@@ -7,20 +7,17 @@ options: see `GPTConfig`.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from startrail_jax.errors import InputError, UnsupportedError
-from trainer.data.opening import read_whole, reading
+from trainer.data.opening import read_object
 from trainer.gpt.config import GPTConfig
 from trainer.gpt.pretrained.rope import read_rope, rope_length, rope_values
 from trainer.gpt.pretrained.values import ConfigValues
 
 CONFIG = "config.json"
-LARGEST_CONFIG = 1 << 24
-"""Number of bytes that a file of JSON may have, apart from the tokenizer's."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,28 +71,6 @@ class Description:
     """Tokens of the sequences that the model is made for; None if the file does not say."""
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
-
-    Raises:
-        ValueError: if the file cannot be read or holds anything else.
-    """
-    with reading(path):
-        content = read_whole(path, LARGEST_CONFIG)
-    try:
-        values = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise InputError(
-            f"{str(path)!r} must be JSON; got {type(error).__name__}: {error}. Download it again."
-        ) from error
-    if not isinstance(values, dict):
-        raise InputError(
-            f"{str(path)!r} must hold a JSON object; got {type(values).__name__}. Download it "
-            "again."
-        )
-    return values
-
-
 def read_description(folder: Path) -> Description:
     """What the config.json of a folder says.
 
@@ -110,7 +85,7 @@ def read_description(folder: Path) -> Description:
             f"init_from must be a folder with a Hugging Face {CONFIG}; got {str(folder)!r}, {what}."
             " Give the folder into which the model was downloaded."
         )
-    return describe(read_json(path), str(path))
+    return describe(read_object(path), str(path))
 
 
 def describe(values: Mapping[str, Any], name: str) -> Description:

@@ -9,16 +9,23 @@ import jax.numpy as jnp
 from flax import nnx
 
 from trainer.checkpoints.checkpoint import Checkpoints
+from trainer.checkpoints.frozen import FrozenWeights
 from trainer.config import SHARDED_AXES
 from trainer.gpt.config import GPTTrainConfig
 from trainer.gpt.objective import NextToken
 from trainer.gpt.pretrained.initial import open_pretrained
-from trainer.parallel.partition import Partition
+from trainer.parallel.partition import Partition, split_frozen
 from trainer.parallel.sharded_model import ShardedModel
 from trainer.parallel.state import TrainState
 from trainer.parallel.step import make_attention
 from trainer.run.commands import command
-from trainer.run.folder import CHECKPOINTS_FOLDER, CONFIG_FILE, open_run, result_flags
+from trainer.run.folder import (
+    CHECKPOINTS_FOLDER,
+    CONFIG_FILE,
+    FROZEN_FOLDER,
+    open_run,
+    result_flags,
+)
 from trainer.run.mesh import save_degrees
 from trainer.run.settings import save_config
 from trainer.run.versions import record_versions
@@ -43,12 +50,15 @@ def import_weights(config: GPTTrainConfig, session: Session, report: Any) -> Non
     attention = make_attention(session.mesh, config, objective)
     partition = Partition(session.mesh, 3, SHARDED_AXES, jnp.float32)
     model = ShardedModel(
-        lambda attention_fn, hooks: objective.make_model(attention_fn, hooks, nnx.Rngs(0)),
+        lambda attention_fn, hooks: objective.make_model(
+            attention_fn, hooks, nnx.Rngs(config.seed)
+        ),
         attention,
         partition,
         tile=None,
     )
-    shapes = model.weight_shapes
+    adapters, frozen = split_frozen(model.weight_shapes)
+    shapes = adapters if frozen is None else frozen
     with (
         open_pretrained(config, shapes) as initial,
         open_run(config, writes=session.is_first) as run_dir,
@@ -71,6 +81,9 @@ def import_weights(config: GPTTrainConfig, session: Session, report: Any) -> Non
                 save_degrees(run_dir, vars(attention.degrees))
                 save_config(config, run_dir / CONFIG_FILE)
             with report.phase("saving the weights"):
+                FrozenWeights(run_dir / FROZEN_FOLDER, frozen, note=report.line).save(weights)
+                if frozen is not None:
+                    weights = _new_adapters(model, adapters)
                 checkpoints.save(0, TrainState(weights, ()), {}, result_flags(config))
                 checkpoints.wait()
         report.line(f"next: {command('sample.py', run_dir)}")
@@ -78,3 +91,10 @@ def import_weights(config: GPTTrainConfig, session: Session, report: Any) -> Non
             f"next: {command('train.py', run_dir / CONFIG_FILE)} --steps 1000 --data.path FOLDER "
             "--run-dir ANOTHER"
         )
+
+
+def _new_adapters(model: ShardedModel, shapes: Any) -> Any:
+    """The adapters with which training would begin, which add nothing yet."""
+    shardings = jax.tree.map(lambda x: x.sharding, shapes)
+    make = jax.jit(lambda: split_frozen(nnx.state(model.make()))[0], out_shardings=shardings)
+    return make()

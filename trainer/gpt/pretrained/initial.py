@@ -16,16 +16,17 @@ from jaxtyping import Array, PyTree, Shaped
 
 from startrail_jax.errors import InputError
 from trainer.checkpoints.initial import InitialWeights
-from trainer.data.opening import read_whole, reading
+from trainer.data.opening import read_object, read_whole, reading
 from trainer.gpt.config import GPTTrainConfig
 from trainer.gpt.pretrained.defaults import KEPT_FOLDER, TOKENIZER, TOKENIZER_FILES
-from trainer.gpt.pretrained.families import CONFIG, read_description, read_json
+from trainer.gpt.pretrained.families import CONFIG, read_description
 from trainer.gpt.pretrained.names import Place, places
 from trainer.gpt.pretrained.tensors import Tensors, open_tensors
 from trainer.gpt.tokenizer import LARGEST_FILE, FileTokenizer
 from trainer.parallel.partition import path_name
 
-KEPT = (*TOKENIZER_FILES, "generation_config.json")
+GENERATION = "generation_config.json"
+KEPT = (*TOKENIZER_FILES, GENERATION)
 """Files beside the weights that say how text becomes tokens, and how the model is used."""
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 
@@ -84,7 +85,7 @@ def keep_files(source: Path, folder: Path, dtype: str) -> None:
     for name in KEPT:
         if (source / name).is_file():
             copy_file(source / name, folder / name)
-    values = {k: v for k, v in read_json(source / CONFIG).items() if k != "dtype"}
+    values = {k: v for k, v in read_object(source / CONFIG).items() if k != "dtype"}
     values["torch_dtype"] = dtype
     (folder / CONFIG).write_text(json.dumps(values, indent=2) + "\n")
 
@@ -124,7 +125,9 @@ def open_pretrained(config: GPTTrainConfig, shapes: Any) -> Iterator[Pretrained]
         wanted = {name: place.tensor_shape for place in found.values() for name in place.tensors}
         tensors.check(wanted, tied=TIED if config.model.tied_head else {})
         remark = _check_tokenizer(folder / TOKENIZER, config.model.vocab_size)
-        size = sum(jnp.dtype(x.dtype).itemsize * x.size for x in jax.tree.leaves(shapes))
+        leaves = jax.tree.leaves(shapes)
+        size = sum(jnp.dtype(x.dtype).itemsize * x.size for x in leaves)
+        dtype = jnp.dtype(max(leaves, key=lambda x: x.size).dtype)
         longer = ""
         if described.length is not None and config.seq_len > described.length:
             longer = (
@@ -135,7 +138,7 @@ def open_pretrained(config: GPTTrainConfig, shapes: Any) -> Iterator[Pretrained]
             tensors=tensors,
             places=found,
             description=f"initial weights: {folder}, a model of kind {described.family} with "
-            f"{len(wanted)} tensors of {tensors.dtype}, {size / 2**30:.2f} GiB in float32{longer}"
+            f"{len(wanted)} tensors of {tensors.dtype}, {size / 2**30:.2f} GiB in {dtype}{longer}"
             f"{remark}",
         )
 

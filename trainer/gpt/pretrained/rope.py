@@ -54,15 +54,17 @@ def read_rope(read: ConfigValues, base: float, length: int) -> RopeConfig:
     key = "original_max_position_embeddings"
     original = read.number(key, default=rope.number(key, default=length))
     factor = _factor(rope, original, length)
-    scaling: Any = SCALINGS[name] if factor != 1 else "none"
+    attention_factor = _attention_factor(rope, factor) if name == "yarn" else None
+    stretches = factor != 1 or attention_factor is not None
+    scaling: Any = SCALINGS[name] if stretches else "none"
     if scaling in ("none", "linear"):
         return RopeConfig(base=base, scaling=scaling, factor=factor)
     if scaling == "llama3":
         turns = rope.real("high_freq_factor"), rope.real("low_freq_factor")
-        standard, attention_factor = (4.0, 1.0), None
+        standard = (4.0, 1.0)
     else:
         turns = rope.real("beta_fast", default=32.0), rope.real("beta_slow", default=1.0)
-        standard, attention_factor = (32.0, 1.0), _attention_factor(rope, factor)
+        standard = (32.0, 1.0)
     return RopeConfig(
         base=base,
         scaling=scaling,

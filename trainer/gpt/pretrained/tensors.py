@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 
 from startrail_jax.errors import InputError, UnsupportedError
-from trainer.data.opening import open_regular, reading
+from trainer.data.opening import open_regular, read_object, reading
 from trainer.errors import MissingPackageError
-from trainer.gpt.pretrained.families import read_json
 
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -169,7 +168,7 @@ def _index(folder: Path) -> dict[str, str] | None:
             "Download the safetensors files of the model, or convert it with save_pretrained of "
             "transformers."
         )
-    files = read_json(path).get("weight_map")
+    files = read_object(path).get("weight_map")
     if not isinstance(files, dict) or not files or not all(map(_is_name, files.values())):
         raise InputError(
             f"weight_map must name a file of the folder for every tensor in {str(path)!r}; got "

@@ -1,0 +1,92 @@
+"""Low-rank adapters (LoRA): frozen weights, and beside some of them two narrow matrices to train.
+
+References:
+    LoRA: https://arxiv.org/abs/2106.09685
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from models.linear import project
+
+
+class Adapted(nnx.Module):
+    """x W + scale * (x A) B, with W as it was and A and B float32.
+
+    A is random and B is zero, so that it begins as x W, bit for bit. The product of A and B is
+    never formed: it would be as large as W, and 16 bits would round W's change away.
+    """
+
+    def __init__(
+        self, base: nnx.LinearGeneral, *, rank: int, scale: float, stacked: int, rngs: nnx.Rngs
+    ) -> None:
+        """Puts adapters beside the kernel of a projection.
+
+        Args:
+            base: the projection, whose kernel this one takes.
+            rank: columns of A, and rows of B.
+            scale: factor of what they add.
+            stacked: number of dimensions of the kernel before those of one projection.
+            rngs: source of A.
+        """
+        self.kernel = base.kernel
+        self.scale = scale
+        self.dtype = base.dtype
+        shape = self.kernel.shape
+        self.contracted = len(base.in_features)
+        inputs = shape[stacked : stacked + self.contracted]
+        outputs = shape[stacked + self.contracted :]
+        # As PEFT does: uniform, of variance 1 / (3 * fan_in).
+        bound = math.prod(inputs) ** -0.5
+        lora_a = jax.random.uniform(
+            rngs.params(), (*shape[:stacked], *inputs, rank), jnp.float32, -bound, bound
+        )
+        self.lora_a = nnx.Param(lora_a)
+        self.lora_b = nnx.Param(jnp.zeros((*shape[:stacked], rank, *outputs), jnp.float32))
+
+    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        x = x.astype(self.dtype)
+        out: Any = project(x, self.kernel[...], self.contracted)
+        narrow: Any = project(x, self.lora_a[...], self.contracted)
+        # The sum is rounded once.
+        added: Any = project(narrow, self.lora_b[...], 1, jnp.float32)
+        return (out.astype(jnp.float32) + self.scale * added).astype(out.dtype)
+
+
+def add_adapters(
+    model: Any,
+    *,
+    rank: int,
+    scale: float,
+    targets: Collection[str],
+    base_dtype: Any,
+    rngs: nnx.Rngs,
+) -> None:
+    """Puts adapters into the layers of a model, `model.blocks`, and narrows its other weights.
+
+    Args:
+        model: a model whose layers are stacked.
+        rank: rank of the adapters.
+        scale: factor of what they add.
+        targets: names of the projections.
+        base_dtype: type of the matrices of the model. Vectors, such as the scales of norms, are
+            used in float32 and stay so.
+        rngs: source of the adapters.
+    """
+    for path, weight in list(nnx.iter_graph(model)):
+        if isinstance(weight, nnx.Param) and weight[...].ndim > 1 + ("blocks" in path):
+            weight.set_value(weight[...].astype(base_dtype))
+    for _, module in list(nnx.iter_modules(model.blocks)):
+        for name in sorted(targets):  # The order in which they are given changes nothing.
+            base = getattr(module, name, None)
+            if isinstance(base, nnx.LinearGeneral):
+                adapted = Adapted(base, rank=rank, scale=scale, stacked=1, rngs=rngs)
+                setattr(module, name, adapted)

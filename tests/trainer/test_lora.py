@@ -1,0 +1,269 @@
+"""Low-rank adapters: trained beside a frozen model, on every mesh, and taken to other programs."""
+
+import dataclasses
+import json
+import re
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import pretrained
+import sample
+import startrail_jax as st
+import train
+from programs import make_config, make_program, shared_programs
+from startrail_jax.errors import InputError
+from trainer.checkpoints.reading import CheckpointError
+from trainer.data.batches import place
+from trainer.gpt.batches import next_token_batch
+from trainer.gpt.config import LoraConfig
+from trainer.gpt.export.writing import export_run
+from trainer.gpt.lora.weights import restore_model
+from trainer.gpt.pretrained.initial import open_pretrained
+from trainer.parallel import step_sizes
+from trainer.parallel.footprint import bytes_of_device, describe_state
+from trainer.tasks import load_train_config
+
+ALL = ("query", "key", "value", "out", "gate", "up", "down")
+MODEL = dict(vocab_size=48, width=24, layers=2, heads=8, kv_heads=2, head_dim=4, mlp_width=32)
+CONFIG = make_config(MODEL, seq_len=64, lora=LoraConfig(rank=4, targets=ALL), steps=3)
+
+
+def lora_config(dtype="float32", **changes):
+    model = dataclasses.replace(CONFIG.model, dtype=dtype)
+    return dataclasses.replace(CONFIG, model=model, **changes)
+
+
+def batch(program, seed=0):
+    layout = program.attention.layout
+    tokens = np.random.default_rng(seed).integers(48, size=(4, 65))
+    return place(next_token_batch(tokens, layout=layout), program.batch_sharding)
+
+
+def steps_of(program, state, steps=3):
+    """Losses and norms of so many steps, from a state of the host."""
+    state = jax.tree.map(lambda x, to: jax.device_put(x, to.sharding), state, program.state_shapes)
+    found = []
+    for step in range(steps):
+        state, metrics = program.train_step(state, batch(program, step))
+        found += [float(metrics.loss), float(metrics.gradient_norm)]
+    return found, state
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    """A state whose adapters add something, and the losses of its steps on one device."""
+    program = make_program(lora_config(), st.Degrees())
+    state = jax.device_get(program.initialise())
+    rng = np.random.default_rng(0)
+    weights = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(x.dtype) / 8, state.weights)
+    state = state._replace(weights=weights)
+    return state, *steps_of(program, state)
+
+
+def test_adapters_begin_with_the_logits_of_the_model_bit_for_bit():
+    """In bfloat16, where sums of products are rounded."""
+    base = make_program(lora_config("bfloat16", lora=LoraConfig()), st.Degrees())
+    adapted = make_program(lora_config("bfloat16"), st.Degrees())
+    before, state = base.initialise(), adapted.initialise()
+    tokens = batch(base)
+    expected, found = base.outputs(before.weights, tokens), adapted.outputs(state.model, tokens)
+    np.testing.assert_array_equal(expected, found)
+    assert np.asarray(expected).any()
+
+
+@pytest.mark.parametrize(
+    ("degrees", "changes"),
+    [
+        (
+            st.Degrees.startrail(8, c=2),
+            dict(zero=2, accumulation=2, remat="attention_saved", tile=8),
+        ),
+        (st.Degrees(data=2, ring=2, tensor=2), dict(zero=3)),
+        (st.Degrees(head=2, tensor=4), dict(zero=1, remat="full")),
+    ],
+    ids=str,
+)
+def test_losses_do_not_depend_on_the_mesh(one_device, degrees, changes):
+    state, expected, _ = one_device
+    found, _ = steps_of(make_program(lora_config(**changes), degrees), state)
+    np.testing.assert_allclose(found, expected, rtol=2e-5)
+
+
+def test_frozen_weights_have_no_gradient_and_no_wide_copy():
+    """In the program that XLA gets; and the state is that of the closed form, to the byte."""
+    config = make_config(
+        dict(dtype="bfloat16"), lora=LoraConfig(rank=4, targets=ALL), ema_decay=0.9
+    )
+    program = make_program(config, st.Degrees())
+    shapes = program.state_shapes
+    text = program.train_step.lower(shapes, program.batch_shapes).as_text()
+    assert "tensor<3x64x80xbf16>" in text
+    assert "tensor<3x64x80xf32>" not in text
+    products = set(re.findall(r"dot_general.* -> tensor<(\S+)>", text))
+    assert "64x4xf32" in products  # The gradient of an adapter.
+    assert not products & {f"{a}x{b}xf32" for a, b in [(64, 80), (80, 64), (64, 96), (96, 64)]}
+
+    formula = step_sizes.footprint(config, program.objective, st.Degrees())
+    assert formula.state_bytes == bytes_of_device(shapes)
+    assert formula["frozen weights"] == bytes_of_device(shapes.frozen)
+    adapters = bytes_of_device(shapes.weights)
+    assert formula["gradients"] == formula["weights"] == formula["average"] == adapters
+    lines = describe_state(shapes)
+    assert lines[0] == "model: 0.11 million parameters, of which adapters are trained: 0.01 million"
+    size = f"{bytes_of_device(shapes.frozen) / 2**20:.1f} MiB in bfloat16"
+    assert lines[1].endswith(f", frozen weights {size}")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run of three steps over eight devices from a pretrained model, which is gone then."""
+    folder = tmp_path_factory.mktemp("lora")
+    model = shutil.copytree(pretrained.REFERENCES / "llama", folder / "model")
+    tokens = pretrained.reference_of("llama")["tokens"]
+    (folder / "data").mkdir()
+    for name in ("train", "val"):
+        np.save(folder / "data" / f"{name}.npy", tokens.ravel().astype(np.uint16))
+    config = pretrained.make_config(
+        model,
+        steps=3,
+        devices=8,
+        run_dir=folder / "run",
+        tensorboard=False,
+        lora=LoraConfig(rank=3, alpha=5.0, targets=ALL, base_dtype="bfloat16"),
+    )
+    config = dataclasses.replace(
+        config,
+        data=dataclasses.replace(config.data, path=folder / "data"),
+        zero=3,
+        validation_sequences=1,
+        optimizer=dataclasses.replace(config.optimizer, learning_rate=3e-2),
+        checkpoint=dataclasses.replace(config.checkpoint, every=2),
+    )
+    with shared_programs():
+        losses = train.train(config).train
+        (model / "model.safetensors").rename(folder / "model.safetensors")
+        yield config, losses
+
+
+def test_run_goes_on_from_its_checkpoint_to_the_same_bits(run):
+    config, losses = run
+    assert losses[2] < losses[0]
+    checkpoints = config.run_dir / "checkpoints"
+    last = (checkpoints / "3" / "checksums.json").read_text()
+    shutil.rmtree(checkpoints / "3")
+    # The weights of the model are those that the run has saved.
+    assert train.train(config).train == losses[2:]
+    assert (checkpoints / "3" / "checksums.json").read_text() == last
+    names = json.loads(last)["arrays"]
+    assert all("lora_" in name for name in names if name.startswith("weights/"))
+    moments = [name for name in names if name.startswith("optimizer/") and "blocks" in name]
+    assert len(moments) == 2 * 2 * len(ALL)
+    frozen = json.loads((config.run_dir / "frozen" / "0" / "checksums.json").read_text())["arrays"]
+    kinds = {name.removesuffix("/value"): kind for name, (kind, _) in frozen.items()}
+    assert kinds["frozen/blocks/mlp/up/kernel"].startswith("bfloat16")
+    assert kinds["frozen/norm/scale"].startswith("float32")
+    assert len(kinds) == 12
+
+
+def logits_of(config, weights, program):
+    return np.asarray(program.outputs(weights, batch_of(program)))
+
+
+def batch_of(program):
+    tokens = pretrained.reference_of("llama")["tokens"]
+    layout = program.attention.layout
+    return place(next_token_batch(tokens, layout=layout), program.batch_sharding)
+
+
+def test_export_and_samples_give_the_logits_of_the_adapters(run, tmp_path, capsys):
+    """Merged into the weights; and as PEFT has them, B A beside every kernel of transformers."""
+    config, _ = run
+    config = load_train_config(config.run_dir / "config.json")
+    adapted = make_program(dataclasses.replace(config, zero=0, devices=1), st.Degrees())
+    weights, step = restore_model(config.run_dir, config, adapted.state_shapes.model, note=print)
+    assert step == 3
+    expected = logits_of(config, weights, adapted)
+
+    # Over eight devices, each of which holds a part of the frozen weights.
+    prompt = pretrained.reference_of("llama")["tokens"][0, :8]
+    flags = ["--prompt", " ".join(map(str, prompt)), "--tokens", "1", "--temperature", "0"]
+    capsys.readouterr()
+    sample.sample([str(config.run_dir), *flags])
+    assert capsys.readouterr().out.split() == [str(expected[0, 7].argmax())]
+
+    merged = tmp_path / "merged"
+    done = export_run(config.run_dir, config, merged, merge=True, dtype="float32")
+    assert (done.dtype, done.files) == ("float32", 1)
+    plain = dataclasses.replace(config, lora=LoraConfig(), init_from=merged, zero=0, devices=1)
+    program = make_program(plain, st.Degrees())
+    with open_pretrained(plain, program.state_shapes.weights) as initial:
+        weights = initial.read(program.state_shapes.weights)
+    found = logits_of(plain, weights, program)
+    assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max()
+
+    adapters = tmp_path / "adapters"
+    done = export_run(config.run_dir, config, adapters)
+    described = json.loads((adapters / "adapter_config.json").read_text())
+    assert (described["r"], described["lora_alpha"]) == (3, 5.0)
+    assert described["base_model_name_or_path"] == str(config.init_from)
+    assert not (adapters / "config.json").exists()
+    tensors = load_file(adapters / "adapter_model.safetensors")
+    assert {re.sub(r"[.]\d+[.]", ".0.", name) for name in tensors} == {
+        f"base_model.model.model.layers.0.{name}.lora_{letter}.weight"
+        for letter in "AB"
+        for name in (
+            *(f"self_attn.{x}_proj" for x in "qkvo"),
+            *(f"mlp.{x}_proj" for x in ("gate", "up", "down")),
+        )
+    }
+    assert set(described["target_modules"]) == {name.split(".")[-3] for name in tensors}
+    whole = load_file(merged / "model.safetensors")
+    original = load_file(config.init_from.parent / "model.safetensors")
+    for name, b in tensors.items():
+        if "lora_B" in name:
+            base = name.removeprefix("base_model.model.").replace("lora_B.", "")
+            added = 5 / 3 * b @ tensors[name.replace("lora_B", "lora_A")]
+            assert np.abs(added).max() > 1e-3
+            rounded = original[base].astype("bfloat16").astype(np.float32)
+            np.testing.assert_allclose(rounded + added, whole[base], atol=1e-6)
+
+
+def test_adapters_are_never_exchanged(run, tmp_path):
+    """Neither their rank when a run goes on, nor a file that is damaged."""
+    config, _ = run
+    other = dataclasses.replace(config, lora=LoraConfig(rank=4), allow_changes=True)
+    with pytest.raises(ValueError, match=r"--lora.rank 3 there, 4 now"):
+        train.train(other)
+    copy = shutil.copytree(config.run_dir, tmp_path / "run")
+    path = copy / "frozen" / "0" / "checksums.json"
+    path.write_text(path.read_text().replace('"step": 0', '"step": 1'))
+    shapes = make_program(dataclasses.replace(config, zero=0), st.Degrees()).state_shapes.model
+    with pytest.raises(CheckpointError, match=r"frozen/0 is damaged: it could not be read"):
+        restore_model(copy, config, shapes, note=print)
+
+
+def test_flags_and_exports_that_do_not_fit_raise(tmp_path):
+    model = str(pretrained.REFERENCES / "llama")
+    flags = ["--lora.rank", "8", "--lora.targets", "key", "down"]
+    arguments = ["--init-from", model, "--steps", "0", *flags]
+    lora = train.read_command_line(arguments).settings.lora
+    assert (lora, lora.scale) == (LoraConfig(rank=8, targets=("key", "down")), 2.0)
+    for changes, match in (
+        (dict(alpha=3.0), r"lora.alpha needs adapters; got alpha=3.0 without a rank"),
+        (dict(rank=0), r"lora.rank must be at least 1; got lora.rank=0"),
+        (dict(rank=1, alpha=-1.0), r"lora.alpha must be above 0 and finite; got alpha=-1.0"),
+        (dict(rank=1, targets=("up", "up")), r"each once; got targets=up up"),
+        (dict(rank=1, targets=()), r"each once; got targets=none"),
+    ):
+        with pytest.raises(InputError, match=match):
+            LoraConfig(**changes)
+    with pytest.raises(InputError, match=r"got gate with model.mlp='gelu'"):
+        make_config(dict(mlp="gelu"), lora=LoraConfig(rank=1, targets=("gate",)))
+    with pytest.raises(InputError, match=r"merge=True for .* a run that has none"):
+        export_run(tmp_path, make_config(), tmp_path / "out", merge=True)
+    with pytest.raises(InputError, match=r"a run without init_from.* Use --merge"):
+        export_run(tmp_path, lora_config(), tmp_path / "out")

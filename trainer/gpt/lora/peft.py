@@ -1,0 +1,109 @@
+"""Adapters in the format of PEFT, Hugging Face's library, and merged into the weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, Shaped
+
+from startrail_jax.errors import InputError
+from trainer.gpt.config import GPTTrainConfig, LoraConfig
+from trainer.gpt.pretrained.names import OF_LAYER
+from trainer.parallel.partition import ADAPTERS, STACKED
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_FILE = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+"""What PEFT puts in front of the names of a model."""
+KERNEL = "kernel"
+
+
+def peft_config(config: GPTTrainConfig) -> dict[str, Any]:
+    """The adapter_config.json of a run.
+
+    Raises:
+        ValueError: if the model that the adapters belong to is that of no folder.
+    """
+    if config.init_from is None:
+        raise InputError(
+            "Adapters are exported for the pretrained model of a run; got a run without init_from,"
+            " whose frozen weights are random. Use --merge to export the whole model."
+        )
+    lora = config.lora
+    assert lora.rank is not None, "the caller has looked"
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(config.init_from.resolve()),
+        "r": lora.rank,
+        "lora_alpha": lora.scale * lora.rank,
+        "lora_dropout": 0.0,
+        "target_modules": sorted(map(_module, lora.targets)),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_rslora": False,
+        "use_dora": False,
+        "inference_mode": True,
+    }
+
+
+def _module(target: str) -> str:
+    """The name of a projection in transformers: "q_proj"."""
+    (name,) = (name for path, (name, _) in OF_LAYER.items() if path.endswith(f"/{target}/{KERNEL}"))
+    return name.split(".")[-2]
+
+
+def is_adapter(path: str) -> bool:
+    """Whether a weight, such as blocks/attention/query/lora_a, is part of an adapter."""
+    return path.rpartition("/")[2] in ADAPTERS
+
+
+def peft_tensors(arrays: Mapping[str, Any], dtype: Any) -> dict[str, Shaped[np.ndarray, "..."]]:
+    """The tensors of adapter_model.safetensors: lora_A [rank, inputs] and lora_B [outputs, rank].
+
+    Args:
+        arrays: the weights of a model by their paths.
+        dtype: type of the tensors.
+    """
+    found = {}
+    for path in filter(is_adapter, arrays):
+        part, _, kind = path.rpartition("/")
+        name, _ = OF_LAYER[f"{part.removeprefix(f'{STACKED}/')}/{KERNEL}"]
+        name, letter = name.removesuffix(".weight"), kind[-1].upper()
+        for layer, matrix in enumerate(np.asarray(arrays[path])):
+            tensor = _matrix(matrix, kind).T.astype(dtype)
+            key = f"{PREFIX}model.layers.{layer}.{name}.lora_{letter}.weight"
+            found[key] = np.ascontiguousarray(tensor)
+    return found
+
+
+def _matrix(x: Float[np.ndarray, "..."], kind: str) -> Float[np.ndarray, "inputs outputs"]:
+    """A matrix of an adapter of one layer, with a single dimension beside the rank."""
+    return x.reshape(-1, x.shape[-1]) if kind == ADAPTERS[0] else x.reshape(x.shape[0], -1)
+
+
+def merged(
+    arrays: Mapping[str, Any], path: str, layer: int, lora: LoraConfig
+) -> Float[np.ndarray, "..."]:
+    """A kernel of one layer with its adapter, in float32: W + scale * A B.
+
+    Args:
+        arrays: the weights of a model by their paths.
+        path: of the kernel; one without adapters stays as it is.
+        layer: number of the layer.
+        lora: adapters of the run.
+    """
+    weight = np.asarray(arrays[path])[layer]
+    part, _, kind = path.rpartition("/")
+    names = [f"{part}/{kind}" for kind in ADAPTERS]
+    if kind != KERNEL or names[0] not in arrays:
+        return weight
+    a, b = (
+        _matrix(np.asarray(arrays[name])[layer], kind)
+        for name, kind in zip(names, ADAPTERS, strict=True)
+    )
+    assert math.prod(weight.shape) == a.shape[0] * b.shape[1], "they belong to the kernel"
+    return weight.astype(np.float32) + lora.scale * (a @ b).reshape(weight.shape)
