@@ -6,7 +6,9 @@ import itertools
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 
@@ -14,8 +16,11 @@ import startrail_jax as st
 from startrail_jax.errors import InputError
 from startrail_jax.planner.grid import ORDERS, ROLES, Call, Settings, all_settings
 from startrail_jax.planner.hardware import GPUS, Cluster, find_gpu
+from startrail_jax.planner.inputs import here
+from startrail_jax.planner.inputs.here import LinkSpeed, _ports, measure_cluster
 from startrail_jax.planner.links import Links
 from startrail_jax.planner.models import MODELS, ModelSizes
+from startrail_jax.planner.planning import plan_of
 from startrail_jax.planner.search import BASELINES, Candidates, Options
 from startrail_jax.planner.step import Savings, Step, is_legal
 from startrail_jax.planner.timing import Timing
@@ -311,6 +316,14 @@ def test_texts_and_whole_floats_are_numbers():
         assert st.plan(**typed, **changes) == plain
 
 
+def odd_options(**values):
+    """Options of types that the type checker of the tests would refuse first."""
+    options = Options()
+    for name, value in values.items():
+        object.__setattr__(options, name, value)
+    return options
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -359,6 +372,10 @@ def test_texts_and_whole_floats_are_numbers():
             r"--tile needs more than 2048 tokens on a GPU.*got --tile True",
         ),
         (dict(options=Options(remat=("some",))), r"--remat must be one of .*; got 'some'"),
+        (dict(options=odd_options(zero=3)), r"Options.zero must be .*zero=3. .*zero=\(3,\)"),
+        (dict(options=odd_options(remat="full")), r"must be a tuple .*remat=\('full',\)"),
+        (dict(options=odd_options(tiled=())), r"Options.tiled must .*got tiled=\(\)"),
+        (dict(options=odd_options(offload=("no",))), r"--offload must be one of .*; got 'no'"),
         (dict(options=Options(memory_fraction=2.0)), r"--memory-fraction must be above 0"),
     ],
 )
@@ -375,3 +392,40 @@ def test_find_gpu_has_measured_curves():
     long = gpu.attention_efficiency(2**20, 128, backward=False)
     assert long * gpu.peak_flops == pytest.approx(595e12)
     assert gpu.attention_efficiency(256, 128, backward=True) < 0.2
+
+
+def test_measured_clusters_have_the_links_and_kernels_of_their_devices(monkeypatch):
+    """Four devices as two nodes: what is measured is a cluster of which a plan can be made."""
+    monkeypatch.setattr(here, "LARGE", 1 << 18)
+    monkeypatch.setattr(here, "_TOO_SHORT", 0.0)
+    monkeypatch.setattr(here, "_REPEATS", 1)
+    devices = jax.devices()[:4]
+    where = measure_cluster(devices, devices_per_node=2, head_dim=16, itemsize=4)
+    assert (where.nodes, where.gpus_per_node) == (2, 2)
+    assert where.ports in (1, 2)
+    assert where.algorithms == "gloo"
+    assert not where.overlaps
+    for seconds in (where.latency, where.inside_latency, where.start_latency):
+        assert 0 <= seconds < 1
+    gpu = where.gpu
+    for rate in (where.port_rate, gpu.inside_rate, gpu.memory_rate, gpu.peak_flops):
+        assert 1e5 < rate < 1e13
+    assert 0 < gpu.attention_efficiency(64, 16, backward=True) < 50
+    asked = Call(model=dataclasses.replace(SMALL, itemsize=4), seq_len=96, batch=2)
+    assert plan_of(where, asked, Options(offload=(False,))).winner.fits
+    with pytest.raises(InputError, match=r"same number of devices; got 2, 1\. Use"):
+        measure_cluster([SimpleNamespace(process_index=index) for index in (0, 0, 1)])
+
+
+@pytest.mark.parametrize("ports", [1, 2, 4])
+@pytest.mark.parametrize("half_duplex", [False, True])
+def test_ports_are_told_apart_by_what_several_messages_take(ports, half_duplex):
+    """Two nodes of four devices, whose messages share ports of 1 GB/s."""
+
+    def speed(pairs):
+        ways = [(sender // 4, sender % 4 * ports // 4) for sender, _ in pairs]
+        ways = [port for _, port in ways] if half_duplex else ways
+        return LinkSpeed(latency=1e-5, rate=1e9 / max(ways.count(way) for way in ways))
+
+    found = _ports(SimpleNamespace(speed=speed), 4)
+    assert found == (LinkSpeed(latency=1e-5, rate=1e9), ports, half_duplex)
