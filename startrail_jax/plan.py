@@ -79,6 +79,9 @@ def parser() -> argparse.ArgumentParser:
     shown = made.add_argument_group("output")
     shown.add_argument("--top", type=int, default=8, help="number of settings to rank")
     shown.add_argument("--json", action="store_true", help="print JSON")
+    shown.add_argument(
+        "--plot", metavar="FILE.png", help="draw time and memory of the schemes, and a map"
+    )
     return made
 
 
@@ -93,7 +96,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     args = parser().parse_args(arguments)
     try:
+        if args.plot is not None:
+            # A mistake in it must not cost the time of a plan.
+            from startrail_jax.planner.output.figure import check_plot, draw
+
+            check_plot(args.plot)
         found = _plan(args)
+        if args.plot is not None:
+            draw(found, args.plot)
     except UserError as error:
         print(error, file=sys.stderr)
         return 2

@@ -21,7 +21,9 @@ from startrail_jax.planner.hardware import GPUS, Cluster
 from startrail_jax.planner.inputs import here
 from startrail_jax.planner.inputs.config_json import PRETRAINED, find_model
 from startrail_jax.planner.models import MODELS
+from startrail_jax.planner.output import figure
 from startrail_jax.planner.planning import plan as plan_function
+from startrail_jax.planner.reasons import family
 from startrail_jax.planner.search import Options
 from train import read_command_line
 from trainer.config import AttentionConfig, MeshConfig
@@ -371,6 +373,45 @@ def test_measured_devices_stand_in_place_of_a_described_cluster(monkeypatch, cap
     ):
         assert main(shlex.split(f"{flags} {more}")) == 2
         assert re.search(message, capsys.readouterr().err)
+
+
+FEWEST = "--nodes 2 --gpus-per-node 2 --gpu h100 --port 50GB/s --model llama3_8b --seq-len 64K"
+
+
+def test_a_plan_is_drawn(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(figure, "_FACTORS", (1.0,))
+    file = tmp_path / "plan.png"
+    assert main(shlex.split(f"{FEWEST} {FEW} --plot {file}")) == 0
+    assert file.read_bytes()[1:4] == b"PNG"
+    few = Options(zero=(3,), remat=("full",), offload=(False,), tiled=(True,))
+    found = st.plan(nodes=2, gpus_per_node=8, gpu="h100", port="5GB/s", model="gpt_7b", options=few)
+    monkeypatch.setattr(figure, "_FACTORS", (0.25, 1.0))
+    rows = dict(figure.scheme_rows(found))
+    assert {"StarTrail, C = 2", "StarTrail, C = 4", "Ring Attention"} < set(rows)
+    assert rows["StarTrail, C = 4"].degrees["group"] == 4
+    shown = figure.winner_map(found)
+    assert shown.lengths == (2**17, 2**19)
+    assert shown.rates == (1.25e9, 5e9)
+    # The cell of the plan itself.
+    assert shown.winners[1][1] == family(found.winner.scheme)
+
+
+def test_what_cannot_be_drawn_is_refused(tmp_path, capsys, monkeypatch):
+    for name, message in (
+        ("plan.gif", r"ends in .png, .pdf, .svg; got '.*plan.gif'. Write"),
+        ("none/plan.png", r"in a folder that exists; got '.*none/plan.png'. Make"),
+        ("plan.png", r"matplotlib, which is not installed.*pip install matplotlib"),
+    ):
+        monkeypatch.setattr(figure.importlib.util, "find_spec", lambda name: None)
+        assert main(shlex.split(f"{FEWEST} --plot {tmp_path / name}")) == 2
+        assert re.search(message, capsys.readouterr().err)
+    few = Options(zero=(0,), remat=("none",), baselines=False)
+    found = st.plan(
+        nodes=1, gpus_per_node=2, gpu="h200", model="dit_1b", options=few, seq_len="16K"
+    )
+    monkeypatch.setattr(figure, "_FACTORS", (1.0,))
+    with pytest.raises(InputError, match="--plot must be a file that can be written; got"):
+        figure.draw(found, str(tmp_path / "none" / "plan.png"))
 
 
 @pytest.mark.parametrize(

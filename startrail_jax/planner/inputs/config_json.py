@@ -66,7 +66,7 @@ def find_model(name: str) -> ModelSizes:
     if not isinstance(settings, dict):
         raise InputError(f"--model {name}: the file holds no settings. Give another.")
     if isinstance(settings.get("model"), dict):
-        return _of_run(settings, str(path))
+        return model_of_run(settings, str(path))
     # Models of text and images have the decoder in a part of their own.
     decoder = settings.get("text_config") or settings
     if not isinstance(decoder, dict):
@@ -80,8 +80,16 @@ def find_model(name: str) -> ModelSizes:
     return model
 
 
-def _of_run(settings: Mapping[str, Any], name: str) -> ModelSizes:
-    """The model of a run of train.py."""
+def model_of_run(settings: Mapping[str, Any], name: str) -> ModelSizes:
+    """The model of a run of train.py.
+
+    Args:
+        settings: what the config.json of the run holds.
+        name: of the file.
+
+    Raises:
+        ValueError: if the settings describe no model.
+    """
     names = ("width", "layers", "heads", "mlp_width")
     model = _known(settings["model"], name, names)
     for key in names:
