@@ -4,6 +4,7 @@
     python train.py dit_digits                                    # then sample.py draws digits
     python train.py --mesh.team 1 --run-dir runs/ring             # Ring Attention
     python train.py gpt_8b_gqa --data.path FOLDER --data.tokenizer tokenizer.json
+    python train.py gpt_7b --plan show          # which mesh is fastest here? Then --plan use
     python train.py runs/gpt_tiny/config.json --steps 2000 --run-dir runs/longer
     python train.py --init-from Qwen3-8B --data.path FOLDER      # goes on from a pretrained model
     python train.py gpt_7b --help               # all flags, with the values of that recipe
@@ -65,12 +66,15 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
     from trainer.data.batches import Feed
     from trainer.loop import Loop
     from trainer.parallel.step import Program, make_attention
+    from trainer.planning import Planner
     from trainer.run.folder import CHECKPOINTS_FOLDER, open_run
     from trainer.run.interruption import interruption
     from trainer.run.metrics import Reporter
     from trainer.session import joined
 
     # Mesh, of the devices of all processes.
+    task = TASKS[config.kind]
+    plan = None if config.plan == "off" else Planner(config, lambda: task.make_objective(config))
     kind = f"a config of kind {config.kind}"
     options = distributed or Distributed()
     tokens_per_step = config.batch_size * config.num_tokens
@@ -82,13 +86,15 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
             call=config.attention_call,
             folder=config.run_dir,
             may_differ=("allow_changes",),
+            plan=plan,
         ) as session,
         Reporter(steps=config.steps, tokens_per_step=tokens_per_step) as report,
     ):
         for line in session.description:
             report.line(line)
+        if config.plan == "show":
+            return Losses([], None)
 
-        task = TASKS[config.kind]
         if not config.steps:
             task.import_weights(config, session, report)
             return Losses([], None)

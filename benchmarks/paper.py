@@ -3,6 +3,7 @@
     python benchmarks/paper.py              # StarTrail over Ring on the clusters of table 1
     python benchmarks/paper.py --scaling    # strong and weak scaling, 8 to 64 H100
     python benchmarks/paper.py --map        # the best scheme by GPUs, tokens and port speed
+    python benchmarks/paper.py --case-30b   # bytes of one attention of a model of 30 B, 64 GPUs
 
 Nothing is run, and nothing is tuned to the paper. Assumptions:
 
@@ -14,6 +15,13 @@ Nothing is run, and nothing is tuned to the paper. Assumptions:
   ring, as in the paper; "double" lets it be a double ring.
 * Batch 1, ZeRO 3, remat full, no offload, tiles, and no tensor parallelism for every row, so that
   rows differ in attention alone.
+
+The case study of 30 B gives 1.625 GB for Ring Attention, and 0.406 GB of point-to-point messages
+and 0.152 GB of collectives for StarTrail with C = 4, 0.558 GB in all. `--case-30b` takes these as
+the bytes of one GPU in the forward pass of one attention, with 64K tokens, 6656 channels (the width
+of LLaMA 30B) in 16 bits, 64 GPUs, and GB of 2^30 bytes: then all of them follow exactly. They count
+P hops for a ring of P, where the last one sends nothing, and leave out the permute of keys; for
+StarTrail, the two are equal. The column "sent" has what the schedules send.
 
 The paper reports ratios from 1.199 to 2.114 for these clusters, up to 1.771 for GPTs and 2.114 for
 DiTs, at lengths that it does not give with each of them.
@@ -35,6 +43,7 @@ from startrail_jax.planner.hardware import Cluster, find_gpu
 from startrail_jax.planner.models import MODELS
 from startrail_jax.planner.quantities import GIB, parse_rate, show_count
 from startrail_jax.planner.search import Candidates, Options, Prediction
+from startrail_jax.planner.traffic import Moves
 
 FIXED = Options(zero=(3,), remat=("full",), offload=(False,), tiled=(True, False))
 PORTS = ("12.5Gb/s", "100Gb/s", "400Gb/s")
@@ -150,6 +159,38 @@ def scaling() -> Iterator[tuple[str, Cluster, Call]]:
             yield f"{kind}, {8 * nodes} h100, gpt_7b, {show_count(seq_len)}", cluster, call
 
 
+def equations(gpus: int, c: int) -> tuple[int, int]:
+    """Point-to-point messages and collectives of the case study, in shares of the query of one GPU.
+
+    A ring of R hops sends C shares of key and of value in each; a team gathers C shares of query,
+    key and value, and sums as many of the output. C = 1 is Ring Attention.
+    """
+    hops = gpus // c**2
+    return 2 * c * hops, 4 * (c - 1)
+
+
+def case_30b() -> None:
+    """The case study: what the paper's equations give, and what schedules send, to the byte."""
+    gpus, seq_len, heads = 64, 2**16, 52
+    model = replace(MODELS["gpt_7b"], name="30b", width=6656, heads=heads, kv_heads=heads)
+    call, cluster = Call(model=model, seq_len=seq_len, batch=1), MACHINES[0].cluster
+    share = seq_len // gpus * heads * model.head_dim * model.itemsize / GIB
+    settings = all_settings(cluster, call, given={"data": 1, "tensor": 1, "head": 1})
+    sent = np.sum([move.total for move in Moves(settings, call).forward], axis=0) / GIB
+    print(f"{'':<28}{'messages':>10}{'collectives':>13}{'in all':>9}{'sent':>9}   GiB a GPU")
+    for name, c, scheme in (
+        ("Ring Attention", 1, lambda s: is_ring(s) & (s.inner == 1)),
+        ("StarTrail, published, C = 4", 4, is_star(4, True)),
+        ("StarTrail here, C = 4", None, is_star(4, False)),
+        ("StarTrail here, C = 8", None, is_star(8, False)),
+        ("team 8, ring 8", None, lambda s: (s.team == 8) & (s.ring == 8) & (s.inner == 1)),
+    ):
+        parts = [share * count for count in equations(gpus, c)] if c is not None else []
+        columns = [f"{x:.3f}" for x in (*parts, sum(parts))] if parts else ["-"] * 3
+        exact = sent[scheme(settings)].min()
+        print(f"{name:<28}{columns[0]:>10}{columns[1]:>13}{columns[2]:>9}{exact:>9.3f}")
+
+
 def best_map() -> None:
     """The best scheme by GPUs, tokens and port speed, as tables of Markdown."""
     for name in ("gpt_7b", "llama3_8b"):
@@ -187,8 +228,11 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--scaling", action="store_true")
     parser.add_argument("--map", action="store_true")
+    parser.add_argument("--case-30b", action="store_true")
     args = parser.parse_args(argv)
-    if args.map:
+    if args.case_30b:
+        case_30b()
+    elif args.map:
         best_map()
     else:
         table(scaling() if args.scaling else clusters())

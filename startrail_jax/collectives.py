@@ -40,10 +40,10 @@ def shift_along(tree: Any, moves: Sequence[tuple[Cycle, int]]) -> Any:
         pairs = [(p, cycle.place(target, step)) for p, target in pairs]
     if all(p == target for p, target in pairs):
         return tree
-    return jax.tree.map(lambda x: _permute(x, axis, pairs), tree)
+    return jax.tree.map(lambda x: permute(x, axis, pairs), tree)
 
 
-def _permute(x: Array, axis: Axis, pairs: list[tuple[int, int]]) -> Array:
+def permute(x: Array, axis: Axis, pairs: list[tuple[int, int]]) -> Array:
     """`lax.ppermute` by flat indices along `axis`, whatever the order of its names in the mesh.
 
     jax 0.12 requires the names in the order of the mesh, which need not be that of `axis`.
@@ -245,4 +245,4 @@ class KeyPlacement:
         pairs = [(r, r % members * (ranks // members) + r // members) for r in range(ranks)]
         if inverse:
             pairs = [(target, source) for source, target in pairs]
-        return _permute(x, self.rank, pairs)
+        return permute(x, self.rank, pairs)

@@ -4,6 +4,7 @@
         --model gpt_7b --seq-len 512K
     python -m startrail_jax.plan --nodes 4 --gpus-per-node 8 --gpu a100_40 --port 100Gb/s \\
         --ports 1 --model path/of/config.json --seq-len 128K --zero 3 --remat full
+    python -m startrail_jax.plan --here --model gpt_7b --seq-len 64K     # measures this machine
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     cluster = made.add_argument_group("cluster")
-    cluster.add_argument("--nodes", type=int, required=True)
-    cluster.add_argument("--gpus-per-node", type=int, required=True)
-    cluster.add_argument("--gpu", required=True, help="a100_40, a100_80, h100, h200 or b200")
+    cluster.add_argument("--nodes", type=int)
+    cluster.add_argument("--gpus-per-node", type=int)
+    cluster.add_argument("--gpu", help="a100_40, a100_80, h100, h200 or b200")
     cluster.add_argument("--port", help="rate of one port of a node, such as 50GB/s or 400Gb/s")
     cluster.add_argument(
         "--ports", type=int, help="ports of a node, which its GPUs share; default one for each GPU"
@@ -44,6 +45,15 @@ def parser() -> argparse.ArgumentParser:
     cluster.add_argument("--memory", help="memory of a GPU, such as 80GiB")
     cluster.add_argument(
         "--efficiency", type=float, help="share of the peak that matrix products reach, measured"
+    )
+    cluster.add_argument(
+        "--here",
+        action="store_true",
+        help="measure the devices at hand, with jax, in place of all flags above but --memory; "
+        "train.py --plan show does it for the devices of several processes",
+    )
+    cluster.add_argument(
+        "--devices-per-node", type=int, help="with --here: devices of a node, if they do not say"
     )
     model = made.add_argument_group("model")
     model.add_argument(
@@ -69,6 +79,9 @@ def parser() -> argparse.ArgumentParser:
     shown = made.add_argument_group("output")
     shown.add_argument("--top", type=int, default=8, help="number of settings to rank")
     shown.add_argument("--json", action="store_true", help="print JSON")
+    shown.add_argument(
+        "--plot", metavar="FILE.png", help="draw time and memory of the schemes, and a map"
+    )
     return made
 
 
@@ -83,7 +96,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     args = parser().parse_args(arguments)
     try:
+        if args.plot is not None:
+            # A mistake in it must not cost the time of a plan.
+            from startrail_jax.planner.output.figure import check_plot, draw
+
+            check_plot(args.plot)
         found = _plan(args)
+        if args.plot is not None:
+            draw(found, args.plot)
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
@@ -97,9 +117,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _plan(args: argparse.Namespace) -> Any:
     # NumPy takes longer to import than the help may take.
-    from startrail_jax.planner.planning import plan
+    from startrail_jax.planner.planning import call_of, plan, plan_of
     from startrail_jax.planner.search import REMAT, Options
 
+    _check_cluster_flags(args)
     options = Options(
         degrees={role: value for role in DEGREES if (value := getattr(args, role)) is not None},
         zero=tuple(args.zero or (0, 1, 2, 3)),
@@ -109,6 +130,9 @@ def _plan(args: argparse.Namespace) -> Any:
         gradient_dtype=args.gradient_dtype,
         memory_fraction=args.memory_fraction,
     )
+    if args.here:
+        call = call_of(_model(args), args.seq_len, args.batch)
+        return plan_of(_here(args, call), call, options, top=args.top)
     return plan(
         nodes=args.nodes,
         gpus_per_node=args.gpus_per_node,
@@ -124,6 +148,56 @@ def _plan(args: argparse.Namespace) -> Any:
         options=options,
         top=args.top,
     )
+
+
+_NEEDED = ("nodes", "gpus_per_node", "gpu")
+_MEASURED = (*_NEEDED, "port", "ports", "inside", "half_duplex", "latency", "peak_flops")
+
+
+def _check_cluster_flags(args: argparse.Namespace) -> None:
+    """Raises unless the cluster is described or measured, and not both."""
+    if args.here:
+        given = [name for name in (*_MEASURED, "efficiency") if getattr(args, name)]
+        if given:
+            raise InputError(
+                "--here measures the cluster, so that it takes no flag that describes it; got "
+                f"--here and {_flag(given[0])}. Leave one of them out."
+            )
+        return
+    missing = [name for name in _NEEDED if getattr(args, name) is None]
+    if missing:
+        raise InputError(
+            "The cluster must be described by --nodes, --gpus-per-node and --gpu, or measured by "
+            f"--here; got no {' and no '.join(map(_flag, missing))}. Write for example "
+            "--nodes 8 --gpus-per-node 8 --gpu h100 --port 50GB/s."
+        )
+    if args.devices_per_node is not None:
+        raise InputError(
+            "--devices-per-node belongs to --here; got --devices-per-node "
+            f"{args.devices_per_node} without it. Use --gpus-per-node."
+        )
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _here(args: argparse.Namespace, call: Any) -> Any:
+    """The cluster at hand, measured for a model."""
+    from startrail_jax.planner.inputs.here import measure_cluster
+    from startrail_jax.planner.quantities import parse_bytes
+
+    model = call.model
+    cluster = measure_cluster(
+        devices_per_node=args.devices_per_node,
+        head_dim=model.head_dim,
+        itemsize=model.itemsize,
+        causal=model.causal,
+    )
+    if args.memory is None:
+        return cluster
+    memory = parse_bytes(args.memory, "--memory")
+    return replace(cluster, gpu=replace(cluster.gpu, memory_bytes=memory))
 
 
 def _gpu(args: argparse.Namespace) -> Any:
@@ -145,12 +219,13 @@ def _gpu(args: argparse.Namespace) -> Any:
 
 
 def _model(args: argparse.Namespace) -> Any:
-    from startrail_jax.planner.models import ModelSizes, find_model
+    from startrail_jax.planner.inputs.config_json import find_model
+    from startrail_jax.planner.models import ModelSizes
     from startrail_jax.planner.quantities import parse_count
 
     names = {field.name for field in fields(ModelSizes)} & set(vars(args)) - {"seq_len", "batch"}
     sizes: dict[str, Any] = {
-        name: parse_count(value, "--" + name.replace("_", "-"))
+        name: parse_count(value, _flag(name))
         for name in sorted(names)
         if (value := getattr(args, name)) is not None
     }
@@ -166,7 +241,7 @@ def _model(args: argparse.Namespace) -> Any:
         return replace(model, **sizes)
     missing = sorted(names - set(sizes) - {"kv_heads"})
     if missing:
-        flags = " ".join("--" + name.replace("_", "-") for name in missing)
+        flags = " ".join(_flag(name) for name in missing)
         raise InputError(
             f"--model must be given, or all sizes; got neither --model nor {flags}. Write for "
             "example --model gpt_7b."

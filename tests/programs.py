@@ -76,7 +76,8 @@ def compile_gradients(program):
 # What no program is computed from; of `data`, only what masks documents is.
 NOT_COMPUTED_FROM = {
     *("run_dir", "checkpoint", "data", "evaluate_every", "validation_sequences", "log_every"),
-    *("profile", "non_finite", "allow_changes", "sample_length", "tensorboard"),
+    *("profile", "non_finite", "allow_changes", "sample_length", "tensorboard", "plan"),
+    "plan_measure",
 }
 
 

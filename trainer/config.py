@@ -196,6 +196,16 @@ class TrainConfig:
     """Number of parts of a batch that are processed one after another (gradient accumulation); more
     parts need less memory."""
 
+    plan: Literal["off", "show", "use"] = "off"
+    """What to do with a prediction of the fastest mesh (docs/planner.md): "use" trains with it, and
+    "show" prints the ranking and ends. Links and kernels of the devices are measured first. Degrees
+    that are given stay as they are, where those of data, head and tensor count as given above 1. A
+    run that goes on keeps its mesh."""
+    plan_measure: int = 0
+    """Number of meshes to time for some steps each before the plan takes one: those with the best
+    predictions. 0 trusts the prediction. The result is kept in plans.json beside the run, for runs
+    of the same model on such devices."""
+
     steps: int
     """Number of optimizer steps."""
     batch_size: int
@@ -239,6 +249,12 @@ class TrainConfig:
             *("validation_sequences", "non_finite_limit"),
         ):
             check_minimum(name, getattr(self, name), 1)
+        check_minimum("plan_measure", self.plan_measure, 0)
+        if self.plan_measure and self.plan == "off":
+            raise InputError(
+                "plan_measure times what a plan finds, so it needs a plan; got plan_measure="
+                f"{self.plan_measure}, plan='off'. Use --plan use."
+            )
         check_minimum("steps", self.steps, self.least_steps)
         check_minimum("seed", self.seed, 0)
         if self.seed >= 2**32:

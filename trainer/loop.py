@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from startrail_jax.errors import InputError
+from startrail_jax.nodes import slowest_first
 from trainer.checkpoints.checkpoint import Checkpoints
 from trainer.checkpoints.frozen import FrozenWeights
 from trainer.checkpoints.initial import InitialWeights
@@ -23,7 +24,7 @@ from trainer.parallel.state import TrainState
 from trainer.parallel.step import Program, StepMetrics
 from trainer.run.divergence import Judgement, Watch
 from trainer.run.folder import CONFIG_FILE, FROZEN_FOLDER, result_flags
-from trainer.run.mesh import save_degrees
+from trainer.run.mesh import read_planned_order, save_degrees
 from trainer.run.metrics import Reporter, describe_viewer
 from trainer.run.settings import save_config
 from trainer.run.versions import record_versions
@@ -393,5 +394,9 @@ class Loop:
         if jax.process_index() == 0:
             lasting = replace(self.config, allow_changes=False, profile=None)
             # First: a folder with a config.json alone is that of a run which did not note it.
-            save_degrees(self.config.run_dir, vars(self._program.attention.degrees))
+            attention, run_dir = self._program.attention, self.config.run_dir
+            # Whether this program planned the mesh or goes on with one that was planned.
+            planned = self.config.plan == "use" or read_planned_order(run_dir) is not None
+            order = slowest_first(attention.mesh) if planned else None
+            save_degrees(run_dir, vars(attention.degrees), order)
             save_config(lasting, self.config.run_dir / CONFIG_FILE)

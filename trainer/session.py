@@ -26,12 +26,13 @@ from trainer.parallel.degrees import (
     describe_nodes,
     keep_degrees,
 )
+from trainer.planning import Planner
 from trainer.printable import printable
 from trainer.processes.devices import require_divisible, select_devices
 from trainer.processes.distributed import start
 from trainer.processes.hardware import unused_gpus
 from trainer.processes.heartbeat import heartbeat
-from trainer.run.mesh import read_degrees
+from trainer.run.mesh import read_degrees, read_planned_order
 from trainer.run.settings import flags_of
 
 
@@ -76,6 +77,7 @@ def joined(
     folder: Path | None = None,
     may_differ: Collection[str] = (),
     adapts: bool = False,
+    plan: Planner | None = None,
 ) -> Iterator[Session]:
     """Starts the processes of a program, and watches over them until all have left.
 
@@ -92,6 +94,7 @@ def joined(
             may, since other machines have other folders.
         adapts: whether to use all devices, with default degrees, if the devices and degrees of the
             settings do not fit the devices that exist.
+        plan: chooses the mesh of a run that has none yet, instead of the fewest bytes.
 
     Raises:
         ValueError: if the settings do not fit the devices.
@@ -105,14 +108,22 @@ def joined(
     devices, mesh_config, remarks = choose(settings, processes, call)
     # Read before the processes meet, and so before the first of them writes anything.
     former = None if folder is None else read_degrees(folder)
+    order = None if folder is None else read_planned_order(folder)
     may_differ = {*may_differ, *_names_of_paths(settings)}
     flags = {"kind": kind, **flags_of(settings, but=may_differ)}
     flags["former mesh"] = f"a run that was trained with the mesh {former}"
     with heartbeat(distributed, flags, leave) as agree:
         nodes = nodes_of(devices, mesh_config.devices_per_node)
-        degrees = keep_degrees(mesh_config, len(devices), former)
+        planned = order is not None
+        degrees = keep_degrees(mesh_config, len(devices), former, planned=planned)
+        chosen = None
+        if plan is not None and (degrees is None or plan.replaces_former):
+            chosen = plan.choose(devices)
+            degrees, order = chosen.degrees, chosen.order
+        elif degrees is None or mesh_config.order is not None:
+            order = None
         degrees = degrees or choose_degrees(mesh_config, len(devices), call, nodes=nodes)
-        order = choose_order(mesh_config, degrees, nodes, call)
+        order = order or choose_order(mesh_config, degrees, nodes, call)
         wanted: Any = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
         if note := unused_gpus(devices[0].platform, wanted=wanted):
             remarks = (note, *remarks)
@@ -124,6 +135,8 @@ def joined(
         )
         if mesh_config.order or len(set(nodes)) > 1:
             description += (f"nodes: {describe_nodes(degrees, order, nodes)}",)
+        if chosen is not None:
+            description += chosen.description
         # Auto axes: the optimizer runs outside of `shard_map`, where the compiler shards it.
         mesh = st.make_mesh(
             degrees,

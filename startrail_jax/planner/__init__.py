@@ -1,5 +1,5 @@
 """Predicts the time and the memory of a training step, and finds the fastest setting of a cluster.
 
-Nothing here imports jax or looks at devices: it is arithmetic on NumPy arrays, one element for each
-setting.
+It is arithmetic on NumPy arrays, one element for each setting. Only `inputs.here`, which measures
+the devices at hand, imports jax.
 """

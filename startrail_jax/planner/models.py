@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from startrail_jax.errors import InputError, UnsupportedError
+from startrail_jax.errors import InputError
 from startrail_jax.planner.quantities import LARGEST_SIZE
 
 
@@ -56,11 +52,15 @@ class ModelSizes:
     """Whether a moving average of the weights is kept."""
     from_run: bool = False
     """Whether `name` is the config.json of a run."""
+    hugging_face: bool = False
+    """Whether `name` is a config.json of Hugging Face."""
+    pretrained: str | None = None
+    """Folder from which `train.py --init-from` takes this model; None for others."""
 
     def __post_init__(self) -> None:
         for name in ("width", "layers", "heads", "kv_heads", "head_dim", "mlp_width", "outputs"):
             number = getattr(self, name)
-            if not _is_size(number):
+            if not is_size(number):
                 flag = "--" + name.replace("_", "-")
                 raise InputError(
                     f"{flag} must be a whole number of at least 1; got {number!r} for "
@@ -68,7 +68,7 @@ class ModelSizes:
                 )
         for name in ("seq_len", "batch", "window"):
             number = getattr(self, name)
-            if number is not None and not _is_size(number):
+            if number is not None and not is_size(number):
                 raise InputError(
                     f"{name} of a model must be a whole number of at least 1; got {number!r} for "
                     f"model {self.name!r}. Correct it."
@@ -126,8 +126,9 @@ class ModelSizes:
         return 3.0 * (2 * (self.layers * self.layer_matrices + head) + attention)
 
 
-def _is_size(number: Any) -> bool:
-    return isinstance(number, int) and not isinstance(number, bool) and number >= 1
+def is_size(number: Any) -> bool:
+    """Whether something is a whole number of at least 1."""
+    return type(number) is int and number >= 1
 
 
 def _gpt(name: str, **sizes: Any) -> ModelSizes:
@@ -208,63 +209,8 @@ MODELS = {
 }
 """The models that have a name."""
 
-# Size -> its name in a config.json of Hugging Face.
-_HUGGING_FACE = {
-    "width": "hidden_size",
-    "layers": "num_hidden_layers",
-    "heads": "num_attention_heads",
-    "kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "mlp_width": "intermediate_size",
-    "outputs": "vocab_size",
-    "tied_head": "tie_word_embeddings",
-}
-
 FRAME = 128 * 128
 """Tokens of a frame of the recipe dit_1b."""
-
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-_WITHOUT_GATE = ("gpt_neox", "opt", "bloom", "falcon", "gpt_bigcode", "starcoder2", "phi")
-"""Types of model whose MLP has two matrices."""
-
-
-def find_model(name: str) -> ModelSizes:
-    """The model of a name, or that of a config.json.
-
-    Args:
-        name: one of `MODELS`, or the path of a config.json, of a run or of Hugging Face.
-
-    Raises:
-        ValueError: if there is no such model, or the file describes none.
-        NotImplementedError: if the file describes a mixture of experts.
-    """
-    if name in MODELS:
-        return MODELS[name]
-    path = Path(name)
-    if path.is_dir():
-        path = path / "config.json"
-    if path.suffix != ".json" or not path.is_file():
-        raise InputError(
-            f"--model must be one of {', '.join(MODELS)}, or a config.json, of a run or of Hugging "
-            f"Face; got {name!r}. Correct it, or leave it out and give the sizes: --width, "
-            "--layers, --heads, --kv-heads, --head-dim, --mlp-width and --outputs."
-        )
-    try:
-        settings = json.loads(path.read_text())
-    except ValueError as error:
-        raise InputError(f"--model {name}: the file is no JSON: {error}. Give another.") from None
-    if not isinstance(settings, dict):
-        raise InputError(f"--model {name}: the file holds no settings. Give another.")
-    if isinstance(settings.get("model"), dict):
-        return _of_run(settings, str(path))
-    # Models of text and images have the decoder in a part of their own.
-    decoder = settings.get("text_config") or settings
-    if not isinstance(decoder, dict):
-        raise InputError(
-            f"--model {name}: text_config must hold the settings of a model; got {decoder!r}. "
-            "Correct the file."
-        )
-    return _of_hugging_face(decoder, str(path))
 
 
 def check_model(model: ModelSizes, seq_len: int, batch: int) -> None:
@@ -312,118 +258,3 @@ def is_length(model: ModelSizes, seq_len: int) -> bool:
     if model.kind != "dit":
         return True
     return seq_len == model.seq_len if model.from_run else seq_len % FRAME == 0
-
-
-def _of_run(settings: Mapping[str, Any], name: str) -> ModelSizes:
-    """The model of a run of train.py."""
-    names = ("width", "layers", "heads", "mlp_width")
-    model = _known(settings["model"], name, names)
-    for key in names:
-        _require_size(model[key], f"model.{key}", name)
-    common: dict[str, Any] = {key: model[key] for key in names}
-    common |= {"name": name, "from_run": True, "batch": settings.get("batch_size", 1)}
-    common |= {"average": settings.get("ema_decay") is not None}
-    common["itemsize"] = 4 if model.get("dtype", "float32") == "float32" else 2
-    # A run of the time when there was one kind of model does not name it.
-    if settings.get("kind", "gpt") == "gpt":
-        _known(model, name, ("kv_heads", "head_dim"))
-        return ModelSizes(
-            **common,
-            kv_heads=model["kv_heads"],
-            head_dim=model["head_dim"],
-            outputs=model.get("vocab_size", 256),
-            mlp_matrices=3 if model.get("mlp", "swiglu") == "swiglu" else 2,
-            tied_head=model.get("tied_head", False),
-            window=model.get("window"),
-            seq_len=settings.get("seq_len"),
-        )
-    _known(model, name, ("channels", "classes"))
-    patches, size = model.get("patch", (1, 2, 2)), _known(settings, name, ("size",))["size"]
-    for key, three in (("model.patch", patches), ("size", size)):
-        if not isinstance(three, list | tuple) or len(three) != 3 or not all(map(_is_size, three)):
-            raise InputError(
-                f"--model {name}: {key} must be three whole numbers of at least 1; got {three!r}. "
-                "Correct the file."
-            )
-    _require_size(model["channels"], "model.channels", name)
-    if model["classes"] != 0:
-        _require_size(model["classes"], "model.classes", name)
-    patch = math.prod(patches)
-    return ModelSizes(
-        **common,
-        kind="dit",
-        kv_heads=model["heads"],
-        head_dim=max(model["width"] // model["heads"], 1),
-        mlp_matrices=2,
-        outputs=patch * model["channels"],
-        classes=model["classes"],
-        patch=patch,
-        seq_len=math.prod(size) // patch,
-    )
-
-
-def _of_hugging_face(settings: Mapping[str, Any], name: str) -> ModelSizes:
-    """The model of a config.json of Hugging Face: a gated decoder, as Llama, Qwen or Mistral."""
-    experts = next((key for key in _EXPERTS if settings.get(key)), None)
-    if experts:
-        raise UnsupportedError(
-            f"--model {name}: mixtures of experts are not planned; got {experts}="
-            f"{settings[experts]}. Give the sizes of a dense model instead."
-        )
-    given = {ours: settings[theirs] for ours, theirs in _HUGGING_FACE.items() if theirs in settings}
-    needed = ("width", "layers", "heads", "mlp_width", "outputs")
-    _known(given, name, needed, shown=_HUGGING_FACE)
-    for key in needed:
-        _require_size(given[key], _HUGGING_FACE[key], name)
-    given.setdefault("kv_heads", given["heads"])
-    if settings.get("model_type") in _WITHOUT_GATE:
-        given["mlp_matrices"] = 2
-    # Files may hold "head_dim": null.
-    given["head_dim"] = given.get("head_dim") or max(given["width"] // given["heads"], 1)
-    return ModelSizes(name=name, window=_window(settings, name, given["layers"]), **given)
-
-
-def _window(settings: Mapping[str, Any], name: str, layers: int) -> int | None:
-    """The sliding window of all layers; None if no layer has one."""
-    window, types = settings.get("sliding_window"), settings.get("layer_types")
-    on_request = str(settings.get("model_type")).startswith("qwen")
-    if window is None or not settings.get("use_sliding_window", not on_request):
-        return None
-    _require_size(window, "sliding_window", name)
-    if isinstance(types, list):
-        sliding = sum("sliding" in str(kind) for kind in types)
-    else:
-        # Qwen's layers have it from this one on.
-        first = settings.get("max_window_layers", 28) if on_request else 0
-        first = first if _is_size(first) else 0
-        sliding, types = max(layers - first, 0), range(layers)
-    if 0 < sliding < len(types):
-        raise UnsupportedError(
-            f"--model {name}: all layers must have the same attention; got sliding_window="
-            f"{window} in {sliding} of {len(types)} layers. Give the sizes by flags instead, and "
-            "the forecast takes full attention."
-        )
-    return window if sliding else None
-
-
-def _require_size(number: Any, key: str, name: str) -> None:
-    if not _is_size(number):
-        raise InputError(
-            f"--model {name}: {key} must be a whole number of at least 1; got {number!r}. Correct "
-            "the file."
-        )
-
-
-def _known(
-    settings: Mapping[str, Any],
-    name: str,
-    keys: tuple[str, ...],
-    shown: Mapping[str, str] | None = None,
-) -> Mapping[str, Any]:
-    missing = [(shown or {}).get(key, key) for key in keys if key not in settings]
-    if missing:
-        raise InputError(
-            f"--model {name}: the file must describe a transformer; it has no {missing[0]!r}. Give "
-            "the sizes by flags instead: --width, --layers, --heads and so on."
-        )
-    return settings

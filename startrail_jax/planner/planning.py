@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
-import shlex
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from startrail_jax.errors import InputError
-from startrail_jax.planner.grid import ROLES, Call
+from startrail_jax.planner.grid import Call
 from startrail_jax.planner.hardware import Cluster, Gpu, make_cluster
-from startrail_jax.planner.models import FRAME, MODELS, ModelSizes, check_model, find_model
+from startrail_jax.planner.inputs.config_json import find_model
+from startrail_jax.planner.models import ModelSizes, check_model
+from startrail_jax.planner.output.command import command_of, remarks
 from startrail_jax.planner.quantities import (
     GIB,
     as_count,
@@ -23,13 +21,15 @@ from startrail_jax.planner.quantities import (
     show_rate,
 )
 from startrail_jax.planner.reasons import Reasons, describe, reasons, ways_to_fit
-from startrail_jax.planner.search import BASELINES, REMAT, Candidates, Options, Prediction
+from startrail_jax.planner.search import (
+    BASELINES,
+    Candidates,
+    Options,
+    Prediction,
+    check_options,
+)
 
-# Model -> the recipe of train.py that has its sizes.
-_RECIPES = {"gpt_3b": "gpt_3b", "gpt_7b": "gpt_7b", "dit_1b": "dit_1b", "llama3_8b": "gpt_8b_gqa"}
 _NEAR = 1.02
-_DEFAULT_FRACTION = 0.75
-"""Share of a GPU's memory that jax takes by default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,13 +134,14 @@ class Plan:
     def _head(self) -> list[str]:
         cluster, call = self.cluster, self.call
         duplex = " (both ways together)" if cluster.half_duplex else ""
-        nodes = f"{cluster.nodes} nodes x {cluster.gpus_per_node} {cluster.gpu.name}"
-        ports = (
-            f"{cluster.ports} port{'s' if cluster.ports > 1 else ''} of {_rate(cluster)}{duplex}"
-        )
+        nodes = f"{cluster.nodes} node{'s' if cluster.nodes > 1 else ''} x "
+        nodes += f"{cluster.gpus_per_node} {cluster.gpu.name}"
+        several = "s" if cluster.ports > 1 else ""
+        ports = f"{cluster.ports} port{several} of {show_rate(cluster.port_rate)}{duplex} a node, "
+        ports = ports if cluster.nodes > 1 else ""
         limit = self.options.memory_fraction * cluster.gpu.memory_bytes / GIB
         head = [
-            f"{nodes}, {ports} a node, {show_rate(cluster.gpu.inside_rate)} inside; "
+            f"{nodes}, {ports}{show_rate(cluster.gpu.inside_rate)} inside; "
             f"{call.model.name}, {show_count(call.seq_len)} tokens, batch {call.batch}",
             f"{self.num_settings} settings of degrees and order; with ZeRO, remat, offload and "
             f"tile {self.num_candidates}, of which {self.num_fitting} fit {limit:.1f} GiB",
@@ -167,17 +168,8 @@ class Plan:
                 f"With {self.frugal.memory_bytes / GIB:.1f} GiB and {slower:.1%} slower: "
                 f"{self.frugal.label}; {describe(self.frugal)}."
             )
-        lines += ["", self.command]
-        if self.cluster.nodes > 1:
-            lines.append(
-                "Start it on every node, with a --run-dir that all nodes share: see "
-                "docs/cluster.md."
-            )
+        lines += ["", self.command, *remarks(self.call, self.cluster)]
         return [*lines, "", columns]
-
-
-def _rate(cluster: Cluster) -> str:
-    return show_rate(cluster.port_rate)
 
 
 def _line(place: str, choice: Prediction, name: str | None = None) -> str:
@@ -197,94 +189,6 @@ def _as_dict(choice: Prediction) -> dict[str, Any]:
         "exposed_seconds": choice.exposed_seconds,
     }
     return asdict(choice) | derived
-
-
-def command_of(choice: Prediction, call: Call, cluster: Cluster, *, memory_fraction: float) -> str:
-    """The command line of `train.py` for a choice, to be pasted.
-
-    Args:
-        choice: the setting.
-        call: the model, its tokens and its batch.
-        cluster: how many nodes there are, and how much memory a GPU has.
-        memory_fraction: share of a GPU's memory that jax may take.
-    """
-    model, words = call.model, []
-    if choice.memory_bytes > _DEFAULT_FRACTION * cluster.gpu.memory_bytes:
-        words.append(f"XLA_PYTHON_CLIENT_MEM_FRACTION={memory_fraction}")
-    base, base_model = _base_of(model)
-    words += ["python", "train.py", shlex.quote(base)]
-    flags: dict[str, Any] = {} if model == base_model else _model_flags(model, base_model)
-    if model.kind == "gpt":
-        flags["seq-len"] = call.seq_len
-        if model.from_run:
-            # The sample of the run may be longer than the sequences of the plan.
-            flags["sample-length"] = 0
-    elif not model.from_run and call.seq_len != MODELS["dit_1b"].seq_len:
-        flags["size"] = f"{call.seq_len // FRAME} 256 256"
-    flags |= {"batch-size": call.batch}
-    flags |= {f"mesh.{role}": size for role, size in choice.degrees.items()}
-    if cluster.nodes > 1 or model.from_run:
-        flags["mesh.order"] = " ".join(choice.order)
-    flags["attention.inner"] = choice.inner
-    flags["attention.gradient-dtype"] = choice.gradient_dtype
-    flags |= {"zero": choice.savings.zero, "remat": choice.savings.remat, "tile": choice.tile}
-    if model.from_run:
-        # What the plan assumes, and the run may have set otherwise.
-        flags |= {"accumulation": 1, "zero-axes": "data group ring team head"}
-        flags |= {"devices": None, "mesh.devices-per-node": None}
-        flags["attention.keep-gathered"] = False
-    flags["offload"] = choice.savings.offload
-    flags["run-dir"] = shlex.quote(_new_folder(base, call))
-    if cluster.nodes > 1:
-        flags["distributed"] = True
-    return " ".join([*words, *(_flag(*item) for item in flags.items())])
-
-
-def _flag(name: str, value: Any) -> str:
-    """A flag of `train.py`, as its command line spells it."""
-    section, dot, last = name.replace("_", "-").rpartition(".")
-    if isinstance(value, bool):
-        return f"--{section}{dot}{'' if value else 'no-'}{last}"
-    return f"--{section}{dot}{last} {value}"
-
-
-def _base_of(model: ModelSizes) -> tuple[str, ModelSizes]:
-    """The recipe or the config.json that a command starts from, and the model that it has."""
-    if model.from_run:
-        return model.name, find_model(model.name)
-    if model.name in _RECIPES and MODELS[model.name] == model:
-        return _RECIPES[model.name], model
-    base = "dit_1b" if model.kind == "dit" else "gpt_7b"
-    return base, MODELS[base]
-
-
-def _model_flags(model: ModelSizes, base: ModelSizes) -> dict[str, Any]:
-    """The flags of `train.py` that give a model its sizes, whatever its base has."""
-    names = ["width", "layers", "heads", "mlp_width"]
-    names += ["classes"] if model.kind == "dit" else ["kv_heads", "head_dim"]
-    flags = {f"model.{name}": getattr(model, name) for name in names}
-    flags["model.dtype"] = "bfloat16" if model.itemsize == 2 else "float32"
-    if model.average != base.average:
-        flags["ema-decay"] = 0.9999 if model.average else None
-    if model.kind == "dit":
-        return flags | {"model.channels": model.outputs // model.patch}
-    flags["model.vocab-size"] = model.outputs
-    flags["model.mlp"] = "swiglu" if model.mlp_matrices == 3 else "gelu"
-    flags["model.tied-head"] = model.tied_head
-    return flags | {"model.window": model.window}
-
-
-def _new_folder(base: str, call: Call) -> str:
-    """A folder for the run that does not exist: beside that of the run that is planned, if any."""
-    path = Path(base)
-    runs = path.parent.parent if path.suffix == ".json" else Path("runs")
-    name = path.parent.name if path.suffix == ".json" else base
-    name = f"{name or 'run'}-{show_count(call.seq_len)}"
-    numbers = itertools.count(2)
-    folder = runs / name
-    while folder.exists():
-        folder = runs / f"{name}-{next(numbers)}"
-    return str(folder)
 
 
 def plan(
@@ -339,6 +243,14 @@ def plan(
         half_duplex=half_duplex,
         latency=latency,
     )
+    call = call_of(model, seq_len, batch)
+    return plan_of(cluster, call, options or Options(), top=as_count(top, "--top"))
+
+
+def call_of(
+    model: str | ModelSizes, seq_len: str | int | float | None, batch: str | int | float | None
+) -> Call:
+    """What is trained: arguments and errors as those of `plan`."""
     sizes = find_model(model) if isinstance(model, str) else model
     length = sizes.seq_len if seq_len is None else as_count(seq_len, "--seq-len")
     if length is None:
@@ -348,13 +260,12 @@ def plan(
         )
     count = as_count(sizes.batch if batch is None else batch, "--batch")
     check_model(sizes, length, count)
-    call = Call(model=sizes, seq_len=length, batch=count)
-    return plan_of(cluster, call, options or Options(), top=as_count(top, "--top"))
+    return Call(model=sizes, seq_len=length, batch=count)
 
 
 def plan_of(cluster: Cluster, call: Call, options: Options, *, top: int = 8) -> Plan:
     """The plan of a cluster and a call: see `plan`."""
-    _check_options(options)
+    check_options(options)
     found = Candidates(cluster, call, options)
     ours = ~found.mask(lambda settings: settings.published)
     ranked = found.best(ours, top)
@@ -383,26 +294,3 @@ def plan_of(cluster: Cluster, call: Call, options: Options, *, top: int = 8) -> 
 
 
 _PUBLISHED = ("StarTrail as published",)
-
-
-def _check_options(options: Options) -> None:
-    """Raises if an option has a value that does not exist."""
-    allowed: dict[str, tuple[Sequence[Any], Sequence[Any]]] = {
-        "--zero": (options.zero, (0, 1, 2, 3)),
-        "--remat": (options.remat, REMAT),
-        "--gradient-dtype": ((options.gradient_dtype,), ("float32", "bfloat16")),
-    }
-    for flag, (given, known) in allowed.items():
-        for value in given:
-            if value not in known:
-                raise InputError(f"{flag} must be one of {known}; got {value!r}. Correct it.")
-    for role, size in options.degrees.items():
-        if role not in ROLES or size < 1:
-            raise InputError(
-                f"A degree must be at least 1, and one of {ROLES}; got --{role} {size}. Correct it."
-            )
-    if not 0 < options.memory_fraction <= 1:
-        raise InputError(
-            "--memory-fraction must be above 0 and at most 1; got "
-            f"{options.memory_fraction}. Leave it out for 0.92."
-        )

@@ -46,6 +46,46 @@ class Options:
         return 4 if self.gradient_dtype == "float32" else 2
 
 
+_DEFAULTS = vars(Options())
+
+
+def check_options(options: Options) -> None:
+    """Raises if an option has a value that does not exist.
+
+    Raises:
+        ValueError: if one does not.
+    """
+    for name in ("zero", "remat", "offload", "tiled"):
+        several = getattr(options, name)
+        if isinstance(several, str) or not isinstance(several, Sequence) or not several:
+            example = several if isinstance(several, (str, int)) else _DEFAULTS[name][0]
+            raise InputError(
+                f"Options.{name} must be a tuple of all values that are tried; got "
+                f"{name}={several!r}. Write for example {name}=({example!r},)."
+            )
+    allowed: dict[str, tuple[Sequence[Any], Sequence[Any]]] = {
+        "--offload": (options.offload, (False, True)),
+        "--tile": (options.tiled, (False, True)),
+        "--zero": (options.zero, (0, 1, 2, 3)),
+        "--remat": (options.remat, REMAT),
+        "--gradient-dtype": ((options.gradient_dtype,), ("float32", "bfloat16")),
+    }
+    for flag, (given, known) in allowed.items():
+        for value in given:
+            if value not in known:
+                raise InputError(f"{flag} must be one of {known}; got {value!r}. Correct it.")
+    for role, size in options.degrees.items():
+        if role not in ROLES or size < 1:
+            raise InputError(
+                f"A degree must be at least 1, and one of {ROLES}; got --{role} {size}. Correct it."
+            )
+    if not 0 < options.memory_fraction <= 1:
+        raise InputError(
+            "--memory-fraction must be above 0 and at most 1; got "
+            f"{options.memory_fraction}. Leave it out for 0.92."
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
     """One setting, and what is predicted for it."""

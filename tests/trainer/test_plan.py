@@ -17,14 +17,19 @@ from configs import RECIPES
 from startrail_jax.errors import InputError, UnsupportedError
 from startrail_jax.plan import main
 from startrail_jax.planner.grid import ROLES
-from startrail_jax.planner.hardware import GPUS
-from startrail_jax.planner.models import MODELS, find_model
+from startrail_jax.planner.hardware import GPUS, Cluster
+from startrail_jax.planner.inputs import here
+from startrail_jax.planner.inputs.config_json import PRETRAINED, find_model
+from startrail_jax.planner.models import MODELS
+from startrail_jax.planner.output import figure
 from startrail_jax.planner.planning import plan as plan_function
+from startrail_jax.planner.reasons import family
 from startrail_jax.planner.search import Options
 from train import read_command_line
 from trainer.config import AttentionConfig, MeshConfig
 from trainer.dit.objective import dit_flops_per_token
 from trainer.gpt.objective import gpt_flops_per_token
+from trainer.gpt.pretrained.families import FAMILIES, read_description
 from trainer.parallel.flops import PEAK_FLOPS
 from trainer.parallel.legality import check_step
 from trainer.parallel.partition import Partition
@@ -187,6 +192,7 @@ def odd_run(folder):
 def test_pasted_commands_pass_the_checks_of_a_step(arguments, sizes, tmp_path, capsys):
     run, mistral = odd_run(tmp_path / "mine"), tmp_path / "config.json"
     mistral.write_text(json.dumps(QWEN | {"model_type": "mistral", "sliding_window": 4096}))
+    (tmp_path / "tokenizer.json").write_text("{}")
     given = arguments.format(run=run, mistral=mistral)
     _, plan = asked(f"--nodes 2 --gpus-per-node 2 --gpu h200 --port 50GB/s {FEW} {given}", capsys)
     nodes = plan["cluster"]["nodes"]
@@ -244,7 +250,7 @@ def test_sliding_windows_are_named(tmp_path, capsys):
     main(shlex.split(f"{arguments} 8K"))
     text = capsys.readouterr().out
     assert "a sliding window of 4096 tokens, and this forecast takes full" in text
-    assert "--model.window 4096" in text
+    assert f"train.py --init-from {tmp_path}" in text
     main(shlex.split(f"{arguments} 4K"))
     assert "sliding window" not in capsys.readouterr().out
 
@@ -252,12 +258,50 @@ def test_sliding_windows_are_named(tmp_path, capsys):
 def test_hugging_face_configs_of_other_shapes(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"text_config": QWEN}))
-    same = {"name": "qwen3_8b", "seq_len": None}
+    same = {"name": "qwen3_8b", "hugging_face": False}
     assert dataclasses.replace(find_model(str(tmp_path)), **same) == MODELS["qwen3_8b"]
     old = {key: value for key, value in QWEN.items() if "key_value" not in key}
     path.write_text(json.dumps(old | {"model_type": "gpt_neox", "head_dim": None}))
     model = find_model(str(path))
     assert (model.mlp_matrices, model.kv_heads, model.head_dim) == (2, 32, 128)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_pasted_command_starts_from_a_pretrained_model(kind, tmp_path):
+    """The command takes biases, norms of queries and rotary positions from the config.json."""
+    untold = ("head_dim", "tie_word_embeddings")
+    values = {key: value for key, value in QWEN.items() if key not in untold}
+    values |= {"model_type": kind, "num_hidden_layers": 2, "rope_theta": 1e6}
+    values |= {"no_rope_layers": [1, 1]} if kind == "smollm3" else {}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    few = Options(zero=(3,), remat=("full",), offload=(False,), tiled=(True,), baselines=False)
+    model = find_model(str(tmp_path))
+
+    def planned(model):
+        return st.plan(
+            nodes=1, gpus_per_node=2, gpu="h200", seq_len="64K", model=model, options=few, top=1
+        )
+
+    found = planned(model)
+    assert f"also reads *.safetensors and tokenizer.json, which {tmp_path} lacks" in str(found)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    config, told = trained(found.command), read_description(tmp_path).model
+    assert config.init_from == tmp_path
+    assert config.model == dataclasses.replace(told, dtype="bfloat16")
+    assert config.mesh.degrees == found.winner.degrees
+    for name in ("head_dim", "tied_head"):
+        assert getattr(model, name) == getattr(told, name)
+    if kind == "llama":
+        other = planned(dataclasses.replace(model, layers=4))
+        assert "trains a new model of these sizes, without biases" in str(other)
+        assert (trained(other.command).model.layers, trained(other.command).init_from) == (4, None)
+
+
+def test_planner_knows_the_pretrained_models_of_the_program():
+    assert set(PRETRAINED) == set(FAMILIES)
+    assert PRETRAINED["qwen3"]["head_dim"] == FAMILIES["qwen3"].fixed_head_dim
+    tied = {name for name, values in PRETRAINED.items() if values.get("tie_word_embeddings")}
+    assert tied == {name for name, family in FAMILIES.items() if family.tied_head}
 
 
 @pytest.mark.parametrize(("name", "gpu"), [("gpt_7b", "h200"), ("dit_1b", "a100_40")])
@@ -305,6 +349,69 @@ def test_ways_to_fit_are_lengths_that_a_plan_takes(tmp_path):
     assert not any("--seq-len" in way for way in own)
     (length,) = (way.split()[1] for way in frames if way.startswith("--seq-len"))
     assert length in ("16K", "32K", "64K", "128K", "256K")
+
+
+def test_measured_devices_stand_in_place_of_a_described_cluster(monkeypatch, capsys):
+    """`--here` asks for the devices with the heads and the type of the model."""
+    asked_for = {}
+
+    def measured(**options):
+        asked_for.update(options)
+        gpu = dataclasses.replace(GPUS["h100"], name="mine")
+        return Cluster(nodes=2, gpus_per_node=4, gpu=gpu, port_rate=2e9, ports=1)
+
+    monkeypatch.setattr(here, "measure_cluster", measured)
+    more = f"--model dit_1b --devices-per-node 4 {FEW}"
+    assert main(shlex.split(f"--here {more} --memory 60GiB")) == 0
+    assert capsys.readouterr().out.startswith("2 nodes x 4 mine, 1 port of 2 GB/s a node, 371 GB/s")
+    assert asked_for == dict(devices_per_node=4, head_dim=64, itemsize=2, causal=False)
+    for flags, message in (
+        ("--here --port 1GB/s", "--here measures the cluster, .* got --here and --port. Leave"),
+        ("--here --nodes 2", "got --here and --nodes"),
+        ("--nodes 2", "must be described by .*; got no --gpus-per-node and no --gpu. Write"),
+        (CLUSTER, "--devices-per-node belongs to --here; got --devices-per-node 4 without"),
+    ):
+        assert main(shlex.split(f"{flags} {more}")) == 2
+        assert re.search(message, capsys.readouterr().err)
+
+
+FEWEST = "--nodes 2 --gpus-per-node 2 --gpu h100 --port 50GB/s --model llama3_8b --seq-len 64K"
+
+
+def test_a_plan_is_drawn(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(figure, "_FACTORS", (1.0,))
+    file = tmp_path / "plan.png"
+    assert main(shlex.split(f"{FEWEST} {FEW} --plot {file}")) == 0
+    assert file.read_bytes()[1:4] == b"PNG"
+    few = Options(zero=(3,), remat=("full",), offload=(False,), tiled=(True,))
+    found = st.plan(nodes=2, gpus_per_node=8, gpu="h100", port="5GB/s", model="gpt_7b", options=few)
+    monkeypatch.setattr(figure, "_FACTORS", (0.25, 1.0))
+    rows = dict(figure.scheme_rows(found))
+    assert {"StarTrail, C = 2", "StarTrail, C = 4", "Ring Attention"} < set(rows)
+    assert rows["StarTrail, C = 4"].degrees["group"] == 4
+    shown = figure.winner_map(found)
+    assert shown.lengths == (2**17, 2**19)
+    assert shown.rates == (1.25e9, 5e9)
+    # The cell of the plan itself.
+    assert shown.winners[1][1] == family(found.winner.scheme)
+
+
+def test_what_cannot_be_drawn_is_refused(tmp_path, capsys, monkeypatch):
+    for name, message in (
+        ("plan.gif", r"ends in .png, .pdf, .svg; got '.*plan.gif'. Write"),
+        ("none/plan.png", r"in a folder that exists; got '.*none/plan.png'. Make"),
+        ("plan.png", r"matplotlib, which is not installed.*pip install matplotlib"),
+    ):
+        monkeypatch.setattr(figure.importlib.util, "find_spec", lambda name: None)
+        assert main(shlex.split(f"{FEWEST} --plot {tmp_path / name}")) == 2
+        assert re.search(message, capsys.readouterr().err)
+    few = Options(zero=(0,), remat=("none",), baselines=False)
+    found = st.plan(
+        nodes=1, gpus_per_node=2, gpu="h200", model="dit_1b", options=few, seq_len="16K"
+    )
+    monkeypatch.setattr(figure, "_FACTORS", (1.0,))
+    with pytest.raises(InputError, match="--plot must be a file that can be written; got"):
+        figure.draw(found, str(tmp_path / "none" / "plan.png"))
 
 
 @pytest.mark.parametrize(

@@ -67,8 +67,21 @@ def choose_degrees(
     return min(settings, key=lambda degrees: (costs[degrees], degrees.group))
 
 
+def given_to_plan(mesh: MeshConfig) -> dict[str, int]:
+    """The degrees that a plan must keep: of those that flags cannot leave open, all above 1."""
+    return {
+        name: degree
+        for name, degree in mesh.degrees.items()
+        if degree is not None and (degree > 1 or name in OPEN)
+    }
+
+
 def keep_degrees(
-    mesh: MeshConfig, num_devices: int, former: Mapping[str, int] | None
+    mesh: MeshConfig,
+    num_devices: int,
+    former: Mapping[str, int] | None,
+    *,
+    planned: bool = False,
 ) -> Degrees | None:
     """The degrees of a run that goes on, if the flags leave them open; None if they must be chosen.
 
@@ -76,8 +89,11 @@ def keep_degrees(
         mesh: the degrees that are given.
         num_devices: number of devices.
         former: what `trainer.run.mesh.read_degrees` says of the run.
+        planned: whether the planner chose them, so that degrees of 1 may be open too.
     """
     given = {name: degree for name, degree in mesh.degrees.items() if degree is not None}
+    if planned:
+        given = given_to_plan(mesh)
     if former is None:
         return None
     if former:
@@ -111,7 +127,7 @@ def choose_order(
         nodes: the node of each device.
         call: what is known of an attention call: `TrainConfig.attention_call`.
     """
-    return _given_order(mesh) or default_order(degrees, nodes, call)
+    return given_order(mesh) or default_order(degrees, nodes, call)
 
 
 def describe_nodes(degrees: Degrees, order: Sequence[str], nodes: Sequence[int]) -> str:
@@ -128,7 +144,8 @@ def describe_nodes(degrees: Degrees, order: Sequence[str], nodes: Sequence[int])
     return "; ".join([f"{len(set(nodes))} of {sizes} devices", *parts])
 
 
-def _given_order(mesh: MeshConfig) -> tuple[str, ...] | None:
+def given_order(mesh: MeshConfig) -> tuple[str, ...] | None:
+    """The order of the axes that flags give, slowest first; None if they give none."""
     if mesh.order is None:
         return None
     return resolve_order(mesh.order[0] if len(mesh.order) == 1 else mesh.order)
@@ -155,7 +172,7 @@ def _bytes(
     ).total
     if nodes is None or len(set(nodes)) == 1:
         return 0, total.received_bytes
-    order = _given_order(mesh) or cheapest_order(degrees, nodes, [total.transfers])
+    order = given_order(mesh) or cheapest_order(degrees, nodes, [total.transfers])
     sent = messages(degrees, total.transfers).through(node_grid(degrees, order, nodes).ravel())
     return sent.port_bytes, total.received_bytes
 

@@ -1,0 +1,209 @@
+"""The model that a config.json describes, of a run or of Hugging Face."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from startrail_jax.errors import InputError, UnsupportedError
+from startrail_jax.planner.models import MODELS, ModelSizes, is_size
+
+# Size -> its name in a config.json of Hugging Face.
+_HUGGING_FACE = {
+    "width": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "mlp_width": "intermediate_size",
+    "outputs": "vocab_size",
+    "tied_head": "tie_word_embeddings",
+}
+
+PRETRAINED: Mapping[str, Mapping[str, Any]] = {
+    "llama": {},
+    "mistral": {},
+    "qwen2": {},
+    "qwen3": {"head_dim": 128},
+    "smollm3": {"tie_word_embeddings": True},
+}
+"""Types of model that `train.py --init-from` takes, each with its defaults."""
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_WITHOUT_GATE = ("gpt_neox", "opt", "bloom", "falcon", "gpt_bigcode", "starcoder2", "phi")
+"""Types of model whose MLP has two matrices."""
+
+
+def find_model(name: str) -> ModelSizes:
+    """The model of a name, or that of a config.json.
+
+    Args:
+        name: one of `MODELS`, or the path of a config.json, of a run or of Hugging Face.
+
+    Raises:
+        ValueError: if there is no such model, or the file describes none.
+        NotImplementedError: if the file describes a mixture of experts.
+    """
+    if name in MODELS:
+        return MODELS[name]
+    path = Path(name)
+    if path.is_dir():
+        path = path / "config.json"
+    if path.suffix != ".json" or not path.is_file():
+        raise InputError(
+            f"--model must be one of {', '.join(MODELS)}, or a config.json, of a run or of Hugging "
+            f"Face; got {name!r}. Correct it, or leave it out and give the sizes: --width, "
+            "--layers, --heads, --kv-heads, --head-dim, --mlp-width and --outputs."
+        )
+    try:
+        settings = json.loads(path.read_text())
+    except ValueError as error:
+        raise InputError(f"--model {name}: the file is no JSON: {error}. Give another.") from None
+    if not isinstance(settings, dict):
+        raise InputError(f"--model {name}: the file holds no settings. Give another.")
+    if isinstance(settings.get("model"), dict):
+        return model_of_run(settings, str(path))
+    # Models of text and images have the decoder in a part of their own.
+    decoder = settings.get("text_config") or settings
+    if not isinstance(decoder, dict):
+        raise InputError(
+            f"--model {name}: text_config must hold the settings of a model; got {decoder!r}. "
+            "Correct the file."
+        )
+    model = _of_hugging_face(decoder, str(path))
+    if decoder is settings and path.name == "config.json" and _type_of(settings) in PRETRAINED:
+        return replace(model, pretrained=str(path.parent))
+    return model
+
+
+def model_of_run(settings: Mapping[str, Any], name: str) -> ModelSizes:
+    """The model of a run of train.py.
+
+    Args:
+        settings: what the config.json of the run holds.
+        name: of the file.
+
+    Raises:
+        ValueError: if the settings describe no model.
+    """
+    names = ("width", "layers", "heads", "mlp_width")
+    model = _known(settings["model"], name, names)
+    for key in names:
+        _require_size(model[key], f"model.{key}", name)
+    common: dict[str, Any] = {key: model[key] for key in names}
+    common |= {"name": name, "from_run": True, "batch": settings.get("batch_size", 1)}
+    common |= {"average": settings.get("ema_decay") is not None}
+    common["itemsize"] = 4 if model.get("dtype", "float32") == "float32" else 2
+    # A run of the time when there was one kind of model does not name it.
+    if settings.get("kind", "gpt") == "gpt":
+        _known(model, name, ("kv_heads", "head_dim"))
+        return ModelSizes(
+            **common,
+            kv_heads=model["kv_heads"],
+            head_dim=model["head_dim"],
+            outputs=model.get("vocab_size", 256),
+            mlp_matrices=3 if model.get("mlp", "swiglu") == "swiglu" else 2,
+            tied_head=model.get("tied_head", False),
+            window=model.get("window"),
+            seq_len=settings.get("seq_len"),
+        )
+    _known(model, name, ("channels", "classes"))
+    patches, size = model.get("patch", (1, 2, 2)), _known(settings, name, ("size",))["size"]
+    for key, three in (("model.patch", patches), ("size", size)):
+        if not isinstance(three, list | tuple) or len(three) != 3 or not all(map(is_size, three)):
+            raise InputError(
+                f"--model {name}: {key} must be three whole numbers of at least 1; got {three!r}. "
+                "Correct the file."
+            )
+    _require_size(model["channels"], "model.channels", name)
+    if model["classes"] != 0:
+        _require_size(model["classes"], "model.classes", name)
+    patch = math.prod(patches)
+    return ModelSizes(
+        **common,
+        kind="dit",
+        kv_heads=model["heads"],
+        head_dim=max(model["width"] // model["heads"], 1),
+        mlp_matrices=2,
+        outputs=patch * model["channels"],
+        classes=model["classes"],
+        patch=patch,
+        seq_len=math.prod(size) // patch,
+    )
+
+
+def _of_hugging_face(settings: Mapping[str, Any], name: str) -> ModelSizes:
+    """The model of a config.json of Hugging Face: a gated decoder, as Llama, Qwen or Mistral."""
+    settings = {**PRETRAINED.get(_type_of(settings), {}), **settings}
+    experts = next((key for key in _EXPERTS if settings.get(key)), None)
+    if experts:
+        raise UnsupportedError(
+            f"--model {name}: mixtures of experts are not planned; got {experts}="
+            f"{settings[experts]}. Give the sizes of a dense model instead."
+        )
+    given = {ours: settings[theirs] for ours, theirs in _HUGGING_FACE.items() if theirs in settings}
+    needed = ("width", "layers", "heads", "mlp_width", "outputs")
+    _known(given, name, needed, shown=_HUGGING_FACE)
+    for key in needed:
+        _require_size(given[key], _HUGGING_FACE[key], name)
+    given.setdefault("kv_heads", given["heads"])
+    if _type_of(settings) in _WITHOUT_GATE:
+        given["mlp_matrices"] = 2
+    # Files may hold "head_dim": null.
+    given["head_dim"] = given.get("head_dim") or max(given["width"] // given["heads"], 1)
+    window = _window(settings, name, given["layers"])
+    return ModelSizes(name=name, hugging_face=True, window=window, **given)
+
+
+def _type_of(settings: Mapping[str, Any]) -> str:
+    return str(settings.get("model_type"))
+
+
+def _window(settings: Mapping[str, Any], name: str, layers: int) -> int | None:
+    """The sliding window of all layers; None if no layer has one."""
+    window, types = settings.get("sliding_window"), settings.get("layer_types")
+    on_request = _type_of(settings).startswith("qwen")
+    if window is None or not settings.get("use_sliding_window", not on_request):
+        return None
+    _require_size(window, "sliding_window", name)
+    if isinstance(types, list):
+        sliding = sum("sliding" in str(kind) for kind in types)
+    else:
+        # Qwen's layers have it from this one on.
+        first = settings.get("max_window_layers", 28) if on_request else 0
+        first = first if is_size(first) else 0
+        sliding, types = max(layers - first, 0), range(layers)
+    if 0 < sliding < len(types):
+        raise UnsupportedError(
+            f"--model {name}: all layers must have the same attention; got sliding_window="
+            f"{window} in {sliding} of {len(types)} layers. Give the sizes by flags instead, and "
+            "the forecast takes full attention."
+        )
+    return window if sliding else None
+
+
+def _require_size(number: Any, key: str, name: str) -> None:
+    if not is_size(number):
+        raise InputError(
+            f"--model {name}: {key} must be a whole number of at least 1; got {number!r}. Correct "
+            "the file."
+        )
+
+
+def _known(
+    settings: Mapping[str, Any],
+    name: str,
+    keys: tuple[str, ...],
+    shown: Mapping[str, str] | None = None,
+) -> Mapping[str, Any]:
+    missing = [(shown or {}).get(key, key) for key in keys if key not in settings]
+    if missing:
+        raise InputError(
+            f"--model {name}: the file must describe a transformer; it has no {missing[0]!r}. Give "
+            "the sizes by flags instead: --width, --layers, --heads and so on."
+        )
+    return settings

@@ -1,0 +1,1 @@
+"""What a plan prints besides its table."""

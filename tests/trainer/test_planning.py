@@ -1,0 +1,177 @@
+"""`train.py --plan`: the mesh that the planner finds for the devices at hand."""
+
+import dataclasses
+import json
+
+import jax
+import pytest
+
+import startrail_jax as st
+from configs.gpt import gpt_tiny
+from programs import make_config
+from startrail_jax.errors import InputError
+from startrail_jax.planner.hardware import GPUS, Cluster
+from train import read_command_line, train
+from trainer import planning
+from trainer.config import AttentionConfig, MeshConfig
+from trainer.network.options import Distributed
+from trainer.planning import Planner
+from trainer.run.mesh import MESH_FILE, read_degrees, read_planned_order, save_degrees
+from trainer.session import joined
+from trainer.tasks import TASKS
+
+ONE_NODE = Cluster(nodes=1, gpus_per_node=8, gpu=GPUS["h100"], port_rate=1e9, ports=8)
+TWO_NODES = dataclasses.replace(ONE_NODE, nodes=2, gpus_per_node=4, ports=1)
+
+
+def planner(**changes):
+    config = make_config(**{"plan": "use", **changes})
+    return Planner(config, lambda: TASKS[config.kind].make_objective(config))
+
+
+def found(cluster=ONE_NODE, count=4, **changes):
+    return planner(**changes).forecasts(cluster, count)
+
+
+def degrees_above_one(forecast):
+    return {name: size for name, size in vars(forecast.degrees).items() if size > 1}
+
+
+def test_meshes_of_a_plan_are_legal_and_the_fastest_first():
+    """The batch of 4 and the 8 heads may be split; 3 layers of 80 MLP channels over 8 too."""
+    meshes = found()
+    assert len(meshes) == 4
+    assert all(x.degrees.num_devices == 8 for x in meshes)
+    seconds = [x.prediction.seconds for x in meshes]
+    assert seconds == sorted(seconds)
+    assert len({x.degrees for x in meshes}) == 4
+    # Sequences that lie on devices of their own send no attention at all.
+    assert degrees_above_one(meshes[0])["data"] == 4
+    assert meshes[0].line(1).startswith("data 4")
+
+
+def test_a_plan_keeps_what_flags_give():
+    for given in (dict(ring=8), dict(head=2, team=2), dict(data=2, group=1)):
+        for mesh in found(mesh=MeshConfig(**given), count=2):
+            assert given.items() <= vars(mesh.degrees).items()
+    for mesh in found(zero=3, remat="full", accumulation=2, count=2):
+        assert mesh.prediction.savings.zero == 3
+        assert mesh.degrees.data <= 2
+    order = ("data", "team", "ring", "head", "group", "tensor")
+    where = dict(order=order, team=2, ring=4)
+    (mesh,) = found(TWO_NODES, mesh=MeshConfig(**where, group=1))
+    assert [x for x in mesh.prediction.order if where.get(x, 1) != 1] == ["team", "ring"]
+    (double,) = found(TWO_NODES, mesh=MeshConfig(ring=8), attention=AttentionConfig(inner=4))
+    assert double.prediction.inner == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(mesh=MeshConfig(head=3)), r"--plan use needs a mesh .* got none for 8 devices.*head"),
+        (dict(attention=AttentionConfig(inner=3)), r"79.6 GiB \(no mesh has --attention.inner 3"),
+        (dict(tile=48), "got none for 8 devices"),
+    ],
+)
+def test_a_plan_without_a_legal_mesh_is_refused(changes, message):
+    with pytest.raises(InputError, match=message):
+        found(**changes)
+
+
+def test_meshes_that_do_not_fit_the_memory_are_left_out(monkeypatch):
+    monkeypatch.setattr(planning, "_TRIED", 2)
+    small = dataclasses.replace(
+        ONE_NODE, gpu=dataclasses.replace(GPUS["h100"], memory_bytes=1 << 16)
+    )
+    with pytest.raises(InputError, match="whose step fits the memory; got none for 8 devices of 0"):
+        found(small)
+    with pytest.raises(InputError, match="needs a plan; got plan_measure=2, plan='off'"):
+        make_config(plan_measure=2)
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """The devices count as H100, and nothing is measured."""
+    asked = []
+
+    def measure(devices, **options):
+        asked.append(options)
+        return dataclasses.replace(ONE_NODE, gpus_per_node=len(devices), ports=1)
+
+    monkeypatch.setattr(planning, "measure_cluster", measure)
+    return asked
+
+
+def test_the_fastest_of_some_steps_wins_and_is_remembered(measured, monkeypatch, tmp_path):
+    run_dir = tmp_path / "runs" / "mine"
+    asked = planner(run_dir=run_dir, plan_measure=3)
+    times = {}
+
+    def step_seconds(self, forecast, devices):
+        return times.setdefault(forecast.degrees, 9.0 - len(times))
+
+    monkeypatch.setattr(Planner, "_step_seconds", step_seconds)
+    devices = jax.devices()[:8]
+    mesh = asked.choose(devices)
+    assert len(times) == 3
+    assert mesh.degrees == list(times)[2]
+    assert "the fastest: " in mesh.description[1]
+    assert "7 s a step, predicted" in mesh.description[1]
+    assert len(json.loads((run_dir.parent / planning.RESULTS_FILE).read_text())) == 3
+    times.clear()
+    assert asked.choose(devices).degrees == mesh.degrees
+    assert not times
+    assert measured[0] == dict(devices_per_node=None, head_dim=8, itemsize=4, causal=True)
+    longer = planner(run_dir=run_dir, plan_measure=3, seq_len=256)
+    longer.choose(devices)
+    assert len(times) == 3
+
+
+def test_a_step_is_timed_on_its_mesh():
+    asked = planner(model=dict(layers=1))
+    (mesh,) = asked.forecasts(dataclasses.replace(ONE_NODE, gpus_per_node=2, ports=1), 1)
+    assert 0 < asked._step_seconds(mesh, jax.devices()[:2]) < 60
+
+
+def join(plan, config, folder):
+    with joined(
+        Distributed(), config, kind="a test", call=config.attention_call, folder=folder, plan=plan
+    ) as session:
+        return {role: n for role, n in session.mesh.shape.items() if n > 1}, session.description
+
+
+def test_a_run_takes_the_planned_mesh_and_keeps_it(measured, tmp_path):
+    asked = planner(devices=8)
+    shape, description = join(asked, asked.config, tmp_path)
+    assert shape["data"] == 4
+    assert description[-3].startswith("plan: measured in ")
+    assert description[-2].startswith("plan: the fastest: data 4")
+    assert description[-1].startswith("plan: the runner-up: ")
+    order = ("data", "group", "ring", "team", "head", "tensor")
+    save_degrees(tmp_path, vars(st.Degrees(head=4, ring=2)), order)
+    assert read_planned_order(tmp_path) == order
+    for plan in (asked, None):
+        assert join(plan, asked.config, tmp_path)[0] == {"ring": 2, "head": 4}
+    assert len(measured) == 1
+    given = dataclasses.replace(asked.config, mesh=MeshConfig(head=8))
+    assert join(None, given, tmp_path)[0] == {"head": 8}
+    # A run that no plan began keeps its mesh too, and a ranking is shown for every run.
+    save_degrees(tmp_path, vars(st.Degrees(ring=8)))
+    assert join(asked, asked.config, tmp_path)[0] == {"ring": 8}
+    shown = planner(devices=8, plan="show")
+    assert sum(line.startswith("plan: ") for line in join(shown, shown.config, tmp_path)[1]) == 9
+    (tmp_path / MESH_FILE).write_text('{"degrees": {"ring": 8}, "order": ["ring"]}')
+    with pytest.raises(InputError, match="must hold the degrees of a run"):
+        read_planned_order(tmp_path)
+    assert read_degrees(tmp_path) == {"ring": 8}
+
+
+def test_train_shows_a_plan_and_makes_no_run(measured, tmp_path, capsys):
+    flags = f"--plan show --devices 4 --run-dir {tmp_path / 'none'}"
+    config = read_command_line(flags.split()).settings
+    assert config == dataclasses.replace(
+        gpt_tiny(), plan="show", devices=4, run_dir=tmp_path / "none"
+    )
+    assert train(config).validation is None
+    assert "plan: 1: " in capsys.readouterr().out
+    assert not (tmp_path / "none").exists()

@@ -1,0 +1,294 @@
+"""Which mesh is the fastest for a run on the devices at hand: measured, predicted, and tried.
+
+`startrail_jax.planner` predicts; here are the settings of the run, and what it can do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import startrail_jax as st
+from startrail_jax.errors import InputError, UserError
+from startrail_jax.planner.grid import ORDERS, Call, Settings, all_settings
+from startrail_jax.planner.hardware import Cluster
+from startrail_jax.planner.inputs.config_json import model_of_run
+from startrail_jax.planner.inputs.here import measure_cluster
+from startrail_jax.planner.quantities import GIB, show_rate, show_seconds
+from startrail_jax.planner.search import Candidates, Options, Prediction, no_setting
+from trainer.config import TrainConfig
+from trainer.objective import Objective
+from trainer.parallel.degrees import given_order, given_to_plan
+from trainer.parallel.step import Program, make_attention
+from trainer.parallel.step_sizes import footprint
+from trainer.processes.exchange import peers
+from trainer.run.settings import KIND, flags_of, replace_text
+
+RESULTS_FILE = "plans.json"
+"""What was timed, beside the folder of the run."""
+_SHOWN = 8
+_TRIED = 64
+"""Predictions that are looked at before the search for a legal one ends."""
+_STEPS = 3
+_MEMORY_FRACTION = 0.92
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedMesh:
+    """A mesh that a plan has chosen."""
+
+    degrees: st.Degrees
+    """Its degrees."""
+    order: tuple[str, ...]
+    """The order of its axes over the nodes, slowest first."""
+    description: tuple[str, ...]
+    """Lines for the log: what was measured, the choice, and what comes next."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshForecast:
+    """A mesh that the run can have, and what is predicted for it."""
+
+    prediction: Prediction
+    memory_bytes: int
+    """Device memory of a step, by the run's own sizes."""
+    measured: float | None = None
+    """Seconds of a step that was run; None if none was."""
+
+    @property
+    def degrees(self) -> st.Degrees:
+        """Its degrees."""
+        return st.Degrees(**self.prediction.degrees)
+
+    def line(self, parts: int) -> str:
+        """What is known of it. `parts` of a batch make a step."""
+        found = self.prediction
+        seconds = show_seconds(parts * found.seconds)
+        waits = show_seconds(parts * found.exposed_seconds)
+        timed = "" if self.measured is None else f"{show_seconds(self.measured)} a step, "
+        return (
+            f"{found.label} ({found.scheme}): {timed}predicted {seconds} a step, of which "
+            f"{waits} wait for messages, and {self.memory_bytes / GIB:.3g} GiB"
+        )
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Chooses the mesh of a run. All processes must ask it, and get the same answer."""
+
+    config: TrainConfig
+    """The run: model, batch, ZeRO, remat and tile stay as they are."""
+    make_objective: Callable[[], Objective]
+    """Gives its model and loss."""
+
+    @property
+    def replaces_former(self) -> bool:
+        """Whether it is asked about a run that has a mesh already, too."""
+        return self.config.plan == "show"
+
+    def choose(self, devices: Sequence[Any]) -> PlannedMesh:
+        """Measures the devices, and chooses.
+
+        Args:
+            devices: those of all processes.
+
+        Raises:
+            ValueError: if no mesh of so many devices suits the run.
+        """
+        config, begin = self.config, time.perf_counter()
+        cluster = measure_cluster(
+            devices,
+            devices_per_node=config.mesh.devices_per_node,
+            head_dim=config.model.head_dim,
+            itemsize=jnp.dtype(config.model.dtype).itemsize,
+            causal=config.causal,
+        )
+        seconds = time.perf_counter() - begin
+        lines = [f"plan: measured in {show_seconds(seconds)}: {_describe(cluster)}"]
+        count = _SHOWN if config.plan == "show" else 2
+        found = self.forecasts(cluster, max(count, config.plan_measure))
+        if config.plan_measure:
+            found = self._timed(found, devices)
+        shown = found[:count]
+        names = ("the fastest", "the runner-up") if config.plan == "use" else range(1, _SHOWN + 1)
+        lines += [
+            f"plan: {name}: {x.line(config.accumulation)}"
+            for name, x in zip(names, shown, strict=False)
+        ]
+        best = found[0]
+        order = given_order(config.mesh) or best.prediction.order
+        return PlannedMesh(degrees=best.degrees, order=order, description=tuple(lines))
+
+    def forecasts(self, cluster: Cluster, count: int) -> list[MeshForecast]:
+        """The meshes with the fastest predictions that the run can have, the fastest first.
+
+        Args:
+            cluster: the devices.
+            count: number of meshes.
+
+        Raises:
+            ValueError: if there is none.
+        """
+        config = self.config
+        settings = json.loads(json.dumps(dataclasses.asdict(config), default=str))
+        model = model_of_run({KIND: config.kind, **settings}, f"--plan {config.plan}")
+        call = Call(
+            model=model, seq_len=config.num_tokens, batch=config.batch_size // config.accumulation
+        )
+        given = given_to_plan(config.mesh)
+        options = Options(
+            degrees=given,
+            zero=(config.zero,),
+            remat=(config.remat,),
+            offload=(config.offload,),
+            # Tiles and memory are those of the run: see `_fitting`.
+            tiled=(False,),
+            gradient_dtype=config.attention.gradient_dtype,
+            baselines=False,
+        )
+        roomy = dataclasses.replace(
+            cluster, gpu=dataclasses.replace(cluster.gpu, memory_bytes=1 << 60)
+        )
+        found: list[MeshForecast] = []
+        refusal: object = "what is left does not pass the checks of a step"
+        try:
+            rows = all_settings(cluster, call, given=given, published=False)
+            if not len(rows):
+                raise no_setting(cluster, call, options)
+            rows = rows.take(self._allowed(rows))
+            if not len(rows):
+                raise InputError(
+                    f"no mesh has --attention.inner {config.attention.inner} and the order of "
+                    "--mesh.order"
+                )
+            timed = Candidates(roomy, call, options, rows)
+            fitting = timed.best(np.ones(len(timed.row), bool), _TRIED)
+            for forecast in self._fitting(fitting, cluster.gpu.memory_bytes):
+                found.append(forecast)
+                if len(found) == count:
+                    break
+        except UserError as error:
+            refusal = error
+        if found:
+            return found
+        raise InputError(
+            f"--plan {config.plan} needs a mesh that divides the batch, the tokens and the heads "
+            f"of the run and whose step fits the memory; got none for {cluster.num_gpus} devices "
+            f"of {cluster.gpu.memory_bytes / GIB:.1f} GiB ({refusal}). Leave out --plan to see "
+            "what a default mesh lacks, or a --mesh flag that rules meshes out."
+        )
+
+    def _allowed(self, settings: Settings) -> np.ndarray:
+        """Which settings have the double ring and the order of the run."""
+        allowed = settings.inner == self.config.attention.inner
+        order = given_order(self.config.mesh)
+        for row in np.flatnonzero(allowed) if order is not None else ():
+            own = [x for x in ORDERS[settings.order[row]] if vars(settings)[x][row] > 1]
+            allowed[row] = own == [x for x in order or () if vars(settings)[x][row] > 1]
+        return allowed
+
+    def _fitting(self, predictions: list[Prediction], memory: int) -> Iterator[MeshForecast]:
+        """The predictions that the run can have: see `trainer.parallel.legality`."""
+        objective = self.make_objective()
+        for prediction in predictions:
+            try:
+                size = footprint(self.config, objective, st.Degrees(**prediction.degrees))
+            except UserError:
+                continue
+            if size.device_bytes <= _MEMORY_FRACTION * memory:
+                yield MeshForecast(prediction=prediction, memory_bytes=size.device_bytes)
+
+    def _timed(self, found: list[MeshForecast], devices: Sequence[Any]) -> list[MeshForecast]:
+        """The first forecasts, each timed for some steps, the fastest first; then the others."""
+        config, exchange = self.config, peers()
+        path = config.run_dir.parent / RESULTS_FILE
+        known = exchange.gather(_read(path) if exchange.index == 0 else {})[0]
+        tried = []
+        for forecast in found[: config.plan_measure]:
+            key = self._key(forecast, devices)
+            if key not in known:
+                own = self._step_seconds(forecast, devices)
+                known[key] = max(exchange.gather(own))
+            tried.append(dataclasses.replace(forecast, measured=known[key]))
+        if exchange.index == 0:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace_text(path, json.dumps(known, indent=2))
+        tried.sort(key=lambda x: x.measured or 0.0)
+        return tried + found[config.plan_measure :]
+
+    def _key(self, forecast: MeshForecast, devices: Sequence[Any]) -> str:
+        """What the time of a step depends on, in a few characters."""
+        config = self.config
+        names = ("model", "batch_size", "seq_len", "size", "accumulation", "zero", "zero_axes")
+        names += ("remat", "offload", "tile", "attention", "data.mask_documents", "ema_decay")
+        flags = [
+            flag
+            for name, flag in flags_of(config).items()
+            if name.startswith(tuple(f"{x}." for x in names)) or name in names
+        ]
+        nodes = [device.process_index for device in devices]
+        order = given_order(config.mesh) or forecast.prediction.order
+        what = [jax.__version__, devices[0].device_kind, nodes, config.mesh.devices_per_node]
+        text = json.dumps([*what, forecast.prediction.degrees, order, flags])
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+    def _step_seconds(self, forecast: MeshForecast, devices: Sequence[Any]) -> float:
+        """Seconds of a step of the run on a mesh, with a batch of zeros."""
+        config, objective = self.config, self.make_objective()
+        mesh = st.make_mesh(
+            forecast.degrees,
+            axis_type="auto",
+            devices=list(devices),
+            order=given_order(config.mesh) or forecast.prediction.order,
+            devices_per_node=config.mesh.devices_per_node,
+        )
+        program = Program(config, make_attention(mesh, config, objective), objective)
+        shapes = program.batch_shapes
+        batch = jax.jit(
+            lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes),
+            out_shardings=jax.tree.map(lambda x: x.sharding, shapes),
+        )()
+        state, seconds = program.initialise(), []
+        for _ in range(1 + _STEPS):
+            begin = time.perf_counter()
+            state, metrics = program.train_step(state, batch)
+            jax.block_until_ready((state, metrics))
+            seconds.append(time.perf_counter() - begin)
+        # The next mesh needs the memory.
+        jax.tree.map(lambda x: x.delete(), state)
+        return statistics.median(seconds[1:])
+
+
+def _describe(cluster: Cluster) -> str:
+    gpu = cluster.gpu
+    nodes = f"{cluster.nodes} x {cluster.gpus_per_node} {gpu.name}"
+    parts = [f"{gpu.peak_flops * gpu.single_speed * gpu.matrix_efficiency / 1e12:.3g} TFLOP/s"]
+    if cluster.gpus_per_node > 1:
+        latency = show_seconds(cluster.inside_latency + cluster.start_latency)
+        parts.append(f"inside {show_rate(gpu.inside_rate)} after {latency}")
+    if cluster.nodes > 1:
+        latency = show_seconds(cluster.latency + cluster.start_latency)
+        way = ", half-duplex," if cluster.half_duplex else ""
+        ports = f"{cluster.ports} port{'s' if cluster.ports > 1 else ''} a node of "
+        parts.append(f"{ports}{show_rate(cluster.port_rate)}{way} after {latency}")
+    return f"{nodes}, {'; '.join(parts)}"
+
+
+def _read(path: Path) -> dict[str, float]:
+    """Seconds of steps that were timed before; none if the file is not whole."""
+    try:
+        known = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}
