@@ -20,6 +20,7 @@ from trainer.gpt.batches import next_token_batch
 from trainer.gpt.config import (
     GPTConfig,
     GPTTrainConfig,
+    RopeConfig,
 )
 from trainer.gpt.objective import NextToken, model_arguments
 from trainer.parallel.optimizer import make_optimizer
@@ -201,6 +202,47 @@ def test_other_parts_of_the_model_run_alike():
     np.testing.assert_allclose(
         losses_of(actual, state, steps=6), losses_of(expected, state, steps=6), rtol=1e-4
     )
+
+
+# Three local layers and a global one; the second period is not whole.
+PATTERN = dataclasses.replace(
+    CONFIG.model,
+    layers=6,
+    windows=(9, 9, 9, "none"),
+    rope=RopeConfig(bases=(100.0, 100.0, 100.0, 1000.0)),
+    sinks=True,
+    softcap=3.0,
+    output_softcap=4.0,
+    scale_dim=3,
+    mlp="geglu",
+    post_norms=True,
+    norm_offset=True,
+    scaled_embedding=True,
+)
+
+
+def test_losses_of_layers_that_differ_do_not_depend_on_how_it_runs():
+    expected = make_program(st.Degrees(), model=PATTERN)
+    state = jax.device_get(expected.initialise())
+    wanted = losses_of(expected, state, steps=3)
+    assert wanted[-1, 0] < wanted[1, 0]
+    for degrees, changes in (
+        (STARTRAIL, {"zero": 3, "remat": "attention_saved", "tile": 8}),
+        (st.Degrees(tensor=2, head=2, ring=2), {"zero": 2, "accumulation": 2, "remat": "full"}),
+    ):
+        losses = losses_of(make_program(degrees, model=PATTERN, **changes), state, steps=3)
+        np.testing.assert_allclose(losses[:, 0], wanted[:, 0], rtol=1e-4)
+        np.testing.assert_allclose(losses[:, 1], wanted[:, 1], rtol=1e-3)
+
+
+def test_program_does_not_grow_with_the_depth_of_a_pattern():
+    def operations(layers):
+        model = dataclasses.replace(PATTERN, layers=layers)
+        program = make_program(st.Degrees(), model=model, remat="attention_saved")
+        lowered = program.train_step.lower(program.state_shapes, program.batch_shapes)
+        return lowered.as_text().count(" = ")
+
+    assert operations(8) == operations(48)
 
 
 def test_bfloat16_differs_by_its_rounding_alone(initial_state, one_device):

@@ -57,7 +57,7 @@ def sample_text(
     prompt = prompt_tokens(tokenizer, options, session)
     generator = Generator(
         config.model,
-        st.Attention(session.mesh, causal=True, window=config.window),
+        st.Attention(session.mesh, causal=True, **config.attention_of_model),
         sampling,
         zero=options.zero,
         zero_axes=config.zero_axes,

@@ -62,8 +62,8 @@ def make_attention(
     Raises:
         ValueError: if its options do not fit the mesh.
     """
-    options = vars(config.attention)
-    return Attention(mesh, causal=objective.causal, window=config.window, **options)
+    options = config.attention_of_model | vars(config.attention)
+    return Attention(mesh, causal=objective.causal, **options)
 
 
 class Program:
