@@ -69,7 +69,7 @@ def kinds_of_layers(
 
 
 def stretches(kinds: Sequence[Kind]) -> tuple[Stretch, ...]:
-    """The fewest layers to compile that make up all layers; of equally few, the fewest loops.
+    """The fewest layers to compile that make up all layers, in the fewest loops.
 
     A pattern that repeats is one loop. What is left of a last period that is not whole becomes
     further loops, and so do layers without a period, such as local ones after global ones.
@@ -87,5 +87,5 @@ def stretches(kinds: Sequence[Kind]) -> tuple[Stretch, ...]:
                 if kinds[stop : stop + period] != group:
                     break
                 stop += period
-        best[first] = min(found, key=lambda x: x[0])
+        best[first] = min(found, key=lambda x: (x[0], -x[1][0].groups * len(x[1][0].kinds)))
     return best[0][1]

@@ -54,7 +54,7 @@ def dense_attention(
     key, value = (jnp.repeat(x, groups, 2) for x in (key, value))
     logits = jnp.einsum("btnh,bsnh->bnts", query, key) * query.shape[3] ** -0.5
     logits = softcap * jnp.tanh(logits / softcap)
-    before = jnp.arange(length)[:, None] - jnp.arange(length)
+    before = jnp.arange(length)[:, None] - jnp.arange(length)[None]
     visible = (before >= 0) & (before <= (local_window_size or (length, 0))[0])
     logits = jnp.where(visible[None, None], logits, -jnp.inf)
     beside = jnp.broadcast_to(sinks[None, :, None, None], (*logits.shape[:3], 1))

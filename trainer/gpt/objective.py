@@ -37,8 +37,7 @@ class NextToken:
         return GPT(**arguments, attention_fn=attention_fn, hooks=hooks, rngs=rngs)
 
     def batch_shapes(self, layout: Layout) -> TokenBatch:
-        layout.check_length(self._config.seq_len)
-        shape = (self._config.batch_size, self._config.seq_len)
+        shape = (self._config.batch_size, layout.padded_length(self._config.seq_len))
         integers: Any = jax.ShapeDtypeStruct(shape, jnp.int32)
         weights: Any = jax.ShapeDtypeStruct(shape, jnp.float32)
         segments = integers if self._config.data.mask_documents else None
