@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
 from models.rope import Rope
 
@@ -57,8 +59,13 @@ class Stretch:
         if len(self.kinds) == 1:
             yield self.kinds[0], group
             return
+        # A split, and no indices: the gradients of its parts are joined by one concatenation. Those
+        # of indices would each be filled up with zeros to the size of all, and added.
+        leaves, structure = jax.tree.flatten(group)
+        parts = [lax.split(jnp.asarray(x), [1] * len(self.kinds)) for x in leaves]
         for i, kind in enumerate(self.kinds):
-            yield kind, jax.tree.map(lambda x, i=i: x[i], group)
+            own = [lax.squeeze(part[i], [0]) for part in parts]
+            yield kind, jax.tree.unflatten(structure, own)
 
 
 def kinds_of_layers(

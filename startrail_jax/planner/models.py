@@ -46,6 +46,8 @@ class ModelSizes:
     window: int | None = None
     """Tokens that a token attends to; None for all earlier ones. The forecast does not use it: it
     takes full causal attention, and says so."""
+    mixed: bool = False
+    """Whether only some layers have a window, or not all the same one; the forecast likewise."""
     seq_len: int | None = None
     """Tokens in a sequence, where the model says so."""
     batch: int = 1
@@ -335,6 +337,7 @@ def _of_run(settings: Mapping[str, Any], name: str) -> ModelSizes:
             mlp_matrices=2 if model.get("mlp") == "gelu" else 3,
             tied_head=model.get("tied_head", False),
             window=model.get("window"),
+            mixed=bool(model.get("windows")),
             seq_len=settings.get("seq_len"),
         )
     _known(model, name, ("channels", "classes"))
