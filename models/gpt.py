@@ -1,4 +1,4 @@
-"""A decoder-only transformer: pre-norm, RMSNorm, rotary positions, grouped queries, SwiGLU or GELU.
+"""A decoder-only transformer: RMSNorm, rotary positions, grouped queries, a gated MLP or GELU.
 
 The model knows no mesh. Its tokens may come in any order: only two things depend on the order,
 `positions`, which are data, and the attention callable, which knows its own layout.
@@ -7,28 +7,34 @@ References:
     RMSNorm: https://arxiv.org/abs/1910.07467
     SwiGLU: https://arxiv.org/abs/2002.05202
     Grouped queries: https://arxiv.org/abs/2305.13245
+    Local and global layers, soft caps, norms after a block: Gemma 2,
+        https://arxiv.org/abs/2408.00118, and Gemma 3, https://arxiv.org/abs/2503.19786
+    Sinks: gpt-oss, https://arxiv.org/abs/2508.10925
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
 from models.hooks import Hooks
-from models.layers import MLP, AttentionFn
+from models.layers import MLP, AttentionFn, MakeNorm, make_norm
 from models.linear import linear, project
+from models.periods import Kind, Stretch, kinds_of_layers, stretches
 from models.rope import Rope, rotate
 from startrail_jax.ordering import compute_first
 
 CachedAttentionFn = Callable[..., tuple[Float[Array, "B T N H"], Any]]
-"""(query, key, value) -> (out [B T N H], kv_cache)"""
+"""(query, key, value, local_window_size=, sinks=) -> (out [B T N H], kv_cache)"""
+Rotation = Float32[Array, "2 B T half"] | None
+"""Cosines and sines of a layer; None for a layer without rotary positions."""
 
 
 class GPT(nnx.Module):
@@ -45,13 +51,18 @@ class GPT(nnx.Module):
         head_dim: int,
         mlp_width: int,
         attention_fn: AttentionFn,
-        mlp: Literal["swiglu", "gelu"] = "swiglu",
+        mlp: Literal["swiglu", "geglu", "gelu"] = "swiglu",
         tied_head: bool = False,
+        scaled_embedding: bool = False,
         qkv_bias: bool = False,
         qk_norm: bool = False,
+        sinks: bool = False,
+        post_norms: bool = False,
+        norm_offset: bool = False,
         norm_eps: float = 1e-6,
-        rope: Rope | None = None,
-        no_rope_every: int | None = None,
+        windows: Sequence[int | None] = (None,),
+        ropes: Sequence[Rope | None] | None = None,
+        output_softcap: float | None = None,
         dtype: Any = jnp.float32,
         hooks: Hooks | None = None,
         rngs: nnx.Rngs,
@@ -66,21 +77,31 @@ class GPT(nnx.Module):
             kv_heads: key and value heads, a divisor of `heads`.
             head_dim: channels of a head, even; heads * head_dim need not be `width`.
             mlp_width: hidden channels of the MLP.
-            attention_fn: causal attention; called with `segment_ids` by keyword.
-            mlp: "swiglu" (three matrices) or "gelu" (two).
+            attention_fn: causal attention; called with `segment_ids` by keyword, and with
+                `local_window_size` and `sinks` where a layer has them.
+            mlp: "swiglu", "geglu" (three matrices) or "gelu" (two).
             tied_head: whether the embedding is the output projection too.
+            scaled_embedding: whether embeddings are multiplied by the square root of `width`.
             qkv_bias: whether the projections to queries, keys and values have a bias.
             qk_norm: whether each head of queries and keys is normalised before it is rotated.
+            sinks: whether each head has a logit of its own in the denominator of its softmax.
+            post_norms: whether what attention and MLP add to the stream is normalised.
+            norm_offset: whether a norm multiplies by 1 + its scale.
             norm_eps: what is added to the mean square in a norm.
-            rope: rotary positions of `head_dim` channels; None for unscaled ones.
-            no_rope_every: the last of every so many layers rotates nothing; None for no such layer.
+            windows: the number of keys that a query sees in each layer, its own included; None for
+                those that `attention_fn` shows. Layer i has entry i modulo their number.
+            ropes: rotary positions of `head_dim` channels in each layer, likewise; None for a layer
+                without. None in place of all for unscaled ones.
+            output_softcap: cap c of the logits, c * tanh(logits / c); None for none.
             dtype: type of activations and matrix products; logits are float32 in any case.
             hooks: how the model runs; None runs it as it is written.
             rngs: source of the initial weights.
         """
         self.dtype = jnp.dtype(dtype)
-        self.rope = Rope(head_dim=head_dim) if rope is None else rope
-        self.no_rope_every = no_rope_every
+        ropes = (Rope(head_dim=head_dim),) if ropes is None else ropes
+        self.stretches = stretches(kinds_of_layers(windows, ropes, layers))
+        self.embedding_scale = width**0.5 if scaled_embedding else None
+        self.output_softcap = output_softcap
         self.hooks = Hooks() if hooks is None else hooks
         # A sequence-parallel attention knows the order of its tokens, and warns of another one.
         self.check_positions = getattr(attention_fn, "check_positions", lambda positions: None)
@@ -94,6 +115,7 @@ class GPT(nnx.Module):
         # Each block adds to the residual stream twice: with this gain the variance of the stream
         # does not grow with depth.
         out_gain = (2 * layers) ** -0.5
+        norm = functools.partial(make_norm, epsilon=norm_eps, offset=norm_offset)
 
         @nnx.vmap(in_axes=0, out_axes=0)
         def make_blocks(rngs: nnx.Rngs) -> GPTBlock:
@@ -106,7 +128,8 @@ class GPT(nnx.Module):
                     attention_fn=attention_fn,
                     out_gain=out_gain,
                     bias=qkv_bias,
-                    norm_eps=norm_eps if qk_norm else None,
+                    make_norm=norm if qk_norm else None,
+                    sinks=sinks,
                     dtype=dtype,
                     rngs=rngs,
                 ),
@@ -114,14 +137,15 @@ class GPT(nnx.Module):
                     mlp, width=width, hidden=mlp_width, out_gain=out_gain, dtype=dtype, rngs=rngs
                 ),
                 width=width,
-                norm_eps=norm_eps,
+                make_norm=norm,
+                post_norms=post_norms,
                 dtype=dtype,
                 hooks=self.hooks,
                 rngs=rngs,
             )
 
         self.blocks = make_blocks(rngs.split(layers))
-        self.norm = nnx.RMSNorm(width, epsilon=norm_eps, dtype=jnp.float32, rngs=rngs)
+        self.norm = norm(width, rngs=rngs)
         self.head = (
             None
             if tied_head
@@ -157,26 +181,23 @@ class GPT(nnx.Module):
         graph, weights = nnx.split(self.blocks)
 
         def run_block(
-            weights: Any,
-            x: Array,
-            rotates: Array | None,
-            rotation: Array,
-            segment_ids: Array | None,
+            kind: Kind, weights: Any, x: Array, rotation: Rotation, segment_ids: Array | None
         ) -> Array:
             block = nnx.merge(graph, weights)
-            rotation = _rotation_of(rotates, rotation)
-            return block(x, rotation, block.attention.uncached(segment_ids))[0]
+            return block(x, rotation, kind.window, block.attention.uncached(segment_ids))[0]
 
-        layer = self.hooks.wrap_layer(run_block)
+        layers = self._wrapped(run_block)
         self.check_positions(positions)
-        context = self.rope.rotation(positions), segment_ids
+        rotations = self._rotations(positions)
         x = self._embed(tokens)
+        for stretch in self.stretches:
 
-        def step(x: Array, inputs: tuple[Any, Array | None]) -> tuple[Array, None]:
-            weights, rotates = inputs
-            return layer(weights, x, rotates, *context), None
+            def step(x: Array, weights: Any, stretch: Stretch = stretch) -> tuple[Array, None]:
+                for kind, own in stretch.each(weights):
+                    x = layers[kind](own, x, rotations[kind.rope], segment_ids)
+                return x, None
 
-        x, _ = lax.scan(step, x, (weights, self._rotates(weights)))
+            x, _ = lax.scan(step, x, stretch.grouped(weights))
         return self.norm(x).astype(self.dtype)
 
     def hidden_with_cache(
@@ -202,69 +223,64 @@ class GPT(nnx.Module):
         graph, weights = nnx.split(self.blocks)
 
         def run_block(
-            weights: Any,
-            x: Array,
-            rotates: Array | None,
-            rotation: Array,
-            layer: Array,
-            kv_cache: Any,
+            kind: Kind, weights: Any, x: Array, rotation: Rotation, number: Array, kv_cache: Any
         ) -> tuple[Array, Any]:
-            rotation = _rotation_of(rotates, rotation)
-            return nnx.merge(graph, weights)(
-                x, rotation, functools.partial(attend, kv_cache, layer)
-            )
+            block = nnx.merge(graph, weights)
+            return block(x, rotation, kind.window, functools.partial(attend, kv_cache, number))
 
-        run = self.hooks.wrap_layer(run_block)
-        rotation = self.rope.rotation(positions)
+        layers = self._wrapped(run_block)
+        rotations = self._rotations(positions)
+        carry = self._embed(tokens), kv_cache
+        numbers = jnp.arange(len(jax.tree.leaves(weights)[0]))
+        for stretch in self.stretches:
 
-        def step(
-            carry: tuple[Array, Any], layer: tuple[Any, Array | None, Array]
-        ) -> tuple[Any, None]:
-            (x, kv_cache), (weights, rotates, number) = carry, layer
-            return run(weights, x, rotates, rotation, number, kv_cache), None
+            def step(carry: Any, inputs: Any, stretch: Stretch = stretch) -> tuple[Any, None]:
+                x, kv_cache = carry
+                for kind, (own, number) in stretch.each(inputs):
+                    x, kv_cache = layers[kind](own, x, rotations[kind.rope], number, kv_cache)
+                return (x, kv_cache), None
 
-        layers = weights, self._rotates(weights), _numbers(weights)
-        (x, kv_cache), _ = lax.scan(step, (self._embed(tokens), kv_cache), layers)
+            carry, _ = lax.scan(step, carry, stretch.grouped((weights, numbers)))
+        x, kv_cache = carry
         return self.norm(x).astype(self.dtype), kv_cache
 
-    def _rotates(self, weights: Any) -> Bool[Array, " layers"] | None:
-        """Which layers rotate queries and keys; None if all do."""
-        if self.no_rope_every is None:
-            return None
-        return (_numbers(weights) + 1) % self.no_rope_every != 0
+    @property
+    def _kinds(self) -> tuple[Kind, ...]:
+        """The kinds of layers, in the order of the layers: all processes trace the same program."""
+        return tuple(dict.fromkeys(kind for stretch in self.stretches for kind in stretch.kinds))
+
+    def _wrapped(self, run_block: Callable[..., Any]) -> dict[Kind, Callable[..., Any]]:
+        """The function of a layer of each kind."""
+        wrap = self.hooks.wrap_layer
+        return {kind: wrap(functools.partial(run_block, kind)) for kind in self._kinds}
+
+    def _rotations(self, positions: Int32[Array, "B T"]) -> dict[Rope | None, Rotation]:
+        """The rotation of each kind of layer, which is computed once for all layers."""
+        ropes = dict.fromkeys(kind.rope for kind in self._kinds)
+        return {rope: None if rope is None else rope.rotation(positions) for rope in ropes}
 
     def _embed(self, tokens: Int32[Array, "B T"]) -> Float[Array, "B T width"]:
         # The lookup is in float32 and rounded afterwards, so that the gradient of a frequent token,
         # which is a long sum, is float32 too.
-        return jnp.asarray(self.embedding(tokens), self.dtype)
+        x = self.embedding(tokens)
+        if self.embedding_scale is not None:
+            # As in Gemma, the factor has the type of the activations: 55.5 for 55.43 in bfloat16.
+            x *= jnp.asarray(self.embedding_scale, self.dtype).astype(jnp.float32)
+        return jnp.asarray(x, self.dtype)
 
     def logits(self, hidden: Float[Array, "B T width"]) -> Float32[Array, "B T vocab"]:
         """Unnormalised log-probabilities of the token that follows each token."""
-        if self.head is None:
-            return project(hidden, self.embedding.embedding[...].T, 1, jnp.float32)
-        return self.head(hidden)
-
-
-def _numbers(weights: Any) -> Int32[Array, " layers"]:
-    """The numbers of the layers whose stacked weights these are."""
-    return jnp.arange(len(jax.tree.leaves(weights)[0]))
-
-
-def _rotation_of(
-    rotates: Bool[Array, ""] | None, rotation: Float32[Array, "2 B T half"]
-) -> Float32[Array, "2 B T half"]:
-    """The rotation of a layer: if it does not rotate, that by an angle of 0.
-
-    It is chosen inside the layer, so that remat does not save one for each.
-    """
-    if rotates is None:
-        return rotation
-    still = jnp.array([1.0, 0.0])[:, None, None, None]
-    return jnp.where(rotates, rotation, still)
+        logits: Any = (
+            project(hidden, self.embedding.embedding[...].T, 1, jnp.float32)
+            if self.head is None
+            else self.head(hidden)
+        )
+        cap = self.output_softcap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
 class GPTBlock(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); what is added may be normalised too."""
 
     def __init__(
         self,
@@ -272,7 +288,8 @@ class GPTBlock(nnx.Module):
         attention: GPTAttention,
         mlp: MLP,
         width: int,
-        norm_eps: float,
+        make_norm: MakeNorm,
+        post_norms: bool,
         dtype: Any,
         hooks: Hooks,
         rngs: nnx.Rngs,
@@ -281,31 +298,36 @@ class GPTBlock(nnx.Module):
         self.attention = attention
         self.mlp = mlp
         self.dtype = jnp.dtype(dtype)
-        # Norms are computed in float32 and rounded afterwards: in 16 bits their scales, which are
-        # near 1, would be rounded themselves.
-        norm = functools.partial(nnx.RMSNorm, width, epsilon=norm_eps, dtype=jnp.float32, rngs=rngs)
-        self.attention_norm, self.mlp_norm = norm(), norm()
+        self.attention_norm, self.mlp_norm = (make_norm(width, rngs=rngs) for _ in range(2))
+        self.attention_out_norm, self.mlp_out_norm = (
+            make_norm(width, rngs=rngs) if post_norms else None for _ in range(2)
+        )
 
     def __call__(
         self,
         x: Float[Array, "B T width"],
-        rotation: Float32[Array, "2 B T half"],
+        rotation: Rotation,
+        window: int | None,
         attend: CachedAttentionFn,
     ) -> tuple[Float[Array, "B T width"], Any]:
         """Runs the block; returns its output and the cache that `attend` returned."""
         copy, reduce = self.hooks.copy_to_tensor, self.hooks.reduce_from_tensor
 
         def feed_forward(x: Array) -> Array:
-            return reduce(self.mlp(copy(self.mlp_norm(x).astype(self.dtype))))
+            out = reduce(self.mlp(copy(self.mlp_norm(x).astype(self.dtype))))
+            return out if self.mlp_out_norm is None else self.mlp_out_norm(out).astype(self.dtype)
 
         normalised = copy(self.attention_norm(x).astype(self.dtype))
-        out, kv_cache = self.attention(normalised, rotation, attend)
-        x = x + reduce(out)
+        out, kv_cache = self.attention(normalised, rotation, window, attend)
+        out = reduce(out)
+        if self.attention_out_norm is not None:
+            out = self.attention_out_norm(out).astype(self.dtype)
+        x = x + out
         return x + self.hooks.tiled(feed_forward)(x), kv_cache
 
 
 class GPTAttention(nnx.Module):
-    """Projections, norms of heads and rotary positions around an attention callable."""
+    """Projections, norms of heads, rotary positions and sinks around an attention callable."""
 
     def __init__(
         self,
@@ -317,7 +339,8 @@ class GPTAttention(nnx.Module):
         attention_fn: AttentionFn,
         out_gain: float,
         bias: bool,
-        norm_eps: float | None,
+        make_norm: MakeNorm | None,
+        sinks: bool,
         dtype: Any,
         rngs: nnx.Rngs,
     ) -> None:
@@ -335,17 +358,16 @@ class GPTAttention(nnx.Module):
         self.query_bias, self.key_bias = make_bias(heads), make_bias(kv_heads)
         self.value_bias = make_bias(kv_heads)
 
-        def make_norm() -> nnx.RMSNorm | None:
-            if norm_eps is None:
-                return None
-            return nnx.RMSNorm(head_dim, epsilon=norm_eps, dtype=jnp.float32, rngs=rngs)
-
-        self.query_norm, self.key_norm = make_norm(), make_norm()
+        self.query_norm, self.key_norm = (
+            None if make_norm is None else make_norm(head_dim, rngs=rngs) for _ in range(2)
+        )
+        self.sinks = nnx.Param(jnp.zeros(heads)) if sinks else None
 
     def __call__(
         self,
         x: Float[Array, "B T width"],
-        rotation: Float32[Array, "2 B T half"],
+        rotation: Rotation,
+        window: int | None,
         attend: CachedAttentionFn,
     ) -> tuple[Float[Array, "B T width"], Any]:
         """Attention with projections; returns its output and the cache that `attend` returned."""
@@ -354,12 +376,17 @@ class GPTAttention(nnx.Module):
         query, x = compute_first(query, x)
         key = _biased(self.key(x), self.key_bias)
         key = _normalised_and_rotated(key, self.key_norm, rotation)
-        out, kv_cache = attend(query, key, _biased(self.value(x), self.value_bias))
+        # In the words of `jax.nn.dot_product_attention`; only what a layer has is asked for.
+        options: dict[str, Any] = {} if window is None else {"local_window_size": (window - 1, 0)}
+        if self.sinks is not None:
+            options["sinks"] = self.sinks[...]
+        out, kv_cache = attend(query, key, _biased(self.value(x), self.value_bias), **options)
         return self.out(out), kv_cache
 
     def uncached(self, segment_ids: Int32[Array, "B T"] | None) -> CachedAttentionFn:
         """The model's attention callable, with None in the place of a cache."""
-        return lambda *arrays: (self.attention_fn(*arrays, segment_ids=segment_ids), None)
+        attention_fn = functools.partial(self.attention_fn, segment_ids=segment_ids)
+        return lambda *arrays, **options: (attention_fn(*arrays, **options), None)
 
 
 def _biased(x: Float[Array, "B T heads H"], bias: nnx.Param | None) -> Float[Array, "B T heads H"]:
@@ -372,7 +399,8 @@ def _biased(x: Float[Array, "B T heads H"], bias: nnx.Param | None) -> Float[Arr
 def _normalised_and_rotated(
     x: Float[Array, "B T heads H"],
     norm: nnx.RMSNorm | None,
-    rotation: Float32[Array, "2 B T half"],
+    rotation: Rotation,
 ) -> Float[Array, "B T heads H"]:
     """Queries or keys with their positions. Nothing is rounded between norm and rotation."""
-    return rotate(x if norm is None else norm(x), rotation).astype(x.dtype)
+    out = x if norm is None else norm(x)
+    return (out if rotation is None else rotate(out, rotation)).astype(x.dtype)

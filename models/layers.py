@@ -6,21 +6,57 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jaxtyping import Array, Float
 
 from models.linear import linear
 
 AttentionFn = Callable[..., Float[Array, "B T N H"]]
-"""(query [B T N H], key [B T K H], value [B T K H], segment_ids=[B T] or None) -> [B T N H]"""
+"""(query [B T N H], key [B T K H], value [B T K H], segment_ids=[B T] or None) -> [B T N H]
+
+A layer with a window also gives local_window_size=(keys before, 0), and one with sinks sinks=[N].
+"""
+MakeNorm = Callable[..., nnx.RMSNorm]
+"""(channels, rngs=) -> a norm"""
+
+
+class OffsetNorm(nnx.RMSNorm):
+    """RMSNorm that multiplies by 1 + scale, as in Gemma: weight decay draws the factor to 1."""
+
+    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Normalises the last dimension."""
+        scale: Any = self.scale
+        x = x.astype(jnp.float32)
+        mean_square = jnp.mean(x * x, axis=-1, keepdims=True)
+        factor = (1.0 + scale[...]).reshape((1,) * (x.ndim - 1) + (-1,))
+        return x * lax.rsqrt(mean_square + self.epsilon) * factor
+
+
+def make_norm(channels: int, *, epsilon: float, offset: bool, rngs: nnx.Rngs) -> nnx.RMSNorm:
+    """A norm whose outputs are float32, to be rounded afterwards.
+
+    In 16 bits its scale, which is near 1, would be rounded itself.
+
+    Args:
+        channels: size of the last dimension.
+        epsilon: what is added to the mean square.
+        offset: whether it multiplies by 1 + its scale, which begins with 0.
+        rngs: as `nnx.RMSNorm` takes them.
+    """
+    if offset:
+        zeros = nnx.initializers.zeros_init()
+        return OffsetNorm(channels, epsilon=epsilon, dtype=jnp.float32, scale_init=zeros, rngs=rngs)
+    return nnx.RMSNorm(channels, epsilon=epsilon, dtype=jnp.float32, rngs=rngs)
 
 
 class MLP(nnx.Module):
-    """down(silu(gate(x)) * up(x)), or down(gelu(up(x)))."""
+    """down(silu(gate(x)) * up(x)), the same with gelu, or down(gelu(up(x)))."""
 
     def __init__(
         self,
-        kind: Literal["swiglu", "gelu"],
+        kind: Literal["swiglu", "geglu", "gelu"],
         *,
         width: int,
         hidden: int,
@@ -31,19 +67,20 @@ class MLP(nnx.Module):
         """Builds the projections.
 
         Args:
-            kind: "swiglu" has a gate and three matrices, "gelu" has two.
+            kind: "swiglu" and "geglu" have a gate and three matrices, "gelu" has two.
             width: channels of inputs and outputs.
             hidden: channels between the projections.
             out_gain: standard deviation of the outputs of `down` for inputs of variance 1.
             dtype: type of activations and matrix products.
             rngs: source of the initial weights.
         """
-        gated = kind == "swiglu"
+        gated = kind != "gelu"
+        self.activation = jax.nn.silu if kind == "swiglu" else jax.nn.gelu
         self.gate = linear(width, hidden, dtype=dtype, rngs=rngs) if gated else None
         self.up = linear(width, hidden, dtype=dtype, rngs=rngs)
         self.down = linear(hidden, width, gain=out_gain, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "B T width"]) -> Float[Array, "B T width"]:
         if self.gate is None:
-            return self.down(jax.nn.gelu(self.up(x)))
-        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+            return self.down(self.activation(self.up(x)))
+        return self.down(self.activation(self.gate(x)) * self.up(x))

@@ -141,6 +141,85 @@ class Sharded:
         whole = tuple(jax.tree.map(unshard_array, tree) for tree in trees)
         return whole[0] if len(whole) == 1 else whole
 
+    def pad(self, *trees: Any, segment_ids: Any = None) -> tuple[Any, ...]:
+        """`shard` for sequences of any length: they are filled up at their end.
+
+            query, key, value, segment_ids = attention.pad(query, key, value)
+            out = attention(query, key, value, segment_ids=segment_ids)
+            result = attention.unpad(out, seq_len=1000)
+
+        Padding costs its share of work and memory: fewer than `layout.multiple` tokens, the
+        sequence degree, or twice that under zigzag. On GPUs segment ids may cost more: "cudnn"
+        serves none, so that "tiled" takes over. A causal attention gives the tokens the same
+        outputs and gradients without them, as long as the padding has no part in the loss: no token
+        sees what comes after it.
+
+        Args:
+            *trees: arrays, or trees of arrays, in natural order, as `shard` takes them, all with
+                the same number of tokens.
+            segment_ids: integers [batch, seq] in natural order, for packed documents; None for
+                rows of a single one.
+
+        Returns:
+            The trees as `shard` gives them, with zeros as padding, and last the segment ids, -1 for
+            padding. These are None if none were given and nothing had to be filled up.
+
+        Raises:
+            ValueError: as `shard`; or if arrays differ in batch or in the number of tokens.
+        """
+        given = jax.tree.leaves((trees, segment_ids))
+        for x in given:
+            _check_not_traced("pad", x)
+        sizes = {np.shape(x)[:2] for x in given}
+        if len(sizes) != 1 or len(min(sizes)) < 2:
+            raise InputError(
+                "pad needs arrays [batch, seq, ...] of one batch and length; got "
+                f"{', '.join(map(str, sorted(sizes))) or 'none'}. Call it for queries and for keys "
+                "where these differ."
+            )
+        ((batch, length),) = sizes
+        missing = self.layout.padded_length(length) - length
+        if segment_ids is None and missing:
+            segment_ids = np.zeros((batch, length), np.int32)
+
+        def padded(x: Any, fill: int = 0) -> np.ndarray:
+            x = np.asarray(x)
+            widths = [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2)
+            return np.pad(x, widths, constant_values=fill)
+
+        filled = [self.shard(jax.tree.map(padded, tree)) for tree in trees]
+        ids = None if segment_ids is None else self.shard(padded(segment_ids, -1))
+        return *filled, ids
+
+    def unpad(self, *trees: Any, seq_len: int, axis: int = 1) -> Any:
+        """`unshard` without the padding: the inverse of `pad`.
+
+        Args:
+            *trees: arrays, or trees of arrays, as `unshard` takes them.
+            seq_len: tokens that the sequence had before it was filled up.
+            axis: the token dimension; 2 for the log-sum-exp [batch, heads, seq].
+
+        Returns:
+            As `unshard`, with `seq_len` tokens.
+
+        Raises:
+            ValueError: as `unshard`, or if an array is not one of `seq_len` tokens after `pad`.
+        """
+        length = self.layout.padded_length(seq_len)
+
+        def cut(x: Any) -> np.ndarray:
+            if np.shape(x)[axis] != length:
+                raise InputError(
+                    f"unpad needs arrays of the length that pad gives {seq_len} tokens, {length}; "
+                    f"got shape {list(np.shape(x))} and axis={axis}. Give the seq_len and the axis "
+                    "of the array."
+                )
+            index = [slice(None)] * axis + [slice(seq_len)]
+            return self.unshard(x, axis=axis)[tuple(index)]
+
+        whole = tuple(jax.tree.map(cut, tree) for tree in trees)
+        return whole[0] if len(whole) == 1 else whole
+
     def check_positions(self, positions: Any) -> None:
         """Warns of positions that are in natural order where the layout has another one.
 

@@ -1,65 +1,118 @@
 """Two parts of the tests: README's command runs the first, and `.ci/run` the rest after it.
 
-The rest are the further rows of grids, and tests whose faults others would probably show first. They
-take as long as the first part, which alone is a thorough look. Seconds were measured with `-n 2`.
+The rest are the further rows of grids, and tests of 7 to 80 seconds whose faults others would
+probably show first. They take as long as the first part, which alone is a thorough look.
 """
 
 import pytest
 
 PARTS = ("first", "rest", "all")
 
-# Tests with few rows or none in the first part -> of how many rows it has the first; 0: it has none.
+# Module -> test that has few rows or none in the first part -> of how many rows it has the first one
+# there; 0: it has none. Rows of the grids differ from their neighbours in everything.
 FIRST_OF_EVERY = {
-    # Grids of settings, in which neighbours differ in everything.
-    "op/test_communication_bytes.py::test_forward_and_backward_receive_the_closed_form": 6,
-    "op/test_attention_grid.py::test_attention_float32_matches_oracle": 4,
-    "op/test_attention_grid.py::test_attention_narrow_dtype_is_as_exact_as_jax_nn": 4,
-    "op/test_attention_grid.py::test_attention_under_every_mask_matches_oracle": 3,
-    "op/test_attention_gpu_blocks.py::test_attention_on_tiles_matches_oracle": 3,
-    "op/test_attention_gpu_blocks.py::test_attention_on_cudnn_is_nearly_as_exact_as_one_kernel": 3,
-    "op/test_attention_gpu_blocks.py::test_attention_on_cudnn_matches_oracle": 3,
-    "op/test_attention_gpu_blocks.py::test_attention_on_cudnn_serves_narrow_dtypes": 3,
-    "op/test_attention_masks.py::test_short_window_skips_rounds_and_stays_exact": 4,
-    "op/test_attention_meshes.py::test_mesh_of_the_user": 2,
-    "op/test_attention_meshes.py::test_key_heads_are_replicated_and_their_gradients_summed": 3,
-    "op/test_blocks.py::test_block_agrees_with_the_oracle": 4,
-    "op/test_blocks_cudnn.py::test_pieces_hold_every_visible_pair_once": 3,
-    "op/test_blocks_tiled.py::test_tiles_agree_with_the_oracle_and_go_to_kernels_where_they_can": 4,
-    "op/test_flax_models.py::test_complete_model_matches_its_dense_self": 3,
-    "op/test_gradient_dtype.py::test_rounding_on_the_way_adds_no_more_than_is_stated": 4,
-    "op/test_masks.py::test_rounds_are_left_out_just_where_no_device_sees_a_key": 5,
-    "trainer/test_dit_drawing.py::test_images_do_not_depend_on_the_mesh_or_how_many_at_a_time": 2,
-    "trainer/test_dit_step.py::test_losses_do_not_depend_on_how_it_runs": 4,
-    "trainer/test_footprint.py::test_gradients_of_the_compiled_step_are_exact": 4,
-    "trainer/test_generation.py::test_draws_do_not_depend_on_the_mesh": 4,
-    "trainer/test_plan.py::test_flags_to_paste_give_the_setting": 3,
-    "trainer/test_plan.py::test_pasted_commands_pass_the_checks_of_a_step": 3,
-    "trainer/test_pretrained_parity.py::test_pretrained_model_computes_over_eight_devices_what_pytorch_does": 3,
-    "trainer/test_pretrained_parity.py::test_pretrained_model_computes_what_pytorch_does": 3,
-    "trainer/test_step.py::test_gradients_are_those_of_the_dense_model": 3,
-    "trainer/test_step.py::test_losses_do_not_depend_on_how_it_runs": 4,
-    "trainer/test_step_collectives.py::test_hybrid_sums_parts_over_the_other_axes": 2,
-    # One test each, of 7 to 80 seconds.
-    "benchmarks/test_benchmark_cluster.py::test_schemes_and_steps_of_train_py_are_timed_in_one_process": 0,
-    "op/test_attention_grid.py::test_attention_of_any_setting_matches_oracle": 0,
-    "op/test_attention_transforms.py::test_remat_that_saves_attention_sends_nothing_again": 0,
-    "op/test_gradient_dtype.py::test_kept_units_give_the_same_bits": 0,
-    "trainer/test_crash.py::test_killed_training_ends_as_if_undisturbed": 0,
-    "trainer/test_distributed.py::test_failures_end_all_processes_and_training_goes_on": 0,
-    "trainer/test_distributed.py::test_process_that_is_lost_while_jax_leaves_ends_all_without_a_trace": 0,
-    "trainer/test_dit_step.py::test_text_is_divided_among_the_devices_like_the_image": 0,
-    "trainer/test_dit_step.py::test_weights_are_used_alike_at_every_level_of_zero": 0,
-    "trainer/test_dit_train.py::test_an_interrupted_run_goes_on_on_another_mesh": 0,
-    "trainer/test_dit_train.py::test_damaged_image_costs_no_step_and_the_run_goes_on_with_the_flag_of_the_error": 0,
-    "trainer/test_divergence.py::test_loss_spike_leads_back_once_and_its_data_are_left_out": 0,
-    "trainer/test_generation.py::test_32k_tokens_on_eight_devices_give_the_tokens_of_one": 0,
-    "trainer/test_gpt_sample.py::test_program_ends_with_its_reader": 0,
-    "trainer/test_gpt_sample.py::test_program_continues_standard_input_while_the_run_goes_on": 0,
-    "trainer/test_step.py::test_bfloat16_differs_by_its_rounding_alone": 0,
-    "trainer/test_step.py::test_other_parts_of_the_model_run_alike": 0,
-    "trainer/test_step_collectives.py::test_level_1_sums_after_all_parts_and_level_2_within": 0,
-    "trainer/test_train_errors.py::test_token_beyond_the_vocabulary_that_training_meets_costs_no_step": 0,
-}  # fmt: skip
+    "benchmarks/test_benchmark_cluster.py": {
+        "test_schemes_and_steps_of_train_py_are_timed_in_one_process": 0,
+    },
+    "op/test_attention_gpu_blocks.py": {
+        "test_attention_on_tiles_matches_oracle": 3,
+        "test_attention_on_cudnn_is_nearly_as_exact_as_one_kernel": 3,
+        "test_attention_on_cudnn_matches_oracle": 3,
+        "test_attention_on_cudnn_serves_narrow_dtypes": 3,
+    },
+    "op/test_attention_grid.py": {
+        "test_attention_float32_matches_oracle": 4,
+        "test_attention_narrow_dtype_is_as_exact_as_jax_nn": 4,
+        "test_attention_under_every_mask_matches_oracle": 3,
+        "test_attention_of_any_setting_matches_oracle": 0,
+    },
+    "op/test_attention_masks.py": {
+        "test_short_window_skips_rounds_and_stays_exact": 4,
+    },
+    "op/test_attention_meshes.py": {
+        "test_mesh_of_the_user": 2,
+        "test_key_heads_are_replicated_and_their_gradients_summed": 3,
+    },
+    "op/test_attention_transforms.py": {
+        "test_remat_that_saves_attention_sends_nothing_again": 0,
+    },
+    "op/test_blocks.py": {
+        "test_block_agrees_with_the_oracle": 4,
+    },
+    "op/test_blocks_cudnn.py": {
+        "test_pieces_hold_every_visible_pair_once": 3,
+    },
+    "op/test_blocks_tiled.py": {
+        "test_tiles_agree_with_the_oracle_and_go_to_kernels_where_they_can": 4,
+    },
+    "op/test_communication_bytes.py": {
+        "test_forward_and_backward_receive_the_closed_form": 6,
+    },
+    "op/test_flax_models.py": {
+        "test_complete_model_matches_its_dense_self": 3,
+    },
+    "op/test_gradient_dtype.py": {
+        "test_rounding_on_the_way_adds_no_more_than_is_stated": 4,
+        "test_kept_units_give_the_same_bits": 0,
+    },
+    "op/test_masks.py": {
+        "test_rounds_are_left_out_just_where_no_device_sees_a_key": 5,
+    },
+    "trainer/test_crash.py": {
+        "test_killed_training_ends_as_if_undisturbed": 0,
+    },
+    "trainer/test_distributed.py": {
+        "test_failures_end_all_processes_and_training_goes_on": 0,
+        "test_process_that_is_lost_while_jax_leaves_ends_all_without_a_trace": 0,
+    },
+    "trainer/test_dit_drawing.py": {
+        "test_images_do_not_depend_on_the_mesh_or_how_many_at_a_time": 2,
+    },
+    "trainer/test_dit_step.py": {
+        "test_losses_do_not_depend_on_how_it_runs": 4,
+        "test_text_is_divided_among_the_devices_like_the_image": 0,
+        "test_weights_are_used_alike_at_every_level_of_zero": 0,
+    },
+    "trainer/test_dit_train.py": {
+        "test_an_interrupted_run_goes_on_on_another_mesh": 0,
+        "test_damaged_image_costs_no_step_and_the_run_goes_on_with_the_flag_of_the_error": 0,
+    },
+    "trainer/test_divergence.py": {
+        "test_loss_spike_leads_back_once_and_its_data_are_left_out": 0,
+    },
+    "trainer/test_footprint.py": {
+        "test_gradients_of_the_compiled_step_are_exact": 4,
+    },
+    "trainer/test_generation.py": {
+        "test_draws_do_not_depend_on_the_mesh": 4,
+        "test_32k_tokens_on_eight_devices_give_the_tokens_of_one": 0,
+    },
+    "trainer/test_gpt_sample.py": {
+        "test_program_ends_with_its_reader": 0,
+        "test_program_continues_standard_input_while_the_run_goes_on": 0,
+    },
+    "trainer/test_plan.py": {
+        "test_flags_to_paste_give_the_setting": 3,
+        "test_pasted_commands_pass_the_checks_of_a_step": 3,
+    },
+    "trainer/test_pretrained_parity.py": {
+        "test_pretrained_model_computes_over_eight_devices_what_pytorch_does": 3,
+        "test_pretrained_model_computes_what_pytorch_does": 3,
+    },
+    "trainer/test_step.py": {
+        "test_gradients_are_those_of_the_dense_model": 3,
+        "test_losses_do_not_depend_on_how_it_runs": 4,
+        "test_bfloat16_differs_by_its_rounding_alone": 0,
+        "test_other_parts_of_the_model_run_alike": 0,
+    },
+    "trainer/test_step_collectives.py": {
+        "test_hybrid_sums_parts_over_the_other_axes": 2,
+        "test_level_1_sums_after_all_parts_and_level_2_within": 0,
+    },
+    "trainer/test_train_errors.py": {
+        "test_token_beyond_the_vocabulary_that_training_meets_costs_no_step": 0,
+    },
+}
 
 
 def add_option(parser):
@@ -88,7 +141,8 @@ def of_part(part, items):
     for item in items:
         name = item.nodeid.removeprefix("tests/").partition("[")[0]
         rows[name] = rows.get(name, -1) + 1
-        every = FIRST_OF_EVERY.get(name, 1)
+        module, _, test = name.partition("::")
+        every = FIRST_OF_EVERY.get(module, {}).get(test, 1)
         first.append(every > 0 and rows[name] % every == 0)
     return [item for item, is_first in zip(items, first, strict=True)
             if is_first == (part == "first")]  # fmt: skip

@@ -330,9 +330,9 @@ class TrainConfig:
         raise NotImplementedError
 
     @property
-    def window(self) -> int | None:
-        """Number of tokens that a token of a causal model attends to; None for all earlier ones."""
-        return None
+    def attention_of_model(self) -> dict[str, Any]:
+        """Options of `startrail_jax.Attention` that belong to the model, such as a window."""
+        return {}
 
     @property
     def attention_call(self) -> dict[str, Any]:

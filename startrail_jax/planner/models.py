@@ -42,6 +42,8 @@ class ModelSizes:
     window: int | None = None
     """Tokens that a token attends to; None for all earlier ones. The forecast does not use it: it
     takes full causal attention, and says so."""
+    mixed: bool = False
+    """Whether only some layers have a window, or not all the same one; the forecast likewise."""
     seq_len: int | None = None
     """Tokens in a sequence, where the model says so."""
     batch: int = 1

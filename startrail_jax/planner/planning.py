@@ -78,11 +78,12 @@ class Plan:
     @property
     def window_note(self) -> str | None:
         """What the forecast leaves out if the model has a sliding window; None if it has none."""
-        window = self.call.model.window
-        if window is None or window >= self.call.seq_len:
+        window, mixed = self.call.model.window, self.call.model.mixed
+        if not mixed and (window is None or window >= self.call.seq_len):
             return None
+        what = "layers with sliding windows" if mixed else f"a sliding window of {window} tokens"
         return (
-            f"The model has a sliding window of {window} tokens, and this forecast takes full "
+            f"The model has {what}, and this forecast takes full "
             "causal attention: the\nmemory holds, the seconds of attention are too many, and "
             "another setting may be the fastest."
         )

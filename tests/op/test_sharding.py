@@ -32,6 +32,42 @@ def test_shard_orders_and_places_and_unshard_undoes_it(axis_type, layout):
     np.testing.assert_array_equal(found, (ids[:, :-1], ids[:, 1:]))
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_sequences_of_any_length_are_filled_up_and_cut_again(causal):
+    ours = attention(causal=causal)
+    plain = attention(st.Degrees(), causal=causal, layout="contiguous")
+    x = np.random.default_rng(0).normal(size=(2, 11, 4, 3)).astype("f4")
+    query, key, ids = ours.pad(x, x[:, :, ::2])
+    assert query.shape == (2, 12, 4, 3)
+    np.testing.assert_array_equal(ours.unshard(ids)[0], [0] * 11 + [-1])
+    out, lse = ours(query, key, key, segment_ids=ids, return_lse=True)
+    expected, expected_lse = plain(x, x[:, :, ::2], x[:, :, ::2], return_lse=True)
+    np.testing.assert_allclose(ours.unpad(out, seq_len=11), expected, atol=1e-6)
+    np.testing.assert_allclose(ours.unpad(lse, seq_len=11, axis=2), expected_lse, atol=1e-6)
+
+
+def test_padding_keeps_documents_and_marks_nothing_where_nothing_is_filled_up():
+    ours = attention()
+    documents = np.array([[0, 0, 1, 1, 1]] * 2)
+    tokens, ids = ours.pad({"tokens": documents + 7}, segment_ids=documents)
+    np.testing.assert_array_equal(ours.unshard(ids)[1], [0, 0, 1, 1, 1, -1, -1, -1])
+    np.testing.assert_array_equal(ours.unpad(tokens, seq_len=5)["tokens"], documents + 7)
+    assert ours.pad(np.zeros((2, 8)))[1] is None
+    assert ours.pad(np.zeros((2, 8)), segment_ids=np.zeros((2, 8), int))[1].shape == (2, 8)
+
+
+def test_what_cannot_be_filled_up_or_cut_raises():
+    ours = attention()
+    with pytest.raises(ValueError, match=r"one batch and length; got \(2, 5\), \(2, 7\)"):
+        ours.pad(np.zeros((2, 5)), np.zeros((2, 7)))
+    with pytest.raises(ValueError, match="one batch and length; got none"):
+        ours.pad()
+    with pytest.raises(ValueError, match=r"gives 5 tokens, 8; got shape \[2, 12\] and axis=1"):
+        ours.unpad(np.zeros((2, 12)), seq_len=5)
+    with pytest.raises(ValueError, match="pad outside of jit"):
+        jax.eval_shape(ours.pad, np.zeros((2, 8)))
+
+
 def test_shard_of_heads_splits_them_over_tensor():
     ours = attention()
     query, key = ours.shard(np.zeros((2, 8, 4, 3), "f4"), np.zeros((2, 8, 1, 3), "f4"))

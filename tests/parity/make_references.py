@@ -1,7 +1,7 @@
 """Tiny random models of the library transformers, and what PyTorch computes with them.
 
     pip install -e '.[parity]'
-    python tests/parity/make_references.py            # writes tests/parity/references, 0.6 MB
+    python tests/parity/make_references.py            # writes tests/parity/references, 0.7 MB
     python tests/parity/make_references.py --check    # compares with models that it makes anew
 
 The tests compare logits, loss and gradients with the files, and need no PyTorch. With `--check`,
@@ -45,6 +45,11 @@ ROPE_LLAMA3 = dict(
 )
 ROPE_YARN = dict(rope_type="yarn", rope_theta=100.0, factor=4.0, original_max_position_embeddings=8)
 ROPE_LINEAR = dict(rope_type="linear", rope_theta=10_000.0, factor=2.0)
+ROPE_GEMMA3 = dict(
+    full_attention=dict(rope_type="linear", rope_theta=1000.0, factor=4.0),
+    sliding_attention=dict(rope_type="default", rope_theta=100.0),
+)
+SMALLER = dict(intermediate_size=12, num_key_value_heads=1, head_dim=4)
 
 # Name -> family, options, and type of the saved weights.
 CASES = {
@@ -52,23 +57,62 @@ CASES = {
     "llama3": ("Llama", dict(rope_parameters=ROPE_LLAMA3, tie_word_embeddings=True), "bfloat16"),
     "llama_linear": ("Llama", dict(rope_parameters=ROPE_LINEAR), "float16"),
     "mistral": ("Mistral", dict(sliding_window=5), "float32"),
-    "qwen2": ("Qwen2", {}, "float32"),
+    # The second layer alone has the window.
+    "qwen2": (
+        "Qwen2",
+        dict(use_sliding_window=True, sliding_window=5, max_window_layers=1),
+        "float32",
+    ),
     "qwen2_yarn": ("Qwen2", dict(rope_parameters=ROPE_YARN), "bfloat16"),
     "qwen3": ("Qwen3", dict(tie_word_embeddings=True), "float32"),
-    "smollm3": ("SmolLM3", dict(no_rope_layer_interval=2), "float32"),
+    # The layer without rotary positions has the window.
+    "smollm3": (
+        "SmolLM3",
+        dict(no_rope_layer_interval=2, use_sliding_window=True, sliding_window=5),
+        "float32",
+    ),
+    "gemma2": (
+        "Gemma2",
+        SMALLER
+        | dict(
+            sliding_window=5,
+            query_pre_attn_scalar=6,
+            attn_logit_softcapping=2.0,
+            final_logit_softcapping=3.0,
+            tie_word_embeddings=True,
+        ),
+        "bfloat16",
+    ),
+    "gemma3": (
+        "Gemma3",
+        SMALLER
+        | dict(
+            sliding_window=5,
+            layer_types=["sliding_attention", "full_attention"],
+            query_pre_attn_scalar=6,
+            rope_parameters=ROPE_GEMMA3,
+            tie_word_embeddings=True,
+        ),
+        "bfloat16",
+    ),
 }
+CONFIGS = {"Gemma3": "Gemma3TextConfig"}
 
 
 def make_model(name, seed):
     """A model of a case, with random biases and norms too, in float32 with values of its type."""
     family, options, dtype = CASES[name]
-    config = getattr(transformers, f"{family}Config")(**SIZES | options)
+    name = CONFIGS.get(family, f"{family}Config")
+    # Other kernels leave out soft caps.
+    config = getattr(transformers, name)(**SIZES | options, attn_implementation="eager")
     torch.manual_seed(seed)
+    # Gemma multiplies by 1 + the scale of a norm.
+    centre = 0 if family.startswith("Gemma") else 1
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():
         for path, weight in model.named_parameters():
             noise = torch.randn_like(weight)
-            scale = 1 + noise / 4 if "norm" in path else noise * weight.shape[-1] ** -0.5
+            scale = centre + noise / 4 if "norm" in path else noise * weight.shape[-1] ** -0.5
             weight.copy_(scale.to(getattr(torch, dtype)))
     return model, dtype
 
@@ -80,7 +124,11 @@ def save_checkpoint(model, dtype, folder, **options):
     """
     model.to(getattr(torch, dtype)).save_pretrained(folder, **options)
     (folder / "generation_config.json").unlink(missing_ok=True)
-    return type(model).from_pretrained(folder, dtype=torch.float32).eval()
+    return load(type(model), folder, torch.float32).eval()
+
+
+def load(kind, folder, dtype):
+    return kind.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
 
 
 def compute(model, seed):
@@ -99,8 +147,10 @@ def compute(model, seed):
     }
 
 
-def write_references():
+def write_references(cases):
     for seed, name in enumerate(CASES):
+        if name not in cases:
+            continue
         folder = REFERENCES / name
         folder.mkdir(parents=True, exist_ok=True)
         model, dtype = make_model(name, seed)
@@ -132,11 +182,11 @@ def check(cases):
             out = Path(scratch, "out")
             pretrained.import_and_export(folder, Path(scratch, "run"), out)
             kind = type(model)
-            again = kind.from_pretrained(out, dtype=getattr(torch, dtype)).state_dict()
-            before = kind.from_pretrained(folder, dtype=getattr(torch, dtype)).state_dict()
+            again = load(kind, out, getattr(torch, dtype)).state_dict()
+            before = load(kind, folder, getattr(torch, dtype)).state_dict()
             assert before.keys() == again.keys()
             assert all(torch.equal(x, again[path]) for path, x in before.items()), name
-            logits = kind.from_pretrained(out, dtype=torch.float32).eval()(
+            logits = load(kind, out, torch.float32).eval()(
                 input_ids=torch.tensor(reference["tokens"][:, :-1])
             ).logits.detach().numpy()  # fmt: skip
             np.testing.assert_array_equal(
@@ -152,4 +202,4 @@ if __name__ == "__main__":
     parser.add_argument("--check", action="store_true", help="compare with new models")
     parser.add_argument("--cases", nargs="*", choices=CASES, default=list(CASES))
     options = parser.parse_args()
-    check(options.cases) if options.check else write_references()
+    check(options.cases) if options.check else write_references(options.cases)

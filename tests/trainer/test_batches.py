@@ -131,9 +131,19 @@ def test_layout_permutes_every_array(kind, end_of_document):
     chex.assert_trees_all_equal(jax.tree.map(layout.unpermute, batch), natural)
 
 
-def test_batch_of_indivisible_length_raises():
-    with pytest.raises(ValueError, match=r"divisible by 2 \* sequence degree.*degree=4"):
-        next_token_batch(np.zeros((2, 43), int), layout=Layout("zigzag", 4))
+@pytest.mark.parametrize("end_of_document", [None, 3])
+def test_rows_of_any_length_are_filled_up_with_what_does_not_count(end_of_document):
+    layout = Layout("zigzag", 4)
+    windows = np.random.default_rng(0).integers(5, size=(2, 44))
+    options = {"end_of_document": end_of_document}
+    natural = next_token_batch(windows, layout=NATURAL, **options)
+    padded = next_token_batch(windows, layout=layout, **options)
+    padded = jax.tree.map(layout.unpermute, padded)
+    chex.assert_trees_all_equal(jax.tree.map(lambda x: x[:, :43], padded), natural)
+    assert padded.tokens.shape == (2, 48)
+    assert not padded.weights[:, 43:].any()
+    if end_of_document is not None:
+        assert (padded.segment_ids[:, 43:] == -1).all()
 
 
 # The order of training.

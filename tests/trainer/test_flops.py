@@ -18,9 +18,9 @@ CONFIG = GPTConfig(width=24, layers=3, heads=4, kv_heads=2, head_dim=10, mlp_wid
 def test_flops_are_those_of_the_matrix_products():
     per_layer = 24 * 40 + 2 * 24 * 20 + 40 * 24 + 3 * 24 * 40
     weights = 3 * per_layer + 24 * 256
-    # Scores and weighted values are 2 products, of 2 FLOPs for each of 4 * 10 channels and each of
-    # half of the 100 keys.
-    attention = 3 * (2 * 2 * 40 * 100) / 2
+    # Scores and weighted values are 2 products, of 2 FLOPs for each of 4 * 10 channels and each key
+    # that a token sees: 1 to 100 of them.
+    attention = 3 * (2 * 2 * 40 * 50.5)
     assert gpt_flops_per_token(CONFIG, 100) == 6 * weights + 3 * attention
     without_gate = gpt_flops_per_token(replace(CONFIG, mlp="gelu"), 100)
     assert gpt_flops_per_token(CONFIG, 100) - without_gate == 6 * 3 * 24 * 40
@@ -28,9 +28,11 @@ def test_flops_are_those_of_the_matrix_products():
 
 def test_window_leaves_fewer_keys():
     windowed = gpt_flops_per_token(replace(CONFIG, window=4), 10)
-    # Half of the square of all pairs is 5 keys a token; the band has 4 * 10 - 4 * 4 / 2 pairs.
-    saved = 5 - (4 - 16 / 20)
-    assert gpt_flops_per_token(CONFIG, 10) - windowed == pytest.approx(3 * 3 * 4 * 40 * saved)
+    # Of the 10 + 9 + ... + 1 pairs, 6 + 5 + ... + 1 are hidden.
+    hidden = 21 / 10
+    assert gpt_flops_per_token(CONFIG, 10) - windowed == pytest.approx(3 * 3 * 4 * 40 * hidden)
+    pattern = gpt_flops_per_token(replace(CONFIG, windows=(4, "none")), 10)
+    assert gpt_flops_per_token(CONFIG, 10) - pattern == pytest.approx(3 * 2 * 4 * 40 * hidden)
     assert gpt_flops_per_token(replace(CONFIG, window=99), 10) == gpt_flops_per_token(CONFIG, 10)
 
 
@@ -38,13 +40,14 @@ def test_flops_agree_with_palm_but_for_the_causal_half():
     config = GPTConfig(width=64, layers=2, heads=4, kv_heads=4, head_dim=16, mlp_width=256)
     num_weights = 2 * (4 * 64 * 64 + 3 * 64 * 256) + 64 * 256
     palm = 6 * num_weights + 12 * 2 * 4 * 16 * 128
-    assert palm - gpt_flops_per_token(config, 128) == 6 * 2 * 4 * 16 * 128
+    # 127 of the 2 * 128 halves of pairs.
+    assert palm - gpt_flops_per_token(config, 128) == 6 * 2 * 4 * 16 * 127
 
 
 def test_flops_of_a_forward_pass_agree_with_the_compiler():
     """XLA counts all pairs of tokens, so the causal half is added."""
     tokens = 32
-    queries, keys, half = 4 * 10, 2 * 10, 3 * 2 * 4 * 10 * tokens
+    queries, keys, half = 4 * 10, 2 * 10, 3 * 2 * 4 * 10 * (tokens - 1)
 
     def forward(x, weights):
         for _ in range(3):

@@ -11,7 +11,7 @@ from flax import nnx
 
 import startrail_jax as st
 from models.gpt import GPT
-from trainer.gpt.config import GPTConfig
+from trainer.gpt.config import GPTConfig, RopeConfig, attention_of
 from trainer.gpt.generation import Generator
 from trainer.gpt.objective import model_arguments
 from trainer.gpt.token_choice import Sampling
@@ -27,7 +27,11 @@ MODEL = GPTConfig(
     mlp_width=32,
     qkv_bias=True,
     qk_norm=True,
-    no_rope_every=2,
+    windows=(4, "none"),
+    rope=RopeConfig(bases=(100.0, "none")),
+    sinks=True,
+    softcap=2.0,
+    output_softcap=3.0,
 )
 LONG_MODEL = GPTConfig(
     vocab_size=48, width=16, layers=1, heads=1, kv_heads=1, head_dim=2, mlp_width=16
@@ -38,11 +42,24 @@ SAMPLING = Sampling(temperature=0.8, top_k=20, top_p=0.9, seed=3)
 
 def make_model(config):
     arguments = model_arguments(config)
-    return GPT(**arguments, attention_fn=dense_attention, rngs=nnx.Rngs(0))
+    attention_fn = functools.partial(dense_attention, softcap=config.softcap)
+    return GPT(**arguments, attention_fn=attention_fn, rngs=nnx.Rngs(0))
 
 
-def dense_attention(query, key, value, *, segment_ids=None):
-    return jax.nn.dot_product_attention(query, key, value, is_causal=True)
+def dense_attention(
+    query, key, value, *, segment_ids=None, local_window_size=None, sinks=None, softcap=None
+):
+    """The softmax of logits that are capped and masked, with a sink beside the keys."""
+    length, groups = query.shape[1], query.shape[2] // key.shape[2]
+    key, value = (jnp.repeat(x, groups, 2) for x in (key, value))
+    logits = jnp.einsum("btnh,bsnh->bnts", query, key) * query.shape[3] ** -0.5
+    logits = softcap * jnp.tanh(logits / softcap)
+    before = jnp.arange(length)[:, None] - jnp.arange(length)[None]
+    visible = (before >= 0) & (before <= (local_window_size or (length, 0))[0])
+    logits = jnp.where(visible[None, None], logits, -jnp.inf)
+    beside = jnp.broadcast_to(sinks[None, :, None, None], (*logits.shape[:3], 1))
+    weights = jax.nn.softmax(jnp.concatenate([logits, beside], -1))[..., :-1]
+    return jnp.einsum("bnts,bsnh->btnh", weights, value)
 
 
 @functools.cache
@@ -52,7 +69,7 @@ def make_weights(config=MODEL):
     rng = np.random.default_rng(1)
 
     def enlarge(path, x):
-        if "_bias" in jax.tree_util.keystr(path):
+        if any(name in jax.tree_util.keystr(path) for name in ("_bias", "sinks")):
             return rng.normal(size=x.shape).astype(np.float32)
         return np.asarray(x) * (2 if x.ndim == 2 else 1)
 
@@ -68,7 +85,8 @@ def prompts(*lengths):
 @functools.cache
 def make_generator(degrees, sampling=SAMPLING, config=MODEL, **options):
     mesh = st.make_mesh(degrees, "auto", jax.devices()[: degrees.num_devices])
-    return Generator(config, st.Attention(mesh, causal=True), sampling, **options)
+    attention = st.Attention(mesh, causal=True, **attention_of(config))
+    return Generator(config, attention, sampling, **options)
 
 
 def generate(generator, rows, num_tokens=NUM_TOKENS, config=MODEL, zero=0, **options):

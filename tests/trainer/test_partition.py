@@ -73,13 +73,15 @@ def test_few_key_heads_stay_whole_over_tensor():
     assert split == {"query", "out", "gate", "up", "down"}
 
 
-def test_biases_are_split_as_the_heads_of_their_kernels():
-    options = dict(qkv_bias=True, qk_norm=True)
+def test_biases_and_sinks_are_split_as_the_heads_of_their_kernels():
+    options = dict(qkv_bias=True, qk_norm=True, sinks=True)
     specs = specs_of(tensor=2, sizes=options)
     biases = {path: spec for path, spec in specs.items() if path.endswith("_bias")}
     assert set(biases.values()) == {P(None, "tensor")}
     assert len(biases) == 9
     assert {spec for path, spec in specs.items() if "_norm/" in path} == {P()}
+    sinks = [spec for path, spec in specs.items() if path.endswith("sinks")]
+    assert sinks == [P(None, "tensor")] * 3
     few = specs_of(tensor=3, sizes=options)
     split = {path.split("/")[-1] for path in biases if few[path]}
     assert split == {"query_bias"}

@@ -253,6 +253,12 @@ def test_sliding_windows_are_named(tmp_path, capsys):
     assert f"train.py --init-from {tmp_path}" in text
     main(shlex.split(f"{arguments} 4K"))
     assert "sliding window" not in capsys.readouterr().out
+    run = odd_run(tmp_path / "run")
+    values = json.loads(run.read_text())
+    values["model"] |= {"window": None, "windows": [300, "none"]}
+    run.write_text(json.dumps(values))
+    main(shlex.split(f"--nodes 1 --gpus-per-node 8 --gpu h100 --model {run} {FEW} --seq-len 512"))
+    assert "has layers with sliding windows, and this forecast" in capsys.readouterr().out
 
 
 def test_hugging_face_configs_of_other_shapes(tmp_path):

@@ -102,15 +102,51 @@ def open_it(folder, **changes):
         return initial.description
 
 
+GEMMA = dict(
+    mlp="geglu",
+    scaled_embedding=True,
+    post_norms=True,
+    norm_offset=True,
+    tied_head=True,
+    scale_dim=6,
+    kv_heads=1,
+    head_dim=4,
+    mlp_width=12,
+)
+
+
 @pytest.mark.parametrize(
     ("name", "options"),
     [
         ("llama", {}),
         ("llama_linear", dict(rope=RopeConfig(scaling="linear", factor=2.0))),
         ("mistral", dict(window=5)),
-        ("qwen2", dict(qkv_bias=True)),
+        ("qwen2", dict(qkv_bias=True, windows=("none", 5))),
         ("qwen3", dict(qk_norm=True, tied_head=True)),
-        ("smollm3", dict(no_rope_every=2, tied_head=True, rope=RopeConfig(base=2e6))),
+        (
+            "smollm3",
+            dict(no_rope_every=2, tied_head=True, rope=RopeConfig(base=2e6), windows=("none", 5)),
+        ),
+        (
+            "gemma2",
+            GEMMA | dict(windows=(5, "none"), softcap=2.0, output_softcap=3.0, dtype="bfloat16"),
+        ),
+        (
+            "gemma3",
+            GEMMA
+            | dict(
+                windows=(5, "none"),
+                qk_norm=True,
+                rope=RopeConfig(
+                    base=1000.0,
+                    bases=(100.0, 1000.0),
+                    scaling="linear",
+                    factor=4.0,
+                    stretches="global",
+                ),
+                dtype="bfloat16",
+            ),
+        ),
         (
             "qwen2_yarn",
             dict(
@@ -161,6 +197,7 @@ def test_config_of_older_versions_is_read():
 
 SMOLLM3 = dict(model_type="smollm3", architectures=["SmolLM3ForCausalLM"])
 QWEN2 = dict(model_type="qwen2", architectures=["Qwen2ForCausalLM"], sliding_window=7)
+GEMMA3 = dict(model_type="gemma3_text", architectures=["Gemma3ForCausalLM"], sliding_window=7)
 
 
 @pytest.mark.parametrize(
@@ -170,17 +207,45 @@ QWEN2 = dict(model_type="qwen2", architectures=["Qwen2ForCausalLM"], sliding_win
         (QWEN2 | dict(use_sliding_window=True, max_window_layers=0), 7),
         (QWEN2 | dict(use_sliding_window=True, max_window_layers=2), None),
         (QWEN2 | dict(use_sliding_window=True, layer_types=["sliding_attention"] * 2), 7),
+        (QWEN2 | dict(use_sliding_window=True, max_window_layers=1), ("none", 7)),
+        (SMOLLM3 | dict(use_sliding_window=True, no_rope_layers=[0, 1]), (7, "none")),
+        (SMOLLM3 | dict(use_sliding_window=False, layer_types=["sliding_attention"] * 2), None),
+        (GEMMA3, 7),
+        (GEMMA3 | dict(sliding_window_pattern=2), (7, "none")),
+        (GEMMA3 | dict(layer_types=["full_attention"] * 2), None),
+        (GEMMA3 | dict(model_type="gemma2", architectures=["Gemma2ForCausalLM"]), (7, "none")),
     ],
 )
 def test_windows_are_those_of_transformers(values, window):
     known = json.loads((LLAMA / "config.json").read_text())
-    assert describe(known | values, "config.json").model.window == window
+    model = describe(known | {"sliding_window": 7} | values, "config.json").model
+    assert (model.window, model.windows) == (
+        (None, window) if isinstance(window, tuple) else (window, None)
+    )
+
+
+def test_gemma_says_what_it_leaves_out():
+    """Versions of transformers differ in what they write; null is no soft cap, and none is one."""
+    known = {**json.loads((LLAMA / "config.json").read_text()), **GEMMA3, "num_hidden_layers": 6}
+    del known["rope_parameters"], known["head_dim"]
+    older = known | dict(rope_theta=1e6, rope_local_base_freq=2e4, sliding_window_pattern=3)
+    older |= dict(rope_scaling=dict(rope_type="linear", factor=8.0))
+    model = describe(older, "config.json").model
+    assert model.rope == RopeConfig(
+        base=1e6, bases=(2e4, 2e4, 1e6), scaling="linear", factor=8.0, stretches="global"
+    )
+    assert (model.head_dim, model.scale_dim, model.softcap) == (256, None, None)
+    known |= dict(model_type="gemma2", architectures=["Gemma2ForCausalLM"])
+    model = describe(known, "config.json").model
+    assert (model.softcap, model.output_softcap, model.rope) == (50.0, 30.0, RopeConfig())
+    model = describe(known | dict(attn_logit_softcapping=None), "config.json").model
+    assert (model.softcap, model.output_softcap) == (None, 30.0)
 
 
 @pytest.mark.parametrize(
     ("values", "match"),
     [
-        (dict(model_type="gemma2"), r"one of llama, mistral.*model_type='gemma2', architectures="),
+        (dict(model_type="gemma"), r"one of llama, mistral.*model_type='gemma', architectures="),
         (dict(architectures=["LlamaModel"]), r"architectures must be \['LlamaForCausalLM'\]"),
         (dict(hidden_act="gelu"), "hidden_act must be 'silu'"),
         (dict(attention_bias=True), "attention_bias must be False"),
@@ -189,17 +254,24 @@ def test_windows_are_those_of_transformers(values, window):
         (dict(rope_parameters={"rope_type": "longrope"}), "rope_type must be one of.*'longrope'"),
         (dict(rope_parameters={"rope_type": "default", "mrope": 1}), r"'default' with \['mrope'\]"),
         (dict(partial_rotary_factor=0.5), "partial_rotary_factor must be 1.0"),
-        (SMOLLM3 | dict(use_sliding_window=True), "use_sliding_window must be False"),
+        (GEMMA3 | dict(use_bidirectional_attention=True), "use_bidirectional_attention must be"),
+        (GEMMA3 | dict(hidden_activation="silu"), "hidden_activation must be 'gelu_pytorch_tanh'"),
+        (
+            GEMMA3
+            | dict(rope_parameters={"sliding_attention": dict(rope_type="linear", factor=2)}),
+            "of sliding_attention must be of rope_type default",
+        ),
         (dict(layer_types=["full_attention", ["a"]]), "layer_types must be full_attention or"),
         (dict(rope_parameters={"rope_type": ["yarn"]}), r"rope_type must be one of.*\['yarn'\]"),
         (dict(layer_types=["full_attention", "linear"]), "layer_types must be full_attention or"),
         (
-            QWEN2 | dict(use_sliding_window=True, max_window_layers=1),
+            dict(
+                model_type="mistral",
+                architectures=["MistralForCausalLM"],
+                layer_types=["full_attention", "sliding_attention"],
+                sliding_window=7,
+            ),
             "a sliding window in 1 of 2 layers",
-        ),
-        (
-            SMOLLM3 | dict(no_rope_layers=[0, 1]),
-            r"no_rope_layers must leave out.*\[0, 1\]",
         ),
     ],
 )
@@ -699,6 +771,15 @@ def test_export_command(tmp_path, capsys):
         dict(qkv_bias=True, tied_head=True),
         dict(qk_norm=True, window=9),
         dict(no_rope_every=2),
+        dict(windows=(7, "none")),
+        dict(no_rope_every=2, window=7),
+        dict(rope=RopeConfig(bases=("none", 1e4))),
+        dict(qk_norm=True, windows=("none", 7)),
+        GEMMA | dict(window=7, output_softcap=3.0),
+        GEMMA | dict(windows=("none", 7), softcap=3.0),
+        GEMMA | dict(qk_norm=True, rope=RopeConfig(base=9.0)),
+        GEMMA
+        | dict(qk_norm=True, windows=(7, "none"), rope=RopeConfig(bases=(9.0, 99.0), base=99.0)),
         dict(rope=RopeConfig(base=500.0, scaling="linear", factor=2.0)),
         dict(rope=RopeConfig(scaling="llama3", factor=8.0, original_length=64, turns=(8.0, 1.0))),
         dict(rope=RopeConfig(scaling="yarn", factor=8.0, original_length=64)),

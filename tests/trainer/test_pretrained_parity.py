@@ -11,8 +11,8 @@ ONE, *OTHERS = SCHEMES
 SHARDED = {
     # Its index has several files, heads are normalised, and embedding and head are one.
     "StarTrail, C = 2": "qwen3",
-    # Fewer tokens than devices lie in the window.
-    "2D-Attention": "mistral",
+    # Of two layers, one has a window with fewer tokens than there are devices; logits are capped.
+    "2D-Attention": "gemma2",
     # Fewer key heads than devices along `tensor`, and biases.
     "Ring Attention and tensor parallelism": "qwen2",
 }

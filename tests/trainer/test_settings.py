@@ -34,7 +34,14 @@ def test_config_survives(config, tmp_path):
         config,
         model=replace(
             config.model,
-            rope=RopeConfig(scaling="yarn", factor=4.0, original_length=64),
+            rope=RopeConfig(
+                scaling="yarn",
+                factor=4.0,
+                original_length=64,
+                bases=(1e4, "none"),
+                stretches="global",
+            ),
+            windows=(512, "none"),
             dtype="bfloat16",
         ),
         data=DataConfig(path=Path("some/ä.jsonl"), end_of_document=7, mask_documents=False),

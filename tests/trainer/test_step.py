@@ -9,6 +9,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -18,8 +19,10 @@ from trainer.config import AttentionConfig, OptimizerConfig
 from trainer.data.batches import place
 from trainer.gpt.batches import next_token_batch
 from trainer.gpt.config import (
+    DataConfig,
     GPTConfig,
     GPTTrainConfig,
+    RopeConfig,
 )
 from trainer.gpt.objective import NextToken, model_arguments
 from trainer.parallel.optimizer import make_optimizer
@@ -204,6 +207,75 @@ def test_other_parts_of_the_model_run_alike():
     np.testing.assert_allclose(
         losses_of(actual, state, steps=6), losses_of(expected, state, steps=6), rtol=1e-4
     )
+
+
+# Three local layers and a global one, with all else that layers of a pretrained model may have.
+PATTERN = dataclasses.replace(
+    CONFIG.model,
+    layers=4,
+    windows=(9, 9, 9, "none"),
+    rope=RopeConfig(bases=(100.0, 100.0, 100.0, 1000.0)),
+    sinks=True,
+    softcap=3.0,
+    output_softcap=4.0,
+    scale_dim=3,
+    mlp="geglu",
+    post_norms=True,
+    norm_offset=True,
+    scaled_embedding=True,
+)
+
+
+def test_losses_of_layers_that_differ_do_not_depend_on_how_it_runs():
+    expected = make_program(st.Degrees(), model=PATTERN)
+    state = jax.device_get(expected.initialise())
+    wanted = losses_of(expected, state, steps=2)
+    assert wanted[-1, 0] < wanted[1, 0]
+    for degrees, changes in (
+        (STARTRAIL, {"zero": 3, "remat": "attention_saved", "tile": 8}),
+        (st.Degrees(tensor=2, head=2, ring=2), {"zero": 2, "remat": "full"}),
+    ):
+        losses = losses_of(make_program(degrees, model=PATTERN, **changes), state, steps=2)
+        np.testing.assert_allclose(losses[:, 0], wanted[:, 0], rtol=1e-4)
+        np.testing.assert_allclose(losses[:, 1], wanted[:, 1], rtol=1e-3)
+
+
+def test_program_does_not_grow_with_the_depth_of_a_pattern():
+    def operations(layers):
+        model = dataclasses.replace(PATTERN, layers=layers)
+        program = make_program(st.Degrees(), model=model, remat="attention_saved")
+        lowered = program.train_step.lower(program.state_shapes, program.batch_shapes)
+        lines = lowered.as_text().splitlines()
+        return sum(" = " in line and "stablehlo.constant" not in line for line in lines)
+
+    # Other sizes are neither 12 nor 44: what has the same shape is lowered once.
+    assert operations(12) == operations(44)
+
+
+def loss_of_61_tokens(degrees, initial_state):
+    """Loss and norm of the gradient of rows that are no multiple of anything."""
+    program = make_program(degrees, seq_len=61, data=DataConfig(mask_documents=False))
+    layout = program.attention.layout
+    whole = next_token_batch(windows(0)[:, :62], layout=layout)
+    assert whole.tokens.shape == program.tokens_shape == (4, layout.padded_length(61))
+    weights = jax.device_put(
+        initial_state.weights, jax.tree.map(lambda x: x.sharding, program.state_shapes.weights)
+    )
+    loss, gradients = jax.jit(program.gradients)(weights, place(whole, program.batch_sharding))
+    return jax.device_get((loss, optax.tree.norm(gradients)))
+
+
+@pytest.fixture(scope="module")
+def one_device_of_61_tokens(initial_state):
+    return loss_of_61_tokens(st.Degrees(), initial_state)
+
+
+@pytest.mark.parametrize("degrees", [STARTRAIL, st.Degrees(tensor=4)], ids=str)
+def test_sequences_of_any_length_have_the_loss_of_one_device(
+    degrees, initial_state, one_device_of_61_tokens
+):
+    found = loss_of_61_tokens(degrees, initial_state)
+    np.testing.assert_allclose(found, one_device_of_61_tokens, rtol=2e-5)
 
 
 def test_bfloat16_differs_by_its_rounding_alone(initial_state, one_device):

@@ -103,6 +103,9 @@ def test_flags_set_the_config():
     config = parse("--mesh.team 4 --mesh.group 1 --steps 700 --model.kv-heads 4 --zero 3")
     assert config.mesh == MeshConfig(team=4, group=1)
     assert (config.steps, config.model.kv_heads, config.zero) == (700, 4, 3)
+    config = parse("--model.windows 512 512 none --model.rope.bases 1e4 none")
+    assert config.model.layer_windows == (512, 512, None, 512)
+    assert config.model.layer_bases == (1e4, None, 1e4, None)
     assert parse("") == gpt_tiny()
     assert gpt_tiny().seq_len >= 1024
 
@@ -150,6 +153,22 @@ def test_recipes_are_what_they_say():
         ("model", {"head_dim": 5}, r"head_dim must be even.*head_dim=5. Use 6"),
         ("model", {"window": 0}, r"model.window must be at least 1; got model.window=0"),
         ("model", {"no_rope_every": 0}, r"model.no_rope_every must be at least 1"),
+        ("model", {"windows": ()}, r"model.windows must be one or more.*got windows=\(\)"),
+        ("model", {"windows": (0,)}, r"model.windows must be .* from 1 on.*got windows=\(0,\)"),
+        ("model", {"windows": (9,) * 9}, r"no more entries than .* has layers; got .*, layers=4"),
+        ("model", {"windows": (9,), "window": 9}, r"windows takes the place of.*got window=9"),
+        ("model", {"softcap": 0.0}, r"model.softcap must be above 0 and finite; got softcap=0.0"),
+        ("model", {"scale_dim": 0}, r"model.scale_dim must be at least 1"),
+        (
+            "model",
+            {"no_rope_every": 2, "rope": RopeConfig(bases=(9.0,))},
+            r"rope.bases takes the place of model.no_rope_every; got no_rope_every=2",
+        ),
+        (
+            "model",
+            {"rope": RopeConfig(scaling="linear", factor=2.0, stretches="global"), "window": 9},
+            r"stretches='global' needs layers without a window; got window=9, windows=None",
+        ),
         ("model", {"norm_eps": 0.0}, r"norm_eps must be above 0 and below 1; got norm_eps=0.0"),
         ("optimizer", {"learning_rate": 0.0}, r"learning_rate must be above 0 and.*; got .*=0.0"),
         ("optimizer", {"clip_norm": float("inf")}, r"clip_norm must be above 0 and fin.*=inf"),
@@ -169,6 +188,8 @@ def test_config_that_cannot_be_raises(part, change, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"bases": (1.0,)}, r"rope.bases must be one or more numbers above 1.*got bases=\(1.0,\)"),
+        ({"stretches": "global"}, r"rope.stretches needs a scaling; got stretches='global'"),
         ({"base": 1.0}, r"rope.base must be above 1; got base=1.0"),
         ({"factor": 0.5}, r"rope.factor must be at least 1; got factor=0.5"),
         ({"factor": 2.0}, r"factor must be above 1 with.*got scaling='none', factor=2.0"),
@@ -203,14 +224,8 @@ def test_select_devices_beyond_what_there_is_raises():
     [
         ("--mesh.head 16", ValueError, r"product of the mesh degrees must.* 16 for 8 devices"),
         ("--model.heads 4 --mesh.head 8", ValueError, r"heads must be divisible by head \* tensor"),
-        ("--seq-len 1000", ValueError, r"seq_len must be divisible by 2 \* sequence.*Pad to 1008"),
         ("--mesh.ring 3", ValueError, r"product of the mesh degrees must be.* for 8 devices"),
         ("--tile 24", ValueError, r"tile must divide.*got tile=24 for 32 tokens. Use --tile 16"),
-        (
-            "--mesh.tensor 4 --seq-len 36",
-            ValueError,
-            r"seq_len, .* must be div.*36.*tensor=4.*of 8",
-        ),
         ("--model.mlp-width 33 --mesh.tensor 2", ValueError, r"tensor must divide.*mlp.*size 33"),
         (
             "--zero 3 --zero-axes data",

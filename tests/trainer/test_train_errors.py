@@ -371,7 +371,6 @@ def test_run_on_other_data_is_refused(trained, tmp_path):
         ("--mesh.ring 3", r"product of the mesh degrees must be.*ring=3.* for 2 devices"),
         ("--mesh.team 4", r"product of the mesh degrees must divide.*team=4.* for 2 devices"),
         ("--devices 65", r"devices must be at most.*devices=65, and there are 64"),
-        ("--seq-len 34", r"seq_len must be divisible by .*seq_len=34.*Pad to 36"),
         ("--model.heads 3 --mesh.head 2", r"heads must be divisible by head \* tensor.*heads=3"),
     ],
 )

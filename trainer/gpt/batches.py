@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Array, Float32, Int32, Integer
@@ -19,9 +19,16 @@ from startrail_jax.layout import Layout
 from trainer.data.dataset import Dataset
 from trainer.gpt.corpus import Corpus, Stream
 
+PADDING = -1
+"""Segment id of padding, as attention takes it."""
+
 
 class TokenBatch(NamedTuple):
-    """A batch in layout order, or some of its rows; on the host or on devices."""
+    """A batch in layout order, or some of its rows; on the host or on devices.
+
+    T is a length that the layout can hold. Tokens after the last one of a sequence have no weight,
+    and the segment id `PADDING`.
+    """
 
     tokens: Int32[np.ndarray | Array, "B T"]
     """Token ids."""
@@ -100,8 +107,6 @@ def next_token_batch(
         layout: order of the tokens.
         end_of_document: the token that ends a document; None if documents are not masked.
 
-    Raises:
-        ValueError: if the layout cannot hold T tokens.
     """
     tokens = sequences[:, :-1].astype(np.int32)
     positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
@@ -113,12 +118,29 @@ def next_token_batch(
         segment_ids = np.cumsum(starts, axis=1, dtype=np.int32)
         positions = positions - np.maximum.accumulate(np.where(starts, positions, 0), axis=1)
         weights = (~ends).astype(np.float32)
+    targets = sequences[:, 1:].astype(np.int32)
+    return in_layout_order(TokenBatch(tokens, targets, positions, segment_ids, weights), layout)
+
+
+def in_layout_order(batch: TokenBatch, layout: Layout) -> TokenBatch:
+    """A batch in natural order, filled up to a length that the layout can hold, in its order.
+
+    Without segment ids nothing marks the padding for attention: no token before sees it, as the
+    model is causal, and what it computes itself has no weight.
+    """
+    length = batch.tokens.shape[1]
+    missing = ((0, 0), (0, layout.padded_length(length) - length))
+
+    def placed(x: Any, fill: int = 0) -> np.ndarray:
+        return layout.permute(np.pad(x, missing, constant_values=fill))
+
+    ids: Any = batch.segment_ids
     return TokenBatch(
-        tokens=layout.permute(tokens),
-        targets=layout.permute(sequences[:, 1:].astype(np.int32)),
-        positions=layout.permute(positions),
-        segment_ids=None if segment_ids is None else layout.permute(segment_ids),
-        weights=layout.permute(weights),
+        tokens=placed(batch.tokens),
+        targets=placed(batch.targets),
+        positions=placed(batch.positions),
+        segment_ids=None if ids is None else placed(ids, PADDING),
+        weights=placed(batch.weights),
     )
 
 

@@ -18,6 +18,9 @@ class RopeConfig:
 
     base: float = 10_000.0
     """Ratio of the longest to the shortest wavelength."""
+    bases: tuple[float | Literal["none"], ...] | None = None
+    """Base of each layer, in place of `base`: the list repeats, and `none` is a layer without
+    rotary positions. `10000 10000 1000000` gives every third layer a longer wavelength."""
     scaling: Literal["none", "linear", "ntk", "llama3", "yarn"] = "none"
     """How the angles shrink for longer contexts: "none", not at all; "linear", all by the same
     factor (https://arxiv.org/abs/2306.15595); "ntk", those of long wavelengths more, by a larger
@@ -34,12 +37,20 @@ class RopeConfig:
     default is 4 and 1 for "llama3", 32 and 1 for "yarn"; no other scaling uses them."""
     attention_factor: float | None = None
     """Factor of queries and keys with "yarn". The default is 0.1 * ln(factor) + 1."""
+    stretches: Literal["all", "global"] = "all"
+    """The layers whose angles `scaling` shrinks: all, or those without a window, as in Gemma 3."""
 
     def __post_init__(self) -> None:
         if not self.base > 1:
             raise InputError(
                 f"model.rope.base must be above 1; got base={self.base}. Use 10000, or more for "
                 "long contexts."
+            )
+        wrong = [x for x in self.bases or () if x != "none" and not x > 1]
+        if wrong or self.bases == ():
+            raise InputError(
+                "model.rope.bases must be one or more numbers above 1, or `none` for layers "
+                f"without rotary positions; got bases={self.bases}. Leave it out for `base`."
             )
         if not self.factor >= 1:
             raise InputError(
@@ -52,6 +63,11 @@ class RopeConfig:
             raise InputError(
                 "model.rope.factor must be above 1 with a scaling, and 1 without; got "
                 f"scaling={self.scaling!r}, factor={self.factor}. Set both or neither."
+            )
+        if self.stretches == "global" and self.scaling == "none":
+            raise InputError(
+                "model.rope.stretches needs a scaling; got stretches='global', scaling='none'. "
+                "Leave it out, or set model.rope.scaling."
             )
         if (self.scaling in ("llama3", "yarn")) != (self.original_length is not None):
             raise InputError(
@@ -97,19 +113,37 @@ class GPTConfig:
     """Number of channels of a head; an even number."""
     mlp_width: int
     """Number of hidden channels of the MLP."""
-    mlp: Literal["swiglu", "gelu"] = "swiglu"
-    """Kind of MLP: "swiglu" is gated and has three matrices, "gelu" has two."""
+    mlp: Literal["swiglu", "geglu", "gelu"] = "swiglu"
+    """Kind of MLP: "swiglu" and "geglu" are gated and have three matrices, "gelu" has two."""
     tied_head: bool = False
     """Whether the embedding also serves as the output projection."""
+    scaled_embedding: bool = False
+    """Whether embeddings are multiplied by the square root of `width`, as in Gemma."""
     qkv_bias: bool = False
     """Whether the projections to queries, keys and values have a bias, as in Qwen2."""
     qk_norm: bool = False
     """Whether each head of queries and keys is normalised before it is rotated, as in Qwen3."""
+    sinks: bool = False
+    """Whether each head has a learned logit that counts in the denominator of its softmax, as in
+    gpt-oss."""
+    softcap: float | None = None
+    """Cap c of the logits of attention, c * tanh(logit / c), as in Gemma 2. The default is none."""
+    output_softcap: float | None = None
+    """Cap of the logits of the next token, likewise. The default is none."""
+    scale_dim: int | None = None
+    """The logits of attention are scaled by scale_dim ** -0.5. The default is `head_dim`."""
+    post_norms: bool = False
+    """Whether what attention and MLP add to the residual stream is normalised, as in Gemma 2."""
+    norm_offset: bool = False
+    """Whether norms multiply by 1 + their scale, as in Gemma."""
     norm_eps: float = 1e-6
     """What norms add to the mean square."""
     window: int | None = None
     """Number of tokens that a token attends to: itself and those before it, as in Mistral. The
     default is all earlier tokens."""
+    windows: tuple[int | Literal["none"], ...] | None = None
+    """Window of each layer, in place of `window`: the list repeats, and `none` attends to all
+    earlier tokens. `512 512 512 none` is three local layers and a global one, again and again."""
     rope: RopeConfig = field(default_factory=RopeConfig)
     """Rotary positions."""
     no_rope_every: int | None = None
@@ -131,14 +165,72 @@ class GPTConfig:
                 "model.head_dim must be even for rotary positions; got "
                 f"head_dim={self.head_dim}. Use {self.head_dim + 1}."
             )
-        for name in ("window", "no_rope_every"):
+        for name in ("window", "no_rope_every", "scale_dim"):
             if getattr(self, name) is not None:
                 check_minimum(f"model.{name}", getattr(self, name), 1)
+        for name in ("softcap", "output_softcap"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise InputError(
+                    f"model.{name} must be above 0 and finite; got {name}={value}. Leave it out "
+                    "for none."
+                )
+        self._check_patterns()
         if not 0 < self.norm_eps < 1:
             raise InputError(
                 f"model.norm_eps must be above 0 and below 1; got norm_eps={self.norm_eps}. Leave "
                 "it out for the default."
             )
+
+    def _check_patterns(self) -> None:
+        """Raises unless the options of layers that differ fit each other."""
+        if self.windows == () or any(x != "none" and not x >= 1 for x in self.windows or ()):
+            raise InputError(
+                "model.windows must be one or more numbers from 1 on, or `none` for layers without "
+                f"a window; got windows={self.windows}. Leave it out for `window`."
+            )
+        for name, given in (("windows", self.windows), ("rope.bases", self.rope.bases)):
+            if len(given or ()) > self.layers:
+                raise InputError(
+                    f"model.{name} must have no more entries than the model has layers; got "
+                    f"{name}={given}, layers={self.layers}. Leave the last ones out."
+                )
+        for name, other, given in (
+            ("window", "windows", self.windows),
+            ("no_rope_every", "rope.bases", self.rope.bases),
+        ):
+            if given is not None and getattr(self, name) is not None:
+                raise InputError(
+                    f"model.{other} takes the place of model.{name}; got {name}="
+                    f"{getattr(self, name)}, {other}={given}. Leave one of them out."
+                )
+        if self.rope.stretches == "global" and all(x is not None for x in self.layer_windows):
+            raise InputError(
+                "model.rope.stretches='global' needs layers without a window; got "
+                f"window={self.window}, windows={self.windows}. Give model.windows a `none`."
+            )
+
+    @property
+    def layer_windows(self) -> tuple[int | None, ...]:
+        """The window of each layer; None for a layer that attends to all earlier tokens."""
+        pattern = (self.window or "none",) if self.windows is None else self.windows
+        return tuple(_or_none(pattern[i % len(pattern)]) for i in range(self.layers))
+
+    @property
+    def layer_bases(self) -> tuple[float | None, ...]:
+        """The base of the rotary positions of each layer; None for a layer without."""
+        if self.rope.bases is None:
+            period = self.no_rope_every or self.layers + 1
+            return tuple(
+                None if (i + 1) % period == 0 else self.rope.base for i in range(self.layers)
+            )
+        bases = self.rope.bases
+        return tuple(_or_none(bases[i % len(bases)]) for i in range(self.layers))
+
+
+def _or_none(entry: Any) -> Any:
+    """An entry of a list of layers; None for the word."""
+    return None if entry == "none" else entry
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,8 +382,14 @@ class GPTTrainConfig(TrainConfig):
         return 1 if self.init_from is None else 0
 
     @property
-    def window(self) -> int | None:
-        return self.model.window
+    def attention_of_model(self) -> dict[str, Any]:
+        return attention_of(self.model)
+
+
+def attention_of(model: GPTConfig) -> dict[str, Any]:
+    """Options of `startrail_jax.Attention` that belong to a model."""
+    scale = None if model.scale_dim is None else model.scale_dim**-0.5
+    return {"window": model.window, "softcap": model.softcap, "scale": scale}
 
 
 @dataclass(frozen=True, kw_only=True)

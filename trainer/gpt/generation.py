@@ -234,13 +234,15 @@ class Generator:
     ) -> tuple[Int32[Array, " B"], Any]:
         copies = self.attention.key_copies(self._config.kv_heads)
 
-        def attend(kv_cache: Any, layer: Array, *arrays: Array) -> tuple[Array, Any]:
+        def attend(
+            kv_cache: Any, layer: Array, *arrays: Array, **options: Any
+        ) -> tuple[Array, Any]:
             new = (x[:, :, ::copies] for x in arrays[1:])
             kv_cache = tuple(
                 lax.dynamic_update_index_in_dim(slots, x, layer, 0)
                 for slots, x in zip(kv_cache, new, strict=True)
             )
-            return self.attention.local(*arrays)[0], kv_cache
+            return self._model.attend(*arrays, **options), kv_cache
 
         model = self._model.local(weights)
         empty = self._empty_cache(*tokens.shape)
@@ -262,14 +264,22 @@ class Generator:
         at = positions[:, None]
         copies = self.attention.key_copies(self._config.kv_heads)
 
-        def attend(kv_cache: Any, layer: Array, query: Array, *new: Array) -> tuple[Array, Any]:
+        def attend(
+            kv_cache: Any,
+            layer: Array,
+            query: Array,
+            *new: Array,
+            local_window_size: tuple[int, int] | None = None,
+            sinks: Array | None = None,
+        ) -> tuple[Array, Any]:
             update = self.attention.update_cache_local
             kv_cache = tuple(
                 update(slots, x[:, :, ::copies], at, layer=layer)
                 for slots, x in zip(kv_cache, new, strict=True)
             )
             keys, values = (lax.dynamic_index_in_dim(x, layer, keepdims=False) for x in kv_cache)
-            return self.attention.decode_local(query, keys, values, at), kv_cache
+            attention = self._model.windowed(local_window_size)
+            return attention.decode_local(query, keys, values, at, sinks), kv_cache
 
         model = self._model.local(weights)
         hidden, kv_cache = model.hidden_with_cache(tokens[:, None], at, kv_cache, attend)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,8 @@ from models.gpt import GPT
 from models.hooks import Hooks
 from models.lora import add_adapters
 from models.rope import Rope
+from startrail_jax import masks
+from startrail_jax.analysis.work import visible_pairs
 from startrail_jax.layout import Layout
 from trainer.gpt.batches import TokenBatch
 from trainer.gpt.config import GPTConfig, GPTTrainConfig, LoraConfig
@@ -34,8 +37,7 @@ class NextToken:
         return make_gpt(self._config.model, self._config.lora, attention_fn, hooks, rngs)
 
     def batch_shapes(self, layout: Layout) -> TokenBatch:
-        layout.check_length(self._config.seq_len)
-        shape = (self._config.batch_size, self._config.seq_len)
+        shape = (self._config.batch_size, layout.padded_length(self._config.seq_len))
         integers: Any = jax.ShapeDtypeStruct(shape, jnp.int32)
         weights: Any = jax.ShapeDtypeStruct(shape, jnp.float32)
         segments = integers if self._config.data.mask_documents else None
@@ -83,24 +85,39 @@ def make_gpt(
 
 def model_arguments(config: GPTConfig) -> dict[str, Any]:
     """The keyword arguments of `models.gpt.GPT` for a config."""
-    rope = Rope(head_dim=config.head_dim, **vars(config.rope))
-    # The window belongs to the attention callable.
-    arguments = {name: value for name, value in vars(config).items() if name != "window"}
-    return arguments | {"rope": rope}
+    # What belongs to the attention callable, and what is said for each layer.
+    others = ("window", "softcap", "scale_dim", "rope", "no_rope_every")
+    arguments = {name: value for name, value in vars(config).items() if name not in others}
+    # A window of all layers is that of the attention.
+    windows = (None,) if config.windows is None else config.layer_windows
+    return arguments | {"windows": windows, "ropes": _ropes(config)}
+
+
+def _ropes(config: GPTConfig) -> tuple[Rope | None, ...]:
+    """The rotary positions of each layer."""
+    of_all = ("base", "bases", "stretches")
+    scaling = {name: value for name, value in vars(config.rope).items() if name not in of_all}
+
+    def rope(base: float | None, window: int | None) -> Rope | None:
+        if base is None:
+            return None
+        stretched = config.rope.stretches == "all" or window is None
+        return Rope(head_dim=config.head_dim, base=base, **scaling if stretched else {})
+
+    return tuple(map(rope, config.layer_bases, config.layer_windows))
 
 
 def gpt_flops_per_token(config: GPTConfig, seq_len: int, lora: LoraConfig | None = None) -> float:
     """FLOPs of a training step for each token.
 
-    forward = 2 N + 4 L Q H T / 2, with N weights in matrix products, L layers, Q heads of H
-    channels and T tokens. The backward pass has two matrix products for each one of the forward
-    pass, so that a step takes 3 * forward.
+    forward = 2 N + 4 Q H sum_l V_l / T, with N weights in matrix products, Q heads of H channels,
+    T tokens, and V_l pairs of a query and a key that the mask of layer l shows. The backward pass
+    has two matrix products for each one of the forward pass, so that a step takes 3 * forward.
 
     As in PaLM, only matrix products count, and what remat recomputes does not. PaLM counts
-    12 L Q H T for attention to all pairs of tokens; here attention counts half, since a causal mask
-    hides half of the pairs; a window of w tokens leaves w - w^2 / 2T keys to a query on average in
-    place of T / 2. N leaves out the norms and the embedding, which is a look-up. The pairs
-    that boundaries between packed documents hide are counted nevertheless.
+    12 L Q H T for attention to all pairs of tokens; here only visible pairs count, T (T + 1) / 2
+    under a causal mask, and fewer with a window. N leaves out the norms and the embedding, which is
+    a look-up. The pairs that boundaries between packed documents hide are counted nevertheless.
 
     With adapters, no gradients of the N frozen weights are computed: a step takes 4 N in place of
     6 N, and 6 for each weight of an adapter.
@@ -117,16 +134,21 @@ def gpt_flops_per_token(config: GPTConfig, seq_len: int, lora: LoraConfig | None
         PaLM, appendix B: https://arxiv.org/abs/2204.02311
     """
     projections = 2 * (config.heads + config.kv_heads) * config.head_dim * config.width
-    mlp = {"swiglu": 3, "gelu": 2}[config.mlp] * config.width * config.mlp_width
+    mlp = (2 if config.mlp == "gelu" else 3) * config.width * config.mlp_width
     weights = config.layers * (projections + mlp) + config.width * config.vocab_size
-    window = min(config.window or seq_len, seq_len)
-    keys = window - window**2 / (2 * seq_len)
-    attention = config.layers * 4 * config.heads * config.head_dim * keys
+    pairs = sum(_visible_pairs(window, seq_len) for window in config.layer_windows)
+    attention = 4 * config.heads * config.head_dim * pairs / seq_len
     if lora is None or lora.rank is None:
         return 3.0 * (2 * weights + attention)
     sizes = projection_sizes(config)
     adapters = config.layers * lora.rank * sum(sum(sizes[name]) for name in lora.targets)
     return 2.0 * (2 * weights) + 3.0 * (2 * adapters + attention)
+
+
+@functools.cache
+def _visible_pairs(window: int | None, seq_len: int) -> int:
+    """Pairs that a layer shows; for a million tokens, they take a second to count."""
+    return visible_pairs(masks.resolve(None, causal=True, window=window), seq_len)
 
 
 def projection_sizes(config: GPTConfig) -> dict[str, tuple[int, int]]:

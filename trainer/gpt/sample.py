@@ -56,7 +56,7 @@ def sample_text(
     prompt = prompt_tokens(tokenizer, options, session)
     generator = Generator(
         config.model,
-        st.Attention(session.mesh, causal=True, window=config.window),
+        st.Attention(session.mesh, causal=True, **config.attention_of_model),
         sampling,
         lora=config.lora,
         zero=options.zero,

@@ -18,11 +18,7 @@ from trainer.parallel.tiling import check_tile
 
 
 def tokens_shape(objective: Objective, layout: Layout) -> tuple[int, int]:
-    """(B, T) of a batch.
-
-    Raises:
-        ValueError: if the layout cannot hold so many tokens.
-    """
+    """(B, T) of a batch, with the tokens that fill a row up to a length that the layout holds."""
     prepare = partial(objective.prepare, training=True)
     return jax.eval_shape(prepare, objective.batch_shapes(layout)).weights.shape
 
@@ -37,8 +33,8 @@ def check_step(config: TrainConfig, degrees: Degrees, partition: Partition, toke
         tokens: number of tokens of a row of a batch.
 
     Raises:
-        ValueError: if the degrees do not divide the batch, the heads or the tokens, the tile does
-            not divide the tokens of a device, or ZeRO has nothing to split over.
+        ValueError: if the degrees do not divide the batch or the heads, the tile does not divide
+            the tokens of a device, or ZeRO has nothing to split over.
     """
     parts = degrees.data * config.accumulation
     if config.batch_size % parts:
@@ -52,18 +48,9 @@ def check_step(config: TrainConfig, degrees: Degrees, partition: Partition, toke
     kv_heads = config.model.kv_heads // (degrees.head * degrees.tensor)
     check_head_chunks(config.attention.head_chunks, max(kv_heads, 1))
     length = tokens // degrees.sequence
-    if length % degrees.tensor:
-        raise InputError(
-            "The tokens of a row (seq_len, or the patches of an image filled up to a multiple of "
-            "the sequence degree) must be divisible by sequence degree * tensor, as the devices "
-            f"along tensor share the loss; got {tokens} tokens, sequence degree="
-            f"{degrees.sequence}, tensor={degrees.tensor}. Use a multiple of "
-            f"{degrees.sequence * degrees.tensor} (for images, by another --size or "
-            "--model.patch), or another --mesh.tensor."
-        )
     rows = config.batch_size // parts
     check_tile(config.tile, rows * length)
-    check_tile(config.tile, rows * length // degrees.tensor)
+    check_tile(config.tile, rows * -(-length // degrees.tensor))
     if config.zero and partition.replicas and not partition.zero:
         raise InputError(
             f"zero={config.zero} needs an axis of degree above 1 among zero_axes; got "

@@ -28,8 +28,8 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
     """The optimizer of a run of `steps` steps.
 
-    Scales of norms and biases are not decayed. They are recognised by their names, not by their
-    dimensions: stacked for all layers, they are matrices.
+    Scales of norms, biases and sinks are not decayed. They are recognised by their names, not by
+    their dimensions: stacked for all layers, they are matrices.
     """
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
@@ -46,6 +46,6 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
 def _decayed(weights: Any) -> Any:
     def is_decayed(path: tuple[Any, ...], _: Any) -> bool:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        return "scale" not in name and "_bias" not in name
+        return not any(part in name for part in ("scale", "_bias", "sinks"))
 
     return jax.tree_util.tree_map_with_path(is_decayed, weights)

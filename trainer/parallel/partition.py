@@ -39,8 +39,8 @@ from trainer.config import SHARDED_AXES
 # The dimension of each kernel that is split over `tensor`, as in Megatron-LM: heads or MLP
 # channels, which one projection makes and the next one contracts.
 TENSOR_DIMS = {"query": 1, "key": 1, "value": 1, "out": 0, "gate": 1, "up": 1, "down": 0}
-# That of each bias, [heads, head_dim].
-TENSOR_DIMS |= {"query_bias": 0, "key_bias": 0, "value_bias": 0}
+# That of each bias, [heads, head_dim], and of the sinks, [heads].
+TENSOR_DIMS |= {"query_bias": 0, "key_bias": 0, "value_bias": 0, "sinks": 0}
 OF_KEY_HEADS = ("key", "value", "key_bias", "value_bias")
 # The narrow matrices beside a kernel, [*inputs, rank] and [rank, *outputs]: see `models.lora`.
 ADAPTERS = ("lora_a", "lora_b")

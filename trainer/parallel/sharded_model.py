@@ -6,6 +6,7 @@ collective is one that is written in this folder or in the attention.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from jaxtyping import Array
 
 from models.hooks import Hooks
 from startrail_jax.attention import Attention
+from startrail_jax.softmax import with_sinks
 from trainer.parallel.partition import STACKED, Parameter, Partition, path_name, split_frozen
 from trainer.parallel.tiling import in_tiles
 
@@ -75,7 +77,7 @@ class ShardedModel:
             copy_to_tensor=self.partition.copy_to_tensor,
             reduce_from_tensor=self.partition.reduce_from_tensor,
         )
-        return self._make_model(self._attend, hooks)
+        return self._make_model(self.attend, hooks)
 
     def on_each_device(
         self, function: Callable[..., Any], *, in_specs: Any, out_specs: Any
@@ -128,10 +130,26 @@ class ShardedModel:
         others = {other: x for other, x in self.weight_shapes.items() if other != name}
         return nnx.merge(self._graph, nnx.State(others | {name: weights}))
 
-    def _attend(
-        self, query: Array, key: Array, value: Array, segment_ids: Array | None = None
+    def attend(
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        *,
+        segment_ids: Array | None = None,
+        local_window_size: tuple[int, int] | None = None,
+        sinks: Array | None = None,
     ) -> Array:
-        return self.attention.local(query, key, value, segment_ids, segment_ids)[0]
+        """The attention of one device's tokens: an `AttentionFn`."""
+        attention = self.windowed(local_window_size)
+        out, lse = attention.local(query, key, value, segment_ids, segment_ids)
+        return out if sinks is None else with_sinks(out, lse, sinks)[0]
+
+    def windowed(self, size: tuple[int, int] | None) -> Attention:
+        """The attention of a layer with a window, as a call of an attention takes it."""
+        if size is None:
+            return self.attention
+        return dataclasses.replace(self.attention, window=size[0] + 1)
 
     def _wrap_layer(self, layer: Layer) -> Layer:
         splits = self.partition.of_layer(self.splits[STACKED])

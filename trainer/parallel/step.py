@@ -62,8 +62,8 @@ def make_attention(
     Raises:
         ValueError: if its options do not fit the mesh.
     """
-    options = vars(config.attention)
-    return Attention(mesh, causal=objective.causal, window=config.window, **options)
+    options = config.attention_of_model | vars(config.attention)
+    return Attention(mesh, causal=objective.causal, **options)
 
 
 class Program:
@@ -279,7 +279,13 @@ class Program:
         return lax.psum(x, self.partition.all) if self.partition.all else x
 
     def _own_tokens(self, x: Array) -> Array:
-        """This device's share of tokens that all devices along `tensor` have."""
-        count = x.shape[1] // self.partition.size(self.partition.tensor)
-        first = lax.axis_index("tensor") * count
-        return lax.dynamic_slice_in_dim(self.partition.copy_to_tensor(x), first, count, 1)
+        """This device's share of tokens that all devices along `tensor` have.
+
+        Where the devices do not divide them, the last share ends with zeros, which have no weight.
+        """
+        parts = self.partition.size(self.partition.tensor)
+        count = -(-x.shape[1] // parts)
+        x = self.partition.copy_to_tensor(x)
+        if missing := parts * count - x.shape[1]:
+            x = jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2))
+        return lax.dynamic_slice_in_dim(x, lax.axis_index("tensor") * count, count, 1)

@@ -69,7 +69,7 @@ def step_sizes(config: TrainConfig, objective: Objective, degrees: Degrees) -> S
         kv_heads=shapes.key[2],
         head_dim=head_dim,
         mlp_width=model.mlp_width,
-        mlp_matrices=3 if model.mlp == "swiglu" else 2,
+        mlp_matrices=2 if model.mlp == "gelu" else 3,
         outputs=shapes.outputs[-1],
         weight_bytes=bytes_of_device(state.weights),
         optimizer_bytes=bytes_of_device(state.optimizer),

@@ -145,11 +145,15 @@ def _decode(hint: Any, value: Any, name: str) -> Any:
     if dataclasses.is_dataclass(hint) and isinstance(value, dict):
         return _decode_dataclass(hint, value, name)
     # A union with a Literal is of the second kind.
-    if kind in (types.UnionType, typing.Union) and type(None) in arguments:
-        (other,) = set(arguments) - {type(None)}
-        return None if value is None else _decode(other, value, name)
-    # With their types: True equals 1.
-    if kind is Literal and (type(value), value) in [(type(x), x) for x in arguments]:
+    if kind in (types.UnionType, typing.Union):
+        if value is None and type(None) in arguments:
+            return None
+        words = [part for part in arguments if typing.get_origin(part) is Literal]
+        if any(_is_word(value, part) for part in words):
+            return value
+        others = [part for part in arguments if part is not type(None) and part not in words]
+        return _decode((others or words)[0], value, name)
+    if kind is Literal and _is_word(value, hint):
         return value
     if kind is tuple and isinstance(value, list):
         if arguments[-1] is Ellipsis:
@@ -165,6 +169,11 @@ def _decode(hint: Any, value: Any, name: str) -> Any:
         return value
     wanted = hint.__name__ if isinstance(hint, type) else str(hint)
     raise InputError(f"{name or 'It'} must be {wanted}; got {value!r}. Correct the file.")
+
+
+def _is_word(value: Any, literal: Any) -> bool:
+    """Whether a Literal has a value, of the same type: True equals 1."""
+    return (type(value), value) in [(type(x), x) for x in typing.get_args(literal)]
 
 
 def _decode_dataclass(config_type: Any, values: dict[str, Any], name: str) -> Any:

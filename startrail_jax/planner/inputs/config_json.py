@@ -106,9 +106,10 @@ def model_of_run(settings: Mapping[str, Any], name: str) -> ModelSizes:
             kv_heads=model["kv_heads"],
             head_dim=model["head_dim"],
             outputs=model.get("vocab_size", 256),
-            mlp_matrices=3 if model.get("mlp", "swiglu") == "swiglu" else 2,
+            mlp_matrices=2 if model.get("mlp") == "gelu" else 3,
             tied_head=model.get("tied_head", False),
             window=model.get("window"),
+            mixed=bool(model.get("windows")),
             seq_len=settings.get("seq_len"),
         )
     _known(model, name, ("channels", "classes"))

@@ -130,7 +130,8 @@ def _model_flags(model: ModelSizes, base: ModelSizes) -> dict[str, Any]:
     if model.kind == "dit":
         return flags | {"model.channels": model.outputs // model.patch}
     flags["model.vocab-size"] = model.outputs
-    flags["model.mlp"] = "swiglu" if model.mlp_matrices == 3 else "gelu"
+    if not (model.from_run and model.mlp_matrices == base.mlp_matrices):
+        flags["model.mlp"] = "swiglu" if model.mlp_matrices == 3 else "gelu"
     flags["model.tied-head"] = model.tied_head
     return flags | {"model.window": model.window}
 

@@ -15,10 +15,7 @@ from jaxtyping import Bool, Int32, Int64, Integer
 
 from startrail_jax.errors import InputError
 from startrail_jax.layout import Layout
-from trainer.gpt.batches import TokenBatch
-
-PADDING = -1
-"""Segment id of the padding, as attention takes it."""
+from trainer.gpt.batches import PADDING, TokenBatch, in_layout_order
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -137,9 +134,6 @@ def collate_rows(
         numbers: their numbers in the run.
         layout: order of the tokens.
         mask_documents: whether a token attends only to its own example.
-
-    Raises:
-        ValueError: if the layout cannot hold T tokens.
     """
     del numbers
     tokens, counted, examples = (np.stack(x) for x in zip(*rows, strict=True))
@@ -149,10 +143,11 @@ def collate_rows(
         starts = np.diff(here, axis=1, prepend=here[:, :1]) != 0
         positions = positions - np.maximum.accumulate(np.where(starts, positions, 0), axis=1)
     weights = (counted[:, 1:] & (here == following)).astype(np.float32)
-    return TokenBatch(
-        tokens=layout.permute(tokens[:, :-1]),
-        targets=layout.permute(tokens[:, 1:]),
-        positions=layout.permute(positions),
-        segment_ids=layout.permute(here) if mask_documents else None,
-        weights=layout.permute(weights),
+    batch = TokenBatch(
+        tokens=tokens[:, :-1],
+        targets=tokens[:, 1:],
+        positions=positions,
+        segment_ids=here if mask_documents else None,
+        weights=weights,
     )
+    return in_layout_order(batch, layout)

@@ -8,7 +8,7 @@ import secrets
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +25,7 @@ from trainer.checkpoints import durable
 from trainer.data.opening import read_object
 from trainer.errors import MissingPackageError, NonFiniteError, StorageError
 from trainer.gpt.chat.template import TEMPLATE_FILE
-from trainer.gpt.config import GPTConfig, GPTTrainConfig, LoraConfig, RopeConfig
+from trainer.gpt.config import GPTTrainConfig, LoraConfig
 from trainer.gpt.lora.peft import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
@@ -41,11 +41,13 @@ from trainer.gpt.pretrained.families import (
     CONFIG,
     describe,
     family_of,
+    rotary_values,
     to_values,
 )
 from trainer.gpt.pretrained.initial import GENERATION, KEPT, copy_file
+from trainer.gpt.pretrained.layers import plain, without_rope
 from trainer.gpt.pretrained.names import Place, places
-from trainer.gpt.pretrained.rope import rope_length, rope_values
+from trainer.gpt.pretrained.rope import rope_length
 from trainer.gpt.pretrained.tensors import INDEX, ONE_FILE
 from trainer.gpt.tokenizer import FileTokenizer
 from trainer.parallel.partition import path_name
@@ -58,7 +60,10 @@ DTYPES: Mapping[str, Any] = {
 }
 SHARD_BYTES = 2 * 10**9
 """Bytes of the tensors of one file, which are in memory together."""
-ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "original_max_position_embeddings")
+ROPE = (
+    *("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq"),
+    "original_max_position_embeddings",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,25 +237,20 @@ def config_values(
     else:
         found = {**values, "torch_dtype": dtype}
         described = describe(values, CONFIG)
-        if described.model.rope != model.rope:
+        if described.model.rope != plain(model).rope:
             # The positions are stretched: the model is for longer sequences now.
             length = rope_length(model.rope, max(described.length or 0, config.seq_len))
             found = {name: value for name, value in found.items() if name not in ROPE}
-            found |= rope_values(model) | {"max_position_embeddings": length}
-        if _without_rope(described.model) != _without_rope(model):
+            found |= rotary_values(model) | {"max_position_embeddings": length}
+        if without_rope(described.model) != without_rope(model):
             # Flags have changed more than positions.
             length = found.get("max_position_embeddings", config.seq_len)
             found = {name: value for name, value in found.items() if name != "layer_types"}
             tokens = {name: x for name, x in found.items() if name.endswith("_token_id")}
             found |= to_values(model, length=length, dtype=dtype) | tokens
     again = describe(found, CONFIG).model
-    assert _without_rope(again) == _without_rope(model), "a config.json says what it was made of"
+    assert without_rope(again) == without_rope(model), "a config.json says what it was made of"
     return found
-
-
-def _without_rope(model: GPTConfig) -> GPTConfig:
-    """The model without what config.json has in another form, or not at all."""
-    return replace(model, rope=RopeConfig(), dtype="float32")
 
 
 @contextmanager

@@ -14,10 +14,34 @@ from typing import Any
 from startrail_jax.errors import InputError, UnsupportedError
 from trainer.data.opening import read_object
 from trainer.gpt.config import GPTConfig
+from trainer.gpt.pretrained.layers import (
+    Windows,
+    bases_by_window,
+    layer_values,
+    local_rope_values,
+    one_base,
+    one_window,
+    plain,
+    read_local_rope,
+    read_skips,
+    read_windows,
+    shortest,
+    window_options,
+)
 from trainer.gpt.pretrained.rope import read_rope, rope_length, rope_values
 from trainer.gpt.pretrained.values import ConfigValues
 
 CONFIG = "config.json"
+GELU = "gelu_pytorch_tanh"
+GEMMA = {"mlp": "geglu", "scaled_embedding": True, "post_norms": True, "norm_offset": True}
+"""Options of every Gemma."""
+OTHERS = {
+    **{"mlp": "swiglu", "scaled_embedding": False, "post_norms": False, "norm_offset": False},
+    **{"softcap": None, "output_softcap": None, "scale_dim": None},
+}
+"""Options of all other families."""
+OF_FAMILIES = ("sinks", "qkv_bias", "qk_norm", "window", "windows", "no_rope_every")
+"""Options by which families differ."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,15 +56,21 @@ class Family:
     """Whether the embedding is the head where config.json does not say."""
     base: float = 10_000.0
     """Base of the rotary positions where config.json does not say."""
-    windows: str = "none"
-    """Which layers have the sliding window where config.json does not name a type for each: "none",
-    "all", or those from `max_window_layers` on if `use_sliding_window` ("upper")."""
+    windows: Windows = "none"
+    period: int = 1
+    """Period of the layers without a window, where `windows` is "pattern"."""
     skips_rope: bool = False
     """Whether some layers have no rotary positions."""
     fixed_head_dim: int | None = None
     """Channels of a head where config.json does not say; None for width / heads."""
     mlp_bias: bool = False
     """Whether config.json may ask for biases of the MLP, which are not supported."""
+    gemma: bool = False
+    """Whether it has the norms, the embedding, the MLP and the soft caps of Gemma 2."""
+    softcaps: tuple[float | None, float | None] = (None, None)
+    """Caps of the logits of attention and of the outputs where config.json does not say."""
+    local_rope: bool = False
+    """Whether layers with a window have rotary positions of their own."""
 
 
 FAMILIES = {
@@ -56,6 +86,27 @@ FAMILIES = {
         base=2_000_000.0,
         skips_rope=True,
         mlp_bias=True,
+        windows="no_rope",
+    ),
+    "gemma2": Family(
+        architecture="Gemma2ForCausalLM",
+        tied_head=True,
+        windows="pattern",
+        period=2,
+        fixed_head_dim=256,
+        gemma=True,
+        softcaps=(50.0, 30.0),
+    ),
+    "gemma3_text": Family(
+        architecture="Gemma3ForCausalLM",
+        qk_norm=True,
+        tied_head=True,
+        base=1_000_000.0,
+        windows="pattern",
+        period=6,
+        fixed_head_dim=256,
+        gemma=True,
+        local_rope=True,
     ),
 }
 """The families by `model_type`."""
@@ -107,12 +158,14 @@ def describe(values: Mapping[str, Any], name: str) -> Description:
         )
     read = ConfigValues(values, name)
     read.require("architectures", [family.architecture], default=[family.architecture])
-    read.require("hidden_act", "silu", default="silu")
+    if family.gemma:
+        read.require("hidden_activation", GELU, default=GELU)
+        read.require("use_bidirectional_attention", False, default=False)
+    else:
+        read.require("hidden_act", "silu", default="silu")
     read.require("quantization_config", None)
     if not family.qkv_bias:  # Qwen2 has them whatever the file says.
         read.require("attention_bias", False, default=False)
-    if family.skips_rope:
-        read.require("use_sliding_window", False, default=False)
     if family.mlp_bias:
         read.require("mlp_bias", False, default=False)
     layers = read.number("num_hidden_layers")
@@ -120,6 +173,17 @@ def describe(values: Mapping[str, Any], name: str) -> Description:
     head_dim = read.number("head_dim", default=family.fixed_head_dim or width // heads)
     length = read.number("max_position_embeddings", default=0)
     dtype = values.get("dtype") or values.get("torch_dtype") or "float32"
+    skips = read_skips(read, layers) if family.skips_rope else (False,) * layers
+    period = read.number("sliding_window_pattern", default=family.period)
+    windows = read_windows(read, family.windows, period, layers, skips)
+    if family.local_rope:
+        rope = read_local_rope(read, family.base, length, windows)
+    else:
+        rope = read_rope(read, family.base, length)
+    if any(skips):
+        bases = shortest(["none" if skipped else rope.base for skipped in skips])
+        rope = dataclasses.replace(rope, bases=bases)
+    options = _gemma_options(read, family, head_dim) if family.gemma else {}
     model = GPTConfig(
         vocab_size=read.number("vocab_size"),
         width=width,
@@ -132,70 +196,25 @@ def describe(values: Mapping[str, Any], name: str) -> Description:
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
         norm_eps=read.real("rms_norm_eps", default=1e-6),
-        window=_window(read, family, layers),
-        rope=read_rope(read, family.base, length),
-        no_rope_every=_no_rope_every(read, layers) if family.skips_rope else None,
+        rope=rope,
         dtype="float32" if dtype in ("float32", "float64") else "bfloat16",
+        **window_options(windows),
+        **options,
     )
-    return Description(family=kind, model=model, length=length or None)
+    return Description(family=kind, model=plain(model), length=length or None)
 
 
-def _window(read: ConfigValues, family: Family, layers: int) -> int | None:
-    """The sliding window of all layers; None if no layer has one."""
-    size, types = read.values.get("sliding_window"), read.values.get("layer_types")
-    if family.windows == "upper" and not read.flag("use_sliding_window", default=False):
-        size = None
-    if types is None:
-        first = (
-            read.number("max_window_layers", default=28, least=0)
-            if family.windows == "upper"
-            else 0
-        )
-        sliding = [size is not None and family.windows != "none" and i >= first
-                   for i in range(layers)]  # fmt: skip
-    else:
-        known = {"full_attention": False, "sliding_attention": True}
-        if not isinstance(types, list) or len(types) != layers:
-            raise read.wrong("layer_types", f"a list of {layers} names, one for each layer", types)
-        if any(not isinstance(kind, str) or kind not in known for kind in types):
-            raise UnsupportedError(
-                f"layer_types must be full_attention or sliding_attention in {read.name!r}; got "
-                f"{types!r}. Use another model."
-            )
-        sliding = [known[kind] for kind in types]
-        if family.windows == "all" and not any(sliding):
-            sliding = [size is not None] * layers
-    if not any(sliding):
-        return None
-    if not all(sliding):
-        raise UnsupportedError(
-            f"All layers must have the same attention; got {read.name!r} with a sliding window in "
-            f"{sum(sliding)} of {len(sliding)} layers, which is not supported. Use another model."
-        )
-    return read.number("sliding_window")
-
-
-def _no_rope_every(read: ConfigValues, layers: int) -> int | None:
-    """The period of the layers without rotary positions."""
-    period = read.number("no_rope_layer_interval", default=4)
-    flags = read.values.get("no_rope_layers")
-    flags = [int((i + 1) % period != 0) for i in range(layers)] if flags is None else flags
-    if (
-        not isinstance(flags, list)
-        or len(flags) != layers
-        or any(type(flag) not in (int, bool) or flag not in (0, 1) for flag in flags)
-    ):
-        raise read.wrong("no_rope_layers", f"a list of {layers} numbers that are 0 or 1", flags)
-    if all(flags):
-        return None
-    # The list wins over the period, as in transformers.
-    period = flags.index(0) + 1
-    if flags != [int((i + 1) % period != 0) for i in range(layers)]:
-        raise UnsupportedError(
-            "no_rope_layers must leave out rotary positions in every n-th layer; got "
-            f"{flags} in {read.name!r}, which is not supported. Use another model."
-        )
-    return period
+def _gemma_options(read: ConfigValues, family: Family, head_dim: int) -> dict[str, Any]:
+    """The options that only a Gemma has."""
+    scale_dim = read.number("query_pre_attn_scalar", default=256)
+    keys = ("attn_logit_softcapping", "final_logit_softcapping")
+    caps = (
+        # Here null says that there is none.
+        None if read.values.get(key, default) is None else read.real(key, default=default)
+        for key, default in zip(keys, family.softcaps, strict=True)
+    )
+    options = dict(zip(("softcap", "output_softcap"), caps, strict=True))
+    return GEMMA | options | {"scale_dim": None if scale_dim == head_dim else scale_dim}
 
 
 def family_of(model: GPTConfig) -> str:
@@ -204,21 +223,36 @@ def family_of(model: GPTConfig) -> str:
     Raises:
         NotImplementedError: if it is of none.
     """
-    kind = {
-        (False, False): "llama" if model.window is None else "mistral",
-        (True, False): "qwen2",
-        (False, True): "qwen3",
-    }.get((model.qkv_bias, model.qk_norm))
-    if model.no_rope_every is not None:
-        kind = "smollm3" if kind == "llama" else None
-    if kind is None or model.mlp != "swiglu":
+    kind = None
+    if model.sinks or not one_window(model):
+        kind = None
+    elif all(getattr(model, name) == value for name, value in GEMMA.items()):
+        if model.qk_norm and not model.qkv_bias and bases_by_window(model):
+            kind = "gemma3_text"
+        elif not model.qk_norm and not model.qkv_bias and one_base(model):
+            kind = "gemma2" if None not in model.layer_bases else None
+    elif one_base(model) and all(getattr(model, x) == value for x, value in OTHERS.items()):
+        skips, mixed = None in model.layer_bases, len(set(model.layer_windows)) > 1
+        kind = {
+            (False, False): "llama" if model.layer_windows[0] is None else "mistral",
+            (True, False): "qwen2",
+            (False, True): "qwen3",
+        }.get((model.qkv_bias, model.qk_norm))
+        if skips or (mixed and kind in ("llama", "mistral")):
+            kind = "smollm3" if kind in ("llama", "mistral") else None
+    if kind is None:
+        given = {name: getattr(model, name) for name in (*OF_FAMILIES, *OTHERS)}
         raise UnsupportedError(
             f"A model that is exported must be one of {', '.join(FAMILIES)}; got "
-            f"mlp={model.mlp!r}, qkv_bias={model.qkv_bias}, qk_norm={model.qk_norm}, "
-            f"window={model.window}, no_rope_every={model.no_rope_every}, which none of them has. "
-            "Train one of theirs."
+            f"{', '.join(f'{name}={value!r}' for name, value in given.items())}, "
+            f"rope.bases={model.rope.bases}, which none of them has. Train one of theirs."
         )
     return kind
+
+
+def rotary_values(model: GPTConfig) -> dict[str, Any]:
+    """The values of a config.json that say what the rotary positions of a model are."""
+    return (local_rope_values if FAMILIES[family_of(model)].local_rope else rope_values)(model)
 
 
 def to_values(model: GPTConfig, *, length: int, dtype: str) -> dict[str, Any]:
@@ -245,22 +279,20 @@ def to_values(model: GPTConfig, *, length: int, dtype: str) -> dict[str, Any]:
         "num_key_value_heads": model.kv_heads,
         "head_dim": model.head_dim,
         "intermediate_size": model.mlp_width,
-        "hidden_act": "silu",
         "rms_norm_eps": model.norm_eps,
         "tie_word_embeddings": model.tied_head,
         "max_position_embeddings": rope_length(model.rope, length),
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,
-        **rope_values(model),
+        **rotary_values(model),
+        **layer_values(model, family.windows, skips_rope=family.skips_rope),
     }
-    if family.windows != "none":
-        values["sliding_window"] = model.window
-    if family.windows == "upper":
-        values |= {"use_sliding_window": model.window is not None, "max_window_layers": 0}
-        if model.window is None:
-            values["max_window_layers"] = model.layers
-    if family.skips_rope:
-        period = model.no_rope_every or model.layers + 1
-        values["no_rope_layers"] = [int((i + 1) % period != 0) for i in range(model.layers)]
-    return values
+    if not family.gemma:
+        return values | {"hidden_act": "silu"}
+    return values | {
+        "hidden_activation": GELU,
+        "query_pre_attn_scalar": model.scale_dim or model.head_dim,
+        "attn_logit_softcapping": model.softcap,
+        "final_logit_softcapping": model.output_softcap,
+    }

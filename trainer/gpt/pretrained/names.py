@@ -37,6 +37,7 @@ OF_LAYER: Mapping[str, tuple[str, Groups]] = {
     "attention/query_bias": ("self_attn.q_proj.bias", ((0, 1),)),
     "attention/key_bias": ("self_attn.k_proj.bias", ((0, 1),)),
     "attention/value_bias": ("self_attn.v_proj.bias", ((0, 1),)),
+    "attention/sinks": ("self_attn.sinks", AS_IT_IS),
     "attention/query_norm/scale": ("self_attn.q_norm.weight", AS_IT_IS),
     "attention/key_norm/scale": ("self_attn.k_norm.weight", AS_IT_IS),
     "mlp_norm/scale": ("post_attention_layernorm.weight", AS_IT_IS),
@@ -45,6 +46,12 @@ OF_LAYER: Mapping[str, tuple[str, Groups]] = {
     "mlp/down/kernel": ("mlp.down_proj.weight", TRANSPOSED),
 }
 """Weight of a layer -> tensor of a layer."""
+AFTER_BLOCKS: Mapping[str, tuple[str, Groups]] = {
+    "attention_out_norm/scale": ("post_attention_layernorm.weight", AS_IT_IS),
+    "mlp_norm/scale": ("pre_feedforward_layernorm.weight", AS_IT_IS),
+    "mlp_out_norm/scale": ("post_feedforward_layernorm.weight", AS_IT_IS),
+}
+"""What has another name in a model that normalises what a block adds, as Gemma does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,10 +107,13 @@ def places(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Place]]
     Args:
         shapes: the shape of every weight by its path: `blocks/mlp/up/kernel`.
     """
+    of_layer = dict(OF_LAYER)
+    if any(path.endswith("attention_out_norm/scale") for path in shapes):
+        of_layer |= AFTER_BLOCKS
     for path, shape in shapes.items():
         part, _, rest = path.partition("/")
         if part == STACKED:
-            name, groups = OF_LAYER[rest]
+            name, groups = of_layer[rest]
             tensors = tuple(f"model.layers.{layer}.{name}" for layer in range(shape[0]))
             yield path, Place(tensors=tensors, stacked=True, shape=shape[1:], groups=groups)
         else:

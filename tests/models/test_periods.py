@@ -1,0 +1,53 @@
+"""Patterns of layers, and the loops that they become."""
+
+import numpy as np
+import pytest
+
+from models.periods import kinds_of_layers, stretches
+from models.rope import Rope
+
+pytestmark = pytest.mark.quick
+
+ROPE = Rope(head_dim=4)
+
+
+def loops(windows, layers, ropes=(ROPE,)):
+    """First layer, layers of a group, and groups, of each loop."""
+    found = stretches(kinds_of_layers(windows, ropes, layers))
+    return [(loop.first, len(loop.kinds), loop.groups) for loop in found]
+
+
+@pytest.mark.parametrize(
+    ("windows", "layers", "expected"),
+    [
+        ((None,), 48, [(0, 1, 48)]),
+        ((512, 512, 512, None), 48, [(0, 4, 12)]),
+        ((512, 512, 512, None), 8, [(0, 4, 2)]),
+        ((512, None), 5, [(0, 2, 2), (4, 1, 1)]),
+        # Gemma 3 with 1 billion parameters.
+        ((512,) * 5 + (None,), 26, [(0, 6, 4), (24, 1, 2)]),
+        # Local layers after global ones have no period.
+        ((None,) * 20 + (512,) * 8, 28, [(0, 1, 20), (20, 1, 8)]),
+        ((3,), 2, [(0, 1, 2)]),
+    ],
+)
+def test_patterns_become_few_loops(windows, layers, expected):
+    assert loops(windows, layers) == expected
+
+
+def test_layers_differ_in_their_rotary_positions_too():
+    assert loops((7,), 36, ropes=(ROPE,) * 3 + (None,)) == [(0, 4, 9)]
+    assert loops((7, None), 12, ropes=(ROPE, ROPE, None)) == [(0, 6, 2)]
+
+
+def test_every_layer_gets_its_kind_and_its_own_weights():
+    windows, layers = (1, 2, 2, None), 11
+    kinds = kinds_of_layers(windows, (ROPE, None), layers)
+    stacked = {"a": np.arange(layers), "b": np.arange(layers * 3).reshape(layers, 3)}
+    found = []
+    for stretch in stretches(kinds):
+        grouped = stretch.grouped(stacked)
+        for turn in range(stretch.groups):
+            group = {name: x[turn] for name, x in grouped.items()}
+            found += [(kind, x["a"], x["b"][0]) for kind, x in stretch.each(group)]
+    assert found == [(kind, i, 3 * i) for i, kind in enumerate(kinds)]

@@ -1,0 +1,222 @@
+"""What a Hugging Face config.json says of layers that differ from each other. Imports no jax."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+from startrail_jax.errors import UnsupportedError
+from trainer.gpt.config import GPTConfig, RopeConfig
+from trainer.gpt.pretrained.rope import read_rope, rope_values
+from trainer.gpt.pretrained.values import ConfigValues
+
+Windows = Literal["none", "all", "upper", "no_rope", "pattern"]
+"""Which layers have the sliding window where config.json does not name a type for each: none; all;
+those from `max_window_layers` on, if `use_sliding_window` ("upper"); those without rotary
+positions, if `use_sliding_window` ("no_rope"); or all but the last of every so many ("pattern")."""
+GLOBAL, LOCAL = "full_attention", "sliding_attention"
+LOCAL_BASE = 10_000.0
+"""Base of the local layers of Gemma 3 where config.json does not say."""
+
+
+def shortest(entries: Sequence[Any]) -> tuple[Any, ...]:
+    """The shortest list that gives all entries when it repeats."""
+    sizes = range(1, len(entries) + 1)
+    fits = (n for n in sizes if all(x == entries[i % n] for i, x in enumerate(entries)))
+    return tuple(entries[: next(fits)])
+
+
+def plain(model: GPTConfig) -> GPTConfig:
+    """The same model, said in the simplest way: two models are equal if these are."""
+    windows, bases = shortest(model.layer_windows), shortest(model.layer_bases)
+    model = replace(model, window=None, windows=None, no_rope_every=None)
+    if model.scale_dim == model.head_dim:
+        model = replace(model, scale_dim=None)
+    options = window_options(windows)
+    base, every = model.rope.base, None
+    if len(bases) == 1 and bases[0] is not None:
+        base, named = bases[0], None
+    elif bases[-1] is None and set(bases[:-1]) == {base}:
+        every, named = len(bases), None
+    else:
+        named = tuple("none" if x is None else x for x in bases)
+    stretches = model.rope.stretches if windows != (None,) else "all"
+    rope = replace(model.rope, base=base, bases=named, stretches=stretches)
+    return replace(model, rope=rope, no_rope_every=every, **options)
+
+
+def window_options(windows: Sequence[int | None]) -> dict[str, Any]:
+    """The options of a model whose layers have these windows."""
+    first, *others = shortest(windows)
+    if not others:
+        return {"window": first}
+    return {"windows": tuple("none" if x is None else x for x in (first, *others))}
+
+
+def read_windows(
+    read: ConfigValues, which: Windows, period: int, layers: int, skips: Sequence[bool]
+) -> tuple[int | None, ...]:
+    """The sliding window of each layer; None for a layer without one.
+
+    Args:
+        read: config.json.
+        which: layers with a window where it names no types.
+        period: of "pattern".
+        layers: number of layers.
+        skips: whether each layer has no rotary positions.
+
+    Raises:
+        ValueError: if a value is wrong or missing.
+        NotImplementedError: if layers are of a type that is not supported.
+    """
+    size, types = read.values.get("sliding_window"), read.values.get("layer_types")
+    if which in ("upper", "no_rope") and not read.flag("use_sliding_window", default=False):
+        size = None
+        types = None if which == "no_rope" else types
+    if types is None:
+        first = read.number("max_window_layers", default=28, least=0) if which == "upper" else 0
+        chosen = {
+            "none": lambda i: False,
+            "all": lambda i: True,
+            "upper": lambda i: i >= first,
+            "no_rope": lambda i: skips[i],
+            "pattern": lambda i: (i + 1) % period != 0,
+        }[which]
+        sliding = [size is not None and chosen(i) for i in range(layers)]
+    else:
+        known = {GLOBAL: False, LOCAL: True}
+        if not isinstance(types, list) or len(types) != layers:
+            raise read.wrong("layer_types", f"a list of {layers} names, one for each layer", types)
+        if any(not isinstance(kind, str) or kind not in known for kind in types):
+            raise UnsupportedError(
+                f"layer_types must be {GLOBAL} or {LOCAL} in {read.name!r}; got "
+                f"{types!r}. Use another model."
+            )
+        sliding = [known[kind] for kind in types]
+        if which == "all" and not any(sliding):
+            sliding = [size is not None] * layers
+    if which in ("none", "all") and len(set(sliding)) > 1:
+        raise UnsupportedError(
+            "All layers of this architecture must have the same attention; got "
+            f"{read.name!r} with a sliding window in {sum(sliding)} of {len(sliding)} layers, "
+            "which is not supported. Use another model."
+        )
+    window = read.number("sliding_window") if any(sliding) else None
+    return tuple(window if has else None for has in sliding)
+
+
+def read_skips(read: ConfigValues, layers: int) -> tuple[bool, ...]:
+    """Whether each layer of a SmolLM3 has no rotary positions."""
+    period = read.number("no_rope_layer_interval", default=4)
+    flags = read.values.get("no_rope_layers")
+    flags = [int((i + 1) % period != 0) for i in range(layers)] if flags is None else flags
+    if (
+        not isinstance(flags, list)
+        or len(flags) != layers
+        or any(type(flag) not in (int, bool) or flag not in (0, 1) for flag in flags)
+    ):
+        raise read.wrong("no_rope_layers", f"a list of {layers} numbers that are 0 or 1", flags)
+    # The list wins over the period, as in transformers.
+    return tuple(not flag for flag in flags)
+
+
+def read_local_rope(
+    read: ConfigValues, base: float, length: int, windows: Sequence[int | None]
+) -> RopeConfig:
+    """The rotary positions of a Gemma 3, whose local layers have a base of their own.
+
+    Args:
+        read: config.json.
+        base: that of the global layers where it does not say.
+        length: tokens of the sequences that the model is made for; 0 where it does not say.
+        windows: the window of each layer.
+
+    Raises:
+        ValueError, NotImplementedError: as `read_rope`.
+    """
+    given = read.values.get("rope_parameters")
+    nested = given if isinstance(given, dict) and {GLOBAL, LOCAL} & given.keys() else None
+    if nested is None:
+        rope = read_rope(read, base, length)
+        local = read.real("rope_local_base_freq", default=LOCAL_BASE)
+    else:
+        parts = [
+            ConfigValues({**read.values, "rope_parameters": nested.get(kind)}, read.name)
+            for kind in (GLOBAL, LOCAL)
+        ]
+        rope, of_local = read_rope(parts[0], base, length), read_rope(parts[1], LOCAL_BASE, length)
+        local = of_local.base
+        if of_local != RopeConfig(base=local):
+            raise UnsupportedError(
+                f"The rotary positions of {LOCAL} must be of rope_type default in {read.name!r}; "
+                f"got {nested.get(LOCAL)!r}, which is not supported. Use another model."
+            )
+    bases = shortest([rope.base if window is None else local for window in windows])
+    stretches = "all" if rope.scaling == "none" or len(set(windows)) == 1 else "global"
+    if set(windows) == {None}:
+        return rope
+    if None not in windows:
+        return RopeConfig(base=local)
+    return replace(rope, bases=None if len(bases) == 1 else bases, stretches=stretches)
+
+
+def layer_values(model: GPTConfig, which: Windows, *, skips_rope: bool) -> dict[str, Any]:
+    """What config.json says of windows and of layers without rotary positions."""
+    windows, bases = model.layer_windows, model.layer_bases
+    values: dict[str, Any] = {}
+    size = next((window for window in windows if window is not None), None)
+    if which != "none":
+        values["sliding_window"] = size
+    if which in ("upper", "no_rope"):
+        values["use_sliding_window"] = size is not None
+    if which == "upper":
+        values["max_window_layers"] = 0 if size is not None else model.layers
+    if which == "pattern" or (None in windows and size is not None):
+        values["layer_types"] = [GLOBAL if window is None else LOCAL for window in windows]
+    elif which == "no_rope" and size is not None:
+        values["layer_types"] = [LOCAL] * model.layers
+    if skips_rope:
+        values["no_rope_layers"] = [int(base is not None) for base in bases]
+    return values
+
+
+def local_rope_values(model: GPTConfig) -> dict[str, Any]:
+    """`rope_values` of a Gemma 3."""
+    pairs = dict(zip(model.layer_windows, model.layer_bases, strict=True))
+    local = next((base for window, base in pairs.items() if window is not None), None)
+    base = pairs.get(None, model.rope.base)
+    of_global = replace(model.rope, base=base, bases=None, stretches="all")
+    values = rope_values(replace(model, rope=of_global, windows=None, window=None))
+    return values | {"rope_local_base_freq": LOCAL_BASE if local is None else local}
+
+
+def one_window(model: GPTConfig) -> bool:
+    """Whether all layers with a window have the same one, as every family wants it."""
+    return len({window for window in model.layer_windows if window is not None}) <= 1
+
+
+def one_base(model: GPTConfig) -> bool:
+    """Whether all layers with rotary positions have the same ones."""
+    bases = {base for base in model.layer_bases if base is not None}
+    some_stretched = model.rope.stretches == "global" and set(model.layer_windows) != {None}
+    return len(bases) <= 1 and not some_stretched
+
+
+def bases_by_window(model: GPTConfig) -> bool:
+    """Whether rotary positions differ only between layers with a window and those without.
+
+    Those with a window must not be stretched, as in Gemma 3.
+    """
+    pairs = set(zip(model.layer_windows, model.layer_bases, strict=True))
+    if len({window for window, _ in pairs}) < len(pairs) or any(x is None for _, x in pairs):
+        return False
+    if all(window is None for window, _ in pairs):
+        return True
+    return model.rope.scaling == "none" or model.rope.stretches == "global"
+
+
+def without_rope(model: GPTConfig) -> tuple[GPTConfig, tuple[bool, ...]]:
+    """The model without what config.json has in another form, or not at all."""
+    same = replace(plain(model), rope=RopeConfig(), no_rope_every=None, dtype="float32")
+    return same, tuple(base is None for base in model.layer_bases)
