@@ -8,7 +8,7 @@ import pytest
 
 PARTS = ("first", "rest", "all")
 
-# Module -> test that has few rows or none in the first part -> of how many rows it has the first one
+# Module -> test with few rows or none in the first part -> of how many rows it has the first one
 # there; 0: it has none. Rows of the grids differ from their neighbours in everything.
 FIRST_OF_EVERY = {
     "benchmarks/test_benchmark_cluster.py": {
