@@ -75,6 +75,8 @@ def step_sizes(config: TrainConfig, objective: Objective, degrees: Degrees) -> S
         shard_elements=_bytes_of_device(state.weights) // FLOAT32,
         whole_elements=sum(whole.values()),
         layer_elements=whole[STACKED] // layers,
+        period=shapes.period,
+        loops=shapes.loops,
         vocabularies={
             name: (whole[name], LOSS if name == objective.head else LAYER)
             for name in shapes.weights
@@ -91,6 +93,9 @@ class _Shapes(NamedTuple):
     """[B T N H], as attention is called: T counts all tokens of a row, those of text included."""
     key: tuple[int, ...]
     outputs: tuple[int, ...]
+    period: int
+    """Most layers in a turn of a loop over layers."""
+    loops: int
 
 
 def _trace(objective: Objective, layout: Layout) -> _Shapes:
@@ -108,10 +113,12 @@ def _trace(objective: Objective, layout: Layout) -> _Shapes:
         model, batch = make_model(), objective.prepare(batch, training=True)
         return objective.outputs(model, objective.hidden(model, batch))
 
-    weights = nnx.state(nnx.eval_shape(make_model))
+    abstract = nnx.eval_shape(make_model)
+    stretches = getattr(abstract, "stretches", None)
+    periods = [1] if stretches is None else [len(stretch.kinds) for stretch in stretches]
     shape = jax.eval_shape(outputs, objective.batch_shapes(layout)).shape
     query, key = calls[0]
-    return _Shapes(weights, query, key, shape)
+    return _Shapes(nnx.state(abstract), query, key, shape, max(periods), len(periods))
 
 
 def _whole_elements(partition: Partition, weights: Any, name: str) -> int:
