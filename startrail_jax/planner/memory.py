@@ -93,6 +93,10 @@ class StepSizes:
     """Elements of `whole_elements` that have no gradient."""
     frozen_layer_elements: Amount = 0
     """Elements of `layer_elements` that have no gradient."""
+    period: int = 1
+    """Layers in a turn of the loop over layers, where they differ."""
+    loops: int = 1
+    """Loops that all layers make up."""
     vocabularies: Mapping[str, tuple[Amount, str]]
     """For each large weight outside of the layers, its elements and the phase in which its gradient
     arises."""
@@ -236,11 +240,18 @@ def _gathered_and_summed(sizes: StepSizes) -> Iterator[Part]:
         yield Part(name="weights, as used", size=sizes.itemsize * sizes.whole_elements)
     else:
         # At level 3 the weights of a layer are gathered while the layer before computes.
-        used = sizes.itemsize * sizes.layer_elements * (2 if sizes.zero else 1)
+        used = sizes.itemsize * sizes.layer_elements * (sizes.period + (1 if sizes.zero else 0))
         yield Part(name="weights of layers, as used", size=used, exact=False, phase=LAYER)
+    if sizes.loops > 1:
+        # Each loop goes over a part of the stacked weights, which is a copy.
+        whole = sizes.layers * sizes.layer_elements
+        if sizes.zero == 3:
+            whole = whole * sizes.shard_elements // sizes.whole_elements
+        itemsize = sizes.itemsize if sizes.zero in (1, 2) else FLOAT32
+        yield Part(name="weights of layers, for each loop", size=itemsize * whole, exact=False)
     # From level 2 on, the gradients of a layer are summed while the next layer computes.
     trained = sizes.layer_elements - sizes.frozen_layer_elements
-    size = FLOAT32 * trained * (2 if sizes.zero >= 2 else 1)
+    size = FLOAT32 * trained * (sizes.period + (1 if sizes.zero >= 2 else 0))
     yield Part(name="gradients of layers, whole", size=size, exact=False, phase=LAYER)
     if sizes.zero >= 2:
         for name, (elements, phase) in sizes.vocabularies.items():

@@ -214,6 +214,21 @@ def test_describe_memory_gives_the_sum_and_the_state(host, end):
     assert line.endswith(end)
 
 
+def test_layers_of_a_period_have_their_weights_and_gradients_at_a_time():
+    def sizes(zero, **model):
+        formula = footprint(make_config({"layers": 8} | model, zero=zero), STARTRAIL)
+        names = ("weights of layers, as used", "gradients of layers, whole")
+        return [formula[name] for name in (*names, "weights of layers, for each loop")]
+
+    for zero, factors in ((0, (4, 4)), (1, (0, 4)), (3, (5 / 2, 5 / 2))):
+        alone, period = sizes(zero), sizes(zero, windows=(9, 9, 9, "none"))
+        assert period == [alone[0] * factors[0], alone[1] * factors[1], 0]
+    # A second loop goes over the last two layers of ten.
+    rest = {"layers": 10, "windows": (9, 9, 9, "none")}
+    assert sizes(0, **rest)[2] == 10 * sizes(0)[1]
+    assert sizes(3, **rest)[2] == 10 * sizes(0)[1] // 8
+
+
 def test_only_the_largest_phase_counts():
     parts = (
         Part(name="weights", size=3),

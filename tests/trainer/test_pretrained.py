@@ -825,7 +825,7 @@ def test_model_of_no_family_is_not_exported(options, tmp_path):
 def test_references_are_small():
     size = sum(path.stat().st_size for path in REFERENCES.rglob("*") if path.is_file())
     assert size < 1e6
-    assert len(CASES) == 8
+    assert len(CASES) == 10
 
 
 def test_two_processes_import_the_same_bits_as_one(tmp_path):

@@ -340,12 +340,13 @@ def test_weights_are_decayed_but_for_norms(initial_state):
         assert (grown > 50) == ("scale" not in path), path
 
 
-def test_biases_are_not_decayed():
+def test_biases_and_sinks_are_not_decayed():
     optimizer = make_optimizer(CONFIG.optimizer, 10)
-    weights = {"query_bias": jnp.ones(3), "query": {"kernel": jnp.ones(3)}}
+    weights = {"query_bias": jnp.ones(3), "sinks": jnp.ones(3), "query": {"kernel": jnp.ones(3)}}
     gradients = jax.tree.map(jnp.zeros_like, weights)
     updates, _ = optimizer.update(gradients, optimizer.init(weights), weights)
     assert not updates["query_bias"].any()
+    assert not updates["sinks"].any()
     assert (updates["query"]["kernel"] < 0).all()
 
 

@@ -16,7 +16,7 @@ import train
 from configs.gpt import RECIPES, gpt_tiny
 from programs import interrupt_after, shared_programs
 from trainer.config import AttentionConfig, MeshConfig
-from trainer.gpt.config import GPTTrainConfig
+from trainer.gpt.config import GPTTrainConfig, RopeConfig
 from trainer.processes.devices import select_devices
 from trainer.run.versions import current_versions
 

@@ -81,6 +81,8 @@ def step_sizes(config: TrainConfig, objective: Objective, degrees: Degrees) -> S
         layer_elements=whole[STACKED] // layers,
         frozen_elements=sum(fixed.values()),
         frozen_layer_elements=fixed.get(STACKED, 0) // layers,
+        period=shapes.period,
+        loops=shapes.loops,
         vocabularies={
             name: (whole[name], LOSS if name == objective.head else LAYER)
             for name in shapes.weights
@@ -99,6 +101,9 @@ class _Shapes(NamedTuple):
     """[B T N H], as attention is called: T counts all tokens of a row, those of text included."""
     key: tuple[int, ...]
     outputs: tuple[int, ...]
+    period: int
+    """Most layers in a turn of a loop over layers."""
+    loops: int
 
 
 def _trace(objective: Objective, layout: Layout) -> _Shapes:
@@ -116,10 +121,12 @@ def _trace(objective: Objective, layout: Layout) -> _Shapes:
         model, batch = make_model(), objective.prepare(batch, training=True)
         return objective.outputs(model, objective.hidden(model, batch))
 
-    weights = nnx.state(nnx.eval_shape(make_model))
+    abstract = nnx.eval_shape(make_model)
+    stretches = getattr(abstract, "stretches", None)
+    periods = [1] if stretches is None else [len(stretch.kinds) for stretch in stretches]
     shape = jax.eval_shape(outputs, objective.batch_shapes(layout)).shape
     query, key = calls[0]
-    return _Shapes(weights, query, key, shape)
+    return _Shapes(nnx.state(abstract), query, key, shape, max(periods), len(periods))
 
 
 def _whole_elements(partition: Partition, weights: Any) -> dict[str, int]:
