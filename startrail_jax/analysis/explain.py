@@ -120,7 +120,11 @@ def explain(
     dense, cases = None, ()
     if choice.backend == "tiled":
         dense = tiled.no_kernels(
-            share.dtype, share.head_dim, share.value_head_dim, schedule.softcap
+            share.dtype,
+            share.head_dim,
+            share.value_head_dim,
+            schedule.softcap,
+            schedule.scores,
         )
     if choice.backend == "cudnn":
         cases = unit_cases(schedule, seq_len, kv_seq_len)
