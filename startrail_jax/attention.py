@@ -418,9 +418,9 @@ class Attention(Decoding):
             tensor = self.axes["tensor"]
             needed = collectives.needed_heads(kv_heads, self.degrees.head, tensor)
             key, value = (collectives.copy_heads(x, needed, tensor) for x in (key, value))
-        ids = (ids[0], ids[-1]) if ids else (None, None)
+        both: tuple[Any, Any] = (ids[0], ids[-1]) if ids else (None, None)
         schedule, given = score_units.local(self.schedule, given, query, self.axes)
-        return rings.sharded_attention(schedule, query, key, value, *ids, given)
+        return rings.sharded_attention(schedule, query, key, value, *both, given)
 
 
 _with_sinks = jax.jit(softmax.with_sinks)

@@ -139,7 +139,7 @@ def _forward(
     k, v = (x.astype(q.dtype) for x in (k, v))
     static = _static(schedule, q, k, v, query_segments)
     units = _units(schedule, q, k, v, query_segments, key_segments)
-    return _attend(schedule, static, *units, given)
+    return _attend(schedule, static, *units, given=given)
 
 
 def _units(
@@ -216,7 +216,7 @@ def _forward_rule(
         static = _static(schedule, q, k, v, segments[0])
         units = _units(schedule, *kept)
         kept = jax.tree.map(lambda x: checkpoint_name(x, CHECKPOINT_NAMES[3]), units)
-        out, *stats = _attend(schedule, static, *kept, given)
+        out, *stats = _attend(schedule, static, *kept, given=given)
     else:
         out, *stats = concentric_attention(schedule, *kept, given)
     out = checkpoint_name(out, CHECKPOINT_NAMES[0])

@@ -222,7 +222,7 @@ class Schedule:
 
 def schedule_of(degrees: Degrees, pattern: Pattern, layout: Layout, inner: int = 1) -> Schedule:
     """A schedule for the axes of `make_mesh`, with the defaults of `Attention` for all else."""
-    axes = {role: Axis((role,), getattr(degrees, role)) for role in SEQUENCE_ROLES}
+    axes: dict[str, Any] = {role: Axis((role,), getattr(degrees, role)) for role in SEQUENCE_ROLES}
     return Schedule(
         **axes,
         layout=layout,

@@ -74,12 +74,12 @@ def given_to_call(
     if rate:
         given["dropout"] = Dropout(words=_words(rng, rate), rate=rate, shared=bool(shared))
     prefix = _check_prefix(attention, prefix, query)
-    rows = None if prefix is None else PartitionSpec(attention.sequence_spec[0])
+    rows: Any = None if prefix is None else PartitionSpec(attention.sequence_spec[0])
     if prefix is not None:
         check_shardings(("prefix_lengths",), (prefix,), (rows,), attention.mesh)
     if not given:
         return (None, prefix), (None, rows)
-    specs = {name: PartitionSpec() for name in given}
+    specs: dict[str, Any] = {name: PartitionSpec() for name in given}
     if bias is not None:
         specs["bias"] = attention.bias_spec(*given["bias"].shape[:2])
     arrays = [x.words if isinstance(x, Dropout) else x for x in given.values()]

@@ -247,14 +247,28 @@ def _paste(x: Array, tile: Array, tiling: Tiling, i: Array, axis: int) -> Array:
 def _pair_lists(
     mask: Mask, q: QueryShard, k: KeyShard, v: ValueShard, scores: Scores
 ) -> list[_PairList]:
-    """All pairs of tiles that may hold something visible, each once, in a list for each kind."""
-    coarse = tilings(mask, q.shape[1], k.shape[1])
-    side = math.isqrt(LOGITS_BYTES // (4 * q.shape[0] * q.shape[2]))
+    dims = q.shape[-1], v.shape[-1]
+    dense = no_kernels(q.dtype.name, *dims, scores.softcap, scores.given) is not None
+    return pair_lists(mask, q.shape[1], k.shape[1], q.shape[0] * q.shape[2], dense=dense)
+
+
+def pair_lists(
+    mask: Mask, query_len: int, key_len: int, rows: int, *, dense: bool
+) -> list[_PairList]:
+    """All pairs of tiles that may hold something visible, each once, in a list for each kind.
+
+    Args:
+        mask: the mask of a pair of units.
+        query_len, key_len: tokens of the units.
+        rows: rows of the batch times query heads.
+        dense: whether cuDNN serves no tile.
+    """
+    coarse = tilings(mask, query_len, key_len)
+    side = math.isqrt(LOGITS_BYTES // (4 * rows))
     size = min(FINE, 2 ** (max(side, 1).bit_length() - 1))
     (fine_query, query_parent), (fine_key, key_parent) = (split_tiles(x, size) for x in coarse)
     fine = fine_query, fine_key
-    dims = q.shape[-1], v.shape[-1]
-    if no_kernels(q.dtype.name, *dims, scores.softcap, scores.given):
+    if dense:
         return [_PairList.of("mixed", *fine, visible_tiles(mask, *fine))]
     kinds = tile_kinds(mask, *coarse)
     mixed = kinds.pop("mixed", None)
