@@ -80,16 +80,14 @@ def kernel_shares(schedule: Schedule, share: Sizes, *, dense: bool) -> dict[str,
     """
     tokens = share.query_tokens * schedule.num_shards, share.key_tokens * schedule.num_shards
     # All units at once: tiles lie in runs, and do not know which unit a run belongs to.
-    units = [
-        _all_runs(schedule, length, ranks)
-        for length, ranks in zip(tokens, (schedule.query_ranks, schedule.key_ranks), strict=True)
-    ]
-    pattern = schedule.pattern.within(tokens[0])
+    query = _all_runs(schedule, tokens[0], schedule.query_ranks)
+    key = _all_runs(schedule, tokens[1], schedule.key_ranks)
+    mask = Mask(schedule.pattern.within(tokens[0]), query, key)
     work = {"full": 0.0, "causal": 0.0, "dense": 0.0}
     with jax.ensure_compile_time_eval():
         rows = share.batch * share.heads
-        for pairs in tiled.pair_lists(Mask(pattern, *units), *tokens, rows, dense=dense):
-            kernel = {"mixed": "dense", "strict": "causal"}.get(pairs.kind, pairs.kind)
+        for pairs in tiled.pair_lists(mask, *tokens, rows, dense=dense):
+            kernel = {"full": "full", "mixed": "dense"}.get(pairs.kind, "causal")
             area = pairs.query.size * pairs.key.size / (2 if kernel == "causal" else 1)
             work[kernel] += area * int(pairs.count)
     total = sum(work.values())

@@ -64,11 +64,13 @@ def test_other_requests_go_to_tiles_which_say_where_they_are_dense(options, size
 @pytest.mark.parametrize(
     ("options", "sizes", "kernels"),
     [
-        # 64 tiles of 512 tokens: 8 on the diagonal, 28 below it.
-        (dict(mask=st.masks.Prefix(1024), layout="contiguous"), {}, (31, 6 / 2, 0)),
+        # Tiles of 256 tokens, the runs of zigzag order: 16 on the diagonal, 120 below it.
+        ({}, dict(packed=True), (120, 16 / 2, 0)),
+        # A length that is not known yet: all else may be visible.
+        (dict(mask=st.masks.Prefix()), {}, (120, 0, 136)),
         (dict(layout="striped"), {}, (0, 1, 0)),
-        # Of 512 tokens: 8 on the diagonal, and 7 that the edge of the window cuts.
-        (dict(window=512, layout="contiguous"), {}, (0, 8 / 2, 7)),
+        # Of 512 tokens: 8 on the diagonal, and 7 pairs that the edge of the window cuts.
+        (dict(window=500, layout="contiguous"), {}, (0, 8, 7 * 2)),
         (dict(causal=False), dict(scores=("slopes", "bias")), (0, 0, 1)),
     ],
 )

@@ -16,7 +16,9 @@ import oracle
 import startrail_jax as st
 from attention_cases import (
     FLOAT32_ERROR,
+    NARROW_ERROR_RATIO,
     Case,
+    Result,
     assert_close,
     draw_problem,
     natural,
@@ -108,6 +110,31 @@ def test_scores_match_the_oracle(names, own, case, monkeypatch):
             for axis in (2, 3):
                 found = attention.layout.unpermute(np.asarray(found), axis=axis)
         assert relative_error(found, expected) <= FLOAT32_ERROR, name
+
+
+def test_scores_in_bfloat16_are_as_exact_as_jax_nn():
+    """Slopes and bias, which are one bias to jax.nn."""
+    case = Case(degrees=D(group=2, ring=2), dtype="bfloat16", tokens=14, backend="xla")
+    attention, problem = case.attention, case.problem
+    learnt = draw_learnt({"slopes", "bias"}, (False, True), problem)
+    result, _ = solve(
+        attention, False, *place(attention, problem), put_learnt(attention, learnt), None
+    )
+    wanted, _ = of_oracle(problem, learnt, causal=True)
+    tokens = np.arange(case.seq_len)
+    far = np.abs(tokens[:, None] - tokens)
+    bias = learnt["bias"] - learnt["slopes"][:, None, None] * far
+    attend = functools.partial(jax.nn.dot_product_attention, bias=jnp.asarray(bias), is_causal=True)
+    inputs = problem.query, problem.key, problem.value
+    out, *gradients = jax.jit(lambda x, d: (attend(*x), *jax.vjp(attend, *x)[1](d)))(
+        inputs, problem.dout
+    )
+    theirs = Result(out, wanted.lse, *gradients)
+    bounds = {
+        name: NARROW_ERROR_RATIO * relative_error(x, getattr(wanted, name))
+        for name, x in theirs.items()
+    }
+    assert_close(natural(attention, result), wanted, bounds | {"lse": FLOAT32_ERROR})
 
 
 PREFIX = st.masks.Prefix()
