@@ -26,9 +26,8 @@ from startrail_jax.layout import Layout
 from startrail_jax.mesh import SEQUENCE_ROLES, AxisNames, check_sequence_axis, device_kind
 from startrail_jax.nodes import mesh_crossing
 from startrail_jax.schedule import Schedule, ring_offsets
-from startrail_jax.score_checks import check_per_head, check_softcap, given_to_call
+from startrail_jax.score_checks import check_names, check_per_head, check_softcap, given_to_call
 from startrail_jax.score_units import Given
-from startrail_jax.scores import NAMES
 from startrail_jax.sizes import GRADIENT_DTYPES, Sizes, dtype_name
 from startrail_jax.validation import (
     check_inner,
@@ -225,8 +224,7 @@ class Attention(Decoding):
             ValueError: if sizes do not fit the mesh, or if the platform is unknown.
             NotImplementedError: if this attention names a backend that does not serve them.
         """
-        for name in scores:
-            check_option("each of scores", name, NAMES)
+        check_names(scores)
         schedule = self.schedule.on(platform, capability)
         schedule = dataclasses.replace(schedule, scores=tuple(scores))
         sizes = Sizes(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from startrail_jax.errors import InputError, UnsupportedError
-from startrail_jax.scores import Dropout, Scores
+from startrail_jax.scores import NAMES, Dropout, Scores
 from startrail_jax.sharding import Sharded
 from startrail_jax.validation import check_shardings
 
@@ -20,6 +21,13 @@ def check_softcap(softcap: Any) -> None:
     """Raises a ValueError unless a soft cap is None or a positive number."""
     if softcap is not None and not (type(softcap) in (int, float) and 0 < softcap < float("inf")):
         raise InputError(f"softcap must be a positive number or None; got softcap={softcap!r}.")
+
+
+def check_names(scores: Sequence[str]) -> None:
+    """Raises a ValueError unless these are names of what calls may give for the scores."""
+    for name in scores:
+        if name not in NAMES:
+            raise InputError(f"scores must be of {NAMES}; got {name!r}. Name what calls give.")
 
 
 def check_per_head(name: str, values: Any, heads: int) -> Array:
