@@ -17,24 +17,24 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array
 
-from startrail_jax import blocks, collectives, masks, rings, softmax
+from startrail_jax import blocks, collectives, masks, rings, score_units, softmax
 from startrail_jax.analysis.explain import Explanation, explain
 from startrail_jax.cache import Decoding
-from startrail_jax.derivatives import without_derivative
+from startrail_jax.derivatives import FORWARD_ONLY, without_derivative
 from startrail_jax.errors import BalanceWarning
 from startrail_jax.head_chunks import check_head_chunks
 from startrail_jax.layout import Layout
 from startrail_jax.mesh import SEQUENCE_ROLES, AxisNames, check_sequence_axis, device_kind
 from startrail_jax.nodes import mesh_crossing
 from startrail_jax.schedule import Schedule, ring_offsets
+from startrail_jax.score_checks import check_names, check_per_head, check_softcap, given_to_call
+from startrail_jax.score_units import Given
 from startrail_jax.sizes import GRADIENT_DTYPES, Sizes, dtype_name
 from startrail_jax.validation import (
     check_inner,
     check_option,
     check_placement,
     check_shards,
-    check_sinks,
-    check_softcap,
     served_call,
 )
 
@@ -49,14 +49,6 @@ _OPTIONS = {
 
 # Further fields that `Schedule` has too.
 _STATIC = ("layout", "pattern", "scale", "softcap", "inner", "head_chunks")
-
-# jax (0.10 to 0.12) cannot lower the residuals of a shard_map inside a shard_map over other axes.
-FORWARD_ONLY = (
-    "A call inside a shard_map over other axes, such as the stages of a pipeline, has no gradient. "
-    "Make that shard_map manual over all axes of the mesh, with attention.query_spec(heads) and "
-    "the like among its in_specs, and call attention.local in it."
-)
-
 
 # The attentions and lengths whose balance this process has warned of.
 _WARNED: set[tuple[Any, int]] = set()
@@ -202,6 +194,7 @@ class Attention(Decoding):
         platform: str | None = None,
         capability: tuple[int, int] | None = None,
         devices_per_node: int | None = None,
+        scores: tuple[str, ...] = (),
     ) -> Explanation:
         """Says which backend serves inputs of these sizes, and why, without running anything.
 
@@ -223,12 +216,15 @@ class Attention(Decoding):
             capability: CUDA compute capability, such as (9, 0); None for that of the mesh.
             devices_per_node: number of devices in a node, in the order of `jax.devices()`; None for
                 what the devices say.
+            scores: what calls give for the scores, of "slopes", "bias" and "dropout".
 
         Raises:
             ValueError: if sizes do not fit the mesh, or if the platform is unknown.
             NotImplementedError: if this attention names a backend that does not serve them.
         """
+        check_names(scores)
         schedule = self.schedule.on(platform, capability)
+        schedule = dataclasses.replace(schedule, scores=tuple(scores))
         sizes = Sizes(
             batch=self.degrees.data,
             query_tokens=seq_len,
@@ -257,13 +253,15 @@ class Attention(Decoding):
         mask: ArrayLike | None = None,
         *,
         segment_ids: ArrayLike | tuple[ArrayLike, ArrayLike] | None = None,
+        slopes: ArrayLike | None = None,
         sinks: ArrayLike | None = None,
+        prefix_lengths: ArrayLike | None = None,
         return_lse: bool = False,
         dtype: DTypeLike | None = None,
         is_causal: bool = False,
         dropout_rng: Array | None = None,
         dropout_rate: float = 0.0,
-        broadcast_dropout: bool = True,
+        broadcast_dropout: bool = False,
         deterministic: bool = False,
         precision: Any = None,
         module: Any = None,
@@ -290,15 +288,30 @@ class Attention(Decoding):
             segment_ids: integers [batch, seq] sharded as `sequence_spec`, or a pair of such arrays
                 for queries and keys. Tokens of equal ids see each other. Negative ids are padding,
                 whose outputs and gradients are 0.
+            bias: floats [1 or batch, 1 or heads, seq, kv_seq] to add to the scaled and capped
+                logits, sharded as `bias_spec`: queries and keys in the order of `layout`, each
+                device with the rows of its queries. It may be learned. The whole of it exists, over
+                all devices, twice in the forward and once more, in float32, in the backward pass,
+                in which keys go round the ring.
+            slopes: [heads], the ALiBi slope m of each head: -m |query - key| is added to the scaled
+                and capped logits, from natural positions in the row. They may be learned.
             sinks: [heads], a logit for each head that counts in the denominator of its softmax and
                 has no value, as in gpt-oss: out * sigmoid(lse - sink), exactly. It may be learned.
                 Zeros make the softmax off by one. None for none. Rows that see no key stay 0.
+            prefix_lengths: integers [batch], how many tokens of each row are its prefix, which a
+                `masks.Prefix()` without a length needs. At 0 the row is causal.
             return_lse: whether to return the log-sum-exp too; gradients flow through both.
             dtype: dtype to cast query, key and value to; None leaves them as they are.
             is_causal: must not be True unless this attention is causal. False changes nothing.
-            bias, mask, dropout_rng, dropout_rate, broadcast_dropout, deterministic, precision,
-            module, input_positions, force_fp32_for_softmax, einsum_dot_general,
-            qk_attn_weights_einsum, attn_weights_value_einsum: what Flax passes to an attention
+            dropout_rate: share of the probabilities to drop, after the softmax: those that stay are
+                scaled by 1 / (1 - rate). 0 for none.
+            dropout_rng: a key of `jax.random`, which a rate above 0 needs. It drops the same
+                entries on any mesh, under any scheme and layout.
+            broadcast_dropout: whether all rows and heads drop the same pairs of positions, which is
+                what Flax's modules ask for.
+            deterministic: whether nothing is dropped.
+            mask, precision, module, input_positions, force_fp32_for_softmax, einsum_dot_general,
+            qk_attn_weights_einsum, attn_weights_value_einsum: what else Flax passes to an attention
                 function. A value that asks for something that this op does not do raises an error.
                 The softmax is always in float32.
             scale, implementation, local_window_size: as in `jax.nn.dot_product_attention`, for this
@@ -317,7 +330,7 @@ class Attention(Decoding):
             ValueError: if shapes, dtypes or shardings do not fit each other or the mesh.
             NotImplementedError: if a Flax option is not served.
         """
-        del dropout_rng, broadcast_dropout, force_fp32_for_softmax
+        del force_fp32_for_softmax
         options, inputs, specs = served_call(
             self,
             (query, key, value),
@@ -326,10 +339,8 @@ class Attention(Decoding):
             scale=scale,
             implementation=implementation,
             local_window_size=local_window_size,
-            bias=bias,
             mask=mask,
             is_causal=is_causal,
-            dropout_rate=None if deterministic else dropout_rate or None,
             precision=precision,
             module=module,
             input_positions=input_positions,
@@ -341,9 +352,14 @@ class Attention(Decoding):
             return_residual=return_residual or None,
         )
         attention = dataclasses.replace(self, **options) if options else self
-        out, lse = _run(attention, specs, *inputs)
+        dropout = dropout_rng, 0.0 if deterministic else dropout_rate, broadcast_dropout
+        given, given_specs = given_to_call(
+            attention, inputs, slopes=slopes, bias=bias, prefix=prefix_lengths, dropout=dropout
+        )
+        out, lse = _run(attention, specs, given_specs, given, *inputs)
         if sinks is not None:
-            out, lse = _with_sinks(out, lse, check_sinks(sinks, inputs[0].shape[2]))
+            sinks = check_per_head("sinks", sinks, inputs[0].shape[2])
+            out, lse = _with_sinks(out, lse, sinks)
         return (out, lse) if return_lse else out
 
     def local(
@@ -385,33 +401,44 @@ class Attention(Decoding):
         )
 
     def _on_device(
-        self, query: Array, key: Array, value: Array, *ids: Array, kv_heads: int
+        self,
+        given: Given,
+        query: Array,
+        key: Array,
+        value: Array,
+        *ids: Array,
+        kv_heads: int,
     ) -> tuple[Array, Array]:
         """Attention on one device, where `kv_heads` may all lie on every device along `tensor`."""
         if kv_heads % self.degrees.tensor:
             tensor = self.axes["tensor"]
             needed = collectives.needed_heads(kv_heads, self.degrees.head, tensor)
             key, value = (collectives.copy_heads(x, needed, tensor) for x in (key, value))
-        query_ids, key_ids = (ids[0], ids[-1]) if ids else (None, None)
-        return rings.sharded_attention(self.schedule, query, key, value, query_ids, key_ids)
+        both: tuple[Any, Any] = (ids[0], ids[-1]) if ids else (None, None)
+        schedule, given = score_units.local(self.schedule, given, query, self.axes)
+        return rings.sharded_attention(schedule, query, key, value, *both, given)
 
 
 _with_sinks = jax.jit(softmax.with_sinks)
 
 
 # Jitted, because outside a jit shard_map runs its body one operation at a time.
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _run(
-    attention: Attention, specs: tuple[PartitionSpec, ...], *inputs: Array
+    attention: Attention,
+    specs: tuple[PartitionSpec, ...],
+    given_specs: tuple[Any, Any],
+    given: Given,
+    *inputs: Array,
 ) -> tuple[Array, Array]:
     """The attention of whole arrays that have been checked."""
     mesh, axis_names = attention.free_axes()
     if mesh != attention.mesh:
-        inputs = without_derivative(FORWARD_ONLY, inputs)
+        given, inputs = without_derivative(FORWARD_ONLY, (given, inputs))
     return jax.shard_map(
         functools.partial(attention._on_device, kv_heads=inputs[1].shape[2]),
         mesh=mesh,
         axis_names=axis_names,
-        in_specs=specs,
+        in_specs=(given_specs, *specs),
         out_specs=(specs[0], attention.lse_spec),
-    )(*inputs)
+    )(given, *inputs)

@@ -21,11 +21,12 @@ from startrail_jax import collectives
 from startrail_jax.layout import Layout
 from startrail_jax.masks import Pattern
 from startrail_jax.mesh import SEQUENCE_ROLES, Axis, flat_axis
+from startrail_jax.score_checks import check_per_head
 from startrail_jax.shapes import EMPTY, KeyShard, LseShard, OutShard, QueryShard, ValueShard
 from startrail_jax.sharding import Sharded
 from startrail_jax.sizes import check_heads
 from startrail_jax.softmax import cap_logits, rows
-from startrail_jax.validation import check_decode, check_shardings, check_sinks, check_update
+from startrail_jax.validation import check_decode, check_shardings, check_update
 from startrail_jax.varying import alike
 
 
@@ -43,6 +44,7 @@ class Decoding(Sharded):
         value_cache: ArrayLike,
         positions: ArrayLike,
         *,
+        slopes: ArrayLike | None = None,
         sinks: ArrayLike | None = None,
     ) -> Array:
         """Attends new tokens to a cache of keys and values that is sharded over the sequence axes.
@@ -61,7 +63,7 @@ class Decoding(Sharded):
             positions: int32 [batch, new], the position of each query. A query sees the slots of
                 its own position and below that the mask shows. A query of negative position sees
                 none.
-            sinks: as in a call.
+            slopes, sinks: as in a call.
 
         Returns:
             out [batch, new, heads, value_head_dim] in the dtype of query and sharded like it; 0
@@ -79,10 +81,12 @@ class Decoding(Sharded):
         specs = (query_spec, key_spec, key_spec, PartitionSpec(query_spec[0]))
         names = ("query", "key_cache", "value_cache", "positions")
         check_shardings(names, arrays, specs, self.mesh)
-        if sinks is not None:
-            arrays += (check_sinks(sinks, query.shape[2]),)
-            specs += (PartitionSpec(),)
-        return _decode(self, specs, *arrays)
+        per_head = {
+            name: check_per_head(name, values, query.shape[2])
+            for name, values in (("slopes", slopes), ("sinks", sinks))
+            if values is not None
+        }
+        return _decode(self, specs, per_head, *arrays)
 
     def decode_local(
         self,
@@ -91,6 +95,7 @@ class Decoding(Sharded):
         value_cache: Array,
         positions: Array,
         sinks: Array | None = None,
+        slopes: Array | None = None,
     ) -> Array:
         """Does what `decode` does on one device, inside a fully manual `shard_map` of the caller.
 
@@ -99,7 +104,7 @@ class Decoding(Sharded):
             key_cache, value_cache: this device's slots [b, s, k, h] and [b, s, k, v], of the key
                 heads that its query heads need; neighbouring query heads share one.
             positions: int32 [b, t], the positions of the new tokens.
-            sinks: floats [n] of this device's heads, as in a call.
+            sinks, slopes: floats [n] of this device's heads, as in a call.
 
         Returns:
             out [b, t, n, v] of this device's queries, in the dtype of query.
@@ -127,15 +132,16 @@ class Decoding(Sharded):
             scale=self.scale,
             softcap=self.softcap,
             sinks=sinks,
+            slopes=slopes,
         )
 
     def _decode_on_device(
         self,
+        per_head: dict[str, Array],
         query: Array,
         key: Array,
         value: Array,
         positions: Array,
-        sinks: Array | None = None,
         *,
         kv_heads: int,
     ) -> Array:
@@ -144,11 +150,13 @@ class Decoding(Sharded):
             needed = collectives.needed_heads(kv_heads, self.degrees.head, self.axes["tensor"])
             needed = needed[:: self.key_copies(kv_heads)]
             key, value = (jnp.take(x, needed, axis=2, mode="clip") for x in (key, value))
-        if sinks is not None:
-            heads = query.shape[2]
-            first = collectives.index(self.axes["tensor"]) * heads
-            sinks = jax.lax.dynamic_slice_in_dim(sinks, first, heads)
-        return self.decode_local(query, key, value, positions, sinks)
+        heads = query.shape[2]
+        first = collectives.index(self.axes["tensor"]) * heads
+        own = {
+            name: jax.lax.dynamic_slice_in_dim(values, first, heads)
+            for name, values in per_head.items()
+        }
+        return self.decode_local(query, key, value, positions, **own)
 
     def update_cache(self, cache: ArrayLike, new: ArrayLike, positions: ArrayLike) -> Array:
         """Writes the keys, or the values, of new tokens into their slots; nothing is sent.
@@ -227,16 +235,21 @@ class Decoding(Sharded):
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _decode(attention: Decoding, specs: tuple[PartitionSpec, ...], *arrays: Array) -> Array:
+def _decode(
+    attention: Decoding,
+    specs: tuple[PartitionSpec, ...],
+    per_head: dict[str, Array],
+    *arrays: Array,
+) -> Array:
     """`decode` of arrays that have been checked."""
     mesh, axis_names = attention.free_axes()
     return jax.shard_map(
         functools.partial(attention._decode_on_device, kv_heads=arrays[1].shape[2]),
         mesh=mesh,
         axis_names=axis_names,
-        in_specs=specs,
+        in_specs=(PartitionSpec(), *specs),
         out_specs=specs[0],
-    )(*arrays)
+    )(per_head, *arrays)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -264,6 +277,7 @@ def sharded_decode(
     scale: float | None,
     softcap: float | None = None,
     sinks: Float[Array, " n"] | None = None,
+    slopes: Float[Array, " n"] | None = None,
 ) -> OutShard:
     """Attends new tokens, which all P devices along `ranks` hold, to the slots of all of them.
 
@@ -285,13 +299,13 @@ def sharded_decode(
         scale: factor of the logits; None for head_dim ** -0.5.
         softcap: cap of the logits; None for none.
         sinks: a logit for each head, which counts in the denominator; None for none.
+        slopes: the ALiBi slope of each head; None for none.
 
     Returns:
         out in the dtype of q, replicated over `ranks`; 0 where no slot is visible.
     """
-    out, lse = _attend_slots(
-        q, k, v, positions, _slot_positions(layout, ranks, k.shape[1]), pattern, scale, softcap
-    )
+    slots = _slot_positions(layout, ranks, k.shape[1])
+    out, lse = _attend_slots(q, k, v, positions, slots, pattern, scale, softcap, slopes)
     highest = collectives.maximum(lse, ranks)
     # In a row that is EMPTY everywhere the weights are 1, and the outputs that they scale are 0.
     weights = rows(jnp.exp(lse - highest))
@@ -311,6 +325,7 @@ def _attend_slots(
     pattern: Pattern,
     scale: float | None,
     softcap: float | None,
+    slopes: Float[Array, " n"] | None,
 ) -> tuple[Float32[Array, "b t n v"], LseShard]:
     """Dense attention to those of this device's slots that are visible, all in float32."""
     batch, length, heads, head_dim = q.shape
@@ -318,6 +333,9 @@ def _attend_slots(
     factor = head_dim**-0.5 if scale is None else scale
     visible = pattern.visible(positions[:, :, None], slots[None, None, :])[:, None, None]
     logits, _ = cap_logits(_dot("btkgh,bskh->bkgts", groups, k) * factor, softcap)
+    if slopes is not None:
+        far = jnp.abs(positions[:, :, None] - slots[None, None]).astype(jnp.float32)[:, None, None]
+        logits -= slopes.astype(jnp.float32).reshape(1, k.shape[2], -1, 1, 1) * far
     logits = jnp.where(visible, logits, EMPTY)
     highest = logits.max(-1, keepdims=True)
     # In a row that sees no slot, every logit is EMPTY, and its weights must be 0 all the same.

@@ -48,7 +48,7 @@ def check_head_chunks(head_chunks: Any, kv_heads: int | None = None) -> None:
 
 
 def in_chunks(
-    attend: Callable[[Array, Array, Array], tuple[Array, Array]],
+    attend: Callable[[int, Array, Array, Array], tuple[Array, Array]],
     head_chunks: int,
     q: Array,
     k: Array,
@@ -60,7 +60,8 @@ def in_chunks(
     memory at a time.
 
     Args:
-        attend: attention of the heads of a chunk: out and lse from q, k and v.
+        attend: attention of the heads of a chunk: out and lse from the number of its first query
+            head, and from q, k and v.
         head_chunks: number of chunks, which divides the key heads.
         q: queries [b, t, n, h]; neighbouring heads share a key head.
         k, v: keys and values, [b, s, k, h] and [b, s, k, v].
@@ -68,10 +69,12 @@ def in_chunks(
     Returns:
         out [b, t, n, v] and lse [b, n, t].
     """
+    if head_chunks == 1:
+        return attend(0, q, k, v)
     found: list[tuple[Array, Array]] = []
     for chunk in zip(*(jnp.split(x, head_chunks, 2) for x in (q, k, v)), strict=True):
         if len(found) >= AT_ONCE:
             found[-AT_ONCE], chunk = in_turn(found[-AT_ONCE], chunk)
-        found.append(attend(*chunk))
+        found.append(attend(len(found) * chunk[0].shape[2], *chunk))
     outs, lses = zip(*found, strict=True)
     return jnp.concatenate(outs, 2), jnp.concatenate(lses, 1)

@@ -32,12 +32,13 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Float32
 
-from startrail_jax import blocks, collectives
-from startrail_jax.derivatives import without_derivative
+from startrail_jax import blocks, collectives, score_units
+from startrail_jax.derivatives import FIRST_ONLY, without_derivative
 from startrail_jax.head_chunks import check_head_chunks, in_chunks
 from startrail_jax.ordering import recompute_in_backward
 from startrail_jax.ring_loop import UNROLLED_ROUNDS, as_float32, circulate
 from startrail_jax.schedule import Schedule, ring_offsets
+from startrail_jax.score_units import Given
 from startrail_jax.shapes import (
     EMPTY,
     KeySegments,
@@ -58,12 +59,6 @@ recompute attention: the output of step 4, its log-sum-exp, the output of step 5
 that of step 4 only where the head degree is above 1), and the gathered units, which exist only with
 `keep_gathered`."""
 
-FIRST_ONLY = (
-    "Sequence-parallel attention has first derivatives only; got a gradient of its gradient. Use "
-    "jax.nn.dot_product_attention where second derivatives are needed, or finite differences of "
-    "the gradient."
-)
-
 
 def sharded_attention(
     schedule: Schedule,
@@ -72,6 +67,7 @@ def sharded_attention(
     v: ValueShard,
     query_segments: QuerySegments | None = None,
     key_segments: KeySegments | None = None,
+    given: Given = (None, None),
 ) -> tuple[OutShard, LseShard]:
     """Attention of this device's tokens to the whole sequence: steps 0 to 5, for a chunk at a time.
 
@@ -84,6 +80,8 @@ def sharded_attention(
         q: this device's queries, of all the heads that its tensor rank holds.
         k, v: its keys and values, likewise: in the dtype of q, or copies (`copy_heads`).
         query_segments, key_segments: segment ids of the same tokens; both or neither.
+        given: scores, as `score_units.local` gives them and `schedule.scores` names them, and the
+            lengths of prefixes.
 
     Returns:
         out in the dtype of q and lse in float32, for this device's tokens.
@@ -93,11 +91,12 @@ def sharded_attention(
         k, v = as_float32((k, v))
     q, k, v = alike(q, k, v)
 
-    def attend(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-        return _attend_heads(schedule, q, k, v, query_segments, key_segments)
+    def attend(first: int, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+        scores, prefix = given
+        if scores is not None:
+            scores = scores.of_heads(first, q.shape[2])
+        return _attend_heads(schedule, q, k, v, query_segments, key_segments, (scores, prefix))
 
-    if schedule.head_chunks == 1:
-        return attend(q, k, v)
     return in_chunks(attend, schedule.head_chunks, q, k, v)
 
 
@@ -108,6 +107,7 @@ def _attend_heads(
     v: ValueShard,
     query_segments: QuerySegments | None,
     key_segments: KeySegments | None,
+    given: Given,
 ) -> tuple[OutShard, LseShard]:
     """Steps 0 to 5 for some heads, or all."""
     head = schedule.head
@@ -120,7 +120,10 @@ def _attend_heads(
         query_segments = collectives.gather(query_segments, head, 1)
     if key_segments is not None:
         key_segments = query_segments if shared else collectives.gather(key_segments, head, 1)
-    out, lse, _ = concentric_attention(schedule, q, k, v, query_segments, key_segments)
+    if given[0] is not None:
+        given = score_units.place(schedule, given[0], q), given[1]
+    ids = query_segments, key_segments
+    out, lse, _ = concentric_attention(schedule, q, k, v, *ids, given)
     out = collectives.exchange(out, head, split=1, concat=2)
     lse = collectives.exchange(lse, head, split=2, concat=1)
     if head.degree > 1:
@@ -135,6 +138,7 @@ def _forward(
     v: ValueShard,
     query_segments: QuerySegments | None,
     key_segments: KeySegments | None,
+    given: Given = (None, None),
 ) -> tuple[OutShard, LseShard, LseShard | None]:
     """Steps 1 to 4: gather queries, place keys, go round the ring, combine over the team.
 
@@ -150,7 +154,8 @@ def _forward(
     """
     k, v = (x.astype(q.dtype) for x in (k, v))
     static = _static(schedule, q, k, v, query_segments)
-    return _attend(schedule, static, *_units(schedule, q, k, v, query_segments, key_segments))
+    units = _units(schedule, q, k, v, query_segments, key_segments)
+    return _attend(schedule, static, *units, given=given)
 
 
 def _units(
@@ -182,6 +187,7 @@ def _attend(
     v_unit: Any,
     query_ids: Any,
     key_ids: Any,
+    given: Given,
 ) -> tuple[OutShard, LseShard, LseShard | None]:
     """Steps 3 and 4, from the units that `_units` gives and what `_static` gives."""
     seq_len, scale, block, _ = static
@@ -189,8 +195,9 @@ def _attend(
 
     def attend(keys: Any, distance: Any, so_far: Any) -> tuple[Partials, tuple[()]]:
         k, v, key_ids = keys
-        mask = schedule.mask(seq_len, device, query_ids, key_ids, keys_behind=distance)
-        return block.forward(q_unit, k, v, mask, scale, so_far or (), schedule.softcap), ()
+        units = q_unit, k, query_ids, key_ids
+        mask, here = score_units.met(schedule, seq_len, device, units, given, keys_behind=distance)
+        return block.forward(q_unit, k, v, mask, scale, so_far or (), here), ()
 
     partials, _ = circulate(
         schedule.cycles,
@@ -208,7 +215,16 @@ def _attend(
     return _combine(schedule, out, lse, low, q_unit.dtype)
 
 
-def _forward_rule(schedule: Schedule, q: Any, k: Any, v: Any, *segments: Any) -> tuple[Any, Any]:
+def _forward_rule(
+    schedule: Schedule,
+    q: Any,
+    k: Any,
+    v: Any,
+    query_segments: Any,
+    key_segments: Any,
+    given: Given = (None, None),
+) -> tuple[Any, Any]:
+    segments = query_segments, key_segments
     given_keys = k[:0]
     k, v = (x.astype(q.dtype) for x in (k, v))
     kept = (q, k, v, *segments)
@@ -216,16 +232,16 @@ def _forward_rule(schedule: Schedule, q: Any, k: Any, v: Any, *segments: Any) ->
         static = _static(schedule, q, k, v, segments[0])
         units = _units(schedule, *kept)
         kept = jax.tree.map(lambda x: checkpoint_name(x, CHECKPOINT_NAMES[3]), units)
-        out, *stats = _attend(schedule, static, *kept)
+        out, *stats = _attend(schedule, static, *kept, given=given)
     else:
-        out, *stats = concentric_attention(schedule, *kept)
+        out, *stats = concentric_attention(schedule, *kept, given)
     out = checkpoint_name(out, CHECKPOINT_NAMES[0])
     lse, low = (x if x is None else checkpoint_name(x, CHECKPOINT_NAMES[1]) for x in stats)
-    return (out, lse, low), (*kept, out, lse, low, given_keys)
+    return (out, lse, low), (*kept, given, out, lse, low, given_keys)
 
 
 def _backward(schedule: Schedule, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
-    """Gradients of q, k and v, block by block, as in FlashAttention-2 (arXiv 2307.08691, 3.1.2).
+    """Gradients of q, k, v and scores, as in FlashAttention-2 (arXiv 2307.08691, 3.1.2).
 
         p = exp(s - lse),  ds = p * (dp - delta),  delta = rowsum(dout * out) - dlse
 
@@ -239,7 +255,7 @@ def _backward(schedule: Schedule, residuals: Any, cotangents: Any) -> tuple[Any,
     Gradients are summed in float32, and travel in `schedule.gradient_dtype`: in bfloat16 a gradient
     is half of what these figures count, and each hop rounds the sum so far once.
     """
-    *kept, out, lse, low, given_keys = residuals
+    *kept, given, out, lse, low, given_keys = residuals
     dout, dlse, *_ = cotangents
     seq_len, scale, block, by_query = _static(schedule, *kept[:4], gathered=schedule.keep_gathered)
     units = _backward_units(schedule, kept, by_query, dout, lse)
@@ -266,17 +282,21 @@ def _backward(schedule: Schedule, residuals: Any, cotangents: Any) -> tuple[Any,
     def gradients(queries: Any, keys: Any, into: Any, **distance: Any) -> tuple[Array, ...]:
         q, dout, lse, delta, query_ids = queries
         k, v, key_ids = keys
-        mask = schedule.mask(seq_len, device, query_ids, key_ids, **distance)
-        return block.backward(q, k, v, lse, delta, dout, mask, scale, into, schedule.softcap)
+        units = q, k, query_ids, key_ids
+        mask, here = score_units.met(schedule, seq_len, device, units, given, **distance)
+        return block.backward(q, k, v, lse, delta, dout, mask, scale, into, here)
 
+    # The gradients of scores stay, whatever travels: they are sums over all that a device visits.
     def visit_queries(queries: Any, distance: Any, so_far: Any) -> tuple[Any, Any]:
         into = (None, *(so_far or (None, None)))
-        dq, dk, dv = gradients(queries, keys, into, queries_ahead=distance)
-        return (dk, dv), dq
+        dq, *stay = gradients(queries, keys, into, queries_ahead=distance)
+        return tuple(stay), dq
 
     def visit_keys(keys: Any, distance: Any, so_far: Any) -> tuple[Any, Any]:
-        dq, dk, dv = gradients(queries, keys, (so_far, None, None), keys_behind=distance)
-        return dq, (dk, dv)
+        dq, *of_scores = so_far or (None,)
+        into = (dq, None, None, *of_scores)
+        dq, dk, dv, *of_scores = gradients(queries, keys, into, keys_behind=distance)
+        return (dq, *of_scores), (dk, dv)
 
     stayed, travelled = circulate(
         schedule.cycles,
@@ -289,13 +309,18 @@ def _backward(schedule: Schedule, residuals: Any, cotangents: Any) -> tuple[Any,
         follows_dtype=schedule.gradient_dtype,
     )
     stayed = as_float32(stayed)
-    dq, (dk, dv) = (travelled, stayed) if by_query else (stayed, travelled)
+    if by_query:
+        dq, (dk, dv, *of_scores) = travelled, stayed
+    else:
+        (dq, *of_scores), (dk, dv) = stayed, travelled
     dq = schedule.unsort(dq, schedule.query_ranks, 1)
     travel_dtype = schedule.gradient_dtype
     dq = collectives.sum_at_owner(dq, schedule.team, 1, travel_dtype).astype(q_unit.dtype)
     dk, dv = (schedule.unsort(x, schedule.key_ranks, 1) for x in (dk, dv))
     dk, dv = (schedule.keys.scatter(x, given_keys.dtype, travel_dtype) for x in (dk, dv))
-    return dq, dk, dv, None, None
+    scores, _ = given
+    d_scores = None if scores is None else scores.with_gradients(of_scores)
+    return dq, dk, dv, None, None, (d_scores, None)
 
 
 def _backward_units(

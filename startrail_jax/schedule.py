@@ -70,6 +70,8 @@ class Schedule:
     """Platform of the devices, as `mesh.device_kind` gives it."""
     capability: tuple[int, int] | None
     """Least CUDA compute capability of the devices, as `mesh.device_kind` gives it."""
+    scores: tuple[str, ...] = ()
+    """What calls give for the scores, of `scores.NAMES`. They speak of positions too."""
 
     def on(self, platform: str | None, capability: tuple[int, int] | None) -> Schedule:
         """The same schedule on other devices; what is None stays as it is on the mesh.
@@ -95,7 +97,7 @@ class Schedule:
     @property
     def ordered(self) -> bool:
         """Whether the positions of tokens matter, so that units are in order of position."""
-        return not isinstance(self.pattern, Full)
+        return not isinstance(self.pattern, Full) or bool(self.scores)
 
     @property
     def num_shards(self) -> int:
@@ -152,6 +154,7 @@ class Schedule:
         query_segments: Array | None = None,
         key_segments: Array | None = None,
         *,
+        kv_seq_len: int | None = None,
         queries_ahead: Any = 0,
         keys_behind: Any = 0,
     ) -> Mask:
@@ -161,18 +164,19 @@ class Schedule:
             seq_len: tokens of the whole sequence.
             device: the indices (g, p, a) of the device; they may be traced.
             query_segments, key_segments: segment ids of the two units, or None.
+            kv_seq_len: key tokens of the whole sequence; None for as many as query tokens.
             queries_ahead: from how far ahead on the ring the query unit has come.
             keys_behind: from how far behind on the ring the key unit has come.
         """
         pattern = self.pattern.within(seq_len)
-        if isinstance(pattern, Full):
+        if isinstance(pattern, Full) and not self.scores:
             return Mask(query_segments=query_segments, key_segments=key_segments)
         g, p, a = device
         query, key = self.query_unit(g, p, queries_ahead), self.key_unit(p, a, keys_behind)
         return Mask(
             pattern,
             query_runs=self.layout.unit_positions(seq_len, self.query_ranks, query),
-            key_runs=self.layout.unit_positions(seq_len, self.key_ranks, key),
+            key_runs=self.layout.unit_positions(kv_seq_len or seq_len, self.key_ranks, key),
             query_segments=query_segments,
             key_segments=key_segments,
             offsets=run_offsets(self, seq_len, queries_ahead + keys_behind),
@@ -191,10 +195,16 @@ class Schedule:
             packed=share.packed,
             num_cases=len(unit_cases(self, seq_len)),
             softcap=self.softcap,
+            scores=self.scores,
         )
 
     def travels(self, share: Sizes) -> str:
-        """Which side goes round the ring in the backward pass: "query" or "kv"."""
+        """Which side goes round the ring in the backward pass: "query" or "kv".
+
+        Queries with a bias stay, as the rows of the bias would have to travel with them.
+        """
+        if "bias" in self.scores and self.ring.degree > 1:
+            return "kv"
         if self.backward != "auto":
             return self.backward
         return share.cheaper_traveller(team=self.team.degree, group=self.group.degree)
@@ -213,7 +223,7 @@ class Schedule:
 
 def schedule_of(degrees: Degrees, pattern: Pattern, layout: Layout, inner: int = 1) -> Schedule:
     """A schedule for the axes of `make_mesh`, with the defaults of `Attention` for all else."""
-    axes = {role: Axis((role,), getattr(degrees, role)) for role in SEQUENCE_ROLES}
+    axes: dict[str, Any] = {role: Axis((role,), getattr(degrees, role)) for role in SEQUENCE_ROLES}
     return Schedule(
         **axes,
         layout=layout,

@@ -77,6 +77,17 @@ class Sharded:
         entry = self._spec_entry("tensor") if sharded else None
         return PartitionSpec(*self.sequence_spec, entry, None)
 
+    def bias_spec(self, batch: int, heads: int) -> PartitionSpec:
+        """PartitionSpec of a bias [batch, heads, seq, kv_seq]: rows as queries, whole columns.
+
+        Args:
+            batch: 1 for a bias that all rows of the batch share.
+            heads: 1 for one that all heads share.
+        """
+        data, seq = self.sequence_spec
+        tensor = self._spec_entry("tensor")
+        return PartitionSpec(data if batch > 1 else None, tensor if heads > 1 else None, seq, None)
+
     @property
     def lse_spec(self) -> PartitionSpec:
         """PartitionSpec of the log-sum-exp [batch, heads, seq]."""

@@ -45,27 +45,6 @@ def check_inner(inner: Any, ring: int) -> None:
     )
 
 
-def check_softcap(softcap: Any) -> None:
-    """Raises a ValueError unless a soft cap is None or a positive number."""
-    if softcap is not None and not (type(softcap) in (int, float) and 0 < softcap < float("inf")):
-        raise InputError(f"softcap must be a positive number or None; got softcap={softcap!r}.")
-
-
-def check_sinks(sinks: Any, heads: int) -> Array:
-    """The sinks as an array.
-
-    Raises:
-        ValueError: unless they are one float for each query head.
-    """
-    array = jnp.asarray(sinks)
-    if array.shape == (heads,) and jnp.issubdtype(array.dtype, jnp.floating):
-        return array
-    raise InputError(
-        f"sinks must be floats [heads] = [{heads}]; got {array.dtype} {list(array.shape)}. Give "
-        "one logit for each query head, over all devices."
-    )
-
-
 def check_placement(placement: str, degrees: Degrees) -> None:
     """Raises a ValueError if the degrees do not allow this order of key placement."""
     if placement == "gather_permute" and degrees.team != degrees.group:
@@ -138,9 +117,7 @@ def _refuse_unserved(attention: Sharded, options: Mapping[str, Any]) -> None:
         mask = "This attention is causal already: leave a causal mask out. " + mask
     lengths = "Mark padding by negative segment_ids"
     ways_out = {
-        "bias": "Add positions to the queries and keys (RoPE) instead",
         "mask": mask,
-        "dropout_rate": "Set it to 0, or pass deterministic=True",
         "precision": "Leave it None: float32 inputs are computed in full precision",
         "module": "Leave sow_weights off: the weights never exist as a whole",
         "input_positions": "To decode, call Attention.decode with a cache of your own",

@@ -54,20 +54,23 @@ MAY_IMPORT = {
     "tiles": BASE | {"layout", "mask"},
     "softmax": BASE,
     "varying": set(),
+    "scores": BASE | {"mask", "softmax", "tiles"},
     "collectives": BASE | {"mesh", "layout", "softmax"},
     "blocks": BASE
-    | {"layout", "pieces", "masks", "mask", "tiles", "softmax", "ordering", "varying"},
+    | {"layout", "pieces", "masks", "mask", "tiles", "softmax", "scores", "ordering", "varying"},
     "compiler": BASE | {"mesh"},
     "sizes": BASE | {"mesh", "layout", "masks"},
     "schedule": TOKENS | {"collectives", "blocks", "sizes"},
+    "score_units": BASE | {"collectives", "mask", "mesh", "schedule", "scores", "varying"},
     "ring_loop": {"collectives", "mesh"},
     "rings": TOKENS
     | {"blocks", "collectives", "derivatives", "head_chunks", "ordering", "ring_loop", "schedule"}
-    | {"sizes", "varying"},
+    | {"score_units", "sizes", "varying"},
     "token_order": BASE | {"layout"},
     "sharding": BASE | {"mesh", "layout", "sizes", "token_order"},
     "validation": BASE | {"mesh", "layout", "masks", "sharding", "sizes", "token_order"},
-    "cache": TOKENS | {"collectives", "sharding", "sizes", "validation", "varying"},
+    "score_checks": BASE | {"scores", "sharding", "validation"},
+    "cache": TOKENS | {"collectives", "score_checks", "sharding", "sizes", "validation", "varying"},
     "analysis": TOKENS | {"blocks", "head_chunks", "nodes", "schedule", "sizes", "validation"},
     # What it measures of the devices at hand, it measures with the op; the rest is arithmetic.
     "planner": {"attention", "collectives", "device_mesh", "errors", "mesh", "nodes"},
@@ -75,7 +78,7 @@ MAY_IMPORT = {
     "device_mesh": BASE | {"mesh", "nodes", "analysis"},
     "attention": TOKENS
     | {"analysis", "blocks", "cache", "collectives", "derivatives", "head_chunks", "nodes", "rings"}
-    | {"schedule", "sizes", "validation"},
+    | {"schedule", "score_checks", "score_units", "scores", "sizes", "validation"},
     "testing": TOKENS | {"attention"},
 }
 # Modules of the op that read no arrays may use only what describes a setting.

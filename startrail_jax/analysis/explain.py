@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from startrail_jax import blocks
-from startrail_jax.analysis.work import better_layout, shares
+from startrail_jax.analysis.work import better_layout, kernel_shares, shares
 from startrail_jax.blocks import tiled
 from startrail_jax.head_chunks import check_head_chunks
 from startrail_jax.masks import Full, Pattern
@@ -35,6 +35,9 @@ class Explanation:
     """Name of each better backend -> why it does not serve this attention."""
     dense: str | None
     """Why backend "tiled" uses no cuDNN kernel at all; None if it does, or for other backends."""
+    kernels: dict[str, float]
+    """For backend "tiled", the part of the work in tiles that are "full" and "causal", which cuDNN
+    attends, and in "dense" ones; without segment ids, which only cut up tiles."""
     query_tokens: int
     """Tokens of a query unit: a kernel call has at most so many queries."""
     key_tokens: int
@@ -80,6 +83,9 @@ class Explanation:
             lines.append(f"  dense tiles only, without cuDNN: {self.dense}")
         cycles = f" (inner cycles of {self.inner})" if self.inner > 1 else ""
         parts = f", for each of {self.head_chunks} parts of the heads" * (self.head_chunks > 1)
+        if self.kernels:
+            work = ", ".join(f"{part:.0%} {kind}" for kind, part in self.kernels.items())
+            lines.append(f"  work in tiles, of which cuDNN attends the full and causal: {work}")
         lines.append(
             f"  {self.rounds} ring rounds{cycles} of {self.query_tokens} queries by "
             f"{self.key_tokens} keys{parts}; in the backward pass {self.travels} travels"
@@ -123,11 +129,16 @@ def explain(
     seq_len, kv_seq_len = (
         tokens * schedule.num_shards for tokens in (share.query_tokens, share.key_tokens)
     )
-    dense, cases = None, ()
+    dense, cases, kernels = None, (), {}
     if choice.backend == "tiled":
         dense = tiled.no_kernels(
-            share.dtype, share.head_dim, share.value_head_dim, schedule.softcap
+            share.dtype,
+            share.head_dim,
+            share.value_head_dim,
+            schedule.softcap,
+            schedule.scores,
         )
+        kernels = kernel_shares(schedule, share, dense=dense is not None)
     if choice.backend == "cudnn":
         cases = unit_cases(schedule, seq_len, kv_seq_len)
     num_nodes, across = nodes or (None, ())
@@ -144,6 +155,7 @@ def explain(
         backend=choice.backend,
         refusals=choice.refusals,
         dense=dense,
+        kernels=kernels,
         query_tokens=share.query_tokens * schedule.team.degree,
         key_tokens=share.key_tokens * schedule.group.degree,
         cases=cases,

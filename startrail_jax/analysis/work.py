@@ -9,9 +9,12 @@ from dataclasses import replace
 import jax
 import numpy as np
 
+from startrail_jax.blocks import tiled
 from startrail_jax.layout import Layout, Runs, Span
+from startrail_jax.mask import Mask
 from startrail_jax.masks import Full, Pattern
 from startrail_jax.schedule import Schedule, ring_offsets
+from startrail_jax.sizes import Sizes
 
 # Tokens of the tiles in which `visible_pairs` looks at every pair, and how many it takes at once.
 _LEAF, _AT_ONCE = 32, 2**12
@@ -59,6 +62,44 @@ def visible_pairs(mask: Pattern, seq_len: int) -> int:
             seen = np.asarray(mask.visible(query.astype(np.int32), key.astype(np.int32)), bool)
         total += int((seen & (query < seq_len) & (key < seq_len)).sum())
     return total
+
+
+def kernel_shares(schedule: Schedule, share: Sizes, *, dense: bool) -> dict[str, float]:
+    """What part of the work of backend "tiled" each kernel does, over all devices.
+
+    Work is counted in pairs of a query and a key for which something is computed: half of the pairs
+    of a causal tile, and all pairs of others. Segment ids are not known, and are left out.
+
+    Args:
+        schedule: the schedule.
+        share: the share of one device.
+        dense: whether cuDNN serves no tile.
+
+    Returns:
+        "full" and "causal" (tiles that cuDNN attends) and "dense" -> part of the whole.
+    """
+    tokens = share.query_tokens * schedule.num_shards, share.key_tokens * schedule.num_shards
+    # All units at once: tiles lie in runs, and do not know which unit a run belongs to.
+    query = _all_runs(schedule, tokens[0], schedule.query_ranks)
+    key = _all_runs(schedule, tokens[1], schedule.key_ranks)
+    mask = Mask(schedule.pattern.within(tokens[0]), query, key)
+    work = {"full": 0.0, "causal": 0.0, "dense": 0.0}
+    with jax.ensure_compile_time_eval():
+        rows = share.batch * share.heads
+        for pairs in tiled.pair_lists(mask, *tokens, rows, dense=dense):
+            kernel = {"full": "full", "mixed": "dense"}.get(pairs.kind, "causal")
+            area = pairs.query.size * pairs.key.size / (2 if kernel == "causal" else 1)
+            work[kernel] += area * int(pairs.count)
+    total = sum(work.values())
+    return {kernel: area / total for kernel, area in work.items()}
+
+
+def _all_runs(schedule: Schedule, seq_len: int, ranks: int) -> Runs:
+    """The runs of every unit of so many ranks."""
+    index = np.arange(schedule.layout.degree // ranks)
+    runs = schedule.layout.unit_positions(seq_len, ranks, index)
+    starts = np.concatenate([np.broadcast_to(x, index.shape) for x in runs.starts])
+    return replace(runs, starts=tuple(map(int, starts)))
 
 
 def shares(schedule: Schedule, seq_len: int) -> np.ndarray:

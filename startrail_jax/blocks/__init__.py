@@ -11,12 +11,13 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from startrail_jax.blocks import cudnn, tiled, xla
 from startrail_jax.blocks.base import Block, Request
 from startrail_jax.errors import UnsupportedError
 from startrail_jax.mask import Mask
+from startrail_jax.scores import PLAIN, Scores
 from startrail_jax.shapes import KeyShard, LseShard, OutShard, QueryShard, ValueShard
 from startrail_jax.softmax import Partials, merge_precisely
 
@@ -96,13 +97,13 @@ class _ByPlatform:
         mask: Mask,
         scale: float,
         into: Partials = (),
-        softcap: float | None = None,
+        scores: Scores = PLAIN,
     ) -> Partials:
         """See `base.Block.forward`."""
 
         def attend(block: Block) -> Callable[..., Partials]:
             return lambda q, k, v, into: (
-                merge_precisely(block.forward(q, k, v, mask, scale, into, softcap)),
+                merge_precisely(block.forward(q, k, v, mask, scale, into, scores)),
             )
 
         return lax.platform_dependent(
@@ -119,21 +120,20 @@ class _ByPlatform:
         dout: OutShard,
         mask: Mask,
         scale: float,
-        into: tuple[Array | None, Array | None, Array | None] = (None, None, None),
-        softcap: float | None = None,
-    ) -> tuple[Float[Array, "b t n h"], Float[Array, "b s k h"], Float[Array, "b s k v"]]:
+        into: tuple[Array | None, ...] = (None, None, None),
+        scores: Scores = PLAIN,
+    ) -> tuple[Array, ...]:
         """See `base.Block.backward`."""
 
         def differentiate(block: Block) -> Callable[..., tuple[Array, ...]]:
             def gradients(q, k, v, lse, delta, dout, into):
-                grads = block.backward(q, k, v, lse, delta, dout, mask, scale, into, softcap)
+                grads = block.backward(q, k, v, lse, delta, dout, mask, scale, into, scores)
                 return tuple(x.astype(jnp.float32) for x in grads)
 
             return gradients
 
-        dq, dk, dv = lax.platform_dependent(
+        return lax.platform_dependent(
             *(q, k, v, lse, delta, dout, into),
             cuda=differentiate(self.cuda),
             default=differentiate(self.default),
         )
-        return dq, dk, dv

@@ -8,10 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from startrail_jax.mask import Mask
 from startrail_jax.masks import Pattern
+from startrail_jax.scores import PLAIN, Scores
 from startrail_jax.shapes import KeyShard, LseShard, OutShard, QueryShard, ValueShard
 from startrail_jax.softmax import Partials
 
@@ -38,6 +39,8 @@ class Request:
     """Number of sets of `Pieces` that the mask may be; 0 if it does not fall into pieces."""
     softcap: float | None = None
     """Cap of the logits; None for none."""
+    scores: tuple[str, ...] = ()
+    """What else the call gives for the scores, of `scores.NAMES`."""
 
 
 @runtime_checkable
@@ -56,7 +59,7 @@ class Block(Protocol):
         mask: Mask,
         scale: float,
         into: Partials = (),
-        softcap: float | None = None,
+        scores: Scores = PLAIN,
     ) -> Partials:
         """Attends queries to the keys that they see: out = softmax(scale q k^T) v.
 
@@ -65,7 +68,7 @@ class Block(Protocol):
             mask: which keys each query sees.
             scale: factor of the logits.
             into: attentions of the same queries to other keys.
-            softcap: cap of the logits, see `softmax.cap_logits`; None for none.
+            scores: caps, biases and dropout of the pair.
 
         Returns:
             The attentions of `into` and of this block, merged as far as suits the backend, as
@@ -86,9 +89,9 @@ class Block(Protocol):
         dout: OutShard,
         mask: Mask,
         scale: float,
-        into: tuple[Array | None, Array | None, Array | None] = (None, None, None),
-        softcap: float | None = None,
-    ) -> tuple[Float[Array, "b t n h"], Float[Array, "b s k h"], Float[Array, "b s k v"]]:
+        into: tuple[Array | None, ...] = (None, None, None),
+        scores: Scores = PLAIN,
+    ) -> tuple[Array, ...]:
         """What the visible pairs of this block contribute to the gradients dq, dk and dv.
 
             p = exp(scale q k^T - lse),  ds = p * (dout v^T - delta)
@@ -101,11 +104,13 @@ class Block(Protocol):
             dout: gradient of the output.
             mask: which keys each query sees.
             scale: factor of the logits.
-            into: float32 sums of dq, dk and dv to add to; None where there is none yet.
-            softcap: cap of the logits; ds is then also multiplied by its slope.
+            into: float32 sums of what is returned, to add to; None where there is none yet. It
+                may leave out those of `scores`.
+            scores: caps, biases and dropout of the pair, with which ds is as `scores` says.
 
         Returns:
-            dq, dk and dv. They are float32 where something was added, else in the dtype in which
+            dq [b, t, n, h], dk [b, s, k, h] and dv [b, s, k, v], then the gradients of
+            `scores.learnt`. They are float32 where something was added, else in the dtype in which
             the backend computes them.
 
         References:

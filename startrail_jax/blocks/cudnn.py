@@ -22,13 +22,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from startrail_jax import softmax
 from startrail_jax.blocks.base import Request
 from startrail_jax.mask import Mask
 from startrail_jax.masks import Causal, Full
 from startrail_jax.pieces import Pieces
+from startrail_jax.scores import PLAIN, Scores
 from startrail_jax.shapes import EMPTY, KeyShard, LseShard, OutShard, QueryShard, ValueShard
 from startrail_jax.softmax import Partials, merge_partials, merge_precisely
 from startrail_jax.varying import alike
@@ -66,6 +67,8 @@ def refusal(request: Request) -> str | None:
         return f"its masks are full and causal; got mask={request.mask}"
     if request.softcap is not None:
         return f"its kernels do not cap logits; got softcap={request.softcap}"
+    if request.scores:
+        return f"its kernels serve no scores of a call; got {', '.join(request.scores)}"
     if request.packed:
         return "its masks are full and causal; got segment_ids"
     if isinstance(request.mask, Causal) and not 1 <= request.num_cases <= MAX_CASES:
@@ -83,10 +86,10 @@ def forward(
     mask: Mask,
     scale: float,
     into: Partials = (),
-    softcap: float | None = None,
+    scores: Scores = PLAIN,
 ) -> Partials:
     """See `base.Block.forward`. Merges `into` once it has `MAX_PARTIALS` attentions."""
-    assert softcap is None, "refused"
+    assert scores.plain, "refused"
     case, cases = _cases(mask, q, k)
     branches = [functools.partial(_forward, pieces, scale) for pieces in cases]
     if len(into) >= MAX_PARTIALS:
@@ -104,11 +107,11 @@ def backward(
     dout: OutShard,
     mask: Mask,
     scale: float,
-    into: tuple[Array | None, Array | None, Array | None] = (None, None, None),
-    softcap: float | None = None,
-) -> tuple[Float[Array, "b t n h"], Float[Array, "b s k h"], Float[Array, "b s k v"]]:
+    into: tuple[Array | None, ...] = (None, None, None),
+    scores: Scores = PLAIN,
+) -> tuple[Array, ...]:
     """See `base.Block.backward`."""
-    assert softcap is None, "refused"
+    assert scores.plain, "refused"
     out, dout = output_for(delta, dout)
     case, cases = _cases(mask, q, k)
     # Sums, of several calls or with `into`, stay in float32.

@@ -32,8 +32,9 @@ from startrail_jax.blocks.base import Request
 from startrail_jax.mask import Mask
 from startrail_jax.masks import Full
 from startrail_jax.ordering import zeros_after
+from startrail_jax.scores import PLAIN, Scores, ScoreTile
 from startrail_jax.shapes import EMPTY, KeyShard, LseShard, OutShard, QueryShard, ValueShard
-from startrail_jax.softmax import Partials, cap_logits, log_sum, merge_precisely
+from startrail_jax.softmax import Partials, log_sum, merge_precisely
 from startrail_jax.tiles import (
     Tiling,
     mask_logits,
@@ -65,10 +66,16 @@ def refusal(request: Request) -> str | None:
     )
 
 
-def no_kernels(dtype: str, head_dim: int, value_head_dim: int, softcap: float | None) -> str | None:
+def no_kernels(
+    dtype: str,
+    head_dim: int,
+    value_head_dim: int,
+    softcap: float | None,
+    scores: tuple[str, ...] = (),
+) -> str | None:
     """Why cuDNN serves no tile, so that all are dense; None if it does serve tiles."""
-    head_dims = dict(head_dim=head_dim, value_head_dim=value_head_dim)
-    return cudnn.refusal(replace(_KERNEL_CALL, dtype=dtype, softcap=softcap, **head_dims))
+    asked = dict(head_dim=head_dim, value_head_dim=value_head_dim, scores=scores)
+    return cudnn.refusal(replace(_KERNEL_CALL, dtype=dtype, softcap=softcap, **asked))
 
 
 def forward(
@@ -78,15 +85,16 @@ def forward(
     mask: Mask,
     scale: float,
     into: Partials = (),
-    softcap: float | None = None,
+    scores: Scores = PLAIN,
 ) -> Partials:
     """See `base.Block.forward`. Returns one triple (out, lse, low), in float32."""
-    lists = _pair_lists(mask, q, k, v, softcap)
+    lists = _pair_lists(mask, q, k, v, scores)
 
     def visit(pair: _Pair, so_far: tuple[Array, ...]) -> tuple[Array, ...]:
         q_i, k_j, v_j = pair.queries(q), pair.keys(k), pair.keys(v)
         if pair.kind == "mixed":
-            here = _attend(q_i, k_j, v_j, scale, pair.visible(mask), softcap)
+            at = pair.scores(scores, mask, q, k)
+            here = _attend(q_i, k_j, v_j, scale, pair.visible(mask), at)
         else:
             here = cudnn.attend(q_i, k_j, v_j, scale, pair.kind != "full")
         # Tokens are the second dimension of out, and the third of lse and low.
@@ -113,41 +121,44 @@ def backward(
     dout: OutShard,
     mask: Mask,
     scale: float,
-    into: tuple[Array | None, Array | None, Array | None] = (None, None, None),
-    softcap: float | None = None,
-) -> tuple[Float32[Array, "b t n h"], Float32[Array, "b s k h"], Float32[Array, "b s k v"]]:
+    into: tuple[Array | None, ...] = (None, None, None),
+    scores: Scores = PLAIN,
+) -> tuple[Float32[Array, "..."], ...]:
     """See `base.Block.backward`."""
-    lists = _pair_lists(mask, q, k, v, softcap)
+    lists = _pair_lists(mask, q, k, v, scores)
     # So that exp(logits - lse) is 0 in rows that see no key.
     lse = jnp.where(lse <= EMPTY, -EMPTY, lse)
     dout = dout.astype(q.dtype)
     kernel_out, kernel_dout = cudnn.output_for(delta, dout)
 
     def visit(pair: _Pair, sums: tuple[Array, ...]) -> tuple[Array, ...]:
+        dq, dk, dv, *learnt = sums
         q_i, k_j, v_j, lse_i = pair.queries(q), pair.keys(k), pair.keys(v), pair.queries(lse, 2)
         if pair.kind == "mixed":
             delta_i, dout_i = pair.queries(delta, 2), pair.queries(dout)
-            visible = pair.visible(mask)
-            parts = _gradients(q_i, k_j, v_j, lse_i, delta_i, dout_i, scale, visible, softcap)
+            visible, at = pair.visible(mask), pair.scores(scores, mask, q, k)
+            *parts, learnt = _gradients(
+                q_i, k_j, v_j, lse_i, delta_i, dout_i, scale, visible, at, tuple(learnt)
+            )
         else:
             out_i, dout_i = pair.queries(kernel_out), pair.queries(kernel_dout)
             causal = pair.kind != "full"
             parts = cudnn.gradients(q_i, k_j, v_j, lse_i, out_i, dout_i, scale, causal)
-        dq, dk, dv = sums
         return (
             pair.put_queries(dq, pair.queries(dq) + parts[0].astype(jnp.float32)),
             pair.put_keys(dk, pair.keys(dk) + parts[1].astype(jnp.float32)),
             pair.put_keys(dv, pair.keys(dv) + parts[2].astype(jnp.float32)),
+            *learnt,
         )
 
     sums = tuple(
         zeros_after(like, x.shape[-1], _never(lists)) if dx is None else dx
-        for like, x, dx in zip((dout, k, v), (q, k, v), into, strict=True)
+        for like, x, dx in zip((dout, k, v), (q, k, v), into[:3], strict=True)
     )
+    sums += scores.sums(into[3:], _never(lists))
     for pairs in lists:
         sums = pairs.fold(visit, sums)
-    dq, dk, dv = sums
-    return dq, dk, dv
+    return sums
 
 
 @dataclass(frozen=True)
@@ -207,6 +218,10 @@ class _Pair:
     def put_keys(self, x: Array, tile: Array) -> Array:
         return _paste(x, tile, self.pairs.key, self.j, 1)
 
+    def scores(self, scores: Scores, mask: Mask, q: QueryShard, k: KeyShard) -> ScoreTile:
+        where = mask, self.pairs.query, self.pairs.key, self.i, self.j
+        return ScoreTile(scores, *where, k.shape[2], q.shape[2] // k.shape[2])
+
     def visible(self, mask: Mask) -> Bool[Array, "#b #t #s"] | None:
         return visible_in_tiles(mask, self.pairs.query, self.pairs.key, self.i, self.j)
 
@@ -230,15 +245,30 @@ def _paste(x: Array, tile: Array, tiling: Tiling, i: Array, axis: int) -> Array:
 
 
 def _pair_lists(
-    mask: Mask, q: QueryShard, k: KeyShard, v: ValueShard, softcap: float | None
+    mask: Mask, q: QueryShard, k: KeyShard, v: ValueShard, scores: Scores
 ) -> list[_PairList]:
-    """All pairs of tiles that may hold something visible, each once, in a list for each kind."""
-    coarse = tilings(mask, q.shape[1], k.shape[1])
-    side = math.isqrt(LOGITS_BYTES // (4 * q.shape[0] * q.shape[2]))
+    dims = q.shape[-1], v.shape[-1]
+    dense = no_kernels(q.dtype.name, *dims, scores.softcap, scores.given) is not None
+    return pair_lists(mask, q.shape[1], k.shape[1], q.shape[0] * q.shape[2], dense=dense)
+
+
+def pair_lists(
+    mask: Mask, query_len: int, key_len: int, rows: int, *, dense: bool
+) -> list[_PairList]:
+    """All pairs of tiles that may hold something visible, each once, in a list for each kind.
+
+    Args:
+        mask: the mask of a pair of units.
+        query_len, key_len: tokens of the units.
+        rows: rows of the batch times query heads.
+        dense: whether cuDNN serves no tile.
+    """
+    coarse = tilings(mask, query_len, key_len)
+    side = math.isqrt(LOGITS_BYTES // (4 * rows))
     size = min(FINE, 2 ** (max(side, 1).bit_length() - 1))
     (fine_query, query_parent), (fine_key, key_parent) = (split_tiles(x, size) for x in coarse)
     fine = fine_query, fine_key
-    if no_kernels(q.dtype.name, q.shape[-1], v.shape[-1], softcap):
+    if dense:
         return [_PairList.of("mixed", *fine, visible_tiles(mask, *fine))]
     kinds = tile_kinds(mask, *coarse)
     mixed = kinds.pop("mixed", None)
@@ -270,12 +300,12 @@ def _attend(
     v: ValueShard,
     scale: float,
     visible: Bool[Array, "#b #t #s"] | None,
-    softcap: float | None = None,
+    at: ScoreTile,
 ) -> tuple[Float32[Array, "b t n v"], LseShard, LseShard]:
     """What `cudnn.attend` computes and low, but under any mask and with out in float32."""
     heads, dot = k.shape[2], _dot(q.dtype)
     k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
-    logits, _ = cap_logits(dot("bkrh,bksh->bkrs", _rows(q, heads), k) * scale, softcap)
+    logits, _ = at.logits(dot("bkrh,bksh->bkrs", _rows(q, heads), k) * scale)
     logits = mask_logits(logits, visible, heads=heads, queries=q.shape[1])
     # Weights are at most this, a power of 2, so that sums of values near the greatest float32 do
     # not overflow. In float16 small weights would vanish, and no value is that great.
@@ -284,7 +314,7 @@ def _attend(
     highest = jnp.maximum(logits.max(-1), EMPTY)
     p = jnp.exp(logits - highest[..., None]) * unit
     total = jnp.maximum(p.sum(-1), unit)
-    out = dot("bkrs,bksv->bkrv", p.astype(v.dtype), v) / total[..., None]
+    out = dot("bkrs,bksv->bkrv", at.drop(p).astype(v.dtype), v) / total[..., None]
     stats = log_sum(highest, total / unit)
     lse, low = (rearrange(x, "b k (g t) -> b (k g) t", t=q.shape[1]) for x in stats)
     return rearrange(out, "b k (g t) v -> b t (k g) v", t=q.shape[1]), lse, low
@@ -299,20 +329,27 @@ def _gradients(
     dout: OutShard,
     scale: float,
     visible: Bool[Array, "#b #t #s"] | None,
-    softcap: float | None = None,
-) -> tuple[Float32[Array, "b t n h"], Float32[Array, "b s k h"], Float32[Array, "b s k v"]]:
-    """What `cudnn.gradients` computes, but under any mask, for a given delta and in float32."""
+    at: ScoreTile,
+    learnt: tuple[Array, ...],
+) -> tuple[Array, Array, Array, tuple[Array, ...]]:
+    """What `cudnn.gradients` computes, but under any mask, for a given delta and in float32.
+
+    Last come the sums `learnt` of gradients of the scores, with those of this pair added.
+    """
     heads, dot = k.shape[2], _dot(q.dtype)
     rows, dout, k, v = _rows(q, heads), _rows(dout, heads), k.swapaxes(1, 2), v.swapaxes(1, 2)
     lse, delta = (rearrange(x, "b (k g) t -> b k (g t) 1", k=heads) for x in (lse, delta))
-    logits, slope = cap_logits(dot("bkrh,bksh->bkrs", rows, k) * scale, softcap)
+    logits, slope = at.logits(dot("bkrh,bksh->bkrs", rows, k) * scale)
     logits = mask_logits(logits, visible, heads=heads, queries=q.shape[1])
     p = jnp.exp(logits - lse)
-    ds = p * (dot("bkrv,bksv->bkrs", dout, v) - delta) * scale
+    ds = p * (at.drop(dot("bkrv,bksv->bkrs", dout, v)) - delta)
+    learnt = at.add_gradients(ds, learnt)
+    ds = ds * scale
     ds = (ds if slope is None else ds * slope).astype(q.dtype)
     dq = rearrange(dot("bkrs,bksh->bkrh", ds, k), "b k (g t) h -> b t (k g) h", t=q.shape[1])
-    dk, dv = dot("bkrs,bkrh->bksh", ds, rows), dot("bkrs,bkrv->bksv", p.astype(v.dtype), dout)
-    return dq, dk.swapaxes(1, 2), dv.swapaxes(1, 2)
+    dk = dot("bkrs,bkrh->bksh", ds, rows)
+    dv = dot("bkrs,bkrv->bksv", at.drop(p).astype(v.dtype), dout)
+    return dq, dk.swapaxes(1, 2), dv.swapaxes(1, 2), learnt
 
 
 def _rows(x: Float[Array, "b t n h"], heads: int) -> Float[Array, "b k r h"]:

@@ -22,8 +22,9 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 from startrail_jax.blocks.base import Request
 from startrail_jax.mask import Mask
 from startrail_jax.ordering import zeros_after
+from startrail_jax.scores import PLAIN, Scores, ScoreTile
 from startrail_jax.shapes import EMPTY, KeyShard, LseShard, OutShard, QueryShard, ValueShard
-from startrail_jax.softmax import Partials, cap_logits, log_sum, merge_precisely
+from startrail_jax.softmax import Partials, log_sum, merge_precisely
 from startrail_jax.tiles import Tiling, mask_logits, visible_in_tiles, visible_tiles
 
 # Rows (queries times heads that share a key head) and columns (keys) of one tile of logits.
@@ -42,7 +43,7 @@ def forward(
     mask: Mask,
     scale: float,
     into: Partials = (),
-    softcap: float | None = None,
+    scores: Scores = PLAIN,
 ) -> Partials:
     """See `base.Block.forward`. Returns one triple (out, lse, low), in float32."""
     tiles = _Tiles.of(mask, q, k)
@@ -64,10 +65,11 @@ def forward(
         def key_tile(j: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
             out, total, highest = carry
             logits = dot("zrh,zsh->zrs", q_i, tiles.columns(k, j)) * scale
-            logits = tiles.masked(cap_logits(logits, softcap)[0], i, j)
+            at = tiles.scores(scores, i, j)
+            logits = tiles.masked(at.logits(logits)[0], i, j)
             new = jnp.maximum(highest, logits.max(-1))
             p, decay = jnp.exp(logits - new[..., None]) * unit, jnp.exp(highest - new)
-            out = out * decay[..., None] + dot("zrs,zsv->zrv", p, tiles.columns(v, j))
+            out = out * decay[..., None] + dot("zrs,zsv->zrv", at.drop(p), tiles.columns(v, j))
             return out, total * decay + p.sum(-1), new
 
         # Keys attended earlier count as one key, whose logit is lse + low and whose value is out.
@@ -92,9 +94,9 @@ def backward(
     dout: OutShard,
     mask: Mask,
     scale: float,
-    into: tuple[Array | None, Array | None, Array | None] = (None, None, None),
-    softcap: float | None = None,
-) -> tuple[Float32[Array, "b t n h"], Float32[Array, "b s k h"], Float32[Array, "b s k v"]]:
+    into: tuple[Array | None, ...] = (None, None, None),
+    scores: Scores = PLAIN,
+) -> tuple[Float32[Array, "..."], ...]:
     """See `base.Block.backward`."""
     tiles = _Tiles.of(mask, q, k)
     visits = _VisibleTiles.of(visible_tiles(mask, tiles.query, tiles.key).T)
@@ -104,29 +106,34 @@ def backward(
         k_j, v_j = tiles.columns(k, j), tiles.columns(v, j)
 
         def query_tile(i: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
-            dq, dk_j, dv_j = carry
+            dq, dk_j, dv_j, *learnt = carry
+            at = tiles.scores(scores, i, j, keys_first=True)
             q_i, dout_i = tiles.rows(q, i), tiles.rows(dout, i)
             lse_i, delta_i = tiles.stats(lse, i), tiles.stats(delta, i)
             # Keys by queries: with this order, only one of the five products has to transpose.
-            logits, slope = cap_logits(dot("zsh,zrh->zsr", k_j, q_i) * scale, softcap)
+            logits, slope = at.logits(dot("zsh,zrh->zsr", k_j, q_i) * scale)
             logits = tiles.masked(logits, i, j, keys_first=True)
             p = jnp.exp(logits - lse_i[:, None])
-            ds = p * (dot("zsv,zrv->zsr", v_j, dout_i) - delta_i[:, None]) * scale
+            ds = p * (at.drop(dot("zsv,zrv->zsr", v_j, dout_i)) - delta_i[:, None])
+            learnt = at.add_gradients(ds, tuple(learnt))
+            ds = ds * scale
             ds = ds if slope is None else ds * slope
             dq = tiles.put_rows(dq, tiles.rows(dq, i) + dot("zsr,zsh->zrh", ds, k_j), i)
             dk_j = dk_j + dot("zsr,zrh->zsh", ds, q_i)
-            dv_j = dv_j + dot("zsr,zrv->zsv", p, dout_i)
-            return dq, dk_j, dv_j
+            dv_j = dv_j + dot("zsr,zrv->zsv", at.drop(p), dout_i)
+            return dq, dk_j, dv_j, *learnt
 
-        dq, dk, dv = carry
+        dq, dk, dv, *learnt = carry
         dk_j, dv_j = tiles.columns(dk, j), tiles.columns(dv, j)
-        dq, dk_j, dv_j = visits.fold(j, query_tile, (dq, dk_j, dv_j))
-        return dq, tiles.put_columns(dk, dk_j, j), tiles.put_columns(dv, dv_j, j)
+        sums = dq, dk_j, dv_j, *learnt
+        dq, dk_j, dv_j, *learnt = visits.fold(j, query_tile, sums)
+        return dq, tiles.put_columns(dk, dk_j, j), tiles.put_columns(dv, dv_j, j), *learnt
 
     sums = tuple(
         zeros_after(like, x.shape[-1], visits.never) if dx is None else dx
-        for like, x, dx in zip((dout, k, v), (q, k, v), into, strict=True)
+        for like, x, dx in zip((dout, k, v), (q, k, v), into[:3], strict=True)
     )
+    sums += scores.sums(into[3:], visits.never)
     return lax.fori_loop(0, len(tiles.key.starts), key_tile, sums)
 
 
@@ -185,13 +192,15 @@ class _Tiles:
     mask: Mask
     heads: int
     """Number of key heads."""
+    group: int
+    """Number of query heads that share a key head."""
     query: Tiling
     key: Tiling
 
     @classmethod
     def of(cls, mask: Mask, q: QueryShard, k: KeyShard) -> _Tiles:
         group = q.shape[2] // k.shape[2]
-        return cls(mask, k.shape[2], *tilings(mask, q.shape[1], k.shape[1], group))
+        return cls(mask, k.shape[2], group, *tilings(mask, q.shape[1], k.shape[1], group))
 
     def rows(self, x: Float[Array, "b t n h"], i: Array) -> Float32[Array, "z r h"]:
         """Query tile i, in float32."""
@@ -224,6 +233,11 @@ class _Tiles:
         """The inverse of `columns`."""
         tile = rearrange(tile, "(b k) c h -> b c k h", k=self.heads)
         return self.key.paste(x, tile, j, 1)
+
+    def scores(self, scores: Scores, i: Array, j: Array, *, keys_first: bool = False) -> ScoreTile:
+        """The scores of the pair (i, j) of tiles."""
+        where = self.mask, self.query, self.key, i, j
+        return ScoreTile(scores, *where, self.heads, self.group, keys_first)
 
     def masked(
         self, logits: Float32[Array, "z _ _"], i: Array, j: Array, *, keys_first: bool = False

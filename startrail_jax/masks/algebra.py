@@ -24,6 +24,8 @@ class Pattern:
     """Whether no query sees a later key."""
     grows: bool = False
     """Whether late queries see more keys than early ones, so that zigzag order balances them."""
+    per_row: bool = False
+    """Whether the mask leaves lengths open, which each call gives for each row of the batch."""
 
     def visible(self, query: Any, key: Any) -> Any:
         """Whether the query at one position sees the key at another."""
@@ -46,6 +48,14 @@ class Pattern:
 
     def within(self, seq_len: int) -> Pattern:
         """The simplest mask that is the same for sequences of that many tokens."""
+        return self
+
+    def given(self, lengths: Any) -> Pattern:
+        """The mask with the lengths of a call in the place of those that it leaves open.
+
+        Args:
+            lengths: int32, of a shape that broadcasts with positions.
+        """
         return self
 
     def check(self, seq_len: int) -> None:
@@ -243,6 +253,15 @@ class Both(Pattern):
         """See `Pattern.within`."""
         return self.first.within(seq_len) & self.second.within(seq_len)
 
+    @property
+    def per_row(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether one of the two leaves lengths open."""
+        return self.first.per_row or self.second.per_row
+
+    def given(self, lengths: Any) -> Pattern:
+        """See `Pattern.given`."""
+        return Both(self.first.given(lengths), self.second.given(lengths))
+
     def _check_positions(self, seq_len: int) -> None:
         self.first._check_positions(seq_len)
         self.second._check_positions(seq_len)
@@ -289,6 +308,15 @@ class Either(Pattern):
     def within(self, seq_len: int) -> Pattern:
         """See `Pattern.within`."""
         return self.first.within(seq_len) | self.second.within(seq_len)
+
+    @property
+    def per_row(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether one of the two leaves lengths open."""
+        return self.first.per_row or self.second.per_row
+
+    def given(self, lengths: Any) -> Pattern:
+        """See `Pattern.given`."""
+        return Either(self.first.given(lengths), self.second.given(lengths))
 
     def _check_positions(self, seq_len: int) -> None:
         self.first._check_positions(seq_len)

@@ -91,44 +91,88 @@ class BlockCausal(Pattern):
 class Prefix(Pattern):
     """Every query sees the first tokens, which also see each other; causal after them (prefix-LM).
 
+    Without a length, `Prefix()`, each row of the batch has one of its own, which calls give as
+    `prefix_lengths`. Nothing is then known of it in advance: no ring round is left out, and counts
+    of work and of bytes take every pair for one that may be visible.
+
     Raises:
-        ValueError: if the length is not a positive integer.
+        ValueError: if the length is neither None nor a positive integer.
     """
 
-    length: int
-    """Tokens of the prefix; at most those of the sequence."""
+    length: int | None = None
+    """Tokens of the prefix, at most those of the sequence; None for a length for each row."""
 
     grows = True
 
     def __post_init__(self) -> None:
-        check_number("Prefix", "length", self.length)
+        if self.length is not None:
+            check_number("Prefix", "length", self.length)
+
+    @property
+    def per_row(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether calls give the length."""
+        return self.length is None
 
     def visible(self, query: Any, key: Any) -> Any:
         """See `Pattern.visible`."""
+        if self.length is None:
+            raise InputError(
+                "masks.Prefix() needs a length for each row; got none. Pass prefix_lengths= to the "
+                "call, or name one length for all rows, such as masks.Prefix(512)."
+            )
         return (key < self.length) | (key <= query)
 
     def some(self, query: Span, key: Span) -> Any:
         """See `Pattern.some`."""
-        return (key.first < self.length) | (key.first <= query.last)
+        return self.length is None or (key.first < self.length) | (key.first <= query.last)
 
     def every(self, query: Span, key: Span) -> Any:
         """See `Pattern.every`."""
-        return (key.last < self.length) | (key.last <= query.first)
+        causal = key.last <= query.first
+        return causal if self.length is None else (key.last < self.length) | causal
 
     def triangle(self, query: Span, key: Span) -> Any:
         """See `Pattern.triangle`."""
-        return key.first >= self.length
+        return self.length is not None and key.first >= self.length
 
     def within(self, seq_len: int) -> Pattern:
         """See `Pattern.within`."""
-        return self if self.length < seq_len else Full()
+        return self if self.length is None or self.length < seq_len else Full()
+
+    def given(self, lengths: Any) -> Pattern:
+        """See `Pattern.given`."""
+        return _RowPrefix(lengths) if self.length is None else self
 
     def _check_positions(self, seq_len: int) -> None:
-        if self.length > seq_len:
+        if self.length is not None and self.length > seq_len:
             raise InputError(
                 f"A prefix must be no longer than the sequence; got mask={self}, "
                 f"seq_len={seq_len}. Shorten it, or use masks.Full()."
             )
+
+
+@dataclass(frozen=True)
+class _RowPrefix(Pattern):
+    """`Prefix` of one length for each row, as `Pattern.given` makes it; it exists while tracing."""
+
+    lengths: Any
+    """int32 [b, 1, 1]."""
+
+    def visible(self, query: Any, key: Any) -> Any:
+        """See `Pattern.visible`."""
+        return (key < self.lengths) | (key <= query)
+
+    def some(self, query: Span, key: Span) -> Any:
+        """See `Pattern.some`."""
+        return (key.first < self.lengths.max()) | (key.first <= query.last)
+
+    def every(self, query: Span, key: Span) -> Any:
+        """See `Pattern.every`."""
+        return (key.last < self.lengths.min()) | (key.last <= query.first)
+
+    def triangle(self, query: Span, key: Span) -> Any:
+        """See `Pattern.triangle`."""
+        return key.first >= self.lengths.max()
 
 
 @dataclass(frozen=True)

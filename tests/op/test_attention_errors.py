@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import startrail_jax as st
 from attention_cases import Case
+from startrail_jax.analysis.work import visible_pairs
 
 # The errors of the package, not of the type checker that tests run it under.
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("unchecked")]
@@ -333,3 +334,62 @@ def test_segment_ids_of_64_bits_that_fit_are_taken():
     x = jnp.ones((1, 2, 1, 4))
     out = op(x, x, x, segment_ids=np.array([[0, -1]], np.int64))
     np.testing.assert_array_equal(out[0, :, 0, 0], [1, 0])
+
+
+# Scores ----------------------------------------------------------------------------------------
+
+RNG = jax.random.key(0)
+SCORES = {
+    "slopes": (dict(slopes=jnp.zeros(3)), r"slopes must be floats \[heads\] = \[4\]; got .*\[3\]"),
+    "bias": (
+        dict(bias=jnp.zeros((2, 1, 32, 31))),
+        r"\[1 or 2, 1 or 4, 32, 32\]; got float32 \[2, 1, 32, 31\].*bias_spec",
+    ),
+    "integer bias": (
+        dict(bias=jnp.zeros((2, 1, 32, 32), int)),
+        "bias must be floats .*; got int32",
+    ),
+    "rate of 1": (dict(dropout_rng=RNG, dropout_rate=1.0), "below 1; got dropout_rate=1.0"),
+    "negative rate": (dict(dropout_rng=RNG, dropout_rate=-0.1), "got dropout_rate=-0.1"),
+    "no key": (dict(dropout_rate=0.1), r"got dropout_rng=None\. Pass .*deterministic=True"),
+    "no real key": (dict(dropout_rng="seed", dropout_rate=0.1), r"got 'seed' .*jax.random.key"),
+    "prefixes": (dict(prefix_lengths=jnp.zeros(2, int)), r"got prefix_lengths and mask=Causal\(\)"),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), SCORES.values(), ids=SCORES)
+def test_scores_of_nonsense_are_refused(options, message):
+    refuses(message, attention(), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "got no prefix_lengths and mask=Prefix"),
+        (dict(prefix_lengths=jnp.zeros(3, int)), r"integers \[batch\] = \[2\]; got int32 \[3\]"),
+        (dict(prefix_lengths=jnp.zeros(2)), r"integers \[batch\] = \[2\]; got float32 \[2\]"),
+    ],
+)
+def test_prefixes_of_nonsense_are_refused(options, message):
+    refuses(message, st.Attention(attention().mesh, mask=st.masks.Prefix()), **options)
+
+
+def test_what_no_scheme_can_serve_is_refused():
+    bias = dict(bias=jnp.zeros((1, 1, 32, 32)))
+    message = r"got backward='query' and ring=2\. Use backward='kv'"
+    refuses(message, attention(backward="query"), error=NotImplementedError, **bias)
+    message = "got 32 queries and 64 keys. Give a bias"
+    key, full = array(seq_len=64), attention(mask="full")
+    refuses(message, full, key=key, error=NotImplementedError, slopes=jnp.zeros(4))
+
+
+def test_a_dropout_rate_is_no_array():
+    ours, x = attention(), array()
+    run = jax.jit(lambda x, rate: ours(x, x, x, dropout_rng=RNG, dropout_rate=rate))
+    with pytest.raises(NotImplementedError, match=r"must be a Python number.*static argument"):
+        run(x, 0.1)
+
+
+def test_counting_the_pairs_of_an_unknown_prefix_is_refused():
+    with pytest.raises(ValueError, match=r"needs a length for each row.*prefix_lengths"):
+        visible_pairs(st.masks.Prefix(), 64)

@@ -151,11 +151,6 @@ NOT_SERVED = {
         {"mask": MASK},
         r"mask; got mask=an array \(1, 1, 48, 48\).*causal already: leave .*segment_ids=",
     ),
-    "dropout": (
-        {"dropout_rate": 0.1},
-        {"deterministic": False},
-        r"dropout_rate; got dropout_rate=0\.1.*deterministic=True",
-    ),
     "precision": ({"precision": "highest"}, {}, r"precision; got precision='highest'.*Leave it"),
     "sow_weights": (
         {},
@@ -177,14 +172,33 @@ def test_nnx_option_that_is_not_served_raises(name):
 def test_linen_option_that_is_not_served_raises(name):
     of_module, of_call, message = NOT_SERVED[name]
     module = linen_module(attention_fn=attention(), **of_module)
-    keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
     with pytest.raises(NotImplementedError, match=message):
-        module.init(keys, arrays()[0], **of_call)
+        module.init(jax.random.key(0), arrays()[0], **of_call)
 
 
 def program(module, **options):
     """What a call lowers to."""
     return jax.jit(lambda x: module(x, **options)).lower(arrays()[0]).as_text()
+
+
+def nnx_with_dropout(ours, shared, x):
+    module = nnx_module(attention_fn=ours, dropout_rate=0.3, broadcast_dropout=shared)
+    return nnx.jit(lambda m, x: m(x, deterministic=False, rngs=nnx.Rngs(7)))(module, x)
+
+
+def linen_with_dropout(ours, shared, x):
+    module = linen_module(attention_fn=ours, dropout_rate=0.3, broadcast_dropout=shared)
+    keys = {"params": jax.random.key(0), "dropout": jax.random.key(7)}
+    return jax.jit(lambda x: module.init_with_output(keys, x, deterministic=False)[0])(x)
+
+
+@pytest.mark.parametrize(("run", "shared"), [(nnx_with_dropout, True), (linen_with_dropout, False)])
+def test_dropout_of_a_flax_module_is_that_of_one_device(run, shared):
+    alone, ours = (Case(degrees=degrees).attention for degrees in (st.Degrees(), STARTRAIL))
+    expected, found = (run(x, shared, sharded(x, arrays()[0])) for x in (alone, ours))
+    assert relative_error(ours.unshard(found), alone.unshard(expected)) <= 2 * FLOAT32_ERROR
+    kept = np.asarray(expected)
+    assert relative_error(kept[::-1], kept) > 0.1
 
 
 def test_dropout_that_is_switched_off_is_served():
@@ -218,7 +232,6 @@ def test_nnx_decoding_raises():
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        ("bias", np.zeros((1, HEADS, SEQ_LEN, SEQ_LEN), "f4")),
         ("input_positions", np.arange(SEQ_LEN)),
         ("einsum_dot_general", jax.lax.dot_general),
         ("qk_attn_weights_einsum", jnp.einsum),

@@ -19,6 +19,7 @@ from startrail_jax.blocks.base import Request
 from startrail_jax.layout import Layout
 from startrail_jax.mask import Mask
 from startrail_jax.masks import Causal, Window, resolve
+from startrail_jax.scores import PLAIN, ScoreTile
 from startrail_jax.shapes import EMPTY
 from startrail_jax.softmax import merge_partials
 from startrail_jax.tiles import Tiling, split_tiles
@@ -256,7 +257,8 @@ def test_what_cudnn_does_not_serve_is_computed_from_dense_tiles(name, monkeypatc
 
 def test_dense_tile_of_values_near_the_greatest_float32_does_not_overflow():
     q, v = jnp.zeros((1, 3, 2, 5)), jnp.full((1, 7, 1, 4), 3e38)
-    out, *_ = tiled._attend(q, jnp.zeros((1, 7, 1, 5)), v, SCALE, None)
+    at = ScoreTile(PLAIN, Mask(), *(Tiling.of(n, 1, n) for n in (3, 7)), *jnp.zeros(2, int), 1, 2)
+    out, *_ = tiled._attend(q, jnp.zeros((1, 7, 1, 5)), v, SCALE, None, at)
     np.testing.assert_allclose(out, 3e38, rtol=1e-6)
 
 

@@ -61,6 +61,37 @@ def test_other_requests_go_to_tiles_which_say_where_they_are_dense(options, size
     assert (explanation.dense is None) if dense is None else (dense in explanation.dense)
 
 
+@pytest.mark.parametrize(
+    ("options", "sizes", "kernels"),
+    [
+        # Tiles of 256 tokens, the runs of zigzag order: 16 on the diagonal, 120 below it.
+        ({}, dict(packed=True), (120, 16 / 2, 0)),
+        # A length that is not known yet: all else may be visible.
+        (dict(mask=st.masks.Prefix()), {}, (120, 0, 136)),
+        (dict(layout="striped"), {}, (0, 1, 0)),
+        # Of 512 tokens: 8 on the diagonal, and those that the end of the window cuts.
+        (dict(window=600, layout="contiguous"), {}, (0, 8 / 2, 7 + 6)),
+        (dict(causal=False), dict(scores=("slopes", "bias")), (0, 0, 1)),
+    ],
+)
+def test_what_each_kernel_does_is_counted_in_tiles(options, sizes, kernels):
+    explanation = attention(st.Degrees(ring=8), **options).explain(**SIZES | sizes, **HOPPER)
+    assert explanation.backend == "tiled"
+    found = [explanation.kernels[name] for name in ("full", "causal", "dense")]
+    np.testing.assert_allclose(found, np.divide(kernels, sum(kernels)))
+    assert f"{found[2]:.0%} dense" in str(explanation)
+
+
+def test_scores_are_no_work_for_cudnn():
+    plain = attention(st.Degrees(ring=2))
+    explanation = plain.explain(**SIZES, **HOPPER, scores=("dropout", "bias"))
+    assert explanation.travels == "kv"
+    assert "dropout, bias" in explanation.refusals["cudnn"]
+    assert "dropout, bias" in explanation.dense
+    with pytest.raises(ValueError, match=r"scores must be of .*; got 'alibi'\. Name what"):
+        plain.explain(**SIZES, scores=("alibi",))
+
+
 def test_a_window_that_hides_nothing_is_no_window():
     wide = attention(st.Degrees(ring=4), window=4096)
     assert wide.explain(**SIZES, **HOPPER).backend == "cudnn"

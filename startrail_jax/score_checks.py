@@ -1,0 +1,179 @@
+"""What calls may give for the scores: checks, and the values that `rings` takes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array
+
+from startrail_jax.errors import InputError, UnsupportedError
+from startrail_jax.scores import NAMES, Dropout, Scores
+from startrail_jax.sharding import Sharded
+from startrail_jax.validation import check_shardings
+
+
+def check_softcap(softcap: Any) -> None:
+    """Raises a ValueError unless a soft cap is None or a positive number."""
+    if softcap is not None and not (type(softcap) in (int, float) and 0 < softcap < float("inf")):
+        raise InputError(f"softcap must be a positive number or None; got softcap={softcap!r}.")
+
+
+def check_names(scores: Sequence[str]) -> None:
+    """Raises a ValueError unless these are names of what calls may give for the scores."""
+    for name in scores:
+        if name not in NAMES:
+            raise InputError(f"scores must be of {NAMES}; got {name!r}. Name what calls give.")
+
+
+def check_per_head(name: str, values: Any, heads: int) -> Array:
+    """The sinks or the slopes as an array.
+
+    Raises:
+        ValueError: unless they are one float for each query head.
+    """
+    array = jnp.asarray(values)
+    if array.shape == (heads,) and jnp.issubdtype(array.dtype, jnp.floating):
+        return array
+    raise InputError(
+        f"{name} must be floats [heads] = [{heads}]; got {array.dtype} {list(array.shape)}. Give "
+        "one for each query head, over all devices."
+    )
+
+
+def given_to_call(
+    attention: Sharded,
+    inputs: tuple[Array, ...],
+    *,
+    slopes: Any,
+    bias: Any,
+    prefix: Any,
+    dropout: tuple[Any, Any, Any],
+) -> tuple[tuple[Scores | None, Array | None], tuple[Any, Any]]:
+    """What a call gives beside query, key, value and segment ids, checked.
+
+    Args:
+        attention: the attention that is called.
+        inputs: query, key, value and segment ids, checked.
+        slopes, bias: arguments of the call.
+        prefix: its `prefix_lengths`.
+        dropout: its `dropout_rng`, `dropout_rate` and `broadcast_dropout`.
+
+    Returns:
+        The scores and the lengths of the prefixes, None where nothing is given; and the specs of
+        both, likewise.
+
+    Raises:
+        ValueError: if they do not fit the arrays or the mesh.
+        NotImplementedError: if this attention serves them in no way.
+    """
+    query, key, *_ = inputs
+    given: dict[str, Any] = {}
+    if slopes is not None:
+        given["slopes"] = _check_slopes(slopes, query, key)
+    if bias is not None:
+        given["bias"] = _check_bias(attention, jnp.asarray(bias), query, key)
+    rng, rate, shared = dropout
+    rate = _check_rate(rate)
+    if rate:
+        given["dropout"] = Dropout(words=_words(rng, rate), rate=rate, shared=bool(shared))
+    prefix = _check_prefix(attention, prefix, query)
+    rows: Any = None if prefix is None else PartitionSpec(attention.sequence_spec[0])
+    if prefix is not None:
+        check_shardings(("prefix_lengths",), (prefix,), (rows,), attention.mesh)
+    if not given:
+        return (None, prefix), (None, rows)
+    specs: dict[str, Any] = {name: PartitionSpec() for name in given}
+    if bias is not None:
+        specs["bias"] = attention.bias_spec(*given["bias"].shape[:2])
+    arrays = [x.words if isinstance(x, Dropout) else x for x in given.values()]
+    check_shardings(tuple(given), arrays, list(specs.values()), attention.mesh)
+    if rate:
+        specs["dropout"] = dataclasses.replace(given["dropout"], words=specs["dropout"])
+    return (Scores(**given), prefix), (Scores(**specs), rows)
+
+
+def _check_prefix(attention: Sharded, lengths: Any, query: Array) -> Array | None:
+    if (lengths is not None) != attention.pattern.per_row:
+        given = "no prefix_lengths" if lengths is None else "prefix_lengths"
+        raise InputError(
+            "prefix_lengths go with masks.Prefix() without a length, and the other way round; got "
+            f"{given} and mask={attention.pattern}. Give both or neither."
+        )
+    if lengths is None:
+        return None
+    array = jnp.asarray(lengths)
+    if array.shape != query.shape[:1] or not jnp.issubdtype(array.dtype, jnp.integer):
+        raise InputError(
+            f"prefix_lengths must be integers [batch] = [{query.shape[0]}]; got {array.dtype} "
+            f"{list(array.shape)}. Give the tokens of the prefix of each row."
+        )
+    return array.astype(jnp.int32)
+
+
+def _check_slopes(slopes: Any, query: Array, key: Array) -> Array:
+    if query.shape[1] != key.shape[1]:
+        raise UnsupportedError(
+            "slopes need queries and keys of the same tokens, between which there is a distance; "
+            f"got {query.shape[1]} queries and {key.shape[1]} keys. Give a bias in their place."
+        )
+    return check_per_head("slopes", slopes, query.shape[2]).astype(jnp.float32)
+
+
+def _check_bias(attention: Any, bias: Array, query: Array, key: Array) -> Array:
+    batch, tokens, heads, _ = query.shape
+    fits = bias.ndim == 4 and bias.shape[2:] == (tokens, key.shape[1])
+    fits = fits and bias.shape[0] in (1, batch) and bias.shape[1] in (1, heads)
+    if not (fits and jnp.issubdtype(bias.dtype, jnp.floating)):
+        raise InputError(
+            "bias must be floats [1 or batch, 1 or heads, query, key] = "
+            f"[1 or {batch}, 1 or {heads}, {tokens}, {key.shape[1]}]; got {bias.dtype} "
+            f"{list(bias.shape)}. Its queries and its keys are in the order of the layout: see "
+            "attention.layout.permute and attention.bias_spec."
+        )
+    if attention.backward == "query" and attention.degrees.ring > 1:
+        raise UnsupportedError(
+            "A bias needs queries that stay on their devices, as its rows would have to travel "
+            f"with them; got backward='query' and ring={attention.degrees.ring}. Use "
+            "backward='kv' or 'auto', or degrees with ring=1."
+        )
+    return bias
+
+
+def _check_rate(rate: Any) -> float:
+    if isinstance(rate, jax.Array):
+        raise UnsupportedError(
+            "dropout_rate must be a Python number, as it is compiled into the program; got an "
+            f"array {jax.typeof(rate)}. Make it a static argument of your jit."
+        )
+    if isinstance(rate, bool) or not 0 <= rate < 1:
+        raise InputError(
+            f"dropout_rate must be at least 0 and below 1; got dropout_rate={rate!r}. "
+            "0 drops nothing."
+        )
+    return float(rate)
+
+
+def _words(key: Any, rate: float) -> Array:
+    """Two words of randomness from a key, whatever its generator."""
+    if key is None:
+        raise InputError(
+            f"dropout_rate={rate} needs a key; got dropout_rng=None. Pass "
+            "dropout_rng=jax.random.key(...), another one for each layer and step, or "
+            "deterministic=True."
+        )
+    try:
+        return jax.random.bits(key, (2,), jnp.uint32)
+    except (TypeError, ValueError) as error:
+        raise InputError(
+            f"dropout_rng must be one key of jax.random; got {_shown(key)} ({error}). Pass "
+            "jax.random.key(seed)."
+        ) from error
+
+
+def _shown(value: Any) -> str:
+    return f"an array {jax.typeof(value)}" if isinstance(value, jax.Array) else repr(value)

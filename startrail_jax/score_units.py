@@ -1,0 +1,134 @@
+"""What a call gives for the scores, brought to the units of queries and keys that a device visits.
+
+A bias has a row for each query and a column for each key, both in layout order; a device is given
+the rows of its own queries. It visits only some of the key units: with G, R and A the degrees of
+group, ring and team, device (g, p, a) visits key units p' * A + a for all p'. So the members of a
+team trade columns for rows, and in memory a bias is the same share of the whole all the way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from jax import lax
+from jaxtyping import Array, Float, Int32
+
+from startrail_jax import collectives
+from startrail_jax.mask import Mask
+from startrail_jax.mesh import Axis
+from startrail_jax.schedule import Schedule
+from startrail_jax.scores import PLAIN, Scores
+from startrail_jax.shapes import QueryShard
+from startrail_jax.varying import alike
+
+# What a call gives beside query, key, value and segment ids: scores, and the length of the prefix
+# of each row, int32 [b]. None where it gives none.
+Given = tuple[Scores | None, Int32[Array, " b"] | None]
+
+
+def local(
+    schedule: Schedule, given: Given, q: QueryShard, axes: Mapping[str, Axis]
+) -> tuple[Schedule, Given]:
+    """What a call gives, for this device's rows and the heads of its tensor rank.
+
+    Args:
+        schedule: the schedule of calls that give nothing.
+        given: slopes of all heads, the rows of the bias that belong to this device's queries, a
+            dropout that does not know its rows and heads yet, and the prefixes of this device.
+        q: this device's queries, before the head exchange.
+        axes: the axes of each role.
+
+    Returns:
+        The schedule that knows what is given; and what is given.
+    """
+    scores, prefix = given
+    if scores is None:
+        return schedule, given
+    row, head = (
+        collectives.index(axes[role]) * size
+        for role, size in (("data", q.shape[0]), ("tensor", q.shape[2]))
+    )
+    slopes, dropout = scores.slopes, scores.dropout
+    if slopes is not None:
+        slopes = _part(slopes, head, q.shape[2])
+    if dropout is not None:
+        dropout = dataclasses.replace(dropout, first_row=row, first_head=head)
+    scores = dataclasses.replace(scores, slopes=slopes, dropout=dropout)
+    return dataclasses.replace(schedule, scores=scores.given), (scores, prefix)
+
+
+def place(schedule: Schedule, scores: Scores, q: QueryShard) -> Scores:
+    """The scores of the query unit of this device and of all key units that it visits.
+
+    With H and A the degrees of head and team, a device receives (H - 1) / H of its share of the
+    bias, or H - 1 shares if all heads have one, and then (A - 1) / A. Gradients go the same way
+    back, and are summed where a bias serves several rows or heads.
+
+    Args:
+        schedule: the schedule.
+        scores: what `local` gives.
+        q: this device's queries, after the head exchange.
+
+    Returns:
+        Scores whose slopes are those of the heads of q. Their bias has the rows of the query unit,
+        and columns of one key unit after another; both are in order of position.
+    """
+    first = collectives.index(schedule.head) * q.shape[2]
+    slopes, bias, dropout = scores.slopes, scores.bias, scores.dropout
+    if slopes is not None:
+        slopes = _part(alike(slopes, q)[0], first, q.shape[2])
+    if bias is not None:
+        bias = _place_bias(schedule, alike(bias, q)[0])
+    if dropout is not None:
+        dropout = dataclasses.replace(dropout, first_head=dropout.first_head + first)
+    return dataclasses.replace(scores, slopes=slopes, bias=bias, dropout=dropout)
+
+
+def _place_bias(schedule: Schedule, x: Float[Array, "b n t c"]) -> Float[Array, "b _ _ _"]:
+    head, team, ring = schedule.head, schedule.team, schedule.ring
+    if x.shape[1] == 1:
+        x = collectives.gather(x, head, 2)
+    else:
+        x = collectives.exchange(x, head, split=1, concat=2)
+    x = x.reshape(*x.shape[:3], ring.degree, team.degree, -1)
+    x = collectives.exchange(x, team, split=4, concat=2)
+    x = schedule.sort(schedule.sort(x, schedule.query_ranks, 2), schedule.key_ranks, 5)
+    return x.reshape(*x.shape[:3], -1)
+
+
+def _part(x: Array, first: Any, size: int) -> Array:
+    """`size` numbers of an array, from number `first` on."""
+    return x if size == x.shape[0] else lax.dynamic_slice_in_dim(x, first, size)
+
+
+def met(
+    schedule: Schedule,
+    seq_len: int,
+    device: tuple[Any, Any, Any],
+    units: tuple[Any, Any, Any, Any],
+    given: Given,
+    **distance: Any,
+) -> tuple[Mask, Scores]:
+    """The mask and the scores of a query unit and a key unit.
+
+    Args:
+        schedule, seq_len, device: as in `Schedule.mask`.
+        units: queries, keys, and the segment ids of both.
+        given: what the call gives, as `place` leaves it.
+        **distance: how far one of the units has come, as in `Schedule.mask`.
+    """
+    _, k, *ids = units
+    key_len = k.shape[1]
+    kv_seq_len = key_len * schedule.num_shards // schedule.group.degree
+    mask = schedule.mask(seq_len, device, *ids, kv_seq_len=kv_seq_len, **distance)
+    scores, prefix = given
+    if prefix is not None:
+        pattern = mask.pattern.given(prefix[:, None, None])
+        mask = dataclasses.replace(mask, pattern=pattern)
+    scores = dataclasses.replace(scores or PLAIN, softcap=schedule.softcap)
+    if scores.bias is not None:
+        home = schedule.along_ring(device[1], distance.get("keys_behind", 0), -1)
+        scores = dataclasses.replace(scores, column=home * key_len)
+    return mask, scores
