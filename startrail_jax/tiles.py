@@ -120,10 +120,12 @@ def tile_kinds(mask: Mask, query: Tiling, key: Tiling) -> dict[str, Bool[Array, 
     * "full": every query sees every key, and nothing is masked.
     * "causal": a triangle is visible; query m of the tile sees keys 0 .. m.
     * "strict": a triangle without its diagonal is visible; query m sees keys 0 .. m - 1.
+    * "edge", "strict edge": the same from the other side, where a window ends; query m sees all
+      keys from m on, or from m + 1 on. They are looked for where tiles divide the runs.
     * "mixed": anything else, even a pair in which nothing is visible (see `visible_tiles`).
 
-    A pair is of one of the first three kinds only if it is of that kind in every row of the batch
-    and neither of its tiles overlaps another.
+    A pair is of another kind than "mixed" only if it is of that kind in every row of the batch and
+    neither of its tiles overlaps another.
 
     Returns:
         Kind -> which pairs are of it. Kinds that cannot occur are left out.
@@ -164,6 +166,15 @@ def _kinds_of_pattern(
     kinds = {"full": full, "causal": alike & (first - step < key_first) & (key_first <= first)}
     if step > 1:
         kinds["strict"] = alike & (first < key_first) & (key_first <= first + step)
+    reach, aligned = mask.pattern.reach, mask.query_runs.length % query.size == 0
+    if reach is None or stride * block > 1 or not aligned or mask.key_runs.length % key.size:
+        return kinds
+    behind = whole & mask.pattern.edge(queries, keys)
+    # Positions of tiles are multiples of their size, so most windows have no such tile.
+    if reach % query.size == 0:
+        kinds["edge"] = behind & (first - reach == key_first)
+    if (reach + 1) % query.size == 0:
+        kinds["strict edge"] = behind & (first - reach == key_first + 1)
     return kinds
 
 

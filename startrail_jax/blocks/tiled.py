@@ -6,10 +6,11 @@ deprecated, Pallas on Mosaic GPU does not support the A100 and promises no stabl
 tokamax needs some 85 packages and, for its backward pass, an H100.
 
 But most of what such masks show is tiles that are visible as a whole, or that are causal triangles,
-and cuDNN serves these at full speed. So pairs of `COARSE` tiles are sorted by `tile_kinds`. Mixed
-pairs are cut into `FINE` tiles and sorted again. Pairs that are mixed even then are dense: all
-their logits are computed in memory. So are all pairs of dtypes and head_dims that cuDNN does not
-serve. Pairs in which nothing is visible are not visited.
+and cuDNN serves these at full speed. The end of a window is a causal triangle in reverse order. So
+pairs of `COARSE` tiles are sorted by `tile_kinds`. Mixed pairs are cut into `FINE` tiles and sorted
+again. Pairs that are mixed even then are dense: all their logits are computed in memory. So are all
+pairs of dtypes and head_dims that cuDNN does not serve, and of scores beyond the scaled products.
+Pairs in which nothing is visible are not visited.
 
 Only the device knows which pairs are of which kind, so each kind is a loop over a list of pairs.
 """
@@ -96,7 +97,9 @@ def forward(
             at = pair.scores(scores, mask, q, k)
             here = _attend(q_i, k_j, v_j, scale, pair.visible(mask), at)
         else:
-            here = cudnn.attend(q_i, k_j, v_j, scale, pair.kind != "full")
+            q_i, k_j, v_j = map(pair.turn, (q_i, k_j, v_j))
+            out, lse = cudnn.attend(q_i, k_j, v_j, scale, pair.kind != "full")
+            here = pair.turn(out), pair.turn(lse, 2)
         # Tokens are the second dimension of out, and the third of lse and low.
         merged = merge_precisely([tuple(map(pair.queries, so_far, (1, 2, 2))), here])
         return tuple(map(pair.put_queries, so_far, merged, (1, 2, 2)))
@@ -142,8 +145,10 @@ def backward(
             )
         else:
             out_i, dout_i = pair.queries(kernel_out), pair.queries(kernel_dout)
-            causal = pair.kind != "full"
+            causal, lse_i = pair.kind != "full", pair.turn(lse_i, 2)
+            q_i, k_j, v_j, out_i, dout_i = map(pair.turn, (q_i, k_j, v_j, out_i, dout_i))
             parts = cudnn.gradients(q_i, k_j, v_j, lse_i, out_i, dout_i, scale, causal)
+            parts = tuple(map(pair.turn, parts))
         return (
             pair.put_queries(dq, pair.queries(dq) + parts[0].astype(jnp.float32)),
             pair.put_keys(dk, pair.keys(dk) + parts[1].astype(jnp.float32)),
@@ -182,6 +187,9 @@ class _PairList:
             # Without its first query and its last key, it is a plain causal triangle.
             query = Tiling(query.starts + 1, query.fresh + 1, query.size - 1)
             key = Tiling(key.starts, key.fresh, key.size - 1)
+        if kind == "strict edge":
+            query = Tiling(query.starts, query.fresh, query.size - 1)
+            key = Tiling(key.starts + 1, key.fresh + 1, key.size - 1)
         return cls(kind, query, key, order.astype(jnp.int32), pairs.sum(dtype=jnp.int32))
 
     def fold(self, body: Callable[[_Pair, Any], Any], carry: Any) -> Any:
@@ -205,6 +213,10 @@ class _Pair:
     @property
     def kind(self) -> str:
         return self.pairs.kind
+
+    def turn(self, x: Array, axis: int = 1) -> Array:
+        """Tokens in reverse order in a tile at the end of a window, which is causal that way."""
+        return jnp.flip(x, axis) if self.kind in ("edge", "strict edge") else x
 
     def queries(self, x: Array, axis: int = 1) -> Array:
         return _cut(x, self.pairs.query, self.i, axis)

@@ -27,6 +27,11 @@ class Pattern:
     per_row: bool = False
     """Whether the mask leaves lengths open, which each call gives for each row of the batch."""
 
+    @property
+    def reach(self) -> int | None:
+        """How far behind a query the last key is that it sees, if `edge` holds; None if never."""
+        return None
+
     def visible(self, query: Any, key: Any) -> Any:
         """Whether the query at one position sees the key at another."""
         raise NotImplementedError
@@ -43,6 +48,13 @@ class Pattern:
         """Whether a query of one span sees just the keys of another that are no later than it.
 
         True is certain. Kernels for causal masks then serve the two.
+        """
+        return False
+
+    def edge(self, query: Span, key: Span) -> Any:
+        """Whether a query of one span sees just the keys of another that are within `reach`.
+
+        True is certain. Kernels for causal masks then serve the two in reverse order.
         """
         return False
 
@@ -187,6 +199,11 @@ class Window(Pattern):
         """True of causal windows, whose first queries see fewer keys, and without a left end."""
         return self.right == 0 or (self.left is None and self.right is not None)
 
+    @property
+    def reach(self) -> int | None:
+        """See `Pattern.reach`."""
+        return self.left
+
     def visible(self, query: Any, key: Any) -> Any:
         """See `Pattern.visible`."""
         seen = True if self.right is None else key <= _add(query, self.right)
@@ -207,6 +224,10 @@ class Window(Pattern):
         if self.right != 0 or self.left is None:
             return self.right == 0
         return key.first > query.last - (self.left + 1)
+
+    def edge(self, query: Span, key: Span) -> Any:
+        """See `Pattern.edge`."""
+        return True if self.right is None else key.last <= _add(query.first, self.right)
 
     def within(self, seq_len: int) -> Pattern:
         """See `Pattern.within`."""

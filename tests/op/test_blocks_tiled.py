@@ -105,6 +105,8 @@ CASES = {
     "window below a fine tile": Case(window=2),
     # A tile size that the right edge of the window does not lie on, as it could be a triangle.
     "window to both sides": Case(rule="two_sided", seq_len=40, coarse=10, fine=5),
+    "window of a coarse tile": Case(window=12, packed=True),
+    "window to a fine tile, zigzag": zigzag(query=(2, 1), key=(2, 1), window=7, kv_heads=6),
     "prefix": Case(rule="prefix"),
     "frames, packed": Case(rule="block_causal", packed=True),
     "chunks, zigzag": zigzag(query=(2, 1), key=(2, 1), rule="causal_chunked"),
@@ -182,25 +184,29 @@ def worth(case):
     seen, mask, calls = case.visible(), case.mask(), collections.Counter()
     coarse = tiled.tilings(mask, *seen.shape[1:])
     (rows, row_parents), (columns, column_parents) = (split_tiles(x, case.fine) for x in coarse)
+    runs = case.causal and (mask.query_runs.length, mask.key_runs.length)
     for i, j in np.ndindex(*(len(x.starts) for x in coarse)):
-        call = tile_worth(seen, *coarse, i, j)
+        call = tile_worth(seen, *coarse, i, j, runs)
         calls[call] += call != "dense"
         if call == "dense":
             for x in np.flatnonzero(row_parents == i):
                 for y in np.flatnonzero(column_parents == j):
-                    calls[tile_worth(seen, rows, columns, x, y)] += 1
+                    calls[tile_worth(seen, rows, columns, x, y, runs)] += 1
     calls.pop("nothing", None)
     return +calls
 
 
-def tile_worth(seen, rows, columns, i, j):
+def tile_worth(seen, rows, columns, i, j, runs):
     repeats = rows.starts[i] < rows.fresh[i] or columns.starts[j] < columns.fresh[j]
     tile = seen[:, rows.starts[i] :, columns.starts[j] :][:, : rows.size, : columns.size]
     m, n = tile.shape[1:]
     if tile.all() and not repeats:
         return m, n, False
     for less in (0, 1):
-        if m == n > 1 and not repeats and (tile == np.tri(m, n, -less, dtype=bool)).all():
+        triangles = [np.tri(m, n, -less, dtype=bool)]
+        if runs and not any(run % m for run in runs):
+            triangles.append(triangles[0].T)
+        if m == n > 1 and not repeats and any((tile == x).all() for x in triangles):
             return m - less, n - less, True
     own = tile[:, rows.fresh[i] - rows.starts[i] :, columns.fresh[j] - columns.starts[j] :]
     return "dense" if own.any() else "nothing"

@@ -69,8 +69,10 @@ def test_other_requests_go_to_tiles_which_say_where_they_are_dense(options, size
         # A length that is not known yet: all else may be visible.
         (dict(mask=st.masks.Prefix()), {}, (120, 0, 136)),
         (dict(layout="striped"), {}, (0, 1, 0)),
-        # Of 512 tokens: 8 on the diagonal, and those that the end of the window cuts.
+        # Of 512 tokens: 8 on the diagonal, and those that the end of the window cuts, which are
+        # causal too if it goes from corner to corner.
         (dict(window=600, layout="contiguous"), {}, (0, 8 / 2, 7 + 6)),
+        (dict(window=512, layout="contiguous"), {}, (0, 1, 0)),
         (dict(causal=False), dict(scores=("slopes", "bias")), (0, 0, 1)),
     ],
 )
