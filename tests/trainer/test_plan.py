@@ -406,7 +406,7 @@ def test_what_cannot_be_drawn_is_refused(tmp_path, capsys, monkeypatch):
     for name, message in (
         ("plan.gif", r"ends in .png, .pdf, .svg; got '.*plan.gif'. Write"),
         ("none/plan.png", r"in a folder that exists; got '.*none/plan.png'. Make"),
-        ("plan.png", r"matplotlib, which is not installed.*pip install matplotlib"),
+        ("plan.png", r"matplotlib, which is not installed.*pip install 'startrail-jax\[plot\]'"),
     ):
         monkeypatch.setattr(figure.importlib.util, "find_spec", lambda name: None)
         assert main(shlex.split(f"{FEWEST} --plot {tmp_path / name}")) == 2

@@ -64,7 +64,7 @@ def check_plot(file: str) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         raise UnsupportedError(
             f"--plot draws with matplotlib, which is not installed; got --plot {file}. Run: "
-            "pip install matplotlib"
+            "pip install 'startrail-jax[plot]'"
         )
 
 
