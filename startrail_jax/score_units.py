@@ -3,7 +3,8 @@
 A bias has a row for each query and a column for each key, both in layout order; a device is given
 the rows of its own queries. It visits only some of the key units: with G, R and A the degrees of
 group, ring and team, device (g, p, a) visits key units p' * A + a for all p'. So the members of a
-team trade columns for rows, and in memory a bias is the same share of the whole all the way.
+team trade columns for rows, and in memory a bias is the same share of the whole all the way; one of
+a single head is gathered over the axis of heads.
 """
 
 from __future__ import annotations

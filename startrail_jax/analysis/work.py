@@ -78,6 +78,8 @@ def kernel_shares(schedule: Schedule, share: Sizes, *, dense: bool) -> dict[str,
     Returns:
         "full" and "causal" (tiles that cuDNN attends) and "dense" -> part of the whole.
     """
+    if dense:
+        return {"full": 0.0, "causal": 0.0, "dense": 1.0}
     tokens = share.query_tokens * schedule.num_shards, share.key_tokens * schedule.num_shards
     # All units at once: tiles lie in runs, and do not know which unit a run belongs to.
     query = _all_runs(schedule, tokens[0], schedule.query_ranks)
@@ -85,8 +87,8 @@ def kernel_shares(schedule: Schedule, share: Sizes, *, dense: bool) -> dict[str,
     mask = Mask(schedule.pattern.within(tokens[0]), query, key)
     work = {"full": 0.0, "causal": 0.0, "dense": 0.0}
     with jax.ensure_compile_time_eval():
-        rows = share.batch * share.heads
-        for pairs in tiled.pair_lists(mask, *tokens, rows, dense=dense):
+        rows = share.batch * share.heads // schedule.head_chunks
+        for pairs in tiled.pair_lists(mask, *tokens, rows, dense=False):
             kernel = {"full": "full", "mixed": "dense"}.get(pairs.kind, "causal")
             area = pairs.query.size * pairs.key.size / (2 if kernel == "causal" else 1)
             work[kernel] += area * int(pairs.count)

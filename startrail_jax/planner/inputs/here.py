@@ -34,13 +34,14 @@ _SAME_PORT = 1.5
 _SINGLE = "float32"
 _FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 _KNOWN = {
-    r"A100.*40GB": "a100_40",
-    r"A100.*80GB": "a100_80",
-    r"H100": "h100",
-    r"H200": "h200",
-    r"B200": "b200",
+    r"\bA100\b.*40GB(?!.*MIG)": "a100_40",
+    r"\bA100\b.*80GB(?!.*MIG)": "a100_80",
+    r"\bH100\b(?!.*(PCIe|NVL|MIG))": "h100",
+    r"\bH200\b(?!.*(NVL|MIG))": "h200",
+    r"\bB200\b(?!.*MIG)": "b200",
 }
-"""What jax calls a device -> the GPU, whose peak and memory need not be measured."""
+"""What jax calls a device -> the GPU, whose peak and memory need not be measured. Others of the same
+name, and parts of a GPU, are measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
