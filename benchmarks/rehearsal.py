@@ -124,7 +124,7 @@ class _Network:
                 gather=self.gather,
                 scatter_sum=self.scatter_sum,
                 partials=self.partials,
-                _permute=self.permute,
+                permute=self.permute,
             ),
         ):
             (out, lse, _), residuals = op.fwd(self.schedule, q, k, v, None, None)

@@ -122,8 +122,8 @@ class ModelSizes:
         Args:
             seq_len: tokens in a sequence.
         """
-        pairs = seq_len / 2 if self.causal else seq_len
-        attention = self.layers * 4 * self.heads * self.head_dim * pairs
+        keys = (seq_len + 1) / 2 if self.causal else seq_len
+        attention = self.layers * 4 * self.heads * self.head_dim * keys
         head = (1 if self.causal else 2) * self.width * self.outputs
         return 3.0 * (2 * (self.layers * self.layer_matrices + head) + attention)
 

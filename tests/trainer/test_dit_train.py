@@ -147,11 +147,6 @@ def test_config_that_cannot_be_raises(part, change, message):
         replace(config if part is None else getattr(config, part), **change)
 
 
-def test_patches_that_do_not_divide_are_refused_before_there_is_a_run(tmp_path):
-    with pytest.raises(ValueError, match=r"patches of an image .* must be div.*got 20 .*--size"):
-        run(tmp_path / "run", "--size 1 6 12 --mesh.group 1 --mesh.team 4 --mesh.tensor 2", steps=1)
-
-
 def test_dit_1b_is_of_512k_tokens():
     config = dit_1b()
     assert config.num_tokens == 2**19

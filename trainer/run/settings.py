@@ -152,7 +152,8 @@ def _decode(hint: Any, value: Any, name: str) -> Any:
         if any(_is_word(value, part) for part in words):
             return value
         others = [part for part in arguments if part is not type(None) and part not in words]
-        return _decode((others or words)[0], value, name)
+        (kind,) = others or words[:1]
+        return _decode(kind, value, name)
     if kind is Literal and _is_word(value, hint):
         return value
     if kind is tuple and isinstance(value, list):
