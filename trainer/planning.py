@@ -24,10 +24,11 @@ from startrail_jax.errors import InputError, UserError
 from startrail_jax.planner.grid import ORDERS, Call, Settings, all_settings
 from startrail_jax.planner.hardware import Cluster
 from startrail_jax.planner.inputs.config_json import model_of_run
-from startrail_jax.planner.inputs.here import measure_cluster
+from startrail_jax.planner.inputs.here import SHARE, jax_share, measure_cluster
 from startrail_jax.planner.quantities import GIB, show_rate, show_seconds
 from startrail_jax.planner.search import Candidates, Options, Prediction, no_setting
 from trainer.config import TrainConfig
+from trainer.errors import RunError
 from trainer.objective import Objective
 from trainer.parallel.degrees import given_order, given_to_plan
 from trainer.parallel.step import Program, make_attention
@@ -38,10 +39,8 @@ from trainer.run.settings import KIND, flags_of, replace_text
 RESULTS_FILE = "plans.json"
 """What was timed, beside the folder of the run."""
 _SHOWN = 8
-_TRIED = 64
-"""Predictions that are looked at before the search for a legal one ends."""
 _STEPS = 3
-_MEMORY_FRACTION = 0.92
+_SHARE_OF_CPU = 0.92
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +104,7 @@ class Planner:
 
         Raises:
             ValueError: if no mesh of so many devices suits the run.
+            RuntimeError: if processes have chosen different meshes.
         """
         config, begin = self.config, time.perf_counter()
         cluster = measure_cluster(
@@ -115,9 +115,12 @@ class Planner:
             causal=config.causal,
         )
         seconds = time.perf_counter() - begin
-        lines = [f"plan: measured in {show_seconds(seconds)}: {_describe(cluster)}"]
+        limit, share = _memory_of_jax(devices, cluster)
+        lines = [f"plan: measured in {show_seconds(seconds)}: {_describe(cluster)}; {share}"]
         count = _SHOWN if config.plan == "show" else 2
-        found = self.forecasts(cluster, max(count, config.plan_measure))
+        found = self.forecasts(cluster, max(count, config.plan_measure), limit)
+        # Before any of them compiles steps that the others do not know.
+        _require_same([(x.prediction.degrees, x.prediction.order) for x in found])
         if config.plan_measure:
             found = self._timed(found, devices)
         shown = found[:count]
@@ -126,33 +129,43 @@ class Planner:
             f"plan: {name}: {x.line(config.accumulation)}"
             for name, x in zip(names, shown, strict=False)
         ]
+        if config.freezes:
+            lines.append(
+                "plan: predicted seconds are those of training all weights, and this run trains "
+                "adapters: --plan-measure times adapters"
+            )
         best = found[0]
         order = given_order(config.mesh) or best.prediction.order
         return PlannedMesh(degrees=best.degrees, order=order, description=tuple(lines))
 
-    def forecasts(self, cluster: Cluster, count: int) -> list[MeshForecast]:
+    def forecasts(
+        self, cluster: Cluster, count: int, limit: int | None = None
+    ) -> list[MeshForecast]:
         """The meshes with the fastest predictions that the run can have, the fastest first.
 
         Args:
             cluster: the devices.
             count: number of meshes.
+            limit: bytes that a step may take on a device; None for jax's share of its memory.
 
         Raises:
             ValueError: if there is none.
         """
         config = self.config
+        limit = int(jax_share() * cluster.gpu.memory_bytes) if limit is None else limit
         settings = json.loads(json.dumps(dataclasses.asdict(config), default=str))
         model = model_of_run({KIND: config.kind, **settings}, f"--plan {config.plan}")
-        call = Call(
-            model=model, seq_len=config.num_tokens, batch=config.batch_size // config.accumulation
-        )
+        # Rows are padded for each mesh: the forecast takes a length that suits all of them.
+        multiple = 2 * cluster.num_gpus
+        seq_len = -(-config.num_tokens // multiple) * multiple
+        call = Call(model=model, seq_len=seq_len, batch=config.batch_size // config.accumulation)
         given = given_to_plan(config.mesh)
         options = Options(
             degrees=given,
             zero=(config.zero,),
             remat=(config.remat,),
             offload=(config.offload,),
-            # Tiles and memory are those of the run: see `_fitting`.
+            # Tiles and memory are those of the run: see `_legal`.
             tiled=(False,),
             gradient_dtype=config.attention.gradient_dtype,
             baselines=False,
@@ -161,6 +174,7 @@ class Planner:
             cluster, gpu=dataclasses.replace(cluster.gpu, memory_bytes=1 << 60)
         )
         found: list[MeshForecast] = []
+        too_large: list[int] = []
         refusal: object = "what is left does not pass the checks of a step"
         try:
             rows = all_settings(cluster, call, given=given, published=False)
@@ -173,8 +187,11 @@ class Planner:
                     "--mesh.order"
                 )
             timed = Candidates(roomy, call, options, rows)
-            fitting = timed.best(np.ones(len(timed.row), bool), _TRIED)
-            for forecast in self._fitting(fitting, cluster.gpu.memory_bytes):
+            predictions = timed.best(np.ones(len(timed.row), bool), len(timed.row))
+            for forecast in self._legal(predictions):
+                if forecast.memory_bytes > limit:
+                    too_large.append(forecast.memory_bytes)
+                    continue
                 found.append(forecast)
                 if len(found) == count:
                     break
@@ -182,6 +199,10 @@ class Planner:
             refusal = error
         if found:
             return found
+        if too_large:
+            refusal = (
+                f"the smallest step takes {min(too_large) / GIB:.3g} GiB of {limit / GIB:.3g} GiB"
+            )
         raise InputError(
             f"--plan {config.plan} needs a mesh that divides the batch, the tokens and the heads "
             f"of the run and whose step fits the memory; got none for {cluster.num_gpus} devices "
@@ -198,7 +219,7 @@ class Planner:
             allowed[row] = own == [x for x in order or () if vars(settings)[x][row] > 1]
         return allowed
 
-    def _fitting(self, predictions: list[Prediction], memory: int) -> Iterator[MeshForecast]:
+    def _legal(self, predictions: list[Prediction]) -> Iterator[MeshForecast]:
         """The predictions that the run can have: see `trainer.parallel.legality`."""
         objective = self.make_objective()
         for prediction in predictions:
@@ -206,8 +227,7 @@ class Planner:
                 size = footprint(self.config, objective, st.Degrees(**prediction.degrees))
             except UserError:
                 continue
-            if size.device_bytes <= _MEMORY_FRACTION * memory:
-                yield MeshForecast(prediction=prediction, memory_bytes=size.device_bytes)
+            yield MeshForecast(prediction=prediction, memory_bytes=size.device_bytes)
 
     def _timed(self, found: list[MeshForecast], devices: Sequence[Any]) -> list[MeshForecast]:
         """The first forecasts, each timed for some steps, the fastest first; then the others."""
@@ -232,6 +252,7 @@ class Planner:
         config = self.config
         names = ("model", "batch_size", "seq_len", "size", "accumulation", "zero", "zero_axes")
         names += ("remat", "offload", "tile", "attention", "data.mask_documents", "ema_decay")
+        names += ("lora",)
         flags = [
             flag
             for name, flag in flags_of(config).items()
@@ -268,6 +289,34 @@ class Planner:
         # The next mesh needs the memory.
         jax.tree.map(lambda x: x.delete(), state)
         return statistics.median(seconds[1:])
+
+
+def _memory_of_jax(devices: Sequence[Any], cluster: Cluster) -> tuple[int, str]:
+    """Bytes that a step may take on a device, in all processes, and what the log says of them."""
+    whole = cluster.gpu.memory_bytes
+    if devices[0].platform == "cpu":
+        limit = int(_SHARE_OF_CPU * whole)
+        return limit, f"a step may take {limit / GIB:.3g} GiB of {whole / GIB:.3g} GiB a device"
+    own = [x.memory_stats() or {} for x in devices if x.process_index == jax.process_index()]
+    fallback = int(jax_share() * whole)
+    limits = peers().gather(min((x.get("bytes_limit", fallback) for x in own), default=fallback))
+    return min(limits), (
+        f"jax has {min(limits) / GIB:.3g} GiB of {whole / GIB:.3g} GiB a device ({SHARE} changes "
+        "it)"
+    )
+
+
+def _require_same(meshes: Any) -> None:
+    """Raises unless all processes have the same meshes in mind."""
+    exchange = peers()
+    own = json.loads(json.dumps(meshes))
+    for index, other in enumerate(exchange.gather(own)):
+        if other != own:
+            raise RunError(
+                "All processes must plan the same meshes; got other ones in process "
+                f"{exchange.index} than in process {index}: {own[0]} and {other[0]} come first. "
+                "Give all of them the same versions and settings, or leave out --plan."
+            )
 
 
 def _describe(cluster: Cluster) -> str:

@@ -111,7 +111,8 @@ def joined(
     order = None if folder is None else read_planned_order(folder)
     may_differ = {*may_differ, *_names_of_paths(settings)}
     flags = {"kind": kind, **flags_of(settings, but=may_differ)}
-    flags["former mesh"] = f"a run that was trained with the mesh {former}"
+    planned_as = "" if order is None else f", planned in the order {' '.join(order)}"
+    flags["former mesh"] = f"a run that was trained with the mesh {former}{planned_as}"
     with heartbeat(distributed, flags, leave) as agree:
         nodes = nodes_of(devices, mesh_config.devices_per_node)
         planned = order is not None

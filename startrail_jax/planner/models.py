@@ -50,6 +50,9 @@ class ModelSizes:
     """Sequences in a batch, where no other number is given."""
     itemsize: int = 2
     """Bytes of an activation."""
+    adapters: bool = False
+    """Whether low-rank adapters are trained in place of the weights. The forecast does not use it:
+    it trains all weights, and says so."""
     average: bool = False
     """Whether a moving average of the weights is kept."""
     from_run: bool = False

@@ -88,6 +88,17 @@ class Plan:
             "another setting may be the fastest."
         )
 
+    @property
+    def adapters_note(self) -> str | None:
+        """What the forecast leaves out if adapters are trained; None if there are none."""
+        if not self.call.model.adapters:
+            return None
+        return (
+            "The run trains adapters, and this forecast trains all weights: adapters need less "
+            "memory and fewer seconds,\nand another setting may be the fastest. train.py --plan "
+            "show --plan-measure 5 times adapters."
+        )
+
     def as_dict(self) -> dict[str, Any]:
         """Everything as numbers, texts, lists and dicts, for JSON."""
         cluster = asdict(self.cluster)
@@ -108,6 +119,7 @@ class Plan:
             "reasons": None if self.reasons is None else asdict(self.reasons),
             "ways_to_fit": list(self.ways_to_fit),
             "window_note": self.window_note,
+            "adapters_note": self.adapters_note,
             "command": self.command,
         }
 
@@ -147,7 +159,7 @@ class Plan:
             f"{self.num_settings} settings of degrees and order; with ZeRO, remat, offload and "
             f"tile {self.num_candidates}, of which {self.num_fitting} fit {limit:.1f} GiB",
         ]
-        return head + ([] if self.window_note is None else [self.window_note])
+        return head + [note for note in (self.window_note, self.adapters_note) if note is not None]
 
     def _tail(self) -> list[str]:
         if self.reasons is None:

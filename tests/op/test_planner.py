@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from jax.experimental import multihost_utils
 
 import startrail_jax as st
 from startrail_jax.errors import InputError
@@ -425,6 +426,19 @@ def test_measured_clusters_have_the_links_and_kernels_of_their_devices(monkeypat
     assert plan_of(where, asked, Options(offload=(False,))).winner.fits
     with pytest.raises(InputError, match=r"same number of devices; got 2, 1\. Use"):
         measure_cluster([SimpleNamespace(process_index=index) for index in (0, 0, 1)])
+
+
+def test_memory_is_the_smallest_of_all_processes(monkeypatch):
+    """Processes on machines with different memory must plan the same mesh."""
+    for name, value in (("_product", 1e9), ("_memory", 1e9), ("_attention", (1e9, 1e9))):
+        rate = f"{name}_rate{'s' * (name == '_attention')}"
+        monkeypatch.setattr(here, rate, lambda *arguments, value=value: value)
+    monkeypatch.setattr(here, "_memory_of", lambda device: (80 << 30) + 5)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    gathered = lambda x: np.array([x, x - (1 << 12)])  # noqa: E731
+    monkeypatch.setattr(multihost_utils, "process_allgather", gathered)
+    links = here._Probe(jax.devices()[:1])
+    assert here._kernels(links, 8, 4, causal=True).memory_bytes == 76 << 30
 
 
 @pytest.mark.parametrize("ports", [1, 2, 4])

@@ -121,6 +121,9 @@ def test_former_degrees_of_a_run_are_kept_unless_flags_say_otherwise(tmp_path):
     assert keep_degrees(MeshConfig(), 16, read_degrees(tmp_path)) == former
     for num_devices, given in ((8, {}), (16, {"team": 4}), (16, {"ring": 4}), (16, {"data": 2})):
         assert keep_degrees(MeshConfig(**given), num_devices, vars(former)) is None
+    # A plan keeps what is given, so that a planned run has it.
+    assert keep_degrees(MeshConfig(team=4), 16, vars(former), planned=True) == former
+    assert keep_degrees(MeshConfig(team=2), 16, vars(former), planned=True) is None
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 import startrail_jax as st
 from configs import RECIPES
-from startrail_jax.errors import InputError, UnsupportedError
+from startrail_jax.errors import InputError
 from startrail_jax.plan import main
 from startrail_jax.planner.grid import ROLES
 from startrail_jax.planner.hardware import GPUS, Cluster
@@ -28,6 +28,7 @@ from startrail_jax.planner.search import Options
 from train import read_command_line
 from trainer.config import AttentionConfig, MeshConfig
 from trainer.dit.objective import dit_flops_per_token
+from trainer.gpt.config import LoraConfig
 from trainer.gpt.objective import gpt_flops_per_token
 from trainer.gpt.pretrained.families import FAMILIES, read_description
 from trainer.parallel.flops import PEAK_FLOPS
@@ -243,8 +244,10 @@ def test_sliding_windows_are_named(tmp_path, capsys):
         path.write_text(json.dumps(small | more))
         assert find_model(str(path)).window == window
     path.write_text(json.dumps(small | {"layer_types": ["sliding_attention", "full_attention"]}))
-    with pytest.raises(UnsupportedError, match="sliding_window=4096 in 1 of 2 layers"):
-        find_model(str(path))
+    assert find_model(str(path)).mixed
+    for kind in ("gemma2", "gemma3_text"):
+        path.write_text(json.dumps(small | {"model_type": kind}))
+        assert (find_model(str(path)).window, find_model(str(path)).mixed) == (None, True)
     path.write_text(json.dumps(small | {"model_type": "mistral"}))
     arguments = f"--nodes 1 --gpus-per-node 8 --gpu h100 --model {path} {FEW} --seq-len"
     main(shlex.split(f"{arguments} 8K"))
@@ -259,6 +262,14 @@ def test_sliding_windows_are_named(tmp_path, capsys):
     run.write_text(json.dumps(values))
     main(shlex.split(f"--nodes 1 --gpus-per-node 8 --gpu h100 --model {run} {FEW} --seq-len 512"))
     assert "has layers with sliding windows, and this forecast" in capsys.readouterr().out
+
+
+def test_a_plan_of_adapters_says_that_it_is_one_of_all_weights(tmp_path, capsys):
+    config = dataclasses.replace(RECIPES["gpt_tiny"](), lora=LoraConfig(rank=8))
+    save_config(config, tmp_path / "config.json")
+    arguments = f"--nodes 1 --gpus-per-node 2 --gpu h100 --model {tmp_path} {FEW}"
+    assert main(shlex.split(arguments)) == 0
+    assert "The run trains adapters, and this forecast trains all w" in capsys.readouterr().out
 
 
 def test_hugging_face_configs_of_other_shapes(tmp_path):
@@ -305,7 +316,8 @@ def test_pasted_command_starts_from_a_pretrained_model(kind, tmp_path):
 
 def test_planner_knows_the_pretrained_models_of_the_program():
     assert set(PRETRAINED) == set(FAMILIES)
-    assert PRETRAINED["qwen3"]["head_dim"] == FAMILIES["qwen3"].fixed_head_dim
+    sizes = {name: values.get("head_dim") for name, values in PRETRAINED.items()}
+    assert sizes == {name: x.fixed_head_dim for name, x in FAMILIES.items()}
     tied = {name for name, values in PRETRAINED.items() if values.get("tie_word_embeddings")}
     assert tied == {name for name, family in FAMILIES.items() if family.tied_head}
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -14,8 +15,11 @@ from startrail_jax.planner.hardware import GPUS, Cluster
 from train import read_command_line, train
 from trainer import planning
 from trainer.config import AttentionConfig, MeshConfig
+from trainer.errors import RunError
+from trainer.gpt.config import LoraConfig
 from trainer.network.options import Distributed
 from trainer.planning import Planner
+from trainer.processes.exchange import Peers
 from trainer.run.mesh import MESH_FILE, read_degrees, read_planned_order, save_degrees
 from trainer.session import joined
 from trainer.tasks import TASKS
@@ -78,15 +82,58 @@ def test_a_plan_without_a_legal_mesh_is_refused(changes, message):
         found(**changes)
 
 
-def test_meshes_that_do_not_fit_the_memory_are_left_out(monkeypatch):
-    monkeypatch.setattr(planning, "_TRIED", 2)
+def test_meshes_that_do_not_fit_the_memory_are_left_out():
     small = dataclasses.replace(
         ONE_NODE, gpu=dataclasses.replace(GPUS["h100"], memory_bytes=1 << 16)
     )
-    with pytest.raises(InputError, match="whose step fits the memory; got none for 8 devices of 0"):
+    message = r"got none for 8 devices of 0.*the smallest step takes 0.00\d+ GiB of 4.58e-05 GiB"
+    with pytest.raises(InputError, match=message):
         found(small)
     with pytest.raises(InputError, match="needs a plan; got plan_measure=2, plan='off'"):
         make_config(plan_measure=2)
+
+
+def test_the_slowest_mesh_is_found_if_no_other_fits(monkeypatch):
+    """All of them are looked at, however many there are."""
+    sizes = []
+
+    def footprint(config, objective, degrees):
+        sizes.append(degrees)
+        return SimpleNamespace(device_bytes=len(sizes) if given is None else degrees != given)
+
+    monkeypatch.setattr(planning, "footprint", footprint)
+    many, given = dataclasses.replace(TWO_NODES, nodes=8), None
+    asked = planner(batch_size=8, seq_len=256)
+    with pytest.raises(InputError, match="smallest step takes"):
+        asked.forecasts(many, 1, limit=0)
+    assert len(sizes) > 100
+    given = sizes[-1]
+    assert [x.degrees for x in asked.forecasts(many, 1, limit=0)] == [given]
+
+
+def test_any_length_is_planned():
+    (mesh,) = found(seq_len=127, mesh=MeshConfig(ring=8), count=1)
+    assert mesh.degrees.ring == 8
+
+
+def gpu(**stats):
+    return SimpleNamespace(platform="cuda", process_index=0, memory_stats=lambda: stats or None)
+
+
+def test_a_step_may_take_what_jax_has_in_every_process(monkeypatch):
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    devices = [gpu(bytes_limit=60 << 30), gpu(bytes_limit=59 << 30)]
+    limit, said = planning._memory_of_jax(devices, ONE_NODE)
+    assert limit == 59 << 30
+    assert said.startswith("jax has 59 GiB of 79.6 GiB a device (XLA_PYTHON_CLIENT_MEM_FRACTION")
+    others = Peers(count=2, gather=lambda size: [size, 1 << 30])
+    with monkeypatch.context() as patch:
+        patch.setattr(planning, "peers", lambda: others)
+        assert planning._memory_of_jax(devices, ONE_NODE)[0] == 1 << 30
+    whole = GPUS["h100"].memory_bytes
+    assert planning._memory_of_jax([gpu()], ONE_NODE)[0] == int(0.75 * whole)
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
+    assert planning._memory_of_jax([gpu()], ONE_NODE)[0] == whole // 2
 
 
 @pytest.fixture
@@ -125,6 +172,24 @@ def test_the_fastest_of_some_steps_wins_and_is_remembered(measured, monkeypatch,
     longer = planner(run_dir=run_dir, plan_measure=3, seq_len=256)
     longer.choose(devices)
     assert len(times) == 3
+
+
+def test_processes_that_plan_different_meshes_are_refused(measured, monkeypatch):
+    others = Peers(count=2, gather=lambda value: [value, value[::-1]])
+    monkeypatch.setattr(planning, "peers", lambda: others)
+    with pytest.raises(RunError, match="must plan the same meshes; got other ones in process 0"):
+        planner().choose(jax.devices()[:8])
+
+
+def test_times_of_adapters_are_not_those_of_all_weights(measured):
+    """What is timed is kept apart, and the log says what is predicted."""
+    full, narrow = planner(), planner(lora=LoraConfig(rank=4))
+    (mesh,) = full.forecasts(ONE_NODE, 1)
+    devices = jax.devices()[:8]
+    assert full._key(mesh, devices) != narrow._key(mesh, devices)
+    chosen = {asked: asked.choose(devices).description for asked in (full, narrow)}
+    assert chosen[narrow][-1].startswith("plan: predicted seconds are those of training all weig")
+    assert not any("adapters" in line for line in chosen[full])
 
 
 def test_a_step_is_timed_on_its_mesh():

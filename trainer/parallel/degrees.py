@@ -89,7 +89,8 @@ def keep_degrees(
         mesh: the degrees that are given.
         num_devices: number of devices.
         former: what `trainer.run.mesh.read_degrees` says of the run.
-        planned: whether the planner chose them, so that degrees of 1 may be open too.
+        planned: whether the planner chose them: it kept the given ones, so that a run with some
+            goes on too, and degrees of 1 may be open.
     """
     given = {name: degree for name, degree in mesh.degrees.items() if degree is not None}
     if planned:
@@ -98,7 +99,7 @@ def keep_degrees(
         return None
     if former:
         fits = given.items() <= former.items() and math.prod(former.values()) == num_devices
-        is_open = not set(OPEN) & set(given)
+        is_open = planned or not set(OPEN) & set(given)
         return Degrees(**former) if fits and is_open and set(former) == set(mesh.degrees) else None
     if mesh.team is not None:
         return None

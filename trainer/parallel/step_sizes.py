@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax
@@ -108,6 +109,13 @@ class _Shapes(NamedTuple):
 
 def _trace(objective: Objective, layout: Layout) -> _Shapes:
     """The shapes in a forward pass for a batch of the run."""
+    leaves, tree = jax.tree.flatten(objective.batch_shapes(layout))
+    return _traced(objective, tree, tuple(leaves))
+
+
+# A plan asks for many meshes of a run, whose batches have few shapes.
+@lru_cache(maxsize=8)
+def _traced(objective: Objective, tree: Any, leaves: tuple[Any, ...]) -> _Shapes:
     calls = []
 
     def attention_fn(query: Array, key: Array, value: Array, **_: Any) -> Array:
@@ -124,7 +132,7 @@ def _trace(objective: Objective, layout: Layout) -> _Shapes:
     abstract = nnx.eval_shape(make_model)
     stretches = getattr(abstract, "stretches", None)
     periods = [1] if stretches is None else [len(stretch.kinds) for stretch in stretches]
-    shape = jax.eval_shape(outputs, objective.batch_shapes(layout)).shape
+    shape = jax.eval_shape(outputs, jax.tree.unflatten(tree, leaves)).shape
     query, key = calls[0]
     return _Shapes(nnx.state(abstract), query, key, shape, max(periods), len(periods))
 

@@ -30,8 +30,12 @@ PRETRAINED: Mapping[str, Mapping[str, Any]] = {
     "qwen2": {},
     "qwen3": {"head_dim": 128},
     "smollm3": {"tie_word_embeddings": True},
+    "gemma2": {"tie_word_embeddings": True, "head_dim": 256},
+    "gemma3_text": {"tie_word_embeddings": True, "head_dim": 256},
 }
 """Types of model that `train.py --init-from` takes, each with its defaults."""
+_MIXED = ("gemma2", "gemma3_text")
+"""Those of which every few layers lack the window of the others."""
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _WITHOUT_GATE = ("gpt_neox", "opt", "bloom", "falcon", "gpt_bigcode", "starcoder2", "phi")
@@ -110,6 +114,7 @@ def model_of_run(settings: Mapping[str, Any], name: str) -> ModelSizes:
             tied_head=model.get("tied_head", False),
             window=model.get("window"),
             mixed=bool(model.get("windows")),
+            adapters=_part(settings, "lora").get("rank") is not None,
             seq_len=settings.get("seq_len"),
         )
     _known(model, name, ("channels", "classes"))
@@ -137,6 +142,12 @@ def model_of_run(settings: Mapping[str, Any], name: str) -> ModelSizes:
     )
 
 
+def _part(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A part of the settings; an empty one for a run of the time before it existed."""
+    part = settings.get(name)
+    return part if isinstance(part, dict) else {}
+
+
 def _of_hugging_face(settings: Mapping[str, Any], name: str) -> ModelSizes:
     """The model of a config.json of Hugging Face: a gated decoder, as Llama, Qwen or Mistral."""
     settings = {**PRETRAINED.get(_type_of(settings), {}), **settings}
@@ -156,35 +167,32 @@ def _of_hugging_face(settings: Mapping[str, Any], name: str) -> ModelSizes:
         given["mlp_matrices"] = 2
     # Files may hold "head_dim": null.
     given["head_dim"] = given.get("head_dim") or max(given["width"] // given["heads"], 1)
-    window = _window(settings, name, given["layers"])
-    return ModelSizes(name=name, hugging_face=True, window=window, **given)
+    window, mixed = _window(settings, name, given["layers"])
+    return ModelSizes(name=name, hugging_face=True, window=window, mixed=mixed, **given)
 
 
 def _type_of(settings: Mapping[str, Any]) -> str:
     return str(settings.get("model_type"))
 
 
-def _window(settings: Mapping[str, Any], name: str, layers: int) -> int | None:
-    """The sliding window of all layers; None if no layer has one."""
+def _window(settings: Mapping[str, Any], name: str, layers: int) -> tuple[int | None, bool]:
+    """The sliding window of all layers, None if not all have one; and whether only some have."""
     window, types = settings.get("sliding_window"), settings.get("layer_types")
     on_request = _type_of(settings).startswith("qwen")
     if window is None or not settings.get("use_sliding_window", not on_request):
-        return None
+        return None, False
     _require_size(window, "sliding_window", name)
     if isinstance(types, list):
         sliding = sum("sliding" in str(kind) for kind in types)
+    elif _type_of(settings) in _MIXED:
+        return None, True
     else:
         # Qwen's layers have it from this one on.
         first = settings.get("max_window_layers", 28) if on_request else 0
         first = first if is_size(first) else 0
         sliding, types = max(layers - first, 0), range(layers)
-    if 0 < sliding < len(types):
-        raise UnsupportedError(
-            f"--model {name}: all layers must have the same attention; got sliding_window="
-            f"{window} in {sliding} of {len(types)} layers. Give the sizes by flags instead, and "
-            "the forecast takes full attention."
-        )
-    return window if sliding else None
+    mixed = 0 < sliding < len(types)
+    return window if sliding and not mixed else None, mixed
 
 
 def _require_size(number: Any, key: str, name: str) -> None:

@@ -32,7 +32,8 @@ _REPEATS = 5
 _SAME_PORT = 1.5
 """Two messages that take this many times as long as one share what carries them."""
 _SINGLE = "float32"
-_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+"""The variable that says which share of a GPU's memory jax takes."""
 _KNOWN = {
     r"\bA100\b.*40GB(?!.*MIG)": "a100_40",
     r"\bA100\b.*80GB(?!.*MIG)": "a100_80",
@@ -255,6 +256,17 @@ class _Probe:
 
         return float(np.max(multihost_utils.process_allgather(np.float32(seconds))))
 
+    def agreed_memory(self, size: int) -> int:
+        """The fewest bytes of all processes, in whole MiB where there are several."""
+        import jax
+
+        if jax.process_count() == 1:
+            return size
+        from jax.experimental import multihost_utils
+
+        # Without its 64-bit mode, jax would cut off a number of bytes.
+        return int(np.min(multihost_utils.process_allgather(np.int32(size >> 20)))) << 20
+
 
 def timed(function: Callable[..., Any], *arguments: Any) -> float:
     """Seconds of a call, the median of several, after one that compiles."""
@@ -286,7 +298,9 @@ def _kernels(links: _Probe, head_dim: int, itemsize: int, causal: bool) -> Gpu:
     return Gpu(
         name=kind or re.sub(r"\W+", "_", device.device_kind),
         peak_flops=peak / single,
-        memory_bytes=known.memory_bytes if known is not None else _memory_of(device),
+        memory_bytes=links.agreed_memory(
+            known.memory_bytes if known is not None else _memory_of(device)
+        ),
         memory_rate=memory_rate,
         inside_rate=math.inf,
         host_rate=memory_rate if is_cpu else (known or GPUS["a100_40"]).host_rate,
@@ -294,6 +308,11 @@ def _kernels(links: _Probe, head_dim: int, itemsize: int, causal: bool) -> Gpu:
         matrix_efficiency=products / peak,
         single_speed=single,
     )
+
+
+def jax_share() -> float:
+    """Share of the memory of a GPU that jax takes."""
+    return float(os.environ.get(SHARE, 0.75))
 
 
 def _memory_of(device: Any) -> int:
@@ -304,7 +323,7 @@ def _memory_of(device: Any) -> int:
     stats = own.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
         # Of which jax takes a share.
-        return int(stats["bytes_limit"] / float(os.environ.get(_FRACTION, 0.75)))
+        return int(stats["bytes_limit"] / jax_share())
     # Simulated devices share the memory of the machine.
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return whole // jax.local_device_count()

@@ -103,8 +103,9 @@ def remarks(call: Call, cluster: Cluster) -> list[str]:
         if missing:
             lines.append(f"train.py also reads {' and '.join(missing)}, which {base} lacks.")
     elif model.hugging_face:
+        without = "biases and windows" if model.mixed else "biases"
         lines.append(
-            "The command trains a new model of these sizes, without biases and with rotary "
+            f"The command trains a new model of these sizes, without {without} and with rotary "
             "positions of base 10000:\ntrain.py --init-from reads a whole, unchanged config.json "
             f"of {', '.join(PRETRAINED)}."
         )
