@@ -311,8 +311,8 @@ def _kernels(links: _Probe, head_dim: int, itemsize: int, causal: bool) -> Gpu:
 
 
 def jax_share() -> float:
-    """Share of the memory of a GPU that jax takes."""
-    return float(os.environ.get(SHARE, 0.75))
+    """Share of the memory of a GPU that jax takes, by its variable or by the newer name of it."""
+    return float(os.environ.get("XLA_CLIENT_MEM_FRACTION") or os.environ.get(SHARE) or 0.75)
 
 
 def _memory_of(device: Any) -> int:
