@@ -252,7 +252,7 @@ class Attention(Decoding):
         bias: ArrayLike | None = None,
         mask: ArrayLike | None = None,
         *,
-        segment_ids: ArrayLike | tuple[ArrayLike, ArrayLike] | None = None,
+        segment_ids: ArrayLike | tuple[ArrayLike | None, ArrayLike | None] | None = None,
         slopes: ArrayLike | None = None,
         sinks: ArrayLike | None = None,
         prefix_lengths: ArrayLike | None = None,
@@ -286,13 +286,13 @@ class Attention(Decoding):
                 divides `heads`, and neighbouring query heads share a key head.
             value: [batch, kv_seq, kv_heads, value_head_dim], likewise.
             segment_ids: integers [batch, seq] sharded as `sequence_spec`, or a pair of such arrays
-                for queries and keys. Tokens of equal ids see each other. Negative ids are padding,
-                whose outputs and gradients are 0.
+                for queries and keys, where None stands for zeros. Tokens of equal ids see each
+                other. Negative ids are padding, whose outputs and gradients are 0.
             bias: floats [1 or batch, 1 or heads, seq, kv_seq] to add to the scaled and capped
                 logits, sharded as `bias_spec`: queries and keys in the order of `layout`, each
-                device with the rows of its queries. It may be learned. The whole of it exists, over
-                all devices, twice in the forward and once more, in float32, in the backward pass,
-                in which keys go round the ring.
+                device with the rows of its queries; see `shard_bias`. It may be learned. The whole
+                of it exists, over all devices, twice in the forward and once more, in float32, in
+                the backward pass, in which keys go round the ring.
             slopes: [heads], the ALiBi slope m of each head: -m |query - key| is added to the scaled
                 and capped logits, from natural positions in the row. They may be learned.
             sinks: [heads], a logit for each head that counts in the denominator of its softmax and

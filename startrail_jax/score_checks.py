@@ -91,7 +91,8 @@ def given_to_call(
     if bias is not None:
         specs["bias"] = attention.bias_spec(*given["bias"].shape[:2])
     arrays = [x.words if isinstance(x, Dropout) else x for x in given.values()]
-    check_shardings(tuple(given), arrays, list(specs.values()), attention.mesh)
+    names = ["dropout_rng" if name == "dropout" else name for name in given]
+    check_shardings(names, arrays, list(specs.values()), attention.mesh)
     if rate:
         specs["dropout"] = dataclasses.replace(given["dropout"], words=specs["dropout"])
     return (Scores(**given), prefix), (Scores(**specs), rows)
@@ -132,8 +133,8 @@ def _check_bias(attention: Any, bias: Array, query: Array, key: Array) -> Array:
         raise InputError(
             "bias must be floats [1 or batch, 1 or heads, query, key] = "
             f"[1 or {batch}, 1 or {heads}, {tokens}, {key.shape[1]}]; got {bias.dtype} "
-            f"{list(bias.shape)}. Its queries and its keys are in the order of the layout: see "
-            "attention.layout.permute and attention.bias_spec."
+            f"{list(bias.shape)}. Its queries and its keys are in the order of the layout: "
+            "attention.shard_bias brings them there."
         )
     if attention.backward == "query" and attention.degrees.ring > 1:
         raise UnsupportedError(

@@ -264,6 +264,27 @@ def test_array_of_another_mesh_is_refused():
         attend(x, x, x)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "way_out"),
+    [
+        ("query", array(head_dim=4), "Bring host arrays .*attention.shard,"),
+        ("bias", jnp.zeros((1, 1, 32, 32)), "attention.shard_bias,"),
+        ("slopes", jnp.zeros(4), r"\. Place it with jax.device_put and .*P\(\)"),
+        ("prefix_lengths", jnp.zeros(2, int), r"\. Place it with jax.device_put and .*P\(None,\)"),
+        ("dropout_rng", jax.random.key(0), r"\. Place it with jax.device_put and .*P\(\)"),
+    ],
+)
+def test_the_way_to_the_mesh_is_that_of_the_array(name, value, way_out):
+    mask = st.masks.Prefix() if name == "prefix_lengths" else st.masks.Causal()
+    attend = st.Attention(attention(st.Degrees(ring=4)).mesh, mask=mask)
+    arrays = dict.fromkeys(("query", "key", "value"), attend.shard(np.zeros((2, 32, 4, 4), "f4")))
+    rate = dict(dropout_rate=0.1) if name == "dropout_rng" else {}
+    arrays[name] = jax.device_put(value, jax.devices()[0])
+    message = f"{name} must be on the 4 devices of the mesh; got an array on 1.*{way_out}"
+    with pytest.raises(ValueError, match=message):
+        attend(**arrays, **rate)
+
+
 def test_permuted_order_of_axes_is_refused():
     """The same axes in another order put the shards on other devices."""
     attend = attention(st.Degrees(ring=2, team=2), axis_type="explicit")
@@ -343,7 +364,7 @@ SCORES = {
     "slopes": (dict(slopes=jnp.zeros(3)), r"slopes must be floats \[heads\] = \[4\]; got .*\[3\]"),
     "bias": (
         dict(bias=jnp.zeros((2, 1, 32, 31))),
-        r"\[1 or 2, 1 or 4, 32, 32\]; got float32 \[2, 1, 32, 31\].*bias_spec",
+        r"\[1 or 2, 1 or 4, 32, 32\]; got float32 \[2, 1, 32, 31\].*shard_bias",
     ),
     "integer bias": (
         dict(bias=jnp.zeros((2, 1, 32, 32), int)),
