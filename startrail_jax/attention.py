@@ -27,7 +27,7 @@ from startrail_jax.layout import Layout
 from startrail_jax.mesh import SEQUENCE_ROLES, AxisNames, check_sequence_axis, device_kind
 from startrail_jax.nodes import mesh_crossing
 from startrail_jax.schedule import Schedule, ring_offsets
-from startrail_jax.score_checks import check_names, check_per_head, check_softcap, given_to_call
+from startrail_jax.score_checks import check_per_head, check_scores, check_softcap, given_to_call
 from startrail_jax.score_units import Given
 from startrail_jax.sizes import GRADIENT_DTYPES, Sizes, dtype_name
 from startrail_jax.validation import (
@@ -220,9 +220,10 @@ class Attention(Decoding):
 
         Raises:
             ValueError: if sizes do not fit the mesh, or if the platform is unknown.
-            NotImplementedError: if this attention names a backend that does not serve them.
+            NotImplementedError: if this attention names a backend that does not serve them, or
+                serves these scores in no way.
         """
-        check_names(scores)
+        check_scores(self, scores, seq_len, seq_len if kv_seq_len is None else kv_seq_len)
         schedule = self.schedule.on(platform, capability)
         schedule = dataclasses.replace(schedule, scores=tuple(scores))
         sizes = Sizes(

@@ -144,6 +144,7 @@ def assert_exact(
             "assert_exact needs a mesh of devices; got an attention on an AbstractMesh. "
             "Build the attention on startrail_jax.make_mesh(degrees)."
         )
+    attention.pattern.check_closed("assert_exact")
     kv_heads = heads if kv_heads is None else kv_heads
     value_head_dim = head_dim if value_head_dim is None else value_head_dim
     kv_seq_len = seq_len if kv_seq_len is None else kv_seq_len

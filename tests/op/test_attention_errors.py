@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import startrail_jax as st
 from attention_cases import Case
-from startrail_jax.analysis.work import visible_pairs
+from startrail_jax.testing import assert_exact
 
 # The errors of the package, not of the type checker that tests run it under.
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("unchecked")]
@@ -371,6 +371,8 @@ SCORES = {
         "bias must be floats .*; got int32",
     ),
     "rate of 1": (dict(dropout_rng=RNG, dropout_rate=1.0), "below 1; got dropout_rate=1.0"),
+    "no rate": (dict(dropout_rate=None), "must be a number .*; got dropout_rate=None"),
+    "rate of text": (dict(dropout_rate="0.1"), "must be a number .*; got dropout_rate='0.1'"),
     "negative rate": (dict(dropout_rng=RNG, dropout_rate=-0.1), "got dropout_rate=-0.1"),
     "no key": (dict(dropout_rate=0.1), r"got dropout_rng=None\. Pass .*deterministic=True"),
     "no real key": (dict(dropout_rng="seed", dropout_rate=0.1), r"got 'seed' .*jax.random.key"),
@@ -395,13 +397,23 @@ def test_prefixes_of_nonsense_are_refused(options, message):
     refuses(message, st.Attention(attention().mesh, mask=st.masks.Prefix()), **options)
 
 
+def test_scores_are_named_in_a_tuple():
+    with pytest.raises(ValueError, match=r"got scores='bias'\. Write scores=\('bias',\)"):
+        attention().explain(seq_len=32, heads=4, head_dim=5, scores="bias")
+
+
 def test_what_no_scheme_can_serve_is_refused():
     bias = dict(bias=jnp.zeros((1, 1, 32, 32)))
     message = r"got backward='query' and ring=2\. Use backward='kv'"
-    refuses(message, attention(backward="query"), error=NotImplementedError, **bias)
+    ours = attention(backward="query")
+    refuses(message, ours, error=NotImplementedError, **bias)
+    with pytest.raises(NotImplementedError, match=message):
+        ours.explain(seq_len=32, heads=4, head_dim=5, scores=("bias",))
     message = "got 32 queries and 64 keys. Give a bias"
     key, full = array(seq_len=64), attention(mask="full")
     refuses(message, full, key=key, error=NotImplementedError, slopes=jnp.zeros(4))
+    with pytest.raises(NotImplementedError, match=message):
+        full.explain(seq_len=32, kv_seq_len=64, heads=4, head_dim=5, scores=("slopes",))
 
 
 def test_a_dropout_rate_is_no_array():
@@ -411,6 +423,14 @@ def test_a_dropout_rate_is_no_array():
         run(x, 0.1)
 
 
-def test_counting_the_pairs_of_an_unknown_prefix_is_refused():
-    with pytest.raises(ValueError, match=r"needs a length for each row.*prefix_lengths"):
-        visible_pairs(st.masks.Prefix(), 64)
+def test_who_cannot_be_given_prefixes_refuses_masks_that_need_them():
+    mesh = attention(st.Degrees(ring=2)).mesh
+    op = st.Attention(mesh, mask=st.masks.Prefix())
+    x, positions = jnp.zeros((1, 4, 2, 4)), jnp.zeros((1, 4), jnp.int32)
+    with pytest.raises(ValueError, match=r"attention\.local needs .*mask=Prefix.*Prefix\(512\)"):
+        op.local(x, x, x)
+    with pytest.raises(ValueError, match=r"assert_exact needs a mask .*got mask=Prefix"):
+        assert_exact(op, seq_len=8, heads=2)
+    causal = st.Attention(mesh, mask=st.masks.Prefix() & st.masks.Causal())
+    with pytest.raises(ValueError, match=r"decode needs a mask .*got mask=\(Prefix"):
+        causal.decode(x, x, x, positions)
