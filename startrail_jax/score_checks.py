@@ -178,7 +178,7 @@ def _check_rate(rate: Any) -> float:
             "dropout_rate must be a Python number, as it is compiled into the program; got an "
             f"array {jax.typeof(rate)}. Make it a static argument of your jit."
         )
-    if isinstance(rate, bool) or not isinstance(rate, numbers.Real) or not 0 <= rate < 1:
+    if isinstance(rate, bool) or not isinstance(rate, numbers.Real) or not 0 <= float(rate) < 1:
         raise InputError(
             "dropout_rate must be a number of at least 0 and below 1; got "
             f"dropout_rate={rate!r}. 0 drops nothing."

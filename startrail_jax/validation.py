@@ -99,7 +99,7 @@ def served_call(
         *inputs, degrees=attention.degrees, layout=attention.layout, pattern=attention.pattern
     )
     ids = _segment_arrays(attention, inputs, segment_ids)
-    _check_segments(*inputs[:2], ids)
+    _check_segments(inputs[0], inputs[1], ids)
     inputs += ids
     if not isinstance(attention.pattern, masks.Full):
         warn_of_order(attention.layout, segment_ids)
