@@ -27,7 +27,7 @@ from startrail_jax.layout import Layout
 from startrail_jax.mesh import SEQUENCE_ROLES, AxisNames, check_sequence_axis, device_kind
 from startrail_jax.nodes import mesh_crossing
 from startrail_jax.schedule import Schedule, ring_offsets
-from startrail_jax.score_checks import check_names, check_per_head, check_softcap, given_to_call
+from startrail_jax.score_checks import check_per_head, check_scores, check_softcap, given_to_call
 from startrail_jax.score_units import Given
 from startrail_jax.sizes import GRADIENT_DTYPES, Sizes, dtype_name
 from startrail_jax.validation import (
@@ -220,9 +220,10 @@ class Attention(Decoding):
 
         Raises:
             ValueError: if sizes do not fit the mesh, or if the platform is unknown.
-            NotImplementedError: if this attention names a backend that does not serve them.
+            NotImplementedError: if this attention names a backend that does not serve them, or
+                serves these scores in no way.
         """
-        check_names(scores)
+        check_scores(self, scores, seq_len, seq_len if kv_seq_len is None else kv_seq_len)
         schedule = self.schedule.on(platform, capability)
         schedule = dataclasses.replace(schedule, scores=tuple(scores))
         sizes = Sizes(
@@ -252,7 +253,7 @@ class Attention(Decoding):
         bias: ArrayLike | None = None,
         mask: ArrayLike | None = None,
         *,
-        segment_ids: ArrayLike | tuple[ArrayLike, ArrayLike] | None = None,
+        segment_ids: ArrayLike | tuple[ArrayLike | None, ArrayLike | None] | None = None,
         slopes: ArrayLike | None = None,
         sinks: ArrayLike | None = None,
         prefix_lengths: ArrayLike | None = None,
@@ -286,13 +287,13 @@ class Attention(Decoding):
                 divides `heads`, and neighbouring query heads share a key head.
             value: [batch, kv_seq, kv_heads, value_head_dim], likewise.
             segment_ids: integers [batch, seq] sharded as `sequence_spec`, or a pair of such arrays
-                for queries and keys. Tokens of equal ids see each other. Negative ids are padding,
-                whose outputs and gradients are 0.
+                for queries and keys, where None stands for zeros. Tokens of equal ids see each
+                other. Negative ids are padding, whose outputs and gradients are 0.
             bias: floats [1 or batch, 1 or heads, seq, kv_seq] to add to the scaled and capped
                 logits, sharded as `bias_spec`: queries and keys in the order of `layout`, each
-                device with the rows of its queries. It may be learned. The whole of it exists, over
-                all devices, twice in the forward and once more, in float32, in the backward pass,
-                in which keys go round the ring.
+                device with the rows of its queries; see `shard_bias`. It may be learned. The whole
+                of it exists, over all devices, twice in the forward and once more, in float32, in
+                the backward pass, in which keys go round the ring.
             slopes: [heads], the ALiBi slope m of each head: -m |query - key| is added to the scaled
                 and capped logits, from natural positions in the row. They may be learned.
             sinks: [heads], a logit for each head that counts in the denominator of its softmax and

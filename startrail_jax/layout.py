@@ -220,7 +220,8 @@ class Layout:
             The same tokens in layout order.
 
         Raises:
-            ValueError: if the length cannot be laid out, or if the array is already sharded.
+            ValueError: if the length cannot be laid out, if there is no such axis, or if the array
+                is already sharded.
         """
         return self._take(x, axis, lambda positions: positions)
 
@@ -236,12 +237,14 @@ class Layout:
             The same tokens in natural order.
 
         Raises:
-            ValueError: if the length cannot be laid out, or if the array is already sharded.
+            ValueError: if the length cannot be laid out, if there is no such axis, or if the array
+                is already sharded.
         """
         return self._take(x, axis, np.argsort)
 
     def _take(self, x: Any, axis: int, order: Callable[[np.ndarray], np.ndarray]) -> Any:
-        _check_unsharded(x)
+        check_unsharded(x)
+        axis = token_axis(x, axis)
         self.check_length(x.shape[axis], name=f"x.shape[{axis}]")
         index = order(self.positions(x.shape[axis]))
         return (
@@ -287,8 +290,29 @@ class Layout:
         return Runs((index * half, seq_len - (index + 1) * half), half, half, half)
 
 
-def _check_unsharded(x: Any) -> None:
-    """Raises if `x` is sharded: reordering it would send nearly all of it between devices."""
+def token_axis(x: Any, axis: int) -> int:
+    """The number of a token dimension, which may be counted from the end.
+
+    Raises:
+        ValueError: if the array has no such dimension.
+    """
+    shape = np.shape(x)
+    if -len(shape) <= axis < len(shape):
+        return axis % len(shape)
+    raise InputError(
+        f"axis must be a dimension of the array, that of its tokens; got axis={axis} and shape "
+        f"{list(shape)}. Give the axis of the tokens, or arrays that have them."
+    )
+
+
+def check_unsharded(x: Any) -> None:
+    """Raises if `x` is sharded: reordering it would send nearly all of it between devices.
+
+    A sharded array is in the order of the layout already, as a rule.
+
+    Raises:
+        ValueError: if it is.
+    """
     if not isinstance(x, jax.Array):
         return
     if isinstance(x, Tracer):
@@ -298,7 +322,7 @@ def _check_unsharded(x: Any) -> None:
         spec, sharded = x.sharding, not x.sharding.is_fully_replicated
     if sharded:
         raise InputError(
-            f"permute and unpermute need a host or unsharded array; got one sharded as {spec}. "
+            f"Reordering tokens needs a host or unsharded array; got one sharded as {spec}. "
             "Permute on the host before device_put, or call jax.device_get first."
         )
 

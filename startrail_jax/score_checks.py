@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,11 +24,29 @@ def check_softcap(softcap: Any) -> None:
         raise InputError(f"softcap must be a positive number or None; got softcap={softcap!r}.")
 
 
-def check_names(scores: Sequence[str]) -> None:
-    """Raises a ValueError unless these are names of what calls may give for the scores."""
+def check_scores(attention: Any, scores: Sequence[str], query_tokens: int, key_tokens: int) -> None:
+    """Raises what a call would that gives these scores.
+
+    Args:
+        attention: the attention that is asked about.
+        scores: names of what calls give.
+        query_tokens, key_tokens: tokens of the whole sequences.
+
+    Raises:
+        ValueError: unless they are names, in a tuple, of what calls may give for the scores.
+        NotImplementedError: if this attention serves them in no way.
+    """
+    if isinstance(scores, str):
+        raise InputError(
+            f"scores must be a tuple of names; got scores={scores!r}. Write scores=({scores!r},)."
+        )
     for name in scores:
         if name not in NAMES:
             raise InputError(f"scores must be of {NAMES}; got {name!r}. Name what calls give.")
+    if "slopes" in scores:
+        _check_distances(query_tokens, key_tokens)
+    if "bias" in scores:
+        _check_rows_stay(attention)
 
 
 def check_per_head(name: str, values: Any, heads: int) -> Array:
@@ -91,7 +110,8 @@ def given_to_call(
     if bias is not None:
         specs["bias"] = attention.bias_spec(*given["bias"].shape[:2])
     arrays = [x.words if isinstance(x, Dropout) else x for x in given.values()]
-    check_shardings(tuple(given), arrays, list(specs.values()), attention.mesh)
+    names = ["dropout_rng" if name == "dropout" else name for name in given]
+    check_shardings(names, arrays, list(specs.values()), attention.mesh)
     if rate:
         specs["dropout"] = dataclasses.replace(given["dropout"], words=specs["dropout"])
     return (Scores(**given), prefix), (Scores(**specs), rows)
@@ -115,12 +135,16 @@ def _check_prefix(attention: Sharded, lengths: Any, query: Array) -> Array | Non
     return array.astype(jnp.int32)
 
 
-def _check_slopes(slopes: Any, query: Array, key: Array) -> Array:
-    if query.shape[1] != key.shape[1]:
+def _check_distances(query_tokens: int, key_tokens: int) -> None:
+    if query_tokens != key_tokens:
         raise UnsupportedError(
             "slopes need queries and keys of the same tokens, between which there is a distance; "
-            f"got {query.shape[1]} queries and {key.shape[1]} keys. Give a bias in their place."
+            f"got {query_tokens} queries and {key_tokens} keys. Give a bias in their place."
         )
+
+
+def _check_slopes(slopes: Any, query: Array, key: Array) -> Array:
+    _check_distances(query.shape[1], key.shape[1])
     return check_per_head("slopes", slopes, query.shape[2]).astype(jnp.float32)
 
 
@@ -132,16 +156,20 @@ def _check_bias(attention: Any, bias: Array, query: Array, key: Array) -> Array:
         raise InputError(
             "bias must be floats [1 or batch, 1 or heads, query, key] = "
             f"[1 or {batch}, 1 or {heads}, {tokens}, {key.shape[1]}]; got {bias.dtype} "
-            f"{list(bias.shape)}. Its queries and its keys are in the order of the layout: see "
-            "attention.layout.permute and attention.bias_spec."
+            f"{list(bias.shape)}. Its queries and its keys are in the order of the layout: "
+            "attention.shard_bias brings them there."
         )
+    _check_rows_stay(attention)
+    return bias
+
+
+def _check_rows_stay(attention: Any) -> None:
     if attention.backward == "query" and attention.degrees.ring > 1:
         raise UnsupportedError(
             "A bias needs queries that stay on their devices, as its rows would have to travel "
             f"with them; got backward='query' and ring={attention.degrees.ring}. Use "
             "backward='kv' or 'auto', or degrees with ring=1."
         )
-    return bias
 
 
 def _check_rate(rate: Any) -> float:
@@ -150,10 +178,10 @@ def _check_rate(rate: Any) -> float:
             "dropout_rate must be a Python number, as it is compiled into the program; got an "
             f"array {jax.typeof(rate)}. Make it a static argument of your jit."
         )
-    if isinstance(rate, bool) or not 0 <= rate < 1:
+    if isinstance(rate, bool) or not isinstance(rate, numbers.Real) or not 0 <= float(rate) < 1:
         raise InputError(
-            f"dropout_rate must be at least 0 and below 1; got dropout_rate={rate!r}. "
-            "0 drops nothing."
+            "dropout_rate must be a number of at least 0 and below 1; got "
+            f"dropout_rate={rate!r}. 0 drops nothing."
         )
     return float(rate)
 

@@ -16,6 +16,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from startrail_jax.errors import InputError
+from startrail_jax.layout import check_unsharded, token_axis
 from startrail_jax.mesh import (
     SEQUENCE_ROLES,
     Axis,
@@ -109,7 +110,8 @@ class Sharded:
         Args:
             *trees: arrays, or trees of arrays, in natural order: [batch, seq] such as tokens,
                 targets, positions and segment ids; [batch, seq, channels]; or [batch, seq, heads,
-                head_dim] such as queries, keys and values.
+                head_dim] such as queries, keys and values. A bias has two token dimensions: see
+                `shard_bias`.
 
         Returns:
             The trees with sharded arrays in place of host arrays: one tree if one was given, else a
@@ -120,13 +122,37 @@ class Sharded:
             ValueError: if an array is sharded or traced already, if it has no token dimension, or
                 if the mesh does not divide its batch or its length.
         """
-        if isinstance(self.mesh, AbstractMesh):
-            raise InputError(
-                "shard needs an attention on a mesh of devices; got an AbstractMesh. "
-                "Build the Attention on a jax.sharding.Mesh."
-            )
+        _check_devices("shard", self.mesh)
         sharded = tuple(jax.tree.map(self._shard_array, tree) for tree in trees)
         return sharded[0] if len(sharded) == 1 else sharded
+
+    def shard_bias(self, bias: Any) -> jax.Array:
+        """Puts a bias into the order of the layout, and onto the devices of the mesh.
+
+        Args:
+            bias: [1 or batch, 1 or heads, seq, kv_seq] on the host, in natural order.
+
+        Returns:
+            The bias sharded as `bias_spec`, with queries and keys in the order of the layout.
+
+        Raises:
+            ValueError: as `shard`, or if it has not four dimensions or the mesh does not divide its
+                heads.
+        """
+        _check_devices("shard_bias", self.mesh)
+        _check_not_traced("shard_bias", bias)
+        shape = np.shape(bias)
+        if len(shape) != 4:
+            raise InputError(
+                "shard_bias needs a bias [1 or batch, 1 or heads, seq, kv_seq]; got one of shape "
+                f"{list(shape)}. Add dimensions of 1 for what rows or heads share."
+            )
+        if shape[0] > 1:
+            self._check_batch(shape[0])
+        if shape[1] > 1:
+            check_heads(self.degrees, shape[1], shape[1])
+        ordered = self.layout.permute(self.layout.permute(bias, axis=2), axis=3)
+        return self._put(ordered, self.bias_spec(*shape[:2]))
 
     def unshard(self, *trees: Any, axis: int = 1) -> Any:
         """Brings arrays in layout order to the host, in natural order: the inverse of `shard`.
@@ -172,15 +198,24 @@ class Sharded:
                 rows of a single one.
 
         Returns:
-            The trees as `shard` gives them, with zeros as padding, and last the segment ids, -1 for
-            padding. These are None if none were given and nothing had to be filled up.
+            The trees as `shard` gives them, with zeros as padding, and last the segment ids as
+            int32, -1 for padding. These are None if none were given and nothing had to be filled
+            up. A call takes the ids of queries and of keys as a pair, of which either may be None.
 
         Raises:
-            ValueError: as `shard`; or if arrays differ in batch or in the number of tokens.
+            ValueError: as `shard`; if arrays differ in batch or in the number of tokens; or if
+                segment ids are not one array of integers that fit int32.
         """
+        if segment_ids is not None and not hasattr(segment_ids, "shape"):
+            raise InputError(
+                "segment_ids of pad must be one array [batch, seq], of the tokens that it pads; "
+                f"got a {type(segment_ids).__name__}. Pad queries with their ids, and keys with "
+                "theirs in another call."
+            )
         given = jax.tree.leaves((trees, segment_ids))
         for x in given:
             _check_not_traced("pad", x)
+            check_unsharded(x)
         sizes = {np.shape(x)[:2] for x in given}
         if len(sizes) != 1 or len(min(sizes)) < 2:
             raise InputError(
@@ -190,7 +225,9 @@ class Sharded:
             )
         ((batch, length),) = sizes
         missing = self.layout.padded_length(length) - length
-        if segment_ids is None and missing:
+        if segment_ids is not None:
+            segment_ids = int32_ids(segment_ids)
+        elif missing:
             segment_ids = np.zeros((batch, length), np.int32)
 
         def padded(x: Any, fill: int = 0) -> np.ndarray:
@@ -208,7 +245,8 @@ class Sharded:
         Args:
             *trees: arrays, or trees of arrays, as `unshard` takes them.
             seq_len: tokens that the sequence had before it was filled up.
-            axis: the token dimension; 2 for the log-sum-exp [batch, heads, seq].
+            axis: the token dimension; 2 for the log-sum-exp [batch, heads, seq]. It may be counted
+                from the end, as -1.
 
         Returns:
             As `unshard`, with `seq_len` tokens.
@@ -219,14 +257,15 @@ class Sharded:
         length = self.layout.padded_length(seq_len)
 
         def cut(x: Any) -> np.ndarray:
-            if np.shape(x)[axis] != length:
+            dim = token_axis(x, axis)
+            if np.shape(x)[dim] != length:
                 raise InputError(
                     f"unpad needs arrays of the length that pad gives {seq_len} tokens, {length}; "
                     f"got shape {list(np.shape(x))} and axis={axis}. Give the seq_len and the axis "
                     "of the array."
                 )
-            index = [slice(None)] * axis + [slice(seq_len)]
-            return self.unshard(x, axis=axis)[tuple(index)]
+            index = [slice(None)] * dim + [slice(seq_len)]
+            return self.unshard(x, axis=dim)[tuple(index)]
 
         whole = tuple(jax.tree.map(cut, tree) for tree in trees)
         return whole[0] if len(whole) == 1 else whole
@@ -273,14 +312,20 @@ class Sharded:
                 f"shard needs arrays [batch, seq, ...]; got one of shape {list(shape)}. "
                 "Add a batch dimension, x[None]."
             )
-        if shape[0] % self.degrees.data:
+        self._check_batch(shape[0])
+        spec = self.key_spec(shape[2]) if len(shape) == 4 else self.sequence_spec
+        return self._put(self.layout.permute(x), spec)
+
+    def _check_batch(self, batch: int) -> None:
+        if batch % self.degrees.data:
             raise InputError(
-                f"The data degree must divide the batch; got batch={shape[0]}, "
+                f"The data degree must divide the batch; got batch={batch}, "
                 f"data={self.degrees.data}. Pad the batch, or lower data."
             )
-        spec = self.key_spec(shape[2]) if len(shape) == 4 else self.sequence_spec
+
+    def _put(self, ordered: Any, spec: PartitionSpec) -> jax.Array:
         # A call for each device, so that a process handles only the shards of its own devices.
-        host = np.asarray(self.layout.permute(x))
+        host = np.asarray(ordered)
         sharding = NamedSharding(self.mesh, spec)
         return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
@@ -293,6 +338,36 @@ class Sharded:
     def _spec_entry(self, *roles: str) -> str | tuple[str, ...] | None:
         names = flat_axis(self.axes, roles).names
         return names[0] if len(names) == 1 else names or None
+
+
+def int32_ids(ids: Any) -> Any:
+    """Segment ids as int32, on the host or where they are.
+
+    Raises:
+        ValueError: unless they fit, as cutting others to 32 bits could make two documents one.
+    """
+    on_host = not isinstance(ids, jax.Array)
+    ids = np.asarray(ids) if on_host else ids
+    kind = ids.dtype
+    limits = np.iinfo(np.int32)
+    fits = np.issubdtype(kind, np.integer) and (
+        np.can_cast(kind, np.int32)
+        or (on_host and ids.size > 0 and limits.min <= ids.min() and ids.max() <= limits.max)
+    )
+    if not fits:
+        raise InputError(
+            f"segment_ids must be integers that fit int32; got {kind} {list(ids.shape)}. "
+            "Number the documents of each row from 0, and pad with -1."
+        )
+    return ids.astype(np.int32)
+
+
+def _check_devices(method: str, mesh: Mesh | AbstractMesh) -> None:
+    if isinstance(mesh, AbstractMesh):
+        raise InputError(
+            f"{method} needs an attention on a mesh of devices; got an AbstractMesh. "
+            "Build the Attention on a jax.sharding.Mesh."
+        )
 
 
 def _check_not_traced(method: str, x: Any) -> None:

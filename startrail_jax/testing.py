@@ -97,7 +97,7 @@ def assert_exact(
     kv_seq_len: int | None = None,
     batch: int | None = None,
     dtype: DTypeLike = "float32",
-    segment_ids: ArrayLike | tuple[ArrayLike, ArrayLike] | None = None,
+    segment_ids: ArrayLike | tuple[ArrayLike | None, ArrayLike | None] | None = None,
     packed: bool = False,
     attention_fn: Callable[..., Any] | None = None,
     tolerance: float | None = None,
@@ -144,9 +144,11 @@ def assert_exact(
             "assert_exact needs a mesh of devices; got an attention on an AbstractMesh. "
             "Build the attention on startrail_jax.make_mesh(degrees)."
         )
+    attention.pattern.check_closed("assert_exact")
     kv_heads = heads if kv_heads is None else kv_heads
     value_head_dim = head_dim if value_head_dim is None else value_head_dim
     kv_seq_len = seq_len if kv_seq_len is None else kv_seq_len
+    ids = _segment_pair(segment_ids, (seq_len, kv_seq_len))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", BalanceWarning)
         # Raises unless these sizes fit the mesh, the layout and the backend.
@@ -157,10 +159,9 @@ def assert_exact(
             kv_heads=kv_heads,
             value_head_dim=value_head_dim,
             dtype=dtype,
-            packed=packed or segment_ids is not None,
+            packed=packed or ids is not None,
             kv_seq_len=kv_seq_len,
         )
-    ids = _segment_pair(segment_ids)
     if batch is None:
         batch = 2 * attention.degrees.data if ids is None else len(ids[0])
     _check_size(batch, heads, seq_len, kv_seq_len, data=attention.degrees.data)
@@ -216,13 +217,20 @@ class _Inputs:
 
 
 def _segment_pair(
-    segment_ids: ArrayLike | tuple[ArrayLike, ArrayLike] | None,
+    segment_ids: ArrayLike | tuple[ArrayLike | None, ArrayLike | None] | None,
+    lengths: tuple[int, int],
 ) -> tuple[np.ndarray, np.ndarray] | None:
-    """Segment ids of queries and of keys, int32, on the host."""
-    if segment_ids is None:
-        return None
+    """Segment ids of queries and of keys, int32, on the host; zeros where a pair has none."""
     pair = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
-    query_ids, key_ids = (np.asarray(ids).astype(np.int32, casting="same_kind") for ids in pair)
+    batch = next((len(np.asarray(ids)) for ids in pair if ids is not None), None)
+    if batch is None:
+        return None
+    query_ids, key_ids = (
+        np.zeros((batch, length), np.int32)
+        if ids is None
+        else np.asarray(ids).astype(np.int32, casting="same_kind")
+        for ids, length in zip(pair, lengths, strict=True)
+    )
     return query_ids, key_ids
 
 

@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from startrail_jax import masks
 from startrail_jax.errors import InputError, UnsupportedError
 from startrail_jax.layout import Layout
 from startrail_jax.mesh import Degrees
-from startrail_jax.sharding import Sharded
+from startrail_jax.sharding import Sharded, int32_ids
 from startrail_jax.sizes import WIDTHS, Sizes
 from startrail_jax.token_order import warn_of_order
 
@@ -71,7 +71,7 @@ def served_call(
     Args:
         attention: the attention that is called.
         arrays: query, key and value.
-        segment_ids: None, one array, or a pair of arrays.
+        segment_ids: None, one array, or a pair of which each is an array or None.
         dtype: dtype to cast query, key and value to; None leaves them as they are.
         is_causal, scale, implementation, local_window_size: arguments of the call.
         **unserved: options that this op does not serve, which must be None.
@@ -94,10 +94,13 @@ def served_call(
     options = _call_options(
         attention, scale=scale, backend=implementation, window=local_window_size
     )
-    inputs = _as_arrays(arrays, segment_ids, dtype)
+    inputs = tuple(jnp.asarray(x, dtype) for x in arrays)
     check_arrays(
         *inputs, degrees=attention.degrees, layout=attention.layout, pattern=attention.pattern
     )
+    ids = _segment_arrays(attention, inputs, segment_ids)
+    _check_segments(inputs[0], inputs[1], ids)
+    inputs += ids
     if not isinstance(attention.pattern, masks.Full):
         warn_of_order(attention.layout, segment_ids)
     heads, kv_heads = inputs[0].shape[2], inputs[1].shape[2]
@@ -168,30 +171,24 @@ def _call_options(attention: Any, *, scale: Any, backend: Any, window: Any) -> d
     return options
 
 
-def _as_arrays(arrays: tuple[Any, Any, Any], segment_ids: Any, dtype: Any) -> tuple[Array, ...]:
-    """Query, key, value and the arrays of segment ids as JAX arrays."""
-    inputs = tuple(jnp.asarray(x, dtype) for x in arrays)
-    if segment_ids is None:
-        return inputs
+def _segment_arrays(
+    attention: Sharded, inputs: tuple[Array, ...], segment_ids: Any
+) -> tuple[Array, ...]:
+    """The segment ids of checked inputs as JAX arrays: none, one, or those of both sides."""
     ids = segment_ids if isinstance(segment_ids, tuple) else (segment_ids,)
-    return inputs + tuple(_segment_array(x) for x in ids)
+    if all(x is None for x in ids):
+        return ()
+    if len(ids) == 2:
+        ids = tuple(_of_one(attention, inputs[i]) if x is None else x for i, x in enumerate(ids))
+    return tuple(jnp.asarray(int32_ids(x)) for x in ids)
 
 
-def _segment_array(ids: Any) -> Array:
-    """Segment ids as int32; cutting others to 32 bits could make two documents one."""
-    on_host = not isinstance(ids, jax.Array)
-    ids = np.asarray(ids) if on_host else ids
-    kind = ids.dtype
-    limits = np.iinfo(np.int32)
-    fits = np.can_cast(kind, np.int32) or (
-        on_host and ids.size > 0 and limits.min <= ids.min() and ids.max() <= limits.max
-    )
-    if not np.issubdtype(kind, np.integer) or not fits:
-        raise InputError(
-            f"segment_ids must be integers that fit int32; got {kind} {list(ids.shape)}. "
-            "Number the documents of each row from 0, and pad with -1."
-        )
-    return jnp.asarray(ids, jnp.int32)
+def _of_one(attention: Sharded, tokens: Array) -> Any:
+    """The segment ids of tokens [batch, seq, ...] that are all of one document."""
+    zeros = np.zeros(tokens.shape[:2], np.int32)
+    if AxisType.Explicit not in attention.mesh.axis_types:
+        return zeros
+    return jax.device_put(zeros, NamedSharding(attention.mesh, attention.sequence_spec))
 
 
 def check_arrays(
@@ -259,6 +256,7 @@ def check_shards(
     query: Any, key: Any, value: Any, query_ids: Any, key_ids: Any, *, degrees: Degrees, **rest: Any
 ) -> None:
     """The checks of a call, for what one device holds; messages give the sizes of whole arrays."""
+    rest["pattern"].check_closed("attention.local")
     if (query_ids is None) != (key_ids is None):
         raise InputError(
             "query_segments and key_segments must be given both or neither; got only one. "
@@ -291,19 +289,18 @@ def check_shardings(
         mesh: the mesh of the attention.
     """
     for name, array, spec in zip(names, arrays, specs, strict=False):
-        _check_devices(name, array, mesh)
+        _check_devices(name, array, spec, mesh)
         _check_sharding(name, array, spec, mesh)
 
 
-def _check_devices(name: str, array: Array, mesh: Mesh | AbstractMesh) -> None:
+def _check_devices(name: str, array: Array, spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> None:
     """Raises if an array that holds values is bound to other devices than those of the mesh."""
     if isinstance(array, Tracer) or isinstance(mesh, AbstractMesh) or not array.committed:
         return
     if array.sharding.device_set != set(mesh.devices.flat):
         raise InputError(
             f"{name} must be on the {mesh.size} devices of the mesh; got an array on "
-            f"{len(array.sharding.device_set)}, {array.sharding}. Bring host arrays to the mesh "
-            "with attention.shard, or arrays in the order of the layout with jax.device_put."
+            f"{len(array.sharding.device_set)}, {array.sharding}. {_way_to_mesh(name, spec)}."
         )
 
 
@@ -326,10 +323,21 @@ def _check_sharding(
         return
     raise InputError(
         f"{name} must be sharded as {spec} on this mesh of Explicit axes {mesh.axis_names}; got "
-        f"{sharding.spec} on axes {sharding.mesh.axis_names}. Bring host arrays to the mesh with "
-        "attention.shard, or use jax.device_put or jax.reshard with "
-        f"jax.NamedSharding(attention.mesh, {spec}), or a mesh of Auto axes."
+        f"{sharding.spec} on axes {sharding.mesh.axis_names}. {_way_to_mesh(name, spec)}, "
+        "or jax.reshard, or use a mesh of Auto axes."
     )
+
+
+def _way_to_mesh(name: str, spec: PartitionSpec) -> str:
+    """How an array comes to the mesh: `attention.shard` also orders what it takes for tokens."""
+    place = f"jax.device_put and jax.NamedSharding(attention.mesh, {spec})"
+    if name == "bias":
+        way = "a bias on the host to the mesh with attention.shard_bias"
+    elif len(spec) > 1 and spec[1] is not None:
+        way = "host arrays to the mesh with attention.shard"
+    else:
+        return f"Place it with {place}"
+    return f"Bring {way}, or place what is in the order of the layout with {place}"
 
 
 def _entries(spec: PartitionSpec, ndim: int, axes: set[str]) -> list[tuple[str, ...]]:
@@ -357,6 +365,7 @@ def check_decode(
         layout: the placement of the slots.
         slots: slots of the whole cache, over all devices.
     """
+    pattern.check_closed("decode")
     if not pattern.causal:
         given = "causal=False" if isinstance(pattern, masks.Full) else f"mask={pattern}"
         raise InputError(

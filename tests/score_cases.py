@@ -60,10 +60,9 @@ def put_learnt(attention, learnt):
     """The same on the mesh: the bias in the order of the layout."""
 
     def put(name, x):
-        spec = attention.bias_spec(*x.shape[:2]) if name == "bias" else P()
-        for axis in (2, 3) if name == "bias" else ():
-            x = attention.layout.permute(x, axis=axis)
-        return jax.device_put(x, NamedSharding(attention.mesh, spec))
+        if name == "bias":
+            return attention.shard_bias(x)
+        return jax.device_put(x, NamedSharding(attention.mesh, P()))
 
     return {name: put(name, x) for name, x in learnt.items()}
 

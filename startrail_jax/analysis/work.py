@@ -33,11 +33,12 @@ def visible_pairs(mask: Pattern, seq_len: int) -> int:
     Attention takes 4 * head_dim FLOPs for each pair and head forward, and 10 * head_dim backward.
 
     Args:
-        mask: a mask of `startrail_jax.masks`.
+        mask: a mask of `startrail_jax.masks`. A prefix whose length calls give counts as one of the
+            whole sequence.
         seq_len: tokens of the sequence. The time that this takes grows with it, and under a `Rule`
             without bounds with its square.
     """
-    mask = mask.within(seq_len)
+    mask = mask.given(np.int32(seq_len)).within(seq_len)
     size = _LEAF * 2 ** max(math.ceil(math.log2(seq_len / _LEAF)), 0)
     tiles, total = np.zeros((2, 1), int), 0
     while True:

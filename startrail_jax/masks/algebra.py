@@ -70,6 +70,19 @@ class Pattern:
         """
         return self
 
+    def check_closed(self, caller: str) -> None:
+        """Raises if the mask leaves lengths open that a caller cannot be given.
+
+        Raises:
+            ValueError: if it does.
+        """
+        if self.per_row:
+            raise InputError(
+                f"{caller} needs a mask whose lengths are known; got mask={self}, the lengths of "
+                "which only a call of the attention is given, as prefix_lengths. Name one length "
+                "for all rows, such as masks.Prefix(512)."
+            )
+
     def check(self, seq_len: int) -> None:
         """Raises unless the mask makes sense for sequences of that many tokens.
 

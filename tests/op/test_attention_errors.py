@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import startrail_jax as st
 from attention_cases import Case
-from startrail_jax.analysis.work import visible_pairs
+from startrail_jax.testing import assert_exact
 
 # The errors of the package, not of the type checker that tests run it under.
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("unchecked")]
@@ -264,6 +264,27 @@ def test_array_of_another_mesh_is_refused():
         attend(x, x, x)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "way_out"),
+    [
+        ("query", array(head_dim=4), "Bring host arrays .*attention.shard,"),
+        ("bias", jnp.zeros((1, 1, 32, 32)), "attention.shard_bias,"),
+        ("slopes", jnp.zeros(4), r"\. Place it with jax.device_put and .*P\(\)"),
+        ("prefix_lengths", jnp.zeros(2, int), r"\. Place it with jax.device_put and .*P\(None,\)"),
+        ("dropout_rng", jax.random.key(0), r"\. Place it with jax.device_put and .*P\(\)"),
+    ],
+)
+def test_the_way_to_the_mesh_is_that_of_the_array(name, value, way_out):
+    mask = st.masks.Prefix() if name == "prefix_lengths" else st.masks.Causal()
+    attend = st.Attention(attention(st.Degrees(ring=4)).mesh, mask=mask)
+    arrays = dict.fromkeys(("query", "key", "value"), attend.shard(np.zeros((2, 32, 4, 4), "f4")))
+    rate = dict(dropout_rate=0.1) if name == "dropout_rng" else {}
+    arrays[name] = jax.device_put(value, jax.devices()[0])
+    message = f"{name} must be on the 4 devices of the mesh; got an array on 1.*{way_out}"
+    with pytest.raises(ValueError, match=message):
+        attend(**arrays, **rate)
+
+
 def test_permuted_order_of_axes_is_refused():
     """The same axes in another order put the shards on other devices."""
     attend = attention(st.Degrees(ring=2, team=2), axis_type="explicit")
@@ -343,13 +364,15 @@ SCORES = {
     "slopes": (dict(slopes=jnp.zeros(3)), r"slopes must be floats \[heads\] = \[4\]; got .*\[3\]"),
     "bias": (
         dict(bias=jnp.zeros((2, 1, 32, 31))),
-        r"\[1 or 2, 1 or 4, 32, 32\]; got float32 \[2, 1, 32, 31\].*bias_spec",
+        r"\[1 or 2, 1 or 4, 32, 32\]; got float32 \[2, 1, 32, 31\].*shard_bias",
     ),
     "integer bias": (
         dict(bias=jnp.zeros((2, 1, 32, 32), int)),
         "bias must be floats .*; got int32",
     ),
     "rate of 1": (dict(dropout_rng=RNG, dropout_rate=1.0), "below 1; got dropout_rate=1.0"),
+    "no rate": (dict(dropout_rate=None), "must be a number .*; got dropout_rate=None"),
+    "rate of text": (dict(dropout_rate="0.1"), "must be a number .*; got dropout_rate='0.1'"),
     "negative rate": (dict(dropout_rng=RNG, dropout_rate=-0.1), "got dropout_rate=-0.1"),
     "no key": (dict(dropout_rate=0.1), r"got dropout_rng=None\. Pass .*deterministic=True"),
     "no real key": (dict(dropout_rng="seed", dropout_rate=0.1), r"got 'seed' .*jax.random.key"),
@@ -374,13 +397,23 @@ def test_prefixes_of_nonsense_are_refused(options, message):
     refuses(message, st.Attention(attention().mesh, mask=st.masks.Prefix()), **options)
 
 
+def test_scores_are_named_in_a_tuple():
+    with pytest.raises(ValueError, match=r"got scores='bias'\. Write scores=\('bias',\)"):
+        attention().explain(seq_len=32, heads=4, head_dim=5, scores="bias")
+
+
 def test_what_no_scheme_can_serve_is_refused():
     bias = dict(bias=jnp.zeros((1, 1, 32, 32)))
     message = r"got backward='query' and ring=2\. Use backward='kv'"
-    refuses(message, attention(backward="query"), error=NotImplementedError, **bias)
+    ours = attention(backward="query")
+    refuses(message, ours, error=NotImplementedError, **bias)
+    with pytest.raises(NotImplementedError, match=message):
+        ours.explain(seq_len=32, heads=4, head_dim=5, scores=("bias",))
     message = "got 32 queries and 64 keys. Give a bias"
     key, full = array(seq_len=64), attention(mask="full")
     refuses(message, full, key=key, error=NotImplementedError, slopes=jnp.zeros(4))
+    with pytest.raises(NotImplementedError, match=message):
+        full.explain(seq_len=32, kv_seq_len=64, heads=4, head_dim=5, scores=("slopes",))
 
 
 def test_a_dropout_rate_is_no_array():
@@ -390,6 +423,14 @@ def test_a_dropout_rate_is_no_array():
         run(x, 0.1)
 
 
-def test_counting_the_pairs_of_an_unknown_prefix_is_refused():
-    with pytest.raises(ValueError, match=r"needs a length for each row.*prefix_lengths"):
-        visible_pairs(st.masks.Prefix(), 64)
+def test_who_cannot_be_given_prefixes_refuses_masks_that_need_them():
+    mesh = attention(st.Degrees(ring=2)).mesh
+    op = st.Attention(mesh, mask=st.masks.Prefix())
+    x, positions = jnp.zeros((1, 4, 2, 4)), jnp.zeros((1, 4), jnp.int32)
+    with pytest.raises(ValueError, match=r"attention\.local needs .*mask=Prefix.*Prefix\(512\)"):
+        op.local(x, x, x)
+    with pytest.raises(ValueError, match=r"assert_exact needs a mask .*got mask=Prefix"):
+        assert_exact(op, seq_len=8, heads=2)
+    causal = st.Attention(mesh, mask=st.masks.Prefix() & st.masks.Causal())
+    with pytest.raises(ValueError, match=r"decode needs a mask .*got mask=\(Prefix"):
+        causal.decode(x, x, x, positions)

@@ -284,6 +284,14 @@ def test_a_mask_needs_queries_and_keys_of_one_length():
 
 def test_windows_wider_than_integers_are_those_of_the_sequence():
     assert visible_pairs(M.Window(2**40, 0), 64) == 64 * 65 // 2
+
+
+def test_of_a_prefix_that_calls_give_every_pair_counts_that_may_be_visible():
+    assert visible_pairs(M.Prefix(), 72) == 72**2
+    for combined in (M.Prefix() & M.Causal(), M.Causal() | M.Chunked(4) & M.Prefix()):
+        whole = combined.given(np.int32(72)).visible(np.arange(72)[:, None], np.arange(72))
+        assert visible_pairs(combined, 72) == whole.sum()
+    assert visible_pairs(M.Prefix() & M.Causal(), 72) == 72 * 73 // 2
     mesh = st.make_mesh(st.Degrees(ring=2), devices=jax.devices()[:2])
     x = jnp.ones((1, 8, 1, 4))
     attention = st.Attention(mesh, mask=M.Window(2**31, 0))

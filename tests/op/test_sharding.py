@@ -1,5 +1,7 @@
 """`shard` and `unshard`: from host arrays in natural order to the devices and back."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -56,8 +58,69 @@ def test_padding_keeps_documents_and_marks_nothing_where_nothing_is_filled_up():
     assert ours.pad(np.zeros((2, 8)), segment_ids=np.zeros((2, 8), int))[1].shape == (2, 8)
 
 
+@pytest.mark.parametrize("axis_type", ["auto", "explicit"])
+def test_of_queries_and_keys_only_one_side_may_need_padding(axis_type):
+    ours = attention(causal=False, axis_type=axis_type)
+    plain = attention(st.Degrees(), causal=False)
+    x = np.random.default_rng(0).normal(size=(2, 8, 2, 3)).astype("f4")
+    (query, of_query), (key, of_key) = ours.pad(x), ours.pad(x[:, :5])
+    assert of_query is None
+    out = ours(query, key, key, segment_ids=(of_query, of_key))
+    expected = plain(x, x[:, :5], x[:, :5])
+    np.testing.assert_allclose(ours.unpad(out, seq_len=8), expected, atol=1e-6)
+    whole = ours(query, query, query, segment_ids=(None, None))
+    np.testing.assert_array_equal(whole, ours(query, query, query))
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.uint16, np.int64])
+def test_padding_is_minus_one_beside_ids_of_any_integers(kind):
+    ours = attention(causal=False)
+    documents = np.array([[254, 254, 255]] * 2, kind)
+    _, ids = ours.pad(np.zeros((2, 3)), segment_ids=documents)
+    assert ids.dtype == jnp.int32
+    np.testing.assert_array_equal(ours.unshard(ids)[0], [254, 254, 255, -1])
+
+
+def test_a_token_axis_may_be_counted_from_the_end():
+    ours = attention()
+    lse = np.arange(2 * 3 * 8).reshape(2, 3, 8)
+    found = ours.unpad(lse, seq_len=6, axis=-1)
+    np.testing.assert_array_equal(found, ours.unpad(lse, seq_len=6, axis=2))
+    assert found.shape == (2, 3, 6)
+
+
+def test_a_bias_is_ordered_along_queries_and_keys():
+    ours = attention()
+    bias = np.random.default_rng(0).normal(size=(1, 4, 8, 8)).astype("f4")
+    placed = ours.shard_bias(bias)
+    assert placed.sharding == jax.NamedSharding(ours.mesh, P(None, "tensor", "ring", None))
+    order = ours.layout.positions(8)
+    np.testing.assert_array_equal(placed, bias[:, :, order][..., order])
+
+
+@pytest.mark.parametrize(
+    ("bias", "message"),
+    [
+        (np.zeros((4, 8, 8)), r"\[1 or batch, 1 or heads, seq, kv_seq\]; got .* \[4, 8, 8\]"),
+        (np.zeros((3, 1, 8, 8)), r"got batch=3, data=2\. Pad"),
+        (np.zeros((1, 3, 8, 8)), "heads.*3"),
+        (np.zeros((1, 1, 8, 9)), r"got x.shape\[3\]=9, degree=2"),
+    ],
+)
+def test_a_bias_that_cannot_be_sharded_is_refused(bias, message):
+    with pytest.raises(ValueError, match=message):
+        attention().shard_bias(bias)
+
+
 def test_what_cannot_be_filled_up_or_cut_raises():
     ours = attention()
+    with pytest.raises(ValueError, match=r"must be one array .*got a tuple\. Pad queries with"):
+        ours.pad(np.zeros((2, 5)), segment_ids=(np.zeros((2, 5), int),) * 2)
+    with pytest.raises(ValueError, match="integers that fit int32; got bool"):
+        ours.pad(np.zeros((2, 5)), segment_ids=np.zeros((2, 5), bool))
+    for method in (ours.unshard, functools.partial(ours.unpad, seq_len=8)):
+        with pytest.raises(ValueError, match=r"got axis=1 and shape \[8\]\. Give the axis"):
+            method(np.zeros(8))
     with pytest.raises(ValueError, match=r"one batch and length; got \(2, 5\), \(2, 7\)"):
         ours.pad(np.zeros((2, 5)), np.zeros((2, 7)))
     with pytest.raises(ValueError, match="one batch and length; got none"):
@@ -108,11 +171,15 @@ def test_array_that_cannot_be_sharded_is_refused(x, message):
 
 def test_what_is_sharded_already_is_refused():
     ours = attention()
+    x = np.zeros((2, 8, 4, 4))
+    for method in (ours.shard, ours.pad, ours.shard_bias):
+        with pytest.raises(ValueError, match="host or unsharded array"):
+            method(ours.shard(x))
     with pytest.raises(ValueError, match="host or unsharded array"):
-        ours.shard(ours.shard(np.zeros((2, 8))))
+        ours.pad(x, segment_ids=ours.shard(np.zeros((2, 8), int)))
 
 
-@pytest.mark.parametrize("method", ["shard", "unshard"])
+@pytest.mark.parametrize("method", ["shard", "unshard", "shard_bias"])
 def test_traced_array_is_refused(method):
     ours = attention()
     with pytest.raises(ValueError, match=rf"{method} needs arrays that hold.*outside of jit"):
@@ -123,3 +190,5 @@ def test_shard_on_an_abstract_mesh_is_refused():
     ours = st.Attention(attention().mesh.abstract_mesh)
     with pytest.raises(ValueError, match="AbstractMesh"):
         ours.shard(np.zeros((2, 8)))
+    with pytest.raises(ValueError, match="shard_bias needs an attention on a mesh"):
+        ours.shard_bias(np.zeros((1, 1, 8, 8)))

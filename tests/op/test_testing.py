@@ -104,6 +104,10 @@ def test_segment_ids_of_ones_own():
     attention = attention_on(st.Degrees())
     assert_exact(attention, attention_fn=attention_fn, segment_ids=ids, **PROBLEM)
     assert set(given) == {(3, 16)}
+    none, of_keys = testing._segment_pair((None, ids), (5, 16))
+    np.testing.assert_array_equal(none, np.zeros((3, 5)))
+    np.testing.assert_array_equal(of_keys, ids)
+    assert testing._segment_pair((None, None), (5, 16)) is None
 
 
 # What is not exact fails ------------------------------------------------------------------------
