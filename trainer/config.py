@@ -320,6 +320,11 @@ class TrainConfig:
         return 1
 
     @property
+    def idle_settings(self) -> tuple[str, ...]:
+        """Dotted names of the settings that have no effect because of other settings."""
+        return ()
+
+    @property
     def freezes(self) -> bool:
         """Whether some weights of the model are not trained."""
         return False

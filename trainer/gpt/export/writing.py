@@ -237,7 +237,7 @@ def config_values(
     else:
         found = {**values, "torch_dtype": dtype}
         described = describe(values, CONFIG)
-        if described.model.rope != plain(model).rope:
+        if plain(described.model).rope != plain(model).rope:
             # The positions are stretched: the model is for longer sequences now.
             length = rope_length(model.rope, max(described.length or 0, config.seq_len))
             found = {name: value for name, value in found.items() if name not in ROPE}
