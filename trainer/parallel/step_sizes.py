@@ -83,6 +83,11 @@ def step_sizes(config: TrainConfig, objective: Objective, degrees: Degrees) -> S
         frozen_layer_elements=fixed.get(STACKED, 0) // layers,
         period=shapes.period,
         loops=shapes.loops,
+        stacked_bytes=sum(
+            bytes_of_device(part[STACKED])
+            for part in (state.weights, state.frozen or {})
+            if STACKED in part
+        ),
         vocabularies={
             name: (whole[name], LOSS if name == objective.head else LAYER)
             for name in shapes.weights
