@@ -247,8 +247,8 @@ class LoraConfig:
     )
     """Projections that have adapters, in every layer: four of attention and three of the MLP."""
     base_dtype: Literal["float32", "bfloat16"] | None = None
-    """Data type in which the frozen matrices of the model are kept. The default is that of the
-    activations, model.dtype, which changes no result. Norms stay float32."""
+    """Data type in which the frozen matrices and biases of the model are kept. The default is that
+    of the activations, model.dtype, which changes no result. Norms stay float32."""
 
     def __post_init__(self) -> None:
         if self.rank is None:
