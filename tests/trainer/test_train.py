@@ -228,7 +228,6 @@ def test_select_devices_beyond_what_there_is_raises():
         ("--mesh.head 16", ValueError, r"product of the mesh degrees must.* 16 for 8 devices"),
         ("--model.heads 4 --mesh.head 8", ValueError, r"heads must be divisible by head \* tensor"),
         ("--mesh.ring 3", ValueError, r"product of the mesh degrees must be.* for 8 devices"),
-        ("--tile 24", ValueError, r"tile must divide.*got tile=24 for 32 tokens. Use --tile 16"),
         ("--model.mlp-width 33 --mesh.tensor 2", ValueError, r"tensor must divide.*mlp.*size 33"),
         (
             "--zero 3 --zero-axes data",
