@@ -23,7 +23,7 @@ MakeNorm = Callable[..., nnx.RMSNorm]
 
 
 class OffsetNorm(nnx.RMSNorm):
-    """RMSNorm that multiplies by 1 + scale, as in Gemma: weight decay draws the factor to 1."""
+    """RMSNorm that multiplies by 1 + scale, as in Gemma, whose scales begin with 0."""
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Normalises the last dimension."""

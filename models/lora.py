@@ -77,8 +77,9 @@ def add_adapters(
         rank: rank of the adapters.
         scale: factor of what they add.
         targets: names of the projections.
-        base_dtype: type of the matrices of the model. Vectors, such as the scales of norms, are
-            used in float32 and stay so.
+        base_dtype: type of the matrices of the model, and of the biases of queries, keys and
+            values, which have a dimension of heads. Vectors, such as the scales of norms, are used
+            in float32 and stay so.
         rngs: source of the adapters.
     """
     for path, weight in list(nnx.iter_graph(model)):

@@ -190,8 +190,8 @@ class TrainConfig:
     """Whether to move what `remat` saves to the memory of the host. Needs GPUs, and a `remat` other
     than "none"."""
     tile: int | None = None
-    """Number of tokens of a device that the MLP and the loss process at a time; fewer need less
-    memory. The default is all tokens."""
+    """Most tokens of a device that the MLP and the loss process at a time; fewer need less memory.
+    The default is all tokens."""
     accumulation: int = 1
     """Number of parts of a batch that are processed one after another (gradient accumulation); more
     parts need less memory."""
@@ -318,6 +318,11 @@ class TrainConfig:
     def least_steps(self) -> int:
         """The smallest number of steps: 0 for a run whose initial weights are a result."""
         return 1
+
+    @property
+    def idle_settings(self) -> tuple[str, ...]:
+        """Dotted names of the settings that have no effect because of other settings."""
+        return ()
 
     @property
     def freezes(self) -> bool:

@@ -97,6 +97,9 @@ class StepSizes:
     """Layers in a turn of the loop over layers, where they differ."""
     loops: int = 1
     """Loops that all layers make up."""
+    stacked_bytes: Amount = 0
+    """Bytes of the weights of all layers, as the state holds them, frozen ones included; several
+    loops need it."""
     vocabularies: Mapping[str, tuple[Amount, str]]
     """For each large weight outside of the layers, its elements and the phase in which its gradient
     arises."""
@@ -244,11 +247,10 @@ def _gathered_and_summed(sizes: StepSizes) -> Iterator[Part]:
         yield Part(name="weights of layers, as used", size=used, exact=False, phase=LAYER)
     if sizes.loops > 1:
         # Each loop goes over a part of the stacked weights, which is a copy.
-        whole = sizes.layers * sizes.layer_elements
-        if sizes.zero == 3:
-            whole = whole * sizes.shard_elements // sizes.whole_elements
-        itemsize = sizes.itemsize if sizes.zero in (1, 2) else FLOAT32
-        yield Part(name="weights of layers, for each loop", size=itemsize * whole, exact=False)
+        copied = sizes.stacked_bytes
+        if sizes.zero in (1, 2):
+            copied = sizes.itemsize * sizes.layers * sizes.layer_elements
+        yield Part(name="weights of layers, for each loop", size=copied, exact=False)
     # From level 2 on, the gradients of a layer are summed while the next layer computes.
     trained = sizes.layer_elements - sizes.frozen_layer_elements
     size = FLOAT32 * trained * (sizes.period + (1 if sizes.zero >= 2 else 0))

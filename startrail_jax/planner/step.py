@@ -37,7 +37,7 @@ class Savings:
 
 
 def tile_of(settings: Settings, tokens: np.ndarray) -> np.ndarray:
-    """The largest tile up to 2048 that train.py takes: it divides a device's tokens."""
+    """The largest tile up to 2048 that divides a device's tokens, so that none is filled up."""
     return np.gcd(tokens // settings.tensor, _LARGEST_TILE)
 
 

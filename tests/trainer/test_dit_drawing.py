@@ -117,7 +117,7 @@ SETTINGS = {
     "Ring Attention": (st.Degrees.ring_attention(8), {}, 5),
     "StarTrail x Ulysses": (STARTRAIL, {}, 2),
     "data, zero 3": (st.Degrees(data=2, team=2, ring=2), {"zero": 3}, 3),
-    "tensor, tiled": (st.Degrees(tensor=2, team=2), {"tile": 4}, 1),
+    "tensor, tiled": (st.Degrees(tensor=2, team=2), {"tile": 7}, 1),
 }
 
 

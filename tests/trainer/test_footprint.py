@@ -17,7 +17,7 @@ from trainer.dit.config import (
     DiTTrainConfig,
 )
 from trainer.dit.objective import Denoising
-from trainer.gpt.config import DataConfig
+from trainer.gpt.config import DataConfig, LoraConfig
 from trainer.parallel import step_sizes
 from trainer.parallel.footprint import describe_memory
 from trainer.parallel.step import Program
@@ -227,6 +227,15 @@ def test_layers_of_a_period_have_their_weights_and_gradients_at_a_time():
     rest = {"layers": 10, "windows": (9, 9, 9, "none")}
     assert sizes(0, **rest)[2] == 10 * sizes(0)[1]
     assert sizes(3, **rest)[2] == 10 * sizes(0)[1] // 8
+    # Frozen weights are copied too, in the type in which they are kept.
+    for zero in (0, 3):
+        model = rest | {"dtype": "bfloat16"}
+        config = make_config(model, zero=zero, lora=LoraConfig(rank=2))
+        formula = footprint(config, STARTRAIL)
+        # Matrices, norms and adapters.
+        layer = 2 * 64 * (64 + 32 + 32 + 64 + 3 * 80) + 4 * 2 * 64 + 4 * 2 * (64 + 64 + 64 + 32)
+        copied = formula["weights of layers, for each loop"]
+        assert copied == 10 * layer // (8 if zero else 1)
 
 
 def test_only_the_largest_phase_counts():

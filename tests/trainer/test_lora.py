@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 import shutil
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -19,8 +20,9 @@ from startrail_jax.errors import InputError
 from trainer.checkpoints.reading import CheckpointError
 from trainer.data.batches import place
 from trainer.gpt.batches import next_token_batch
-from trainer.gpt.config import LoraConfig
+from trainer.gpt.config import LoraConfig, RopeConfig
 from trainer.gpt.export.writing import export_run
+from trainer.gpt.lora.peft import peft_config
 from trainer.gpt.lora.weights import restore_model
 from trainer.gpt.pretrained.initial import open_pretrained
 from trainer.parallel import step_sizes
@@ -230,6 +232,28 @@ def test_export_and_samples_give_the_logits_of_the_adapters(run, tmp_path, capsy
             assert np.abs(added).max() > 1e-3
             rounded = original[base].astype("bfloat16").astype(np.float32)
             np.testing.assert_allclose(rounded + added, whole[base], atol=1e-6)
+
+
+def test_adapters_of_a_model_that_flags_changed_are_not_exported_without_it(run, tmp_path):
+    """PEFT would put them on the model of the folder, which computes something else."""
+    config, _ = run
+    rope = RopeConfig(scaling="linear", factor=2.0)
+    changed = dataclasses.replace(config.model, rope=rope, window=5)
+    other = dataclasses.replace(config, model=changed)
+    match = r"with window=None there and 5 here, .*rope.scaling=none there and linear.*Use --merge"
+    with pytest.raises(InputError, match=match):
+        export_run(config.run_dir, other, tmp_path / "out")
+    # Types of activations are no part of the model.
+    half = dataclasses.replace(config, model=dataclasses.replace(config.model, dtype="bfloat16"))
+    moved = dataclasses.replace(half, init_from=Path("models/mine"))
+    base, notes = config.model, []
+    assert peft_config(half, base, note=notes.append)["base_model_name_or_path"] == str(
+        config.init_from
+    )
+    assert notes == []
+    described = peft_config(moved, base, note=notes.append)
+    assert described["base_model_name_or_path"] == "models/mine"
+    assert notes[0].startswith("the adapters name 'models/mine' as their model, which is no folder")
 
 
 def test_adapters_are_never_exchanged(run, tmp_path):

@@ -42,9 +42,11 @@ from trainer.gpt.pretrained import initial as initial_weights
 from trainer.gpt.pretrained.defaults import with_tokenizer
 from trainer.gpt.pretrained.families import describe, read_description
 from trainer.gpt.pretrained.initial import keep_files, open_pretrained
+from trainer.gpt.pretrained.layers import plain
 from trainer.gpt.pretrained.names import places
 from trainer.gpt.sample import tokenizer_of_run
 from trainer.parallel.partition import Partition, path_name
+from trainer.run.folder import result_flags
 from trainer.run.settings import save_config
 from trainer.tasks import TASKS, load_train_config
 
@@ -532,6 +534,47 @@ def test_command_line_takes_the_model_from_the_folder(model, tmp_path):
     assert with_tokenizer(command).data.tokenizer is None
 
 
+def test_flags_stretch_the_global_layers_of_a_gemma(tmp_path):
+    """As in transformers, which has no other Gemma 3; and without a scaling nothing changes."""
+    folder = tmp_path / "gemma"
+    shutil.copytree(REFERENCES / "gemma3", folder, copy_function=shutil.copyfile)
+    change(folder, rope_parameters=None, rope_theta=1e3, rope_local_base_freq=100.0)
+    before = json.loads((folder / "config.json").read_text())
+    flags = ["--init-from", str(folder), "--steps", "0", "--model.rope.scaling"]
+    config = train.read_command_line([*flags, "linear", "--model.rope.factor", "4"]).settings
+    assert config.model.rope.stretches == "global"
+    values = config_values(config, before, "float32")
+    assert values["rope_scaling"] == dict(rope_type="linear", factor=4.0)
+    assert describe(values, "config.json").model == config.model
+    old = dataclasses.replace(config, model=read_description(folder).model)
+    all_layers = dataclasses.replace(old.model.rope, stretches="all")
+    run = dataclasses.replace(old, model=dataclasses.replace(old.model, rope=all_layers))
+    # The config.json of a run from before flags did this.
+    assert config_values(run, before, "bfloat16") == {**before, "torch_dtype": "bfloat16"}
+    assert result_flags(old) == result_flags(run)
+    assert len(result_flags(config)) == len(result_flags(run)) + 1
+    bad = dataclasses.replace(
+        config.model, rope=dataclasses.replace(all_layers, scaling="ntk", factor=2.0)
+    )
+    with pytest.raises(NotImplementedError, match=r"rope.scaling='ntk', rope.stretches='all', wh"):
+        config_values(dataclasses.replace(config, model=bad), before, "float32")
+
+
+def test_base_of_no_layer_is_refused(tmp_path):
+    flags = ["--init-from", str(REFERENCES / "gemma3"), "--steps", "0", "--model.rope.base"]
+    assert train.read_command_line([*flags, "1000"]).settings.model.rope.base == 1000
+    with pytest.raises(
+        ValueError, match=r"takes the place of .*base 500 with bases=\(100.0, 1000.0"
+    ):
+        train.read_command_line([*flags, "500"])
+    one = train.read_command_line([*flags, "500", "--model.rope.bases", "None"]).settings
+    assert set(one.model.layer_bases) == {500}
+    # A window for all layers, where --init-from has brought one for each.
+    flags = ["--init-from", str(REFERENCES / "gemma2"), "--steps", "0", "--model.window", "9"]
+    flags += ["--model.windows", "None"]
+    assert set(train.read_command_line(flags).settings.model.layer_windows) == {9}
+
+
 def test_model_without_a_tokenizer_is_not_trained_on_bytes(model, tmp_path):
     """Its ids are no bytes; the same holds for samples of an import."""
     command = ["--init-from", str(model), "--run-dir", str(tmp_path / "run")]
@@ -789,7 +832,7 @@ def test_export_command(tmp_path, capsys):
 def test_config_of_a_model_that_began_here_says_what_it_is(options):
     config = dataclasses.replace(gpt_tiny(), model=GPTConfig(**SIZES | options))
     values = config_values(config, None, "float32")
-    assert describe(values, "config.json").model == config.model
+    assert plain(describe(values, "config.json").model) == config.model
     rope = config.model.rope
     length = values["max_position_embeddings"]
     assert length == max(config.seq_len, rope.factor * (rope.original_length or 0))

@@ -182,7 +182,7 @@ def dense_attention(query, key, value, *, segment_ids):
     [
         (st.Degrees(data=2, group=2, team=2), {"zero": 1, "accumulation": 2}),
         (st.Degrees(data=2, team=2, ring=2), {"zero": 2, "zero_axes": ("ring", "team")}),
-        (st.Degrees(tensor=4, head=2), {"zero": 3, "tile": 8, "remat": "full"}),
+        (st.Degrees(tensor=4, head=2), {"zero": 3, "tile": 7, "remat": "full"}),
     ],
     ids=str,
 )

@@ -22,7 +22,6 @@ from trainer.dit.drawing import Drawing, save_grid, to_pixels
 from trainer.dit.objective import Denoising
 from trainer.errors import StorageError
 from trainer.parallel.step import Program
-from trainer.parallel.tiling import largest_tile
 from trainer.run.folder import CHECKPOINTS_FOLDER, model_flags
 from trainer.session import Session
 
@@ -144,15 +143,12 @@ def load_drawing(
     attention = st.Attention(mesh, causal=False)
     degrees = attention.degrees
     rows = math.ceil(rows / degrees.data) * degrees.data
-    tokens = rows // degrees.data * attention.layout.padded_length(config.num_tokens)
-    share = tokens // (degrees.sequence * degrees.tensor)
     for_drawing = dataclasses.replace(
         config,
         batch_size=rows,
         mesh=MeshConfig(data=degrees.data),
         zero=3 if config.zero == 3 else 0,
         zero_axes=SHARDED_AXES,
-        tile=None if config.tile is None else largest_tile(config.tile, share),
         accumulation=1,
         remat="none",
         offload=False,

@@ -38,7 +38,8 @@ class RopeConfig:
     attention_factor: float | None = None
     """Factor of queries and keys with "yarn". The default is 0.1 * ln(factor) + 1."""
     stretches: Literal["all", "global"] = "all"
-    """The layers whose angles `scaling` shrinks: all, or those without a window, as in Gemma 3."""
+    """The layers whose angles `scaling` shrinks: all, or those without a window, as in Gemma 3.
+    Without a scaling, it has no effect."""
 
     def __post_init__(self) -> None:
         if not self.base > 1:
@@ -63,11 +64,6 @@ class RopeConfig:
             raise InputError(
                 "model.rope.factor must be above 1 with a scaling, and 1 without; got "
                 f"scaling={self.scaling!r}, factor={self.factor}. Set both or neither."
-            )
-        if self.stretches == "global" and self.scaling == "none":
-            raise InputError(
-                "model.rope.stretches needs a scaling; got stretches='global', scaling='none'. "
-                "Leave it out, or set model.rope.scaling."
             )
         if (self.scaling in ("llama3", "yarn")) != (self.original_length is not None):
             raise InputError(
@@ -202,12 +198,15 @@ class GPTConfig:
             if given is not None and getattr(self, name) is not None:
                 raise InputError(
                     f"model.{other} takes the place of model.{name}; got {name}="
-                    f"{getattr(self, name)}, {other}={given}. Leave one of them out."
+                    f"{getattr(self, name)}, {other}={given}. Leave one of them out, or give "
+                    f"--model.{other} None where a recipe or --init-from has set it."
                 )
-        if self.rope.stretches == "global" and all(x is not None for x in self.layer_windows):
+        stretches_some = self.rope.stretches == "global" and self.rope.scaling != "none"
+        if stretches_some and all(x is not None for x in self.layer_windows):
             raise InputError(
                 "model.rope.stretches='global' needs layers without a window; got "
-                f"window={self.window}, windows={self.windows}. Give model.windows a `none`."
+                f"window={self.window}, windows={self.windows}. Give model.windows a `none`, or "
+                "use --model.rope.stretches all."
             )
 
     @property
@@ -248,8 +247,8 @@ class LoraConfig:
     )
     """Projections that have adapters, in every layer: four of attention and three of the MLP."""
     base_dtype: Literal["float32", "bfloat16"] | None = None
-    """Data type in which the frozen matrices of the model are kept. The default is that of the
-    activations, model.dtype, which changes no result. Norms stay float32."""
+    """Data type in which the frozen matrices and biases of the model are kept. The default is that
+    of the activations, model.dtype, which changes no result. Norms stay float32."""
 
     def __post_init__(self) -> None:
         if self.rank is None:
@@ -380,6 +379,10 @@ class GPTTrainConfig(TrainConfig):
     @property
     def least_steps(self) -> int:
         return 1 if self.init_from is None else 0
+
+    @property
+    def idle_settings(self) -> tuple[str, ...]:
+        return ("model.rope.stretches",) if self.model.rope.scaling == "none" else ()
 
     @property
     def attention_of_model(self) -> dict[str, Any]:

@@ -9,9 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from startrail_jax.errors import InputError
 from trainer.checkpoints.initial import InitialWeights
 from trainer.data.dataset import Dataset
-from trainer.gpt.config import GPTTrainConfig, TextOptions
+from trainer.gpt.config import GPTTrainConfig, RopeConfig, TextOptions
 from trainer.gpt.pretrained.defaults import kept_tokenizer, with_model_of, with_tokenizer
 from trainer.run.folder import CHECKPOINTS_FOLDER
 from trainer.task import Task
@@ -35,6 +36,8 @@ class GPTTask(Task[GPTTrainConfig, TextOptions]):
     def after_flags(
         self, config: GPTTrainConfig, flag: Callable[[str], str | None]
     ) -> GPTTrainConfig:
+        if flag("--model.rope.base") is not None:
+            _require_base_used(config.model.rope)
         return with_tokenizer(config, given=flag("--data.tokenizer") is not None)
 
     def make_objective(self, config: GPTTrainConfig) -> Any:
@@ -106,3 +109,16 @@ class GPTTask(Task[GPTTrainConfig, TextOptions]):
             return ()
         prompt, text = continue_text(program, weights, data.corpus, interrupted=interrupted)
         return f"--- held-out text\n{prompt}", f"--- continued by the model\n{text}"
+
+
+def _require_base_used(rope: RopeConfig) -> None:
+    """Raises if a base that a flag gives is that of no layer.
+
+    The config of a run or of an import may have such a base, which no one has given for it.
+    """
+    if rope.bases is not None and rope.base not in rope.bases:
+        raise InputError(
+            "model.rope.bases takes the place of model.rope.base; got --model.rope.base "
+            f"{rope.base:g} with bases={rope.bases}. Leave it out and give --model.rope.bases, "
+            "or give --model.rope.bases None for one base."
+        )

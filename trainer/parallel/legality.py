@@ -14,7 +14,6 @@ from startrail_jax.sizes import check_heads
 from trainer.config import TrainConfig
 from trainer.objective import Objective
 from trainer.parallel.partition import Partition
-from trainer.parallel.tiling import check_tile
 
 
 def tokens_shape(objective: Objective, layout: Layout) -> tuple[int, int]:
@@ -23,18 +22,17 @@ def tokens_shape(objective: Objective, layout: Layout) -> tuple[int, int]:
     return jax.eval_shape(prepare, objective.batch_shapes(layout)).weights.shape
 
 
-def check_step(config: TrainConfig, degrees: Degrees, partition: Partition, tokens: int) -> None:
+def check_step(config: TrainConfig, degrees: Degrees, partition: Partition) -> None:
     """Raises what the first step would raise, with a way out. No devices are needed.
 
     Args:
-        config: model, batch, accumulation, tile and ZeRO.
+        config: model, batch, accumulation and ZeRO.
         degrees: degrees of the mesh.
         partition: how the state is sharded.
-        tokens: number of tokens of a row of a batch.
 
     Raises:
-        ValueError: if the degrees do not divide the batch or the heads, the tile does not divide
-            the tokens of a device, or ZeRO has nothing to split over.
+        ValueError: if the degrees do not divide the batch or the heads, or ZeRO has nothing to
+            split over.
     """
     parts = degrees.data * config.accumulation
     if config.batch_size % parts:
@@ -47,10 +45,6 @@ def check_step(config: TrainConfig, degrees: Degrees, partition: Partition, toke
     check_heads(degrees, config.model.heads, config.model.kv_heads)
     kv_heads = config.model.kv_heads // (degrees.head * degrees.tensor)
     check_head_chunks(config.attention.head_chunks, max(kv_heads, 1))
-    length = tokens // degrees.sequence
-    rows = config.batch_size // parts
-    check_tile(config.tile, rows * length)
-    check_tile(config.tile, rows * -(-length // degrees.tensor))
     if config.zero and partition.replicas and not partition.zero:
         raise InputError(
             f"zero={config.zero} needs an axis of degree above 1 among zero_axes; got "

@@ -78,8 +78,7 @@ class Program:
             objective: model and loss of the run.
 
         Raises:
-            ValueError: if the mesh does not divide the model or the batch, or `tile` does not
-                divide a device's tokens.
+            ValueError: if the mesh does not divide the model or the batch.
             NotImplementedError: if the devices cannot offload what is saved.
         """
         mesh: Any = attention.mesh
@@ -90,7 +89,7 @@ class Program:
         """(B, T) of a batch."""
         self.optimizer = make_optimizer(config.optimizer, config.steps)
         self.partition = Partition(mesh, config.zero, config.zero_axes, config.model.dtype)
-        check_step(config, attention.degrees, self.partition, self.tokens_shape[1])
+        check_step(config, attention.degrees, self.partition)
         check_platform(config, device_kind(mesh)[0])
         self._model = ShardedModel(
             lambda attention_fn, hooks: objective.make_model(

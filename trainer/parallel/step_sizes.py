@@ -18,7 +18,7 @@ from startrail_jax.planner.memory import FLOAT32, LAYER, LOSS, Footprint, StepSi
 from trainer.config import TrainConfig
 from trainer.objective import Objective
 from trainer.parallel.footprint import bytes_of_device
-from trainer.parallel.legality import check_step, tokens_shape
+from trainer.parallel.legality import check_step
 from trainer.parallel.partition import STACKED, Partition, Split, split_frozen
 from trainer.parallel.state import batch_shapes, state_shapes
 from trainer.parallel.step import make_attention
@@ -44,7 +44,7 @@ def step_sizes(config: TrainConfig, objective: Objective, degrees: Degrees) -> S
     mesh = AbstractMesh(tuple(vars(degrees)[role] for role in ROLES), ROLES, (AxisType.Auto,) * 6)
     attention = make_attention(mesh, config, objective)
     partition = Partition(mesh, config.zero, config.zero_axes, model.dtype)
-    check_step(config, degrees, partition, tokens_shape(objective, attention.layout)[1])
+    check_step(config, degrees, partition)
     shapes = _trace(objective, attention.layout)
     state = state_shapes(config, shapes.weights, partition)
     rows, tokens_of_row, heads, head_dim = shapes.query
@@ -84,6 +84,11 @@ def step_sizes(config: TrainConfig, objective: Objective, degrees: Degrees) -> S
         frozen_layer_elements=fixed.get(STACKED, 0) // layers,
         period=shapes.period,
         loops=shapes.loops,
+        stacked_bytes=sum(
+            bytes_of_device(part[STACKED])
+            for part in (state.weights, state.frozen or {})
+            if STACKED in part
+        ),
         vocabularies={
             name: (whole[name], LOSS if name == objective.head else LAYER)
             for name in shapes.weights

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float32
 
-from startrail_jax.errors import InputError
 from startrail_jax.varying import vary
 
 
@@ -19,19 +18,17 @@ def in_tiles(function: Callable[..., Array], tile: int | None) -> Callable[..., 
 
     Args:
         function: a function of arrays [B T ...] to an array [B T ...] that treats each token by
-            itself.
-        tile: tokens at a time; if it does not divide B * T, the largest smaller number that does.
-            None for all at once.
+            itself; it may be called with tokens of zeros, whose outputs are dropped.
+        tile: most tokens at a time; None for all at once.
     """
 
     def tiled(*arrays: Array) -> Array:
         batch, length = arrays[0].shape[:2]
         if tile is None or tile >= batch * length:
             return function(*arrays)
-        size = largest_tile(tile, batch * length)
-        tiles = tuple(x.reshape(-1, 1, size, *x.shape[2:]) for x in arrays)
+        tiles = tuple(_cut(x, tile) for x in arrays)
         out = lax.map(jax.checkpoint(lambda xs: function(*xs), prevent_cse=False), tiles)
-        return out.reshape(batch, length, *out.shape[3:])
+        return _joined(out, (batch, length, *out.shape[3:]))
 
     return tiled
 
@@ -51,8 +48,9 @@ def summed_in_tiles(
 
     Args:
         function: a function (weights, x [B T ...], more [B T ...], ...) -> the sum over its tokens.
-            It is differentiable by the weights, which are float32, and by x.
-        tile: tokens of a tile, a divisor of B * T; None for all tokens.
+            It is differentiable by the weights, which are float32, and by x. For tokens that are
+            zeros in all arrays, it must be 0, as theirs have no weight.
+        tile: most tokens of a tile; None for all tokens.
         dtype: a type that holds the values of the weights exactly; the loop over tiles keeps them
             in it.
         differentiated: whether the sum may be differentiated. If it is not, jax would keep its rule
@@ -61,8 +59,7 @@ def summed_in_tiles(
 
     def tiles(arrays: tuple[Array, ...]) -> tuple[Array, ...]:
         batch, length = arrays[0].shape[:2]
-        size = min(tile or batch * length, batch * length)
-        return tuple(x.reshape(-1, 1, size, *x.shape[2:]) for x in arrays)
+        return tuple(_cut(x, tile or batch * length) for x in arrays)
 
     def zeros(shape: Any) -> Array:
         return vary(jnp.zeros(shape.shape, shape.dtype), *shape.manual_axis_type.varying)
@@ -90,7 +87,7 @@ def summed_in_tiles(
             return (loss, dweights), dx
 
         (loss, dweights), dx = add_up(step, weights, tiles(arrays))
-        return loss, (dweights, dx.reshape(arrays[0].shape), len(arrays))
+        return loss, (dweights, _joined(dx, arrays[0].shape), len(arrays))
 
     def backward(residuals: Any, dloss: Array) -> tuple[Any, ...]:
         dweights, dx, count = residuals
@@ -101,21 +98,22 @@ def summed_in_tiles(
     return total
 
 
-def largest_tile(tile: int, tokens: int) -> int:
-    """The largest number up to `tile` that divides the number of tokens."""
-    return next(n for n in range(min(tile, tokens), 0, -1) if tokens % n == 0)
+def _cut(x: Array, tile: int) -> Array:
+    """Tokens [B T ...] as tiles [n 1 size ...] of the same size, the last one ending with zeros.
 
-
-def check_tile(tile: int | None, tokens: int) -> None:
-    """Checks that `tile` divides the number of tokens that a device treats at a time.
-
-    Raises:
-        ValueError: if it does not.
+    Where `tile` does not divide the tokens, tiles are a little smaller, and fewer than n zeros are
+    computed for nothing.
     """
-    if tile is not None and tile < tokens and tokens % tile:
-        best = largest_tile(tile, tokens)
-        raise InputError(
-            "tile must divide the number of tokens that a device treats at a time, which is that "
-            "of a batch / (accumulation * devices that share the batch); got "
-            f"tile={tile} for {tokens} tokens. Use --tile {best}."
-        )
+    tokens = x.shape[0] * x.shape[1]
+    count = -(-tokens // tile)
+    size = -(-tokens // count)
+    x = x.reshape(tokens, *x.shape[2:])
+    if missing := count * size - tokens:
+        x = jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1))
+    return x.reshape(count, 1, size, *x.shape[1:])
+
+
+def _joined(tiles: Array, shape: tuple[int, ...]) -> Array:
+    """What `_cut` has cut: an array of this shape."""
+    tokens = shape[0] * shape[1]
+    return tiles.reshape(-1, *shape[2:])[:tokens].reshape(shape)

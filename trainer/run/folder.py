@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from startrail_jax.errors import InputError
 from trainer.config import TrainConfig
@@ -80,12 +80,16 @@ def result_flags(config: TrainConfig) -> dict[str, str]:
 
     Paths are left out: a folder of data may move, and what it holds is compared by itself.
     """
-    settings = settings_of(config, but=FREE_SETTINGS)
     return {
         name: flag_text(name, value)
-        for name, value in settings.items()
+        for name, value in _fixed_settings(config).items()
         if not isinstance(value, Path)
     }
+
+
+def _fixed_settings(config: TrainConfig) -> dict[str, Any]:
+    """The settings that the result of a run depends on, by their names."""
+    return settings_of(config, but=(*FREE_SETTINGS, *config.idle_settings))
 
 
 def model_flags(config: TrainConfig) -> dict[str, str]:
@@ -145,9 +149,9 @@ def _check_same_run(config: TrainConfig) -> None:
             f"A run that goes on must keep its kind of model; got {config.run_dir}, which holds a "
             f"run of kind {kind!r}, and a config of kind {config.kind!r}. Use another --run-dir."
         )
-    saved = settings_of(load_config(type(config), path), but=FREE_SETTINGS)
-    now = settings_of(config, but=FREE_SETTINGS)
-    changed = [name for name in now if saved[name] != now[name]]
+    saved, now = _fixed_settings(load_config(type(config), path)), _fixed_settings(config)
+    # What has an effect in one of them only does so because of a setting that both have.
+    changed = [name for name in now if name in saved and saved[name] != now[name]]
     # Rotary positions have no weights, and a longer context needs other ones.
     is_other_model = any(
         name.startswith(("model.", "lora.")) and not name.startswith("model.rope.")

@@ -102,8 +102,8 @@ def export_run(
 
     Raises:
         ImportError: if the package `safetensors` is missing.
-        ValueError: if the folder exists, the tokenizer of the run is gone, or there are no adapters
-            to merge.
+        ValueError: if the folder exists, the tokenizer of the run is gone, there are no adapters to
+            merge, or they are those of a model that flags have changed and merge is not set.
         NotImplementedError: if no family of transformers has such a model.
         CheckpointError: if there is no such checkpoint, or it is damaged.
         FloatingPointError: if the type cannot hold a weight.
@@ -127,7 +127,8 @@ def export_run(
     family_of(config.model)
     beside = files_beside_weights(config, kept)
     if apart:
-        name, described = ADAPTER_CONFIG, peft_config(config)
+        base = None if values is None else describe(values, CONFIG).model
+        name, described = ADAPTER_CONFIG, peft_config(config, base, note=note)
     else:
         name, described = CONFIG, config_values(config, values, kind)
         if ids := token_ids(config, beside.get(TOKENIZER), kept / TOKENIZER):
@@ -237,7 +238,7 @@ def config_values(
     else:
         found = {**values, "torch_dtype": dtype}
         described = describe(values, CONFIG)
-        if described.model.rope != plain(model).rope:
+        if plain(described.model).rope != plain(model).rope:
             # The positions are stretched: the model is for longer sequences now.
             length = rope_length(model.rope, max(described.length or 0, config.seq_len))
             found = {name: value for name, value in found.items() if name not in ROPE}

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Shaped
 
 from startrail_jax.errors import InputError
-from trainer.gpt.config import GPTTrainConfig, LoraConfig
+from trainer.gpt.config import GPTConfig, GPTTrainConfig, LoraConfig
+from trainer.gpt.pretrained.layers import plain
 from trainer.gpt.pretrained.names import OF_LAYER
 from trainer.parallel.partition import ADAPTERS, STACKED
+from trainer.run.settings import settings_of
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -21,8 +25,15 @@ PREFIX = "base_model.model."
 KERNEL = "kernel"
 
 
-def peft_config(config: GPTTrainConfig) -> dict[str, Any]:
+def peft_config(
+    config: GPTTrainConfig, base: GPTConfig | None, *, note: Callable[[str], Any]
+) -> dict[str, Any]:
     """The adapter_config.json of a run.
+
+    Args:
+        config: config of the run.
+        base: the model of the folder that it names; None if that is not known.
+        note: is told if the folder is gone.
 
     Raises:
         ValueError: if the model that the adapters belong to is that of no folder.
@@ -32,12 +43,23 @@ def peft_config(config: GPTTrainConfig) -> dict[str, Any]:
             "Adapters are exported for the pretrained model of a run; got a run without init_from,"
             " whose frozen weights are random. Use --merge to export the whole model."
         )
+    if base is not None:
+        _require_same(base, config.model, config.init_from)
+    folder = config.init_from
+    if folder.is_dir():
+        # PEFT may load the adapters from another directory.
+        folder = folder.resolve()
+    else:
+        note(
+            f"the adapters name {str(folder)!r} as their model, which is no folder here: correct "
+            f"base_model_name_or_path in {ADAPTER_CONFIG}, or use --merge"
+        )
     lora = config.lora
     assert lora.rank is not None, "the caller has looked"
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(config.init_from.resolve()),
+        "base_model_name_or_path": str(folder),
         "r": lora.rank,
         "lora_alpha": lora.scale * lora.rank,
         "lora_dropout": 0.0,
@@ -48,6 +70,19 @@ def peft_config(config: GPTTrainConfig) -> dict[str, Any]:
         "use_dora": False,
         "inference_mode": True,
     }
+
+
+def _require_same(base: GPTConfig, model: GPTConfig, folder: Path) -> None:
+    """Raises if flags have changed what the model of a folder computes: PEFT would not know."""
+    there, now = (settings_of(replace(plain(x), dtype="float32")) for x in (base, model))
+    changed = [name for name in now if there[name] != now[name]]
+    if changed:
+        lines = ", ".join(f"{name}={there[name]} there and {now[name]} here" for name in changed)
+        raise InputError(
+            "Adapters that are exported by themselves must be those of a model that is in a "
+            f"folder as it was trained; got {str(folder)!r} with {lines}. Use --merge to export "
+            "the whole model."
+        )
 
 
 def _module(target: str) -> str:

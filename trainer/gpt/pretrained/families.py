@@ -201,7 +201,11 @@ def describe(values: Mapping[str, Any], name: str) -> Description:
         **window_options(windows),
         **options,
     )
-    return Description(family=kind, model=plain(model), length=length or None)
+    simple = plain(model)
+    # `plain` leaves out which layers a scaling stretches if there is none, but a flag may add one.
+    kept = dataclasses.replace(simple.rope, stretches=rope.stretches)
+    model = dataclasses.replace(simple, rope=kept)
+    return Description(family=kind, model=model, length=length or None)
 
 
 def _gemma_options(read: ConfigValues, family: Family, head_dim: int) -> dict[str, Any]:
@@ -245,7 +249,9 @@ def family_of(model: GPTConfig) -> str:
         raise UnsupportedError(
             f"A model that is exported must be one of {', '.join(FAMILIES)}; got "
             f"{', '.join(f'{name}={value!r}' for name, value in given.items())}, "
-            f"rope.bases={model.rope.bases}, which none of them has. Train one of theirs."
+            f"rope.bases={model.rope.bases}, rope.scaling={model.rope.scaling!r}, "
+            f"rope.stretches={model.rope.stretches!r}, which none of them has together. Train one "
+            "of theirs."
         )
     return kind
 

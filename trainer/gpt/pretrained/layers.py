@@ -41,9 +41,16 @@ def plain(model: GPTConfig) -> GPTConfig:
         every, named = len(bases), None
     else:
         named = tuple("none" if x is None else x for x in bases)
-    stretches = model.rope.stretches if windows != (None,) else "all"
+    stretches = model.rope.stretches if _stretches_some(model) else "all"
     rope = replace(model.rope, base=base, bases=named, stretches=stretches)
     return replace(model, rope=rope, no_rope_every=every, **options)
+
+
+def _stretches_some(model: GPTConfig) -> bool:
+    """Whether positions are stretched in the layers without a window, and there are others."""
+    rope = model.rope
+    mixed = set(model.layer_windows) != {None}
+    return rope.stretches == "global" and rope.scaling != "none" and mixed
 
 
 def window_options(windows: Sequence[int | None]) -> dict[str, Any]:
@@ -153,12 +160,12 @@ def read_local_rope(
                 f"got {nested.get(LOCAL)!r}, which is not supported. Use another model."
             )
     bases = shortest([rope.base if window is None else local for window in windows])
-    stretches = "all" if rope.scaling == "none" or len(set(windows)) == 1 else "global"
     if set(windows) == {None}:
         return rope
     if None not in windows:
         return RopeConfig(base=local)
-    return replace(rope, bases=None if len(bases) == 1 else bases, stretches=stretches)
+    # Also without a scaling: a flag may add one, and local layers are never stretched.
+    return replace(rope, bases=None if len(bases) == 1 else bases, stretches="global")
 
 
 def layer_values(model: GPTConfig, which: Windows, *, skips_rope: bool) -> dict[str, Any]:
@@ -199,8 +206,7 @@ def one_window(model: GPTConfig) -> bool:
 def one_base(model: GPTConfig) -> bool:
     """Whether all layers with rotary positions have the same ones."""
     bases = {base for base in model.layer_bases if base is not None}
-    some_stretched = model.rope.stretches == "global" and set(model.layer_windows) != {None}
-    return len(bases) <= 1 and not some_stretched
+    return len(bases) <= 1 and not _stretches_some(model)
 
 
 def bases_by_window(model: GPTConfig) -> bool:
