@@ -41,7 +41,7 @@ _KNOWN = {
     r"\bH200\b(?!.*(NVL|MIG))": "h200",
     r"\bB200\b(?!.*MIG)": "b200",
 }
-"""What jax calls a device -> the GPU, whose peak and memory need not be measured. Others with a like
+"""What jax calls a device -> the GPU, whose peak and memory are known. Others with a like
 name, and parts of a GPU, are measured."""
 
 
