@@ -7,8 +7,8 @@ References:
     RMSNorm: https://arxiv.org/abs/1910.07467
     SwiGLU: https://arxiv.org/abs/2002.05202
     Grouped queries: https://arxiv.org/abs/2305.13245
-    Local and global layers, soft caps, norms after a block: Gemma 2,
-        https://arxiv.org/abs/2408.00118, and Gemma 3, https://arxiv.org/abs/2503.19786
+    Local and global layers, soft caps, norms after a block: https://arxiv.org/abs/2408.00118 (Gemma
+    2) and https://arxiv.org/abs/2503.19786 (Gemma 3)
     Sinks: gpt-oss, https://arxiv.org/abs/2508.10925
 """
 
