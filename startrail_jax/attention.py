@@ -294,8 +294,8 @@ class Attention(Decoding):
                 device with the rows of its queries; see `shard_bias`. It may be learned. The whole
                 of it exists, over all devices, twice in the forward and once more, in float32, in
                 the backward pass, in which keys go round the ring.
-            slopes: [heads], the ALiBi slope m of each head: `-m |query - key|` is added to the scaled
-                and capped logits, from natural positions in the row. They may be learned.
+            slopes: [heads], the ALiBi slope m of each head: `-m |query - key|` is added to the
+                scaled and capped logits, from natural positions in the row. They may be learned.
             sinks: [heads], a logit for each head that counts in the denominator of its softmax and
                 has no value, as in gpt-oss: out * sigmoid(lse - sink), exactly. It may be learned.
                 Zeros make the softmax off by one. None for none. Rows that see no key stay 0.
