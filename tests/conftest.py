@@ -37,7 +37,8 @@ if jax.__version_info__ < (0, 11):
 
 def pytest_addoption(parser):
     parser.addoption("--gpu", action="store_true", help="run the tests that need a GPU, on it")
-    parser.addoption("--every", type=int, default=1, help="run the first of every so many tests")
+    parser.addoption("--every", type=int, default=1, help="run one of every so many tests")
+    parser.addoption("--from", type=int, default=0, help="with --every, the first to run, from 0")
     parser.addoption(
         "--check-all-types",
         action="store_true",
@@ -109,8 +110,10 @@ def compile_quickly(config):
 
 def pytest_collection_modifyitems(config, items):
     mark_quick(items)
-    every = config.getoption("--every")
-    chosen = parts.of_part(config.getoption("--part"), items)[::every]
+    every, first = config.getoption("--every"), config.getoption("--from")
+    if not 0 <= first < every:
+        raise pytest.UsageError(f"--from must be below --every {every}, from 0; got {first}")
+    chosen = parts.of_part(config.getoption("--part"), items)[first::every]
     kept = set(chosen)
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = chosen

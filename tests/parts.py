@@ -1,7 +1,8 @@
 """Two parts of the tests: README's command runs the first, and `.ci/run` the rest after it.
 
 The rest are the further rows of grids, and tests of 5 to 80 seconds whose faults others would
-probably show first. They take as long as the first part, which alone is a thorough look.
+probably show first. They take as long as the first part, which alone is a thorough look; `.ci/run`
+runs a third of them, another for other sources, and `.ci/run --whole` all.
 """
 
 import pytest
@@ -89,6 +90,7 @@ FIRST_OF_EVERY = {
         "test_killed_training_ends_as_if_undisturbed": 0,
     },
     "trainer/test_distributed.py": {
+        "test_any_number_of_processes_trains_alike_and_goes_on_with_the_run_of_another": 0,
         "test_failures_end_all_processes_and_training_goes_on": 0,
         "test_process_that_is_lost_while_jax_leaves_ends_all_without_a_trace": 0,
     },
@@ -122,6 +124,7 @@ FIRST_OF_EVERY = {
     },
     "trainer/test_gpt_sample.py": {
         "test_program_ends_with_its_reader": 0,
+        "test_program_streams_until_ctrl_c": 0,
         "test_program_continues_standard_input_while_the_run_goes_on": 0,
         "test_text_does_not_depend_on_the_mesh": 0,
     },
@@ -131,6 +134,7 @@ FIRST_OF_EVERY = {
     "trainer/test_lora.py": {
         "test_losses_do_not_depend_on_the_mesh": 0,
         "test_export_and_samples_give_the_logits_of_the_adapters": 0,
+        "test_run_goes_on_from_its_checkpoint_to_the_same_bits": 0,
     },
     "trainer/test_plan.py": {
         "test_flags_to_paste_give_the_setting": 3,

@@ -11,8 +11,6 @@ from startrail_jax.mask import Mask
 from startrail_jax.masks import Causal, Window
 from startrail_jax.pieces import Pieces
 
-pytestmark = pytest.mark.quick
-
 SIZES = dict(seq_len=4096, heads=8, head_dim=64)
 HOPPER = dict(platform="cuda", capability=(9, 0))
 

@@ -270,6 +270,7 @@ def test_adapters_are_never_exchanged(run, tmp_path):
         restore_model(copy, config, shapes, note=print)
 
 
+@pytest.mark.quick
 def test_flags_and_exports_that_do_not_fit_raise(tmp_path):
     model = str(pretrained.REFERENCES / "llama")
     flags = ["--lora.rank", "8", "--lora.targets", "key", "down"]

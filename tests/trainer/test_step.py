@@ -297,6 +297,7 @@ def test_initial_weights_do_not_depend_on_the_mesh(initial_state):
     assert (kernel[0] != kernel[1]).all()
 
 
+@pytest.mark.quick
 def test_documents_do_not_see_each_other():
     """With the mask, the loss of the first document does not depend on the other documents."""
     program = make_program(STARTRAIL)

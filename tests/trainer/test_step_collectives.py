@@ -76,6 +76,7 @@ def test_level_1_gathers_and_sums_once_a_step():
     )
 
 
+@pytest.mark.quick
 def test_level_2_gathers_once_a_step_and_sums_every_part():
     assert traffic(2, accumulation=2) == received(
         all_gather=7 * SPLIT // 8,
