@@ -132,6 +132,9 @@ FIRST_OF_EVERY = {
         "test_losses_do_not_depend_on_the_mesh": 0,
         "test_export_and_samples_give_the_logits_of_the_adapters": 0,
     },
+    "trainer/test_optimizer.py": {
+        "test_losses_with_muon_do_not_depend_on_the_mesh": 0,
+    },
     "trainer/test_plan.py": {
         "test_flags_to_paste_give_the_setting": 3,
         "test_pasted_commands_pass_the_checks_of_a_step": 3,

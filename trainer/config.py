@@ -78,14 +78,24 @@ class MeshConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW with gradient clipping, linear warm-up and cosine decay."""
+    """AdamW or Muon with gradient clipping, and the course of the learning rate."""
 
+    kind: Literal["adamw", "muon"] = "adamw"
+    """How gradients become updates: "adamw" (https://arxiv.org/abs/1711.05101), or "muon" for the
+    matrices of the layers, with AdamW for all else (https://kellerjordan.github.io/posts/muon)."""
+    schedule: Literal["cosine", "wsd"] = "cosine"
+    """The course of the learning rate after the warm-up: "cosine" falls at once and until the end;
+    "wsd" (warm-up, stable, decay; https://arxiv.org/abs/2404.06395) stays at the peak and then
+    falls linearly."""
     learning_rate: float
     """Peak learning rate."""
     final_learning_rate: float = 0.0
     """Learning rate after the last step."""
     warmup_fraction: float = 0.05
     """Fraction of the steps during which the learning rate rises from 0 to its peak."""
+    decay_fraction: float | None = None
+    """Fraction of the steps, at the end, during which the learning rate of schedule "wsd" falls.
+    The default is 0.2."""
     weight_decay: float = 0.1
     """Weight decay of matrices; vectors are not decayed."""
     clip_norm: float = 1.0
@@ -94,6 +104,9 @@ class OptimizerConfig:
     """Decay of the moving average of the gradient."""
     beta2: float = 0.95
     """Decay of the moving average of the squared gradient."""
+    momentum: float | None = None
+    """Decay of the moving average of the gradients that Muon makes orthogonal. The default is
+    0.95."""
 
     def __post_init__(self) -> None:
         for name in ("learning_rate", "clip_norm"):
@@ -105,13 +118,34 @@ class OptimizerConfig:
                 )
         for name in ("final_learning_rate", "weight_decay"):
             check_minimum(f"optimizer.{name}", getattr(self, name), 0)
-        for name in ("warmup_fraction", "beta1", "beta2"):
+        for name in ("warmup_fraction", "beta1", "beta2", "momentum", "decay_fraction"):
             value = getattr(self, name)
-            if not 0 <= value < 1:
+            if value is not None and not 0 <= value < 1:
                 raise InputError(
                     f"optimizer.{name} must be at least 0 and below 1; got {name}={value}. "
                     "Leave it out for the default."
                 )
+        for name, setting, needed in (
+            ("decay_fraction", "schedule", "wsd"),
+            ("momentum", "kind", "muon"),
+        ):
+            if getattr(self, name) is not None and getattr(self, setting) != needed:
+                raise InputError(
+                    f"optimizer.{name} needs optimizer.{setting}={needed!r}; got {name}="
+                    f"{getattr(self, name)}, {setting}={getattr(self, setting)!r}. Leave it out, "
+                    f"or use --optimizer.{setting} {needed}."
+                )
+        if self.schedule == "wsd" and self.warmup_fraction + self.decay_of_wsd > 1:
+            raise InputError(
+                "optimizer.warmup_fraction and optimizer.decay_fraction must be at most 1 "
+                f"together; got warmup_fraction={self.warmup_fraction}, "
+                f"decay_fraction={self.decay_of_wsd}. Use a smaller one."
+            )
+
+    @property
+    def decay_of_wsd(self) -> float:
+        """Fraction of the steps during which the learning rate of schedule "wsd" falls."""
+        return 0.2 if self.decay_fraction is None else self.decay_fraction
 
 
 @dataclass(frozen=True, kw_only=True)
