@@ -159,6 +159,11 @@ FIRST_OF_EVERY = {
         "test_hybrid_sums_parts_over_the_other_axes": 2,
         "test_level_1_sums_after_all_parts_and_level_2_within": 0,
     },
+    "trainer/test_trackers.py": {
+        "test_weights_and_biases_gets_one_run_of_a_folder": 0,
+        "test_mlflow_gets_one_run_of_a_folder": 0,
+        "test_weights_and_biases_without_a_key_says_so_and_asks_nobody": 0,
+    },
     "trainer/test_train.py": {
         "test_profile_traces_the_steps": 0,
         "test_an_interrupted_run_goes_on_as_if_nothing_had_been": 0,

@@ -167,6 +167,36 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class WandbConfig:
+    """Metrics for Weights & Biases, beside metrics.jsonl."""
+
+    project: str | None = None
+    """Project to write to. By default, nothing is written."""
+    entity: str | None = None
+    """User or team of the project. The default is that of the API key."""
+    mode: Literal["online", "offline"] | None = None
+    """Whether to send metrics while the run trains, or to keep them in its folder `wandb`, for
+    `wandb sync`. The default is what WANDB_MODE says, and "online" without it."""
+
+    def __post_init__(self) -> None:
+        _check_alone("wandb", "project", self.project, entity=self.entity, mode=self.mode)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlflowConfig:
+    """Metrics for MLflow, beside metrics.jsonl."""
+
+    experiment: str | None = None
+    """Experiment to write to. By default, nothing is written."""
+    uri: str | None = None
+    """A server, such as http://localhost:5000, or a folder, such as file:///shared/mlruns. The
+    default is what MLFLOW_TRACKING_URI says, and the folder `mlruns` of the run without it."""
+
+    def __post_init__(self) -> None:
+        _check_alone("mlflow", "experiment", self.experiment, uri=self.uri)
+
+
+@dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
     """How attention runs: options of `startrail_jax.Attention` that change no exact result."""
 
@@ -207,6 +237,10 @@ class TrainConfig:
     """Data to train on."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """Checkpoints."""
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+    """Metrics for Weights & Biases."""
+    mlflow: MlflowConfig = field(default_factory=MlflowConfig)
+    """Metrics for MLflow."""
 
     devices: int | None = None
     """Number of devices to use. The default is all real devices, or 8 simulated ones on a machine
@@ -379,6 +413,16 @@ class TrainConfig:
         `startrail_jax.communication`; its default degrees and order follow from that."""
         names = ("heads", "kv_heads", "head_dim", "dtype")
         return {name: getattr(self.model, name) for name in names} | {"causal": self.causal}
+
+
+def _check_alone(group: str, needed: str, switch: str | None, **others: str | None) -> None:
+    """Raises if options are given without the one that they need."""
+    given = [name for name, value in others.items() if value is not None]
+    if switch is None and given:
+        raise InputError(
+            f"{group}.{given[0]} needs {group}.{needed}; got {given[0]}={others[given[0]]!r} "
+            f"alone. Add --{group}.{needed} NAME, or leave it out."
+        )
 
 
 def check_minimum(name: str, value: Any, minimum: int) -> None:
