@@ -105,14 +105,15 @@ def _as_large_as_adamw(updates: Any, _: Any) -> Any:
     return jax.tree_util.tree_map_with_path(scaled, updates)
 
 
-def _matrix(path: tuple[Any, ...], x: Any) -> MuonDimensionNumbers | None:
+def _matrix(path: tuple[Any, ...], x: Any) -> Any:
     """Which dimensions of a weight are contracted, and which take their place.
 
     The dimension that counts the layers is neither: every layer is made orthogonal by itself. The
     heads of a projection and the channels of a head are the rows, or the columns, of one matrix.
 
     Returns:
-        None for all but the projections of attention and MLP, and the matrices of their adapters.
+        Its `MuonDimensionNumbers`; None for all but the projections of attention and MLP, and the
+        matrices of their adapters.
     """
     *parents, layer, name = ("", *path_name(path).split("/"))
     if STACKED not in parents or layer not in TENSOR_DIMS or name not in ("kernel", *ADAPTERS):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,10 +27,11 @@ class MlflowRun:
         self._run_id = run_id
 
     def log(self, step: int, seconds: float, metrics: Mapping[str, float]) -> None:
-        from mlflow.entities import Metric
-
+        entities = importlib.import_module("mlflow.entities")
         milliseconds = round(seconds * 1000)
-        values = [Metric(name, value, milliseconds, step) for name, value in metrics.items()]
+        values = [
+            entities.Metric(name, value, milliseconds, step) for name, value in metrics.items()
+        ]
         self._client.log_batch(self._run_id, metrics=values)
 
     def finish(self, end: End) -> None:
@@ -52,11 +54,10 @@ def open_mlflow(config: MlflowConfig, folder: Path, settings: Mapping[str, str])
     if uri.startswith("file:"):
         # MLflow refuses folders unless they are asked for, and here they are.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
-    from mlflow import MlflowClient
-    from mlflow.entities import Param
-
+    # A checker of types must not miss them where they are not installed.
+    mlflow, entities = map(importlib.import_module, ("mlflow", "mlflow.entities"))
     assert config.experiment is not None, "the caller asks for it"
-    client = MlflowClient(tracking_uri=uri)
+    client: Any = mlflow.MlflowClient(tracking_uri=uri)
     place = {"uri": uri, "experiment": config.experiment}
     run_id = known_run(folder / RUN_FILE, place)
     if run_id is not None:
@@ -66,7 +67,7 @@ def open_mlflow(config: MlflowConfig, folder: Path, settings: Mapping[str, str])
     number = experiment.experiment_id if experiment else client.create_experiment(config.experiment)
     run_id = client.create_run(number, run_name=folder.resolve().name).info.run_id
     keep_run(folder / RUN_FILE, place, run_id)
-    params = [Param(name, value[:LONGEST_PARAM]) for name, value in settings.items()]
+    params = [entities.Param(name, value[:LONGEST_PARAM]) for name, value in settings.items()]
     for first in range(0, len(params), PARAMS_OF_REQUEST):
         client.log_batch(run_id, params=params[first : first + PARAMS_OF_REQUEST])
     return MlflowRun(client, run_id)

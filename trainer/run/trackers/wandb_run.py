@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import secrets
 from collections.abc import Mapping
@@ -41,8 +42,8 @@ def open_wandb(config: WandbConfig, folder: Path, settings: Mapping[str, str]) -
     Raises:
         Exception: whatever the package raises.
     """
-    import wandb
-
+    # A checker of types must not miss it where it is not installed.
+    wandb: Any = importlib.import_module("wandb")
     mode = config.mode or os.environ.get("WANDB_MODE", "online")
     # With a terminal, it would ask for a key there, while the run trains.
     if mode == "online" and not wandb.login(prompt=False, verify=False):
