@@ -317,6 +317,15 @@ class TrainConfig:
             *("validation_sequences", "non_finite_limit"),
         ):
             check_minimum(name, getattr(self, name), 1)
+        # pathlib has made gs:/bucket of gs://bucket.
+        if self.run_dir.parts[:1] and self.run_dir.parts[0].endswith(":"):
+            raise InputError(
+                "run_dir must be a folder of a file system; got "
+                f"{str(self.run_dir)!r}, which is in an object store. A checkpoint is whole or not there, also after a power failure, "
+                "by fsync and rename, and a lock keeps a second program out: stores have none of "
+                "them. Use a disk of this machine or a shared one (NFS, Lustre), and copy the "
+                "folder to the store: rclone copy, gcloud storage rsync or aws s3 sync."
+            )
         check_minimum("plan_measure", self.plan_measure, 0)
         if self.plan_measure and self.plan == "off":
             raise InputError(

@@ -70,7 +70,6 @@ def test_token_that_the_vocabulary_lacks_raises(tokenizer):
 
 
 def test_every_document_begins_with_it_once(tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(slices, "SLICE", 40)
     monkeypatch.setattr(slices.Slicer.__init__, "__kwdefaults__", {"length": 40, "window": 10})
     texts = ["short", "<s>named", "", "long words " * 30]
     path = tmp_path / "train.jsonl"

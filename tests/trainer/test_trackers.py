@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import sys
 import threading
 
 import jax
@@ -168,8 +167,8 @@ def test_only_the_first_process_writes(monkeypatch):
 
 @pytest.mark.parametrize("package", ["wandb", "mlflow"])
 def test_package_that_is_missing_is_named(package, monkeypatch):
-    monkeypatch.setitem(sys.modules, package, None)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda x: None if x == package else find(x))
     chosen = {"wandb": WandbConfig(project="p"), "mlflow": MlflowConfig(experiment="e")}
     with pytest.raises(
         MissingPackageError, match=rf"the package {package}; got none.*\[{package}\]"

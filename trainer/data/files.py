@@ -352,6 +352,11 @@ def _parts_by_name(keys: list[str]) -> tuple[list[str], list[str]] | None:
 
 def _near(path: Path) -> str:
     """A sentence about what may have been meant by a path that does not exist."""
+    if path.parts[0].endswith(":"):
+        return (
+            "Object stores are not read: copy the files here first (rclone copy, gcloud storage cp "
+            "-r, aws s3 cp --recursive), or mount the store as a folder."
+        )
     if not path.parent.is_dir():
         return f"There is no folder {str(path.parent)!r} either."
     near = difflib.get_close_matches(path.name, os.listdir(path.parent))
