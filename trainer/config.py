@@ -321,8 +321,9 @@ class TrainConfig:
         if self.run_dir.parts[:1] and self.run_dir.parts[0].endswith(":"):
             raise InputError(
                 "run_dir must be a folder of a file system; got "
-                f"{str(self.run_dir)!r}, which is in an object store. A checkpoint is whole or not there, also after a power failure, "
-                "by fsync and rename, and a lock keeps a second program out: stores have none of "
+                f"{str(self.run_dir)!r}, which is in an object store. A checkpoint is whole or not "
+                "there, also after a power failure, by fsync and rename, and a lock keeps a second "
+                "program out: stores have none of "
                 "them. Use a disk of this machine or a shared one (NFS, Lustre), and copy the "
                 "folder to the store: rclone copy, gcloud storage rsync or aws s3 sync."
             )
