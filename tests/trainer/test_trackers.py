@@ -13,7 +13,8 @@ from trainer.errors import MissingPackageError
 from trainer.run.folder import result_flags
 from trainer.run.metrics import Reporter
 from trainer.run.trackers import tracking, wandb_run
-from trainer.run.trackers.tracking import Tracking, trackings_of
+from trainer.run.trackers.chosen import trackings_of
+from trainer.run.trackers.tracking import Tracking
 
 needs = {
     name: pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=f"needs {name}")
@@ -50,21 +51,23 @@ def records_of(path):
 @needs["wandb"]
 @pytest.mark.filterwarnings("ignore")
 def test_weights_and_biases_gets_one_run_of_a_folder(tmp_path, capsys):
+    import wandb
+
     folder = tmp_path / "mine"
     folder.mkdir()
     config = make_config(wandb=WandbConfig(project="p", mode="offline"), run_dir=folder)
     report(folder, [1, 2, 3], trackings_of(config))  # Killed after the save of step 2.
     report(folder, [3, 4], trackings_of(config), first=2)
     assert "WARNING" not in capsys.readouterr().out
+    wandb.teardown()  # Its other process writes the end of a file after `finish`, too.
     files = sorted(folder.glob("wandb/offline-run-*/*.wandb"))
     ids, history, settings = set(), [], {}
     for path in files:
         for record in records_of(path):
             if record.HasField("run"):
                 ids.add((record.run.run_id, record.run.project, record.run.display_name))
-                settings |= {x.key: x.value_json for x in record.run.config.update}
-            for update in record.config.update:
-                settings[update.key] = update.value_json
+            for update in (*record.config.update, *record.run.config.update):
+                settings[update.key or update.nested_key[0]] = update.value_json
             if record.HasField("history"):
                 items = record.history.item
                 row = {x.key or x.nested_key[0]: json.loads(x.value_json) for x in items}

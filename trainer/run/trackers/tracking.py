@@ -6,7 +6,6 @@ delays no step and ends no run. What goes wrong is a warning in the log, once.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import queue
 import threading
@@ -14,11 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-import jax
-
-from trainer.config import TrainConfig
-from trainer.errors import MissingPackageError
-from trainer.run.settings import replace_text, settings_of
+from trainer.run.settings import replace_text
 
 End = Literal["finished", "interrupted", "failed"]
 # A report is small, and there are few: more are waiting only if the program hangs.
@@ -107,30 +102,6 @@ class Tracking:
             self._failure, self._has_failed = why, True
 
 
-def trackings_of(config: TrainConfig) -> tuple[Tracking, ...]:
-    """The trackers that a run asks for, in the first process; none in the others.
-
-    Raises:
-        ImportError: if a package is missing.
-    """
-    if jax.process_index():
-        return ()
-    from trainer.run.trackers.mlflow_run import open_mlflow
-    from trainer.run.trackers.wandb_run import open_wandb
-
-    settings = {name: str(value) for name, value in settings_of(config).items()}
-    found = []
-    if config.wandb.project is not None:
-        _require_package("wandb", f"--wandb.project {config.wandb.project}")
-        wandb = config.wandb
-        found.append(Tracking("Weights & Biases", lambda *run: open_wandb(wandb, *run), settings))
-    if config.mlflow.experiment is not None:
-        _require_package("mlflow", f"--mlflow.experiment {config.mlflow.experiment}")
-        mlflow = config.mlflow
-        found.append(Tracking("MLflow", lambda *run: open_mlflow(mlflow, *run), settings))
-    return tuple(found)
-
-
 def known_run(path: Path, place: Mapping[str, str | None]) -> str | None:
     """The id of the run that a folder began at a place; None if there is none.
 
@@ -148,11 +119,3 @@ def known_run(path: Path, place: Mapping[str, str | None]) -> str | None:
 def keep_run(path: Path, place: Mapping[str, str | None], run_id: str) -> None:
     """Notes the id of a run, so that the program which goes on with the folder continues it."""
     replace_text(path, json.dumps({"place": dict(place), "id": run_id}))
-
-
-def _require_package(package: str, flag: str) -> None:
-    if importlib.util.find_spec(package) is None:
-        raise MissingPackageError(
-            f"{flag} must have the package {package}; got none. Install the extra: "
-            f"pip install -e '.[{package}]'. Or leave the flag out."
-        )
