@@ -60,6 +60,7 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
         ArithmeticError: if the loss has two spikes, of `spike_factor`, between two checkpoints.
         CheckpointError: if a checkpoint cannot be saved or read.
         RuntimeError: if another program trains in the run folder, or processes do not meet.
+        ImportError: if a package is missing that the settings need.
     """
     # Modules that import jax are imported here: `--help` and a mistyped flag must be fast.
     from trainer.checkpoints.checkpoint import Checkpoints
@@ -70,6 +71,7 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
     from trainer.run.folder import CHECKPOINTS_FOLDER, open_run
     from trainer.run.interruption import interruption
     from trainer.run.metrics import Reporter
+    from trainer.run.trackers.chosen import trackings_of
     from trainer.session import joined
 
     # Mesh, of the devices of all processes.
@@ -88,7 +90,9 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
             may_differ=("allow_changes",),
             plan=plan,
         ) as session,
-        Reporter(steps=config.steps, tokens_per_step=tokens_per_step) as report,
+        Reporter(
+            steps=config.steps, tokens_per_step=tokens_per_step, trackings=trackings_of(config)
+        ) as report,
     ):
         for line in session.description:
             report.line(line)

@@ -16,9 +16,12 @@ import parts
 PACKAGES = ("startrail_jax", "models", "trainer")
 SIMULATED_DEVICES = 64
 NEEDS_GPU = "needs a GPU"
-# The only reasons to skip: hardware, the package that compiles for a GPU without one, and a machine
-# that lets nobody emulate others.
-ALLOWED_SKIPS = (NEEDS_GPU, "needs jax-cuda13-pjrt", "needs network namespaces")
+# The only reasons to skip: hardware, the package that compiles for a GPU without one, a machine
+# that lets nobody emulate others, and large packages that a step of `.ci/run` installs.
+ALLOWED_SKIPS = (
+    *(NEEDS_GPU, "needs jax-cuda13-pjrt", "needs network namespaces"),
+    *("needs wandb", "needs mlflow"),
+)
 
 hypothesis.settings.register_profile(
     "fixed", derandomize=True, deadline=None, max_examples=10, database=None

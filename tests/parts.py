@@ -136,6 +136,9 @@ FIRST_OF_EVERY = {
         "test_export_and_samples_give_the_logits_of_the_adapters": 0,
         "test_run_goes_on_from_its_checkpoint_to_the_same_bits": 0,
     },
+    "trainer/test_optimizer.py": {
+        "test_losses_with_muon_do_not_depend_on_the_mesh": 0,
+    },
     "trainer/test_plan.py": {
         "test_flags_to_paste_give_the_setting": 3,
         "test_pasted_commands_pass_the_checks_of_a_step": 3,
@@ -159,6 +162,11 @@ FIRST_OF_EVERY = {
     "trainer/test_step_collectives.py": {
         "test_hybrid_sums_parts_over_the_other_axes": 2,
         "test_level_1_sums_after_all_parts_and_level_2_within": 0,
+    },
+    "trainer/test_trackers.py": {
+        "test_weights_and_biases_gets_one_run_of_a_folder": 0,
+        "test_mlflow_gets_one_run_of_a_folder": 0,
+        "test_weights_and_biases_without_a_key_says_so_and_asks_nobody": 0,
     },
     "trainer/test_train.py": {
         "test_profile_traces_the_steps": 0,

@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+import tokenizers
 
 import oracle
 import startrail_jax
@@ -104,7 +105,7 @@ def test_commands_that_train_are_understood(arguments, tmp_path):
         arguments = ["gpt_tiny", *arguments[1:]]
     if "--init-from" in arguments:
         shutil.copyfile(PRETRAINED / "config.json", tmp_path / "config.json")
-        (tmp_path / "tokenizer.json").touch()
+        tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(tmp_path / "tokenizer.json"))
         arguments = [str(ROOT / "docs") if word == "FOLDER" else word for word in arguments]
         arguments[arguments.index("--init-from") + 1] = str(tmp_path)
         assert read_command_line(arguments).settings.init_from == tmp_path

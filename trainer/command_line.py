@@ -19,6 +19,9 @@ Settings = TypeVar("Settings")
 # Setting -> what other programs call it. A name may stand at several settings, of which a program
 # has one.
 OTHER_NAMES = {
+    "optimizer.kind": "optimizer optim opt optimizer-type",
+    "optimizer.schedule": "lr-schedule lr-scheduler lr-scheduler-type lr-decay-style",
+    "optimizer.decay-fraction": "decay-steps lr-wsd-decay-iters",
     "optimizer.learning-rate": "lr max-lr peak-lr",
     "optimizer.final-learning-rate": "min-lr final-lr lr-end",
     "optimizer.weight-decay": "wd",

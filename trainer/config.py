@@ -78,14 +78,24 @@ class MeshConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW with gradient clipping, linear warm-up and cosine decay."""
+    """AdamW or Muon with gradient clipping, and the course of the learning rate."""
 
+    kind: Literal["adamw", "muon"] = "adamw"
+    """How gradients become updates: "adamw" (https://arxiv.org/abs/1711.05101), or "muon" for the
+    matrices of the layers, with AdamW for all else (https://kellerjordan.github.io/posts/muon)."""
+    schedule: Literal["cosine", "wsd"] = "cosine"
+    """The course of the learning rate after the warm-up: "cosine" falls at once and until the end;
+    "wsd" (warm-up, stable, decay; https://arxiv.org/abs/2404.06395) stays at the peak and then
+    falls linearly."""
     learning_rate: float
     """Peak learning rate."""
     final_learning_rate: float = 0.0
     """Learning rate after the last step."""
     warmup_fraction: float = 0.05
     """Fraction of the steps during which the learning rate rises from 0 to its peak."""
+    decay_fraction: float | None = None
+    """Fraction of the steps, at the end, during which the learning rate of schedule "wsd" falls.
+    The default is 0.2."""
     weight_decay: float = 0.1
     """Weight decay of matrices; vectors are not decayed."""
     clip_norm: float = 1.0
@@ -94,6 +104,9 @@ class OptimizerConfig:
     """Decay of the moving average of the gradient."""
     beta2: float = 0.95
     """Decay of the moving average of the squared gradient."""
+    momentum: float | None = None
+    """Decay of the moving average of the gradients that Muon makes orthogonal. The default is
+    0.95."""
 
     def __post_init__(self) -> None:
         for name in ("learning_rate", "clip_norm"):
@@ -105,13 +118,34 @@ class OptimizerConfig:
                 )
         for name in ("final_learning_rate", "weight_decay"):
             check_minimum(f"optimizer.{name}", getattr(self, name), 0)
-        for name in ("warmup_fraction", "beta1", "beta2"):
+        for name in ("warmup_fraction", "beta1", "beta2", "momentum", "decay_fraction"):
             value = getattr(self, name)
-            if not 0 <= value < 1:
+            if value is not None and not 0 <= value < 1:
                 raise InputError(
                     f"optimizer.{name} must be at least 0 and below 1; got {name}={value}. "
                     "Leave it out for the default."
                 )
+        for name, setting, needed in (
+            ("decay_fraction", "schedule", "wsd"),
+            ("momentum", "kind", "muon"),
+        ):
+            if getattr(self, name) is not None and getattr(self, setting) != needed:
+                raise InputError(
+                    f"optimizer.{name} needs optimizer.{setting}={needed!r}; got {name}="
+                    f"{getattr(self, name)}, {setting}={getattr(self, setting)!r}. Leave it out, "
+                    f"or use --optimizer.{setting} {needed}."
+                )
+        if self.schedule == "wsd" and self.warmup_fraction + self.decay_of_wsd > 1:
+            raise InputError(
+                "optimizer.warmup_fraction and optimizer.decay_fraction must be at most 1 "
+                f"together; got warmup_fraction={self.warmup_fraction}, "
+                f"decay_fraction={self.decay_of_wsd}. Use a smaller one."
+            )
+
+    @property
+    def decay_of_wsd(self) -> float:
+        """Fraction of the steps during which the learning rate of schedule "wsd" falls."""
+        return 0.2 if self.decay_fraction is None else self.decay_fraction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +164,36 @@ class CheckpointConfig:
     def __post_init__(self) -> None:
         for name in ("every", "keep"):
             check_minimum(f"checkpoint.{name}", getattr(self, name), 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WandbConfig:
+    """Metrics for Weights & Biases, beside metrics.jsonl."""
+
+    project: str | None = None
+    """Project to write to. By default, nothing is written."""
+    entity: str | None = None
+    """User or team of the project. The default is that of the API key."""
+    mode: Literal["online", "offline"] | None = None
+    """Whether to send metrics while the run trains, or to keep them in its folder `wandb`, for
+    `wandb sync`. The default is what WANDB_MODE says, and "online" without it."""
+
+    def __post_init__(self) -> None:
+        _check_alone("wandb", "project", self.project, entity=self.entity, mode=self.mode)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlflowConfig:
+    """Metrics for MLflow, beside metrics.jsonl."""
+
+    experiment: str | None = None
+    """Experiment to write to. By default, nothing is written."""
+    uri: str | None = None
+    """A server, such as http://localhost:5000, or a folder, such as file:///shared/mlruns. The
+    default is what MLFLOW_TRACKING_URI says, and the folder `mlruns` of the run without it."""
+
+    def __post_init__(self) -> None:
+        _check_alone("mlflow", "experiment", self.experiment, uri=self.uri)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,6 +237,10 @@ class TrainConfig:
     """Data to train on."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """Checkpoints."""
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+    """Metrics for Weights & Biases."""
+    mlflow: MlflowConfig = field(default_factory=MlflowConfig)
+    """Metrics for MLflow."""
 
     devices: int | None = None
     """Number of devices to use. The default is all real devices, or 8 simulated ones on a machine
@@ -249,6 +317,16 @@ class TrainConfig:
             *("validation_sequences", "non_finite_limit"),
         ):
             check_minimum(name, getattr(self, name), 1)
+        # pathlib has made gs:/bucket of gs://bucket.
+        if self.run_dir.parts[:1] and self.run_dir.parts[0].endswith(":"):
+            raise InputError(
+                "run_dir must be a folder of a file system; got "
+                f"{str(self.run_dir)!r}, which is in an object store. A checkpoint is whole or not "
+                "there, also after a power failure, by fsync and rename, and a lock keeps a second "
+                "program out: stores have none of "
+                "them. Use a disk of this machine or a shared one (NFS, Lustre), and copy the "
+                "folder to the store: rclone copy, gcloud storage rsync or aws s3 sync."
+            )
         check_minimum("plan_measure", self.plan_measure, 0)
         if self.plan_measure and self.plan == "off":
             raise InputError(
@@ -345,6 +423,16 @@ class TrainConfig:
         `startrail_jax.communication`; its default degrees and order follow from that."""
         names = ("heads", "kv_heads", "head_dim", "dtype")
         return {name: getattr(self.model, name) for name in names} | {"causal": self.causal}
+
+
+def _check_alone(group: str, needed: str, switch: str | None, **others: str | None) -> None:
+    """Raises if options are given without the one that they need."""
+    given = [name for name, value in others.items() if value is not None]
+    if switch is None and given:
+        raise InputError(
+            f"{group}.{given[0]} needs {group}.{needed}; got {given[0]}={others[given[0]]!r} "
+            f"alone. Add --{group}.{needed} NAME, or leave it out."
+        )
 
 
 def check_minimum(name: str, value: Any, minimum: int) -> None:

@@ -291,7 +291,9 @@ def test_conversation_without_an_answer_raises(tmp_path, tokenizer, messages, me
 def test_options_and_files_that_do_not_fit_raise(tmp_path):
     text = tmp_path / "a.txt"
     text.write_text("a" * 99)
-    with pytest.raises(ValueError, match=r"must be JSONL; got text files in .*--data.loss-on"):
+    with pytest.raises(
+        ValueError, match=r"must be JSONL or tables; got text files in .*--data.loss-on"
+    ):
         opened(of_completions(text))
     path = completions(tmp_path / "data.jsonl", 9)
     with pytest.raises(ValueError, match=r"data.text_key must be left out.*loss_on='completion'"):

@@ -1,11 +1,15 @@
 """The flags that say which of several processes this is, and flags of other programs."""
 
+import dataclasses
+from pathlib import Path
+
 import pytest
 
 import train
 from configs.dit import dit_digits
 from configs.gpt import gpt_tiny
 from trainer.command_line import OTHER_NAMES
+from trainer.data.files import find_files
 from trainer.dit.config import ImageOptions
 from trainer.gpt.config import TextOptions
 from trainer.network.options import Distributed
@@ -62,3 +66,11 @@ def test_other_names_lead_to_one_flag_that_there_is():
         others = [x for name in names for x in OTHER_NAMES.get(name, "").split()]
         assert len(others) == len(set(others))
         assert not set(others) & set(names)
+
+
+def test_object_stores_are_refused_with_a_way_out():
+    match = r"folder of a file system; got 'gs:/bucket/run', .*fsync and rename.*rclone copy"
+    with pytest.raises(ValueError, match=match):
+        dataclasses.replace(gpt_tiny(), run_dir=Path("gs://bucket/run"))
+    with pytest.raises(ValueError, match=r"got 's3:/bucket/a'. Object stores are not read: copy"):
+        find_files(Path("s3://bucket/a"), "data.path")

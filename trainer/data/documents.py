@@ -1,4 +1,4 @@
-"""The documents in files of text: scanned once for errors, then read in parts of bounded size."""
+"""The documents in text files and tables: scanned once, then read in parts of bounded size."""
 
 from __future__ import annotations
 
@@ -8,20 +8,24 @@ import hashlib
 import io
 import json
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from startrail_jax.errors import InputError
-from trainer.data.files import LISTED_FILES, Files, is_gzip
+from trainer.data.array_records import read_array_record
+from trainer.data.files import LISTED_FILES, RECORD_KINDS, TABLE_KINDS, Files, is_gzip
 from trainer.data.opening import open_regular, reading
+from trainer.data.tables import read_arrow, read_parquet
 
 # Number of bytes of a text file that are read at a time.
 BLOCK_BYTES = 1 << 20
 # A line is kept in memory as a whole, and a small compressed file may hold a very long one.
 LONGEST_LINE = 1 << 28
+# What reads the rows of each kind of table.
+TABLES = {"parquet": read_parquet, "arrow": read_arrow, "array_record": read_array_record}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +51,7 @@ class Document:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """One line of a JSONL file."""
+    """One line of a JSONL file, or one row of a table."""
 
     key: str
     """Key of the file and number of the line. It decides whether the record is held out."""
@@ -55,6 +59,8 @@ class Record:
     """Where the line is, for errors."""
     fields: dict[str, Any]
     """The object that the line holds."""
+    what: str = "line of a JSONL file"
+    """What it is, for errors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,13 +70,13 @@ class Scan:
     digest: str
     """A hash of its content. A compressed file has that of the file in it."""
     characters: int
-    """Number of its characters."""
+    """Number of its characters; 0 for a table, whose bytes are hashed as they are."""
     size: int
     """Number of its bytes on the disk."""
 
 
 def scan_files(files: Files) -> dict[str, Scan]:
-    """Reads every file of text or JSONL, by its key.
+    """Reads every file, by its key.
 
     Raises:
         ValueError: if files cannot be read or are not UTF-8; all of them are named.
@@ -79,7 +85,7 @@ def scan_files(files: Files) -> dict[str, Scan]:
     failed: dict[str, InputError] = {}
     for key, path in files.paths.items():
         try:
-            scans[key] = _scan(path)
+            scans[key] = _scan(path, is_table=files.kind in TABLE_KINDS)
         except InputError as error:
             failed[key] = error
     if failed:
@@ -94,18 +100,18 @@ def scan_files(files: Files) -> dict[str, Scan]:
 def read_documents(
     files: Files, *, text_key: str, on_read: Callable[[int], None] = lambda size: None
 ) -> Iterator[Document]:
-    """The documents of text or JSONL files, in order; long text files in parts.
+    """The documents of files, in order; long text files in parts.
 
     Args:
-        files: of the kind "text" (a file is a document) or "jsonl" (a line is).
-        text_key: the key under which a line of JSONL holds its text. Blank lines are skipped.
+        files: of the kind "text" (a file is a document) or of `RECORD_KINDS` (a line or a row is).
+        text_key: the key or column with the text of a record. Blank lines of JSONL are skipped.
         on_read: is told of every number of bytes of the files that are read.
 
     Raises:
         ValueError: if a file cannot be read or is not UTF-8, or a line is not JSON with that key.
     """
-    if files.kind == "jsonl":
-        for record in read_records(files, on_read):
+    if files.kind in RECORD_KINDS:
+        for record in read_records(files, on_read, columns=(text_key,)):
             text = _text_of(record, text_key)
             yield Document(key=record.key, place=record.place, text=text)
         return
@@ -113,7 +119,11 @@ def read_documents(
         yield from _read_text(key, path, on_read)
 
 
-def _scan(path: Path) -> Scan:
+def _scan(path: Path, *, is_table: bool) -> Scan:
+    if is_table:
+        with reading(path), open_regular(path) as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            return Scan(digest=digest, characters=0, size=file.tell())
     digest, characters, sizes = hashlib.sha256(), 0, [0]
     for raw, text, _ in _blocks(path, sizes.append):
         digest.update(raw)
@@ -172,19 +182,39 @@ def _read_text(key: str, path: Path, on_read: Callable[[int], None]) -> Iterator
 
 
 def read_records(
-    files: Files, on_read: Callable[[int], None] = lambda size: None
+    files: Files,
+    on_read: Callable[[int], None] = lambda size: None,
+    *,
+    columns: Collection[str],
 ) -> Iterator[Record]:
-    """The objects in JSONL files, in order. Blank lines are skipped.
+    """The objects in JSONL files, or the rows of tables, in order. Blank lines are skipped.
 
     Args:
-        files: of the kind "jsonl".
+        files: of one of `RECORD_KINDS`.
         on_read: is told of every number of bytes of the files that are read.
+        columns: the columns of tables that are needed.
 
     Raises:
+        ImportError: if the package is missing that reads a table.
         ValueError: if a file cannot be read or is not UTF-8, or a line is not a JSON object.
     """
     for key, path in files.paths.items():
-        yield from _read_jsonl(key, path, on_read)
+        if files.kind == "jsonl":
+            yield from _read_jsonl(key, path, on_read)
+        else:
+            yield from _read_table(key, path, files.kind, columns, on_read)
+
+
+def _read_table(
+    key: str, path: Path, kind: str, columns: Collection[str], on_read: Callable[[int], None]
+) -> Iterator[Record]:
+    told = 0
+    for number, (fields, offset) in enumerate(TABLES[kind](path, columns), start=1):
+        told, before = offset, told
+        on_read(told - before)
+        yield Record(
+            key=f"{key}:{number}", place=f"{path}:{number}", fields=fields, what="row of a table"
+        )
 
 
 def _read_jsonl(key: str, path: Path, on_read: Callable[[int], None]) -> Iterator[Record]:
@@ -236,7 +266,7 @@ def _object_of_line(line: str, place: str) -> dict[str, Any]:
 def _text_of(record: Record, text_key: str) -> str:
     if text_key not in record.fields:
         raise InputError(
-            f"Every line of a JSONL file must be an object with the key {text_key!r}; got the keys "
+            f"Every {record.what} must be an object with the key {text_key!r}; got the keys "
             f"{list(record.fields)} in {record.place!r}. Name the key that holds the text: "
             "--data.text-key. Conversations, or prompts and completions, need --data.loss-on "
             "completion."
@@ -244,7 +274,7 @@ def _text_of(record: Record, text_key: str) -> str:
     text = record.fields[text_key]
     if not isinstance(text, str):
         raise InputError(
-            f"The text of a JSONL line must be a string; got {type(text).__name__} for "
+            f"The text of a {record.what} must be a string; got {type(text).__name__} for "
             f"{text_key!r} in {record.place!r}. Mend or remove the line, or give another "
             "--data.text-key."
         )

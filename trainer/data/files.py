@@ -19,6 +19,7 @@ from jaxtyping import Integer
 from startrail_jax.errors import InputError
 from trainer.data.arrays import map_vector
 from trainer.data.opening import open_regular, reading
+from trainer.data.splits import parts_of_tables
 
 # Folders of tests, of installed packages, and of tables that a program has generated. Many of those
 # tables are nearly equal, so training would see what is held out.
@@ -26,18 +27,26 @@ EXCLUDED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
 )
 
-Kind = Literal["text", "jsonl", "bin", "npy"]
-KIND_OF_SUFFIX: dict[str, Kind] = {".jsonl": "jsonl", ".bin": "bin", ".npy": "npy"}
+Kind = Literal["text", "jsonl", "parquet", "arrow", "array_record", "bin", "npy"]
+KIND_OF_SUFFIX: dict[str, Kind] = {
+    ".jsonl": "jsonl",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".array_record": "array_record",
+    ".arrayrecord": "array_record",
+    ".bin": "bin",
+    ".npy": "npy",
+}
 TOKEN_KINDS = ("bin", "npy")
+TABLE_KINDS = ("parquet", "arrow", "array_record")
+RECORD_KINDS = ("jsonl", *TABLE_KINDS)
+"""Kinds of files of which each line, row or record is a document."""
 GZIP = ".gz"
 
 # Files whose names say that they are no plain text, and how their text can be had.
-_AS_JSONL = "pandas.read_{0}('a.{0}').to_json('a.jsonl', orient='records', lines=True)"
 CURES = {
     ".json": "If each line is an object, rename them to *.jsonl, else write one object a line, as "
     "jq -c '.[]' a.json > a.jsonl does; to train on their text as it is, rename them to *.txt",
-    ".parquet": f"Write the rows as JSONL: {_AS_JSONL.format('parquet')}",
-    ".arrow": f"Write the rows as JSONL: {_AS_JSONL.format('feather')}",
     ".zst": "Unpack them: zstd -d FILE",
     ".xz": "Unpack them: xz -d FILE",
     ".bz2": "Unpack them: bzip2 -d FILE",
@@ -48,12 +57,19 @@ CURES = {
         f"{suffix}{GZIP}": "Files of tokens are mapped into memory, so unpack them: gzip -d FILE"
         for suffix in (".bin", ".npy")
     },
+    **{
+        f"{suffix}{GZIP}": "Tables are compressed inside, so unpack them: gzip -d FILE"
+        for suffix, kind in KIND_OF_SUFFIX.items()
+        if kind in TABLE_KINDS
+    },
 }
 # The names, before suffix and number, of the two parts of data that are split already.
 PART_NAME = re.compile(r"(?P<part>train|val|valid|validation)([-_.]?[0-9].*)?")
 # In this order, if a folder has the parts in several forms.
 PART_SUFFIXES = (".bin", ".npy", ".jsonl", ".txt")
 LISTED_FILES = 5
+# TFDS puts the number of a file after its suffix: mnist-train.array_record-00000-of-00004.
+SHARD = re.compile(r"-\d+-of-\d+$")
 
 # Of a file of tokens that is larger, so many bytes are hashed, in blocks that are spread evenly.
 HASHED_BYTES = 1 << 28
@@ -112,6 +128,7 @@ def find_files(path: Path, option: str) -> Files:
 
     If a folder has files train.* and val.*, as nanoGPT writes them, these are the two parts of the
     data, and other files are left out. The suffix is one of `PART_SUFFIXES`; parts may be numbered.
+    The splits of a folder of tables are its parts: see `trainer.data.splits`.
 
     Args:
         path: the file or folder.
@@ -131,20 +148,16 @@ def find_files(path: Path, option: str) -> Files:
             "start with a dot are left out). Give another."
         )
     paths = {key: path / key if path.is_dir() else path for key in keys}
-    parts = _parts_by_name(keys) if path.is_dir() else None
+    parts = _parts_of(keys, path) if path.is_dir() else None
     if parts is None:
         return Files(name=str(path), kind=_one_kind(paths, path, option), paths=paths)
-    kind = kind_of(paths[parts[0][0]])
+    used = {key: paths[key] for part in parts for key in part}
+    kind = _one_kind(used, path, option)
     train, held_out = ({key: paths[key] for key in part} for part in parts)
     others = [key for key in keys if key not in train and key not in held_out]
     remark = f"; {len(others):,} other files left out ({list_names(others)})" if others else ""
-    return Files(
-        name=str(path),
-        kind=kind,
-        paths=train,
-        validation=Files(name=list_names(held_out), kind=kind, paths=held_out),
-        remark=remark,
-    )
+    validation = Files(name=list_names(held_out), kind=kind, paths=held_out) if held_out else None
+    return Files(name=str(path), kind=kind, paths=train, validation=validation, remark=remark)
 
 
 def kind_of_data(path: Path, option: str) -> Kind:
@@ -285,7 +298,8 @@ def digest_of_tokens(path: Path) -> str:
 
 def _suffix(path: Path) -> str:
     """The suffix of a file, or of the file that is compressed in it."""
-    return (path.with_suffix("") if is_gzip(path) else path).suffix.lower()
+    suffix = (path.with_suffix("") if is_gzip(path) else path).suffix.lower()
+    return SHARD.sub("", suffix)
 
 
 def _one_kind(paths: dict[str, Path], path: Path, option: str) -> Kind:
@@ -300,7 +314,8 @@ def _one_kind(paths: dict[str, Path], path: Path, option: str) -> Kind:
         found = "; ".join(f"{len(keys):,} *{x}: {list_names(keys)}" for x, keys in refused.items())
         cures = ". ".join(dict.fromkeys(CURES[suffix] for suffix in refused))
         raise InputError(
-            f"{option} must be text, *.jsonl, *.bin or *.npy (text and *.jsonl also as *.gz); got "
+            f"{option} must be text, *.jsonl (both also as *.gz), *.parquet, *.arrow, "
+            "*.array_record, *.bin or *.npy; got "
             f"{found} in {str(path)!r}. {cures}. Or leave them out."
         )
     first: dict[Kind, str] = {}
@@ -313,6 +328,12 @@ def _one_kind(paths: dict[str, Path], path: Path, option: str) -> Kind:
             "folder for each kind, or a file."
         )
     return next(iter(first))
+
+
+def _parts_of(keys: list[str], folder: Path) -> tuple[list[str], list[str]] | None:
+    """The files to train on and those to hold out, if the names of files in a folder say so."""
+    tables = [key for key in keys if kind_of(Path(key)) in TABLE_KINDS]
+    return parts_of_tables(tables, keys, folder) if tables else _parts_by_name(keys)
 
 
 def _parts_by_name(keys: list[str]) -> tuple[list[str], list[str]] | None:
@@ -331,6 +352,11 @@ def _parts_by_name(keys: list[str]) -> tuple[list[str], list[str]] | None:
 
 def _near(path: Path) -> str:
     """A sentence about what may have been meant by a path that does not exist."""
+    if path.parts[0].endswith(":"):
+        return (
+            "Object stores are not read: copy the files here first (rclone copy, gcloud storage cp "
+            "-r, aws s3 cp --recursive), or mount the store as a folder."
+        )
     if not path.parent.is_dir():
         return f"There is no folder {str(path.parent)!r} either."
     near = difflib.get_close_matches(path.name, os.listdir(path.parent))

@@ -302,6 +302,9 @@ class DataConfig:
     end_of_document: int | None = None
     """Id of the token that ends a document. The default is 0 for bytes, and the token with one of
     the usual names for a tokenizer; each file of tokens is then a single document."""
+    begin_of_document: int | None = None
+    """Id of a token that is put in front of every document and prompt, such as that of <s>. With
+    --init-from, the default is what the tokenizer of the model asks for; else there is none."""
     mask_documents: bool = True
     """Whether a token attends only to its own document, instead of to everything before it in its
     sequence."""
@@ -322,8 +325,9 @@ class DataConfig:
                 "data.held_out must be above 0 and below 1; got "
                 f"held_out={self.held_out}. Use 0.05, or give --data.validation-path."
             )
-        if self.end_of_document is not None:
-            check_minimum("data.end_of_document", self.end_of_document, 0)
+        for name in ("end_of_document", "begin_of_document"):
+            if getattr(self, name) is not None:
+                check_minimum(f"data.{name}", getattr(self, name), 0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,6 +28,7 @@ from startrail_jax.errors import InputError
 from trainer.data.cache import cached_folder
 from trainer.data.documents import scan_files
 from trainer.data.files import (
+    RECORD_KINDS,
     TOKEN_KINDS,
     Files,
     digest_of_tokens,
@@ -163,8 +164,9 @@ def check_effects(config: DataConfig, files: Files, validation: Files | None) ->
     kinds = {files.kind, files.kind if validation is None else validation.kind}
     idle = {
         "bin_dtype": "bin" not in kinds,
-        "text_key": "jsonl" not in kinds or config.loss_on == "completion",
+        "text_key": kinds.isdisjoint(RECORD_KINDS) or config.loss_on == "completion",
         "chat_template": config.loss_on == "all" or config.tokenizer is None,
+        "begin_of_document": kinds <= set(TOKEN_KINDS) or config.tokenizer is None,
         "held_out": validation is not None,
         "cache": kinds <= set(TOKEN_KINDS),
         "end_of_document": kinds <= set(TOKEN_KINDS) and not config.mask_documents,
@@ -233,7 +235,8 @@ def open_text(files: Files, validation: Files | None, config: DataConfig, vocab_
     if config.tokenizer is None:
         tokenizer = ByteTokenizer(**options)
     else:
-        tokenizer = FileTokenizer(config.tokenizer, **options)
+        begin = config.begin_of_document
+        tokenizer = FileTokenizer(config.tokenizer, begin_of_document=begin, **options)
     return Text(
         files=files,
         validation=validation,

@@ -13,6 +13,7 @@ from startrail_jax.errors import InputError
 from trainer.checkpoints.initial import InitialWeights
 from trainer.data.dataset import Dataset
 from trainer.gpt.config import GPTTrainConfig, RopeConfig, TextOptions
+from trainer.gpt.pretrained.beginning import with_beginning
 from trainer.gpt.pretrained.defaults import kept_tokenizer, with_model_of, with_tokenizer
 from trainer.run.folder import CHECKPOINTS_FOLDER
 from trainer.task import Task
@@ -38,7 +39,8 @@ class GPTTask(Task[GPTTrainConfig, TextOptions]):
     ) -> GPTTrainConfig:
         if flag("--model.rope.base") is not None:
             _require_base_used(config.model.rope)
-        return with_tokenizer(config, given=flag("--data.tokenizer") is not None)
+        config = with_tokenizer(config, given=flag("--data.tokenizer") is not None)
+        return with_beginning(config, given=flag("--data.begin-of-document") is not None)
 
     def make_objective(self, config: GPTTrainConfig) -> Any:
         from trainer.gpt.objective import NextToken

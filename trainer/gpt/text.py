@@ -70,7 +70,8 @@ def open_tokenizer(config: DataConfig, *, vocab_size: int) -> Tokenizer:
     """
     options = {"end_of_document": config.end_of_document, "vocab_size": vocab_size}
     if config.tokenizer is not None:
-        return FileTokenizer(config.tokenizer, **options)
+        begin = config.begin_of_document
+        return FileTokenizer(config.tokenizer, begin_of_document=begin, **options)
     if holds_tokens(config.path):
         return IdTokenizer(end_of_document=config.end_of_document)
     return ByteTokenizer(**options)

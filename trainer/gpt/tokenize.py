@@ -47,6 +47,8 @@ class TokenizeOptions:
     end_of_document: int | None = None
     """Id of the token that ends a document. The default is 0 for bytes, and the token with one of
     the usual names for a tokenizer."""
+    begin_of_document: int | None = None
+    """Id of a token that is put in front of every document. The default is none."""
     validation_path: Path | None = None
     """Held-out text. The default is a fraction of IN."""
     held_out: float = 0.05
@@ -75,6 +77,7 @@ def tokenize(options: TokenizeOptions) -> str:
         tokenizer=options.tokenizer,
         text_key=options.text_key,
         end_of_document=options.end_of_document,
+        begin_of_document=options.begin_of_document,
         validation_path=options.validation_path,
         held_out=options.held_out,
     )

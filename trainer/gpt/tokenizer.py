@@ -116,13 +116,21 @@ class FileTokenizer:
 
     unit = "token"
 
-    def __init__(self, path: Path, *, end_of_document: int | None, vocab_size: int):
+    def __init__(
+        self,
+        path: Path,
+        *,
+        end_of_document: int | None,
+        begin_of_document: int | None = None,
+        vocab_size: int,
+    ):
         """Reads the file.
 
         Args:
             path: a tokenizer.json.
             end_of_document: token that ends a document; None for the first of
                 `END_OF_DOCUMENT_NAMES` in the vocabulary.
+            begin_of_document: token that is put in front of every document; None for none.
             vocab_size: number of token ids that the model knows.
 
         Raises:
@@ -132,7 +140,10 @@ class FileTokenizer:
         """
         self._path = path
         self._vocab_size = vocab_size
+        self._begin = begin_of_document
         self._tokenizer, self.digest = _load(path)
+        if begin_of_document is not None:
+            self.digest += f" begin {begin_of_document}"
         # The file may ask for both, for short inputs.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -151,7 +162,8 @@ class FileTokenizer:
     @property
     def num_ids(self) -> int:
         """The number of ids that tokens may have."""
-        return max([self.end_of_document, *self._tokenizer.get_vocab().values()]) + 1
+        begin = -1 if self._begin is None else self._begin
+        return max([self.end_of_document, begin, *self._tokenizer.get_vocab().values()]) + 1
 
     def ids(self, text: str) -> list[int]:
         """The tokens of a text, without one that ends it."""
@@ -162,6 +174,21 @@ class FileTokenizer:
         """The tokens that the file puts around a text elsewhere, and that are left out here."""
         with _library_errors(self._path, OTHER_FILE):
             return self._tokenizer.encode("", add_special_tokens=True).tokens
+
+    def tokens_before(self) -> list[int]:
+        """The ids of the tokens that the file puts in front of a text elsewhere."""
+        with _library_errors(self._path, OTHER_FILE):
+            found = self._tokenizer.encode("a", add_special_tokens=True)
+        text = found.special_tokens_mask.index(0) if 0 in found.special_tokens_mask else 0
+        return found.ids[:text]
+
+    def id_of(self, name: str) -> int | None:
+        """The id of a token; None if there is no such token."""
+        return self._tokenizer.token_to_id(name)
+
+    def name_of(self, token: int) -> str:
+        """The name of a token, or its id if it has none."""
+        return self._tokenizer.id_to_token(token) or str(token)
 
     def encode(self, documents: Sequence[Document]) -> list[Integer[np.ndarray, " tokens"]]:
         """Tokens of each document or part of one, with the one that ends the document.
@@ -176,7 +203,10 @@ class FileTokenizer:
         for document, encoding in zip(documents, encoded, strict=True):
             before = len(self.ids(document.context)) if document.context else 0
             last = [self.end_of_document] if document.is_last else []
-            ids = np.array([*encoding.ids[before:], *last], np.int64)
+            ids = encoding.ids[before:]
+            # A part of a document that is not its first has text before it.
+            first = [] if document.offset or document.context else self._first(ids)
+            ids = np.array([*first, *ids, *last], np.int64)
             self.check_largest(int(ids.max(initial=0)), document.place)
             tokens.append(ids.astype(self.dtype))
         return tokens
@@ -203,12 +233,19 @@ class FileTokenizer:
             found = self._tokenizer.encode_batch(texts, add_special_tokens=False)
         encoded = []
         for example, encoding in zip(examples, found, strict=True):
+            # The template of a conversation has put around it what belongs there.
             last = [self.end_of_document] if example.is_last else []
-            ids = np.array([*encoding.ids, *last], np.int64)
+            first = self._first(encoding.ids) if example.is_last else []
+            ids = np.array([*first, *encoding.ids, *last], np.int64)
             self.check_largest(int(ids.max(initial=0)), example.place)
             starts = np.array([start for start, _ in encoding.offsets], np.int64)
-            encoded.append((ids.astype(self.dtype), _counted(starts, example)))
+            counted = np.append(np.zeros(len(first), bool), _counted(starts, example))
+            encoded.append((ids.astype(self.dtype), counted))
         return encoded
+
+    def _first(self, ids: Sequence[int]) -> list[int]:
+        """What is put in front of a document; nothing if its text names that token already."""
+        return [] if self._begin is None or list(ids[:1]) == [self._begin] else [self._begin]
 
     def check_largest(self, largest: int, place: str) -> None:
         """Raises ValueError if the largest token of a text is beyond the model's vocabulary."""

@@ -1,13 +1,22 @@
-"""AdamW with clipping, linear warm-up and cosine decay."""
+"""AdamW or Muon, with clipping, linear warm-up and the course of the learning rate after it."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
 import optax
+from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
 from trainer.config import OptimizerConfig
+from trainer.parallel.partition import ADAPTERS, STACKED, TENSOR_DIMS, path_name
+
+# Root mean square of the entries of an update of AdamW, roughly. Muon's are scaled to it, whatever
+# the shape of a matrix, so that one learning rate and one weight decay serve both.
+# Reference: https://arxiv.org/abs/2502.16982
+RMS_OF_ADAMW = 0.2
+MOMENTUM = 0.95
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
@@ -15,13 +24,26 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
     Neither the first update nor the last has a rate of 0.
     """
-    schedule = optax.warmup_cosine_decay_schedule(
-        init_value=0.0,
-        peak_value=config.learning_rate,
-        warmup_steps=min(round(config.warmup_fraction * steps), steps - 1),
-        decay_steps=steps + 1,
-        end_value=config.final_learning_rate,
-    )
+    peak, final = config.learning_rate, config.final_learning_rate
+    warmup = min(round(config.warmup_fraction * steps), steps - 1)
+    if config.schedule == "cosine":
+        schedule = optax.warmup_cosine_decay_schedule(
+            init_value=0.0,
+            peak_value=peak,
+            warmup_steps=warmup,
+            decay_steps=steps + 1,
+            end_value=final,
+        )
+    else:
+        decay = min(round(config.decay_of_wsd * steps), steps - warmup)
+        schedule = optax.join_schedules(
+            [
+                optax.linear_schedule(0.0, peak, max(warmup, 1)),
+                optax.constant_schedule(peak),
+                optax.linear_schedule(peak, final, decay + 1),
+            ],
+            [warmup, steps - decay],
+        )
     return lambda count: schedule(count + 1)
 
 
@@ -31,16 +53,76 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
     Scales of norms, biases and sinks are not decayed. They are recognised by their names, not by
     their dimensions: stacked for all layers, they are matrices.
     """
-    return optax.chain(
-        optax.clip_by_global_norm(config.clip_norm),
-        optax.adamw(
-            learning_rate(config, steps),
-            b1=config.beta1,
-            b2=config.beta2,
-            weight_decay=config.weight_decay,
-            mask=_decayed,
-        ),
+    rate = learning_rate(config, steps)
+    adamw = optax.adamw(
+        rate,
+        b1=config.beta1,
+        b2=config.beta2,
+        weight_decay=config.weight_decay,
+        mask=_decayed,
     )
+    clip = optax.clip_by_global_norm(config.clip_norm)
+    if config.kind == "adamw":
+        return optax.chain(clip, adamw)
+    muon = optax.chain(
+        scale_by_muon(
+            beta=MOMENTUM if config.momentum is None else config.momentum,
+            weight_dimension_numbers=_matrices,
+        ),
+        optax.stateless(_as_large_as_adamw),
+        optax.add_decayed_weights(config.weight_decay),
+        optax.scale_by_learning_rate(rate),
+    )
+    return optax.chain(clip, optax.partition({"muon": muon, "adamw": adamw}, _kinds))
+
+
+def _kinds(weights: Any) -> Any:
+    """What updates each weight. Muon is made for the matrices between the activations of layers."""
+
+    def kind(path: tuple[Any, ...], x: Any) -> str:
+        return "adamw" if _matrix(path, x) is None else "muon"
+
+    return jax.tree_util.tree_map_with_path(kind, weights)
+
+
+def _matrices(weights: Any) -> Any:
+    """The dimensions of each weight that Muon updates as rows and columns of a matrix."""
+    return jax.tree_util.tree_map_with_path(_matrix, weights)
+
+
+def _as_large_as_adamw(updates: Any, _: Any) -> Any:
+    """Orthogonal matrices, scaled: an m x n one has entries of root mean square max(m, n)^-1/2."""
+
+    def scaled(path: tuple[Any, ...], x: Any) -> Any:
+        matrix = _matrix(path, x)
+        assert matrix is not None, "the others are masked"
+        rows, columns = (
+            math.prod(x.shape[dim] for dim in dims)
+            for dims in (matrix.reduction_axis, matrix.output_axis)
+        )
+        return x * (RMS_OF_ADAMW * math.sqrt(max(rows, columns)))
+
+    return jax.tree_util.tree_map_with_path(scaled, updates)
+
+
+def _matrix(path: tuple[Any, ...], x: Any) -> Any:
+    """Which dimensions of a weight are contracted, and which take their place.
+
+    The dimension that counts the layers is neither: every layer is made orthogonal by itself. The
+    heads of a projection and the channels of a head are the rows, or the columns, of one matrix.
+
+    Returns:
+        Its `MuonDimensionNumbers`; None for all but the projections of attention and MLP, and the
+        matrices of their adapters.
+    """
+    *parents, layer, name = ("", *path_name(path).split("/"))
+    if STACKED not in parents or layer not in TENSOR_DIMS or name not in ("kernel", *ADAPTERS):
+        return None
+    # A kernel is [layers, *inputs, *outputs], adapters [layers, *inputs, rank] and the reverse.
+    dims = tuple(range(1, x.ndim))
+    one_output = name == "lora_a" or (name == "kernel" and layer == "out")
+    cut = len(dims) - 1 if one_output else 1
+    return MuonDimensionNumbers(reduction_axis=dims[:cut], output_axis=dims[cut:])
 
 
 def _decayed(weights: Any) -> Any:

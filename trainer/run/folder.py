@@ -36,6 +36,7 @@ FREE_SETTINGS = (
     *("devices", "mesh", "zero", "zero_axes", "remat", "offload", "tile", "accumulation"),
     *("attention.inner", "attention.head_chunks", "attention.keep_gathered"),
     *("plan", "plan_measure"),
+    *("wandb", "mlflow"),
     *("run_dir", "data.cache", "log_every", "tensorboard", "checkpoint", "profile", "non_finite"),
     # Only steps that are yet to be done depend on these.
     *("non_finite_limit", "spike_factor"),

@@ -6,7 +6,7 @@ import importlib.util
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +21,7 @@ from trainer.run.commands import command
 from trainer.run.folder import METRICS_FILE
 from trainer.run.records import drop_after
 from trainer.run.terminal import Terminal
+from trainer.run.trackers.tracking import End, Tracking
 
 TENSORBOARD_FOLDER = "tensorboard"
 
@@ -28,7 +29,9 @@ TENSORBOARD_FOLDER = "tensorboard"
 class Reporter:
     """Prints and writes what is measured, in the first process only. A context manager."""
 
-    def __init__(self, *, steps: int, tokens_per_step: int) -> None:
+    def __init__(
+        self, *, steps: int, tokens_per_step: int, trackings: Sequence[Tracking] = ()
+    ) -> None:
         """Prepares a progress bar, which `__enter__` shows and `__exit__` removes.
 
         Lines may be printed before and after.
@@ -38,6 +41,7 @@ class Reporter:
         Args:
             steps: number of steps of the run.
             tokens_per_step: number of tokens in a batch.
+            trackings: what gets the metrics too.
         """
         self._writes = jax.process_index() == 0
         self._terminal = Terminal(steps=steps, quiet=not self._writes)
@@ -51,6 +55,8 @@ class Reporter:
         self._paused = 0.0
         self._path: Path | None = None
         self._events: EventsWriter | None = None
+        self._trackings = trackings
+        self._step = 0
 
     def open(
         self,
@@ -75,6 +81,7 @@ class Reporter:
         """
         self._mfu_per_rate = flops_per_token / peak_flops if peak_flops else None
         self._terminal.update(first_step)
+        self._step = first_step
         if not self._writes:
             return
         self._path = folder / METRICS_FILE
@@ -84,6 +91,8 @@ class Reporter:
             # for its queue for ever.
             self._events = EventsWriter(str(folder / TENSORBOARD_FOLDER / "events"))
         self._drop_after(first_step)
+        for tracking in self._trackings:
+            tracking.start(folder)
 
     def go_back(self, step: int) -> None:
         """Removes the metrics of all steps after one from the files: they will be done again."""
@@ -116,6 +125,10 @@ class Reporter:
         self._terminal.stop()
         if self._events is not None:
             self._events.close()
+        end: End = "finished" if self._step == self._steps else "interrupted"
+        for tracking in self._trackings:
+            tracking.close(end if error is None or kind is KeyboardInterrupt else "failed")
+        self._warn_of_trackings()
 
     def line(self, text: str) -> None:
         """Prints a line above the bar, as it is."""
@@ -153,6 +166,7 @@ class Reporter:
         now = time.perf_counter() - self._paused
         if self._begun is None:
             self._begun = self._reported = (step, now)
+        self._step = step
         self._terminal.update(step)
         if metrics is None:
             return
@@ -203,17 +217,17 @@ class Reporter:
         }
         if self._path is None:
             return
+        values = {name: value for name, value in finite.items() if value is not None}
+        for tracking in self._trackings:
+            tracking.log(step, time.time(), values)
+        self._warn_of_trackings()
         record = {"step": step, "time": round(time.time(), 3), **finite}
         try:
             # It is opened each time, so that nothing waits in a buffer.
             with self._path.open("a") as file:
                 file.write(json.dumps(record, allow_nan=False) + "\n")
-            values = [
-                Summary.Value(tag=name, simple_value=value)
-                for name, value in finite.items()
-                if value is not None
-            ]
-            self._write_event(Event(step=step, summary=Summary(value=values)))
+            summary = [Summary.Value(tag=name, simple_value=x) for name, x in values.items()]
+            self._write_event(Event(step=step, summary=Summary(value=summary)))
         except OSError as error:
             if self._events is not None:
                 with suppress(OSError):  # It would be the same error.
@@ -223,6 +237,14 @@ class Reporter:
                 f"Metrics could not be written to {self._path.parent}: {error.strerror}. Free "
                 "space there or fix that; then the same command goes on."
             ) from error
+
+    def _warn_of_trackings(self) -> None:
+        for tracking in self._trackings:
+            if why := tracking.take_failure():
+                self.line(
+                    f"WARNING: {tracking.name} gets no more metrics: {why}. The run goes on, and "
+                    f"{METRICS_FILE} has them all"
+                )
 
     def _write_event(self, event: Event) -> None:
         if self._events is not None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from startrail_jax.errors import InputError
 from startrail_jax.layout import Layout
+from trainer.data.files import RECORD_KINDS
 from trainer.gpt.batches import TextDataset
 from trainer.gpt.chat.encoding import encode_examples, hash_of
 from trainer.gpt.chat.packing import EncodedExamples, PackedExamples, collate_rows
@@ -19,7 +20,7 @@ from trainer.gpt.tokenizer import FileTokenizer
 def open_examples(
     config: DataConfig, layout: Layout, *, vocab_size: int, seq_len: int, cache: Path
 ) -> TextDataset:
-    """Opens the JSONL files that `config` names.
+    """Opens the JSONL files or tables that `config` names.
 
     Args:
         config: what to read; its `loss_on` is "completion".
@@ -38,11 +39,11 @@ def open_examples(
     files, validation = find_parts(config)
     check_effects(config, files, validation)
     for found in filter(None, (files, validation)):
-        if found.kind != "jsonl":
+        if found.kind not in RECORD_KINDS:
             raise InputError(
-                "With data.loss_on='completion' the data must be JSONL; got "
-                f"{found.kind} files in {found.name!r}. Give *.jsonl files (--data.path), or leave "
-                "out --data.loss-on."
+                "With data.loss_on='completion' the data must be JSONL or tables; got "
+                f"{found.kind} files in {found.name!r}. Give *.jsonl, *.parquet, *.arrow or "
+                "*.array_record files (--data.path), or leave out --data.loss-on."
             )
     text = open_text(files, validation, config, vocab_size)
     template, folder = None, config.cache

@@ -1,4 +1,5 @@
-"""The examples in JSONL files: a conversation, or a prompt and its completion, on every line."""
+"""The examples in JSONL files and tables: a conversation, or a prompt and its completion, in each
+line or row."""
 
 from __future__ import annotations
 
@@ -20,6 +21,7 @@ from trainer.gpt.chat.template import (
 
 VARIABLES = ("tools", "documents")
 """Keys beside the messages that a template sees."""
+COLUMNS = ("messages", "prompt", "completion", *VARIABLES)
 FORMS = '{"messages": [...]} or {"prompt": "...", "completion": "..."}'
 
 
@@ -28,17 +30,17 @@ def read_examples(
     template: ChatTemplate | None,
     on_read: Callable[[int], None] = lambda size: None,
 ) -> Iterator[Document]:
-    """The examples of JSONL files, in order, as documents of which some parts count.
+    """The examples of JSONL files or tables, in order, as documents of which some parts count.
 
     Args:
-        files: of the kind "jsonl".
+        files: of one of `RECORD_KINDS`.
         template: turns messages into text; None if there is none.
         on_read: is told of every number of bytes of the files that are read.
 
     Raises:
         ValueError: if a line is not an example, or says nothing that counts.
     """
-    for record in read_records(files, on_read):
+    for record in read_records(files, on_read, columns=COLUMNS):
         if "messages" in record.fields:
             yield _conversation(record, template)
         else:
@@ -50,7 +52,7 @@ def _completion(record: Record) -> Document:
     if not (isinstance(prompt, str) and isinstance(completion, str)):
         given = {name: type(value).__name__ for name, value in record.fields.items()}
         raise InputError(
-            f"With data.loss_on='completion' every line must be {FORMS}; got {given} in "
+            f"With data.loss_on='completion' every {record.what} must be {FORMS}; got {given} in "
             f"{record.place!r}. Rename the keys, or write a conversation under 'messages'."
         )
     text = prompt + completion

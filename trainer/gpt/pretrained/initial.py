@@ -124,7 +124,8 @@ def open_pretrained(config: GPTTrainConfig, shapes: Any) -> Iterator[Pretrained]
         found = dict(places(named))
         wanted = {name: place.tensor_shape for place in found.values() for name in place.tensors}
         tensors.check(wanted, tied=TIED if config.model.tied_head else {})
-        remark = _check_tokenizer(folder / TOKENIZER, config.model.vocab_size)
+        begin = config.data.begin_of_document
+        remark = _check_tokenizer(folder / TOKENIZER, config.model.vocab_size, begin)
         leaves = jax.tree.leaves(shapes)
         size = sum(jnp.dtype(x.dtype).itemsize * x.size for x in leaves)
         dtype = jnp.dtype(max(leaves, key=lambda x: x.size).dtype)
@@ -143,7 +144,7 @@ def open_pretrained(config: GPTTrainConfig, shapes: Any) -> Iterator[Pretrained]
         )
 
 
-def _check_tokenizer(path: Path, vocab_size: int) -> str:
+def _check_tokenizer(path: Path, vocab_size: int, begin: int | None) -> str:
     """Raises if the ids do not fit the model; returns what the log must say of the tokenizer."""
     if not path.is_file():
         return ""
@@ -154,6 +155,8 @@ def _check_tokenizer(path: Path, vocab_size: int) -> str:
             f"The tokenizer of a model must have no ids beyond its vocabulary; got {str(path)!r} "
             f"with {tokenizer.num_ids} ids and vocab_size={vocab_size}. Take both from one model."
         )
+    if begin is not None:
+        return f"; every document and prompt begins with {tokenizer.name_of(begin)}"
     if added := tokenizer.added_tokens():
         return (
             f"; its tokenizer adds {' '.join(added)} to every text elsewhere, and this program "

@@ -1,0 +1,157 @@
+"""The token in front of documents and prompts, which some pretrained models have always seen."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import tokenizers
+
+from configs.gpt import gpt_tiny
+from startrail_jax.layout import Layout
+from trainer.data import slices
+from trainer.gpt.batches import next_token_batch
+from trainer.gpt.chat.corpus import open_examples
+from trainer.gpt.config import DataConfig
+from trainer.gpt.corpus import open_corpus
+from trainer.gpt.pretrained.beginning import beginning_of, with_beginning
+from trainer.gpt.text import encode_prompt, open_tokenizer
+
+NATURAL = Layout("contiguous", 1)
+BEGIN, END, OTHER, WORD = range(4)
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    return save(tmp_path / "tokenizer.json", "<s> $A")
+
+
+def save(path, template):
+    """A tokenizer of letters, with a template for what it puts around a text elsewhere."""
+    letters = {chr(x): x for x in range(32, 127)}
+    names = {"<s>": BEGIN, "</s>": END, "<|im_start|>": OTHER, "é": WORD}
+    built = tokenizers.Tokenizer(tokenizers.models.BPE(names | letters, []))
+    built.add_special_tokens(["<s>", "</s>", "<|im_start|>"])
+    if template is not None:
+        built.post_processor = tokenizers.processors.TemplateProcessing(
+            single=template, special_tokens=[("<s>", BEGIN), ("</s>", END)]
+        )
+    built.save(str(path))
+    return path
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("template", "beside", "expected"),
+    [
+        ("<s> $A", None, BEGIN),  # Llama 3, Gemma.
+        ("<s> $A </s>", None, BEGIN),
+        ("$A </s>", None, None),
+        (None, {"bos_token": "<s>", "add_bos_token": False}, None),  # Qwen2.
+        ("<s> $A", {"bos_token": "<s>", "add_bos_token": False}, None),
+        (None, {"bos_token": {"content": "<s>"}, "add_bos_token": True}, BEGIN),  # Llama 2.
+        (None, {"bos_token": "<s>"}, None),
+        (None, {"bos_token": None, "add_bos_token": True}, None),
+        ("<s> </s> $A", None, None),
+    ],
+)
+def test_tokenizer_says_what_is_in_front_of_a_text(template, beside, expected, tmp_path):
+    path = save(tmp_path / "tokenizer.json", template)
+    if beside is not None:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(beside))
+    assert beginning_of(path) == expected
+
+
+def test_token_that_the_vocabulary_lacks_raises(tokenizer):
+    beside = {"bos_token": "<bos>", "add_bos_token": True}
+    tokenizer.with_name("tokenizer_config.json").write_text(json.dumps(beside))
+    with pytest.raises(ValueError, match=r"bos_token='<bos>' in '.*_config.json', which .* lacks"):
+        beginning_of(tokenizer)
+
+
+def test_every_document_begins_with_it_once(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(slices.Slicer.__init__, "__kwdefaults__", {"length": 40, "window": 10})
+    texts = ["short", "<s>named", "", "long words " * 30]
+    path = tmp_path / "train.jsonl"
+    path.write_text("".join(json.dumps({"text": x}) + "\n" for x in texts))
+    (tmp_path / "val.jsonl").write_text(json.dumps({"text": "held out"}))
+    config = DataConfig(path=path, validation_path=tmp_path / "val.jsonl", tokenizer=tokenizer)
+    plain, begun = (
+        open_corpus(dataclasses.replace(config, begin_of_document=x), vocab_size=128)
+        for x in (None, BEGIN)
+    )
+    tokens = begun.train[0].tokens
+    ends = np.flatnonzero(tokens == END) + 1
+    assert [int(x) for x in np.flatnonzero(tokens == BEGIN)] == [0, *ends[:-1]]
+    named = plain.train[0].tokens
+    np.testing.assert_array_equal(tokens[tokens != BEGIN], named[named != BEGIN])
+    assert begun.digest != plain.digest
+    batch = next_token_batch(tokens[None], layout=NATURAL, end_of_document=END)
+    # No document has to guess that another begins.
+    assert not batch.weights[batch.targets == BEGIN].any()
+    assert (batch.positions[batch.tokens == BEGIN] == 0).all()
+
+
+def test_completions_begin_with_it_and_conversations_as_their_template_says(tokenizer, tmp_path):
+    tokenizer.with_name("chat_template.jinja").write_text(
+        "{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>{% endif %}"
+    )
+    path = tmp_path / "train.jsonl"
+    said = [{"role": "user", "content": "ask"}, {"role": "assistant", "content": "yes"}]
+    path.write_text(
+        json.dumps({"prompt": "ask", "completion": "yes"}) + "\n" + json.dumps({"messages": said})
+    )
+    held_out = tmp_path / "val.jsonl"
+    held_out.write_text(path.read_text())
+    config = DataConfig(
+        path=path,
+        validation_path=held_out,
+        tokenizer=tokenizer,
+        loss_on="completion",
+        begin_of_document=BEGIN,
+    )
+    data = open_examples(config, NATURAL, vocab_size=128, seq_len=32, cache=tmp_path / "cache")
+    row = data.train[0]
+    first, second = (row.tokens[row.examples == i] for i in range(2))
+    assert first.tolist() == [BEGIN, *map(ord, "askyes"), END]
+    assert row.counted[row.examples == 0].tolist() == [False] * 4 + [True] * 4
+    assert second.tolist() == [OTHER, *map(ord, "ask"), OTHER, *map(ord, "yes")]
+
+
+def test_prompt_begins_as_documents_do(tokenizer):
+    opened = open_tokenizer(
+        DataConfig(tokenizer=tokenizer, begin_of_document=BEGIN), vocab_size=128
+    )
+    assert encode_prompt(opened, "ab").tolist() == [BEGIN, ord("a"), ord("b")]
+    assert encode_prompt(opened, "<s>ab").tolist() == [BEGIN, ord("a"), ord("b")]
+
+
+def test_tokens_and_bytes_refuse_it(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(ValueError, match=r"begin_of_document must be left out .*; got .*=1"):
+        open_corpus(DataConfig(path=tmp_path / "a.txt", begin_of_document=1), vocab_size=256)
+
+
+def test_run_that_goes_on_keeps_its_beginning(tokenizer, tmp_path):
+    run_dir = tmp_path / "run"
+    config = gpt_tiny()
+    config = dataclasses.replace(
+        config,
+        init_from=tokenizer.parent,
+        run_dir=run_dir,
+        data=dataclasses.replace(config.data, tokenizer=tokenizer),
+    )
+
+    def found(given=False):
+        return with_beginning(config, given=given).data.begin_of_document
+
+    assert found() == BEGIN
+    assert found(given=True) is None
+    (run_dir / "checkpoints" / "7").mkdir(parents=True)
+    for saved, expected in (({}, None), ({"begin_of_document": 5}, 5)):
+        (run_dir / "config.json").write_text(json.dumps({"data": saved}))
+        assert found() == expected
+    # What is damaged is reported where the run is opened.
+    (run_dir / "config.json").write_text("")
+    assert found() == BEGIN

@@ -1,0 +1,152 @@
+"""Muon and the schedules: what an update is, whatever the mesh and however layers are stacked."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import startrail_jax as st
+from programs import make_config, make_program
+from trainer.config import OptimizerConfig
+from trainer.data.batches import place
+from trainer.gpt.batches import next_token_batch
+from trainer.parallel.optimizer import learning_rate, make_optimizer
+from trainer.parallel.partition import path_name
+
+MUON = OptimizerConfig(kind="muon", learning_rate=1e-2, weight_decay=0.0)
+RATE = OptimizerConfig(learning_rate=1.0, schedule="wsd")
+SIZES = dict(vocab_size=48, width=24, layers=2, heads=8, kv_heads=2, head_dim=4, mlp_width=32)
+CONFIG = make_config(SIZES, optimizer=MUON, seq_len=32)
+STEPS = 5
+
+
+def orthogonal(matrix):
+    """Keller Jordan's five steps, in float64."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    x = matrix / np.linalg.norm(matrix)
+    for _ in range(5):
+        square = x @ x.T
+        x = a * x + (b * square + c * square @ square) @ x
+    return x
+
+
+# Shape of a layer's weight, and the rows of its matrix. Sizes are distinct.
+MATRICES = {
+    "query/kernel": ((6, 2, 5), 6),
+    "out/kernel": ((2, 5, 6), 10),
+    "up/kernel": ((6, 7), 6),
+    "query/lora_a": ((6, 3), 6),
+    "out/lora_a": ((2, 5, 3), 10),
+    "query/lora_b": ((3, 2, 5), 3),
+}
+
+
+@pytest.mark.quick
+def test_muon_makes_the_matrix_of_every_layer_orthogonal_by_itself():
+    rng = np.random.default_rng(0)
+    gradients = {x: rng.normal(size=(3, *shape)) for x, (shape, _) in MATRICES.items()}
+    config = dataclasses.replace(MUON, warmup_fraction=0.0, clip_norm=1e9)
+    optimizer = make_optimizer(config, 10)
+    rate = float(learning_rate(config, 10)(0))
+
+    @jax.jit
+    def updates(gradients):
+        tree = {
+            x: {"blocks": {x.split("/")[0]: {x.split("/")[1]: y}}} for x, y in gradients.items()
+        }
+        return optimizer.update(tree, optimizer.init(tree), tree)[0]
+
+    found = updates(jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), gradients))
+    for name, (_, rows) in MATRICES.items():
+        for layer in range(3):
+            # The first moment after one step is along the gradient; only its direction counts.
+            matrix = gradients[name][layer].reshape(rows, -1)
+            expected = orthogonal(matrix) * 0.2 * np.sqrt(max(matrix.shape))
+            got = np.asarray(jax.tree.leaves(found[name])[0][layer]) / -rate
+            np.testing.assert_allclose(got.reshape(matrix.shape), expected, atol=2e-4)
+
+
+def test_muon_leaves_all_but_the_projections_of_layers_to_adamw():
+    moments = {"muon": set(), "adamw": set()}
+    state = make_program(CONFIG, st.Degrees()).state_shapes.optimizer
+    for path, _ in jax.tree_util.tree_leaves_with_path(state):
+        for kind, found in moments.items():
+            _, moment, name = path_name(path).partition("/mu/")
+            if moment and f"/{kind}/" in path_name(path):
+                found.add(name)
+    layer = [f"attention/{x}" for x in ("query", "key", "value", "out")]
+    layer += [f"mlp/{x}" for x in ("gate", "up", "down")]
+    assert moments["muon"] == {f"blocks/{x}/kernel" for x in layer}
+    assert {"embedding/embedding", "head/kernel"} < moments["adamw"]
+    assert all("scale" in x for x in moments["adamw"] - {"embedding/embedding", "head/kernel"})
+
+
+SETTINGS = {
+    "StarTrail, zero 3": (st.Degrees.startrail(8, c=2), {"zero": 3}),
+    "tensor": (st.Degrees(tensor=2, team=2), {}),
+}
+
+
+def losses_of(program, state):
+    state = jax.tree.map(lambda x, to: jax.device_put(x, to.sharding), state, program.state_shapes)
+    rng, losses = np.random.default_rng(0), []
+    for _ in range(STEPS):
+        steps = rng.integers(3, size=(CONFIG.batch_size, CONFIG.seq_len + 1))
+        tokens = np.cumsum(steps, axis=1) % CONFIG.model.vocab_size
+        batch = next_token_batch(tokens, layout=program.attention.layout)
+        state, metrics = program.train_step(state, place(batch, program.batch_sharding))
+        losses.append(float(metrics.loss))
+    return np.array(losses)
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    program = make_program(CONFIG, st.Degrees())
+    state = jax.device_get(program.initialise())
+    return state, losses_of(program, state)
+
+
+@pytest.mark.parametrize(("degrees", "changes"), SETTINGS.values(), ids=SETTINGS.keys())
+def test_losses_with_muon_do_not_depend_on_the_mesh(degrees, changes, one_device):
+    state, expected = one_device
+    losses = losses_of(make_program(dataclasses.replace(CONFIG, **changes), degrees), state)
+    assert losses[-1] < losses[0] - 0.3
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+
+
+def test_wsd_rises_stays_and_falls():
+    config = dataclasses.replace(RATE, final_learning_rate=0.1)
+    rates = np.array([float(learning_rate(config, 20)(count)) for count in range(20)])
+    assert rates[0] == 1  # 5 % of 20 steps are one step.
+    np.testing.assert_allclose(rates[:16], 1)
+    np.testing.assert_allclose(rates[15:], np.linspace(1, 0.1, 6)[:5], rtol=1e-6)
+
+
+def test_wsd_may_have_neither_warm_up_nor_end():
+    config = dataclasses.replace(RATE, warmup_fraction=0.0, decay_fraction=0.0)
+    assert [float(learning_rate(config, 3)(count)) for count in range(3)] == [1, 1, 1]
+    config = dataclasses.replace(RATE, warmup_fraction=0.5, decay_fraction=0.5)
+    rates = [float(learning_rate(config, 4)(count)) for count in range(4)]
+    np.testing.assert_allclose(rates, [1 / 2, 1, 2 / 3, 1 / 3], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"momentum": 0.9},
+            r"momentum needs optimizer.kind='muon'; got momentum=0.9, kind='adamw'",
+        ),
+        ({"decay_fraction": 0.1}, r"needs optimizer.schedule='wsd'.* use --optimizer.schedule wsd"),
+        (
+            {"schedule": "wsd", "warmup_fraction": 0.9},
+            r"at most 1 together; got warmup_fraction=0.9, decay_fraction=0.2",
+        ),
+        ({"schedule": "wsd", "decay_fraction": 1.0}, r"below 1; got decay_fraction=1.0"),
+    ],
+)
+def test_options_without_effect_raise(changes, message):
+    with pytest.raises(ValueError, match=message):
+        OptimizerConfig(learning_rate=1e-2, **changes)

@@ -1,0 +1,198 @@
+"""Metrics for Weights & Biases and MLflow: one run for a folder, and none that stops training."""
+
+import importlib.util
+import json
+import threading
+
+import jax
+import pytest
+
+from programs import make_config
+from trainer.config import MlflowConfig, WandbConfig
+from trainer.errors import MissingPackageError
+from trainer.run.folder import result_flags
+from trainer.run.metrics import Reporter
+from trainer.run.trackers import tracking, wandb_run
+from trainer.run.trackers.chosen import trackings_of
+from trainer.run.trackers.tracking import Tracking
+
+needs = {
+    name: pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=f"needs {name}")
+    for name in ("wandb", "mlflow")
+}
+
+
+def report(folder, steps, trackings, first=0, total=4):
+    with Reporter(steps=total, tokens_per_step=8, trackings=trackings) as reporter:
+        reporter.open(folder, first_step=first, tensorboard=False)
+        for step in steps:
+            values = {"train_loss": 1 / step, "gradient_norm": float("nan")}
+            reporter.advance(step, values)
+
+
+def steps_in(folder):
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["step"] for line in lines]
+
+
+def records_of(path):
+    """The records of a file that W&B writes offline: none of them crosses a block of 32 KiB."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, found = path.read_bytes()[7:], []
+    while len(data) > 7:
+        size = int.from_bytes(data[4:6], "little")
+        assert data[6] == 1, "a record in one piece"
+        found.append(Record.FromString(data[7 : 7 + size]))
+        data = data[7 + size :]
+    return found
+
+
+@needs["wandb"]
+@pytest.mark.filterwarnings("ignore")
+def test_weights_and_biases_gets_one_run_of_a_folder(tmp_path, capsys):
+    import wandb
+
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    config = make_config(wandb=WandbConfig(project="p", mode="offline"), run_dir=folder)
+    report(folder, [1, 2, 3], trackings_of(config))  # Killed after the save of step 2.
+    report(folder, [3, 4], trackings_of(config), first=2)
+    assert "WARNING" not in capsys.readouterr().out
+    wandb.teardown()  # Its other process writes the end of a file after `finish`, too.
+    files = sorted(folder.glob("wandb/offline-run-*/*.wandb"))
+    ids, history, settings = set(), [], {}
+    for path in files:
+        for record in records_of(path):
+            if record.HasField("run"):
+                ids.add((record.run.run_id, record.run.project, record.run.display_name))
+            for update in (*record.config.update, *record.run.config.update):
+                settings[update.key or update.nested_key[0]] = update.value_json
+            if record.HasField("history"):
+                items = record.history.item
+                row = {x.key or x.nested_key[0]: json.loads(x.value_json) for x in items}
+                assert "gradient_norm" not in row
+                history.append((row["step"], row["train_loss"]))
+    assert len(files) == 2
+    assert ids == {(json.loads((folder / "wandb.json").read_text())["id"], "p", "mine")}
+    assert history == [(step, 1 / step) for step in (1, 2, 3, 3, 4)]
+    assert json.loads(settings["optimizer.learning_rate"]) == "0.001"
+
+
+@needs["wandb"]
+@pytest.mark.filterwarnings("ignore")
+def test_weights_and_biases_without_a_key_says_so_and_asks_nobody(tmp_path, monkeypatch, capsys):
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it asks"))
+    config = make_config(wandb=WandbConfig(project="p"), run_dir=tmp_path)
+    report(tmp_path, [1, 2], trackings_of(config))
+    shown = capsys.readouterr().out
+    assert "WARNING: Weights & Biases gets no more metrics: RunError: " in shown
+    assert "Run wandb login, set WANDB_API_KEY, or use --wandb.mode offline" in shown
+    assert steps_in(tmp_path) == [1, 2]
+
+
+@needs["mlflow"]
+@pytest.mark.filterwarnings("ignore")
+def test_mlflow_gets_one_run_of_a_folder(tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    config = make_config(mlflow=MlflowConfig(experiment="e"), run_dir=folder)
+    from mlflow import MlflowClient
+
+    client = MlflowClient((folder / "mlruns").as_uri())
+
+    def found():
+        (experiment,) = (x for x in client.search_experiments() if x.name == "e")
+        (run,) = client.search_runs([experiment.experiment_id])
+        history = client.get_metric_history(run.info.run_id, "train_loss")
+        return run, sorted((x.step, x.value) for x in history)
+
+    report(folder, [1, 2, 3], trackings_of(config))
+    run, _ = found()
+    assert run.info.status == "KILLED"
+    report(folder, [3, 4], trackings_of(config), first=2)
+    assert "WARNING" not in capsys.readouterr().out
+    run, history = found()
+    assert (run.info.status, run.info.run_name) == ("FINISHED", "mine")
+    assert history == [(step, 1 / step) for step in (1, 2, 3, 3, 4)]
+    assert run.data.params["optimizer.learning_rate"] == "0.001"
+    assert "gradient_norm" not in run.data.metrics
+
+
+@pytest.mark.quick
+def test_tracker_that_fails_stops_no_training_and_is_named_once(tmp_path, capsys):
+    class Failing:
+        def log(self, step, seconds, metrics):
+            raise SystemExit(f"no space at step {step}")
+
+    reached = threading.Event()
+
+    def opened(folder, settings):
+        reached.set()
+        return Failing()
+
+    failing = Tracking("Failing", opened, {})
+    report(tmp_path, [1, 2, 3], [failing])
+    assert reached.is_set()
+    shown = capsys.readouterr().out
+    assert (
+        shown.count("WARNING: Failing gets no more metrics: SystemExit: no space at step 1. ") == 1
+    )
+    assert steps_in(tmp_path) == [1, 2, 3]
+
+
+def test_tracker_that_hangs_is_not_waited_for(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(tracking, "CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr(tracking, "MOST_WAITING", 2)
+    forever = threading.Event()
+    report(tmp_path, [1, 2, 3], [Tracking("Slow", lambda *_: forever.wait(), {})])
+    forever.set()
+    assert (
+        "WARNING: Slow gets no more metrics: it has not taken 2 reports" in capsys.readouterr().out
+    )
+    assert steps_in(tmp_path) == [1, 2, 3]
+    forever = threading.Event()
+    report(tmp_path, [1], [Tracking("Slow", lambda *_: forever.wait(), {})])
+    forever.set()
+    assert "it has not ended within 0 s" in capsys.readouterr().out
+
+
+def test_only_the_first_process_writes(monkeypatch):
+    config = make_config(wandb=WandbConfig(project="p"), mlflow=MlflowConfig(experiment="e"))
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    assert trackings_of(config) == ()
+
+
+@pytest.mark.parametrize("package", ["wandb", "mlflow"])
+def test_package_that_is_missing_is_named(package, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda x: None if x == package else find(x))
+    chosen = {"wandb": WandbConfig(project="p"), "mlflow": MlflowConfig(experiment="e")}
+    with pytest.raises(
+        MissingPackageError, match=rf"the package {package}; got none.*\[{package}\]"
+    ):
+        trackings_of(make_config(**{package: chosen[package]}))
+
+
+def test_options_without_effect_raise():
+    with pytest.raises(
+        ValueError, match=r"wandb.mode needs wandb.project; got mode='offline' alon"
+    ):
+        WandbConfig(mode="offline")
+    with pytest.raises(ValueError, match=r"mlflow.uri needs mlflow.experiment"):
+        MlflowConfig(uri="file:///x")
+
+
+def test_results_do_not_depend_on_trackers_and_another_project_is_another_run(tmp_path):
+    config = make_config(wandb=WandbConfig(project="p"))
+    assert result_flags(config) == result_flags(make_config())
+    path = tmp_path / wandb_run.RUN_FILE
+    assert tracking.known_run(path, {"project": "p"}) is None
+    tracking.keep_run(path, {"project": "p"}, "0123")
+    assert tracking.known_run(path, {"project": "p"}) == "0123"
+    assert tracking.known_run(path, {"project": "q"}) is None

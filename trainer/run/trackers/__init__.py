@@ -1,0 +1,1 @@
+"""Programs that collect the metrics of many runs."""
