@@ -123,10 +123,10 @@ class Timing:
         if not self.cluster.overlaps:
             seconds = total.seconds + s.ring * of_round
             return Cost(seconds=seconds, across=total.across, inside=total.inside)
-        one, inner, far = (links.hop(move.received, move.collective).seconds for move in operands)
+        one, inner, far = (links.hop(move).seconds for move in operands)
         home = np.zeros(len(s))
         if gradients is not None:
-            back = [links.hop(move.received, move.collective).seconds for move in gradients]
+            back = [links.hop(move).seconds for move in gradients]
             one, inner, far = one + back[0], inner + back[1], far + back[2]
             home = np.where(s.ring > 1, np.where(s.inner > 1, back[2], back[0]), 0)
         single = (s.ring - 1) * np.maximum(of_round, one) + of_round
