@@ -97,7 +97,10 @@ class Planned:
                 place.devices,
                 devices_per_node=place.devices_per_node,
                 head_dim=settings.head_dim,
-                itemsize=attention_call(settings).model.itemsize,
+                # XLA's CPU backend multiplies nothing in bfloat16 as long as it sends bfloat16.
+                itemsize=np.dtype(np.float32).itemsize
+                if processes.emulated
+                else attention_call(settings).model.itemsize,
                 causal=settings.causal,
             )
 
@@ -105,11 +108,18 @@ class Planned:
         """The links that were measured, in words."""
         cluster = self.cluster
         duplex = "half" if cluster.half_duplex else "full"
+        gpu, head_dim = cluster.gpu, self._settings.head_dim
+        rates = [
+            gpu.peak_flops * float(gpu.attention_efficiency(1, head_dim, backward=back))
+            for back in (False, True)
+        ]
         return (
             f"{cluster.ports} {duplex}-duplex ports of {show_rate(cluster.port_rate)} a node, "
             f"{show_rate(cluster.gpu.inside_rate)} inside; a message takes "
             f"{show_seconds(cluster.latency)} across and {show_seconds(cluster.inside_latency)} "
-            f"inside, and {show_seconds(cluster.start_latency)} to start"
+            f"inside, and {show_seconds(cluster.start_latency)} to start; attention at "
+            f"{rates[0] / 1e9:.3g} and {rates[1] / 1e9:.3g} GFLOP/s a device, memory at "
+            f"{show_rate(cluster.gpu.memory_rate)}"
         )
 
     def predict(self, rows: Sequence[Row], timed: Sequence[Sequence[Timed]]) -> None:
@@ -165,5 +175,6 @@ def verdict(timed: Sequence[Timed]) -> str:
     return (
         f"{timed[0].what}: the planner takes {timed[choice].name}, {ratio:.2f} times the fastest, "
         f"{timed[best].name}\n  {np.mean(errors <= WITHIN):.0%} of {len(timed)} rows within "
-        f"{WITHIN:.0%}, median error {np.median(errors):.1%}, Kendall {kendall(found, measured):.2f}"
+        f"{WITHIN:.0%}, median error {np.median(errors):.1%}, Kendall "
+        f"{kendall(found, measured):.2f}"
     )

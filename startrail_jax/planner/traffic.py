@@ -48,7 +48,7 @@ class Share:
             gradient_bytes: bytes of an element of a gradient that travels.
         """
         model, parts = call.model, settings.head * settings.tensor
-        tokens = call.seq_len // (settings.sequence // settings.head)
+        tokens = call.padded(settings.sequence) // (settings.sequence // settings.head)
         rows = call.batch // settings.data * tokens
         query = rows * (model.heads // parts) * model.head_dim
         keys = 2 * rows * np.maximum(model.kv_heads // parts, 1) * model.head_dim
@@ -89,8 +89,24 @@ class Move:
 class Moves:
     """The moves of one attention call, forward and backward."""
 
-    def __init__(self, settings: Settings, call: Call, gradient_bytes: int = _FLOAT32) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        call: Call,
+        gradient_bytes: int = _FLOAT32,
+        *,
+        float32_sums: bool = False,
+    ) -> None:
+        """The moves of a call.
+
+        Args:
+            settings: the settings.
+            call: the model, its tokens and its batch.
+            gradient_bytes: bytes of an element of a gradient that travels.
+            float32_sums: whether the network sums in float32 alone, as XLA's CPU backend does.
+        """
         self.settings, self.call = settings, call
+        self._summed_bytes = _FLOAT32 if float32_sums else call.model.itemsize
         self.share = Share.of(settings, call, gradient_bytes)
         self._summing = "reduce_scatter" if gradient_bytes == _FLOAT32 else "all_to_all"
         share = self.share
@@ -158,6 +174,7 @@ class Moves:
         # In float32, what rounding took from the log-sum-exp goes along.
         parts = 2 if self.call.model.itemsize == _FLOAT32 else 1
         rows = share.rows * parts
+        summed = share.query // self.call.model.itemsize * self._summed_bytes
         sums = -(-2 * (s.team - 1) * (s.team * share.rows) // s.team)
         ours, paper = ~s.published, s.published
         return [
@@ -170,7 +187,7 @@ class Moves:
             Move(
                 collective="reduce_scatter",
                 role="team",
-                received=paper * (s.team - 1) * share.query,
+                received=paper * (s.team - 1) * summed,
             ),
             # A maximum and a sum.
             Move(collective="all_reduce", role="team", received=paper * sums, count=2),

@@ -1,8 +1,10 @@
 """The emulated cluster: its network, its end, its words; and one measurement from end to end."""
 
+import dataclasses
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,17 +20,22 @@ from benchmarks import (
     cluster_attention,
     cluster_links,
     cluster_nodes,
+    cluster_plan,
     cluster_report,
     cluster_rounds,
     cluster_schemes,
     cluster_training,
 )
+from benchmarks.cluster_attention import Place
 from benchmarks.cluster_nodes import Topology
+from benchmarks.cluster_rounds import Timed
 from benchmarks.cluster_schemes import default_schemes, named_schemes, read_scheme
 from benchmarks.cluster_settings import ClusterSettings
+from startrail_jax.analysis.settings import legal_degrees
 from startrail_jax.errors import InputError, UnsupportedError
 from startrail_jax.layout import Layout
-from startrail_jax.mesh import Degrees
+from startrail_jax.mesh import SEQUENCE_ROLES, Degrees
+from startrail_jax.planner.hardware import GPUS, Cluster
 from trainer.config import MeshConfig
 from trainer.parallel.degrees import choose_degrees
 from trainer.tasks import TASKS
@@ -38,6 +45,38 @@ REFUSAL = cluster_nodes.refusal()
 needs_namespaces = pytest.mark.skipif(
     REFUSAL is not None, reason=f"needs network namespaces: {REFUSAL}"
 )
+
+
+def test_every_legal_setting_is_a_row_once():
+    """On nodes that are alike, orders that bring the same neighbours together are one."""
+    sizes = dict(seq_len=64, heads=2, kv_heads=1, head_dim=4, schemes=("every",))
+    place = Place(devices=tuple(range(8)), devices_per_node=2, rails=False)
+    rows = cluster_plan.every_row(ClusterSettings(nodes=4, devices=2, **sizes), place)
+    names = [row.name for row in rows]
+    assert len(set(names)) == len(names) == 37
+    degrees = {row.scheme.degrees for row in rows}
+    assert degrees == set(legal_degrees(8, roles=SEQUENCE_ROLES, batch=1, seq_len=64, heads=2,
+                                        kv_heads=1))  # fmt: skip
+    # A ring of 4 with a team of 2, whose node holds two of a ring, or a team.
+    assert {x for x in names if x.startswith("r4") and "t2" in x} == {
+        "r4t2@rt", "r4t2@tr", "r4t2i2@tr"}  # fmt: skip
+    back = cluster_plan.settings_of(rows)
+    assert {(int(r), int(i)) for r, i in zip(back.ring, back.inner, strict=True)} >= {(8, 2)}
+    ones = Place(devices=tuple(range(8)), devices_per_node=1, rails=False)
+    single = cluster_plan.every_row(ClusterSettings(nodes=8, devices=1, **sizes), ones)
+    assert len(single) == len(degrees)
+
+
+def test_verdict_says_what_the_planner_would_have_taken():
+    timed = [
+        Timed(name=name, what="forward", run=print, forecast=None, seconds=[s], planned=p)
+        for name, s, p in (("a", 1.0, 1.1), ("b", 2.0, 1.0), ("c", 3.0, 3.3))
+    ]
+    assert cluster_plan.verdict(timed) == (
+        "forward: the planner takes b, 2.00 times the fastest, a\n"
+        "  67% of 3 rows within 15%, median error 10.0%, Kendall 0.33"
+    )
+    assert cluster_plan.kendall(np.array([1, 2, 3]), np.array([3, 2, 1])) == -1
 
 
 # Words -------------------------------------------------------------------------------------------
@@ -224,7 +263,16 @@ def two_devices(monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda: two)
 
 
-def test_schemes_and_steps_of_train_py_are_timed_in_one_process(tmp_path, two_devices, capsys):
+def cluster_of_numbers():
+    """What is measured of a cluster of one node."""
+    return Cluster(
+        nodes=1, gpus_per_node=2, gpu=GPUS["h100"], port_rate=1e9, ports=1, half_duplex=True
+    )
+
+
+def test_schemes_and_steps_of_train_py_are_timed_in_one_process(
+    tmp_path, two_devices, monkeypatch, capsys
+):
     paths = {"json": tmp_path / "result.json", "picture": tmp_path / "result.png"}
     sizes = dict(seq_len=16, heads=2, head_dim=4, layers=1, rounds=1)
     settings = ClusterSettings(**sizes, **paths, passes=("forward",), schemes=("ring",))
@@ -234,6 +282,18 @@ def test_schemes_and_steps_of_train_py_are_timed_in_one_process(tmp_path, two_de
     assert [row["name"] for row in found["rows"]] == ["ring"]
     assert all(0 < row["error"] < row["tolerance"] for row in found["rows"])
     assert paths["picture"].read_bytes().startswith(b"\x89PNG")
+
+    capsys.readouterr()
+    fast = cluster_of_numbers()
+    monkeypatch.setattr(cluster_plan, "measure_cluster", lambda *_, **given: fast)
+    every = dataclasses.replace(settings, schemes=("every",), plan=True, picture=None)
+    assert cluster.measure_joined(every, emulated=False) == 0
+    rows = json.loads(paths["json"].read_text())["rows"]
+    assert [row["name"] for row in rows] == ["h2", "t2", "r2", "g2"]
+    assert all(0 < row["planned_seconds"] < 1 for row in rows)
+    told = capsys.readouterr().out
+    assert "measured: 1 half-duplex ports of 1 GB/s a node" in told
+    assert re.search(r"forward: the planner takes \w2, \d+\.\d\d times the fastest, \w2", told)
 
     schemes = ("ring", "ulysses")
     steps = ClusterSettings(**sizes, train=("dit",), json=paths["json"], schemes=schemes)

@@ -239,14 +239,15 @@ def test_sliding_windows_are_named(tmp_path, capsys):
         ({"model_type": "qwen3"}, None),
         ({"model_type": "qwen3", "use_sliding_window": True, "max_window_layers": 0}, 4096),
         ({"model_type": "qwen3", "use_sliding_window": True, "max_window_layers": 4}, None),
+        ({"model_type": "smollm3"}, None),
         ({"layer_types": ["full_attention"] * 4}, None),
     ):
         path.write_text(json.dumps(small | more))
         assert find_model(str(path)).window == window
     path.write_text(json.dumps(small | {"layer_types": ["sliding_attention", "full_attention"]}))
     assert find_model(str(path)).mixed
-    for kind in ("gemma2", "gemma3_text"):
-        path.write_text(json.dumps(small | {"model_type": kind}))
+    for kind in ("gemma2", "gemma3_text", "smollm3"):
+        path.write_text(json.dumps(small | {"model_type": kind, "use_sliding_window": True}))
         assert (find_model(str(path)).window, find_model(str(path)).mixed) == (None, True)
     path.write_text(json.dumps(small | {"model_type": "mistral"}))
     arguments = f"--nodes 1 --gpus-per-node 8 --gpu h100 --model {path} {FEW} --seq-len"

@@ -106,11 +106,11 @@ def measure_cluster(
     if per_node > 1:
         inside = links.speed(_ring(per_node, len(nodes)))
         if per_node > 2:
-            start = links.start(inside.latency, per_node)
+            start = links.start(inside.latency + SMALL / inside.rate, per_node)
     if len(nodes) > 1:
         across, ports, half_duplex = _ports(links, per_node)
         if per_node == 1 and len(nodes) > 2:
-            start = links.start(across.latency, len(nodes))
+            start = links.start(across.latency + SMALL / across.rate, len(nodes))
     unmeasured = LinkSpeed(latency=0.0, rate=math.inf)
     inside, across = inside or across or unmeasured, across or unmeasured
     gpu = _kernels(links, head_dim, itemsize, causal)
@@ -175,7 +175,9 @@ class _Probe:
             if seconds >= enough:
                 break
         # No link is infinitely fast, whatever the clock says.
-        return LinkSpeed(latency=latency, rate=(size - SMALL) / max(seconds - latency, 1e-9))
+        rate = (size - SMALL) / max(seconds - latency, 1e-9)
+        # On a slow link, the bytes of a short message are most of its time.
+        return LinkSpeed(latency=max(latency - SMALL / rate, 0.0), rate=rate)
 
     def start(self, hop: float, size: int) -> float:
         """Seconds that every collective takes on top of its steps.
