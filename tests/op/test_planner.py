@@ -144,12 +144,12 @@ def test_gloo_sends_arrays_one_after_another_and_to_all_peers_at_once():
 
 def test_tokens_are_padded_for_each_mesh_and_tiles_need_not_divide():
     asked = call(seq_len=1000, batch=4, kv_heads=12)
-    settings = all_settings(cluster(3, 4), asked, given=dict(tensor=1))
+    settings = all_settings(cluster(4, 3), asked, given=dict(tensor=1))
     whole = asked.padded(settings.sequence)
     assert np.all((whole >= 1000) & (whole < 1000 + 2 * settings.sequence))
     assert np.all(whole % (2 * settings.sequence) == 0)
     assert {*whole.tolist()} == {1002, 1008}  # Of 3 devices, and of 6 and 12.
-    timing = Timing(settings, cluster(3, 4), asked)
+    timing = Timing(settings, cluster(4, 3), asked)
     assert np.all(timing.tokens * settings.replicas == 4 * whole)
     step = Step(Timing(one(ring=2), cluster(1, 2), call(seq_len=10_000, batch=1)))
     tiled = Savings(zero=0, remat="none", offload=False, tiled=True)
@@ -294,14 +294,10 @@ def seconds_of(timing, passes):
     return seconds + timing.backward().seconds if passes == "both" else seconds
 
 
-def predicted(head, names, *, free=True):
-    """Milliseconds of the rows of a case.
-
-    Its arithmetic is that of the kernels alone, or if `free` the fastest row without limits, of
-    which the messages are taken off here.
-    """
-    passes, nodes, gpus, tokens, dtype, *_ = head
-    heads, kv_heads, duplex, rate, latency, mask, arithmetic = head[5:]
+def case_of(head):
+    """The cluster and the attention of a case."""
+    _, nodes, gpus, tokens, dtype, *_ = head
+    heads, kv_heads, duplex, rate, latency, mask, _ = head[5:]
     where = cluster(
         int(nodes),
         int(gpus),
@@ -323,6 +319,17 @@ def predicted(head, names, *, free=True):
         head_dim=64,
         itemsize=4 if dtype == "float32" else 2,
     )
+    return where, asked
+
+
+def predicted(head, names, *, free=True):
+    """Milliseconds of the rows of a case.
+
+    Its arithmetic is that of the kernels alone, or if `free` the fastest row without limits, of
+    which the messages are taken off here.
+    """
+    where, asked = case_of(head)
+    passes, *_, arithmetic = head
     # The machine's own latency, which the links of most cases do not exceed.
     own = dict(latency=1e-3, inside_latency=1e-3)
     unlimited = dataclasses.replace(where, port_rate=math.inf, **own)
@@ -355,6 +362,23 @@ def test_predictions_follow_what_emulated_clusters_measured():
     # Of the case below that, six of nine rows differ by less than their rounds do.
     assert sorted(ranks)[1] > 0.84
     assert max(picks) < 1.1
+
+
+def test_choice_among_all_settings_is_what_emulated_clusters_measured_as_fastest():
+    """All legal settings of each case; nothing is fitted to the rows."""
+    errors, ranks, picks = followed(EVERY, free=False)
+    assert np.median(errors) < 0.08
+    assert np.mean(errors < 0.15) > 0.9
+    assert min(ranks) > 0.85
+    assert max(picks) < 1.1
+    for case in measured_cases(EVERY):
+        head, rows = case.values
+        where, asked = case_of(head)
+        settings = all_settings(where, asked, given=dict(data=1, tensor=1), published=False)
+        degrees = zip(*(vars(settings)[role].tolist() for role in ROLES), strict=True)
+        timed = setting_of([name for name, _ in rows])
+        found = zip(*(vars(timed)[role].tolist() for role in ROLES), strict=True)
+        assert {*degrees} == {*found}
 
 
 def test_texts_and_whole_floats_are_numbers():

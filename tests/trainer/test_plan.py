@@ -231,6 +231,16 @@ def test_models_of_python_give_commands_with_their_sizes(tmp_path):
         st.plan(nodes=1, gpus_per_node=8, gpu="h100", model=odd)
 
 
+def test_any_number_of_tokens_is_planned(capsys):
+    """train.py fills rows up for the mesh; so does the forecast."""
+    few = f"{CLUSTER} --model gpt_7b --tensor 1 {FEW} --seq-len"
+    odd, even = (asked(f"{few} {length}", capsys)[1] for length in (99_990, 100_096))
+    assert (odd["seq_len"], even["seq_len"]) == (99_990, 100_096)
+    assert "--seq-len 99990" in odd["command"]
+    assert odd["ranked"][0]["degrees"] == even["ranked"][0]["degrees"]
+    assert odd["ranked"][0]["seconds"] == pytest.approx(even["ranked"][0]["seconds"])
+
+
 def test_sliding_windows_are_named(tmp_path, capsys):
     path = tmp_path / "config.json"
     small = dict(QWEN, num_hidden_layers=4, sliding_window=4096)
