@@ -87,6 +87,13 @@ def test_rate_is_read(rate, bits):
     assert cluster_links.bits_per_second(rate) == bits
 
 
+def test_idle_port_lets_through_what_it_sends_in_four_milliseconds():
+    """And a packet at least, but no more than the burst of fast ports."""
+    found = [cluster_links._classes("add", "p0", rate)[0] for rate in (1e6, 4e7, 1e9)]
+    assert [re.search(r" burst (\d+) cburst \1 ", line)[1] for line in found] == [
+        "9014", "20000", "40960"]  # fmt: skip
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize("rate", ["0mbit", "0.0gbit", "-5mbit", "100", "fast", "", "100 mbit"])
 def test_rate_that_is_none_is_refused(rate):
@@ -104,6 +111,9 @@ def test_rate_that_is_none_is_refused(rate):
         (dict(rounds=0), r"rounds must be at least 1; got rounds=0"),
         (dict(orders=()), r"orders must name one at least"),
         (dict(nodes=200, devices=8, rails=True), r"may have 250 processes; .* need 1600"),
+        (dict(plan=True, train=("gpt",)), r"plan predicts attention.*got --plan with --train gpt"),
+        (dict(schemes=("every", "ring")), r"--schemes every is .*; got --schemes every ring"),
+        (dict(schemes=("every",), orders=("best",)), r"got --schemes every --orders best. Give"),
     ],
 )
 def test_setting_that_is_none_is_refused(wrong, message):
