@@ -3,6 +3,7 @@
     python benchmarks/cluster.py --nodes 4 --devices 4 --rate 100mbit
     python benchmarks/cluster.py --nodes 16 --devices 1 --kv-heads 4 --dtype bfloat16
     python benchmarks/cluster.py --schemes ring startrail-2 team-4 --orders chosen worst
+    python benchmarks/cluster.py --schemes every --plan --passes both --rate 20mbit
     python benchmarks/cluster.py --train gpt dit --head-dim 8 --schemes ring team-4
     srun python benchmarks/cluster.py --distributed          # on a real cluster
 
@@ -44,7 +45,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import cluster_nodes
 from benchmarks.cluster_nodes import CONTROL, PRIVATE_FOLDER
 from benchmarks.cluster_schemes import named_schemes
-from benchmarks.cluster_settings import ClusterSettings
+from benchmarks.cluster_settings import EVERY, ClusterSettings
 from startrail_jax.errors import InputError
 from trainer.command_line import parse
 from trainer.network.options import Distributed
@@ -101,7 +102,9 @@ def emulate(settings: ClusterSettings, argv: list[str]) -> int:
             f"dtype={settings.dtype}, train={' '.join(settings.train)}. Leave out one of them."
         )
     # What is wrong with the schemes is said before anything starts.
-    schemes = named_schemes(settings.schemes, settings.call, topology.device_nodes)
+    schemes = []
+    if EVERY not in settings.schemes:
+        schemes = named_schemes(settings.schemes, settings.call, topology.device_nodes)
     sent = {settings.dtype, *(scheme.options.get("gradient_dtype") for scheme in schemes)}
     flags = [os.environ.get("XLA_FLAGS", "")]
     flags += [BFLOAT16_FLAG] * ("bfloat16" in sent)
@@ -181,7 +184,15 @@ def measure_joined(settings: ClusterSettings, *, emulated: bool) -> int:
     }
     for name, fact in facts.items():
         processes.say(f"{name}: {fact}")
-    timed = [] if settings.train else prepare(settings, AttentionCalls(settings, place, processes))
+    planned = None
+    if settings.plan:
+        from benchmarks.cluster_plan import Planned
+
+        planned = Planned(settings, place, processes)
+        facts["measured"] = planned.facts()
+        processes.say(f"measured: {planned.facts()}")
+    calls = AttentionCalls(settings, place, processes)
+    timed = [] if settings.train else prepare(settings, calls, planned=planned)
     for kind in settings.train:
         from benchmarks.cluster_training import TrainingSteps
 
@@ -195,6 +206,8 @@ def measure_joined(settings: ClusterSettings, *, emulated: bool) -> int:
     results = [report.result(x) for x in timed]
     if processes.is_first:
         print(report.table(results), flush=True)
+        if planned:
+            print(planned.verdict(timed), flush=True)
         if settings.json:
             report.save(settings.json, report.header_of(settings, **facts), results)
         if settings.picture:
@@ -202,17 +215,28 @@ def measure_joined(settings: ClusterSettings, *, emulated: bool) -> int:
     return int(any(map(report.is_wrong, results)))
 
 
-def prepare(settings: ClusterSettings, calls: Any, steps: Any = None) -> list[Any]:
+def prepare(
+    settings: ClusterSettings, calls: Any, steps: Any = None, *, planned: Any = None
+) -> list[Any]:
     """Compiles and checks all programs of one kind.
 
     Args:
         settings: the settings.
         calls: the `AttentionCalls`, which know what the devices allow.
         steps: the `TrainingSteps` to time in their place, if any.
+        planned: the `Planned`, which predicts attention, if any.
     """
-    schemes = named_schemes(settings.schemes, settings.call, calls.place.nodes)
-    rows = calls.rows(schemes, named=bool(settings.schemes))
-    return [found for row in rows for found in (steps or calls).prepare(row)]
+    if EVERY in settings.schemes:
+        from benchmarks.cluster_plan import every_row
+
+        rows = every_row(settings, calls.place)
+    else:
+        schemes = named_schemes(settings.schemes, settings.call, calls.place.nodes)
+        rows = calls.rows(schemes, named=bool(settings.schemes))
+    found = [(steps or calls).prepare(row) for row in rows]
+    if planned:
+        planned.predict(rows, found)
+    return [timed for of_row in found for timed in of_row]
 
 
 def find_place(settings: ClusterSettings, *, emulated: bool) -> Any:

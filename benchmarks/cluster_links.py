@@ -20,7 +20,9 @@ PORT, INSIDE_PORT = "eth0", "inside0"
 MTU = 9000
 UNLIMITED = 40_000_000_000
 """Bits per second of a port without a limit: more than one machine can send to itself."""
-BURST_BYTES = 40_960
+BURST_BYTES, BURST_SECONDS = 40_960, 4e-3
+"""Most that an idle port lets through at once: so many bytes, or what it sends in so many seconds.
+At a low rate the bytes alone would be a good part of a short message."""
 QUEUE_BYTES = 8 << 20
 SHORT_BYTES = 64
 """Packets below this size are acknowledgements without data, which do not wait behind data. The
@@ -186,7 +188,8 @@ def port_bytes(port: str) -> tuple[int, int]:
 
 def _classes(verb: str, device: str, rate: float) -> list[str]:
     """Lines for `tc` that give a device its rate: nine tenths of it belong to data at least."""
-    some = f"burst {BURST_BYTES} cburst {BURST_BYTES} quantum 60000"
+    burst = round(min(BURST_BYTES, max(rate / 8 * BURST_SECONDS, MTU + 14)))
+    some = f"burst {burst} cburst {burst} quantum 60000"
     kbit = max(rate / 1e3, 10)
     return [
         f"class {verb} dev {device} parent 1: classid 1:1 htb rate {kbit:.0f}kbit {some}",

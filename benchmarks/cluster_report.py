@@ -36,6 +36,7 @@ def result(timed: Timed) -> dict[str, Any]:
         "pass": timed.what,
         "seconds": timed.seconds,
         "free_seconds": timed.free,
+        "planned_seconds": timed.planned,
         "port_received": timed.received,
         "port_sent": timed.sent,
         "expected_nccl": timed.forecast.received,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,8 @@ class Timed:
     run: Callable[[], Any]
     """Runs it; returns when this process is done."""
     forecast: Forecast
+    planned: float | None = None
+    """Seconds that the planner predicts; None if it was not asked."""
     error: float | None = None
     """Largest error of its results, relative to the largest value of each; None if unknown."""
     tolerance: float = 0.0
@@ -143,8 +146,7 @@ class Processes:
         """
         if rounds == 0:
             return
-        self._set_limits(limited)
-        try:
+        with self.limits(limited):
             nothing = [self._once(lambda: None) for _ in range(3)]
             self._idle = tuple(int(np.median([x[i] for x in nothing])) for i in (1, 2))
             samples: dict[int, list[tuple[float, int, int]]] = {i: [] for i in range(len(timed))}
@@ -153,8 +155,6 @@ class Processes:
                 order = range(len(timed)) if number % 2 == 0 else reversed(range(len(timed)))
                 for index in order:
                     samples[index].append(self._once(timed[index].run))
-        finally:
-            self._set_limits(False)
         for index, row in enumerate(timed):
             values = np.asarray(self.largest(np.ravel(samples[index]).tolist())).reshape(-1, 3)
             if limited:
@@ -163,6 +163,15 @@ class Processes:
                 row.sent += (values[:, 2] - self._idle[1]).tolist()
             else:
                 row.free += values[:, 0].tolist()
+
+    @contextmanager
+    def limits(self, limited: bool = True) -> Iterator[None]:
+        """Within it, emulated ports have their rates, or none."""
+        self._set_limits(limited)
+        try:
+            yield
+        finally:
+            self._set_limits(False)
 
     def _once(self, run: Callable[[], Any]) -> tuple[float, int, int]:
         """Seconds of one run, and the bytes that came and went meanwhile."""

@@ -14,6 +14,7 @@ from startrail_jax.errors import InputError
 DEFAULT_NODES, DEFAULT_DEVICES = 4, 4
 PASSES = ("forward", "both")
 CHOSEN = "chosen"
+EVERY = "every"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +39,8 @@ class ClusterSettings:
 
     schemes: tuple[str, ...] = ()
     """What to time, such as "ring", "startrail-2", "team-4" or "group=2,ring=4,team=2"; the first
-    is compared with the others. The default is every named scheme that the devices allow."""
+    is compared with the others. The default is every named scheme that the devices allow; "every"
+    is every legal setting of the planner, with every order of the axes and double rings."""
     orders: tuple[str, ...] = (CHOSEN,)
     """Orders of the mesh axes on the nodes: "chosen", which `make_mesh` takes if it knows the call;
     "default", which it takes if it knows only the degrees; a name such as "rings_inside"; axes with
@@ -64,6 +66,9 @@ class ClusterSettings:
     """Data type of attention, or of the activations of the models."""
     passes: tuple[Literal["forward", "both"], ...] = PASSES
     """The forward pass alone, and both passes."""
+    plan: bool = False
+    """Whether to measure the cluster as `startrail_jax.plan --here` does, and to predict each row
+    of attention from that."""
 
     rounds: int = 3
     """Number of rounds; each times all rows once, in turn."""
@@ -83,6 +88,16 @@ class ClusterSettings:
         for name in ("batch_size", "seq_len", "heads", "head_dim", "layers", "rounds"):
             self._check(name, 1)
         self._check("free_rounds", 0)
+        if self.plan and self.train:
+            raise InputError(
+                "plan predicts attention, not steps of models; got --plan with --train "
+                f"{' '.join(self.train)}. Leave out one of them."
+            )
+        if EVERY in self.schemes and (len(self.schemes) > 1 or self.orders != (CHOSEN,)):
+            raise InputError(
+                f"--schemes {EVERY} is every setting with every order; got --schemes "
+                f"{' '.join(self.schemes)} --orders {' '.join(self.orders)}. Give it alone."
+            )
         for name in ("orders", "passes"):
             if not getattr(self, name):
                 raise InputError(f"{name} must name one at least; got none. Leave the flag out.")

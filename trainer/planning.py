@@ -155,10 +155,8 @@ class Planner:
         limit = int(jax_share() * cluster.gpu.memory_bytes) if limit is None else limit
         settings = json.loads(json.dumps(dataclasses.asdict(config), default=str))
         model = model_of_run({KIND: config.kind, **settings}, f"--plan {config.plan}")
-        # Rows are padded for each mesh: the forecast takes a length that suits all of them.
-        multiple = 2 * cluster.num_gpus
-        seq_len = -(-config.num_tokens // multiple) * multiple
-        call = Call(model=model, seq_len=seq_len, batch=config.batch_size // config.accumulation)
+        batch = config.batch_size // config.accumulation
+        call = Call(model=model, seq_len=config.num_tokens, batch=batch)
         given = given_to_plan(config.mesh)
         options = Options(
             degrees=given,

@@ -32,6 +32,11 @@ class Call:
         """Whether the attention is causal."""
         return self.model.causal
 
+    def padded(self, sequence: np.ndarray) -> np.ndarray:
+        """Tokens of a sequence that so many devices share, with what `train.py` fills it up."""
+        multiple = sequence * (2 if self.causal else 1)
+        return -(-self.seq_len // multiple) * multiple
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Settings:
@@ -153,8 +158,7 @@ def _legal_degrees(num_gpus: int, call: Call, given: dict[str, int]) -> dict[str
     data, tensor, head, team, group = found.T
     ring = num_gpus // np.prod(found, axis=1)
     parts, shards = head * tensor, group * ring * team * head
-    tokens = call.seq_len // shards
-    legal = (call.seq_len % (shards * (2 if call.causal else 1)) == 0) & (tokens % tensor == 0)
+    legal = call.padded(shards) // shards % tensor == 0
     legal &= (call.batch % data == 0) & (model.heads % parts == 0)
     legal &= (model.kv_heads % parts == 0) | (parts % model.kv_heads == 0)
     legal &= model.mlp_width % tensor == 0

@@ -19,7 +19,8 @@ from startrail_jax.planner.hardware import Cluster
 from startrail_jax.planner.traffic import Move
 
 _PEERS = 8
-"""Peers that NCCL sends to at a time in an exchange of all with all."""
+"""Peers that NCCL sends to at a time in an exchange of all with all. Over gloo, XLA sends to all of
+them at a time (`GlooCommunicator::AllToAll`)."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -68,13 +69,19 @@ class Links:
     def cost(self, move: Move) -> Cost:
         """The cost of a move: of all its hops if it has several."""
         if move.collective.endswith("hop"):
-            return self.hop(move.received, move.collective).times(move.count)
+            return self.hop(move).times(move.count)
+        arrays = self._messages(move)
         if move.collective == "transpose":
-            return self._transpose(move.received)
-        size = vars(self.settings)[move.role]
-        return self.collective(move.collective, size, self._inside[move.role], move.received).times(
+            return self._transpose(move.received, arrays)
+        size, inside = vars(self.settings)[move.role], self._inside[move.role]
+        return self.collective(move.collective, size, inside, move.received, arrays).times(
             move.count
         )
+
+    def _messages(self, move: Move) -> np.ndarray | int:
+        """How many collectives a move is: XLA's CPU backend has one for each array, one after
+        another, where those of NCCL are launched together."""
+        return move.arrays if self.cluster.algorithms == "gloo" else 1
 
     def costs(self, moves: list[Move]) -> Cost:
         """The cost of moves, one after another."""
@@ -97,7 +104,12 @@ class Links:
         return self.collective(kind, devices, np.minimum(inside, devices), received)
 
     def collective(
-        self, kind: str, size: np.ndarray, inside: np.ndarray, received: np.ndarray
+        self,
+        kind: str,
+        size: np.ndarray,
+        inside: np.ndarray,
+        received: np.ndarray,
+        arrays: np.ndarray | int = 1,
     ) -> Cost:
         """The cost of one collective.
 
@@ -106,17 +118,18 @@ class Links:
             size: devices of a group.
             inside: how many neighbours of them share a node.
             received: bytes that a device receives.
+            arrays: collectives that these bytes are divided into, one after another.
         """
         cluster, per_node = self.cluster, self.cluster.gpus_per_node
         nodes = size // inside
         others = np.maximum(size - 1, 1)
         if kind == "reduce_scatter" and cluster.algorithms == "gloo":
-            return self._halving(size, inside, received)
+            return self._halving(size, inside, received, arrays)
         if kind == "all_to_all":
             leaving = (size - inside) / others
             across = per_node * received * leaving
             staying = received * (1 - leaving)
-            steps = others if cluster.algorithms == "gloo" else -(-others // _PEERS)
+            steps = 1 if cluster.algorithms == "gloo" else -(-others // _PEERS)
             crossing, within = np.where(nodes > 1, steps, 0), np.where(nodes > 1, 0, steps)
         else:
             across = np.where(nodes > 1, per_node / inside, 0) * received
@@ -130,15 +143,15 @@ class Links:
         latency = cluster.start_latency + crossing * cluster.latency
         latency = latency + within * cluster.inside_latency
         total = per_node * received
-        return self._cost(received > 0, latency, across, staying, total - across)
+        return self._cost(received > 0, latency * arrays, across, staying, total - across)
 
-    def hop(self, size: np.ndarray, kind: str = "hop") -> Cost:
-        """A message to the next device of the ring, or of an inner or an outer cycle of it.
+    def hop(self, move: Move) -> Cost:
+        """One message to the next device of the ring, or of an inner or an outer cycle of it.
 
         Args:
-            size: bytes of the message.
-            kind: "hop", "inner hop" or "outer hop".
+            move: a "hop", "inner hop" or "outer hop".
         """
+        size, kind = move.received, move.collective
         cluster, per_node = self.cluster, self.cluster.gpus_per_node
         stride, inside = self.placement.strides["ring"], self._inside["ring"]
         leaves = self.settings.ring > inside
@@ -155,16 +168,18 @@ class Links:
         across = np.where(leaves, per_node / inside, 0) * size
         staying = np.where(inside > 1, size, 0)
         latency = np.where(leaves, cluster.latency, cluster.inside_latency) + cluster.start_latency
+        latency = latency * self._messages(move)
         found = self._cost(size > 0, latency, through, staying, per_node * size - across)
         return Cost(seconds=found.seconds, across=across * (size > 0), inside=found.inside)
 
-    def _transpose(self, size: np.ndarray) -> Cost:
+    def _transpose(self, size: np.ndarray, arrays: np.ndarray | int) -> Cost:
         """The permute of keys over group, ring and team."""
         cluster = self.cluster
         across, inside = (part * size for part in self._leaving)
         latency = np.where(across > 0, cluster.latency, cluster.inside_latency)
         staying = np.where(inside > 0, size, 0)
-        return self._cost(size > 0, latency + cluster.start_latency, across, staying, inside)
+        latency = (latency + cluster.start_latency) * arrays
+        return self._cost(size > 0, latency, across, staying, inside)
 
     def _transposed(self) -> tuple[np.ndarray, np.ndarray]:
         """How many devices of a node send their keys to another one, where these are most, and how
@@ -202,7 +217,13 @@ class Links:
         leaving[moves], staying[moves] = most
         return leaving, staying
 
-    def _halving(self, size: np.ndarray, inside: np.ndarray, received: np.ndarray) -> Cost:
+    def _halving(
+        self,
+        size: np.ndarray,
+        inside: np.ndarray,
+        received: np.ndarray,
+        arrays: np.ndarray | int,
+    ) -> Cost:
         """Gloo's reduce_scatter: see `startrail_jax.analysis.ports.halving`."""
         across, staying, steps = (np.zeros(len(size)) for _ in range(3))
         for n, k in {*zip(size.tolist(), inside.tolist(), strict=True)}:
@@ -225,7 +246,7 @@ class Links:
         latency = np.where(across > 0, self.cluster.latency, self.cluster.inside_latency) * steps
         return self._cost(
             received > 0,
-            latency + self.cluster.start_latency,
+            (latency + self.cluster.start_latency) * arrays,
             per_node * across * received,
             staying * received,
             per_node * staying * received,

@@ -354,12 +354,11 @@ def no_setting(cluster: Cluster, call: Call, options: Options) -> InputError:
             f"{-(-call.batch // asked['data']) * asked['data']}."
         )
     return InputError(
-        "No legal setting: the sequence degree must divide --seq-len (twice, if causal), and head "
-        "* tensor must divide the heads; got "
-        f"--seq-len {show_count(call.seq_len)}, --batch {call.batch}, {model.heads} heads and "
-        f"{model.kv_heads} key heads for {cluster.num_gpus} GPUs"
-        f"{f' with {given}' if given else ''}. Use a --seq-len that is a multiple of "
-        f"{2 * cluster.num_gpus}{', or leave out a degree' if given else ''}."
+        "No legal setting: data must divide --batch, head * tensor the heads, and tensor the width "
+        "of the MLP and the tokens of a GPU; got "
+        f"--seq-len {show_count(call.seq_len)}, --batch {call.batch}, {model.heads} heads, "
+        f"{model.kv_heads} key heads and an MLP of {model.mlp_width} for {cluster.num_gpus} GPUs"
+        f"{f' with {given}' if given else ''}. Leave out a degree."
     )
 
 

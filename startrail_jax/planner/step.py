@@ -37,8 +37,8 @@ class Savings:
 
 
 def tile_of(settings: Settings, tokens: np.ndarray) -> np.ndarray:
-    """The largest tile up to 2048 that divides a device's tokens, so that none is filled up."""
-    return np.gcd(tokens // settings.tensor, _LARGEST_TILE)
+    """The largest tile up to 2048 tokens."""
+    return np.minimum(tokens // settings.tensor, _LARGEST_TILE)
 
 
 def is_legal(settings: Settings, savings: Savings, tokens: np.ndarray) -> np.ndarray:

@@ -47,11 +47,14 @@ class Timing:
     ) -> None:
         self.settings, self.cluster, self.call = settings, cluster, call
         self.links = Links(settings, cluster)
-        self.traffic = Moves(settings, call, gradient_bytes)
+        float32_sums = cluster.algorithms == "gloo"
+        self.traffic = Moves(settings, call, gradient_bytes, float32_sums=float32_sums)
         gpu, model = cluster.gpu, call.model
         self.speed = gpu.peak_flops * (gpu.single_speed if model.itemsize == _FLOAT32 else 1.0)
         """FLOP/s at peak."""
-        pairs = call.seq_len**2 * call.batch / (2 if call.causal else 1)
+        # Their squares would overflow integers.
+        length = call.padded(settings.sequence).astype(float)
+        pairs = length**2 * call.batch / (2 if call.causal else 1)
         share = 4 * pairs * model.heads * model.head_dim / cluster.num_gpus
         s, tokens = settings, self.traffic.share.tokens
         # A causal unit is two runs of tokens, and a kernel call treats one.
@@ -123,10 +126,10 @@ class Timing:
         if not self.cluster.overlaps:
             seconds = total.seconds + s.ring * of_round
             return Cost(seconds=seconds, across=total.across, inside=total.inside)
-        one, inner, far = (links.hop(move.received, move.collective).seconds for move in operands)
+        one, inner, far = (links.hop(move).seconds for move in operands)
         home = np.zeros(len(s))
         if gradients is not None:
-            back = [links.hop(move.received, move.collective).seconds for move in gradients]
+            back = [links.hop(move).seconds for move in gradients]
             one, inner, far = one + back[0], inner + back[1], far + back[2]
             home = np.where(s.ring > 1, np.where(s.inner > 1, back[2], back[0]), 0)
         single = (s.ring - 1) * np.maximum(of_round, one) + of_round
@@ -140,7 +143,8 @@ class Timing:
     @property
     def tokens(self) -> np.ndarray:
         """Tokens of a device."""
-        return self.call.batch * self.call.seq_len // self.settings.replicas
+        length = self.call.padded(self.settings.sequence)
+        return self.call.batch * length // self.settings.replicas
 
     def products(self, elements: int) -> np.ndarray:
         """Seconds of the matrix products of all tokens with so many weights, forward."""

@@ -14,6 +14,9 @@ import numpy as np
 from startrail_jax.planner.grid import Call, Settings
 
 _FLOAT32 = 4
+_QUERY_ARRAYS = 4
+"""What of a query the backward pass needs: itself, the gradient of its output, the log-sum-exp of
+its rows, and the sum of output times gradient."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -45,7 +48,7 @@ class Share:
             gradient_bytes: bytes of an element of a gradient that travels.
         """
         model, parts = call.model, settings.head * settings.tensor
-        tokens = call.seq_len // (settings.sequence // settings.head)
+        tokens = call.padded(settings.sequence) // (settings.sequence // settings.head)
         rows = call.batch // settings.data * tokens
         query = rows * (model.heads // parts) * model.head_dim
         keys = 2 * rows * np.maximum(model.kv_heads // parts, 1) * model.head_dim
@@ -74,6 +77,8 @@ class Move:
     """Bytes that a device receives; of a hop, in each of them."""
     count: np.ndarray | int = 1
     """Number of hops."""
+    arrays: np.ndarray | int = 1
+    """Number of arrays that these bytes are."""
 
     @property
     def total(self) -> np.ndarray:
@@ -84,8 +89,24 @@ class Move:
 class Moves:
     """The moves of one attention call, forward and backward."""
 
-    def __init__(self, settings: Settings, call: Call, gradient_bytes: int = _FLOAT32) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        call: Call,
+        gradient_bytes: int = _FLOAT32,
+        *,
+        float32_sums: bool = False,
+    ) -> None:
+        """The moves of a call.
+
+        Args:
+            settings: the settings.
+            call: the model, its tokens and its batch.
+            gradient_bytes: bytes of an element of a gradient that travels.
+            float32_sums: whether the network sums in float32 alone, as XLA's CPU backend does.
+        """
         self.settings, self.call = settings, call
+        self._summed_bytes = _FLOAT32 if float32_sums else call.model.itemsize
         self.share = Share.of(settings, call, gradient_bytes)
         self._summing = "reduce_scatter" if gradient_bytes == _FLOAT32 else "all_to_all"
         share = self.share
@@ -97,7 +118,7 @@ class Moves:
     @property
     def exchange(self) -> list[Move]:
         """Step 0: query, key and value go from tokens to heads."""
-        return [self._head(self.share.query + self.share.keys)]
+        return [self._head(self.share.query + self.share.keys, 3)]
 
     def gathers(self, *, backward: bool) -> list[Move]:
         """Steps 1 and 2: the units of the team and of the group."""
@@ -105,21 +126,30 @@ class Moves:
         query = 2 * share.query + 2 * share.rows if backward else share.query
         gathered, permuted = self._placed
         return [
-            Move(collective="all_gather", role="team", received=(s.team - 1) * query),
-            Move(collective="transpose", role="ranks", received=permuted * share.keys),
+            Move(
+                collective="all_gather",
+                role="team",
+                received=(s.team - 1) * query,
+                arrays=_QUERY_ARRAYS if backward else 1,
+            ),
+            Move(collective="transpose", role="ranks", received=permuted * share.keys, arrays=2),
             Move(
                 collective="all_gather",
                 role="group",
                 received=self._of_group(gathered * share.keys),
+                arrays=2,
             ),
             Move(
-                collective="all_gather", role="team", received=self._of_paper(gathered * share.keys)
+                collective="all_gather",
+                role="team",
+                received=self._of_paper(gathered * share.keys),
+                arrays=2,
             ),
         ]
 
     def ring(self) -> list[Move]:
         """Step 3: what travels round the ring in the forward pass, hop by hop."""
-        return self._hops(self.settings.group * self.share.keys)
+        return self._hops(self.settings.group * self.share.keys, 2)
 
     def gradient_ring(self) -> tuple[list[Move], list[Move]]:
         """The same in the backward pass: operands, and the gradients that go with them."""
@@ -132,13 +162,19 @@ class Moves:
         gradients = np.where(
             self.queries_travel, s.team * share.query_gradient, s.group * share.key_gradient
         )
-        return self._hops(operands), self._hops(gradients)
+        queries = self.queries_travel
+        return (
+            self._hops(operands, np.where(queries, _QUERY_ARRAYS, 2)),
+            self._hops(gradients, np.where(queries, 1, 2)),
+        )
 
     def combination(self) -> list[Move]:
         """Step 4: outputs and log-sum-exp to their owners."""
         s, share = self.settings, self.share
         # In float32, what rounding took from the log-sum-exp goes along.
-        rows = share.rows * (2 if self.call.model.itemsize == _FLOAT32 else 1)
+        parts = 2 if self.call.model.itemsize == _FLOAT32 else 1
+        rows = share.rows * parts
+        summed = share.query // self.call.model.itemsize * self._summed_bytes
         sums = -(-2 * (s.team - 1) * (s.team * share.rows) // s.team)
         ours, paper = ~s.published, s.published
         return [
@@ -146,11 +182,12 @@ class Moves:
                 collective="all_to_all",
                 role="team",
                 received=ours * (s.team - 1) * (share.query + rows),
+                arrays=1 + parts,
             ),
             Move(
                 collective="reduce_scatter",
                 role="team",
-                received=paper * (s.team - 1) * share.query,
+                received=paper * (s.team - 1) * summed,
             ),
             # A maximum and a sum.
             Move(collective="all_reduce", role="team", received=paper * sums, count=2),
@@ -159,7 +196,7 @@ class Moves:
     @property
     def output_exchange(self) -> list[Move]:
         """Step 5: the output goes back from heads to tokens."""
-        return [self._head(self.share.query)]
+        return [self._head(self.share.query, 1)]
 
     def scatters(self) -> list[Move]:
         """The gradients of steps 1 and 2, and of copies of key heads."""
@@ -173,21 +210,21 @@ class Moves:
                 role="team",
                 received=(s.team - 1) * share.query_gradient,
             ),
-            Move(collective=self._summing, role="group", received=self._of_group(summed)),
-            Move(collective="transpose", role="ranks", received=permuted * sent_back),
-            Move(collective=self._summing, role="team", received=self._of_paper(summed)),
+            Move(collective=self._summing, role="group", received=self._of_group(summed), arrays=2),
+            Move(collective="transpose", role="ranks", received=permuted * sent_back, arrays=2),
+            Move(collective=self._summing, role="team", received=self._of_paper(summed), arrays=2),
         ]
 
     @property
     def gradient_exchange(self) -> list[Move]:
         """The gradient of step 0, and of copies of key heads along `tensor`."""
         s, model = self.settings, self.call.model
-        head = self._head(self.share.query + self.share.summed_key_gradient)
+        head = self._head(self.share.query + self.share.summed_key_gradient, 3)
         tokens = self.share.tokens // s.head * (self.call.batch // s.data)
         row = tokens * model.kv_heads * model.head_dim * _FLOAT32
         copied = model.kv_heads % s.tensor != 0
         sums = 2 * copied * -(-2 * (s.tensor - 1) * row // s.tensor)
-        return [head, Move(collective="all_reduce", role="tensor", received=sums)]
+        return [head, Move(collective="all_reduce", role="tensor", received=sums, arrays=2)]
 
     @property
     def forward(self) -> list[Move]:
@@ -213,9 +250,10 @@ class Moves:
             *self.gradient_exchange,
         ]
 
-    def _head(self, size: np.ndarray) -> Move:
+    def _head(self, size: np.ndarray, arrays: int) -> Move:
         head = self.settings.head
-        return Move(collective="all_to_all", role="head", received=size * (head - 1) // head)
+        received = size * (head - 1) // head
+        return Move(collective="all_to_all", role="head", received=received, arrays=arrays)
 
     @property
     def _placed(self) -> tuple[np.ndarray, np.ndarray]:
@@ -231,7 +269,7 @@ class Moves:
     def _of_paper(self, received: np.ndarray) -> np.ndarray:
         return np.where(self.settings.published, received, 0)
 
-    def _hops(self, size: np.ndarray) -> list[Move]:
+    def _hops(self, size: np.ndarray, arrays: np.ndarray | int) -> list[Move]:
         s = self.settings
         outer, double = s.ring // s.inner, s.inner > 1
         return [
@@ -240,17 +278,20 @@ class Moves:
                 role="ring",
                 received=np.where(double, 0, size),
                 count=np.where(double, 0, s.ring - 1),
+                arrays=arrays,
             ),
             Move(
                 collective="inner hop",
                 role="ring",
                 received=np.where(double, size, 0),
                 count=outer * (s.inner - 1),
+                arrays=arrays,
             ),
             Move(
                 collective="outer hop",
                 role="ring",
                 received=np.where(double, size, 0),
                 count=np.where(double, outer - 1, 0),
+                arrays=arrays,
             ),
         ]

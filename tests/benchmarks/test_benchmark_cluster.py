@@ -1,8 +1,10 @@
 """The emulated cluster: its network, its end, its words; and one measurement from end to end."""
 
+import dataclasses
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,17 +20,22 @@ from benchmarks import (
     cluster_attention,
     cluster_links,
     cluster_nodes,
+    cluster_plan,
     cluster_report,
     cluster_rounds,
     cluster_schemes,
     cluster_training,
 )
+from benchmarks.cluster_attention import Place
 from benchmarks.cluster_nodes import Topology
+from benchmarks.cluster_rounds import Timed
 from benchmarks.cluster_schemes import default_schemes, named_schemes, read_scheme
 from benchmarks.cluster_settings import ClusterSettings
+from startrail_jax.analysis.settings import legal_degrees
 from startrail_jax.errors import InputError, UnsupportedError
 from startrail_jax.layout import Layout
-from startrail_jax.mesh import Degrees
+from startrail_jax.mesh import SEQUENCE_ROLES, Degrees
+from startrail_jax.planner.hardware import GPUS, Cluster
 from trainer.config import MeshConfig
 from trainer.parallel.degrees import choose_degrees
 from trainer.tasks import TASKS
@@ -40,12 +47,51 @@ needs_namespaces = pytest.mark.skipif(
 )
 
 
+def test_every_legal_setting_is_a_row_once():
+    """On nodes that are alike, orders that bring the same neighbours together are one."""
+    sizes = dict(seq_len=64, heads=2, kv_heads=1, head_dim=4, schemes=("every",))
+    place = Place(devices=tuple(range(8)), devices_per_node=2, rails=False)
+    rows = cluster_plan.every_row(ClusterSettings(nodes=4, devices=2, **sizes), place)
+    names = [row.name for row in rows]
+    assert len(set(names)) == len(names) == 37
+    degrees = {row.scheme.degrees for row in rows}
+    assert degrees == set(legal_degrees(8, roles=SEQUENCE_ROLES, batch=1, seq_len=64, heads=2,
+                                        kv_heads=1))  # fmt: skip
+    # A ring of 4 with a team of 2, whose node holds two of a ring, or a team.
+    assert {x for x in names if x.startswith("r4") and "t2" in x} == {
+        "r4t2@rt", "r4t2@tr", "r4t2i2@tr"}  # fmt: skip
+    back = cluster_plan.settings_of(rows)
+    assert {(int(r), int(i)) for r, i in zip(back.ring, back.inner, strict=True)} >= {(8, 2)}
+    ones = Place(devices=tuple(range(8)), devices_per_node=1, rails=False)
+    single = cluster_plan.every_row(ClusterSettings(nodes=8, devices=1, **sizes), ones)
+    assert len(single) == len(degrees)
+
+
+def test_verdict_says_what_the_planner_would_have_taken():
+    timed = [
+        Timed(name=name, what="forward", run=print, forecast=None, seconds=[s], planned=p)
+        for name, s, p in (("a", 1.0, 1.1), ("b", 2.0, 1.0), ("c", 3.0, 3.3))
+    ]
+    assert cluster_plan.verdict(timed) == (
+        "forward: the planner takes b, 2.00 times the fastest, a\n"
+        "  67% of 3 rows within 15%, median error 10.0%, Kendall 0.33"
+    )
+    assert cluster_plan.kendall(np.array([1, 2, 3]), np.array([3, 2, 1])) == -1
+
+
 # Words -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("rate", "bits"), [("100mbit", 1e8), ("1.5gbit", 1.5e9), ("20kbit", 2e4)])
 def test_rate_is_read(rate, bits):
     assert cluster_links.bits_per_second(rate) == bits
+
+
+def test_idle_port_lets_through_what_it_sends_in_four_milliseconds():
+    """And a packet at least, but no more than the burst of fast ports."""
+    found = [cluster_links._classes("add", "p0", rate)[0] for rate in (1e6, 4e7, 1e9)]
+    assert [re.search(r" burst (\d+) cburst \1 ", line)[1] for line in found] == [
+        "9014", "20000", "40960"]  # fmt: skip
 
 
 @pytest.mark.quick
@@ -65,6 +111,9 @@ def test_rate_that_is_none_is_refused(rate):
         (dict(rounds=0), r"rounds must be at least 1; got rounds=0"),
         (dict(orders=()), r"orders must name one at least"),
         (dict(nodes=200, devices=8, rails=True), r"may have 250 processes; .* need 1600"),
+        (dict(plan=True, train=("gpt",)), r"plan predicts attention.*got --plan with --train gpt"),
+        (dict(schemes=("every", "ring")), r"--schemes every is .*; got --schemes every ring"),
+        (dict(schemes=("every",), orders=("best",)), r"got --schemes every --orders best. Give"),
     ],
 )
 def test_setting_that_is_none_is_refused(wrong, message):
@@ -224,7 +273,16 @@ def two_devices(monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda: two)
 
 
-def test_schemes_and_steps_of_train_py_are_timed_in_one_process(tmp_path, two_devices, capsys):
+def cluster_of_numbers():
+    """What is measured of a cluster of one node."""
+    return Cluster(
+        nodes=1, gpus_per_node=2, gpu=GPUS["h100"], port_rate=1e9, ports=1, half_duplex=True
+    )
+
+
+def test_schemes_and_steps_of_train_py_are_timed_in_one_process(
+    tmp_path, two_devices, monkeypatch, capsys
+):
     paths = {"json": tmp_path / "result.json", "picture": tmp_path / "result.png"}
     sizes = dict(seq_len=16, heads=2, head_dim=4, layers=1, rounds=1)
     settings = ClusterSettings(**sizes, **paths, passes=("forward",), schemes=("ring",))
@@ -234,6 +292,18 @@ def test_schemes_and_steps_of_train_py_are_timed_in_one_process(tmp_path, two_de
     assert [row["name"] for row in found["rows"]] == ["ring"]
     assert all(0 < row["error"] < row["tolerance"] for row in found["rows"])
     assert paths["picture"].read_bytes().startswith(b"\x89PNG")
+
+    capsys.readouterr()
+    fast = cluster_of_numbers()
+    monkeypatch.setattr(cluster_plan, "measure_cluster", lambda *_, **given: fast)
+    every = dataclasses.replace(settings, schemes=("every",), plan=True, picture=None)
+    assert cluster.measure_joined(every, emulated=False) == 0
+    rows = json.loads(paths["json"].read_text())["rows"]
+    assert [row["name"] for row in rows] == ["h2", "t2", "r2", "g2"]
+    assert all(0 < row["planned_seconds"] < 1 for row in rows)
+    told = capsys.readouterr().out
+    assert "measured: 1 half-duplex ports of 1 GB/s a node" in told
+    assert re.search(r"forward: the planner takes \w2, \d+\.\d\d times the fastest, \w2", told)
 
     schemes = ("ring", "ulysses")
     steps = ClusterSettings(**sizes, train=("dit",), json=paths["json"], schemes=schemes)

@@ -14,6 +14,7 @@ import pytest
 from jax.experimental import multihost_utils
 
 import startrail_jax as st
+from benchmarks.cluster_plan import kendall
 from startrail_jax.errors import InputError
 from startrail_jax.planner.grid import ORDERS, ROLES, Call, Settings, all_settings
 from startrail_jax.planner.hardware import GPUS, Cluster, find_gpu
@@ -28,6 +29,7 @@ from startrail_jax.planner.timing import Timing
 from startrail_jax.planner.traffic import Moves
 
 MEASURED = Path(__file__).parent / "planner_measured.txt"
+EVERY = Path(__file__).parent / "planner_every.txt"
 SMALL = ModelSizes(
     name="small",
     width=64,
@@ -119,6 +121,40 @@ def test_ring_of_two_nodes_by_hand():
     assert half.forward().seconds[0] == pytest.approx(2 * 7 * unit / 1e8)
     slow = Timing(one(ring=8), cluster(latency=1e-3, start_latency=1e-4), asked)
     assert slow.forward().seconds[0] == pytest.approx(7 * (unit / 1e8 + 1.1e-3))
+
+
+def test_gloo_sends_arrays_one_after_another_and_to_all_peers_at_once():
+    """Seconds of messages without bytes to speak of: 1 for each, on links of no limit."""
+    asked = call(seq_len=1024, batch=1, kv_heads=12, itemsize=4)
+    where = cluster(8, 1, port_rate=math.inf, latency=1.0, algorithms="gloo", overlaps=False)
+
+    def messages(**degrees):
+        timing = Timing(one(**degrees), where, asked)
+        return timing.forward().seconds[0], timing.backward().seconds[0]
+
+    # Query, key, value and output go to all peers at once, and their gradients come back.
+    assert messages(head=8) == pytest.approx((4, 4))
+    # Key and value; query, gradient of the output, log-sum-exp, delta, and a gradient.
+    assert messages(ring=8) == pytest.approx((2 * 7, 5 * 7))
+    # A gather of 8 has 7 steps, a sum of gradients log2(8) + 1.
+    assert messages(group=8) == pytest.approx((2 * 7, 2 * 7 + 2 * 4))
+    # The query is gathered; output, log-sum-exp and its rest are exchanged.
+    assert messages(team=8) == pytest.approx((7 + 3, 4 * 7 + 4))
+
+
+def test_tokens_are_padded_for_each_mesh_and_tiles_need_not_divide():
+    asked = call(seq_len=1000, batch=4, kv_heads=12)
+    settings = all_settings(cluster(4, 3), asked, given=dict(tensor=1))
+    whole = asked.padded(settings.sequence)
+    assert np.all((whole >= 1000) & (whole < 1000 + 2 * settings.sequence))
+    assert np.all(whole % (2 * settings.sequence) == 0)
+    assert {*whole.tolist()} == {1002, 1008}  # Of 3 devices, and of 6 and 12.
+    timing = Timing(settings, cluster(4, 3), asked)
+    assert np.all(timing.tokens * settings.replicas == 4 * whole)
+    step = Step(Timing(one(ring=2), cluster(1, 2), call(seq_len=10_000, batch=1)))
+    tiled = Savings(zero=0, remat="none", offload=False, tiled=True)
+    assert is_legal(one(ring=2), tiled, step.timing.tokens).all()
+    assert step.sizes(tiled).tile == 2048
 
 
 def test_ring_crosses_at_every_device_where_it_is_the_slow_axis():
@@ -229,9 +265,9 @@ def test_settings_are_those_that_train_py_takes():
         )
 
 
-def measured_cases():
+def measured_cases(path=MEASURED):
     """Rows of emulated clusters: see the file."""
-    for line in MEASURED.read_text().splitlines():
+    for line in path.read_text().splitlines():
         if line and not line.startswith("#"):
             head, _, rows = line.partition(":: ")
             yield pytest.param(head.split(), [x.split("=") for x in rows.split()], id=head.strip())
@@ -244,10 +280,11 @@ def setting_of(names):
     for name in names:
         degrees, _, order = name.rstrip("*").partition("@")
         sizes = {letters[x]: int(n) for x, n in re.findall(r"([grth])(\d+)", degrees)}
+        inner = int(re.findall(r"i(\d+)|$", degrees)[0] or 1)
         named = [letters[x] for x in order or "grth"]
         rest = [role for role in letters.values() if role not in named]
         whole = ("data", *rest, *named, "tensor")
-        parts.append(one(order=whole, published=name.endswith("*"), **sizes))
+        parts.append(one(order=whole, inner=inner, published=name.endswith("*"), **sizes))
     columns = vars(parts[0])
     return Settings(**{x: np.concatenate([vars(p)[x] for p in parts]) for x in columns})
 
@@ -257,12 +294,10 @@ def seconds_of(timing, passes):
     return seconds + timing.backward().seconds if passes == "both" else seconds
 
 
-def predicted(head, names):
-    """Milliseconds of the rows of a case.
-
-    Its arithmetic is the fastest row without limits, less the messages of that row.
-    """
-    passes, nodes, gpus, dtype, heads, kv_heads, duplex, rate, latency, mask, arithmetic = head
+def case_of(head):
+    """The cluster and the attention of a case."""
+    _, nodes, gpus, tokens, dtype, *_ = head
+    heads, kv_heads, duplex, rate, latency, mask, _ = head[5:]
     where = cluster(
         int(nodes),
         int(gpus),
@@ -276,7 +311,7 @@ def predicted(head, names):
         gpu=dataclasses.replace(INSTANT, inside_rate=1e30),
     )
     asked = call(
-        seq_len=1024,
+        seq_len=int(tokens),
         batch=1,
         kind="gpt" if mask == "causal" else "dit",
         heads=int(heads),
@@ -284,36 +319,70 @@ def predicted(head, names):
         head_dim=64,
         itemsize=4 if dtype == "float32" else 2,
     )
+    return where, asked
+
+
+def predicted(head, names, *, free=True):
+    """Milliseconds of the rows of a case.
+
+    Its arithmetic is that of the kernels alone, or if `free` the fastest row without limits, of
+    which the messages are taken off here.
+    """
+    where, asked = case_of(head)
+    passes, *_, arithmetic = head
     # The machine's own latency, which the links of most cases do not exceed.
     own = dict(latency=1e-3, inside_latency=1e-3)
     unlimited = dataclasses.replace(where, port_rate=math.inf, **own)
     messages = 1e3 * seconds_of(Timing(setting_of(names), unlimited, asked), passes)
     limited = 1e3 * seconds_of(Timing(setting_of(names), where, asked), passes)
-    return limited + float(arithmetic) - messages.min()
+    return limited + float(arithmetic) - (messages.min() if free else 0.0)
 
 
-def kendall(a, b):
-    pairs = list(itertools.combinations(range(len(a)), 2))
-    return sum(np.sign((a[i] - a[j]) * (b[i] - b[j])) for i, j in pairs) / len(pairs)
+def followed(path, **options):
+    """Of the cases of a file: errors of all rows, Kendall's tau of each case, and time of the
+    predicted best over that of the fastest."""
+    errors, ranks, picks = [], [], []
+    for case in measured_cases(path):
+        head, rows = case.values
+        measured = np.array([float(ms) for _, ms in rows])
+        found = predicted(head, [name for name, _ in rows], **options)
+        errors += list(np.abs(found / measured - 1))
+        ranks.append(kendall(found, measured))
+        picks.append(measured[found.argmin()] / measured.min())
+    return np.array(errors), ranks, picks
 
 
 def test_predictions_follow_what_emulated_clusters_measured():
     """Nothing is fitted to the rows: the rate is that which the links were given, and the latency
     that of a short message of the machine."""
-    errors, ranks, picks = [], [], []
-    for case in measured_cases():
-        head, rows = case.values
-        names, measured = [name for name, _ in rows], np.array([float(ms) for _, ms in rows])
-        found = predicted(head, names)
-        errors += list(np.abs(found / measured - 1))
-        ranks.append(kendall(found, measured))
-        picks.append(measured[found.argmin()] / measured.min())
-    assert np.median(errors) < 0.055
-    assert np.mean(np.array(errors) < 0.15) > 0.89
-    assert np.median(ranks) > 0.94
-    assert min(ranks) > 0.79
+    errors, ranks, picks = followed(MEASURED)
+    assert np.median(errors) < 0.05
+    assert np.mean(errors < 0.15) > 0.91
+    assert np.median(ranks) > 0.95
+    # Of the case below that, six of nine rows differ by less than their rounds do.
+    assert sorted(ranks)[1] > 0.84
+    assert max(picks) < 1.1
+
+
+def test_choice_among_all_settings_is_what_emulated_clusters_measured_as_fastest():
+    """All legal settings of each case; nothing is fitted to the rows."""
+    errors, ranks, picks = followed(EVERY, free=False)
+    assert np.median(errors) < 0.08
+    assert np.mean(errors < 0.15) > 0.9
+    # Busy cores disturbed three cases: see benchmarks/RESULTS.md.
+    assert sum(rank >= 0.85 for rank in ranks) >= len(ranks) - 3
+    assert np.median(ranks) > 0.92
+    assert min(ranks) > 0.76
     assert sum(x <= 1.1 for x in picks) >= len(picks) - 1
-    assert max(picks) < 1.16
+    assert max(picks) < 1.11
+    for case in measured_cases(EVERY):
+        head, rows = case.values
+        where, asked = case_of(head)
+        settings = all_settings(where, asked, given=dict(data=1, tensor=1), published=False)
+        degrees = zip(*(vars(settings)[role].tolist() for role in ROLES), strict=True)
+        timed = setting_of([name for name, _ in rows])
+        found = zip(*(vars(timed)[role].tolist() for role in ROLES), strict=True)
+        assert {*degrees} == {*found}
 
 
 def test_texts_and_whole_floats_are_numbers():
@@ -352,7 +421,10 @@ def odd_options(**values):
         (dict(nodes=0), r"--nodes must be at least 1; got 0"),
         (dict(seq_len="12.5"), r"--seq-len must be a positive whole number; got '12.5'"),
         (dict(model="llama3_8b", seq_len=None), r"--seq-len must be given for --model llama3_8b"),
-        (dict(seq_len=1000), r"(?s)No legal setting: .*--seq-len 1000.*Use a --seq-len"),
+        (
+            dict(options=Options(degrees={"tensor": 16}), seq_len=40),
+            r"(?s)No legal setting: .*--seq-len 40.*with --tensor 16. Leave out a degree",
+        ),
         (
             dict(nodes=8, options=Options(degrees={"head": 64})),
             r"--head \* --tensor must divide the heads.*got --head 64 for 32 heads.*divisor of 32",
@@ -407,8 +479,7 @@ def test_find_gpu_has_measured_curves():
 
 def test_measured_clusters_have_the_links_and_kernels_of_their_devices(monkeypatch):
     """Four devices as two nodes: what is measured is a cluster of which a plan can be made."""
-    monkeypatch.setattr(here, "LARGE", 1 << 18)
-    monkeypatch.setattr(here, "_TOO_SHORT", 0.0)
+    monkeypatch.setattr(here, "LARGE", ((1 << 14, 60.0), (1 << 18, 0.0)))
     monkeypatch.setattr(here, "_REPEATS", 1)
     devices = jax.devices()[:4]
     where = measure_cluster(devices, devices_per_node=2, head_dim=16, itemsize=4)

@@ -231,6 +231,16 @@ def test_models_of_python_give_commands_with_their_sizes(tmp_path):
         st.plan(nodes=1, gpus_per_node=8, gpu="h100", model=odd)
 
 
+def test_any_number_of_tokens_is_planned(capsys):
+    """train.py fills rows up for the mesh; so does the forecast."""
+    few = f"{CLUSTER} --model gpt_7b --tensor 1 {FEW} --seq-len"
+    odd, even = (asked(f"{few} {length}", capsys)[1] for length in (99_990, 100_096))
+    assert (odd["seq_len"], even["seq_len"]) == (99_990, 100_096)
+    assert "--seq-len 99990" in odd["command"]
+    assert odd["ranked"][0]["degrees"] == even["ranked"][0]["degrees"]
+    assert odd["ranked"][0]["seconds"] == pytest.approx(even["ranked"][0]["seconds"])
+
+
 def test_sliding_windows_are_named(tmp_path, capsys):
     path = tmp_path / "config.json"
     small = dict(QWEN, num_hidden_layers=4, sliding_window=4096)
@@ -239,14 +249,15 @@ def test_sliding_windows_are_named(tmp_path, capsys):
         ({"model_type": "qwen3"}, None),
         ({"model_type": "qwen3", "use_sliding_window": True, "max_window_layers": 0}, 4096),
         ({"model_type": "qwen3", "use_sliding_window": True, "max_window_layers": 4}, None),
+        ({"model_type": "smollm3"}, None),
         ({"layer_types": ["full_attention"] * 4}, None),
     ):
         path.write_text(json.dumps(small | more))
         assert find_model(str(path)).window == window
     path.write_text(json.dumps(small | {"layer_types": ["sliding_attention", "full_attention"]}))
     assert find_model(str(path)).mixed
-    for kind in ("gemma2", "gemma3_text"):
-        path.write_text(json.dumps(small | {"model_type": kind}))
+    for kind in ("gemma2", "gemma3_text", "smollm3"):
+        path.write_text(json.dumps(small | {"model_type": kind, "use_sliding_window": True}))
         assert (find_model(str(path)).window, find_model(str(path)).mixed) == (None, True)
     path.write_text(json.dumps(small | {"model_type": "mistral"}))
     arguments = f"--nodes 1 --gpus-per-node 8 --gpu h100 --model {path} {FEW} --seq-len"

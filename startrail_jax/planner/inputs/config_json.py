@@ -178,13 +178,14 @@ def _type_of(settings: Mapping[str, Any]) -> str:
 def _window(settings: Mapping[str, Any], name: str, layers: int) -> tuple[int | None, bool]:
     """The sliding window of all layers, None if not all have one; and whether only some have."""
     window, types = settings.get("sliding_window"), settings.get("layer_types")
-    on_request = _type_of(settings).startswith("qwen")
+    on_request = _type_of(settings).startswith(("qwen", "smollm3"))
     if window is None or not settings.get("use_sliding_window", not on_request):
         return None, False
     _require_size(window, "sliding_window", name)
     if isinstance(types, list):
         sliding = sum("sliding" in str(kind) for kind in types)
-    elif _type_of(settings) in _MIXED:
+    elif _type_of(settings) in (*_MIXED, "smollm3"):
+        # Those layers of SmolLM3 have a window that have no rotary positions.
         return None, True
     else:
         # Qwen's layers have it from this one on.

@@ -21,10 +21,11 @@ import numpy as np
 from startrail_jax.errors import InputError
 from startrail_jax.planner.hardware import GPUS, Cluster, Gpu
 
-SMALL, LARGE = 1 << 10, 1 << 22
-"""Bytes of the messages by which latency and rate are measured."""
-_TOO_SHORT, _LARGER = 2e-3, 16
-"""If a large message takes fewer seconds than the first, one so many times larger is measured."""
+SMALL = 1 << 10
+"""Bytes of the message by which latency is measured."""
+LARGE = ((1 << 19, 0.1), (1 << 22, 2e-3), (1 << 26, 0.0))
+"""Bytes of the messages by which the rate is measured: the next one if a message takes fewer
+seconds than stand beside it."""
 _CHAIN, _LARGE_CHAIN = 16, 2
 """Messages, small or large, that a program sends one after another: the time to start the program
 does not count."""
@@ -105,11 +106,11 @@ def measure_cluster(
     if per_node > 1:
         inside = links.speed(_ring(per_node, len(nodes)))
         if per_node > 2:
-            start = links.start(inside.latency, per_node)
+            start = links.start(inside.latency + SMALL / inside.rate, per_node)
     if len(nodes) > 1:
         across, ports, half_duplex = _ports(links, per_node)
         if per_node == 1 and len(nodes) > 2:
-            start = links.start(across.latency, len(nodes))
+            start = links.start(across.latency + SMALL / across.rate, len(nodes))
     unmeasured = LinkSpeed(latency=0.0, rate=math.inf)
     inside, across = inside or across or unmeasured, across or unmeasured
     gpu = _kernels(links, head_dim, itemsize, causal)
@@ -168,13 +169,15 @@ class _Probe:
     def speed(self, pairs: Pairs) -> LinkSpeed:
         """Latency and rate of messages between some pairs at the same time."""
         latency = self._hop(pairs, SMALL)
-        size = LARGE
-        seconds = self._hop(pairs, size)
-        if seconds < _TOO_SHORT:
-            size *= _LARGER
+        size, seconds = SMALL, latency
+        for size, enough in LARGE:
             seconds = self._hop(pairs, size)
+            if seconds >= enough:
+                break
         # No link is infinitely fast, whatever the clock says.
-        return LinkSpeed(latency=latency, rate=(size - SMALL) / max(seconds - latency, 1e-9))
+        rate = (size - SMALL) / max(seconds - latency, 1e-9)
+        # On a slow link, the bytes of a short message are most of its time.
+        return LinkSpeed(latency=max(latency - SMALL / rate, 0.0), rate=rate)
 
     def start(self, hop: float, size: int) -> float:
         """Seconds that every collective takes on top of its steps.
