@@ -59,6 +59,8 @@ from trainer.task import SampleOptions
 from trainer.tasks import load_train_config
 
 WORDS, SENTENCES = "words", "sentences"
+PATIENCE_SECONDS = 10
+"""After which a cell is reported before its row is whole."""
 STAGES = {
     "short": "trained on short rows",
     "stretched": "with YaRN, not trained further",
@@ -108,6 +110,10 @@ class OfRun(Judging):
     source code of the Python standard library."""
     tokenizer: Path | None = None
     """A Hugging Face tokenizer.json. The default is that of the run."""
+    cases: int = 8
+    """Number of questions for each length and depth."""
+    needles: int = 4
+    """Number of needles in a haystack; one of them is asked for."""
     rope: RopeConfig = field(default_factory=RopeConfig)
     """Rotary positions. The defaults are those of the run."""
     zero: Literal[0, 3] = 0
@@ -146,7 +152,7 @@ class Small(Judging):
     """Folder for data and runs."""
     seq_len: int = 128
     """Number of tokens in the rows of the first training; the second has four times as many."""
-    steps: int = 500
+    steps: int = 600
     """Number of steps of the first training."""
     tuning_steps: int = 40
     """Number of steps of the second training."""
@@ -241,6 +247,8 @@ def judge(
                 wording.is_right(x, case.answers[0]) for x, case in zip(said, cases, strict=True)
             ]
             seconds = time.perf_counter() - begun
+            if seconds > PATIENCE_SECONDS:
+                session.note(f"{length:,} tokens, depth {depth:.2f}: {sum(right)} right")
             row.append(
                 Score(
                     stage=stage,
@@ -374,7 +382,9 @@ def report(scores: list[Score], options: Judging, figure: Path, results: Path) -
     figure, results = options.figure or figure, options.json or results
     for path in (figure, results):
         path.parent.mkdir(parents=True, exist_ok=True)
-    results.write_text(json.dumps([asdict(score) for score in scores], indent=1) + "\n")
+    results.write_text(
+        json.dumps([asdict(x) | {"share": x.share} for x in scores], indent=1) + "\n"
+    )
     draw(scores).savefig(figure)
     print(f"{results}\n{figure}: {figure.stat().st_size / 1e3:.0f} kB")
 

@@ -5,7 +5,7 @@ in a haystack and asks for the value of one of them, so that a model that rememb
 not right more often than by chance. The needle that is asked for lies at a given depth: 0 is the
 beginning of the haystack, and 1 its end, just before the question. The other needles lie anywhere.
 
-`Words` makes all of this from a vocabulary of some 100 words, each of which is one token, for a
+`Words` makes all of this from a vocabulary of 68 words, each of which is one token, for a
 model that is trained within minutes. `Sentences` hides sentences of plain English in a text, for
 models that can read.
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,10 +38,9 @@ HAY = (
 )
 NAMES = (
     *("Ada", "Ben", "Cleo", "Dan", "Eve", "Finn", "Gus", "Hana", "Ian", "Joy", "Kim", "Leo"),
-    *("Mia", "Nils", "Ola", "Pia", "Quin", "Rosa", "Sam", "Tess", "Uma", "Vera", "Will", "Xena"),
-    *("Yara", "Zoe", "Abel", "Bea", "Carl", "Dora", "Emil", "Faye"),
+    *("Mia", "Nils", "Ola", "Pia"),
 )
-NUMBERS = tuple(f"{number:02}" for number in range(32))
+NUMBERS = tuple(f"{number:02}" for number in range(16))
 CITIES = (
     *("Accra", "Bergen", "Cairo", "Dakar", "Edmonton", "Florence", "Geneva", "Havana"),
     *("Istanbul", "Jakarta", "Kyoto", "Lisbon", "Madrid", "Nairobi", "Oslo", "Prague"),
@@ -232,21 +231,11 @@ class Words(Wording):
         (folder / "chat_template.jinja").write_text(TEMPLATE)
         return path
 
-    def write_data(self, folder: Path, parts: dict[str, int], *, seed: int, **sizes: int) -> Path:
-        """Writes rows to train on: files of conversations, each of which fills a row.
-
-        Args:
-            folder: where to.
-            parts: number of conversations in each file, by its name.
-            seed: seed of all of them.
-            sizes: of `case`: length, needles and questions.
-        """
-        folder.mkdir(parents=True, exist_ok=True)
-        for number, (name, count) in enumerate(parts.items()):
-            rng = np.random.default_rng([seed, number])
-            lines = (json.dumps(self.conversation(self.case(rng, **sizes))) for _ in range(count))
-            (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
-        return folder
+    def write_rows(self, path: Path, cases: Iterable[Case]) -> None:
+        """Writes conversations to train on."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w") as file:
+            file.writelines(json.dumps(self.conversation(case)) + "\n" for case in cases)
 
 
 class Sentences(Wording):

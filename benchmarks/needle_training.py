@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.needle_haystack import Words
+import numpy as np
+
+from benchmarks.needle_haystack import Case, Words
 from trainer.config import MeshConfig
 from trainer.gpt.config import GPTTrainConfig
 from trainer.run.settings import flag_value
@@ -16,10 +19,12 @@ FACTOR = 4
 BASE_PER_TOKEN = 10_000 / 4096
 """Base of the rotary positions over the length of the first training, as in Llama 2. A model that
 sees so little of its longest wavelengths is lost at other lengths."""
-SHORT_ROWS, LONG_ROWS = 16, 4
+SHORT_ROWS, LONG_ROWS = 32, 8
 """Rows of a batch, in the first training and in the second."""
 MOST_ROWS, HELD_OUT_ROWS = 20_000, 64
 """Rows that are made for a training; more steps see them again."""
+EASY_CASES = 4
+"""Cases in a row of short ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,18 +48,38 @@ class Sizes:
 def write_data(words: Words, folder: Path, sizes: Sizes) -> None:
     """Writes tokenizer and rows of both trainings."""
     words.write_tokenizer(folder / "tokenizer")
-    for name, length, rows in (
-        ("short", sizes.length, sizes.steps * SHORT_ROWS),
-        ("long", FACTOR * sizes.length, sizes.tuning_steps * LONG_ROWS),
+    for name, length, easy, rows in (
+        ("short", sizes.length, True, sizes.steps * SHORT_ROWS),
+        ("long", FACTOR * sizes.length, False, sizes.tuning_steps * LONG_ROWS),
     ):
-        words.write_data(
-            folder / "data" / name,
-            {"train": min(rows, MOST_ROWS), "val": HELD_OUT_ROWS},
-            seed=sizes.seed,
-            length=length,
-            needles=sizes.needles,
-            questions=sizes.needles,
-        )
+        for part, count in (("train", min(rows, MOST_ROWS)), ("val", HELD_OUT_ROWS)):
+            rng = np.random.default_rng([sizes.seed, length, count])
+            cases = cases_of_rows(words, rng, count, length, sizes.needles, easy=easy)
+            words.write_rows(folder / "data" / name / f"{part}.jsonl", cases)
+
+
+def cases_of_rows(
+    words: Words, rng: np.random.Generator, rows: int, length: int, needles: int, *, easy: bool
+) -> Iterator[Case]:
+    """The cases that fill so many rows, with as many questions as needles.
+
+    Args:
+        words: the wording.
+        rng: random numbers.
+        rows: number of rows.
+        length: tokens in a row.
+        needles: needles in a case that fills a row.
+        easy: whether every other row has several short cases with few needles, which do not see
+            each other. From these a model learns within hundreds of steps to compare keys, and
+            from long ones within thousands.
+    """
+    few = max(2, (needles + 1) // 3)
+    for row in range(rows):
+        if easy and row % 2:
+            for _ in range(EASY_CASES):
+                yield words.case(rng, length=length // EASY_CASES, needles=few, questions=few)
+        else:
+            yield words.case(rng, length=length, needles=needles, questions=needles)
 
 
 def commands(
