@@ -27,19 +27,17 @@ standard library. `--wording words` is for runs that were made without `--run`.
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
 
 from benchmarks.needle_haystack import Case, Sentences, Wording, Words, spread
+from benchmarks.needle_report import Score, report
 from benchmarks.needle_training import (
     FACTOR,
     Sizes,
@@ -167,22 +165,6 @@ class Small(Judging):
             check_minimum(name, getattr(self, name), 1)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Score:
-    """How often a model was right at one length and depth."""
-
-    stage: str
-    length: int
-    depth: float
-    right: int
-    cases: int
-    seconds: float
-
-    @property
-    def share(self) -> float:
-        return self.right / self.cases
-
-
 def judge(
     run_dir: Path,
     config: GPTTrainConfig,
@@ -308,8 +290,11 @@ def judge_run(options: OfRun, config: GPTTrainConfig, distributed: Distributed) 
             zero=options.zero,
         )
         if session.is_first:
-            folder = options.run
-            report(scores, options, folder / "needle.png", folder / "needle.json")
+            report(
+                scores,
+                figure=options.figure or options.run / "needle.png",
+                results=options.json or options.run / "needle.json",
+            )
 
 
 def wording_of(options: OfRun, config: GPTTrainConfig, longest: int, note: Any) -> Wording:
@@ -374,41 +359,11 @@ def judge_small(options: Small, distributed: Distributed) -> None:
                 rope=yarn if name == "stretched" else None,
             )
     print("\nseconds: " + ", ".join(f"{name} {value:.0f}" for name, value in seconds.items()))
-    report(scores, options, Path("docs/needle.png"), folder / "needle.json")
-
-
-def report(scores: list[Score], options: Judging, figure: Path, results: Path) -> None:
-    """Writes the figure and the results."""
-    figure, results = options.figure or figure, options.json or results
-    for path in (figure, results):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    results.write_text(
-        json.dumps([asdict(x) | {"share": x.share} for x in scores], indent=1) + "\n"
+    report(
+        scores,
+        figure=options.figure or Path("docs/needle.png"),
+        results=options.json or folder / "needle.json",
     )
-    draw(scores).savefig(figure)
-    print(f"{results}\n{figure}: {figure.stat().st_size / 1e3:.0f} kB")
-
-
-def draw(scores: list[Score]) -> Figure:
-    """A heat map of lengths and depths for each stage."""
-    stages = list(dict.fromkeys(score.stage for score in scores))
-    lengths = sorted({score.length for score in scores})
-    depths = sorted({score.depth for score in scores})
-    figure = Figure(figsize=(2.6 + 2.4 * len(stages), 2.6), dpi=110, layout="constrained")
-    shares = {(score.stage, score.length, score.depth): score.share for score in scores}
-    panels = figure.subplots(1, len(stages), squeeze=False, sharey=True)[0]
-    for axes, stage in zip(panels, stages, strict=True):
-        grid = np.array([[shares[stage, x, depth] for x in lengths] for depth in depths])
-        image = axes.imshow(grid, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
-        for (row, column), share in np.ndenumerate(grid):
-            axes.text(column, row, f"{share:.0%}", ha="center", va="center", fontsize=7)
-        axes.set_title(stage, fontsize=9)
-        axes.set_xticks(range(len(lengths)), map(show_count, lengths))
-        axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
-        axes.set_xlabel("tokens")
-    panels[0].set_ylabel("depth of the needle")
-    figure.colorbar(image, ax=panels, label="answers that are right", format=PercentFormatter(1))
-    return figure
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -36,7 +36,7 @@ class Sizes:
     steps: int
     tuning_steps: int
     needles: int
-    """Needles in a row, all of which are asked for."""
+    """Needles in a case that fills a row, which has as many questions."""
     seed: int
 
     @property
@@ -70,8 +70,7 @@ def cases_of_rows(
         length: tokens in a row.
         needles: needles in a case that fills a row.
         easy: whether every other row has several short cases with few needles, which do not see
-            each other. From these a model learns within hundreds of steps to compare keys, and
-            from long ones within thousands.
+            each other. They teach a model to compare keys, which long cases alone teach slowly.
     """
     few = max(2, (needles + 1) // 3)
     for row in range(rows):
@@ -132,6 +131,7 @@ def train_as(flags: list[str]) -> GPTTrainConfig:
     from train import read_command_line, train
 
     config = read_command_line(flags).settings
+    assert isinstance(config, GPTTrainConfig), "the flags are those of a GPT"
     if train(config).validation is None:
         sys.exit("interrupted; the same command goes on")
     return config

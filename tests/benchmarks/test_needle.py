@@ -8,8 +8,9 @@ import pytest
 
 import train
 from benchmarks import needle
-from benchmarks.needle import OfRun, Score, answers, draw, report, wording_of
+from benchmarks.needle import OfRun, answers, wording_of
 from benchmarks.needle_haystack import HAY, NAMES, NUMBERS, Sentences, Words, spread
+from benchmarks.needle_report import Score, draw, report
 from benchmarks.needle_training import (
     EASY_CASES,
     FACTOR,
@@ -156,8 +157,7 @@ def test_report_writes_every_share_and_a_figure(tmp_path):
         for length in (128, 4096)
         for depth in spread(2)
     ]
-    options = needle.Small(folder=tmp_path)
-    report(scores, options, tmp_path / "figure.png", tmp_path / "needle.json")
+    report(scores, figure=tmp_path / "figure.png", results=tmp_path / "needle.json")
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
     found = json.loads((tmp_path / "needle.json").read_text())
     assert len(found) == 8
