@@ -318,7 +318,7 @@ def wording_of(options: OfRun, config: GPTTrainConfig, longest: int, note: Any) 
     return Words()
 
 
-def judge_small(options: Small, distributed: Distributed) -> None:
+def judge_small(options: Small) -> None:
     """Trains the tiny model in both ways, judges all stages, and writes figure and results."""
     from trainer.session import joined
 
@@ -347,7 +347,7 @@ def judge_small(options: Small, distributed: Distributed) -> None:
     for name, stage in STAGES.items():
         config = configs.get(name, configs["short"])
         kind = f"a run of kind {config.kind}"
-        with joined(distributed, options, kind=kind, call=config.attention_call) as session:
+        with joined(Distributed(), options, kind=kind, call=config.attention_call) as session:
             scores += judge(
                 config.run_dir,
                 config,
@@ -372,7 +372,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     prog, run = "benchmarks/needle.py", _run_of(arguments)
     if run is None:
         command = parse(arguments, default=Small(), prog=prog, description=__doc__)
-        judge_small(command.settings, command.distributed)
+        if command.distributed != Distributed():
+            raise InputError(
+                "The tiny model is trained by one process; got flags --distributed without --run. "
+                "Leave them out."
+            )
+        judge_small(command.settings)
         return
     path = run / CONFIG_FILE
     if not path.is_file():

@@ -308,4 +308,4 @@ class Sentences(Wording):
 
 def spread(count: int) -> Sequence[float]:
     """So many depths from 0 to 1; the middle for one."""
-    return [0.5] if count == 1 else np.linspace(0, 1, count).tolist()
+    return [0.5] if count == 1 else [i / (count - 1) for i in range(count)]

@@ -52,8 +52,9 @@ def write_data(words: Words, folder: Path, sizes: Sizes) -> None:
         ("short", sizes.length, True, sizes.steps * SHORT_ROWS),
         ("long", FACTOR * sizes.length, False, sizes.tuning_steps * LONG_ROWS),
     ):
-        for part, count in (("train", min(rows, MOST_ROWS)), ("val", HELD_OUT_ROWS)):
-            rng = np.random.default_rng([sizes.seed, length, count])
+        counts = {"train": min(rows, MOST_ROWS), "val": HELD_OUT_ROWS}
+        for number, (part, count) in enumerate(counts.items()):
+            rng = np.random.default_rng([sizes.seed, length, count, number])
             cases = cases_of_rows(words, rng, count, length, sizes.needles, easy=easy)
             words.write_rows(folder / "data" / name / f"{part}.jsonl", cases)
 

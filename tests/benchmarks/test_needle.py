@@ -187,6 +187,8 @@ def test_what_cannot_be_asked_is_refused(tmp_path):
 def test_options_that_do_not_fit_a_run_are_refused(tmp_path, capsys):
     with pytest.raises(InputError, match="--run must be the folder of a run"):
         needle.main(["--run", str(tmp_path)])
+    with pytest.raises(InputError, match="trained by one process; got flags --distributed"):
+        needle.main(["--distributed"])
     config = gpt_tiny()
     save_config(config, tmp_path / "config.json")
     with pytest.raises(InputError, match="lengths must be a positive whole number; got 'many'"):
