@@ -303,9 +303,9 @@ def wording_of(options: OfRun, config: GPTTrainConfig, longest: int, note: Any) 
     Raises:
         ValueError: if the model has no text, another vocabulary, or the haystack is too short.
     """
-    from trainer.gpt.sample import tokenizer_of_run
-
     if options.wording == SENTENCES:
+        from trainer.gpt.sample import tokenizer_of_run
+
         path = options.tokenizer or config.data.tokenizer
         tokenizer = tokenizer_of_run(options.run, config, path, note=note)
         return Sentences(tokenizer, options.haystack, longest=longest)
