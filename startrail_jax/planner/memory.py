@@ -29,7 +29,7 @@ FLOAT32 = 4
 Amount = Any
 """An integer, or an array of them: one for each setting."""
 
-LAYER, LOSS = "a layer's backward pass", "the loss"
+FORWARD, LOSS, LAYER = "a layer's forward pass", "the loss", "a layer's backward pass"
 """Phases of a step, which do not run at the same time."""
 
 
@@ -50,6 +50,9 @@ class StepSizes:
     """Whether they also save the units that attention has gathered."""
     head_chunks: int = 1
     """Number of parts in which a device attends its heads."""
+    causal: bool = True
+    """Whether a token attends to earlier tokens only, so that a unit may need several kernel calls,
+    whose results are added up in float32."""
     offload: bool
     """Whether they save to the host's memory."""
     accumulation: int
@@ -89,6 +92,9 @@ class StepSizes:
     """Elements of all weights when ZeRO has gathered them."""
     layer_elements: Amount
     """Elements of the weights of one layer when ZeRO has gathered them."""
+    moved_elements: Amount = 0
+    """Elements of the weights of all layers, when ZeRO has gathered them, that it splits along
+    another dimension than their first. A collective joins shards along the first one."""
     frozen_elements: Amount = 0
     """Elements of `whole_elements` that have no gradient."""
     frozen_layer_elements: Amount = 0
@@ -202,14 +208,19 @@ def _parts(sizes: StepSizes) -> Iterator[Part]:
     yield Part(name="batch", size=sizes.batch_bytes)
     whole = sizes.whole_elements - sizes.frozen_elements
     summed = FLOAT32 * (sizes.shard_elements if sizes.zero >= 2 else whole)
-    yield Part(name="gradients", size=summed)
+    # The sums of several parts of a batch exist from the first part on.
+    yield Part(name="gradients", size=summed, phase=LAYER if sizes.accumulation == 1 else None)
     if sizes.accumulation > 1:
         yield Part(name="gradients of one part", size=summed, exact=False)
     yield _saved(sizes)
     yield from _gathered_and_summed(sizes)
-    inner = 6 * sizes.stream + np.maximum(_chunked_attention_bytes(sizes), _mlp_bytes(sizes))
+    attention = _of_chunks(sizes, _attention_bytes(sizes))
+    inner = 6 * sizes.stream + np.maximum(attention, _mlp_bytes(sizes))
     yield Part(name="attention or MLP", size=inner, exact=False, phase=LAYER)
     yield Part(name="outputs and loss", size=_loss_bytes(sizes), exact=False, phase=LOSS)
+    if sizes.zero in (1, 2):
+        inner = 4 * sizes.stream + _of_chunks(sizes, _forward_attention_bytes(sizes))
+        yield Part(name="attention", size=inner, exact=False, phase=FORWARD)
 
 
 def _saved(sizes: StepSizes) -> Part:
@@ -239,11 +250,17 @@ def _saved(sizes: StepSizes) -> Part:
 
 def _gathered_and_summed(sizes: StepSizes) -> Iterator[Part]:
     """Weights in the type in which they are used, and float32 gradients until they are summed."""
+    mlp = _mlp_elements(sizes)
     if sizes.zero in (1, 2):
         yield Part(name="weights, as used", size=sizes.itemsize * sizes.whole_elements)
+        # A collective puts shards one after another. XLA brings them in order once, for all layers,
+        # and keeps both until the backward pass of the last layer, which it takes out of the loop.
+        moved = sizes.itemsize * sizes.moved_elements
+        for phase in (FORWARD, LOSS):
+            yield Part(name="weights, moved", size=moved, exact=False, phase=phase)
     else:
-        # At level 3 the weights of a layer are gathered while the layer before computes.
-        used = sizes.itemsize * sizes.layer_elements * (sizes.period + (1 if sizes.zero else 0))
+        # The weights of the MLP are used up when attention runs: `_mlp_bytes` has them.
+        used = sizes.itemsize * (sizes.layer_elements * sizes.period - mlp)
         yield Part(name="weights of layers, as used", size=used, exact=False, phase=LAYER)
     if sizes.loops > 1:
         # Each loop goes over a part of the stacked weights, which is a copy.
@@ -251,12 +268,15 @@ def _gathered_and_summed(sizes: StepSizes) -> Iterator[Part]:
         if sizes.zero in (1, 2):
             copied = sizes.itemsize * sizes.layers * sizes.layer_elements
         yield Part(name="weights of layers, for each loop", size=copied, exact=False)
-    # From level 2 on, the gradients of a layer are summed while the next layer computes.
+    # From level 2 on, the gradients of a layer are summed while the next layer computes, of which
+    # those of the MLP are there when attention runs.
     trained = sizes.layer_elements - sizes.frozen_layer_elements
-    size = FLOAT32 * trained * (sizes.period + (1 if sizes.zero >= 2 else 0))
+    pending = mlp * trained // sizes.layer_elements if sizes.zero >= 2 else 0
+    size = FLOAT32 * (trained * sizes.period + pending)
     yield Part(name="gradients of layers, whole", size=size, exact=False, phase=LAYER)
-    if sizes.zero >= 2:
-        for name, (elements, phase) in sizes.vocabularies.items():
+    for name, (elements, phase) in sizes.vocabularies.items():
+        # At lower levels, "gradients" has them too.
+        if sizes.zero >= 2 or phase == LOSS:
             size = FLOAT32 * elements
             yield Part(name=f"gradient of {name}, whole", size=size, exact=False, phase=phase)
 
@@ -279,17 +299,25 @@ def _unit_elements(
     return query, key_shares * sizes.tokens * keys * sizes.head_dim
 
 
-def _chunked_attention_bytes(sizes: StepSizes) -> Amount:
-    """The backward pass of one attention, of a part of the heads at a time.
+def _of_chunks(sizes: StepSizes, attention: Amount) -> Amount:
+    """One pass of an attention that needs so much for all heads, for a part of them at a time.
 
     Beside it there are the units of the next part, and copies of what is cut and joined: of query,
     key, value, output and their gradients, half at a time, since what is used up is freed.
     """
     if sizes.head_chunks == 1:
-        return _attention_bytes(sizes)
+        return attention
     following = _unit_bytes(sizes, sizes.degrees.team, sizes.degrees.group)
     cut = _unit_bytes(sizes, 2, 1)
-    return (_attention_bytes(sizes) + following) // sizes.head_chunks + cut
+    return (attention + following) // sizes.head_chunks + cut
+
+
+def _forward_attention_bytes(sizes: StepSizes) -> Amount:
+    """The forward pass of one attention: units, what arrives, and up to four partial outputs."""
+    ring = sizes.degrees.ring
+    query, key = _unit_elements(sizes, sizes.degrees.team, sizes.degrees.group)
+    held = np.where(ring > 1, 2, 1)
+    return sizes.itemsize * ((1 + np.minimum(ring, 4)) * query + 2 * held * key)
 
 
 def _attention_bytes(sizes: StepSizes) -> Amount:
@@ -307,9 +335,18 @@ def _attention_bytes(sizes: StepSizes) -> Amount:
     travels = np.where(queries_travel, query, 2 * key)
     stays = np.where(queries_travel, 2 * key, query)
     sums = FLOAT32 * (2 * stays + travels)
+    # A full mask takes one kernel call, and two rounds give two results each, which are added up
+    # when the query unit and its gradient, and the key unit, are no longer needed.
+    twice = itemsize * (3 * query + 2 * key) + 2 * results
+    adding = gathered + sums if sizes.causal else twice
     in_flight = 2 * itemsize * np.where(queries_travel, query, key)
     turning = gathered + in_flight + results + sums + FLOAT32 * travels
-    return np.select([degrees.ring == 1, degrees.ring == 2], [alone, gathered + sums], turning)
+    return np.select([degrees.ring == 1, degrees.ring == 2], [alone, adding], turning)
+
+
+def _mlp_elements(sizes: StepSizes) -> Amount:
+    """Elements of the matrices of one MLP on a device."""
+    return sizes.mlp_matrices * sizes.width * (sizes.mlp_width // sizes.degrees.tensor)
 
 
 def _mlp_bytes(sizes: StepSizes) -> Amount:
@@ -317,14 +354,18 @@ def _mlp_bytes(sizes: StepSizes) -> Amount:
     tile = np.minimum(sizes.tile, sizes.tokens)
     hidden = sizes.mlp_width // sizes.degrees.tensor
     activations = 2 * sizes.mlp_matrices * tile * hidden * sizes.itemsize
-    weights = sizes.mlp_matrices * sizes.width * hidden * FLOAT32
-    return activations + np.where(tile < sizes.tokens, weights, 0)
+    weights = _mlp_elements(sizes)
+    used = 0 if sizes.zero in (1, 2) else sizes.itemsize * weights
+    return activations + used + np.where(tile < sizes.tokens, FLOAT32 * weights, 0)
 
 
 def _loss_bytes(sizes: StepSizes) -> Amount:
-    """Outputs and their float32 gradient, one tile at a time, and the weights of the head."""
+    """Outputs and their gradient, one tile at a time, and the head as it is used.
+
+    The gradient of the outputs is rounded to the type of the activations for two products.
+    """
     tokens = sizes.tokens // sizes.degrees.tensor
     tile = np.minimum(sizes.tile, tokens)
-    outputs = 2 * tile * sizes.outputs * FLOAT32
-    head = sizes.outputs * sizes.width * FLOAT32
-    return outputs + np.where(tile < tokens, head, 0) + 4 * sizes.stream
+    outputs = tile * sizes.outputs * (FLOAT32 + sizes.itemsize)
+    head = 0 if sizes.zero in (1, 2) else sizes.outputs * sizes.width * sizes.itemsize
+    return outputs + head + 4 * sizes.stream
