@@ -208,8 +208,10 @@ def _parts(sizes: StepSizes) -> Iterator[Part]:
     yield Part(name="batch", size=sizes.batch_bytes)
     whole = sizes.whole_elements - sizes.frozen_elements
     summed = FLOAT32 * (sizes.shard_elements if sizes.zero >= 2 else whole)
-    # The sums of several parts of a batch exist from the first part on.
-    yield Part(name="gradients", size=summed, phase=LAYER if sizes.accumulation == 1 else None)
+    # Whole gradients arise in the backward pass, unless they are sums over parts of a batch. The
+    # shards of sums begin as zeros, which XLA sets up early.
+    late = sizes.zero < 2 and sizes.accumulation == 1
+    yield Part(name="gradients", size=summed, phase=LAYER if late else None)
     if sizes.accumulation > 1:
         yield Part(name="gradients of one part", size=summed, exact=False)
     yield _saved(sizes)
@@ -254,8 +256,9 @@ def _gathered_and_summed(sizes: StepSizes) -> Iterator[Part]:
     if sizes.zero in (1, 2):
         yield Part(name="weights, as used", size=sizes.itemsize * sizes.whole_elements)
         # A collective puts shards one after another. XLA brings them in order once, for all layers,
-        # and keeps both until the backward pass of the last layer, which it takes out of the loop.
-        moved = sizes.itemsize * sizes.moved_elements
+        # and keeps both until the backward pass of the last layer, which it takes out of the loop
+        # over layers; it does not where that is itself in a loop.
+        moved = sizes.itemsize * sizes.moved_elements if sizes.accumulation == 1 else 0
         for phase in (FORWARD, LOSS):
             yield Part(name="weights, moved", size=moved, exact=False, phase=phase)
     else:
