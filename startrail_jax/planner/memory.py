@@ -230,11 +230,19 @@ def _saved(sizes: StepSizes) -> Part:
     name, tensor = "saved for the backward pass", sizes.degrees.tensor
     if sizes.remat == "none":
         # Compiled programs save float32 arrays of norms, rotation and residuals, 16-bit operands of
-        # products, and six arrays of the MLP's hidden channels.
+        # products, and six arrays of the MLP's hidden channels. A tile of the MLP saves its input
+        # alone. At level 3 a policy names what is saved, more than a derivative needs; below, that
+        # is float32 copies of the weights too.
         hidden = sizes.tokens * sizes.mlp_width // tensor * sizes.itemsize
-        tiled = (sizes.tile < sizes.tokens) & (sizes.zero < 3)
-        streams = 9 * FLOAT32 // sizes.itemsize + 4
-        layer = streams * sizes.stream + np.where(tiled, 0, 6 * hidden)
+        if sizes.zero == 3:
+            wide, narrow, weights = 9, 4, 0
+        else:
+            tiled = sizes.tile < sizes.tokens
+            wide, narrow = np.where(tiled, 3, 6), np.where(tiled, 4, 5)
+            hidden = np.where(tiled, 0, hidden)
+            weights = FLOAT32 * sizes.layer_elements
+        streams = wide * FLOAT32 // sizes.itemsize + narrow
+        layer = streams * sizes.stream + 6 * hidden + weights
         if sizes.keep_gathered:
             # In place of the shards.
             layer += _unit_bytes(sizes, sizes.degrees.team - 1, sizes.degrees.group - 1)
