@@ -213,7 +213,7 @@ def _parts(sizes: StepSizes) -> Iterator[Part]:
     late = sizes.zero < 2 and sizes.accumulation == 1
     yield Part(name="gradients", size=summed, phase=LAYER if late else None)
     if sizes.accumulation > 1:
-        yield Part(name="gradients of one part", size=summed, exact=False)
+        yield Part(name="gradients of one part", size=summed, exact=False, phase=LAYER)
     yield _saved(sizes)
     yield from _gathered_and_summed(sizes)
     attention = _of_chunks(sizes, _attention_bytes(sizes))
@@ -371,12 +371,9 @@ def _mlp_bytes(sizes: StepSizes) -> Amount:
 
 
 def _loss_bytes(sizes: StepSizes) -> Amount:
-    """Outputs and their gradient, one tile at a time, and the head as it is used.
-
-    The gradient of the outputs is rounded to the type of the activations for two products.
-    """
+    """Outputs and their float32 gradient, one tile at a time, and the head as it is used."""
     tokens = sizes.tokens // sizes.degrees.tensor
     tile = np.minimum(sizes.tile, tokens)
-    outputs = tile * sizes.outputs * (FLOAT32 + sizes.itemsize)
+    outputs = 2 * tile * sizes.outputs * FLOAT32
     head = 0 if sizes.zero in (1, 2) else sizes.outputs * sizes.width * sizes.itemsize
     return outputs + head + 4 * sizes.stream
