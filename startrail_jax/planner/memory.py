@@ -232,17 +232,18 @@ def _saved(sizes: StepSizes) -> Part:
         # Compiled programs save float32 arrays of norms, rotation and residuals, 16-bit operands of
         # products, and six arrays of the MLP's hidden channels. A tile of the MLP saves its input
         # alone. At level 3 a policy names what is saved, more than a derivative needs; below, that
-        # is float32 copies of the weights too.
+        # is query, key, value, output and float32 copies of the weights too.
         hidden = sizes.tokens * sizes.mlp_width // tensor * sizes.itemsize
         if sizes.zero == 3:
-            wide, narrow, weights = 9, 4, 0
+            layer = (9 * FLOAT32 // sizes.itemsize + 4) * sizes.stream + 6 * hidden
         else:
             tiled = sizes.tile < sizes.tokens
-            wide, narrow = np.where(tiled, 3, 6), np.where(tiled, 4, 5)
-            hidden = np.where(tiled, 0, hidden)
-            weights = FLOAT32 * sizes.layer_elements
-        streams = wide * FLOAT32 // sizes.itemsize + narrow
-        layer = streams * sizes.stream + 6 * hidden + weights
+            wide = np.where(tiled, 3, 6) * FLOAT32 // sizes.itemsize
+            # What is exchanged, or joined from parts, is saved before and after.
+            outs = np.where((sizes.degrees.head > 1) | (sizes.head_chunks > 1), 2, 1)
+            layer = (wide + 3) * sizes.stream + np.where(tiled, 0, 6 * hidden)
+            layer += _shard_bytes(sizes, 1 + outs, 1)
+            layer += FLOAT32 * sizes.layer_elements
         if sizes.keep_gathered:
             # In place of the shards.
             layer += _unit_bytes(sizes, sizes.degrees.team - 1, sizes.degrees.group - 1)
@@ -290,6 +291,13 @@ def _gathered_and_summed(sizes: StepSizes) -> Iterator[Part]:
         if sizes.zero >= 2 or phase == LOSS:
             size = FLOAT32 * elements
             yield Part(name=f"gradient of {name}, whole", size=size, exact=False, phase=phase)
+
+
+def _shard_bytes(sizes: StepSizes, queries: Amount, pairs: Amount) -> Amount:
+    """Bytes of so many arrays like a device's query, and so many pairs of key and value."""
+    tensor = sizes.degrees.tensor
+    heads = queries * (sizes.heads // tensor) + 2 * pairs * np.maximum(sizes.kv_heads // tensor, 1)
+    return sizes.tokens * heads * sizes.head_dim * sizes.itemsize
 
 
 def _unit_bytes(sizes: StepSizes, query_shares: Amount, key_shares: Amount) -> Amount:
@@ -351,6 +359,10 @@ def _attention_bytes(sizes: StepSizes) -> Amount:
     twice = itemsize * (3 * query + 2 * key) + 2 * results
     adding = gathered + sums if sizes.causal else twice
     in_flight = 2 * itemsize * np.where(queries_travel, query, key)
+    if itemsize == FLOAT32:
+        # Kernels of 16 bits give results of their own; the loop over tiles adds to what stays.
+        results, sums = itemsize * travels, FLOAT32 * (stays + travels)
+        adding = gathered + in_flight + results + sums
     turning = gathered + in_flight + results + sums + FLOAT32 * travels
     return np.select([degrees.ring == 1, degrees.ring == 2], [alone, adding], turning)
 
