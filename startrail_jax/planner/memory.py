@@ -53,6 +53,8 @@ class StepSizes:
     causal: bool = True
     """Whether a token attends to earlier tokens only, so that a unit may need several kernel calls,
     whose results are added up in float32."""
+    qk_norm: bool = False
+    """Whether the heads of queries and keys are normalised."""
     offload: bool
     """Whether they save to the host's memory."""
     accumulation: int
@@ -217,6 +219,9 @@ def _parts(sizes: StepSizes) -> Iterator[Part]:
     yield _saved(sizes)
     yield from _gathered_and_summed(sizes)
     attention = _of_chunks(sizes, _attention_bytes(sizes))
+    if sizes.qk_norm:
+        # What the norms took: the query as it was projected, and the key in float32.
+        attention += _shard_bytes(sizes, 1, FLOAT32 / sizes.itemsize / 2)
     inner = 6 * sizes.stream + np.maximum(attention, _mlp_bytes(sizes))
     yield Part(name="attention or MLP", size=inner, exact=False, phase=LAYER)
     yield Part(name="outputs and loss", size=_loss_bytes(sizes), exact=False, phase=LOSS)

@@ -60,6 +60,7 @@ def step_sizes(config: TrainConfig, objective: Objective, degrees: Degrees) -> S
         keep_gathered=config.attention.keep_gathered,
         head_chunks=config.attention.head_chunks,
         causal=objective.causal,
+        qk_norm=getattr(model, "qk_norm", False),
         offload=config.offload,
         accumulation=config.accumulation,
         tile=config.tile or tokens,
