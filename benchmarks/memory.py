@@ -6,6 +6,7 @@
     python benchmarks/memory.py --recipes gpt_8b_gqa --target h100 --devices 32 --seq-len 262144 \\
         --mesh.team 2 --rows recipe --details
     python benchmarks/memory.py --arithmetic                  # compiles nothing
+    python benchmarks/memory.py --random 20 --seed 0          # settings drawn at random
 
 Each row is a recipe of configs/ with its own settings, or with the changes that the row names. The
 mesh is the one that train.py takes for that recipe, for these flags and so many devices; a row that
@@ -28,26 +29,22 @@ from __future__ import annotations
 
 import argparse
 import re
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import jax
 
-import startrail_jax as st
-from benchmarks.deviceless import gpu_topology, target_names
+from benchmarks.compiled_step import Reading, Row, formula_of, read
+from benchmarks.deviceless import target_names
+from benchmarks.memory_drawn import drawn
 from configs import RECIPES
 from startrail_jax.errors import UserError
 from startrail_jax.mesh import Degrees
 from startrail_jax.planner.memory import GIB, Footprint
 from trainer.config import MeshConfig, TrainConfig
-from trainer.gpt.config import GPTTrainConfig
+from trainer.gpt.config import GPTTrainConfig, LoraConfig
 from trainer.parallel.degrees import choose_degrees
-from trainer.parallel.step import Program, make_attention
-from trainer.parallel.step_sizes import footprint
 from trainer.run.exit import exit_on_user_errors
-from trainer.tasks import TASKS
 
 GPU_GIB = {"a100": 40, "h100": 80, "h200": 141}
 """Memory of the GPUs that recipes are compared with: of A100 the smaller one."""
@@ -66,32 +63,13 @@ HARDWARE = {
 }
 
 
-@dataclass(frozen=True)
-class Row:
-    """A recipe, and what differs from it."""
-
-    name: str
-    config: TrainConfig
-    donate: bool = True
-    """Whether the step may use the memory of the old state for the new one."""
-
-
-@dataclass(frozen=True)
-class Reading:
-    """What XLA says of a compiled step, in bytes of one device."""
-
-    arguments: int
-    temporary: int
-    host: int
-    peak: int
-    seconds: float
-    """To lower and to compile."""
-
-
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     jax.config.update("jax_platforms", "cpu")
     print(f"jax {jax.__version__}; GiB of one device")
+    if args.random:
+        compare_drawn(args.random, args.seed, compiles=not args.arithmetic, details=args.details)
+        return
     for recipe in args.recipes:
         target, num_devices = HARDWARE[recipe]
         target, num_devices = args.target or target, args.devices or num_devices
@@ -99,7 +77,7 @@ def main(argv: list[str] | None = None) -> None:
         degrees = choose_degrees(
             replace(config.mesh, **args.mesh), num_devices, config.attention_call
         )
-        named = ", ".join(f"{name} {n}" for name, n in vars(degrees).items() if n > 1)
+        named = describe(degrees)
         if args.seq_len is not None:
             if not isinstance(config, GPTTrainConfig):
                 raise SystemExit(f"--seq-len is for GPTs; got recipe {recipe}. Leave it out.")
@@ -110,15 +88,42 @@ def main(argv: list[str] | None = None) -> None:
             if not re.search(args.rows, row.name):
                 continue
             try:
-                formula = formula_of(row, degrees)
+                formula = formula_of(row.config, degrees)
             except UserError as error:
                 print(f"{row.name:<32}train.py refuses it: {error}")
                 continue
-            reading = None if args.arithmetic else read(row, degrees, target, num_devices)
+            reading = None if args.arithmetic else read(row, degrees, target)
             print(line(row, formula, reading, GPU_GIB[target]), flush=True)
             if args.details:
                 print(formula.table())
     print("\nnext: python train.py RECIPE with the flags of a row that fits, on those devices")
+
+
+def compare_drawn(count: int, seed: int, *, compiles: bool, details: bool) -> None:
+    """Prints peak and formula of runs that are drawn at random, and how far they are apart."""
+    print(f"\n{count} runs drawn with seed {seed}, on H100s")
+    print(f"{'':>4}{'peak':>8}{'formula':>9}{'apart':>8}  mesh; model and settings")
+    errors = []
+    for number, (row, degrees) in enumerate(drawn(count, seed), 1):
+        formula = formula_of(row.config, degrees)
+        estimate = formula.device_bytes
+        if compiles:
+            peak = read(row, degrees, "h100").peak
+            errors.append(abs(estimate / peak - 1))
+            columns = f"{peak / GIB:>8.2f}{estimate / GIB:>9.2f}{estimate / peak - 1:>+8.1%}"
+        else:
+            columns = f"{'':>8}{estimate / GIB:>9.2f}{'':>8}"
+        print(f"{number:>4}{columns}  {describe(degrees)}; {row.name}", flush=True)
+        if details:
+            print(formula.table())
+    if errors:
+        near = sum(error <= 0.1 for error in errors)
+        print(f"{near} of {count} within 10 %, the furthest {max(errors):.1%} apart")
+
+
+def describe(degrees: Degrees) -> str:
+    """The degrees above 1."""
+    return ", ".join(f"{name} {n}" for name, n in vars(degrees).items() if n > 1)
 
 
 def rows(config: TrainConfig) -> Iterator[Row]:
@@ -141,45 +146,8 @@ def rows(config: TrainConfig) -> Iterator[Row]:
     yield Row("2 sequences, accumulation 2", replace(two, accumulation=2))
     yield Row("float32", replace(config, model=replace(config.model, dtype="float32")))
     yield Row("without donation", config, donate=False)
-
-
-def read(row: Row, degrees: Degrees, target: str, num_devices: int) -> Reading:
-    """Compiles a row's step for `num_devices` of a GPU."""
-    start = time.perf_counter()
-    compiled = lowered_step(row, degrees, gpu_topology(target, num_devices).devices).compile()
-    memory: Any = compiled.memory_analysis()
-    return Reading(
-        arguments=memory.argument_size_in_bytes,
-        temporary=memory.temp_size_in_bytes,
-        host=memory.host_temp_size_in_bytes,
-        # Where more waits on the host than on the device, XLA's peak is that of the host.
-        peak=min(
-            memory.peak_memory_in_bytes,
-            memory.argument_size_in_bytes
-            + memory.output_size_in_bytes
-            - memory.alias_size_in_bytes
-            + memory.temp_size_in_bytes,
-        ),
-        seconds=time.perf_counter() - start,
-    )
-
-
-def lowered_step(row: Row, degrees: Degrees, devices: list[Any]) -> Any:
-    """The whole training step of a row, lowered for `devices`."""
-    mesh = st.make_mesh(degrees, axis_type="auto", devices=devices)
-    objective = TASKS[row.config.kind].make_objective(row.config)
-    program = Program(row.config, make_attention(mesh, row.config, objective), objective)
-    step: Any = program.train_step
-    if not row.donate:
-        shardings = jax.tree.map(lambda x: x.sharding, program.state_shapes)
-        options = st.compiler_options(mesh)
-        step = jax.jit(step.__wrapped__, out_shardings=(shardings, None), compiler_options=options)
-    return step.lower(program.state_shapes, program.batch_shapes)
-
-
-def formula_of(row: Row, degrees: Degrees) -> Footprint:
-    """The estimate for a row; raises what train.py would raise on such a mesh."""
-    return footprint(row.config, TASKS[row.config.kind].make_objective(row.config), degrees)
+    if isinstance(config, GPTTrainConfig):
+        yield Row("lora of rank 16", replace(config, lora=LoraConfig(rank=16)))
 
 
 def line(row: Row, formula: Footprint, reading: Reading | None, gpu_gib: float) -> str:
@@ -210,6 +178,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     for role in MeshConfig().degrees:
         help_text = "degree of parallelism; by default that of train.py"
         parser.add_argument(f"--mesh.{role}", dest=role, type=int, help=help_text)
+    parser.add_argument("--random", type=int, metavar="N", help="so many drawn runs, no recipes")
+    parser.add_argument("--seed", type=int, default=0, help="seed of these runs")
     parser.add_argument("--arithmetic", action="store_true", help="the formula alone")
     parser.add_argument("--details", action="store_true", help="parts of the formula")
     args = parser.parse_args(argv)

@@ -3,8 +3,8 @@
 Exact, to the byte, are the state (weights and optimizer), the batch, the gradients that the step
 sums, and what layers save for the backward pass with a `remat` other than "none". The rest is an
 estimate: what a layer holds while its backward pass runs, or the loss, whichever is more, and the
-weights and gradients that are being gathered and summed. Whole steps that were compiled for GPUs in
-bfloat16 took 0.75 to 1.3 of the sum; `benchmarks/memory.py` prints both.
+weights and gradients that are being gathered and summed. Whole steps compiled for GPUs, of recipes
+and of settings drawn at random, took 0.91 to 1.15 of the sum; `benchmarks/memory.py` prints both.
 
 This module is arithmetic, also on NumPy arrays: degrees, and all that depends on them, may have an
 element for each setting. `trainer/parallel/step_sizes.py` finds the sizes of a run.
@@ -29,7 +29,7 @@ FLOAT32 = 4
 Amount = Any
 """An integer, or an array of them: one for each setting."""
 
-LAYER, LOSS = "a layer's backward pass", "the loss"
+FORWARD, LOSS, LAYER = "a layer's forward pass", "the loss", "a layer's backward pass"
 """Phases of a step, which do not run at the same time."""
 
 
@@ -50,6 +50,11 @@ class StepSizes:
     """Whether they also save the units that attention has gathered."""
     head_chunks: int = 1
     """Number of parts in which a device attends its heads."""
+    causal: bool = True
+    """Whether a token attends to earlier tokens only, so that a unit may need several kernel calls,
+    whose results are added up in float32."""
+    qk_norm: bool = False
+    """Whether the heads of queries and keys are normalised."""
     offload: bool
     """Whether they save to the host's memory."""
     accumulation: int
@@ -89,6 +94,9 @@ class StepSizes:
     """Elements of all weights when ZeRO has gathered them."""
     layer_elements: Amount
     """Elements of the weights of one layer when ZeRO has gathered them."""
+    moved_elements: Amount = 0
+    """Elements of the weights of all layers, when ZeRO has gathered them, that it splits along
+    another dimension than their first. A collective joins shards along the first one."""
     frozen_elements: Amount = 0
     """Elements of `whole_elements` that have no gradient."""
     frozen_layer_elements: Amount = 0
@@ -202,14 +210,24 @@ def _parts(sizes: StepSizes) -> Iterator[Part]:
     yield Part(name="batch", size=sizes.batch_bytes)
     whole = sizes.whole_elements - sizes.frozen_elements
     summed = FLOAT32 * (sizes.shard_elements if sizes.zero >= 2 else whole)
-    yield Part(name="gradients", size=summed)
+    # Whole gradients arise in the backward pass, unless they are sums over parts of a batch. The
+    # shards of sums begin as zeros, which XLA sets up early.
+    late = sizes.zero < 2 and sizes.accumulation == 1
+    yield Part(name="gradients", size=summed, phase=LAYER if late else None)
     if sizes.accumulation > 1:
-        yield Part(name="gradients of one part", size=summed, exact=False)
+        yield Part(name="gradients of one part", size=summed, exact=False, phase=LAYER)
     yield _saved(sizes)
     yield from _gathered_and_summed(sizes)
-    inner = 6 * sizes.stream + np.maximum(_chunked_attention_bytes(sizes), _mlp_bytes(sizes))
+    attention = _of_chunks(sizes, _attention_bytes(sizes))
+    if sizes.qk_norm:
+        # What the norms took: the query as it was projected, and the key in float32.
+        attention += _shard_bytes(sizes, 1, FLOAT32 / sizes.itemsize / 2)
+    inner = 6 * sizes.stream + np.maximum(attention, _mlp_bytes(sizes))
     yield Part(name="attention or MLP", size=inner, exact=False, phase=LAYER)
     yield Part(name="outputs and loss", size=_loss_bytes(sizes), exact=False, phase=LOSS)
+    if sizes.zero in (1, 2):
+        inner = 4 * sizes.stream + _of_chunks(sizes, _forward_attention_bytes(sizes))
+        yield Part(name="attention", size=inner, exact=False, phase=FORWARD)
 
 
 def _saved(sizes: StepSizes) -> Part:
@@ -217,11 +235,20 @@ def _saved(sizes: StepSizes) -> Part:
     name, tensor = "saved for the backward pass", sizes.degrees.tensor
     if sizes.remat == "none":
         # Compiled programs save float32 arrays of norms, rotation and residuals, 16-bit operands of
-        # products, and six arrays of the MLP's hidden channels.
+        # products, and six arrays of the MLP's hidden channels. A tile of the MLP saves its input
+        # alone. At level 3 a policy names what is saved, more than a derivative needs; below, that
+        # is query, key, value, output and float32 copies of the weights too.
         hidden = sizes.tokens * sizes.mlp_width // tensor * sizes.itemsize
-        tiled = (sizes.tile < sizes.tokens) & (sizes.zero < 3)
-        streams = 9 * FLOAT32 // sizes.itemsize + 4
-        layer = streams * sizes.stream + np.where(tiled, 0, 6 * hidden)
+        if sizes.zero == 3:
+            layer = (9 * FLOAT32 // sizes.itemsize + 4) * sizes.stream + 6 * hidden
+        else:
+            tiled = sizes.tile < sizes.tokens
+            wide = np.where(tiled, 3, 6) * FLOAT32 // sizes.itemsize
+            # What is exchanged, or joined from parts, is saved before and after.
+            outs = np.where((sizes.degrees.head > 1) | (sizes.head_chunks > 1), 2, 1)
+            layer = (wide + 3) * sizes.stream + np.where(tiled, 0, 6 * hidden)
+            layer += _shard_bytes(sizes, 1 + outs, 1)
+            layer += FLOAT32 * sizes.layer_elements
         if sizes.keep_gathered:
             # In place of the shards.
             layer += _unit_bytes(sizes, sizes.degrees.team - 1, sizes.degrees.group - 1)
@@ -239,11 +266,18 @@ def _saved(sizes: StepSizes) -> Part:
 
 def _gathered_and_summed(sizes: StepSizes) -> Iterator[Part]:
     """Weights in the type in which they are used, and float32 gradients until they are summed."""
+    mlp = _mlp_elements(sizes)
     if sizes.zero in (1, 2):
         yield Part(name="weights, as used", size=sizes.itemsize * sizes.whole_elements)
+        # A collective puts shards one after another. XLA brings them in order once, for all layers,
+        # and keeps both until the backward pass of the last layer, which it takes out of the loop
+        # over layers; it does not where that is itself in a loop.
+        moved = sizes.itemsize * sizes.moved_elements if sizes.accumulation == 1 else 0
+        for phase in (FORWARD, LOSS):
+            yield Part(name="weights, moved", size=moved, exact=False, phase=phase)
     else:
-        # At level 3 the weights of a layer are gathered while the layer before computes.
-        used = sizes.itemsize * sizes.layer_elements * (sizes.period + (1 if sizes.zero else 0))
+        # The weights of the MLP are used up when attention runs: `_mlp_bytes` has them.
+        used = sizes.itemsize * (sizes.layer_elements * sizes.period - mlp)
         yield Part(name="weights of layers, as used", size=used, exact=False, phase=LAYER)
     if sizes.loops > 1:
         # Each loop goes over a part of the stacked weights, which is a copy.
@@ -251,14 +285,24 @@ def _gathered_and_summed(sizes: StepSizes) -> Iterator[Part]:
         if sizes.zero in (1, 2):
             copied = sizes.itemsize * sizes.layers * sizes.layer_elements
         yield Part(name="weights of layers, for each loop", size=copied, exact=False)
-    # From level 2 on, the gradients of a layer are summed while the next layer computes.
+    # From level 2 on, the gradients of a layer are summed while the next layer computes, of which
+    # those of the MLP are there when attention runs.
     trained = sizes.layer_elements - sizes.frozen_layer_elements
-    size = FLOAT32 * trained * (sizes.period + (1 if sizes.zero >= 2 else 0))
+    pending = mlp * trained // sizes.layer_elements if sizes.zero >= 2 else 0
+    size = FLOAT32 * (trained * sizes.period + pending)
     yield Part(name="gradients of layers, whole", size=size, exact=False, phase=LAYER)
-    if sizes.zero >= 2:
-        for name, (elements, phase) in sizes.vocabularies.items():
+    for name, (elements, phase) in sizes.vocabularies.items():
+        # At lower levels, "gradients" has them too.
+        if sizes.zero >= 2 or phase == LOSS:
             size = FLOAT32 * elements
             yield Part(name=f"gradient of {name}, whole", size=size, exact=False, phase=phase)
+
+
+def _shard_bytes(sizes: StepSizes, queries: Amount, pairs: Amount) -> Amount:
+    """Bytes of so many arrays like a device's query, and so many pairs of key and value."""
+    tensor = sizes.degrees.tensor
+    heads = queries * (sizes.heads // tensor) + 2 * pairs * np.maximum(sizes.kv_heads // tensor, 1)
+    return sizes.tokens * heads * sizes.head_dim * sizes.itemsize
 
 
 def _unit_bytes(sizes: StepSizes, query_shares: Amount, key_shares: Amount) -> Amount:
@@ -279,17 +323,25 @@ def _unit_elements(
     return query, key_shares * sizes.tokens * keys * sizes.head_dim
 
 
-def _chunked_attention_bytes(sizes: StepSizes) -> Amount:
-    """The backward pass of one attention, of a part of the heads at a time.
+def _of_chunks(sizes: StepSizes, attention: Amount) -> Amount:
+    """One pass of an attention that needs so much for all heads, for a part of them at a time.
 
     Beside it there are the units of the next part, and copies of what is cut and joined: of query,
     key, value, output and their gradients, half at a time, since what is used up is freed.
     """
     if sizes.head_chunks == 1:
-        return _attention_bytes(sizes)
+        return attention
     following = _unit_bytes(sizes, sizes.degrees.team, sizes.degrees.group)
     cut = _unit_bytes(sizes, 2, 1)
-    return (_attention_bytes(sizes) + following) // sizes.head_chunks + cut
+    return (attention + following) // sizes.head_chunks + cut
+
+
+def _forward_attention_bytes(sizes: StepSizes) -> Amount:
+    """The forward pass of one attention: units, what arrives, and up to four partial outputs."""
+    ring = sizes.degrees.ring
+    query, key = _unit_elements(sizes, sizes.degrees.team, sizes.degrees.group)
+    held = np.where(ring > 1, 2, 1)
+    return sizes.itemsize * ((1 + np.minimum(ring, 4)) * query + 2 * held * key)
 
 
 def _attention_bytes(sizes: StepSizes) -> Amount:
@@ -307,9 +359,22 @@ def _attention_bytes(sizes: StepSizes) -> Amount:
     travels = np.where(queries_travel, query, 2 * key)
     stays = np.where(queries_travel, 2 * key, query)
     sums = FLOAT32 * (2 * stays + travels)
+    # A full mask takes one kernel call, and two rounds give two results each, which are added up
+    # when the query unit and its gradient, and the key unit, are no longer needed.
+    twice = itemsize * (3 * query + 2 * key) + 2 * results
+    adding = gathered + sums if sizes.causal else twice
     in_flight = 2 * itemsize * np.where(queries_travel, query, key)
+    if itemsize == FLOAT32:
+        # Kernels of 16 bits give results of their own; the loop over tiles adds to what stays.
+        results, sums = itemsize * travels, FLOAT32 * (stays + travels)
+        adding = gathered + in_flight + results + sums
     turning = gathered + in_flight + results + sums + FLOAT32 * travels
-    return np.select([degrees.ring == 1, degrees.ring == 2], [alone, gathered + sums], turning)
+    return np.select([degrees.ring == 1, degrees.ring == 2], [alone, adding], turning)
+
+
+def _mlp_elements(sizes: StepSizes) -> Amount:
+    """Elements of the matrices of one MLP on a device."""
+    return sizes.mlp_matrices * sizes.width * (sizes.mlp_width // sizes.degrees.tensor)
 
 
 def _mlp_bytes(sizes: StepSizes) -> Amount:
@@ -317,14 +382,15 @@ def _mlp_bytes(sizes: StepSizes) -> Amount:
     tile = np.minimum(sizes.tile, sizes.tokens)
     hidden = sizes.mlp_width // sizes.degrees.tensor
     activations = 2 * sizes.mlp_matrices * tile * hidden * sizes.itemsize
-    weights = sizes.mlp_matrices * sizes.width * hidden * FLOAT32
-    return activations + np.where(tile < sizes.tokens, weights, 0)
+    weights = _mlp_elements(sizes)
+    used = 0 if sizes.zero in (1, 2) else sizes.itemsize * weights
+    return activations + used + np.where(tile < sizes.tokens, FLOAT32 * weights, 0)
 
 
 def _loss_bytes(sizes: StepSizes) -> Amount:
-    """Outputs and their float32 gradient, one tile at a time, and the weights of the head."""
+    """Outputs and their float32 gradient, one tile at a time, and the head as it is used."""
     tokens = sizes.tokens // sizes.degrees.tensor
     tile = np.minimum(sizes.tile, tokens)
     outputs = 2 * tile * sizes.outputs * FLOAT32
-    head = sizes.outputs * sizes.width * FLOAT32
-    return outputs + np.where(tile < tokens, head, 0) + 4 * sizes.stream
+    head = 0 if sizes.zero in (1, 2) else sizes.outputs * sizes.width * sizes.itemsize
+    return outputs + head + 4 * sizes.stream

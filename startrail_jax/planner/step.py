@@ -150,6 +150,7 @@ class Step:
             zero=savings.zero,
             remat=savings.remat,
             keep_gathered=False,
+            causal=self.call.causal,
             offload=savings.offload,
             accumulation=1,
             tile=tile_of(settings, tokens) if savings.tiled else tokens,
@@ -170,6 +171,7 @@ class Step:
             shard_elements=weights,
             whole_elements=self.whole_elements,
             layer_elements=self.layer_elements,
+            moved_elements=_moved_elements(self.call, settings),
             vocabularies=_vocabularies(self.call),
         )
 
@@ -181,6 +183,19 @@ class Step:
 def _batch_bytes(call: Call) -> int:
     """Bytes of a batch for each token: ids, targets, positions and documents, or a patch."""
     return _FLOAT32 * (4 if call.causal else call.model.outputs + 4)
+
+
+def _moved_elements(call: Call, settings: Settings) -> np.ndarray:
+    """Elements of the matrices whose longest dimension but that of `tensor` is not their first.
+
+    The axes of ZeRO split that one, if they divide it.
+    """
+    model, tensor = call.model, settings.tensor
+    out = model.width * model.heads * model.head_dim
+    matrix = model.width * model.mlp_width
+    wide, narrow = model.mlp_width > model.width, model.mlp_width < model.width
+    alone = out + matrix * ((model.mlp_matrices - 1) * wide + narrow)
+    return model.layers * np.where(tensor > 1, out + matrix, alone) // tensor
 
 
 def _vocabularies(call: Call) -> Mapping[str, tuple[Any, str]]:

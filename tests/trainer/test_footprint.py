@@ -10,7 +10,9 @@ import pytest
 import startrail_jax as st
 from configs import RECIPES
 from programs import compile_gradients, compile_step, make_config, make_program
-from startrail_jax.planner.memory import LAYER, LOSS, Footprint, Part
+from startrail_jax.planner import step as planner_step
+from startrail_jax.planner.memory import FORWARD, LAYER, LOSS, Footprint, Part, footprint_of
+from startrail_jax.planner.models import MODELS
 from trainer.config import AttentionConfig, OptimizerConfig
 from trainer.dit.config import (
     DiTConfig,
@@ -198,7 +200,8 @@ def test_only_vocabularies_are_large_weights_outside_of_the_layers():
     }
     tied = {"gradient of embedding, whole": LOSS}
     assert phases(make_config({"tied_head": True}, zero=3)) == tied
-    assert phases(make_config(zero=1)) == {}
+    # Where gradients are summed once a step, that of the embedding is one of them.
+    assert phases(make_config(zero=1)) == {"gradient of head, whole": LOSS}
     assert phases(RECIPES["dit_1b"]()) == {}
 
 
@@ -220,9 +223,15 @@ def test_layers_of_a_period_have_their_weights_and_gradients_at_a_time():
         names = ("weights of layers, as used", "gradients of layers, whole")
         return [formula[name] for name in (*names, "weights of layers, for each loop")]
 
-    for zero, factors in ((0, (4, 4)), (1, (0, 4)), (3, (5 / 2, 5 / 2))):
-        alone, period = sizes(zero), sizes(zero, windows=(9, 9, 9, "none"))
-        assert period == [alone[0] * factors[0], alone[1] * factors[1], 0]
+    mlp = 4 * 3 * 64 * 80
+    layer = sizes(0)[1]
+    for zero in (0, 1, 3):
+        # Beside attention there are no weights of the MLP, and at level 3 its gradients.
+        used, summed = (0 if zero == 1 else layer - mlp), layer + (mlp if zero == 3 else 0)
+        assert sizes(zero) == [used, summed, 0]
+        three = 3 * layer
+        period = [used + three * (zero != 1), summed + three, 0]
+        assert sizes(zero, windows=(9, 9, 9, "none")) == period
     # A second loop goes over the last two layers of ten.
     rest = {"layers": 10, "windows": (9, 9, 9, "none")}
     assert sizes(0, **rest)[2] == 10 * sizes(0)[1]
@@ -236,6 +245,50 @@ def test_layers_of_a_period_have_their_weights_and_gradients_at_a_time():
         layer = 2 * 64 * (64 + 32 + 32 + 64 + 3 * 80) + 4 * 2 * 64 + 4 * 2 * (64 + 64 + 64 + 32)
         copied = formula["weights of layers, for each loop"]
         assert copied == 10 * layer // (8 if zero else 1)
+
+
+def test_two_rounds_under_a_full_mask_add_results_of_16_bits():
+    """dit_1b in a ring of 2: eleven arrays of a query unit, where a causal mask has 14."""
+    config, degrees = RECIPES["dit_1b"](), st.Degrees.startrail(32, c=4)
+    objective = TASKS[config.kind].make_objective(config)
+    sizes = step_sizes.step_sizes(config, objective, degrees)
+    assert not sizes.causal
+    unit, shard = 65_536 * 1536 * 2, 16_384 * 1536 * 2
+
+    def attention(**changes):
+        formula = footprint_of(dataclasses.replace(sizes, **changes))
+        return formula["attention or MLP"] - 6 * shard
+
+    assert attention() == 11 * unit
+    assert attention(causal=True) == 14 * unit
+
+
+def test_gradients_and_moved_weights_are_of_different_phases():
+    """Gathered weights that are split along a later dimension exist twice until the backward pass,
+    and whole gradients from then on."""
+    config = make_config(zero=1)
+    layers = footprint(config, STARTRAIL)
+    # Of a layer, gate and up are [64, 80] and the output of attention is [8, 8, 64].
+    moved = 4 * 3 * (2 * 64 * 80 + 64 * 64)
+    found = {part.phase: part.size for part in layers.parts if part.name == "weights, moved"}
+    assert found == {FORWARD: moved, LOSS: moved}
+    (phase,) = (part.phase for part in layers.parts if part.name == "gradients")
+    assert phase == LAYER
+    parts = footprint(dataclasses.replace(config, accumulation=2), STARTRAIL).parts
+    (phase,) = (part.phase for part in parts if part.name == "gradients")
+    assert phase is None
+    assert footprint(dataclasses.replace(config, zero=3), STARTRAIL)["weights, moved"] == 0
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("model", ["gpt_3b", "gpt_7b", "dit_1b"])
+def test_planner_moves_the_weights_that_a_run_moves(model, tensor):
+    config, degrees = RECIPES[model](), st.Degrees(tensor=tensor, ring=8)
+    config = dataclasses.replace(config, zero=2)
+    objective = TASKS[config.kind].make_objective(config)
+    exact = step_sizes.step_sizes(config, objective, degrees).moved_elements
+    call = types.SimpleNamespace(model=MODELS[model])
+    assert planner_step._moved_elements(call, degrees) == exact
 
 
 def test_only_the_largest_phase_counts():

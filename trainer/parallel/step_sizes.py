@@ -59,6 +59,8 @@ def step_sizes(config: TrainConfig, objective: Objective, degrees: Degrees) -> S
         remat=config.remat,
         keep_gathered=config.attention.keep_gathered,
         head_chunks=config.attention.head_chunks,
+        causal=objective.causal,
+        qk_norm=getattr(model, "qk_norm", False),
         offload=config.offload,
         accumulation=config.accumulation,
         tile=config.tile or tokens,
@@ -80,6 +82,7 @@ def step_sizes(config: TrainConfig, objective: Objective, degrees: Degrees) -> S
         shard_elements=bytes_of_device(state.weights) // FLOAT32,
         whole_elements=sum(whole.values()),
         layer_elements=whole[STACKED] // layers,
+        moved_elements=_moved_elements(partition, shapes.weights),
         frozen_elements=sum(fixed.values()),
         frozen_layer_elements=fixed.get(STACKED, 0) // layers,
         period=shapes.period,
@@ -140,6 +143,19 @@ def _traced(objective: Objective, tree: Any, leaves: tuple[Any, ...]) -> _Shapes
     shape = jax.eval_shape(outputs, jax.tree.unflatten(tree, leaves)).shape
     query, key = calls[0]
     return _Shapes(nnx.state(abstract), query, key, shape, max(periods), len(periods))
+
+
+def _moved_elements(partition: Partition, weights: Any) -> int:
+    """Elements of the layers' weights that ZeRO splits along another dimension than their first."""
+    splits = jax.tree.leaves(
+        partition.splits(weights)[STACKED], is_leaf=lambda x: isinstance(x, Split)
+    )
+    tensor = partition.size(partition.tensor)
+    return sum(
+        x.size // (1 if split.tensor is None else tensor)
+        for x, split in zip(jax.tree.leaves(weights[STACKED]), splits, strict=True)
+        if split.zero is not None and split.zero > 1
+    )
 
 
 def _whole_elements(partition: Partition, weights: Any) -> dict[str, int]:

@@ -1,0 +1,63 @@
+"""`benchmarks/memory.py` and `benchmarks/longest.py`, without a compiler for GPUs."""
+
+import pytest
+
+from benchmarks import longest, memory
+from benchmarks.compiled_step import Reading, formula_of
+from benchmarks.memory_drawn import LEAST_GIB, MOST_GIB, drawn
+from startrail_jax.planner.memory import GIB
+
+
+def test_drawn_runs_are_legal_and_the_same_for_a_seed(capsys):
+    runs = list(drawn(2, seed=3))
+    assert [(row.name, degrees) for row, degrees in drawn(2, seed=3)] == [
+        (row.name, degrees) for row, degrees in runs
+    ]
+    for row, degrees in runs:
+        size = formula_of(row.config, degrees).device_bytes
+        assert LEAST_GIB <= size / GIB <= MOST_GIB
+    memory.main(["--random", "2", "--seed", "3", "--arithmetic"])
+    printed = capsys.readouterr().out
+    assert all(row.name in printed for row, _ in runs)
+
+
+@pytest.mark.parametrize("border", [1, 19, 20, 37])
+@pytest.mark.parametrize("guess", [1, 20, 40])
+def test_search_ends_where_a_length_fits_and_the_next_does_not(border, guess):
+    asked = []
+
+    def size(multiple):
+        asked.append(multiple)
+        return longest.LIMIT + multiple - border
+
+    assert longest.last_that_fits(size, guess) == border
+    assert {border, border + 1} <= {*asked, 0}
+    if guess in (border, border + 1):
+        assert len(asked) == 2
+
+
+def test_search_finds_that_nothing_fits():
+    assert longest.last_that_fits(lambda multiple: longest.LIMIT + 1, 8) == 0
+
+
+def test_longest_sequence_is_a_multiple_of_a_fine_step(monkeypatch):
+    """Peaks of the formula itself: two lengths are compiled, and the row has both."""
+    compiled = []
+
+    def read(row, degrees, target):
+        compiled.append(row.config.seq_len)
+        peak = formula_of(row.config, degrees).device_bytes
+        return Reading(arguments=0, temporary=0, host=0, peak=peak, seconds=0.0)
+
+    monkeypatch.setattr(longest, "read", read)
+    config, degrees = longest.models()["3b"], longest.schemes(8)["StarTrail, C = 2"]
+    tokens, here, _, following, there, _ = longest.search_row(
+        config, degrees, compiles=True
+    ).split()
+    assert compiled == [int(tokens), int(following)]
+    assert float(here) <= longest.LIMIT / GIB < float(there)
+    step = int(following) - int(tokens)
+    assert step & (step - 1) == 0
+    assert 1 / 40 < step / int(tokens) <= 1 / 19
+    alone = longest.schemes(1)["one device"]
+    assert "none" in longest.search_row(longest.models()["7b"], alone, compiles=True)
