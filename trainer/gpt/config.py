@@ -284,16 +284,18 @@ class DataConfig:
     """Data to train on, and how documents become sequences."""
 
     path: Path | None = None
-    """A text file, a *.jsonl file (either also as *.gz), a *.bin or *.npy file of tokens, or a
-    folder of such files, all of one kind. If a folder has files train.* and val.*, these are to be
-    trained on and held out. The default is the source code of the Python standard library."""
+    """A text file, a *.jsonl file (either also as *.gz), a table in *.parquet, *.arrow or
+    *.array_record, a *.bin or *.npy file of tokens, or a folder of such files, all of one kind. If
+    a folder has files train.* and val.*, these are to be trained on and held out. The default is
+    the source code of the Python standard library."""
     tokenizer: Path | None = None
     """A Hugging Face tokenizer.json for text. By default, every byte of UTF-8 is a token."""
     text_key: str = "text"
-    """The key under which a line of a *.jsonl file holds its text."""
+    """The key or column under which a line of a *.jsonl file or a row holds its text."""
     loss_on: Literal["all", "completion"] = "all"
-    """The tokens that the loss counts: "all", or with *.jsonl files of conversations or of prompts
-    and completions, "completion": only what the assistant says. Examples are then kept whole."""
+    """The tokens that the loss counts: "all", or with *.jsonl files or tables of conversations or
+    of prompts and completions, "completion": only what the assistant says. Examples are then kept
+    whole."""
     chat_template: Path | None = None
     """A file with the chat template, which turns conversations into text. The default is the one
     beside the tokenizer.json: chat_template.jinja, or the one in tokenizer_config.json."""
