@@ -25,9 +25,10 @@ RATE, SOFTCAP = 0.3, 1.5
 """Of the dropout, and of the logits."""
 
 # Errors in bfloat16 over those of jax.nn, where more than NARROW_ERROR_RATIO is allowed. `delta` is
-# of outputs that are rounded, as in FlashAttention, which counts more for rows of few keys. A slope
-# or a sink is one number a head, so that the ratio of two errors of it may be anything.
-NARROW_RATIOS = dict(dq=1.4, dk=1.4, bias=1.4, slopes=5.0, sinks=5.0)
+# of outputs that are rounded, as in FlashAttention, which counts more for rows of few keys.
+NARROW_RATIOS = dict(dq=1.5, dk=1.5, bias=1.5)
+# Of slopes and sinks, in bfloat16: one number a head, in which rounded deltas of all rows add up.
+NARROW_SUM_ERROR = 4 * 2.0**-8
 
 PREFIX = st.masks.Prefix()
 # Name -> a mask whose prefix has a length for each row, and what it shows, given the lengths.
@@ -114,7 +115,9 @@ class ScoreCase:
             return bounds
         theirs, of_theirs = jax_nn_with_scores(self.case.problem, self.learnt, **self.told)
         for name, found in (dict(theirs.items()) | of_theirs).items():
-            if name != "lse":
+            if name in ("slopes", "sinks"):
+                bounds[name] = NARROW_SUM_ERROR
+            elif name != "lse":
                 ratio = NARROW_RATIOS.get(name, NARROW_ERROR_RATIO)
                 bounds[name] = ratio * relative_error(found, exact[name])
         return bounds
