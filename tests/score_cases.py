@@ -83,8 +83,8 @@ class ScoreCase:
 
     @property
     def prefix_lengths(self):
-        """Of each row; the first row is causal."""
-        return np.int32(np.arange(len(self.case.problem.query)) * 5)
+        """Of each row, another one; the first row is causal."""
+        return np.int32(np.arange(len(self.case.problem.query)) * 5 % self.case.seq_len)
 
     @functools.cached_property
     def told(self) -> dict:
