@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array
 
-from startrail_jax import blocks, collectives, masks, rings, score_units, softmax
+from startrail_jax import blocks, collectives, masks, rings, score_units
 from startrail_jax.analysis.explain import Explanation, explain
 from startrail_jax.cache import Decoding
 from startrail_jax.derivatives import FORWARD_ONLY, without_derivative
@@ -27,7 +27,7 @@ from startrail_jax.layout import Layout
 from startrail_jax.mesh import SEQUENCE_ROLES, AxisNames, check_sequence_axis, device_kind
 from startrail_jax.nodes import mesh_crossing
 from startrail_jax.schedule import Schedule, ring_offsets
-from startrail_jax.score_checks import check_per_head, check_scores, check_softcap, given_to_call
+from startrail_jax.score_checks import check_scores, check_softcap, given_to_call, given_to_shards
 from startrail_jax.score_units import Given
 from startrail_jax.sizes import GRADIENT_DTYPES, Sizes, dtype_name
 from startrail_jax.validation import (
@@ -355,12 +355,15 @@ class Attention(Decoding):
         attention = dataclasses.replace(self, **options) if options else self
         dropout = dropout_rng, 0.0 if deterministic else dropout_rate, broadcast_dropout
         given, given_specs = given_to_call(
-            attention, inputs, slopes=slopes, bias=bias, prefix=prefix_lengths, dropout=dropout
+            attention,
+            inputs,
+            slopes=slopes,
+            bias=bias,
+            sinks=sinks,
+            prefix=prefix_lengths,
+            dropout=dropout,
         )
         out, lse = _run(attention, specs, given_specs, given, *inputs)
-        if sinks is not None:
-            sinks = check_per_head("sinks", sinks, inputs[0].shape[2])
-            out, lse = _with_sinks(out, lse, sinks)
         return (out, lse) if return_lse else out
 
     def local(
@@ -370,6 +373,7 @@ class Attention(Decoding):
         value: Array,
         query_segments: Array | None = None,
         key_segments: Array | None = None,
+        **given: Any,
     ) -> tuple[Array, Array]:
         """Does what a call does on one device, inside a fully manual `shard_map` of the caller.
 
@@ -379,6 +383,8 @@ class Attention(Decoding):
                 heads need.
             query_segments, key_segments: int32 segment ids [b, t] and [b, s] of the same tokens;
                 both or neither.
+            **given: as in a call, slopes and sinks [n] of this device's heads, a `bias`
+                [1 or b, 1 or n, t, kv_seq], `prefix_lengths` [b] and what dropout takes.
 
         Returns:
             out [b, t, n, v] in the dtype of query and lse [b, n, t] in float32, of this device's
@@ -397,9 +403,10 @@ class Attention(Decoding):
             layout=self.layout,
             pattern=self.pattern,
         )
-        return rings.sharded_attention(
-            self.schedule, query, key, value, query_segments, key_segments
-        )
+        whole = given_to_shards(self, query, key, **given)
+        schedule, here = score_units.local(self.schedule, whole, query, self.axes)
+        ids = query_segments, key_segments
+        return rings.sharded_attention(schedule, query, key, value, *ids, here)
 
     def _on_device(
         self,
@@ -420,15 +427,12 @@ class Attention(Decoding):
         return rings.sharded_attention(schedule, query, key, value, *both, given)
 
 
-_with_sinks = jax.jit(softmax.with_sinks)
-
-
 # Jitted, because outside a jit shard_map runs its body one operation at a time.
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _run(
     attention: Attention,
     specs: tuple[PartitionSpec, ...],
-    given_specs: tuple[Any, Any],
+    given_specs: Given,
     given: Given,
     *inputs: Array,
 ) -> tuple[Array, Array]:

@@ -32,13 +32,13 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Float32
 
-from startrail_jax import blocks, collectives, score_units
+from startrail_jax import blocks, collectives, score_units, softmax
 from startrail_jax.derivatives import FIRST_ONLY, without_derivative
 from startrail_jax.head_chunks import check_head_chunks, in_chunks
 from startrail_jax.ordering import recompute_in_backward
 from startrail_jax.ring_loop import UNROLLED_ROUNDS, as_float32, circulate
 from startrail_jax.schedule import Schedule, ring_offsets
-from startrail_jax.score_units import Given
+from startrail_jax.score_units import NOTHING, Given
 from startrail_jax.shapes import (
     EMPTY,
     KeySegments,
@@ -67,7 +67,7 @@ def sharded_attention(
     v: ValueShard,
     query_segments: QuerySegments | None = None,
     key_segments: KeySegments | None = None,
-    given: Given = (None, None),
+    given: Given = NOTHING,
 ) -> tuple[OutShard, LseShard]:
     """Attention of this device's tokens to the whole sequence: steps 0 to 5, for a chunk at a time.
 
@@ -80,8 +80,7 @@ def sharded_attention(
         q: this device's queries, of all the heads that its tensor rank holds.
         k, v: its keys and values, likewise: in the dtype of q, or copies (`copy_heads`).
         query_segments, key_segments: segment ids of the same tokens; both or neither.
-        given: scores, as `score_units.local` gives them and `schedule.scores` names them, and the
-            lengths of prefixes.
+        given: what `score_units.local` gives, whose scores `schedule.scores` names.
 
     Returns:
         out in the dtype of q and lse in float32, for this device's tokens.
@@ -92,10 +91,8 @@ def sharded_attention(
     q, k, v = alike(q, k, v)
 
     def attend(first: int, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-        scores, prefix = given
-        if scores is not None:
-            scores = scores.of_heads(first, q.shape[2])
-        return _attend_heads(schedule, q, k, v, query_segments, key_segments, (scores, prefix))
+        here = given.of_heads(first, q.shape[2])
+        return _attend_heads(schedule, q, k, v, query_segments, key_segments, here)
 
     return in_chunks(attend, schedule.head_chunks, q, k, v)
 
@@ -120,8 +117,7 @@ def _attend_heads(
         query_segments = collectives.gather(query_segments, head, 1)
     if key_segments is not None:
         key_segments = query_segments if shared else collectives.gather(key_segments, head, 1)
-    if given[0] is not None:
-        given = score_units.place(schedule, given[0], q), given[1]
+    given = score_units.place(schedule, given, q)
     ids = query_segments, key_segments
     out, lse, _ = concentric_attention(schedule, q, k, v, *ids, given)
     out = collectives.exchange(out, head, split=1, concat=2)
@@ -138,7 +134,7 @@ def _forward(
     v: ValueShard,
     query_segments: QuerySegments | None,
     key_segments: KeySegments | None,
-    given: Given = (None, None),
+    given: Given = NOTHING,
 ) -> tuple[OutShard, LseShard, LseShard | None]:
     """Steps 1 to 4: gather queries, place keys, go round the ring, combine over the team.
 
@@ -212,7 +208,7 @@ def _attend(
     out = schedule.unsort(out, schedule.query_ranks, 1)
     lse, low = (schedule.unsort(x, schedule.query_ranks, 2) for x in stats)
     low = low if q_unit.dtype == jnp.float32 else None
-    return _combine(schedule, out, lse, low, q_unit.dtype)
+    return _combine(schedule, out, lse, low, q_unit.dtype, given.sinks)
 
 
 def _forward_rule(
@@ -222,7 +218,7 @@ def _forward_rule(
     v: Any,
     query_segments: Any,
     key_segments: Any,
-    given: Given = (None, None),
+    given: Given = NOTHING,
 ) -> tuple[Any, Any]:
     segments = query_segments, key_segments
     given_keys = k[:0]
@@ -241,7 +237,7 @@ def _forward_rule(
 
 
 def _backward(schedule: Schedule, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
-    """Gradients of q, k, v and scores, as in FlashAttention-2 (arXiv 2307.08691, 3.1.2).
+    """Gradients of q, k, v and of what is given, as in FlashAttention-2 (arXiv 2307.08691, 3.1.2).
 
         p = exp(s - lse),  ds = p * (dp - delta),  delta = rowsum(dout * out) - dlse
 
@@ -318,9 +314,10 @@ def _backward(schedule: Schedule, residuals: Any, cotangents: Any) -> tuple[Any,
     dq = collectives.sum_at_owner(dq, schedule.team, 1, travel_dtype).astype(q_unit.dtype)
     dk, dv = (schedule.unsort(x, schedule.key_ranks, 1) for x in (dk, dv))
     dk, dv = (schedule.keys.scatter(x, given_keys.dtype, travel_dtype) for x in (dk, dv))
-    scores, _ = given
-    d_scores = None if scores is None else scores.with_gradients(of_scores)
-    return dq, dk, dv, None, None, (d_scores, None)
+    scores, _, sinks = given
+    scores = None if scores is None else scores.with_gradients(of_scores)
+    sinks = None if sinks is None else softmax.sink_gradient(sinks, lse, delta)
+    return dq, dk, dv, None, None, Given(scores, None, sinks)
 
 
 def _backward_units(
@@ -360,28 +357,35 @@ def _combine(
     lse: Float32[Array, "b n t"],
     low: Float32[Array, "b n t"] | None,
     dtype: Any,
+    sinks: Float32[Array, " n"] | None,
 ) -> tuple[Float[Array, "b s n v"], Float32[Array, "b n s"], Float32[Array, "b n s"] | None]:
     """Step 4: joins what the members of a team found for its queries; each keeps its own queries.
 
         L = log sum_a exp(lse_a),    out = sum_a exp(lse_a - L) out_a
 
+    Sinks join in float32, before outputs are rounded: each is one more lse, of an output of 0.
     Outputs are sent and returned in `dtype`. Under "merge" the members send them to the owner of
     the queries, which adds them in float32: A - 1 shares of out, of lse, and of low if there is
     one. Under "reduce_scatter" (the paper) the network adds them in `dtype`, so that the rounding
     error grows with A: A - 1 shares of out and 4(A - 1) of lse.
     """
     team = schedule.team
-    if team.degree == 1:
-        return out.astype(dtype), lse, low
-    stats = (lse,) if low is None else (lse, low)
-    if schedule.combine == "merge":
-        outs = collectives.partials(out.astype(dtype), team, 1)
-        theirs = (collectives.partials(x, team, 2) for x in stats)
-        out, *stats = merge_precisely(list(zip(outs, *theirs, strict=True)))
+    stats: Any = (lse,) if low is None else (lse, low)
+    if team.degree == 1 or schedule.combine == "merge":
+        if team.degree > 1:
+            outs = collectives.partials(out.astype(dtype), team, 1)
+            theirs = (collectives.partials(x, team, 2) for x in stats)
+            out, *stats = merge_precisely(list(zip(outs, *theirs, strict=True)))
+        if sinks is not None:
+            out, *stats = softmax.join_sinks(out, *stats, sinks=sinks)
         return out.astype(dtype), stats[0], None if low is None else stats[1]
     highest = lax.pmax(lse, team.names)
+    if sinks is not None:
+        highest, of_sink = softmax.highest_with(sinks, highest)
     weights = jnp.exp(sum(stats[1:], lse - highest))
     total = lax.psum(weights, team.names)
+    if sinks is not None:
+        total += of_sink
     out = collectives.scatter_sum((out * rows(weights / total)).astype(dtype), team, 1)
     size = lse.shape[2] // team.degree
     own = lambda x: lax.dynamic_slice_in_dim(x, collectives.index(team) * size, size, 2)  # noqa: E731

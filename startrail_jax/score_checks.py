@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from startrail_jax.errors import InputError, UnsupportedError
+from startrail_jax.score_units import Given
 from startrail_jax.scores import NAMES, Dropout, Scores
 from startrail_jax.sharding import Sharded
 from startrail_jax.validation import check_shardings
@@ -67,57 +68,126 @@ def check_per_head(name: str, values: Any, heads: int) -> Array:
 def given_to_call(
     attention: Sharded,
     inputs: tuple[Array, ...],
-    *,
-    slopes: Any,
-    bias: Any,
-    prefix: Any,
-    dropout: tuple[Any, Any, Any],
-) -> tuple[tuple[Scores | None, Array | None], tuple[Any, Any]]:
+    **options: Any,
+) -> tuple[Given, Given]:
     """What a call gives beside query, key, value and segment ids, checked.
 
     Args:
         attention: the attention that is called.
         inputs: query, key, value and segment ids, checked.
-        slopes, bias: arguments of the call.
-        prefix: its `prefix_lengths`.
-        dropout: its `dropout_rng`, `dropout_rate` and `broadcast_dropout`.
+        **options: as in `check_given`.
 
     Returns:
-        The scores and the lengths of the prefixes, None where nothing is given; and the specs of
-        both, likewise.
+        What is given; and the specs of it, likewise.
 
     Raises:
         ValueError: if they do not fit the arrays or the mesh.
         NotImplementedError: if this attention serves them in no way.
     """
-    query, key, *_ = inputs
+    given = check_given(attention, inputs[0], inputs[1], **options)
+    scores, prefix, sinks = given
+    arrays: dict[str, Any] = {"prefix_lengths": prefix, "sinks": sinks}
+    if scores is not None:
+        words = None if scores.dropout is None else scores.dropout.words
+        arrays |= {"slopes": scores.slopes, "bias": scores.bias, "dropout_rng": words}
+    arrays = {name: x for name, x in arrays.items() if x is not None}
+    specs: dict[str, Any] = dict.fromkeys(arrays, PartitionSpec())
+    if "bias" in arrays:
+        specs["bias"] = attention.bias_spec(*arrays["bias"].shape[:2])
+    if prefix is not None:
+        specs["prefix_lengths"] = PartitionSpec(attention.sequence_spec[0])
+    check_shardings(list(arrays), list(arrays.values()), list(specs.values()), attention.mesh)
+    of_scores = None
+    if scores is not None:
+        dropout = scores.dropout
+        if dropout is not None:
+            dropout = dataclasses.replace(dropout, words=specs["dropout_rng"])
+        of_scores = Scores(slopes=specs.get("slopes"), bias=specs.get("bias"), dropout=dropout)
+    return given, Given(of_scores, specs.get("prefix_lengths"), specs.get("sinks"))
+
+
+def given_to_shards(
+    attention: Any,
+    query: Array,
+    key: Array,
+    *,
+    slopes: Any = None,
+    bias: Any = None,
+    sinks: Any = None,
+    prefix_lengths: Any = None,
+    dropout_rng: Any = None,
+    dropout_rate: Any = 0.0,
+    broadcast_dropout: bool = False,
+    deterministic: bool = False,
+) -> Given:
+    """What `Attention.local` gives beside what one device holds, as in `check_given`.
+
+    Args:
+        attention: the attention.
+        query, key: the shards of this device. The columns of a bias are those of all keys.
+        slopes, bias, sinks, prefix_lengths, dropout_rng, dropout_rate, broadcast_dropout,
+        deterministic: as in `Attention.local`.
+    """
+    shape = list(key.shape)
+    shape[1] *= attention.degrees.sequence
+    rate = 0.0 if deterministic else dropout_rate
+    return check_given(
+        attention,
+        query,
+        jax.ShapeDtypeStruct(shape, key.dtype),
+        slopes=slopes,
+        bias=bias,
+        sinks=sinks,
+        prefix=prefix_lengths,
+        dropout=(dropout_rng, rate, broadcast_dropout),
+        seq_len=query.shape[1] * attention.degrees.sequence,
+    )
+
+
+def check_given(
+    attention: Any,
+    query: Any,
+    key: Any,
+    *,
+    slopes: Any = None,
+    bias: Any = None,
+    sinks: Any = None,
+    prefix: Any = None,
+    dropout: tuple[Any, Any, Any] = (None, 0.0, False),
+    seq_len: int | None = None,
+) -> Given:
+    """What is given for queries and keys, as far as it is.
+
+    Args:
+        attention: the attention that is called.
+        query, key: arrays, or shapes of such.
+        slopes, bias, sinks: arguments of the call.
+        prefix: its `prefix_lengths`.
+        dropout: its `dropout_rng`, `dropout_rate` and `broadcast_dropout`.
+        seq_len: query tokens of whole rows; None for those of `query`.
+
+    Raises:
+        ValueError: if they do not fit the arrays.
+        NotImplementedError: if this attention serves them in no way.
+    """
     given: dict[str, Any] = {}
     if slopes is not None:
-        given["slopes"] = _check_slopes(slopes, query, key)
+        _check_distances(query.shape[1] if seq_len is None else seq_len, key.shape[1])
+        slopes = check_per_head("slopes", slopes, query.shape[2])
+        given["slopes"] = slopes.astype(jnp.float32)
     if bias is not None:
         given["bias"] = _check_bias(attention, jnp.asarray(bias), query, key)
     rng, rate, shared = dropout
     rate = _check_rate(rate)
     if rate:
         given["dropout"] = Dropout(words=_words(rng, rate), rate=rate, shared=bool(shared))
+    if sinks is not None:
+        sinks = check_per_head("sinks", sinks, query.shape[2]).astype(jnp.float32)
     prefix = _check_prefix(attention, prefix, query)
-    rows: Any = None if prefix is None else PartitionSpec(attention.sequence_spec[0])
-    if prefix is not None:
-        check_shardings(("prefix_lengths",), (prefix,), (rows,), attention.mesh)
-    if not given:
-        return (None, prefix), (None, rows)
-    specs: dict[str, Any] = {name: PartitionSpec() for name in given}
-    if bias is not None:
-        specs["bias"] = attention.bias_spec(*given["bias"].shape[:2])
-    arrays = [x.words if isinstance(x, Dropout) else x for x in given.values()]
-    names = ["dropout_rng" if name == "dropout" else name for name in given]
-    check_shardings(names, arrays, list(specs.values()), attention.mesh)
-    if rate:
-        specs["dropout"] = dataclasses.replace(given["dropout"], words=specs["dropout"])
-    return (Scores(**given), prefix), (Scores(**specs), rows)
+    return Given(Scores(**given) if given else None, prefix, sinks)
 
 
-def _check_prefix(attention: Sharded, lengths: Any, query: Array) -> Array | None:
+def _check_prefix(attention: Any, lengths: Any, query: Any) -> Array | None:
     if (lengths is not None) != attention.pattern.per_row:
         given = "no prefix_lengths" if lengths is None else "prefix_lengths"
         raise InputError(
@@ -143,12 +213,7 @@ def _check_distances(query_tokens: int, key_tokens: int) -> None:
         )
 
 
-def _check_slopes(slopes: Any, query: Array, key: Array) -> Array:
-    _check_distances(query.shape[1], key.shape[1])
-    return check_per_head("slopes", slopes, query.shape[2]).astype(jnp.float32)
-
-
-def _check_bias(attention: Any, bias: Array, query: Array, key: Array) -> Array:
+def _check_bias(attention: Any, bias: Array, query: Any, key: Any) -> Array:
     batch, tokens, heads, _ = query.shape
     fits = bias.ndim == 4 and bias.shape[2:] == (tokens, key.shape[1])
     fits = fits and bias.shape[0] in (1, batch) and bias.shape[1] in (1, heads)

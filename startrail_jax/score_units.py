@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax import lax
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float
 
 from startrail_jax import collectives
 from startrail_jax.mask import Mask
@@ -24,9 +24,27 @@ from startrail_jax.scores import PLAIN, Scores
 from startrail_jax.shapes import QueryShard
 from startrail_jax.varying import alike
 
-# What a call gives beside query, key, value and segment ids: scores, and the length of the prefix
-# of each row, int32 [b]. None where it gives none.
-Given = tuple[Scores | None, Int32[Array, " b"] | None]
+
+class Given(NamedTuple):
+    """What a call gives beside query, key, value and segment ids; None where it gives none."""
+
+    scores: Scores | None = None
+    prefix: Any = None
+    """The length of the prefix of each row, int32 [b]."""
+    sinks: Any = None
+    """The logit of each head that counts in its denominator, float32 [n]."""
+
+    def of_heads(self, first: int, heads: int) -> Given:
+        """The same for `heads` of the query heads, from number `first` on."""
+        scores, prefix, sinks = self
+        if scores is not None:
+            scores = scores.of_heads(first, heads)
+        if sinks is not None:
+            sinks = sinks[first : first + heads]
+        return Given(scores, prefix, sinks)
+
+
+NOTHING = Given()
 
 
 def local(
@@ -36,32 +54,37 @@ def local(
 
     Args:
         schedule: the schedule of calls that give nothing.
-        given: slopes of all heads, the rows of the bias that belong to this device's queries, a
-            dropout that does not know its rows and heads yet, and the prefixes of this device.
+        given: slopes and sinks of all heads, or of those of q, the rows of the bias that belong to
+            this device's queries, a dropout that does not know its rows and heads yet, and the
+            prefixes of this device.
         q: this device's queries, before the head exchange.
         axes: the axes of each role.
 
     Returns:
         The schedule that knows what is given; and what is given.
     """
-    scores, prefix = given
-    if scores is None:
+    scores, prefix, sinks = given
+    if scores is None and sinks is None:
         return schedule, given
     row, head = (
         collectives.index(axes[role]) * size
         for role, size in (("data", q.shape[0]), ("tensor", q.shape[2]))
     )
+    if sinks is not None:
+        sinks = _part(sinks, head, q.shape[2])
+    if scores is None:
+        return schedule, Given(scores, prefix, sinks)
     slopes, dropout = scores.slopes, scores.dropout
     if slopes is not None:
         slopes = _part(slopes, head, q.shape[2])
     if dropout is not None:
         dropout = dataclasses.replace(dropout, first_row=row, first_head=head)
     scores = dataclasses.replace(scores, slopes=slopes, dropout=dropout)
-    return dataclasses.replace(schedule, scores=scores.given), (scores, prefix)
+    return dataclasses.replace(schedule, scores=scores.given), Given(scores, prefix, sinks)
 
 
-def place(schedule: Schedule, scores: Scores, q: QueryShard) -> Scores:
-    """The scores of the query unit of this device and of all key units that it visits.
+def place(schedule: Schedule, given: Given, q: QueryShard) -> Given:
+    """What is given for the query unit of this device and all key units that it visits.
 
     With H and A the degrees of head and team, a device receives (H - 1) / H of its share of the
     bias, or H - 1 shares if all heads have one, and then (A - 1) / A. Gradients go the same way
@@ -69,14 +92,21 @@ def place(schedule: Schedule, scores: Scores, q: QueryShard) -> Scores:
 
     Args:
         schedule: the schedule.
-        scores: what `local` gives.
+        given: what `local` gives.
         q: this device's queries, after the head exchange.
 
     Returns:
-        Scores whose slopes are those of the heads of q. Their bias has the rows of the query unit,
-        and columns of one key unit after another; both are in order of position.
+        Slopes and sinks of the heads of q, and a bias that has the rows of the query unit, and
+        columns of one key unit after another; both are in order of position.
     """
+    scores, prefix, sinks = given
+    if scores is None and sinks is None:
+        return given
     first = collectives.index(schedule.head) * q.shape[2]
+    if sinks is not None:
+        sinks = _part(alike(sinks, q)[0], first, q.shape[2])
+    if scores is None:
+        return Given(scores, prefix, sinks)
     slopes, bias, dropout = scores.slopes, scores.bias, scores.dropout
     if slopes is not None:
         slopes = _part(alike(slopes, q)[0], first, q.shape[2])
@@ -84,7 +114,8 @@ def place(schedule: Schedule, scores: Scores, q: QueryShard) -> Scores:
         bias = _place_bias(schedule, alike(bias, q)[0])
     if dropout is not None:
         dropout = dataclasses.replace(dropout, first_head=dropout.first_head + first)
-    return dataclasses.replace(scores, slopes=slopes, bias=bias, dropout=dropout)
+    scores = dataclasses.replace(scores, slopes=slopes, bias=bias, dropout=dropout)
+    return Given(scores, prefix, sinks)
 
 
 def _place_bias(schedule: Schedule, x: Float[Array, "b n t c"]) -> Float[Array, "b _ _ _"]:
@@ -124,7 +155,7 @@ def met(
     key_len = k.shape[1]
     kv_seq_len = key_len * schedule.num_shards // schedule.group.degree
     mask = schedule.mask(seq_len, device, *ids, kv_seq_len=kv_seq_len, **distance)
-    scores, prefix = given
+    scores, prefix, _ = given
     if prefix is not None:
         pattern = mask.pattern.given(prefix[:, None, None])
         mask = dataclasses.replace(mask, pattern=pattern)

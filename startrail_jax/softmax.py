@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Shaped
+from jaxtyping import Array, Float32, Shaped
 
 from startrail_jax.shapes import EMPTY
 
@@ -41,20 +40,58 @@ def cap_logits(
     return softcap * below, 1.0 - below * below
 
 
-def with_sinks(
-    out: Float[Array, "b t n v"], lse: Float32[Array, "b n t"], sinks: Float[Array, " n"]
-) -> tuple[Float[Array, "b t n v"], Float32[Array, "b n t"]]:
+def highest_with(
+    sinks: Float32[Array, " n"], highest: Float32[Array, "b n t"]
+) -> tuple[Float32[Array, "b n t"], Float32[Array, "b n t"]]:
+    """The greatest logit of rows that have a sink beside their keys.
+
+    Args:
+        sinks: the logit of each head that counts in its denominator.
+        highest: the greatest logit of the keys; EMPTY in rows that see none, which have no sink.
+
+    Returns:
+        The greatest logit, and what the sink adds to the sum of exp(logit - greatest).
+    """
+    logits, empty = sinks[None, :, None], highest <= EMPTY
+    top = jnp.where(empty, highest, jnp.maximum(highest, logits))
+    return top, jnp.where(empty, 0.0, jnp.exp(logits - top))
+
+
+def join_sinks(
+    out: Float32[Array, "b t n v"],
+    lse: Float32[Array, "b n t"],
+    *low: Float32[Array, "b n t"],
+    sinks: Float32[Array, " n"],
+) -> tuple[Float32[Array, "b t n v"], Float32[Array, "b n t"], Float32[Array, "b n t"]]:
     """Adds one logit for each head to the denominators of attentions over all their keys.
 
-        out' = out exp(lse) / (exp(lse) + exp(sink)) = out sigmoid(lse - sink)
-        lse' = log(exp(lse) + exp(sink))
+        lse' = log(exp(lse) + exp(sink)),    out' = out exp(lse - lse')
 
-    Rows that see no key stay as they are: out 0 and lse EMPTY.
+    Args:
+        out, lse, low: as in `Partials`. Rows that see no key stay as they are.
+        sinks: the logits.
+
+    Returns:
+        out, lse and low in float32, as `merge_precisely`.
     """
-    logits = sinks.astype(jnp.float32)[None, :, None]
-    weights = rows(jax.nn.sigmoid(lse - logits))
-    total = jnp.where(lse <= EMPTY, lse, jnp.logaddexp(lse, logits))
-    return (out * weights).astype(out.dtype), total
+    top, of_sink = highest_with(sinks, lse)
+    weight = jnp.exp(sum(low, lse - top))
+    total = weight + of_sink
+    return out.astype(jnp.float32) * rows(weight / total), *log_sum(top, total)
+
+
+def sink_gradient(
+    sinks: Float32[Array, " n"], lse: Float32[Array, "b n t"], delta: Float32[Array, "b n t"]
+) -> Float32[Array, " n"]:
+    """Gradient of the sinks: of a key of value 0, whose ds = exp(sink - lse) (0 - delta).
+
+    Args:
+        sinks: the logits.
+        lse: the log-sum-exp with the sinks; EMPTY in rows that see no key.
+        delta: as in the backward pass of attention.
+    """
+    share = jnp.where(lse <= EMPTY, 0.0, jnp.exp(sinks[None, :, None] - lse))
+    return -(share * delta).sum((0, 2))
 
 
 def merge_partials(

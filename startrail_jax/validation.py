@@ -256,7 +256,6 @@ def check_shards(
     query: Any, key: Any, value: Any, query_ids: Any, key_ids: Any, *, degrees: Degrees, **rest: Any
 ) -> None:
     """The checks of a call, for what one device holds; messages give the sizes of whole arrays."""
-    rest["pattern"].check_closed("attention.local")
     if (query_ids is None) != (key_ids is None):
         raise InputError(
             "query_segments and key_segments must be given both or neither; got only one. "

@@ -103,6 +103,8 @@ class Case:
     """Tokens of one sequence shard."""
     dtype: str = "float32"
     backend: str = "auto"
+    segments: str | None = None
+    """How segment ids are drawn, where the mask does not say it."""
     seed: int = 0
 
     @property
@@ -169,7 +171,7 @@ class Case:
             lengths=(self.seq_len, self.key_len),
             heads=self.num_heads,
             dtype=self.dtype,
-            segments=MASKS[self.mask][2],
+            segments=self.segments or MASKS[self.mask][2],
         )
 
     def __str__(self) -> str:

@@ -1,5 +1,6 @@
 """Attention with scores and dropout: one compiled program, and what the oracle says of it."""
 
+import dataclasses
 import functools
 
 import jax
@@ -9,11 +10,128 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import oracle
-from attention_cases import QUICK, Result
+import startrail_jax as st
+from attention_cases import (
+    FLOAT32_ERROR,
+    NARROW_ERROR_RATIO,
+    QUICK,
+    Case,
+    Result,
+    relative_error,
+)
 from startrail_jax.scores import Dropout
 
-RATE = 0.3
-"""Of the dropout."""
+RATE, SOFTCAP = 0.3, 1.5
+"""Of the dropout, and of the logits."""
+
+# Errors in bfloat16 over those of jax.nn, where more than NARROW_ERROR_RATIO is allowed. `delta` is
+# of outputs that are rounded, as in FlashAttention, which counts more for rows of few keys.
+NARROW_RATIOS = dict(dq=1.5, dk=1.5, bias=1.75)
+# Of slopes and sinks, in bfloat16: one number a head, in which rounded deltas of all rows add up.
+NARROW_SUM_ERROR = 4 * 2.0**-8
+
+PREFIX = st.masks.Prefix()
+# Name -> a mask whose prefix has a length for each row, and what it shows, given the lengths.
+OF_ROWS = {
+    "prefixes": (PREFIX, lambda i, j, n: (j < n) | (j <= i)),
+    "chunked prefixes": (
+        PREFIX & st.masks.Chunked(10),
+        lambda i, j, n: ((j < n) | (j <= i)) & (i // 10 == j // 10),
+    ),
+    "prefixes or window": (
+        PREFIX | st.masks.Window(2, 3),
+        lambda i, j, n: (j < n) | (j <= i + 3),
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScoreCase:
+    """A problem and a setting, and what a call gives beside query, key and value."""
+
+    case: Case
+    of_rows: str | None = None
+    """A mask of `OF_ROWS` in the place of the case's."""
+    softcap: bool = False
+    sinks: bool = False
+    slopes: bool = False
+    bias: tuple[bool, bool] | None = None
+    """Whether each row and each head has its own; None for no bias."""
+    dropout: bool | None = None
+    """Whether all rows and heads drop the same; None for no dropout."""
+
+    @functools.cached_property
+    def attention(self) -> st.Attention:
+        attention = self.case.attention
+        if self.softcap:
+            attention = dataclasses.replace(attention, softcap=SOFTCAP)
+        if self.of_rows is None:
+            return attention
+        mask, _ = OF_ROWS[self.of_rows]
+        return dataclasses.replace(attention, mask=mask, causal=None, layout=self.case.layout)
+
+    @functools.cached_property
+    def learnt(self) -> dict:
+        """Sinks, slopes and bias in natural order."""
+        names = {name for name in ("sinks", "slopes", "bias") if getattr(self, name)}
+        return draw_learnt(names, self.bias, self.case.problem)
+
+    @property
+    def rng(self):
+        """The key of the dropout."""
+        return None if self.dropout is None else jax.random.key(5)
+
+    @property
+    def prefix_lengths(self):
+        """Of each row, another one; the first row is causal."""
+        return np.int32(np.arange(len(self.case.problem.query)) * 5 % self.case.seq_len)
+
+    @functools.cached_property
+    def told(self) -> dict:
+        """What the oracle takes beside segment ids and what is learnt."""
+        told = dict(self.case.mask_arguments)
+        if self.of_rows is not None:
+            (_, rule), lengths = OF_ROWS[self.of_rows], self.prefix_lengths[:, None, None]
+            told = {"rule": lambda i, j: rule(i[None], j[None], lengths)}
+        if self.softcap:
+            told["softcap"] = SOFTCAP
+        if self.dropout is not None:
+            told["factors"] = factors_of(self.case.problem, self.rng, self.dropout)
+        return told
+
+    def solve(self, arguments, learnt):
+        """Result and gradients of what is learnt, on the mesh of the case."""
+        prefix = None
+        if self.of_rows is not None:
+            rows = NamedSharding(self.attention.mesh, P(self.attention.sequence_spec[0]))
+            prefix = jax.device_put(self.prefix_lengths, rows)
+        return solve(self.attention, bool(self.dropout), *arguments, learnt, self.rng, prefix)
+
+    def bounds(self, wanted, of_wanted) -> dict[str, float]:
+        """The greatest error allowed for each part of a Result and each gradient."""
+        exact = dict(wanted.items()) | of_wanted
+        bounds = dict.fromkeys(exact, FLOAT32_ERROR)
+        if self.case.dtype == "float32":
+            return bounds
+        theirs, of_theirs = jax_nn_with_scores(self.case.problem, self.learnt, **self.told)
+        for name, found in (dict(theirs.items()) | of_theirs).items():
+            if name in ("slopes", "sinks"):
+                bounds[name] = NARROW_SUM_ERROR
+            elif name != "lse":
+                ratio = NARROW_RATIOS.get(name, NARROW_ERROR_RATIO)
+                bounds[name] = ratio * relative_error(found, exact[name])
+        return bounds
+
+    def __str__(self) -> str:
+        """Says only what is not the default."""
+        others = [f for f in dataclasses.fields(self) if f.name != "case"]
+        given = {f.name: getattr(self, f.name) for f in others}
+        named = [
+            f"{name}={value}" if isinstance(value, str | tuple) else name
+            for name, value in given.items()
+            if value not in (None, False) or (name == "dropout" and value is not None)
+        ]
+        return "-".join([str(self.case), *named]).replace(" ", "")
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), compiler_options=QUICK)
@@ -83,3 +201,58 @@ def of_oracle(problem, learnt, **told):
         shared = tuple(dim for dim in (0, 1) if learnt["bias"].shape[dim] == 1)
         found["bias"] = whole.sum(shared, keepdims=True)
     return wanted, found
+
+
+def jax_nn_with_scores(problem, learnt, *, softcap=None, factors=None, **mask):
+    """What jax.nn.dot_product_attention makes of the same input on one device, and its gradients.
+
+    It knows a bias. The rest is put where jax.nn would have it: the cap between its scale and its
+    bias, a sink as one more key of value 0, dropout on the probabilities that it has rounded.
+    """
+    seen = oracle.visible(
+        problem.query.shape[1], problem.key.shape[1], segment_ids=problem.segment_ids, **mask
+    )
+    # Rows that see no key: ours are 0, which jax.nn's softmax is not.
+    rows = seen.any(-1)[:, :, None, None]
+    dout = np.where(rows, problem.dout, np.zeros_like(problem.dout))
+    inputs = problem.query, problem.key, problem.value, learnt
+    out, *gradients, of_learnt = _jax_nn(seen[:, None, None], factors, softcap, inputs, dout)
+    out = np.where(rows, out, np.zeros_like(out))
+    return Result(out, np.zeros(()), *map(np.asarray, gradients)), of_learnt
+
+
+@functools.partial(jax.jit, static_argnums=2, compiler_options=QUICK)
+def _jax_nn(seen, factors, softcap, inputs, dout):
+    out, vjp = jax.vjp(functools.partial(_attend_as_jax_nn, seen, factors, softcap), *inputs)
+    return out, *vjp(dout)
+
+
+def _attend_as_jax_nn(seen, factors, softcap, query, key, value, learnt):
+    """The steps of jax.nn.dot_product_attention, and its roundings, with the scores between."""
+    (batch, tokens, heads, head_dim), kv_heads = query.shape, key.shape[2]
+
+    def per_head(x):
+        x = jnp.broadcast_to(x, (x.shape[0], heads, *x.shape[2:]))
+        return x.reshape(x.shape[0], kv_heads, -1, *x.shape[2:])
+
+    grouped = query.reshape(batch, tokens, kv_heads, -1, head_dim)
+    logits = jnp.einsum("btkgh,bskh->bkgts", grouped, key, preferred_element_type=jnp.float32)
+    logits = logits * head_dim**-0.5
+    if softcap is not None:
+        logits = softcap * jnp.tanh(logits / softcap)
+    if "slopes" in learnt:
+        far = np.float32(np.abs(np.arange(tokens)[:, None] - np.arange(tokens)))[None, None, None]
+        logits = logits - per_head(learnt["slopes"][None, :, None, None]) * far
+    if "bias" in learnt:
+        logits = logits + per_head(learnt["bias"])
+    logits = jnp.where(seen, logits, np.finfo(np.float32).min)
+    if "sinks" in learnt:
+        sinks = per_head(learnt["sinks"][None, :, None, None])
+        logits = jnp.concatenate(
+            [logits, jnp.broadcast_to(sinks, (*logits.shape[:-1], 1))], axis=-1
+        )
+    weights = jax.nn.softmax(logits, axis=-1)[..., : key.shape[1]].astype(key.dtype)
+    if factors is not None:
+        weights = weights * per_head(jnp.asarray(factors, key.dtype))
+    out = jnp.einsum("bkgts,bskv->btkgv", weights, value)
+    return out.reshape(batch, tokens, heads, -1)

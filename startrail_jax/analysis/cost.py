@@ -134,6 +134,9 @@ def communication(
     a mask lets no device need are not counted, as they are not made. A head degree
     U adds (2 + 2 g') (U - 1) / U units, g' = max(kv_heads, head * tensor) / heads, and leaves the
     rest as it is on P / U devices. Bytes of lse and segment ids come on top.
+    Sinks and prefixes send nothing. What other scores send is not counted: a bias, its exchanges
+    over head and team (`startrail_jax.score_units.place`); slopes, dropout and a bias without a
+    mask, the placement of keys that there is under a mask.
 
     Args:
         degrees: the setting.

@@ -1,5 +1,8 @@
 """How the degrees that the flags of a run leave open are filled in."""
 
+import dataclasses
+from collections import Counter
+
 import pytest
 
 import startrail_jax as st
@@ -110,6 +113,48 @@ def test_default_degrees_depend_on_nodes_heads_and_order():
     assert on(8) == {"ring": 8, "team": 2}
     assert on(8, order=("collectives_inside",)) != on(8)
     assert on(4, team=4) == {"group": 4, "team": 4}
+
+
+WINDOWS = {"local": (512,), "mixed": (512, 512, 512, "none"), "beyond": (131_072, "none")}
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("windows", "devices_per_node", "expected"),
+    [
+        (None, 64, {"group": 4, "ring": 4, "team": 4}),
+        ("beyond", 64, {"group": 4, "ring": 4, "team": 4}),
+        ("mixed", 64, {"ring": 16, "team": 4}),
+        ("local", 64, {"ring": 64}),
+        (None, 8, {"group": 2, "ring": 8, "team": 4}),
+        ("mixed", 8, {"ring": 64}),
+    ],
+)
+def test_default_degrees_count_what_the_layers_of_a_pattern_send(
+    windows, devices_per_node, expected
+):
+    """Windows leave rounds out: rings get cheap, and what a team and a group gather does not."""
+    base = gpt_7b()
+    model = dataclasses.replace(base.model, windows=WINDOWS.get(windows))
+    # No multiple of twice the devices: rows are padded.
+    config = dataclasses.replace(base, seq_len=131_000, model=model)
+    nodes = nodes_of(range(64), devices_per_node)
+    chosen = choose_degrees(MeshConfig(), 64, config.attention_call, nodes=nodes)
+    assert {name: degree for name, degree in vars(chosen).items() if degree > 1} == expected
+    order = choose_order(MeshConfig(), chosen, nodes, config.attention_call)
+    kinds = Counter(model.layer_windows)
+
+    def received(degrees):
+        mask = lambda w: st.masks.Causal() if w is None else st.masks.Window(w - 1, 0)  # noqa: E731
+        call = dict(heads=32, kv_heads=32, head_dim=128, seq_len=131_072, batch=1)
+        reports = [st.communication(degrees, **call, mask=mask(window)) for window in kinds]
+        counted = zip(kinds.values(), reports, strict=True)
+        return sum(layers * report.total.received_bytes for layers, report in counted)
+
+    if devices_per_node == 64:
+        assert order == ROLES
+        assert received(chosen) <= received(st.Degrees.startrail(64, c=4))
+        assert received(chosen) <= received(st.Degrees.startrail(64, c=2))
 
 
 def test_former_degrees_of_a_run_are_kept_unless_flags_say_otherwise(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -393,6 +394,13 @@ class GPTTrainConfig(TrainConfig):
     @property
     def attention_of_model(self) -> dict[str, Any]:
         return attention_of(self.model)
+
+    @property
+    def attention_call(self) -> dict[str, Any]:
+        windows = Counter(self.model.layer_windows)
+        if all(window is None or window >= self.seq_len for window in windows):
+            return super().attention_call
+        return super().attention_call | {"seq_len": self.seq_len, "windows": dict(windows)}
 
 
 def attention_of(model: GPTConfig) -> dict[str, Any]:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from startrail_jax import masks
 from startrail_jax.analysis.cost import communication, default_order
 from startrail_jax.analysis.ports import cheapest_order, messages
 from startrail_jax.analysis.settings import all_degrees
+from startrail_jax.analysis.transfers import Transfer
 from startrail_jax.errors import InputError
-from startrail_jax.mesh import Degrees
+from startrail_jax.layout import Layout
+from startrail_jax.mesh import ROLES, Degrees
 from startrail_jax.nodes import crossing, node_grid, resolve_order
 from trainer.config import MeshConfig
 
@@ -128,7 +132,10 @@ def choose_order(
         nodes: the node of each device.
         call: what is known of an attention call: `TrainConfig.attention_call`.
     """
-    return given_order(mesh) or default_order(degrees, nodes, call)
+    given = given_order(mesh)
+    if given is not None or "windows" not in call:
+        return given or default_order(degrees, nodes, call)
+    return ROLES if len(set(nodes)) == 1 else cheapest_order(degrees, nodes, [_sent(degrees, call)])
 
 
 def describe_nodes(degrees: Degrees, order: Sequence[str], nodes: Sequence[int]) -> str:
@@ -168,14 +175,34 @@ def _bytes(
     degrees: Degrees, call: Mapping[str, Any], mesh: MeshConfig, nodes: Sequence[int] | None
 ) -> tuple[int, int]:
     """Bytes through the busiest port of a node, and bytes that a device receives."""
-    total = communication(
-        degrees, **{"batch": degrees.data, "seq_len": 2 * degrees.sequence, **call}
-    ).total
+    sent = _sent(degrees, call)
+    received = sum(transfer.received_bytes for transfer in sent)
     if nodes is None or len(set(nodes)) == 1:
-        return 0, total.received_bytes
-    order = given_order(mesh) or cheapest_order(degrees, nodes, [total.transfers])
-    sent = messages(degrees, total.transfers).through(node_grid(degrees, order, nodes).ravel())
-    return sent.port_bytes, total.received_bytes
+        return 0, received
+    order = given_order(mesh) or cheapest_order(degrees, nodes, [sent])
+    through = messages(degrees, sent).through(node_grid(degrees, order, nodes).ravel())
+    return through.port_bytes, received
+
+
+def _sent(degrees: Degrees, call: Mapping[str, Any]) -> tuple[Transfer, ...]:
+    """What a device receives in attention: in one layer, or in all of them where they differ."""
+    options = {"batch": degrees.data, "seq_len": 2 * degrees.sequence, **call}
+    windows = options.pop("windows", None)
+    if windows is None:
+        return communication(degrees, **options).total.transfers
+    layout = Layout.of(None, degrees.sequence, causal=True)
+    # As rows are padded.
+    options["seq_len"] = layout.padded_length(options["seq_len"])
+    del options["causal"]
+    sent: list[Transfer] = []
+    for window, layers in windows.items():
+        mask = masks.resolve(None, causal=True, window=window)
+        layer = communication(degrees, **options, mask=mask, layout=layout).total
+        sent += [
+            replace(x, tensor_bytes=layers * x.tensor_bytes, row_bytes=layers * x.row_bytes)
+            for x in layer.transfers
+        ]
+    return tuple(sent)
 
 
 def _misfit(mesh: MeshConfig, num_devices: int) -> InputError:

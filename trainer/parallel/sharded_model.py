@@ -16,7 +16,6 @@ from jaxtyping import Array
 
 from models.hooks import Hooks
 from startrail_jax.attention import Attention
-from startrail_jax.softmax import with_sinks
 from trainer.parallel.partition import STACKED, Parameter, Partition, path_name, split_frozen
 from trainer.parallel.tiling import in_tiles
 
@@ -142,8 +141,8 @@ class ShardedModel:
     ) -> Array:
         """The attention of one device's tokens: an `AttentionFn`."""
         attention = self.windowed(local_window_size)
-        out, lse = attention.local(query, key, value, segment_ids, segment_ids)
-        return out if sinks is None else with_sinks(out, lse, sinks)[0]
+        out, _ = attention.local(query, key, value, segment_ids, segment_ids, sinks=sinks)
+        return out
 
     def windowed(self, size: tuple[int, int] | None) -> Attention:
         """The attention of a layer with a window, as a call of an attention takes it."""
