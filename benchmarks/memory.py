@@ -42,7 +42,8 @@ from startrail_jax.errors import UserError
 from startrail_jax.mesh import Degrees
 from startrail_jax.planner.memory import GIB, Footprint
 from trainer.config import MeshConfig, TrainConfig
-from trainer.gpt.config import GPTTrainConfig, LoraConfig
+from trainer.gpt.config import GPTTrainConfig
+from trainer.gpt.lora.settings import LoraConfig
 from trainer.parallel.degrees import choose_degrees
 from trainer.run.exit import exit_on_user_errors
 

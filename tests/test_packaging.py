@@ -10,7 +10,12 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 OURS = {"startrail_jax", "trainer", "models", "configs", "train", "sample"}
 # Distributions whose module has another name.
-MODULES = {"orbax-checkpoint": "orbax", "pillow": "PIL", "scikit-learn": "sklearn"}
+MODULES = {
+    "orbax-checkpoint": "orbax",
+    "pillow": "PIL",
+    "protobuf": "google",
+    "scikit-learn": "sklearn",
+}
 # Draws the loss curve of a run, and a plan, where it is installed; both are whole without.
 OPTIONAL = {"matplotlib"}
 
@@ -50,5 +55,5 @@ def test_program_requires_what_it_imports_and_no_more():
     folders = ("trainer", "models", "configs")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     files += [ROOT / "train.py", ROOT / "sample.py"]
-    wanted = required("train", "tokenizers", "images")
+    wanted = required("train", "tokenizers", "datasets", "images")
     assert (imported(*files) | required()) - OPTIONAL == wanted - OPTIONAL

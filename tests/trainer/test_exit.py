@@ -204,6 +204,7 @@ NOT_FOR_USERS = {
     "ConnectionError('no answer from process 0')",
     "ConnectionError('an answer that does not come from process 0')",
     "ValueError('a single array')",
+    "ValueError('a stream without its end')",
 }
 
 

@@ -19,7 +19,8 @@ from trainer.dit.config import (
     DiTTrainConfig,
 )
 from trainer.dit.objective import Denoising
-from trainer.gpt.config import DataConfig, LoraConfig
+from trainer.gpt.config import DataConfig
+from trainer.gpt.lora.settings import LoraConfig
 from trainer.parallel import step_sizes
 from trainer.parallel.footprint import describe_memory
 from trainer.parallel.step import Program

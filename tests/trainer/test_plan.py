@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+import tokenizers
 from jax.sharding import AbstractMesh, AxisType
 
 import startrail_jax as st
@@ -28,7 +29,7 @@ from startrail_jax.planner.search import Options
 from train import read_command_line
 from trainer.config import AttentionConfig, MeshConfig
 from trainer.dit.objective import dit_flops_per_token
-from trainer.gpt.config import LoraConfig
+from trainer.gpt.lora.settings import LoraConfig
 from trainer.gpt.objective import gpt_flops_per_token
 from trainer.gpt.pretrained.families import FAMILIES, read_description
 from trainer.parallel.flops import PEAK_FLOPS
@@ -312,7 +313,7 @@ def test_pasted_command_starts_from_a_pretrained_model(kind, tmp_path):
 
     found = planned(model)
     assert f"also reads *.safetensors and tokenizer.json, which {tmp_path} lacks" in str(found)
-    (tmp_path / "tokenizer.json").write_text("{}")
+    tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(tmp_path / "tokenizer.json"))
     config, told = trained(found.command), read_description(tmp_path).model
     assert config.init_from == tmp_path
     assert config.model == dataclasses.replace(told, dtype="bfloat16")

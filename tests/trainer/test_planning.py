@@ -16,7 +16,7 @@ from train import read_command_line, train
 from trainer import planning
 from trainer.config import AttentionConfig, MeshConfig
 from trainer.errors import RunError
-from trainer.gpt.config import LoraConfig
+from trainer.gpt.lora.settings import LoraConfig
 from trainer.network.options import Distributed
 from trainer.planning import Planner
 from trainer.processes.exchange import Peers

@@ -29,7 +29,7 @@ from pretrained import (
 from programs import weight_shapes
 from trainer.checkpoints import durable
 from trainer.checkpoints.checksums import Checksums
-from trainer.gpt.config import DataConfig, GPTConfig, LoraConfig, RopeConfig, TextOptions
+from trainer.gpt.config import DataConfig, GPTConfig, RopeConfig, TextOptions
 from trainer.gpt.export import __main__ as export_command
 from trainer.gpt.export import writing
 from trainer.gpt.export.writing import (
@@ -38,6 +38,7 @@ from trainer.gpt.export.writing import (
     files_beside_weights,
     token_ids,
 )
+from trainer.gpt.lora.settings import LoraConfig
 from trainer.gpt.pretrained import initial as initial_weights
 from trainer.gpt.pretrained.defaults import with_tokenizer
 from trainer.gpt.pretrained.families import describe, read_description

@@ -29,7 +29,8 @@ from startrail_jax.errors import InputError
 from startrail_jax.sizes import check_heads
 from startrail_jax.varying import vary
 from trainer.config import SHARDED_AXES
-from trainer.gpt.config import GPTConfig, LoraConfig
+from trainer.gpt.config import GPTConfig
+from trainer.gpt.lora.settings import LoraConfig
 from trainer.gpt.objective import make_gpt
 from trainer.gpt.token_choice import Sampling, choose_token
 from trainer.parallel.partition import Partition

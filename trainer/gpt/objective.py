@@ -20,7 +20,8 @@ from startrail_jax import masks
 from startrail_jax.analysis.work import visible_pairs
 from startrail_jax.layout import Layout
 from trainer.gpt.batches import TokenBatch
-from trainer.gpt.config import GPTConfig, GPTTrainConfig, LoraConfig
+from trainer.gpt.config import GPTConfig, GPTTrainConfig
+from trainer.gpt.lora.settings import LoraConfig
 
 
 class NextToken:

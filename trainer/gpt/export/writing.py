@@ -25,7 +25,7 @@ from trainer.checkpoints import durable
 from trainer.data.opening import read_object
 from trainer.errors import MissingPackageError, NonFiniteError, StorageError
 from trainer.gpt.chat.template import TEMPLATE_FILE
-from trainer.gpt.config import GPTTrainConfig, LoraConfig
+from trainer.gpt.config import GPTTrainConfig
 from trainer.gpt.lora.peft import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
@@ -34,6 +34,7 @@ from trainer.gpt.lora.peft import (
     peft_config,
     peft_tensors,
 )
+from trainer.gpt.lora.settings import LoraConfig
 from trainer.gpt.lora.weights import restore_model
 from trainer.gpt.objective import NextToken
 from trainer.gpt.pretrained.defaults import KEPT_FOLDER, TOKENIZER, TOKENIZER_FILES

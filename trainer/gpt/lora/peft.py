@@ -12,7 +12,8 @@ import numpy as np
 from jaxtyping import Float, Shaped
 
 from startrail_jax.errors import InputError
-from trainer.gpt.config import GPTConfig, GPTTrainConfig, LoraConfig
+from trainer.gpt.config import GPTConfig, GPTTrainConfig
+from trainer.gpt.lora.settings import LoraConfig
 from trainer.gpt.pretrained.layers import plain
 from trainer.gpt.pretrained.names import OF_LAYER
 from trainer.parallel.partition import ADAPTERS, STACKED
