@@ -19,6 +19,9 @@ FIRST_OF_EVERY = {
     "benchmarks/test_benchmark_gpu.py": {
         "test_devices_alone_make_the_kernel_calls_of_the_mesh": 5,
     },
+    "benchmarks/test_benchmark_memory.py": {
+        "test_longest_sequence_is_a_multiple_of_a_fine_step": 0,
+    },
     "op/test_attention_gpu_blocks.py": {
         "test_attention_on_tiles_matches_oracle": 6,
         "test_attention_on_cudnn_is_nearly_as_exact_as_one_kernel": 6,
@@ -105,7 +108,7 @@ FIRST_OF_EVERY = {
         "test_losses_do_not_depend_on_how_it_runs": 0,
         "test_text_is_divided_among_the_devices_like_the_image": 0,
         "test_weights_are_used_alike_at_every_level_of_zero": 0,
-        "test_average_follows_its_equation_and_is_what_is_measured": 2,
+        "test_average_follows_its_equation_and_is_what_is_measured": 0,
     },
     "trainer/test_dit_train.py": {
         "test_an_interrupted_run_goes_on_on_another_mesh": 0,
@@ -136,6 +139,8 @@ FIRST_OF_EVERY = {
         "test_losses_do_not_depend_on_the_mesh": 0,
         "test_export_and_samples_give_the_logits_of_the_adapters": 0,
         "test_run_goes_on_from_its_checkpoint_to_the_same_bits": 0,
+        "test_adapters_are_never_exchanged": 0,
+        "test_adapters_of_a_model_that_flags_changed_are_not_exported_without_it": 0,
     },
     "trainer/test_optimizer.py": {
         "test_losses_with_muon_do_not_depend_on_the_mesh": 0,
@@ -143,6 +148,9 @@ FIRST_OF_EVERY = {
     "trainer/test_plan.py": {
         "test_flags_to_paste_give_the_setting": 3,
         "test_pasted_commands_pass_the_checks_of_a_step": 3,
+    },
+    "trainer/test_planning.py": {
+        "test_a_step_is_timed_on_its_mesh": 0,
     },
     "trainer/test_pretrained.py": {
         "test_two_processes_import_the_same_bits_as_one": 0,
@@ -176,6 +184,7 @@ FIRST_OF_EVERY = {
     "trainer/test_train_errors.py": {
         "test_token_beyond_the_vocabulary_that_training_meets_costs_no_step": 0,
         "test_disk_that_fills_up_leaves_the_last_checkpoint": 0,
+        "test_sigterm_saves_and_exits_with_status_0": 0,
         "test_loss_that_is_not_finite_stops_and_can_be_skipped": 0,
     },
 }
