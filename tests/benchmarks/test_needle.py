@@ -27,7 +27,7 @@ from trainer.gpt.chat.corpus import open_examples
 from trainer.gpt.config import DataConfig, RopeConfig
 from trainer.gpt.pretrained.families import to_values
 from trainer.gpt.text import IdTokenizer
-from trainer.gpt.tokenizer import ByteTokenizer
+from trainer.gpt.tokenizer import ByteTokenizer, FileTokenizer
 
 SIZES = Sizes(length=67, steps=2, tuning_steps=1, needles=5, seed=3)
 BYTES = ByteTokenizer(end_of_document=None, vocab_size=256)
@@ -69,6 +69,28 @@ def test_haystack_of_text_is_filled_to_the_token_and_holds_the_sentence(tmp_path
     city = re.search(r"number of (\w+) is$", text)[1]
     assert f"of {city} is {case.answers[0]}." in text
     assert len(set(re.findall(r"of (\w+) is \d{7}\.", text))) == 3
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_token_that_begins_a_document_is_the_first_of_the_prompt_alone(tmp_path, depth):
+    words = Words()
+    begin = words.vocabulary.index("15")
+    tokenizer = FileTokenizer(
+        words.write_tokenizer(tmp_path / "tokenizer"),
+        end_of_document=None,
+        begin_of_document=begin,
+        vocab_size=len(words.vocabulary),
+    )
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for name in "ab":
+        (texts / f"{name}.txt").write_text(" ".join(3 * HAY))
+    sentences = Sentences(tokenizer, texts, longest=100)
+    case = sentences.case(rng(), length=100, needles=3, depth=depth)
+    assert np.flatnonzero(case.prompt == begin).tolist() == [0]
+    assert len(case.prompt) + sentences.most_answer_tokens == 100
+    # The 7 words of a needle are the tokens of this vocabulary, known or not.
+    assert case.needle_at == (len(case.context) - 7 if depth else 1)
 
 
 def test_loss_counts_the_answers_and_nothing_else(tmp_path):
