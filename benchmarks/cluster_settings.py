@@ -15,6 +15,8 @@ DEFAULT_NODES, DEFAULT_DEVICES = 4, 4
 PASSES = ("forward", "both")
 CHOSEN = "chosen"
 EVERY = "every"
+PLANNED_OPTIONS = {"inner"}
+"""Options in the name of a scheme whose effect on the time the planner knows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +70,7 @@ class ClusterSettings:
     """The forward pass alone, and both passes."""
     plan: bool = False
     """Whether to measure the cluster as `startrail_jax.plan --here` does, and to predict each row
-    of attention from that."""
+    of attention from that. Names of schemes may then have no option but inner."""
 
     rounds: int = 3
     """Number of rounds; each times all rows once, in turn."""
@@ -92,6 +94,13 @@ class ClusterSettings:
             raise InputError(
                 "plan predicts attention, not steps of models; got --plan with --train "
                 f"{' '.join(self.train)}. Leave out one of them."
+            )
+        unplanned = [x for x in self.schemes if _names_of_options(x) - PLANNED_OPTIONS]
+        if self.plan and unplanned:
+            raise InputError(
+                f"plan predicts schemes without options other than {', '.join(PLANNED_OPTIONS)}; "
+                f"got --plan with --schemes {' '.join(unplanned)}. Leave out --plan, or the "
+                "options."
             )
         if EVERY in self.schemes and (len(self.schemes) > 1 or self.orders != (CHOSEN,)):
             raise InputError(
@@ -143,3 +152,9 @@ class ClusterSettings:
     def port(self) -> str:
         """The interface that is counted in an emulated node."""
         return self.interface or PORT
+
+
+def _names_of_options(scheme: str) -> set[str]:
+    """The names of the options after the colon, such as "inner" of "ring:inner=4"."""
+    options = scheme.partition(":")[2]
+    return {part.partition("=")[0] for part in options.split(",") if part}

@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     jax.config.update("jax_platforms", "cpu")
     print(f"jax {jax.__version__}; GiB of one device")
-    if args.random:
+    if args.random is not None:
         compare_drawn(args.random, args.seed, compiles=not args.arithmetic, details=args.details)
         return
     for recipe in args.recipes:
@@ -171,8 +171,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--recipes", nargs="+", choices=HARDWARE, default=list(HARDWARE))
-    parser.add_argument("--rows", default="", help="regular expression: only the rows it finds")
+    parser.add_argument("--recipes", nargs="+", choices=HARDWARE, help="by default all of them")
+    parser.add_argument("--rows", help="regular expression: only the rows it finds")
     parser.add_argument("--target", choices=target_names(), help="GPU; by default the recipe's")
     parser.add_argument("--devices", type=int, help="number of them; by default the recipe's")
     parser.add_argument("--seq-len", type=int, help="tokens in a sequence")
@@ -180,14 +180,40 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help_text = "degree of parallelism; by default that of train.py"
         parser.add_argument(f"--mesh.{role}", dest=role, type=int, help=help_text)
     parser.add_argument("--random", type=int, metavar="N", help="so many drawn runs, no recipes")
-    parser.add_argument("--seed", type=int, default=0, help="seed of these runs")
+    parser.add_argument("--seed", type=int, help="seed of these runs; by default 0")
     parser.add_argument("--arithmetic", action="store_true", help="the formula alone")
     parser.add_argument("--details", action="store_true", help="parts of the formula")
     args = parser.parse_args(argv)
     args.mesh = {
         role: degree for role in MeshConfig().degrees if (degree := getattr(args, role)) is not None
     }
+    check_args(parser, args)
+    args.recipes, args.rows = args.recipes or list(HARDWARE), args.rows or ""
+    args.seed = args.seed or 0
     return args
+
+
+def check_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Ends the program if a flag makes no sense, or none beside the others."""
+    for name in ("random", "devices"):
+        number = getattr(args, name)
+        if number is not None and number < 1:
+            parser.error(f"--{name} must be at least 1; got {number}. Use more, or leave it out.")
+    if args.random is None:
+        if args.seed is not None:
+            parser.error(
+                f"--seed is that of drawn runs; got --seed {args.seed} without --random. Add "
+                "--random 20, or leave it out."
+            )
+        return
+    names = ("recipes", "rows", "target", "devices", "seq_len")
+    others = [f"--{x.replace('_', '-')}" for x in names if getattr(args, x) is not None]
+    others += [f"--mesh.{role}" for role in args.mesh]
+    if others:
+        parser.error(
+            "--random draws models, settings and meshes, all for H100s; got --random "
+            f"{args.random} with {', '.join(others)}. Leave these out, or --random."
+        )
 
 
 if __name__ == "__main__":

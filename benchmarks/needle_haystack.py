@@ -90,6 +90,8 @@ class Wording(ABC):
     """What needles are about."""
     most_answer_tokens: int
     """Number of tokens of the longest answer."""
+    beginning: Tokens = np.empty(0, np.int64)
+    """What the model expects in front of a document, once: a token that begins it, or nothing."""
 
     @abstractmethod
     def haystack(self, rng: np.random.Generator, count: int) -> Tokens:
@@ -154,11 +156,12 @@ class Wording(ABC):
         # found by elimination.
         which = [0, *rng.integers(needles, size=questions - 1)]
         asked = [self.question(keys[i]) for i in which]
-        others = sum(map(len, [*hidden, *asked])) + questions * self.most_answer_tokens
+        others = sum(map(len, [self.beginning, *hidden, *asked]))
+        others += questions * self.most_answer_tokens
         if (room := length - others) < needles:
             raise InputError(
                 "A length must have room for needles, questions, answers and a haystack; got "
-                f"length={length}, of which needles, questions and answers take {others} tokens. "
+                f"length={length}, of which all but the haystack take {others} tokens. "
                 f"Use a length of at least {others + needles}, or fewer --needles."
             )
         places = rng.integers(room + 1, size=needles)
@@ -168,7 +171,7 @@ class Wording(ABC):
         if depth is not None:
             places[0] = round(depth * room)
             order[0] = -1 if depth < 0.5 else needles
-        hay, parts, at, needle_at = self.haystack(rng, room), [], 0, 0
+        hay, parts, at, needle_at = self.haystack(rng, room), [self.beginning], 0, 0
         for i in np.lexsort((order, places)):
             parts.append(hay[at : places[i]])
             if not i:
@@ -261,6 +264,7 @@ class Sentences(Wording):
                 "Give the tokenizer.json that made them: --tokenizer."
             )
         self._tokenizer = tokenizer
+        self.beginning = self._encode_document("")
         files = standard_library() if path is None else find_files(path, "haystack")
         if files.kind not in ("text", "jsonl"):
             raise InputError(
@@ -302,6 +306,11 @@ class Sentences(Wording):
         return self._tokenizer.decode(np.asarray(tokens))
 
     def _encode(self, text: str) -> Tokens:
+        """The tokens of a text in the middle of a document."""
+        return self._encode_document(text)[len(self.beginning) :]
+
+    def _encode_document(self, text: str) -> Tokens:
+        """The tokens of a text at the beginning of a document."""
         part = Document(key="", place="the haystack", text=text, is_last=False)
         return self._tokenizer.encode([part])[0].astype(np.int64)
 

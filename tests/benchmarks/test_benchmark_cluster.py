@@ -112,6 +112,14 @@ def test_rate_that_is_none_is_refused(rate):
         (dict(orders=()), r"orders must name one at least"),
         (dict(nodes=200, devices=8, rails=True), r"may have 250 processes; .* need 1600"),
         (dict(plan=True, train=("gpt",)), r"plan predicts attention.*got --plan with --train gpt"),
+        (
+            dict(plan=True, schemes=("ring:inner=2", "ring", "team-2:inner=2,keep_gathered=true")),
+            r"without options other than inner; got --plan with --schemes team-2:inner=2,keep_g",
+        ),
+        (
+            dict(plan=True, schemes=("ring:gradient_dtype=bfloat16",)),
+            r"got --plan with --schemes ring:gradient_dtype=bfloat16. Leave out --plan, or",
+        ),
         (dict(schemes=("every", "ring")), r"--schemes every is .*; got --schemes every ring"),
         (dict(schemes=("every",), orders=("best",)), r"got --schemes every --orders best. Give"),
     ],

@@ -21,6 +21,33 @@ def test_drawn_runs_are_legal_and_the_same_for_a_seed(capsys):
     assert all(row.name in printed for row, _ in runs)
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            "--random 2 --recipes gpt_7b --mesh.team 4",
+            "got --random 2 with --recipes, --mesh.team.",
+        ),
+        ("--random 2 --target h100 --devices 8", "got --random 2 with --target, --devices."),
+        ("--random 2 --seq-len 512 --rows zero", "got --random 2 with --rows, --seq-len."),
+        ("--random 0", "--random must be at least 1; got 0."),
+        ("--random -3", "--random must be at least 1; got -3."),
+        ("--devices 0", "--devices must be at least 1; got 0."),
+        ("--seed 3", "got --seed 3 without --random. Add --random"),
+    ],
+)
+def test_flags_that_would_be_ignored_are_refused(flags, message, capsys):
+    with pytest.raises(SystemExit):
+        memory.parse_args(flags.split())
+    assert message in capsys.readouterr().err
+
+
+def test_flags_of_recipes_have_defaults():
+    args = memory.parse_args(["--mesh.team", "4"])
+    assert (args.recipes, args.rows, args.mesh) == (list(memory.HARDWARE), "", {"team": 4})
+    assert memory.parse_args(["--random", "2"]).seed == 0
+
+
 @pytest.mark.parametrize("border", [1, 19, 20, 37])
 @pytest.mark.parametrize("guess", [1, 20, 40])
 def test_search_ends_where_a_length_fits_and_the_next_does_not(border, guess):

@@ -27,7 +27,7 @@ from trainer.gpt.chat.corpus import open_examples
 from trainer.gpt.config import DataConfig, RopeConfig
 from trainer.gpt.pretrained.families import to_values
 from trainer.gpt.text import IdTokenizer
-from trainer.gpt.tokenizer import ByteTokenizer
+from trainer.gpt.tokenizer import ByteTokenizer, FileTokenizer
 
 SIZES = Sizes(length=67, steps=2, tuning_steps=1, needles=5, seed=3)
 BYTES = ByteTokenizer(end_of_document=None, vocab_size=256)
@@ -69,6 +69,28 @@ def test_haystack_of_text_is_filled_to_the_token_and_holds_the_sentence(tmp_path
     city = re.search(r"number of (\w+) is$", text)[1]
     assert f"of {city} is {case.answers[0]}." in text
     assert len(set(re.findall(r"of (\w+) is \d{7}\.", text))) == 3
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_token_that_begins_a_document_is_the_first_of_the_prompt_alone(tmp_path, depth):
+    words = Words()
+    begin = words.vocabulary.index("15")
+    tokenizer = FileTokenizer(
+        words.write_tokenizer(tmp_path / "tokenizer"),
+        end_of_document=None,
+        begin_of_document=begin,
+        vocab_size=len(words.vocabulary),
+    )
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for name in "ab":
+        (texts / f"{name}.txt").write_text(" ".join(3 * HAY))
+    sentences = Sentences(tokenizer, texts, longest=100)
+    case = sentences.case(rng(), length=100, needles=3, depth=depth)
+    assert np.flatnonzero(case.prompt == begin).tolist() == [0]
+    assert len(case.prompt) + sentences.most_answer_tokens == 100
+    # The 7 words of a needle are the tokens of this vocabulary, known or not.
+    assert case.needle_at == (len(case.context) - 7 if depth else 1)
 
 
 def test_loss_counts_the_answers_and_nothing_else(tmp_path):
@@ -137,16 +159,20 @@ def test_commands_train_the_same_model_on_longer_rows(tmp_path):
     values = to_values(short.model, length=short.seq_len, dtype="float32")
     (exported / "config.json").write_text(json.dumps(values))
     (exported / "tokenizer.json").write_bytes((tmp_path / "tokenizer/tokenizer.json").read_bytes())
-    tuned, control = (train.read_command_line(wanted[x]).settings for x in ("tuned", "control"))
+    tuned = train.read_command_line(wanted["tuned"]).settings
     assert short.seq_len == SIZES.length
-    assert tuned.seq_len == control.seq_len == FACTOR * SIZES.length
+    assert tuned.seq_len == FACTOR * SIZES.length
     assert (short.devices, short.mesh.team) == (tuned.devices, tuned.mesh.team) == (4, 2)
-    assert control.model.layer_windows == short.model.layer_windows == (2, None)
-    assert control.model.rope.scaling == "none"
+    assert tuned.model.layer_windows == short.model.layer_windows == (2, None)
+    assert short.model.rope.scaling == "none"
     assert tuned.model.rope == RopeConfig(
         base=short.model.rope.base, scaling="yarn", factor=FACTOR, original_length=SIZES.length
     )
     assert tuned.data.loss_on == "completion"
+    # The control has the flags of the tuned run but for YaRN, which no other flag turns on.
+    flags = " ".join(wanted["tuned"]).replace(str(tmp_path / "tuned"), str(tmp_path / "control"))
+    yarn = re.search(r" --model\.rope\.scaling yarn( --model\.rope\.\S+ \d+){2}", flags)[0]
+    assert " ".join(wanted["control"]) == flags.replace(yarn, "")
 
 
 def test_report_writes_every_share_and_a_figure(tmp_path):
