@@ -13,10 +13,12 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from startrail_jax.errors import InputError, UnsupportedError
+from startrail_jax.mesh import SEQUENCE_ROLES
 from startrail_jax.score_units import Given
 from startrail_jax.scores import NAMES, Dropout, Scores
 from startrail_jax.sharding import Sharded
 from startrail_jax.validation import check_shardings
+from startrail_jax.varying import varying_axes
 
 
 def check_softcap(softcap: Any) -> None:
@@ -127,11 +129,16 @@ def given_to_shards(
         query, key: the shards of this device. The columns of a bias are those of all keys.
         slopes, bias, sinks, prefix_lengths, dropout_rng, dropout_rate, broadcast_dropout,
         deterministic: as in `Attention.local`.
+
+    Raises:
+        ValueError: if they do not fit the shards, or if `shard_map` tracks that the devices of a
+            sequence have keys of dropout of their own.
+        NotImplementedError: if this attention serves them in no way.
     """
     shape = list(key.shape)
     shape[1] *= attention.degrees.sequence
     rate = 0.0 if deterministic else dropout_rate
-    return check_given(
+    given = check_given(
         attention,
         query,
         jax.ShapeDtypeStruct(shape, key.dtype),
@@ -142,6 +149,9 @@ def given_to_shards(
         dropout=(dropout_rng, rate, broadcast_dropout),
         seq_len=query.shape[1] * attention.degrees.sequence,
     )
+    if given.scores is not None and given.scores.dropout is not None:
+        _check_same_key(attention, given.scores.dropout.words)
+    return given
 
 
 def check_given(
@@ -185,6 +195,18 @@ def check_given(
         sinks = check_per_head("sinks", sinks, query.shape[2]).astype(jnp.float32)
     prefix = _check_prefix(attention, prefix, query)
     return Given(Scores(**given) if given else None, prefix, sinks)
+
+
+def _check_same_key(attention: Any, words: Array) -> None:
+    names = [name for role in SEQUENCE_ROLES for name in attention.axes[role].names]
+    differs = [name for name in names if name in varying_axes(words)]
+    if differs:
+        raise InputError(
+            "dropout_rng must be the same key on all devices that share a sequence, for gradients "
+            f"to be right; got one that varies over {differs}. Fold no index of these axes into "
+            "it, as rows, heads and positions already give each device entries of its own, and let "
+            "it enter shard_map by the spec P()."
+        )
 
 
 def _check_prefix(attention: Any, lengths: Any, query: Any) -> Array | None:

@@ -1,5 +1,7 @@
 """Bad input: what must hold, what was given, by name and value, and the way out."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -414,6 +416,31 @@ def test_what_no_scheme_can_serve_is_refused():
     refuses(message, full, key=key, error=NotImplementedError, slopes=jnp.zeros(4))
     with pytest.raises(NotImplementedError, match=message):
         full.explain(seq_len=32, kv_seq_len=64, heads=4, head_dim=5, scores=("slopes",))
+
+
+def keyed(axes, backward="query"):
+    """The types of the outputs of `local` where indices along mesh axes are folded into the key."""
+    ours = attention(dataclasses.replace(STARTRAIL, data=2), backward=backward)
+    spec = ours.query_spec(HEADS)
+
+    def local(x):
+        rng = RNG
+        for name in axes:
+            rng = jax.random.fold_in(rng, jax.lax.axis_index(name))
+        return ours.local(x, x, x, dropout_rng=rng, dropout_rate=0.1)[0]
+
+    return jax.eval_shape(
+        jax.shard_map(local, mesh=ours.mesh, in_specs=spec, out_specs=spec), array()
+    )
+
+
+@pytest.mark.parametrize("backward", ["query", "kv"])
+def test_devices_of_a_sequence_share_a_key_of_dropout(backward):
+    """Each would drop entries of its own, and the backward pass others than the forward pass."""
+    with pytest.raises(ValueError, match=r"got one that varies over \['ring', 'team'\]\. Fold no"):
+        keyed(("data", "team", "ring"), backward)
+    # Other rows may have another key.
+    assert keyed(("data",), backward).shape == array().shape
 
 
 def test_a_dropout_rate_is_no_array():
