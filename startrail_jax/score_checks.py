@@ -52,8 +52,14 @@ def check_scores(attention: Any, scores: Sequence[str], query_tokens: int, key_t
         _check_rows_stay(attention)
 
 
-def check_per_head(name: str, values: Any, heads: int) -> Array:
+def check_per_head(name: str, values: Any, heads: int, where: str = ", over all devices") -> Array:
     """The sinks or the slopes as an array.
+
+    Args:
+        name: "sinks" or "slopes".
+        values: what is given.
+        heads: number of query heads.
+        where: of what the heads are all, to follow "each query head".
 
     Raises:
         ValueError: unless they are one float for each query head.
@@ -63,7 +69,7 @@ def check_per_head(name: str, values: Any, heads: int) -> Array:
         return array
     raise InputError(
         f"{name} must be floats [heads] = [{heads}]; got {array.dtype} {list(array.shape)}. Give "
-        "one for each query head, over all devices."
+        f"one for each query head{where}."
     )
 
 
@@ -148,6 +154,7 @@ def given_to_shards(
         prefix=prefix_lengths,
         dropout=(dropout_rng, rate, broadcast_dropout),
         seq_len=query.shape[1] * attention.degrees.sequence,
+        where=" of this device",
     )
     if given.scores is not None and given.scores.dropout is not None:
         _check_same_key(attention, given.scores.dropout.words)
@@ -165,6 +172,7 @@ def check_given(
     prefix: Any = None,
     dropout: tuple[Any, Any, Any] = (None, 0.0, False),
     seq_len: int | None = None,
+    where: str = ", over all devices",
 ) -> Given:
     """What is given for queries and keys, as far as it is.
 
@@ -175,6 +183,7 @@ def check_given(
         prefix: its `prefix_lengths`.
         dropout: its `dropout_rng`, `dropout_rate` and `broadcast_dropout`.
         seq_len: query tokens of whole rows; None for those of `query`.
+        where: as in `check_per_head`.
 
     Raises:
         ValueError: if they do not fit the arrays.
@@ -183,7 +192,7 @@ def check_given(
     given: dict[str, Any] = {}
     if slopes is not None:
         _check_distances(query.shape[1] if seq_len is None else seq_len, key.shape[1])
-        slopes = check_per_head("slopes", slopes, query.shape[2])
+        slopes = check_per_head("slopes", slopes, query.shape[2], where)
         given["slopes"] = slopes.astype(jnp.float32)
     if bias is not None:
         given["bias"] = _check_bias(attention, jnp.asarray(bias), query, key)
@@ -192,7 +201,7 @@ def check_given(
     if rate:
         given["dropout"] = Dropout(words=_words(rng, rate), rate=rate, shared=bool(shared))
     if sinks is not None:
-        sinks = check_per_head("sinks", sinks, query.shape[2]).astype(jnp.float32)
+        sinks = check_per_head("sinks", sinks, query.shape[2], where).astype(jnp.float32)
     prefix = _check_prefix(attention, prefix, query)
     return Given(Scores(**given) if given else None, prefix, sinks)
 

@@ -456,8 +456,12 @@ def test_who_cannot_be_given_prefixes_refuses_masks_that_need_them():
     x, positions = jnp.zeros((1, 4, 2, 4)), jnp.zeros((1, 4), jnp.int32)
     with pytest.raises(ValueError, match=r"got no prefix_lengths and mask=Prefix.*Give both"):
         op.local(x, x, x)
-    with pytest.raises(ValueError, match=r"slopes must be floats \[heads\] = \[2\]; got .*\[8\]"):
-        st.Attention(mesh).local(x, x, x, slopes=jnp.ones(8))
+    for name in ("slopes", "sinks"):
+        message = (
+            rf"{name} must be floats \[heads\] = \[2\]; got .*\[8\].*query head of this device"
+        )
+        with pytest.raises(ValueError, match=message):
+            st.Attention(mesh).local(x, x, x, **{name: jnp.ones(8)})
     with pytest.raises(TypeError, match="slope_of_heads"):
         st.Attention(mesh).local(x, x, x, slope_of_heads=jnp.ones(2))
     with pytest.raises(ValueError, match=r"assert_exact needs a mask .*got mask=Prefix"):
