@@ -287,6 +287,16 @@ def test_the_way_to_the_mesh_is_that_of_the_array(name, value, way_out):
         attend(**arrays, **rate)
 
 
+@pytest.mark.parametrize("name", ["sinks", "slopes"])
+def test_numbers_of_each_head_are_replicated_on_an_explicit_mesh(name):
+    attend = attention(st.Degrees(ring=2, tensor=2), axis_type="explicit")
+    x = attend.shard(np.zeros((2, 32, 4, 4), "f4"))
+    numbers = put(attend, jnp.zeros(4), "tensor")
+    message = rf"{name} must be sharded as P\(\) .*got P\('tensor',\).*, or jax.reshard"
+    with pytest.raises(ValueError, match=message):
+        attend(x, x, x, **{name: numbers})
+
+
 def test_permuted_order_of_axes_is_refused():
     """The same axes in another order put the shards on other devices."""
     attend = attention(st.Degrees(ring=2, team=2), axis_type="explicit")
