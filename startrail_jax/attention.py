@@ -384,7 +384,8 @@ class Attention(Decoding):
             query_segments, key_segments: int32 segment ids [b, t] and [b, s] of the same tokens;
                 both or neither.
             **given: as in a call, slopes and sinks [n] of this device's heads, a `bias`
-                [1 or b, 1 or n, t, kv_seq], `prefix_lengths` [b] and what dropout takes.
+                [1 or b, 1 or n, t, kv_seq], `prefix_lengths` [b] and what dropout takes. All that
+                share a sequence need one key of dropout; check_vma=False leaves it unchecked.
 
         Returns:
             out [b, t, n, v] in the dtype of query and lse [b, n, t] in float32, of this device's

@@ -13,10 +13,12 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from startrail_jax.errors import InputError, UnsupportedError
+from startrail_jax.mesh import SEQUENCE_ROLES
 from startrail_jax.score_units import Given
 from startrail_jax.scores import NAMES, Dropout, Scores
 from startrail_jax.sharding import Sharded
 from startrail_jax.validation import check_shardings
+from startrail_jax.varying import varying_axes
 
 
 def check_softcap(softcap: Any) -> None:
@@ -50,8 +52,14 @@ def check_scores(attention: Any, scores: Sequence[str], query_tokens: int, key_t
         _check_rows_stay(attention)
 
 
-def check_per_head(name: str, values: Any, heads: int) -> Array:
+def check_per_head(name: str, values: Any, heads: int, where: str = ", over all devices") -> Array:
     """The sinks or the slopes as an array.
+
+    Args:
+        name: "sinks" or "slopes".
+        values: what is given.
+        heads: number of query heads.
+        where: of what the heads are all, to follow "each query head".
 
     Raises:
         ValueError: unless they are one float for each query head.
@@ -61,7 +69,7 @@ def check_per_head(name: str, values: Any, heads: int) -> Array:
         return array
     raise InputError(
         f"{name} must be floats [heads] = [{heads}]; got {array.dtype} {list(array.shape)}. Give "
-        "one for each query head, over all devices."
+        f"one for each query head{where}."
     )
 
 
@@ -127,11 +135,16 @@ def given_to_shards(
         query, key: the shards of this device. The columns of a bias are those of all keys.
         slopes, bias, sinks, prefix_lengths, dropout_rng, dropout_rate, broadcast_dropout,
         deterministic: as in `Attention.local`.
+
+    Raises:
+        ValueError: if they do not fit the shards, or if `shard_map` tracks that the devices of a
+            sequence have keys of dropout of their own.
+        NotImplementedError: if this attention serves them in no way.
     """
     shape = list(key.shape)
     shape[1] *= attention.degrees.sequence
     rate = 0.0 if deterministic else dropout_rate
-    return check_given(
+    given = check_given(
         attention,
         query,
         jax.ShapeDtypeStruct(shape, key.dtype),
@@ -141,7 +154,11 @@ def given_to_shards(
         prefix=prefix_lengths,
         dropout=(dropout_rng, rate, broadcast_dropout),
         seq_len=query.shape[1] * attention.degrees.sequence,
+        where=" of this device",
     )
+    if given.scores is not None and given.scores.dropout is not None:
+        _check_same_key(attention, given.scores.dropout.words)
+    return given
 
 
 def check_given(
@@ -155,6 +172,7 @@ def check_given(
     prefix: Any = None,
     dropout: tuple[Any, Any, Any] = (None, 0.0, False),
     seq_len: int | None = None,
+    where: str = ", over all devices",
 ) -> Given:
     """What is given for queries and keys, as far as it is.
 
@@ -165,6 +183,7 @@ def check_given(
         prefix: its `prefix_lengths`.
         dropout: its `dropout_rng`, `dropout_rate` and `broadcast_dropout`.
         seq_len: query tokens of whole rows; None for those of `query`.
+        where: as in `check_per_head`.
 
     Raises:
         ValueError: if they do not fit the arrays.
@@ -173,7 +192,7 @@ def check_given(
     given: dict[str, Any] = {}
     if slopes is not None:
         _check_distances(query.shape[1] if seq_len is None else seq_len, key.shape[1])
-        slopes = check_per_head("slopes", slopes, query.shape[2])
+        slopes = check_per_head("slopes", slopes, query.shape[2], where)
         given["slopes"] = slopes.astype(jnp.float32)
     if bias is not None:
         given["bias"] = _check_bias(attention, jnp.asarray(bias), query, key)
@@ -182,9 +201,21 @@ def check_given(
     if rate:
         given["dropout"] = Dropout(words=_words(rng, rate), rate=rate, shared=bool(shared))
     if sinks is not None:
-        sinks = check_per_head("sinks", sinks, query.shape[2]).astype(jnp.float32)
+        sinks = check_per_head("sinks", sinks, query.shape[2], where).astype(jnp.float32)
     prefix = _check_prefix(attention, prefix, query)
     return Given(Scores(**given) if given else None, prefix, sinks)
+
+
+def _check_same_key(attention: Any, words: Array) -> None:
+    names = [name for role in SEQUENCE_ROLES for name in attention.axes[role].names]
+    differs = [name for name in names if name in varying_axes(words)]
+    if differs:
+        raise InputError(
+            "dropout_rng must be the same key on all devices that share a sequence, for gradients "
+            f"to be right; got one that varies over {differs}. Fold no index of these axes into "
+            "it, as rows, heads and positions already give each device entries of its own, and let "
+            "it enter shard_map by the spec P()."
+        )
 
 
 def _check_prefix(attention: Any, lengths: Any, query: Any) -> Array | None:

@@ -9,7 +9,7 @@ from jaxtyping import Array
 
 def is_replicated(x: Array, like: Array) -> bool:
     """Whether the array is the same along some manual mesh axis over which `like` varies."""
-    return not _axes(like) <= _axes(x)
+    return not varying_axes(like) <= varying_axes(x)
 
 
 def alike(*arrays: Array) -> tuple[Array, ...]:
@@ -17,16 +17,16 @@ def alike(*arrays: Array) -> tuple[Array, ...]:
 
     The gradient of an array that was replicated over such an axis is summed over it.
     """
-    axes = frozenset().union(*map(_axes, arrays))
+    axes = frozenset().union(*map(varying_axes, arrays))
     return tuple(vary(x, *axes) for x in arrays)
 
 
 def vary(x: Array, *axes: str) -> Array:
     """The array, marked as varying over `axes` too; its gradient is summed over the new ones."""
-    new = tuple(axis for axis in axes if axis not in _axes(x))
+    new = tuple(axis for axis in axes if axis not in varying_axes(x))
     return lax.pcast(x, new, to="varying") if new else x
 
 
-def _axes(x: Array) -> frozenset[str]:
+def varying_axes(x: Array) -> frozenset[str]:
     """The manual mesh axes over which an array varies."""
     return frozenset(jax.typeof(x).manual_axis_type.varying)

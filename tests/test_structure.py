@@ -69,7 +69,7 @@ MAY_IMPORT = {
     "token_order": BASE | {"layout"},
     "sharding": BASE | {"mesh", "layout", "sizes", "token_order"},
     "validation": BASE | {"mesh", "layout", "masks", "sharding", "sizes", "token_order"},
-    "score_checks": BASE | {"score_units", "scores", "sharding", "validation"},
+    "score_checks": BASE | {"mesh", "score_units", "scores", "sharding", "validation", "varying"},
     "cache": TOKENS | {"collectives", "score_checks", "sharding", "sizes", "validation", "varying"},
     "analysis": TOKENS | {"blocks", "head_chunks", "nodes", "schedule", "sizes", "validation"},
     # What it measures of the devices at hand, it measures with the op; the rest is arithmetic.

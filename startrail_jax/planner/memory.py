@@ -221,7 +221,7 @@ def _parts(sizes: StepSizes) -> Iterator[Part]:
     attention = _of_chunks(sizes, _attention_bytes(sizes))
     if sizes.qk_norm:
         # What the norms took: the query as it was projected, and the key in float32.
-        attention += _shard_bytes(sizes, 1, FLOAT32 / sizes.itemsize / 2)
+        attention = attention + _shard_bytes(sizes, 1, FLOAT32 / sizes.itemsize / 2)
     inner = 6 * sizes.stream + np.maximum(attention, _mlp_bytes(sizes))
     yield Part(name="attention or MLP", size=inner, exact=False, phase=LAYER)
     yield Part(name="outputs and loss", size=_loss_bytes(sizes), exact=False, phase=LOSS)

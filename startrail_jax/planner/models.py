@@ -31,6 +31,8 @@ class ModelSizes:
     """Hidden channels of the MLP."""
     mlp_matrices: int = 3
     """Matrices of the MLP: 3 with a gate, else 2."""
+    qk_norm: bool = False
+    """Whether each head of queries and keys is normalised before attention."""
     outputs: int
     """Numbers for each token: size of the vocabulary, or values of a patch."""
     tied_head: bool = False
@@ -97,7 +99,8 @@ class ModelSizes:
     @property
     def layer_elements(self) -> int:
         """Weights of a layer: projections and MLP, and norms or modulations."""
-        return self.layer_matrices + (6 * self.width**2 if self.kind == "dit" else 2 * self.width)
+        other = 6 * self.width**2 if self.kind == "dit" else 2 * self.width
+        return self.layer_matrices + other + 2 * self.head_dim * self.qk_norm
 
     @property
     def layer_matrices(self) -> int:
@@ -208,6 +211,7 @@ MODELS = {
             heads=32,
             kv_heads=8,
             mlp_width=12_288,
+            qk_norm=True,
             outputs=151_936,
         ),
     )

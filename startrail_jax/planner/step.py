@@ -151,6 +151,7 @@ class Step:
             remat=savings.remat,
             keep_gathered=False,
             causal=self.call.causal,
+            qk_norm=model.qk_norm,
             offload=savings.offload,
             accumulation=1,
             tile=tile_of(settings, tokens) if savings.tiled else tokens,

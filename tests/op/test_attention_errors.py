@@ -1,5 +1,7 @@
 """Bad input: what must hold, what was given, by name and value, and the way out."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -285,6 +287,16 @@ def test_the_way_to_the_mesh_is_that_of_the_array(name, value, way_out):
         attend(**arrays, **rate)
 
 
+@pytest.mark.parametrize("name", ["sinks", "slopes"])
+def test_numbers_of_each_head_are_replicated_on_an_explicit_mesh(name):
+    attend = attention(st.Degrees(ring=2, tensor=2), axis_type="explicit")
+    x = attend.shard(np.zeros((2, 32, 4, 4), "f4"))
+    numbers = put(attend, jnp.zeros(4), "tensor")
+    message = rf"{name} must be sharded as P\(\) .*got P\('tensor',\).*, or jax.reshard"
+    with pytest.raises(ValueError, match=message):
+        attend(x, x, x, **{name: numbers})
+
+
 def test_permuted_order_of_axes_is_refused():
     """The same axes in another order put the shards on other devices."""
     attend = attention(st.Degrees(ring=2, team=2), axis_type="explicit")
@@ -416,6 +428,31 @@ def test_what_no_scheme_can_serve_is_refused():
         full.explain(seq_len=32, kv_seq_len=64, heads=4, head_dim=5, scores=("slopes",))
 
 
+def keyed(axes, backward="query"):
+    """The types of the outputs of `local` where indices along mesh axes are folded into the key."""
+    ours = attention(dataclasses.replace(STARTRAIL, data=2), backward=backward)
+    spec = ours.query_spec(HEADS)
+
+    def local(x):
+        rng = RNG
+        for name in axes:
+            rng = jax.random.fold_in(rng, jax.lax.axis_index(name))
+        return ours.local(x, x, x, dropout_rng=rng, dropout_rate=0.1)[0]
+
+    return jax.eval_shape(
+        jax.shard_map(local, mesh=ours.mesh, in_specs=spec, out_specs=spec), array()
+    )
+
+
+@pytest.mark.parametrize("backward", ["query", "kv"])
+def test_devices_of_a_sequence_share_a_key_of_dropout(backward):
+    """Each would drop entries of its own, and the backward pass others than the forward pass."""
+    with pytest.raises(ValueError, match=r"got one that varies over \['ring', 'team'\]\. Fold no"):
+        keyed(("data", "team", "ring"), backward)
+    # Other rows may have another key.
+    assert keyed(("data",), backward).shape == array().shape
+
+
 def test_a_dropout_rate_is_no_array():
     ours, x = attention(), array()
     run = jax.jit(lambda x, rate: ours(x, x, x, dropout_rng=RNG, dropout_rate=rate))
@@ -429,8 +466,12 @@ def test_who_cannot_be_given_prefixes_refuses_masks_that_need_them():
     x, positions = jnp.zeros((1, 4, 2, 4)), jnp.zeros((1, 4), jnp.int32)
     with pytest.raises(ValueError, match=r"got no prefix_lengths and mask=Prefix.*Give both"):
         op.local(x, x, x)
-    with pytest.raises(ValueError, match=r"slopes must be floats \[heads\] = \[2\]; got .*\[8\]"):
-        st.Attention(mesh).local(x, x, x, slopes=jnp.ones(8))
+    for name in ("slopes", "sinks"):
+        message = (
+            rf"{name} must be floats \[heads\] = \[2\]; got .*\[8\].*query head of this device"
+        )
+        with pytest.raises(ValueError, match=message):
+            st.Attention(mesh).local(x, x, x, **{name: jnp.ones(8)})
     with pytest.raises(TypeError, match="slope_of_heads"):
         st.Attention(mesh).local(x, x, x, slope_of_heads=jnp.ones(2))
     with pytest.raises(ValueError, match=r"assert_exact needs a mask .*got mask=Prefix"):

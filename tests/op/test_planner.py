@@ -21,6 +21,7 @@ from startrail_jax.planner.hardware import GPUS, Cluster, find_gpu
 from startrail_jax.planner.inputs import here
 from startrail_jax.planner.inputs.here import LinkSpeed, _ports, measure_cluster
 from startrail_jax.planner.links import Links
+from startrail_jax.planner.memory import footprint_of
 from startrail_jax.planner.models import MODELS, ModelSizes
 from startrail_jax.planner.planning import plan_of
 from startrail_jax.planner.search import BASELINES, Candidates, Options
@@ -155,6 +156,17 @@ def test_tokens_are_padded_for_each_mesh_and_tiles_need_not_divide():
     tiled = Savings(zero=0, remat="none", offload=False, tiled=True)
     assert is_legal(one(ring=2), tiled, step.timing.tokens).all()
     assert step.sizes(tiled).tile == 2048
+
+
+def test_norms_of_queries_and_keys_take_memory():
+    """The query as it was projected, and the key in float32, in the backward pass of a layer."""
+    asked, where = Call(model=MODELS["qwen3_8b"], seq_len=2**20, batch=1), cluster(1, 4)
+    assert asked.model.elements == 8_190_735_360
+    step = Step(Timing(all_settings(where, asked, given=dict(tensor=1)), where, asked))
+    sizes = step.sizes(Savings(zero=0, remat="full", offload=False, tiled=True))
+    normed = footprint_of(sizes)["attention or MLP"]
+    plain = footprint_of(dataclasses.replace(sizes, qk_norm=False))["attention or MLP"]
+    np.testing.assert_array_equal(normed - plain, 2**18 * (2 * 32 + 4 * 8) * 128)
 
 
 def test_ring_crosses_at_every_device_where_it_is_the_slow_axis():

@@ -41,6 +41,7 @@ from trainer.tasks import TASKS
 
 CLUSTER = "--nodes 8 --gpus-per-node 8 --gpu h100 --port 50GB/s"
 TABLE = {"gpt_3b": "gpt_3b", "gpt_7b": "gpt_7b", "dit_1b": "dit_1b", "llama3_8b": "gpt_8b_gqa"}
+TABLE |= {"qwen3_8b": "qwen3_8b_1m"}
 QWEN = {
     "hidden_size": 4096,
     "num_hidden_layers": 36,
@@ -189,12 +190,13 @@ def odd_run(folder):
         ("--model {run} --seq-len 512 --nodes 1", dict(layers=4, window=300)),
         ("--model {run} --zero 0 --remat full --layers 2", dict(layers=2, window=300)),
         ("--model {mistral} --seq-len 64K", dict(layers=36, window=4096)),
+        ("--model qwen3_8b --layers 2 --seq-len 64K", dict(layers=2, qk_norm=True)),
     ],
 )
 def test_pasted_commands_pass_the_checks_of_a_step(arguments, sizes, tmp_path, capsys):
     run, mistral = odd_run(tmp_path / "mine"), tmp_path / "config.json"
     mistral.write_text(json.dumps(QWEN | {"model_type": "mistral", "sliding_window": 4096}))
-    (tmp_path / "tokenizer.json").write_text("{}")
+    tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(tmp_path / "tokenizer.json"))
     given = arguments.format(run=run, mistral=mistral)
     _, plan = asked(f"--nodes 2 --gpus-per-node 2 --gpu h200 --port 50GB/s {FEW} {given}", capsys)
     nodes = plan["cluster"]["nodes"]
@@ -286,7 +288,7 @@ def test_a_plan_of_adapters_says_that_it_is_one_of_all_weights(tmp_path, capsys)
 
 def test_hugging_face_configs_of_other_shapes(tmp_path):
     path = tmp_path / "config.json"
-    path.write_text(json.dumps({"text_config": QWEN}))
+    path.write_text(json.dumps({"text_config": QWEN | {"model_type": "qwen3"}}))
     same = {"name": "qwen3_8b", "hugging_face": False}
     assert dataclasses.replace(find_model(str(tmp_path)), **same) == MODELS["qwen3_8b"]
     old = {key: value for key, value in QWEN.items() if "key_value" not in key}
@@ -318,7 +320,7 @@ def test_pasted_command_starts_from_a_pretrained_model(kind, tmp_path):
     assert config.init_from == tmp_path
     assert config.model == dataclasses.replace(told, dtype="bfloat16")
     assert config.mesh.degrees == found.winner.degrees
-    for name in ("head_dim", "tied_head"):
+    for name in ("head_dim", "tied_head", "qk_norm"):
         assert getattr(model, name) == getattr(told, name)
     if kind == "llama":
         other = planned(dataclasses.replace(model, layers=4))

@@ -40,6 +40,8 @@ _MIXED = ("gemma2", "gemma3_text")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _WITHOUT_GATE = ("gpt_neox", "opt", "bloom", "falcon", "gpt_bigcode", "starcoder2", "phi")
 """Types of model whose MLP has two matrices."""
+_NORMALISED = ("qwen3", "gemma3")
+"""How the types of model begin that normalise the heads of queries and keys."""
 
 
 def find_model(name: str) -> ModelSizes:
@@ -111,6 +113,7 @@ def model_of_run(settings: Mapping[str, Any], name: str) -> ModelSizes:
             head_dim=model["head_dim"],
             outputs=model.get("vocab_size", 256),
             mlp_matrices=2 if model.get("mlp") == "gelu" else 3,
+            qk_norm=bool(model.get("qk_norm")),
             tied_head=model.get("tied_head", False),
             window=model.get("window"),
             mixed=bool(model.get("windows")),
@@ -165,6 +168,7 @@ def _of_hugging_face(settings: Mapping[str, Any], name: str) -> ModelSizes:
     given.setdefault("kv_heads", given["heads"])
     if _type_of(settings) in _WITHOUT_GATE:
         given["mlp_matrices"] = 2
+    given["qk_norm"] = _type_of(settings).startswith(_NORMALISED)
     # Files may hold "head_dim": null.
     given["head_dim"] = given.get("head_dim") or max(given["width"] // given["heads"], 1)
     window, mixed = _window(settings, name, given["layers"])

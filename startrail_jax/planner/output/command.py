@@ -134,6 +134,8 @@ def _model_flags(model: ModelSizes, base: ModelSizes) -> dict[str, Any]:
     if not (model.from_run and model.mlp_matrices == base.mlp_matrices):
         flags["model.mlp"] = "swiglu" if model.mlp_matrices == 3 else "gelu"
     flags["model.tied-head"] = model.tied_head
+    if model.qk_norm != base.qk_norm:
+        flags["model.qk-norm"] = model.qk_norm
     return flags | {"model.window": model.window}
 
 
