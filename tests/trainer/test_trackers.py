@@ -2,7 +2,9 @@
 
 import importlib.util
 import json
+import sys
 import threading
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -12,7 +14,7 @@ from trainer.config import MlflowConfig, WandbConfig
 from trainer.errors import MissingPackageError
 from trainer.run.folder import result_flags
 from trainer.run.metrics import Reporter
-from trainer.run.trackers import tracking, wandb_run
+from trainer.run.trackers import chosen, tracking, wandb_run
 from trainer.run.trackers.chosen import trackings_of
 from trainer.run.trackers.tracking import Tracking
 
@@ -172,11 +174,11 @@ def test_only_the_first_process_writes(monkeypatch):
 def test_package_that_is_missing_is_named(package, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda x: None if x == package else find(x))
-    chosen = {"wandb": WandbConfig(project="p"), "mlflow": MlflowConfig(experiment="e")}
+    configs = {"wandb": WandbConfig(project="p"), "mlflow": MlflowConfig(experiment="e")}
     with pytest.raises(
         MissingPackageError, match=rf"the package {package}; got none.*\[{package}\]"
     ):
-        trackings_of(make_config(**{package: chosen[package]}))
+        trackings_of(make_config(**{package: configs[package]}))
 
 
 def test_options_without_effect_raise():
@@ -186,6 +188,75 @@ def test_options_without_effect_raise():
         WandbConfig(mode="offline")
     with pytest.raises(ValueError, match=r"mlflow.uri needs mlflow.experiment"):
         MlflowConfig(uri="file:///x")
+
+
+@pytest.mark.parametrize("experiment", ["e", None])
+def test_password_in_the_address_of_mlflow_is_refused_and_not_shown(experiment):
+    with pytest.raises(ValueError, match="and MLFLOW_TRACKING_PASSWORD") as caught:
+        MlflowConfig(experiment=experiment, uri="http://me:secret@host:5000/x")
+    assert "secret" not in str(caught.value)
+    MlflowConfig(experiment="e", uri="http://host/@team")
+
+
+class FakeMlflow:
+    """A stand-in for the packages `mlflow` and `mlflow.entities`, with one server."""
+
+    def __init__(self, monkeypatch):
+        self.uris, self.runs, self.params = [], [], {}
+        for name in ("mlflow", "mlflow.entities"):
+            monkeypatch.setitem(sys.modules, name, self)
+        monkeypatch.setattr(chosen, "_require_package", lambda *_: None)
+
+    def MlflowClient(self, tracking_uri):
+        self.uris.append(tracking_uri)
+        return self
+
+    def get_experiment_by_name(self, _):
+        return None
+
+    def create_experiment(self, _):
+        return "0"
+
+    def create_run(self, *_, **__):
+        self.runs.append(f"run{len(self.runs)}")
+        return SimpleNamespace(info=SimpleNamespace(run_id=self.runs[-1]))
+
+    def Param(self, name, value):
+        self.params[name] = value
+
+    def Metric(self, *_):
+        pass
+
+    def update_run(self, run_id, status):
+        assert (run_id, status) == (self.runs[-1], "RUNNING")
+
+    def log_batch(self, *_, metrics=(), params=()):
+        if metrics:
+            raise ConnectionError("http://me:secret@host/api: no answer")
+
+    def set_terminated(self, *_):
+        pass
+
+
+def test_secrets_get_neither_into_files_nor_into_logs(tmp_path, monkeypatch, capsys):
+    server = FakeMlflow(monkeypatch)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:secret@host")
+    config = make_config(mlflow=MlflowConfig(experiment="e"), run_dir=tmp_path)
+    report(tmp_path, [1], trackings_of(config))
+    shown = capsys.readouterr().out
+    assert "ConnectionError: http://***@host/api: no answer" in shown
+    assert "secret" not in shown + (tmp_path / "mlflow.json").read_text()
+    assert "seed" in server.params
+    assert not any(name.startswith(("mlflow", "wandb")) for name in server.params)
+    # Another password is the same run.
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:other@host")
+    report(tmp_path, [2], trackings_of(config))
+    # So is the file of an earlier version, which is written anew.
+    place = {"uri": "http://me:other@host", "experiment": "e"}
+    tracking.keep_run(tmp_path / "mlflow.json", place, "run0")
+    report(tmp_path, [3], trackings_of(config))
+    assert "other" not in (tmp_path / "mlflow.json").read_text()
+    assert server.runs == ["run0"]
 
 
 def test_results_do_not_depend_on_trackers_and_another_project_is_another_run(tmp_path):

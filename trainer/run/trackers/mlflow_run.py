@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -58,8 +60,13 @@ def open_mlflow(config: MlflowConfig, folder: Path, settings: Mapping[str, str])
     mlflow, entities = map(importlib.import_module, ("mlflow", "mlflow.entities"))
     assert config.experiment is not None, "the caller asks for it"
     client: Any = mlflow.MlflowClient(tracking_uri=uri)
-    place = {"uri": uri, "experiment": config.experiment}
+    place = _place(uri, config.experiment)
     run_id = known_run(folder / RUN_FILE, place)
+    if run_id is None:
+        # Earlier versions wrote the URI as it is, with its password.
+        run_id = known_run(folder / RUN_FILE, {"uri": uri, "experiment": config.experiment})
+        if run_id is not None:
+            keep_run(folder / RUN_FILE, place, run_id)
     if run_id is not None:
         client.update_run(run_id, status="RUNNING")
         return MlflowRun(client, run_id)
@@ -71,3 +78,13 @@ def open_mlflow(config: MlflowConfig, folder: Path, settings: Mapping[str, str])
     for first in range(0, len(params), PARAMS_OF_REQUEST):
         client.log_batch(run_id, params=params[first : first + PARAMS_OF_REQUEST])
     return MlflowRun(client, run_id)
+
+
+def _place(uri: str, experiment: str) -> dict[str, str]:
+    """Where a run is, without secrets.
+
+    A URI may hold a password before its host, and others elsewhere: it is hashed. The user and the
+    password do not count, as those of a server may change while the run stays there.
+    """
+    hashed = hashlib.sha256(re.sub(r"//[^/@]*@", "//", uri).encode()).hexdigest()
+    return {"uri": hashed, "experiment": experiment}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import queue
+import re
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -99,6 +100,8 @@ class Tracking:
 
     def _fail(self, why: str) -> None:
         if not self._has_failed:
+            # Packages quote the address of their server, which may hold a password.
+            why = re.sub(r"//[^/@\s]+@", "//***@", why)
             self._failure, self._has_failed = why, True
 
 
