@@ -290,8 +290,8 @@ class TrainConfig:
     """Folder for checkpoints, metrics and config. If it already holds a run, that run is
     resumed."""
     allow_changes: bool = False
-    """Whether a run may be resumed with other data, batches, loss, optimizer, steps or rotary
-    positions. All else in its model can never change."""
+    """Whether a run may be resumed with other data, batches, loss, steps, rotary positions, or
+    numbers of its optimizer. That optimizer's kind and all else in its model can never change."""
     log_every: int = 50
     """Number of steps between reports; each report gives the mean training loss since the last."""
     tensorboard: bool = True
