@@ -4,6 +4,8 @@ import importlib.util
 import json
 import sys
 import threading
+import time
+from contextlib import suppress
 from types import SimpleNamespace
 
 import jax
@@ -162,6 +164,31 @@ def test_tracker_that_hangs_is_not_waited_for(tmp_path, capsys, monkeypatch):
     report(tmp_path, [1], [Tracking("Slow", lambda *_: forever.wait(), {})])
     forever.set()
     assert "it has not ended within 0 s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("failed", "limit"), [(False, "CLOSE_SECONDS"), (True, "CLOSE_SECONDS_AFTER_FAILURE")]
+)
+def test_trackers_are_waited_for_together_and_shortly_after_a_failure(
+    failed, limit, tmp_path, capsys, monkeypatch
+):
+    for name in ("CLOSE_SECONDS", "CLOSE_SECONDS_AFTER_FAILURE"):
+        monkeypatch.setattr(tracking, name, 0.3 if name == limit else 60.0)
+    forever, begin = threading.Event(), time.monotonic()
+    slow = [Tracking(name, lambda *_: forever.wait(), {}) for name in ("A", "B", "C")]
+    with (
+        suppress(ZeroDivisionError),
+        Reporter(steps=4, tokens_per_step=8, trackings=slow) as reporter,
+    ):
+        reporter.open(tmp_path, tensorboard=False)
+        if failed:
+            raise ZeroDivisionError
+    assert time.monotonic() - begin < 0.8
+    forever.set()
+    shown = capsys.readouterr().out
+    assert [f"{name} gets no more metrics: it has not ended" in shown for name in "ABC"] == [
+        True
+    ] * 3
 
 
 def test_only_the_first_process_writes(monkeypatch):
