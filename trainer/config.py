@@ -189,7 +189,7 @@ class MlflowConfig:
     experiment: str | None = None
     """Experiment to write to. By default, nothing is written."""
     uri: str | None = None
-    """A server, such as http://localhost:5000, or a folder, such as file:///shared/mlruns. The
+    """A server, such as http://localhost:5000, or a folder, such as /shared/mlruns. The
     default is what MLFLOW_TRACKING_URI says, and the folder `mlruns` of the run without it."""
 
     def __post_init__(self) -> None:

@@ -16,7 +16,7 @@ from trainer.config import MlflowConfig, WandbConfig
 from trainer.errors import MissingPackageError
 from trainer.run.folder import result_flags
 from trainer.run.metrics import Reporter
-from trainer.run.trackers import chosen, tracking, wandb_run
+from trainer.run.trackers import chosen, mlflow_run, tracking, wandb_run
 from trainer.run.trackers.chosen import trackings_of
 from trainer.run.trackers.tracking import Tracking
 
@@ -50,6 +50,47 @@ def records_of(path):
         found.append(Record.FromString(data[7 : 7 + size]))
         data = data[7 + size :]
     return found
+
+
+class FakeMlflow:
+    """A stand-in for the packages `mlflow` and `mlflow.entities`, with one server."""
+
+    def __init__(self, monkeypatch):
+        self.uris, self.runs, self.params = [], [], {}
+        for name in ("mlflow", "mlflow.entities"):
+            monkeypatch.setitem(sys.modules, name, self)
+        monkeypatch.setattr(chosen, "_require_package", lambda *_: None)
+        monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # Is set for the process otherwise.
+
+    def MlflowClient(self, tracking_uri):
+        self.uris.append(tracking_uri)
+        return self
+
+    def get_experiment_by_name(self, _):
+        return None
+
+    def create_experiment(self, _):
+        return "0"
+
+    def create_run(self, *_, **__):
+        self.runs.append(f"run{len(self.runs)}")
+        return SimpleNamespace(info=SimpleNamespace(run_id=self.runs[-1]))
+
+    def Param(self, name, value):
+        self.params[name] = value
+
+    def Metric(self, *_):
+        pass
+
+    def update_run(self, run_id, status):
+        assert (run_id, status) == (self.runs[-1], "RUNNING")
+
+    def log_batch(self, *_, metrics=(), params=()):
+        if metrics:
+            raise ConnectionError("http://me:secret@host/api: no answer")
+
+    def set_terminated(self, *_):
+        pass
 
 
 @needs["wandb"]
@@ -126,6 +167,38 @@ def test_mlflow_gets_one_run_of_a_folder(tmp_path, capsys, monkeypatch):
     assert history == [(step, 1 / step) for step in (1, 2, 3, 3, 4)]
     assert run.data.params["optimizer.learning_rate"] == "0.001"
     assert "gradient_norm" not in run.data.metrics
+
+
+def test_mlflow_in_a_moved_run_folder_is_the_same_run(tmp_path, monkeypatch, capsys):
+    server = FakeMlflow(monkeypatch)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    before, after = tmp_path / "before", tmp_path / "after"
+    before.mkdir()
+    config = make_config(mlflow=MlflowConfig(experiment="e"))
+    report(before, [1], trackings_of(config))
+    before.rename(after)
+    report(after, [2], trackings_of(config))
+    assert server.uris == [(folder / "mlruns").as_uri() for folder in (before, after)]
+    assert server.runs == ["run0"]
+
+
+@pytest.mark.parametrize(
+    ("given", "used"),
+    [
+        ("/shared/my runs", "file:///shared/my%20runs"),
+        ("mlruns", "file://{cwd}/mlruns"),
+        *((x, x) for x in ("http://host:5000", "file:/x", "sqlite:///x.db", "databricks")),
+    ],
+)
+@pytest.mark.parametrize("by_flag", [True, False])
+def test_mlflow_takes_a_folder_by_its_path(given, used, by_flag, tmp_path, monkeypatch):
+    server = FakeMlflow(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://other" if by_flag else given)
+    mlflow_run.open_mlflow(
+        MlflowConfig(experiment="e", uri=given if by_flag else None), tmp_path, {}
+    )
+    assert server.uris == [used.format(cwd=tmp_path)]
 
 
 @pytest.mark.quick
@@ -223,46 +296,6 @@ def test_password_in_the_address_of_mlflow_is_refused_and_not_shown(experiment):
         MlflowConfig(experiment=experiment, uri="http://me:secret@host:5000/x")
     assert "secret" not in str(caught.value)
     MlflowConfig(experiment="e", uri="http://host/@team")
-
-
-class FakeMlflow:
-    """A stand-in for the packages `mlflow` and `mlflow.entities`, with one server."""
-
-    def __init__(self, monkeypatch):
-        self.uris, self.runs, self.params = [], [], {}
-        for name in ("mlflow", "mlflow.entities"):
-            monkeypatch.setitem(sys.modules, name, self)
-        monkeypatch.setattr(chosen, "_require_package", lambda *_: None)
-
-    def MlflowClient(self, tracking_uri):
-        self.uris.append(tracking_uri)
-        return self
-
-    def get_experiment_by_name(self, _):
-        return None
-
-    def create_experiment(self, _):
-        return "0"
-
-    def create_run(self, *_, **__):
-        self.runs.append(f"run{len(self.runs)}")
-        return SimpleNamespace(info=SimpleNamespace(run_id=self.runs[-1]))
-
-    def Param(self, name, value):
-        self.params[name] = value
-
-    def Metric(self, *_):
-        pass
-
-    def update_run(self, run_id, status):
-        assert (run_id, status) == (self.runs[-1], "RUNNING")
-
-    def log_batch(self, *_, metrics=(), params=()):
-        if metrics:
-            raise ConnectionError("http://me:secret@host/api: no answer")
-
-    def set_terminated(self, *_):
-        pass
 
 
 def test_secrets_get_neither_into_files_nor_into_logs(tmp_path, monkeypatch, capsys):
