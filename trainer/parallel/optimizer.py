@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array
 from optax.contrib import MuonDimensionNumbers, MuonState, scale_by_muon
 
 from trainer.config import OptimizerConfig
@@ -103,13 +102,13 @@ def _scale_by_muon(beta: float, partition: Partition | None) -> optax.GradientTr
     so that every device would hold the squares of all layers.
     """
 
-    def update(gradients: Any, state: Any, params: Any = None) -> tuple[Any, MuonState]:
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, MuonState]:
         del params
-        moment = optax.tree.update_moment(gradients, state.mu, beta, 1)
+        moment = optax.tree.update_moment(updates, state.mu, beta, 1)
         count = optax.safe_increment(state.count)
         # Nesterov's step.
         ahead = optax.tree.bias_correction(moment, beta, optax.safe_increment(count))
-        now = optax.tree.bias_correction(gradients, beta, count)
+        now = optax.tree.bias_correction(updates, beta, count)
         steps = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, ahead, now)
         updates = jax.tree_util.tree_map_with_path(partial(_orthogonal, partition), steps)
         return updates, MuonState(count, moment, state.ns_coeffs)
@@ -117,7 +116,7 @@ def _scale_by_muon(beta: float, partition: Partition | None) -> optax.GradientTr
     return optax.GradientTransformation(scale_by_muon(beta=beta).init, update)
 
 
-def _orthogonal(partition: Partition | None, path: tuple[Any, ...], x: Array) -> Array:
+def _orthogonal(partition: Partition | None, path: tuple[Any, ...], x: Any) -> Any:
     """A weight of all layers whose matrices are made orthogonal, by the devices of each layer."""
     # Without an average, what is left of Muon does that alone.
     muon = scale_by_muon(beta=0.0, nesterov=False, weight_dimension_numbers=_matrix(path, x))
