@@ -189,10 +189,15 @@ class MlflowConfig:
     experiment: str | None = None
     """Experiment to write to. By default, nothing is written."""
     uri: str | None = None
-    """A server, such as http://localhost:5000, or a folder, such as file:///shared/mlruns. The
+    """A server, such as http://localhost:5000, or a folder, such as /shared/mlruns. The
     default is what MLFLOW_TRACKING_URI says, and the folder `mlruns` of the run without it."""
 
     def __post_init__(self) -> None:
+        if "@" in (self.uri or "").partition("//")[2].partition("/")[0]:
+            raise InputError(
+                "mlflow.uri is kept in config.json and must hold no password; got an @ in it. Set "
+                "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_URI."
+            )
         _check_alone("mlflow", "experiment", self.experiment, uri=self.uri)
 
 
@@ -285,8 +290,8 @@ class TrainConfig:
     """Folder for checkpoints, metrics and config. If it already holds a run, that run is
     resumed."""
     allow_changes: bool = False
-    """Whether a run may be resumed with other data, batches, loss, optimizer, steps or rotary
-    positions. All else in its model can never change."""
+    """Whether a run may be resumed with other data, batches, loss, steps, rotary positions, or
+    numbers of its optimizer. That optimizer's kind and all else in its model can never change."""
     log_every: int = 50
     """Number of steps between reports; each report gives the mean training loss since the last."""
     tensorboard: bool = True
@@ -323,9 +328,9 @@ class TrainConfig:
                 "run_dir must be a folder of a file system; got "
                 f"{str(self.run_dir)!r}, which is in an object store. A checkpoint is whole or not "
                 "there, also after a power failure, by fsync and rename, and a lock keeps a second "
-                "program out: stores have none of "
-                "them. Use a disk of this machine or a shared one (NFS, Lustre), and copy the "
-                "folder to the store: rclone copy, gcloud storage rsync or aws s3 sync."
+                "program out: stores have none of them. Use a disk of this machine or a shared one "
+                "(NFS, Lustre), and copy the folder to the store: rclone copy, gcloud storage "
+                "rsync or aws s3 sync."
             )
         check_minimum("plan_measure", self.plan_measure, 0)
         if self.plan_measure and self.plan == "off":

@@ -103,10 +103,17 @@ class Planner:
             devices: those of all processes.
 
         Raises:
-            ValueError: if no mesh of so many devices suits the run.
+            ValueError: if no mesh of so many devices suits the run, or its optimizer is Muon.
             RuntimeError: if processes have chosen different meshes.
         """
         config, begin = self.config, time.perf_counter()
+        if config.optimizer.kind == "muon":
+            raise InputError(
+                f"--plan needs optimizer.kind='adamw'; got --plan {config.plan} and "
+                "optimizer.kind='muon', the memory of whose products is not predicted. Leave out "
+                "--plan, and give the mesh by --mesh flags: --optimizer.kind adamw --plan show "
+                "ranks them."
+            )
         cluster = measure_cluster(
             devices,
             devices_per_node=config.mesh.devices_per_node,

@@ -115,6 +115,17 @@ def test_changes_are_allowed_on_request_but_for_the_model(config):
         raise AssertionError("not reached")
 
 
+@pytest.mark.parametrize("allow_changes", [False, True])
+def test_another_kind_of_optimizer_is_another_run(config, allow_changes):
+    begin(config)
+    other = replace(with_optimizer(config, kind="muon"), allow_changes=allow_changes)
+    with (
+        pytest.raises(ValueError, match=r"--optimizer.kind adamw to go on with this one\.$"),
+        open_run(other),
+    ):
+        raise AssertionError("not reached")
+
+
 def test_flags_of_the_message_are_those_of_the_program(config):
     """The flags that the message advises give the config of the saved run."""
     changed_data = with_data(config, mask_documents=False)

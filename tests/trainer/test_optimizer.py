@@ -13,7 +13,7 @@ from trainer.config import OptimizerConfig
 from trainer.data.batches import place
 from trainer.gpt.batches import next_token_batch
 from trainer.parallel.optimizer import learning_rate, make_optimizer
-from trainer.parallel.partition import path_name
+from trainer.parallel.partition import Partition, path_name
 
 MUON = OptimizerConfig(kind="muon", learning_rate=1e-2, weight_decay=0.0)
 RATE = OptimizerConfig(learning_rate=1.0, schedule="wsd")
@@ -81,6 +81,36 @@ def test_muon_leaves_all_but_the_projections_of_layers_to_adamw():
     assert moments["muon"] == {f"blocks/{x}/kernel" for x in layer}
     assert {"embedding/embedding", "head/kernel"} < moments["adamw"]
     assert all("scale" in x for x in moments["adamw"] - {"embedding/embedding", "head/kernel"})
+
+
+@pytest.mark.parametrize(
+    "degrees", [st.Degrees.startrail(8, c=2), st.Degrees(tensor=2, team=2, ring=2)], ids=str
+)
+def test_muon_splits_its_products_over_the_devices(degrees):
+    """Every device computes its share of the layers, and weights are exchanged, never gathered."""
+    layers, width = 8, 64
+    mesh = st.make_mesh(degrees, axis_type="auto", devices=jax.devices()[:8])
+    partition = Partition(mesh, level=3)
+    kernel = jax.ShapeDtypeStruct((layers, width, width), jnp.float32)
+    weights = partition.sharded({"blocks": {"up": {"kernel": kernel}}})
+
+    def compiled(partition_of_optimizer):
+        optimizer = make_optimizer(MUON, 10, partition_of_optimizer)
+        state = partition.sharded(jax.eval_shape(optimizer.init, weights))
+        shardings = jax.tree.map(lambda x: x.sharding, (weights, state))
+        step = jax.jit(optimizer.update, out_shardings=shardings)
+        options = {"xla_backend_optimization_level": 0}
+        return step.lower(weights, state, weights).compile(options)
+
+    split, unsplit = compiled(partition), compiled(None)
+    text = split.as_text()
+    assert "all-to-all(" in text
+    assert "all-gather" not in text
+    # Five steps of three products, and what is done with every element.
+    least = layers / 8 * 5 * 3 * 2 * width**3
+    assert least <= split.cost_analysis()["flops"] < 1.25 * least
+    sizes = [x.memory_analysis().temp_size_in_bytes for x in (split, unsplit)]
+    assert sizes[0] < 0.7 * sizes[1]
 
 
 SETTINGS = {

@@ -14,7 +14,7 @@ from startrail_jax.errors import InputError
 from startrail_jax.planner.hardware import GPUS, Cluster
 from train import read_command_line, train
 from trainer import planning
-from trainer.config import AttentionConfig, MeshConfig
+from trainer.config import AttentionConfig, MeshConfig, OptimizerConfig
 from trainer.errors import RunError
 from trainer.gpt.lora.settings import LoraConfig
 from trainer.network.options import Distributed
@@ -239,3 +239,9 @@ def test_train_shows_a_plan_and_makes_no_run(measured, tmp_path, capsys):
     assert train(config).validation is None
     assert "plan: 1: " in capsys.readouterr().out
     assert not (tmp_path / "none").exists()
+
+
+def test_a_plan_for_muon_is_refused():
+    planner_of_muon = planner(optimizer=OptimizerConfig(kind="muon", learning_rate=1e-2))
+    with pytest.raises(ValueError, match=r"--plan needs optimizer.kind='adamw'; got --plan use"):
+        planner_of_muon.choose(jax.devices())

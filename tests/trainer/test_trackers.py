@@ -2,7 +2,11 @@
 
 import importlib.util
 import json
+import sys
 import threading
+import time
+from contextlib import suppress
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -12,7 +16,7 @@ from trainer.config import MlflowConfig, WandbConfig
 from trainer.errors import MissingPackageError
 from trainer.run.folder import result_flags
 from trainer.run.metrics import Reporter
-from trainer.run.trackers import tracking, wandb_run
+from trainer.run.trackers import chosen, mlflow_run, tracking, wandb_run
 from trainer.run.trackers.chosen import trackings_of
 from trainer.run.trackers.tracking import Tracking
 
@@ -46,6 +50,47 @@ def records_of(path):
         found.append(Record.FromString(data[7 : 7 + size]))
         data = data[7 + size :]
     return found
+
+
+class FakeMlflow:
+    """A stand-in for the packages `mlflow` and `mlflow.entities`, with one server."""
+
+    def __init__(self, monkeypatch):
+        self.uris, self.runs, self.params = [], [], {}
+        for name in ("mlflow", "mlflow.entities"):
+            monkeypatch.setitem(sys.modules, name, self)
+        monkeypatch.setattr(chosen, "_require_package", lambda *_: None)
+        monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # Is set for the process otherwise.
+
+    def MlflowClient(self, tracking_uri):
+        self.uris.append(tracking_uri)
+        return self
+
+    def get_experiment_by_name(self, _):
+        return None
+
+    def create_experiment(self, _):
+        return "0"
+
+    def create_run(self, *_, **__):
+        self.runs.append(f"run{len(self.runs)}")
+        return SimpleNamespace(info=SimpleNamespace(run_id=self.runs[-1]))
+
+    def Param(self, name, value):
+        self.params[name] = value
+
+    def Metric(self, *_):
+        pass
+
+    def update_run(self, run_id, status):
+        assert (run_id, status) == (self.runs[-1], "RUNNING")
+
+    def log_batch(self, *_, metrics=(), params=()):
+        if metrics:
+            raise ConnectionError("http://me:secret@host/api: no answer")
+
+    def set_terminated(self, *_):
+        pass
 
 
 @needs["wandb"]
@@ -124,6 +169,38 @@ def test_mlflow_gets_one_run_of_a_folder(tmp_path, capsys, monkeypatch):
     assert "gradient_norm" not in run.data.metrics
 
 
+def test_mlflow_in_a_moved_run_folder_is_the_same_run(tmp_path, monkeypatch, capsys):
+    server = FakeMlflow(monkeypatch)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    before, after = tmp_path / "before", tmp_path / "after"
+    before.mkdir()
+    config = make_config(mlflow=MlflowConfig(experiment="e"))
+    report(before, [1], trackings_of(config))
+    before.rename(after)
+    report(after, [2], trackings_of(config))
+    assert server.uris == [(folder / "mlruns").as_uri() for folder in (before, after)]
+    assert server.runs == ["run0"]
+
+
+@pytest.mark.parametrize(
+    ("given", "used"),
+    [
+        ("/shared/my runs", "file:///shared/my%20runs"),
+        ("mlruns", "file://{cwd}/mlruns"),
+        *((x, x) for x in ("http://host:5000", "file:/x", "sqlite:///x.db", "databricks")),
+    ],
+)
+@pytest.mark.parametrize("by_flag", [True, False])
+def test_mlflow_takes_a_folder_by_its_path(given, used, by_flag, tmp_path, monkeypatch):
+    server = FakeMlflow(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://other" if by_flag else given)
+    mlflow_run.open_mlflow(
+        MlflowConfig(experiment="e", uri=given if by_flag else None), tmp_path, {}
+    )
+    assert server.uris == [used.format(cwd=tmp_path)]
+
+
 @pytest.mark.quick
 def test_tracker_that_fails_stops_no_training_and_is_named_once(tmp_path, capsys):
     class Failing:
@@ -162,6 +239,31 @@ def test_tracker_that_hangs_is_not_waited_for(tmp_path, capsys, monkeypatch):
     assert "it has not ended within 0 s" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("failed", "limit"), [(False, "CLOSE_SECONDS"), (True, "CLOSE_SECONDS_AFTER_FAILURE")]
+)
+def test_trackers_are_waited_for_together_and_shortly_after_a_failure(
+    failed, limit, tmp_path, capsys, monkeypatch
+):
+    for name in ("CLOSE_SECONDS", "CLOSE_SECONDS_AFTER_FAILURE"):
+        monkeypatch.setattr(tracking, name, 0.3 if name == limit else 60.0)
+    forever, begin = threading.Event(), time.monotonic()
+    slow = [Tracking(name, lambda *_: forever.wait(), {}) for name in ("A", "B", "C")]
+    with (
+        suppress(ZeroDivisionError),
+        Reporter(steps=4, tokens_per_step=8, trackings=slow) as reporter,
+    ):
+        reporter.open(tmp_path, tensorboard=False)
+        if failed:
+            raise ZeroDivisionError
+    assert time.monotonic() - begin < 0.8
+    forever.set()
+    shown = capsys.readouterr().out
+    assert [f"{name} gets no more metrics: it has not ended" in shown for name in "ABC"] == [
+        True
+    ] * 3
+
+
 def test_only_the_first_process_writes(monkeypatch):
     config = make_config(wandb=WandbConfig(project="p"), mlflow=MlflowConfig(experiment="e"))
     monkeypatch.setattr(jax, "process_index", lambda: 1)
@@ -172,11 +274,11 @@ def test_only_the_first_process_writes(monkeypatch):
 def test_package_that_is_missing_is_named(package, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda x: None if x == package else find(x))
-    chosen = {"wandb": WandbConfig(project="p"), "mlflow": MlflowConfig(experiment="e")}
+    configs = {"wandb": WandbConfig(project="p"), "mlflow": MlflowConfig(experiment="e")}
     with pytest.raises(
         MissingPackageError, match=rf"the package {package}; got none.*\[{package}\]"
     ):
-        trackings_of(make_config(**{package: chosen[package]}))
+        trackings_of(make_config(**{package: configs[package]}))
 
 
 def test_options_without_effect_raise():
@@ -186,6 +288,35 @@ def test_options_without_effect_raise():
         WandbConfig(mode="offline")
     with pytest.raises(ValueError, match=r"mlflow.uri needs mlflow.experiment"):
         MlflowConfig(uri="file:///x")
+
+
+@pytest.mark.parametrize("experiment", ["e", None])
+def test_password_in_the_address_of_mlflow_is_refused_and_not_shown(experiment):
+    with pytest.raises(ValueError, match="and MLFLOW_TRACKING_PASSWORD") as caught:
+        MlflowConfig(experiment=experiment, uri="http://me:secret@host:5000/x")
+    assert "secret" not in str(caught.value)
+    MlflowConfig(experiment="e", uri="http://host/@team")
+
+
+def test_secrets_get_neither_into_files_nor_into_logs(tmp_path, monkeypatch, capsys):
+    server = FakeMlflow(monkeypatch)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:secret@host")
+    config = make_config(mlflow=MlflowConfig(experiment="e"), run_dir=tmp_path)
+    report(tmp_path, [1], trackings_of(config))
+    shown = capsys.readouterr().out
+    assert "ConnectionError: http://***@host/api: no answer" in shown
+    assert "secret" not in shown + (tmp_path / "mlflow.json").read_text()
+    assert "seed" in server.params
+    assert not any(name.startswith(("mlflow", "wandb")) for name in server.params)
+    # Another password is the same run.
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:other@host")
+    report(tmp_path, [2], trackings_of(config))
+    # So is the file of an earlier version, which is written anew.
+    place = {"uri": "http://me:other@host", "experiment": "e"}
+    tracking.keep_run(tmp_path / "mlflow.json", place, "run0")
+    report(tmp_path, [3], trackings_of(config))
+    assert "other" not in (tmp_path / "mlflow.json").read_text()
+    assert server.runs == ["run0"]
 
 
 def test_results_do_not_depend_on_trackers_and_another_project_is_another_run(tmp_path):

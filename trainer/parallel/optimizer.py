@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
-from optax.contrib import MuonDimensionNumbers, scale_by_muon
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+from optax.contrib import MuonDimensionNumbers, MuonState, scale_by_muon
 
 from trainer.config import OptimizerConfig
-from trainer.parallel.partition import ADAPTERS, STACKED, TENSOR_DIMS, path_name
+from trainer.parallel.partition import ADAPTERS, STACKED, TENSOR_DIMS, Partition, Split, path_name
 
 # Root mean square of the entries of an update of AdamW, roughly. Muon's are scaled to it, whatever
 # the shape of a matrix, so that one learning rate and one weight decay serve both.
@@ -47,11 +52,19 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
     return lambda count: schedule(count + 1)
 
 
-def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
+def make_optimizer(
+    config: OptimizerConfig, steps: int, partition: Partition | None = None
+) -> optax.GradientTransformation:
     """The optimizer of a run of `steps` steps.
 
     Scales of norms, biases and sinks are not decayed. They are recognised by their names, not by
     their dimensions: stacked for all layers, they are matrices.
+
+    Args:
+        config: kind, rates and decays.
+        steps: number of steps of the run.
+        partition: over which devices Muon's products are split; None for one device, and for
+            `init`, which makes the same state on all meshes.
     """
     rate = learning_rate(config, steps)
     adamw = optax.adamw(
@@ -65,10 +78,7 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
     if config.kind == "adamw":
         return optax.chain(clip, adamw)
     muon = optax.chain(
-        scale_by_muon(
-            beta=MOMENTUM if config.momentum is None else config.momentum,
-            weight_dimension_numbers=_matrices,
-        ),
+        _scale_by_muon(MOMENTUM if config.momentum is None else config.momentum, partition),
         optax.stateless(_as_large_as_adamw),
         optax.add_decayed_weights(config.weight_decay),
         optax.scale_by_learning_rate(rate),
@@ -85,9 +95,58 @@ def _kinds(weights: Any) -> Any:
     return jax.tree_util.tree_map_with_path(kind, weights)
 
 
-def _matrices(weights: Any) -> Any:
-    """The dimensions of each weight that Muon updates as rows and columns of a matrix."""
-    return jax.tree_util.tree_map_with_path(_matrix, weights)
+def _scale_by_muon(beta: float, partition: Partition | None) -> optax.GradientTransformation:
+    """`optax.contrib.scale_by_muon`, of which every device computes the products of some layers.
+
+    Of optax's own, XLA splits the products as the weights lie: over dimensions that they contract,
+    so that every device would hold the squares of all layers.
+    """
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, MuonState]:
+        del params
+        moment = optax.tree.update_moment(updates, state.mu, beta, 1)
+        count = optax.safe_increment(state.count)
+        # Nesterov's step.
+        ahead = optax.tree.bias_correction(moment, beta, optax.safe_increment(count))
+        now = optax.tree.bias_correction(updates, beta, count)
+        steps = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, ahead, now)
+        updates = jax.tree_util.tree_map_with_path(partial(_orthogonal, partition), steps)
+        return updates, MuonState(count, moment, state.ns_coeffs)
+
+    return optax.GradientTransformation(scale_by_muon(beta=beta).init, update)
+
+
+def _orthogonal(partition: Partition | None, path: tuple[Any, ...], x: Any) -> Any:
+    """A weight of all layers whose matrices are made orthogonal, by the devices of each layer."""
+    # Without an average, what is left of Muon does that alone.
+    muon = scale_by_muon(beta=0.0, nesterov=False, weight_dimension_numbers=_matrix(path, x))
+    if partition is None:
+        return muon.update(x, muon.init(x))[0]
+    layers, stages = len(x), _stages(partition, partition.splits({path_name(path): x}))
+    # Layers of zeros, whose step is zeros, where the devices do not divide the layers.
+    missing = -layers % partition.size((*partition.zero, *partition.tensor))
+    x = jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1))
+    for sharding in stages:
+        x = lax.with_sharding_constraint(x, sharding)
+    x, _ = muon.update(x, muon.init(x))
+    for sharding in stages[::-1]:
+        x = lax.with_sharding_constraint(x, sharding)
+    return x[:layers]
+
+
+def _stages(partition: Partition, splits: dict[str, Split]) -> list[NamedSharding]:
+    """From a weight's own sharding to whole layers on a device: an exchange among devices each.
+
+    With both exchanges at once, XLA would gather the whole array on every device.
+    """
+    (split,) = splits.values()
+    specs = [partition.spec(split)]
+    if partition.zero:
+        of_tensor = partition.spec(dataclasses.replace(split, zero=None))
+        specs.append(PartitionSpec(partition.zero, *of_tensor[1:]))
+    if partition.tensor:
+        specs.append(PartitionSpec((*partition.zero, *partition.tensor)))
+    return [NamedSharding(partition.mesh, spec) for spec in specs]
 
 
 def _as_large_as_adamw(updates: Any, _: Any) -> Any:

@@ -87,8 +87,8 @@ class Program:
         self.objective = objective
         self.tokens_shape = tokens_shape(objective, attention.layout)
         """(B, T) of a batch."""
-        self.optimizer = make_optimizer(config.optimizer, config.steps)
         self.partition = Partition(mesh, config.zero, config.zero_axes, config.model.dtype)
+        self.optimizer = make_optimizer(config.optimizer, config.steps, self.partition)
         check_step(config, attention.degrees, self.partition)
         check_platform(config, device_kind(mesh)[0])
         self._model = ShardedModel(

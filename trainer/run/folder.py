@@ -154,17 +154,18 @@ def _check_same_run(config: TrainConfig) -> None:
     # What has an effect in one of them only does so because of a setting that both have.
     changed = [name for name in now if name in saved and saved[name] != now[name]]
     # Rotary positions have no weights, and a longer context needs other ones.
-    is_other_model = any(
-        name.startswith(("model.", "lora.")) and not name.startswith("model.rope.")
+    is_other_state = any(
+        name == "optimizer.kind"
+        or (name.startswith(("model.", "lora.")) and not name.startswith("model.rope."))
         for name in changed
     ) or (saved["ema_decay"] is None) != (now["ema_decay"] is None)
-    if not changed or (config.allow_changes and not is_other_model):
+    if not changed or (config.allow_changes and not is_other_state):
         return
     lines = "\n".join(
         f"  {flag_text(name, saved[name])} there, {flag_value(now[name])} now" for name in changed
     )
     flags = " ".join(flag_text(name, saved[name]) for name in changed)
-    allow = "" if is_other_model else " With --allow-changes it goes on as given now."
+    allow = "" if is_other_state else " With --allow-changes it goes on as given now."
     raise InputError(
         f"A run that goes on must keep the settings that its result depends on; got "
         f"{config.run_dir}, a run with others:\n{lines}\n"

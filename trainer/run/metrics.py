@@ -21,7 +21,7 @@ from trainer.run.commands import command
 from trainer.run.folder import METRICS_FILE
 from trainer.run.records import drop_after
 from trainer.run.terminal import Terminal
-from trainer.run.trackers.tracking import End, Tracking
+from trainer.run.trackers.tracking import End, Tracking, close_all
 
 TENSORBOARD_FOLDER = "tensorboard"
 
@@ -126,8 +126,8 @@ class Reporter:
         if self._events is not None:
             self._events.close()
         end: End = "finished" if self._step == self._steps else "interrupted"
-        for tracking in self._trackings:
-            tracking.close(end if error is None or kind is KeyboardInterrupt else "failed")
+        has_failed = error is not None and kind is not KeyboardInterrupt
+        close_all(self._trackings, "failed" if has_failed else end)
         self._warn_of_trackings()
 
     def line(self, text: str) -> None:

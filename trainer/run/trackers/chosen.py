@@ -22,7 +22,9 @@ def trackings_of(config: TrainConfig) -> tuple[Tracking, ...]:
     """
     if jax.process_index():
         return ()
-    settings = {name: str(value) for name, value in settings_of(config).items()}
+    # What says where metrics go is no setting of the model: others see these in the tracker.
+    shown = settings_of(config, but=("wandb", "mlflow"))
+    settings = {name: str(value) for name, value in shown.items()}
     found = []
     if config.wandb.project is not None:
         _require_package("wandb", f"--wandb.project {config.wandb.project}")

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from trainer.config import MlflowConfig
 from trainer.run.trackers.tracking import End, keep_run, known_run
 
 RUN_FILE = "mlflow.json"
 FOLDER = "mlruns"
+# What MLflow takes for a server, though it looks like a folder.
+DATABRICKS = ("databricks", "databricks-uc")
 STATUS = {"finished": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
 # Bounds of MLflow for one request and one value.
 PARAMS_OF_REQUEST = 100
@@ -49,8 +54,7 @@ def open_mlflow(config: MlflowConfig, folder: Path, settings: Mapping[str, str])
     Raises:
         Exception: whatever the package raises.
     """
-    own = (folder.resolve() / FOLDER).as_uri()
-    uri = config.uri or os.environ.get("MLFLOW_TRACKING_URI", own)
+    uri, is_own = _uri(config, folder)
     if uri.startswith("file:"):
         # MLflow refuses folders unless they are asked for, and here they are.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
@@ -58,8 +62,13 @@ def open_mlflow(config: MlflowConfig, folder: Path, settings: Mapping[str, str])
     mlflow, entities = map(importlib.import_module, ("mlflow", "mlflow.entities"))
     assert config.experiment is not None, "the caller asks for it"
     client: Any = mlflow.MlflowClient(tracking_uri=uri)
-    place = {"uri": uri, "experiment": config.experiment}
+    place = _place(None if is_own else uri, config.experiment)
     run_id = known_run(folder / RUN_FILE, place)
+    if run_id is None:
+        # Earlier versions wrote the URI as it is, with its password.
+        run_id = known_run(folder / RUN_FILE, {"uri": uri, "experiment": config.experiment})
+        if run_id is not None:
+            keep_run(folder / RUN_FILE, place, run_id)
     if run_id is not None:
         client.update_run(run_id, status="RUNNING")
         return MlflowRun(client, run_id)
@@ -71,3 +80,25 @@ def open_mlflow(config: MlflowConfig, folder: Path, settings: Mapping[str, str])
     for first in range(0, len(params), PARAMS_OF_REQUEST):
         client.log_batch(run_id, params=params[first : first + PARAMS_OF_REQUEST])
     return MlflowRun(client, run_id)
+
+
+def _uri(config: MlflowConfig, folder: Path) -> tuple[str, bool]:
+    """Where metrics go, and whether that is in the folder of the run."""
+    uri = config.uri or os.environ.get("MLFLOW_TRACKING_URI")
+    if not uri:
+        return (folder.resolve() / FOLDER).as_uri(), True
+    if not urlsplit(uri).scheme and uri not in DATABRICKS:
+        uri = Path(uri).resolve().as_uri()  # A folder, as MLflow accepts it too.
+    return uri, False
+
+
+def _place(uri: str | None, experiment: str) -> dict[str, str | None]:
+    """Where a run is, without secrets. The folder of the run is None, so that it may be moved.
+
+    A URI may hold a password before its host, and others elsewhere: it is hashed. The user and the
+    password do not count, as those of a server may change while the run stays there.
+    """
+    if uri is None:
+        return {"uri": None, "experiment": experiment}
+    hashed = hashlib.sha256(re.sub(r"//[^/@]*@", "//", uri).encode()).hexdigest()
+    return {"uri": hashed, "experiment": experiment}

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import json
 import queue
+import re
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -19,6 +22,8 @@ End = Literal["finished", "interrupted", "failed"]
 # A report is small, and there are few: more are waiting only if the program hangs.
 MOST_WAITING = 10_000
 CLOSE_SECONDS = 60.0
+# Other processes hear of a failure, and end, only after this.
+CLOSE_SECONDS_AFTER_FAILURE = 5.0
 
 
 class Tracker(Protocol):
@@ -75,17 +80,20 @@ class Tracking:
         failure, self._failure = self._failure, None
         return failure
 
-    def close(self, end: End) -> None:
-        """Waits until all is written, but not for ever."""
+    def end(self, end: End) -> None:
+        """Has the run ended after all that waits to be written, without waiting for it."""
+        # A thread that hangs has a full queue, and leaves no room for the end.
+        with suppress(queue.Full):
+            self._waiting.put_nowait(end)
+
+    def join(self, seconds: float, limit: float) -> None:
+        """Waits for the end, but only for some seconds, the last of `limit` in all."""
         if self._thread is None:
             return
-        try:
-            self._waiting.put_nowait(end)
-        except queue.Full:
-            return
-        self._thread.join(CLOSE_SECONDS)
+        if not self._has_failed:
+            self._thread.join(seconds)
         if self._thread.is_alive():
-            self._fail(f"it has not ended within {CLOSE_SECONDS:.0f} s")
+            self._fail(f"it has not ended within {limit:.0f} s")
 
     def _work(self, folder: Path) -> None:
         try:
@@ -99,7 +107,19 @@ class Tracking:
 
     def _fail(self, why: str) -> None:
         if not self._has_failed:
+            # Packages quote the address of their server, which may hold a password.
+            why = re.sub(r"//[^/@\s]+@", "//***@", why)
             self._failure, self._has_failed = why, True
+
+
+def close_all(trackings: Sequence[Tracking], end: End) -> None:
+    """Waits until all is written, of all trackers at once, but not for ever."""
+    limit = CLOSE_SECONDS_AFTER_FAILURE if end == "failed" else CLOSE_SECONDS
+    deadline = time.monotonic() + limit
+    for tracking in trackings:
+        tracking.end(end)
+    for tracking in trackings:
+        tracking.join(max(deadline - time.monotonic(), 0.0), limit)
 
 
 def known_run(path: Path, place: Mapping[str, str | None]) -> str | None:

@@ -14,6 +14,8 @@ from trainer.errors import RunError
 from trainer.run.trackers.tracking import CLOSE_SECONDS, End, keep_run, known_run
 
 RUN_FILE = "wandb.json"
+# Less than the program waits for: W&B says by itself that it could not finish.
+FINISH_SECONDS = CLOSE_SECONDS - 15
 
 
 class WandbRun:
@@ -64,7 +66,7 @@ def open_wandb(config: WandbConfig, folder: Path, settings: Mapping[str, str]) -
         resume="allow",
         dir=folder,
         mode=mode,
-        settings=wandb.Settings(console="off", silent=True, finish_timeout=CLOSE_SECONDS),
+        settings=wandb.Settings(console="off", silent=True, finish_timeout=FINISH_SECONDS),
     )
     run.config.update(dict(settings), allow_val_change=True)
     return WandbRun(run)
