@@ -82,13 +82,17 @@ def test_every_document_begins_with_it_once(tokenizer, tmp_path, monkeypatch):
     )
     tokens = begun.train[0].tokens
     ends = np.flatnonzero(tokens == END) + 1
-    assert [int(x) for x in np.flatnonzero(tokens == BEGIN)] == [0, *ends[:-1]]
+    # An empty document has none: nothing is learned from it, as without the token.
+    begins = [begin for begin in (0, *ends[:-1]) if tokens[begin] != END]
+    assert len(begins) == len(texts) - 1
+    assert [int(x) for x in np.flatnonzero(tokens == BEGIN)] == begins
     named = plain.train[0].tokens
     np.testing.assert_array_equal(tokens[tokens != BEGIN], named[named != BEGIN])
     assert begun.digest != plain.digest
     batch = next_token_batch(tokens[None], layout=NATURAL, end_of_document=END)
     # No document has to guess that another begins.
     assert not batch.weights[batch.targets == BEGIN].any()
+    assert not batch.weights[(batch.tokens == BEGIN) & (batch.targets == END)].any()
     assert (batch.positions[batch.tokens == BEGIN] == 0).all()
 
 
@@ -125,6 +129,8 @@ def test_prompt_begins_as_documents_do(tokenizer):
     )
     assert encode_prompt(opened, "ab").tolist() == [BEGIN, ord("a"), ord("b")]
     assert encode_prompt(opened, "<s>ab").tolist() == [BEGIN, ord("a"), ord("b")]
+    # The model may begin by itself.
+    assert encode_prompt(opened, "").tolist() == [BEGIN]
 
 
 def test_tokens_and_bytes_refuse_it(tmp_path):
