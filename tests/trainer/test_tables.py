@@ -154,6 +154,12 @@ def characters(path):
         ("c4-train.array_record-00000-of-00002 c4-validation.array_record-00000-of-00001",
          "c4-train.array_record-00000-of-00002",
          "c4-validation.array_record-00000-of-00001"),
+        # One config of several, whose others have tables by other names.
+        ("data/A/train-0.parquet data/A/dev-0.parquet data/B/corpus-0.parquet",
+         "data/A/train-0.parquet", "data/A/dev-0.parquet"),
+        # What lies in the folder of a split belongs to it.
+        ("train/shard0/0.parquet train/shard1/0.parquet val/0.parquet",
+         "train/shard0/0.parquet train/shard1/0.parquet", "val/0.parquet"),
     ],
 )  # fmt: skip
 def test_splits_of_a_folder_are_its_parts(names, train, held_out, tmp_path):
@@ -171,6 +177,11 @@ def test_splits_of_a_folder_are_its_parts(names, train, held_out, tmp_path):
     ("names", "message"),
     [
         ("train_sft-0.parquet test_sft-0.parquet", r"got the splits 'test_sft', 'train_sft' in"),
+        (
+            "A/train-0.parquet A/test-0.parquet B/train/0.parquet B/validation/0.parquet",
+            r"one config of a dataset; got the configs 'A', 'B' in '.*'. Give one: --data.path /",
+        ),
+        ("data/train-0.parquet data/B/train-0.parquet", r"'data', 'data/B' in .* /.*/data/B"),
         ("train-0.parquet notes.txt", r"must be of one kind; got .*'notes.txt' \(text\)"),
         ("train-0.parquet val-0.arrow", r"must be of one kind; got .*'val-0.arrow' \(arrow\)"),
         ("a.parquet.gz", r"got 1 \*.parquet.gz.*Tables are compressed inside"),
@@ -178,6 +189,7 @@ def test_splits_of_a_folder_are_its_parts(names, train, held_out, tmp_path):
 )
 def test_folders_that_are_not_clear_raise(names, message, tmp_path):
     for name in names.split():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     with pytest.raises(ValueError, match=message):
         find_files(tmp_path, "data.path")
