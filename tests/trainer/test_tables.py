@@ -20,6 +20,7 @@ from trainer.gpt.config import DataConfig
 from trainer.gpt.corpus import open_corpus
 
 ROWS = [{"text": f"the {i}th text, ünd ß" * (i % 3), "id": i} for i in range(600)]
+UUID = "1c7d2e9a-3f48-4b1e-9a57-0d6c5b8e7f21"
 ENDINGS = {"jsonl": "jsonl", "parquet": "parquet", "stream": "arrow", "file": "arrow",
            "json": "array_record", "example": "arrayrecord"}  # fmt: skip
 
@@ -157,6 +158,22 @@ def characters(path):
         # One config of several, whose others have tables by other names.
         ("data/A/train-0.parquet data/A/dev-0.parquet data/B/corpus-0.parquet",
          "data/A/train-0.parquet", "data/A/dev-0.parquet"),
+        # Spark.
+        (f"_SUCCESS part-00000-{UUID}-c000.snappy.parquet part-00001-{UUID}-c000.snappy.parquet",
+         f"part-00000-{UUID}-c000.snappy.parquet part-00001-{UUID}-c000.snappy.parquet", ""),
+        (f"train/part-00000-{UUID}-c000.snappy.parquet test/part-00000-{UUID}-c000.parquet",
+         f"train/part-00000-{UUID}-c000.snappy.parquet", f"test/part-00000-{UUID}-c000.parquet"),
+        (f"train-00000-{UUID}-c000.snappy.parquet train-00001-{UUID}-c000.snappy.parquet",
+         f"train-00000-{UUID}-c000.snappy.parquet train-00001-{UUID}-c000.snappy.parquet", ""),
+        ("train0.parquet train1.parquet val0.parquet",
+         "train0.parquet train1.parquet", "val0.parquet"),
+        # No name says anything of a split, though some have its letters.
+        ("batch0.parquet batch1.parquet latest/shard00.parquet latest/shard01.parquet",
+         "batch0.parquet batch1.parquet latest/shard00.parquet latest/shard01.parquet", ""),
+        ("books.parquet interval.parquet web/0.parquet",
+         "books.parquet interval.parquet web/0.parquet", ""),
+        ("train/books.parquet train/web.parquet val/web.parquet",
+         "train/books.parquet train/web.parquet", "val/web.parquet"),
         # What lies in the folder of a split belongs to it.
         ("train/shard0/0.parquet train/shard1/0.parquet val/0.parquet",
          "train/shard0/0.parquet train/shard1/0.parquet", "val/0.parquet"),
@@ -182,6 +199,7 @@ def test_splits_of_a_folder_are_its_parts(names, train, held_out, tmp_path):
             r"one config of a dataset; got the configs 'A', 'B' in '.*'. Give one: --data.path /",
         ),
         ("data/train-0.parquet data/B/train-0.parquet", r"'data', 'data/B' in .* /.*/data/B"),
+        ("books.parquet testset.parquet", r"got the splits 'testset', none \('books.parquet'\) in"),
         ("train-0.parquet notes.txt", r"must be of one kind; got .*'notes.txt' \(text\)"),
         ("train-0.parquet val-0.arrow", r"must be of one kind; got .*'val-0.arrow' \(arrow\)"),
         ("a.parquet.gz", r"got 1 \*.parquet.gz.*Tables are compressed inside"),

@@ -10,13 +10,22 @@ from startrail_jax.errors import InputError
 # Files that lie beside the tables of a dataset, and are not data.
 COMPANIONS = re.compile(
     r"(README|LICENSE|NOTICE)(\.\w+)?|dataset_infos?\.json|dataset_dict\.json|state\.json"
-    r"|features\.json|metadata\.json",
+    r"|features\.json|metadata\.json|_SUCCESS|_(common_)?metadata",
     re.IGNORECASE,
 )
-# What follows the name of a split: -00000-of-00004, -00000-of-00004-0123456789abcdef, _1, .3.
-NUMBER = re.compile(r"([-_.]\d+(-of-\d+)?(-[0-9a-f]{8,})?)+$")
-# Names of files that say nothing about their split; then the folder does.
-ANONYMOUS = re.compile(r"(data|part|shard|file|chunk|records|\d+)?", re.IGNORECASE)
+# What follows the name of a split: -00000-of-00004, -00000-of-00004-0123456789abcdef, _1, 0, and
+# -00000-(a UUID)-c000.snappy as Spark writes it.
+COUNT = r"\d+(-of-\d+)?"
+HASH = r"(?=\d*[a-f])[0-9a-f]{8,}"
+SPARK = r"-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}([-.]c\d+)?"
+PACKED = r"\.(snappy|gz|zstd|lz4|lz4raw|br)"
+NUMBER = re.compile(rf"[-_.]?{COUNT}([-_.]({COUNT}|{HASH}))*({SPARK})?({PACKED})?$")
+# Words of names that say that there are splits. Other names say nothing of any.
+SPLIT_WORD = re.compile(
+    r"(?<![a-z])(train(ing)?|val(id|idation)?|dev(elopment)?|eval(uation)?|test(ing)?)"
+    r"(set|data|split)?(?![a-z])",
+    re.IGNORECASE,
+)
 # Folders that hold what their parent holds: all of a dataset, or a numbered part of it.
 FOLDERS_OF_ALL = re.compile(r"|data|default|(part|shard|chunk|batch)[-_.]?\d+", re.IGNORECASE)
 TRAIN = "train"
@@ -30,7 +39,8 @@ def parts_of_tables(
     """The files to train on, and those to hold out.
 
     If there is a split `train`, it is trained on, the first one of `HELD_OUT` that exists is held
-    out, and the others are left out. If all files are of one split, nothing is held out by name.
+    out, and the others are left out. If all files are of one split, or no name has a word for a
+    split, nothing is held out by name.
 
     Args:
         tables: paths of the tables, relative to the folder.
@@ -54,9 +64,11 @@ def parts_of_tables(
         held_out = next((splits[name] for name in HELD_OUT if name in splits), [])
         return splits[TRAIN] + others, held_out
     if len(splits) > 1:
+        unnamed = splits.pop("", [])
+        named = ", ".join([*map(repr, sorted(splits)), *(f"none ({x!r})" for x in unnamed[:1])])
         raise InputError(
             "A folder of tables must have a split 'train', or one split alone; got the splits "
-            f"{', '.join(map(repr, sorted(splits)))} in {str(folder)!r}. Give the files of one "
+            f"{named} in {str(folder)!r}. Give the files of one "
             "split, in a folder of their own (links will do), and those of another as "
             "--data.validation-path."
         )
@@ -86,7 +98,7 @@ def split_of(key: str) -> str:
 
 
 def _split_and_folder(key: str) -> tuple[str, PurePosixPath]:
-    """The split of a file, and the folder of the file or folder that is named so."""
+    """The split of a file, and the folder of the file or folder whose name says it."""
     path = PurePosixPath(key)
     for place, stem in ((path, path.stem), *((x, x.name) for x in path.parents)):
         name = NUMBER.sub("", stem)
@@ -94,6 +106,6 @@ def _split_and_folder(key: str) -> tuple[str, PurePosixPath]:
         *_, last = name.split("-")
         if last in (TRAIN, *HELD_OUT):
             return last, place.parent
-        if not ANONYMOUS.fullmatch(name) and not FOLDERS_OF_ALL.fullmatch(name):
+        if SPLIT_WORD.search(name):
             return name, place.parent
     return "", PurePosixPath()
