@@ -15,6 +15,7 @@ from trainer.gpt.chat.corpus import open_examples
 from trainer.gpt.config import DataConfig
 from trainer.gpt.corpus import open_corpus
 from trainer.gpt.pretrained.beginning import beginning_of, with_beginning
+from trainer.gpt.task import GPTTask
 from trainer.gpt.text import encode_prompt, open_tokenizer
 
 NATURAL = Layout("contiguous", 1)
@@ -137,6 +138,26 @@ def test_tokens_and_bytes_refuse_it(tmp_path):
     (tmp_path / "a.txt").write_text("text")
     with pytest.raises(ValueError, match=r"begin_of_document must be left out .*; got .*=1"):
         open_corpus(DataConfig(path=tmp_path / "a.txt", begin_of_document=1), vocab_size=256)
+
+
+@pytest.mark.parametrize("saved", [OTHER, None])
+def test_config_of_a_run_says_how_documents_begin(saved, tokenizer, tmp_path):
+    config = gpt_tiny()
+    data = dataclasses.replace(config.data, tokenizer=tokenizer, begin_of_document=saved)
+    config = dataclasses.replace(
+        config, init_from=tokenizer.parent, run_dir=tmp_path / "new", data=data
+    )
+
+    def found(config, **flags):
+        return GPTTask().after_flags(config, flags.get).data
+
+    assert found(config).begin_of_document == saved
+    # The id is that of its tokenizer, and means nothing for another.
+    assert found(config, **{"--data.tokenizer": str(tokenizer)}).begin_of_document == BEGIN
+    np.save(tmp_path / "tokens.npy", np.arange(9))
+    tokens = dataclasses.replace(data, path=tmp_path / "tokens.npy")
+    found_for_tokens = found(dataclasses.replace(config, data=tokens))
+    assert (found_for_tokens.tokenizer, found_for_tokens.begin_of_document) == (None, None)
 
 
 def test_run_that_goes_on_keeps_its_beginning(tokenizer, tmp_path):
