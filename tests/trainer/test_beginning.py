@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -116,12 +117,41 @@ def test_completions_begin_with_it_and_conversations_as_their_template_says(toke
         loss_on="completion",
         begin_of_document=BEGIN,
     )
-    data = open_examples(config, NATURAL, vocab_size=128, seq_len=32, cache=tmp_path / "cache")
+    with pytest.warns(UserWarning, match=r"2 of 4 examples do not begin with '<s>', as prompts of"):
+        data = open_examples(config, NATURAL, vocab_size=128, seq_len=32, cache=tmp_path / "cache")
     row = data.train[0]
     first, second = (row.tokens[row.examples == i] for i in range(2))
     assert first.tolist() == [BEGIN, *map(ord, "askyes"), END]
     assert row.counted[row.examples == 0].tolist() == [False] * 4 + [True] * 4
     assert second.tolist() == [OTHER, *map(ord, "ask"), OTHER, *map(ord, "yes")]
+
+
+@pytest.mark.parametrize("asked", ["tokenizer", "template", "flag"])
+def test_token_that_no_conversation_gets_raises_if_it_was_asked_for(asked, tmp_path):
+    tokenizer = save(tmp_path / "tokenizer.json", "<s> $A" if asked == "tokenizer" else None)
+    first = "<s>" if asked == "template" else ""
+    tokenizer.with_name("chat_template.jinja").write_text(
+        first + "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}"
+        "{% endfor %}"
+    )
+    said = json.dumps({"messages": [{"role": "assistant", "content": "yes"}]})
+    for name in ("train.jsonl", "val.jsonl"):
+        (tmp_path / name).write_text(said)
+    config = DataConfig(
+        path=tmp_path / "train.jsonl",
+        validation_path=tmp_path / "val.jsonl",
+        tokenizer=tokenizer,
+        loss_on="completion",
+        begin_of_document=BEGIN,
+    )
+    outcome = {
+        # A pretrained model has seen the token first: this is its default, not what a user wants.
+        "tokenizer": pytest.warns(UserWarning, match=r"2 of 2 examples do not begin with '<s>'"),
+        "template": nullcontext(),
+        "flag": pytest.raises(ValueError, match=r"begin_of_document must be left out .* '<s>'"),
+    }
+    with outcome[asked]:
+        open_examples(config, NATURAL, vocab_size=128, seq_len=32, cache=tmp_path / "cache")
 
 
 def test_prompt_begins_as_documents_do(tokenizer):

@@ -469,7 +469,8 @@ def test_log_says_which_tokens_this_program_does_not_add(model):
     built.save(str(model / "tokenizer.json"))
     assert "its tokenizer adds <1> to every text elsewhere, and this program adds" in open_it(model)
     assert initial_weights._check_tokenizer(model / "tokenizer.json", 48, 1).endswith(
-        "; every document and prompt begins with <1>"
+        "; every document and every prompt of sample.py begins with <1>, and conversations as "
+        "their template says"
     )
 
 
