@@ -245,8 +245,12 @@ def test_fields_that_are_no_text_raise_and_are_named(tmp_path):
             of(path, **changes)
 
     raises(r"got the columns \['body'\] in '.*a.parquet', and none of \['text'\]", [{"body": "x"}])
-    raises(r"row of a table must be an object with the key 'text'; got the keys \[\] in '.*:2'",
-           [{"text": "x"}, {"text": None}])  # fmt: skip
+    rows = [{"text": "x"}, {"text": None}]
+    for form in ("parquet", "stream"):
+        message = (
+            r"must have text under 'text'; got null in column 'text' of '.*:2'. Fill or remove"
+        )
+        raises(message, rows, form)
     raises(r"must be a string; got int for 'text' in '.*a.arrow:1'", [{"text": 1}], "stream")
     raises(r"got bytes in column 'text' of '.*a.parquet:1'", [{"text": b"x"}])
     raises(r"with the key 'text'; got the keys \['body'\] in '.*d:1'", [{"body": "x"}], "json")

@@ -21,6 +21,7 @@ from typing import Annotated
 import tyro
 
 from startrail_jax.errors import InputError
+from trainer.config import check_folder
 from trainer.data.cache import say, write_folder
 from trainer.data.files import TOKEN_KINDS
 from trainer.gpt.config import DataConfig
@@ -65,8 +66,10 @@ def tokenize(options: TokenizeOptions) -> str:
     Raises:
         ImportError: if a tokenizer.json is given and the package that reads it is missing.
         OSError: if the folder cannot be written.
-        ValueError: if the folder exists, or the text cannot be read or tokenised.
+        ValueError: if the folder exists or is in an object store, or the text cannot be read or
+            tokenised.
     """
+    check_folder("OUT", options.out)
     if os.path.lexists(options.out):
         raise InputError(
             f"OUT must be a folder that does not exist yet; got {str(options.out)!r}, which does. "
