@@ -18,6 +18,7 @@ from trainer.gpt.corpus import open_corpus
 from trainer.gpt.pretrained.beginning import beginning_of, with_beginning
 from trainer.gpt.task import GPTTask
 from trainer.gpt.text import encode_prompt, open_tokenizer
+from trainer.gpt.tokenize import main as tokenize
 
 NATURAL = Layout("contiguous", 1)
 BEGIN, END, OTHER, WORD = range(4)
@@ -162,6 +163,16 @@ def test_prompt_begins_as_documents_do(tokenizer):
     assert encode_prompt(opened, "<s>ab").tolist() == [BEGIN, ord("a"), ord("b")]
     # The model may begin by itself.
     assert encode_prompt(opened, "").tolist() == [BEGIN]
+
+
+def test_files_of_tokens_begin_with_it_and_say_what_prompts_need(tokenizer, tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("some text " * 9)
+    flags = ["--tokenizer", str(tokenizer), "--begin-of-document", str(BEGIN)]
+    tokenize([str(tmp_path / "a.txt"), str(tmp_path / "out"), *flags])
+    assert np.load(tmp_path / "out" / "train.npy")[0] == BEGIN
+    assert "every document begins with <s>: begin prompts of" in capsys.readouterr().err
+    opened = open_tokenizer(DataConfig(tokenizer=tokenizer), vocab_size=128)
+    assert encode_prompt(opened, "<s>a").tolist() == [BEGIN, ord("a")]
 
 
 def test_tokens_and_bytes_refuse_it(tmp_path):

@@ -27,6 +27,7 @@ from trainer.data.files import TOKEN_KINDS
 from trainer.gpt.config import DataConfig
 from trainer.gpt.corpus import check_effects, find_parts, open_text
 from trainer.gpt.encoding import encode_to_folder, read_encoded
+from trainer.gpt.tokenizer import FileTokenizer
 from trainer.printable import printable
 
 # More than any tokenizer has: the model, which is not known here, has as many as it needs.
@@ -102,6 +103,11 @@ def tokenize(options: TokenizeOptions) -> str:
         f"{options.out}: {len(train.tokens):,} tokens of {train.documents:,} documents to train "
         f"on; {len(held_out.tokens):,} of {held_out.documents:,} held out"
     )
+    if options.begin_of_document is not None and isinstance(text.tokenizer, FileTokenizer):
+        say(
+            f"every document begins with {text.tokenizer.name_of(options.begin_of_document)}: "
+            "begin prompts of sample.py --tokenizer with it too, which files of tokens do not say"
+        )
     flags = f"--data.path {options.out} --data.end-of-document {text.tokenizer.end_of_document}"
     return f"python train.py {flags} --model.vocab-size {text.tokenizer.num_ids}"
 
