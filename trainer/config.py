@@ -322,16 +322,7 @@ class TrainConfig:
             *("validation_sequences", "non_finite_limit"),
         ):
             check_minimum(name, getattr(self, name), 1)
-        # pathlib has made gs:/bucket of gs://bucket.
-        if self.run_dir.parts[:1] and self.run_dir.parts[0].endswith(":"):
-            raise InputError(
-                "run_dir must be a folder of a file system; got "
-                f"{str(self.run_dir)!r}, which is in an object store. A checkpoint is whole or not "
-                "there, also after a power failure, by fsync and rename, and a lock keeps a second "
-                "program out: stores have none of them. Use a disk of this machine or a shared one "
-                "(NFS, Lustre), and copy the folder to the store: rclone copy, gcloud storage "
-                "rsync or aws s3 sync."
-            )
+        check_folder("run_dir", self.run_dir)
         check_minimum("plan_measure", self.plan_measure, 0)
         if self.plan_measure and self.plan == "off":
             raise InputError(
@@ -439,6 +430,19 @@ def _check_alone(group: str, needed: str, switch: str | None, **others: str | No
         raise InputError(
             f"{group}.{given[0]} needs {group}.{needed}; got {given[0]}={others[given[0]]!r} "
             f"alone. Add --{group}.{needed} NAME, or leave it out."
+        )
+
+
+def check_folder(name: str, path: Path) -> None:
+    """Raises ValueError if a folder to write to is in an object store."""
+    # pathlib has made gs:/bucket of gs://bucket.
+    if path.parts[:1] and path.parts[0].endswith(":"):
+        raise InputError(
+            f"{name} must be a folder of a file system; got {str(path)!r}, which is in an object "
+            "store. What is written there is whole or missing, also after a power failure, by "
+            "fsync and rename, and a lock keeps a second program out: stores have none of them. "
+            "Use a disk of this machine or a shared one (NFS, Lustre), and copy the folder to the "
+            "store: rclone copy, gcloud storage rsync or aws s3 sync."
         )
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -15,7 +16,9 @@ from trainer.gpt.chat.corpus import open_examples
 from trainer.gpt.config import DataConfig
 from trainer.gpt.corpus import open_corpus
 from trainer.gpt.pretrained.beginning import beginning_of, with_beginning
+from trainer.gpt.task import GPTTask
 from trainer.gpt.text import encode_prompt, open_tokenizer
+from trainer.gpt.tokenize import main as tokenize
 
 NATURAL = Layout("contiguous", 1)
 BEGIN, END, OTHER, WORD = range(4)
@@ -82,13 +85,17 @@ def test_every_document_begins_with_it_once(tokenizer, tmp_path, monkeypatch):
     )
     tokens = begun.train[0].tokens
     ends = np.flatnonzero(tokens == END) + 1
-    assert [int(x) for x in np.flatnonzero(tokens == BEGIN)] == [0, *ends[:-1]]
+    # An empty document has none: nothing is learned from it, as without the token.
+    begins = [begin for begin in (0, *ends[:-1]) if tokens[begin] != END]
+    assert len(begins) == len(texts) - 1
+    assert [int(x) for x in np.flatnonzero(tokens == BEGIN)] == begins
     named = plain.train[0].tokens
     np.testing.assert_array_equal(tokens[tokens != BEGIN], named[named != BEGIN])
     assert begun.digest != plain.digest
     batch = next_token_batch(tokens[None], layout=NATURAL, end_of_document=END)
     # No document has to guess that another begins.
     assert not batch.weights[batch.targets == BEGIN].any()
+    assert not batch.weights[(batch.tokens == BEGIN) & (batch.targets == END)].any()
     assert (batch.positions[batch.tokens == BEGIN] == 0).all()
 
 
@@ -111,12 +118,41 @@ def test_completions_begin_with_it_and_conversations_as_their_template_says(toke
         loss_on="completion",
         begin_of_document=BEGIN,
     )
-    data = open_examples(config, NATURAL, vocab_size=128, seq_len=32, cache=tmp_path / "cache")
+    with pytest.warns(UserWarning, match=r"2 of 4 examples do not begin with '<s>', as prompts of"):
+        data = open_examples(config, NATURAL, vocab_size=128, seq_len=32, cache=tmp_path / "cache")
     row = data.train[0]
     first, second = (row.tokens[row.examples == i] for i in range(2))
     assert first.tolist() == [BEGIN, *map(ord, "askyes"), END]
     assert row.counted[row.examples == 0].tolist() == [False] * 4 + [True] * 4
     assert second.tolist() == [OTHER, *map(ord, "ask"), OTHER, *map(ord, "yes")]
+
+
+@pytest.mark.parametrize("asked", ["tokenizer", "template", "flag"])
+def test_token_that_no_conversation_gets_raises_if_it_was_asked_for(asked, tmp_path):
+    tokenizer = save(tmp_path / "tokenizer.json", "<s> $A" if asked == "tokenizer" else None)
+    first = "<s>" if asked == "template" else ""
+    tokenizer.with_name("chat_template.jinja").write_text(
+        first + "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}"
+        "{% endfor %}"
+    )
+    said = json.dumps({"messages": [{"role": "assistant", "content": "yes"}]})
+    for name in ("train.jsonl", "val.jsonl"):
+        (tmp_path / name).write_text(said)
+    config = DataConfig(
+        path=tmp_path / "train.jsonl",
+        validation_path=tmp_path / "val.jsonl",
+        tokenizer=tokenizer,
+        loss_on="completion",
+        begin_of_document=BEGIN,
+    )
+    outcome = {
+        # A pretrained model has seen the token first: this is its default, not what a user wants.
+        "tokenizer": pytest.warns(UserWarning, match=r"2 of 2 examples do not begin with '<s>'"),
+        "template": nullcontext(),
+        "flag": pytest.raises(ValueError, match=r"begin_of_document must be left out .* '<s>'"),
+    }
+    with outcome[asked]:
+        open_examples(config, NATURAL, vocab_size=128, seq_len=32, cache=tmp_path / "cache")
 
 
 def test_prompt_begins_as_documents_do(tokenizer):
@@ -125,12 +161,44 @@ def test_prompt_begins_as_documents_do(tokenizer):
     )
     assert encode_prompt(opened, "ab").tolist() == [BEGIN, ord("a"), ord("b")]
     assert encode_prompt(opened, "<s>ab").tolist() == [BEGIN, ord("a"), ord("b")]
+    # The model may begin by itself.
+    assert encode_prompt(opened, "").tolist() == [BEGIN]
+
+
+def test_files_of_tokens_begin_with_it_and_say_what_prompts_need(tokenizer, tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("some text " * 9)
+    flags = ["--tokenizer", str(tokenizer), "--begin-of-document", str(BEGIN)]
+    tokenize([str(tmp_path / "a.txt"), str(tmp_path / "out"), *flags])
+    assert np.load(tmp_path / "out" / "train.npy")[0] == BEGIN
+    assert "every document begins with <s>: begin prompts of" in capsys.readouterr().err
+    opened = open_tokenizer(DataConfig(tokenizer=tokenizer), vocab_size=128)
+    assert encode_prompt(opened, "<s>a").tolist() == [BEGIN, ord("a")]
 
 
 def test_tokens_and_bytes_refuse_it(tmp_path):
     (tmp_path / "a.txt").write_text("text")
     with pytest.raises(ValueError, match=r"begin_of_document must be left out .*; got .*=1"):
         open_corpus(DataConfig(path=tmp_path / "a.txt", begin_of_document=1), vocab_size=256)
+
+
+@pytest.mark.parametrize("saved", [OTHER, None])
+def test_config_of_a_run_says_how_documents_begin(saved, tokenizer, tmp_path):
+    config = gpt_tiny()
+    data = dataclasses.replace(config.data, tokenizer=tokenizer, begin_of_document=saved)
+    config = dataclasses.replace(
+        config, init_from=tokenizer.parent, run_dir=tmp_path / "new", data=data
+    )
+
+    def found(config, **flags):
+        return GPTTask().after_flags(config, flags.get).data
+
+    assert found(config).begin_of_document == saved
+    # The id is that of its tokenizer, and means nothing for another.
+    assert found(config, **{"--data.tokenizer": str(tokenizer)}).begin_of_document == BEGIN
+    np.save(tmp_path / "tokens.npy", np.arange(9))
+    tokens = dataclasses.replace(data, path=tmp_path / "tokens.npy")
+    found_for_tokens = found(dataclasses.replace(config, data=tokens))
+    assert (found_for_tokens.tokenizer, found_for_tokens.begin_of_document) == (None, None)
 
 
 def test_run_that_goes_on_keeps_its_beginning(tokenizer, tmp_path):

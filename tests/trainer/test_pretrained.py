@@ -470,7 +470,8 @@ def test_log_says_which_tokens_this_program_does_not_add(model):
     built.save(str(model / "tokenizer.json"))
     assert "its tokenizer adds <1> to every text elsewhere, and this program adds" in open_it(model)
     assert initial_weights._check_tokenizer(model / "tokenizer.json", 48, 1).endswith(
-        "; every document and prompt begins with <1>"
+        "; every document and every prompt of sample.py begins with <1>, and conversations as "
+        "their template says"
     )
 
 
@@ -776,6 +777,8 @@ def test_export_that_fails_leaves_nothing(tmp_path, monkeypatch):
     config = load_train_config(run_dir / "config.json")
     with pytest.raises(ValueError, match=r"OUT must be a folder that does not exist yet"):
         export_run(run_dir, config, out)
+    with pytest.raises(ValueError, match=r"OUT must be a folder of a file system; got 'gs:/b/out'"):
+        export_run(run_dir, config, Path("gs://b/out"))
     shutil.rmtree(out)
 
     def stop(*_):

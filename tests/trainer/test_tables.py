@@ -20,6 +20,7 @@ from trainer.gpt.config import DataConfig
 from trainer.gpt.corpus import open_corpus
 
 ROWS = [{"text": f"the {i}th text, ünd ß" * (i % 3), "id": i} for i in range(600)]
+UUID = "1c7d2e9a-3f48-4b1e-9a57-0d6c5b8e7f21"
 ENDINGS = {"jsonl": "jsonl", "parquet": "parquet", "stream": "arrow", "file": "arrow",
            "json": "array_record", "example": "arrayrecord"}  # fmt: skip
 
@@ -154,6 +155,28 @@ def characters(path):
         ("c4-train.array_record-00000-of-00002 c4-validation.array_record-00000-of-00001",
          "c4-train.array_record-00000-of-00002",
          "c4-validation.array_record-00000-of-00001"),
+        # One config of several, whose others have tables by other names.
+        ("data/A/train-0.parquet data/A/dev-0.parquet data/B/corpus-0.parquet",
+         "data/A/train-0.parquet", "data/A/dev-0.parquet"),
+        # Spark.
+        (f"_SUCCESS part-00000-{UUID}-c000.snappy.parquet part-00001-{UUID}-c000.snappy.parquet",
+         f"part-00000-{UUID}-c000.snappy.parquet part-00001-{UUID}-c000.snappy.parquet", ""),
+        (f"train/part-00000-{UUID}-c000.snappy.parquet test/part-00000-{UUID}-c000.parquet",
+         f"train/part-00000-{UUID}-c000.snappy.parquet", f"test/part-00000-{UUID}-c000.parquet"),
+        (f"train-00000-{UUID}-c000.snappy.parquet train-00001-{UUID}-c000.snappy.parquet",
+         f"train-00000-{UUID}-c000.snappy.parquet train-00001-{UUID}-c000.snappy.parquet", ""),
+        ("train0.parquet train1.parquet val0.parquet",
+         "train0.parquet train1.parquet", "val0.parquet"),
+        # No name says anything of a split, though some have its letters.
+        ("batch0.parquet batch1.parquet latest/shard00.parquet latest/shard01.parquet",
+         "batch0.parquet batch1.parquet latest/shard00.parquet latest/shard01.parquet", ""),
+        ("books.parquet interval.parquet web/0.parquet",
+         "books.parquet interval.parquet web/0.parquet", ""),
+        ("train/books.parquet train/web.parquet val/web.parquet",
+         "train/books.parquet train/web.parquet", "val/web.parquet"),
+        # What lies in the folder of a split belongs to it.
+        ("train/shard0/0.parquet train/shard1/0.parquet val/0.parquet",
+         "train/shard0/0.parquet train/shard1/0.parquet", "val/0.parquet"),
     ],
 )  # fmt: skip
 def test_splits_of_a_folder_are_its_parts(names, train, held_out, tmp_path):
@@ -171,6 +194,12 @@ def test_splits_of_a_folder_are_its_parts(names, train, held_out, tmp_path):
     ("names", "message"),
     [
         ("train_sft-0.parquet test_sft-0.parquet", r"got the splits 'test_sft', 'train_sft' in"),
+        (
+            "A/train-0.parquet A/test-0.parquet B/train/0.parquet B/validation/0.parquet",
+            r"one config of a dataset; got the configs 'A', 'B' in '.*'. Give one: --data.path /",
+        ),
+        ("data/train-0.parquet data/B/train-0.parquet", r"'data', 'data/B' in .* /.*/data/B"),
+        ("books.parquet testset.parquet", r"got the splits 'testset', none \('books.parquet'\) in"),
         ("train-0.parquet notes.txt", r"must be of one kind; got .*'notes.txt' \(text\)"),
         ("train-0.parquet val-0.arrow", r"must be of one kind; got .*'val-0.arrow' \(arrow\)"),
         ("a.parquet.gz", r"got 1 \*.parquet.gz.*Tables are compressed inside"),
@@ -178,6 +207,7 @@ def test_splits_of_a_folder_are_its_parts(names, train, held_out, tmp_path):
 )
 def test_folders_that_are_not_clear_raise(names, message, tmp_path):
     for name in names.split():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     with pytest.raises(ValueError, match=message):
         find_files(tmp_path, "data.path")
@@ -215,8 +245,12 @@ def test_fields_that_are_no_text_raise_and_are_named(tmp_path):
             of(path, **changes)
 
     raises(r"got the columns \['body'\] in '.*a.parquet', and none of \['text'\]", [{"body": "x"}])
-    raises(r"row of a table must be an object with the key 'text'; got the keys \[\] in '.*:2'",
-           [{"text": "x"}, {"text": None}])  # fmt: skip
+    rows = [{"text": "x"}, {"text": None}]
+    for form in ("parquet", "stream"):
+        message = (
+            r"must have text under 'text'; got null in column 'text' of '.*:2'. Fill or remove"
+        )
+        raises(message, rows, form)
     raises(r"must be a string; got int for 'text' in '.*a.arrow:1'", [{"text": 1}], "stream")
     raises(r"got bytes in column 'text' of '.*a.parquet:1'", [{"text": b"x"}])
     raises(r"with the key 'text'; got the keys \['body'\] in '.*d:1'", [{"body": "x"}], "json")

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from trainer.config import check_folder
 from trainer.errors import StorageError
 from trainer.printable import printable
 
@@ -39,7 +40,9 @@ def cached_folder(cache: Path, key: str, write: Callable[[Path], None]) -> Path:
 
     Raises:
         OSError: if the cache cannot be written.
+        ValueError: if it is in an object store.
     """
+    check_folder("data.cache", cache)
     folder = cache / key
     if folder.is_dir():
         return folder

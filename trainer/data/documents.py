@@ -16,7 +16,14 @@ from typing import Any
 
 from startrail_jax.errors import InputError
 from trainer.data.array_records import read_array_record
-from trainer.data.files import LISTED_FILES, RECORD_KINDS, TABLE_KINDS, Files, is_gzip
+from trainer.data.files import (
+    COLUMN_KINDS,
+    LISTED_FILES,
+    RECORD_KINDS,
+    TABLE_KINDS,
+    Files,
+    is_gzip,
+)
 from trainer.data.opening import open_regular, reading
 from trainer.data.tables import read_arrow, read_parquet
 
@@ -112,6 +119,11 @@ def read_documents(
     """
     if files.kind in RECORD_KINDS:
         for record in read_records(files, on_read, columns=(text_key,)):
+            if text_key not in record.fields and files.kind in COLUMN_KINDS:
+                raise InputError(
+                    f"Every row of a table must have text under {text_key!r}; got null in column "
+                    f"{text_key!r} of {record.place!r}. Fill or remove the row."
+                )
             text = _text_of(record, text_key)
             yield Document(key=record.key, place=record.place, text=text)
         return

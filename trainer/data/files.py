@@ -38,7 +38,9 @@ KIND_OF_SUFFIX: dict[str, Kind] = {
     ".npy": "npy",
 }
 TOKEN_KINDS = ("bin", "npy")
-TABLE_KINDS = ("parquet", "arrow", "array_record")
+COLUMN_KINDS = ("parquet", "arrow")
+"""Kinds of tables whose rows all have the same columns."""
+TABLE_KINDS = (*COLUMN_KINDS, "array_record")
 RECORD_KINDS = ("jsonl", *TABLE_KINDS)
 """Kinds of files of which each line, row or record is a document."""
 GZIP = ".gz"

@@ -39,8 +39,12 @@ class GPTTask(Task[GPTTrainConfig, TextOptions]):
     ) -> GPTTrainConfig:
         if flag("--model.rope.base") is not None:
             _require_base_used(config.model.rope)
-        config = with_tokenizer(config, given=flag("--data.tokenizer") is not None)
-        return with_beginning(config, given=flag("--data.begin-of-document") is not None)
+        chosen = flag("--data.tokenizer") is not None
+        # No recipe names a tokenizer: this one is from the config.json of a run.
+        inherited = config.data.tokenizer is not None and not chosen
+        config = with_tokenizer(config, given=chosen)
+        given = flag("--data.begin-of-document") is not None
+        return with_beginning(config, given=given, inherited=inherited)
 
     def make_objective(self, config: GPTTrainConfig) -> Any:
         from trainer.gpt.objective import NextToken

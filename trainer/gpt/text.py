@@ -108,8 +108,8 @@ def encode_prompt(tokenizer: Tokenizer, text: str) -> Integer[np.ndarray, " toke
             "The prompt must be text that can be written in UTF-8; got bytes that are not. Give it "
             "in UTF-8."
         )
-    (tokens,) = tokenizer.encode([Document(key="", place="the prompt", text=text)])
-    tokens = tokens if isinstance(tokenizer, IdTokenizer) else tokens[:-1]
+    prompt = Document(key="", place="the prompt", text=text, is_last=False)
+    (tokens,) = tokenizer.encode([prompt])
     if not len(tokens):
         raise InputError(
             f"The prompt must have at least one {tokenizer.unit}; got {text!r}. Give the model "

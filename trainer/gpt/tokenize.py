@@ -21,11 +21,13 @@ from typing import Annotated
 import tyro
 
 from startrail_jax.errors import InputError
+from trainer.config import check_folder
 from trainer.data.cache import say, write_folder
 from trainer.data.files import TOKEN_KINDS
 from trainer.gpt.config import DataConfig
 from trainer.gpt.corpus import check_effects, find_parts, open_text
 from trainer.gpt.encoding import encode_to_folder, read_encoded
+from trainer.gpt.tokenizer import FileTokenizer
 from trainer.printable import printable
 
 # More than any tokenizer has: the model, which is not known here, has as many as it needs.
@@ -65,8 +67,10 @@ def tokenize(options: TokenizeOptions) -> str:
     Raises:
         ImportError: if a tokenizer.json is given and the package that reads it is missing.
         OSError: if the folder cannot be written.
-        ValueError: if the folder exists, or the text cannot be read or tokenised.
+        ValueError: if the folder exists or is in an object store, or the text cannot be read or
+            tokenised.
     """
+    check_folder("OUT", options.out)
     if os.path.lexists(options.out):
         raise InputError(
             f"OUT must be a folder that does not exist yet; got {str(options.out)!r}, which does. "
@@ -99,6 +103,11 @@ def tokenize(options: TokenizeOptions) -> str:
         f"{options.out}: {len(train.tokens):,} tokens of {train.documents:,} documents to train "
         f"on; {len(held_out.tokens):,} of {held_out.documents:,} held out"
     )
+    if options.begin_of_document is not None and isinstance(text.tokenizer, FileTokenizer):
+        say(
+            f"every document begins with {text.tokenizer.name_of(options.begin_of_document)}: "
+            "begin prompts of sample.py --tokenizer with it too, which files of tokens do not say"
+        )
     flags = f"--data.path {options.out} --data.end-of-document {text.tokenizer.end_of_document}"
     return f"python train.py {flags} --model.vocab-size {text.tokenizer.num_ids}"
 

@@ -204,9 +204,7 @@ class FileTokenizer:
             before = len(self.ids(document.context)) if document.context else 0
             last = [self.end_of_document] if document.is_last else []
             ids = encoding.ids[before:]
-            # A part of a document that is not its first has text before it.
-            first = [] if document.offset or document.context else self._first(ids)
-            ids = np.array([*first, *ids, *last], np.int64)
+            ids = np.array([*self._first(ids, document), *ids, *last], np.int64)
             self.check_largest(int(ids.max(initial=0)), document.place)
             tokens.append(ids.astype(self.dtype))
         return tokens
@@ -235,7 +233,7 @@ class FileTokenizer:
         for example, encoding in zip(examples, found, strict=True):
             # The template of a conversation has put around it what belongs there.
             last = [self.end_of_document] if example.is_last else []
-            first = self._first(encoding.ids) if example.is_last else []
+            first = self._first(encoding.ids, example) if example.is_last else []
             ids = np.array([*first, *encoding.ids, *last], np.int64)
             self.check_largest(int(ids.max(initial=0)), example.place)
             starts = np.array([start for start, _ in encoding.offsets], np.int64)
@@ -243,9 +241,16 @@ class FileTokenizer:
             encoded.append((ids.astype(self.dtype), counted))
         return encoded
 
-    def _first(self, ids: Sequence[int]) -> list[int]:
-        """What is put in front of a document; nothing if its text names that token already."""
-        return [] if self._begin is None or list(ids[:1]) == [self._begin] else [self._begin]
+    def _first(self, ids: Sequence[int], document: Document) -> list[int]:
+        """What is put in front of the tokens of a document; nothing if they begin with it.
+
+        An empty document gets nothing either: the model would learn to end a text at once.
+        """
+        has_text_before = document.offset or document.context
+        is_empty = not ids and document.is_last
+        if self._begin is None or has_text_before or is_empty or ids[:1] == [self._begin]:
+            return []
+        return [self._begin]
 
     def check_largest(self, largest: int, place: str) -> None:
         """Raises ValueError if the largest token of a text is beyond the model's vocabulary."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from pathlib import Path
+
+import numpy as np
 
 from startrail_jax.errors import InputError
 from startrail_jax.layout import Layout
@@ -14,6 +17,7 @@ from trainer.gpt.chat.packing import EncodedExamples, PackedExamples, collate_ro
 from trainer.gpt.chat.template import ChatTemplate
 from trainer.gpt.config import DataConfig
 from trainer.gpt.corpus import Corpus, Stream, check_effects, find_parts, open_text
+from trainer.gpt.pretrained.beginning import beginning_of
 from trainer.gpt.tokenizer import FileTokenizer
 
 
@@ -34,7 +38,8 @@ def open_examples(
         ImportError: if a tokenizer.json is given and the package that reads it is missing.
         OSError: if tokens cannot be cached.
         ValueError: if the data cannot be read, are of another kind, are beyond the vocabulary, or
-            leave nothing to train on or to hold out.
+            leave nothing to train on or to hold out; or if `config` asks for a token in front of
+            documents that no example gets.
     """
     files, validation = find_parts(config)
     check_effects(config, files, validation)
@@ -51,6 +56,8 @@ def open_examples(
         template = ChatTemplate.find(config.tokenizer, config.chat_template)
         folder = folder or cache
     parts = encode_examples(text, template, folder)
+    if isinstance(text.tokenizer, FileTokenizer):
+        _check_beginning(parts, config, text.tokenizer)
     sources = (files, validation or files)
     rows, streams, counts = [], [], []
     for part, source in zip(parts, sources, strict=True):
@@ -79,6 +86,43 @@ def open_examples(
         loss_unit=f"nats/{corpus.unit}",
         digest=corpus.digest,
         corpus=corpus,
+    )
+
+
+def _check_beginning(
+    parts: tuple[EncodedExamples, EncodedExamples], config: DataConfig, tokenizer: FileTokenizer
+) -> None:
+    """Warns if conversations lack the token that documents and prompts begin with.
+
+    A template that does not write it decides for the examples, but not for the prompts of
+    sample.py.
+
+    Raises:
+        ValueError: if no example has it and the tokenizer does not ask for it, so that it was
+            given in vain.
+    """
+    begin = config.begin_of_document
+    if begin is None:
+        return
+    assert config.tokenizer is not None, "without one, the token is refused before"
+    firsts = [part.tokens[np.append(0, part.ends[:-1])] for part in parts]
+    lacking = sum(int(np.count_nonzero(first != begin)) for first in firsts)
+    examples = sum(map(len, firsts))
+    if not lacking:
+        return
+    name = tokenizer.name_of(begin)
+    if lacking == examples and beginning_of(config.tokenizer) != begin:
+        raise InputError(
+            "data.begin_of_document must be left out where no example begins with it; got "
+            f"begin_of_document={begin}, which is {name!r}, for conversations, which begin as "
+            "their chat template says. Write the token at the beginning of the template "
+            "(--data.chat-template), or give --data.begin-of-document None."
+        )
+    warnings.warn(
+        f"{lacking:,} of {examples:,} examples do not begin with {name!r}, as prompts of sample.py "
+        "do: their chat template does not write it. Write it at the beginning of the template "
+        "(--data.chat-template), or give --data.begin-of-document None.",
+        stacklevel=3,
     )
 
 

@@ -22,6 +22,7 @@ from jaxtyping import Shaped
 from models.hooks import Hooks
 from startrail_jax.errors import InputError
 from trainer.checkpoints import durable
+from trainer.config import check_folder
 from trainer.data.opening import read_object
 from trainer.errors import MissingPackageError, NonFiniteError, StorageError
 from trainer.gpt.chat.template import TEMPLATE_FILE
@@ -103,13 +104,15 @@ def export_run(
 
     Raises:
         ImportError: if the package `safetensors` is missing.
-        ValueError: if the folder exists, the tokenizer of the run is gone, there are no adapters to
-            merge, or they are those of a model that flags have changed and merge is not set.
+        ValueError: if the folder exists or is in an object store, the tokenizer of the run is gone,
+            there are no adapters to merge, or they are those of a model that flags have changed and
+            merge is not set.
         NotImplementedError: if no family of transformers has such a model.
         CheckpointError: if there is no such checkpoint, or it is damaged.
         FloatingPointError: if the type cannot hold a weight.
         OSError: if the folder cannot be written.
     """
+    check_folder("OUT", out)
     if os.path.lexists(out):
         raise InputError(
             f"OUT must be a folder that does not exist yet; got {str(out)!r}, which does. Give "

@@ -15,7 +15,9 @@ from trainer.run.folder import CHECKPOINTS_FOLDER, CONFIG_FILE
 TOKENIZER_CONFIG = "tokenizer_config.json"
 
 
-def with_beginning(config: GPTTrainConfig, *, given: bool) -> GPTTrainConfig:
+def with_beginning(
+    config: GPTTrainConfig, *, given: bool, inherited: bool = False
+) -> GPTTrainConfig:
     """A config that begins documents as its pretrained model has always seen them.
 
     A run that goes on keeps what it began with, so that its data stay the same: runs of earlier
@@ -24,6 +26,8 @@ def with_beginning(config: GPTTrainConfig, *, given: bool) -> GPTTrainConfig:
     Args:
         config: config of a run.
         given: whether the user has said how documents begin.
+        inherited: whether the tokenizer is that of the config.json of another run. How documents
+            begin is then inherited too: the two belong together.
 
     Raises:
         ValueError: if the files of the tokenizer cannot be read.
@@ -36,6 +40,8 @@ def with_beginning(config: GPTTrainConfig, *, given: bool) -> GPTTrainConfig:
     begun = any((config.run_dir / CHECKPOINTS_FOLDER).glob("*"))
     if begun and (saved := _data_of(config.run_dir / CONFIG_FILE)) is not None:
         begin = saved.get("begin_of_document")
+    elif inherited:
+        return config
     elif data.tokenizer.is_file():
         begin = beginning_of(data.tokenizer)
     else:  # Another place says that it is missing.

@@ -25,13 +25,15 @@ IDS_OF_BYTES = range(256, 513)
 def with_model_of(folder: Path, config: GPTTrainConfig) -> GPTTrainConfig:
     """A config with the model of a folder, and without the tokenizer of another model.
 
+    The token in front of documents goes with the tokenizer.
+
     Raises:
         ValueError: if the folder cannot be read.
         NotImplementedError: if its model is not supported.
     """
     before, data = config.init_from, config.data
     if before is None or before.resolve() != folder.resolve():
-        data = replace(data, tokenizer=None)
+        data = replace(data, tokenizer=None, begin_of_document=None)
     return replace(config, model=read_description(folder).model, init_from=folder, data=data)
 
 

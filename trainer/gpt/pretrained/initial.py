@@ -156,7 +156,10 @@ def _check_tokenizer(path: Path, vocab_size: int, begin: int | None) -> str:
             f"with {tokenizer.num_ids} ids and vocab_size={vocab_size}. Take both from one model."
         )
     if begin is not None:
-        return f"; every document and prompt begins with {tokenizer.name_of(begin)}"
+        return (
+            "; every document and every prompt of sample.py begins with "
+            f"{tokenizer.name_of(begin)}, and conversations as their template says"
+        )
     if added := tokenizer.added_tokens():
         return (
             f"; its tokenizer adds {' '.join(added)} to every text elsewhere, and this program "
