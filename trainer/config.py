@@ -125,10 +125,8 @@ class OptimizerConfig:
                     f"optimizer.{name} must be at least 0 and below 1; got {name}={value}. "
                     "Leave it out for the default."
                 )
-        for name, setting, needed in (
-            ("decay_fraction", "schedule", "wsd"),
-            ("momentum", "kind", "muon"),
-        ):
+        owners = ("decay_fraction", "schedule", "wsd"), ("momentum", "kind", "muon")
+        for name, setting, needed in owners:
             if getattr(self, name) is not None and getattr(self, setting) != needed:
                 raise InputError(
                     f"optimizer.{name} needs optimizer.{setting}={needed!r}; got {name}="
@@ -138,8 +136,7 @@ class OptimizerConfig:
         if self.schedule == "wsd" and self.warmup_fraction + self.decay_of_wsd > 1:
             raise InputError(
                 "optimizer.warmup_fraction and optimizer.decay_fraction must be at most 1 "
-                f"together; got warmup_fraction={self.warmup_fraction}, "
-                f"decay_fraction={self.decay_of_wsd}. Use a smaller one."
+                f"together; got {self.warmup_fraction} and {self.decay_of_wsd}. Use a smaller one."
             )
 
     @property
@@ -195,7 +192,7 @@ class MlflowConfig:
     def __post_init__(self) -> None:
         if "@" in (self.uri or "").partition("//")[2].partition("/")[0]:
             raise InputError(
-                "mlflow.uri is kept in config.json and must hold no password; got an @ in it. Set "
+                "mlflow.uri must hold no password, as config.json keeps it; got an @ in it. Set "
                 "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_URI."
             )
         _check_alone("mlflow", "experiment", self.experiment, uri=self.uri)
@@ -439,10 +436,9 @@ def check_folder(name: str, path: Path) -> None:
     if path.parts[:1] and path.parts[0].endswith(":"):
         raise InputError(
             f"{name} must be a folder of a file system; got {str(path)!r}, which is in an object "
-            "store. What is written there is whole or missing, also after a power failure, by "
-            "fsync and rename, and a lock keeps a second program out: stores have none of them. "
-            "Use a disk of this machine or a shared one (NFS, Lustre), and copy the folder to the "
-            "store: rclone copy, gcloud storage rsync or aws s3 sync."
+            "store. What is written must survive a power failure, by fsync, rename and locks, which "
+            "stores lack. Use a disk of this machine or a shared one (NFS, Lustre), and copy the "
+            "folder to the store: rclone copy, gcloud storage rsync or aws s3 sync."
         )
 
 
