@@ -136,7 +136,8 @@ class OptimizerConfig:
         if self.schedule == "wsd" and self.warmup_fraction + self.decay_of_wsd > 1:
             raise InputError(
                 "optimizer.warmup_fraction and optimizer.decay_fraction must be at most 1 "
-                f"together; got {self.warmup_fraction} and {self.decay_of_wsd}. Use a smaller one."
+                f"together; got warmup_fraction={self.warmup_fraction}, "
+                f"decay_fraction={self.decay_of_wsd}. Use a smaller one."
             )
 
     @property
@@ -436,9 +437,8 @@ def check_folder(name: str, path: Path) -> None:
     if path.parts[:1] and path.parts[0].endswith(":"):
         raise InputError(
             f"{name} must be a folder of a file system; got {str(path)!r}, which is in an object "
-            "store. What is written must survive a power failure, by fsync, rename and locks, which "
-            "stores lack. Use a disk of this machine or a shared one (NFS, Lustre), and copy the "
-            "folder to the store: rclone copy, gcloud storage rsync or aws s3 sync."
+            "store, without the fsync, rename and locks that keep it whole. Use a disk, which may be "
+            "shared (NFS, Lustre), and copy it later: rclone copy, gcloud storage rsync, aws s3 sync."
         )
 
 
