@@ -437,8 +437,8 @@ def check_folder(name: str, path: Path) -> None:
     if path.parts[:1] and path.parts[0].endswith(":"):
         raise InputError(
             f"{name} must be a folder of a file system; got {str(path)!r}, which is in an object "
-            "store, without the fsync, rename and locks that keep it whole. Use a disk, which may be "
-            "shared (NFS, Lustre), and copy it later: rclone copy, gcloud storage rsync, aws s3 sync."
+            "store, without the locks, fsync and rename that keep it whole. Use a disk, local or "
+            "shared (NFS, Lustre), then: rclone copy, gcloud storage rsync or aws s3 sync."
         )
 
 
