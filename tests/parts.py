@@ -2,7 +2,7 @@
 
 The rest are the further rows of grids, and tests of 5 to 80 seconds whose faults others would
 probably show first. They take as long as the first part, which alone is a thorough look; `.ci/run`
-runs a third of them, another for other sources, and `.ci/run --whole` all.
+runs a sixth of them, another for other sources, and `.ci/run --whole` all.
 """
 
 import pytest
