@@ -37,7 +37,7 @@ FIRST_PAUSE = 1.0
 LONGEST_PAUSE = 30.0
 """Seconds between two attempts to copy."""
 PATIENCE = 600.0
-"""Seconds that the end of a program waits for a copy of which no file arrives."""
+"""Seconds that the end of a program waits for a copy of which nothing arrives."""
 PATIENCE_AFTER_FAILURE = 5.0
 """The same after an error. Other processes hear of it, and end, only then."""
 SHOW_SECONDS = 30.0
@@ -93,7 +93,7 @@ class Mirror(Copier):
             run_dir: the folder of the run, which is locked, and has what the store has.
             keep: number of checkpoints to keep in the store.
             note: is told what the user must know, in the thread that calls `check`.
-            patience: seconds that the end waits for a copy of which no file arrives.
+            patience: seconds that the end waits for a copy of which nothing arrives.
             first_pause: seconds between the first two attempts to copy.
 
         Raises:
@@ -202,7 +202,7 @@ class Mirror(Copier):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Waits until the newest checkpoint is copied, as long as files arrive.
+        """Waits until the newest checkpoint is copied, as long as anything arrives.
 
         Raises:
             OSError: if the store lacks it all the same.
@@ -243,10 +243,7 @@ class Mirror(Copier):
                     return
                 if now - shown > SHOW_SECONDS:
                     shown = now
-                    self._note(
-                        f"waiting until {url} has the checkpoint of step {self._newest} "
-                        f"({self._arrived} files so far)"
-                    )
+                    self._note(f"waiting until {url} has the checkpoint of step {self._newest}")
                 self._changed.wait(1.0)
                 self._say_lines()
 
@@ -325,13 +322,13 @@ class Mirror(Copier):
             for path, file in job.files.items()
             if there.get(file.object) != file.bytes
         ]
-        store.put_files(missing, self._count)
+        store.put_files(missing, self._note_arrival)
         texts = {}
         for path, data in job.texts.items():
             store.put_bytes(f"{folder}/{path}", data)
             checksum = hashlib.sha256(data).hexdigest()
             texts[path] = StoredFile(object=f"{folder}/{path}", bytes=len(data), sha256=checksum)
-            self._count()
+            self._note_arrival()
         self._require_owner()
         manifest = Manifest(run=self._run, step=job.step, files={**texts, **job.files})
         store.put_manifest(job.copy, manifest)
@@ -392,7 +389,7 @@ class Mirror(Copier):
             if folder not in used:
                 store.remove_folder(folder)
 
-    def _count(self) -> None:
+    def _note_arrival(self) -> None:
         with self._changed:
             self._arrived += 1
 

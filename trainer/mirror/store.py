@@ -25,6 +25,7 @@ from trainer.mirror.contents import FILES, DamagedCopyError, Manifest, read_mani
 
 OWNER = "owner.json"
 MANIFESTS = "manifests"
+FILES_AT_A_TIME = 8
 _COPY = re.compile(r"(\d{6,})_(\d+)_([0-9a-f]{8})")
 _CONSTANT = re.compile(r"constant_[0-9a-f]{8}")
 
@@ -147,16 +148,18 @@ class Store:
         """Writes an object."""
         self._fs.pipe_file(self._path(name), data)
 
-    def put_files(self, files: Sequence[tuple[Path, str]], done: Callable[[], None]) -> None:
-        """Copies files to objects, several at a time where the store can. `done` counts them."""
-        names = [self._path(name) for _, name in files]
-        self._fs.put([str(path) for path, _ in files], names, callback=_counting(done))
+    def put_files(self, files: Sequence[tuple[Path, str]], moved: Callable[[], None]) -> None:
+        """Copies files to objects. `moved` is called whenever a part or a file has arrived."""
+        for some in _batches(files):
+            names = [self._path(name) for _, name in some]
+            self._fs.put([str(path) for path, _ in some], names, callback=_telling(moved))
 
     def get_files(self, files: Sequence[tuple[str, Path]]) -> None:
         """Copies objects to files, whose folders are made."""
         for _, path in files:
             path.parent.mkdir(parents=True, exist_ok=True)
-        self._fs.get([self._path(name) for name, _ in files], [str(path) for _, path in files])
+        for some in _batches(files):
+            self._fs.get([self._path(name) for name, _ in some], [str(path) for _, path in some])
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
@@ -228,11 +231,20 @@ def _missing(what: str, url: str) -> MissingPackageError:
     )
 
 
-def _counting(done: Callable[[], None]) -> Any:
+def _batches(files: Sequence[Any]) -> Iterator[Sequence[Any]]:
+    """What is copied at once. Packages take all that they are given, with a buffer for each."""
+    for first in range(0, len(files), FILES_AT_A_TIME):
+        yield files[first : first + FILES_AT_A_TIME]
+
+
+def _telling(moved: Callable[[], None]) -> Any:
     from fsspec.callbacks import Callback
 
-    class Counting(Callback):
+    class Telling(Callback):
         def relative_update(self, inc: int = 1) -> None:
-            done()
+            moved()
 
-    return Counting()
+        def branched(self, path_1: str, path_2: str, **kwargs: Any) -> Callback:
+            return Telling()
+
+    return Telling()
