@@ -124,6 +124,7 @@ class Mirror(Copier):
         self.is_failing = False
         """Whether the last attempt to copy has failed."""
         self._closes = False
+        self._has_ended = False
         self._lines: list[str] = []
         self._taken: TakenError | None = None
 
@@ -209,8 +210,14 @@ class Mirror(Copier):
             RuntimeError: if another program has taken the store.
         """
         has_failed = error is not None
-        insists = isinstance(error, KeyboardInterrupt)
-        self._wait(0.0 if insists else PATIENCE_AFTER_FAILURE if has_failed else self._patience)
+        patience = min(self._patience, PATIENCE_AFTER_FAILURE) if has_failed else self._patience
+        try:
+            # After a second Ctrl-C, the user waits no longer.
+            self._wait(0.0 if isinstance(error, KeyboardInterrupt) else patience)
+        finally:
+            with self._changed:
+                self._has_ended = True
+                self._changed.notify_all()
         if self._taken is None and not self.is_failing:
             with suppress(Exception):  # It says only that nobody copies any more.
                 self._require_owner()
@@ -274,7 +281,7 @@ class Mirror(Copier):
             except Exception as error:  # Each package has errors of its own.
                 self._say_failure(job, error)
                 with self._changed:
-                    self._changed.wait_for(lambda: self._next is not None, pause)
+                    self._changed.wait_for(lambda: self._next or self._has_ended, pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
                 continue
             pause = self._first_pause
@@ -288,6 +295,8 @@ class Mirror(Copier):
         """The newest checkpoint; else one that failed; None at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._next or self._job or self._closes)
+            if self._has_ended:
+                return None
             if self._next is not None:
                 self._job, self._next = self._next, None
             return self._job

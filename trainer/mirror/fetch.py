@@ -81,7 +81,7 @@ def fetch_newer(url: str, run_dir: Path) -> None:
         local = max(local_steps(run_dir), default=None)
         if not copies:
             if local is None and store.folders():
-                say(f"WARNING: {url} has no whole checkpoint, only parts of one: the run begins")
+                say(f"WARNING: {url} has no whole checkpoint, only parts: the run begins anew")
             return
         if local is not None:
             require_same_run(store, copies, run_dir)
