@@ -251,7 +251,7 @@ class Mirror(Copier):
                 if now - shown > SHOW_SECONDS:
                     shown = now
                     self._note(f"waiting until {url} has the checkpoint of step {self._newest}")
-                self._changed.wait(1.0)
+                self._changed.wait(min(patience, 1.0))
                 self._say_lines()
 
     # In any thread.
