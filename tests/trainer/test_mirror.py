@@ -24,6 +24,7 @@ from trainer.errors import MissingPackageError, RunError, StorageError
 from trainer.mirror import fetch
 from trainer.mirror.copying import Mirror, TakenError
 from trainer.mirror.fetch import fetch_newer
+from trainer.mirror.store import Store
 from trainer.processes.exchange import Peers, first_does
 
 URL = "memory://bucket/runs/mine"
@@ -154,6 +155,9 @@ def test_kill_between_any_two_writes_leaves_a_whole_copy(tmp_path, monkeypatch):
             copier.begin()
             wait_until(lambda: not copier.thread.is_alive() or not copier.holds(4))  # noqa: B023
         was_killed = not copier.thread.is_alive()
+        store = Store(URL)
+        for whole in store.copies():  # Old ones too, as long as they have a manifest.
+            store.require_complete(store.manifest(whole))
         files = fetched(tmp_path)
         step = int(files["versions.json"])
         newest.append(step)
@@ -443,7 +447,11 @@ def test_others_wait_while_the_first_does_something(monkeypatch):
         ("az://c/run?sig=token", r"must hold no password, key or token.*a \? or # in it"),
     ],
 )
-def test_url_that_cannot_be_raises(url, message):
+def test_url_that_cannot_be_raises(tmp_path, url, message):
+    with pytest.raises(ValueError, match=message):
+        fetch.main([url, str(tmp_path / "new")])
+    with pytest.raises(ValueError, match=r"FOLDER must be a folder of a file system; got 'gs:/b"):
+        fetch.main([URL, "gs://bucket/mine"])
     with pytest.raises(ValueError, match=message) as caught:
         replace(gpt_tiny(), mirror=url)
     assert "token@" not in str(caught.value)

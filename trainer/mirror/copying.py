@@ -218,14 +218,16 @@ class Mirror(Copier):
             with self._changed:
                 self._has_ended = True
                 self._changed.notify_all()
-        if self._taken is None and not self.is_failing:
-            with suppress(Exception):  # It says only that nobody copies any more.
+        has_newest = self._copied == self._newest
+        # It says only that nobody copies any more. A store that hangs would hang here again.
+        if self._taken is None and has_newest:
+            with suppress(Exception):
                 self._require_owner()
                 self._write_owner(ended=True)
         self._say_lines()
         if self._taken is not None and not has_failed:
             raise self._taken
-        if self._copied == self._newest or self._taken is not None:
+        if has_newest or self._taken is not None:
             return
         message = (
             f"The mirror must have the newest checkpoint; got {self._store.url} without that of "
