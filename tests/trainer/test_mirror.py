@@ -6,7 +6,6 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 
 import fsspec
 import jax.numpy as jnp
@@ -25,7 +24,6 @@ from trainer.mirror import fetch
 from trainer.mirror.copying import Mirror, TakenError
 from trainer.mirror.fetch import fetch_newer
 from trainer.mirror.store import Store
-from trainer.processes.exchange import Peers, first_does
 
 URL = "memory://bucket/runs/mine"
 
@@ -405,36 +403,6 @@ def test_checkpoint_that_is_being_copied_stays(tmp_path):
         checkpoints.save(4, state, {})
         checkpoints.wait()
         assert checkpoints.steps == [4]
-
-
-def test_others_wait_while_the_first_does_something(monkeypatch):
-    monkeypatch.setattr("trainer.processes.exchange.POLL_SECONDS", 0.01)
-    meeting, given, done, order = threading.Barrier(2, timeout=10), {}, threading.Event(), []
-
-    def gather(index, value):
-        given[index] = value
-        meeting.wait()
-        answers = [given[0], given[1]]
-        meeting.wait()
-        return answers
-
-    def process(index):
-        work = (lambda: done.wait(10) and order.append("work")) if index == 0 else pytest.fail
-        first_does(work, Peers(index=index, count=2, gather=partial(gather, index)))
-        order.append(index)
-
-    threads = [threading.Thread(target=process, args=[i]) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    time.sleep(0.05)
-    assert order == []
-    done.set()
-    for thread in threads:
-        thread.join(10)
-    assert order[0] == "work"
-    assert sorted(order[1:]) == [0, 1]
-    with pytest.raises(ZeroDivisionError):
-        first_does(lambda: 1 / 0, Peers())
 
 
 @pytest.mark.parametrize(
