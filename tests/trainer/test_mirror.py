@@ -124,6 +124,7 @@ def test_run_is_fetched_as_it_was(tmp_path, kind):
         fetch.main([url, str(tmp_path / "new"), "--step", "5"])
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_kill_between_any_two_writes_leaves_a_whole_copy(tmp_path, monkeypatch):
     """With one checkpoint kept, the old copy stays until the new one is whole."""
     copy(tmp_path / "run", 2, keep=1)
@@ -448,24 +449,27 @@ def test_store_that_cannot_be_opened_raises(tmp_path, monkeypatch):
 
 
 TINY = (
-    "--model.width 24 --model.layers 2 --model.heads 8 --model.kv-heads 2 --model.head-dim 4 "
-    "--model.mlp-width 32 --seq-len 64 --batch-size 4 --validation-sequences 4 --log-every 1 "
-    "--sample-length 0 --no-tensorboard --checkpoint.every 2 --devices 8 --mesh.team 1 --steps 6"
+    "--model.width 16 --model.layers 1 --model.heads 2 --model.kv-heads 2 --model.head-dim 8 "
+    "--model.mlp-width 16 --seq-len 32 --batch-size 2 --validation-sequences 2 --log-every 1 "
+    "--sample-length 0 --no-tensorboard --checkpoint.every 2 --steps 6 --devices 2"
 )
+MESH = "--mesh.team", "2"
 
 
 def run(folder, *flags):
-    arguments = [*TINY.split(), "--run-dir", str(folder), *flags]
+    text = folder.with_name("text.txt")
+    text.write_text("\n".join(f"{i} * {i} = {i * i}" for i in range(2000)))
+    arguments = [*TINY.split(), "--data.path", str(text), "--run-dir", str(folder), *flags]
     command = parse(arguments, default=gpt_tiny(), prog="train.py", description=None)
     return train.train(command.settings)
 
 
 def test_run_whose_folder_is_lost_goes_on_to_the_same_bits(tmp_path, monkeypatch, capsys):
     with shared_programs():
-        undisturbed = run(tmp_path / "undisturbed", "--mesh.head", "2")
+        undisturbed = run(tmp_path / "undisturbed", *MESH)
         with monkeypatch.context() as patch:
             interrupt_after(patch, 3)
-            first = run(tmp_path / "run", "--mirror", URL, "--mesh.head", "2")
+            first = run(tmp_path / "run", "--mirror", URL, *MESH)
         assert len(first.train) == 3
         shutil.rmtree(tmp_path / "run")
         second = run(tmp_path / "run", "--mirror", URL)
@@ -473,7 +477,7 @@ def test_run_whose_folder_is_lost_goes_on_to_the_same_bits(tmp_path, monkeypatch
         assert f"fetching step 3 from {URL}" in out
         assert "after step 3" in out
         # It goes on with the mesh that it had.
-        assert out.count("head 2") == 2
+        assert out.count("ring 1, team 2") == 3
     assert len(second.train) == 3
     fetch.main([URL, str(tmp_path / "fetched")])
     lines = (tmp_path / "fetched/metrics.jsonl").read_text().splitlines()
