@@ -482,6 +482,7 @@ def test_run_whose_folder_is_lost_goes_on_to_the_same_bits(tmp_path, monkeypatch
     fetch.main([URL, str(tmp_path / "fetched")])
     lines = (tmp_path / "fetched/metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(1, 7))
-    assert [x.split("_")[1] for x in objects("manifests")] == ["4", "6"]
+    # A copy that was still waiting when the next one came was left out.
+    assert [x.split("_")[1] for x in objects("manifests")] in (["4", "6"], ["3", "6"])
     assert first.train + second.train == undisturbed.train
     assert second.validation == undisturbed.validation
