@@ -453,7 +453,7 @@ TINY = (
     "--model.mlp-width 16 --seq-len 32 --batch-size 2 --validation-sequences 2 --log-every 1 "
     "--sample-length 0 --no-tensorboard --checkpoint.every 2 --steps 6 --devices 2"
 )
-MESH = "--mesh.team", "2"
+MESH = "--mesh.team", "2", "--mesh.group", "1"
 
 
 def run(folder, *flags):
