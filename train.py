@@ -66,6 +66,8 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
     from trainer.checkpoints.checkpoint import Checkpoints
     from trainer.data.batches import Feed
     from trainer.loop import Loop
+    from trainer.mirror.copying import mirroring
+    from trainer.mirror.fetch import preparation
     from trainer.parallel.step import Program, make_attention
     from trainer.planning import Planner
     from trainer.run.folder import CHECKPOINTS_FOLDER, open_run
@@ -89,6 +91,7 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
             folder=config.run_dir,
             may_differ=("allow_changes",),
             plan=plan,
+            prepare=preparation(config),
         ) as session,
         Reporter(
             steps=config.steps, tokens_per_step=tokens_per_step, trackings=trackings_of(config)
@@ -124,17 +127,20 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
             task.initial_weights(config, program.state_shapes.base) as initial,
             open_run(config, writes=session.is_first) as run_dir,
             interruption(session.agree) as interrupted,
+            mirroring(config, is_first=session.is_first, note=report.line) as copier,
             Checkpoints(
                 run_dir / CHECKPOINTS_FOLDER,
                 keep=config.checkpoint.keep,
                 strict=config.checkpoint.strict,
                 note=report.line,
+                copier=copier,
             ) as checkpoints,
             closing(feed),
         ):
             # State: that of the newest checkpoint, or a new one.
             loop = Loop(program, feed, checkpoints, report, interrupted, initial)
             done = loop.begin()
+            copier.begin()
 
             # Loop, over the steps that are not done yet.
             if not _run_steps(loop, done):
@@ -170,6 +176,7 @@ def _run_steps(loop: Any, done: int) -> bool:
                 loop.read_metrics(all_steps=True)
                 trace.enter_context(jax.profiler.trace(config.run_dir / "profile"))
             loop.step(step)
+            loop.checkpoints.copier.check()
             is_last = step == config.steps
             if (step % config.evaluate_every == 0 or is_last) and not interrupted():
                 loop.evaluate()

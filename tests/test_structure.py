@@ -23,11 +23,11 @@ OP = "startrail_jax"
 LAYERS = (
     {OP},
     {"models"},
-    {"trainer.errors", "trainer.printable"},
+    {"trainer.errors", "trainer.places", "trainer.printable"},
     {"trainer.config", "trainer.objective"},
     {"trainer.run", "trainer.data", "trainer.network"},
     {"trainer.checkpoints", "trainer.processes", "trainer.parallel"},
-    {"trainer.planning"},
+    {"trainer.planning", "trainer.mirror"},
     {"trainer.command_line", "trainer.loop", "trainer.session", "trainer.task"},
     {"trainer.gpt", "trainer.dit"},
     {"trainer.tasks"},

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from startrail_jax.errors import InputError
+from trainer.places import check_folder, check_mirror
 
 SHARDED_AXES = ("data", "group", "ring", "team", "head")
 """The mesh axes over which ZeRO may split the training state, slowest first."""
@@ -287,6 +288,9 @@ class TrainConfig:
     run_dir: Path
     """Folder for checkpoints, metrics and config. If it already holds a run, that run is
     resumed."""
+    mirror: str | None = None
+    """Store to which the checkpoints are copied while the run trains, as a URL such as
+    gs://bucket/runs/mine. A run whose folder is gone goes on from there."""
     allow_changes: bool = False
     """Whether a run may be resumed with other data, batches, loss, steps, rotary positions, or
     numbers of its optimizer. That optimizer's kind and all else in its model can never change."""
@@ -321,6 +325,8 @@ class TrainConfig:
         ):
             check_minimum(name, getattr(self, name), 1)
         check_folder("run_dir", self.run_dir)
+        if self.mirror is not None:
+            check_mirror(self.mirror)
         check_minimum("plan_measure", self.plan_measure, 0)
         if self.plan_measure and self.plan == "off":
             raise InputError(
@@ -428,17 +434,6 @@ def _check_alone(group: str, needed: str, switch: str | None, **others: str | No
         raise InputError(
             f"{group}.{given[0]} needs {group}.{needed}; got {given[0]}={others[given[0]]!r} "
             f"alone. Add --{group}.{needed} NAME, or leave it out."
-        )
-
-
-def check_folder(name: str, path: Path) -> None:
-    """Raises ValueError if a folder to write to is in an object store."""
-    # pathlib has made gs:/bucket of gs://bucket.
-    if path.parts[:1] and path.parts[0].endswith(":"):
-        raise InputError(
-            f"{name} must be a folder of a file system; got {str(path)!r}, which is in an object "
-            "store, without the locks, fsync and rename that keep it whole. Use a disk, local or "
-            "shared (NFS, Lustre), then: rclone copy, gcloud storage rsync or aws s3 sync."
         )
 
 

@@ -30,6 +30,7 @@ from trainer.planning import Planner
 from trainer.printable import printable
 from trainer.processes.devices import require_divisible, select_devices
 from trainer.processes.distributed import start
+from trainer.processes.exchange import first_does, peers
 from trainer.processes.hardware import unused_gpus
 from trainer.processes.heartbeat import heartbeat
 from trainer.run.mesh import read_degrees, read_planned_order
@@ -78,6 +79,7 @@ def joined(
     may_differ: Collection[str] = (),
     adapts: bool = False,
     plan: Planner | None = None,
+    prepare: Callable[[], None] | None = None,
 ) -> Iterator[Session]:
     """Starts the processes of a program, and watches over them until all have left.
 
@@ -95,6 +97,7 @@ def joined(
         adapts: whether to use all devices, with default degrees, if the devices and degrees of the
             settings do not fit the devices that exist.
         plan: chooses the mesh of a run that has none yet, instead of the fewest bytes.
+        prepare: completes the run folder, in the first process while the others wait.
 
     Raises:
         ValueError: if the settings do not fit the devices.
@@ -114,6 +117,12 @@ def joined(
     planned_as = "" if order is None else f", planned in the order {' '.join(order)}"
     flags["former mesh"] = f"a run that was trained with the mesh {former}{planned_as}"
     with heartbeat(distributed, flags, leave) as agree:
+        if prepare is not None and folder is not None:
+            among = peers()
+            first_does(prepare, among)
+            # File systems of several machines show a new file to some of them later.
+            former, order = among.gather([read_degrees(folder), read_planned_order(folder)])[0]
+            order = None if order is None else tuple(order)
         nodes = nodes_of(devices, mesh_config.devices_per_node)
         planned = order is not None
         degrees = keep_degrees(mesh_config, len(devices), former, planned=planned)

@@ -5,37 +5,45 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import train
 from benchmarks import failures
 from trainer.network.secret import VARIABLE
-from trainer.processes.exchange import peers
+from trainer.processes.exchange import first_does, peers
 
 
 def test_one_process_gathers_what_it_gives():
     assert (peers().index, peers().count) == (0, 1)
     assert peers().gather({"bad": [[3, "größe"]]}) == [{"bad": [[3, "größe"]]}]
+    with pytest.raises(ZeroDivisionError):
+        first_does(lambda: 1 // 0, peers())
 
 
 GATHERING = """
-import sys
+import sys, time
+from pathlib import Path
 from trainer.network.options import Distributed
 from trainer.processes.distributed import start
-from trainer.processes.exchange import peers
+from trainer.processes.exchange import first_does, peers
 from trainer.processes.heartbeat import heartbeat
 index = int(sys.argv[2])
 options = Distributed(coordinator=f"localhost:{sys.argv[1]}", processes=2, index=index)
 # Both leave together: jax ends a process that has lost its coordinator.
 options, leave = start(options)
+made = Path(sys.argv[3])
 with heartbeat(options, last=leave):
+    first_does(lambda: (time.sleep(1.2), made.touch(exist_ok=False)), peers())
+    assert made.exists()
     print(peers().index, peers().count, peers().gather(["x"] * index))
 """
 
 
-def test_two_processes_gather_what_both_give():
+def test_two_processes_gather_what_both_give(tmp_path):
     port = str(failures.free_port())
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", GATHERING, port, index],
+            [sys.executable, "-c", GATHERING, port, index, str(tmp_path / "made")],
             cwd=Path(train.__file__).parent,
             env={
                 **os.environ,

@@ -105,6 +105,26 @@ class Decision:
         return self._taken.result()
 
 
+class Copier:
+    """Takes whole checkpoints elsewhere while the run trains. This one takes none."""
+
+    extra = 0
+    """Number of checkpoints that it may keep from being removed."""
+
+    def begin(self) -> None:
+        """Is called before the first step, when the newest checkpoint has been read."""
+
+    def add(self, step: int) -> None:
+        """Is told that a checkpoint is whole, before older ones are removed. In any thread."""
+
+    def holds(self, step: int) -> bool:
+        """Whether a checkpoint must stay where it is for now. In any thread."""
+        return False
+
+    def check(self) -> None:
+        """Is called between two steps. An error that it raises ends the run."""
+
+
 def in_background(work: Callable[[], dict[str, float]]) -> Future[dict[str, float]]:
     """Calls a function in a thread which the end of the program does not wait for."""
     future: Future[dict[str, float]] = Future()

@@ -23,6 +23,7 @@ from orbax.checkpoint import v1 as ocp
 
 from trainer.checkpoints import durable
 from trainer.checkpoints.background import (
+    Copier,
     Decision,
     Verdict,
     finish,
@@ -71,6 +72,7 @@ class Checkpoints:
         keep: int,
         strict: bool = False,
         note: Callable[[str], object] = warnings.warn,
+        copier: Copier | None = None,
     ) -> None:
         """Opens or makes `folder`, and removes unfinished checkpoints that a killed run left.
 
@@ -79,6 +81,7 @@ class Checkpoints:
             keep: number of checkpoints to keep. The oldest is removed when a new one is whole.
             strict: whether `restore` refuses a damaged checkpoint, and does not use an older one.
             note: is told what the user must know, such as that a checkpoint is damaged.
+            copier: takes whole checkpoints elsewhere.
 
         Raises:
             OSError: if the folder cannot be written.
@@ -90,6 +93,7 @@ class Checkpoints:
         self._strict = strict
         self._failed = False
         self._note = note
+        self.copier = copier or Copier()
         self._saving: tuple[int, Future[dict[str, float]], Decision] | None = None
         self._costs: dict[str, float] = {}
         require_writable(self._folder)
@@ -179,7 +183,7 @@ class Checkpoints:
                 written before the oldest is removed.
         """
         size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
-        missing = max(self._keep + 1 - len(self.steps), 1)
+        missing = max(self._keep + 1 + self.copier.extra - len(self.steps), 1)
         free = shutil.disk_usage(self._folder).free
         if free < missing * size:
             raise CheckpointError(
@@ -299,8 +303,10 @@ class Checkpoints:
             durable.rename(part, self._path(checksums.step))
         _wait_for_all()
         if process == 0:
+            self.copier.add(checksums.step)
             for step in self.steps[: -self._keep]:
-                durable.remove(self._path(step))
+                if not self.copier.holds(step):
+                    durable.remove(self._path(step))
 
     def wait(self) -> None:
         """Waits for the save in progress, if there is one, unless it is not confirmed yet.

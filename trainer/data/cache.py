@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from trainer.config import check_folder
 from trainer.errors import StorageError
+from trainer.places import check_folder
 from trainer.printable import printable
 
 POLL_SECONDS = 0.2

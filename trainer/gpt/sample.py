@@ -18,7 +18,7 @@ from trainer.gpt.config import GPTTrainConfig, TextOptions
 from trainer.gpt.corpus import Corpus
 from trainer.gpt.generation import Generator
 from trainer.gpt.lora.weights import restore_model
-from trainer.gpt.pretrained.defaults import KEPT_FOLDER, kept_tokenizer, require_bytes
+from trainer.gpt.pretrained.defaults import kept_tokenizer, require_bytes
 from trainer.gpt.text import (
     IdTokenizer,
     TextStream,
@@ -28,6 +28,7 @@ from trainer.gpt.text import (
     open_tokenizer,
 )
 from trainer.gpt.token_choice import Sampling
+from trainer.run.folder import KEPT_FOLDER
 from trainer.session import Session
 
 

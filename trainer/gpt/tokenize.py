@@ -21,13 +21,13 @@ from typing import Annotated
 import tyro
 
 from startrail_jax.errors import InputError
-from trainer.config import check_folder
 from trainer.data.cache import say, write_folder
 from trainer.data.files import TOKEN_KINDS
 from trainer.gpt.config import DataConfig
 from trainer.gpt.corpus import check_effects, find_parts, open_text
 from trainer.gpt.encoding import encode_to_folder, read_encoded
 from trainer.gpt.tokenizer import FileTokenizer
+from trainer.places import check_folder
 from trainer.printable import printable
 
 # More than any tokenizer has: the model, which is not known here, has as many as it needs.

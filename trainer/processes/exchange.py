@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +24,35 @@ class Peers:
     """Number of processes."""
     gather: Callable[[Any], list[Any]] = lambda value: [value]
     """Returns what every process gives, a value of JSON, in their order. All must call it."""
+
+
+POLL_SECONDS = 1.0
+
+
+def first_does(work: Callable[[], None], among: Peers) -> None:
+    """Has the first process do something while the others wait, however long that takes.
+
+    All processes must call it. If it fails, only the first raises: that ends the others.
+    """
+    if among.count == 1:
+        work()
+        return
+    done: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    if among.index == 0:
+        threading.Thread(target=run, daemon=True).start()
+    # Short messages again and again: a single one would run into a timeout of the devices.
+    while True:
+        if among.index == 0 and wait([done], POLL_SECONDS).done:
+            done.result()
+        if among.gather(done.done())[0]:
+            return
 
 
 def peers() -> Peers:

@@ -27,6 +27,8 @@ CONFIG_FILE = "config.json"
 CHECKPOINTS_FOLDER = "checkpoints"
 FROZEN_FOLDER = "frozen"
 """What the checkpoints of a run with frozen weights lack: those weights, once."""
+KEPT_FOLDER = "pretrained"
+"""What an export needs of the pretrained model with which a run began."""
 METRICS_FILE = "metrics.jsonl"
 LOCK_FILE = "lock"
 
@@ -37,9 +39,9 @@ FREE_SETTINGS = (
     *("attention.inner", "attention.head_chunks", "attention.keep_gathered"),
     *("plan", "plan_measure"),
     *("wandb", "mlflow"),
-    *("run_dir", "data.cache", "log_every", "tensorboard", "checkpoint", "profile", "non_finite"),
+    *("run_dir", "mirror", "data.cache", "log_every", "tensorboard", "checkpoint", "profile"),
     # Only steps that are yet to be done depend on these.
-    *("non_finite_limit", "spike_factor"),
+    *("non_finite", "non_finite_limit", "spike_factor"),
     *("evaluate_every", "validation_sequences", "sample_length", "temperature", "allow_changes"),
     # Steps that are done do not depend on it: a bad example has been replaced, or raised an error.
     "data.max_bad",
@@ -70,10 +72,21 @@ def open_run(config: TrainConfig, *, writes: bool = True) -> Iterator[Path]:
         _check_same_run(config)
         yield folder
         return
-    with (folder / LOCK_FILE).open("a+") as file:
-        _lock(file, folder)
+    with locked(folder):
         _check_same_run(config)
         yield folder
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keeps other programs from training in a folder.
+
+    Raises:
+        RuntimeError: if another program trains there.
+    """
+    with (folder / LOCK_FILE).open("a+") as file:
+        _lock(file, folder)
+        yield
 
 
 def result_flags(config: TrainConfig) -> dict[str, str]:
@@ -166,8 +179,9 @@ def _check_same_run(config: TrainConfig) -> None:
     )
     flags = " ".join(flag_text(name, saved[name]) for name in changed)
     allow = "" if is_other_state else " With --allow-changes it goes on as given now."
+    another = "another --run-dir" + (" and --mirror" if config.mirror else "")
     raise InputError(
         f"A run that goes on must keep the settings that its result depends on; got "
         f"{config.run_dir}, a run with others:\n{lines}\n"
-        f"Use another --run-dir for a new run, or {flags} to go on with this one.{allow}"
+        f"Use {another} for a new run, or {flags} to go on with this one.{allow}"
     )

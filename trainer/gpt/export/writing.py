@@ -22,7 +22,6 @@ from jaxtyping import Shaped
 from models.hooks import Hooks
 from startrail_jax.errors import InputError
 from trainer.checkpoints import durable
-from trainer.config import check_folder
 from trainer.data.opening import read_object
 from trainer.errors import MissingPackageError, NonFiniteError, StorageError
 from trainer.gpt.chat.template import TEMPLATE_FILE
@@ -38,7 +37,7 @@ from trainer.gpt.lora.peft import (
 from trainer.gpt.lora.settings import LoraConfig
 from trainer.gpt.lora.weights import restore_model
 from trainer.gpt.objective import NextToken
-from trainer.gpt.pretrained.defaults import KEPT_FOLDER, TOKENIZER, TOKENIZER_FILES
+from trainer.gpt.pretrained.defaults import TOKENIZER, TOKENIZER_FILES
 from trainer.gpt.pretrained.families import (
     CONFIG,
     describe,
@@ -53,6 +52,8 @@ from trainer.gpt.pretrained.rope import rope_length
 from trainer.gpt.pretrained.tensors import INDEX, ONE_FILE
 from trainer.gpt.tokenizer import FileTokenizer
 from trainer.parallel.partition import path_name
+from trainer.places import check_folder
+from trainer.run.folder import KEPT_FOLDER
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 DTYPES: Mapping[str, Any] = {

@@ -8,7 +8,7 @@ from pathlib import Path
 from startrail_jax.errors import InputError
 from trainer.gpt.config import GPTTrainConfig
 from trainer.gpt.pretrained.families import read_description
-from trainer.run.folder import CHECKPOINTS_FOLDER
+from trainer.run.folder import CHECKPOINTS_FOLDER, KEPT_FOLDER
 
 TOKENIZER = "tokenizer.json"
 TOKENIZER_FILES = (
@@ -16,8 +16,6 @@ TOKENIZER_FILES = (
     *("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json"),
 )
 """Files that say how text becomes tokens."""
-KEPT_FOLDER = "pretrained"
-"""Folder of a run for what an export needs of the model with which the run began."""
 IDS_OF_BYTES = range(256, 513)
 """Sizes of the vocabulary of a model whose tokens are bytes: few others may be among them."""
 

@@ -18,12 +18,13 @@ from startrail_jax.errors import InputError
 from trainer.checkpoints.initial import InitialWeights
 from trainer.data.opening import read_object, read_whole, reading
 from trainer.gpt.config import GPTTrainConfig
-from trainer.gpt.pretrained.defaults import KEPT_FOLDER, TOKENIZER, TOKENIZER_FILES
+from trainer.gpt.pretrained.defaults import TOKENIZER, TOKENIZER_FILES
 from trainer.gpt.pretrained.families import CONFIG, read_description
 from trainer.gpt.pretrained.names import Place, places
 from trainer.gpt.pretrained.tensors import Tensors, open_tensors
 from trainer.gpt.tokenizer import LARGEST_FILE, FileTokenizer
 from trainer.parallel.partition import path_name
+from trainer.run.folder import KEPT_FOLDER
 
 GENERATION = "generation_config.json"
 KEPT = (*TOKENIZER_FILES, GENERATION)

@@ -1,0 +1,145 @@
+"""What of a run folder is copied to a store: all that it takes to go on, to sample and to export.
+
+Imports no jax.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from trainer.run.folder import (
+    CHECKPOINTS_FOLDER,
+    CONFIG_FILE,
+    FROZEN_FOLDER,
+    KEPT_FOLDER,
+    METRICS_FILE,
+)
+from trainer.run.mesh import MESH_FILE
+from trainer.run.settings import replace_text
+from trainer.run.trackers import mlflow_run, wandb_run
+from trainer.run.versions import VERSIONS_FILE
+
+FILES = "files"
+"""Where a store has the files of all copies."""
+ID_FILE = "mirror.json"
+"""Tells whether a folder and a store hold the same run."""
+TEXTS = (
+    *(CONFIG_FILE, MESH_FILE, VERSIONS_FILE, METRICS_FILE, ID_FILE),
+    *(wandb_run.RUN_FILE, mlflow_run.RUN_FILE),
+)
+"""Files that change while a run trains. The secret and the lock of its processes stay there."""
+CONSTANT_FOLDERS = (FROZEN_FOLDER, KEPT_FOLDER)
+"""Folders that stay as they are from the beginning of a run on, and are copied once."""
+
+
+class DamagedCopyError(RuntimeError):
+    """A copy of a checkpoint in a store is not what was copied."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredFile:
+    """A file of a run in a store."""
+
+    object: str
+    """Where it is, below the URL."""
+    bytes: int
+    """Its size."""
+    sha256: str
+    """Its checksum."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """All files of a run with one of its checkpoints. The copy is whole where this is."""
+
+    run: str
+    """The run, as its `mirror.json` has it."""
+    step: int
+    """The step of the checkpoint."""
+    files: dict[str, StoredFile]
+    """The files by their paths in the run folder."""
+
+    def to_json(self) -> bytes:
+        """The text of the object."""
+        return json.dumps(asdict(self), indent=1).encode()
+
+
+def read_manifest(text: bytes) -> Manifest:
+    """What `Manifest.to_json` wrote.
+
+    Raises:
+        DamagedCopyError: if the text is anything else, or names files that a run does not have.
+    """
+    try:
+        values = json.loads(text)
+        files = {path: StoredFile(**entry) for path, entry in values["files"].items()}
+        manifest = Manifest(run=str(values["run"]), step=int(values["step"]), files=files)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise DamagedCopyError("its manifest cannot be read") from error
+    for path, entry in files.items():
+        # Whoever can write to the store must not reach other folders of this machine by it.
+        if not (_is_of_run(path, manifest.step) and _is_object(str(entry.object))):
+            raise DamagedCopyError(f"its manifest names {path!r}, which is no file of a run")
+    return manifest
+
+
+def _is_object(name: str) -> bool:
+    return _is_plain(name) and name.startswith(f"{FILES}/") and name.count("/") > 1
+
+
+def _is_plain(path: str) -> bool:
+    parts = path.split("/")
+    return path.isprintable() and "\\" not in path and not {"", ".", ".."} & set(parts)
+
+
+def _is_of_run(path: str, step: int) -> bool:
+    folders = (f"{CHECKPOINTS_FOLDER}/{step}", *CONSTANT_FOLDERS)
+    return path in TEXTS or (
+        _is_plain(path) and any(path.startswith(f"{folder}/") for folder in folders)
+    )
+
+
+def is_constant(path: str) -> bool:
+    """Whether a file stays as it is from the beginning of the run on."""
+    return PurePosixPath(path).parts[0] in CONSTANT_FOLDERS
+
+
+def local_steps(run_dir: Path) -> list[int]:
+    """The steps of the whole checkpoints in a run folder, ascending."""
+    names = [path.name for path in (run_dir / CHECKPOINTS_FOLDER).glob("*") if path.is_dir()]
+    return sorted(int(name) for name in names if name.isascii() and name.isdecimal())
+
+
+def texts_of(run_dir: Path) -> dict[str, bytes]:
+    """The files that change, as they are now."""
+    texts = {name: (run_dir / name).read_bytes() for name in TEXTS if (run_dir / name).is_file()}
+    if METRICS_FILE in texts:  # Its last line may just be being written.
+        lines = texts[METRICS_FILE]
+        texts[METRICS_FILE] = lines[: lines.rfind(b"\n") + 1]
+    return texts
+
+
+def files_of(run_dir: Path, step: int) -> Iterator[str]:
+    """The paths of all other files that a checkpoint needs, relative to the run folder."""
+    for folder in (f"{CHECKPOINTS_FOLDER}/{step}", *CONSTANT_FOLDERS):
+        for path in sorted((run_dir / folder).rglob("*")):
+            if path.is_file():
+                yield path.relative_to(run_dir).as_posix()
+
+
+def read_id(run_dir: Path) -> str | None:
+    """The run that a folder holds; None if it has never been copied to a store."""
+    try:
+        return str(json.loads((run_dir / ID_FILE).read_text())["run"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def write_id(run_dir: Path, run: str) -> None:
+    """Says which run a folder holds."""
+    values: dict[str, Any] = {"run": run}
+    replace_text(run_dir / ID_FILE, json.dumps(values))

@@ -1,0 +1,43 @@
+"""Where a run may write to: folders of a file system, and stores by their URL."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from startrail_jax.errors import InputError
+
+
+def check_folder(name: str, path: Path) -> None:
+    """Raises ValueError if a folder to write to is in an object store."""
+    # pathlib has made gs:/bucket of gs://bucket.
+    if not path.parts[:1] or not path.parts[0].endswith(":"):
+        return
+    way_out = "then: rclone copy, gcloud storage rsync or aws s3 sync"
+    if name == "run_dir":
+        url = str(path).replace(":/", "://", 1)
+        way_out = f"with --mirror {url}, to which every checkpoint is then copied"
+    raise InputError(
+        f"{name} must be a folder of a file system; got {str(path)!r}, which is in an object "
+        "store, without the locks, fsync and rename that keep it whole. Use a disk, local or "
+        f"shared (NFS, Lustre), {way_out}."
+    )
+
+
+def check_mirror(url: str) -> None:
+    """Raises ValueError unless a text is the URL of a folder in a store, without secrets."""
+    parts = urlsplit(url)
+    hint = "Use for example --mirror gs://bucket/runs/mine."
+    if "@" in parts.netloc or parts.query or parts.fragment:
+        # The message must not show them either.
+        raise InputError(
+            "mirror must hold no password, key or token, as config.json keeps it; got a URL with "
+            "an @ before its path, or with a ? or # in it. Give secrets as the package of the "
+            "store takes them: by its environment variables, or by files in the home folder."
+        )
+    if not parts.scheme or "://" not in url or "::" in url:
+        raise InputError(f"mirror must be the URL of a store; got mirror={url!r}. {hint}")
+    if not parts.path.strip("/"):
+        raise InputError(
+            f"mirror must name a folder below the bucket or the root; got mirror={url!r}. {hint}"
+        )
