@@ -344,8 +344,8 @@ for run in sorted(folder.iterdir()):
 
 def anonymous():
     """Bytes of memory that are this process's own."""
-    fields = dict(line.split(":", 1) for line in open("/proc/self/status") if ":" in line)
-    return 1024 * int(fields["RssAnon"].split()[0])
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.partition("RssAnon:")[2].split()[0])
 
 
 class Peak(threading.Thread):
