@@ -9,7 +9,7 @@ import jax
 from jaxtyping import PyTree
 from orbax.checkpoint import v1 as ocp
 
-LEAST_LIMIT = 64 << 20
+LEAST_LIMIT = 16 << 20
 """Bytes that are compressed at a time even if the state is small."""
 FRACTION = 16
 """A larger state is compressed in about so many parts."""
