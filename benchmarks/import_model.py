@@ -11,8 +11,8 @@ simulated devices: the weights are read, split over all devices and saved as a c
 
     share       the weights of a process's devices
     anonymous   the largest memory of a process that belongs to it alone, less that of an import of
-                a few weights: the share, what is being read, and, as devices are simulated here,
-                what is being written to the checkpoint
+                a few weights: the share, as devices are simulated here, and the parts of it that
+                are being read or compressed for the checkpoint
     resident    the largest memory in all, of which the pages of the files are freed when the
                 system needs them
 

@@ -1,5 +1,6 @@
 """Checkpoints: restored on other meshes, with donated arrays, and after kills and full disks."""
 
+import ctypes
 import errno
 import inspect
 import os
@@ -8,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -20,11 +22,12 @@ from flax import nnx
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from trainer.checkpoints import reading
+from trainer.checkpoints import reading, writing
 from trainer.checkpoints.checkpoint import (
     CheckpointError,
     Checkpoints,
 )
+from trainer.checkpoints.checksums import checksums_of
 
 REPOSITORY = Path(__file__).parents[2]
 DATA_STATE = {"epoch": 3, "position": [5, 7], "source": None, "name": "ä"}
@@ -337,6 +340,69 @@ for run in sorted(folder.iterdir()):
         assert note.endswith("steps 4 to 5 are lost, and done again.")
         assert result == "{'at': 3} 3 [3]"
         assert (run / "5.damaged/state").is_dir()
+
+
+def anonymous():
+    """Bytes of memory that are this process's own."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.partition("RssAnon:")[2].split()[0])
+
+
+class Peak(threading.Thread):
+    """Watches how far this process grows."""
+
+    def __enter__(self):
+        # What earlier tests have freed would be taken again, and not be seen.
+        ctypes.CDLL(None).malloc_trim(0)
+        self.before, self.grown, self.watched = anonymous(), 0, threading.Event()
+        self.start()
+        return self
+
+    def run(self):
+        while not self.watched.wait(0.002):
+            self.grown = max(self.grown, anonymous() - self.before)
+
+    def __exit__(self, *error):
+        self.watched.set()
+        self.join()
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux")
+def test_save_in_little_memory_takes_a_part_of_the_state_beside_it(tmp_path, monkeypatch):
+    """Of numbers that cannot be compressed, other saves take all once more."""
+    monkeypatch.setattr(writing, "LEAST_LIMIT", 1)
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    sharding = NamedSharding(mesh, PartitionSpec("x"))
+    rng = np.random.default_rng(0)
+    state = {
+        f"{i}": jax.device_put(rng.integers(0, 1 << 32, (8, 1 << 18), np.uint32), sharding)
+        for i in range(12)
+    }
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), state
+    )
+    share = sum(x.nbytes for x in state.values())
+    assert writing.write_limit(shapes) == share // 16
+    checksums_of(state)  # Compiles.
+    with Checkpoints(tmp_path, keep=1, in_little_memory=shapes) as checkpoints:
+        with Peak() as peak:
+            checkpoints.save(3, state, DATA_STATE)
+            checkpoints.wait()
+        # Allocators keep what they have used, in every thread.
+        assert peak.grown < 0.6 * share
+        restored, _ = checkpoints.restore(shapes)
+    for name, x in state.items():
+        np.testing.assert_array_equal(restored[name], x, err_msg=name)
+
+
+def test_limit_of_a_save_is_above_the_largest_part():
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    split, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (["x"], []))
+    large = jax.ShapeDtypeStruct((1 << 20, 1 << 10), jnp.float32, sharding=split)
+    assert writing.write_limit({"a": large}) == (1 << 31) + 1
+    assert writing.write_limit([large] * 32) == 1 << 33
+    small = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
+    assert writing.write_limit([small]) == writing.write_limit([]) == writing.LEAST_LIMIT
 
 
 def truncate(path):

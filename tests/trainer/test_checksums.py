@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from trainer.checkpoints import durable
+from trainer.checkpoints import checksums, durable
 from trainer.checkpoints.checkpoint import CheckpointError, Checkpoints
 from trainer.checkpoints.checksums import CHECKSUMS_FILE, Checksums, checksums_of
 from trainer.checkpoints.weights import restore_weights
@@ -148,6 +148,13 @@ def test_checksum_notices_every_bit_and_no_sharding(dtype):
         array = np.frombuffer(bytes(flipped), host.dtype).reshape(host.shape)
         found.add(checksums_of({"a": jnp.asarray(array)})["a"])
     assert len(found) == len(bits) + 1
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_checksum_takes_no_memory_beside_the_array(dtype):
+    shape = jax.ShapeDtypeStruct((16, 32, 64), dtype, sharding=split(8))
+    memory = checksums._sums.lower(shape).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 1000
 
 
 def test_checksum_notices_two_signs_and_two_places():

@@ -42,7 +42,7 @@ from trainer.gpt.lora.settings import LoraConfig
 from trainer.gpt.pretrained import initial as initial_weights
 from trainer.gpt.pretrained.defaults import with_tokenizer
 from trainer.gpt.pretrained.families import describe, read_description
-from trainer.gpt.pretrained.initial import keep_files, open_pretrained
+from trainer.gpt.pretrained.initial import Pretrained, keep_files, open_pretrained
 from trainer.gpt.pretrained.layers import plain
 from trainer.gpt.pretrained.names import places
 from trainer.gpt.sample import tokenizer_of_run
@@ -373,6 +373,24 @@ def test_each_device_reads_only_its_own_slices(name):
         np.testing.assert_array_equal(one, eight, err_msg=path_name(path))
     total = sum(x.nbytes for x in jax.tree.leaves(found[0]))
     assert sum(counts) < 1.1 * total
+
+
+def test_devices_on_the_host_take_what_is_read_without_a_copy(monkeypatch):
+    read_part, places_read = Pretrained._part, []
+
+    def watched(self, *args):
+        part = read_part(self, *args)
+        places_read.append(part.ctypes.data)
+        return part
+
+    monkeypatch.setattr(Pretrained, "_part", watched)
+    config = make_config(LLAMA)
+    mesh = st.make_mesh(st.Degrees(ring=2), "auto", jax.devices()[:2])
+    shapes = shapes_of(config, mesh, 3)
+    with open_pretrained(config, shapes) as initial:
+        weights = initial.read(shapes)
+    shards = [shard.data for x in jax.tree.leaves(weights) for shard in x.addressable_shards]
+    assert sorted(x.unsafe_buffer_pointer() for x in shards) == sorted(places_read)
 
 
 def test_tensors_that_are_not_those_of_the_model_are_named(model):

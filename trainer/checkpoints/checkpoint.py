@@ -43,6 +43,7 @@ from trainer.checkpoints.reading import (
     read_checkpoint,
     whole_steps,
 )
+from trainer.checkpoints.writing import new_checkpointer, write_limit
 from trainer.run.folder import require_writable
 
 MOST_SECONDS = 1200
@@ -71,6 +72,7 @@ class Checkpoints:
         *,
         keep: int,
         strict: bool = False,
+        in_little_memory: PyTree[jax.ShapeDtypeStruct] | None = None,
         note: Callable[[str], object] = warnings.warn,
         copier: Copier | None = None,
     ) -> None:
@@ -80,6 +82,8 @@ class Checkpoints:
             folder: the folder of the checkpoints, which all processes of a run share.
             keep: number of checkpoints to keep. The oldest is removed when a new one is whole.
             strict: whether `restore` refuses a damaged checkpoint, and does not use an older one.
+            in_little_memory: shapes, types and shardings of what will be saved, if writing it
+                must take little memory beside it.
             note: is told what the user must know, such as that a checkpoint is damaged.
             copier: takes whole checkpoints elsewhere.
 
@@ -91,6 +95,7 @@ class Checkpoints:
         self.restored: int | None = None
         """The step of the checkpoint that `restore` has read."""
         self._strict = strict
+        self._limit = None if in_little_memory is None else write_limit(in_little_memory)
         self._failed = False
         self._note = note
         self.copier = copier or Copier()
@@ -111,10 +116,7 @@ class Checkpoints:
         self._checkpointer = self._new_checkpointer()
 
     def _new_checkpointer(self) -> ocp.training.Checkpointer:
-        return ocp.training.Checkpointer(
-            str(self._folder),
-            step_name_format=ocp.path.step.standard_name_format(step_prefix=UNFLUSHED),
-        )
+        return new_checkpointer(self._folder, UNFLUSHED, self._limit)
 
     def __enter__(self) -> Checkpoints:
         return self

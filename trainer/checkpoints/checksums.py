@@ -126,9 +126,19 @@ def _sums(array: Shaped[Array, "..."]) -> tuple[UInt32[Array, ""], UInt32[Array,
             place += index * jnp.uint32(stride % 2**32)
             stride *= words.shape[dim]
         mixed = _mix(words ^ (place * jnp.uint32(0x9E3779B9)))
-        terms = (mixed, mixed * (2 * place + 1))
-        total = tuple(x + jnp.sum(y, dtype=jnp.uint32) for x, y in zip(total, terms, strict=True))
+        # Both in one loop: two sums would keep all that is mixed, as large as the array.
+        sums = jax.lax.reduce(
+            (mixed, mixed * (2 * place + 1)),
+            (jnp.uint32(0), jnp.uint32(0)),
+            _add,
+            tuple(range(words.ndim)),
+        )
+        total = _add(total, sums)
     return total
+
+
+def _add(x: Any, y: Any) -> Any:
+    return x[0] + y[0], x[1] + y[1]
 
 
 def _words(array: Shaped[Array, "..."]) -> Iterable[UInt32[Array, "..."]]:

@@ -47,7 +47,9 @@ class FrozenWeights:
         # What is there is of a run that was stopped before its first checkpoint.
         if jax.process_index() == 0 and (self._folder / "0").exists():
             durable.remove(self._folder / "0")
-        with Checkpoints(self._folder, keep=0, note=self._note) as checkpoints:
+        with Checkpoints(
+            self._folder, keep=0, in_little_memory=self._shapes, note=self._note
+        ) as checkpoints:
             checkpoints.check_space(self._shapes)
             checkpoints.save(0, {FROZEN: weights}, {})
             checkpoints.wait()

@@ -63,7 +63,10 @@ def import_weights(config: GPTTrainConfig, session: Session, report: Any) -> Non
         open_pretrained(config, shapes) as initial,
         open_run(config, writes=session.is_first) as run_dir,
         Checkpoints(
-            run_dir / CHECKPOINTS_FOLDER, keep=config.checkpoint.keep, note=report.line
+            run_dir / CHECKPOINTS_FOLDER,
+            keep=config.checkpoint.keep,
+            in_little_memory=adapters,
+            note=report.line,
         ) as checkpoints,
     ):
         checkpoints.begin_after()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ from trainer.run.folder import KEPT_FOLDER
 GENERATION = "generation_config.json"
 KEPT = (*TOKENIZER_FILES, GENERATION)
 """Files beside the weights that say how text becomes tokens, and how the model is used."""
+ALIGNMENT = 64
+"""Bytes of which XLA wants the address of an array to be a multiple."""
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 
 
@@ -64,14 +67,17 @@ class Pretrained(InitialWeights):
         """The part of a weight that lies on one device."""
         slices = [self.tensors.slices[name] for name in place.tensors]
         if not place.stacked:
-            return place.read(slices[0], index).astype(dtype)
+            values = place.read(slices[0], index)
+            part = _aligned(values.shape, dtype)
+            part[...] = values
+            return part
         layers, *rest = index
         chosen = slices[layers]
         part: Any = None
         for number, tensor in enumerate(chosen):
             layer = place.read(tensor, rest)
             if part is None:
-                part = np.empty((len(chosen), *layer.shape), dtype)
+                part = _aligned((len(chosen), *layer.shape), dtype)
             part[number] = layer
         return part
 
@@ -100,6 +106,14 @@ def copy_file(source: Path, target: Path) -> None:
     with reading(source):
         content = read_whole(source, LARGEST_FILE)
     target.write_bytes(content)
+
+
+def _aligned(shape: tuple[int, ...], dtype: Any) -> Shaped[np.ndarray, "..."]:
+    """An empty array that a device on the host uses as it is, and would otherwise copy."""
+    size = math.prod(shape) * jnp.dtype(dtype).itemsize
+    room = np.empty(size + ALIGNMENT, np.uint8)
+    begin = -room.ctypes.data % ALIGNMENT
+    return room[begin : begin + size].view(dtype).reshape(shape)
 
 
 @contextmanager
