@@ -149,7 +149,7 @@ class Step:
         weights = sharded if savings.zero == 3 else self.whole_elements
         if savings.zero in (1, 2):
             weights = sharded
-        period, loops = loops_of(tuple(self.call.model.layer_windows))
+        period, loops = loops_of(self.call.model.layer_windows)
         stacked = model.layers * self.layer_elements
         stacked = stacked // (settings.replicas if savings.zero else 1)
         return StepSizes(

@@ -306,7 +306,7 @@ def test_layers_that_differ_are_as_many_loops_as_in_the_model():
         period = [draw.choice((None, 128, 256)) for _ in range(draw.randint(1, 4))]
         kinds = kinds_of_layers(period, (None,), draw.randint(1, 14))
         made = stretches(kinds)
-        found = loops_of([kind.window for kind in kinds])
+        found = loops_of(tuple(kind.window for kind in kinds))
         assert found == (max(len(x.kinds) for x in made), len(made))
 
 

@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 
-def loops_of(kinds: Sequence[Any]) -> tuple[int, int]:
+@lru_cache(maxsize=64)
+def loops_of(kinds: tuple[Any, ...]) -> tuple[int, int]:
     """The loops that all layers make up: the fewest layers to compile, in the fewest loops.
 
     Args:

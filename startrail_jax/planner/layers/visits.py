@@ -6,7 +6,6 @@ The units are those of `startrail_jax.schedule` in zigzag order, and the rounds 
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -14,7 +13,7 @@ import numpy as np
 
 from startrail_jax.planner.grid import Call, Settings
 
-_SAMPLES = 16
+_SAMPLES = 4
 """Query units whose work is counted, from the first to the last."""
 
 
@@ -55,11 +54,11 @@ class Visits:
         """
         keys = np.stack([self._kind, inside])
         unique, index = np.unique(keys, axis=1, return_inverse=True)
-        found = [self._rings[kind].leaving(int(n), home=home) for kind, n in unique.T]
+        found = [_leaving(self._rings[kind], n, home) for kind, n in unique.T.tolist()]
         return np.array(found)[index.ravel()]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class _Ring:
     """The ring of one setting."""
 
@@ -70,14 +69,16 @@ class _Ring:
     pairs: float
     """See `Visits.pairs`."""
 
-    def leaving(self, inside: int, *, home: bool) -> float:
-        """See `Visits.leaving`."""
-        if len(self.offsets) == 1:
-            return 1.0
-        hops = [b - a for a, b in itertools.pairwise(self.offsets)]
-        if home:
-            hops = [*hops[1:], self.places - self.offsets[-1]]
-        return float(np.mean([min(inside, hop, self.places - hop) for hop in hops]))
+
+@lru_cache(maxsize=1 << 14)
+def _leaving(ring: _Ring, inside: int, home: bool) -> float:
+    """See `Visits.leaving`."""
+    if len(ring.offsets) == 1:
+        return 1.0
+    hops = np.diff(ring.offsets)
+    if home:
+        hops = np.append(hops[1:], ring.places - ring.offsets[-1])
+    return float(np.minimum(inside, np.minimum(hops, ring.places - hops)).mean())
 
 
 # Plans at other port speeds ask for the same rings.
@@ -121,28 +122,27 @@ def _ring(group: int, ring: int, team: int, inner: int, run: int, window: int) -
     return _Ring(places=places, offsets=tuple(np.flatnonzero(visited).tolist()), pairs=pairs)
 
 
+@lru_cache(maxsize=1 << 14)
 def _busiest(group: int, ring: int, team: int, run: int, window: int) -> float:
     """Pairs of the device that attends to most: a query unit, and the key units of a team index."""
-    length = 2 * group * ring * team * run
-    units = np.unique(np.linspace(0, group * ring - 1, _SAMPLES).astype(np.int64))
-    queries = _runs(units[:, None], team * run, length)
-    keys = _runs(np.arange(ring * team)[None, :], group * run, length)
-    pairs = sum(_pairs(*query, *key, window) for query in queries for key in keys)
-    return float(np.reshape(pairs, (len(units), ring, team)).sum(1).max())
+    length = 2.0 * group * ring * team * run
+    units = np.unique(np.linspace(0, group * ring - 1, _SAMPLES).astype(np.int64))[:, None]
+    # Both runs of every key unit, in order of position.
+    ends = np.arange(2 * ring * team + 1) * float(group * run)
+    begin, end = units * float(team * run), (units + 1) * float(team * run)
+    before = sum(
+        _earlier(b, ends)
+        - _earlier(a, ends)
+        - _earlier(b - window, ends)
+        + _earlier(a - window, ends)
+        for a, b in ((begin, end), (length - end, length - begin))
+    )
+    pairs = np.diff(before)
+    pairs = pairs + pairs[:, ::-1]
+    return float(pairs[:, : ring * team].reshape(len(units), ring, team).sum(1).max())
 
 
-def _runs(unit: np.ndarray, tokens: int, length: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """First position, and the one after the last, of both runs of units."""
-    begin, end = unit * float(tokens), (unit + 1) * float(tokens)
-    return [(begin, end), (length - end, length - begin)]
-
-
-def _pairs(a: np.ndarray, b: np.ndarray, c: np.ndarray, d: np.ndarray, window: int) -> np.ndarray:
-    """Pairs of queries from a to b and keys from c to d, of which a query sees its window."""
-
-    def earlier(x: np.ndarray) -> np.ndarray:
-        """Pairs of a query before x and a key that is not after it."""
-        part = np.clip(x - c, 0, d - c)
-        return part * (part + 1) / 2 + np.maximum(x - d, 0) * (d - c)
-
-    return earlier(b) - earlier(a) - earlier(b - window) + earlier(a - window)
+def _earlier(query: np.ndarray, key: np.ndarray) -> np.ndarray:
+    """Pairs of a query and a key before these positions, of which the key is not the later one."""
+    both = np.maximum(np.minimum(query, key), 0)
+    return both * (both + 1) / 2 + np.maximum(query - key, 0) * key
