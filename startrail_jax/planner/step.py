@@ -159,6 +159,7 @@ class Step:
             keep_gathered=False,
             causal=self.call.causal,
             qk_norm=model.qk_norm,
+            modulated=model.kind == "dit",
             offload=savings.offload,
             accumulation=1,
             tile=tile_of(settings, tokens) if savings.tiled else tokens,

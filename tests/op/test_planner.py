@@ -133,25 +133,25 @@ def test_bytes_of_windows_are_those_of_communication(nodes, gpus, window):
 
 def test_a_window_leaves_rounds_and_pairs_of_the_busiest_device():
     """Offsets are those of the op; pairs are counted one by one, for every device."""
-    asked, where = call(seq_len=256, batch=1), cluster(4, 4)
+    asked, where = call(seq_len=96, batch=1), cluster(3, 4)
     settings = all_settings(where, asked, given=dict(head=1, tensor=1, data=1))
-    positions = np.arange(256)
-    for window in (1, 7, 40, 200):
+    positions = np.arange(96)
+    for window in (1, 7, 30):
         visits = Visits(settings, asked, window)
         behind = positions[:, None] - positions
         seen = (behind >= 0) & (behind < window)
         pattern = masks.resolve(None, causal=True, window=window)
-        for row in range(0, len(settings), 3):
+        for row in range(0, len(settings), 4):
             sizes = {role: int(vars(settings)[role][row]) for role in ROLES}
             inner, degrees = int(settings.inner[row]), st.Degrees(**sizes)
-            schedule = schedule_of(degrees, pattern, Layout("zigzag", 16), inner)
-            offsets = ring_offsets(schedule, 256)
+            schedule = schedule_of(degrees, pattern, Layout("zigzag", 12), inner)
+            offsets = ring_offsets(schedule, 96)
             assert visits.outer[row] * inner == len(offsets)
             work = np.zeros((degrees.group, degrees.ring, degrees.team))
             queries, keys = schedule.units_that_meet(range(degrees.ring))
             for place in np.ndindex(queries.shape):
                 rows, columns = (
-                    np.asarray(schedule.layout.unit_positions(256, n, units[place]).vector())
+                    np.asarray(schedule.layout.unit_positions(96, n, units[place]).vector())
                     for n, units in ((degrees.team, queries), (degrees.group, keys))
                 )
                 work[place[1:]] += seen[np.ix_(rows, columns)].sum()
@@ -168,10 +168,13 @@ def test_layers_with_windows_are_timed_by_themselves():
     for name in ("seconds", "across", "inside", "compute"):
         parts = [vars(part)[name] for part in (local, whole)]
         np.testing.assert_allclose(vars(together)[name], 22 * parts[0] + 10 * parts[1])
-    long = timing.settings.ring >= 8
-    assert np.all(local.across[long] < whole.across[long])
-    # One kernel round of a Ring Attention sees 1024 of 2**18 keys, at most twice as many in pairs
-    # of tokens, and each of four teams has the work of all.
+    assert np.all(local.across <= whole.across)
+    assert np.all(local.compute < whole.compute)
+    rings = (timing.settings.ring >= 8) & (whole.across > 0) & (timing.settings.group == 1)
+    assert rings.any()
+    assert np.all(local.across[rings] < whole.across[rings])
+    # The two devices of a team share their queries, and one of them has nearly all the keys that
+    # these see.
     ring, teams = (
         Timing(one(**degrees), where, asked).forward(1024).compute[0]
         for degrees in (dict(ring=16), dict(ring=4, team=2, group=2))

@@ -19,7 +19,7 @@ from trainer.dit.config import (
     DiTTrainConfig,
 )
 from trainer.dit.objective import Denoising
-from trainer.gpt.config import DataConfig
+from trainer.gpt.config import DataConfig, GPTConfig, GPTTrainConfig
 from trainer.gpt.lora.settings import LoraConfig
 from trainer.parallel import step_sizes
 from trainer.parallel.footprint import describe_memory
@@ -179,6 +179,52 @@ def test_saved_by_remat():
     assert offloaded.host_bytes == 2 * unit + lse
     assert two.host_bytes == 0
     assert offloaded.device_bytes == saved("attention_saved").device_bytes - 2 * unit - lse
+
+
+def stacked(jaxpr, layers):
+    """Bytes of what the first loop over the layers gives the backward pass, apart from weights."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "scan" and equation.params["length"] == layers:
+            count, inner = equation.params["num_carry"], equation.params["jaxpr"].jaxpr
+            # Some results are the same array twice.
+            found = {id(x): x.aval for x in inner.outvars[count:]}.values()
+            return sum(x.size * x.dtype.itemsize for x in found)
+        for value in equation.params.values():
+            for part in value if isinstance(value, list | tuple) else [value]:
+                part = getattr(part, "jaxpr", part)
+                if hasattr(part, "eqns") and (size := stacked(part, layers)):
+                    return size
+    return 0
+
+
+@pytest.mark.parametrize("kind", ["gpt", "dit"])
+@pytest.mark.parametrize(
+    ("zero", "degrees", "chunks"),
+    [(0, st.Degrees(), 1), (3, st.Degrees(data=2, tensor=2), 1), (3, st.Degrees(head=2), 2)],
+)
+def test_what_a_layer_without_remat_saves(kind, zero, degrees, chunks):
+    """Counted in the derivative that jax makes of a step, tiled and not."""
+    for tile in (None, 512):
+        sizes = dict(width=64, layers=5, heads=8, mlp_width=256, dtype="bfloat16")
+        common = dict(
+            **dict(optimizer=OptimizerConfig(learning_rate=1e-4), run_dir=Path("unused"), steps=10),
+            **dict(zero=zero, remat="none", tile=tile, batch_size=degrees.data),
+            attention=AttentionConfig(head_chunks=chunks),
+        )
+        if kind == "dit":
+            model = DiTConfig(channels=16, classes=0, **sizes)
+            config = DiTTrainConfig(model=model, size=(4 * degrees.sequence, 32, 64), **common)
+        else:
+            model = GPTConfig(vocab_size=64, kv_heads=4, head_dim=8, **sizes)
+            data, length = DataConfig(mask_documents=False), 2048 * degrees.sequence
+            config = GPTTrainConfig(model=model, data=data, seq_len=length, **common)
+        program = make_program(config, degrees)
+        step = program.train_step.__wrapped__
+        jaxpr = jax.make_jaxpr(step)(program.state_shapes, program.batch_shapes)
+        saved = 5 * stacked(jaxpr.jaxpr, 5)
+        formula = footprint(config, degrees)["saved for the backward pass"]
+        # Vectors, such as the log-sum-exp, are left out, and a rotated key may be float32.
+        assert formula == pytest.approx(saved, rel=0.04)
 
 
 def test_documents_are_a_fifth_array_of_the_batch():

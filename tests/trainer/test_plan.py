@@ -262,7 +262,7 @@ def test_windows_of_layers_are_read(tmp_path, capsys):
         ({"model_type": "smollm3"}, (None,)),
         ({"layer_types": ["full_attention"] * 4}, (None,)),
         ({"layer_types": ["sliding_attention", "full_attention"] * 2}, (4096, None)),
-        ({"sliding_window_pattern": 3}, (4096, 4096, None, 4096)),
+        ({"sliding_window_pattern": 3}, (4096, 4096, None)),
     ):
         path.write_text(json.dumps(small | more))
         assert find_model(str(path)).windows == windows
