@@ -296,9 +296,12 @@ def _gathered_and_summed(sizes: StepSizes) -> Iterator[Part]:
     size = FLOAT32 * (trained * sizes.period + pending)
     yield Part(name="gradients of layers, whole", size=size, exact=False, phase=LAYER)
     for name, (elements, phase) in sizes.vocabularies.items():
-        # At lower levels, "gradients" has them too.
+        # At lower levels, "gradients" has them too. There, that of the head takes the place of its
+        # tokens' outputs if these are one tile; a loop over tiles adds it up beside them.
         if sizes.zero >= 2 or phase == LOSS:
             size = FLOAT32 * elements
+            if sizes.zero < 2:
+                size = size * (sizes.tile < sizes.tokens // sizes.degrees.tensor)
             yield Part(name=f"gradient of {name}, whole", size=size, exact=False, phase=phase)
 
 

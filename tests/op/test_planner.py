@@ -155,7 +155,8 @@ def test_a_window_leaves_rounds_and_pairs_of_the_busiest_device():
                     for n, units in ((degrees.team, queries), (degrees.group, keys))
                 )
                 work[place[1:]] += seen[np.ix_(rows, columns)].sum()
-            assert visits.pairs[row] == work.max()
+            # Only some query units are looked at.
+            assert visits.pairs[row] == pytest.approx(work.max(), rel=0.02)
 
 
 def test_layers_with_windows_are_timed_by_themselves():
@@ -168,9 +169,10 @@ def test_layers_with_windows_are_timed_by_themselves():
     for name in ("seconds", "across", "inside", "compute"):
         parts = [vars(part)[name] for part in (local, whole)]
         np.testing.assert_allclose(vars(together)[name], 22 * parts[0] + 10 * parts[1])
-    assert np.all(local.across <= whole.across)
+    assert np.all(local.across <= whole.across * (1 + 1e-9))
     assert np.all(local.compute < whole.compute)
-    rings = (timing.settings.ring >= 8) & (whole.across > 0) & (timing.settings.group == 1)
+    rings = (timing.settings.ring >= 8) & (timing.settings.inner == 1) & (whole.across > 0)
+    rings &= timing.settings.group == 1
     assert rings.any()
     assert np.all(local.across[rings] < whole.across[rings])
     # The two devices of a team share their queries, and one of them has nearly all the keys that

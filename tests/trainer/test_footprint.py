@@ -23,7 +23,7 @@ from trainer.gpt.config import DataConfig, GPTConfig, GPTTrainConfig
 from trainer.gpt.lora.settings import LoraConfig
 from trainer.parallel import step_sizes
 from trainer.parallel.footprint import describe_memory
-from trainer.parallel.step import Program
+from trainer.parallel.step import Program, make_attention
 from trainer.tasks import TASKS
 
 GIB = 2**30
@@ -218,7 +218,12 @@ def test_what_a_layer_without_remat_saves(kind, zero, degrees, chunks):
             model = GPTConfig(vocab_size=64, kv_heads=4, head_dim=8, **sizes)
             data, length = DataConfig(mask_documents=False), 2048 * degrees.sequence
             config = GPTTrainConfig(model=model, data=data, seq_len=length, **common)
-        program = make_program(config, degrees)
+        objective, devices = (
+            TASKS[kind].make_objective(config),
+            jax.devices()[: degrees.num_devices],
+        )
+        mesh = st.make_mesh(degrees, axis_type="auto", devices=devices)
+        program = Program(config, make_attention(mesh, config, objective), objective)
         step = program.train_step.__wrapped__
         jaxpr = jax.make_jaxpr(step)(program.state_shapes, program.batch_shapes)
         saved = 5 * stacked(jaxpr.jaxpr, 5)
@@ -249,6 +254,10 @@ def test_only_vocabularies_are_large_weights_outside_of_the_layers():
     assert phases(make_config({"tied_head": True}, zero=3)) == tied
     # Where gradients are summed once a step, that of the embedding is one of them.
     assert phases(make_config(zero=1)) == {"gradient of head, whole": LOSS}
+    # It takes the place of the outputs of all tokens, and is beside those of a tile.
+    whole, tiled = (footprint(make_config(zero=1, tile=x), STARTRAIL) for x in (None, 4))
+    name = "gradient of head, whole"
+    assert (whole[name], tiled[name] > 0) == (0, True)
     assert phases(RECIPES["dit_1b"]()) == {}
 
 
