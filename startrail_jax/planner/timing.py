@@ -64,10 +64,9 @@ class Timing:
         gpu, model = cluster.gpu, call.model
         self.speed = gpu.peak_flops * (gpu.single_speed if model.itemsize == _FLOAT32 else 1.0)
         """FLOP/s at peak."""
-        self._visits = {
-            window: Visits(settings, call, window) for window in call.windows if window is not None
-        }
-        self._visits |= {None: None}
+        windows = [window for window in call.windows if window is not None]
+        self._visits: dict[int | None, Visits | None] = {None: None}
+        self._visits |= {window: Visits(settings, call, window) for window in windows}
         self.rounds = {window: self._rounds(window) for window in self._visits}
         """Window of a layer -> seconds of the kernels of a round of the ring, forward and
         backward."""
