@@ -192,7 +192,7 @@ def _windows_of_run(model: Mapping[str, Any], name: str) -> tuple[int | None, ..
     for window in windows:
         if window != "none":
             _require_size(window, "model.windows", name)
-    return tuple(None if window == "none" else window for window in windows)
+    return tuple(window if isinstance(window, int) else None for window in windows)
 
 
 def _windows(settings: Mapping[str, Any], name: str, layers: int) -> tuple[int | None, ...]:
