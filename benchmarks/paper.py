@@ -180,7 +180,7 @@ def case_30b() -> None:
     call, cluster = Call(model=model, seq_len=seq_len, batch=1), MACHINES[0].cluster
     share = seq_len // gpus * heads * model.head_dim * model.itemsize / GIB
     settings = all_settings(cluster, call, given={"data": 1, "tensor": 1, "head": 1})
-    sent = np.sum([move.total for move in Moves(settings, call).forward], axis=0) / GIB
+    sent = np.sum([move.total for move in Moves(settings, call).forward()], axis=0) / GIB
     print(f"{'':<28}{'messages':>10}{'collectives':>13}{'in all':>9}{'sent':>9}   GiB a GPU")
     for name, c, scheme in (
         ("Ring Attention", 1, lambda s: is_ring(s) & (s.inner == 1)),

@@ -63,6 +63,18 @@ def parser() -> argparse.ArgumentParser:
     )
     for name in ("width", "layers", "heads", "kv-heads", "head-dim", "mlp-width", "outputs"):
         model.add_argument(f"--{name}", help="size of the model, instead of or beside --model")
+    model.add_argument(
+        "--windows",
+        nargs="+",
+        help="tokens that a token of each layer attends to, such as 512 512 512 none; the list "
+        "repeats, and none stands for all earlier tokens",
+    )
+    model.add_argument(
+        "--qk-norm",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="heads of queries and keys are normalised",
+    )
     model.add_argument("--seq-len", help="tokens in a sequence, such as 512K")
     model.add_argument(
         "--batch", help="sequences in a batch, over all GPUs; default that of the run, or 1"
@@ -223,12 +235,20 @@ def _model(args: argparse.Namespace) -> Any:
     from startrail_jax.planner.models import ModelSizes
     from startrail_jax.planner.quantities import parse_count
 
-    names = {field.name for field in fields(ModelSizes)} & set(vars(args)) - {"seq_len", "batch"}
+    options = {"qk_norm", "windows"}
+    others = {"seq_len", "batch", *options}
+    names = {field.name for field in fields(ModelSizes)} & set(vars(args)) - others
     sizes: dict[str, Any] = {
         name: parse_count(value, _flag(name))
         for name in sorted(names)
         if (value := getattr(args, name)) is not None
     }
+    if args.qk_norm is not None:
+        sizes["qk_norm"] = args.qk_norm
+    if args.windows is not None:
+        sizes["windows"] = tuple(
+            None if x == "none" else parse_count(x, "--windows") for x in args.windows
+        )
     if args.model is not None:
         model = find_model(args.model)
         if model.kind == "dit" and sizes:

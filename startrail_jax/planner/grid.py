@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -31,6 +33,12 @@ class Call:
     def causal(self) -> bool:
         """Whether the attention is causal."""
         return self.model.causal
+
+    @property
+    def windows(self) -> dict[int | None, int]:
+        """How many layers have each window, None for those that attend to all earlier tokens."""
+        windows = self.model.layer_windows
+        return dict(Counter(None if (x or math.inf) >= self.seq_len else x for x in windows))
 
     def padded(self, sequence: np.ndarray) -> np.ndarray:
         """Tokens of a sequence that so many devices share, with what `train.py` fills it up."""

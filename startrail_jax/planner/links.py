@@ -148,6 +148,8 @@ class Links:
     def hop(self, move: Move) -> Cost:
         """One message to the next device of the ring, or of an inner or an outer cycle of it.
 
+        If the ring skips rounds, it is the mean of its hops.
+
         Args:
             move: a "hop", "inner hop" or "outer hop".
         """
@@ -159,14 +161,17 @@ class Links:
             leaves = np.zeros(len(self.settings), bool)
         elif kind == "outer hop":
             inside = np.ones(len(self.settings), np.int64)
-        # Of `inside` neighbours, `stride` apart, the last one sends to another node. These senders
-        # may be neighbours, which use one port.
+        # Of `inside` neighbours, `stride` apart, the last one sends to another node, or the last
+        # ones if the hop goes further. These senders may be neighbours, which use one port.
+        last = np.ones(len(self.settings))
+        if move.visits is not None and kind != "inner hop":
+            last = move.visits.leaving(inside, home=move.home)
         of_port = per_node // cluster.ports
-        run = np.minimum(stride, per_node)
-        senders = np.maximum(np.minimum(of_port, run), of_port / inside)
+        run = np.minimum(last * stride, per_node)
+        senders = np.maximum(np.minimum(of_port, run), of_port * last / inside)
         through = np.where(leaves, senders * cluster.ports, 0) * size
-        across = np.where(leaves, per_node / inside, 0) * size
-        staying = np.where(inside > 1, size, 0)
+        across = np.where(leaves, per_node * last / inside, 0) * size
+        staying = np.where(inside > np.where(leaves, last, 1), size, 0)
         latency = np.where(leaves, cluster.latency, cluster.inside_latency) + cluster.start_latency
         latency = latency * self._messages(move)
         found = self._cost(size > 0, latency, through, staying, per_node * size - across)

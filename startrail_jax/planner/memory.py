@@ -55,6 +55,8 @@ class StepSizes:
     whose results are added up in float32."""
     qk_norm: bool = False
     """Whether the heads of queries and keys are normalised."""
+    modulated: bool = False
+    """Whether layers scale, shift and gate what enters and leaves them, as adaLN does."""
     offload: bool
     """Whether they save to the host's memory."""
     accumulation: int
@@ -234,21 +236,23 @@ def _saved(sizes: StepSizes) -> Part:
     """What layers save for the backward pass: see `remat.rematerialised`."""
     name, tensor = "saved for the backward pass", sizes.degrees.tensor
     if sizes.remat == "none":
-        # Compiled programs save float32 arrays of norms, rotation and residuals, 16-bit operands of
-        # products, and six arrays of the MLP's hidden channels. A tile of the MLP saves its input
-        # alone. At level 3 a policy names what is saved, more than a derivative needs; below, that
-        # is query, key, value, output and float32 copies of the weights too.
+        # A derivative needs float32 arrays of norms, residuals and modulations, 16-bit operands of
+        # products, query, key, value and output, and six arrays of the MLP's hidden channels. Below
+        # level 3 a tile of the MLP saves its input alone, and float32 copies of the weights are
+        # saved too; at level 3 a policy names what is saved, also in a tile.
         hidden = sizes.tokens * sizes.mlp_width // tensor * sizes.itemsize
+        tiled = sizes.tile < sizes.tokens
         if sizes.zero == 3:
-            layer = (9 * FLOAT32 // sizes.itemsize + 4) * sizes.stream + 6 * hidden
+            wide = np.where(tiled, 7, 8) if sizes.modulated else 8
+            narrow = np.where(tiled, 4, 3) if sizes.modulated else 1
+            layer = 6 * hidden
         else:
-            tiled = sizes.tile < sizes.tokens
-            wide = np.where(tiled, 3, 6) * FLOAT32 // sizes.itemsize
-            # What is exchanged, or joined from parts, is saved before and after.
-            outs = np.where((sizes.degrees.head > 1) | (sizes.head_chunks > 1), 2, 1)
-            layer = (wide + 3) * sizes.stream + np.where(tiled, 0, 6 * hidden)
-            layer += _shard_bytes(sizes, 1 + outs, 1)
-            layer += FLOAT32 * sizes.layer_elements
+            wide, narrow = 8 if sizes.modulated else np.where(tiled, 3, 6), 3
+            layer = np.where(tiled, 0, 6 * hidden) + FLOAT32 * sizes.layer_elements
+        # What is exchanged, or joined from parts, is saved before and after.
+        outs = np.where((sizes.degrees.head > 1) | (sizes.head_chunks > 1), 2, 1)
+        layer = layer + (wide * FLOAT32 // sizes.itemsize + narrow) * sizes.stream
+        layer = layer + _shard_bytes(sizes, 1 + outs, 1)
         if sizes.keep_gathered:
             # In place of the shards.
             layer += _unit_bytes(sizes, sizes.degrees.team - 1, sizes.degrees.group - 1)
@@ -292,9 +296,12 @@ def _gathered_and_summed(sizes: StepSizes) -> Iterator[Part]:
     size = FLOAT32 * (trained * sizes.period + pending)
     yield Part(name="gradients of layers, whole", size=size, exact=False, phase=LAYER)
     for name, (elements, phase) in sizes.vocabularies.items():
-        # At lower levels, "gradients" has them too.
+        # At lower levels, "gradients" has them too. There, that of the head takes the place of its
+        # tokens' outputs if these are one tile; a loop over tiles adds it up beside them.
         if sizes.zero >= 2 or phase == LOSS:
             size = FLOAT32 * elements
+            if sizes.zero < 2:
+                size = size * (sizes.tile < sizes.tokens // sizes.degrees.tensor)
             yield Part(name=f"gradient of {name}, whole", size=size, exact=False, phase=phase)
 
 

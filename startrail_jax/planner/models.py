@@ -41,11 +41,9 @@ class ModelSizes:
     """Classes of a diffusion transformer."""
     patch: int = 4
     """Positions of a latent in a patch of a diffusion transformer: `outputs` is a multiple."""
-    window: int | None = None
-    """Tokens that a token attends to; None for all earlier ones. The forecast does not use it: it
-    takes full causal attention, and says so."""
-    mixed: bool = False
-    """Whether only some layers have a window, or not all the same one; the forecast likewise."""
+    windows: tuple[int | None, ...] = (None,)
+    """Tokens that a token of each layer attends to, itself included; None for all earlier ones. The
+    list repeats: layer i has entry i modulo their number."""
     seq_len: int | None = None
     """Tokens in a sequence, where the model says so."""
     batch: int = 1
@@ -73,7 +71,18 @@ class ModelSizes:
                     f"{flag} must be a whole number of at least 1; got {number!r} for "
                     f"model {self.name!r}. Correct it."
                 )
-        for name in ("seq_len", "batch", "window"):
+        if not self.windows or not all(x is None or is_size(x) for x in self.windows):
+            raise InputError(
+                "--windows must be one or more whole numbers of at least 1, or `none` for layers "
+                f"without a window; got {self.windows!r} for model {self.name!r}. Correct it."
+            )
+        if self.kind != "gpt" and (self.qk_norm or set(self.windows) != {None}):
+            raise InputError(
+                "--windows and --qk-norm are options of a GPT; got "
+                f"windows={self.windows}, qk_norm={self.qk_norm} for model {self.name!r}, a "
+                "diffusion transformer. Leave them out."
+            )
+        for name in ("seq_len", "batch"):
             number = getattr(self, name)
             if number is not None and not is_size(number):
                 raise InputError(
@@ -95,6 +104,11 @@ class ModelSizes:
     def causal(self) -> bool:
         """Whether a token attends only to itself and to earlier ones."""
         return self.kind == "gpt"
+
+    @property
+    def layer_windows(self) -> tuple[int | None, ...]:
+        """The window of each layer; None for a layer that attends to all earlier tokens."""
+        return tuple(self.windows[i % len(self.windows)] for i in range(self.layers))
 
     @property
     def layer_elements(self) -> int:
@@ -128,10 +142,18 @@ class ModelSizes:
         Args:
             seq_len: tokens in a sequence.
         """
-        keys = (seq_len + 1) / 2 if self.causal else seq_len
-        attention = self.layers * 4 * self.heads * self.head_dim * keys
+        pairs = sum(self._pairs(window, seq_len) for window in self.layer_windows)
+        attention = 4 * self.heads * self.head_dim * pairs / seq_len
         head = (1 if self.causal else 2) * self.width * self.outputs
         return 3.0 * (2 * (self.layers * self.layer_matrices + head) + attention)
+
+    def _pairs(self, window: int | None, seq_len: int) -> int:
+        """Pairs of a query and a key that the mask of a layer shows in a sequence."""
+        if not self.causal:
+            return seq_len**2
+        # The first queries of a window see fewer keys than the others.
+        window = min(window or seq_len, seq_len)
+        return window * (window + 1) // 2 + (seq_len - window) * window
 
 
 def is_size(number: Any) -> bool:

@@ -76,19 +76,6 @@ class Plan:
         )
 
     @property
-    def window_note(self) -> str | None:
-        """What the forecast leaves out if the model has a sliding window; None if it has none."""
-        window, mixed = self.call.model.window, self.call.model.mixed
-        if not mixed and (window is None or window >= self.call.seq_len):
-            return None
-        what = "layers with sliding windows" if mixed else f"a sliding window of {window} tokens"
-        return (
-            f"The model has {what}, and this forecast takes full "
-            "causal attention: the\nmemory holds, the seconds of attention are too many, and "
-            "another setting may be the fastest."
-        )
-
-    @property
     def adapters_note(self) -> str | None:
         """What the forecast leaves out if adapters are trained; None if there are none."""
         if not self.call.model.adapters:
@@ -118,7 +105,6 @@ class Plan:
             "frugal": _as_dict(self.frugal),
             "reasons": None if self.reasons is None else asdict(self.reasons),
             "ways_to_fit": list(self.ways_to_fit),
-            "window_note": self.window_note,
             "adapters_note": self.adapters_note,
             "command": self.command,
         }
@@ -159,7 +145,7 @@ class Plan:
             f"{self.num_settings} settings of degrees and order; with ZeRO, remat, offload and "
             f"tile {self.num_candidates}, of which {self.num_fitting} fit {limit:.1f} GiB",
         ]
-        return head + [note for note in (self.window_note, self.adapters_note) if note is not None]
+        return head if self.adapters_note is None else [*head, self.adapters_note]
 
     def _tail(self) -> list[str]:
         if self.reasons is None:

@@ -227,10 +227,10 @@ class Candidates:
     def _best_orders(self) -> dict[str, np.ndarray]:
         """For each kind of remat, the row of the fastest order of each setting of the degrees."""
         timing = self._timing(self.settings)
-        forward, backward = timing.forward().seconds, timing.backward().seconds
+        forward, backward = (timing.all_layers(backward=x).seconds for x in (False, True))
         again = {
             "none": np.zeros(len(forward)),
-            "attention_saved": timing.exchange_again().seconds,
+            "attention_saved": self.call.model.layers * timing.exchange_again().seconds,
             "full": forward,
         }
         number = np.zeros(len(forward), np.int64)
@@ -316,8 +316,8 @@ class Candidates:
             memory_bytes=_one(footprint.device_bytes),
             host_bytes=_one(footprint.host_bytes),
             fits=bool(_one(footprint.device_bytes) <= self._limit),
-            across_bytes=call.model.layers * float(sum(x.across[0] for x in passes)),
-            inside_bytes=call.model.layers * float(sum(x.inside[0] for x in passes)),
+            across_bytes=float(sum(x.across[0] for x in passes)),
+            inside_bytes=float(sum(x.inside[0] for x in passes)),
         )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from startrail_jax.planner.grid import Call, Settings
+from startrail_jax.planner.layers.loops import loops_of
 from startrail_jax.planner.memory import LAYER, LOSS, Footprint, StepSizes, footprint_of
 from startrail_jax.planner.timing import Timing
 
@@ -59,7 +60,8 @@ class Step:
 
     def __init__(self, timing: Timing) -> None:
         self.timing, self.call = timing, timing.call
-        self.forward, self.backward = timing.forward(), timing.backward()
+        self.forward, self.backward = (timing.all_layers(backward=x) for x in (False, True))
+        """Attention of all layers."""
         self._sum = timing.tensor_sum()
         model, settings = self.call.model, timing.settings
         few_keys = model.kv_heads % settings.tensor != 0
@@ -81,7 +83,7 @@ class Step:
         waits = forward.seconds + backward.seconds - compute
         waits = waits + repeats * (forward.seconds - forward.compute)
         if savings.remat == "attention_saved":
-            waits = waits + timing.exchange_again().seconds
+            waits = waits + layers * timing.exchange_again().seconds
         layer = timing.products(model.layer_matrices)
         mlp = timing.products(model.mlp_matrices * model.width * model.mlp_width)
         again = (savings.remat != "none") * layer + savings.tiled * mlp
@@ -91,11 +93,11 @@ class Step:
         sums = 4 + (savings.remat != "none") + savings.tiled
         shard = self.whole_elements / (timing.settings.replicas if savings.zero else 1)
         return {
-            "attention": layers * compute,
+            "attention": compute,
             "products": layers * 3 * layer + head,
-            "recomputation": layers * (again + repeats * forward.compute),
+            "recomputation": layers * again + repeats * forward.compute,
             "optimizer": timing.update(shard),
-            "attention waits": layers * waits,
+            "attention waits": waits,
             "tensor waits": layers * sums * self._sum.seconds,
             "zero waits": self._zero(savings.zero, layer, layer + again),
             "offload waits": self._offload(savings),
@@ -135,7 +137,9 @@ class Step:
         sizes = self.sizes(savings)
         saved = footprint_of(sizes).host_bytes / sizes.layers
         seconds = saved / self.timing.cluster.gpu.host_rate
-        busy = self.forward.compute + self.timing.products(self.call.model.layer_matrices)
+        busy = self.forward.compute / sizes.layers + self.timing.products(
+            self.call.model.layer_matrices
+        )
         return sizes.layers * 2 * np.maximum(seconds - busy, 0)
 
     def sizes(self, savings: Savings) -> StepSizes:
@@ -145,6 +149,9 @@ class Step:
         weights = sharded if savings.zero == 3 else self.whole_elements
         if savings.zero in (1, 2):
             weights = sharded
+        period, loops = loops_of(self.call.model.layer_windows)
+        stacked = model.layers * self.layer_elements
+        stacked = stacked // (settings.replicas if savings.zero else 1)
         return StepSizes(
             degrees=settings,
             zero=savings.zero,
@@ -152,6 +159,7 @@ class Step:
             keep_gathered=False,
             causal=self.call.causal,
             qk_norm=model.qk_norm,
+            modulated=model.kind == "dit",
             offload=savings.offload,
             accumulation=1,
             tile=tile_of(settings, tokens) if savings.tiled else tokens,
@@ -173,6 +181,9 @@ class Step:
             whole_elements=self.whole_elements,
             layer_elements=self.layer_elements,
             moved_elements=_moved_elements(self.call, settings),
+            period=period,
+            loops=loops,
+            stacked_bytes=_FLOAT32 * stacked,
             vocabularies=_vocabularies(self.call),
         )
 

@@ -8,12 +8,15 @@ neighbouring layer, and what they take longer than these is added.
 
 from __future__ import annotations
 
+import functools
+import operator
 from dataclasses import dataclass
 
 import numpy as np
 
 from startrail_jax.planner.grid import Call, Settings
 from startrail_jax.planner.hardware import Cluster
+from startrail_jax.planner.layers.visits import Visits
 from startrail_jax.planner.links import Cost, Links
 from startrail_jax.planner.traffic import Move, Moves
 
@@ -23,6 +26,8 @@ products instead of two, as flash attention computes the scores again."""
 _ADAM_BYTES = 28
 """Bytes that AdamW reads and writes for each weight: weight, two moments and gradient."""
 _FLOAT32 = 4
+_LARGEST_TILE = 4096
+"""Tokens that a kernel call treats under a window: `startrail_jax.blocks.tiled.COARSE`."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -38,6 +43,13 @@ class Pass:
     inside: np.ndarray
     """Bytes that the devices of a node send each other."""
 
+    def times(self, count: int) -> Pass:
+        """So many of them, one after another."""
+        return Pass(**{name: count * value for name, value in vars(self).items()})
+
+    def __add__(self, other: Pass) -> Pass:
+        return Pass(**{name: value + vars(other)[name] for name, value in vars(self).items()})
+
 
 class Timing:
     """Times the parts of a training step for many settings at a time."""
@@ -52,31 +64,51 @@ class Timing:
         gpu, model = cluster.gpu, call.model
         self.speed = gpu.peak_flops * (gpu.single_speed if model.itemsize == _FLOAT32 else 1.0)
         """FLOP/s at peak."""
+        windows = [window for window in call.windows if window is not None]
+        self._visits: dict[int | None, Visits | None] = {None: None}
+        self._visits |= {window: Visits(settings, call, window) for window in windows}
+        self.rounds = {window: self._rounds(window) for window in self._visits}
+        """Window of a layer -> seconds of the kernels of a round of the ring, forward and
+        backward."""
+
+    def _rounds(self, window: int | None) -> tuple[np.ndarray, np.ndarray]:
+        s, call, gpu, share = self.settings, self.call, self.cluster.gpu, self.traffic.share
+        model, visits = call.model, self._visits[window]
         # Their squares would overflow integers.
-        length = call.padded(settings.sequence).astype(float)
-        pairs = length**2 * call.batch / (2 if call.causal else 1)
-        share = 4 * pairs * model.heads * model.head_dim / cluster.num_gpus
-        s, tokens = settings, self.traffic.share.tokens
-        # A causal unit is two runs of tokens, and a kernel call treats one.
-        length = tokens * np.minimum(s.team, s.group) / (2 if call.causal else 1)
+        length = call.padded(s.sequence).astype(float)
+        if visits is None:
+            pairs = length**2 * call.batch / (2 if call.causal else 1)
+            flops = 4 * pairs * model.heads * model.head_dim / self.cluster.num_gpus / s.ring
+        else:
+            heads = call.batch // s.data * (model.heads // (s.head * s.tensor))
+            flops = 4 * visits.pairs * heads * model.head_dim / (visits.outer * s.inner)
+        # A causal unit is two runs of tokens, and a kernel call treats one. Under a window, it
+        # treats a tile.
+        length = share.tokens * np.minimum(s.team, s.group) / (2 if call.causal else 1)
+        length = length if window is None else np.minimum(length, min(window, _LARGEST_TILE))
         ends = [
             gpu.attention_efficiency(length, model.head_dim, backward=back)
             for back in (False, True)
         ]
-        query = self.traffic.share.query * s.team / model.itemsize
-        keys = self.traffic.share.keys * s.group / model.itemsize
+        query = share.query * s.team / model.itemsize
+        keys = share.keys * s.group / model.itemsize
         merged = np.where(s.ring > 1, query * (model.itemsize + 2 * _FLOAT32), 0)
         summed = np.where(s.ring > 1, (query + keys) * 3 * _FLOAT32, 0)
-        self.rounds = (
-            share / s.ring / (self.speed * ends[0]) + merged / gpu.memory_rate,
-            BACKWARD_FLOPS * share / s.ring / (self.speed * ends[1]) + summed / gpu.memory_rate,
+        return (
+            flops / (self.speed * ends[0]) + merged / gpu.memory_rate,
+            BACKWARD_FLOPS * flops / (self.speed * ends[1]) + summed / gpu.memory_rate,
         )
-        """Seconds of the kernels of a round of the ring, forward and backward."""
 
     # Attention.
 
-    def forward(self) -> Pass:
-        """The forward pass of the attention of a layer."""
+    def all_layers(self, *, backward: bool) -> Pass:
+        """One pass of the attentions of all layers."""
+        one = self.backward if backward else self.forward
+        found = [one(window).times(layers) for window, layers in self.call.windows.items()]
+        return functools.reduce(operator.add, found)
+
+    def forward(self, window: int | None = None) -> Pass:
+        """The forward pass of the attention of a layer, one with a window or without."""
         traffic, links = self.traffic, self.links
         waits = links.costs(
             [
@@ -86,11 +118,11 @@ class Timing:
                 *traffic.output_exchange,
             ]
         )
-        turns = self._turns(traffic.ring(), None, self.rounds[0])
-        return self._pass(waits, turns, self.rounds[0])
+        turns = self._turns(traffic.ring(self._visits[window]), None, window)
+        return self._pass(waits, turns, self.rounds[window][0], window)
 
-    def backward(self) -> Pass:
-        """The backward pass of the attention of a layer."""
+    def backward(self, window: int | None = None) -> Pass:
+        """The backward pass of the attention of a layer, one with a window or without."""
         traffic, links = self.traffic, self.links
         waits = links.costs(
             [
@@ -100,19 +132,24 @@ class Timing:
                 *traffic.gradient_exchange,
             ]
         )
-        turns = self._turns(*traffic.gradient_ring(), self.rounds[1])
-        return self._pass(waits, turns, self.rounds[1])
+        turns = self._turns(*traffic.gradient_ring(self._visits[window]), window)
+        return self._pass(waits, turns, self.rounds[window][1], window)
 
-    def _pass(self, waits: Cost, turns: Cost, of_round: np.ndarray) -> Pass:
+    def _pass(self, waits: Cost, turns: Cost, of_round: np.ndarray, window: int | None) -> Pass:
         return Pass(
             seconds=waits.seconds + turns.seconds,
-            compute=self.settings.ring * of_round,
+            compute=self._outer(window) * self.settings.inner * of_round,
             across=waits.across + turns.across,
             inside=waits.inside + turns.inside,
         )
 
+    def _outer(self, window: int | None) -> np.ndarray:
+        """Visited places of the outer cycle of a double ring, or of a single ring."""
+        visits = self._visits[window]
+        return self.settings.ring // self.settings.inner if visits is None else visits.outer
+
     def _turns(
-        self, operands: list[Move], gradients: list[Move] | None, of_round: np.ndarray
+        self, operands: list[Move], gradients: list[Move] | None, window: int | None
     ) -> Cost:
         """The rounds of the ring: kernels, and what travels meanwhile.
 
@@ -120,19 +157,20 @@ class Timing:
         there are no kernels left.
         """
         s, links = self.settings, self.links
-        outer = s.ring // s.inner
+        outer = self._outer(window)
+        of_round = self.rounds[window][gradients is not None]
         moves = operands + (gradients or [])
         total = links.costs(moves)
         if not self.cluster.overlaps:
-            seconds = total.seconds + s.ring * of_round
+            seconds = total.seconds + outer * s.inner * of_round
             return Cost(seconds=seconds, across=total.across, inside=total.inside)
         one, inner, far = (links.hop(move).seconds for move in operands)
         home = np.zeros(len(s))
         if gradients is not None:
             back = [links.hop(move).seconds for move in gradients]
             one, inner, far = one + back[0], inner + back[1], far + back[2]
-            home = np.where(s.ring > 1, np.where(s.inner > 1, back[2], back[0]), 0)
-        single = (s.ring - 1) * np.maximum(of_round, one) + of_round
+            home = np.where(outer > 1, np.where(s.inner > 1, back[2], back[0]), 0)
+        single = (outer - 1) * np.maximum(of_round, one) + of_round
         cycle = (s.inner - 1) * np.maximum(of_round, inner) + of_round
         double = (outer - 1) * np.maximum(cycle, far) + cycle
         seconds = np.where(s.inner > 1, double, single) + home

@@ -8,10 +8,12 @@ as long as queries, all rounds of the ring.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from startrail_jax.planner.grid import Call, Settings
+from startrail_jax.planner.layers.visits import Visits
 
 _FLOAT32 = 4
 _QUERY_ARRAYS = 4
@@ -79,6 +81,10 @@ class Move:
     """Number of hops."""
     arrays: np.ndarray | int = 1
     """Number of arrays that these bytes are."""
+    visits: Visits | None = None
+    """Of hops, the rounds that a window leaves; None for all of them."""
+    home: bool = False
+    """Of hops, whether gradients make them, one round later: the last one takes them home."""
 
     @property
     def total(self) -> np.ndarray:
@@ -147,11 +153,15 @@ class Moves:
             ),
         ]
 
-    def ring(self) -> list[Move]:
-        """Step 3: what travels round the ring in the forward pass, hop by hop."""
-        return self._hops(self.settings.group * self.share.keys, 2)
+    def ring(self, visits: Visits | None = None) -> list[Move]:
+        """Step 3: what travels round the ring in the forward pass, hop by hop.
 
-    def gradient_ring(self) -> tuple[list[Move], list[Move]]:
+        Args:
+            visits: the rounds that a window leaves; None for all.
+        """
+        return self._hops(self.settings.group * self.share.keys, 2, visits)
+
+    def gradient_ring(self, visits: Visits | None = None) -> tuple[list[Move], list[Move]]:
         """The same in the backward pass: operands, and the gradients that go with them."""
         s, share = self.settings, self.share
         operands = np.where(
@@ -164,8 +174,8 @@ class Moves:
         )
         queries = self.queries_travel
         return (
-            self._hops(operands, np.where(queries, _QUERY_ARRAYS, 2)),
-            self._hops(gradients, np.where(queries, 1, 2)),
+            self._hops(operands, np.where(queries, _QUERY_ARRAYS, 2), visits),
+            self._hops(gradients, np.where(queries, 1, 2), visits, home=True),
         )
 
     def combination(self) -> list[Move]:
@@ -226,21 +236,19 @@ class Moves:
         sums = 2 * copied * -(-2 * (s.tensor - 1) * row // s.tensor)
         return [head, Move(collective="all_reduce", role="tensor", received=sums, arrays=2)]
 
-    @property
-    def forward(self) -> list[Move]:
+    def forward(self, visits: Visits | None = None) -> list[Move]:
         """All moves of the forward pass."""
         return [
             *self.exchange,
             *self.gathers(backward=False),
-            *self.ring(),
+            *self.ring(visits),
             *self.combination(),
             *self.output_exchange,
         ]
 
-    @property
-    def backward(self) -> list[Move]:
+    def backward(self, visits: Visits | None = None) -> list[Move]:
         """All moves of the backward pass."""
-        operands, gradients = self.gradient_ring()
+        operands, gradients = self.gradient_ring(visits)
         return [
             *self.output_exchange,
             *self.gathers(backward=True),
@@ -269,29 +277,37 @@ class Moves:
     def _of_paper(self, received: np.ndarray) -> np.ndarray:
         return np.where(self.settings.published, received, 0)
 
-    def _hops(self, size: np.ndarray, arrays: np.ndarray | int) -> list[Move]:
+    def _hops(
+        self,
+        size: np.ndarray,
+        arrays: np.ndarray | int,
+        visits: Visits | None,
+        *,
+        home: bool = False,
+    ) -> list[Move]:
         s = self.settings
-        outer, double = s.ring // s.inner, s.inner > 1
+        outer, double = s.ring // s.inner if visits is None else visits.outer, s.inner > 1
+        skips: dict[str, Any] = dict(arrays=arrays, visits=visits, home=home)
         return [
             Move(
                 collective="hop",
                 role="ring",
                 received=np.where(double, 0, size),
-                count=np.where(double, 0, s.ring - 1),
-                arrays=arrays,
+                count=np.where(double, 0, outer - 1),
+                **skips,
             ),
             Move(
                 collective="inner hop",
                 role="ring",
                 received=np.where(double, size, 0),
                 count=outer * (s.inner - 1),
-                arrays=arrays,
+                **skips,
             ),
             Move(
                 collective="outer hop",
                 role="ring",
                 received=np.where(double, size, 0),
                 count=np.where(double, outer - 1, 0),
-                arrays=arrays,
+                **skips,
             ),
         ]

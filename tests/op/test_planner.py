@@ -15,11 +15,14 @@ from jax.experimental import multihost_utils
 
 import startrail_jax as st
 from benchmarks.cluster_plan import kendall
+from startrail_jax import masks
 from startrail_jax.errors import InputError
+from startrail_jax.layout import Layout
 from startrail_jax.planner.grid import ORDERS, ROLES, Call, Settings, all_settings
 from startrail_jax.planner.hardware import GPUS, Cluster, find_gpu
 from startrail_jax.planner.inputs import here
 from startrail_jax.planner.inputs.here import LinkSpeed, _ports, measure_cluster
+from startrail_jax.planner.layers.visits import Visits
 from startrail_jax.planner.links import Links
 from startrail_jax.planner.memory import footprint_of
 from startrail_jax.planner.models import MODELS, ModelSizes
@@ -28,6 +31,7 @@ from startrail_jax.planner.search import BASELINES, Candidates, Options
 from startrail_jax.planner.step import Savings, Step, is_legal
 from startrail_jax.planner.timing import Timing
 from startrail_jax.planner.traffic import Moves
+from startrail_jax.schedule import ring_offsets, schedule_of
 
 MEASURED = Path(__file__).parent / "planner_measured.txt"
 EVERY = Path(__file__).parent / "planner_every.txt"
@@ -70,13 +74,13 @@ def call(model=SMALL, seq_len=96, batch=2, **changes):
     return Call(model=dataclasses.replace(model, **changes), seq_len=seq_len, batch=batch)
 
 
-@pytest.mark.parametrize("kind", ["gpt", "dit"])
-@pytest.mark.parametrize(("nodes", "gpus"), [(4, 2), (2, 4), (3, 4)])
-def test_bytes_are_those_of_communication(kind, nodes, gpus):
+def check_bytes(nodes, gpus, window=None, **changes):
     """Received bytes, and bytes through the busiest port and inside of a node, of both passes."""
-    where, asked = cluster(nodes, gpus), call(kind=kind, seq_len=48 * nodes)
+    where, asked = cluster(nodes, gpus), call(seq_len=48 * nodes, **changes)
     settings = all_settings(where, asked)
     traffic, links = Moves(settings, asked), Links(settings, where)
+    visits = None if window is None else Visits(settings, asked, window)
+    mask = None if window is None else masks.resolve(None, causal=True, window=window)
     drawn = np.random.default_rng(0).permutation(len(settings))[:40]
     published = np.flatnonzero(settings.published)[:6]
     for row in {*drawn.tolist(), *published.tolist()}:
@@ -89,15 +93,17 @@ def test_bytes_are_those_of_communication(kind, nodes, gpus):
             heads=12,
             kv_heads=4,
             head_dim=16,
-            causal=asked.causal,
+            causal=asked.causal if mask is None else None,
+            mask=mask,
+            layout="zigzag" if asked.causal else "contiguous",
             inner=int(settings.inner[row]),
             order=ORDERS[settings.order[row]],
             devices_per_node=gpus,
             **(paper if settings.published[row] else {}),
         )
         for moves, expected in (
-            (traffic.forward, report.forward),
-            (traffic.backward, report.backward),
+            (traffic.forward(visits), report.forward),
+            (traffic.backward(visits), report.backward),
         ):
             assert sum(move.total[row] for move in moves) == expected.received_bytes
             cost = links.costs(moves)
@@ -109,6 +115,73 @@ def test_bytes_are_those_of_communication(kind, nodes, gpus):
             ):
                 assert math.isclose(found, truth) if exact else found >= truth * 0.999
                 assert found <= truth * 1.25 + 1e-9
+
+
+@pytest.mark.parametrize("kind", ["gpt", "dit"])
+@pytest.mark.parametrize(("nodes", "gpus"), [(4, 2), (2, 4), (3, 4)])
+def test_bytes_are_those_of_communication(kind, nodes, gpus):
+    check_bytes(nodes, gpus, kind=kind)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "gpus", "window"), [(4, 2, 5), (8, 1, 30), (2, 4, 17), (3, 4, 90)]
+)
+def test_bytes_of_windows_are_those_of_communication(nodes, gpus, window):
+    """The rounds of a ring that a window skips send nothing, and hops over them go further."""
+    check_bytes(nodes, gpus, window=window)
+
+
+def test_a_window_leaves_rounds_and_pairs_of_the_busiest_device():
+    """Offsets are those of the op; pairs are counted one by one, for every device."""
+    asked, where = call(seq_len=96, batch=1), cluster(3, 4)
+    settings = all_settings(where, asked, given=dict(head=1, tensor=1, data=1))
+    positions = np.arange(96)
+    for window in (1, 7, 30):
+        visits = Visits(settings, asked, window)
+        behind = positions[:, None] - positions
+        seen = (behind >= 0) & (behind < window)
+        pattern = masks.resolve(None, causal=True, window=window)
+        for row in range(0, len(settings), 4):
+            sizes = {role: int(vars(settings)[role][row]) for role in ROLES}
+            inner, degrees = int(settings.inner[row]), st.Degrees(**sizes)
+            schedule = schedule_of(degrees, pattern, Layout("zigzag", 12), inner)
+            offsets = ring_offsets(schedule, 96)
+            assert visits.outer[row] * inner == len(offsets)
+            work = np.zeros((degrees.group, degrees.ring, degrees.team))
+            queries, keys = schedule.units_that_meet(range(degrees.ring))
+            for place in np.ndindex(queries.shape):
+                rows, columns = (
+                    np.asarray(schedule.layout.unit_positions(96, n, units[place]).vector())
+                    for n, units in ((degrees.team, queries), (degrees.group, keys))
+                )
+                work[place[1:]] += seen[np.ix_(rows, columns)].sum()
+            # Only some query units are looked at.
+            assert visits.pairs[row] == pytest.approx(work.max(), rel=0.02)
+
+
+def test_layers_with_windows_are_timed_by_themselves():
+    asked = call(MODELS["gpt_7b"], seq_len=2**18, batch=1, windows=(1024, 1024, None))
+    assert asked.windows == {1024: 22, None: 10}
+    where = cluster(2, 8, gpu=GPUS["h100"], port_rate=1e10)
+    timing = Timing(all_settings(where, asked), where, asked)
+    local, whole = timing.forward(1024), timing.forward()
+    together = timing.all_layers(backward=False)
+    for name in ("seconds", "across", "inside", "compute"):
+        parts = [vars(part)[name] for part in (local, whole)]
+        np.testing.assert_allclose(vars(together)[name], 22 * parts[0] + 10 * parts[1])
+    assert np.all(local.across <= whole.across * (1 + 1e-9))
+    assert np.all(local.compute < whole.compute)
+    rings = (timing.settings.ring == 16) & (timing.settings.inner == 1)
+    assert np.all(2 * local.across[rings] < whole.across[rings])
+    # The two devices of a team share their queries, and one of them has nearly all the keys that
+    # these see.
+    ring, teams = (
+        Timing(one(**degrees), where, asked).forward(1024).compute[0]
+        for degrees in (dict(ring=16), dict(ring=4, team=2, group=2))
+    )
+    assert 1.5 < teams / ring < 2.5
+    full = dataclasses.replace(asked, model=dataclasses.replace(asked.model, windows=(2**18,)))
+    assert full.windows == {None: 32}
 
 
 def test_ring_of_two_nodes_by_hand():

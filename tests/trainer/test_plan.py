@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import os
+import random
 import re
 import shlex
 import subprocess
@@ -15,12 +16,14 @@ from jax.sharding import AbstractMesh, AxisType
 
 import startrail_jax as st
 from configs import RECIPES
+from models.periods import kinds_of_layers, stretches
 from startrail_jax.errors import InputError
 from startrail_jax.plan import main
 from startrail_jax.planner.grid import ROLES
 from startrail_jax.planner.hardware import GPUS, Cluster
 from startrail_jax.planner.inputs import here
 from startrail_jax.planner.inputs.config_json import PRETRAINED, find_model
+from startrail_jax.planner.layers.loops import loops_of
 from startrail_jax.planner.models import MODELS
 from startrail_jax.planner.output import figure
 from startrail_jax.planner.planning import plan as plan_function
@@ -191,6 +194,11 @@ def odd_run(folder):
         ("--model {run} --zero 0 --remat full --layers 2", dict(layers=2, window=300)),
         ("--model {mistral} --seq-len 64K", dict(layers=36, window=4096)),
         ("--model qwen3_8b --layers 2 --seq-len 64K", dict(layers=2, qk_norm=True)),
+        (
+            "--model gpt_7b --layers 4 --windows 512 1K none --qk-norm --seq-len 64K",
+            dict(windows=(512, 1024, "none"), window=None, qk_norm=True),
+        ),
+        ("--model {run} --windows 30 none --seq-len 512", dict(windows=(30, "none"), window=None)),
     ],
 )
 def test_pasted_commands_pass_the_checks_of_a_step(arguments, sizes, tmp_path, capsys):
@@ -206,7 +214,6 @@ def test_pasted_commands_pass_the_checks_of_a_step(arguments, sizes, tmp_path, c
     assert config.kind == plan["model"]["kind"]
     assert plan["command"].endswith(" --distributed") == (nodes > 1)
     assert not config.run_dir.exists()
-    assert (plan["window_note"] is None) == (getattr(config.model, "window", None) is None)
     if "{run}" in arguments:
         assert config.batch_size == plan["batch"] == 8
         assert (config.accumulation, config.devices) == (1, None)
@@ -244,38 +251,63 @@ def test_any_number_of_tokens_is_planned(capsys):
     assert odd["ranked"][0]["seconds"] == pytest.approx(even["ranked"][0]["seconds"])
 
 
-def test_sliding_windows_are_named(tmp_path, capsys):
+def test_windows_of_layers_are_read(tmp_path, capsys):
     path = tmp_path / "config.json"
     small = dict(QWEN, num_hidden_layers=4, sliding_window=4096)
-    for more, window in (
-        ({"model_type": "mistral"}, 4096),
-        ({"model_type": "qwen3"}, None),
-        ({"model_type": "qwen3", "use_sliding_window": True, "max_window_layers": 0}, 4096),
-        ({"model_type": "qwen3", "use_sliding_window": True, "max_window_layers": 4}, None),
-        ({"model_type": "smollm3"}, None),
-        ({"layer_types": ["full_attention"] * 4}, None),
+    for more, windows in (
+        ({"model_type": "mistral"}, (4096,)),
+        ({"model_type": "qwen3"}, (None,)),
+        ({"model_type": "qwen3", "use_sliding_window": True, "max_window_layers": 0}, (4096,)),
+        ({"model_type": "qwen3", "use_sliding_window": True, "max_window_layers": 4}, (None,)),
+        ({"model_type": "smollm3"}, (None,)),
+        ({"layer_types": ["full_attention"] * 4}, (None,)),
+        ({"layer_types": ["sliding_attention", "full_attention"] * 2}, (4096, None)),
+        ({"sliding_window_pattern": 3}, (4096, 4096, None)),
     ):
         path.write_text(json.dumps(small | more))
-        assert find_model(str(path)).window == window
-    path.write_text(json.dumps(small | {"layer_types": ["sliding_attention", "full_attention"]}))
-    assert find_model(str(path)).mixed
-    for kind in ("gemma2", "gemma3_text", "smollm3"):
-        path.write_text(json.dumps(small | {"model_type": kind, "use_sliding_window": True}))
-        assert (find_model(str(path)).window, find_model(str(path)).mixed) == (None, True)
+        assert find_model(str(path)).windows == windows
     path.write_text(json.dumps(small | {"model_type": "mistral"}))
     arguments = f"--nodes 1 --gpus-per-node 8 --gpu h100 --model {path} {FEW} --seq-len"
-    main(shlex.split(f"{arguments} 8K"))
-    text = capsys.readouterr().out
-    assert "a sliding window of 4096 tokens, and this forecast takes full" in text
-    assert f"train.py --init-from {tmp_path}" in text
-    main(shlex.split(f"{arguments} 4K"))
-    assert "sliding window" not in capsys.readouterr().out
+    seconds = []
+    for more in ("", "--windows none", "--windows 4K 4K none"):
+        _, plan = asked(f"{arguments} 256K {more}", capsys)
+        seconds.append(plan["ranked"][0]["seconds"])
+    assert 2 * seconds[0] < seconds[1]
+    assert seconds[0] < seconds[2] < seconds[1]
+    assert plan["model"]["windows"] == [4096, 4096, None]
     run = odd_run(tmp_path / "run")
     values = json.loads(run.read_text())
+    assert find_model(str(run)).windows == (300,)
     values["model"] |= {"window": None, "windows": [300, "none"]}
     run.write_text(json.dumps(values))
-    main(shlex.split(f"--nodes 1 --gpus-per-node 8 --gpu h100 --model {run} {FEW} --seq-len 512"))
-    assert "has layers with sliding windows, and this forecast" in capsys.readouterr().out
+    assert find_model(str(run)).layer_windows == (300, None, 300, None)
+    for wrong, message in (("x", "model.windows must be a list"), ([0], "model.windows must be a")):
+        run.write_text(json.dumps(values | {"model": values["model"] | {"windows": wrong}}))
+        with pytest.raises(InputError, match=message):
+            find_model(str(run))
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_windows_of_pretrained_models_are_those_of_the_program(kind, tmp_path):
+    values = QWEN | {"model_type": kind, "num_hidden_layers": 8, "sliding_window": 512}
+    values |= {"use_sliding_window": True, "max_window_layers": 3}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    told = read_description(tmp_path).model.layer_windows
+    model = find_model(str(tmp_path))
+    assert kind == "llama" or model.layer_windows == told
+    assert kind == "llama" or model.flops_per_token(4096) == gpt_flops_per_token(
+        read_description(tmp_path).model, 4096
+    )
+
+
+def test_layers_that_differ_are_as_many_loops_as_in_the_model():
+    draw = random.Random(0)
+    for _ in range(30):
+        period = [draw.choice((None, 128, 256)) for _ in range(draw.randint(1, 4))]
+        kinds = kinds_of_layers(period, (None,), draw.randint(1, 14))
+        made = stretches(kinds)
+        found = loops_of(tuple(kind.window for kind in kinds))
+        assert found == (max(len(x.kinds) for x in made), len(made))
 
 
 def test_a_plan_of_adapters_says_that_it_is_one_of_all_weights(tmp_path, capsys):
@@ -336,7 +368,14 @@ def test_planner_knows_the_pretrained_models_of_the_program():
     assert tied == {name for name, family in FAMILIES.items() if family.tied_head}
 
 
-@pytest.mark.parametrize(("name", "gpu"), [("gpt_7b", "h200"), ("dit_1b", "a100_40")])
+@pytest.mark.parametrize(
+    ("name", "gpu"),
+    [
+        ("gpt_7b", "h200"),
+        ("dit_1b", "a100_40"),
+        (dataclasses.replace(MODELS["gpt_7b"], layers=14, windows=(1024, 1024, None)), "h200"),
+    ],
+)
 def test_memory_is_that_of_the_program(name, gpu):
     """The planner knows no arrays, and is within 2 % of what train.py counts from their shapes."""
     few = Options(zero=(2, 3), remat=("none", "attention_saved"), baselines=False)
@@ -463,6 +502,8 @@ def test_what_cannot_be_drawn_is_refused(tmp_path, capsys, monkeypatch):
         ("--model {}/empty.json", "it has no 'hidden_size'"),
         ("--model {}/experts.json", "mixtures of experts are not planned; got num_experts=8"),
         ("--model gpt_7b --head-dim 127", "--head-dim must be even, for rotary positions; got"),
+        ("--model gpt_7b --windows 512 0", "--windows must be a positive whole number; got '0'"),
+        ("--model dit_1b --qk-norm", "--windows and --qk-norm are options of a GPT; got"),
         ("--model dit_1b --seq-len 1000", "--seq-len of a diffusion transformer follows from its"),
     ],
 )

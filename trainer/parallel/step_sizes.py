@@ -61,6 +61,7 @@ def step_sizes(config: TrainConfig, objective: Objective, degrees: Degrees) -> S
         head_chunks=config.attention.head_chunks,
         causal=objective.causal,
         qk_norm=getattr(model, "qk_norm", False),
+        modulated=config.kind == "dit",
         offload=config.offload,
         accumulation=config.accumulation,
         tile=config.tile or tokens,

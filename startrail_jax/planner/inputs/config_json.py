@@ -34,8 +34,9 @@ PRETRAINED: Mapping[str, Mapping[str, Any]] = {
     "gemma3_text": {"tie_word_embeddings": True, "head_dim": 256},
 }
 """Types of model that `train.py --init-from` takes, each with its defaults."""
-_MIXED = ("gemma2", "gemma3_text")
-"""Those of which every few layers lack the window of the others."""
+_PERIODS = {"gemma2": 2, "gemma3_text": 6}
+"""Those of which the last of every so many layers lacks the window of the others, if the file does
+not say."""
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _WITHOUT_GATE = ("gpt_neox", "opt", "bloom", "falcon", "gpt_bigcode", "starcoder2", "phi")
@@ -115,8 +116,7 @@ def model_of_run(settings: Mapping[str, Any], name: str) -> ModelSizes:
             mlp_matrices=2 if model.get("mlp") == "gelu" else 3,
             qk_norm=bool(model.get("qk_norm")),
             tied_head=model.get("tied_head", False),
-            window=model.get("window"),
-            mixed=bool(model.get("windows")),
+            windows=_windows_of_run(model, name),
             adapters=_part(settings, "lora").get("rank") is not None,
             seq_len=settings.get("seq_len"),
         )
@@ -171,33 +171,69 @@ def _of_hugging_face(settings: Mapping[str, Any], name: str) -> ModelSizes:
     given["qk_norm"] = _type_of(settings).startswith(_NORMALISED)
     # Files may hold "head_dim": null.
     given["head_dim"] = given.get("head_dim") or max(given["width"] // given["heads"], 1)
-    window, mixed = _window(settings, name, given["layers"])
-    return ModelSizes(name=name, hugging_face=True, window=window, mixed=mixed, **given)
+    windows = _shortest(_windows(settings, name, given["layers"]))
+    return ModelSizes(name=name, hugging_face=True, windows=windows, **given)
 
 
 def _type_of(settings: Mapping[str, Any]) -> str:
     return str(settings.get("model_type"))
 
 
-def _window(settings: Mapping[str, Any], name: str, layers: int) -> tuple[int | None, bool]:
-    """The sliding window of all layers, None if not all have one; and whether only some have."""
-    window, types = settings.get("sliding_window"), settings.get("layer_types")
-    on_request = _type_of(settings).startswith(("qwen", "smollm3"))
+def _windows_of_run(model: Mapping[str, Any], name: str) -> tuple[int | None, ...]:
+    """The windows of the layers of a run; the list repeats."""
+    windows = model.get("windows")
+    if windows is None:
+        windows = [model.get("window") or "none"]
+    if not isinstance(windows, list | tuple) or not windows:
+        raise InputError(
+            f"--model {name}: model.windows must be a list of numbers and `none`; got {windows!r}. "
+            "Correct the file."
+        )
+    for window in windows:
+        if window != "none":
+            _require_size(window, "model.windows", name)
+    return tuple(window if isinstance(window, int) else None for window in windows)
+
+
+def _windows(settings: Mapping[str, Any], name: str, layers: int) -> tuple[int | None, ...]:
+    """The sliding window of each layer; None for a layer without one."""
+    window, types, kind = (
+        settings.get("sliding_window"),
+        settings.get("layer_types"),
+        _type_of(settings),
+    )
+    on_request = kind.startswith(("qwen", "smollm3"))
     if window is None or not settings.get("use_sliding_window", not on_request):
-        return None, False
+        return (None,) * layers
     _require_size(window, "sliding_window", name)
-    if isinstance(types, list):
-        sliding = sum("sliding" in str(kind) for kind in types)
-    elif _type_of(settings) in (*_MIXED, "smollm3"):
-        # Those layers of SmolLM3 have a window that have no rotary positions.
-        return None, True
+    period = settings.get("sliding_window_pattern", _PERIODS.get(kind, 0))
+    if kind == "smollm3":
+        # Those layers have a window that have no rotary positions: the entry is 0 for them.
+        every = settings.get("no_rope_layer_interval", 4)
+        rotary = settings.get("no_rope_layers")
+        rotary = [(i + 1) % every for i in range(layers)] if rotary is None else rotary
+        sliding = [not x for x in rotary]
+    elif isinstance(types, list) and kind != "mistral":
+        sliding = ["sliding" in str(x) for x in types]
+    elif is_size(period):
+        sliding = [(i + 1) % period != 0 for i in range(layers)]
     else:
         # Qwen's layers have it from this one on.
         first = settings.get("max_window_layers", 28) if on_request else 0
-        first = first if is_size(first) else 0
-        sliding, types = max(layers - first, 0), range(layers)
-    mixed = 0 < sliding < len(types)
-    return window if sliding and not mixed else None, mixed
+        sliding = [i >= first for i in range(layers)]
+    if len(sliding) != layers:
+        raise InputError(
+            f"--model {name}: layer_types or no_rope_layers must have an entry for each of "
+            f"{layers} layers; got {len(sliding)}. Correct the file."
+        )
+    return tuple(window if slides else None for slides in sliding)
+
+
+def _shortest(entries: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The shortest list that gives all entries when it repeats."""
+    sizes = range(1, len(entries) + 1)
+    fits = (n for n in sizes if all(x == entries[i % n] for i, x in enumerate(entries)))
+    return tuple(entries[: next(fits)])
 
 
 def _require_size(number: Any, key: str, name: str) -> None:

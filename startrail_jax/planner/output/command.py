@@ -103,9 +103,8 @@ def remarks(call: Call, cluster: Cluster) -> list[str]:
         if missing:
             lines.append(f"train.py also reads {' and '.join(missing)}, which {base} lacks.")
     elif model.hugging_face:
-        without = "biases and windows" if model.mixed else "biases"
         lines.append(
-            f"The command trains a new model of these sizes, without {without} and with rotary "
+            "The command trains a new model of these sizes, without biases and with rotary "
             "positions of base 10000:\ntrain.py --init-from reads a whole, unchanged config.json "
             f"of {', '.join(PRETRAINED)}."
         )
@@ -136,7 +135,11 @@ def _model_flags(model: ModelSizes, base: ModelSizes) -> dict[str, Any]:
     flags["model.tied-head"] = model.tied_head
     if model.qk_norm != base.qk_norm:
         flags["model.qk-norm"] = model.qk_norm
-    return flags | {"model.window": model.window}
+    windows = ["none" if x is None else x for x in model.windows]
+    if len(windows) == 1:
+        flags["model.window"] = model.windows[0]
+        return flags | ({"model.windows": None} if len(base.windows) > 1 else {})
+    return flags | {"model.window": None, "model.windows": " ".join(map(str, windows))}
 
 
 def _new_folder(base: str, call: Call) -> str:

@@ -1,0 +1,148 @@
+"""Which rounds of a ring a sliding window leaves, and how much the busiest device then attends to.
+
+The units are those of `startrail_jax.schedule` in zigzag order, and the rounds those of its
+`ring_offsets`; there, one setting is looked at, with any mask.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from startrail_jax.planner.grid import Call, Settings
+
+_SAMPLES = 4
+"""Query units whose work is counted, from the first to the last."""
+
+
+class Visits:
+    """The rounds that the ring of each setting makes for layers with a window."""
+
+    def __init__(self, settings: Settings, call: Call, window: int) -> None:
+        """The rounds.
+
+        Args:
+            settings: the settings.
+            call: the tokens of a sequence.
+            window: keys that a query sees, its own included.
+        """
+        shards = settings.sequence // settings.head
+        slices = call.padded(settings.sequence) // (2 * shards)
+        s = settings
+        columns = np.stack([s.group, s.ring, s.team, s.inner, slices])
+        unique, kind = np.unique(columns, axis=1, return_inverse=True)
+        self._kind = kind.ravel()
+        self._rings = [_ring(*map(int, column), window) for column in unique.T]
+        self.outer = np.array([len(x.offsets) for x in self._rings])[self._kind]
+        """Places of the outer cycle that are visited; those of a single ring are its rounds."""
+        self.pairs = np.array([x.pairs for x in self._rings])[self._kind]
+        """Pairs of a query and a key of a sequence that the busiest device attends to, in each of
+        its heads: under a window, the devices of a team do not have the same work."""
+
+    def leaving(self, inside: np.ndarray, *, home: bool) -> np.ndarray:
+        """Of `inside` neighbours in a node, how many send to another node, on average over hops.
+
+        Where the window skips rounds, a hop goes over several places, and more devices than the
+        last one of a node send to another.
+
+        Args:
+            inside: neighbours along the ring that share a node.
+            home: whether these are the hops of gradients, which start in round 1, and whose last
+                one takes them home.
+        """
+        keys = np.stack([self._kind, inside])
+        unique, index = np.unique(keys, axis=1, return_inverse=True)
+        found = [_leaving(self._rings[kind], n, home) for kind, n in unique.T.tolist()]
+        return np.array(found)[index.ravel()]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _Ring:
+    """The ring of one setting."""
+
+    places: int
+    """Places of the outer cycle, or of a single ring."""
+    offsets: tuple[int, ...]
+    """Those that are visited, 0 first."""
+    pairs: float
+    """See `Visits.pairs`."""
+
+
+@lru_cache(maxsize=1 << 14)
+def _leaving(ring: _Ring, inside: int, home: bool) -> float:
+    """See `Visits.leaving`."""
+    if len(ring.offsets) == 1:
+        return 1.0
+    hops = np.diff(ring.offsets)
+    if home:
+        hops = np.append(hops[1:], ring.places - ring.offsets[-1])
+    return float(np.minimum(inside, np.minimum(hops, ring.places - hops)).mean())
+
+
+# Plans at other port speeds ask for the same rings.
+@lru_cache(maxsize=1 << 14)
+def _ring(group: int, ring: int, team: int, inner: int, run: int, window: int) -> _Ring:
+    """One ring, on which a shard of the sequence is two runs of `run` tokens."""
+    shards = group * ring * team
+    pairs = _busiest(group, ring, team, run, window)
+    if window >= 2 * shards * run:
+        return _Ring(places=ring // inner, offsets=tuple(range(ring // inner)), pairs=pairs)
+    # Query unit q starts at run q * team, and ends a run before (q + 1) * team; key unit k the same
+    # with `group`. Each has as many runs from the end of the sequence. A query that sees a key sees
+    # it at most `reach` whole runs beyond the gap between their units.
+    reach = (window - 2) // run
+    q = np.arange(group * ring)
+    begin, end = q * team, (q + 1) * team
+    last_key = ring * team - 1
+    bounds = (
+        # Both from the beginning: the key unit begins before the query unit ends.
+        (-(-(begin - reach) // group) - 1, (end - 1) // group),
+        # Both from the end.
+        (begin // group, (end + reach) // group),
+        # Keys from the beginning, queries from the end.
+        (-(-(2 * shards - end - reach) // group) - 1, np.full(len(q), last_key)),
+    )
+    places = ring // inner
+    mine = q % ring // inner
+    steps = np.zeros(2 * places + 1, np.int64)
+    for first, last in bounds:
+        first, last = np.maximum(first, 0), np.minimum(last, last_key)
+        some = first <= last
+        # The places of the outer cycle at which these key units lie, as distances.
+        first, last = first[some] // team // inner, last[some] // team // inner
+        more = np.minimum(last - first, places - 1)
+        near = (mine[some] - last) % places
+        np.add.at(steps, near, 1)
+        np.add.at(steps, near + more + 1, -1)
+    met = np.cumsum(steps[:-1]) > 0
+    visited = met[:places] | met[places:]
+    visited[0] = True
+    return _Ring(places=places, offsets=tuple(np.flatnonzero(visited).tolist()), pairs=pairs)
+
+
+@lru_cache(maxsize=1 << 14)
+def _busiest(group: int, ring: int, team: int, run: int, window: int) -> float:
+    """Pairs of the device that attends to most: a query unit, and the key units of a team index."""
+    length = 2.0 * group * ring * team * run
+    units = np.unique(np.linspace(0, group * ring - 1, _SAMPLES).astype(np.int64))[:, None]
+    # Both runs of every key unit, in order of position.
+    ends = np.arange(2 * ring * team + 1) * float(group * run)
+    begin, end = units * float(team * run), (units + 1) * float(team * run)
+    before = sum(
+        _earlier(b, ends)
+        - _earlier(a, ends)
+        - _earlier(b - window, ends)
+        + _earlier(a - window, ends)
+        for a, b in ((begin, end), (length - end, length - begin))
+    )
+    pairs = np.diff(before)
+    pairs = pairs + pairs[:, ::-1]
+    return float(pairs[:, : ring * team].reshape(len(units), ring, team).sum(1).max())
+
+
+def _earlier(query: np.ndarray, key: np.ndarray) -> np.ndarray:
+    """Pairs of a query and a key before these positions, of which the key is not the later one."""
+    both = np.maximum(np.minimum(query, key), 0)
+    return both * (both + 1) / 2 + np.maximum(query - key, 0) * key
