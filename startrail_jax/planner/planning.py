@@ -86,6 +86,16 @@ class Plan:
             "show --plan-measure 5 times adapters."
         )
 
+    @property
+    def layers_note(self) -> str | None:
+        """What is known of the memory if layers differ; None if they do not."""
+        if len(set(self.call.model.layer_windows)) == 1:
+            return None
+        return (
+            "The layers have different windows, for which the memory is predicted too low: a step "
+            "that was compiled took 1.4 times as much.\nLeave room."
+        )
+
     def as_dict(self) -> dict[str, Any]:
         """Everything as numbers, texts, lists and dicts, for JSON."""
         cluster = asdict(self.cluster)
@@ -106,6 +116,7 @@ class Plan:
             "reasons": None if self.reasons is None else asdict(self.reasons),
             "ways_to_fit": list(self.ways_to_fit),
             "adapters_note": self.adapters_note,
+            "layers_note": self.layers_note,
             "command": self.command,
         }
 
@@ -145,7 +156,7 @@ class Plan:
             f"{self.num_settings} settings of degrees and order; with ZeRO, remat, offload and "
             f"tile {self.num_candidates}, of which {self.num_fitting} fit {limit:.1f} GiB",
         ]
-        return head if self.adapters_note is None else [*head, self.adapters_note]
+        return head + [x for x in (self.adapters_note, self.layers_note) if x is not None]
 
     def _tail(self) -> list[str]:
         if self.reasons is None:

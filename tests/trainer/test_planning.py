@@ -203,6 +203,9 @@ def test_times_of_adapters_are_not_those_of_all_weights(measured):
     chosen = {asked: asked.choose(devices).description for asked in (full, narrow)}
     assert chosen[narrow][-1].startswith("plan: predicted seconds are those of training all weig")
     assert not any("adapters" in line for line in chosen[full])
+    mixed = planner(model=dict(windows=(9, "none"))).choose(devices).description
+    assert "layers have different windows" in mixed[-1]
+    assert not any("different windows" in line for line in chosen[full])
 
 
 def test_a_step_is_timed_on_its_mesh():
