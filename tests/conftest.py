@@ -127,13 +127,15 @@ def pytest_collection_modifyitems(config, items):
 
 
 def mark_quick(items):
-    """Marks the first test of every module that marks none itself."""
+    """Marks the first test of every module that marks none itself: of its first part, if there is
+    one."""
     modules = {}
     for item in items:
         modules.setdefault(item.nodeid.partition("::")[0], []).append(item)
     for tests in modules.values():
         if not any("quick" in test.keywords for test in tests):
-            tests[0].add_marker(pytest.mark.quick)
+            first, *_ = parts.of_part("first", tests) or tests
+            first.add_marker(pytest.mark.quick)
 
 
 def pytest_collection_finish():

@@ -79,11 +79,12 @@ def test_first_part_and_rest_make_all_tests(monkeypatch):
 
 @pytest.mark.parametrize(
     ("arguments", "part"),
-    [([], "first"), (["tests/op"], "all"), (["-m", "quick"], "all"), (["-k", "grid"], "all"),
+    [([], "first"), (["tests/op"], "all"), (["-m", "gpu"], "all"), (["-k", "grid"], "all"),
+     (["-m", "quick"], "first"), (["-m", "quick", "tests/op"], "all"),
      (["--part", "rest"], "rest"), (["--part", "first", "tests/op"], "first")],
 )  # fmt: skip
 def test_tests_that_are_asked_for_run_whole(pytestconfig, arguments, part):
-    """Only a run of everything, without a word, is the first part."""
+    """Only a run of everything, without a word, is the first part; so is a first look at it."""
     config = pytest.Config.fromdictargs({}, ["--rootdir", str(pytestconfig.rootpath), *arguments])
     parts.settle(config)
     assert config.option.part == part

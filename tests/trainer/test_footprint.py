@@ -1,6 +1,8 @@
 """The arithmetic of memory, compared with what compiled programs report."""
 
 import dataclasses
+import functools
+import math
 import types
 from pathlib import Path
 
@@ -69,7 +71,7 @@ def case(name, **changes):
 def size_on_a_device(shapes):
     """Bytes of one device."""
     return sum(
-        x.dtype.itemsize * jax.numpy.prod(jax.numpy.array(x.sharding.shard_shape(x.shape))).item()
+        x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape))
         for x in jax.tree.leaves(shapes)
     )
 
@@ -219,6 +221,7 @@ def test_describe_memory_gives_the_sum_and_the_state(host, end):
 
 
 def test_layers_of_a_period_have_their_weights_and_gradients_at_a_time():
+    @functools.cache
     def sizes(zero, **model):
         formula = footprint(make_config({"layers": 8} | model, zero=zero), STARTRAIL)
         names = ("weights of layers, as used", "gradients of layers, whole")
