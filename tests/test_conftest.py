@@ -48,6 +48,18 @@ def test_programs_of_a_module_are_freed():
     assert double._cache_size() == 0
 
 
+def test_process_that_only_hands_out_tests_is_known():
+    """It starts the others before it imports anything that takes long."""
+    options = {"numprocesses": 2, "collectonly": False}
+    config = SimpleNamespace(getoption=lambda name, default=None: options[name])
+    assert not conftest.runs_tests(config)
+    config.workerinput = {}
+    assert conftest.runs_tests(config)
+    del config.workerinput
+    options["numprocesses"] = None
+    assert conftest.runs_tests(config)
+
+
 def test_ctrl_c_reaches_the_programs_that_tests_start():
     """Even if pytest was started in the background by a shell that ignores SIGINT there."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
