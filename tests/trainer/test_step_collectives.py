@@ -67,6 +67,7 @@ def received(**sent):
     return dict.fromkeys(COLLECTIVES, 0) | sent
 
 
+@pytest.mark.quick
 def test_level_0_sums_whole_gradients():
     assert UNSPLIT == 4 * 60 * 7
     assert traffic(0) == received(all_reduce=2 * 7 * (SPLIT + UNSPLIT) // 8)
