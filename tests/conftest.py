@@ -178,6 +178,7 @@ def forget_programs():
     yield
     jax.clear_caches()
     gc.collect()
+    gc.freeze()  # What is left stays: later searches need not look at it again.
 
 
 @pytest.fixture
