@@ -49,6 +49,8 @@ from benchmarks.run_folders import REPOSITORY, CheckFailed, environment, newest_
 
 FLIPS_IN_TURN = 20
 POWER_FAILURES_IN_TURN = 4
+POWERED, POWERED_STEPS = (1, 3), 8 * crash.EVERY
+"""Number of processes, ZeRO level and steps of the run whose power fails."""
 STRANGER_BYTES = 1 << 30
 NUM_IDLE = 1_100
 GREETINGS = {
@@ -131,11 +133,13 @@ class Torture:
             self._expected[reference, step] = _restore(reference, kept)[1]
         return self._expected[reference, step]
 
-    def finished_run(self, processes: int, zero: int, *, keep: int = 1000) -> Path:
+    def finished_run(self, processes: int, zero: int) -> Path:
         """The folder of an undisturbed run, which is made when it is first asked for."""
         run_dir = self.folder / f"whole-{processes}-{zero}"
         if not run_dir.exists():
-            flags = self.flags(run_dir, processes, steps=24, zero=zero, keep=keep)
+            # Bits are flipped in the newest of two checkpoints; power fails at any of them.
+            steps = POWERED_STEPS if (processes, zero) == POWERED else 2 * crash.EVERY
+            flags = self.flags(run_dir, processes, steps=steps, zero=zero, keep=1000)
             with failures.Processes(processes, flags, folder=self.folder) as started:
                 if any(started.wait(seconds=failures.HANGS_AFTER_SECONDS)):
                     raise CheckFailed(f"The run must end.\n{started.outputs()}")
@@ -149,11 +153,12 @@ class Torture:
 
     def power(self) -> Iterator[str]:
         """Kills a run, takes away what was not flushed, and restores what is left."""
-        reference = self.finished_run(1, 3)
+        reference = self.finished_run(*POWERED)
         keep = int(self.random.integers(1, 3))
         folder = self.new_folder("power")
         run_dir, flushed = folder / "run", folder / "flushed"
-        flags = self.flags(run_dir, 1, steps=24, zero=3, keep=keep)
+        processes, zero = POWERED
+        flags = self.flags(run_dir, processes, steps=POWERED_STEPS, zero=zero, keep=keep)
         process = subprocess.Popen(
             [sys.executable, "-c", power.PROGRAM, str(flushed), *flags],
             cwd=REPOSITORY,

@@ -1,4 +1,8 @@
-"""Every test runs on simulated CPU devices; those marked `gpu` on real ones, with --gpu."""
+"""Every test runs on simulated CPU devices; those marked `gpu` on real ones, with --gpu.
+
+What takes long to import is imported where it is needed: of the processes of `pytest -n 2`, the one
+that starts the others and runs no test has to be ready first.
+"""
 
 import gc
 import os
@@ -6,9 +10,6 @@ import signal
 import tempfile
 from pathlib import Path
 
-import hypothesis
-import jax
-import jaxtyping
 import pytest
 
 import parts
@@ -22,20 +23,6 @@ ALLOWED_SKIPS = (
     *(NEEDS_GPU, "needs jax-cuda13-pjrt", "needs network namespaces"),
     *("needs wandb", "needs mlflow"),
 )
-
-hypothesis.settings.register_profile(
-    "fixed", derandomize=True, deadline=None, max_examples=10, database=None
-)
-hypothesis.settings.register_profile("explore", deadline=None, max_examples=100, print_blob=True)
-hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
-
-
-# Tests run a compiled program once or twice, and most of their time goes into LLVM. These flags
-# halve that time.
-QUICK_TO_COMPILE = ["--xla_cpu_parallel_codegen_split_count=1"]
-if jax.__version_info__ < (0, 11):
-    # Later releases have only the new emitters, which compile more slowly.
-    QUICK_TO_COMPILE.append("--xla_cpu_use_fusion_emitters=false")
 
 
 def pytest_addoption(parser):
@@ -53,8 +40,13 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     heed_ctrl_c()
     parts.settle(config)
+    if not runs_tests(config):
+        return
+    set_up_hypothesis()
     check_types(everywhere=config.getoption("--check-all-types"))
     # Imported here, since the checks of types must come first.
+    import jax
+
     from startrail_jax.testing import simulate_devices
 
     if config.getoption("--gpu"):
@@ -65,12 +57,31 @@ def pytest_configure(config):
     jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+def runs_tests(config):
+    """Whether this process runs tests, and does not only hand them out to others."""
+    hands_out = config.getoption("numprocesses", None) and not config.getoption("collectonly")
+    return hasattr(config, "workerinput") or not hands_out
+
+
+def set_up_hypothesis():
+    """Draws the same few examples in every run, unless HYPOTHESIS_PROFILE is "explore"."""
+    from hypothesis import settings
+
+    settings.register_profile(
+        "fixed", derandomize=True, deadline=None, max_examples=10, database=None
+    )
+    settings.register_profile("explore", deadline=None, max_examples=100, print_blob=True)
+    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
+
+
 def check_types(*, everywhere):
     """Lets jaxtyping check annotations at every call. Must come before the packages are imported.
 
     Only in modules that state shapes of arrays, unless `everywhere`: small functions of numbers and
     masks are called so often that their checks took a sixth of the time of all tests.
     """
+    import jaxtyping
+
     root = Path(__file__).parent.parent
     files = [path for package in PACKAGES for path in sorted((root / package).rglob("*.py"))]
     names = [
@@ -97,8 +108,16 @@ def compile_quickly(config):
     They share a cache, so that a program that several tests need is compiled once. Every process of
     pytest has a cache of its own, because jax could read a file that another has not finished.
     """
+    import jax
+
+    # Tests run a compiled program once or twice, and most of their time goes into LLVM. These flags
+    # halve that time.
+    quick = ["--xla_cpu_parallel_codegen_split_count=1"]
+    if jax.__version_info__ < (0, 11):
+        # Later releases have only the new emitters, which compile more slowly.
+        quick.append("--xla_cpu_use_fusion_emitters=false")
     flags = os.environ.get("XLA_FLAGS", "").split()
-    os.environ["XLA_FLAGS"] = " ".join([x for x in QUICK_TO_COMPILE if x not in flags] + flags)
+    os.environ["XLA_FLAGS"] = " ".join([x for x in quick if x not in flags] + flags)
     compiled = tempfile.TemporaryDirectory(prefix="compiled")
     config.add_cleanup(compiled.cleanup)
     settings = {
@@ -127,13 +146,15 @@ def pytest_collection_modifyitems(config, items):
 
 
 def mark_quick(items):
-    """Marks the first test of every module that marks none itself."""
+    """Marks the first test of every module that marks none itself: of its first part, if there is
+    one."""
     modules = {}
     for item in items:
         modules.setdefault(item.nodeid.partition("::")[0], []).append(item)
     for tests in modules.values():
         if not any("quick" in test.keywords for test in tests):
-            tests[0].add_marker(pytest.mark.quick)
+            first, *_ = parts.of_part("first", tests) or tests
+            first.add_marker(pytest.mark.quick)
 
 
 def pytest_collection_finish():
@@ -152,15 +173,20 @@ def forget_programs():
     Each takes some maps of memory, of which Linux gives a process no more than 65,530: the next to
     be compiled would crash.
     """
+    import jax
+
     yield
     jax.clear_caches()
     gc.collect()
+    gc.freeze()  # What is left stays: later searches need not look at it again.
 
 
 @pytest.fixture
 def compile_well():
     """Full optimisation, for a test that computes more than it compiles, or that needs the products
     of 16-bit arrays to be float32: on a CPU, only optimised programs have that."""
+    import jax
+
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", False)
     yield
@@ -170,6 +196,8 @@ def compile_well():
 @pytest.fixture
 def unchecked():
     """Without the type checker, as users run: shows the error that they get for a wrong type."""
+    import jaxtyping
+
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)

@@ -199,7 +199,7 @@ def add_option(parser):
         "--part",
         choices=PARTS,
         help="the part of the tests to run (tests/parts.py); the default is all that a path, -k or "
-        "-m selects, and the first part without any of them",
+        "-m selects, and the first part without any of them, or with -m quick alone",
     )
 
 
@@ -207,7 +207,7 @@ def settle(config):
     """Decides what runs where --part is not given. The processes of `-n 2` get the decision."""
     if config.option.part is None:
         everything = config.args_source is pytest.Config.ArgsSource.TESTPATHS
-        selected = config.option.keyword or config.option.markexpr
+        selected = config.option.keyword or config.option.markexpr not in ("", "quick")
         config.option.part = "first" if everything and not selected else "all"
 
 

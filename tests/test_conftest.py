@@ -48,6 +48,18 @@ def test_programs_of_a_module_are_freed():
     assert double._cache_size() == 0
 
 
+def test_process_that_only_hands_out_tests_is_known():
+    """It starts the others before it imports anything that takes long."""
+    options = {"numprocesses": 2, "collectonly": False}
+    config = SimpleNamespace(getoption=lambda name, default=None: options[name])
+    assert not conftest.runs_tests(config)
+    config.workerinput = {}
+    assert conftest.runs_tests(config)
+    del config.workerinput
+    options["numprocesses"] = None
+    assert conftest.runs_tests(config)
+
+
 def test_ctrl_c_reaches_the_programs_that_tests_start():
     """Even if pytest was started in the background by a shell that ignores SIGINT there."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -79,11 +91,12 @@ def test_first_part_and_rest_make_all_tests(monkeypatch):
 
 @pytest.mark.parametrize(
     ("arguments", "part"),
-    [([], "first"), (["tests/op"], "all"), (["-m", "quick"], "all"), (["-k", "grid"], "all"),
+    [([], "first"), (["tests/op"], "all"), (["-m", "gpu"], "all"), (["-k", "grid"], "all"),
+     (["-m", "quick"], "first"), (["-m", "quick", "tests/op"], "all"),
      (["--part", "rest"], "rest"), (["--part", "first", "tests/op"], "first")],
 )  # fmt: skip
 def test_tests_that_are_asked_for_run_whole(pytestconfig, arguments, part):
-    """Only a run of everything, without a word, is the first part."""
+    """Only a run of everything, without a word, is the first part; so is a first look at it."""
     config = pytest.Config.fromdictargs({}, ["--rootdir", str(pytestconfig.rootpath), *arguments])
     parts.settle(config)
     assert config.option.part == part

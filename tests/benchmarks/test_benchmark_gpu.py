@@ -121,6 +121,7 @@ def test_compiled_program_of_one_device_has_the_products_of_the_mesh(monkeypatch
     np.testing.assert_allclose(layout.unpermute(out), expected, atol=2e-6)
 
 
+@pytest.mark.quick
 def test_one_device_receives_and_sends_what_the_mesh_does():
     mesh = st.make_mesh(st.Degrees(), devices=jax.devices()[:1])
     schedule = rehearsal.schedule_of(DEGREES["C 2"], mesh, backend="xla")

@@ -38,9 +38,10 @@ def test_attacks_take_turns_until_so_many_bits_are_flipped(reference, tmp_path, 
         return "here"
 
     monkeypatch.setattr(torture.Torture, "_flip_one", flip_one)
-    table = torture.torture(["flip"], folder=tmp_path, seed=0, seconds=0, flips=21)
-    assert table["flip"][:2] == (40, 40)
-    assert flipped == [(6, [])] * 40
+    monkeypatch.setattr(torture, "FLIPS_IN_TURN", 4)
+    table = torture.torture(["flip"], folder=tmp_path, seed=0, seconds=0, flips=5)
+    assert table["flip"][:2] == (8, 8)
+    assert flipped == [(6, [])] * 8
 
 
 def test_state_that_is_not_what_was_saved_is_found_out(reference, tmp_path):

@@ -43,6 +43,7 @@ def both(attention, *inputs):
     return transpose(jax.tree.map(jnp.ones_like, out))
 
 
+@pytest.mark.quick
 def test_a_part_waits_for_the_last_but_one_in_both_passes():
     """Four parts: the third and the fourth begin late in the forward pass, and so do the first and
     the second in the backward pass."""

@@ -164,6 +164,7 @@ def test_checksum_notices_two_signs_and_two_places():
     assert len(found) == 5
 
 
+@pytest.mark.quick
 def test_wrong_values_are_named_with_their_step(tmp_path):
     shapes = save(tmp_path, (5,))
     checksums = Checksums.read(tmp_path / "5")

@@ -250,11 +250,11 @@ def test_estimate_refuses_what_the_program_refuses():
     """With the same message, for every setting of all six degrees."""
     model = dict(vocab_size=32, width=8, layers=1, heads=6, kv_heads=2, head_dim=4, mlp_width=6)
     config = make_config(model, seq_len=24, batch_size=2, zero=1, zero_axes=("team", "ring"))
-    outcomes = {}
+    objective, outcomes = NextToken(config), {}
     for degrees in all_degrees(4, roles=ROLES):
         attempts = (
             lambda degrees=degrees: make_program(config, degrees),
-            lambda degrees=degrees: footprint(config, NextToken(config), degrees),
+            lambda degrees=degrees: footprint(config, objective, degrees),
         )
         messages = []
         for attempt in attempts:

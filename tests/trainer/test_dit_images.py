@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import ExifTags, Image
-from sklearn.datasets import load_digits
 
 from startrail_jax.errors import InputError
 from trainer.dit import image_folder, images
@@ -101,6 +100,9 @@ def test_digits_are_images_with_labels_and_captions():
     opened = open_digits(caption_length=5)
     found = examples(opened)
     assert len(found) == 1797
+    # Imported here, as that takes seconds, which not every process of the tests need spend.
+    from sklearn.datasets import load_digits
+
     digits = load_digits()
     np.testing.assert_array_equal([x.label for x in found], digits.target)
     latents = np.stack([x.latent for x in found])

@@ -1,6 +1,7 @@
 """Training steps of a DiT: the same losses on every mesh, with and without text."""
 
 import dataclasses
+import functools
 from pathlib import Path
 
 import chex
@@ -40,6 +41,7 @@ WITH_TEXT = dataclasses.replace(
 )
 
 
+@functools.cache
 def make_program(degrees, config=CONFIG, **changes):
     mesh = st.make_mesh(degrees, "auto", jax.devices()[: degrees.num_devices])
     attention = st.Attention(mesh, causal=False)
@@ -161,13 +163,18 @@ def test_weights_are_used_alike_at_every_level_of_zero():
         np.testing.assert_allclose(two, one, atol=1e-6 * abs(one).max())
 
 
+@functools.cache
+def prepare_of(program, training):
+    return jax.jit(functools.partial(program.objective.prepare, training=training))
+
+
 def shown(step=0, *, training, degrees=None, config=CONFIG, reverse=False, **changes):
     """A batch as the model takes it; `reverse` reverses the order of its rows."""
     program = make_program(degrees or st.Degrees(), config, **changes)
     images = batch(program, step)
     if reverse:
         images = jax.tree.map(lambda x: x[::-1], images)
-    return program.objective.prepare(images, training=training)
+    return prepare_of(program, training)(images)
 
 
 def noise_of(noisy, config=CONFIG):

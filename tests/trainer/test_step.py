@@ -1,6 +1,7 @@
 """Training steps: the same losses on every mesh, and however memory is saved."""
 
 import dataclasses
+import functools
 import gc
 import weakref
 from pathlib import Path
@@ -42,6 +43,7 @@ CONFIG = GPTTrainConfig(
 )
 
 
+@functools.cache
 def make_program(degrees, **changes):
     mesh = st.make_mesh(degrees, "auto", jax.devices()[: degrees.num_devices])
     config = dataclasses.replace(CONFIG, **changes)
@@ -69,23 +71,25 @@ def initial_state():
     return jax.device_get(make_program(st.Degrees()).initialise())
 
 
+def placed(state, shapes):
+    """A copy of a state, or of a part of it, on the devices of a program."""
+    return jax.tree.map(lambda x, to: jax.device_put(x, to.sharding), state, shapes)
+
+
 def losses_of(program, state, steps=STEPS):
     """Losses and norms of the gradients of a batch of which little counts, and of so many steps."""
-
-    def placed():
-        return jax.tree.map(
-            lambda x, to: jax.device_put(x, to.sharding), state, program.state_shapes
-        )
-
     layout = program.attention.layout
     counted = np.zeros((CONFIG.batch_size, CONFIG.seq_len), np.float32)
     # One device holds a single token that counts, and most hold none.
     counted[0, 3] = counted[3, 24:40] = 1
     uneven = batch(program, 0)
     weights = jax.device_put(layout.permute(counted), uneven.weights.sharding)
-    _, metrics = program.train_step(placed(), uneven._replace(weights=uneven.weights * weights))
+    _, metrics = program.train_step(
+        placed(state, program.state_shapes),
+        uneven._replace(weights=uneven.weights * weights),
+    )
     losses = [(float(metrics.loss), float(metrics.gradient_norm))]
-    state = placed()
+    state = placed(state, program.state_shapes)
     for step in range(steps):
         state, metrics = program.train_step(state, batch(program, step))
         assert metrics.finite
@@ -188,9 +192,7 @@ def dense_attention(query, key, value, *, segment_ids):
 )
 def test_gradients_are_those_of_the_dense_model(degrees, changes, dense_gradients, initial_state):
     program = make_program(degrees, **changes)
-    weights = jax.device_put(
-        initial_state.weights, jax.tree.map(lambda x: x.sharding, program.state_shapes.weights)
-    )
+    weights = placed(initial_state.weights, program.state_shapes.weights)
     actual = jax.jit(program.gradients)(weights, batch(program, 0))
     leaves = jax.tree_util.tree_leaves_with_path(dense_gradients)
     for (path, wanted), given in zip(leaves, jax.tree.leaves(actual), strict=True):
@@ -258,9 +260,7 @@ def loss_of_61_tokens(degrees, initial_state):
     layout = program.attention.layout
     whole = next_token_batch(windows(0)[:, :62], layout=layout)
     assert whole.tokens.shape == program.tokens_shape == (4, layout.padded_length(61))
-    weights = jax.device_put(
-        initial_state.weights, jax.tree.map(lambda x: x.sharding, program.state_shapes.weights)
-    )
+    weights = placed(initial_state.weights, program.state_shapes.weights)
     loss, gradients = jax.jit(program.gradients)(weights, place(whole, program.batch_sharding))
     return jax.device_get((loss, optax.tree.norm(gradients)))
 
@@ -298,10 +298,10 @@ def test_initial_weights_do_not_depend_on_the_mesh(initial_state):
 
 
 @pytest.mark.quick
-def test_documents_do_not_see_each_other():
+def test_documents_do_not_see_each_other(initial_state):
     """With the mask, the loss of the first document does not depend on the other documents."""
     program = make_program(STARTRAIL)
-    weights = program.initialise().weights
+    weights = placed(initial_state.weights, program.state_shapes.weights)
     whole = batch(program, 0)
     first = program.attention.layout.permute(
         (np.cumsum(windows(0)[:, :-1] == END, axis=1) == 0).astype(np.float32)
@@ -319,14 +319,13 @@ def test_documents_do_not_see_each_other():
     np.testing.assert_allclose(*sums, rtol=1e-6)
 
 
-def test_a_step_that_is_not_finite_changes_nothing():
-    program = make_program(st.Degrees(team=2), zero=1)
-    state = program.initialise()
-    broken = state._replace(weights=jax.tree.map(lambda x: x + np.inf, state.weights))
-    kept = jax.device_get(broken)
-    after, metrics = program.train_step(broken, batch(program, 0))
+def test_a_step_that_is_not_finite_changes_nothing(initial_state):
+    program = make_program(STARTRAIL)
+    infinite = jax.tree.map(lambda x: x + np.inf, initial_state.weights)
+    broken = initial_state._replace(weights=infinite)
+    after, metrics = program.train_step(placed(broken, program.state_shapes), batch(program, 0))
     assert not metrics.finite
-    chex.assert_trees_all_equal(jax.device_get(after), kept)
+    chex.assert_trees_all_equal(jax.device_get(after), broken)
 
 
 def test_weights_are_decayed_but_for_norms(initial_state):
@@ -353,7 +352,7 @@ def test_biases_and_sinks_are_not_decayed():
 
 def test_program_is_freed_when_it_is_not_needed():
     """train() may be called hundreds of times in one process."""
-    program = make_program(st.Degrees(team=2), tile=8)
+    program = make_program.__wrapped__(st.Degrees(team=2), tile=8)
     program.losses.trace(program.state_shapes.weights, program.batch_shapes)
     program.train_step.trace(program.state_shapes, program.batch_shapes)
     freed = weakref.ref(program)

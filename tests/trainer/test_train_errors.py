@@ -56,7 +56,7 @@ def write_tokens(path, count):
 def flags_of(data, run_dir, flags=""):
     """A later flag overrides an earlier one."""
     return [
-        *f"{TINY} --devices 2 --steps {STEPS}".split(),
+        *f"{TINY} --devices 2 --mesh.data 2 --steps {STEPS}".split(),
         *("--data.path", str(data), "--run-dir", str(run_dir)),
         *flags.split(),
     ]
@@ -371,7 +371,10 @@ def test_run_on_other_data_is_refused(trained, tmp_path):
         ("--mesh.ring 3", r"product of the mesh degrees must be.*ring=3.* for 2 devices"),
         ("--mesh.team 4", r"product of the mesh degrees must divide.*team=4.* for 2 devices"),
         ("--devices 65", r"devices must be at most.*devices=65, and there are 64"),
-        ("--model.heads 3 --mesh.head 2", r"heads must be divisible by head \* tensor.*heads=3"),
+        (
+            "--model.heads 3 --mesh.data 1 --mesh.head 2",
+            r"heads must be divisible by head \* tensor.*heads=3",
+        ),
     ],
 )
 def test_what_does_not_fit_ends_the_program_before_there_is_a_run(flags, message, data, tmp_path):
