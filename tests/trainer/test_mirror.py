@@ -24,6 +24,7 @@ from trainer.mirror import fetch
 from trainer.mirror.copying import Mirror, TakenError
 from trainer.mirror.fetch import fetch_newer
 from trainer.mirror.store import Store
+from trainer.places import check_mirror
 
 URL = "memory://bucket/runs/mine"
 
@@ -95,7 +96,7 @@ def wait_until(condition):
 
 @pytest.mark.parametrize("kind", ["memory", "file"])
 def test_run_is_fetched_as_it_was(tmp_path, kind):
-    url = URL if kind == "memory" else f"file://{tmp_path}/store/mine"
+    url = URL if kind == "memory" else f"file://{tmp_path}/store"
     run = tmp_path / "run"
     for step in (2, 4, 6):
         copy(run, step, url)
@@ -412,8 +413,13 @@ def test_checkpoint_that_is_being_copied_stays(tmp_path):
         ("runs/mine", r"must be the URL of a store; got mirror='runs/mine'\. Use for .*gs://"),
         ("simplecache::s3://b/run", r"must be the URL of a store; got"),
         ("gs://bucket", r"must name a folder below the bucket or the root; got mirror='gs://bu"),
-        ("s3://key:token@bucket/run", r"must hold no password, key or token.*an @ before its path"),
-        ("az://c/run?sig=token", r"must hold no password, key or token.*a \? or # in it"),
+        ("s3://key:token@bucket/run", r"must hold no password, key or token.*an @, \? or # in it"),
+        ("s3://key:to/token@bucket/run", r"must hold no password, key or token"),
+        ("s3:/key:token@bucket/run", r"must hold no password, key or token"),
+        ("s3://[key:token@bucket/run", r"must hold no password, key or token"),
+        ("s3://key:token/run", r"must hold no password.*with a : before its path that begins no po"),
+        ("az://c/run?sig=token", r"must hold no password, key or token"),
+        ("s3://[bad/run", r"must be the URL of a store; got one whose bucket or host cannot be re"),
     ],
 )
 def test_url_that_cannot_be_raises(tmp_path, url, message):
@@ -424,6 +430,7 @@ def test_url_that_cannot_be_raises(tmp_path, url, message):
     with pytest.raises(ValueError, match=message) as caught:
         replace(gpt_tiny(), mirror=url)
     assert "token@" not in str(caught.value)
+    assert "key:" not in str(caught.value)
     assert "sig=" not in str(caught.value)
 
 
@@ -442,6 +449,10 @@ def test_store_that_cannot_be_opened_raises(tmp_path, monkeypatch):
     with pytest.raises(StorageError, match=rf"must be there.*; got {URL}: PermissionError: you m"):
         fetch_newer(URL, tmp_path / "run")
     assert not (tmp_path / "run").exists()
+    with pytest.raises(StorageError, match=r"above that of a --mirror must exist; got file.*/disk\."):
+        fetch_newer(f"file://{tmp_path}/disk/mine", tmp_path / "run")
+    assert not (tmp_path / "disk").exists()
+    check_mirror("hdfs://name:9000/runs")
     config = replace(gpt_tiny(), mirror=URL)
     object.__setattr__(config, "steps", 0)
     with pytest.raises(ValueError, match=r"copies the checkpoints of a run that trains; .*steps=0"):

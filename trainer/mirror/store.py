@@ -56,6 +56,7 @@ class Store:
         Raises:
             ImportError: if a package is missing.
             ValueError: if fsspec does not know the kind of store.
+            OSError: if the store is a folder below one that does not exist.
         """
         self.url = url.rstrip("/")
         self._fs, self._root = _open(self.url)
@@ -221,6 +222,12 @@ def _open(url: str) -> tuple[Any, str]:
             f"mirror must be a URL of a store that fsspec knows; got {url}: {error}. Use for "
             "example gs://, s3://, or file:// for a folder."
         ) from error
+    if options and not Path(root).parent.is_dir():
+        # A disk that is not mounted holds nothing: a run would begin anew beside its copies.
+        raise StorageError(
+            f"The folder above that of a --mirror must exist; got {url}, without "
+            f"{Path(root).parent}. Mount the disk, or make that folder."
+        )
     return fs, root.rstrip("/")
 
 
