@@ -18,6 +18,7 @@ from fsspec.registry import known_implementations
 import train
 from configs.gpt import gpt_tiny
 from programs import interrupt_after, shared_programs
+from trainer.checkpoints import checksums
 from trainer.checkpoints.background import Copier
 from trainer.checkpoints.checkpoint import Checkpoints
 from trainer.command_line import parse
@@ -306,6 +307,7 @@ def test_copy_of_what_is_damaged_here_is_used(tmp_path):
 
 
 def test_checkpoint_whose_files_are_gone_replaces_no_copy(tmp_path, monkeypatch):
+    assert contents.CHECKSUMS_FILE == checksums.CHECKSUMS_FILE
     run, lines = tmp_path / "run", []
     copy(run, 2, keep=1)
 

@@ -26,7 +26,9 @@ from trainer.run.trackers import mlflow_run, wandb_run
 from trainer.run.versions import VERSIONS_FILE
 
 PART_BYTES = 1 << 24
+"""How much of a file is read at once for its checksum."""
 CHECKSUMS_FILE = "checksums.json"
+"""As `trainer.checkpoints.checksums` has it, which imports jax."""
 FILES = "files"
 """Where a store has the files of all copies."""
 ID_FILE = "mirror.json"
