@@ -180,7 +180,7 @@ class Mirror(Copier):
     def _require_newest(self, copies: Sequence[StoredCopy], newest: int) -> None:
         """Raises RunError if the store has what the run set aside as damaged since it began."""
         for copy in reversed(after(newest, copies)):
-            if copy.step > max(self._before) or not self._store.is_whole(copy):
+            if copy.step > max(self._before, default=-1) or not self._store.is_whole(copy):
                 continue
             # What is damaged in the store in the same way helps nobody.
             if not is_set_aside(self._run_dir, self._store.manifest(copy)):
