@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from startrail_jax.errors import InputError
+
+_HOST = re.compile(r"[^:]*(:\d*)?")
+"""A bucket or a host, with a port or none."""
 
 
 def check_folder(name: str, path: Path) -> None:
@@ -26,14 +30,25 @@ def check_folder(name: str, path: Path) -> None:
 
 def check_mirror(url: str) -> None:
     """Raises ValueError unless a text is the URL of a folder in a store, without secrets."""
-    parts = urlsplit(url)
     hint = "Use for example --mirror gs://bucket/runs/mine."
-    if "@" in parts.netloc or parts.query or parts.fragment:
+    try:
+        parts = urlsplit(url)
+        has_secret = bool(parts.query or parts.fragment or not _HOST.fullmatch(parts.netloc))
+    except ValueError as error:
+        if "@" not in url:
+            raise InputError(
+                "mirror must be the URL of a store; got one whose bucket or host cannot be read, "
+                f"as with a [ in it. {hint}"
+            ) from error
+        has_secret = True
+    # A secret may have a / in it, so that the @ comes after what looks like the host.
+    if has_secret or "@" in url:
         # The message must not show them either.
         raise InputError(
             "mirror must hold no password, key or token, as config.json keeps it; got a URL with "
-            "an @ before its path, or with a ? or # in it. Give secrets as the package of the "
-            "store takes them: by its environment variables, or by files in the home folder."
+            "an @, ? or # in it, or with a : before its path that begins no port. Give secrets as "
+            "the package of the store takes them: by its environment variables, or by files in "
+            "the home folder."
         )
     if not parts.scheme or "://" not in url or "::" in url:
         raise InputError(f"mirror must be the URL of a store; got mirror={url!r}. {hint}")

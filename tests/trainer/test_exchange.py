@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ import pytest
 import train
 from benchmarks import failures
 from trainer.network.secret import VARIABLE
-from trainer.processes.exchange import first_does, peers
+from trainer.processes import exchange
+from trainer.processes.exchange import Peers, first_does, peers
 
 
 def test_one_process_gathers_what_it_gives():
@@ -18,6 +20,24 @@ def test_one_process_gathers_what_it_gives():
     assert peers().gather({"bad": [[3, "größe"]]}) == [{"bad": [[3, "größe"]]}]
     with pytest.raises(ZeroDivisionError):
         first_does(lambda: 1 // 0, peers())
+
+
+def test_error_between_two_looks_is_raised(monkeypatch):
+    may_fail, wait = threading.Event(), exchange.wait
+
+    def fail():
+        may_fail.wait(10)
+        raise RuntimeError("no network")
+
+    def look(futures, seconds):
+        found = wait(futures, 0 if not may_fail.is_set() else seconds)
+        may_fail.set()
+        wait(futures, 10)  # It fails right after the first look.
+        return found
+
+    monkeypatch.setattr(exchange, "wait", look)
+    with pytest.raises(RuntimeError, match="no network"):
+        first_does(fail, Peers(index=0, count=2, gather=lambda value: [value, False]))
 
 
 GATHERING = """

@@ -1,11 +1,13 @@
 """The copy of a run in a store: whole at any moment, fetched as it was, and of one program."""
 
+import hashlib
 import json
 import shutil
 import threading
 import time
 from contextlib import suppress
 from dataclasses import replace
+from types import SimpleNamespace
 
 import fsspec
 import jax.numpy as jnp
@@ -16,14 +18,17 @@ from fsspec.registry import known_implementations
 import train
 from configs.gpt import gpt_tiny
 from programs import interrupt_after, shared_programs
+from trainer.checkpoints import checksums
 from trainer.checkpoints.background import Copier
 from trainer.checkpoints.checkpoint import Checkpoints
 from trainer.command_line import parse
 from trainer.errors import MissingPackageError, RunError, StorageError
-from trainer.mirror import fetch
+from trainer.mirror import contents, copying, fetch
+from trainer.mirror.contents import DamagedCopyError, read_manifest
 from trainer.mirror.copying import Mirror, TakenError
 from trainer.mirror.fetch import fetch_newer
 from trainer.mirror.store import Store
+from trainer.places import check_mirror
 
 URL = "memory://bucket/runs/mine"
 
@@ -95,7 +100,7 @@ def wait_until(condition):
 
 @pytest.mark.parametrize("kind", ["memory", "file"])
 def test_run_is_fetched_as_it_was(tmp_path, kind):
-    url = URL if kind == "memory" else f"file://{tmp_path}/store/mine"
+    url = URL if kind == "memory" else f"file://{tmp_path}/store"
     run = tmp_path / "run"
     for step in (2, 4, 6):
         copy(run, step, url)
@@ -276,6 +281,138 @@ def test_folder_and_store_are_brought_together(tmp_path, capsys):
     assert fetched(tmp_path)["versions.json"] == b"3"
 
 
+def test_copy_of_what_is_damaged_here_is_used(tmp_path):
+    """A restore sets the newest checkpoint aside, and the store has it whole."""
+    run, lines = tmp_path / "run", []
+    copy(run, 3, keep=1)
+    copy(run, 4, keep=1)
+    newest = run / "checkpoints/4"
+    data = newest / "ocdbt.process_0/d/4"
+    data.write_bytes(data.read_bytes()[::-1][1:])
+
+    def begin(kept):
+        with mirror(run, keep=1, note=lines.append) as copier:
+            newest.rename(newest.with_name(kept))
+            copier.begin()
+
+    message = r"newest whole checkpoint; got step 3 in .*and step 4 in .*Start the same command"
+    with pytest.raises(RunError, match=message):
+        begin("4.damaged")
+    fetch_newer(URL, run)
+    assert (newest / "ocdbt.process_0/d/4").read_bytes() == bytes([4]) * 3001
+    # The copy turns out to be damaged like that: the run goes on from the one before.
+    begin("4.damaged.damaged")
+    assert "has the newer step 4, while this run goes on from step 3, whose copy becom" in lines[0]
+    assert [x.split("_")[1] for x in objects("manifests")] == ["3"]
+
+
+def test_checkpoint_whose_files_are_gone_replaces_no_copy(tmp_path, monkeypatch):
+    assert contents.CHECKSUMS_FILE == checksums.CHECKSUMS_FILE
+    run, lines = tmp_path / "run", []
+    copy(run, 2, keep=1)
+
+    def lose(copier, step, what):
+        save(run, step)
+        with monkeypatch.context() as patch:
+            put = Store.put_files
+
+            def late(*arguments):
+                put(*arguments)
+                (run / what).unlink()
+
+            patch.setattr(Store, "put_files", late)
+            copier.add(step)
+            wait_until(lambda: not copier.holds(step))
+
+    def train():
+        with mirror(run, note=lines.append) as copier:
+            for step, what in ((3, "ocdbt.process_0/d/3"), (4, "checksums.json")):
+                lose(copier, step, f"checkpoints/{step}/{what}")
+            # All are gone before the copy begins.
+            save(run, 6)
+            shutil.rmtree(run / "checkpoints/6")
+            copier.add(6)
+            wait_until(lambda: not copier.holds(6))
+
+    with pytest.raises(StorageError, match=r"that of step 6, which .*run does not have any more"):
+        train()
+    warnings = [line for line in lines if "are gone, or have changed" in line]
+    assert [line.split("step ")[1][0] for line in warnings] == ["3", "4", "6"]
+    assert [x.split("_")[1] for x in objects("manifests")] == ["2"]
+    assert fetched(tmp_path)["versions.json"] == b"2"
+    # Nor does a manifest count that names none of its files.
+    text = json.loads(MemoryFileSystem().cat_file(objects("manifests")[0]))
+    text["files"] = {x: y for x, y in text["files"].items() if "checkpoints" not in x}
+    with pytest.raises(DamagedCopyError, match="names no file of its checkpoint"):
+        read_manifest(json.dumps(text).encode())
+
+
+def test_store_that_lets_nothing_be_removed_takes_copies(tmp_path, monkeypatch):
+    run, lines = tmp_path / "run", []
+
+    def refuse(*_):
+        raise PermissionError("s3:DeleteObject")
+
+    monkeypatch.setattr(Store, "remove_manifest", refuse)
+    copy(run, 2, keep=1)
+    with mirror(run, keep=1, note=lines.append) as copier:
+        for step in (3, 4):
+            save(run, step)
+            copier.add(step)
+            wait_until(lambda: not copier.holds(step))  # noqa: B023
+        assert not copier.is_failing
+    assert [line for line in lines if "waiting" not in line] == [
+        f"WARNING: old copies in {URL} could not be removed: PermissionError: s3:DeleteObject. "
+        "That is tried again after each copy"
+    ]
+    assert fetched(tmp_path)["versions.json"] == b"4"
+
+
+def test_what_is_tried_again_is_no_arrival_and_hashing_is(tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    save(run, 2)
+    sha256 = hashlib.sha256
+
+    class Slow:
+        def __init__(self):
+            self.real = sha256()
+            self.hexdigest = self.real.hexdigest
+
+        def update(self, data):
+            time.sleep(0.1)
+            self.real.update(data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(contents, "PART_BYTES", 500)
+        patch.setattr(contents, "hashlib", SimpleNamespace(sha256=Slow))
+        # It waits longer than for a part, and shorter than for a file.
+        with mirror(run, patience=0.5) as copier:
+            copier.begin()
+    assert fetched(tmp_path)["versions.json"] == b"2"
+    begun = time.monotonic()
+
+    def refuse(*_):
+        if time.monotonic() < begun + 3:
+            raise PermissionError("no manifests")
+
+    monkeypatch.setattr(Store, "put_manifest", refuse)
+    monkeypatch.setattr(copying, "LONGEST_PAUSE", 0.05)
+    save(run, 3)
+    with pytest.raises(StorageError, match="step 3, which"), mirror(run, patience=0.3) as copier:
+        copier.begin()
+    copier.thread.join(10)
+
+
+def test_new_run_in_a_folder_that_was_emptied_is_another_run(tmp_path):
+    copy(tmp_path / "run", 4)
+    shutil.rmtree(tmp_path / "run/checkpoints")
+    with mirror(tmp_path / "run", f"{URL}2") as copier:
+        save(tmp_path / "run", 2)
+        copier.add(2)
+    with pytest.raises(RunError, match="must be the same run"):
+        fetch_newer(URL, tmp_path / "run")
+
+
 def test_another_run_or_another_folder_is_not_touched(tmp_path):
     copy(tmp_path / "run", 2)
     before = dict(MemoryFileSystem.store)
@@ -412,8 +549,16 @@ def test_checkpoint_that_is_being_copied_stays(tmp_path):
         ("runs/mine", r"must be the URL of a store; got mirror='runs/mine'\. Use for .*gs://"),
         ("simplecache::s3://b/run", r"must be the URL of a store; got"),
         ("gs://bucket", r"must name a folder below the bucket or the root; got mirror='gs://bu"),
-        ("s3://key:token@bucket/run", r"must hold no password, key or token.*an @ before its path"),
-        ("az://c/run?sig=token", r"must hold no password, key or token.*a \? or # in it"),
+        ("s3://key:token@bucket/run", r"must hold no password, key or token.*an @, \? or # in it"),
+        ("s3://key:to/token@bucket/run", r"must hold no password, key or token"),
+        ("s3:/key:token@bucket/run", r"must hold no password, key or token"),
+        ("s3://[key:token@bucket/run", r"must hold no password, key or token"),
+        (
+            "s3://key:token/run",
+            r"must hold no password.*with a : before its path",
+        ),
+        ("az://c/run?sig=token", r"must hold no password, key or token"),
+        ("s3://[bad/run", r"must be the URL of a store; got one whose bucket or host cannot be re"),
     ],
 )
 def test_url_that_cannot_be_raises(tmp_path, url, message):
@@ -424,6 +569,7 @@ def test_url_that_cannot_be_raises(tmp_path, url, message):
     with pytest.raises(ValueError, match=message) as caught:
         replace(gpt_tiny(), mirror=url)
     assert "token@" not in str(caught.value)
+    assert "key:" not in str(caught.value)
     assert "sig=" not in str(caught.value)
 
 
@@ -442,6 +588,10 @@ def test_store_that_cannot_be_opened_raises(tmp_path, monkeypatch):
     with pytest.raises(StorageError, match=rf"must be there.*; got {URL}: PermissionError: you m"):
         fetch_newer(URL, tmp_path / "run")
     assert not (tmp_path / "run").exists()
+    with pytest.raises(StorageError, match=r"of a --mirror must exist; got file.*/disk\."):
+        fetch_newer(f"file://{tmp_path}/disk/mine", tmp_path / "run")
+    assert not (tmp_path / "disk").exists()
+    check_mirror("hdfs://name:9000/runs")
     config = replace(gpt_tiny(), mirror=URL)
     object.__setattr__(config, "steps", 0)
     with pytest.raises(ValueError, match=r"copies the checkpoints of a run that trains; .*steps=0"):

@@ -5,8 +5,10 @@ Imports no jax.
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -23,6 +25,10 @@ from trainer.run.settings import replace_text
 from trainer.run.trackers import mlflow_run, wandb_run
 from trainer.run.versions import VERSIONS_FILE
 
+PART_BYTES = 1 << 24
+"""How much of a file is read at once for its checksum."""
+CHECKSUMS_FILE = "checksums.json"
+"""As `trainer.checkpoints.checksums` has it, which imports jax."""
 FILES = "files"
 """Where a store has the files of all copies."""
 ID_FILE = "mirror.json"
@@ -84,6 +90,8 @@ def read_manifest(text: bytes) -> Manifest:
         # Whoever can write to the store must not reach other folders of this machine by it.
         if not (_is_of_run(path, manifest.step) and _is_object(str(entry.object))):
             raise DamagedCopyError(f"its manifest names {path!r}, which is no file of a run")
+    if not has_checkpoint(files, manifest.step):
+        raise DamagedCopyError("its manifest names no file of its checkpoint")
     return manifest
 
 
@@ -123,12 +131,51 @@ def texts_of(run_dir: Path) -> dict[str, bytes]:
     return texts
 
 
-def files_of(run_dir: Path, step: int) -> Iterator[str]:
-    """The paths of all other files that a checkpoint needs, relative to the run folder."""
+def files_of(run_dir: Path, step: int) -> dict[str, int]:
+    """All other files that a checkpoint needs: their sizes by their paths in the run folder."""
+    sizes = {}
     for folder in (f"{CHECKPOINTS_FOLDER}/{step}", *CONSTANT_FOLDERS):
         for path in sorted((run_dir / folder).rglob("*")):
-            if path.is_file():
-                yield path.relative_to(run_dir).as_posix()
+            with suppress(FileNotFoundError):  # It may be removed meanwhile.
+                if path.is_file():
+                    sizes[path.relative_to(run_dir).as_posix()] = path.stat().st_size
+    return sizes
+
+
+def has_checkpoint(paths: Iterable[str], step: int) -> bool:
+    """Whether there is a file of the checkpoint among those of a run."""
+    return any(path.startswith(f"{CHECKPOINTS_FOLDER}/{step}/") for path in paths)
+
+
+def checksums_of(step: int) -> str:
+    """The path of the checksums of a checkpoint in a run folder."""
+    return f"{CHECKPOINTS_FOLDER}/{step}/{CHECKSUMS_FILE}"
+
+
+def digest(path: Path, moved: Callable[[int], None]) -> tuple[int, str]:
+    """The size and the checksum of a file. `moved` is told how much has been read, by parts."""
+    checksum, size = hashlib.sha256(), 0
+    with path.open("rb") as file:
+        while part := file.read(PART_BYTES):
+            checksum.update(part)
+            size += len(part)
+            moved(size)
+    return size, checksum.hexdigest()
+
+
+def is_set_aside(run_dir: Path, manifest: Manifest) -> bool:
+    """Whether a damaged checkpoint, renamed, is the very one that was copied."""
+    folder = f"{CHECKPOINTS_FOLDER}/{manifest.step}"
+    names = {path: x for path, x in manifest.files.items() if path.startswith(f"{folder}/")}
+    for other in (run_dir / CHECKPOINTS_FOLDER).glob(f"{manifest.step}.*"):
+        with suppress(OSError):
+            if all(
+                digest(other / path.removeprefix(f"{folder}/"), lambda _: None)
+                == (x.bytes, x.sha256)
+                for path, x in names.items()
+            ):
+                return True
+    return False
 
 
 def read_id(run_dir: Path) -> str | None:

@@ -8,9 +8,8 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,17 +19,16 @@ from trainer.config import TrainConfig
 from trainer.errors import RunError, StorageError
 from trainer.mirror.contents import (
     FILES,
-    DamagedCopyError,
     Manifest,
     StoredFile,
-    files_of,
     is_constant,
+    is_set_aside,
     local_steps,
     read_id,
-    texts_of,
     write_id,
 )
-from trainer.mirror.fetch import require_same_run
+from trainer.mirror.fetch import after, require_same_run
+from trainer.mirror.job import Job, LostError, begin_job
 from trainer.mirror.store import Store, StoredCopy, reading, short
 
 FIRST_PAUSE = 1.0
@@ -45,18 +43,6 @@ SHOW_SECONDS = 30.0
 
 class TakenError(RunError):
     """Another program copies to the store now."""
-
-
-@dataclass(kw_only=True)
-class _Job:
-    """A checkpoint that is to be copied."""
-
-    step: int
-    texts: dict[str, bytes]
-    """The files that change, as they were when the checkpoint became whole."""
-    copy: StoredCopy | None = None
-    files: dict[str, StoredFile] = field(default_factory=dict)
-    """What is known of the other files."""
 
 
 def mirroring(
@@ -106,6 +92,7 @@ class Mirror(Copier):
         self._patience = patience
         self._first_pause = first_pause
         self._run = ""
+        self._before: list[int] = []
         self._owner: dict[str, Any] = {
             "program": secrets.token_hex(4),
             "host": socket.gethostname(),
@@ -116,10 +103,12 @@ class Mirror(Copier):
         """The thread that copies."""
         # What two threads use, under the lock of `_changed`.
         self._changed = threading.Condition()
-        self._job: _Job | None = None
-        self._next: _Job | None = None
+        self._job: Job | None = None
+        self._next: Job | None = None
         self._newest: int | None = None
         self._copied: int | None = None
+        self._lost: int | None = None
+        self._keeps_all = False
         self._arrived = 0
         self.is_failing = False
         """Whether the last attempt to copy has failed."""
@@ -140,14 +129,17 @@ class Mirror(Copier):
         store, url = self._store, self._store.url
         with reading(url):
             copies = store.copies()
-            if copies and not local_steps(self._run_dir):
+            self._before = local_steps(self._run_dir)
+            if copies and not self._before:
                 raise RunError(
                     f"A run folder must have what its --mirror has; got {self._run_dir} without a "
                     f"checkpoint, and {url} with step {copies[-1].step}, which another program "
                     "has just copied. Use another --mirror, or start again."
                 )
             require_same_run(store, copies, self._run_dir)
-            self._run = read_id(self._run_dir) or secrets.token_hex(8)
+            # Of a folder without checkpoints, the id is of a run that somebody has removed.
+            known = read_id(self._run_dir) if self._before else None
+            self._run = known or secrets.token_hex(8)
             write_id(self._run_dir, self._run)
             before = store.owner()
             if before is not None and not before.get("ended"):
@@ -166,20 +158,39 @@ class Mirror(Copier):
 
         Raises:
             OSError: if the store cannot be read.
+            RuntimeError: if newer checkpoints were set aside as damaged, and the store has a copy.
         """
         newest = max(local_steps(self._run_dir), default=None)
         if newest is None:
             return
         with reading(self._store.url):
             copies = self._store.copies()
-            is_there = bool(copies) and self._is_whole(copies[-1])
+            self._require_newest(copies, newest)
+            is_there = bool(copies) and self._store.is_whole(copies[-1])
         if is_there and copies[-1].step > newest:
             self._note(
                 f"WARNING: {self._store.url} has the newer step {copies[-1].step}, while this run "
-                f"goes on from step {newest}. Stop it and start again to go on from that one."
+                f"goes on from step {newest}, whose copy becomes the newest. The other one is kept "
+                "as long as --checkpoint.keep lets it: python -m trainer.mirror.fetch, with --step "
+                f"{copies[-1].step}, gets it."
             )
         if not is_there or copies[-1].step != newest:
             self.add(newest)
+
+    def _require_newest(self, copies: Sequence[StoredCopy], newest: int) -> None:
+        """Raises RunError if the store has what the run set aside as damaged since it began."""
+        for copy in reversed(after(newest, copies)):
+            if copy.step > max(self._before, default=-1) or not self._store.is_whole(copy):
+                continue
+            # What is damaged in the store in the same way helps nobody.
+            if not is_set_aside(self._run_dir, self._store.manifest(copy)):
+                raise RunError(
+                    f"A run must go on from its newest whole checkpoint; got step {newest} in "
+                    f"{self._run_dir}, where newer ones were damaged and are set aside, and step "
+                    f"{copy.step} in {self._store.url}. Start the same command again: it fetches "
+                    "that one."
+                )
+            return
 
     def check(self) -> None:
         """Says what there is to say.
@@ -229,10 +240,11 @@ class Mirror(Copier):
             raise self._taken
         if has_newest or self._taken is not None:
             return
+        has = "does not have any more" if self._lost == self._newest else "has"
         message = (
             f"The mirror must have the newest checkpoint; got {self._store.url} without that of "
-            f"step {self._newest}, which {self._run_dir} has. Keep that folder, and start the same "
-            "command again when the store can be reached: it copies what is missing."
+            f"step {self._newest}, which {self._run_dir} {has}. Keep that folder, and start the "
+            "same command again when the store can be reached: it copies what is missing."
         )
         if not has_failed:
             raise StorageError(message)
@@ -259,7 +271,7 @@ class Mirror(Copier):
     # In any thread.
 
     def add(self, step: int) -> None:
-        job = _Job(step=step, texts=texts_of(self._run_dir))
+        job = begin_job(self._run_dir, step)
         with self._changed:
             self._next, self._newest = job, step
             self._changed.notify_all()
@@ -280,20 +292,22 @@ class Mirror(Copier):
                     self._taken = error
                     self._changed.notify_all()
                 return
+            except LostError:
+                self._drop(job)
             except Exception as error:  # Each package has errors of its own.
                 self._say_failure(job, error)
                 with self._changed:
                     self._changed.wait_for(lambda: self._next or self._has_ended, pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
-                continue
-            pause = self._first_pause
-            with self._changed:
-                if self.is_failing:
-                    self._lines.append(f"{self._store.url} has caught up, with step {job.step}")
-                self._job, self.is_failing = None, False
-                self._changed.notify_all()
+            else:
+                pause = self._first_pause
+                with self._changed:
+                    if self.is_failing:
+                        self._lines.append(f"{self._store.url} has caught up, with step {job.step}")
+                    self._job, self.is_failing = None, False
+                    self._changed.notify_all()
 
-    def _take_job(self) -> _Job | None:
+    def _take_job(self) -> Job | None:
         """The newest checkpoint; else one that failed; None at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._next or self._job or self._closes)
@@ -303,7 +317,7 @@ class Mirror(Copier):
                 self._job, self._next = self._next, None
             return self._job
 
-    def _say_failure(self, job: _Job, error: Exception) -> None:
+    def _say_failure(self, job: Job, error: Exception) -> None:
         with self._changed:
             if not self.is_failing:
                 self._lines.append(
@@ -313,18 +327,30 @@ class Mirror(Copier):
                 )
             self.is_failing = True
 
-    def _copy(self, job: _Job) -> None:
+    def _drop(self, job: Job) -> None:
+        with self._changed:
+            self._lines.append(
+                f"WARNING: {self._store.url} does not get the checkpoint of step {job.step}: its "
+                f"files in {self._run_dir} are gone, or have changed. Earlier copies stay there"
+            )
+            self._job, self._lost = None, job.step
+            self._changed.notify_all()
+
+    def _copy(self, job: Job) -> None:
         """Copies a checkpoint, and removes older ones. It may be called again if it fails.
 
         Raises:
             TakenError: if another program has taken the store.
+            LostError: if files of the checkpoint are gone or have changed.
         """
         store, program = self._store, self._owner["program"]
+        job.require_same_files(self._constant or ())
         if job.copy is None:
             number = max((copy.number for copy in store.copies()), default=0) + 1
             job.copy = StoredCopy(number=number, step=job.step, program=program)
         folder = f"{FILES}/{job.copy.name}"
-        self._describe_files(job)
+        known = store.constants() if self._constant is None else self._constant
+        job.describe_files(known, is_sure=self._constant is not None, moved=self._note_part)
         there: dict[str, int] = {}
         for name in {file.object.split("/")[1] for file in job.files.values()}:
             there |= store.sizes(name)
@@ -333,74 +359,38 @@ class Mirror(Copier):
             for path, file in job.files.items()
             if there.get(file.object) != file.bytes
         ]
-        store.put_files(missing, self._note_arrival)
+        store.put_files(missing, self._note_part)
         texts = {}
         for path, data in job.texts.items():
             store.put_bytes(f"{folder}/{path}", data)
             checksum = hashlib.sha256(data).hexdigest()
             texts[path] = StoredFile(object=f"{folder}/{path}", bytes=len(data), sha256=checksum)
-            self._note_arrival()
+            job.note_arrival(path, self._note_part)
+        job.require_same_files(self._constant or ())
         self._require_owner()
         manifest = Manifest(run=self._run, step=job.step, files={**texts, **job.files})
         store.put_manifest(job.copy, manifest)
         with self._changed:
             self._copied = job.step
         self._constant = {path: x for path, x in job.files.items() if is_constant(path)}
-        self._require_owner()
-        self._prune()
+        try:
+            self._require_owner()
+            store.prune(self._keep)
+        except TakenError:
+            raise
+        except Exception as error:  # The copy is whole all the same. The next one tries again.
+            self._say_kept(error)
 
-    def _describe_files(self, job: _Job) -> None:
-        """Notes size, checksum and object of each file; constant ones may be in the store."""
-        assert job.copy is not None
-        known = self._known_constants() if self._constant is None else self._constant
-        for path in files_of(self._run_dir, job.step):
-            if path in job.files:
-                continue
-            if self._constant is not None and path in self._constant:
-                job.files[path] = self._constant[path]
-                continue
-            with (self._run_dir / path).open("rb") as file:
-                checksum = hashlib.file_digest(file, "sha256").hexdigest()
-                size = os.fstat(file.fileno()).st_size
-            there = known.get(path)
-            if there is not None and (there.bytes, there.sha256) == (size, checksum):
-                job.files[path] = there
-                continue
-            folder = job.copy.name
-            if is_constant(path):
-                folder = f"constant_{self._owner['program']}"
-            name = f"{FILES}/{folder}/{path}"
-            job.files[path] = StoredFile(object=name, bytes=size, sha256=checksum)
+    def _say_kept(self, error: Exception) -> None:
+        with self._changed:
+            if not self._keeps_all:
+                self._lines.append(
+                    f"WARNING: old copies in {self._store.url} could not be removed: "
+                    f"{short(error)}. That is tried again after each copy"
+                )
+            self._keeps_all = True
 
-    def _known_constants(self) -> dict[str, StoredFile]:
-        """The constant files that the newest copy has."""
-        for copy in reversed(self._store.copies()):
-            with suppress(DamagedCopyError):
-                manifest = self._store.manifest(copy)
-                return {path: x for path, x in manifest.files.items() if is_constant(path)}
-        return {}
-
-    def _prune(self) -> None:
-        """Removes all copies but the newest whole ones, and files that are of no copy."""
-        store = self._store
-        steps: set[int] = set()
-        used: set[str] = set()
-        for copy in reversed(store.copies()):
-            try:
-                manifest = store.manifest(copy)
-            except DamagedCopyError:
-                store.remove_manifest(copy)
-                continue
-            if copy.step in steps or len(steps) == self._keep:
-                store.remove_manifest(copy)
-                continue
-            steps.add(copy.step)
-            used |= {file.object.split("/")[1] for file in manifest.files.values()}
-        for folder in store.folders():
-            if folder not in used:
-                store.remove_folder(folder)
-
-    def _note_arrival(self) -> None:
+    def _note_part(self) -> None:
         with self._changed:
             self._arrived += 1
 
@@ -420,13 +410,6 @@ class Mirror(Copier):
                 f"{_describe(owner)} has taken. Let one of the two go on; this one has its "
                 f"checkpoints in {self._run_dir}, and may go on with another --mirror."
             )
-
-    def _is_whole(self, copy: StoredCopy) -> bool:
-        try:
-            self._store.require_complete(self._store.manifest(copy))
-        except DamagedCopyError:
-            return False
-        return True
 
 
 def _describe(owner: dict[str, Any]) -> str:

@@ -87,7 +87,7 @@ def fetch_newer(url: str, run_dir: Path) -> None:
             require_same_run(store, copies, run_dir)
 
         def newer() -> Sequence[StoredCopy]:
-            return _after(local, store.copies())
+            return after(local, store.copies())
 
         if newer():
             require_writable(run_dir)
@@ -111,7 +111,7 @@ def require_same_run(store: Store, copies: Sequence[StoredCopy], run_dir: Path) 
         return
 
 
-def _after(local: int | None, copies: Sequence[StoredCopy]) -> Sequence[StoredCopy]:
+def after(local: int | None, copies: Sequence[StoredCopy]) -> Sequence[StoredCopy]:
     """The copies that are newer than the newest checkpoint of a folder."""
     known = [i for i, copy in enumerate(copies) if local is not None and copy.step <= local]
     return copies[max(known, default=-1) + 1 :]

@@ -14,14 +14,21 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from startrail_jax.errors import InputError, UserError
 from trainer.errors import MissingPackageError, StorageError
-from trainer.mirror.contents import FILES, DamagedCopyError, Manifest, read_manifest
+from trainer.mirror.contents import (
+    FILES,
+    DamagedCopyError,
+    Manifest,
+    StoredFile,
+    is_constant,
+    read_manifest,
+)
 
 OWNER = "owner.json"
 MANIFESTS = "manifests"
@@ -56,6 +63,7 @@ class Store:
         Raises:
             ImportError: if a package is missing.
             ValueError: if fsspec does not know the kind of store.
+            OSError: if the store is a folder below one that does not exist.
         """
         self.url = url.rstrip("/")
         self._fs, self._root = _open(self.url)
@@ -117,6 +125,14 @@ class Store:
                 here = "is gone" if file.object not in sizes else "has another size"
                 raise DamagedCopyError(f"{path} {here}")
 
+    def is_whole(self, copy: StoredCopy) -> bool:
+        """Whether a copy has its manifest and all files of that; they are not looked into."""
+        try:
+            self.require_complete(self.manifest(copy))
+        except DamagedCopyError:
+            return False
+        return True
+
     def put_manifest(self, copy: StoredCopy, manifest: Manifest) -> None:
         """Makes a copy whole, by one object, which is there as a whole or not at all."""
         self._manifests.pop(copy.name, None)
@@ -134,6 +150,33 @@ class Store:
     def remove_folder(self, folder: str) -> None:
         """Removes one of `folders`."""
         self._fs.rm(self._path(f"{FILES}/{folder}"), recursive=True)
+
+    def constants(self) -> dict[str, StoredFile]:
+        """The constant files that the newest copy has."""
+        for copy in reversed(self.copies()):
+            with suppress(DamagedCopyError):
+                manifest = self.manifest(copy)
+                return {path: x for path, x in manifest.files.items() if is_constant(path)}
+        return {}
+
+    def prune(self, keep: int) -> None:
+        """Removes all copies but the newest whole ones, and files that are of no copy."""
+        steps: set[int] = set()
+        used: set[str] = set()
+        for copy in reversed(self.copies()):
+            try:
+                manifest = self.manifest(copy)
+            except DamagedCopyError:
+                self.remove_manifest(copy)
+                continue
+            if copy.step in steps or len(steps) == keep:
+                self.remove_manifest(copy)
+                continue
+            steps.add(copy.step)
+            used |= {file.object.split("/")[1] for file in manifest.files.values()}
+        for folder in self.folders():
+            if folder not in used:
+                self.remove_folder(folder)
 
     def sizes(self, folder: str) -> dict[str, int]:
         """The objects in one of `folders`, and their sizes."""
@@ -221,6 +264,12 @@ def _open(url: str) -> tuple[Any, str]:
             f"mirror must be a URL of a store that fsspec knows; got {url}: {error}. Use for "
             "example gs://, s3://, or file:// for a folder."
         ) from error
+    if options and not Path(root).parent.is_dir():
+        # A disk that is not mounted holds nothing: a run would begin anew beside its copies.
+        raise StorageError(
+            f"The folder above that of a --mirror must exist; got {url}, without "
+            f"{Path(root).parent}. Mount the disk, or make that folder."
+        )
     return fs, root.rstrip("/")
 
 

@@ -49,9 +49,11 @@ def first_does(work: Callable[[], None], among: Peers) -> None:
         threading.Thread(target=run, daemon=True).start()
     # Short messages again and again: a single one would run into a timeout of the devices.
     while True:
-        if among.index == 0 and wait([done], POLL_SECONDS).done:
+        # One look decides: if the work failed after it, the next round raises.
+        is_done = among.index == 0 and bool(wait([done], POLL_SECONDS).done)
+        if is_done:
             done.result()
-        if among.gather(done.done())[0]:
+        if among.gather(is_done)[0]:
             return
 
 
