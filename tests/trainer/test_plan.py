@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, AxisType
 import startrail_jax as st
 from configs import RECIPES
 from models.periods import kinds_of_layers, stretches
-from startrail_jax.errors import InputError
+from startrail_jax.errors import InputError, UnsupportedError
 from startrail_jax.plan import main
 from startrail_jax.planner.grid import ROLES
 from startrail_jax.planner.hardware import GPUS, Cluster
@@ -290,17 +290,46 @@ def test_windows_of_layers_are_read(tmp_path, capsys):
             find_model(str(run))
 
 
+SLIDING, FULL = ["sliding_attention"], ["full_attention"]
+# What the file says besides of windows, and the types of model that read it.
+SAYINGS = [
+    ({}, tuple(FAMILIES)),
+    ({"use_sliding_window": False}, tuple(FAMILIES)),
+    ({"use_sliding_window": None, "sliding_window": None}, tuple(FAMILIES)),
+    ({"sliding_window_pattern": 4}, tuple(FAMILIES)),
+    ({"sliding_window_pattern": None, "max_window_layers": None}, tuple(FAMILIES)),
+    ({"max_window_layers": None, "num_hidden_layers": 30}, ("qwen2", "qwen3")),
+    ({"layer_types": FULL * 8}, tuple(FAMILIES)),
+    ({"layer_types": SLIDING * 8}, tuple(FAMILIES)),
+    ({"layer_types": SLIDING * 8, "use_sliding_window": False}, tuple(FAMILIES)),
+    ({"layer_types": (SLIDING * 3 + FULL) * 2}, tuple(FAMILIES)),
+    ({"layer_types": 5}, tuple(FAMILIES)),
+    ({"sliding_window": 0}, ("mistral", "qwen2", "gemma3_text")),
+    ({"max_window_layers": "x"}, ("qwen2", "qwen3")),
+    ({"use_sliding_window": 1}, ("qwen2", "smollm3")),
+    ({"no_rope_layer_interval": 0}, ("smollm3",)),
+    ({"no_rope_layer_interval": None}, ("smollm3",)),
+    ({"no_rope_layer_interval": 2}, ("smollm3",)),
+    ({"no_rope_layers": 5}, ("smollm3",)),
+    ({"no_rope_layers": [1, 0] * 4}, ("smollm3",)),
+]
+
+
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_windows_of_pretrained_models_are_those_of_the_program(kind, tmp_path):
     values = QWEN | {"model_type": kind, "num_hidden_layers": 8, "sliding_window": 512}
     values |= {"use_sliding_window": True, "max_window_layers": 3}
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    told = read_description(tmp_path).model.layer_windows
-    model = find_model(str(tmp_path))
-    assert kind == "llama" or model.layer_windows == told
-    assert kind == "llama" or model.flops_per_token(4096) == gpt_flops_per_token(
-        read_description(tmp_path).model, 4096
-    )
+    for more in (more for more, kinds in SAYINGS if kind in kinds):
+        (tmp_path / "config.json").write_text(json.dumps(values | more))
+        try:
+            told = read_description(tmp_path).model
+        except (InputError, UnsupportedError) as error:
+            with pytest.raises(type(error)):
+                find_model(str(tmp_path))
+        else:
+            model = find_model(str(tmp_path))
+            assert model.layer_windows == told.layer_windows, more
+            assert model.flops_per_token(4096) == gpt_flops_per_token(told, 4096)
 
 
 def test_layers_that_differ_are_as_many_loops_as_in_the_model():
