@@ -221,6 +221,42 @@ def test_pasted_commands_pass_the_checks_of_a_step(arguments, sizes, tmp_path, c
         assert config.run_dir.parent == tmp_path
 
 
+@pytest.mark.parametrize("listed", [[300], ["none"], [300, "none"]])
+def test_command_of_a_run_has_the_windows_of_the_plan(listed, tmp_path):
+    run = odd_run(tmp_path / "mine")
+    values = json.loads(run.read_text())
+    values["model"] |= {"window": None, "windows": listed}
+    run.write_text(json.dumps(values))
+    model = find_model(str(run))
+    few = Options(zero=(3,), remat=("full",), offload=(False,), tiled=(True,), baselines=False)
+    for more in (
+        {},
+        {"windows": (128,)},
+        {"windows": (None,)},
+        {"windows": (64, None)},
+        {"windows": (None,), "layers": 1},
+        {"windows": model.windows[:1], "layers": 1},
+    ):
+        planned = dataclasses.replace(model, **more)
+        found = st.plan(nodes=1, gpus_per_node=2, gpu="h100", model=planned, options=few, top=1)
+        assert trained(found.command).model.layer_windows == planned.layer_windows
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            "--windows 512 512 512 none --layers 2",
+            r"--windows must have no more .*\(512, 512, 512, None\), layers=2.*Leave the last",
+        ),
+        ("--windows full", r"got 'full'.*For a layer without a window, write none\."),
+    ],
+)
+def test_windows_that_no_model_has_are_refused(arguments, message, capsys):
+    assert main(shlex.split(f"{CLUSTER} --model gpt_3b --seq-len 64K {arguments}")) == 2
+    assert re.search(message, " ".join(capsys.readouterr().err.split()))
+
+
 def test_models_of_python_give_commands_with_their_sizes(tmp_path):
     few = Options(zero=(3,), remat=("full",), offload=(False,), memory_fraction=0.85)
     of_run = find_model(str(odd_run(tmp_path / "mine")))
