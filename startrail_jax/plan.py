@@ -233,7 +233,7 @@ def _gpu(args: argparse.Namespace) -> Any:
 def _model(args: argparse.Namespace) -> Any:
     from startrail_jax.planner.inputs.config_json import find_model
     from startrail_jax.planner.models import ModelSizes
-    from startrail_jax.planner.quantities import parse_count
+    from startrail_jax.planner.quantities import parse_count, parse_window
 
     options = {"qk_norm", "windows"}
     others = {"seq_len", "batch", *options}
@@ -246,9 +246,7 @@ def _model(args: argparse.Namespace) -> Any:
     if args.qk_norm is not None:
         sizes["qk_norm"] = args.qk_norm
     if args.windows is not None:
-        sizes["windows"] = tuple(
-            None if x == "none" else parse_count(x, "--windows") for x in args.windows
-        )
+        sizes["windows"] = tuple(map(parse_window, args.windows))
     if args.model is not None:
         model = find_model(args.model)
         if model.kind == "dit" and sizes:

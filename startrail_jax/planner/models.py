@@ -76,6 +76,12 @@ class ModelSizes:
                 "--windows must be one or more whole numbers of at least 1, or `none` for layers "
                 f"without a window; got {self.windows!r} for model {self.name!r}. Correct it."
             )
+        if len(self.windows) > self.layers:
+            raise InputError(
+                "--windows must have no more entries than the model has layers; got "
+                f"windows={self.windows}, layers={self.layers} for model {self.name!r}. Leave the "
+                "last ones out, or give more --layers."
+            )
         if self.kind != "gpt" and (self.qk_norm or set(self.windows) != {None}):
             raise InputError(
                 "--windows and --qk-norm are options of a GPT; got "

@@ -41,6 +41,23 @@ def parse_count(text: str, flag: str) -> int:
     return int(value)
 
 
+def parse_window(text: str) -> int | None:
+    """The tokens of a window: as `parse_count`, or `none`, for all earlier ones.
+
+    Args:
+        text: what was typed.
+
+    Raises:
+        ValueError: if it is neither.
+    """
+    if text == "none":
+        return None
+    try:
+        return parse_count(text, "--windows")
+    except InputError as error:
+        raise InputError(f"{error} For a layer without a window, write none.") from None
+
+
 def parse_rate(text: str, flag: str) -> float:
     """Bytes per second: 50GB/s, 400Gb/s (bits), 400Gbit/s, or a plain number of bytes.
 

@@ -133,30 +133,37 @@ def test_bytes_of_windows_are_those_of_communication(nodes, gpus, window):
 
 def test_a_window_leaves_rounds_and_pairs_of_the_busiest_device():
     """Offsets are those of the op; pairs are counted one by one, for every device."""
-    asked, where = call(seq_len=96, batch=1), cluster(3, 4)
-    settings = all_settings(where, asked, given=dict(head=1, tensor=1, data=1))
-    positions = np.arange(96)
+    asked = call(seq_len=96, batch=1)
+    settings = all_settings(cluster(3, 4), asked, given=dict(head=1, tensor=1, data=1))
     for window in (1, 7, 30):
-        visits = Visits(settings, asked, window)
-        behind = positions[:, None] - positions
-        seen = (behind >= 0) & (behind < window)
-        pattern = masks.resolve(None, causal=True, window=window)
-        for row in range(0, len(settings), 4):
-            sizes = {role: int(vars(settings)[role][row]) for role in ROLES}
-            inner, degrees = int(settings.inner[row]), st.Degrees(**sizes)
-            schedule = schedule_of(degrees, pattern, Layout("zigzag", 12), inner)
-            offsets = ring_offsets(schedule, 96)
-            assert visits.outer[row] * inner == len(offsets)
-            work = np.zeros((degrees.group, degrees.ring, degrees.team))
-            queries, keys = schedule.units_that_meet(range(degrees.ring))
-            for place in np.ndindex(queries.shape):
-                rows, columns = (
-                    np.asarray(schedule.layout.unit_positions(96, n, units[place]).vector())
-                    for n, units in ((degrees.team, queries), (degrees.group, keys))
-                )
-                work[place[1:]] += seen[np.ix_(rows, columns)].sum()
-            # Only some query units are looked at.
-            assert visits.pairs[row] == pytest.approx(work.max(), rel=0.02)
+        check_visits(settings, asked, window, range(0, len(settings), 4))
+    # The busiest units are among the last of the group, and are not the very last.
+    check_visits(one(group=8, ring=4, team=2), call(seq_len=256, batch=1), 37, [0])
+
+
+def check_visits(settings, asked, window, rows):
+    seq_len = asked.seq_len
+    visits = Visits(settings, asked, window)
+    behind = np.arange(seq_len)[:, None] - np.arange(seq_len)
+    seen = (behind >= 0) & (behind < window)
+    pattern = masks.resolve(None, causal=True, window=window)
+    for row in rows:
+        sizes = {role: int(vars(settings)[role][row]) for role in ROLES}
+        inner, degrees = int(settings.inner[row]), st.Degrees(**sizes)
+        shards = degrees.group * degrees.ring * degrees.team
+        schedule = schedule_of(degrees, pattern, Layout("zigzag", shards), inner)
+        offsets = ring_offsets(schedule, seq_len)
+        assert visits.outer[row] * inner == len(offsets)
+        work = np.zeros((degrees.group, degrees.ring, degrees.team))
+        queries, keys = schedule.units_that_meet(range(degrees.ring))
+        for place in np.ndindex(queries.shape):
+            rows_seen, columns = (
+                np.asarray(schedule.layout.unit_positions(seq_len, n, units[place]).vector())
+                for n, units in ((degrees.team, queries), (degrees.group, keys))
+            )
+            work[place[1:]] += seen[np.ix_(rows_seen, columns)].sum()
+        # Only some query units are looked at.
+        assert visits.pairs[row] == pytest.approx(work.max(), rel=0.02)
 
 
 def test_layers_with_windows_are_timed_by_themselves():

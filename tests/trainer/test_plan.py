@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, AxisType
 import startrail_jax as st
 from configs import RECIPES
 from models.periods import kinds_of_layers, stretches
-from startrail_jax.errors import InputError
+from startrail_jax.errors import InputError, UnsupportedError
 from startrail_jax.plan import main
 from startrail_jax.planner.grid import ROLES
 from startrail_jax.planner.hardware import GPUS, Cluster
@@ -221,6 +221,42 @@ def test_pasted_commands_pass_the_checks_of_a_step(arguments, sizes, tmp_path, c
         assert config.run_dir.parent == tmp_path
 
 
+@pytest.mark.parametrize("listed", [[300], ["none"], [300, "none"]])
+def test_command_of_a_run_has_the_windows_of_the_plan(listed, tmp_path):
+    run = odd_run(tmp_path / "mine")
+    values = json.loads(run.read_text())
+    values["model"] |= {"window": None, "windows": listed}
+    run.write_text(json.dumps(values))
+    model = find_model(str(run))
+    few = Options(zero=(3,), remat=("full",), offload=(False,), tiled=(True,), baselines=False)
+    for more in (
+        {},
+        {"windows": (128,)},
+        {"windows": (None,)},
+        {"windows": (64, None)},
+        {"windows": (None,), "layers": 1},
+        {"windows": model.windows[:1], "layers": 1},
+    ):
+        planned = dataclasses.replace(model, **more)
+        found = st.plan(nodes=1, gpus_per_node=2, gpu="h100", model=planned, options=few, top=1)
+        assert trained(found.command).model.layer_windows == planned.layer_windows
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            "--windows 512 512 512 none --layers 2",
+            r"--windows must have no more .*\(512, 512, 512, None\), layers=2.*Leave the last",
+        ),
+        ("--windows full", r"got 'full'.*For a layer without a window, write none\."),
+    ],
+)
+def test_windows_that_no_model_has_are_refused(arguments, message, capsys):
+    assert main(shlex.split(f"{CLUSTER} --model gpt_3b --seq-len 64K {arguments}")) == 2
+    assert re.search(message, " ".join(capsys.readouterr().err.split()))
+
+
 def test_models_of_python_give_commands_with_their_sizes(tmp_path):
     few = Options(zero=(3,), remat=("full",), offload=(False,), memory_fraction=0.85)
     of_run = find_model(str(odd_run(tmp_path / "mine")))
@@ -290,17 +326,46 @@ def test_windows_of_layers_are_read(tmp_path, capsys):
             find_model(str(run))
 
 
+SLIDING, FULL = ["sliding_attention"], ["full_attention"]
+# What the file says besides of windows, and the types of model that read it.
+SAYINGS = [
+    ({}, tuple(FAMILIES)),
+    ({"use_sliding_window": False}, tuple(FAMILIES)),
+    ({"use_sliding_window": None, "sliding_window": None}, tuple(FAMILIES)),
+    ({"sliding_window_pattern": 4}, tuple(FAMILIES)),
+    ({"sliding_window_pattern": None, "max_window_layers": None}, tuple(FAMILIES)),
+    ({"max_window_layers": None, "num_hidden_layers": 30}, ("qwen2", "qwen3")),
+    ({"layer_types": FULL * 8}, tuple(FAMILIES)),
+    ({"layer_types": SLIDING * 8}, tuple(FAMILIES)),
+    ({"layer_types": SLIDING * 8, "use_sliding_window": False}, tuple(FAMILIES)),
+    ({"layer_types": (SLIDING * 3 + FULL) * 2}, tuple(FAMILIES)),
+    ({"layer_types": 5}, tuple(FAMILIES)),
+    ({"sliding_window": 0}, ("mistral", "qwen2", "gemma3_text")),
+    ({"max_window_layers": "x"}, ("qwen2", "qwen3")),
+    ({"use_sliding_window": 1}, ("qwen2", "smollm3")),
+    ({"no_rope_layer_interval": 0}, ("smollm3",)),
+    ({"no_rope_layer_interval": None}, ("smollm3",)),
+    ({"no_rope_layer_interval": 2}, ("smollm3",)),
+    ({"no_rope_layers": 5}, ("smollm3",)),
+    ({"no_rope_layers": [1, 0] * 4}, ("smollm3",)),
+]
+
+
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_windows_of_pretrained_models_are_those_of_the_program(kind, tmp_path):
     values = QWEN | {"model_type": kind, "num_hidden_layers": 8, "sliding_window": 512}
     values |= {"use_sliding_window": True, "max_window_layers": 3}
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    told = read_description(tmp_path).model.layer_windows
-    model = find_model(str(tmp_path))
-    assert kind == "llama" or model.layer_windows == told
-    assert kind == "llama" or model.flops_per_token(4096) == gpt_flops_per_token(
-        read_description(tmp_path).model, 4096
-    )
+    for more in (more for more, kinds in SAYINGS if kind in kinds):
+        (tmp_path / "config.json").write_text(json.dumps(values | more))
+        try:
+            told = read_description(tmp_path).model
+        except (InputError, UnsupportedError) as error:
+            with pytest.raises(type(error)):
+                find_model(str(tmp_path))
+        else:
+            model = find_model(str(tmp_path))
+            assert model.layer_windows == told.layer_windows, more
+            assert model.flops_per_token(4096) == gpt_flops_per_token(told, 4096)
 
 
 def test_layers_that_differ_are_as_many_loops_as_in_the_model():

@@ -34,9 +34,15 @@ PRETRAINED: Mapping[str, Mapping[str, Any]] = {
     "gemma3_text": {"tie_word_embeddings": True, "head_dim": 256},
 }
 """Types of model that `train.py --init-from` takes, each with its defaults."""
+_LAYERS_WITH_WINDOW = {
+    **{"llama": "none", "mistral": "all", "qwen2": "upper", "qwen3": "upper"},
+    **{"smollm3": "no_rope", "gemma2": "pattern", "gemma3_text": "pattern"},
+}
+"""Which layers of these types have the sliding window, for `train.py --init-from`, where the file
+names no type for each: those from `max_window_layers` on ("upper"), those without rotary positions
+("no_rope"), or all but the last of every so many ("pattern")."""
 _PERIODS = {"gemma2": 2, "gemma3_text": 6}
-"""Those of which the last of every so many layers lacks the window of the others, if the file does
-not say."""
+"""How many, for "pattern", where the file does not say."""
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _WITHOUT_GATE = ("gpt_neox", "opt", "bloom", "falcon", "gpt_bigcode", "starcoder2", "phi")
@@ -196,37 +202,75 @@ def _windows_of_run(model: Mapping[str, Any], name: str) -> tuple[int | None, ..
 
 
 def _windows(settings: Mapping[str, Any], name: str, layers: int) -> tuple[int | None, ...]:
-    """The sliding window of each layer; None for a layer without one."""
-    window, types, kind = (
-        settings.get("sliding_window"),
-        settings.get("layer_types"),
-        _type_of(settings),
-    )
-    on_request = kind.startswith(("qwen", "smollm3"))
-    if window is None or not settings.get("use_sliding_window", not on_request):
-        return (None,) * layers
-    _require_size(window, "sliding_window", name)
-    period = settings.get("sliding_window_pattern", _PERIODS.get(kind, 0))
-    if kind == "smollm3":
-        # Those layers have a window that have no rotary positions: the entry is 0 for them.
-        every = settings.get("no_rope_layer_interval", 4)
-        rotary = settings.get("no_rope_layers")
-        rotary = [(i + 1) % every for i in range(layers)] if rotary is None else rotary
-        sliding = [not x for x in rotary]
-    elif isinstance(types, list) and kind != "mistral":
-        sliding = ["sliding" in str(x) for x in types]
-    elif is_size(period):
-        sliding = [(i + 1) % period != 0 for i in range(layers)]
-    else:
-        # Qwen's layers have it from this one on.
-        first = settings.get("max_window_layers", 28) if on_request else 0
-        sliding = [i >= first for i in range(layers)]
-    if len(sliding) != layers:
+    """The sliding window of each layer, as `train.py --init-from` reads it; None without one."""
+    kind, window = _type_of(settings), settings.get("sliding_window")
+    types = settings.get("layer_types")
+    which = _LAYERS_WITH_WINDOW.get(kind, "upper" if kind.startswith("qwen") else "")
+    period = _number(settings, "sliding_window_pattern", name, default=_PERIODS.get(kind, 1))
+    used = settings.get("use_sliding_window")
+    if which in ("upper", "no_rope", "") and not isinstance(used, bool | None):
         raise InputError(
-            f"--model {name}: layer_types or no_rope_layers must have an entry for each of "
-            f"{layers} layers; got {len(sliding)}. Correct the file."
+            f"--model {name}: use_sliding_window must be true or false; got {used!r}. Correct the "
+            "file."
         )
-    return tuple(window if slides else None for slides in sliding)
+    if which in ("upper", "no_rope") and not used:
+        window = None
+        types = None if which == "no_rope" else types
+    if which == "":
+        # A type that train.py does not read: whatever the file says.
+        if window is None or used is False:
+            return (None,) * layers
+        which = "all" if settings.get("sliding_window_pattern") is None else "pattern"
+    if which == "no_rope":
+        # The entry is 0 for a layer without rotary positions.
+        every = _number(settings, "no_rope_layer_interval", name, default=4)
+        rotary = settings.get("no_rope_layers")
+        rotary = [int((i + 1) % every != 0) for i in range(layers)] if rotary is None else rotary
+        _require_entries(rotary, "no_rope_layers", name, layers)
+        chosen = [not x for x in rotary]
+    elif which == "upper":
+        first = _number(settings, "max_window_layers", name, default=28, least=0)
+        chosen = [i >= first for i in range(layers)]
+    else:
+        chosen = [which == "all" or (i + 1) % period != 0 for i in range(layers)]
+        chosen = [False] * layers if which == "none" else chosen
+    sliding = [window is not None and x for x in chosen]
+    if types is not None:
+        _require_entries(types, "layer_types", name, layers)
+        named = ["sliding" in str(x) for x in types]
+        # A Mistral whose file calls all layers full has windows all the same.
+        sliding = sliding if kind == "mistral" and not any(named) else named
+    if kind in ("llama", "mistral") and len(set(sliding)) > 1:
+        raise UnsupportedError(
+            f"--model {name}: all layers of a {kind} must have the same attention; got "
+            f"{sum(sliding)} of {layers} layer_types with a window. Give --windows beside the "
+            "sizes by flags instead."
+        )
+    if any(sliding):
+        _require_size(settings.get("sliding_window"), "sliding_window", name)
+    return tuple(settings.get("sliding_window") if slides else None for slides in sliding)
+
+
+def _number(
+    settings: Mapping[str, Any], key: str, name: str, *, default: int, least: int = 1
+) -> int:
+    """A whole number from `least` on; null is as good as none."""
+    number = settings.get(key)
+    number = default if number is None else number
+    if type(number) is not int or number < least:
+        raise InputError(
+            f"--model {name}: {key} must be a whole number of at least {least}; got {number!r}. "
+            "Correct the file."
+        )
+    return number
+
+
+def _require_entries(entries: Any, key: str, name: str, layers: int) -> None:
+    if not isinstance(entries, list) or len(entries) != layers:
+        raise InputError(
+            f"--model {name}: {key} must be a list with an entry for each of {layers} layers; got "
+            f"{entries!r}. Correct the file."
+        )
 
 
 def _shortest(entries: tuple[Any, ...]) -> tuple[Any, ...]:

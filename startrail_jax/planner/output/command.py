@@ -138,7 +138,8 @@ def _model_flags(model: ModelSizes, base: ModelSizes) -> dict[str, Any]:
     windows = ["none" if x is None else x for x in model.windows]
     if len(windows) == 1:
         flags["model.window"] = model.windows[0]
-        return flags | ({"model.windows": None} if len(base.windows) > 1 else {})
+        # The list of a run takes the place of its one window, be it of one entry.
+        return flags | ({"model.windows": None} if model.from_run else {})
     return flags | {"model.window": None, "model.windows": " ".join(map(str, windows))}
 
 
