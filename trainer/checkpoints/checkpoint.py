@@ -32,7 +32,7 @@ from trainer.checkpoints.background import (
     of_space,
     orbax_log,
 )
-from trainer.checkpoints.checksums import CHECKSUMS_FILE, Checksums
+from trainer.checkpoints.checksums import Checksums
 from trainer.checkpoints.reading import (
     ARRAYS,
     DATA,
@@ -44,7 +44,7 @@ from trainer.checkpoints.reading import (
     whole_steps,
 )
 from trainer.checkpoints.writing import new_checkpointer, write_limit
-from trainer.run.folder import require_writable
+from trainer.run.folder import CHECKSUMS_FILE, require_writable
 
 MOST_SECONDS = 1200
 """How long a process waits for the others to flush their files."""

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Shaped, UInt32
 
 from startrail_jax.errors import InputError
+from trainer.run.folder import CHECKSUMS_FILE
 
-CHECKSUMS_FILE = "checksums.json"
 DIGEST = "sha256"
 
 

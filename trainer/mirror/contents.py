@@ -15,6 +15,7 @@ from typing import Any
 
 from trainer.run.folder import (
     CHECKPOINTS_FOLDER,
+    CHECKSUMS_FILE,
     CONFIG_FILE,
     FROZEN_FOLDER,
     KEPT_FOLDER,
@@ -27,8 +28,6 @@ from trainer.run.versions import VERSIONS_FILE
 
 PART_BYTES = 1 << 24
 """How much of a file is read at once for its checksum."""
-CHECKSUMS_FILE = "checksums.json"
-"""As `trainer.checkpoints.checksums` has it, which imports jax."""
 FILES = "files"
 """Where a store has the files of all copies."""
 ID_FILE = "mirror.json"
@@ -152,7 +151,7 @@ def checksums_of(step: int) -> str:
     return f"{CHECKPOINTS_FOLDER}/{step}/{CHECKSUMS_FILE}"
 
 
-def digest(path: Path, moved: Callable[[int], None]) -> tuple[int, str]:
+def digest(path: Path, moved: Callable[[int], None] = lambda _: None) -> tuple[int, str]:
     """The size and the checksum of a file. `moved` is told how much has been read, by parts."""
     checksum, size = hashlib.sha256(), 0
     with path.open("rb") as file:
@@ -170,8 +169,7 @@ def is_set_aside(run_dir: Path, manifest: Manifest) -> bool:
     for other in (run_dir / CHECKPOINTS_FOLDER).glob(f"{manifest.step}.*"):
         with suppress(OSError):
             if all(
-                digest(other / path.removeprefix(f"{folder}/"), lambda _: None)
-                == (x.bytes, x.sha256)
+                digest(other / path.removeprefix(f"{folder}/")) == (x.bytes, x.sha256)
                 for path, x in names.items()
             ):
                 return True

@@ -9,7 +9,6 @@ and trainer.gpt.export take. train.py fetches by itself, with --mirror.
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from trainer.mirror.contents import (
     TEXTS,
     DamagedCopyError,
     Manifest,
+    digest,
     local_steps,
     read_id,
 )
@@ -177,9 +177,8 @@ def _fetch(store: Store, manifest: Manifest, run_dir: Path) -> None:
     try:
         store.get_files([(x.object, begun / path) for path, x in files.items()])
         for path, x in files.items():
-            with (begun / path).open("rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != x.sha256:
-                    raise DamagedCopyError(f"the checksum of {path} is another")
+            if digest(begun / path) != (x.bytes, x.sha256):
+                raise DamagedCopyError(f"the checksum of {path} is another")
         for path in [begun, *begun.rglob("*")]:
             durable.flush(path)
         _move(begun, run_dir, manifest.step)

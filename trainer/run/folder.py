@@ -30,6 +30,8 @@ FROZEN_FOLDER = "frozen"
 KEPT_FOLDER = "pretrained"
 """What an export needs of the pretrained model with which a run began."""
 METRICS_FILE = "metrics.jsonl"
+CHECKSUMS_FILE = "checksums.json"
+"""In the folder of a checkpoint."""
 LOCK_FILE = "lock"
 
 # Settings that may change when a run goes on: they change how its result is computed or reported,
