@@ -24,11 +24,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from startrail_jax.errors import InputError
 from trainer.command_line import Command, exit_with_usage_error, parse
 from trainer.config import TrainConfig
 from trainer.run.commands import command as advised
-from trainer.run.folder import CONFIG_FILE
+from trainer.run.folder import config_of
 from trainer.run.settings import KIND_WITHOUT_NAME
 from trainer.tasks import TASKS, load_train_config
 
@@ -75,14 +74,7 @@ def read_command_line(arguments: list[str]) -> tuple[Path, TrainConfig, Command[
             "train.py."
         )
     run_dir = Path(arguments[0])
-    path = run_dir / CONFIG_FILE
-    if not path.is_file():
-        what = "a folder without one" if run_dir.is_dir() else "no such folder"
-        raise InputError(
-            f"The first word must be the folder of a run, with its {CONFIG_FILE}; got "
-            f"{str(run_dir)!r}, {what}. Use the --run-dir of train.py."
-        )
-    config = load_train_config(path)
+    config = load_train_config(config_of(run_dir, "The first word"))
     options = TASKS[config.kind].options_class.of_run(config)
     command = parse(arguments[1:], default=options, prog=PROG, description=__doc__)
     return run_dir, config, command

@@ -27,9 +27,12 @@ from typing import Any, NamedTuple
 
 from configs import RECIPES
 from configs.gpt import pretrained
+from startrail_jax.errors import InputError
 from trainer.command_line import Command, exit_with_usage_error, parse
 from trainer.config import TrainConfig
 from trainer.network.options import Distributed
+from trainer.places import check_mirror, folder_here, is_in_store
+from trainer.printable import printable
 from trainer.run.commands import command
 from trainer.run.folder import CONFIG_FILE
 from trainer.tasks import TASKS, load_train_config
@@ -218,6 +221,7 @@ def _run_steps(loop: Any, done: int) -> bool:
 
 def read_command_line(arguments: list[str]) -> Command[TrainConfig]:
     """What a command line asks for; on a mistake, prints a message and exits with status 2."""
+    arguments = _with_mirror(arguments)
     name, folder = "gpt_tiny", _flag(arguments, "--init-from")
     if arguments and not arguments[0].startswith("-"):
         name, *arguments = arguments
@@ -240,6 +244,24 @@ def read_command_line(arguments: list[str]) -> Command[TrainConfig]:
     default = task.before_flags(default, flag)
     command = parse(arguments, default=default, prog=prog, description=__doc__)
     return replace(command, settings=task.after_flags(command.settings, flag))
+
+
+def _with_mirror(arguments: list[str]) -> list[str]:
+    """The command line; for --run-dir URL, with a folder here and --mirror URL in its place."""
+    url = _flag(arguments, "--run-dir")
+    if url is None or not is_in_store(Path(url)):
+        return arguments
+    check_mirror(url)
+    if other := _flag(arguments, "--mirror"):
+        raise InputError(
+            f"--mirror names the store of a run whose folder is here; got --mirror {other} with "
+            f"--run-dir {url}. Leave one of them out."
+        )
+    folder = folder_here(Path(url))
+    line = f"NOTE: the run is in {folder} on this machine; every checkpoint is copied to {url}"
+    print(printable(line), file=sys.stderr)
+    # The last of several values counts.
+    return [*arguments, "--run-dir", str(folder), "--mirror", url]
 
 
 def _flag(arguments: list[str], name: str) -> str | None:

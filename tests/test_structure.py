@@ -24,6 +24,7 @@ LAYERS = (
     {OP},
     {"models"},
     {"trainer.errors", "trainer.places", "trainer.printable"},
+    {"trainer.stores"},
     {"trainer.config", "trainer.objective"},
     {"trainer.run", "trainer.data", "trainer.network"},
     {"trainer.checkpoints", "trainer.processes", "trainer.parallel"},

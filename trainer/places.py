@@ -1,4 +1,4 @@
-"""Where a run may write to: folders of a file system, and stores by their URL."""
+"""Where a run may read and write: folders of a file system, and stores by their URL."""
 
 from __future__ import annotations
 
@@ -10,49 +10,117 @@ from startrail_jax.errors import InputError
 
 _HOST = re.compile(r"[^:]*(:\d*)?")
 """A bucket or a host, with a port or none."""
+COPIES = "copies"
+"""Folder of a cache for copies of data that are in a store."""
+_OF_DISK = ("file", "local")
+_WITH_REVISION = "hf://"
+"""Stores whose URLs may name a revision after an @."""
+
+
+# How each is copied by hand.
+_COPYING = "rclone copy, gcloud storage rsync or aws s3 sync"
+
+
+def is_in_store(path: Path) -> bool:
+    """Whether a path was given as a URL, of which pathlib makes gs:/bucket/folder."""
+    return bool(path.parts) and path.parts[0].endswith(":")
+
+
+def text_of(path: Path) -> str:
+    """A path, or a URL, as it was given on the command line."""
+    if not is_in_store(path):
+        return str(path)
+    protocol, _, rest = str(path).partition(":/")
+    return f"{protocol}:///{rest}" if protocol in _OF_DISK else f"{protocol}://{rest}"
+
+
+def folder_here(path: Path) -> Path:
+    """The folder on this machine for a run in a store: runs/mine for gs://bucket/runs/mine."""
+    return Path("runs", path.name)
+
+
+def is_copy(path: Path | None, cache: Path) -> bool:
+    """Whether a path is that of a copy of data in a store, in a cache."""
+    return path is not None and path.is_relative_to(cache / COPIES)
 
 
 def check_folder(name: str, path: Path) -> None:
     """Raises ValueError if a folder to write to is in an object store."""
-    # pathlib has made gs:/bucket of gs://bucket.
-    if not path.parts[:1] or not path.parts[0].endswith(":"):
+    if not is_in_store(path):
         return
-    way_out = "then: rclone copy, gcloud storage rsync or aws s3 sync"
+    way_out = f"then: {_COPYING}"
     if name == "run_dir":
-        url = str(path).replace(":/", "://", 1)
-        way_out = f"with --mirror {url}, to which every checkpoint is then copied"
+        way_out = f"with --mirror {text_of(path)}, to which every checkpoint is then copied"
     raise InputError(
-        f"{name} must be a folder of a file system; got {str(path)!r}, which is in an object "
+        f"{name} must be a folder of a file system; got {text_of(path)!r}, which is in an object "
         "store, without the locks, fsync and rename that keep it whole. Use a disk, local or "
         f"shared (NFS, Lustre), {way_out}."
     )
 
 
+def check_on_disk(name: str, path: Path | None) -> None:
+    """Raises ValueError if a file or a folder to read, of which no copy is made, is in a store."""
+    if path is not None and is_in_store(path):
+        raise InputError(
+            f"{name} must be on a disk; got {without_secret(text_of(path))!r}. Copy it to one "
+            f"first: {_COPYING}."
+        )
+
+
+def check_input(name: str, path: Path | None) -> None:
+    """Raises ValueError if data are in a store and their URL cannot be used."""
+    if path is None or not is_in_store(path):
+        return
+    url = text_of(path)
+    check_url(name, url, hint="Use for example gs://bucket/data.")
+    if url.partition("://")[0] in _OF_DISK:
+        raise InputError(
+            f"{name} must be a path if it is on this machine; got {url!r}. Use "
+            f"{urlsplit(url).path}."
+        )
+
+
+def without_secret(url: str) -> str:
+    """A URL without what may be a secret before an @."""
+    return re.sub(r"//[^\s]+@", "//***@", url)
+
+
 def check_mirror(url: str) -> None:
     """Raises ValueError unless a text is the URL of a folder in a store, without secrets."""
     hint = "Use for example --mirror gs://bucket/runs/mine."
+    check_url("mirror", url, hint=hint)
+    if not urlsplit(url).path.strip("/"):
+        raise InputError(
+            f"mirror must name a folder below the bucket or the root; got mirror={url!r}. {hint}"
+        )
+
+
+def check_url(name: str, url: str, *, hint: str) -> None:
+    """Raises ValueError unless a text is a URL without secrets.
+
+    Args:
+        name: the setting that gives it, for errors.
+        url: the text.
+        hint: a sentence with an example.
+    """
     try:
         parts = urlsplit(url)
         has_secret = bool(parts.query or parts.fragment or not _HOST.fullmatch(parts.netloc))
     except ValueError as error:
         if "@" not in url:
             raise InputError(
-                "mirror must be the URL of a store; got one whose bucket or host cannot be read, "
+                f"{name} must be the URL of a store; got one whose bucket or host cannot be read, "
                 f"as with a [ in it. {hint}"
             ) from error
         has_secret = True
     # A secret may have a / in it, so that the @ comes after what looks like the host.
-    if has_secret or "@" in url:
+    if has_secret or ("@" in url and not url.startswith(_WITH_REVISION)):
         # The message must not show them either.
         raise InputError(
-            "mirror must hold no password, key or token, as config.json keeps it; got a URL with "
+            f"{name} must hold no password, key or token, as config.json keeps it; got a URL with "
             "an @, ? or # in it, or with a : before its path that begins no port. Give secrets as "
             "the package of the store takes them: by its environment variables, or by files in "
             "the home folder."
         )
     if not parts.scheme or "://" not in url or "::" in url:
-        raise InputError(f"mirror must be the URL of a store; got mirror={url!r}. {hint}")
-    if not parts.path.strip("/"):
-        raise InputError(
-            f"mirror must name a folder below the bucket or the root; got mirror={url!r}. {hint}"
-        )
+        raise InputError(f"{name} must be the URL of a store; got {name}={url!r}. {hint}")

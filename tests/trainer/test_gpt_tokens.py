@@ -357,7 +357,7 @@ def test_file_system_without_locks_warns(text, tokenizer, tmp_path, monkeypatch)
         raise OSError(cache.NO_LOCKS[0], "no locks")
 
     monkeypatch.setattr(cache.fcntl, "flock", refuse)
-    with pytest.warns(UserWarning, match=r"has no locks: each process makes the tokens"):
+    with pytest.warns(UserWarning, match=r"has no locks: each process writes tokens to"):
         opened = open_text_corpus(text, tokenizer, tmp_path / "cache")
     assert tokens_of(opened) == tokens_of(open_text_corpus(text, tokenizer, None))
 

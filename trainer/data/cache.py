@@ -46,10 +46,10 @@ def cached_folder(cache: Path, key: str, write: Callable[[Path], None]) -> Path:
     folder = cache / key
     if folder.is_dir():
         return folder
-    with _storing(cache, CACHE_OPTION):
+    with storing(cache, CACHE_OPTION):
         cache.mkdir(parents=True, exist_ok=True)
         lock = (cache / f".{key}.lock").open("a")
-    with lock, _only_one(lock.fileno(), folder) as locked:
+    with lock, alone(lock.fileno(), folder, f"writes tokens to {folder}") as locked:
         if not folder.is_dir():
             if locked:
                 # Nobody else writes this folder, so these are left from writes that were killed.
@@ -72,7 +72,7 @@ def write_folder(folder: Path, write: Callable[[Path], None], *, option: str) ->
     """
     part = folder.with_name(_part_of(folder, secrets.token_hex(4)))
     try:
-        with _storing(folder.parent, option):
+        with storing(folder.parent, option):
             part.mkdir(parents=True)
             write(part)
             for path in part.iterdir():
@@ -93,32 +93,42 @@ def _part_of(folder: Path, number: str) -> str:
 
 
 @contextmanager
-def _storing(folder: Path, option: str) -> Iterator[None]:
+def storing(folder: Path, option: str) -> Iterator[None]:
+    """Turns an error of the operating system into an error for the user.
+
+    Raises:
+        OSError: if the body cannot write to the folder, which the option gives.
+    """
     try:
         yield
     except OSError as error:
         # An error of the data that are read is a UserError and no OSError.
         raise StorageError(
-            f"Tokens must be written to a folder with space for them; got {str(folder)!r}: "
+            f"Tokens and copies must be written to a folder with space; got {str(folder)!r}: "
             f"{error.strerror or error}. Fix that, or give another: {option}."
         ) from error
 
 
 @contextmanager
-def _only_one(lock: int, folder: Path) -> Iterator[bool]:
+def alone(lock: int, folder: Path, work: str) -> Iterator[bool]:
     """Waits until no other process has the lock. Yields False on a file system without locks.
+
+    Args:
+        lock: descriptor of an open file.
+        folder: where the file is, for the warning.
+        work: what the process that has the lock does, for the log: "writes tokens to cache/3f9a".
 
     The end of the process, however it ends, releases the lock.
     """
     locked = _try_lock(lock)
     if locked is False:
-        say(f"waiting for another process, which writes tokens to {folder}")
+        say(f"waiting for another process, which {work}")
         while locked is False:
             time.sleep(POLL_SECONDS)
             locked = _try_lock(lock)
     if locked is None:
         warnings.warn(
-            f"The file system of {folder.parent} has no locks: each process makes the tokens.",
+            f"The file system of {folder.parent} has no locks: each process {work}.",
             stacklevel=2,
         )
     yield bool(locked)

@@ -20,6 +20,8 @@ from startrail_jax.errors import InputError
 from trainer.data.arrays import map_vector
 from trainer.data.opening import open_regular, reading
 from trainer.data.splits import parts_of_tables
+from trainer.data.stored.listing import list_stored
+from trainer.places import is_in_store
 
 # Folders of tests, of installed packages, and of tables that a program has generated. Many of those
 # tables are nearly equal, so training would see what is held out.
@@ -172,6 +174,10 @@ def kind_of_data(path: Path, option: str) -> Kind:
     Raises:
         ValueError: as `find_files`, of a file or an empty folder.
     """
+    if is_in_store(path):
+        names = list(list_stored(path, option).sizes)
+        parts = _parts_by_name(names)
+        return kind_of(Path(parts[0][0] if parts else names[0]))
     with reading(path):
         if path.is_dir():
             names = sorted(x.name for x in os.scandir(path) if not x.name.startswith("."))
@@ -354,7 +360,7 @@ def _parts_by_name(keys: list[str]) -> tuple[list[str], list[str]] | None:
 
 def _near(path: Path) -> str:
     """A sentence about what may have been meant by a path that does not exist."""
-    if path.parts[0].endswith(":"):
+    if is_in_store(path):
         return (
             "Object stores are not read: copy the files here first (rclone copy, gcloud storage cp "
             "-r, aws s3 cp --recursive), or mount the store as a folder."

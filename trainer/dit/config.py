@@ -13,6 +13,7 @@ from typing import ClassVar, Literal
 from models.sizes import check_dit_width
 from startrail_jax.errors import InputError
 from trainer.config import TrainConfig, check_minimum
+from trainer.places import check_input, is_copy, is_in_store
 from trainer.task import SampleOptions
 
 
@@ -92,8 +93,9 @@ class ImageConfig:
     """Images or latents to train on."""
 
     path: Path | None = None
-    """A folder of images, with a subfolder for each class, or an *.npz file of latents. The default
-    is the handwritten digits that come with scikit-learn."""
+    """A folder of images, with a subfolder for each class, or an *.npz file of latents, or the URL
+    of one in a store, such as gs://bucket/images, which is copied once. The default is the
+    handwritten digits that come with scikit-learn."""
     held_out: float = 0.1
     """Fraction of the examples that is held out."""
     resize: Literal["crop", "pad", "stretch"] | None = None
@@ -109,8 +111,18 @@ class ImageConfig:
     """Factor by which latents are multiplied when they are read, such as 0.18215 for those of
     Stable Diffusion; samples are divided by it. Latents should have a root mean square of about 1,
     as the noise has."""
+    cache: Path | None = None
+    """Folder for the copies of data that are in a store. The default is the folder of the runs."""
 
     def __post_init__(self) -> None:
+        check_input("data.path", self.path)
+        if self.cache is not None and not (
+            self.path is not None and (is_in_store(self.path) or is_copy(self.path, self.cache))
+        ):
+            raise InputError(
+                "data.cache holds copies of data that are in a store, such as gs://bucket/images; "
+                f"got cache={str(self.cache)!r}, path={self.path}. Leave it out."
+            )
         if not 0 < self.held_out < 1:
             raise InputError(
                 f"data.held_out must be above 0 and below 1; got held_out={self.held_out}. Use 0.1."

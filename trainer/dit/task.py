@@ -24,12 +24,13 @@ class DiTTask(Task[DiTTrainConfig, ImageOptions]):
         return Denoising(config)
 
     def open_data(self, config: DiTTrainConfig, layout: Any) -> Dataset:
+        from trainer.data.stored.copies import origin_of, with_copies
         from trainer.dit.batches import image_batch
         from trainer.dit.images import open_images
         from trainer.processes.exchange import peers
 
         images = open_images(
-            config.data,
+            with_copies(config.data, config.run_dir.parent),
             size=config.size,
             channels=config.model.channels,
             classes=config.model.classes,
@@ -40,7 +41,7 @@ class DiTTask(Task[DiTTrainConfig, ImageOptions]):
             train=images.train,
             held_out=images.held_out,
             collate=partial(image_batch, config=config, layout=layout),
-            description=images.description,
+            description=images.description + origin_of(config.data),
             loss_unit="mean squared error",
             fingerprints=images.fingerprints,
         )

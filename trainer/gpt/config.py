@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 from startrail_jax.errors import InputError
 from trainer.config import TrainConfig, check_minimum
 from trainer.gpt.lora.settings import LoraConfig
+from trainer.places import check_input, check_on_disk
 from trainer.task import SampleOptions
 
 
@@ -241,7 +242,8 @@ class DataConfig:
     path: Path | None = None
     """A text file, a *.jsonl file (either also as *.gz), a table in *.parquet, *.arrow or
     *.array_record, a *.bin or *.npy file of tokens, or a folder of such files, all of one kind. If
-    a folder has files train.* and val.*, these are to be trained on and held out. The default is
+    a folder has files train.* and val.*, these are to be trained on and held out. A URL, such as
+    gs://bucket/data, is that of a file or folder in a store, which is copied once. The default is
     the source code of the Python standard library."""
     tokenizer: Path | None = None
     """A Hugging Face tokenizer.json for text. By default, every byte of UTF-8 is a token."""
@@ -272,11 +274,15 @@ class DataConfig:
     """Fraction that is held out if there is no `validation_path`: of the documents of text, or of
     every file of tokens, at its end."""
     cache: Path | None = None
-    """Folder for the tokens of text, which later runs on the same text and tokenizer read from it.
-    The default is the folder `tokens` beside that of the run; without a tokenizer, bytes are kept
-    in memory."""
+    """Folder for the tokens of text, which later runs on the same text and tokenizer read from it,
+    and for copies of data that are in a store. The defaults are the folders `tokens` and `copies`
+    beside that of the run; without a tokenizer, bytes are kept in memory."""
 
     def __post_init__(self) -> None:
+        for name in ("path", "validation_path"):
+            check_input(f"data.{name}", getattr(self, name))
+        for name in ("tokenizer", "chat_template"):
+            check_on_disk(f"data.{name}", getattr(self, name))
         if not 0 < self.held_out < 1:
             raise InputError(
                 "data.held_out must be above 0 and below 1; got "
@@ -314,6 +320,7 @@ class GPTTrainConfig(TrainConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_on_disk("init_from", self.init_from)
         check_minimum("seq_len", self.seq_len, 1)
         for name in ("sample_length", "temperature"):
             check_minimum(name, getattr(self, name), 0)

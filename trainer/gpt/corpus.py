@@ -46,6 +46,7 @@ from trainer.gpt.encoding import (
     read_encoded,
 )
 from trainer.gpt.tokenizer import ByteTokenizer, FileTokenizer
+from trainer.places import is_copy
 
 # Number of tokens at both ends of a part of a file that are checked when the file is opened, so
 # that a wrong data type is found at once. All other tokens are checked when they are read.
@@ -168,7 +169,7 @@ def check_effects(config: DataConfig, files: Files, validation: Files | None) ->
         "chat_template": config.loss_on == "all" or config.tokenizer is None,
         "begin_of_document": kinds <= set(TOKEN_KINDS) or config.tokenizer is None,
         "held_out": validation is not None,
-        "cache": kinds <= set(TOKEN_KINDS),
+        "cache": kinds <= set(TOKEN_KINDS) and not _holds_copies(config),
         "end_of_document": kinds <= set(TOKEN_KINDS) and not config.mask_documents,
     }
     for name, default in vars(DataConfig()).items():
@@ -180,6 +181,12 @@ def check_effects(config: DataConfig, files: Files, validation: Files | None) ->
                 f"{'no files' if validation is None else validation.name} to hold out, "
                 f"mask_documents={config.mask_documents}, loss_on={config.loss_on!r}. Leave it out."
             )
+
+
+def _holds_copies(config: DataConfig) -> bool:
+    cache = config.cache
+    paths = (config.path, config.validation_path)
+    return cache is not None and any(is_copy(path, cache) for path in paths)
 
 
 def _open_tokens(

@@ -62,23 +62,26 @@ class GPTTask(Task[GPTTrainConfig, TextOptions]):
         return replace(data, description=data.description + remark)
 
     def _open_data(self, config: GPTTrainConfig, layout: Any) -> Dataset:
+        from trainer.data.stored.copies import origin_of, with_copies
         from trainer.gpt.batches import Sequences, TextDataset, collate
         from trainer.gpt.corpus import open_corpus
 
-        # Beside the run, so that the next run finds the tokens too.
+        # Beside the run, so that the next run finds the copies and the tokens too.
+        data = with_copies(config.data, config.run_dir.parent)
         cache = config.run_dir.parent / TOKENS_FOLDER
-        if config.data.loss_on == "completion":
+        if data.loss_on == "completion":
             from trainer.gpt.chat.corpus import open_examples
 
             sizes = {"vocab_size": config.model.vocab_size, "seq_len": config.seq_len}
-            return open_examples(config.data, layout, cache=cache, **sizes)
-        corpus = open_corpus(config.data, vocab_size=config.model.vocab_size, cache=cache)
-        end = corpus.end_of_document if config.data.mask_documents else None
+            examples: Any = open_examples(data, layout, cache=cache, **sizes)
+            return replace(examples, description=examples.description + origin_of(config.data))
+        corpus = open_corpus(data, vocab_size=config.model.vocab_size, cache=cache)
+        end = corpus.end_of_document if data.mask_documents else None
         return TextDataset(
             train=Sequences(corpus.train, config.seq_len),
             held_out=Sequences(corpus.held_out, config.seq_len),
             collate=partial(collate, layout=layout, end_of_document=end),
-            description=corpus.description,
+            description=corpus.description + origin_of(config.data),
             loss_unit=f"nats/{corpus.unit}",
             digest=corpus.digest,
             corpus=corpus,

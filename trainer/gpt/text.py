@@ -17,6 +17,7 @@ from trainer.gpt.tokenizer import (
     ByteTokenizer,
     FileTokenizer,
 )
+from trainer.places import is_in_store
 
 # Number of tokens of the prompt that are decoded together with the first new tokens: with some
 # tokenizers a word depends on the token before it, and a character may take several tokens.
@@ -85,7 +86,7 @@ def holds_tokens(path: Path | None) -> bool:
     """
     if path is None:
         return False
-    if path.exists():
+    if path.exists() or (is_in_store(path) and path.suffix not in KIND_OF_SUFFIX):
         return kind_of_data(path, "data.path") in TOKEN_KINDS
     if path.suffix not in {*KIND_OF_SUFFIX, ".txt", GZIP}:
         raise InputError(

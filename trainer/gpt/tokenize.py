@@ -5,8 +5,8 @@
     python train.py gpt_8b_gqa --data.path tokens/books        # with the flags that are printed
 
 IN is what `--data.path` of train.py takes as text: a file (*.txt, *.jsonl, either also as *.gz), or
-a folder of such files. OUT is a new folder with the tokens to train on, train.npy, and those that
-are held out, val.npy; it appears only when it is whole.
+a folder of such files, or the URL of one in a store. OUT is a new folder with the tokens to train
+on, train.npy, and those that are held out, val.npy; it appears only when it is whole.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ import tyro
 from startrail_jax.errors import InputError
 from trainer.data.cache import say, write_folder
 from trainer.data.files import TOKEN_KINDS
+from trainer.data.stored.copies import with_copies
 from trainer.gpt.config import DataConfig
 from trainer.gpt.corpus import check_effects, find_parts, open_text
 from trainer.gpt.encoding import encode_to_folder, read_encoded
 from trainer.gpt.tokenizer import FileTokenizer
-from trainer.places import check_folder
+from trainer.places import check_folder, is_in_store
 from trainer.printable import printable
 
 # More than any tokenizer has: the model, which is not known here, has as many as it needs.
@@ -56,6 +57,8 @@ class TokenizeOptions:
     held_out: float = 0.05
     """Fraction that is held out if there is no `validation_path`: of the documents, or of a single
     text file at its end."""
+    cache: Path | None = None
+    """Folder for the copies of text that is in a store. The default is the folder of OUT."""
 
 
 def tokenize(options: TokenizeOptions) -> str:
@@ -76,8 +79,15 @@ def tokenize(options: TokenizeOptions) -> str:
             f"OUT must be a folder that does not exist yet; got {str(options.out)!r}, which does. "
             "Give another, or delete it."
         )
-    config = DataConfig(
+    stored = [x for x in (options.text, options.validation_path) if x and is_in_store(x)]
+    if options.cache is not None and not stored:
+        raise InputError(
+            "data.cache holds copies of text that is in a store, such as gs://bucket/books; got "
+            f"cache={str(options.cache)!r} for {str(options.text)!r}. Leave it out."
+        )
+    given = DataConfig(
         path=options.text,
+        cache=options.cache,
         tokenizer=options.tokenizer,
         text_key=options.text_key,
         end_of_document=options.end_of_document,
@@ -85,6 +95,7 @@ def tokenize(options: TokenizeOptions) -> str:
         validation_path=options.validation_path,
         held_out=options.held_out,
     )
+    config = with_copies(given, options.out.parent)
     files, validation = find_parts(config)
     if files.kind in TOKEN_KINDS:
         raise InputError(

@@ -29,7 +29,8 @@ from trainer.mirror.contents import (
 )
 from trainer.mirror.fetch import after, require_same_run
 from trainer.mirror.job import Job, LostError, begin_job
-from trainer.mirror.store import Store, StoredCopy, reading, short
+from trainer.mirror.store import Store, StoredCopy, reading
+from trainer.stores import short
 
 FIRST_PAUSE = 1.0
 LONGEST_PAUSE = 30.0

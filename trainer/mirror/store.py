@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from startrail_jax.errors import InputError, UserError
-from trainer.errors import MissingPackageError, StorageError
+from startrail_jax.errors import InputError
+from trainer.errors import StorageError
 from trainer.mirror.contents import (
     FILES,
     DamagedCopyError,
@@ -29,10 +29,11 @@ from trainer.mirror.contents import (
     is_constant,
     read_manifest,
 )
+from trainer.stores import batches, is_of_disk, open_url, reading_store, telling
 
 OWNER = "owner.json"
 MANIFESTS = "manifests"
-FILES_AT_A_TIME = 8
+FLAG = "--mirror"
 _COPY = re.compile(r"(\d{6,})_(\d+)_([0-9a-f]{8})")
 _CONSTANT = re.compile(r"constant_[0-9a-f]{8}")
 
@@ -66,7 +67,13 @@ class Store:
             OSError: if the store is a folder below one that does not exist.
         """
         self.url = url.rstrip("/")
-        self._fs, self._root = _open(self.url)
+        self._fs, self._root = open_url(self.url, FLAG)
+        if is_of_disk(self.url) and not Path(self._root).parent.is_dir():
+            # A disk that is not mounted holds nothing: a run would begin anew beside its copies.
+            raise StorageError(
+                f"The folder above that of a --mirror must exist; got {self.url}, without "
+                f"{Path(self._root).parent}. Mount the disk, or make that folder."
+            )
         self._manifests: dict[str, bytes] = {}
 
     def require_mirror(self) -> None:
@@ -193,15 +200,17 @@ class Store:
 
     def put_files(self, files: Sequence[tuple[Path, str]], moved: Callable[[], None]) -> None:
         """Copies files to objects. `moved` is called whenever a part or a file has arrived."""
-        for some in _batches(files):
+        for some in batches(files):
             names = [self._path(name) for _, name in some]
-            self._fs.put([str(path) for path, _ in some], names, callback=_telling(moved))
+            self._fs.put(
+                [str(path) for path, _ in some], names, callback=telling(lambda _: moved())
+            )
 
     def get_files(self, files: Sequence[tuple[str, Path]]) -> None:
         """Copies objects to files, whose folders are made."""
         for _, path in files:
             path.parent.mkdir(parents=True, exist_ok=True)
-        for some in _batches(files):
+        for some in batches(files):
             self._fs.get([self._path(name) for name, _ in some], [str(path) for _, path in some])
 
     def _path(self, name: str) -> str:
@@ -218,82 +227,10 @@ class Store:
         return sorted(x for x in names if x and x != (folder or self._root.rpartition("/")[2]))
 
 
-@contextmanager
-def reading(url: str) -> Iterator[None]:
-    """Turns whatever a store raises into an error for the user.
-
-    Raises:
-        OSError: if its body raises an error that is not for the user yet.
-    """
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:  # Each package has errors of its own.
-        raise StorageError(
-            f"The store of --mirror must be there, and be open to this program; got {url}: "
-            f"{short(error)}. Correct the URL, the credentials, the network or the disk; then the "
-            "same command goes on."
-        ) from error
-
-
-def short(error: Exception) -> str:
-    """The type and the message of an error, without what may be a secret in a URL."""
-    text = re.sub(r"//[^/@\s]+@", "//***@", f"{type(error).__name__}: {error}")
-    return re.sub(r"(https?://[^\s?]+)\?[^\s'\"]+", r"\1?***", text).rstrip(".")[:500]
+def reading(url: str) -> AbstractContextManager[None]:
+    """Turns whatever a store raises into an error for the user: see `reading_store`."""
+    return reading_store(url, FLAG)
 
 
 def _manifest_of(copy: StoredCopy) -> str:
     return f"{MANIFESTS}/{copy.name}.json"
-
-
-def _open(url: str) -> tuple[Any, str]:
-    try:
-        import fsspec
-    except ImportError as error:
-        raise _missing("fsspec", url) from error
-    protocol = url.partition("://")[0]
-    options: dict[str, Any] = {"auto_mkdir": True} if protocol in ("file", "local") else {}
-    try:
-        # What another program has written must be seen.
-        fs, root = fsspec.core.url_to_fs(url, use_listings_cache=False, **options)
-    except ImportError as error:
-        raise _missing(str(error), url) from error
-    except ValueError as error:
-        raise InputError(
-            f"mirror must be a URL of a store that fsspec knows; got {url}: {error}. Use for "
-            "example gs://, s3://, or file:// for a folder."
-        ) from error
-    if options and not Path(root).parent.is_dir():
-        # A disk that is not mounted holds nothing: a run would begin anew beside its copies.
-        raise StorageError(
-            f"The folder above that of a --mirror must exist; got {url}, without "
-            f"{Path(root).parent}. Mount the disk, or make that folder."
-        )
-    return fs, root.rstrip("/")
-
-
-def _missing(what: str, url: str) -> MissingPackageError:
-    return MissingPackageError(
-        f"--mirror {url} must have the packages of its store; got none ({what.rstrip('.')}). "
-        "Install the extra: pip install -e '.[stores]'. Or leave the flag out."
-    )
-
-
-def _batches(files: Sequence[Any]) -> Iterator[Sequence[Any]]:
-    """What is copied at once. Packages take all that they are given, with a buffer for each."""
-    for first in range(0, len(files), FILES_AT_A_TIME):
-        yield files[first : first + FILES_AT_A_TIME]
-
-
-def _telling(moved: Callable[[], None]) -> Any:
-    from fsspec.callbacks import Callback
-
-    class Telling(Callback):
-        def relative_update(self, inc: int = 1) -> None:
-            moved()
-
-        def branched(self, path_1: str, path_2: str, **kwargs: Any) -> Callback:
-            return Telling()
-
-    return Telling()

@@ -15,6 +15,8 @@ from typing import IO, Any
 from startrail_jax.errors import InputError
 from trainer.config import TrainConfig
 from trainer.errors import RunError, StorageError
+from trainer.places import folder_here, is_in_store, text_of
+from trainer.run.commands import command
 from trainer.run.settings import (
     flag_text,
     flag_value,
@@ -50,6 +52,32 @@ FREE_SETTINGS = (
 )
 
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+
+
+def config_of(run_dir: Path, name: str) -> Path:
+    """The config.json of the folder of a run.
+
+    Args:
+        run_dir: the folder.
+        name: what gives it, for errors: "RUN_DIR".
+
+    Raises:
+        ValueError: if it is not that of a run.
+    """
+    path = run_dir / CONFIG_FILE
+    if path.is_file():
+        return path
+    advice = "Use the --run-dir of train.py."
+    what = "a folder without one" if run_dir.is_dir() else "no such folder"
+    if is_in_store(run_dir):
+        what = "which is in a store"
+        here = folder_here(run_dir)
+        fetching = command("trainer.mirror.fetch", text_of(run_dir), here)
+        advice = f"Fetch it first, and give {here}: {fetching}"
+    raise InputError(
+        f"{name} must be the folder of a run, with its {CONFIG_FILE}; got {text_of(run_dir)!r}, "
+        f"{what}. {advice}"
+    )
 
 
 @contextmanager

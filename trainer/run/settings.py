@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 
 from startrail_jax.errors import InputError
 from trainer.config import TrainConfig
+from trainer.places import text_of
 
 KIND = "kind"
 """The key of config.json that names the task of a run. It is no setting."""
@@ -31,7 +32,7 @@ def save_config(config: Any, path: Path) -> None:
         path: the file.
     """
     kind = {KIND: config.kind} if isinstance(config, TrainConfig) else {}
-    replace_text(path, json.dumps(kind | dataclasses.asdict(config), default=os.fspath, indent=2))
+    replace_text(path, json.dumps(kind | dataclasses.asdict(config), default=text_of, indent=2))
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -125,6 +126,8 @@ def flag_text(name: str, value: Any) -> str:
 
 def flag_value(value: Any) -> str:
     """The value of a setting as it is given on the command line."""
+    if isinstance(value, Path):
+        return text_of(value)
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 

@@ -17,10 +17,9 @@ from typing import Annotated, Literal
 
 import tyro
 
-from startrail_jax.errors import InputError
 from trainer.data.cache import say
 from trainer.gpt.config import GPTTrainConfig
-from trainer.run.folder import CONFIG_FILE
+from trainer.run.folder import config_of
 from trainer.run.settings import load_config
 
 
@@ -50,13 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__,
         args=arguments,
     )
-    path = options.run_dir / CONFIG_FILE
-    if not path.is_file():
-        raise InputError(
-            f"RUN_DIR must be the folder of a run, with its {CONFIG_FILE}; got "
-            f"{str(options.run_dir)!r}. Use the --run-dir of train.py."
-        )
-    config = load_config(GPTTrainConfig, path)
+    config = load_config(GPTTrainConfig, config_of(options.run_dir, "RUN_DIR"))
     # Imported here, as it imports jax: `--help` and a mistyped flag must be fast.
     from trainer.gpt.export.writing import export_run
 
