@@ -221,7 +221,7 @@ def _run_steps(loop: Any, done: int) -> bool:
 
 def read_command_line(arguments: list[str]) -> Command[TrainConfig]:
     """What a command line asks for; on a mistake, prints a message and exits with status 2."""
-    arguments = _with_mirror(arguments)
+    arguments = _with_copy(_with_mirror(arguments))
     name, folder = "gpt_tiny", _flag(arguments, "--init-from")
     if arguments and not arguments[0].startswith("-"):
         name, *arguments = arguments
@@ -260,17 +260,42 @@ def _with_mirror(arguments: list[str]) -> list[str]:
     folder = folder_here(Path(url))
     line = f"NOTE: the run is in {folder} on this machine; every checkpoint is copied to {url}"
     print(printable(line), file=sys.stderr)
-    # The last of several values counts.
-    return [*arguments, "--run-dir", str(folder), "--mirror", url]
+    return [*_with_value(arguments, "--run-dir", folder), "--mirror", url]
+
+
+def _with_copy(arguments: list[str]) -> list[str]:
+    """The command line; for --init-from URL, with the copy of the model in its place."""
+    url = _flag(arguments, "--init-from")
+    if url is None or not is_in_store(Path(url)):
+        return arguments
+    from trainer.gpt.pretrained.stored import copy_of_model
+
+    run_dir = Path(_flag(arguments, "--run-dir") or "runs/pretrained")
+    cache = Path(_flag(arguments, "--data.cache") or run_dir.parent)
+    return _with_value(arguments, "--init-from", copy_of_model(Path(url), cache))
 
 
 def _flag(arguments: list[str], name: str) -> str | None:
     """The value of a flag, which decides about the defaults of the others; None without it."""
-    for i, argument in enumerate(arguments):
-        flag, equals, value = argument.partition("=")
-        if flag.replace("_", "-") == name:
-            return value if equals else (arguments[i + 1 : i + 2] or [None])[0]
-    return None
+    i = _place_of(arguments, name)
+    if i is None:
+        return None
+    _, equals, value = arguments[i].partition("=")
+    return value if equals else (arguments[i + 1 : i + 2] or [None])[0]
+
+
+def _with_value(arguments: list[str], name: str, value: Path) -> list[str]:
+    """The command line with another value of a flag that it has."""
+    i = _place_of(arguments, name)
+    assert i is not None
+    after = i + 1 if "=" in arguments[i] else i + 2
+    return [*arguments[:i], f"{name}={value}", *arguments[after:]]
+
+
+def _place_of(arguments: list[str], name: str) -> int | None:
+    """Where a flag is in the command line; None if it is not there."""
+    flags = [argument.partition("=")[0].replace("_", "-") for argument in arguments]
+    return flags.index(name) if name in flags else None
 
 
 if __name__ == "__main__":

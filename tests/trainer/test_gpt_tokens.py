@@ -344,7 +344,7 @@ def test_damaged_cache_raises(text, tokenizer, tmp_path):
 
 def test_cache_that_cannot_be_written_raises(text, tokenizer, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=r"data.cache must be a folder .* got 's3:/x'.*store"):
+    with pytest.raises(ValueError, match=r"data.cache must be a folder .* got 's3://x'.*store"):
         open_text_corpus(text, tokenizer, Path("s3://x"))
     assert not Path("s3:").exists()
     (tmp_path / "cache").write_text("a file")
@@ -451,7 +451,7 @@ def test_command_writes_what_training_reads(text, tokenizer, tmp_path, capsys):
     ("arguments", "message"),
     [
         ("texts texts", r"OUT must be a folder that does not exist yet; got '.*texts'"),
-        ("texts gs://bucket/out", r"OUT must be a folder of a file system; got 'gs:/bucket/out'"),
+        ("texts gs://bucket/out", r"OUT must be a folder of a file system; got 'gs://bucket/out'"),
         ("text out", r"data.path must exist; got .*Did you mean .*texts"),
         ("a.npy out", r"IN must be text; got npy files in '.*a.npy'. They hold tokens already"),
         ("texts out --tokenizer none", r"must be a Hugging Face tokenizer.json; got 'none'"),

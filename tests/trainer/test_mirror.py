@@ -564,7 +564,7 @@ def test_checkpoint_that_is_being_copied_stays(tmp_path):
 def test_url_that_cannot_be_raises(tmp_path, url, message):
     with pytest.raises(ValueError, match=message):
         fetch.main([url, str(tmp_path / "new")])
-    with pytest.raises(ValueError, match=r"FOLDER must be a folder of a file system; got 'gs:/b"):
+    with pytest.raises(ValueError, match=r"FOLDER must be a folder of a file system; got 'gs://b"):
         fetch.main([URL, "gs://bucket/mine"])
     with pytest.raises(ValueError, match=message) as caught:
         replace(gpt_tiny(), mirror=url)

@@ -69,7 +69,7 @@ def test_other_names_lead_to_one_flag_that_there_is():
 
 
 def test_object_stores_are_refused_with_a_way_out():
-    match = r"folder of a file system; got 'gs:/bucket/run', .*fsync and rename.*--mirror gs://bucket/run"
+    match = r"folder of a file system; got 'gs://bucket/run', .*fsync and rename.*--mirror gs://bucket/run"
     with pytest.raises(ValueError, match=match):
         dataclasses.replace(gpt_tiny(), run_dir=Path("gs://bucket/run"))
     with pytest.raises(ValueError, match=r"got 's3:/bucket/a'. Object stores are not read: copy"):

@@ -795,7 +795,9 @@ def test_export_that_fails_leaves_nothing(tmp_path, monkeypatch):
     config = load_train_config(run_dir / "config.json")
     with pytest.raises(ValueError, match=r"OUT must be a folder that does not exist yet"):
         export_run(run_dir, config, out)
-    with pytest.raises(ValueError, match=r"OUT must be a folder of a file system; got 'gs:/b/out'"):
+    with pytest.raises(
+        ValueError, match=r"OUT must be a folder of a file system; got 'gs://b/out'"
+    ):
         export_run(run_dir, config, Path("gs://b/out"))
     shutil.rmtree(out)
 

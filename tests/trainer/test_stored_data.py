@@ -16,6 +16,7 @@ import sample
 import train
 from configs.dit import dit_digits
 from configs.gpt import gpt_tiny
+from pretrained import REFERENCES
 from startrail_jax import Layout
 from trainer.data import cache
 from trainer.data.stored import copies
@@ -25,6 +26,7 @@ from trainer.dit.config import ImageConfig
 from trainer.dit.task import DiTTask
 from trainer.errors import StorageError
 from trainer.gpt.config import DataConfig
+from trainer.gpt.pretrained.stored import SUFFIXES
 from trainer.gpt.task import GPTTask
 from trainer.gpt.text import holds_tokens
 from trainer.gpt.tokenize import main as tokenize
@@ -269,7 +271,7 @@ def test_store_without_the_data_raises(store, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=rf"data.path must exist; got '{URL}', where the store"):
         with_copies(stored(), tmp_path)
     put(store, {".hidden": b"1"})
-    with pytest.raises(ValueError, match=r"must hold files; got '.*wiki', without any but hidden"):
+    with pytest.raises(ValueError, match=r"must hold files that are read, .*wiki' with none"):
         with_copies(stored(), tmp_path)
     put(store, {"a\nb.txt": b"1"})
     with pytest.raises(ValueError, match=r"must be usable for files: .*got 'a\\nb.txt' in memory"):
@@ -357,3 +359,26 @@ def test_folders_that_a_store_lists_as_objects_are_left_out(texts, store, monkey
 
     monkeypatch.setattr(MemoryFileSystem, "find", with_folders)
     assert list_stored(Path(URL), "data.path").sizes.keys() == texts.keys()
+
+
+def test_pretrained_model_in_a_store_is_copied(store, tmp_path, monkeypatch, gets):
+    """Only what is read: a repository may have the same weights in other forms too."""
+    monkeypatch.chdir(tmp_path)
+    files = {path.name: path.read_bytes() for path in (REFERENCES / "llama").iterdir()}
+    files = {name: x for name, x in files.items() if Path(name).suffix in SUFFIXES}
+    others = {"pytorch_model.bin": b"1", "original/consolidated.safetensors": b"1", "x.gguf": b"1"}
+    put(store, files | others, "/hub/models/mine")
+    arguments = ["--init-from=memory://hub/models/mine", "--steps", "0"]
+    command = train.read_command_line(arguments)
+    folder = command.settings.init_from
+    assert folder is not None
+    assert (folder.parents[1], command.settings.run_dir) == (Path("runs/copies"), Path("runs/mine"))
+    assert copied(folder) == files
+    gets.clear()
+    assert train.read_command_line(["pretrained", *arguments]).settings.init_from == folder
+    assert not gets
+    elsewhere = train.read_command_line([*arguments, "--run-dir", "other/run"]).settings.init_from
+    assert elsewhere is not None
+    assert elsewhere.parents[1] == Path("other/copies")
+    with pytest.raises(ValueError, match=r"init_from must exist; got 'memory://hub/none', where"):
+        train.read_command_line(["--init-from", "memory://hub/none"])

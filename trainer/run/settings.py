@@ -32,7 +32,13 @@ def save_config(config: Any, path: Path) -> None:
         path: the file.
     """
     kind = {KIND: config.kind} if isinstance(config, TrainConfig) else {}
-    replace_text(path, json.dumps(kind | dataclasses.asdict(config), default=text_of, indent=2))
+    replace_text(
+        path, json.dumps(kind | dataclasses.asdict(config), default=_text_of_path, indent=2)
+    )
+
+
+def _text_of_path(value: Any) -> str:
+    return text_of(Path(os.fspath(value)))
 
 
 def replace_text(path: Path, text: str) -> None:

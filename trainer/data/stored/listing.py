@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -39,12 +40,15 @@ class StoredData:
         return f"{self.root}/{key}" if self.is_folder else self.root
 
 
-def list_stored(path: Path, option: str) -> StoredData:
+def list_stored(
+    path: Path, option: str, wanted: Callable[[str], bool] = lambda _: True
+) -> StoredData:
     """Lists the files at a URL, without hidden ones.
 
     Args:
         path: the URL, as a path.
         option: the setting that names it, for errors: "data.path".
+        wanted: whether to list a file of a folder, by its path in that.
 
     Raises:
         ImportError: if the package of the store is missing.
@@ -68,7 +72,10 @@ def list_stored(path: Path, option: str) -> StoredData:
     files = {
         key: x
         for key, x in files.items()
-        if x["type"] == "file" and not f"/{key}".endswith("/") and not _is_hidden(key)
+        if x["type"] == "file"
+        and not f"/{key}".endswith("/")
+        and not _is_hidden(key)
+        and wanted(key)
     }
     if not is_folder:
         files = {PurePosixPath(root).name: info}
@@ -76,8 +83,8 @@ def list_stored(path: Path, option: str) -> StoredData:
         _check_name(key, url)
     if not files:
         raise InputError(
-            f"{option} must hold files; got {url!r}, without any but hidden ones (names that start "
-            "with a dot). Give another."
+            f"{option} must hold files that are read, which hidden ones (names that start with a "
+            f"dot) are not; got {url!r} with none. Give another."
         )
     content = [[key, x["size"], _version_of(x)] for key, x in files.items()]
     digest = hashlib.sha256(json.dumps([store.protocol, root, content], default=str).encode())
