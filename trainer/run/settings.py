@@ -32,9 +32,8 @@ def save_config(config: Any, path: Path) -> None:
         path: the file.
     """
     kind = {KIND: config.kind} if isinstance(config, TrainConfig) else {}
-    replace_text(
-        path, json.dumps(kind | dataclasses.asdict(config), default=_text_of_path, indent=2)
-    )
+    values = kind | dataclasses.asdict(config)
+    replace_text(path, json.dumps(values, default=_text_of_path, indent=2))
 
 
 def _text_of_path(value: Any) -> str:
