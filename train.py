@@ -73,6 +73,8 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
     from trainer.mirror.fetch import preparation
     from trainer.parallel.step import Program, make_attention
     from trainer.planning import Planner
+    from trainer.processes.agreement import require_same_data
+    from trainer.processes.exchange import peers
     from trainer.run.folder import CHECKPOINTS_FOLDER, open_run
     from trainer.run.interruption import interruption
     from trainer.run.metrics import Reporter
@@ -117,6 +119,7 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
         # Data. The layout orders the tokens of a batch on the host.
         with report.phase("reading the data"):
             data = task.open_data(config, attention.layout)
+            require_same_data(data, peers())
         report.line(f"data: {data.description}")
         feed = Feed(
             data,
@@ -221,7 +224,7 @@ def _run_steps(loop: Any, done: int) -> bool:
 
 def read_command_line(arguments: list[str]) -> Command[TrainConfig]:
     """What a command line asks for; on a mistake, prints a message and exits with status 2."""
-    arguments = _with_copy(_with_mirror(arguments))
+    arguments = _with_mirror(arguments)
     name, folder = "gpt_tiny", _flag(arguments, "--init-from")
     if arguments and not arguments[0].startswith("-"):
         name, *arguments = arguments
@@ -252,27 +255,15 @@ def _with_mirror(arguments: list[str]) -> list[str]:
     if url is None or not is_in_store(Path(url)):
         return arguments
     check_mirror(url)
-    if other := _flag(arguments, "--mirror"):
+    if _flag(arguments, "--mirror") is not None:
         raise InputError(
-            f"--mirror names the store of a run whose folder is here; got --mirror {other} with "
+            "--mirror names the store of a run whose folder is here; got both --mirror and "
             f"--run-dir {url}. Leave one of them out."
         )
-    folder = folder_here(Path(url))
+    folder = folder_here(url)
     line = f"NOTE: the run is in {folder} on this machine; every checkpoint is copied to {url}"
     print(printable(line), file=sys.stderr)
     return [*_with_value(arguments, "--run-dir", folder), "--mirror", url]
-
-
-def _with_copy(arguments: list[str]) -> list[str]:
-    """The command line; for --init-from URL, with the copy of the model in its place."""
-    url = _flag(arguments, "--init-from")
-    if url is None or not is_in_store(Path(url)):
-        return arguments
-    from trainer.gpt.pretrained.stored import copy_of_model
-
-    run_dir = Path(_flag(arguments, "--run-dir") or "runs/pretrained")
-    cache = Path(_flag(arguments, "--data.cache") or run_dir.parent)
-    return _with_value(arguments, "--init-from", copy_of_model(Path(url), cache))
 
 
 def _flag(arguments: list[str], name: str) -> str | None:
@@ -293,9 +284,9 @@ def _with_value(arguments: list[str], name: str, value: Path) -> list[str]:
 
 
 def _place_of(arguments: list[str], name: str) -> int | None:
-    """Where a flag is in the command line; None if it is not there."""
+    """Where a flag is in the command line; None if it is not there. The last one counts."""
     flags = [argument.partition("=")[0].replace("_", "-") for argument in arguments]
-    return flags.index(name) if name in flags else None
+    return max((i for i, flag in enumerate(flags) if flag == name), default=None)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ happens:
     process 0 killed      SIGKILL to process 0, which holds jax's coordinator and our own
     worker stopped        SIGSTOP to the last process, which is resumed when all others have exited
     process 0 stopped     SIGSTOP to process 0, likewise
-    wrong data            the data of the last process contain a token outside the vocabulary
+    wrong data            tokens outside the vocabulary appear in the file of the last process
     disk full             the last process may write no more than a few bytes
     SIGTERM to a worker   SIGTERM to the last process alone
     SIGTERM to all        SIGTERM to every process
@@ -27,6 +27,7 @@ from __future__ import annotations
 import argparse
 import re
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -166,7 +167,7 @@ class FailureCase:
     says: str
     """Pattern of what all processes that were not killed must print; `{}` is the victim's name."""
     happen: Callable[[Processes, int], None] | None
-    """Makes it happen, given the victim; None if the data make it happen."""
+    """Makes it happen, given the victim; None to spoil its data."""
     good: bool = False
     """Whether all processes must end with status 0."""
 
@@ -256,18 +257,21 @@ def fail(
     Raises:
         CheckFailed: if a check fails.
     """
-    data, wrong = write_data(folder)
+    data, copy = write_data(folder), folder / "copy.bin"
     run_dir = folder / "run"
     flags = [*FLAGS.split(), "--data.path", str(data), "--run-dir", str(run_dir)]
     flags += ["--devices", str(count), "--steps", "100000", "--distributed.timeout", str(timeout)]
     outcomes: list[Outcome] = []
     for case in cases:
         victim = 0 if case.victim is None else case.victim % count
-        own = {} if case.happen else {victim: ["--data.path", str(wrong), "--allow-changes"]}
+        shutil.copyfile(data, copy)
+        own = {} if case.happen else {victim: ["--data.path", str(copy), "--allow-changes"]}
         before = newest_whole(run_dir)
         with Processes(count, flags, folder=folder, own_flags=own) as processes:
-            if case.happen is not None:
-                begin(processes, run_dir, before)
+            begin(processes, run_dir, before)
+            if case.happen is None:
+                spoil(copy)
+            else:
                 case.happen(processes, victim)
             outcome = _end(case, processes, victim, run_dir)
         if outcome.began_after != before:
@@ -289,8 +293,6 @@ def begin(processes: Processes, run_dir: Path, before: int) -> None:
 
 def _end(case: FailureCase, processes: Processes, victim: int, run_dir: Path) -> Outcome:
     """Waits for the end of all processes and checks how they ended."""
-    if case.happen is None:
-        processes.wait_for(lambda: bool(reported_steps(processes.output(0))))
     since = time.monotonic()
     stopped = case.says == SILENT
     others = [index for index in range(processes.count) if index != victim]
@@ -337,20 +339,19 @@ def describe(outcome: Outcome) -> str:
     )
 
 
-def write_data(folder: Path) -> tuple[Path, Path]:
-    """Files of random tokens: one that is right, and one with tokens beyond the vocabulary.
+def write_data(folder: Path) -> Path:
+    """A file of random tokens."""
+    path = folder / "tokens.bin"
+    np.random.default_rng(0).integers(0, 256, NUM_TOKENS).astype("<u2").tofile(path)
+    return path
 
-    Training does not meet a wrong token at once.
-    """
-    from trainer.gpt.corpus import CHECKED_TOKENS
 
-    tokens = np.random.default_rng(0).integers(0, 256, NUM_TOKENS).astype("<u2")
-    right, wrong = folder / "tokens.bin", folder / "wrong.bin"
-    tokens.tofile(right)
-    # So many that a window hits one within some batches; not at the ends, which are checked first.
-    tokens[2 * CHECKED_TOKENS : -2 * CHECKED_TOKENS : 20 * SEQ_LEN] = 3000
-    tokens.tofile(wrong)
-    return right, wrong
+def spoil(path: Path) -> None:
+    """Writes tokens beyond the vocabulary to a file that a program has mapped into its memory."""
+    tokens = np.memmap(path, "<u2", "r+")
+    # So many that a window hits one within some batches.
+    tokens[:: 20 * SEQ_LEN] = 3000
+    tokens.flush()
 
 
 def reported_steps(output: str) -> list[int]:

@@ -75,7 +75,7 @@ class Torture:
         """
         self.folder = folder
         self.random = np.random.default_rng(seed)
-        self._data, _ = failures.write_data(folder)
+        self._data = failures.write_data(folder)
         self._number = 0
         self._expected: dict[tuple[Path, int], Any] = {}
 

@@ -11,14 +11,16 @@ from startrail_jax.errors import InputError
 _HOST = re.compile(r"[^:]*(:\d*)?")
 """A bucket or a host, with a port or none."""
 COPIES = "copies"
-"""Folder of a cache for copies of data that are in a store."""
+"""Folder of a cache, or beside the runs, for copies of data that are in a store."""
+TOKENS = "tokens"
+"""Folder beside the runs for the tokens of text."""
 _OF_DISK = ("file", "local")
 _WITH_REVISION = "hf://"
 """Stores whose URLs may name a revision after an @."""
 
 
-# How each is copied by hand.
 _COPYING = "rclone copy, gcloud storage rsync or aws s3 sync"
+"""Commands that copy a folder to a store or from it."""
 
 
 def is_in_store(path: Path) -> bool:
@@ -34,9 +36,25 @@ def text_of(path: Path) -> str:
     return f"{protocol}:///{rest}" if protocol in _OF_DISK else f"{protocol}://{rest}"
 
 
-def folder_here(path: Path) -> Path:
-    """The folder on this machine for a run in a store: runs/mine for gs://bucket/runs/mine."""
-    return Path("runs", path.name)
+def folder_here(url: str) -> Path:
+    """The folder on this machine for a run in a store: runs/gs/bucket/mine for gs://bucket/mine.
+
+    Raises:
+        ValueError: if the URL is that of no store, or has the name of another folder of runs.
+    """
+    protocol, _, rest = url.partition("://")
+    folder = Path("runs", protocol, rest)
+    if protocol in _OF_DISK:
+        raise InputError(
+            f"run_dir must be a path if it is on this machine; got {url!r}. Use "
+            f"{urlsplit(url).path}."
+        )
+    if folder.name in (COPIES, TOKENS):
+        raise InputError(
+            f"run_dir must not be called {folder.name}, as a folder beside the runs is; got "
+            f"{url!r}. Use another."
+        )
+    return folder
 
 
 def is_copy(path: Path | None, cache: Path) -> bool:
@@ -48,13 +66,14 @@ def check_folder(name: str, path: Path) -> None:
     """Raises ValueError if a folder to write to is in an object store."""
     if not is_in_store(path):
         return
+    url = without_secret(text_of(path))
     way_out = f"then: {_COPYING}"
     if name == "run_dir":
-        way_out = f"with --mirror {text_of(path)}, to which every checkpoint is then copied"
+        way_out = f"with --mirror {url}, to which every checkpoint is then copied"
     raise InputError(
-        f"{name} must be a folder of a file system; got {text_of(path)!r}, which is in an object "
-        "store, without the locks, fsync and rename that keep it whole. Use a disk, local or "
-        f"shared (NFS, Lustre), {way_out}."
+        f"{name} must be a folder of a file system; got {url!r}, which is in an object store, "
+        "without the locks, fsync and rename that keep it whole. Use a disk, local or shared (NFS, "
+        f"Lustre), {way_out}."
     )
 
 
@@ -78,6 +97,11 @@ def check_input(name: str, path: Path | None) -> None:
             f"{name} must be a path if it is on this machine; got {url!r}. Use "
             f"{urlsplit(url).path}."
         )
+
+
+def is_inside(path: Path, folder: str) -> bool:
+    """Whether a folder in a store lies in data, or is the same."""
+    return is_in_store(path) and f"{folder}/".startswith(f"{text_of(path)}/")
 
 
 def without_secret(url: str) -> str:
@@ -122,5 +146,6 @@ def check_url(name: str, url: str, *, hint: str) -> None:
             "the package of the store takes them: by its environment variables, or by files in "
             "the home folder."
         )
-    if not parts.scheme or "://" not in url or "::" in url:
+    is_plain = "://" in url and "::" not in url and not {".", ".."} & set(url.split("/"))
+    if not parts.scheme or not is_plain:
         raise InputError(f"{name} must be the URL of a store; got {name}={url!r}. {hint}")

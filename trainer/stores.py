@@ -101,5 +101,6 @@ def telling(moved: Callable[[int], object]) -> Any:
 def _missing(what: str, url: str, flag: str) -> MissingPackageError:
     return MissingPackageError(
         f"{flag} {url} must have the packages of its store; got none ({what.rstrip('.')}). "
-        "Install the extra: pip install -e '.[stores]'. Or leave the flag out."
+        "Install them; those of gs:// and s3:// are an extra: pip install -e '.[stores]'. Or leave "
+        "the flag out."
     )

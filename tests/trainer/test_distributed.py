@@ -236,7 +236,7 @@ def change_checksum(checkpoint):
 
 @shared_programs()
 def test_any_number_of_processes_trains_alike_and_goes_on_with_the_run_of_another(tmp_path, capsys):
-    data, _ = failures.write_data(tmp_path)
+    data = failures.write_data(tmp_path)
     run_dir = tmp_path / "from_the_beginning"
     train_here(run_dir, data, capsys)
     expected = losses(run_dir)

@@ -16,9 +16,9 @@ import sample
 import train
 from configs.dit import dit_digits
 from configs.gpt import gpt_tiny
-from pretrained import REFERENCES
 from startrail_jax import Layout
 from trainer.data import cache
+from trainer.data.dataset import Dataset
 from trainer.data.stored import copies
 from trainer.data.stored.copies import with_copies
 from trainer.data.stored.listing import list_stored
@@ -26,10 +26,12 @@ from trainer.dit.config import ImageConfig
 from trainer.dit.task import DiTTask
 from trainer.errors import StorageError
 from trainer.gpt.config import DataConfig
-from trainer.gpt.pretrained.stored import SUFFIXES
 from trainer.gpt.task import GPTTask
 from trainer.gpt.text import holds_tokens
 from trainer.gpt.tokenize import main as tokenize
+from trainer.mirror.fetch import preparation
+from trainer.processes.agreement import require_same_data
+from trainer.processes.exchange import Peers
 from trainer.run.settings import flag_text, load_config, save_config
 
 URL = "memory://bucket/wiki"
@@ -271,7 +273,7 @@ def test_store_without_the_data_raises(store, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=rf"data.path must exist; got '{URL}', where the store"):
         with_copies(stored(), tmp_path)
     put(store, {".hidden": b"1"})
-    with pytest.raises(ValueError, match=r"must hold files that are read, .*wiki' with none"):
+    with pytest.raises(ValueError, match=r"must hold files; got '.*wiki', without any but hidden"):
         with_copies(stored(), tmp_path)
     put(store, {"a\nb.txt": b"1"})
     with pytest.raises(ValueError, match=r"must be usable for files: .*got 'a\\nb.txt' in memory"):
@@ -334,19 +336,44 @@ def test_revision_of_a_hub_may_be_named():
 
 def test_run_in_a_store_is_a_folder_here_and_a_mirror(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    command = train.read_command_line(["gpt_tiny", "--run-dir", "gs://bucket/runs/mine"])
-    assert command.settings.run_dir == Path("runs/mine")
-    assert command.settings.mirror == "gs://bucket/runs/mine"
-    assert "NOTE: the run is in runs/mine on this machine; every" in capsys.readouterr().err
-    with pytest.raises(ValueError, match=r"got --mirror s3://b/x with --run-dir gs://b/x. Leave"):
-        train.read_command_line(["--run-dir=gs://b/x", "--mirror", "s3://b/x"])
-    with pytest.raises(ValueError, match=r"mirror must name a folder below the bucket"):
-        train.read_command_line(["--run-dir", "gs://bucket"])
-    fetching = (
-        r"'gs://b/runs/mine', which is in a store.*give runs/mine: .* gs://b/runs/mine runs/m"
-    )
-    with pytest.raises(ValueError, match=fetching):
-        sample.read_command_line(["gs://b/runs/mine"])
+    here = Path("runs/gs/bucket/runs/mine")
+    url = "gs://bucket/runs/mine"
+    for given in (["--run-dir", url], ["--run-dir", "runs/other", f"--run_dir={url}"]):
+        settings = train.read_command_line(["gpt_tiny", *given]).settings
+        assert (settings.run_dir, settings.mirror) == (here, url)
+        assert f"NOTE: the run is in {here} on this machine; every" in capsys.readouterr().err
+    last = train.read_command_line(["--run-dir", url, "--run-dir", "runs/other"]).settings
+    assert (last.run_dir, last.mirror) == (Path("runs/other"), None)
+
+    with pytest.raises(ValueError, match=rf"which is in a store\. Fetch it .*fetch {url} {here}"):
+        sample.read_command_line([url])
+    here.mkdir(parents=True)
+    (here / "config.json").touch()
+    with pytest.raises(ValueError, match=rf"which is in a store\. Give {here}, the folder of that"):
+        sample.read_command_line([url])
+    with pytest.raises(ValueError, match=r"must hold no password") as caught:
+        sample.read_command_line(["s3://key:token@bucket/mine"])
+    assert "token@" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            "gs://bucket/x --mirror s3://k:token@b/x",
+            r"got both --mirror and --run-dir gs://bucket/x",
+        ),
+        ("gs://bucket", r"mirror must name a folder below the bucket"),
+        ("gs://bucket/x/..", r"mirror must be the URL of a store; got"),
+        ("gs://bucket/copies", r"run_dir must not be called copies, as a folder beside the runs"),
+        ("file:///scratch/x", r"run_dir must be a path if it is on this machine; .*Use /scratch/x"),
+        ("s3://key:token@bucket/x", r"mirror must hold no password, key or token"),
+    ],
+)
+def test_run_in_a_store_that_cannot_be_raises(arguments, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        train.read_command_line(["--run-dir", *arguments.split()])
+    assert "token@" not in str(caught.value)
 
 
 def test_folders_that_a_store_lists_as_objects_are_left_out(texts, store, monkeypatch):
@@ -361,24 +388,92 @@ def test_folders_that_a_store_lists_as_objects_are_left_out(texts, store, monkey
     assert list_stored(Path(URL), "data.path").sizes.keys() == texts.keys()
 
 
-def test_pretrained_model_in_a_store_is_copied(store, tmp_path, monkeypatch, gets):
-    """Only what is read: a repository may have the same weights in other forms too."""
-    monkeypatch.chdir(tmp_path)
-    files = {path.name: path.read_bytes() for path in (REFERENCES / "llama").iterdir()}
-    files = {name: x for name, x in files.items() if Path(name).suffix in SUFFIXES}
-    others = {"pytorch_model.bin": b"1", "original/consolidated.safetensors": b"1", "x.gguf": b"1"}
-    put(store, files | others, "/hub/models/mine")
-    arguments = ["--init-from=memory://hub/models/mine", "--steps", "0"]
-    command = train.read_command_line(arguments)
-    folder = command.settings.init_from
-    assert folder is not None
-    assert (folder.parents[1], command.settings.run_dir) == (Path("runs/copies"), Path("runs/mine"))
-    assert copied(folder) == files
-    gets.clear()
-    assert train.read_command_line(["pretrained", *arguments]).settings.init_from == folder
-    assert not gets
-    elsewhere = train.read_command_line([*arguments, "--run-dir", "other/run"]).settings.init_from
-    assert elsewhere is not None
-    assert elsewhere.parents[1] == Path("other/copies")
-    with pytest.raises(ValueError, match=r"init_from must exist; got 'memory://hub/none', where"):
-        train.read_command_line(["--init-from", "memory://hub/none"])
+def test_store_that_changes_while_it_is_copied(texts, store, tmp_path, monkeypatch):
+    """No mixture of two versions is left, of files that are as long as before."""
+    get = MemoryFileSystem.get
+
+    def changed(self, paths, *args, **kwargs):
+        get(self, paths, *args, **kwargs)
+        store.pipe_file(f"{ROOT}/0.txt", texts["0.txt"].replace(b"0", b"x"))
+
+    monkeypatch.setattr(MemoryFileSystem, "get", changed)
+    with pytest.raises(StorageError, match=rf"stay as they are .*; got {URL} with others than"):
+        with_copies(stored(), tmp_path)
+    assert not list(tmp_path.rglob("*.txt"))
+    monkeypatch.setattr(MemoryFileSystem, "get", get)
+    copy = with_copies(stored(), tmp_path).path
+    assert copied(copy) == texts | {"0.txt": texts["0.txt"].replace(b"0", b"x")}
+
+
+def test_two_hosts_are_two_stores(texts, tmp_path):
+    """The path that fsspec has of a URL may lack the host."""
+    one = list_stored(Path(URL), "data.path")
+    other = dataclasses.replace(one, host="other")
+    assert one.path_in(one) == ""
+    assert one.path_in(other) is None
+
+
+def test_revisions_of_data_that_lie_in_each_other(texts):
+    whole = list_stored(Path(URL), "data.path")
+    val = dataclasses.replace(whole, root="/bucket/wiki@main/val", url="hf://bucket/wiki@main/val")
+    with pytest.raises(
+        ValueError, match=rf"must be of one revision .*got {URL} and hf://bucket/wi"
+    ):
+        val.path_in(whole)
+    same = dataclasses.replace(whole, root="/bucket/wiki@main")
+    assert val.path_in(same) == "val"
+
+
+def test_held_out_data_in_a_hidden_folder_have_a_copy(texts, store, tmp_path):
+    put(store, {".val/1.txt": b"held out"})
+    data = with_copies(stored(validation_path=Path(f"{URL}/.val")), tmp_path)
+    assert copied(data.validation_path) == {"1.txt": b"held out"}
+    assert not data.validation_path.is_relative_to(data.path)
+
+
+def test_store_whose_files_cannot_be_told_apart_raises(texts, store, monkeypatch):
+    def listed(self, root, **_):
+        return {f"{root}/a.txt": {"size": 1, "type": "file"}}
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryFileSystem, "find", listed)
+        with pytest.raises(ValueError, match=r"must say when its files change, .* for 'a.txt'"):
+            list_stored(Path(URL), "data.path")
+    files = {name: {"size": 1, "type": "file", "etag": "1"} for name in ("a", "a/b.txt", "a0")}
+
+    def with_both(self, root, **_):
+        return {f"{ROOT}/{x}": info for x, info in files.items() if f"{ROOT}/{x}".startswith(root)}
+
+    monkeypatch.setattr(MemoryFileSystem, "find", with_both)
+    put(store, {"a": b"1"})
+    with pytest.raises(ValueError, match=r"no file with the name of a folder; got 'a' in memory"):
+        list_stored(Path(URL), "data.path")
+    with pytest.raises(ValueError, match=r"has a file and a folder of one name, with 1 files. Ren"):
+        list_stored(Path(f"{URL}/a"), "data.path")
+
+
+def test_mirror_in_the_data_raises():
+    config = dataclasses.replace(gpt_tiny(), data=stored(), mirror=f"{URL}/runs/mine")
+    with pytest.raises(
+        ValueError,
+        match=r"mirror must not lie in the data of the run.*path=memory://bucket/wiki\. Use",
+    ):
+        preparation(config)
+    assert preparation(dataclasses.replace(config, mirror="memory://bucket/wiki2")) is not None
+
+
+def test_sampling_without_the_store_names_the_tokenizer(store, monkeypatch):
+    assert not holds_tokens(Path("s3://bucket/gone.txt"))
+    with pytest.raises(ValueError, match=rf"'{URL}', of which the store does not .*--tokenizer"):
+        holds_tokens(Path(URL))
+
+
+def test_processes_with_other_data_end():
+    data = Dataset(
+        train=(), held_out=(), collate=None, description="books", loss_unit="nats", digest="a"
+    )
+    require_same_data(data, Peers())
+    among = Peers(index=1, count=3, gather=lambda mine: [mine, mine, ["b", *mine[1:]]])
+    with pytest.raises(ValueError, match=r"got others in process 2 than in process 1 \(books\)"):
+        require_same_data(data, among)
+    require_same_data(data, Peers(count=2, gather=lambda mine: [mine, mine]))

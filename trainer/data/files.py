@@ -165,7 +165,9 @@ def find_files(path: Path, option: str) -> Files:
 
 
 def kind_of_data(path: Path, option: str) -> Kind:
-    """What `find_files` finds, by as few names as tell: subfolders are not searched for the rest.
+    """What `find_files` finds, by as few names as tell: folders are not searched for the rest.
+
+    Of data in a store, all names are listed.
 
     Args:
         path: the file or folder.
@@ -362,8 +364,8 @@ def _near(path: Path) -> str:
     """A sentence about what may have been meant by a path that does not exist."""
     if is_in_store(path):
         return (
-            "Object stores are not read: copy the files here first (rclone copy, gcloud storage cp "
-            "-r, aws s3 cp --recursive), or mount the store as a folder."
+            "Object stores are not read by this program: copy the files here first (rclone copy, "
+            "gcloud storage cp -r, aws s3 cp --recursive), or mount the store as a folder."
         )
     if not path.parent.is_dir():
         return f"There is no folder {str(path.parent)!r} either."

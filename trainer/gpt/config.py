@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 from startrail_jax.errors import InputError
 from trainer.config import TrainConfig, check_minimum
 from trainer.gpt.lora.settings import LoraConfig
-from trainer.places import check_input, check_on_disk
+from trainer.places import check_folder, check_input, check_on_disk
 from trainer.task import SampleOptions
 
 
@@ -283,6 +283,7 @@ class DataConfig:
             check_input(f"data.{name}", getattr(self, name))
         for name in ("tokenizer", "chat_template"):
             check_on_disk(f"data.{name}", getattr(self, name))
+        check_folder("data.cache", self.cache or Path())
         if not 0 < self.held_out < 1:
             raise InputError(
                 "data.held_out must be above 0 and below 1; got "

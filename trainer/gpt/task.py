@@ -15,10 +15,9 @@ from trainer.data.dataset import Dataset
 from trainer.gpt.config import GPTTrainConfig, RopeConfig, TextOptions
 from trainer.gpt.pretrained.beginning import with_beginning
 from trainer.gpt.pretrained.defaults import kept_tokenizer, with_model_of, with_tokenizer
+from trainer.places import TOKENS
 from trainer.run.folder import CHECKPOINTS_FOLDER
 from trainer.task import Task
-
-TOKENS_FOLDER = "tokens"
 
 
 class GPTTask(Task[GPTTrainConfig, TextOptions]):
@@ -68,7 +67,7 @@ class GPTTask(Task[GPTTrainConfig, TextOptions]):
 
         # Beside the run, so that the next run finds the copies and the tokens too.
         data = with_copies(config.data, config.run_dir.parent)
-        cache = config.run_dir.parent / TOKENS_FOLDER
+        cache = config.run_dir.parent / TOKENS
         if data.loss_on == "completion":
             from trainer.gpt.chat.corpus import open_examples
 

@@ -12,13 +12,16 @@ from jaxtyping import Integer
 from startrail_jax.errors import InputError
 from trainer.data.documents import Document
 from trainer.data.files import GZIP, KIND_OF_SUFFIX, TOKEN_KINDS, kind_of, kind_of_data
+from trainer.errors import MissingPackageError, StorageError
 from trainer.gpt.config import DataConfig
 from trainer.gpt.tokenizer import (
     ByteTokenizer,
     FileTokenizer,
 )
-from trainer.places import is_in_store
+from trainer.places import is_in_store, text_of
 
+# Suffixes of names that tell whether data are text or tokens.
+NAMED = {*KIND_OF_SUFFIX, ".txt", GZIP}
 # Number of tokens of the prompt that are decoded together with the first new tokens: with some
 # tokenizers a word depends on the token before it, and a character may take several tokens.
 CONTEXT_TOKENS = 8
@@ -86,9 +89,18 @@ def holds_tokens(path: Path | None) -> bool:
     """
     if path is None:
         return False
-    if path.exists() or (is_in_store(path) and path.suffix not in KIND_OF_SUFFIX):
+    if is_in_store(path) and path.suffix not in NAMED:
+        try:
+            return kind_of_data(path, "data.path") in TOKEN_KINDS
+        except (InputError, MissingPackageError, StorageError) as error:
+            raise InputError(
+                "The data of the run must tell whether they are text or tokens; got "
+                f"data.path={text_of(path)!r}, of which the store does not tell: {error} Or give "
+                "the --tokenizer that made the tokens."
+            ) from error
+    if path.exists():
         return kind_of_data(path, "data.path") in TOKEN_KINDS
-    if path.suffix not in {*KIND_OF_SUFFIX, ".txt", GZIP}:
+    if path.suffix not in NAMED:
         raise InputError(
             "The data of the run must be where it began, or their name must tell whether they are "
             f"text or tokens; got data.path={str(path)!r}, which is gone or elsewhere than under "

@@ -58,7 +58,7 @@ class TokenizeOptions:
     """Fraction that is held out if there is no `validation_path`: of the documents, or of a single
     text file at its end."""
     cache: Path | None = None
-    """Folder for the copies of text that is in a store. The default is the folder of OUT."""
+    """Folder for the copies of text that is in a store. The default is the one in which OUT is."""
 
 
 def tokenize(options: TokenizeOptions) -> str:
@@ -79,6 +79,7 @@ def tokenize(options: TokenizeOptions) -> str:
             f"OUT must be a folder that does not exist yet; got {str(options.out)!r}, which does. "
             "Give another, or delete it."
         )
+    check_folder("data.cache", options.cache or Path())
     stored = [x for x in (options.text, options.validation_path) if x and is_in_store(x)]
     if options.cache is not None and not stored:
         raise InputError(

@@ -32,7 +32,7 @@ from trainer.mirror.contents import (
     read_id,
 )
 from trainer.mirror.store import Store, StoredCopy, reading
-from trainer.places import check_folder, check_mirror
+from trainer.places import check_folder, check_mirror, is_inside, text_of
 from trainer.printable import printable
 from trainer.run.commands import command
 from trainer.run.folder import CHECKPOINTS_FOLDER, CONFIG_FILE, locked, require_writable
@@ -59,6 +59,14 @@ def preparation(config: TrainConfig) -> Callable[[], None] | None:
             f"mirror copies the checkpoints of a run that trains; got mirror={config.mirror}, "
             "steps=0. Leave it out: the run that trains copies what was imported."
         )
+    data = getattr(config, "data", None)
+    for name in ("path", "validation_path"):
+        path: Path | None = getattr(data, name, None)
+        if path is not None and is_inside(path, config.mirror):
+            raise InputError(
+                "mirror must not lie in the data of the run, which it would change; got "
+                f"mirror={config.mirror}, {name}={text_of(path)}. Use another."
+            )
     return partial(fetch_newer, config.mirror, config.run_dir)
 
 

@@ -15,7 +15,7 @@ from typing import IO, Any
 from startrail_jax.errors import InputError
 from trainer.config import TrainConfig
 from trainer.errors import RunError, StorageError
-from trainer.places import folder_here, is_in_store, text_of
+from trainer.places import check_mirror, folder_here, is_in_store, text_of
 from trainer.run.commands import command
 from trainer.run.settings import (
     flag_text,
@@ -70,10 +70,13 @@ def config_of(run_dir: Path, name: str) -> Path:
     advice = "Use the --run-dir of train.py."
     what = "a folder without one" if run_dir.is_dir() else "no such folder"
     if is_in_store(run_dir):
-        what = "which is in a store"
-        here = folder_here(run_dir)
-        fetching = command("trainer.mirror.fetch", text_of(run_dir), here)
+        url = text_of(run_dir)
+        check_mirror(url)
+        what, here = "which is in a store", folder_here(url)
+        fetching = command("trainer.mirror.fetch", url, here)
         advice = f"Fetch it first, and give {here}: {fetching}"
+        if (here / CONFIG_FILE).is_file():
+            advice = f"Give {here}, the folder of that run on this machine."
     raise InputError(
         f"{name} must be the folder of a run, with its {CONFIG_FILE}; got {text_of(run_dir)!r}, "
         f"{what}. {advice}"

@@ -2,9 +2,10 @@
 
     CACHE/copies/3f9a12cd04b7e815/wiki/...     the files of gs://bucket/wiki
 
-What the folder is called follows from the names, sizes and versions of the files in the store: data
-that change there get a new copy, and the same data are copied once, by one of several processes. A
-copy that was interrupted goes on at the first file that is missing. Imports no jax.
+The name of the folder follows from the place, names, sizes and versions of the files in the store:
+data that change there get a new copy, and the same data are copied once, by one of several
+processes. A copy that was interrupted goes on at the first file that is missing. It counts as whole
+when the store, asked again, still has the same versions. Imports no jax.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import secrets
 import shutil
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
@@ -28,6 +30,8 @@ from trainer.stores import batches, reading_store, telling
 
 Data = TypeVar("Data", bound=Any)
 
+WHOLE, LOCK = ".whole", ".lock"
+"""Files beside a copy: it is whole; one process works on it."""
 INPUTS = ("path", "validation_path")
 """Settings of data that may be in a store."""
 
@@ -49,15 +53,22 @@ def with_copies(data: Data, cache: Path) -> Data:
         for name in INPUTS
         if (path := getattr(data, name, None)) is not None and is_in_store(path)
     }
-    # What lies in other data must be found there, so that it is not both trained on and held out.
+    # The outer one of two folders first. A folder that lies in another one is a folder in the copy
+    # of that: of the same files at other paths, nobody would know that they are held out.
     names = sorted(stored, key=lambda name: len(stored[name].root))
+    inner = {
+        name: (outer, path)
+        for outer, name in pairwise(names)
+        if (path := stored[name].path_in(stored[outer])) is not None
+        and _has_files(stored[outer], stored[name], path)
+    }
     copies: dict[str, Path] = {}
     for name in names:
-        outer = next((x for x in copies if _is_in(stored[name], stored[x])), None)
-        if outer is None:
-            copies[name] = copy_of(stored[name], f"data.{name}", data.cache or cache)
+        if name in inner:
+            outer, path = inner[name]
+            copies[name] = copies[outer] / path
         else:
-            copies[name] = copies[outer] / stored[name].root[len(stored[outer].root) :].lstrip("/")
+            copies[name] = copy_of(stored[name], f"data.{name}", data.cache or cache)
     return dataclasses.replace(data, **copies)
 
 
@@ -85,16 +96,21 @@ def copy_of(stored: StoredData, option: str, cache: Path) -> Path:
     """
     folder = cache / COPIES / stored.key
     copy = folder / PurePosixPath(stored.root).name
-    if _missing(stored, copy):
+    mark = folder / WHOLE
+    if not mark.is_file() or _missing(stored, copy):
         with storing(cache, "--data.cache"):
             folder.mkdir(parents=True, exist_ok=True)
-            lock = (folder / ".lock").open("a")
+            lock = (folder / LOCK).open("a")
         with lock, alone(lock.fileno(), folder, f"copies {stored.url}") as is_alone:
             if is_alone:  # So these are left from copies that were killed.
                 for part in folder.rglob(".*.part"):
                     part.unlink(missing_ok=True)
-            if missing := _missing(stored, copy):
+            missing = _missing(stored, copy)
+            if missing:
                 _copy(stored, missing, copy, option)
+            if missing or not mark.is_file():
+                _require_same(stored, folder, option)
+                mark.touch()
     if stored.is_folder and (others := set(walk_files(copy)) - stored.sizes.keys()):
         raise InputError(
             f"The copy of data must have the files of the store; got {str(copy)!r} with others, "
@@ -103,9 +119,28 @@ def copy_of(stored: StoredData, option: str, cache: Path) -> Path:
     return copy
 
 
-def _is_in(inner: StoredData, outer: StoredData) -> bool:
-    same = inner.store.protocol == outer.store.protocol
-    return same and f"{inner.root}/".startswith(f"{outer.root}/")
+def _has_files(outer: StoredData, inner: StoredData, path: str) -> bool:
+    """Whether a copy of the outer data has the inner ones, which may be hidden there."""
+    if not inner.is_folder:
+        return path in outer.sizes or not path
+    return all(str(PurePosixPath(path, key)) in outer.sizes for key in inner.sizes)
+
+
+def _require_same(stored: StoredData, folder: Path, option: str) -> None:
+    """Raises, and removes the copy, if the store has changed since it was listed."""
+    now = list_stored(Path(stored.url), option)
+    if now.key == stored.key:
+        return
+    for path in folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name != LOCK:
+            path.unlink()
+    raise StorageError(
+        f"Data must stay as they are while they are copied; got {stored.url} with others than when "
+        "the copy began, so that it has been removed. Start the same command again when nothing "
+        "writes there."
+    )
 
 
 def _missing(stored: StoredData, copy: Path) -> list[str]:
@@ -137,7 +172,10 @@ def _copy(stored: StoredData, missing: list[str], copy: Path, option: str) -> No
     with shown_progress(f"copying {stored.url} to {copy}", total) as advance:
         for some in batches(missing):
             places = [_place(stored, copy, key) for key in some]
-            parts = [place.with_name(f".{place.name}.{mark}.part") for place in places]
+            # Of a name that is as long as a name may be, nothing longer could be made.
+            parts = [
+                place.with_name(f".{mark}-{number}.part") for number, place in enumerate(places)
+            ]
             with storing(copy.parent, "--data.cache"):
                 for place in places:
                     place.parent.mkdir(parents=True, exist_ok=True)
