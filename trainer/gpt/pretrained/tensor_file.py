@@ -79,7 +79,8 @@ class StoredTensor:
 
     def _read(self, target: Shaped[np.ndarray, "..."], begin: int) -> None:
         """Fills an array with bytes of the tensor from `begin` on."""
-        left = memoryview(target.reshape(-1).view(np.uint8))
+        content: Any = target.reshape(-1).view(np.uint8)
+        left = memoryview(content)
         with reading(self.path):
             while left:
                 count = os.preadv(self.file.fileno(), [left], self.offset + begin)
