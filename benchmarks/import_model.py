@@ -10,21 +10,24 @@ simulated devices: the weights are read, split over all devices and saved as a c
 --lora-rank they stay bfloat16; else they become float32. The line of an import has
 
     share       the weights of a process's devices
-    anonymous   the largest memory of a process that belongs to it alone, less that of an import of
-                a few weights: the share, as devices are simulated here, and the parts of it that
-                are being read or compressed for the checkpoint
-    resident    the largest memory in all, of which the pages of the files are freed when the
-                system needs them
+    anonymous   the largest memory of a process that belongs to it alone: the share, as devices are
+                simulated here, and the parts of it that are being read or compressed for the
+                checkpoint
+    resident    the largest memory in all, with the pages of files that are mapped into it
+
+and of both, in brackets, in shares, how much larger it is than in an import of a few weights.
 
 With --only-read N, one process reads what the first of N devices would, and does not save it. So a
 model can be read that fits no memory here. The checksums of all arrays must be the same for any
-number of processes; otherwise, the benchmark exits with status 1.
+number of processes, and resident memory must grow by at most 1.3 shares; otherwise, the benchmark
+exits with status 1.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -48,6 +51,8 @@ from trainer.gpt.pretrained.tensors import INDEX
 
 GB, GIB = 10**9, 2**30
 DEVICES = 8
+MOST_SHARES = 1.3
+"""By how much resident memory may grow."""
 BLOCK = (1 << 24) - 3
 """Random numbers that are made: no multiple of any size of a model."""
 POLL_SECONDS = 0.05
@@ -111,7 +116,8 @@ def write_model(model: GPTConfig, folder: Path) -> int:
 
     def tensor(shape: tuple[int, ...]) -> Any:
         begin = (total * 7919) % (BLOCK // 2)
-        return np.resize(block[begin:], shape).view(ml_dtypes.bfloat16)
+        part = block[begin : begin + math.prod(shape)]
+        return np.resize(part, shape).view(ml_dtypes.bfloat16)
 
     def flush(part: dict[str, Any]) -> None:
         name = f"model-{len(set(files.values())) + 1:05}.safetensors"
@@ -277,7 +283,7 @@ def main() -> None:
         expected = None
         for count in options.processes:
             few = max(
-                import_model(scratch / "few", scratch, count, flags)[1], key=lambda x: x.anonymous
+                import_model(scratch / "few", scratch, count, flags)[1], key=lambda x: x.resident
             )
             seconds, memory, found = import_model(scratch / "model", scratch, count, flags)
             _report(f"{count} processes", seconds, size // count, memory, few)
@@ -288,14 +294,22 @@ def main() -> None:
 
 
 def _report(what: str, seconds: float, share: int, memory: list[Memory], few: Memory) -> None:
-    """Prints the line of an import, with that process of which more memory is its own."""
-    most = max(memory, key=lambda x: x.anonymous)
-    own = most.anonymous - few.anonymous
+    """Prints the line of an import, with that process that has grown most.
+
+    Raises:
+        CheckFailed: if it has grown too much.
+    """
+    most = max(memory, key=lambda x: x.resident)
+    own = (most.anonymous - few.anonymous) / share
+    grown = (most.resident - few.resident) / share
     print(
-        f"{what}: {seconds:.1f} s; share {share / GIB:.2f} GiB, anonymous {own / GIB:.2f} GiB "
-        f"({own / share:.2f} x), resident {most.resident / GIB:.2f} GiB",
+        f"{what}: {seconds:.1f} s; share {share / GIB:.2f} GiB, anonymous "
+        f"{most.anonymous / GIB:.2f} GiB ({own:.2f} x), resident {most.resident / GIB:.2f} GiB "
+        f"({grown:.2f} x)",
         flush=True,
     )
+    if grown > MOST_SHARES:
+        raise CheckFailed(f"Resident memory must grow by at most {MOST_SHARES} shares.")
 
 
 if __name__ == "__main__":

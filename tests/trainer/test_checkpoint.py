@@ -1,6 +1,5 @@
 """Checkpoints: restored on other meshes, with donated arrays, and after kills and full disks."""
 
-import ctypes
 import errno
 import inspect
 import os
@@ -9,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -22,6 +20,7 @@ from flax import nnx
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from peak import Peak, needs_linux
 from trainer.checkpoints import reading, writing
 from trainer.checkpoints.checkpoint import (
     CheckpointError,
@@ -342,32 +341,7 @@ for run in sorted(folder.iterdir()):
         assert (run / "5.damaged/state").is_dir()
 
 
-def anonymous():
-    """Bytes of memory that are this process's own."""
-    status = Path("/proc/self/status").read_text()
-    return 1024 * int(status.partition("RssAnon:")[2].split()[0])
-
-
-class Peak(threading.Thread):
-    """Watches how far this process grows."""
-
-    def __enter__(self):
-        # What earlier tests have freed would be taken again, and not be seen.
-        ctypes.CDLL(None).malloc_trim(0)
-        self.before, self.grown, self.watched = anonymous(), 0, threading.Event()
-        self.start()
-        return self
-
-    def run(self):
-        while not self.watched.wait(0.002):
-            self.grown = max(self.grown, anonymous() - self.before)
-
-    def __exit__(self, *error):
-        self.watched.set()
-        self.join()
-
-
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux")
+@needs_linux
 def test_save_in_little_memory_takes_a_part_of_the_state_beside_it(tmp_path, monkeypatch):
     """Of numbers that cannot be compressed, other saves take all once more."""
     monkeypatch.setattr(writing, "LEAST_LIMIT", 1)
@@ -389,7 +363,8 @@ def test_save_in_little_memory_takes_a_part_of_the_state_beside_it(tmp_path, mon
             checkpoints.save(3, state, DATA_STATE)
             checkpoints.wait()
         # Allocators keep what they have used, in every thread.
-        assert peak.grown < 0.6 * share
+        assert peak.anonymous < 0.6 * share
+        assert peak.resident < 0.6 * share
         restored, _ = checkpoints.restore(shapes)
     for name, x in state.items():
         np.testing.assert_array_equal(restored[name], x, err_msg=name)

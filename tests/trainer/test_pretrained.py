@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -17,8 +18,9 @@ from safetensors.numpy import save_file
 import sample
 import startrail_jax as st
 import train
-from benchmarks import failures
+from benchmarks import failures, import_model
 from configs.gpt import gpt_tiny
+from peak import Peak, needs_linux
 from pretrained import (
     CASES,
     REFERENCES,
@@ -40,11 +42,13 @@ from trainer.gpt.export.writing import (
 )
 from trainer.gpt.lora.settings import LoraConfig
 from trainer.gpt.pretrained import initial as initial_weights
+from trainer.gpt.pretrained import tensor_file
 from trainer.gpt.pretrained.defaults import with_tokenizer
 from trainer.gpt.pretrained.families import describe, read_description
 from trainer.gpt.pretrained.initial import Pretrained, keep_files, open_pretrained
 from trainer.gpt.pretrained.layers import plain
 from trainer.gpt.pretrained.names import places
+from trainer.gpt.pretrained.tensor_file import open_tensor_file
 from trainer.gpt.sample import tokenizer_of_run
 from trainer.parallel.partition import Partition, path_name
 from trainer.run.folder import result_flags
@@ -84,7 +88,7 @@ def change_tensors(folder, **tensors):
     save_file({k: x for k, x in known.items() if x is not None}, folder / "model.safetensors")
 
 
-def shapes_of(config, mesh, level=0):
+def shapes_of(config, mesh, level=0, dtype=jnp.float32):
     shapes = weight_shapes(config)
     tree = {}
     for path, shape in shapes.items():
@@ -92,7 +96,7 @@ def shapes_of(config, mesh, level=0):
         *folders, name = path.split("/")
         for folder in folders:
             part = part.setdefault(folder, {})
-        part[name] = jax.ShapeDtypeStruct(shape, jnp.float32)
+        part[name] = jax.ShapeDtypeStruct(shape, dtype)
     return Partition(mesh, level).sharded(tree)
 
 
@@ -391,6 +395,129 @@ def test_devices_on_the_host_take_what_is_read_without_a_copy(monkeypatch):
         weights = initial.read(shapes)
     shards = [shard.data for x in jax.tree.leaves(weights) for shard in x.addressable_shards]
     assert sorted(x.unsafe_buffer_pointer() for x in shards) == sorted(places_read)
+
+
+@needs_linux
+def test_reading_takes_the_share_of_resident_memory(tmp_path):
+    """Mapped files would count as well, and so all weights once more."""
+    sizes = dict(vocab_size=4000, width=1024, layers=2, heads=16, kv_heads=4, head_dim=64)
+    few = import_model.SIZES["few"]
+    total = import_model.write_model(
+        dataclasses.replace(few, **sizes, mlp_width=2816), tmp_path / "model"
+    )
+    config = make_config(tmp_path / "model")
+    mesh = st.make_mesh(st.Degrees(ring=8), "auto", jax.devices()[:8])
+    shapes = shapes_of(config, mesh, 3, jnp.bfloat16)
+    with open_pretrained(config, shapes) as initial, Peak() as peak:
+        weights = jax.block_until_ready(initial.read(shapes))
+    assert sum(x.nbytes for x in jax.tree.leaves(weights)) == 2 * total
+    assert total < peak.resident < 1.3 * 2 * total
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_part_of_a_stored_tensor_is_read_alone(tmp_path, monkeypatch, dtype):
+    path, counts = tmp_path / "x.safetensors", []
+    read = os.preadv
+
+    def counted(*args):
+        counts.append(read(*args))
+        return counts[-1]
+
+    monkeypatch.setattr(os, "preadv", counted)
+    monkeypatch.setattr(tensor_file, "AT_ONCE", 500)  # A few rows.
+    rng = np.random.default_rng(0)
+    whole = {
+        name: np.asarray(rng.normal(size=shape), jnp.dtype(dtype))
+        for name, shape in (("a", (37, 11, 5)), ("b", (13,)), ("c", (3, 1009)))
+    }
+    save_file(whole, path, metadata={"format": "pt"})
+    with open_tensor_file(path) as stored:
+        for name, x in whole.items():
+            assert stored[name].shape == x.shape
+            np.testing.assert_array_equal(stored[name][:], x)
+            for _ in range(20):
+                ends = [np.sort(rng.choice(n + 1, 2, replace=False)).tolist() for n in x.shape]
+                index = tuple(slice(*pair) for pair in ends)
+                part = stored[name][index]
+                assert part.dtype == x.dtype
+                np.testing.assert_array_equal(part, x[index])
+                counts.clear()
+                np.testing.assert_array_equal(stored[name][index[0]], x[index[0]])
+                assert sum(counts) == x[index[0]].nbytes
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0), (2, 1, 0), (0, 2, 1)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_values_in_any_order_are_copied_whole(monkeypatch, order, dtype):
+    monkeypatch.setattr(initial_weights, "TILE", 3)
+    for shape in ((7, 11, 5), (1, 13, 1), (3, 0, 2)):
+        block = np.random.default_rng(0).normal(size=shape).astype(jnp.bfloat16)
+        values = block.transpose(order)
+        target = np.full(values.shape, np.nan, jnp.dtype(dtype))
+        initial_weights.fill(target, values)
+        np.testing.assert_array_equal(target, values)
+
+
+def cut(path):
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def empty(path):
+    os.truncate(path, 0)
+
+
+def lengthen(path):
+    with path.open("ab") as file:
+        file.write(b"more")
+
+
+def overwrite(path):
+    with path.open("r+b") as file:
+        file.seek(-9, os.SEEK_END)
+        file.write(b"other")
+
+
+def replace_by_another(path):
+    other = path.with_name("other")
+    shutil.copyfile(path, other)
+    other.rename(path)
+
+
+@pytest.mark.parametrize("harm", [cut, empty, lengthen, overwrite])
+def test_file_that_changes_while_it_is_read_raises(model, harm):
+    """A mapped file that is cut would end the process."""
+    path = model / "model.safetensors"
+    os.utime(path, (1, 1))
+    config = make_config(model)
+    shapes = shapes_of(config, st.make_mesh(st.Degrees(), "auto", jax.devices()[:1]))
+    with open_pretrained(config, shapes) as initial:
+        initial.read(shapes)
+        harm(path)
+        with pytest.raises(ValueError, match=r"model.safetensors' must stay as it is while it is"):
+            initial.read(shapes)
+
+
+def test_file_that_takes_the_name_of_an_open_one_is_not_read(model):
+    path, expected = model / "model.safetensors", tensors_of(model)
+    with open_tensor_file(path) as stored:
+        path.rename(model / "model")
+        save_file({name: x + 1 for name, x in expected.items()}, path)
+        for name, x in expected.items():
+            np.testing.assert_array_equal(stored[name][:], x, err_msg=name)
+
+
+@pytest.mark.parametrize("harm", [lengthen, replace_by_another])
+def test_file_that_changes_while_it_is_opened_raises(model, monkeypatch, harm):
+    """What safetensors has checked is what is read."""
+
+    def check(path, **options):
+        checked = safe_open(path, **options)
+        harm(path)
+        return checked
+
+    monkeypatch.setattr("safetensors.safe_open", check)
+    with pytest.raises(ValueError, match=r"model.safetensors' must stay as it is while it is"):
+        open_it(model)
 
 
 def test_tensors_that_are_not_those_of_the_model_are_named(model):

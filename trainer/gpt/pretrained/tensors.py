@@ -1,6 +1,6 @@
 """The tensors of a folder of *.safetensors files. Nothing is unpickled.
 
-The files are mapped into memory, and of each tensor only the slices are copied that are asked for.
+Of each tensor only the slices are read that are asked for.
 """
 
 from __future__ import annotations
@@ -15,15 +15,13 @@ from typing import Any
 import numpy as np
 
 from startrail_jax.errors import InputError, UnsupportedError
-from trainer.data.opening import open_regular, read_object, reading
-from trainer.errors import MissingPackageError
+from trainer.data.opening import read_object
+from trainer.gpt.pretrained.tensor_file import DTYPES, StoredTensor, open_tensor_file
 
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "*.pth", "*.pt", "*.ckpt")
 
-DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-"""The types of tensors that are read, as safetensors and as numpy name them; widest first."""
 LONGEST_NAME = 255
 """Bytes of the name of a file, in the file systems of Linux and macOS."""
 IGNORED = ".rotary_emb.inv_freq"
@@ -108,29 +106,13 @@ def open_tensors(folder: Path) -> Iterator[Tensors]:
 
     Raises:
         ImportError: if the package `safetensors` is missing.
-        ValueError: if a file is missing or damaged.
+        ValueError: if a file is missing or damaged, or changes.
     """
-    try:
-        from safetensors import SafetensorError, safe_open
-    except ImportError as error:
-        raise MissingPackageError(
-            f"init_from must have the package safetensors; got {str(folder)!r} without it. Run "
-            "pip install safetensors."
-        ) from error
     index = _index(folder)
-    slices: dict[str, Any] = {}
+    slices: dict[str, StoredTensor] = {}
     with ExitStack() as stack:
         for path in _files(folder, index):
-            with reading(path), open_regular(path):
-                pass
-            try:
-                file: Any = stack.enter_context(safe_open(path, framework="numpy"))
-                found = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            except (SafetensorError, OSError) as error:
-                raise InputError(
-                    f"{str(path)!r} must be a whole safetensors file; got {error}. Download it "
-                    "again."
-                ) from error
+            found = stack.enter_context(open_tensor_file(path))
             twice = slices.keys() & found.keys()
             strays = [name for name in found if index and index.get(name) != path.name]
             if twice or strays:
@@ -149,8 +131,8 @@ def open_tensors(folder: Path) -> Iterator[Tensors]:
         slices = {name: x for name, x in slices.items() if not name.endswith(IGNORED)}
         yield Tensors(
             folder=folder,
-            shapes={name: tuple(x.get_shape()) for name, x in slices.items()},
-            dtypes={name: x.get_dtype() for name, x in slices.items()},
+            shapes={name: x.shape for name, x in slices.items()},
+            dtypes={name: x.dtype for name, x in slices.items()},
             slices=slices,
         )
 
