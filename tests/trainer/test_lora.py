@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -270,6 +271,16 @@ def test_adapters_are_never_exchanged(run, tmp_path):
     shapes = make_program(dataclasses.replace(config, zero=0), st.Degrees()).state_shapes.model
     with pytest.raises(CheckpointError, match=r"frozen/0 is damaged: it could not be read"):
         restore_model(copy, config, shapes, note=print)
+
+
+def test_import_for_adapters_needs_space_for_one_copy_of_the_model(tmp_path, monkeypatch):
+    model = pretrained.REFERENCES / "llama"
+    size = (model / "model.safetensors").stat().st_size
+    run = dict(steps=0, devices=1, run_dir=tmp_path / "run", tensorboard=False)
+    config = pretrained.make_config(model, lora=LoraConfig(rank=1), **run)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=size))
+    train.train(config)
+    assert (tmp_path / "run/checkpoints/0").is_dir()
 
 
 @pytest.mark.quick

@@ -74,7 +74,7 @@ def import_weights(config: GPTTrainConfig, session: Session, report: Any) -> Non
             report.line(f"{run_dir} holds a checkpoint of step {checkpoints.latest} already")
         else:
             report.line(initial.description)
-            checkpoints.check_space(shapes)
+            checkpoints.check_space(adapters)
             with report.phase("reading the weights"):
                 weights = initial.read(shapes)
                 jax.block_until_ready(weights)
