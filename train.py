@@ -101,6 +101,7 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
         Reporter(
             steps=config.steps, tokens_per_step=tokens_per_step, trackings=trackings_of(config)
         ) as report,
+        ExitStack() as files,
     ):
         for line in session.description:
             report.line(line)
@@ -116,6 +117,9 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
         attention = make_attention(session.mesh, config, objective)
         program = Program(config, attention, objective)
 
+        # Initial weights. Their files are compared with the model before text is tokenised.
+        initial = files.enter_context(task.initial_weights(config, program.state_shapes.base))
+
         # Data. The layout orders the tokens of a batch on the host.
         with report.phase("reading the data"):
             data = task.open_data(config, attention.layout)
@@ -130,7 +134,6 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
         )
 
         with (
-            task.initial_weights(config, program.state_shapes.base) as initial,
             open_run(config, writes=session.is_first) as run_dir,
             interruption(session.agree) as interrupted,
             mirroring(config, is_first=session.is_first, note=report.line) as copier,

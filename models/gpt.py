@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from models.hooks import Hooks
 from models.layers import MLP, AttentionFn, MakeNorm, make_norm
-from models.linear import linear, project
+from models.linear import linear, project_to_rows
 from models.periods import Kind, Stretch, kinds_of_layers, stretches
 from models.rope import Rope, rotate
 from startrail_jax.ordering import compute_first
@@ -271,7 +271,7 @@ class GPT(nnx.Module):
     def logits(self, hidden: Float[Array, "B T width"]) -> Float32[Array, "B T vocab"]:
         """Unnormalised log-probabilities of the token that follows each token."""
         logits: Any = (
-            project(hidden, self.embedding.embedding[...].T, 1, jnp.float32)
+            project_to_rows(hidden, self.embedding.embedding[...], jnp.float32)
             if self.head is None
             else self.head(hidden)
         )

@@ -112,5 +112,44 @@ def _project_backward(contracted: int, _: Any, residuals: Any, dout: Array) -> t
 project.defvjp(_project_forward, _project_backward)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def project_to_rows(
+    x: Float[Array, "... C"], table: Float[Array, "V C"], out_dtype: Any = None
+) -> Float[Array, "... V"]:
+    """`project` with a table whose rows take the place of a kernel's columns: a tied embedding.
+
+    The gradient of the table is computed as it lies in memory. XLA would join the transpose of
+    another one with its product, in a form that its compiler for CPUs lacks for 16-bit arrays.
+
+    Args:
+        x: [..., channels], of any floating type.
+        table: [rows, channels], float32.
+        out_dtype: type of the output; None for that of x.
+    """
+    return lax.dot_general(
+        x,
+        table.astype(x.dtype),
+        ((_last(x, 1), (1,)), ((), ())),
+        preferred_element_type=out_dtype or x.dtype,
+    )
+
+
+def _to_rows_forward(x: Array, table: Array, out_dtype: Any) -> tuple[Array, Any]:
+    return project_to_rows(x, table, out_dtype), (x, table)
+
+
+def _to_rows_backward(_: Any, residuals: Any, dout: Array) -> tuple[Array, Array]:
+    x, table = residuals
+    dout = dout.astype(x.dtype)
+    tokens = tuple(range(x.ndim - 1))
+    dtable = lax.dot_general(
+        dout, x, ((tokens, tokens), ((), ())), preferred_element_type=jnp.float32
+    )
+    return jnp.tensordot(dout, table.astype(x.dtype), 1), dtable.astype(table.dtype)
+
+
+project_to_rows.defvjp(_to_rows_forward, _to_rows_backward)
+
+
 def _last(x: Array, count: int) -> tuple[int, ...]:
     return tuple(range(x.ndim - count, x.ndim))

@@ -357,7 +357,7 @@ def int32_ids(ids: Any) -> Any:
     if not fits:
         raise InputError(
             f"segment_ids must be integers that fit int32; got {kind} {list(ids.shape)}. "
-            "Number the documents of each row from 0, and pad with -1."
+            "Number the documents of each row from 0, pad with -1, and cast them to int32."
         )
     return ids.astype(np.int32)
 

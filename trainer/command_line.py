@@ -22,19 +22,20 @@ OTHER_NAMES = {
     "optimizer.kind": "optimizer optim opt optimizer-type",
     "optimizer.schedule": "lr-schedule lr-scheduler lr-scheduler-type lr-decay-style",
     "optimizer.decay-fraction": "decay-steps lr-wsd-decay-iters",
-    "optimizer.learning-rate": "lr max-lr peak-lr",
+    "optimizer.learning-rate": "lr max-lr peak-lr optimizer.lr optim.lr",
     "optimizer.final-learning-rate": "min-lr final-lr lr-end",
     "optimizer.weight-decay": "wd",
     "optimizer.clip-norm": "clip grad-clip clip-grad clip-grad-norm max-grad-norm",
     "optimizer.warmup-fraction": "warmup-steps warmup-iters warmup-ratio lr-warmup-steps",
     "optimizer.beta1": "adam-beta1",
     "optimizer.beta2": "adam-beta2",
-    "steps": "epochs num-epochs max-steps max-iters num-steps n-steps iters iterations train-steps "
-    "total-steps train-iters num-train-steps",
-    "batch-size": "bs b batch global-batch-size train-batch-size per-device-train-batch-size",
+    "steps": "epochs num-epochs num-train-epochs max-steps max-iters num-steps n-steps iters "
+    "iterations train-steps total-steps train-iters num-train-steps training.steps",
+    "batch-size": "bs b batch global-batch-size train-batch-size per-device-train-batch-size "
+    "training.local-batch-size training.global-batch-size",
     "accumulation": "accum grad-accum gradient-accumulation gradient-accumulation-steps",
     "seq-len": "block-size context context-length context-len ctx-len max-length max-seq-len "
-    "max-seq-length seq-length sequence-length n-ctx seqlen",
+    "max-seq-length seq-length sequence-length n-ctx seqlen training.seq-len",
     "size": "image-size img-size resolution",
     "model.layers": "n-layer n-layers num-layers num-hidden-layers depth",
     "model.width": "n-embd d-model dim hidden-size hidden-dim embed-dim n-embed",
@@ -50,7 +51,8 @@ OTHER_NAMES = {
     "mesh.data": "dp data-parallel data-parallel-size",
     "mesh.tensor": "tp tensor-parallel tensor-parallel-size tensor-model-parallel-size",
     "mesh.head": "ulysses ulysses-degree sp-ulysses-degree",
-    "mesh.ring": "ring-degree cp context-parallel context-parallel-size sp",
+    "mesh.ring": "ring-degree cp context-parallel context-parallel-size sp "
+    "parallelism.context-parallel-degree",
     "devices": "gpus num-gpus n-gpus num-devices n-devices world-size nproc-per-node",
     "zero": "fsdp zero-stage zero-level",
     "remat": "checkpointing activation-checkpointing gradient-checkpointing recompute",
@@ -58,6 +60,9 @@ OTHER_NAMES = {
     "run-dir": "out out-dir output output-dir save-dir log-dir logdir workdir work-dir resume "
     "resume-from-checkpoint load exp-name",
     "init-from": "from-pretrained pretrained model-name-or-path model-path hf-checkpoint load-hf",
+    "lora.rank": "lora-r lora-rank lora.r",
+    "lora.alpha": "lora-alpha",
+    "lora.targets": "lora-target-modules target-modules lora.target-modules",
     "checkpoint.every": "save-every save-interval save-steps ckpt-every checkpoint-every",
     "checkpoint.keep": "save-total-limit keep-checkpoints",
     "log-every": "log-interval logging-steps print-every",

@@ -182,12 +182,17 @@ class Plan:
         return [*lines, "", columns]
 
 
+def _short(seconds: float) -> str:
+    """Seconds in at most 8 characters."""
+    return f"{seconds:.4g}" if seconds >= 0.01 else f"{seconds:.2e}"
+
+
 def _line(place: str, choice: Prediction, name: str | None = None) -> str:
     known = choice.scheme if name is None else name
     misfit = "" if choice.fits else "  DOES NOT FIT"
     sent = f"{show_bytes(choice.across_bytes):>9}{show_bytes(choice.inside_bytes):>9}"
     return (
-        f"{place:>4}{choice.seconds:>9.4g}{choice.exposed_seconds:>9.3g}{choice.mfu:>7.1%}"
+        f"{place:>4}{_short(choice.seconds):>9}{choice.exposed_seconds:>9.3g}{choice.mfu:>7.1%}"
         f"{choice.memory_bytes / GIB:>7.1f}{sent}  {known}: {choice.label}; "
         f"{describe(choice)}{misfit}"
     )

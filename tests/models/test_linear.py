@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.linear import linear, project
+from models.linear import linear, project, project_to_rows
 
 TOKENS = 4096
 
@@ -44,6 +44,28 @@ def test_project_gives_the_weights_float32_gradients(dtype):
         )
     # Far below what bfloat16 can tell apart, 4e-3.
     np.testing.assert_allclose(dkernel, expected[2], atol=1e-5 * np.abs(expected[2]).max())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_of_a_table_are_columns_of_a_kernel(dtype):
+    """As a tied embedding uses them, compiled: XLA for CPUs refuses some 16-bit products."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    x = jax.random.normal(keys[0], (2, 32, 16), dtype)
+    table = jax.random.normal(keys[1], (24, 16))
+    dout = jax.random.normal(keys[2], (2, 32, 24))
+
+    @jax.jit
+    def run(x, table, dout):
+        out, transpose = jax.vjp(lambda x, table: project_to_rows(x, table, jnp.float32), x, table)
+        return out, *transpose(dout)
+
+    out, dx, dtable = run(x, table, dout)
+    wanted, transpose = jax.vjp(lambda x, kernel: project(x, kernel, 1, jnp.float32), x, table.T)
+    dx_wanted, dkernel = transpose(dout)
+    assert (out.dtype, dx.dtype, dtable.dtype) == ("float32", dtype, "float32")
+    for actual, expected in ((out, wanted), (dx, dx_wanted), (dtable, dkernel.T)):
+        actual, expected = actual.astype(jnp.float32), expected.astype(jnp.float32)
+        np.testing.assert_allclose(actual, expected, rtol=2**-7, atol=1e-4)
 
 
 def test_linear_contracts_all_its_inputs():

@@ -72,5 +72,5 @@ def test_object_stores_are_refused_with_a_way_out():
     match = r"folder of a file system; got 'gs://bucket/run', .*fsync and rename.*--mirror gs://bucket/run"
     with pytest.raises(ValueError, match=match):
         dataclasses.replace(gpt_tiny(), run_dir=Path("gs://bucket/run"))
-    with pytest.raises(ValueError, match=r"got 's3:/bucket/a'. Object stores are not read: copy"):
+    with pytest.raises(ValueError, match=r"got 's3:/bucket/a'. URLs are not read here: copy"):
         find_files(Path("s3://bucket/a"), "data.path")

@@ -319,6 +319,12 @@ def test_folder_without_a_config_raises(tmp_path):
         read_description(tmp_path)
     with pytest.raises(ValueError, match=r"got .*nowhere', no such folder"):
         read_description(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=r"got .*lamma', no such folder. Did you mean '.*/llama'"):
+        read_description(LLAMA.with_name("lamma"))
+    with pytest.raises(ValueError, match=r"got .*safetensors', a file. Give its folder, '.*a"):
+        read_description(LLAMA / "model.safetensors")
+    with pytest.raises(ValueError, match=r"downloaded first: hf download Qwen/Qwen3-8B --"):
+        read_description(Path("Qwen/Qwen3-8B"))
     for content, match in (("{", "must be JSON; got JSONDecodeError"), ("[]", "a JSON object")):
         (tmp_path / "config.json").write_text(content)
         with pytest.raises(ValueError, match=match):
@@ -649,6 +655,14 @@ def test_export_of_an_import_is_the_same_bit_for_bit(name, tmp_path):
     values = json.loads((source / "config.json").read_text())
     values["torch_dtype"] = values.pop("dtype")
     assert json.loads((out / "config.json").read_text()) == values
+
+
+def test_files_of_a_model_are_compared_before_text_is_read(model, tmp_path, monkeypatch):
+    (model / "model.safetensors").unlink()
+    monkeypatch.setattr(TASKS["gpt"], "open_data", lambda *_: pytest.fail("has read the text"))
+    with pytest.raises(ValueError, match=r"got '.*model' with neither"):
+        train.train(make_config(model, devices=1, run_dir=tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
 
 
 def test_sample_of_an_import_begins_with_the_likeliest_token(model, tmp_path, capsys):
@@ -993,6 +1007,15 @@ def test_config_of_a_model_that_began_here_says_what_it_is(options):
     if rope.scaling == "yarn":
         factor = rope.attention_factor or 0.1 * np.log(8) + 1
         assert values["rope_scaling"]["attention_factor"] == factor
+
+
+def test_config_of_longer_training_says_so():
+    before = json.loads((LLAMA / "config.json").read_text())
+    length = before["max_position_embeddings"]
+    for seq_len in (length // 2, length, 4 * length):
+        config = dataclasses.replace(make_config(LLAMA), seq_len=seq_len)
+        values = config_values(config, before, "float32")
+        assert values["max_position_embeddings"] == max(length, seq_len)
 
 
 def test_config_of_stretched_positions_says_so():

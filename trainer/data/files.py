@@ -364,8 +364,8 @@ def _near(path: Path) -> str:
     """A sentence about what may have been meant by a path that does not exist."""
     if is_in_store(path):
         return (
-            "Object stores are not read by this program: copy the files here first (rclone copy, "
-            "gcloud storage cp -r, aws s3 cp --recursive), or mount the store as a folder."
+            "URLs are not read here: copy the files first (rclone copy, gcloud storage cp -r, "
+            "aws s3 cp --recursive), or mount the store as a folder."
         )
     if not path.parent.is_dir():
         return f"There is no folder {str(path.parent)!r} either."

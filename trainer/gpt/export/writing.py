@@ -254,6 +254,10 @@ def config_values(
             found = {name: value for name, value in found.items() if name != "layer_types"}
             tokens = {name: x for name, x in found.items() if name.endswith("_token_id")}
             found |= to_values(model, length=length, dtype=dtype) | tokens
+        length = found.get("max_position_embeddings")
+        if model.rope.scaling == "none" and isinstance(length, int) and config.seq_len > length:
+            # Servers refuse or cut what is longer.
+            found["max_position_embeddings"] = config.seq_len
     again = describe(found, CONFIG).model
     assert without_rope(again) == without_rope(model), "a config.json says what it was made of"
     return found

@@ -7,6 +7,9 @@ options: see `GPTConfig`.
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -32,6 +35,8 @@ from trainer.gpt.pretrained.rope import read_rope, rope_length, rope_values
 from trainer.gpt.pretrained.values import ConfigValues
 
 CONFIG = "config.json"
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+"""What a model of the Hub is called."""
 GELU = "gelu_pytorch_tanh"
 GEMMA = {"mlp": "geglu", "scaled_embedding": True, "post_norms": True, "norm_offset": True}
 """Options of every Gemma."""
@@ -131,12 +136,26 @@ def read_description(folder: Path) -> Description:
     """
     path = folder / CONFIG
     if not path.is_file():
+        advice = "Give the folder into which the model was downloaded."
         what = "a folder without one" if folder.is_dir() else "no such folder"
+        if folder.is_file():
+            what, advice = "a file", f"Give its folder, {str(folder.parent)!r}."
+        elif near := difflib.get_close_matches(folder.name, _names_beside(folder), n=1):
+            advice = f"Did you mean {str(folder.parent / near[0])!r}?"
+        elif not folder.exists() and _HUB_NAME.fullmatch(str(folder)):
+            advice = (
+                "A model of the Hugging Face Hub is downloaded first: "
+                f"hf download {folder} --local-dir {folder.name}"
+            )
         raise InputError(
             f"init_from must be a folder with a Hugging Face {CONFIG}; got {str(folder)!r}, {what}."
-            " Give the folder into which the model was downloaded."
+            f" {advice}"
         )
     return describe(read_object(path), str(path))
+
+
+def _names_beside(folder: Path) -> list[str]:
+    return os.listdir(folder.parent) if folder.parent.is_dir() and not folder.exists() else []
 
 
 def describe(values: Mapping[str, Any], name: str) -> Description:
