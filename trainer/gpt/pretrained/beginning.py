@@ -152,8 +152,8 @@ def eos_of(folder: Path) -> tuple[int, ...]:
         ValueError: if a file cannot be read, or names no ids.
     """
     for path in (folder / GENERATION, folder / CONFIG):
-        found = read_object(path).get("eos_token_id") if path.is_file() else None
-        ids = found if isinstance(found, list) else [found]
+        found: Any = read_object(path).get("eos_token_id") if path.is_file() else None
+        ids: list[Any] = found if isinstance(found, list) else [found]
         if ids in ([], [None]):
             continue
         if not all(type(x) is int for x in ids):
