@@ -1,8 +1,9 @@
-"""The token in front of documents and prompts, which some pretrained models have always seen."""
+"""The tokens that some pretrained models have always seen in front of texts and at their end."""
 
 import dataclasses
 import json
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +16,9 @@ from trainer.gpt.batches import next_token_batch
 from trainer.gpt.chat.corpus import open_examples
 from trainer.gpt.config import DataConfig
 from trainer.gpt.corpus import open_corpus
-from trainer.gpt.pretrained.beginning import beginning_of, with_beginning
+from trainer.gpt.pretrained import defaults
+from trainer.gpt.pretrained.beginning import beginning_of, ending_of, eos_of, with_beginning
+from trainer.gpt.pretrained.defaults import with_model_of
 from trainer.gpt.task import GPTTask
 from trainer.gpt.text import encode_prompt, open_tokenizer
 from trainer.gpt.tokenize import main as tokenize
@@ -223,3 +226,107 @@ def test_run_that_goes_on_keeps_its_beginning(tokenizer, tmp_path):
     # What is damaged is reported where the run is opened.
     (run_dir / "config.json").write_text("")
     assert found() == BEGIN
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("tokenizer_config", "generation", "config", "expected"),
+    [
+        ("<|im_start|>", END, END, OTHER),
+        ({"content": "<|im_start|>"}, END, END, OTHER),
+        (None, [OTHER, END], END, OTHER),
+        (None, None, OTHER, OTHER),
+        (None, None, [], None),
+        (None, None, -1, None),
+        (None, None, None, None),
+    ],
+)
+def test_files_of_a_model_say_where_it_ends(
+    tokenizer_config, generation, config, expected, tokenizer, tmp_path
+):
+    for name, key, value in (
+        ("tokenizer_config", "eos_token", tokenizer_config),
+        ("generation_config", "eos_token_id", generation),
+        ("config", "eos_token_id", config),
+    ):
+        (tmp_path / f"{name}.json").write_text(json.dumps({key: value}))
+    assert ending_of(tokenizer) == expected
+
+
+def test_end_that_is_no_token_raises(tokenizer, tmp_path):
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}')
+    with pytest.raises(ValueError, match=r"eos_token='<eos>' in .*, which .* lacks.*end-of-doc"):
+        ending_of(tokenizer)
+    (tmp_path / "config.json").write_text('{"eos_token_id": ["<eos>"]}')
+    with pytest.raises(ValueError, match=r"must be an id or a list of ids; got \['<eos>'\] in"):
+        eos_of(tmp_path)
+
+
+def ended(config, **flags):
+    """The token that ends a document, of a command line."""
+    flags = {f"--{name.replace('__', '.').replace('_', '-')}": x for name, x in flags.items()}
+    return GPTTask().after_flags(config, flags.get).data.end_of_document
+
+
+@pytest.fixture
+def completions(tokenizer, tmp_path):
+    """The config of a run on completions, with a model that stops at another token than </s>."""
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|im_start|>"}')
+    path = tmp_path / "train.jsonl"
+    path.write_text(json.dumps({"prompt": "ask", "completion": "yes"}) + "\n")
+    data = DataConfig(path=path, validation_path=path, loss_on="completion")
+    options = {"init_from": tmp_path, "run_dir": tmp_path / "run", "data": data}
+    return dataclasses.replace(gpt_tiny(), **options)
+
+
+def test_completions_end_where_the_model_stops(completions, tokenizer, tmp_path):
+    config = GPTTask().after_flags(completions, {"--init-from": str(tmp_path)}.get)
+    assert config.data.end_of_document == OTHER
+    (tmp_path / "val.jsonl").write_text(config.data.path.read_text())
+    data = dataclasses.replace(config.data, validation_path=tmp_path / "val.jsonl")
+    opened = open_examples(data, NATURAL, vocab_size=128, seq_len=9, cache=tmp_path / "cache")
+    assert opened.train[0].tokens[:8].tolist() == [BEGIN, *map(ord, "askyes"), OTHER]
+    assert opened.description.endswith("; completions end with '<|im_start|>', id 2")
+    # What the user says comes first, and text that is no completion ends as before.
+    assert ended(completions, init_from="", data__end_of_document="None") is None
+    text = dataclasses.replace(completions.data, loss_on="all")
+    assert ended(dataclasses.replace(completions, data=text), init_from="") is None
+    # Without a tokenizer tokens are bytes, and the model says where it ends.
+    tokenizer.unlink()
+    for name, end in (("config", 7), ("generation_config", [50256, 5])):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"eos_token_id": end}))
+    (tmp_path / "tokenizer_config.json").unlink()
+    assert ended(completions, init_from="") == 5
+
+
+def test_run_that_goes_on_keeps_its_end(completions, tokenizer, tmp_path):
+    (tmp_path / "run" / "checkpoints" / "7").mkdir(parents=True)
+    for saved, expected in (({}, None), ({"end_of_document": 5}, 5)):
+        (tmp_path / "run" / "config.json").write_text(json.dumps({"data": saved}))
+        for flags in ({"init_from": ""}, {"init_from": "", "data__tokenizer": ""}, {}):
+            assert ended(completions, **flags) == expected
+    # A new run from the config.json of another, of an earlier version or of a model of bytes.
+    config = dataclasses.replace(completions, run_dir=tmp_path / "new")
+    assert ended(config) is None
+    data = dataclasses.replace(config.data, tokenizer=tokenizer)
+    of_run = dataclasses.replace(config, data=data)
+    assert ended(of_run) is None
+    assert ended(of_run, init_from="") is None
+    # That of an import says nothing of completions.
+    assert ended(of_run, data__loss_on="completion") == OTHER
+    given = dataclasses.replace(of_run, data=dataclasses.replace(data, end_of_document=END))
+    assert ended(given, data__loss_on="completion") == END
+    assert ended(given, data__tokenizer=str(tokenizer)) == OTHER
+
+
+def test_model_of_another_folder_takes_no_end_of_completions(tmp_path, monkeypatch):
+    described = SimpleNamespace(model=gpt_tiny().model)
+    monkeypatch.setattr(defaults, "read_description", lambda folder: described)
+    for loss_on, folder, expected in (
+        ("completion", "other", None),
+        ("completion", "same", END),
+        ("all", "other", END),  # Of files of tokens.
+    ):
+        data = DataConfig(loss_on=loss_on, end_of_document=END)
+        config = dataclasses.replace(gpt_tiny(), init_from=tmp_path / "same", data=data)
+        assert with_model_of(tmp_path / folder, config).data.end_of_document == expected

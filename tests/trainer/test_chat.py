@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import tokenizers
 from configs.gpt import gpt_tiny
 from startrail_jax.layout import Layout
 from trainer.gpt.chat.corpus import open_examples
+from trainer.gpt.chat.encoding import digest_of
 from trainer.gpt.chat.packing import PADDING, EncodedExamples, PackedExamples, collate_rows
 from trainer.gpt.chat.template import ChatTemplate
 from trainer.gpt.config import DataConfig
@@ -190,6 +192,43 @@ def test_only_the_assistant_counts_and_tokens_are_kept(tmp_path, tokenizer, caps
     assert opened(config, seq_len=160).digest != data.digest
     with pytest.raises(ValueError, match=r"Token ids must be below model.vocab_size; got id"):
         opened(config, seq_len=160, vocab_size=40)
+
+
+def test_token_across_the_border_counts(tmp_path):
+    """As " no", where the prompt ends with the space."""
+    vocabulary = {x: i for i, x in enumerate(["<|endoftext|>", *"?abno", " ", " n", "? "])}
+    merges = [(" ", "n"), ("?", " ")]
+    built = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges))
+    built.add_special_tokens(["<|endoftext|>"])
+    path = tmp_path / "tokenizer.json"
+    built.save(str(path))
+
+    def counted_of(prompt, completion):
+        """What counts of an example."""
+        records = [{"prompt": prompt, "completion": completion}] * 20
+        data = write(tmp_path / "data.jsonl", *records)
+        config = of_completions(data, validation_path=data.with_name("b.jsonl"), tokenizer=path)
+        config.validation_path.write_text(data.read_text())
+        found = opened(dataclasses.replace(config, held_out=0.05))
+        row = found.train[0]
+        assert f", {20 * row.counted[row.examples == 0].sum()} of them counted" in found.description
+        ids = row.tokens[row.counted & (row.examples == 0)]
+        return [built.id_to_token(x) for x in ids]
+
+    assert counted_of("ab? ", "no") == [" n", "o", "<|endoftext|>"]
+    assert counted_of("ab", "? no") == ["?", " n", "o", "<|endoftext|>"]
+    assert counted_of("ab?", "no") == ["n", "o", "<|endoftext|>"]
+
+
+def test_hash_of_data_without_such_a_token_is_that_of_earlier_versions(tmp_path):
+    path = completions(tmp_path / "data.jsonl", 30)
+    assert opened(of_completions(path)).digest == "27fa78ee6a9ba614"
+    text = SimpleNamespace(digest="text")
+    plain, bordered = (
+        EncodedExamples(tokens=x, counted=x, ends=np.array([2]))
+        for x in (np.array([0, 1]), np.array([0, 2]))
+    )
+    assert digest_of(text, None, plain) != digest_of(text, None, bordered)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -172,6 +172,9 @@ def test_generation_stops_when_all_rows_have_ended():
     stopped = generate(greedy, rows, end_of_document=end)
     length = before[0].index(end)
     assert stopped == [[*before[0][:length], None]] * 3
+    # A token that the model does not choose, and others at which a text ends.
+    assert generate(greedy, rows, end_of_document=None, stops=[-1, end]) == stopped
+    assert generate(greedy, rows, end_of_document=end, stops=[-1]) == stopped
 
 
 def test_no_tokens_are_asked_for():

@@ -41,7 +41,7 @@ from trainer.gpt.corpus import (
     Stream,
 )
 from trainer.gpt.objective import model_arguments
-from trainer.gpt.sample import continue_text, prompt_tokens
+from trainer.gpt.sample import continue_text, prompt_tokens, stops_of_run
 from trainer.gpt.text import (
     IdTokenizer,
     TextStream,
@@ -376,6 +376,27 @@ def final_sample(**options):
     config = make_config(Path("unused"))
     program = SimpleNamespace(config=config, attention=st.Attention(mesh))
     return continue_text(program, make_weights(), corpus, **options)
+
+
+def test_run_stops_where_its_pretrained_model_does(capsys, tmp_path):
+    model, path = tmp_path / "model", tmp_path / "run"
+    save_run(path, make_config(path, init_from=model))
+    whole = run(capsys, path, "--prompt", "a").out
+    kept = path / "pretrained"
+    kept.mkdir()
+    (kept / "config.json").write_text('{"eos_token_id": 1}')
+    config = make_config(path, init_from=model)
+    assert stops_of_run(path, config, None) == (1,)
+    ids = f"[7, {whole.encode()[0]}]"
+    (kept / "generation_config.json").write_text(f'{{"eos_token_id": {ids}}}')
+    assert run(capsys, path, "--prompt", "a").out == "\n"
+    # Ids of the model's tokenizer, wherever it lies, and of no other.
+    (kept / "tokenizer.json").write_text("one")
+    for folder, content, count in (("copy", "one", 2), ("other", "two", 0), ("model", "two", 2)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "tokenizer.json").write_text(content)
+        assert len(stops_of_run(path, config, tmp_path / folder / "tokenizer.json")) == count
+    assert stops_of_run(path, make_config(path), None) == ()
 
 
 def test_continue_text_stays_in_one_document():

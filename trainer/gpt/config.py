@@ -260,7 +260,8 @@ class DataConfig:
     """Data type of the tokens in *.bin files."""
     end_of_document: int | None = None
     """Id of the token that ends a document. The default is 0 for bytes, and the token with one of
-    the usual names for a tokenizer; each file of tokens is then a single document."""
+    the usual names for a tokenizer; each file of tokens is then a single document. With --init-from
+    and --data.loss-on completion, the default is the token at which the model stops."""
     begin_of_document: int | None = None
     """Id of a token that is put in front of every document and prompt, such as that of <s>. With
     --init-from, the default is what the tokenizer of the model asks for; else there is none."""

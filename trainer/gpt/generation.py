@@ -101,6 +101,7 @@ class Generator:
         *,
         num_tokens: int,
         end_of_document: int | None = None,
+        stops: Sequence[int] = (),
     ) -> Iterator[tuple[int | None, ...]]:
         """Continues all prompts at once.
 
@@ -109,6 +110,7 @@ class Generator:
             prompts: token ids, at least one for each prompt; prompts may differ in length.
             num_tokens: number of tokens to add to each prompt.
             end_of_document: the token after which a row ends; None if no token ends it.
+            stops: other tokens after which a row ends.
 
         Yields:
             The next token of each prompt, `num_tokens` times or until all rows have ended. It is
@@ -119,10 +121,11 @@ class Generator:
         """
         for prompt in prompts:
             self.check_prompt(prompt)
-        return self._generate(self._gather(weights), list(prompts), num_tokens, end_of_document)
+        ends = [*stops] if end_of_document is None else [end_of_document, *stops]
+        return self._generate(self._gather(weights), list(prompts), num_tokens, ends)
 
     def _generate(
-        self, weights: Any, prompts: list[Any], num_tokens: int, end_of_document: int | None
+        self, weights: Any, prompts: list[Any], num_tokens: int, ends: list[int]
     ) -> Iterator[tuple[int | None, ...]]:
         if not num_tokens or not prompts:
             return
@@ -134,7 +137,7 @@ class Generator:
             # The tokens are read before the next step starts: programs of simulated devices that
             # run at the same time wait for each other.
             chosen = np.asarray(new)[: len(prompts)]
-            ended |= chosen == (-1 if end_of_document is None else end_of_document)
+            ended |= np.isin(chosen, ends)
             yield tuple(None if end else int(x) for x, end in zip(chosen, ended, strict=True))
             if i + 1 < num_tokens and not ended.all():
                 at = self._place(lengths + i, rows)

@@ -18,7 +18,8 @@ from trainer.gpt.config import GPTTrainConfig, TextOptions
 from trainer.gpt.corpus import Corpus
 from trainer.gpt.generation import Generator
 from trainer.gpt.lora.weights import restore_model
-from trainer.gpt.pretrained.defaults import kept_tokenizer, require_bytes
+from trainer.gpt.pretrained.beginning import eos_of
+from trainer.gpt.pretrained.defaults import TOKENIZER, kept_tokenizer, require_bytes
 from trainer.gpt.text import (
     IdTokenizer,
     TextStream,
@@ -79,6 +80,7 @@ def sample_text(
         [prompt] * options.samples,
         num_tokens=options.tokens,
         end_of_document=tokenizer.end_of_document,
+        stops=stops_of_run(run_dir, config, options.tokenizer),
     )
     _print_streams(streams, tokens, session)
 
@@ -103,6 +105,29 @@ def tokenizer_of_run(
     if not config.steps and path is None and not holds_tokens(data.path):
         require_bytes(run_dir / KEPT_FOLDER, config.model.vocab_size, "--tokenizer")
     return open_tokenizer(data, vocab_size=config.model.vocab_size)
+
+
+def stops_of_run(run_dir: Path, config: GPTTrainConfig, path: Path | None) -> tuple[int, ...]:
+    """The tokens at which the pretrained model of a run stops elsewhere; none without one.
+
+    Args:
+        run_dir: folder of the run.
+        config: config of the run.
+        path: the tokenizer.json of the sample, if there is one. In that of another model, the ids
+            are other tokens.
+
+    Raises:
+        ValueError: if what the run has kept of the model cannot be read.
+    """
+    if config.init_from is None:
+        return ()
+    folder = run_dir / KEPT_FOLDER
+    kept = folder / TOKENIZER
+    if path not in (None, config.init_from / TOKENIZER) and not (
+        kept.is_file() and path.is_file() and path.read_bytes() == kept.read_bytes()
+    ):
+        return ()
+    return eos_of(folder)
 
 
 def _print_streams(streams: list[TextStream], tokens: Any, session: Session) -> None:

@@ -13,7 +13,7 @@ from startrail_jax.errors import InputError
 from trainer.checkpoints.initial import InitialWeights
 from trainer.data.dataset import Dataset
 from trainer.gpt.config import GPTTrainConfig, RopeConfig, TextOptions
-from trainer.gpt.pretrained.beginning import with_beginning
+from trainer.gpt.pretrained.beginning import with_beginning, with_ending
 from trainer.gpt.pretrained.defaults import kept_tokenizer, with_model_of, with_tokenizer
 from trainer.places import TOKENS
 from trainer.run.folder import CHECKPOINTS_FOLDER
@@ -42,8 +42,13 @@ class GPTTask(Task[GPTTrainConfig, TextOptions]):
         # No recipe names a tokenizer: this one is from the config.json of a run.
         inherited = config.data.tokenizer is not None and not chosen
         config = with_tokenizer(config, given=chosen)
+        is_new = flag("--data.loss-on") is not None and config.data.end_of_document is None
+        # Without the flag, the pretrained model is from the config.json of a run too.
+        of_run = not chosen and (inherited or flag("--init-from") is None)
         given = flag("--data.begin-of-document") is not None
-        return with_beginning(config, given=given, inherited=inherited)
+        config = with_beginning(config, given=given, inherited=inherited)
+        given = flag("--data.end-of-document") is not None
+        return with_ending(config, given=given, inherited=of_run and not is_new)
 
     def make_objective(self, config: GPTTrainConfig) -> Any:
         from trainer.gpt.objective import NextToken

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Integer
+from jaxtyping import Integer, UInt8
 
 from startrail_jax.errors import InputError, UserError
 from trainer.data.documents import Document
@@ -35,7 +35,9 @@ PANIC = "PanicException"
 OTHER_FILE = "The file fails on a text: give another, or correct it."
 
 
-CountedTokens = tuple[Integer[np.ndarray, " tokens"], Bool[np.ndarray, " tokens"]]
+CountedTokens = tuple[Integer[np.ndarray, " tokens"], UInt8[np.ndarray, " tokens"]]
+COUNTED, BORDER = 1, 2
+"""What counts: a token whose first character does, and one of which only a later part does."""
 
 
 class ByteTokenizer:
@@ -98,7 +100,7 @@ class ByteTokenizer:
             text = np.frombuffer(example.text.encode(), np.uint8)
             # All bytes of a character but the first begin with the bits 10.
             starts = np.cumsum(text & 0xC0 != 0x80) - 1
-            encoded.append((tokens, _counted(starts, example)))
+            encoded.append((tokens, _counted(starts, starts + 1, example)))
         return encoded
 
     def decode(self, tokens: Integer[np.ndarray, " tokens"]) -> str:
@@ -212,8 +214,8 @@ class FileTokenizer:
     def encode_parts(self, examples: Sequence[Document]) -> list[CountedTokens]:
         """Tokens of each text, with the one that ends a document if it asks for that.
 
-        A token counts if its first character is in a part that counts; so does the token at the
-        end.
+        A token counts if any of its characters is in a part that counts; so does the token at the
+        end. What is told of it is `COUNTED` or `BORDER`; else 0.
 
         Args:
             examples: documents, of which some parts count.
@@ -236,8 +238,8 @@ class FileTokenizer:
             first = self._first(encoding.ids, example) if example.is_last else []
             ids = np.array([*first, *encoding.ids, *last], np.int64)
             self.check_largest(int(ids.max(initial=0)), example.place)
-            starts = np.array([start for start, _ in encoding.offsets], np.int64)
-            counted = np.append(np.zeros(len(first), bool), _counted(starts, example))
+            starts, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
+            counted = np.append(np.zeros(len(first), np.uint8), _counted(starts, ends, example))
             encoded.append((ids.astype(self.dtype), counted))
         return encoded
 
@@ -268,13 +270,17 @@ class FileTokenizer:
 
 
 def _counted(
-    starts: Integer[np.ndarray, " texts_tokens"], example: Document
-) -> Bool[np.ndarray, " tokens"]:
-    """Whether each token counts, by its first character; and the one that ends the document."""
-    counted = np.zeros(len(starts) + example.is_last, bool)
+    starts: Integer[np.ndarray, " texts_tokens"],
+    ends: Integer[np.ndarray, " texts_tokens"],
+    example: Document,
+) -> UInt8[np.ndarray, " tokens"]:
+    """How each token counts, by its characters; and the one that ends the document."""
+    counted = np.zeros(len(starts) + example.is_last, np.uint8)
+    of_text = counted[: len(starts)]
     for first, end in example.counted or ():
-        counted[: len(starts)] |= (starts >= first) & (starts < end)
-    counted[len(starts) :] = True
+        of_text[(starts < first) & (ends > first) & (first < end) & (of_text == 0)] = BORDER
+        of_text[(starts >= first) & (starts < end)] = COUNTED
+    counted[len(starts) :] = COUNTED
     return counted
 
 

@@ -12,11 +12,12 @@ from startrail_jax.errors import InputError
 from startrail_jax.layout import Layout
 from trainer.data.files import RECORD_KINDS
 from trainer.gpt.batches import TextDataset
-from trainer.gpt.chat.encoding import encode_examples, hash_of
+from trainer.gpt.chat.encoding import digest_of, encode_examples
 from trainer.gpt.chat.packing import EncodedExamples, PackedExamples, collate_rows
 from trainer.gpt.chat.template import ChatTemplate
 from trainer.gpt.config import DataConfig
 from trainer.gpt.corpus import Corpus, Stream, check_effects, find_parts, open_text
+from trainer.gpt.encoding import TextTokenizer
 from trainer.gpt.pretrained.beginning import beginning_of
 from trainer.gpt.tokenizer import FileTokenizer
 
@@ -75,8 +76,8 @@ def open_examples(
         unit=tokenizer.unit,
         decode=tokenizer.decode,
         description=f"{files.name}: {counts[0]} to train on; {counts[1]} held out{place}"
-        f"{files.remark}",
-        digest=hash_of(text.digest, template)[:16],
+        f"{files.remark}; completions end with {_name_of_end(tokenizer)}",
+        digest=digest_of(text, template, parts[0]),
     )
     return TextDataset(
         train=rows[0],
@@ -124,6 +125,13 @@ def _check_beginning(
         "(--data.chat-template), or give --data.begin-of-document None.",
         stacklevel=3,
     )
+
+
+def _name_of_end(tokenizer: TextTokenizer) -> str:
+    end = tokenizer.end_of_document
+    if isinstance(tokenizer, FileTokenizer):
+        return f"{tokenizer.name_of(end)!r}, id {end}"
+    return f"the byte {end}" if end < 256 else f"id {end}"
 
 
 def _describe(part: EncodedExamples, rows: PackedExamples) -> str:

@@ -25,9 +25,12 @@ from trainer.gpt.chat.examples import read_examples
 from trainer.gpt.chat.packing import EncodedExamples
 from trainer.gpt.chat.template import ChatTemplate
 from trainer.gpt.encoding import Text, VectorWriter, check_lengths, chunks, share_of_key
+from trainer.gpt.tokenizer import BORDER
 
 # Changes when the same examples give other files than before.
-FORMAT = 1
+FORMAT = 2
+# Changes when the same examples give other tokens, or others count.
+DIGEST = 1
 PARTS = ("train", "val")
 VECTORS = {"tokens": None, "counted": np.dtype(np.uint8), "ends": np.dtype(np.int64)}
 """Name of each vector of a part, and its data type; None for that of the tokenizer."""
@@ -53,7 +56,7 @@ def encode_examples(
         memory = {x: io.BytesIO() for x in _vectors()}
         _write(text, template, memory)
         return _parts(lambda *x: np.load(io.BytesIO(memory[x].getvalue())))
-    key = hash_of(text.key, template)[:32]
+    key = hash_of([FORMAT, text.key], template)[:32]
 
     def write(part: Path) -> None:
         label = f"tokenising {text.files.name} into {cache / key}"
@@ -72,9 +75,20 @@ def encode_examples(
         ) from error
 
 
-def hash_of(text: str, template: ChatTemplate | None) -> str:
-    """A hash of a hash of the text, and of what else decides which tokens there are and count."""
-    values = [FORMAT, text, None if template is None else template.digest]
+def digest_of(text: Text, template: ChatTemplate | None, train: EncodedExamples) -> str:
+    """A hash of what a run trains on.
+
+    Runs of earlier versions did not count tokens at a border. Where there are none, nothing has
+    changed for them, and the hash is theirs.
+    """
+    values = [DIGEST, text.digest]
+    counts_borders = int(train.counted.max(initial=0)) == BORDER
+    return hash_of(values, template, *(["borders count"] if counts_borders else []))[:16]
+
+
+def hash_of(text: list[Any], template: ChatTemplate | None, *others: str) -> str:
+    """A hash of what tells the text, and of what else decides which tokens there are and count."""
+    values = [*text, None if template is None else template.digest, *others]
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()
 
 
@@ -123,7 +137,7 @@ def _add(writers: Writers, tokens: np.ndarray, counted: np.ndarray, example: Doc
             f"none in {example.place!r}. Mend or remove the line."
         )
     writers["tokens"].add(tokens)
-    writers["counted"].add(counted.astype(np.uint8))
+    writers["counted"].add(counted)
     writers["ends"].add(np.array([writers["tokens"].length], np.int64))
 
 

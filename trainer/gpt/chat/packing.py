@@ -25,7 +25,7 @@ class EncodedExamples:
     tokens: Integer[np.ndarray, " tokens"]
     """The tokens of all examples, one after another."""
     counted: Integer[np.ndarray, " tokens"]
-    """1 for a token that the loss counts as a target, else 0."""
+    """0 for a token that the loss does not count as a target, else another number."""
     ends: Integer[np.ndarray, " examples"]
     """Where each example ends in `tokens`."""
 
@@ -70,9 +70,9 @@ class PackedExamples:
         self._firsts = _first_of_rows(np.cumsum(self._lengths), self._length)
         self.share_of_padding = 1 - self._lengths.sum() / max(len(self) * self._length, 1)
         """Fraction of the tokens of all rows that are padding."""
-        lost = sum(int(self._counted(i)[self._length :].sum()) for i in cut)
-        lost += sum(int(self._counted(i, self._length).sum()) for i in useless)
-        self.num_counted = int(part.counted.sum(dtype=int)) - lost
+        lost = sum(np.count_nonzero(self._counted(i)[self._length :]) for i in cut)
+        lost += sum(np.count_nonzero(self._counted(i, self._length)) for i in useless)
+        self.num_counted = int(np.count_nonzero(part.counted)) - lost
         """Number of tokens in the rows that the loss counts."""
         if not len(self):
             raise InputError(

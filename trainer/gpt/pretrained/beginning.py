@@ -1,4 +1,4 @@
-"""Which token a pretrained model has always seen in front of a text. Imports no jax."""
+"""Which tokens a pretrained model has always seen around a text. Imports no jax."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 from startrail_jax.errors import InputError
 from trainer.data.opening import read_object
 from trainer.gpt.config import GPTTrainConfig
+from trainer.gpt.pretrained.defaults import GENERATION
+from trainer.gpt.pretrained.families import CONFIG
 from trainer.run.folder import CHECKPOINTS_FOLDER, CONFIG_FILE
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -37,8 +39,7 @@ def with_beginning(
         return config
     if data.tokenizer is None:
         return replace(config, data=replace(data, begin_of_document=None))
-    begun = any((config.run_dir / CHECKPOINTS_FOLDER).glob("*"))
-    if begun and (saved := _data_of(config.run_dir / CONFIG_FILE)) is not None:
+    if (saved := _begun_with(config)) is not None:
         begin = saved.get("begin_of_document")
     elif inherited:
         return config
@@ -47,6 +48,37 @@ def with_beginning(
     else:  # Another place says that it is missing.
         return config
     return replace(config, data=replace(data, begin_of_document=begin))
+
+
+def with_ending(config: GPTTrainConfig, *, given: bool, inherited: bool = False) -> GPTTrainConfig:
+    """A config that ends completions as its pretrained model ends what it says.
+
+    Elsewhere the model stops at that token only. A run that goes on keeps what it began with: in
+    runs of earlier versions it is the token with one of the usual names.
+
+    Args:
+        config: config of a run.
+        given: whether the user has said what ends a document.
+        inherited: whether what ends one is that of the config.json of another run.
+
+    Raises:
+        ValueError: if the files of the model or of the tokenizer cannot be read.
+    """
+    data = config.data
+    if config.init_from is None or data.loss_on != "completion" or given:
+        return config
+    if (saved := _begun_with(config)) is not None:
+        end = saved.get("end_of_document")
+    elif inherited:
+        return config
+    elif data.tokenizer is None:
+        # The config.json of a model of bytes may name an id that is beyond them.
+        end = next((x for x in eos_of(config.init_from) if x < config.model.vocab_size), None)
+    elif data.tokenizer.is_file():
+        end = ending_of(data.tokenizer)
+    else:  # Another place says that it is missing.
+        return config
+    return replace(config, data=replace(data, end_of_document=end))
 
 
 def beginning_of(path: Path) -> int | None:
@@ -68,8 +100,7 @@ def beginning_of(path: Path) -> int | None:
     tokenizer = FileTokenizer(path, end_of_document=0, vocab_size=1)
     beside = path.with_name(TOKENIZER_CONFIG)
     values = read_object(beside) if beside.is_file() else {}
-    asked, name = values.get("add_bos_token"), values.get("bos_token")
-    name = name.get("content") if isinstance(name, dict) else name
+    asked, name = values.get("add_bos_token"), _name_in(values, "bos_token")
     if asked is True and name is not None:
         found = tokenizer.id_of(name) if isinstance(name, str) else None
         if found is None:
@@ -81,6 +112,70 @@ def beginning_of(path: Path) -> int | None:
         return found
     before = tokenizer.tokens_before()
     return before[0] if asked is not False and len(before) == 1 else None
+
+
+def ending_of(path: Path) -> int | None:
+    """The token with which the model of a tokenizer ends what it says; None if no file names it.
+
+    It is the `eos_token` of tokenizer_config.json; without it, the first of `eos_of`.
+
+    Args:
+        path: the tokenizer.json, beside which the other files lie.
+
+    Raises:
+        ImportError: if the package that reads it is missing.
+        ValueError: if a file cannot be read, or the token is none of the vocabulary's.
+    """
+    from trainer.gpt.tokenizer import FileTokenizer
+
+    beside = path.with_name(TOKENIZER_CONFIG)
+    name = _name_in(read_object(beside), "eos_token") if beside.is_file() else None
+    if name is None:
+        return next(iter(eos_of(path.parent)), None)
+    tokenizer = FileTokenizer(path, end_of_document=0, vocab_size=1)
+    found = tokenizer.id_of(name) if isinstance(name, str) else None
+    if found is None:
+        raise InputError(
+            "A tokenizer must have the token that ends what its model says; got "
+            f"eos_token={name!r} in {str(beside)!r}, which {str(path)!r} lacks. Copy both from one "
+            "model, or give the id: --data.end-of-document."
+        )
+    return found
+
+
+def eos_of(folder: Path) -> tuple[int, ...]:
+    """The tokens at which a model stops elsewhere; none if no file of its folder names one.
+
+    As in transformers, generation_config.json comes before config.json.
+
+    Raises:
+        ValueError: if a file cannot be read, or names no ids.
+    """
+    for path in (folder / GENERATION, folder / CONFIG):
+        found: Any = read_object(path).get("eos_token_id") if path.is_file() else None
+        ids: list[Any] = found if isinstance(found, list) else [found]
+        if ids in ([], [None]):
+            continue
+        if not all(type(x) is int for x in ids):
+            raise InputError(
+                "eos_token_id of a model must be an id or a list of ids; got "
+                f"{found!r} in {str(path)!r}. Download the file again."
+            )
+        # Some files write -1 for none.
+        return tuple(x for x in ids if x >= 0)
+    return ()
+
+
+def _name_in(values: dict[str, Any], key: str) -> Any:
+    """The name of a special token in a tokenizer_config.json."""
+    token = values.get(key)
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _begun_with(config: GPTTrainConfig) -> dict[str, Any] | None:
+    """The settings of the data of a run that goes on; None for a new run."""
+    begun = any((config.run_dir / CHECKPOINTS_FOLDER).glob("*"))
+    return _data_of(config.run_dir / CONFIG_FILE) if begun else None
 
 
 def _data_of(path: Path) -> dict[str, Any] | None:

@@ -11,6 +11,7 @@ from trainer.gpt.pretrained.families import read_description
 from trainer.run.folder import CHECKPOINTS_FOLDER, KEPT_FOLDER
 
 TOKENIZER = "tokenizer.json"
+GENERATION = "generation_config.json"
 TOKENIZER_FILES = (
     *(TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json"),
@@ -23,7 +24,8 @@ IDS_OF_BYTES = range(256, 513)
 def with_model_of(folder: Path, config: GPTTrainConfig) -> GPTTrainConfig:
     """A config with the model of a folder, and without the tokenizer of another model.
 
-    The token in front of documents goes with the tokenizer.
+    The token in front of documents goes with the tokenizer, and so does the one that ends
+    completions.
 
     Raises:
         ValueError: if the folder cannot be read.
@@ -31,7 +33,9 @@ def with_model_of(folder: Path, config: GPTTrainConfig) -> GPTTrainConfig:
     """
     before, data = config.init_from, config.data
     if before is None or before.resolve() != folder.resolve():
-        data = replace(data, tokenizer=None, begin_of_document=None)
+        # Files of tokens name no tokenizer: what ends their documents stays.
+        end = None if data.loss_on == "completion" else data.end_of_document
+        data = replace(data, tokenizer=None, begin_of_document=None, end_of_document=end)
     return replace(config, model=read_description(folder).model, init_from=folder, data=data)
 
 

@@ -20,7 +20,7 @@ from startrail_jax.errors import InputError
 from trainer.checkpoints.initial import InitialWeights
 from trainer.data.opening import read_object, read_whole, reading
 from trainer.gpt.config import GPTTrainConfig
-from trainer.gpt.pretrained.defaults import TOKENIZER, TOKENIZER_FILES
+from trainer.gpt.pretrained.defaults import GENERATION, TOKENIZER, TOKENIZER_FILES
 from trainer.gpt.pretrained.families import CONFIG, read_description
 from trainer.gpt.pretrained.names import Place, places
 from trainer.gpt.pretrained.tensors import Tensors, open_tensors
@@ -28,7 +28,6 @@ from trainer.gpt.tokenizer import LARGEST_FILE, FileTokenizer
 from trainer.parallel.partition import path_name
 from trainer.run.folder import KEPT_FOLDER
 
-GENERATION = "generation_config.json"
 KEPT = (*TOKENIZER_FILES, GENERATION)
 """Files beside the weights that say how text becomes tokens, and how the model is used."""
 ALIGNMENT = 64
