@@ -17,8 +17,6 @@ TOKENS = "tokens"
 _OF_DISK = ("file", "local")
 _WITH_REVISION = "hf://"
 """Stores whose URLs may name a revision after an @."""
-
-
 _COPYING = "rclone copy, gcloud storage rsync or aws s3 sync"
 """Commands that copy a folder to a store or from it."""
 
@@ -42,13 +40,9 @@ def folder_here(url: str) -> Path:
     Raises:
         ValueError: if the URL is that of no store, or has the name of another folder of runs.
     """
+    _check_not_of_disk("run_dir", url)
     protocol, _, rest = url.partition("://")
     folder = Path("runs", protocol, rest)
-    if protocol in _OF_DISK:
-        raise InputError(
-            f"run_dir must be a path if it is on this machine; got {url!r}. Use "
-            f"{urlsplit(url).path}."
-        )
     if folder.name in (COPIES, TOKENS):
         raise InputError(
             f"run_dir must not be called {folder.name}, as a folder beside the runs is; got "
@@ -92,7 +86,16 @@ def check_input(name: str, path: Path | None) -> None:
         return
     url = text_of(path)
     check_url(name, url, hint="Use for example gs://bucket/data.")
-    if url.partition("://")[0] in _OF_DISK:
+    _check_not_of_disk(name, url)
+
+
+def is_of_disk(url: str) -> bool:
+    """Whether a URL is that of a folder of this machine."""
+    return url.partition("://")[0] in _OF_DISK
+
+
+def _check_not_of_disk(name: str, url: str) -> None:
+    if is_of_disk(url):
         raise InputError(
             f"{name} must be a path if it is on this machine; got {url!r}. Use "
             f"{urlsplit(url).path}."

@@ -9,6 +9,7 @@ from typing import Any
 
 from startrail_jax.errors import InputError, UserError
 from trainer.errors import MissingPackageError, StorageError
+from trainer.places import is_of_disk
 
 FILES_AT_A_TIME = 8
 """Files that are copied at once. Packages take all that they are given, with a buffer for each."""
@@ -41,11 +42,6 @@ def open_url(url: str, flag: str) -> tuple[Any, str]:
             "example gs:// or s3://."
         ) from error
     return fs, root.rstrip("/")
-
-
-def is_of_disk(url: str) -> bool:
-    """Whether a URL is that of a folder of this machine."""
-    return url.partition("://")[0] in ("file", "local")
 
 
 @contextmanager

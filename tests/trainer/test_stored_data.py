@@ -298,7 +298,7 @@ def test_copy_that_cannot_be_made_raises(texts, tmp_path, monkeypatch):
     listing = list_stored(Path(URL), "data.path")
     listing.sizes["3.txt"] += 1
     with pytest.raises(OSError, match=r"stay as they are while they are copied; got '3.txt' of me"):
-        copies.copy_of(listing, "data.path", tmp_path)
+        copies.copy_of(listing, tmp_path)
     (tmp_path / "file").write_text("no folder")
     with pytest.raises(OSError, match=r"written to a folder with space.*give another: --data.cac"):
         with_copies(stored(), tmp_path / "file")
@@ -415,7 +415,9 @@ def test_two_hosts_are_two_stores(texts, tmp_path):
 
 def test_revisions_of_data_that_lie_in_each_other(texts):
     whole = list_stored(Path(URL), "data.path")
-    val = dataclasses.replace(whole, root="/bucket/wiki@main/val", url="hf://bucket/wiki@main/val")
+    val = dataclasses.replace(
+        whole, root="/bucket/wiki@main/val", path=Path("hf://bucket/wiki@main/val")
+    )
     with pytest.raises(
         ValueError, match=rf"must be of one revision .*got {URL} and hf://bucket/wi"
     ):

@@ -56,17 +56,17 @@ class GPTTask(Task[GPTTrainConfig, TextOptions]):
         return NextToken(config)
 
     def open_data(self, config: GPTTrainConfig, layout: Any) -> Dataset:
-        path = config.data.tokenizer
-        copy = kept_tokenizer(path, config, config.run_dir)
-        if copy is None:
-            return self._open_data(config, layout)
-        config = replace(config, data=replace(config.data, tokenizer=copy))
+        from trainer.data.stored.copies import origin_of
+
+        path, remark = config.data.tokenizer, origin_of(config.data)
+        if copy := kept_tokenizer(path, config, config.run_dir):
+            config = replace(config, data=replace(config.data, tokenizer=copy))
+            remark += f"; tokenizer: {copy}, as {path} is gone"
         data: Any = self._open_data(config, layout)
-        remark = f"; tokenizer: {copy}, as {path} is gone"
         return replace(data, description=data.description + remark)
 
     def _open_data(self, config: GPTTrainConfig, layout: Any) -> Dataset:
-        from trainer.data.stored.copies import origin_of, with_copies
+        from trainer.data.stored.copies import with_copies
         from trainer.gpt.batches import Sequences, TextDataset, collate
         from trainer.gpt.corpus import open_corpus
 
@@ -77,15 +77,14 @@ class GPTTask(Task[GPTTrainConfig, TextOptions]):
             from trainer.gpt.chat.corpus import open_examples
 
             sizes = {"vocab_size": config.model.vocab_size, "seq_len": config.seq_len}
-            examples: Any = open_examples(data, layout, cache=cache, **sizes)
-            return replace(examples, description=examples.description + origin_of(config.data))
+            return open_examples(data, layout, cache=cache, **sizes)
         corpus = open_corpus(data, vocab_size=config.model.vocab_size, cache=cache)
         end = corpus.end_of_document if data.mask_documents else None
         return TextDataset(
             train=Sequences(corpus.train, config.seq_len),
             held_out=Sequences(corpus.held_out, config.seq_len),
             collate=partial(collate, layout=layout, end_of_document=end),
-            description=corpus.description + origin_of(config.data),
+            description=corpus.description,
             loss_unit=f"nats/{corpus.unit}",
             digest=corpus.digest,
             corpus=corpus,

@@ -29,7 +29,8 @@ from trainer.mirror.contents import (
     is_constant,
     read_manifest,
 )
-from trainer.stores import batches, is_of_disk, open_url, reading_store, telling
+from trainer.places import is_of_disk
+from trainer.stores import batches, open_url, reading_store, telling
 
 OWNER = "owner.json"
 MANIFESTS = "manifests"

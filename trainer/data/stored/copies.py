@@ -68,7 +68,7 @@ def with_copies(data: Data, cache: Path) -> Data:
             outer, path = inner[name]
             copies[name] = copies[outer] / path
         else:
-            copies[name] = copy_of(stored[name], f"data.{name}", data.cache or cache)
+            copies[name] = copy_of(stored[name], data.cache or cache)
     return dataclasses.replace(data, **copies)
 
 
@@ -79,7 +79,7 @@ def origin_of(data: Any) -> str:
     return f"; copied from {' and '.join(urls)}" if urls else ""
 
 
-def copy_of(stored: StoredData, option: str, cache: Path) -> Path:
+def copy_of(stored: StoredData, cache: Path) -> Path:
     """The copy of data in a store, which is made if it is missing or not whole.
 
     The processes that call this may be on several machines, if the file system has locks that these
@@ -87,7 +87,6 @@ def copy_of(stored: StoredData, option: str, cache: Path) -> Path:
 
     Args:
         stored: the data.
-        option: the setting that names them, for errors: "data.path".
         cache: the folder below which the copy is.
 
     Raises:
@@ -107,9 +106,9 @@ def copy_of(stored: StoredData, option: str, cache: Path) -> Path:
                     part.unlink(missing_ok=True)
             missing = _missing(stored, copy)
             if missing:
-                _copy(stored, missing, copy, option)
+                _copy(stored, missing, copy)
             if missing or not mark.is_file():
-                _require_same(stored, folder, option)
+                _require_same(stored, folder)
                 mark.touch()
     if stored.is_folder and (others := set(walk_files(copy)) - stored.sizes.keys()):
         raise InputError(
@@ -126,9 +125,9 @@ def _has_files(outer: StoredData, inner: StoredData, path: str) -> bool:
     return all(str(PurePosixPath(path, key)) in outer.sizes for key in inner.sizes)
 
 
-def _require_same(stored: StoredData, folder: Path, option: str) -> None:
+def _require_same(stored: StoredData, folder: Path) -> None:
     """Raises, and removes the copy, if the store has changed since it was listed."""
-    now = list_stored(Path(stored.url), option)
+    now = list_stored(stored.path, stored.option)
     if now.key == stored.key:
         return
     for path in folder.iterdir():
@@ -158,7 +157,7 @@ def _size(path: Path) -> int | None:
     return None
 
 
-def _copy(stored: StoredData, missing: list[str], copy: Path, option: str) -> None:
+def _copy(stored: StoredData, missing: list[str], copy: Path) -> None:
     """Copies files; each appears when it is whole and on the disk."""
     total = sum(stored.sizes[key] for key in missing)
     free = shutil.disk_usage(copy.parent).free
@@ -179,7 +178,7 @@ def _copy(stored: StoredData, missing: list[str], copy: Path, option: str) -> No
             with storing(copy.parent, "--data.cache"):
                 for place in places:
                     place.parent.mkdir(parents=True, exist_ok=True)
-            with reading_store(stored.url, f"--{option.replace('_', '-')}"):
+            with reading_store(stored.url, stored.flag):
                 paths = [stored.path_of(key) for key in some]
                 stored.store.get(paths, list(map(str, parts)), callback=telling(advance))
             for key, part, place in zip(some, parts, places, strict=True):

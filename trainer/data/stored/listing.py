@@ -30,7 +30,10 @@ _REVISION = re.compile(r"@[^/]*")
 class StoredData:
     """A file or a folder in a store."""
 
-    url: str
+    path: Path
+    """The URL, as a path."""
+    option: str
+    """The setting that names it, for errors: "data.path"."""
     host: str
     """The bucket or the host."""
     root: str
@@ -42,6 +45,16 @@ class StoredData:
     is_folder: bool
     key: str
     """A hash of the place, and of the names, sizes and versions of all files."""
+
+    @property
+    def url(self) -> str:
+        """The URL, as the user has written it."""
+        return text_of(self.path)
+
+    @property
+    def flag(self) -> str:
+        """The option on the command line."""
+        return flag_of(self.option)
 
     def path_of(self, key: str) -> str:
         """Where the store has a file."""
@@ -66,6 +79,11 @@ class StoredData:
         return None
 
 
+def flag_of(option: str) -> str:
+    """A setting of data as it is called on the command line."""
+    return f"--{option.replace('_', '-')}"
+
+
 def list_stored(path: Path, option: str) -> StoredData:
     """Lists the files at a URL, without hidden ones.
 
@@ -78,7 +96,7 @@ def list_stored(path: Path, option: str) -> StoredData:
         OSError: if the store cannot be read.
         ValueError: if nothing is there, or a name cannot be that of a file.
     """
-    url, flag = text_of(path), f"--{option.replace('_', '-')}"
+    url, flag = text_of(path), flag_of(option)
     with reading_store(url, flag):
         store, root = open_url(url, flag)
         found, is_folder = _find(store, root, url, option)
@@ -92,7 +110,8 @@ def list_stored(path: Path, option: str) -> StoredData:
     content = [[key, info["size"], _version_of(info, key, url)] for key, info in found.items()]
     identity = json.dumps([store.protocol, host, root, content])
     return StoredData(
-        url=url,
+        path=path,
+        option=option,
         host=host,
         root=root,
         store=store,

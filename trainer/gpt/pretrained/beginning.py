@@ -102,14 +102,13 @@ def beginning_of(path: Path) -> int | None:
     values = read_object(beside) if beside.is_file() else {}
     asked, name = values.get("add_bos_token"), _name_in(values, "bos_token")
     if asked is True and name is not None:
-        found = tokenizer.id_of(name) if isinstance(name, str) else None
-        if found is None:
-            raise InputError(
-                "A tokenizer that asks for a token in front of every text must have it; got "
-                f"add_bos_token with bos_token={name!r} in {str(beside)!r}, which {str(path)!r} "
-                "lacks. Copy both from one model, or give the id: --data.begin-of-document."
-            )
-        return found
+        return _id_of(
+            tokenizer,
+            name,
+            "A tokenizer that asks for a token in front of every text must have it; got "
+            f"add_bos_token with bos_token={name!r} in {str(beside)!r}, which {str(path)!r} "
+            "lacks. Copy both from one model, or give the id: --data.begin-of-document.",
+        )
     before = tokenizer.tokens_before()
     return before[0] if asked is not False and len(before) == 1 else None
 
@@ -133,14 +132,13 @@ def ending_of(path: Path) -> int | None:
     if name is None:
         return next(iter(eos_of(path.parent)), None)
     tokenizer = FileTokenizer(path, end_of_document=0, vocab_size=1)
-    found = tokenizer.id_of(name) if isinstance(name, str) else None
-    if found is None:
-        raise InputError(
-            "A tokenizer must have the token that ends what its model says; got "
-            f"eos_token={name!r} in {str(beside)!r}, which {str(path)!r} lacks. Copy both from one "
-            "model, or give the id: --data.end-of-document."
-        )
-    return found
+    return _id_of(
+        tokenizer,
+        name,
+        "A tokenizer must have the token that ends what its model says; got "
+        f"eos_token={name!r} in {str(beside)!r}, which {str(path)!r} lacks. Copy both from one "
+        "model, or give the id: --data.end-of-document.",
+    )
 
 
 def eos_of(folder: Path) -> tuple[int, ...]:
@@ -164,6 +162,14 @@ def eos_of(folder: Path) -> tuple[int, ...]:
         # Some files write -1 for none.
         return tuple(x for x in ids if x >= 0)
     return ()
+
+
+def _id_of(tokenizer: Any, name: Any, message: str) -> int:
+    """The id of the token that a tokenizer_config.json names; raises the message without one."""
+    found = tokenizer.id_of(name) if isinstance(name, str) else None
+    if found is None:
+        raise InputError(message)
+    return found
 
 
 def _name_in(values: dict[str, Any], key: str) -> Any:
