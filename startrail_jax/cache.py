@@ -62,7 +62,7 @@ class Decoding(Sharded):
             value_cache: [batch, slots, kv_heads, value_head_dim], likewise.
             positions: int32 [batch, new], the position of each query. A query sees the slots of
                 its own position and below that the mask shows. A query of negative position sees
-                none.
+                none. Positions may lie beyond the slots, whose keys then end before the query.
             slopes, sinks: as in a call.
 
         Returns:
@@ -128,7 +128,7 @@ class Decoding(Sharded):
             positions,
             layout=self.layout,
             ranks=flat_axis(self.axes, SEQUENCE_ROLES),
-            pattern=self.pattern.within(key_cache.shape[1] * self.degrees.sequence),
+            pattern=self.pattern,
             scale=self.scale,
             softcap=self.softcap,
             sinks=sinks,

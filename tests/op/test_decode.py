@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 import oracle
 import startrail_jax as st
 from attention_cases import FLOAT32_ERROR, QUICK, relative_error
+from startrail_jax import masks
 from startrail_jax.analysis.hlo import read_traffic
 from startrail_jax.layout import KINDS
 
@@ -50,12 +51,12 @@ def draw(kv_heads=2, dtype="float32", new=3):
     return query, key, value, positions.astype(np.int32)
 
 
-def dense(query, key, value, positions, window=None):
+def dense(query, key, value, positions, **visible):
     """The oracle, which has queries at all positions: those that are asked for are taken out."""
-    whole = np.zeros((BATCH, SLOTS, *query.shape[2:]))
+    whole = np.zeros((BATCH, max(SLOTS, positions.max() + 1), *query.shape[2:]))
     rows = np.arange(BATCH)[:, None]
     whole[rows, positions] = query
-    out, _ = oracle.attention(whole, key, value, causal=True, window=window)
+    out, _ = oracle.attention(whole, key, value, causal=True, **visible)
     return out[rows, positions]
 
 
@@ -93,6 +94,46 @@ def test_decode_in_every_layout_and_window(layout, window):
     attention = make_attention(st.Degrees(team=2, ring=2, head=2), layout=layout, window=window)
     found = decoded(attention, *problem)
     assert relative_error(found, dense(*problem, window=window)) <= FLOAT32_ERROR
+
+
+# Masks, most of which show a query within the slots as much as a causal one, and what they mean.
+MASKS = {
+    "causal": (masks.Causal(), lambda i, j: j <= i),
+    "window 5": (masks.Window(4, 0), lambda i, j: j > i - 5),
+    "window of all slots but one": (masks.Window(SLOTS - 2, 0), lambda i, j: j > i - SLOTS + 1),
+    "window of all slots": (masks.Window(SLOTS - 1, 0), lambda i, j: j > i - SLOTS),
+    "window beyond the slots": (masks.Window(SLOTS + 6, 0), lambda i, j: j > i - SLOTS - 7),
+    "chunks of all slots": (
+        masks.Chunked(SLOTS) & masks.Causal(),
+        lambda i, j: j // SLOTS == i // SLOTS,
+    ),
+    "chunks": (masks.Chunked(20) & masks.Causal(), lambda i, j: j // 20 == i // 20),
+    "window and sinks": (
+        (masks.Window(SLOTS - 1, 0) | masks.Sinks(4)) & masks.Causal(),
+        lambda i, j: (j > i - SLOTS) | (j < 4),
+    ),
+    "blocks of all slots": (
+        masks.BlockCausal(SLOTS) & masks.Window(SLOTS, 0),
+        lambda i, j: (j // SLOTS <= i // SLOTS) & (j > i - SLOTS - 1),
+    ),
+}
+ON_EIGHT = {name: degrees for name, degrees in SCHEMES.items() if degrees.num_devices == 8}
+
+
+@pytest.mark.parametrize("layout", KINDS)
+@pytest.mark.parametrize("degrees", [*ON_EIGHT.values()][:8], ids=[*ON_EIGHT][:8])
+@pytest.mark.parametrize("name", MASKS)
+def test_decode_beyond_the_slots_sees_what_the_mask_shows(name, degrees, layout):
+    """A mask that hides nothing from queries within the slots still hides slots from later ones."""
+    mask, rule = MASKS[name]
+    query, key, value, _ = draw(new=6)
+    positions = np.array([[2, 47, 53, 70, 100, 143], [0, 30, 48, 59, 95, 96]], np.int32)
+    attention = make_attention(degrees, layout=layout, mask=mask)
+    found = decoded(attention, query, key, value, positions)
+    expected = dense(query, key, value, positions, rule=rule)
+    assert relative_error(found, expected) <= FLOAT32_ERROR
+    # Rows that see nothing are exactly 0.
+    assert not found[~expected.any(axis=(2, 3))].any()
 
 
 @pytest.mark.parametrize(
