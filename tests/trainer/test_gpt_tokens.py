@@ -269,6 +269,12 @@ def test_processes_tokenise_once_and_the_others_wait(text, tokenizer, tmp_path, 
 
     began, may_end = threading.Event(), threading.Event()
     write = encoding.encode_to_folder
+    said = []
+
+    def say(line):
+        said.append(line)
+        if len(said) == 2:
+            may_end.set()
 
     def slow(*arguments, **options):
         began.set()
@@ -278,8 +284,7 @@ def test_processes_tokenise_once_and_the_others_wait(text, tokenizer, tmp_path, 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("trainer.gpt.corpus.encode_to_folder", slow)
         patch.setattr(cache, "POLL_SECONDS", 0.01)
-        patch.setattr(cache, "say", lambda line: (said.append(line), may_end.set()))
-        said = []
+        patch.setattr(cache, "say", say)
         threads = [threading.Thread(target=start) for _ in range(3)]
         threads[0].start()
         assert began.wait(60)
