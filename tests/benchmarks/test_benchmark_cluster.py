@@ -391,7 +391,7 @@ def test_nodes_end_with_their_launcher(number):
         wait_for(lambda: len(running(marker)) == 2)
         launcher.send_signal(number)
         launcher.wait()
-        wait_for(lambda: not running(marker), seconds=5)
+        wait_for(lambda: not running(marker))
     finally:
         launcher.kill()
 

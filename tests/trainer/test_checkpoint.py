@@ -65,7 +65,7 @@ def child(script, folder):
 
 
 def finish(process):
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     return out, err
 

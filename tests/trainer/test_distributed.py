@@ -117,7 +117,7 @@ def test_slurm_says_which_process_this_is():
                  "start_timeout=1.0"),
     ]  # fmt: skip
     try:
-        outputs = [process.communicate(timeout=120) for process in processes]
+        outputs = [process.communicate(timeout=300) for process in processes]
     finally:
         for process in processes:
             process.kill()
@@ -171,9 +171,9 @@ def test_process_that_is_lost_while_jax_leaves_ends_all_without_a_trace():
     try:
         for pair, victim, happens in pairs:
             other = pair[1 - victim]
-            output, errors = other.communicate(timeout=120)
+            output, errors = other.communicate(timeout=300)
             if not happens:
-                more = pair[victim].communicate(timeout=120)
+                more = pair[victim].communicate(timeout=300)
                 assert [process.returncode for process in pair] == [0, 0], (errors, more)
                 assert output.endswith("2\nover\n")
                 continue

@@ -78,7 +78,7 @@ def test_two_processes_gather_what_both_give(tmp_path):
         for index in ("0", "1")
     ]
     try:
-        outputs = [process.communicate(timeout=120) for process in processes]
+        outputs = [process.communicate(timeout=300) for process in processes]
     finally:
         for process in processes:
             process.kill()

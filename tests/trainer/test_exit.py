@@ -137,7 +137,7 @@ def test_end_now_does_not_wait():
     )
     result = subprocess.run(
         [sys.executable, "-c", script],
-        cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False,
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert (result.returncode, result.stdout, result.stderr) == (1, "so far", "over\n")
     assert end_now.__annotations__["return"] == "NoReturn"
@@ -175,7 +175,7 @@ print("not reached")
 def test_ctrl_c_that_comes_where_python_ignores_it_ends_the_program(place, printed):
     result = subprocess.run(
         [sys.executable, "-c", INTERRUPTED, place],
-        cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False,
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert (result.returncode, result.stdout, result.stderr) == (130, printed, "\n")
 

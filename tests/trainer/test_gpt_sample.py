@@ -129,7 +129,7 @@ def test_program_continues_standard_input_while_the_run_goes_on(run_dir):
         result = subprocess.run(
             [sys.executable, "-W", "error", "sample.py", str(run_dir), *QUICK.split(), "--top-k",
              "1", "--samples", "2"],
-            cwd=REPOSITORY, input="def f(x):\n" * 3, capture_output=True, text=True, timeout=120,
+            cwd=REPOSITORY, input="def f(x):\n" * 3, capture_output=True, text=True, timeout=300,
             check=False,
         )  # fmt: skip
         assert contents(run_dir) == before
@@ -553,7 +553,7 @@ def test_help_is_fast_and_gives_the_values_of_the_run(run_dir, capsys):
     script = "import sys, sample; sample.sample(['--help'])"
     result = subprocess.run(
         [sys.executable, "-X", "importtime", "-c", script],
-        cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False,
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert result.returncode == 0
     for flag in ("--prompt", "--prompt-file", "--top-p", "--mesh.team", "--devices"):

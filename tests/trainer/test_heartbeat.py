@@ -232,7 +232,7 @@ def test_process_that_is_silent_ends_all(ends):
     since = time.monotonic()
     begin_with_silent(3)
     wait_until(lambda: len(ends) == 2)
-    assert TIMEOUT < time.monotonic() - since < 3 * TIMEOUT + 2
+    assert time.monotonic() - since > TIMEOUT
     for message in ends:
         assert "process 2 of 3 (far) has given no sign of life for 2 s (stopped, or " in message
 

@@ -199,12 +199,12 @@ def write_archive(path, compression=zipfile.ZIP_DEFLATED, **members):
 def few_bytes():
     """Fails if more than 40 MB are allocated at any time."""
     tracemalloc.start()
-    began = time.monotonic()
+    began = time.process_time()
     yield
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 40e6
-    assert time.monotonic() - began < 20
+    assert time.process_time() - began < 20
 
 
 ZEROS = bytes(1 << 22)

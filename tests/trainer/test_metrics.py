@@ -233,7 +233,7 @@ def test_terminal_shows_a_bar_that_begins_at_the_resumed_step(tmp_path, clock, f
     with Reporter(steps=9, tokens_per_step=64) as reporter:
         reporter.open(tmp_path, first_step=4)
         with reporter.phase("compiling"):
-            time.sleep(0.2)  # Twice the time between two refreshes of the bar.
+            reporter._terminal._bar.refresh()
         reporter.training()
         reporter.advance(5, {"train_loss": 0.5})
         reporter.advance(6)
@@ -242,7 +242,7 @@ def test_terminal_shows_a_bar_that_begins_at_the_resumed_step(tmp_path, clock, f
     assert "step 5/9  train loss 0.5000" in frames()
 
 
-def test_bar_counts_the_steps_before_there_are_metrics(frames):
+def test_bar_counts_the_steps_before_there_are_metrics(clock, frames):
     with Reporter(steps=9, tokens_per_step=64) as reporter:
         assert "0/9 starting" in frames()
         with reporter.phase("compiling"):

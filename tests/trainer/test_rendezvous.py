@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -44,12 +45,19 @@ def meeting(port, known=SECRET, **changes):
 
 
 def test_process_that_waits_says_so_again_and_again(monkeypatch, capsys):
+    said, show = threading.Semaphore(0), print
     monkeypatch.setattr(waiting, "SECONDS_BETWEEN_LINES", 0.02)
 
+    def say(*what, **where):
+        show(*what, **where)
+        said.release()
+
     def find(*_):
-        time.sleep(0.3)
+        for _ in range(3):
+            assert said.acquire(timeout=60)
         raise RunError("not there")
 
+    monkeypatch.setattr(waiting, "print", say, raising=False)
     monkeypatch.setattr(distributed, "find_process_0", find)
     with pytest.raises(RunError):
         distributed._connect(given(), Path("unused"), SECRET, 0.0)
@@ -139,8 +147,15 @@ def test_process_with_another_secret_is_refused(monkeypatch):
 def test_start_that_is_not_complete_tells_of_strangers(monkeypatch):
     monkeypatch.setattr(rendezvous, "OTHER_SECRET_SECONDS", 0.0)
     port = failures.free_port()
-    leader, at_0 = meeting(port, index=0, start_timeout=2.0)
+    receive = rendezvous._Reception.receive
+    monkeypatch.setattr(
+        rendezvous._Reception, "receive", lambda self, left: receive(self, min(left, 0.05))
+    )
+    leader, at_0 = meeting(port, index=0)
     assert "same secret" in refusal(port, known=Secret(value="incorrect", place="x"))
+    # The time to start is over.
+    later = SimpleNamespace(**{**vars(time), "monotonic": lambda: time.monotonic() + 60})
+    monkeypatch.setattr(rendezvous, "time", later)
     leader.join(30)
     assert re.match(r"All 2 processes must start .* fewer\. 1 connections were closed", at_0[0])
 

@@ -294,7 +294,7 @@ def test_program_help_is_fast_and_lists_the_flags():
     script = "import sys, train; sys.argv[1:] = ['--help']; train.read_command_line(['--help'])"
     result = subprocess.run(
         [sys.executable, "-X", "importtime", "-c", script],
-        cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False,
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert result.returncode == 0
     for name in ("data", "team", "ring", "group", "head", "tensor"):
