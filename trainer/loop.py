@@ -326,6 +326,7 @@ class Loop:
         if self._spike is not None:
             return
         self.save_settings()
+        self.report.flush()
         position: dict[str, Any] = dict(self._position)
         if self.config.spike_factor is not None:
             position[RECENT] = list(self._watch.recent)

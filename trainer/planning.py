@@ -28,13 +28,14 @@ from startrail_jax.planner.inputs.here import SHARE, jax_share, measure_cluster
 from startrail_jax.planner.quantities import GIB, show_rate, show_seconds
 from startrail_jax.planner.search import Candidates, Options, Prediction, no_setting
 from trainer.config import TrainConfig
+from trainer.durable import replace_text
 from trainer.errors import RunError
 from trainer.objective import Objective
 from trainer.parallel.degrees import given_order, given_to_plan
 from trainer.parallel.step import Program, make_attention
 from trainer.parallel.step_sizes import footprint
 from trainer.processes.exchange import peers
-from trainer.run.settings import KIND, flags_of, replace_text
+from trainer.run.settings import KIND, flags_of
 
 RESULTS_FILE = "plans.json"
 """What was timed, beside the folder of the run."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import unicodedata
 
 # Control characters (ESC, which begins the commands of a terminal, among them), characters that
@@ -19,6 +20,11 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(_escape(x) if _commands(x) else x for x in text)
+
+
+def say(line: str) -> None:
+    """Prints a line to standard error, about work that takes long."""
+    print(printable(line), file=sys.stderr, flush=True)
 
 
 def _commands(character: str) -> bool:

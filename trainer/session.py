@@ -33,7 +33,7 @@ from trainer.processes.distributed import start
 from trainer.processes.exchange import first_does, peers
 from trainer.processes.hardware import unused_gpus
 from trainer.processes.heartbeat import heartbeat
-from trainer.run.mesh import read_degrees, read_planned_order
+from trainer.run.mesh import MESH_FILE, read_degrees, read_planned_order
 from trainer.run.settings import flags_of
 
 
@@ -135,6 +135,13 @@ def joined(
         degrees = degrees or choose_degrees(mesh_config, len(devices), call, nodes=nodes)
         order = order or choose_order(mesh_config, degrees, nodes, call)
         wanted: Any = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
+        if former == {} and not adapts:  # A sample may have any mesh.
+            remarks = (
+                *remarks,
+                f"WARNING: {folder} holds a run without {MESH_FILE}: an earlier version of this "
+                "program did not write it, or it was lost. The mesh below is chosen anew; give "
+                "--mesh flags for the one with which the run began",
+            )
         if note := unused_gpus(devices[0].platform, wanted=wanted):
             remarks = (note, *remarks)
         shared = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""

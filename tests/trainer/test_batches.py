@@ -204,6 +204,15 @@ def test_position_in_another_order_raises():
         training(counted(11), seed=1).set_state(state)
 
 
+def test_position_in_other_tokens_of_the_same_content_raises():
+    state = training(counted(11), digest="ab", tokens="12").get_state()
+    with pytest.raises(ValueError, match=r"got tokens=34, where the checkpoint has tokens=12"):
+        training(counted(11), digest="ab", tokens="34").set_state(state)
+    # Checkpoints of earlier versions do not tell them.
+    del state["tokens"]
+    training(counted(11), digest="ab", tokens="34").set_state(state)
+
+
 def test_position_in_other_content_raises():
     def on(digest):
         return training(counted(11), digest=digest)

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from trainer.checkpoints import checksums, durable
+from trainer import durable
+from trainer.checkpoints import checksums
 from trainer.checkpoints.checkpoint import CheckpointError, Checkpoints
 from trainer.checkpoints.checksums import CHECKSUMS_FILE, Checksums, checksums_of
 from trainer.checkpoints.weights import restore_weights
@@ -255,7 +256,7 @@ def test_all_files_are_on_the_disk_before_an_older_checkpoint_goes(tmp_path, mon
 
     save(tmp_path, (3,))
     monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(type(tmp_path), "rename", rename)
+    monkeypatch.setattr(type(tmp_path), "replace", rename)
     monkeypatch.setattr(shutil, "rmtree", rmtree)
     with Checkpoints(tmp_path, keep=1) as checkpoints:
         checkpoints.save(5, {"a": jnp.zeros(3)}, {})

@@ -24,6 +24,7 @@ from trainer.gpt.corpus import open_corpus
 from trainer.gpt.task import GPTTask
 from trainer.gpt.tokenize import main
 from trainer.gpt.tokenizer import FileTokenizer
+from trainer.sums import SUMS_FILE
 
 pytestmark = pytest.mark.quick
 
@@ -307,12 +308,17 @@ def test_killed_write_is_never_taken_for_whole(text, tokenizer, tmp_path, monkey
 
     with monkeypatch.context() as patch:
         # As late as can be, and with nothing cleaned up.
-        patch.setattr(cache.Path, "rename", killed)
+        patch.setattr(cache.durable, "rename", killed)
         patch.setattr(cache.shutil, "rmtree", lambda *_, **__: None)
         with pytest.raises(Killed):
             open_text_corpus(text, tokenizer, tmp_path / "cache")
     (left,) = (tmp_path / "cache").glob(".*.part-*")
-    assert {x.name for x in left.iterdir()} == {"train.npy", "val.npy", ".about.json"}
+    assert {x.name for x in left.iterdir()} == {
+        "train.npy",
+        "val.npy",
+        ".about.json",
+        SUMS_FILE,
+    }
     assert len(encoded) == 30
     opened = open_text_corpus(text, tokenizer, tmp_path / "cache")
     assert len(encoded) == 60
@@ -343,7 +349,7 @@ def test_damaged_cache_raises(text, tokenizer, tmp_path):
     open_text_corpus(text, tokenizer, tmp_path / "cache")
     (file,) = (tmp_path / "cache").glob("*/train.npy")
     file.write_bytes(file.read_bytes()[:-7])
-    with pytest.raises(ValueError, match=r"must hold whole files; got '.*Delete the folder: the"):
+    with pytest.raises(ValueError, match=r"must be as they were written; got train.npy"):
         open_text_corpus(text, tokenizer, tmp_path / "cache")
 
 
@@ -485,3 +491,59 @@ def test_help_shows_the_words(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     assert "[OPTIONS] IN OUT" in capsys.readouterr().out
+
+
+def flip(path, random):
+    """Another value for one bit of a file, chosen at random."""
+    content = bytearray(path.read_bytes())
+    bit = int(random.integers(8 * len(content)))
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+
+
+def test_flipped_bit_of_cached_tokens_is_noticed(text, tokenizer, tmp_path):
+    opened = open_text_corpus(text, tokenizer, tmp_path / "cache")
+    (folder,) = (path for path in (tmp_path / "cache").iterdir() if path.is_dir())
+    files = sorted(folder.iterdir())
+    assert {path.name for path in files} == {"train.npy", "val.npy", ".about.json", SUMS_FILE}
+    random = np.random.default_rng(0)
+    for path in [*files * 4, *[folder / "train.npy"] * 14, *[folder / "val.npy"] * 10]:
+        before = path.read_bytes()
+        flip(path, random)
+        with pytest.raises(ValueError, match=r"must be as they were written; got .*Delete the fol"):
+            open_text_corpus(text, tokenizer, tmp_path / "cache")
+        path.write_bytes(before)
+    again = open_text_corpus(text, tokenizer, tmp_path / "cache")
+    assert again.tokens == opened.tokens
+    (folder / "val.npy").unlink()
+    with pytest.raises(ValueError, match=r"got val\.npy: .*No such file"):
+        open_text_corpus(text, tokenizer, tmp_path / "cache")
+
+
+def test_tokens_of_an_earlier_version_are_taken_and_checked_from_then_on(
+    text, tokenizer, tmp_path, encoded, capfd
+):
+    open_text_corpus(text, tokenizer, tmp_path / "cache")
+    (sums,) = (tmp_path / "cache").glob(f"*/{SUMS_FILE}")
+    sums.unlink()
+    encoded.clear()
+    capfd.readouterr()
+    for shown in (1, 0):
+        open_text_corpus(text, tokenizer, tmp_path / "cache")
+        assert capfd.readouterr().err.count("has no checksums, as an earlier version") == shown
+    assert encoded == []
+    assert sums.is_file()
+
+
+def test_tokens_are_among_what_a_run_compares(text, tokenizer, tmp_path):
+    """Another version of the package of a tokenizer may make others of the same text."""
+    cached = open_text_corpus(text, tokenizer, tmp_path / "cache")
+    in_memory = open_text_corpus(text, tokenizer, None)
+    assert cached.tokens == in_memory.tokens
+    assert len(cached.tokens) == 64
+    with pytest.MonkeyPatch.context() as patch:
+        encode = FileTokenizer.encode
+        patch.setattr(FileTokenizer, "encode", lambda *x: [y[::-1] for y in encode(*x)])
+        other = open_text_corpus(text, tokenizer, tmp_path / "other")
+    assert other.digest == cached.digest
+    assert other.tokens != cached.tokens

@@ -389,7 +389,9 @@ def test_what_is_tried_again_is_no_arrival_and_hashing_is(tmp_path, monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr(contents, "PART_BYTES", 500)
         patch.setattr(contents, "hashlib", SimpleNamespace(sha256=Slow))
-        patch.setattr(copying, "time", SimpleNamespace(**{**vars(time), "monotonic": lambda: seconds[0]}))
+        patch.setattr(
+            copying, "time", SimpleNamespace(**{**vars(time), "monotonic": lambda: seconds[0]})
+        )
         # It waits longer than for a part, and shorter than for a file.
         with mirror(run, patience=0.5) as copier:
             copier.begin()

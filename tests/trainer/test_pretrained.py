@@ -29,7 +29,7 @@ from pretrained import (
     reference_of,
 )
 from programs import weight_shapes
-from trainer.checkpoints import durable
+from trainer import durable
 from trainer.checkpoints.checksums import Checksums
 from trainer.gpt.config import DataConfig, GPTConfig, RopeConfig, TextOptions
 from trainer.gpt.export import __main__ as export_command
@@ -53,6 +53,7 @@ from trainer.gpt.sample import tokenizer_of_run
 from trainer.parallel.partition import Partition, path_name
 from trainer.run.folder import result_flags
 from trainer.run.settings import save_config
+from trainer.sums import SUMS_FILE
 from trainer.tasks import TASKS, load_train_config
 
 LLAMA = REFERENCES / "llama"
@@ -928,6 +929,22 @@ def test_file_of_a_tokenizer_that_cannot_be_kept_is_named(model, tmp_path, monke
     monkeypatch.setattr(initial_weights, "LARGEST_FILE", 2)
     with pytest.raises(ValueError, match=r"vocab.json' must have at most 2 bytes"):
         keep_files(model, tmp_path / "kept", "float32")
+
+
+def test_damaged_config_of_the_model_is_not_exported(tmp_path):
+    """The base of its rotary positions, say, which no other file of an import holds."""
+    run_dir, out = tmp_path / "run", tmp_path / "out"
+    import_and_export(LLAMA, run_dir, out)
+    shutil.rmtree(out)
+    config, kept = load_train_config(run_dir / "config.json"), run_dir / "pretrained/config.json"
+    kept.write_text(kept.read_text().replace("rope", "rppe", 1))
+    with pytest.raises(
+        ValueError, match=r"as they were written; got config.json: .*delete .*sha25"
+    ):
+        export_run(run_dir, config, out)
+    assert not out.exists()
+    (kept.parent / SUMS_FILE).unlink()  # As in a run of an earlier version.
+    export_run(run_dir, config, out)
 
 
 def test_export_that_fails_leaves_nothing(tmp_path, monkeypatch):

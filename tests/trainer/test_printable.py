@@ -10,9 +10,8 @@ from jax.sharding import Mesh
 
 from startrail_jax.errors import InputError
 from trainer.command_line import exit_with_usage_error
-from trainer.data.cache import say
 from trainer.data.progress import shown_progress
-from trainer.printable import printable
+from trainer.printable import printable, say
 from trainer.run import exit as program_exit
 from trainer.run.terminal import Terminal
 from trainer.session import Session

@@ -54,6 +54,14 @@ def test_a_run_goes_on_with_the_degrees_that_it_had(tmp_path):
     assert mesh.shape["ring"] == 2
 
 
+def test_a_run_that_lost_its_degrees_says_so(tmp_path):
+    _, description = join(tmp_path)
+    assert not any("mesh.json" in line for line in description)
+    (tmp_path / "config.json").touch()
+    _, description = join(tmp_path)
+    assert description[0].startswith(f"WARNING: {tmp_path} holds a run without mesh.json: ")
+
+
 def test_order_and_nodes_of_the_flags_place_the_devices():
     flags = dict(team=2, group=1, devices_per_node=2)
     for order, ids, across in (

@@ -21,7 +21,7 @@ from jaxtyping import Array, PyTree, Shaped
 from orbax.checkpoint import multihost
 from orbax.checkpoint import v1 as ocp
 
-from trainer.checkpoints import durable
+from trainer import durable
 from trainer.checkpoints.background import (
     Copier,
     Decision,

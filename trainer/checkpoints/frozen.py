@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from trainer.checkpoints import durable
+from trainer import durable
 from trainer.checkpoints.checkpoint import Checkpoints
 from trainer.checkpoints.reading import CheckpointError
 from trainer.checkpoints.weights import restore_weights

@@ -46,6 +46,7 @@ class TrainingBatches(Iterator[Batch]):
         seed: int,
         rows: Sequence[int] | None = None,
         digest: str | None = None,
+        tokens: str | None = None,
         fingerprints: Sequence[str] = (),
     ):
         """Starts at the first batch; nothing is read yet.
@@ -58,6 +59,7 @@ class TrainingBatches(Iterator[Batch]):
             seed: seed of the order.
             rows: rows of each batch to read, as `local_rows` returns them. The default is all rows.
             digest: hash of the content of the source, if it is known.
+            tokens: see `Dataset.tokens`.
             fingerprints: see `Dataset.fingerprints`.
         """
         rows = range(batch_size) if rows is None else rows
@@ -69,6 +71,8 @@ class TrainingBatches(Iterator[Batch]):
         }
         if digest is not None:
             self._order["content"] = digest
+        if tokens is not None:
+            self._order["tokens"] = tokens
         self._fingerprints = list(fingerprints)
         # Grain adds the number of the epoch to the seed. Neighbouring seeds must not share orders.
         (shuffle_seed,) = np.random.SeedSequence(seed).generate_state(1)
@@ -100,7 +104,7 @@ class TrainingBatches(Iterator[Batch]):
         Raises:
             ValueError: if the data or their order differ, so that some data would be used twice.
         """
-        # Checkpoints of earlier versions do not tell the content.
+        # Checkpoints of earlier versions do not tell the content, or the tokens made of it.
         changed = [
             f"{name}={value}, where the checkpoint has {name}={state[name]}"
             for name, value in self._order.items()
@@ -196,6 +200,7 @@ class Feed(Generic[Batch]):
             data.train,
             seed=seed,
             digest=data.digest,
+            tokens=data.tokens,
             fingerprints=data.fingerprints,
             **reading,
         )

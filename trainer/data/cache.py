@@ -4,59 +4,82 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import os
 import secrets
 import shutil
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from trainer import durable
+from trainer.data.progress import shown_progress
 from trainer.errors import StorageError
 from trainer.places import check_folder
-from trainer.printable import printable
+from trainer.printable import say
+from trainer.sums import SUMS_FILE, check_sums, write_sums
 
 POLL_SECONDS = 0.2
 CACHE_OPTION = "--data.cache"
+SHOWN_BYTES = 1 << 30
+"""Tokens whose check is shown: it takes a second or more."""
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
-def say(line: str) -> None:
-    """Prints a line about work that takes long to standard error."""
-    print(printable(line), file=sys.stderr, flush=True)
-
-
-def cached_folder(cache: Path, key: str, write: Callable[[Path], None]) -> Path:
+def cached_folder(
+    cache: Path, key: str, write: Callable[[Path], None]
+) -> tuple[Path, dict[str, str]]:
     """The folder of a key in a cache. If there is none, one process writes it; others wait.
 
-    The processes may be on several machines, if the file system has locks that these share.
+    The processes may be on several machines, if the file system has locks that these share. Each
+    reads all files once, and compares their checksums with those of what was written.
 
     Args:
         cache: folder of the cache.
         key: what determines the content, as a hash.
         write: fills the folder, which is empty. If it fails or is killed, there is no folder.
 
+    Returns:
+        The folder, and the checksums of its files, by their names.
+
     Raises:
         OSError: if the cache cannot be written.
-        ValueError: if it is in an object store.
+        ValueError: if it is in an object store, or a file was damaged since it was written.
     """
+
+    def write_with_sums(part: Path) -> None:
+        write(part)
+        write_sums(part)
+
     check_folder("data.cache", cache)
     folder = cache / key
-    if folder.is_dir():
-        return folder
-    with storing(cache, CACHE_OPTION):
-        cache.mkdir(parents=True, exist_ok=True)
-        lock = (cache / f".{key}.lock").open("a")
-    with lock, alone(lock.fileno(), folder, f"writes tokens to {folder}") as locked:
-        if not folder.is_dir():
-            if locked:
-                # Nobody else writes this folder, so these are left from writes that were killed.
-                for part in cache.glob(_part_of(folder, "*")):
-                    shutil.rmtree(part, ignore_errors=True)
-            write_folder(folder, write, option=CACHE_OPTION)
-    return folder
+    if not (folder / SUMS_FILE).is_file():
+        with storing(cache, CACHE_OPTION):
+            cache.mkdir(parents=True, exist_ok=True)
+            lock = (cache / f".{key}.lock").open("a")
+        with lock, alone(lock.fileno(), folder, f"writes tokens to {folder}") as locked:
+            if not folder.is_dir():
+                if locked:
+                    # Nobody else writes this folder: these are left from writes that were killed.
+                    for part in cache.glob(_part_of(folder, "*")):
+                        shutil.rmtree(part, ignore_errors=True)
+                write_folder(folder, write_with_sums, option=CACHE_OPTION)
+            elif not (folder / SUMS_FILE).is_file():
+                say(
+                    f"NOTE: {folder} has no checksums, as an earlier version of this program wrote "
+                    "it: its tokens are taken as they are, and are checked from now on"
+                )
+                with storing(cache, CACHE_OPTION):
+                    write_sums(folder)
+    return folder, _checked(folder)
+
+
+def _checked(folder: Path) -> dict[str, str]:
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    with shown_progress(f"checking the tokens in {folder}", size, least=SHOWN_BYTES) as advance:
+        sums = check_sums(folder, "Delete the folder: its tokens are then made again.", advance)
+    assert sums is not None
+    return sums
 
 
 def write_folder(folder: Path, write: Callable[[Path], None], *, option: str) -> None:
@@ -75,11 +98,9 @@ def write_folder(folder: Path, write: Callable[[Path], None], *, option: str) ->
         with storing(folder.parent, option):
             part.mkdir(parents=True)
             write(part)
-            for path in part.iterdir():
-                with path.open("rb") as file:
-                    os.fsync(file.fileno())
+            durable.flush_files(part, 0)
             try:
-                part.rename(folder)
+                durable.rename(part, folder)
             except OSError:
                 # Without locks, another process may have written the same.
                 if not folder.is_dir():

@@ -34,6 +34,9 @@ class Dataset:
     digest: str | None = None
     """A hash of the content of `train`, by which a run that goes on knows its data; None if only
     their number is compared."""
+    tokens: str | None = None
+    """A hash of the tokens that were made of that content, which other versions of a tokenizer may
+    make otherwise; None if none were made."""
     fingerprints: tuple[str, ...] = ()
     """Hashes of the content of some examples, where a few may be mended while a run goes on: data
     are others if more than a quarter of these differ."""

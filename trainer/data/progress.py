@@ -9,24 +9,27 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from trainer.data.cache import say
-from trainer.printable import printable
+from trainer.printable import printable, say
 
 SECONDS_BEFORE_LINE = 2.0
 SECONDS_BETWEEN_LINES = 30.0
 
 
 @contextmanager
-def shown_progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
+def shown_progress(what: str, total: int, *, least: int = 0) -> Iterator[Callable[[int], None]]:
     """Shows how much of a number of bytes is read, on standard error.
 
     Args:
         what: what is done.
         total: number of bytes.
+        least: fewer bytes than these are read without a word.
 
     Yields:
         A function to call with each number of bytes that is read.
     """
+    if total < least:
+        yield lambda size: None
+        return
     console = Console(stderr=True)
     # A path may hold what looks like markup.
     text = TextColumn("{task.description}", markup=False)

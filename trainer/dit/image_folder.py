@@ -15,7 +15,6 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from startrail_jax.errors import InputError
-from trainer.data.cache import say
 from trainer.data.files import walk_files
 from trainer.data.opening import open_regular, read_whole
 from trainer.dit.examples import ImageSet, Wanted, encode_captions
@@ -26,6 +25,7 @@ from trainer.dit.pixels import (
     import_pillow,
     read_pixels,
 )
+from trainer.printable import say
 from trainer.processes.exchange import Peers
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")

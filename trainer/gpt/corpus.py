@@ -107,6 +107,8 @@ class Corpus:
     """One line for the log."""
     digest: str
     """A hash of the content of the files of `train`, in hexadecimal digits."""
+    tokens: str | None = None
+    """A hash of the tokens of `train`, if they were made of text."""
 
 
 def open_corpus(config: DataConfig, *, vocab_size: int, cache: Path | None = None) -> Corpus:
@@ -260,12 +262,12 @@ def _open_text(text: Text, cache: Path | None, vocab_size: int) -> Corpus:
     if cache is None:
         parts = encode_in_memory(text)
     else:
-        folder = cache / text.key
 
         def write(part: Path) -> None:
-            encode_to_folder(text, part, name=str(folder))
+            encode_to_folder(text, part, name=str(cache / text.key))
 
-        parts = read_encoded(cached_folder(cache, text.key, write))
+        folder, sums = cached_folder(cache, text.key, write)
+        parts = read_encoded(folder, sums)
     sources = (text.files, text.validation or text.files)
     streams = []
     for part, source in zip(parts, sources, strict=True):
@@ -285,6 +287,7 @@ def _open_text(text: Text, cache: Path | None, vocab_size: int) -> Corpus:
             [f"{x.documents:,} documents, {len(x.tokens):,} {tokenizer.unit}s" for x in parts],
         ),
         digest=text.digest,
+        tokens=parts[0].sha256,
     )
 
 

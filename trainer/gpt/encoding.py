@@ -104,6 +104,8 @@ class EncodedPart:
     """Number of documents."""
     largest: int
     """The largest of the tokens."""
+    sha256: str | None
+    """A hash of the tokens, that of the .npy file that holds them; None if nobody asked for it."""
 
 
 def encode_in_memory(text: Text) -> tuple[EncodedPart, EncodedPart]:
@@ -119,6 +121,7 @@ def encode_in_memory(text: Text) -> tuple[EncodedPart, EncodedPart]:
             tokens=np.frombuffer(file.getbuffer(), writer.dtype, offset=writer.header),
             documents=writer.documents,
             largest=writer.largest,
+            sha256=hashlib.sha256(file.getbuffer()).hexdigest(),
         )
         for file, writer in zip(files, writers, strict=True)
     )
@@ -150,8 +153,14 @@ def encode_to_folder(text: Text, folder: Path, *, name: str) -> None:
     (folder / ABOUT_FILE).write_text(json.dumps(about))
 
 
-def read_encoded(folder: Path) -> tuple[EncodedPart, EncodedPart]:
+def read_encoded(
+    folder: Path, sums: Mapping[str, str] | None = None
+) -> tuple[EncodedPart, EncodedPart]:
     """What `encode_to_folder` wrote, mapped into memory.
+
+    Args:
+        folder: where it wrote.
+        sums: the SHA-256 of each file, by its name, if it is known.
 
     Raises:
         ValueError: if the files were damaged since.
@@ -159,7 +168,12 @@ def read_encoded(folder: Path) -> tuple[EncodedPart, EncodedPart]:
     try:
         about = json.loads(read_whole(folder / ABOUT_FILE, LONGEST_ABOUT))
         train, held_out = (
-            EncodedPart(tokens=map_tokens(folder / name, ""), documents=documents, largest=largest)
+            EncodedPart(
+                tokens=map_tokens(folder / name, ""),
+                documents=documents,
+                largest=largest,
+                sha256=sums[name] if sums else None,
+            )
             for name, documents, largest in zip(
                 (TRAIN_FILE, HELD_OUT_FILE), about["documents"], about["largest"], strict=True
             )

@@ -19,7 +19,7 @@ from trainer.gpt.corpus import Corpus
 from trainer.gpt.generation import Generator
 from trainer.gpt.lora.weights import restore_model
 from trainer.gpt.pretrained.beginning import eos_of
-from trainer.gpt.pretrained.defaults import TOKENIZER, kept_tokenizer, require_bytes
+from trainer.gpt.pretrained.defaults import TOKENIZER, kept_folder, kept_tokenizer, require_bytes
 from trainer.gpt.text import (
     IdTokenizer,
     TextStream,
@@ -121,7 +121,7 @@ def stops_of_run(run_dir: Path, config: GPTTrainConfig, path: Path | None) -> tu
     """
     if config.init_from is None:
         return ()
-    folder = run_dir / KEPT_FOLDER
+    folder = kept_folder(run_dir)
     kept = folder / TOKENIZER
     if path not in (None, config.init_from / TOKENIZER) and not (
         kept.is_file() and path.is_file() and path.read_bytes() == kept.read_bytes()

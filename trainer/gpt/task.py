@@ -87,6 +87,7 @@ class GPTTask(Task[GPTTrainConfig, TextOptions]):
             description=corpus.description,
             loss_unit=f"nats/{corpus.unit}",
             digest=corpus.digest,
+            tokens=corpus.tokens,
             corpus=corpus,
         )
 

@@ -21,7 +21,7 @@ from typing import Annotated
 import tyro
 
 from startrail_jax.errors import InputError
-from trainer.data.cache import say, write_folder
+from trainer.data.cache import write_folder
 from trainer.data.files import TOKEN_KINDS
 from trainer.data.stored.copies import with_copies
 from trainer.gpt.config import DataConfig
@@ -29,7 +29,7 @@ from trainer.gpt.corpus import check_effects, find_parts, open_text
 from trainer.gpt.encoding import encode_to_folder, read_encoded
 from trainer.gpt.tokenizer import FileTokenizer
 from trainer.places import check_folder, is_in_store
-from trainer.printable import printable
+from trainer.printable import printable, say
 
 # More than any tokenizer has: the model, which is not known here, has as many as it needs.
 ANY_VOCABULARY = 1 << 31

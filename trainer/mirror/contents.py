@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from trainer.durable import replace_text
 from trainer.run.folder import (
     CHECKPOINTS_FOLDER,
     CHECKSUMS_FILE,
@@ -22,7 +23,6 @@ from trainer.run.folder import (
     METRICS_FILE,
 )
 from trainer.run.mesh import MESH_FILE
-from trainer.run.settings import replace_text
 from trainer.run.trackers import mlflow_run, wandb_run
 from trainer.run.versions import VERSIONS_FILE
 

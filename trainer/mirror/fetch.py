@@ -19,7 +19,7 @@ from typing import Annotated
 import tyro
 
 from startrail_jax.errors import InputError
-from trainer.checkpoints import durable
+from trainer import durable
 from trainer.config import TrainConfig
 from trainer.errors import RunError, StorageError
 from trainer.mirror.contents import (

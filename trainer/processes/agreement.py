@@ -17,7 +17,8 @@ def require_same_data(data: Dataset, among: Peers) -> None:
     """
     if among.count == 1:
         return
-    mine = [data.digest, list(data.fingerprints), len(data.train), len(data.held_out)]
+    lengths = [len(data.train), len(data.held_out)]
+    mine = [data.digest, data.tokens, list(data.fingerprints), *lengths]
     others = [i for i, found in enumerate(among.gather(mine)) if found != mine]
     if others:
         raise InputError(

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from startrail_jax.errors import InputError
 from trainer.config import ROLES
+from trainer.durable import replace_text
 from trainer.run.folder import CONFIG_FILE
-from trainer.run.settings import replace_text
 
 MESH_FILE = "mesh.json"
 

@@ -16,6 +16,7 @@ from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore
 from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore
 
+from trainer import durable
 from trainer.errors import StorageError
 from trainer.run.commands import command
 from trainer.run.folder import METRICS_FILE
@@ -237,6 +238,16 @@ class Reporter:
                 f"Metrics could not be written to {self._path.parent}: {error.strerror}. Free "
                 "space there or fix that; then the same command goes on."
             ) from error
+
+    def flush(self) -> None:
+        """Waits until the metrics so far are on the disk, as a checkpoint of the same step will be.
+
+        Raises:
+            OSError: if they cannot be written.
+        """
+        if self._path is not None and self._path.exists():
+            for path in (self._path, self._path.parent):
+                durable.flush(path)
 
     def _warn_of_trackings(self) -> None:
         for tracking in self._trackings:

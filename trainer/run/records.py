@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from trainer import durable
+
 
 def drop_after(path: Path, last_step: int) -> int:
     """Keeps the lines of a metrics file up to a step, and drops one that a kill cut short.
+
+    The file is on the disk when this returns.
 
     Returns:
         The number of other lines that cannot be read, as after a power failure, and are dropped.
@@ -20,10 +24,12 @@ def drop_after(path: Path, last_step: int) -> int:
         for line in old:
             step = step_of_line(line)
             if step is None:
-                broken += line.endswith("\n")
+                # A kill leaves no NULs; a power failure does.
+                broken += line.endswith("\n") or "\0" in line
             elif step <= last_step and line.endswith("\n"):
                 new.write(line)
-    part.replace(path)
+    durable.flush(part)
+    durable.rename(part, path)
     return broken
 
 

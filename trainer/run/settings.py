@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 
 from startrail_jax.errors import InputError
 from trainer.config import TrainConfig
+from trainer.durable import replace_text
 from trainer.places import text_of
 
 KIND = "kind"
@@ -38,16 +39,6 @@ def save_config(config: Any, path: Path) -> None:
 
 def _text_of_path(value: Any) -> str:
     return text_of(Path(os.fspath(value)))
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Writes a file of one text, of which a reader finds the old one or the new one whole."""
-    part = path.with_name(f"{path.name}.part")
-    with part.open("w") as file:
-        file.write(text + "\n")
-        file.flush()
-        os.fsync(file.fileno())  # A power failure must not leave it empty.
-    part.replace(path)
 
 
 def load_config(config_type: type[Config], path: Path) -> Config:

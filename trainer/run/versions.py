@@ -7,9 +7,11 @@ import json
 import subprocess
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
+from trainer.durable import replace_text
+from trainer.printable import say
 from trainer.run.commands import CHECKOUT
-from trainer.run.settings import replace_text
 
 VERSIONS_FILE = "versions.json"
 PACKAGES = ("startrail-jax", "jax", "jaxlib", "flax", "optax")
@@ -61,9 +63,17 @@ def record_versions(run_dir: Path, step: int) -> str | None:
     return f"NOTE: other versions than those that the run began with: {'; '.join(changes)}"
 
 
-def _read(path: Path) -> list[dict]:
-    """The entries of the file; none if a run of an older version of this program has no file."""
-    return json.loads(path.read_text()) if path.is_file() else []
+def _read(path: Path) -> list[dict[str, Any]]:
+    """The entries of the file; none if it is damaged, or an older version of this program ran."""
+    try:
+        return [
+            {**entry, "versions": dict(entry["versions"])} for entry in json.loads(path.read_text())
+        ]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        say(f"WARNING: {path} is damaged ({type(error).__name__}: {error}): it is begun anew")
+        return []
 
 
 def _commit(folder: Path) -> str | None:

@@ -56,7 +56,7 @@ def open_examples(
     if config.tokenizer is not None:
         template = ChatTemplate.find(config.tokenizer, config.chat_template)
         folder = folder or cache
-    parts = encode_examples(text, template, folder)
+    parts, tokens = encode_examples(text, template, folder)
     if isinstance(text.tokenizer, FileTokenizer):
         _check_beginning(parts, config, text.tokenizer)
     sources = (files, validation or files)
@@ -78,6 +78,7 @@ def open_examples(
         description=f"{files.name}: {counts[0]} to train on; {counts[1]} held out{place}"
         f"{files.remark}; completions end with {_name_of_end(tokenizer)}",
         digest=digest_of(text, template, parts[0]),
+        tokens=tokens,
     )
     return TextDataset(
         train=rows[0],
@@ -86,6 +87,7 @@ def open_examples(
         description=corpus.description,
         loss_unit=f"nats/{corpus.unit}",
         digest=corpus.digest,
+        tokens=corpus.tokens,
         corpus=corpus,
     )
 

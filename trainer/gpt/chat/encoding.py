@@ -40,8 +40,8 @@ Writers = dict[str, VectorWriter]
 
 def encode_examples(
     text: Text, template: ChatTemplate | None, cache: Path | None
-) -> tuple[EncodedExamples, EncodedExamples]:
-    """The examples to train on and those held out.
+) -> tuple[tuple[EncodedExamples, EncodedExamples], str]:
+    """The examples to train on and those held out, and a hash of the former.
 
     Args:
         text: the files, and the tokenizer.
@@ -55,7 +55,8 @@ def encode_examples(
     if cache is None:
         memory = {x: io.BytesIO() for x in _vectors()}
         _write(text, template, memory)
-        return _parts(lambda *x: np.load(io.BytesIO(memory[x].getvalue())))
+        sums = {x: hashlib.sha256(file.getbuffer()).hexdigest() for x, file in memory.items()}
+        return _parts(lambda *x: np.load(io.BytesIO(memory[x].getvalue()))), _hash_of_train(sums)
     key = hash_of([FORMAT, text.key], template)[:32]
 
     def write(part: Path) -> None:
@@ -65,10 +66,11 @@ def encode_examples(
             files = {x: stack.enter_context(path.open("wb")) for x, path in paths.items()}
             _write(text, template, files, stack.enter_context(shown_progress(label, text.size)))
 
-    folder = cached_folder(cache, key, write)
+    folder, found = cached_folder(cache, key, write)
     try:
-        return _parts(lambda *x: map_tokens(folder / _file_name(*x), ""))
-    except (OSError, ValueError) as error:
+        sums = {x: found[_file_name(*x)] for x in _vectors()}
+        return _parts(lambda *x: map_tokens(folder / _file_name(*x), "")), _hash_of_train(sums)
+    except (OSError, ValueError, KeyError) as error:
         raise InputError(
             f"A folder of tokens must hold whole files; got {str(folder)!r}: {error} Delete the "
             "folder: the tokens are then made again."
@@ -90,6 +92,11 @@ def hash_of(text: list[Any], template: ChatTemplate | None, *others: str) -> str
     """A hash of what tells the text, and of what else decides which tokens there are and count."""
     values = [*text, None if template is None else template.digest, *others]
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()
+
+
+def _hash_of_train(sums: Mapping[tuple[str, str], str]) -> str:
+    text = " ".join(sums[PARTS[0], vector] for vector in VECTORS)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _vectors() -> Iterator[tuple[str, str]]:

@@ -17,8 +17,8 @@ from typing import Annotated, Literal
 
 import tyro
 
-from trainer.data.cache import say
 from trainer.gpt.config import GPTTrainConfig
+from trainer.printable import say
 from trainer.run.folder import config_of
 from trainer.run.settings import load_config
 

@@ -21,7 +21,7 @@ from jaxtyping import Shaped
 
 from models.hooks import Hooks
 from startrail_jax.errors import InputError
-from trainer.checkpoints import durable
+from trainer import durable
 from trainer.data.opening import read_object
 from trainer.errors import MissingPackageError, NonFiniteError, StorageError
 from trainer.gpt.chat.template import TEMPLATE_FILE
@@ -53,7 +53,6 @@ from trainer.gpt.pretrained.tensors import INDEX, ONE_FILE
 from trainer.gpt.tokenizer import FileTokenizer
 from trainer.parallel.partition import path_name
 from trainer.places import check_folder
-from trainer.run.folder import KEPT_FOLDER
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 DTYPES: Mapping[str, Any] = {
@@ -119,7 +118,7 @@ def export_run(
             f"OUT must be a folder that does not exist yet; got {str(out)!r}, which does. Give "
             "another, or delete it."
         )
-    kept = run_dir / KEPT_FOLDER
+    kept = kept_folder(run_dir)
     values = read_object(kept / CONFIG) if (kept / CONFIG).is_file() else None
     before: Any = "float32" if values is None else values.get("torch_dtype")
     apart = config.freezes and not merge

@@ -9,6 +9,7 @@ from startrail_jax.errors import InputError
 from trainer.gpt.config import GPTTrainConfig
 from trainer.gpt.pretrained.families import read_description
 from trainer.run.folder import CHECKPOINTS_FOLDER, KEPT_FOLDER
+from trainer.sums import SUMS_FILE, check_sums
 
 TOKENIZER = "tokenizer.json"
 GENERATION = "generation_config.json"
@@ -68,6 +69,21 @@ def with_tokenizer(config: GPTTrainConfig, *, given: bool = True) -> GPTTrainCon
     return config
 
 
+def kept_folder(run_dir: Path) -> Path:
+    """What a run keeps of the model with which it began, after a look at the checksums.
+
+    Raises:
+        ValueError: if a file is damaged.
+    """
+    folder = run_dir / KEPT_FOLDER
+    check_sums(
+        folder,
+        f"Copy the file again from the model of --init-from, or from a copy of the run; if it was "
+        f"changed on purpose, delete {folder / SUMS_FILE}.",
+    )
+    return folder
+
+
 def kept_tokenizer(path: Path | None, config: GPTTrainConfig, run_dir: Path) -> Path | None:
     """What a run keeps of a tokenizer that is gone with the folder of its pretrained model.
 
@@ -82,7 +98,9 @@ def kept_tokenizer(path: Path | None, config: GPTTrainConfig, run_dir: Path) -> 
     copy = run_dir / KEPT_FOLDER / TOKENIZER
     if path is None or config.init_from is None or path != config.init_from / TOKENIZER:
         return None
-    return copy if copy.is_file() and not path.is_file() else None
+    if path.is_file() or not copy.is_file():
+        return None
+    return kept_folder(run_dir) / TOKENIZER
 
 
 def require_bytes(folder: Path, vocab_size: int, flag: str) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Array, PyTree, Shaped
 
 from startrail_jax.errors import InputError
+from trainer import durable
 from trainer.checkpoints.initial import InitialWeights
 from trainer.data.opening import read_object, read_whole, reading
 from trainer.gpt.config import GPTTrainConfig
@@ -27,6 +28,7 @@ from trainer.gpt.pretrained.tensors import Tensors, open_tensors
 from trainer.gpt.tokenizer import LARGEST_FILE, FileTokenizer
 from trainer.parallel.partition import path_name
 from trainer.run.folder import KEPT_FOLDER
+from trainer.sums import write_sums
 
 KEPT = (*TOKENIZER_FILES, GENERATION)
 """Files beside the weights that say how text becomes tokens, and how the model is used."""
@@ -97,6 +99,9 @@ def keep_files(source: Path, folder: Path, dtype: str) -> None:
     values = {k: v for k, v in read_object(source / CONFIG).items() if k != "dtype"}
     values["torch_dtype"] = dtype
     (folder / CONFIG).write_text(json.dumps(values, indent=2) + "\n")
+    write_sums(folder)
+    durable.flush_files(folder, 0)
+    durable.flush(folder.parent)
 
 
 def copy_file(source: Path, target: Path) -> None:

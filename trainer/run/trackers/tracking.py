@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from trainer.run.settings import replace_text
+from trainer.durable import replace_text
 
 End = Literal["finished", "interrupted", "failed"]
 # A report is small, and there are few: more are waiting only if the program hangs.

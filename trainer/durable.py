@@ -41,9 +41,24 @@ def flush(path: Path) -> None:
 
 
 def rename(old: Path, new: Path) -> None:
-    """Renames a folder, and waits until that is on the disk. Both names lie in one folder."""
-    old.rename(new)
+    """Renames a folder, or replaces a file, and waits until that is on the disk.
+
+    Both names lie in one folder.
+    """
+    old.replace(new)
     flush(new.parent)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Writes a file of one text, of which a reader finds the old one or the new one whole.
+
+    After it returns, so does a reader after a power failure.
+    """
+    part = path.with_name(f"{path.name}.part")
+    with part.open("w") as file:
+        file.write(text + "\n")
+    flush(part)
+    rename(part, path)
 
 
 def remove(folder: Path) -> None:

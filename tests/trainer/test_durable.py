@@ -1,0 +1,98 @@
+"""What was written is there after a power failure, which `benchmarks.power` emulates."""
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from benchmarks import power
+from trainer import durable
+from trainer.data.cache import cached_folder
+from trainer.run import mesh, records, versions
+from trainer.run.metrics import Reporter
+from trainer.sums import SUMS_FILE, check_sums, write_sums
+
+pytestmark = pytest.mark.quick
+
+
+@pytest.fixture
+def after_power_failure(tmp_path, monkeypatch):
+    """What is left of the folder `live` if nothing is kept but what was flushed."""
+    live, flushed = tmp_path / "live", tmp_path / "flushed"
+    live.mkdir()
+    monkeypatch.setattr(os, "fsync", os.fsync)
+    power.record(flushed)
+    durable.flush(live)
+
+    def left():
+        out = Path(tempfile.mkdtemp(dir=tmp_path)) / "left"
+        power.after_power_failure(live, flushed, out, np.random.default_rng(0), 0.0)
+        return {str(x.relative_to(out)): x.read_text() for x in out.rglob("*") if x.is_file()}
+
+    return SimpleNamespace(live=live, left=left)
+
+
+def test_text_and_its_name_are_on_the_disk(after_power_failure):
+    mesh.save_degrees(after_power_failure.live, {"ring": 2})
+    assert after_power_failure.left() == {"mesh.json": '{"degrees": {"ring": 2}}\n'}
+
+
+def test_tokens_are_on_the_disk_with_their_folder(after_power_failure):
+    cached_folder(after_power_failure.live, "key", lambda part: (part / "a").write_text("b"))
+    assert {"key/a", f"key/{SUMS_FILE}"} <= after_power_failure.left().keys()
+
+
+def test_metrics_of_a_checkpoint_are_on_the_disk(after_power_failure):
+    path = after_power_failure.live / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n')
+    with Reporter(steps=9, tokens_per_step=64) as reporter:
+        reporter.open(after_power_failure.live, first_step=1, tensorboard=False)
+        assert after_power_failure.left() == {path.name: '{"step": 1}\n'}
+        reporter.advance(2, {"train_loss": 1.0})
+        reporter.flush()
+        reporter.advance(3, {"train_loss": 1.0})
+    lines = after_power_failure.left()[path.name].splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "\0\0\0", "{", "[1]", '[{"versions": 3}]', '{"a": 1}', "[" * 9999],
+    ids=["empty", "NULs", "cut", "numbers", "number", "object", "nested"],
+)
+def test_damaged_versions_stop_no_run(text, tmp_path, capsys):
+    path = tmp_path / versions.VERSIONS_FILE
+    path.write_text(text)
+    assert versions.record_versions(tmp_path, 3) is None
+    assert f"WARNING: {path} is damaged (" in capsys.readouterr().err
+    (entry,) = json.loads(path.read_text())
+    assert entry == {"after_step": 3, "versions": versions.current_versions()}
+    assert versions.record_versions(tmp_path, 4) is None
+    assert capsys.readouterr().err == ""
+
+
+def test_metrics_that_end_in_nuls_lose_those_alone(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n\0\0\0\0')
+    assert records.drop_after(path, 9) == 1
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+    path.write_text('{"step": 1}\n{"st')  # A kill cuts the last line short.
+    assert records.drop_after(path, 9) == 0
+
+
+def test_sums_name_the_file_that_is_another(tmp_path):
+    (tmp_path / "a").write_text("one")
+    (tmp_path / "b").write_text("two")
+    assert check_sums(tmp_path, "Copy it.") is None
+    write_sums(tmp_path)
+    assert check_sums(tmp_path, "Copy it.").keys() == {"a", "b"}
+    (tmp_path / "b").write_text("twp")
+    with pytest.raises(ValueError, match=r"as they were written; got b: its checksum.* Copy it\."):
+        check_sums(tmp_path, "Copy it.")
+    (tmp_path / SUMS_FILE).write_text('["a"]')
+    with pytest.raises(ValueError, match=rf"got {SUMS_FILE}: "):
+        check_sums(tmp_path, "Copy it.")

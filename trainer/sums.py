@@ -1,0 +1,72 @@
+"""Checksums of the files of a folder that is written once, and then only read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from startrail_jax.errors import InputError
+
+SUMS_FILE = ".sha256.json"
+"""In the folder: the SHA-256 of each other file, by its name."""
+_PART = 1 << 24
+
+
+def sha256_of(file: Path, advance: Callable[[int], object] = lambda size: None) -> str:
+    """The SHA-256 of the content of a file, in hexadecimal digits.
+
+    Args:
+        file: the file.
+        advance: is told the size of each part that was read, in bytes.
+
+    Raises:
+        OSError: if the file cannot be read.
+    """
+    digest = hashlib.sha256()
+    with file.open("rb") as opened:
+        while part := opened.read(_PART):
+            digest.update(part)
+            advance(len(part))
+    return digest.hexdigest()
+
+
+def write_sums(folder: Path) -> None:
+    """Notes the checksums of all files of a folder in one more file."""
+    files = (path for path in sorted(folder.iterdir()) if path.is_file() and path.name != SUMS_FILE)
+    sums = {path.name: sha256_of(path) for path in files}
+    (folder / SUMS_FILE).write_text(json.dumps(sums, indent=1) + "\n")
+
+
+def check_sums(
+    folder: Path, way_out: str, advance: Callable[[int], object] = lambda size: None
+) -> dict[str, str] | None:
+    """Reads all files of a folder, and compares them with what `write_sums` noted.
+
+    Args:
+        folder: the folder.
+        way_out: what a user can do if they differ, for the error.
+        advance: is told the size of each part that was read, in bytes.
+
+    Returns:
+        The checksums by the names of the files; None if an earlier version of this program wrote
+        the folder, which noted none.
+
+    Raises:
+        ValueError: if a file is damaged or missing, or the checksums are damaged.
+    """
+    if not (folder / SUMS_FILE).is_file():
+        return None
+    wrong = SUMS_FILE
+    try:
+        sums = dict(json.loads((folder / SUMS_FILE).read_text()))
+        for wrong, expected in sums.items():  # The error names the file.
+            if sha256_of(folder / wrong, advance) != expected:
+                raise ValueError("its checksum is another than when it was written")
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise InputError(
+            f"The files of {str(folder)!r} must be as they were written; got {wrong}: {error}. "
+            f"{way_out}"
+        ) from error
+    return sums
