@@ -37,7 +37,7 @@ from trainer.gpt.lora.peft import (
 from trainer.gpt.lora.settings import LoraConfig
 from trainer.gpt.lora.weights import restore_model
 from trainer.gpt.objective import NextToken
-from trainer.gpt.pretrained.defaults import TOKENIZER, TOKENIZER_FILES
+from trainer.gpt.pretrained.defaults import TOKENIZER, TOKENIZER_FILES, kept_folder
 from trainer.gpt.pretrained.families import (
     CONFIG,
     describe,
