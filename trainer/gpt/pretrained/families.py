@@ -17,6 +17,7 @@ from typing import Any
 from startrail_jax.errors import InputError, UnsupportedError
 from trainer.data.opening import read_object
 from trainer.gpt.config import GPTConfig
+from trainer.gpt.pretrained.keys import values_of
 from trainer.gpt.pretrained.layers import (
     Windows,
     bases_by_window,
@@ -37,6 +38,8 @@ from trainer.gpt.pretrained.values import ConfigValues
 CONFIG = "config.json"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 """What a model of the Hub is called."""
+MOST_LAYERS = 10_000
+"""No model is so deep, and no file of its weights is looked at before its depth is known."""
 GELU = "gelu_pytorch_tanh"
 GEMMA = {"mlp": "geglu", "scaled_embedding": True, "post_norms": True, "norm_offset": True}
 """Options of every Gemma."""
@@ -57,59 +60,26 @@ class Family:
     """The class of transformers."""
     qkv_bias: bool = False
     qk_norm: bool = False
-    tied_head: bool = False
-    """Whether the embedding is the head where config.json does not say."""
-    base: float = 10_000.0
-    """Base of the rotary positions where config.json does not say."""
     windows: Windows = "none"
-    period: int = 1
-    """Period of the layers without a window, where `windows` is "pattern"."""
     skips_rope: bool = False
     """Whether some layers have no rotary positions."""
-    fixed_head_dim: int | None = None
-    """Channels of a head where config.json does not say; None for width / heads."""
-    mlp_bias: bool = False
-    """Whether config.json may ask for biases of the MLP, which are not supported."""
     gemma: bool = False
     """Whether it has the norms, the embedding, the MLP and the soft caps of Gemma 2."""
-    softcaps: tuple[float | None, float | None] = (None, None)
-    """Caps of the logits of attention and of the outputs where config.json does not say."""
     local_rope: bool = False
     """Whether layers with a window have rotary positions of their own."""
 
 
 FAMILIES = {
-    "llama": Family(architecture="LlamaForCausalLM", mlp_bias=True),
+    "llama": Family(architecture="LlamaForCausalLM"),
     "mistral": Family(architecture="MistralForCausalLM", windows="all"),
     "qwen2": Family(architecture="Qwen2ForCausalLM", qkv_bias=True, windows="upper"),
-    "qwen3": Family(
-        architecture="Qwen3ForCausalLM", qk_norm=True, windows="upper", fixed_head_dim=128
-    ),
-    "smollm3": Family(
-        architecture="SmolLM3ForCausalLM",
-        tied_head=True,
-        base=2_000_000.0,
-        skips_rope=True,
-        mlp_bias=True,
-        windows="no_rope",
-    ),
-    "gemma2": Family(
-        architecture="Gemma2ForCausalLM",
-        tied_head=True,
-        windows="pattern",
-        period=2,
-        fixed_head_dim=256,
-        gemma=True,
-        softcaps=(50.0, 30.0),
-    ),
+    "qwen3": Family(architecture="Qwen3ForCausalLM", qk_norm=True, windows="upper"),
+    "smollm3": Family(architecture="SmolLM3ForCausalLM", skips_rope=True, windows="no_rope"),
+    "gemma2": Family(architecture="Gemma2ForCausalLM", windows="pattern", gemma=True),
     "gemma3_text": Family(
         architecture="Gemma3ForCausalLM",
         qk_norm=True,
-        tied_head=True,
-        base=1_000_000.0,
         windows="pattern",
-        period=6,
-        fixed_head_dim=256,
         gemma=True,
         local_rope=True,
     ),
@@ -123,8 +93,8 @@ class Description:
 
     family: str
     model: GPTConfig
-    length: int | None
-    """Tokens of the sequences that the model is made for; None if the file does not say."""
+    length: int
+    """Tokens of the sequences that the model is made for."""
 
 
 def read_description(folder: Path) -> Description:
@@ -175,34 +145,27 @@ def describe(values: Mapping[str, Any], name: str) -> Description:
             f"The architecture must be one of {', '.join(FAMILIES)}; got {name!r} with "
             f"model_type={kind!r}, architectures={values.get('architectures')}. Use another model."
         )
-    read = ConfigValues(values, name)
-    read.require("architectures", [family.architecture], default=[family.architecture])
-    if family.gemma:
-        read.require("hidden_activation", GELU, default=GELU)
-        read.require("use_bidirectional_attention", False, default=False)
-    else:
-        read.require("hidden_act", "silu", default="silu")
-    read.require("quantization_config", None)
-    if not family.qkv_bias:  # Qwen2 has them whatever the file says.
-        read.require("attention_bias", False, default=False)
-    if family.mlp_bias:
-        read.require("mlp_bias", False, default=False)
-    layers = read.number("num_hidden_layers")
+    read = values_of(kind, values, name)
+    if read.values["architectures"] not in (None, [family.architecture]):
+        raise UnsupportedError(
+            f"architectures must be {[family.architecture]} in {name!r}; got "
+            f"{read.values['architectures']!r}, which is not supported. Use another model."
+        )
+    layers = read.number("num_hidden_layers", most=MOST_LAYERS)
     heads, width = read.number("num_attention_heads"), read.number("hidden_size")
-    head_dim = read.number("head_dim", default=family.fixed_head_dim or width // heads)
-    length = read.number("max_position_embeddings", default=0)
+    head_dim = read.number("head_dim", default=width // heads)
+    length = read.number("max_position_embeddings")
     dtype = values.get("dtype") or values.get("torch_dtype") or "float32"
     skips = read_skips(read, layers) if family.skips_rope else (False,) * layers
-    period = read.number("sliding_window_pattern", default=family.period)
-    windows = read_windows(read, family.windows, period, layers, skips)
+    windows = read_windows(read, family.windows, layers, skips)
     if family.local_rope:
-        rope = read_local_rope(read, family.base, length, windows)
+        rope = read_local_rope(read, length, windows)
     else:
-        rope = read_rope(read, family.base, length)
+        rope = read_rope(read, length)
     if any(skips):
         bases = shortest(["none" if skipped else rope.base for skipped in skips])
         rope = dataclasses.replace(rope, bases=bases)
-    options = _gemma_options(read, family, head_dim) if family.gemma else {}
+    options = _gemma_options(read, head_dim) if family.gemma else {}
     model = GPTConfig(
         vocab_size=read.number("vocab_size"),
         width=width,
@@ -211,10 +174,10 @@ def describe(values: Mapping[str, Any], name: str) -> Description:
         kv_heads=read.number("num_key_value_heads", default=heads),
         head_dim=head_dim,
         mlp_width=read.number("intermediate_size"),
-        tied_head=read.flag("tie_word_embeddings", default=family.tied_head),
+        tied_head=read.flag("tie_word_embeddings"),
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
-        norm_eps=read.real("rms_norm_eps", default=1e-6),
+        norm_eps=read.real("rms_norm_eps"),
         rope=rope,
         dtype="float32" if dtype in ("float32", "float64") else "bfloat16",
         **window_options(windows),
@@ -224,19 +187,15 @@ def describe(values: Mapping[str, Any], name: str) -> Description:
     # `plain` leaves out which layers a scaling stretches if there is none, but a flag may add one.
     kept = dataclasses.replace(simple.rope, stretches=rope.stretches)
     model = dataclasses.replace(simple, rope=kept)
-    return Description(family=kind, model=model, length=length or None)
+    return Description(family=kind, model=model, length=length)
 
 
-def _gemma_options(read: ConfigValues, family: Family, head_dim: int) -> dict[str, Any]:
+def _gemma_options(read: ConfigValues, head_dim: int) -> dict[str, Any]:
     """The options that only a Gemma has."""
-    scale_dim = read.number("query_pre_attn_scalar", default=256)
-    keys = ("attn_logit_softcapping", "final_logit_softcapping")
-    caps = (
-        # Here null says that there is none.
-        None if read.values.get(key, default) is None else read.real(key, default=default)
-        for key, default in zip(keys, family.softcaps, strict=True)
-    )
-    options = dict(zip(("softcap", "output_softcap"), caps, strict=True))
+    scale_dim = read.number("query_pre_attn_scalar")
+    caps = {"softcap": "attn_logit_softcapping", "output_softcap": "final_logit_softcapping"}
+    # Here null says that there is none.
+    options = {ours: read.values[key] and read.real(key) for ours, key in caps.items()}
     return GEMMA | options | {"scale_dim": None if scale_dim == head_dim else scale_dim}
 
 

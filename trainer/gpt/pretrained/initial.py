@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, PyTree, Shaped
+from jaxtyping import Array, Bool, PyTree, Shaped
 
 from startrail_jax.errors import InputError
 from trainer import durable
@@ -51,8 +51,13 @@ class Pretrained(InitialWeights):
     def read(self, weights: PyTree[jax.ShapeDtypeStruct]) -> PyTree[Shaped[Array, "..."]]:
         """Reads the weights; each device gets its own slices of the files.
 
+        All processes must call it.
+
         Args:
             weights: shapes, types and shardings.
+
+        Raises:
+            ValueError: if a file changes while it is read, or a number is infinite or none.
         """
 
         def read_one(path: tuple[Any, ...], wanted: Any) -> Array:
@@ -61,7 +66,15 @@ class Pretrained(InitialWeights):
             def part(index: Any) -> Shaped[np.ndarray, "..."]:
                 return self._part(place, index, wanted.dtype)
 
-            return jax.make_array_from_callback(wanted.shape, wanted.sharding, part)
+            weight = jax.make_array_from_callback(wanted.shape, wanted.sharding, part)
+            if not _is_finite(weight):
+                names = f"{place.tensors[0]}{' and its layers' if place.stacked else ''}"
+                raise InputError(
+                    "Weights must be finite numbers; got NaN or infinity in "
+                    f"{names} of {self.tensors.folder}, as {wanted.dtype}. Download the files "
+                    "again, or save the model anew in a type that holds its numbers."
+                )
+            return weight
 
         return jax.tree_util.tree_map_with_path(read_one, weights)
 
@@ -88,6 +101,11 @@ class Pretrained(InitialWeights):
     def keep(self, run_dir: Path) -> None:
         """Copies config.json and the files of the tokenizer into the folder of a run."""
         keep_files(self.tensors.folder, run_dir / KEPT_FOLDER, self.tensors.dtype)
+
+
+@jax.jit
+def _is_finite(x: Shaped[Array, "..."]) -> Bool[Array, ""]:
+    return jnp.isfinite(x).all()
 
 
 def keep_files(source: Path, folder: Path, dtype: str) -> None:

@@ -16,8 +16,6 @@ Windows = Literal["none", "all", "upper", "no_rope", "pattern"]
 those from `max_window_layers` on, if `use_sliding_window` ("upper"); those without rotary
 positions, if `use_sliding_window` ("no_rope"); or all but the last of every so many ("pattern")."""
 GLOBAL, LOCAL = "full_attention", "sliding_attention"
-LOCAL_BASE = 10_000.0
-"""Base of the local layers of Gemma 3 where config.json does not say."""
 
 
 def shortest(entries: Sequence[Any]) -> tuple[Any, ...]:
@@ -62,14 +60,13 @@ def window_options(windows: Sequence[int | None]) -> dict[str, Any]:
 
 
 def read_windows(
-    read: ConfigValues, which: Windows, period: int, layers: int, skips: Sequence[bool]
+    read: ConfigValues, which: Windows, layers: int, skips: Sequence[bool]
 ) -> tuple[int | None, ...]:
     """The sliding window of each layer; None for a layer without one.
 
     Args:
         read: config.json.
         which: layers with a window where it names no types.
-        period: of "pattern".
         layers: number of layers.
         skips: whether each layer has no rotary positions.
 
@@ -78,11 +75,11 @@ def read_windows(
         NotImplementedError: if layers are of a type that is not supported.
     """
     size, types = read.values.get("sliding_window"), read.values.get("layer_types")
-    if which in ("upper", "no_rope") and not read.flag("use_sliding_window", default=False):
+    if which in ("upper", "no_rope") and not read.flag("use_sliding_window"):
         size = None
-        types = None if which == "no_rope" else types
     if types is None:
-        first = read.number("max_window_layers", default=28, least=0) if which == "upper" else 0
+        first = read.number("max_window_layers", least=0) if which == "upper" else 0
+        period = read.number("sliding_window_pattern") if which == "pattern" else 1
         chosen = {
             "none": lambda i: False,
             "all": lambda i: True,
@@ -101,21 +98,20 @@ def read_windows(
                 f"{types!r}. Use another model."
             )
         sliding = [known[kind] for kind in types]
-        if which == "all" and not any(sliding):
-            sliding = [size is not None] * layers
-    if which in ("none", "all") and len(set(sliding)) > 1:
-        raise UnsupportedError(
-            "All layers of this architecture must have the same attention; got "
-            f"{read.name!r} with a sliding window in {sum(sliding)} of {len(sliding)} layers, "
-            "which is not supported. Use another model."
-        )
+        if any(sliding) and size is None:
+            raise UnsupportedError(
+                f"Layers of type {LOCAL} need a sliding_window, and use_sliding_window where the "
+                f"file has it; got sliding_window={read.values.get('sliding_window')}, "
+                f"use_sliding_window={read.values.get('use_sliding_window')} in {read.name!r}. "
+                "Correct the file."
+            )
     window = read.number("sliding_window") if any(sliding) else None
     return tuple(window if has else None for has in sliding)
 
 
 def read_skips(read: ConfigValues, layers: int) -> tuple[bool, ...]:
     """Whether each layer of a SmolLM3 has no rotary positions."""
-    period = read.number("no_rope_layer_interval", default=4)
+    period = read.number("no_rope_layer_interval")
     flags = read.values.get("no_rope_layers")
     flags = [int((i + 1) % period != 0) for i in range(layers)] if flags is None else flags
     if (
@@ -128,37 +124,41 @@ def read_skips(read: ConfigValues, layers: int) -> tuple[bool, ...]:
     return tuple(not flag for flag in flags)
 
 
-def read_local_rope(
-    read: ConfigValues, base: float, length: int, windows: Sequence[int | None]
-) -> RopeConfig:
+def read_local_rope(read: ConfigValues, length: int, windows: Sequence[int | None]) -> RopeConfig:
     """The rotary positions of a Gemma 3, whose local layers have a base of their own.
 
     Args:
         read: config.json.
-        base: that of the global layers where it does not say.
-        length: tokens of the sequences that the model is made for; 0 where it does not say.
+        length: tokens of the sequences that the model is made for.
         windows: the window of each layer.
 
     Raises:
         ValueError, NotImplementedError: as `read_rope`.
     """
-    given = read.values.get("rope_parameters")
-    nested = given if isinstance(given, dict) and {GLOBAL, LOCAL} & given.keys() else None
-    if nested is None:
-        rope = read_rope(read, base, length)
-        local = read.real("rope_local_base_freq", default=LOCAL_BASE)
-    else:
-        parts = [
-            ConfigValues({**read.values, "rope_parameters": nested.get(kind)}, read.name)
-            for kind in (GLOBAL, LOCAL)
-        ]
-        rope, of_local = read_rope(parts[0], base, length), read_rope(parts[1], LOCAL_BASE, length)
-        local = of_local.base
-        if of_local != RopeConfig(base=local):
-            raise UnsupportedError(
-                f"The rotary positions of {LOCAL} must be of rope_type default in {read.name!r}; "
-                f"got {nested.get(LOCAL)!r}, which is not supported. Use another model."
-            )
+    given = read.values.get("rope_parameters") or {}
+    if not isinstance(given, dict) or not given.keys() <= {GLOBAL, LOCAL}:
+        raise read.wrong("rope_parameters", f"an object with {GLOBAL} and {LOCAL}", given)
+    scaling = read.values.get("rope_scaling") or {}
+
+    def part(kind: str, base: float, **more: Any) -> RopeConfig:
+        own = given.get(kind) or {}
+        if not isinstance(own, dict):
+            raise read.wrong(f"rope_parameters.{kind}", "an object", own)
+        values = {"rope_theta": base, "rope_parameters": {**own, **more}}
+        return read_rope(
+            ConfigValues({**read.values, "rope_scaling": None, **values}, read.name), length
+        )
+
+    if not isinstance(scaling, dict):
+        raise read.wrong("rope_scaling", "an object", scaling)
+    rope = part(GLOBAL, read.real("rope_theta"), **scaling)
+    of_local = part(LOCAL, read.real("rope_local_base_freq"))
+    local = of_local.base
+    if of_local != RopeConfig(base=local):
+        raise UnsupportedError(
+            f"The rotary positions of {LOCAL} must be of rope_type default in {read.name!r}; "
+            f"got {given.get(LOCAL)!r}, which is not supported. Use another model."
+        )
     bases = shortest([rope.base if window is None else local for window in windows])
     if set(windows) == {None}:
         return rope
@@ -195,7 +195,7 @@ def local_rope_values(model: GPTConfig) -> dict[str, Any]:
     base = pairs.get(None, model.rope.base)
     of_global = replace(model.rope, base=base, bases=None, stretches="all")
     values = rope_values(replace(model, rope=of_global, windows=None, window=None))
-    return values | {"rope_local_base_freq": LOCAL_BASE if local is None else local}
+    return values if local is None else values | {"rope_local_base_freq": local}
 
 
 def one_window(model: GPTConfig) -> bool:

@@ -19,22 +19,22 @@ ROPE_KEYS = {
 }
 
 
-def read_rope(read: ConfigValues, base: float, length: int) -> RopeConfig:
+def read_rope(read: ConfigValues, length: int) -> RopeConfig:
     """The rotary positions; `rope_parameters` is the name since transformers 5.
 
     Args:
         read: config.json.
-        base: their base where it does not say.
-        length: tokens of the sequences that the model is made for; 0 where it does not say.
+        length: tokens of the sequences that the model is made for.
 
     Raises:
         ValueError: if a value is wrong or missing.
         NotImplementedError: if they are of a kind that is not supported.
     """
-    given = read.values.get("rope_parameters") or read.values.get("rope_scaling") or {}
+    # transformers prefers the older name.
+    given = read.values.get("rope_scaling") or read.values.get("rope_parameters") or {}
     if not isinstance(given, dict):
         raise read.wrong("rope_parameters", "an object", given)
-    name = given.get("rope_type") or given.get("type") or "default"
+    name = given.get("rope_type", given.get("type", "default"))
     unknown = sorted(given.keys() - ROPE_KEYS)
     if not isinstance(name, str) or name not in SCALINGS or unknown:
         raise UnsupportedError(
@@ -44,9 +44,8 @@ def read_rope(read: ConfigValues, base: float, length: int) -> RopeConfig:
         )
     rope = ConfigValues(given, read.name)
     rope.require("truncate", True, default=True)
-    for values in (rope, read):
-        values.require("partial_rotary_factor", 1.0, default=1.0)
-    base = rope.real("rope_theta", default=read.real("rope_theta", default=base))
+    rope.require("partial_rotary_factor", 1.0, default=1.0)
+    base = (rope if "rope_theta" in given else read).real("rope_theta")
     if name == "default":
         # transformers does not look at a factor.
         return RopeConfig(base=base)

@@ -13,20 +13,25 @@ TOO_LARGE = 1 << 31
 
 
 class ConfigValues:
-    """The values of a config.json, or of an object in it; null is as good as none."""
+    """The values of a config.json, or of an object in it.
+
+    A default of an argument is for values that are null or missing.
+    """
 
     def __init__(self, values: Mapping[str, Any], name: str) -> None:
         """Keeps the values, and the name of the file for messages."""
         self.values = values
         self.name = name
 
-    def number(self, key: str, *, default: int | None = None, least: int = 1) -> int:
-        """A whole number, from `least` on; the default may be smaller."""
+    def number(
+        self, key: str, *, default: int | None = None, least: int = 1, most: int = TOO_LARGE - 1
+    ) -> int:
+        """A whole number from `least` to `most`; the default may be another."""
         value = self.values.get(key)
         if value is None and default is not None:
             return default
-        if type(value) is not int or not least <= value < TOO_LARGE:
-            raise self.wrong(key, f"a whole number from {least} to {TOO_LARGE - 1}", value)
+        if type(value) is not int or not least <= value <= most:
+            raise self.wrong(key, f"a whole number from {least} to {most}", value)
         return value
 
     def real(self, key: str, *, default: float | None = None) -> float:
@@ -40,10 +45,9 @@ class ConfigValues:
             pass
         raise self.wrong(key, "a finite number", value)
 
-    def flag(self, key: str, *, default: bool) -> bool:
+    def flag(self, key: str) -> bool:
         """True or false."""
         value = self.values.get(key)
-        value = default if value is None else value
         if type(value) is not bool:
             raise self.wrong(key, "true or false", value)
         return value
