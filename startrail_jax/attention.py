@@ -300,7 +300,7 @@ class Attention(Decoding):
                 has no value, as in gpt-oss: out * sigmoid(lse - sink), exactly. It may be learned.
                 Zeros make the softmax off by one. None for none. Rows that see no key stay 0.
             prefix_lengths: integers [batch], how many tokens of each row are its prefix, which a
-                `masks.Prefix()` without a length needs. At 0 the row is causal.
+                `masks.Prefix()` without a length needs: 0 to all. Traced ones count as if clipped.
             return_lse: whether to return the log-sum-exp too; gradients flow through both.
             dtype: dtype to cast query, key and value to; None leaves them as they are.
             is_causal: must not be True unless this attention is causal. False changes nothing.

@@ -9,6 +9,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
@@ -233,6 +235,17 @@ def _check_prefix(attention: Any, lengths: Any, query: Any) -> Array | None:
             f"prefix_lengths must be integers [batch] = [{query.shape[0]}]; got {array.dtype} "
             f"{list(array.shape)}. Give the tokens of the prefix of each row."
         )
+    # Nobody knows traced lengths yet: those below 0 show what 0 does, those beyond a row all of it.
+    is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(lengths))
+    if not is_traced and getattr(lengths, "is_fully_addressable", True):
+        values = np.asarray(lengths)
+        wrong = np.flatnonzero((values < 0) | (values > query.shape[1]))
+        if wrong.size:
+            raise InputError(
+                f"prefix_lengths must be from 0 to {query.shape[1]}, the tokens of a row; got "
+                f"{values[wrong[0]]} for row {wrong[0]}. Count the tokens of the prefix, without "
+                "padding."
+            )
     return array.astype(jnp.int32)
 
 

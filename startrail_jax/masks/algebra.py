@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from startrail_jax.errors import InputError
+from startrail_jax.errors import InputError, UnsupportedError
 from startrail_jax.layout import Runs, Span
 
 
@@ -121,9 +121,11 @@ class Pattern:
         pairs = [(a, b) for a in query.spans for b in key.spans]
         return np.any(np.stack([_concrete(self.some, *pair) for pair in pairs]), axis=0)
 
+    # So that `array & mask` asks the mask, and not each value of the array.
+    __array_ufunc__ = None
+
     def __and__(self, other: Pattern) -> Pattern:
-        if not isinstance(other, Pattern):
-            return NotImplemented
+        _check_mask("&", other)
         if self == other or isinstance(other, Full):
             return self
         if isinstance(self, Full):
@@ -134,11 +136,21 @@ class Pattern:
         return Both(self, other)
 
     def __or__(self, other: Pattern) -> Pattern:
-        if not isinstance(other, Pattern):
-            return NotImplemented
+        _check_mask("|", other)
         if self == other or isinstance(self, Full):
             return self
         return other if isinstance(other, Full) else Either(self, other)
+
+    # A mask on the left has combined with the other already: these get what is no mask.
+    __rand__ = __and__
+    __ror__ = __or__
+
+    def __invert__(self) -> Pattern:
+        raise UnsupportedError(
+            "Masks combine by & and | only, as of what a mask hides no kernel knows which tiles to "
+            f"skip; got ~{self}. Write the keys that are seen as masks.Rule(function), such as "
+            "masks.Rule(lambda query, key: key > query) for ~masks.Causal()."
+        )
 
 
 @dataclass(frozen=True)
@@ -358,6 +370,20 @@ class Either(Pattern):
 
     def __repr__(self) -> str:
         return f"({self.first!r} | {self.second!r})"
+
+
+def _check_mask(sign: str, other: Any) -> None:
+    if not isinstance(other, Pattern):
+        raise InputError(
+            f"Both sides of {sign} must be masks of startrail_jax.masks; got {shown(other)}. Write "
+            "a rule of your own as masks.Rule(function); documents in a row are segment_ids of a "
+            "call."
+        )
+
+
+def shown(value: Any) -> str:
+    """What a value is, for errors: an array by its shape."""
+    return f"an array {value.shape}" if hasattr(value, "shape") else repr(value)
 
 
 def _reach(mask: Pattern) -> tuple[int | None, int | None] | None:

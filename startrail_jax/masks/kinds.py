@@ -12,7 +12,7 @@ import numpy as np
 
 from startrail_jax.errors import InputError
 from startrail_jax.layout import Span
-from startrail_jax.masks.algebra import Causal, Full, Pattern, Window, check_number
+from startrail_jax.masks.algebra import Causal, Full, Pattern, Window, check_number, shown
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,8 @@ class Rule(Pattern):
     another function means another compilation.
 
     Raises:
-        ValueError: if `function` does not give bools of the shape that its arguments broadcast to.
+        ValueError: if `function` does not give bools of the shape that its arguments broadcast to,
+            or `bounds` no two bools.
     """
 
     function: Callable[[Any, Any], Any]
@@ -227,8 +228,9 @@ class Rule(Pattern):
     element."""
     bounds: Callable[[Any, Any, Any, Any], tuple[Any, Any]] | None = None
     """(first query, last query, first key, last key) -> whether some pair of the two spans, ends
-    included, may be visible; and whether every pair is. The arguments are integers or arrays that
-    broadcast, and so must be the answers. A wrong answer gives a wrong result."""
+    included, may be visible; and whether every pair is. The arguments are integers, NumPy arrays or
+    traced arrays that broadcast; the answers are bools or arrays of the shape to which they
+    broadcast. A wrong answer gives a wrong result."""
 
     def __post_init__(self) -> None:
         sizes, whole = ((5, 2, 1), (5, 1, 3)), (5, 2, 3)
@@ -238,7 +240,7 @@ class Rule(Pattern):
             pairs = zip(found.shape, whole, strict=False)
             fits = len(found.shape) == 3 and all(n in (1, most) for n, most in pairs)
             fits, what = fits and found.dtype == bool, f"{found.dtype} {list(found.shape)}"
-        except (TypeError, ValueError, AttributeError) as error:
+        except Exception as error:  # Whatever a function of the user raises.
             fits, what = False, f"{type(error).__name__}: {error}"
         if not fits:
             raise InputError(
@@ -251,18 +253,30 @@ class Rule(Pattern):
             self._check_bounds()
 
     def _check_bounds(self) -> None:
-        ends = np.array([[0], [4]]), np.array([[3], [7]]), np.array([0, 4]), np.array([3, 7])
+        ends = [np.array(x, np.int32) for x in ([[0], [4]], [[3], [7]], [[0, 4]], [[3, 7]])]
         try:
             with jax.ensure_compile_time_eval():
-                some, every = self._bounds(Span(*ends[:2]), Span(*ends[2:]))
-                for answer in (some, every):
-                    np.broadcast_to(np.asarray(answer, bool), (2, 2))
-        except (TypeError, ValueError) as error:
+                self._check_answers(0, 3, 0, 3)
+                self._check_answers(*ends)
+            # Inside a compiled program, where the ends of tiles are known to no NumPy.
+            jax.eval_shape(self._check_answers, *ends)
+        except Exception as error:  # Whatever a function of the user raises.
             raise InputError(
                 "The bounds of a Rule must give two bools, or arrays of them, for ends of spans "
-                f"that are integers or arrays; got {type(error).__name__}: {error}. Write & and | "
-                "in place of `and` and `or`."
+                "that are integers, NumPy arrays or arrays of jax; got "
+                f"{type(error).__name__}: {error}. Return a pair, compare with jax.numpy, write & "
+                "and | in place of `and` and `or`, and index nothing."
             ) from error
+
+    def _check_answers(self, *ends: Any) -> None:
+        answers = self._bounds(Span(*ends[:2]), Span(*ends[2:]))
+        if not isinstance(answers, (tuple, list)) or len(answers) != 2:
+            raise ValueError(f"{answers!r} for the ends {ends}")
+        whole = np.broadcast_shapes(*map(np.shape, ends))
+        for answer in answers:
+            dtype, shape = jnp.result_type(answer), np.shape(answer)
+            if dtype != np.dtype(bool) or np.broadcast_shapes(shape, whole) != whole:
+                raise ValueError(f"{dtype} {list(shape)} for ends of the shape {list(whole)}")
 
     def visible(self, query: Any, key: Any) -> Any:
         """See `Pattern.visible`."""
@@ -306,9 +320,9 @@ def resolve(mask: Any, *, causal: bool | None, window: Any = None) -> Pattern:
             )
         return Window(window - 1, 0)
     if not isinstance(mask, Pattern):
-        shown = f"an array {mask.shape}" if hasattr(mask, "shape") else repr(mask)
         raise InputError(
-            f"mask must be a mask of startrail_jax.masks, such as masks.Causal(); got {shown}. "
+            f"mask must be a mask of startrail_jax.masks, such as masks.Causal(); got "
+            f"{shown(mask)}. "
             "A rule of your own is masks.Rule(function)."
         )
     if window is not None or causal not in (None, mask.causal):

@@ -403,10 +403,24 @@ def test_scores_of_nonsense_are_refused(options, message):
         ({}, "got no prefix_lengths and mask=Prefix"),
         (dict(prefix_lengths=jnp.zeros(3, int)), r"integers \[batch\] = \[2\]; got int32 \[3\]"),
         (dict(prefix_lengths=jnp.zeros(2)), r"integers \[batch\] = \[2\]; got float32 \[2\]"),
+        (dict(prefix_lengths=jnp.array([0, -1])), "from 0 to 32, the .*; got -1 for row 1.*Count"),
+        (dict(prefix_lengths=[33, 5]), "from 0 to 32, the tokens of a row; got 33 for row 0"),
+        (dict(prefix_lengths=np.array([7, 2**40])), "got 1099511627776 for row 1"),
     ],
 )
 def test_prefixes_of_nonsense_are_refused(options, message):
     refuses(message, st.Attention(attention().mesh, mask=st.masks.Prefix()), **options)
+
+
+def test_traced_prefixes_count_as_if_clipped():
+    attend = st.Attention(attention().mesh, mask=st.masks.Prefix())
+    x = np.random.default_rng(0).normal(size=(2, 32, 4, 4)).astype("f4")
+
+    @jax.jit
+    def found(lengths):
+        return attend(x, x, x, prefix_lengths=lengths)
+
+    np.testing.assert_array_equal(found(np.array([-5, 99])), found(np.array([0, 32])))
 
 
 def test_scores_are_named_in_a_tuple():

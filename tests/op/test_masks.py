@@ -14,6 +14,7 @@ from attention_cases import DENSE, PATTERNS
 from startrail_jax.analysis.settings import all_degrees
 from startrail_jax.analysis.work import visible_pairs
 from startrail_jax.blocks import xla
+from startrail_jax.errors import UnsupportedError
 from startrail_jax.layout import KINDS, Layout, Span
 from startrail_jax.mask import Mask
 from startrail_jax.masks import Pattern
@@ -239,11 +240,36 @@ def of_wrong_shape(query, key):
         (lambda: M.Rule(certainly_nothing, lambda *ends: ends[0] <= 1 and True), "Rule must"),
         (lambda: M.Rule(nothing, lambda a, b, c, d: (c <= b and True, d <= a)), "Write & and |"),
         (lambda: M.Rule(lambda query: query > 0), "TypeError"),
+        (lambda: M.Rule(lambda query, key: {}[1]), r"Rule must .* KeyError: 1\. Compare"),
+        (lambda: M.Rule(nothing, lambda *ends: ends[2] <= ends[1]), "Rule must give two bools"),
+        (lambda: M.Rule(nothing, lambda *ends: (True,)), r"two bools.*got ValueError: \(True,\)"),
+        (lambda: M.Rule(nothing, lambda *ends: (None, False)), "two bools.*got "),
+        (
+            lambda: M.Rule(nothing, lambda a, b, c, d: (c[0] <= b, False)),
+            "two bools.*subscriptable",
+        ),
+        (lambda: M.Rule(nothing, lambda a, b, c, d: (SEEN[c], False)), "Tracer.*index nothing"),
+        (
+            lambda: M.Rule(nothing, lambda a, b, c, d: (np.ones((1, 9), bool), False)),
+            r"two bools.*\[1, 9\]",
+        ),
+        (lambda: M.Causal() & np.ones(3, bool), r"sides of & must be masks.*an array \(3,\)\."),
+        (lambda: np.ones(3, bool) & M.Causal(), r"sides of & must be masks.*an array \(3,\)\."),
+        (lambda: jnp.ones(3, bool) | M.Causal(), r"sides of \| must be masks.*an array \(3,\)\."),
+        (lambda: M.Sinks(3) | None, r"sides of \| must be masks.* got None\. .*Rule\(function\)"),
     ],
 )
 def test_masks_of_nonsense_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_mask_has_no_opposite():
+    with pytest.raises(UnsupportedError, match=r"by & and \| only.*got ~Causal\(\)\..*masks.Rule"):
+        _ = ~M.Causal()
+
+
+SEEN = np.ones(99, bool)
 
 
 def nothing(query, key):
