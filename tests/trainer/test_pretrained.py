@@ -205,7 +205,9 @@ def test_config_of_older_versions_is_read():
 
 SMOLLM3 = dict(model_type="smollm3", architectures=["SmolLM3ForCausalLM"])
 QWEN2 = dict(model_type="qwen2", architectures=["Qwen2ForCausalLM"], sliding_window=7)
+GEMMA2 = dict(model_type="gemma2", architectures=["Gemma2ForCausalLM"], sliding_window=7)
 GEMMA3 = dict(model_type="gemma3_text", architectures=["Gemma3ForCausalLM"], sliding_window=7)
+MISTRAL = dict(model_type="mistral", architectures=["MistralForCausalLM"])
 
 
 @pytest.mark.parametrize(
@@ -217,15 +219,17 @@ GEMMA3 = dict(model_type="gemma3_text", architectures=["Gemma3ForCausalLM"], sli
         (QWEN2 | dict(use_sliding_window=True, layer_types=["sliding_attention"] * 2), 7),
         (QWEN2 | dict(use_sliding_window=True, max_window_layers=1), ("none", 7)),
         (SMOLLM3 | dict(use_sliding_window=True, no_rope_layers=[0, 1]), (7, "none")),
-        (SMOLLM3 | dict(use_sliding_window=False, layer_types=["sliding_attention"] * 2), None),
+        (SMOLLM3 | dict(use_sliding_window=False), None),
         (GEMMA3, 7),
         (GEMMA3 | dict(sliding_window_pattern=2), (7, "none")),
         (GEMMA3 | dict(layer_types=["full_attention"] * 2), None),
-        (GEMMA3 | dict(model_type="gemma2", architectures=["Gemma2ForCausalLM"]), (7, "none")),
+        (GEMMA2, (7, "none")),
+        (MISTRAL, 7),
     ],
 )
 def test_windows_are_those_of_transformers(values, window):
     known = json.loads((LLAMA / "config.json").read_text())
+    del known["rope_parameters"]
     model = describe(known | {"sliding_window": 7} | values, "config.json").model
     assert (model.window, model.windows) == (
         (None, window) if isinstance(window, tuple) else (window, None)
@@ -269,18 +273,25 @@ def test_gemma_says_what_it_leaves_out():
             | dict(rope_parameters={"sliding_attention": dict(rope_type="linear", factor=2)}),
             "of sliding_attention must be of rope_type default",
         ),
-        (dict(layer_types=["full_attention", ["a"]]), "layer_types must be full_attention or"),
+        (QWEN2 | dict(layer_types=["full_attention", ["a"]]), "layer_types must be full_attention"),
         (dict(rope_parameters={"rope_type": ["yarn"]}), r"rope_type must be one of.*\['yarn'\]"),
-        (dict(layer_types=["full_attention", "linear"]), "layer_types must be full_attention or"),
+        (QWEN2 | dict(layer_types=["full_attention", "linear"]), "layer_types must be full_atten"),
+        # Here transformers ignores the key, and there it makes another model of it.
+        (dict(layer_types=["sliding_attention"] * 2), "Every key .* kind llama .* got layer_types="),
+        (MISTRAL | dict(layer_types=["full_attention"] * 2), "kind mistral .* got layer_types="),
+        (dict(is_causal=False), "is_causal must be True"),
+        (dict(no_such_key=3), "Every key must be known .*; got no_such_key=3.* delete it"),
         (
-            dict(
-                model_type="mistral",
-                architectures=["MistralForCausalLM"],
-                layer_types=["full_attention", "sliding_attention"],
-                sliding_window=7,
-            ),
-            "a sliding window in 1 of 2 layers",
+            QWEN2 | dict(use_sliding_window=False, layer_types=["sliding_attention"] * 2),
+            "got sliding_window=7, use_sliding_window=False",
         ),
+        (
+            SMOLLM3 | dict(use_sliding_window=False, layer_types=["sliding_attention"] * 2),
+            "got sliding_window=None, use_sliding_window=False",
+        ),
+        (GEMMA2 | dict(sliding_window_pattern=3), "sliding_window_pattern must be 2"),
+        (GEMMA3 | dict(attn_logit_softcapping=20.0), "attn_logit_softcapping must be None"),
+        (dict(is_encoder_decoder=0), "is_encoder_decoder must be False .* got 0"),
     ],
 )
 def test_model_that_is_not_supported_is_refused(values, match):
@@ -300,7 +311,12 @@ def test_model_that_is_not_supported_is_refused(values, match):
         (SMOLLM3 | dict(no_rope_layer_interval=0), "no_rope_layer_interval must be a whole number"),
         (SMOLLM3 | dict(no_rope_layers=5), "no_rope_layers must be a list of 2 numbers"),
         (SMOLLM3 | dict(no_rope_layers=[1, None]), "no_rope_layers must be a list of 2 numbers"),
-        (dict(layer_types=["full_attention"]), "layer_types must be a list of 2 names"),
+        (QWEN2 | dict(layer_types=["full_attention"]), "layer_types must be a list of 2 names"),
+        (GEMMA2 | dict(hidden_activation=None), "hidden_activation must be other than null"),
+        *[
+            (dict(num_hidden_layers=count), "num_hidden_layers must be a whole number from 1 to 10")
+            for count in (10**6, 2**31 - 1)
+        ],
         (dict(rope_parameters=dict(rope_theta=10**400)), "rope_theta must be a finite number"),
         *[
             (dict(rope_parameters=dict(rope_type=kind, factor=None)), "factor must be a finite")
@@ -937,7 +953,7 @@ def test_damaged_config_of_the_model_is_not_exported(tmp_path):
     import_and_export(LLAMA, run_dir, out)
     shutil.rmtree(out)
     config, kept = load_train_config(run_dir / "config.json"), run_dir / "pretrained/config.json"
-    kept.write_text(kept.read_text().replace("rope", "rppe", 1))
+    kept.write_text(kept.read_text().replace("10000", "10001", 1))
     with pytest.raises(
         ValueError, match=r"as they were written; got config.json: .*delete .*sha25"
     ):

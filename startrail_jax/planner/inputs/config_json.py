@@ -26,12 +26,12 @@ _HUGGING_FACE = {
 
 PRETRAINED: Mapping[str, Mapping[str, Any]] = {
     "llama": {},
-    "mistral": {},
-    "qwen2": {},
-    "qwen3": {"head_dim": 128},
+    "mistral": {"sliding_window": 4096},
+    "qwen2": {"sliding_window": 4096},
+    "qwen3": {"head_dim": 128, "sliding_window": 4096},
     "smollm3": {"tie_word_embeddings": True},
-    "gemma2": {"tie_word_embeddings": True, "head_dim": 256},
-    "gemma3_text": {"tie_word_embeddings": True, "head_dim": 256},
+    "gemma2": {"tie_word_embeddings": True, "head_dim": 256, "sliding_window": 4096},
+    "gemma3_text": {"tie_word_embeddings": True, "head_dim": 256, "sliding_window": 4096},
 }
 """Types of model that `train.py --init-from` takes, each with its defaults."""
 _LAYERS_WITH_WINDOW = {
@@ -237,15 +237,7 @@ def _windows(settings: Mapping[str, Any], name: str, layers: int) -> tuple[int |
     sliding = [window is not None and x for x in chosen]
     if types is not None:
         _require_entries(types, "layer_types", name, layers)
-        named = ["sliding" in str(x) for x in types]
-        # A Mistral whose file calls all layers full has windows all the same.
-        sliding = sliding if kind == "mistral" and not any(named) else named
-    if kind in ("llama", "mistral") and len(set(sliding)) > 1:
-        raise UnsupportedError(
-            f"--model {name}: all layers of a {kind} must have the same attention; got "
-            f"{sum(sliding)} of {layers} layer_types with a window. Give --windows beside the "
-            "sizes by flags instead."
-        )
+        sliding = ["sliding" in str(x) for x in types]
     if any(sliding):
         _require_size(settings.get("sliding_window"), "sliding_window", name)
     return tuple(settings.get("sliding_window") if slides else None for slides in sliding)

@@ -158,10 +158,8 @@ def describe(values: Mapping[str, Any], name: str) -> Description:
     dtype = values.get("dtype") or values.get("torch_dtype") or "float32"
     skips = read_skips(read, layers) if family.skips_rope else (False,) * layers
     windows = read_windows(read, family.windows, layers, skips)
-    if family.local_rope:
-        rope = read_local_rope(read, length, windows)
-    else:
-        rope = read_rope(read, length)
+    is_local = family.local_rope
+    rope = read_local_rope(read, length, windows) if is_local else read_rope(read, length)
     if any(skips):
         bases = shortest(["none" if skipped else rope.base for skipped in skips])
         rope = dataclasses.replace(rope, bases=bases)

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, PyTree, Shaped
+from jaxtyping import Array, PyTree, Shaped
 
 from startrail_jax.errors import InputError
 from trainer import durable
@@ -36,6 +36,8 @@ ALIGNMENT = 64
 """Bytes of which XLA wants the address of an array to be a multiple."""
 TILE = 128
 """Rows and columns that are transposed at a time: they fit in the cache of a core."""
+AT_ONCE = 1 << 16
+"""Numbers that are checked at a time: they fit in the cache of a core."""
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 
 
@@ -66,15 +68,7 @@ class Pretrained(InitialWeights):
             def part(index: Any) -> Shaped[np.ndarray, "..."]:
                 return self._part(place, index, wanted.dtype)
 
-            weight = jax.make_array_from_callback(wanted.shape, wanted.sharding, part)
-            if not _is_finite(weight):
-                names = f"{place.tensors[0]}{' and its layers' if place.stacked else ''}"
-                raise InputError(
-                    "Weights must be finite numbers; got NaN or infinity in "
-                    f"{names} of {self.tensors.folder}, as {wanted.dtype}. Download the files "
-                    "again, or save the model anew in a type that holds its numbers."
-                )
-            return weight
+            return jax.make_array_from_callback(wanted.shape, wanted.sharding, part)
 
         return jax.tree_util.tree_map_with_path(read_one, weights)
 
@@ -82,30 +76,36 @@ class Pretrained(InitialWeights):
         self, place: Place, index: tuple[slice, ...], dtype: Any
     ) -> Shaped[np.ndarray, "..."]:
         """The part of a weight that lies on one device."""
-        slices = [self.tensors.slices[name] for name in place.tensors]
         if not place.stacked:
-            values = place.read(slices[0], index)
+            values = place.read(self.tensors.slices[place.tensors[0]], index)
             part = _aligned(values.shape, dtype)
-            fill(part, values)
+            self._fill(part, values, place.tensors[0])
             return part
         layers, *rest = index
-        chosen = slices[layers]
+        chosen = place.tensors[layers]
         part: Any = None
         for number, tensor in enumerate(chosen):
-            layer = place.read(tensor, rest)
+            layer = place.read(self.tensors.slices[tensor], rest)
             if part is None:
                 part = _aligned((len(chosen), *layer.shape), dtype)
-            fill(part[number], layer)
+            self._fill(part[number], layer, tensor)
         return part
+
+    def _fill(self, target: Shaped[np.ndarray, "..."], values: Any, tensor: str) -> None:
+        """Copies values of a tensor, and raises unless they are finite in its type."""
+        fill(target, values)
+        flat = target.reshape(-1)
+        for begin in range(0, flat.size, AT_ONCE):
+            if not np.isfinite(flat[begin : begin + AT_ONCE]).all():
+                raise InputError(
+                    f"Weights must be finite numbers; got NaN or infinity in {tensor} of "
+                    f"{self.tensors.folder}, as {target.dtype}. Download the files again, or save "
+                    "the model anew in a type that holds its numbers."
+                )
 
     def keep(self, run_dir: Path) -> None:
         """Copies config.json and the files of the tokenizer into the folder of a run."""
         keep_files(self.tensors.folder, run_dir / KEPT_FOLDER, self.tensors.dtype)
-
-
-@jax.jit
-def _is_finite(x: Shaped[Array, "..."]) -> Bool[Array, ""]:
-    return jnp.isfinite(x).all()
 
 
 def keep_files(source: Path, folder: Path, dtype: str) -> None:

@@ -1,9 +1,9 @@
-"""Every key of a config.json that the families know, its default, and what this program makes of it.
+"""Every key of a config.json, its default, and what this program makes of it. Imports no jax.
 
-The defaults are those of the config classes of transformers 5, and so is where null is allowed: a
-key that a file leaves out, or sets to null, must not give another model here than there. A test
-beside the package compares this table with the classes (tests/parity). A key that is in no table
-could change the model, so that a file with one is refused.
+The defaults are those of the config classes of transformers 5, and null is allowed where they
+allow it: a key that a file leaves out, or sets to null, must not give another model here than
+there. tests/parity compares this table with the classes. A key that is in no table might change
+the model, so a file with one is refused.
 """
 
 from __future__ import annotations
@@ -44,15 +44,10 @@ IDLE = {
     *("cross_attention_hidden_size", "unsloth_version", "unsloth_fixed", "generation_config"),
     *("temperature", "top_k", "top_p", "typical_p", "do_sample", "num_beams", "max_length"),
     *("min_length", "num_beam_groups", "diversity_penalty", "length_penalty", "early_stopping"),
-    *(
-        "repetition_penalty",
-        "encoder_no_repeat_ngram_size",
-        "no_repeat_ngram_size",
-        "bad_words_ids",
-    ),
-    *("num_return_sequences", "output_scores", "return_dict_in_generate", "forced_bos_token_id"),
-    *("forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty"),
-    *("suppress_tokens", "begin_suppress_tokens"),
+    *("repetition_penalty", "encoder_no_repeat_ngram_size", "no_repeat_ngram_size"),
+    *("bad_words_ids", "num_return_sequences", "output_scores", "return_dict_in_generate"),
+    *("forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values"),
+    *("exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens"),
 }
 # What transformers reads of every family.
 COMMON = {
@@ -79,16 +74,17 @@ COMMON = {
     "is_encoder_decoder": only(False),
     "add_cross_attention": only(False),
     "quantization_config": only(None, null=True),
+    # Some families have no such biases and read no such key; files have it all the same.
+    "attention_bias": only(False),
+    "mlp_bias": only(False),
 }
 SILU = only("silu", "swish")
-NO_BIAS = only(False)
 WINDOW = Key(4096, null=True)
 PER_LAYER = Key(null=True)
 GEMMA = {
     "hidden_activation": only("gelu_pytorch_tanh"),
     # Files have it beside the other, and transformers does not read it.
-    "hidden_act": only("gelu_pytorch_tanh", "gelu", null=True),
-    "attention_bias": NO_BIAS,
+    "hidden_act": Key(null=True),
     "hidden_size": Key(2304),
     "intermediate_size": Key(9216),
     "num_hidden_layers": Key(26),
@@ -124,8 +120,6 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         "num_key_value_heads": Key(null=True),
         "max_position_embeddings": Key(2048),
         "hidden_act": SILU,
-        "attention_bias": NO_BIAS,
-        "mlp_bias": NO_BIAS,
     },
     "mistral": {
         "vocab_size": Key(32_000),
@@ -140,7 +134,7 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
     },
     # All of them have biases of queries, keys and values.
     "qwen2": QWEN,
-    "qwen3": QWEN | {"head_dim": Key(128), "attention_bias": NO_BIAS},
+    "qwen3": QWEN | {"head_dim": Key(128)},
     "smollm3": {
         "vocab_size": Key(128_256),
         "hidden_size": Key(2048),
@@ -150,8 +144,6 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         "num_key_value_heads": Key(4, null=True),
         "max_position_embeddings": Key(32_768),
         "hidden_act": SILU,
-        "attention_bias": NO_BIAS,
-        "mlp_bias": NO_BIAS,
         "tie_word_embeddings": Key(True),
         "rope_theta": Key(2_000_000.0),
         "use_sliding_window": Key(False),
@@ -183,8 +175,6 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
     },
 }
 """The keys of each family, beside those of `COMMON`."""
-# A window of another family, or the setting of one that is switched off.
-FOREIGN = {"max_window_layers"}
 
 
 def values_of(family: str, values: Mapping[str, Any], name: str) -> ConfigValues:
@@ -205,8 +195,6 @@ def values_of(family: str, values: Mapping[str, Any], name: str) -> ConfigValues
     for key, value in values.items():
         if key in IDLE or key.startswith("_") or (key not in known and value is None):
             continue
-        if key not in known and key in FOREIGN:
-            continue
         if key not in known:
             raise UnsupportedError(
                 f"Every key must be known for a model of kind {family} in {name!r}; got {key}="
@@ -214,10 +202,9 @@ def values_of(family: str, values: Mapping[str, Any], name: str) -> ConfigValues
                 "takes no notice of the key, delete it from the file."
             )
         if value is None and not known[key].null:
-            raise read.wrong(key, "given, or left out", value)
-        if (supported := known[key].only) is not None and not any(
-            (type(value), value) == (type(x), x) for x in supported
-        ):
+            raise read.wrong(key, "other than null, or left out", value)
+        supported = known[key].only
+        if supported is not None and repr(value) not in map(repr, supported):
             raise UnsupportedError(
                 f"{key} must be {' or '.join(map(repr, supported))} in {name!r}; got {value!r}, "
                 "which is not supported. Use another model."
