@@ -11,7 +11,8 @@ The attacks take turns until the time is over, each at least once:
                be used, or change no bit of the state that is read.
     power      training is killed, and of what it had not flushed to the disk (by `os.fsync`) all or
                half is lost (benchmarks/power.py), with one and with two checkpoints kept. It must
-               go on from the newest checkpoint, or from the one before.
+               go on from the newest checkpoint, or from the one before, with the same degrees, and
+               its losses must be those of an undisturbed run, bit for bit.
     kill       training is killed by SIGKILL at random moments (benchmarks/crash.py). In the end,
                its losses must be those of an undisturbed run, bit for bit.
     failure    one of two processes is killed or stopped, or its disk is full
@@ -187,8 +188,24 @@ class Torture:
             step, _ = self.check_restored(reference, out / "checkpoints", what)
             if step < newest - crash.EVERY:
                 raise CheckFailed(f"{what}, and only step {step} is left.")
+            self._go_on(reference, run_dir, out, what)
             yield what
         shutil.rmtree(folder)
+
+    def _go_on(self, reference: Path, run_dir: Path, out: Path, what: str) -> None:
+        """Trains what a power failure has left to the end."""
+        for name in ("config.json", "mesh.json"):
+            kept = (out / name).read_text() if (out / name).exists() else None
+            if kept != (run_dir / name).read_text():
+                raise CheckFailed(f"{what}, and {name} is not what was written: {kept!r}.")
+        processes, zero = POWERED
+        flags = self.flags(out, processes, steps=POWERED_STEPS, zero=zero, keep=1)
+        with failures.Processes(processes, flags, folder=self.folder) as started:
+            if any(started.wait(seconds=failures.HANGS_AFTER_SECONDS)):
+                raise CheckFailed(f"{what}, and the run must go on.\n{started.outputs()}")
+        found, expected = crash.losses(out), crash.losses(reference)
+        if found != expected:
+            raise CheckFailed(f"{what}: the losses must be {expected}; got {found}.")
 
     def kill(self) -> Iterator[str]:
         """Kills training twice and lets it finish."""

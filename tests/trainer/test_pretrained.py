@@ -277,7 +277,7 @@ def test_gemma_says_what_it_leaves_out():
         (dict(rope_parameters={"rope_type": ["yarn"]}), r"rope_type must be one of.*\['yarn'\]"),
         (QWEN2 | dict(layer_types=["full_attention", "linear"]), "layer_types must be full_atten"),
         # Here transformers ignores the key, and there it makes another model of it.
-        (dict(layer_types=["sliding_attention"] * 2), "Every key .* kind llama .* got layer_types="),
+        (dict(layer_types=["full_attention"] * 2), "Every key .* kind llama .* got layer_types="),
         (MISTRAL | dict(layer_types=["full_attention"] * 2), "kind mistral .* got layer_types="),
         (dict(is_causal=False), "is_causal must be True"),
         (dict(no_such_key=3), "Every key must be known .*; got no_such_key=3.* delete it"),
@@ -289,6 +289,7 @@ def test_gemma_says_what_it_leaves_out():
             SMOLLM3 | dict(use_sliding_window=False, layer_types=["sliding_attention"] * 2),
             "got sliding_window=None, use_sliding_window=False",
         ),
+        (GEMMA2 | dict(sliding_window=None), "Layers of type sliding_attention need a sliding_w"),
         (GEMMA2 | dict(sliding_window_pattern=3), "sliding_window_pattern must be 2"),
         (GEMMA3 | dict(attn_logit_softcapping=20.0), "attn_logit_softcapping must be None"),
         (dict(is_encoder_decoder=0), "is_encoder_decoder must be False .* got 0"),
@@ -312,6 +313,8 @@ def test_model_that_is_not_supported_is_refused(values, match):
         (SMOLLM3 | dict(no_rope_layers=5), "no_rope_layers must be a list of 2 numbers"),
         (SMOLLM3 | dict(no_rope_layers=[1, None]), "no_rope_layers must be a list of 2 numbers"),
         (QWEN2 | dict(layer_types=["full_attention"]), "layer_types must be a list of 2 names"),
+        (QWEN2 | dict(head_dim=None), "head_dim must be other than null, or left out"),
+        (dict(num_attention_heads=3), "hidden_size must be a multiple of num_attention_heads=3"),
         (GEMMA2 | dict(hidden_activation=None), "hidden_activation must be other than null"),
         *[
             (dict(num_hidden_layers=count), "num_hidden_layers must be a whole number from 1 to 10")
@@ -518,6 +521,23 @@ def test_file_that_changes_while_it_is_read_raises(model, harm):
         harm(path)
         with pytest.raises(ValueError, match=r"model.safetensors' must stay as it is while it is"):
             initial.read(shapes)
+
+
+@pytest.mark.parametrize(("value", "dtype"), [(np.nan, "float32"), (1e30, "float16")])
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.mlp.up_proj.weight"])
+def test_weights_that_are_no_finite_numbers_are_refused(model, name, value, dtype):
+    """Also those that are too large for the type in which a run keeps them."""
+    damaged = tensors_of(model)[name].copy()
+    damaged.flat[-1] = value
+    change_tensors(model, **{name: damaged})
+    config = make_config(model)
+    mesh = st.make_mesh(st.Degrees(ring=2), "auto", jax.devices()[:2])
+    shapes = shapes_of(config, mesh, dtype=jnp.dtype(dtype))
+    with (
+        open_pretrained(config, shapes) as initial,
+        pytest.raises(ValueError, match=f"got NaN or infinity in {name} of .*, as {dtype}"),
+    ):
+        initial.read(shapes)
 
 
 def test_file_that_takes_the_name_of_an_open_one_is_not_read(model):

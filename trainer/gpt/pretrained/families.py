@@ -153,6 +153,8 @@ def describe(values: Mapping[str, Any], name: str) -> Description:
         )
     layers = read.number("num_hidden_layers", most=MOST_LAYERS)
     heads, width = read.number("num_attention_heads"), read.number("hidden_size")
+    if kind == "llama" and width % heads:
+        raise read.wrong("hidden_size", f"a multiple of num_attention_heads={heads}", width)
     head_dim = read.number("head_dim", default=width // heads)
     length = read.number("max_position_embeddings")
     dtype = values.get("dtype") or values.get("torch_dtype") or "float32"

@@ -93,7 +93,8 @@ class Pretrained(InitialWeights):
 
     def _fill(self, target: Shaped[np.ndarray, "..."], values: Any, tensor: str) -> None:
         """Copies values of a tensor, and raises unless they are finite in its type."""
-        fill(target, values)
+        with np.errstate(over="ignore"):  # What no number of its type holds is refused below.
+            fill(target, values)
         flat = target.reshape(-1)
         for begin in range(0, flat.size, AT_ONCE):
             if not np.isfinite(flat[begin : begin + AT_ONCE]).all():

@@ -48,6 +48,7 @@ IDLE = {
     *("bad_words_ids", "num_return_sequences", "output_scores", "return_dict_in_generate"),
     *("forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values"),
     *("exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens"),
+    *("max_sequence_length", "model_max_length", "is_llama_config", "transformers.js_config"),
 }
 # What transformers reads of every family.
 COMMON = {
@@ -61,7 +62,7 @@ COMMON = {
     "num_hidden_layers": Key(),
     "num_attention_heads": Key(),
     "num_key_value_heads": Key(),
-    "head_dim": Key(null=True),
+    "head_dim": Key(),
     "rms_norm_eps": Key(1e-6),
     "tie_word_embeddings": Key(False),
     "rope_parameters": Key(null=True),
@@ -77,6 +78,8 @@ COMMON = {
     # Some families have no such biases and read no such key; files have it all the same.
     "attention_bias": only(False),
     "mlp_bias": only(False),
+    "rope_interleaved": only(False),
+    "use_mrope": only(False),
 }
 SILU = only("silu", "swish")
 WINDOW = Key(4096, null=True)
@@ -118,6 +121,7 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         "num_hidden_layers": Key(32),
         "num_attention_heads": Key(32),
         "num_key_value_heads": Key(null=True),
+        "head_dim": Key(null=True),
         "max_position_embeddings": Key(2048),
         "hidden_act": SILU,
     },
@@ -128,6 +132,7 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         "num_hidden_layers": Key(32),
         "num_attention_heads": Key(32),
         "num_key_value_heads": Key(8),
+        "head_dim": Key(null=True),
         "max_position_embeddings": Key(131_072),
         "hidden_act": SILU,
         "sliding_window": WINDOW,

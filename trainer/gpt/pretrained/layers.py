@@ -87,7 +87,7 @@ def read_windows(
             "no_rope": lambda i: skips[i],
             "pattern": lambda i: (i + 1) % period != 0,
         }[which]
-        sliding = [size is not None and chosen(i) for i in range(layers)]
+        sliding = [chosen(i) and (which == "pattern" or size is not None) for i in range(layers)]
     else:
         known = {GLOBAL: False, LOCAL: True}
         if not isinstance(types, list) or len(types) != layers:
@@ -98,13 +98,13 @@ def read_windows(
                 f"{types!r}. Use another model."
             )
         sliding = [known[kind] for kind in types]
-        if any(sliding) and size is None:
-            raise UnsupportedError(
-                f"Layers of type {LOCAL} need a sliding_window, and use_sliding_window where the "
-                f"file has it; got sliding_window={read.values.get('sliding_window')}, "
-                f"use_sliding_window={read.values.get('use_sliding_window')} in {read.name!r}. "
-                "Correct the file."
-            )
+    if any(sliding) and size is None:
+        raise UnsupportedError(
+            f"Layers of type {LOCAL} need a sliding_window, and use_sliding_window where the "
+            f"file has it; got sliding_window={read.values.get('sliding_window')}, "
+            f"use_sliding_window={read.values.get('use_sliding_window')} in {read.name!r}. "
+            "Correct the file."
+        )
     window = read.number("sliding_window") if any(sliding) else None
     return tuple(window if has else None for has in sliding)
 

@@ -1,0 +1,241 @@
+"""The settings of pretrained models, compared with the config classes of the library transformers.
+
+    pip install -e '.[parity]'
+    python tests/parity/check_settings.py            # the table of keys and defaults, some seconds
+    python tests/parity/check_settings.py --probe    # and imports with odd settings, some minutes
+
+A probe writes a small model whose config.json has an odd setting. The import may refuse it, or must
+give the logits of PyTorch. An import with other logits, or of what transformers refuses, is silent
+and fails the check.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+import numpy as np
+import safetensors.torch
+import torch
+import transformers
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from startrail_jax.errors import InputError, UnsupportedError  # noqa: E402
+from trainer.gpt.pretrained.families import FAMILIES, read_description  # noqa: E402
+from trainer.gpt.pretrained.keys import COMMON, IDLE, KEYS  # noqa: E402
+
+# Keys of older versions, and of every config, that are fields of no class.
+OLDER = {"torch_dtype", "rope_scaling", "rope_theta", "original_max_position_embeddings"}
+OLDER |= {"partial_rotary_factor", "rope_local_base_freq", "sliding_window_pattern", "hidden_act"}
+OF_ALL = {"model_type", "is_causal", "is_decoder", "add_cross_attention", "quantization_config"}
+# Keys that some families read, and that files of others have.
+BY_SOME = {"attention_bias", "mlp_bias", "rope_interleaved", "use_mrope", "head_dim"}
+SIZES = dict(
+    vocab_size=48,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=32,
+    pad_token_id=None,
+)
+LENGTH = 32
+LARGEST_ERROR = 1e-4
+"""Of logits, relative to the largest."""
+FULL, SLIDING = "full_attention", "sliding_attention"
+YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=8)
+LINEAR = dict(rope_type="linear", factor=4.0)
+NESTED = {FULL: dict(LINEAR, rope_theta=1000.0), SLIDING: dict(rope_type="default", rope_theta=9.0)}
+# Settings beside null, nothing and the other values of a flag, for every family.
+ODD = [
+    dict(rope_parameters=dict(rope_type="default", rope_theta=50.0), rope_scaling=LINEAR),
+    dict(rope_parameters=dict(LINEAR, rope_theta=50.0), rope_scaling=dict(YARN, rope_theta=9.0)),
+    dict(rope_parameters=dict(rope_type="default", rope_theta=50.0), rope_theta=9.0),
+    dict(rope_scaling=LINEAR, rope_theta=50.0),
+    dict(rope_scaling=YARN, original_max_position_embeddings=16),
+    dict(rope_parameters=NESTED),
+    dict(rope_parameters=NESTED, rope_scaling=LINEAR),
+    dict(rope_parameters={FULL: NESTED[FULL]}),
+    dict(rope_theta=50.0, rope_local_base_freq=9.0),
+    dict(partial_rotary_factor=0.5),
+    dict(rope_parameters=dict(rope_theta=50.0, partial_rotary_factor=0.5, rope_type="default")),
+    dict(is_causal=False),
+    dict(hidden_act="swish"),
+    dict(hidden_act="gelu"),
+    dict(hidden_activation="gelu"),
+    dict(sliding_window=5),
+    dict(sliding_window=5, use_sliding_window=True),
+    dict(sliding_window=5, use_sliding_window=True, max_window_layers=1),
+    dict(sliding_window=5, sliding_window_pattern=3),
+    dict(sliding_window=5, layer_types=[FULL] * 3),
+    dict(sliding_window=5, layer_types=[SLIDING] * 3),
+    dict(sliding_window=5, layer_types=[SLIDING, FULL, SLIDING], use_sliding_window=True),
+    dict(sliding_window=5, layer_types=[SLIDING] * 3, use_sliding_window=False),
+    dict(layer_types=[SLIDING, FULL]),
+    dict(layer_types=[SLIDING, FULL, "chunked_attention"]),
+    dict(no_rope_layers=[0, 1, 1]),
+    dict(no_rope_layer_interval=2, use_sliding_window=True, sliding_window=5),
+    dict(attn_logit_softcapping=2.0),
+    dict(final_logit_softcapping=2.0),
+    dict(query_pre_attn_scalar=3),
+    dict(use_bidirectional_attention=True),
+    dict(rms_norm_eps=0.1),
+    dict(num_hidden_layers=10**6),
+    dict(no_such_key=2.0),
+]
+
+
+def check_table():
+    """Compares the keys of every family, their defaults and where null is allowed."""
+    wrong = []
+    for family in FAMILIES:
+        fields = dataclasses.fields(transformers.CONFIG_MAPPING[family])
+        known = COMMON | KEYS[family]
+        theirs = {x.name: x for x in fields if x.name not in IDLE and not x.name.startswith("_")}
+        wrong += [f"{family}: {name} is not in the table" for name in theirs.keys() - known]
+        left = known.keys() - theirs - OLDER - OF_ALL - BY_SOME
+        wrong += [f"{family}: transformers has no {name}" for name in left]
+        for name, field in theirs.items():
+            key, nullable = known.get(name), "None" in str(field.type)
+            if key is None:
+                continue
+            if repr(key.default) != repr(field.default):
+                wrong.append(f"{family}: {name} is {field.default!r} where none is given, "
+                             f"and {key.default!r} in the table")  # fmt: skip
+            if key.null and not nullable:
+                wrong.append(f"{family}: {name} must not be null")
+    print(*wrong, sep="\n", file=sys.stderr)
+    print(f"table of {len(FAMILIES)} families: {len(wrong)} differences")
+    return not wrong
+
+
+def settings_of(family):
+    """Odd settings of a family: what the table knows, and what none of its files should have."""
+    base = {"model_type": family, **SIZES}
+    if "sliding_window" in KEYS[family]:
+        base["sliding_window"] = 7
+    yield base
+    wide = ("hidden_size", "intermediate_size", "num_hidden_layers")
+    for key, spec in (COMMON | KEYS[family]).items():
+        if key == "model_type":
+            continue
+        if key not in wide:
+            yield {name: value for name, value in base.items() if name != key}
+        yield base | {key: None}
+        if isinstance(spec.default, bool):
+            yield base | {key: not spec.default}
+    for odd in ODD:
+        yield base | odd
+
+
+def logits_of_torch(folder, tokens):
+    """The logits of a folder with a config.json alone, for weights that are left there.
+
+    None where transformers refuses the file.
+    """
+    torch.manual_seed(0)
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder)
+        if config.num_hidden_layers > 100:
+            return None
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        model = model.float().eval()
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                noise = torch.randn_like(weight)
+                weight.copy_(1 + noise / 4 if "norm" in name else noise * weight.shape[-1] ** -0.5)
+            logits = model(input_ids=torch.tensor(tokens)).logits.numpy()
+    except Exception:  # Whatever a file makes transformers raise.
+        return None
+    weights = {name: x.detach().contiguous() for name, x in model.named_parameters()}
+    safetensors.torch.save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return logits, windows_of(config)
+
+
+def windows_of(config):
+    """The window of each layer, as a model of transformers makes it of its config."""
+    size, types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    if types is None:
+        types = [SLIDING if config.model_type == "mistral" else FULL] * config.num_hidden_layers
+    return tuple(size if kind == SLIDING else None for kind in types)
+
+
+def logits_here(folder, tokens):
+    """The logits of this program, and the windows of the layers."""
+    import jax
+
+    import pretrained
+    import startrail_jax as st
+    from programs import make_program, options
+    from trainer.gpt.batches import next_token_batch
+    from trainer.gpt.pretrained.initial import open_pretrained
+
+    program = make_program(pretrained.make_config(folder), st.Degrees())
+    batch = next_token_batch(np.pad(tokens, ((0, 0), (0, 1))), layout=program.attention.layout)
+    batch = jax.tree.map(
+        lambda x, shape: jax.device_put(x, shape.sharding), batch, program.batch_shapes
+    )
+    shapes = program.state_shapes.weights
+    with open_pretrained(program.config, shapes) as initial:
+        weights = initial.read(shapes)
+    run = jax.jit(program.outputs).lower(weights, batch).compile(options(program))
+    return np.asarray(run(weights, batch)), program.config.model.layer_windows
+
+
+def probe():
+    """Imports every odd setting beside PyTorch; says what it finds, and whether none is silent."""
+    tokens = np.random.default_rng(0).integers(0, SIZES["vocab_size"], (2, LENGTH))
+    counts, silent, seen = {"equal": 0, "refused": 0}, [], set()
+    for family in FAMILIES:
+        base = next(settings_of(family))
+        for values in settings_of(family):
+            odd = {k: v for k, v in values.items() if base.get(k, "") != v}
+            odd |= {k: "left out" for k in base.keys() - values}
+            if (what := f"{family} {odd}") in seen:
+                continue
+            seen.add(what)
+            with tempfile.TemporaryDirectory() as scratch:
+                folder = Path(scratch)
+                (folder / "config.json").write_text(json.dumps(values))
+                theirs = logits_of_torch(folder, tokens)
+                try:
+                    read_description(folder)
+                    if theirs is not None:
+                        ours, windows = logits_here(folder, tokens)
+                except (InputError, UnsupportedError) as error:
+                    refused = f"refused: {str(error)[:90]}"
+                    counts["refused"] += 1
+                    print(f"{what}: {refused}", flush=True)
+                    continue
+                if theirs is None:
+                    found = "imported, and transformers refuses it"
+                else:
+                    logits, theirs = theirs
+                    error = float(np.abs(ours - logits).max() / np.abs(logits).max())
+                    found = f"error {error:.1e}, windows {windows}, in transformers {theirs}"
+                    if error <= LARGEST_ERROR and windows == theirs:
+                        counts["equal"] += 1
+                        print(f"{what}: equal, {error:.1e}", flush=True)
+                        continue
+            silent.append(f"{what}: {found}")
+            print(f"{what}: SILENT, {found}", flush=True)
+    print(f"{len(seen)} settings: {counts['equal']} equal, {counts['refused']} refused, "
+          f"{len(silent)} silent")  # fmt: skip
+    return not silent
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--probe", action="store_true", help="import odd settings beside PyTorch")
+    chosen = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+    checks = [check_table, probe] if chosen.probe else [check_table]
+    sys.exit(not all([check() for check in checks]))
