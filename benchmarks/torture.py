@@ -50,7 +50,7 @@ from benchmarks.run_folders import REPOSITORY, CheckFailed, environment, newest_
 
 FLIPS_IN_TURN = 20
 POWER_FAILURES_IN_TURN = 4
-POWERED, POWERED_STEPS = (1, 3), 8 * crash.EVERY
+POWERED, POWERED_STEPS = (1, 3), 30 * crash.EVERY
 """Number of processes, ZeRO level and steps of the run whose power fails."""
 STRANGER_BYTES = 1 << 30
 NUM_IDLE = 1_100

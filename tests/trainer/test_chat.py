@@ -345,6 +345,14 @@ def test_options_and_files_that_do_not_fit_raise(tmp_path):
         opened(of_completions(completions(tmp_path / "some.jsonl", 30)), seq_len=3)
 
 
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_one_of_few_examples_is_held_out(tmp_path, count):
+    path = completions(tmp_path / "few.jsonl", count)
+    found = opened(DataConfig(path=path, loss_on="completion"))
+    assert f"{count - 1} examples" in found.corpus.description
+    assert "1 examples" in found.corpus.description.split("to train on")[1]
+
+
 def test_task_reads_examples(tmp_path):
 
     path = completions(tmp_path / "data.jsonl", 40)

@@ -13,6 +13,7 @@ import tokenizers
 from trainer.data import documents, files
 from trainer.gpt import corpus, encoding
 from trainer.gpt.config import DataConfig
+from trainer.gpt.encoding import share_of_key
 from trainer.gpt.tokenizer import (
     ByteTokenizer,
     FileTokenizer,
@@ -714,21 +715,46 @@ def test_loop_of_links_raises(tmp_path):
         open_corpus(tmp_path)
 
 
-def test_too_few_documents_to_hold_out_raise(tmp_path):
-    write(tmp_path, a_txt=b"one", b_txt=b"two")
-    match = (
-        r"got 6 and 0 characters of .* for held_out=0.01. Use --data.held-out 0.\d+, or --data.val"
-    )
-    with pytest.raises(ValueError, match=match) as raised:
-        open_corpus(tmp_path, held_out=0.01)
-    share = float(re.findall(r"held-out (0.\d+)", str(raised.value))[0])
-    assert len(texts(open_corpus(tmp_path, held_out=share).held_out)) == 1
+@pytest.mark.parametrize("count", [2, 3, 5, 10, 20])
+@pytest.mark.parametrize("kind", ["txt", "jsonl"])
+def test_few_documents_hold_out_the_end_of_each_if_none_falls_to_a_part(tmp_path, count, kind):
+    letters = [bytes([ord("a") + i]) * 100 for i in range(count)]
+    # Of these names and lines, none has a hash that is held out.
+    names = [x for x in (f"{i}.txt" for i in range(100, 200)) if share_of_key(x) >= 0.05]
+    if kind == "txt":
+        for name, text in zip(names, letters, strict=False):
+            (tmp_path / name).write_bytes(text)
+    else:
+        lines = "".join(json.dumps({"text": x.decode()}) + "\n" for x in letters)
+        write(tmp_path, a_jsonl=lines.encode())
+    held_out = 0.05 if kind == "txt" else 0.01
+    opened = open_corpus(tmp_path, held_out=held_out)
+    cut = round(100 * (1 - held_out))
+    assert sorted(texts(opened.train)) == [x[:cut] for x in letters]
+    assert sorted(texts(opened.held_out)) == [x[cut:] for x in letters]
+    assert "held out, the end of every document, as no choice of whole" in opened.description
+
+
+def test_whole_documents_are_held_out_where_some_fall_to_each_part(tmp_path):
+    lines = "".join(json.dumps({"text": f"{i} {'a' * 50}"}) + "\n" for i in range(100))
+    opened = open_corpus(write(tmp_path, a_jsonl=lines.encode()))
+    found = texts(opened.held_out)
+    expected = [
+        f"{i - 1} {'a' * 50}".encode() for i in range(1, 101) if share_of_key(f"a.jsonl:{i}") < 0.05
+    ]
+    assert found == expected
+    assert len(texts(opened.train)) == 100 - len(found)
+    assert "the end of every document" not in opened.description
 
 
 def test_nothing_left_to_train_on_raises(tmp_path):
     write(tmp_path, a_txt=b"a", b_txt=b"b")
-    with pytest.raises(ValueError, match=r"got 0 and 2 characters .*Give --data.validation-path"):
-        open_corpus(tmp_path, held_out=0.999)
+    for held_out, counts in ((0.999, "0 and 2"), (0.001, "2 and 0")):
+        match = (
+            rf"got {counts} characters .*Give --data.validation-path, or another --data.held-out"
+        )
+        with pytest.raises(ValueError, match=match):
+            open_corpus(tmp_path, held_out=held_out)
     np.save(tmp_path / "c.npy", np.zeros(3, int))
     with pytest.raises(ValueError, match=r"got 3 and 0 tokens .*Give --data.validation-path"):
         open_corpus(tmp_path / "c.npy", held_out=0.1)

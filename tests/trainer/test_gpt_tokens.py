@@ -469,7 +469,7 @@ def test_command_writes_what_training_reads(text, tokenizer, tmp_path, capsys):
         ("texts out --text-key body", r"data.text_key must be left out where it has no effect"),
         (
             "texts out --held-out 0.0001",
-            r"got \d+ and 0 characters.*Use --held-out 0.\d+, or --valid",
+            r"got \d+ and 0 characters.*Give --validation-path, or another --held-out",
         ),
     ],
 )

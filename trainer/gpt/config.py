@@ -273,7 +273,8 @@ class DataConfig:
     default is a fraction of `path`."""
     held_out: float = 0.05
     """Fraction that is held out if there is no `validation_path`: of the documents of text, or of
-    every file of tokens, at its end."""
+    every file of tokens, at its end. Where that leaves one part without text, as of a single text
+    or of a few, it is the end of every document; of few completions it is one."""
     cache: Path | None = None
     """Folder for the tokens of text, which later runs on the same text and tokenizer read from it,
     and for copies of data that are in a store. The defaults are the folders `tokens` and `copies`

@@ -285,6 +285,7 @@ def _open_text(text: Text, cache: Path | None, vocab_size: int) -> Corpus:
             text.files,
             text.validation,
             [f"{x.documents:,} documents, {len(x.tokens):,} {tokenizer.unit}s" for x in parts],
+            ends=text.holds_out_ends,
         ),
         digest=text.digest,
         tokens=parts[0].sha256,
@@ -295,6 +296,10 @@ def _digest(parts: list[str]) -> str:
     return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
 
 
-def _describe(files: Files, validation: Files | None, counts: list[str]) -> str:
+def _describe(
+    files: Files, validation: Files | None, counts: list[str], *, ends: bool = False
+) -> str:
     place = "" if validation is None else f" from {validation.name}"
+    if ends and (files.kind != "text" or len(files.paths) > 1):
+        place = ", the end of every document, as no choice of whole ones leaves text to both"
     return f"{files.name}: {counts[0]} to train on; {counts[1]} held out{place}{files.remark}"

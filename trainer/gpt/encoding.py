@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -73,6 +75,29 @@ class Text:
     def key(self) -> str:
         """A hash of everything that the tokens of both parts depend on."""
         return self._hash(self.scans, self.validation_scans, self.validation is None)[:32]
+
+    @cached_property
+    def holds_out_ends(self) -> bool:
+        """Whether the end of every document is held out, and not whole documents.
+
+        That is so of a single text file, and where no whole document is held out or none is left.
+        """
+        if self.validation is not None:
+            return False
+        if self.files.kind == "text":
+            keys = [key for key, scan in self.scans.items() if scan.characters]
+            if len(self.scans) == 1:
+                return True
+        else:
+            documents = read_documents(self.files, text_key=self.config.text_key)
+            keys = (document.key for document in documents if document.text)
+        # Of many documents, the first few are enough to know it.
+        found = set()
+        for key in keys:
+            found.add(share_of_key(key) < self.config.held_out)
+            if len(found) == 2:
+                return False
+        return True
 
     @property
     def size(self) -> int:
@@ -222,16 +247,13 @@ def _write(
     _check_characters(text)
     tokenizer = text.tokenizer
     train, held_out = writers = tuple(VectorWriter(file, tokenizer.dtype) for file in files)
-    least = 1.0
     for chunk in chunks(_slices(_assign(text, on_read), tokenizer)):
         encoded = tokenizer.encode([document for _, document in chunk])
         for (is_held_out, document), tokens in zip(chunk, encoded, strict=True):
             writers[is_held_out].add(tokens, ends_document=document.is_last)
-            least = min(least, share_of_key(document.key))
     # A document without text still has the token that ends it.
     lengths = [writer.length - writer.documents for writer in writers]
-    least = least if train.documents > 1 else 1.0
-    check_lengths(lengths, "tokens", text.files, text.validation, text.config, least)
+    check_lengths(lengths, "tokens", text.files, text.validation, text.config)
     for writer in writers:
         writer.finish()
     return train, held_out
@@ -245,9 +267,14 @@ def _assign(text: Text, on_read: Callable[[int], None]) -> Iterator[tuple[bool, 
         yield from ((False, document) for document in documents)
         documents = read_documents(text.validation, text_key=key, on_read=on_read)
         yield from ((True, document) for document in documents)
-    elif files.kind == "text" and len(files.paths) == 1:
-        (scan,) = text.scans.values()
-        yield from _cut_in_two(documents, _cut_of(scan.characters, held_out))
+    elif text.holds_out_ends:
+        for key, parts in itertools.groupby(documents, key=lambda document: document.key):
+            if files.kind == "text":
+                size = text.scans[key].characters
+            else:
+                parts = list(parts)
+                size = sum(len(part.text) for part in parts)
+            yield from _cut_in_two(parts, _cut_of(size, held_out))
     else:
         for document in documents:
             yield share_of_key(document.key) < held_out, document
@@ -312,21 +339,20 @@ def _check_characters(text: Text) -> None:
         return
     held_out = text.config.held_out
     sizes = {key: scan.characters for key, scan in text.scans.items()}
-    total, least = sum(sizes.values()), 1.0
+    total = sum(sizes.values())
     if text.validation is not None:
         lengths = [total, sum(scan.characters for scan in text.validation_scans.values())]
-    elif len(sizes) == 1:
-        cut = _cut_of(total, held_out)
-        lengths = [cut, total - cut]
     else:
-        least = min(map(share_of_key, sizes))
-        train = sum(size for key, size in sizes.items() if share_of_key(key) >= held_out)
+        if text.holds_out_ends:
+            train = sum(_cut_of(size, held_out) for size in sizes.values())
+        else:
+            train = sum(size for key, size in sizes.items() if share_of_key(key) >= held_out)
         lengths = [train, total - train]
-    check_lengths(lengths, "characters", text.files, text.validation, text.config, least)
+    check_lengths(lengths, "characters", text.files, text.validation, text.config)
 
 
 def _cut_of(characters: int, held_out: float) -> int:
-    """The first character that is held out of a single text."""
+    """The first character that is held out of a document."""
     return round(characters * (1 - held_out))
 
 
@@ -336,7 +362,6 @@ def check_lengths(
     files: Files,
     validation: Files | None,
     config: DataConfig,
-    least: float = 1.0,
 ) -> None:
     """Raises if there is nothing to train on, or nothing is held out.
 
@@ -346,7 +371,6 @@ def check_lengths(
         files: the files to train on.
         validation: the files that are held out; None for a fraction of the others.
         config: what is read.
-        least: the smallest `held_out` that holds out anything; 1 if none does.
     """
     for length, source in zip(lengths, (files, validation), strict=True):
         if source is not None and not (length if validation else sum(lengths)):
@@ -355,16 +379,10 @@ def check_lengths(
                 "Give others."
             )
     if not all(lengths):
-        way_out = "Give --data.validation-path, or another --data.held-out."
-        if lengths[0] and config.held_out <= least < 0.99:
-            # In hundredths.
-            way_out = (
-                f"Use --data.held-out {int(least * 100 + 1) / 100}, or --data.validation-path."
-            )
         raise InputError(
             "data.held_out must leave something to train on and something to hold out; got "
             f"{lengths[0]} and {lengths[1]} {unit} of {files.name!r} for "
-            f"held_out={config.held_out}. {way_out}"
+            f"held_out={config.held_out}. Give --data.validation-path, or another --data.held-out."
         )
 
 

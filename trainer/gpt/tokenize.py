@@ -55,8 +55,8 @@ class TokenizeOptions:
     validation_path: Path | None = None
     """Held-out text. The default is a fraction of IN."""
     held_out: float = 0.05
-    """Fraction that is held out if there is no `validation_path`: of the documents, or of a single
-    text file at its end."""
+    """Fraction that is held out if there is no `validation_path`: of the documents, or of every
+    document at its end where no whole ones can be."""
     cache: Path | None = None
     """Folder for the copies of text that is in a store. The default is the one in which OUT is."""
 

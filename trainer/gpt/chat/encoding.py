@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -124,15 +125,12 @@ def _write(
     writers: dict[str, Writers] = {part: {} for part in PARTS}
     for (part, vector), file in files.items():
         writers[part][vector] = VectorWriter(file, VECTORS[vector] or text.tokenizer.dtype)
-    least = 1.0
     for chunk in chunks(_assign(text, template, on_read)):
         encoded = text.tokenizer.encode_parts([example for _, example in chunk])
         for (part, example), (tokens, counted) in zip(chunk, encoded, strict=True):
             _add(writers[part], tokens, counted, example)
-            least = min(least, share_of_key(example.key))
     counts = [writers[part]["ends"].length for part in PARTS]
-    least = least if counts[0] > 1 else 1.0
-    check_lengths(counts, "examples", text.files, text.validation, text.config, least)
+    check_lengths(counts, "examples", text.files, text.validation, text.config)
     for part, vector in files:
         writers[part][vector].finish()
 
@@ -153,9 +151,24 @@ def _assign(
 ) -> Iterator[tuple[str, Document]]:
     """Every example, and its part."""
     train, held_out = PARTS
+    most = -1.0 if text.validation is not None else _largest_share(text, template)
     for example in read_examples(text.files, template, on_read):
-        is_held_out = text.validation is None and (share_of_key(example.key) < text.config.held_out)
-        yield held_out if is_held_out else train, example
+        yield held_out if share_of_key(example.key) <= most else train, example
     if text.validation is not None:
         for example in read_examples(text.validation, template, on_read):
             yield held_out, example
+
+
+def _largest_share(text: Text, template: ChatTemplate | None) -> float:
+    """The largest `share_of_key` of the examples that are held out.
+
+    Where `held_out` gives all examples to one part, one example is held out.
+    """
+    shares, found = [], set()
+    largest = math.nextafter(text.config.held_out, 0)
+    for example in read_examples(text.files, template):
+        shares.append(share_of_key(example.key))
+        found.add(shares[-1] <= largest)
+        if len(found) == 2:  # Of many examples, the first few are enough to know it.
+            return largest
+    return min(shares) if len(shares) > 1 else largest
