@@ -101,7 +101,8 @@ def emulate(settings: ClusterSettings, argv: list[str]) -> int:
             "multiplies no matrices in bfloat16 as long as it sends bfloat16; got "
             f"dtype={settings.dtype}, train={' '.join(settings.train)}. Leave out one of them."
         )
-    # What is wrong with the schemes is said before anything starts.
+    # What is wrong with the sizes and the schemes is said before anything starts.
+    settings.check_length(len(topology.device_nodes))
     schemes = []
     if EVERY not in settings.schemes:
         schemes = named_schemes(settings.schemes, settings.call, topology.device_nodes)
@@ -171,6 +172,7 @@ def measure_joined(settings: ClusterSettings, *, emulated: bool) -> int:
         port=settings.port if emulated else settings.interface,
     )
     place = find_place(settings, emulated=emulated)
+    settings.check_length(len(place.devices))
     nodes = len(place.devices) // place.devices_per_node
     facts: dict[str, Any] = {
         "cluster": f"{nodes} x {place.devices_per_node} {place.devices[0].device_kind} devices"

@@ -1,4 +1,4 @@
-"""Settings of benchmarks/cluster.py: flags of its command line. Imports no jax."""
+"""Settings of benchmarks/cluster.py: flags of its command line."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, Literal
 from benchmarks.cluster_links import PORT
 from benchmarks.cluster_nodes import Topology
 from startrail_jax.errors import InputError
+from startrail_jax.layout import Layout
 
 DEFAULT_NODES, DEFAULT_DEVICES = 4, 4
 PASSES = ("forward", "both")
@@ -147,6 +148,12 @@ class ClusterSettings:
         if kind == "gpt":
             return dataclasses.replace(self, causal=True)
         return dataclasses.replace(self, causal=False, kv_heads=None)
+
+    def check_length(self, num_devices: int) -> None:
+        """Raises a ValueError unless so many devices divide the sequence in the order of tokens."""
+        for own in [self.of_model(kind) for kind in self.train] or [self]:
+            layout = Layout.of(None, num_devices, causal=own.causal)
+            layout.check_length(self.seq_len, "--seq-len")
 
     @property
     def port(self) -> str:

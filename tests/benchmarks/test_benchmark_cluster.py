@@ -244,6 +244,21 @@ def test_outputs_are_refused_before_anything_is_measured(tmp_path, monkeypatch):
         cluster.check_outputs(ClusterSettings(picture=tmp_path / "x.png"))
 
 
+@pytest.mark.parametrize(
+    ("flags", "length"),
+    [([], 960), (["--no-causal"], 1020), (["--train", "gpt", "--no-causal"], 960)],
+)
+def test_length_that_the_devices_do_not_divide_is_refused_first(monkeypatch, flags, length):
+    started = []
+    monkeypatch.setattr(cluster_nodes, "run", lambda *_: started.append("cluster"))
+    flags = ["--nodes", "3", "--devices", "4", *flags, "--seq-len"]
+    with pytest.raises(ValueError, match=r"--seq-len must be divisible by .*got --seq-len=1030"):
+        cluster.main([*flags, "1030"])
+    assert not started
+    cluster.main([*flags, str(length)])
+    assert started == ["cluster"]
+
+
 def test_rate_of_a_real_cluster_is_refused():
     settings = ClusterSettings(rate="5mbit")
     with pytest.raises(InputError, match=r"belong to emulated ports; got .* rate=5mbit"):
