@@ -192,7 +192,9 @@ class MlflowConfig:
     default is what MLFLOW_TRACKING_URI says, and the folder `mlruns` of the run without it."""
 
     def __post_init__(self) -> None:
-        if "@" in (self.uri or "").partition("//")[2].partition("/")[0]:
+        place = (self.uri or "").partition("//")[2]
+        # A password may have a / in it, so that the @ comes after what looks like host and port.
+        if "@" in place.partition("/")[0] or ("@" in place and ":" in place.partition("/")[0]):
             raise InputError(
                 "mlflow.uri must hold no password, as config.json keeps it; got an @ in it. Set "
                 "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_URI."

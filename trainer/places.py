@@ -107,9 +107,14 @@ def is_inside(path: Path, folder: str) -> bool:
     return is_in_store(path) and f"{folder}/".startswith(f"{text_of(path)}/")
 
 
-def without_secret(url: str) -> str:
-    """A URL without what may be a secret before an @."""
-    return re.sub(r"//[^\s]+@", "//***@", url)
+def without_secret(text: str) -> str:
+    """A text without what may be a secret in its URLs: what is before an @ or after a ?.
+
+    A secret may have a / or an @ in it, so that all up to the last @ of a URL is hidden, but for
+    stores whose URLs name a revision there.
+    """
+    text = re.sub(rf"(?<!{_WITH_REVISION[:-2]})//\S+@", "//***@", text)
+    return re.sub(r"(\w://[^\s?]+)\?[^\s'\"]+", r"\1?***", text)
 
 
 def check_mirror(url: str) -> None:

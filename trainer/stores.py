@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from startrail_jax.errors import InputError, UserError
 from trainer.errors import MissingPackageError, StorageError
-from trainer.places import is_of_disk
+from trainer.places import is_of_disk, without_secret
 
 FILES_AT_A_TIME = 8
 """Files that are copied at once. Packages take all that they are given, with a buffer for each."""
@@ -65,8 +64,7 @@ def reading_store(url: str, flag: str) -> Iterator[None]:
 
 def short(error: Exception) -> str:
     """The type and the message of an error, without what may be a secret in a URL."""
-    text = re.sub(r"//[^/@\s]+@", "//***@", f"{type(error).__name__}: {error}")
-    return re.sub(r"(https?://[^\s?]+)\?[^\s'\"]+", r"\1?***", text).rstrip(".")[:500]
+    return without_secret(f"{type(error).__name__}: {error}").rstrip(".")[:500]
 
 
 def batches(files: Sequence[Any]) -> Iterator[Sequence[Any]]:

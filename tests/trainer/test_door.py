@@ -222,8 +222,18 @@ def test_secret_is_taken_from_the_nearest_place(tmp_path, monkeypatch):
     assert find_secret(given(), tmp_path, 0.0).value == f"{LONG}-env"
     path = tmp_path / "given"
     path.write_text(f"{LONG}-file\n")
+    path.chmod(0o440)
     assert find_secret(given(secret_file=path), tmp_path, 0.0).value == f"{LONG}-file"
     assert find_secret(given(secret_file=path), None, 0.0).place == str(path)
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o604, 0o602])
+def test_secret_that_others_may_read_is_refused(tmp_path, mode):
+    path = tmp_path / "given"
+    path.write_text(LONG)
+    path.chmod(mode)
+    with pytest.raises(InputError, match=rf"with mode {mode:04o}. Run: chmod 600 {path} "):
+        find_secret(given(secret_file=path), None, 0.0)
 
 
 def test_secret_that_is_not_there_is_asked_for(tmp_path, monkeypatch):

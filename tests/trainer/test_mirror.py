@@ -1,7 +1,10 @@
 """The copy of a run in a store: whole at any moment, fetched as it was, and of one program."""
 
+import builtins
+import errno
 import hashlib
 import json
+import os
 import shutil
 import threading
 import time
@@ -28,7 +31,7 @@ from trainer.mirror.contents import DamagedCopyError, read_manifest
 from trainer.mirror.copying import Mirror, TakenError
 from trainer.mirror.fetch import fetch_newer
 from trainer.mirror.store import Store
-from trainer.places import check_mirror
+from trainer.places import check_mirror, without_secret
 
 URL = "memory://bucket/runs/mine"
 
@@ -251,6 +254,44 @@ def test_store_without_a_whole_copy_begins_no_new_run(tmp_path, capsys):
     assert "WARNING: " + URL + " has no whole checkpoint, only parts" in capsys.readouterr().out
     with pytest.raises(ValueError, match=r"mirror with a checkpoint; got .*, with none"):
         fetch.main([URL, str(tmp_path / "new")])
+
+
+@pytest.mark.parametrize("call", ["scandir", "stat", "open"])
+def test_disk_that_fails_for_a_moment_has_no_damaged_copy(tmp_path, monkeypatch, call):
+    """An older copy would be fetched, and the newest would not count any more."""
+    url = f"file://{tmp_path}/store"
+    for step in (1, 2):
+        save(tmp_path / "run", step)
+        copy(tmp_path / "run", step, url)
+    (newest,) = Store(url).copies()[-1:]
+    function = getattr(builtins if call == "open" else os, call)
+
+    def fail(path, *arguments, **options):
+        if f"/{newest.name}" in str(path) and "manifests" not in str(path):
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return function(path, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(builtins if call == "open" else os, call, fail)
+        with pytest.raises(StorageError, match=r"store of --mirror must be there.*Input/output"):
+            fetch_newer(url, tmp_path / "new")
+    fetch_newer(url, tmp_path / "new")
+    assert (tmp_path / "new" / "versions.json").read_text() == "2"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("OSError: http://me:pa/ss@host/x: no", "OSError: http://***@host/x: no"),
+        ("http://me:p@ss@host", "http://***@host"),
+        ("s3://key:secret@bucket/x and s3://b/y", "s3://***@bucket/x and s3://b/y"),
+        ("get https://host/x?signature=1 'now'", "get https://host/x?*** 'now'"),
+        ("hf://datasets/a/b@main/x: none", "hf://datasets/a/b@main/x: none"),
+        ("gs://bucket/runs/mine", "gs://bucket/runs/mine"),
+    ],
+)
+def test_secrets_of_urls_are_hidden(text, shown):
+    assert without_secret(text) == shown
 
 
 def test_folder_and_store_are_brought_together(tmp_path, capsys):

@@ -295,16 +295,18 @@ def test_options_without_effect_raise():
 
 
 @pytest.mark.parametrize("experiment", ["e", None])
-def test_password_in_the_address_of_mlflow_is_refused_and_not_shown(experiment):
+@pytest.mark.parametrize("password", ["secret", "se/secret", "se@secret", "123/secret"])
+def test_password_in_the_address_of_mlflow_is_refused_and_not_shown(experiment, password):
     with pytest.raises(ValueError, match="and MLFLOW_TRACKING_PASSWORD") as caught:
-        MlflowConfig(experiment=experiment, uri="http://me:secret@host:5000/x")
+        MlflowConfig(experiment=experiment, uri=f"http://me:{password}@host:5000/x")
     assert "secret" not in str(caught.value)
     MlflowConfig(experiment="e", uri="http://host/@team")
 
 
-def test_secrets_get_neither_into_files_nor_into_logs(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("password", ["secret", "se/secret", "se@secret", "se/@x?secret"])
+def test_secrets_get_neither_into_files_nor_into_logs(tmp_path, monkeypatch, capsys, password):
     server = FakeMlflow(monkeypatch)
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:secret@host")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://me:{password}@host")
     config = make_config(mlflow=MlflowConfig(experiment="e"), run_dir=tmp_path)
     report(tmp_path, [1], trackings_of(config))
     shown = capsys.readouterr().out

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
@@ -69,7 +70,8 @@ class Store:
         """
         self.url = url.rstrip("/")
         self._fs, self._root = open_url(self.url, FLAG)
-        if is_of_disk(self.url) and not Path(self._root).parent.is_dir():
+        self._is_of_disk = is_of_disk(self.url)
+        if self._is_of_disk and not Path(self._root).parent.is_dir():
             # A disk that is not mounted holds nothing: a run would begin anew beside its copies.
             raise StorageError(
                 f"The folder above that of a --mirror must exist; got {self.url}, without "
@@ -188,9 +190,11 @@ class Store:
 
     def sizes(self, folder: str) -> dict[str, int]:
         """The objects in one of `folders`, and their sizes."""
+        # On a disk, fsspec leaves out what it fails to read, unless it is told not to.
+        options = {"on_error": "raise"} if self._is_of_disk else {}
         try:
             self._fs.invalidate_cache()
-            found = self._fs.find(self._path(f"{FILES}/{folder}"), detail=True)
+            found = self._fs.find(self._path(f"{FILES}/{folder}"), detail=True, **options)
         except FileNotFoundError:
             return {}
         return {path.removeprefix(self._path("")): x["size"] for path, x in found.items()}
@@ -211,6 +215,11 @@ class Store:
         """Copies objects to files, whose folders are made."""
         for _, path in files:
             path.parent.mkdir(parents=True, exist_ok=True)
+        if self._is_of_disk:
+            # fsspec takes a file for gone whose disk fails for a moment.
+            for name, path in files:
+                shutil.copyfile(self._path(name), path)
+            return
         for some in batches(files):
             self._fs.get([self._path(name) for name, _ in some], [str(path) for _, path in some])
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hmac
 import os
 import secrets
+import stat
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -74,6 +75,7 @@ def find_secret(options: Distributed, folder: Path | None, deadline: float) -> S
         RuntimeError: if process 0 has not made up a secret in time.
     """
     if options.secret_file is not None:
+        _check_rights(options.secret_file)
         try:
             return _checked(options.secret_file.read_text(), str(options.secret_file))
         except (OSError, UnicodeError) as error:
@@ -122,6 +124,20 @@ def _make_up(path: Path) -> None:
             f"got {path.parent}: {error.strerror}. Fix that, use another folder, or set the same "
             f"{VARIABLE} for all processes."
         ) from error
+
+
+def _check_rights(path: Path) -> None:
+    """Raises unless others than the owner and the group are kept out of a file, if it is there.
+
+    Kubernetes gives the group of a pod the right to read what it mounts.
+    """
+    mode = path.stat().st_mode if path.exists() else 0
+    if mode & (stat.S_IROTH | stat.S_IWOTH):
+        raise InputError(
+            "distributed.secret_file must be readable for its owner and group only; got "
+            f"{path} with mode {stat.S_IMODE(mode):04o}. Run: chmod 600 {path} (of a mounted "
+            "Kubernetes secret, set defaultMode: 0400), and make a new secret if others saw it."
+        )
 
 
 def _checked(text: str, place: str) -> Secret:

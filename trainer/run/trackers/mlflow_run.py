@@ -100,5 +100,6 @@ def _place(uri: str | None, experiment: str) -> dict[str, str | None]:
     """
     if uri is None:
         return {"uri": None, "experiment": experiment}
-    hashed = hashlib.sha256(re.sub(r"//[^/@]*@", "//", uri).encode()).hexdigest()
+    plain = re.sub(r"//([^/@:]+:\S*|[^/@]*)@", "//", uri)  # A password may hold a / or an @.
+    hashed = hashlib.sha256(plain.encode()).hexdigest()
     return {"uri": hashed, "experiment": experiment}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import queue
-import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from trainer.durable import replace_text
+from trainer.places import without_secret
 
 End = Literal["finished", "interrupted", "failed"]
 # A report is small, and there are few: more are waiting only if the program hangs.
@@ -108,8 +108,7 @@ class Tracking:
     def _fail(self, why: str) -> None:
         if not self._has_failed:
             # Packages quote the address of their server, which may hold a password.
-            why = re.sub(r"//[^/@\s]+@", "//***@", why)
-            self._failure, self._has_failed = why, True
+            self._failure, self._has_failed = without_secret(why), True
 
 
 def close_all(trackings: Sequence[Tracking], end: End) -> None:
