@@ -1,30 +1,37 @@
 """Files that were made to harm: no program is started, nothing waits, memory stays bounded."""
 
+import gzip
 import hashlib
 import io
+import itertools
 import json
 import os
+import re
 import socket
 import struct
 import time
 import tracemalloc
 import zipfile
 import zlib
+from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import tokenizers
 from PIL import EpsImagePlugin, Image
 
 from startrail_jax.errors import InputError
-from trainer.data import documents
+from trainer.data import documents, opening, progress, slices, tables
 from trainer.data.arrays import LONGEST_HEADER, Archive
-from trainer.data.files import map_tokens
+from trainer.data.files import find_files, map_tokens
 from trainer.data.opening import open_regular, read_whole
 from trainer.dit import image_folder, images
 from trainer.dit.config import ImageConfig
 from trainer.dit.examples import Wanted
 from trainer.dit.pixels import BadImageError, check_header, check_pixels, read_pixels
+from trainer.gpt import encoding
 from trainer.gpt.config import DataConfig, GPTTrainConfig
 from trainer.gpt.corpus import open_corpus
 from trainer.gpt.tokenizer import FileTokenizer
@@ -400,3 +407,103 @@ def test_deep_json_names_its_file(tmp_path):
     path = path.rename(tmp_path / "x.jsonl")
     with pytest.raises(InputError, match=r"must be JSON; got .*recursion.* in '.*x.jsonl:1'"):
         open_corpus(DataConfig(path=path), vocab_size=256)
+
+
+# What expands.
+
+
+def bomb(path, kind, times=3_000):
+    """A small file that gives 1 MiB of text so many times."""
+    text = "a" * (1 << 20)
+    if kind == "parquet":
+        column = pa.DictionaryArray.from_arrays(pa.array([0] * times, pa.int32()), [text])
+        pq.write_table(pa.table({"text": column}), path, compression="zstd", store_schema=False)
+    elif kind == "arrow":
+        column = pa.array([text] * 8)
+        options = pa.ipc.IpcWriteOptions(compression="zstd")
+        with pa.ipc.new_stream(path, pa.schema({"text": pa.string()}), options=options) as stream:
+            for _ in range(times // 8):
+                stream.write(pa.record_batch({"text": column}))
+    else:
+        line = json.dumps({"text": text}).encode() + b"\n"
+        with gzip.open(path, "wb", compresslevel=1) as file:
+            for _ in range(times):
+                file.write(line if kind == "jsonl.gz" else text.encode())
+    return path
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "jsonl.gz", "txt.gz"])
+def test_file_that_gives_much_more_than_its_size_is_refused(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(opening, "EXPANDS_FREELY", 1 << 22)
+    path = bomb(tmp_path / f"x.{kind}", kind, times=24)
+    tracemalloc.start()
+    try:
+        with pytest.raises(InputError, match=r"must not give more than 200 times its size; got a"):
+            open_corpus(DataConfig(path=path), vocab_size=300)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 26
+    finally:
+        tracemalloc.stop()
+
+
+def test_rows_of_a_table_take_little_memory_at_a_time(tmp_path):
+    """Three terabytes in a file of seven kilobytes."""
+    path = bomb(tmp_path / "x.parquet", "parquet", times=3_000_000)
+    assert path.stat().st_size < 10_000
+    rows = tables.read_parquet(path, ["text"])
+    before = pa.total_allocated_bytes()
+    assert len(next(rows)[0]["text"]) == 1 << 20
+    assert pa.total_allocated_bytes() - before < 1.5 * tables.BATCH_BYTES
+    rows.close()
+
+
+@pytest.mark.parametrize("kind", ["txt", "parquet"])
+def test_text_that_is_more_than_memory_is_refused(tmp_path, monkeypatch, kind):
+    if kind == "txt":
+        (path := tmp_path / "x.txt").touch()
+        os.truncate(path, 1 << 40)  # A file of holes, which takes a quarter of an hour to read.
+        found = "1,099.5 GB"
+    else:
+        path = bomb(tmp_path / "x.parquet", kind, times=20)
+        monkeypatch.setattr(encoding, "MEMORY_SHARE", 0.0)
+        monkeypatch.setattr(encoding.os, "sysconf", lambda _: 1 << 20)
+        found = "0.0 GB"
+    with pytest.raises(
+        InputError, match=rf"must fit in memory .*got {found} .*--data.cache FOLDER"
+    ):
+        open_corpus(DataConfig(path=path), vocab_size=300)
+
+
+def test_text_that_cannot_be_cut_is_refused(monkeypatch):
+    monkeypatch.setattr(slices, "LONGEST_SLICE", 1 << 12)
+    slicer = slices.Slicer(lambda text: [ord(x) for x in text], length=1 << 10, window=64)
+    whole = documents.Document(key="a", place="a.txt", text="a" * (1 << 14))
+    with pytest.raises(InputError, match=r"place where it can be cut.*from byte 0 of 'a.txt' on"):
+        list(slicer.add(whole))
+
+
+def test_long_reading_shows_that_it_goes_on(tmp_path, monkeypatch, capfd):
+    (path := tmp_path / "x.txt").write_bytes(b"a" * (documents.BLOCK_BYTES * 3))
+    times = itertools.count(0.0, 2.5)
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(times))
+    documents.scan_files(find_files(path, "data.path"))
+    assert re.search(r"reading .*x.txt: 1.0 of 3.1 MB\n.*x.txt: 3.1 MB in", capfd.readouterr().err)
+
+
+def test_file_that_the_system_makes_up_is_refused():
+    """Such as /proc/kmsg, which never ends."""
+    with (
+        pytest.raises(
+            InputError, match=r"'/proc/self/status' must be a file of a disk; got one th"
+        ),
+        open_regular(Path("/proc/self/status")),
+    ):
+        pass
+
+
+def test_shape_of_true_is_none(tmp_path):
+    header = "{'descr': '<i8', 'fortran_order': False, 'shape': (True,), }".ljust(117) + "\n"
+    (path := tmp_path / "x.npy").write_bytes(
+        b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header.encode() + bytes(8)
+    )
+    with pytest.raises(InputError, match=r"x.npy' .*shape \(True,\)"):
+        map_tokens(path, "uint16")

@@ -84,7 +84,8 @@ def read_header(raw: bytes) -> ArrayHeader:
         raise BadArrayError(f"an array in version {version} of the format .npy")
     if dtype.hasobject:
         raise BadArrayError("an array of objects")
-    if min(shape, default=0) < 0:
+    # True is an int for Python, and for the parser of numpy too.
+    if any(type(size) is not int or size < 0 for size in shape):
         raise BadArrayError(f"an array of the shape {shape}")
     return ArrayHeader(shape=shape, dtype=dtype, fortran_order=fortran_order, offset=start.tell())
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from trainer import durable
-from trainer.data.progress import shown_progress
+from trainer.data.progress import SECONDS_BEFORE_LINE, shown_progress
 from trainer.errors import StorageError
 from trainer.places import check_folder
 from trainer.printable import say
@@ -21,8 +21,6 @@ from trainer.sums import SUMS_FILE, check_sums, write_sums
 
 POLL_SECONDS = 0.2
 CACHE_OPTION = "--data.cache"
-SHOWN_BYTES = 1 << 30
-"""Tokens whose check is shown: it takes a second or more."""
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
@@ -76,7 +74,9 @@ def cached_folder(
 
 def _checked(folder: Path) -> dict[str, str]:
     size = sum(path.stat().st_size for path in folder.iterdir())
-    with shown_progress(f"checking the tokens in {folder}", size, least=SHOWN_BYTES) as advance:
+    with shown_progress(
+        f"checking the tokens in {folder}", size, after=SECONDS_BEFORE_LINE
+    ) as advance:
         sums = check_sums(folder, "Delete the folder: its tokens are then made again.", advance)
     assert sums is not None
     return sums

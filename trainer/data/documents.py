@@ -7,6 +7,7 @@ import gzip
 import hashlib
 import io
 import json
+import os
 import zlib
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -24,7 +25,8 @@ from trainer.data.files import (
     Files,
     is_gzip,
 )
-from trainer.data.opening import open_regular, reading
+from trainer.data.opening import check_expansion, open_regular, reading
+from trainer.data.progress import SECONDS_BEFORE_LINE, shown_progress
 from trainer.data.tables import read_arrow, read_parquet
 
 # Number of bytes of a text file that are read at a time.
@@ -90,11 +92,13 @@ def scan_files(files: Files) -> dict[str, Scan]:
     """
     scans: dict[str, Scan] = {}
     failed: dict[str, InputError] = {}
-    for key, path in files.paths.items():
-        try:
-            scans[key] = _scan(path, is_table=files.kind in TABLE_KINDS)
-        except InputError as error:
-            failed[key] = error
+    total = sum(path.stat().st_size for path in files.paths.values() if path.exists())
+    with shown_progress(f"reading {files.name}", total, after=SECONDS_BEFORE_LINE) as advance:
+        for key, path in files.paths.items():
+            try:
+                scans[key] = _scan(path, advance, is_table=files.kind in TABLE_KINDS)
+            except InputError as error:
+                failed[key] = error
     if failed:
         first, *others = failed.values()
         listed = "".join(f"\n  {error}" for error in others[: LISTED_FILES - 1])
@@ -131,16 +135,24 @@ def read_documents(
         yield from _read_text(key, path, on_read)
 
 
-def _scan(path: Path, *, is_table: bool) -> Scan:
+def _scan(path: Path, advance: Callable[[int], None], *, is_table: bool) -> Scan:
+    digest, characters, size = hashlib.sha256(), 0, 0
+
+    def read(count: int) -> None:
+        nonlocal size
+        size += count
+        advance(count)
+
     if is_table:
         with reading(path), open_regular(path) as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-            return Scan(digest=digest, characters=0, size=file.tell())
-    digest, characters, sizes = hashlib.sha256(), 0, [0]
-    for raw, text, _ in _blocks(path, sizes.append):
-        digest.update(raw)
-        characters += len(text)
-    return Scan(digest=digest.hexdigest(), characters=characters, size=sum(sizes))
+            while raw := file.read(BLOCK_BYTES):
+                digest.update(raw)
+                read(len(raw))
+    else:
+        for raw, text, _ in _blocks(path, read):
+            digest.update(raw)
+            characters += len(text)
+    return Scan(digest=digest.hexdigest(), characters=characters, size=size)
 
 
 @contextmanager
@@ -167,6 +179,7 @@ def _blocks(
     decoder = codecs.getincrementaldecoder("utf-8")()
     offset = told = 0
     with _opened(path) as (file, on_disk):
+        size = os.fstat(on_disk.fileno()).st_size
         while True:
             raw = file.read(BLOCK_BYTES)
             # Bytes of a character that began in the block before.
@@ -176,6 +189,8 @@ def _blocks(
             except UnicodeDecodeError as error:
                 raise _not_utf8(error, str(path), start) from None
             offset += len(raw)
+            if file is not on_disk:
+                check_expansion(path, size, offset)
             told, before = on_disk.tell(), told
             on_read(told - before)
             if not raw:
@@ -232,6 +247,7 @@ def _read_table(
 def _read_jsonl(key: str, path: Path, on_read: Callable[[int], None]) -> Iterator[Record]:
     offset = told = 0
     with _opened(path) as (file, on_disk):
+        size = os.fstat(on_disk.fileno()).st_size
         lines = iter(lambda: file.readline(LONGEST_LINE + 1), b"")
         for number, raw in enumerate(lines, start=1):
             place = f"{path}:{number}"
@@ -245,6 +261,8 @@ def _read_jsonl(key: str, path: Path, on_read: Callable[[int], None]) -> Iterato
             except UnicodeDecodeError as error:
                 raise _not_utf8(error, str(path), offset) from None
             offset += len(raw)
+            if file is not on_disk:
+                check_expansion(path, size, offset)
             told, before = on_disk.tell(), told
             on_read(told - before)
             if line.strip():

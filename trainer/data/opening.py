@@ -15,6 +15,9 @@ from startrail_jax.errors import InputError
 
 LARGEST_OBJECT = 1 << 24
 """Number of bytes that a file may have whose content is one object of JSON."""
+MOST_EXPANSION, EXPANDS_FREELY = 200, 1 << 30
+"""How many times its own size a file may give, and what any file may, in bytes. Text that is
+compressed gives 3 to 10 times its size, and 100 times if it often repeats itself."""
 
 
 @contextmanager
@@ -44,8 +47,32 @@ def open_regular(path: Path) -> Iterator[io.BufferedReader]:
     _require_regular(path.stat().st_mode, path)
     with open(path, "rb", opener=_open_at_once) as file:
         # Something else may have taken its place.
-        _require_regular(os.fstat(file.fileno()).st_mode, path)
+        status = os.fstat(file.fileno())
+        _require_regular(status.st_mode, path)
+        if status.st_size == 0 and _holds_something(file):
+            raise InputError(
+                f"{str(path)!r} must be a file of a disk; got one that the system makes up, as "
+                "those in /proc. Leave it out."
+            )
         yield file
+
+
+def _holds_something(file: io.BufferedReader) -> bool:
+    """Whether a file whose size is 0 gives bytes, or would wait for some."""
+    return file.raw.read(1) != b""
+
+
+def check_expansion(path: Path, size: int, expanded: int) -> None:
+    """Raises ValueError if what a file of `size` bytes gives, `expanded` bytes so far, has no end.
+
+    A compressed file, or a table that names a long text once and repeats it, may give terabytes.
+    """
+    if expanded > max(EXPANDS_FREELY, MOST_EXPANSION * size):
+        raise InputError(
+            f"{str(path)!r} must not give more than {MOST_EXPANSION} times its size; got a file of "
+            f"{size:,} bytes that gives more than {expanded:,}, as one does that is damaged or was "
+            "made to do harm. Leave it out, or unpack it and look into it."
+        )
 
 
 def _open_at_once(path: str, flags: int) -> int:

@@ -16,20 +16,17 @@ SECONDS_BETWEEN_LINES = 30.0
 
 
 @contextmanager
-def shown_progress(what: str, total: int, *, least: int = 0) -> Iterator[Callable[[int], None]]:
+def shown_progress(what: str, total: int, *, after: float = 0.0) -> Iterator[Callable[[int], None]]:
     """Shows how much of a number of bytes is read, on standard error.
 
     Args:
         what: what is done.
         total: number of bytes.
-        least: fewer bytes than these are read without a word.
+        after: seconds that may pass without a word.
 
     Yields:
         A function to call with each number of bytes that is read.
     """
-    if total < least:
-        yield lambda size: None
-        return
     console = Console(stderr=True)
     # A path may hold what looks like markup.
     text = TextColumn("{task.description}", markup=False)
@@ -52,4 +49,5 @@ def shown_progress(what: str, total: int, *, least: int = 0) -> Iterator[Callabl
                 say(f"{what}: {done / 1e6:,.1f} of {total / 1e6:,.1f} MB")
 
         yield advance
-    say(f"{what}: {done / 1e6:,.1f} MB in {time.monotonic() - began:,.1f} s")
+    if (seconds := time.monotonic() - began) >= after:
+        say(f"{what}: {done / 1e6:,.1f} MB in {seconds:,.1f} s")

@@ -19,6 +19,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import NamedTuple
 
+from startrail_jax.errors import InputError
 from trainer.data.documents import Document
 
 # Number of characters of a slice: so few that several are tokenised at once, and so many that cuts
@@ -32,6 +33,8 @@ PLACES = (
     re.compile(r"(?<=\S)(?=\s\S)"),
     re.compile(r"(?<=\w[^\w\s])(?=\w)"),
 )
+# Number of characters without a place for a cut that are tokenised at once, in some 2 GB of memory.
+LONGEST_SLICE = 1 << 24
 # Number of places of each kind that are tried in each stretch of text.
 TRIES = 8
 
@@ -72,6 +75,13 @@ class Slicer:
             cut = self._find(document.text)
             if cut is None:
                 self._limit += self._length // 2
+                if self._limit > LONGEST_SLICE:
+                    raise InputError(
+                        "Text must have a place where it can be cut, such as the end of a line or "
+                        f"a space, among any {LONGEST_SLICE:,} characters; got none from byte "
+                        f"{document.offset:,} of {document.place!r} on. Leave the document out, or "
+                        "divide its lines."
+                    )
                 continue
             self._limit = self._length
             text = document.text[: cut.at]

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from startrail_jax.errors import InputError, UserError
-from trainer.data.opening import open_regular, reading
+from trainer.data.opening import check_expansion, open_regular, reading
 from trainer.errors import MissingPackageError
 
-# Number of rows that are read at a time.
-BATCH_ROWS = 256
+# Number of rows that are read at a time, and of bytes that they may take, but for the least number.
+BATCH_ROWS, BATCH_BYTES, LEAST_ROWS = 256, 1 << 30, 4
 ARROW_FILE = b"ARROW1"
 """What an Arrow file of the random-access format begins with; other Arrow files are streams."""
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
@@ -46,8 +46,11 @@ def read_parquet(path: Path, columns: Collection[str]) -> Iterator[tuple[dict[st
     ):
         names = [x for x in table.schema_arrow.names if x in columns]
         _require_columns(names, table.schema_arrow.names, columns, path)
-        done, rows = 0, max(table.metadata.num_rows, 1)
-        for batch in table.iter_batches(BATCH_ROWS, columns=names, use_threads=False):
+        done, rows, given = 0, max(table.metadata.num_rows, 1), 0
+        at_a_time = _rows_at_a_time(table.metadata, names)
+        for batch in table.iter_batches(at_a_time, columns=names, use_threads=False):
+            given += batch.nbytes
+            check_expansion(path, size, given)
             for row in _rows(batch, path, done):
                 done += 1
                 yield row, size * done // rows
@@ -70,12 +73,33 @@ def read_arrow(path: Path, columns: Collection[str]) -> Iterator[tuple[dict[str,
             reader = batches = pa.ipc.open_stream(file)
         names = [x for x in reader.schema.names if x in columns]
         _require_columns(names, reader.schema.names, columns, path)
+        given = 0
         for batch in batches:
+            given += batch.nbytes
+            check_expansion(path, size, given)
             for start in range(0, batch.num_rows, BATCH_ROWS):
                 part = batch.select(names).slice(start, BATCH_ROWS)
                 for row in _rows(part, path, done):
                     done += 1
                     yield row, min(file.tell(), size)
+
+
+def _rows_at_a_time(metadata: Any, names: Collection[str]) -> int:
+    """Rows of a Parquet file whose values take little memory, whatever they are.
+
+    A value may be as long as its chunk of a column, where it is written once for many rows.
+    """
+    columns = (
+        metadata.row_group(group).column(number)
+        for group in range(metadata.num_row_groups)
+        for number in range(metadata.num_columns)
+    )
+    sizes = [
+        column.total_uncompressed_size
+        for column in columns
+        if column.path_in_schema.partition(".")[0] in names
+    ]
+    return min(max(BATCH_BYTES // max(*sizes, 1, 1), LEAST_ROWS), BATCH_ROWS)
 
 
 @contextmanager

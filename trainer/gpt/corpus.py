@@ -41,6 +41,7 @@ from trainer.gpt.config import DataConfig
 from trainer.gpt.encoding import (
     Text,
     check_lengths,
+    check_memory,
     encode_in_memory,
     encode_to_folder,
     read_encoded,
@@ -136,8 +137,13 @@ def open_corpus(config: DataConfig, *, vocab_size: int, cache: Path | None = Non
     check_effects(config, files, validation)
     if files.kind in TOKEN_KINDS:
         return _open_tokens(files, validation, config, vocab_size)
+    folder = config.cache or (cache if config.tokenizer else None)
+    if folder is None:
+        # Before they are read, which may take hours. Compressed ones hold more than this.
+        for some in (files, validation or files):
+            check_memory(sum(x.stat().st_size for x in some.paths.values() if x.exists()), some)
     text = open_text(files, validation, config, vocab_size)
-    return _open_text(text, config.cache or (cache if config.tokenizer else None), vocab_size)
+    return _open_text(text, folder, vocab_size)
 
 
 def find_parts(config: DataConfig) -> tuple[Files, Files | None]:

@@ -10,6 +10,7 @@ import hashlib
 import io
 import itertools
 import json
+import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -33,6 +34,9 @@ from trainer.gpt.tokenizer import ByteTokenizer, FileTokenizer
 CHUNK = 1 << 20
 # Changes when the same text gives other files than before.
 FORMAT = 1
+
+# Share of the memory of the machine that tokens may take.
+MEMORY_SHARE = 0.5
 
 # The files of a folder of tokens. Names of these kinds tell training what is held out.
 TRAIN_FILE = "train.npy"
@@ -133,13 +137,37 @@ class EncodedPart:
     """A hash of the tokens, that of the .npy file that holds them; None if nobody asked for it."""
 
 
+class BoundedMemory(io.BytesIO):
+    """A file in memory that leaves the machine some of it."""
+
+    def __init__(self, files: Files) -> None:
+        super().__init__()
+        self._files = files
+
+    def write(self, data: Any) -> int:
+        """Appends bytes; raises ValueError if they are too many."""
+        check_memory(self.tell() + len(data), self._files)
+        return super().write(data)
+
+
+def check_memory(size: int, files: Files) -> None:
+    """Raises ValueError if so many bytes of the tokens of files are too many to keep in memory."""
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if size > MEMORY_SHARE * whole:
+        raise InputError(
+            "Tokens must fit in memory where there is no folder for them, with room to spare; got "
+            f"{size / 1e9:,.1f} GB or more of {files.name!r}, and {whole / 1e9:,.1f} GB of memory. "
+            "Name a folder: --data.cache FOLDER."
+        )
+
+
 def encode_in_memory(text: Text) -> tuple[EncodedPart, EncodedPart]:
     """The tokens to train on and those held out.
 
     Raises:
         ValueError: if text cannot be read or tokenised, or one of the parts has none.
     """
-    files = (io.BytesIO(), io.BytesIO())
+    files = (BoundedMemory(text.files), BoundedMemory(text.files))
     writers = _write(text, files)
     train, held_out = (
         EncodedPart(

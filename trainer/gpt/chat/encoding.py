@@ -25,7 +25,14 @@ from trainer.data.progress import shown_progress
 from trainer.gpt.chat.examples import read_examples
 from trainer.gpt.chat.packing import EncodedExamples
 from trainer.gpt.chat.template import ChatTemplate
-from trainer.gpt.encoding import Text, VectorWriter, check_lengths, chunks, share_of_key
+from trainer.gpt.encoding import (
+    BoundedMemory,
+    Text,
+    VectorWriter,
+    check_lengths,
+    chunks,
+    share_of_key,
+)
 from trainer.gpt.tokenizer import BORDER
 
 # Changes when the same examples give other files than before.
@@ -54,7 +61,7 @@ def encode_examples(
         ValueError: if a line is not an example, or one of the parts has none.
     """
     if cache is None:
-        memory = {x: io.BytesIO() for x in _vectors()}
+        memory = {x: BoundedMemory(text.files) for x in _vectors()}
         _write(text, template, memory)
         sums = {x: hashlib.sha256(file.getbuffer()).hexdigest() for x, file in memory.items()}
         return _parts(lambda *x: np.load(io.BytesIO(memory[x].getvalue()))), _hash_of_train(sums)
