@@ -23,7 +23,7 @@ from trainer.parallel.footprint import describe_memory, describe_state
 from trainer.parallel.state import TrainState
 from trainer.parallel.step import Program, StepMetrics
 from trainer.run.divergence import Judgement, Watch
-from trainer.run.folder import CONFIG_FILE, FROZEN_FOLDER, result_flags
+from trainer.run.folder import CONFIG_FILE, FROZEN_FOLDER, result_flags, writing
 from trainer.run.mesh import read_planned_order, save_degrees
 from trainer.run.metrics import Reporter, describe_viewer
 from trainer.run.settings import save_config
@@ -151,24 +151,25 @@ class Loop:
             self._train_step = train_step.lower(self.state, batch).compile()
         report.line(f"memory of a device: {describe_memory(self._train_step.memory_analysis())}")
         peak = peak_flops(self._devices[0].device_kind)
-        report.open(
-            config.run_dir,
-            first_step=done,
-            tensorboard=config.tensorboard,
-            flops_per_token=program.objective.flops_per_token,
-            peak_flops=None if peak is None else peak * len(self._devices),
-        )
-        if config.tensorboard:
-            report.line(describe_viewer(config.run_dir))
-        if jax.process_index() == 0 and (note := record_versions(config.run_dir, done)):
-            report.line(note)
-        if not done:
-            if self._initial is not None and jax.process_index() == 0:
-                self._initial.keep(config.run_dir)
-            self.save_settings()
-            if self.state.frozen is not None:
-                with report.phase("saving the frozen weights"):
-                    self._frozen.save(self.state.frozen)
+        with writing(config.run_dir):
+            report.open(
+                config.run_dir,
+                first_step=done,
+                tensorboard=config.tensorboard,
+                flops_per_token=program.objective.flops_per_token,
+                peak_flops=None if peak is None else peak * len(self._devices),
+            )
+            if config.tensorboard:
+                report.line(describe_viewer(config.run_dir))
+            if jax.process_index() == 0 and (note := record_versions(config.run_dir, done)):
+                report.line(note)
+            if not done:
+                if self._initial is not None and jax.process_index() == 0:
+                    self._initial.keep(config.run_dir)
+                self.save_settings()
+                if self.state.frozen is not None:
+                    with report.phase("saving the frozen weights"):
+                        self._frozen.save(self.state.frozen)
         report.training()
         return done
 
@@ -399,5 +400,6 @@ class Loop:
             # Whether this program planned the mesh or goes on with one that was planned.
             planned = self.config.plan == "use" or read_planned_order(run_dir) is not None
             order = slowest_first(attention.mesh) if planned else None
-            save_degrees(run_dir, vars(attention.degrees), order)
-            save_config(lasting, self.config.run_dir / CONFIG_FILE)
+            with writing(run_dir):
+                save_degrees(run_dir, vars(attention.degrees), order)
+                save_config(lasting, run_dir / CONFIG_FILE)

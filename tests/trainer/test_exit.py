@@ -120,6 +120,17 @@ def test_one_of_several_ends_without_waiting_for_the_others(said):
     assert len(said) == 2
 
 
+def test_program_whose_save_failed_does_not_wait_for_its_threads(monkeypatch, said):
+    """Threads of orbax wait for minutes for a folder that a full disk has no room for."""
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: False)
+    with pytest.raises(SystemExit), exit_on_user_errors():
+        raise CheckpointError("no space")
+    assert not said
+    with pytest.raises(SystemExit), exit_on_user_errors():
+        raise CheckpointError("no space", ends_at_once=True)
+    assert said == ["CheckpointError: no space"]
+
+
 def test_describe_keeps_the_traceback_of_a_library():
     with pytest.raises(ValueError, match="Expecting") as caught:
         json.loads("{")

@@ -1,5 +1,6 @@
 """What goes wrong in training: a message that helps, and no work that is lost."""
 
+import errno
 import json
 import os
 import re
@@ -21,6 +22,7 @@ import pytest
 
 import train
 from programs import interrupt_after, shared_programs
+from trainer import loop
 from trainer.checkpoints.checkpoint import Checkpoints
 from trainer.data.batches import TrainingBatches
 from trainer.gpt.batches import Sequences
@@ -28,6 +30,7 @@ from trainer.gpt.corpus import (
     CHECKED_TOKENS,
     Stream,
 )
+from trainer.run import exit as program_exit
 from trainer.run import metrics
 from trainer.run.exit import exit_on_user_errors
 from trainer.run.folder import open_run
@@ -63,8 +66,9 @@ def flags_of(data, run_dir, flags=""):
 
 
 def run(data, run_dir, flags=""):
-    """The program, as `python train.py` runs it."""
-    with exit_on_user_errors():
+    """The program, as `python train.py` runs it; one that ends at once raises its message."""
+    with pytest.MonkeyPatch.context() as patch, exit_on_user_errors():
+        patch.setattr(program_exit, "end_now", sys.exit)
         return train.train(train.read_command_line(flags_of(data, run_dir, flags)).settings)
 
 
@@ -269,6 +273,16 @@ def test_full_disk_is_refused_before_training(data, tmp_path, monkeypatch):
     message = message_of(data, tmp_path / "run", "--checkpoint.keep 2")
     assert_matches(message, r"^CheckpointError: .*space for 3 more checkpoints.*1e-09 GB free")
     assert not (tmp_path / "run/metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("write", ["EventsWriter", "record_versions", "save_degrees"])
+def test_full_disk_at_the_start_ends_the_program(data, tmp_path, monkeypatch, write):
+    def fail(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(metrics if write == "EventsWriter" else loop, write, fail)
+    message = message_of(data, tmp_path / "run")
+    assert_matches(message, r"^StorageError: The folder of a run .*/run: No space left on device")
 
 
 def test_disk_that_fills_up_leaves_the_last_checkpoint(data, tmp_path, monkeypatch, capsys):

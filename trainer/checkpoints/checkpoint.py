@@ -437,7 +437,8 @@ class Checkpoints:
         fix = f"Free space in {self._folder}" if of_space(error) else "Fix that"
         return CheckpointError(
             f"The checkpoint of step {step} could not be saved: {error}. {intact} {fix}; then the "
-            f"same command goes on from step {latest or 0}."
+            f"same command goes on from step {latest or 0}.",
+            ends_at_once=True,
         )
 
 

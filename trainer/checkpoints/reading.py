@@ -33,6 +33,11 @@ Result = TypeVar("Result")
 class CheckpointError(UserError, RuntimeError):
     """A checkpoint could not be saved or read. Earlier whole checkpoints are intact."""
 
+    def __init__(self, message: str, *, ends_at_once: bool = False) -> None:
+        """Takes the message, and whether the program must not wait for its threads."""
+        super().__init__(message)
+        self.ends_at_once = ends_at_once
+
 
 class DamagedError(CheckpointError):
     """A checkpoint does not hold what was saved."""

@@ -25,14 +25,15 @@ def exit_on_user_errors() -> Iterator[None]:
     Every other error is a fault of the program or of a library, and keeps its traceback.
 
     One of several processes ends at once on any error, on Ctrl-C too: it does not wait for the
-    other processes, which may never come to their ends.
+    other processes, which may never come to their ends. So does a program whose checkpoint could
+    not be saved: threads of orbax may wait for minutes for a folder that nobody could make.
     """
     try:
         yield
     except SystemExit:
         raise
     except BaseException as error:
-        if _is_one_of_several():
+        if _is_one_of_several() or getattr(error, "ends_at_once", False):
             end_now(describe(error))
         if not isinstance(error, UserError):
             raise

@@ -151,10 +151,19 @@ def require_writable(folder: Path) -> None:
     Raises:
         OSError: if either fails.
     """
-    try:
+    with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(4096))
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Turns an error of the operating system, as of a full disk, into one that says what to do."""
+    try:
+        yield
+    except StorageError:
+        raise
     except OSError as error:
         raise StorageError(
             f"The folder of a run must be one that can be written; got {folder}: "
