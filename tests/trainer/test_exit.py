@@ -216,6 +216,9 @@ NOT_FOR_USERS = {
     "ConnectionError('an answer that does not come from process 0')",
     "ValueError('a single array')",
     "ValueError('a stream without its end')",
+    "ValueError('its checksum is another than when it was written')",
+    "ValueError(f'{answers!r} for the ends {ends}')",
+    "ValueError(f'{dtype} {list(shape)} for ends of the shape {list(whole)}')",
 }
 
 

@@ -281,7 +281,7 @@ def test_full_disk_at_the_start_ends_the_program(data, tmp_path, monkeypatch, wr
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(metrics if write == "EventsWriter" else loop, write, fail)
-    message = message_of(data, tmp_path / "run")
+    message = message_of(data, tmp_path / "run", "--tensorboard")
     assert_matches(message, r"^StorageError: The folder of a run .*/run: No space left on device")
 
 
