@@ -128,7 +128,8 @@ class Decoding(Sharded):
             positions,
             layout=self.layout,
             ranks=flat_axis(self.axes, SEQUENCE_ROLES),
-            pattern=self.pattern,
+            # Positions are int32, also those beyond the slots.
+            pattern=self.pattern.within(2**31),
             scale=self.scale,
             softcap=self.softcap,
             sinks=sinks,
