@@ -41,7 +41,7 @@ from startrail_jax.validation import (
 _OPTIONS = {
     "backend": ("auto", *blocks.BACKENDS),
     "backward": ("auto", "query", "kv"),
-    "placement": ("permute_gather", "gather_permute"),
+    "placement": ("gather", "gather_permute"),
     "combine": ("merge", "reduce_scatter"),
     "gradient_dtype": GRADIENT_DTYPES,
     "keep_gathered": (False, True),
@@ -91,8 +91,8 @@ class Attention(Decoding):
     backward: str = "auto"
     """Which side goes round the ring in the backward pass: "query" (the paper), "kv", or "auto" for
     the one of fewer bytes."""
-    placement: str = "permute_gather"
-    """How keys come to the devices that need them first: "permute_gather" (fewer bytes), or
+    placement: str = "gather"
+    """How keys come to the devices that need them first: "gather" (fewer bytes), or
     "gather_permute" (the paper)."""
     combine: str = "merge"
     """How a team joins its outputs: "merge" (in float32, at their owner), or "reduce_scatter" (the

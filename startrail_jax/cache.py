@@ -295,7 +295,7 @@ def sharded_decode(
         positions: positions of the new tokens. Each sees the slots of its own position and below
             that the pattern shows; a token of negative position sees none.
         layout: the placement of the slots.
-        ranks: the flat sequence axis, over (group, ring, team, head).
+        ranks: the flat sequence axis, over (ring, group, team, head).
         pattern: which position sees which; it must be causal.
         scale: factor of the logits; None for head_dim ** -0.5.
         softcap: cap of the logits; None for none.
@@ -373,7 +373,7 @@ def write_slots(
         positions: positions of the new tokens, distinct in each row. Positions that the cache does
             not have, such as negative ones, are not written.
         layout: the placement of the slots.
-        ranks: the flat sequence axis, over (group, ring, team, head).
+        ranks: the flat sequence axis, over (ring, group, team, head).
         layer: the layer whose slots are written, if the cache has those of all layers.
 
     Returns:

@@ -192,32 +192,26 @@ copy_heads.defvjp(_copy_heads_forward, _copy_heads_backward)
 
 @dataclass(frozen=True)
 class KeyPlacement:
-    """Step 2 of the schedule: brings key unit p * team + a to device (g, p, a).
+    """Step 2 of the schedule: brings a key unit to each device, in one of two ways.
 
-    Key unit j is the shards of sequence ranks j * G .. j * G + G - 1 (G = group degree). There are
-    two orders; what a device receives is given in shards of the tensor that is placed:
+    What a device receives is given in shards of the tensor that is placed. G, A and C are degrees.
 
-    * "permute_gather": a ppermute of the device's own shard (1), then an all_gather over `group`
-      (G - 1). Without a mask any partition into units will do, and there is no ppermute.
-    * "gather_permute": the order of the paper (https://arxiv.org/abs/2407.00611, algorithm 2,
-      get_init_send): an all_gather over the team (C - 1), then a ppermute of the gathered unit (C).
-      It needs team == group == C.
+    * "gather": an all_gather over `group` (G - 1).
+    * "gather_permute": the way of the paper (https://arxiv.org/abs/2407.00611, algorithm 2,
+      get_init_send): an all_gather over the team (C - 1), then a permute of the gathered unit (C)
+      in which group and team trade places. It needs team == group == C.
     """
 
     kind: str
-    """"permute_gather" or "gather_permute"."""
+    """"gather" or "gather_permute"."""
     group: Axis
     team: Axis
-    rank: Axis
-    """The flat axis over (group, ring, team)."""
-    ordered: bool
-    """Whether key units must be runs of consecutive ranks, as every mask of positions needs."""
 
     def place(self, x: Shaped[Array, "b s ..."]) -> Shaped[Array, "b gs ..."]:
         """From this device's shard to the key unit that it holds in round 0."""
         if self.kind == "gather_permute":
-            return self._transpose(gather(x, self.team, 1))
-        return gather(self._transpose(x) if self.ordered else x, self.group, 1)
+            return self._trade(gather(x, self.team, 1))
+        return gather(x, self.group, 1)
 
     def scatter(
         self, x: Float32[Array, "b gs ..."], dtype: Any, travel_dtype: Any = jnp.float32
@@ -228,21 +222,14 @@ class KeyPlacement:
         `dtype`.
         """
         if self.kind == "gather_permute":
-            x = self._transpose(x.astype(travel_dtype), inverse=True).astype(jnp.float32)
+            x = self._trade(x.astype(travel_dtype)).astype(jnp.float32)
             return sum_at_owner(x, self.team, 1, travel_dtype).astype(dtype)
-        x = sum_at_owner(x, self.group, 1, travel_dtype).astype(dtype)
-        return self._transpose(x, inverse=True) if self.ordered else x
+        return sum_at_owner(x, self.group, 1, travel_dtype).astype(dtype)
 
-    def _transpose(self, x: Array, *, inverse: bool = False) -> Array:
-        """Sends from rank i * G + j to rank j * (P / G) + i, or back if `inverse`.
-
-        Under "permute_gather" the message is shard i * G + j. Under "gather_permute" the same ranks
-        send whole units: team i has gathered unit i, and its member j sends copy j.
-        """
-        ranks, members = self.rank.degree, self.group.degree
-        if members in (1, ranks):
+    def _trade(self, x: Array) -> Array:
+        """Sends from device (p, g, a) to device (p, a, g), which is the way back as well."""
+        degree = self.group.degree
+        if degree == 1:
             return x
-        pairs = [(r, r % members * (ranks // members) + r // members) for r in range(ranks)]
-        if inverse:
-            pairs = [(target, source) for source, target in pairs]
-        return permute(x, self.rank, pairs)
+        pairs = [(r, r % degree * degree + r // degree) for r in range(degree**2)]
+        return permute(x, Axis(self.group.names + self.team.names, degree**2), pairs)

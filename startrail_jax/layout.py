@@ -1,8 +1,8 @@
 """Where each token of the sequence lives: permutations and positions, without collectives.
 
 A layout is an order of the tokens. Shard r of the token axis in this order belongs to sequence rank
-r, the flat index over the mesh axes (group, ring, team, head). A *unit* is the tokens of
-consecutive ranks that a gather puts on one device: `sort_unit` puts them in order of position, and
+r, the flat index over the mesh axes (ring, group, team, head). A *unit* is the tokens that a gather
+puts on one device, of blocks of consecutive ranks: `sort_unit` puts them in order of position, and
 `unit_positions` gives their positions.
 """
 
@@ -39,7 +39,8 @@ class Runs:
     """The increasing positions of the tokens of one unit, as `len(starts)` runs of equal length.
 
     Token i of a run is at position `start + (i // block) * stride + i % block`. In a run of
-    neighbouring tokens, `block` is `length`.
+    neighbouring tokens, `block` is `length`. Where blocks have parts, `parts` says how long they
+    are and how far apart, and i % block is divided again in the same way.
     """
 
     starts: tuple[Any, ...]
@@ -51,27 +52,45 @@ class Runs:
     """Number of neighbouring tokens in a block."""
     stride: int
     """Distance from the start of one block to the start of the next, in tokens."""
+    parts: tuple[int, int] | None = None
+    """Tokens in a part of a block, and distance from the start of one part to that of the next;
+    None if a block has neighbouring tokens."""
+    apart: int = 0
+    """Distance from the start of one run to that of the next, in tokens; under zigzag, among the
+    early runs, and the late ones mirror them."""
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """Number of runs, and number of tokens in each."""
-        return len(self.starts), self.length
+    def shape(self) -> tuple[int, int, int]:
+        """Number of runs, tokens in each, and `apart`."""
+        return len(self.starts), self.length, self.apart
 
     @property
     def contiguous(self) -> bool:
         """Whether the tokens of a run are neighbours."""
-        return self.block == self.length or self.block == self.stride
+        return self.parts is None and self.block in (self.length, self.stride)
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens in the unit."""
+        return len(self.starts) * self.length
+
+    def offset(self, index: Any) -> Any:
+        """Distance from the first token of a run to token `index` of it."""
+        within = index % self.block
+        if self.parts is not None:
+            size, apart = self.parts
+            within = within // size * apart + within % size
+        return index // self.block * self.stride + within
 
     @property
     def spans(self) -> tuple[Span, ...]:
         """First and last position of each run."""
-        extent = (self.length // self.block - 1) * self.stride + self.block - 1
+        extent = self.offset(self.length - 1)
         return tuple(Span(start, start + extent) for start in self.starts)
 
     def vector(self) -> Int32[Array, " tokens"]:
         """The positions of all tokens of the unit, in increasing order."""
-        index = np.arange(self.length, dtype=np.int32)
-        offsets = index // self.block * self.stride + index % self.block
+        offsets = self.offset(np.arange(self.length, dtype=np.int32))
         return jnp.concatenate([jnp.asarray(start, jnp.int32) + offsets for start in self.starts])
 
 
@@ -188,7 +207,7 @@ class Layout:
         if not 0 <= rank < self.degree:
             raise InputError(
                 f"rank must be in [0, {self.degree}); got rank={rank}. "
-                "It is the flat index over (group, ring, team, head)."
+                "It is the flat index over (ring, group, team, head)."
             )
         return self.positions(seq_len).reshape(self.degree, -1)[rank]
 
@@ -252,7 +271,7 @@ class Layout:
         )
 
     def sort_unit(self, x: Shaped[Array, "..."], size: int, axis: int) -> Shaped[Array, "..."]:
-        """Puts the gathered tokens of `size` consecutive ranks in order of position along `axis`.
+        """Puts the gathered tokens of `size` ranks in order of position along `axis`.
 
         The reorder is static. Under zigzag, the early and late runs [e0 l0 e1 l1 ..] of the ranks
         become [e0 e1 .. | .. l1 l0]. Stripes are interleaved.
@@ -273,21 +292,31 @@ class Layout:
         early, late = jnp.split(_split(x, axis, (2 * size, -1)), 2, axis)
         return _merge(jnp.stack([early, jnp.flip(late, axis)], axis + 1), axis, 3)
 
-    def unit_positions(self, seq_len: int, size: int, index: Any) -> Runs:
-        """Positions of unit `index`, which is ranks `index * size .. (index + 1) * size - 1`.
+    def unit_positions(
+        self, seq_len: int, first: Any, size: int, blocks: int = 1, apart: int = 0
+    ) -> Runs:
+        """Positions of the tokens of some blocks of consecutive ranks, in increasing order.
 
         Args:
             seq_len: tokens of the whole sequence.
-            size: number of ranks in a unit.
-            index: number of the unit; it may be traced, or a NumPy array of numbers.
+            first: the first rank; it may be traced, or a NumPy array of the first ranks of units.
+            size: number of ranks in a block.
+            blocks: number of blocks.
+            apart: distance from the first rank of a block to that of the next.
         """
-        tokens = seq_len // self.degree * size
-        if self.kind == "contiguous":
-            return Runs((index * tokens,), tokens, tokens, tokens)
+        if apart == size:
+            size, blocks = size * blocks, 1
+        tokens, count = seq_len // self.degree, size * blocks
         if self.kind == "striped":
-            return Runs((index * size,), tokens, size, self.degree)
-        half = tokens // 2
-        return Runs((index * half, seq_len - (index + 1) * half), half, half, half)
+            parts = None if blocks == 1 else (size, apart)
+            return Runs((first,), tokens * count, count, self.degree, parts)
+        slices = tokens // 2 if self.kind == "zigzag" else tokens
+        ranks = [first + i * apart for i in range(blocks)]
+        starts = [rank * slices for rank in ranks]
+        if self.kind == "zigzag":
+            starts += [seq_len - (rank + size) * slices for rank in reversed(ranks)]
+        run = slices * size
+        return Runs(tuple(starts), run, run, run, apart=slices * apart if blocks > 1 else 0)
 
 
 def token_axis(x: Any, axis: int) -> int:

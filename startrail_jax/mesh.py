@@ -23,7 +23,7 @@ ROLES = ("data", "group", "ring", "team", "head", "tensor")
 # The platforms on which programs may run.
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 # The roles that together shard the token axis, slowest to fastest.
-SEQUENCE_ROLES = ("group", "ring", "team", "head")
+SEQUENCE_ROLES = ("ring", "group", "team", "head")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,13 +33,15 @@ class Pieces:
 
 @functools.lru_cache(maxsize=4096)
 def pieces_by_offset(
-    query: tuple[int, int], key: tuple[int, int], offsets: tuple[int, ...]
+    query: tuple[int, int, int], key: tuple[int, int, int], offsets: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[Pieces, ...]]:
     """The different `Pieces` of units under a causal mask, and the least offset of each.
 
     Args:
-        query: number of runs of the query unit and tokens in each run, as `Runs.shape` gives them.
-        key: the same for the key unit.
+        query: the one run of the query unit, or its early and its late run, as `Runs.shape` gives
+            them.
+        key: the runs of the key unit, likewise; half of them are late ones if the query unit has
+            two.
         offsets: the possible distances, in tokens, from the start of the first query run to the
             start of the first key run.
 
@@ -55,18 +57,18 @@ def pieces_by_offset(
     return tuple(first), tuple(cases)
 
 
-def _pieces(query: tuple[int, int], key: tuple[int, int], offset: int) -> Pieces:
+def _pieces(query: tuple[int, int, int], key: tuple[int, int, int], offset: int) -> Pieces:
     """The pieces at one offset. They are found on the coarsest grid that both units share."""
-    (num_runs, query_run), (_, key_run) = query, key
-    grid = math.gcd(query_run, key_run, offset)
-    a, b, d = query_run // grid, key_run // grid, offset // grid
-    queries, keys = [*range(a)], [*range(d, d + b)]
-    if num_runs == 2:
-        # Zigzag units have an early and a late run. The late runs mirror the early ones: they are
-        # as far apart, the other way round, and come after all early ones.
-        late = 2 * (a + b + abs(d))
-        queries += range(late, late + a)
-        keys += range(late + a - b - d, late + a - d)
+    (sides, query_run, _), (key_runs, key_run, apart) = query, key
+    grid = math.gcd(query_run, key_run, apart, offset)
+    starts = [(offset + i * apart) // grid for i in range(key_runs // sides)]
+    queries = [*range(query_run // grid)]
+    keys = [start + j for start in starts for j in range(key_run // grid)]
+    if sides == 2:
+        # Zigzag units have early and late runs. The late runs mirror the early ones: they are as
+        # far apart, the other way round, and come after all early ones.
+        end = 2 * max(queries[-1], keys[-1]) + 1
+        queries, keys = ([*x, *(end - position for position in reversed(x))] for x in (queries, keys))
     counts, squares = [], []
     for x, position in enumerate(queries):
         if position not in keys:

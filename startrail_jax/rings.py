@@ -5,7 +5,7 @@ Here the units move and are attended. The steps are:
 
     0  head exchange: an all_to_all trades tokens for heads (Ulysses).
     1  query gather: each team gathers its query unit.
-    2  key placement: each device gets the key unit that it holds in round 0.
+    2  key gather: each group gathers its key unit.
     3  ring: in each round, a device attends its query unit to a key unit, while keys move on.
     4  combination: each team joins the outputs of its members.
     5  output exchange: an all_to_all trades heads for tokens.
@@ -138,9 +138,9 @@ def _forward(
 ) -> tuple[OutShard, LseShard, LseShard | None]:
     """Steps 1 to 4: gather queries, place keys, go round the ring, combine over the team.
 
-    A device receives A - 1 shares for the queries; 2g(G - 1), and up to 2g more, for the placement
-    (2g(2C - 1) in the order of the paper); 2gG in each of R - 1 hops of the ring; and A - 1 for the
-    combination. The backward pass is `_backward`.
+    A device receives A - 1 shares for the queries; 2g(G - 1) for the keys (2g(2C - 1) in the way of
+    the paper); 2gG in each of R - 1 hops of the ring; and A - 1 for the combination. The backward
+    pass is `_backward`.
 
     Keys and values are used in the dtype of q; their gradients have the dtype that they come in.
 
@@ -432,9 +432,9 @@ def _unrolled(schedule: Schedule) -> tuple[int, int]:
 
 
 def _device(schedule: Schedule) -> tuple[Any, Any, Any]:
-    """The indices (g, p, a) of this device along group, ring and team."""
-    g, p, a = (collectives.index(x) for x in (schedule.group, schedule.ring, schedule.team))
-    return g, p, a
+    """The indices (p, g, a) of this device along ring, group and team."""
+    p, g, a = (collectives.index(x) for x in (schedule.ring, schedule.group, schedule.team))
+    return p, g, a
 
 
 def _query_unit(schedule: Schedule, x: Array | None, dim: int = 1) -> Array | None:

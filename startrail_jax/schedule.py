@@ -1,15 +1,20 @@
 """Who attends to whom, on which devices, in which rounds: the static side of the schedule.
 
-The *sequence rank* of a device is its flat index over the axes (group, ring, team, head), slowest
-first, whose degrees are G, R, A and U. After the head exchange, which trades tokens for heads among
-U neighbours, a device is called (g, p, a) by its indices along group, ring and team.
+The *sequence rank* of a device is its flat index over the axes (ring, group, team, head), slowest
+first, whose degrees are R, G, A and U. After the head exchange, which trades tokens for heads among
+U neighbours, a device is called (p, g, a) by its indices along ring, group and team. The G * A
+devices of one p hold a *block* of the sequence.
 
-* A *unit* is what one gather brings together: the tokens of consecutive sequence ranks. (Without a
-  mask the order of keys does not matter, and a key unit may be of any ranks.)
-* A *team* is the A devices (g, p, 0..A-1). They share a query unit, number g * R + p.
-* A *group* is the G devices (0..G-1, p, a). They share a key unit, number p * A + a in round 0.
-* A *ring* is the R devices (g, 0..R-1, a). Round after round, each of them attends its query unit
-  to another of the key units p' * A + a, for all p' on the ring.
+* A *unit* is what one gather brings together. No device sends anything to another place first.
+* A *team* is the A devices (p, g, 0..A-1). They share a query unit, which is neighbouring shards.
+* A *group* is the G devices (p, 0..G-1, a). They share a key unit, which is every A-th shard of
+  their block.
+* A *ring* is the R devices (0..R-1, g, a). Round after round, each of them attends its query unit
+  to the key unit of another block.
+
+Device (p, g, a) so meets the keys of all shards with its a, and its team those of all shards. In
+the first round, queries and keys are of one block, and a mask is a staircase. In every other round
+one block lies before the other, and a causal mask is one rectangle.
 
 A *double ring* (LoongTrain, https://arxiv.org/abs/2406.18485) visits the same units in another
 order. With n devices in an inner cycle, ring index p is o * n + i. Key units go round the inner
@@ -23,7 +28,6 @@ So every (query, key) pair is met exactly once.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,7 +38,7 @@ from jaxtyping import Array
 from startrail_jax.blocks.base import Request
 from startrail_jax.collectives import KeyPlacement
 from startrail_jax.errors import InputError
-from startrail_jax.layout import Layout
+from startrail_jax.layout import Layout, Runs
 from startrail_jax.mask import Mask
 from startrail_jax.masks import Causal, Full, Pattern
 from startrail_jax.mesh import PLATFORMS, SEQUENCE_ROLES, Axis, Cycle, Degrees
@@ -91,8 +95,7 @@ class Schedule:
     @property
     def keys(self) -> KeyPlacement:
         """How key units come to their devices, and how their gradients come back."""
-        rank = Axis(self.group.names + self.ring.names + self.team.names, self.num_shards)
-        return KeyPlacement(self.placement, self.group, self.team, rank, self.ordered)
+        return KeyPlacement(self.placement, self.group, self.team)
 
     @property
     def ordered(self) -> bool:
@@ -127,25 +130,43 @@ class Schedule:
             p = inner.place(p, direction * (distance % self.inner))
         return outer.place(p, direction * (distance // self.inner))
 
-    def query_unit(self, g: Any, p: Any, distance: Any = 0) -> Any:
-        """Number of the query unit that lives `distance` ahead of ring index p in group g."""
-        return g * self.ring.degree + self.along_ring(p, distance, 1)
+    def query_runs(self, seq_len: int, p: Any, g: Any) -> Runs:
+        """Positions of the query unit of ring index p and group index g.
 
-    def key_unit(self, p: Any, a: Any, distance: Any = 0) -> Any:
-        """Number of the key unit that lives `distance` behind ring index p, at team index a."""
-        return self.along_ring(p, distance, -1) * self.team.degree + a
+        Args:
+            seq_len: tokens of the whole sequence.
+            p, g: the indices; they may be traced, or NumPy arrays.
+        """
+        unit = p * self.group.degree + g
+        return self.layout.unit_positions(seq_len, unit * self.query_ranks, self.query_ranks)
 
-    def units_that_meet(self, distances: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Numbers of the query unit and of the key unit on each device, at each ring distance.
+    def key_runs(self, seq_len: int, p: Any, a: Any) -> Runs:
+        """Positions of the key unit that ring index p and team index a have in round 0.
+
+        Args:
+            seq_len: key tokens of the whole sequence.
+            p, a: the indices; they may be traced, or NumPy arrays.
+        """
+        block = p * self.group.degree * self.query_ranks
+        if self.placement == "gather_permute":
+            return self.layout.unit_positions(
+                seq_len, block + a * self.query_ranks, self.query_ranks
+            )
+        head = self.head.degree
+        return self.layout.unit_positions(
+            seq_len, block + a * head, head, self.group.degree, self.query_ranks
+        )
+
+    def units_that_meet(self, seq_len: int, distances: Sequence[int]) -> tuple[Runs, Runs]:
+        """Positions of the query unit and of the key unit on each device, at each ring distance.
 
         Returns:
-            Two arrays [distance, g, p, a].
+            Runs whose starts are arrays [distance, p, g, a].
         """
-        shape = self.group.degree, self.ring.degree, self.team.degree
-        g, p, a = np.indices(shape)
+        p, g, a = np.indices((self.ring.degree, self.group.degree, self.team.degree))
         behind = np.stack([self.along_ring(p, distance, -1) for distance in distances])
-        query = np.broadcast_to(self.query_unit(g, p), behind.shape)
-        return query, behind * self.team.degree + a
+        here = np.broadcast_to(p, behind.shape)
+        return self.query_runs(seq_len, here, g), self.key_runs(seq_len, behind, a)
 
     def mask(
         self,
@@ -162,7 +183,7 @@ class Schedule:
 
         Args:
             seq_len: tokens of the whole sequence.
-            device: the indices (g, p, a) of the device; they may be traced.
+            device: the indices (p, g, a) of the device; they may be traced.
             query_segments, key_segments: segment ids of the two units, or None.
             kv_seq_len: key tokens of the whole sequence; None for as many as query tokens.
             queries_ahead: from how far ahead on the ring the query unit has come.
@@ -171,12 +192,12 @@ class Schedule:
         pattern = self.pattern.within(seq_len)
         if isinstance(pattern, Full) and not self.scores:
             return Mask(query_segments=query_segments, key_segments=key_segments)
-        g, p, a = device
-        query, key = self.query_unit(g, p, queries_ahead), self.key_unit(p, a, keys_behind)
+        p, g, a = device
+        ahead, behind = self.along_ring(p, queries_ahead, 1), self.along_ring(p, keys_behind, -1)
         return Mask(
             pattern,
-            query_runs=self.layout.unit_positions(seq_len, self.query_ranks, query),
-            key_runs=self.layout.unit_positions(kv_seq_len or seq_len, self.key_ranks, key),
+            query_runs=self.query_runs(seq_len, ahead, g),
+            key_runs=self.key_runs(kv_seq_len or seq_len, behind, a),
             query_segments=query_segments,
             key_segments=key_segments,
             offsets=run_offsets(self, seq_len, queries_ahead + keys_behind),
@@ -234,7 +255,7 @@ def schedule_of(degrees: Degrees, pattern: Pattern, layout: Layout, inner: int =
         softcap=None,
         backend="auto",
         backward="auto",
-        placement="permute_gather",
+        placement="gather",
         combine="merge",
         gradient_dtype="float32",
         keep_gathered=False,
@@ -254,11 +275,7 @@ def ring_offsets(schedule: Schedule, seq_len: int) -> tuple[int, ...]:
     pattern = schedule.pattern.within(seq_len)
     if isinstance(pattern, (Full, Causal)):
         return tuple(ring)
-    query, key = schedule.units_that_meet(ring)
-    met = pattern.meet(
-        schedule.layout.unit_positions(seq_len, schedule.query_ranks, query),
-        schedule.layout.unit_positions(seq_len, schedule.key_ranks, key),
-    )
+    met = pattern.meet(*schedule.units_that_meet(seq_len, ring))
     needed = {offset // schedule.inner for offset in ring if met[offset].any()}
     return tuple(offset for offset in ring if offset // schedule.inner in {0, *needed})
 
@@ -277,11 +294,10 @@ def unit_cases(
         The sets; none if what is visible does not fall into rectangles and squares, as stripes and
         masks that are neither full nor causal do not.
     """
-    query = schedule.layout.unit_positions(seq_len, schedule.query_ranks, 0)
-    key = schedule.layout.unit_positions(kv_seq_len or seq_len, schedule.key_ranks, 0)
+    query, key = schedule.query_runs(seq_len, 0, 0), schedule.key_runs(kv_seq_len or seq_len, 0, 0)
     pattern = schedule.pattern.within(seq_len)
     if isinstance(pattern, Full):
-        return (Pieces.whole(math.prod(query.shape), math.prod(key.shape)),)
+        return (Pieces.whole(query.tokens, key.tokens),)
     if not (isinstance(pattern, Causal) and query.contiguous and key.contiguous):
         return ()
     return pieces_by_offset(query.shape, key.shape, run_offsets(schedule, seq_len, None))[1]
@@ -294,31 +310,16 @@ def run_offsets(schedule: Schedule, seq_len: int, distance: Any) -> tuple[int, .
         schedule: the schedule.
         seq_len: tokens of the whole sequence.
         distance: how far apart on the ring the units live. All distances of the ring are taken if
-            it is None, or if it is traced and so not known.
+            it is None, and all but 0 if it is traced: a loop never plays the first round.
     """
-    return _run_offsets(schedule, seq_len, distance if isinstance(distance, int) else None)
+    known = distance is None or isinstance(distance, int)
+    return _run_offsets(schedule, seq_len, distance if known else "not 0")
 
 
 @functools.lru_cache(maxsize=1024)
-def _run_offsets(schedule: Schedule, seq_len: int, distance: int | None) -> tuple[int, ...]:
-    group, ring, team = (range(x.degree) for x in (schedule.group, schedule.ring, schedule.team))
-
-    def start(ranks: int, unit: int) -> Any:
-        return schedule.layout.unit_positions(seq_len, ranks, unit).starts[0]
-
-    distances = ring_offsets(schedule, seq_len) if distance is None else (distance,)
-    queries = [
-        [start(schedule.query_ranks, schedule.query_unit(g, p)) for g in group] for p in ring
-    ]
-    keys = [[start(schedule.key_ranks, schedule.key_unit(p, a)) for a in team] for p in ring]
-    return tuple(
-        sorted(
-            {
-                key - query
-                for p in ring
-                for d in distances
-                for query in queries[p]
-                for key in keys[schedule.along_ring(p, d, -1)]
-            }
-        )
-    )
+def _run_offsets(schedule: Schedule, seq_len: int, distance: int | str | None) -> tuple[int, ...]:
+    distances = (distance,) if isinstance(distance, int) else ring_offsets(schedule, seq_len)
+    if distance == "not 0":
+        distances = distances[1:]
+    query, key = schedule.units_that_meet(seq_len, distances)
+    return tuple(np.unique(key.starts[0] - query.starts[0]).tolist())

@@ -2,7 +2,7 @@
 
 A bias has a row for each query and a column for each key, both in layout order; a device is given
 the rows of its own queries. It visits only some of the key units: with G, R and A the degrees of
-group, ring and team, device (g, p, a) visits key units p' * A + a for all p'. So the members of a
+group, ring and team, device (p, g, a) visits the key units (p', a) for all p'. So the members of a
 team trade columns for rows, and in memory a bias is the same share of the whole all the way; one of
 a single head is gathered over the axis of heads.
 """
@@ -119,14 +119,16 @@ def place(schedule: Schedule, given: Given, q: QueryShard) -> Given:
 
 
 def _place_bias(schedule: Schedule, x: Float[Array, "b n t c"]) -> Float[Array, "b _ _ _"]:
-    head, team, ring = schedule.head, schedule.team, schedule.ring
+    head, team, ring, group = schedule.head, schedule.team, schedule.ring, schedule.group
     if x.shape[1] == 1:
         x = collectives.gather(x, head, 2)
     else:
         x = collectives.exchange(x, head, split=1, concat=2)
-    x = x.reshape(*x.shape[:3], ring.degree, team.degree, -1)
-    x = collectives.exchange(x, team, split=4, concat=2)
-    x = schedule.sort(schedule.sort(x, schedule.query_ranks, 2), schedule.key_ranks, 5)
+    # Which member of the team visits a column: one index of its rank says it.
+    x = x.reshape(*x.shape[:3], ring.degree, group.degree, team.degree, -1)
+    x = collectives.exchange(x, team, split=5 if schedule.placement == "gather" else 4, concat=2)
+    x = x.reshape(*x.shape[:3], ring.degree, -1)
+    x = schedule.sort(schedule.sort(x, schedule.query_ranks, 2), schedule.key_ranks, 4)
     return x.reshape(*x.shape[:3], -1)
 
 
@@ -161,6 +163,6 @@ def met(
         mask = dataclasses.replace(mask, pattern=pattern)
     scores = dataclasses.replace(scores or PLAIN, softcap=schedule.softcap)
     if scores.bias is not None:
-        home = schedule.along_ring(device[1], distance.get("keys_behind", 0), -1)
+        home = schedule.along_ring(device[0], distance.get("keys_behind", 0), -1)
         scores = dataclasses.replace(scores, column=home * key_len)
     return mask, scores

@@ -158,8 +158,9 @@ def _kinds_of_pattern(
     triangle = whole & mask.pattern.triangle(queries, keys)
     # Where both tiles have this pattern, their positions grow alike from one token to the next, by
     # at least `step`.
-    block, stride = _pattern(mask.query_runs)
-    if query.size != key.size or query.size == 1 or (block, stride) != _pattern(mask.key_runs):
+    block, stride, parts = _pattern(mask.query_runs)
+    same = parts is None and (block, stride, parts) == _pattern(mask.key_runs)
+    if query.size != key.size or query.size == 1 or not same:
         return {"full": full}
     alike = triangle & ((query.starts % block)[:, None] == key.starts % block)
     step = stride if block == 1 else 1
@@ -178,9 +179,9 @@ def _kinds_of_pattern(
     return kinds
 
 
-def _pattern(runs: Runs) -> tuple[int, int]:
-    """(block, stride) of the positions of a run; (1, 1) if they are consecutive."""
-    return (1, 1) if runs.contiguous else (runs.block, runs.stride)
+def _pattern(runs: Runs) -> tuple[int, int, tuple[int, int] | None]:
+    """(block, stride, parts) of the positions of a run; (1, 1, None) if they are consecutive."""
+    return (1, 1, None) if runs.contiguous else (runs.block, runs.stride, runs.parts)
 
 
 def _only_segment(tiles: Int32[Array, "b i n"]) -> Int32[Array, "b i"]:

@@ -50,7 +50,7 @@ def check_placement(placement: str, degrees: Degrees) -> None:
     if placement == "gather_permute" and degrees.team != degrees.group:
         raise InputError(
             "placement='gather_permute' needs team == group; got "
-            f"team={degrees.team}, group={degrees.group}. Use placement='permute_gather'."
+            f"team={degrees.team}, group={degrees.group}. Use placement='gather'."
         )
 
 

@@ -92,7 +92,7 @@ class Case:
     heads: str = "equal"
     layout: str | None = None
     backward: str = "auto"
-    placement: str = "permute_gather"
+    placement: str = "gather"
     combine: str = "merge"
     inner: int = 1
     head_chunks: int = 1

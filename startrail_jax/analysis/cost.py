@@ -107,7 +107,7 @@ def communication(
     causal: bool | None = None,
     mask: Pattern | None = None,
     layout: Layout | str | None = None,
-    placement: Placement = "permute_gather",
+    placement: Placement = "gather",
     combine: Combine = "merge",
     backward: Backward = "auto",
     packed: bool = False,
@@ -126,17 +126,15 @@ def communication(
     One unit of traffic is one device's share of the query. With G, R and A the degrees of group,
     ring and team, head degree 1 and g = kv_heads / heads, the forward pass receives
 
-        (A - 1)  +  2 g G  +  2 g G (R - 1)  +  (A - 1)
-        query       key       ring              combine
-        gather      placement
+        (A - 1)  +  2 g (G - 1)  +  2 g G (R - 1)  +  (A - 1)
+        query       key             ring              combine
+        gather      gather
 
-    units if there is a mask and 1 < G < P, and 2 g (G - 1) for the placement otherwise. Rounds that
-    a mask lets no device need are not counted, as they are not made. A head degree
+    units. Rounds that a mask lets no device need are not counted, as they are not made. A head degree
     U adds (2 + 2 g') (U - 1) / U units, g' = max(kv_heads, head * tensor) / heads, and leaves the
     rest as it is on P / U devices. Bytes of lse and segment ids come on top.
     Sinks and prefixes send nothing. What other scores send is not counted: a bias, its exchanges
-    over head and team (`startrail_jax.score_units.place`); slopes, dropout and a bias without a
-    mask, the placement of keys that there is under a mask.
+    over head and team (`startrail_jax.score_units.place`).
 
     Args:
         degrees: the setting.
@@ -148,11 +146,10 @@ def communication(
         head_dim: channels of a query or key head.
         dtype: dtype of query, key and value: a name, a NumPy dtype or a JAX scalar type.
         causal: short for a mask: True for `masks.Causal()`, which is the default, and False for
-            `masks.Full()`. Under a mask key units are runs of consecutive ranks, which is what the
-            permute is for.
+            `masks.Full()`.
         mask: a mask of `startrail_jax.masks`, as for `Attention`.
         layout: the placement of tokens, as for `Attention`; it decides which rounds a mask needs.
-        placement: "permute_gather" (ours) or "gather_permute" (algorithm 2 of the paper).
+        placement: "gather" (ours) or "gather_permute" (algorithm 2 of the paper).
         combine: "merge" (ours) or "reduce_scatter" (the paper).
         backward: what travels in the backward ring: "query" (the paper), "kv", or "auto" for the
             one of fewer bytes.
@@ -212,7 +209,6 @@ def communication(
         degrees=degrees,
         share=share,
         kv_heads=kv_heads,
-        ordered=not isinstance(pattern, Full),
         offsets=_offsets(schedule_of(degrees, pattern, placed, inner), seq_len, rounds),
         placement=placement,
         inner=inner,

@@ -195,14 +195,14 @@ def messages(
     for transfer in transfers:
         if transfer.received_bytes == 0:
             continue
-        hops = transfer.hops or (None,)
+        hops = transfer.hops or ("",)
         for hop in hops:
             pattern = transfer.roles, transfer.collective, hop, transfer.inner
             sizes[pattern] += transfer.received_bytes // len(hops)
     parts = [np.zeros((3, 0), np.int64)]
     for (roles, collective, hop, inner), size in sizes.items():
         members = _members(degrees, roles)
-        steps = [(_targets(degrees, roles, hop, inner), Fraction(1))] if hop else None
+        steps = None if hop == "" else [(_targets(degrees, roles, hop, inner), Fraction(1))]
         for targets, share in steps or algorithms[collective](len(members)):
             part = np.full(members.size, size * share.numerator // share.denominator)
             parts.append(np.stack([members.ravel(), members[targets].ravel(), part]))
@@ -220,17 +220,15 @@ def _members(degrees: Degrees, roles: tuple[str, ...]) -> np.ndarray:
 
 
 def _targets(
-    degrees: Degrees, roles: tuple[str, ...], hop: tuple[int, int] | int, inner: int
+    degrees: Degrees, roles: tuple[str, ...], hop: tuple[int, int] | None, inner: int
 ) -> np.ndarray:
     """The receiver of each member in one message of a permute: see `Transfer.hops`."""
     ranks = np.arange(math.prod(getattr(degrees, role) for role in roles))
-    if isinstance(hop, tuple):
-        axis = Axis(roles, ranks.size)
-        ranks = Cycle(axis, inner).place(ranks, hop[1])
-        return Cycle(axis, ranks.size // inner, stride=inner).place(ranks, hop[0])
-    # Key units are laid out as a transpose: see `startrail_jax.collectives.KeyPlacement`.
-    group = degrees.group if hop > 0 else ranks.size // degrees.group
-    return ranks % group * (ranks.size // group) + ranks // group
+    if hop is None:  # Group and team trade places: see `startrail_jax.collectives.KeyPlacement`.
+        return ranks % degrees.group * degrees.group + ranks // degrees.group
+    axis = Axis(roles, ranks.size)
+    ranks = Cycle(axis, inner).place(ranks, hop[1])
+    return Cycle(axis, ranks.size // inner, stride=inner).place(ranks, hop[0])
 
 
 def read_messages(text: str, algorithms: Mapping[str, Algorithm] = NCCL) -> Messages:

@@ -12,12 +12,12 @@ from typing import Literal
 from startrail_jax.mesh import Degrees
 from startrail_jax.sizes import Sizes
 
-Placement = Literal["permute_gather", "gather_permute"]
+Placement = Literal["gather", "gather_permute"]
 Combine = Literal["merge", "reduce_scatter"]
 
 _FLOAT32 = 4
-# The flat axis over which keys are permuted.
-_RANKS = ("group", "ring", "team")
+# The flat axis over which the paper permutes keys.
+_TRADED = ("group", "team")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,12 +29,12 @@ class Transfer:
     collective: str
     """One of `startrail_jax.analysis.COLLECTIVES`."""
     roles: tuple[str, ...]
-    """Roles of the mesh axes over which it goes, slowest first: one, but for the permute of keys,
-    which goes over group, ring and team."""
-    hops: tuple[tuple[int, int] | int, ...] = ()
+    """Roles of the mesh axes over which it goes, slowest first: one, but for the paper's permute of
+    keys, which goes over group and team."""
+    hops: tuple[tuple[int, int] | None, ...] = ()
     """Of a collective_permute, its messages, which are of equal size. In a ring these are the
     distances that they go in the outer and in the inner cycle, in places; a single ring is an outer
-    cycle. The permute of keys is +1, and its inverse -1."""
+    cycle. None where group and team trade places."""
     inner: int = 1
     """Of messages in a ring, number of devices in an inner cycle."""
     tensor_bytes: int = 0
@@ -58,12 +58,10 @@ class Steps:
     """What `Sizes.share` gives for these degrees."""
     kv_heads: int
     """Key heads over all devices."""
-    ordered: bool
-    """Whether there is a mask, so that key units are runs of consecutive ranks."""
     offsets: tuple[int, ...]
     """Ring distances that are visited, those of whole inner cycles, 0 first."""
     placement: Placement
-    """Order of step 2: "permute_gather" (ours) or "gather_permute" (the paper)."""
+    """Step 2: "gather" (ours) or "gather_permute" (the paper)."""
     inner: int = 1
     """Number of devices in an inner cycle of the ring."""
     keep_gathered: bool = False
@@ -145,47 +143,30 @@ class Steps:
         """
         step, tensors = "key placement", self.share.key_value_bytes
         ids = self.share.key_id_bytes * self._chunks(backward)
-        gathered, permuted = self._placed_copies()
+        gathered = self.degrees.group - 1
         if self.placement == "gather_permute":
             gathered_ids = 0 if shared_ids else ids
             return [
                 _copies(step, "all_gather", "team", gathered, tensors, gathered_ids),
-                _copies(step, "collective_permute", _RANKS, permuted, tensors, ids, hops=(1,)),
+                self._trade(step, tensors, ids),
             ]
-        return [
-            _copies(step, "collective_permute", _RANKS, permuted, tensors, ids, hops=(1,)),
-            _copies(step, "all_gather", "group", gathered, tensors, ids),
-        ]
+        return [_copies(step, "all_gather", "group", gathered, tensors, ids)]
 
     def key_gradient_placement(self) -> list[Transfer]:
         """The gradient of step 2: dk and dv are summed over the group and sent to their owners."""
         step, dkv = "key gradient placement", self.share.key_value_gradient_bytes
-        gathered, permuted = self._placed_copies()
+        gathered = self.degrees.group - 1
         if self.placement == "gather_permute":
             return [
-                _copies(step, "collective_permute", _RANKS, permuted, dkv, hops=(-1,)),
+                self._trade(step, dkv),
                 _copies(step, self._summing, "team", gathered, dkv),
             ]
-        return [
-            _copies(step, self._summing, "group", gathered, dkv),
-            # The sum is complete, but for copies of a key head: the input width is enough.
-            _copies(
-                step,
-                "collective_permute",
-                _RANKS,
-                permuted,
-                self._summed_key_gradient_bytes,
-                hops=(-1,),
-            ),
-        ]
+        return [_copies(step, self._summing, "group", gathered, dkv)]
 
-    def _placed_copies(self) -> tuple[int, int]:
-        """Shares that a device receives by gathering, and by permuting."""
-        group, team = self.degrees.group, self.degrees.team
-        if self.placement == "gather_permute":
-            return team - 1, team if team > 1 else 0
-        shards = self.degrees.sequence // self.degrees.head
-        return group - 1, int(self.ordered and 1 < group < shards)
+    def _trade(self, step: str, tensors: int, rows: int = 0) -> Transfer:
+        """The permute of the paper, of whole units, in which group and team trade places."""
+        units = self.degrees.team if self.degrees.team > 1 else 0
+        return _copies(step, "collective_permute", _TRADED, units, tensors, rows, hops=(None,))
 
     def ring(self) -> list[Transfer]:
         """Step 3 of the forward pass: a key unit goes round."""
@@ -286,7 +267,7 @@ def _copies(
     tensors: int,
     rows: int = 0,
     *,
-    hops: tuple[tuple[int, int] | int, ...] = (),
+    hops: tuple[tuple[int, int] | None, ...] = (),
 ) -> Transfer:
     """A transfer of `copies` buffers of `tensors` + `rows` bytes each."""
     return Transfer(

@@ -83,8 +83,9 @@ def kernel_shares(schedule: Schedule, share: Sizes, *, dense: bool) -> dict[str,
         return {"full": 0.0, "causal": 0.0, "dense": 1.0}
     tokens = share.query_tokens * schedule.num_shards, share.key_tokens * schedule.num_shards
     # All units at once: tiles lie in runs, and do not know which unit a run belongs to.
-    query = _all_runs(schedule, tokens[0], schedule.query_ranks)
-    key = _all_runs(schedule, tokens[1], schedule.key_ranks)
+    p, g, a = np.indices((schedule.ring.degree, schedule.group.degree, schedule.team.degree))
+    query = _all_runs(schedule.query_runs(tokens[0], p[..., 0], g[..., 0]))
+    key = _all_runs(schedule.key_runs(tokens[1], p[:, 0], a[:, 0]))
     mask = Mask(schedule.pattern.within(tokens[0]), query, key)
     work = {"full": 0.0, "causal": 0.0, "dense": 0.0}
     with jax.ensure_compile_time_eval():
@@ -97,16 +98,14 @@ def kernel_shares(schedule: Schedule, share: Sizes, *, dense: bool) -> dict[str,
     return {kernel: area / total for kernel, area in work.items()}
 
 
-def _all_runs(schedule: Schedule, seq_len: int, ranks: int) -> Runs:
-    """The runs of every unit of so many ranks."""
-    index = np.arange(schedule.layout.degree // ranks)
-    runs = schedule.layout.unit_positions(seq_len, ranks, index)
-    starts = np.concatenate([np.broadcast_to(x, index.shape) for x in runs.starts])
-    return replace(runs, starts=tuple(map(int, starts)))
+def _all_runs(units: Runs) -> Runs:
+    """The runs of many units as those of one."""
+    starts = np.concatenate([np.ravel(x) for x in units.starts])
+    return replace(units, starts=tuple(map(int, starts)))
 
 
 def shares(schedule: Schedule, seq_len: int) -> np.ndarray:
-    """The work of each device over the mean, [group, ring, team].
+    """The work of each device over the mean, [ring, group, team].
 
     Units are cut into tiles; one that is visible in part counts half.
 
@@ -115,15 +114,13 @@ def shares(schedule: Schedule, seq_len: int) -> np.ndarray:
         seq_len: tokens of the whole sequence.
     """
     pattern, offsets = schedule.pattern.within(seq_len), ring_offsets(schedule, seq_len)
-    units = schedule.units_that_meet(offsets)
+    query, key = schedule.units_that_meet(seq_len, offsets)
+    met = query.starts[0].shape
     if isinstance(pattern, Full):
-        return np.ones(units[0].shape[1:])
-    place = schedule.layout.unit_positions
-    ranks = schedule.query_ranks, schedule.key_ranks
-    query, key = (place(seq_len, n, index) for n, index in zip(ranks, units, strict=True))
-    questions = units[0].size * len(query.starts) * len(key.starts)
+        return np.ones(met[1:])
+    questions = math.prod(met) * len(query.starts) * len(key.starts)
     parts = max(math.isqrt(_QUESTIONS // questions), 1)
-    work = np.zeros(units[0].shape)
+    work = np.zeros(met)
     for (area, a), (width, b) in itertools.product(_cut(query, parts), _cut(key, parts)):
         with jax.ensure_compile_time_eval():
             some, every = (np.asarray(x, float) for x in (pattern.some(a, b), pattern.every(a, b)))
@@ -135,9 +132,8 @@ def shares(schedule: Schedule, seq_len: int) -> np.ndarray:
 def _cut(runs: Runs, parts: int) -> list[tuple[int, Span]]:
     """Each run cut into at most `parts` parts: tokens, and first and last position."""
     ends = np.unique(np.linspace(0, runs.length, min(parts, runs.length, 64) + 1).astype(int))
-    place = lambda i: i // runs.block * runs.stride + i % runs.block  # noqa: E731
     return [
-        (int(stop - start), Span(begin + place(int(start)), begin + place(int(stop) - 1)))
+        (int(stop - start), Span(begin + runs.offset(start), begin + runs.offset(stop - 1)))
         for begin in runs.starts
         for start, stop in itertools.pairwise(ends)
     ]

@@ -58,7 +58,7 @@ class Links:
             role: self.placement.inside(role)
             for role in ("group", "ring", "team", "head", "tensor")
         }
-        self._leaving = self._transposed()
+        self._traded = self._trading()
 
     @property
     def nothing(self) -> Cost:
@@ -71,8 +71,8 @@ class Links:
         if move.collective.endswith("hop"):
             return self.hop(move).times(move.count)
         arrays = self._messages(move)
-        if move.collective == "transpose":
-            return self._transpose(move.received, arrays)
+        if move.collective == "trade":
+            return self._trade(move.received, arrays)
         size, inside = vars(self.settings)[move.role], self._inside[move.role]
         return self.collective(move.collective, size, inside, move.received, arrays).times(
             move.count
@@ -177,45 +177,32 @@ class Links:
         found = self._cost(size > 0, latency, through, staying, per_node * size - across)
         return Cost(seconds=found.seconds, across=across * (size > 0), inside=found.inside)
 
-    def _transpose(self, size: np.ndarray, arrays: np.ndarray | int) -> Cost:
-        """The permute of keys over group, ring and team."""
+    def _trade(self, size: np.ndarray, arrays: np.ndarray | int) -> Cost:
+        """The paper's permute of keys, in which group and team trade places."""
         cluster = self.cluster
-        across, inside = (part * size for part in self._leaving)
+        across, inside = (part * size for part in self._traded)
         latency = np.where(across > 0, cluster.latency, cluster.inside_latency)
         staying = np.where(inside > 0, size, 0)
         latency = (latency + cluster.start_latency) * arrays
         return self._cost(size > 0, latency, across, staying, inside)
 
-    def _transposed(self) -> tuple[np.ndarray, np.ndarray]:
+    def _trading(self) -> tuple[np.ndarray, np.ndarray]:
         """How many devices of a node send their keys to another one, where these are most, and how
         many send them to another device of the node. Four nodes are looked at."""
         s, per_node = self.settings, self.cluster.gpus_per_node
-        moves = (s.group > 1) & (s.published | (s.group < s.sequence // s.head))
+        moves = (s.group > 1) & s.published
         leaving, staying = np.zeros(len(s)), np.zeros(len(s))
         if not moves.any():
             return leaving, staying
-        part = s.take(moves)
-        strides = {role: values[moves] for role, values in self.placement.strides.items()}
-        ranks = part.group * part.ring * part.team
-        most = np.zeros(len(part)), np.zeros(len(part))
+        degree = s.take(moves).group
+        group, team = (self.placement.strides[role][moves] for role in ("group", "team"))
+        most = np.zeros(len(degree)), np.zeros(len(degree))
         last = self.cluster.nodes - 1
         for node in {0, 1 % (last + 1), (last + 1) // 2, last}:
-            sent, stays = np.zeros(len(part)), np.zeros(len(part))
+            sent, stays = np.zeros(len(degree)), np.zeros(len(degree))
             for device in range(node * per_node, (node + 1) * per_node):
-                g, p, a = (
-                    device // strides[role] % vars(part)[role] for role in ("group", "ring", "team")
-                )
-                rank = (g * part.ring + p) * part.team + a
-                there = rank % part.group * (ranks // part.group) + rank // part.group
-                to = (
-                    there // (part.ring * part.team),
-                    there // part.team % part.ring,
-                    there % part.team,
-                )
-                target = device + sum(
-                    (new - old) * strides[role]
-                    for role, new, old in zip(("group", "ring", "team"), to, (g, p, a), strict=True)
-                )
+                g, a = device // group % degree, device // team % degree
+                target = device + (a - g) * group + (g - a) * team
                 sent += target // per_node != node
                 stays += (target // per_node == node) & (target != device)
             most = np.maximum(most[0], sent), np.maximum(most[1], stays)

@@ -72,7 +72,7 @@ class Move:
 
     collective: str
     """One of `startrail_jax.analysis.COLLECTIVES`, or "hop", "inner hop" or "outer hop" of the ring
-    and "transpose" for the permutes."""
+    and "trade" for the permute of the paper."""
     role: str
     """The axis over which it goes."""
     received: np.ndarray
@@ -130,7 +130,7 @@ class Moves:
         """Steps 1 and 2: the units of the team and of the group."""
         s, share = self.settings, self.share
         query = 2 * share.query + 2 * share.rows if backward else share.query
-        gathered, permuted = self._placed
+        gathered = (s.group - 1) * share.keys
         return [
             Move(
                 collective="all_gather",
@@ -138,19 +138,19 @@ class Moves:
                 received=(s.team - 1) * query,
                 arrays=_QUERY_ARRAYS if backward else 1,
             ),
-            Move(collective="transpose", role="ranks", received=permuted * share.keys, arrays=2),
             Move(
                 collective="all_gather",
                 role="group",
-                received=self._of_group(gathered * share.keys),
+                received=self._of_group(gathered),
                 arrays=2,
             ),
             Move(
                 collective="all_gather",
                 role="team",
-                received=self._of_paper(gathered * share.keys),
+                received=self._of_paper(gathered),
                 arrays=2,
             ),
+            self._trade(share.keys),
         ]
 
     def ring(self, visits: Visits | None = None) -> list[Move]:
@@ -211,9 +211,7 @@ class Moves:
     def scatters(self) -> list[Move]:
         """The gradients of steps 1 and 2, and of copies of key heads."""
         s, share = self.settings, self.share
-        gathered, permuted = self._placed
-        sent_back = np.where(s.published, share.key_gradient, share.summed_key_gradient)
-        summed = gathered * share.key_gradient
+        summed = (s.group - 1) * share.key_gradient
         return [
             Move(
                 collective=self._summing,
@@ -221,7 +219,7 @@ class Moves:
                 received=(s.team - 1) * share.query_gradient,
             ),
             Move(collective=self._summing, role="group", received=self._of_group(summed), arrays=2),
-            Move(collective="transpose", role="ranks", received=permuted * sent_back, arrays=2),
+            self._trade(share.key_gradient),
             Move(collective=self._summing, role="team", received=self._of_paper(summed), arrays=2),
         ]
 
@@ -263,13 +261,10 @@ class Moves:
         received = size * (head - 1) // head
         return Move(collective="all_to_all", role="head", received=received, arrays=arrays)
 
-    @property
-    def _placed(self) -> tuple[np.ndarray, np.ndarray]:
-        """Shares of keys that a device receives by gathering, and by permuting."""
-        s = self.settings
-        shards = s.sequence // s.head
-        permuted = (s.group > 1) & (s.group < shards) & self.call.causal
-        return s.group - 1, np.where(s.published, s.team, permuted.astype(np.int64))
+    def _trade(self, size: np.ndarray) -> Move:
+        """The paper's permute of units of keys, of so many bytes a share."""
+        units = self._of_paper(self.settings.team)
+        return Move(collective="trade", role="group and team", received=units * size, arrays=2)
 
     def _of_group(self, received: np.ndarray) -> np.ndarray:
         return np.where(self.settings.published, 0, received)

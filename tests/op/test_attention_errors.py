@@ -47,7 +47,7 @@ def refuses(message, attention, query=None, key=None, value=None, error=ValueErr
     [
         ("backend", r"\('auto', 'xla'.*\)"),
         ("backward", r"\('auto', 'query', 'kv'\)"),
-        ("placement", r"\('permute_gather', 'gather_permute'\)"),
+        ("placement", r"\('gather', 'gather_permute'\)"),
         ("combine", r"\('merge', 'reduce_scatter'\)"),
         ("gradient_dtype", r"\('float32', 'bfloat16'\)"),
         ("keep_gathered", r"\(False, True\)"),
@@ -90,7 +90,7 @@ def test_window_below_one_is_refused(window):
 @pytest.mark.parametrize("degrees", [st.Degrees(team=2, ring=4), st.Degrees(group=2, ring=4)])
 def test_placement_of_the_paper_needs_equal_teams_and_groups(degrees):
     given = rf"team={degrees.team}, group={degrees.group}"
-    with pytest.raises(ValueError, match=rf"{given}.*placement='permute_gather'"):
+    with pytest.raises(ValueError, match=rf"{given}.*placement='gather'"):
         attention(degrees, placement="gather_permute")
 
 

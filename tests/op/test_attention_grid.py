@@ -114,7 +114,7 @@ def cases(schemes=tuple(SCHEMES), **factors):
             "scheme": schemes,
             "heads": HEADS,
             "backward": ("query", "kv"),
-            "placement": ("permute_gather", NEEDS_EQUAL),
+            "placement": ("gather", NEEDS_EQUAL),
             "combine": ("merge", "reduce_scatter"),
             "keep_gathered": (False, True),
             "axis_type": ("explicit", "auto"),
@@ -218,7 +218,7 @@ def any_case(draw):
     degree = hst.integers(1, 3)
     degrees = Degrees(**{role: draw(degree) for role in ROLES})
     assume(degrees.num_devices <= 24)
-    orders = ("permute_gather", "gather_permute")
+    orders = ("gather", "gather_permute")
     case = Case(
         degrees=degrees,
         mask=draw(hst.sampled_from([name for name in MASKS if name != "cross_full"])),

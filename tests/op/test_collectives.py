@@ -33,12 +33,12 @@ def run(mesh, function, x):
 @pytest.mark.parametrize(
     ("kind", "degrees"),
     [
-        ("permute_gather", (2, 2, 2)),
-        ("permute_gather", (3, 2, 2)),
-        ("permute_gather", (2, 1, 4)),
-        ("permute_gather", (4, 3, 1)),
-        ("permute_gather", (8, 1, 1)),
-        ("permute_gather", (1, 2, 4)),
+        ("gather", (2, 2, 2)),
+        ("gather", (3, 2, 2)),
+        ("gather", (2, 1, 4)),
+        ("gather", (4, 3, 1)),
+        ("gather", (8, 1, 1)),
+        ("gather", (1, 2, 4)),
         ("gather_permute", (2, 2, 2)),
         ("gather_permute", (2, 3, 2)),
         ("gather_permute", (3, 1, 3)),
@@ -55,7 +55,7 @@ def test_device_holds_key_unit_p_team_plus_a(kind, degrees):
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("kind", ["permute_gather", "gather_permute"])
+@pytest.mark.parametrize("kind", ["gather", "gather_permute"])
 def test_scatter_is_the_transpose_of_place(kind, causal):
     mesh, keys = placement(kind, st.Degrees(group=2, ring=3, team=2), causal)
 
@@ -70,7 +70,7 @@ def test_scatter_is_the_transpose_of_place(kind, causal):
 
 
 def test_partials_brings_every_members_version_of_the_own_part():
-    mesh, keys = placement("permute_gather", st.Degrees(ring=2, team=3), causal=True)
+    mesh, keys = placement("gather", st.Degrees(ring=2, team=3), causal=True)
 
     def sent(x):
         whole = collectives.gather(x, keys.team, 1) + 100 * collectives.index(keys.team)

@@ -34,7 +34,7 @@ class Setting:
     kv_heads: int = 2
     causal: bool | None = None
     mask: st.masks.Pattern | None = None
-    placement: str = "permute_gather"
+    placement: str = "gather"
     combine: str = "merge"
     backward: str = "auto"
     inner: int = 1
@@ -164,7 +164,7 @@ MIXED = {
     "gather_permute, full, packed": Setting(
         degrees=D.startrail(8, c=2), placement="gather_permute", packed=True, **FULL, **QUERY
     ),
-    "permute_gather, reduce_scatter, kv": Setting(
+    "gather, reduce_scatter, kv": Setting(
         degrees=D.startrail(8, c=2), combine="reduce_scatter", packed=True, **KV
     ),
     "published, packed": Setting(degrees=D.startrail(8, c=2), packed=True, **PAPER),

@@ -16,10 +16,8 @@ from startrail_jax.planner.grid import Call, Settings
 _SPREAD = 4
 """Query units whose work is counted, from the first to the last."""
 _LAST = 16
-"""Query units, at most, whose work is counted among the last `group` ones: in these, both runs of a
-unit lie near the middle of the sequence, where the window of one reaches into the other. In 1,172
-random settings of group (to 128), ring (to 64), team (to 32), tokens (200 to 1M) and window, the
-busiest unit of those that are counted has at most 0.8 % less work than the busiest of all."""
+"""Query units, at most, whose work is counted among the last ones: in these, both runs of a unit
+lie near the middle of the sequence, where the window of one reaches into the other."""
 
 
 class Visits:
@@ -90,35 +88,27 @@ def _leaving(ring: _Ring, inside: int, home: bool) -> float:
 @lru_cache(maxsize=1 << 14)
 def _ring(group: int, ring: int, team: int, inner: int, run: int, window: int) -> _Ring:
     """One ring, on which a shard of the sequence is two runs of `run` tokens."""
-    shards = group * ring * team
-    pairs = _busiest(group, ring, team, run, window)
-    if window >= 2 * shards * run:
-        return _Ring(places=ring // inner, offsets=tuple(range(ring // inner)), pairs=pairs)
-    # Query unit q starts at run q * team, and ends a run before (q + 1) * team; key unit k the same
-    # with `group`. Each has as many runs from the end of the sequence. A query that sees a key sees
-    # it at most `reach` whole runs beyond the gap between their units.
-    reach = (window - 2) // run
-    q = np.arange(group * ring)
-    begin, end = q * team, (q + 1) * team
-    last_key = ring * team - 1
+    pairs = _busiest(group * ring, team, run, window)
+    places, block = ring // inner, group * team * run
+    if window >= 2 * ring * block:
+        return _Ring(places=places, offsets=tuple(range(places)), pairs=pairs)
+    # All members of group and team together meet every pair of two blocks. A block is a run from
+    # the beginning of the sequence, and one as far from its end. A query that sees a key sees it at
+    # most `reach` whole runs beyond the gap between theirs.
+    reach, q = (window - 2) // block, np.arange(ring)
     bounds = (
-        # Both from the beginning: the key unit begins before the query unit ends.
-        (-(-(begin - reach) // group) - 1, (end - 1) // group),
-        # Both from the end.
-        (begin // group, (end + reach) // group),
-        # Keys from the beginning, queries from the end.
-        (-(-(2 * shards - end - reach) // group) - 1, np.full(len(q), last_key)),
+        (q - 1 - reach, q),  # Both from the beginning.
+        (q, q + 1 + reach),  # Both from the end.
+        (2 * ring - 2 - q - reach, np.full(ring, ring - 1)),  # Keys from the beginning, not queries.
     )
-    places = ring // inner
-    mine = q % ring // inner
     steps = np.zeros(2 * places + 1, np.int64)
     for first, last in bounds:
-        first, last = np.maximum(first, 0), np.minimum(last, last_key)
+        first, last = np.maximum(first, 0), np.minimum(last, ring - 1)
         some = first <= last
         # The places of the outer cycle at which these key units lie, as distances.
-        first, last = first[some] // team // inner, last[some] // team // inner
+        first, last = first[some] // inner, last[some] // inner
         more = np.minimum(last - first, places - 1)
-        near = (mine[some] - last) % places
+        near = (q[some] // inner - last) % places
         np.add.at(steps, near, 1)
         np.add.at(steps, near + more + 1, -1)
     met = np.cumsum(steps[:-1]) > 0
@@ -128,15 +118,20 @@ def _ring(group: int, ring: int, team: int, inner: int, run: int, window: int) -
 
 
 @lru_cache(maxsize=1 << 14)
-def _busiest(group: int, ring: int, team: int, run: int, window: int) -> float:
-    """Pairs of the device that attends to most: a query unit, and the key units of a team index."""
-    length = 2.0 * group * ring * team * run
-    number = group * ring
+def _busiest(number: int, team: int, run: int, window: int) -> float:
+    """Pairs of the device that attends to most.
+
+    Args:
+        number: number of query units, each of which is `team` runs from the beginning of the
+            sequence, and as many from its end.
+        team: team degree; a member attends to every team-th run, of those from either end.
+        run: tokens of a run.
+        window: keys that a query sees.
+    """
+    length = 2.0 * number * team * run
     spread = np.linspace(0, number - 1, _SPREAD).astype(np.int64)
-    last = np.linspace(number - group, number - 1, min(group, _LAST)).astype(np.int64)
-    units = np.union1d(spread, last)[:, None]
-    # Both runs of every key unit, in order of position.
-    ends = np.arange(2 * ring * team + 1) * float(group * run)
+    units = np.union1d(spread, np.arange(max(number - _LAST, 0), number))[:, None]
+    ends = np.arange(2 * number * team + 1) * float(run)
     begin, end = units * float(team * run), (units + 1) * float(team * run)
     before = sum(
         _earlier(b, ends)
@@ -147,7 +142,7 @@ def _busiest(group: int, ring: int, team: int, run: int, window: int) -> float:
     )
     pairs = np.diff(before)
     pairs = pairs + pairs[:, ::-1]
-    return float(pairs[:, : ring * team].reshape(len(units), ring, team).sum(1).max())
+    return float(pairs[:, : number * team].reshape(len(units), number, team).sum(1).max())
 
 
 def _earlier(query: np.ndarray, key: np.ndarray) -> np.ndarray:
