@@ -380,7 +380,7 @@ def write_slots(
         The cache.
     """
     length = cache.shape[-3]
-    runs = layout.unit_positions(length * layout.degree, 1, collectives.index(ranks))
+    runs = layout.unit_positions(length * layout.degree, collectives.index(ranks), 1)
     # An index past the end is not written.
     slots = jnp.full_like(positions, length)
     for i, start in enumerate(runs.starts):
@@ -397,4 +397,4 @@ def write_slots(
 def _slot_positions(layout: Layout, ranks: Axis, slots: int) -> Int32[Array, " s"]:
     """Position of each of this device's slots."""
     rank = collectives.index(ranks)
-    return layout.unit_positions(slots * layout.degree, 1, rank).vector()
+    return layout.unit_positions(slots * layout.degree, rank, 1).vector()
