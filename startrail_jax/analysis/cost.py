@@ -26,7 +26,7 @@ from startrail_jax.errors import InputError
 from startrail_jax.head_chunks import check_head_chunks
 from startrail_jax.layout import Layout
 from startrail_jax.masks import Full, Pattern, resolve
-from startrail_jax.mesh import ROLES, Degrees
+from startrail_jax.mesh import ROLES, Degrees, check_degrees
 from startrail_jax.nodes import node_grid, nodes_of, resolve_order
 from startrail_jax.schedule import Schedule, ring_offsets, schedule_of
 from startrail_jax.sizes import GRADIENT_DTYPES, Sizes, dtype_name
@@ -185,6 +185,7 @@ def communication(
     References:
         StarTrail: https://arxiv.org/abs/2407.00611
     """
+    check_degrees(degrees)
     check_option("placement", placement, get_args(Placement))
     check_option("combine", combine, get_args(Combine))
     check_option("backward", backward, get_args(Backward))

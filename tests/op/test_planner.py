@@ -479,10 +479,11 @@ def test_choice_among_all_settings_is_what_emulated_clusters_measured_as_fastest
 def test_texts_and_whole_floats_are_numbers():
     few = Options(zero=(3,), remat=("full",), offload=(False,), tiled=(False,), baselines=False)
     typed = dict(gpu="h100", model="gpt_7b", options=few, nodes=2, gpus_per_node=2, top=1)
-    plain = st.plan(**typed, port=5e10, batch=8, latency=1e-3, seq_len=65_536)
+    plain = st.plan(**typed, port="50GB/s", batch=8, latency="1ms", seq_len=65_536)
+    assert plain.cluster.port_rate == 5e10
     for changes in (
-        dict(port="50GB/s", batch="8", latency="1ms", seq_len=65536.0),
-        dict(port=np.float64(5e10), batch=8.0, latency=np.float64(1e-3), seq_len=65_536),
+        dict(port="400Gb/s", batch="8", latency="1000us", seq_len=65536.0),
+        dict(port="400 Gbit/s", batch=8.0, latency="0.001s", seq_len="64K"),
     ):
         assert st.plan(**typed, **changes) == plain
 
@@ -500,14 +501,18 @@ def odd_options(**values):
     [
         (dict(gpu="h1000"), r"--gpu must be one of a100_40, .*; got 'h1000'"),
         (dict(model="gpt_8b"), r"--model must be one of gpt_3b, .*; got 'gpt_8b'"),
-        (dict(port="0GB/s"), r"--port must be a rate above 0; got '0GB/s'"),
+        (dict(port="0GB/s"), r"--port must be a rate above 0 with its unit; got '0GB/s'"),
         (dict(port=None), r"--port must be given for several nodes; got --nodes 2"),
         (dict(ports=3), r"--ports must divide --gpus-per-node.*; got --ports 3"),
         (dict(seq_len=65536.5), r"--seq-len must be a positive whole number; got 65536.5"),
         (dict(batch=True), r"--batch must be a positive whole number; got True"),
         (dict(batch=2**41), r"--batch must be at most 1099511627776; got 2199023255552"),
-        (dict(latency=-1), r"--latency must be a number of seconds; got -1"),
-        (dict(port=math.nan), r"--port must be a number of bytes/s above 0; got nan"),
+        (dict(latency=1e-5), r"--latency must be a time .* with its unit; got 1e-05. .*'10us'"),
+        (dict(latency="10"), r"--latency must be a time .* with its unit; got '10'. .*'10us'"),
+        (dict(port=50), r"--port must be .* with its unit; got 50. Write .*'50GB/s' .* '400Gb/s'"),
+        (dict(port="400"), r"--port must be a rate above 0 with its unit; got '400'"),
+        (dict(port="400G"), r"--port must be a rate above 0 with its unit; got '400G'"),
+        (dict(inside=900), r"--inside must be a rate above 0 with its unit; got 900"),
         (dict(nodes=2**30), r"--nodes \* --gpus-per-node must be at most 1048576; got"),
         (dict(nodes=0), r"--nodes must be at least 1; got 0"),
         (dict(seq_len="12.5"), r"--seq-len must be a positive whole number; got '12.5'"),
@@ -561,7 +566,33 @@ def test_errors_name_the_flag_and_what_was_given(changes, message):
         st.plan(**{**arguments, **changes})
 
 
+@pytest.mark.parametrize(
+    ("port", "note"),
+    [
+        ("50gb/s", "--port 50gb/s was read as bits, .*: 50 Gbit/s, or 6.25 GB/s. .* write 50GB/s"),
+        ("50Gb/s", None),
+        ("50gbit/s", None),
+        ("6250kb/s", None),
+        ("50GB/s", None),
+    ],
+)
+def test_bits_and_bytes_are_told_apart(port, note):
+    few = Options(zero=(3,), remat=("full",), offload=(False,), tiled=(False,), baselines=False)
+    found = st.plan(
+        nodes=2, gpus_per_node=2, gpu="H100", port=port, model="gpt_7b", seq_len="64K", options=few
+    )
+    rate = found.cluster.port_rate
+    unit = "GB" if rate > 1e9 else "kB"
+    assert f" of {rate / (1e9 if unit == 'GB' else 1e3):.3g} {unit}/s (" in str(found)
+    if note is None:
+        assert found.units_note is None
+    else:
+        assert re.match(note, found.units_note)
+        assert found.units_note in str(found)
+
+
 def test_find_gpu_has_measured_curves():
+    assert find_gpu("H100") is find_gpu("h100")
     gpu = find_gpu("h100")
     long = gpu.attention_efficiency(2**20, 128, backward=False)
     assert long * gpu.peak_flops == pytest.approx(595e12)

@@ -79,7 +79,7 @@ def trained(command):
 def test_readme_question_is_answered(capsys):
     assert main(shlex.split(f"{CLUSTER} --model gpt_7b --seq-len 512K")) == 0
     text = capsys.readouterr().out
-    assert text.startswith("8 nodes x 8 h100, 8 ports of 50 GB/s a node, 371 GB/s inside; gpt_7b,")
+    assert text.startswith("8 nodes x 8 h100, 8 ports of 50 GB/s (400 Gbit/s) a node, ")
     for scheme in ("Ring Attention", "all-gather", "Ulysses", "LoongTrain / USP", "as published"):
         assert scheme in text
     assert "no legal setting" in text  # 32 heads cannot be split over 64 GPUs.
@@ -513,7 +513,7 @@ def test_measured_devices_stand_in_place_of_a_described_cluster(monkeypatch, cap
     monkeypatch.setattr(here, "measure_cluster", measured)
     more = f"--model dit_1b --devices-per-node 4 {FEW}"
     assert main(shlex.split(f"--here {more} --memory 60GiB")) == 0
-    assert capsys.readouterr().out.startswith("2 nodes x 4 mine, 1 port of 2 GB/s a node, 371 GB/s")
+    assert capsys.readouterr().out.startswith("2 nodes x 4 mine, 1 port of 2 GB/s (16 Gbit/s) a ")
     assert asked_for == dict(devices_per_node=4, head_dim=64, itemsize=2, causal=False)
     for flags, message in (
         ("--here --port 1GB/s", "--here measures the cluster, .* got --here and --port. Leave"),
@@ -569,14 +569,16 @@ def test_what_cannot_be_drawn_is_refused(tmp_path, capsys, monkeypatch):
     [
         ("--model gpt_7b --efficiency 2", "--efficiency must be above 0 and at most 1; got 2.0"),
         ("--width 64", "--model must be given, or all sizes; got neither --model nor --head-dim"),
-        ("--model gpt_7b --latency soon", "--latency must be a time of at least 0; got 'soon'"),
-        ("--model gpt_7b --memory 0", "--memory must be a size above 0; got '0'"),
-        ("--model gpt_7b --memory 1e300GB", "--memory must be a size above 0; got '1e300GB'"),
+        ("--model gpt_7b --latency soon", "must be a time of at least 0 with its unit; got 'soon'"),
+        ("--model gpt_7b --memory 0GB", "--memory must be a size above 0 with its unit; got '0GB'"),
+        ("--model gpt_7b --memory 80", "--memory must be a size above 0 with its unit; got '80'"),
+        ("--model gpt_7b --memory 1e300GB", "with its unit; got '1e300GB'"),
         ("--model gpt_7b --seq-len 1e400", "--seq-len must be a positive whole number; got"),
         ("--model gpt_7b --seq-len 1e12 --batch 1e9", "must be small enough to count their byte"),
         ("--model gpt_7b --width 1e10", "must be small enough to count their bytes"),
-        ("--model gpt_7b --latency 1e400", "--latency must be a time of at least 0; got '1e400'"),
+        ("--model gpt_7b --latency 1e400s", "with its unit; got '1e400s'"),
         ("--model gpt_7b --peak-flops x", "--peak-flops must be a number of FLOP/s"),
+        ("--model gpt_7b --peak-flops 989", "FLOP/s above 0 with its unit; got '989'"),
         ("--model {}/bad.json", "the file is no JSON"),
         ("--model {}/empty.json", "it has no 'hidden_size'"),
         ("--model {}/experts.json", "mixtures of experts are not planned; got num_experts=8"),
