@@ -94,6 +94,41 @@ class Communication:
     """Order of the mesh axes over the nodes, slowest first; None if it was not said what a node
     is."""
 
+    def __str__(self) -> str:
+        lines = [_table({name: getattr(self, name) for name in ("forward", "backward", "total")})]
+        if any(x.step == "gradient ring" for x in self.backward.transfers):
+            side = "keys and values" if self.backward_mode == "kv" else "queries"
+            lines.append(f"In the backward pass, {side} and their gradients go round the ring.")
+        if self.order is not None:
+            lines.append(f"Order of the axes over the nodes: {', '.join(self.order)}.")
+        return "\n".join(lines)
+
+
+def _table(passes: Mapping[str, Traffic]) -> str:
+    """The steps of passes as a table, and the sums of these and of the total."""
+    rows = [["pass", "step", "collective", "axes", "bytes received", "units"]]
+    for name, traffic in passes.items():
+        for x in traffic.transfers if name != "total" else ():
+            units = f"{x.tensor_bytes / traffic.unit_bytes:.2f}"
+            received = f"{x.received_bytes:,}"
+            rows.append([name, x.step, x.collective, " ".join(x.roles), received, units])
+        rows.append([name, "all", "", "", f"{traffic.received_bytes:,}", f"{traffic.units:.2f}"])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [x.ljust(width) for x, width in zip(row[:-2], widths[:-2], strict=True)]
+        cells += [x.rjust(width) for x, width in zip(row[-2:], widths[-2:], strict=True)]
+        lines.append("  ".join(cells))
+    unit = next(iter(passes.values())).unit_bytes
+    lines.append(f"A unit is one device's share of the query, {unit:,} bytes.")
+    for name, traffic in passes.items():
+        if (nodes := traffic.nodes) is not None:
+            lines.append(
+                f"Through the ports of a node, {name}: at most {nodes.port_sent_bytes:,} bytes "
+                f"sent, {nodes.port_received_bytes:,} received; inside, {nodes.inside_bytes:,}."
+            )
+    return "\n".join(lines)
+
 
 def communication(
     degrees: Degrees,
