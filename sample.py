@@ -16,6 +16,10 @@ to a file, and everything else is printed to standard error.
 
 from __future__ import annotations
 
+import trainer.packages  # noqa: F401  First: it says what is not installed.
+
+# isort: split
+
 import io
 import os
 import sys

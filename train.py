@@ -17,6 +17,10 @@ share a run with `--distributed`.
 
 from __future__ import annotations
 
+import trainer.packages  # noqa: F401  First: it says what is not installed.
+
+# isort: split
+
 import difflib
 import sys
 from contextlib import ExitStack, closing

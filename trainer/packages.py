@@ -1,0 +1,40 @@
+"""Says which packages this Python lacks, before anything imports them. Imports none of them."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+NEEDED = ("jax", "flax", "optax", "orbax.checkpoint", "grain", "google.protobuf", "tyro", "rich")
+"""What the programs import at once. Other packages have messages of their own."""
+ROOT = Path(__file__).parents[1]
+
+
+def missing() -> list[str]:
+    """Those of the packages that are not installed."""
+    return [name for name in NEEDED if not _is_installed(name)]
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # Of the package that it is a part of.
+        return False
+
+
+def message(names: list[str]) -> str:
+    """What to do about packages that are not installed."""
+    own = ROOT / ".venv" / "bin" / "python"
+    if own.exists() and Path(sys.prefix) != own.parents[1]:
+        way_out = f"Run {own} in place of `python`, or first: source {own.parent}/activate"
+    else:
+        way_out = f"Install them: {sys.executable} -m pip install -e '{ROOT}[train]'"
+    return (
+        f"MissingPackageError: This program needs packages that {sys.executable} does not have: "
+        f"{', '.join(names)}. {way_out}"
+    )
+
+
+if __name__ != "__main__" and (names := missing()):
+    sys.exit(message(names))
