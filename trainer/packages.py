@@ -6,6 +6,8 @@ import importlib.util
 import sys
 from pathlib import Path
 
+from trainer.printable import printable
+
 NEEDED = ("jax", "flax", "optax", "orbax.checkpoint", "grain", "google.protobuf", "tyro", "rich")
 """What the programs import at once. Other packages have messages of their own."""
 ROOT = Path(__file__).parents[1]
@@ -37,4 +39,4 @@ def message(names: list[str]) -> str:
 
 
 if __name__ != "__main__" and (names := missing()):
-    sys.exit(message(names))
+    sys.exit(printable(message(names)))
