@@ -180,8 +180,9 @@ class Plan:
         lines = [self.reasons.why, self.reasons.change]
         if self.frugal.memory_bytes < self.winner.memory_bytes:
             slower = self.frugal.seconds / self.winner.seconds - 1
+            speed = f"{slower:.1%} slower" if slower else "as fast"
             lines.append(
-                f"With {self.frugal.memory_bytes / GIB:.1f} GiB and {slower:.1%} slower: "
+                f"With {self.frugal.memory_bytes / GIB:.1f} GiB and {speed}: "
                 f"{self.frugal.label}; {describe(self.frugal)}."
             )
         lines += ["", self.command, *remarks(self.call, self.cluster)]

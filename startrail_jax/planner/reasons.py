@@ -81,7 +81,8 @@ def _why(candidates: Candidates, winner: Prediction) -> str:
     part = max(gaps, key=lambda x: gaps[x])
     text = f"{name} wins, since the next scheme, {rival.scheme} ({rival.label}), "
     if gaps[part] <= 0:
-        return f"{text}is as fast and needs more memory."
+        more = " and needs more memory" if rival.memory_bytes > winner.memory_bytes else ""
+        return f"{text}is as fast{more}."
     text += f"is {slower:.1%} slower: it {_WAITS[part].format(show_seconds(gaps[part]))}"
     if part == "attention waits" and candidates.cluster.nodes > 1:
         more = rival.across_bytes > winner.across_bytes

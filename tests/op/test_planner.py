@@ -336,6 +336,24 @@ def test_frugal_setting_is_nearly_as_fast():
     assert f"With {found.frugal.memory_bytes / 2**30:.1f} GiB" in str(found)
 
 
+def test_of_equally_fast_settings_the_one_that_need_not_offload_wins():
+    """Where kernels hide the memory of the host, offload costs and gains no seconds."""
+    typed = dict(nodes=8, gpus_per_node=8, gpu="h100", port="50GB/s", model="gpt_7b")
+    few = dict(degrees={"ring": 8, "head": 8}, zero=(3,), remat=("attention_saved",))
+    both, offloads = (
+        st.plan(**typed, options=Options(**few, **more), seq_len="512K")
+        for more in ({}, {"offload": (True,)})
+    )
+    assert both.winner.seconds == offloads.winner.seconds
+    assert not both.winner.savings.offload
+    assert " --no-offload " in both.command
+    assert both.frugal.savings.offload
+    assert both.winner.memory_bytes > both.frugal.memory_bytes
+    assert f"With {both.frugal.memory_bytes / 2**30:.1f} GiB and as fast: " in str(both)
+    for choice in (*both.ranked, *both.baselines.values()):
+        assert choice.parts["offload waits"] or not choice.savings.offload
+
+
 def test_settings_are_those_that_train_py_takes():
     from startrail_jax.analysis.settings import legal_degrees
 
