@@ -8,21 +8,14 @@ from pathlib import Path
 
 from trainer.printable import printable
 
-NEEDED = ("jax", "flax", "optax", "orbax.checkpoint", "grain", "google.protobuf", "tyro", "rich")
+NEEDED = ("jax", "flax", "optax", "orbax", "grain", "google", "tyro", "rich")
 """What the programs import at once. Other packages have messages of their own."""
 ROOT = Path(__file__).parents[1]
 
 
 def missing() -> list[str]:
     """Those of the packages that are not installed."""
-    return [name for name in NEEDED if not _is_installed(name)]
-
-
-def _is_installed(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # Of the package that it is a part of.
-        return False
+    return [name for name in NEEDED if importlib.util.find_spec(name) is None]
 
 
 def message(names: list[str]) -> str:

@@ -87,8 +87,11 @@ def _why(candidates: Candidates, winner: Prediction) -> str:
     if part == "attention waits" and candidates.cluster.nodes > 1:
         more = rival.across_bytes > winner.across_bytes
         sent = [show_bytes(x.across_bytes) for x in (rival, winner)]
-        text += f", with {sent[0]} against {sent[1]} through the ports of a node"
-        text += "" if more else ", of which less travels beside kernels"
+        amounts = (
+            f"{sent[0]} against {sent[1]}" if sent[0] != sent[1] else f"as many bytes, {sent[0]},"
+        )
+        text += f", with {amounts} through the ports of a node"
+        text += "" if more and sent[0] != sent[1] else ", of which less travels beside kernels"
     return f"{text}."
 
 
