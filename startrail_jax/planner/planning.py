@@ -21,7 +21,7 @@ from startrail_jax.planner.quantities import (
     show_count,
     show_rate,
 )
-from startrail_jax.planner.reasons import Reasons, describe, reasons, ways_to_fit
+from startrail_jax.planner.reasons import Reasons, describe, reasons, ways_to_fit, why_illegal
 from startrail_jax.planner.search import (
     BASELINES,
     Candidates,
@@ -47,6 +47,8 @@ class Plan:
     """The fastest settings, one for each setting of the degrees, best first."""
     baselines: dict[str, Prediction]
     """Name of a known scheme -> its fastest setting, without tensor parallelism."""
+    illegal: dict[str, str]
+    """Name of a known scheme -> why no setting of it is legal here."""
     frugal: Prediction
     """Of the settings that are at most 2 % slower than the winner, the one that needs the least
     memory: predictions are no better than that."""
@@ -115,6 +117,7 @@ class Plan:
             "num_fitting": self.num_fitting,
             "ranked": [_as_dict(choice) for choice in self.ranked],
             "baselines": {name: _as_dict(x) for name, x in self.baselines.items()},
+            "illegal": self.illegal,
             "frugal": _as_dict(self.frugal),
             "reasons": None if self.reasons is None else asdict(self.reasons),
             "ways_to_fit": list(self.ways_to_fit),
@@ -134,16 +137,11 @@ class Plan:
                 *(_line(f"{place}", x) for place, x in enumerate(self.ranked, 1)),
                 "  known schemes, each at its best, without tensor parallelism:",
                 *(_line("", x, name) for name, x in self.baselines.items()),
-                *(f"{'':>4}{'no legal setting':<50}  {name}" for name in self._illegal),
+                *(f"{'':>4}{'no legal setting':<50}  {x}: {y}" for x, y in self.illegal.items()),
                 "",
                 *self._tail(),
             ]
         )
-
-    @property
-    def _illegal(self) -> list[str]:
-        """The known schemes that the cluster and the model do not allow."""
-        return [x for x in BASELINES if self.options.baselines and x not in self.baselines]
 
     def _head(self) -> list[str]:
         cluster, call = self.cluster, self.call
@@ -294,9 +292,10 @@ def plan_of(cluster: Cluster, call: Call, options: Options, *, top: int = 8) -> 
     ours = ~found.mask(lambda settings: settings.published)
     ranked = found.best(ours, top)
     alone = found.mask(lambda settings: settings.tensor == 1)
+    known = BASELINES if options.baselines else {}
     baselines = {
         name: choice
-        for name, scheme in (BASELINES if options.baselines else {}).items()
+        for name, scheme in known.items()
         for choice in found.best(found.mask(scheme) & alone & (ours | (name in _PUBLISHED)))
     }
     fits = ranked[0].fits
@@ -308,6 +307,7 @@ def plan_of(cluster: Cluster, call: Call, options: Options, *, top: int = 8) -> 
         options=options,
         ranked=tuple(ranked),
         baselines=baselines,
+        illegal={name: why_illegal(found, name) for name in known if name not in baselines},
         frugal=frugal,
         reasons=reasons(found, ranked[0]) if fits else None,
         ways_to_fit=() if fits else tuple(ways_to_fit(cluster, call, options)),

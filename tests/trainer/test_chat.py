@@ -14,8 +14,10 @@ from trainer.gpt.chat.corpus import open_examples
 from trainer.gpt.chat.encoding import digest_of
 from trainer.gpt.chat.packing import PADDING, EncodedExamples, PackedExamples, collate_rows
 from trainer.gpt.chat.template import ChatTemplate
-from trainer.gpt.config import DataConfig
+from trainer.gpt.config import DataConfig, TextOptions
+from trainer.gpt.sample import prompt_tokens, template_of_run
 from trainer.gpt.task import GPTTask
+from trainer.gpt.tokenizer import FileTokenizer
 
 NATURAL = Layout("contiguous", 1)
 CHATML = (
@@ -390,3 +392,18 @@ def test_spaces_count_where_they_are(tmp_path):
     data = opened(of_completions(path, tokenizer=tmp_path / "tokenizer.json"), seq_len=8)
     np.testing.assert_array_equal(data.train[0].tokens[:8], [2, 1, 1, 1, 3, 1, 1, 0])
     np.testing.assert_array_equal(data.train[0].counted[:8], [0, 0, 1, 1, 1, 1, 1, 1])
+
+
+def test_prompt_of_a_chat_is_a_question_in_the_template(tmp_path, tokenizer):
+    config = dataclasses.replace(gpt_tiny(), data=DataConfig(tokenizer=tokenizer))
+    with pytest.raises(ValueError, match=r"--chat must have a chat template, .*without one"):
+        template_of_run(tmp_path / "run", config, tokenizer)
+    with pytest.raises(ValueError, match=r"--chat must have .*got tokenizer=None"):
+        template_of_run(tmp_path / "run", config, None)
+    (tmp_path / "chat_template.jinja").write_text(CHATML)
+    template = template_of_run(tmp_path / "run", config, tokenizer)
+    opened = FileTokenizer(tokenizer, end_of_document=None, vocab_size=256)
+    options = TextOptions(chat=True, prompt="Hi?\n", tokenizer=tokenizer)
+    tokens = prompt_tokens(opened, options, None, template)
+    expected = "<|im_start|>user\nHi?<|im_end|>\n<|im_start|>assistant\n"
+    assert tokens.tolist() == opened.ids(expected)

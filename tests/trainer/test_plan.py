@@ -1,6 +1,7 @@
 """`python -m startrail_jax.plan`: from the question to flags that train.py takes."""
 
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -10,6 +11,7 @@ import shlex
 import subprocess
 import sys
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import tokenizers
@@ -32,6 +34,7 @@ from startrail_jax.planner.reasons import family
 from startrail_jax.planner.search import Options
 from train import read_command_line
 from trainer.config import AttentionConfig, MeshConfig
+from trainer.data.files import find_files
 from trainer.dit.objective import dit_flops_per_token
 from trainer.gpt.lora.settings import LoraConfig
 from trainer.gpt.objective import gpt_flops_per_token
@@ -71,8 +74,8 @@ def abstract_mesh(degrees):
 
 
 def trained(command):
-    """What train.py understands of a command that was printed."""
-    words = shlex.split(command)
+    """What train.py understands of a command that was printed, with data in place of YOUR_TEXT."""
+    words = shlex.split(command.replace("YOUR_TEXT", __file__))
     return read_command_line(words[words.index("train.py") + 1 :]).settings
 
 
@@ -82,10 +85,15 @@ def test_readme_question_is_answered(capsys):
     assert text.startswith("8 nodes x 8 h100, 8 ports of 50 GB/s (400 Gbit/s) a node, ")
     for scheme in ("Ring Attention", "all-gather", "Ulysses", "LoongTrain / USP", "as published"):
         assert scheme in text
-    assert "no legal setting" in text  # 32 heads cannot be split over 64 GPUs.
+    # 32 heads cannot be split over 64 GPUs.
+    assert re.search(
+        r"no legal setting +Ulysses: it needs heads that all .*; got 64 GPUs in .*, 32 heads, ",
+        text,
+    )
     assert " wins, since " in text
     assert "faster" in text or "stays ahead" in text
-    assert "python train.py gpt_7b --seq-len 524288" in text
+    assert "python train.py gpt_7b --data.path YOUR_TEXT " in text
+    assert " --seq-len 524288 " in text
 
 
 def model_of(kind, folder):
@@ -150,6 +158,34 @@ def test_models_are_those_of_the_recipes(name, tmp_path):
     else:
         flops = dit_flops_per_token(config)
     assert model.flops_per_token(4096 if config.kind == "gpt" else config.num_tokens) == flops
+
+
+@pytest.mark.parametrize(
+    ("kind", "given"),
+    [
+        ("llama3_8b", {"path": "YOUR_TEXT", "tokenizer": "YOUR_TOKENIZER.json"}),
+        ("hugging face", {"path": "YOUR_TEXT", "tokenizer": "YOUR_TOKENIZER.json"}),
+        ("dit_1b", {"path": "YOUR_IMAGES"}),
+        ("run", {}),
+        ("run of a DiT", {}),
+    ],
+)
+def test_pasted_command_trains_on_no_data_of_its_own_choice(kind, given, tmp_path, capsys):
+    """Its placeholders name no files, so that it fails at once."""
+    length = "" if "DiT" in kind or kind == "dit_1b" else "--seq-len 128K"
+    arguments = f"{CLUSTER} {model_of(kind, tmp_path)} {FEW} {length}"
+    assert main(shlex.split(arguments)) == 0
+    text = capsys.readouterr().out
+    (command,) = [line for line in text.splitlines() if "python train.py " in line]
+    flags = shlex.split(command)
+    assert {x: y for x, y in itertools.pairwise(flags) if x.startswith("--data.")} == {
+        f"--data.{name}": value for name, value in given.items()
+    }
+    assert ("Replace " in text) == bool(given)
+    if given:
+        assert f"Replace {' and '.join(given.values())}." in text
+        with pytest.raises(InputError, match=f"data.path must exist; got '{given['path']}'"):
+            find_files(Path(given["path"]), "data.path")
 
 
 DIT = {"width": 64, "layers": 2, "heads": 4, "mlp_width": 128, "channels": 1, "classes": 0}
@@ -427,6 +463,7 @@ def test_pasted_command_starts_from_a_pretrained_model(kind, tmp_path):
     tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(tmp_path / "tokenizer.json"))
     config, told = trained(found.command), read_description(tmp_path).model
     assert config.init_from == tmp_path
+    assert "--data.tokenizer" not in found.command
     assert config.model == dataclasses.replace(told, dtype="bfloat16")
     assert config.mesh.degrees == found.winner.degrees
     for name in ("head_dim", "tied_head", "qk_norm"):
