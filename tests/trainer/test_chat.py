@@ -4,10 +4,12 @@ import dataclasses
 import json
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 import tokenizers
 
+import startrail_jax as st
 from configs.gpt import gpt_tiny
 from startrail_jax.layout import Layout
 from trainer.gpt.chat.corpus import open_examples
@@ -18,6 +20,7 @@ from trainer.gpt.config import DataConfig, TextOptions
 from trainer.gpt.sample import prompt_tokens, template_of_run
 from trainer.gpt.task import GPTTask
 from trainer.gpt.tokenizer import FileTokenizer
+from trainer.session import Session
 
 NATURAL = Layout("contiguous", 1)
 CHATML = (
@@ -404,6 +407,8 @@ def test_prompt_of_a_chat_is_a_question_in_the_template(tmp_path, tokenizer):
     template = template_of_run(tmp_path / "run", config, tokenizer)
     opened = FileTokenizer(tokenizer, end_of_document=None, vocab_size=256)
     options = TextOptions(chat=True, prompt="Hi?\n", tokenizer=tokenizer)
-    tokens = prompt_tokens(opened, options, None, template)
+    mesh = st.make_mesh(st.Degrees(), "auto", jax.devices()[:1])
+    session = Session(mesh=mesh, agree=bool, description=())
+    tokens = prompt_tokens(opened, options, session, template)
     expected = "<|im_start|>user\nHi?<|im_end|>\n<|im_start|>assistant\n"
     assert tokens.tolist() == opened.ids(expected)
