@@ -85,9 +85,10 @@ def _why(candidates: Candidates, winner: Prediction) -> str:
         return f"{text}is as fast{more}."
     text += f"is {slower:.1%} slower: it {_WAITS[part].format(show_seconds(gaps[part]))}"
     if part == "attention waits" and candidates.cluster.nodes > 1:
-        more = rival.across_bytes > winner.across_bytes
-        sent = [show_bytes(x.across_bytes) for x in (rival, winner)]
-        text += f", with {sent[0]} against {sent[1]} through the ports of a node"
+        theirs, ours = (show_bytes(x.across_bytes) for x in (rival, winner))
+        more = rival.across_bytes > winner.across_bytes and theirs != ours
+        sent, too = (theirs, " as well") if theirs == ours else (f"{theirs} against {ours}", "")
+        text += f", with {sent} through the ports of a node{too}"
         text += "" if more else ", of which less travels beside kernels"
     return f"{text}."
 
