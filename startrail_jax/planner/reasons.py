@@ -85,13 +85,11 @@ def _why(candidates: Candidates, winner: Prediction) -> str:
         return f"{text}is as fast{more}."
     text += f"is {slower:.1%} slower: it {_WAITS[part].format(show_seconds(gaps[part]))}"
     if part == "attention waits" and candidates.cluster.nodes > 1:
-        more = rival.across_bytes > winner.across_bytes
-        sent = [show_bytes(x.across_bytes) for x in (rival, winner)]
-        amounts = (
-            f"{sent[0]} against {sent[1]}" if sent[0] != sent[1] else f"as many bytes, {sent[0]},"
-        )
-        text += f", with {amounts} through the ports of a node"
-        text += "" if more and sent[0] != sent[1] else ", of which less travels beside kernels"
+        theirs, ours = (show_bytes(x.across_bytes) for x in (rival, winner))
+        more = rival.across_bytes > winner.across_bytes and theirs != ours
+        sent, too = (theirs, " as well") if theirs == ours else (f"{theirs} against {ours}", "")
+        text += f", with {sent} through the ports of a node{too}"
+        text += "" if more else ", of which less travels beside kernels"
     return f"{text}."
 
 

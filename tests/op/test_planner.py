@@ -544,6 +544,7 @@ def odd_options(**values):
     return options
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
