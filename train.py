@@ -17,6 +17,10 @@ share a run with `--distributed`.
 
 from __future__ import annotations
 
+import trainer.packages  # noqa: F401  First: it says what is not installed.
+
+# isort: split
+
 import difflib
 import sys
 from contextlib import ExitStack, closing
@@ -34,7 +38,7 @@ from trainer.network.options import Distributed
 from trainer.places import check_mirror, folder_here, is_in_store
 from trainer.printable import printable
 from trainer.run.commands import command
-from trainer.run.folder import CONFIG_FILE
+from trainer.run.folder import CHECKPOINTS_FOLDER, CONFIG_FILE
 from trainer.tasks import TASKS, load_train_config
 
 
@@ -239,6 +243,7 @@ def read_command_line(arguments: list[str]) -> Command[TrainConfig]:
         default = RECIPES[name]()
     elif Path(name).is_file():
         default = load_train_config(Path(name))
+        _say_if_new(Path(name).parent, _flag(arguments, "--run-dir"))
     else:
         near = difflib.get_close_matches(name, RECIPES, n=1)
         exit_with_usage_error(
@@ -250,6 +255,17 @@ def read_command_line(arguments: list[str]) -> Command[TrainConfig]:
     default = task.before_flags(default, flag)
     command = parse(arguments, default=default, prog=prog, description=__doc__)
     return replace(command, settings=task.after_flags(command.settings, flag))
+
+
+def _say_if_new(settings_of: Path, run_dir: str | None) -> None:
+    """Says that a run begins anew with the settings of another one, if it does."""
+    is_run = (settings_of / CHECKPOINTS_FOLDER).is_dir()
+    if run_dir and is_run and not (Path(run_dir) / CHECKPOINTS_FOLDER).is_dir():
+        line = (
+            f"NOTE: {run_dir} is a new run, from step 0, with the settings of {settings_of}. To go "
+            f"on with that run, leave out --run-dir."
+        )
+        print(printable(line), file=sys.stderr)
 
 
 def _with_mirror(arguments: list[str]) -> list[str]:

@@ -24,7 +24,13 @@ from startrail_jax.derivatives import FORWARD_ONLY, without_derivative
 from startrail_jax.errors import BalanceWarning
 from startrail_jax.head_chunks import check_head_chunks
 from startrail_jax.layout import Layout
-from startrail_jax.mesh import SEQUENCE_ROLES, AxisNames, check_sequence_axis, device_kind
+from startrail_jax.mesh import (
+    SEQUENCE_ROLES,
+    AxisNames,
+    check_mesh,
+    check_sequence_axis,
+    device_kind,
+)
 from startrail_jax.nodes import mesh_crossing
 from startrail_jax.schedule import Schedule, ring_offsets
 from startrail_jax.score_checks import check_scores, check_softcap, given_to_call, given_to_shards
@@ -127,6 +133,7 @@ class Attention(Decoding):
     """Mesh axes that play a role but are not named after it, such as {"ring": "context"}."""
 
     def __post_init__(self) -> None:
+        check_mesh(self.mesh)
         for name, values in _OPTIONS.items():
             check_option(name, getattr(self, name), values)
         check_sequence_axis(self.mesh, self.axis_names)

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh
 
 from startrail_jax.analysis.cost import default_order
 from startrail_jax.errors import InputError
-from startrail_jax.mesh import ROLES, Degrees
+from startrail_jax.mesh import ROLES, Degrees, check_degrees
 from startrail_jax.nodes import arrangement, nodes_of, resolve_order
 
 _AUTO = (AxisType.Auto,) * len(ROLES)
@@ -56,6 +56,7 @@ def make_mesh(
         ValueError: if the product of the degrees is not the number of devices, if the axis type or
             the order is unknown, or if `devices_per_node` does not divide the number of devices.
     """
+    check_degrees(degrees)
     types = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
     kind = types.get(axis_type) if isinstance(axis_type, str) else axis_type
     if kind is None or kind not in types.values():
@@ -63,19 +64,31 @@ def make_mesh(
             f"axis_type must be 'auto' or 'explicit'; got {axis_type!r}. Use 'auto' unless the "
             "whole model is written for Explicit axes."
         )
-    devices = list(jax.devices() if devices is None else devices)
+    chosen, devices = devices is not None, list(jax.devices() if devices is None else devices)
     shape = tuple(getattr(degrees, role) for role in ROLES)
-    if math.prod(shape) != len(devices):
+    if degrees.num_devices != len(devices):
         sizes = " * ".join(f"{role}={size}" for role, size in zip(ROLES, shape, strict=True))
         raise InputError(
             f"The product of the degrees must be the number of devices; got {sizes} = "
-            f"{math.prod(shape)} for {len(devices)} devices. Change a degree, or pass "
-            f"devices= with {math.prod(shape)} of them."
+            f"{degrees.num_devices} for {len(devices)} devices. Change a degree, or "
+            f"{_way_to_devices(degrees.num_devices, devices, chosen)}."
         )
     nodes = nodes_of(devices, devices_per_node)
     order = default_order(degrees, nodes, call) if order is None else resolve_order(order)
     placed = place_devices(degrees, order, devices, nodes)
     return Mesh(placed, ROLES, axis_types=(kind,) * len(ROLES))
+
+
+def _way_to_devices(needed: int, devices: Sequence[Any], chosen: bool) -> str:
+    """How to have as many devices as are needed in place of all, or of those that were chosen."""
+    if chosen or needed < len(devices):
+        return f"pass devices= with {needed} of them"
+    if all(device.platform == "cpu" for device in devices):
+        return (
+            f'simulate {needed} devices with jax.config.update("jax_num_cpu_devices", {needed}), '
+            "before the program first uses jax"
+        )
+    return f"use {needed} devices"
 
 
 def place_devices(

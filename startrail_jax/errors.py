@@ -23,4 +23,4 @@ class BalanceWarning(UserWarning):
 
 
 class OrderWarning(UserWarning):
-    """Tokens are, or may be, in another order than the layout of an attention."""
+    """Tokens are, or may be, in another order or dimension than an attention expects."""

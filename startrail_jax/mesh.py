@@ -135,6 +135,35 @@ class Degrees:
         )
 
 
+def check_degrees(degrees: Any) -> None:
+    """Raises unless degrees are `Degrees`.
+
+    Raises:
+        ValueError: if they are another thing, such as a number of devices.
+    """
+    if isinstance(degrees, Degrees):
+        return
+    raise InputError(
+        f"degrees must be startrail_jax.Degrees; got {degrees!r}. Say how the devices share the "
+        "work, for example startrail_jax.Degrees.startrail(8, c=2), or Degrees(ring=8) for Ring "
+        "Attention."
+    )
+
+
+def check_mesh(mesh: Any) -> None:
+    """Raises unless a mesh is one of jax.
+
+    Raises:
+        ValueError: if it is another thing, such as the degrees of a mesh.
+    """
+    if isinstance(mesh, (Mesh, AbstractMesh)):
+        return
+    way = "startrail_jax.make_mesh(degrees)"
+    if isinstance(mesh, Degrees):
+        way = f"startrail_jax.make_mesh({mesh})"
+    raise InputError(f"mesh must be a jax.sharding.Mesh; got {mesh!r}. Make one with {way}.")
+
+
 def _check_divides(sequence: int, name: str, value: int, block: int) -> None:
     """Raises unless `block`, which is `value` or its square, divides `sequence`."""
     if value >= 1 and sequence >= 1 and sequence % block == 0:

@@ -34,7 +34,9 @@ def parser() -> argparse.ArgumentParser:
     cluster.add_argument("--nodes", type=int)
     cluster.add_argument("--gpus-per-node", type=int)
     cluster.add_argument("--gpu", help="a100_40, a100_80, h100, h200 or b200")
-    cluster.add_argument("--port", help="rate of one port of a node, such as 50GB/s or 400Gb/s")
+    cluster.add_argument(
+        "--port", help="rate of one port of a node: 50GB/s (bytes) or 400Gb/s (bits)"
+    )
     cluster.add_argument(
         "--ports", type=int, help="ports of a node, which its GPUs share; default one for each GPU"
     )

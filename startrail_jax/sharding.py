@@ -160,19 +160,22 @@ class Sharded:
         With several processes, each calls it with the same arrays and gets the whole results.
 
         Args:
-            *trees: arrays, or trees of arrays, whose tokens are in the order of the layout, such as
-                the outputs of a model.
+            *trees: arrays, or trees of arrays, on the devices of the mesh, whose tokens are in the
+                order of the layout, such as the outputs of a model. Host arrays in that order are
+                for `layout.unpermute`.
             axis: the token dimension; 2 for the log-sum-exp [batch, heads, seq].
 
         Returns:
             NumPy arrays in place of arrays: one tree if one was given, else a tuple.
 
         Raises:
-            ValueError: if an array is traced, or if the layout does not divide the dimension.
+            ValueError: if an array is traced or not on the devices of the mesh, as one that was
+                brought back already, or if the layout does not divide the dimension.
         """
 
         def unshard_array(x: Any) -> np.ndarray:
             _check_not_traced("unshard", x)
+            self._check_on_mesh(x)
             return self.layout.unpermute(self._on_host(x), axis)
 
         whole = tuple(jax.tree.map(unshard_array, tree) for tree in trees)
@@ -322,6 +325,25 @@ class Sharded:
                 f"The data degree must divide the batch; got batch={batch}, "
                 f"data={self.degrees.data}. Pad the batch, or lower data."
             )
+
+    def _check_on_mesh(self, x: Any) -> None:
+        """Raises if an array cannot be what a call of this attention gave.
+
+        Permuting a result again would give a third order that nothing tells from the natural one.
+        """
+        if isinstance(x, jax.Array):
+            devices = x.sharding.device_set
+            if isinstance(self.mesh, AbstractMesh) or devices == set(self.mesh.devices.flat):
+                return
+            given = f"on {len(devices)} of other devices"
+        else:
+            given = "on the host"
+        raise InputError(
+            "unshard needs arrays on the devices of the mesh, in the order of the layout; got a "
+            f"{type(x).__name__} of shape {list(np.shape(x))} {given}. What unshard returned is in "
+            "natural order already: use it as it is. Host arrays in the order of the layout come "
+            "to natural order with attention.layout.unpermute."
+        )
 
     def _put(self, ordered: Any, spec: PartitionSpec) -> jax.Array:
         # A call for each device, so that a process handles only the shards of its own devices.

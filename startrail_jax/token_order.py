@@ -1,4 +1,4 @@
-"""Warnings of tokens that are, or may be, in another order than the layout of an attention.
+"""Warnings of tokens that are, or may be, in another order or dimension than an attention expects.
 
 Attention to tokens in a wrong order gives losses that look healthy, so what can be noticed is said.
 """
@@ -31,15 +31,33 @@ def warn_of_order(layout: Layout, segment_ids: Any) -> None:
     if layout.in_natural_order:
         return
     if not layout.used:
-        _warn(
+        _warn_of_order(
             f"This attention expects tokens in {layout.kind} order over {layout.degree} devices, "
             "and nothing in this process was brought into that order. Tokens in natural order give "
             "plausible but wrong results."
         )
     elif any(_runs(x) < _runs(layout.unpermute(x)) for x in _known(segment_ids)):
-        _warn(
+        _warn_of_order(
             "The segment ids are in natural order, where each document is one run of tokens; this "
             f"attention expects {layout.kind} order over {layout.degree} devices."
+        )
+
+
+def warn_of_dimensions(query: Any, key: Any) -> None:
+    """Warns of queries and keys whose heads are probably where their tokens belong.
+
+    Sequences that are worth splitting have more tokens than a model has heads. So arrays [batch,
+    heads, seq, head_dim] seem to have more heads than tokens, on both sides; short queries of long
+    keys have so on one.
+
+    Args:
+        query, key: arrays of four dimensions.
+    """
+    if all(x.shape[2] > x.shape[1] for x in (query, key)):
+        _warn(
+            "query and key must be [batch, seq, heads, head_dim]; got query "
+            f"{list(query.shape)} and key {list(key.shape)}, which have more heads than tokens. If "
+            "they are [batch, heads, seq, head_dim], swap the dimensions: query.swapaxes(1, 2).",
         )
 
 
@@ -55,7 +73,7 @@ def warn_of_positions(layout: Layout, positions: Any) -> None:
         return
     for x in _known(positions):
         if x.shape[-1] > 2 and (np.diff(x) == 1).all():
-            _warn(
+            _warn_of_order(
                 "The positions are in natural order, 0, 1, 2, ...; this attention expects "
                 f"{layout.kind} order over {layout.degree} devices. Use "
                 "attention.layout.positions(seq_len)."
@@ -76,7 +94,11 @@ def _runs(ids: np.ndarray) -> int:
     return int((ids[..., 1:] != ids[..., :-1]).sum())
 
 
-def _warn(message: str) -> None:
-    # To the line that called the attention: above this function, the one that calls it, the visit
-    # of the inputs and the method itself.
-    warnings.warn(f"{message} {CURE}", OrderWarning, stacklevel=5)
+def _warn_of_order(message: str) -> None:
+    _warn(f"{message} {CURE}", 1)
+
+
+def _warn(message: str, inner: int = 0) -> None:
+    # To the line that called the attention: above this function and `inner` others, the one that
+    # calls them, the visit of the inputs and the method itself.
+    warnings.warn(message, OrderWarning, stacklevel=5 + inner)

@@ -18,7 +18,7 @@ from startrail_jax.layout import Layout
 from startrail_jax.mesh import Degrees
 from startrail_jax.sharding import Sharded, int32_ids
 from startrail_jax.sizes import WIDTHS, Sizes
-from startrail_jax.token_order import warn_of_order
+from startrail_jax.token_order import warn_of_dimensions, warn_of_order
 
 DTYPES = tuple(WIDTHS)
 
@@ -98,6 +98,7 @@ def served_call(
     check_arrays(
         *inputs, degrees=attention.degrees, layout=attention.layout, pattern=attention.pattern
     )
+    warn_of_dimensions(*inputs[:2])
     ids = _segment_arrays(attention, inputs, segment_ids)
     _check_segments(inputs[0], inputs[1], ids)
     inputs += ids

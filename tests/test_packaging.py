@@ -56,5 +56,5 @@ def test_program_requires_what_it_imports_and_no_more():
     files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     files += [ROOT / "train.py", ROOT / "sample.py"]
     # fsspec imports the packages of the stores by itself.
-    wanted = required("train", "tokenizers", "datasets", "images", "stores") - {"gcsfs", "s3fs"}
+    wanted = required("train", "datasets", "images", "stores") - {"gcsfs", "s3fs"}
     assert (imported(*files) | required()) - OPTIONAL == wanted - OPTIONAL

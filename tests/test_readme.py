@@ -4,6 +4,7 @@ import re
 import shlex
 import shutil
 from pathlib import Path
+from unittest.mock import create_autospec
 
 import jax
 import numpy as np
@@ -12,6 +13,7 @@ import tokenizers
 
 import oracle
 import startrail_jax
+from startrail_jax.planner.inputs import here
 from train import read_command_line
 from trainer.command_line import parse
 from trainer.tasks import TASKS
@@ -30,8 +32,14 @@ def blocks(page, language):
     return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)
 
 
-def run_python(page, monkeypatch):
-    """Runs the Python of a page, one block after another, on 8 of the simulated devices."""
+def run_python(page, monkeypatch, *, simulates=True):
+    """Runs the Python of a page, one block after another, on 8 of the simulated devices.
+
+    Args:
+        page: the page.
+        monkeypatch: the fixture.
+        simulates: whether the page says how devices are simulated.
+    """
     devices = jax.devices()[:8]
     monkeypatch.setattr(jax, "devices", lambda: devices)
     code = "".join(blocks(page, "python"))
@@ -39,7 +47,7 @@ def run_python(page, monkeypatch):
     code, count = re.subn(
         r'^jax\.config\.update\("jax_num_cpu_devices", 8\).*$', "", code, flags=re.M
     )
-    assert count == 1
+    assert count == simulates
     names = {}
     exec(compile(code, str(page), "exec"), names)
     return names
@@ -85,6 +93,22 @@ def test_python_of_attention_page_runs_and_is_right(monkeypatch):
     # The test of one's own is that of README, which runs there.
     (example,) = (x for x in blocks(ROOT / "docs" / "attention.md", "python") if "def test_" in x)
     assert example[example.index("def test_") :] in "".join(blocks(README, "python"))
+
+
+def test_example_of_the_first_page_is_that_of_readme():
+    assert blocks(ROOT / "docs" / "index.md", "python") == blocks(README, "python")[:1]
+
+
+def test_python_of_all_other_pages_runs(monkeypatch, capsys):
+    # It takes seconds, and has tests of its own.
+    monkeypatch.setattr(here, "measure_cluster", create_autospec(here.measure_cluster))
+    others = [page for page in PAGES if blocks(page, "python")]
+    for page in (README, ROOT / "docs" / "index.md", ROOT / "docs" / "attention.md"):
+        others.remove(page)
+    assert others
+    for page in others:
+        run_python(page, monkeypatch, simulates=False)
+    assert "python train.py gpt_7b" in capsys.readouterr().out
 
 
 def commands(program):

@@ -24,7 +24,7 @@ LAYERS = (
     {OP},
     {"models"},
     {"trainer.durable", "trainer.errors", "trainer.places", "trainer.printable", "trainer.sums"},
-    {"trainer.stores"},
+    {"trainer.packages", "trainer.stores"},
     {"trainer.config", "trainer.objective"},
     {"trainer.run", "trainer.data", "trainer.network"},
     {"trainer.checkpoints", "trainer.processes", "trainer.parallel"},

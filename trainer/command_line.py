@@ -45,7 +45,7 @@ OTHER_NAMES = {
     "model.vocab-size": "n-vocab",
     "model.dtype": "precision mixed-precision bf16 fp16",
     "model.classes": "num-classes",
-    "data.path": "dataset data-path data-dir train-data train-file input",
+    "data.path": "data dataset data-path data-dir train-data train-file input",
     "data.tokenizer": "tokenizer-path tokenizer-file",
     "data.validation-path": "val-data valid-data eval-data validation-file",
     "mesh.data": "dp data-parallel data-parallel-size",
@@ -75,6 +75,17 @@ OTHER_NAMES = {
     "prompt-file": "file input-file",
     "guidance": "cfg cfg-scale guidance-scale",
     "classes": "class label labels",
+}
+
+
+# What must be said of names that count something else.
+REMARKS = {
+    "epochs num-epochs num-train-epochs": "which counts batches: an epoch has as many as the data "
+    "have tokens or images, over those of a batch",
+    "warmup-steps warmup-iters lr-warmup-steps decay-steps lr-wsd-decay-iters": "which is a "
+    "fraction of the steps",
+    "per-device-train-batch-size training.local-batch-size": "which counts the sequences of all "
+    "devices together",
 }
 
 
@@ -124,11 +135,15 @@ def _other_names(arguments: Sequence[str], default: Any) -> Iterator[str]:
         word = flag.removeprefix("--")
         if not flag.startswith("--") or word in names:
             continue
-        meant = [name for name in names if name.rpartition(".")[2] == word]
-        meant = meant or ([others[word]] if word in others else [])
+        meant = [others[word]] if word in others else []
+        meant += [name for name in names if name.rpartition(".")[2] == word]
         if meant:
-            flags = " or ".join(f"--{name}" for name in meant)
-            yield f"Unrecognized option {argument}: it is {flags} here; --help says what it does."
+            flags = " or ".join(f"--{name}" for name in dict.fromkeys(meant))
+            remarks = [f", {text}" for words, text in REMARKS.items() if word in words.split()]
+            yield (
+                f"Unrecognized option {argument}: it is {flags} here{''.join(remarks)}; --help "
+                "says what it does."
+            )
 
 
 def exit_with_usage_error(message: object) -> NoReturn:

@@ -296,8 +296,9 @@ class TrainConfig:
     allow_changes: bool = False
     """Whether a run may be resumed with other data, batches, loss, steps, rotary positions, or
     numbers of its optimizer. That optimizer's kind and all else in its model can never change."""
-    log_every: int = 50
-    """Number of steps between reports; each report gives the mean training loss since the last."""
+    log_every: int | None = None
+    """Number of steps between reports; each report gives the mean training loss since the last. The
+    default is 50, or a twentieth of the steps if that is less."""
     tensorboard: bool = True
     """Whether to write metrics for TensorBoard in addition to metrics.jsonl."""
     evaluate_every: int = 200
@@ -325,7 +326,8 @@ class TrainConfig:
             *("batch_size", "accumulation", "log_every", "evaluate_every"),
             *("validation_sequences", "non_finite_limit"),
         ):
-            check_minimum(name, getattr(self, name), 1)
+            if getattr(self, name) is not None:
+                check_minimum(name, getattr(self, name), 1)
         check_folder("run_dir", self.run_dir)
         if self.mirror is not None:
             check_mirror(self.mirror)
@@ -408,6 +410,11 @@ class TrainConfig:
     def freezes(self) -> bool:
         """Whether some weights of the model are not trained."""
         return False
+
+    @property
+    def steps_between_reports(self) -> int:
+        """What `log_every` stands for."""
+        return self.log_every or min(50, max(self.steps // 20, 1))
 
     @property
     def num_tokens(self) -> int:

@@ -240,7 +240,7 @@ class Loop:
         else:
             self._skipped += 1
             self.report.line(f"step {number} skipped: loss {loss}, gradient norm {norm}")
-        if number % self.config.log_every == 0 and self._since_report:
+        if number % self.config.steps_between_reports == 0 and self._since_report:
             counts = {"steps_skipped": self._skipped, "batches_left_out": self._left_out}
             measured = {
                 "train_loss": float(np.mean(self._since_report)),

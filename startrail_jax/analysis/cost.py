@@ -26,7 +26,7 @@ from startrail_jax.errors import InputError
 from startrail_jax.head_chunks import check_head_chunks
 from startrail_jax.layout import Layout
 from startrail_jax.masks import Full, Pattern, resolve
-from startrail_jax.mesh import ROLES, Degrees
+from startrail_jax.mesh import ROLES, Degrees, check_degrees
 from startrail_jax.nodes import node_grid, nodes_of, resolve_order
 from startrail_jax.schedule import Schedule, ring_offsets, schedule_of
 from startrail_jax.sizes import GRADIENT_DTYPES, Sizes, dtype_name
@@ -93,6 +93,41 @@ class Communication:
     order: tuple[str, ...] | None
     """Order of the mesh axes over the nodes, slowest first; None if it was not said what a node
     is."""
+
+    def __str__(self) -> str:
+        lines = [_table({name: getattr(self, name) for name in ("forward", "backward", "total")})]
+        if any(x.step == "gradient ring" for x in self.backward.transfers):
+            side = "keys and values" if self.backward_mode == "kv" else "queries"
+            lines.append(f"In the backward pass, {side} and their gradients go round the ring.")
+        if self.order is not None:
+            lines.append(f"Order of the axes over the nodes: {', '.join(self.order)}.")
+        return "\n".join(lines)
+
+
+def _table(passes: Mapping[str, Traffic]) -> str:
+    """The steps of passes as a table, and the sums of these and of the total."""
+    rows = [["pass", "step", "collective", "axes", "bytes received", "units"]]
+    for name, traffic in passes.items():
+        for x in traffic.transfers if name != "total" else ():
+            units = f"{x.tensor_bytes / traffic.unit_bytes:.2f}"
+            received = f"{x.received_bytes:,}"
+            rows.append([name, x.step, x.collective, " ".join(x.roles), received, units])
+        rows.append([name, "all", "", "", f"{traffic.received_bytes:,}", f"{traffic.units:.2f}"])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [x.ljust(width) for x, width in zip(row[:-2], widths[:-2], strict=True)]
+        cells += [x.rjust(width) for x, width in zip(row[-2:], widths[-2:], strict=True)]
+        lines.append("  ".join(cells))
+    unit = next(iter(passes.values())).unit_bytes
+    lines.append(f"A unit is one device's share of the query, {unit:,} bytes.")
+    for name, traffic in passes.items():
+        if (nodes := traffic.nodes) is not None:
+            lines.append(
+                f"Through the ports of a node, {name}: at most {nodes.port_sent_bytes:,} bytes "
+                f"sent, {nodes.port_received_bytes:,} received; inside, {nodes.inside_bytes:,}."
+            )
+    return "\n".join(lines)
 
 
 def communication(
@@ -182,6 +217,7 @@ def communication(
     References:
         StarTrail: https://arxiv.org/abs/2407.00611
     """
+    check_degrees(degrees)
     check_option("placement", placement, get_args(Placement))
     check_option("combine", combine, get_args(Combine))
     check_option("backward", backward, get_args(Backward))

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from startrail_jax.errors import InputError
-from startrail_jax.planner.quantities import GIB, as_count, as_rate, as_seconds
+from startrail_jax.planner.quantities import GIB, as_count, parse_rate, parse_seconds
 
 Curve = Mapping[int, tuple[float, float]]
 """Tokens of a kernel call -> share of the peak that it reaches forward, and backward."""
@@ -148,13 +148,13 @@ _MOST_GPUS = 2**20
 
 
 def find_gpu(name: str) -> Gpu:
-    """The GPU of a name.
+    """The GPU of a name, in capital or small letters.
 
     Raises:
         ValueError: if there is none.
     """
-    if name in GPUS:
-        return GPUS[name]
+    if name.lower() in GPUS:
+        return GPUS[name.lower()]
     raise InputError(
         f"--gpu must be one of {', '.join(GPUS)}; got {name!r}. For another one, give the nearest "
         "of these, and --peak-flops, --memory, --inside and --efficiency of yours."
@@ -225,18 +225,18 @@ def make_cluster(
     nodes: int,
     gpus_per_node: int,
     gpu: str | Gpu,
-    port: str | float | int | None,
+    port: str | None,
     ports: int | None,
-    inside: str | float | int | None,
+    inside: str | None,
     half_duplex: bool,
-    latency: str | float | int | None,
+    latency: str | None,
 ) -> Cluster:
     """A cluster from what was typed: arguments as in `st.plan`."""
     kind = find_gpu(gpu) if isinstance(gpu, str) else gpu
     nodes = as_count(nodes, "--nodes")
     gpus_per_node = as_count(gpus_per_node, "--gpus-per-node")
     if inside is not None:
-        kind = replace(kind, inside_rate=as_rate(inside, "--inside"))
+        kind = replace(kind, inside_rate=parse_rate(inside, "--inside"))
     if port is None and nodes > 1:
         raise InputError(
             f"--port must be given for several nodes; got --nodes {nodes} and no --port. Write the "
@@ -246,10 +246,10 @@ def make_cluster(
         nodes=nodes,
         gpus_per_node=gpus_per_node,
         gpu=kind,
-        port_rate=math.inf if port is None else as_rate(port, "--port"),
+        port_rate=math.inf if port is None else parse_rate(port, "--port"),
         ports=gpus_per_node if ports is None else as_count(ports, "--ports"),
         half_duplex=half_duplex,
     )
     if latency is None:
         return cluster
-    return replace(cluster, latency=as_seconds(latency, "--latency"))
+    return replace(cluster, latency=parse_seconds(latency, "--latency"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,11 +16,12 @@ from startrail_jax.planner.output.command import command_of, remarks
 from startrail_jax.planner.quantities import (
     GIB,
     as_count,
+    bits_note,
     show_bytes,
     show_count,
     show_rate,
 )
-from startrail_jax.planner.reasons import Reasons, describe, reasons, ways_to_fit
+from startrail_jax.planner.reasons import Reasons, describe, reasons, ways_to_fit, why_illegal
 from startrail_jax.planner.search import (
     BASELINES,
     Candidates,
@@ -46,6 +47,8 @@ class Plan:
     """The fastest settings, one for each setting of the degrees, best first."""
     baselines: dict[str, Prediction]
     """Name of a known scheme -> its fastest setting, without tensor parallelism."""
+    illegal: dict[str, str]
+    """Name of a known scheme -> why no setting of it is legal here."""
     frugal: Prediction
     """Of the settings that are at most 2 % slower than the winner, the one that needs the least
     memory: predictions are no better than that."""
@@ -59,6 +62,8 @@ class Plan:
     """Settings of the degrees, with all savings."""
     num_fitting: int
     """Candidates that fit the memory."""
+    units_note: str | None = None
+    """What a rate was understood to be whose unit is easily mistaken; None if there is none."""
 
     @property
     def winner(self) -> Prediction:
@@ -112,9 +117,11 @@ class Plan:
             "num_fitting": self.num_fitting,
             "ranked": [_as_dict(choice) for choice in self.ranked],
             "baselines": {name: _as_dict(x) for name, x in self.baselines.items()},
+            "illegal": self.illegal,
             "frugal": _as_dict(self.frugal),
             "reasons": None if self.reasons is None else asdict(self.reasons),
             "ways_to_fit": list(self.ways_to_fit),
+            "units_note": self.units_note,
             "adapters_note": self.adapters_note,
             "layers_note": self.layers_note,
             "command": self.command,
@@ -130,16 +137,11 @@ class Plan:
                 *(_line(f"{place}", x) for place, x in enumerate(self.ranked, 1)),
                 "  known schemes, each at its best, without tensor parallelism:",
                 *(_line("", x, name) for name, x in self.baselines.items()),
-                *(f"{'':>4}{'no legal setting':<50}  {name}" for name in self._illegal),
+                *(f"{'':>4}{'no legal setting':<50}  {x}: {y}" for x, y in self.illegal.items()),
                 "",
                 *self._tail(),
             ]
         )
-
-    @property
-    def _illegal(self) -> list[str]:
-        """The known schemes that the cluster and the model do not allow."""
-        return [x for x in BASELINES if self.options.baselines and x not in self.baselines]
 
     def _head(self) -> list[str]:
         cluster, call = self.cluster, self.call
@@ -147,7 +149,8 @@ class Plan:
         nodes = f"{cluster.nodes} node{'s' if cluster.nodes > 1 else ''} x "
         nodes += f"{cluster.gpus_per_node} {cluster.gpu.name}"
         several = "s" if cluster.ports > 1 else ""
-        ports = f"{cluster.ports} port{several} of {show_rate(cluster.port_rate)}{duplex} a node, "
+        rate = f"{show_rate(cluster.port_rate)} ({show_rate(8 * cluster.port_rate, 'bit')})"
+        ports = f"{cluster.ports} port{several} of {rate}{duplex} a node, "
         ports = ports if cluster.nodes > 1 else ""
         limit = self.options.memory_fraction * cluster.gpu.memory_bytes / GIB
         head = [
@@ -156,7 +159,8 @@ class Plan:
             f"{self.num_settings} settings of degrees and order; with ZeRO, remat, offload and "
             f"tile {self.num_candidates}, of which {self.num_fitting} fit {limit:.1f} GiB",
         ]
-        return head + [x for x in (self.adapters_note, self.layers_note) if x is not None]
+        notes = (self.units_note, self.adapters_note, self.layers_note)
+        return head + [x for x in notes if x is not None]
 
     def _tail(self) -> list[str]:
         if self.reasons is None:
@@ -174,8 +178,9 @@ class Plan:
         lines = [self.reasons.why, self.reasons.change]
         if self.frugal.memory_bytes < self.winner.memory_bytes:
             slower = self.frugal.seconds / self.winner.seconds - 1
+            speed = f"{slower:.1%} slower" if slower else "as fast"
             lines.append(
-                f"With {self.frugal.memory_bytes / GIB:.1f} GiB and {slower:.1%} slower: "
+                f"With {self.frugal.memory_bytes / GIB:.1f} GiB and {speed}: "
                 f"{self.frugal.label}; {describe(self.frugal)}."
             )
         lines += ["", self.command, *remarks(self.call, self.cluster)]
@@ -212,11 +217,11 @@ def plan(
     gpus_per_node: int,
     gpu: str | Gpu,
     model: str | ModelSizes,
-    port: str | float | int | None = None,
+    port: str | None = None,
     ports: int | None = None,
-    inside: str | float | int | None = None,
+    inside: str | None = None,
     half_duplex: bool = False,
-    latency: str | float | int | None = None,
+    latency: str | None = None,
     seq_len: str | float | int | None = None,
     batch: str | float | int | None = None,
     options: Options | None = None,
@@ -230,13 +235,12 @@ def plan(
         gpu: name of a GPU, or a `startrail_jax.planner.hardware.Gpu` with figures of your own.
         model: name of a model, path of a config.json, of a run or of Hugging Face, or a
             `startrail_jax.planner.models.ModelSizes`.
-        port: bytes/s of one port of a node, each way, as a number or as "50GB/s" or "400Gb/s". It
-            may be left out for a single node.
+        port: rate of one port of a node, each way, with its unit: "50GB/s" (bytes) or "400Gb/s"
+            (bits). It may be left out for a single node.
         ports: ports of a node, shared evenly by its GPUs; None for one for each GPU.
-        inside: bytes/s between the GPUs of a node; None for NVLink, as NCCL counts it.
+        inside: rate between the GPUs of a node, likewise; None for NVLink, as NCCL counts it.
         half_duplex: whether what a port sends and receives shares its rate.
-        latency: seconds of a message through a port, as a number or as "10us"; None for that of
-            NCCL.
+        latency: time of a message through a port, such as "10us"; None for that of NCCL.
         seq_len: tokens in a sequence, as a number or as "512K"; None for that of the model.
         batch: sequences in a batch, over all devices; None for that of the run, or 1.
         options: what is searched; None for everything.
@@ -246,7 +250,8 @@ def plan(
         The plan. `print` shows it; `winner` and `command` say what to do.
 
     Raises:
-        ValueError: if a name is unknown, a number is not positive, or no setting is legal.
+        ValueError: if a name is unknown, a number is not positive or lacks its unit, or no setting
+            is legal.
     """
     cluster = make_cluster(
         nodes=nodes,
@@ -259,7 +264,9 @@ def plan(
         latency=latency,
     )
     call = call_of(model, seq_len, batch)
-    return plan_of(cluster, call, options or Options(), top=as_count(top, "--top"))
+    found = plan_of(cluster, call, options or Options(), top=as_count(top, "--top"))
+    notes = [bits_note(port, "--port"), bits_note(inside, "--inside")]
+    return replace(found, units_note="\n".join(x for x in notes if x) or None)
 
 
 def call_of(
@@ -285,9 +292,10 @@ def plan_of(cluster: Cluster, call: Call, options: Options, *, top: int = 8) -> 
     ours = ~found.mask(lambda settings: settings.published)
     ranked = found.best(ours, top)
     alone = found.mask(lambda settings: settings.tensor == 1)
+    known = BASELINES if options.baselines else {}
     baselines = {
         name: choice
-        for name, scheme in (BASELINES if options.baselines else {}).items()
+        for name, scheme in known.items()
         for choice in found.best(found.mask(scheme) & alone & (ours | (name in _PUBLISHED)))
     }
     fits = ranked[0].fits
@@ -299,6 +307,7 @@ def plan_of(cluster: Cluster, call: Call, options: Options, *, top: int = 8) -> 
         options=options,
         ranked=tuple(ranked),
         baselines=baselines,
+        illegal={name: why_illegal(found, name) for name in known if name not in baselines},
         frugal=frugal,
         reasons=reasons(found, ranked[0]) if fits else None,
         ways_to_fit=() if fits else tuple(ways_to_fit(cluster, call, options)),

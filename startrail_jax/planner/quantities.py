@@ -58,90 +58,106 @@ def parse_window(text: str) -> int | None:
         raise InputError(f"{error} For a layer without a window, write none.") from None
 
 
-def parse_rate(text: str, flag: str) -> float:
-    """Bytes per second: 50GB/s, 400Gb/s (bits), 400Gbit/s, or a plain number of bytes.
+def parse_rate(text: Any, flag: str) -> float:
+    """Bytes per second: 50GB/s, 400Gb/s (bits) or 400Gbit/s.
 
     Args:
-        text: what was typed.
+        text: what was typed. A number has no unit, so it is refused, as a text without one.
         flag: the flag that the message names.
 
     Raises:
-        ValueError: if it is not a rate above 0.
+        ValueError: if it is not a rate above 0 with its unit.
     """
-    pattern = rf"{_NUMBER}\s*([kKmMgGtT]?)(i?)(B|b|bit|bits)?(?:/s|ps)?"
-    match = re.fullmatch(pattern, text.strip())
+    match = _match(rf"{_NUMBER}\s*([kKmMgGtT]?)(i?)(B|b|bit|bits)(?:/s|ps)?", text)
     value = 0.0
     if match:
         units = _BINARY if match[4] else _DECIMAL
-        bits = match[5] is not None and match[5] != "B"
-        value = _value(match) * units[match[3].lower()] / (8 if bits else 1)
+        value = _value(match) * units[match[3].lower()] / (1 if match[5] == "B" else 8)
     if not 0 < value < math.inf:
         raise InputError(
-            f"{flag} must be a rate above 0; got {text!r}. Write for example 50GB/s (bytes) or "
-            "400Gb/s (bits)."
+            f"{flag} must be a rate above 0 with its unit; got {text!r}. Write for example "
+            "'50GB/s' (bytes) or '400Gb/s' (bits)."
         )
     return value
 
 
+def bits_note(text: str | None, flag: str) -> str | None:
+    """What a rate such as 50gb/s was understood to be; None if its spelling leaves no doubt."""
+    match = re.search(r"([mgt])(i?)b(?!it)", text or "")
+    if text is None or match is None:
+        return None
+    rate = parse_rate(text, flag)
+    in_bytes = text.replace(match[0], f"{match[1].upper()}{match[2]}B")
+    return (
+        f"{flag} {text} was read as bits, for which a small b stands: "
+        f"{show_rate(8 * rate, 'bit')}, or {show_rate(rate)}. For bytes, write {in_bytes}."
+    )
+
+
 def parse_bytes(text: str, flag: str) -> int:
-    """Bytes: 80GiB, 80GB (times 10^9), or a plain number.
+    """Bytes: 80GiB or 80GB (times 10^9).
 
     Args:
         text: what was typed.
         flag: the flag that the message names.
 
     Raises:
-        ValueError: if it is not a size above 0.
+        ValueError: if it is not a size above 0 with its unit.
     """
-    match = re.fullmatch(rf"{_NUMBER}\s*([kKmMgGtT]?)(i?)B?", text.strip())
+    match = _match(rf"{_NUMBER}\s*(?=\D)([kKmMgGtT]?)(i?)B?", text)
     value = 0.0
     if match:
         value = _value(match) * (_BINARY if match[4] else _DECIMAL)[match[3].lower()]
     if not 1 <= value < LARGEST_SIZE:
         raise InputError(
-            f"{flag} must be a size above 0; got {text!r}. Write for example 80GiB or 80GB, and "
-            "less than an exbibyte."
+            f"{flag} must be a size above 0 with its unit; got {text!r}. Write for example 80GiB "
+            "or 80GB, and less than an exbibyte."
         )
     return int(value)
 
 
 def parse_flops(text: str, flag: str) -> float:
-    """FLOP/s: 989T, 989TFLOPs, 0.989P, or a plain number.
+    """FLOP/s: 989T, 989TFLOPs or 0.989P.
 
     Args:
         text: what was typed.
         flag: the flag that the message names.
 
     Raises:
-        ValueError: if it is not a rate above 0.
+        ValueError: if it is not a rate above 0 with its unit.
     """
-    pattern = rf"{_NUMBER}\s*([kKmMgGtTpP]?)(?:flops?(?:/s)?)?"
-    match = re.fullmatch(pattern, text.strip(), re.IGNORECASE)
+    match = _match(rf"{_NUMBER}\s*(?=\D)([kmgtp]?)(?:flops?(?:/s)?)?", text, re.IGNORECASE)
     value = _value(match) * _DECIMAL[match[3].lower()] if match else 0.0
     if not 0 < value < math.inf:
         raise InputError(
-            f"{flag} must be a number of FLOP/s above 0; got {text!r}. Write for example 989T."
+            f"{flag} must be a number of FLOP/s above 0 with its unit; got {text!r}. Write for "
+            "example 989T."
         )
     return value
 
 
-def parse_seconds(text: str, flag: str) -> float:
-    """Seconds: 10us, 0.01ms, or a plain number of seconds.
+def parse_seconds(text: Any, flag: str) -> float:
+    """Seconds: 10us, 0.01ms or 0s.
 
     Args:
-        text: what was typed.
+        text: what was typed. A number has no unit, so it is refused, as a text without one.
         flag: the flag that the message names.
 
     Raises:
-        ValueError: if it is not a time of at least 0.
+        ValueError: if it is not a time of at least 0 with its unit.
     """
-    match = re.fullmatch(rf"{_NUMBER}\s*(ns|us|µs|ms|s)?", text.strip())
-    value = _value(match) * _SECONDS[match[3] or "s"] if match else math.inf
+    match = _match(rf"{_NUMBER}\s*(ns|us|µs|ms|s)", text)
+    value = _value(match) * _SECONDS[match[3]] if match else math.inf
     if not value < math.inf:
         raise InputError(
-            f"{flag} must be a time of at least 0; got {text!r}. Write for example 10us."
+            f"{flag} must be a time of at least 0 with its unit; got {text!r}. Write for example "
+            "'10us'."
         )
     return value
+
+
+def _match(pattern: str, text: Any, flags: int = 0) -> re.Match[str] | None:
+    return re.fullmatch(pattern, text.strip(), flags) if isinstance(text, str) else None
 
 
 def _value(match: re.Match[str]) -> float:
@@ -171,20 +187,6 @@ def as_count(value: Any, flag: str) -> int:
     raise InputError(f"{flag} must be a positive whole number; got {value!r}. Correct it.")
 
 
-def as_seconds(value: Any, flag: str) -> float:
-    """Seconds, as a number or as text: see `parse_seconds`. Arguments and errors as there."""
-    if isinstance(value, str):
-        return parse_seconds(value, flag)
-    return _number(value, flag, "seconds", 0 <= _real(value) < math.inf)
-
-
-def as_rate(value: Any, flag: str) -> float:
-    """Bytes per second, as a number or as text: see `parse_rate`. Arguments and errors as there."""
-    if isinstance(value, str):
-        return parse_rate(value, flag)
-    return _number(value, flag, "bytes/s above 0", _real(value) > 0)
-
-
 def _real(value: Any) -> float:
     """The value; NaN if it is no number."""
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
@@ -192,12 +194,6 @@ def _real(value: Any) -> float:
         return float(value) if is_number else math.nan
     except OverflowError:
         return math.inf
-
-
-def _number(value: Any, flag: str, what: str, fits: bool) -> float:
-    if not fits:
-        raise InputError(f"{flag} must be a number of {what}; got {value!r}. Correct it.")
-    return float(value)
 
 
 def show_count(count: int) -> str:
@@ -208,14 +204,14 @@ def show_count(count: int) -> str:
     return str(count)
 
 
-def show_rate(rate: float) -> str:
-    """A rate as one may type it: 50 GB/s."""
+def show_rate(rate: float, unit: str = "B") -> str:
+    """A rate as one may type it: 50 GB/s, or 400 Gbit/s."""
     if math.isinf(rate):
         return "unlimited"
-    for letter, unit in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if rate >= unit:
-            return f"{rate / unit:.3g} {letter}B/s"
-    return f"{rate:.3g} B/s"
+    for letter, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if rate >= size:
+            return f"{rate / size:.3g} {letter}{unit}/s"
+    return f"{rate:.3g} {unit}/s"
 
 
 def show_seconds(seconds: float) -> str:

@@ -17,7 +17,7 @@ from startrail_jax.planner.grid import Call, Settings, all_settings
 from startrail_jax.planner.hardware import GPUS, Cluster
 from startrail_jax.planner.models import is_length
 from startrail_jax.planner.quantities import GIB, show_bytes, show_count, show_rate, show_seconds
-from startrail_jax.planner.search import Candidates, Options, Prediction
+from startrail_jax.planner.search import BASELINES, Candidates, Options, Prediction
 from startrail_jax.planner.step import Savings
 
 _WIDEST = 64.0
@@ -81,12 +81,14 @@ def _why(candidates: Candidates, winner: Prediction) -> str:
     part = max(gaps, key=lambda x: gaps[x])
     text = f"{name} wins, since the next scheme, {rival.scheme} ({rival.label}), "
     if gaps[part] <= 0:
-        return f"{text}is as fast and needs more memory."
+        more = " and needs more memory" if rival.memory_bytes > winner.memory_bytes else ""
+        return f"{text}is as fast{more}."
     text += f"is {slower:.1%} slower: it {_WAITS[part].format(show_seconds(gaps[part]))}"
     if part == "attention waits" and candidates.cluster.nodes > 1:
-        more = rival.across_bytes > winner.across_bytes
-        sent = [show_bytes(x.across_bytes) for x in (rival, winner)]
-        text += f", with {sent[0]} against {sent[1]} through the ports of a node"
+        theirs, ours = (show_bytes(x.across_bytes) for x in (rival, winner))
+        more = rival.across_bytes > winner.across_bytes and theirs != ours
+        sent, too = (theirs, " as well") if theirs == ours else (f"{theirs} against {ours}", "")
+        text += f", with {sent} through the ports of a node{too}"
         text += "" if more else ", of which less travels beside kernels"
     return f"{text}."
 
@@ -186,6 +188,38 @@ def _other_heads(candidates: Candidates, winner: Prediction) -> Iterator[str]:
         rival = timed.best(timed.fits)[0] if timed.fits.any() else None
         if rival is not None and family(rival.scheme) != family(winner.scheme):
             yield f"with {word} the heads ({int(heads)}), {rival.scheme} ({rival.label}) is faster"
+
+
+_NEEDS = {
+    "Ring Attention": "several GPUs for a sequence",
+    "all-gather": "several GPUs for a sequence",
+    "Ulysses": "heads that all GPUs of a sequence can split",
+    "LoongTrain / USP": "heads that some GPUs of a sequence can split, and several such parts",
+    "StarTrail as published": "a C above 1 whose square divides the GPUs of a sequence",
+}
+
+
+def why_illegal(candidates: Candidates, name: str) -> str:
+    """Why there is no candidate of a known scheme without tensor parallelism.
+
+    Args:
+        candidates: all that was timed.
+        name: one of `BASELINES`.
+    """
+    cluster, call, options = candidates.cluster, candidates.call, candidates.options
+
+    def served(settings: Settings) -> bool:
+        return bool(np.any(BASELINES[name](settings) & (settings.tensor == 1)))
+
+    if served(candidates.settings):
+        return "not with these --zero, --remat, --offload and --tile"
+    if options.degrees and served(all_settings(cluster, call)):
+        return f"not with {' '.join(f'--{role} {size}' for role, size in options.degrees.items())}"
+    model = call.model
+    several = "s" if cluster.num_gpus > 1 else ""
+    gpus = f"{cluster.num_gpus} GPU{several} in nodes of {cluster.gpus_per_node}"
+    heads = f"{model.heads} heads, {model.kv_heads} key heads"
+    return f"it needs {_NEEDS[name]}; got {gpus}, {heads}, batch {call.batch}"
 
 
 def ways_to_fit(cluster: Cluster, call: Call, options: Options) -> list[str]:

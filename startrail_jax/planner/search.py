@@ -272,9 +272,13 @@ class Candidates:
         return [self.prediction(index) for index in chosen.values()]
 
     def ordered(self, mask: np.ndarray) -> np.ndarray:
-        """The candidates of a mask that fit the memory, the fastest first."""
+        """The candidates of a mask that fit the memory, the fastest first.
+
+        Of equally fast ones, those that need not offload, and then those of least memory.
+        """
         fitting = np.flatnonzero(mask & self.fits)
-        return fitting[np.lexsort((self.memory[fitting], self.seconds[fitting]))]
+        offloads = np.array([savings.offload for _, savings in self.savings])[self.kind[fitting]]
+        return fitting[np.lexsort((self.memory[fitting], offloads, self.seconds[fitting]))]
 
     def source(self, index: Any) -> tuple[Settings, int]:
         """The settings of which a candidate is one, and its row there."""

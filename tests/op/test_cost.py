@@ -1,6 +1,7 @@
 """Closed forms of the traffic: the paper's and the design's tables, identities, hand counts."""
 
 import math
+import re
 
 import jax.numpy as jnp
 import numpy as np
@@ -160,6 +161,35 @@ def test_total_is_forward_and_backward():
         parts = result.forward.by_collective[kind] + result.backward.by_collective[kind]
         assert result.total.by_collective[kind] == parts
     assert result.total.units == result.forward.units + result.backward.units
+
+
+def test_printed_communication_is_a_table():
+    found = report(D.startrail(8, c=2), kv_heads=8, devices_per_node=4)
+    head, *rows = str(found).splitlines()
+    assert head.split() == ["pass", "step", "collective", "axes", "bytes", "received", "units"]
+    for name in ("forward", "backward"):
+        traffic = getattr(found, name)
+        mine = [row for row in rows if row.startswith(name)]
+        assert len(mine) == len(traffic.transfers) + 1
+        for row, transfer in zip(mine, traffic.transfers, strict=False):
+            assert re.search(rf"  {transfer.step} +{transfer.collective} ", row)
+            assert row.split()[-2] == f"{transfer.received_bytes:,}"
+        assert mine[-1].split()[1:] == [
+            "all",
+            f"{traffic.received_bytes:,}",
+            f"{traffic.units:.2f}",
+        ]
+    (total,) = [row for row in rows if row.startswith("total")]
+    assert f" {found.total.received_bytes:,} " in total
+    assert len({len(row) for row in rows if row.split()[0] in ("forward", "backward")}) == 1
+    (port,) = [row for row in rows if "ports of a node, total" in row]
+    assert f"{found.total.nodes.port_sent_bytes:,} bytes sent" in port
+    assert "keys and values and their gradients go round the ring" in rows[-2]
+    assert rows[-1].endswith("data, group, ring, team, head, tensor.")
+    assert max(map(len, rows)) <= 120
+    alone = str(report(D())).splitlines()
+    assert [row.split()[1:3] for row in alone[1:4]] == [["all", "0"]] * 3
+    assert len(alone) == 5
 
 
 @pytest.mark.parametrize("name", ["data", "tensor"])

@@ -1,10 +1,15 @@
 """Degrees, the named schemes, and the mesh."""
 
+import re
+from types import SimpleNamespace
+
 import jax
 import pytest
 from jax.sharding import AxisType
 
+import startrail_jax as st
 from startrail_jax.device_mesh import make_mesh
+from startrail_jax.errors import InputError
 from startrail_jax.mesh import ROLES, Degrees
 
 pytestmark = pytest.mark.quick
@@ -141,6 +146,36 @@ def test_make_mesh_refuses_a_product_that_misses_the_devices():
     given = r"group=1 \* ring=3 \* team=2 \* head=1 \* tensor=1 = 6 for 8 devices"
     with pytest.raises(ValueError, match=rf"{given}.*devices= with 6"):
         make_mesh(Degrees(ring=3, team=2), devices=jax.devices()[:8])
+
+
+@pytest.mark.parametrize(
+    ("platform", "advice"),
+    [
+        (
+            "cpu",
+            r'or simulate 6 .* jax\.config\.update\("jax_num_cpu_devices", 6\), before the program',
+        ),
+        ("gpu", "or use 6 devices"),
+    ],
+)
+def test_too_few_devices_are_no_reason_to_pass_them(platform, advice, monkeypatch):
+    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(platform=platform)] * 4)
+    with pytest.raises(InputError, match=rf"= 6 for 4 devices\. Change a degree, {advice}"):
+        make_mesh(Degrees(ring=3, team=2))
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_what_is_mistaken_for_degrees_or_a_mesh_is_refused():
+    sizes = dict(batch=1, seq_len=64, heads=4, kv_heads=4, head_dim=8)
+    for call in (make_mesh, lambda degrees: st.communication(degrees, **sizes)):
+        for given in (8, None, {"ring": 8}):
+            message = rf"must be startrail_jax\.Degrees; got {re.escape(repr(given))}\. .*c=2\)"
+            with pytest.raises(InputError, match=message):
+                call(given)
+    with pytest.raises(InputError, match=r"mesh must be .*got Degrees.*make_mesh\(Degrees\(data=1"):
+        st.Attention(Degrees.startrail(8, c=2))
+    with pytest.raises(InputError, match=r"mesh must be .*got 8\. Make one with .*make_mesh\(deg"):
+        st.Attention(8)
 
 
 @pytest.mark.parametrize(("kind", "given"), [("manual", "'manual'"), (AxisType.Manual, "Manual")])

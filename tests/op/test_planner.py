@@ -336,6 +336,54 @@ def test_frugal_setting_is_nearly_as_fast():
     assert f"With {found.frugal.memory_bytes / 2**30:.1f} GiB" in str(found)
 
 
+def test_of_equally_fast_settings_the_one_that_need_not_offload_wins():
+    """Where kernels hide the memory of the host, offload costs and gains no seconds."""
+    typed = dict(nodes=8, gpus_per_node=8, gpu="h100", port="50GB/s", model="gpt_7b")
+    few = dict(degrees={"ring": 8, "head": 8}, zero=(3,), remat=("attention_saved",))
+    both, offloads = (
+        st.plan(**typed, options=Options(**few, **more), seq_len="512K")
+        for more in ({}, {"offload": (True,)})
+    )
+    assert both.winner.seconds == offloads.winner.seconds
+    assert not both.winner.savings.offload
+    assert " --no-offload " in both.command
+    assert both.frugal.savings.offload
+    assert both.winner.memory_bytes > both.frugal.memory_bytes
+    assert f"With {both.frugal.memory_bytes / 2**30:.1f} GiB and as fast: " in str(both)
+    for choice in (*both.ranked, *both.baselines.values()):
+        assert choice.parts["offload waits"] or not choice.savings.offload
+
+
+@pytest.mark.parametrize(
+    ("gpus", "options", "reasons"),
+    [
+        (1, {}, dict.fromkeys(BASELINES, "it needs .*; got 1 GPU in nodes of 1, 32 heads, 32 key")),
+        (2, {}, {"LoongTrain / USP": "it needs heads that some", "StarTrail as p": "a C above 1"}),
+        (8, {"tensor": 2}, dict.fromkeys(BASELINES, "not with --tensor 2$")),
+        (8, {"team": 2, "head": 1}, dict.fromkeys([*BASELINES][:4], "not with --team 2 --head 1$")),
+        (8, {}, {}),
+    ],
+)
+def test_a_scheme_without_a_legal_setting_says_why(gpus, options, reasons):
+    few = dict(remat=("full",), offload=(False,), tiled=(False,))
+    typed = dict(nodes=1, gpus_per_node=gpus, gpu="h200", model="gpt_3b", seq_len="8K")
+    found = st.plan(**typed, options=Options(degrees=options, **few))
+    assert {*found.illegal} | {*found.baselines} == {*BASELINES}
+    assert len(found.illegal) == len(reasons)
+    for (name, text), (start, reason) in zip(found.illegal.items(), reasons.items(), strict=True):
+        assert name.startswith(start)
+        assert re.search(reason, text)
+        assert f"  {name}: {text}\n" in str(found)
+
+
+def test_schemes_that_the_savings_exclude_say_so():
+    """A tile needs more tokens than a GPU has here, unless tensor parallelism brings it others."""
+    typed = dict(nodes=1, gpus_per_node=8, gpu="h200", model="gpt_3b", seq_len="8K")
+    found = st.plan(**typed, options=Options(tiled=(True,), remat=("full",)))
+    reason = "not with these --zero, --remat, --offload and --tile"
+    assert found.illegal == dict.fromkeys(BASELINES, reason)
+
+
 def test_settings_are_those_that_train_py_takes():
     from startrail_jax.analysis.settings import legal_degrees
 
@@ -479,10 +527,11 @@ def test_choice_among_all_settings_is_what_emulated_clusters_measured_as_fastest
 def test_texts_and_whole_floats_are_numbers():
     few = Options(zero=(3,), remat=("full",), offload=(False,), tiled=(False,), baselines=False)
     typed = dict(gpu="h100", model="gpt_7b", options=few, nodes=2, gpus_per_node=2, top=1)
-    plain = st.plan(**typed, port=5e10, batch=8, latency=1e-3, seq_len=65_536)
+    plain = st.plan(**typed, port="50GB/s", batch=8, latency="1ms", seq_len=65_536)
+    assert plain.cluster.port_rate == 5e10
     for changes in (
-        dict(port="50GB/s", batch="8", latency="1ms", seq_len=65536.0),
-        dict(port=np.float64(5e10), batch=8.0, latency=np.float64(1e-3), seq_len=65_536),
+        dict(port="400Gb/s", batch="8", latency="1000us", seq_len=65536.0),
+        dict(port="400 Gbit/s", batch=8.0, latency="0.001s", seq_len="64K"),
     ):
         assert st.plan(**typed, **changes) == plain
 
@@ -495,19 +544,24 @@ def odd_options(**values):
     return options
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         (dict(gpu="h1000"), r"--gpu must be one of a100_40, .*; got 'h1000'"),
         (dict(model="gpt_8b"), r"--model must be one of gpt_3b, .*; got 'gpt_8b'"),
-        (dict(port="0GB/s"), r"--port must be a rate above 0; got '0GB/s'"),
+        (dict(port="0GB/s"), r"--port must be a rate above 0 with its unit; got '0GB/s'"),
         (dict(port=None), r"--port must be given for several nodes; got --nodes 2"),
         (dict(ports=3), r"--ports must divide --gpus-per-node.*; got --ports 3"),
         (dict(seq_len=65536.5), r"--seq-len must be a positive whole number; got 65536.5"),
         (dict(batch=True), r"--batch must be a positive whole number; got True"),
         (dict(batch=2**41), r"--batch must be at most 1099511627776; got 2199023255552"),
-        (dict(latency=-1), r"--latency must be a number of seconds; got -1"),
-        (dict(port=math.nan), r"--port must be a number of bytes/s above 0; got nan"),
+        (dict(latency=1e-5), r"--latency must be a time .* with its unit; got 1e-05. .*'10us'"),
+        (dict(latency="10"), r"--latency must be a time .* with its unit; got '10'. .*'10us'"),
+        (dict(port=50), r"--port must be .* with its unit; got 50. Write .*'50GB/s' .* '400Gb/s'"),
+        (dict(port="400"), r"--port must be a rate above 0 with its unit; got '400'"),
+        (dict(port="400G"), r"--port must be a rate above 0 with its unit; got '400G'"),
+        (dict(inside=900), r"--inside must be a rate above 0 with its unit; got 900"),
         (dict(nodes=2**30), r"--nodes \* --gpus-per-node must be at most 1048576; got"),
         (dict(nodes=0), r"--nodes must be at least 1; got 0"),
         (dict(seq_len="12.5"), r"--seq-len must be a positive whole number; got '12.5'"),
@@ -561,7 +615,33 @@ def test_errors_name_the_flag_and_what_was_given(changes, message):
         st.plan(**{**arguments, **changes})
 
 
+@pytest.mark.parametrize(
+    ("port", "note"),
+    [
+        ("50gb/s", "--port 50gb/s was read as bits, .*: 50 Gbit/s, or 6.25 GB/s. .* write 50GB/s"),
+        ("50Gb/s", None),
+        ("50gbit/s", None),
+        ("6250kb/s", None),
+        ("50GB/s", None),
+    ],
+)
+def test_bits_and_bytes_are_told_apart(port, note):
+    few = Options(zero=(3,), remat=("full",), offload=(False,), tiled=(False,), baselines=False)
+    found = st.plan(
+        nodes=2, gpus_per_node=2, gpu="H100", port=port, model="gpt_7b", seq_len="64K", options=few
+    )
+    rate = found.cluster.port_rate
+    unit = "GB" if rate > 1e9 else "kB"
+    assert f" of {rate / (1e9 if unit == 'GB' else 1e3):.3g} {unit}/s (" in str(found)
+    if note is None:
+        assert found.units_note is None
+    else:
+        assert re.match(note, found.units_note)
+        assert found.units_note in str(found)
+
+
 def test_find_gpu_has_measured_curves():
+    assert find_gpu("H100") is find_gpu("h100")
     gpu = find_gpu("h100")
     long = gpu.attention_efficiency(2**20, 128, backward=False)
     assert long * gpu.peak_flops == pytest.approx(595e12)

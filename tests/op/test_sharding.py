@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import startrail_jax as st
+from startrail_jax.errors import InputError
 
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("unchecked")]
 
@@ -18,6 +19,10 @@ DEGREES = st.Degrees(data=2, ring=2, tensor=2)
 def attention(degrees=DEGREES, axis_type="auto", **options):
     mesh = st.make_mesh(degrees, axis_type, jax.devices()[: degrees.num_devices])
     return st.Attention(mesh, **options)
+
+
+def on_mesh(ours, x):
+    return jax.device_put(x, jax.NamedSharding(ours.mesh, P()))
 
 
 @pytest.mark.parametrize("axis_type", ["auto", "explicit"])
@@ -83,7 +88,7 @@ def test_padding_is_minus_one_beside_ids_of_any_integers(kind):
 
 def test_a_token_axis_may_be_counted_from_the_end():
     ours = attention()
-    lse = np.arange(2 * 3 * 8).reshape(2, 3, 8)
+    lse = on_mesh(ours, np.arange(2 * 3 * 8).reshape(2, 3, 8))
     found = ours.unpad(lse, seq_len=6, axis=-1)
     np.testing.assert_array_equal(found, ours.unpad(lse, seq_len=6, axis=2))
     assert found.shape == (2, 3, 6)
@@ -120,7 +125,7 @@ def test_what_cannot_be_filled_up_or_cut_raises():
         ours.pad(np.zeros((2, 5)), segment_ids=np.zeros((2, 5), bool))
     for method in (ours.unshard, functools.partial(ours.unpad, seq_len=8)):
         with pytest.raises(ValueError, match=r"got axis=1 and shape \[8\]\. Give the axis"):
-            method(np.zeros(8))
+            method(on_mesh(ours, np.zeros(8)))
     with pytest.raises(ValueError, match=r"one batch and length; got \(2, 5\), \(2, 7\)"):
         ours.pad(np.zeros((2, 5)), np.zeros((2, 7)))
     with pytest.raises(ValueError, match="one batch and length; got none"):
@@ -177,6 +182,21 @@ def test_what_is_sharded_already_is_refused():
             method(ours.shard(x))
     with pytest.raises(ValueError, match="host or unsharded array"):
         ours.pad(x, segment_ids=ours.shard(np.zeros((2, 8), int)))
+
+
+@pytest.mark.parametrize("degrees", [DEGREES, st.Degrees(ring=2, team=2), st.Degrees()])
+def test_what_was_brought_back_already_is_refused(degrees):
+    """A cell of a notebook that runs twice must not permute twice."""
+    ours = attention(degrees)
+    out = ours.shard(np.arange(16).reshape(2, 8))
+    result = ours.unshard(out)
+    for x in (result, jnp.asarray(result))[: ours.mesh.size]:
+        for method in (ours.unshard, functools.partial(ours.unpad, seq_len=8)):
+            with pytest.raises(InputError, match=r"on the devices of the mesh.*layout\.unpermute"):
+                method(x)
+    with pytest.raises(InputError, match=r"got a ndarray of shape \[2, 8\] on the host"):
+        ours.unshard({"out": out, "result": result})
+    np.testing.assert_array_equal(ours.unshard(on_mesh(ours, jax.device_get(out))), result)
 
 
 @pytest.mark.parametrize("method", ["shard", "unshard", "shard_bias"])

@@ -13,6 +13,7 @@ from startrail_jax.errors import OrderWarning
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("unchecked")]
 
 X = np.zeros((1, 16, 2, 4), "f4")
+HEADS_FIRST = np.zeros((1, 8, 16, 4), "f4")
 
 
 def attention(**options):
@@ -83,3 +84,22 @@ def test_positions_in_natural_order_are_warned_of():
     assert not warned(lambda: ours.check_positions(ours.layout.positions(16)[None]))
     assert not warned(lambda: jax.jit(ours.check_positions)(natural))
     assert not warned(lambda: attention(layout="contiguous").check_positions(natural))
+
+
+def test_heads_where_tokens_belong_are_warned_of():
+    """Arrays [batch, heads, seq, head_dim] run where the numbers happen to divide."""
+    ours = attention(causal=False)
+    few_keys = HEADS_FIRST[:, :, :4]
+    for call in (ours, jax.jit(ours)):
+        with pytest.warns(OrderWarning, match=r"query \[1, 8, 16, 4\].*swapaxes\(1, 2\)"):
+            call(HEADS_FIRST, HEADS_FIRST, HEADS_FIRST)
+    turned = HEADS_FIRST.swapaxes(1, 2)
+    # As many heads as tokens, and short queries of long keys, are what they seem to be.
+    for query, key in (
+        (turned, turned),
+        (X, X),
+        (HEADS_FIRST, few_keys),
+        (HEADS_FIRST, np.zeros((1, 32, 16, 4), "f4")),
+        (turned[:, :8], turned[:, :8]),
+    ):
+        assert not warned(lambda q=query, k=key: jax.eval_shape(ours, q, k, k))

@@ -4,18 +4,23 @@ import dataclasses
 import json
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 import tokenizers
 
+import startrail_jax as st
 from configs.gpt import gpt_tiny
 from startrail_jax.layout import Layout
 from trainer.gpt.chat.corpus import open_examples
 from trainer.gpt.chat.encoding import digest_of
 from trainer.gpt.chat.packing import PADDING, EncodedExamples, PackedExamples, collate_rows
 from trainer.gpt.chat.template import ChatTemplate
-from trainer.gpt.config import DataConfig
+from trainer.gpt.config import DataConfig, TextOptions
+from trainer.gpt.sample import prompt_tokens, template_of_run
 from trainer.gpt.task import GPTTask
+from trainer.gpt.tokenizer import FileTokenizer
+from trainer.session import Session
 
 NATURAL = Layout("contiguous", 1)
 CHATML = (
@@ -390,3 +395,20 @@ def test_spaces_count_where_they_are(tmp_path):
     data = opened(of_completions(path, tokenizer=tmp_path / "tokenizer.json"), seq_len=8)
     np.testing.assert_array_equal(data.train[0].tokens[:8], [2, 1, 1, 1, 3, 1, 1, 0])
     np.testing.assert_array_equal(data.train[0].counted[:8], [0, 0, 1, 1, 1, 1, 1, 1])
+
+
+def test_prompt_of_a_chat_is_a_question_in_the_template(tmp_path, tokenizer):
+    config = dataclasses.replace(gpt_tiny(), data=DataConfig(tokenizer=tokenizer))
+    with pytest.raises(ValueError, match=r"--chat must have a chat template, .*without one"):
+        template_of_run(tmp_path / "run", config, tokenizer)
+    with pytest.raises(ValueError, match=r"--chat must have .*got tokenizer=None"):
+        template_of_run(tmp_path / "run", config, None)
+    (tmp_path / "chat_template.jinja").write_text(CHATML)
+    template = template_of_run(tmp_path / "run", config, tokenizer)
+    opened = FileTokenizer(tokenizer, end_of_document=None, vocab_size=256)
+    options = TextOptions(chat=True, prompt="Hi?\n", tokenizer=tokenizer)
+    mesh = st.make_mesh(st.Degrees(), "auto", jax.devices()[:1])
+    session = Session(mesh=mesh, agree=bool, description=())
+    tokens = prompt_tokens(opened, options, session, template)
+    expected = "<|im_start|>user\nHi?<|im_end|>\n<|im_start|>assistant\n"
+    assert tokens.tolist() == opened.ids(expected)

@@ -3,8 +3,10 @@
 import ast
 import builtins
 import json
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import jax
@@ -12,6 +14,7 @@ import pytest
 
 import train
 from startrail_jax.errors import InputError, UnsupportedError, UserError
+from trainer import packages
 from trainer.checkpoints.checkpoint import CheckpointError
 from trainer.errors import (
     LossSpikeError,
@@ -240,3 +243,27 @@ def raised():
 def test_errors_with_a_message_are_marked_as_for_users():
     unmarked = [place for place, error in raised() if error not in NOT_FOR_USERS]
     assert unmarked == [], "use a class of startrail_jax.errors or trainer.errors"
+
+
+@pytest.mark.parametrize("program", ["train.py", "sample.py", "-m trainer.gpt.tokenize"])
+def test_python_without_the_packages_says_which_one_has_them(program):
+    """The `python` of a terminal in which nobody has activated .venv, say."""
+    result = subprocess.run(
+        [sys.executable, "-S", *program.split(), "--help"],
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert result.returncode == 1
+    found = " ".join(result.stderr.split())
+    assert found.startswith(
+        f"MissingPackageError: This program needs packages that {sys.executable} d"
+    )
+    assert "not have: jax, flax, optax, orbax, grain, google, tyro" in found
+    assert "pip install -e" in found or "activate" in found
+
+
+def test_packages_of_the_extra_train_are_those_that_are_looked_for():
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    of_train = {re.split("[<>=]", x)[0] for x in project["optional-dependencies"]["train"]}
+    named = {"orbax": "orbax-checkpoint", "google": "protobuf"}
+    assert {named.get(x, x) for x in packages.NEEDED} <= of_train | {"jax"}
+    assert packages.missing() == []

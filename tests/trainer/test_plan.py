@@ -1,6 +1,7 @@
 """`python -m startrail_jax.plan`: from the question to flags that train.py takes."""
 
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -10,6 +11,7 @@ import shlex
 import subprocess
 import sys
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import tokenizers
@@ -32,6 +34,7 @@ from startrail_jax.planner.reasons import family
 from startrail_jax.planner.search import Options
 from train import read_command_line
 from trainer.config import AttentionConfig, MeshConfig
+from trainer.data.files import find_files
 from trainer.dit.objective import dit_flops_per_token
 from trainer.gpt.lora.settings import LoraConfig
 from trainer.gpt.objective import gpt_flops_per_token
@@ -71,21 +74,33 @@ def abstract_mesh(degrees):
 
 
 def trained(command):
-    """What train.py understands of a command that was printed."""
-    words = shlex.split(command)
+    """What train.py understands of a command that was printed, with data in place of YOUR_TEXT."""
+    words = shlex.split(command.replace("YOUR_TEXT", __file__))
     return read_command_line(words[words.index("train.py") + 1 :]).settings
 
 
 def test_readme_question_is_answered(capsys):
     assert main(shlex.split(f"{CLUSTER} --model gpt_7b --seq-len 512K")) == 0
     text = capsys.readouterr().out
-    assert text.startswith("8 nodes x 8 h100, 8 ports of 50 GB/s a node, 371 GB/s inside; gpt_7b,")
+    assert text.startswith("8 nodes x 8 h100, 8 ports of 50 GB/s (400 Gbit/s) a node, ")
     for scheme in ("Ring Attention", "all-gather", "Ulysses", "LoongTrain / USP", "as published"):
         assert scheme in text
-    assert "no legal setting" in text  # 32 heads cannot be split over 64 GPUs.
+    # 32 heads cannot be split over 64 GPUs.
+    assert re.search(
+        r"no legal setting +Ulysses: it needs heads that all .*; got 64 GPUs in .*, 32 heads, ",
+        text,
+    )
     assert " wins, since " in text
     assert "faster" in text or "stays ahead" in text
-    assert "python train.py gpt_7b --seq-len 524288" in text
+    assert "python train.py gpt_7b --data.path YOUR_TEXT " in text
+    assert " --seq-len 524288 " in text
+
+
+def test_bytes_that_read_the_same_are_not_set_against_each_other(capsys):
+    cluster = "--nodes 2 --gpus-per-node 8 --gpu h100 --port 50Gb/s"
+    assert main(shlex.split(f"{cluster} --model llama3_8b --seq-len 128K {FEW}")) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"with [\d.]+ GB through the ports of a node as well, of which", text)
 
 
 def model_of(kind, folder):
@@ -150,6 +165,34 @@ def test_models_are_those_of_the_recipes(name, tmp_path):
     else:
         flops = dit_flops_per_token(config)
     assert model.flops_per_token(4096 if config.kind == "gpt" else config.num_tokens) == flops
+
+
+@pytest.mark.parametrize(
+    ("kind", "given"),
+    [
+        ("llama3_8b", {"path": "YOUR_TEXT", "tokenizer": "YOUR_TOKENIZER.json"}),
+        ("hugging face", {"path": "YOUR_TEXT", "tokenizer": "YOUR_TOKENIZER.json"}),
+        ("dit_1b", {"path": "YOUR_IMAGES"}),
+        ("run", {}),
+        ("run of a DiT", {}),
+    ],
+)
+def test_pasted_command_trains_on_no_data_of_its_own_choice(kind, given, tmp_path, capsys):
+    """Its placeholders name no files, so that it fails at once."""
+    length = "" if "DiT" in kind or kind == "dit_1b" else "--seq-len 128K"
+    arguments = f"{CLUSTER} {model_of(kind, tmp_path)} {FEW} {length}"
+    assert main(shlex.split(arguments)) == 0
+    text = capsys.readouterr().out
+    (command,) = [line for line in text.splitlines() if "python train.py " in line]
+    flags = shlex.split(command)
+    assert {x: y for x, y in itertools.pairwise(flags) if x.startswith("--data.")} == {
+        f"--data.{name}": value for name, value in given.items()
+    }
+    assert ("Replace " in text) == bool(given)
+    if given:
+        assert f"Replace {' and '.join(given.values())}." in text
+        with pytest.raises(InputError, match=f"data.path must exist; got '{given['path']}'"):
+            find_files(Path(given["path"]), "data.path")
 
 
 DIT = {"width": 64, "layers": 2, "heads": 4, "mlp_width": 128, "channels": 1, "classes": 0}
@@ -427,6 +470,7 @@ def test_pasted_command_starts_from_a_pretrained_model(kind, tmp_path):
     tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(tmp_path / "tokenizer.json"))
     config, told = trained(found.command), read_description(tmp_path).model
     assert config.init_from == tmp_path
+    assert "--data.tokenizer" not in found.command
     assert config.model == dataclasses.replace(told, dtype="bfloat16")
     assert config.mesh.degrees == found.winner.degrees
     for name in ("head_dim", "tied_head", "qk_norm"):
@@ -513,7 +557,7 @@ def test_measured_devices_stand_in_place_of_a_described_cluster(monkeypatch, cap
     monkeypatch.setattr(here, "measure_cluster", measured)
     more = f"--model dit_1b --devices-per-node 4 {FEW}"
     assert main(shlex.split(f"--here {more} --memory 60GiB")) == 0
-    assert capsys.readouterr().out.startswith("2 nodes x 4 mine, 1 port of 2 GB/s a node, 371 GB/s")
+    assert capsys.readouterr().out.startswith("2 nodes x 4 mine, 1 port of 2 GB/s (16 Gbit/s) a ")
     assert asked_for == dict(devices_per_node=4, head_dim=64, itemsize=2, causal=False)
     for flags, message in (
         ("--here --port 1GB/s", "--here measures the cluster, .* got --here and --port. Leave"),
@@ -569,14 +613,16 @@ def test_what_cannot_be_drawn_is_refused(tmp_path, capsys, monkeypatch):
     [
         ("--model gpt_7b --efficiency 2", "--efficiency must be above 0 and at most 1; got 2.0"),
         ("--width 64", "--model must be given, or all sizes; got neither --model nor --head-dim"),
-        ("--model gpt_7b --latency soon", "--latency must be a time of at least 0; got 'soon'"),
-        ("--model gpt_7b --memory 0", "--memory must be a size above 0; got '0'"),
-        ("--model gpt_7b --memory 1e300GB", "--memory must be a size above 0; got '1e300GB'"),
+        ("--model gpt_7b --latency soon", "must be a time of at least 0 with its unit; got 'soon'"),
+        ("--model gpt_7b --memory 0GB", "--memory must be a size above 0 with its unit; got '0GB'"),
+        ("--model gpt_7b --memory 80", "--memory must be a size above 0 with its unit; got '80'"),
+        ("--model gpt_7b --memory 1e300GB", "with its unit; got '1e300GB'"),
         ("--model gpt_7b --seq-len 1e400", "--seq-len must be a positive whole number; got"),
         ("--model gpt_7b --seq-len 1e12 --batch 1e9", "must be small enough to count their byte"),
         ("--model gpt_7b --width 1e10", "must be small enough to count their bytes"),
-        ("--model gpt_7b --latency 1e400", "--latency must be a time of at least 0; got '1e400'"),
+        ("--model gpt_7b --latency 1e400s", "with its unit; got '1e400s'"),
         ("--model gpt_7b --peak-flops x", "--peak-flops must be a number of FLOP/s"),
+        ("--model gpt_7b --peak-flops 989", "FLOP/s above 0 with its unit; got '989'"),
         ("--model {}/bad.json", "the file is no JSON"),
         ("--model {}/empty.json", "it has no 'hidden_size'"),
         ("--model {}/experts.json", "mixtures of experts are not planned; got num_experts=8"),

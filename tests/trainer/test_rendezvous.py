@@ -46,6 +46,7 @@ def meeting(port, known=SECRET, **changes):
 
 def test_process_that_waits_says_so_again_and_again(monkeypatch, capsys):
     said, show = threading.Semaphore(0), print
+    monkeypatch.setattr(waiting, "SECONDS_BEFORE_LINE", 0.02)
     monkeypatch.setattr(waiting, "SECONDS_BETWEEN_LINES", 0.02)
 
     def say(*what, **where):

@@ -120,9 +120,12 @@ def test_damaged_file_has_a_remedy(tmp_path, text, what):
 
 def test_config_is_on_the_disk_before_it_takes_its_place(config, tmp_path, monkeypatch):
     flushed = []
-    monkeypatch.setattr(os, "fsync", lambda file: flushed.append(os.fstat(file).st_size))
+    monkeypatch.setattr(os, "fsync", lambda file: flushed.append(os.fstat(file)))
     save_config(config, tmp_path / "config.json")
-    assert flushed == [(tmp_path / "config.json").stat().st_size]
+    # First its content, and then its name, which is in the folder.
+    content, folder = (tmp_path / "config.json").stat(), tmp_path.stat()
+    assert [x.st_ino for x in flushed] == [content.st_ino, folder.st_ino]
+    assert flushed[0].st_size == content.st_size
 
 
 def test_settings_of_an_older_file_take_their_defaults(config, tmp_path):

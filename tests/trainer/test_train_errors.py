@@ -402,6 +402,9 @@ def test_what_does_not_fit_ends_the_program_before_there_is_a_run(flags, message
         ("--optimizer.learning-rat 1", r"Unrecog.*Perhaps you meant:.* --optimizer.learning-rate "),
         ("--mesh.taem 2", r"Unrecognized options: --mesh.taem.*Perhaps you meant: --mesh.team "),
         ("--lr 1e-3", r"Unrecognized option --lr: it is --optimizer.learning-rate here"),
+        ("--data books/", r"option --data: it is --data.path or --mesh.data here"),
+        ("--epochs 3", r"it is --steps here, which counts batches: an epoch has as many as the d"),
+        ("--warmup-steps 9", r"it is --optimizer.warmup-fraction here, which is a fraction of the"),
         ("--learning_rate 1", r"option --learning_rate: it is --optimizer.learning-rate here"),
         ("--n_layer=2 --bs 4", r"--n_layer=2: it is --model.layers .* --bs: it is --batch-size h"),
         ("dit_digits --resolution 8", r"option --resolution: it is --size here"),
@@ -419,6 +422,26 @@ def test_wrong_command_line_says_what_was_meant(flags, message, capsys):
     assert caught.value.code == 2
     # Without the box round it, which breaks lines.
     assert_matches(" ".join(capsys.readouterr().err.replace("│", " ").split()), message)
+
+
+def test_settings_of_a_run_in_a_new_folder_are_a_new_run(trained, tmp_path, capsys):
+    config = trained / "run/config.json"
+    train.read_command_line([str(config), "--run-dir", str(tmp_path / "longer")])
+    assert_matches(
+        capsys.readouterr().err,
+        rf"^NOTE: {tmp_path}/longer is a new run, from step 0, with the settings of {trained}/run",
+    )
+    for arguments in ([], ["--run-dir", str(trained / "run")]):
+        train.read_command_line([str(config), *arguments])
+        assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("steps", "every"), [(1, 1), (60, 3), (1000, 50), (10_000, 50)])
+def test_short_run_reports_twenty_times(steps, every):
+    config = train.read_command_line(["gpt_tiny", "--steps", str(steps)]).settings
+    assert config.steps_between_reports == every
+    given = train.read_command_line(["gpt_tiny", "--steps", "60", "--log-every", "7"]).settings
+    assert given.steps_between_reports == 7
 
 
 def test_help_shows_the_values_of_the_recipe(capsys):

@@ -382,6 +382,9 @@ class TextOptions(SampleOptions):
     prompt must be token ids. The default is to read standard input; on a terminal, a new line."""
     prompt_file: Path | None = None
     """A UTF-8 file whose content is the prompt."""
+    chat: bool = False
+    """Whether the prompt is what a user says to the model: the chat template that lies beside the
+    tokenizer, or that of the run, puts it into a conversation, and the answer is drawn."""
     tokens: int = 256
     """Number of tokens to add; fewer if the model ends the document before."""
     samples: int = 1

@@ -14,6 +14,7 @@ from jaxtyping import Integer
 import startrail_jax as st
 from startrail_jax.errors import InputError
 from trainer.data.documents import Document
+from trainer.gpt.chat.template import CONFIG_FILE, TEMPLATE_FILE, ChatTemplate
 from trainer.gpt.config import GPTTrainConfig, TextOptions
 from trainer.gpt.corpus import Corpus
 from trainer.gpt.generation import Generator
@@ -55,7 +56,8 @@ def sample_text(
         seed=options.seed,
     )
     tokenizer = tokenizer_of_run(run_dir, config, options.tokenizer, note=session.note)
-    prompt = prompt_tokens(tokenizer, options, session)
+    template = template_of_run(run_dir, config, options.tokenizer) if options.chat else None
+    prompt = prompt_tokens(tokenizer, options, session, template)
     generator = Generator(
         config.model,
         st.Attention(session.mesh, causal=True, **config.attention_of_model),
@@ -105,6 +107,23 @@ def tokenizer_of_run(
     if not config.steps and path is None and not holds_tokens(data.path):
         require_bytes(run_dir / KEPT_FOLDER, config.model.vocab_size, "--tokenizer")
     return open_tokenizer(data, vocab_size=config.model.vocab_size)
+
+
+def template_of_run(run_dir: Path, config: GPTTrainConfig, path: Path | None) -> ChatTemplate:
+    """The chat template that a sample of a run is drawn with. Arguments as in `tokenizer_of_run`.
+
+    Raises:
+        ValueError: if there is none, or it cannot be read.
+    """
+    tokenizer = kept_tokenizer(path, config, run_dir) or path
+    template = tokenizer and ChatTemplate.find(tokenizer, config.data.chat_template)
+    if not template:
+        raise InputError(
+            f"--chat must have a chat template, beside the tokenizer as {TEMPLATE_FILE} or in "
+            f"{CONFIG_FILE}; got tokenizer={None if tokenizer is None else str(tokenizer)!r} "
+            "without one. Leave out --chat, or give --tokenizer."
+        )
+    return template
 
 
 def stops_of_run(run_dir: Path, config: GPTTrainConfig, path: Path | None) -> tuple[int, ...]:
@@ -157,7 +176,10 @@ def _print_streams(streams: list[TextStream], tokens: Any, session: Session) -> 
 
 
 def prompt_tokens(
-    tokenizer: Tokenizer, options: TextOptions, session: Session
+    tokenizer: Tokenizer,
+    options: TextOptions,
+    session: Session,
+    template: ChatTemplate | None = None,
 ) -> Integer[np.ndarray, " prompt"]:
     """The tokens to continue; without a prompt, a new line, as nanoGPT does.
 
@@ -167,13 +189,17 @@ def prompt_tokens(
         tokenizer: the tokenizer of the run.
         options: the prompt, if there is one.
         session: to say so if there is none.
+        template: makes a conversation of the prompt; None to continue it as it is.
 
     Raises:
         ValueError: if a prompt cannot be read or encoded.
     """
     given = options.prompt is not None or options.prompt_file is not None
     if given or sys.stdin is None or not sys.stdin.isatty():
-        return encode_prompt(tokenizer, _read_prompt(options))
+        text = _read_prompt(options)
+        return encode_prompt(tokenizer, template.question(text.strip()) if template else text)
+    if template:
+        raise InputError("--chat must have a prompt; got none. Give --prompt TEXT.")
     session.note("no prompt is given: the sample begins at a new line; --prompt TEXT gives one")
     end = tokenizer.end_of_document
     if not isinstance(tokenizer, IdTokenizer):

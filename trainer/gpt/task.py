@@ -19,6 +19,9 @@ from trainer.places import TOKENS
 from trainer.run.folder import CHECKPOINTS_FOLDER
 from trainer.task import Task
 
+LEAST_RATE_OF_ADAPTERS = 1e-4
+"""Learning rate with `--lora.rank`, where no flag names one and the recipe has a lower one."""
+
 
 class GPTTask(Task[GPTTrainConfig, TextOptions]):
     """A GPT that learns to predict the next token, and then continues texts."""
@@ -31,7 +34,13 @@ class GPTTask(Task[GPTTrainConfig, TextOptions]):
         self, config: GPTTrainConfig, flag: Callable[[str], str | None]
     ) -> GPTTrainConfig:
         folder = flag("--init-from")
-        return config if folder is None else with_model_of(Path(folder), config)
+        if folder is not None:
+            config = with_model_of(Path(folder), config)
+        if flag("--lora.rank") is not None and config.lora.rank is None:
+            # Adapters begin at zero, and need larger steps than the weights of the model.
+            rate = max(config.optimizer.learning_rate, LEAST_RATE_OF_ADAPTERS)
+            config = replace(config, optimizer=replace(config.optimizer, learning_rate=rate))
+        return config
 
     def after_flags(
         self, config: GPTTrainConfig, flag: Callable[[str], str | None]

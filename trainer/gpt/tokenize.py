@@ -11,6 +11,10 @@ on, train.npy, and those that are held out, val.npy; it appears only when it is 
 
 from __future__ import annotations
 
+import trainer.packages  # noqa: F401  First: it says what is not installed.
+
+# isort: split
+
 import os
 import sys
 from collections.abc import Sequence

@@ -9,6 +9,10 @@ and trainer.gpt.export take. train.py fetches by itself, with --mirror.
 
 from __future__ import annotations
 
+import trainer.packages  # noqa: F401  First: it says what is not installed.
+
+# isort: split
+
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

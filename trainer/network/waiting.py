@@ -10,12 +10,12 @@ from contextlib import contextmanager
 
 from trainer.printable import printable
 
-SECONDS_BETWEEN_LINES = 10.0
+SECONDS_BEFORE_LINE, SECONDS_BETWEEN_LINES = 3.0, 10.0
 
 
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """Prints a line every 10 s while its body runs, to standard error, in a thread.
+    """Prints a line after 3 s and every 10 s while its body runs, to standard error, in a thread.
 
     Args:
         what: who waits for whom: "process 1 waits for process 0".
@@ -24,7 +24,9 @@ def waiting(what: str) -> Iterator[None]:
     over = threading.Event()
 
     def remind() -> None:
-        while not over.wait(SECONDS_BETWEEN_LINES):
+        pause = SECONDS_BEFORE_LINE
+        while not over.wait(pause):
+            pause = SECONDS_BETWEEN_LINES
             seconds = time.monotonic() - began
             print(printable(f"{what}, for {seconds:.0f} s so far"), file=sys.stderr, flush=True)
 

@@ -112,7 +112,9 @@ def _connect(options: Distributed, path: Path, secret: Secret, deadline: float) 
         )
 
     if options.index == 0:
-        others = receive_others(options, secret, deadline)
+        who = f"the other {options.processes - 1} at {options.coordinator}"
+        with waiting(f"process 0 of {options.processes} waits for {who}"):
+            others = receive_others(options, secret, deadline)
         tunnel = Tunnel(path, lost)
         tunnel.serve(others)
     else:

@@ -19,6 +19,8 @@ from startrail_jax.planner.search import Prediction
 _RECIPES = {"gpt_3b": "gpt_3b", "gpt_7b": "gpt_7b", "dit_1b": "dit_1b", "llama3_8b": "gpt_8b_gqa"}
 _DEFAULT_FRACTION = 0.75
 """Share of a GPU's memory that jax takes by default."""
+_BYTES = 256
+"""Tokens that text has without a tokenizer."""
 
 
 def command_of(choice: Prediction, call: Call, cluster: Cluster, *, memory_fraction: float) -> str:
@@ -36,7 +38,8 @@ def command_of(choice: Prediction, call: Call, cluster: Cluster, *, memory_fract
     base, base_model = _base_of(model)
     from_folder = base_model.pretrained is not None
     words += ["python", "train.py", *(["--init-from"] if from_folder else []), shlex.quote(base)]
-    flags: dict[str, Any] = {} if model == base_model else _model_flags(model, base_model)
+    flags: dict[str, Any] = _data_flags(model, base_model)
+    flags |= {} if model == base_model else _model_flags(model, base_model)
     if from_folder:
         # The file may name another type, or none, which is float32.
         flags["model.dtype"] = _dtype(model)
@@ -64,6 +67,21 @@ def command_of(choice: Prediction, call: Call, cluster: Cluster, *, memory_fract
     if cluster.nodes > 1:
         flags["distributed"] = True
     return " ".join([*words, *(_flag(*item) for item in flags.items())])
+
+
+def _data_flags(model: ModelSizes, base: ModelSizes) -> dict[str, str]:
+    """Placeholders for the data of a new run: no such files exist, so that the run ends at once.
+
+    Without these flags it would train on what train.py has by default.
+    """
+    if model.from_run:
+        return {}
+    if model.kind == "dit":
+        return {"data.path": "YOUR_IMAGES"}
+    flags = {"data.path": "YOUR_TEXT"}
+    if base.pretrained is None and model.outputs > _BYTES:
+        flags["data.tokenizer"] = "YOUR_TOKENIZER.json"
+    return flags
 
 
 def _flag(name: str, value: Any) -> str:
@@ -97,6 +115,13 @@ def remarks(call: Call, cluster: Cluster) -> list[str]:
     """
     model, lines = call.model, []
     base, base_model = _base_of(model)
+    if placeholders := _data_flags(model, base_model):
+        images = model.kind == "dit"
+        default = "scikit-learn's digits" if images else "the bytes of Python's standard library"
+        lines.append(
+            f"Replace {' and '.join(placeholders.values())}. Without these flags, train.py would "
+            f"train on {default}."
+        )
     if base_model.pretrained is not None:
         wanted = ("*.safetensors", "tokenizer.json")
         missing = [name for name in wanted if not any(Path(base).glob(name))]

@@ -161,6 +161,16 @@ class ChatTemplate:
             spans.append((len(before), len(after)))
         return text, tuple(spans)
 
+    def question(self, text: str) -> str:
+        """A conversation that a user begins with a text, up to the answer of the assistant.
+
+        Raises:
+            ValueError: if the template refuses it.
+        """
+        asked = [{"role": "user", "content": text}]
+        shown = self._run(asked, place="the prompt", variables={}, add_generation_prompt=True)
+        return _without_marks(shown)[0]
+
     def _run(
         self,
         messages: Messages,

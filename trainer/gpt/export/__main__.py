@@ -10,6 +10,10 @@ the weights in *.safetensors and the files of the tokenizer; it appears only whe
 
 from __future__ import annotations
 
+import trainer.packages  # noqa: F401  First: it says what is not installed.
+
+# isort: split
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
