@@ -66,7 +66,7 @@ def random_block(query_len, key_len, kv_heads, seed=0):
 
 def masks(length):
     """Name -> (what the block is told, what the oracle is told) for `length` queries and keys."""
-    runs = Layout("contiguous", 1).unit_positions(length, 1, 0)
+    runs = Layout("contiguous", 1).unit_positions(length, 0, 1)
     ids = np.sort(np.random.default_rng(1).integers(-1, 3, (BATCH, length)), axis=1)
     ids = np.roll(ids, 5, axis=1).astype(np.int32)
     causal = functools.partial(Mask, Causal(), query_runs=runs, key_runs=runs)

@@ -111,8 +111,8 @@ def test_pieces_hold_every_visible_pair_once(kind, degree):
         units = itertools.product(range(degree // query_ranks), range(degree // key_ranks))
         pairs = [
             (
-                layout.unit_positions(seq_len, query_ranks, i),
-                layout.unit_positions(seq_len, key_ranks, j),
+                layout.unit_positions(seq_len, i * query_ranks, query_ranks),
+                layout.unit_positions(seq_len, j * key_ranks, key_ranks),
             )
             for i, j in units
         ]
@@ -131,7 +131,7 @@ def test_pieces_hold_every_visible_pair_once(kind, degree):
 
 def test_equal_zigzag_units_meet_in_three_ways_of_one_call_each():
     layout = Layout("zigzag", 8)
-    units = [layout.unit_positions(64, 2, i) for i in range(4)]
+    units = [layout.unit_positions(64, 2 * i, 2) for i in range(4)]
     offsets = tuple(b.starts[0] - a.starts[0] for a in units for b in units)
     _, cases = pieces_by_offset(units[0].shape, units[0].shape, offsets)
     earlier, same, later = cases

@@ -53,7 +53,8 @@ class Case:
     """Dense tiles whose only ids in common are those of tokens that a tile repeats."""
 
     def runs(self, unit):
-        return Layout(self.kind, self.degree).unit_positions(self.seq_len, *unit)
+        size, index = unit
+        return Layout(self.kind, self.degree).unit_positions(self.seq_len, index * size, size)
 
     def positions(self):
         """Natural positions of the queries and of the keys; both are all tokens if not causal."""
@@ -333,7 +334,7 @@ def test_tiled_inside_shard_map_with_each_device_at_its_own_tiles(kernels, monke
 
     def body(q, k, v, dout, ids, key_ids):
         rank = jax.lax.axis_index("ring")
-        runs = [layout.unit_positions(seq_len, 1, index) for index in (rank, rank ^ 1)]
+        runs = [layout.unit_positions(seq_len, first, 1) for first in (rank, rank ^ 1)]
         return both_passes(Mask(Causal(), *runs, ids, key_ids), q, k, v, dout)
 
     mesh = jax.make_mesh((4,), ("ring",), axis_types=(AxisType.Auto,))

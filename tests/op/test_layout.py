@@ -160,9 +160,31 @@ def test_sorted_unit_is_in_order_and_sorting_reverses(kind, size, units, count):
         in_order = layout.sort_unit(gathered, size, axis=1)
         np.testing.assert_array_equal(in_order[0], np.sort(gathered[0]))
         np.testing.assert_array_equal(
-            layout.unit_positions(seq_len, size, index).vector(), in_order[0]
+            layout.unit_positions(seq_len, index * size, size).vector(), in_order[0]
         )
         np.testing.assert_array_equal(layout.unsort_unit(in_order, size, axis=1), gathered)
+
+
+@given(
+    st.sampled_from(KINDS), *[st.integers(1, 4) for _ in range(3)], st.integers(1, 3), st.data()
+)
+def test_unit_of_blocks_apart_is_sorted_as_its_ranks_come(kind, size, blocks, more, count, data):
+    """Ranks first + i * apart + j, as the group gathers them."""
+    apart = size + data.draw(st.integers(0, 3))
+    first = data.draw(st.integers(0, more))
+    layout = Layout(kind, first + blocks * apart + more)
+    seq_len = layout.multiple * count
+    ranks = [first + i * apart + j for i in range(blocks) for j in range(size)]
+    gathered = jnp.concatenate([jnp.asarray(layout.indices(seq_len, r)) for r in ranks])[None]
+    in_order = layout.sort_unit(gathered, len(ranks), axis=1)
+    np.testing.assert_array_equal(in_order[0], np.sort(gathered[0]))
+    runs = layout.unit_positions(seq_len, first, size, blocks, apart)
+    np.testing.assert_array_equal(runs.vector(), in_order[0])
+    assert runs.tokens == in_order.size
+    ends = [(span.first, span.last) for span in runs.spans]
+    parts = np.split(np.asarray(in_order[0]), len(ends))
+    assert ends == [(part[0], part[-1]) for part in parts]
+    np.testing.assert_array_equal(layout.unsort_unit(in_order, len(ranks), axis=1), gathered)
 
 
 @given(st.integers(1, 4), st.integers(1, 5), st.integers(1, 3))

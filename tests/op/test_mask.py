@@ -32,8 +32,8 @@ def unit_pairs(layout, seq_len, sizes):
     for i, j in itertools.product(
         range(layout.degree // query_ranks), range(layout.degree // key_ranks)
     ):
-        query = layout.unit_positions(seq_len, query_ranks, i)
-        key = layout.unit_positions(seq_len, key_ranks, j)
+        query = layout.unit_positions(seq_len, i * query_ranks, query_ranks)
+        key = layout.unit_positions(seq_len, j * key_ranks, key_ranks)
         yield query, key, np.asarray(query.vector()), np.asarray(key.vector())
 
 

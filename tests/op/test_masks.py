@@ -100,14 +100,12 @@ def test_rounds_are_left_out_just_where_no_device_sees_a_key(name, num_devices):
     seen, mask = dense(name, seq_len), PATTERNS[name].within(seq_len)
     for schedule in schedules(num_devices, name):
         offsets, ring = ring_offsets(schedule, seq_len), range(schedule.ring.degree)
-        queries, keys = schedule.units_that_meet(ring)
-        unit = schedule.layout.unit_positions
+        units = schedule.units_that_meet(seq_len, ring)
         for offset in ring:
-            pairs = zip(queries[offset].ravel(), keys[offset].ravel(), strict=True)
-            runs = [
-                (unit(seq_len, schedule.query_ranks, i), unit(seq_len, schedule.key_ranks, j))
-                for i, j in {(int(i), int(j)) for i, j in pairs}
-            ]
+            runs = {
+                tuple(unit_at(unit, (offset, *device)) for unit in units)
+                for device in np.ndindex(units[0].starts[0].shape[1:])
+            }
             parts = [seen[np.ix_(positions(a), positions(b))] for a, b in runs]
             for part, pair in zip(parts, runs, strict=True):
                 kind = mask.kind(*pair)
@@ -121,17 +119,22 @@ def test_rounds_are_left_out_just_where_no_device_sees_a_key(name, num_devices):
                 assert (offset in offsets) == (needed or offset == 0)
 
 
+def unit_at(units, place):
+    """The unit of one device and round."""
+    shape = units.starts[0].shape
+    starts = (int(np.broadcast_to(start, shape)[place]) for start in units.starts)
+    return dataclasses.replace(units, starts=tuple(starts))
+
+
 def positions(runs):
-    index = np.arange(runs.length)
-    offsets = index // runs.block * runs.stride + index % runs.block
-    return np.concatenate([start + offsets for start in runs.starts])
+    return np.concatenate([start + runs.offset(np.arange(runs.length)) for start in runs.starts])
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_tiles_show_what_the_mask_shows(kind):
     """One pair of units, all masks: which tiles are visited, of what kind, and what is in them."""
     layout, seq_len = Layout(kind, 4), 4 * 12
-    query, key = (layout.unit_positions(seq_len, 2, index) for index in (1, 0))
+    query, key = (layout.unit_positions(seq_len, first, 2) for first in (2, 0))
     rows, columns = (Tiling.of(24, len(query.starts), 5) for _ in range(2))
     where = positions(query), positions(key)
     for name, pattern in PATTERNS.items():
@@ -170,7 +173,7 @@ def test_hardly_a_tile_is_visited_in_which_nothing_is_visible(name):
     @jax.jit
     @jax.vmap
     def visited(device, distance):
-        pair = schedule.mask(seq_len, (0, device, 0), keys_behind=distance)
+        pair = schedule.mask(seq_len, (device, 0, 0), keys_behind=distance)
         return visible_tiles(pair, *tiles).sum()
 
     offsets = np.array(ring_offsets(schedule, seq_len))

@@ -154,14 +154,12 @@ def check_visits(settings, asked, window, rows):
         schedule = schedule_of(degrees, pattern, Layout("zigzag", shards), inner)
         offsets = ring_offsets(schedule, seq_len)
         assert visits.outer[row] * inner == len(offsets)
-        work = np.zeros((degrees.group, degrees.ring, degrees.team))
-        queries, keys = schedule.units_that_meet(range(degrees.ring))
-        for place in np.ndindex(queries.shape):
-            rows_seen, columns = (
-                np.asarray(schedule.layout.unit_positions(seq_len, n, units[place]).vector())
-                for n, units in ((degrees.team, queries), (degrees.group, keys))
-            )
-            work[place[1:]] += seen[np.ix_(rows_seen, columns)].sum()
+        work = np.zeros((degrees.ring, degrees.group, degrees.team))
+        for device in np.ndindex(work.shape):
+            for distance in range(degrees.ring):
+                mask = schedule.mask(seq_len, device, keys_behind=distance)
+                runs = mask.query_runs, mask.key_runs
+                work[device] += seen[np.ix_(*(np.asarray(x.vector()) for x in runs))].sum()
         # Only some query units are looked at.
         assert visits.pairs[row] == pytest.approx(work.max(), rel=0.02)
 

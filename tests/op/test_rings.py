@@ -22,7 +22,7 @@ def schedule_of(degrees, **options):
 
 
 def devices_of(schedule):
-    degrees = (schedule.group.degree, schedule.ring.degree, schedule.team.degree)
+    degrees = (schedule.ring.degree, schedule.group.degree, schedule.team.degree)
     return itertools.product(*map(range, degrees))
 
 
