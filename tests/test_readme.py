@@ -53,10 +53,6 @@ def run_python(page, monkeypatch, *, simulates=True):
     return names
 
 
-def test_readme_is_short():
-    assert len(README.read_text().splitlines()) <= 170
-
-
 @pytest.mark.parametrize("ending", ["python train.py", "pytest -n 2"])
 def test_readme_has_one_line_to_train_and_one_to_test(ending):
     lines = README.read_text().splitlines()
