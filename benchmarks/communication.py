@@ -32,7 +32,7 @@ from startrail_jax.sizes import GRADIENT_DTYPES
 
 AS_PUBLISHED = {"placement": "gather_permute", "combine": "reduce_scatter", "backward": "query"}
 HEADER = (
-    *("scheme", "group", "ring", "team", "head"),
+    *("scheme", "ring", "group", "team", "head"),
     *("fwd units", "bwd units", "total units"),
     *("fwd MB", "bwd MB", "total MB", "of it lse MB", "bwd sends"),
 )
@@ -157,7 +157,7 @@ def _cells(scheme: str, degrees: st.Degrees, report: Communication) -> tuple[str
     passes = (report.forward, report.backward, report.total)
     return (
         scheme,
-        *map(str, (degrees.group, degrees.ring, degrees.team, degrees.head)),
+        *map(str, (degrees.ring, degrees.group, degrees.team, degrees.head)),
         *(f"{traffic.units:.2f}" for traffic in passes),
         *(f"{traffic.received_bytes / 1e6:.1f}" for traffic in passes),
         f"{report.total.row_bytes / 1e6:.1f}",
