@@ -138,8 +138,8 @@ def balance(args: argparse.Namespace, attention: st.Attention) -> float:
     degrees, schedule = attention.degrees, attention.schedule
     shard = args.seq_len // degrees.sequence
     work = []
-    group, ring, team = (range(x) for x in (degrees.group, degrees.ring, degrees.team))
-    for device in itertools.product(group, ring, team):
+    ring, group, team = (range(x) for x in (degrees.ring, degrees.group, degrees.team))
+    for device in itertools.product(ring, group, team):
         visited = 0
         for distance in range(attention.num_rounds(args.seq_len)):
             mask = schedule.mask(args.seq_len, device, keys_behind=distance)

@@ -61,7 +61,7 @@ def draw_startrail(axes: Axes) -> None:
     for group in range(GROUP):
         for ring in range(RING):
             for team in range(TEAM):
-                rank = (group * RING + ring) * TEAM + team
+                rank = (ring * GROUP + group) * TEAM + team
                 draw_device(axes, place(group, ring, team), rank, COLORS[team])
             low, high = sorted((place(group, ring, 0), place(group, ring, 1)), key=sum)
             pad = 0.33
