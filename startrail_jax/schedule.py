@@ -193,6 +193,7 @@ class Schedule:
         if isinstance(pattern, Full) and not self.scores:
             return Mask(query_segments=query_segments, key_segments=key_segments)
         p, g, a = device
+        distance = queries_ahead + keys_behind
         ahead, behind = self.along_ring(p, queries_ahead, 1), self.along_ring(p, keys_behind, -1)
         return Mask(
             pattern,
@@ -200,7 +201,8 @@ class Schedule:
             key_runs=self.key_runs(kv_seq_len or seq_len, behind, a),
             query_segments=query_segments,
             key_segments=key_segments,
-            offsets=run_offsets(self, seq_len, queries_ahead + keys_behind),
+            # A loop, in which the distance is traced, never plays the first round.
+            offsets=run_offsets(self, seq_len, distance if isinstance(distance, int) else None),
         )
 
     def request(self, share: Sizes) -> Request:
@@ -300,26 +302,21 @@ def unit_cases(
         return (Pieces.whole(query.tokens, key.tokens),)
     if not (isinstance(pattern, Causal) and query.contiguous and key.contiguous):
         return ()
-    return pieces_by_offset(query.shape, key.shape, run_offsets(schedule, seq_len, None))[1]
+    offsets = [run_offsets(schedule, seq_len, distance) for distance in (0, None)]
+    return pieces_by_offset(query.shape, key.shape, sum(offsets, ()))[1]
 
 
-def run_offsets(schedule: Schedule, seq_len: int, distance: Any) -> tuple[int, ...]:
+@functools.lru_cache(maxsize=1024)
+def run_offsets(schedule: Schedule, seq_len: int, distance: int | None) -> tuple[int, ...]:
     """Every distance, in tokens, from the first query run to the first key run of units that meet.
 
     Args:
         schedule: the schedule.
         seq_len: tokens of the whole sequence.
-        distance: how far apart on the ring the units live. All distances of the ring are taken if
-            it is None, and all but 0 if it is traced: a loop never plays the first round.
+        distance: how far apart on the ring the units live; None for any distance but 0.
     """
-    known = distance is None or isinstance(distance, int)
-    return _run_offsets(schedule, seq_len, distance if known else "not 0")
-
-
-@functools.lru_cache(maxsize=1024)
-def _run_offsets(schedule: Schedule, seq_len: int, distance: int | str | None) -> tuple[int, ...]:
-    distances = (distance,) if isinstance(distance, int) else ring_offsets(schedule, seq_len)
-    if distance == "not 0":
-        distances = distances[1:]
+    distances = ring_offsets(schedule, seq_len)[1:] if distance is None else (distance,)
+    if not distances:
+        return ()
     query, key = schedule.units_that_meet(seq_len, distances)
     return tuple(np.unique(key.starts[0] - query.starts[0]).tolist())
