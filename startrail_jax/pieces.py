@@ -68,7 +68,7 @@ def _pieces(query: tuple[int, int, int], key: tuple[int, int, int], offset: int)
         # Zigzag units have early and late runs. The late runs mirror the early ones: they are as
         # far apart, the other way round, and come after all early ones.
         end = 2 * max(queries[-1], keys[-1]) + 1
-        queries, keys = ([*x, *(end - position for position in reversed(x))] for x in (queries, keys))
+        queries, keys = ([*x, *(end - y for y in reversed(x))] for x in (queries, keys))
     counts, squares = [], []
     for x, position in enumerate(queries):
         if position not in keys:

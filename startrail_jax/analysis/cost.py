@@ -25,7 +25,7 @@ from startrail_jax.analysis.transfers import Combine, Placement, Steps, Transfer
 from startrail_jax.errors import InputError
 from startrail_jax.head_chunks import check_head_chunks
 from startrail_jax.layout import Layout
-from startrail_jax.masks import Full, Pattern, resolve
+from startrail_jax.masks import Pattern, resolve
 from startrail_jax.mesh import ROLES, Degrees, check_degrees
 from startrail_jax.nodes import node_grid, nodes_of, resolve_order
 from startrail_jax.schedule import Schedule, ring_offsets, schedule_of
@@ -165,9 +165,9 @@ def communication(
         query       key             ring              combine
         gather      gather
 
-    units. Rounds that a mask lets no device need are not counted, as they are not made. A head degree
-    U adds (2 + 2 g') (U - 1) / U units, g' = max(kv_heads, head * tensor) / heads, and leaves the
-    rest as it is on P / U devices. Bytes of lse and segment ids come on top.
+    units. Rounds that a mask lets no device need are not counted, as they are not made. A head
+    degree U adds (2 + 2 g') (U - 1) / U units, g' = max(kv_heads, head * tensor) / heads, and
+    leaves the rest as it is on P / U devices. Bytes of lse and segment ids come on top.
     Sinks and prefixes send nothing. What other scores send is not counted: a bias, its exchanges
     over head and team (`startrail_jax.score_units.place`).
 

@@ -129,6 +129,36 @@ def test_pieces_hold_every_visible_pair_once(kind, degree):
             np.testing.assert_array_equal(seen, expected)
 
 
+@pytest.mark.parametrize("kind", ["contiguous", "zigzag"])
+@pytest.mark.parametrize(
+    ("ring", "group", "team", "head"),
+    [(2, 2, 2, 1), (1, 3, 4, 1), (3, 4, 2, 1), (2, 2, 3, 2), (4, 1, 3, 1), (4, 3, 1, 1)],
+)
+def test_pieces_of_every_device_and_round_hold_what_is_visible(kind, ring, group, team, head):
+    mesh = jax.sharding.AbstractMesh((ring, group, team, head), ("ring", "group", "team", "head"))
+    schedule = st.Attention(mesh, causal=True, layout=kind).schedule
+    seq_len = 4 * schedule.layout.degree
+    for p, g, a, distance in np.ndindex(ring, group, team, ring):
+        mask = schedule.mask(seq_len, (p, g, a), keys_behind=distance)
+        index, cases = mask.cases()
+        pieces = cases[int(index)]
+        seen = np.zeros((len(mask.query_positions), len(mask.key_positions)), int)
+        for start, stop, keys in pieces.rectangles:
+            seen[start:stop, :keys] += 1
+        for i, j, size in pieces.squares:
+            seen[i : i + size, j : j + size] += np.tri(size, dtype=int)
+        np.testing.assert_array_equal(
+            seen, mask.key_positions[None, :] <= mask.query_positions[:, None]
+        )
+        # In other rounds than the first, two blocks meet: one rectangle, or none if contiguous.
+        if distance:
+            assert len(pieces.rectangles) <= 1
+            assert not pieces.squares
+            assert len(cases) <= 2
+        assert len(pieces.rectangles) <= 4
+        assert len(pieces.squares) <= 2
+
+
 def test_equal_zigzag_units_meet_in_three_ways_of_one_call_each():
     layout = Layout("zigzag", 8)
     units = [layout.unit_positions(64, 2 * i, 2) for i in range(4)]

@@ -165,9 +165,7 @@ def test_sorted_unit_is_in_order_and_sorting_reverses(kind, size, units, count):
         np.testing.assert_array_equal(layout.unsort_unit(in_order, size, axis=1), gathered)
 
 
-@given(
-    st.sampled_from(KINDS), *[st.integers(1, 4) for _ in range(3)], st.integers(1, 3), st.data()
-)
+@given(st.sampled_from(KINDS), *[st.integers(1, 4) for _ in range(3)], st.integers(1, 3), st.data())
 def test_unit_of_blocks_apart_is_sorted_as_its_ranks_come(kind, size, blocks, more, count, data):
     """Ranks first + i * apart + j, as the group gathers them."""
     apart = size + data.draw(st.integers(0, 3))

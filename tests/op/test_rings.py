@@ -56,6 +56,24 @@ def test_every_pair_of_tokens_is_met_exactly_once(degrees, inner, layout, direct
     np.testing.assert_array_equal(met, 1)
 
 
+@pytest.mark.parametrize(
+    ("ring", "group", "team", "head"),
+    [(2, 2, 2, 1), (1, 4, 4, 1), (4, 1, 4, 1), (4, 4, 1, 1), (3, 2, 5, 1), (2, 3, 2, 2)],
+)
+def test_every_device_has_the_same_causal_work_in_every_round(ring, group, team, head):
+    """Under zigzag; with one diagonal more in the first round."""
+    degrees = st.Degrees(ring=ring, group=group, team=team, head=head)
+    mesh = jax.sharding.AbstractMesh((ring, group, team, head), ("ring", "group", "team", "head"))
+    schedule, seq_len = st.Attention(mesh, causal=True).schedule, 6 * degrees.sequence
+    for distance in range(ring):
+        for device in devices_of(schedule):
+            mask = schedule.mask(seq_len, device, keys_behind=distance)
+            seen = mask.key_positions[None] <= mask.query_positions[:, None]
+            slices = 3 * head
+            diagonal = slices if distance == 0 else 0
+            assert seen.sum() == 2 * team * group * slices**2 + diagonal
+
+
 def test_offsets_are_all_without_a_window():
     schedule = schedule_of(st.Degrees(group=2, ring=3, team=2))
     assert ring_offsets(schedule, 24) == (0, 1, 2)

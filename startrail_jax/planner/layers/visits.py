@@ -99,7 +99,7 @@ def _ring(group: int, ring: int, team: int, inner: int, run: int, window: int) -
     bounds = (
         (q - 1 - reach, q),  # Both from the beginning.
         (q, q + 1 + reach),  # Both from the end.
-        (2 * ring - 2 - q - reach, np.full(ring, ring - 1)),  # Keys from the beginning, not queries.
+        (2 * ring - 2 - q - reach, np.full(ring, ring - 1)),  # Keys from the beginning alone.
     )
     steps = np.zeros(2 * places + 1, np.int64)
     for first, last in bounds:
