@@ -23,8 +23,8 @@ OP = "startrail_jax"
 LAYERS = (
     {OP},
     {"models"},
-    {"trainer.durable", "trainer.errors", "trainer.places", "trainer.printable", "trainer.sums"},
-    {"trainer.packages", "trainer.stores"},
+    {"trainer.durable", "trainer.errors", "trainer.places", "trainer.printable"},
+    {"trainer.packages", "trainer.stores", "trainer.sums"},
     {"trainer.config", "trainer.objective"},
     {"trainer.run", "trainer.data", "trainer.network"},
     {"trainer.checkpoints", "trainer.processes", "trainer.parallel"},
