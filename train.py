@@ -243,7 +243,8 @@ def read_command_line(arguments: list[str]) -> Command[TrainConfig]:
         default = RECIPES[name]()
     elif Path(name).is_file():
         default = load_train_config(Path(name))
-        _say_if_new(Path(name).parent, _flag(arguments, "--run-dir"))
+        if _flag(arguments, "--mirror") is None and default.mirror is None:
+            _say_if_new(Path(name).parent, _flag(arguments, "--run-dir"))
     else:
         near = difflib.get_close_matches(name, RECIPES, n=1)
         exit_with_usage_error(

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from startrail_jax.errors import InputError
+from trainer.durable import replace_text
+from trainer.errors import StorageError
 
 SUMS_FILE = ".sha256.json"
 """In the folder: the SHA-256 of each other file, by its name."""
@@ -32,11 +34,15 @@ def sha256_of(file: Path, advance: Callable[[int], object] = lambda size: None) 
     return digest.hexdigest()
 
 
+def sums_of(folder: Path) -> dict[str, str]:
+    """The SHA-256 of each file of a folder, by its name."""
+    files = (path for path in sorted(folder.iterdir()) if path.is_file() and path.name != SUMS_FILE)
+    return {path.name: sha256_of(path) for path in files}
+
+
 def write_sums(folder: Path) -> None:
     """Notes the checksums of all files of a folder in one more file."""
-    files = (path for path in sorted(folder.iterdir()) if path.is_file() and path.name != SUMS_FILE)
-    sums = {path.name: sha256_of(path) for path in files}
-    (folder / SUMS_FILE).write_text(json.dumps(sums, indent=1) + "\n")
+    replace_text(folder / SUMS_FILE, json.dumps(sums_of(folder), indent=1) + "\n")
 
 
 def check_sums(
@@ -55,6 +61,7 @@ def check_sums(
 
     Raises:
         ValueError: if a file is damaged or missing, or the checksums are damaged.
+        OSError: if a file cannot be read.
     """
     if not (folder / SUMS_FILE).is_file():
         return None
@@ -64,7 +71,17 @@ def check_sums(
         for wrong, expected in sums.items():  # The error names the file.
             if sha256_of(folder / wrong, advance) != expected:
                 raise ValueError("its checksum is another than when it was written")
-    except (OSError, ValueError, TypeError, RecursionError) as error:
+    except OSError as error:
+        if isinstance(error, FileNotFoundError):
+            raise InputError(
+                f"The files of {str(folder)!r} must be as they were written; got {wrong}, which is "
+                f"gone. {way_out}"
+            ) from error
+        raise StorageError(
+            f"The files of {str(folder)!r} must be readable; got {wrong}: {error}. Correct the "
+            "rights of the file or the disk; then the same command goes on."
+        ) from error
+    except (ValueError, TypeError, RecursionError) as error:
         raise InputError(
             f"The files of {str(folder)!r} must be as they were written; got {wrong}: {error}. "
             f"{way_out}"

@@ -18,8 +18,10 @@ import train
 from benchmarks import failures, run_folders
 from programs import shared_programs
 from trainer.checkpoints.checksums import Checksums
+from trainer.errors import RunError
 from trainer.network.options import Distributed
 from trainer.network.secret import VARIABLE
+from trainer.processes import distributed
 from trainer.processes.distributed import start
 
 REPOSITORY = Path(train.__file__).parent
@@ -59,6 +61,7 @@ def test_start_where_it_cannot_be_raises():
 
 STARTING = """
 import jax
+from trainer.processes import distributed
 from trainer.processes.distributed import start
 from trainer.network.options import Distributed
 from trainer.run.exit import exit_on_user_errors
@@ -133,12 +136,48 @@ def test_slurm_says_which_process_this_is():
     assert "All 2 processes must start within 1 s; got fewer. Start the others" in outputs[3][1]
 
 
+SLURM = {"SLURM_JOB_ID": "5", "SLURM_STEP_NODELIST": "node[07-09]", "SLURM_NTASKS": "6",
+         "SLURM_PROCID": "4", "SLURM_LOCALID": "1"}  # fmt: skip
+OPEN_MPI = {"OMPI_MCA_orte_hnp_uri": "20480.0;tcp://10.0.0.1,10.1.0.1:34911",
+            "OMPI_COMM_WORLD_SIZE": "6", "OMPI_COMM_WORLD_RANK": "4",
+            "OMPI_COMM_WORLD_LOCAL_RANK": "1"}  # fmt: skip
+
+
+@pytest.mark.parametrize(("launcher", "host"), [(SLURM, "node07"), (OPEN_MPI, "10.0.0.1")])
+def test_launcher_is_asked_by_what_jax_has(launcher, host, monkeypatch):
+    """It is private: this tells of a version of jax that has it elsewhere."""
+    of_jax = ("JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_PORT", "JAX_LOCAL_DEVICE_IDS")
+    for name in (*SLURM, *OPEN_MPI, *of_jax):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in launcher.items():
+        monkeypatch.setenv(name, value)
+    options, devices = distributed._ask_launcher(Distributed(on=True))
+    assert options == Distributed(on=True, coordinator=f"{host}:61445", processes=6, index=4)
+    assert devices == [1]
+
+
+@pytest.mark.parametrize("lacks", ["module", "function", "argument"])
+def test_jax_that_asks_launchers_elsewhere_is_named(lacks, monkeypatch):
+    place = "jax._src.clusters"
+    if lacks == "module":
+        monkeypatch.setitem(sys.modules, place, None)
+    elif lacks == "function":
+        monkeypatch.delattr(f"{place}.ClusterEnv.auto_detect_unset_distributed_params")
+    else:
+        detect = f"{place}.ClusterEnv.auto_detect_unset_distributed_params"
+        monkeypatch.setattr(detect, lambda coordinator_address: None)
+    message = rf"is not public; got jax {re.escape(jax.__version__)} without it .*--distributed.coo"
+    with pytest.raises(RunError, match=message):
+        distributed._ask_launcher(Distributed(on=True))
+
+
 # How processes leave.
 
 # The watch over all processes ends when they have left jax, where each waits for all others.
 LEAVING = """
 import os, signal, sys
 import jax
+from trainer.processes import distributed
 from trainer.processes.distributed import start
 from trainer.processes.heartbeat import heartbeat
 from trainer.network.options import Distributed

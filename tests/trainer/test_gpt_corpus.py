@@ -276,7 +276,7 @@ def test_file_that_is_no_tokenizer_raises(tmp_path, content):
 
 def test_missing_tokenizers_package_raises(tokenizer, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ImportError, match=r"package tokenizers.*pip install tokenizers"):
+    with pytest.raises(ImportError, match=r"needs the package tokenizers.* -m pip install -e"):
         FileTokenizer(tokenizer, end_of_document=None, vocab_size=9)
 
 

@@ -267,7 +267,8 @@ def test_disk_that_fails_for_a_moment_has_no_damaged_copy(tmp_path, monkeypatch,
     function = getattr(builtins if call == "open" else os, call)
 
     def fail(path, *arguments, **options):
-        if f"/{newest.name}" in str(path) and "manifests" not in str(path):
+        # Not at the folder of the copy, but below it.
+        if f"/{newest.name}/" in str(path):
             raise OSError(errno.EIO, "Input/output error", str(path))
         return function(path, *arguments, **options)
 

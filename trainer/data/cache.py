@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import os
 import secrets
 import shutil
 import time
@@ -17,10 +18,11 @@ from trainer.data.progress import SECONDS_BEFORE_LINE, shown_progress
 from trainer.errors import StorageError
 from trainer.places import check_folder
 from trainer.printable import say
-from trainer.sums import SUMS_FILE, check_sums, write_sums
+from trainer.sums import SUMS_FILE, check_sums, sums_of, write_sums
 
 POLL_SECONDS = 0.2
 CACHE_OPTION = "--data.cache"
+WAY_OUT = "Delete the folder: its tokens are then made again."
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
@@ -51,6 +53,9 @@ def cached_folder(
 
     check_folder("data.cache", cache)
     folder = cache / key
+    if folder.is_dir() and not os.access(folder, os.W_OK):
+        # Tokens of an earlier version that others have written, without checksums.
+        return folder, check_sums(folder, WAY_OUT) or sums_of(folder)
     if not (folder / SUMS_FILE).is_file():
         with storing(cache, CACHE_OPTION):
             cache.mkdir(parents=True, exist_ok=True)
@@ -77,7 +82,7 @@ def _checked(folder: Path) -> dict[str, str]:
     with shown_progress(
         f"checking the tokens in {folder}", size, after=SECONDS_BEFORE_LINE
     ) as advance:
-        sums = check_sums(folder, "Delete the folder: its tokens are then made again.", advance)
+        sums = check_sums(folder, WAY_OUT, advance)
     assert sums is not None
     return sums
 

@@ -140,7 +140,8 @@ def open_corpus(config: DataConfig, *, vocab_size: int, cache: Path | None = Non
     folder = config.cache or (cache if config.tokenizer else None)
     if folder is None:
         # Before they are read, which may take hours. Compressed ones hold more than this.
-        for some in (files, validation or files):
+        # Tables, and lines of JSON, hold more than text.
+        for some in (x for x in (files, validation or files) if x.kind == "text"):
             check_memory(sum(x.stat().st_size for x in some.paths.values() if x.exists()), some)
     text = open_text(files, validation, config, vocab_size)
     return _open_text(text, folder, vocab_size)

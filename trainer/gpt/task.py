@@ -36,7 +36,7 @@ class GPTTask(Task[GPTTrainConfig, TextOptions]):
         folder = flag("--init-from")
         if folder is not None:
             config = with_model_of(Path(folder), config)
-        if flag("--lora.rank") is not None and config.lora.rank is None:
+        if folder is not None and flag("--lora.rank") not in (None, "None"):
             # Adapters begin at zero, and need larger steps than the weights of the model.
             rate = max(config.optimizer.learning_rate, LEAST_RATE_OF_ADAPTERS)
             config = replace(config, optimizer=replace(config.optimizer, learning_rate=rate))

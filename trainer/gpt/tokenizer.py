@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -290,8 +291,8 @@ def _load(path: Path) -> tuple[Any, str]:
         import tokenizers
     except ImportError as error:
         raise MissingPackageError(
-            f"data.tokenizer must have the package tokenizers; got {str(path)!r} without it. Run "
-            "pip install tokenizers."
+            f"Reading {str(path)!r} needs the package tokenizers, which {sys.executable} does not "
+            f"have. Install it: {sys.executable} -m pip install -e '.[train]'"
         ) from error
     with _library_errors(
         path, "Give the file that lies beside the weights of the model, not its folder."

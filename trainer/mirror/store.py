@@ -12,6 +12,7 @@ called says all that must be known to remove it: others in the same bucket are n
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -190,11 +191,11 @@ class Store:
 
     def sizes(self, folder: str) -> dict[str, int]:
         """The objects in one of `folders`, and their sizes."""
-        # On a disk, fsspec leaves out what it fails to read, unless it is told not to.
-        options = {"on_error": "raise"} if self._is_of_disk else {}
         try:
+            if self._is_of_disk:  # fsspec leaves out what it fails to read.
+                return _sizes_on_disk(Path(self._root), f"{FILES}/{folder}")
             self._fs.invalidate_cache()
-            found = self._fs.find(self._path(f"{FILES}/{folder}"), detail=True, **options)
+            found = self._fs.find(self._path(f"{FILES}/{folder}"), detail=True)
         except FileNotFoundError:
             return {}
         return {path.removeprefix(self._path("")): x["size"] for path, x in found.items()}
@@ -235,6 +236,18 @@ class Store:
         names = [path.rstrip("/").rpartition("/")[2] for path in paths]
         # Some stores list the folder itself, as an object of no bytes.
         return sorted(x for x in names if x and x != (folder or self._root.rpartition("/")[2]))
+
+
+def _sizes_on_disk(root: Path, folder: str) -> dict[str, int]:
+    def fail(error: OSError) -> None:
+        raise error
+
+    paths = [
+        Path(where, name)
+        for where, _, names in os.walk(root / folder, onerror=fail)
+        for name in names
+    ]
+    return {str(path.relative_to(root)): path.stat().st_size for path in paths}
 
 
 def reading(url: str) -> AbstractContextManager[None]:

@@ -75,8 +75,8 @@ def find_secret(options: Distributed, folder: Path | None, deadline: float) -> S
         RuntimeError: if process 0 has not made up a secret in time.
     """
     if options.secret_file is not None:
-        _check_rights(options.secret_file)
         try:
+            _check_rights(options.secret_file)
             return _checked(options.secret_file.read_text(), str(options.secret_file))
         except (OSError, UnicodeError) as error:
             raise StorageError(

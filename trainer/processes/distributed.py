@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import threading
 import time
@@ -9,7 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -127,18 +128,24 @@ def _connect(options: Distributed, path: Path, secret: Secret, deadline: float) 
 
 def _ask_launcher(options: Distributed) -> tuple[Distributed, list[int] | None]:
     """What SLURM, Open MPI or Kubernetes know: options, and the devices of this process."""
+    known = _known(options)
     try:
-        # jax has no public function that only looks. The public one would also open its port.
+        # This is private, and the only way to ask: jax's one public function with this knowledge,
+        # jax.distributed.initialize, keeps what it finds to itself and opens the coordinator's port
+        # to anybody, before the processes have proved to each other who they are.
         from jax._src.clusters import ClusterEnv
 
-        address, processes, index, devices = ClusterEnv.auto_detect_unset_distributed_params(
-            os.environ.get("JAX_COORDINATOR_ADDRESS"),
-            None,
-            None,
-            None,
-            None,
-            round(options.start_timeout),
-        )
+        ask = ClusterEnv.auto_detect_unset_distributed_params
+        inspect.signature(ask).bind(**known)
+    except (ImportError, AttributeError, TypeError) as error:
+        raise RunError(
+            "--distributed asks jax what SLURM, Open MPI or Kubernetes know, by a function that is "
+            f"not public; got jax {jax.__version__} without it ({error}). Give "
+            "--distributed.coordinator, --distributed.processes and --distributed.index, or "
+            "install the version of jax with which this program was tested."
+        ) from error
+    try:
+        address, processes, index, devices = ask(**known)
     except Exception as error:  # Also what a cluster's own library raises.
         raise _no_launcher(f"{type(error).__name__}: {str(error).rstrip('.')}") from error
     if address is None or processes is None or index is None:
@@ -147,6 +154,18 @@ def _ask_launcher(options: Distributed) -> tuple[Distributed, list[int] | None]:
     # jax reads this variable itself, and only if it is given no devices.
     chosen = None if "JAX_LOCAL_DEVICE_IDS" in os.environ else devices
     return options, None if chosen is None else list(chosen)
+
+
+def _known(options: Distributed) -> dict[str, Any]:
+    """What jax need not ask a launcher for."""
+    return {
+        "coordinator_address": os.environ.get("JAX_COORDINATOR_ADDRESS"),
+        "num_processes": None,
+        "process_id": None,
+        "local_device_ids": None,
+        "cluster_detection_method": None,
+        "initialization_timeout": round(options.start_timeout),
+    }
 
 
 def _no_launcher(got: str) -> RunError:

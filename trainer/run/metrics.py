@@ -19,7 +19,7 @@ from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore
 from trainer import durable
 from trainer.errors import StorageError
 from trainer.run.commands import command
-from trainer.run.folder import METRICS_FILE
+from trainer.run.folder import METRICS_FILE, writing
 from trainer.run.records import drop_after
 from trainer.run.terminal import Terminal
 from trainer.run.trackers.tracking import End, Tracking, close_all
@@ -246,8 +246,9 @@ class Reporter:
             OSError: if they cannot be written.
         """
         if self._path is not None and self._path.exists():
-            for path in (self._path, self._path.parent):
-                durable.flush(path)
+            with writing(self._path.parent):
+                for path in (self._path, self._path.parent):
+                    durable.flush(path)
 
     def _warn_of_trackings(self) -> None:
         for tracking in self._trackings:

@@ -48,6 +48,7 @@ IDLE = {
     *("bad_words_ids", "num_return_sequences", "output_scores", "return_dict_in_generate"),
     *("forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values"),
     *("exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens"),
+    *("auto_map", "attn_implementation", "gradient_checkpointing"),
     *("max_sequence_length", "model_max_length", "is_llama_config", "transformers.js_config"),
 }
 # What transformers reads of every family.
@@ -78,6 +79,7 @@ COMMON = {
     # Some families have no such biases and read no such key; files have it all the same.
     "attention_bias": only(False),
     "mlp_bias": only(False),
+    "use_sliding_window": only(False),
     "rope_interleaved": only(False),
     "use_mrope": only(False),
 }
@@ -153,6 +155,8 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         "rope_theta": Key(2_000_000.0),
         "use_sliding_window": Key(False),
         "sliding_window": Key(null=True),
+        # Published files have it, and transformers reads it for Qwen only.
+        "max_window_layers": Key(null=True),
         "no_rope_layers": Key(null=True),
         "no_rope_layer_interval": Key(4),
         "layer_types": PER_LAYER,
@@ -164,6 +168,8 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         "attn_logit_softcapping": Key(50.0, null=True),
         "final_logit_softcapping": Key(30.0, null=True),
         "use_bidirectional_attention": only(None, False, null=True),
+        # Published files have it beside `sliding_window`, and transformers does not read it.
+        "sliding_window_size": Key(null=True),
         "sliding_window_pattern": only(2),
     },
     "gemma3_text": GEMMA
@@ -209,7 +215,9 @@ def values_of(family: str, values: Mapping[str, Any], name: str) -> ConfigValues
         if value is None and not known[key].null:
             raise read.wrong(key, "other than null, or left out", value)
         supported = known[key].only
-        if supported is not None and repr(value) not in map(repr, supported):
+        if supported is not None and not any(
+            value == x and isinstance(value, bool) == isinstance(x, bool) for x in supported
+        ):
             raise UnsupportedError(
                 f"{key} must be {' or '.join(map(repr, supported))} in {name!r}; got {value!r}, "
                 "which is not supported. Use another model."
