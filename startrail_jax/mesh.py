@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, Mesh
 from startrail_jax.errors import InputError
 
 # The six roles that a mesh axis can play, slowest to fastest in device order.
-ROLES = ("data", "group", "ring", "team", "head", "tensor")
+ROLES = ("data", "ring", "group", "team", "head", "tensor")
 # The platforms on which programs may run.
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 # The roles that together shard the token axis, slowest to fastest.

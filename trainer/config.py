@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 from startrail_jax.errors import InputError
 from trainer.places import check_folder, check_mirror
 
-SHARDED_AXES = ("data", "group", "ring", "team", "head")
+SHARDED_AXES = ("data", "ring", "group", "team", "head")
 """The mesh axes over which ZeRO may split the training state, slowest first."""
 ROLES = (*SHARDED_AXES, "tensor")
 """All mesh axes, slowest first."""
@@ -254,7 +254,7 @@ class TrainConfig:
     zero: Literal[0, 1, 2, 3] = 0
     """ZeRO level: 0 splits nothing over the devices, 1 splits the state of the optimizer, 2 also
     the gradients, 3 also the weights."""
-    zero_axes: tuple[Literal["data", "group", "ring", "team", "head"], ...] = SHARDED_AXES
+    zero_axes: tuple[Literal["data", "ring", "group", "team", "head"], ...] = SHARDED_AXES
     """Mesh axes over which ZeRO splits. With only the last axes, weights are gathered among devices
     that are near each other (LoongTrain's hybrid ZeRO, https://arxiv.org/abs/2406.18485)."""
     remat: Literal["none", "attention_saved", "full"] = "none"

@@ -13,9 +13,10 @@ from collections.abc import Sequence
 
 _PAIRS = re.compile(r"\bsource_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
 _LISTED_GROUPS = re.compile(r"\breplica_groups=\{((?:\{[\d,]*\},?)*)\}")
-_IOTA_GROUPS = re.compile(r"\breplica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_IOTA = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
+_IOTA_GROUPS = re.compile(rf"\breplica_groups=\[\d+,(\d+)\]<={_IOTA}")
 _MESH_GROUPS = re.compile(
-    r"\breplica_groups=mesh\[([^\]]+)\](?:, device_ids=\(([\d,]+)\))? \{([^}]*)\}"
+    rf"\breplica_groups=mesh\[([^\]]+)\](?:, device_ids=\((?:([\d,]+)|{_IOTA})\))? \{{([^}}]*)\}}"
 )
 
 
@@ -42,32 +43,37 @@ def read_groups(attributes: str, num_devices: int) -> list[tuple[int, ...]] | No
 
 
 def _iota_groups(match: re.Match[str]) -> list[tuple[int, ...]]:
-    """Reads `[groups,size]<=[dims]T(permutation)`.
+    """Reads `[groups,size]<=[dims]T(permutation)`: `_iota` of the rest, cut into groups."""
+    size, ids = int(match[1]), _iota(match[2], match[3])
+    return [tuple(ids[start : start + size]) for start in range(0, len(ids), size)]
 
-    It stands for the ids 0, 1, ... in an array of shape `dims`, transposed by `permutation` and
-    reshaped to [groups, size].
-    """
-    size, dims = int(match[2]), _ints(match[3])
-    permutation = _ints(match[4]) if match[4] else range(len(dims))
+
+def _iota(shape: str, transposed: str | None) -> list[int]:
+    """Reads `[dims]T(permutation)`: ids 0, 1, ... in this shape, transposed and made flat."""
+    dims = _ints(shape)
+    permutation = _ints(transposed) if transposed else range(len(dims))
     strides = _strides(dims)
-    ids = [
+    return [
         sum(index * strides[dim] for index, dim in zip(indices, permutation, strict=True))
         for indices in itertools.product(*(range(dims[dim]) for dim in permutation))
     ]
-    return [tuple(ids[start : start + size]) for start in range(0, len(ids), size)]
 
 
 def _mesh_groups(match: re.Match[str]) -> list[tuple[int, ...]]:
     """Reads `mesh['x'=2,'y'=4] {'y'}`: groups along the axes that are named in the braces.
 
-    A part of an axis is written `'y':(2)2`: size 2, with 2 parts before it.
+    A part of an axis is written `'y':(2)2`: size 2, with 2 parts before it. Ids that are not in
+    order are listed, or given as in `_iota`: `device_ids=([2,4]T(1,0))`.
     """
-    axes = {name.strip("'"): int(size) for name, size in re.findall(r"([^,=]+)=(\d+)", match[1])}
+    sizes, listed, shape, transposed, named = match.groups()
+    axes = {name.strip("'"): int(size) for name, size in re.findall(r"([^,=]+)=(\d+)", sizes)}
     strides = dict(zip(axes, _strides(list(axes.values())), strict=True))
-    ids = _ints(match[2]) if match[2] else range(math.prod(axes.values()))
+    ids: Sequence[int] = range(math.prod(axes.values()))
+    if listed or shape:
+        ids = _ints(listed) if listed else _iota(shape, transposed)
     # Each reference is a digit of the position of a device: (stride, size).
     digits = []
-    for name, before, size in re.findall(r"'?([^,:']+)'?(?::\((\d+)\)(\d+))?", match[3]):
+    for name, before, size in re.findall(r"'?([^,:']+)'?(?::\((\d+)\)(\d+))?", named):
         degree = int(size) if size else axes[name]
         after = axes[name] // (int(before) * degree) if size else 1
         digits.append((strides[name] * after, degree))

@@ -13,9 +13,9 @@ import numpy as np
 from startrail_jax.planner.hardware import Cluster
 from startrail_jax.planner.models import ModelSizes
 
-ROLES = ("data", "group", "ring", "team", "head", "tensor")
+ROLES = ("data", "ring", "group", "team", "head", "tensor")
 """The axes of a mesh, as in `startrail_jax.mesh`."""
-_SEQUENCE = ("group", "ring", "team", "head")
+_SEQUENCE = ("ring", "group", "team", "head")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -85,6 +85,7 @@ def test_each_kind_receives_its_share(line, kind, size):
         ("mesh['x'=2,'y'=4] {'x'}", 2),
         ("mesh[x=8] {x:(2)2}", 2),
         ("mesh['x'=2,'y'=4], device_ids=(0,2,4,6,1,3,5,7) {'x'}", 2),
+        ("mesh['x'=2,'y'=4], device_ids=([4,2]T(1,0)) {'x'}", 2),
     ],
 )
 def test_group_notations_give_the_size_of_a_group(groups, size):
@@ -102,6 +103,7 @@ def test_group_notations_give_the_size_of_a_group(groups, size):
         ("mesh['x'=8] {'x':(2)2}", 2),
         ("mesh['x'=8] {'x':(4)2}", 1),
         ("mesh['x'=2,'y'=4], device_ids=(0,2,4,6,1,3,5,7) {'x'}", 1),
+        ("mesh['x'=2,'y'=4], device_ids=([4,2]T(1,0)) {'x'}", 1),
     ],
 )
 def test_group_notations_join_the_right_devices(groups, partner):
