@@ -1,4 +1,4 @@
-"""Movement of data between devices: shifts, gathers, scatters, exchanges, and key placement.
+"""Movement of data between devices: shifts, gathers, scatters and exchanges.
 
 There are no attention maths here. Every function runs inside `shard_map`, and an axis of degree 1
 moves nothing. Received bytes are given in the size of the array x that a device puts in.
@@ -7,7 +7,6 @@ moves nothing. Received bytes are given in the size of the array x that a device
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -57,6 +56,18 @@ def permute(x: Array, axis: Axis, pairs: list[tuple[int, int]]) -> Array:
     flat = flat.transpose([axis.names.index(name) for name in ordered]).ravel()
     place = np.argsort(flat).tolist()
     return lax.ppermute(x, ordered, [(place[source], place[target]) for source, target in pairs])
+
+
+def trade_places(x: Array, slow: Axis, fast: Axis) -> Array:
+    """Sends from member (i, j) of two axes of one degree to (j, i), which is the way back as well.
+
+    `slow` comes before `fast` in the order of devices.
+    """
+    n = slow.degree
+    if n == 1:
+        return x
+    pairs = [(rank, rank % n * n + rank // n) for rank in range(n**2)]
+    return permute(x, Axis(slow.names + fast.names, n**2), pairs)
 
 
 def gather(x: Shaped[Array, "..."], axis: Axis, dim: int) -> Shaped[Array, "..."]:
@@ -188,48 +199,3 @@ def _copy_heads_backward(replicas: Axis, residuals: Any, dout: Array) -> tuple[A
 
 copy_heads = jax.custom_vjp(_copy_heads, nondiff_argnums=(2,))
 copy_heads.defvjp(_copy_heads_forward, _copy_heads_backward)
-
-
-@dataclass(frozen=True)
-class KeyPlacement:
-    """Step 2 of the schedule: brings a key unit to each device, in one of two ways.
-
-    What a device receives is given in shards of the tensor that is placed. G, A and C are degrees.
-
-    * "gather": an all_gather over `group` (G - 1).
-    * "gather_permute": the way of the paper (https://arxiv.org/abs/2407.00611, algorithm 2,
-      get_init_send): an all_gather over the team (C - 1), then a permute of the gathered unit (C)
-      in which group and team trade places. It needs team == group == C.
-    """
-
-    kind: str
-    """"gather" or "gather_permute"."""
-    group: Axis
-    team: Axis
-
-    def place(self, x: Shaped[Array, "b s ..."]) -> Shaped[Array, "b gs ..."]:
-        """From this device's shard to the key unit that it holds in round 0."""
-        if self.kind == "gather_permute":
-            return self._trade(gather(x, self.team, 1))
-        return gather(x, self.group, 1)
-
-    def scatter(
-        self, x: Float32[Array, "b gs ..."], dtype: Any, travel_dtype: Any = jnp.float32
-    ) -> Float[Array, "b s ..."]:
-        """The transpose of `place`: from a key unit on each device to sums at the shards' owners.
-
-        Parts of sums travel in `travel_dtype`, sums are taken in float32, and the result is in
-        `dtype`.
-        """
-        if self.kind == "gather_permute":
-            x = self._trade(x.astype(travel_dtype)).astype(jnp.float32)
-            return sum_at_owner(x, self.team, 1, travel_dtype).astype(dtype)
-        return sum_at_owner(x, self.group, 1, travel_dtype).astype(dtype)
-
-    def _trade(self, x: Array) -> Array:
-        """Sends from device (p, g, a) to device (p, a, g), which is the way back as well."""
-        degree = self.group.degree
-        if degree == 1:
-            return x
-        pairs = [(r, r % degree * degree + r // degree) for r in range(degree**2)]
-        return permute(x, Axis(self.group.names + self.team.names, degree**2), pairs)

@@ -310,10 +310,9 @@ def _backward(schedule: Schedule, residuals: Any, cotangents: Any) -> tuple[Any,
     else:
         (dq, *of_scores), (dk, dv) = stayed, travelled
     dq = schedule.unsort(dq, schedule.query_ranks, 1)
-    travel_dtype = schedule.gradient_dtype
-    dq = collectives.sum_at_owner(dq, schedule.team, 1, travel_dtype).astype(q_unit.dtype)
-    dk, dv = (schedule.unsort(x, schedule.key_ranks, 1) for x in (dk, dv))
-    dk, dv = (schedule.keys.scatter(x, given_keys.dtype, travel_dtype) for x in (dk, dv))
+    dq = collectives.sum_at_owner(dq, schedule.team, 1, schedule.gradient_dtype)
+    dq = dq.astype(q_unit.dtype)
+    dk, dv = (_key_gradient(schedule, x, given_keys.dtype) for x in (dk, dv))
     scores, _, sinks = given
     scores = None if scores is None else scores.with_gradients(of_scores)
     sinks = None if sinks is None else softmax.sink_gradient(sinks, lse, delta)
@@ -447,4 +446,21 @@ def _query_unit(schedule: Schedule, x: Array | None, dim: int = 1) -> Array | No
 
 def _key_unit(schedule: Schedule, x: Array | None) -> Array | None:
     """Step 2: the key unit that this device holds in round 0, in order of position."""
-    return None if x is None else schedule.sort(schedule.keys.place(x), schedule.key_ranks, 1)
+    if x is None:
+        return None
+    if schedule.as_published:
+        x = collectives.gather(x, schedule.team, 1)
+        x = collectives.trade_places(x, schedule.group, schedule.team)
+    else:
+        x = collectives.gather(x, schedule.group, 1)
+    return schedule.sort(x, schedule.key_ranks, 1)
+
+
+def _key_gradient(schedule: Schedule, dx: Array, dtype: Any) -> Array:
+    """The way back of `_key_unit`: sums over the members of a group, each at its owner."""
+    dx, sent_in = schedule.unsort(dx, schedule.key_ranks, 1), schedule.gradient_dtype
+    axis = schedule.group
+    if schedule.as_published:
+        dx = collectives.trade_places(dx.astype(sent_in), axis, schedule.team).astype(jnp.float32)
+        axis = schedule.team
+    return collectives.sum_at_owner(dx, axis, 1, sent_in).astype(dtype)

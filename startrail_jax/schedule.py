@@ -36,7 +36,6 @@ import numpy as np
 from jaxtyping import Array
 
 from startrail_jax.blocks.base import Request
-from startrail_jax.collectives import KeyPlacement
 from startrail_jax.errors import InputError
 from startrail_jax.layout import Layout, Runs
 from startrail_jax.mask import Mask
@@ -93,9 +92,10 @@ class Schedule:
         return replace(self, platform=platform, capability=capability)
 
     @property
-    def keys(self) -> KeyPlacement:
-        """How key units come to their devices, and how their gradients come back."""
-        return KeyPlacement(self.placement, self.group, self.team)
+    def as_published(self) -> bool:
+        """Whether keys come as in the paper: gathered by the team, which then trades places with
+        the group."""
+        return self.placement == "gather_permute"
 
     @property
     def ordered(self) -> bool:
@@ -147,12 +147,9 @@ class Schedule:
             seq_len: key tokens of the whole sequence.
             p, a: the indices; they may be traced, or NumPy arrays.
         """
-        block = p * self.group.degree * self.query_ranks
-        if self.placement == "gather_permute":
-            return self.layout.unit_positions(
-                seq_len, block + a * self.query_ranks, self.query_ranks
-            )
-        head = self.head.degree
+        if self.as_published:
+            return self.query_runs(seq_len, p, a)
+        block, head = p * self.group.degree * self.query_ranks, self.head.degree
         return self.layout.unit_positions(
             seq_len, block + a * head, head, self.group.degree, self.query_ranks
         )

@@ -224,7 +224,7 @@ def _targets(
 ) -> np.ndarray:
     """The receiver of each member in one message of a permute: see `Transfer.hops`."""
     ranks = np.arange(math.prod(getattr(degrees, role) for role in roles))
-    if hop is None:  # Group and team trade places: see `startrail_jax.collectives.KeyPlacement`.
+    if hop is None:  # Group and team trade places: see `startrail_jax.collectives.trade_places`.
         return ranks % degrees.group * degrees.group + ranks // degrees.group
     axis = Axis(roles, ranks.size)
     ranks = Cycle(axis, inner).place(ranks, hop[1])

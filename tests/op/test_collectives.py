@@ -1,6 +1,4 @@
-"""Placement of key units and its transpose, by sending ranks instead of keys."""
-
-import itertools
+"""Movement between devices, by sending ranks instead of keys."""
 
 import jax
 import jax.numpy as jnp
@@ -10,16 +8,14 @@ from jax.sharding import PartitionSpec as P
 
 import startrail_jax as st
 from startrail_jax import collectives
-from startrail_jax.collectives import KeyPlacement
 from startrail_jax.mesh import AxisNames, Cycle, flat_axis, resolve_axes
 
 RANKS = ("ring", "group", "team")
 
 
-def placement(kind, degrees):
+def placed(degrees):
     mesh = st.make_mesh(degrees, devices=jax.devices()[: degrees.num_devices])
-    axes = resolve_axes(mesh, AxisNames())
-    return mesh, KeyPlacement(kind, axes["group"], axes["team"]), flat_axis(axes, RANKS)
+    return mesh, resolve_axes(mesh, AxisNames())
 
 
 def run(mesh, function, x):
@@ -29,53 +25,40 @@ def run(mesh, function, x):
     return np.asarray(jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec)(x))
 
 
-@pytest.mark.parametrize(
-    ("kind", "degrees"),
-    [
-        ("gather", (2, 2, 2)),
-        ("gather", (3, 2, 2)),
-        ("gather", (2, 1, 4)),
-        ("gather", (4, 3, 1)),
-        ("gather", (8, 1, 1)),
-        ("gather", (1, 2, 4)),
-        ("gather_permute", (2, 2, 2)),
-        ("gather_permute", (2, 3, 2)),
-        ("gather_permute", (3, 1, 3)),
-    ],
-)
-def test_device_holds_the_ranks_of_its_key_unit(kind, degrees):
-    group, ring, team = degrees
-    mesh, keys, _ = placement(kind, st.Degrees(group=group, ring=ring, team=team))
-    ranks = np.arange(group * ring * team, dtype=np.int32)[None]
-    held = run(mesh, keys.place, ranks).reshape(ring, group, team, group)
-    for p, g, a in itertools.product(range(ring), range(group), range(team)):
-        block = p * group * team
-        own = range(block + a, block + group * team, team)
-        # In the way of the paper, the unit that team a of the block has gathered.
-        paper = range(block + a * team, block + (a + 1) * team)
-        assert held[p, g, a].tolist() == list(own if kind == "gather" else paper)
+@pytest.mark.parametrize(("degree", "ring"), [(2, 2), (2, 3), (3, 1), (1, 4)])
+def test_group_and_team_trade_places(degree, ring):
+    mesh, axes = placed(st.Degrees(group=degree, ring=ring, team=degree))
+    ranks = np.arange(ring * degree**2, dtype=np.int32)[None]
+    traded = run(mesh, lambda x: collectives.trade_places(x, axes["group"], axes["team"]), ranks)
+    blocks = ranks.reshape(ring, degree, degree)
+    np.testing.assert_array_equal(traded.reshape(blocks.shape), blocks.swapaxes(1, 2))
 
 
-@pytest.mark.parametrize("kind", ["gather", "gather_permute"])
-def test_scatter_is_the_transpose_of_place(kind):
-    mesh, keys, rank = placement(kind, st.Degrees(group=2, ring=3, team=2))
+def test_sum_at_owner_is_the_transpose_of_gather():
+    mesh, axes = placed(st.Degrees(group=4, team=2))
+    group, rank = axes["group"], flat_axis(axes, RANKS)
 
     def transposed(x):
-        out, transpose = jax.vjp(keys.place, x)
+        out, transpose = jax.vjp(lambda x: collectives.gather(x, group, 1), x)
         weight = 1.0 + collectives.index(rank)
         (expected,) = transpose(out * weight)
-        return keys.scatter(out * weight, x.dtype) - expected
+        exact = collectives.sum_at_owner(out * weight, group, 1, jnp.float32)
+        narrow = collectives.sum_at_owner(out * weight, group, 1, jnp.bfloat16)
+        scale = jnp.abs(out * weight).sum()
+        return jnp.stack([exact[0] - expected[0], (narrow - expected)[0] / scale])
 
-    x = np.random.default_rng(0).normal(size=(2, 24)).astype(np.float32)
-    np.testing.assert_allclose(run(mesh, transposed, x), 0, atol=1e-6)
+    x = np.random.default_rng(0).normal(size=(1, 24)).astype(np.float32)
+    exact, narrow = run(mesh, transposed, x)
+    np.testing.assert_allclose(exact, 0, atol=1e-6)
+    np.testing.assert_allclose(narrow, 0, atol=2.0**-8)
 
 
 def test_partials_brings_every_members_version_of_the_own_part():
-    mesh, keys, _ = placement("gather", st.Degrees(ring=2, team=3))
+    mesh, axes = placed(st.Degrees(ring=2, team=3))
 
     def sent(x):
-        whole = collectives.gather(x, keys.team, 1) + 100 * collectives.index(keys.team)
-        return collectives.partials(whole, keys.team, 1).sum(0)
+        whole = collectives.gather(x, axes["team"], 1) + 100 * collectives.index(axes["team"])
+        return collectives.partials(whole, axes["team"], 1).sum(0)
 
     x = np.arange(6, dtype=np.int32)[None]
     np.testing.assert_array_equal(run(mesh, sent, x), 3 * x + 300)
