@@ -42,11 +42,11 @@ def degrees_of(num_devices, *, call=TINY, nodes=None, **mesh):
         (8, {}, {"team": 2, "group": 2, "ring": 2}),
         (1, {}, {}),
         (2, {}, {"ring": 2}),
-        (4, {}, {"team": 2, "ring": 2}),
+        (4, {}, {"group": 2, "ring": 2}),
         (6, {}, {"team": 2, "ring": 3}),
         (7, {}, {"ring": 7}),
-        (16, {}, {"team": 2, "group": 2, "ring": 4}),
-        (64, {}, {"team": 4, "group": 4, "ring": 4}),
+        (16, {}, {"team": 2, "group": 4, "ring": 2}),
+        (64, {}, {"team": 4, "group": 8, "ring": 2}),
         (8, {"data": 4}, {"data": 4, "ring": 2}),
         (16, {"head": 2}, {"head": 2, "team": 2, "group": 2, "ring": 2}),
         (16, {"tensor": 2}, {"tensor": 2, "team": 2, "group": 2, "ring": 2}),
@@ -107,10 +107,11 @@ def test_default_degrees_depend_on_nodes_heads_and_order():
         nodes = nodes_of(range(16), devices_per_node)
         return degrees_of(16, call=given.pop("call", GPT), nodes=nodes, **given)
 
-    assert on(16) == {"group": 2, "ring": 4, "team": 2}
+    assert on(16) == {"group": 2, "ring": 2, "team": 4}
     assert on(1) == {"ring": 4, "team": 4}
     assert on(1, call=GQA) == {"ring": 8, "team": 2}
-    assert on(8) == {"ring": 8, "team": 2}
+    assert on(8) == {"group": 4, "ring": 2, "team": 2}
+    assert on(4) == {"group": 2, "ring": 4, "team": 2}
     assert on(8, order=("collectives_inside",)) != on(8)
     assert on(4, team=4) == {"group": 4, "team": 4}
 
@@ -122,8 +123,8 @@ WINDOWS = {"local": (512,), "mixed": (512, 512, 512, "none"), "beyond": (131_072
 @pytest.mark.parametrize(
     ("windows", "devices_per_node", "expected"),
     [
-        (None, 64, {"group": 4, "ring": 4, "team": 4}),
-        ("beyond", 64, {"group": 4, "ring": 4, "team": 4}),
+        (None, 64, {"group": 4, "ring": 2, "team": 8}),
+        ("beyond", 64, {"group": 4, "ring": 2, "team": 8}),
         ("mixed", 64, {"ring": 16, "team": 4}),
         ("local", 64, {"ring": 64}),
         (None, 8, {"group": 2, "ring": 8, "team": 4}),
@@ -213,7 +214,7 @@ def test_log_says_which_axes_cross_nodes():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"order": ("ring", "team")}, "or each of data group ring team head tensor once; got .*=r"),
+        ({"order": ("ring", "team")}, "or each of data ring group team head tensor once; got .*=r"),
         ({"order": ("ring",)}, "must be a named order.*Use for example --mesh.order rings_inside"),
         ({"order": ()}, "must be a named order"),
         ({"order": ("head_first", "rings_inside")}, "must be a named order"),

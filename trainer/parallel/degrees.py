@@ -35,14 +35,12 @@ def choose_degrees(
     """Fills in the degrees that `mesh` leaves open, so that their product is the number of devices.
 
     Given degrees stay as they are. Where `team` is given and `group` is not, `group` equals `team`.
-    Of the settings that remain, on several nodes, that one is taken with the fewest bytes through
-    the busiest port of a node; among equal ones, the fewest bytes per device, and then the smallest
-    group, whose key units take the least memory.
+    Of the settings that remain, that one is taken with the fewest bytes: on several nodes through
+    the busiest port of a node, and then per device.
 
-    On one node no port is shared, and kernels count as much as bytes: StarTrail with team = group =
-    C is taken, which needs one kernel call a round, with a ring of at least 2, whose messages run
-    beside kernels, and with the C of the fewest bytes. If no such C exists or receives fewer bytes
-    than Ring Attention, the setting with the fewest bytes is taken.
+    Group and ring cost the same bytes. On several nodes the smallest group is taken, because the
+    messages of a ring travel beside kernels. On one node no port is shared, and kernels count as
+    much as bytes: the shortest ring of at least 2 is taken, which needs the fewest kernel calls.
 
     Args:
         mesh: the degrees that are given, and the order of the axes if it is given.
@@ -63,12 +61,8 @@ def choose_degrees(
     except InputError:
         # Heads that `head` and `tensor` cannot split: the program refuses them in every setting.
         return settings[0]
-    if not several:
-        star = [d for d in settings if d.team == d.group > 1 and d.ring > 1]
-        best = min(star, key=costs.__getitem__, default=None)
-        if best is not None and costs[best] < _bytes(_as_ring(best), call, mesh, nodes):
-            return best
-    return min(settings, key=lambda degrees: (costs[degrees], degrees.group))
+    tie = (lambda d: d.group) if several else (lambda d: (d.ring == 1, d.ring))
+    return min(settings, key=lambda degrees: (costs[degrees], tie(degrees)))
 
 
 def given_to_plan(mesh: MeshConfig) -> dict[str, int]:
@@ -163,12 +157,6 @@ def _given(mesh: MeshConfig) -> dict[str, int]:
     """The degrees that are given, and the group that follows from the team."""
     given = {name: degree for name, degree in mesh.degrees.items() if degree is not None}
     return ({"group": mesh.team} if mesh.team is not None else {}) | given
-
-
-def _as_ring(degrees: Degrees) -> Degrees:
-    """Ring Attention over as many devices."""
-    ring = degrees.group * degrees.ring * degrees.team
-    return Degrees(**vars(degrees) | {"group": 1, "ring": ring, "team": 1})
 
 
 def _bytes(
