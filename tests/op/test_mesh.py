@@ -143,7 +143,7 @@ def test_make_mesh_on_a_subset_uses_just_those():
 
 
 def test_make_mesh_refuses_a_product_that_misses_the_devices():
-    given = r"group=1 \* ring=3 \* team=2 \* head=1 \* tensor=1 = 6 for 8 devices"
+    given = r"ring=3 \* group=1 \* team=2 \* head=1 \* tensor=1 = 6 for 8 devices"
     with pytest.raises(ValueError, match=rf"{given}.*devices= with 6"):
         make_mesh(Degrees(ring=3, team=2), devices=jax.devices()[:8])
 

@@ -45,7 +45,7 @@ def join(folder=None, **mesh):
 
 def test_a_run_goes_on_with_the_degrees_that_it_had(tmp_path):
     mesh, _ = join(tmp_path)
-    assert (mesh.shape["team"], mesh.shape["ring"]) == (2, 2)
+    assert (mesh.shape["group"], mesh.shape["ring"]) == (2, 2)
     save_degrees(tmp_path, vars(st.Degrees(ring=4)))
     mesh, description = join(tmp_path)
     assert mesh.shape["ring"] == 4
