@@ -39,7 +39,7 @@ from startrail_jax.varying import alike
 MAX_PARTIALS = 4
 
 # Greatest number of sets of pieces to choose from; each of them is compiled.
-MAX_CASES = 64
+MAX_CASES = 128
 
 DTYPES = ("bfloat16", "float16")
 

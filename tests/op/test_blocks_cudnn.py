@@ -263,8 +263,8 @@ REQUEST = dict(
         ),
         (dict(mask=Window(4, 0)), r"full and causal; got mask=Window\(left=4, right=0\)"),
         (dict(packed=True), "full and causal; got segment_ids"),
-        (dict(num_cases=65), "at most 64 sets .*; got 65"),
-        (dict(num_cases=0), "at most 64 sets .*; got a striped layout"),
+        (dict(num_cases=129), "at most 128 sets .*; got 129"),
+        (dict(num_cases=0), "at most 128 sets .*; got a striped layout"),
     ],
 )
 def test_limits_are_named_and_auto_goes_on(changed, message):
