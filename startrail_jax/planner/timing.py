@@ -82,14 +82,17 @@ class Timing:
         else:
             heads = call.batch // s.data * (model.heads // (s.head * s.tensor))
             flops = 4 * visits.pairs * heads * model.head_dim / (visits.outer * s.inner)
-        # A causal unit is two runs of tokens, and a kernel call treats one. Under a window, it
-        # treats a tile.
-        length = share.tokens * np.minimum(s.team, s.group) / (2 if call.causal else 1)
-        length = length if window is None else np.minimum(length, min(window, _LARGEST_TILE))
-        ends = [
-            gpu.attention_efficiency(length, model.head_dim, backward=back)
+        # A causal unit is two runs of tokens, and a kernel call treats one; in the first round, it
+        # treats the run of one device. Under a window, it treats a tile.
+        later = share.tokens * np.minimum(s.team, s.group) / (2 if call.causal else 1)
+        lengths = share.tokens / 2 if call.causal else later, later
+        if window is not None:
+            lengths = (np.minimum(later, min(window, _LARGEST_TILE)),) * 2
+        slowness = [
+            [1 / gpu.attention_efficiency(x, model.head_dim, backward=back) for x in lengths]
             for back in (False, True)
         ]
+        ends = [s.ring / (first + (s.ring - 1) * later) for first, later in slowness]
         query = share.query * s.team / model.itemsize
         keys = share.keys * s.group / model.itemsize
         merged = np.where(s.ring > 1, query * (model.itemsize + 2 * _FLOAT32), 0)
