@@ -62,7 +62,7 @@ def alone(schedule: Schedule, *, backward: bool) -> Callable[..., Any]:
     """What one device of the schedule's mesh computes, without the network.
 
     Returns:
-        A function of (device, received, q, k, v, dout): the device's (g, p, a) as int32 [3];
+        A function of (device, received, q, k, v, dout): the device's (p, g, a) as int32 [3];
         buffers as `arrivals` lists them; and arrays of the size of the device's shards. It returns
         out and, if `backward`, dq, dk and dv; and what the device has computed and sent.
     """
@@ -87,8 +87,8 @@ def arrivals(schedule: Schedule, *arrays: Any, backward: bool) -> list[jax.Shape
 
 
 def middle(schedule: Schedule) -> Int32[Array, " axes"]:
-    """(g, p, a) in the middle of the mesh. Under zigzag the work of all devices is the same."""
-    axes = (schedule.group, schedule.ring, schedule.team)
+    """(p, g, a) in the middle of the mesh. Under zigzag the work of all devices is the same."""
+    axes = (schedule.ring, schedule.group, schedule.team)
     return jnp.asarray([axis.degree // 2 for axis in axes], jnp.int32)
 
 
@@ -99,7 +99,7 @@ class _Network:
         self, schedule: Schedule, device: Any, received: Iterator[Array] | None = None
     ) -> None:
         self.schedule = schedule
-        axes = (schedule.group, schedule.ring, schedule.team)
+        axes = (schedule.ring, schedule.group, schedule.team)
         self.device = {axis.names: device[i] for i, axis in enumerate(axes)}
         self.received = received
         self.given: tuple[Array, ...] = ()
@@ -198,8 +198,8 @@ class _Devices:
 
     @property
     def ranks(self) -> Array:
-        """(g, p, a) of every device, by rank."""
-        axes = (self.schedule.group, self.schedule.ring, self.schedule.team)
+        """(p, g, a) of every device, by rank."""
+        axes = (self.schedule.ring, self.schedule.group, self.schedule.team)
         devices = itertools.product(*(range(axis.degree) for axis in axes))
         return jnp.asarray(list(devices), jnp.int32)
 
@@ -209,7 +209,7 @@ class _Devices:
         block, size = blocks.BACKENDS[schedule.backend], schedule.query_ranks
 
         def attend(device: Array) -> tuple[Array, Array]:
-            q_unit = self.unit(q, size, schedule.query_unit(device[0], device[1]))
+            q_unit = self.unit(q, self.query_unit(device))
             partials: Any = ()
             for _, k_unit, v_unit, mask in self.rounds(device, k, v):
                 partials = block.forward(q_unit, k_unit, v_unit, mask, _scale(q), partials)
@@ -230,23 +230,22 @@ class _Devices:
     ) -> tuple[Array, ...]:
         """dq, dk, dv in float32."""
         schedule = self.schedule
-        block, size = blocks.BACKENDS[schedule.backend], schedule.query_ranks
+        block = blocks.BACKENDS[schedule.backend]
 
         def add_device(sums: tuple[Array, ...], device: Array) -> Any:
             dq, dk, dv = sums
-            at = schedule.query_unit(device[0], device[1])
-            q_unit, dout_unit = self.unit(q, size, at), self.unit(dout, size, at)
-            lse_unit, delta_unit = self.unit(lse, size, at, 2), self.unit(delta, size, at, 2)
+            at = self.query_unit(device)
+            q_unit, dout_unit = self.unit(q, at), self.unit(dout, at)
+            lse_unit, delta_unit = self.unit(lse, at, 2), self.unit(delta, at, 2)
             own: Any = None
-            for index, k_unit, v_unit, mask in self.rounds(device, k, v):
+            for met, k_unit, v_unit, mask in self.rounds(device, k, v):
                 own, dk_unit, dv_unit = block.backward(
                     q_unit, k_unit, v_unit, lse_unit, delta_unit, dout_unit, mask, _scale(q),
                     (own, None, None),
                 )  # fmt: skip
                 own = own.astype(jnp.float32)
-                dk = self.add(dk, dk_unit, schedule.key_ranks, index)
-                dv = self.add(dv, dv_unit, schedule.key_ranks, index)
-            return (self.add(dq, own, size, at), dk, dv), None
+                dk, dv = self.add(dk, dk_unit, met), self.add(dv, dv_unit, met)
+            return (self.add(dq, own, at), dk, dv), None
 
         zeros = tuple(jnp.zeros(x.shape, jnp.float32) for x in (q, k, v))
         return lax.scan(add_device, zeros, self.ranks)[0]
@@ -254,25 +253,42 @@ class _Devices:
     def rounds(
         self, device: Array, k: Array, v: Array
     ) -> Iterator[tuple[Array, Array, Array, Mask]]:
-        """Index of the key unit, its keys and values, and the mask, of each round of a device."""
-        g, p, a = device
-        schedule, size = self.schedule, self.schedule.key_ranks
-        for distance in range(schedule.ring.degree):
-            index = schedule.key_unit(p, a, distance)
-            mask = schedule.mask(k.shape[1], (g, p, a), keys_behind=distance)
-            yield index, self.unit(k, size, index), self.unit(v, size, index), mask
+        """The key unit, its keys and values, and the mask, of each round of a device."""
+        for distance in range(self.schedule.ring.degree):
+            met = self.key_unit(device, distance)
+            mask = self.schedule.mask(k.shape[1], tuple(device), keys_behind=distance)
+            yield met, self.unit(k, met), self.unit(v, met), mask
 
-    def unit(self, x: Array, ranks: int, index: Array, dim: int = 1) -> Array:
-        """Unit `index` of units of `ranks` ranks, sorted."""
-        length = x.shape[dim] // len(self.ranks) * ranks
-        own = lax.dynamic_slice_in_dim(x, index * length, length, dim)
-        return self.schedule.sort(own, ranks, dim)
+    def query_unit(self, device: Array) -> Array:
+        """The ranks of the query unit of a device."""
+        p, g, _ = device
+        size = self.schedule.query_ranks
+        return (p * self.schedule.group.degree + g) * size + jnp.arange(size)
 
-    def add(self, x: Array, dx: Array, ranks: int, index: Array) -> Array:
+    def key_unit(self, device: Array, distance: int) -> Array:
+        """The ranks of the key unit that a device meets at a ring distance."""
+        p, _, a = device
+        groups, head = self.schedule.group.degree, self.schedule.head.degree
+        team = jnp.arange(groups)[:, None] * self.schedule.query_ranks
+        block = self.schedule.along_ring(p, distance, -1) * groups * self.schedule.query_ranks
+        return (block + team + a * head + jnp.arange(head)[None]).ravel()
+
+    def unit(self, x: Array, ranks: Array, dim: int = 1) -> Array:
+        """The shards of some ranks, sorted."""
+        own = jnp.take(self.by_rank(x, dim), ranks, dim)
+        own = own.reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :])
+        return self.schedule.sort(own, len(ranks), dim)
+
+    def add(self, x: Array, dx: Array, ranks: Array) -> Array:
         """Adds what belongs to a unit, and is sorted, to the whole sequence."""
-        start, dx = index * dx.shape[1], self.schedule.unsort(dx, ranks, 1)
-        here = lax.dynamic_slice_in_dim(x, start, dx.shape[1], 1)
-        return lax.dynamic_update_slice_in_dim(x, here + dx, start, 1)
+        dx, x_by_rank = self.schedule.unsort(dx, len(ranks), 1), self.by_rank(x, 1)
+        parts = dx.reshape(dx.shape[0], len(ranks), -1, *dx.shape[2:])
+        return x_by_rank.at[:, ranks].add(parts).reshape(x.shape)
+
+    def by_rank(self, x: Array, dim: int) -> Array:
+        """x with the dimension of its tokens divided into ranks."""
+        ranks = len(self.ranks) * self.schedule.head.degree
+        return x.reshape(*x.shape[:dim], ranks, -1, *x.shape[dim + 1 :])
 
 
 def _joined(units: Array, shape: tuple[int, ...]) -> Array:

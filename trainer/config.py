@@ -378,7 +378,7 @@ class TrainConfig:
             raise InputError(
                 f"zero_axes must name an axis for zero={self.zero}; got none. Leave it out for all."
             )
-        if not self.zero and self.zero_axes != SHARDED_AXES:
+        if not self.zero and set(self.zero_axes) != set(SHARDED_AXES):
             raise InputError(
                 "zero_axes need a ZeRO level of at least 1; got zero=0, "
                 f"zero_axes={self.zero_axes}. Use --zero 1, 2 or 3."

@@ -170,7 +170,7 @@ def test_scheme_has_the_options_in_its_name():
         ("team-3", r"team must divide the number of devices; got team=3 for 16 devices"),
         ("startrail-3", r"c\^2 must divide the sequence degree; got c=3"),
         ("ring=4,team=2", r"product of the degrees .* got ring=4,team=2 = 8 for 16 devices"),
-        ("ring=4,tensor=4", r"Degrees must be numbers for group, ring, team, head"),
+        ("ring=4,tensor=4", r"Degrees must be numbers for ring, group, team, head"),
         ("ring=4,ring=4", r"Degrees must be numbers for .* at most once"),
     ],
 )

@@ -232,7 +232,7 @@ def test_select_devices_beyond_what_there_is_raises():
         (
             "--zero 3 --zero-axes data",
             ValueError,
-            r"zero=3 needs an axis.*Use --zero-axes ring team",
+            r"zero=3 needs an axis.*Use --zero-axes ring group",
         ),
         ("--offload --remat full", NotImplementedError, r"offload needs GPUs.*platform 'cpu'"),
     ],
