@@ -18,8 +18,9 @@ from benchmarks.cluster_rounds import Forecast, Processes, Timed
 from benchmarks.cluster_schemes import Scheme
 from benchmarks.cluster_settings import CHOSEN, ClusterSettings
 from startrail_jax import testing
+from startrail_jax.analysis.algorithms import GLOO, NCCL
 from startrail_jax.analysis.cost import Traffic, default_order
-from startrail_jax.analysis.ports import GLOO, NCCL, Messages, messages, orders_to_try
+from startrail_jax.analysis.ports import Messages, messages, orders_to_try
 from startrail_jax.errors import InputError, UnsupportedError
 from startrail_jax.mesh import ROLES, SEQUENCE_ROLES
 from startrail_jax.nodes import ORDERS, node_grid, resolve_order

@@ -14,7 +14,8 @@ import startrail_jax as st
 from benchmarks.cluster_attention import Place, Row
 from benchmarks.cluster_rounds import Forecast, Processes, Timed
 from benchmarks.cluster_settings import ClusterSettings
-from startrail_jax.analysis.ports import GLOO, NCCL, read_messages
+from startrail_jax.analysis.algorithms import GLOO, NCCL
+from startrail_jax.analysis.ports import read_messages
 from startrail_jax.errors import UnsupportedError
 from startrail_jax.layout import Layout
 from trainer.config import OptimizerConfig, TrainConfig

@@ -74,7 +74,7 @@ MAY_IMPORT = {
     "cache": TOKENS | {"collectives", "score_checks", "sharding", "sizes", "validation", "varying"},
     "analysis": TOKENS | {"blocks", "head_chunks", "nodes", "schedule", "sizes", "validation"},
     # What it measures of the devices at hand, it measures with the op; the rest is arithmetic.
-    "planner": {"attention", "collectives", "device_mesh", "errors", "mesh", "nodes"},
+    "planner": {"analysis", "attention", "collectives", "device_mesh", "errors", "mesh", "nodes"},
     "plan": {"errors", "planner"},
     "device_mesh": BASE | {"mesh", "nodes", "analysis"},
     "attention": TOKENS

@@ -10,13 +10,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
 
+from startrail_jax.analysis.algorithms import NCCL, Algorithm
 from startrail_jax.analysis.hlo import (
     Instruction,
     Tally,
@@ -26,56 +27,9 @@ from startrail_jax.analysis.hlo import (
     source_target_pairs,
 )
 from startrail_jax.analysis.transfers import Transfer
-from startrail_jax.errors import InputError, UnsupportedError
+from startrail_jax.errors import InputError
 from startrail_jax.mesh import ROLES, SEQUENCE_ROLES, Axis, Cycle, Degrees
 from startrail_jax.nodes import node_grid
-
-Step = tuple[Sequence[int] | np.ndarray, Fraction]
-"""The receiver of each member of a group, and the part that it sends of what a member receives in
-all if nothing is sent twice. Who sends to itself sends nothing."""
-Algorithm = Callable[[int], list[Step]]
-"""Size of a group -> what its members send each other."""
-
-
-def ring(n: int) -> list[Step]:
-    """Every member sends all that it has to the next one, piece by piece."""
-    return [((np.arange(n) + 1) % n, Fraction(1))]
-
-
-def direct(n: int) -> list[Step]:
-    """Every member sends to every other one what is for it."""
-    return [((np.arange(n) + i) % n, Fraction(1, n - 1)) for i in range(1, n)]
-
-
-def halving(n: int) -> list[Step]:
-    """Gloo's reduce_scatter: half of the buffer to the next member, a quarter to that at distance
-    2, and so on. The parts then lie in bit-reversed order, and one more message takes them home.
-
-    Raises:
-        NotImplementedError: if n is no power of 2.
-    """
-    bits = n.bit_length() - 1
-    if n != 1 << bits:
-        raise UnsupportedError(
-            f"halving must have a group whose size is a power of 2; got {n} members. Use the "
-            "algorithms of NCCL."
-        )
-    home = [sum((i >> bit & 1) << bits - 1 - bit for bit in range(bits)) for i in range(n)]
-    steps = [(np.arange(n) ^ 1 << bit, Fraction(n >> bit + 1, n - 1)) for bit in range(bits)]
-    return [*steps, (home, Fraction(1, max(n - 1, 1)))]
-
-
-NCCL: Mapping[str, Algorithm] = {
-    "all_gather": ring,
-    "all_reduce": ring,
-    "all_to_all": direct,
-    "reduce_scatter": ring,
-}
-"""The algorithm of each collective, as NCCL runs large ones. A collective_permute sends its
-messages as they are."""
-
-GLOO: Mapping[str, Algorithm] = {**NCCL, "reduce_scatter": halving}
-"""The same for XLA's CPU backend: its reduce_scatter moves 4 / 3 of the bytes over 4 devices."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,8 +142,6 @@ def messages(
             number only, they are taken for the first ones.
         algorithms: collective -> how it is divided into messages.
 
-    Raises:
-        NotImplementedError: if an algorithm does not serve the size of a group.
     """
     sizes: Counter[tuple[Any, ...]] = Counter()
     for transfer in transfers:

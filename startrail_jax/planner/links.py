@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from startrail_jax.analysis.algorithms import halving
 from startrail_jax.planner.grid import Placement, Settings
 from startrail_jax.planner.hardware import Cluster
 from startrail_jax.planner.traffic import Move
@@ -216,24 +217,19 @@ class Links:
         received: np.ndarray,
         arrays: np.ndarray | int,
     ) -> Cost:
-        """Gloo's reduce_scatter: see `startrail_jax.analysis.ports.halving`."""
+        """Gloo's reduce_scatter: see `startrail_jax.analysis.algorithms`."""
         across, staying, steps = (np.zeros(len(size)) for _ in range(3))
         for n, k in {*zip(size.tolist(), inside.tolist(), strict=True)}:
             mine = (size == n) & (inside == k)
-            bits = n.bit_length() - 1
-            if n == 1 or n != 1 << bits:
-                turns = np.where(n > k, 1 / k, 0.0)
-                across[mine], staying[mine], steps[mine] = turns, 1 - turns, n - 1
-                continue
-            home = [sum((i >> bit & 1) << bits - 1 - bit for bit in range(bits)) for i in range(n)]
-            rounds = [([i ^ 1 << bit for i in range(n)], n >> bit + 1) for bit in range(bits)]
-            for targets, share in [*rounds, (home, 1)]:
-                leaves = [i // k != j // k for i, j in enumerate(targets)]
-                most = max(sum(leaves[start : start + k]) for start in range(0, n, k)) / k
-                across[mine] += most * share / (n - 1)
-                stays = sum(i != j for i, j in enumerate(targets)) / n - sum(leaves) / n
-                staying[mine] += stays * share / (n - 1)
-                steps[mine] += any(i != j for i, j in enumerate(targets))
+            nodes = np.arange(n) // k
+            for receivers, share in halving(n):
+                goals = nodes[np.asarray(receivers)]
+                leaves = nodes != goals
+                ends = np.concatenate([nodes[leaves], goals[leaves]])
+                across[mine] += np.bincount(ends, minlength=1).max() / (2 * k) * share
+                moves = np.asarray(receivers) != np.arange(n)
+                staying[mine] += (moves & ~leaves).sum() / n * share
+                steps[mine] += moves.any()
         per_node = self.cluster.gpus_per_node
         latency = np.where(across > 0, self.cluster.latency, self.cluster.inside_latency) * steps
         return self._cost(

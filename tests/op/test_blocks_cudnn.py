@@ -22,6 +22,7 @@ from startrail_jax.layout import Layout
 from startrail_jax.mask import Mask
 from startrail_jax.masks import Causal, Full, Window
 from startrail_jax.pieces import pieces_by_offset
+from startrail_jax.schedule import unit_cases
 from startrail_jax.softmax import merge_partials
 
 BATCH, QUERIES, KEYS, HEADS, HEAD_DIM = 2, 48, 32, 6, 16
@@ -137,11 +138,12 @@ def test_pieces_hold_every_visible_pair_once(kind, degree):
 def test_pieces_of_every_device_and_round_hold_what_is_visible(kind, ring, group, team, head):
     mesh = jax.sharding.AbstractMesh((ring, group, team, head), ("ring", "group", "team", "head"))
     schedule = st.Attention(mesh, causal=True, layout=kind).schedule
-    seq_len = 4 * schedule.layout.degree
+    seq_len, found = 4 * schedule.layout.degree, set()
     for p, g, a, distance in np.ndindex(ring, group, team, ring):
         mask = schedule.mask(seq_len, (p, g, a), keys_behind=distance)
         index, cases = mask.cases()
         pieces = cases[int(index)]
+        found.add(pieces)
         seen = np.zeros((len(mask.query_positions), len(mask.key_positions)), int)
         for start, stop, keys in pieces.rectangles:
             seen[start:stop, :keys] += 1
@@ -157,6 +159,8 @@ def test_pieces_of_every_device_and_round_hold_what_is_visible(kind, ring, group
             assert len(cases) <= 2
         assert len(pieces.rectangles) <= 4
         assert len(pieces.squares) <= 2
+    # What a backend is told before it chooses.
+    assert found == {*unit_cases(schedule, seq_len)}
 
 
 def test_equal_zigzag_units_meet_in_three_ways_of_one_call_each():

@@ -9,16 +9,10 @@ import numpy as np
 import pytest
 
 import startrail_jax as st
+from startrail_jax.analysis.algorithms import GLOO, NCCL, halving
 from startrail_jax.analysis.cost import default_order
 from startrail_jax.analysis.hlo import read_traffic
-from startrail_jax.analysis.ports import (
-    GLOO,
-    NCCL,
-    Messages,
-    messages,
-    orders_to_try,
-    read_messages,
-)
+from startrail_jax.analysis.ports import Messages, messages, orders_to_try, read_messages
 from startrail_jax.mesh import ROLES
 from startrail_jax.nodes import ORDERS, node_grid, nodes_of
 
@@ -147,10 +141,13 @@ dimensions={{0}}, use_global_device_ids=true, to_apply=add
         assert sent == pytest.approx(factor * sum(x.received_bytes for x in steps))
 
 
-def test_gloo_halves_only_powers_of_two():
-    report = st.communication(D(team=3), **(SIZES | {"seq_len": 12}), **MODELS[0])
-    with pytest.raises(NotImplementedError, match="power of 2; got 3 members"):
-        messages(D(team=3), report.total.transfers, GLOO)
+def test_gloo_halves_among_three_members():
+    """Members 0 and 1 exchange halves, member 2 gives each of them one, and thirds go home."""
+    sent = np.zeros((3, 3))
+    for targets, share in halving(3):
+        sent[range(3), targets] += float(share) * 2 / 3
+    np.fill_diagonal(sent, 0)
+    np.testing.assert_allclose(sent, [[0, 2 / 3, 0], [1 / 2, 0, 1 / 3], [1 / 2, 1 / 2, 0]])
 
 
 def test_every_transfer_names_its_axes():
