@@ -303,6 +303,7 @@ def cluster_of_numbers():
     )
 
 
+@pytest.mark.slow
 def test_schemes_and_steps_of_train_py_are_timed_in_one_process(
     tmp_path, two_devices, monkeypatch, capsys
 ):
@@ -465,6 +466,7 @@ def test_rate_inside_a_node_is_that_of_its_devices_together(capfd):
     assert free < limited / 2
 
 
+@pytest.mark.slow
 @needs_namespaces
 def test_bytes_and_times_of_an_emulated_cluster_are_those_expected(tmp_path):
     """Two nodes with half-duplex ports: each byte that one receives, the other one sends."""

@@ -76,6 +76,7 @@ def kernel_calls(calls, compiled, *arguments):
     return collections.Counter(calls)
 
 
+@pytest.mark.slow_except_every(5)
 @pytest.mark.parametrize(
     ("name", "causal"),
     [

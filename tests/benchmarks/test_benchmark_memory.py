@@ -67,6 +67,7 @@ def test_search_finds_that_nothing_fits():
     assert longest.last_that_fits(lambda multiple: longest.LIMIT + 1, 8) == 0
 
 
+@pytest.mark.slow
 def test_longest_sequence_is_a_multiple_of_a_fine_step(monkeypatch):
     """Peaks of the formula itself: two lengths are compiled, and the row has both."""
     compiled = []

@@ -16,6 +16,7 @@ class Begun:
         self.began_after = began_after
 
 
+@pytest.mark.slow
 def test_killed_training_ends_as_if_undisturbed(tmp_path, capsys):
     first, second = crash.crash(2, seed=0, folder=tmp_path)
     assert (first.moment, second.moment) == ("save", "step")

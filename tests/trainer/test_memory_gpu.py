@@ -18,7 +18,10 @@ from startrail_jax.analysis.overlap import (
 from trainer.gpt.config import DataConfig
 from trainer.parallel.step_sizes import footprint
 
-pytestmark = pytest.mark.skipif(missing_plugin() is not None, reason=str(missing_plugin()))
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(missing_plugin() is not None, reason=str(missing_plugin())),
+]
 
 LAYERS, TOKENS = 3, 2048
 MODEL = dict(

@@ -1101,6 +1101,7 @@ def test_references_are_small():
     assert len(CASES) == 10
 
 
+@pytest.mark.slow
 def test_two_processes_import_the_same_bits_as_one(tmp_path):
     """Weights and new adapters. benchmarks/import_model.py shows four, and their memory."""
     model = ["--init-from", str(REFERENCES / "llama"), "--steps", "0", "--lora.rank", "2"]
