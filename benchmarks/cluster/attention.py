@@ -1,4 +1,4 @@
-"""Attention as benchmarks/cluster.py times it: programs, inputs, and the dense reference."""
+"""Attention as `run.py` times it: programs, inputs, and the dense reference."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 import startrail_jax as st
-from benchmarks.cluster_rounds import Forecast, Processes, Timed
-from benchmarks.cluster_schemes import Scheme
-from benchmarks.cluster_settings import CHOSEN, ClusterSettings
+from benchmarks.cluster.rounds import Forecast, Processes, Timed
+from benchmarks.cluster.schemes import Scheme
+from benchmarks.cluster.settings import CHOSEN, ClusterSettings
 from startrail_jax import testing
 from startrail_jax.analysis.cost import Traffic, default_order
 from startrail_jax.analysis.ports import GLOO, NCCL, Messages, messages, orders_to_try

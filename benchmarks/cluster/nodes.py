@@ -1,6 +1,6 @@
 """Emulated nodes: a command runs once in each of several network namespaces of this machine.
 
-A node has its own network and host name, and one port of limited rate (`cluster_links.py`). Its
+A node has its own network and host name, and one port of limited rate (`links.py`). Its
 devices are simulated by one process, and what they send each other goes over the loopback of the
 node. With rails, every device has a process, a network namespace and a port to the other nodes of
 its own, and another port to the devices of its node.
@@ -29,10 +29,10 @@ from pathlib import Path
 from typing import Literal
 
 # For a checkout that is not installed.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.cluster_links import UNLIMITED, Hub, bits_per_second, configure_ports
-from benchmarks.cluster_links import run as run_tool
+from benchmarks.cluster.links import UNLIMITED, Hub, bits_per_second, configure_ports
+from benchmarks.cluster.links import run as run_tool
 from startrail_jax.errors import InputError, UnsupportedError
 
 TOOLS = {"unshare": "util-linux", "nsenter": "util-linux", "setpriv": "util-linux",

@@ -1,4 +1,4 @@
-"""What the planner predicts for the rows of benchmarks/cluster.py, and every row that it knows."""
+"""What the planner predicts for the rows of `run.py`, and every row that it knows."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 import startrail_jax as st
-from benchmarks.cluster_attention import Place, Row
-from benchmarks.cluster_rounds import Processes, Timed
-from benchmarks.cluster_schemes import Scheme
-from benchmarks.cluster_settings import CHOSEN, ClusterSettings
+from benchmarks.cluster.attention import Place, Row
+from benchmarks.cluster.rounds import Processes, Timed
+from benchmarks.cluster.schemes import Scheme
+from benchmarks.cluster.settings import CHOSEN, ClusterSettings
 from startrail_jax.mesh import SEQUENCE_ROLES
 from startrail_jax.planner.grid import ORDERS, Call, Placement, Settings, all_settings
 from startrail_jax.planner.hardware import GPUS, Cluster

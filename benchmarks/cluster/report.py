@@ -1,4 +1,4 @@
-"""What benchmarks/cluster.py shows: a table, a JSON file and a picture."""
+"""What `run.py` shows: a table, a JSON file and a picture."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cluster_rounds import Timed
+from benchmarks.cluster.rounds import Timed
 
 HEADER = (
     f"{'':<32}{'s':>9}{'spread':>8}{'x first':>9}{'port MB':>10}{'expected':>10}{'over':>8}"

@@ -1,4 +1,4 @@
-"""The processes of benchmarks/cluster.py: shared programs, and rounds that time all rows."""
+"""The processes of `run.py`: shared programs, and rounds that time all rows."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils, serialize_executable
 
-from benchmarks.cluster_links import port_bytes
-from benchmarks.cluster_nodes import set_limits
+from benchmarks.cluster.links import port_bytes
+from benchmarks.cluster.nodes import set_limits
 
 
 @dataclass(frozen=True, kw_only=True)

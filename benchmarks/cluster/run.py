@@ -1,14 +1,14 @@
 """Times every scheme with real collectives between processes, on an emulated or a real cluster.
 
-    python benchmarks/cluster.py --nodes 4 --devices 4 --rate 100mbit
-    python benchmarks/cluster.py --nodes 16 --devices 1 --kv-heads 4 --dtype bfloat16
-    python benchmarks/cluster.py --schemes ring startrail-2 team-4 --orders chosen worst
-    python benchmarks/cluster.py --schemes every --plan --passes both --rate 20mbit
-    python benchmarks/cluster.py --train gpt dit --head-dim 8 --schemes ring team-4
-    srun python benchmarks/cluster.py --distributed          # on a real cluster
+    python benchmarks/cluster/run.py --nodes 4 --devices 4 --rate 100mbit
+    python benchmarks/cluster/run.py --nodes 16 --devices 1 --kv-heads 4 --dtype bfloat16
+    python benchmarks/cluster/run.py --schemes ring startrail-2 team-4 --orders chosen worst
+    python benchmarks/cluster/run.py --schemes every --plan --passes both --rate 20mbit
+    python benchmarks/cluster/run.py --train gpt dit --head-dim 8 --schemes ring team-4
+    srun python benchmarks/cluster/run.py --distributed          # on a real cluster
 
 Without --distributed, the nodes are network namespaces of this machine, joined by ports of limited
-rate (`cluster_nodes.py`); each node has one process with simulated devices, which talk over gloo.
+rate (`nodes.py`); each node has one process with simulated devices, which talk over gloo.
 This needs Linux, its commands `unshare`, `ip` and `tc`, and no root where user namespaces are
 allowed. Nothing is left behind, even if the program is killed.
 
@@ -40,12 +40,12 @@ from pathlib import Path
 from typing import Any
 
 # For a checkout that is not installed.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks import cluster_nodes
-from benchmarks.cluster_nodes import CONTROL, PRIVATE_FOLDER
-from benchmarks.cluster_schemes import named_schemes
-from benchmarks.cluster_settings import EVERY, ClusterSettings
+from benchmarks.cluster import nodes as cluster_nodes
+from benchmarks.cluster.nodes import CONTROL, PRIVATE_FOLDER
+from benchmarks.cluster.schemes import named_schemes
+from benchmarks.cluster.settings import EVERY, ClusterSettings
 from startrail_jax.errors import InputError
 from trainer.command_line import parse
 from trainer.network.options import Distributed
@@ -162,9 +162,9 @@ def measure_joined(settings: ClusterSettings, *, emulated: bool) -> int:
     """Measures, when the processes have joined each other. Returns the exit status."""
     import jax
 
-    from benchmarks import cluster_report as report
-    from benchmarks.cluster_attention import AttentionCalls
-    from benchmarks.cluster_rounds import Processes
+    from benchmarks.cluster import report
+    from benchmarks.cluster.attention import AttentionCalls
+    from benchmarks.cluster.rounds import Processes
 
     processes = Processes(
         emulated=emulated,
@@ -188,7 +188,7 @@ def measure_joined(settings: ClusterSettings, *, emulated: bool) -> int:
         processes.say(f"{name}: {fact}")
     planned = None
     if settings.plan:
-        from benchmarks.cluster_plan import Planned
+        from benchmarks.cluster.plan import Planned
 
         planned = Planned(settings, place, processes)
         facts["measured"] = planned.facts()
@@ -196,7 +196,7 @@ def measure_joined(settings: ClusterSettings, *, emulated: bool) -> int:
     calls = AttentionCalls(settings, place, processes)
     timed = [] if settings.train else prepare(settings, calls, planned=planned)
     for kind in settings.train:
-        from benchmarks.cluster_training import TrainingSteps
+        from benchmarks.cluster.training import TrainingSteps
 
         own = settings.of_model(kind)
         calls = AttentionCalls(own, place, processes)
@@ -229,7 +229,7 @@ def prepare(
         planned: the `Planned`, which predicts attention, if any.
     """
     if EVERY in settings.schemes:
-        from benchmarks.cluster_plan import every_row
+        from benchmarks.cluster.plan import every_row
 
         rows = every_row(settings, calls.place)
     else:
@@ -251,7 +251,7 @@ def find_place(settings: ClusterSettings, *, emulated: bool) -> Any:
     import numpy as np
     from jax.experimental import multihost_utils
 
-    from benchmarks.cluster_attention import Place
+    from benchmarks.cluster.attention import Place
 
     devices = sorted(jax.devices(), key=lambda x: (x.process_index, x.id))
     if emulated:

@@ -1,4 +1,4 @@
-"""Which settings benchmarks/cluster.py times: names of schemes, and orders of the mesh axes."""
+"""Which settings `run.py` times: names of schemes, and orders of the mesh axes."""
 
 from __future__ import annotations
 

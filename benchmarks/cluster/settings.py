@@ -1,4 +1,4 @@
-"""Settings of benchmarks/cluster.py: flags of its command line."""
+"""Settings of `run.py`: flags of its command line."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks.cluster_links import PORT
-from benchmarks.cluster_nodes import Topology
+from benchmarks.cluster.links import PORT
+from benchmarks.cluster.nodes import Topology
 from startrail_jax.errors import InputError
 from startrail_jax.layout import Layout
 

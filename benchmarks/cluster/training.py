@@ -1,4 +1,4 @@
-"""Training steps as benchmarks/cluster.py times them: those that train.py runs, on random data."""
+"""Training steps as `run.py` times them: those that train.py runs, on random data."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import jax
 import numpy as np
 
 import startrail_jax as st
-from benchmarks.cluster_attention import Place, Row
-from benchmarks.cluster_rounds import Forecast, Processes, Timed
-from benchmarks.cluster_settings import ClusterSettings
+from benchmarks.cluster.attention import Place, Row
+from benchmarks.cluster.rounds import Forecast, Processes, Timed
+from benchmarks.cluster.settings import ClusterSettings
 from startrail_jax.analysis.ports import GLOO, NCCL, read_messages
 from startrail_jax.errors import UnsupportedError
 from startrail_jax.layout import Layout

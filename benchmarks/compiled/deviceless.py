@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-TARGETS = Path(__file__).parent / "gpu_targets"
+TARGETS = Path(__file__).parent / "targets"
 """Descriptions of GPUs, as XLA prints them, one file each; what XLA does not use is left out."""
 
 DEVICES_PER_HOST = 8

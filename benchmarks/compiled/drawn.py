@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.compiled_step import Row, formula_of
+from benchmarks.compiled.step import Row, formula_of
 from startrail_jax.analysis.settings import all_degrees
 from startrail_jax.errors import UserError
 from startrail_jax.mesh import ROLES, Degrees

@@ -1,9 +1,9 @@
 """The longest sequence that a model trains on, by compiled peaks: StarTrail's table 2, on paper.
 
     pip install --no-deps jax-cuda13-pjrt==<version of jax>
-    python benchmarks/longest.py                         # 3B, 7B and 13B on 1, 8 and 32 A100 80 GB
-    python benchmarks/longest.py --models 7b --devices 8 --offload
-    python benchmarks/longest.py --arithmetic            # compiles nothing
+    python benchmarks/compiled/longest.py                # 3B, 7B and 13B on 1, 8 and 32 A100 80 GB
+    python benchmarks/compiled/longest.py --models 7b --devices 8 --offload
+    python benchmarks/compiled/longest.py --arithmetic   # compiles nothing
 
 One sequence is trained on, with ZeRO 3, `--remat attention_saved`, `--tile 2048` and bfloat16
 activations over float32 weights. A length fits if the peak of its compiled step is within 92 % of
@@ -24,7 +24,7 @@ from dataclasses import replace
 import jax
 
 import startrail_jax as st
-from benchmarks.compiled_step import Row, formula_of, read
+from benchmarks.compiled.step import Row, formula_of, read
 from configs import RECIPES
 from startrail_jax.mesh import Degrees
 from startrail_jax.planner.memory import GIB

@@ -1,12 +1,12 @@
 """Shows how much of a GPU's memory a training step takes, compiled on a machine that has no GPU.
 
     pip install --no-deps jax-cuda13-pjrt==<version of jax>
-    python benchmarks/memory.py --mesh.team 4                 # all recipes, all rows: 20 minutes
-    python benchmarks/memory.py --recipes gpt_7b --rows "recipe|zero"
-    python benchmarks/memory.py --recipes gpt_8b_gqa --target h100 --devices 32 --seq-len 262144 \\
-        --mesh.team 2 --rows recipe --details
-    python benchmarks/memory.py --arithmetic                  # compiles nothing
-    python benchmarks/memory.py --random 20 --seed 0          # settings drawn at random
+    python benchmarks/compiled/memory.py --mesh.team 4       # all recipes, all rows: 20 minutes
+    python benchmarks/compiled/memory.py --recipes gpt_7b --rows "recipe|zero"
+    python benchmarks/compiled/memory.py --recipes gpt_8b_gqa --target h100 --devices 32 \\
+        --seq-len 262144 --mesh.team 2 --rows recipe --details
+    python benchmarks/compiled/memory.py --arithmetic        # compiles nothing
+    python benchmarks/compiled/memory.py --random 20 --seed 0   # settings drawn at random
 
 Each row is a recipe of configs/ with its own settings, or with the changes that the row names. The
 mesh is the one that train.py takes for that recipe, for these flags and so many devices; a row that
@@ -34,9 +34,9 @@ from dataclasses import replace
 
 import jax
 
-from benchmarks.compiled_step import Reading, Row, formula_of, read
-from benchmarks.deviceless import target_names
-from benchmarks.memory_drawn import drawn
+from benchmarks.compiled.deviceless import target_names
+from benchmarks.compiled.drawn import drawn
+from benchmarks.compiled.step import Reading, Row, formula_of, read
 from configs import RECIPES
 from startrail_jax.errors import UserError
 from startrail_jax.mesh import Degrees

@@ -1,10 +1,10 @@
 """Shows which communication overlaps with which kernels, compiled on a machine that has no GPU.
 
     pip install --no-deps jax-cuda13-pjrt==<version of jax>
-    python benchmarks/overlap.py                              # 8, 16 and 64 of A100, H100, H200
-    python benchmarks/overlap.py --targets h100 --devices 8 --rows "Ring.*query" --details
-    python benchmarks/overlap.py --xla-defaults               # without st.compiler_options
-    python benchmarks/overlap.py --compile-times
+    python benchmarks/compiled/overlap.py                    # 8, 16 and 64 of A100, H100, H200
+    python benchmarks/compiled/overlap.py --targets h100 --devices 8 --rows "Ring.*query" --details
+    python benchmarks/compiled/overlap.py --xla-defaults     # without st.compiler_options
+    python benchmarks/compiled/overlap.py --compile-times
 
 For Ring Attention, for a double ring, and for StarTrail where it leaves a ring, the benchmark
 compiles attention forward, forward and backward with either side travelling, and the training step
@@ -44,7 +44,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import startrail_jax as st
-from benchmarks.deviceless import gpu_topology, target_names
+from benchmarks.compiled.deviceless import gpu_topology, target_names
 from models.gpt import GPT
 from startrail_jax.analysis.overlap import (
     BACKWARD,

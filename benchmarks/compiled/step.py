@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 import startrail_jax as st
-from benchmarks.deviceless import gpu_topology
+from benchmarks.compiled.deviceless import gpu_topology
 from startrail_jax.mesh import Degrees
 from startrail_jax.planner.memory import Footprint
 from trainer.config import TrainConfig

@@ -17,13 +17,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import rehearsal
-from gpu_report import Program, Report, compile_all, first_line, prepare
 from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array
 
 import startrail_jax as st
+from benchmarks.gpu import rehearsal
+from benchmarks.gpu.report import Program, Report, compile_all, first_line, prepare
 
 NAMES = ("out", "dq", "dk", "dv", "lse")
 

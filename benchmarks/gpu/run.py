@@ -1,14 +1,14 @@
 """Measures the attention on one GPU: whether it is right, how fast it is, what the schedule costs.
 
-    python benchmarks/gpu.py                          # 8 minutes, one NVIDIA GPU, from a checkout
-    python benchmarks/gpu.py --json results.jsonl --minutes 4
-    python benchmarks/gpu.py --speed-only --rows "64K causal"
+    python benchmarks/gpu/run.py                          # 8 minutes, one NVIDIA GPU
+    python benchmarks/gpu/run.py --json results.jsonl --minutes 4
+    python benchmarks/gpu/run.py --speed-only --rows "64K causal"
 
 Part 1, errors, compares every block backend, forward and backward, with float32 attention at
 highest precision. The number in brackets is the error divided by that of
 `jax.nn.dot_product_attention` in the same dtype. A row fails, and the exit status is 1, if an error
 is NaN or more than 1.4 times jax's (where jax has nothing to compare with: above the limits in
-`gpu_errors.py`). Rows "in turn" do the work of all devices of a mesh one after another, on the
+`errors.py`). Rows "in turn" do the work of all devices of a mesh one after another, on the
 units of one sequence.
 
 Part 2, speed, uses bfloat16, batch 1 and random data, and gives medians of samples that are taken
@@ -49,16 +49,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-# For a checkout that is not installed: the package, and the modules beside this one.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+# For a checkout that is not installed.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import gpu_errors
-import gpu_speed
 import jax
-from gpu_report import Report
 
 import startrail_jax as st
+from benchmarks.gpu import errors, speed
+from benchmarks.gpu.report import Report
 
 ERRORS_SHARE = 0.4
 """Share of the time that part 1 may take if part 2 follows."""
@@ -84,9 +82,9 @@ def main(argv: list[str] | None = None) -> int:
         header(report, device)
         if not args.speed_only:
             share = 1.0 if args.correctness_only else ERRORS_SHARE
-            gpu_errors.measure(report, until=start + share * 60 * args.minutes)
+            errors.measure(report, until=start + share * 60 * args.minutes)
         if not args.correctness_only:
-            gpu_speed.measure(report)
+            speed.measure(report)
         for row in report.left_out:
             report.write(f"left out, as the time was up: {row}", part="left out", row=row)
         report.write(f"{time.monotonic() - start:.0f} s in all")

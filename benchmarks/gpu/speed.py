@@ -1,4 +1,4 @@
-"""Part 2 of `gpu.py`: speed beside jax's cuDNN attention."""
+"""Part 2 of `run.py`: speed beside jax's cuDNN attention."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import rehearsal
-from gpu_report import (
+from jax import lax
+
+import startrail_jax as st
+from benchmarks.gpu import rehearsal
+from benchmarks.gpu.report import (
     Program,
     Report,
     compile_all,
@@ -23,9 +26,6 @@ from gpu_report import (
     time_in_turn,
     warm_up,
 )
-from jax import lax
-
-import startrail_jax as st
 from startrail_jax.blocks import cudnn
 from startrail_jax.schedule import Schedule
 from startrail_jax.softmax import merge_partials

@@ -1,4 +1,4 @@
-"""What `benchmarks/needle.py` leaves behind: shares of right answers, as JSON and as heat maps."""
+"""What `run.py` leaves behind: shares of right answers, as JSON and as heat maps."""
 
 from __future__ import annotations
 

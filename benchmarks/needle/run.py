@@ -1,9 +1,9 @@
 """Finds needles in haystacks: a tiny model that learns it here, or the model of any run.
 
     pip install -e '.[benchmarks]'
-    python benchmarks/needle.py                                       # docs/needle.png
-    python benchmarks/needle.py --run runs/Qwen3-8B --lengths 32K 128K 1M
-    python benchmarks/needle.py --run runs/Qwen3-8B --rope.scaling yarn --rope.factor 4 \\
+    python benchmarks/needle/run.py                                       # docs/needle.png
+    python benchmarks/needle/run.py --run runs/Qwen3-8B --lengths 32K 128K 1M
+    python benchmarks/needle/run.py --run runs/Qwen3-8B --rope.scaling yarn --rope.factor 4 \\
         --rope.original-length 32768 --lengths 128K --mesh.head 8
 
 A needle is a sentence with a key and its value, hidden at some depth of a haystack among needles
@@ -36,9 +36,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from benchmarks.needle_haystack import Case, Sentences, Wording, Words, spread
-from benchmarks.needle_report import Score, report
-from benchmarks.needle_training import (
+from benchmarks.needle.haystack import Case, Sentences, Wording, Words, spread
+from benchmarks.needle.report import Score, report
+from benchmarks.needle.training import (
     FACTOR,
     Sizes,
     commands,
@@ -369,7 +369,7 @@ def judge_small(options: Small) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command line; on a mistake, exits with status 2."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    prog, run = "benchmarks/needle.py", _run_of(arguments)
+    prog, run = "benchmarks/needle/run.py", _run_of(arguments)
     if run is None:
         command = parse(arguments, default=Small(), prog=prog, description=__doc__)
         if command.distributed != Distributed():

@@ -1,4 +1,4 @@
-"""How `benchmarks/needle.py` trains its tiny model: data, and command lines of train.py."""
+"""How `run.py` trains its tiny model: data, and command lines of train.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.needle_haystack import Case, Words
+from benchmarks.needle.haystack import Case, Words
 from trainer.config import MeshConfig
 from trainer.gpt.config import GPTTrainConfig
 from trainer.run.settings import flag_value

@@ -1,7 +1,7 @@
 """Kills training at random moments and shows that no work before the last checkpoint is lost.
 
-    python benchmarks/crash.py                            # 10 kills
-    python benchmarks/crash.py --kills 50 --seed 1 --moments call
+    python tests/faults/crash.py                            # 10 kills
+    python tests/faults/crash.py --kills 50 --seed 1 --moments call
 
 The benchmark trains a small GPT on simulated devices without disturbance. Then it trains the same
 GPT in another folder, kills the program with SIGKILL, starts the same command again, kills it
@@ -45,7 +45,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from benchmarks.run_folders import (
+from tests.faults.run_folders import (
     REPOSITORY,
     CheckFailed,
     environment,
@@ -61,7 +61,7 @@ HANGS_AFTER_SECONDS = 300
 CALLS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.symlink")
 """The audit events of Python that change a folder; of `open`, only if it is for writing."""
 FIRST_CALLS = 200
-SELF_KILLING = "from benchmarks.crash import run; run()"
+SELF_KILLING = "from tests.faults.crash import run; run()"
 """A program for `python -c`: a run folder, the number of a call, and the flags of train.py."""
 
 FLAGS = (

@@ -1,7 +1,7 @@
 """Makes one of several processes fail in every way, and shows that all exit and training continues.
 
-    python benchmarks/failures.py                         # 2 processes
-    python benchmarks/failures.py --processes 4
+    python tests/faults/failures.py                         # 2 processes
+    python tests/faults/failures.py --processes 4
 
 The benchmark trains a small GPT in several processes on this machine. In each start one thing
 happens:
@@ -41,7 +41,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.run_folders import REPOSITORY, CheckFailed, environment, newest_whole
+from tests.faults.run_folders import REPOSITORY, CheckFailed, environment, newest_whole
 
 END_SECONDS = 60
 """Time in which all processes must end."""

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-PROGRAM = "import sys; from benchmarks.power import run; run(sys.argv.pop(1))"
+PROGRAM = "import sys; from tests.faults.power import run; run(sys.argv.pop(1))"
 """A program for `python -c`: its first word is the folder for what is flushed, the others are for
 train.py."""
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks import crash, run_folders
+from tests.faults import crash, run_folders
 
 
 def kill(last_step, whole, began_after=0):

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import power, torture
-from benchmarks.run_folders import CheckFailed
+from tests.faults import power, torture
+from tests.faults.run_folders import CheckFailed
 from trainer.checkpoints.checkpoint import Checkpoints
 
 pytestmark = pytest.mark.quick

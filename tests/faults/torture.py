@@ -1,8 +1,8 @@
 """Attacks training in every way for a given time, and prints what it survived.
 
-    python benchmarks/torture.py                                  # 2 minutes
-    python benchmarks/torture.py --seed 1 --minutes 60 --only flip power
-    python benchmarks/torture.py --flips 1000 --only flip         # at least so many flipped bits
+    python tests/faults/torture.py                                  # 2 minutes
+    python tests/faults/torture.py --seed 1 --minutes 60 --only flip power
+    python tests/faults/torture.py --flips 1000 --only flip         # at least so many flipped bits
 
 The attacks take turns until the time is over, each at least once:
 
@@ -10,13 +10,13 @@ The attacks take turns until the time is over, each at least once:
                two processes, with and without ZeRO 3. It must be noticed and the checkpoint before
                be used, or change no bit of the state that is read.
     power      training is killed, and of what it had not flushed to the disk (by `os.fsync`) all or
-               half is lost (benchmarks/power.py), with one and with two checkpoints kept. It must
+               half is lost (tests/faults/power.py), with one and with two checkpoints kept. It must
                go on from the newest checkpoint, or from the one before, with the same degrees, and
                its losses must be those of an undisturbed run, bit for bit.
-    kill       training is killed by SIGKILL at random moments (benchmarks/crash.py). In the end,
+    kill       training is killed by SIGKILL at random moments (tests/faults/crash.py). In the end,
                its losses must be those of an undisturbed run, bit for bit.
     failure    one of two processes is killed or stopped, or its disk is full
-               (benchmarks/failures.py). All must end with a message, and the run must go on.
+               (tests/faults/failures.py). All must end with a message, and the run must go on.
     strangers  while two processes start, strangers come to the port of process 0: a client of jax,
                a forged greeting, 1,100 idle connections, garbage, a gigabyte, HTTP, and slow bytes.
                The run must start.
@@ -45,8 +45,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import crash, failures, power
-from benchmarks.run_folders import REPOSITORY, CheckFailed, environment, newest_whole
+from tests.faults import crash, failures, power
+from tests.faults.run_folders import REPOSITORY, CheckFailed, environment, newest_whole
 
 FLIPS_IN_TURN = 20
 POWER_FAILURES_IN_TURN = 4

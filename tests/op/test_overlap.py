@@ -6,9 +6,9 @@ import jax
 import pytest
 
 import startrail_jax as st
-from benchmarks import deviceless
-from benchmarks import overlap as benchmark
-from benchmarks.deviceless import gpu_topology, missing_plugin, target_names
+from benchmarks.compiled import deviceless
+from benchmarks.compiled import overlap as benchmark
+from benchmarks.compiled.deviceless import gpu_topology, missing_plugin, target_names
 from startrail_jax.analysis.overlap import (
     BACKWARD,
     ENTRY,

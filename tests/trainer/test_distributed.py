@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 import train
-from benchmarks import failures, run_folders
 from programs import shared_programs
+from tests.faults import failures, run_folders
 from trainer.checkpoints.checksums import Checksums
 from trainer.errors import RunError
 from trainer.network.options import Distributed

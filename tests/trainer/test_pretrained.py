@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 import sample
 import startrail_jax as st
 import train
-from benchmarks import failures, import_model
+from benchmarks import import_model
 from configs.gpt import gpt_tiny
 from peak import Peak, needs_linux
 from pretrained import (
@@ -29,6 +29,7 @@ from pretrained import (
     reference_of,
 )
 from programs import weight_shapes
+from tests.faults import failures
 from trainer import durable
 from trainer.checkpoints.checksums import Checksums
 from trainer.gpt.config import DataConfig, GPTConfig, RopeConfig, TextOptions
