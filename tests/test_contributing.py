@@ -27,8 +27,27 @@ def name_of(path):
 def test_script_can_be_run_and_names_files_that_exist(script):
     assert os.access(script, os.X_OK)
     subprocess.run(["bash", "-n", script], check=True)
-    named = re.findall(r"(?<![\w$/])(?:\.ci|tests|benchmarks)/[\w./*]*\w", script.read_text())
+    named = re.findall(r"(?<![\w$/])(?:\.ci|tests)/[\w./*]*\w", script.read_text())
     assert [name for name in named if not any(ROOT.glob(name))] == []
+
+
+def test_programs_that_are_named_exist():
+    """In pages, scripts, comments and the first lines of files."""
+    folders = (
+        ".ci",
+        "docs",
+        "startrail_jax",
+        "trainer",
+        "models",
+        "configs",
+        "benchmarks",
+        "tests",
+    )
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
+    for path in [*ROOT.glob("*.md"), *paths]:
+        if path.suffix in ("", ".md", ".py"):
+            named = re.findall(r"(?<!/)\b(?:benchmarks|tests/faults)/[\w/]+\.py", path.read_text())
+            assert [x for x in named if not (ROOT / x).exists()] == [], path.relative_to(ROOT)
 
 
 @pytest.mark.parametrize("words", [["nothing"], ["nothing", "more"]])
