@@ -42,8 +42,8 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-from benchmarks.failures import Processes
-from benchmarks.run_folders import REPOSITORY, CheckFailed, environment
+from tests.faults.failures import Processes
+from tests.faults.run_folders import REPOSITORY, CheckFailed, environment
 from trainer.checkpoints.checksums import Checksums
 from trainer.gpt.config import GPTConfig
 from trainer.gpt.pretrained.families import to_values

@@ -1,4 +1,4 @@
-"""Every test runs on simulated CPU devices; those marked `gpu` on real ones, with --gpu.
+"""Every test runs on simulated CPU devices.
 
 What takes long to import is imported where it is needed: of the processes of `pytest -n 2`, the one
 that starts the others and runs no test has to be ready first.
@@ -12,34 +12,35 @@ from pathlib import Path
 
 import pytest
 
-import parts
+import messages
+from messages import refused  # noqa: F401, a fixture
 
 PACKAGES = ("startrail_jax", "models", "trainer")
 SIMULATED_DEVICES = 64
-NEEDS_GPU = "needs a GPU"
-# The only reasons to skip: hardware, the package that compiles for a GPU without one, a machine
-# that lets nobody emulate others, and large packages that a step of `.ci/run` installs.
+# The only reasons to skip: a machine that lets nobody emulate others, and large packages, which
+# `.ci/run` installs before it runs the slow tests.
 ALLOWED_SKIPS = (
-    *(NEEDS_GPU, "needs jax-cuda13-pjrt", "needs network namespaces"),
+    *("needs network namespaces", "needs jax-cuda13-pjrt"),
     *("needs wandb", "needs mlflow"),
 )
 
 
 def pytest_addoption(parser):
-    parser.addoption("--gpu", action="store_true", help="run the tests that need a GPU, on it")
-    parser.addoption("--every", type=int, default=1, help="run one of every so many tests")
-    parser.addoption("--from", type=int, default=0, help="with --every, the first to run, from 0")
     parser.addoption(
         "--check-all-types",
         action="store_true",
         help="check the arguments of every function, not only shapes and dtypes of arrays",
     )
-    parts.add_option(parser)
+    parser.addoption(
+        "--write-messages",
+        action="store_true",
+        help="write the texts of errors of the tests that run to tests/messages.md",
+    )
 
 
 def pytest_configure(config):
     heed_ctrl_c()
-    parts.settle(config)
+    messages.start(config)
     if not runs_tests(config):
         return
     set_up_hypothesis()
@@ -49,11 +50,8 @@ def pytest_configure(config):
 
     from startrail_jax.testing import simulate_devices
 
-    if config.getoption("--gpu"):
-        jax.config.update("jax_num_cpu_devices", SIMULATED_DEVICES)
-    else:
-        compile_quickly(config)
-        simulate_devices(SIMULATED_DEVICES)
+    compile_quickly(config)
+    simulate_devices(SIMULATED_DEVICES)
     jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
@@ -130,31 +128,20 @@ def compile_quickly(config):
         os.environ[name.upper()] = str(value)
 
 
-def pytest_collection_modifyitems(config, items):
-    mark_quick(items)
-    every, first = config.getoption("--every"), config.getoption("--from")
-    if not 0 <= first < every:
-        raise pytest.UsageError(f"--from must be below --every {every}, from 0; got {first}")
-    chosen = parts.of_part(config.getoption("--part"), items)[first::every]
-    kept = set(chosen)
-    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-    items[:] = chosen
-    if not config.getoption("--gpu"):
-        for item in items:
-            if "gpu" in item.keywords:
-                item.add_marker(pytest.mark.skip(reason=NEEDS_GPU))
-
-
-def mark_quick(items):
-    """Marks the first test of every module that marks none itself: of its first part, if there is
-    one."""
-    modules = {}
+def pytest_collection_modifyitems(items):
+    """Marks as slow what `slow_except_every` says, before `-m` chooses."""
+    rows = {}
     for item in items:
-        modules.setdefault(item.nodeid.partition("::")[0], []).append(item)
-    for tests in modules.values():
-        if not any("quick" in test.keywords for test in tests):
-            first, *_ = parts.of_part("first", tests) or tests
-            first.add_marker(pytest.mark.quick)
+        if mark := item.get_closest_marker("slow_except_every"):
+            (every,) = mark.args
+            test = item.nodeid.partition("[")[0]
+            rows[test] = rows.get(test, -1) + 1
+            if rows[test] % every:
+                item.add_marker("slow")
+
+
+def pytest_sessionfinish(session):
+    messages.finish(session.config)
 
 
 def pytest_collection_finish():

@@ -3,14 +3,12 @@
 import signal
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import jax
 import pytest
 
 import conftest
-import parts
 
 pytestmark = pytest.mark.quick
 
@@ -20,7 +18,7 @@ def skipped(reason):
 
 
 @pytest.mark.parametrize("reason", conftest.ALLOWED_SKIPS)
-def test_skip_for_missing_hardware_stays_a_skip(reason):
+def test_skip_for_a_reason_that_is_allowed_stays_a_skip(reason):
     report = conftest.refuse_other_skips(skipped(f"Skipped: {reason}"))
     assert report.outcome == "skipped"
 
@@ -72,31 +70,29 @@ def test_ctrl_c_reaches_the_programs_that_tests_start():
     assert shown.stdout.strip() == "True"
 
 
-@pytest.mark.parametrize("module", parts.FIRST_OF_EVERY)
-def test_parts_name_tests_that_exist(module):
-    """Else a renamed test would be in the first part whole."""
-    text = (Path(__file__).parent / module).read_text()
-    assert [x for x in parts.FIRST_OF_EVERY[module] if f"\ndef {x}(" not in text] == []
+def test_every_nth_row_of_a_test_is_fast():
+    """Of each test by itself, in the order of its rows."""
+
+    class Row:
+        def __init__(self, nodeid, every):
+            self.nodeid, self.every, self.marks = nodeid, every, []
+
+        def get_closest_marker(self, name):
+            assert name == "slow_except_every"
+            return self.every and pytest.mark.slow_except_every(self.every).mark
+
+        def add_marker(self, name):
+            self.marks.append(name)
+
+    grid = [Row(f"tests/a.py::grid[{i}]", 3) for i in range(7)]
+    other = [Row(f"tests/b.py::grid[{i}]", 2) for i in range(2)]
+    unmarked = Row("tests/a.py::unmarked", None)
+    rows = [*grid, *other, unmarked]
+    conftest.pytest_collection_modifyitems(rows)
+    assert [row for row in rows if not row.marks] == [*grid[::3], other[0], unmarked]
+    assert {mark for row in rows for mark in row.marks} == {"slow"}
 
 
-def test_first_part_and_rest_make_all_tests(monkeypatch):
-    monkeypatch.setattr(parts, "FIRST_OF_EVERY", {"a.py": {"grid": 3, "slow": 0}})
-    names = [*(f"a.py::grid[{i}]" for i in range(7)), "a.py::slow", "a.py::other"]
-    items = [SimpleNamespace(nodeid=f"tests/{name}") for name in names]
-    first, rest = parts.of_part("first", items), parts.of_part("rest", items)
-    assert first == [items[i] for i in (0, 3, 6, 8)]
-    assert rest == [item for item in items if item not in first]
-    assert parts.of_part("all", items) == items
-
-
-@pytest.mark.parametrize(
-    ("arguments", "part"),
-    [([], "first"), (["tests/op"], "all"), (["-m", "gpu"], "all"), (["-k", "grid"], "all"),
-     (["-m", "quick"], "first"), (["-m", "quick", "tests/op"], "all"),
-     (["--part", "rest"], "rest"), (["--part", "first", "tests/op"], "first")],
-)  # fmt: skip
-def test_tests_that_are_asked_for_run_whole(pytestconfig, arguments, part):
-    """Only a run of everything, without a word, is the first part; so is a first look at it."""
-    config = pytest.Config.fromdictargs({}, ["--rootdir", str(pytestconfig.rootpath), *arguments])
-    parts.settle(config)
-    assert config.option.part == part
+def test_slow_tests_run_only_if_asked_for(pytestconfig):
+    """By an option of every call, so that `pytest` and `pytest tests` run the same."""
+    assert pytestconfig.getini("addopts")[-2:] == ["-m", "not slow"]

@@ -34,6 +34,7 @@ LAYERS = (
     {"trainer.tasks"},
     {"configs"},
     {"train", "sample"},
+    {"tests.faults"},
     {"benchmarks"},
 )
 
@@ -88,7 +89,7 @@ MODELS_MAY_USE_OF_OP = {f"{OP}.errors", f"{OP}.shapes", f"{OP}.ordering"}
 
 
 def files():
-    folders = ("startrail_jax", "models", "trainer", "configs", "benchmarks")
+    folders = ("startrail_jax", "models", "trainer", "configs", "benchmarks", "tests/faults")
     return [
         *(path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))),
         ROOT / "train.py",
@@ -141,11 +142,7 @@ def our_modules(path):
 
 def third_party(path):
     ours = {module.split(".")[0] for module in modules()}
-    # Benchmarks import their neighbours by their bare names.
-    neighbours = {other.stem for other in path.parent.glob("*.py")}
-    return (
-        {name.split(".")[0] for name in imports(path)} - sys.stdlib_module_names - ours - neighbours
-    )
+    return {name.split(".")[0] for name in imports(path)} - sys.stdlib_module_names - ours
 
 
 def unit_of(module):
@@ -240,7 +237,7 @@ def test_no_two_classes_have_one_name():
     places = collections.defaultdict(list)
     for path in files():
         # A benchmark is a script by itself.
-        for node in nodes(path) if path.parent.name != "benchmarks" else ():
+        for node in nodes(path) if path.relative_to(ROOT).parts[0] != "benchmarks" else ():
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(file_id(path))
     assert not {name: paths for name, paths in places.items() if len(paths) > 1}

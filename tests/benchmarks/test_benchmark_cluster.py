@@ -15,22 +15,20 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import (
-    cluster,
-    cluster_attention,
-    cluster_links,
-    cluster_nodes,
-    cluster_plan,
-    cluster_report,
-    cluster_rounds,
-    cluster_schemes,
-    cluster_training,
-)
-from benchmarks.cluster_attention import Place
-from benchmarks.cluster_nodes import Topology
-from benchmarks.cluster_rounds import Timed
-from benchmarks.cluster_schemes import default_schemes, named_schemes, read_scheme
-from benchmarks.cluster_settings import ClusterSettings
+from benchmarks.cluster import attention as cluster_attention
+from benchmarks.cluster import links as cluster_links
+from benchmarks.cluster import nodes as cluster_nodes
+from benchmarks.cluster import plan as cluster_plan
+from benchmarks.cluster import report as cluster_report
+from benchmarks.cluster import rounds as cluster_rounds
+from benchmarks.cluster import run as cluster
+from benchmarks.cluster import schemes as cluster_schemes
+from benchmarks.cluster import training as cluster_training
+from benchmarks.cluster.attention import Place
+from benchmarks.cluster.nodes import Topology
+from benchmarks.cluster.rounds import Timed
+from benchmarks.cluster.schemes import default_schemes, named_schemes, read_scheme
+from benchmarks.cluster.settings import ClusterSettings
 from startrail_jax.analysis.settings import legal_degrees
 from startrail_jax.errors import InputError, UnsupportedError
 from startrail_jax.layout import Layout
@@ -303,6 +301,7 @@ def cluster_of_numbers():
     )
 
 
+@pytest.mark.slow
 def test_schemes_and_steps_of_train_py_are_timed_in_one_process(
     tmp_path, two_devices, monkeypatch, capsys
 ):
@@ -398,7 +397,7 @@ def wait_for(condition, seconds=30):
 def test_nodes_end_with_their_launcher(number):
     marker = f"{1000 + os.getpid() + number / 100}"
     code = (
-        "from benchmarks import cluster_nodes as nodes; "
+        "from benchmarks.cluster import nodes; "
         f"nodes.run(nodes.Topology(nodes=2), ['sleep', '{marker}'], {{}})"
     )
     launcher = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.DEVNULL)
@@ -435,7 +434,7 @@ def test_rails_lead_to_other_nodes_and_inside(capfd):
 
 SEND_TO_ITSELF = """
 import socket, threading, time
-from benchmarks.cluster_nodes import address, set_limits
+from benchmarks.cluster.nodes import address, set_limits
 
 def seconds(size=1_000_000):
     with socket.create_server((address(0), 0)) as server:
@@ -465,6 +464,7 @@ def test_rate_inside_a_node_is_that_of_its_devices_together(capfd):
     assert free < limited / 2
 
 
+@pytest.mark.slow
 @needs_namespaces
 def test_bytes_and_times_of_an_emulated_cluster_are_those_expected(tmp_path):
     """Two nodes with half-duplex ports: each byte that one receives, the other one sends."""
@@ -472,7 +472,7 @@ def test_bytes_and_times_of_an_emulated_cluster_are_those_expected(tmp_path):
     flags = "--nodes 2 --devices 1 --rate 20mbit --schemes ring --passes both --rounds 2 "
     flags += "--seq-len 256 --heads 8 --head-dim 32"
     done = subprocess.run(
-        [sys.executable, "benchmarks/cluster.py", *flags.split(), "--json", path],
+        [sys.executable, "benchmarks/cluster/run.py", *flags.split(), "--json", path],
         cwd=ROOT, capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -483,7 +483,7 @@ def test_bytes_and_times_of_an_emulated_cluster_are_those_expected(tmp_path):
     assert min(found["seconds"]) > 0.9 * 2 * expected * 8 / 20e6 > 3 * min(found["free_seconds"])
     assert 0 < found["error"] < found["tolerance"]
     assert "forward + backward" in done.stdout
-    assert f"command: python benchmarks/cluster.py {flags} --json {path}\n" in done.stdout
+    assert f"command: python benchmarks/cluster/run.py {flags} --json {path}\n" in done.stdout
 
 
 def test_shared_program_runs_on_devices_in_the_order_of_the_mesh(tmp_path, request):

@@ -15,10 +15,10 @@ from jax.sharding import AxisType
 import fake_cudnn
 import oracle
 import startrail_jax as st
-from benchmarks import deviceless, gpu
+from benchmarks.compiled import deviceless
+from benchmarks.gpu import errors, rehearsal, speed
+from benchmarks.gpu import run as gpu
 from startrail_jax.layout import Layout
-
-rehearsal, speed, errors = gpu.gpu_speed.rehearsal, gpu.gpu_speed, gpu.gpu_errors
 
 SEQ_LEN, HEADS, KV_HEADS, HEAD_DIM = 96, 2, 1, 8
 DEGREES = {
@@ -76,6 +76,7 @@ def kernel_calls(calls, compiled, *arguments):
     return collections.Counter(calls)
 
 
+@pytest.mark.slow_except_every(5)
 @pytest.mark.parametrize(
     ("name", "causal"),
     [
@@ -150,6 +151,7 @@ def test_what_cannot_be_rehearsed_raises(options):
         rehearsal.schedule_of(degrees, mesh, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(deviceless.missing_plugin()), reason=str(deviceless.missing_plugin()))
 def test_program_for_a_gpu_has_the_kernels_of_the_mesh():
     degrees = st.Degrees.startrail(8, c=2)
@@ -304,7 +306,7 @@ def test_rows_for_which_there_is_no_time_are_listed(capsys):
 
 
 def test_program_that_does_not_fit_is_not_run():
-    from gpu_report import Program, compile_all, warm_up
+    from benchmarks.gpu.report import Program, compile_all, warm_up
 
     program = Program(jnp.sin, (jnp.zeros(2**10),))
     compile_all([program])
@@ -324,6 +326,6 @@ def test_rows_that_match_nothing_are_an_error():
 
 
 def test_page_of_results_explains_the_columns_and_has_every_row():
-    page = (Path(gpu.__file__).parent / "RESULTS.md").read_text()
+    page = (Path(gpu.__file__).parents[1] / "RESULTS.md").read_text()
     assert all(f"`{column}`" in page for column in speed.COLUMNS)
     assert all(name in page for name in (speed.JAX, speed.OURS, *speed.SETTINGS))

@@ -1,10 +1,10 @@
-"""`benchmarks/memory.py` and `benchmarks/longest.py`, without a compiler for GPUs."""
+"""`memory.py` and `longest.py` of `benchmarks/compiled/`, without a compiler for GPUs."""
 
 import pytest
 
-from benchmarks import longest, memory
-from benchmarks.compiled_step import Reading, formula_of
-from benchmarks.memory_drawn import LEAST_GIB, MOST_GIB, drawn
+from benchmarks.compiled import longest, memory
+from benchmarks.compiled.drawn import LEAST_GIB, MOST_GIB, drawn
+from benchmarks.compiled.step import Reading, formula_of
 from startrail_jax.planner.memory import GIB
 
 
@@ -67,6 +67,7 @@ def test_search_finds_that_nothing_fits():
     assert longest.last_that_fits(lambda multiple: longest.LIMIT + 1, 8) == 0
 
 
+@pytest.mark.slow
 def test_longest_sequence_is_a_multiple_of_a_fine_step(monkeypatch):
     """Peaks of the formula itself: two lengths are compiled, and the row has both."""
     compiled = []

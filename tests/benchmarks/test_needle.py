@@ -1,4 +1,4 @@
-"""`benchmarks/needle.py`: what is hidden and where, what counts, what is right, what is refused."""
+"""`benchmarks/needle/`: what is hidden and where, what counts, what is right, what is refused."""
 
 import json
 import re
@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 import train
-from benchmarks import needle
-from benchmarks.needle import OfRun, answers, wording_of
-from benchmarks.needle_haystack import HAY, NAMES, NUMBERS, Sentences, Words, spread
-from benchmarks.needle_report import Score, draw, report
-from benchmarks.needle_training import (
+from benchmarks.needle import run as needle
+from benchmarks.needle.haystack import HAY, NAMES, NUMBERS, Sentences, Words, spread
+from benchmarks.needle.report import Score, draw, report
+from benchmarks.needle.run import OfRun, answers, wording_of
+from benchmarks.needle.training import (
     EASY_CASES,
     FACTOR,
     SHORT_ROWS,

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import startrail_jax as st
 from attention_cases import Case
+from startrail_jax.errors import InputError, UnsupportedError
 from startrail_jax.testing import assert_exact
 
 # The errors of the package, not of the type checker that tests run it under.
@@ -29,135 +30,113 @@ def array(batch=BATCH, seq_len=SEQ_LEN, heads=HEADS, head_dim=HEAD_DIM, dtype="f
     return jnp.zeros((batch, seq_len, heads, head_dim), dtype)
 
 
-def refuses(message, attention, query=None, key=None, value=None, error=ValueError, **options):
-    query = array() if query is None else query
-    key = query if key is None else key
-    value = key if value is None else value
-    with pytest.raises(error, match=message):
-        attention(query, key, value, **options)
-    with pytest.raises(error, match=message):
-        jax.jit(lambda q, k, v: attention(q, k, v, **options))(query, key, value)
+@pytest.fixture
+def refuses(refused):
+    """A call, also under jit, that raises an error which names these words."""
+
+    def check(named, attention, query=None, key=None, value=None, error=InputError, **options):
+        query = array() if query is None else query
+        key = query if key is None else key
+        value = key if value is None else value
+        with refused(error, named):
+            attention(query, key, value, **options)
+        with refused(error, named):
+            jax.jit(lambda q, k, v: attention(q, k, v, **options))(query, key, value)
+
+    return check
 
 
 # Options of an instance ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("option", "values"),
-    [
-        ("backend", r"\('auto', 'xla'.*\)"),
-        ("backward", r"\('auto', 'query', 'kv'\)"),
-        ("placement", r"\('gather', 'gather_permute'\)"),
-        ("combine", r"\('merge', 'reduce_scatter'\)"),
-        ("gradient_dtype", r"\('float32', 'bfloat16'\)"),
-        ("keep_gathered", r"\(False, True\)"),
-    ],
+    "option",
+    ["backend", "backward", "placement", "combine", "gradient_dtype", "keep_gathered"],
 )
-def test_unknown_option_is_refused(option, values):
-    with pytest.raises(ValueError, match=rf"{option} must be one of {values}; got {option}='best'"):
+def test_unknown_option_is_refused(option, refused):
+    with refused(InputError, **{option: "best"}):
         attention(**{option: "best"})
 
 
 @pytest.mark.parametrize("inner", [0, 3, 2.0])
-def test_inner_cycles_must_make_up_the_ring(inner):
-    message = rf"divides the ring degree; got inner={inner}, ring=2\. Use one of \[1, 2\]"
-    with pytest.raises(ValueError, match=message):
+def test_inner_cycles_must_make_up_the_ring(inner, refused):
+    with refused(InputError, "ring=2", inner=inner):
         attention(inner=inner)
 
 
-def test_unknown_layout_is_refused():
-    with pytest.raises(ValueError, match=r"layout must be one of .*'zigzag'.*got 'spiral'"):
+def test_unknown_layout_is_refused(refused):
+    with refused(InputError, "layout", "got 'spiral'"):
         attention(layout="spiral")
 
 
-def test_layout_of_another_degree_is_refused():
-    message = r"layout\.degree=4, sequence degree=8.*layout='zigzag'"
-    with pytest.raises(ValueError, match=message):
+def test_layout_of_another_degree_is_refused(refused):
+    with refused(InputError, "layout.degree=4, sequence degree=8"):
         attention(layout=st.Layout("zigzag", 4))
 
 
-def test_window_without_causal_is_refused():
-    with pytest.raises(ValueError, match=r"window needs causal=True.*window=3, causal=False"):
+def test_window_without_causal_is_refused(refused):
+    with refused(InputError, window=3, causal=False):
         attention(mask="full", window=3)
 
 
 @pytest.mark.parametrize("window", [0, -1, 2.5, True])
-def test_window_below_one_is_refused(window):
-    with pytest.raises(ValueError, match=rf"at least 1 key; got window={window}.*window=None"):
+def test_window_below_one_is_refused(window, refused):
+    with refused(InputError, window=window):
         attention(window=window)
 
 
 @pytest.mark.parametrize("degrees", [st.Degrees(team=2, ring=4), st.Degrees(group=2, ring=4)])
-def test_placement_of_the_paper_needs_equal_teams_and_groups(degrees):
-    given = rf"team={degrees.team}, group={degrees.group}"
-    with pytest.raises(ValueError, match=rf"{given}.*placement='gather'"):
+def test_placement_of_the_paper_needs_equal_teams_and_groups(degrees, refused):
+    with refused(InputError, team=degrees.team, group=degrees.group):
         attention(degrees, placement="gather_permute")
 
 
 # Shapes --------------------------------------------------------------------------------------
 
 
-def test_arrays_of_three_dimensions_are_refused():
+def test_arrays_of_three_dimensions_are_refused(refuses):
     x = jnp.zeros((SEQ_LEN, HEADS, HEAD_DIM))
-    refuses(r"\[batch, seq, heads, head_dim\]; got query \(32, 4, 5\)", attention(), x)
+    refuses("query (32, 4, 5)", attention(), x)
 
 
-def test_other_batch_is_refused():
-    message = r"same batch.*query \(2, 32, 4, 5\), key \(3, 32, 4, 5\)"
-    refuses(message, attention(), array(), array(batch=3))
+def test_other_batch_is_refused(refuses):
+    refuses("query (2, 32, 4, 5), key (3, 32, 4, 5)", attention(), array(), array(batch=3))
 
 
-def test_other_length_of_values_is_refused():
-    message = r"same length.*key \(2, 32, 4, 5\), value \(2, 48, 4, 5\)"
-    refuses(message, attention(), value=array(seq_len=48))
+def test_other_length_of_values_is_refused(refuses):
+    refuses("key (2, 32, 4, 5), value (2, 48, 4, 5)", attention(), value=array(seq_len=48))
 
 
-def test_other_head_count_of_values_is_refused():
-    refuses(r"heads; got .*value \(2, 32, 2, 5\)", attention(), value=array(heads=2))
+def test_other_head_count_of_values_is_refused(refuses):
+    refuses("value (2, 32, 2, 5)", attention(), value=array(heads=2))
 
 
-def test_other_head_dim_of_keys_is_refused():
-    refuses(r"same head_dim.*key \(2, 32, 4, 7\)", attention(), key=array(head_dim=7))
+def test_other_head_dim_of_keys_is_refused(refuses):
+    refuses("key (2, 32, 4, 7)", attention(), key=array(head_dim=7))
 
 
 @pytest.mark.parametrize("empty", ["batch", "seq_len", "heads", "head_dim"])
-def test_empty_dimension_is_refused(empty):
-    refuses(r"no dimension may be 0|divisible|seq_len=0", attention(), array(**{empty: 0}))
+def test_empty_dimension_is_refused(empty, refuses):
+    given = array(**{empty: 0})
+    refuses(str(given.shape), attention(), given)
 
 
-@pytest.mark.parametrize(
-    ("layout", "seq_len", "message"),
-    [
-        (
-            None,
-            40,
-            r"2 \* sequence degree.*zigzag.*seq_len=40, degree=8\. Pad to 48 or cut to 32, or",
-        ),
-        (
-            "contiguous",
-            36,
-            r"layout='contiguous'; got seq_len=36, degree=8\. Pad to 40 or cut to 32",
-        ),
-        ("striped", 36, r"layout='striped'; got seq_len=36, degree=8\. Pad to 40 or cut to 32"),
-    ],
-)
-def test_length_that_does_not_divide_is_refused(layout, seq_len, message):
-    refuses(message, attention(layout=layout), array(seq_len=seq_len))
+@pytest.mark.parametrize(("layout", "seq_len"), [(None, 40), ("contiguous", 36), ("striped", 36)])
+def test_length_that_does_not_divide_is_refused(layout, seq_len, refuses):
+    refuses(f"seq_len={seq_len}, degree=8", attention(layout=layout), array(seq_len=seq_len))
 
 
-def test_key_length_that_does_not_divide_is_refused():
-    message = r"key seq_len must be divisible .*got key seq_len=36, degree=8\. Pad to 40"
-    refuses(message, attention(mask="full"), key=array(seq_len=36))
+def test_key_length_that_does_not_divide_is_refused(refuses):
+    refuses("key seq_len=36, degree=8", attention(mask="full"), key=array(seq_len=36))
 
 
-def test_causal_of_two_lengths_is_refused():
-    message = r"Causal .*one length; got 32 queries and 48 keys.*causal=False for cross-attention"
-    refuses(message, attention(), key=array(seq_len=48))
+def test_causal_of_two_lengths_is_refused(refuses):
+    refuses("32 queries and 48 keys", attention(), key=array(seq_len=48))
 
 
-def test_batch_that_does_not_divide_is_refused():
+def test_batch_that_does_not_divide_is_refused(refuses):
     degrees = st.Degrees(data=2, ring=2)
-    refuses(r"batch=3, data=2\. Pad the batch to 4", attention(degrees), array(batch=3))
+    refuses("batch=3, data=2", attention(degrees), array(batch=3))
 
 
 # Heads ---------------------------------------------------------------------------------------
@@ -166,41 +145,43 @@ def test_batch_that_does_not_divide_is_refused():
 @pytest.mark.parametrize(
     ("degrees", "given"),
     [
-        (st.Degrees.ulysses(8), r"heads=4, kv_heads=4, head=8, tensor=1\. Use a multiple of 8"),
-        (st.Degrees(head=2, tensor=4), r"head=2, tensor=4\. Use a multiple of 8"),
-        (st.Degrees(ring=2, tensor=3), r"head=1, tensor=3\. Use a multiple of 3"),
+        (st.Degrees.ulysses(8), "heads=4, kv_heads=4, head=8, tensor=1"),
+        (st.Degrees(head=2, tensor=4), "head=2, tensor=4"),
+        (st.Degrees(ring=2, tensor=3), "head=1, tensor=3"),
     ],
 )
-def test_heads_that_do_not_divide_are_refused(degrees, given):
-    refuses(rf"heads must be divisible by head \* tensor; got .*{given}", attention(degrees))
+def test_heads_that_do_not_divide_are_refused(degrees, given, refuses):
+    refuses(given, attention(degrees))
 
 
-def test_query_spec_of_heads_that_do_not_divide_is_refused():
-    with pytest.raises(ValueError, match=r"head \* tensor; got heads=4.*multiple of 8"):
+def test_query_spec_of_heads_that_do_not_divide_is_refused(refused):
+    with refused(InputError, "heads=4"):
         attention(st.Degrees.ulysses(8)).query_spec(4)
 
 
-def test_heads_that_are_no_multiple_of_key_heads_are_refused():
-    message = r"multiple of kv_heads; got heads=4, kv_heads=3,.*Use 6 heads, or a divisor of 4"
-    refuses(message, attention(), key=array(heads=3))
+def test_heads_that_are_no_multiple_of_key_heads_are_refused(refuses):
+    refuses("heads=4, kv_heads=3", attention(), key=array(heads=3))
 
 
-def test_key_heads_that_neither_divide_nor_are_divided_are_refused():
-    message = r"divide one another; got heads=12, kv_heads=6, head=4, tensor=1.*divides 6"
-    refuses(message, attention(st.Degrees(head=4)), array(heads=12), array(heads=6))
+def test_key_heads_that_neither_divide_nor_are_divided_are_refused(refuses):
+    refuses(
+        "heads=12, kv_heads=6, head=4, tensor=1",
+        attention(st.Degrees(head=4)),
+        array(heads=12),
+        array(heads=6),
+    )
 
 
 # Dtypes --------------------------------------------------------------------------------------
 
 
-def test_two_dtypes_are_refused():
-    message = r"one dtype of .*got float32, bfloat16, bfloat16\. Cast them, or pass dtype="
-    refuses(message, attention(), key=array(dtype="bfloat16"))
+def test_two_dtypes_are_refused(refuses):
+    refuses("float32, bfloat16, bfloat16", attention(), key=array(dtype="bfloat16"))
 
 
 @pytest.mark.parametrize("dtype", ["int32", "float8_e4m3fn", "complex64"])
-def test_dtype_that_is_not_served_is_refused(dtype):
-    refuses(rf"one dtype of \('float32', .*got {dtype}", attention(), array(dtype=dtype))
+def test_dtype_that_is_not_served_is_refused(dtype, refuses):
+    refuses(f"got {dtype}", attention(), array(dtype=dtype))
 
 
 # Segment ids ---------------------------------------------------------------------------------
@@ -213,26 +194,30 @@ def ids(seq_len=SEQ_LEN, dtype="int32"):
 @pytest.mark.parametrize(
     ("segment_ids", "message"),
     [
-        (ids(16), r"int32 \[batch, seq\] = \[2, 32\]; got int32 \[2, 16\]"),
-        (ids(dtype="float32"), r"must be integers .*got float32 \[2, 32\]"),
-        (ids(dtype="bool"), r"must be integers .*got bool \[2, 32\]"),
-        ((ids(), ids(16)), r"= \[2, 32\]; got int32 \[2, 16\].*pad with -1"),
-        ((ids(), ids(), ids()), r"a pair \(query_ids, key_ids\); got 3"),
-        (jnp.zeros((SEQ_LEN,), "int32"), r"got int32 \[32\]"),
+        (ids(16), "= [2, 32]; got int32 [2, 16]"),
+        (ids(dtype="float32"), "got float32 [2, 32]"),
+        (ids(dtype="bool"), "got bool [2, 32]"),
+        ((ids(), ids(16)), "= [2, 32]; got int32 [2, 16]"),
+        ((ids(), ids(), ids()), "got 3"),
+        (jnp.zeros((SEQ_LEN,), "int32"), "got int32 [32]"),
     ],
 )
-def test_segment_ids_that_do_not_fit_are_refused(segment_ids, message):
+def test_segment_ids_that_do_not_fit_are_refused(segment_ids, message, refuses):
     refuses(message, attention(), segment_ids=segment_ids)
 
 
-def test_one_array_of_segment_ids_for_two_lengths_is_refused():
-    message = r"got 1 for 32 queries and 48 keys\. Pass a pair"
-    refuses(message, attention(mask="full"), key=array(seq_len=48), segment_ids=ids())
+def test_one_array_of_segment_ids_for_two_lengths_is_refused(refuses):
+    refuses(
+        "got 1 for 32 queries and 48 keys",
+        attention(mask="full"),
+        key=array(seq_len=48),
+        segment_ids=ids(),
+    )
 
 
-def test_list_of_segment_ids_is_refused():
+def test_list_of_segment_ids_is_refused(refuses):
     """It must not be read as one array [2, batch, seq]."""
-    refuses(r"segment_ids must be", attention(), segment_ids=[ids(), ids()])
+    refuses("segment_ids", attention(), segment_ids=[ids(), ids()])
 
 
 # Shardings -----------------------------------------------------------------------------------
@@ -243,7 +228,7 @@ def put(attention, x, *spec):
 
 
 @pytest.mark.parametrize("wrong", ["query", "key", "value", "segment_ids"])
-def test_wrong_sharding_on_an_explicit_mesh_is_refused(wrong):
+def test_wrong_sharding_on_an_explicit_mesh_is_refused(wrong, refused):
     attend = attention(st.Degrees(ring=2, team=2), axis_type="explicit")
     arrays = {
         name: put(attend, array(), None, ("ring", "team")) for name in ("query", "key", "value")
@@ -251,77 +236,73 @@ def test_wrong_sharding_on_an_explicit_mesh_is_refused(wrong):
     arrays["segment_ids"] = put(attend, ids(), None, ("ring", "team"))
     arrays[wrong] = put(attend, np.asarray(arrays[wrong]), None, "ring")
     arguments = [arrays[name] for name in ("query", "key", "value")]
-    message = rf"{wrong} must be sharded as .*\('ring', 'team'\).*got .*'ring'.*jax\.reshard"
-    with pytest.raises(ValueError, match=message):
+    with refused(InputError, f"{wrong} must", "('ring', 'team')"):
         attend(*arguments, segment_ids=arrays["segment_ids"])
-    with pytest.raises(ValueError, match=message):
+    with refused(InputError, f"{wrong} must", "('ring', 'team')"):
         jax.jit(attend)(*arguments, segment_ids=arrays["segment_ids"])
 
 
-def test_array_of_another_mesh_is_refused():
+def test_array_of_another_mesh_is_refused(refused):
     attend = attention(st.Degrees(ring=4), axis_type="explicit")
     other = st.make_mesh(st.Degrees(ring=2), devices=jax.devices()[:2])
     x = jax.device_put(array(), NamedSharding(other, P(None, "ring")))
-    with pytest.raises(ValueError, match=r"query must be sharded as|mesh|devices"):
+    with refused(InputError, "query"):
         attend(x, x, x)
 
 
 @pytest.mark.parametrize(
     ("name", "value", "way_out"),
     [
-        ("query", array(head_dim=4), "Bring host arrays .*attention.shard,"),
+        ("query", array(head_dim=4), "attention.shard,"),
         ("bias", jnp.zeros((1, 1, 32, 32)), "attention.shard_bias,"),
-        ("slopes", jnp.zeros(4), r"\. Place it with jax.device_put and .*P\(\)"),
-        ("prefix_lengths", jnp.zeros(2, int), r"\. Place it with jax.device_put and .*P\(None,\)"),
-        ("dropout_rng", jax.random.key(0), r"\. Place it with jax.device_put and .*P\(\)"),
+        ("slopes", jnp.zeros(4), "P()"),
+        ("prefix_lengths", jnp.zeros(2, int), "P(None,)"),
+        ("dropout_rng", jax.random.key(0), "P()"),
     ],
 )
-def test_the_way_to_the_mesh_is_that_of_the_array(name, value, way_out):
+def test_the_way_to_the_mesh_is_that_of_the_array(name, value, way_out, refused):
     mask = st.masks.Prefix() if name == "prefix_lengths" else st.masks.Causal()
     attend = st.Attention(attention(st.Degrees(ring=4)).mesh, mask=mask)
     arrays = dict.fromkeys(("query", "key", "value"), attend.shard(np.zeros((2, 32, 4, 4), "f4")))
     rate = dict(dropout_rate=0.1) if name == "dropout_rng" else {}
     arrays[name] = jax.device_put(value, jax.devices()[0])
-    message = f"{name} must be on the 4 devices of the mesh; got an array on 1.*{way_out}"
-    with pytest.raises(ValueError, match=message):
+    with refused(InputError, f"{name} must be on the 4 devices", "on 1", way_out):
         attend(**arrays, **rate)
 
 
 @pytest.mark.parametrize("name", ["sinks", "slopes"])
-def test_numbers_of_each_head_are_replicated_on_an_explicit_mesh(name):
+def test_numbers_of_each_head_are_replicated_on_an_explicit_mesh(name, refused):
     attend = attention(st.Degrees(ring=2, tensor=2), axis_type="explicit")
     x = attend.shard(np.zeros((2, 32, 4, 4), "f4"))
     numbers = put(attend, jnp.zeros(4), "tensor")
-    message = rf"{name} must be sharded as P\(\) .*got P\('tensor',\).*, or jax.reshard"
-    with pytest.raises(ValueError, match=message):
+    with refused(InputError, name, "got P('tensor',)"):
         attend(x, x, x, **{name: numbers})
 
 
-def test_permuted_order_of_axes_is_refused():
+def test_permuted_order_of_axes_is_refused(refused):
     """The same axes in another order put the shards on other devices."""
     attend = attention(st.Degrees(ring=2, team=2), axis_type="explicit")
     x = put(attend, array(), None, ("team", "ring"))
-    with pytest.raises(ValueError, match=r"query must be sharded as .*got .*\('team', 'ring'\)"):
+    with refused(InputError, "query", "('team', 'ring')"):
         attend(x, x, x)
 
 
-def test_permute_refuses_an_array_that_is_sharded():
+def test_permute_refuses_an_array_that_is_sharded(refused):
     attend = attention(st.Degrees(ring=2))
-    with pytest.raises(ValueError, match=r"unsharded array; got one sharded as .*on the host"):
+    with refused(InputError, "got one sharded as"):
         attend.layout.permute(put(attend, array(), None, "ring"))
 
 
 # Meshes --------------------------------------------------------------------------------------
 
 
-def test_degree_product_that_misses_the_devices_is_refused():
-    with pytest.raises(ValueError, match=r"= 8 for 6 devices.*devices= with 8"):
+def test_degree_product_that_misses_the_devices_is_refused(refused):
+    with refused(InputError, "= 8 for 6 devices"):
         st.make_mesh(STARTRAIL, devices=jax.devices()[:6])
 
 
-def test_c_whose_square_does_not_divide_is_refused():
-    message = r"c\^2 must divide.*c=3, sequence degree=8\. Use c=1, c=2, or 9 devices"
-    with pytest.raises(ValueError, match=message):
+def test_c_whose_square_does_not_divide_is_refused(refused):
+    with refused(InputError, "sequence degree=8", c=3):
         st.Degrees.startrail(8, c=3)
 
 
@@ -331,23 +312,23 @@ def test_c_whose_square_does_not_divide_is_refused():
 @pytest.mark.parametrize(
     ("key_len", "ids", "message"),
     [
-        (6, "query", r"both or neither; got only one"),
-        (4, None, r"queries and keys of one length; got 12 queries and 8 keys"),
-        (5, "none", r"got 12 queries and 10 keys"),
+        (6, "query", "got only one"),
+        (4, None, "got 12 queries and 8 keys"),
+        (5, "none", "got 12 queries and 10 keys"),
     ],
 )
-def test_local_refuses_shards_that_do_not_fit(key_len, ids, message):
+def test_local_refuses_shards_that_do_not_fit(key_len, ids, message, refused):
     op = attention(st.Degrees(ring=2))
     query, key = jnp.zeros((1, 6, 2, 4)), jnp.zeros((1, key_len, 2, 4))
     query_ids = jnp.zeros((1, 6), jnp.int32) if ids == "query" else None
-    with pytest.raises(ValueError, match=message):
+    with refused(InputError, message):
         op.local(query, key, key, query_ids)
 
 
-def test_local_refuses_a_shard_of_odd_length_under_zigzag():
+def test_local_refuses_a_shard_of_odd_length_under_zigzag(refused):
     op = attention(st.Degrees(ring=2))
     x = jnp.zeros((1, 33, 2, 4))
-    with pytest.raises(ValueError, match=r"divisible by 2 \* sequence degree .*got seq_len=66"):
+    with refused(InputError, seq_len=66):
         op.local(x, x, x)
 
 
@@ -355,10 +336,10 @@ def test_local_refuses_a_shard_of_odd_length_under_zigzag():
 
 
 @pytest.mark.parametrize("ids", [[[2**32 + 1, 1]], [[2**31, 1]], [[0.5, 1.0]], [[True, False]]])
-def test_segment_ids_that_do_not_fit_int32_raise(ids):
+def test_segment_ids_that_do_not_fit_int32_raise(ids, refused):
     op = attention(st.Degrees())
     x = jnp.zeros((1, 2, 1, 4))
-    with pytest.raises(ValueError, match=r"integers that fit int32; got .*Number the documents"):
+    with refused(InputError, "segment_ids"):
         op(x, x, x, segment_ids=np.array(ids))
 
 
@@ -373,27 +354,27 @@ def test_segment_ids_of_64_bits_that_fit_are_taken():
 
 RNG = jax.random.key(0)
 SCORES = {
-    "slopes": (dict(slopes=jnp.zeros(3)), r"slopes must be floats \[heads\] = \[4\]; got .*\[3\]"),
+    "slopes": (dict(slopes=jnp.zeros(3)), "slopes must be floats [heads] = [4]; got float32 [3]"),
     "bias": (
         dict(bias=jnp.zeros((2, 1, 32, 31))),
-        r"\[1 or 2, 1 or 4, 32, 32\]; got float32 \[2, 1, 32, 31\].*shard_bias",
+        "[1 or 2, 1 or 4, 32, 32]; got float32 [2, 1, 32, 31]",
     ),
     "integer bias": (
         dict(bias=jnp.zeros((2, 1, 32, 32), int)),
-        "bias must be floats .*; got int32",
+        "got int32",
     ),
-    "rate of 1": (dict(dropout_rng=RNG, dropout_rate=1.0), "below 1; got dropout_rate=1.0"),
-    "no rate": (dict(dropout_rate=None), "must be a number .*; got dropout_rate=None"),
-    "rate of text": (dict(dropout_rate="0.1"), "must be a number .*; got dropout_rate='0.1'"),
-    "negative rate": (dict(dropout_rng=RNG, dropout_rate=-0.1), "got dropout_rate=-0.1"),
-    "no key": (dict(dropout_rate=0.1), r"got dropout_rng=None\. Pass .*deterministic=True"),
-    "no real key": (dict(dropout_rng="seed", dropout_rate=0.1), r"got 'seed' .*jax.random.key"),
-    "prefixes": (dict(prefix_lengths=jnp.zeros(2, int)), r"got prefix_lengths and mask=Causal\(\)"),
+    "rate of 1": (dict(dropout_rng=RNG, dropout_rate=1.0), "dropout_rate=1.0"),
+    "no rate": (dict(dropout_rate=None), "dropout_rate=None"),
+    "rate of text": (dict(dropout_rate="0.1"), "dropout_rate='0.1'"),
+    "negative rate": (dict(dropout_rng=RNG, dropout_rate=-0.1), "dropout_rate=-0.1"),
+    "no key": (dict(dropout_rate=0.1), "dropout_rng=None"),
+    "no real key": (dict(dropout_rng="seed", dropout_rate=0.1), "got 'seed'"),
+    "prefixes": (dict(prefix_lengths=jnp.zeros(2, int)), "got prefix_lengths and mask=Causal()"),
 }
 
 
 @pytest.mark.parametrize(("options", "message"), SCORES.values(), ids=SCORES)
-def test_scores_of_nonsense_are_refused(options, message):
+def test_scores_of_nonsense_are_refused(options, message, refuses):
     refuses(message, attention(), **options)
 
 
@@ -401,14 +382,14 @@ def test_scores_of_nonsense_are_refused(options, message):
     ("options", "message"),
     [
         ({}, "got no prefix_lengths and mask=Prefix"),
-        (dict(prefix_lengths=jnp.zeros(3, int)), r"integers \[batch\] = \[2\]; got int32 \[3\]"),
-        (dict(prefix_lengths=jnp.zeros(2)), r"integers \[batch\] = \[2\]; got float32 \[2\]"),
-        (dict(prefix_lengths=jnp.array([0, -1])), "from 0 to 32, the .*; got -1 for row 1.*Count"),
-        (dict(prefix_lengths=[33, 5]), "from 0 to 32, the tokens of a row; got 33 for row 0"),
+        (dict(prefix_lengths=jnp.zeros(3, int)), "[batch] = [2]; got int32 [3]"),
+        (dict(prefix_lengths=jnp.zeros(2)), "[batch] = [2]; got float32 [2]"),
+        (dict(prefix_lengths=jnp.array([0, -1])), "got -1 for row 1"),
+        (dict(prefix_lengths=[33, 5]), "got 33 for row 0"),
         (dict(prefix_lengths=np.array([7, 2**40])), "got 1099511627776 for row 1"),
     ],
 )
-def test_prefixes_of_nonsense_are_refused(options, message):
+def test_prefixes_of_nonsense_are_refused(options, message, refuses):
     refuses(message, st.Attention(attention().mesh, mask=st.masks.Prefix()), **options)
 
 
@@ -423,22 +404,22 @@ def test_traced_prefixes_count_as_if_clipped():
     np.testing.assert_array_equal(found(np.array([-5, 99])), found(np.array([0, 32])))
 
 
-def test_scores_are_named_in_a_tuple():
-    with pytest.raises(ValueError, match=r"got scores='bias'\. Write scores=\('bias',\)"):
+def test_scores_are_named_in_a_tuple(refused):
+    with refused(InputError, scores="bias"):
         attention().explain(seq_len=32, heads=4, head_dim=5, scores="bias")
 
 
-def test_what_no_scheme_can_serve_is_refused():
+def test_what_no_scheme_can_serve_is_refused(refused, refuses):
     bias = dict(bias=jnp.zeros((1, 1, 32, 32)))
-    message = r"got backward='query' and ring=2\. Use backward='kv'"
+    message = "got backward='query' and ring=2"
     ours = attention(backward="query")
-    refuses(message, ours, error=NotImplementedError, **bias)
-    with pytest.raises(NotImplementedError, match=message):
+    refuses(message, ours, error=UnsupportedError, **bias)
+    with refused(UnsupportedError, message):
         ours.explain(seq_len=32, heads=4, head_dim=5, scores=("bias",))
-    message = "got 32 queries and 64 keys. Give a bias"
+    message = "got 32 queries and 64 keys"
     key, full = array(seq_len=64), attention(mask="full")
-    refuses(message, full, key=key, error=NotImplementedError, slopes=jnp.zeros(4))
-    with pytest.raises(NotImplementedError, match=message):
+    refuses(message, full, key=key, error=UnsupportedError, slopes=jnp.zeros(4))
+    with refused(UnsupportedError, message):
         full.explain(seq_len=32, kv_seq_len=64, heads=4, head_dim=5, scores=("slopes",))
 
 
@@ -459,37 +440,34 @@ def keyed(axes, backward="query"):
 
 
 @pytest.mark.parametrize("backward", ["query", "kv"])
-def test_devices_of_a_sequence_share_a_key_of_dropout(backward):
+def test_devices_of_a_sequence_share_a_key_of_dropout(backward, refused):
     """Each would drop entries of its own, and the backward pass others than the forward pass."""
-    with pytest.raises(ValueError, match=r"got one that varies over \['ring', 'team'\]\. Fold no"):
+    with refused(InputError, "got one that varies over ['ring', 'team']"):
         keyed(("data", "team", "ring"), backward)
     # Other rows may have another key.
     assert keyed(("data",), backward).shape == array().shape
 
 
-def test_a_dropout_rate_is_no_array():
+def test_a_dropout_rate_is_no_array(refused):
     ours, x = attention(), array()
     run = jax.jit(lambda x, rate: ours(x, x, x, dropout_rng=RNG, dropout_rate=rate))
-    with pytest.raises(NotImplementedError, match=r"must be a Python number.*static argument"):
+    with refused(UnsupportedError, "dropout_rate"):
         run(x, 0.1)
 
 
-def test_who_cannot_be_given_prefixes_refuses_masks_that_need_them():
+def test_who_cannot_be_given_prefixes_refuses_masks_that_need_them(refused):
     mesh = attention(st.Degrees(ring=2)).mesh
     op = st.Attention(mesh, mask=st.masks.Prefix())
     x, positions = jnp.zeros((1, 4, 2, 4)), jnp.zeros((1, 4), jnp.int32)
-    with pytest.raises(ValueError, match=r"got no prefix_lengths and mask=Prefix.*Give both"):
+    with refused(InputError, "got no prefix_lengths and mask=Prefix"):
         op.local(x, x, x)
     for name in ("slopes", "sinks"):
-        message = (
-            rf"{name} must be floats \[heads\] = \[2\]; got .*\[8\].*query head of this device"
-        )
-        with pytest.raises(ValueError, match=message):
+        with refused(InputError, f"{name} must be floats [heads] = [2]; got float32 [8]"):
             st.Attention(mesh).local(x, x, x, **{name: jnp.ones(8)})
     with pytest.raises(TypeError, match="slope_of_heads"):
         st.Attention(mesh).local(x, x, x, slope_of_heads=jnp.ones(2))
-    with pytest.raises(ValueError, match=r"assert_exact needs a mask .*got mask=Prefix"):
+    with refused(InputError, "assert_exact", "got mask=Prefix"):
         assert_exact(op, seq_len=8, heads=2)
     causal = st.Attention(mesh, mask=st.masks.Prefix() & st.masks.Causal())
-    with pytest.raises(ValueError, match=r"decode needs a mask .*got mask=\(Prefix"):
+    with refused(InputError, "decode", "got mask=(Prefix"):
         causal.decode(x, x, x, positions)

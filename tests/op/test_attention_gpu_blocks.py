@@ -104,16 +104,19 @@ def emulated(monkeypatch):
     fake_cudnn.install(monkeypatch)
 
 
+@pytest.mark.slow_except_every(5)
 @pytest.mark.parametrize("case", CUDNN, ids=str)
 def test_attention_on_cudnn_matches_oracle(case):
     check(case)
 
 
+@pytest.mark.slow_except_every(6)
 @pytest.mark.parametrize("case", NARROW, ids=str)
 def test_attention_on_cudnn_serves_narrow_dtypes(case):
     check(case, bounds(case.problem, SMALL_ERROR_RATIO, case.mask_arguments["causal"]))
 
 
+@pytest.mark.slow_except_every(6)
 @pytest.mark.parametrize("mask", ["causal", "full"])
 @pytest.mark.parametrize(
     "degrees", [Degrees.ring_attention(8), Degrees.startrail(8, c=2), Degrees(team=4, ring=2)]
@@ -144,6 +147,7 @@ def bounds(problem, ratios, causal):
     return allowed | {"lse": FLOAT32_ERROR}
 
 
+@pytest.mark.slow_except_every(6)
 @pytest.mark.parametrize("case", TILED, ids=str)
 def test_attention_on_tiles_matches_oracle(case):
     with mock.patch.multiple(tiled, **SMALL_TILES):

@@ -146,6 +146,7 @@ NARROW = list(
 SMALL_TILES = {"TILE_ROWS": 24, "TILE_COLUMNS": 10}
 
 
+@pytest.mark.slow_except_every(6)
 @pytest.mark.parametrize("case", FLOAT32, ids=str)
 def test_attention_float32_matches_oracle(case):
     with mock.patch.multiple(xla, **SMALL_TILES):
@@ -174,12 +175,14 @@ MASKED = [
 ]
 
 
+@pytest.mark.slow_except_every(6)
 @pytest.mark.parametrize("case", MASKED, ids=str)
 def test_attention_under_every_mask_matches_oracle(case):
     with mock.patch.multiple(xla, **SMALL_TILES):
         check(case)
 
 
+@pytest.mark.slow_except_every(4)
 @pytest.mark.parametrize("case", NARROW, ids=str)
 def test_attention_narrow_dtype_is_as_exact_as_jax_nn(case):
     check(case)
@@ -236,6 +239,7 @@ def any_case(draw):
     return case, {name: draw(hst.integers(3, 40)) for name in SMALL_TILES}
 
 
+@pytest.mark.slow
 @given(any_case())
 def test_attention_of_any_setting_matches_oracle(case_and_tiles):
     case, tiles = case_and_tiles

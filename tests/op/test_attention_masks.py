@@ -106,6 +106,7 @@ def test_segment_ids_of_any_integer_dtype():
 
 
 # Windows of a token, of a part of a shard (6 tokens), of one shard and one more, of several shards.
+@pytest.mark.slow_except_every(4)
 @pytest.mark.parametrize(
     ("degrees", "window"),
     [

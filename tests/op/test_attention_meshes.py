@@ -52,6 +52,7 @@ def assert_exact(attention, problem=None):
     assert_close(natural(attention, result), expected, error_bounds(problem, expected))
 
 
+@pytest.mark.slow_except_every(4)
 @pytest.mark.parametrize(
     ("axis_type", "sizes", "axis_names", "degrees"),
     [
@@ -205,6 +206,7 @@ def test_local_with_key_heads_that_all_tensor_ranks_share():
         assert relative_error(dx, expected) <= FLOAT32_ERROR
 
 
+@pytest.mark.slow_except_every(3)
 @pytest.mark.parametrize(
     ("degrees", "kv_heads"),
     [

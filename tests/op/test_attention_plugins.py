@@ -64,6 +64,7 @@ def assert_same(found, expected):
             assert relative_error(found[path], x) <= 2 * FLOAT32_ERROR, jax.tree_util.keystr(path)
 
 
+@pytest.mark.slow_except_every(2)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("axis_type", ["explicit", "auto"])
 def test_nnx_module_matches_flax(axis_type, causal):

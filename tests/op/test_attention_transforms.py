@@ -64,6 +64,7 @@ def test_eager_is_the_same_as_jit():
     assert eager.sharding.is_equivalent_to(query.sharding, 4)
 
 
+@pytest.mark.slow_except_every(2)
 @pytest.mark.parametrize("axis_type", ["explicit", "auto"])
 def test_gradient_without_lse(axis_type):
     """The common call: out alone, and gradients of some inputs only."""
@@ -83,6 +84,7 @@ def test_gradient_without_lse(axis_type):
     assert relative_error(unpermute(np.asarray(dv)), expected.value) <= FLOAT32_ERROR
 
 
+@pytest.mark.slow_except_every(2)
 @pytest.mark.parametrize("combine", ["merge", "reduce_scatter"])
 def test_gradient_of_lse_alone(combine):
     case = Case(degrees=STARTRAIL, combine=combine, heads="grouped")
@@ -113,6 +115,7 @@ def test_lse_is_sharded_as_its_spec():
 # Backward mode -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow_except_every(3)
 @pytest.mark.parametrize(
     ("degrees", "heads", "expected"),
     [
@@ -213,6 +216,7 @@ def test_scan_over_layers_on_an_auto_mesh():
     assert_gradients_of_layers(*gradients)
 
 
+@pytest.mark.slow
 def test_remat_that_saves_attention_sends_nothing_again():
     traffic = {}
     for remat in REMAT:

@@ -80,6 +80,7 @@ def masks(length):
     }
 
 
+@pytest.mark.slow_except_every(4)
 @pytest.mark.parametrize(("backend", "name", "kv_heads"), SERVED)
 def test_block_agrees_with_the_oracle(backend, small_tiles, name, kv_heads):
     block = blocks.BACKENDS[backend]

@@ -103,6 +103,7 @@ def test_custom_calls_lower_inside_shard_map(check_vma):
     assert len(custom_calls(step, x["q"], x["k"])) == 2
 
 
+@pytest.mark.slow_except_every(3)
 @pytest.mark.parametrize("kind", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("degree", [1, 2, 6, 12])
 def test_pieces_hold_every_visible_pair_once(kind, degree):

@@ -237,6 +237,7 @@ def test_split_tiles_hold_what_is_fresh_in_the_large_ones_once(length, large, sm
         np.testing.assert_array_equal(np.concatenate(own), expected)
 
 
+@pytest.mark.slow_except_every(8)
 @pytest.mark.parametrize("name", CASES)
 def test_tiles_agree_with_the_oracle_and_go_to_kernels_where_they_can(name, monkeypatch):
     case, calls = CASES[name], []
@@ -322,6 +323,7 @@ def test_error_hardly_grows_with_the_number_of_merges(monkeypatch):
         assert error(found, wanted) < FLOAT32
 
 
+@pytest.mark.slow_except_every(2)
 @pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "dense"])
 def test_tiled_inside_shard_map_with_each_device_at_its_own_tiles(kernels, monkeypatch):
     cases = [zigzag(query=(1, r), key=(1, r ^ 1), packed=True, fine=6) for r in range(4)]

@@ -43,6 +43,7 @@ def test_accelerate_4177_a_sliding_window_does_not_become_causal():
     assert relative_error(found.out, wrong.out) > FAR
 
 
+@pytest.mark.slow_except_every(2)
 @pytest.mark.parametrize("degrees", [RING, st.Degrees(head=3)], ids=["ring", "ulysses"])
 def test_prime_rl_3397_sinks_are_not_dropped(degrees):
     """Sinks came under another name, `s_aux`, which was swallowed: here no name is."""
@@ -109,6 +110,7 @@ def test_transformer_engine_2541_large_sinks_count_and_have_gradients():
     assert np.abs(of_wanted["sinks"]).min() > FAR
 
 
+@pytest.mark.slow
 def test_ring_flash_attention_36_both_passes_drop_the_same_entries():
     """The backward pass did not know what the forward pass had dropped."""
     case, rng = Case(degrees=RING, backward="query"), jax.random.key(3)

@@ -120,6 +120,7 @@ MASKS = {
 ON_EIGHT = {name: degrees for name, degrees in SCHEMES.items() if degrees.num_devices == 8}
 
 
+@pytest.mark.slow_except_every(7)
 @pytest.mark.parametrize("layout", KINDS)
 @pytest.mark.parametrize("degrees", [*ON_EIGHT.values()][:8], ids=[*ON_EIGHT][:8])
 @pytest.mark.parametrize("name", MASKS)

@@ -47,6 +47,7 @@ def run(case, **changes):
     return case, natural(case.attention, result)
 
 
+@pytest.mark.slow_except_every(7)
 @pytest.mark.parametrize(("case", "travel"), SETTINGS.values(), ids=SETTINGS)
 def test_rounding_on_the_way_adds_no_more_than_is_stated(case, travel):
     case, found = run(case, gradient_dtype="bfloat16")
@@ -59,6 +60,7 @@ def test_rounding_on_the_way_adds_no_more_than_is_stated(case, travel):
             assert error <= FLOAT32_ERROR, name
 
 
+@pytest.mark.slow
 def test_bfloat16_inputs_keep_their_own_error_beside_it():
     case = Case(degrees=Degrees.startrail(16, c=2), backward="kv", dtype="bfloat16")
     case, found = run(case, gradient_dtype="bfloat16")
@@ -69,6 +71,7 @@ def test_bfloat16_inputs_keep_their_own_error_beside_it():
         assert relative_error(getattr(found, name), getattr(expected, name)) <= bound, name
 
 
+@pytest.mark.slow
 def test_kept_units_give_the_same_bits():
     case, _ = SETTINGS["all axes"]
     _, gathered_again = run(case)

@@ -28,6 +28,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow_except_every(2)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_parts_of_the_heads_match_the_oracle(case):
     check(case)

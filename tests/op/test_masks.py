@@ -93,6 +93,7 @@ def schedules(num_devices, name):
             yield st.Attention(mesh, mask=PATTERNS[name], layout=layout).schedule
 
 
+@pytest.mark.slow_except_every(5)
 @pytest.mark.parametrize("name", PATTERNS)
 @pytest.mark.parametrize("num_devices", [1, 2, 6, 12])
 def test_rounds_are_left_out_just_where_no_device_sees_a_key(name, num_devices):

@@ -1,6 +1,5 @@
 """Degrees, the named schemes, and the mesh."""
 
-import re
 from types import SimpleNamespace
 
 import jax
@@ -65,22 +64,21 @@ def test_degrees_are_hashable_and_compare_by_value():
 @pytest.mark.parametrize("value", [0, -2, 2.0, True, None, "2"])
 @pytest.mark.parametrize("role", ROLES)
 @pytest.mark.usefixtures("unchecked")
-def test_degree_that_is_no_positive_integer_is_refused(role, value):
-    with pytest.raises(ValueError, match=rf"at least 1; got {role}={value!r}.*Use {role}=1"):
+def test_degree_that_is_no_positive_integer_is_refused(role, value, refused):
+    with refused(InputError, **{role: value}):
         Degrees(**{role: value})
 
 
 @pytest.mark.parametrize(
     ("sequence", "c", "offers"),
     [
-        (8, 4, r"c=1, c=2, or 16 devices"),
-        (12, 3, r"c=1, c=2, or 9 or 18 devices"),
-        (64, 3, r"c=1, c=2, c=4, c=8, or 63 or 72 devices"),
+        (8, 4, "c=1, c=2, or 16 devices"),
+        (12, 3, "c=1, c=2, or 9 or 18 devices"),
+        (64, 3, "c=1, c=2, c=4, c=8, or 63 or 72 devices"),
     ],
 )
-def test_startrail_offers_the_nearest_settings(sequence, c, offers):
-    given = rf"c\^2 must divide the sequence degree; got c={c}, sequence degree={sequence}"
-    with pytest.raises(ValueError, match=rf"{given}\. Use {offers}"):
+def test_startrail_offers_the_nearest_settings(sequence, c, offers, refused):
+    with refused(InputError, f"sequence degree={sequence}", offers, c=c):
         Degrees.startrail(sequence, c=c)
 
 
@@ -90,23 +88,21 @@ def test_offered_settings_are_valid():
 
 
 @pytest.mark.parametrize("c", [0, -1])
-def test_startrail_refuses_teams_of_none(c):
-    with pytest.raises(ValueError, match=rf"got c={c}, .*Use c=1"):
+def test_startrail_refuses_teams_of_none(c, refused):
+    with refused(InputError, c=c):
         Degrees.startrail(8, c=c)
 
 
-def test_startrail_with_head_counts_c_in_what_is_left():
-    with pytest.raises(ValueError, match=r"c\^2 must divide .*got c=4, sequence degree=8"):
+def test_startrail_with_head_counts_c_in_what_is_left(refused):
+    with refused(InputError, "sequence degree=8", c=4):
         Degrees.startrail(16, c=4, head=2)
 
 
 @pytest.mark.parametrize(
     "make", [Degrees.loongtrain, lambda p, head: Degrees.startrail(p, c=1, head=head)]
 )
-def test_head_must_divide_the_sequence_degree(make):
-    with pytest.raises(
-        ValueError, match=r"head must divide .*got head=5, .*=12\. Use head=3, head=4, head=6"
-    ):
+def test_head_must_divide_the_sequence_degree(make, refused):
+    with refused(InputError, "head=3, head=4, head=6", head=5):
         make(12, head=5)
 
 
@@ -142,43 +138,36 @@ def test_make_mesh_on_a_subset_uses_just_those():
     assert set(mesh.devices.flat) == set(devices)
 
 
-def test_make_mesh_refuses_a_product_that_misses_the_devices():
-    given = r"ring=3 \* group=1 \* team=2 \* head=1 \* tensor=1 = 6 for 8 devices"
-    with pytest.raises(ValueError, match=rf"{given}.*devices= with 6"):
+def test_make_mesh_refuses_a_product_that_misses_the_devices(refused):
+    given = "ring=3 * group=1 * team=2 * head=1 * tensor=1 = 6 for 8 devices"
+    with refused(InputError, given):
         make_mesh(Degrees(ring=3, team=2), devices=jax.devices()[:8])
 
 
 @pytest.mark.parametrize(
     ("platform", "advice"),
-    [
-        (
-            "cpu",
-            r'or simulate 6 .* jax\.config\.update\("jax_num_cpu_devices", 6\), before the program',
-        ),
-        ("gpu", "or use 6 devices"),
-    ],
+    [("cpu", 'jax.config.update("jax_num_cpu_devices", 6)'), ("gpu", "or use 6 devices")],
 )
-def test_too_few_devices_are_no_reason_to_pass_them(platform, advice, monkeypatch):
+def test_too_few_devices_are_no_reason_to_pass_them(platform, advice, monkeypatch, refused):
     monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(platform=platform)] * 4)
-    with pytest.raises(InputError, match=rf"= 6 for 4 devices\. Change a degree, {advice}"):
+    with refused(InputError, "= 6 for 4 devices", advice):
         make_mesh(Degrees(ring=3, team=2))
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_what_is_mistaken_for_degrees_or_a_mesh_is_refused():
+def test_what_is_mistaken_for_degrees_or_a_mesh_is_refused(refused):
     sizes = dict(batch=1, seq_len=64, heads=4, kv_heads=4, head_dim=8)
     for call in (make_mesh, lambda degrees: st.communication(degrees, **sizes)):
         for given in (8, None, {"ring": 8}):
-            message = rf"must be startrail_jax\.Degrees; got {re.escape(repr(given))}\. .*c=2\)"
-            with pytest.raises(InputError, match=message):
+            with refused(InputError, f"got {given!r}"):
                 call(given)
-    with pytest.raises(InputError, match=r"mesh must be .*got Degrees.*make_mesh\(Degrees\(data=1"):
+    with refused(InputError, "got Degrees", "make_mesh(Degrees(data=1"):
         st.Attention(Degrees.startrail(8, c=2))
-    with pytest.raises(InputError, match=r"mesh must be .*got 8\. Make one with .*make_mesh\(deg"):
+    with refused(InputError, "mesh", "got 8"):
         st.Attention(8)
 
 
 @pytest.mark.parametrize(("kind", "given"), [("manual", "'manual'"), (AxisType.Manual, "Manual")])
-def test_make_mesh_refuses_an_unknown_axis_type(kind, given):
-    with pytest.raises(ValueError, match=rf"axis_type must be 'auto' or 'explicit'; got {given}"):
+def test_make_mesh_refuses_an_unknown_axis_type(kind, given, refused):
+    with refused(InputError, "axis_type", f"got {given}"):
         make_mesh(Degrees(), kind, devices=jax.devices()[:1])

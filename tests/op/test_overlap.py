@@ -6,9 +6,9 @@ import jax
 import pytest
 
 import startrail_jax as st
-from benchmarks import deviceless
-from benchmarks import overlap as benchmark
-from benchmarks.deviceless import gpu_topology, missing_plugin, target_names
+from benchmarks.compiled import deviceless
+from benchmarks.compiled import overlap as benchmark
+from benchmarks.compiled.deviceless import gpu_topology, missing_plugin, target_names
 from startrail_jax.analysis.overlap import (
     BACKWARD,
     ENTRY,
@@ -339,6 +339,7 @@ COMPILED = [(target, "StarTrail") for target in target_names()]
 COMPILED += [("h100", "Ring Attention"), ("h200", LONG)]
 
 
+@pytest.mark.slow
 @needs_plugin
 @pytest.mark.parametrize("backward", ["query", "kv"])
 @pytest.mark.parametrize(("target", "setting"), COMPILED)
@@ -353,6 +354,7 @@ def test_every_hop_but_the_last_homecoming_is_beneath_attention(target, setting,
     assert moved in ring_bytes(setting, backward)
 
 
+@pytest.mark.slow
 @needs_plugin
 @pytest.mark.parametrize("backward", ["query", "kv"])
 @pytest.mark.parametrize(("target", "setting"), COMPILED)
@@ -362,6 +364,7 @@ def test_rounds_copy_nothing(target, setting, backward):
     assert reading.copies_a_round(in_branches=False) == 0
 
 
+@pytest.mark.slow
 @needs_plugin
 @pytest.mark.parametrize("backward", ["query", "kv"])
 def test_messages_between_inner_cycles_are_beneath_several_kernels(backward):
@@ -385,6 +388,7 @@ def test_messages_between_inner_cycles_are_beneath_several_kernels(backward):
     assert min(reverse) >= 2
 
 
+@pytest.mark.slow
 @needs_plugin
 def test_without_our_compiler_options_hops_are_exposed():
     """Otherwise the test above would show nothing, and `st.compiler_options` could go."""
@@ -395,6 +399,7 @@ def test_without_our_compiler_options_hops_are_exposed():
     assert [hop for hop in reading.hops if not hop.overlapped and not benchmark.is_homecoming(hop)]
 
 
+@pytest.mark.slow
 @needs_plugin
 def test_benchmark_prints_the_hops_and_what_is_beneath(capsys):
     options = ["--targets", "h200", "--devices", "8", "--rows", "C=2, GPT", "--details"]

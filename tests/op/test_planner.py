@@ -14,7 +14,7 @@ import pytest
 from jax.experimental import multihost_utils
 
 import startrail_jax as st
-from benchmarks.cluster_plan import kendall
+from benchmarks.cluster.plan import kendall
 from startrail_jax import masks
 from startrail_jax.errors import InputError
 from startrail_jax.layout import Layout

@@ -115,6 +115,7 @@ def cases():
 CASES = list(cases())
 
 
+@pytest.mark.slow_except_every(9)
 @pytest.mark.parametrize("scored", CASES, ids=str)
 def test_scores_match_the_oracle(scored, monkeypatch):
     """Results, all gradients, the same bits again, and the shardings of what went in."""
@@ -139,6 +140,7 @@ def test_scores_match_the_oracle(scored, monkeypatch):
         assert error <= bounds[name], (name, error, bounds[name])
 
 
+@pytest.mark.slow
 def test_local_takes_what_a_call_takes():
     """Inside a shard_map of the caller: slopes and sinks of a device's own heads, and the rest."""
     case = Case(degrees=D(data=2, ring=2, tensor=2), heads="grouped", layout="striped")

@@ -212,6 +212,7 @@ def assert_goes_on(folder, latest):
         assert {path.name for path in folder.iterdir()} <= {str(later), str(later - 1)}
 
 
+@pytest.mark.slow
 def test_kill_in_a_save_leaves_whole_checkpoints_alone(tmp_path):
     script = """
 checkpoints = Checkpoints(folder, keep=2)

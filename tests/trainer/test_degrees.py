@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 import startrail_jax as st
-from benchmarks import memory as memory_benchmark
+from benchmarks.compiled import memory as memory_benchmark
 from configs.gpt import gpt_7b, gpt_8b_gqa, gpt_tiny
 from programs import make_config, make_program
 from startrail_jax.analysis.settings import all_degrees

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 import train
-from benchmarks import failures, run_folders
 from programs import shared_programs
+from tests.faults import failures, run_folders
 from trainer.checkpoints.checksums import Checksums
 from trainer.errors import RunError
 from trainer.network.options import Distributed
@@ -197,6 +197,7 @@ print("over")
 """
 
 
+@pytest.mark.slow
 def test_process_that_is_lost_while_jax_leaves_ends_all_without_a_trace():
     pairs = []
     for victim, happens in ((0, "SIGKILL"), (1, "SIGSTOP"), (0, "")):
@@ -273,6 +274,7 @@ def change_checksum(checkpoint):
     checksums.write(checkpoint)
 
 
+@pytest.mark.slow
 @shared_programs()
 def test_any_number_of_processes_trains_alike_and_goes_on_with_the_run_of_another(tmp_path, capsys):
     data = failures.write_data(tmp_path)
@@ -305,6 +307,7 @@ def test_any_number_of_processes_trains_alike_and_goes_on_with_the_run_of_anothe
 # Failures.
 
 
+@pytest.mark.slow
 def test_failures_end_all_processes_and_training_goes_on(tmp_path, capsys):
     # A worker that is killed is the same to the others: test_heartbeat.py.
     names = ["process 0 killed", "wrong data", "disk full", "worker stopped"]

@@ -121,6 +121,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("degrees", "changes", "rows"), SETTINGS.values(), ids=SETTINGS.keys())
 def test_images_do_not_depend_on_the_mesh_or_how_many_at_a_time(degrees, changes, rows, images):
     program = make_program(degrees, dataclasses.replace(CONFIG, **changes))

@@ -56,6 +56,7 @@ def pixels(path):
     return np.asarray(Image.open(path))
 
 
+@pytest.mark.slow
 def test_grid_has_a_row_for_each_class(run_dir, tmp_path, capsys):
     sample.sample([str(run_dir), *QUICK])
     whole = pixels(run_dir / "samples.png")

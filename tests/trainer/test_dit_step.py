@@ -101,6 +101,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("degrees", "changes"), SETTINGS.values(), ids=SETTINGS.keys())
 def test_losses_do_not_depend_on_how_it_runs(degrees, changes, one_device):
     state, expected, last = one_device
@@ -113,6 +114,7 @@ def test_losses_do_not_depend_on_how_it_runs(degrees, changes, one_device):
         np.testing.assert_allclose(average, one, atol=1e-3 * abs(one).max())
 
 
+@pytest.mark.slow
 def test_text_is_divided_among_the_devices_like_the_image():
     state = initial_state(WITH_TEXT)
     one, _ = train(make_program(st.Degrees(), WITH_TEXT), state)
@@ -121,6 +123,7 @@ def test_text_is_divided_among_the_devices_like_the_image():
     np.testing.assert_allclose(many[:, 0], one[:, 0], rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decay", [0.2, 0.9])
 def test_average_follows_its_equation_and_is_what_is_measured(decay):
     """The average of https://arxiv.org/abs/2006.11239, with a decay that rises."""
@@ -139,6 +142,7 @@ def test_average_follows_its_equation_and_is_what_is_measured(decay):
     chex.assert_trees_all_close(state.average, expected, rtol=1e-7, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compile_well")
 def test_weights_are_used_alike_at_every_level_of_zero():
     """In bfloat16, the type in which weights are gathered from level 1 on."""

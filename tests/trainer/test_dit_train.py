@@ -35,6 +35,7 @@ def shared():
         yield
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on_on_another_mesh(tmp_path, monkeypatch):
     """With its noise and the average of its weights, by which it is measured."""
     flags = "--diffusion.target v --model.layers 1"
@@ -87,6 +88,7 @@ def test_image_of_another_size_is_refused_before_there_is_a_run(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_damaged_image_costs_no_step_and_the_run_goes_on_with_the_flag_of_the_error(
     tmp_path, capsys
 ):

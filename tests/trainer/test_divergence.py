@@ -107,6 +107,7 @@ def saved_steps(folder):
     return sorted(int(path.name) for path in (folder / "run" / "checkpoints").iterdir())
 
 
+@pytest.mark.slow
 def test_loss_spike_leads_back_once_and_its_data_are_left_out(tmp_path, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         plant(patch, lambda batch: batch >= 13)
@@ -140,6 +141,7 @@ def test_loss_spike_leads_back_once_and_its_data_are_left_out(tmp_path, monkeypa
     assert {x["step"]: x["batches_left_out"] for x in records if "batches_left_out" in x} == {9: 5}
 
 
+@pytest.mark.slow
 def test_spike_before_the_first_checkpoint_leads_back_to_the_beginning(tmp_path, monkeypatch):
     plant(monkeypatch, lambda batch: batch == 11)
     monkeypatch.setattr(training_loop.Checkpoints, "latest", None)

@@ -1,4 +1,4 @@
-"""What was written is there after a power failure, which `benchmarks.power` emulates."""
+"""What was written is there after a power failure, which `tests.faults.power` emulates."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from benchmarks import power
+from tests.faults import power
 from trainer import durable
 from trainer.data.cache import cached_folder
 from trainer.run import mesh, records, versions

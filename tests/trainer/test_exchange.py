@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import train
-from benchmarks import failures
+from tests.faults import failures
 from trainer.network.secret import VARIABLE
 from trainer.processes import exchange
 from trainer.processes.exchange import Peers, first_does, peers

@@ -86,6 +86,7 @@ def test_state_and_batch_are_exact(name):
     assert size_on_a_device(program.batch_shapes) == formula["batch"]
 
 
+@pytest.mark.slow_except_every(3)
 @pytest.mark.parametrize("caption_length", [0, 5])
 @pytest.mark.parametrize(
     ("zero", "degrees"), [(0, STARTRAIL), (3, STARTRAIL), (3, st.Degrees(tensor=2, team=4))]
@@ -128,6 +129,7 @@ def test_arguments_of_the_compiled_step_are_state_and_batch():
     assert 0 <= memory.output_size_in_bytes - formula.state_bytes < 1024
 
 
+@pytest.mark.slow_except_every(4)
 @pytest.mark.parametrize("name", ["level 0", "level 1, data", "level 2, team", "level 3, unsplit"])
 def test_gradients_of_the_compiled_step_are_exact(name):
     """They are sharded as the weights are; at level 1 they are whole until they are summed."""

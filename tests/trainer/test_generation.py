@@ -133,6 +133,7 @@ MESHES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("degrees", "options"), MESHES.values(), ids=MESHES)
 def test_draws_do_not_depend_on_the_mesh(degrees, options):
     generator = make_generator(degrees, **options)
@@ -211,6 +212,7 @@ def cache_shapes(generator, slots):
     return jax.eval_shape(generator.prefill, *arguments)[1], lengths
 
 
+@pytest.mark.slow
 def test_32k_tokens_on_eight_devices_give_the_tokens_of_one(compile_well):
     prompt = np.random.default_rng(1).integers(LONG_MODEL.vocab_size, size=(1 << 15) - 3)
     found = [

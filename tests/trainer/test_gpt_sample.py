@@ -121,6 +121,7 @@ def contents(folder):
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
 
 
+@pytest.mark.slow
 def test_program_continues_standard_input_while_the_run_goes_on(run_dir):
     """Without touching a file of a folder that another program has locked."""
     before = contents(run_dir)
@@ -174,6 +175,7 @@ def streaming(run_dir, errors, **environment):
             process.kill()
 
 
+@pytest.mark.slow
 def test_program_streams_until_ctrl_c(endless_run, tmp_path):
     """To a terminal that knows ASCII alone."""
     errors = tmp_path / "errors"
@@ -188,6 +190,7 @@ def test_program_streams_until_ctrl_c(endless_run, tmp_path):
     assert "Traceback" not in errors.read_text()
 
 
+@pytest.mark.slow
 def test_program_ends_with_its_reader(endless_run, tmp_path):
     errors = tmp_path / "errors"
     with streaming(endless_run, errors) as (process, output, _):
@@ -196,6 +199,7 @@ def test_program_ends_with_its_reader(endless_run, tmp_path):
     assert "BrokenPipe" not in errors.read_text()
 
 
+@pytest.mark.slow
 def test_text_does_not_depend_on_the_mesh(run_dir, capsys, tmp_path):
     (tmp_path / "prompt.txt").write_text("import os")
     flags = ("--top-k", "200", "--top-p", "0.99", "--seed", "1")

@@ -53,6 +53,7 @@ def test_second_signal_from_the_keyboard_interrupts_at_once(own_handler, first):
     assert own_handler == [signal.SIGINT]
 
 
+@pytest.mark.slow
 def test_signal_during_the_final_sample_ends_a_whole_run(own_handler, tmp_path, monkeypatch):
     """The run is saved before its sample, so the program has succeeded."""
 

@@ -80,6 +80,7 @@ def test_adapters_begin_with_the_logits_of_the_model_bit_for_bit():
     assert np.asarray(expected).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("degrees", "changes"),
     [
@@ -154,6 +155,7 @@ def run(tmp_path_factory):
         yield config, losses
 
 
+@pytest.mark.slow
 def test_run_goes_on_from_its_checkpoint_to_the_same_bits(run):
     config, losses = run
     assert losses[2] < losses[0]
@@ -184,6 +186,7 @@ def batch_of(program):
     return place(next_token_batch(tokens, layout=layout), program.batch_sharding)
 
 
+@pytest.mark.slow
 def test_export_and_samples_give_the_logits_of_the_adapters(run, tmp_path, capsys):
     """Merged into the weights; and as PEFT has them, B A beside every kernel of transformers."""
     config, _ = run
@@ -237,6 +240,7 @@ def test_export_and_samples_give_the_logits_of_the_adapters(run, tmp_path, capsy
             np.testing.assert_allclose(rounded + added, whole[base], atol=1e-6)
 
 
+@pytest.mark.slow
 def test_adapters_of_a_model_that_flags_changed_are_not_exported_without_it(run, tmp_path):
     """PEFT would put them on the model of the folder, which computes something else."""
     config, _ = run
@@ -259,6 +263,7 @@ def test_adapters_of_a_model_that_flags_changed_are_not_exported_without_it(run,
     assert notes[0].startswith("the adapters name 'models/mine' as their model, which is no folder")
 
 
+@pytest.mark.slow
 def test_adapters_are_never_exchanged(run, tmp_path):
     """Neither their rank when a run goes on, nor a file that is damaged."""
     config, _ = run

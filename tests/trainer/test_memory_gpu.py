@@ -6,9 +6,9 @@ import math
 import pytest
 
 import startrail_jax as st
-from benchmarks import memory as memory_benchmark
-from benchmarks.deviceless import gpu_topology, missing_plugin
-from benchmarks.overlap import axes
+from benchmarks.compiled import memory as memory_benchmark
+from benchmarks.compiled.deviceless import gpu_topology, missing_plugin
+from benchmarks.compiled.overlap import axes
 from programs import compile_gradients, make_config, make_program, weight_shapes
 from startrail_jax.analysis import hlo
 from startrail_jax.analysis.overlap import (
@@ -18,7 +18,10 @@ from startrail_jax.analysis.overlap import (
 from trainer.gpt.config import DataConfig
 from trainer.parallel.step_sizes import footprint
 
-pytestmark = pytest.mark.skipif(missing_plugin() is not None, reason=str(missing_plugin()))
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(missing_plugin() is not None, reason=str(missing_plugin())),
+]
 
 LAYERS, TOKENS = 3, 2048
 MODEL = dict(

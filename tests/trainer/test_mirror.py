@@ -667,6 +667,7 @@ def run(folder, *flags):
     return train.train(command.settings)
 
 
+@pytest.mark.slow
 def test_run_whose_folder_is_lost_goes_on_to_the_same_bits(tmp_path, monkeypatch, capsys):
     with shared_programs():
         undisturbed = run(tmp_path / "undisturbed", *MESH)

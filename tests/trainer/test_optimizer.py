@@ -138,6 +138,7 @@ def one_device():
     return state, losses_of(program, state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("degrees", "changes"), SETTINGS.values(), ids=SETTINGS.keys())
 def test_losses_with_muon_do_not_depend_on_the_mesh(degrees, changes, one_device):
     state, expected = one_device

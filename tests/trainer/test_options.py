@@ -8,6 +8,7 @@ import pytest
 import train
 from configs.dit import dit_digits
 from configs.gpt import gpt_tiny
+from startrail_jax.errors import InputError
 from trainer.command_line import OTHER_NAMES
 from trainer.data.files import find_files
 from trainer.dit.config import ImageOptions
@@ -23,23 +24,24 @@ def given(**changes):
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    "changes",
     [
-        ({"index": None}, r"must be given together; got coordinator=.*, processes=2, index=None"),
-        ({"coordinator": None}, r"must be given together; got coordinator=None.*Give the missing"),
-        ({"index": 2}, r"index must be at least 0 and below .*; got index=2, processes=2"),
-        ({"index": -1}, r"index must be at least 0.*; got index=-1, processes=2"),
-        ({"processes": 0, "index": 0}, r"index must be .* below .*; got index=0, processes=0"),
-        ({"coordinator": "localhost"}, r"must be a host and a port; got coordinator='localhost'"),
-        ({"coordinator": ":7777"}, r"must be a host and a port; got coordinator=':7777'"),
-        ({"coordinator": "localhost:http"}, r"a host and a port; got .*free there, such as"),
-        ({"coordinator": "localhost:70000"}, r"a host and a port; got coordinator='localhost:7000"),
-        ({"timeout": 0.0}, r"distributed.timeout must be above 0; got timeout=0.0"),
-        ({"start_timeout": -1.0}, r"distributed.start_timeout must be above 0; got start_timeout="),
+        {"index": None},
+        {"coordinator": None},
+        {"index": 2},
+        {"index": -1},
+        {"processes": 0, "index": 0},
+        {"coordinator": "localhost"},
+        {"coordinator": ":7777"},
+        {"coordinator": "localhost:http"},
+        {"coordinator": "localhost:70000"},
+        {"timeout": 0.0},
+        {"start_timeout": -1.0},
     ],
+    ids=str,
 )
-def test_processes_that_cannot_be_raise(changes, message):
-    with pytest.raises(ValueError, match=message):
+def test_processes_that_cannot_be_raise(changes, refused):
+    with refused(InputError, **changes):
         given(**changes)
 
 
@@ -68,9 +70,8 @@ def test_other_names_lead_to_one_flag_that_there_is():
         assert not set(others) & set(names)
 
 
-def test_object_stores_are_refused_with_a_way_out():
-    match = r"folder of a file system; got 'gs://bucket/run', .*fsync and rename.*--mirror gs://bucket/run"
-    with pytest.raises(ValueError, match=match):
+def test_object_stores_are_refused_with_a_way_out(refused):
+    with refused(InputError, "got 'gs://bucket/run'"):
         dataclasses.replace(gpt_tiny(), run_dir=Path("gs://bucket/run"))
-    with pytest.raises(ValueError, match=r"got 's3:/bucket/a'. URLs are not read here: copy"):
+    with refused(InputError, "got 's3:/bucket/a'"):
         find_files(Path("s3://bucket/a"), "data.path")

@@ -119,6 +119,7 @@ def model_of(kind, folder):
     return f"--model {path}"
 
 
+@pytest.mark.slow_except_every(3)
 @pytest.mark.parametrize(
     ("kind", "more"),
     [
@@ -229,6 +230,7 @@ def odd_run(folder):
     return folder / "config.json"
 
 
+@pytest.mark.slow_except_every(3)
 @pytest.mark.parametrize(
     ("arguments", "sizes"),
     [

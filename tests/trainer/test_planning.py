@@ -208,6 +208,7 @@ def test_times_of_adapters_are_not_those_of_all_weights(measured):
     assert not any("different windows" in line for line in chosen[full])
 
 
+@pytest.mark.slow
 def test_a_step_is_timed_on_its_mesh():
     asked = planner(model=dict(layers=1))
     (mesh,) = asked.forecasts(dataclasses.replace(ONE_NODE, gpus_per_node=2, ports=1), 1)

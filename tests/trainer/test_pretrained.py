@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 import sample
 import startrail_jax as st
 import train
-from benchmarks import failures, import_model
+from benchmarks import import_model
 from configs.gpt import gpt_tiny
 from peak import Peak, needs_linux
 from pretrained import (
@@ -29,6 +29,7 @@ from pretrained import (
     reference_of,
 )
 from programs import weight_shapes
+from tests.faults import failures
 from trainer import durable
 from trainer.checkpoints.checksums import Checksums
 from trainer.gpt.config import DataConfig, GPTConfig, RopeConfig, TextOptions
@@ -1101,6 +1102,7 @@ def test_references_are_small():
     assert len(CASES) == 10
 
 
+@pytest.mark.slow
 def test_two_processes_import_the_same_bits_as_one(tmp_path):
     """Weights and new adapters. benchmarks/import_model.py shows four, and their memory."""
     model = ["--init-from", str(REFERENCES / "llama"), "--steps", "0", "--lora.rank", "2"]

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import failures
 from strangers import Strangers, is_closed
+from tests.faults import failures
 from trainer.errors import RunError
 from trainer.network import rendezvous, waiting
 from trainer.network.door import knock

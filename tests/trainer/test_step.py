@@ -138,6 +138,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.slow_except_every(7)
 @pytest.mark.parametrize(("degrees", "changes"), SETTINGS.values(), ids=SETTINGS.keys())
 def test_losses_do_not_depend_on_how_it_runs(degrees, changes, one_device, initial_state):
     losses = losses_of(make_program(degrees, **changes), initial_state)
@@ -181,6 +182,7 @@ def dense_attention(query, key, value, *, segment_ids):
     return jax.nn.dot_product_attention(query, key, value, mask=mask)
 
 
+@pytest.mark.slow_except_every(3)
 @pytest.mark.parametrize(
     ("degrees", "changes"),
     [
@@ -200,6 +202,7 @@ def test_gradients_are_those_of_the_dense_model(degrees, changes, dense_gradient
         np.testing.assert_allclose(given, wanted, atol=1e-5 * scale, rtol=1e-5, err_msg=str(path))
 
 
+@pytest.mark.slow
 def test_other_parts_of_the_model_run_alike():
     model = dataclasses.replace(CONFIG.model, mlp="gelu", tied_head=True)
     expected = make_program(st.Degrees(), model=model)
@@ -228,6 +231,7 @@ PATTERN = dataclasses.replace(
 )
 
 
+@pytest.mark.slow
 def test_losses_of_layers_that_differ_do_not_depend_on_how_it_runs():
     expected = make_program(st.Degrees(), model=PATTERN)
     state = jax.device_get(expected.initialise())
@@ -242,6 +246,7 @@ def test_losses_of_layers_that_differ_do_not_depend_on_how_it_runs():
         np.testing.assert_allclose(losses[:, 1], wanted[:, 1], rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_program_does_not_grow_with_the_depth_of_a_pattern():
     def operations(layers):
         model = dataclasses.replace(PATTERN, layers=layers)
@@ -270,6 +275,7 @@ def one_device_of_61_tokens(initial_state):
     return loss_of_61_tokens(st.Degrees(), initial_state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("degrees", [STARTRAIL, st.Degrees(tensor=4)], ids=str)
 def test_sequences_of_any_length_have_the_loss_of_one_device(
     degrees, initial_state, one_device_of_61_tokens
@@ -278,6 +284,7 @@ def test_sequences_of_any_length_have_the_loss_of_one_device(
     np.testing.assert_allclose(found, one_device_of_61_tokens, rtol=2e-5)
 
 
+@pytest.mark.slow
 def test_bfloat16_differs_by_its_rounding_alone(initial_state, one_device):
     model = dataclasses.replace(CONFIG.model, dtype="bfloat16")
     losses = [

@@ -97,6 +97,7 @@ def test_level_3_gathers_layers_in_both_passes():
     )
 
 
+@pytest.mark.slow_except_every(2)
 @pytest.mark.parametrize(("level", "remat"), [(2, "none"), (3, "attention_saved")])
 def test_hybrid_sums_parts_over_the_other_axes(level, remat):
     """ZeRO over each of two groups of 4 devices, between which quarters of gradients are summed."""
@@ -108,6 +109,7 @@ def test_hybrid_sums_parts_over_the_other_axes(level, remat):
     )
 
 
+@pytest.mark.slow
 def test_level_1_sums_after_all_parts_and_level_2_within():
     """At level 1 the sums are outside of all loops, at level 2 none is."""
     after = {

@@ -92,6 +92,7 @@ class FakeMlflow:
         pass
 
 
+@pytest.mark.slow
 @needs["wandb"]
 @pytest.mark.filterwarnings("ignore")
 def test_weights_and_biases_gets_one_run_of_a_folder(tmp_path, capsys):
@@ -123,6 +124,7 @@ def test_weights_and_biases_gets_one_run_of_a_folder(tmp_path, capsys):
     assert json.loads(settings["optimizer.learning_rate"]) == "0.001"
 
 
+@pytest.mark.slow
 @needs["wandb"]
 @pytest.mark.filterwarnings("ignore")
 def test_weights_and_biases_without_a_key_says_so_and_asks_nobody(tmp_path, monkeypatch, capsys):
@@ -138,6 +140,7 @@ def test_weights_and_biases_without_a_key_says_so_and_asks_nobody(tmp_path, monk
     assert steps_in(tmp_path) == [1, 2]
 
 
+@pytest.mark.slow
 @needs["mlflow"]
 @pytest.mark.filterwarnings("ignore")
 def test_mlflow_gets_one_run_of_a_folder(tmp_path, capsys, monkeypatch):

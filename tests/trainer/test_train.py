@@ -45,6 +45,7 @@ def shared():
         yield
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on_as_if_nothing_had_been(tmp_path, monkeypatch, capsys):
     flags = RING
     undisturbed = run(tmp_path / "undisturbed", flags, steps=7)
@@ -243,6 +244,7 @@ def test_what_does_not_fit_is_refused_before_there_is_a_run(flags, error, messag
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_profile_traces_the_steps(tmp_path):
     run(tmp_path, f"{RING} --profile 2 3", steps=7)
     assert list((tmp_path / "profile").rglob("*.xplane.pb"))

@@ -222,6 +222,7 @@ def test_wrong_data_end_the_program_before_there_is_a_run(wrong, data, tmp_path)
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_token_beyond_the_vocabulary_that_training_meets_costs_no_step(tmp_path, capsys):
     # The file is checked at its ends when it is opened, and so are windows as they are read.
     count = 1_000_000
@@ -285,6 +286,7 @@ def test_full_disk_at_the_start_ends_the_program(data, tmp_path, monkeypatch, wr
     assert_matches(message, r"^StorageError: The folder of a run .*/run: No space left on device")
 
 
+@pytest.mark.slow
 def test_disk_that_fills_up_leaves_the_last_checkpoint(data, tmp_path, monkeypatch, capsys):
     # A limit on the size of files stands for the full disk.
     limit, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -483,6 +485,7 @@ def poisoned(data, monkeypatch):
         yield data
 
 
+@pytest.mark.slow
 def test_loss_that_is_not_finite_stops_and_can_be_skipped(poisoned, tmp_path, capsys, monkeypatch):
     flags = "--checkpoint.every 1"
     for stopped in (False, True):
@@ -541,6 +544,7 @@ runpy.run_path("train.py", run_name="__main__")
 """
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_exits_with_status_0(data, tmp_path, capsys):
     flags = "--evaluate-every 1"
     environment = {

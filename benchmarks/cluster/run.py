@@ -1,0 +1,298 @@
+"""Times every scheme with real collectives between processes, on an emulated or a real cluster.
+
+    python benchmarks/cluster/run.py --nodes 4 --devices 4 --rate 100mbit
+    python benchmarks/cluster/run.py --nodes 16 --devices 1 --kv-heads 4 --dtype bfloat16
+    python benchmarks/cluster/run.py --schemes ring startrail-2 team-4 --orders chosen worst
+    python benchmarks/cluster/run.py --schemes every --plan --passes both --rate 20mbit
+    python benchmarks/cluster/run.py --train gpt dit --head-dim 8 --schemes ring team-4
+    srun python benchmarks/cluster/run.py --distributed          # on a real cluster
+
+Without --distributed, the nodes are network namespaces of this machine, joined by ports of limited
+rate (`nodes.py`); each node has one process with simulated devices, which talk over gloo.
+This needs Linux, its commands `unshare`, `ip` and `tc`, and no root where user namespaces are
+allowed. Nothing is left behind, even if the program is killed.
+
+The benchmark compiles all rows, compares their results with dense attention in float64, and times
+them in turn: --rounds times with the rate of the ports and --free-rounds times without. It prints a
+table and says below what the columns mean; --json writes all samples and --picture draws them. The
+exit status is 1 if a result is wrong.
+
+What the emulation does not have: overlap of messages with attention (XLA's CPU backend waits for
+each message), latency, and cores of its own for each device. Only ratios of times mean something,
+and only where "s, free" is a small part of "s".
+
+With --distributed, each process of a real cluster runs the same command, as with train.py
+(`docs/cluster.md`), and uses all its devices. Bytes are counted with --interface.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.util
+import os
+import secrets
+import shlex
+import socket
+import sys
+import zlib
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+# For a checkout that is not installed.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.cluster import nodes as cluster_nodes
+from benchmarks.cluster.nodes import CONTROL, PRIVATE_FOLDER
+from benchmarks.cluster.schemes import named_schemes
+from benchmarks.cluster.settings import EVERY, ClusterSettings
+from startrail_jax.errors import InputError
+from trainer.command_line import parse
+from trainer.network.options import Distributed
+
+SILENCE_SECONDS = 120
+"""Time after which a silent process of an emulated cluster counts as lost: cores are few."""
+BFLOAT16_FLAG = "--xla_disable_hlo_passes=float-normalization-bf16"
+"""Without it XLA's CPU backend sends bfloat16 as float32."""
+EMULATION_ONLY = ("rate", "inside", "duplex", "free_rounds")
+
+
+def main(argv: list[str]) -> int:
+    command = parse(argv, default=ClusterSettings(), prog="cluster.py", description=__doc__)
+    settings, distributed = command.settings, command.distributed
+    check_outputs(settings)
+    if distributed.several:
+        return measure(settings, distributed)
+    return emulate(settings, argv)
+
+
+def check_outputs(settings: ClusterSettings) -> None:
+    """Refuses now what would fail when all is measured.
+
+    Raises:
+        ValueError: if a file cannot be written.
+    """
+    for name in ("json", "picture"):
+        path: Path | None = getattr(settings, name)
+        if path is None:
+            continue
+        folder = path.resolve().parent
+        if not folder.is_dir() or folder.is_relative_to(PRIVATE_FOLDER):
+            raise InputError(
+                f"{name} must be in a folder that exists, and not in {PRIVATE_FOLDER}; got {path}. "
+                "Make the folder, or name another."
+            )
+    if settings.picture and importlib.util.find_spec("matplotlib") is None:
+        raise InputError(
+            f"picture needs matplotlib, which is not installed; got picture={settings.picture}. "
+            "Run: pip install 'startrail-jax[benchmarks]'"
+        )
+
+
+# On one machine ----------------------------------------------------------------------------------
+
+
+def emulate(settings: ClusterSettings, argv: list[str]) -> int:
+    """Starts this program in all processes of an emulated cluster."""
+    topology = settings.topology
+    if settings.train and settings.dtype != "float32":
+        raise InputError(
+            "dtype must be float32 for train on an emulated cluster, since XLA's CPU backend "
+            "multiplies no matrices in bfloat16 as long as it sends bfloat16; got "
+            f"dtype={settings.dtype}, train={' '.join(settings.train)}. Leave out one of them."
+        )
+    # What is wrong with the sizes and the schemes is said before anything starts.
+    settings.check_length(len(topology.device_nodes))
+    schemes = []
+    if EVERY not in settings.schemes:
+        schemes = named_schemes(settings.schemes, settings.call, topology.device_nodes)
+    sent = {settings.dtype, *(scheme.options.get("gradient_dtype") for scheme in schemes)}
+    flags = [os.environ.get("XLA_FLAGS", "")]
+    flags += [BFLOAT16_FLAG] * ("bfloat16" in sent)
+    variables = {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": str(topology.devices_of_process),
+        "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
+        "STARTRAIL_SECRET": secrets.token_hex(),
+        "XLA_FLAGS": " ".join(flags).strip(),
+        "PYTHONUNBUFFERED": "1",
+        # A program that comes from jax's cache cannot be handed on to the other processes.
+        "JAX_ENABLE_COMPILATION_CACHE": "false",
+        # There are fewer cores than processes.
+        "OMP_NUM_THREADS": "1",
+    }
+    where = ["--distributed.coordinator", "{coordinator}", "--distributed.index", "{index}",
+             "--distributed.processes", str(topology.processes),
+             "--distributed.timeout", str(SILENCE_SECONDS)]  # fmt: skip
+    program = [sys.executable, str(Path(__file__).resolve()), *argv, *where]
+    return cluster_nodes.run(topology, program, variables)
+
+
+# In every process --------------------------------------------------------------------------------
+
+
+def measure(settings: ClusterSettings, distributed: Distributed) -> int:
+    """Measures in one of the processes; process 0 prints. Returns the exit status."""
+    from trainer.processes.distributed import start
+    from trainer.processes.heartbeat import heartbeat
+    from trainer.run.settings import flags_of
+
+    emulated = CONTROL in os.environ
+    changed = [x for x in EMULATION_ONLY if getattr(settings, x) != getattr(ClusterSettings(), x)]
+    if changed and not emulated:
+        raise InputError(
+            f"{', '.join(EMULATION_ONLY)} belong to emulated ports; got --distributed and "
+            f"{', '.join(f'{x}={getattr(settings, x)}' for x in changed)}. Leave them out."
+        )
+    silence_gloo()
+    distributed, leave = start(distributed)
+    with heartbeat(distributed, flags_of(settings, but=("json", "picture")), leave):
+        return measure_joined(settings, emulated=emulated)
+
+
+def silence_gloo() -> None:
+    """Drops what C++ prints: gloo tells of every group of devices on standard output."""
+    sys.stdout = os.fdopen(os.dup(1), "w")
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 1)
+    os.close(nothing)
+
+
+def measure_joined(settings: ClusterSettings, *, emulated: bool) -> int:
+    """Measures, when the processes have joined each other. Returns the exit status."""
+    import jax
+
+    from benchmarks.cluster import report
+    from benchmarks.cluster.attention import AttentionCalls
+    from benchmarks.cluster.rounds import Processes
+
+    processes = Processes(
+        emulated=emulated,
+        shared=PRIVATE_FOLDER if emulated else None,
+        port=settings.port if emulated else settings.interface,
+    )
+    place = find_place(settings, emulated=emulated)
+    settings.check_length(len(place.devices))
+    nodes = len(place.devices) // place.devices_per_node
+    facts: dict[str, Any] = {
+        "cluster": f"{nodes} x {place.devices_per_node} {place.devices[0].device_kind} devices"
+        + (f", emulated, {describe(settings)}" if emulated else ""),
+        "sizes": f"{settings.batch_size} x {settings.seq_len} tokens, {settings.heads} heads "
+        f"({settings.num_kv_heads} key heads) of {settings.head_dim}, {settings.dtype}, "
+        + ("causal" if settings.causal else "full"),
+        "versions": f"jax {jax.__version__}, {os.cpu_count()} cores",
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "command": shlex.join(["python", *(as_given(sys.argv) if emulated else sys.argv)]),
+    }
+    for name, fact in facts.items():
+        processes.say(f"{name}: {fact}")
+    planned = None
+    if settings.plan:
+        from benchmarks.cluster.plan import Planned
+
+        planned = Planned(settings, place, processes)
+        facts["measured"] = planned.facts()
+        processes.say(f"measured: {planned.facts()}")
+    calls = AttentionCalls(settings, place, processes)
+    timed = [] if settings.train else prepare(settings, calls, planned=planned)
+    for kind in settings.train:
+        from benchmarks.cluster.training import TrainingSteps
+
+        own = settings.of_model(kind)
+        calls = AttentionCalls(own, place, processes)
+        timed += prepare(own, calls, TrainingSteps(kind, own, place, processes))
+    processes.say(f"{len(timed)} programs are compiled and checked; timing")
+    processes.run_rounds(timed, settings.rounds, limited=True)
+    if emulated:
+        processes.run_rounds(timed, settings.free_rounds, limited=False)
+    results = [report.result(x) for x in timed]
+    if processes.is_first:
+        print(report.table(results), flush=True)
+        if planned:
+            print(planned.verdict(timed), flush=True)
+        if settings.json:
+            report.save(settings.json, report.header_of(settings, **facts), results)
+        if settings.picture:
+            report.draw(settings.picture, f"{facts['cluster']}\n{facts['sizes']}", results)
+    return int(any(map(report.is_wrong, results)))
+
+
+def prepare(
+    settings: ClusterSettings, calls: Any, steps: Any = None, *, planned: Any = None
+) -> list[Any]:
+    """Compiles and checks all programs of one kind.
+
+    Args:
+        settings: the settings.
+        calls: the `AttentionCalls`, which know what the devices allow.
+        steps: the `TrainingSteps` to time in their place, if any.
+        planned: the `Planned`, which predicts attention, if any.
+    """
+    if EVERY in settings.schemes:
+        from benchmarks.cluster.plan import every_row
+
+        rows = every_row(settings, calls.place)
+    else:
+        schemes = named_schemes(settings.schemes, settings.call, calls.place.nodes)
+        rows = calls.rows(schemes, named=bool(settings.schemes))
+    found = [(steps or calls).prepare(row) for row in rows]
+    if planned:
+        planned.predict(rows, found)
+    return [timed for of_row in found for timed in of_row]
+
+
+def find_place(settings: ClusterSettings, *, emulated: bool) -> Any:
+    """The devices of all processes, node by node.
+
+    Raises:
+        ValueError: if nodes have different numbers of devices, or not those of the settings.
+    """
+    import jax
+    import numpy as np
+    from jax.experimental import multihost_utils
+
+    from benchmarks.cluster.attention import Place
+
+    devices = sorted(jax.devices(), key=lambda x: (x.process_index, x.id))
+    if emulated:
+        per_node = settings.topology.devices
+    else:
+        own = np.array([zlib.crc32(socket.gethostname().encode()) >> 1], np.int32)
+        hosts = np.asarray(multihost_utils.process_allgather(own)).ravel().tolist()
+        devices.sort(key=lambda x: hosts.index(hosts[x.process_index]))
+        counts = Counter(hosts[x.process_index] for x in devices)
+        per_node = max(counts.values())
+        if len(set(counts.values())) > 1:
+            raise InputError(
+                "Every node must have the same number of devices; got "
+                f"{', '.join(map(str, counts.values()))}. Use the same on all."
+            )
+        found = {"nodes": len(counts), "devices": per_node}
+        wrong = [x for x in found if getattr(settings, x) not in (None, found[x])]
+        if wrong:
+            raise InputError(
+                "nodes and devices must be those of the cluster; got "
+                f"{', '.join(f'{x}={getattr(settings, x)}' for x in wrong)}, and there are "
+                f"{len(counts)} nodes of {per_node} devices. Leave them out."
+            )
+    return Place(devices=tuple(devices), devices_per_node=per_node, rails=settings.rails)
+
+
+def describe(settings: ClusterSettings) -> str:
+    """The ports of an emulated cluster in words."""
+    whose = "a device" if settings.rails else "a node"
+    inside = f", {settings.inside} a device inside" if settings.inside else ""
+    return f"one {settings.duplex}-duplex port of {settings.rate} for {whose}{inside}"
+
+
+def as_given(words: list[str]) -> list[str]:
+    """The command line of the user, from that of a process of an emulated cluster."""
+    end = words.index("--distributed.coordinator")
+    return [os.path.relpath(words[0]), *words[1:end]]
+
+
+if __name__ == "__main__":
+    from trainer.run.exit import exit_on_ctrl_c, exit_on_user_errors
+
+    with exit_on_ctrl_c(), exit_on_user_errors():
+        sys.exit(main(sys.argv[1:]))

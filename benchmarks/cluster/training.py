@@ -1,0 +1,162 @@
+"""Training steps as `run.py` times them: those that train.py runs, on random data."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import startrail_jax as st
+from benchmarks.cluster.attention import Place, Row
+from benchmarks.cluster.rounds import Forecast, Processes, Timed
+from benchmarks.cluster.settings import ClusterSettings
+from startrail_jax.analysis.algorithms import GLOO, NCCL
+from startrail_jax.analysis.ports import read_messages
+from startrail_jax.errors import UnsupportedError
+from startrail_jax.layout import Layout
+from trainer.config import OptimizerConfig, TrainConfig
+from trainer.data.batches import place
+from trainer.dit.batches import ImageBatch
+from trainer.dit.config import DiTConfig, DiTTrainConfig
+from trainer.gpt.batches import TokenBatch
+from trainer.gpt.config import DataConfig, GPTConfig, GPTTrainConfig
+from trainer.parallel.step import Program, StepMetrics
+from trainer.tasks import TASKS
+
+LOSS_TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-3}
+"""Largest relative difference of the first loss from that of the first row."""
+CLASSES, CHANNELS = 10, 4
+TITLES = {"gpt": "GPT step", "dit": "DiT step"}
+
+
+class TrainingSteps:
+    """The training steps of all rows, for one kind of model.
+
+    Args:
+        kind: "gpt" or "dit".
+        settings: sizes.
+        placed: the devices.
+        processes: the processes that share them.
+    """
+
+    def __init__(
+        self, kind: str, settings: ClusterSettings, placed: Place, processes: Processes
+    ) -> None:
+        self._kind = kind
+        self._settings = settings
+        self._place = placed
+        self._processes = processes
+        self._first_loss: float | None = None
+        self.config = train_config(kind, settings)
+
+    def prepare(self, row: Row) -> list[Timed]:
+        """Compiles the step of a row and takes the first one."""
+        mesh = self._place.mesh(row.scheme.degrees, row.order)
+        objective = TASKS[self._kind].make_objective(self.config)
+        attention = st.Attention(mesh, causal=objective.causal, **row.scheme.options)
+        program = Program(self.config, attention, objective)
+        batch = place(random_batch(self.config, attention.layout), program.batch_sharding)
+        state = _state(program)
+        number: Any = 0.0
+        out = (state, StepMetrics(*4 * (number,)))
+        step, text = self._processes.compile(program.train_step, (state, batch), out)
+        holder = [state]
+        timed = Timed(
+            name=row.name,
+            what=TITLES[self._kind],
+            run=lambda: None,
+            forecast=self._forecast(row, text),
+            tolerance=LOSS_TOLERANCE[self._settings.dtype],
+        )
+        timed.run = partial(_take, step, holder, batch, timed.losses)
+        timed.run()
+        first = self._first_loss = self._first_loss or timed.losses[0]
+        timed.error = abs(timed.losses[0] - first) / abs(first)
+        return [timed]
+
+    def _forecast(self, row: Row, text: str) -> Forecast:
+        """Counted in the compiled program, in process 0: a step sends more than attention does."""
+        if not text:
+            return Forecast(received=0, gloo_received=0, received_by_device=0)
+        count = partial(self._place.received, row.scheme.degrees, row.order)
+        sent = read_messages(text, NCCL)
+        try:
+            gloo = count(read_messages(text, GLOO))
+        except UnsupportedError:
+            gloo = math.nan
+        return Forecast(
+            received=count(sent),
+            gloo_received=gloo,
+            received_by_device=int(sent.matrix.sum(axis=0).max()),
+        )
+
+
+def train_config(kind: str, settings: ClusterSettings) -> TrainConfig:
+    """The config of a run of so many tokens and heads."""
+    width = settings.heads * settings.head_dim
+    sizes: dict[str, Any] = {"width": width, "layers": settings.layers, "heads": settings.heads,
+             "mlp_width": width, "dtype": settings.dtype}  # fmt: skip
+    run: dict[str, Any] = {"optimizer": OptimizerConfig(learning_rate=1e-3), "steps": 1000,
+           "batch_size": settings.batch_size, "run_dir": Path("unused")}  # fmt: skip
+    if kind == "gpt":
+        heads: dict[str, Any] = {"kv_heads": settings.num_kv_heads, "head_dim": settings.head_dim}
+        return GPTTrainConfig(
+            model=GPTConfig(**sizes, **heads),
+            data=DataConfig(mask_documents=False),
+            seq_len=settings.seq_len,
+            **run,
+        )
+    height = max(x for x in range(1, math.isqrt(settings.seq_len) + 1) if settings.seq_len % x == 0)
+    return DiTTrainConfig(
+        model=DiTConfig(channels=CHANNELS, classes=CLASSES, patch=(1, 1, 1), **sizes),
+        size=(1, height, settings.seq_len // height),
+        **run,
+    )
+
+
+def random_batch(config: TrainConfig, layout: Layout) -> Any:
+    """The same random sequences, or images, in the order of any layout."""
+    rng = np.random.default_rng(0)
+    rows = config.batch_size
+    if isinstance(config, GPTTrainConfig):
+        stream = rng.integers(0, config.model.vocab_size, (rows, config.seq_len + 1), np.int32)
+        positions = np.broadcast_to(np.arange(config.seq_len, dtype=np.int32), stream[:, 1:].shape)
+        tokens, targets, positions = (
+            layout.permute(x) for x in (stream[:, :-1], stream[:, 1:], positions)
+        )
+        weights = np.ones(tokens.shape, np.float32)
+        return TokenBatch(tokens, targets, positions, None, weights)
+    assert isinstance(config, DiTTrainConfig)
+    patches = rng.normal(size=(rows, config.num_tokens, config.patch_elements)).astype(np.float32)
+    padding = layout.padded_length(config.num_tokens) - config.num_tokens
+    patches = layout.permute(np.pad(patches, ((0, 0), (0, padding), (0, 0))))
+    numbers = np.arange(rows, dtype=np.int32)
+    return ImageBatch(patches, numbers % CLASSES, None, numbers)
+
+
+def _state(program: Program) -> Any:
+    """Random weights and an optimizer that has taken no step, the same on every mesh."""
+    rng = np.random.default_rng(1)
+
+    def filled(shape: Any, value: np.ndarray) -> jax.Array:
+        return jax.make_array_from_callback(shape.shape, shape.sharding, value.__getitem__)
+
+    def weight(shape: Any) -> jax.Array:
+        return filled(shape, (0.02 * rng.standard_normal(shape.shape)).astype(shape.dtype))
+
+    shapes = program.state_shapes
+    return shapes._replace(
+        weights=jax.tree.map(weight, shapes.weights),
+        optimizer=jax.tree.map(lambda x: filled(x, np.zeros(x.shape, x.dtype)), shapes.optimizer),
+    )
+
+
+def _take(step: Any, holder: list[Any], batch: Any, losses: list[float]) -> None:
+    """Takes a step; returns when it is done."""
+    holder[0], metrics = step(holder[0], batch)
+    jax.block_until_ready(holder[0])
+    losses.append(float(metrics.loss))

@@ -1,0 +1,146 @@
+"""Measures the attention on one GPU: whether it is right, how fast it is, what the schedule costs.
+
+    python benchmarks/gpu/run.py                          # 8 minutes, one NVIDIA GPU
+    python benchmarks/gpu/run.py --json results.jsonl --minutes 4
+    python benchmarks/gpu/run.py --speed-only --rows "64K causal"
+
+Part 1, errors, compares every block backend, forward and backward, with float32 attention at
+highest precision. The number in brackets is the error divided by that of
+`jax.nn.dot_product_attention` in the same dtype. A row fails, and the exit status is 1, if an error
+is NaN or more than 1.4 times jax's (where jax has nothing to compare with: above the limits in
+`errors.py`). Rows "in turn" do the work of all devices of a mesh one after another, on the
+units of one sequence.
+
+Part 2, speed, uses bfloat16, batch 1 and random data, and gives medians of samples that are taken
+in turn.
+
+    (a)         jax's cuDNN attention, the whole sequence on this GPU
+    (b)         `Attention` on a mesh of this one GPU
+    (c) ...     all that one device of a larger mesh computes, without the network (`rehearsal.py`);
+                tokens are those of the whole mesh
+
+    unit        tokens in a query unit: what a device attends at a time
+    ms          one call; fwd+bwd is both passes
+    TFLOP/s     useful work over time: 4 * pairs * heads * head_dim forward, 2.5 times that
+                backward, of visible (query, key) pairs only; in (c) the device's share of them
+    x (a)       TFLOP/s over those of (a) in the column "at": at the same length, or at the longest
+                that was measured
+    bar         0.98 for (b), 0.92 for (c) with units of 8192 tokens or more; MISS is below it
+    plan GiB    arguments, results and temporaries, as compiled
+    peak GiB    the same as allocated; "-" where an earlier row needed more
+    merge       time of merging the partial attentions alone (one from each round, and one from each
+                member of the team), over the time of the row
+
+Rows come in the order of their importance until the time is up; the rows that were left out are
+listed last. With --json, each row is also written as a line of JSON, with all samples.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+# For a checkout that is not installed.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import jax
+
+import startrail_jax as st
+from benchmarks.gpu import errors, speed
+from benchmarks.gpu.report import Report
+
+ERRORS_SHARE = 0.4
+"""Share of the time that part 1 may take if part 2 follows."""
+
+PACKAGES = (
+    *("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cudnn-cu13"),
+    *("nvidia-cudnn-cu12", "numpy"),
+)
+
+
+def main(argv: list[str] | None = None) -> int:
+    start = time.monotonic()
+    args = parse_args(argv)
+    device = jax.devices()[0]
+    if device.platform != "gpu" and not args.tiny:
+        raise SystemExit(
+            f"This benchmark needs an NVIDIA GPU; jax found {device.platform} devices. Install "
+            "jax[cuda13], or use --tiny for a trial of the program on a CPU."
+        )
+    mesh = st.make_mesh(st.Degrees(), devices=[device])
+    with open(args.json or os.devnull, "w") as file:
+        report = Report(args, mesh, start + 60 * args.minutes, file)
+        header(report, device)
+        if not args.speed_only:
+            share = 1.0 if args.correctness_only else ERRORS_SHARE
+            errors.measure(report, until=start + share * 60 * args.minutes)
+        if not args.correctness_only:
+            speed.measure(report)
+        for row in report.left_out:
+            report.write(f"left out, as the time was up: {row}", part="left out", row=row)
+        report.write(f"{time.monotonic() - start:.0f} s in all")
+    if not report.found:
+        raise SystemExit(f"--rows must match the name of a row; got {args.rows!r}.")
+    return int(report.failed)
+
+
+def header(report: Report, device: Any) -> None:
+    """Prints the device, the versions and the options of the measurement."""
+    query = "name,driver_version,memory.total,power.limit,clocks.max.sm"
+    try:
+        command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
+        card = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        card = ""
+    versions = {name: version(name) for name in PACKAGES}
+    facts = {
+        "card": f"{device.device_kind}, compute {getattr(device, 'compute_capability', '-')}, "
+        f"{report.memory_limit / 2**30:.0f} GiB for jax",
+        f"nvidia-smi ({query})": card or "not found",
+        "versions": ", ".join(f"{name} {found}" for name, found in versions.items() if found)
+        + f", Python {platform.python_version()}",
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "command": shlex.join(["python", *sys.argv]),
+        "compiler options": str(report.options),
+        "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
+    }
+    if report.args.tiny:
+        facts["tiny"] = "a trial: every backend is xla, jax's too, and times mean nothing"
+    report.write("\n".join(f"{name}: {value}" for name, value in facts.items()))
+    report.write("", part="header", **facts)
+
+
+def version(package: str) -> str:
+    """The installed version of a package; "" if there is none."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--minutes", type=float, default=8.0, help="for everything")
+    parser.add_argument("--rows", default="", help="regular expression: only the rows it finds")
+    parser.add_argument("--json", metavar="FILE", help="write rows as lines of JSON too")
+    parser.add_argument("--full-grid", action="store_true", help="all lengths, masks and heads")
+    parser.add_argument("--tiny", action="store_true", help="sizes and backends for a CPU")
+    part = parser.add_mutually_exclusive_group()
+    part.add_argument("--correctness-only", action="store_true", help="part 1 alone")
+    part.add_argument("--speed-only", action="store_true", help="part 2 alone")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

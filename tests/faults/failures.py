@@ -1,0 +1,390 @@
+"""Makes one of several processes fail in every way, and shows that all exit and training continues.
+
+    python tests/faults/failures.py                         # 2 processes
+    python tests/faults/failures.py --processes 4
+
+The benchmark trains a small GPT in several processes on this machine. In each start one thing
+happens:
+
+    worker killed         SIGKILL to the last process
+    process 0 killed      SIGKILL to process 0, which holds jax's coordinator and our own
+    worker stopped        SIGSTOP to the last process, which is resumed when all others have exited
+    process 0 stopped     SIGSTOP to process 0, likewise
+    wrong data            tokens outside the vocabulary appear in the file of the last process
+    disk full             the last process may write no more than a few bytes
+    SIGTERM to a worker   SIGTERM to the last process alone
+    SIGTERM to all        SIGTERM to every process
+
+The benchmark checks that all processes exit within a minute. After a failure, all of them must exit
+with a status other than 0, and all that were not killed must name the process that failed. After
+SIGTERM, all must exit with status 0 and the step must be saved. The next start must continue from
+the newest complete checkpoint. It prints a line for each start, and exits with status 1 if a check
+fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.faults.run_folders import REPOSITORY, CheckFailed, environment, newest_whole
+
+END_SECONDS = 60
+"""Time in which all processes must end."""
+HANGS_AFTER_SECONDS = 180
+"""Time after which a process that neither ends nor goes on counts as hanging."""
+SEQ_LEN = 32
+NUM_TOKENS = 1_000_000
+BATCHES_BEFORE_WRONG_DATA = 4
+
+# Every device holds a part of the state, so that every process writes to a checkpoint.
+FLAGS = (
+    "--mesh.team 1 --zero 3 --model.width 32 --model.layers 1 --model.heads 2 "
+    f"--model.kv-heads 1 --model.head-dim 16 --model.mlp-width 64 --seq-len {SEQ_LEN} "
+    "--batch-size 2 --log-every 1 --checkpoint.every 3 --evaluate-every 1000000 "
+    "--validation-sequences 2 --sample-length 0 --no-tensorboard "
+)
+# A process is killed when the process that started it ends, however that happens.
+PROGRAM = (
+    "import ctypes, runpy, sys; ctypes.CDLL(None).prctl(1, 9); sys.argv[0] = 'train.py'; "
+    "runpy.run_path('train.py', run_name='__main__')"
+)
+
+
+class Processes:
+    """`train.py` in several processes. A context manager that leaves none behind."""
+
+    def __init__(
+        self,
+        count: int,
+        flags: Sequence[str],
+        *,
+        folder: Path,
+        own_flags: Mapping[int, Sequence[str]] | None = None,
+    ) -> None:
+        """Starts them.
+
+        Args:
+            count: number of processes; a single one is started without `--distributed`.
+            flags: flags of all processes.
+            folder: folder for their output and their compiled programs.
+            own_flags: further flags of single processes, by index.
+        """
+        variables = environment(folder / "compiled") | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+        self.port = free_port()
+        """Where process 0 listens while they start."""
+        coordinator = f"127.0.0.1:{self.port}"
+        self.count = count
+        self._logs = [folder / f"process-{index}.log" for index in range(count)]
+        self._all: list[subprocess.Popen[bytes]] = []
+        for index, log in enumerate(self._logs):
+            where = ["--distributed.coordinator", coordinator]
+            where += ["--distributed.processes", str(count), "--distributed.index", str(index)]
+            own = (own_flags or {}).get(index, ())
+            with log.open("wb") as output:
+                process = subprocess.Popen(
+                    [sys.executable, "-c", PROGRAM, *flags, *(where if count > 1 else []), *own],
+                    cwd=REPOSITORY,
+                    env=variables,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                )
+            self._all.append(process)
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for process in self._all:
+            process.kill()
+            process.wait()
+
+    def output(self, index: int) -> str:
+        """What one process has printed."""
+        return self._logs[index].read_text()
+
+    def outputs(self) -> str:
+        """What all processes have printed."""
+        return "".join(f"--- process {index}\n{self.output(index)}" for index in range(self.count))
+
+    def pid(self, index: int) -> int:
+        """The id of a process."""
+        return self._all[index].pid
+
+    def is_running(self, index: int) -> bool:
+        """Whether a process has not ended."""
+        return self._all[index].poll() is None
+
+    def signal(self, index: int, number: int) -> None:
+        """Sends a signal to a process."""
+        self._all[index].send_signal(number)
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        """Waits until a condition holds; all processes must run until then."""
+        deadline = time.monotonic() + HANGS_AFTER_SECONDS
+        while not condition():
+            ended = [i for i, process in enumerate(self._all) if process.poll() is not None]
+            if ended or time.monotonic() > deadline:
+                what = f"process {ended[0]} ended" if ended else "they hung"
+                raise CheckFailed(f"The processes must go on; {what}.\n{self.outputs()}")
+            time.sleep(0.02)
+
+    def wait(self, which: Sequence[int] | None = None, seconds: float = END_SECONDS) -> list[int]:
+        """Waits for the end of all processes, or of some; returns the statuses of all."""
+        deadline = time.monotonic() + seconds
+        for index in range(self.count) if which is None else which:
+            try:
+                self._all[index].wait(max(deadline - time.monotonic(), 0))
+            except subprocess.TimeoutExpired:
+                raise CheckFailed(
+                    f"All must end within {seconds:g} s; process {index} has not.\n{self.outputs()}"
+                ) from None
+        return [process.returncode for process in self._all]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailureCase:
+    """Something that happens to one process, or to all."""
+
+    name: str
+    """Name of the case in the output."""
+    victim: int | None
+    """Index of the process, from the end if negative; None for all processes."""
+    says: str
+    """Pattern of what all processes that were not killed must print; `{}` is the victim's name."""
+    happen: Callable[[Processes, int], None] | None
+    """Makes it happen, given the victim; None to spoil its data."""
+    good: bool = False
+    """Whether all processes must end with status 0."""
+
+
+def signal_it(number: int) -> Callable[[Processes, int], None]:
+    """What happens in a case: the victim gets a signal."""
+    return lambda processes, victim: processes.signal(victim, number)
+
+
+def fill_disk(processes: Processes, victim: int) -> None:
+    """Limits the size of the files that a process writes, as a full disk would."""
+    _, hard = resource.prlimit(processes.pid(victim), resource.RLIMIT_FSIZE)
+    resource.prlimit(processes.pid(victim), resource.RLIMIT_FSIZE, (20_000, hard))
+
+
+def terminate_all(processes: Processes, _: int) -> None:
+    """Sends SIGTERM to all processes."""
+    for index in range(processes.count):
+        processes.signal(index, signal.SIGTERM)
+
+
+WITHOUT_A_WORD = r"{} \([^)]+\) has ended without a word"
+SILENT = r"{} \([^)]+\) has given no sign of life for"
+CASES = (
+    FailureCase(
+        name="worker killed", victim=-1, says=WITHOUT_A_WORD, happen=signal_it(signal.SIGKILL)
+    ),
+    FailureCase(
+        name="process 0 killed", victim=0, says=WITHOUT_A_WORD, happen=signal_it(signal.SIGKILL)
+    ),
+    FailureCase(name="worker stopped", victim=-1, says=SILENT, happen=signal_it(signal.SIGSTOP)),
+    FailureCase(name="process 0 stopped", victim=0, says=SILENT, happen=signal_it(signal.SIGSTOP)),
+    FailureCase(
+        name="wrong data",
+        victim=-1,
+        says=r"{} \([^)]+\): InputError: .*vocab_size; got id 3000 at token \d+",
+        happen=None,
+    ),
+    FailureCase(
+        name="disk full",
+        victim=-1,
+        says=r"{} \([^)]+\): CheckpointError: The checkpoint of step \d+ could not be saved",
+        happen=fill_disk,
+    ),
+    FailureCase(
+        name="SIGTERM to a worker",
+        victim=-1,
+        says="",
+        happen=signal_it(signal.SIGTERM),
+        good=True,
+    ),
+    FailureCase(name="SIGTERM to all", victim=None, says="", happen=terminate_all, good=True),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """The result of a case."""
+
+    case: FailureCase
+    began_after: int
+    """The step that this start went on from."""
+    seconds: float
+    """Time from what happened until the last process had ended."""
+    statuses: tuple[int, ...]
+    """Statuses of the processes; a process that a signal killed has a negative one."""
+    message: str
+    """The last message of process 0, or of process 1 if process 0 was the victim."""
+    whole: int
+    """The step of the newest whole checkpoint after the case."""
+
+
+def fail(
+    cases: Sequence[FailureCase], *, count: int, folder: Path, timeout: float = 10
+) -> list[Outcome]:
+    """Starts a run in several processes for each case, one after the other, in one run folder.
+
+    Args:
+        cases: the cases.
+        count: number of processes.
+        folder: folder for the data and the run.
+        timeout: seconds after which a silent process counts as lost.
+
+    Returns:
+        The result of each case.
+
+    Raises:
+        CheckFailed: if a check fails.
+    """
+    data, copy = write_data(folder), folder / "copy.bin"
+    run_dir = folder / "run"
+    flags = [*FLAGS.split(), "--data.path", str(data), "--run-dir", str(run_dir)]
+    flags += ["--devices", str(count), "--steps", "100000", "--distributed.timeout", str(timeout)]
+    outcomes: list[Outcome] = []
+    for case in cases:
+        victim = 0 if case.victim is None else case.victim % count
+        shutil.copyfile(data, copy)
+        own = {} if case.happen else {victim: ["--data.path", str(copy), "--allow-changes"]}
+        before = newest_whole(run_dir)
+        with Processes(count, flags, folder=folder, own_flags=own) as processes:
+            begin(processes, run_dir, before)
+            if case.happen is None:
+                spoil(copy)
+            else:
+                case.happen(processes, victim)
+            outcome = _end(case, processes, victim, run_dir)
+        if outcome.began_after != before:
+            raise CheckFailed(
+                f"A run must go on from its newest whole checkpoint; got step "
+                f"{outcome.began_after} where that of step {before} was whole."
+            )
+        outcomes.append(outcome)
+        print(describe(outcome), flush=True)
+    return outcomes
+
+
+def begin(processes: Processes, run_dir: Path, before: int) -> None:
+    """Waits for a new checkpoint and a step after it."""
+    processes.wait_for(
+        lambda: before < newest_whole(run_dir) < max(reported_steps(processes.output(0)), default=0)
+    )
+
+
+def _end(case: FailureCase, processes: Processes, victim: int, run_dir: Path) -> Outcome:
+    """Waits for the end of all processes and checks how they ended."""
+    since = time.monotonic()
+    stopped = case.says == SILENT
+    others = [index for index in range(processes.count) if index != victim]
+    if stopped:
+        processes.wait(others)
+        processes.signal(victim, signal.SIGCONT)
+    statuses = processes.wait()
+    seconds = time.monotonic() - since
+    if any((status == 0) != case.good for status in statuses):
+        good = "0" if case.good else "another than 0"
+        raise CheckFailed(f"All statuses must be {good}; got {statuses}.\n{processes.outputs()}")
+    name = f"process {victim} of {processes.count}"
+    for index in range(processes.count):
+        says = re.search(case.says.format(name), processes.output(index))
+        is_victim = index == victim and case.says in (WITHOUT_A_WORD, SILENT)
+        if not says and not is_victim:
+            raise CheckFailed(
+                f"Process {index} must name {name}; it does not.\n{processes.outputs()}"
+            )
+    speaker = 1 if victim == 0 and not case.good else 0
+    output = processes.output(speaker)
+    whole = newest_whole(run_dir)
+    if case.good and f"interrupted after step {whole}, " not in output:
+        raise CheckFailed(f"The last step must be saved; got step {whole}.\n{processes.outputs()}")
+    said = re.search(case.says.format(name) if case.says else r"interrupted after .*", output)
+    assert said is not None
+    match = re.search(r"^going on with .* after step (\d+)$", processes.output(0), re.MULTILINE)
+    return Outcome(
+        case=case,
+        began_after=int(match[1]) if match else 0,
+        seconds=seconds,
+        statuses=tuple(statuses),
+        message=said[0],
+        whole=whole,
+    )
+
+
+def describe(outcome: Outcome) -> str:
+    statuses = ", ".join(map(str, outcome.statuses))
+    message = outcome.message if len(outcome.message) < 60 else outcome.message[:57] + "..."
+    return (
+        f"{outcome.case.name:<20} from step {outcome.began_after:<4} {outcome.seconds:5.1f} s  "
+        f"status {statuses:<12} step {outcome.whole} whole  {message}"
+    )
+
+
+def write_data(folder: Path) -> Path:
+    """A file of random tokens."""
+    path = folder / "tokens.bin"
+    np.random.default_rng(0).integers(0, 256, NUM_TOKENS).astype("<u2").tofile(path)
+    return path
+
+
+def spoil(path: Path) -> None:
+    """Writes tokens beyond the vocabulary to a file that a program has mapped into its memory."""
+    tokens = np.memmap(path, "<u2", "r+")
+    # So many that a window hits one within some batches.
+    tokens[:: 20 * SEQ_LEN] = 3000
+    tokens.flush()
+
+
+def reported_steps(output: str) -> list[int]:
+    """The steps that a process has reported in its output."""
+    return [int(step) for step in re.findall(r"^step (\d+)/", output, re.MULTILINE)]
+
+
+def free_port() -> int:
+    """A port that is free on this machine."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            fail(CASES, count=args.processes, folder=Path(folder), timeout=args.timeout)
+        except CheckFailed as failure:
+            print(f"FAILED: {failure}", file=sys.stderr)
+            return 1
+    return 0
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Command line of the benchmark; see --help."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--processes", type=int, default=2, help="number of processes: 2, 4 or 8")
+    parser.add_argument("--timeout", type=float, default=20, help="--distributed.timeout")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

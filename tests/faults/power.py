@@ -1,0 +1,103 @@
+"""Emulates a power failure: what a program has not flushed to the disk is lost.
+
+A program that runs under `record` keeps, in another folder, the content of every file and the names
+in every folder at the moment when it was last flushed by `os.fsync`. After the program was killed,
+`after_power_failure` makes the folder that a disk could have kept: of each file and of each folder
+either what was flushed last, or what is there now. Flushes in libraries that are not written in
+Python are not seen, and count as none: the emulation loses more than a disk would.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import stat
+import sys
+from pathlib import Path
+
+import numpy as np
+
+PROGRAM = "import sys; from tests.faults.power import run; run(sys.argv.pop(1))"
+"""A program for `python -c`: its first word is the folder for what is flushed, the others are for
+train.py."""
+
+
+def run(flushed: str) -> None:
+    """Runs train.py under `record`."""
+    record(Path(flushed))
+    sys.argv[0] = "train.py"
+    runpy.run_path("train.py", run_name="__main__")
+
+
+def record(flushed: Path) -> None:
+    """Keeps what this program flushes from now on.
+
+    Args:
+        flushed: a folder for it, with a file for each file and each folder, named by its number on
+            the disk.
+    """
+    flush = os.fsync
+    # The number of a file that is open is given to no other.
+    held: dict[int, int] = {}
+
+    def fsync(descriptor: int) -> None:
+        status = os.fstat(descriptor)
+        held.setdefault(status.st_ino, os.dup(descriptor))
+        if stat.S_ISDIR(status.st_mode):
+            name = _folder_name(status.st_ino)
+            content = json.dumps({x.name: x.inode() for x in os.scandir(descriptor)}).encode()
+        else:
+            name = _file_name(status.st_ino)
+            content = Path(f"/proc/self/fd/{descriptor}").read_bytes()
+        part = flushed / f"{name}.part"
+        part.write_bytes(content)
+        part.replace(flushed / name)
+        flush(descriptor)
+
+    flushed.mkdir(parents=True, exist_ok=True)
+    os.fsync = fsync
+
+
+def after_power_failure(
+    live: Path, flushed: Path, out: Path, random: np.random.Generator, survives: float
+) -> None:
+    """Makes the folder that a disk could have kept.
+
+    Args:
+        live: the folder as the program saw it last.
+        flushed: what `record` has kept.
+        out: where to make the folder.
+        random: decides what is lost.
+        survives: the probability that a change which was not flushed is kept all the same.
+    """
+    _make_folder(live.stat().st_ino, live, flushed, out, lambda: random.random() < survives)
+
+
+def _make_folder(number, live, flushed, out, survives) -> None:
+    out.mkdir(parents=True)
+    listed = flushed / _folder_name(number)
+    entries = json.loads(listed.read_text()) if listed.exists() else {}
+    if live is not None and survives():
+        entries = {x.name: x.inode() for x in os.scandir(live)}
+    for name, child in entries.items():
+        path = None if live is None else live / name
+        if path is not None and not (path.exists() and path.stat().st_ino == child):
+            path = None  # It was renamed, or removed.
+        is_folder = path.is_dir() if path else (flushed / _folder_name(child)).exists()
+        if is_folder:
+            _make_folder(child, path, flushed, out / name, survives)
+            continue
+        kept = flushed / _file_name(child)
+        content = kept.read_bytes() if kept.exists() else b""
+        if path is not None and survives():
+            content = path.read_bytes()
+        (out / name).write_bytes(content)
+
+
+def _folder_name(number: int) -> str:
+    return f"folder-{number}"
+
+
+def _file_name(number: int) -> str:
+    return f"file-{number}"

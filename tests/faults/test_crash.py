@@ -1,0 +1,78 @@
+"""Training that is killed: it goes on from a whole checkpoint, and loses and repeats nothing."""
+
+import pytest
+
+from tests.faults import crash, run_folders
+
+
+def kill(last_step, whole, began_after=0):
+    return crash.Kill(
+        moment="step", began_after=began_after, last_step=last_step, whole=whole, unfinished=()
+    )
+
+
+class Begun:
+    def __init__(self, began_after):
+        self.began_after = began_after
+
+
+@pytest.mark.slow
+def test_killed_training_ends_as_if_undisturbed(tmp_path, capsys):
+    first, second = crash.crash(2, seed=0, folder=tmp_path)
+    assert (first.moment, second.moment) == ("save", "step")
+    assert first.unfinished
+    assert first.began_after == 0
+    assert second.began_after == first.whole
+    assert second.last_step > first.last_step
+    assert second.whole >= crash.EVERY
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("2 kills, ")
+    assert last.endswith("all 60 losses are those of the undisturbed run")
+
+
+@pytest.mark.quick
+def test_lost_checkpoint_is_found_out():
+    crash.check_kill(kill(last_step=10, whole=6))
+    crash.check_kill(kill(last_step=1, whole=0))
+    with pytest.raises(run_folders.CheckFailed, match=r"step 6 must be whole; got that of step 3"):
+        crash.check_kill(kill(last_step=10, whole=3))
+
+
+def test_wrong_beginning_is_found_out():
+    kills = [kill(last_step=5, whole=3), kill(last_step=10, whole=9)]
+    crash.check_beginning(Begun(9), kills)
+    crash.check_beginning(Begun(None), kills)
+    crash.check_beginning(Begun(0), [])
+    for step, kept in ((0, kills), (6, kills), (12, kills), (3, [])):
+        with pytest.raises(
+            run_folders.CheckFailed, match=rf"newest whole.*; got step {step}, where that of"
+        ):
+            crash.check_beginning(Begun(step), kept)
+
+
+@pytest.mark.parametrize("found", [[1, 2, 2, 3], [1, 3], [1, 3, 2], []])
+def test_steps_that_are_not_there_once_are_found_out(found):
+    crash.check_steps([(step, 0.5) for step in (1, 2, 3)], 3)
+    with pytest.raises(run_folders.CheckFailed, match=r"steps 1 to 3 once, in order; got"):
+        crash.check_steps([(step, 0.5) for step in found], 3)
+
+
+def test_losses_leave_out_evaluations_and_lines_cut_short(tmp_path):
+    assert crash.losses(tmp_path) == []
+    lines = ('{"step": 1, "train_loss": 5.5}\n', '{"step": 1, "validation_loss": 5.0}\n')
+    (tmp_path / "metrics.jsonl").write_text("".join(lines) + '{"step": 2, "train_loss": 4')
+    assert crash.losses(tmp_path) == [(1, 5.5)]
+    assert crash.last_step(tmp_path) == 1
+
+
+def test_program_that_ends_by_itself_is_found_out(tmp_path):
+    process = crash.TrainingProcess(tmp_path / "run", ["--mesh.taem", "2"])
+    with pytest.raises(
+        run_folders.CheckFailed, match=r"must not end before it is killed.*[\s\S]*mesh.team"
+    ):
+        process.read_until_step(1)
+    process = crash.TrainingProcess(tmp_path / "run", ["--mesh.taem", "2"])
+    with pytest.raises(
+        run_folders.CheckFailed, match=r"must end with status 0; got 2.[\s\S]*mesh.team"
+    ):
+        process.finish()
