@@ -159,6 +159,11 @@ class Sharded:
 
         With several processes, each calls it with the same arrays and gets the whole results.
 
+        A result that is given again is on the host, and so refused. Nothing can notice that tokens
+        are in natural order already if they were put onto the devices of the mesh since, by
+        `jax.device_put`, by an operation with an array there or, on a mesh of the default device
+        alone, by any function of `jax.numpy`: they come back in a third order.
+
         Args:
             *trees: arrays, or trees of arrays, on the devices of the mesh, whose tokens are in the
                 order of the layout, such as the outputs of a model. Host arrays in that order are

@@ -17,6 +17,11 @@ TOKENS = "tokens"
 _OF_DISK = ("file", "local")
 _WITH_REVISION = "hf://"
 """Stores whose URLs may name a revision after an @."""
+_BEGIN_OF_HOST = re.compile(":/+|//")
+"""What is in front of a user or a host. Of //, pathlib makes a single /."""
+_BEGIN_OF_REVISED = re.compile(rf"(?<![\w+.-]){_WITH_REVISION.rstrip('/')}/+$")
+_HOST_WITH_PATH = re.compile(r"[^/@?#]+\.[^/@?#.]+/")
+_QUERY = re.compile("[?#]")
 _COPYING = "rclone copy, gcloud storage rsync or aws s3 sync"
 """Commands that copy a folder to a store or from it."""
 
@@ -108,13 +113,34 @@ def is_inside(path: Path, folder: str) -> bool:
 
 
 def without_secret(text: str) -> str:
-    """A text without what may be a secret in its URLs: what is before an @ or after a ?.
+    """A text to show, without what may be a secret in a URL or in a part of one.
 
-    A secret may have a / or an @ in it, so that all up to the last @ of a URL is hidden, but for
-    stores whose URLs name a revision there.
+    Hidden are, in each word, users and passwords, which end at the last @ because a password may
+    hold a / or another @, and queries and fragments, which may hold keys. Too much is hidden rather
+    than too little, but for names that are no secret: a revision in a URL of Hugging Face, and an @
+    in a path below a host that has a dot, and neither user nor port, in its name.
     """
-    text = re.sub(rf"(?<!{_WITH_REVISION[:-2]})//\S+@", "//***@", text)
-    return re.sub(r"(\w://[^\s?]+)\?[^\s'\"]+", r"\1?***", text)
+    return re.sub(r"\S+", lambda match: _word_without_secret(match[0]), text)
+
+
+def _word_without_secret(word: str) -> str:
+    before, _, rest = word.rpartition("@")
+    begin = _BEGIN_OF_HOST.search(before)
+    start = begin.end() if begin else 0
+    shown, user = before[:start], before[start:]
+    is_name = ":" not in user and (
+        begin is None or _BEGIN_OF_REVISED.search(shown) or _HOST_WITH_PATH.match(user)
+    )
+    if not is_name:
+        word = f"{'' if '@' in shown else shown}***@{rest}"
+    found = _QUERY.search(word)
+    if found is None or found.end() == len(word):
+        return word
+    place, query = word[: found.start()], word[found.end() :]
+    holds_key = _BEGIN_OF_HOST.search(place) is not None or "=" in query
+    # The quotation mark or bracket behind a URL is no part of it.
+    closing = query[len(query.rstrip("'\")>],.;:")) :]
+    return f"{place}{found[0]}***{closing}" if holds_key else word
 
 
 def check_mirror(url: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from startrail_jax.errors import InputError
 from startrail_jax.layout import Span
@@ -229,8 +230,8 @@ class Rule(Pattern):
     bounds: Callable[[Any, Any, Any, Any], tuple[Any, Any]] | None = None
     """(first query, last query, first key, last key) -> whether some pair of the two spans, ends
     included, may be visible; and whether every pair is. The arguments are integers, NumPy arrays or
-    traced arrays that broadcast; the answers are bools or arrays of the shape to which they
-    broadcast. A wrong answer gives a wrong result."""
+    traced arrays that broadcast; the answers are bools, or 0 and 1, or arrays of them
+    of the shape to which they broadcast. A wrong answer gives a wrong result."""
 
     def __post_init__(self) -> None:
         sizes, whole = ((5, 2, 1), (5, 1, 3)), (5, 2, 3)
@@ -262,21 +263,26 @@ class Rule(Pattern):
             jax.eval_shape(self._check_answers, *ends)
         except Exception as error:  # Whatever a function of the user raises.
             raise InputError(
-                "The bounds of a Rule must give two bools, or arrays of them, for ends of spans "
+                "The bounds of a Rule must give two bools, or 0 and 1, or arrays of them, for ends of spans "
                 "that are integers, NumPy arrays or arrays of jax; got "
                 f"{type(error).__name__}: {error}. Return a pair, compare with jax.numpy, write & "
                 "and | in place of `and` and `or`, and index nothing."
             ) from error
 
     def _check_answers(self, *ends: Any) -> None:
-        answers = self._bounds(Span(*ends[:2]), Span(*ends[2:]))
+        assert self.bounds is not None
+        answers = self.bounds(*ends)
         if not isinstance(answers, (tuple, list)) or len(answers) != 2:
             raise ValueError(f"{answers!r} for the ends {ends}")
         whole = np.broadcast_shapes(*map(np.shape, ends))
         for answer in answers:
             dtype, shape = jnp.result_type(answer), np.shape(answer)
-            if dtype != np.dtype(bool) or np.broadcast_shapes(shape, whole) != whole:
+            is_bool = jnp.issubdtype(dtype, jnp.integer) or dtype == np.dtype(bool)
+            if not is_bool or np.broadcast_shapes(shape, whole) != whole:
                 raise ValueError(f"{dtype} {list(shape)} for ends of the shape {list(whole)}")
+            # Other integers are ends of spans or counts, which someone takes for answers.
+            if not isinstance(answer, Tracer) and not np.isin(answer, (0, 1)).all():
+                raise ValueError(f"{answer!r}, which is neither 0 nor 1,")
 
     def visible(self, query: Any, key: Any) -> Any:
         """See `Pattern.visible`."""
@@ -293,7 +299,9 @@ class Rule(Pattern):
     def _bounds(self, query: Span, key: Span) -> tuple[Any, Any]:
         if self.bounds is None:
             return True, False
-        return self.bounds(query.first, query.last, key.first, key.last)
+        some, every = self.bounds(query.first, query.last, key.first, key.last)
+        # Of integers, ~ would not be the opposite.
+        return some != 0, every != 0
 
 
 def resolve(mask: Any, *, causal: bool | None, window: Any = None) -> Pattern:

@@ -190,9 +190,10 @@ def _other_heads(candidates: Candidates, winner: Prediction) -> Iterator[str]:
             yield f"with {word} the heads ({int(heads)}), {rival.scheme} ({rival.label}) is faster"
 
 
+_SEVERAL = "several GPUs for a sequence"
 _NEEDS = {
-    "Ring Attention": "several GPUs for a sequence",
-    "all-gather": "several GPUs for a sequence",
+    "Ring Attention": _SEVERAL,
+    "all-gather": _SEVERAL,
     "Ulysses": "heads that all GPUs of a sequence can split",
     "LoongTrain / USP": "heads that some GPUs of a sequence can split, and several such parts",
     "StarTrail as published": "a C above 1 whose square divides the GPUs of a sequence",
@@ -219,7 +220,9 @@ def why_illegal(candidates: Candidates, name: str) -> str:
     several = "s" if cluster.num_gpus > 1 else ""
     gpus = f"{cluster.num_gpus} GPU{several} in nodes of {cluster.gpus_per_node}"
     heads = f"{model.heads} heads, {model.kv_heads} key heads"
-    return f"it needs {_NEEDS[name]}; got {gpus}, {heads}, batch {call.batch}"
+    # One GPU has nothing to share, whatever its heads.
+    needs = _NEEDS[name] if cluster.num_gpus > 1 else _SEVERAL
+    return f"it needs {needs}; got {gpus}, {heads}, batch {call.batch}"
 
 
 def ways_to_fit(cluster: Cluster, call: Call, options: Options) -> list[str]:

@@ -222,6 +222,23 @@ def of_wrong_shape(query, key):
 
 
 @pytest.mark.usefixtures("unchecked")
+def test_bounds_of_a_rule_may_be_numbers():
+    def causal(query, key):
+        return key <= query
+
+    def numbers(a, b, c, d):
+        return 1 * (jnp.asarray(c) <= b), 1 * (jnp.asarray(d) <= a)
+
+    query = Span(np.array([[0], [4]]), np.array([[3], [7]]))
+    key = Span(np.array([[0, 4]]), np.array([[3, 7]]))
+    rule, wanted = M.Rule(causal, numbers), M.Causal()
+    for found, expected in ((rule.some, wanted.some), (rule.every, wanted.every)):
+        answer = np.asarray(found(query, key))
+        assert answer.dtype == bool
+        np.testing.assert_array_equal(answer, expected(query, key))
+    assert M.Rule(causal, lambda a, b, c, d: (1, 0)).every(Span(0, 3), Span(0, 3)) is False
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -248,6 +265,8 @@ def of_wrong_shape(query, key):
         (lambda: M.Rule(nothing, lambda *ends: ends[2] <= ends[1]), "Rule must give two bools"),
         (lambda: M.Rule(nothing, lambda *ends: (True,)), r"two bools.*got ValueError: \(True,\)"),
         (lambda: M.Rule(nothing, lambda *ends: (None, False)), "two bools.*got "),
+        (lambda: M.Rule(nothing, lambda *ends: (0, 3)), "two bools.* 3, which is neither 0 nor 1"),
+        (lambda: M.Rule(nothing, lambda a, b, c, d: (c, d)), "two bools.*neither 0 nor 1"),
         (
             lambda: M.Rule(nothing, lambda a, b, c, d: (c[0] <= b, False)),
             "two bools.*subscriptable",

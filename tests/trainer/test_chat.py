@@ -1,6 +1,7 @@
 """Conversations, and prompts with completions: what becomes of them, and what the loss counts."""
 
 import dataclasses
+import io
 import json
 from types import SimpleNamespace
 
@@ -397,6 +398,11 @@ def test_spaces_count_where_they_are(tmp_path):
     np.testing.assert_array_equal(data.train[0].counted[:8], [0, 0, 1, 1, 1, 1, 1, 1])
 
 
+def session_of_one():
+    mesh = st.make_mesh(st.Degrees(), "auto", jax.devices()[:1])
+    return Session(mesh=mesh, agree=bool, description=())
+
+
 def test_prompt_of_a_chat_is_a_question_in_the_template(tmp_path, tokenizer):
     config = dataclasses.replace(gpt_tiny(), data=DataConfig(tokenizer=tokenizer))
     with pytest.raises(ValueError, match=r"--chat must have a chat template, .*without one"):
@@ -407,8 +413,17 @@ def test_prompt_of_a_chat_is_a_question_in_the_template(tmp_path, tokenizer):
     template = template_of_run(tmp_path / "run", config, tokenizer)
     opened = FileTokenizer(tokenizer, end_of_document=None, vocab_size=256)
     options = TextOptions(chat=True, prompt="Hi?\n", tokenizer=tokenizer)
-    mesh = st.make_mesh(st.Degrees(), "auto", jax.devices()[:1])
-    session = Session(mesh=mesh, agree=bool, description=())
-    tokens = prompt_tokens(opened, options, session, template)
+    tokens = prompt_tokens(opened, options, session_of_one(), template)
     expected = "<|im_start|>user\nHi?<|im_end|>\n<|im_start|>assistant\n"
     assert tokens.tolist() == opened.ids(expected)
+
+
+@pytest.mark.parametrize("given", [b"", b" \n"])
+def test_chat_without_a_text_is_refused(given, tmp_path, tokenizer, monkeypatch):
+    (tmp_path / "chat_template.jinja").write_text(CHATML)
+    template = ChatTemplate.find(tokenizer, None)
+    opened = FileTokenizer(tokenizer, end_of_document=None, vocab_size=256)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(given)))
+    for options in (TextOptions(chat=True), TextOptions(chat=True, prompt=given.decode())):
+        with pytest.raises(ValueError, match=r"--chat must have a prompt with text; got none"):
+            prompt_tokens(opened, options, session_of_one(), template)

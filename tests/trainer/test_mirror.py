@@ -31,7 +31,7 @@ from trainer.mirror.contents import DamagedCopyError, read_manifest
 from trainer.mirror.copying import Mirror, TakenError
 from trainer.mirror.fetch import fetch_newer
 from trainer.mirror.store import Store
-from trainer.places import check_mirror, without_secret
+from trainer.places import check_mirror
 
 URL = "memory://bucket/runs/mine"
 
@@ -278,21 +278,6 @@ def test_disk_that_fails_for_a_moment_has_no_damaged_copy(tmp_path, monkeypatch,
             fetch_newer(url, tmp_path / "new")
     fetch_newer(url, tmp_path / "new")
     assert (tmp_path / "new" / "versions.json").read_text() == "2"
-
-
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("OSError: http://me:pa/ss@host/x: no", "OSError: http://***@host/x: no"),
-        ("http://me:p@ss@host", "http://***@host"),
-        ("s3://key:secret@bucket/x and s3://b/y", "s3://***@bucket/x and s3://b/y"),
-        ("get https://host/x?signature=1 'now'", "get https://host/x?*** 'now'"),
-        ("hf://datasets/a/b@main/x: none", "hf://datasets/a/b@main/x: none"),
-        ("gs://bucket/runs/mine", "gs://bucket/runs/mine"),
-    ],
-)
-def test_secrets_of_urls_are_hidden(text, shown):
-    assert without_secret(text) == shown
 
 
 def test_folder_and_store_are_brought_together(tmp_path, capsys):

@@ -96,6 +96,15 @@ def test_readme_question_is_answered(capsys):
     assert " --seq-len 524288 " in text
 
 
+def test_schemes_on_one_gpu_need_several(capsys):
+    cluster = "--nodes 1 --gpus-per-node 1 --gpu h200"
+    assert main(shlex.split(f"{cluster} --model gpt_3b --seq-len 8K")) == 0
+    text = capsys.readouterr().out
+    reasons = re.findall(r"no legal setting +([^:]+): it needs several GPUs for a sequence;", text)
+    assert {"Ulysses", "LoongTrain / USP", "StarTrail as published"} <= set(reasons)
+    assert "that all" not in text and "square" not in text
+
+
 def test_bytes_that_read_the_same_are_not_set_against_each_other(capsys):
     cluster = "--nodes 2 --gpus-per-node 8 --gpu h100 --port 50Gb/s"
     assert main(shlex.split(f"{cluster} --model llama3_8b --seq-len 128K {FEW}")) == 0

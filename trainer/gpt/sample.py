@@ -197,9 +197,12 @@ def prompt_tokens(
     given = options.prompt is not None or options.prompt_file is not None
     if given or sys.stdin is None or not sys.stdin.isatty():
         text = _read_prompt(options)
-        return encode_prompt(tokenizer, template.question(text.strip()) if template else text)
+        if template is None:
+            return encode_prompt(tokenizer, text)
+        if text.strip():
+            return encode_prompt(tokenizer, template.question(text.strip()))
     if template:
-        raise InputError("--chat must have a prompt; got none. Give --prompt TEXT.")
+        raise InputError("--chat must have a prompt with text; got none. Give --prompt TEXT.")
     session.note("no prompt is given: the sample begins at a new line; --prompt TEXT gives one")
     end = tokenizer.end_of_document
     if not isinstance(tokenizer, IdTokenizer):
