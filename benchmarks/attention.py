@@ -40,9 +40,9 @@ from jax.sharding import PartitionSpec as P
 
 import startrail_jax as st
 from startrail_jax.blocks import xla
+from startrail_jax.blocks.tiles import visible_tiles
 from startrail_jax.errors import OrderWarning
-from startrail_jax.sizes import check_heads
-from startrail_jax.tiles import visible_tiles
+from startrail_jax.rings.sizes import check_heads
 
 
 @dataclass

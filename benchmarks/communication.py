@@ -27,8 +27,8 @@ from typing import Any
 import startrail_jax as st
 from startrail_jax.analysis.cost import Communication
 from startrail_jax.analysis.settings import legal_degrees, refusal
-from startrail_jax.mesh import SEQUENCE_ROLES
-from startrail_jax.sizes import GRADIENT_DTYPES
+from startrail_jax.devices.degrees import SEQUENCE_ROLES
+from startrail_jax.rings.sizes import GRADIENT_DTYPES
 
 AS_PUBLISHED = {"placement": "gather_permute", "combine": "reduce_scatter", "backward": "query"}
 HEADER = (

@@ -30,7 +30,7 @@ from models.layers import MLP, AttentionFn
 from models.linear import linear
 from models.sizes import check_dit_width
 from startrail_jax.errors import InputError
-from startrail_jax.ordering import compute_first
+from startrail_jax.xla.ordering import compute_first
 
 Captions = tuple[Int32[Array, "B S"], Int32[Array, "B S"], Int32[Array, "B S"]]
 """Text tokens: ids, positions in the text, and segment ids."""

@@ -29,7 +29,7 @@ from models.layers import MLP, AttentionFn, MakeNorm, make_norm
 from models.linear import linear, project_to_rows
 from models.periods import Kind, Stretch, kinds_of_layers, stretches
 from models.rope import Rope, rotate
-from startrail_jax.ordering import compute_first
+from startrail_jax.xla.ordering import compute_first
 
 CachedAttentionFn = Callable[..., tuple[Float[Array, "B T N H"], Any]]
 """(query, key, value, local_window_size=, sinks=) -> (out [B T N H], kv_cache)"""

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from startrail_jax import masks
     from startrail_jax.analysis.cost import communication
     from startrail_jax.attention import Attention
-    from startrail_jax.compiler import compiler_options
     from startrail_jax.device_mesh import make_mesh
-    from startrail_jax.layout import Layout
-    from startrail_jax.mesh import AxisNames, Degrees
+    from startrail_jax.devices.degrees import AxisNames, Degrees
     from startrail_jax.planner.planning import plan
-    from startrail_jax.rings import CHECKPOINT_NAMES
+    from startrail_jax.rings.rings import CHECKPOINT_NAMES
+    from startrail_jax.tokens.layout import Layout
+    from startrail_jax.xla.compiler import compiler_options
 
 __all__ = [
     "CHECKPOINT_NAMES",
@@ -43,13 +43,13 @@ __all__ = [
 # The module of each name, or None if the name is a module. It is imported when the name is first
 # used, so that a program that only prints its help need not wait for jax.
 _MODULES = {
-    "CHECKPOINT_NAMES": "rings",
+    "CHECKPOINT_NAMES": "rings.rings",
     "Attention": "attention",
-    "AxisNames": "mesh",
-    "Degrees": "mesh",
-    "Layout": "layout",
+    "AxisNames": "devices.degrees",
+    "Degrees": "devices.degrees",
+    "Layout": "tokens.layout",
     "communication": "analysis.cost",
-    "compiler_options": "compiler",
+    "compiler_options": "xla.compiler",
     "make_mesh": "device_mesh",
     "masks": None,
     "plan": "planner.planning",

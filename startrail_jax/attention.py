@@ -17,32 +17,38 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array
 
-from startrail_jax import blocks, collectives, masks, rings, score_units
+from startrail_jax import blocks, masks
 from startrail_jax.analysis.explain import Explanation, explain
 from startrail_jax.cache import Decoding
-from startrail_jax.derivatives import FORWARD_ONLY, without_derivative
-from startrail_jax.errors import BalanceWarning
-from startrail_jax.head_chunks import check_head_chunks
-from startrail_jax.layout import Layout
-from startrail_jax.mesh import (
-    SEQUENCE_ROLES,
-    AxisNames,
-    check_mesh,
-    check_sequence_axis,
-    device_kind,
+from startrail_jax.calls.score_checks import (
+    check_scores,
+    check_softcap,
+    given_to_call,
+    given_to_shards,
 )
-from startrail_jax.nodes import mesh_crossing
-from startrail_jax.schedule import Schedule, ring_offsets
-from startrail_jax.score_checks import check_scores, check_softcap, given_to_call, given_to_shards
-from startrail_jax.score_units import Given
-from startrail_jax.sizes import GRADIENT_DTYPES, Sizes, dtype_name
-from startrail_jax.validation import (
+from startrail_jax.calls.validation import (
     check_inner,
     check_option,
     check_placement,
     check_shards,
     served_call,
 )
+from startrail_jax.devices.degrees import (
+    SEQUENCE_ROLES,
+    AxisNames,
+    check_mesh,
+    check_sequence_axis,
+    device_kind,
+)
+from startrail_jax.devices.nodes import mesh_crossing
+from startrail_jax.errors import BalanceWarning
+from startrail_jax.rings import collectives, rings, score_units
+from startrail_jax.rings.head_chunks import check_head_chunks
+from startrail_jax.rings.schedule import Schedule, ring_offsets
+from startrail_jax.rings.score_units import Given
+from startrail_jax.rings.sizes import GRADIENT_DTYPES, Sizes, dtype_name
+from startrail_jax.tokens.layout import Layout
+from startrail_jax.xla.derivatives import FORWARD_ONLY, without_derivative
 
 _OPTIONS = {
     "backend": ("auto", *blocks.BACKENDS),

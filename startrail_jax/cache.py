@@ -17,17 +17,17 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Float32, Int32
 
-from startrail_jax import collectives
-from startrail_jax.layout import Layout
+from startrail_jax.blocks.softmax import cap_logits, rows
+from startrail_jax.calls.score_checks import check_per_head
+from startrail_jax.calls.sharding import Sharded
+from startrail_jax.calls.validation import check_decode, check_shardings, check_update
+from startrail_jax.devices.degrees import SEQUENCE_ROLES, Axis, flat_axis
 from startrail_jax.masks import Pattern
-from startrail_jax.mesh import SEQUENCE_ROLES, Axis, flat_axis
-from startrail_jax.score_checks import check_per_head
+from startrail_jax.rings import collectives
+from startrail_jax.rings.sizes import check_heads
 from startrail_jax.shapes import EMPTY, KeyShard, LseShard, OutShard, QueryShard, ValueShard
-from startrail_jax.sharding import Sharded
-from startrail_jax.sizes import check_heads
-from startrail_jax.softmax import cap_logits, rows
-from startrail_jax.validation import check_decode, check_shardings, check_update
-from startrail_jax.varying import alike
+from startrail_jax.tokens.layout import Layout
+from startrail_jax.xla.varying import alike
 
 
 class Decoding(Sharded):

@@ -11,9 +11,9 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from startrail_jax.analysis.cost import default_order
+from startrail_jax.devices.degrees import ROLES, Degrees, check_degrees
+from startrail_jax.devices.nodes import arrangement, nodes_of, resolve_order
 from startrail_jax.errors import InputError
-from startrail_jax.mesh import ROLES, Degrees, check_degrees
-from startrail_jax.nodes import arrangement, nodes_of, resolve_order
 
 _AUTO = (AxisType.Auto,) * len(ROLES)
 
@@ -45,7 +45,7 @@ def make_mesh(
             on one node, the order of the axes above; on several, the one with the fewest bytes
             through the port of a node (`startrail_jax.analysis.cost.default_order`).
         devices_per_node: number of devices in a node, where each run of so many of `devices` is
-            one. None reads the nodes from the devices: see `startrail_jax.nodes.nodes_of`.
+            one. None reads the nodes from the devices: see `startrail_jax.devices.nodes.nodes_of`.
         call: what the order is chosen for if `order` is None: keyword arguments of `communication`
             such as dict(heads=32, kv_heads=8, causal=True). The best order depends on them.
 

@@ -19,7 +19,7 @@ from attention_cases import (
     Result,
     relative_error,
 )
-from startrail_jax.scores import Dropout
+from startrail_jax.blocks.scores import Dropout
 
 RATE, SOFTCAP = 0.3, 1.5
 """Of the dropout, and of the logits."""

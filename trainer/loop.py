@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from startrail_jax.devices.nodes import slowest_first
 from startrail_jax.errors import InputError
-from startrail_jax.nodes import slowest_first
 from trainer.checkpoints.checkpoint import Checkpoints
 from trainer.checkpoints.frozen import FrozenWeights
 from trainer.checkpoints.initial import InitialWeights

@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32
 
 from models.hooks import Hooks
-from startrail_jax.layout import Layout
+from startrail_jax.tokens.layout import Layout
 
 
 @runtime_checkable

@@ -15,8 +15,8 @@ import jax
 from jax.sharding import Mesh
 
 import startrail_jax as st
+from startrail_jax.devices.nodes import nodes_of
 from startrail_jax.errors import InputError
-from startrail_jax.nodes import nodes_of
 from trainer.config import MeshConfig
 from trainer.network.options import Distributed
 from trainer.parallel.degrees import (
@@ -132,8 +132,11 @@ def joined(
             degrees, order = chosen.degrees, chosen.order
         elif degrees is None or mesh_config.order is not None:
             order = None
-        degrees = degrees or choose_degrees(mesh_config, len(devices), call, nodes=nodes)
-        order = order or choose_order(mesh_config, degrees, nodes, call)
+        platform = devices[0].platform
+        degrees = degrees or choose_degrees(
+            mesh_config, len(devices), call, nodes=nodes, platform=platform
+        )
+        order = order or choose_order(mesh_config, degrees, nodes, call, platform)
         wanted: Any = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
         if former == {} and not adapts:  # A sample may have any mesh.
             remarks = (

@@ -21,9 +21,9 @@ from startrail_jax import testing
 from startrail_jax.analysis.algorithms import GLOO, NCCL
 from startrail_jax.analysis.cost import Traffic, default_order
 from startrail_jax.analysis.ports import Messages, messages, orders_to_try
+from startrail_jax.devices.degrees import ROLES, SEQUENCE_ROLES
+from startrail_jax.devices.nodes import ORDERS, node_grid, resolve_order
 from startrail_jax.errors import InputError, UnsupportedError
-from startrail_jax.mesh import ROLES, SEQUENCE_ROLES
-from startrail_jax.nodes import ORDERS, node_grid, resolve_order
 
 RESULTS = ("out", "dq", "dk", "dv")
 TITLES = {"forward": "forward", "both": "forward + backward"}

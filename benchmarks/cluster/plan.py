@@ -14,7 +14,7 @@ from benchmarks.cluster.attention import Place, Row
 from benchmarks.cluster.rounds import Processes, Timed
 from benchmarks.cluster.schemes import Scheme
 from benchmarks.cluster.settings import CHOSEN, ClusterSettings
-from startrail_jax.mesh import SEQUENCE_ROLES
+from startrail_jax.devices.degrees import SEQUENCE_ROLES
 from startrail_jax.planner.grid import ORDERS, Call, Placement, Settings, all_settings
 from startrail_jax.planner.hardware import GPUS, Cluster
 from startrail_jax.planner.inputs.here import measure_cluster

@@ -233,7 +233,9 @@ def prepare(
 
         rows = every_row(settings, calls.place)
     else:
-        schemes = named_schemes(settings.schemes, settings.call, calls.place.nodes)
+        place = calls.place
+        platform = place.devices[0].platform
+        schemes = named_schemes(settings.schemes, settings.call, place.nodes, platform)
         rows = calls.rows(schemes, named=bool(settings.schemes))
     found = [(steps or calls).prepare(row) for row in rows]
     if planned:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import startrail_jax as st
+from startrail_jax.devices.degrees import SEQUENCE_ROLES
 from startrail_jax.errors import InputError
-from startrail_jax.mesh import SEQUENCE_ROLES
 from trainer.config import MeshConfig
 from trainer.parallel.degrees import choose_degrees
 
@@ -139,20 +139,23 @@ def _quotient(num_devices: int, degree: int, role: str) -> int:
     return num_devices // degree
 
 
-def named_schemes(names: Sequence[str], call: dict[str, Any], nodes: Sequence[int]) -> list[Scheme]:
+def named_schemes(
+    names: Sequence[str], call: dict[str, Any], nodes: Sequence[int], platform: str = "cpu"
+) -> list[Scheme]:
     """The schemes of some names; all named schemes if there are none.
 
     Args:
         names: the names: see `HELP`.
         call: what is known of the attention call.
         nodes: the node of each device.
+        platform: platform of the devices; those of emulated nodes are CPUs.
 
     Raises:
         ValueError: as `read_scheme`.
     """
     if not names:
         return default_schemes(len(nodes))
-    default = choose_degrees(MeshConfig(), len(nodes), call, nodes=nodes)
+    default = choose_degrees(MeshConfig(), len(nodes), call, nodes=nodes, platform=platform)
     return [
         Scheme(name=name, degrees=default)
         if name == TRAIN_DEFAULT

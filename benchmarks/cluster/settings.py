@@ -10,7 +10,7 @@ from typing import Any, Literal
 from benchmarks.cluster.links import PORT
 from benchmarks.cluster.nodes import Topology
 from startrail_jax.errors import InputError
-from startrail_jax.layout import Layout
+from startrail_jax.tokens.layout import Layout
 
 DEFAULT_NODES, DEFAULT_DEVICES = 4, 4
 PASSES = ("forward", "both")

@@ -17,7 +17,7 @@ from benchmarks.cluster.settings import ClusterSettings
 from startrail_jax.analysis.algorithms import GLOO, NCCL
 from startrail_jax.analysis.ports import read_messages
 from startrail_jax.errors import UnsupportedError
-from startrail_jax.layout import Layout
+from startrail_jax.tokens.layout import Layout
 from trainer.config import OptimizerConfig, TrainConfig
 from trainer.data.batches import place
 from trainer.dit.batches import ImageBatch

@@ -13,8 +13,8 @@ from typing import Any
 
 from benchmarks.compiled.step import Row, formula_of
 from startrail_jax.analysis.settings import all_degrees
+from startrail_jax.devices.degrees import ROLES, Degrees
 from startrail_jax.errors import UserError
-from startrail_jax.mesh import ROLES, Degrees
 from startrail_jax.planner.memory import GIB
 from trainer.config import AttentionConfig, OptimizerConfig, TrainConfig
 from trainer.dit.config import DiTConfig, DiTTrainConfig

@@ -26,7 +26,7 @@ import jax
 import startrail_jax as st
 from benchmarks.compiled.step import Row, formula_of, read
 from configs import RECIPES
-from startrail_jax.mesh import Degrees
+from startrail_jax.devices.degrees import Degrees
 from startrail_jax.planner.memory import GIB
 from trainer.config import TrainConfig
 from trainer.run.exit import exit_on_user_errors

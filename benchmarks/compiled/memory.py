@@ -38,8 +38,8 @@ from benchmarks.compiled.deviceless import target_names
 from benchmarks.compiled.drawn import drawn
 from benchmarks.compiled.step import Reading, Row, formula_of, read
 from configs import RECIPES
+from startrail_jax.devices.degrees import Degrees
 from startrail_jax.errors import UserError
-from startrail_jax.mesh import Degrees
 from startrail_jax.planner.memory import GIB, Footprint
 from trainer.config import MeshConfig, TrainConfig
 from trainer.gpt.config import GPTTrainConfig

@@ -13,7 +13,7 @@ import jax
 
 import startrail_jax as st
 from benchmarks.compiled.deviceless import gpu_topology
-from startrail_jax.mesh import Degrees
+from startrail_jax.devices.degrees import Degrees
 from startrail_jax.planner.memory import Footprint
 from trainer.config import TrainConfig
 from trainer.parallel.step import Program, make_attention

@@ -3,8 +3,8 @@
 `alone` runs the work of one of them, to time it; `in_turn` runs that of all, to check the results.
 
 In `alone` the device's own program (both rules of `rings.concentric_attention`: rounds, merges,
-reorders and combination) is traced with stand-ins for the functions of `startrail_jax.collectives`,
-so that everything but the network is left:
+reorders and combination) is traced with stand-ins for the functions of `rings.collectives`, so that
+everything but the network is left:
 
     index                 an argument of the program: what depends on the device is not folded
     permutes              the operand, as what arrives has the same shape and dtype
@@ -32,11 +32,12 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from jaxtyping import Array, Int32
 
 import startrail_jax as st
-from startrail_jax import blocks, collectives, rings
-from startrail_jax.mask import Mask
-from startrail_jax.mesh import ROLES, Axis, device_kind
-from startrail_jax.schedule import Schedule
-from startrail_jax.softmax import merge_partials
+from startrail_jax import blocks
+from startrail_jax.blocks.mask import Mask
+from startrail_jax.blocks.softmax import merge_partials
+from startrail_jax.devices.degrees import ROLES, Axis, device_kind
+from startrail_jax.rings import collectives, rings
+from startrail_jax.rings.schedule import Schedule
 
 
 def schedule_of(degrees: st.Degrees, device_mesh: Mesh, **options: Any) -> Schedule:
@@ -93,7 +94,7 @@ def middle(schedule: Schedule) -> Int32[Array, " axes"]:
 
 
 class _Network:
-    """Stand-ins for `startrail_jax.collectives` during one trace."""
+    """Stand-ins for `startrail_jax.rings.collectives` during one trace."""
 
     def __init__(
         self, schedule: Schedule, device: Any, received: Iterator[Array] | None = None

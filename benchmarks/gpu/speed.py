@@ -27,8 +27,8 @@ from benchmarks.gpu.report import (
     warm_up,
 )
 from startrail_jax.blocks import cudnn
-from startrail_jax.schedule import Schedule
-from startrail_jax.softmax import merge_partials
+from startrail_jax.blocks.softmax import merge_partials
+from startrail_jax.rings.schedule import Schedule
 
 JAX = "(a) jax.nn, cuDNN"
 OURS = "(b) Attention, one device"

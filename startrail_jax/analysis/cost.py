@@ -22,15 +22,15 @@ import numpy as np
 from startrail_jax.analysis import COLLECTIVES
 from startrail_jax.analysis.ports import NodeTraffic, cheapest_order, messages
 from startrail_jax.analysis.transfers import Combine, Placement, Steps, Transfer
+from startrail_jax.calls.validation import check_inner, check_option, check_placement
+from startrail_jax.devices.degrees import ROLES, Degrees, check_degrees
+from startrail_jax.devices.nodes import node_grid, nodes_of, resolve_order
 from startrail_jax.errors import InputError
-from startrail_jax.head_chunks import check_head_chunks
-from startrail_jax.layout import Layout
 from startrail_jax.masks import Pattern, resolve
-from startrail_jax.mesh import ROLES, Degrees, check_degrees
-from startrail_jax.nodes import node_grid, nodes_of, resolve_order
-from startrail_jax.schedule import Schedule, ring_offsets, schedule_of
-from startrail_jax.sizes import GRADIENT_DTYPES, Sizes, dtype_name
-from startrail_jax.validation import check_inner, check_option, check_placement
+from startrail_jax.rings.head_chunks import check_head_chunks
+from startrail_jax.rings.schedule import Schedule, ring_offsets, schedule_of
+from startrail_jax.rings.sizes import GRADIENT_DTYPES, Sizes, dtype_name
+from startrail_jax.tokens.layout import Layout
 
 Backward = Literal["auto", "query", "kv"]
 
@@ -169,7 +169,7 @@ def communication(
     degree U adds (2 + 2 g') (U - 1) / U units, g' = max(kv_heads, head * tensor) / heads, and
     leaves the rest as it is on P / U devices. Bytes of lse and segment ids come on top.
     Sinks and prefixes send nothing. What other scores send is not counted: a bias, its exchanges
-    over head and team (`startrail_jax.score_units.place`).
+    over head and team (`startrail_jax.rings.score_units.place`).
 
     Args:
         degrees: the setting.
@@ -323,7 +323,7 @@ def default_order(
 
     Args:
         degrees: the degrees of the mesh.
-        nodes: the node of each device, as `startrail_jax.nodes.nodes_of` gives it.
+        nodes: the node of each device, as `startrail_jax.devices.nodes.nodes_of` gives it.
         call: what is known of the attention call: keyword arguments of `communication`, of which
             `heads` and `kv_heads` must be there; None if nothing is.
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from startrail_jax import blocks
 from startrail_jax.analysis.work import better_layout, kernel_shares, shares
 from startrail_jax.blocks import tiled
-from startrail_jax.head_chunks import check_head_chunks
+from startrail_jax.blocks.pieces import Pieces
+from startrail_jax.devices.degrees import ROLES, Axis
 from startrail_jax.masks import Full, Pattern
-from startrail_jax.mesh import ROLES, Axis
-from startrail_jax.pieces import Pieces
-from startrail_jax.schedule import Schedule, ring_offsets, unit_cases
-from startrail_jax.sizes import Sizes
+from startrail_jax.rings.head_chunks import check_head_chunks
+from startrail_jax.rings.schedule import Schedule, ring_offsets, unit_cases
+from startrail_jax.rings.sizes import Sizes
 
 _SERVES = {
     "cudnn": "every kernel is a cuDNN kernel, over full rectangles and causal squares of the units",
@@ -118,7 +118,7 @@ def explain(
         schedule: the schedule.
         share: the share of one device.
         axes: the axes of each role.
-        nodes: what `startrail_jax.nodes.mesh_crossing` says of the mesh.
+        nodes: what `startrail_jax.devices.nodes.mesh_crossing` says of the mesh.
 
     Raises:
         ValueError: if the heads of the device cannot be cut into `head_chunks`.

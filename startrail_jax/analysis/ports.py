@@ -2,7 +2,7 @@
 
 `messages` says it in closed form and `read_messages` counts it in a compiled program; both divide a
 collective into messages by one table, `NCCL`. Where the devices are is a matter of the order of the
-mesh axes (`startrail_jax.nodes`) and changes no message.
+mesh axes (`startrail_jax.devices.nodes`) and changes no message.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from startrail_jax.analysis.hlo import (
     source_target_pairs,
 )
 from startrail_jax.analysis.transfers import Transfer
+from startrail_jax.devices.degrees import ROLES, SEQUENCE_ROLES, Axis, Cycle, Degrees
+from startrail_jax.devices.nodes import node_grid
 from startrail_jax.errors import InputError
-from startrail_jax.mesh import ROLES, SEQUENCE_ROLES, Axis, Cycle, Degrees
-from startrail_jax.nodes import node_grid
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +176,7 @@ def _targets(
 ) -> np.ndarray:
     """The receiver of each member in one message of a permute: see `Transfer.hops`."""
     ranks = np.arange(math.prod(getattr(degrees, role) for role in roles))
-    if hop is None:  # Group and team trade places: see `startrail_jax.collectives.trade_places`.
+    if hop is None:  # Group and team trade places: see `rings.collectives.trade_places`.
         return ranks % degrees.group * degrees.group + ranks // degrees.group
     axis = Axis(roles, ranks.size)
     ranks = Cycle(axis, inner).place(ranks, hop[1])
@@ -229,7 +229,10 @@ class _MessageReader(TrafficReader):
 
 
 def cheapest_order(
-    degrees: Degrees, nodes: Sequence[int], calls: Iterable[Iterable[Transfer]]
+    degrees: Degrees,
+    nodes: Sequence[int],
+    calls: Iterable[Iterable[Transfer]],
+    algorithms: Mapping[str, Algorithm] = NCCL,
 ) -> tuple[str, ...]:
     """The order of the mesh axes with the fewest bytes through the busiest port of a node.
 
@@ -238,14 +241,15 @@ def cheapest_order(
 
     Args:
         degrees: the degrees of the mesh.
-        nodes: the node of each device, as `startrail_jax.nodes.nodes_of` gives it.
+        nodes: the node of each device, as `startrail_jax.devices.nodes.nodes_of` gives it.
         calls: the transfers of one call, or of several ones, for each of which the order should be
             good: the largest ratio to the best order of that call is then the least.
+        algorithms: collective -> how it is divided into messages.
 
     Returns:
         The six roles, slowest first; `ROLES` if no other order has fewer bytes.
     """
-    sent = [messages(degrees, transfers) for transfers in calls]
+    sent = [messages(degrees, transfers, algorithms) for transfers in calls]
     orders = sorted(orders_to_try(degrees), key=lambda order: order != ROLES)
     grids = [node_grid(degrees, order, nodes).ravel() for order in orders]
     bytes_of = np.array([[call.through(grid).port_bytes for grid in grids] for call in sent])

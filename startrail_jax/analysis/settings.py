@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from startrail_jax.devices.degrees import ROLES, SEQUENCE_ROLES, Degrees
 from startrail_jax.errors import InputError
-from startrail_jax.layout import Layout
 from startrail_jax.masks import Pattern, resolve
-from startrail_jax.mesh import ROLES, SEQUENCE_ROLES, Degrees
-from startrail_jax.sizes import Sizes
+from startrail_jax.rings.sizes import Sizes
+from startrail_jax.tokens.layout import Layout
 
 
 def all_degrees(

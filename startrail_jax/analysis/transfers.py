@@ -1,6 +1,6 @@
 """What one device receives in each step of the schedule, in closed form.
 
-The steps are those of `startrail_jax.rings`. `startrail_jax.analysis.cost` adds them up.
+The steps are those of `startrail_jax.rings.rings`. `startrail_jax.analysis.cost` adds them up.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import itertools
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from startrail_jax.mesh import Degrees
-from startrail_jax.sizes import Sizes
+from startrail_jax.devices.degrees import Degrees
+from startrail_jax.rings.sizes import Sizes
 
 Placement = Literal["gather", "gather_permute"]
 Combine = Literal["merge", "reduce_scatter"]

@@ -15,11 +15,11 @@ from jaxtyping import Array
 
 from startrail_jax.blocks import cudnn, tiled, xla
 from startrail_jax.blocks.base import Block, Request
+from startrail_jax.blocks.mask import Mask
+from startrail_jax.blocks.scores import PLAIN, Scores
+from startrail_jax.blocks.softmax import Partials, merge_precisely
 from startrail_jax.errors import UnsupportedError
-from startrail_jax.mask import Mask
-from startrail_jax.scores import PLAIN, Scores
 from startrail_jax.shapes import KeyShard, LseShard, OutShard, QueryShard, ValueShard
-from startrail_jax.softmax import Partials, merge_precisely
 
 BACKENDS: dict[str, Block] = {"xla": xla, "cudnn": cudnn, "tiled": tiled}
 

@@ -10,11 +10,11 @@ from typing import Protocol, runtime_checkable
 
 from jaxtyping import Array
 
-from startrail_jax.mask import Mask
+from startrail_jax.blocks.mask import Mask
+from startrail_jax.blocks.scores import PLAIN, Scores
+from startrail_jax.blocks.softmax import Partials
 from startrail_jax.masks import Pattern
-from startrail_jax.scores import PLAIN, Scores
 from startrail_jax.shapes import KeyShard, LseShard, OutShard, QueryShard, ValueShard
-from startrail_jax.softmax import Partials
 
 
 @dataclass(frozen=True, kw_only=True)

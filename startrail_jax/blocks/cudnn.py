@@ -24,15 +24,15 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from startrail_jax import softmax
+from startrail_jax.blocks import softmax
 from startrail_jax.blocks.base import Request
-from startrail_jax.mask import Mask
+from startrail_jax.blocks.mask import Mask
+from startrail_jax.blocks.pieces import Pieces
+from startrail_jax.blocks.scores import PLAIN, Scores
+from startrail_jax.blocks.softmax import Partials, merge_partials, merge_precisely
 from startrail_jax.masks import Causal, Full
-from startrail_jax.pieces import Pieces
-from startrail_jax.scores import PLAIN, Scores
 from startrail_jax.shapes import EMPTY, KeyShard, LseShard, OutShard, QueryShard, ValueShard
-from startrail_jax.softmax import Partials, merge_partials, merge_precisely
-from startrail_jax.varying import alike
+from startrail_jax.xla.varying import alike
 
 # Number of attentions to merge at a time. More of them take more memory; with fewer of them the
 # merged one is read and written more often.

@@ -30,13 +30,10 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from startrail_jax.blocks import cudnn
 from startrail_jax.blocks.base import Request
-from startrail_jax.mask import Mask
-from startrail_jax.masks import Full
-from startrail_jax.ordering import zeros_after
-from startrail_jax.scores import PLAIN, Scores, ScoreTile
-from startrail_jax.shapes import EMPTY, KeyShard, LseShard, OutShard, QueryShard, ValueShard
-from startrail_jax.softmax import Partials, log_sum, merge_precisely
-from startrail_jax.tiles import (
+from startrail_jax.blocks.mask import Mask
+from startrail_jax.blocks.scores import PLAIN, Scores, ScoreTile
+from startrail_jax.blocks.softmax import Partials, log_sum, merge_precisely
+from startrail_jax.blocks.tiles import (
     Tiling,
     mask_logits,
     split_tiles,
@@ -44,6 +41,9 @@ from startrail_jax.tiles import (
     visible_in_tiles,
     visible_tiles,
 )
+from startrail_jax.masks import Full
+from startrail_jax.shapes import EMPTY, KeyShard, LseShard, OutShard, QueryShard, ValueShard
+from startrail_jax.xla.ordering import zeros_after
 
 # Tokens of a coarse tile, of queries and of keys. At this size the work of the kernel, which grows
 # with the square of the tokens, outweighs reading, merging and writing back, which grow with the

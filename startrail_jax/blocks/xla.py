@@ -20,12 +20,12 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from startrail_jax.blocks.base import Request
-from startrail_jax.mask import Mask
-from startrail_jax.ordering import zeros_after
-from startrail_jax.scores import PLAIN, Scores, ScoreTile
+from startrail_jax.blocks.mask import Mask
+from startrail_jax.blocks.scores import PLAIN, Scores, ScoreTile
+from startrail_jax.blocks.softmax import Partials, log_sum, merge_precisely
+from startrail_jax.blocks.tiles import Tiling, mask_logits, visible_in_tiles, visible_tiles
 from startrail_jax.shapes import EMPTY, KeyShard, LseShard, OutShard, QueryShard, ValueShard
-from startrail_jax.softmax import Partials, log_sum, merge_precisely
-from startrail_jax.tiles import Tiling, mask_logits, visible_in_tiles, visible_tiles
+from startrail_jax.xla.ordering import zeros_after
 
 # Rows (queries times heads that share a key head) and columns (keys) of one tile of logits.
 TILE_ROWS = 256

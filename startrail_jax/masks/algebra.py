@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from startrail_jax.errors import InputError, UnsupportedError
-from startrail_jax.layout import Runs, Span
+from startrail_jax.tokens.layout import Runs, Span
 
 
 class Pattern:

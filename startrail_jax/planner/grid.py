@@ -14,7 +14,7 @@ from startrail_jax.planner.hardware import Cluster
 from startrail_jax.planner.models import ModelSizes
 
 ROLES = ("data", "ring", "group", "team", "head", "tensor")
-"""The axes of a mesh, as in `startrail_jax.mesh`."""
+"""The axes of a mesh, as in `startrail_jax.devices.degrees`."""
 _SEQUENCE = ("ring", "group", "team", "head")
 
 

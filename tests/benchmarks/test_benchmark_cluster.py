@@ -30,10 +30,10 @@ from benchmarks.cluster.rounds import Timed
 from benchmarks.cluster.schemes import default_schemes, named_schemes, read_scheme
 from benchmarks.cluster.settings import ClusterSettings
 from startrail_jax.analysis.settings import legal_degrees
+from startrail_jax.devices.degrees import SEQUENCE_ROLES, Degrees
 from startrail_jax.errors import InputError, UnsupportedError
-from startrail_jax.layout import Layout
-from startrail_jax.mesh import SEQUENCE_ROLES, Degrees
 from startrail_jax.planner.hardware import GPUS, Cluster
+from startrail_jax.tokens.layout import Layout
 from trainer.config import MeshConfig
 from trainer.parallel.degrees import choose_degrees
 from trainer.tasks import TASKS
@@ -189,7 +189,7 @@ def test_default_of_train_py_follows_the_heads_and_the_nodes():
         places = settings.topology.device_nodes
         assert (len(places), len(set(places))) == (16, nodes)
         (found,) = named_schemes(("train-default",), settings.call, places)
-        wanted = choose_degrees(MeshConfig(), 16, settings.call, nodes=places)
+        wanted = choose_degrees(MeshConfig(), 16, settings.call, nodes=places, platform="cpu")
         assert found.degrees == wanted
     assert len(named_schemes((), settings.call, places)) == len(default_schemes(16))
 

@@ -18,7 +18,7 @@ import startrail_jax as st
 from benchmarks.compiled import deviceless
 from benchmarks.gpu import errors, rehearsal, speed
 from benchmarks.gpu import run as gpu
-from startrail_jax.layout import Layout
+from startrail_jax.tokens.layout import Layout
 
 SEQ_LEN, HEADS, KV_HEADS, HEAD_DIM = 96, 2, 1, 8
 DEGREES = {

@@ -21,7 +21,7 @@ from benchmarks.needle.training import (
 )
 from configs.gpt import gpt_tiny
 from startrail_jax.errors import InputError
-from startrail_jax.layout import Layout
+from startrail_jax.tokens.layout import Layout
 from trainer.config import MeshConfig
 from trainer.gpt.chat.corpus import open_examples
 from trainer.gpt.config import DataConfig, RopeConfig

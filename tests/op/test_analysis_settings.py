@@ -7,8 +7,8 @@ from jax.sharding import AbstractMesh, AxisType
 
 import startrail_jax as st
 from startrail_jax.analysis.settings import all_degrees, legal_degrees, refusal
-from startrail_jax.mesh import ROLES
-from startrail_jax.validation import check_arrays
+from startrail_jax.calls.validation import check_arrays
+from startrail_jax.devices.degrees import ROLES
 
 pytestmark = pytest.mark.quick
 

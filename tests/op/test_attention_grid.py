@@ -23,8 +23,8 @@ from attention_cases import (
 )
 from startrail_jax import Degrees
 from startrail_jax.blocks import xla
-from startrail_jax.layout import KINDS
-from startrail_jax.mesh import ROLES
+from startrail_jax.devices.degrees import ROLES
+from startrail_jax.tokens.layout import KINDS
 
 # Scheme -> its settings, of which the covering design treats those of one scheme as one value and
 # takes them in turn; so it does with masks. A ring of 5 or more is a loop in the program.

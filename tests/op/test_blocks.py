@@ -12,12 +12,12 @@ import oracle
 from attention_cases import QUICK
 from startrail_jax import blocks
 from startrail_jax.blocks import tiled, xla
-from startrail_jax.layout import Layout
-from startrail_jax.mask import Mask
+from startrail_jax.blocks.mask import Mask
+from startrail_jax.blocks.softmax import merge_partials
+from startrail_jax.blocks.tiles import visible_tiles
 from startrail_jax.masks import Causal, Window
 from startrail_jax.shapes import EMPTY
-from startrail_jax.softmax import merge_partials
-from startrail_jax.tiles import visible_tiles
+from startrail_jax.tokens.layout import Layout
 
 BATCH, HEADS, HEAD_DIM, VALUE_DIM = 2, 6, 5, 7
 FLOAT32 = 2e-6

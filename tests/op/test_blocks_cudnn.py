@@ -18,12 +18,12 @@ import startrail_jax as st
 from startrail_jax import blocks
 from startrail_jax.blocks import cudnn
 from startrail_jax.blocks.base import Request
-from startrail_jax.layout import Layout
-from startrail_jax.mask import Mask
+from startrail_jax.blocks.mask import Mask
+from startrail_jax.blocks.pieces import pieces_by_offset
+from startrail_jax.blocks.softmax import merge_partials
 from startrail_jax.masks import Causal, Full, Window
-from startrail_jax.pieces import pieces_by_offset
-from startrail_jax.schedule import unit_cases
-from startrail_jax.softmax import merge_partials
+from startrail_jax.rings.schedule import unit_cases
+from startrail_jax.tokens.layout import Layout
 
 BATCH, QUERIES, KEYS, HEADS, HEAD_DIM = 2, 48, 32, 6, 16
 

@@ -16,13 +16,13 @@ import oracle
 from attention_cases import DENSE, PATTERNS
 from startrail_jax.blocks import tiled
 from startrail_jax.blocks.base import Request
-from startrail_jax.layout import Layout
-from startrail_jax.mask import Mask
+from startrail_jax.blocks.mask import Mask
+from startrail_jax.blocks.scores import PLAIN, ScoreTile
+from startrail_jax.blocks.softmax import merge_partials
+from startrail_jax.blocks.tiles import Tiling, split_tiles
 from startrail_jax.masks import Causal, Window, resolve
-from startrail_jax.scores import PLAIN, ScoreTile
 from startrail_jax.shapes import EMPTY
-from startrail_jax.softmax import merge_partials
-from startrail_jax.tiles import Tiling, split_tiles
+from startrail_jax.tokens.layout import Layout
 
 BATCH, HEADS, HEAD_DIM, VALUE_DIM = 2, 6, 5, 7
 SCALE = 0.3

@@ -11,7 +11,7 @@ import startrail_jax as st
 from benchmarks import communication as benchmark
 from startrail_jax.analysis import COLLECTIVES
 from startrail_jax.analysis.transfers import all_reduce_bytes
-from startrail_jax.sizes import Sizes
+from startrail_jax.rings.sizes import Sizes
 
 pytestmark = pytest.mark.quick
 

@@ -14,7 +14,7 @@ import startrail_jax as st
 from attention_cases import FLOAT32_ERROR, QUICK, relative_error
 from startrail_jax import masks
 from startrail_jax.analysis.hlo import read_traffic
-from startrail_jax.layout import KINDS
+from startrail_jax.tokens.layout import KINDS
 
 SCHEMES = {
     "one device": st.Degrees(),

@@ -6,10 +6,10 @@ import pytest
 
 import startrail_jax as st
 from startrail_jax.analysis.work import shares
+from startrail_jax.blocks.mask import Mask
+from startrail_jax.blocks.pieces import Pieces
 from startrail_jax.errors import BalanceWarning
-from startrail_jax.mask import Mask
 from startrail_jax.masks import Causal, Window
-from startrail_jax.pieces import Pieces
 
 SIZES = dict(seq_len=4096, heads=8, head_dim=64)
 HOPPER = dict(platform="cuda", capability=(9, 0))

@@ -11,7 +11,7 @@ import pytest
 import startrail_jax as st
 from attention_cases import Case, check
 from startrail_jax import Degrees
-from startrail_jax.ordering import in_turn
+from startrail_jax.xla.ordering import in_turn
 
 CASES = [
     Case(degrees=Degrees(ring=2, team=2), heads="grouped", head_chunks=4, backward="query"),

@@ -10,8 +10,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from startrail_jax.device_mesh import make_mesh
-from startrail_jax.layout import KINDS, Layout
-from startrail_jax.mesh import Degrees
+from startrail_jax.devices.degrees import Degrees
+from startrail_jax.tokens.layout import KINDS, Layout
 
 pytestmark = pytest.mark.quick
 

@@ -6,10 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from startrail_jax.layout import KINDS, Layout
-from startrail_jax.mask import Mask
+from startrail_jax.blocks.mask import Mask
+from startrail_jax.blocks.tiles import Tiling, visible_tiles
 from startrail_jax.masks import resolve
-from startrail_jax.tiles import Tiling, visible_tiles
+from startrail_jax.tokens.layout import KINDS, Layout
 
 pytestmark = pytest.mark.quick
 

@@ -14,12 +14,12 @@ from attention_cases import DENSE, PATTERNS
 from startrail_jax.analysis.settings import all_degrees
 from startrail_jax.analysis.work import visible_pairs
 from startrail_jax.blocks import xla
+from startrail_jax.blocks.mask import Mask
+from startrail_jax.blocks.tiles import Tiling, tile_kinds, visible_tiles
 from startrail_jax.errors import UnsupportedError
-from startrail_jax.layout import KINDS, Layout, Span
-from startrail_jax.mask import Mask
 from startrail_jax.masks import Pattern
-from startrail_jax.schedule import ring_offsets
-from startrail_jax.tiles import Tiling, tile_kinds, visible_tiles
+from startrail_jax.rings.schedule import ring_offsets
+from startrail_jax.tokens.layout import KINDS, Layout, Span
 
 pytestmark = pytest.mark.quick
 

@@ -8,8 +8,8 @@ from jax.sharding import AxisType
 
 import startrail_jax as st
 from startrail_jax.device_mesh import make_mesh
+from startrail_jax.devices.degrees import ROLES, Degrees
 from startrail_jax.errors import InputError
-from startrail_jax.mesh import ROLES, Degrees
 
 pytestmark = pytest.mark.quick
 

@@ -8,8 +8,8 @@ import pytest
 
 import startrail_jax as st
 from startrail_jax.device_mesh import place_devices
-from startrail_jax.mesh import ROLES
-from startrail_jax.nodes import (
+from startrail_jax.devices.degrees import ROLES
+from startrail_jax.devices.nodes import (
     ORDERS,
     crossing,
     node_grid,

@@ -17,7 +17,6 @@ import startrail_jax as st
 from benchmarks.cluster.plan import kendall
 from startrail_jax import masks
 from startrail_jax.errors import InputError
-from startrail_jax.layout import Layout
 from startrail_jax.planner.grid import ORDERS, ROLES, Call, Settings, all_settings
 from startrail_jax.planner.hardware import GPUS, Cluster, find_gpu
 from startrail_jax.planner.inputs import here
@@ -31,7 +30,8 @@ from startrail_jax.planner.search import BASELINES, Candidates, Options
 from startrail_jax.planner.step import Savings, Step, is_legal
 from startrail_jax.planner.timing import Timing
 from startrail_jax.planner.traffic import Moves
-from startrail_jax.schedule import ring_offsets, schedule_of
+from startrail_jax.rings.schedule import ring_offsets, schedule_of
+from startrail_jax.tokens.layout import Layout
 
 MEASURED = Path(__file__).parent / "planner_measured.txt"
 EVERY = Path(__file__).parent / "planner_every.txt"

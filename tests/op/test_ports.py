@@ -13,8 +13,8 @@ from startrail_jax.analysis.algorithms import GLOO, NCCL, halving
 from startrail_jax.analysis.cost import default_order
 from startrail_jax.analysis.hlo import read_traffic
 from startrail_jax.analysis.ports import Messages, messages, orders_to_try, read_messages
-from startrail_jax.mesh import ROLES
-from startrail_jax.nodes import ORDERS, node_grid, nodes_of
+from startrail_jax.devices.degrees import ROLES
+from startrail_jax.devices.nodes import ORDERS, node_grid, nodes_of
 
 pytestmark = pytest.mark.quick
 

@@ -10,10 +10,10 @@ from jax.sharding import PartitionSpec as P
 
 import startrail_jax as st
 from startrail_jax.blocks import xla
-from startrail_jax.mesh import Axis, Cycle
-from startrail_jax.ring_loop import circulate
-from startrail_jax.schedule import ring_offsets
-from startrail_jax.tiles import visible_tiles
+from startrail_jax.blocks.tiles import visible_tiles
+from startrail_jax.devices.degrees import Axis, Cycle
+from startrail_jax.rings.ring_loop import circulate
+from startrail_jax.rings.schedule import ring_offsets
 
 
 def schedule_of(degrees, **options):

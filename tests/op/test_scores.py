@@ -29,8 +29,8 @@ from attention_cases import (
 )
 from score_cases import OF_ROWS, RATE, SOFTCAP, ScoreCase, of_oracle, put_learnt
 from startrail_jax.blocks import tiled, xla
-from startrail_jax.layout import KINDS
-from startrail_jax.scores import Dropout
+from startrail_jax.blocks.scores import Dropout
+from startrail_jax.tokens.layout import KINDS
 
 # Scheme -> its settings, of which the covering design treats those of one scheme as one value and
 # takes them in turn; so it does with masks. Rings are short, as rounds make programs long, but for

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import startrail_jax as st
-from startrail_jax.sizes import Sizes, dtype_name
+from startrail_jax.rings.sizes import Sizes, dtype_name
 
 pytestmark = pytest.mark.quick
 

@@ -4,8 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import oracle
+from startrail_jax.blocks.softmax import merge_partials, merge_precisely
 from startrail_jax.shapes import EMPTY
-from startrail_jax.softmax import merge_partials, merge_precisely
 
 
 def test_merge_of_disjoint_keys_is_attention_over_all_of_them():

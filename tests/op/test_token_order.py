@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import startrail_jax as st
-from startrail_jax import layout
 from startrail_jax.errors import OrderWarning
+from startrail_jax.tokens import layout
 
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("unchecked")]
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from startrail_jax.layout import Layout
+from startrail_jax.tokens.layout import Layout
 from trainer.data import batches
 from trainer.gpt.batches import (
     Sequences,

@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 
 from configs.gpt import gpt_tiny
-from startrail_jax.layout import Layout
+from startrail_jax.tokens.layout import Layout
 from trainer.data import slices
 from trainer.gpt.batches import next_token_batch
 from trainer.gpt.chat.corpus import open_examples

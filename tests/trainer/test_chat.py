@@ -12,7 +12,7 @@ import tokenizers
 
 import startrail_jax as st
 from configs.gpt import gpt_tiny
-from startrail_jax.layout import Layout
+from startrail_jax.tokens.layout import Layout
 from trainer.gpt.chat.corpus import open_examples
 from trainer.gpt.chat.encoding import digest_of
 from trainer.gpt.chat.packing import PADDING, EncodedExamples, PackedExamples, collate_rows

@@ -10,8 +10,8 @@ from benchmarks.compiled import memory as memory_benchmark
 from configs.gpt import gpt_7b, gpt_8b_gqa, gpt_tiny
 from programs import make_config, make_program
 from startrail_jax.analysis.settings import all_degrees
-from startrail_jax.mesh import ROLES
-from startrail_jax.nodes import nodes_of
+from startrail_jax.devices.degrees import ROLES
+from startrail_jax.devices.nodes import nodes_of
 from trainer.config import MeshConfig
 from trainer.gpt.objective import NextToken
 from trainer.parallel.degrees import (
@@ -114,6 +114,15 @@ def test_default_degrees_depend_on_nodes_heads_and_order():
     assert on(4) == {"group": 2, "ring": 4, "team": 2}
     assert on(8, order=("collectives_inside",)) != on(8)
     assert on(4, team=4) == {"group": 4, "team": 4}
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_default_degrees_count_what_gloo_sends_on_cpus():
+    """Its reduce_scatter moves 4 / 3 of the bytes over a group of 4."""
+    nodes = nodes_of(range(16), 4)
+    assert degrees_of(16, call=GQA, nodes=nodes) == {"group": 4, "ring": 2, "team": 2}
+    degrees = choose_degrees(MeshConfig(), 16, GQA, nodes=nodes, platform="cpu")
+    assert (degrees.ring, degrees.team) == (4, 4)
 
 
 WINDOWS = {"local": (512,), "mixed": (512, 512, 512, "none"), "beyond": (131_072, "none")}

@@ -14,9 +14,9 @@ import startrail_jax as st
 from configs.gpt import gpt_tiny
 from models.gpt import GPT
 from startrail_jax.analysis.ports import read_messages
-from startrail_jax.mesh import ROLES
-from startrail_jax.nodes import node_grid, nodes_of, resolve_order
-from startrail_jax.varying import vary
+from startrail_jax.devices.degrees import ROLES
+from startrail_jax.devices.nodes import node_grid, nodes_of, resolve_order
+from startrail_jax.xla.varying import vary
 from trainer.gpt.objective import model_arguments
 from trainer.parallel.partition import (
     Partition,

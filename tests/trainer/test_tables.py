@@ -11,7 +11,7 @@ import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
 
 from startrail_jax.errors import InputError
-from startrail_jax.layout import Layout
+from startrail_jax.tokens.layout import Layout
 from trainer.data import array_records
 from trainer.data.files import find_files
 from trainer.errors import MissingPackageError

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Array, Float32, Int32
 
-from startrail_jax.layout import Layout
+from startrail_jax.tokens.layout import Layout
 from trainer.dit.config import DiTTrainConfig
 from trainer.dit.examples import Example
 from trainer.dit.patches import patchify

@@ -14,8 +14,8 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float32, Int32, UInt8, UInt32
 
-from startrail_jax.compiler import compiler_options
 from startrail_jax.errors import InputError
+from startrail_jax.xla.compiler import compiler_options
 from trainer.data.batches import sharding_of
 from trainer.dit.batches import PADDING, padded_caption
 from trainer.dit.config import DiTConfig, DiTTrainConfig

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from models.dit import DiT
 from models.hooks import Hooks
-from startrail_jax.layout import Layout
+from startrail_jax.tokens.layout import Layout
 from trainer.dit.batches import PADDING, ImageBatch
 from trainer.dit.config import DiTTrainConfig
 from trainer.dit.diffusion import draw_times, noised

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float32, Int32, Integer
 
 from startrail_jax.errors import InputError
-from startrail_jax.layout import Layout
+from startrail_jax.tokens.layout import Layout
 from trainer.data.dataset import Dataset
 from trainer.gpt.corpus import Corpus, Stream
 

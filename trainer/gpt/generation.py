@@ -24,10 +24,10 @@ from jaxtyping import Array, Float, Int32, Integer
 
 from models.gpt import GPT
 from startrail_jax.attention import Attention
-from startrail_jax.compiler import compiler_options
 from startrail_jax.errors import InputError
-from startrail_jax.sizes import check_heads
-from startrail_jax.varying import vary
+from startrail_jax.rings.sizes import check_heads
+from startrail_jax.xla.compiler import compiler_options
+from startrail_jax.xla.varying import vary
 from trainer.config import SHARDED_AXES
 from trainer.gpt.config import GPTConfig
 from trainer.gpt.lora.settings import LoraConfig

@@ -18,7 +18,7 @@ from models.lora import add_adapters
 from models.rope import Rope
 from startrail_jax import masks
 from startrail_jax.analysis.work import visible_pairs
-from startrail_jax.layout import Layout
+from startrail_jax.tokens.layout import Layout
 from trainer.gpt.batches import TokenBatch
 from trainer.gpt.config import GPTConfig, GPTTrainConfig
 from trainer.gpt.lora.settings import LoraConfig

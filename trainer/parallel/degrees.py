@@ -9,14 +9,15 @@ from dataclasses import replace
 from typing import Any
 
 from startrail_jax import masks
-from startrail_jax.analysis.cost import communication, default_order
+from startrail_jax.analysis.algorithms import GLOO, NCCL, Algorithm
+from startrail_jax.analysis.cost import communication
 from startrail_jax.analysis.ports import cheapest_order, messages
 from startrail_jax.analysis.settings import all_degrees
 from startrail_jax.analysis.transfers import Transfer
+from startrail_jax.devices.degrees import ROLES, Degrees
+from startrail_jax.devices.nodes import crossing, node_grid, resolve_order
 from startrail_jax.errors import InputError
-from startrail_jax.layout import Layout
-from startrail_jax.mesh import ROLES, Degrees
-from startrail_jax.nodes import crossing, node_grid, resolve_order
+from startrail_jax.tokens.layout import Layout
 from trainer.config import MeshConfig
 
 # The degrees that may be left open.
@@ -31,6 +32,7 @@ def choose_degrees(
     call: Mapping[str, Any],
     *,
     nodes: Sequence[int] | None = None,
+    platform: str | None = None,
 ) -> Degrees:
     """Fills in the degrees that `mesh` leaves open, so that their product is the number of devices.
 
@@ -38,15 +40,18 @@ def choose_degrees(
     Of the settings that remain, that one is taken with the fewest bytes: on several nodes through
     the busiest port of a node, and then per device.
 
-    Group and ring cost the same bytes. On several nodes the smallest group is taken, because the
-    messages of a ring travel beside kernels. On one node no port is shared, and kernels count as
-    much as bytes: the shortest ring of at least 2 is taken, which needs the fewest kernel calls.
+    Group and ring often cost the same bytes. On several nodes the smallest group is taken then,
+    because the messages of a ring travel beside kernels. On one node no port is shared, and kernels
+    count as much as bytes: the shortest ring of at least 2 is taken, which needs the fewest kernel
+    calls.
 
     Args:
         mesh: the degrees that are given, and the order of the axes if it is given.
         num_devices: number of devices.
         call: what is known of an attention call: `TrainConfig.attention_call`.
         nodes: the node of each device; None if they share one.
+        platform: platform of the devices. On "cpu" gloo divides collectives into messages, and
+            otherwise NCCL.
 
     Raises:
         ValueError: if no choice gives the number of devices.
@@ -57,7 +62,7 @@ def choose_degrees(
         raise _misfit(mesh, num_devices)
     several = nodes is not None and len(set(nodes)) > 1
     try:
-        costs = {degrees: _bytes(degrees, call, mesh, nodes) for degrees in settings}
+        costs = {degrees: _bytes(degrees, call, mesh, nodes, platform) for degrees in settings}
     except InputError:
         # Heads that `head` and `tensor` cannot split: the program refuses them in every setting.
         return settings[0]
@@ -116,7 +121,11 @@ def describe_degrees(degrees: Degrees) -> str:
 
 
 def choose_order(
-    mesh: MeshConfig, degrees: Degrees, nodes: Sequence[int], call: Mapping[str, Any]
+    mesh: MeshConfig,
+    degrees: Degrees,
+    nodes: Sequence[int],
+    call: Mapping[str, Any],
+    platform: str | None = None,
 ) -> tuple[str, ...]:
     """The order of the axes over the nodes, slowest first: the given one, or the default one.
 
@@ -125,11 +134,13 @@ def choose_order(
         degrees: the degrees.
         nodes: the node of each device.
         call: what is known of an attention call: `TrainConfig.attention_call`.
+        platform: as in `choose_degrees`.
     """
-    given = given_order(mesh)
-    if given is not None or "windows" not in call:
-        return given or default_order(degrees, nodes, call)
-    return ROLES if len(set(nodes)) == 1 else cheapest_order(degrees, nodes, [_sent(degrees, call)])
+    if given := given_order(mesh):
+        return given
+    if len(set(nodes)) == 1:
+        return ROLES
+    return cheapest_order(degrees, nodes, [_sent(degrees, call)], _algorithms(platform))
 
 
 def describe_nodes(degrees: Degrees, order: Sequence[str], nodes: Sequence[int]) -> str:
@@ -159,16 +170,25 @@ def _given(mesh: MeshConfig) -> dict[str, int]:
     return ({"group": mesh.team} if mesh.team is not None else {}) | given
 
 
+def _algorithms(platform: str | None) -> Mapping[str, Algorithm]:
+    return GLOO if platform == "cpu" else NCCL
+
+
 def _bytes(
-    degrees: Degrees, call: Mapping[str, Any], mesh: MeshConfig, nodes: Sequence[int] | None
+    degrees: Degrees,
+    call: Mapping[str, Any],
+    mesh: MeshConfig,
+    nodes: Sequence[int] | None,
+    platform: str | None,
 ) -> tuple[int, int]:
     """Bytes through the busiest port of a node, and bytes that a device receives."""
     sent = _sent(degrees, call)
     received = sum(transfer.received_bytes for transfer in sent)
     if nodes is None or len(set(nodes)) == 1:
         return 0, received
-    order = given_order(mesh) or cheapest_order(degrees, nodes, [sent])
-    through = messages(degrees, sent).through(node_grid(degrees, order, nodes).ravel())
+    algorithms = _algorithms(platform)
+    order = given_order(mesh) or cheapest_order(degrees, nodes, [sent], algorithms)
+    through = messages(degrees, sent, algorithms).through(node_grid(degrees, order, nodes).ravel())
     return through.port_bytes, received
 
 

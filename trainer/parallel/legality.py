@@ -6,11 +6,11 @@ from functools import partial
 
 import jax
 
+from startrail_jax.devices.degrees import Degrees
 from startrail_jax.errors import InputError, UnsupportedError
-from startrail_jax.head_chunks import check_head_chunks
-from startrail_jax.layout import Layout
-from startrail_jax.mesh import Degrees
-from startrail_jax.sizes import check_heads
+from startrail_jax.rings.head_chunks import check_head_chunks
+from startrail_jax.rings.sizes import check_heads
+from startrail_jax.tokens.layout import Layout
 from trainer.config import TrainConfig
 from trainer.objective import Objective
 from trainer.parallel.partition import Partition
@@ -58,7 +58,7 @@ def check_platform(config: TrainConfig, platform: str | None) -> None:
 
     Args:
         config: offload.
-        platform: platform of the devices: see `startrail_jax.mesh.device_kind`.
+        platform: platform of the devices: see `startrail_jax.devices.degrees.device_kind`.
 
     Raises:
         NotImplementedError: if the devices cannot offload what is saved.

@@ -31,9 +31,9 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
+from startrail_jax.devices.nodes import slowest_first
 from startrail_jax.errors import InputError
-from startrail_jax.nodes import slowest_first
-from startrail_jax.varying import vary
+from startrail_jax.xla.varying import vary
 from trainer.config import SHARDED_AXES
 
 # The dimension of each kernel that is split over `tensor`, as in Megatron-LM: heads or MLP

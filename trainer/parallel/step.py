@@ -19,10 +19,10 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float32
 
 from startrail_jax.attention import Attention
-from startrail_jax.compiler import compiler_options
-from startrail_jax.mesh import device_kind
-from startrail_jax.ordering import gradient_first
-from startrail_jax.varying import vary
+from startrail_jax.devices.degrees import device_kind
+from startrail_jax.xla.compiler import compiler_options
+from startrail_jax.xla.ordering import gradient_first
+from startrail_jax.xla.varying import vary
 from trainer.config import TrainConfig
 from trainer.data.batches import sharding_of
 from trainer.objective import Objective

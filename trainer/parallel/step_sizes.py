@@ -12,9 +12,9 @@ from jax.sharding import AbstractMesh, AxisType
 from jaxtyping import Array
 
 from models.hooks import Hooks
-from startrail_jax.layout import Layout
-from startrail_jax.mesh import ROLES, Degrees
+from startrail_jax.devices.degrees import ROLES, Degrees
 from startrail_jax.planner.memory import FLOAT32, LAYER, LOSS, Footprint, StepSizes, footprint_of
+from startrail_jax.tokens.layout import Layout
 from trainer.config import TrainConfig
 from trainer.objective import Objective
 from trainer.parallel.footprint import bytes_of_device

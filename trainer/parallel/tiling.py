@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float32
 
-from startrail_jax.varying import vary
+from startrail_jax.xla.varying import vary
 
 
 def in_tiles(function: Callable[..., Array], tile: int | None) -> Callable[..., Array]:

@@ -86,7 +86,7 @@ def measure_cluster(
     """
     import jax
 
-    from startrail_jax.nodes import nodes_of
+    from startrail_jax.devices.nodes import nodes_of
 
     everything = list(jax.devices() if devices is None else devices)
     numbers = nodes_of(everything, devices_per_node)
@@ -191,8 +191,8 @@ class _Probe:
         import jax
         from jax.sharding import Mesh
 
-        from startrail_jax.collectives import gather
-        from startrail_jax.mesh import Axis
+        from startrail_jax.devices.degrees import Axis
+        from startrail_jax.rings.collectives import gather
 
         devices = self.mesh.devices.reshape(-1, size)
         mesh = Mesh(devices, ("node", "device"))
@@ -212,8 +212,8 @@ class _Probe:
         """Seconds of a message of so many bytes, in the middle of several of them."""
         import jax
 
-        from startrail_jax.collectives import permute
-        from startrail_jax.mesh import Axis
+        from startrail_jax.devices.degrees import Axis
+        from startrail_jax.rings.collectives import permute
 
         axis = Axis(("device",), self.mesh.size)
         count = _CHAIN if size == SMALL else _LARGE_CHAIN
@@ -365,7 +365,7 @@ def _attention_rates(
 
     from startrail_jax.attention import Attention
     from startrail_jax.device_mesh import make_mesh
-    from startrail_jax.mesh import Degrees
+    from startrail_jax.devices.degrees import Degrees
     from startrail_jax.planner.timing import BACKWARD_FLOPS
 
     count = links.mesh.size

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from startrail_jax.errors import InputError
-from startrail_jax.layout import Layout
+from startrail_jax.tokens.layout import Layout
 from trainer.data.files import RECORD_KINDS
 from trainer.gpt.batches import TextDataset
 from trainer.gpt.chat.encoding import digest_of, encode_examples

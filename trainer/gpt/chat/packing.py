@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Bool, Int32, Int64, Integer
 
 from startrail_jax.errors import InputError
-from startrail_jax.layout import Layout
+from startrail_jax.tokens.layout import Layout
 from trainer.gpt.batches import PADDING, TokenBatch, in_layout_order
 
 

@@ -36,13 +36,13 @@ import numpy as np
 from jaxtyping import Array
 
 from startrail_jax.blocks.base import Request
+from startrail_jax.blocks.mask import Mask
+from startrail_jax.blocks.pieces import Pieces, pieces_by_offset
+from startrail_jax.devices.degrees import PLATFORMS, SEQUENCE_ROLES, Axis, Cycle, Degrees
 from startrail_jax.errors import InputError
-from startrail_jax.layout import Layout, Runs
-from startrail_jax.mask import Mask
 from startrail_jax.masks import Causal, Full, Pattern
-from startrail_jax.mesh import PLATFORMS, SEQUENCE_ROLES, Axis, Cycle, Degrees
-from startrail_jax.pieces import Pieces, pieces_by_offset
-from startrail_jax.sizes import Sizes
+from startrail_jax.rings.sizes import Sizes
+from startrail_jax.tokens.layout import Layout, Runs
 
 
 @dataclass(frozen=True, kw_only=True)

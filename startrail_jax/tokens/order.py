@@ -13,7 +13,7 @@ import numpy as np
 from jax.core import Tracer
 
 from startrail_jax.errors import OrderWarning
-from startrail_jax.layout import Layout
+from startrail_jax.tokens.layout import Layout
 
 CURE = (
     "Bring tokens, targets, positions and segment ids to the devices with attention.shard, or "

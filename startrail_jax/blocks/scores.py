@@ -24,9 +24,9 @@ from einops import rearrange
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
 
-from startrail_jax.mask import Mask
-from startrail_jax.softmax import cap_logits
-from startrail_jax.tiles import Tiling
+from startrail_jax.blocks.mask import Mask
+from startrail_jax.blocks.softmax import cap_logits
+from startrail_jax.blocks.tiles import Tiling
 
 NAMES = ("slopes", "bias", "dropout")
 """What a call may give, of which the kernels of cuDNN serve nothing."""

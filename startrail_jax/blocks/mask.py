@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
-from startrail_jax.layout import Runs
+from startrail_jax.blocks.pieces import Pieces, pieces_by_offset
 from startrail_jax.masks import Causal, Full, Pattern
-from startrail_jax.pieces import Pieces, pieces_by_offset
+from startrail_jax.tokens.layout import Runs
 
 _FULL = Full()
 

@@ -11,10 +11,10 @@ from typing import Any, Literal
 
 import numpy as np
 
+from startrail_jax.devices.degrees import Degrees
 from startrail_jax.errors import InputError
-from startrail_jax.layout import Layout
 from startrail_jax.masks import Causal, Full, Pattern
-from startrail_jax.mesh import Degrees
+from startrail_jax.tokens.layout import Layout
 
 WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of one element, for every dtype that query, key and value may have."""

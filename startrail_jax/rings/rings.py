@@ -32,13 +32,15 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Float32
 
-from startrail_jax import blocks, collectives, score_units, softmax
-from startrail_jax.derivatives import FIRST_ONLY, without_derivative
-from startrail_jax.head_chunks import check_head_chunks, in_chunks
-from startrail_jax.ordering import recompute_in_backward
-from startrail_jax.ring_loop import UNROLLED_ROUNDS, as_float32, circulate
-from startrail_jax.schedule import Schedule, ring_offsets
-from startrail_jax.score_units import NOTHING, Given
+from startrail_jax import blocks
+from startrail_jax.blocks import softmax
+from startrail_jax.blocks.softmax import Partials, log_sum, merge_precisely, rows
+from startrail_jax.rings import collectives, score_units
+from startrail_jax.rings.head_chunks import check_head_chunks, in_chunks
+from startrail_jax.rings.ring_loop import UNROLLED_ROUNDS, as_float32, circulate
+from startrail_jax.rings.schedule import Schedule, ring_offsets
+from startrail_jax.rings.score_units import NOTHING, Given
+from startrail_jax.rings.sizes import Sizes
 from startrail_jax.shapes import (
     EMPTY,
     KeySegments,
@@ -49,9 +51,9 @@ from startrail_jax.shapes import (
     QueryShard,
     ValueShard,
 )
-from startrail_jax.sizes import Sizes
-from startrail_jax.softmax import Partials, log_sum, merge_precisely, rows
-from startrail_jax.varying import alike, is_replicated
+from startrail_jax.xla.derivatives import FIRST_ONLY, without_derivative
+from startrail_jax.xla.ordering import recompute_in_backward
+from startrail_jax.xla.varying import alike, is_replicated
 
 CHECKPOINT_NAMES = ("attention_partial", "attention_lse", "attention_out", "attention_units")
 """Names for `jax.checkpoint_policies.save_only_these_names`, under which `jax.checkpoint` does not

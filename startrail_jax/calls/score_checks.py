@@ -14,13 +14,13 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
+from startrail_jax.blocks.scores import NAMES, Dropout, Scores
+from startrail_jax.calls.sharding import Sharded
+from startrail_jax.calls.validation import check_shardings
+from startrail_jax.devices.degrees import SEQUENCE_ROLES
 from startrail_jax.errors import InputError, UnsupportedError
-from startrail_jax.mesh import SEQUENCE_ROLES
-from startrail_jax.score_units import Given
-from startrail_jax.scores import NAMES, Dropout, Scores
-from startrail_jax.sharding import Sharded
-from startrail_jax.validation import check_shardings
-from startrail_jax.varying import varying_axes
+from startrail_jax.rings.score_units import Given
+from startrail_jax.xla.varying import varying_axes
 
 
 def check_softcap(softcap: Any) -> None:

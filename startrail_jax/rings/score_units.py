@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 from jax import lax
 from jaxtyping import Array, Float
 
-from startrail_jax import collectives
-from startrail_jax.mask import Mask
-from startrail_jax.mesh import Axis
-from startrail_jax.schedule import Schedule
-from startrail_jax.scores import PLAIN, Scores
+from startrail_jax.blocks.mask import Mask
+from startrail_jax.blocks.scores import PLAIN, Scores
+from startrail_jax.devices.degrees import Axis
+from startrail_jax.rings import collectives
+from startrail_jax.rings.schedule import Schedule
 from startrail_jax.shapes import QueryShard
-from startrail_jax.varying import alike
+from startrail_jax.xla.varying import alike
 
 
 class Given(NamedTuple):

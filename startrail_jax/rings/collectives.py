@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32, Shaped
 
-from startrail_jax.mesh import Axis, Cycle
+from startrail_jax.devices.degrees import Axis, Cycle
 
 
 def index(axis: Axis) -> Int32[Array, ""] | int:

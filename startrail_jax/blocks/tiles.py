@@ -15,8 +15,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32
 
-from startrail_jax.layout import Runs, Span
-from startrail_jax.mask import Mask
+from startrail_jax.blocks.mask import Mask
+from startrail_jax.tokens.layout import Runs, Span
 
 _NO_SEGMENT = np.iinfo(np.int32).max
 

@@ -15,9 +15,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from startrail_jax.errors import InputError
-from startrail_jax.layout import check_unsharded, token_axis
-from startrail_jax.mesh import (
+from startrail_jax.devices.degrees import (
     SEQUENCE_ROLES,
     Axis,
     AxisNames,
@@ -25,8 +23,10 @@ from startrail_jax.mesh import (
     flat_axis,
     resolve_axes,
 )
-from startrail_jax.sizes import check_heads
-from startrail_jax.token_order import warn_of_positions
+from startrail_jax.errors import InputError
+from startrail_jax.rings.sizes import check_heads
+from startrail_jax.tokens.layout import check_unsharded, token_axis
+from startrail_jax.tokens.order import warn_of_positions
 
 
 class Sharded:

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
+from startrail_jax.devices.degrees import ROLES, Axis, Degrees
 from startrail_jax.errors import InputError
-from startrail_jax.mesh import ROLES, Axis, Degrees
 
 ORDERS = {
     "rings_inside": ("data", "group", "team", "head", "ring", "tensor"),

@@ -13,12 +13,12 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jaxtyping import Array
 
 from startrail_jax import masks
+from startrail_jax.calls.sharding import Sharded, int32_ids
+from startrail_jax.devices.degrees import Degrees
 from startrail_jax.errors import InputError, UnsupportedError
-from startrail_jax.layout import Layout
-from startrail_jax.mesh import Degrees
-from startrail_jax.sharding import Sharded, int32_ids
-from startrail_jax.sizes import WIDTHS, Sizes
-from startrail_jax.token_order import warn_of_dimensions, warn_of_order
+from startrail_jax.rings.sizes import WIDTHS, Sizes
+from startrail_jax.tokens.layout import Layout
+from startrail_jax.tokens.order import warn_of_dimensions, warn_of_order
 
 DTYPES = tuple(WIDTHS)
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from startrail_jax.errors import InputError
-from startrail_jax.ordering import in_turn
+from startrail_jax.xla.ordering import in_turn
 
 AT_ONCE = 2
 """Chunks at a time: one whose messages are under way, beneath the kernels of another."""

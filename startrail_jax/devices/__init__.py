@@ -1,0 +1,1 @@
+"""Degrees of parallelism, the axes of a mesh, and which devices share a node."""
