@@ -1,6 +1,7 @@
 """Text becomes tokens: in slices that change none, once for all processes, in whole files only."""
 
 import dataclasses
+import errno
 import gzip
 import os
 import random
@@ -353,7 +354,7 @@ def test_damaged_cache_raises(text, tokenizer, tmp_path):
     open_text_corpus(text, tokenizer, tmp_path / "cache")
     (file,) = (tmp_path / "cache").glob("*/train.npy")
     file.write_bytes(file.read_bytes()[:-7])
-    with pytest.raises(ValueError, match=r"must be as they were written; got train.npy"):
+    with pytest.raises(ValueError, match=r"must be as they were written; got '.*/train.npy'"):
         open_text_corpus(text, tokenizer, tmp_path / "cache")
 
 
@@ -520,7 +521,7 @@ def test_flipped_bit_of_cached_tokens_is_noticed(text, tokenizer, tmp_path):
     again = open_text_corpus(text, tokenizer, tmp_path / "cache")
     assert again.tokens == opened.tokens
     (folder / "val.npy").unlink()
-    with pytest.raises(ValueError, match=r"got val\.npy, which is gone"):
+    with pytest.raises(ValueError, match=r"got '.*/val\.npy', which is gone"):
         open_text_corpus(text, tokenizer, tmp_path / "cache")
 
 
@@ -537,6 +538,32 @@ def test_tokens_of_an_earlier_version_are_taken_and_checked_from_then_on(
         assert capfd.readouterr().err.count("has no checksums, as an earlier version") == shown
     assert encoded == []
     assert sums.is_file()
+
+
+def test_tokens_that_others_have_written_are_checked_without_a_write(
+    text, tokenizer, tmp_path, encoded, monkeypatch
+):
+    own = open_text_corpus(text, tokenizer, tmp_path / "cache")
+    (sums,) = (tmp_path / "cache").glob(f"*/{SUMS_FILE}")
+    encoded.clear()
+
+    def refuse(*_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    # For the superuser, no folder is read-only.
+    monkeypatch.setattr(cache.os, "access", lambda path, mode: mode != os.W_OK)
+    monkeypatch.setattr(cache, "write_sums", refuse)
+    monkeypatch.setattr(cache, "storing", refuse)
+    assert open_text_corpus(text, tokenizer, tmp_path / "cache").tokens == own.tokens
+    checksums = sums.read_text()
+    sums.unlink()  # As an earlier version left it.
+    assert open_text_corpus(text, tokenizer, tmp_path / "cache").tokens == own.tokens
+    assert not sums.exists()
+    sums.write_text(checksums)
+    flip(sums.with_name("train.npy"), np.random.default_rng(0))
+    with pytest.raises(ValueError, match=r"got '.*/train\.npy': its checksum is another"):
+        open_text_corpus(text, tokenizer, tmp_path / "cache")
+    assert encoded == []
 
 
 def test_tokens_are_among_what_a_run_compares(text, tokenizer, tmp_path):
