@@ -263,8 +263,8 @@ class Rule(Pattern):
             jax.eval_shape(self._check_answers, *ends)
         except Exception as error:  # Whatever a function of the user raises.
             raise InputError(
-                "The bounds of a Rule must give two bools, or 0 and 1, or arrays of them, for ends of spans "
-                "that are integers, NumPy arrays or arrays of jax; got "
+                "The bounds of a Rule must give two bools, or 0 and 1, or arrays of them, for ends "
+                "of spans that are integers, NumPy arrays or arrays of jax; got "
                 f"{type(error).__name__}: {error}. Return a pair, compare with jax.numpy, write & "
                 "and | in place of `and` and `or`, and index nothing."
             ) from error

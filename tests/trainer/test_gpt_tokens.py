@@ -379,8 +379,9 @@ def test_file_system_without_locks_warns(text, tokenizer, tmp_path, monkeypatch)
 
 
 def test_nothing_is_tokenised_if_nothing_would_be_held_out(text, tokenizer, tmp_path, encoded):
-    for path, held_out in ((text, 1e-4), (text, 0.9999), (text / "1.txt", 1e-4)):
-        with pytest.raises(ValueError, match=r"something to hold out; got \d+ and \d+ characters"):
+    (text / "1.txt").write_text("a")
+    for path, held_out in ((text / "1.txt", 0.05), (text / "1.txt", 0.9999)):
+        with pytest.raises(ValueError, match=r"got 1 and 0 characters .*more data, or --data.val"):
             open_text_corpus(path, tokenizer, tmp_path / "cache", held_out=held_out)
     assert not encoded
 
@@ -473,14 +474,15 @@ def test_command_writes_what_training_reads(text, tokenizer, tmp_path, capsys):
         ("texts out --tokenizer none", r"must be a Hugging Face tokenizer.json; got 'none'"),
         ("texts out --text-key body", r"data.text_key must be left out where it has no effect"),
         (
-            "texts out --held-out 0.0001",
-            r"got \d+ and 0 characters.*Give --validation-path, or another --held-out",
+            "one out --held-out 0.0001",
+            r"got 1 and 0 characters.*Give more data, or --validation-path",
         ),
     ],
 )
 def test_wrong_command_raises(text, tmp_path, monkeypatch, arguments, message):
     np.save(tmp_path / "a.npy", np.arange(100))
     monkeypatch.chdir(tmp_path)
+    Path("one").write_text("a")
     with pytest.raises(SystemExit, match=message):
         main(arguments.split())
     assert not (tmp_path / "out").exists()

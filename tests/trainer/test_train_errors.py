@@ -187,17 +187,9 @@ def truncated_npy(folder):
     return folder / "a.npy", r"/a.npy' must be a whole .npy file.*It may be truncated"
 
 
-def short(folder):
-    path = write_tokens(folder / "a.bin", 34)
-    return (
-        path,
-        r"at least seq_len \+ 1 tokens.*got at most 32 tokens, in .*/a.bin', for seq_len=32",
-    )
-
-
 def short_held_out(folder):
-    path = write_tokens(folder / "a.bin", 640)
-    return path, r"and as many held out; got at most 32 tokens.* larger --data.held-out"
+    path = write_tokens(folder / "a.bin", 12)
+    return path, r"at least 2 tokens .* as many held out; got at most 1 tokens.* larger --data.held"
 
 
 def beyond_vocabulary(folder):
@@ -212,7 +204,7 @@ def beyond_vocabulary(folder):
     "wrong",
     [
         *(missing, empty_folder, empty_text, empty_tokens, unreadable, not_utf8, truncated_bin),
-        *(truncated_npy, short, short_held_out, beyond_vocabulary),
+        *(truncated_npy, short_held_out, beyond_vocabulary),
     ],
     ids=lambda wrong: wrong.__name__,
 )
