@@ -280,7 +280,7 @@ def test_processes_tokenise_once_and_the_others_wait(text, tokenizer, tmp_path, 
 
     def slow(*arguments, **options):
         began.set()
-        assert may_end.wait(60)
+        assert may_end.wait(300)
         write(*arguments, **options)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -289,7 +289,7 @@ def test_processes_tokenise_once_and_the_others_wait(text, tokenizer, tmp_path, 
         patch.setattr(cache, "say", say)
         threads = [threading.Thread(target=start) for _ in range(3)]
         threads[0].start()
-        assert began.wait(60)
+        assert began.wait(300)
         for thread in threads[1:]:
             thread.start()
         for thread in threads:

@@ -282,7 +282,7 @@ def test_disk_that_fills_up_leaves_the_last_checkpoint(data, tmp_path, monkeypat
     limit, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def fill():
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while not (tmp_path / "run/checkpoints/2").exists():
             assert time.monotonic() < deadline
             time.sleep(0.001)
