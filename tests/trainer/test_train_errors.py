@@ -1,6 +1,7 @@
 """What goes wrong in training: a message that helps, and no work that is lost."""
 
 import errno
+import itertools
 import json
 import os
 import re
@@ -569,3 +570,18 @@ def test_sigterm_saves_and_exits_with_status_0(data, tmp_path, capsys):
     assert f"after step {last}\n" in capsys.readouterr().out
     assert len(losses.train) == STEPS - last
     assert logged_steps(tmp_path / "run") == list(range(1, STEPS + 1))
+
+
+@pytest.mark.parametrize("recipe", ["gpt_tiny", "dit_digits"])
+def test_lines_of_help_are_broken_at_the_width_alone(recipe, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        train.read_command_line([recipe, "--help"])
+    # A terminal has boxes round them.
+    lines = [x.replace("│", " ").rstrip() for x in capsys.readouterr().out.splitlines()]
+    # Text is indented more than the flag that it describes.
+    indent = " " * 8
+    pairs = [x for x in itertools.pairwise(lines) if all(y.startswith(indent) for y in x)]
+    assert len(pairs) > 100
+    found = [x for x in pairs if len(f"{x[0]} {x[1].split()[0]}") <= 78]
+    assert found == []
