@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, Any, Generic, NoReturn, TypeVar
+from dataclasses import dataclass, field, fields, is_dataclass
+from itertools import pairwise
+from textwrap import dedent
+from typing import Annotated, Any, Generic, NoReturn, TypeVar, get_type_hints
 
 import tyro
+from tyro.constructors import (
+    ConstructorRegistry,
+    StructConstructorSpec,
+    StructFieldSpec,
+    StructTypeInfo,
+)
 
 from startrail_jax.errors import InputError
 from trainer.network.options import Distributed
@@ -113,16 +123,57 @@ def parse(
     if unknown := list(_other_names(arguments, default)):
         exit_with_usage_error("\n".join(unknown))
     kind: Any = Command[type(default)]
+    registry = ConstructorRegistry()
+    registry.struct_rule(_with_whole_paragraphs)
     try:
-        return tyro.cli(
-            kind,
-            prog=prog,
-            description=description,
-            default=Command(settings=default),
-            args=arguments,
-        )
+        with registry:
+            return tyro.cli(
+                kind,
+                prog=prog,
+                description=description,
+                default=Command(settings=default),
+                args=arguments,
+            )
     except InputError as error:  # Of several settings together: tyro reports those of one.
         exit_with_usage_error(error)
+
+
+def _with_whole_paragraphs(info: StructTypeInfo) -> StructConstructorSpec | None:
+    """How tyro makes settings, with help texts that it may break at the width of the terminal.
+
+    By itself, tyro keeps the line breaks of docstrings that are indented, and breaks again between
+    them.
+    """
+    given: Any = info.default
+    if not is_dataclass(info.type) or not isinstance(given, info.type) or type(given) is Command:
+        return None
+    types, docs = get_type_hints(info.type, include_extras=True), _docstrings_of(info.type)
+    return StructConstructorSpec(
+        instantiate=info.type,
+        fields=tuple(
+            StructFieldSpec(x.name, types[x.name], getattr(given, x.name), docs.get(x.name))
+            for x in fields(info.type)
+            if x.init
+        ),
+    )
+
+
+def _docstrings_of(kind: type) -> dict[str, str]:
+    """The docstring under each field of a dataclass, each paragraph as one line."""
+    found: dict[str, str] = {}
+    for one in reversed(kind.__mro__):
+        if not is_dataclass(one):
+            continue
+        (tree,) = ast.parse(dedent(inspect.getsource(one))).body
+        assert isinstance(tree, ast.ClassDef)
+        for target, text in pairwise(tree.body):
+            if not (isinstance(target, ast.AnnAssign) and isinstance(target.target, ast.Name)):
+                continue
+            if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+                paragraphs = str(text.value.value).split("\n\n")
+                joined = "\n\n".join(" ".join(x.split()) for x in paragraphs)
+                found[target.target.id] = joined
+    return found
 
 
 def _other_names(arguments: Sequence[str], default: Any) -> Iterator[str]:

@@ -36,7 +36,9 @@ def sha256_of(file: Path, advance: Callable[[int], object] = lambda size: None) 
 
 def sums_of(folder: Path) -> dict[str, str]:
     """The SHA-256 of each file of a folder, by its name."""
-    files = (path for path in sorted(folder.iterdir()) if path.is_file() and path.name != SUMS_FILE)
+    files = [path for path in sorted(folder.iterdir()) if path.is_file()]
+    # Nor what a kill has left of the file with the checksums.
+    files = [path for path in files if not path.name.startswith(SUMS_FILE)]
     return {path.name: sha256_of(path) for path in files}
 
 
@@ -65,25 +67,21 @@ def check_sums(
     """
     if not (folder / SUMS_FILE).is_file():
         return None
-    wrong = SUMS_FILE
+    file = folder / SUMS_FILE  # The errors name it.
+    must = "Files with checksums must be as they were written; got"
     try:
-        sums = dict(json.loads((folder / SUMS_FILE).read_text()))
-        for wrong, expected in sums.items():  # The error names the file.
-            if sha256_of(folder / wrong, advance) != expected:
+        sums = dict(json.loads(file.read_text()))
+        for name, expected in sums.items():
+            file = folder / name
+            if sha256_of(file, advance) != expected:
                 raise ValueError("its checksum is another than when it was written")
+    except FileNotFoundError as error:
+        raise InputError(f"{must} {str(file)!r}, which is gone. {way_out}") from error
     except OSError as error:
-        if isinstance(error, FileNotFoundError):
-            raise InputError(
-                f"The files of {str(folder)!r} must be as they were written; got {wrong}, which is "
-                f"gone. {way_out}"
-            ) from error
         raise StorageError(
-            f"The files of {str(folder)!r} must be readable; got {wrong}: {error}. Correct the "
+            f"Files with checksums must be readable; got {str(file)!r}: {error}. Correct the "
             "rights of the file or the disk; then the same command goes on."
         ) from error
     except (ValueError, TypeError, RecursionError) as error:
-        raise InputError(
-            f"The files of {str(folder)!r} must be as they were written; got {wrong}: {error}. "
-            f"{way_out}"
-        ) from error
+        raise InputError(f"{must} {str(file)!r}: {error}. {way_out}") from error
     return sums

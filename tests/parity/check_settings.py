@@ -36,6 +36,7 @@ OF_ALL = {"model_type", "is_causal", "is_decoder", "add_cross_attention", "quant
 # Keys that some families read, and that files of others have.
 BY_SOME = {"attention_bias", "mlp_bias", "rope_interleaved", "use_mrope", "head_dim"}
 BY_SOME |= {"use_sliding_window", "max_window_layers", "sliding_window_size"}
+BY_SOME |= {"sliding_window", "layer_types"}
 SIZES = dict(
     vocab_size=48,
     hidden_size=16,

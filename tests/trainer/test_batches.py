@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from startrail_jax.tokens.layout import Layout
 from trainer.data import batches
 from trainer.gpt.batches import (
+    PADDING,
     Sequences,
     TokenBatch,
     next_token_batch,
@@ -81,17 +82,45 @@ def test_sequences_read_no_more_than_their_window(tmp_path):
         sequences[99]
 
 
-@pytest.mark.parametrize("lengths", [[5], [2, 5, 3]])
-def test_data_shorter_than_a_sequence_raise(lengths):
+def test_streams_that_are_all_shorter_than_a_sequence_are_filled_up():
+    sequences = Sequences([stream([3, 4]), stream([5]), stream([6, 7, 8, 9, 1])], 5)
+    assert sequences.is_filled
+    assert [sequences[index].tolist() for index in range(len(sequences))] == [
+        [3, 4, -1, -1, -1, -1],
+        [6, 7, 8, 9, 1, -1],
+    ]
+    assert not Sequences([stream([3, 4]), stream(np.arange(6))], 5).is_filled
+
+
+@pytest.mark.parametrize("end_of_document", [None, 0])
+@pytest.mark.parametrize("layout", [NATURAL, Layout("zigzag", 4)])
+def test_what_a_sequence_is_filled_up_with_does_not_count(layout, end_of_document):
+    tokens = [7, 8, 0, 9, 4]
+    options = {"layout": NATURAL, "end_of_document": end_of_document}
+    short = next_token_batch(np.array([tokens]), **options)
+    filled = next_token_batch(
+        Sequences([stream(tokens)], 16)[0][None], **options | {"layout": layout}
+    )
+    filled = jax.tree.map(layout.unpermute, filled)
+    # The last token has no target, but others may see it.
+    assert filled.tokens[0].tolist() == [*tokens, *[0] * 11]
+    chex.assert_trees_all_equal(jax.tree.map(lambda x: x[:, :4], filled), short)
+    assert not filled.weights[:, 4:].any()
+    assert [x.dtype.name for x in jax.tree.leaves(filled)] == [
+        x.dtype.name for x in jax.tree.leaves(short)
+    ]
+    if end_of_document is not None:
+        assert filled.segment_ids[0].tolist() == [0, 0, 0, 1, 1, *[PADDING] * 11]
+
+
+@pytest.mark.parametrize("lengths", [[], [1], [0, 1]])
+def test_data_without_a_token_and_its_target_raise(lengths):
     streams = [stream(np.zeros(length, int), name=f"{length}.bin") for length in lengths]
-    match = r"at least seq_len \+ 1 tokens.*at most 5 tokens, in '5.bin', for seq_len=5.*shorter"
-    with pytest.raises(ValueError, match=match):
+    given = "at most 1 tokens, in '1.bin'" if lengths else "no tokens"
+    with pytest.raises(
+        ValueError, match=rf"must have at least 2 tokens .*; got {given}\. Use more"
+    ):
         Sequences(streams, 5)
-
-
-def test_no_data_raise():
-    with pytest.raises(ValueError, match="got no tokens for seq_len=5"):
-        Sequences([], 5)
 
 
 # Batches.

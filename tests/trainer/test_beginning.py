@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -10,7 +11,9 @@ import pytest
 import tokenizers
 
 from configs.gpt import gpt_tiny
+from pretrained import REFERENCES
 from startrail_jax.tokens.layout import Layout
+from train import read_command_line
 from trainer.data import slices
 from trainer.gpt.batches import next_token_batch
 from trainer.gpt.chat.corpus import open_examples
@@ -330,3 +333,26 @@ def test_model_of_another_folder_takes_no_end_of_completions(tmp_path, monkeypat
         data = DataConfig(loss_on=loss_on, end_of_document=END)
         config = dataclasses.replace(gpt_tiny(), init_from=tmp_path / "same", data=data)
         assert with_model_of(tmp_path / folder, config).data.end_of_document == expected
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("flags", "rate"),
+    [
+        ("", 1e-5),
+        ("--lora.rank 4", 1e-4),
+        ("--lora.rank=4", 1e-4),
+        ("--lora.rank None", 1e-5),
+        ("--lora.rank 4 --optimizer.learning-rate 3e-6", 3e-6),
+    ],
+)
+def test_adapters_of_a_pretrained_model_learn_faster_by_default(flags, rate, tmp_path):
+    shutil.copyfile(REFERENCES / "llama" / "config.json", tmp_path / "config.json")
+    # Of tokens, which need no tokenizer.
+    np.save(tmp_path / "data.npy", np.zeros(9, np.int32))
+    words = ["--init-from", str(tmp_path), "--data.path", str(tmp_path / "data.npy")]
+    config = read_command_line([*words, *flags.split()]).settings
+    assert config.optimizer.learning_rate == rate
+    # The rate of a recipe that is already higher stays.
+    config = read_command_line(["gpt_tiny", *words, "--lora.rank", "4"]).settings
+    assert config.optimizer.learning_rate == gpt_tiny().optimizer.learning_rate > 1e-4

@@ -345,7 +345,7 @@ def test_options_and_files_that_do_not_fit_raise(tmp_path):
         opened(of_completions(path, text_key="prompt"))
     with pytest.raises(ValueError, match=r"data.chat_template must be left out"):
         opened(of_completions(path, chat_template=text))
-    with pytest.raises(ValueError, match=r"held_out must leave something.*0 examples"):
+    with pytest.raises(ValueError, match=r"got \d and \d examples .*Give more data, or --data.val"):
         opened(DataConfig(path=completions(tmp_path / "one.jsonl", 1), loss_on="completion"))
     with pytest.raises(ValueError, match=r"all begin after seq_len=3. Use a longer --seq-len"):
         opened(of_completions(completions(tmp_path / "some.jsonl", 30)), seq_len=3)

@@ -72,7 +72,7 @@ def finish(process):
 
 def wait_for_save(process, folder, num_whole):
     """Waits until a checkpoint is being saved beside this number of whole ones."""
-    deadline = time.monotonic() + 240  # On busy cores, three processes take a minute to start.
+    deadline = time.monotonic() + 300
     while True:
         names = [path.name for path in folder.iterdir()] if folder.exists() else []
         if "tmp" in "".join(names) and sum(map(str.isdigit, names)) >= num_whole:

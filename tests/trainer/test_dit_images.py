@@ -374,7 +374,7 @@ def test_long_check_says_how_far_it_is(folder, monkeypatch, capsys):
 
 def in_processes(count, work):
     """What `work` returns for each of some processes, which are threads here."""
-    given, barrier = {}, threading.Barrier(count, timeout=20)
+    given, barrier = {}, threading.Barrier(count, timeout=300)
 
     def run(index):
         def gather(value):

@@ -1,5 +1,6 @@
 """What was written is there after a power failure, which `tests.faults.power` emulates."""
 
+import errno
 import json
 import os
 import tempfile
@@ -9,12 +10,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from startrail_jax.errors import InputError
 from tests.faults import power
-from trainer import durable
+from trainer import durable, sums
 from trainer.data.cache import cached_folder
+from trainer.errors import StorageError
 from trainer.run import mesh, records, versions
 from trainer.run.metrics import Reporter
-from trainer.sums import SUMS_FILE, check_sums, write_sums
+from trainer.sums import SUMS_FILE, check_sums, sums_of, write_sums
 
 pytestmark = pytest.mark.quick
 
@@ -91,8 +94,51 @@ def test_sums_name_the_file_that_is_another(tmp_path):
     write_sums(tmp_path)
     assert check_sums(tmp_path, "Copy it.").keys() == {"a", "b"}
     (tmp_path / "b").write_text("twp")
-    with pytest.raises(ValueError, match=r"as they were written; got b: its checksum.* Copy it\."):
+    with pytest.raises(
+        ValueError, match=r"as they were written; got '.*/b': its checksum.* Copy it\."
+    ):
         check_sums(tmp_path, "Copy it.")
     (tmp_path / SUMS_FILE).write_text('["a"]')
-    with pytest.raises(ValueError, match=rf"got {SUMS_FILE}: "):
+    with pytest.raises(ValueError, match=rf"got '.*/{SUMS_FILE}': "):
+        check_sums(tmp_path, "Copy it.")
+
+
+@pytest.mark.parametrize("content", ["", "{", '{"a": 1', '["a"]', "3", '{"a": null}', "[" * 10_000])
+def test_torn_checksums_are_no_checksums_of_earlier_versions(content, tmp_path):
+    (tmp_path / "a").write_text("one")
+    (tmp_path / SUMS_FILE).write_text(content)
+    with pytest.raises(InputError, match=r"as they were written; got '.*/.*'.* Copy it\."):
+        check_sums(tmp_path, "Copy it.")
+
+
+def test_checksums_appear_whole(tmp_path, monkeypatch):
+    """A kill while they are written must not leave a part of them, which stops every later run."""
+    (tmp_path / "a").write_text("one")
+
+    def killed(part, target):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(durable, "rename", killed)
+        with pytest.raises(KeyboardInterrupt):
+            write_sums(tmp_path)
+    assert check_sums(tmp_path, "Copy it.") is None
+    write_sums(tmp_path)
+    assert check_sums(tmp_path, "Copy it.") == sums_of(tmp_path)
+    assert check_sums(tmp_path, "Copy it.").keys() == {"a"}
+
+
+def test_file_that_cannot_be_read_is_not_called_damaged(tmp_path, monkeypatch):
+    (tmp_path / "a").write_text("one")
+    write_sums(tmp_path)
+
+    def fail(file, advance=None):
+        raise OSError(errno.EIO, "Input/output error", str(file))
+
+    monkeypatch.setattr(sums, "sha256_of", fail)
+    with pytest.raises(StorageError, match=r"must be readable; got '.*/a': .*Input/output error"):
+        check_sums(tmp_path, "Copy it.")
+    (tmp_path / "a").unlink()
+    monkeypatch.undo()
+    with pytest.raises(InputError, match=r"got '.*/a', which is gone\. Copy it\."):
         check_sums(tmp_path, "Copy it.")

@@ -1,5 +1,6 @@
 """What is read, how it becomes tokens, what is held out; an error for all that can be wrong."""
 
+import dataclasses
 import gzip
 import json
 import os
@@ -10,10 +11,13 @@ import numpy as np
 import pytest
 import tokenizers
 
+from configs.gpt import gpt_tiny
+from startrail_jax.tokens.layout import Layout
 from trainer.data import documents, files
 from trainer.gpt import corpus, encoding
 from trainer.gpt.config import DataConfig
 from trainer.gpt.encoding import share_of_key
+from trainer.gpt.task import GPTTask
 from trainer.gpt.tokenizer import (
     ByteTokenizer,
     FileTokenizer,
@@ -735,6 +739,43 @@ def test_few_documents_hold_out_the_end_of_each_if_none_falls_to_a_part(tmp_path
     assert "held out, the end of every document, as no choice of whole" in opened.description
 
 
+@pytest.mark.parametrize("held_out", [1e-4, 0.05, 0.5, 0.9999])
+@pytest.mark.parametrize("kind", ["txt", "jsonl"])
+def test_short_documents_leave_a_character_to_each_part(tmp_path, held_out, kind, monkeypatch):
+    monkeypatch.setattr(encoding, "share_of_key", lambda key: 0.99999)
+    sizes = [0, 1, 2, 3, 10]
+    whole = [bytes([ord("a") + i]) * size for i, size in enumerate(sizes)]
+    if kind == "txt":
+        for i, text in enumerate(whole):
+            (tmp_path / f"{i}.txt").write_bytes(text)
+    else:
+        lines = "".join(json.dumps({"text": x.decode()}) + "\n" for x in whole)
+        write(tmp_path, a_jsonl=lines.encode())
+    opened = open_corpus(tmp_path, held_out=held_out)
+    train, rest = (b"".join(texts(x)) for x in (opened.train, opened.held_out))
+    assert b"".join(sorted(x[:1] for x in whole if len(x) > 1)) == bytes(sorted(set(rest)))
+    for text in whole:
+        kept = train.count(text[:1]) if text else 0
+        assert kept + (rest.count(text[:1]) if text else 0) == len(text)
+        assert kept or not text
+        if len(text) > 1:
+            assert abs(kept - len(text) * (1 - held_out)) <= 1
+
+
+def test_text_shorter_than_a_sequence_is_filled_up_and_said(tmp_path):
+    lines = "".join(json.dumps({"text": f"line {i} of a short file"}) + "\n" for i in range(5))
+    path = write(tmp_path, a_jsonl=lines.encode())
+    config = dataclasses.replace(
+        gpt_tiny(), data=DataConfig(path=path), run_dir=tmp_path / "runs" / "a"
+    )
+    with pytest.warns(UserWarning, match=r"at most 110 bytes in one place, .* --seq-len 109\."):
+        data = GPTTask().open_data(config, Layout("contiguous", 1))
+    assert "; held-out sequences are filled up to --seq-len 1024" in data.description
+    for part, length in ((data.train, 110), (data.held_out, 10)):
+        (sequence,) = (part[i] for i in range(len(part)))
+        assert (sequence >= 0).sum() == length
+
+
 def test_whole_documents_are_held_out_where_some_fall_to_each_part(tmp_path):
     lines = "".join(json.dumps({"text": f"{i} {'a' * 50}"}) + "\n" for i in range(100))
     opened = open_corpus(write(tmp_path, a_jsonl=lines.encode()))
@@ -749,14 +790,16 @@ def test_whole_documents_are_held_out_where_some_fall_to_each_part(tmp_path):
 
 def test_nothing_left_to_train_on_raises(tmp_path):
     write(tmp_path, a_txt=b"a", b_txt=b"b")
-    for held_out, counts in ((0.999, "0 and 2"), (0.001, "2 and 0")):
-        match = (
-            rf"got {counts} characters .*Give --data.validation-path, or another --data.held-out"
-        )
+    # Of one character each, so that only whole documents can be held out.
+    match = r"got 2 and 0 characters .*data, --data.validation-path, or another --data.held-out"
+    for held_out in (0.999, 0.001):
         with pytest.raises(ValueError, match=match):
             open_corpus(tmp_path, held_out=held_out)
+    (tmp_path / "b.txt").unlink()
+    with pytest.raises(ValueError, match=r"got 1 and 0 .*Give more data, or --data.validation-pat"):
+        open_corpus(tmp_path)
     np.save(tmp_path / "c.npy", np.zeros(3, int))
-    with pytest.raises(ValueError, match=r"got 3 and 0 tokens .*Give --data.validation-path"):
+    with pytest.raises(ValueError, match=r"got 3 and 0 tokens .* or another --data.held-out"):
         open_corpus(tmp_path / "c.npy", held_out=0.1)
 
 

@@ -30,6 +30,7 @@ from trainer.checkpoints.checkpoint import CheckpointError, Checkpoints
 from trainer.checkpoints.weights import restore_weights
 from trainer.config import MeshConfig
 from trainer.data import files
+from trainer.gpt import sample as text_samples
 from trainer.gpt import text
 from trainer.gpt.config import (
     DataConfig,
@@ -152,27 +153,49 @@ def endless_run(tmp_path_factory):
     return save_run(run_dir, make_config(run_dir, data=DataConfig(end_of_document=256)))
 
 
+PAGE = 4096  # The smallest pipe.
+
+
 @contextmanager
 def streaming(run_dir, errors, **environment):
     """The program while it draws, its output and the first piece of it; it must end by itself.
 
-    It draws for so long that who reads has read before it is done.
+    The pipe holds less than it draws, so that it cannot be done before its output is read, however
+    fast it is.
     """
     flags = ("--prompt", "a", "--tokens", "20000", "--temperature", "2")
     with errors.open("w") as file, subprocess.Popen(
         [sys.executable, "sample.py", str(run_dir), *flags],
         cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=file, env=os.environ | environment,
+        pipesize=PAGE,
     ) as process:  # fmt: skip
         try:
             output = process.stdout
             assert output is not None
             piece = os.read(output.fileno(), 100_000)
-            # Less than the first page of a pipe that is given all at once.
-            assert 0 < len(piece) < 4096, errors.read_text()
+            assert piece, errors.read_text()
             yield process, output, piece
-            process.wait(60)
+            process.wait(300)
         finally:
             process.kill()
+
+
+def test_each_piece_is_shown_before_the_next_token_is_drawn(monkeypatch):
+    raw = io.BytesIO()
+    shown = io.TextIOWrapper(io.BufferedWriter(raw))  # As a pipe, with a buffer.
+    mesh = st.make_mesh(st.Degrees(), "auto", jax.devices()[:1])
+    session = Session(mesh=mesh, agree=bool, description=())
+    tokenizer = ByteTokenizer(end_of_document=None, vocab_size=256)
+    stream = TextStream(tokenizer, np.array([97], np.int32))
+
+    def draw():
+        for index, letter in enumerate(b"some text"):
+            assert raw.getvalue() == b"some text"[:index]
+            yield [letter]
+
+    monkeypatch.setattr("sys.stdout", shown)
+    text_samples._print_streams([stream], draw(), session)
+    assert raw.getvalue() == b"some text\n"
 
 
 @pytest.mark.slow

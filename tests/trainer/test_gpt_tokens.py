@@ -1,6 +1,7 @@
 """Text becomes tokens: in slices that change none, once for all processes, in whole files only."""
 
 import dataclasses
+import errno
 import gzip
 import os
 import random
@@ -279,7 +280,7 @@ def test_processes_tokenise_once_and_the_others_wait(text, tokenizer, tmp_path, 
 
     def slow(*arguments, **options):
         began.set()
-        assert may_end.wait(60)
+        assert may_end.wait(300)
         write(*arguments, **options)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -288,7 +289,7 @@ def test_processes_tokenise_once_and_the_others_wait(text, tokenizer, tmp_path, 
         patch.setattr(cache, "say", say)
         threads = [threading.Thread(target=start) for _ in range(3)]
         threads[0].start()
-        assert began.wait(60)
+        assert began.wait(300)
         for thread in threads[1:]:
             thread.start()
         for thread in threads:
@@ -353,7 +354,7 @@ def test_damaged_cache_raises(text, tokenizer, tmp_path):
     open_text_corpus(text, tokenizer, tmp_path / "cache")
     (file,) = (tmp_path / "cache").glob("*/train.npy")
     file.write_bytes(file.read_bytes()[:-7])
-    with pytest.raises(ValueError, match=r"must be as they were written; got train.npy"):
+    with pytest.raises(ValueError, match=r"must be as they were written; got '.*/train.npy'"):
         open_text_corpus(text, tokenizer, tmp_path / "cache")
 
 
@@ -378,8 +379,9 @@ def test_file_system_without_locks_warns(text, tokenizer, tmp_path, monkeypatch)
 
 
 def test_nothing_is_tokenised_if_nothing_would_be_held_out(text, tokenizer, tmp_path, encoded):
-    for path, held_out in ((text, 1e-4), (text, 0.9999), (text / "1.txt", 1e-4)):
-        with pytest.raises(ValueError, match=r"something to hold out; got \d+ and \d+ characters"):
+    (text / "1.txt").write_text("a")
+    for path, held_out in ((text / "1.txt", 0.05), (text / "1.txt", 0.9999)):
+        with pytest.raises(ValueError, match=r"got 1 and 0 characters .*more data, or --data.val"):
             open_text_corpus(path, tokenizer, tmp_path / "cache", held_out=held_out)
     assert not encoded
 
@@ -472,14 +474,15 @@ def test_command_writes_what_training_reads(text, tokenizer, tmp_path, capsys):
         ("texts out --tokenizer none", r"must be a Hugging Face tokenizer.json; got 'none'"),
         ("texts out --text-key body", r"data.text_key must be left out where it has no effect"),
         (
-            "texts out --held-out 0.0001",
-            r"got \d+ and 0 characters.*Give --validation-path, or another --held-out",
+            "one out --held-out 0.0001",
+            r"got 1 and 0 characters.*Give more data, or --validation-path",
         ),
     ],
 )
 def test_wrong_command_raises(text, tmp_path, monkeypatch, arguments, message):
     np.save(tmp_path / "a.npy", np.arange(100))
     monkeypatch.chdir(tmp_path)
+    Path("one").write_text("a")
     with pytest.raises(SystemExit, match=message):
         main(arguments.split())
     assert not (tmp_path / "out").exists()
@@ -520,7 +523,7 @@ def test_flipped_bit_of_cached_tokens_is_noticed(text, tokenizer, tmp_path):
     again = open_text_corpus(text, tokenizer, tmp_path / "cache")
     assert again.tokens == opened.tokens
     (folder / "val.npy").unlink()
-    with pytest.raises(ValueError, match=r"got val\.npy, which is gone"):
+    with pytest.raises(ValueError, match=r"got '.*/val\.npy', which is gone"):
         open_text_corpus(text, tokenizer, tmp_path / "cache")
 
 
@@ -537,6 +540,32 @@ def test_tokens_of_an_earlier_version_are_taken_and_checked_from_then_on(
         assert capfd.readouterr().err.count("has no checksums, as an earlier version") == shown
     assert encoded == []
     assert sums.is_file()
+
+
+def test_tokens_that_others_have_written_are_checked_without_a_write(
+    text, tokenizer, tmp_path, encoded, monkeypatch
+):
+    own = open_text_corpus(text, tokenizer, tmp_path / "cache")
+    (sums,) = (tmp_path / "cache").glob(f"*/{SUMS_FILE}")
+    encoded.clear()
+
+    def refuse(*_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    # For the superuser, no folder is read-only.
+    monkeypatch.setattr(cache.os, "access", lambda path, mode: mode != os.W_OK)
+    monkeypatch.setattr(cache, "write_sums", refuse)
+    monkeypatch.setattr(cache, "storing", refuse)
+    assert open_text_corpus(text, tokenizer, tmp_path / "cache").tokens == own.tokens
+    checksums = sums.read_text()
+    sums.unlink()  # As an earlier version left it.
+    assert open_text_corpus(text, tokenizer, tmp_path / "cache").tokens == own.tokens
+    assert not sums.exists()
+    sums.write_text(checksums)
+    flip(sums.with_name("train.npy"), np.random.default_rng(0))
+    with pytest.raises(ValueError, match=r"got '.*/train\.npy': its checksum is another"):
+        open_text_corpus(text, tokenizer, tmp_path / "cache")
+    assert encoded == []
 
 
 def test_tokens_are_among_what_a_run_compares(text, tokenizer, tmp_path):

@@ -301,5 +301,5 @@ with interruption() as interrupted, reporter:
         process.stdout.close()
         process.stdin.write(b"\n")
         process.stdin.close()
-        assert process.wait(60) == 0
+        assert process.wait(300) == 0
     assert [record["step"] for record in records(tmp_path)] == [1, 2]

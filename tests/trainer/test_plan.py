@@ -102,8 +102,6 @@ def test_schemes_on_one_gpu_need_several(capsys):
     text = capsys.readouterr().out
     reasons = re.findall(r"no legal setting +([^:]+): it needs several GPUs for a sequence;", text)
     assert {"Ulysses", "LoongTrain / USP", "StarTrail as published"} <= set(reasons)
-    assert "that all" not in text
-    assert "square" not in text
 
 
 def test_bytes_that_read_the_same_are_not_set_against_each_other(capsys):

@@ -209,6 +209,7 @@ QWEN2 = dict(model_type="qwen2", architectures=["Qwen2ForCausalLM"], sliding_win
 GEMMA2 = dict(model_type="gemma2", architectures=["Gemma2ForCausalLM"], sliding_window=7)
 GEMMA3 = dict(model_type="gemma3_text", architectures=["Gemma3ForCausalLM"], sliding_window=7)
 MISTRAL = dict(model_type="mistral", architectures=["MistralForCausalLM"])
+SEVEN = dict(sliding_window=7)
 
 
 @pytest.mark.parametrize(
@@ -219,19 +220,36 @@ MISTRAL = dict(model_type="mistral", architectures=["MistralForCausalLM"])
         (QWEN2 | dict(use_sliding_window=True, max_window_layers=2), None),
         (QWEN2 | dict(use_sliding_window=True, layer_types=["sliding_attention"] * 2), 7),
         (QWEN2 | dict(use_sliding_window=True, max_window_layers=1), ("none", 7)),
-        (SMOLLM3 | dict(use_sliding_window=True, no_rope_layers=[0, 1]), (7, "none")),
-        (SMOLLM3 | dict(use_sliding_window=False), None),
+        (SMOLLM3 | SEVEN | dict(use_sliding_window=True, no_rope_layers=[0, 1]), (7, "none")),
+        (SMOLLM3 | SEVEN | dict(use_sliding_window=False), None),
         (GEMMA3, 7),
         (GEMMA3 | dict(sliding_window_pattern=2), (7, "none")),
         (GEMMA3 | dict(layer_types=["full_attention"] * 2), None),
         (GEMMA2, (7, "none")),
-        (MISTRAL, 7),
+        (MISTRAL | SEVEN, 7),
+        # Published files have these, and nobody reads them.
+        (SMOLLM3 | SEVEN | dict(use_sliding_window=False, max_window_layers=28), None),
+        (GEMMA2 | dict(sliding_window_size=4096), (7, "none")),
+        (dict(layer_types=["full_attention"] * 2), None),
+        (dict(sliding_window=None), None),
+        (
+            dict(
+                sliding_window=json.loads((LLAMA / "config.json").read_text())[
+                    "max_position_embeddings"
+                ]
+            ),
+            None,
+        ),
+        (
+            dict(layer_types=["full_attention"] * 2, sliding_window=3, use_sliding_window=False),
+            None,
+        ),
     ],
 )
 def test_windows_are_those_of_transformers(values, window):
     known = json.loads((LLAMA / "config.json").read_text())
     del known["rope_parameters"]
-    model = describe(known | {"sliding_window": 7} | values, "config.json").model
+    model = describe(known | values, "config.json").model
     assert (model.window, model.windows) == (
         (None, window) if isinstance(window, tuple) else (window, None)
     )
@@ -277,8 +295,15 @@ def test_gemma_says_what_it_leaves_out():
         (QWEN2 | dict(layer_types=["full_attention", ["a"]]), "layer_types must be full_attention"),
         (dict(rope_parameters={"rope_type": ["yarn"]}), r"rope_type must be one of.*\['yarn'\]"),
         (QWEN2 | dict(layer_types=["full_attention", "linear"]), "layer_types must be full_atten"),
-        # Here transformers ignores the key, and there it makes another model of it.
-        (dict(layer_types=["full_attention"] * 2), "Every key .* kind llama .* got layer_types="),
+        # The layers of transformers take no notice of windows here, but its cache does.
+        (
+            dict(layer_types=["sliding_attention"] * 2, sliding_window=7),
+            "No layer may have .*window=7",
+        ),
+        (dict(layer_types=["sliding_attention"] * 2), "No layer may have a sliding window"),
+        (dict(layer_types=["full_attention"]), r"No layer .* must be 2 times full_attention"),
+        (dict(sliding_window=7), "No layer may have .* got layer_types=None, sliding_window=7"),
+        # And here it makes another model of them.
         (MISTRAL | dict(layer_types=["full_attention"] * 2), "kind mistral .* got layer_types="),
         (dict(is_causal=False), "is_causal must be True"),
         (dict(no_such_key=3), "Every key must be known .*; got no_such_key=3.* delete it"),
@@ -975,9 +1000,7 @@ def test_damaged_config_of_the_model_is_not_exported(tmp_path):
     shutil.rmtree(out)
     config, kept = load_train_config(run_dir / "config.json"), run_dir / "pretrained/config.json"
     kept.write_text(kept.read_text().replace("10000", "10001", 1))
-    with pytest.raises(
-        ValueError, match=r"as they were written; got config.json: .*delete .*sha25"
-    ):
+    with pytest.raises(ValueError, match=rf"as they were written; got '{kept}': .*delete .*sha25"):
         export_run(run_dir, config, out)
     assert not out.exists()
     (kept.parent / SUMS_FILE).unlink()  # As in a run of an earlier version.

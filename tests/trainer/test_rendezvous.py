@@ -55,7 +55,7 @@ def test_process_that_waits_says_so_again_and_again(monkeypatch, capsys):
 
     def find(*_):
         for _ in range(3):
-            assert said.acquire(timeout=60)
+            assert said.acquire(timeout=300)
         raise RunError("not there")
 
     monkeypatch.setattr(waiting, "print", say, raising=False)
@@ -72,7 +72,7 @@ def test_process_that_waits_says_so_again_and_again(monkeypatch, capsys):
 
 
 def connect(port):
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 300
     while True:
         try:
             return socket.create_connection(("localhost", port))
@@ -83,14 +83,14 @@ def connect(port):
 
 def greet(port, **greeting):
     connection = connect(port)
-    knock(connection, SECRET, time.monotonic() + 20)
+    knock(connection, SECRET, time.monotonic() + 300)
     connection.sendall(json.dumps(greeting).encode() + b"\n")
     return connection
 
 
 def refusal(port, **changes):
     thread, results = meeting(port, **changes)
-    thread.join(30)
+    thread.join(300)
     return results[0]
 
 
@@ -114,7 +114,7 @@ def test_processes_meet_among_strangers():
         twice = r"distributed\.index must be different in every process; got index=1 in two of"
         assert re.match(twice, refusal(port, index=1, processes=4))
         others = [meeting(port, index=index, processes=4) for index in (3, 2)]
-        leader.join(30)
+        leader.join(300)
         (connections,) = at_0
         assert sorted(connections) == [1, 2, 3]
         # Nobody listens there any longer, and a stray process finds nobody.
@@ -125,7 +125,7 @@ def test_processes_meet_among_strangers():
         rendezvous.tell_to_go_on(connection)
     assert json.loads(one.recv(100)) == {"kind": "go"}
     for thread, results in others:
-        thread.join(30)
+        thread.join(300)
         results[0].close()
     for connection in (one, *connections.values()):
         connection.close()
@@ -138,9 +138,9 @@ def test_process_with_another_secret_is_refused(monkeypatch):
     other = Secret(value="incorrect horse battery", place="VARIABLE")
     assert re.match(r"All processes must know the same secret; got", refusal(port, known=other))
     thread, results = meeting(port)
-    leader.join(30)
+    leader.join(300)
     rendezvous.tell_to_go_on(at_0[0][1])
-    thread.join(30)
+    thread.join(300)
     for connection in (results[0], at_0[0][1]):
         connection.close()
 
@@ -157,7 +157,7 @@ def test_start_that_is_not_complete_tells_of_strangers(monkeypatch):
     # The time to start is over.
     later = SimpleNamespace(**{**vars(time), "monotonic": lambda: time.monotonic() + 60})
     monkeypatch.setattr(rendezvous, "time", later)
-    leader.join(30)
+    leader.join(300)
     assert re.match(r"All 2 processes must start .* fewer\. 1 connections were closed", at_0[0])
 
 

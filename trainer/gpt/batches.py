@@ -2,7 +2,8 @@
 
 Streams are cut into sequences. A sequence has T tokens and the token after them, which is the
 target of the last one. Sequence i of a stream starts at token i * T; up to T tokens at the end of a
-stream are not used. If documents are masked, a batch finds their ends in its own tokens.
+stream are not used. If all streams are shorter than a sequence, each is one, which is filled up. If
+documents are masked, a batch finds their ends in its own tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from trainer.data.dataset import Dataset
 from trainer.gpt.corpus import Corpus, Stream
 
 PADDING = -1
-"""Segment id of padding, as attention takes it."""
+"""Segment id of padding, as attention takes it; and what a sequence is filled up with."""
 
 
 class TokenBatch(NamedTuple):
@@ -62,28 +63,32 @@ class Sequences:
             seq_len: T. A sequence has T + 1 tokens; the last of them also starts the next sequence.
 
         Raises:
-            ValueError: if all streams are shorter than a sequence.
+            ValueError: if no stream has a token and the one after it.
         """
         self._streams = tuple(streams)
         self._seq_len = seq_len
         counts = [max(len(stream) - 1, 0) // seq_len for stream in self._streams]
+        self.is_filled = not any(counts)
+        """Whether all sequences are shorter streams that are filled up."""
+        if self.is_filled:
+            counts = [int(len(stream) > 1) for stream in self._streams]
         # Number of sequences up to the end of each stream.
         self._ends = np.cumsum(counts, dtype=np.int64)
         if not len(self):
             longest = max(self._streams, key=len, default=None)
             given = "no tokens" if longest is None else f"at most {len(longest)} tokens"
-            place = "" if longest is None else f", in {longest.name!r},"
+            place = "" if longest is None else f", in {longest.name!r}"
             raise InputError(
-                "Data must have at least seq_len + 1 tokens to train on in one place, and as many "
-                f"held out; got {given}{place} for seq_len={seq_len}. Use more data (--data.path), "
-                "a shorter --seq-len, or, for the part held out, a larger --data.held-out."
+                "Data must have at least 2 tokens to train on in one place, and as many held out; "
+                f"got {given}{place}. Use more data (--data.path), or, for the part held out, a "
+                "larger --data.held-out."
             )
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def __getitem__(self, index: int) -> Int32[np.ndarray, " length"]:
-        """The T + 1 tokens of sequence `index`.
+        """The T + 1 tokens of sequence `index`; `PADDING` after the last one of a short stream.
 
         Raises:
             ValueError: if one of its tokens is beyond the vocabulary.
@@ -91,7 +96,9 @@ class Sequences:
         which = int(np.searchsorted(self._ends, index, side="right"))
         first = int(self._ends[which - 1]) if which else 0
         start = (index - first) * self._seq_len
-        return self._streams[which].read(start, start + self._seq_len + 1)
+        tokens = self._streams[which].read(start, start + self._seq_len + 1)
+        missing = self._seq_len + 1 - len(tokens)
+        return np.pad(tokens, (0, missing), constant_values=PADDING)
 
 
 def next_token_batch(
@@ -103,22 +110,23 @@ def next_token_batch(
     """A batch, in layout order, from sequences of T + 1 tokens.
 
     Args:
-        sequences: one for each row.
+        sequences: one for each row. After its last token, it may have `PADDING`.
         layout: order of the tokens.
         end_of_document: the token that ends a document; None if documents are not masked.
 
     """
-    tokens = sequences[:, :-1].astype(np.int32)
+    tokens, targets = (x.astype(np.int32) for x in (sequences[:, :-1], sequences[:, 1:]))
     positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
-    segment_ids, weights = None, np.ones(tokens.shape, np.float32)
+    segment_ids, weights = None, (targets != PADDING).astype(np.float32)
     if end_of_document is not None:
         ends = tokens == end_of_document
         starts = np.zeros_like(ends)
         starts[:, 1:] = ends[:, :-1]
         segment_ids = np.cumsum(starts, axis=1, dtype=np.int32)
         positions = positions - np.maximum.accumulate(np.where(starts, positions, 0), axis=1)
-        weights = (~ends).astype(np.float32)
-    targets = sequences[:, 1:].astype(np.int32)
+        weights = weights * ~ends
+        segment_ids = np.where(tokens == PADDING, PADDING, segment_ids)
+    tokens, targets = (np.where(x == PADDING, 0, x) for x in (tokens, targets))
     return in_layout_order(TokenBatch(tokens, targets, positions, segment_ids, weights), layout)
 
 

@@ -380,8 +380,8 @@ def _check_characters(text: Text) -> None:
 
 
 def _cut_of(characters: int, held_out: float) -> int:
-    """The first character that is held out of a document."""
-    return round(characters * (1 - held_out))
+    """The first character that is held out of a document: both parts have some, if it has two."""
+    return min(max(round(characters * (1 - held_out)), 1), max(characters - 1, 1))
 
 
 def check_lengths(
@@ -407,10 +407,14 @@ def check_lengths(
                 "Give others."
             )
     if not all(lengths):
+        # One cannot be shared out.
+        ways = "or --data.validation-path"
+        if sum(lengths) > 1:
+            ways = "--data.validation-path, or another --data.held-out"
         raise InputError(
             "data.held_out must leave something to train on and something to hold out; got "
             f"{lengths[0]} and {lengths[1]} {unit} of {files.name!r} for "
-            f"held_out={config.held_out}. Give --data.validation-path, or another --data.held-out."
+            f"held_out={config.held_out}. Give more data, {ways}."
         )
 
 

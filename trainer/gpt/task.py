@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -89,11 +90,24 @@ class GPTTask(Task[GPTTrainConfig, TextOptions]):
             return open_examples(data, layout, cache=cache, **sizes)
         corpus = open_corpus(data, vocab_size=config.model.vocab_size, cache=cache)
         end = corpus.end_of_document if data.mask_documents else None
+        train, held_out = (Sequences(x, config.seq_len) for x in (corpus.train, corpus.held_out))
+        description = corpus.description
+        if held_out.is_filled:
+            description += f"; held-out sequences are filled up to --seq-len {config.seq_len}"
+        if train.is_filled:
+            longest = max(map(len, corpus.train))
+            warnings.warn(
+                f"What there is to train on is shorter than a sequence: at most {longest:,} "
+                f"{corpus.unit}s in one place, with --seq-len {config.seq_len}. Sequences are "
+                "filled up with padding, which takes time and memory and teaches nothing. Use more "
+                f"data, or --seq-len {longest - 1}.",
+                stacklevel=2,
+            )
         return TextDataset(
-            train=Sequences(corpus.train, config.seq_len),
-            held_out=Sequences(corpus.held_out, config.seq_len),
+            train=train,
+            held_out=held_out,
             collate=partial(collate, layout=layout, end_of_document=end),
-            description=corpus.description,
+            description=description,
             loss_unit=f"nats/{corpus.unit}",
             digest=corpus.digest,
             tokens=corpus.tokens,

@@ -126,6 +126,9 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         "head_dim": Key(null=True),
         "max_position_embeddings": Key(2048),
         "hidden_act": SILU,
+        # transformers has no windows here; see `read_windows` for what changes nothing.
+        "sliding_window": Key(null=True),
+        "layer_types": PER_LAYER,
     },
     "mistral": {
         "vocab_size": Key(32_000),

@@ -77,6 +77,8 @@ def read_windows(
     size, types = read.values.get("sliding_window"), read.values.get("layer_types")
     if which in ("upper", "no_rope") and not read.flag("use_sliding_window"):
         size = None
+    if which == "none":
+        _check_without_windows(read, layers)
     if types is None:
         first = read.number("max_window_layers", least=0) if which == "upper" else 0
         period = read.number("sliding_window_pattern") if which == "pattern" else 1
@@ -107,6 +109,28 @@ def read_windows(
         )
     window = read.number("sliding_window") if any(sliding) else None
     return tuple(window if has else None for has in sliding)
+
+
+def _check_without_windows(read: ConfigValues, layers: int) -> None:
+    """Raises if what a file says of windows may make another model where the family has none.
+
+    The layers of transformers take no notice of it, but its cache does, which then forgets keys
+    while it generates: unless `layer_types` says otherwise, a `sliding_window` is that of all.
+    """
+    size, types = read.values.get("sliding_window"), read.values.get("layer_types")
+    if types is None:
+        kept = size is None or read.number("sliding_window") >= read.number(
+            "max_position_embeddings"
+        )
+    else:
+        kept = types == [GLOBAL] * layers
+    if not kept:
+        raise UnsupportedError(
+            f"No layer may have a sliding window in {read.name!r}: layer_types must be {layers} "
+            f"times {GLOBAL}, or sliding_window null or at least max_position_embeddings; got "
+            f"layer_types={types!r}, sliding_window={size!r}. Correct the file, or use another "
+            "model."
+        )
 
 
 def read_skips(read: ConfigValues, layers: int) -> tuple[bool, ...]:
