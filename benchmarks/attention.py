@@ -37,12 +37,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from startrail_jax.rings.rings.sizes import check_heads
 
 import startrail_jax as st
 from startrail_jax.blocks import xla
 from startrail_jax.blocks.tiles import visible_tiles
 from startrail_jax.errors import OrderWarning
+from startrail_jax.rings.sizes import check_heads
 
 
 @dataclass

@@ -24,12 +24,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from startrail_jax.rings.rings.sizes import GRADIENT_DTYPES
-
 import startrail_jax as st
 from startrail_jax.analysis.cost import Communication
 from startrail_jax.analysis.settings import legal_degrees, refusal
 from startrail_jax.devices.degrees import SEQUENCE_ROLES
+from startrail_jax.rings.sizes import GRADIENT_DTYPES
 
 AS_PUBLISHED = {"placement": "gather_permute", "combine": "reduce_scatter", "backward": "query"}
 HEADER = (

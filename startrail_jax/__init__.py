@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from startrail_jax.device_mesh import make_mesh
     from startrail_jax.devices.degrees import AxisNames, Degrees
     from startrail_jax.planner.planning import plan
-    from startrail_jax.rings.rings.rings import CHECKPOINT_NAMES
+    from startrail_jax.rings.rings import CHECKPOINT_NAMES
     from startrail_jax.tokens.layout import Layout
     from startrail_jax.xla.compiler import compiler_options
 

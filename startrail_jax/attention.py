@@ -42,11 +42,11 @@ from startrail_jax.devices.degrees import (
 )
 from startrail_jax.devices.nodes import mesh_crossing
 from startrail_jax.errors import BalanceWarning
-from startrail_jax.rings.rings import collectives, rings, score_units
-from startrail_jax.rings.rings.head_chunks import check_head_chunks
-from startrail_jax.rings.rings.schedule import Schedule, ring_offsets
-from startrail_jax.rings.rings.score_units import Given
-from startrail_jax.rings.rings.sizes import GRADIENT_DTYPES, Sizes, dtype_name
+from startrail_jax.rings import collectives, rings, score_units
+from startrail_jax.rings.head_chunks import check_head_chunks
+from startrail_jax.rings.schedule import Schedule, ring_offsets
+from startrail_jax.rings.score_units import Given
+from startrail_jax.rings.sizes import GRADIENT_DTYPES, Sizes, dtype_name
 from startrail_jax.tokens.layout import Layout
 from startrail_jax.xla.derivatives import FORWARD_ONLY, without_derivative
 

@@ -23,8 +23,8 @@ from startrail_jax.calls.sharding import Sharded
 from startrail_jax.calls.validation import check_decode, check_shardings, check_update
 from startrail_jax.devices.degrees import SEQUENCE_ROLES, Axis, flat_axis
 from startrail_jax.masks import Pattern
-from startrail_jax.rings.rings import collectives
-from startrail_jax.rings.rings.sizes import check_heads
+from startrail_jax.rings import collectives
+from startrail_jax.rings.sizes import check_heads
 from startrail_jax.shapes import EMPTY, KeyShard, LseShard, OutShard, QueryShard, ValueShard
 from startrail_jax.tokens.layout import Layout
 from startrail_jax.xla.varying import alike

@@ -30,14 +30,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from jaxtyping import Array, Int32
-from startrail_jax.rings.rings.schedule import Schedule
 
 import startrail_jax as st
 from startrail_jax import blocks
 from startrail_jax.blocks.mask import Mask
 from startrail_jax.blocks.softmax import merge_partials
 from startrail_jax.devices.degrees import ROLES, Axis, device_kind
-from startrail_jax.rings.rings import collectives, rings
+from startrail_jax.rings import collectives, rings
+from startrail_jax.rings.schedule import Schedule
 
 
 def schedule_of(degrees: st.Degrees, device_mesh: Mesh, **options: Any) -> Schedule:
@@ -94,7 +94,7 @@ def middle(schedule: Schedule) -> Int32[Array, " axes"]:
 
 
 class _Network:
-    """Stand-ins for `startrail_jax.rings.rings.collectives` during one trace."""
+    """Stand-ins for `startrail_jax.rings.collectives` during one trace."""
 
     def __init__(
         self, schedule: Schedule, device: Any, received: Iterator[Array] | None = None

@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from startrail_jax.rings.rings.schedule import Schedule
 
 import startrail_jax as st
 from benchmarks.gpu import rehearsal
@@ -29,6 +28,7 @@ from benchmarks.gpu.report import (
 )
 from startrail_jax.blocks import cudnn
 from startrail_jax.blocks.softmax import merge_partials
+from startrail_jax.rings.schedule import Schedule
 
 JAX = "(a) jax.nn, cuDNN"
 OURS = "(b) Attention, one device"

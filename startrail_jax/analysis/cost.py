@@ -27,9 +27,9 @@ from startrail_jax.devices.degrees import ROLES, Degrees, check_degrees
 from startrail_jax.devices.nodes import node_grid, nodes_of, resolve_order
 from startrail_jax.errors import InputError
 from startrail_jax.masks import Pattern, resolve
-from startrail_jax.rings.rings.head_chunks import check_head_chunks
-from startrail_jax.rings.rings.schedule import Schedule, ring_offsets, schedule_of
-from startrail_jax.rings.rings.sizes import GRADIENT_DTYPES, Sizes, dtype_name
+from startrail_jax.rings.head_chunks import check_head_chunks
+from startrail_jax.rings.schedule import Schedule, ring_offsets, schedule_of
+from startrail_jax.rings.sizes import GRADIENT_DTYPES, Sizes, dtype_name
 from startrail_jax.tokens.layout import Layout
 
 Backward = Literal["auto", "query", "kv"]
@@ -169,7 +169,7 @@ def communication(
     degree U adds (2 + 2 g') (U - 1) / U units, g' = max(kv_heads, head * tensor) / heads, and
     leaves the rest as it is on P / U devices. Bytes of lse and segment ids come on top.
     Sinks and prefixes send nothing. What other scores send is not counted: a bias, its exchanges
-    over head and team (`startrail_jax.rings.rings.score_units.place`).
+    over head and team (`startrail_jax.rings.score_units.place`).
 
     Args:
         degrees: the setting.

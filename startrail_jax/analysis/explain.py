@@ -11,9 +11,9 @@ from startrail_jax.blocks import tiled
 from startrail_jax.blocks.pieces import Pieces
 from startrail_jax.devices.degrees import ROLES, Axis
 from startrail_jax.masks import Full, Pattern
-from startrail_jax.rings.rings.head_chunks import check_head_chunks
-from startrail_jax.rings.rings.schedule import Schedule, ring_offsets, unit_cases
-from startrail_jax.rings.rings.sizes import Sizes
+from startrail_jax.rings.head_chunks import check_head_chunks
+from startrail_jax.rings.schedule import Schedule, ring_offsets, unit_cases
+from startrail_jax.rings.sizes import Sizes
 
 _SERVES = {
     "cudnn": "every kernel is a cuDNN kernel, over full rectangles and causal squares of the units",

@@ -11,7 +11,7 @@ from typing import Any
 from startrail_jax.devices.degrees import ROLES, SEQUENCE_ROLES, Degrees
 from startrail_jax.errors import InputError
 from startrail_jax.masks import Pattern, resolve
-from startrail_jax.rings.rings.sizes import Sizes
+from startrail_jax.rings.sizes import Sizes
 from startrail_jax.tokens.layout import Layout
 
 

@@ -1,6 +1,6 @@
 """What one device receives in each step of the schedule, in closed form.
 
-The steps are those of `startrail_jax.rings.rings.rings`. `startrail_jax.analysis.cost` adds them up.
+The steps are those of `startrail_jax.rings.rings`. `startrail_jax.analysis.cost` adds them up.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from startrail_jax.devices.degrees import Degrees
-from startrail_jax.rings.rings.sizes import Sizes
+from startrail_jax.rings.sizes import Sizes
 
 Placement = Literal["gather", "gather_permute"]
 Combine = Literal["merge", "reduce_scatter"]

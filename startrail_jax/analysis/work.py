@@ -12,8 +12,8 @@ import numpy as np
 from startrail_jax.blocks import tiled
 from startrail_jax.blocks.mask import Mask
 from startrail_jax.masks import Full, Pattern
-from startrail_jax.rings.rings.schedule import Schedule, ring_offsets
-from startrail_jax.rings.rings.sizes import Sizes
+from startrail_jax.rings.schedule import Schedule, ring_offsets
+from startrail_jax.rings.sizes import Sizes
 from startrail_jax.tokens.layout import Layout, Runs, Span
 
 # Tokens of the tiles in which `visible_pairs` looks at every pair, and how many it takes at once.

@@ -19,7 +19,7 @@ from startrail_jax.calls.sharding import Sharded
 from startrail_jax.calls.validation import check_shardings
 from startrail_jax.devices.degrees import SEQUENCE_ROLES
 from startrail_jax.errors import InputError, UnsupportedError
-from startrail_jax.rings.rings.score_units import Given
+from startrail_jax.rings.score_units import Given
 from startrail_jax.xla.varying import varying_axes
 
 

@@ -24,7 +24,7 @@ from startrail_jax.devices.degrees import (
     resolve_axes,
 )
 from startrail_jax.errors import InputError
-from startrail_jax.rings.rings.sizes import check_heads
+from startrail_jax.rings.sizes import check_heads
 from startrail_jax.tokens.layout import check_unsharded, token_axis
 from startrail_jax.tokens.order import warn_of_positions
 

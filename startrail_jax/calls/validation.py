@@ -16,7 +16,7 @@ from startrail_jax import masks
 from startrail_jax.calls.sharding import Sharded, int32_ids
 from startrail_jax.devices.degrees import Degrees
 from startrail_jax.errors import InputError, UnsupportedError
-from startrail_jax.rings.rings.sizes import WIDTHS, Sizes
+from startrail_jax.rings.sizes import WIDTHS, Sizes
 from startrail_jax.tokens.layout import Layout
 from startrail_jax.tokens.order import warn_of_dimensions, warn_of_order
 

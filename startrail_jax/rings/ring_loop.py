@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from startrail_jax.devices.degrees import Cycle
-from startrail_jax.rings.rings import collectives
+from startrail_jax.rings import collectives
 
 # (most, turn) of each platform. A ring of up to `most` rounds is unrolled. The middle of a longer
 # one is a loop whose body has `turn` rounds, which bounds the time to compile it. XLA copies what a

@@ -35,12 +35,12 @@ from jaxtyping import Array, Float, Float32
 from startrail_jax import blocks
 from startrail_jax.blocks import softmax
 from startrail_jax.blocks.softmax import Partials, log_sum, merge_precisely, rows
-from startrail_jax.rings.rings import collectives, score_units
-from startrail_jax.rings.rings.head_chunks import check_head_chunks, in_chunks
-from startrail_jax.rings.rings.ring_loop import UNROLLED_ROUNDS, as_float32, circulate
-from startrail_jax.rings.rings.schedule import Schedule, ring_offsets
-from startrail_jax.rings.rings.score_units import NOTHING, Given
-from startrail_jax.rings.rings.sizes import Sizes
+from startrail_jax.rings import collectives, score_units
+from startrail_jax.rings.head_chunks import check_head_chunks, in_chunks
+from startrail_jax.rings.ring_loop import UNROLLED_ROUNDS, as_float32, circulate
+from startrail_jax.rings.schedule import Schedule, ring_offsets
+from startrail_jax.rings.score_units import NOTHING, Given
+from startrail_jax.rings.sizes import Sizes
 from startrail_jax.shapes import (
     EMPTY,
     KeySegments,

@@ -41,7 +41,7 @@ from startrail_jax.blocks.pieces import Pieces, pieces_by_offset
 from startrail_jax.devices.degrees import PLATFORMS, SEQUENCE_ROLES, Axis, Cycle, Degrees
 from startrail_jax.errors import InputError
 from startrail_jax.masks import Causal, Full, Pattern
-from startrail_jax.rings.rings.sizes import Sizes
+from startrail_jax.rings.sizes import Sizes
 from startrail_jax.tokens.layout import Layout, Runs
 
 

@@ -19,8 +19,8 @@ from jaxtyping import Array, Float
 from startrail_jax.blocks.mask import Mask
 from startrail_jax.blocks.scores import PLAIN, Scores
 from startrail_jax.devices.degrees import Axis
-from startrail_jax.rings.rings import collectives
-from startrail_jax.rings.rings.schedule import Schedule
+from startrail_jax.rings import collectives
+from startrail_jax.rings.schedule import Schedule
 from startrail_jax.shapes import QueryShard
 from startrail_jax.xla.varying import alike
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from startrail_jax.rings.rings.rings import CHECKPOINT_NAMES
 
 import oracle
 import startrail_jax as st
@@ -25,6 +24,7 @@ from attention_cases import (
     relative_error,
 )
 from startrail_jax.analysis.hlo import read_traffic
+from startrail_jax.rings.rings import CHECKPOINT_NAMES
 
 STARTRAIL = st.Degrees.startrail(8, c=2)
 

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo as jax_cudnn
 from jax.sharding import PartitionSpec as P
-from startrail_jax.rings.rings.schedule import unit_cases
 
 import fake_cudnn
 import oracle
@@ -23,6 +22,7 @@ from startrail_jax.blocks.mask import Mask
 from startrail_jax.blocks.pieces import pieces_by_offset
 from startrail_jax.blocks.softmax import merge_partials
 from startrail_jax.masks import Causal, Full, Window
+from startrail_jax.rings.schedule import unit_cases
 from startrail_jax.tokens.layout import Layout
 
 BATCH, QUERIES, KEYS, HEADS, HEAD_DIM = 2, 48, 32, 6, 16

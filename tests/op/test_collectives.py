@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 import startrail_jax as st
 from startrail_jax.devices.degrees import AxisNames, Cycle, flat_axis, resolve_axes
-from startrail_jax.rings.rings import collectives
+from startrail_jax.rings import collectives
 
 RANKS = ("ring", "group", "team")
 

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
-from startrail_jax.rings.rings.rings import CHECKPOINT_NAMES
 
 import startrail_jax as st
 from startrail_jax.analysis.hlo import read_traffic
 from startrail_jax.analysis.ports import messages, read_messages
 from startrail_jax.devices.nodes import ORDERS, node_grid, nodes_of
+from startrail_jax.rings.rings import CHECKPOINT_NAMES
 
 # Nothing is executed here, and machine code takes most of the time to compile.
 COMPILER_OPTIONS = {"xla_backend_optimization_level": 0}

@@ -6,12 +6,12 @@ import re
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from startrail_jax.rings.rings.sizes import Sizes
 
 import startrail_jax as st
 from benchmarks import communication as benchmark
 from startrail_jax.analysis import COLLECTIVES
 from startrail_jax.analysis.transfers import all_reduce_bytes
+from startrail_jax.rings.sizes import Sizes
 
 pytestmark = pytest.mark.quick
 

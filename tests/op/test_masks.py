@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from startrail_jax.rings.rings.schedule import ring_offsets
 
 import startrail_jax as st
 from attention_cases import DENSE, PATTERNS
@@ -19,6 +18,7 @@ from startrail_jax.blocks.mask import Mask
 from startrail_jax.blocks.tiles import Tiling, tile_kinds, visible_tiles
 from startrail_jax.errors import UnsupportedError
 from startrail_jax.masks import Pattern
+from startrail_jax.rings.schedule import ring_offsets
 from startrail_jax.tokens.layout import KINDS, Layout, Span
 
 pytestmark = pytest.mark.quick

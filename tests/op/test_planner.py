@@ -12,7 +12,6 @@ import jax
 import numpy as np
 import pytest
 from jax.experimental import multihost_utils
-from startrail_jax.rings.rings.schedule import ring_offsets, schedule_of
 
 import startrail_jax as st
 from benchmarks.cluster.plan import kendall
@@ -31,6 +30,7 @@ from startrail_jax.planner.search import BASELINES, Candidates, Options
 from startrail_jax.planner.step import Savings, Step, is_legal
 from startrail_jax.planner.timing import Timing
 from startrail_jax.planner.traffic import Moves
+from startrail_jax.rings.schedule import ring_offsets, schedule_of
 from startrail_jax.tokens.layout import Layout
 
 MEASURED = Path(__file__).parent / "planner_measured.txt"

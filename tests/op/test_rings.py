@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from startrail_jax.rings.rings.ring_loop import circulate
-from startrail_jax.rings.rings.schedule import ring_offsets
 
 import startrail_jax as st
 from startrail_jax.blocks import xla
 from startrail_jax.blocks.tiles import visible_tiles
 from startrail_jax.devices.degrees import Axis, Cycle
+from startrail_jax.rings.ring_loop import circulate
+from startrail_jax.rings.schedule import ring_offsets
 
 
 def schedule_of(degrees, **options):

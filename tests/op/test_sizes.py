@@ -3,9 +3,9 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from startrail_jax.rings.rings.sizes import Sizes, dtype_name
 
 import startrail_jax as st
+from startrail_jax.rings.sizes import Sizes, dtype_name
 
 pytestmark = pytest.mark.quick
 

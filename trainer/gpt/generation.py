@@ -21,11 +21,11 @@ from flax import nnx
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int32, Integer
-from startrail_jax.rings.rings.sizes import check_heads
 
 from models.gpt import GPT
 from startrail_jax.attention import Attention
 from startrail_jax.errors import InputError
+from startrail_jax.rings.sizes import check_heads
 from startrail_jax.xla.compiler import compiler_options
 from startrail_jax.xla.varying import vary
 from trainer.config import SHARDED_AXES

@@ -5,11 +5,11 @@ from __future__ import annotations
 from functools import partial
 
 import jax
-from startrail_jax.rings.rings.head_chunks import check_head_chunks
-from startrail_jax.rings.rings.sizes import check_heads
 
 from startrail_jax.devices.degrees import Degrees
 from startrail_jax.errors import InputError, UnsupportedError
+from startrail_jax.rings.head_chunks import check_head_chunks
+from startrail_jax.rings.sizes import check_heads
 from startrail_jax.tokens.layout import Layout
 from trainer.config import TrainConfig
 from trainer.objective import Objective

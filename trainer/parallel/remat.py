@@ -13,7 +13,8 @@ from typing import Any, Literal
 import jax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
-from startrail_jax.rings.rings.rings import CHECKPOINT_NAMES
+
+from startrail_jax.rings.rings import CHECKPOINT_NAMES
 
 LAYER_INPUT = "layer_input"
 """`checkpoint_name` of the input of a layer."""

@@ -192,7 +192,7 @@ class _Probe:
         from jax.sharding import Mesh
 
         from startrail_jax.devices.degrees import Axis
-        from startrail_jax.rings.rings.collectives import gather
+        from startrail_jax.rings.collectives import gather
 
         devices = self.mesh.devices.reshape(-1, size)
         mesh = Mesh(devices, ("node", "device"))
@@ -213,7 +213,7 @@ class _Probe:
         import jax
 
         from startrail_jax.devices.degrees import Axis
-        from startrail_jax.rings.rings.collectives import permute
+        from startrail_jax.rings.collectives import permute
 
         axis = Axis(("device",), self.mesh.size)
         count = _CHAIN if size == SMALL else _LARGE_CHAIN

@@ -1,6 +1,6 @@
 """Which rounds of a ring a sliding window leaves, and how much the busiest device then attends to.
 
-The units are those of `startrail_jax.rings.rings.schedule` in zigzag order, and the rounds those of its
+The units are those of `startrail_jax.rings.schedule` in zigzag order, and the rounds those of its
 `ring_offsets`; there, one setting is looked at, with any mask.
 """
 
