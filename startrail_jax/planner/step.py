@@ -159,7 +159,7 @@ class Step:
             keep_gathered=False,
             causal=self.call.causal,
             qk_norm=model.qk_norm,
-            modulated=model.kind == "dit",
+            modulated=model.modulated,
             offload=savings.offload,
             accumulation=1,
             tile=tile_of(settings, tokens) if savings.tiled else tokens,
@@ -194,7 +194,7 @@ class Step:
 
 def _batch_bytes(call: Call) -> int:
     """Bytes of a batch for each token: ids, targets, positions and documents, or a patch."""
-    return _FLOAT32 * (4 if call.causal else call.model.outputs + 4)
+    return _FLOAT32 * (call.model.outputs + 4 if call.model.takes_values else 4)
 
 
 def _moved_elements(call: Call, settings: Settings) -> np.ndarray:
@@ -213,7 +213,7 @@ def _moved_elements(call: Call, settings: Settings) -> np.ndarray:
 def _vocabularies(call: Call) -> Mapping[str, tuple[Any, str]]:
     """The large weights outside of the layers."""
     model = call.model
-    if model.kind == "dit" or model.outputs <= model.width:
+    if model.takes_values or model.outputs <= model.width:
         return {}
     size = model.outputs * model.width
     if model.tied_head:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from startrail_jax.errors import InputError, UnsupportedError
-from startrail_jax.planner.models import MODELS, ModelSizes, is_size
+from startrail_jax.planner.models import DIT, MODELS, ModelSizes, is_size
 
 # Size -> its name in a config.json of Hugging Face.
 _HUGGING_FACE = {
@@ -101,8 +101,15 @@ def model_of_run(settings: Mapping[str, Any], name: str) -> ModelSizes:
         name: of the file.
 
     Raises:
-        ValueError: if the settings describe no model.
+        ValueError: if the settings describe no model, or one of a task that is not known here.
     """
+    # A run of the time when there was one kind of model does not name it.
+    kind = settings.get("kind", "gpt")
+    if kind not in ("gpt", "dit"):
+        raise InputError(
+            f"--model {name}: kind must be gpt or dit; got {kind!r}. Use train.py {name} --plan "
+            "show, or give the sizes by flags instead: --width, --layers, --heads and so on."
+        )
     names = ("width", "layers", "heads", "mlp_width")
     model = _known(settings["model"], name, names)
     for key in names:
@@ -111,8 +118,7 @@ def model_of_run(settings: Mapping[str, Any], name: str) -> ModelSizes:
     common |= {"name": name, "from_run": True, "batch": settings.get("batch_size", 1)}
     common |= {"average": settings.get("ema_decay") is not None}
     common["itemsize"] = 4 if model.get("dtype", "float32") == "float32" else 2
-    # A run of the time when there was one kind of model does not name it.
-    if settings.get("kind", "gpt") == "gpt":
+    if kind == "gpt":
         _known(model, name, ("kv_heads", "head_dim"))
         return ModelSizes(
             **common,
@@ -140,7 +146,7 @@ def model_of_run(settings: Mapping[str, Any], name: str) -> ModelSizes:
     patch = math.prod(patches)
     return ModelSizes(
         **common,
-        kind="dit",
+        **DIT,
         kv_heads=model["heads"],
         head_dim=max(model["width"] // model["heads"], 1),
         mlp_matrices=2,
