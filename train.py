@@ -82,7 +82,7 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
     from trainer.run.folder import CHECKPOINTS_FOLDER, open_run
     from trainer.run.interruption import interruption
     from trainer.run.metrics import Reporter
-    from trainer.run.trackers.chosen import trackings_of
+    from trainer.run.trackers import trackings_of
     from trainer.session import joined
 
     # Mesh, of the devices of all processes.
