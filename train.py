@@ -38,7 +38,7 @@ from trainer.network.options import Distributed
 from trainer.places import check_mirror, folder_here, is_in_store
 from trainer.printable import printable
 from trainer.run.commands import command
-from trainer.run.folder import CHECKPOINTS_FOLDER, CONFIG_FILE
+from trainer.run.settings import CHECKPOINTS_FOLDER, CONFIG_FILE
 from trainer.tasks import TASKS, load_train_config
 
 
@@ -79,9 +79,10 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
     from trainer.planning import Planner
     from trainer.processes.agreement import require_same_data
     from trainer.processes.exchange import peers
-    from trainer.run.folder import CHECKPOINTS_FOLDER, open_run
+    from trainer.run.folder import open_run
     from trainer.run.interruption import interruption
     from trainer.run.metrics import Reporter
+    from trainer.run.settings import CHECKPOINTS_FOLDER
     from trainer.run.trackers import trackings_of
     from trainer.session import joined
 

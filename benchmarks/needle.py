@@ -52,7 +52,7 @@ from trainer.command_line import parse
 from trainer.config import check_minimum
 from trainer.gpt.config import GPTTrainConfig, RopeConfig
 from trainer.network.options import Distributed
-from trainer.run.folder import CONFIG_FILE
+from trainer.run.settings import CONFIG_FILE
 from trainer.task import SampleOptions
 from trainer.tasks import load_train_config
 

@@ -41,7 +41,7 @@ class LettersTask(Task[LettersConfig, LettersOptions]):
         objective = self.make_objective(config)
         program = Program(config, make_attention(session.mesh, config, objective), objective)
         weights, _ = restore_weights(run_dir / "checkpoints", program.state_shapes.weights)
-        row = [config.alphabet.index(x) for x in options.text.ljust(config.length, "_")]
+        row = [config.alphabet.index(x) for x in (options.text * config.length)[: config.length]]
         letters = program.attention.layout.permute(np.array([row], np.int32))
         batch = LetterBatch(letters, letters, np.ones(letters.shape, np.float32))
         outputs = program.attention.layout.unpermute(np.asarray(program.outputs(weights, batch)))

@@ -51,8 +51,7 @@ from trainer.gpt.pretrained.names import places
 from trainer.gpt.pretrained.tensor_file import open_tensor_file
 from trainer.gpt.sample import tokenizer_of_run
 from trainer.parallel.partition import Partition, path_name
-from trainer.run.folder import result_flags
-from trainer.run.settings import save_config
+from trainer.run.settings import result_flags, save_config
 from trainer.sums import SUMS_FILE
 from trainer.tasks import TASKS, load_train_config
 

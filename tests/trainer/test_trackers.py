@@ -14,8 +14,8 @@ from programs import make_config
 from trainer.config import MlflowConfig, WandbConfig
 from trainer.errors import MissingPackageError
 from trainer.run import trackers
-from trainer.run.folder import result_flags
 from trainer.run.metrics import Reporter
+from trainer.run.settings import result_flags
 from trainer.run.trackers import Tracking, trackings_of
 
 needs = {

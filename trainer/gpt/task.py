@@ -16,7 +16,7 @@ from trainer.gpt.config import GPTTrainConfig, RopeConfig, TextOptions
 from trainer.gpt.pretrained.beginning import with_beginning, with_ending
 from trainer.gpt.pretrained.defaults import kept_tokenizer, with_model_of, with_tokenizer
 from trainer.places import TOKENS
-from trainer.run.folder import CHECKPOINTS_FOLDER
+from trainer.run.settings import CHECKPOINTS_FOLDER
 from trainer.task import Task
 
 LEAST_RATE_OF_ADAPTERS = 1e-4

@@ -14,15 +14,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from trainer.durable import replace_text
-from trainer.run.folder import (
-    CHECKPOINTS_FOLDER,
-    CHECKSUMS_FILE,
-    CONFIG_FILE,
-    FROZEN_FOLDER,
-    KEPT_FOLDER,
-    METRICS_FILE,
-)
+from trainer.run.folder import CHECKSUMS_FILE, FROZEN_FOLDER, KEPT_FOLDER, METRICS_FILE
 from trainer.run.mesh import MESH_FILE
+from trainer.run.settings import CHECKPOINTS_FOLDER, CONFIG_FILE
 from trainer.run.trackers import MLFLOW_FILE, WANDB_FILE
 from trainer.run.versions import VERSIONS_FILE
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from startrail_jax.errors import InputError
 from trainer.gpt.config import GPTTrainConfig
 from trainer.gpt.pretrained.families import read_description
-from trainer.run.folder import CHECKPOINTS_FOLDER, KEPT_FOLDER
+from trainer.run.folder import KEPT_FOLDER
+from trainer.run.settings import CHECKPOINTS_FOLDER
 from trainer.sums import SUMS_FILE, check_sums
 
 TOKENIZER = "tokenizer.json"
