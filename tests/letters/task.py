@@ -45,8 +45,8 @@ class LettersTask(Task[LettersConfig, LettersOptions]):
         letters = program.attention.layout.permute(np.array([row], np.int32))
         batch = LetterBatch(letters, letters, np.ones(letters.shape, np.float32))
         outputs = program.attention.layout.unpermute(np.asarray(program.outputs(weights, batch)))
-        found = (config.alphabet[i] for i in np.argmax(outputs[0], axis=-1))
-        session.print("".join(found)[: len(options.text)])
+        found = zip(options.text, np.argmax(outputs[0], axis=-1), strict=False)
+        session.print("".join(config.alphabet[i] if x == "_" else x for x, i in found))
 
     def sample_after_training(self, program, weights, data, interrupted):
         yield f"first embedding: {float(weights['embedding'][0, 0]):.2f}"
