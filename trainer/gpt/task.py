@@ -106,14 +106,14 @@ class GPTTask(Task[GPTTrainConfig, TextOptions]):
         from trainer.checkpoints.reading import newest_first
         from trainer.gpt.pretrained.initial import open_pretrained
 
+        if not config.steps:
+            raise InputError(
+                "steps must be at least 1 for a run that trains; got steps=0. To import the model "
+                f"alone, use python -m trainer.gpt.pretrained {config.init_from}."
+            )
         if config.init_from is None or any(newest_first(config.run_dir / CHECKPOINTS_FOLDER)):
             return nullcontext()
         return open_pretrained(config, weights)
-
-    def import_weights(self, config: GPTTrainConfig, session: Any, report: Any) -> None:
-        from trainer.gpt.pretrained.importing import import_weights
-
-        import_weights(config, session, report)
 
     def sample(
         self, run_dir: Path, config: GPTTrainConfig, options: TextOptions, session: Any
