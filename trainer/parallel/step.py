@@ -91,8 +91,8 @@ class Program:
         """(B, T) of a batch."""
         self.partition = Partition(mesh, config.zero, config.zero_axes, config.model.dtype)
         self.optimizer = optimizer_of(config, objective, self.partition)
-        check_step(config, attention.degrees, self.partition)
         check_platform(config, device_kind(mesh)[0])
+        check_step(config, attention.degrees, self.partition)
         self._model = ShardedModel(
             lambda attention_fn, hooks: objective.make_model(
                 attention_fn, hooks, nnx.Rngs(config.seed)

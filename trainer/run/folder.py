@@ -8,7 +8,7 @@ import os
 import tempfile
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import IO
 
@@ -46,11 +46,7 @@ def open_run(config: TrainConfig, *, writes: bool = True) -> Iterator[Path]:
     """
     folder = config.run_dir
     require_writable(folder)
-    if not writes:
-        check_same_run(config)
-        yield folder
-        return
-    with locked(folder):
+    with locked(folder) if writes else nullcontext():
         check_same_run(config)
         yield folder
 

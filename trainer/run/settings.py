@@ -129,6 +129,18 @@ def flags_of(config: Any, *, but: Collection[str] = ()) -> dict[str, str]:
     return {name: flag_text(name, value) for name, value in settings_of(config, but=but).items()}
 
 
+def names_of_paths(settings: Any, prefix: str = "") -> set[str]:
+    """The dotted names of all settings that are paths."""
+    hints = typing.get_type_hints(type(settings))
+    names = set()
+    for name, value in vars(settings).items():
+        if dataclasses.is_dataclass(value):
+            names |= names_of_paths(value, f"{prefix}{name}.")
+        elif Path in (hints[name], *typing.get_args(hints[name])):
+            names.add(prefix + name)
+    return names
+
+
 def flag_text(name: str, value: Any) -> str:
     """A setting as it is given on the command line."""
     group, _, last = name.replace("_", "-").rpartition(".")
