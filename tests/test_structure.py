@@ -85,7 +85,12 @@ MAY_IMPORT = {
 }
 # Modules of the op that read no arrays may use only what describes a setting.
 OP_MAY_USE = {"jax", "numpy", "jaxtyping", "einops"}
-MODELS_MAY_USE_OF_OP = {f"{OP}.errors", f"{OP}.shapes", f"{OP}.ordering"}
+MODELS_MAY_USE_OF_OP = {
+    f"{OP}.errors",
+    f"{OP}.shapes",
+    f"{OP}.ordering",
+    f"{OP}.planner.layers.loops",
+}
 
 
 def files():

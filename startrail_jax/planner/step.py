@@ -149,7 +149,7 @@ class Step:
         weights = sharded if savings.zero == 3 else self.whole_elements
         if savings.zero in (1, 2):
             weights = sharded
-        period, loops = loops_of(self.call.model.layer_windows)
+        loops = loops_of(self.call.model.layer_windows)
         stacked = model.layers * self.layer_elements
         stacked = stacked // (settings.replicas if savings.zero else 1)
         return StepSizes(
@@ -181,8 +181,8 @@ class Step:
             whole_elements=self.whole_elements,
             layer_elements=self.layer_elements,
             moved_elements=_moved_elements(self.call, settings),
-            period=period,
-            loops=loops,
+            period=max(period for period, _ in loops),
+            loops=len(loops),
             stacked_bytes=_FLOAT32 * stacked,
             vocabularies=_vocabularies(self.call),
         )

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from startrail_jax.errors import InputError, UnsupportedError
+from startrail_jax.planner.layers.loops import shortest
 from startrail_jax.planner.models import DIT, MODELS, ModelSizes, is_size
 
 # Size -> its name in a config.json of Hugging Face.
@@ -183,7 +184,7 @@ def _of_hugging_face(settings: Mapping[str, Any], name: str) -> ModelSizes:
     given["qk_norm"] = _type_of(settings).startswith(_NORMALISED)
     # Files may hold "head_dim": null.
     given["head_dim"] = given.get("head_dim") or max(given["width"] // given["heads"], 1)
-    windows = _shortest(_windows(settings, name, given["layers"]))
+    windows = shortest(_windows(settings, name, given["layers"]))
     return ModelSizes(name=name, hugging_face=True, windows=windows, **given)
 
 
@@ -269,13 +270,6 @@ def _require_entries(entries: Any, key: str, name: str, layers: int) -> None:
             f"--model {name}: {key} must be a list with an entry for each of {layers} layers; got "
             f"{entries!r}. Correct the file."
         )
-
-
-def _shortest(entries: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The shortest list that gives all entries when it repeats."""
-    sizes = range(1, len(entries) + 1)
-    fits = (n for n in sizes if all(x == entries[i % n] for i, x in enumerate(entries)))
-    return tuple(entries[: next(fits)])
 
 
 def _require_size(number: Any, key: str, name: str) -> None:
