@@ -24,21 +24,25 @@ import trainer.packages  # noqa: F401  First: it says what is not installed.
 import difflib
 import sys
 from contextlib import ExitStack, closing
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from configs import RECIPES
-from configs.gpt import pretrained
 from startrail_jax.errors import InputError
-from trainer.command_line import Command, exit_with_usage_error, parse
+from trainer.command_line import (
+    Command,
+    exit_with_usage_error,
+    flag_of,
+    parse_run,
+    with_value,
+)
 from trainer.config import TrainConfig
+from trainer.gpt.pretrained.defaults import pretrained
 from trainer.network.options import Distributed
 from trainer.places import check_mirror, folder_here, is_in_store
 from trainer.printable import printable
 from trainer.run.commands import command
-from trainer.run.folder import CHECKPOINTS_FOLDER, CONFIG_FILE
+from trainer.run.settings import CHECKPOINTS_FOLDER, CONFIG_FILE
 from trainer.tasks import TASKS, load_train_config
 
 
@@ -79,10 +83,11 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
     from trainer.planning import Planner
     from trainer.processes.agreement import require_same_data
     from trainer.processes.exchange import peers
-    from trainer.run.folder import CHECKPOINTS_FOLDER, open_run
+    from trainer.run.folder import open_run
     from trainer.run.interruption import interruption
     from trainer.run.metrics import Reporter
-    from trainer.run.trackers.chosen import trackings_of
+    from trainer.run.settings import CHECKPOINTS_FOLDER
+    from trainer.run.trackers import trackings_of
     from trainer.session import joined
 
     # Mesh, of the devices of all processes.
@@ -110,10 +115,6 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
         for line in session.description:
             report.line(line)
         if config.plan == "show":
-            return Losses([], None)
-
-        if not config.steps:
-            task.import_weights(config, session, report)
             return Losses([], None)
 
         # Program. Whatever does not fit the mesh is refused now, before there is a run folder.
@@ -232,7 +233,7 @@ def _run_steps(loop: Any, done: int) -> bool:
 def read_command_line(arguments: list[str]) -> Command[TrainConfig]:
     """What a command line asks for; on a mistake, prints a message and exits with status 2."""
     arguments = _with_mirror(arguments)
-    name, folder = "gpt_tiny", _flag(arguments, "--init-from")
+    name, folder = "gpt_tiny", flag_of(arguments, "--init-from")
     if arguments and not arguments[0].startswith("-"):
         name, *arguments = arguments
     elif folder is not None:
@@ -243,19 +244,16 @@ def read_command_line(arguments: list[str]) -> Command[TrainConfig]:
         default = RECIPES[name]()
     elif Path(name).is_file():
         default = load_train_config(Path(name))
-        if _flag(arguments, "--mirror") is None and default.mirror is None:
-            _say_if_new(Path(name).parent, _flag(arguments, "--run-dir"))
+        if flag_of(arguments, "--mirror") is None and default.mirror is None:
+            _say_if_new(Path(name).parent, flag_of(arguments, "--run-dir"))
     else:
         near = difflib.get_close_matches(name, RECIPES, n=1)
         exit_with_usage_error(
             f"The first word must be a recipe or a config.json; got {name!r}. "
             f"{f'Did you mean {near[0]}? ' if near else ''}Recipes: {', '.join(RECIPES)}."
         )
-    task, flag = TASKS[default.kind], partial(_flag, arguments)
-    prog = "train.py [RECIPE | config.json]"
-    default = task.before_flags(default, flag)
-    command = parse(arguments, default=default, prog=prog, description=__doc__)
-    return replace(command, settings=task.after_flags(command.settings, flag))
+    task, prog = TASKS[default.kind], "train.py [RECIPE | config.json]"
+    return parse_run(task, arguments, default=default, prog=prog, description=__doc__)
 
 
 def _say_if_new(settings_of: Path, run_dir: str | None) -> None:
@@ -271,11 +269,11 @@ def _say_if_new(settings_of: Path, run_dir: str | None) -> None:
 
 def _with_mirror(arguments: list[str]) -> list[str]:
     """The command line; for --run-dir URL, with a folder here and --mirror URL in its place."""
-    url = _flag(arguments, "--run-dir")
+    url = flag_of(arguments, "--run-dir")
     if url is None or not is_in_store(Path(url)):
         return arguments
     check_mirror(url)
-    if _flag(arguments, "--mirror") is not None:
+    if flag_of(arguments, "--mirror") is not None:
         raise InputError(
             "--mirror names the store of a run whose folder is here; got both --mirror and "
             f"--run-dir {url}. Leave one of them out."
@@ -283,30 +281,7 @@ def _with_mirror(arguments: list[str]) -> list[str]:
     folder = folder_here(url)
     line = f"NOTE: the run is in {folder} on this machine; every checkpoint is copied to {url}"
     print(printable(line), file=sys.stderr)
-    return [*_with_value(arguments, "--run-dir", folder), "--mirror", url]
-
-
-def _flag(arguments: list[str], name: str) -> str | None:
-    """The value of a flag, which decides about the defaults of the others; None without it."""
-    i = _place_of(arguments, name)
-    if i is None:
-        return None
-    _, equals, value = arguments[i].partition("=")
-    return value if equals else (arguments[i + 1 : i + 2] or [None])[0]
-
-
-def _with_value(arguments: list[str], name: str, value: Path) -> list[str]:
-    """The command line with another value of a flag that it has."""
-    i = _place_of(arguments, name)
-    assert i is not None
-    after = i + 1 if "=" in arguments[i] else i + 2
-    return [*arguments[:i], f"{name}={value}", *arguments[after:]]
-
-
-def _place_of(arguments: list[str], name: str) -> int | None:
-    """Where a flag is in the command line; None if it is not there. The last one counts."""
-    flags = [argument.partition("=")[0].replace("_", "-") for argument in arguments]
-    return max((i for i, flag in enumerate(flags) if flag == name), default=None)
+    return [*with_value(arguments, "--run-dir", folder), "--mirror", url]
 
 
 if __name__ == "__main__":

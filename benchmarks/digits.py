@@ -40,7 +40,7 @@ from trainer.dit.images import Images, open_images
 from trainer.dit.sample import load_drawing
 from trainer.parallel.degrees import choose_degrees
 from trainer.processes.devices import select_devices
-from trainer.run.folder import CONFIG_FILE
+from trainer.run.settings import CONFIG_FILE
 from trainer.tasks import load_train_config
 
 CLASSES = 10

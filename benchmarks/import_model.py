@@ -5,7 +5,7 @@
     python benchmarks/import_model.py --size 8b --only-read 8      # 16 GB; 1/8 of it in memory
 
 The benchmark writes a Llama of random bfloat16 weights in files of 2 GB, as a download would lie
-there, and removes it at the end. `train.py --init-from FOLDER --steps 0` imports it over 8
+there, and removes it at the end. `python -m trainer.gpt.pretrained` imports it over 8
 simulated devices: the weights are read, split over all devices and saved as a checkpoint. With
 --lora-rank they stay bfloat16; else they become float32. The line of an import has
 
@@ -42,7 +42,7 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-from tests.faults.failures import Processes
+from tests.faults.failures import IMPORT, Processes
 from tests.faults.run_folders import REPOSITORY, CheckFailed, environment
 from trainer.checkpoints.checksums import Checksums
 from trainer.gpt.config import GPTConfig
@@ -166,11 +166,11 @@ def import_model(
 ) -> tuple[float, list[Memory], dict[str, Any]]:
     """Imports a model; returns seconds, the memory of each process, and all checksums."""
     run_dir = scratch / "run"
-    command = ["--init-from", str(folder), "--steps", "0", "--run-dir", str(run_dir), *flags]
+    command = [str(folder), "--run-dir", str(run_dir), *flags]
     command += ["--devices", str(DEVICES), "--no-tensorboard", "--checkpoint.keep", "1"]
     memory = [Memory() for _ in range(processes)]
     start = time.monotonic()
-    with Processes(processes, command, folder=scratch) as running:
+    with Processes(processes, command, folder=scratch, program=IMPORT) as running:
         while any(running.is_running(index) for index in range(processes)):
             for index, found in enumerate(memory):
                 found.look(running.pid(index))
@@ -197,7 +197,7 @@ from pathlib import Path
 import jax
 from flax import nnx
 import startrail_jax as st
-from configs.gpt import pretrained
+from trainer.gpt.pretrained.defaults import pretrained
 from trainer.gpt.config import LoraConfig
 from trainer.gpt.objective import NextToken
 from trainer.gpt.pretrained.initial import open_pretrained

@@ -10,7 +10,6 @@ from trainer.gpt.config import (
     GPTTrainConfig,
     RopeConfig,
 )
-from trainer.gpt.pretrained.families import read_description
 
 
 def gpt_tiny() -> GPTTrainConfig:
@@ -131,29 +130,6 @@ def qwen3_8b_1m() -> GPTTrainConfig:
             rope=RopeConfig(base=1_000_000.0, scaling="yarn", factor=32.0, original_length=32_768),
             dtype="bfloat16",
         ),
-    )
-
-
-def pretrained(folder: Path) -> GPTTrainConfig:
-    """Training that goes on from a pretrained model: the default of `train.py --init-from FOLDER`.
-
-    Command: `python train.py --init-from Qwen3-8B --data.path FOLDER`. It is not in the table of
-    recipes, since the model is that of the folder. The settings save memory and change no loss.
-
-    Args:
-        folder: a model in the format of Hugging Face.
-    """
-    described = read_description(folder)
-    return GPTTrainConfig(
-        model=described.model,
-        optimizer=OptimizerConfig(learning_rate=1e-5),
-        init_from=folder,
-        steps=1000,
-        batch_size=8,
-        seq_len=min(described.length or 4096, 4096),
-        zero=3,
-        remat="attention_saved",
-        run_dir=Path("runs") / folder.resolve().name,
     )
 
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from models.rope import Rope
+from startrail_jax.planner.layers.loops import loops_of
 
 
 @dataclass(frozen=True)
@@ -76,23 +77,9 @@ def kinds_of_layers(
 
 
 def stretches(kinds: Sequence[Kind]) -> tuple[Stretch, ...]:
-    """The fewest layers to compile that make up all layers, in the fewest loops.
-
-    A pattern that repeats is one loop. What is left of a last period that is not whole becomes
-    further loops, and so do layers without a period, such as local ones after global ones.
-    """
-    # By number of the layer, from the last one back: (layers to compile, loops), and the loops.
-    best: dict[int, tuple[tuple[int, int], tuple[Stretch, ...]]] = {len(kinds): ((0, 0), ())}
-    for first in range(len(kinds) - 1, -1, -1):
-        found = []
-        for period in range(1, len(kinds) - first + 1):
-            group, stop = kinds[first : first + period], first + period
-            while True:
-                (cost, loops), rest = best[stop]
-                one = Stretch(first, tuple(group), (stop - first) // period)
-                found.append(((cost + period, loops + 1), (one, *rest)))
-                if kinds[stop : stop + period] != group:
-                    break
-                stop += period
-        best[first] = min(found, key=lambda x: (x[0], -x[1][0].groups * len(x[1][0].kinds)))
-    return best[0][1]
+    """The fewest layers to compile that make up all layers, in the fewest loops."""
+    found, first = [], 0
+    for period, turns in loops_of(tuple(kinds)):
+        found.append(Stretch(first, tuple(kinds[first : first + period]), turns))
+        first += period * turns
+    return tuple(found)

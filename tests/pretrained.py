@@ -10,11 +10,11 @@ import jax
 import numpy as np
 
 import startrail_jax as st
-import train
-from configs.gpt import pretrained as config_of
 from programs import make_program, options
 from trainer.gpt.batches import next_token_batch
 from trainer.gpt.export.writing import export_run
+from trainer.gpt.pretrained.defaults import pretrained as config_of
+from trainer.gpt.pretrained.importing import import_pretrained
 from trainer.gpt.pretrained.initial import open_pretrained
 from trainer.parallel.partition import path_name
 from trainer.tasks import load_train_config
@@ -92,5 +92,5 @@ def reference_of(name):
 def import_and_export(folder, run_dir, out, **options):
     """Imports a checkpoint into a run of no steps, and exports that."""
     config = make_config(folder, steps=0, run_dir=run_dir, devices=1, tensorboard=False)
-    train.train(config)
+    import_pretrained(config)
     return export_run(run_dir, load_train_config(run_dir / "config.json"), out, **options)

@@ -6,8 +6,10 @@ import ast
 import inspect
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from textwrap import dedent
 from typing import Annotated, Any, Generic, NoReturn, TypeVar, get_type_hints
 
@@ -174,6 +176,44 @@ def _docstrings_of(kind: type) -> dict[str, str]:
                 joined = "\n\n".join(" ".join(x.split()) for x in paragraphs)
                 found[target.target.id] = joined
     return found
+
+
+def parse_run(
+    task: Any, arguments: list[str], *, default: Settings, prog: str, description: str | None
+) -> Command[Settings]:
+    """Reads the flags of a run; on a mistake, prints a message and exits with status 2.
+
+    Args:
+        task: `trainer.task.Task` of the run, which knows what follows from flags.
+        arguments: as for `parse`, and so are the others.
+    """
+    flag = partial(flag_of, arguments)
+    default = task.before_flags(default, flag)
+    command = parse(arguments, default=default, prog=prog, description=description)
+    return replace(command, settings=task.after_flags(command.settings, flag))
+
+
+def flag_of(arguments: list[str], name: str) -> str | None:
+    """The value of a flag, which decides about the defaults of the others; None without it."""
+    i = _place_of(arguments, name)
+    if i is None:
+        return None
+    _, equals, value = arguments[i].partition("=")
+    return value if equals else (arguments[i + 1 : i + 2] or [None])[0]
+
+
+def with_value(arguments: list[str], name: str, value: Path) -> list[str]:
+    """The command line with another value of a flag that it has."""
+    i = _place_of(arguments, name)
+    assert i is not None
+    after = i + 1 if "=" in arguments[i] else i + 2
+    return [*arguments[:i], f"{name}={value}", *arguments[after:]]
+
+
+def _place_of(arguments: list[str], name: str) -> int | None:
+    """Where a flag is in the command line; None if it is not there. The last one counts."""
+    flags = [argument.partition("=")[0].replace("_", "-") for argument in arguments]
+    return max((i for i, flag in enumerate(flags) if flag == name), default=None)
 
 
 def _other_names(arguments: Sequence[str], default: Any) -> Iterator[str]:

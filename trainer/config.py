@@ -398,7 +398,7 @@ class TrainConfig:
 
     @property
     def least_steps(self) -> int:
-        """The smallest number of steps: 0 for a run whose initial weights are a result."""
+        """The smallest number of steps: 0 where a run may hold its initial weights alone."""
         return 1
 
     @property

@@ -23,10 +23,10 @@ from trainer.parallel.footprint import describe_memory, describe_state
 from trainer.parallel.state import TrainState
 from trainer.parallel.step import Program, StepMetrics
 from trainer.run.divergence import Judgement, Watch
-from trainer.run.folder import CONFIG_FILE, FROZEN_FOLDER, result_flags, writing
+from trainer.run.folder import FROZEN_FOLDER, writing
 from trainer.run.mesh import read_planned_order, save_degrees
 from trainer.run.metrics import Reporter, describe_viewer
-from trainer.run.settings import save_config
+from trainer.run.settings import CONFIG_FILE, result_flags, save_config
 from trainer.run.versions import record_versions
 
 # The key of the losses that the next one is compared with, in what a checkpoint keeps beside the

@@ -5,18 +5,24 @@ An objective does not know the mesh. `Program` runs it on one, as the program of
 
 from __future__ import annotations
 
+import dataclasses
+import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
+import optax
 from flax import nnx
 from jaxtyping import Array, Float, Float32
 
 from models.hooks import Hooks
+from startrail_jax.planner.inputs.config_json import model_of_run
+from startrail_jax.planner.models import ModelSizes
 from startrail_jax.tokens.layout import Layout
+from trainer.config import TrainConfig
 
 
-@runtime_checkable
-class Objective(Protocol):
+class Objective(ABC):
     """A model and its loss.
 
     The loss of a batch is the weighted mean of the losses of its tokens. Batches are trees of
@@ -31,16 +37,22 @@ class Objective(Protocol):
     flops_per_token: float
     """FLOPs of a training step for each token, over all devices together."""
 
+    @property
+    @abstractmethod
+    def sizes(self) -> ModelSizes:
+        """The sizes by which `--plan` predicts the time and the memory of a step."""
+
+    @abstractmethod
     def make_model(
         self, attention_fn: Callable[..., Array], hooks: Hooks, rngs: nnx.Rngs
     ) -> nnx.Module:
-        """The model with initial weights."""
-        ...
+        """The model with initial weights. Those of all layers are stacked, in its part `blocks`."""
 
+    @abstractmethod
     def batch_shapes(self, layout: Layout) -> Any:
         """A batch of the run, as `jax.ShapeDtypeStruct`s."""
-        ...
 
+    @abstractmethod
     def prepare(self, batch: Any, *, training: bool) -> Any:
         """Turns a batch of data into the inputs and targets of the model.
 
@@ -54,18 +66,43 @@ class Objective(Protocol):
             A tree with the fields `targets`, [B T ...], and `weights`, float32 [B T], the weights
             of the losses.
         """
-        ...
 
+    @abstractmethod
     def hidden(self, model: Any, batch: Any) -> Float[Array, "B T width"]:
         """The hidden states from which `losses` and `outputs` start, for a prepared batch."""
-        ...
 
+    def hidden_and_auxiliary(
+        self, model: Any, batch: Any
+    ) -> tuple[Float[Array, "B T width"], Float32[Array, "B T"] | None]:
+        """`hidden` in training, and what layers add to the loss of each token; None for nothing.
+
+        For example, the loss that balances the experts of a layer. Evaluation leaves it out.
+        """
+        return self.hidden(model, batch), None
+
+    @abstractmethod
     def outputs(self, model: Any, hidden: Float[Array, "B T width"]) -> Float32[Array, "B T out"]:
         """The prediction of the model for every token."""
-        ...
 
+    @abstractmethod
     def losses(
         self, model: Any, hidden: Float[Array, "B T width"], targets: Any
     ) -> Float32[Array, "B T"]:
         """The loss of every token."""
-        ...
+
+    def make_optimizer(self, partition: Any) -> optax.GradientTransformation | None:
+        """What updates the weights; None for what `config.optimizer` says.
+
+        One's own, such as `optax.partition` of groups of weights, takes its learning rate from
+        `trainer.parallel.optimizer.learning_rate`. Its moments have the shapes of their weights.
+
+        Args:
+            partition: `trainer.parallel.partition.Partition`, how the weights are sharded.
+        """
+        return None
+
+
+def sizes_in(config: TrainConfig) -> ModelSizes:
+    """The sizes of a GPT or a DiT, as the planner reads them in the config.json of a run."""
+    settings = json.loads(json.dumps(dataclasses.asdict(config), default=str))
+    return model_of_run({"kind": config.kind, **settings}, f"that of {config.run_dir}")

@@ -23,7 +23,6 @@ import startrail_jax as st
 from startrail_jax.errors import InputError, UserError
 from startrail_jax.planner.grid import ORDERS, Call, Settings, all_settings
 from startrail_jax.planner.hardware import Cluster
-from startrail_jax.planner.inputs.config_json import model_of_run
 from startrail_jax.planner.inputs.here import SHARE, jax_share, measure_cluster
 from startrail_jax.planner.quantities import GIB, show_rate, show_seconds
 from startrail_jax.planner.search import Candidates, Options, Prediction, no_setting
@@ -35,7 +34,7 @@ from trainer.parallel.degrees import given_order, given_to_plan
 from trainer.parallel.step import Program, make_attention
 from trainer.parallel.step_sizes import footprint
 from trainer.processes.exchange import peers
-from trainer.run.settings import KIND, flags_of
+from trainer.run.settings import flags_of
 
 RESULTS_FILE = "plans.json"
 """What was timed, beside the folder of the run."""
@@ -142,7 +141,7 @@ class Planner:
                 "plan: predicted seconds are those of training all weights, and this run trains "
                 "adapters: --plan-measure times adapters"
             )
-        if len(set(getattr(config.model, "layer_windows", (None,)))) > 1:
+        if len(set(self.make_objective().sizes.windows)) > 1:
             lines.append(
                 "plan: layers have different windows, for which the memory is predicted too low: "
                 "a step that was compiled took 1.4 times as much"
@@ -166,10 +165,8 @@ class Planner:
         """
         config = self.config
         limit = int(jax_share() * cluster.gpu.memory_bytes) if limit is None else limit
-        settings = json.loads(json.dumps(dataclasses.asdict(config), default=str))
-        model = model_of_run({KIND: config.kind, **settings}, f"--plan {config.plan}")
         batch = config.batch_size // config.accumulation
-        call = Call(model=model, seq_len=config.num_tokens, batch=batch)
+        call = Call(model=self.make_objective().sizes, seq_len=config.num_tokens, batch=batch)
         given = given_to_plan(config.mesh)
         options = Options(
             degrees=given,
@@ -272,7 +269,9 @@ class Planner:
         nodes = [device.process_index for device in devices]
         order = given_order(config.mesh) or forecast.prediction.order
         what = [jax.__version__, devices[0].device_kind, nodes, config.mesh.devices_per_node]
-        text = json.dumps([*what, forecast.prediction.degrees, order, flags])
+        text = json.dumps(
+            [*what, config.kind, config.num_tokens, forecast.prediction.degrees, order, flags]
+        )
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     def _step_seconds(self, forecast: MeshForecast, devices: Sequence[Any]) -> float:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
-import typing
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,7 +32,7 @@ from trainer.processes.exchange import first_does, peers
 from trainer.processes.hardware import unused_gpus
 from trainer.processes.heartbeat import heartbeat
 from trainer.run.mesh import MESH_FILE, read_degrees, read_planned_order
-from trainer.run.settings import flags_of
+from trainer.run.settings import flags_of, names_of_paths
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,8 +110,7 @@ def joined(
     # Read before the processes meet, and so before the first of them writes anything.
     former = None if folder is None else read_degrees(folder)
     order = None if folder is None else read_planned_order(folder)
-    may_differ = {*may_differ, *_names_of_paths(settings)}
-    flags = {"kind": kind, **flags_of(settings, but=may_differ)}
+    flags = {"kind": kind, **flags_of(settings, but={*may_differ, *names_of_paths(settings)})}
     planned_as = "" if order is None else f", planned in the order {' '.join(order)}"
     flags["former mesh"] = f"a run that was trained with the mesh {former}{planned_as}"
     with heartbeat(distributed, flags, leave) as agree:
@@ -190,15 +187,3 @@ def _fitting_devices(
         f"the devices and degrees of the run do not fit {len(devices)} devices: others are used"
     )
     return devices, MeshConfig(), (remark,)
-
-
-def _names_of_paths(settings: Any, prefix: str = "") -> set[str]:
-    """The dotted names of all settings that are paths."""
-    hints = typing.get_type_hints(type(settings))
-    names = set()
-    for name, value in vars(settings).items():
-        if dataclasses.is_dataclass(value):
-            names |= _names_of_paths(value, f"{prefix}{name}.")
-        elif Path in (hints[name], *typing.get_args(hints[name])):
-            names.add(prefix + name)
-    return names

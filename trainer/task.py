@@ -100,18 +100,6 @@ class Task(ABC, Generic[Config, Options]):
         """
         return nullcontext()
 
-    def import_weights(self, config: Config, session: Any, report: Any) -> None:
-        """Makes a run of no steps, whose checkpoint holds the initial weights.
-
-        It is called only for a config whose `least_steps` is 0.
-
-        Args:
-            config: config of the run.
-            session: `trainer.session.Session`, the mesh over which the weights are split.
-            report: `trainer.run.metrics.Reporter`, the log.
-        """
-        raise NotImplementedError
-
     @abstractmethod
     def sample(self, run_dir: Path, config: Config, options: Options, session: Any) -> None:
         """Draws samples from the newest checkpoint of a run, and prints or saves them.

@@ -31,7 +31,8 @@ def attention_call(settings: ClusterSettings) -> Call:
     """The call that is timed, in the words of the planner."""
     model = ModelSizes(
         name="attention",
-        kind="gpt" if settings.causal else "dit",
+        kind="attention",
+        causal=settings.causal,
         width=settings.heads * settings.head_dim,
         layers=1,
         heads=settings.heads,

@@ -19,7 +19,7 @@ length, at twice and at four times that. Runs and data lie in `--folder`; the sa
 runs that were interrupted, and only judges those that are done.
 
 **With `--run`**, the newest checkpoint of a run is judged, also one that was only imported
-(`train.py --init-from FOLDER --steps 0`): a prompt is split over all devices and prefilled by the
+(`python -m trainer.gpt.pretrained FOLDER`): a prompt is split over all devices and prefilled by the
 attention of the mesh, and the answer is decoded with the sharded KV cache. `--rope.*` stretches
 rotary positions without any training. Haystacks are text, by default the source code of the Python
 standard library. `--wording words` is for runs that were made without `--run`.
@@ -52,7 +52,7 @@ from trainer.command_line import parse
 from trainer.config import check_minimum
 from trainer.gpt.config import GPTTrainConfig, RopeConfig
 from trainer.network.options import Distributed
-from trainer.run.folder import CONFIG_FILE
+from trainer.run.settings import CONFIG_FILE
 from trainer.task import SampleOptions
 from trainer.tasks import load_train_config
 

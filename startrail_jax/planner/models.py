@@ -16,7 +16,13 @@ class ModelSizes:
     name: str
     """Name in `MODELS`, or path of a config.json."""
     kind: str = "gpt"
-    """"gpt", causal with a vocabulary, or "dit", a diffusion transformer."""
+    """"gpt" or "dit", a diffusion transformer; or that of another task of `train.py`."""
+    causal: bool = True
+    """Whether a token attends only to itself and to earlier ones."""
+    modulated: bool = False
+    """Whether layers scale, shift and gate what enters and leaves them, as adaLN does."""
+    takes_values: bool = False
+    """Whether a token is given by `outputs` numbers, such as those of a patch, and not by an id."""
     width: int
     """Channels of the residual stream."""
     layers: int
@@ -82,7 +88,7 @@ class ModelSizes:
                 f"windows={self.windows}, layers={self.layers} for model {self.name!r}. Leave the "
                 "last ones out, or give more --layers."
             )
-        if self.kind != "gpt" and (self.qk_norm or set(self.windows) != {None}):
+        if self.kind == "dit" and (self.qk_norm or set(self.windows) != {None}):
             raise InputError(
                 "--windows and --qk-norm are options of a GPT; got "
                 f"windows={self.windows}, qk_norm={self.qk_norm} for model {self.name!r}, a "
@@ -107,11 +113,6 @@ class ModelSizes:
             )
 
     @property
-    def causal(self) -> bool:
-        """Whether a token attends only to itself and to earlier ones."""
-        return self.kind == "gpt"
-
-    @property
     def layer_windows(self) -> tuple[int | None, ...]:
         """The window of each layer; None for a layer that attends to all earlier tokens."""
         return tuple(self.windows[i % len(self.windows)] for i in range(self.layers))
@@ -119,7 +120,7 @@ class ModelSizes:
     @property
     def layer_elements(self) -> int:
         """Weights of a layer: projections and MLP, and norms or modulations."""
-        other = 6 * self.width**2 if self.kind == "dit" else 2 * self.width
+        other = 6 * self.width**2 if self.modulated else 2 * self.width
         return self.layer_matrices + other + 2 * self.head_dim * self.qk_norm
 
     @property
@@ -150,7 +151,7 @@ class ModelSizes:
         """
         pairs = sum(self._pairs(window, seq_len) for window in self.layer_windows)
         attention = 4 * self.heads * self.head_dim * pairs / seq_len
-        head = (1 if self.causal else 2) * self.width * self.outputs
+        head = (2 if self.takes_values else 1) * self.width * self.outputs
         return 3.0 * (2 * (self.layers * self.layer_matrices + head) + attention)
 
     def _pairs(self, window: int | None, seq_len: int) -> int:
@@ -165,6 +166,10 @@ class ModelSizes:
 def is_size(number: Any) -> bool:
     """Whether something is a whole number of at least 1."""
     return type(number) is int and number >= 1
+
+
+DIT = {"kind": "dit", "causal": False, "modulated": True, "takes_values": True}
+"""What all diffusion transformers of `train.py` have."""
 
 
 def _gpt(name: str, **sizes: Any) -> ModelSizes:
@@ -199,7 +204,7 @@ MODELS = {
         ),
         ModelSizes(
             name="dit_1b",
-            kind="dit",
+            **DIT,
             width=1536,
             layers=24,
             heads=24,

@@ -149,7 +149,7 @@ class Step:
         weights = sharded if savings.zero == 3 else self.whole_elements
         if savings.zero in (1, 2):
             weights = sharded
-        period, loops = loops_of(self.call.model.layer_windows)
+        loops = loops_of(self.call.model.layer_windows)
         stacked = model.layers * self.layer_elements
         stacked = stacked // (settings.replicas if savings.zero else 1)
         return StepSizes(
@@ -159,7 +159,7 @@ class Step:
             keep_gathered=False,
             causal=self.call.causal,
             qk_norm=model.qk_norm,
-            modulated=model.kind == "dit",
+            modulated=model.modulated,
             offload=savings.offload,
             accumulation=1,
             tile=tile_of(settings, tokens) if savings.tiled else tokens,
@@ -181,8 +181,8 @@ class Step:
             whole_elements=self.whole_elements,
             layer_elements=self.layer_elements,
             moved_elements=_moved_elements(self.call, settings),
-            period=period,
-            loops=loops,
+            period=max(period for period, _ in loops),
+            loops=len(loops),
             stacked_bytes=_FLOAT32 * stacked,
             vocabularies=_vocabularies(self.call),
         )
@@ -194,7 +194,7 @@ class Step:
 
 def _batch_bytes(call: Call) -> int:
     """Bytes of a batch for each token: ids, targets, positions and documents, or a patch."""
-    return _FLOAT32 * (4 if call.causal else call.model.outputs + 4)
+    return _FLOAT32 * (call.model.outputs + 4 if call.model.takes_values else 4)
 
 
 def _moved_elements(call: Call, settings: Settings) -> np.ndarray:
@@ -213,7 +213,7 @@ def _moved_elements(call: Call, settings: Settings) -> np.ndarray:
 def _vocabularies(call: Call) -> Mapping[str, tuple[Any, str]]:
     """The large weights outside of the layers."""
     model = call.model
-    if model.kind == "dit" or model.outputs <= model.width:
+    if model.takes_values or model.outputs <= model.width:
         return {}
     size = model.outputs * model.width
     if model.tied_head:

@@ -59,14 +59,16 @@ FLAGS = (
     "--validation-sequences 2 --sample-length 0 --no-tensorboard "
 )
 # A process is killed when the process that started it ends, however that happens.
-PROGRAM = (
-    "import ctypes, runpy, sys; ctypes.CDLL(None).prctl(1, 9); sys.argv[0] = 'train.py'; "
-    "runpy.run_path('train.py', run_name='__main__')"
+_PROGRAM = (
+    "import ctypes, runpy, sys; ctypes.CDLL(None).prctl(1, 9); "
+    "runpy.run_module({!r}, run_name='__main__', alter_sys=True)"
 )
+IMPORT = "trainer.gpt.pretrained"
+"""The command that imports a pretrained model."""
 
 
 class Processes:
-    """`train.py` in several processes. A context manager that leaves none behind."""
+    """A command in several processes. A context manager that leaves none behind."""
 
     def __init__(
         self,
@@ -75,6 +77,7 @@ class Processes:
         *,
         folder: Path,
         own_flags: Mapping[int, Sequence[str]] | None = None,
+        program: str = "train",
     ) -> None:
         """Starts them.
 
@@ -83,6 +86,7 @@ class Processes:
             flags: flags of all processes.
             folder: folder for their output and their compiled programs.
             own_flags: further flags of single processes, by index.
+            program: what they run: `train` or `IMPORT`.
         """
         variables = environment(folder / "compiled") | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
         self.port = free_port()
@@ -97,7 +101,14 @@ class Processes:
             own = (own_flags or {}).get(index, ())
             with log.open("wb") as output:
                 process = subprocess.Popen(
-                    [sys.executable, "-c", PROGRAM, *flags, *(where if count > 1 else []), *own],
+                    [
+                        sys.executable,
+                        "-c",
+                        _PROGRAM.format(program),
+                        *flags,
+                        *(where if count > 1 else []),
+                        *own,
+                    ],
                     cwd=REPOSITORY,
                     env=variables,
                     stdout=output,

@@ -12,7 +12,7 @@ from configs.gpt import gpt_tiny
 from trainer import loop as training_loop
 from trainer.errors import LossSpikeError, NonFiniteError
 from trainer.run.divergence import LEAST_LOSSES, Judgement, Watch
-from trainer.run.folder import FREE_SETTINGS
+from trainer.run.settings import FREE_SETTINGS
 
 TINY = (
     "--devices 2 --model.width 16 --model.layers 1 --model.heads 2 --model.kv-heads 1 "

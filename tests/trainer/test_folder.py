@@ -15,8 +15,8 @@ from configs.dit import dit_digits
 from configs.gpt import gpt_tiny
 from trainer.config import CheckpointConfig, MeshConfig
 from trainer.gpt.config import GPTTrainConfig
-from trainer.run.folder import FREE_SETTINGS, open_run, require_writable
-from trainer.run.settings import flag_text, load_config, save_config, settings_of
+from trainer.run.folder import open_run, require_writable
+from trainer.run.settings import FREE_SETTINGS, flag_text, load_config, save_config, settings_of
 
 pytestmark = pytest.mark.quick
 

@@ -26,6 +26,8 @@ from trainer.gpt.export.writing import export_run
 from trainer.gpt.lora.peft import peft_config
 from trainer.gpt.lora.settings import LoraConfig
 from trainer.gpt.lora.weights import restore_model
+from trainer.gpt.pretrained.__main__ import read_command_line as read_import
+from trainer.gpt.pretrained.importing import import_pretrained
 from trainer.gpt.pretrained.initial import open_pretrained
 from trainer.parallel import step_sizes
 from trainer.parallel.footprint import bytes_of_device, describe_state
@@ -284,7 +286,7 @@ def test_import_for_adapters_needs_space_for_one_copy_of_the_model(tmp_path, mon
     run = dict(steps=0, devices=1, run_dir=tmp_path / "run", tensorboard=False)
     config = pretrained.make_config(model, lora=LoraConfig(rank=1), **run)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=size))
-    train.train(config)
+    import_pretrained(config)
     assert (tmp_path / "run/checkpoints/0").is_dir()
 
 
@@ -292,8 +294,7 @@ def test_import_for_adapters_needs_space_for_one_copy_of_the_model(tmp_path, mon
 def test_flags_and_exports_that_do_not_fit_raise(tmp_path):
     model = str(pretrained.REFERENCES / "llama")
     flags = ["--lora.rank", "8", "--lora.targets", "key", "down"]
-    arguments = ["--init-from", model, "--steps", "0", *flags]
-    lora = train.read_command_line(arguments).settings.lora
+    lora = read_import([model, *flags]).settings.lora
     assert (lora, lora.scale) == (LoraConfig(rank=8, targets=("key", "down")), 2.0)
     for changes, match in (
         (dict(alpha=3.0), r"lora.alpha needs adapters; got alpha=3.0 without a rank"),

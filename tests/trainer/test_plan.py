@@ -5,7 +5,6 @@ import itertools
 import json
 import math
 import os
-import random
 import re
 import shlex
 import subprocess
@@ -19,14 +18,12 @@ from jax.sharding import AbstractMesh, AxisType
 
 import startrail_jax as st
 from configs import RECIPES
-from models.periods import kinds_of_layers, stretches
 from startrail_jax.errors import InputError, UnsupportedError
 from startrail_jax.plan import main
 from startrail_jax.planner.grid import ROLES
 from startrail_jax.planner.hardware import GPUS, Cluster
 from startrail_jax.planner.inputs import here
 from startrail_jax.planner.inputs.config_json import PRETRAINED, find_model
-from startrail_jax.planner.layers.loops import loops_of
 from startrail_jax.planner.models import MODELS
 from startrail_jax.planner.output import figure
 from startrail_jax.planner.planning import plan as plan_function
@@ -428,16 +425,6 @@ def test_windows_of_pretrained_models_are_those_of_the_program(kind, tmp_path):
         assert model.flops_per_token(4096) == gpt_flops_per_token(told, 4096)
         compared += 1
     assert compared >= (1 if kind == "llama" else 3)
-
-
-def test_layers_that_differ_are_as_many_loops_as_in_the_model():
-    draw = random.Random(0)
-    for _ in range(30):
-        period = [draw.choice((None, 128, 256)) for _ in range(draw.randint(1, 4))]
-        kinds = kinds_of_layers(period, (None,), draw.randint(1, 14))
-        made = stretches(kinds)
-        found = loops_of(tuple(kind.window for kind in kinds))
-        assert found == (max(len(x.kinds) for x in made), len(made))
 
 
 def test_a_plan_of_adapters_says_that_it_is_one_of_all_weights(tmp_path, capsys):

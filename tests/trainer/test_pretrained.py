@@ -29,6 +29,7 @@ from pretrained import (
     reference_of,
 )
 from programs import weight_shapes
+from startrail_jax.errors import InputError
 from tests.faults import failures
 from trainer import durable
 from trainer.checkpoints.checksums import Checksums
@@ -44,16 +45,17 @@ from trainer.gpt.export.writing import (
 from trainer.gpt.lora.settings import LoraConfig
 from trainer.gpt.pretrained import initial as initial_weights
 from trainer.gpt.pretrained import tensor_file
+from trainer.gpt.pretrained.__main__ import read_command_line as read_import
 from trainer.gpt.pretrained.defaults import with_tokenizer
 from trainer.gpt.pretrained.families import describe, read_description
+from trainer.gpt.pretrained.importing import import_pretrained
 from trainer.gpt.pretrained.initial import Pretrained, keep_files, open_pretrained
 from trainer.gpt.pretrained.layers import plain
 from trainer.gpt.pretrained.names import places
 from trainer.gpt.pretrained.tensor_file import open_tensor_file
 from trainer.gpt.sample import tokenizer_of_run
 from trainer.parallel.partition import Partition, path_name
-from trainer.run.folder import result_flags
-from trainer.run.settings import save_config
+from trainer.run.settings import result_flags, save_config
 from trainer.sums import SUMS_FILE
 from trainer.tasks import TASKS, load_train_config
 
@@ -698,7 +700,7 @@ def test_missing_safetensors_package_raises(monkeypatch):
 def test_bad_model_leaves_no_run(model, tmp_path):
     (model / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"with neither"):
-        train.train(make_config(model, steps=0, devices=1, run_dir=tmp_path / "run"))
+        import_pretrained(make_config(model, steps=0, devices=1, run_dir=tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 
 
@@ -732,7 +734,7 @@ def test_sample_of_an_import_begins_with_the_likeliest_token(model, tmp_path, ca
     add_tokenizer(model, 48)
     reference = reference_of("llama")
     config = make_config(model, steps=0, devices=1, run_dir=tmp_path / "run", tensorboard=False)
-    train.train(with_tokenizer(config))
+    import_pretrained(with_tokenizer(config))
     likeliest = reference["logits"][0].argmax(-1)
     last = np.flatnonzero(likeliest < 47)[-1]
     prompt = " ".join(f"<{token}>" for token in reference["tokens"][0, : last + 1])
@@ -743,7 +745,7 @@ def test_sample_of_an_import_begins_with_the_likeliest_token(model, tmp_path, ca
 
 def test_command_line_takes_the_model_from_the_folder(model, tmp_path):
     add_tokenizer(model, 40)
-    command = train.read_command_line(["--init-from", str(model), "--steps", "0"]).settings
+    command = read_import([str(model)]).settings
     assert command.model == read_description(model).model
     assert (command.steps, command.seq_len, command.run_dir) == (0, 32, Path("runs/model"))
     assert command.data.tokenizer == model / "tokenizer.json"
@@ -767,8 +769,8 @@ def test_flags_stretch_the_global_layers_of_a_gemma(tmp_path):
     shutil.copytree(REFERENCES / "gemma3", folder, copy_function=shutil.copyfile)
     change(folder, rope_parameters=None, rope_theta=1e3, rope_local_base_freq=100.0)
     before = json.loads((folder / "config.json").read_text())
-    flags = ["--init-from", str(folder), "--steps", "0", "--model.rope.scaling"]
-    config = train.read_command_line([*flags, "linear", "--model.rope.factor", "4"]).settings
+    flags = [str(folder), "--model.rope.scaling"]
+    config = read_import([*flags, "linear", "--model.rope.factor", "4"]).settings
     assert config.model.rope.stretches == "global"
     values = config_values(config, before, "float32")
     assert values["rope_scaling"] == dict(rope_type="linear", factor=4.0)
@@ -788,18 +790,18 @@ def test_flags_stretch_the_global_layers_of_a_gemma(tmp_path):
 
 
 def test_base_of_no_layer_is_refused(tmp_path):
-    flags = ["--init-from", str(REFERENCES / "gemma3"), "--steps", "0", "--model.rope.base"]
-    assert train.read_command_line([*flags, "1000"]).settings.model.rope.base == 1000
+    flags = [str(REFERENCES / "gemma3"), "--model.rope.base"]
+    assert read_import([*flags, "1000"]).settings.model.rope.base == 1000
     with pytest.raises(
         ValueError, match=r"takes the place of .*base 500 with bases=\(100.0, 1000.0"
     ):
-        train.read_command_line([*flags, "500"])
-    one = train.read_command_line([*flags, "500", "--model.rope.bases", "None"]).settings
+        read_import([*flags, "500"])
+    one = read_import([*flags, "500", "--model.rope.bases", "None"]).settings
     assert set(one.model.layer_bases) == {500}
     # A window for all layers, where --init-from has brought one for each.
-    flags = ["--init-from", str(REFERENCES / "gemma2"), "--steps", "0", "--model.window", "9"]
+    flags = [str(REFERENCES / "gemma2"), "--model.window", "9"]
     flags += ["--model.windows", "None"]
-    assert set(train.read_command_line(flags).settings.model.layer_windows) == {9}
+    assert set(read_import(flags).settings.model.layer_windows) == {9}
 
 
 def test_model_without_a_tokenizer_is_not_trained_on_bytes(model, tmp_path):
@@ -810,7 +812,7 @@ def test_model_without_a_tokenizer_is_not_trained_on_bytes(model, tmp_path):
     match = r"by its tokenizer.json; got none, .* with tokenizer.model and .* Give --data.tokenizer"
     with pytest.raises(ValueError, match=match):
         train.read_command_line(command)
-    config = train.read_command_line([*command, "--steps", "0"]).settings
+    config = read_import([str(model), *command[2:]]).settings
     assert config.data.tokenizer is None
     kept = tmp_path / "run" / "pretrained"
     kept.mkdir(parents=True)
@@ -829,7 +831,7 @@ def test_config_of_a_run_gives_no_tokenizer_to_tokens_or_to_another_model(model,
     add_tokenizer(model, 40)
     other = shutil.copytree(model, tmp_path / "other")
     saved, own = tmp_path / "config.json", model / "tokenizer.json"
-    config = train.read_command_line(["--init-from", str(model), "--steps", "0"]).settings
+    config = read_import([str(model)]).settings
     save_config(config, saved)
     np.save(tmp_path / "train.npy", np.zeros(99, np.uint16))
 
@@ -872,7 +874,19 @@ def test_run_goes_on_with_its_copy_of_the_tokenizer(model, tmp_path):
         tokenizer_of_run(config.run_dir, config, tmp_path / "mine.json", note=notes.append)
 
 
-def test_no_steps_without_a_pretrained_model_raises(capsys):
+def test_no_steps_are_an_import_which_is_a_command_of_its_own(model, tmp_path, capsys):
+    config = make_config(model, steps=0, devices=1, run_dir=tmp_path / "run")
+    with pytest.raises(InputError, match=r"run that trains; .*m trainer.gpt.pretrained .*model"):
+        train.train(config)
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(InputError, match=r"must have no steps; got steps=9. Leave --steps out"):
+        import_pretrained(dataclasses.replace(config, steps=9))
+    with pytest.raises(SystemExit, match="2"):
+        read_import(["--devices", "2"])
+    assert "folder of a model; got '--devices'" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match=r"^$"):
+        read_import(["--help"])
+    assert "python -m trainer.gpt.pretrained Qwen3-8B" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="2"):
         train.read_command_line(["gpt_tiny", "--steps", "0"])
     assert "steps must be at least 1" in capsys.readouterr().err.replace("\n", " ")
@@ -977,7 +991,7 @@ def test_export_copies_the_files_of_the_tokenizer(model, tmp_path):
     run_dir, out = tmp_path / "run", tmp_path / "out"
     (tmp_path / "mine.jinja").write_text("{{ messages }}")
     config = make_config(model, steps=0, run_dir=run_dir, devices=1, tensorboard=False)
-    train.train(config)
+    import_pretrained(config)
     data = dataclasses.replace(config.data, chat_template=tmp_path / "mine.jinja")
     export_run(run_dir, dataclasses.replace(config, data=data), out)
     assert (out / "tokenizer.json").read_text() == (model / "tokenizer.json").read_text()
@@ -1128,12 +1142,12 @@ def test_references_are_small():
 @pytest.mark.slow
 def test_two_processes_import_the_same_bits_as_one(tmp_path):
     """Weights and new adapters. benchmarks/import_model.py shows four, and their memory."""
-    model = ["--init-from", str(REFERENCES / "llama"), "--steps", "0", "--lora.rank", "2"]
+    model = [str(REFERENCES / "llama"), "--lora.rank", "2"]
     flags = [*model, "--devices", "2", "--no-tensorboard"]
     here = [*flags, "--run-dir", str(tmp_path / "here")]
-    train.train(train.read_command_line(here).settings)
+    import_pretrained(read_import(here).settings)
     flags += ["--run-dir", str(tmp_path / "there")]
-    with failures.Processes(2, flags, folder=tmp_path) as processes:
+    with failures.Processes(2, flags, folder=tmp_path, program=failures.IMPORT) as processes:
         assert processes.wait(seconds=failures.HANGS_AFTER_SECONDS) == [0, 0], processes.outputs()
     for part in ("checkpoints", "frozen"):
         one, two = (Checksums.read(tmp_path / run / part / "0") for run in ("here", "there"))

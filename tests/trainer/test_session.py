@@ -10,7 +10,8 @@ from trainer.dit.config import ImageOptions
 from trainer.gpt.config import TextOptions
 from trainer.network.options import Distributed
 from trainer.run.mesh import save_degrees
-from trainer.session import _names_of_paths, joined
+from trainer.run.settings import names_of_paths
+from trainer.session import joined
 from trainer.task import SampleOptions
 
 
@@ -32,7 +33,7 @@ from trainer.task import SampleOptions
     ids=lambda value: type(value).__name__,
 )
 def test_only_paths_may_differ_between_machines(settings, names):
-    assert _names_of_paths(settings) == names
+    assert names_of_paths(settings) == names
 
 
 def join(folder=None, **mesh):

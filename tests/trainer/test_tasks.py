@@ -1,8 +1,8 @@
-"""The table of tasks: a third task needs one line in it, for train.py and for sample.py."""
+"""The table of tasks: a third task needs a folder and one line in it, and no other file."""
 
 import json
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -14,142 +14,29 @@ from flax import nnx
 import sample
 import startrail_jax as st
 import train
-from models.linear import linear
+from letters.config import LettersConfig
+from letters.objective import LetterBatch
+from letters.task import LettersTask
+from models.hooks import Hooks
 from programs import interrupt_after
-from trainer import tasks
-from trainer.checkpoints.weights import restore_weights
-from trainer.config import OptimizerConfig, TrainConfig
-from trainer.data.dataset import Dataset
-from trainer.parallel.step import Program
-from trainer.task import SampleOptions, Task
-
-# The third task is to learn which letter follows a letter in "abcdefgabcdefg...".
-LETTERS = "abcdefg"
-
-
-@dataclass(frozen=True, kw_only=True)
-class AlphabetModelConfig:
-    width: int = 8
-    heads: int = 1
-    kv_heads: int = 1
-    head_dim: int = 8
-    dtype: str = "float32"
-
-
-@dataclass(frozen=True, kw_only=True)
-class AlphabetDataConfig:
-    rows: int = 20
-
-
-@dataclass(frozen=True, kw_only=True)
-class AlphabetConfig(TrainConfig):
-    kind: ClassVar[str] = "alphabet"
-    causal: ClassVar[bool] = True
-
-    model: AlphabetModelConfig = field(default_factory=AlphabetModelConfig)
-    data: AlphabetDataConfig = field(default_factory=AlphabetDataConfig)
-    length: int = 16
-
-    @property
-    def num_tokens(self):
-        return self.length
-
-
-@dataclass(frozen=True, kw_only=True)
-class AlphabetOptions(SampleOptions):
-    start: str = "a"
-    letters: int = 3
-
-
-class LetterBatch(NamedTuple):
-    letters: Any
-    targets: Any
-    weights: Any
-
-
-class Bigram(nnx.Module):
-    def __init__(self, config, rngs):
-        shape = (len(LETTERS), config.width)
-        self.embedding = nnx.Param(jax.random.normal(rngs.params(), shape))
-        self.head = linear(config.width, len(LETTERS), dtype=config.dtype, rngs=rngs)
-
-
-class NextLetter:
-    causal = True
-    head = "head"
-    flops_per_token = 1.0
-
-    def __init__(self, config):
-        self._config = config
-
-    def make_model(self, attention_fn, hooks, rngs):
-        return Bigram(self._config.model, rngs)
-
-    def batch_shapes(self, layout):
-        shape = (self._config.batch_size, self._config.length)
-        letters = jax.ShapeDtypeStruct(shape, jnp.int32)
-        return LetterBatch(letters, letters, jax.ShapeDtypeStruct(shape, jnp.float32))
-
-    def prepare(self, batch, *, training):
-        return batch
-
-    def hidden(self, model, batch):
-        return model.embedding[batch.letters]
-
-    def outputs(self, model, hidden):
-        return model.head(hidden)
-
-    def losses(self, model, hidden, targets):
-        return optax.softmax_cross_entropy_with_integer_labels(self.outputs(model, hidden), targets)
-
-
-class AlphabetTask(Task[AlphabetConfig, AlphabetOptions]):
-    config_class = AlphabetConfig
-    options_class = AlphabetOptions
-
-    def make_objective(self, config):
-        return NextLetter(config)
-
-    def open_data(self, config, layout):
-        def collate(rows, numbers):
-            rows = np.stack(rows)
-            weights = np.ones((len(rows), config.length), np.float32)
-            inputs, targets = layout.permute(rows[:, :-1]), layout.permute(rows[:, 1:])
-            return LetterBatch(inputs, targets, weights)
-
-        starts = np.arange(config.data.rows)[:, None]
-        rows = ((starts + np.arange(config.length + 1)) % len(LETTERS)).astype(np.int32)
-        return Dataset(
-            train=rows, held_out=rows[:3], collate=collate, description="letters", loss_unit="nats"
-        )
-
-    def sample(self, run_dir, config, options, session):
-        config = replace(config, batch_size=1)
-        program = Program(config, st.Attention(session.mesh, causal=True), NextLetter(config))
-        shapes = program.state_shapes.weights
-        weights, _ = restore_weights(run_dir / "checkpoints", shapes)
-        session.print(continue_letters(weights, options.start, options.letters))
-
-    def sample_after_training(self, program, weights, data, interrupted):
-        yield f"the alphabet: {continue_letters(weights, 'c', 2)}"
-
-
-def continue_letters(weights, text, count):
-    """What a trained model writes, computed from its weights alone."""
-    embedding, kernel = (np.asarray(jax.tree.leaves(weights[x])[0]) for x in ("embedding", "head"))
-    for _ in range(count):
-        text += LETTERS[int(np.argmax(embedding[LETTERS.index(text[-1])] @ kernel))]
-    return text
+from startrail_jax.errors import InputError
+from startrail_jax.planner.hardware import GPUS, Cluster
+from startrail_jax.planner.inputs.config_json import find_model
+from trainer import planning, tasks
+from trainer.config import OptimizerConfig
+from trainer.parallel.step import Program, make_attention
+from trainer.parallel.step_sizes import footprint, step_sizes
+from trainer.run.settings import save_config
 
 
 @pytest.fixture
 def config(tmp_path, monkeypatch):
-    monkeypatch.setitem(tasks.TASKS, "alphabet", AlphabetTask())
-    return AlphabetConfig(
-        optimizer=OptimizerConfig(learning_rate=0.1, weight_decay=0.0),
+    monkeypatch.setitem(tasks.TASKS, "letters", LettersTask())  # The line.
+    return LettersConfig(
+        optimizer=OptimizerConfig(learning_rate=0.02),
         devices=4,
-        steps=30,
-        batch_size=2,
+        steps=60,
+        batch_size=8,
         evaluate_every=100,
         validation_sequences=2,
         tensorboard=False,
@@ -163,19 +50,105 @@ def test_third_task_learns_resumes_and_draws(config, monkeypatch, capsys):
         first = train.train(config)
     assert (len(first.train), first.validation) == (10, None)
     path = config.run_dir / "config.json"
-    assert json.loads(path.read_text())["kind"] == "alphabet"
+    assert json.loads(path.read_text())["kind"] == "letters"
 
     # Its config.json is a recipe, and the flags are those of its config.
     again = train.read_command_line([str(path), "--zero", "3", "--data.rows", "20"]).settings
     assert again == replace(config, zero=3)
     second = train.train(again)
-    assert len(second.train) == 20
-    assert second.train[-1] < 0.1 * first.train[0]
-    assert second.validation < 0.1 * first.train[0]
-    assert "the alphabet: cde" in capsys.readouterr().out
+    assert len(second.train) == 50
+    assert second.train[-1] < 0.2 * first.train[0]
+    assert second.validation < 0.2 * first.train[0]
+    assert "first embedding: " in capsys.readouterr().out
 
-    sample.sample([str(config.run_dir), "--start", "f", "--letters", "4"])
-    assert capsys.readouterr().out == "fgabc\n"
+    sample.sample([str(config.run_dir), "--text", "d__d_"])
+    assert capsys.readouterr().out == "ddddd\n"
+
+
+def test_third_task_is_planned(config, monkeypatch, capsys):
+    cluster = Cluster(nodes=1, gpus_per_node=4, gpu=GPUS["h100"], port_rate=1e9, ports=1)
+    monkeypatch.setattr(planning, "measure_cluster", lambda *_, **given: cluster)
+    assert train.train(replace(config, plan="show")) == ([], None)
+    shown = capsys.readouterr().out
+    assert "plan: 1: " in shown
+    assert "diffusion" not in shown
+
+
+def program_of(config, degrees=None):
+    degrees = degrees or st.Degrees()
+    devices = jax.devices()[: degrees.num_devices]
+    mesh = st.make_mesh(degrees, axis_type="auto", devices=devices)
+    objective = LettersTask().make_objective(config)
+    return Program(config, make_attention(mesh, config, objective), objective)
+
+
+def test_sizes_of_a_third_task_are_its_own(config):
+    """It has neither the vocabulary of a GPT in front of a causal mask, nor modulated layers."""
+    objective = LettersTask().make_objective(config)
+    sizes = step_sizes(config, objective, st.Degrees())
+    assert (sizes.causal, sizes.modulated, sizes.mlp_matrices) == (False, False, 2)
+    model = objective.sizes
+    weights = jax.tree.leaves(program_of(config).state_shapes.weights["blocks"])
+    assert model.layers * model.layer_matrices == sum(x.size for x in weights)
+    assert footprint(config, objective, st.Degrees()).device_bytes > 0
+
+
+def test_a_config_of_another_task_is_no_diffusion_transformer(config, tmp_path):
+    path = tmp_path / "config.json"
+    save_config(config, path)
+    with pytest.raises(InputError, match=r"kind must be gpt or dit; got .letters.\. Use train.py"):
+        find_model(str(path))
+
+
+@pytest.mark.parametrize(
+    ("degrees", "changes"),
+    [
+        (st.Degrees(data=2, ring=2, tensor=2), dict(zero=2, tile=3)),
+        (st.Degrees(team=2, group=2, data=2), dict(zero=3, accumulation=2, remat="full")),
+    ],
+)
+def test_auxiliary_losses_are_trained_on_and_not_measured(config, degrees, changes):
+    config = replace(config, batch_size=4, smallness=0.5, **changes)
+    rng = np.random.default_rng(7)
+    letters = rng.integers(0, 6, (2, 4, 16)).astype(np.int32)
+    # Of a layout that is contiguous, as no mask is causal.
+    batch = LetterBatch(*letters, rng.random((4, 16)).astype(np.float32))
+    program = program_of(config, degrees)
+    objective = program.objective
+    state = program.initialise()
+    model = objective.make_model(jax.nn.dot_product_attention, Hooks(), nnx.Rngs(0))
+    graph = nnx.graphdef(model)
+
+    @partial(jax.jit, static_argnames="auxiliary")
+    def loss(weights, *, auxiliary):
+        hidden = objective.hidden(nnx.merge(graph, weights), batch)
+        losses = objective.losses(nnx.merge(graph, weights), hidden, batch.targets)
+        losses += auxiliary * config.smallness * jnp.mean(hidden**2, axis=-1)
+        return jnp.sum(losses * batch.weights) / jnp.sum(batch.weights)
+
+    weights = jax.tree.map(jnp.asarray, jax.device_get(state.weights))
+    wanted, gradients = jax.jit(jax.value_and_grad(partial(loss, auxiliary=1)))(weights)
+    total, weight = program.losses(state.model, batch)
+    np.testing.assert_allclose(total / weight, loss(weights, auxiliary=0), rtol=1e-5)
+    found, given = jax.jit(program.gradients)(state.weights, batch)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), given, gradients)
+
+    # The groups of its own optimizer: plain gradient descent for the embedding alone.
+    after, metrics = program.train_step(state, batch)
+    rate = float(metrics.learning_rate)
+    assert rate > 0
+    moved = jax.tree.map(lambda new, old: new - old, jax.device_get(after.weights), weights)
+    np.testing.assert_allclose(moved["embedding"], -rate * gradients["embedding"], atol=1e-6)
+    head = moved["head"]["kernel"]
+    np.testing.assert_allclose(np.abs(head), rate, rtol=1e-2)  # The first step of Adam.
+
+
+def test_an_optimizer_must_count_its_updates(config, monkeypatch):
+    objective = LettersTask().make_objective(config)
+    monkeypatch.setattr(type(objective), "make_optimizer", lambda self, _: optax.sgd(0.1))
+    with pytest.raises(InputError, match=r"must count its updates.*none of MissingLetter"):
+        program_of(config)
 
 
 def test_unknown_kind_of_a_run_is_refused(config, tmp_path):

@@ -13,11 +13,10 @@ import pytest
 from programs import make_config
 from trainer.config import MlflowConfig, WandbConfig
 from trainer.errors import MissingPackageError
-from trainer.run.folder import result_flags
+from trainer.run import trackers
 from trainer.run.metrics import Reporter
-from trainer.run.trackers import chosen, mlflow_run, tracking, wandb_run
-from trainer.run.trackers.chosen import trackings_of
-from trainer.run.trackers.tracking import Tracking
+from trainer.run.settings import result_flags
+from trainer.run.trackers import Tracking, trackings_of
 
 needs = {
     name: pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=f"needs {name}")
@@ -58,7 +57,7 @@ class FakeMlflow:
         self.uris, self.runs, self.params = [], [], {}
         for name in ("mlflow", "mlflow.entities"):
             monkeypatch.setitem(sys.modules, name, self)
-        monkeypatch.setattr(chosen, "_require_package", lambda *_: None)
+        monkeypatch.setattr(trackers, "_require_package", lambda *_: None)
         monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # Is set for the process otherwise.
 
     def MlflowClient(self, tracking_uri):
@@ -197,9 +196,7 @@ def test_mlflow_takes_a_folder_by_its_path(given, used, by_flag, tmp_path, monke
     server = FakeMlflow(monkeypatch)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://other" if by_flag else given)
-    mlflow_run.open_mlflow(
-        MlflowConfig(experiment="e", uri=given if by_flag else None), tmp_path, {}
-    )
+    trackers.open_mlflow(MlflowConfig(experiment="e", uri=given if by_flag else None), tmp_path, {})
     assert server.uris == [used.format(cwd=tmp_path)]
 
 
@@ -226,8 +223,8 @@ def test_tracker_that_fails_stops_no_training_and_is_named_once(tmp_path, capsys
 
 
 def test_tracker_that_hangs_is_not_waited_for(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(tracking, "CLOSE_SECONDS", 0.1)
-    monkeypatch.setattr(tracking, "MOST_WAITING", 2)
+    monkeypatch.setattr(trackers, "CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr(trackers, "MOST_WAITING", 2)
     forever = threading.Event()
     report(tmp_path, [1, 2, 3], [Tracking("Slow", lambda *_: forever.wait(), {})])
     forever.set()
@@ -253,7 +250,7 @@ def test_trackers_are_waited_for_together_and_shortly_after_a_failure(
         waited.append(seconds)
         join(self, 0.0, limit)
 
-    monkeypatch.setattr(tracking, "time", SimpleNamespace(monotonic=lambda: sum(waited)))
+    monkeypatch.setattr(trackers, "time", SimpleNamespace(monotonic=lambda: sum(waited)))
     monkeypatch.setattr(Tracking, "join", join_by_the_clock)
     slow = [Tracking(name, lambda *_: forever.wait(), {}) for name in ("A", "B", "C")]
     with (
@@ -264,7 +261,7 @@ def test_trackers_are_waited_for_together_and_shortly_after_a_failure(
         if failed:
             raise ZeroDivisionError
     forever.set()
-    assert waited == [getattr(tracking, limit), 0.0, 0.0]
+    assert waited == [getattr(trackers, limit), 0.0, 0.0]
     shown = capsys.readouterr().out
     assert [f"{name} gets no more metrics: it has not ended" in shown for name in "ABC"] == [
         True
@@ -322,7 +319,7 @@ def test_secrets_get_neither_into_files_nor_into_logs(tmp_path, monkeypatch, cap
     report(tmp_path, [2], trackings_of(config))
     # So is the file of an earlier version, which is written anew.
     place = {"uri": "http://me:other@host", "experiment": "e"}
-    tracking.keep_run(tmp_path / "mlflow.json", place, "run0")
+    trackers.keep_run(tmp_path / "mlflow.json", place, "run0")
     report(tmp_path, [3], trackings_of(config))
     assert "other" not in (tmp_path / "mlflow.json").read_text()
     assert server.runs == ["run0"]
@@ -331,8 +328,8 @@ def test_secrets_get_neither_into_files_nor_into_logs(tmp_path, monkeypatch, cap
 def test_results_do_not_depend_on_trackers_and_another_project_is_another_run(tmp_path):
     config = make_config(wandb=WandbConfig(project="p"))
     assert result_flags(config) == result_flags(make_config())
-    path = tmp_path / wandb_run.RUN_FILE
-    assert tracking.known_run(path, {"project": "p"}) is None
-    tracking.keep_run(path, {"project": "p"}, "0123")
-    assert tracking.known_run(path, {"project": "p"}) == "0123"
-    assert tracking.known_run(path, {"project": "q"}) is None
+    path = tmp_path / trackers.WANDB_FILE
+    assert trackers.known_run(path, {"project": "p"}) is None
+    trackers.keep_run(path, {"project": "p"}, "0123")
+    assert trackers.known_run(path, {"project": "p"}) == "0123"
+    assert trackers.known_run(path, {"project": "q"}) is None

@@ -59,11 +59,6 @@ class DiTConfig:
         """Number of channels of a head."""
         return self.width // self.heads
 
-    @property
-    def mlp(self) -> str:
-        """Kind of MLP."""
-        return "gelu"
-
 
 @dataclass(frozen=True, kw_only=True)
 class DiffusionConfig:

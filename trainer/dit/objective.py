@@ -3,6 +3,7 @@ from it."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,10 +14,12 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from models.dit import DiT
 from models.hooks import Hooks
+from startrail_jax.planner.models import ModelSizes
 from startrail_jax.tokens.layout import Layout
 from trainer.dit.batches import PADDING, ImageBatch
 from trainer.dit.config import DiTTrainConfig
 from trainer.dit.diffusion import draw_times, noised
+from trainer.objective import Objective, sizes_in
 
 # Folded into the key of the seed. Initial weights fold in 0, 1, 2, ...
 TRAINING, MEASURING, DRAWING = range(2**31, 2**31 + 3)
@@ -41,8 +44,8 @@ class NoisyBatch(NamedTuple):
     """1 for tokens of the image, else 0."""
 
 
-class Denoising:
-    """Mean squared error of the prediction of `DiffusionConfig.target`: an `Objective`."""
+class Denoising(Objective):
+    """Mean squared error of the prediction of `DiffusionConfig.target`."""
 
     causal = DiTTrainConfig.causal
     head = "head"
@@ -50,6 +53,10 @@ class Denoising:
     def __init__(self, config: DiTTrainConfig) -> None:
         self._config = config
         self.flops_per_token = dit_flops_per_token(config)
+
+    @functools.cached_property
+    def sizes(self) -> ModelSizes:
+        return sizes_in(self._config)
 
     def make_model(self, attention_fn: Callable[..., Array], hooks: Hooks, rngs: nnx.Rngs) -> DiT:
         return DiT(**vars(self._config.model), attention_fn=attention_fn, hooks=hooks, rngs=rngs)

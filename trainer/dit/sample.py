@@ -22,7 +22,7 @@ from trainer.dit.drawing import Drawing, save_grid, to_pixels
 from trainer.dit.objective import Denoising
 from trainer.errors import StorageError
 from trainer.parallel.step import Program
-from trainer.run.folder import CHECKPOINTS_FOLDER, model_flags
+from trainer.run.settings import CHECKPOINTS_FOLDER, model_flags
 from trainer.session import Session
 
 DEFAULT_GUIDANCE = 1.5

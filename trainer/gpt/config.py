@@ -312,8 +312,7 @@ class GPTTrainConfig(TrainConfig):
 
     init_from: Path | None = None
     """A folder with a pretrained model in the format of Hugging Face: config.json, *.safetensors
-    and tokenizer.json. The model is that of its config.json; flags --model.* change it. With
-    --steps 0, the weights are only imported."""
+    and tokenizer.json. The model is that of its config.json; flags --model.* change it."""
     seq_len: int
     """Number of tokens in a sequence."""
     sample_length: int = 0

@@ -18,14 +18,16 @@ from models.lora import add_adapters
 from models.rope import Rope
 from startrail_jax import masks
 from startrail_jax.analysis.work import visible_pairs
+from startrail_jax.planner.models import ModelSizes
 from startrail_jax.tokens.layout import Layout
 from trainer.gpt.batches import TokenBatch
 from trainer.gpt.config import GPTConfig, GPTTrainConfig
 from trainer.gpt.lora.settings import LoraConfig
+from trainer.objective import Objective, sizes_in
 
 
-class NextToken:
-    """Cross-entropy of the token after each token, in nats: an `Objective`."""
+class NextToken(Objective):
+    """Cross-entropy of the token after each token, in nats."""
 
     causal = GPTTrainConfig.causal
 
@@ -33,6 +35,10 @@ class NextToken:
         self._config = config
         self.head = "embedding" if config.model.tied_head else "head"
         self.flops_per_token = gpt_flops_per_token(config.model, config.seq_len, config.lora)
+
+    @functools.cached_property
+    def sizes(self) -> ModelSizes:
+        return sizes_in(self._config)
 
     def make_model(self, attention_fn: Callable[..., Array], hooks: Hooks, rngs: nnx.Rngs) -> GPT:
         return make_gpt(self._config.model, self._config.lora, attention_fn, hooks, rngs)

@@ -17,7 +17,7 @@ from trainer.gpt.config import GPTTrainConfig, RopeConfig, TextOptions
 from trainer.gpt.pretrained.beginning import with_beginning, with_ending
 from trainer.gpt.pretrained.defaults import kept_tokenizer, with_model_of, with_tokenizer
 from trainer.places import TOKENS
-from trainer.run.folder import CHECKPOINTS_FOLDER
+from trainer.run.settings import CHECKPOINTS_FOLDER
 from trainer.task import Task
 
 LEAST_RATE_OF_ADAPTERS = 1e-4
@@ -120,14 +120,14 @@ class GPTTask(Task[GPTTrainConfig, TextOptions]):
         from trainer.checkpoints.reading import newest_first
         from trainer.gpt.pretrained.initial import open_pretrained
 
+        if not config.steps:
+            raise InputError(
+                "steps must be at least 1 for a run that trains; got steps=0. To import the model "
+                f"alone, use python -m trainer.gpt.pretrained {config.init_from}."
+            )
         if config.init_from is None or any(newest_first(config.run_dir / CHECKPOINTS_FOLDER)):
             return nullcontext()
         return open_pretrained(config, weights)
-
-    def import_weights(self, config: GPTTrainConfig, session: Any, report: Any) -> None:
-        from trainer.gpt.pretrained.importing import import_weights
-
-        import_weights(config, session, report)
 
     def sample(
         self, run_dir: Path, config: GPTTrainConfig, options: TextOptions, session: Any

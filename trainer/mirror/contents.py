@@ -14,16 +14,10 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from trainer.durable import replace_text
-from trainer.run.folder import (
-    CHECKPOINTS_FOLDER,
-    CHECKSUMS_FILE,
-    CONFIG_FILE,
-    FROZEN_FOLDER,
-    KEPT_FOLDER,
-    METRICS_FILE,
-)
+from trainer.run.folder import CHECKSUMS_FILE, FROZEN_FOLDER, KEPT_FOLDER, METRICS_FILE
 from trainer.run.mesh import MESH_FILE
-from trainer.run.trackers import mlflow_run, wandb_run
+from trainer.run.settings import CHECKPOINTS_FOLDER, CONFIG_FILE
+from trainer.run.trackers import MLFLOW_FILE, WANDB_FILE
 from trainer.run.versions import VERSIONS_FILE
 
 PART_BYTES = 1 << 24
@@ -34,7 +28,7 @@ ID_FILE = "mirror.json"
 """Tells whether a folder and a store hold the same run."""
 TEXTS = (
     *(CONFIG_FILE, MESH_FILE, VERSIONS_FILE, METRICS_FILE, ID_FILE),
-    *(wandb_run.RUN_FILE, mlflow_run.RUN_FILE),
+    *(WANDB_FILE, MLFLOW_FILE),
 )
 """Files that change while a run trains. The secret and the lock of its processes stay there."""
 CONSTANT_FOLDERS = (FROZEN_FOLDER, KEPT_FOLDER)

@@ -39,7 +39,8 @@ from trainer.mirror.store import Store, StoredCopy, reading
 from trainer.places import check_folder, check_mirror, is_inside, text_of
 from trainer.printable import printable
 from trainer.run.commands import command
-from trainer.run.folder import CHECKPOINTS_FOLDER, CONFIG_FILE, locked, require_writable
+from trainer.run.folder import locked, require_writable
+from trainer.run.settings import CHECKPOINTS_FOLDER, CONFIG_FILE
 
 FETCHED = "fetched.part"
 """Folder of a run for what is being fetched, of which nothing counts yet."""

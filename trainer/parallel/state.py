@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Int32
 
@@ -16,7 +17,6 @@ from startrail_jax.attention import Attention
 from trainer.config import TrainConfig
 from trainer.data.batches import sharding_of
 from trainer.objective import Objective
-from trainer.parallel.optimizer import make_optimizer
 from trainer.parallel.partition import Partition, join_frozen, split_frozen
 
 
@@ -53,28 +53,38 @@ class TrainState(NamedTuple):
         return self._replace(frozen=None)
 
 
-def initial_state(config: TrainConfig, weights: Any) -> TrainState:
+def initial_state(
+    config: TrainConfig, optimizer: optax.GradientTransformation, weights: Any
+) -> TrainState:
     """The state before the first step.
 
     Args:
-        config: optimizer, number of steps, and whether there is an average.
+        config: whether there is an average.
+        optimizer: what updates the weights.
         weights: initial weights, of all of the model.
     """
-    optimizer = make_optimizer(config.optimizer, config.steps)
     trained, frozen = split_frozen(weights)
     average = None if config.ema_decay is None else trained
     return TrainState(trained, optimizer.init(trained), average, frozen)
 
 
-def state_shapes(config: TrainConfig, weight_shapes: Any, partition: Partition) -> TrainState:
+def state_shapes(
+    config: TrainConfig,
+    optimizer: optax.GradientTransformation,
+    weight_shapes: Any,
+    partition: Partition,
+) -> TrainState:
     """Shapes and shardings of a state.
 
     Args:
         config: as for `initial_state`.
+        optimizer: likewise.
         weight_shapes: shapes of the weights.
         partition: how the state is sharded.
     """
-    shapes = jax.eval_shape(lambda weights: initial_state(config, weights), weight_shapes)
+    shapes = jax.eval_shape(
+        lambda weights: initial_state(config, optimizer, weights), weight_shapes
+    )
     return partition.sharded(shapes)
 
 

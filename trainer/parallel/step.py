@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float32
 
 from startrail_jax.attention import Attention
 from startrail_jax.devices.degrees import device_kind
+from startrail_jax.errors import InputError
 from startrail_jax.xla.compiler import compiler_options
 from startrail_jax.xla.ordering import gradient_first
 from startrail_jax.xla.varying import vary
@@ -27,7 +28,7 @@ from trainer.config import TrainConfig
 from trainer.data.batches import sharding_of
 from trainer.objective import Objective
 from trainer.parallel.legality import check_platform, check_step, tokens_shape
-from trainer.parallel.optimizer import learning_rate, make_optimizer
+from trainer.parallel.optimizer import learning_rate, optimizer_of
 from trainer.parallel.partition import Partition, join_frozen, split_frozen
 from trainer.parallel.remat import rematerialised
 from trainer.parallel.sharded_model import ShardedModel
@@ -45,7 +46,8 @@ class StepMetrics(NamedTuple):
     """What a step reports, as scalars that every device has."""
 
     loss: Float32[Array, ""]
-    """Mean loss of a token of the batch before the update; for a GPT, in nats."""
+    """Mean loss of a token of the batch before the update, with auxiliary losses; for a GPT, in
+    nats."""
     gradient_norm: Float32[Array, ""]
     """Global norm of the gradient before it was clipped."""
     finite: Bool[Array, ""]
@@ -88,9 +90,9 @@ class Program:
         self.tokens_shape = tokens_shape(objective, attention.layout)
         """(B, T) of a batch."""
         self.partition = Partition(mesh, config.zero, config.zero_axes, config.model.dtype)
-        self.optimizer = make_optimizer(config.optimizer, config.steps, self.partition)
-        check_step(config, attention.degrees, self.partition)
+        self.optimizer = optimizer_of(config, objective, self.partition)
         check_platform(config, device_kind(mesh)[0])
+        check_step(config, attention.degrees, self.partition)
         self._model = ShardedModel(
             lambda attention_fn, hooks: objective.make_model(
                 attention_fn, hooks, nnx.Rngs(config.seed)
@@ -106,14 +108,23 @@ class Program:
                 gathers_weights=config.zero == 3 or config.freezes,
             ),
         )
-        self.state_shapes = state_shapes(config, self._model.weight_shapes, self.partition)
+        self.state_shapes = state_shapes(
+            config, self.optimizer, self._model.weight_shapes, self.partition
+        )
         """Shapes and shardings of the state, to compile without it, and to restore it with."""
+        if not optax.tree.get_all_with_path(self.state_shapes.optimizer, "count"):
+            raise InputError(
+                "The state of an optimizer must count its updates, as with a learning rate that is "
+                f"a schedule; got none of {type(objective).__name__}.make_optimizer. Give it "
+                "`trainer.parallel.optimizer.learning_rate(config.optimizer, config.steps)`."
+            )
         self.batch_sharding = NamedSharding(mesh, attention.sequence_spec)
 
         shardings = jax.tree.map(lambda x: x.sharding, self.state_shapes)
         compiled = partial(jax.jit, compiler_options=compiler_options(mesh))
         self.initialise: Callable[[], TrainState] = jax.jit(
-            lambda: initial_state(config, nnx.state(self._model.make())), out_shardings=shardings
+            lambda: initial_state(config, self.optimizer, nnx.state(self._model.make())),
+            out_shardings=shardings,
         )
         self.begin_with: Callable[[Any], TrainState] = jax.jit(
             self._begin_with, out_shardings=shardings, donate_argnums=0
@@ -136,7 +147,8 @@ class Program:
 
     def _begin_with(self, base: Any) -> TrainState:
         trained, frozen = split_frozen(nnx.state(self._model.make()))
-        return initial_state(self.config, base if frozen is None else join_frozen(trained, base))
+        weights = base if frozen is None else join_frozen(trained, base)
+        return initial_state(self.config, self.optimizer, weights)
 
     def _train_step(self, state: TrainState, batch: Any) -> tuple[TrainState, StepMetrics]:
         config = self.config
@@ -246,7 +258,11 @@ class Program:
             batch: prepared, this device's shard.
         """
         objective, name = self.objective, self.objective.head
-        hidden = objective.hidden(self._model.local(weights, slots), batch)
+        model, auxiliary = self._model.local(weights, slots), None
+        if slots is None:
+            hidden = objective.hidden(model, batch)
+        else:
+            hidden, auxiliary = objective.hidden_and_auxiliary(model, batch)
         head_slot = None if slots is None else slots.get(name)
         if name == "head" and head_slot is not None:
             # Otherwise the gradient of the head would wait, whole, until that of the embedding is
@@ -258,6 +274,7 @@ class Program:
             # The devices along `tensor` have the same tokens: each computes the loss of some.
             head = jax.tree.map(self.partition.copy_to_tensor, head)
             hidden, targets, token_weights = map(self._own_tokens, (hidden, targets, token_weights))
+            auxiliary = None if auxiliary is None else self._own_tokens(auxiliary)
 
         def loss(head: Any, hidden: Array, targets: Array, token_weights: Array) -> Array:
             model = self._model.with_part(name, head)
@@ -266,7 +283,8 @@ class Program:
         summed = summed_in_tiles(
             loss, self.config.tile, self.config.model.dtype, differentiated=slots is not None
         )
-        return summed(head, hidden, targets, token_weights)
+        total = summed(head, hidden, targets, token_weights)
+        return total if auxiliary is None else total + jnp.sum(auxiliary * token_weights)
 
     def _total_weight(self, batch: Any) -> Float32[Array, ""]:
         """The sum of the weights of a batch's tokens over all devices."""

@@ -6,7 +6,6 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType
 from jaxtyping import Array
@@ -19,6 +18,7 @@ from trainer.config import TrainConfig
 from trainer.objective import Objective
 from trainer.parallel.footprint import bytes_of_device
 from trainer.parallel.legality import check_step
+from trainer.parallel.optimizer import optimizer_of
 from trainer.parallel.partition import STACKED, Partition, Split, split_frozen
 from trainer.parallel.state import batch_shapes, state_shapes
 from trainer.parallel.step import make_attention
@@ -40,13 +40,14 @@ def step_sizes(config: TrainConfig, objective: Objective, degrees: Degrees) -> S
     Raises:
         ValueError: as `trainer.parallel.step.Program` on such a mesh.
     """
-    model = config.model
+    model = objective.sizes
     mesh = AbstractMesh(tuple(vars(degrees)[role] for role in ROLES), ROLES, (AxisType.Auto,) * 6)
     attention = make_attention(mesh, config, objective)
-    partition = Partition(mesh, config.zero, config.zero_axes, model.dtype)
+    partition = Partition(mesh, config.zero, config.zero_axes, config.model.dtype)
     check_step(config, degrees, partition)
     shapes = _trace(objective, attention.layout)
-    state = state_shapes(config, shapes.weights, partition)
+    optimizer = optimizer_of(config, objective, partition)
+    state = state_shapes(config, optimizer, shapes.weights, partition)
     rows, tokens_of_row, heads, head_dim = shapes.query
     tokens = rows // degrees.data * tokens_of_row // degrees.sequence // config.accumulation
     whole = _whole_elements(partition, shapes.weights)
@@ -60,20 +61,20 @@ def step_sizes(config: TrainConfig, objective: Objective, degrees: Degrees) -> S
         keep_gathered=config.attention.keep_gathered,
         head_chunks=config.attention.head_chunks,
         causal=objective.causal,
-        qk_norm=getattr(model, "qk_norm", False),
-        modulated=config.kind == "dit",
+        qk_norm=model.qk_norm,
+        modulated=model.modulated,
         offload=config.offload,
         accumulation=config.accumulation,
         tile=config.tile or tokens,
         tokens=tokens,
-        itemsize=jnp.dtype(model.dtype).itemsize,
+        itemsize=model.itemsize,
         layers=layers,
         width=model.width,
         heads=heads,
         kv_heads=shapes.key[2],
         head_dim=head_dim,
         mlp_width=model.mlp_width,
-        mlp_matrices=2 if model.mlp == "gelu" else 3,
+        mlp_matrices=model.mlp_matrices,
         outputs=shapes.outputs[-1],
         weight_bytes=bytes_of_device(state.weights),
         optimizer_bytes=bytes_of_device(state.optimizer),

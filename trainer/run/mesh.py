@@ -9,7 +9,7 @@ from pathlib import Path
 from startrail_jax.errors import InputError
 from trainer.config import ROLES
 from trainer.durable import replace_text
-from trainer.run.folder import CONFIG_FILE
+from trainer.run.settings import CONFIG_FILE
 
 MESH_FILE = "mesh.json"
 

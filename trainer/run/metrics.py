@@ -22,7 +22,7 @@ from trainer.run.commands import command
 from trainer.run.folder import METRICS_FILE, writing
 from trainer.run.records import drop_after
 from trainer.run.terminal import Terminal
-from trainer.run.trackers.tracking import End, Tracking, close_all
+from trainer.run.trackers import End, Tracking, close_all
 
 TENSORBOARD_FOLDER = "tensorboard"
 

@@ -1,4 +1,4 @@
-"""The settings of a config: as JSON in a file, and as flags of the command line. Imports no jax."""
+"""The settings of a run: as JSON, as flags, and which of them must stay. Imports no jax."""
 
 from __future__ import annotations
 
@@ -15,12 +15,30 @@ from typing import Any, Literal, TypeVar
 from startrail_jax.errors import InputError
 from trainer.config import TrainConfig
 from trainer.durable import replace_text
-from trainer.places import text_of
+from trainer.places import check_mirror, folder_here, is_in_store, text_of
+from trainer.run.commands import command
 
+CONFIG_FILE = "config.json"
+CHECKPOINTS_FOLDER = "checkpoints"
 KIND = "kind"
 """The key of config.json that names the task of a run. It is no setting."""
 KIND_WITHOUT_NAME = "gpt"
 """What a config.json without that key holds: it was written when there was one task."""
+
+# Settings that may change when a run goes on: they change how its result is computed or reported,
+# but not the result itself, up to rounding. All other settings must stay, new ones too.
+FREE_SETTINGS = (
+    *("devices", "mesh", "zero", "zero_axes", "remat", "offload", "tile", "accumulation"),
+    *("attention.inner", "attention.head_chunks", "attention.keep_gathered"),
+    *("plan", "plan_measure"),
+    *("wandb", "mlflow"),
+    *("run_dir", "mirror", "data.cache", "log_every", "tensorboard", "checkpoint", "profile"),
+    # Only steps that are yet to be done depend on these.
+    *("non_finite", "non_finite_limit", "spike_factor"),
+    *("evaluate_every", "validation_sequences", "sample_length", "temperature", "allow_changes"),
+    # Steps that are done do not depend on it: a bad example has been replaced, or raised an error.
+    "data.max_bad",
+)
 
 Config = TypeVar("Config")
 
@@ -111,6 +129,18 @@ def flags_of(config: Any, *, but: Collection[str] = ()) -> dict[str, str]:
     return {name: flag_text(name, value) for name, value in settings_of(config, but=but).items()}
 
 
+def names_of_paths(settings: Any, prefix: str = "") -> set[str]:
+    """The dotted names of all settings that are paths."""
+    hints = typing.get_type_hints(type(settings))
+    names = set()
+    for name, value in vars(settings).items():
+        if dataclasses.is_dataclass(value):
+            names |= names_of_paths(value, f"{prefix}{name}.")
+        elif Path in (hints[name], *typing.get_args(hints[name])):
+            names.add(prefix + name)
+    return names
+
+
 def flag_text(name: str, value: Any) -> str:
     """A setting as it is given on the command line."""
     group, _, last = name.replace("_", "-").rpartition(".")
@@ -125,6 +155,99 @@ def flag_value(value: Any) -> str:
     if isinstance(value, Path):
         return text_of(value)
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def config_of(run_dir: Path, name: str) -> Path:
+    """The config.json of the folder of a run.
+
+    Args:
+        run_dir: the folder.
+        name: what gives it, for errors: "RUN_DIR".
+
+    Raises:
+        ValueError: if it is not that of a run.
+    """
+    path = run_dir / CONFIG_FILE
+    if path.is_file():
+        return path
+    advice = "Use the --run-dir of train.py."
+    what = "a folder without one" if run_dir.is_dir() else "no such folder"
+    if is_in_store(run_dir):
+        url = text_of(run_dir)
+        check_mirror(url)
+        what, here = "which is in a store", folder_here(url)
+        fetching = command("trainer.mirror.fetch", url, here)
+        advice = f"Fetch it first, and give {here}: {fetching}"
+        if (here / CONFIG_FILE).is_file():
+            advice = f"Give {here}, the folder of that run on this machine."
+    raise InputError(
+        f"{name} must be the folder of a run, with its {CONFIG_FILE}; got {text_of(run_dir)!r}, "
+        f"{what}. {advice}"
+    )
+
+
+def result_flags(config: TrainConfig) -> dict[str, str]:
+    """The settings that the result of a run depends on, as flags, by their names.
+
+    Paths are left out: a folder of data may move, and what it holds is compared by itself.
+    """
+    return {
+        name: flag_text(name, value)
+        for name, value in _fixed_settings(config).items()
+        if not isinstance(value, Path)
+    }
+
+
+def _fixed_settings(config: TrainConfig) -> dict[str, Any]:
+    """The settings that the result of a run depends on, by their names."""
+    return settings_of(config, but=(*FREE_SETTINGS, *config.idle_settings))
+
+
+def model_flags(config: TrainConfig) -> dict[str, str]:
+    """The settings of the model, as flags, by their names: what its weights were trained with."""
+    flags = result_flags(config)
+    return {name: flag for name, flag in flags.items() if name.startswith(("model.", "lora."))}
+
+
+def check_same_run(config: TrainConfig) -> None:
+    """Compares a run with the config.json of its folder, if that has a checkpoint.
+
+    Raises:
+        ValueError: if settings differ on which its result depends.
+    """
+    path = config.run_dir / CONFIG_FILE
+    checkpoints = config.run_dir / CHECKPOINTS_FOLDER
+    # A run without a whole checkpoint has no result yet that other settings could spoil.
+    if not path.exists() or not any(x.name.isdecimal() for x in checkpoints.glob("*")):
+        return
+    kind = read_kind(path)
+    if kind != config.kind:
+        raise InputError(
+            f"A run that goes on must keep its kind of model; got {config.run_dir}, which holds a "
+            f"run of kind {kind!r}, and a config of kind {config.kind!r}. Use another --run-dir."
+        )
+    saved, now = _fixed_settings(load_config(type(config), path)), _fixed_settings(config)
+    # What has an effect in one of them only does so because of a setting that both have.
+    changed = [name for name in now if name in saved and saved[name] != now[name]]
+    # Rotary positions have no weights, and a longer context needs other ones.
+    is_other_state = any(
+        name == "optimizer.kind"
+        or (name.startswith(("model.", "lora.")) and not name.startswith("model.rope."))
+        for name in changed
+    ) or (saved["ema_decay"] is None) != (now["ema_decay"] is None)
+    if not changed or (config.allow_changes and not is_other_state):
+        return
+    lines = "\n".join(
+        f"  {flag_text(name, saved[name])} there, {flag_value(now[name])} now" for name in changed
+    )
+    flags = " ".join(flag_text(name, saved[name]) for name in changed)
+    allow = "" if is_other_state else " With --allow-changes it goes on as given now."
+    another = "another --run-dir" + (" and --mirror" if config.mirror else "")
+    raise InputError(
+        f"A run that goes on must keep the settings that its result depends on; got "
+        f"{config.run_dir}, a run with others:\n{lines}\n"
+        f"Use {another} for a new run, or {flags} to go on with this one.{allow}"
+    )
 
 
 def _not_a_config(path: Path, error: Exception) -> InputError:

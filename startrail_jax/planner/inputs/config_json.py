@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from startrail_jax.errors import InputError, UnsupportedError
-from startrail_jax.planner.models import MODELS, ModelSizes, is_size
+from startrail_jax.planner.layers.loops import shortest
+from startrail_jax.planner.models import DIT, MODELS, ModelSizes, is_size
 
 # Size -> its name in a config.json of Hugging Face.
 _HUGGING_FACE = {
@@ -101,8 +102,15 @@ def model_of_run(settings: Mapping[str, Any], name: str) -> ModelSizes:
         name: of the file.
 
     Raises:
-        ValueError: if the settings describe no model.
+        ValueError: if the settings describe no model, or one of a task that is not known here.
     """
+    # A run of the time when there was one kind of model does not name it.
+    kind = settings.get("kind", "gpt")
+    if kind not in ("gpt", "dit"):
+        raise InputError(
+            f"--model {name}: kind must be gpt or dit; got {kind!r}. Use train.py {name} --plan "
+            "show, or give the sizes by flags instead: --width, --layers, --heads and so on."
+        )
     names = ("width", "layers", "heads", "mlp_width")
     model = _known(settings["model"], name, names)
     for key in names:
@@ -111,8 +119,7 @@ def model_of_run(settings: Mapping[str, Any], name: str) -> ModelSizes:
     common |= {"name": name, "from_run": True, "batch": settings.get("batch_size", 1)}
     common |= {"average": settings.get("ema_decay") is not None}
     common["itemsize"] = 4 if model.get("dtype", "float32") == "float32" else 2
-    # A run of the time when there was one kind of model does not name it.
-    if settings.get("kind", "gpt") == "gpt":
+    if kind == "gpt":
         _known(model, name, ("kv_heads", "head_dim"))
         return ModelSizes(
             **common,
@@ -140,7 +147,7 @@ def model_of_run(settings: Mapping[str, Any], name: str) -> ModelSizes:
     patch = math.prod(patches)
     return ModelSizes(
         **common,
-        kind="dit",
+        **DIT,
         kv_heads=model["heads"],
         head_dim=max(model["width"] // model["heads"], 1),
         mlp_matrices=2,
@@ -177,7 +184,7 @@ def _of_hugging_face(settings: Mapping[str, Any], name: str) -> ModelSizes:
     given["qk_norm"] = _type_of(settings).startswith(_NORMALISED)
     # Files may hold "head_dim": null.
     given["head_dim"] = given.get("head_dim") or max(given["width"] // given["heads"], 1)
-    windows = _shortest(_windows(settings, name, given["layers"]))
+    windows = shortest(_windows(settings, name, given["layers"]))
     return ModelSizes(name=name, hugging_face=True, windows=windows, **given)
 
 
@@ -263,13 +270,6 @@ def _require_entries(entries: Any, key: str, name: str, layers: int) -> None:
             f"--model {name}: {key} must be a list with an entry for each of {layers} layers; got "
             f"{entries!r}. Correct the file."
         )
-
-
-def _shortest(entries: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The shortest list that gives all entries when it repeats."""
-    sizes = range(1, len(entries) + 1)
-    fits = (n for n in sizes if all(x == entries[i % n] for i, x in enumerate(entries)))
-    return tuple(entries[: next(fits)])
 
 
 def _require_size(number: Any, key: str, name: str) -> None:

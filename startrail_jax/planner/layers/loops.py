@@ -1,28 +1,35 @@
-"""How layers that differ are few loops, and the turn of which has most layers.
-
-`models.periods.stretches` finds the same loops; the planner has no model at hand.
-"""
+"""Layers that differ: the pattern that repeats, and the few loops that all of them make up."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
 
+def shortest(entries: Sequence[Any]) -> tuple[Any, ...]:
+    """The shortest list that gives all entries when it repeats."""
+    sizes = range(1, len(entries) + 1)
+    fits = (n for n in sizes if all(x == entries[i % n] for i, x in enumerate(entries)))
+    return tuple(entries[: next(fits)])
+
+
 @lru_cache(maxsize=64)
-def loops_of(kinds: tuple[Any, ...]) -> tuple[int, int]:
+def loops_of(kinds: tuple[Any, ...]) -> tuple[tuple[int, int], ...]:
     """The loops that all layers make up: the fewest layers to compile, in the fewest loops.
+
+    A pattern that repeats is one loop. What is left of a last period that is not whole becomes
+    further loops, and so do layers without a period, such as local ones after global ones.
 
     Args:
         kinds: the kind of each layer, such as its window.
 
     Returns:
-        Most layers in a turn of a loop, and the number of loops.
+        Of each loop, in the order of the layers: the layers of a turn, and the number of turns.
     """
     if len(set(kinds)) == 1:
-        return 1, 1
-    # By number of the layer, from the last one back: (layers to compile, loops), and the loops as
-    # (layers of a turn, turns).
+        return ((1, len(kinds)),)
+    # By number of the layer, from the last one back: (layers to compile, loops), and the loops.
     best: dict[int, tuple[tuple[int, int], tuple[tuple[int, int], ...]]] = {
         len(kinds): ((0, 0), ())
     }
@@ -38,5 +45,4 @@ def loops_of(kinds: tuple[Any, ...]) -> tuple[int, int]:
                     break
                 stop += period
         best[first] = min(found, key=lambda x: (x[0], -x[1][0][0] * x[1][0][1]))
-    loops = best[0][1]
-    return max(period for period, _ in loops), len(loops)
+    return best[0][1]

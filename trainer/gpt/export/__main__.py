@@ -23,8 +23,7 @@ import tyro
 
 from trainer.gpt.config import GPTTrainConfig
 from trainer.printable import say
-from trainer.run.folder import config_of
-from trainer.run.settings import load_config
+from trainer.run.settings import config_of, load_config
 
 
 @dataclass(frozen=True, kw_only=True)

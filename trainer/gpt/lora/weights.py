@@ -12,7 +12,8 @@ from trainer.checkpoints.frozen import FrozenWeights
 from trainer.checkpoints.weights import restore_weights
 from trainer.gpt.config import GPTTrainConfig
 from trainer.parallel.partition import join_frozen, split_frozen
-from trainer.run.folder import CHECKPOINTS_FOLDER, FROZEN_FOLDER, model_flags
+from trainer.run.folder import FROZEN_FOLDER
+from trainer.run.settings import CHECKPOINTS_FOLDER, model_flags
 
 
 def restore_model(

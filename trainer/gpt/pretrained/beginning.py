@@ -12,7 +12,7 @@ from trainer.data.opening import read_object
 from trainer.gpt.config import GPTTrainConfig
 from trainer.gpt.pretrained.defaults import GENERATION
 from trainer.gpt.pretrained.families import CONFIG
-from trainer.run.folder import CHECKPOINTS_FOLDER, CONFIG_FILE
+from trainer.run.settings import CHECKPOINTS_FOLDER, CONFIG_FILE
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 

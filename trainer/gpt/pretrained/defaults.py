@@ -6,9 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from startrail_jax.errors import InputError
+from trainer.config import OptimizerConfig
 from trainer.gpt.config import GPTTrainConfig
 from trainer.gpt.pretrained.families import read_description
-from trainer.run.folder import CHECKPOINTS_FOLDER, KEPT_FOLDER
+from trainer.run.folder import KEPT_FOLDER
+from trainer.run.settings import CHECKPOINTS_FOLDER
 from trainer.sums import SUMS_FILE, check_sums
 
 TOKENIZER = "tokenizer.json"
@@ -20,6 +22,29 @@ TOKENIZER_FILES = (
 """Files that say how text becomes tokens."""
 IDS_OF_BYTES = range(256, 513)
 """Sizes of the vocabulary of a model whose tokens are bytes: few others may be among them."""
+
+
+def pretrained(folder: Path) -> GPTTrainConfig:
+    """Training that goes on from a pretrained model: the default of `train.py --init-from FOLDER`.
+
+    Command: `python train.py --init-from Qwen3-8B --data.path FOLDER`. It is not in the table of
+    recipes, since the model is that of the folder. The settings save memory and change no loss.
+
+    Args:
+        folder: a model in the format of Hugging Face.
+    """
+    described = read_description(folder)
+    return GPTTrainConfig(
+        model=described.model,
+        optimizer=OptimizerConfig(learning_rate=1e-5),
+        init_from=folder,
+        steps=1000,
+        batch_size=8,
+        seq_len=min(described.length or 4096, 4096),
+        zero=3,
+        remat="attention_saved",
+        run_dir=Path("runs") / folder.resolve().name,
+    )
 
 
 def with_model_of(folder: Path, config: GPTTrainConfig) -> GPTTrainConfig:

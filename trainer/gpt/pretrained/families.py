@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from startrail_jax.errors import InputError, UnsupportedError
+from startrail_jax.planner.layers.loops import shortest
 from trainer.data.opening import read_object
 from trainer.gpt.config import GPTConfig
 from trainer.gpt.pretrained.keys import values_of
@@ -29,7 +30,6 @@ from trainer.gpt.pretrained.layers import (
     read_local_rope,
     read_skips,
     read_windows,
-    shortest,
     window_options,
 )
 from trainer.gpt.pretrained.rope import read_rope, rope_length, rope_values

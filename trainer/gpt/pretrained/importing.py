@@ -8,43 +8,66 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from startrail_jax.errors import InputError
 from trainer.checkpoints.checkpoint import Checkpoints
 from trainer.checkpoints.frozen import FrozenWeights
 from trainer.config import SHARDED_AXES
 from trainer.gpt.config import GPTTrainConfig
 from trainer.gpt.objective import NextToken
 from trainer.gpt.pretrained.initial import open_pretrained
+from trainer.mirror.fetch import preparation
+from trainer.network.options import Distributed
 from trainer.parallel.partition import Partition, split_frozen
 from trainer.parallel.sharded_model import ShardedModel
 from trainer.parallel.state import TrainState
 from trainer.parallel.step import make_attention
 from trainer.run.commands import command
-from trainer.run.folder import (
-    CHECKPOINTS_FOLDER,
-    CONFIG_FILE,
-    FROZEN_FOLDER,
-    open_run,
-    result_flags,
-)
+from trainer.run.folder import FROZEN_FOLDER, open_run
 from trainer.run.mesh import save_degrees
-from trainer.run.settings import save_config
+from trainer.run.metrics import Reporter
+from trainer.run.settings import CHECKPOINTS_FOLDER, CONFIG_FILE, result_flags, save_config
 from trainer.run.versions import record_versions
-from trainer.session import Session
+from trainer.session import Session, joined
 
 
-def import_weights(config: GPTTrainConfig, session: Session, report: Any) -> None:
+def import_pretrained(config: GPTTrainConfig, distributed: Distributed | None = None) -> None:
+    """Imports the pretrained model of a config, which has no steps.
+
+    Args:
+        config: the run. Its mesh and its devices may be any.
+        distributed: the processes that share the work; only this process by default.
+
+    Raises:
+        ValueError, NotImplementedError: if the model cannot be read; nothing is written then.
+        OSError: if the run folder cannot be used.
+    """
+    if config.steps:
+        raise InputError(
+            f"An import must have no steps; got steps={config.steps}. Leave --steps out: train.py "
+            "--init-from trains a pretrained model."
+        )
+    with (
+        joined(
+            distributed or Distributed(),
+            config,
+            kind="an import",
+            call=config.attention_call,
+            folder=config.run_dir,
+            may_differ=("allow_changes",),
+            prepare=preparation(config),
+        ) as session,
+        Reporter(steps=0, tokens_per_step=0) as report,
+    ):
+        for line in session.description:
+            report.line(line)
+        _import_weights(config, session, report)
+
+
+def _import_weights(config: GPTTrainConfig, session: Session, report: Reporter) -> None:
     """Makes a run folder whose checkpoint, of step 0, holds the weights of a pretrained model.
 
     They are split over all devices, whatever `config.zero` says, and there is no optimizer. The
     checkpoint does not depend on that.
-
-    Args:
-        config: config of the run.
-        session: the mesh.
-        report: the log.
-
-    Raises:
-        ValueError, NotImplementedError: if the model cannot be read; nothing is written then.
     """
     objective = NextToken(config)
     attention = make_attention(session.mesh, config, objective)

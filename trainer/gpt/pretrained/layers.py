@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from startrail_jax.errors import UnsupportedError
+from startrail_jax.planner.layers.loops import shortest
 from trainer.gpt.config import GPTConfig, RopeConfig
 from trainer.gpt.pretrained.rope import read_rope, rope_values
 from trainer.gpt.pretrained.values import ConfigValues
@@ -16,13 +17,6 @@ Windows = Literal["none", "all", "upper", "no_rope", "pattern"]
 those from `max_window_layers` on, if `use_sliding_window` ("upper"); those without rotary
 positions, if `use_sliding_window` ("no_rope"); or all but the last of every so many ("pattern")."""
 GLOBAL, LOCAL = "full_attention", "sliding_attention"
-
-
-def shortest(entries: Sequence[Any]) -> tuple[Any, ...]:
-    """The shortest list that gives all entries when it repeats."""
-    sizes = range(1, len(entries) + 1)
-    fits = (n for n in sizes if all(x == entries[i % n] for i, x in enumerate(entries)))
-    return tuple(entries[: next(fits)])
 
 
 def plain(model: GPTConfig) -> GPTConfig:

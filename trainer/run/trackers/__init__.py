@@ -1,1 +1,0 @@
-"""Programs that collect the metrics of many runs."""
