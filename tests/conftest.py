@@ -18,7 +18,7 @@ from messages import refused  # noqa: F401, a fixture
 PACKAGES = ("startrail_jax", "models", "trainer")
 SIMULATED_DEVICES = 64
 # The only reasons to skip: a machine that lets nobody emulate others, and large packages, which
-# `.ci/run` installs before it runs the slow tests.
+# steps of `.ci/run` install.
 ALLOWED_SKIPS = (
     *("needs network namespaces", "needs jax-cuda13-pjrt"),
     *("needs wandb", "needs mlflow"),
