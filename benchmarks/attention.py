@@ -142,7 +142,7 @@ def balance(args: argparse.Namespace, attention: st.Attention) -> float:
     for device in itertools.product(ring, group, team):
         visited = 0
         for distance in range(attention.num_rounds(args.seq_len)):
-            mask = schedule.mask(args.seq_len, device, keys_behind=distance)
+            mask = schedule.visibility(args.seq_len, device, keys_behind=distance)
             query, key = xla.tilings(
                 mask,
                 shard * schedule.query_ranks,

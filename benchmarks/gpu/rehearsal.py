@@ -33,8 +33,8 @@ from jaxtyping import Array, Int32
 
 import startrail_jax as st
 from startrail_jax import blocks
-from startrail_jax.blocks.mask import Mask
 from startrail_jax.blocks.softmax import merge_partials
+from startrail_jax.blocks.visibility import Visibility
 from startrail_jax.devices.degrees import ROLES, Axis, device_kind
 from startrail_jax.rings import collectives, rings
 from startrail_jax.rings.schedule import Schedule
@@ -253,11 +253,11 @@ class _Devices:
 
     def rounds(
         self, device: Array, k: Array, v: Array
-    ) -> Iterator[tuple[Array, Array, Array, Mask]]:
+    ) -> Iterator[tuple[Array, Array, Array, Visibility]]:
         """The key unit, its keys and values, and the mask, of each round of a device."""
         for distance in range(self.schedule.ring.degree):
             met = self.key_unit(device, distance)
-            mask = self.schedule.mask(k.shape[1], tuple(device), keys_behind=distance)
+            mask = self.schedule.visibility(k.shape[1], tuple(device), keys_behind=distance)
             yield met, self.unit(k, met), self.unit(v, met), mask
 
     def query_unit(self, device: Array) -> Array:

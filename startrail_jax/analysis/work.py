@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from startrail_jax.blocks import tiled
-from startrail_jax.blocks.mask import Mask
+from startrail_jax.blocks.visibility import Visibility
 from startrail_jax.masks import Full, Pattern
 from startrail_jax.rings.schedule import Schedule, ring_offsets
 from startrail_jax.rings.sizes import Sizes
@@ -86,7 +86,7 @@ def kernel_shares(schedule: Schedule, share: Sizes, *, dense: bool) -> dict[str,
     p, g, a = np.indices((schedule.ring.degree, schedule.group.degree, schedule.team.degree))
     query = _all_runs(schedule.query_runs(tokens[0], p[..., 0], g[..., 0]))
     key = _all_runs(schedule.key_runs(tokens[1], p[:, 0], a[:, 0]))
-    mask = Mask(schedule.pattern.within(tokens[0]), query, key)
+    mask = Visibility(schedule.pattern.within(tokens[0]), query, key)
     work = {"full": 0.0, "causal": 0.0, "dense": 0.0}
     with jax.ensure_compile_time_eval():
         rows = share.batch * share.heads // schedule.head_chunks

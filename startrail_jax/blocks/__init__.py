@@ -15,9 +15,9 @@ from jaxtyping import Array
 
 from startrail_jax.blocks import cudnn, tiled, xla
 from startrail_jax.blocks.base import Block, Request
-from startrail_jax.blocks.mask import Mask
 from startrail_jax.blocks.scores import PLAIN, Scores
 from startrail_jax.blocks.softmax import Partials, merge_precisely
+from startrail_jax.blocks.visibility import Visibility
 from startrail_jax.errors import UnsupportedError
 from startrail_jax.shapes import KeyShard, LseShard, OutShard, QueryShard, ValueShard
 
@@ -94,7 +94,7 @@ class _ByPlatform:
         q: QueryShard,
         k: KeyShard,
         v: ValueShard,
-        mask: Mask,
+        visibility: Visibility,
         scale: float,
         into: Partials = (),
         scores: Scores = PLAIN,
@@ -103,7 +103,7 @@ class _ByPlatform:
 
         def attend(block: Block) -> Callable[..., Partials]:
             return lambda q, k, v, into: (
-                merge_precisely(block.forward(q, k, v, mask, scale, into, scores)),
+                merge_precisely(block.forward(q, k, v, visibility, scale, into, scores)),
             )
 
         return lax.platform_dependent(
@@ -118,7 +118,7 @@ class _ByPlatform:
         lse: LseShard,
         delta: LseShard,
         dout: OutShard,
-        mask: Mask,
+        visibility: Visibility,
         scale: float,
         into: tuple[Array | None, ...] = (None, None, None),
         scores: Scores = PLAIN,
@@ -127,7 +127,7 @@ class _ByPlatform:
 
         def differentiate(block: Block) -> Callable[..., tuple[Array, ...]]:
             def gradients(q, k, v, lse, delta, dout, into):
-                grads = block.backward(q, k, v, lse, delta, dout, mask, scale, into, scores)
+                grads = block.backward(q, k, v, lse, delta, dout, visibility, scale, into, scores)
                 return tuple(x.astype(jnp.float32) for x in grads)
 
             return gradients

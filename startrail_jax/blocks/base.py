@@ -10,9 +10,9 @@ from typing import Protocol, runtime_checkable
 
 from jaxtyping import Array
 
-from startrail_jax.blocks.mask import Mask
 from startrail_jax.blocks.scores import PLAIN, Scores
 from startrail_jax.blocks.softmax import Partials
+from startrail_jax.blocks.visibility import Visibility
 from startrail_jax.masks import Pattern
 from startrail_jax.shapes import KeyShard, LseShard, OutShard, QueryShard, ValueShard
 
@@ -56,7 +56,7 @@ class Block(Protocol):
         q: QueryShard,
         k: KeyShard,
         v: ValueShard,
-        mask: Mask,
+        visibility: Visibility,
         scale: float,
         into: Partials = (),
         scores: Scores = PLAIN,
@@ -65,7 +65,7 @@ class Block(Protocol):
 
         Args:
             q, k, v: the query unit and the key unit, in order of position.
-            mask: which keys each query sees.
+            visibility: which keys each query sees.
             scale: factor of the logits.
             into: attentions of the same queries to other keys.
             scores: caps, biases and dropout of the pair.
@@ -87,7 +87,7 @@ class Block(Protocol):
         lse: LseShard,
         delta: LseShard,
         dout: OutShard,
-        mask: Mask,
+        visibility: Visibility,
         scale: float,
         into: tuple[Array | None, ...] = (None, None, None),
         scores: Scores = PLAIN,
@@ -102,7 +102,7 @@ class Block(Protocol):
             lse: log-sum-exp of each row over *all* its keys, not only those of this block.
             delta: rowsum(dout * out) - dlse, over all keys too.
             dout: gradient of the output.
-            mask: which keys each query sees.
+            visibility: which keys each query sees.
             scale: factor of the logits.
             into: float32 sums of what is returned, to add to; None where there is none yet. It
                 may leave out those of `scores`.

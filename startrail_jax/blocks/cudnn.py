@@ -26,10 +26,10 @@ from jaxtyping import Array
 
 from startrail_jax.blocks import softmax
 from startrail_jax.blocks.base import Request
-from startrail_jax.blocks.mask import Mask
 from startrail_jax.blocks.pieces import Pieces
 from startrail_jax.blocks.scores import PLAIN, Scores
 from startrail_jax.blocks.softmax import Partials, merge_partials, merge_precisely
+from startrail_jax.blocks.visibility import Visibility
 from startrail_jax.masks import Causal, Full
 from startrail_jax.shapes import EMPTY, KeyShard, LseShard, OutShard, QueryShard, ValueShard
 from startrail_jax.xla.varying import alike
@@ -83,14 +83,14 @@ def forward(
     q: QueryShard,
     k: KeyShard,
     v: ValueShard,
-    mask: Mask,
+    visibility: Visibility,
     scale: float,
     into: Partials = (),
     scores: Scores = PLAIN,
 ) -> Partials:
     """See `base.Block.forward`. Merges `into` once it has `MAX_PARTIALS` attentions."""
     assert scores.plain, "refused"
-    case, cases = _cases(mask, q, k)
+    case, cases = _cases(visibility, q, k)
     branches = [functools.partial(_forward, pieces, scale) for pieces in cases]
     if len(into) >= MAX_PARTIALS:
         # Merge before the kernel: XLA would take a merge after it for enough to hide a message.
@@ -105,7 +105,7 @@ def backward(
     lse: LseShard,
     delta: LseShard,
     dout: OutShard,
-    mask: Mask,
+    visibility: Visibility,
     scale: float,
     into: tuple[Array | None, ...] = (None, None, None),
     scores: Scores = PLAIN,
@@ -113,7 +113,7 @@ def backward(
     """See `base.Block.backward`."""
     assert scores.plain, "refused"
     out, dout = output_for(delta, dout)
-    case, cases = _cases(mask, q, k)
+    case, cases = _cases(visibility, q, k)
     # Sums, of several calls or with `into`, stay in float32.
     sums = any(len(_calls(pieces)) > 1 for pieces in cases)
     dtypes = [q.dtype if dx is None and not sums else jnp.float32 for dx in into]
@@ -121,10 +121,10 @@ def backward(
     return _choose(case, branches, (q, lse, out, dout), (k, v), into)
 
 
-def _cases(mask: Mask, q: QueryShard, k: KeyShard) -> tuple[Any, tuple[Pieces, ...]]:
+def _cases(visibility: Visibility, q: QueryShard, k: KeyShard) -> tuple[Any, tuple[Pieces, ...]]:
     """The index of the set of pieces that is visible, and the sets to choose from."""
-    if mask.causal:
-        return mask.cases()
+    if visibility.causal:
+        return visibility.cases()
     return 0, (Pieces.whole(q.shape[1], k.shape[1]),)
 
 

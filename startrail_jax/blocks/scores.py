@@ -24,9 +24,9 @@ from einops import rearrange
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
 
-from startrail_jax.blocks.mask import Mask
 from startrail_jax.blocks.softmax import cap_logits
 from startrail_jax.blocks.tiles import Tiling
+from startrail_jax.blocks.visibility import Visibility
 
 NAMES = ("slopes", "bias", "dropout")
 """What a call may give, of which the kernels of cuDNN serve nothing."""
@@ -181,7 +181,7 @@ class ScoreTile:
     """
 
     scores: Scores
-    mask: Mask
+    visibility: Visibility
     query: Tiling
     key: Tiling
     i: Array
@@ -238,8 +238,8 @@ class ScoreTile:
         return tuple(added)
 
     def _positions(self) -> tuple[Int32[Array, " t"], Int32[Array, " s"]]:
-        query = self.query.cut(self.mask.query_positions, self.i, 0)
-        return query, self.key.cut(self.mask.key_positions, self.j, 0)
+        query = self.query.cut(self.visibility.query_positions, self.i, 0)
+        return query, self.key.cut(self.visibility.key_positions, self.j, 0)
 
     def _distance(self) -> Float32[Array, "1 1 t s"]:
         query, key = self._positions()

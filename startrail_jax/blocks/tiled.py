@@ -30,7 +30,6 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from startrail_jax.blocks import cudnn
 from startrail_jax.blocks.base import Request
-from startrail_jax.blocks.mask import Mask
 from startrail_jax.blocks.scores import PLAIN, Scores, ScoreTile
 from startrail_jax.blocks.softmax import Partials, log_sum, merge_precisely
 from startrail_jax.blocks.tiles import (
@@ -41,6 +40,7 @@ from startrail_jax.blocks.tiles import (
     visible_in_tiles,
     visible_tiles,
 )
+from startrail_jax.blocks.visibility import Visibility
 from startrail_jax.masks import Full
 from startrail_jax.shapes import EMPTY, KeyShard, LseShard, OutShard, QueryShard, ValueShard
 from startrail_jax.xla.ordering import zeros_after
@@ -83,19 +83,19 @@ def forward(
     q: QueryShard,
     k: KeyShard,
     v: ValueShard,
-    mask: Mask,
+    visibility: Visibility,
     scale: float,
     into: Partials = (),
     scores: Scores = PLAIN,
 ) -> Partials:
     """See `base.Block.forward`. Returns one triple (out, lse, low), in float32."""
-    lists = _pair_lists(mask, q, k, v, scores)
+    lists = _pair_lists(visibility, q, k, v, scores)
 
     def visit(pair: _Pair, so_far: tuple[Array, ...]) -> tuple[Array, ...]:
         q_i, k_j, v_j = pair.queries(q), pair.keys(k), pair.keys(v)
         if pair.kind == "mixed":
-            at = pair.scores(scores, mask, q, k)
-            here = _attend(q_i, k_j, v_j, scale, pair.visible(mask), at)
+            at = pair.scores(scores, visibility, q, k)
+            here = _attend(q_i, k_j, v_j, scale, pair.visible(visibility), at)
         else:
             q_i, k_j, v_j = map(pair.turn, (q_i, k_j, v_j))
             out, lse = cudnn.attend(q_i, k_j, v_j, scale, pair.kind != "full")
@@ -122,13 +122,13 @@ def backward(
     lse: LseShard,
     delta: LseShard,
     dout: OutShard,
-    mask: Mask,
+    visibility: Visibility,
     scale: float,
     into: tuple[Array | None, ...] = (None, None, None),
     scores: Scores = PLAIN,
 ) -> tuple[Float32[Array, "..."], ...]:
     """See `base.Block.backward`."""
-    lists = _pair_lists(mask, q, k, v, scores)
+    lists = _pair_lists(visibility, q, k, v, scores)
     # So that exp(logits - lse) is 0 in rows that see no key.
     lse = jnp.where(lse <= EMPTY, -EMPTY, lse)
     dout = dout.astype(q.dtype)
@@ -139,7 +139,7 @@ def backward(
         q_i, k_j, v_j, lse_i = pair.queries(q), pair.keys(k), pair.keys(v), pair.queries(lse, 2)
         if pair.kind == "mixed":
             delta_i, dout_i = pair.queries(delta, 2), pair.queries(dout)
-            visible, at = pair.visible(mask), pair.scores(scores, mask, q, k)
+            visible, at = pair.visible(visibility), pair.scores(scores, visibility, q, k)
             *parts, learnt = _gradients(
                 q_i, k_j, v_j, lse_i, delta_i, dout_i, scale, visible, at, tuple(learnt)
             )
@@ -230,12 +230,14 @@ class _Pair:
     def put_keys(self, x: Array, tile: Array) -> Array:
         return _paste(x, tile, self.pairs.key, self.j, 1)
 
-    def scores(self, scores: Scores, mask: Mask, q: QueryShard, k: KeyShard) -> ScoreTile:
-        where = mask, self.pairs.query, self.pairs.key, self.i, self.j
+    def scores(
+        self, scores: Scores, visibility: Visibility, q: QueryShard, k: KeyShard
+    ) -> ScoreTile:
+        where = visibility, self.pairs.query, self.pairs.key, self.i, self.j
         return ScoreTile(scores, *where, k.shape[2], q.shape[2] // k.shape[2])
 
-    def visible(self, mask: Mask) -> Bool[Array, "#b #t #s"] | None:
-        return visible_in_tiles(mask, self.pairs.query, self.pairs.key, self.i, self.j)
+    def visible(self, visibility: Visibility) -> Bool[Array, "#b #t #s"] | None:
+        return visible_in_tiles(visibility, self.pairs.query, self.pairs.key, self.i, self.j)
 
 
 def _cut(x: Array, tiling: Tiling, i: Array, axis: int) -> Array:
@@ -257,32 +259,32 @@ def _paste(x: Array, tile: Array, tiling: Tiling, i: Array, axis: int) -> Array:
 
 
 def _pair_lists(
-    mask: Mask, q: QueryShard, k: KeyShard, v: ValueShard, scores: Scores
+    visibility: Visibility, q: QueryShard, k: KeyShard, v: ValueShard, scores: Scores
 ) -> list[_PairList]:
     dims = q.shape[-1], v.shape[-1]
     dense = no_kernels(q.dtype.name, *dims, scores.softcap, scores.given) is not None
-    return pair_lists(mask, q.shape[1], k.shape[1], q.shape[0] * q.shape[2], dense=dense)
+    return pair_lists(visibility, q.shape[1], k.shape[1], q.shape[0] * q.shape[2], dense=dense)
 
 
 def pair_lists(
-    mask: Mask, query_len: int, key_len: int, rows: int, *, dense: bool
+    visibility: Visibility, query_len: int, key_len: int, rows: int, *, dense: bool
 ) -> list[_PairList]:
     """All pairs of tiles that may hold something visible, each once, in a list for each kind.
 
     Args:
-        mask: the mask of a pair of units.
+        visibility: what a pair of units sees.
         query_len, key_len: tokens of the units.
         rows: rows of the batch times query heads.
         dense: whether cuDNN serves no tile.
     """
-    coarse = tilings(mask, query_len, key_len)
+    coarse = tilings(visibility, query_len, key_len)
     side = math.isqrt(LOGITS_BYTES // (4 * rows))
     size = min(FINE, 2 ** (max(side, 1).bit_length() - 1))
     (fine_query, query_parent), (fine_key, key_parent) = (split_tiles(x, size) for x in coarse)
     fine = fine_query, fine_key
     if dense:
-        return [_PairList.of("mixed", *fine, visible_tiles(mask, *fine))]
-    kinds = tile_kinds(mask, *coarse)
+        return [_PairList.of("mixed", *fine, visible_tiles(visibility, *fine))]
+    kinds = tile_kinds(visibility, *coarse)
     mixed = kinds.pop("mixed", None)
     lists = [_PairList.of(kind, *coarse, pairs) for kind, pairs in kinds.items()]
     if mixed is None:
@@ -290,13 +292,13 @@ def pair_lists(
     if all(a.size == b.size for a, b in zip(coarse, fine, strict=True)):
         return [*lists, _PairList.of("mixed", *coarse, mixed)]
     mixed = mixed[query_parent[:, None], key_parent]
-    kinds = tile_kinds(mask, *fine)
+    kinds = tile_kinds(visibility, *fine)
     return lists + [_PairList.of(kind, *fine, mixed & pairs) for kind, pairs in kinds.items()]
 
 
-def tilings(mask: Mask, query_len: int, key_len: int) -> tuple[Tiling, Tiling]:
+def tilings(visibility: Visibility, query_len: int, key_len: int) -> tuple[Tiling, Tiling]:
     """The coarse tiles of a pair of units, of the same size if their lengths allow it."""
-    query_runs, key_runs = mask.num_query_runs, mask.num_key_runs
+    query_runs, key_runs = visibility.num_query_runs, visibility.num_key_runs
     size = Tiling.of(min(query_len // query_runs, key_len // key_runs), 1, COARSE).size
     return Tiling.of(query_len, query_runs, size), Tiling.of(key_len, key_runs, size)
 

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32
 
-from startrail_jax.blocks.mask import Mask
+from startrail_jax.blocks.visibility import Visibility
 from startrail_jax.tokens.layout import Runs, Span
 
 _NO_SEGMENT = np.iinfo(np.int32).max
@@ -70,19 +70,21 @@ class Tiling:
         return jnp.asarray(self.starts)[i] + np.arange(self.size) >= jnp.asarray(self.fresh)[i]
 
 
-def visible_tiles(mask: Mask, query: Tiling, key: Tiling) -> Bool[Array, "i j"]:
+def visible_tiles(visibility: Visibility, query: Tiling, key: Tiling) -> Bool[Array, "i j"]:
     """Pairs of tiles that may hold a visible (query, key) pair.
 
     The answer is as exact for positions as the pattern is for spans of them. For segment ids it is
     a test of ranges, so that a pair of tiles may be listed in which nothing is visible.
     """
     visible = jnp.ones((len(query.starts), len(key.starts)), bool)
-    if not mask.full:
-        queries = _spans(mask.query_positions, query, query.fresh, slice(None), None)
-        visible &= mask.pattern.some(queries, _spans(mask.key_positions, key, key.fresh, None))
-    if mask.query_segments is not None and mask.key_segments is not None:
-        query_low, query_high = _segment_range(query.take(mask.query_segments))
-        key_low, key_high = _segment_range(key.take(mask.key_segments))
+    if not visibility.full:
+        queries = _spans(visibility.query_positions, query, query.fresh, slice(None), None)
+        visible &= visibility.pattern.some(
+            queries, _spans(visibility.key_positions, key, key.fresh, None)
+        )
+    if visibility.query_segments is not None and visibility.key_segments is not None:
+        query_low, query_high = _segment_range(query.take(visibility.query_segments))
+        key_low, key_high = _segment_range(key.take(visibility.key_segments))
         meet = query_low[:, :, None] <= key_high[:, None]
         meet &= key_low[:, None] <= query_high[:, :, None]
         visible &= meet.any(0)
@@ -114,7 +116,7 @@ def split_tiles(tiling: Tiling, target: int) -> tuple[Tiling, np.ndarray]:
     return Tiling(starts[own], fresh[own], part.size), np.nonzero(own)[0]
 
 
-def tile_kinds(mask: Mask, query: Tiling, key: Tiling) -> dict[str, Bool[Array, "i j"]]:
+def tile_kinds(visibility: Visibility, query: Tiling, key: Tiling) -> dict[str, Bool[Array, "i j"]]:
     """Sorts the visible pairs of tiles by what an attention kernel has to mask in them.
 
     * "full": every query sees every key, and nothing is masked.
@@ -130,36 +132,36 @@ def tile_kinds(mask: Mask, query: Tiling, key: Tiling) -> dict[str, Bool[Array, 
     Returns:
         Kind -> which pairs are of it. Kinds that cannot occur are left out.
     """
-    visible = visible_tiles(mask, query, key)
+    visible = visible_tiles(visibility, query, key)
     whole = (query.starts == query.fresh)[:, None] & (key.starts == key.fresh)
-    packed = mask.query_segments is not None and mask.key_segments is not None
-    always_full = mask.full and not packed and whole.all()
+    packed = visibility.query_segments is not None and visibility.key_segments is not None
+    always_full = visibility.full and not packed and whole.all()
     whole = visible & whole
-    if mask.query_segments is not None and mask.key_segments is not None:
-        ids = _only_segment(query.take(mask.query_segments))[:, :, None]
-        key_ids = _only_segment(key.take(mask.key_segments))[:, None]
+    if visibility.query_segments is not None and visibility.key_segments is not None:
+        ids = _only_segment(query.take(visibility.query_segments))[:, :, None]
+        key_ids = _only_segment(key.take(visibility.key_segments))[:, None]
         whole &= ((ids == key_ids) & (ids >= 0)).all(0)
-    kinds = {"full": whole} if mask.full else _kinds_of_pattern(mask, query, key, whole)
+    kinds = {"full": whole} if visibility.full else _kinds_of_pattern(visibility, query, key, whole)
     if not always_full:
         kinds["mixed"] = visible & ~functools.reduce(jnp.logical_or, kinds.values())
     return kinds
 
 
 def _kinds_of_pattern(
-    mask: Mask, query: Tiling, key: Tiling, whole: Bool[Array, "i j"]
+    visibility: Visibility, query: Tiling, key: Tiling, whole: Bool[Array, "i j"]
 ) -> dict[str, Bool[Array, "i j"]]:
     """The kinds of `tile_kinds` but "mixed", among pairs that only positions can mask."""
-    assert mask.query_runs is not None
-    assert mask.key_runs is not None
-    queries = _spans(mask.query_positions, query, query.starts, slice(None), None)
-    keys = _spans(mask.key_positions, key, key.starts, None)
+    assert visibility.query_runs is not None
+    assert visibility.key_runs is not None
+    queries = _spans(visibility.query_positions, query, query.starts, slice(None), None)
+    keys = _spans(visibility.key_positions, key, key.starts, None)
     first, key_first = queries.first, keys.first
-    full = whole & mask.pattern.every(queries, keys)
-    triangle = whole & mask.pattern.triangle(queries, keys)
+    full = whole & visibility.pattern.every(queries, keys)
+    triangle = whole & visibility.pattern.triangle(queries, keys)
     # Where both tiles have this pattern, their positions grow alike from one token to the next, by
     # at least `step`.
-    block, stride, parts = _pattern(mask.query_runs)
-    same = parts is None and (block, stride, parts) == _pattern(mask.key_runs)
+    block, stride, parts = _pattern(visibility.query_runs)
+    same = parts is None and (block, stride, parts) == _pattern(visibility.key_runs)
     if query.size != key.size or query.size == 1 or not same:
         return {"full": full}
     alike = triangle & ((query.starts % block)[:, None] == key.starts % block)
@@ -167,10 +169,10 @@ def _kinds_of_pattern(
     kinds = {"full": full, "causal": alike & (first - step < key_first) & (key_first <= first)}
     if step > 1:
         kinds["strict"] = alike & (first < key_first) & (key_first <= first + step)
-    reach, aligned = mask.pattern.reach, mask.query_runs.length % query.size == 0
-    if reach is None or stride * block > 1 or not aligned or mask.key_runs.length % key.size:
+    reach, aligned = visibility.pattern.reach, visibility.query_runs.length % query.size == 0
+    if reach is None or stride * block > 1 or not aligned or visibility.key_runs.length % key.size:
         return kinds
-    behind = whole & mask.pattern.edge(queries, keys)
+    behind = whole & visibility.pattern.edge(queries, keys)
     # Positions of tiles are multiples of their size, so most windows have no such tile.
     if reach % query.size == 0:
         kinds["edge"] = behind & (first - reach == key_first)
@@ -190,20 +192,20 @@ def _only_segment(tiles: Int32[Array, "b i n"]) -> Int32[Array, "b i"]:
 
 
 def visible_in_tiles(
-    mask: Mask, query: Tiling, key: Tiling, i: Array, j: Array
+    visibility: Visibility, query: Tiling, key: Tiling, i: Array, j: Array
 ) -> Bool[Array, "#b #m #n"] | None:
     """Which keys of key tile j the queries of query tile i see; None if no tile has a mask.
 
     Tokens that the tile before holds too count as masked, or they would count twice.
     """
     tests = []
-    if not mask.full:
-        positions = query.cut(mask.query_positions, i, 0)[None, :, None]
-        key_positions = key.cut(mask.key_positions, j, 0)[None, None, :]
-        tests.append(mask.pattern.visible(positions, key_positions))
-    if mask.query_segments is not None and mask.key_segments is not None:
-        ids = query.cut(mask.query_segments, i, 1)[:, :, None]
-        key_ids = key.cut(mask.key_segments, j, 1)[:, None, :]
+    if not visibility.full:
+        positions = query.cut(visibility.query_positions, i, 0)[None, :, None]
+        key_positions = key.cut(visibility.key_positions, j, 0)[None, None, :]
+        tests.append(visibility.pattern.visible(positions, key_positions))
+    if visibility.query_segments is not None and visibility.key_segments is not None:
+        ids = query.cut(visibility.query_segments, i, 1)[:, :, None]
+        key_ids = key.cut(visibility.key_segments, j, 1)[:, None, :]
         tests += [ids == key_ids, ids >= 0]
     if key.overlaps:
         tests.append(key.is_fresh(j)[None, None, :])

@@ -20,10 +20,10 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from startrail_jax.blocks.base import Request
-from startrail_jax.blocks.mask import Mask
 from startrail_jax.blocks.scores import PLAIN, Scores, ScoreTile
 from startrail_jax.blocks.softmax import Partials, log_sum, merge_precisely
 from startrail_jax.blocks.tiles import Tiling, mask_logits, visible_in_tiles, visible_tiles
+from startrail_jax.blocks.visibility import Visibility
 from startrail_jax.shapes import EMPTY, KeyShard, LseShard, OutShard, QueryShard, ValueShard
 from startrail_jax.xla.ordering import zeros_after
 
@@ -40,14 +40,14 @@ def forward(
     q: QueryShard,
     k: KeyShard,
     v: ValueShard,
-    mask: Mask,
+    visibility: Visibility,
     scale: float,
     into: Partials = (),
     scores: Scores = PLAIN,
 ) -> Partials:
     """See `base.Block.forward`. Returns one triple (out, lse, low), in float32."""
-    tiles = _Tiles.of(mask, q, k)
-    visits = _VisibleTiles.of(visible_tiles(mask, tiles.query, tiles.key))
+    tiles = _Tiles.of(visibility, q, k)
+    visits = _VisibleTiles.of(visible_tiles(visibility, tiles.query, tiles.key))
     dot = _dot(q.dtype)
     if into:
         so_far = merge_precisely(into)
@@ -92,14 +92,14 @@ def backward(
     lse: LseShard,
     delta: LseShard,
     dout: OutShard,
-    mask: Mask,
+    visibility: Visibility,
     scale: float,
     into: tuple[Array | None, ...] = (None, None, None),
     scores: Scores = PLAIN,
 ) -> tuple[Float32[Array, "..."], ...]:
     """See `base.Block.backward`."""
-    tiles = _Tiles.of(mask, q, k)
-    visits = _VisibleTiles.of(visible_tiles(mask, tiles.query, tiles.key).T)
+    tiles = _Tiles.of(visibility, q, k)
+    visits = _VisibleTiles.of(visible_tiles(visibility, tiles.query, tiles.key).T)
     dot = _dot(q.dtype)
 
     def key_tile(j: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -137,19 +137,21 @@ def backward(
     return lax.fori_loop(0, len(tiles.key.starts), key_tile, sums)
 
 
-def tilings(mask: Mask, query_len: int, key_len: int, group: int) -> tuple[Tiling, Tiling]:
+def tilings(
+    visibility: Visibility, query_len: int, key_len: int, group: int
+) -> tuple[Tiling, Tiling]:
     """The tiles of the queries and of the keys of a pair of units.
 
     Args:
-        mask: the mask of the pair.
+        visibility: what the pair sees.
         query_len: tokens of the query unit.
         key_len: tokens of the key unit.
         group: number of query heads that share a key head.
     """
     rows = max(1, TILE_ROWS // group)
     return (
-        Tiling.of(query_len, mask.num_query_runs, rows),
-        Tiling.of(key_len, mask.num_key_runs, TILE_COLUMNS),
+        Tiling.of(query_len, visibility.num_query_runs, rows),
+        Tiling.of(key_len, visibility.num_key_runs, TILE_COLUMNS),
     )
 
 
@@ -189,7 +191,7 @@ class _Tiles:
     for key.
     """
 
-    mask: Mask
+    visibility: Visibility
     heads: int
     """Number of key heads."""
     group: int
@@ -198,9 +200,11 @@ class _Tiles:
     key: Tiling
 
     @classmethod
-    def of(cls, mask: Mask, q: QueryShard, k: KeyShard) -> _Tiles:
+    def of(cls, visibility: Visibility, q: QueryShard, k: KeyShard) -> _Tiles:
         group = q.shape[2] // k.shape[2]
-        return cls(mask, k.shape[2], group, *tilings(mask, q.shape[1], k.shape[1], group))
+        return cls(
+            visibility, k.shape[2], group, *tilings(visibility, q.shape[1], k.shape[1], group)
+        )
 
     def rows(self, x: Float[Array, "b t n h"], i: Array) -> Float32[Array, "z r h"]:
         """Query tile i, in float32."""
@@ -236,7 +240,7 @@ class _Tiles:
 
     def scores(self, scores: Scores, i: Array, j: Array, *, keys_first: bool = False) -> ScoreTile:
         """The scores of the pair (i, j) of tiles."""
-        where = self.mask, self.query, self.key, i, j
+        where = self.visibility, self.query, self.key, i, j
         return ScoreTile(scores, *where, self.heads, self.group, keys_first)
 
     def masked(
@@ -246,7 +250,7 @@ class _Tiles:
 
         They are [z, rows, columns], or [z, columns, rows] if `keys_first`.
         """
-        visible = visible_in_tiles(self.mask, self.query, self.key, i, j)
+        visible = visible_in_tiles(self.visibility, self.query, self.key, i, j)
         return mask_logits(
             logits, visible, heads=self.heads, queries=self.query.size, keys_first=keys_first
         )

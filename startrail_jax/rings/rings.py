@@ -194,8 +194,10 @@ def _attend(
     def attend(keys: Any, distance: Any, so_far: Any) -> tuple[Partials, tuple[()]]:
         k, v, key_ids = keys
         units = q_unit, k, query_ids, key_ids
-        mask, here = score_units.met(schedule, seq_len, device, units, given, keys_behind=distance)
-        return block.forward(q_unit, k, v, mask, scale, so_far or (), here), ()
+        visibility, here = score_units.met(
+            schedule, seq_len, device, units, given, keys_behind=distance
+        )
+        return block.forward(q_unit, k, v, visibility, scale, so_far or (), here), ()
 
     partials, _ = circulate(
         schedule.cycles,
@@ -281,8 +283,8 @@ def _backward(schedule: Schedule, residuals: Any, cotangents: Any) -> tuple[Any,
         q, dout, lse, delta, query_ids = queries
         k, v, key_ids = keys
         units = q, k, query_ids, key_ids
-        mask, here = score_units.met(schedule, seq_len, device, units, given, **distance)
-        return block.backward(q, k, v, lse, delta, dout, mask, scale, into, here)
+        visibility, here = score_units.met(schedule, seq_len, device, units, given, **distance)
+        return block.backward(q, k, v, lse, delta, dout, visibility, scale, into, here)
 
     # The gradients of scores stay, whatever travels: they are sums over all that a device visits.
     def visit_queries(queries: Any, distance: Any, so_far: Any) -> tuple[Any, Any]:

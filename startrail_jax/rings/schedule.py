@@ -36,8 +36,8 @@ import numpy as np
 from jaxtyping import Array
 
 from startrail_jax.blocks.base import Request
-from startrail_jax.blocks.mask import Mask
 from startrail_jax.blocks.pieces import Pieces, pieces_by_offset
+from startrail_jax.blocks.visibility import Visibility
 from startrail_jax.devices.degrees import PLATFORMS, SEQUENCE_ROLES, Axis, Cycle, Degrees
 from startrail_jax.errors import InputError
 from startrail_jax.masks import Causal, Full, Pattern
@@ -165,7 +165,7 @@ class Schedule:
         here = np.broadcast_to(p, behind.shape)
         return self.query_runs(seq_len, here, g), self.key_runs(seq_len, behind, a)
 
-    def mask(
+    def visibility(
         self,
         seq_len: int,
         device: tuple[Any, Any, Any],
@@ -175,7 +175,7 @@ class Schedule:
         kv_seq_len: int | None = None,
         queries_ahead: Any = 0,
         keys_behind: Any = 0,
-    ) -> Mask:
+    ) -> Visibility:
         """What the query unit at a device sees of the key unit there.
 
         Args:
@@ -188,11 +188,11 @@ class Schedule:
         """
         pattern = self.pattern.within(seq_len)
         if isinstance(pattern, Full) and not self.scores:
-            return Mask(query_segments=query_segments, key_segments=key_segments)
+            return Visibility(query_segments=query_segments, key_segments=key_segments)
         p, g, a = device
         distance = queries_ahead + keys_behind
         ahead, behind = self.along_ring(p, queries_ahead, 1), self.along_ring(p, keys_behind, -1)
-        return Mask(
+        return Visibility(
             pattern,
             query_runs=self.query_runs(seq_len, ahead, g),
             key_runs=self.key_runs(kv_seq_len or seq_len, behind, a),

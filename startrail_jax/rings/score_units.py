@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from jax import lax
 from jaxtyping import Array, Float
 
-from startrail_jax.blocks.mask import Mask
 from startrail_jax.blocks.scores import PLAIN, Scores
+from startrail_jax.blocks.visibility import Visibility
 from startrail_jax.devices.degrees import Axis
 from startrail_jax.rings import collectives
 from startrail_jax.rings.schedule import Schedule
@@ -144,25 +144,25 @@ def met(
     units: tuple[Any, Any, Any, Any],
     given: Given,
     **distance: Any,
-) -> tuple[Mask, Scores]:
+) -> tuple[Visibility, Scores]:
     """The mask and the scores of a query unit and a key unit.
 
     Args:
-        schedule, seq_len, device: as in `Schedule.mask`.
+        schedule, seq_len, device: as in `Schedule.visibility`.
         units: queries, keys, and the segment ids of both.
         given: what the call gives, as `place` leaves it.
-        **distance: how far one of the units has come, as in `Schedule.mask`.
+        **distance: how far one of the units has come, as in `Schedule.visibility`.
     """
     _, k, *ids = units
     key_len = k.shape[1]
     kv_seq_len = key_len * schedule.num_shards // schedule.group.degree
-    mask = schedule.mask(seq_len, device, *ids, kv_seq_len=kv_seq_len, **distance)
+    visibility = schedule.visibility(seq_len, device, *ids, kv_seq_len=kv_seq_len, **distance)
     scores, prefix, _ = given
     if prefix is not None:
-        pattern = mask.pattern.given(prefix[:, None, None])
-        mask = dataclasses.replace(mask, pattern=pattern)
+        pattern = visibility.pattern.given(prefix[:, None, None])
+        mask = dataclasses.replace(visibility, pattern=pattern)
     scores = dataclasses.replace(scores or PLAIN, softcap=schedule.softcap)
     if scores.bias is not None:
         home = schedule.along_ring(device[0], distance.get("keys_behind", 0), -1)
         scores = dataclasses.replace(scores, column=home * key_len)
-    return mask, scores
+    return visibility, scores

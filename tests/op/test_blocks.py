@@ -12,9 +12,9 @@ import oracle
 from attention_cases import QUICK
 from startrail_jax import blocks
 from startrail_jax.blocks import tiled, xla
-from startrail_jax.blocks.mask import Mask
 from startrail_jax.blocks.softmax import merge_partials
 from startrail_jax.blocks.tiles import visible_tiles
+from startrail_jax.blocks.visibility import Visibility
 from startrail_jax.masks import Causal, Window
 from startrail_jax.shapes import EMPTY
 from startrail_jax.tokens.layout import Layout
@@ -69,13 +69,13 @@ def masks(length):
     runs = Layout("contiguous", 1).unit_positions(length, 0, 1)
     ids = np.sort(np.random.default_rng(1).integers(-1, 3, (BATCH, length)), axis=1)
     ids = np.roll(ids, 5, axis=1).astype(np.int32)
-    causal = functools.partial(Mask, Causal(), query_runs=runs, key_runs=runs)
+    causal = functools.partial(Visibility, Causal(), query_runs=runs, key_runs=runs)
     segments = dict(query_segments=jnp.asarray(ids), key_segments=jnp.asarray(ids))
     return {
-        "full": (Mask(), {}),
+        "full": (Visibility(), {}),
         "causal": (causal(), dict(causal=True)),
-        "window": (Mask(Window(10, 0), runs, runs), dict(causal=True, window=11)),
-        "segments": (Mask(**segments), dict(segment_ids=ids)),
+        "window": (Visibility(Window(10, 0), runs, runs), dict(causal=True, window=11)),
+        "segments": (Visibility(**segments), dict(segment_ids=ids)),
         "causal segments": (causal(**segments), dict(causal=True, segment_ids=ids)),
     }
 
@@ -114,13 +114,13 @@ def test_block_goes_on_from_what_earlier_keys_left(block, small_tiles):
     def both(q, k, v, dout):
         state = ()
         for keys in (first, second):
-            state = block.forward(q, k[:, keys], v[:, keys], Mask(), 0.4, state)
+            state = block.forward(q, k[:, keys], v[:, keys], Visibility(), 0.4, state)
         out, lse = merge_partials(state)
         delta = (out * dout).sum(-1).swapaxes(1, 2)
         dq = None
         for keys in (first, second):
             dq, _, _ = block.backward(
-                q, k[:, keys], v[:, keys], lse, delta, dout, Mask(), 0.4, (dq, None, None)
+                q, k[:, keys], v[:, keys], lse, delta, dout, Visibility(), 0.4, (dq, None, None)
             )
         return out, lse, dq
 
@@ -133,10 +133,10 @@ def test_block_goes_on_from_what_earlier_keys_left(block, small_tiles):
 
 def test_block_backward_uses_the_lse_and_delta_that_it_is_given(block):
     q, k, v, dout = random_block(8, 9, 6)
-    out, lse = merge_partials(block.forward(q, k, v, Mask(), 1.0))
+    out, lse = merge_partials(block.forward(q, k, v, Visibility(), 1.0))
     delta = (out * dout).sum(-1).swapaxes(1, 2)
-    shifted = block.backward(q, k, v, lse + jnp.log(2.0), delta, dout, Mask(), 1.0)
-    plain = block.backward(q, k, v, lse, delta, dout, Mask(), 1.0)
+    shifted = block.backward(q, k, v, lse + jnp.log(2.0), delta, dout, Visibility(), 1.0)
+    plain = block.backward(q, k, v, lse, delta, dout, Visibility(), 1.0)
     for half, whole in zip(shifted, plain, strict=True):
         np.testing.assert_allclose(2 * half, whole, rtol=1e-5, atol=1e-6)
 
@@ -147,8 +147,8 @@ def test_values_near_the_greatest_float32_do_not_overflow(block, small_tiles):
 
     @functools.partial(jax.jit, compiler_options=QUICK)
     def forward(q, k, v):
-        state = block.forward(q, k[:, :17], v[:, :17], Mask(), 0.4)
-        return merge_partials(block.forward(q, k[:, 17:], v[:, 17:], Mask(), 0.4, state))[0]
+        state = block.forward(q, k[:, :17], v[:, :17], Visibility(), 0.4)
+        return merge_partials(block.forward(q, k[:, 17:], v[:, 17:], Visibility(), 0.4, state))[0]
 
     expected, _ = oracle.attention(q, k, v, scale=0.4)
     assert error(np.asarray(forward(q, k, v), np.float64), expected) < FLOAT32
@@ -159,7 +159,7 @@ def test_wholly_masked_tiles_are_never_visited(small_tiles):
     length, document = 44, 22
     mask, _ = masks(length)["causal"]
     ids = (jnp.arange(length) // document)[None].repeat(BATCH, 0).astype(jnp.int32)
-    mask = Mask(
+    mask = Visibility(
         Causal(), query_runs=mask.query_runs, key_runs=mask.key_runs,
         query_segments=ids, key_segments=ids,
     )  # fmt: skip

@@ -18,9 +18,9 @@ import startrail_jax as st
 from startrail_jax import blocks
 from startrail_jax.blocks import cudnn
 from startrail_jax.blocks.base import Request
-from startrail_jax.blocks.mask import Mask
 from startrail_jax.blocks.pieces import pieces_by_offset
 from startrail_jax.blocks.softmax import merge_partials
+from startrail_jax.blocks.visibility import Visibility
 from startrail_jax.masks import Causal, Full, Window
 from startrail_jax.rings.schedule import unit_cases
 from startrail_jax.tokens.layout import Layout
@@ -120,7 +120,7 @@ def test_pieces_hold_every_visible_pair_once(kind, degree):
         ]
         offsets = tuple(key.starts[0] - query.starts[0] for query, key in pairs)
         for query, key in pairs:
-            mask = Mask(Causal(), query_runs=query, key_runs=key, offsets=offsets)
+            mask = Visibility(Causal(), query_runs=query, key_runs=key, offsets=offsets)
             index, cases = mask.cases()
             seen = np.zeros((len(mask.query_positions), len(mask.key_positions)), int)
             for start, stop, keys in cases[int(index)].rectangles:
@@ -141,7 +141,7 @@ def test_pieces_of_every_device_and_round_hold_what_is_visible(kind, ring, group
     schedule = st.Attention(mesh, causal=True, layout=kind).schedule
     seq_len, found = 4 * schedule.layout.degree, set()
     for p, g, a, distance in np.ndindex(ring, group, team, ring):
-        mask = schedule.mask(seq_len, (p, g, a), keys_behind=distance)
+        mask = schedule.visibility(seq_len, (p, g, a), keys_behind=distance)
         index, cases = mask.cases()
         pieces = cases[int(index)]
         found.add(pieces)
@@ -202,8 +202,8 @@ def test_output_for_reaches_gradients_of_lse_alone(monkeypatch):
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(1, 24, 2, 8)), jnp.float32) for _ in range(3))
     dlse = jnp.asarray(rng.normal(size=(1, 2, 24)), jnp.float32)
-    _, lse = merge_partials(cudnn.forward(q, k, v, Mask(), 0.5))
-    grads = cudnn.backward(q, k, v, lse, -dlse, jnp.zeros_like(q), Mask(), 0.5)
+    _, lse = merge_partials(cudnn.forward(q, k, v, Visibility(), 0.5))
+    grads = cudnn.backward(q, k, v, lse, -dlse, jnp.zeros_like(q), Visibility(), 0.5)
     expected = oracle.gradients(q, k, v, np.zeros(q.shape), dlse, scale=0.5)
     chex.assert_trees_all_close(tuple(grads), tuple(expected), rtol=1e-7, atol=1e-6)
 

@@ -16,10 +16,10 @@ import oracle
 from attention_cases import DENSE, PATTERNS
 from startrail_jax.blocks import tiled
 from startrail_jax.blocks.base import Request
-from startrail_jax.blocks.mask import Mask
 from startrail_jax.blocks.scores import PLAIN, ScoreTile
 from startrail_jax.blocks.softmax import merge_partials
 from startrail_jax.blocks.tiles import Tiling, split_tiles
+from startrail_jax.blocks.visibility import Visibility
 from startrail_jax.masks import Causal, Window, resolve
 from startrail_jax.shapes import EMPTY
 from startrail_jax.tokens.layout import Layout
@@ -70,18 +70,18 @@ class Case:
         return fill if self.packed else np.zeros_like(fill)
 
     def mask(self):
-        mask = Mask()
+        mask = Visibility()
         queries, keys = self.positions()
         if self.causal:
             runs = dict(query_runs=self.runs(self.query), key_runs=self.runs(self.key))
             pattern = PATTERNS[self.rule] if self.rule else None
             window = self.window
-            mask = Mask(pattern or resolve(None, causal=True, window=window), **runs)
+            mask = Visibility(pattern or resolve(None, causal=True, window=window), **runs)
         if not self.packed:
             return mask
         ids = jnp.asarray(self.documents())
         fields = {**vars(mask), "query_segments": ids[:, queries], "key_segments": ids[:, keys]}
-        return Mask(**fields)
+        return Visibility(**fields)
 
     def told(self):
         """The same for the oracle, which gets the whole sequence: the other keys are padding."""
@@ -265,7 +265,9 @@ def test_what_cudnn_does_not_serve_is_computed_from_dense_tiles(name, monkeypatc
 
 def test_dense_tile_of_values_near_the_greatest_float32_does_not_overflow():
     q, v = jnp.zeros((1, 3, 2, 5)), jnp.full((1, 7, 1, 4), 3e38)
-    at = ScoreTile(PLAIN, Mask(), *(Tiling.of(n, 1, n) for n in (3, 7)), *jnp.zeros(2, int), 1, 2)
+    at = ScoreTile(
+        PLAIN, Visibility(), *(Tiling.of(n, 1, n) for n in (3, 7)), *jnp.zeros(2, int), 1, 2
+    )
     out, *_ = tiled._attend(q, jnp.zeros((1, 7, 1, 5)), v, SCALE, None, at)
     np.testing.assert_allclose(out, 3e38, rtol=1e-6)
 
@@ -315,7 +317,7 @@ def test_error_hardly_grows_with_the_number_of_merges(monkeypatch):
     rng = np.random.default_rng(0)
     queries, keys = (1, 16, 2, 8), (1, 2048, 2, 8)
     arrays = [rng.normal(size=x).astype(np.float32) for x in (queries, keys, keys, queries)]
-    step = jax.jit(functools.partial(both_passes, Mask()), compiler_options=QUICK)
+    step = jax.jit(functools.partial(both_passes, Visibility()), compiler_options=QUICK)
     out, lse, *gradients = step(*arrays)
     expected = oracle.attention(*arrays[:3], scale=SCALE)
     expected += oracle.gradients(*arrays, scale=SCALE)
@@ -337,7 +339,7 @@ def test_tiled_inside_shard_map_with_each_device_at_its_own_tiles(kernels, monke
     def body(q, k, v, dout, ids, key_ids):
         rank = jax.lax.axis_index("ring")
         runs = [layout.unit_positions(seq_len, first, 1) for first in (rank, rank ^ 1)]
-        return both_passes(Mask(Causal(), *runs, ids, key_ids), q, k, v, dout)
+        return both_passes(Visibility(Causal(), *runs, ids, key_ids), q, k, v, dout)
 
     mesh = jax.make_mesh((4,), ("ring",), axis_types=(AxisType.Auto,))
     tokens = P(None, "ring")

@@ -6,7 +6,6 @@ import pytest
 
 import startrail_jax as st
 from startrail_jax.analysis.work import shares
-from startrail_jax.blocks.mask import Mask
 from startrail_jax.blocks.pieces import Pieces
 from startrail_jax.errors import BalanceWarning
 from startrail_jax.masks import Causal, Window
@@ -96,10 +95,10 @@ def test_a_window_that_hides_nothing_is_no_window():
     wide = attention(st.Degrees(ring=4), window=4096)
     assert wide.explain(**SIZES, **HOPPER).backend == "cudnn"
     assert wide.num_rounds(4096) == 4
-    mask = wide.schedule.mask(4096, (0, 0, 0))
+    mask = wide.schedule.visibility(4096, (0, 0, 0))
     assert isinstance(mask, Mask)
     assert mask.pattern == Causal()
-    assert wide.schedule.mask(8192, (0, 0, 0)).pattern == Window(4095, 0)
+    assert wide.schedule.visibility(8192, (0, 0, 0)).pattern == Window(4095, 0)
 
 
 def test_a_layout_that_balances_badly_is_named_once():

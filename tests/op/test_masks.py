@@ -14,8 +14,8 @@ from attention_cases import DENSE, PATTERNS
 from startrail_jax.analysis.settings import all_degrees
 from startrail_jax.analysis.work import visible_pairs
 from startrail_jax.blocks import xla
-from startrail_jax.blocks.mask import Mask
 from startrail_jax.blocks.tiles import Tiling, tile_kinds, visible_tiles
+from startrail_jax.blocks.visibility import Visibility
 from startrail_jax.errors import UnsupportedError
 from startrail_jax.masks import Pattern
 from startrail_jax.rings.schedule import ring_offsets
@@ -139,7 +139,7 @@ def test_tiles_show_what_the_mask_shows(kind):
     rows, columns = (Tiling.of(24, len(query.starts), 5) for _ in range(2))
     where = positions(query), positions(key)
     for name, pattern in PATTERNS.items():
-        mask, seen = Mask(pattern, query, key), dense(name, seq_len)[np.ix_(*where)]
+        mask, seen = Visibility(pattern, query, key), dense(name, seq_len)[np.ix_(*where)]
         visited = np.asarray(visible_tiles(mask, rows, columns))
         kinds = {x: np.asarray(pairs) for x, pairs in tile_kinds(mask, rows, columns).items()}
         np.testing.assert_array_equal(sum(x.astype(int) for x in kinds.values()), visited)
@@ -154,7 +154,7 @@ def test_tiles_show_what_the_mask_shows(kind):
                     np.testing.assert_array_equal(part, np.tri(*part.shape, diagonal))
 
 
-# At 128K tokens over 64 devices. Mask -> (first, last) key that each query sees.
+# At 128K tokens over 64 devices. Visibility -> (first, last) key that each query sees.
 ROWS = {
     "window": (M.Window(1024, 0), lambda i: (np.maximum(i - 1024, 0), i)),
     "chunks": (M.Chunked(8192), lambda i: (i // 8192 * 8192, i // 8192 * 8192 + 8191)),
@@ -169,12 +169,12 @@ def test_hardly_a_tile_is_visited_in_which_nothing_is_visible(name):
     mesh = jax.sharding.AbstractMesh((64,), ("ring",))
     attention = st.Attention(mesh, mask=mask, layout="contiguous")
     schedule = attention.schedule
-    tiles = xla.tilings(schedule.mask(seq_len, (0, 0, 0)), seq_len // 64, seq_len // 64, 1)
+    tiles = xla.tilings(schedule.visibility(seq_len, (0, 0, 0)), seq_len // 64, seq_len // 64, 1)
 
     @jax.jit
     @jax.vmap
     def visited(device, distance):
-        pair = schedule.mask(seq_len, (device, 0, 0), keys_behind=distance)
+        pair = schedule.visibility(seq_len, (device, 0, 0), keys_behind=distance)
         return visible_tiles(pair, *tiles).sum()
 
     offsets = np.array(ring_offsets(schedule, seq_len))

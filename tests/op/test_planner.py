@@ -157,7 +157,7 @@ def check_visits(settings, asked, window, rows):
         work = np.zeros((degrees.ring, degrees.group, degrees.team))
         for device in np.ndindex(work.shape):
             for distance in range(degrees.ring):
-                mask = schedule.mask(seq_len, device, keys_behind=distance)
+                mask = schedule.visibility(seq_len, device, keys_behind=distance)
                 runs = mask.query_runs, mask.key_runs
                 work[device] += seen[np.ix_(*(np.asarray(x.vector()) for x in runs))].sum()
         # Only some query units are looked at.

@@ -51,7 +51,7 @@ def test_every_pair_of_tokens_is_met_exactly_once(degrees, inner, layout, direct
     met = np.zeros((seq_len, seq_len), int)
     for device in devices_of(schedule):
         for offset in ring_offsets(schedule, seq_len):
-            mask = schedule.mask(seq_len, device, **{direction: offset})
+            mask = schedule.visibility(seq_len, device, **{direction: offset})
             met[np.ix_(mask.query_positions, mask.key_positions)] += 1
     np.testing.assert_array_equal(met, 1)
 
@@ -67,7 +67,7 @@ def test_every_device_has_the_same_causal_work_in_every_round(ring, group, team,
     schedule, seq_len = st.Attention(mesh, causal=True).schedule, 6 * degrees.sequence
     for distance in range(ring):
         for device in devices_of(schedule):
-            mask = schedule.mask(seq_len, device, keys_behind=distance)
+            mask = schedule.visibility(seq_len, device, keys_behind=distance)
             seen = mask.key_positions[None] <= mask.query_positions[:, None]
             slices = 3 * head
             diagonal = slices if distance == 0 else 0
@@ -104,7 +104,7 @@ def tiles_visited(degrees, seq_len, **options):
     for device in devices_of(schedule):
         area = 0
         for offset in ring_offsets(schedule, seq_len):
-            mask = schedule.mask(seq_len, device, keys_behind=offset)
+            mask = schedule.visibility(seq_len, device, keys_behind=offset)
             query, key = xla.tilings(
                 mask, shard * schedule.query_ranks, shard * schedule.key_ranks, 1
             )

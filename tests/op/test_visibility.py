@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from startrail_jax.blocks.mask import Mask
 from startrail_jax.blocks.tiles import Tiling, visible_tiles
+from startrail_jax.blocks.visibility import Visibility
 from startrail_jax.masks import resolve
 from startrail_jax.tokens.layout import KINDS, Layout
 
@@ -43,7 +43,7 @@ def test_visible_tiles_are_exactly_those_with_a_visible_pair(kind, window):
     layout, seq_len = Layout(kind, 6), 6 * 14
     for query, key, query_positions, key_positions in unit_pairs(layout, seq_len, (2, 3)):
         pattern = resolve(None, causal=True, window=window)
-        mask = Mask(pattern, query_runs=query, key_runs=key)
+        mask = Visibility(pattern, query_runs=query, key_runs=key)
         rows = Tiling.of(len(query_positions), len(query.starts), 5)
         columns = Tiling.of(len(key_positions), len(key.starts), 4)
         seen = key_positions <= query_positions[:, None]
@@ -66,7 +66,7 @@ def test_visible_tiles_are_exactly_those_with_a_visible_pair(kind, window):
 
 def test_visible_tiles_of_packed_documents_leave_out_other_documents_and_padding():
     ids = jnp.array([[0, 0, 1, 1, 2, 2, -1, -1]], jnp.int32)
-    mask = Mask(query_segments=ids, key_segments=ids)
+    mask = Visibility(query_segments=ids, key_segments=ids)
     tiling = Tiling.of(8, 1, 2)
     np.testing.assert_array_equal(visible_tiles(mask, tiling, tiling), np.diag([1, 1, 1, 0]))
 

@@ -1,6 +1,6 @@
 """Which keys of one unit the queries of another see.
 
-A `Mask` describes the pair by positions and segment ids; no array over the whole sequence squared
+A `Visibility` describes the pair by positions and segment ids; no array over the whole sequence squared
 exists. Blocks turn it into kernel calls: `pieces.py` cuts a plain causal mask into rectangles and
 squares, `tiles.py` cuts any mask into tiles.
 """
@@ -20,7 +20,7 @@ _FULL = Full()
 
 
 @dataclass(frozen=True)
-class Mask:
+class Visibility:
     """Visibility of the keys of one unit to the queries of another.
 
     A query sees a key if the pattern shows it at their positions and, where there are segment ids,
