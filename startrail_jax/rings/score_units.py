@@ -145,7 +145,7 @@ def met(
     given: Given,
     **distance: Any,
 ) -> tuple[Visibility, Scores]:
-    """The mask and the scores of a query unit and a key unit.
+    """What a query unit sees of a key unit, and the scores there.
 
     Args:
         schedule, seq_len, device: as in `Schedule.visibility`.
@@ -160,7 +160,7 @@ def met(
     scores, prefix, _ = given
     if prefix is not None:
         pattern = visibility.pattern.given(prefix[:, None, None])
-        mask = dataclasses.replace(visibility, pattern=pattern)
+        visibility = dataclasses.replace(visibility, pattern=pattern)
     scores = dataclasses.replace(scores or PLAIN, softcap=schedule.softcap)
     if scores.bias is not None:
         home = schedule.along_ring(device[0], distance.get("keys_behind", 0), -1)
