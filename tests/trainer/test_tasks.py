@@ -33,7 +33,7 @@ from trainer.run.settings import save_config
 def config(tmp_path, monkeypatch):
     monkeypatch.setitem(tasks.TASKS, "letters", LettersTask())  # The line.
     return LettersConfig(
-        optimizer=OptimizerConfig(learning_rate=0.02),
+        optimizer=OptimizerConfig(learning_rate=0.02, weight_decay=0.0),
         devices=4,
         steps=60,
         batch_size=8,
