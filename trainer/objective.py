@@ -90,16 +90,16 @@ class Objective(ABC):
     ) -> Float32[Array, "B T"]:
         """The loss of every token."""
 
-    def make_optimizer(self, partition: Any) -> optax.GradientTransformation | None:
-        """What updates the weights; None for what `config.optimizer` says.
+    def make_optimizer(self, default: optax.GradientTransformation) -> optax.GradientTransformation:
+        """What updates the weights: what `config.optimizer` says, or one's own.
 
         One's own, such as `optax.partition` of groups of weights, takes its learning rate from
         `trainer.parallel.optimizer.learning_rate`. Its moments have the shapes of their weights.
 
         Args:
-            partition: `trainer.parallel.partition.Partition`, how the weights are sharded.
+            default: what `config.optimizer` says.
         """
-        return None
+        return default
 
 
 def sizes_in(config: TrainConfig) -> ModelSizes:

@@ -146,8 +146,21 @@ class ModelSizes:
     def flops_per_token(self, seq_len: int) -> float:
         """FLOPs of a training step for each token, as `train.py` counts them for its MFU.
 
+        forward = 2 N + 4 Q H sum_l V_l / T, with N weights in matrix products, Q heads of H
+        channels, T tokens, and V_l pairs of a query and a key that the mask of layer l shows. The
+        backward pass has two matrix products for each one of the forward pass, so that a step
+        takes 3 * forward.
+
+        As in PaLM, only matrix products count, and what remat recomputes does not. PaLM counts
+        12 L Q H T for attention to all pairs of tokens; here only visible pairs count, under a
+        causal mask T (T + 1) / 2, and fewer with a window. N leaves out the norms and the embedding
+        of ids, which is a look-up.
+
         Args:
             seq_len: tokens in a sequence.
+
+        References:
+            PaLM, appendix B: https://arxiv.org/abs/2204.02311
         """
         pairs = sum(self._pairs(window, seq_len) for window in self.layer_windows)
         attention = 4 * self.heads * self.head_dim * pairs / seq_len

@@ -94,7 +94,7 @@ def test_devices_alone_make_the_kernel_calls_of_the_mesh(monkeypatch, name, caus
     whole, arrays = on_mesh(degrees, **options)
     expected = kernel_calls(calls, whole, *arrays)
     alone, arguments = of_one_device(degrees, **options)
-    axes = (range(n) for n in (degrees.group, degrees.ring, degrees.team))
+    axes = (range(n) for n in (degrees.ring, degrees.group, degrees.team))
     each = [
         kernel_calls(calls, alone, jnp.asarray(device, jnp.int32), *arguments)
         for device in itertools.product(*axes)

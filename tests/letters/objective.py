@@ -102,9 +102,9 @@ class MissingLetter(Objective):
     def losses(self, model, hidden, targets):
         return optax.softmax_cross_entropy_with_integer_labels(self.outputs(model, hidden), targets)
 
-    def make_optimizer(self, partition):
+    def make_optimizer(self, default):
         rate = learning_rate(self._config.optimizer, self._config.steps)
-        groups = {"embedding": optax.sgd(rate), "others": optax.adam(rate)}
+        groups = {"embedding": optax.sgd(rate), "others": default}
 
         def group(path, _):
             return path_name(path) if path_name(path) in groups else "others"

@@ -222,6 +222,7 @@ NOT_FOR_USERS = {
     "ValueError('its checksum is another than when it was written')",
     "ValueError(f'{answers!r} for the ends {ends}')",
     "ValueError(f'{dtype} {list(shape)} for ends of the shape {list(whole)}')",
+    "ValueError(f'{answer!r}, which is neither 0 nor 1,')",
 }
 
 

@@ -6,13 +6,19 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from configs.gpt import gpt_tiny
 from trainer.gpt.config import GPTConfig
-from trainer.gpt.objective import gpt_flops_per_token
+from trainer.gpt.objective import NextToken
 from trainer.parallel.flops import peak_flops
 
 pytestmark = pytest.mark.quick
 
 CONFIG = GPTConfig(width=24, layers=3, heads=4, kv_heads=2, head_dim=10, mlp_width=40)
+
+
+def flops_of(model, seq_len):
+    config = replace(gpt_tiny(), model=model, seq_len=seq_len, sample_length=0)
+    return NextToken(config).flops_per_token
 
 
 def test_flops_are_those_of_the_matrix_products():
@@ -21,19 +27,19 @@ def test_flops_are_those_of_the_matrix_products():
     # Scores and weighted values are 2 products, of 2 FLOPs for each of 4 * 10 channels and each key
     # that a token sees: 1 to 100 of them.
     attention = 3 * (2 * 2 * 40 * 50.5)
-    assert gpt_flops_per_token(CONFIG, 100) == 6 * weights + 3 * attention
-    without_gate = gpt_flops_per_token(replace(CONFIG, mlp="gelu"), 100)
-    assert gpt_flops_per_token(CONFIG, 100) - without_gate == 6 * 3 * 24 * 40
+    assert flops_of(CONFIG, 100) == 6 * weights + 3 * attention
+    without_gate = flops_of(replace(CONFIG, mlp="gelu"), 100)
+    assert flops_of(CONFIG, 100) - without_gate == 6 * 3 * 24 * 40
 
 
 def test_window_leaves_fewer_keys():
-    windowed = gpt_flops_per_token(replace(CONFIG, window=4), 10)
+    windowed = flops_of(replace(CONFIG, window=4), 10)
     # Of the 10 + 9 + ... + 1 pairs, 6 + 5 + ... + 1 are hidden.
     hidden = 21 / 10
-    assert gpt_flops_per_token(CONFIG, 10) - windowed == pytest.approx(3 * 3 * 4 * 40 * hidden)
-    pattern = gpt_flops_per_token(replace(CONFIG, windows=(4, "none")), 10)
-    assert gpt_flops_per_token(CONFIG, 10) - pattern == pytest.approx(3 * 2 * 4 * 40 * hidden)
-    assert gpt_flops_per_token(replace(CONFIG, window=99), 10) == gpt_flops_per_token(CONFIG, 10)
+    assert flops_of(CONFIG, 10) - windowed == pytest.approx(3 * 3 * 4 * 40 * hidden)
+    pattern = flops_of(replace(CONFIG, windows=(4, "none")), 10)
+    assert flops_of(CONFIG, 10) - pattern == pytest.approx(3 * 2 * 4 * 40 * hidden)
+    assert flops_of(replace(CONFIG, window=99), 10) == flops_of(CONFIG, 10)
 
 
 def test_flops_agree_with_palm_but_for_the_causal_half():
@@ -41,7 +47,7 @@ def test_flops_agree_with_palm_but_for_the_causal_half():
     num_weights = 2 * (4 * 64 * 64 + 3 * 64 * 256) + 64 * 256
     palm = 6 * num_weights + 12 * 2 * 4 * 16 * 128
     # 127 of the 2 * 128 halves of pairs.
-    assert palm - gpt_flops_per_token(config, 128) == 6 * 2 * 4 * 16 * 127
+    assert palm - flops_of(config, 128) == 6 * 2 * 4 * 16 * 127
 
 
 def test_flops_of_a_forward_pass_agree_with_the_compiler():
@@ -67,7 +73,7 @@ def test_flops_of_a_forward_pass_agree_with_the_compiler():
     analysis = jax.jit(forward).lower(jnp.zeros((tokens, 24)), weights).cost_analysis()
     elementwise = 3 * 40  # The sum of gate and up.
     counted = analysis["flops"] / tokens - elementwise
-    assert 3 * (counted - half) == pytest.approx(gpt_flops_per_token(CONFIG, tokens))
+    assert 3 * (counted - half) == pytest.approx(flops_of(CONFIG, tokens))
 
 
 @pytest.mark.parametrize(

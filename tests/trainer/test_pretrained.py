@@ -46,11 +46,11 @@ from trainer.gpt.lora.settings import LoraConfig
 from trainer.gpt.pretrained import initial as initial_weights
 from trainer.gpt.pretrained import tensor_file
 from trainer.gpt.pretrained.__main__ import read_command_line as read_import
+from trainer.gpt.pretrained.config_json import plain
 from trainer.gpt.pretrained.defaults import with_tokenizer
 from trainer.gpt.pretrained.families import describe, read_description
 from trainer.gpt.pretrained.importing import import_pretrained
 from trainer.gpt.pretrained.initial import Pretrained, keep_files, open_pretrained
-from trainer.gpt.pretrained.layers import plain
 from trainer.gpt.pretrained.names import places
 from trainer.gpt.pretrained.tensor_file import open_tensor_file
 from trainer.gpt.sample import tokenizer_of_run

@@ -33,7 +33,7 @@ from trainer.run.settings import save_config
 def config(tmp_path, monkeypatch):
     monkeypatch.setitem(tasks.TASKS, "letters", LettersTask())  # The line.
     return LettersConfig(
-        optimizer=OptimizerConfig(learning_rate=0.02),
+        optimizer=OptimizerConfig(learning_rate=0.02, weight_decay=0.0),
         devices=4,
         steps=60,
         batch_size=8,
@@ -72,6 +72,9 @@ def test_third_task_is_planned(config, monkeypatch, capsys):
     shown = capsys.readouterr().out
     assert "plan: 1: " in shown
     assert "diffusion" not in shown
+    losses = train.train(replace(config, plan="use", steps=1))
+    assert len(losses.train) == 1
+    assert "plan: the fastest: data 4" in capsys.readouterr().out
 
 
 def program_of(config, degrees=None):

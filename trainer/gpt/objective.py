@@ -16,8 +16,6 @@ from models.gpt import GPT
 from models.hooks import Hooks
 from models.lora import add_adapters
 from models.rope import Rope
-from startrail_jax import masks
-from startrail_jax.analysis.work import visible_pairs
 from startrail_jax.planner.models import ModelSizes
 from startrail_jax.tokens.layout import Layout
 from trainer.gpt.batches import TokenBatch
@@ -34,7 +32,7 @@ class NextToken(Objective):
     def __init__(self, config: GPTTrainConfig) -> None:
         self._config = config
         self.head = "embedding" if config.model.tied_head else "head"
-        self.flops_per_token = gpt_flops_per_token(config.model, config.seq_len, config.lora)
+        self.flops_per_token = gpt_flops_per_token(self.sizes, config)
 
     @functools.cached_property
     def sizes(self) -> ModelSizes:
@@ -114,48 +112,21 @@ def _ropes(config: GPTConfig) -> tuple[Rope | None, ...]:
     return tuple(map(rope, config.layer_bases, config.layer_windows))
 
 
-def gpt_flops_per_token(config: GPTConfig, seq_len: int, lora: LoraConfig | None = None) -> float:
-    """FLOPs of a training step for each token.
+def gpt_flops_per_token(model: ModelSizes, config: GPTTrainConfig) -> float:
+    """FLOPs of a training step for each token, of all devices together.
 
-    forward = 2 N + 4 Q H sum_l V_l / T, with N weights in matrix products, Q heads of H channels,
-    T tokens, and V_l pairs of a query and a key that the mask of layer l shows. The backward pass
-    has two matrix products for each one of the forward pass, so that a step takes 3 * forward.
-
-    As in PaLM, only matrix products count, and what remat recomputes does not. PaLM counts
-    12 L Q H T for attention to all pairs of tokens; here only visible pairs count, T (T + 1) / 2
-    under a causal mask, and fewer with a window. N leaves out the norms and the embedding, which is
-    a look-up. The pairs that boundaries between packed documents hide are counted nevertheless.
-
-    With adapters, no gradients of the N frozen weights are computed: a step takes 4 N in place of
-    6 N, and 6 for each weight of an adapter.
-
-    Args:
-        config: the model.
-        seq_len: tokens in a sequence.
-        lora: adapters; None for none.
-
-    Returns:
-        FLOPs per token, of all devices together.
-
-    References:
-        PaLM, appendix B: https://arxiv.org/abs/2204.02311
+    They are those of `ModelSizes.flops_per_token`, 6 for each of N weights beside attention. With
+    adapters, no gradients of the N frozen weights are computed: a step takes 4 N in place of 6 N,
+    and 6 for each weight of an adapter. The pairs that boundaries between packed documents hide are
+    counted nevertheless.
     """
-    projections = 2 * (config.heads + config.kv_heads) * config.head_dim * config.width
-    mlp = (2 if config.mlp == "gelu" else 3) * config.width * config.mlp_width
-    weights = config.layers * (projections + mlp) + config.width * config.vocab_size
-    pairs = sum(_visible_pairs(window, seq_len) for window in config.layer_windows)
-    attention = 4 * config.heads * config.head_dim * pairs / seq_len
-    if lora is None or lora.rank is None:
-        return 3.0 * (2 * weights + attention)
-    sizes = projection_sizes(config)
-    adapters = config.layers * lora.rank * sum(sum(sizes[name]) for name in lora.targets)
-    return 2.0 * (2 * weights) + 3.0 * (2 * adapters + attention)
-
-
-@functools.cache
-def _visible_pairs(window: int | None, seq_len: int) -> int:
-    """Pairs that a layer shows; for a million tokens, they take a second to count."""
-    return visible_pairs(masks.resolve(None, causal=True, window=window), seq_len)
+    lora, flops = config.lora, model.flops_per_token(config.seq_len)
+    if lora.rank is None:
+        return flops
+    frozen = model.layers * model.layer_matrices + model.width * model.outputs
+    sizes = projection_sizes(config.model)
+    adapters = model.layers * lora.rank * sum(sum(sizes[name]) for name in lora.targets)
+    return flops - 2.0 * frozen + 6.0 * adapters
 
 
 def projection_sizes(config: GPTConfig) -> dict[str, tuple[int, int]]:

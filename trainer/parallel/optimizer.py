@@ -14,8 +14,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from optax.contrib import MuonDimensionNumbers, MuonState, scale_by_muon
 
-from trainer.config import OptimizerConfig, TrainConfig
-from trainer.objective import Objective
+from trainer.config import OptimizerConfig
 from trainer.parallel.partition import ADAPTERS, STACKED, TENSOR_DIMS, Partition, Split, path_name
 
 # Root mean square of the entries of an update of AdamW, roughly. Muon's are scaled to it, whatever
@@ -84,14 +83,6 @@ def make_optimizer(
         optax.scale_by_learning_rate(rate),
     )
     return optax.chain(clip, optax.partition({"muon": muon, "adamw": adamw}, _kinds))
-
-
-def optimizer_of(
-    config: TrainConfig, objective: Objective, partition: Partition
-) -> optax.GradientTransformation:
-    """The optimizer of a run: that of its objective, or else that of its config."""
-    own = objective.make_optimizer(partition)
-    return make_optimizer(config.optimizer, config.steps, partition) if own is None else own
 
 
 def _kinds(weights: Any) -> Any:

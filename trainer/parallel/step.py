@@ -28,7 +28,7 @@ from trainer.config import TrainConfig
 from trainer.data.batches import sharding_of
 from trainer.objective import Objective
 from trainer.parallel.legality import check_platform, check_step, tokens_shape
-from trainer.parallel.optimizer import learning_rate, optimizer_of
+from trainer.parallel.optimizer import learning_rate, make_optimizer
 from trainer.parallel.partition import Partition, join_frozen, split_frozen
 from trainer.parallel.remat import rematerialised
 from trainer.parallel.sharded_model import ShardedModel
@@ -90,7 +90,9 @@ class Program:
         self.tokens_shape = tokens_shape(objective, attention.layout)
         """(B, T) of a batch."""
         self.partition = Partition(mesh, config.zero, config.zero_axes, config.model.dtype)
-        self.optimizer = optimizer_of(config, objective, self.partition)
+        self.optimizer = objective.make_optimizer(
+            make_optimizer(config.optimizer, config.steps, self.partition)
+        )
         check_platform(config, device_kind(mesh)[0])
         check_step(config, attention.degrees, self.partition)
         self._model = ShardedModel(

@@ -18,7 +18,7 @@ from trainer.config import TrainConfig
 from trainer.objective import Objective
 from trainer.parallel.footprint import bytes_of_device
 from trainer.parallel.legality import check_step
-from trainer.parallel.optimizer import optimizer_of
+from trainer.parallel.optimizer import make_optimizer
 from trainer.parallel.partition import STACKED, Partition, Split, split_frozen
 from trainer.parallel.state import batch_shapes, state_shapes
 from trainer.parallel.step import make_attention
@@ -46,7 +46,8 @@ def step_sizes(config: TrainConfig, objective: Objective, degrees: Degrees) -> S
     partition = Partition(mesh, config.zero, config.zero_axes, config.model.dtype)
     check_step(config, degrees, partition)
     shapes = _trace(objective, attention.layout)
-    optimizer = optimizer_of(config, objective, partition)
+    default = make_optimizer(config.optimizer, config.steps, partition)
+    optimizer = objective.make_optimizer(default)
     state = state_shapes(config, optimizer, shapes.weights, partition)
     rows, tokens_of_row, heads, head_dim = shapes.query
     tokens = rows // degrees.data * tokens_of_row // degrees.sequence // config.accumulation

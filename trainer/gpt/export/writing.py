@@ -37,6 +37,7 @@ from trainer.gpt.lora.peft import (
 from trainer.gpt.lora.settings import LoraConfig
 from trainer.gpt.lora.weights import restore_model
 from trainer.gpt.objective import NextToken
+from trainer.gpt.pretrained.config_json import plain, rope_length, without_rope
 from trainer.gpt.pretrained.defaults import TOKENIZER, TOKENIZER_FILES, kept_folder
 from trainer.gpt.pretrained.families import (
     CONFIG,
@@ -46,9 +47,7 @@ from trainer.gpt.pretrained.families import (
     to_values,
 )
 from trainer.gpt.pretrained.initial import GENERATION, KEPT, copy_file
-from trainer.gpt.pretrained.layers import plain, without_rope
 from trainer.gpt.pretrained.names import Place, places
-from trainer.gpt.pretrained.rope import rope_length
 from trainer.gpt.pretrained.tensors import INDEX, ONE_FILE
 from trainer.gpt.tokenizer import FileTokenizer
 from trainer.parallel.partition import path_name

@@ -24,7 +24,7 @@ from trainer.gpt.pretrained.defaults import pretrained
 from trainer.gpt.task import GPTTask
 from trainer.printable import printable
 
-PROG = "trainer.gpt.pretrained FOLDER"
+PROG = "python -m trainer.gpt.pretrained FOLDER"
 
 
 def read_command_line(arguments: list[str]) -> Command[GPTTrainConfig]:

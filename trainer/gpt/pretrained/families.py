@@ -18,8 +18,8 @@ from startrail_jax.errors import InputError, UnsupportedError
 from startrail_jax.planner.layers.loops import shortest
 from trainer.data.opening import read_object
 from trainer.gpt.config import GPTConfig
-from trainer.gpt.pretrained.keys import values_of
-from trainer.gpt.pretrained.layers import (
+from trainer.gpt.pretrained.config_json import (
+    ConfigValues,
     Windows,
     bases_by_window,
     layer_values,
@@ -28,12 +28,14 @@ from trainer.gpt.pretrained.layers import (
     one_window,
     plain,
     read_local_rope,
+    read_rope,
     read_skips,
     read_windows,
+    rope_length,
+    rope_values,
     window_options,
 )
-from trainer.gpt.pretrained.rope import read_rope, rope_length, rope_values
-from trainer.gpt.pretrained.values import ConfigValues
+from trainer.gpt.pretrained.keys import values_of
 
 CONFIG = "config.json"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")

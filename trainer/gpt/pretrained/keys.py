@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from startrail_jax.errors import UnsupportedError
-from trainer.gpt.pretrained.values import ConfigValues
+from trainer.gpt.pretrained.config_json import ConfigValues
 
 
 @dataclass(frozen=True)

@@ -1,22 +1,214 @@
-"""What a Hugging Face config.json says of layers that differ from each other. Imports no jax."""
+"""What a Hugging Face config.json says of the layers of a model, and back. Imports no jax.
+
+Its values, with errors that name them; rotary positions; layers that differ from each other.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from startrail_jax.errors import UnsupportedError
+from startrail_jax.errors import InputError, UnsupportedError
 from startrail_jax.planner.layers.loops import shortest
 from trainer.gpt.config import GPTConfig, RopeConfig
-from trainer.gpt.pretrained.rope import read_rope, rope_values
-from trainer.gpt.pretrained.values import ConfigValues
 
+TOO_LARGE = 1 << 31
+"""No size of a model is so large."""
+# `rope_type` of config.json -> `RopeConfig.scaling`.
+SCALINGS = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
+# Of a rope that is not understood, nothing may be left out silently.
+ROPE_KEYS = {
+    *("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings"),
+    *("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"),
+    *("mscale", "mscale_all_dim", "truncate", "partial_rotary_factor"),
+}
 Windows = Literal["none", "all", "upper", "no_rope", "pattern"]
 """Which layers have the sliding window where config.json does not name a type for each: none; all;
 those from `max_window_layers` on, if `use_sliding_window` ("upper"); those without rotary
 positions, if `use_sliding_window` ("no_rope"); or all but the last of every so many ("pattern")."""
 GLOBAL, LOCAL = "full_attention", "sliding_attention"
+
+
+class ConfigValues:
+    """The values of a config.json, or of an object in it.
+
+    A default of an argument is for values that are null or missing.
+    """
+
+    def __init__(self, values: Mapping[str, Any], name: str) -> None:
+        """Keeps the values, and the name of the file for messages."""
+        self.values = values
+        self.name = name
+
+    def number(
+        self, key: str, *, default: int | None = None, least: int = 1, most: int = TOO_LARGE - 1
+    ) -> int:
+        """A whole number from `least` to `most`; the default may be another."""
+        value = self.values.get(key)
+        if value is None and default is not None:
+            return default
+        if type(value) is not int or not least <= value <= most:
+            raise self.wrong(key, f"a whole number from {least} to {most}", value)
+        return value
+
+    def real(self, key: str, *, default: float | None = None) -> float:
+        """A finite number."""
+        value: Any = self.values.get(key)
+        value = default if value is None else value
+        try:
+            if type(value) in (int, float) and math.isfinite(value):
+                return float(value)
+        except OverflowError:  # Of a whole number that no float holds.
+            pass
+        raise self.wrong(key, "a finite number", value)
+
+    def flag(self, key: str) -> bool:
+        """True or false."""
+        value = self.values.get(key)
+        if type(value) is not bool:
+            raise self.wrong(key, "true or false", value)
+        return value
+
+    def require(self, key: str, supported: Any, *, default: Any = None) -> None:
+        """Raises unless something has the only value that is supported."""
+        value = self.values.get(key)
+        value = default if value is None else value
+        if value != supported:
+            raise UnsupportedError(
+                f"{key} must be {supported!r} in {self.name!r}; got {value!r}, which is not "
+                "supported. Use another model."
+            )
+
+    def wrong(self, key: str, wanted: str, value: Any) -> InputError:
+        """The error of a value that is not what it must be."""
+        given = repr(value)
+        given = given if len(given) <= 200 else f"{given[:200]}..."
+        return InputError(
+            f"{key} must be {wanted} in {self.name!r}; got {given}. Download the file again."
+        )
+
+
+def read_rope(read: ConfigValues, length: int) -> RopeConfig:
+    """The rotary positions; `rope_parameters` is the name since transformers 5.
+
+    Args:
+        read: config.json.
+        length: tokens of the sequences that the model is made for.
+
+    Raises:
+        ValueError: if a value is wrong or missing.
+        NotImplementedError: if they are of a kind that is not supported.
+    """
+    # transformers prefers the older name.
+    given = read.values.get("rope_scaling") or read.values.get("rope_parameters") or {}
+    if not isinstance(given, dict):
+        raise read.wrong("rope_parameters", "an object", given)
+    name = given.get("rope_type", given.get("type", "default"))
+    unknown = sorted(given.keys() - ROPE_KEYS)
+    if not isinstance(name, str) or name not in SCALINGS or unknown:
+        raise UnsupportedError(
+            f"rope_type must be one of {', '.join(SCALINGS)} in {read.name!r}; got {name!r}"
+            f"{f' with {unknown}' if unknown else ''}, which is not supported. Use another model, "
+            "or rope_type default and --model.rope.scaling ntk."
+        )
+    rope = ConfigValues(given, read.name)
+    rope.require("truncate", True, default=True)
+    rope.require("partial_rotary_factor", 1.0, default=1.0)
+    base = (rope if "rope_theta" in given else read).real("rope_theta")
+    if name == "default":
+        # transformers does not look at a factor.
+        return RopeConfig(base=base)
+    # Of the two places, transformers prefers the outer one.
+    key = "original_max_position_embeddings"
+    original = read.number(key, default=rope.number(key, default=length))
+    factor = _factor(rope, original, length)
+    attention_factor = _attention_factor(rope, factor) if name == "yarn" else None
+    stretches = factor != 1 or attention_factor is not None
+    scaling: Any = SCALINGS[name] if stretches else "none"
+    if scaling in ("none", "linear"):
+        return RopeConfig(base=base, scaling=scaling, factor=factor)
+    if scaling == "llama3":
+        turns = rope.real("high_freq_factor"), rope.real("low_freq_factor")
+        standard = (4.0, 1.0)
+    else:
+        turns = rope.real("beta_fast", default=32.0), rope.real("beta_slow", default=1.0)
+        standard = (32.0, 1.0)
+    return RopeConfig(
+        base=base,
+        scaling=scaling,
+        factor=factor,
+        original_length=original,
+        turns=None if turns == standard else turns,
+        attention_factor=attention_factor,
+    )
+
+
+def _factor(rope: ConfigValues, original: int, length: int) -> float:
+    """The factor of the positions. YaRN may leave it to the two lengths, as in transformers."""
+    name = rope.values.get("rope_type") or rope.values.get("type")
+    if name == "yarn" and rope.values.get("factor") is None and 0 < original < length:
+        return length / original
+    factor = rope.real("factor")
+    if factor < 1:
+        raise rope.wrong("factor", "at least 1", factor)
+    return factor
+
+
+def _attention_factor(rope: ConfigValues, factor: float) -> float | None:
+    """YaRN's factor of queries and keys; None for that of the paper."""
+    if rope.values.get("attention_factor") is not None:
+        given = rope.real("attention_factor")
+        return None if given == _paper_factor(factor) else given
+    if not rope.values.get("mscale") or not rope.values.get("mscale_all_dim"):
+        return None
+    above, below = (
+        0.1 * rope.real(key) * math.log(factor) + 1 for key in ("mscale", "mscale_all_dim")
+    )
+    if not below:
+        raise rope.wrong("mscale_all_dim", "above 0", rope.values["mscale_all_dim"])
+    return above / below
+
+
+def _paper_factor(factor: float) -> float:
+    return 0.1 * math.log(factor) + 1
+
+
+def rope_length(rope: RopeConfig, length: int) -> int:
+    """Tokens of the sequences that stretched positions are for, of which transformers computes.
+
+    Args:
+        rope: the positions.
+        length: the least length.
+    """
+    if rope.original_length is None:
+        return length
+    return max(length, round(rope.factor * rope.original_length))
+
+
+def rope_values(model: GPTConfig) -> dict[str, Any]:
+    """The rotary positions, under the names that all versions of transformers read."""
+    rope = model.rope
+    base = rope.base
+    if rope.scaling == "ntk":  # It is nothing but a larger base: see `models.rope`.
+        half = model.head_dim // 2
+        base *= rope.factor ** (half / max(half - 1, 1))
+    if rope.scaling in ("none", "ntk"):
+        return {"rope_theta": base, "rope_scaling": None}
+    scaling: dict[str, Any] = {"rope_type": rope.scaling, "factor": rope.factor}
+    if rope.original_length is not None:
+        scaling["original_max_position_embeddings"] = rope.original_length
+    if rope.scaling == "llama3":
+        most, least = rope.turns or (4.0, 1.0)
+        scaling |= {"high_freq_factor": most, "low_freq_factor": least}
+    if rope.scaling == "yarn":
+        most, least = rope.turns or (32.0, 1.0)
+        scaling |= {"beta_fast": most, "beta_slow": least}
+        # Versions of transformers differ in what they make of a factor that is left out.
+        factor = rope.attention_factor
+        scaling["attention_factor"] = _paper_factor(rope.factor) if factor is None else factor
+    return {"rope_theta": base, "rope_scaling": scaling}
 
 
 def plain(model: GPTConfig) -> GPTConfig:
