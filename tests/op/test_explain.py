@@ -7,6 +7,7 @@ import pytest
 import startrail_jax as st
 from startrail_jax.analysis.work import shares
 from startrail_jax.blocks.pieces import Pieces
+from startrail_jax.blocks.visibility import Visibility
 from startrail_jax.errors import BalanceWarning
 from startrail_jax.masks import Causal, Window
 
