@@ -8,6 +8,9 @@ from typing import Any
 from startrail_jax.errors import InputError
 from startrail_jax.planner.quantities import LARGEST_SIZE
 
+DIT = {"kind": "dit", "causal": False, "modulated": True, "takes_values": True}
+"""What all diffusion transformers of `train.py` have."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSizes:
@@ -87,6 +90,12 @@ class ModelSizes:
                 "--windows must have no more entries than the model has layers; got "
                 f"windows={self.windows}, layers={self.layers} for model {self.name!r}. Leave the "
                 "last ones out, or give more --layers."
+            )
+        given = {name: getattr(self, name) for name in DIT}
+        if self.kind == "dit" and given != DIT:
+            raise InputError(
+                "A diffusion transformer has modulated layers, takes values and is not causal; got "
+                f"{given} for model {self.name!r}. Use ModelSizes(**DIT, ...)."
             )
         if self.kind == "dit" and (self.qk_norm or set(self.windows) != {None}):
             raise InputError(
@@ -179,10 +188,6 @@ class ModelSizes:
 def is_size(number: Any) -> bool:
     """Whether something is a whole number of at least 1."""
     return type(number) is int and number >= 1
-
-
-DIT = {"kind": "dit", "causal": False, "modulated": True, "takes_values": True}
-"""What all diffusion transformers of `train.py` have."""
 
 
 def _gpt(name: str, **sizes: Any) -> ModelSizes:

@@ -117,10 +117,10 @@ def check_bytes(nodes, gpus, window=None, **changes):
                 assert found <= truth * 1.25 + 1e-9
 
 
-@pytest.mark.parametrize("kind", ["gpt", "dit"])
+@pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("nodes", "gpus"), [(4, 2), (2, 4), (3, 4)])
-def test_bytes_are_those_of_communication(kind, nodes, gpus):
-    check_bytes(nodes, gpus, kind=kind)
+def test_bytes_are_those_of_communication(causal, nodes, gpus):
+    check_bytes(nodes, gpus, causal=causal)
 
 
 @pytest.mark.parametrize(
@@ -451,7 +451,7 @@ def case_of(head):
     asked = call(
         seq_len=int(tokens),
         batch=1,
-        kind="gpt" if mask == "causal" else "dit",
+        causal=mask == "causal",
         heads=int(heads),
         kv_heads=int(kv_heads),
         head_dim=64,

@@ -22,6 +22,7 @@ from programs import interrupt_after
 from startrail_jax.errors import InputError
 from startrail_jax.planner.hardware import GPUS, Cluster
 from startrail_jax.planner.inputs.config_json import find_model
+from startrail_jax.planner.models import MODELS
 from trainer import planning, tasks
 from trainer.config import OptimizerConfig
 from trainer.parallel.step import Program, make_attention
@@ -99,6 +100,10 @@ def test_sizes_of_a_third_task_are_its_own(config):
 def test_a_config_of_another_task_is_no_diffusion_transformer(config, tmp_path):
     path = tmp_path / "config.json"
     save_config(config, path)
+    with pytest.raises(
+        InputError, match=r"takes values and is not causal; got .*'modulated': False"
+    ):
+        replace(MODELS["gpt_7b"], kind="dit")
     with pytest.raises(InputError, match=r"kind must be gpt or dit; got .letters.\. Use train.py"):
         find_model(str(path))
 
