@@ -159,11 +159,19 @@ def settings_of(rows: Sequence[Row]) -> Settings:
     })  # fmt: skip
 
 
+APART = 0.1
+"""By how much the times of two rows must differ before their order counts."""
+
+
 def kendall(found: np.ndarray, measured: np.ndarray) -> float:
-    """Kendall's tau: 1 if both put all rows into the same order, -1 if into the opposite one."""
-    pairs = list(itertools.combinations(range(len(found)), 2))
-    signs = [np.sign((found[i] - found[j]) * (measured[i] - measured[j])) for i, j in pairs]
-    return float(np.sum(signs) / max(len(pairs), 1))
+    """Kendall's tau of rows that are measured `APART`: 1 if both have the same order, -1 if the
+    opposite one. Rows that differ by less change places from one round to the next."""
+    signs = [
+        np.sign((found[i] - found[j]) * (measured[i] - measured[j]))
+        for i, j in itertools.combinations(range(len(found)), 2)
+        if abs(measured[i] / measured[j] - 1) > APART
+    ]
+    return float(np.mean(signs)) if signs else 1.0
 
 
 def verdict(timed: Sequence[Timed]) -> str:
