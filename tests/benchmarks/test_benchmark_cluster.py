@@ -321,7 +321,7 @@ def test_schemes_and_steps_of_train_py_are_timed_in_one_process(
     every = dataclasses.replace(settings, schemes=("every",), plan=True, picture=None)
     assert cluster.measure_joined(every, emulated=False) == 0
     rows = json.loads(paths["json"].read_text())["rows"]
-    assert [row["name"] for row in rows] == ["h2", "t2", "r2", "g2"]
+    assert [row["name"] for row in rows] == ["h2", "t2", "g2", "r2"]
     assert all(0 < row["planned_seconds"] < 1 for row in rows)
     told = capsys.readouterr().out
     assert "measured: 1 half-duplex ports of 1 GB/s a node" in told
