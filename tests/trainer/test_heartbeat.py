@@ -176,7 +176,7 @@ def test_process_that_is_lost_during_the_last_act_ends_all(happens, ends):
     leaving.join(300)
     (message,) = ends
     what = {
-        "gone": " has ended without a word",
+        "gone": " exited without reporting an error",
         "silent": " has given no sign of life for 2 s",
         "raises": ": RuntimeError: the barrier broke",
     }
@@ -223,7 +223,7 @@ def test_process_that_is_gone_ends_all(ends):
     host = socket.gethostname()
     assert sorted(ends) == [
         f"process {index} of 3 ({host}) ends because another process failed: process 2 of 3 (far) "
-        "has ended without a word. Fix that; then the same command goes on from the newest whole "
+        "exited without reporting an error. Fix that; then the same command goes on from the newest whole "
         "checkpoint."
         for index in (0, 1)
     ]
@@ -265,7 +265,10 @@ def test_without_process_0_the_others_end(happens, ends):
         wait_until(lambda: ends)
         line.close()
     (message,) = ends
-    what = {"gone": "has ended without a word", "silent": "has given no sign of life for 2 s"}
+    what = {
+        "gone": "exited without reporting an error",
+        "silent": "has given no sign of life for 2 s",
+    }
     assert f"(b) ends because another process failed: process 0 of 2 (a) {what[happens]}" in message
 
 
@@ -301,7 +304,9 @@ def test_failed_collective_is_not_blamed_for_the_death_that_it_comes_of(monkeypa
     except RuntimeError as error:
         with pytest.raises(SystemExit):
             workers[1].fail(error)
-    assert all("process 2 of 3 (far) has ended without a word" in message for message in ends[:2])
+    assert all(
+        "process 2 of 3 (far) exited without reporting an error" in message for message in ends[:2]
+    )
 
 
 def test_failed_collective_is_blamed_when_nobody_died(ends):
