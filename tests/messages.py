@@ -8,6 +8,7 @@ this test. After a change of words, `pytest --write-messages tests/op/test_mesh.
 tests of that file found; read the difference as a user would read the messages.
 """
 
+import sys
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,7 +18,8 @@ TABLE = Path(__file__).with_name("messages.md")
 HEAD = """# What errors say
 
 `pytest --write-messages FILE` writes this page, and the tests compare. `window=...` stands for any
-value of `window`.
+value of `window`, FOLDER for the folder of a test, and PYTHON for the
+interpreter.
 """
 FOUND = pytest.StashKey[dict[str, set[str]]]()
 """With --write-messages: the texts of all tests that ran."""
@@ -42,25 +44,29 @@ def write(texts, page=TABLE):
     page.write_text(HEAD + "".join(sections))
 
 
-def refuser(name, texts, *, is_written):
+def refuser(name, texts, *, is_written, folder=None):
     """`refused` of a test.
 
     Args:
         name: the file and the function of the test.
         texts: of each test, those that are right.
         is_written: whether what is found is right, and joins them.
+        folder: the folder of the test, which has another path in each run.
     """
 
     @contextmanager
     def refused(error, *named, **given):
         with pytest.raises(error) as raised:
-            yield
+            yield raised
         assert raised.type is error
         text = " ".join(str(raised.value).split())
         values = {f"{key}={value!r}": f"{key}=..." for key, value in given.items()}
         assert [x for x in (*named, *values) if x not in text] == [], text
         for value, dots in values.items():
             text = text.replace(value, dots)
+        text = text.replace(sys.executable, "PYTHON")
+        if folder:
+            text = text.replace(str(folder), "FOLDER")
         if is_written:
             texts.setdefault(name, set()).add(text)
         assert text in texts.get(name, ()), "if this text is right: pytest --write-messages"
@@ -73,7 +79,9 @@ def refused(request):
     """An error of this type that names these words and values, with a text of the table."""
     name = request.node.nodeid.removeprefix("tests/").partition("[")[0]
     found = request.config.stash.get(FOUND, None)
-    return refuser(name, read() if found is None else found, is_written=found is not None)
+    folder = "tmp_path" in request.fixturenames and request.getfixturevalue("tmp_path")
+    texts = read() if found is None else found
+    return refuser(name, texts, is_written=found is not None, folder=folder)
 
 
 def start(config):

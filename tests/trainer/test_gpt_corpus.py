@@ -12,8 +12,10 @@ import pytest
 import tokenizers
 
 from configs.gpt import gpt_tiny
+from startrail_jax.errors import InputError
 from startrail_jax.tokens.layout import Layout
 from trainer.data import documents, files
+from trainer.errors import MissingPackageError
 from trainer.gpt import corpus, encoding
 from trainer.gpt.config import DataConfig
 from trainer.gpt.encoding import share_of_key
@@ -136,10 +138,10 @@ def test_standard_library_of_this_interpreter_is_large():
     assert 0.01 < len(held_out) / len(train) < 0.2
 
 
-def test_standard_library_without_source_raises(use_library):
+def test_standard_library_without_source_raises(use_library, refused):
     for path in use_library.rglob("*.py"):
         path.unlink()
-    with pytest.raises(ValueError, match=r"must have source files; got 0.*library as files"):
+    with refused(InputError):
         open_corpus(None)
 
 
@@ -255,17 +257,16 @@ def test_tokenizer_takes_the_given_end_of_document(tmp_path, tokenizer):
     assert ids(opened.train) == [[1, 5]]
 
 
-def test_token_beyond_the_vocabulary_of_a_text_raises(tmp_path, tokenizer):
+def test_token_beyond_the_vocabulary_of_a_text_raises(tmp_path, tokenizer, refused):
     path = write(tmp_path, a_txt=b"one two three") / "a.txt"
-    match = r"below model.vocab_size; got id 4 in '.*a.txt' with vocab_size=4.*--model.vocab-size 5"
-    with pytest.raises(ValueError, match=match):
+    with refused(InputError, "vocab_size=4"):
         open_corpus(path, tokenizer=tokenizer, vocab_size=4)
 
 
-def test_tokenizer_without_end_of_document_raises(tmp_path):
+def test_tokenizer_without_end_of_document_raises(tmp_path, refused):
     path = tmp_path / "t.json"
     tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a")).save(str(path))
-    with pytest.raises(ValueError, match=r"got none of <\|endoftext\|>.*--data.end-of-document"):
+    with refused(InputError):
         FileTokenizer(path, end_of_document=None, vocab_size=9)
 
 
@@ -278,20 +279,20 @@ def test_file_that_is_no_tokenizer_raises(tmp_path, content):
         FileTokenizer(path, end_of_document=None, vocab_size=9)
 
 
-def test_missing_tokenizers_package_raises(tokenizer, monkeypatch):
+def test_missing_tokenizers_package_raises(tokenizer, monkeypatch, refused):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ImportError, match=r"needs the package tokenizers.* -m pip install -e"):
+    with refused(MissingPackageError):
         FileTokenizer(tokenizer, end_of_document=None, vocab_size=9)
 
 
-def test_small_vocabulary_of_bytes_raises(tmp_path):
+def test_small_vocabulary_of_bytes_raises(tmp_path, refused):
     write(tmp_path, a_txt=b"text")
-    with pytest.raises(ValueError, match=r"at least 256 for text as bytes; got vocab_size=255"):
+    with refused(InputError, "vocab_size=255"):
         open_corpus(tmp_path / "a.txt", vocab_size=255)
 
 
-def test_end_of_document_beyond_the_vocabulary_raises(tmp_path):
-    with pytest.raises(ValueError, match=r"below model.vocab_size; got end_of_document=256"):
+def test_end_of_document_beyond_the_vocabulary_raises(tmp_path, refused):
+    with refused(InputError, "end_of_document=256"):
         open_corpus(tmp_path, end_of_document=256)
 
 
@@ -340,29 +341,28 @@ def test_token_beyond_the_vocabulary_raises_when_opened(tmp_path, token):
         open_corpus(tmp_path, held_out=0.2, vocab_size=40)
 
 
-def test_token_beyond_the_vocabulary_raises_when_read(tmp_path, monkeypatch):
+def test_token_beyond_the_vocabulary_raises_when_read(tmp_path, monkeypatch, refused):
     monkeypatch.setattr(corpus, "CHECKED_TOKENS", 10)
     tokens = np.zeros(200, np.int32)
     tokens[[50, 160]] = 40
     np.save(tmp_path / "a.npy", tokens)
     opened = open_corpus(tmp_path, held_out=0.5, vocab_size=40)
     assert not opened.train[0].read(10, 50).any()
-    with pytest.raises(ValueError, match="got id 40 at token 50 of"):
+    with refused(InputError):
         opened.train[0].read(45, 55)
-    with pytest.raises(ValueError, match="got id 40 at token 160 of"):
+    with refused(InputError):
         opened.held_out[0].read(55, 65)
 
 
-def test_wrong_bin_dtype_raises(tmp_path):
+def test_wrong_bin_dtype_raises(tmp_path, refused):
     np.arange(1, 101, dtype=np.uint16).tofile(tmp_path / "a.bin")
-    match = r"got id 131073 at token 0 of .*correct --data.bin-dtype"
-    with pytest.raises(ValueError, match=match):
+    with refused(InputError):
         open_corpus(tmp_path, bin_dtype="uint32", vocab_size=50_000)
 
 
-def test_truncated_bin_raises(tmp_path):
+def test_truncated_bin_raises(tmp_path, refused):
     (tmp_path / "a.bin").write_bytes(bytes(13))
-    with pytest.raises(ValueError, match=r"multiple of 4 bytes for bin_dtype='int32'; got 13"):
+    with refused(InputError, "bin_dtype='int32'"):
         open_corpus(tmp_path, bin_dtype="int32")
 
 
@@ -376,9 +376,9 @@ def test_truncated_npy_raises(tmp_path, kept):
 
 
 @pytest.mark.parametrize("array", [np.zeros((2, 3), int), np.zeros(3), np.array(3)])
-def test_npy_of_other_arrays_raises(tmp_path, array):
+def test_npy_of_other_arrays_raises(tmp_path, array, refused):
     np.save(tmp_path / "a.npy", array)
-    with pytest.raises(ValueError, match=r"must hold a vector of integers; got shape \("):
+    with refused(InputError):
         open_corpus(tmp_path)
 
 
@@ -396,9 +396,9 @@ def test_empty_file_of_tokens_raises(tmp_path, suffix):
         open_corpus(tmp_path / f"a.{suffix}")
 
 
-def test_tokenizer_for_files_of_tokens_raises(tmp_path, tokenizer):
+def test_tokenizer_for_files_of_tokens_raises(tmp_path, tokenizer, refused):
     np.save(tmp_path / "a.npy", np.zeros(9, int))
-    with pytest.raises(ValueError, match=r"tokenizer must be left out for files of tokens; got"):
+    with refused(InputError):
         open_corpus(tmp_path / "a.npy", tokenizer=tokenizer)
 
 
@@ -447,10 +447,9 @@ def test_tokens_that_are_held_out_are_not_trained_on(tmp_path):
     assert ids(opened.held_out) == [[*range(20, 30)]]
 
 
-def test_all_held_out_raises(tmp_path):
+def test_all_held_out_raises(tmp_path, refused):
     write(tmp_path, a_txt=b"one", b_txt=b"two")
-    match = r"hold files besides those of data.validation_path.*got the same 1 for both"
-    with pytest.raises(ValueError, match=match):
+    with refused(InputError):
         open_corpus(tmp_path / "a.txt", validation_path=tmp_path)
 
 
@@ -463,7 +462,7 @@ def test_all_held_out_raises(tmp_path):
         (["train-00000-of-00001.bin"], ["valid-00000-of-00001.bin"]),
     ],
 )
-def test_parts_by_name_are_split_as_meant(tmp_path, train, held_out):
+def test_parts_by_name_are_split_as_meant(tmp_path, train, held_out, refused):
     """As in a folder of nanoGPT, with other files beside them."""
     write(tmp_path, input_txt=b"text", meta_pkl=b"\xff", prepare_py=b"", test_bin=b"\0\0")
     for start, name in enumerate([*train, *held_out]):
@@ -474,7 +473,7 @@ def test_parts_by_name_are_split_as_meant(tmp_path, train, held_out):
     assert ids(opened.held_out) == found[-1:]
     assert f"held out from '{held_out[0]}'; 4 other files left out" in opened.description
     assert "'input.txt', 'meta.pkl'" in opened.description
-    with pytest.raises(ValueError, match=r"held_out must be left out where it has no effect"):
+    with refused(InputError):
         open_corpus(tmp_path, held_out=0.3)
 
 
@@ -547,16 +546,16 @@ def test_kind_that_is_not_read_is_refused_by_name(tmp_path, name, cure):
             open_corpus(path)
 
 
-def test_all_files_that_are_not_read_are_named(tmp_path):
+def test_all_files_that_are_not_read_are_named(tmp_path, refused):
     write(tmp_path, a_json=b"", b_json=b"", c_txt=b"text", d_zst=b"")
-    with pytest.raises(ValueError, match=r"got 2 \*.json: 'a.json', 'b.json'; 1 \*.zst: 'd.zst"):
+    with refused(InputError):
         open_corpus(tmp_path)
 
 
-def test_one_unreadable_file_does_not_hide_the_others(tmp_path):
+def test_one_unreadable_file_does_not_hide_the_others(tmp_path, refused):
     write(tmp_path, a_txt=b"\xff", b_txt=b"text", c_txt=b"abc\xe9")
     (tmp_path / "d.txt").symlink_to(tmp_path / "gone.txt")
-    with pytest.raises(ValueError, match=r"byte 0xff at offset 0 of '.*a.txt'") as raised:
+    with refused(InputError) as raised:
         open_corpus(tmp_path)
     _, count, *others = str(raised.value).splitlines()
     assert count == "2 other files cannot be read either:"
@@ -564,12 +563,12 @@ def test_one_unreadable_file_does_not_hide_the_others(tmp_path):
     assert "d.txt' must be readable; got FileNotFoundError" in others[1]
     for index in range(5):
         (tmp_path / f"e{index}.txt").write_bytes(b"\xff")
-    with pytest.raises(ValueError, match=r"\n7 other files cannot.*(\n.*){4}\n  and 3 more$"):
+    with refused(InputError):
         open_corpus(tmp_path)
 
 
 @pytest.mark.parametrize("block", [1, 2, 3, 5, 100])
-def test_text_is_read_in_parts_without_cutting_characters(tmp_path, monkeypatch, block):
+def test_text_is_read_in_parts_without_cutting_characters(tmp_path, monkeypatch, block, refused):
     monkeypatch.setattr(documents, "BLOCK_BYTES", block)
     text = "a\u00e9\u6f22\U0001f389b"
     path = tmp_path / "a.txt"
@@ -579,13 +578,13 @@ def test_text_is_read_in_parts_without_cutting_characters(tmp_path, monkeypatch,
         assert ids(opened.train) == [[*text[:cut].encode(), 0]]
         assert ids(opened.held_out) == [[*text[cut:].encode(), 0]]
     path.write_bytes(text.encode() + b"c\xe9d")
-    with pytest.raises(ValueError, match=r"got byte 0xe9 at offset 12 of"):
+    with refused(InputError):
         open_corpus(path)
     path.write_bytes(text.encode() + b"\xe6\xbc")
-    with pytest.raises(ValueError, match=r"got byte 0xe6 at offset 11 of"):
+    with refused(InputError):
         open_corpus(path)
     path.write_bytes(b"abc\0d")
-    with pytest.raises(ValueError, match=r"not hold the byte 0, .* at offset 3 of"):
+    with refused(InputError):
         open_corpus(path, held_out=0.2)
 
 
@@ -600,58 +599,57 @@ def test_missing_path_raises(tmp_path, option):
         open_corpus(**options)
 
 
-def test_missing_path_with_no_similar_name_raises(tmp_path):
+def test_missing_path_with_no_similar_name_raises(tmp_path, refused):
     write(tmp_path, books_txt=b"text")
-    with pytest.raises(ValueError, match=r"must exist; .*Nothing in .* has a similar name"):
+    with refused(InputError):
         open_corpus(tmp_path / "zzz")
-    with pytest.raises(ValueError, match=r"must exist; .*no folder '.*zzz' either"):
+    with refused(InputError):
         open_corpus(tmp_path / "zzz" / "books.txt")
 
 
-def test_empty_folder_raises(tmp_path):
+def test_empty_folder_raises(tmp_path, refused):
     write(tmp_path, _hidden=b"text")
-    with pytest.raises(ValueError, match=r"data.path must hold files; got an empty folder"):
+    with refused(InputError):
         open_corpus(tmp_path)
 
 
-def test_empty_files_raise(tmp_path):
+def test_empty_files_raise(tmp_path, refused):
     write(tmp_path, a_txt=b"", b_txt=b"", c_jsonl=b"\n", d_txt=b"text")
-    with pytest.raises(ValueError, match=r"must hold text; got 1 empty files in '.*a.txt'"):
+    with refused(InputError):
         open_corpus(tmp_path / "a.txt")
-    with pytest.raises(ValueError, match=r"must hold text; got 1 empty files in '.*c.jsonl'"):
+    with refused(InputError):
         open_corpus(tmp_path / "c.jsonl")
-    with pytest.raises(ValueError, match=r"must hold text; got 1 empty files in '.*b.txt'"):
+    with refused(InputError):
         open_corpus(tmp_path / "d.txt", validation_path=tmp_path / "b.txt")
 
 
-def test_mixed_kinds_raise(tmp_path):
+def test_mixed_kinds_raise(tmp_path, refused):
     write(tmp_path, a_bin=b"1", b_txt=b"2")
-    with pytest.raises(ValueError, match=r"one kind; got 'a.bin' \(bin\), 'b.txt' \(text\) in"):
+    with refused(InputError):
         open_corpus(tmp_path)
 
 
-def test_validation_of_another_kind_raises(tmp_path):
+def test_validation_of_another_kind_raises(tmp_path, refused):
     write(tmp_path, a_bin=b"1", b_txt=b"2")
-    with pytest.raises(ValueError, match=r"tokens if data.path is.*got bin for .*and text for"):
+    with refused(InputError):
         open_corpus(tmp_path / "b.txt", validation_path=tmp_path / "a.bin")
 
 
-def test_text_that_is_not_utf8_raises(tmp_path):
+def test_text_that_is_not_utf8_raises(tmp_path, refused):
     write(tmp_path, a_txt="caf\u00e9".encode("latin-1"))
-    with pytest.raises(ValueError, match=r"must be UTF-8; got byte 0xe9 at offset 3 of '.*a.txt'"):
+    with refused(InputError):
         open_corpus(tmp_path)
 
 
-def test_jsonl_that_is_not_utf8_raises(tmp_path):
+def test_jsonl_that_is_not_utf8_raises(tmp_path, refused):
     write(tmp_path, a_jsonl=b'{"text": "one"}\n{"text": "caf\xe9"}\n')
-    match = r"must be UTF-8; got byte 0xe9 at offset 29 of '.*a.jsonl'"
-    with pytest.raises(ValueError, match=match):
+    with refused(InputError):
         open_corpus(tmp_path)
 
 
-def test_text_with_the_byte_that_ends_documents_raises(tmp_path):
+def test_text_with_the_byte_that_ends_documents_raises(tmp_path, refused):
     write(tmp_path, a_txt=b"ab\0c")
-    with pytest.raises(ValueError, match=r"not hold the byte 0, .* at offset 2 of '.*a.txt'"):
+    with refused(InputError):
         open_corpus(tmp_path, held_out=0.3)
 
 
@@ -712,10 +710,10 @@ def test_pipe_raises(tmp_path, name):
         open_corpus(tmp_path)
 
 
-def test_loop_of_links_raises(tmp_path):
+def test_loop_of_links_raises(tmp_path, refused):
     write(tmp_path, a_txt=b"text")
     (tmp_path / "loop").symlink_to(tmp_path)
-    with pytest.raises(ValueError, match=r"must be reached in one way only; got '.*loop'"):
+    with refused(InputError):
         open_corpus(tmp_path)
 
 
@@ -788,18 +786,17 @@ def test_whole_documents_are_held_out_where_some_fall_to_each_part(tmp_path):
     assert "the end of every document" not in opened.description
 
 
-def test_nothing_left_to_train_on_raises(tmp_path):
+def test_nothing_left_to_train_on_raises(tmp_path, refused):
     write(tmp_path, a_txt=b"a", b_txt=b"b")
     # Of one character each, so that only whole documents can be held out.
-    match = r"got 2 and 0 characters .*data, --data.validation-path, or another --data.held-out"
     for held_out in (0.999, 0.001):
-        with pytest.raises(ValueError, match=match):
+        with refused(InputError):
             open_corpus(tmp_path, held_out=held_out)
     (tmp_path / "b.txt").unlink()
-    with pytest.raises(ValueError, match=r"got 1 and 0 .*Give more data, or --data.validation-pat"):
+    with refused(InputError):
         open_corpus(tmp_path)
     np.save(tmp_path / "c.npy", np.zeros(3, int))
-    with pytest.raises(ValueError, match=r"got 3 and 0 tokens .* or another --data.held-out"):
+    with refused(InputError):
         open_corpus(tmp_path / "c.npy", held_out=0.1)
 
 
@@ -814,7 +811,7 @@ def test_option_that_does_nothing_raises(many, option, value):
         open_corpus(many, **options, **{option: value})
 
 
-def test_end_of_document_of_tokens_that_are_not_masked_raises(tmp_path):
+def test_end_of_document_of_tokens_that_are_not_masked_raises(tmp_path, refused):
     np.save(tmp_path / "a.npy", np.arange(40) % 9)
-    with pytest.raises(ValueError, match=r"end_of_document must be left out.*mask_documents=False"):
+    with refused(InputError, "mask_documents=False"):
         open_corpus(tmp_path, end_of_document=3, mask_documents=False)

@@ -52,12 +52,12 @@ def open_latents(path, **wanted):
 
 
 @pytest.mark.parametrize("function", [check_header, check_pixels, read_pixels])
-def test_image_starts_no_other_program(tmp_path, monkeypatch, function):
+def test_image_starts_no_other_program(tmp_path, monkeypatch, function, refused):
     started = []
     monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *given, **_: started.append(given))
     path = tmp_path / "x.png"
     path.write_bytes(EPS)
-    with pytest.raises(BadImageError, match=r"x.png' must be .* of the formats PNG, JPEG, WEBP, B"):
+    with refused(BadImageError):
         function(path, WANTED)
     assert not started
 
@@ -169,18 +169,18 @@ def test_pipe_that_takes_the_place_of_a_file_is_not_waited_for(tmp_path, monkeyp
         pass
 
 
-def test_long_captions_and_lines_are_read_in_part(tmp_path, monkeypatch):
+def test_long_captions_and_lines_are_read_in_part(tmp_path, monkeypatch, refused):
     path = tmp_path / "a.txt"
     path.write_bytes(b"12345")
     assert read_whole(path, 5) == b"12345"
-    with pytest.raises(InputError, match=r"a.txt' must have at most 4 bytes; got more"):
+    with refused(InputError):
         read_whole(path, 4)
     monkeypatch.setattr(image_folder, "LONGEST_CAPTION", 4)
-    with pytest.raises(InputError, match=r"a.txt' must have at most 4 bytes; got more"):
+    with refused(InputError):
         image_folder._read_caption(tmp_path / "a.png")
     (tmp_path / "a.jsonl").write_text('{"text": "1"}\n{"text": "12"}\n')
     monkeypatch.setattr(documents, "LONGEST_LINE", 14)
-    with pytest.raises(InputError, match=r"at most 14 bytes; got more in '.*a.jsonl:2'. Divide"):
+    with refused(InputError):
         open_corpus(DataConfig(path=tmp_path / "a.jsonl"), vocab_size=256)
 
 
@@ -218,9 +218,9 @@ ZEROS = bytes(1 << 22)
 
 
 @pytest.mark.usefixtures("few_bytes")
-def test_claim_of_terabytes_is_refused(tmp_path):
+def test_claim_of_terabytes_is_refused(tmp_path, refused):
     path = write_archive(tmp_path / "x.npz", latents=npy_header((10**11, 2, 3, 5, 4)) + b"few")
-    with pytest.raises(InputError, match=r"24,000,000,000,128 bytes of 'latents' by its header"):
+    with refused(InputError):
         open_latents(path)
 
 
@@ -250,20 +250,20 @@ def test_array_that_is_much_larger_than_its_file_is_refused(tmp_path, monkeypatc
 
 
 @pytest.mark.usefixtures("few_bytes")
-def test_wrong_shape_is_refused_before_anything_is_unpacked(tmp_path, monkeypatch):
+def test_wrong_shape_is_refused_before_anything_is_unpacked(tmp_path, monkeypatch, refused):
     unpack, unpacked = Archive._read, []
     monkeypatch.setattr(
         Archive, "_read", lambda self, *given: unpacked.append(given[0]) or unpack(self, *given)
     )
     content = npy_header((len(ZEROS) // 2,)) + ZEROS
     path = write_archive(tmp_path / "x.npz", latents=content, labels=content)
-    with pytest.raises(InputError, match=r"`latents` must have the shape"):
+    with refused(InputError):
         open_latents(path)
     latents = npy_header((3, 2, 3, 5, 4)) + bytes(720)
     path = write_archive(tmp_path / "y.npz", latents=latents, labels=content, captions=content)
-    with pytest.raises(InputError, match=r"`labels` must be 3 integers"):
+    with refused(InputError):
         open_latents(path, classes=2)
-    with pytest.raises(InputError, match=r"`captions` must be 3 strings"):
+    with refused(InputError):
         open_latents(path, caption_length=2)
     assert not unpacked
     # What is not wanted is not read.
@@ -271,7 +271,7 @@ def test_wrong_shape_is_refused_before_anything_is_unpacked(tmp_path, monkeypatc
     assert unpacked == ["latents"]
 
 
-def test_fortran_order_and_an_array_of_one_value_are_read(tmp_path):
+def test_fortran_order_and_an_array_of_one_value_are_read(tmp_path, refused):
     latents = np.random.default_rng(0).standard_normal((3, 2, 3, 5, 4))
     np.savez(tmp_path / "x.npz", latents=np.asfortranarray(latents), labels=np.arange(3))
     opened = open_latents(tmp_path / "x.npz", classes=3)
@@ -280,7 +280,7 @@ def test_fortran_order_and_an_array_of_one_value_are_read(tmp_path):
         np.testing.assert_array_equal(example.latent, latents[number].astype(np.float32))
         assert example.label == number
     np.savez(tmp_path / "x.npz", latents=np.float32(3))
-    with pytest.raises(InputError, match=r"`latents` must have the shape .* got shape \(\) of"):
+    with refused(InputError):
         open_latents(tmp_path / "x.npz")
 
 
@@ -316,18 +316,18 @@ def test_vector_that_is_longer_than_its_file_is_refused(tmp_path, length):
         map_tokens(path, "")
 
 
-def test_archive_in_another_compression_is_refused(tmp_path):
+def test_archive_in_another_compression_is_refused(tmp_path, refused):
     path = write_archive(tmp_path / "x.npz", zipfile.ZIP_BZIP2, latents=npy_header((0,)))
-    with pytest.raises(InputError, match=r"'latents' compressed by method 12"):
+    with refused(InputError):
         open_latents(path)
 
 
-def test_encrypted_archive_is_refused(tmp_path):
+def test_encrypted_archive_is_refused(tmp_path, refused):
     path = write_archive(tmp_path / "x.npz", latents=npy_header((0,)))
     raw = bytearray(path.read_bytes())
     raw[raw.index(b"PK\1\2") + 8] |= 1
     path.write_bytes(raw)
-    with pytest.raises(InputError, match=r"'latents' encrypted"):
+    with refused(InputError):
         open_latents(path)
 
 
@@ -473,11 +473,11 @@ def test_text_that_is_more_than_memory_is_refused(tmp_path, monkeypatch, kind):
         open_corpus(DataConfig(path=path), vocab_size=300)
 
 
-def test_text_that_cannot_be_cut_is_refused(monkeypatch):
+def test_text_that_cannot_be_cut_is_refused(monkeypatch, refused):
     monkeypatch.setattr(slices, "LONGEST_SLICE", 1 << 12)
     slicer = slices.Slicer(lambda text: [ord(x) for x in text], length=1 << 10, window=64)
     whole = documents.Document(key="a", place="a.txt", text="a" * (1 << 14))
-    with pytest.raises(InputError, match=r"place where it can be cut.*from byte 0 of 'a.txt' on"):
+    with refused(InputError):
         list(slicer.add(whole))
 
 
@@ -489,21 +489,19 @@ def test_long_reading_shows_that_it_goes_on(tmp_path, monkeypatch, capfd):
     assert re.search(r"reading .*x.txt: 1.0 of 3.1 MB\n.*x.txt: 3.1 MB in", capfd.readouterr().err)
 
 
-def test_file_that_the_system_makes_up_is_refused():
+def test_file_that_the_system_makes_up_is_refused(refused):
     """Such as /proc/kmsg, which never ends."""
     with (
-        pytest.raises(
-            InputError, match=r"'/proc/self/status' must be a file of a disk; got one th"
-        ),
+        refused(InputError),
         open_regular(Path("/proc/self/status")),
     ):
         pass
 
 
-def test_shape_of_true_is_none(tmp_path):
+def test_shape_of_true_is_none(tmp_path, refused):
     header = "{'descr': '<i8', 'fortran_order': False, 'shape': (True,), }".ljust(117) + "\n"
     (path := tmp_path / "x.npy").write_bytes(
         b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header.encode() + bytes(8)
     )
-    with pytest.raises(InputError, match=r"x.npy' .*shape \(True,\)"):
+    with refused(InputError):
         map_tokens(path, "uint16")
