@@ -44,7 +44,7 @@ from trainer.gpt.export.writing import (
 )
 from trainer.gpt.lora.settings import LoraConfig
 from trainer.gpt.pretrained import initial as initial_weights
-from trainer.gpt.pretrained import tensor_file
+from trainer.gpt.pretrained import tensors as tensor_files
 from trainer.gpt.pretrained.__main__ import read_command_line as read_import
 from trainer.gpt.pretrained.config_json import plain
 from trainer.gpt.pretrained.defaults import with_tokenizer
@@ -52,8 +52,9 @@ from trainer.gpt.pretrained.families import describe, read_description
 from trainer.gpt.pretrained.importing import import_pretrained
 from trainer.gpt.pretrained.initial import Pretrained, keep_files, open_pretrained
 from trainer.gpt.pretrained.names import places
-from trainer.gpt.pretrained.tensor_file import open_tensor_file
+from trainer.gpt.pretrained.tensors import open_tensor_file
 from trainer.gpt.sample import tokenizer_of_run
+from trainer.gpt.tokenizer import check_tokenizer_of_model
 from trainer.parallel.partition import Partition, path_name
 from trainer.run.settings import result_flags, save_config
 from trainer.sums import SUMS_FILE
@@ -478,7 +479,7 @@ def test_part_of_a_stored_tensor_is_read_alone(tmp_path, monkeypatch, dtype):
         return counts[-1]
 
     monkeypatch.setattr(os, "preadv", counted)
-    monkeypatch.setattr(tensor_file, "AT_ONCE", 500)  # A few rows.
+    monkeypatch.setattr(tensor_files, "AT_ONCE", 500)  # A few rows.
     rng = np.random.default_rng(0)
     whole = {
         name: np.asarray(rng.normal(size=shape), jnp.dtype(dtype))
@@ -685,7 +686,7 @@ def test_log_says_which_tokens_this_program_does_not_add(model):
     )
     built.save(str(model / "tokenizer.json"))
     assert "its tokenizer adds <1> to every text elsewhere, and this program adds" in open_it(model)
-    assert initial_weights._check_tokenizer(model / "tokenizer.json", 48, 1).endswith(
+    assert check_tokenizer_of_model(model / "tokenizer.json", 48, 1).endswith(
         "; every document and every prompt of sample.py begins with <1>, and conversations as "
         "their template says"
     )

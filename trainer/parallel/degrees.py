@@ -140,7 +140,8 @@ def choose_order(
         return given
     if len(set(nodes)) == 1:
         return ROLES
-    return cheapest_order(degrees, nodes, [_sent(degrees, call)], _algorithms(platform))
+    sent = _sent(degrees, call)
+    return cheapest_order(degrees, nodes, [sent], _algorithms(platform))
 
 
 def describe_nodes(degrees: Degrees, order: Sequence[str], nodes: Sequence[int]) -> str:

@@ -369,13 +369,22 @@ def read_local_rope(read: ConfigValues, length: int, windows: Sequence[int | Non
             f"The rotary positions of {LOCAL} must be of rope_type default in {read.name!r}; "
             f"got {given.get(LOCAL)!r}, which is not supported. Use another model."
         )
-    bases = shortest([rope.base if window is None else local for window in windows])
     if set(windows) == {None}:
         return rope
     if None not in windows:
         return RopeConfig(base=local)
     # Also without a scaling: a flag may add one, and local layers are never stretched.
-    return replace(rope, bases=None if len(bases) == 1 else bases, stretches="global")
+    bases = tuple(rope.base if window is None else local for window in windows)
+    return replace(rope, bases=bases, stretches="global")
+
+
+def read_softcaps(read: ConfigValues, head_dim: int) -> dict[str, Any]:
+    """The soft caps of a Gemma, and the scale of its scores."""
+    scale_dim = read.number("query_pre_attn_scalar")
+    caps = {"softcap": "attn_logit_softcapping", "output_softcap": "final_logit_softcapping"}
+    # Here null says that there is none.
+    options = {ours: read.values[key] and read.real(key) for ours, key in caps.items()}
+    return options | {"scale_dim": None if scale_dim == head_dim else scale_dim}
 
 
 def layer_values(model: GPTConfig, which: Windows, *, skips_rope: bool) -> dict[str, Any]:

@@ -15,11 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from startrail_jax.errors import InputError, UnsupportedError
-from startrail_jax.planner.layers.loops import shortest
 from trainer.data.opening import read_object
 from trainer.gpt.config import GPTConfig
 from trainer.gpt.pretrained.config_json import (
-    ConfigValues,
     Windows,
     bases_by_window,
     layer_values,
@@ -30,6 +28,7 @@ from trainer.gpt.pretrained.config_json import (
     read_local_rope,
     read_rope,
     read_skips,
+    read_softcaps,
     read_windows,
     rope_length,
     rope_values,
@@ -165,9 +164,9 @@ def describe(values: Mapping[str, Any], name: str) -> Description:
     is_local = family.local_rope
     rope = read_local_rope(read, length, windows) if is_local else read_rope(read, length)
     if any(skips):
-        bases = shortest(["none" if skipped else rope.base for skipped in skips])
+        bases = tuple("none" if skipped else rope.base for skipped in skips)
         rope = dataclasses.replace(rope, bases=bases)
-    options = _gemma_options(read, head_dim) if family.gemma else {}
+    options = GEMMA | read_softcaps(read, head_dim) if family.gemma else {}
     model = GPTConfig(
         vocab_size=read.number("vocab_size"),
         width=width,
@@ -190,15 +189,6 @@ def describe(values: Mapping[str, Any], name: str) -> Description:
     kept = dataclasses.replace(simple.rope, stretches=rope.stretches)
     model = dataclasses.replace(simple, rope=kept)
     return Description(family=kind, model=model, length=length)
-
-
-def _gemma_options(read: ConfigValues, head_dim: int) -> dict[str, Any]:
-    """The options that only a Gemma has."""
-    scale_dim = read.number("query_pre_attn_scalar")
-    caps = {"softcap": "attn_logit_softcapping", "output_softcap": "final_logit_softcapping"}
-    # Here null says that there is none.
-    options = {ours: read.values[key] and read.real(key) for ours, key in caps.items()}
-    return GEMMA | options | {"scale_dim": None if scale_dim == head_dim else scale_dim}
 
 
 def family_of(model: GPTConfig) -> str:
