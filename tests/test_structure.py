@@ -1,5 +1,7 @@
 """Who may import whom, read from the source of every file.
 
+    python tests/test_structure.py    prints the sizes of the house
+
 The house has two wings: `startrail_jax`, the op, which is all that the wheel ships, and the program
 that trains with it. Imports go downwards only, in the order of `LAYERS`.
 """
@@ -8,6 +10,7 @@ import ast
 import collections
 import functools
 import graphlib
+import subprocess
 import sys
 from pathlib import Path
 
@@ -229,3 +232,37 @@ def test_all_that_is_printed_is_printable():
 
 def test_no_module_is_for_everything():
     assert not [file_id(path) for path in files() if path.stem in ("utils", "helpers", "misc")]
+
+
+def sizes():
+    """(name, number) of what says how large the house is.
+
+    An arrow is a unit of `LAYERS` that imports another; a floor is a unit of the longest chain of
+    arrows.
+    """
+    arrows = collections.defaultdict(set)
+    for module, path in modules().items():
+        if module != OP and (unit := unit_of(module)[0]):
+            arrows[unit] |= {unit_of(other)[0] for other in our_modules(path)} - {unit, OP, None}
+
+    @functools.cache
+    def floor(unit):
+        return 1 + max(map(floor, arrows[unit]), default=0)
+
+    everything = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).split("\n")[:-1]
+    count = lambda names: sum(len((ROOT / x).read_bytes().splitlines()) for x in names)  # noqa: E731
+    code = [name for name in everything if name.endswith(".py")]
+    tests = [name for name in code if name.startswith("tests/")]
+    return [
+        ("lines of Python", count(code) - count(tests)),
+        ("and of its tests", count(tests)),
+        ("files", len(everything)),
+        ("units", len(arrows)),
+        ("arrows", sum(map(len, arrows.values()))),
+        ("floors", max(map(floor, list(arrows)))),
+    ]
+
+
+if __name__ == "__main__":
+    for name, number in sizes():
+        print(f"{name:<20}{number:>8,}")

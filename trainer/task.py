@@ -1,4 +1,4 @@
-"""A kind of training, as a value: all that differs between one kind of model and another.
+"""The interface of a kind of training: all that differs between one kind of model and another.
 
 Neither this module nor one that defines a task imports jax: `--help` must be fast.
 """

@@ -200,7 +200,7 @@ def terminate_all(processes: Processes, _: int) -> None:
         processes.signal(index, signal.SIGTERM)
 
 
-WITHOUT_A_WORD = r"{} \([^)]+\) has ended without a word"
+WITHOUT_A_WORD = r"{} \([^)]+\) exited without reporting an error"
 SILENT = r"{} \([^)]+\) has given no sign of life for"
 CASES = (
     FailureCase(

@@ -530,7 +530,9 @@ def test_failing_store_stops_nothing_and_catches_up(tmp_path, monkeypatch):
             time.sleep(0.05)
             copier.check()
         assert len(lines) == 1
-        assert lines[0].startswith(f"WARNING: {URL} has not taken the checkpoint of step 4: Connec")
+        assert lines[0].startswith(
+            f"WARNING: the upload of the checkpoint of step 4 to {URL} failed: Connec"
+        )
         assert "secret" not in lines[0]
         assert not copier.holds(4)
         is_down.clear()

@@ -22,7 +22,7 @@ def shown_progress(what: str, total: int, *, after: float = 0.0) -> Iterator[Cal
     Args:
         what: what is done.
         total: number of bytes.
-        after: seconds that may pass without a word.
+        after: seconds before the first line is shown.
 
     Yields:
         A function to call with each number of bytes that is read.

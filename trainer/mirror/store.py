@@ -43,7 +43,7 @@ _CONSTANT = re.compile(r"constant_[0-9a-f]{8}")
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class StoredCopy:
-    """A copy of a checkpoint, of which later ones are greater."""
+    """A copy of a checkpoint. Copies are ordered by age: a later one is greater."""
 
     number: int
     """Its place in the order of all copies. A run may go back, so that steps have none."""

@@ -9,7 +9,8 @@ JOIN = 30.0
 FAREWELL = 3.0
 """For processes that are told of a failure to take note of it."""
 GREETING = 10.0
-"""For a connection to prove that it comes from a process of the run, after which it is closed."""
+"""For a connection to prove that it comes from a process of the run, and then to say from which. A
+connection that takes longer is closed."""
 VERDICT = 5.0
 """For word of a failure elsewhere. A process that fails breaks the collectives of its neighbours: a
 process whose collective fails waits this long before it believes that the fault is its own."""

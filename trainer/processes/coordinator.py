@@ -88,7 +88,7 @@ class Coordinator:
 
     def _admit(self, connection: Connection) -> None:
         """Lets a process in if it says at once which it is."""
-        first = connection.receive_one(timing.FAREWELL)
+        first = connection.receive_one(timing.GREETING)
         index, flags = first.get("index"), first.get("flags")
         with self._joined:
             if (

@@ -4,7 +4,7 @@ Without it a process whose neighbour is gone waits in a collective, for minutes 
 process connects to process 0 and tells it every second that it lives. It does so in a thread, which
 goes on while the program waits for devices. Process 0 tells all
 
-    lost      a process failed, ended without a word, or is silent: end, and say so
+    lost      a process failed, exited without reporting an error, or is silent: end, and say so
     count     how often have you asked whether to stop? wait before you answer the next time
     stop_at   answer yes from this call on
     leave     all are done: do what is last, which may wait for the others

@@ -192,7 +192,7 @@ def silent(name: str, timeout: float) -> str:
 
 def gone(name: str) -> str:
     """Says that a process is lost because its connection has ended."""
-    return f"{name} has ended without a word"
+    return f"{name} exited without reporting an error"
 
 
 def _may_be_of_another(error: BaseException) -> bool:

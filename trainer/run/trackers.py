@@ -127,7 +127,7 @@ class Tracking:
         try:
             self._waiting.put_nowait((step, seconds, metrics))
         except queue.Full:
-            self._fail(f"it has not taken {MOST_WAITING:,} reports")
+            self._fail(f"{MOST_WAITING:,} reports wait for it")
 
     def take_failure(self) -> str | None:
         """Why nothing more is written, the first time that it is asked after that."""
@@ -226,7 +226,7 @@ def open_wandb(config: WandbConfig, folder: Path, settings: Mapping[str, str]) -
     # With a terminal, it would ask for a key there, while the run trains.
     if mode == "online" and not wandb.login(prompt=False, verify=False):
         raise RunError(
-            "Weights & Biases must know you; got no API key. Run wandb login, set WANDB_API_KEY, "
+            "Weights & Biases needs an API key; got none. Run wandb login, set WANDB_API_KEY, "
             "or use --wandb.mode offline."
         )
     place = {"project": config.project, "entity": config.entity}

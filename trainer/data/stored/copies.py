@@ -171,7 +171,8 @@ def _copy(stored: StoredData, missing: list[str], copy: Path) -> None:
     with shown_progress(f"copying {stored.url} to {copy}", total) as advance:
         for some in batches(missing):
             places = [_place(stored, copy, key) for key in some]
-            # Of a name that is as long as a name may be, nothing longer could be made.
+            # The name of a key may have the greatest length that the file system allows, so the
+            # name of the unfinished copy does not contain it.
             parts = [
                 place.with_name(f".{mark}-{number}.part") for number, place in enumerate(places)
             ]
