@@ -80,16 +80,8 @@ def open_examples(
         digest=digest_of(text, template, parts[0]),
         tokens=tokens,
     )
-    return TextDataset(
-        train=rows[0],
-        held_out=rows[1],
-        collate=partial(collate_rows, layout=layout, mask_documents=config.mask_documents),
-        description=corpus.description,
-        loss_unit=f"nats/{corpus.unit}",
-        digest=corpus.digest,
-        tokens=corpus.tokens,
-        corpus=corpus,
-    )
+    collate = partial(collate_rows, layout=layout, mask_documents=config.mask_documents)
+    return TextDataset.of(corpus, train=rows[0], held_out=rows[1], collate=collate)
 
 
 def _check_beginning(

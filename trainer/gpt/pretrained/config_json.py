@@ -8,10 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from startrail_jax.errors import InputError, UnsupportedError
 from startrail_jax.planner.layers.loops import shortest
+from startrail_jax.planner.layers.windows import Windows, sliding_layers
 from trainer.gpt.config import GPTConfig, RopeConfig
 
 TOO_LARGE = 1 << 31
@@ -24,10 +25,6 @@ ROPE_KEYS = {
     *("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"),
     *("mscale", "mscale_all_dim", "truncate", "partial_rotary_factor"),
 }
-Windows = Literal["none", "all", "upper", "no_rope", "pattern"]
-"""Which layers have the sliding window where config.json does not name a type for each: none; all;
-those from `max_window_layers` on, if `use_sliding_window` ("upper"); those without rotary
-positions, if `use_sliding_window` ("no_rope"); or all but the last of every so many ("pattern")."""
 GLOBAL, LOCAL = "full_attention", "sliding_attention"
 
 
@@ -268,14 +265,9 @@ def read_windows(
     if types is None:
         first = read.number("max_window_layers", least=0) if which == "upper" else 0
         period = read.number("sliding_window_pattern") if which == "pattern" else 1
-        chosen = {
-            "none": lambda i: False,
-            "all": lambda i: True,
-            "upper": lambda i: i >= first,
-            "no_rope": lambda i: skips[i],
-            "pattern": lambda i: (i + 1) % period != 0,
-        }[which]
-        sliding = [chosen(i) and (which == "pattern" or size is not None) for i in range(layers)]
+        rotary = [not skipped for skipped in skips]
+        chosen = sliding_layers(which, layers, first=first, rotary=rotary, period=period)
+        sliding = [x and (which == "pattern" or size is not None) for x in chosen]
     else:
         known = {GLOBAL: False, LOCAL: True}
         if not isinstance(types, list) or len(types) != layers:
