@@ -11,7 +11,7 @@ from typing import Any
 
 from startrail_jax.errors import InputError, UnsupportedError
 from startrail_jax.planner.layers.loops import shortest
-from startrail_jax.planner.layers.windows import WINDOWS, Windows, sliding_layers
+from startrail_jax.planner.layers.windows import WINDOWS, sliding_layers
 from startrail_jax.planner.models import DIT, MODELS, ModelSizes, is_size
 
 # Size -> its name in a config.json of Hugging Face.
@@ -206,7 +206,7 @@ def _windows(settings: Mapping[str, Any], name: str, layers: int) -> tuple[int |
     """The sliding window of each layer, as `train.py --init-from` reads it; None without one."""
     kind, window = _type_of(settings), settings.get("sliding_window")
     types = settings.get("layer_types")
-    which: Windows | None = WINDOWS.get(kind, "upper" if kind.startswith("qwen") else None)
+    which = WINDOWS.get("qwen3" if kind.startswith("qwen") else kind)
     period = _number(settings, "sliding_window_pattern", name, default=_PERIODS.get(kind, 1))
     used = settings.get("use_sliding_window")
     if which in ("upper", "no_rope", None) and not isinstance(used, bool | None):
