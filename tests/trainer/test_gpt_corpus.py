@@ -5,7 +5,6 @@ import gzip
 import json
 import os
 import re
-import sys
 
 import numpy as np
 import pytest
@@ -276,12 +275,6 @@ def test_file_that_is_no_tokenizer_raises(tmp_path, content):
         path.write_bytes(content)
     with pytest.raises(ValueError, match=r"must be a Hugging Face tokenizer.json; got .*t.json"):
         FileTokenizer(path, end_of_document=None, vocab_size=9)
-
-
-def test_missing_tokenizers_package_raises(tokenizer, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ImportError, match=r"needs the package tokenizers.* -m pip install -e"):
-        FileTokenizer(tokenizer, end_of_document=None, vocab_size=9)
 
 
 def test_small_vocabulary_of_bytes_raises(tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +15,6 @@ from jaxtyping import Integer, UInt8
 from startrail_jax.errors import InputError, UserError
 from trainer.data.documents import Document
 from trainer.data.opening import read_whole
-from trainer.errors import MissingPackageError
 
 # Ends every document of bytes. No text contains this byte.
 NUL = 0
@@ -137,7 +135,6 @@ class FileTokenizer:
             vocab_size: number of token ids that the model knows.
 
         Raises:
-            ImportError: if the package `tokenizers` is missing.
             ValueError: if the file cannot be used, or none of its tokens is known to end a
                 document.
         """
@@ -274,7 +271,6 @@ def check_tokenizer_of_model(path: Path, vocab_size: int, begin: int | None) -> 
         What the log must say of it; empty if nothing.
 
     Raises:
-        ImportError: if the package `tokenizers` is missing.
         ValueError: if it cannot be used, or has ids beyond the vocabulary.
     """
     if not path.is_file():
@@ -318,13 +314,8 @@ def _counted(
 
 def _load(path: Path) -> tuple[Any, str]:
     """The tokenizer, and a hash of what its tokens depend on."""
-    try:
-        import tokenizers
-    except ImportError as error:
-        raise MissingPackageError(
-            f"Reading {str(path)!r} needs the package tokenizers, which {sys.executable} does not "
-            f"have. Install it: {sys.executable} -m pip install -e '.[train]'"
-        ) from error
+    import tokenizers  # Not above: `--help` must be fast.
+
     with _library_errors(
         path, "Give the file that lies beside the weights of the model, not its folder."
     ):

@@ -36,7 +36,6 @@ def open_examples(
             one.
 
     Raises:
-        ImportError: if a tokenizer.json is given and the package that reads it is missing.
         OSError: if tokens cannot be cached.
         ValueError: if the data cannot be read, are of another kind, are beyond the vocabulary, or
             leave nothing to train on or to hold out; or if `config` asks for a token in front of

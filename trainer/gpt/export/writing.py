@@ -18,12 +18,14 @@ import numpy as np
 from flax import nnx
 from jax.sharding import SingleDeviceSharding
 from jaxtyping import Shaped
+from safetensors import SafetensorError
+from safetensors.numpy import save_file
 
 from models.hooks import Hooks
 from startrail_jax.errors import InputError
 from trainer import durable
 from trainer.data.opening import read_object
-from trainer.errors import MissingPackageError, NonFiniteError, StorageError
+from trainer.errors import NonFiniteError, StorageError
 from trainer.gpt.chat.template import TEMPLATE_FILE
 from trainer.gpt.config import GPTTrainConfig
 from trainer.gpt.lora.peft import (
@@ -102,7 +104,6 @@ def export_run(
         note: is told what the user must know about the checkpoint.
 
     Raises:
-        ImportError: if the package `safetensors` is missing.
         ValueError: if the folder exists or is in an object store, the tokenizer of the run is gone,
             there are no adapters to merge, or they are those of a model that flags have changed and
             merge is not set.
@@ -286,14 +287,6 @@ def _appearing(out: Path) -> Iterator[Path]:
 
 def _write_file(path: Path, tensors: Mapping[str, Any]) -> None:
     """Writes one file of tensors."""
-    try:
-        from safetensors import SafetensorError
-        from safetensors.numpy import save_file
-    except ImportError as error:
-        raise MissingPackageError(
-            "An export must have the package safetensors; got an environment without it. Run pip "
-            "install safetensors."
-        ) from error
     try:
         # transformers asks for the format.
         save_file(dict(tensors), path, metadata={"format": "pt"})

@@ -95,7 +95,6 @@ def beginning_of(path: Path) -> int | None:
         path: the tokenizer.json.
 
     Raises:
-        ImportError: if the package that reads it is missing.
         ValueError: if a file cannot be read, or the token is none of the vocabulary's.
     """
     from trainer.gpt.tokenizer import FileTokenizer
@@ -126,7 +125,6 @@ def ending_of(path: Path) -> int | None:
         path: the tokenizer.json, beside which the other files lie.
 
     Raises:
-        ImportError: if the package that reads it is missing.
         ValueError: if a file cannot be read, or the token is none of the vocabulary's.
     """
     from trainer.gpt.tokenizer import FileTokenizer

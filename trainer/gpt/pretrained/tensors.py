@@ -21,10 +21,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Shaped
+from safetensors import SafetensorError, safe_open
 
 from startrail_jax.errors import InputError, UnsupportedError
 from trainer.data.opening import open_regular, read_object, reading
-from trainer.errors import MissingPackageError
 
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -136,16 +136,8 @@ def open_tensor_file(path: Path) -> Iterator[dict[str, StoredTensor]]:
     Another file that takes its name afterwards is not looked at.
 
     Raises:
-        ImportError: if the package `safetensors` is missing.
         ValueError: if the file cannot be read, is damaged, or changes.
     """
-    try:
-        from safetensors import SafetensorError, safe_open
-    except ImportError as error:
-        raise MissingPackageError(
-            f"init_from must have the package safetensors; got {str(path.parent)!r} without it. "
-            "Run pip install safetensors."
-        ) from error
     with ExitStack() as stack:
         with reading(path):
             file = stack.enter_context(open_regular(path))
@@ -260,7 +252,6 @@ def open_tensors(folder: Path) -> Iterator[Tensors]:
     """Opens the files of a checkpoint, and reads what their headers say.
 
     Raises:
-        ImportError: if the package `safetensors` is missing.
         ValueError: if a file is missing or damaged, or changes.
     """
     index = _index(folder)
