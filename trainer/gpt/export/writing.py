@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -56,11 +56,6 @@ from trainer.parallel.partition import path_name
 from trainer.places import check_folder
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-DTYPES: Mapping[str, Any] = {
-    "float32": np.float32,
-    "bfloat16": jnp.bfloat16,
-    "float16": np.float16,
-}
 SHARD_BYTES = 2 * 10**9
 """Bytes of the tensors of one file, which are in memory together."""
 ROPE = (
@@ -127,7 +122,7 @@ def export_run(
             f"merge adds adapters to weights; got merge=True for {str(run_dir)!r}, a run that has "
             "none, as it had no --lora.rank. Leave --merge out."
         )
-    kind = dtype or (before if before in DTYPES and not apart else "float32")
+    kind = dtype or (before if before in get_args(Dtype) and not apart else "float32")
     family_of(config.model)
     beside = files_beside_weights(config, kept)
     if apart:
@@ -145,8 +140,10 @@ def export_run(
     arrays = {path_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(weights)}
     with _appearing(out) as part:
         if apart:
-            _write_file(part / ADAPTER_FILE, peft_tensors(arrays, DTYPES[kind]))
-        files = 1 if apart else _write_tensors(arrays, part, DTYPES[kind], shard_bytes, config.lora)
+            _write_file(part / ADAPTER_FILE, peft_tensors(arrays, jnp.dtype(kind)))
+        files = (
+            1 if apart else _write_tensors(arrays, part, jnp.dtype(kind), shard_bytes, config.lora)
+        )
         for file, path in beside.items():
             copy_file(path, part / file)
         (part / name).write_text(json.dumps(described, indent=2) + "\n")
