@@ -9,13 +9,15 @@ import itertools
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from startrail_jax.devices.degrees import Degrees
-from startrail_jax.rings.sizes import Sizes
+from startrail_jax.devices.degrees import SEQUENCE_ROLES, Degrees
+from startrail_jax.rings.exchange import Exchange
+from startrail_jax.rings.sizes import WIDTHS, Sizes
 
 Placement = Literal["gather", "gather_permute"]
 Combine = Literal["merge", "reduce_scatter"]
 
 _FLOAT32 = 4
+_INT32 = 4
 # The flat axis over which the paper permutes keys.
 _TRADED = ("group", "team")
 
@@ -37,6 +39,8 @@ class Transfer:
     cycle. None where group and team trade places."""
     inner: int = 1
     """Of messages in a ring, number of devices in an inner cycle."""
+    pairs: tuple[tuple[int, int], ...] = ()
+    """Of a permute that is no ring, (sender, receiver) along the flat axis of `roles`."""
     tensor_bytes: int = 0
     """Bytes of query, key, value, output and their gradients."""
     row_bytes: int = 0
@@ -238,6 +242,44 @@ class Steps:
             _copies("combine", "reduce_scatter", "team", team - 1, out),
             _copies("combine", "all_reduce", "team", 2, 0, all_reduce_bytes(team * lse, team)),
         ]
+
+    def traveller(self, backward: str) -> Literal["query", "kv"]:
+        """Which side goes round the ring in the backward pass, if `backward` is the wish."""
+        if backward == "auto":
+            degrees = self.degrees
+            return self.share.cheaper_traveller(team=degrees.team, group=degrees.group)
+        return "query" if backward == "query" else "kv"
+
+    def seen(self, exchange: Exchange, *, backward: bool = False) -> list[Transfer]:
+        """The moves of an exchange, which takes the place of all steps; see `rings.seen`.
+
+        Args:
+            exchange: the exchange.
+            backward: whether these are the moves of the backward pass.
+        """
+        share, degrees = self.share, self.degrees
+        heads = max(self.kv_heads // degrees.tensor, 1)
+        key = share.batch * heads * (share.head_dim + share.value_head_dim)
+        row = share.batch * _INT32 * share.packed * self._chunks(backward)
+        sends = not (backward and self.keep_gathered)
+        moves = []
+        for move in exchange.moves:
+            keys = move.length * key * share.width * sends
+            ids = move.length * row * sends
+            width = _FLOAT32 if move.shared else WIDTHS[share.gradient_dtype]
+            gradients = move.length * key * width * backward
+            if move.shared:
+                keys, ids, gradients = (
+                    all_reduce_bytes(size, degrees.sequence) for size in (keys, ids, gradients)
+                )
+                for sizes in ((keys, ids), (gradients,)):
+                    moves.append(_copies("shared keys", "all_reduce", SEQUENCE_ROLES, 1, *sizes))
+                continue
+            back = tuple((target, source) for source, target in move.pairs)
+            for pairs, *sizes in ((move.pairs, keys, ids), (back, gradients)):
+                step = _copies("seen keys", "collective_permute", SEQUENCE_ROLES, 1, *sizes)
+                moves.append(replace(step, pairs=pairs))
+        return moves
 
     def replica_sum(self) -> list[Transfer]:
         """Gradients of keys and values that lie on every device along `tensor`, summed over it.

@@ -14,7 +14,7 @@ import startrail_jax as st
 from startrail_jax.analysis.hlo import read_traffic
 from startrail_jax.analysis.ports import messages, read_messages
 from startrail_jax.devices.nodes import ORDERS, node_grid, nodes_of
-from startrail_jax.rings.rings import CHECKPOINT_NAMES
+from startrail_jax.rings.residuals import CHECKPOINT_NAMES
 
 # Nothing is executed here, and machine code takes most of the time to compile.
 COMPILER_OPTIONS = {"xla_backend_optimization_level": 0}
