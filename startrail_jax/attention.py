@@ -259,7 +259,12 @@ class Attention(Decoding):
         )
         sizes.check(self.degrees, mask=self.pattern, layout=self.layout)
         nodes = mesh_crossing(self.mesh, self.axes, devices_per_node)
-        explanation = explain(schedule, sizes.share(self.degrees), axes=self.axes, nodes=nodes)
+        exchange, why = choose_exchange(schedule, self.degrees, sizes)
+        schedule, share = dataclasses.replace(schedule, exchange=exchange), self.degrees
+        if exchange == "seen":  # Every sequence device has all heads of its tensor rank.
+            schedule = schedule.alone
+            share = dataclasses.replace(share, ring=share.sequence, group=1, team=1, head=1)
+        explanation = explain(schedule, sizes.share(share), axes=self.axes, nodes=nodes, why=why)
         if explanation.advice and (self, seq_len) not in _WARNED:
             _WARNED.add((self, seq_len))
             warnings.warn(explanation.advice, BalanceWarning, stacklevel=2)

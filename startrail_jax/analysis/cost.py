@@ -256,11 +256,10 @@ def communication(
     )
     steps = _steps(schedule, degrees, sizes, _offsets(schedule, seq_len, rounds))
     name, _ = choose_exchange(schedule, degrees, sizes, steps=steps)
-    forward, reverse = _passes(schedule, steps, seq_len, name, shared_ids=key_len is None)
+    passes = _passes(schedule, steps, seq_len, name, shared_ids=key_len is None)
     mode = steps.traveller(backward)
-    order, grid = _placed(degrees, order, devices_per_node, forward + reverse)
-    passes = (forward, reverse, forward + reverse)
-    there, back, total = (_traffic(degrees, steps, share, grid) for steps in passes)
+    order, grid = _placed(degrees, order, devices_per_node, passes[-1])
+    there, back, total = (_traffic(degrees, transfers, share, grid) for transfers in passes)
     return Communication(forward=there, backward=back, total=total, backward_mode=mode, order=order)
 
 
@@ -302,8 +301,8 @@ def choose_exchange(
     steps = steps or _steps(schedule, degrees, sizes, ring_offsets(schedule, seq_len))
     received = {}
     for name in ("rings", "seen"):
-        passes = _passes(schedule, steps, seq_len, name, shared_ids=True)
-        received[name] = sum(x.received_bytes for x in itertools.chain(*passes))
+        *_, both = _passes(schedule, steps, seq_len, name, shared_ids=True)
+        received[name] = sum(x.received_bytes for x in both)
     best = min(received, key=lambda name: received[name])
     sent = ", ".join(f"{size:,} bytes with {name!r}" for name, size in received.items())
     return best, f"a device receives, in both passes, {sent}"
@@ -324,12 +323,17 @@ def _steps(schedule: Schedule, degrees: Degrees, sizes: Sizes, offsets: tuple[in
 
 def _passes(
     schedule: Schedule, steps: Steps, seq_len: int, exchange: str, *, shared_ids: bool
-) -> tuple[list[Transfer], list[Transfer]]:
-    """The transfers of the forward and of the backward pass."""
+) -> tuple[list[Transfer], list[Transfer], list[Transfer]]:
+    """The transfers of the forward pass, of the backward pass, and of both."""
     if exchange == "seen":
         moves = exchange_of(schedule.pattern, schedule.layout, seq_len)
         assert moves is not None
-        return steps.seen(moves), [*steps.seen(moves, backward=True), *steps.replica_sum()]
+        there, back, both = (
+            steps.seen(moves, forward=forward, backward=backward)
+            for forward, backward in ((True, False), (False, True), (True, True))
+        )
+        sums = steps.replica_sum()
+        return there, [*back, *sums], [*both, *sums]
     forward = [
         *steps.exchange(id_arrays=1 if shared_ids else 2),
         *steps.query_gather(),
@@ -349,7 +353,7 @@ def _passes(
         *steps.gradient_exchange(),
         *steps.replica_sum(),
     ]
-    return forward, reverse
+    return forward, reverse, forward + reverse
 
 
 def _placed(
@@ -374,7 +378,7 @@ def _placed(
 def _traffic(
     degrees: Degrees, transfers: list[Transfer], share: Sizes, grid: np.ndarray | None
 ) -> Traffic:
-    moving = tuple(transfer for transfer in transfers if transfer.received_bytes)
+    moving = tuple(transfer for transfer in transfers if transfer.sent_bytes)
     return Traffic(
         transfers=moving,
         unit_bytes=share.query_bytes,

@@ -145,12 +145,12 @@ def messages(
     """
     sizes: Counter[tuple[Any, ...]] = Counter()
     for transfer in transfers:
-        if transfer.received_bytes == 0:
+        if transfer.sent_bytes == 0:
             continue
         hops: tuple[Any, ...] = transfer.hops or (transfer.pairs,)
         for hop in hops:
             pattern = transfer.roles, transfer.collective, hop, transfer.inner
-            sizes[pattern] += transfer.received_bytes // len(hops)
+            sizes[pattern] += transfer.sent_bytes // len(hops)
     parts = [np.zeros((3, 0), np.int64)]
     for (roles, collective, hop, inner), size in sizes.items():
         members = _members(degrees, roles)

@@ -9,6 +9,8 @@ import itertools
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import numpy as np
+
 from startrail_jax.devices.degrees import SEQUENCE_ROLES, Degrees
 from startrail_jax.rings.exchange import Exchange
 from startrail_jax.rings.sizes import WIDTHS, Sizes
@@ -41,6 +43,8 @@ class Transfer:
     """Of messages in a ring, number of devices in an inner cycle."""
     pairs: tuple[tuple[int, int], ...] = ()
     """Of a permute that is no ring, (sender, receiver) along the flat axis of `roles`."""
+    message_bytes: int | None = None
+    """Bytes of a message, where not all devices receive one; None for `received_bytes`."""
     tensor_bytes: int = 0
     """Bytes of query, key, value, output and their gradients."""
     row_bytes: int = 0
@@ -50,6 +54,11 @@ class Transfer:
     def received_bytes(self) -> int:
         """Bytes of both."""
         return self.tensor_bytes + self.row_bytes
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that a device sends, if it sends anything."""
+        return self.received_bytes if self.message_bytes is None else self.message_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,35 +259,49 @@ class Steps:
             return self.share.cheaper_traveller(team=degrees.team, group=degrees.group)
         return "query" if backward == "query" else "kv"
 
-    def seen(self, exchange: Exchange, *, backward: bool = False) -> list[Transfer]:
+    def seen(self, exchange: Exchange, *, forward: bool, backward: bool) -> list[Transfer]:
         """The moves of an exchange, which takes the place of all steps; see `rings.seen`.
 
         Args:
             exchange: the exchange.
-            backward: whether these are the moves of the backward pass.
+            forward, backward: whether these are the moves of the forward pass, of the backward
+                pass, or of both.
+
+        Returns:
+            What the device receives that receives most in these passes.
         """
-        share, degrees = self.share, self.degrees
-        heads = max(self.kv_heads // degrees.tensor, 1)
-        key = share.batch * heads * (share.head_dim + share.value_head_dim)
-        row = share.batch * _INT32 * share.packed * self._chunks(backward)
-        sends = not (backward and self.keep_gathered)
-        moves = []
-        for move in exchange.moves:
-            keys = move.length * key * share.width * sends
-            ids = move.length * row * sends
-            width = _FLOAT32 if move.shared else WIDTHS[share.gradient_dtype]
-            gradients = move.length * key * width * backward
-            if move.shared:
-                keys, ids, gradients = (
-                    all_reduce_bytes(size, degrees.sequence) for size in (keys, ids, gradients)
-                )
-                for sizes in ((keys, ids), (gradients,)):
-                    moves.append(_copies("shared keys", "all_reduce", SEQUENCE_ROLES, 1, *sizes))
-                continue
-            back = tuple((target, source) for source, target in move.pairs)
-            for pairs, *sizes in ((move.pairs, keys, ids), (back, gradients)):
-                step = _copies("seen keys", "collective_permute", SEQUENCE_ROLES, 1, *sizes)
-                moves.append(replace(step, pairs=pairs))
+        share, ranks = self.share, self.degrees.sequence
+        heads = max(self.kv_heads // self.degrees.tensor, 1)
+        channels = share.batch * heads * (share.head_dim + share.value_head_dim)
+        times = (forward, backward and not self.keep_gathered)
+        # Of one key, in bytes: itself and its segment id, as often as they are sent, and gradients.
+        key = channels * share.width * sum(times)
+        ids = times[0] + times[1] * self._chunks(True)
+        row = share.batch * _INT32 * share.packed * ids
+        gradient = channels * WIDTHS[share.gradient_dtype] * backward
+        received = np.zeros(ranks, int)
+        permutes = []
+        for move in (x for x in exchange.moves if not x.shared):
+            for pairs, *sizes in ((move.pairs, key, row), (move.returning, gradient, 0)):
+                permutes.append((pairs, *(move.length * size for size in sizes)))
+                received[[target for _, target in pairs]] += sum(permutes[-1][1:])
+        busiest = received.argmax()
+        moves = [
+            Transfer(
+                step="seen keys",
+                collective="collective_permute",
+                roles=SEQUENCE_ROLES,
+                pairs=pairs,
+                tensor_bytes=tensors * (busiest in dict(pairs).values()),
+                row_bytes=rows * (busiest in dict(pairs).values()),
+                message_bytes=tensors + rows,
+            )
+            for pairs, tensors, rows in permutes
+        ]
+        sums = [(key, row), (channels * _FLOAT32 * backward, 0)]
+        for sizes in sums:
+            total = [all_reduce_bytes(exchange.shared * size, ranks) for size in sizes]
+            moves.append(_copies("shared keys", "all_reduce", SEQUENCE_ROLES, 1, *total))
         return moves
 
     def replica_sum(self) -> list[Transfer]:

@@ -72,6 +72,11 @@ class Move:
     """The runs that lie one after another in the message."""
 
     @property
+    def returning(self) -> tuple[tuple[int, int], ...]:
+        """The pairs of the way back."""
+        return tuple((target, source) for source, target in self.pairs)
+
+    @property
     def length(self) -> int:
         """Keys in the message."""
         return sum(part.length for part in self.parts)

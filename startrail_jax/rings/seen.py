@@ -190,8 +190,8 @@ def _return(static: _Static, move: Move, dx: Array, home: Array) -> Array:
         # A sum on the network: it is rounded to float32 only.
         dx = alike(collectives.total(dx.astype(jnp.float32), axis), home)[0]
     else:
-        back = [(target, source) for source, target in move.pairs]
-        dx = collectives.permute(dx.astype(sent_in), axis, back).astype(jnp.float32)
+        dx = collectives.permute(dx.astype(sent_in), axis, list(move.returning))
+        dx = dx.astype(jnp.float32)
     for part, piece in zip(move.parts, _split(move, dx), strict=True):
         if move.shared:
             piece = jnp.where(static.rank == part.owner, piece, 0.0)
