@@ -27,9 +27,10 @@ from startrail_jax.devices.degrees import ROLES, Degrees, check_degrees
 from startrail_jax.devices.nodes import node_grid, nodes_of, resolve_order
 from startrail_jax.errors import InputError, UnsupportedError
 from startrail_jax.masks import Pattern, resolve
-from startrail_jax.rings.exchange import EXCHANGES, exchange_of, why_no_exchange
+from startrail_jax.rings.exchange import EXCHANGES
 from startrail_jax.rings.head_chunks import check_head_chunks
 from startrail_jax.rings.schedule import Schedule, ring_offsets, schedule_of
+from startrail_jax.rings.seen import seen_exchange, why_not_seen
 from startrail_jax.rings.sizes import GRADIENT_DTYPES, Sizes, dtype_name
 from startrail_jax.tokens.layout import Layout
 
@@ -283,7 +284,7 @@ def choose_exchange(
     if schedule.exchange == "rings":
         return "rings", "exchange='rings'"
     seq_len = sizes.query_tokens
-    reason = why_no_exchange(schedule.pattern, schedule.layout, seq_len)
+    reason = why_not_seen(schedule.pattern, schedule.layout, seq_len)
     if "bias" in schedule.scores:
         reason = "the columns of a bias lie where the rings bring their keys"
     if schedule.as_published:
@@ -326,7 +327,7 @@ def _passes(
 ) -> tuple[list[Transfer], list[Transfer], list[Transfer]]:
     """The transfers of the forward pass, of the backward pass, and of both."""
     if exchange == "seen":
-        moves = exchange_of(schedule.pattern, schedule.layout, seq_len)
+        moves = seen_exchange(schedule.pattern, schedule.layout, seq_len)
         assert moves is not None
         there, back, both = (
             steps.seen(moves, forward=forward, backward=backward)

@@ -11,9 +11,9 @@ from startrail_jax.blocks import tiled
 from startrail_jax.blocks.pieces import Pieces
 from startrail_jax.devices.degrees import ROLES, Axis
 from startrail_jax.masks import Causal, Full, Pattern
-from startrail_jax.rings.exchange import exchange_of
 from startrail_jax.rings.head_chunks import check_head_chunks
 from startrail_jax.rings.schedule import Schedule, ring_offsets, unit_cases
+from startrail_jax.rings.seen import seen_exchange
 from startrail_jax.rings.sizes import Sizes
 
 _SERVES = {
@@ -161,7 +161,7 @@ def explain(
         kernels = kernel_shares(schedule, share, dense=dense is not None)
     if choice.backend == "cudnn":
         cases = unit_cases(schedule, seq_len, kv_seq_len)
-    seen = exchange_of(schedule.pattern, schedule.layout, seq_len) if is_seen else None
+    seen = seen_exchange(schedule.pattern, schedule.layout, seq_len) if is_seen else None
     num_nodes, across = nodes or (None, ())
     stays = (role for role in ROLES if axes[role].degree > 1 and role not in across)
     better = better_layout(schedule, seq_len)

@@ -9,8 +9,6 @@ import itertools
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import numpy as np
-
 from startrail_jax.devices.degrees import SEQUENCE_ROLES, Degrees
 from startrail_jax.rings.exchange import Exchange
 from startrail_jax.rings.sizes import WIDTHS, Sizes
@@ -279,13 +277,14 @@ class Steps:
         ids = times[0] + times[1] * self._chunks(True)
         row = share.batch * _INT32 * share.packed * ids
         gradient = channels * WIDTHS[share.gradient_dtype] * backward
-        received = np.zeros(ranks, int)
-        permutes = []
-        for move in (x for x in exchange.moves if not x.shared):
-            for pairs, *sizes in ((move.pairs, key, row), (move.returning, gradient, 0)):
-                permutes.append((pairs, *(move.length * size for size in sizes)))
-                received[[target for _, target in pairs]] += sum(permutes[-1][1:])
-        busiest = received.argmax()
+        of_keys, of_gradients = exchange.received(ranks)
+        busiest = int((of_keys * (key + row) + of_gradients * gradient).argmax())
+        permutes = [
+            (pairs, *(move.length * size for size in sizes))
+            for move in exchange.moves
+            for pairs, *sizes in ((move.pairs, key, row), (move.returning, gradient, 0))
+            if not move.shared
+        ]
         moves = [
             Transfer(
                 step="seen keys",

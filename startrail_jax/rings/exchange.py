@@ -14,21 +14,20 @@ axis too, and queries stay where they are.
 
 The answer is as exact as the mask is for spans of positions (`masks.Pattern.some`): runs end at the
 first and at the last key that may be seen, and have gaps where whole blocks of a slice are hidden.
+
+This module needs NumPy alone, as the planner uses it too.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-
-from startrail_jax.masks import Causal, Full, Pattern
-from startrail_jax.tokens.layout import Layout, Runs, Span
 
 EXCHANGES = ("auto", "rings", "seen")
 """The values of the option `exchange` of `Attention`."""
@@ -40,6 +39,42 @@ _MOST_SLICES = 64
 # Pairs of a rank and a slice that a mask is asked about at once.
 _AT_ONCE = 2**21
 
+
+@dataclass(frozen=True)
+class Slices:
+    """The slices of a sequence, in order of position."""
+
+    ranks: int
+    """Number of sequence ranks."""
+    per_rank: int
+    """Slices that a rank holds: 1, or 2 in zigzag order."""
+    size: int
+    """Tokens in a slice."""
+
+    @property
+    def count(self) -> int:
+        """Number of slices."""
+        return self.ranks * self.per_rank
+
+    def holder(self, index: Any) -> Any:
+        """The rank of a slice, or of an array of them."""
+        return np.minimum(index, 2 * self.ranks - 1 - index)
+
+    def place(self, position: int, length: int) -> tuple[int, int]:
+        """Where `length` keys of one slice that begin at a position, or before it, lie.
+
+        Returns:
+            The position of the first of them, and its index in the shard of its rank.
+        """
+        index, within = divmod(position, self.size)
+        within = min(within, self.size - length)
+        late = self.size if index >= self.ranks else 0
+        return index * self.size + within, late + within
+
+
+Shows = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
+"""(ranks, first, last) -> whether some query of each rank may see some key from position `first` to
+`last`, both included; arrays that broadcast. False is certain."""
 Needs = dict[int, list[tuple[int, int]]]
 """For each rank, the runs (first, last) of keys that it needs and does not hold, in order."""
 
@@ -93,6 +128,15 @@ class Exchange:
 
     moves: tuple[Move, ...]
 
+    def received(self, ranks: int) -> tuple[np.ndarray, np.ndarray]:
+        """Keys, and gradients of keys, that each of so many ranks receives in permutes."""
+        keys, gradients = np.zeros((2, ranks), int)
+        for move in self.moves:
+            for source, target in move.pairs:
+                keys[target] += move.length
+                gradients[source] += move.length
+        return keys, gradients
+
     @property
     def permuted(self) -> int:
         """Keys that a rank receives from others in permutes."""
@@ -104,131 +148,57 @@ class Exchange:
         return sum(move.length for move in self.moves if move.shared)
 
 
-def why_no_exchange(pattern: Pattern, layout: Layout, seq_len: int) -> str | None:
-    """Why an exchange cannot or need not be made; None if it can.
+def exchange_of(slices: Slices, shows: Shows) -> Exchange | None:
+    """The exchange of the fewest bytes that is found.
 
     Args:
-        pattern: the mask.
-        layout: the layout of queries and keys.
-        seq_len: tokens of the whole sequence.
-    """
-    within = pattern.within(seq_len)
-    if layout.degree == 1:
-        return "one device holds all keys"
-    if isinstance(within, (Full, Causal)):
-        return f"the mask {within} shows the keys of nearly all devices"
-    if within.per_row:
-        return f"the mask {within} leaves lengths open until a call gives them"
-    if layout.kind == "striped":
-        return "in striped order, neighbouring keys lie on different devices"
-    if exchange_of(pattern, layout, seq_len) is None:
-        return f"the mask {within} shows each device keys of nearly all others"
-    return None
-
-
-@functools.lru_cache(maxsize=1024)
-def exchange_of(pattern: Pattern, layout: Layout, seq_len: int) -> Exchange | None:
-    """The exchange for a mask.
-
-    Args:
-        pattern: a mask of static positions.
-        layout: a contiguous or zigzag layout.
-        seq_len: tokens of the whole sequence.
+        slices: where keys and queries lie.
+        shows: what queries see of keys.
 
     Returns:
-        The exchange of the fewest bytes that is found; None if it is not worth looking for, as each
-        device needs keys of very many slices.
+        The exchange; None if it is not worth looking for, as each device needs keys of very many
+        slices.
     """
-    slices = _Slices(layout, seq_len)
-    needs = _needs(pattern.within(seq_len), slices)
+    needs = _needs(slices, shows)
     if needs is None:
         return None
     found = []
     for shared in dict.fromkeys([(), _wanted_by_most(slices, needs)]):
-        rest = _without(needs, shared)
-        moves = [_shared_move(slices, needs, shared)] if shared else []
-        found.append(Exchange((*moves, *_joined(_moves(slices, rest)))))
+        moves = [_shared_move(slices, shared)] if shared else []
+        found.append(Exchange((*moves, *_joined(_moves(slices, _without(needs, shared))))))
     return min(found, key=lambda x: (x.permuted + 2 * x.shared, len(x.moves)))
 
 
-@dataclass(frozen=True)
-class _Slices:
-    """The slices of a sequence, in order of position."""
-
-    layout: Layout
-    seq_len: int
-
-    @property
-    def ranks(self) -> int:
-        return self.layout.degree
-
-    @property
-    def count(self) -> int:
-        return self.layout.multiple
-
-    @property
-    def size(self) -> int:
-        return self.seq_len // self.count
-
-    def holder(self, index):
-        """The rank of a slice, or of an array of them."""
-        return np.minimum(index, 2 * self.ranks - 1 - index)
-
-    def place(self, position: int, length: int) -> tuple[int, int]:
-        """Where `length` keys of one slice that begin at a position, or before it, lie.
-
-        Returns:
-            The position of the first of them, and its index in the shard of its rank.
-        """
-        index, within = divmod(position, self.size)
-        within = min(within, self.size - length)
-        late = self.size if index >= self.ranks else 0
-        return index * self.size + within, late + within
-
-    def queries(self, ranks: np.ndarray) -> Runs:
-        """The positions of the queries of many ranks."""
-        return self.layout.unit_positions(self.seq_len, ranks, 1)
-
-
-def _needs(pattern: Pattern, slices: _Slices) -> Needs | None:
+def _needs(slices: Slices, shows: Shows) -> Needs | None:
     """The keys that each rank needs and does not hold; None if they lie in very many slices."""
-    indices, all_ranks = np.arange(slices.count), np.arange(slices.ranks)
+    indices, ranks = np.arange(slices.count), np.arange(slices.ranks)
     begin = indices * slices.size
     met = [
-        np.broadcast_to(
-            pattern.shows(slices.queries(some[:, None]), Span(begin, begin + slices.size - 1)),
-            (len(some), slices.count),
-        )
-        for some in np.array_split(all_ranks, -(-slices.ranks * slices.count // _AT_ONCE))
+        shows(some[:, None], begin, begin + slices.size - 1)
+        for some in np.array_split(ranks, -(-slices.ranks * slices.count // _AT_ONCE))
     ]
-    elsewhere = slices.holder(indices) != all_ranks[:, None]
-    rank, index = np.nonzero(np.concatenate(met) & elsewhere)
+    rank, index = np.nonzero(np.concatenate(met) & (slices.holder(indices) != ranks[:, None]))
     if len(rank) > _MOST_SLICES * slices.count:
         return None
     size = -(-slices.size // _BLOCKS)
     starts = np.arange(0, slices.size, size)
     first = begin[index][:, None] + starts
     last = begin[index][:, None] + np.minimum(starts + size, slices.size) - 1
-    blocks = pattern.shows(slices.queries(rank[:, None]), Span(first, last))
-    row, start, stop = _runs(np.broadcast_to(blocks, first.shape))
+    row, start, stop = _runs(shows(rank[:, None], first, last))
     receiver = rank[row]
-
-    def seen(first: np.ndarray, last: np.ndarray) -> np.ndarray:
-        return pattern.shows(slices.queries(receiver), Span(first, last))
-
     # The first key of the first block that is needed, and the last one of the last block.
     low, high = first[row, start], last[row, start]
     end = low
     while (low < high).any():
         middle = (low + high) // 2
-        found = seen(end, middle)
+        found = shows(receiver, end, middle)
         low, high = np.where(found, low, middle + 1), np.where(found, middle, high)
     lowest = low
     low, high = first[row, stop - 1], last[row, stop - 1]
     end = high
     while (low < high).any():
         middle = (low + high + 1) // 2
-        found = seen(middle, end)
+        found = shows(receiver, middle, end)
         low, high = np.where(found, middle, low), np.where(found, high, middle - 1)
     needs: Needs = defaultdict(list)
     for one, a, b in sorted(zip(receiver.tolist(), lowest.tolist(), low.tolist(), strict=True)):
@@ -243,7 +213,7 @@ def _runs(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return row, start, np.nonzero(steps == -1)[1]
 
 
-def _wanted_by_most(slices: _Slices, needs: Needs) -> tuple[tuple[int, int], ...]:
+def _wanted_by_most(slices: Slices, needs: Needs) -> tuple[tuple[int, int], ...]:
     """Runs of keys that more than half of the ranks need."""
     changes: Counter[int] = Counter()
     for first, last in itertools.chain.from_iterable(needs.values()):
@@ -280,7 +250,7 @@ def _without(needs: Needs, shared: Iterable[tuple[int, int]]) -> Needs:
     return needs
 
 
-def _shared_move(slices: _Slices, needs: Needs, shared: Iterable[tuple[int, int]]) -> Move:
+def _shared_move(slices: Slices, shared: Iterable[tuple[int, int]]) -> Move:
     """The move of shared runs. They count at all ranks but their owner, which has them."""
     parts = []
     for first, last in shared:
@@ -319,7 +289,7 @@ class _Colour:
         del self.by_source[piece[0]], self.by_target[piece[1]]
 
 
-def _moves(slices: _Slices, needs: Needs) -> list[Move]:
+def _moves(slices: Slices, needs: Needs) -> list[Move]:
     """Few moves of few keys: long pieces first, those of one distance together."""
     pieces = [
         (int(slices.holder(first // slices.size)), target, first, last)
@@ -366,7 +336,7 @@ def _freed(colours: list[_Colour], piece: tuple[int, int, int, int]) -> _Colour 
     return None
 
 
-def _move(slices: _Slices, colour: _Colour) -> Move:
+def _move(slices: Slices, colour: _Colour) -> Move:
     starts, positions = [0] * slices.ranks, [0] * slices.ranks
     needed = [(0, -1)] * slices.ranks
     for source, target, first, last in colour.by_source.values():

@@ -15,6 +15,7 @@ the backward pass, and sends as many gradients. No query moves, and no output.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,9 +32,9 @@ from startrail_jax.blocks import softmax
 from startrail_jax.blocks.scores import PLAIN, Scores
 from startrail_jax.blocks.softmax import Partials, merge_precisely
 from startrail_jax.blocks.visibility import Visibility
-from startrail_jax.masks import Pattern
+from startrail_jax.masks import Causal, Full, Pattern
 from startrail_jax.rings import collectives
-from startrail_jax.rings.exchange import Exchange, Move, Part, exchange_of
+from startrail_jax.rings.exchange import Exchange, Move, Part, Slices, exchange_of
 from startrail_jax.rings.residuals import CHECKPOINT_NAMES, named, row_gradients
 from startrail_jax.rings.ring_loop import as_float32
 from startrail_jax.rings.schedule import Schedule
@@ -48,10 +49,49 @@ from startrail_jax.shapes import (
     QueryShard,
     ValueShard,
 )
-from startrail_jax.tokens.layout import Runs, Span
+from startrail_jax.tokens.layout import Layout, Runs, Span
 from startrail_jax.xla.derivatives import FIRST_ONLY, without_derivative
 from startrail_jax.xla.ordering import recompute_in_backward
 from startrail_jax.xla.varying import alike
+
+
+def why_not_seen(pattern: Pattern, layout: Layout, seq_len: int) -> str | None:
+    """Why only the keys that are seen cannot or need not be sent; None if they can.
+
+    Args:
+        pattern: the mask.
+        layout: the layout of queries and keys.
+        seq_len: tokens of the whole sequence.
+    """
+    within = pattern.within(seq_len)
+    if layout.degree == 1:
+        return "one device holds all keys"
+    if isinstance(within, (Full, Causal)):
+        return f"the mask {within} shows the keys of nearly all devices"
+    if within.per_row:
+        return f"the mask {within} leaves lengths open until a call gives them"
+    if layout.kind == "striped":
+        return "in striped order, neighbouring keys lie on different devices"
+    if seen_exchange(pattern, layout, seq_len) is None:
+        return f"the mask {within} shows each device keys of nearly all others"
+    return None
+
+
+@functools.lru_cache(maxsize=1024)
+def seen_exchange(pattern: Pattern, layout: Layout, seq_len: int) -> Exchange | None:
+    """The exchange for a mask of static positions and a contiguous or zigzag layout.
+
+    Returns:
+        The exchange; None if it is not worth looking for (`exchange.exchange_of`).
+    """
+    pattern = pattern.within(seq_len)
+
+    def shows(ranks: np.ndarray, first: np.ndarray, last: np.ndarray) -> np.ndarray:
+        found = pattern.shows(layout.unit_positions(seq_len, ranks, 1), Span(first, last))
+        return np.broadcast_to(found, np.broadcast_shapes(ranks.shape, first.shape))
+
+    slices = Slices(layout.degree, layout.multiple // layout.degree, seq_len // layout.multiple)
+    return exchange_of(slices, shows)
 
 
 def attend_seen(
@@ -134,7 +174,7 @@ class _Static:
     def of(cls, schedule: Schedule, q: Any, k: Any, v: Any, segments: Any) -> _Static:
         share = Sizes.of(q, k, v, packed=segments is not None)
         seq_len = share.query_tokens * schedule.num_shards
-        exchange = exchange_of(schedule.pattern, schedule.layout, seq_len)
+        exchange = seen_exchange(schedule.pattern, schedule.layout, seq_len)
         assert exchange is not None
         return cls(
             schedule=schedule,
@@ -310,11 +350,10 @@ def _backward_rule(schedule: Schedule, residuals: Any, cotangents: Any) -> tuple
         pieces, travelling = travelling[: len(move.parts)], travelling[len(move.parts) :]
         home = _return(static, move, jnp.concatenate(pieces, 1), home)
     dk, dv = jnp.split(home, [q.shape[-1]], -1)
-    scores, _, sinks = given
-    scores = None if scores is None else scores.with_gradients(as_float32(of_scores))
-    sinks = None if sinks is None else softmax.sink_gradient(sinks, lse, delta)
+    learnt = given.scores and given.scores.with_gradients(as_float32(of_scores))
+    sinks = None if given.sinks is None else softmax.sink_gradient(given.sinks, lse, delta)
     dq, dk, dv = dq.astype(q.dtype), dk.astype(like.dtype), dv.astype(like.dtype)
-    return dq, dk, dv, None, None, Given(scores, None, sinks)
+    return dq, dk, dv, None, None, Given(learnt, None, sinks)
 
 
 # See `rings.concentric_attention`.
