@@ -80,7 +80,7 @@ Needs = dict[int, list[tuple[int, int]]]
 
 
 @dataclass(frozen=True)
-class Part:
+class KeyRun:
     """What each rank sends and receives in one move: a run of keys of one slice."""
 
     length: int
@@ -97,13 +97,13 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Move:
+class KeyMove:
     """One message of each rank."""
 
     pairs: tuple[tuple[int, int], ...]
     """(sender, receiver); each rank is at most once a sender and once a receiver. None if the runs
     are shared."""
-    parts: tuple[Part, ...]
+    parts: tuple[KeyRun, ...]
     """The runs that lie one after another in the message."""
 
     @property
@@ -126,7 +126,7 @@ class Move:
 class Exchange:
     """All that is sent for one mask, one layout and one length."""
 
-    moves: tuple[Move, ...]
+    moves: tuple[KeyMove, ...]
 
     def received(self, ranks: int) -> tuple[np.ndarray, np.ndarray]:
         """Keys, and gradients of keys, that each of so many ranks receives in permutes."""
@@ -250,14 +250,14 @@ def _without(needs: Needs, shared: Iterable[tuple[int, int]]) -> Needs:
     return needs
 
 
-def _shared_move(slices: Slices, shared: Iterable[tuple[int, int]]) -> Move:
+def _shared_move(slices: Slices, shared: Iterable[tuple[int, int]]) -> KeyMove:
     """The move of shared runs. They count at all ranks but their owner, which has them."""
     parts = []
     for first, last in shared:
         owner = int(slices.holder(first // slices.size))
         start = slices.place(first, last - first + 1)[1]
         parts.append(
-            Part(
+            KeyRun(
                 length=last - first + 1,
                 starts=(start,) * slices.ranks,
                 positions=(first,) * slices.ranks,
@@ -268,7 +268,7 @@ def _shared_move(slices: Slices, shared: Iterable[tuple[int, int]]) -> Move:
                 owner=owner,
             )
         )
-    return Move((), tuple(parts))
+    return KeyMove((), tuple(parts))
 
 
 @dataclass
@@ -289,7 +289,7 @@ class _Colour:
         del self.by_source[piece[0]], self.by_target[piece[1]]
 
 
-def _moves(slices: Slices, needs: Needs) -> list[Move]:
+def _moves(slices: Slices, needs: Needs) -> list[KeyMove]:
     """Few moves of few keys: long pieces first, those of one distance together."""
     pieces = [
         (int(slices.holder(first // slices.size)), target, first, last)
@@ -336,19 +336,19 @@ def _freed(colours: list[_Colour], piece: tuple[int, int, int, int]) -> _Colour 
     return None
 
 
-def _move(slices: Slices, colour: _Colour) -> Move:
+def _move(slices: Slices, colour: _Colour) -> KeyMove:
     starts, positions = [0] * slices.ranks, [0] * slices.ranks
     needed = [(0, -1)] * slices.ranks
     for source, target, first, last in colour.by_source.values():
         positions[target], starts[source] = slices.place(first, colour.length)
         needed[target] = (first, last)
-    part = Part(colour.length, tuple(starts), tuple(positions), tuple(needed))
-    return Move(tuple(sorted(piece[:2] for piece in colour.by_source.values())), (part,))
+    part = KeyRun(colour.length, tuple(starts), tuple(positions), tuple(needed))
+    return KeyMove(tuple(sorted(piece[:2] for piece in colour.by_source.values())), (part,))
 
 
-def _joined(moves: Iterable[Move]) -> list[Move]:
+def _joined(moves: Iterable[KeyMove]) -> list[KeyMove]:
     """One move in place of several between the same ranks."""
     parts = defaultdict(list)
     for move in moves:
         parts[move.pairs] += move.parts
-    return [Move(pairs, tuple(those)) for pairs, those in parts.items()]
+    return [KeyMove(pairs, tuple(those)) for pairs, those in parts.items()]

@@ -34,7 +34,7 @@ from startrail_jax.blocks.softmax import Partials, merge_precisely
 from startrail_jax.blocks.visibility import Visibility
 from startrail_jax.masks import Causal, Full, Pattern
 from startrail_jax.rings import collectives
-from startrail_jax.rings.exchange import Exchange, Move, Part, Slices, exchange_of
+from startrail_jax.rings.exchange import Exchange, KeyMove, KeyRun, Slices, exchange_of
 from startrail_jax.rings.residuals import CHECKPOINT_NAMES, named, row_gradients
 from startrail_jax.rings.ring_loop import as_float32
 from startrail_jax.rings.schedule import Schedule
@@ -196,7 +196,7 @@ class _Static:
         """What the queries of this device see of its own keys."""
         return self.schedule.visibility(self.seq_len, (self.rank, 0, 0), query_ids, key_ids)
 
-    def of_part(self, part: Part, query_ids: Any, key_ids: Any) -> Visibility:
+    def of_run(self, part: KeyRun, query_ids: Any, key_ids: Any) -> Visibility:
         """What the queries of this device see of the keys that it has received."""
         first, last = (self.here([ends[i] for ends in part.needed]) for i in (0, 1))
         own, start = self.own(query_ids, key_ids), self.here(part.positions)
@@ -208,7 +208,7 @@ class _Static:
         )
 
 
-def _send(static: _Static, move: Move, x: Array | None) -> Array | None:
+def _send(static: _Static, move: KeyMove, x: Array | None) -> Array | None:
     """The keys of a move, or what belongs to them, from whoever has them: [b, keys, ...]."""
     if x is None:
         return None
@@ -223,7 +223,7 @@ def _send(static: _Static, move: Move, x: Array | None) -> Array | None:
     return alike(collectives.total(jnp.concatenate(cut, 1), axis), x)[0]
 
 
-def _return(static: _Static, move: Move, dx: Array, home: Array) -> Array:
+def _return(static: _Static, move: KeyMove, dx: Array, home: Array) -> Array:
     """Adds the gradients of the keys of a move to those of their owners, in float32."""
     sent_in, axis = static.schedule.gradient_dtype, static.schedule.ring
     if move.shared:
@@ -251,7 +251,7 @@ def _received(static: _Static, k: Array, v: Array, ids: Array | None) -> list[An
 
 def _parts(
     static: _Static, received: list[Any], head_dim: int
-) -> list[tuple[Part, Array, Array, Array | None]]:
+) -> list[tuple[KeyRun, Array, Array, Array | None]]:
     """Each part of each move: keys, values and segment ids."""
     parts = []
     for move, (keys, ids) in zip(static.exchange.moves, received, strict=True):
@@ -261,7 +261,7 @@ def _parts(
     return parts
 
 
-def _split(move: Move, x: Array) -> list[Array]:
+def _split(move: KeyMove, x: Array) -> list[Array]:
     """What lies one after another in a message."""
     return jnp.split(x, np.cumsum([part.length for part in move.parts])[:-1], 1)
 
@@ -297,7 +297,7 @@ def _attend(
     # As in a ring: XLA would send everything first, with nothing to run beside it.
     received, partials = lax.optimization_barrier((received, partials))
     for part, k, v, ids in _parts(static, received, q.shape[-1]):
-        visibility = static.of_part(part, query_ids, ids)
+        visibility = static.of_run(part, query_ids, ids)
         partials = block.forward(q, k, v, visibility, scale, partials, scores)
     out, lse, low = merge_precisely(partials)
     if given.sinks is not None:
@@ -341,7 +341,7 @@ def _backward_rule(schedule: Schedule, residuals: Any, cotangents: Any) -> tuple
     received, dq, dk, dv, of_scores = lax.optimization_barrier((received, dq, dk, dv, of_scores))
     travelling = []
     for part, k_part, v_part, ids in _parts(static, received, q.shape[-1]):
-        visibility = static.of_part(part, query_ids, ids)
+        visibility = static.of_run(part, query_ids, ids)
         into = (as_float32(dq), None, None, *as_float32(of_scores))
         dq, dk_part, dv_part, *of_scores = gradients(k_part, v_part, visibility, into)
         travelling.append(jnp.concatenate(as_float32([dk_part, dv_part]), -1))
