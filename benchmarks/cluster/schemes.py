@@ -108,7 +108,8 @@ def _read_options(options: str, text: str) -> dict[str, Any]:
     except (KeyError, ValueError):
         raise InputError(
             "Options of a scheme must be a number for inner, a dtype for gradient_dtype, true or "
-            f"false for keep_gathered, or the name of an exchange; got {text!r}. Write for example ring:inner=4."
+            f"false for keep_gathered, or the name of an exchange; got {text!r}. Write for example "
+            "ring:inner=4."
         ) from None
 
 
