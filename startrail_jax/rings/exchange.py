@@ -36,6 +36,8 @@ EXCHANGES = ("auto", "rings", "seen")
 _BLOCKS = 64
 # Slices whose keys the queries of a slice may see, on average. Beyond, a ring is no worse.
 _MOST_SLICES = 64
+# Tokens of the tiles of kernels are multiples of this, and how much longer a run may be for that.
+_TILE, _SLACK = 128, 0.01
 # Pairs of a rank and a slice that a mask is asked about at once.
 _AT_ONCE = 2**21
 
@@ -101,9 +103,9 @@ class KeyMove:
     """One message of each rank."""
 
     pairs: tuple[tuple[int, int], ...]
-    """(sender, receiver); each rank is at most once a sender and once a receiver. None if the runs
-    are shared."""
-    parts: tuple[KeyRun, ...]
+    """(sender, receiver); each rank is at most once a sender and once a receiver. Empty if the
+    runs are shared."""
+    runs: tuple[KeyRun, ...]
     """The runs that lie one after another in the message."""
 
     @property
@@ -114,12 +116,12 @@ class KeyMove:
     @property
     def length(self) -> int:
         """Keys in the message."""
-        return sum(part.length for part in self.parts)
+        return sum(part.length for part in self.runs)
 
     @property
     def shared(self) -> bool:
         """Whether all ranks receive the keys from a sum over all of them."""
-        return self.parts[0].owner is not None
+        return self.runs[0].owner is not None
 
 
 @dataclass(frozen=True)
@@ -202,8 +204,24 @@ def _needs(slices: Slices, shows: Shows) -> Needs | None:
         low, high = np.where(found, middle, low), np.where(found, high, middle - 1)
     needs: Needs = defaultdict(list)
     for one, a, b in sorted(zip(receiver.tolist(), lowest.tolist(), low.tolist(), strict=True)):
+        a, b = _whole_tiles(slices, a, b)
+        if needs[one] and a <= needs[one][-1][1]:
+            a = needs[one].pop()[0]
         needs[one].append((a, b))
     return dict(needs)
+
+
+def _whole_tiles(slices: Slices, first: int, last: int) -> tuple[int, int]:
+    """A run of keys, a few keys longer if it then begins and ends where tiles of kernels do.
+
+    A causal window of 4096 shows 4095 keys before a slice. With one more, which the mask hides,
+    they are whole tiles, of which kernels serve the triangle at the far end of the window.
+    """
+    begin = first // slices.size * slices.size
+    end = begin + slices.size
+    low = begin + (first - begin) // _TILE * _TILE
+    high = min(begin - (begin - last - 1) // _TILE * _TILE, end) - 1
+    return (low, high) if high - low <= (last - first) * (1 + _SLACK) else (first, last)
 
 
 def _runs(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -252,11 +270,11 @@ def _without(needs: Needs, shared: Iterable[tuple[int, int]]) -> Needs:
 
 def _shared_move(slices: Slices, shared: Iterable[tuple[int, int]]) -> KeyMove:
     """The move of shared runs. They count at all ranks but their owner, which has them."""
-    parts = []
+    runs = []
     for first, last in shared:
         owner = int(slices.holder(first // slices.size))
         start = slices.place(first, last - first + 1)[1]
-        parts.append(
+        runs.append(
             KeyRun(
                 length=last - first + 1,
                 starts=(start,) * slices.ranks,
@@ -268,7 +286,7 @@ def _shared_move(slices: Slices, shared: Iterable[tuple[int, int]]) -> KeyMove:
                 owner=owner,
             )
         )
-    return KeyMove((), tuple(parts))
+    return KeyMove((), tuple(runs))
 
 
 @dataclass
@@ -348,7 +366,7 @@ def _move(slices: Slices, colour: _Colour) -> KeyMove:
 
 def _joined(moves: Iterable[KeyMove]) -> list[KeyMove]:
     """One move in place of several between the same ranks."""
-    parts = defaultdict(list)
+    runs = defaultdict(list)
     for move in moves:
-        parts[move.pairs] += move.parts
-    return [KeyMove(pairs, tuple(those)) for pairs, those in parts.items()]
+        runs[move.pairs] += move.runs
+    return [KeyMove(pairs, tuple(those)) for pairs, those in runs.items()]

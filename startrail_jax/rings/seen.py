@@ -196,14 +196,14 @@ class _Static:
         """What the queries of this device see of its own keys."""
         return self.schedule.visibility(self.seq_len, (self.rank, 0, 0), query_ids, key_ids)
 
-    def of_run(self, part: KeyRun, query_ids: Any, key_ids: Any) -> Visibility:
+    def of_run(self, run: KeyRun, query_ids: Any, key_ids: Any) -> Visibility:
         """What the queries of this device see of the keys that it has received."""
-        first, last = (self.here([ends[i] for ends in part.needed]) for i in (0, 1))
-        own, start = self.own(query_ids, key_ids), self.here(part.positions)
+        first, last = (self.here([ends[i] for ends in run.needed]) for i in (0, 1))
+        own, start = self.own(query_ids, key_ids), self.here(run.positions)
         return replace(
             own,
             pattern=_Piece(own.pattern, first, last),
-            key_runs=Runs((start,), part.length, part.length, part.length),
+            key_runs=Runs((start,), run.length, run.length, run.length),
             offsets=(),
         )
 
@@ -212,13 +212,13 @@ def _send(static: _Static, move: KeyMove, x: Array | None) -> Array | None:
     """The keys of a move, or what belongs to them, from whoever has them: [b, keys, ...]."""
     if x is None:
         return None
-    cut = [lax.dynamic_slice_in_dim(x, static.here(p.starts), p.length, 1) for p in move.parts]
+    cut = [lax.dynamic_slice_in_dim(x, static.here(p.starts), p.length, 1) for p in move.runs]
     axis = static.schedule.ring
     if not move.shared:
         return collectives.permute(jnp.concatenate(cut, 1), axis, list(move.pairs))
     cut = [
-        jnp.where(static.rank == part.owner, piece, jnp.zeros_like(piece))
-        for part, piece in zip(move.parts, cut, strict=True)
+        jnp.where(static.rank == run.owner, piece, jnp.zeros_like(piece))
+        for run, piece in zip(move.runs, cut, strict=True)
     ]
     return alike(collectives.total(jnp.concatenate(cut, 1), axis), x)[0]
 
@@ -232,11 +232,11 @@ def _return(static: _Static, move: KeyMove, dx: Array, home: Array) -> Array:
     else:
         dx = collectives.permute(dx.astype(sent_in), axis, list(move.returning))
         dx = dx.astype(jnp.float32)
-    for part, piece in zip(move.parts, _split(move, dx), strict=True):
+    for run, piece in zip(move.runs, _split(move, dx), strict=True):
         if move.shared:
-            piece = jnp.where(static.rank == part.owner, piece, 0.0)
-        start = static.here(part.starts)
-        so_far = lax.dynamic_slice_in_dim(home, start, part.length, 1)
+            piece = jnp.where(static.rank == run.owner, piece, 0.0)
+        start = static.here(run.starts)
+        so_far = lax.dynamic_slice_in_dim(home, start, run.length, 1)
         home = lax.dynamic_update_slice_in_dim(home, so_far + piece, start, 1)
     return home
 
@@ -249,21 +249,21 @@ def _received(static: _Static, k: Array, v: Array, ids: Array | None) -> list[An
     ]
 
 
-def _parts(
+def _arrived(
     static: _Static, received: list[Any], head_dim: int
 ) -> list[tuple[KeyRun, Array, Array, Array | None]]:
-    """Each part of each move: keys, values and segment ids."""
-    parts = []
+    """Each run of each move: keys, values and segment ids."""
+    runs = []
     for move, (keys, ids) in zip(static.exchange.moves, received, strict=True):
-        ids = [None] * len(move.parts) if ids is None else _split(move, ids)
-        for part, kv, here in zip(move.parts, _split(move, keys), ids, strict=True):
-            parts.append((part, *jnp.split(kv, [head_dim], -1), here))
-    return parts
+        ids = [None] * len(move.runs) if ids is None else _split(move, ids)
+        for run, kv, here in zip(move.runs, _split(move, keys), ids, strict=True):
+            runs.append((run, *jnp.split(kv, [head_dim], -1), here))
+    return runs
 
 
 def _split(move: KeyMove, x: Array) -> list[Array]:
     """What lies one after another in a message."""
-    return jnp.split(x, np.cumsum([part.length for part in move.parts])[:-1], 1)
+    return jnp.split(x, np.cumsum([run.length for run in move.runs])[:-1], 1)
 
 
 def _forward(
@@ -296,8 +296,8 @@ def _attend(
     partials: Partials = block.forward(q, k, v, static.own(query_ids, key_ids), scale, (), scores)
     # As in a ring: XLA would send everything first, with nothing to run beside it.
     received, partials = lax.optimization_barrier((received, partials))
-    for part, k, v, ids in _parts(static, received, q.shape[-1]):
-        visibility = static.of_run(part, query_ids, ids)
+    for run, k, v, ids in _arrived(static, received, q.shape[-1]):
+        visibility = static.of_run(run, query_ids, ids)
         partials = block.forward(q, k, v, visibility, scale, partials, scores)
     out, lse, low = merge_precisely(partials)
     if given.sinks is not None:
@@ -340,14 +340,14 @@ def _backward_rule(schedule: Schedule, residuals: Any, cotangents: Any) -> tuple
     dq, dk, dv, *of_scores = gradients(k, v, own, (None, None, None))
     received, dq, dk, dv, of_scores = lax.optimization_barrier((received, dq, dk, dv, of_scores))
     travelling = []
-    for part, k_part, v_part, ids in _parts(static, received, q.shape[-1]):
-        visibility = static.of_run(part, query_ids, ids)
+    for run, k_run, v_run, ids in _arrived(static, received, q.shape[-1]):
+        visibility = static.of_run(run, query_ids, ids)
         into = (as_float32(dq), None, None, *as_float32(of_scores))
-        dq, dk_part, dv_part, *of_scores = gradients(k_part, v_part, visibility, into)
-        travelling.append(jnp.concatenate(as_float32([dk_part, dv_part]), -1))
+        dq, dk_run, dv_run, *of_scores = gradients(k_run, v_run, visibility, into)
+        travelling.append(jnp.concatenate(as_float32([dk_run, dv_run]), -1))
     home = jnp.concatenate(as_float32([dk, dv]), -1)
     for move in static.exchange.moves:
-        pieces, travelling = travelling[: len(move.parts)], travelling[len(move.parts) :]
+        pieces, travelling = travelling[: len(move.runs)], travelling[len(move.runs) :]
         home = _return(static, move, jnp.concatenate(pieces, 1), home)
     dk, dv = jnp.split(home, [q.shape[-1]], -1)
     learnt = given.scores and given.scores.with_gradients(as_float32(of_scores))

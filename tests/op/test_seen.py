@@ -188,7 +188,7 @@ def received(found, layout, seq_len):
         targets = [target for _, target in move.pairs]
         assert max(Counter(sources).values(), default=1) == 1
         assert max(Counter(targets).values(), default=1) == 1
-        for run in move.parts:
+        for run in move.runs:
             pairs = move.pairs or [(run.owner, rank) for rank in range(layout.degree)]
             for source, target in pairs:
                 begin = run.starts[source]
@@ -246,7 +246,7 @@ def test_exactly_what_is_seen_moves_once(kind):
         counts = received(found, layout, seq_len)
         # Of shared keys, the mask hides what a rank does not need.
         shared = np.zeros(seq_len, bool)
-        for run in (run for move in found.moves if move.shared for run in move.parts):
+        for run in (run for move in found.moves if move.shared for run in move.runs):
             shared[run.positions[0] : run.positions[0] + run.length] = True
         np.testing.assert_array_equal(counts[:, ~shared], needed[:, ~shared])
         assert np.all(counts[:, shared] >= needed[:, shared])
@@ -298,10 +298,28 @@ def test_pieces_of_one_length_need_no_more_moves_than_a_rank_has():
         assert sum(len(move.pairs) for move in moves) == wanted.sum()
 
 
+def test_runs_are_whole_tiles_if_that_is_a_few_keys_more():
+    """Kernels serve the far end of a window in whole tiles alone."""
+    layout = Layout("contiguous", 4)
+    for left, right, lengths in (
+        (1023, 0, [1024]),
+        (4095, 511, [4096, 512]),
+        (500, 0, [500]),
+        (100, 0, [100]),
+        (2**14 - 1, 0, [2**14]),
+    ):
+        found = seen_exchange(M.Window(left, right), layout, 2**16)
+        assert [move.length for move in found.moves] == lengths
+        counts = received(found, layout, 2**16)
+        assert counts.max() == 1
+        # The one that is next is hidden by the mask.
+        assert np.all(counts.sum(1) <= sum(lengths))
+
+
 def test_an_exchange_over_a_thousand_devices_is_found_in_seconds():
     found = seen_exchange(M.Window(1023, 0), Layout("zigzag", 1024), 2**20)
     # A slice has 512 tokens.
-    assert [move.length for move in found.moves] == [512, 512, 511, 511]
+    assert [move.length for move in found.moves] == 4 * [512]
     assert seen_exchange(M.BlockCausal(4096), Layout("zigzag", 1024), 2**20) is None
 
 
