@@ -323,8 +323,8 @@ class Mirror(Copier):
             if not self.is_failing:
                 self._lines.append(
                     f"WARNING: the upload of the checkpoint of step {job.step} to "
-                    f"{self._store.url} failed: {short(error)}. It is tried again while the run goes on; "
-                    f"{self._run_dir} has everything"
+                    f"{self._store.url} failed: {short(error)}. It is tried again while the run "
+                    f"goes on; {self._run_dir} has everything"
                 )
             self.is_failing = True
 
