@@ -166,7 +166,6 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
             with report.pause("sampling"):
                 for line in task.sample_after_training(program, weights, data, interrupted):
                     report.line(line)
-            report.line(f"next: {command('sample.py', run_dir)}")
     return Losses(loop.losses, loop.validation_loss)
 
 
@@ -286,9 +285,11 @@ def _with_mirror(arguments: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
+    from trainer.run.curve import show_results
     from trainer.run.exit import exit_on_ctrl_c, exit_on_user_errors
 
     # Outermost, so that one of several processes ends with the others.
     with exit_on_ctrl_c(), exit_on_user_errors():
         wanted = read_command_line(sys.argv[1:])
-        train(wanted.settings, wanted.distributed)
+        if train(wanted.settings, wanted.distributed).validation is not None:
+            show_results(wanted.settings.run_dir)

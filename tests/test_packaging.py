@@ -16,7 +16,7 @@ MODULES = {
     "protobuf": "google",
     "scikit-learn": "sklearn",
 }
-# Draws a plan, where it is installed.
+# Draws the loss curve of a run, and a plan, where it is installed; both are whole without.
 OPTIONAL = {"matplotlib"}
 
 

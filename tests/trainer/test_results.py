@@ -1,4 +1,4 @@
-"""What a run leaves for its user: its versions, and the next command."""
+"""What a run leaves for its user: a loss curve, its versions, and the next command."""
 
 import json
 import os
@@ -8,17 +8,65 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 import train
 from trainer import session
-from trainer.run import commands, versions
+from trainer.run import commands, curve, versions
 from trainer.run.commands import command
+from trainer.run.curve import describe_curve, draw_curve, show_results
 from trainer.run.versions import current_versions, record_versions
 
 pytestmark = pytest.mark.quick
 
 REPOSITORY = Path(train.__file__).parent
+
+
+def write_metrics(run_dir, losses):
+    lines = [json.dumps({"step": step, **values}) for step, values in losses.items()]
+    # A run that trains is writing the last line.
+    (run_dir / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 9']))
+
+
+# The loss curve.
+
+
+def test_curve_is_drawn_from_what_the_run_has_reported(tmp_path, capsys):
+    losses = {
+        2: {"train_loss": 2.0, "mfu": None},
+        4: {"train_loss": None},
+        6: {"train_loss": 1.0, "validation_loss": 1.5},
+    }
+    write_metrics(tmp_path, losses)
+    show_results(tmp_path)
+    path = tmp_path / "losses.png"
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [f"loss curve: {path}", f"next: {command('sample.py', tmp_path)}"]
+    with Image.open(path) as image:
+        pixels = np.asarray(image.convert("RGB"))
+    for colour in ((0x44, 0x77, 0xAA), (0xEE, 0x66, 0x77)):
+        assert (pixels == colour).all(axis=-1).any()
+
+
+def test_run_without_losses_has_no_curve(tmp_path):
+    with pytest.raises(ValueError, match=r"must have reported a loss; got none in .*metrics.jsonl"):
+        draw_curve(tmp_path)
+    write_metrics(tmp_path, {2: {"train_loss": None}})
+    # A run ends well all the same.
+    assert "could not be drawn (A run must have reported a loss" in describe_curve(tmp_path)
+
+
+def test_without_matplotlib_the_command_is_named(tmp_path, monkeypatch):
+    write_metrics(tmp_path, {2: {"train_loss": 2.0}})
+    monkeypatch.setattr(curve.importlib.util, "find_spec", lambda name: None)
+    line = describe_curve(tmp_path)
+    assert line.startswith(f"loss curve: {command('pip', 'install', 'matplotlib')} && ")
+    assert line.endswith(f" -m trainer.run.curve {tmp_path}")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"needs the package matplotlib.*pip install matplotlib"):
+        draw_curve(tmp_path)
 
 
 # Versions.
@@ -75,7 +123,7 @@ def test_commands_can_be_typed_where_the_program_was_started(tmp_path, monkeypat
     assert command("sample.py", "runs/my run") == ".venv/bin/python sample.py 'runs/my run'"
     monkeypatch.setattr(commands.shutil, "which", lambda name: f"/usr/bin/{name}")
     monkeypatch.setattr(commands.sys, "executable", "/usr/bin/python3")
-    assert command("trainer.gpt.export", Path("runs/a")) == "python3 -m trainer.gpt.export runs/a"
+    assert command("trainer.run.curve", Path("runs/a")) == "python3 -m trainer.run.curve runs/a"
     monkeypatch.chdir(tmp_path)
     assert command("sample.py") == f"python3 {REPOSITORY}/sample.py"
 

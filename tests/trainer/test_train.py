@@ -282,6 +282,7 @@ def test_program_trains_evaluates_and_samples(tmp_path):
     assert list((tmp_path / "tensorboard").iterdir())
     (viewer,) = [line for line in lines if line.startswith("metrics in a browser: ")]
     assert viewer.endswith(f" -m tensorboard.main --logdir {tmp_path}/tensorboard")
+    assert lines[-2].startswith("loss curve: ")
     assert lines[-1].startswith("next: ")
     assert lines[-1].endswith(f" sample.py {tmp_path}")
 
