@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from startrail_jax.device_mesh import make_mesh
     from startrail_jax.devices.degrees import AxisNames, Degrees
     from startrail_jax.planner.planning import plan
-    from startrail_jax.rings.rings import CHECKPOINT_NAMES
+    from startrail_jax.rings.residuals import CHECKPOINT_NAMES
     from startrail_jax.tokens.layout import Layout
     from startrail_jax.xla.compiler import compiler_options
 
@@ -43,7 +43,7 @@ __all__ = [
 # The module of each name, or None if the name is a module. It is imported when the name is first
 # used, so that a program that only prints its help need not wait for jax.
 _MODULES = {
-    "CHECKPOINT_NAMES": "rings.rings",
+    "CHECKPOINT_NAMES": "rings.residuals",
     "Attention": "attention",
     "AxisNames": "devices.degrees",
     "Degrees": "devices.degrees",

@@ -18,6 +18,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array
 
 from startrail_jax import blocks, masks
+from startrail_jax.analysis.cost import choose_exchange
 from startrail_jax.analysis.explain import Explanation, explain
 from startrail_jax.cache import Decoding
 from startrail_jax.calls.score_checks import (
@@ -43,6 +44,7 @@ from startrail_jax.devices.degrees import (
 from startrail_jax.devices.nodes import mesh_crossing
 from startrail_jax.errors import BalanceWarning
 from startrail_jax.rings import collectives, rings, score_units
+from startrail_jax.rings.exchange import EXCHANGES
 from startrail_jax.rings.head_chunks import check_head_chunks
 from startrail_jax.rings.schedule import Schedule, ring_offsets
 from startrail_jax.rings.score_units import Given
@@ -57,6 +59,7 @@ _OPTIONS = {
     "combine": ("merge", "reduce_scatter"),
     "gradient_dtype": GRADIENT_DTYPES,
     "keep_gathered": (False, True),
+    "exchange": EXCHANGES,
 }
 
 # Further fields that `Schedule` has too.
@@ -125,6 +128,10 @@ class Attention(Decoding):
     """Whether the gathered units of queries, keys and values are kept from the forward to the
     backward pass, which otherwise gathers them again. Each layer then keeps `team` shares of the
     queries and `group` shares of keys and values in place of one."""
+    exchange: str = "auto"
+    """What devices send each other: "rings" (the units of the scheme), "seen" (only the keys that a
+    static mask shows to the queries of each device, such as those of a window), or "auto" for the
+    one of fewer bytes. See `explain`."""
     window: int | None = None
     """Number of keys that a query sees, the one at its own position included; None for all. Only a
     causal attention can have one."""
@@ -252,7 +259,12 @@ class Attention(Decoding):
         )
         sizes.check(self.degrees, mask=self.pattern, layout=self.layout)
         nodes = mesh_crossing(self.mesh, self.axes, devices_per_node)
-        explanation = explain(schedule, sizes.share(self.degrees), axes=self.axes, nodes=nodes)
+        exchange, why = choose_exchange(schedule, self.degrees, sizes)
+        schedule, share = dataclasses.replace(schedule, exchange=exchange), self.degrees
+        if exchange == "seen":  # Every sequence device has all heads of its tensor rank.
+            schedule = schedule.alone
+            share = dataclasses.replace(share, ring=share.sequence, group=1, team=1, head=1)
+        explanation = explain(schedule, sizes.share(share), axes=self.axes, nodes=nodes, why=why)
         if explanation.advice and (self, seq_len) not in _WARNED:
             _WARNED.add((self, seq_len))
             warnings.warn(explanation.advice, BalanceWarning, stacklevel=2)
@@ -419,6 +431,8 @@ class Attention(Decoding):
         )
         whole = given_to_shards(self, query, key, **given)
         schedule, here = score_units.local(self.schedule, whole, query, self.axes)
+        kv_heads = key.shape[2] * self.degrees.tensor
+        schedule = self._exchanging(schedule, query, key, value, query_segments, kv_heads)
         ids = query_segments, key_segments
         return rings.sharded_attention(schedule, query, key, value, *ids, here)
 
@@ -432,13 +446,40 @@ class Attention(Decoding):
         kv_heads: int,
     ) -> tuple[Array, Array]:
         """Attention on one device, where `kv_heads` may all lie on every device along `tensor`."""
-        if kv_heads % self.degrees.tensor:
-            tensor = self.axes["tensor"]
-            needed = collectives.needed_heads(kv_heads, self.degrees.head, tensor)
-            key, value = (collectives.copy_heads(x, needed, tensor) for x in (key, value))
         both: tuple[Any, Any] = (ids[0], ids[-1]) if ids else (None, None)
         schedule, given = score_units.local(self.schedule, given, query, self.axes)
+        schedule = self._exchanging(schedule, query, key, value, both[0], kv_heads)
+        if kv_heads % self.degrees.tensor:
+            tensor = self.axes["tensor"]
+            parts = 1 if schedule.exchange == "seen" else self.degrees.head
+            needed = collectives.needed_heads(kv_heads, parts, tensor)
+            key, value = (collectives.copy_heads(x, needed, tensor) for x in (key, value))
         return rings.sharded_attention(schedule, query, key, value, *both, given)
+
+    def _exchanging(
+        self,
+        schedule: Schedule,
+        query: Array,
+        key: Array,
+        value: Array,
+        segments: Array | None,
+        kv_heads: int,
+    ) -> Schedule:
+        """The schedule with "rings" or "seen" as its `exchange`, for arrays of one device."""
+        degrees = self.degrees
+        here = Sizes.of(
+            query, key, value, packed=segments is not None, gradient_dtype=self.gradient_dtype
+        )
+        sizes = dataclasses.replace(
+            here,
+            batch=here.batch * degrees.data,
+            query_tokens=here.query_tokens * degrees.sequence,
+            key_tokens=here.key_tokens * degrees.sequence,
+            heads=here.heads * degrees.tensor,
+            kv_heads=kv_heads,
+        )
+        exchange, _ = choose_exchange(schedule, degrees, sizes)
+        return dataclasses.replace(schedule, exchange=exchange)
 
 
 # Jitted, because outside a jit shard_map runs its body one operation at a time.

@@ -98,6 +98,7 @@ class Case:
     head_chunks: int = 1
     keep_gathered: bool = False
     gradient_dtype: str = "float32"
+    exchange: str = "rings"
     axis_type: str = "explicit"
     tokens: int = 6
     """Tokens of one sequence shard."""
@@ -159,6 +160,7 @@ class Case:
             head_chunks=self.head_chunks,
             keep_gathered=self.keep_gathered,
             gradient_dtype=self.gradient_dtype,
+            exchange=self.exchange,
             backend=self.backend,
             **({} if mask else self.mask_arguments),
         )

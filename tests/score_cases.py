@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +18,9 @@ from attention_cases import (
     QUICK,
     Case,
     Result,
+    assert_close,
+    natural,
+    place,
     relative_error,
 )
 from startrail_jax.blocks.scores import Dropout
@@ -256,3 +260,23 @@ def _attend_as_jax_nn(seen, factors, softcap, query, key, value, learnt):
         weights = weights * per_head(jnp.asarray(factors, key.dtype))
     out = jnp.einsum("bkgts,bskv->btkgv", weights, value)
     return out.reshape(batch, tokens, heads, -1)
+
+
+def check(scored: ScoreCase) -> None:
+    """What every setting must do: match the oracle, rerun to the same bits, shard as the input."""
+    case, attention, problem = scored.case, scored.attention, scored.case.problem
+    arguments, learnt = place(attention, problem), put_learnt(attention, scored.learnt)
+    result, of_learnt = scored.solve(arguments, learnt)
+    chex.assert_trees_all_equal(scored.solve(arguments, learnt), (result, of_learnt))
+    wanted, of_wanted = of_oracle(problem, scored.learnt, **scored.told)
+    bounds = scored.bounds(wanted, of_wanted)
+    assert_close(natural(attention, result), wanted, bounds)
+    for name, expected in of_wanted.items():
+        found = of_learnt[name]
+        if case.axis_type == "explicit":
+            assert found.sharding.is_equivalent_to(learnt[name].sharding, found.ndim), name
+        if name == "bias":
+            for axis in (2, 3):
+                found = attention.layout.unpermute(np.asarray(found), axis=axis)
+        error = relative_error(found, expected)
+        assert error <= bounds[name], (name, error, bounds[name])

@@ -220,6 +220,9 @@ class AttentionConfig:
     """Whether layers keep the queries, keys and values that a team and a group have gathered for
     the backward pass, which otherwise gathers them again. It needs more memory and sends fewer
     bytes. It cannot be combined with --remat full."""
+    exchange: Literal["auto", "rings"] = "auto"
+    """What devices send each other in layers with a window: "auto" (only the keys that the window
+    shows, where these are fewer bytes) or "rings" (the units of the scheme)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ from trainer.parallel.state import TrainState
 from trainer.parallel.step import Program, StepMetrics
 from trainer.run.divergence import Judgement, Watch
 from trainer.run.folder import FROZEN_FOLDER, writing
-from trainer.run.mesh import read_planned_order, save_degrees
+from trainer.run.mesh import read_mesh, save_degrees
 from trainer.run.metrics import Reporter, describe_viewer
 from trainer.run.settings import CONFIG_FILE, result_flags, save_config
 from trainer.run.versions import record_versions
@@ -398,7 +398,8 @@ class Loop:
             # First: a folder with a config.json alone is that of a run which did not note it.
             attention, run_dir = self._program.attention, self.config.run_dir
             # Whether this program planned the mesh or goes on with one that was planned.
-            planned = self.config.plan == "use" or read_planned_order(run_dir) is not None
+            former = read_mesh(run_dir)
+            planned = self.config.plan == "use" or (former is not None and former.order is not None)
             order = slowest_first(attention.mesh) if planned else None
             with writing(run_dir):
                 save_degrees(run_dir, vars(attention.degrees), order)

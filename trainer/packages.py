@@ -8,8 +8,11 @@ from pathlib import Path
 
 from trainer.printable import printable
 
-NEEDED = ("jax", "flax", "optax", "orbax", "grain", "google", "tyro", "rich")
-"""What the programs import at once. Other packages have messages of their own."""
+NEEDED = (
+    *("jax", "flax", "optax", "orbax", "grain", "google", "tyro", "rich", "jinja2", "safetensors"),
+    *("tensorboardX", "tokenizers"),
+)
+"""Those of the extra `train`. Packages of other extras have messages of their own."""
 ROOT = Path(__file__).parents[1]
 
 

@@ -31,8 +31,8 @@ from trainer.processes.distributed import start
 from trainer.processes.exchange import first_does, peers
 from trainer.processes.hardware import unused_gpus
 from trainer.processes.heartbeat import heartbeat
-from trainer.run.mesh import MESH_FILE, read_degrees, read_planned_order
-from trainer.run.settings import flags_of, names_of_paths
+from trainer.run.mesh import MESH_FILE, FormerMesh, read_mesh
+from trainer.run.settings import CONFIG_FILE, flags_of, names_of_paths
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,21 +108,20 @@ def joined(
     choose = _fitting_devices if adapts else _given_devices
     devices, mesh_config, remarks = choose(settings, processes, call)
     # Read before the processes meet, and so before the first of them writes anything.
-    former = None if folder is None else read_degrees(folder)
-    order = None if folder is None else read_planned_order(folder)
+    former = None if folder is None else read_mesh(folder)
     flags = {"kind": kind, **flags_of(settings, but={*may_differ, *names_of_paths(settings)})}
-    planned_as = "" if order is None else f", planned in the order {' '.join(order)}"
-    flags["former mesh"] = f"a run that was trained with the mesh {former}{planned_as}"
+    flags["former mesh"] = f"a run that was trained with the mesh {former}"
     with heartbeat(distributed, flags, leave) as agree:
         if prepare is not None and folder is not None:
             among = peers()
             first_does(prepare, among)
             # File systems of several machines show a new file to some of them later.
-            former, order = among.gather([read_degrees(folder), read_planned_order(folder)])[0]
-            order = None if order is None else tuple(order)
+            former = read_mesh(folder)
+            found = among.gather(None if former is None else [former.degrees, former.order])[0]
+            former = None if found is None else FormerMesh(found[0], found[1] and tuple(found[1]))
         nodes = nodes_of(devices, mesh_config.devices_per_node)
-        planned = order is not None
-        degrees = keep_degrees(mesh_config, len(devices), former, planned=planned)
+        had, order = (None, None) if former is None else (former.degrees, former.order)
+        degrees = keep_degrees(mesh_config, len(devices), had, planned=order is not None)
         chosen = None
         if plan is not None and (degrees is None or plan.replaces_former):
             chosen = plan.choose(devices)
@@ -135,12 +134,12 @@ def joined(
         )
         order = order or choose_order(mesh_config, degrees, nodes, call, platform)
         wanted: Any = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
-        if former == {} and not adapts:  # A sample may have any mesh.
+        # A sample may have any mesh.
+        if former is None and not adapts and folder and (folder / CONFIG_FILE).is_file():
             remarks = (
                 *remarks,
-                f"WARNING: {folder} holds a run without {MESH_FILE}: an earlier version of this "
-                "program did not write it, or it was lost. The mesh below is chosen anew; give "
-                "--mesh flags for the one with which the run began",
+                f"WARNING: {folder} holds a run without {MESH_FILE}: it was lost. The mesh below "
+                "is chosen anew; give --mesh flags for the one with which the run began",
             )
         if note := unused_gpus(devices[0].platform, wanted=wanted):
             remarks = (note, *remarks)

@@ -17,7 +17,7 @@ import startrail_jax as st
 from benchmarks.cluster.rounds import Forecast, Processes, Timed
 from benchmarks.cluster.schemes import Scheme
 from benchmarks.cluster.settings import CHOSEN, ClusterSettings
-from startrail_jax import testing
+from startrail_jax import masks, testing
 from startrail_jax.analysis.algorithms import GLOO, NCCL
 from startrail_jax.analysis.cost import Traffic, default_order
 from startrail_jax.analysis.ports import Messages, messages, orders_to_try
@@ -131,7 +131,7 @@ class AttentionCalls:
             kv_heads=settings.num_kv_heads,
             head_dim=settings.head_dim,
             dtype=settings.dtype,
-            causal=settings.causal,
+            mask=masks.resolve(None, causal=settings.causal, window=settings.window),
             **scheme.options,
         )
 
@@ -181,7 +181,7 @@ class AttentionCalls:
         """Compiles the programs of a row, and compares their results with the reference."""
         scheme, settings = row.scheme, self._settings
         mesh = self.place.mesh(scheme.degrees, row.order)
-        attention = st.Attention(mesh, causal=settings.causal, **scheme.options)
+        attention = st.Attention(mesh, mask=self._call(scheme)["mask"], **scheme.options)
         arrays = attention.shard(*self._inputs)
         timed = []
         for which in settings.passes:
@@ -263,6 +263,7 @@ class _Reference:
         arrays = testing._Inputs(query=q, key=k, value=v, dout=dout, dlse=dlse, segment_ids=None)
         seen = np.ones((1, settings.seq_len, settings.seq_len), bool)
         seen = np.tril(seen) if settings.causal else seen
+        seen = seen if settings.window is None else np.triu(seen, 1 - settings.window)
         compute = partial(testing._reference, arrays, seen, settings.head_dim**-0.5)
         self._values = {name: compute()[name] for name in RESULTS}
         self.tolerance = testing.FLOAT32_TOLERANCE

@@ -179,7 +179,8 @@ def measure_joined(settings: ClusterSettings, *, emulated: bool) -> int:
         + (f", emulated, {describe(settings)}" if emulated else ""),
         "sizes": f"{settings.batch_size} x {settings.seq_len} tokens, {settings.heads} heads "
         f"({settings.num_kv_heads} key heads) of {settings.head_dim}, {settings.dtype}, "
-        + ("causal" if settings.causal else "full"),
+        + ("causal" if settings.causal else "full")
+        + ("" if settings.window is None else f", window {settings.window}"),
         "versions": f"jax {jax.__version__}, {os.cpu_count()} cores",
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "command": shlex.join(["python", *(as_given(sys.argv) if emulated else sys.argv)]),

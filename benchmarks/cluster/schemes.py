@@ -39,6 +39,7 @@ OPTIONS: dict[str, Callable[[str], Any]] = {
     "inner": int,
     "gradient_dtype": str,
     "keep_gathered": {"true": True, "false": False}.__getitem__,
+    "exchange": str,
 }
 
 
@@ -106,8 +107,9 @@ def _read_options(options: str, text: str) -> dict[str, Any]:
         return {name: OPTIONS[name](value) for name, _, value in pairs}
     except (KeyError, ValueError):
         raise InputError(
-            "Options of a scheme must be a number for inner, a dtype for gradient_dtype, or true "
-            f"or false for keep_gathered; got {text!r}. Write for example ring:inner=4."
+            "Options of a scheme must be a number for inner, a dtype for gradient_dtype, true or "
+            f"false for keep_gathered, or the name of an exchange; got {text!r}. Write for example "
+            "ring:inner=4."
         ) from None
 
 

@@ -65,6 +65,9 @@ class ClusterSettings:
     """Number of layers of the models of `train`, whose width is heads * head_dim."""
     causal: bool = True
     """Whether attention is causal. The GPT always is, the DiT never."""
+    window: int | None = None
+    """Number of keys that a query sees, its own included: of causal attention, or in five of six
+    layers of the GPT. The default is all earlier ones."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Data type of attention, or of the activations of the models."""
     passes: tuple[Literal["forward", "both"], ...] = PASSES
@@ -96,6 +99,14 @@ class ClusterSettings:
                 "plan predicts attention, not steps of models; got --plan with --train "
                 f"{' '.join(self.train)}. Leave out one of them."
             )
+        if self.window is not None:
+            self._check("window", 1)
+            if self.plan or not self.causal:
+                raise InputError(
+                    "window is one of causal attention, which plan does not predict here; got "
+                    f"window={self.window}, causal={self.causal}, plan={self.plan}. Leave out "
+                    "--window, or the others."
+                )
         unplanned = [x for x in self.schemes if _names_of_options(x) - PLANNED_OPTIONS]
         if self.plan and unplanned:
             raise InputError(

@@ -95,6 +95,10 @@ class TrainingSteps:
         )
 
 
+LOCAL_LAYERS = 5
+"""Layers with a window before one without, as in Gemma 3."""
+
+
 def train_config(kind: str, settings: ClusterSettings) -> TrainConfig:
     """The config of a run of so many tokens and heads."""
     width = settings.heads * settings.head_dim
@@ -104,6 +108,8 @@ def train_config(kind: str, settings: ClusterSettings) -> TrainConfig:
            "batch_size": settings.batch_size, "run_dir": Path("unused")}  # fmt: skip
     if kind == "gpt":
         heads: dict[str, Any] = {"kv_heads": settings.num_kv_heads, "head_dim": settings.head_dim}
+        if settings.window is not None:
+            heads["windows"] = (settings.window,) * LOCAL_LAYERS + ("none",)
         return GPTTrainConfig(
             model=GPTConfig(**sizes, **heads),
             data=DataConfig(mask_documents=False),

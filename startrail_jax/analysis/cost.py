@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -25,10 +25,12 @@ from startrail_jax.analysis.transfers import Combine, Placement, Steps, Transfer
 from startrail_jax.calls.validation import check_inner, check_option, check_placement
 from startrail_jax.devices.degrees import ROLES, Degrees, check_degrees
 from startrail_jax.devices.nodes import node_grid, nodes_of, resolve_order
-from startrail_jax.errors import InputError
+from startrail_jax.errors import InputError, UnsupportedError
 from startrail_jax.masks import Pattern, resolve
+from startrail_jax.rings.exchange import EXCHANGES
 from startrail_jax.rings.head_chunks import check_head_chunks
 from startrail_jax.rings.schedule import Schedule, ring_offsets, schedule_of
+from startrail_jax.rings.seen import seen_exchange, why_not_seen
 from startrail_jax.rings.sizes import GRADIENT_DTYPES, Sizes, dtype_name
 from startrail_jax.tokens.layout import Layout
 
@@ -153,6 +155,7 @@ def communication(
     gradient_dtype: str = "float32",
     keep_gathered: bool = False,
     head_chunks: int = 1,
+    exchange: str = "auto",
     order: str | Sequence[str] | None = None,
     devices_per_node: int | None = None,
 ) -> Communication:
@@ -199,6 +202,7 @@ def communication(
             and does not gather them again.
         head_chunks: number of parts in which a device attends its heads. Only segment ids are sent
             more often for that.
+        exchange: "rings", "seen", or "auto" for the one of fewer bytes, as for `Attention`.
         order: order of the mesh axes over the nodes, as for `make_mesh`; None for the one with the
             fewest bytes through the port of a node, which `make_mesh` takes if it is told the call.
         devices_per_node: number of devices in a node. Each `Traffic` then has `nodes`, the bytes
@@ -222,6 +226,7 @@ def communication(
     check_option("combine", combine, get_args(Combine))
     check_option("backward", backward, get_args(Backward))
     check_option("gradient_dtype", gradient_dtype, GRADIENT_DTYPES)
+    check_option("exchange", exchange, EXCHANGES)
     check_placement(placement, degrees)
     check_inner(inner, degrees.ring)
     sizes = Sizes(
@@ -241,42 +246,115 @@ def communication(
     sizes.check(degrees, mask=pattern, layout=placed if mask is not None or layout else None)
     share = sizes.share(degrees)
     check_head_chunks(head_chunks, share.kv_heads)
-    steps = Steps(
-        degrees=degrees,
-        share=share,
-        kv_heads=kv_heads,
-        offsets=_offsets(schedule_of(degrees, pattern, placed, inner), seq_len, rounds),
+    schedule = replace(
+        schedule_of(degrees, pattern, placed, inner),
         placement=placement,
-        inner=inner,
+        combine=combine,
+        backward=backward,
         keep_gathered=keep_gathered,
         head_chunks=head_chunks,
+        exchange=exchange,
     )
-    mode = backward
-    if mode == "auto":
-        mode = share.cheaper_traveller(team=degrees.team, group=degrees.group)
+    steps = _steps(schedule, degrees, sizes, _offsets(schedule, seq_len, rounds))
+    name, _ = choose_exchange(schedule, degrees, sizes, steps=steps)
+    passes = _passes(schedule, steps, seq_len, name, shared_ids=key_len is None)
+    mode = steps.traveller(backward)
+    order, grid = _placed(degrees, order, devices_per_node, passes[-1])
+    there, back, total = (_traffic(degrees, transfers, share, grid) for transfers in passes)
+    return Communication(forward=there, backward=back, total=total, backward_mode=mode, order=order)
+
+
+def choose_exchange(
+    schedule: Schedule, degrees: Degrees, sizes: Sizes, *, steps: Steps | None = None
+) -> tuple[str, str]:
+    """What an attention sends: the key units of its rings, or only the keys that its mask shows.
+
+    Args:
+        schedule: the schedule, whose `exchange` is the wish of the user.
+        degrees: the degrees of the mesh.
+        sizes: the sizes of the call, over all devices.
+        steps: the steps of the rings, if they are known.
+
+    Returns:
+        "rings" or "seen", and why.
+
+    Raises:
+        NotImplementedError: if "seen" is wished for and cannot be.
+    """
+    if schedule.exchange == "rings":
+        return "rings", "exchange='rings'"
+    seq_len = sizes.query_tokens
+    reason = why_not_seen(schedule.pattern, schedule.layout, seq_len)
+    if "bias" in schedule.scores:
+        reason = "the columns of a bias lie where the rings bring their keys"
+    if schedule.as_published:
+        reason = "placement='gather_permute' is that of the paper"
+    if schedule.exchange == "seen":
+        if reason:
+            raise UnsupportedError(
+                "exchange='seen' needs a mask that shows few keys of other devices; got mask="
+                f"{schedule.pattern}, layout={schedule.layout.kind!r} and {degrees.sequence} "
+                f"sequence shards: {reason}. Use exchange='auto', which takes the rings here."
+            )
+        return "seen", "exchange='seen'"
+    if reason:
+        return "rings", reason
+    steps = steps or _steps(schedule, degrees, sizes, ring_offsets(schedule, seq_len))
+    received = {}
+    for name in ("rings", "seen"):
+        *_, both = _passes(schedule, steps, seq_len, name, shared_ids=True)
+        received[name] = sum(x.received_bytes for x in both)
+    best = min(received, key=lambda name: received[name])
+    sent = ", ".join(f"{size:,} bytes with {name!r}" for name, size in received.items())
+    return best, f"a device receives, in both passes, {sent}"
+
+
+def _steps(schedule: Schedule, degrees: Degrees, sizes: Sizes, offsets: tuple[int, ...]) -> Steps:
+    return Steps(
+        degrees=degrees,
+        share=sizes.share(degrees),
+        kv_heads=sizes.kv_heads,
+        offsets=offsets,
+        placement="gather_permute" if schedule.as_published else "gather",
+        inner=schedule.inner,
+        keep_gathered=schedule.keep_gathered,
+        head_chunks=schedule.head_chunks,
+    )
+
+
+def _passes(
+    schedule: Schedule, steps: Steps, seq_len: int, exchange: str, *, shared_ids: bool
+) -> tuple[list[Transfer], list[Transfer], list[Transfer]]:
+    """The transfers of the forward pass, of the backward pass, and of both."""
+    if exchange == "seen":
+        moves = seen_exchange(schedule.pattern, schedule.layout, seq_len)
+        assert moves is not None
+        there, back, both = (
+            steps.seen(moves, forward=forward, backward=backward)
+            for forward, backward in ((True, False), (False, True), (True, True))
+        )
+        sums = steps.replica_sum()
+        return there, [*back, *sums], [*both, *sums]
     forward = [
-        *steps.exchange(id_arrays=1 if key_len is None else 2),
+        *steps.exchange(id_arrays=1 if shared_ids else 2),
         *steps.query_gather(),
-        *steps.key_placement(shared_ids=key_len is None),
+        *steps.key_placement(shared_ids=shared_ids),
         *steps.ring(),
-        *steps.combination(combine),
+        *steps.combination("merge" if schedule.combine == "merge" else "reduce_scatter"),
         *steps.output_exchange(),
     ]
-    again = steps.key_placement(shared_ids=key_len is None, backward=True)
+    again = steps.key_placement(shared_ids=shared_ids, backward=True)
     reverse = [
         *steps.output_exchange(),
         *steps.query_gather(backward=True),
-        *([] if keep_gathered else again),
-        *steps.gradient_ring(mode),
+        *([] if steps.keep_gathered else again),
+        *steps.gradient_ring(steps.traveller(schedule.backward)),
         *steps.query_scatter(),
         *steps.key_gradient_placement(),
         *steps.gradient_exchange(),
         *steps.replica_sum(),
     ]
-    order, grid = _placed(degrees, order, devices_per_node, forward + reverse)
-    passes = (forward, reverse, forward + reverse)
-    there, back, total = (_traffic(degrees, steps, share, grid) for steps in passes)
-    return Communication(forward=there, backward=back, total=total, backward_mode=mode, order=order)
+    return forward, reverse, forward + reverse
 
 
 def _placed(
@@ -301,7 +379,7 @@ def _placed(
 def _traffic(
     degrees: Degrees, transfers: list[Transfer], share: Sizes, grid: np.ndarray | None
 ) -> Traffic:
-    moving = tuple(transfer for transfer in transfers if transfer.received_bytes)
+    moving = tuple(transfer for transfer in transfers if transfer.sent_bytes)
     return Traffic(
         transfers=moving,
         unit_bytes=share.query_bytes,

@@ -10,9 +10,10 @@ from startrail_jax.analysis.work import better_layout, kernel_shares, shares
 from startrail_jax.blocks import tiled
 from startrail_jax.blocks.pieces import Pieces
 from startrail_jax.devices.degrees import ROLES, Axis
-from startrail_jax.masks import Full, Pattern
+from startrail_jax.masks import Causal, Full, Pattern
 from startrail_jax.rings.head_chunks import check_head_chunks
 from startrail_jax.rings.schedule import Schedule, ring_offsets, unit_cases
+from startrail_jax.rings.seen import seen_exchange
 from startrail_jax.rings.sizes import Sizes
 
 _SERVES = {
@@ -45,8 +46,15 @@ class Explanation:
     cases: tuple[Pieces, ...]
     """For backend "cudnn", the sets of kernel calls that a round may consist of. Each device
     chooses one of them as it runs."""
+    exchange: str
+    """What devices send each other: "rings" (units of the scheme) or "seen" (keys that the mask
+    shows)."""
+    why: str
+    """Why that."""
+    moves: tuple[int, ...]
+    """Of the exchange "seen", the keys of each message that a device receives."""
     rounds: int
-    """Number of ring rounds."""
+    """Number of ring rounds; 1 for the exchange "seen"."""
     inner: int
     """Number of rounds of an inner cycle of a double ring; 1 for a single ring."""
     head_chunks: int
@@ -86,10 +94,19 @@ class Explanation:
         if self.kernels:
             work = ", ".join(f"{part:.0%} {kind}" for kind, part in self.kernels.items())
             lines.append(f"  work in tiles, of which cuDNN attends the full and causal: {work}")
-        lines.append(
-            f"  {self.rounds} ring rounds{cycles} of {self.query_tokens} queries by "
-            f"{self.key_tokens} keys{parts}; in the backward pass {self.travels} travels"
-        )
+        if self.exchange == "seen":
+            moves = " + ".join(f"{keys:,}" for keys in self.moves) or "no"
+            lines.append(
+                f"  {self.query_tokens} queries by the {self.key_tokens} keys beside them and "
+                f"{moves} of others, which alone are sent{parts}"
+            )
+        else:
+            lines.append(
+                f"  {self.rounds} ring rounds{cycles} of {self.query_tokens} queries by "
+                f"{self.key_tokens} keys{parts}; in the backward pass {self.travels} travels"
+            )
+        if not isinstance(self.mask, (Full, Causal)):
+            lines.append(f"  exchange {self.exchange!r}: {self.why}")
         if self.advice:
             lines.append(f"  {self.advice}")
         elif not isinstance(self.mask, Full):
@@ -111,13 +128,15 @@ def explain(
     *,
     axes: Mapping[str, Axis],
     nodes: tuple[int, tuple[str, ...]] | None,
+    why: str,
 ) -> Explanation:
     """Explains what a schedule runs on the share of one device: see `Attention.explain`.
 
     Args:
-        schedule: the schedule.
+        schedule: the schedule, whose exchange is chosen; `Schedule.alone` for "seen".
         share: the share of one device.
         axes: the axes of each role.
+        why: why the exchange is the one that the schedule names.
         nodes: what `startrail_jax.devices.nodes.mesh_crossing` says of the mesh.
 
     Raises:
@@ -125,6 +144,7 @@ def explain(
         NotImplementedError: if the schedule names a backend that does not serve this.
     """
     check_head_chunks(schedule.head_chunks, share.kv_heads)
+    is_seen = schedule.exchange == "seen"
     choice = blocks.choose(schedule.backend, schedule.request(share))
     seq_len, kv_seq_len = (
         tokens * schedule.num_shards for tokens in (share.query_tokens, share.key_tokens)
@@ -141,6 +161,7 @@ def explain(
         kernels = kernel_shares(schedule, share, dense=dense is not None)
     if choice.backend == "cudnn":
         cases = unit_cases(schedule, seq_len, kv_seq_len)
+    seen = seen_exchange(schedule.pattern, schedule.layout, seq_len) if is_seen else None
     num_nodes, across = nodes or (None, ())
     stays = (role for role in ROLES if axes[role].degree > 1 and role not in across)
     better = better_layout(schedule, seq_len)
@@ -159,7 +180,10 @@ def explain(
         query_tokens=share.query_tokens * schedule.team.degree,
         key_tokens=share.key_tokens * schedule.group.degree,
         cases=cases,
-        rounds=len(ring_offsets(schedule, seq_len)),
+        exchange=schedule.exchange,
+        why=why,
+        moves=() if seen is None else tuple(move.length for move in seen.moves),
+        rounds=1 if is_seen else len(ring_offsets(schedule, seq_len)),
         inner=schedule.inner,
         head_chunks=schedule.head_chunks,
         travels=schedule.travels(share),

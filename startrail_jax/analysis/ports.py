@@ -145,17 +145,21 @@ def messages(
     """
     sizes: Counter[tuple[Any, ...]] = Counter()
     for transfer in transfers:
-        if transfer.received_bytes == 0:
+        if transfer.sent_bytes == 0:
             continue
-        hops = transfer.hops or ("",)
+        hops: tuple[Any, ...] = transfer.hops or (transfer.pairs,)
         for hop in hops:
             pattern = transfer.roles, transfer.collective, hop, transfer.inner
-            sizes[pattern] += transfer.received_bytes // len(hops)
+            sizes[pattern] += transfer.sent_bytes // len(hops)
     parts = [np.zeros((3, 0), np.int64)]
     for (roles, collective, hop, inner), size in sizes.items():
         members = _members(degrees, roles)
-        steps = None if hop == "" else [(_targets(degrees, roles, hop, inner), Fraction(1))]
-        for targets, share in steps or algorithms[collective](len(members)):
+        steps = (
+            algorithms[collective](len(members))
+            if hop == ()
+            else [(_targets(degrees, roles, hop, inner), Fraction(1))]
+        )
+        for targets, share in steps:
             part = np.full(members.size, size * share.numerator // share.denominator)
             parts.append(np.stack([members.ravel(), members[targets].ravel(), part]))
     joined = np.concatenate(parts, axis=1)
@@ -172,10 +176,20 @@ def _members(degrees: Degrees, roles: tuple[str, ...]) -> np.ndarray:
 
 
 def _targets(
-    degrees: Degrees, roles: tuple[str, ...], hop: tuple[int, int] | None, inner: int
+    degrees: Degrees, roles: tuple[str, ...], hop: tuple[Any, ...] | None, inner: int
 ) -> np.ndarray:
-    """The receiver of each member in one message of a permute: see `Transfer.hops`."""
+    """The receiver of each member in one message of a permute; who receives its own gets nothing.
+
+    Args:
+        degrees, roles: which members there are.
+        hop: one of `Transfer.hops`, or `Transfer.pairs`.
+        inner: as in `Transfer`.
+    """
     ranks = np.arange(math.prod(getattr(degrees, role) for role in roles))
+    if hop is not None and isinstance(hop[0], tuple):
+        sources, targets = zip(*hop, strict=True)
+        ranks[list(sources)] = targets
+        return ranks
     if hop is None:  # Group and team trade places: see `rings.collectives.trade_places`.
         return ranks % degrees.group * degrees.group + ranks // degrees.group
     axis = Axis(roles, ranks.size)

@@ -9,13 +9,15 @@ import itertools
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from startrail_jax.devices.degrees import Degrees
-from startrail_jax.rings.sizes import Sizes
+from startrail_jax.devices.degrees import SEQUENCE_ROLES, Degrees
+from startrail_jax.rings.exchange import Exchange
+from startrail_jax.rings.sizes import WIDTHS, Sizes
 
 Placement = Literal["gather", "gather_permute"]
 Combine = Literal["merge", "reduce_scatter"]
 
 _FLOAT32 = 4
+_INT32 = 4
 # The flat axis over which the paper permutes keys.
 _TRADED = ("group", "team")
 
@@ -37,6 +39,10 @@ class Transfer:
     cycle. None where group and team trade places."""
     inner: int = 1
     """Of messages in a ring, number of devices in an inner cycle."""
+    pairs: tuple[tuple[int, int], ...] = ()
+    """Of a permute that is no ring, (sender, receiver) along the flat axis of `roles`."""
+    message_bytes: int | None = None
+    """Bytes of a message, where not all devices receive one; None for `received_bytes`."""
     tensor_bytes: int = 0
     """Bytes of query, key, value, output and their gradients."""
     row_bytes: int = 0
@@ -46,6 +52,11 @@ class Transfer:
     def received_bytes(self) -> int:
         """Bytes of both."""
         return self.tensor_bytes + self.row_bytes
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that a device sends, if it sends anything."""
+        return self.received_bytes if self.message_bytes is None else self.message_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,6 +249,59 @@ class Steps:
             _copies("combine", "reduce_scatter", "team", team - 1, out),
             _copies("combine", "all_reduce", "team", 2, 0, all_reduce_bytes(team * lse, team)),
         ]
+
+    def traveller(self, backward: str) -> Literal["query", "kv"]:
+        """Which side goes round the ring in the backward pass, if `backward` is the wish."""
+        if backward == "auto":
+            degrees = self.degrees
+            return self.share.cheaper_traveller(team=degrees.team, group=degrees.group)
+        return "query" if backward == "query" else "kv"
+
+    def seen(self, exchange: Exchange, *, forward: bool, backward: bool) -> list[Transfer]:
+        """The moves of an exchange, which takes the place of all steps; see `rings.seen`.
+
+        Args:
+            exchange: the exchange.
+            forward, backward: whether these are the moves of the forward pass, of the backward
+                pass, or of both.
+
+        Returns:
+            What the device receives that receives most in these passes.
+        """
+        share, ranks = self.share, self.degrees.sequence
+        heads = max(self.kv_heads // self.degrees.tensor, 1)
+        channels = share.batch * heads * (share.head_dim + share.value_head_dim)
+        times = (forward, backward and not self.keep_gathered)
+        # Of one key, in bytes: itself and its segment id, as often as they are sent, and gradients.
+        key = channels * share.width * sum(times)
+        ids = times[0] + times[1] * self._chunks(True)
+        row = share.batch * _INT32 * share.packed * ids
+        gradient = channels * WIDTHS[share.gradient_dtype] * backward
+        of_keys, of_gradients = exchange.received(ranks)
+        busiest = int((of_keys * (key + row) + of_gradients * gradient).argmax())
+        permutes = [
+            (pairs, *(move.length * size for size in sizes))
+            for move in exchange.moves
+            for pairs, *sizes in ((move.pairs, key, row), (move.returning, gradient, 0))
+            if not move.shared
+        ]
+        moves = [
+            Transfer(
+                step="seen keys",
+                collective="collective_permute",
+                roles=SEQUENCE_ROLES,
+                pairs=pairs,
+                tensor_bytes=tensors * (busiest in dict(pairs).values()),
+                row_bytes=rows * (busiest in dict(pairs).values()),
+                message_bytes=tensors + rows,
+            )
+            for pairs, tensors, rows in permutes
+        ]
+        sums = [(key, row), (channels * _FLOAT32 * backward, 0)]
+        for sizes in sums:
+            total = [all_reduce_bytes(exchange.shared * size, ranks) for size in sizes]
+            moves.append(_copies("shared keys", "all_reduce", SEQUENCE_ROLES, 1, *total))
+        return moves
 
     def replica_sum(self) -> list[Transfer]:
         """Gradients of keys and values that lie on every device along `tensor`, summed over it.

@@ -118,8 +118,16 @@ class Pattern:
         Args:
             query, key: runs whose starts are integers, or NumPy arrays that broadcast.
         """
-        pairs = [(a, b) for a in query.spans for b in key.spans]
-        return np.any(np.stack([_concrete(self.some, *pair) for pair in pairs]), axis=0)
+        return np.any(np.stack([self.shows(query, span) for span in key.spans]), axis=0)
+
+    def shows(self, query: Runs, key: Span) -> Any:
+        """Whether some query of one unit may see some key of a span; False is certain.
+
+        Args:
+            query: runs whose starts are integers, or NumPy arrays.
+            key: the span; its ends are integers, or NumPy arrays that broadcast with the starts.
+        """
+        return np.any(np.stack([_concrete(self.some, span, key) for span in query.spans]), axis=0)
 
     # So that `array & mask` asks the mask, and not each value of the array.
     __array_ufunc__ = None

@@ -178,6 +178,20 @@ class Links:
         found = self._cost(size > 0, latency, through, staying, per_node * size - across)
         return Cost(seconds=found.seconds, across=across * (size > 0), inside=found.inside)
 
+    def messages(self, across: np.ndarray, inside: np.ndarray, count: np.ndarray) -> Cost:
+        """Messages of one device to another, one after another.
+
+        Args:
+            across: bytes that the busiest node sends to others.
+            inside: bytes that its devices send each other.
+            count: number of messages of a device.
+        """
+        cluster = self.cluster
+        latency = np.where(across > 0, cluster.latency, cluster.inside_latency)
+        latency = (latency + cluster.start_latency) * count
+        staying = inside / self.cluster.gpus_per_node
+        return self._cost(across + inside > 0, latency, across, staying, inside)
+
     def _trade(self, size: np.ndarray, arrays: np.ndarray | int) -> Cost:
         """The paper's permute of keys, in which group and team trade places."""
         cluster = self.cluster

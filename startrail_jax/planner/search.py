@@ -230,7 +230,7 @@ class Candidates:
         forward, backward = (timing.all_layers(backward=x).seconds for x in (False, True))
         again = {
             "none": np.zeros(len(forward)),
-            "attention_saved": self.call.model.layers * timing.exchange_again().seconds,
+            "attention_saved": timing.exchanges_again().seconds,
             "full": forward,
         }
         number = np.zeros(len(forward), np.int64)

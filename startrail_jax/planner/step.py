@@ -83,7 +83,7 @@ class Step:
         waits = forward.seconds + backward.seconds - compute
         waits = waits + repeats * (forward.seconds - forward.compute)
         if savings.remat == "attention_saved":
-            waits = waits + layers * timing.exchange_again().seconds
+            waits = waits + timing.exchanges_again().seconds
         layer = timing.products(model.layer_matrices)
         mlp = timing.products(model.mlp_matrices * model.width * model.mlp_width)
         again = (savings.remat != "none") * layer + savings.tiled * mlp

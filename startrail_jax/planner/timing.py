@@ -16,6 +16,7 @@ import numpy as np
 
 from startrail_jax.planner.grid import Call, Settings
 from startrail_jax.planner.hardware import Cluster
+from startrail_jax.planner.layers.seen import Seen
 from startrail_jax.planner.layers.visits import Visits
 from startrail_jax.planner.links import Cost, Links
 from startrail_jax.planner.traffic import Move, Moves
@@ -67,6 +68,9 @@ class Timing:
         windows = [window for window in call.windows if window is not None]
         self._visits: dict[int | None, Visits | None] = {None: None}
         self._visits |= {window: Visits(settings, call, window) for window in windows}
+        self._seen = {
+            window: Seen(self.traffic, self.links, window, gradient_bytes) for window in windows
+        }
         self.rounds = {window: self._rounds(window) for window in self._visits}
         """Window of a layer -> seconds of the kernels of a round of the ring, forward and
         backward."""
@@ -112,6 +116,52 @@ class Timing:
 
     def forward(self, window: int | None = None) -> Pass:
         """The forward pass of the attention of a layer, one with a window or without."""
+        return self._chosen(self._forward(window), window, backward=False)
+
+    def backward(self, window: int | None = None) -> Pass:
+        """The backward pass of the attention of a layer, one with a window or without."""
+        return self._chosen(self._backward(window), window, backward=True)
+
+    def sends_seen(self, window: int | None) -> np.ndarray:
+        """Whether a layer sends only the keys that its window shows: if these are fewer bytes."""
+        if window is None:
+            return np.zeros(len(self.settings), bool)
+        visits = self._visits[window]
+        rings = self.traffic.forward(visits) + self.traffic.backward(visits)
+        sent = self._seen[window].received(forward=True, backward=True)
+        return (sent < sum(move.total for move in rings)) & ~self.settings.published
+
+    def _chosen(self, rings: Pass, window: int | None, *, backward: bool) -> Pass:
+        """A pass of a layer by what it sends."""
+        taken = self.sends_seen(window)
+        if window is None or not taken.any():
+            return rings
+        keys, home = self._seen[window].costs(taken)
+        compute = self._alone(window, backward=backward)
+        # Kernels over a device's own keys run while those of others are under way.
+        overlaps = self.cluster.overlaps
+        seconds = np.maximum(compute, keys.seconds) if overlaps else compute + keys.seconds
+        sent = keys + home if backward else keys
+        found = Pass(
+            seconds=seconds + (home.seconds if backward else 0),
+            compute=compute,
+            across=sent.across,
+            inside=sent.inside,
+        )
+        both = zip(vars(rings).items(), vars(found).values(), strict=True)
+        return Pass(**{name: np.where(taken, ours, rest) for (name, rest), ours in both})
+
+    def _alone(self, window: int, *, backward: bool) -> np.ndarray:
+        """Seconds of the kernels of a layer with a window, where no query moves."""
+        s, call, gpu, model = self.settings, self.call, self.cluster.gpu, self.call.model
+        pairs = call.padded(s.sequence).astype(float) * window * call.batch
+        flops = 4 * pairs * model.heads * model.head_dim / self.cluster.num_gpus
+        run = call.padded(s.sequence) // (2 * s.sequence)
+        length = np.minimum(run, min(window, _LARGEST_TILE))
+        speed = gpu.attention_efficiency(length, model.head_dim, backward=backward) * self.speed
+        return (BACKWARD_FLOPS if backward else 1) * flops / speed
+
+    def _forward(self, window: int | None) -> Pass:
         traffic, links = self.traffic, self.links
         waits = links.costs(
             [
@@ -124,8 +174,7 @@ class Timing:
         turns = self._turns(traffic.ring(self._visits[window]), None, window)
         return self._pass(waits, turns, self.rounds[window][0], window)
 
-    def backward(self, window: int | None = None) -> Pass:
-        """The backward pass of the attention of a layer, one with a window or without."""
+    def _backward(self, window: int | None) -> Pass:
         traffic, links = self.traffic, self.links
         waits = links.costs(
             [
@@ -199,9 +248,12 @@ class Timing:
         received = 2 * size * (s.tensor - 1) / s.tensor
         return self.links.cost(Move(collective="all_reduce", role="tensor", received=received))
 
-    def exchange_again(self) -> Cost:
-        """The head exchange, which remat repeats: attention saves nothing from before it."""
-        return self.links.costs(self.traffic.exchange)
+    def exchanges_again(self) -> Cost:
+        """The head exchanges of all layers, which remat repeats: attention saves nothing from
+        before them."""
+        windows = self.call.windows.items()
+        count = sum(layers * ~self.sends_seen(window) for window, layers in windows)
+        return self.links.costs(self.traffic.exchange).times(count)
 
     def update(self, elements: np.ndarray) -> np.ndarray:
         """Seconds of the optimizer for so many weights of a device."""

@@ -37,12 +37,13 @@ from startrail_jax.blocks import softmax
 from startrail_jax.blocks.softmax import Partials, log_sum, merge_precisely, rows
 from startrail_jax.rings import collectives, score_units
 from startrail_jax.rings.head_chunks import check_head_chunks, in_chunks
+from startrail_jax.rings.residuals import CHECKPOINT_NAMES, named, row_gradients
 from startrail_jax.rings.ring_loop import UNROLLED_ROUNDS, as_float32, circulate
 from startrail_jax.rings.schedule import Schedule, ring_offsets
 from startrail_jax.rings.score_units import NOTHING, Given
+from startrail_jax.rings.seen import attend_seen
 from startrail_jax.rings.sizes import Sizes
 from startrail_jax.shapes import (
-    EMPTY,
     KeySegments,
     KeyShard,
     LseShard,
@@ -54,12 +55,6 @@ from startrail_jax.shapes import (
 from startrail_jax.xla.derivatives import FIRST_ONLY, without_derivative
 from startrail_jax.xla.ordering import recompute_in_backward
 from startrail_jax.xla.varying import alike, is_replicated
-
-CHECKPOINT_NAMES = ("attention_partial", "attention_lse", "attention_out", "attention_units")
-"""Names for `jax.checkpoint_policies.save_only_these_names`, under which `jax.checkpoint` does not
-recompute attention: the output of step 4, its log-sum-exp, the output of step 5 (which differs from
-that of step 4 only where the head degree is above 1), and the gathered units, which exist only with
-`keep_gathered`."""
 
 
 def sharded_attention(
@@ -87,14 +82,17 @@ def sharded_attention(
     Returns:
         out in the dtype of q and lse in float32, for this device's tokens.
     """
-    check_head_chunks(schedule.head_chunks, max(k.shape[2] // schedule.head.degree, 1))
+    parts = 1 if schedule.exchange == "seen" else schedule.head.degree
+    check_head_chunks(schedule.head_chunks, max(k.shape[2] // parts, 1))
     if is_replicated(k, q) or is_replicated(v, q):
         k, v = as_float32((k, v))
     q, k, v = alike(q, k, v)
 
+    attend_heads = attend_seen if schedule.exchange == "seen" else _attend_heads
+
     def attend(first: int, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
         here = given.of_heads(first, q.shape[2])
-        return _attend_heads(schedule, q, k, v, query_segments, key_segments, here)
+        return attend_heads(schedule, q, k, v, query_segments, key_segments, here)
 
     return in_chunks(attend, schedule.head_chunks, q, k, v)
 
@@ -235,8 +233,7 @@ def _forward_rule(
         out, *stats = _attend(schedule, static, *kept, given=given)
     else:
         out, *stats = concentric_attention(schedule, *kept, given)
-    out = checkpoint_name(out, CHECKPOINT_NAMES[0])
-    lse, low = (x if x is None else checkpoint_name(x, CHECKPOINT_NAMES[1]) for x in stats)
+    out, lse, low = named(out, *stats)
     return (out, lse, low), (*kept, given, out, lse, low, given_keys)
 
 
@@ -262,15 +259,7 @@ def _backward(schedule: Schedule, residuals: Any, cotangents: Any) -> tuple[Any,
     q_unit, k_unit, v_unit, query_ids, key_ids = units
     keys = k_unit, v_unit, key_ids
     device = _device(schedule)
-    # Rows that see no key take no part: a NaN times a weight of 0 would spoil dk and dv.
-    empty = lse <= EMPTY
-    dout, dlse = jnp.where(rows(empty), 0, dout), jnp.where(empty, 0, dlse)
-    if low is not None:
-        # What rounding took from lse need not travel: p = exp(s - lse) exp(-low), and gradients are
-        # linear in (dout, dlse). dout before delta, so that dp and delta round alike.
-        weight = jnp.exp(-low)
-        dout, dlse = dout * rows(weight), dlse * weight
-    delta = (dout.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1).swapaxes(1, 2) - dlse
+    dout, delta = row_gradients(dout, dlse, out, lse, low)
 
     queries = (
         q_unit,

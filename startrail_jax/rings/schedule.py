@@ -69,6 +69,7 @@ class Schedule:
     head_chunks: int
     gradient_dtype: str
     keep_gathered: bool
+    exchange: str
     platform: str | None
     """Platform of the devices, as `mesh.device_kind` gives it."""
     capability: tuple[int, int] | None
@@ -90,6 +91,16 @@ class Schedule:
         if platform in (None, self.platform):
             platform, capability = self.platform, capability or self.capability
         return replace(self, platform=platform, capability=capability)
+
+    @property
+    def alone(self) -> Schedule:
+        """The same call with all sequence axes as one ring, and neither team, group nor head."""
+        axes = self.ring, self.group, self.team, self.head
+        names = tuple(name for axis in axes for name in axis.names)
+        ring, none = Axis(names, self.num_shards * self.head.degree), Axis((), 1)
+        return replace(
+            self, ring=ring, group=none, team=none, head=none, inner=1, placement="gather"
+        )
 
     @property
     def as_published(self) -> bool:
@@ -258,6 +269,7 @@ def schedule_of(degrees: Degrees, pattern: Pattern, layout: Layout, inner: int =
         combine="merge",
         gradient_dtype="float32",
         keep_gathered=False,
+        exchange="rings",
         platform=None,
         capability=None,
     )

@@ -51,7 +51,7 @@ def refuses(refused):
 
 @pytest.mark.parametrize(
     "option",
-    ["backend", "backward", "placement", "combine", "gradient_dtype", "keep_gathered"],
+    ["backend", "backward", "placement", "combine", "gradient_dtype", "keep_gathered", "exchange"],
 )
 def test_unknown_option_is_refused(option, refused):
     with refused(InputError, **{option: "best"}):

@@ -24,7 +24,7 @@ from attention_cases import (
     relative_error,
 )
 from startrail_jax.analysis.hlo import read_traffic
-from startrail_jax.rings.rings import CHECKPOINT_NAMES
+from startrail_jax.rings.residuals import CHECKPOINT_NAMES
 
 STARTRAIL = st.Degrees.startrail(8, c=2)
 

@@ -14,7 +14,7 @@ import startrail_jax as st
 from startrail_jax.analysis.hlo import read_traffic
 from startrail_jax.analysis.ports import messages, read_messages
 from startrail_jax.devices.nodes import ORDERS, node_grid, nodes_of
-from startrail_jax.rings.rings import CHECKPOINT_NAMES
+from startrail_jax.rings.residuals import CHECKPOINT_NAMES
 
 # Nothing is executed here, and machine code takes most of the time to compile.
 COMPILER_OPTIONS = {"xla_backend_optimization_level": 0}
@@ -41,6 +41,8 @@ class Setting:
     head_chunks: int = 1
     keep_gathered: bool = False
     gradient_dtype: str = "float32"
+    exchange: str = "rings"
+    tokens: int = 2
     layout: str | None = None
     window: int | None = None
     packed: bool = False
@@ -51,7 +53,7 @@ class Setting:
 
     @property
     def seq_len(self):
-        return 2 * self.degrees.sequence
+        return self.tokens * self.degrees.sequence
 
     @property
     def key_len(self):
@@ -60,7 +62,7 @@ class Setting:
     @functools.cached_property
     def attention(self):
         names = ("causal", "mask", "placement", "combine", "backward", "layout", "window")
-        names += ("inner", "head_chunks", "keep_gathered", "gradient_dtype")
+        names += ("inner", "head_chunks", "keep_gathered", "gradient_dtype", "exchange")
         return st.Attention(
             st.make_mesh(self.degrees, "explicit", jax.devices()[: self.degrees.num_devices]),
             **{name: getattr(self, name) for name in names},
@@ -69,7 +71,7 @@ class Setting:
     def expected(self, **nodes):
         names = ("batch", "seq_len", "heads", "kv_heads", "head_dim", "value_head_dim")
         names += ("placement", "combine", "backward", "packed")
-        names += ("inner", "head_chunks", "keep_gathered", "gradient_dtype")
+        names += ("inner", "head_chunks", "keep_gathered", "gradient_dtype", "exchange")
         return st.communication(
             self.degrees,
             dtype="float32",
@@ -214,7 +216,33 @@ MIXED = {
     "bfloat16, copies": Setting(degrees=D(ring=2, head=2, tensor=2), **MQA, **KV, **BFLOAT16),
 }
 
-SETTINGS = SCHEMES | LARGE | MIXED
+M = st.masks
+SEEN = {"exchange": "seen", "tokens": 12}
+ONLY_SEEN = {
+    "seen: window, zigzag": Setting(degrees=D.startrail(8, c=2), window=5, packed=True, **SEEN),
+    "seen: window, contiguous": Setting(
+        degrees=D(ring=4, head=2), window=5, layout="contiguous", **GQA, **SEEN
+    ),
+    "seen: wider than a slice": Setting(degrees=D(ring=3, team=2), window=20, **SEEN, **KEPT),
+    "seen: both sides, bfloat16": Setting(
+        degrees=D(ring=6), mask=M.Window(4, 2), **SEEN, **BFLOAT16
+    ),
+    "seen: sinks, tensor 2": Setting(
+        degrees=D(data=2, group=2, ring=2, team=2, tensor=2), batch=2, **GQA, **SEEN, packed=True,
+        mask=M.Causal() & (M.Window(3, 0) | M.Sinks(2)), head_chunks=1,
+    ),
+    "seen: chunks, parts": Setting(
+        degrees=D(ring=6), mask=M.Chunked(17) & M.Causal(), heads=8, kv_heads=4, head_chunks=2,
+        packed=True, **SEEN,
+    ),
+    "seen: two devices, copies": Setting(
+        degrees=D(team=2, tensor=2), window=5, layout="contiguous", **MQA, **SEEN, **BFLOAT16
+    ),
+    "seen: 64": Setting(degrees=D.startrail(64, c=4), window=6, **GQA, **SEEN),
+}  # fmt: skip
+"""Only the keys that a mask shows are sent."""
+
+SETTINGS = SCHEMES | LARGE | MIXED | ONLY_SEEN
 # The forward pass apart, once for every way in which it sends something.
 FORWARD = {
     name: SETTINGS[name]
@@ -225,6 +253,10 @@ FORWARD = {
         "teams, 12",
         "ring, 64, kv, packed",
         "all axes, 64",
+        "seen: window, contiguous",
+        "seen: sinks, tensor 2",
+        "seen: chunks, parts",
+        "seen: two devices, copies",
     )
 }
 

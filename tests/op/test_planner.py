@@ -80,6 +80,10 @@ def check_bytes(nodes, gpus, window=None, **changes):
     settings = all_settings(where, asked)
     traffic, links = Moves(settings, asked), Links(settings, where)
     visits = None if window is None else Visits(settings, asked, window)
+    windows = {} if window is None else dict(windows=(window,))
+    timing = Timing(settings, where, call(seq_len=48 * nodes, **changes, **windows))
+    seen = timing.sends_seen(window)
+    assert window is None or seen.any()
     mask = None if window is None else masks.resolve(None, causal=True, window=window)
     drawn = np.random.default_rng(0).permutation(len(settings))[:40]
     published = np.flatnonzero(settings.published)[:6]
@@ -105,6 +109,9 @@ def check_bytes(nodes, gpus, window=None, **changes):
             (traffic.forward(visits), report.forward),
             (traffic.backward(visits), report.backward),
         ):
+            if seen[row]:
+                assert_seen_bytes(timing, window, row, report)
+                break
             assert sum(move.total[row] for move in moves) == expected.received_bytes
             cost = links.costs(moves)
             # The permute of keys is counted in each step where it is most: a bound.
@@ -115,6 +122,23 @@ def check_bytes(nodes, gpus, window=None, **changes):
             ):
                 assert math.isclose(found, truth) if exact else found >= truth * 0.999
                 assert found <= truth * 1.25 + 1e-9
+
+
+def assert_seen_bytes(timing, window, row, report):
+    seen = timing._seen[window]
+    sent = dict(forward=(True, False), backward=(False, True), total=(True, True))
+    for name, (forward, backward) in sent.items():
+        expected = getattr(report, name)
+        assert {x.step for x in expected.transfers} <= {"seen keys", "shared keys", "replica sum"}
+        assert seen.received(forward=forward, backward=backward)[row] == expected.received_bytes
+    keys, home = seen.costs(timing.sends_seen(window))
+    assert keys.across[row] == report.forward.nodes.port_sent_bytes
+    assert keys.inside[row] == report.forward.nodes.inside_bytes
+    # The node that sends most keys need not be the one that sends most gradients.
+    nodes = report.backward.nodes
+    for cost, exact in (("across", nodes.port_sent_bytes), ("inside", nodes.inside_bytes)):
+        both = vars(keys)[cost][row] + vars(home)[cost][row]
+        assert exact <= both * (1 + 1e-9) <= 1.5 * exact + 1
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -178,13 +202,15 @@ def test_layers_with_windows_are_timed_by_themselves():
     assert np.all(local.compute < whole.compute)
     rings = (timing.settings.ring == 16) & (timing.settings.inner == 1)
     assert np.all(2 * local.across[rings] < whole.across[rings])
-    # The two devices of a team share their queries, and one of them has nearly all the keys that
-    # these see.
+    # In the rings, the two devices of a team share their queries, and one of them has nearly all
+    # the keys that these see. Where only what is seen is sent, no device has those of another.
     ring, teams = (
-        Timing(one(**degrees), where, asked).forward(1024).compute[0]
+        Timing(one(**degrees), where, asked)
         for degrees in (dict(ring=16), dict(ring=4, team=2, group=2))
     )
-    assert 1.5 < teams / ring < 2.5
+    in_rings = [x._forward(1024).compute[0] for x in (ring, teams)]
+    assert 1.5 < in_rings[1] / in_rings[0] < 2.5
+    assert ring.forward(1024).compute[0] == teams.forward(1024).compute[0] < in_rings[0]
     full = dataclasses.replace(asked, model=dataclasses.replace(asked.model, windows=(2**18,)))
     assert full.windows == {None: 32}
 

@@ -5,7 +5,6 @@ import functools
 from itertools import cycle
 from unittest import mock
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,14 +19,12 @@ from attention_cases import (
     FLOAT32_ERROR,
     HEADS,
     Case,
-    assert_close,
     covering,
     draw_problem,
-    natural,
     place,
     relative_error,
 )
-from score_cases import OF_ROWS, RATE, SOFTCAP, ScoreCase, of_oracle, put_learnt
+from score_cases import OF_ROWS, RATE, SOFTCAP, ScoreCase, check, of_oracle, put_learnt
 from startrail_jax.blocks import tiled, xla
 from startrail_jax.blocks.scores import Dropout
 from startrail_jax.tokens.layout import KINDS
@@ -119,25 +116,10 @@ CASES = list(cases())
 @pytest.mark.parametrize("scored", CASES, ids=str)
 def test_scores_match_the_oracle(scored, monkeypatch):
     """Results, all gradients, the same bits again, and the shardings of what went in."""
-    case, attention, problem = scored.case, scored.attention, scored.case.problem
-    if case.backend == "tiled":
+    if scored.case.backend == "tiled":
         fake_cudnn.install(monkeypatch)
-    arguments, learnt = place(attention, problem), put_learnt(attention, scored.learnt)
     with mock.patch.multiple(tiled, COARSE=8, FINE=4), mock.patch.multiple(xla, TILE_COLUMNS=5):
-        result, of_learnt = scored.solve(arguments, learnt)
-    chex.assert_trees_all_equal(scored.solve(arguments, learnt), (result, of_learnt))
-    wanted, of_wanted = of_oracle(problem, scored.learnt, **scored.told)
-    bounds = scored.bounds(wanted, of_wanted)
-    assert_close(natural(attention, result), wanted, bounds)
-    for name, expected in of_wanted.items():
-        found = of_learnt[name]
-        if case.axis_type == "explicit":
-            assert found.sharding.is_equivalent_to(learnt[name].sharding, found.ndim), name
-        if name == "bias":
-            for axis in (2, 3):
-                found = attention.layout.unpermute(np.asarray(found), axis=axis)
-        error = relative_error(found, expected)
-        assert error <= bounds[name], (name, error, bounds[name])
+        check(scored)
 
 
 @pytest.mark.slow

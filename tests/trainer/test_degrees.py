@@ -21,7 +21,7 @@ from trainer.parallel.degrees import (
     keep_degrees,
 )
 from trainer.parallel.step_sizes import footprint
-from trainer.run.mesh import read_degrees, save_degrees
+from trainer.run.mesh import read_mesh, save_degrees
 
 pytestmark = pytest.mark.quick
 
@@ -168,12 +168,12 @@ def test_default_degrees_count_what_the_layers_of_a_pattern_send(
 
 
 def test_former_degrees_of_a_run_are_kept_unless_flags_say_otherwise(tmp_path):
-    assert read_degrees(tmp_path) is None
+    assert read_mesh(tmp_path) is None
     assert keep_degrees(MeshConfig(), 16, None) is None
 
     former = st.Degrees(ring=4, team=4)
     save_degrees(tmp_path, vars(former))
-    assert keep_degrees(MeshConfig(), 16, read_degrees(tmp_path)) == former
+    assert keep_degrees(MeshConfig(), 16, read_mesh(tmp_path).degrees) == former
     for num_devices, given in ((8, {}), (16, {"team": 4}), (16, {"ring": 4}), (16, {"data": 2})):
         assert keep_degrees(MeshConfig(**given), num_devices, vars(former)) is None
     # A plan keeps what is given, so that a planned run has it.
@@ -181,31 +181,11 @@ def test_former_degrees_of_a_run_are_kept_unless_flags_say_otherwise(tmp_path):
     assert keep_degrees(MeshConfig(team=2), 16, vars(former), planned=True) is None
 
 
-@pytest.mark.parametrize(
-    ("num_devices", "given", "expected"),
-    [
-        (8, {}, (2, 2, 2)),
-        (2, {}, (1, 1, 2)),
-        (4, {}, (2, 1, 2)),
-        (6, {}, (1, 3, 2)),
-        (7, {}, (1, 7, 1)),
-        (8, {"group": 1}, (1, 4, 2)),
-        (8, {"ring": 4}, (1, 4, 2)),
-    ],
-)
-def test_a_run_that_noted_no_degrees_keeps_those_of_its_time(
-    tmp_path, num_devices, given, expected
-):
-    (tmp_path / "config.json").write_text("{}")
-    kept = keep_degrees(MeshConfig(**given), num_devices, read_degrees(tmp_path))
-    assert (kept.group, kept.ring, kept.team) == expected
-
-
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"degrees": {"ring": 0}}', '{"degrees": [2]}'])
 def test_a_broken_note_of_degrees_is_refused(tmp_path, text):
     (tmp_path / "mesh.json").write_text(text)
     with pytest.raises(ValueError, match=r"mesh.json must hold the degrees.*Delete it"):
-        read_degrees(tmp_path)
+        read_mesh(tmp_path)
 
 
 def test_log_says_which_axes_cross_nodes():

@@ -266,5 +266,5 @@ def test_packages_of_the_extra_train_are_those_that_are_looked_for():
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     of_train = {re.split("[<>=]", x)[0] for x in project["optional-dependencies"]["train"]}
     named = {"orbax": "orbax-checkpoint", "google": "protobuf"}
-    assert {named.get(x, x) for x in packages.NEEDED} <= of_train | {"jax"}
+    assert {named.get(x, x) for x in packages.NEEDED} == of_train | {"jax"}
     assert packages.missing() == []

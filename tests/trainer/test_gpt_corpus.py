@@ -5,7 +5,6 @@ import gzip
 import json
 import os
 import re
-import sys
 
 import numpy as np
 import pytest
@@ -15,7 +14,6 @@ from configs.gpt import gpt_tiny
 from startrail_jax.errors import InputError
 from startrail_jax.tokens.layout import Layout
 from trainer.data import documents, files
-from trainer.errors import MissingPackageError
 from trainer.gpt import corpus, encoding
 from trainer.gpt.config import DataConfig
 from trainer.gpt.encoding import share_of_key
@@ -277,12 +275,6 @@ def test_file_that_is_no_tokenizer_raises(tmp_path, content):
         path.write_bytes(content)
     with pytest.raises(ValueError, match=r"must be a Hugging Face tokenizer.json; got .*t.json"):
         FileTokenizer(path, end_of_document=None, vocab_size=9)
-
-
-def test_missing_tokenizers_package_raises(tokenizer, monkeypatch, refused):
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with refused(MissingPackageError):
-        FileTokenizer(tokenizer, end_of_document=None, vocab_size=9)
 
 
 def test_small_vocabulary_of_bytes_raises(tmp_path, refused):

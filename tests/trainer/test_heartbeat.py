@@ -223,8 +223,8 @@ def test_process_that_is_gone_ends_all(ends):
     host = socket.gethostname()
     assert sorted(ends) == [
         f"process {index} of 3 ({host}) ends because another process failed: process 2 of 3 (far) "
-        "exited without reporting an error. Fix that; then the same command goes on from the newest whole "
-        "checkpoint."
+        "exited without reporting an error. Fix that; then the same command goes on from the "
+        "newest whole checkpoint."
         for index in (0, 1)
     ]
 

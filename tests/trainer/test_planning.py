@@ -20,7 +20,7 @@ from trainer.gpt.lora.settings import LoraConfig
 from trainer.network.options import Distributed
 from trainer.planning import Planner
 from trainer.processes.exchange import Peers
-from trainer.run.mesh import MESH_FILE, read_degrees, read_planned_order, save_degrees
+from trainer.run.mesh import MESH_FILE, read_mesh, save_degrees
 from trainer.session import joined
 from trainer.tasks import TASKS
 
@@ -231,7 +231,7 @@ def test_a_run_takes_the_planned_mesh_and_keeps_it(measured, tmp_path):
     assert description[-1].startswith("plan: the runner-up: ")
     order = ("data", "group", "ring", "team", "head", "tensor")
     save_degrees(tmp_path, vars(st.Degrees(head=4, ring=2)), order)
-    assert read_planned_order(tmp_path) == order
+    assert read_mesh(tmp_path).order == order
     for plan in (asked, None):
         assert join(plan, asked.config, tmp_path)[0] == {"ring": 2, "head": 4}
     assert len(measured) == 1
@@ -244,8 +244,7 @@ def test_a_run_takes_the_planned_mesh_and_keeps_it(measured, tmp_path):
     assert sum(line.startswith("plan: ") for line in join(shown, shown.config, tmp_path)[1]) == 9
     (tmp_path / MESH_FILE).write_text('{"degrees": {"ring": 8}, "order": ["ring"]}')
     with pytest.raises(InputError, match="must hold the degrees of a run"):
-        read_planned_order(tmp_path)
-    assert read_degrees(tmp_path) == {"ring": 8}
+        read_mesh(tmp_path)
 
 
 def test_train_shows_a_plan_and_makes_no_run(measured, tmp_path, capsys):

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import os
 import shutil
-import sys
 from pathlib import Path
 
 import jax
@@ -44,7 +43,7 @@ from trainer.gpt.export.writing import (
 )
 from trainer.gpt.lora.settings import LoraConfig
 from trainer.gpt.pretrained import initial as initial_weights
-from trainer.gpt.pretrained import tensor_file
+from trainer.gpt.pretrained import tensors as tensor_files
 from trainer.gpt.pretrained.__main__ import read_command_line as read_import
 from trainer.gpt.pretrained.config_json import plain
 from trainer.gpt.pretrained.defaults import with_tokenizer
@@ -52,8 +51,9 @@ from trainer.gpt.pretrained.families import describe, read_description
 from trainer.gpt.pretrained.importing import import_pretrained
 from trainer.gpt.pretrained.initial import Pretrained, keep_files, open_pretrained
 from trainer.gpt.pretrained.names import places
-from trainer.gpt.pretrained.tensor_file import open_tensor_file
+from trainer.gpt.pretrained.tensors import open_tensor_file
 from trainer.gpt.sample import tokenizer_of_run
+from trainer.gpt.tokenizer import check_tokenizer_of_model
 from trainer.parallel.partition import Partition, path_name
 from trainer.run.settings import result_flags, save_config
 from trainer.sums import SUMS_FILE
@@ -478,7 +478,7 @@ def test_part_of_a_stored_tensor_is_read_alone(tmp_path, monkeypatch, dtype):
         return counts[-1]
 
     monkeypatch.setattr(os, "preadv", counted)
-    monkeypatch.setattr(tensor_file, "AT_ONCE", 500)  # A few rows.
+    monkeypatch.setattr(tensor_files, "AT_ONCE", 500)  # A few rows.
     rng = np.random.default_rng(0)
     whole = {
         name: np.asarray(rng.normal(size=shape), jnp.dtype(dtype))
@@ -586,7 +586,7 @@ def test_file_that_changes_while_it_is_opened_raises(model, monkeypatch, harm):
         harm(path)
         return checked
 
-    monkeypatch.setattr("safetensors.safe_open", check)
+    monkeypatch.setattr(tensor_files, "safe_open", check)
     with pytest.raises(ValueError, match=r"model.safetensors' must stay as it is while it is"):
         open_it(model)
 
@@ -685,16 +685,10 @@ def test_log_says_which_tokens_this_program_does_not_add(model):
     )
     built.save(str(model / "tokenizer.json"))
     assert "its tokenizer adds <1> to every text elsewhere, and this program adds" in open_it(model)
-    assert initial_weights._check_tokenizer(model / "tokenizer.json", 48, 1).endswith(
+    assert check_tokenizer_of_model(model / "tokenizer.json", 48, 1).endswith(
         "; every document and every prompt of sample.py begins with <1>, and conversations as "
         "their template says"
     )
-
-
-def test_missing_safetensors_package_raises(monkeypatch):
-    monkeypatch.setitem(sys.modules, "safetensors", None)
-    with pytest.raises(ImportError, match=r"package safetensors.*pip install safetensors"):
-        open_it(LLAMA)
 
 
 def test_bad_model_leaves_no_run(model, tmp_path):

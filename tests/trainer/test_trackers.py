@@ -315,11 +315,6 @@ def test_secrets_get_neither_into_files_nor_into_logs(tmp_path, monkeypatch, cap
     # Another password is the same run.
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:other@host")
     report(tmp_path, [2], trackings_of(config))
-    # So is the file of an earlier version, which is written anew.
-    place = {"uri": "http://me:other@host", "experiment": "e"}
-    trackers.keep_run(tmp_path / "mlflow.json", place, "run0")
-    report(tmp_path, [3], trackings_of(config))
-    assert "other" not in (tmp_path / "mlflow.json").read_text()
     assert server.runs == ["run0"]
 
 
@@ -327,7 +322,8 @@ def test_results_do_not_depend_on_trackers_and_another_project_is_another_run(tm
     config = make_config(wandb=WandbConfig(project="p"))
     assert result_flags(config) == result_flags(make_config())
     path = tmp_path / trackers.WANDB_FILE
-    assert trackers.known_run(path, {"project": "p"}) is None
-    trackers.keep_run(path, {"project": "p"}, "0123")
-    assert trackers.known_run(path, {"project": "p"}) == "0123"
-    assert trackers.known_run(path, {"project": "q"}) is None
+    ids = iter("0123")
+    for project, expected in (("p", ("0", True)), ("p", ("0", False)), ("q", ("1", True))):
+        assert trackers.run_at(path, {"project": project}, lambda: next(ids)) == expected
+    path.write_text("no JSON")
+    assert trackers.run_at(path, {"project": "q"}, lambda: next(ids)) == ("2", True)

@@ -51,6 +51,12 @@ class TextDataset(Dataset):
     corpus: Corpus
     """All tokens, and the way back to text."""
 
+    @classmethod
+    def of(cls, corpus: Corpus, **others: Any) -> TextDataset:
+        """The data of a corpus, of which the other arguments make examples and batches."""
+        same: dict[str, Any] = {x: getattr(corpus, x) for x in ("description", "digest", "tokens")}
+        return cls(corpus=corpus, loss_unit=f"nats/{corpus.unit}", **same | others)
+
 
 class Sequences:
     """The sequences of several streams, by their number: a `trainer.data.dataset.Source`."""

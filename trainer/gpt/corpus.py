@@ -122,7 +122,6 @@ def open_corpus(config: DataConfig, *, vocab_size: int, cache: Path | None = Non
             one. The default is to keep them in memory.
 
     Raises:
-        ImportError: if a tokenizer.json is given and the package that reads it is missing.
         OSError: if tokens cannot be cached.
         ValueError: if the data cannot be read, are of another kind than their names say, are beyond
             the vocabulary, or leave nothing to train on or to hold out.

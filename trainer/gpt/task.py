@@ -103,15 +103,12 @@ class GPTTask(Task[GPTTrainConfig, TextOptions]):
                 f"data, or --seq-len {longest - 1}.",
                 stacklevel=2,
             )
-        return TextDataset(
+        return TextDataset.of(
+            corpus,
             train=train,
             held_out=held_out,
             collate=partial(collate, layout=layout, end_of_document=end),
             description=description,
-            loss_unit=f"nats/{corpus.unit}",
-            digest=corpus.digest,
-            tokens=corpus.tokens,
-            corpus=corpus,
         )
 
     def initial_weights(

@@ -69,7 +69,6 @@ def open_tokenizer(config: DataConfig, *, vocab_size: int) -> Tokenizer:
         vocab_size: number of token ids that the model knows.
 
     Raises:
-        ImportError: if a tokenizer.json is given and the package that reads it is missing.
         ValueError: if the tokenizer cannot be used, or cannot be told from the config.
     """
     options = {"end_of_document": config.end_of_document, "vocab_size": vocab_size}

@@ -72,7 +72,6 @@ def tokenize(options: TokenizeOptions) -> str:
         The command that trains on it.
 
     Raises:
-        ImportError: if a tokenizer.json is given and the package that reads it is missing.
         OSError: if the folder cannot be written.
         ValueError: if the folder exists or is in an object store, or the text cannot be read or
             tokenised.

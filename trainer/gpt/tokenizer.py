@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +15,6 @@ from jaxtyping import Integer, UInt8
 from startrail_jax.errors import InputError, UserError
 from trainer.data.documents import Document
 from trainer.data.opening import read_whole
-from trainer.errors import MissingPackageError
 
 # Ends every document of bytes. No text contains this byte.
 NUL = 0
@@ -137,7 +135,6 @@ class FileTokenizer:
             vocab_size: number of token ids that the model knows.
 
         Raises:
-            ImportError: if the package `tokenizers` is missing.
             ValueError: if the file cannot be used, or none of its tokens is known to end a
                 document.
         """
@@ -147,9 +144,6 @@ class FileTokenizer:
         self._tokenizer, self.digest = _load(path)
         if begin_of_document is not None:
             self.digest += f" begin {begin_of_document}"
-        # The file may ask for both, for short inputs.
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
         ends = [self._tokenizer.token_to_id(name) for name in END_OF_DOCUMENT_NAMES]
         ends = [end_of_document, *ends] if end_of_document is not None else ends
         self.end_of_document: int = next((end for end in ends if end is not None), -1)
@@ -172,11 +166,6 @@ class FileTokenizer:
         """The tokens of a text, without one that ends it."""
         with _library_errors(self._path, OTHER_FILE):
             return self._tokenizer.encode(text, add_special_tokens=False).ids
-
-    def added_tokens(self) -> list[str]:
-        """The tokens that the file puts around a text elsewhere, and that are left out here."""
-        with _library_errors(self._path, OTHER_FILE):
-            return self._tokenizer.encode("", add_special_tokens=True).tokens
 
     def tokens_before(self) -> list[int]:
         """The ids of the tokens that the file puts in front of a text elsewhere."""
@@ -270,6 +259,44 @@ class FileTokenizer:
             return self._tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
 
 
+def check_tokenizer_of_model(path: Path, vocab_size: int, begin: int | None) -> str:
+    """Compares the tokenizer of a pretrained model, if it has one, with the model.
+
+    Args:
+        path: its tokenizer.json, which may be missing.
+        vocab_size: number of token ids that the model knows.
+        begin: token with which every document of the run begins; None for none.
+
+    Returns:
+        What the log must say of it; empty if nothing.
+
+    Raises:
+        ValueError: if it cannot be used, or has ids beyond the vocabulary.
+    """
+    if not path.is_file():
+        return ""
+    with _library_errors(path, OTHER_FILE):
+        tokenizer, _ = _load(path)
+        added = tokenizer.encode("", add_special_tokens=True).tokens
+    num_ids = max(tokenizer.get_vocab().values(), default=0) + 1
+    if num_ids > vocab_size:
+        raise InputError(
+            f"The tokenizer of a model must have no ids beyond its vocabulary; got {str(path)!r} "
+            f"with {num_ids} ids and vocab_size={vocab_size}. Take both from one model."
+        )
+    if begin is not None:
+        return (
+            "; every document and every prompt of sample.py begins with "
+            f"{tokenizer.id_to_token(begin) or begin}, and conversations as their template says"
+        )
+    if added:
+        return (
+            f"; its tokenizer adds {' '.join(added)} to every text elsewhere, and this program "
+            "adds none: texts and prompts begin without it"
+        )
+    return ""
+
+
 def _counted(
     starts: Integer[np.ndarray, " texts_tokens"],
     ends: Integer[np.ndarray, " texts_tokens"],
@@ -287,20 +314,19 @@ def _counted(
 
 def _load(path: Path) -> tuple[Any, str]:
     """The tokenizer, and a hash of what its tokens depend on."""
-    try:
-        import tokenizers
-    except ImportError as error:
-        raise MissingPackageError(
-            f"Reading {str(path)!r} needs the package tokenizers, which {sys.executable} does not "
-            f"have. Install it: {sys.executable} -m pip install -e '.[train]'"
-        ) from error
+    import tokenizers  # Not above: `--help` must be fast.
+
     with _library_errors(
         path, "Give the file that lies beside the weights of the model, not its folder."
     ):
         # The ends of lines as Python reads them: runs that have begun compare the hash.
         text = "\n".join(re.split("\r\n|\r", read_whole(path, LARGEST_FILE).decode()))
         digest = hashlib.sha256(f"{tokenizers.__version__} {text}".encode()).hexdigest()
-        return tokenizers.Tokenizer.from_str(text), digest
+        tokenizer = tokenizers.Tokenizer.from_str(text)
+        # The file may ask for both, for short inputs.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return tokenizer, digest
 
 
 @contextmanager

@@ -322,9 +322,9 @@ class Mirror(Copier):
         with self._changed:
             if not self.is_failing:
                 self._lines.append(
-                    f"WARNING: the upload of the checkpoint of step {job.step} to {self._store.url} "
-                    f"failed: {short(error)}. It is tried again while the run goes on; "
-                    f"{self._run_dir} has everything"
+                    f"WARNING: the upload of the checkpoint of step {job.step} to "
+                    f"{self._store.url} failed: {short(error)}. It is tried again while the run "
+                    f"goes on; {self._run_dir} has everything"
                 )
             self.is_failing = True
 

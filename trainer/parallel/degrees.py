@@ -22,8 +22,6 @@ from trainer.config import MeshConfig
 
 # The degrees that may be left open.
 OPEN = ("group", "ring", "team")
-# (team, group) of runs that began before degrees were chosen by bytes, best first.
-FORMER_TEAMS = ((2, 2), (2, 1), (1, 1))
 
 
 def choose_degrees(
@@ -91,28 +89,18 @@ def keep_degrees(
     Args:
         mesh: the degrees that are given.
         num_devices: number of devices.
-        former: what `trainer.run.mesh.read_degrees` says of the run.
+        former: the degrees with which the run trained last; None if they are not known.
         planned: whether the planner chose them: it kept the given ones, so that a run with some
             goes on too, and degrees of 1 may be open.
     """
+    if former is None:
+        return None
     given = {name: degree for name, degree in mesh.degrees.items() if degree is not None}
     if planned:
         given = given_to_plan(mesh)
-    if former is None:
-        return None
-    if former:
-        fits = given.items() <= former.items() and math.prod(former.values()) == num_devices
-        is_open = planned or not set(OPEN) & set(given)
-        return Degrees(**former) if fits and is_open and set(former) == set(mesh.degrees) else None
-    if mesh.team is not None:
-        return None
-    pairs = FORMER_TEAMS if mesh.group is None else ((2, mesh.group), (1, mesh.group))
-    fixed = mesh.data * mesh.head * mesh.tensor
-    for team, group in pairs:
-        ring = mesh.ring or max(num_devices // (fixed * team * group), 1)
-        if fixed * team * group * ring == num_devices:
-            return Degrees(**given | {"team": team, "group": group, "ring": ring})
-    return None
+    fits = given.items() <= former.items() and math.prod(former.values()) == num_devices
+    is_open = planned or not set(OPEN) & set(given)
+    return Degrees(**former) if fits and is_open and set(former) == set(mesh.degrees) else None
 
 
 def describe_degrees(degrees: Degrees) -> str:
@@ -140,7 +128,8 @@ def choose_order(
         return given
     if len(set(nodes)) == 1:
         return ROLES
-    return cheapest_order(degrees, nodes, [_sent(degrees, call)], _algorithms(platform))
+    sent = _sent(degrees, call)
+    return cheapest_order(degrees, nodes, [sent], _algorithms(platform))
 
 
 def describe_nodes(degrees: Degrees, order: Sequence[str], nodes: Sequence[int]) -> str:

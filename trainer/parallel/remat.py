@@ -14,7 +14,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
-from startrail_jax.rings.rings import CHECKPOINT_NAMES
+from startrail_jax.rings.residuals import CHECKPOINT_NAMES
 
 LAYER_INPUT = "layer_input"
 """`checkpoint_name` of the input of a layer."""

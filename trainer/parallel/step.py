@@ -125,11 +125,10 @@ class Program:
         shardings = jax.tree.map(lambda x: x.sharding, self.state_shapes)
         compiled = partial(jax.jit, compiler_options=compiler_options(mesh))
         self.initialise: Callable[[], TrainState] = jax.jit(
-            lambda: initial_state(config, self.optimizer, nnx.state(self._model.make())),
-            out_shardings=shardings,
+            self._initialise, out_shardings=shardings
         )
         self.begin_with: Callable[[Any], TrainState] = jax.jit(
-            self._begin_with, out_shardings=shardings, donate_argnums=0
+            self._initialise, out_shardings=shardings, donate_argnums=0
         )
         """`TrainState.base` -> the state before the first step, which takes their memory."""
         self.train_step: Callable[[TrainState, Any], tuple[TrainState, StepMetrics]] = compiled(
@@ -147,9 +146,11 @@ class Program:
 
     # What is compiled, on global arrays.
 
-    def _begin_with(self, base: Any) -> TrainState:
-        trained, frozen = split_frozen(nnx.state(self._model.make()))
-        weights = base if frozen is None else join_frozen(trained, base)
+    def _initialise(self, base: Any = None) -> TrainState:
+        weights = nnx.state(self._model.make())
+        if base is not None:
+            trained, frozen = split_frozen(weights)
+            weights = base if frozen is None else join_frozen(trained, base)
         return initial_state(self.config, self.optimizer, weights)
 
     def _train_step(self, state: TrainState, batch: Any) -> tuple[TrainState, StepMetrics]:

@@ -30,6 +30,7 @@ KIND_WITHOUT_NAME = "gpt"
 FREE_SETTINGS = (
     *("devices", "mesh", "zero", "zero_axes", "remat", "offload", "tile", "accumulation"),
     *("attention.inner", "attention.head_chunks", "attention.keep_gathered"),
+    "attention.exchange",
     *("plan", "plan_measure"),
     *("wandb", "mlflow"),
     *("run_dir", "mirror", "data.cache", "log_every", "tensorboard", "checkpoint", "profile"),

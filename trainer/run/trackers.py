@@ -175,23 +175,25 @@ def close_all(trackings: Sequence[Tracking], end: End) -> None:
         tracking.join(max(deadline - time.monotonic(), 0.0), limit)
 
 
-def known_run(path: Path, place: Mapping[str, str | None]) -> str | None:
-    """The id of the run that a folder began at a place; None if there is none.
+def run_at(
+    path: Path, place: Mapping[str, str | None], begin: Callable[[], str]
+) -> tuple[str, bool]:
+    """The id of the run that a folder began at a place, and whether it begins now.
 
     Args:
-        path: what `keep_run` wrote.
+        path: where the id is noted, so that the program which goes on with the folder continues it.
         place: where runs are collected: a project, say.
+        begin: gives the id of a new run.
     """
     try:
         saved = json.loads(path.read_text())
-        return saved["id"] if saved["place"] == dict(place) else None
+        if saved["place"] == dict(place):
+            return saved["id"], False
     except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def keep_run(path: Path, place: Mapping[str, str | None], run_id: str) -> None:
-    """Notes the id of a run, so that the program which goes on with the folder continues it."""
+        pass
+    run_id = begin()
     replace_text(path, json.dumps({"place": dict(place), "id": run_id}))
+    return run_id, True
 
 
 class WandbRun:
@@ -230,10 +232,7 @@ def open_wandb(config: WandbConfig, folder: Path, settings: Mapping[str, str]) -
             "or use --wandb.mode offline."
         )
     place = {"project": config.project, "entity": config.entity}
-    run_id = known_run(folder / WANDB_FILE, place)
-    if run_id is None:
-        run_id = secrets.token_hex(4)
-        keep_run(folder / WANDB_FILE, place, run_id)
+    run_id, _ = run_at(folder / WANDB_FILE, place, lambda: secrets.token_hex(4))
     run: Any = wandb.init(
         project=config.project,
         entity=config.entity,
@@ -284,22 +283,19 @@ def open_mlflow(config: MlflowConfig, folder: Path, settings: Mapping[str, str])
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
     # A checker of types must not miss them where they are not installed.
     mlflow, entities = map(importlib.import_module, ("mlflow", "mlflow.entities"))
-    assert config.experiment is not None, "the caller asks for it"
+    experiment: Any = config.experiment
     client: Any = mlflow.MlflowClient(tracking_uri=uri)
-    place = _place(None if is_own else uri, config.experiment)
-    run_id = known_run(folder / MLFLOW_FILE, place)
-    if run_id is None:
-        # Earlier versions wrote the URI as it is, with its password.
-        run_id = known_run(folder / MLFLOW_FILE, {"uri": uri, "experiment": config.experiment})
-        if run_id is not None:
-            keep_run(folder / MLFLOW_FILE, place, run_id)
-    if run_id is not None:
+
+    def begin() -> str:
+        found = client.get_experiment_by_name(experiment)
+        number = found.experiment_id if found else client.create_experiment(experiment)
+        return client.create_run(number, run_name=folder.resolve().name).info.run_id
+
+    place = _place(None if is_own else uri, experiment)
+    run_id, is_new = run_at(folder / MLFLOW_FILE, place, begin)
+    if not is_new:
         client.update_run(run_id, status="RUNNING")
         return MlflowRun(client, run_id)
-    experiment = client.get_experiment_by_name(config.experiment)
-    number = experiment.experiment_id if experiment else client.create_experiment(config.experiment)
-    run_id = client.create_run(number, run_name=folder.resolve().name).info.run_id
-    keep_run(folder / MLFLOW_FILE, place, run_id)
     params = [entities.Param(name, value[:LONGEST_PARAM]) for name, value in settings.items()]
     for first in range(0, len(params), PARAMS_OF_REQUEST):
         client.log_batch(run_id, params=params[first : first + PARAMS_OF_REQUEST])

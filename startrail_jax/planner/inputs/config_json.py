@@ -11,6 +11,7 @@ from typing import Any
 
 from startrail_jax.errors import InputError, UnsupportedError
 from startrail_jax.planner.layers.loops import shortest
+from startrail_jax.planner.layers.windows import WINDOWS, sliding_layers
 from startrail_jax.planner.models import DIT, MODELS, ModelSizes, is_size
 
 # Size -> its name in a config.json of Hugging Face.
@@ -35,15 +36,8 @@ PRETRAINED: Mapping[str, Mapping[str, Any]] = {
     "gemma3_text": {"tie_word_embeddings": True, "head_dim": 256, "sliding_window": 4096},
 }
 """Types of model that `train.py --init-from` takes, each with its defaults."""
-_LAYERS_WITH_WINDOW = {
-    **{"llama": "none", "mistral": "all", "qwen2": "upper", "qwen3": "upper"},
-    **{"smollm3": "no_rope", "gemma2": "pattern", "gemma3_text": "pattern"},
-}
-"""Which layers of these types have the sliding window, for `train.py --init-from`, where the file
-names no type for each: those from `max_window_layers` on ("upper"), those without rotary positions
-("no_rope"), or all but the last of every so many ("pattern")."""
 _PERIODS = {"gemma2": 2, "gemma3_text": 6}
-"""How many, for "pattern", where the file does not say."""
+"""For windows of "pattern", the period where the file does not say it."""
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _WITHOUT_GATE = ("gpt_neox", "opt", "bloom", "falcon", "gpt_bigcode", "starcoder2", "phi")
@@ -212,10 +206,10 @@ def _windows(settings: Mapping[str, Any], name: str, layers: int) -> tuple[int |
     """The sliding window of each layer, as `train.py --init-from` reads it; None without one."""
     kind, window = _type_of(settings), settings.get("sliding_window")
     types = settings.get("layer_types")
-    which = _LAYERS_WITH_WINDOW.get(kind, "upper" if kind.startswith("qwen") else "")
+    which = WINDOWS.get("qwen3" if kind.startswith("qwen") else kind)
     period = _number(settings, "sliding_window_pattern", name, default=_PERIODS.get(kind, 1))
     used = settings.get("use_sliding_window")
-    if which in ("upper", "no_rope", "") and not isinstance(used, bool | None):
+    if which in ("upper", "no_rope", None) and not isinstance(used, bool | None):
         raise InputError(
             f"--model {name}: use_sliding_window must be true or false; got {used!r}. Correct the "
             "file."
@@ -223,24 +217,21 @@ def _windows(settings: Mapping[str, Any], name: str, layers: int) -> tuple[int |
     if which in ("upper", "no_rope") and not used:
         window = None
         types = None if which == "no_rope" else types
-    if which == "":
+    if which is None:
         # A type that train.py does not read: whatever the file says.
         if window is None or used is False:
             return (None,) * layers
         which = "all" if settings.get("sliding_window_pattern") is None else "pattern"
+    first, rotary = 0, ()
     if which == "no_rope":
         # The entry is 0 for a layer without rotary positions.
         every = _number(settings, "no_rope_layer_interval", name, default=4)
         rotary = settings.get("no_rope_layers")
         rotary = [int((i + 1) % every != 0) for i in range(layers)] if rotary is None else rotary
         _require_entries(rotary, "no_rope_layers", name, layers)
-        chosen = [not x for x in rotary]
     elif which == "upper":
         first = _number(settings, "max_window_layers", name, default=28, least=0)
-        chosen = [i >= first for i in range(layers)]
-    else:
-        chosen = [which == "all" or (i + 1) % period != 0 for i in range(layers)]
-        chosen = [False] * layers if which == "none" else chosen
+    chosen = sliding_layers(which, layers, first=first, rotary=rotary, period=period)
     sliding = [window is not None and x for x in chosen]
     if types is not None:
         _require_entries(types, "layer_types", name, layers)

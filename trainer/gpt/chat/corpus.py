@@ -36,7 +36,6 @@ def open_examples(
             one.
 
     Raises:
-        ImportError: if a tokenizer.json is given and the package that reads it is missing.
         OSError: if tokens cannot be cached.
         ValueError: if the data cannot be read, are of another kind, are beyond the vocabulary, or
             leave nothing to train on or to hold out; or if `config` asks for a token in front of
@@ -80,16 +79,8 @@ def open_examples(
         digest=digest_of(text, template, parts[0]),
         tokens=tokens,
     )
-    return TextDataset(
-        train=rows[0],
-        held_out=rows[1],
-        collate=partial(collate_rows, layout=layout, mask_documents=config.mask_documents),
-        description=corpus.description,
-        loss_unit=f"nats/{corpus.unit}",
-        digest=corpus.digest,
-        tokens=corpus.tokens,
-        corpus=corpus,
-    )
+    collate = partial(collate_rows, layout=layout, mask_documents=config.mask_documents)
+    return TextDataset.of(corpus, train=rows[0], held_out=rows[1], collate=collate)
 
 
 def _check_beginning(

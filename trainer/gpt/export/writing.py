@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +18,14 @@ import numpy as np
 from flax import nnx
 from jax.sharding import SingleDeviceSharding
 from jaxtyping import Shaped
+from safetensors import SafetensorError
+from safetensors.numpy import save_file
 
 from models.hooks import Hooks
 from startrail_jax.errors import InputError
 from trainer import durable
 from trainer.data.opening import read_object
-from trainer.errors import MissingPackageError, NonFiniteError, StorageError
+from trainer.errors import NonFiniteError, StorageError
 from trainer.gpt.chat.template import TEMPLATE_FILE
 from trainer.gpt.config import GPTTrainConfig
 from trainer.gpt.lora.peft import (
@@ -54,11 +56,6 @@ from trainer.parallel.partition import path_name
 from trainer.places import check_folder
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-DTYPES: Mapping[str, Any] = {
-    "float32": np.float32,
-    "bfloat16": jnp.bfloat16,
-    "float16": np.float16,
-}
 SHARD_BYTES = 2 * 10**9
 """Bytes of the tensors of one file, which are in memory together."""
 ROPE = (
@@ -102,7 +99,6 @@ def export_run(
         note: is told what the user must know about the checkpoint.
 
     Raises:
-        ImportError: if the package `safetensors` is missing.
         ValueError: if the folder exists or is in an object store, the tokenizer of the run is gone,
             there are no adapters to merge, or they are those of a model that flags have changed and
             merge is not set.
@@ -126,7 +122,7 @@ def export_run(
             f"merge adds adapters to weights; got merge=True for {str(run_dir)!r}, a run that has "
             "none, as it had no --lora.rank. Leave --merge out."
         )
-    kind = dtype or (before if before in DTYPES and not apart else "float32")
+    kind = dtype or (before if before in get_args(Dtype) and not apart else "float32")
     family_of(config.model)
     beside = files_beside_weights(config, kept)
     if apart:
@@ -144,8 +140,10 @@ def export_run(
     arrays = {path_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(weights)}
     with _appearing(out) as part:
         if apart:
-            _write_file(part / ADAPTER_FILE, peft_tensors(arrays, DTYPES[kind]))
-        files = 1 if apart else _write_tensors(arrays, part, DTYPES[kind], shard_bytes, config.lora)
+            _write_file(part / ADAPTER_FILE, peft_tensors(arrays, jnp.dtype(kind)))
+        files = (
+            1 if apart else _write_tensors(arrays, part, jnp.dtype(kind), shard_bytes, config.lora)
+        )
         for file, path in beside.items():
             copy_file(path, part / file)
         (part / name).write_text(json.dumps(described, indent=2) + "\n")
@@ -286,14 +284,6 @@ def _appearing(out: Path) -> Iterator[Path]:
 
 def _write_file(path: Path, tensors: Mapping[str, Any]) -> None:
     """Writes one file of tensors."""
-    try:
-        from safetensors import SafetensorError
-        from safetensors.numpy import save_file
-    except ImportError as error:
-        raise MissingPackageError(
-            "An export must have the package safetensors; got an environment without it. Run pip "
-            "install safetensors."
-        ) from error
     try:
         # transformers asks for the format.
         save_file(dict(tensors), path, metadata={"format": "pt"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,20 +35,12 @@ def with_beginning(
     Raises:
         ValueError: if the files of the tokenizer cannot be read.
     """
-    data = config.data
     if config.init_from is None or given:
         return config
-    if data.tokenizer is None:
-        return replace(config, data=replace(data, begin_of_document=None))
-    if (saved := _begun_with(config)) is not None:
-        begin = saved.get("begin_of_document")
-    elif inherited:
-        return config
-    elif data.tokenizer.is_file():
-        begin = beginning_of(data.tokenizer)
-    else:  # Another place says that it is missing.
-        return config
-    return replace(config, data=replace(data, begin_of_document=begin))
+    tokenizer = config.data.tokenizer
+    if tokenizer is None:
+        return replace(config, data=replace(config.data, begin_of_document=None))
+    return _with_token(config, "begin_of_document", inherited, lambda: beginning_of(tokenizer))
 
 
 def with_ending(config: GPTTrainConfig, *, given: bool, inherited: bool = False) -> GPTTrainConfig:
@@ -64,21 +57,32 @@ def with_ending(config: GPTTrainConfig, *, given: bool, inherited: bool = False)
     Raises:
         ValueError: if the files of the model or of the tokenizer cannot be read.
     """
-    data = config.data
-    if config.init_from is None or data.loss_on != "completion" or given:
+    folder, tokenizer = config.init_from, config.data.tokenizer
+    if folder is None or config.data.loss_on != "completion" or given:
         return config
-    if (saved := _begun_with(config)) is not None:
-        end = saved.get("end_of_document")
-    elif inherited:
-        return config
-    elif data.tokenizer is None:
+
+    def ending() -> int | None:
+        if tokenizer is not None:
+            return ending_of(tokenizer)
         # The config.json of a model of bytes may name an id that is beyond them.
-        end = next((x for x in eos_of(config.init_from) if x < config.model.vocab_size), None)
-    elif data.tokenizer.is_file():
-        end = ending_of(data.tokenizer)
-    else:  # Another place says that it is missing.
+        return next((x for x in eos_of(folder) if x < config.model.vocab_size), None)
+
+    return _with_token(config, "end_of_document", inherited, ending)
+
+
+def _with_token(
+    config: GPTTrainConfig, name: str, inherited: bool, find: Callable[[], int | None]
+) -> GPTTrainConfig:
+    """A config with a token of its data: that of the run that goes on, or what `find` finds."""
+    data = config.data
+    if (saved := _begun_with(config)) is not None:
+        token = saved.get(name)
+    # Another place says that a tokenizer is missing.
+    elif inherited or (data.tokenizer is not None and not data.tokenizer.is_file()):
         return config
-    return replace(config, data=replace(data, end_of_document=end))
+    else:
+        token = find()
+    return replace(config, data=replace(data, **{name: token}))
 
 
 def beginning_of(path: Path) -> int | None:
@@ -91,7 +95,6 @@ def beginning_of(path: Path) -> int | None:
         path: the tokenizer.json.
 
     Raises:
-        ImportError: if the package that reads it is missing.
         ValueError: if a file cannot be read, or the token is none of the vocabulary's.
     """
     from trainer.gpt.tokenizer import FileTokenizer
@@ -122,7 +125,6 @@ def ending_of(path: Path) -> int | None:
         path: the tokenizer.json, beside which the other files lie.
 
     Raises:
-        ImportError: if the package that reads it is missing.
         ValueError: if a file cannot be read, or the token is none of the vocabulary's.
     """
     from trainer.gpt.tokenizer import FileTokenizer

@@ -8,10 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from startrail_jax.errors import InputError, UnsupportedError
 from startrail_jax.planner.layers.loops import shortest
+from startrail_jax.planner.layers.windows import Windows, sliding_layers
 from trainer.gpt.config import GPTConfig, RopeConfig
 
 TOO_LARGE = 1 << 31
@@ -24,10 +25,6 @@ ROPE_KEYS = {
     *("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"),
     *("mscale", "mscale_all_dim", "truncate", "partial_rotary_factor"),
 }
-Windows = Literal["none", "all", "upper", "no_rope", "pattern"]
-"""Which layers have the sliding window where config.json does not name a type for each: none; all;
-those from `max_window_layers` on, if `use_sliding_window` ("upper"); those without rotary
-positions, if `use_sliding_window` ("no_rope"); or all but the last of every so many ("pattern")."""
 GLOBAL, LOCAL = "full_attention", "sliding_attention"
 
 
@@ -268,14 +265,9 @@ def read_windows(
     if types is None:
         first = read.number("max_window_layers", least=0) if which == "upper" else 0
         period = read.number("sliding_window_pattern") if which == "pattern" else 1
-        chosen = {
-            "none": lambda i: False,
-            "all": lambda i: True,
-            "upper": lambda i: i >= first,
-            "no_rope": lambda i: skips[i],
-            "pattern": lambda i: (i + 1) % period != 0,
-        }[which]
-        sliding = [chosen(i) and (which == "pattern" or size is not None) for i in range(layers)]
+        rotary = [not skipped for skipped in skips]
+        chosen = sliding_layers(which, layers, first=first, rotary=rotary, period=period)
+        sliding = [x and (which == "pattern" or size is not None) for x in chosen]
     else:
         known = {GLOBAL: False, LOCAL: True}
         if not isinstance(types, list) or len(types) != layers:
@@ -369,13 +361,22 @@ def read_local_rope(read: ConfigValues, length: int, windows: Sequence[int | Non
             f"The rotary positions of {LOCAL} must be of rope_type default in {read.name!r}; "
             f"got {given.get(LOCAL)!r}, which is not supported. Use another model."
         )
-    bases = shortest([rope.base if window is None else local for window in windows])
     if set(windows) == {None}:
         return rope
     if None not in windows:
         return RopeConfig(base=local)
     # Also without a scaling: a flag may add one, and local layers are never stretched.
-    return replace(rope, bases=None if len(bases) == 1 else bases, stretches="global")
+    bases = tuple(rope.base if window is None else local for window in windows)
+    return replace(rope, bases=bases, stretches="global")
+
+
+def read_softcaps(read: ConfigValues, head_dim: int) -> dict[str, Any]:
+    """The soft caps of a Gemma, and the scale of its scores."""
+    scale_dim = read.number("query_pre_attn_scalar")
+    caps = {"softcap": "attn_logit_softcapping", "output_softcap": "final_logit_softcapping"}
+    # Here null says that there is none.
+    options = {ours: read.values[key] and read.real(key) for ours, key in caps.items()}
+    return options | {"scale_dim": None if scale_dim == head_dim else scale_dim}
 
 
 def layer_values(model: GPTConfig, which: Windows, *, skips_rope: bool) -> dict[str, Any]:

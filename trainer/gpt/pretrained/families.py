@@ -15,12 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from startrail_jax.errors import InputError, UnsupportedError
-from startrail_jax.planner.layers.loops import shortest
+from startrail_jax.planner.layers.windows import WINDOWS
 from trainer.data.opening import read_object
 from trainer.gpt.config import GPTConfig
 from trainer.gpt.pretrained.config_json import (
-    ConfigValues,
-    Windows,
     bases_by_window,
     layer_values,
     local_rope_values,
@@ -30,6 +28,7 @@ from trainer.gpt.pretrained.config_json import (
     read_local_rope,
     read_rope,
     read_skips,
+    read_softcaps,
     read_windows,
     rope_length,
     rope_values,
@@ -62,7 +61,6 @@ class Family:
     """The class of transformers."""
     qkv_bias: bool = False
     qk_norm: bool = False
-    windows: Windows = "none"
     skips_rope: bool = False
     """Whether some layers have no rotary positions."""
     gemma: bool = False
@@ -73,15 +71,14 @@ class Family:
 
 FAMILIES = {
     "llama": Family(architecture="LlamaForCausalLM"),
-    "mistral": Family(architecture="MistralForCausalLM", windows="all"),
-    "qwen2": Family(architecture="Qwen2ForCausalLM", qkv_bias=True, windows="upper"),
-    "qwen3": Family(architecture="Qwen3ForCausalLM", qk_norm=True, windows="upper"),
-    "smollm3": Family(architecture="SmolLM3ForCausalLM", skips_rope=True, windows="no_rope"),
-    "gemma2": Family(architecture="Gemma2ForCausalLM", windows="pattern", gemma=True),
+    "mistral": Family(architecture="MistralForCausalLM"),
+    "qwen2": Family(architecture="Qwen2ForCausalLM", qkv_bias=True),
+    "qwen3": Family(architecture="Qwen3ForCausalLM", qk_norm=True),
+    "smollm3": Family(architecture="SmolLM3ForCausalLM", skips_rope=True),
+    "gemma2": Family(architecture="Gemma2ForCausalLM", gemma=True),
     "gemma3_text": Family(
         architecture="Gemma3ForCausalLM",
         qk_norm=True,
-        windows="pattern",
         gemma=True,
         local_rope=True,
     ),
@@ -161,13 +158,13 @@ def describe(values: Mapping[str, Any], name: str) -> Description:
     length = read.number("max_position_embeddings")
     dtype = values.get("dtype") or values.get("torch_dtype") or "float32"
     skips = read_skips(read, layers) if family.skips_rope else (False,) * layers
-    windows = read_windows(read, family.windows, layers, skips)
+    windows = read_windows(read, WINDOWS[kind], layers, skips)
     is_local = family.local_rope
     rope = read_local_rope(read, length, windows) if is_local else read_rope(read, length)
     if any(skips):
-        bases = shortest(["none" if skipped else rope.base for skipped in skips])
+        bases = tuple("none" if skipped else rope.base for skipped in skips)
         rope = dataclasses.replace(rope, bases=bases)
-    options = _gemma_options(read, head_dim) if family.gemma else {}
+    options = GEMMA | read_softcaps(read, head_dim) if family.gemma else {}
     model = GPTConfig(
         vocab_size=read.number("vocab_size"),
         width=width,
@@ -190,15 +187,6 @@ def describe(values: Mapping[str, Any], name: str) -> Description:
     kept = dataclasses.replace(simple.rope, stretches=rope.stretches)
     model = dataclasses.replace(simple, rope=kept)
     return Description(family=kind, model=model, length=length)
-
-
-def _gemma_options(read: ConfigValues, head_dim: int) -> dict[str, Any]:
-    """The options that only a Gemma has."""
-    scale_dim = read.number("query_pre_attn_scalar")
-    caps = {"softcap": "attn_logit_softcapping", "output_softcap": "final_logit_softcapping"}
-    # Here null says that there is none.
-    options = {ours: read.values[key] and read.real(key) for ours, key in caps.items()}
-    return GEMMA | options | {"scale_dim": None if scale_dim == head_dim else scale_dim}
 
 
 def family_of(model: GPTConfig) -> str:
@@ -272,7 +260,7 @@ def to_values(model: GPTConfig, *, length: int, dtype: str) -> dict[str, Any]:
         "eos_token_id": None,
         "pad_token_id": None,
         **rotary_values(model),
-        **layer_values(model, family.windows, skips_rope=family.skips_rope),
+        **layer_values(model, WINDOWS[kind], skips_rope=family.skips_rope),
     }
     if not family.gemma:
         return values | {"hidden_act": "silu"}

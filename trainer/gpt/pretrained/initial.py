@@ -25,7 +25,7 @@ from trainer.gpt.pretrained.defaults import GENERATION, TOKENIZER, TOKENIZER_FIL
 from trainer.gpt.pretrained.families import CONFIG, read_description
 from trainer.gpt.pretrained.names import Place, places
 from trainer.gpt.pretrained.tensors import Tensors, open_tensors
-from trainer.gpt.tokenizer import LARGEST_FILE, FileTokenizer
+from trainer.gpt.tokenizer import LARGEST_FILE, check_tokenizer_of_model
 from trainer.parallel.partition import path_name
 from trainer.run.folder import KEPT_FOLDER
 from trainer.sums import write_sums
@@ -185,7 +185,7 @@ def open_pretrained(config: GPTTrainConfig, shapes: Any) -> Iterator[Pretrained]
         wanted = {name: place.tensor_shape for place in found.values() for name in place.tensors}
         tensors.check(wanted, tied=TIED if config.model.tied_head else {})
         begin = config.data.begin_of_document
-        remark = _check_tokenizer(folder / TOKENIZER, config.model.vocab_size, begin)
+        remark = check_tokenizer_of_model(folder / TOKENIZER, config.model.vocab_size, begin)
         leaves = jax.tree.leaves(shapes)
         size = sum(jnp.dtype(x.dtype).itemsize * x.size for x in leaves)
         dtype = jnp.dtype(max(leaves, key=lambda x: x.size).dtype)
@@ -202,27 +202,3 @@ def open_pretrained(config: GPTTrainConfig, shapes: Any) -> Iterator[Pretrained]
             f"{len(wanted)} tensors of {tensors.dtype}, {size / 2**30:.2f} GiB in {dtype}{longer}"
             f"{remark}",
         )
-
-
-def _check_tokenizer(path: Path, vocab_size: int, begin: int | None) -> str:
-    """Raises if the ids do not fit the model; returns what the log must say of the tokenizer."""
-    if not path.is_file():
-        return ""
-    # Which of its tokens ends a document matters only for data.
-    tokenizer = FileTokenizer(path, end_of_document=0, vocab_size=vocab_size)
-    if tokenizer.num_ids > vocab_size:
-        raise InputError(
-            f"The tokenizer of a model must have no ids beyond its vocabulary; got {str(path)!r} "
-            f"with {tokenizer.num_ids} ids and vocab_size={vocab_size}. Take both from one model."
-        )
-    if begin is not None:
-        return (
-            "; every document and every prompt of sample.py begins with "
-            f"{tokenizer.name_of(begin)}, and conversations as their template says"
-        )
-    if added := tokenizer.added_tokens():
-        return (
-            f"; its tokenizer adds {' '.join(added)} to every text elsewhere, and this program "
-            "adds none: texts and prompts begin without it"
-        )
-    return ""
