@@ -12,6 +12,7 @@ import tyro
 
 from configs.dit import dit_digits
 from configs.gpt import gpt_tiny
+from startrail_jax.errors import InputError
 from trainer.config import MeshConfig
 from trainer.gpt.config import DataConfig, GPTTrainConfig, RopeConfig
 from trainer.run.settings import (
@@ -146,26 +147,24 @@ def test_config_of_what_json_cannot_hold_raises(tmp_path):
     assert not (tmp_path / "config.json").exists()
 
 
-def test_literals_are_not_taken_for_numbers_of_another_type(tmp_path):
+def test_literals_are_not_taken_for_numbers_of_another_type(tmp_path, refused):
     @dataclass
     class Small:
         level: Literal[0, 1] = 0
 
     path = tmp_path / "config.json"
     path.write_text('{"level": true}')
-    with pytest.raises(ValueError, match=r"level must be .*; got True"):
+    with refused(InputError):
         load_config(Small, path)
 
 
-def test_file_names_its_kind(config, tmp_path):
+def test_file_names_its_kind(config, tmp_path, refused):
     path = tmp_path / "config.json"
     for saved, kind in ((config, "gpt"), (dit_digits(), "dit")):
         save_config(saved, path)
         assert read_kind(path) == kind
         assert load_config(type(saved), path) == saved
-    with pytest.raises(
-        ValueError, match=r"the config of a run\. kind must be gpt; got 'dit'\. Corr"
-    ):
+    with refused(InputError):
         load_config(GPTTrainConfig, path)
 
 
