@@ -433,8 +433,8 @@ class TrainConfig:
     def attention_call(self) -> dict[str, Any]:
         """What an attention of the model is called with, in the words of
         `startrail_jax.communication`; its default degrees and order follow from that. Where layers
-        have windows, which leave out rounds of a ring, also `seq_len` and `windows`: how many
-        layers have each window, None for all earlier tokens."""
+        have windows, which leave out rounds of a ring or a ring as a whole, also `seq_len`,
+        `exchange`, and `windows`: how many layers have each window, None for all earlier tokens."""
         names = ("heads", "kv_heads", "head_dim", "dtype")
         return {name: getattr(self.model, name) for name in names} | {"causal": self.causal}
 

@@ -103,7 +103,8 @@ class Planner:
             devices: those of all processes.
 
         Raises:
-            ValueError: if no mesh of so many devices suits the run, or its optimizer is Muon.
+            ValueError: if no mesh of so many devices suits the run, its optimizer is Muon, or
+                layers with windows are to use the rings.
             RuntimeError: if processes have chosen different meshes.
         """
         config, begin = self.config, time.perf_counter()
@@ -113,6 +114,11 @@ class Planner:
                 "optimizer.kind='muon', the memory of whose products is not predicted. Leave out "
                 "--plan, and give the mesh by --mesh flags: --optimizer.kind adamw --plan show "
                 "ranks them."
+            )
+        if config.attention.exchange == "rings":
+            raise InputError(
+                "--plan predicts attention.exchange='auto'; got --plan "
+                f"{config.plan} and attention.exchange='rings'. Leave out one of them."
             )
         cluster = measure_cluster(
             devices,

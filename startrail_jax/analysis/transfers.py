@@ -53,6 +53,12 @@ class Transfer:
         """Bytes of both."""
         return self.tensor_bytes + self.row_bytes
 
+    def times(self, count: int) -> Transfer:
+        """The transfer of so many attentions."""
+        names = ("tensor_bytes", "row_bytes", "message_bytes")
+        sizes = {name: getattr(self, name) for name in names}
+        return replace(self, **{x: count * size for x, size in sizes.items() if size is not None})
+
     @property
     def sent_bytes(self) -> int:
         """Bytes that a device sends, if it sends anything."""

@@ -12,7 +12,7 @@ from programs import make_config, make_program
 from startrail_jax.analysis.settings import all_degrees
 from startrail_jax.devices.degrees import ROLES
 from startrail_jax.devices.nodes import nodes_of
-from trainer.config import MeshConfig
+from trainer.config import AttentionConfig, MeshConfig
 from trainer.gpt.objective import NextToken
 from trainer.parallel.degrees import (
     choose_degrees,
@@ -134,20 +134,24 @@ WINDOWS = {"local": (512,), "mixed": (512, 512, 512, "none"), "beyond": (131_072
     [
         (None, 64, {"group": 4, "ring": 2, "team": 8}),
         ("beyond", 64, {"group": 4, "ring": 2, "team": 8}),
-        ("mixed", 64, {"ring": 16, "team": 4}),
-        ("local", 64, {"ring": 64}),
+        # Layers with a window send the same under all degrees, so that the others decide.
+        ("mixed", 64, {"group": 4, "ring": 2, "team": 8}),
         (None, 8, {"group": 2, "ring": 8, "team": 4}),
-        ("mixed", 8, {"ring": 64}),
+        ("mixed in rings", 64, {"ring": 16, "team": 4}),
+        ("local in rings", 64, {"ring": 64}),
+        ("mixed in rings", 8, {"ring": 64}),
     ],
 )
 def test_default_degrees_count_what_the_layers_of_a_pattern_send(
     windows, devices_per_node, expected
 ):
-    """Windows leave rounds out: rings get cheap, and what a team and a group gather does not."""
+    """In rings, windows leave rounds out: rings get cheap, and what a team gathers does not."""
     base = gpt_7b()
-    model = dataclasses.replace(base.model, windows=WINDOWS.get(windows))
+    pattern, _, exchange = (windows or "").partition(" in ")
+    model = dataclasses.replace(base.model, windows=WINDOWS.get(pattern))
+    attention = AttentionConfig(exchange=exchange or "auto")
     # No multiple of twice the devices: rows are padded.
-    config = dataclasses.replace(base, seq_len=131_000, model=model)
+    config = dataclasses.replace(base, seq_len=131_000, model=model, attention=attention)
     nodes = nodes_of(range(64), devices_per_node)
     chosen = choose_degrees(MeshConfig(), 64, config.attention_call, nodes=nodes)
     assert {name: degree for name, degree in vars(chosen).items() if degree > 1} == expected
@@ -157,6 +161,7 @@ def test_default_degrees_count_what_the_layers_of_a_pattern_send(
     def received(degrees):
         mask = lambda w: st.masks.Causal() if w is None else st.masks.Window(w - 1, 0)  # noqa: E731
         call = dict(heads=32, kv_heads=32, head_dim=128, seq_len=131_072, batch=1)
+        call["exchange"] = exchange or "auto"
         reports = [st.communication(degrees, **call, mask=mask(window)) for window in kinds]
         counted = zip(kinds.values(), reports, strict=True)
         return sum(layers * report.total.received_bytes for layers, report in counted)

@@ -363,7 +363,8 @@ class GPTTrainConfig(TrainConfig):
         windows = Counter(self.model.layer_windows)
         if all(window is None or window >= self.seq_len for window in windows):
             return super().attention_call
-        return super().attention_call | {"seq_len": self.seq_len, "windows": dict(windows)}
+        own = {"windows": dict(windows), "exchange": self.attention.exchange}
+        return super().attention_call | {"seq_len": self.seq_len} | own
 
 
 def attention_of(model: GPTConfig) -> dict[str, Any]:

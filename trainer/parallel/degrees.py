@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from startrail_jax import masks
@@ -195,10 +194,7 @@ def _sent(degrees: Degrees, call: Mapping[str, Any]) -> tuple[Transfer, ...]:
     for window, layers in windows.items():
         mask = masks.resolve(None, causal=True, window=window)
         layer = communication(degrees, **options, mask=mask, layout=layout).total
-        sent += [
-            replace(x, tensor_bytes=layers * x.tensor_bytes, row_bytes=layers * x.row_bytes)
-            for x in layer.transfers
-        ]
+        sent += [x.times(layers) for x in layer.transfers]
     return tuple(sent)
 
 
