@@ -139,24 +139,29 @@ def test_what_is_seen_is_enough(scored, monkeypatch):
         score_cases.check(scored)
 
 
+# Masks whose rows see many keys: of few, jax's own error is small by chance.
+OF_MANY_KEYS = (
+    *("wide window", "left_only", "right_only"),
+    *("block_causal", "prefix_or_window", "bounded_rule"),
+)
+
+
 def narrow_cases():
     """Of 16 bits, long enough for rounding to average out."""
     settings = {scheme: cycle(values) for scheme, values in SCHEMES.items() if scheme != "tiled"}
-    names = {kind: cycle(values) for kind, values in SEEN.items()}
     design = covering(
         {
             "scheme": tuple(settings),
-            "mask": tuple(names),
+            "mask": OF_MANY_KEYS,
             "heads": HEADS,
             "layout": ("contiguous", "zigzag"),
             "dtype": ("bfloat16", "float16"),
         },
-        # Where rows have few keys, float16 is hardly finer than what it is held against.
-        lambda pair: pair.get("dtype") == "float16" and pair.get("mask", "window") != "window",
+        lambda _: False,
     )
     for seed, row in enumerate(design):
-        scheme, mask = next(settings[row.pop("scheme")]), next(names[row.pop("mask")])
-        yield Case(degrees=scheme, mask=mask, tokens=14, exchange="seen", seed=seed, **row)
+        scheme = next(settings[row.pop("scheme")])
+        yield Case(degrees=scheme, tokens=14, exchange="seen", seed=seed, **row)
 
 
 @pytest.mark.slow_except_every(5)
