@@ -24,6 +24,8 @@ from startrail_jax.analysis.ports import Messages, messages, orders_to_try
 from startrail_jax.devices.degrees import ROLES, SEQUENCE_ROLES
 from startrail_jax.devices.nodes import ORDERS, node_grid, resolve_order
 from startrail_jax.errors import InputError, UnsupportedError
+from trainer.config import MeshConfig
+from trainer.parallel.degrees import choose_order
 
 RESULTS = ("out", "dq", "dk", "dv")
 TITLES = {"forward": "forward", "both": "forward + backward"}
@@ -167,6 +169,8 @@ class AttentionCalls:
         """The roles in the order of a label, slowest first."""
         degrees, place = scheme.degrees, self.place
         if label == CHOSEN:
+            if self._settings.window is not None:  # Layers may differ.
+                return choose_order(MeshConfig(), degrees, place.nodes, self._settings.call)
             return default_order(degrees, place.nodes, self._call(scheme))
         if label == "default":
             return default_order(degrees, place.nodes)

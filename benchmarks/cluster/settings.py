@@ -14,6 +14,8 @@ from startrail_jax.tokens.layout import Layout
 
 DEFAULT_NODES, DEFAULT_DEVICES = 4, 4
 PASSES = ("forward", "both")
+LOCAL_LAYERS = 5
+"""Layers with a window before one without, as in Gemma 3."""
 CHOSEN = "chosen"
 EVERY = "every"
 PLANNED_OPTIONS = {"inner"}
@@ -150,9 +152,13 @@ class ClusterSettings:
 
     @property
     def call(self) -> dict[str, Any]:
-        """What is known of the attention call, in the words of `startrail_jax.communication`."""
+        """What is known of the attention call: see `TrainConfig.attention_call`."""
         names = ("heads", "head_dim", "dtype", "causal")
-        return {name: getattr(self, name) for name in names} | {"kv_heads": self.num_kv_heads}
+        call = {name: getattr(self, name) for name in names} | {"kv_heads": self.num_kv_heads}
+        if self.window is None:
+            return call
+        windows = {self.window: LOCAL_LAYERS, None: 1} if self.train else {self.window: 1}
+        return call | {"seq_len": self.seq_len, "windows": windows}
 
     def of_model(self, kind: str) -> ClusterSettings:
         """These settings with the mask and the key heads of a kind of model."""

@@ -13,7 +13,7 @@ import numpy as np
 import startrail_jax as st
 from benchmarks.cluster.attention import Place, Row
 from benchmarks.cluster.rounds import Forecast, Processes, Timed
-from benchmarks.cluster.settings import ClusterSettings
+from benchmarks.cluster.settings import LOCAL_LAYERS, ClusterSettings
 from startrail_jax.analysis.algorithms import GLOO, NCCL
 from startrail_jax.analysis.ports import read_messages
 from startrail_jax.errors import UnsupportedError
@@ -93,10 +93,6 @@ class TrainingSteps:
             gloo_received=gloo,
             received_by_device=int(sent.matrix.sum(axis=0).max()),
         )
-
-
-LOCAL_LAYERS = 5
-"""Layers with a window before one without, as in Gemma 3."""
 
 
 def train_config(kind: str, settings: ClusterSettings) -> TrainConfig:
