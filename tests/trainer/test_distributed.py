@@ -218,7 +218,7 @@ def test_process_that_is_lost_while_jax_leaves_ends_all_without_a_trace():
                 assert output.endswith("2\nover\n")
                 continue
             assert other.returncode == 1
-            lost = rf"process {victim} of 2 \(.*\) has (ended without|given no sign)"
+            lost = rf"process {victim} of 2 \(.*\) (exited without|has given no sign)"
             assert re.search(
                 rf"(?m)^process {1 - victim} of 2 .* another process failed: {lost}", errors
             )

@@ -141,7 +141,7 @@ def test_program_continues_standard_input_while_the_run_goes_on(run_dir):
     assert first == second.removesuffix("\n") != ""
     lines = result.stderr.splitlines()
     # On whichever line: a plugin for GPUs that finds none says so first.
-    assert "mesh: data 1, group 1, ring 1, team 2, head 1, tensor 1" in result.stderr
+    assert "mesh: data 1, group 1, ring 2, team 1, head 1, tensor 1" in result.stderr
     assert f"model: {run_dir} after step 2" in lines
     assert "prompt: 30 bytes" in lines
     assert "prompt and sample make 34 tokens: the model was trained on sequences of 16" in lines
