@@ -204,10 +204,9 @@ def _needs(slices: Slices, shows: Shows) -> Needs | None:
         low, high = np.where(found, middle, low), np.where(found, high, middle - 1)
     needs: Needs = defaultdict(list)
     for one, a, b in sorted(zip(receiver.tolist(), lowest.tolist(), low.tolist(), strict=True)):
-        a, b = _whole_tiles(slices, a, b)
-        if needs[one] and a <= needs[one][-1][1]:
-            a = needs[one].pop()[0]
-        needs[one].append((a, b))
+        # Two runs of a slice stay apart: the gap is a block, and each grows by a hundredth of its own
+        # length.
+        needs[one].append(_whole_tiles(slices, a, b))
     return dict(needs)
 
 

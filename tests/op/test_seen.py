@@ -258,6 +258,23 @@ def test_exactly_what_is_seen_moves_once(kind):
         assert counts.max(initial=0) <= 1
 
 
+@pytest.mark.parametrize("kind", ["contiguous", "zigzag"])
+def test_ends_of_runs_are_found_inside_of_blocks(kind):
+    """Slices of more tokens than they have blocks; runs too short for whole tiles."""
+    for left, right, size in ((7, 0, 150), (40, 13, 300), (0, 29, 1001), (60, 30, 777)):
+        layout = Layout(kind, 3)
+        seq_len = layout.multiple * size
+        found = seen_exchange(M.Window(left, right), layout, seq_len)
+        own = layout.positions(seq_len).reshape(3, -1)
+        needed = np.zeros((3, seq_len), int)
+        for rank, rows in enumerate(own):
+            for shift in range(-left, right + 1):
+                keys = rows + shift
+                needed[rank, keys[(keys >= 0) & (keys < seq_len)]] = 1
+            needed[rank, rows] = 0
+        np.testing.assert_array_equal(received(found, layout, seq_len), needed)
+
+
 def test_shared_keys_count_where_they_are_needed_and_not_at_home():
     layout, seq_len = Layout("zigzag", 8), 512
     found = seen_exchange(M.Causal() & (M.Window(9, 0) | M.Sinks(4)), layout, seq_len)
