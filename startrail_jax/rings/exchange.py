@@ -204,8 +204,8 @@ def _needs(slices: Slices, shows: Shows) -> Needs | None:
         low, high = np.where(found, middle, low), np.where(found, high, middle - 1)
     needs: Needs = defaultdict(list)
     for one, a, b in sorted(zip(receiver.tolist(), lowest.tolist(), low.tolist(), strict=True)):
-        # Two runs of a slice stay apart: the gap is a block, and each grows by a hundredth of its own
-        # length.
+        # Two runs of a slice stay apart: between them is a block, a 64th of the slice, and each
+        # grows by at most a hundredth of its length.
         needs[one].append(_whole_tiles(slices, a, b))
     return dict(needs)
 
