@@ -51,11 +51,27 @@ def latent(height, width, reach):
     return M.Rule(sees, bounds)
 
 
+def overlapping():
+    """A run of 3 keys that is sent as 7 keys, which hold another run of 2 keys."""
+
+    def meet(first, last, low, high):
+        return (first <= high) & (last >= low)
+
+    def bounds(first, last, key_first, key_last):
+        middle = meet(first, last, 8, 15) & meet(key_first, key_last, 0, 6)
+        late = meet(key_first, key_last, 8, 10) | meet(key_first, key_last, 13, 14)
+        own = meet(first, last, key_first, key_last)
+        return middle | (meet(first, last, 16, 23) & late) | own, 0
+
+    return M.Rule(lambda query, key: bounds(query, query, key, key)[0], bounds)
+
+
 # Name -> a mask of static positions, beside those of `attention_cases`.
 MORE = {
     "wide window": M.Window(12, 0),
     "sinks and window": M.Causal() & (M.Window(4, 0) | M.Sinks(3)),
     "latent": latent(3, 4, 1),
+    "overlapping": overlapping(),
 }
 SEEN = {
     "window": ("two_sided", "own_window", "wide window", "right_only", "left_only"),
@@ -137,6 +153,26 @@ def test_what_is_seen_is_enough(scored, monkeypatch):
         fake_cudnn.install(monkeypatch)
     with mock.patch.multiple(tiled, COARSE=8, FINE=4), mock.patch.multiple(xla, TILE_COLUMNS=5):
         score_cases.check(scored)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(degrees=D(ring=6), mask="sinks and window", exchange="seen", tokens=20),
+        Case(degrees=D(ring=3), mask="overlapping", exchange="seen", layout="contiguous", tokens=8),
+    ],
+    ids=str,
+)
+def test_keys_and_gradients_of_shared_and_of_padded_runs_count_once(case):
+    found = seen_exchange(case.attention.pattern, case.attention.layout, case.seq_len)
+    if case.mask == "overlapping":
+        runs = [run for move in found.moves for run in move.runs]
+        assert any(
+            high - low + 1 < run.length for run in runs for low, high in run.needed if high >= low
+        )
+    else:
+        assert found.shared == 3
+    check(case)
 
 
 # Masks whose rows see many keys: of few, jax's own error is small by chance.
