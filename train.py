@@ -136,7 +136,10 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
             shape=program.tokens_shape,
             seed=config.seed,
             num_held_out=config.validation_sequences,
+            parts=program.parts,
         )
+        if feed.documents is not None:
+            report.line(f"parts: {feed.documents.line}")
 
         with (
             open_run(config, writes=session.is_first) as run_dir,

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from startrail_jax.attention import Attention
     from startrail_jax.device_mesh import make_mesh
     from startrail_jax.devices.degrees import AxisNames, Degrees
+    from startrail_jax.documents import parts
     from startrail_jax.planner.planning import plan
     from startrail_jax.rings.residuals import CHECKPOINT_NAMES
     from startrail_jax.tokens.layout import Layout
@@ -37,6 +38,7 @@ __all__ = [
     "compiler_options",
     "make_mesh",
     "masks",
+    "parts",
     "plan",
 ]
 
@@ -52,6 +54,7 @@ _MODULES = {
     "compiler_options": "xla.compiler",
     "make_mesh": "device_mesh",
     "masks": None,
+    "parts": "documents",
     "plan": "planner.planning",
 }
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,32 +18,37 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array
 
 from startrail_jax import blocks, masks
-from startrail_jax.analysis.cost import choose_exchange
+from startrail_jax.analysis.cost import choose_balance, choose_exchange
 from startrail_jax.analysis.explain import Explanation, explain
 from startrail_jax.cache import Decoding
+from startrail_jax.calls.key_masks import as_negative
 from startrail_jax.calls.score_checks import (
     check_scores,
-    check_softcap,
     given_to_call,
     given_to_shards,
 )
 from startrail_jax.calls.validation import (
     check_inner,
     check_option,
+    check_padding_id,
     check_placement,
     check_shards,
+    check_softcap,
     served_call,
 )
 from startrail_jax.devices.degrees import (
     SEQUENCE_ROLES,
     AxisNames,
+    Degrees,
     check_mesh,
     check_sequence_axis,
     device_kind,
+    flat_axis,
 )
 from startrail_jax.devices.nodes import mesh_crossing
-from startrail_jax.errors import BalanceWarning
+from startrail_jax.errors import BalanceWarning, InputError
 from startrail_jax.rings import collectives, rings, score_units
+from startrail_jax.rings.balance import BALANCES, from_zigzag, in_zigzag, to_zigzag
 from startrail_jax.rings.exchange import EXCHANGES
 from startrail_jax.rings.head_chunks import check_head_chunks
 from startrail_jax.rings.schedule import Schedule, ring_offsets
@@ -53,17 +58,17 @@ from startrail_jax.tokens.layout import Layout
 from startrail_jax.xla.derivatives import FORWARD_ONLY, without_derivative
 
 _OPTIONS = {
-    "backend": ("auto", *blocks.BACKENDS),
     "backward": ("auto", "query", "kv"),
     "placement": ("gather", "gather_permute"),
     "combine": ("merge", "reduce_scatter"),
     "gradient_dtype": GRADIENT_DTYPES,
     "keep_gathered": (False, True),
     "exchange": EXCHANGES,
+    "balance": BALANCES,
 }
 
 # Further fields that `Schedule` has too.
-_STATIC = ("layout", "pattern", "scale", "softcap", "inner", "head_chunks")
+_STATIC = ("backend", "layout", "pattern", "scale", "softcap", "inner", "head_chunks")
 
 # The attentions and lengths whose balance this process has warned of.
 _WARNED: set[tuple[Any, int]] = set()
@@ -96,13 +101,16 @@ class Attention(Decoding):
     """Whether a query sees only keys at its own position or before; None for True, or with a `mask`
     for what that says. The attribute of an instance is always a bool."""
     layout: Any = None
-    """Placement of tokens: a `Layout`, its kind, or None for "zigzag" where late queries see more
-    keys than early ones or there is a causal window, and "contiguous" otherwise. The attribute of
-    an instance is always a `Layout`."""
-    backend: str = "auto"
+    """Placement of tokens: a `Layout`, its kind, or None. None is "contiguous" with `axis`, as
+    programs that others wrote have their tokens, and for masks under which all queries see about as
+    many keys; it is "zigzag" where late queries see more keys than early ones or there is a causal
+    window. The attribute of an instance is always a `Layout`."""
+    backend: blocks.Backend | list[str | blocks.Block] = "auto"
     """Block kernels: "cudnn" (NVIDIA GPUs, 16-bit dtypes, full and causal masks), "tiled" (NVIDIA
     GPUs, everything), "xla" (all platforms, everything), or "auto" for the first of these that
-    serves the inputs on the devices of the mesh. See `explain`."""
+    serves the inputs on the devices of the mesh; a kernel of your own, which is any hashable object
+    with the methods of `startrail_jax.blocks.Block`; or a sequence of these, of which the first
+    that serves is taken. See `explain`."""
     backward: str = "auto"
     """Which side goes round the ring in the backward pass: "query" (the paper), "kv", or "auto" for
     the one of fewer bytes."""
@@ -132,6 +140,11 @@ class Attention(Decoding):
     """What devices send each other: "rings" (the units of the scheme), "seen" (only the keys that a
     static mask shows to the queries of each device, such as those of a window), or "auto" for the
     one of fewer bytes. See `explain`."""
+    balance: str = "auto"
+    """How devices come to work alike on tokens in contiguous order, of which the late ones see more
+    keys: "exchange" (the op brings tokens into zigzag order and outputs back, in four permutes of
+    half a share), "layout" (they do not: it is as the layout says), or "auto" for the exchange
+    where it saves more time than it takes (`analysis.cost.choose_balance`). See `explain`."""
     window: int | None = None
     """Number of keys that a query sees, the one at its own position included; None for all. Only a
     causal attention can have one."""
@@ -142,21 +155,46 @@ class Attention(Decoding):
     """Factor that scales the logits; None for head_dim ** -0.5."""
     softcap: float | None = None
     """Soft cap c of the scaled logits, c * tanh(logits / c), as in Gemma 2; None for none."""
+    padding_id: int | None = None
+    """The segment id that marks padding beside negative ones, such as 0 in MaxText; None if none
+    does."""
     axis_names: AxisNames | Mapping[str, str | tuple[str, ...]] | None = None
     """Mesh axes that play a role but are not named after it, such as {"ring": "context"}."""
+    axis: str | Sequence[str] | None = None
+    """One axis of a mesh that others made, whose devices play all sequence roles, such as
+    "context"; None where each role has an axis of its own. Several axes count as one, the first
+    slowest. Along it, neighbours are of one head exchange, then of one team, group and ring."""
+    degrees: Any = None
+    """With `axis`, the `Degrees` along it; None for Ring Attention. Those of data and tensor are
+    what the mesh says. The attribute of an instance always holds all six: to change the mesh by
+    `dataclasses.replace`, give `degrees`, or None, too."""
 
     def __post_init__(self) -> None:
         check_mesh(self.mesh)
+        object.__setattr__(self, "backend", blocks.check_backend(self.backend))
         for name, values in _OPTIONS.items():
             check_option(name, getattr(self, name), values)
-        check_sequence_axis(self.mesh, self.axis_names)
+        if self.axis is None:
+            check_sequence_axis(self.mesh, self.axis_names)
+        elif isinstance(self.axis, Sequence) and not isinstance(self.axis, str):
+            object.__setattr__(self, "axis", tuple(self.axis))
         object.__setattr__(self, "axis_names", AxisNames.of(self.axis_names))
+        degrees = Degrees(**{role: axis.degree for role, axis in self.axes.items()})
+        if self.axis is None and self.degrees not in (None, degrees):
+            raise InputError(
+                f"degrees go with axis=, the axis of the mesh that they split; got {self.degrees} "
+                f"for a mesh whose axes say {degrees}. Give axis=, or leave degrees out: "
+                "dataclasses.replace(attention, mesh=mesh, degrees=None)."
+            )
+        object.__setattr__(self, "degrees", degrees)
         object.__setattr__(self, "causal", self.pattern.causal)
-        layout = Layout.of(self.layout, self.degrees.sequence, causal=self.pattern.grows)
+        zigzag = self.pattern.grows and self.axis is None
+        layout = Layout.of(self.layout, degrees.sequence, causal=zigzag)
         object.__setattr__(self, "layout", layout)
-        check_placement(self.placement, self.degrees)
+        check_placement(self.placement, degrees)
         check_softcap(self.softcap)
-        check_inner(self.inner, self.degrees.ring)
+        check_padding_id(self.padding_id)
+        check_inner(self.inner, degrees.ring)
         check_head_chunks(self.head_chunks)
 
     @classmethod
@@ -261,10 +299,19 @@ class Attention(Decoding):
         nodes = mesh_crossing(self.mesh, self.axes, devices_per_node)
         exchange, why = choose_exchange(schedule, self.degrees, sizes)
         schedule, share = dataclasses.replace(schedule, exchange=exchange), self.degrees
+        balance, why_balance = choose_balance(schedule, self.degrees, sizes)
+        schedule = dataclasses.replace(schedule, balance=balance)
         if exchange == "seen":  # Every sequence device has all heads of its tensor rank.
             schedule = schedule.alone
             share = dataclasses.replace(share, ring=share.sequence, group=1, team=1, head=1)
-        explanation = explain(schedule, sizes.share(share), axes=self.axes, nodes=nodes, why=why)
+        explanation = explain(
+            schedule,
+            sizes.share(share),
+            axes=self.axes,
+            nodes=nodes,
+            why=why,
+            why_balance=why_balance,
+        )
         if explanation.advice and (self, seq_len) not in _WARNED:
             _WARNED.add((self, seq_len))
             warnings.warn(explanation.advice, BalanceWarning, stacklevel=2)
@@ -297,6 +344,8 @@ class Attention(Decoding):
         qk_attn_weights_einsum: Any = None,
         attn_weights_value_einsum: Any = None,
         scale: ArrayLike | None = None,
+        softcap: float | None = None,
+        padding_id: int | None = None,
         implementation: str | None = None,
         local_window_size: int | tuple[int, int] | None = None,
         return_residual: bool = False,
@@ -309,7 +358,8 @@ class Attention(Decoding):
             query: [batch, seq, heads, head_dim] sharded as `query_spec(heads)`, with tokens in the
                 order of `layout`; float32, bfloat16 or float16.
             key: [batch, kv_seq, kv_heads, head_dim] sharded as `key_spec(kv_heads)`. `kv_heads`
-                divides `heads`, and neighbouring query heads share a key head.
+                divides `heads`, and neighbouring query heads share a key head. Keys of
+                cross-attention may be of any length: they are filled up inside.
             value: [batch, kv_seq, kv_heads, value_head_dim], likewise.
             segment_ids: integers [batch, seq] sharded as `sequence_spec`, or a pair of such arrays
                 for queries and keys, where None stands for zeros. Tokens of equal ids see each
@@ -336,13 +386,19 @@ class Attention(Decoding):
             broadcast_dropout: whether all rows and heads drop the same pairs of positions, which is
                 what Flax's modules ask for.
             deterministic: whether nothing is dropped.
-            mask, precision, module, input_positions, force_fp32_for_softmax, einsum_dot_general,
+            mask: bools, or 0 and 1, [batch or 1, 1, 1, kv_seq], True for keys that are seen, with
+                tokens in the order of `layout`; or any mask on the host that is all True. Traced
+                numbers count as in Flax: keys of 0 are hidden. What else a dense mask may say is
+                for `masks.recognise`.
+            precision: any; float32 inputs are always computed in full precision.
+            module, input_positions, force_fp32_for_softmax, einsum_dot_general,
             qk_attn_weights_einsum, attn_weights_value_einsum: what else Flax passes to an attention
                 function. A value that asks for something that this op does not do raises an error.
                 The softmax is always in float32.
             scale, implementation, local_window_size: as in `jax.nn.dot_product_attention`, for this
                 call: `scale`, `backend` and, of a causal attention, `window` of the instance, which
                 must be unset or equal.
+            softcap, padding_id: those of the instance, which must be unset or equal.
             return_residual, query_seq_lengths, key_value_seq_lengths: those of the same function,
                 which raise an error that names our equivalent.
 
@@ -365,7 +421,10 @@ class Attention(Decoding):
             scale=scale,
             implementation=implementation,
             local_window_size=local_window_size,
+            softcap=softcap,
+            padding_id=padding_id,
             mask=mask,
+            pads_keys=bias is None,
             is_causal=is_causal,
             precision=precision,
             module=module,
@@ -430,11 +489,11 @@ class Attention(Decoding):
             pattern=self.pattern,
         )
         whole = given_to_shards(self, query, key, **given)
-        schedule, here = score_units.local(self.schedule, whole, query, self.axes)
         kv_heads = key.shape[2] * self.degrees.tensor
-        schedule = self._exchanging(schedule, query, key, value, query_segments, kv_heads)
-        ids = query_segments, key_segments
-        return rings.sharded_attention(schedule, query, key, value, *ids, here)
+        shared = query_segments is key_segments
+        query_segments, key_segments = as_negative(self.padding_id, (query_segments, key_segments))
+        ids = query_segments, query_segments if shared else key_segments
+        return self._attend(whole, query, key, value, *ids, kv_heads=kv_heads)
 
     def _on_device(
         self,
@@ -447,14 +506,39 @@ class Attention(Decoding):
     ) -> tuple[Array, Array]:
         """Attention on one device, where `kv_heads` may all lie on every device along `tensor`."""
         both: tuple[Any, Any] = (ids[0], ids[-1]) if ids else (None, None)
+        return self._attend(given, query, key, value, *both, kv_heads=kv_heads)
+
+    def _attend(
+        self,
+        given: Given,
+        query: Array,
+        key: Array,
+        value: Array,
+        query_ids: Array | None,
+        key_ids: Array | None,
+        *,
+        kv_heads: int,
+    ) -> tuple[Array, Array]:
+        """Attention on one device, between the exchanges of tokens that balance the work."""
         schedule, given = score_units.local(self.schedule, given, query, self.axes)
-        schedule = self._exchanging(schedule, query, key, value, both[0], kv_heads)
-        if kv_heads % self.degrees.tensor:
+        schedule = self._exchanging(schedule, query, key, value, query_ids, kv_heads)
+        ranks = flat_axis(self.axes, SEQUENCE_ROLES)
+        balances, shared = schedule.balance == "exchange", query_ids is key_ids
+        if balances:
+            schedule = in_zigzag(schedule)
+            query, key, value = (to_zigzag(ranks, x) for x in (query, key, value))
+            if query_ids is not None and key_ids is not None:
+                query_ids = to_zigzag(ranks, query_ids)
+                key_ids = query_ids if shared else to_zigzag(ranks, key_ids)
+        if kv_heads % self.degrees.tensor and key.shape[2] == kv_heads:
             tensor = self.axes["tensor"]
             parts = 1 if schedule.exchange == "seen" else self.degrees.head
             needed = collectives.needed_heads(kv_heads, parts, tensor)
             key, value = (collectives.copy_heads(x, needed, tensor) for x in (key, value))
-        return rings.sharded_attention(schedule, query, key, value, *both, given)
+        out, lse = rings.sharded_attention(schedule, query, key, value, query_ids, key_ids, given)
+        if balances:
+            out, lse = from_zigzag(ranks, out), from_zigzag(ranks, lse, 2)
+        return out, lse
 
     def _exchanging(
         self,
@@ -465,7 +549,7 @@ class Attention(Decoding):
         segments: Array | None,
         kv_heads: int,
     ) -> Schedule:
-        """The schedule with "rings" or "seen" as its `exchange`, for arrays of one device."""
+        """The schedule whose `exchange` and `balance` are chosen, for arrays of one device."""
         degrees = self.degrees
         here = Sizes.of(
             query, key, value, packed=segments is not None, gradient_dtype=self.gradient_dtype
@@ -479,7 +563,9 @@ class Attention(Decoding):
             kv_heads=kv_heads,
         )
         exchange, _ = choose_exchange(schedule, degrees, sizes)
-        return dataclasses.replace(schedule, exchange=exchange)
+        schedule = dataclasses.replace(schedule, exchange=exchange)
+        balance, _ = choose_balance(schedule, degrees, sizes)
+        return dataclasses.replace(schedule, balance=balance)
 
 
 # Jitted, because outside a jit shard_map runs its body one operation at a time.

@@ -162,9 +162,10 @@ def assert_exact(
             packed=packed or ids is not None,
             kv_seq_len=kv_seq_len,
         )
+    data: int = attention.degrees.data
     if batch is None:
-        batch = 2 * attention.degrees.data if ids is None else len(ids[0])
-    _check_size(batch, heads, seq_len, kv_seq_len, data=attention.degrees.data)
+        batch = 2 * data if ids is None else len(ids[0])
+    _check_size(batch, heads, seq_len, kv_seq_len, data=data)
     rng = np.random.default_rng(seed)
     if packed and ids is not None:
         raise ValueError(

@@ -10,7 +10,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import oracle
@@ -42,11 +42,16 @@ MASKS = {
 
 # Name -> a mask, and below what it shows, written down once more.
 _M = st.masks
+MORE_WINDOWS = ("wide window", "two keys", "own key")
+"""Windows whose kernel calls differ, beside `own_window`."""
 PATTERNS = {
     "two_sided": _M.Window(5, 3),
     "right_only": _M.Window(None, 4),
     "left_only": _M.Window(2, None),
     "own_window": _M.Window(7, 0),
+    "wide window": _M.Window(12, 0),
+    "two keys": _M.Window(1, 0),
+    "own key": _M.Window(0, 0),
     "chunked": _M.Chunked(5),
     "block_causal": _M.BlockCausal(7),
     "prefix": _M.Prefix(9),
@@ -65,6 +70,9 @@ DENSE = {
     "right_only": lambda i, j: j - i < 5,
     "left_only": lambda i, j: i - j < 3,
     "own_window": lambda i, j: (i - j < 8) & (i - j >= 0),
+    "wide window": lambda i, j: (i - j < 13) & (i - j >= 0),
+    "two keys": lambda i, j: (i - j < 2) & (i - j >= 0),
+    "own key": lambda i, j: i == j,
     "chunked": lambda i, j: np.floor(i / 5) == np.floor(j / 5),
     "block_causal": lambda i, j: j < (np.floor(i / 7) + 1) * 7,
     "prefix": lambda i, j: np.where(j < 9, True, i - j >= 0),
@@ -83,6 +91,24 @@ MASKS |= {f"packed {name}": (None, None, "documents") for name in PATTERNS}
 HEADS = ("equal", "grouped", "single")
 
 
+def host_mesh(degrees, axis_type="explicit"):
+    """A mesh as other programs have it, with one axis for the sequence."""
+    kind = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}[axis_type]
+    shape = (degrees.data, degrees.sequence, degrees.tensor)
+    devices = jax.devices("cpu")[: degrees.num_devices]
+    return jax.make_mesh(shape, HOST_AXES, (kind,) * 3, devices=devices)
+
+
+def one_axis(degrees):
+    """The options of an attention on `host_mesh`."""
+    data, axis, tensor = HOST_AXES
+    degrees = dataclasses.replace(degrees, data=1, tensor=1)
+    return {"axis": axis, "degrees": degrees, "axis_names": {"data": data, "tensor": tensor}}
+
+
+HOST_AXES = ("fsdp", "context", "model")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
     """A problem (mask, heads, length, dtype) and a setting (everything else)."""
@@ -99,7 +125,10 @@ class Case:
     keep_gathered: bool = False
     gradient_dtype: str = "float32"
     exchange: str = "rings"
+    balance: str = "layout"
     axis_type: str = "explicit"
+    one_axis: bool = False
+    """Whether one axis of a mesh that others made plays all sequence roles."""
     tokens: int = 6
     """Tokens of one sequence shard."""
     dtype: str = "float32"
@@ -144,6 +173,8 @@ class Case:
     @functools.cached_property
     def mesh(self):
         devices = jax.devices("cpu")[: self.degrees.num_devices]
+        if self.one_axis:
+            return host_mesh(self.degrees, self.axis_type)
         return st.make_mesh(self.degrees, axis_type=self.axis_type, devices=devices)
 
     @functools.cached_property
@@ -161,7 +192,9 @@ class Case:
             keep_gathered=self.keep_gathered,
             gradient_dtype=self.gradient_dtype,
             exchange=self.exchange,
+            balance=self.balance,
             backend=self.backend,
+            **(one_axis(self.degrees) if self.one_axis else {}),
             **({} if mask else self.mask_arguments),
         )
 

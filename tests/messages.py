@@ -8,6 +8,7 @@ this test. After a change of words, `pytest --write-messages tests/op/test_mesh.
 tests of that file found; read the difference as a user would read the messages.
 """
 
+import re
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,8 +19,8 @@ TABLE = Path(__file__).with_name("messages.md")
 HEAD = """# What errors say
 
 `pytest --write-messages FILE` writes this page, and the tests compare. `window=...` stands for any
-value of `window`, FOLDER for the folder of a test, and PYTHON for the
-interpreter.
+value of `window`, FOLDER for the folder of a test, TEMPORARY for that of all tests, CHECKOUT for
+that of this repository, PYTHON for the interpreter, and 0x... for an address.
 """
 FOUND = pytest.StashKey[dict[str, set[str]]]()
 """With --write-messages: the texts of all tests that ran."""
@@ -44,14 +45,14 @@ def write(texts, page=TABLE):
     page.write_text(HEAD + "".join(sections))
 
 
-def refuser(name, texts, *, is_written, folder=None):
+def refuser(name, texts, *, is_written, folders=()):
     """`refused` of a test.
 
     Args:
         name: the file and the function of the test.
         texts: of each test, those that are right.
         is_written: whether what is found is right, and joins them.
-        folder: the folder of the test, which has another path in each run.
+        folders: what has another path in each run or checkout, and the word for it.
     """
 
     @contextmanager
@@ -60,13 +61,14 @@ def refuser(name, texts, *, is_written, folder=None):
             yield raised
         assert raised.type is error
         text = " ".join(str(raised.value).split())
+        text = text.replace("PartitionSpec(", "P(")  # As jax before 0.10 writes it.
         values = {f"{key}={value!r}": f"{key}=..." for key, value in given.items()}
         assert [x for x in (*named, *values) if x not in text] == [], text
         for value, dots in values.items():
             text = text.replace(value, dots)
-        text = text.replace(sys.executable, "PYTHON")
-        if folder:
-            text = text.replace(str(folder), "FOLDER")
+        for folder, word in folders:
+            text = text.replace(str(folder), word)
+        text = re.sub(r"\b0x[0-9a-f]{6,}", "0x...", text)
         if is_written:
             texts.setdefault(name, set()).add(text)
         assert text in texts.get(name, ()), "if this text is right: pytest --write-messages"
@@ -79,9 +81,15 @@ def refused(request):
     """An error of this type that names these words and values, with a text of the table."""
     name = request.node.nodeid.removeprefix("tests/").partition("[")[0]
     found = request.config.stash.get(FOUND, None)
-    folder = "tmp_path" in request.fixturenames and request.getfixturevalue("tmp_path")
+    folders = [
+        (sys.executable, "PYTHON"),
+        (request.getfixturevalue("tmp_path_factory").getbasetemp(), "TEMPORARY"),
+        (TABLE.parent.parent, "CHECKOUT"),
+    ]
+    if "tmp_path" in request.fixturenames:
+        folders.insert(0, (request.getfixturevalue("tmp_path"), "FOLDER"))
     texts = read() if found is None else found
-    return refuser(name, texts, is_written=found is not None, folder=folder)
+    return refuser(name, texts, is_written=found is not None, folders=folders)
 
 
 def start(config):

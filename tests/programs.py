@@ -95,6 +95,7 @@ def shared_programs():
     def prepare_once(self, config, attention, objective):
         settings = {k: v for k, v in vars(config).items() if k not in NOT_COMPUTED_FROM}
         settings["mask_documents"] = getattr(config.data, "mask_documents", None)
+        settings["drawn"] = config.documents_drawn
         key = type(config), repr(settings), attention
         if key not in made:
             PREPARE(self, config, attention, objective)

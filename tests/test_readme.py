@@ -87,6 +87,43 @@ def test_python_of_attention_page_runs_and_is_right(monkeypatch):
     assert example[example.index("def test_") :] in "".join(blocks(README, "python"))
 
 
+def test_python_of_parts_page_is_that_of_single_rows(monkeypatch):
+    names = run_python(ROOT / "docs" / "parts.md", monkeypatch)
+    documents, count, nnx = names["documents"], names["count"], names["nnx"]
+    model = names["Model"](nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, names["optax"].adam(1e-2), wrt=nnx.Param)
+
+    @nnx.jit
+    def gradients(model):
+        def loss_of(model):
+            losses = [_loss_of_document(model, np.asarray(document)) for document in documents]
+            return sum(losses) / count
+
+        return nnx.value_and_grad(loss_of)(model)
+
+    losses = []
+    for _ in range(5):
+        loss, grads = gradients(model)
+        optimizer.update(model, grads)
+        losses.append(float(loss))
+    np.testing.assert_allclose(names["losses"], losses, rtol=1e-5)
+    for found, wanted in zip(
+        *map(jax.tree.leaves, map(nnx.state, (names["model"], model))), strict=True
+    ):
+        np.testing.assert_allclose(found, wanted, atol=1e-5)
+
+
+def _loss_of_document(model, tokens):
+    """The sum of the losses of a document alone, with dense attention."""
+
+    def attention(query, key, value):
+        return jax.nn.dot_product_attention(query, key, value, is_causal=True)
+
+    logits = model(tokens[None, :-1], np.arange(len(tokens) - 1)[None], attention)
+    likely = jax.nn.log_softmax(logits)[0, np.arange(len(tokens) - 1), tokens[1:]]
+    return -likely.sum()
+
+
 def test_example_of_the_first_page_is_that_of_readme():
     assert blocks(ROOT / "docs" / "index.md", "python") == blocks(README, "python")[:1]
 
@@ -95,7 +132,7 @@ def test_python_of_all_other_pages_runs(monkeypatch, capsys):
     # It takes seconds, and has tests of its own.
     monkeypatch.setattr(here, "measure_cluster", create_autospec(here.measure_cluster))
     others = [page for page in PAGES if blocks(page, "python")]
-    for page in (README, ROOT / "docs" / "index.md", ROOT / "docs" / "attention.md"):
+    for page in (README, *(ROOT / "docs" / f"{x}.md" for x in ("index", "attention", "parts"))):
         others.remove(page)
     assert others
     for page in others:

@@ -25,7 +25,7 @@ OP = "startrail_jax"
 # layer: so `trainer.gpt` and `trainer.dit` do not know each other.
 LAYERS = (
     {f"{OP}.errors", f"{OP}.shapes"},
-    {f"{OP}.tokens", f"{OP}.devices"},
+    {f"{OP}.tokens", f"{OP}.devices", f"{OP}.documents"},
     {f"{OP}.masks", f"{OP}.xla"},
     {f"{OP}.blocks"},
     {f"{OP}.rings"},
@@ -50,7 +50,7 @@ LAYERS = (
     {"configs"},
     {"train", "sample"},
     {"tests.faults"},
-    {"benchmarks"},
+    {"benchmarks", "examples"},
 )
 
 # Modules of the op that read no arrays may use only what describes a setting.

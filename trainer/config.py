@@ -410,6 +410,17 @@ class TrainConfig:
         return ()
 
     @property
+    def documents_drawn(self) -> int | None:
+        """Number of documents that are drawn at a time, where batches consist of whole documents,
+        each on as few devices as hold it; None for batches of rows."""
+        return None
+
+    @property
+    def whole_documents(self) -> bool:
+        """Whether batches consist of whole documents."""
+        return self.documents_drawn is not None
+
+    @property
     def freezes(self) -> bool:
         """Whether some weights of the model are not trained."""
         return False

@@ -146,7 +146,8 @@ class Loop:
         if whole := program.partition.unsplit(self.state.model):
             report.line(f"whole on every device, since ZeRO cannot split them: {', '.join(whole)}")
         train_step: Any = program.train_step
-        batch = next(self._feed.held_out())
+        # Whether rows have segment ids is said by the data alone: files of tokens may have none.
+        batch = next(self._feed.held_out()) if program.parts is None else program.batch_shapes
         with report.phase("compiling"):
             self._train_step = train_step.lower(self.state, batch).compile()
         report.line(f"memory of a device: {describe_memory(self._train_step.memory_analysis())}")
@@ -156,7 +157,7 @@ class Loop:
                 config.run_dir,
                 first_step=done,
                 tensorboard=config.tensorboard,
-                flops_per_token=program.objective.flops_per_token,
+                **self._counted(),
                 peak_flops=None if peak is None else peak * len(self._devices),
             )
             if config.tensorboard:
@@ -172,6 +173,16 @@ class Loop:
                         self._frozen.save(self.state.frozen)
         report.training()
         return done
+
+    def _counted(self) -> dict[str, float]:
+        """By what tokens/s and MFU are counted."""
+        objective, held = self._program.objective, self._feed.documents
+        if held is None:
+            return {"flops_per_token": objective.flops_per_token}
+        return {
+            "flops_per_token": objective.flops_at(held.mean_length),
+            "tokens_per_step": held.tokens_per_batch,
+        }
 
     def _initial_state(self) -> TrainState:
         program = self._program

@@ -37,6 +37,10 @@ class Objective(ABC):
     flops_per_token: float
     """FLOPs of a training step for each token, over all devices together."""
 
+    def flops_at(self, length: int) -> float:
+        """`flops_per_token` in documents of a length, for a task with batches of documents."""
+        return self.flops_per_token
+
     @property
     @abstractmethod
     def sizes(self) -> ModelSizes:

@@ -117,6 +117,8 @@ CHECKS = (
     ),
     Check(backend="cudnn", degrees=st.Degrees.startrail(8, c=2)),
     Check(backend="tiled", packed=True, kv_heads=2, seq_len=8192),
+    Check(backend="cudnn", window=3000, kv_heads=2, seq_len=8192),
+    Check(backend="cudnn", window=500, seq_len=8192, degrees=st.Degrees(ring=4)),
     Check(backend="tiled", window=3000, seq_len=8192),
     Check(backend="tiled", layout="striped", degrees=st.Degrees.startrail(8, c=2)),
     Check(backend="tiled", dtype="float32", packed=True, seq_len=2048),

@@ -207,7 +207,7 @@ class _Devices:
     def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
         """out in the dtype of q, and lse."""
         schedule, team = self.schedule, self.schedule.team.degree
-        block, size = blocks.BACKENDS[schedule.backend], schedule.query_ranks
+        block, size = blocks.BACKENDS[str(schedule.backend)], schedule.query_ranks
 
         def attend(device: Array) -> tuple[Array, Array]:
             q_unit = self.unit(q, self.query_unit(device))
@@ -231,7 +231,7 @@ class _Devices:
     ) -> tuple[Array, ...]:
         """dq, dk, dv in float32."""
         schedule = self.schedule
-        block = blocks.BACKENDS[schedule.backend]
+        block = blocks.BACKENDS[str(schedule.backend)]
 
         def add_device(sums: tuple[Array, ...], device: Array) -> Any:
             dq, dk, dv = sums

@@ -11,6 +11,7 @@ References:
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 from collections.abc import Mapping, Sequence
@@ -22,11 +23,13 @@ import numpy as np
 from startrail_jax.analysis import COLLECTIVES
 from startrail_jax.analysis.ports import NodeTraffic, cheapest_order, messages
 from startrail_jax.analysis.transfers import Combine, Placement, Steps, Transfer
+from startrail_jax.analysis.work import shares, visible_pairs
 from startrail_jax.calls.validation import check_inner, check_option, check_placement
 from startrail_jax.devices.degrees import ROLES, Degrees, check_degrees
 from startrail_jax.devices.nodes import node_grid, nodes_of, resolve_order
 from startrail_jax.errors import InputError, UnsupportedError
 from startrail_jax.masks import Pattern, resolve
+from startrail_jax.rings.balance import BALANCES, in_zigzag, why_not_balanced
 from startrail_jax.rings.exchange import EXCHANGES
 from startrail_jax.rings.head_chunks import check_head_chunks
 from startrail_jax.rings.schedule import Schedule, ring_offsets, schedule_of
@@ -156,6 +159,7 @@ def communication(
     keep_gathered: bool = False,
     head_chunks: int = 1,
     exchange: str = "auto",
+    balance: str = "auto",
     order: str | Sequence[str] | None = None,
     devices_per_node: int | None = None,
 ) -> Communication:
@@ -203,6 +207,7 @@ def communication(
         head_chunks: number of parts in which a device attends its heads. Only segment ids are sent
             more often for that.
         exchange: "rings", "seen", or "auto" for the one of fewer bytes, as for `Attention`.
+        balance: "layout", "exchange", or "auto" for what saves time, as for `Attention`.
         order: order of the mesh axes over the nodes, as for `make_mesh`; None for the one with the
             fewest bytes through the port of a node, which `make_mesh` takes if it is told the call.
         devices_per_node: number of devices in a node. Each `Traffic` then has `nodes`, the bytes
@@ -227,6 +232,7 @@ def communication(
     check_option("backward", backward, get_args(Backward))
     check_option("gradient_dtype", gradient_dtype, GRADIENT_DTYPES)
     check_option("exchange", exchange, EXCHANGES)
+    check_option("balance", balance, BALANCES)
     check_placement(placement, degrees)
     check_inner(inner, degrees.ring)
     sizes = Sizes(
@@ -254,10 +260,15 @@ def communication(
         keep_gathered=keep_gathered,
         head_chunks=head_chunks,
         exchange=exchange,
+        balance=balance,
     )
     steps = _steps(schedule, degrees, sizes, _offsets(schedule, seq_len, rounds))
-    name, _ = choose_exchange(schedule, degrees, sizes, steps=steps)
-    passes = _passes(schedule, steps, seq_len, name, shared_ids=key_len is None)
+    chosen, _ = choose_exchange(schedule, degrees, sizes, steps=steps)
+    schedule = replace(schedule, exchange=chosen)
+    schedule = replace(schedule, balance=choose_balance(schedule, degrees, sizes)[0])
+    if schedule.balance == "exchange":
+        steps = replace(steps, offsets=_offsets(in_zigzag(schedule), seq_len, rounds))
+    passes = _passes(schedule, steps, seq_len, chosen, shared_ids=key_len is None)
     mode = steps.traveller(backward)
     order, grid = _placed(degrees, order, devices_per_node, passes[-1])
     there, back, total = (_traffic(degrees, transfers, share, grid) for transfers in passes)
@@ -309,6 +320,69 @@ def choose_exchange(
     return best, f"a device receives, in both passes, {sent}"
 
 
+WORTH_BALANCING = 10_000
+"""FLOPs that an exchange of tokens must save the busiest device for each byte that it receives."""
+
+
+def choose_balance(schedule: Schedule, degrees: Degrees, sizes: Sizes) -> tuple[str, str]:
+    """Whether an attention exchanges tokens so that all devices work alike: see `rings.balance`.
+
+    In the time of a byte through a port of 400 Gbit/s, an H100 that attends at 650 TFLOP/s does
+    13,000 FLOPs; in that of a byte inside a node, 1,500.
+
+    Args:
+        schedule: the schedule, whose `balance` is the wish of the user and whose `exchange` is
+            chosen.
+        degrees: the degrees of the mesh.
+        sizes: the sizes of the call, over all devices.
+
+    Returns:
+        "layout" or "exchange", and why.
+
+    Raises:
+        NotImplementedError: if "exchange" is wished for and cannot be.
+    """
+    if schedule.balance == "layout":
+        return "layout", "balance='layout'"
+    reason = why_not_balanced(schedule, sizes.query_tokens, sizes.key_tokens)
+    if schedule.balance == "exchange":
+        if reason:
+            raise UnsupportedError(
+                "balance='exchange' needs tokens in contiguous order, of which late ones see more "
+                f"keys; got mask={schedule.pattern}, layout={schedule.layout.kind!r} and "
+                f"{degrees.sequence} sequence shards: {reason}. Use balance='auto', which leaves "
+                "them where they are here."
+            )
+        return "exchange", "balance='exchange'"
+    if reason:
+        return "layout", reason
+    steps = _steps(schedule, degrees, sizes, ())
+    moves = (
+        *steps.balance(shared_ids=True),
+        *steps.balance_output(back=True),
+        *steps.balance_output(back=False),
+        *steps.balance_gradients(),
+    )
+    size = sum(move.received_bytes for move in moves)
+    saved = _saved_by_balance(replace(schedule, balance="layout"), sizes.query_tokens)
+    # Two products forward, q k and p v, and five backward.
+    channels = 8 * sizes.head_dim + 6 * sizes.value_head_dim
+    flops = saved * channels * sizes.batch * sizes.heads / degrees.num_devices
+    ratio = flops / size
+    name = "exchange" if ratio >= WORTH_BALANCING else "layout"
+    return name, (
+        f"an exchange of tokens saves the busiest device {ratio:,.0f} FLOPs for each byte that it "
+        f"receives; it is worth {WORTH_BALANCING:,}"
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _saved_by_balance(schedule: Schedule, seq_len: int) -> float:
+    """Visible pairs that the busiest device has less in zigzag order, times the devices."""
+    busiest = [shares(x, seq_len).max() for x in (schedule, in_zigzag(schedule))]
+    return float(busiest[0] - busiest[1]) * visible_pairs(schedule.pattern, seq_len)
+
+
 def _steps(schedule: Schedule, degrees: Degrees, sizes: Sizes, offsets: tuple[int, ...]) -> Steps:
     return Steps(
         degrees=degrees,
@@ -335,16 +409,20 @@ def _passes(
         )
         sums = steps.replica_sum()
         return there, [*back, *sums], [*both, *sums]
+    balances = schedule.balance == "exchange"
     forward = [
+        *(steps.balance(shared_ids=shared_ids) if balances else ()),
         *steps.exchange(id_arrays=1 if shared_ids else 2),
         *steps.query_gather(),
         *steps.key_placement(shared_ids=shared_ids),
         *steps.ring(),
         *steps.combination("merge" if schedule.combine == "merge" else "reduce_scatter"),
         *steps.output_exchange(),
+        *(steps.balance_output(back=True) if balances else ()),
     ]
     again = steps.key_placement(shared_ids=shared_ids, backward=True)
     reverse = [
+        *(steps.balance_output(back=False) if balances else ()),
         *steps.output_exchange(),
         *steps.query_gather(backward=True),
         *([] if steps.keep_gathered else again),
@@ -353,6 +431,7 @@ def _passes(
         *steps.key_gradient_placement(),
         *steps.gradient_exchange(),
         *steps.replica_sum(),
+        *(steps.balance_gradients() if balances else ()),
     ]
     return forward, reverse, forward + reverse
 

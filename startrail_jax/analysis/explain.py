@@ -11,13 +11,15 @@ from startrail_jax.blocks import tiled
 from startrail_jax.blocks.pieces import Pieces
 from startrail_jax.devices.degrees import ROLES, Axis
 from startrail_jax.masks import Causal, Full, Pattern
+from startrail_jax.rings.balance import in_zigzag, why_not_balanced
 from startrail_jax.rings.head_chunks import check_head_chunks
 from startrail_jax.rings.schedule import Schedule, ring_offsets, unit_cases
-from startrail_jax.rings.seen import seen_exchange
+from startrail_jax.rings.seen import seen_cases, seen_exchange, seen_request
 from startrail_jax.rings.sizes import Sizes
 
 _SERVES = {
-    "cudnn": "every kernel is a cuDNN kernel, over full rectangles and causal squares of the units",
+    "cudnn": "every kernel is a cuDNN kernel, over full rectangles and causal squares of the "
+    "units, with a window where the mask has one",
     "tiled": "cuDNN kernels for tiles that are full or causal, and one dense tile at a time for "
     "the rest",
     "xla": "plain XLA, tile by tile; it serves every platform and mask, but is not the fastest",
@@ -44,13 +46,19 @@ class Explanation:
     key_tokens: int
     """Tokens of a key unit: a kernel call has at most so many keys."""
     cases: tuple[Pieces, ...]
-    """For backend "cudnn", the sets of kernel calls that a round may consist of. Each device
-    chooses one of them as it runs."""
+    """For backend "cudnn", the sets of kernel calls that a round may consist of; for the exchange
+    "seen", those over a device's own keys. Each device chooses one of them as it runs."""
+    arrived: tuple[tuple[Pieces, ...], ...]
+    """For backend "cudnn" and the exchange "seen", the same for each run of keys that arrives."""
     exchange: str
     """What devices send each other: "rings" (units of the scheme) or "seen" (keys that the mask
     shows)."""
     why: str
     """Why that."""
+    balance: str
+    """Whether tokens are exchanged so that all devices work alike: "exchange", or "layout"."""
+    why_balance: str
+    """Why, or why not."""
     moves: tuple[int, ...]
     """Of the exchange "seen", the keys of each message that a device receives."""
     rounds: int
@@ -85,7 +93,8 @@ class Explanation:
         )
 
     def __str__(self) -> str:
-        lines = [f"on {self.platform}, backend {self.backend!r}: {_SERVES[self.backend]}"]
+        serves = _SERVES.get(self.backend, "a kernel of your own")
+        lines = [f"on {self.platform}, backend {self.backend!r}: {serves}"]
         lines += [f"  not {name!r}: {refusal}" for name, refusal in self.refusals.items()]
         if self.dense:
             lines.append(f"  dense tiles only, without cuDNN: {self.dense}")
@@ -107,6 +116,10 @@ class Explanation:
             )
         if not isinstance(self.mask, (Full, Causal)):
             lines.append(f"  exchange {self.exchange!r}: {self.why}")
+        if self.balance == "exchange":
+            lines.append("  tokens are exchanged on the way in and out, to share the work evenly")
+        if self.balance == "exchange" or self.advice:
+            lines.append(f"  balance {self.balance!r}: {self.why_balance}")
         if self.advice:
             lines.append(f"  {self.advice}")
         elif not isinstance(self.mask, Full):
@@ -115,11 +128,23 @@ class Explanation:
         if self.num_nodes is not None and self.num_nodes > 1:
             across, inside = (", ".join(x) or "nothing" for x in (self.across, self.inside))
             lines.append(f"  {self.num_nodes} nodes: {across} across, {inside} inside")
-        for pieces in self.cases:
-            calls = [f"{b - a} x {keys} full" for a, b, keys in pieces.rectangles]
-            calls += [f"{size} x {size} causal" for _, _, size in pieces.squares]
-            lines.append(f"  a round may be: {', '.join(calls) or 'nothing'}")
+        what = "own keys" if self.exchange == "seen" else "a round"
+        lines += [f"  {what} may be: {_calls(pieces)}" for pieces in self.cases]
+        for number, cases in enumerate(self.arrived, 1):
+            lines.append(f"  run {number} of keys may be: {' or '.join(map(_calls, cases))}")
         return "\n".join(lines)
+
+
+def _calls(pieces: Pieces) -> str:
+    """The kernel calls of a set of pieces, in words."""
+    calls = [f"{b - a} x {d - c} full" for a, b, c, d in pieces.rectangles]
+    for squares, kind in (
+        (pieces.squares, "causal"),
+        (pieces.windows, f"causal with a window of {pieces.window}"),
+        (pieces.edges, "causal in reverse"),
+    ):
+        calls += [f"{size} x {size} {kind}" for _, _, size in squares]
+    return ", ".join(calls) or "nothing"
 
 
 def explain(
@@ -129,6 +154,7 @@ def explain(
     axes: Mapping[str, Axis],
     nodes: tuple[int, tuple[str, ...]] | None,
     why: str,
+    why_balance: str,
 ) -> Explanation:
     """Explains what a schedule runs on the share of one device: see `Attention.explain`.
 
@@ -137,6 +163,7 @@ def explain(
         share: the share of one device.
         axes: the axes of each role.
         why: why the exchange is the one that the schedule names.
+        why_balance: why the balance is, likewise.
         nodes: what `startrail_jax.devices.nodes.mesh_crossing` says of the mesh.
 
     Raises:
@@ -144,12 +171,16 @@ def explain(
         NotImplementedError: if the schedule names a backend that does not serve this.
     """
     check_head_chunks(schedule.head_chunks, share.kv_heads)
+    balance = schedule.balance
+    if balance == "exchange":
+        schedule = in_zigzag(schedule)
     is_seen = schedule.exchange == "seen"
-    choice = blocks.choose(schedule.backend, schedule.request(share))
+    request = seen_request(schedule, share) if is_seen else schedule.request(share)
+    choice = blocks.choose(schedule.backend, request)
     seq_len, kv_seq_len = (
         tokens * schedule.num_shards for tokens in (share.query_tokens, share.key_tokens)
     )
-    dense, cases, kernels = None, (), {}
+    dense, cases, arrived, kernels = None, (), (), {}
     if choice.backend == "tiled":
         dense = tiled.no_kernels(
             share.dtype,
@@ -161,14 +192,19 @@ def explain(
         kernels = kernel_shares(schedule, share, dense=dense is not None)
     if choice.backend == "cudnn":
         cases = unit_cases(schedule, seq_len, kv_seq_len)
+        if is_seen:
+            found = seen_cases(schedule.pattern, schedule.layout, seq_len)
+            cases, *arrived = (tuple(dict.fromkeys(by_rank)) for by_rank in found)
     seen = seen_exchange(schedule.pattern, schedule.layout, seq_len) if is_seen else None
     num_nodes, across = nodes or (None, ())
     stays = (role for role in ROLES if axes[role].degree > 1 and role not in across)
     better = better_layout(schedule, seq_len)
+    exchanges = why_not_balanced(schedule, seq_len, kv_seq_len) is None
+    or_exchange = ", or balance='exchange'" if exchanges else ""
     return Explanation(
         mask=schedule.pattern.within(seq_len),
         busiest=float(shares(schedule, seq_len).max()),
-        better_layout=better and f"layout={better[0]!r}, where it has {better[1]:.2f}",
+        better_layout=better and f"layout={better[0]!r}, where it has {better[1]:.2f}{or_exchange}",
         num_nodes=num_nodes,
         across=across,
         inside=tuple(stays),
@@ -180,8 +216,11 @@ def explain(
         query_tokens=share.query_tokens * schedule.team.degree,
         key_tokens=share.key_tokens * schedule.group.degree,
         cases=cases,
+        arrived=tuple(arrived),
         exchange=schedule.exchange,
         why=why,
+        balance=balance,
+        why_balance=why_balance,
         moves=() if seen is None else tuple(move.length for move in seen.moves),
         rounds=1 if is_seen else len(ring_offsets(schedule, seq_len)),
         inner=schedule.inner,

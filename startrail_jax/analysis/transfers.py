@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from startrail_jax.devices.degrees import SEQUENCE_ROLES, Degrees
+from startrail_jax.rings.balance import slice_pairs
 from startrail_jax.rings.exchange import Exchange
 from startrail_jax.rings.sizes import WIDTHS, Sizes
 
@@ -123,6 +124,55 @@ class Steps:
                 "output exchange", "all_to_all", "head", 1, self._exchanged(self.share.out_bytes)
             ),
         ]
+
+    def balance(self, *, shared_ids: bool) -> list[Transfer]:
+        """Before step 0, queries, keys and values to zigzag order: see `rings.balance`.
+
+        Args:
+            shared_ids: whether queries and keys have the same array of segment ids.
+        """
+        share = self.share
+        ids = share.query_id_bytes + (0 if shared_ids else share.key_id_bytes)
+        return self._slices("balance", share.query_bytes + self._own_key_bytes, self._of_rank(ids))
+
+    def balance_gradients(self) -> list[Transfer]:
+        """The gradient of `balance`."""
+        return self._slices("balance", self.share.query_bytes + self._own_key_bytes, back=True)
+
+    def balance_output(self, *, back: bool) -> list[Transfer]:
+        """After step 5, the output back to contiguous order; or its gradient to zigzag order."""
+        return self._slices("balance", self.share.out_bytes, back=back)
+
+    @property
+    def _own_key_bytes(self) -> int:
+        """Bytes of the keys and values of a device as they come, before any copies."""
+        share, tensor = self.share, self.degrees.tensor
+        heads = self.kv_heads if self.kv_heads % tensor else self.kv_heads // tensor
+        return self._of_rank(share.key_value_bytes // share.kv_heads) * heads
+
+    def _of_rank(self, size: int) -> int:
+        """Bytes of the tokens of one rank, of those that it has after the head exchange."""
+        return size // self.degrees.head
+
+    def _slices(
+        self, step: str, tensors: int, rows: int = 0, *, back: bool = False
+    ) -> list[Transfer]:
+        """The permutes of the even and of the odd slices, each of half a share."""
+        moves = []
+        for pairs in slice_pairs(self.degrees.sequence):
+            if all(source == target for source, target in pairs):
+                continue
+            moves.append(
+                Transfer(
+                    step=step,
+                    collective="collective_permute",
+                    roles=SEQUENCE_ROLES,
+                    pairs=tuple((b, a) if back else (a, b) for a, b in pairs),
+                    tensor_bytes=tensors // 2,
+                    row_bytes=rows // 2,
+                )
+            )
+        return moves
 
     def _chunks(self, each: bool) -> int:
         """How often segment ids are sent: for each chunk of heads, or once for all."""

@@ -6,9 +6,12 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
@@ -18,65 +21,201 @@ from startrail_jax.blocks.base import Block, Request
 from startrail_jax.blocks.scores import PLAIN, Scores
 from startrail_jax.blocks.softmax import Partials, merge_precisely
 from startrail_jax.blocks.visibility import Visibility
-from startrail_jax.errors import UnsupportedError
+from startrail_jax.errors import InputError, UnsupportedError
 from startrail_jax.shapes import KeyShard, LseShard, OutShard, QueryShard, ValueShard
 
+# To add a backend, name it here, and in the order in which "auto" tries them.
 BACKENDS: dict[str, Block] = {"xla": xla, "cudnn": cudnn, "tiled": tiled}
-
-# The order in which "auto" tries them.
 PREFERENCE = ("cudnn", "tiled", "xla")
+
+
+Backend = str | Block | tuple[str | Block, ...]
+"""A backend by its name, "auto", a block of your own, or several of these, the best first."""
 
 
 @dataclass(frozen=True)
 class Choice:
     """Which backend serves a request, and why better ones do not."""
 
-    backend: str
-    """Name of the backend."""
+    block: Block
+    """The backend."""
     refusals: dict[str, str]
     """Name of each better backend -> why it does not serve the request."""
 
+    @property
+    def backend(self) -> str:
+        """Name of the backend."""
+        return name_of(self.block)
 
-def choose(backend: str, request: Request) -> Choice:
+
+def check_backend(backend: Any) -> Backend:
+    """A backend as a hashable value.
+
+    Raises:
+        ValueError: if it is no backend, or none that can be hashed.
+    """
+    several = isinstance(backend, (tuple, list))
+    for one in backend if several else (backend,):
+        if not (one in ("auto", *BACKENDS) if isinstance(one, str) else _is_block(one)):
+            raise InputError(
+                f"backend must be one of {('auto', *BACKENDS)}, a hashable object with the methods "
+                "of startrail_jax.blocks.Block, such as an instance of a frozen dataclass, or a "
+                f"sequence of them; got backend={one!r}. Leave it out for 'auto'."
+            )
+    if several and not backend:
+        raise InputError("backend must name a backend; got none. Leave it out for 'auto'.")
+    return tuple(backend) if several else backend
+
+
+def _is_block(backend: Any) -> bool:
+    if isinstance(backend, type) or not isinstance(backend, Block):
+        return False
+    try:
+        hash(backend)
+    except TypeError:
+        return False
+    return True
+
+
+def name_of(block: Block) -> str:
+    """The name of a backend: its own, or that of the class or module of yours."""
+    named = (name for name, known in BACKENDS.items() if known is block)
+    return next(named, getattr(block, "__name__", type(block).__name__))
+
+
+def choose(backend: Backend, request: Request) -> Choice:
     """Chooses the backend for a request; if the platform is not known, the one for CUDA.
 
     Args:
-        backend: name of a backend, or "auto" for the first of `PREFERENCE` that serves the request.
+        backend: the first of several that serves the request; "auto" stands for `PREFERENCE`.
         request: what is asked of the block.
 
     Raises:
-        NotImplementedError: if the backend is not "auto" and does not serve the request.
+        NotImplementedError: if none serves the request.
     """
-    if backend != "auto":
-        refusal = BACKENDS[backend].refusal(request)
-        if refusal:
-            raise UnsupportedError(
-                f"backend={backend!r} does not serve this: {refusal}. "
-                "Use backend='auto', which takes the best one that does."
-            )
-        return Choice(backend, {})
-    refusals = {name: BACKENDS[name].refusal(request) for name in PREFERENCE}
-    best = next(name for name, refusal in refusals.items() if refusal is None)
-    better = PREFERENCE[: PREFERENCE.index(best)]
-    return Choice(best, {name: refusals[name] or "" for name in better})
+    refusals = {}
+    for one in _several(backend):
+        block = BACKENDS[one] if isinstance(one, str) else one
+        refusal = block.refusal(request)
+        if refusal is None:
+            return Choice(block, refusals)
+        refusals[name_of(block)] = refusal
+    why = "; ".join(map(str, refusals.values()))
+    if len(refusals) > 1:
+        why = "; ".join(f"{name}: {refusal}" for name, refusal in refusals.items())
+    raise UnsupportedError(
+        f"backend={backend!r} does not serve this: {why}. "
+        "Use backend='auto', which takes the best one that does, or end a sequence with 'auto'."
+    )
 
 
-def select(backend: str, request: Request) -> Block:
+def _several(backend: Backend) -> Iterator[str | Block]:
+    for one in backend if isinstance(backend, tuple) else (backend,):
+        yield from PREFERENCE if one == "auto" else (one,)
+
+
+def select(backend: Backend, request: Request) -> Block:
     """The block that serves a request.
 
-    Under "auto", if the platform is not known yet, it is a block that chooses while it is lowered.
+    If the platform is not known yet, and another one would be chosen on a CPU, it is a block that
+    chooses while it is lowered.
 
     Args:
-        backend: name of a backend, or "auto".
+        backend: the backend, or several.
         request: what is asked of the block.
 
     Raises:
-        NotImplementedError: if the backend is not "auto" and does not serve the request.
+        NotImplementedError: if none serves the request.
     """
-    block = BACKENDS[choose(backend, request).backend]
-    if backend == "auto" and request.platform is None:
-        return _ByPlatform(block, xla)
-    return block
+    block = _checked(choose(backend, request).block)
+    if request.platform is not None or len(list(_several(backend))) == 1:
+        return block
+    try:
+        default = _checked(choose(backend, replace(request, platform="cpu", capability=None)).block)
+    except UnsupportedError:  # These are backends for GPUs alone.
+        return block
+    return block if default == block else _ByPlatform(block, default)
+
+
+def _checked(block: Block) -> Block:
+    return block if block in BACKENDS.values() else Checked(block)
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A block of the user's, which is held to the shapes and dtypes of its contract."""
+
+    block: Block
+
+    def refusal(self, request: Request) -> str | None:
+        """See `base.Block.refusal`."""
+        return self.block.refusal(request)
+
+    def forward(
+        self,
+        q: QueryShard,
+        k: KeyShard,
+        v: ValueShard,
+        visibility: Visibility,
+        scale: float,
+        into: Partials = (),
+        scores: Scores = PLAIN,
+    ) -> Partials:
+        """See `base.Block.forward`."""
+        parts = self.block.forward(q, k, v, visibility, scale, into, scores)
+        batch, tokens, heads, _ = q.shape
+        out = (batch, tokens, heads, v.shape[3]), (q.dtype, "float32")
+        lse = (batch, heads, tokens), ("float32",)
+        valid = isinstance(parts, tuple) and 1 <= len(parts) <= len(into) + 1
+        valid = valid and all(
+            isinstance(part, tuple)
+            and len(part) in (2, 3)
+            and all(_fits(x, *wanted) for x, wanted in zip(part, (out, lse, lse), strict=False))
+            for part in parts
+        )
+        if not valid:
+            raise self._error("forward", f"a tuple of ({_said(*out)}, {_said(*lse)})", parts)
+        return parts
+
+    def backward(
+        self,
+        q: QueryShard,
+        k: KeyShard,
+        v: ValueShard,
+        lse: LseShard,
+        delta: LseShard,
+        dout: OutShard,
+        visibility: Visibility,
+        scale: float,
+        into: tuple[Array | None, ...] = (None, None, None),
+        scores: Scores = PLAIN,
+    ) -> tuple[Array, ...]:
+        """See `base.Block.backward`."""
+        grads = self.block.backward(q, k, v, lse, delta, dout, visibility, scale, into, scores)
+        likes = q, k, v, *scores.learnt
+        valid = isinstance(grads, tuple) and len(grads) == len(likes)
+        if not valid or not all(
+            _fits(x, like.shape, ("float32",) if total is not None else (like.dtype, "float32"))
+            for x, like, total in zip_longest(grads, likes, into[: len(likes)])
+        ):
+            said = ", ".join(_said(like.shape, ("float32",)) for like in likes)
+            raise self._error("backward", f"the gradients ({said})", grads)
+        return grads
+
+    def _error(self, method: str, wanted: str, given: Any) -> InputError:
+        shown = jax.tree.map(lambda x: _said(jnp.shape(x), (jnp.asarray(x).dtype,)), given)
+        return InputError(
+            f"{method} of the backend {name_of(self.block)} must give {wanted}; got {shown}. See "
+            f"startrail_jax.blocks.Block.{method}."
+        )
+
+
+def _fits(x: Any, shape: tuple[int, ...], dtypes: tuple[Any, ...]) -> bool:
+    return isinstance(x, jax.Array) and x.shape == shape and x.dtype in map(jnp.dtype, dtypes)
+
+
+def _said(shape: tuple[int, ...], dtypes: tuple[Any, ...]) -> str:
+    return f"{dtypes[-1]}{list(shape)}"
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,14 @@
-"""Block attention by cuDNN's flash kernels: NVIDIA GPUs, 16-bit dtypes, full and causal masks.
+"""Block attention by cuDNN's flash kernels: NVIDIA GPUs, 16-bit dtypes, full masks, causal ones and
+causal windows.
 
 The visible part of a pair of sorted units is a set of full rectangles and causal squares
 (`Pieces`), each of which is one kernel call. Where only the device knows which of several sets it
 is, `lax.switch` chooses. cuDNN needs no other masks for this, and it serves grouped-query heads.
+
+A causal window also has squares with a window, which cuDNN's kernels know: they take the number of
+keys that a query sees. They need cuDNN 9.2, which is older than the one of any jax that is
+supported, as many keys as queries, and neither bias nor dropout. JAX asks for no more. The far end
+of a window is a causal square in reverse order of tokens.
 
 XLA runs cuDNN's kernels as custom calls, which are made here through the public `jax.ffi`. The
 entry that JAX has (`jax.nn.dot_product_attention`) rounds the log-sum-exp, and its backward pass
@@ -16,12 +22,12 @@ import functools
 import itertools
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from startrail_jax.blocks import softmax
@@ -29,10 +35,10 @@ from startrail_jax.blocks.base import Request
 from startrail_jax.blocks.pieces import Pieces
 from startrail_jax.blocks.scores import PLAIN, Scores
 from startrail_jax.blocks.softmax import Partials, merge_partials, merge_precisely
-from startrail_jax.blocks.visibility import Visibility
+from startrail_jax.blocks.visibility import Cases, Visibility, causal_window
 from startrail_jax.masks import Causal, Full
 from startrail_jax.shapes import EMPTY, KeyShard, LseShard, OutShard, QueryShard, ValueShard
-from startrail_jax.xla.varying import alike
+from startrail_jax.xla.varying import alike, as_varying
 
 # Number of attentions to merge at a time. More of them take more memory; with fewer of them the
 # merged one is read and written more often.
@@ -40,6 +46,10 @@ MAX_PARTIALS = 4
 
 # Greatest number of sets of pieces to choose from; each of them is compiled.
 MAX_CASES = 128
+
+# Tokens to a multiple of which the far end of a window is padded: a window of 1024 has one of 1023
+# there. Until cuDNN 9.15.1, the backward pass could read beyond keys of another number.
+TILE = 128
 
 DTYPES = ("bfloat16", "float16")
 
@@ -63,15 +73,16 @@ def refusal(request: Request) -> str | None:
             f"head_dim must be a multiple of 8 of at most {widest} (256 from compute capability "
             f"9.0 on); got {request.head_dim}"
         )
-    if not isinstance(request.mask, (Full, Causal)):
-        return f"its masks are full and causal; got mask={request.mask}"
+    full = isinstance(request.mask, Full)
+    if not (full or isinstance(request.mask, Causal) or causal_window(request.mask)):
+        return f"its masks are full, causal and causal windows; got mask={request.mask}"
     if request.softcap is not None:
         return f"its kernels do not cap logits; got softcap={request.softcap}"
     if request.scores:
         return f"its kernels serve no scores of a call; got {', '.join(request.scores)}"
     if request.packed:
-        return "its masks are full and causal; got segment_ids"
-    if isinstance(request.mask, Causal) and not 1 <= request.num_cases <= MAX_CASES:
+        return "its masks know no documents; got segment_ids"
+    if not full and not 1 <= request.num_cases <= MAX_CASES:
         return (
             f"causal units must meet in at most {MAX_CASES} sets of rectangles and squares; got "
             f"{request.num_cases or 'a striped layout'}"
@@ -91,11 +102,15 @@ def forward(
     """See `base.Block.forward`. Merges `into` once it has `MAX_PARTIALS` attentions."""
     assert scores.plain, "refused"
     case, cases = _cases(visibility, q, k)
-    branches = [functools.partial(_forward, pieces, scale) for pieces in cases]
     if len(into) >= MAX_PARTIALS:
         # Merge before the kernel: XLA would take a merge after it for enough to hide a message.
         into, q = lax.optimization_barrier(((merge_precisely(into),), q))
-    return (*into, _choose(case, branches, q, k, v))
+    here, cases = _only(visibility, case, cases)
+    branches = [functools.partial(_forward, pieces, scale) for pieces in cases]
+    out, lse = _choose(case, branches, q, k, v)
+    if here is not None:
+        out, lse = jnp.where(here, out, jnp.zeros_like(out)), jnp.where(here, lse, EMPTY)
+    return (*into, (out, lse))
 
 
 def backward(
@@ -117,15 +132,33 @@ def backward(
     # Sums, of several calls or with `into`, stay in float32.
     sums = any(len(_calls(pieces)) > 1 for pieces in cases)
     dtypes = [q.dtype if dx is None and not sums else jnp.float32 for dx in into]
-    branches = [functools.partial(_backward, pieces, scale, dtypes) for pieces in cases]
+    here, cases = _only(visibility, case, cases)
+    branches = [functools.partial(_backward, pieces, scale, dtypes, here) for pieces in cases]
     return _choose(case, branches, (q, lse, out, dout), (k, v), into)
 
 
-def _cases(visibility: Visibility, q: QueryShard, k: KeyShard) -> tuple[Any, tuple[Pieces, ...]]:
+def _cases(visibility: Visibility, q: QueryShard, k: KeyShard) -> Cases:
     """The index of the set of pieces that is visible, and the sets to choose from."""
-    if visibility.causal:
-        return visibility.cases()
-    return 0, (Pieces.whole(q.shape[1], k.shape[1]),)
+    if visibility.full:
+        return 0, (Pieces.whole(q.shape[1], k.shape[1]),)
+    return visibility.cases()
+
+
+def _only(
+    visibility: Visibility, case: Any, cases: tuple[Pieces, ...]
+) -> tuple[Any, tuple[Pieces, ...]]:
+    """Of a window of which some devices see one set and the others nothing: that set alone.
+
+    All devices then make its calls, which are short, and those that see nothing drop what comes of
+    them. In front of a branch, a GPU would wait for its host.
+
+    Returns:
+        Whether this device sees the set, or None where there is no such set; and the sets.
+    """
+    seen = [pieces for pieces in cases if pieces != Pieces()]
+    if visibility.of_window is None or len(cases) != 2 or len(seen) != 1:
+        return None, cases
+    return case == cases.index(seen[0]), tuple(seen)
 
 
 def _choose(case: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -> Any:
@@ -135,21 +168,85 @@ def _choose(case: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -
     return lax.switch(case, branches, *operands)
 
 
-def _calls(pieces: Pieces) -> list[tuple[slice, slice, bool]]:
-    """The kernel calls: (queries, keys, whether the mask is causal) of each."""
-    full = [(slice(a, b), slice(0, keys), False) for a, b, keys in pieces.rectangles]
-    causal = [(slice(i, i + n), slice(j, j + n), True) for i, j, n in pieces.squares]
-    return full + causal
+@dataclass(frozen=True)
+class _Call:
+    """One kernel call: it reads and writes its part of arrays [b, t, n, h] or [b, n, t]."""
+
+    rows: slice
+    """Its queries."""
+    columns: slice
+    """Its keys."""
+    causal: bool = False
+    window: int = 0
+    """Keys that a query sees; 0 for all that the causal mask shows."""
+    turned: bool = False
+    """Whether tokens are in reverse order, and zeros behind them up to a multiple of `TILE`: the
+    causal mask hides these from them."""
+    squares: int = 1
+    """Number of equal squares that lie one after another: the kernel takes them for rows of a
+    batch."""
+
+    @property
+    def _padding(self) -> int:
+        return -(self.rows.stop - self.rows.start) // self.squares % TILE
+
+    def take(self, x: Array, where: slice) -> Array:
+        """What the kernel gets of x, at the rows or at the columns."""
+        x = x[:, where] if x.ndim == 4 else x[:, :, where]
+        if self.squares > 1:
+            b, t = x.shape[0] * self.squares, (where.stop - where.start) // self.squares
+            if x.ndim == 4:
+                x = x.reshape(b, t, *x.shape[2:])
+            else:
+                x = x.reshape(*x.shape[:2], self.squares, t).swapaxes(1, 2).reshape(b, -1, t)
+        if self.turned:
+            axis = 1 if x.ndim == 4 else 2
+            width = [(0, self._padding if dim == axis else 0) for dim in range(x.ndim)]
+            x = jnp.pad(jnp.flip(x, axis), width)
+        return x
+
+    def put(self, x: Array) -> Array:
+        """The inverse of `take`, without what lies beyond the call."""
+        axis = 1 if x.ndim == 4 else 2
+        if self.turned:
+            x = jnp.flip(_rows(x, 0, x.shape[axis] - self._padding), axis)
+        if self.squares == 1:
+            return x
+        b = x.shape[0] // self.squares
+        if x.ndim == 4:
+            return x.reshape(b, -1, *x.shape[2:])
+        n, t = x.shape[1:]
+        return x.reshape(b, self.squares, n, t).swapaxes(1, 2).reshape(b, n, -1)
+
+
+def _calls(pieces: Pieces) -> list[_Call]:
+    """The kernel calls of a set of pieces."""
+    calls = [_Call(slice(a, b), slice(c, d)) for a, b, c, d in pieces.rectangles]
+    for squares, window, turned in (
+        (pieces.squares, 0, False),
+        (pieces.windows, pieces.window, False),
+        (pieces.edges, 0, True),
+    ):
+        in_line = itertools.groupby(
+            enumerate(squares), lambda x: (*(at - x[0] * x[1][2] for at in x[1][:2]), x[1][2])
+        )
+        for _, line in in_line:
+            (_, (i, j, size)), *more = line
+            count = 1 + len(more)
+            rows, columns = slice(i, i + count * size), slice(j, j + count * size)
+            calls.append(_Call(rows, columns, True, window, turned, count))
+    return calls
 
 
 def _forward(
     pieces: Pieces, scale: float, q: QueryShard, k: KeyShard, v: ValueShard
 ) -> tuple[OutShard, LseShard]:
     """Attention to the visible keys, in the dtype of q so that all cases return the same types."""
-    parts = [
-        (rows, attend(q[:, rows], k[:, keys], v[:, keys], scale, causal))
-        for rows, keys, causal in _calls(pieces)
-    ]
+    parts = []
+    for call in _calls(pieces):
+        operands = call.take(q, call.rows), call.take(k, call.columns), call.take(v, call.columns)
+        found = attend(*operands, scale, call.causal, call.window)
+        parts.append((call.rows, tuple(map(call.put, found))))
 
     def join(rows: slice, parts: list[Any]) -> Any:
         if len(parts) > 1:
@@ -171,18 +268,22 @@ def _backward(
     pieces: Pieces,
     scale: float,
     dtypes: Sequence[Any],
+    here: Any,
     queries: tuple[Array, ...],
     keys: tuple[Array, ...],
     into: Any,
 ) -> tuple[Array, ...]:
-    """The contributions of the visible pairs to dq, dk and dv, added to `into`."""
+    """The contributions of the visible pairs to dq, dk and dv, added to `into`; none of them where
+    `here` is False."""
     sums = [[] if dx is None else [(slice(0, dx.shape[1]), dx)] for dx in into]
-    for rows, columns, causal in _calls(pieces):
-        q, lse, out, dout = (x[:, rows] if x.ndim == 4 else x[:, :, rows] for x in queries)
-        k, v = (x[:, columns] for x in keys)
-        grads = gradients(q, k, v, lse, out, dout, scale, causal)
-        for parts, where, dx in zip(sums, (rows, columns, columns), grads, strict=True):
-            parts.append((where, dx))
+    for call in _calls(pieces):
+        q, lse, out, dout = (call.take(x, call.rows) for x in queries)
+        k, v = (call.take(x, call.columns) for x in keys)
+        grads = gradients(q, k, v, lse, out, dout, scale, call.causal, call.window)
+        where = call.rows, call.columns, call.columns
+        for parts, rows, dx in zip(sums, where, map(call.put, grads), strict=True):
+            dx = dx if here is None else jnp.where(here, dx, jnp.zeros_like(dx))
+            parts.append((rows, dx))
 
     def join(like: Array, dtype: Any, rows: slice, parts: list[Array]) -> Array:
         if parts:
@@ -256,7 +357,7 @@ def output_for(delta: LseShard, dout: OutShard) -> tuple[OutShard, OutShard]:
 
 
 def attend(
-    q: QueryShard, k: KeyShard, v: ValueShard, scale: float, causal: bool
+    q: QueryShard, k: KeyShard, v: ValueShard, scale: float, causal: bool, window: int = 0
 ) -> tuple[OutShard, LseShard]:
     """Calls cuDNN's forward kernel.
 
@@ -264,6 +365,8 @@ def attend(
         q, k, v: some rows of a query unit and of a key unit.
         scale: factor of the logits.
         causal: whether query i sees only keys j <= i, counted from the first of each.
+        window: if it is not 0, query i sees only keys j > i - window, of as many as there are
+            queries; for causal calls.
 
     Returns:
         out in the dtype of q, and lse in float32 (natural logarithm).
@@ -272,7 +375,7 @@ def attend(
     b, t, n, _ = q.shape
     out, lse = _call(
         "__cudnn$fmhaSoftmax",
-        _config(q, k, scale, causal, _FORWARD_PRODUCTS),
+        _config(q, k, scale, causal, window, _FORWARD_PRODUCTS),
         (q, k, v),
         [_transposed(q), ((b, n, t), jnp.float32)],
     )
@@ -288,6 +391,7 @@ def gradients(
     dout: OutShard,
     scale: float,
     causal: bool,
+    window: int = 0,
 ) -> tuple[QueryShard, KeyShard, ValueShard]:
     """Calls cuDNN's backward kernel, which accepts any lse and out.
 
@@ -297,7 +401,7 @@ def gradients(
     operands = alike(q, k, v, lse, dout, out)
     grads = _call(
         "__cudnn$fmhaSoftmaxBackward",
-        _config(q, k, scale, causal, _BACKWARD_PRODUCTS),
+        _config(q, k, scale, causal, window, _BACKWARD_PRODUCTS),
         operands,
         [_transposed(x) for x in (q, k, v)],
     )
@@ -318,16 +422,12 @@ def _call(
     results: list[tuple[tuple[int, ...], Any]],
 ) -> Sequence[Array]:
     """Makes one custom call; returns its results without the last, which is cuDNN's workspace."""
-    kind = jax.typeof(operands[0])
-    manual = {}
-    if kind.manual_axis_type.varying:
-        manual["manual_axis_type"] = kind.manual_axis_type
-        manual["sharding"] = NamedSharding(kind.sharding.mesh, PartitionSpec())
+    varying = as_varying(operands[0])
     # XLA finds the size of the workspace.
     results = [*results, ((0,), jnp.uint8)]
     call = jax.ffi.ffi_call(
         target,
-        [jax.ShapeDtypeStruct(shape, dtype, **manual) for shape, dtype in results],
+        [jax.ShapeDtypeStruct(shape, dtype, **varying) for shape, dtype in results],
         # In memory the order is [b, t, n, h].
         output_layouts=[(0, 2, 1, 3) if len(shape) == 4 else None for shape, _ in results],
         custom_call_api_version=2,
@@ -361,7 +461,7 @@ _BACKWARD_PRODUCTS = {
 
 
 def _config(
-    q: QueryShard, k: KeyShard, scale: float, causal: bool, products: dict[str, Any]
+    q: QueryShard, k: KeyShard, scale: float, causal: bool, window: int, products: dict[str, Any]
 ) -> str:
     """The backend_config of a call, as JSON; XLA writes 64-bit integers as strings."""
     b, t, n, _ = q.shape
@@ -398,7 +498,7 @@ def _config(
         **products,
         "dropout_rate": 0.0,
         "seed": 42,
-        "sliding_window_length": 0,
+        "sliding_window_length": window,
         "max_seg_per_batch": 1,
         "is_paged_attention": False,
     }

@@ -1,7 +1,8 @@
-"""The visible part of two units under a causal mask, as full rectangles and causal squares.
+"""The visible part of two units under a causal mask or window, in shapes that flash kernels serve.
 
-These are the two shapes that flash attention kernels serve. Everything here is static: integers,
-and no arrays.
+Under a causal mask these are full rectangles and causal squares. A causal window adds squares with
+a window, and squares at its far end, which are causal in reverse order of tokens. Everything here
+is static: integers, and no arrays.
 """
 
 from __future__ import annotations
@@ -9,26 +10,34 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
 class Pieces:
     """The visible part of a query unit and a key unit, both in order of position.
 
-    The rectangles and squares together hold every visible (query, key) pair once. No query is in
-    two rectangles or in two squares.
+    Together they hold every visible (query, key) pair once. Squares are (query, key, size), and
+    speak of query + i and key + j for i, j < size.
     """
 
-    rectangles: tuple[tuple[int, int, int], ...]
-    """(start, stop, keys): queries [start, stop) see keys [0, keys)."""
-    squares: tuple[tuple[int, int, int], ...]
-    """(query, key, size): query + i sees key + j if j <= i, for i, j < size."""
+    rectangles: tuple[tuple[int, int, int, int], ...] = ()
+    """(start, stop, first, end): queries [start, stop) see keys [first, end)."""
+    squares: tuple[tuple[int, int, int], ...] = ()
+    """Causal squares: i sees j if j <= i."""
+    windows: tuple[tuple[int, int, int], ...] = ()
+    """Squares with a window: i sees j if i - window < j <= i."""
+    window: int = 0
+    """Keys that a query sees in `windows`; 0 if there are none."""
+    edges: tuple[tuple[int, int, int], ...] = ()
+    """Squares at the far end of a window: i sees j if j >= i."""
 
     @classmethod
     def whole(cls, queries: int, keys: int) -> Pieces:
         """One rectangle: every query sees every key."""
-        return cls(rectangles=((0, queries, keys),), squares=())
+        return cls(rectangles=((0, queries, 0, keys),))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -87,9 +96,76 @@ def _pieces(query: tuple[int, int, int], key: tuple[int, int, int], offset: int)
     ends = [0, *itertools.accumulate(len(list(rows)) for _, rows in itertools.groupby(counts))]
     return Pieces(
         tuple(
-            (start * grid, stop * grid, counts[start] * grid)
+            (start * grid, stop * grid, 0, counts[start] * grid)
             for start, stop in itertools.pairwise(ends)
             if counts[start]
         ),
         tuple((x * grid, y * grid, size * grid) for x, y, size in squares),
     )
+
+
+TokenRuns = tuple[tuple[int, int, int], ...]
+"""(index of the first token in its unit, position of it, tokens) of each run of neighbours."""
+
+
+@functools.lru_cache(maxsize=4096)
+def pieces_of_window(queries: TokenRuns, keys: TokenRuns, window: int) -> Pieces:
+    """The pieces of two units under a causal window.
+
+    Args:
+        queries, keys: the runs of each unit, in order of position.
+        window: keys that a query sees, the one at its own position included.
+    """
+    found: dict[str, list[Any]] = {}
+    for (i, at, m), (j, key_at, n) in itertools.product(_joined(queries), _joined(keys)):
+        for kind, start, stop, first, end in _band((at, at + m), (key_at, key_at + n), window):
+            query, key = start - at + i, first - key_at + j
+            piece = (query, query + stop - start, key, key + end - first)
+            found.setdefault(kind, []).append(
+                piece if kind == "rectangles" else (query, key, stop - start)
+            )
+    pieces: dict[str, Any] = {kind: tuple(those) for kind, those in found.items()}
+    return Pieces(**pieces, window=window if "windows" in found else 0)
+
+
+def _joined(runs: TokenRuns) -> list[list[int]]:
+    """The same runs, of which those that follow each other are one."""
+    joined: list[list[int]] = []
+    for index, position, tokens in runs:
+        if joined and sum(joined[-1][1:]) == position:
+            joined[-1][2] += tokens
+        else:
+            joined.append([index, position, tokens])
+    return joined
+
+
+def _band(
+    queries: tuple[int, int], keys: tuple[int, int], window: int
+) -> Iterator[tuple[str, int, int, int, int]]:
+    """The pieces of queries and keys at neighbouring positions, [start, stop) of each.
+
+    Yields:
+        (field of `Pieces`, start and stop of the queries, start and stop of the keys).
+    """
+    start, stop = max(queries[0], keys[0]), min(queries[1], keys[1] + window - 1)
+    first, end = max(keys[0], start - window + 1), min(keys[1], stop)
+    if start >= stop or first >= end:
+        return
+    if end - 1 <= start:
+        # Only the far end of the window hides keys: from `edge` on, each query sees one key less.
+        edge = min(first + window - 1, stop)
+        size = stop - edge
+        if size <= 1:
+            yield "rectangles", start, stop, first, end
+            return
+        yield "edges", edge, stop, first, first + size
+        if first + size < end:
+            yield "rectangles", start, stop, first + size, end
+        if start < edge:
+            yield "rectangles", start, edge, first, first + size
+    elif start == first:
+        yield "squares" if window >= end - start else "windows", start, end, first, end
+        yield from _band((end, stop), (first, end), window)
+    else:
+        yield from _band((start, stop), (first, start), window)
+        yield from _band((start, stop), (start, end), window)

@@ -1,22 +1,33 @@
 """Which keys of one unit the queries of another see.
 
 A `Visibility` describes the pair by positions and segment ids; no array over the whole sequence
-squared exists. Blocks turn it into kernel calls: `pieces.py` cuts a plain causal mask into
-rectangles and squares, `tiles.py` cuts any mask into tiles.
+squared exists. Blocks turn it into kernel calls: `pieces.py` cuts a plain causal mask or a causal
+window into rectangles and squares, `tiles.py` cuts any mask into tiles.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Bool, Int32
 
 from startrail_jax.blocks.pieces import Pieces, pieces_by_offset
-from startrail_jax.masks import Causal, Full, Pattern
+from startrail_jax.masks import Causal, Full, Pattern, Window
 from startrail_jax.tokens.layout import Runs
 
 _FULL = Full()
+
+Cases = tuple[Int32[Array, ""] | int, tuple[Pieces, ...]]
+"""The index of the set of pieces that is visible on this device, and all sets."""
+
+
+def causal_window(pattern: Pattern) -> int | None:
+    """Keys that a query sees under a causal window; None for any other mask."""
+    if isinstance(pattern, Window) and pattern.right == 0 and pattern.left is not None:
+        return pattern.left + 1
+    return None
 
 
 @dataclass(frozen=True)
@@ -40,6 +51,8 @@ class Visibility:
     offsets: tuple[int, ...] = ()
     """All possible distances from the start of `query_runs` to that of `key_runs`, in
     tokens; `cases` needs them where the starts are traced."""
+    of_window: Callable[[], Cases] | None = None
+    """What `cases` gives for a causal window; None if that does not fall into `Pieces`."""
 
     @property
     def full(self) -> bool:
@@ -73,11 +86,28 @@ class Visibility:
         assert self.key_runs is not None
         return self.key_runs.vector()
 
-    def cases(self) -> tuple[Int32[Array, ""] | int, tuple[Pieces, ...]]:
-        """The index of the set of pieces that is visible, and all sets; causal masks only.
+    @property
+    def dense(self) -> Bool[Array, "_ t s"]:
+        """All pairs, for kernels that hold them all: whether each query sees each key.
 
-        Segment ids are ignored.
+        The first dimension is the batch, or 1 where all rows are alike. A full pattern without
+        segment ids has no pairs to tell apart: see `full`.
         """
+        seen = jnp.ones((1, 1, 1), bool)
+        if not self.full:
+            seen = self.pattern.visible(
+                self.query_positions[None, :, None], self.key_positions[None, None, :]
+            )
+        if self.query_segments is not None and self.key_segments is not None:
+            ids, others = self.query_segments[:, :, None], self.key_segments[:, None, :]
+            seen = seen & (ids == others) & (ids >= 0)
+        return seen
+
+    def cases(self) -> Cases:
+        """The sets of pieces of a causal mask or window; segment ids are ignored."""
+        if self.of_window is not None:
+            return self.of_window()
+        assert self.causal
         assert self.query_runs is not None
         assert self.key_runs is not None
         offset = self.key_runs.starts[0] - self.query_runs.starts[0]

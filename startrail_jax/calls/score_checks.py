@@ -23,12 +23,6 @@ from startrail_jax.rings.score_units import Given
 from startrail_jax.xla.varying import varying_axes
 
 
-def check_softcap(softcap: Any) -> None:
-    """Raises a ValueError unless a soft cap is None or a positive number."""
-    if softcap is not None and not (type(softcap) in (int, float) and 0 < softcap < float("inf")):
-        raise InputError(f"softcap must be a positive number or None; got softcap={softcap!r}.")
-
-
 def check_scores(attention: Any, scores: Sequence[str], query_tokens: int, key_tokens: int) -> None:
     """Raises what a call would that gives these scores.
 

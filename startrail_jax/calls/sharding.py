@@ -7,7 +7,7 @@ this order and onto the devices; `unshard` undoes both.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,9 +19,9 @@ from startrail_jax.devices.degrees import (
     SEQUENCE_ROLES,
     Axis,
     AxisNames,
-    Degrees,
     flat_axis,
     resolve_axes,
+    share_axis,
 )
 from startrail_jax.errors import InputError
 from startrail_jax.rings.sizes import check_heads
@@ -37,17 +37,16 @@ class Sharded:
     causal: bool | None
     layout: Any
     pattern: Any
+    padding_id: int | None
     axis_names: AxisNames | Mapping[str, str | tuple[str, ...]] | None
+    axis: str | Sequence[str] | None
+    degrees: Any
 
     @functools.cached_property
     def axes(self) -> dict[str, Axis]:
-        """The mesh axes that play each role."""
-        return resolve_axes(self.mesh, AxisNames.of(self.axis_names))
-
-    @functools.cached_property
-    def degrees(self) -> Degrees:
-        """Degrees of the mesh axes that play a role."""
-        return Degrees(**{role: axis.degree for role, axis in self.axes.items()})
+        """The devices that play each role: mesh axes, or digits of one."""
+        axes = resolve_axes(self.mesh, AxisNames.of(self.axis_names))
+        return axes if self.axis is None else share_axis(self.mesh, axes, self.axis, self.degrees)
 
     @property
     def sequence_spec(self) -> PartitionSpec:
@@ -363,6 +362,13 @@ class Sharded:
         return np.asarray(x)
 
     def _spec_entry(self, *roles: str) -> str | tuple[str, ...] | None:
+        if self.axis is not None and self.axes["data"].groups is not None:
+            raise InputError(
+                "A PartitionSpec cannot say that a part of a mesh axis shards the rows; got "
+                f"axis={self.axis!r} with {self.degrees}. Call `attention.local` inside a "
+                "shard_map whose arrays are sharded over the whole axis, or give data an axis of "
+                "its own."
+            )
         names = flat_axis(self.axes, roles).names
         return names[0] if len(names) == 1 else names or None
 

@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jaxtyping import Array
 
 from startrail_jax import masks
+from startrail_jax.calls.key_masks import as_negative, hide_keys, pad_keys, valid_keys
 from startrail_jax.calls.sharding import Sharded, int32_ids
 from startrail_jax.devices.degrees import Degrees
 from startrail_jax.errors import InputError, UnsupportedError
@@ -31,6 +32,21 @@ def check_option(name: str, value: Any, allowed: Sequence[Any]) -> None:
         raise InputError(
             f"{name} must be one of {tuple(allowed)}; got {name}={value!r}. "
             f"Leave it out for {allowed[0]!r}."
+        )
+
+
+def check_softcap(softcap: Any) -> None:
+    """Raises a ValueError unless a soft cap is None or a positive number."""
+    if softcap is not None and not (type(softcap) in (int, float) and 0 < softcap < float("inf")):
+        raise InputError(f"softcap must be a positive number or None; got softcap={softcap!r}.")
+
+
+def check_padding_id(padding_id: Any) -> None:
+    """Raises a ValueError unless the segment id of padding is None or an integer."""
+    if padding_id is not None and not (type(padding_id) is int and abs(padding_id) < 2**31):
+        raise InputError(
+            "padding_id must be the int32 that marks padding among segment_ids, or None; got "
+            f"padding_id={padding_id!r}. Negative ids are always padding."
         )
 
 
@@ -64,6 +80,10 @@ def served_call(
     scale: Any,
     implementation: Any,
     local_window_size: Any,
+    softcap: Any,
+    padding_id: Any,
+    mask: Any,
+    pads_keys: bool,
     **unserved: Any,
 ) -> tuple[dict[str, Any], tuple[Array, ...], tuple[PartitionSpec, ...]]:
     """All that a call of an attention requires, in one visit.
@@ -73,7 +93,9 @@ def served_call(
         arrays: query, key and value.
         segment_ids: None, one array, or a pair of which each is an array or None.
         dtype: dtype to cast query, key and value to; None leaves them as they are.
-        is_causal, scale, implementation, local_window_size: arguments of the call.
+        is_causal, scale, implementation, local_window_size, softcap, padding_id, mask: arguments of
+            the call.
+        pads_keys: whether keys of a length that does not fit may be filled up.
         **unserved: options that this op does not serve, which must be None.
 
     Returns:
@@ -92,9 +114,23 @@ def served_call(
             "with masks.Causal()."
         )
     options = _call_options(
-        attention, scale=scale, backend=implementation, window=local_window_size
+        attention,
+        scale=scale,
+        backend=implementation,
+        window=local_window_size,
+        softcap=softcap,
+        padding_id=padding_id,
     )
     inputs = tuple(jnp.asarray(x, dtype) for x in arrays)
+    if all(x.ndim == 4 for x in inputs):
+        valid = valid_keys(attention, mask, *inputs[:2])
+        padding_id = options.get("padding_id", attention.padding_id)
+        segment_ids = as_negative(padding_id, segment_ids)
+        _check_segments(inputs[0], inputs[1], _shapes_of_ids(inputs, segment_ids))
+        if valid is not None:
+            segment_ids = hide_keys(attention, valid, segment_ids)
+        if pads_keys and isinstance(attention.pattern, masks.Full):
+            inputs, segment_ids = pad_keys(attention, inputs, segment_ids)
     check_arrays(
         *inputs, degrees=attention.degrees, layout=attention.layout, pattern=attention.pattern
     )
@@ -116,13 +152,9 @@ def served_call(
 
 def _refuse_unserved(attention: Sharded, options: Mapping[str, Any]) -> None:
     """Raises a NotImplementedError for an option that asks for what this op does not do."""
-    mask = "Use mask=startrail_jax.masks... of the attention, and segment_ids="
-    if attention.causal:
-        mask = "This attention is causal already: leave a causal mask out. " + mask
     lengths = "Mark padding by negative segment_ids"
     ways_out = {
-        "mask": mask,
-        "precision": "Leave it None: float32 inputs are computed in full precision",
+        "precision": "Use None or a jax.lax.Precision: float32 inputs are always computed in full",
         "module": "Leave sow_weights off: the weights never exist as a whole",
         "input_positions": "To decode, call Attention.decode with a cache of your own",
         "query_seq_lengths": lengths,
@@ -130,17 +162,34 @@ def _refuse_unserved(attention: Sharded, options: Mapping[str, Any]) -> None:
         "return_residual": "Use return_lse=True, which gives lse as [batch, heads, seq]",
     }
     for name, value in options.items():
-        if value is not None:
+        if value is not None and not (name == "precision" and _is_precision(value)):
             shown = f"an array {value.shape}" if hasattr(value, "shape") else repr(value)
+            if name == "module":  # Its repr holds all its weights.
+                shown = f"a {type(value).__name__}"
             raise UnsupportedError(
                 f"Sequence-parallel attention does not serve {name}; got {name}={shown}. "
                 f"{ways_out.get(name, 'Leave it None')}."
             )
 
 
-def _call_options(attention: Any, *, scale: Any, backend: Any, window: Any) -> dict[str, Any]:
-    """The options of an attention that arguments of `jax.nn.dot_product_attention` replace."""
+def _is_precision(value: Any) -> bool:
+    """Whether a value is a precision, or a pair of them, that float32 in full serves."""
+    given = value if isinstance(value, tuple) else (value,)
+    names = ("default", "high", "highest", "bfloat16", "tensorfloat32", "float32", "fastest")
+    return all(x is None or isinstance(x, jax.lax.Precision) or x in names for x in given)
+
+
+def _call_options(
+    attention: Any, *, scale: Any, backend: Any, window: Any, softcap: Any, padding_id: Any
+) -> dict[str, Any]:
+    """The options of an attention that arguments of a call replace."""
     options: dict[str, Any] = {}
+    if softcap is not None:
+        check_softcap(softcap)
+        options["softcap"] = float(softcap)
+    if padding_id is not None:
+        check_padding_id(padding_id)
+        options["padding_id"] = padding_id
     if scale is not None:
         if isinstance(scale, jax.Array):
             raise UnsupportedError(
@@ -182,6 +231,15 @@ def _segment_arrays(
     if len(ids) == 2:
         ids = tuple(_of_one(attention, inputs[i]) if x is None else x for i, x in enumerate(ids))
     return tuple(jnp.asarray(int32_ids(x)) for x in ids)
+
+
+def _shapes_of_ids(inputs: tuple[Array, ...], segment_ids: Any) -> tuple[Any, ...]:
+    """Segment ids as they are given, by their shapes; those of the tokens where one is left out."""
+    if segment_ids is None:
+        return ()
+    ids = segment_ids if isinstance(segment_ids, tuple) else (segment_ids,)
+    shapes = (x.shape[:2] if own is None else np.shape(own) for own, x in zip(ids, inputs))  # noqa: B905
+    return tuple(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)
 
 
 def _of_one(attention: Sharded, tokens: Array) -> Any:

@@ -221,12 +221,37 @@ class AxisNames:
 
 @dataclass(frozen=True)
 class Axis:
-    """The mesh axes that play one role."""
+    """The devices that play one role: all those along some mesh axes, or one digit of their index.
+
+    Index p along mesh axes of `places` devices has the digit `p // stride % degree`. Several roles
+    can thus share one mesh axis, each as one digit.
+    """
 
     names: tuple[str, ...]
     """Names of the mesh axes, slowest first; axes of size 1 are left out."""
     degree: int
-    """Product of the sizes of the axes."""
+    """Number of devices that play the role together."""
+    stride: int = 1
+    """Distance of two neighbours, in places along the mesh axes."""
+    places: int | None = None
+    """Product of the sizes of the mesh axes; None for `degree`."""
+
+    @property
+    def groups(self) -> list[list[int]] | None:
+        """The places of each set of devices that play the role together; None for one of all."""
+        if self.places in (None, self.degree):
+            return None
+        places = np.arange(self.places).reshape(-1, self.degree, self.stride)
+        return places.swapaxes(1, 2).reshape(-1, self.degree).tolist()
+
+    @classmethod
+    def joined(cls, *axes: Axis) -> Axis:
+        """Several as one, the first slowest; digits must be neighbours."""
+        axes = tuple(axis for axis in axes if axis.degree > 1)
+        degree = math.prod(axis.degree for axis in axes)
+        if axes and axes[-1].groups:
+            return dataclasses.replace(axes[-1], degree=degree)
+        return cls(tuple(name for axis in axes for name in axis.names), degree)
 
 
 @dataclass(frozen=True)
@@ -324,10 +349,73 @@ def resolve_axes(mesh: Mesh | AbstractMesh, names: AxisNames) -> dict[str, Axis]
     return axes
 
 
+def share_axis(
+    mesh: Mesh | AbstractMesh,
+    axes: Mapping[str, Axis],
+    names: str | Sequence[str],
+    degrees: Degrees | None,
+) -> dict[str, Axis]:
+    """The `Axis` of each role where all sequence roles share one axis of the mesh.
+
+    Index p along it has the digits of ring, group, team and head, which make the sequence rank.
+    Where their product only divides the size of the axis, the digit of data comes before them:
+    neighbours share a row, and each set of neighbours has rows of its own.
+
+    Args:
+        mesh: the mesh.
+        axes: what `resolve_axes` says, for data and tensor.
+        names: the axis of the mesh, or several as one, slowest first.
+        degrees: the degrees; None for Ring Attention.
+
+    Raises:
+        ValueError: if the mesh has no such axis, if the axis plays another role or another one
+            shards the sequence too, or if the degrees do not fit.
+    """
+    members = (names,) if isinstance(names, str) or not isinstance(names, Sequence) else (*names,)
+    sizes = dict(mesh.shape)
+    if not set(members) <= set(sizes) or len(set(members)) != len(members) or not members:
+        raise InputError(
+            f"axis must name an axis of the mesh, or several, once each; got axis={names!r}, and "
+            f"the mesh has {tuple(sizes)}. Correct the name."
+        )
+    present = tuple(name for name in members if sizes[name] > 1)
+    places = math.prod(sizes[name] for name in members)
+    degrees = degrees or Degrees(ring=places)
+    check_degrees(degrees)
+    # Rows are split along the same axis.
+    splits_rows = degrees.data > 1 and degrees.data * degrees.sequence == places
+    inside = (*SEQUENCE_ROLES, "data") if splits_rows else SEQUENCE_ROLES
+    for role, axis in axes.items():
+        both = [name for name in axis.names if (name in members) != (role in inside)]
+        if both:
+            raise InputError(
+                f"axis={names!r} must be all that shards the sequence, and play no other role; got "
+                f"{both[0]!r} as {role} on the mesh {sizes}. Leave out axis= to give each "
+                "role an axis of its own, or map data and tensor to other axes by axis_names."
+            )
+    for role in ("data", "tensor"):
+        if role not in inside and getattr(degrees, role) not in (1, axes[role].degree):
+            raise InputError(
+                f"The {role} degree must be that of the mesh, {axes[role].degree}, or be left out; "
+                f"got {role}={getattr(degrees, role)} beside axis={names!r}. Map {role} to an axis "
+                "of the mesh by axis_names."
+            )
+    if not splits_rows and degrees.sequence != places:
+        raise InputError(
+            f"The product of ring, group, team and head must be the size of axis={names!r}, "
+            f"{places}; got {degrees}. Change a degree, as in Degrees.startrail({places}, c=...)."
+        )
+    shared, stride = dict(axes), 1
+    for role in sorted(inside, key=ROLES.index, reverse=True):
+        degree = getattr(degrees, role)
+        shared[role] = Axis(present, degree, stride, places) if degree > 1 else Axis((), 1)
+        stride *= degree
+    return shared
+
+
 def flat_axis(axes: Mapping[str, Axis], roles: Sequence[str]) -> Axis:
     """Several roles as one axis, the first of `roles` slowest."""
-    names = tuple(name for role in roles for name in axes[role].names)
-    return Axis(names, int(np.prod([axes[role].degree for role in roles])))
+    return Axis.joined(*(axes[role] for role in roles))
 
 
 def device_kind(mesh: Mesh | AbstractMesh) -> tuple[str | None, tuple[int, int] | None]:

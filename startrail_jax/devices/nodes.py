@@ -165,11 +165,13 @@ def mesh_crossing(
     devices = sorted(mesh.devices.flat, key=lambda device: (device.process_index, device.id))
     node = dict(zip(devices, nodes_of(devices, devices_per_node), strict=True))
     grid = np.array([node[device] for device in mesh.devices.flat]).reshape(mesh.devices.shape)
-    across = (
-        role
-        for role in ROLES
-        if any(_varies(grid, mesh.axis_names.index(name)) for name in axes[role].names)
-    )
+    across = []
+    for role in ROLES:
+        axis = axes[role]
+        dims = [mesh.axis_names.index(name) for name in axis.names]
+        last = np.moveaxis(grid, dims, range(-len(dims), 0)) if dims else grid[..., None]
+        if _varies(last.reshape(-1, axis.degree, axis.stride), 1):
+            across.append(role)
     return len(set(node.values())), tuple(across)
 
 

@@ -12,6 +12,7 @@ counts and `Attention.explain` all ask that.
 
 from startrail_jax.masks.algebra import Both, Causal, Either, Full, Pattern, Window
 from startrail_jax.masks.kinds import BlockCausal, Chunked, Prefix, Rule, Sinks, resolve
+from startrail_jax.masks.recognise import Recognised, recognise
 
 __all__ = [
     "BlockCausal",
@@ -22,8 +23,10 @@ __all__ = [
     "Full",
     "Pattern",
     "Prefix",
+    "Recognised",
     "Rule",
     "Sinks",
     "Window",
+    "recognise",
     "resolve",
 ]

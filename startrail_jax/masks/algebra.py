@@ -140,7 +140,7 @@ class Pattern:
             return other
         mine, its = _reach(self), _reach(other)
         if mine and its:
-            return _band(*map(_least, mine, its))
+            return band(*map(_least, mine, its))
         return Both(self, other)
 
     def __or__(self, other: Pattern) -> Pattern:
@@ -265,7 +265,7 @@ class Window(Pattern):
     def within(self, seq_len: int) -> Pattern:
         """See `Pattern.within`."""
         sides = (self.left, self.right)
-        return _band(*(None if x is None or x >= seq_len - 1 else x for x in sides))
+        return band(*(None if x is None or x >= seq_len - 1 else x for x in sides))
 
 
 @dataclass(frozen=True)
@@ -401,7 +401,7 @@ def _reach(mask: Pattern) -> tuple[int | None, int | None] | None:
     return (mask.left, mask.right) if isinstance(mask, Window) else None
 
 
-def _band(left: int | None, right: int | None) -> Pattern:
+def band(left: int | None, right: int | None) -> Pattern:
     """The simplest mask for a window."""
     if left is None and right in (None, 0):
         return Full() if right is None else Causal()

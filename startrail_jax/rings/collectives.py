@@ -20,7 +20,10 @@ from startrail_jax.devices.degrees import Axis, Cycle
 
 def index(axis: Axis) -> Int32[Array, ""] | int:
     """This device's index along `axis`."""
-    return lax.axis_index(axis.names) if axis.degree > 1 else 0
+    if axis.degree == 1:
+        return 0
+    place = lax.axis_index(axis.names)
+    return place if axis.groups is None else place // axis.stride % axis.degree
 
 
 def shift(tree: Any, cycle: Cycle, step: int) -> Any:
@@ -47,6 +50,9 @@ def permute(x: Array, axis: Axis, pairs: list[tuple[int, int]]) -> Array:
 
     jax 0.12 requires the names in the order of the mesh, which need not be that of `axis`.
     """
+    if axis.groups is not None:
+        pairs = [(group[i], group[j]) for group in axis.groups for i, j in pairs]
+        axis = Axis(axis.names, axis.degree * len(axis.groups))
     mesh = jax.sharding.get_abstract_mesh()
     ordered = tuple(sorted(axis.names, key=mesh.axis_names.index))
     if ordered == axis.names:
@@ -67,12 +73,14 @@ def trade_places(x: Array, slow: Axis, fast: Axis) -> Array:
     if n == 1:
         return x
     pairs = [(rank, rank % n * n + rank // n) for rank in range(n**2)]
-    return permute(x, Axis(slow.names + fast.names, n**2), pairs)
+    return permute(x, Axis.joined(slow, fast), pairs)
 
 
 def gather(x: Shaped[Array, "..."], axis: Axis, dim: int) -> Shaped[Array, "..."]:
     """Concatenates the arrays of all members along `dim`. Receives degree - 1 times x."""
-    return lax.all_gather(x, axis.names, axis=dim, tiled=True) if axis.degree > 1 else x
+    if axis.degree == 1:
+        return x
+    return lax.all_gather(x, axis.names, axis=dim, tiled=True, axis_index_groups=axis.groups)
 
 
 def scatter_sum(x: Shaped[Array, "..."], axis: Axis, dim: int) -> Shaped[Array, "..."]:
@@ -82,7 +90,9 @@ def scatter_sum(x: Shaped[Array, "..."], axis: Axis, dim: int) -> Shaped[Array, 
     """
     if axis.degree == 1:
         return x
-    return lax.psum_scatter(x, axis.names, scatter_dimension=dim, tiled=True)
+    return lax.psum_scatter(
+        x, axis.names, scatter_dimension=dim, tiled=True, axis_index_groups=axis.groups
+    )
 
 
 def sum_at_owner(
@@ -105,14 +115,22 @@ def sum_at_owner(
     return jnp.where(is_own, own, parts.astype(jnp.float32)).sum(0)
 
 
-def total(x: Shaped[Array, "..."], axis: Axis) -> Shaped[Array, "..."]:
-    """The sum over members, on all of them. Receives 2 (degree - 1) / degree of x."""
-    return lax.psum(x, axis.names) if axis.degree > 1 else x
+def total(x: Shaped[Array, "..."], axis: Axis, dim: int = 0) -> Shaped[Array, "..."]:
+    """The sum over members, on all of them. Receives 2 (degree - 1) / degree of x.
+
+    `psum` knows no groups where shard_map tracks what varies. Members that are a digit of a mesh
+    axis each sum their part of `dim`, which their number then divides, and gather all of it.
+    """
+    if axis.groups is None:
+        return lax.psum(x, axis.names) if axis.degree > 1 else x
+    return gather(scatter_sum(x, axis, dim), axis, dim)
 
 
-def maximum(x: Shaped[Array, "..."], axis: Axis) -> Shaped[Array, "..."]:
+def maximum(x: Shaped[Array, "..."], axis: Axis, dim: int = 0) -> Shaped[Array, "..."]:
     """The elementwise maximum over members, on all of them. Receives as much as `total`."""
-    return lax.pmax(x, axis.names) if axis.degree > 1 else x
+    if axis.groups is None:
+        return lax.pmax(x, axis.names) if axis.degree > 1 else x
+    return gather(partials(x, axis, dim).max(0), axis, dim)
 
 
 def exchange(x: Shaped[Array, "..."], axis: Axis, split: int, concat: int) -> Shaped[Array, "..."]:
@@ -120,9 +138,7 @@ def exchange(x: Shaped[Array, "..."], axis: Axis, split: int, concat: int) -> Sh
 
     Receives (degree - 1) / degree of x.
     """
-    if axis.degree == 1:
-        return x
-    return lax.all_to_all(x, axis.names, split_axis=split, concat_axis=concat, tiled=True)
+    return _all_to_all(x, axis, split, concat, tiled=True) if axis.degree > 1 else x
 
 
 def partials(x: Shaped[Array, "..."], axis: Axis, dim: int) -> Shaped[Array, "p ..."]:
@@ -133,7 +149,36 @@ def partials(x: Shaped[Array, "..."], axis: Axis, dim: int) -> Shaped[Array, "p 
     if axis.degree == 1:
         return x[None]
     parts = x.reshape(*x.shape[:dim], axis.degree, -1, *x.shape[dim + 1 :])
-    return lax.all_to_all(parts, axis.names, split_axis=dim, concat_axis=0)
+    return _all_to_all(parts, axis, dim, 0, tiled=False)
+
+
+def _all_to_all(x: Array, axis: Axis, split: int, concat: int, *, tiled: bool) -> Array:
+    if axis.groups is not None:
+        return _all_to_groups(x, axis, split, concat, tiled)
+    return lax.all_to_all(x, axis.names, split_axis=split, concat_axis=concat, tiled=tiled)
+
+
+def _send_to_groups(x: Array, axis: Axis, split: int, concat: int, tiled: bool) -> Array:
+    """`lax.all_to_all` among the groups of a mesh axis, which jax cannot `vmap` by itself."""
+
+    @jax.custom_batching.custom_vmap
+    def send(x: Array) -> Array:
+        how: dict[str, Any] = dict(split_axis=split, concat_axis=concat, tiled=tiled)
+        return lax.all_to_all(x, axis.names, **how, axis_index_groups=axis.groups)
+
+    @send.def_vmap
+    def _(_size: int, _is_mapped: Any, x: Array) -> tuple[Array, bool]:
+        return _send_to_groups(x, axis, split + 1, concat + 1, tiled), True
+
+    return send(x)
+
+
+# `custom_vmap` has no gradient of its own.
+_all_to_groups = jax.custom_vjp(_send_to_groups, nondiff_argnums=(1, 2, 3, 4))
+_all_to_groups.defvjp(
+    lambda x, *how: (_all_to_groups(x, *how), None),
+    lambda axis, split, concat, tiled, _, dout: (_all_to_groups(dout, axis, concat, split, tiled),),
+)
 
 
 def _exchange_keys(x: Float[Array, "b s k h"], axis: Axis, dtype: Any) -> Float[Array, "b gs _ h"]:

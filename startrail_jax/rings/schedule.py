@@ -32,12 +32,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from startrail_jax.blocks import Backend
 from startrail_jax.blocks.base import Request
-from startrail_jax.blocks.pieces import Pieces, pieces_by_offset
-from startrail_jax.blocks.visibility import Visibility
+from startrail_jax.blocks.pieces import Pieces, pieces_by_offset, pieces_of_window
+from startrail_jax.blocks.visibility import Cases, Visibility, causal_window
 from startrail_jax.devices.degrees import PLATFORMS, SEQUENCE_ROLES, Axis, Cycle, Degrees
 from startrail_jax.errors import InputError
 from startrail_jax.masks import Causal, Full, Pattern
@@ -61,7 +63,7 @@ class Schedule:
     """Which position sees which; other masks than a full one need units in order of position."""
     scale: float | None
     softcap: float | None
-    backend: str
+    backend: Backend
     backward: str
     placement: str
     combine: str
@@ -70,6 +72,7 @@ class Schedule:
     gradient_dtype: str
     keep_gathered: bool
     exchange: str
+    balance: str
     platform: str | None
     """Platform of the devices, as `mesh.device_kind` gives it."""
     capability: tuple[int, int] | None
@@ -95,9 +98,7 @@ class Schedule:
     @property
     def alone(self) -> Schedule:
         """The same call with all sequence axes as one ring, and neither team, group nor head."""
-        axes = self.ring, self.group, self.team, self.head
-        names = tuple(name for axis in axes for name in axis.names)
-        ring, none = Axis(names, self.num_shards * self.head.degree), Axis((), 1)
+        ring, none = Axis.joined(self.ring, self.group, self.team, self.head), Axis((), 1)
         return replace(
             self, ring=ring, group=none, team=none, head=none, inner=1, placement="gather"
         )
@@ -202,20 +203,34 @@ class Schedule:
             return Visibility(query_segments=query_segments, key_segments=key_segments)
         p, g, a = device
         distance = queries_ahead + keys_behind
+        # A loop, in which the distance is traced, never plays the first round.
+        known = distance if isinstance(distance, int) else None
         ahead, behind = self.along_ring(p, queries_ahead, 1), self.along_ring(p, keys_behind, -1)
+        queries = self.query_runs(seq_len, ahead, g)
+        keys = self.key_runs(kv_seq_len or seq_len, behind, a)
+        of_window = None
+        if causal_window(pattern) is not None and queries.contiguous and keys.contiguous:
+            of_window = functools.partial(_case_of_window, self, seq_len, known, queries, keys)
         return Visibility(
             pattern,
-            query_runs=self.query_runs(seq_len, ahead, g),
-            key_runs=self.key_runs(kv_seq_len or seq_len, behind, a),
+            query_runs=queries,
+            key_runs=keys,
             query_segments=query_segments,
             key_segments=key_segments,
-            # A loop, in which the distance is traced, never plays the first round.
-            offsets=run_offsets(self, seq_len, distance if isinstance(distance, int) else None),
+            offsets=run_offsets(self, seq_len, known),
+            of_window=of_window,
         )
 
-    def request(self, share: Sizes) -> Request:
-        """What a block will be asked for, with arrays of these sizes on each device."""
+    def request(self, share: Sizes, num_cases: int | None = None) -> Request:
+        """What a block will be asked for, with arrays of these sizes on each device.
+
+        Args:
+            share: the sizes.
+            num_cases: see `Request`; None for that of the units that meet on the rings.
+        """
         seq_len = share.query_tokens * self.num_shards
+        if num_cases is None:
+            num_cases = len(unit_cases(self, seq_len))
         return Request(
             platform=self.platform,
             capability=self.capability,
@@ -224,7 +239,7 @@ class Schedule:
             value_head_dim=share.value_head_dim,
             mask=self.pattern.within(seq_len),
             packed=share.packed,
-            num_cases=len(unit_cases(self, seq_len)),
+            num_cases=num_cases,
             softcap=self.softcap,
             scores=self.scores,
         )
@@ -270,6 +285,7 @@ def schedule_of(degrees: Degrees, pattern: Pattern, layout: Layout, inner: int =
         gradient_dtype="float32",
         keep_gathered=False,
         exchange="rings",
+        balance="layout",
         platform=None,
         capability=None,
     )
@@ -302,15 +318,19 @@ def unit_cases(
         kv_seq_len: key tokens of the whole sequence; None for as many as query tokens.
 
     Returns:
-        The sets; none if what is visible does not fall into rectangles and squares, as stripes and
-        masks that are neither full nor causal do not.
+        The sets; none if what is visible does not fall into pieces, as stripes and masks that are
+        neither full nor causal nor a causal window do not.
     """
     query, key = schedule.query_runs(seq_len, 0, 0), schedule.key_runs(kv_seq_len or seq_len, 0, 0)
     pattern = schedule.pattern.within(seq_len)
     if isinstance(pattern, Full):
         return (Pieces.whole(query.tokens, key.tokens),)
-    if not (isinstance(pattern, Causal) and query.contiguous and key.contiguous):
+    is_window = causal_window(pattern) is not None
+    if not ((isinstance(pattern, Causal) or is_window) and query.contiguous and key.contiguous):
         return ()
+    if is_window:
+        found = [window_cases(schedule, seq_len, distance) for distance in (0, None)]
+        return tuple(dict.fromkeys(pieces for *_, cases in found for pieces in cases))
     offsets = [run_offsets(schedule, seq_len, distance) for distance in (0, None)]
     return pieces_by_offset(query.shape, key.shape, sum(offsets, ()))[1]
 
@@ -329,3 +349,51 @@ def run_offsets(schedule: Schedule, seq_len: int, distance: int | None) -> tuple
         return ()
     query, key = schedule.units_that_meet(seq_len, distances)
     return tuple(np.unique(key.starts[0] - query.starts[0]).tolist())
+
+
+@functools.lru_cache(maxsize=1024)
+def window_cases(
+    schedule: Schedule, seq_len: int, distance: int | None
+) -> tuple[np.ndarray, np.ndarray, tuple[Pieces, ...]]:
+    """Every set of pieces of units that meet under a causal window.
+
+    Args:
+        schedule: the schedule, of a mask that is a causal window and units of neighbouring tokens.
+        seq_len: tokens of the whole sequence.
+        distance: as in `run_offsets`.
+
+    Returns:
+        All ways in which units may lie, as the starts of the query runs and then of the key runs,
+        counted from the first query: int32 [ways, runs]. The index of the set of each way, int32
+        [ways]; and the sets.
+    """
+    window = causal_window(schedule.pattern.within(seq_len))
+    assert window is not None
+    distances = ring_offsets(schedule, seq_len)[1:] if distance is None else (distance,)
+    if not distances:
+        return np.zeros((0, 0), np.int32), np.zeros(0, np.int32), ()
+    query, key = schedule.units_that_meet(seq_len, distances)
+    starts = np.stack([x - query.starts[0] for x in (*query.starts, *key.starts)], -1)
+    ways = np.unique(starts.reshape(-1, starts.shape[-1]), axis=0)
+    found = []
+    for way in ways.tolist():
+        of_queries, of_keys = way[: len(query.starts)], way[len(query.starts) :]
+        runs = [
+            tuple((i * unit.length, start, unit.length) for i, start in enumerate(those))
+            for unit, those in ((query, of_queries), (key, of_keys))
+        ]
+        found.append(pieces_of_window(*runs, window))
+    cases = tuple(dict.fromkeys(found))
+    return ways.astype(np.int32), np.array([*map(cases.index, found)], np.int32), cases
+
+
+def _case_of_window(
+    schedule: Schedule, seq_len: int, distance: int | None, queries: Runs, keys: Runs
+) -> Cases:
+    """The case of two units that meet under a causal window, whose starts may be traced."""
+    ways, index, cases = window_cases(schedule, seq_len, distance)
+    if len(cases) == 1:
+        return 0, cases
+    starts = [jnp.asarray(x - queries.starts[0]) for x in (*queries.starts, *keys.starts)]
+    way = (ways == jnp.stack(starts)[None]).all(-1).argmax()
+    return jnp.asarray(index)[way], cases

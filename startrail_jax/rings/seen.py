@@ -16,7 +16,7 @@ the backward pass, and sends as many gradients. No query moves, and no output.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,9 +29,11 @@ from jaxtyping import Array
 
 from startrail_jax import blocks
 from startrail_jax.blocks import softmax
+from startrail_jax.blocks.base import Request
+from startrail_jax.blocks.pieces import Pieces, pieces_of_window
 from startrail_jax.blocks.scores import PLAIN, Scores
 from startrail_jax.blocks.softmax import Partials, merge_precisely
-from startrail_jax.blocks.visibility import Visibility
+from startrail_jax.blocks.visibility import Cases, Visibility, causal_window
 from startrail_jax.masks import Causal, Full, Pattern
 from startrail_jax.rings import collectives
 from startrail_jax.rings.exchange import Exchange, KeyMove, KeyRun, Slices, exchange_of
@@ -122,6 +124,49 @@ def attend_seen(
     return out, lse
 
 
+@functools.lru_cache(maxsize=1024)
+def seen_cases(pattern: Pattern, layout: Layout, seq_len: int) -> tuple[tuple[Pieces, ...], ...]:
+    """The pieces of what each rank sees of its own keys and then of each run of keys that arrives.
+
+    Args:
+        pattern, layout, seq_len: as in `seen_exchange`, of which there is one.
+
+    Returns:
+        For own keys and for each run, the pieces of each rank; none if the mask is no causal
+        window.
+    """
+    window, exchange = (
+        causal_window(pattern.within(seq_len)),
+        seen_exchange(pattern, layout, seq_len),
+    )
+    if window is None or exchange is None:
+        return ()
+    units = [layout.unit_positions(seq_len, rank, 1) for rank in range(layout.degree)]
+    own = [
+        tuple((i * unit.length, start, unit.length) for i, start in enumerate(unit.starts))
+        for unit in units
+    ]
+    arrived = (
+        [
+            ((first - start, first, last - first + 1),) if first <= last else ()
+            for start, (first, last) in zip(run.positions, run.needed, strict=True)
+        ]
+        for move in exchange.moves
+        for run in move.runs
+    )
+    return tuple(
+        tuple(pieces_of_window(*both, window) for both in zip(own, keys, strict=True))
+        for keys in (own, *arrived)
+    )
+
+
+def seen_request(schedule: Schedule, share: Sizes) -> Request:
+    """`Schedule.request` where only the keys that the mask shows are sent."""
+    seq_len = share.query_tokens * schedule.num_shards
+    by_rank = seen_cases(schedule.pattern, schedule.layout, seq_len)
+    return schedule.request(share, max((len(set(those)) for those in by_rank), default=0))
+
+
 @dataclass(frozen=True)
 class _Piece(Pattern):
     """What a mask shows of the keys of one piece that count; it exists while tracing."""
@@ -181,7 +226,7 @@ class _Static:
             exchange=exchange,
             seq_len=seq_len,
             scale=q.shape[-1] ** -0.5 if schedule.scale is None else float(schedule.scale),
-            block=blocks.select(schedule.backend, schedule.request(share)),
+            block=blocks.select(schedule.backend, seen_request(schedule, share)),
             rank=collectives.index(schedule.ring),
         )
 
@@ -194,10 +239,11 @@ class _Static:
 
     def own(self, query_ids: Any, key_ids: Any) -> Visibility:
         """What the queries of this device see of its own keys."""
-        return self.schedule.visibility(self.seq_len, (self.rank, 0, 0), query_ids, key_ids)
+        mine = self.schedule.visibility(self.seq_len, (self.rank, 0, 0), query_ids, key_ids)
+        return replace(mine, of_window=self._of_window(0))
 
-    def of_run(self, run: KeyRun, query_ids: Any, key_ids: Any) -> Visibility:
-        """What the queries of this device see of the keys that it has received."""
+    def of_run(self, number: int, run: KeyRun, query_ids: Any, key_ids: Any) -> Visibility:
+        """What the queries of this device see of the keys of run `number`, which have arrived."""
         first, last = (self.here([ends[i] for ends in run.needed]) for i in (0, 1))
         own, start = self.own(query_ids, key_ids), self.here(run.positions)
         return replace(
@@ -205,7 +251,16 @@ class _Static:
             pattern=_Piece(own.pattern, first, last),
             key_runs=Runs((start,), run.length, run.length, run.length),
             offsets=(),
+            of_window=self._of_window(1 + number),
         )
+
+    def _of_window(self, index: int) -> Callable[[], Cases] | None:
+        """`Visibility.of_window` of one entry of `seen_cases`."""
+        found = seen_cases(self.schedule.pattern, self.schedule.layout, self.seq_len)
+        if not found:
+            return None
+        cases = tuple(dict.fromkeys(found[index]))
+        return lambda: (self.here([*map(cases.index, found[index])]), cases)
 
 
 def _send(static: _Static, move: KeyMove, x: Array | None) -> Array | None:
@@ -296,8 +351,8 @@ def _attend(
     partials: Partials = block.forward(q, k, v, static.own(query_ids, key_ids), scale, (), scores)
     # As in a ring: XLA would send everything first, with nothing to run beside it.
     received, partials = lax.optimization_barrier((received, partials))
-    for run, k, v, ids in _arrived(static, received, q.shape[-1]):
-        visibility = static.of_run(run, query_ids, ids)
+    for number, (run, k, v, ids) in enumerate(_arrived(static, received, q.shape[-1])):
+        visibility = static.of_run(number, run, query_ids, ids)
         partials = block.forward(q, k, v, visibility, scale, partials, scores)
     out, lse, low = merge_precisely(partials)
     if given.sinks is not None:
@@ -340,8 +395,8 @@ def _backward_rule(schedule: Schedule, residuals: Any, cotangents: Any) -> tuple
     dq, dk, dv, *of_scores = gradients(k, v, own, (None, None, None))
     received, dq, dk, dv, of_scores = lax.optimization_barrier((received, dq, dk, dv, of_scores))
     travelling = []
-    for run, k_run, v_run, ids in _arrived(static, received, q.shape[-1]):
-        visibility = static.of_run(run, query_ids, ids)
+    for number, (run, k_run, v_run, ids) in enumerate(_arrived(static, received, q.shape[-1])):
+        visibility = static.of_run(number, run, query_ids, ids)
         into = (as_float32(dq), None, None, *as_float32(of_scores))
         dq, dk_run, dv_run, *of_scores = gradients(k_run, v_run, visibility, into)
         travelling.append(jnp.concatenate(as_float32([dk_run, dv_run]), -1))

@@ -105,7 +105,8 @@ class Sizes:
             raise InputError(
                 f"{kind} needs queries and keys of one length; got "
                 f"{self.query_tokens} queries and {self.key_tokens} keys. Use causal=False for "
-                "cross-attention, or pad with segment id -1."
+                "cross-attention, Attention.decode for new tokens beside a cache, or pad with "
+                "segment id -1."
             )
         mask.check(self.query_tokens)
         layout = layout or Layout("contiguous", degrees.sequence)

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
+
+# jax before 0.10.1 has `vma` in place of `manual_axis_type`.
+_OLD = not hasattr(jax.ShapeDtypeStruct((), "float32"), "manual_axis_type")
 
 
 def is_replicated(x: Array, like: Array) -> bool:
@@ -29,4 +35,18 @@ def vary(x: Array, *axes: str) -> Array:
 
 def varying_axes(x: Array) -> frozenset[str]:
     """The manual mesh axes over which an array varies."""
-    return frozenset(jax.typeof(x).manual_axis_type.varying)
+    kind: Any = jax.typeof(x)
+    if _OLD:
+        return frozenset(kind.vma)
+    return frozenset(kind.manual_axis_type.varying)
+
+
+def as_varying(x: Array) -> dict[str, Any]:
+    """The arguments of `jax.ShapeDtypeStruct` for a result that varies as `x` does."""
+    kind: Any = jax.typeof(x)
+    if not varying_axes(x):
+        return {}
+    sharding = NamedSharding(kind.sharding.mesh, PartitionSpec())
+    if _OLD:
+        return {"vma": kind.vma, "sharding": sharding}
+    return {"manual_axis_type": kind.manual_axis_type, "sharding": sharding}

@@ -94,36 +94,36 @@ def test_idle_port_lets_through_what_it_sends_in_four_milliseconds():
 
 @pytest.mark.quick
 @pytest.mark.parametrize("rate", ["0mbit", "0.0gbit", "-5mbit", "100", "fast", "", "100 mbit"])
-def test_rate_that_is_none_is_refused(rate):
+def test_rate_that_is_none_is_refused(rate, refused):
     with pytest.raises(InputError, match=rf"A rate must be .*; got '{rate}'.*100mbit"):
         ClusterSettings(rate=rate)
-    with pytest.raises(InputError, match="A rate must be"):
+    with refused(InputError, "rate"):
         Topology(nodes=2, inside=rate)
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"),
+    ("wrong", "named"),
     [
-        (dict(nodes=0), r"nodes must be at least 1; got nodes=0"),
-        (dict(devices=-1), r"devices must be at least 1; got devices=-1"),
-        (dict(rounds=0), r"rounds must be at least 1; got rounds=0"),
-        (dict(orders=()), r"orders must name one at least"),
-        (dict(nodes=200, devices=8, rails=True), r"may have 250 processes; .* need 1600"),
-        (dict(plan=True, train=("gpt",)), r"plan predicts attention.*got --plan with --train gpt"),
+        (dict(nodes=0), "nodes=0"),
+        (dict(devices=-1), "devices=-1"),
+        (dict(rounds=0), "rounds=0"),
+        (dict(orders=()), "orders must name one at least"),
+        (dict(nodes=200, devices=8, rails=True), "need 1600"),
+        (dict(plan=True, train=("gpt",)), "--train"),
         (
             dict(plan=True, schemes=("ring:inner=2", "ring", "team-2:inner=2,keep_gathered=true")),
-            r"without options other than inner; got --plan with --schemes team-2:inner=2,keep_g",
+            "--schemes",
         ),
         (
             dict(plan=True, schemes=("ring:gradient_dtype=bfloat16",)),
-            r"got --plan with --schemes ring:gradient_dtype=bfloat16. Leave out --plan, or",
+            "gradient_dtype=bfloat16",
         ),
-        (dict(schemes=("every", "ring")), r"--schemes every is .*; got --schemes every ring"),
-        (dict(schemes=("every",), orders=("best",)), r"got --schemes every --orders best. Give"),
+        (dict(schemes=("every", "ring")), "--schemes"),
+        (dict(schemes=("every",), orders=("best",)), "--schemes"),
     ],
 )
-def test_setting_that_is_none_is_refused(wrong, message):
-    with pytest.raises(InputError, match=message):
+def test_setting_that_is_none_is_refused(wrong, named, refused):
+    with refused(InputError, named):
         ClusterSettings(**wrong)
 
 
@@ -200,9 +200,9 @@ def test_models_bring_their_mask_and_key_heads():
     assert (settings.of_model("dit").causal, settings.of_model("dit").num_kv_heads) == (False, 16)
 
 
-def test_training_in_bfloat16_is_refused_on_emulated_nodes():
+def test_training_in_bfloat16_is_refused_on_emulated_nodes(refused):
     settings = ClusterSettings(train=("gpt",), dtype="bfloat16")
-    with pytest.raises(InputError, match=r"dtype must be float32 .*; got dtype=bfloat16, train=gp"):
+    with refused(InputError, "dtype=bfloat16"):
         cluster.emulate(settings, [])
 
 
@@ -222,23 +222,23 @@ def test_what_is_bfloat16_is_sent_as_such(dtype, scheme, as_such, monkeypatch):
     assert (cluster.BFLOAT16_FLAG in found[0]["XLA_FLAGS"]) == as_such
 
 
-def test_order_is_read():
+def test_order_is_read(refused):
     roles = ("data", "team", "ring", "group", "head", "tensor")
     assert cluster_attention.read_order("team,ring,group,head") == roles
     assert cluster_attention.read_order("rings_inside").index("ring") == 4
-    with pytest.raises(InputError, match=r"An order must be .*; got 'inside'"):
+    with refused(InputError, "'inside'"):
         cluster_attention.read_order("inside")
-    with pytest.raises(InputError, match=r"order must have each of .* misses"):
+    with refused(InputError):
         cluster_attention.read_order("team,ring")
 
 
-def test_outputs_are_refused_before_anything_is_measured(tmp_path, monkeypatch):
-    with pytest.raises(InputError, match=r"json must be in a folder that exists"):
+def test_outputs_are_refused_before_anything_is_measured(tmp_path, monkeypatch, refused):
+    with refused(InputError):
         cluster.check_outputs(ClusterSettings(json=tmp_path / "no" / "x.json"))
-    with pytest.raises(InputError, match=r"picture must be in a folder .* not in /dev/shm"):
+    with refused(InputError, "not in /dev/shm"):
         cluster.check_outputs(ClusterSettings(picture=Path("/dev/shm/x.png")))
     monkeypatch.setattr(cluster.importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(InputError, match=r"picture needs matplotlib"):
+    with refused(InputError, "matplotlib"):
         cluster.check_outputs(ClusterSettings(picture=tmp_path / "x.png"))
 
 
@@ -246,26 +246,28 @@ def test_outputs_are_refused_before_anything_is_measured(tmp_path, monkeypatch):
     ("flags", "length"),
     [([], 960), (["--no-causal"], 1020), (["--train", "gpt", "--no-causal"], 960)],
 )
-def test_length_that_the_devices_do_not_divide_is_refused_first(monkeypatch, flags, length):
+def test_length_that_the_devices_do_not_divide_is_refused_first(
+    monkeypatch, flags, length, refused
+):
     started = []
     monkeypatch.setattr(cluster_nodes, "run", lambda *_: started.append("cluster"))
     flags = ["--nodes", "3", "--devices", "4", *flags, "--seq-len"]
-    with pytest.raises(ValueError, match=r"--seq-len must be divisible by .*got --seq-len=1030"):
+    with refused(InputError, len=1030):
         cluster.main([*flags, "1030"])
     assert not started
     cluster.main([*flags, str(length)])
     assert started == ["cluster"]
 
 
-def test_rate_of_a_real_cluster_is_refused():
+def test_rate_of_a_real_cluster_is_refused(refused):
     settings = ClusterSettings(rate="5mbit")
-    with pytest.raises(InputError, match=r"belong to emulated ports; got .* rate=5mbit"):
+    with refused(InputError, "rate=5mbit"):
         cluster.measure(settings, cluster.Distributed(on=True))
 
 
-def test_unknown_interface_is_refused():
+def test_unknown_interface_is_refused(refused):
     assert cluster_links.port_bytes("lo")[0] >= 0
-    with pytest.raises(InputError, match=r"interface must be one of .*lo.*; got 'nic7'"):
+    with refused(InputError, "'nic7'"):
         cluster_links.port_bytes("nic7")
 
 
@@ -354,17 +356,17 @@ def test_random_batch_is_one_of_the_run(kind):
         assert (found.shape, found.dtype) == (like.shape, like.dtype)
 
 
-def test_devices_that_are_not_there_are_refused(two_devices):
-    with pytest.raises(InputError, match=r"must be those of the cluster; got nodes=3, .* 1 nodes"):
+def test_devices_that_are_not_there_are_refused(two_devices, refused):
+    with refused(InputError, nodes=3):
         cluster.find_place(ClusterSettings(nodes=3, devices=2), emulated=False)
 
 
 # The network -------------------------------------------------------------------------------------
 
 
-def test_machine_without_namespaces_says_what_it_needs(monkeypatch):
+def test_machine_without_namespaces_says_what_it_needs(monkeypatch, refused):
     monkeypatch.setattr(cluster_nodes, "unshare_command", lambda: ["sh", "-c", "exit 1"])
-    with pytest.raises(UnsupportedError, match=r"needs network namespaces .*user namespaces"):
+    with refused(UnsupportedError):
         cluster_nodes.run(Topology(nodes=2), ["true"], {})
     monkeypatch.setenv("PATH", "")
     assert "got no unshare, nsenter, setpriv, mount, ip, tc. Install iproute2, util-linux" in str(

@@ -63,6 +63,24 @@ CUDNN = list(
         tokens=(2, 14),
     )
 )
+# Causal windows, narrower and wider than a shard, whose keys go round the rings or are sent alone.
+WINDOWS = [
+    # Of a window as long as the sequence, all is seen.
+    case
+    if case.mask != "window" or case.seq_len > 17
+    else dataclasses.replace(case, exchange="auto")
+    for case in cases(
+        {
+            name: SCHEMES[name]
+            for name in ("ring", "startrail", "fewest_bytes", "no_ring", "uneven")
+        },
+        backend=("cudnn",),
+        mask=("own_window", "wide window", "two keys", "own key", "window"),
+        layout=("contiguous", "zigzag"),
+        tokens=(6, 14),
+        exchange=("rings", "seen"),
+    )
+]
 # `test_blocks_tiled.py` has every mask and layout. These are few, since their programs are long: a
 # loop for every kind of tile, in every round. The rings are short, but for one that loops.
 TILED = [
@@ -107,6 +125,12 @@ def emulated(monkeypatch):
 @pytest.mark.slow_except_every(5)
 @pytest.mark.parametrize("case", CUDNN, ids=str)
 def test_attention_on_cudnn_matches_oracle(case):
+    check(case)
+
+
+@pytest.mark.slow_except_every(3)
+@pytest.mark.parametrize("case", WINDOWS, ids=str)
+def test_windows_on_cudnn_match_oracle(case):
     check(case)
 
 

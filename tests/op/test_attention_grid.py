@@ -13,6 +13,7 @@ from hypothesis import strategies as hst
 from attention_cases import (
     HEADS,
     MASKS,
+    MORE_WINDOWS,
     PATTERNS,
     Case,
     check,
@@ -84,6 +85,8 @@ INNER = {"double_ring": 2}
 # Those that between them send everything that there is to send: what may be rounded on its way.
 SENDERS = ("ring", "startrail", "with_head", "data_tensor")
 NEEDS_EQUAL = "gather_permute"
+# Other windows are those of test_attention_gpu_blocks.py.
+NAMES = tuple(name for name in PATTERNS if name not in MORE_WINDOWS)
 # Kind of mask -> the masks of the kind. "cross_full" is there for blocks without segments.
 KINDS_OF_MASKS = {
     "full": ("full", "padding_full"),
@@ -92,7 +95,7 @@ KINDS_OF_MASKS = {
     "segments": ("packed", "padding"),
     "cross": ("cross",),
     # Each of them in some row, and packed in some.
-    "pattern": tuple(f"packed {name}" if i % 3 == 1 else name for i, name in enumerate(PATTERNS)),
+    "pattern": tuple(f"packed {name}" if i % 3 == 1 else name for i, name in enumerate(NAMES)),
 }
 
 
@@ -118,6 +121,7 @@ def cases(schemes=tuple(SCHEMES), **factors):
             "combine": ("merge", "reduce_scatter"),
             "keep_gathered": (False, True),
             "axis_type": ("explicit", "auto"),
+            "one_axis": (False, True),
             **factors,
         },
         clash,
@@ -165,7 +169,7 @@ MASKED = [
     )
     for seed, (name, degrees, layout, backward) in enumerate(
         zip(
-            PATTERNS,
+            NAMES,
             cycle((Degrees(ring=4), Degrees(group=2, team=2), Degrees(ring=2, team=2), Degrees())),
             cycle(("contiguous", "zigzag", None, "striped", None)),
             cycle(("query", "kv")),
@@ -233,6 +237,7 @@ def any_case(draw):
         inner=draw(hst.sampled_from([1, degrees.ring])),
         keep_gathered=draw(hst.booleans()),
         axis_type=draw(hst.sampled_from(("explicit", "auto"))),
+        one_axis=draw(hst.booleans()),
         tokens=2 * draw(hst.integers(2, 9)),
         seed=draw(hst.integers(0, 99)),
     )

@@ -18,11 +18,12 @@ import startrail_jax as st
 from startrail_jax import blocks
 from startrail_jax.blocks import cudnn
 from startrail_jax.blocks.base import Request
-from startrail_jax.blocks.pieces import pieces_by_offset
+from startrail_jax.blocks.pieces import pieces_by_offset, pieces_of_window
 from startrail_jax.blocks.softmax import merge_partials
 from startrail_jax.blocks.visibility import Visibility
+from startrail_jax.errors import UnsupportedError
 from startrail_jax.masks import Causal, Full, Window
-from startrail_jax.rings.schedule import unit_cases
+from startrail_jax.rings.schedule import ring_offsets, unit_cases
 from startrail_jax.tokens.layout import Layout
 
 BATCH, QUERIES, KEYS, HEADS, HEAD_DIM = 2, 48, 32, 6, 16
@@ -41,8 +42,10 @@ def custom_calls(step, *operands):
     call = r'custom_call @(__cudnn[\w$]+)\(.*?\) \{(.*?)backend_config = "(.*?)"(.*)\} : (.*)'
     # MLIR writes a quotation mark as \22.
     unescape = lambda text: re.sub(r"\\([0-9A-F]{2})", lambda x: chr(int(x[1], 16)), text)  # noqa: E731
+    # Older jax writes an empty list that newer jax leaves out.
+    idle = {"wait_on_operation_queues": []}
     return [
-        (target, json.loads(unescape(config)), (before, after), types)
+        (target, idle | json.loads(unescape(config)), (before, after), types)
         for target, before, config, after, types in re.findall(call, text)
     ]
 
@@ -54,10 +57,10 @@ def jax_own(monkeypatch):
     monkeypatch.setattr(jax_cudnn, "check_compute_capability", lambda capability: True)
     monkeypatch.setattr(jax_cudnn, "is_cuda_compute_capability_equal", lambda capability: False)
 
-    def both(q, k, v, dout, scale, causal):
+    def both(q, k, v, dout, scale, causal, window=0):
         mask = jax_cudnn.MaskType.CAUSAL if causal else jax_cudnn.MaskType.NO_MASK
         attend = lambda q, k, v: jax_cudnn.dot_product_attention(  # noqa: E731
-            q, k, v, scale=scale, mask_type=mask
+            q, k, v, scale=scale, mask_type=mask, sliding_window_length=window or None
         )
         out, vjp = jax.vjp(attend, q, k, v)
         return out, vjp(dout)
@@ -84,6 +87,37 @@ def test_custom_calls_are_those_that_jax_makes(jax_own, dtype, kv_heads, causal)
     ]
     for mine, theirs in zip(found, wanted, strict=True):
         assert mine == theirs
+
+
+@pytest.mark.parametrize("window", [1, 20, 512])
+@pytest.mark.parametrize("kv_heads", [6, 2])
+def test_custom_calls_with_a_window_are_those_that_jax_makes(jax_own, kv_heads, window):
+    """Those of jax.nn.dot_product_attention(is_causal=True, local_window_size=(window - 1, 0))."""
+    x = arguments("bfloat16", kv_heads)
+    key = jax.ShapeDtypeStruct((BATCH, QUERIES, kv_heads, HEAD_DIM), jnp.bfloat16)
+    operands = x["q"], key, key, x["dout"]
+
+    def ours(q, k, v, dout):
+        out, lse = cudnn.attend(q, k, v, 0.3, True, window)
+        return out, cudnn.gradients(q, k, v, lse, out, dout, 0.3, True, window)
+
+    found = custom_calls(ours, *operands)
+    assert found == custom_calls(lambda *x: jax_own(*x, 0.3, True, window), *operands)
+    assert [x[1]["cudnn_fmha_backend_config"]["sliding_window_length"] for x in found] == [
+        window
+    ] * 2
+
+
+def test_window_of_jax_nn_is_the_length_of_the_call(jax_own):
+    """What jax makes of `local_window_size`: keys before the query, of which the call counts one
+    more, the query's own."""
+    q = jax.ShapeDtypeStruct((1, 64, 2, 16), jnp.bfloat16)
+    attend = lambda q, k, v: jax.nn.dot_product_attention(  # noqa: E731
+        q, k, v, is_causal=True, local_window_size=(4, 0), scale=0.3, implementation="cudnn"
+    )
+    (theirs,) = custom_calls(attend, q, q, q)
+    (ours,) = custom_calls(lambda q, k, v: cudnn.attend(q, k, v, 0.3, True, 5)[0], q, q, q)
+    assert ours[1] == theirs[1]
 
 
 @pytest.mark.parametrize("check_vma", [False, True])
@@ -123,8 +157,8 @@ def test_pieces_hold_every_visible_pair_once(kind, degree):
             mask = Visibility(Causal(), query_runs=query, key_runs=key, offsets=offsets)
             index, cases = mask.cases()
             seen = np.zeros((len(mask.query_positions), len(mask.key_positions)), int)
-            for start, stop, keys in cases[int(index)].rectangles:
-                seen[start:stop, :keys] += 1
+            for start, stop, first, end in cases[int(index)].rectangles:
+                seen[start:stop, first:end] += 1
             for i, j, size in cases[int(index)].squares:
                 seen[i : i + size, j : j + size] += np.tri(size, dtype=int)
             expected = mask.key_positions[None, :] <= mask.query_positions[:, None]
@@ -146,8 +180,8 @@ def test_pieces_of_every_device_and_round_hold_what_is_visible(kind, ring, group
         pieces = cases[int(index)]
         found.add(pieces)
         seen = np.zeros((len(mask.query_positions), len(mask.key_positions)), int)
-        for start, stop, keys in pieces.rectangles:
-            seen[start:stop, :keys] += 1
+        for start, stop, first, end in pieces.rectangles:
+            seen[start:stop, first:end] += 1
         for i, j, size in pieces.squares:
             seen[i : i + size, j : j + size] += np.tri(size, dtype=int)
         np.testing.assert_array_equal(
@@ -164,15 +198,114 @@ def test_pieces_of_every_device_and_round_hold_what_is_visible(kind, ring, group
     assert found == {*unit_cases(schedule, seq_len)}
 
 
+def counted(pieces, queries, keys):
+    """How often pieces hold each pair of so many queries and keys."""
+    seen = np.zeros((queries, keys), int)
+    for start, stop, first, end in pieces.rectangles:
+        seen[start:stop, first:end] += 1
+    for i, j, size in pieces.squares:
+        seen[i : i + size, j : j + size] += np.tri(size, dtype=int)
+    for i, j, size in pieces.windows:
+        band = np.tri(size, dtype=int) - np.tri(size, k=-pieces.window, dtype=int)
+        seen[i : i + size, j : j + size] += band
+    for i, j, size in pieces.edges:
+        seen[i : i + size, j : j + size] += np.tri(size, dtype=int).T
+    return seen
+
+
+def test_pieces_of_a_window_hold_every_visible_pair_once():
+    rng = np.random.default_rng(0)
+
+    def drawn():
+        """Runs of a unit, of which some follow each other without a gap."""
+        lengths = rng.integers(1, 10, rng.integers(1, 4))
+        gaps = rng.choice([0, 0, 1, 5, 12], len(lengths))
+        index, position = np.cumsum(lengths) - lengths, np.cumsum(gaps + lengths) - lengths
+        return tuple(zip(index.tolist(), position.tolist(), lengths.tolist(), strict=True))
+
+    kinds = set()
+    for _ in range(1500):
+        queries, keys, window = drawn(), drawn(), int(rng.integers(1, 30))
+        pieces = pieces_of_window(queries, keys, window)
+        at, key_at = (
+            np.concatenate([position + np.arange(n) for _, position, n in runs])
+            for runs in (queries, keys)
+        )
+        behind = at[:, None] - key_at[None, :]
+        np.testing.assert_array_equal(
+            counted(pieces, len(at), len(key_at)), (behind >= 0) & (behind < window)
+        )
+        kinds |= {kind for kind in ("windows", "edges", "squares") if getattr(pieces, kind)}
+    assert len(kinds) == 3
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("window", [1, 2, 5, 8, 9, 21])
+@pytest.mark.parametrize(
+    ("ring", "group", "team", "head"), [(2, 2, 2, 1), (4, 1, 3, 1), (1, 3, 4, 1), (2, 2, 3, 2)]
+)
+def test_windows_of_every_device_and_round_hold_what_is_visible(
+    kind, window, ring, group, team, head
+):
+    mesh = jax.sharding.AbstractMesh((ring, group, team, head), ("ring", "group", "team", "head"))
+    schedule = st.Attention(mesh, window=window, layout=kind).schedule
+    seq_len, found = 8 * schedule.layout.degree, set()
+    for p, g, a, distance in np.ndindex(ring, group, team, ring):
+        if distance and distance not in ring_offsets(schedule, seq_len):
+            continue
+        mask = schedule.visibility(seq_len, (p, g, a), keys_behind=distance)
+        index, cases = mask.cases()
+        queries, keys = np.asarray(mask.query_positions), np.asarray(mask.key_positions)
+        behind = queries[:, None] - keys[None, :]
+        np.testing.assert_array_equal(
+            counted(cases[int(index)], len(queries), len(keys)), (behind >= 0) & (behind < window)
+        )
+        found.add(cases[int(index)])
+    assert found == {*unit_cases(schedule, seq_len)}
+
+
+@pytest.mark.parametrize(
+    ("layout", "window", "calls"),
+    [
+        # The run of another device is one call, whose far end is padded to whole tiles.
+        ("contiguous", 128, [(1024, 1024, 128), (128, 128, True)]),
+        ("contiguous", 1000, [(1024, 1024, 1000), (1024, 1024, True)]),
+        # Two slices are rows of a batch; two runs arrive.
+        ("zigzag", 128, [(512, 512, 128), (1024, 1024, 128)] + 2 * [(128, 128, True)]),
+    ],
+)
+def test_a_layer_with_a_window_is_few_calls(monkeypatch, layout, window, calls):
+    monkeypatch.setattr(cudnn, "refusal", lambda request: None)
+    mesh = st.make_mesh(st.Degrees(ring=4), axis_type="auto", devices=jax.devices()[:4])
+    attention = st.Attention(mesh, window=window, layout=layout, backend="cudnn", exchange="seen")
+    x = jax.ShapeDtypeStruct((1, 4096, 2, 16), jnp.bfloat16)
+
+    def step(q, k, v):
+        out, vjp = jax.vjp(attention, q, k, v)
+        return vjp(out)
+
+    made = custom_calls(step, x, x, x)
+    for kernel in ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"):
+        configs = [x[1]["cudnn_fmha_backend_config"] for x in made if x[0] == kernel]
+        found = [
+            (
+                *map(int, x["intermediate_tensor_shape"]["dimensions"][2:]),
+                x["sliding_window_length"] or x["mask_type"] == "CAUSAL",
+            )
+            for x in configs
+        ]
+        assert sorted(found) == sorted(calls)
+
+
 def test_equal_zigzag_units_meet_in_three_ways_of_one_call_each():
     layout = Layout("zigzag", 8)
     units = [layout.unit_positions(64, 2 * i, 2) for i in range(4)]
     offsets = tuple(b.starts[0] - a.starts[0] for a in units for b in units)
     _, cases = pieces_by_offset(units[0].shape, units[0].shape, offsets)
     earlier, same, later = cases
-    assert earlier.rectangles == ((0, 16, 8),)
+    assert earlier.rectangles == ((0, 16, 0, 8),)
     assert same.squares == ((0, 0, 16),)
-    assert later.rectangles == ((8, 16, 16),)
+    assert later.rectangles == ((8, 16, 0, 16),)
     assert not earlier.squares + same.rectangles + later.squares
 
 
@@ -266,8 +399,8 @@ REQUEST = dict(
             dict(head_dim=264, value_head_dim=264, capability=(9, 0)),
             "multiple of 8 of at most 256 .*; got 264",
         ),
-        (dict(mask=Window(4, 0)), r"full and causal; got mask=Window\(left=4, right=0\)"),
-        (dict(packed=True), "full and causal; got segment_ids"),
+        (dict(mask=Window(4, 2)), r"causal windows; got mask=Window\(left=4, right=2\)"),
+        (dict(packed=True), "know no documents; got segment_ids"),
         (dict(num_cases=129), "at most 128 sets .*; got 129"),
         (dict(num_cases=0), "at most 128 sets .*; got a striped layout"),
     ],
@@ -288,17 +421,18 @@ def test_limits_are_named_and_auto_goes_on(changed, message):
     [
         {},
         dict(mask=Full(), num_cases=1),
+        dict(mask=Window(4, 0)),
         dict(head_dim=256, value_head_dim=256, capability=(9, 0)),
     ],
 )
 def test_auto_takes_cudnn_where_it_serves(changed):
-    assert blocks.choose("auto", Request(**REQUEST | changed)) == blocks.Choice("cudnn", {})
+    assert blocks.choose("auto", Request(**REQUEST | changed)) == blocks.Choice(blocks.cudnn, {})
 
 
-def test_attention_names_what_a_backend_lacks():
+def test_attention_names_what_a_backend_lacks(refused):
     attention = st.Attention(st.make_mesh(st.Degrees(), devices=jax.devices()[:1]), backend="cudnn")
     x = jnp.zeros((1, 4, 2, 8), jnp.bfloat16)
-    with pytest.raises(NotImplementedError, match="got platform 'cpu'"):
+    with refused(UnsupportedError, "'cpu'"):
         attention(x, x, x)
 
 

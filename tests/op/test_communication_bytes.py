@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 import startrail_jax as st
+from attention_cases import host_mesh, one_axis
 from startrail_jax.analysis.hlo import read_traffic
 from startrail_jax.analysis.ports import messages, read_messages
 from startrail_jax.devices.nodes import ORDERS, node_grid, nodes_of
@@ -42,6 +43,7 @@ class Setting:
     keep_gathered: bool = False
     gradient_dtype: str = "float32"
     exchange: str = "rings"
+    balance: str = "layout"
     tokens: int = 2
     layout: str | None = None
     window: int | None = None
@@ -50,6 +52,7 @@ class Setting:
     batch: int = 1
     head_dim: int = 5
     value_head_dim: int = 3
+    one_axis: bool = False
 
     @property
     def seq_len(self):
@@ -63,15 +66,18 @@ class Setting:
     def attention(self):
         names = ("causal", "mask", "placement", "combine", "backward", "layout", "window")
         names += ("inner", "head_chunks", "keep_gathered", "gradient_dtype", "exchange")
-        return st.Attention(
-            st.make_mesh(self.degrees, "explicit", jax.devices()[: self.degrees.num_devices]),
-            **{name: getattr(self, name) for name in names},
-        )
+        names += ("balance",)
+        options = {name: getattr(self, name) for name in names}
+        if self.one_axis:
+            return st.Attention(host_mesh(self.degrees), **options, **one_axis(self.degrees))
+        devices = jax.devices()[: self.degrees.num_devices]
+        return st.Attention(st.make_mesh(self.degrees, "explicit", devices), **options)
 
     def expected(self, **nodes):
         names = ("batch", "seq_len", "heads", "kv_heads", "head_dim", "value_head_dim")
         names += ("placement", "combine", "backward", "packed")
         names += ("inner", "head_chunks", "keep_gathered", "gradient_dtype", "exchange")
+        names += ("balance",)
         return st.communication(
             self.degrees,
             dtype="float32",
@@ -242,7 +248,21 @@ ONLY_SEEN = {
 }  # fmt: skip
 """Only the keys that a mask shows are sent."""
 
-SETTINGS = SCHEMES | LARGE | MIXED | ONLY_SEEN
+EXCHANGED = {"layout": "contiguous", "balance": "exchange"}
+BALANCED = {
+    "balanced: ring": Setting(degrees=D(ring=8), packed=True, **EXCHANGED),
+    "balanced: two devices": Setting(degrees=D(ring=2), **EXCHANGED, **MQA),
+    "balanced: StarTrail, 8": Setting(degrees=D.startrail(8, c=2), **EXCHANGED, **QUERY),
+    "balanced: Ulysses, MQA": Setting(degrees=D(head=4, team=2), **MQA, **EXCHANGED),
+    "balanced: data, tensor, copies": Setting(
+        degrees=D(data=2, ring=3, head=2, tensor=2), batch=2, packed=True, **MQA, **EXCHANGED
+    ),
+    "balanced: all-gather, kept": Setting(degrees=D.all_gather(6), **KEPT, **EXCHANGED),
+    "balanced: wide window": Setting(degrees=D(ring=8), window=10, **EXCHANGED),
+}
+"""Tokens in contiguous order that are attended in zigzag order."""
+
+SETTINGS = SCHEMES | LARGE | MIXED | ONLY_SEEN | BALANCED
 # The forward pass apart, once for every way in which it sends something.
 FORWARD = {
     name: SETTINGS[name]
@@ -257,6 +277,7 @@ FORWARD = {
         "seen: sinks, tensor 2",
         "seen: chunks, parts",
         "seen: two devices, copies",
+        "balanced: data, tensor, copies",
     )
 }
 
@@ -284,6 +305,21 @@ def test_forward_and_backward_receive_the_closed_form(setting):
         grid = node_grid(degrees, ORDERS[order], nodes_of(range(degrees.num_devices), size))
         expected = setting.expected(order=order, devices_per_node=size).total.nodes
         assert counted.through(grid.ravel()) == expected
+
+
+@pytest.mark.slow_except_every(9)
+@pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
+def test_one_axis_receives_what_several_do(setting):
+    options = SEND_BFLOAT16 if setting.gradient_dtype == "bfloat16" else {}
+    total, layout = setting.expected().total, setting.attention.layout.kind
+    setting = replace(setting, one_axis=True, layout=layout)
+    text = compiled_text(forward_and_backward(setting.attend), *setting.arguments(), **options)
+    traffic = read_traffic(text)
+    assert traffic.received_bytes == total.received_bytes
+    if setting.combine == "merge":  # Otherwise two steps stand for each all_reduce.
+        assert traffic.by_collective == total.by_collective
+        matrix = messages(setting.degrees, total.transfers).matrix
+        np.testing.assert_array_equal(read_messages(text).matrix, matrix)
 
 
 def test_window_visits_fewer_rounds():

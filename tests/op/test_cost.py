@@ -11,6 +11,7 @@ import startrail_jax as st
 from benchmarks import communication as benchmark
 from startrail_jax.analysis import COLLECTIVES
 from startrail_jax.analysis.transfers import all_reduce_bytes
+from startrail_jax.errors import InputError
 from startrail_jax.rings.sizes import Sizes
 
 pytestmark = pytest.mark.quick
@@ -251,48 +252,48 @@ def test_all_reduce_bytes_round_up():
 
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "named"),
     [
-        ({"placement": "permute"}, r"placement must be one of .*; got placement='permute'\. Leav"),
-        ({"gradient_dtype": "float16"}, r"gradient_dtype must be one of .*; got .*'float16'\. L"),
-        ({"combine": "sum"}, r"combine must be one of .*; got combine='sum'\. Leave"),
-        ({"backward": "both"}, r"backward must be one of .*; got backward='both'\. Leave"),
-        ({"dtype": "int8"}, r"dtype must be one of float32, .*; got dtype='int8'\. Name"),
-        ({"batch": 3}, r"batch must be divisible by the data degree; got batch=3, data=2\. Pad"),
+        ({"placement": "permute"}, "placement='permute'"),
+        ({"gradient_dtype": "float16"}, "'float16'"),
+        ({"combine": "sum"}, "combine='sum'"),
+        ({"backward": "both"}, "backward='both'"),
+        ({"dtype": "int8"}, "dtype='int8'"),
+        ({"batch": 3}, "batch=3"),
         (
             {"seq_len": 70},
-            r"seq_len must be divisible by .*; got seq_len=70, .* Pad to 80 or cut to",
+            "seq_len=70",
         ),
-        ({"seq_len": 4}, r"got seq_len=4, degree=16\. Pad to 16"),
-        ({"key_len": 8, "causal": False}, r"key seq_len must be divisible by .*seq_len=8"),
+        ({"seq_len": 4}, "seq_len=4"),
+        ({"key_len": 8, "causal": False}, "seq_len=8"),
         (
             {"heads": 2},
-            r"heads must be divisible by head \* tensor; got heads=2, .*head=2, tensor=2",
+            "tensor=2",
         ),
         (
             {"kv_heads": 3},
-            r"heads must be a multiple of kv_heads; got heads=64, kv_heads=3, .*Use 66",
+            "kv_heads=3",
         ),
-        ({"heads": 12, "kv_heads": 6}, r"kv_heads and head \* tensor must divide one"),
-        ({"head_dim": 0}, r"head_dim must be a positive integer; got head_dim=0\. Pass"),
-        ({"value_head_dim": -1}, r"value_head_dim must be a positive integer; got value_head_dim="),
-        ({"batch": 2.0}, r"batch must be a positive integer; got batch=2\.0\. Pass"),
-        ({"rounds": 3}, r"rounds must lie between 1 and the ring degree; got rounds=3, ring=2\. "),
-        ({"rounds": 0}, r"rounds must lie between 1 and the ring degree; got rounds=0"),
-        ({"placement": "gather_permute"}, r"needs team == group; got team=1, group=4\. Use"),
-        ({"key_len": 32}, r"queries and keys of one length; got 16 queries and 32 keys\. Use"),
+        ({"heads": 12, "kv_heads": 6}, "kv_heads"),
+        ({"head_dim": 0}, "head_dim=0"),
+        ({"value_head_dim": -1}, "value_head_dim"),
+        ({"batch": 2.0}, "batch=2.0"),
+        ({"rounds": 3}, "rounds=3"),
+        ({"rounds": 0}, "rounds=0"),
+        ({"placement": "gather_permute"}, "group=4"),
+        ({"key_len": 32}, "32 keys"),
     ],
     ids=lambda value: value if isinstance(value, str) else ", ".join(value),
 )
-def test_bad_argument_raises(options, message):
+def test_bad_argument_raises(options, named, refused):
     degrees = D(data=2, group=4, ring=2, head=2, tensor=2)
-    with pytest.raises(ValueError, match=message):
+    with refused(InputError, named):
         report(degrees, **({"batch": 2, "seq_len": 16} | options))
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_key_heads_that_neither_split_nor_repeat_evenly_raise():
-    with pytest.raises(ValueError, match=r"kv_heads and head \* tensor must divide one another"):
+def test_key_heads_that_neither_split_nor_repeat_evenly_raise(refused):
+    with refused(InputError, "kv_heads"):
         report(D(head=3, tensor=2), heads=12, kv_heads=4)
 
 

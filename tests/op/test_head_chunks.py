@@ -11,6 +11,7 @@ import pytest
 import startrail_jax as st
 from attention_cases import Case, check
 from startrail_jax import Degrees
+from startrail_jax.errors import InputError
 from startrail_jax.xla.ordering import in_turn
 
 CASES = [
@@ -66,8 +67,8 @@ def test_values_and_gradients_pass_unchanged():
 
 
 @pytest.mark.parametrize("head_chunks", [0, -1, 2.0, True, "2"])
-def test_number_of_parts_must_be_a_positive_integer(unchecked, head_chunks):
-    with pytest.raises(ValueError, match=r"head_chunks must be a positive integer; got head_ch"):
+def test_number_of_parts_must_be_a_positive_integer(unchecked, head_chunks, refused):
+    with refused(InputError, "head_chunks"):
         attention_over(Degrees(), head_chunks)
 
 

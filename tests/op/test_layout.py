@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from startrail_jax.device_mesh import make_mesh
 from startrail_jax.devices.degrees import Degrees
+from startrail_jax.errors import InputError
 from startrail_jax.tokens.layout import KINDS, Layout
 
 pytestmark = pytest.mark.quick
@@ -64,20 +65,18 @@ def test_permute_runs_under_jit():
 
 @pytest.mark.parametrize("axis_type", ["explicit", "auto"])
 @pytest.mark.parametrize("direction", ["permute", "unpermute"])
-def test_permute_refuses_a_sharded_array(direction, axis_type):
+def test_permute_refuses_a_sharded_array(direction, axis_type, refused):
     mesh = make_mesh(Degrees(ring=2), axis_type, devices=jax.devices()[:2])
     x = jax.device_put(jnp.zeros((3, 8)), NamedSharding(mesh, P(None, "ring")))
     layout = Layout("zigzag", 2)
-    with pytest.raises(
-        ValueError, match=r"unsharded array; got one sharded as .*ring.*on the host"
-    ):
+    with refused(InputError):
         getattr(layout, direction)(x)
 
 
-def test_permute_refuses_an_array_that_is_sharded_under_jit():
+def test_permute_refuses_an_array_that_is_sharded_under_jit(refused):
     mesh = make_mesh(Degrees(ring=2), "explicit", devices=jax.devices()[:2])
     x = jax.device_put(jnp.zeros((3, 8)), NamedSharding(mesh, P(None, "ring")))
-    with pytest.raises(ValueError, match=r"unsharded array; got one sharded as"):
+    with refused(InputError):
         jax.jit(Layout("zigzag", 2).permute)(x)
 
 
@@ -96,51 +95,47 @@ def test_padded_length_is_the_least_valid_one(layout, seq_len):
 
 
 @pytest.mark.parametrize(
-    ("kind", "seq_len", "message"),
+    ("kind", "seq_len", "named"),
     [
         (
             "zigzag",
             1000,
-            r"2 \* sequence degree for layout='zigzag'; got seq_len=1000, degree=16\. "
-            r"Pad to 1024 or cut to 992\.",
+            "layout='zigzag'",
         ),
         (
             "zigzag",
             1008,
-            r"got seq_len=1008, degree=16\. Pad to 1024 or cut to 992, or use layout='contiguous'",
+            "layout='contiguous'",
         ),
-        ("zigzag", 8, r"got seq_len=8, degree=16\. Pad to 32\."),
+        ("zigzag", 8, "seq_len=8"),
         (
             "contiguous",
             1000,
-            r"divisible by sequence degree for layout='contiguous'; got seq_len=1000, degree=16\. "
-            r"Pad to 1008 or cut to 992\.",
+            "layout='contiguous'",
         ),
-        ("striped", 17, r"layout='striped'; got seq_len=17, degree=16\. Pad to 32 or cut to 16\."),
-        ("striped", 0, r"got seq_len=0, degree=16\. Pad to 16"),
+        ("striped", 17, "layout='striped'"),
+        ("striped", 0, "seq_len=0"),
     ],
 )
-def test_length_that_does_not_divide_is_refused_with_the_nearest(kind, seq_len, message):
+def test_length_that_does_not_divide_is_refused_with_the_nearest(kind, seq_len, named, refused):
     layout = Layout(kind, 16)
     for call in (layout.positions, lambda n: layout.indices(n, 0), layout.check_length):
-        with pytest.raises(ValueError, match=message):
+        with refused(InputError, named):
             call(seq_len)
 
 
-def test_permute_names_the_dimension_that_does_not_divide():
-    with pytest.raises(ValueError, match=r"x\.shape\[1\]=6, degree=4"):
+def test_permute_names_the_dimension_that_does_not_divide(refused):
+    with refused(InputError, degree=4):
         Layout("striped", 4).permute(np.zeros((2, 6)))
 
 
-def test_unknown_kind_is_refused():
-    with pytest.raises(
-        ValueError, match=r"one of \('contiguous', 'zigzag', 'striped'\); got 'spiral'"
-    ):
+def test_unknown_kind_is_refused(refused):
+    with refused(InputError, "'contiguous'"):
         Layout("spiral", 2)
 
 
-def test_degree_below_one_is_refused():
-    with pytest.raises(ValueError, match=r"at least 1; got degree=0"):
+def test_degree_below_one_is_refused(refused):
+    with refused(InputError, degree=0):
         Layout("zigzag", 0)
 
 

@@ -16,7 +16,7 @@ from startrail_jax.analysis.work import visible_pairs
 from startrail_jax.blocks import xla
 from startrail_jax.blocks.tiles import Tiling, tile_kinds, visible_tiles
 from startrail_jax.blocks.visibility import Visibility
-from startrail_jax.errors import UnsupportedError
+from startrail_jax.errors import InputError, UnsupportedError
 from startrail_jax.masks import Pattern
 from startrail_jax.rings.schedule import ring_offsets
 from startrail_jax.tokens.layout import KINDS, Layout, Span
@@ -287,8 +287,8 @@ def test_masks_of_nonsense_are_refused(make, message):
         make()
 
 
-def test_mask_has_no_opposite():
-    with pytest.raises(UnsupportedError, match=r"by & and \| only.*got ~Causal\(\)\..*masks.Rule"):
+def test_mask_has_no_opposite(refused):
+    with refused(UnsupportedError, "masks.Rule"):
         _ = ~M.Causal()
 
 
@@ -305,29 +305,29 @@ def certainly_nothing(*ends):
 
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "named"),
     [
-        (dict(mask=np.ones((8, 8), bool)), r"mask must be a mask of startrail_jax.masks.*\(8, 8\)"),
-        (dict(mask="causal"), "got 'causal'.*masks.Rule"),
-        (dict(mask=M.Causal(), window=3), "short for a mask; got mask=Causal.*window=3"),
-        (dict(mask=M.Full(), causal=True), r"got mask=Full\(\), causal=True.*Leave out"),
-        (dict(mask=M.Prefix(9)), "no longer than the sequence; got mask=Prefix.*seq_len=8"),
+        (dict(mask=np.ones((8, 8), bool)), "startrail_jax.masks"),
+        (dict(mask="causal"), "'causal'"),
+        (dict(mask=M.Causal(), window=3), "mask=Causal"),
+        (dict(mask=M.Full(), causal=True), "causal=True"),
+        (dict(mask=M.Prefix(9)), "mask=Prefix"),
         (dict(mask=M.Causal() | M.Prefix(9)), "no longer than the sequence"),
-        (dict(mask=M.Rule(nothing, certainly_nothing)), "hides every key of seq_len=8"),
+        (dict(mask=M.Rule(nothing, certainly_nothing)), "seq_len=8"),
         (dict(mask=M.Causal() & M.Rule(nothing, certainly_nothing)), "hides every key"),
     ],
 )
-def test_attentions_with_masks_of_nonsense_are_refused(options, message):
+def test_attentions_with_masks_of_nonsense_are_refused(options, named, refused):
     x = jnp.zeros((1, 8, 1, 4))
     mesh = st.make_mesh(st.Degrees(ring=2), devices=jax.devices()[:2])
-    with pytest.raises(ValueError, match=message):
+    with refused(InputError, named):
         jax.eval_shape(st.Attention(mesh, layout="contiguous", **options), x, x, x)
 
 
-def test_a_mask_needs_queries_and_keys_of_one_length():
+def test_a_mask_needs_queries_and_keys_of_one_length(refused):
     mesh = st.make_mesh(st.Degrees(ring=2), devices=jax.devices()[:2])
     x, y = jnp.zeros((1, 8, 1, 4)), jnp.zeros((1, 16, 1, 4))
-    with pytest.raises(ValueError, match=r"with Chunked\(size=4\) needs queries and keys of one"):
+    with refused(InputError, size=4):
         jax.eval_shape(st.Attention(mesh, mask=M.Chunked(4)), x, y, y)
 
 

@@ -17,6 +17,7 @@ from startrail_jax.devices.nodes import (
     resolve_order,
     slowest_first,
 )
+from startrail_jax.errors import InputError
 
 pytestmark = pytest.mark.quick
 
@@ -63,18 +64,18 @@ def test_devices_per_node_must_make_whole_nodes(size):
 
 
 @pytest.mark.parametrize(
-    ("order", "message"),
+    ("order", "named"),
     [
-        ("inside_out", r"one of 'rings_inside', .*got order='inside_out'.*Write for example"),
-        (("ring", "team"), r"misses \['data', 'group', 'head', 'tensor'\]"),
-        ((*ROLES, "ring"), r"repeats \['ring'\]"),
-        ((*ROLES[:5], "inner"), r"misses \['tensor'\] and has the unknown \['inner'\]"),
+        ("inside_out", "order='inside_out'"),
+        (("ring", "team"), "'tensor'"),
+        ((*ROLES, "ring"), "'ring'"),
+        ((*ROLES[:5], "inner"), "'tensor'"),
     ],
 )
-def test_an_order_has_each_axis_once(order, message):
-    with pytest.raises(ValueError, match=message):
+def test_an_order_has_each_axis_once(order, named, refused):
+    with refused(InputError, named):
         st.make_mesh(st.Degrees(ring=2), devices=jax.devices()[:2], order=order)
-    with pytest.raises(ValueError, match=message):
+    with refused(InputError, named):
         st.communication(
             st.Degrees(ring=8),
             **dict(batch=1, seq_len=64, head_dim=4, devices_per_node=2, order=order),
@@ -82,16 +83,16 @@ def test_an_order_has_each_axis_once(order, message):
         )
 
 
-def test_an_order_without_nodes_says_nothing_about_ports():
-    with pytest.raises(ValueError, match="got order='head_first' and devices_per_node=None"):
+def test_an_order_without_nodes_says_nothing_about_ports(refused):
+    with refused(InputError, "devices_per_node=None"):
         st.communication(
             st.Degrees(ring=8), batch=1, seq_len=64, head_dim=4, order="head_first", **HEADS
         )
 
 
-def test_a_call_gives_its_heads_and_nothing_unknown():
+def test_a_call_gives_its_heads_and_nothing_unknown(refused):
     for call in ({"heads": 16}, HEADS | {"widht": 3}, HEADS | {"order": ROLES}):
-        with pytest.raises(ValueError, match="call must give heads and kv_heads"):
+        with refused(InputError, "kv_heads"):
             st.make_mesh(st.Degrees(ring=2), devices=jax.devices()[:2], call=call)
 
 
@@ -197,7 +198,7 @@ def test_explain_says_which_axes_cross_nodes():
     assert "nodes" not in str(attention.explain(**sizes))
 
 
-def test_explain_knows_meshes_of_other_names_and_abstract_ones():
+def test_explain_knows_meshes_of_other_names_and_abstract_ones(refused):
     sizes = dict(seq_len=512, heads=16, head_dim=8)
     types = (jax.sharding.AxisType.Auto,) * 2
     mesh = jax.make_mesh((2, 4), ("replica", "context"), types, devices=jax.devices()[:8])
@@ -206,7 +207,7 @@ def test_explain_knows_meshes_of_other_names_and_abstract_ones():
     assert (explanation.across, explanation.inside) == (("data",), ("ring",))
     abstract = st.Attention(mesh.abstract_mesh, axis_names={"ring": "context"})
     assert abstract.explain(**sizes, platform="cpu").num_nodes is None
-    with pytest.raises(ValueError, match="needs a mesh of devices; got devices_per_node=4"):
+    with refused(InputError, devices_per_node=4):
         abstract.explain(**sizes, platform="cpu", devices_per_node=4)
 
 

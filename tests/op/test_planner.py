@@ -568,72 +568,72 @@ def odd_options(**values):
 
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "named"),
     [
-        (dict(gpu="h1000"), r"--gpu must be one of a100_40, .*; got 'h1000'"),
-        (dict(model="gpt_8b"), r"--model must be one of gpt_3b, .*; got 'gpt_8b'"),
-        (dict(port="0GB/s"), r"--port must be a rate above 0 with its unit; got '0GB/s'"),
-        (dict(port=None), r"--port must be given for several nodes; got --nodes 2"),
-        (dict(ports=3), r"--ports must divide --gpus-per-node.*; got --ports 3"),
-        (dict(seq_len=65536.5), r"--seq-len must be a positive whole number; got 65536.5"),
-        (dict(batch=True), r"--batch must be a positive whole number; got True"),
-        (dict(batch=2**41), r"--batch must be at most 1099511627776; got 2199023255552"),
-        (dict(latency=1e-5), r"--latency must be a time .* with its unit; got 1e-05. .*'10us'"),
-        (dict(latency="10"), r"--latency must be a time .* with its unit; got '10'. .*'10us'"),
-        (dict(port=50), r"--port must be .* with its unit; got 50. Write .*'50GB/s' .* '400Gb/s'"),
-        (dict(port="400"), r"--port must be a rate above 0 with its unit; got '400'"),
-        (dict(port="400G"), r"--port must be a rate above 0 with its unit; got '400G'"),
-        (dict(inside=900), r"--inside must be a rate above 0 with its unit; got 900"),
-        (dict(nodes=2**30), r"--nodes \* --gpus-per-node must be at most 1048576; got"),
-        (dict(nodes=0), r"--nodes must be at least 1; got 0"),
-        (dict(seq_len="12.5"), r"--seq-len must be a positive whole number; got '12.5'"),
-        (dict(model="llama3_8b", seq_len=None), r"--seq-len must be given for --model llama3_8b"),
+        (dict(gpu="h1000"), "--gpu"),
+        (dict(model="gpt_8b"), "--model"),
+        (dict(port="0GB/s"), "--port"),
+        (dict(port=None), "--nodes"),
+        (dict(ports=3), "--gpus-per-node"),
+        (dict(seq_len=65536.5), "--seq-len"),
+        (dict(batch=True), "--batch"),
+        (dict(batch=2**41), "--batch"),
+        (dict(latency=1e-5), "--latency"),
+        (dict(latency="10"), "--latency"),
+        (dict(port=50), "--port"),
+        (dict(port="400"), "--port"),
+        (dict(port="400G"), "--port"),
+        (dict(inside=900), "--inside"),
+        (dict(nodes=2**30), "--gpus-per-node"),
+        (dict(nodes=0), "--nodes"),
+        (dict(seq_len="12.5"), "--seq-len"),
+        (dict(model="llama3_8b", seq_len=None), "--seq-len"),
         (
             dict(options=Options(degrees={"tensor": 16}), seq_len=40),
-            r"(?s)No legal setting: .*--seq-len 40.*with --tensor 16. Leave out a degree",
+            "--seq-len",
         ),
         (
             dict(nodes=8, options=Options(degrees={"head": 64})),
-            r"--head \* --tensor must divide the heads.*got --head 64 for 32 heads.*divisor of 32",
+            "--tensor",
         ),
         (
             dict(options=Options(degrees={"data": 2}), batch=3),
-            r"--data must divide --batch; got --data 2 for --batch 3. Use --batch 4",
+            "--batch",
         ),
-        (dict(options=Options(degrees={"ring": 5})), r"got --ring 5, a product of 5, for 16 GPUs"),
+        (dict(options=Options(degrees={"ring": 5})), "--ring"),
         (
             dict(options=Options(offload=(True,), remat=("none",))),
-            r"--offload moves .*; got --offload with --remat none alone. Add --remat",
+            "--offload",
         ),
         (
             dict(nodes=1, gpus_per_node=1, options=Options(zero=(1, 3), remat=("full",))),
-            r"--zero needs several GPUs .*; got --zero 1 3 for 1 such GPU. Use --zero 0",
+            "--zero",
         ),
         (
             dict(nodes=1, options=Options(zero=(2,), degrees={"tensor": 8})),
-            r"got --zero 2 for 1 such GPU with --tensor 8. Use --zero 0",
+            "--tensor",
         ),
         (
             dict(options=Options(degrees=dict.fromkeys(ROLES, 1) | {"ring": 8})),
-            r"product of all six degrees must be .*--ring 8.* product of 8, for 16 GPUs",
+            "--ring",
         ),
         (
             dict(seq_len="16K", options=Options(tiled=(True,), degrees={"ring": 16})),
-            r"--tile needs more than 2048 tokens on a GPU.*got --tile True",
+            "--tile",
         ),
-        (dict(options=Options(remat=("some",))), r"--remat must be one of .*; got 'some'"),
-        (dict(options=odd_options(zero=3)), r"Options.zero must be .*zero=3. .*zero=\(3,\)"),
-        (dict(options=odd_options(remat="full")), r"must be a tuple .*remat=\('full',\)"),
-        (dict(options=odd_options(tiled=())), r"Options.tiled must .*got tiled=\(\)"),
-        (dict(options=odd_options(offload=("no",))), r"--offload must be one of .*; got 'no'"),
-        (dict(options=Options(memory_fraction=2.0)), r"--memory-fraction must be above 0"),
+        (dict(options=Options(remat=("some",))), "--remat"),
+        (dict(options=odd_options(zero=3)), "zero=(3"),
+        (dict(options=odd_options(remat="full")), "remat=('full'"),
+        (dict(options=odd_options(tiled=())), "tiled=("),
+        (dict(options=odd_options(offload=("no",))), "--offload"),
+        (dict(options=Options(memory_fraction=2.0)), "--memory-fraction"),
     ],
 )
-def test_errors_name_the_flag_and_what_was_given(changes, message):
+def test_errors_name_the_flag_and_what_was_given(changes, named, refused):
     arguments = dict(
         nodes=2, gpus_per_node=8, gpu="h100", port="50GB/s", model="gpt_7b", seq_len="64K"
     )
-    with pytest.raises(InputError, match=message):
+    with refused(InputError, named):
         st.plan(**{**arguments, **changes})
 
 
@@ -670,7 +670,7 @@ def test_find_gpu_has_measured_curves():
     assert gpu.attention_efficiency(256, 128, backward=True) < 0.2
 
 
-def test_measured_clusters_have_the_links_and_kernels_of_their_devices(monkeypatch):
+def test_measured_clusters_have_the_links_and_kernels_of_their_devices(monkeypatch, refused):
     """Four devices as two nodes: what is measured is a cluster of which a plan can be made."""
     monkeypatch.setattr(here, "LARGE", ((1 << 14, 60.0), (1 << 18, 0.0)))
     monkeypatch.setattr(here, "_REPEATS", 1)
@@ -688,7 +688,7 @@ def test_measured_clusters_have_the_links_and_kernels_of_their_devices(monkeypat
     assert gpu.attention_efficiency(64, 16, backward=True) > 0
     asked = Call(model=dataclasses.replace(SMALL, itemsize=4), seq_len=96, batch=2)
     assert plan_of(where, asked, Options(offload=(False,))).winner.fits
-    with pytest.raises(InputError, match=r"same number of devices; got 2, 1\. Use"):
+    with refused(InputError, "got 2"):
         measure_cluster([SimpleNamespace(process_index=index) for index in (0, 0, 1)])
 
 

@@ -68,7 +68,6 @@ def overlapping():
 
 # Name -> a mask of static positions, beside those of `attention_cases`.
 MORE = {
-    "wide window": M.Window(12, 0),
     "sinks and window": M.Causal() & (M.Window(4, 0) | M.Sinks(3)),
     "latent": latent(3, 4, 1),
     "overlapping": overlapping(),

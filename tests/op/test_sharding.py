@@ -104,35 +104,35 @@ def test_a_bias_is_ordered_along_queries_and_keys():
 
 
 @pytest.mark.parametrize(
-    ("bias", "message"),
+    ("bias", "named"),
     [
-        (np.zeros((4, 8, 8)), r"\[1 or batch, 1 or heads, seq, kv_seq\]; got .* \[4, 8, 8\]"),
-        (np.zeros((3, 1, 8, 8)), r"got batch=3, data=2\. Pad"),
-        (np.zeros((1, 3, 8, 8)), "heads.*3"),
-        (np.zeros((1, 1, 8, 9)), r"got x.shape\[3\]=9, degree=2"),
+        (np.zeros((4, 8, 8)), "kv_seq"),
+        (np.zeros((3, 1, 8, 8)), "batch=3"),
+        (np.zeros((1, 3, 8, 8)), "heads"),
+        (np.zeros((1, 1, 8, 9)), "degree=2"),
     ],
 )
-def test_a_bias_that_cannot_be_sharded_is_refused(bias, message):
-    with pytest.raises(ValueError, match=message):
+def test_a_bias_that_cannot_be_sharded_is_refused(bias, named, refused):
+    with refused(InputError, named):
         attention().shard_bias(bias)
 
 
-def test_what_cannot_be_filled_up_or_cut_raises():
+def test_what_cannot_be_filled_up_or_cut_raises(refused):
     ours = attention()
-    with pytest.raises(ValueError, match=r"must be one array .*got a tuple\. Pad queries with"):
+    with refused(InputError):
         ours.pad(np.zeros((2, 5)), segment_ids=(np.zeros((2, 5), int),) * 2)
-    with pytest.raises(ValueError, match="integers that fit int32; got bool"):
+    with refused(InputError, "bool"):
         ours.pad(np.zeros((2, 5)), segment_ids=np.zeros((2, 5), bool))
     for method in (ours.unshard, functools.partial(ours.unpad, seq_len=8)):
-        with pytest.raises(ValueError, match=r"got axis=1 and shape \[8\]\. Give the axis"):
+        with refused(InputError, axis=1):
             method(on_mesh(ours, np.zeros(8)))
-    with pytest.raises(ValueError, match=r"one batch and length; got \(2, 5\), \(2, 7\)"):
+    with refused(InputError, "(2, 7)"):
         ours.pad(np.zeros((2, 5)), np.zeros((2, 7)))
-    with pytest.raises(ValueError, match="one batch and length; got none"):
+    with refused(InputError, "got none"):
         ours.pad()
-    with pytest.raises(ValueError, match=r"gives 5 tokens, 8; got shape \[2, 12\] and axis=1"):
+    with refused(InputError, axis=1):
         ours.unpad(np.zeros((2, 12)), seq_len=5)
-    with pytest.raises(ValueError, match="pad outside of jit"):
+    with refused(InputError, "outside of jit"):
         jax.eval_shape(ours.pad, np.zeros((2, 8)))
 
 
@@ -162,39 +162,39 @@ def test_results_come_back_in_natural_order():
 
 
 @pytest.mark.parametrize(
-    ("x", "message"),
+    ("x", "named"),
     [
-        (np.zeros(8), r"\[batch, seq, \.\.\.\]; got one of shape \[8\].*x\[None\]"),
-        (np.zeros((3, 8)), r"got batch=3, data=2\. Pad"),
-        (np.zeros((2, 9)), r"9, degree=2\. Pad to 12.*shift on the host.*attention\.shard\(ids"),
+        (np.zeros(8), "seq, ...]; got one of shape"),
+        (np.zeros((3, 8)), "batch=3"),
+        (np.zeros((2, 9)), "degree=2"),
     ],
 )
-def test_array_that_cannot_be_sharded_is_refused(x, message):
-    with pytest.raises(ValueError, match=message):
+def test_array_that_cannot_be_sharded_is_refused(x, named, refused):
+    with refused(InputError, named):
         attention().shard(x)
 
 
-def test_what_is_sharded_already_is_refused():
+def test_what_is_sharded_already_is_refused(refused):
     ours = attention()
     x = np.zeros((2, 8, 4, 4))
     for method in (ours.shard, ours.pad, ours.shard_bias):
-        with pytest.raises(ValueError, match="host or unsharded array"):
+        with refused(InputError):
             method(ours.shard(x))
-    with pytest.raises(ValueError, match="host or unsharded array"):
+    with refused(InputError):
         ours.pad(x, segment_ids=ours.shard(np.zeros((2, 8), int)))
 
 
 @pytest.mark.parametrize("degrees", [DEGREES, st.Degrees(ring=2, team=2), st.Degrees()])
-def test_what_was_brought_back_already_is_refused(degrees):
+def test_what_was_brought_back_already_is_refused(degrees, refused):
     """A cell of a notebook that runs twice must not permute twice."""
     ours = attention(degrees)
     out = ours.shard(np.arange(16).reshape(2, 8))
     result = ours.unshard(out)
     for x in (result, jnp.asarray(result))[: ours.mesh.size]:
         for method in (ours.unshard, functools.partial(ours.unpad, seq_len=8)):
-            with pytest.raises(InputError, match=r"on the devices of the mesh.*layout\.unpermute"):
+            with refused(InputError, "layout.unpermute"):
                 method(x)
-    with pytest.raises(InputError, match=r"got a ndarray of shape \[2, 8\] on the host"):
+    with refused(InputError):
         ours.unshard({"out": out, "result": result})
     np.testing.assert_array_equal(ours.unshard(on_mesh(ours, jax.device_get(out))), result)
 
@@ -206,9 +206,9 @@ def test_traced_array_is_refused(method):
         jax.jit(getattr(ours, method))(np.zeros((2, 8)))
 
 
-def test_shard_on_an_abstract_mesh_is_refused():
+def test_shard_on_an_abstract_mesh_is_refused(refused):
     ours = st.Attention(attention().mesh.abstract_mesh)
-    with pytest.raises(ValueError, match="AbstractMesh"):
+    with refused(InputError, "AbstractMesh"):
         ours.shard(np.zeros((2, 8)))
-    with pytest.raises(ValueError, match="shard_bias needs an attention on a mesh"):
+    with refused(InputError, "shard_bias"):
         ours.shard_bias(np.zeros((1, 1, 8, 8)))

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import startrail_jax as st
+from startrail_jax.errors import InputError
 from startrail_jax.rings.sizes import Sizes, dtype_name
 
 pytestmark = pytest.mark.quick
@@ -46,8 +47,8 @@ def test_bytes_are_those_of_the_arrays():
     assert (WHOLE.query_id_bytes, WHOLE.key_id_bytes) == (6 * 48 * 4, 6 * 96 * 4)
 
 
-def test_dtypes_are_read_from_names_and_types():
+def test_dtypes_are_read_from_names_and_types(refused):
     for dtype in ("bfloat16", jnp.bfloat16, np.dtype("bfloat16")):
         assert dtype_name(dtype) == "bfloat16"
-    with pytest.raises(ValueError, match=r"dtype must be one of float32, .*; got dtype='spam'"):
+    with refused(InputError, dtype="spam"):
         dtype_name("spam")

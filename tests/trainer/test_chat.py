@@ -128,7 +128,7 @@ def test_template_has_no_today_and_bounds_no_small_product():
     assert template(source).render([], "here")[0] == "26 Jul 2024 --- 3 32"
 
 
-def test_template_is_found_beside_the_tokenizer(tmp_path):
+def test_template_is_found_beside_the_tokenizer(tmp_path, refused):
     tokenizer, config = tmp_path / "tokenizer.json", tmp_path / "tokenizer_config.json"
     assert ChatTemplate.find(tokenizer, None) is None
     tokens = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "pad_token": None}
@@ -156,7 +156,7 @@ def test_template_is_found_beside_the_tokenizer(tmp_path):
     (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "</s>"}')
     assert ChatTemplate.find(tokenizer, None).render([], "")[0] == "</s>"
     config.unlink()
-    with pytest.raises(ValueError, match=r"absent.* must be a file of UTF-8; got FileNotFound"):
+    with refused(InputError, "absent"):
         ChatTemplate.find(tokenizer, tmp_path / "absent")
 
 
@@ -313,24 +313,24 @@ def test_line_that_is_no_example_raises(tmp_path, record, message):
 
 
 @pytest.mark.parametrize(
-    ("messages", "message"),
+    ("messages", "named"),
     [
-        (TALK[:2], r"must have a message of the assistant.*\['system', 'user'\] in .*talk.jsonl:1"),
-        ([{"content": "a"}], r"must be a list of objects with role and content; got \[\{'content'"),
-        ("hello", r"must be a list of objects with role and content; got 'hello'"),
+        (TALK[:2], "'system'"),
+        ([{"content": "a"}], "'content'"),
+        ("hello", "'hello'"),
         (
             [{"role": "assistant"}],
-            r"content of a message must be.*got \{'role': 'assistant'",
+            "'assistant'",
         ),
-        ([{"role": "assistant", "content": [{"text": "a"}]}], r"content of a message must be a te"),
-        ([{"role": "assistant", "content": "a", "weight": 0}], r"counts all messages .* alike"),
-        ([*TALK, {"role": "user", "content": "\ufdd0"}], r"must not hold '\\ufdd0' and '\\ufdd1'"),
+        ([{"role": "assistant", "content": [{"text": "a"}]}], "content of a message must be a te"),
+        ([{"role": "assistant", "content": "a", "weight": 0}], "counts all messages"),
+        ([*TALK, {"role": "user", "content": "\ufdd0"}], "'\\ufdd0'"),
     ],
 )
-def test_conversation_without_an_answer_raises(tmp_path, tokenizer, messages, message):
+def test_conversation_without_an_answer_raises(tmp_path, tokenizer, messages, named, refused):
     (tmp_path / "chat_template.jinja").write_text(CHATML)
     path = write(tmp_path / "talk.jsonl", {"messages": messages})
-    with pytest.raises(ValueError, match=message):
+    with refused(InputError, named):
         opened(of_completions(path, tokenizer=tokenizer))
 
 

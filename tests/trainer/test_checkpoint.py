@@ -21,12 +21,14 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from peak import Peak, needs_linux
+from startrail_jax.errors import InputError
 from trainer.checkpoints import reading, writing
 from trainer.checkpoints.checkpoint import (
     CheckpointError,
     Checkpoints,
 )
 from trainer.checkpoints.checksums import checksums_of
+from trainer.errors import StorageError
 
 REPOSITORY = Path(__file__).parents[2]
 DATA_STATE = {"epoch": 3, "position": [5, 7], "source": None, "name": "ä"}
@@ -280,23 +282,22 @@ def change_optimizer(state):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "named"),
     [
         (
             change_shape,
-            r"differs in 1[0-9] arrays:\n  optimizer/1/0/mu/blocks/0/bias/value: float32\[16\] in "
-            r"the checkpoint, float32\[32\] now",
+            "differs in 1",
         ),
-        (change_type, r"parameters/blocks/0/bias/value: float32\[16\] in .* float16\[16\] now"),
-        (change_optimizer, r"optimizer/0/trace/blocks/0/bias/value: missing in .* float32\[16\]"),
+        (change_type, "float16[16] now"),
+        (change_optimizer, "float32[16]"),
     ],
 )
-def test_checkpoint_of_another_model_names_the_arrays(tmp_path, change, message):
+def test_checkpoint_of_another_model_names_the_arrays(tmp_path, change, named, refused):
     state = make_state()
     with Checkpoints(tmp_path, keep=1) as checkpoints:
         checkpoints.save(17, state, {})
         checkpoints.wait()
-        with pytest.raises(ValueError, match=message) as caught:
+        with refused(InputError, named) as caught:
             checkpoints.restore(as_it_is(change(state)))
         assert str(tmp_path / "17") in str(caught.value)
         assert "another --run-dir" in str(caught.value)
@@ -385,10 +386,10 @@ def truncate(path):
     os.truncate(path, path.stat().st_size // 2)
 
 
-def test_nothing_to_restore_raises(tmp_path):
+def test_nothing_to_restore_raises(tmp_path, refused):
     with (
         Checkpoints(tmp_path, keep=2) as checkpoints,
-        pytest.raises(CheckpointError, match="must be a checkpoint to restore; got none in"),
+        refused(CheckpointError),
     ):
         checkpoints.restore({"a": jax.ShapeDtypeStruct((3,), jnp.int32)})
 
@@ -421,14 +422,14 @@ def test_advice_about_space_is_given_only_where_space_is_missing(tmp_path):
     )
 
 
-def test_unwritable_folder_raises(tmp_path):
+def test_unwritable_folder_raises(tmp_path, refused):
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/none")):
-        with pytest.raises(OSError, match=r"must be one that can be written; got /.*another --run"):
+        with refused(StorageError, "--run-dir"):
             Checkpoints(folder, keep=1)
 
 
-def test_check_space_counts_what_will_be_kept(tmp_path, monkeypatch):
+def test_check_space_counts_what_will_be_kept(tmp_path, monkeypatch, refused):
     state = {"a": jnp.zeros((240, 1000)), "b": jnp.zeros(20_000, jnp.bfloat16)}  # 1 MB
     usage = {"free": 0}
     monkeypatch.setattr(
@@ -436,7 +437,7 @@ def test_check_space_counts_what_will_be_kept(tmp_path, monkeypatch):
     )
     with Checkpoints(tmp_path, keep=2) as checkpoints:
         usage["free"] = 2_900_000
-        with pytest.raises(CheckpointError, match=r"3 more checkpoints of 0.001 GB each in .*keep"):
+        with refused(CheckpointError, "0.001 GB"):
             checkpoints.check_space(as_it_is(state))
         usage["free"] = 3_000_000
         checkpoints.check_space(as_it_is(state))
@@ -445,7 +446,7 @@ def test_check_space_counts_what_will_be_kept(tmp_path, monkeypatch):
         checkpoints.save(3, state, {})
         checkpoints.wait()
         usage["free"] = 900_000
-        with pytest.raises(CheckpointError, match="1 more checkpoints"):
+        with refused(CheckpointError, "1 more"):
             checkpoints.check_space(as_it_is(state))
         usage["free"] = 1_000_000
         checkpoints.check_space(as_it_is(state))
@@ -461,17 +462,17 @@ def test_data_state_is_saved_as_json(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("broadcast", "message"),
+    ("broadcast", "named"),
     [
         (
             [None, 6],
-            r"got step 0 as the newest here, and step 6 in process 0, in .*Use a --run-",
+            "process 0",
         ),
-        ([5, 0], r"must see the same folder of checkpoints; got another one in process 0, in "),
+        ([5, 0], "process 0"),
     ],
 )
 def test_processes_that_see_other_checkpoints_are_refused(
-    broadcast, message, tmp_path, monkeypatch
+    broadcast, named, tmp_path, monkeypatch, refused
 ):
     with Checkpoints(tmp_path, keep=1) as checkpoints:
         assert checkpoints.begin_after() == 0
@@ -481,6 +482,6 @@ def test_processes_that_see_other_checkpoints_are_refused(
             return x if first is None else np.int32(first)
 
         monkeypatch.setattr(multihost_utils, "broadcast_one_to_all", one_to_all)
-        with pytest.raises(CheckpointError, match=message):
+        with refused(CheckpointError, named):
             checkpoints.begin_after()
         assert list(tmp_path.iterdir()) == []

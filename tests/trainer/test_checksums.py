@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from startrail_jax.errors import InputError
 from trainer import durable
 from trainer.checkpoints import checksums
 from trainer.checkpoints.checkpoint import CheckpointError, Checkpoints
@@ -166,7 +167,7 @@ def test_checksum_notices_two_signs_and_two_places():
 
 
 @pytest.mark.quick
-def test_wrong_values_are_named_with_their_step(tmp_path):
+def test_wrong_values_are_named_with_their_step(tmp_path, refused):
     shapes = save(tmp_path, (5,))
     checksums = Checksums.read(tmp_path / "5")
     assert checksums is not None
@@ -175,13 +176,10 @@ def test_wrong_values_are_named_with_their_step(tmp_path):
     checksums.write(tmp_path / "5")
     with (
         Checkpoints(tmp_path, keep=1) as checkpoints,
-        pytest.raises(
-            CheckpointError,
-            match=r"/5 is damaged: the checksum of weights/matrix is another\. No whole one is",
-        ),
+        refused(CheckpointError, "/5"),
     ):
         checkpoints.restore(shapes)
-    with pytest.raises(CheckpointError, match=r"/5 is damaged: .*weights/matrix.* is left in"):
+    with refused(CheckpointError, "/5"):
         restore_weights(tmp_path, shapes["weights"])
     assert [path.name for path in tmp_path.iterdir()] == ["5"]  # Nothing is renamed.
 
@@ -197,14 +195,14 @@ def test_checkpoint_without_checksums_is_restored_and_that_is_said(tmp_path):
     assert notes[0].startswith("The checkpoint of step 5 has no checksums")
 
 
-def test_other_settings_are_refused(tmp_path):
+def test_other_settings_are_refused(tmp_path, refused):
     shapes = save(tmp_path, (5,))
     now = {"seed": "--seed 4", "model.width": "--model.width 8", "new": "--new"}
     with Checkpoints(tmp_path, keep=1) as checkpoints:
-        with pytest.raises(ValueError, match=r"(?s)/5, with.*--seed 0 there, --seed 4 now\n.*json"):
+        with refused(InputError, "--seed"):
             checkpoints.restore(shapes, now)
         assert checkpoints.latest == 5
-    with pytest.raises(ValueError, match=r"--seed 0 there, --seed 4 now"):
+    with refused(InputError, "--seed"):
         restore_weights(tmp_path, shapes["weights"], now)
 
 
@@ -221,7 +219,7 @@ def test_samples_are_drawn_from_the_newest_whole_checkpoint(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"3", "5"}  # It writes nothing.
 
 
-def test_checkpoint_that_may_be_whole_is_not_set_aside(tmp_path, monkeypatch):
+def test_checkpoint_that_may_be_whole_is_not_set_aside(tmp_path, monkeypatch, refused):
     shapes = save(tmp_path, (3, 5))
 
     def refuse(folder):
@@ -230,7 +228,7 @@ def test_checkpoint_that_may_be_whole_is_not_set_aside(tmp_path, monkeypatch):
     monkeypatch.setattr(Checksums, "read", refuse)
     with (
         Checkpoints(tmp_path, keep=2) as checkpoints,
-        pytest.raises(CheckpointError, match=r"/5 may be whole, but it could not .*Permission"),
+        refused(CheckpointError, "/5"),
     ):
         checkpoints.restore(shapes)
     assert {path.name for path in tmp_path.iterdir()} == {"3", "5"}

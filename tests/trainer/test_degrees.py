@@ -12,6 +12,7 @@ from programs import make_config, make_program
 from startrail_jax.analysis.settings import all_degrees
 from startrail_jax.devices.degrees import ROLES
 from startrail_jax.devices.nodes import nodes_of
+from startrail_jax.errors import InputError
 from trainer.config import AttentionConfig, MeshConfig
 from trainer.gpt.objective import NextToken
 from trainer.parallel.degrees import (
@@ -64,18 +65,18 @@ def test_choose_degrees_fills_what_is_left_open(num_devices, given, expected):
 
 
 @pytest.mark.parametrize(
-    ("num_devices", "given", "message"),
+    ("num_devices", "given", "named"),
     [
-        (8, {"team": 4}, r"must divide.*team=4 \* group=4.* = 16 for 8 devices.*--mesh.group 1"),
-        (8, {"data": 3}, r"must divide.*data=3.* = 3 for 8 devices.*--devices 3"),
-        (8, {"ring": 3}, r"must be the number.*ring=3.* for 8 devices.*Leave out --mesh.ring"),
-        (6, {"team": 2}, r"must divide.*= 4 for 6 devices.*--mesh.group 1 with --mesh.team 2"),
-        (8, {"team": 3, "group": 1}, r"must divide.*team=3.* = 3 for 8.*Change a degree"),
-        (8, {"team": 1, "group": 1, "ring": 1, "data": 16}, r"= 16 for 8 devices.*--devices 16"),
+        (8, {"team": 4}, "group=4"),
+        (8, {"data": 3}, "data=3"),
+        (8, {"ring": 3}, "ring=3"),
+        (6, {"team": 2}, "--mesh.group"),
+        (8, {"team": 3, "group": 1}, "team=3"),
+        (8, {"team": 1, "group": 1, "ring": 1, "data": 16}, "--devices"),
     ],
 )
-def test_choose_degrees_that_miss_the_devices_raise(num_devices, given, message):
-    with pytest.raises(ValueError, match=message):
+def test_choose_degrees_that_miss_the_devices_raise(num_devices, given, named, refused):
+    with refused(InputError, named):
         choose_degrees(MeshConfig(**given), num_devices, TINY)
 
 
@@ -187,9 +188,9 @@ def test_former_degrees_of_a_run_are_kept_unless_flags_say_otherwise(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"degrees": {"ring": 0}}', '{"degrees": [2]}'])
-def test_a_broken_note_of_degrees_is_refused(tmp_path, text):
+def test_a_broken_note_of_degrees_is_refused(tmp_path, text, refused):
     (tmp_path / "mesh.json").write_text(text)
-    with pytest.raises(ValueError, match=r"mesh.json must hold the degrees.*Delete it"):
+    with refused(InputError, "mesh.json"):
         read_mesh(tmp_path)
 
 
@@ -206,17 +207,17 @@ def test_log_says_which_axes_cross_nodes():
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("given", "named"),
     [
-        ({"order": ("ring", "team")}, "or each of data ring group team head tensor once; got .*=r"),
-        ({"order": ("ring",)}, "must be a named order.*Use for example --mesh.order rings_inside"),
+        ({"order": ("ring", "team")}, "each of data ring group team head tensor once;"),
+        ({"order": ("ring",)}, "--mesh.order"),
         ({"order": ()}, "must be a named order"),
         ({"order": ("head_first", "rings_inside")}, "must be a named order"),
-        ({"devices_per_node": 0}, "mesh.devices_per_node must be at least 1; got .*=0"),
+        ({"devices_per_node": 0}, "mesh.devices_per_node"),
     ],
 )
-def test_orders_and_nodes_that_cannot_be_are_refused(given, message):
-    with pytest.raises(ValueError, match=message):
+def test_orders_and_nodes_that_cannot_be_are_refused(given, named, refused):
+    with refused(InputError, named):
         MeshConfig(**given)
 
 

@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 
 import startrail_jax as st
+from startrail_jax.errors import InputError
 from trainer.config import OptimizerConfig
 from trainer.dit.batches import PADDING
 from trainer.dit.config import (
@@ -198,18 +199,18 @@ def test_a_model_that_predicts_0_leaves_the_noise(target, sampler):
 
 
 @pytest.mark.parametrize(
-    ("target", "changes", "message"),
+    ("target", "changes", "named"),
     [
-        ("flow", {"sampler": "ddim"}, "'flow' needs one of the samplers .*sampler='ddim'"),
-        ("v", {"sampler": "euler"}, "'v' needs one of the samplers .*sampler='euler'"),
-        ("flow", {"steps": 0}, "steps must be at least 1; got steps=0"),
-        ("flow", {"guidance": math.nan}, "guidance must be at least 0 and finite; got .*=nan"),
-        ("flow", {"guidance": -1.0}, "guidance must be at least 0 and finite; got .*=-1"),
+        ("flow", {"sampler": "ddim"}, "sampler='ddim'"),
+        ("v", {"sampler": "euler"}, "sampler='euler'"),
+        ("flow", {"steps": 0}, "steps=0"),
+        ("flow", {"guidance": math.nan}, "0 and"),
+        ("flow", {"guidance": -1.0}, "0 and"),
     ],
 )
-def test_what_the_model_has_not_learnt_is_refused_at_once(target, changes, message):
+def test_what_the_model_has_not_learnt_is_refused_at_once(target, changes, named, refused):
     program = make_program(config=with_target(CONFIG, target))
-    with pytest.raises(ValueError, match=message):
+    with refused(InputError, named):
         make_drawing(program, **changes)
 
 
@@ -225,21 +226,21 @@ def test_guidance_needs_something_to_go_away_from():
 
 
 @pytest.mark.parametrize(
-    ("config", "wishes", "message"),
+    ("config", "wishes", "named"),
     [
-        (CONFIG, {"labels": [*LABELS[1:], 4]}, "labels must .* got label=4, classes=3"),
-        (CONFIG, {"labels": [-1, *LABELS[1:]]}, "labels must .* got label=-1, classes=3"),
-        (CONFIG, {"captions": None}, "captions must be given .* captions=None, caption_length=5"),
-        (NO_TEXT, {}, "captions must be given .* captions=.*b'two'.*, caption_length=0"),
-        (CONFIG, {"captions": CAPTIONS[1:]}, "as many as labels; got 4 captions, 5 labels"),
-        (CONFIG, {"captions": [b"longer", *CAPTIONS[1:]]}, "=5 .* got 6 in 'longer', the longest"),
-        (CONFIG, {"seed": 2**32}, "seed must be .* got seed=4294967296"),
-        (CONFIG, {"seed": -1}, "seed must be .* got seed=-1"),
+        (CONFIG, {"labels": [*LABELS[1:], 4]}, "classes=3"),
+        (CONFIG, {"labels": [-1, *LABELS[1:]]}, "classes=3"),
+        (CONFIG, {"captions": None}, "caption_length=5"),
+        (NO_TEXT, {}, "caption_length=0"),
+        (CONFIG, {"captions": CAPTIONS[1:]}, "5 labels"),
+        (CONFIG, {"captions": [b"longer", *CAPTIONS[1:]]}, "'longer'"),
+        (CONFIG, {"seed": 2**32}, "seed=4294967296"),
+        (CONFIG, {"seed": -1}, "seed=-1"),
     ],
 )
-def test_wishes_that_the_model_cannot_take_are_refused_at_once(config, wishes, message):
+def test_wishes_that_the_model_cannot_take_are_refused_at_once(config, wishes, named, refused):
     drawing = make_drawing(make_program(config=config))
-    with pytest.raises(ValueError, match=message):
+    with refused(InputError, named):
         drawing.draw(None, **{"labels": LABELS, "captions": CAPTIONS, "seed": 0} | wishes)
 
 

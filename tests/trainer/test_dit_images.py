@@ -276,9 +276,9 @@ def test_image_of_16_bits_is_refused(folder, refused):
 
 
 @pytest.mark.parametrize("content", [b"", b"no image", b"\x89PNG\r\n\x1a\n"], ids=str)
-def test_file_that_is_no_image_is_named_when_data_are_opened(folder, content):
+def test_file_that_is_no_image_is_named_when_data_are_opened(folder, content, refused):
     (folder / "dog/bad.png").write_bytes(content)
-    with pytest.raises(ValueError, match=r"bad\.png' must be a whole image; got"):
+    with refused(InputError, "bad.png"):
         open_images(folder)
 
 
@@ -501,35 +501,33 @@ def test_file_that_changes_after_it_was_checked_is_named(folder, refused):
         examples(opened)
     (folder / "dog/4.png").unlink()
     # It may be back soon, so it is not bad.
-    with pytest.raises(
-        ValueError, match=r"4\.png' must be .* got FileNotFoundError.*or restore it"
-    ):
+    with refused(InputError, "4.png"):
         examples(opened)
 
 
-def test_folder_that_cannot_be_listed_is_named(folder, monkeypatch):
+def test_folder_that_cannot_be_listed_is_named(folder, monkeypatch, refused):
     def refuse(path):
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr("os.scandir", refuse)
-    with pytest.raises(ValueError, match=r"images' must be readable; got PermissionError"):
+    with refused(InputError):
         open_images(folder)
 
 
 @pytest.mark.parametrize(
-    ("content", "match"),
+    ("content", "named"),
     [
-        (None, r"must have its caption.*got FileNotFoundError for '.*4\.txt'"),
-        (b"gr\xf6", r"Captions must be UTF-8; got byte 0xf6 at offset 2 of '.*4\.txt'"),
-        (b"123456", r"at most model\.caption_length bytes.*got 6 in '.*4\.txt' for.*=5.*of 1 that"),
+        (None, "4.txt"),
+        (b"gr\xf6", "4.txt"),
+        (b"123456", "model.caption_length"),
     ],
 )
-def test_wrong_caption_of_a_file_is_named(folder, content, match):
+def test_wrong_caption_of_a_file_is_named(folder, content, named, refused):
     for path in folder.glob("[acd]*/**/[123].*"):
         path.with_suffix(".txt").write_bytes(b"right")
     if content is not None:
         (folder / "dog/4.txt").write_bytes(content)
-    with pytest.raises(ValueError, match=match):
+    with refused(InputError, named):
         open_images(folder, caption_length=5)
 
 
@@ -552,20 +550,20 @@ def one_infinite():
 
 
 @pytest.mark.parametrize(
-    ("latents", "match"),
+    ("latents", "named"),
     [
-        (np.zeros((6, 3, 5, 4)), r"`latents` must have the shape \[number, 2, 3, 5, 4\]; got"),
-        (np.zeros((6, 2, 3, 4, 5)), r"got shape \(6, 2, 3, 4, 5\) of float64"),
-        (np.zeros((6, 2, 3, 5, 4), int), r"`latents` must be floating; got.*int64"),
-        (one_infinite(), r"`latents` must be finite in float32; got others in example 3"),
-        (np.zeros((0, 2, 3, 5, 4)), r"Data must be at least 2 examples.*got 0"),
-        (np.array([None] * 6), r"whole \*\.npz file of arrays without objects; got"),
+        (np.zeros((6, 3, 5, 4)), "must have the shape [number, 2, 3, 5, 4];"),
+        (np.zeros((6, 2, 3, 4, 5)), "shape (6, 2, 3, 4, 5) of"),
+        (np.zeros((6, 2, 3, 5, 4), int), "`latents` must be floating; got"),
+        (one_infinite(), "example 3"),
+        (np.zeros((0, 2, 3, 5, 4)), "2 examples"),
+        (np.array([None] * 6), "*.npz file of arrays without objects;"),
     ],
     ids=["rank", "shape", "integers", "infinite", "empty", "objects"],
 )
-def test_npz_with_wrong_latents_is_refused(tmp_path, latents, match):
+def test_npz_with_wrong_latents_is_refused(tmp_path, latents, named, refused):
     path = write_npz(tmp_path / "x.npz", latents=latents)
-    with pytest.raises(ValueError, match=match):
+    with refused(InputError, named):
         open_images(path, **LATENTS)
 
 
@@ -613,18 +611,18 @@ def test_only_latents_of_an_unusual_scale_are_warned_of(tmp_path, scale, warns):
 
 
 @pytest.mark.parametrize(
-    ("labels", "match"),
+    ("labels", "named"),
     [
-        (np.zeros(5, int), r"`labels` must be 6 integers.*got shape \(5,\) of int64"),
-        (np.zeros(6), r"`labels` must be 6 integers.*got shape \(6,\) of float64"),
-        (np.array([0, 1, 3, 0, 0, 0]), r"got 3 for example 2.*--model\.classes 4"),
-        (np.array([0, -1, 1, 0, 0, 0]), r"got -1 for example 1"),
+        (np.zeros(5, int), "be 6"),
+        (np.zeros(6), "be 6"),
+        (np.array([0, 1, 3, 0, 0, 0]), "--model.classes"),
+        (np.array([0, -1, 1, 0, 0, 0]), "example 1"),
     ],
     ids=["few", "floating", "high", "negative"],
 )
-def test_npz_with_wrong_labels_is_refused(tmp_path, labels, match):
+def test_npz_with_wrong_labels_is_refused(tmp_path, labels, named, refused):
     path = write_npz(tmp_path / "x.npz", labels=labels)
-    with pytest.raises(ValueError, match=match):
+    with refused(InputError, named):
         open_images(path, **LATENTS, classes=3)
 
 
@@ -635,18 +633,18 @@ def test_npz_without_an_array_that_the_model_needs_is_refused(tmp_path, refused)
 
 
 @pytest.mark.parametrize(
-    ("captions", "match"),
+    ("captions", "named"),
     [
-        (np.array(["a"] * 5), r"`captions` must be 6 strings.*got shape \(5,\) of <U1"),
-        (np.zeros(6), r"`captions` must be 6 strings.*got shape \(6,\) of float64"),
-        (np.array(["a", "ééé", *"cdef"]), r"got 6 in caption 1 of '.*npz' for caption_length=5"),
-        (np.array(["a", "\ud800", *"cdef"]), r"lone surrogate '\\ud800' in caption 1 of"),
+        (np.array(["a"] * 5), "be 6"),
+        (np.zeros(6), "be 6"),
+        (np.array(["a", "ééé", *"cdef"]), "caption_length=5"),
+        (np.array(["a", "\ud800", *"cdef"]), "'\\ud800'"),
     ],
     ids=["few", "numbers", "long", "surrogate"],
 )
-def test_npz_with_wrong_captions_is_refused(tmp_path, captions, match):
+def test_npz_with_wrong_captions_is_refused(tmp_path, captions, named, refused):
     path = write_npz(tmp_path / "x.npz", captions=captions)
-    with pytest.raises(ValueError, match=match):
+    with refused(InputError, named):
         open_images(path, **LATENTS, caption_length=5)
 
 
@@ -670,8 +668,8 @@ def damaged_npz(path):
     ],
     ids=["empty", "text", "truncated", "damaged", "npy"],
 )
-def test_file_that_is_no_npz_is_refused(tmp_path, content):
+def test_file_that_is_no_npz_is_refused(tmp_path, content, refused):
     path = tmp_path / "x.npz"
     path.write_bytes(content(path))
-    with pytest.raises(ValueError, match=r"must be a folder of images, or a whole \*\.npz.*got"):
+    with refused(InputError):
         open_images(path, **LATENTS)

@@ -12,6 +12,7 @@ from PIL import Image
 import train
 from configs.dit import dit_1b, dit_digits
 from programs import interrupt_after, shared_programs
+from startrail_jax.errors import InputError
 from trainer.dit.config import DiTTrainConfig
 from trainer.run.settings import load_config, save_config
 
@@ -49,11 +50,11 @@ def test_an_interrupted_run_goes_on_on_another_mesh(tmp_path, monkeypatch):
     np.testing.assert_allclose(second.validation, undisturbed.validation, rtol=1e-5)
 
 
-def test_average_is_neither_begun_nor_left_by_a_run_that_goes_on(tmp_path):
+def test_average_is_neither_begun_nor_left_by_a_run_that_goes_on(tmp_path, refused):
     config = replace(dit_digits(), run_dir=tmp_path)
     (tmp_path / "checkpoints" / "3").mkdir(parents=True)
     save_config(config, tmp_path / "config.json")
-    with pytest.raises(ValueError, match=r"--ema-decay 0.995 there, None now"):
+    with refused(InputError, "--ema-decay"):
         run(tmp_path, "--ema-decay None --allow-changes", steps=1)
 
 
@@ -64,9 +65,9 @@ def npz(folder, **arrays):
 
 
 @pytest.mark.quick
-def test_latents_of_the_wrong_rank_are_refused_before_there_is_a_run(tmp_path):
+def test_latents_of_the_wrong_rank_are_refused_before_there_is_a_run(tmp_path, refused):
     data = npz(tmp_path, latents=np.zeros((4, 8, 8), np.float32), labels=np.zeros(4, int))
-    with pytest.raises(ValueError, match=r"latents.*got.*\(4, 8, 8\)"):
+    with refused(InputError):
         run(tmp_path / "run", data, steps=1)
     assert not (tmp_path / "run").exists()
 
@@ -80,10 +81,10 @@ def images(folder, count=12):
     return f"--data.path {folder / 'images'} --model.classes 2"
 
 
-def test_image_of_another_size_is_refused_before_there_is_a_run(tmp_path):
+def test_image_of_another_size_is_refused_before_there_is_a_run(tmp_path, refused):
     data = images(tmp_path)
     Image.new("L", (8, 9)).save(tmp_path / "images" / "1" / "odd.png")
-    with pytest.raises(ValueError, match=r"odd\.png"):
+    with refused(InputError, "odd.png"):
         run(tmp_path / "run", data, steps=1)
     assert not (tmp_path / "run").exists()
 
@@ -124,28 +125,28 @@ def test_settings_of_images_survive_and_an_older_file_lacks_them(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("part", "change", "message"),
+    ("part", "change", "named"),
     [
-        (None, {"size": (1, 7, 8)}, r"patch must divide size.*patch=\(1, 2, 2\), size=\(1, 7, 8\)"),
-        (None, {"size": (0, 8, 8)}, r"size must be at least 1; got size=0"),
-        (None, {"ema_decay": 1.0}, r"ema_decay must be above 0 and below 1; got ema_decay=1.0"),
-        ("model", {"heads": 5}, r"heads must divide model.width; got heads=5"),
-        ("model", {"width": 7, "heads": 1}, r"width must be even and at least 8.*width=7. Use 8"),
-        ("model", {"patch": (1, 0, 2)}, r"model.patch must be at least 1"),
-        ("model", {"classes": -1}, r"classes must be at least 0"),
-        ("diffusion", {"dropout": 1.0}, r"dropout must be at least 0 and below 1; got .*=1.0"),
-        ("data", {"held_out": 0.0}, r"held_out must be above 0 and below 1; got held_out=0.0"),
-        ("data", {"max_bad": -1}, r"data.max_bad must be at least 0; got data.max_bad=-1"),
-        ("data", {"max_bad": 1}, r"max_bad needs files.*got max_bad=1, path=None"),
-        ("data", {"resize": "pad"}, r"needs a folder of images; got resize='pad', path=None"),
-        ("data", {"resize": "pad", "path": NPZ}, r"needs a folder.*resize='pad', path=x.npz"),
-        ("data", {"latent_scale": 0.0, "path": NPZ}, r"above 0 and finite; got latent_scale=0.0"),
-        ("data", {"latent_scale": 0.5}, r"needs latents.*got latent_scale=0.5, path=None"),
+        (None, {"size": (1, 7, 8)}, "patch=(1, 2, 2"),
+        (None, {"size": (0, 8, 8)}, "size=0"),
+        (None, {"ema_decay": 1.0}, "ema_decay=1.0"),
+        ("model", {"heads": 5}, "heads=5"),
+        ("model", {"width": 7, "heads": 1}, "width=7"),
+        ("model", {"patch": (1, 0, 2)}, "model.patch"),
+        ("model", {"classes": -1}, "classes must be at least 0"),
+        ("diffusion", {"dropout": 1.0}, "1.0"),
+        ("data", {"held_out": 0.0}, "held_out=0.0"),
+        ("data", {"max_bad": -1}, "data.max_bad=-1"),
+        ("data", {"max_bad": 1}, "max_bad=1"),
+        ("data", {"resize": "pad"}, "resize='pad'"),
+        ("data", {"resize": "pad", "path": NPZ}, "resize='pad'"),
+        ("data", {"latent_scale": 0.0, "path": NPZ}, "latent_scale=0.0"),
+        ("data", {"latent_scale": 0.5}, "latent_scale=0.5"),
     ],
 )
-def test_config_that_cannot_be_raises(part, change, message):
+def test_config_that_cannot_be_raises(part, change, named, refused):
     config = dit_digits()
-    with pytest.raises(ValueError, match=message):
+    with refused(InputError, named):
         replace(config if part is None else getattr(config, part), **change)
 
 
@@ -155,9 +156,9 @@ def test_dit_1b_is_of_512k_tokens():
     assert (config.model.layers, config.model.heads, config.model.width) == (24, 24, 1536)
 
 
-def test_run_folder_of_a_gpt_is_left_alone(tmp_path):
+def test_run_folder_of_a_gpt_is_left_alone(tmp_path, refused):
     (tmp_path / "checkpoints" / "3").mkdir(parents=True)
     config = replace(train.RECIPES["gpt_tiny"](), run_dir=tmp_path)
     save_config(config, tmp_path / "config.json")
-    with pytest.raises(ValueError, match=r"a run of kind 'gpt', and a config of kind 'dit'"):
+    with refused(InputError, "'gpt'"):
         run(tmp_path, steps=1)

@@ -9,6 +9,7 @@ import pytest
 
 import train
 from configs.gpt import gpt_tiny
+from startrail_jax.errors import InputError
 from trainer import loop as training_loop
 from trainer.errors import LossSpikeError, NonFiniteError
 from trainer.run.divergence import LEAST_LOSSES, Judgement, Watch
@@ -31,24 +32,20 @@ def judge(watch, step, loss, saved=None):
 
 
 @pytest.mark.quick
-def test_skipping_ends_after_so_many_steps_in_a_row():
+def test_skipping_ends_after_so_many_steps_in_a_row(refused):
     skipping = watch(non_finite="skip", non_finite_limit=3)
     for start in (0, 10):
         assert judge(skipping, start + 1, math.nan) is Judgement.SKIPPED
         assert judge(skipping, start + 2, math.inf) is Judgement.SKIPPED
         if not start:
             assert judge(skipping, start + 3, 5.0) is Judgement.GOOD
-    with pytest.raises(
-        NonFiniteError,
-        match=r"finite in one of 3 steps; got loss nan.* in step 13 and others in all steps since "
-        r"11, .*Step 8 is saved.*lower --optimizer.learning-rate.*--non-finite-limit",
-    ):
+    with refused(NonFiniteError, "--optimizer.learning-rate"):
         judge(skipping, 13, math.nan, saved=8)
-    with pytest.raises(NonFiniteError, match=r"got loss nan.* in step 1\. There is no checkpoint"):
+    with refused(NonFiniteError, "step 1"):
         judge(watch(), 1, math.nan)
 
 
-def test_spike_is_told_by_the_median_of_the_losses_before():
+def test_spike_is_told_by_the_median_of_the_losses_before(refused):
     guard = watch(spike_factor=2.0)
     for step in range(LEAST_LOSSES):
         # Too few to compare with; and one of them was high.
@@ -59,22 +56,22 @@ def test_spike_is_told_by_the_median_of_the_losses_before():
     line = guard.go_back(21, 11.0, 16)
     assert line.startswith("loss spike: loss 11.0000 in step 21, where the median of those before")
     assert line.endswith("goes back to step 16, and leaves out the batches of steps 17 to 21.")
-    with pytest.raises(LossSpikeError, match=r"spike_factor=2.0 times.*back to step 16 once and"):
+    with refused(LossSpikeError, spike_factor=2.0):
         guard.go_back(22, 12.0, 16)
     guard.go_back(23, 12.0, 20)
     assert judge(watch(), 1, 1e9) is Judgement.GOOD  # Off by default.
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "named"),
     [
-        ({"spike_factor": 1.0}, r"spike_factor must be above 1 and finite; got spike_factor=1.0"),
-        ({"spike_factor": math.inf}, r"spike_factor must be above 1 and finite; got .*=inf"),
-        ({"non_finite_limit": 0}, r"non_finite_limit must be at least 1; got non_finite_limit=0"),
+        ({"spike_factor": 1.0}, "spike_factor=1.0"),
+        ({"spike_factor": math.inf}, "spike_factor"),
+        ({"non_finite_limit": 0}, "non_finite_limit=0"),
     ],
 )
-def test_limits_that_cannot_be_raise(change, message):
-    with pytest.raises(ValueError, match=message):
+def test_limits_that_cannot_be_raise(change, named, refused):
+    with refused(InputError, named):
         replace(gpt_tiny(), **change)
 
 
@@ -108,10 +105,12 @@ def saved_steps(folder):
 
 
 @pytest.mark.slow
-def test_loss_spike_leads_back_once_and_its_data_are_left_out(tmp_path, monkeypatch, capsys):
+def test_loss_spike_leads_back_once_and_its_data_are_left_out(
+    tmp_path, monkeypatch, capsys, refused
+):
     with monkeypatch.context() as patch:
         plant(patch, lambda batch: batch >= 13)
-        with pytest.raises(LossSpikeError, match=r"in step 11, .* back to step 8 once"):
+        with refused(LossSpikeError, "step 11"):
             run(tmp_path)
     assert "in step 13, where the median" in capsys.readouterr().out
     # The state after step 12 led to the spike: it does not count.
@@ -142,7 +141,9 @@ def test_loss_spike_leads_back_once_and_its_data_are_left_out(tmp_path, monkeypa
 
 
 @pytest.mark.slow
-def test_spike_before_the_first_checkpoint_leads_back_to_the_beginning(tmp_path, monkeypatch):
+def test_spike_before_the_first_checkpoint_leads_back_to_the_beginning(
+    tmp_path, monkeypatch, refused
+):
     plant(monkeypatch, lambda batch: batch == 11)
     monkeypatch.setattr(training_loop.Checkpoints, "latest", None)
     begun = []
@@ -154,7 +155,7 @@ def test_spike_before_the_first_checkpoint_leads_back_to_the_beginning(tmp_path,
         confirm(self, step)
 
     monkeypatch.setattr(training_loop.Loop, "confirm_by_evaluation", diverged)
-    with pytest.raises(NonFiniteError, match=r"held-out data must be.*got nan after step 16"):
+    with refused(NonFiniteError, "step 16"):
         run(tmp_path)
     assert begun[0][1] == 16
     assert saved_steps(tmp_path) == [4, 8, 12]

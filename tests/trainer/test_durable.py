@@ -87,16 +87,14 @@ def test_metrics_that_end_in_nuls_lose_those_alone(tmp_path):
     assert records.drop_after(path, 9) == 0
 
 
-def test_sums_name_the_file_that_is_another(tmp_path):
+def test_sums_name_the_file_that_is_another(tmp_path, refused):
     (tmp_path / "a").write_text("one")
     (tmp_path / "b").write_text("two")
     assert check_sums(tmp_path, "Copy it.") is None
     write_sums(tmp_path)
     assert check_sums(tmp_path, "Copy it.").keys() == {"a", "b"}
     (tmp_path / "b").write_text("twp")
-    with pytest.raises(
-        ValueError, match=r"as they were written; got '.*/b': its checksum.* Copy it\."
-    ):
+    with refused(InputError):
         check_sums(tmp_path, "Copy it.")
     (tmp_path / SUMS_FILE).write_text('["a"]')
     with pytest.raises(ValueError, match=rf"got '.*/{SUMS_FILE}': "):
@@ -104,10 +102,10 @@ def test_sums_name_the_file_that_is_another(tmp_path):
 
 
 @pytest.mark.parametrize("content", ["", "{", '{"a": 1', '["a"]', "3", '{"a": null}', "[" * 10_000])
-def test_torn_checksums_are_no_checksums_of_earlier_versions(content, tmp_path):
+def test_torn_checksums_are_no_checksums_of_earlier_versions(content, tmp_path, refused):
     (tmp_path / "a").write_text("one")
     (tmp_path / SUMS_FILE).write_text(content)
-    with pytest.raises(InputError, match=r"as they were written; got '.*/.*'.* Copy it\."):
+    with refused(InputError):
         check_sums(tmp_path, "Copy it.")
 
 
@@ -128,7 +126,7 @@ def test_checksums_appear_whole(tmp_path, monkeypatch):
     assert check_sums(tmp_path, "Copy it.").keys() == {"a"}
 
 
-def test_file_that_cannot_be_read_is_not_called_damaged(tmp_path, monkeypatch):
+def test_file_that_cannot_be_read_is_not_called_damaged(tmp_path, monkeypatch, refused):
     (tmp_path / "a").write_text("one")
     write_sums(tmp_path)
 
@@ -136,9 +134,9 @@ def test_file_that_cannot_be_read_is_not_called_damaged(tmp_path, monkeypatch):
         raise OSError(errno.EIO, "Input/output error", str(file))
 
     monkeypatch.setattr(sums, "sha256_of", fail)
-    with pytest.raises(StorageError, match=r"must be readable; got '.*/a': .*Input/output error"):
+    with refused(StorageError, "Input/output error"):
         check_sums(tmp_path, "Copy it.")
     (tmp_path / "a").unlink()
     monkeypatch.undo()
-    with pytest.raises(InputError, match=r"got '.*/a', which is gone\. Copy it\."):
+    with refused(InputError, "gone"):
         check_sums(tmp_path, "Copy it.")

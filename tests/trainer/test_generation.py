@@ -11,6 +11,7 @@ from flax import nnx
 
 import startrail_jax as st
 from models.gpt import GPT
+from startrail_jax.errors import InputError
 from trainer.gpt.config import GPTConfig, RopeConfig, attention_of
 from trainer.gpt.generation import Generator
 from trainer.gpt.objective import model_arguments
@@ -227,26 +228,26 @@ def test_32k_tokens_on_eight_devices_give_the_tokens_of_one(compile_well):
 
 
 @pytest.mark.parametrize(
-    ("prompt", "message"),
+    ("prompt", "named"),
     [
-        ([], r"must have at least one token; got an empty one"),
-        ([3, 48], r"below model.vocab_size; got id 48 with vocab_size=48.*the tokenizer"),
-        ([-1, 3], r"must be at least 0 and .*got id -1"),
+        ([], "have at least one token; got an empty"),
+        ([3, 48], "vocab_size=48"),
+        ([-1, 3], "0 and"),
     ],
 )
-def test_prompts_that_the_model_does_not_know_raise(prompt, message):
+def test_prompts_that_the_model_does_not_know_raise(prompt, named, refused):
     generator = make_generator(st.Degrees())
-    with pytest.raises(ValueError, match=message):
+    with refused(InputError, named):
         generator(make_weights(), [np.array([1]), np.array(prompt, int)], num_tokens=1)
 
 
-def test_mesh_that_does_not_divide_the_model_raises():
-    with pytest.raises(ValueError, match=r"heads must be divisible by head \* tensor; got heads=8"):
+def test_mesh_that_does_not_divide_the_model_raises(refused):
+    with refused(InputError, heads=8):
         make_generator(st.Degrees(head=3))
 
 
-def test_decode_of_integers_raises():
+def test_decode_of_integers_raises(refused):
     attention = st.Attention(st.make_mesh(st.Degrees(), "auto", jax.devices()[:1]), causal=True)
     query, cache = np.zeros((1, 1, 2, 4), np.int32), np.zeros((1, 8, 2, 4), np.int32)
-    with pytest.raises(ValueError, match=r"must have a float dtype; got int32. Cast"):
+    with refused(InputError):
         attention.decode(query, cache, cache, np.zeros((1, 1), np.int32))

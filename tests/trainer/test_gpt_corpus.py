@@ -269,11 +269,11 @@ def test_tokenizer_without_end_of_document_raises(tmp_path, refused):
 
 
 @pytest.mark.parametrize("content", [b"{}", b"\xff", b"", None])
-def test_file_that_is_no_tokenizer_raises(tmp_path, content):
+def test_file_that_is_no_tokenizer_raises(tmp_path, content, refused):
     path = tmp_path / "t.json"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"must be a Hugging Face tokenizer.json; got .*t.json"):
+    with refused(InputError, "tokenizer.json"):
         FileTokenizer(path, end_of_document=None, vocab_size=9)
 
 
@@ -374,9 +374,9 @@ def test_npy_of_other_arrays_raises(tmp_path, array, refused):
         open_corpus(tmp_path)
 
 
-def test_npy_of_objects_raises(tmp_path):
+def test_npy_of_objects_raises(tmp_path, refused):
     np.save(tmp_path / "a.npy", np.array([{}]))
-    with pytest.raises(ValueError, match=r"must be a whole .npy file of integers; got"):
+    with refused(InputError):
         open_corpus(tmp_path)
 
 
@@ -507,9 +507,9 @@ def test_gzip_is_read(tmp_path):
     [b"no gzip", gzip.compress(bytes(range(97, 120)), mtime=0)[:-9]],
     ids=["another", "cut"],
 )
-def test_damaged_gzip_raises(tmp_path, content):
+def test_damaged_gzip_raises(tmp_path, content, refused):
     (tmp_path / "a.txt.gz").write_bytes(content)
-    with pytest.raises(ValueError, match=r"a.txt.gz' must be a whole gzip file; got .*Write or co"):
+    with refused(InputError, "a.txt.gz"):
         open_corpus(tmp_path)
 
 
@@ -646,27 +646,27 @@ def test_text_with_the_byte_that_ends_documents_raises(tmp_path, refused):
 
 
 @pytest.mark.parametrize(
-    ("line", "match"),
+    ("line", "named"),
     [
-        ('{"text": ', r"must be JSON; got Expecting value.*in '.*a.jsonl:3'"),
-        ("[" * 100_000, r"must be JSON; got .* in .*a.jsonl:3"),
-        ('["text"]', r"must be an object; got list in '.*a.jsonl:3'"),
-        ('{"Text": "a"}', r"the key 'text'; got the keys \['Text'\] in '.*a.jsonl:3'.*text-key"),
-        ('{"text": 7}', r"must be a string; got int for 'text' in '.*a.jsonl:3'"),
-        (r'{"text": "\ud800"}', r"got the lone surrogate '\\ud800' in '.*a.jsonl:3'"),
-        (r'{"text": "a\u0000"}', r"not hold the byte 0.* at offset 1 of '.*a.jsonl:3'"),
+        ('{"text": ', "a.jsonl"),
+        ("[" * 100_000, "a.jsonl"),
+        ('["text"]', "a.jsonl"),
+        ('{"Text": "a"}', "'text'"),
+        ('{"text": 7}', "'text'"),
+        (r'{"text": "\ud800"}', "'\\ud800'"),
+        (r'{"text": "a\u0000"}', "a.jsonl"),
     ],
 )
-def test_wrong_line_of_jsonl_raises(tmp_path, line, match):
+def test_wrong_line_of_jsonl_raises(tmp_path, line, named, refused):
     write_lines(tmp_path / "a.jsonl", ['{"text": "one"}', "", line])
-    with pytest.raises(ValueError, match=match):
+    with refused(InputError, named):
         open_corpus(tmp_path)
 
 
-def test_dangling_link_raises(tmp_path):
+def test_dangling_link_raises(tmp_path, refused):
     (tmp_path / "a.txt").symlink_to(tmp_path / "gone.txt")
     for path in [tmp_path, tmp_path / "a.txt"]:
-        with pytest.raises(ValueError, match=r"a.txt' must be readable; got FileNotFoundError"):
+        with refused(InputError, "a.txt"):
             open_corpus(path)
 
 
@@ -685,13 +685,13 @@ def test_unreadable_file_raises(tmp_path, name, monkeypatch):
         open_corpus(tmp_path)
 
 
-def test_unreadable_folder_raises(tmp_path, monkeypatch):
+def test_unreadable_folder_raises(tmp_path, monkeypatch, refused):
     def refuse(path):
         raise PermissionError(13, "Permission denied", str(path))
 
     (tmp_path / "inner").mkdir()
     monkeypatch.setattr(os, "scandir", refuse)
-    with pytest.raises(ValueError, match=r"must be readable; got PermissionError: Permission den"):
+    with refused(InputError):
         open_corpus(tmp_path)
 
 

@@ -463,12 +463,12 @@ def test_folders_that_are_no_run(tmp_path, run_dir):
     assert "must hold the config of a run" in message_of(tmp_path, "--prompt", "a")
 
 
-def test_damaged_checkpoint(tmp_path):
+def test_damaged_checkpoint(tmp_path, refused):
     folder = save_run(tmp_path) / "checkpoints"
     shapes = jax.eval_shape(first_weights)
     for file in folder.rglob("_METADATA"):
         file.write_text("{}")
-    with pytest.raises(CheckpointError, match=r"checkpoints/2 is damaged: .* No whole one is left"):
+    with refused(CheckpointError, "checkpoints/2"):
         restore_weights(folder, shapes)
 
 

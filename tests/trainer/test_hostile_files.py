@@ -63,12 +63,10 @@ def test_image_starts_no_other_program(tmp_path, monkeypatch, function, refused)
 
 
 @pytest.mark.parametrize("suffix", ["gif", "tiff", "ppm", "ico"])
-def test_image_of_another_format_is_refused_whatever_its_name(tmp_path, suffix):
+def test_image_of_another_format_is_refused_whatever_its_name(tmp_path, suffix, refused):
     Image.new("RGB", (7, 5)).save(tmp_path / f"x.{suffix}")
     path = (tmp_path / f"x.{suffix}").rename(tmp_path / "x.png")
-    with pytest.raises(
-        BadImageError, match=r"must be a whole image; got Unid.* none of the formats"
-    ):
+    with refused(BadImageError):
         read_pixels(path, WANTED)
 
 
@@ -239,13 +237,13 @@ def test_archive_that_confirms_the_claim_of_its_header_is_refused(tmp_path):
 
 
 @pytest.mark.usefixtures("few_bytes")
-def test_array_that_is_much_larger_than_its_file_is_refused(tmp_path, monkeypatch):
+def test_array_that_is_much_larger_than_its_file_is_refused(tmp_path, monkeypatch, refused):
     count = len(ZEROS) // 240
     content = npy_header((count, 2, 3, 5, 4)) + ZEROS[: count * 240]
     path = write_archive(tmp_path / "x.npz", latents=content)
     assert path.stat().st_size * 500 < len(content)
     monkeypatch.setattr("trainer.data.arrays.UNPACKED_BYTES", 1 << 20)
-    with pytest.raises(InputError, match=r"at most 32 times as many .*without compression: np.sav"):
+    with refused(InputError, "32 times"):
         open_latents(path)
 
 
@@ -309,10 +307,10 @@ def test_wrong_header_of_an_array_is_refused(tmp_path, name):
 
 
 @pytest.mark.parametrize("length", [10**13, 2**62, 2**70])
-def test_vector_that_is_longer_than_its_file_is_refused(tmp_path, length):
+def test_vector_that_is_longer_than_its_file_is_refused(tmp_path, length, refused):
     path = tmp_path / "x.npy"
     path.write_bytes(npy_header((length,), "<u2") + bytes(99))
-    with pytest.raises(InputError, match=r"must be a whole .npy file of integers; got 227 bytes"):
+    with refused(InputError, "227 bytes"):
         map_tokens(path, "")
 
 
@@ -383,13 +381,13 @@ def test_interruption_of_the_tokenizer_is_no_error_of_its_file(tmp_path, monkeyp
         FileTokenizer(tokenizer_file(tmp_path / "x.json"), end_of_document=None, vocab_size=2)
 
 
-def test_word_that_the_tokenizer_does_not_know_names_its_file(tmp_path):
+def test_word_that_the_tokenizer_does_not_know_names_its_file(tmp_path, refused):
     path = tokenizer_file(
         tmp_path / "x.json",
         model={"type": "WordLevel", "vocab": {"a": 0, "<eos>": 1}, "unk_token": "none"},
     )
     tokenizer = FileTokenizer(path, end_of_document=None, vocab_size=2)
-    with pytest.raises(InputError, match=r"got '.*x.json': .*The file fails on a text"):
+    with refused(InputError, "x.json"):
         tokenizer.ids("b")
 
 
@@ -433,12 +431,12 @@ def bomb(path, kind, times=3_000):
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow", "jsonl.gz", "txt.gz"])
-def test_file_that_gives_much_more_than_its_size_is_refused(tmp_path, monkeypatch, kind):
+def test_file_that_gives_much_more_than_its_size_is_refused(tmp_path, monkeypatch, kind, refused):
     monkeypatch.setattr(opening, "EXPANDS_FREELY", 1 << 22)
     path = bomb(tmp_path / f"x.{kind}", kind, times=24)
     tracemalloc.start()
     try:
-        with pytest.raises(InputError, match=r"must not give more than 200 times its size; got a"):
+        with refused(InputError, "200 times"):
             open_corpus(DataConfig(path=path), vocab_size=300)
         assert tracemalloc.get_traced_memory()[1] < 1 << 26
     finally:

@@ -266,17 +266,17 @@ def test_adapters_of_a_model_that_flags_changed_are_not_exported_without_it(run,
 
 
 @pytest.mark.slow
-def test_adapters_are_never_exchanged(run, tmp_path):
+def test_adapters_are_never_exchanged(run, tmp_path, refused):
     """Neither their rank when a run goes on, nor a file that is damaged."""
     config, _ = run
     other = dataclasses.replace(config, lora=LoraConfig(rank=4), allow_changes=True)
-    with pytest.raises(ValueError, match=r"--lora.rank 3 there, 4 now"):
+    with refused(InputError, "--lora.rank"):
         train.train(other)
     copy = shutil.copytree(config.run_dir, tmp_path / "run")
     path = copy / "frozen" / "0" / "checksums.json"
     path.write_text(path.read_text().replace('"step": 0', '"step": 1'))
     shapes = make_program(dataclasses.replace(config, zero=0), st.Degrees()).state_shapes.model
-    with pytest.raises(CheckpointError, match=r"frozen/0 is damaged: it could not be read"):
+    with refused(CheckpointError, "frozen/0"):
         restore_model(copy, config, shapes, note=print)
 
 
@@ -291,7 +291,7 @@ def test_import_for_adapters_needs_space_for_one_copy_of_the_model(tmp_path, mon
 
 
 @pytest.mark.quick
-def test_flags_and_exports_that_do_not_fit_raise(tmp_path):
+def test_flags_and_exports_that_do_not_fit_raise(tmp_path, refused):
     model = str(pretrained.REFERENCES / "llama")
     flags = ["--lora.rank", "8", "--lora.targets", "key", "down"]
     lora = read_import([model, *flags]).settings.lora
@@ -305,9 +305,9 @@ def test_flags_and_exports_that_do_not_fit_raise(tmp_path):
     ):
         with pytest.raises(InputError, match=match):
             LoraConfig(**changes)
-    with pytest.raises(InputError, match=r"got gate with model.mlp='gelu'"):
+    with refused(InputError, "model.mlp='gelu'"):
         make_config(dict(mlp="gelu"), lora=LoraConfig(rank=1, targets=("gate",)))
-    with pytest.raises(InputError, match=r"merge=True for .* a run that has none"):
+    with refused(InputError, merge=True):
         export_run(tmp_path, make_config(), tmp_path / "out", merge=True)
-    with pytest.raises(InputError, match=r"a run without init_from.* Use --merge"):
+    with refused(InputError, "--merge"):
         export_run(tmp_path, lora_config(), tmp_path / "out")

@@ -9,6 +9,7 @@ import pytest
 
 import startrail_jax as st
 from programs import make_config, make_program
+from startrail_jax.errors import InputError
 from trainer.config import OptimizerConfig
 from trainer.data.batches import place
 from trainer.gpt.batches import next_token_batch
@@ -164,20 +165,20 @@ def test_wsd_may_have_neither_warm_up_nor_end():
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "named"),
     [
         (
             {"momentum": 0.9},
-            r"momentum needs optimizer.kind='muon'; got momentum=0.9, kind='adamw'",
+            "optimizer.kind='muon'",
         ),
-        ({"decay_fraction": 0.1}, r"needs optimizer.schedule='wsd'.* use --optimizer.schedule wsd"),
+        ({"decay_fraction": 0.1}, "optimizer.schedule='wsd'"),
         (
             {"schedule": "wsd", "warmup_fraction": 0.9},
-            r"at most 1 together; got warmup_fraction=0.9, decay_fraction=0.2",
+            "warmup_fraction=0.9",
         ),
-        ({"schedule": "wsd", "decay_fraction": 1.0}, r"below 1; got decay_fraction=1.0"),
+        ({"schedule": "wsd", "decay_fraction": 1.0}, "decay_fraction=1.0"),
     ],
 )
-def test_options_without_effect_raise(changes, message):
-    with pytest.raises(ValueError, match=message):
+def test_options_without_effect_raise(changes, named, refused):
+    with refused(InputError, named):
         OptimizerConfig(learning_rate=1e-2, **changes)

@@ -16,6 +16,7 @@ from models.gpt import GPT
 from startrail_jax.analysis.ports import read_messages
 from startrail_jax.devices.degrees import ROLES
 from startrail_jax.devices.nodes import node_grid, nodes_of, resolve_order
+from startrail_jax.errors import InputError
 from startrail_jax.xla.varying import vary
 from trainer.gpt.objective import model_arguments
 from trainer.parallel.partition import (
@@ -128,8 +129,8 @@ def test_arrays_without_a_dimension_that_zero_divides_stay_whole_and_are_listed(
     assert Partition(mesh, 0).unsplit(state) == {}
 
 
-def test_indivisible_dimension_raises():
-    with pytest.raises(ValueError, match=r"must divide.*tensor=2 for dim.* 1 .*down.*, of size 7"):
+def test_indivisible_dimension_raises(refused):
+    with refused(InputError, tensor=2):
         specs_of(tensor=2, sizes={"mlp_width": 7})
 
 

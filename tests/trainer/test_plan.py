@@ -305,7 +305,7 @@ def test_windows_that_no_model_has_are_refused(arguments, message, capsys):
     assert re.search(message, " ".join(capsys.readouterr().err.split()))
 
 
-def test_models_of_python_give_commands_with_their_sizes(tmp_path):
+def test_models_of_python_give_commands_with_their_sizes(tmp_path, refused):
     few = Options(zero=(3,), remat=("full",), offload=(False,), memory_fraction=0.85)
     of_run = find_model(str(odd_run(tmp_path / "mine")))
     for model, name in ((MODELS["gpt_7b"], "gpt_7b"), (of_run, None), (MODELS["dit_1b"], "dit_1b")):
@@ -321,7 +321,7 @@ def test_models_of_python_give_commands_with_their_sizes(tmp_path):
     full = dataclasses.replace(found, ranked=(choice,))
     assert full.command.startswith("XLA_PYTHON_CLIENT_MEM_FRACTION=0.85 python")
     odd = dataclasses.replace(MODELS["dit_1b"], kv_heads=12)
-    with pytest.raises(InputError, match=r"as many --kv-heads as --heads.*got kv_heads=12"):
+    with refused(InputError, kv_heads=12):
         st.plan(nodes=1, gpus_per_node=8, gpu="h100", model=odd)
 
 
@@ -582,7 +582,7 @@ def test_a_plan_is_drawn(tmp_path, capsys, monkeypatch):
     assert shown.winners[1][1] == family(found.winner.scheme)
 
 
-def test_what_cannot_be_drawn_is_refused(tmp_path, capsys, monkeypatch):
+def test_what_cannot_be_drawn_is_refused(tmp_path, capsys, monkeypatch, refused):
     for name, message in (
         ("plan.gif", r"ends in .png, .pdf, .svg; got '.*plan.gif'. Write"),
         ("none/plan.png", r"in a folder that exists; got '.*none/plan.png'. Make"),
@@ -596,7 +596,7 @@ def test_what_cannot_be_drawn_is_refused(tmp_path, capsys, monkeypatch):
         nodes=1, gpus_per_node=2, gpu="h200", model="dit_1b", options=few, seq_len="16K"
     )
     monkeypatch.setattr(figure, "_FACTORS", (1.0,))
-    with pytest.raises(InputError, match="--plot must be a file that can be written; got"):
+    with refused(InputError, "--plot"):
         figure.draw(found, str(tmp_path / "none" / "plan.png"))
 
 
@@ -633,21 +633,21 @@ def test_mistakes_on_the_command_line(more, message, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("more", "message"),
+    ("more", "named"),
     [
-        ({"num_attention_heads": 0}, r"num_attention_heads must be a whole number.*got 0"),
-        ({"hidden_size": "4096"}, r"hidden_size must be a whole number.*got '4096'"),
-        ({"num_key_value_heads": True}, r"--kv-heads must be a whole number.*got True"),
-        ({"text_config": "x"}, r"text_config must hold the settings of a model; got 'x'"),
-        ({"model": {**DIT, "heads": 0}, "kind": "dit", "size": [1, 8, 8]}, r"model.heads must"),
-        ({"model": {**DIT, "patch": "x"}, "kind": "dit", "size": [1, 8, 8]}, r"model.patch must"),
-        ({"model": DIT, "kind": "dit", "size": 8}, r"size must be three .*; got 8"),
-        ({"model": DIT, "kind": "dit", "size": [1, "8", 8]}, r"size must be three .*'8'"),
+        ({"num_attention_heads": 0}, "num_attention_heads"),
+        ({"hidden_size": "4096"}, "'4096'"),
+        ({"num_key_value_heads": True}, "--kv-heads"),
+        ({"text_config": "x"}, "'x'"),
+        ({"model": {**DIT, "heads": 0}, "kind": "dit", "size": [1, 8, 8]}, "model.heads"),
+        ({"model": {**DIT, "patch": "x"}, "kind": "dit", "size": [1, 8, 8]}, "model.patch"),
+        ({"model": DIT, "kind": "dit", "size": 8}, "got 8"),
+        ({"model": DIT, "kind": "dit", "size": [1, "8", 8]}, "'8'"),
     ],
 )
-def test_files_with_wrong_sizes_are_refused(more, message, tmp_path):
+def test_files_with_wrong_sizes_are_refused(more, named, tmp_path, refused):
     (tmp_path / "config.json").write_text(json.dumps(QWEN | more))
-    with pytest.raises(InputError, match=message):
+    with refused(InputError, named):
         find_model(str(tmp_path))
 
 

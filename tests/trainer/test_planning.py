@@ -84,29 +84,29 @@ def test_windows_of_the_layers_are_planned():
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "named"),
     [
-        (dict(mesh=MeshConfig(head=3)), r"--plan use needs a mesh .* got none for 8 devices.*head"),
-        (dict(attention=AttentionConfig(inner=3)), r"79.6 GiB \(no mesh has --attention.inner 3"),
+        (dict(mesh=MeshConfig(head=3)), "--plan"),
+        (dict(attention=AttentionConfig(inner=3)), "--attention.inner"),
     ],
 )
-def test_a_plan_without_a_legal_mesh_is_refused(changes, message):
-    with pytest.raises(InputError, match=message):
+def test_a_plan_without_a_legal_mesh_is_refused(changes, named, refused):
+    with refused(InputError, named):
         found(**changes)
 
 
-def test_meshes_that_do_not_fit_the_memory_are_left_out():
+def test_meshes_that_do_not_fit_the_memory_are_left_out(refused):
     small = dataclasses.replace(
         ONE_NODE, gpu=dataclasses.replace(GPUS["h100"], memory_bytes=1 << 16)
     )
     message = r"got none for 8 devices of 0.*the smallest step takes 0.00\d+ GiB of 4.58e-05 GiB"
     with pytest.raises(InputError, match=message):
         found(small)
-    with pytest.raises(InputError, match="needs a plan; got plan_measure=2, plan='off'"):
+    with refused(InputError, plan_measure=2):
         make_config(plan_measure=2)
 
 
-def test_the_slowest_mesh_is_found_if_no_other_fits(monkeypatch):
+def test_the_slowest_mesh_is_found_if_no_other_fits(monkeypatch, refused):
     """All of them are looked at, however many there are."""
     sizes = []
 
@@ -117,7 +117,7 @@ def test_the_slowest_mesh_is_found_if_no_other_fits(monkeypatch):
     monkeypatch.setattr(planning, "footprint", footprint)
     many, given = dataclasses.replace(TWO_NODES, nodes=8), None
     asked = planner(batch_size=8, seq_len=256)
-    with pytest.raises(InputError, match="smallest step takes"):
+    with refused(InputError):
         asked.forecasts(many, 1, limit=0)
     assert len(sizes) > 100
     given = sizes[-1]
@@ -187,10 +187,10 @@ def test_the_fastest_of_some_steps_wins_and_is_remembered(measured, monkeypatch,
     assert len(times) == 3
 
 
-def test_processes_that_plan_different_meshes_are_refused(measured, monkeypatch):
+def test_processes_that_plan_different_meshes_are_refused(measured, monkeypatch, refused):
     others = Peers(count=2, gather=lambda value: [value, value[::-1]])
     monkeypatch.setattr(planning, "peers", lambda: others)
-    with pytest.raises(RunError, match="must plan the same meshes; got other ones in process 0"):
+    with refused(RunError, "process 0"):
         planner().choose(jax.devices()[:8])
 
 
@@ -222,7 +222,7 @@ def join(plan, config, folder):
         return {role: n for role, n in session.mesh.shape.items() if n > 1}, session.description
 
 
-def test_a_run_takes_the_planned_mesh_and_keeps_it(measured, tmp_path):
+def test_a_run_takes_the_planned_mesh_and_keeps_it(measured, tmp_path, refused):
     asked = planner(devices=8)
     shape, description = join(asked, asked.config, tmp_path)
     assert shape["data"] == 4
@@ -243,7 +243,7 @@ def test_a_run_takes_the_planned_mesh_and_keeps_it(measured, tmp_path):
     shown = planner(devices=8, plan="show")
     assert sum(line.startswith("plan: ") for line in join(shown, shown.config, tmp_path)[1]) == 9
     (tmp_path / MESH_FILE).write_text('{"degrees": {"ring": 8}, "order": ["ring"]}')
-    with pytest.raises(InputError, match="must hold the degrees of a run"):
+    with refused(InputError):
         read_mesh(tmp_path)
 
 
@@ -258,7 +258,7 @@ def test_train_shows_a_plan_and_makes_no_run(measured, tmp_path, capsys):
     assert not (tmp_path / "none").exists()
 
 
-def test_a_plan_for_muon_is_refused():
+def test_a_plan_for_muon_is_refused(refused):
     planner_of_muon = planner(optimizer=OptimizerConfig(kind="muon", learning_rate=1e-2))
-    with pytest.raises(ValueError, match=r"--plan needs optimizer.kind='adamw'; got --plan use"):
+    with refused(InputError, "optimizer.kind='adamw'"):
         planner_of_muon.choose(jax.devices())

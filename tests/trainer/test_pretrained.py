@@ -28,10 +28,12 @@ from pretrained import (
     reference_of,
 )
 from programs import weight_shapes
-from startrail_jax.errors import InputError
+from startrail_jax.errors import InputError, UnsupportedError
 from tests.faults import failures
 from trainer import durable
 from trainer.checkpoints.checksums import Checksums
+from trainer.checkpoints.reading import CheckpointError
+from trainer.errors import NonFiniteError, StorageError
 from trainer.gpt.config import DataConfig, GPTConfig, RopeConfig, TextOptions
 from trainer.gpt.export import __main__ as export_command
 from trainer.gpt.export import writing
@@ -276,106 +278,103 @@ def test_gemma_says_what_it_leaves_out():
 
 
 @pytest.mark.parametrize(
-    ("values", "match"),
+    ("values", "named"),
     [
-        (dict(model_type="gemma"), r"one of llama, mistral.*model_type='gemma', architectures="),
-        (dict(architectures=["LlamaModel"]), r"architectures must be \['LlamaForCausalLM'\]"),
-        (dict(hidden_act="gelu"), "hidden_act must be 'silu'"),
-        (dict(attention_bias=True), "attention_bias must be False"),
-        (dict(mlp_bias=True), "mlp_bias must be False"),
-        (dict(quantization_config={"bits": 4}), "quantization_config must be None"),
-        (dict(rope_parameters={"rope_type": "longrope"}), "rope_type must be one of.*'longrope'"),
-        (dict(rope_parameters={"rope_type": "default", "mrope": 1}), r"'default' with \['mrope'\]"),
-        (dict(partial_rotary_factor=0.5), "partial_rotary_factor must be 1.0"),
-        (GEMMA3 | dict(use_bidirectional_attention=True), "use_bidirectional_attention must be"),
-        (GEMMA3 | dict(hidden_activation="silu"), "hidden_activation must be 'gelu_pytorch_tanh'"),
+        (dict(model_type="gemma"), "model_type='gemma'"),
+        (dict(architectures=["LlamaModel"]), "'LlamaForCausalLM'"),
+        (dict(hidden_act="gelu"), "'silu'"),
+        (dict(attention_bias=True), "attention_bias"),
+        (dict(mlp_bias=True), "mlp_bias"),
+        (dict(quantization_config={"bits": 4}), "quantization_config"),
+        (dict(rope_parameters={"rope_type": "longrope"}), "'longrope'"),
+        (dict(rope_parameters={"rope_type": "default", "mrope": 1}), "'default'"),
+        (dict(partial_rotary_factor=0.5), "partial_rotary_factor"),
+        (GEMMA3 | dict(use_bidirectional_attention=True), "use_bidirectional_attention"),
+        (GEMMA3 | dict(hidden_activation="silu"), "'gelu_pytorch_tanh'"),
         (
             GEMMA3
             | dict(rope_parameters={"sliding_attention": dict(rope_type="linear", factor=2)}),
-            "of sliding_attention must be of rope_type default",
+            "sliding_attention",
         ),
-        (QWEN2 | dict(layer_types=["full_attention", ["a"]]), "layer_types must be full_attention"),
-        (dict(rope_parameters={"rope_type": ["yarn"]}), r"rope_type must be one of.*\['yarn'\]"),
-        (QWEN2 | dict(layer_types=["full_attention", "linear"]), "layer_types must be full_atten"),
+        (QWEN2 | dict(layer_types=["full_attention", ["a"]]), "full_attention"),
+        (dict(rope_parameters={"rope_type": ["yarn"]}), "'yarn'"),
+        (QWEN2 | dict(layer_types=["full_attention", "linear"]), "layer_types"),
         # The layers of transformers take no notice of windows here, but its cache does.
         (
             dict(layer_types=["sliding_attention"] * 2, sliding_window=7),
-            "No layer may have .*window=7",
+            "window=7",
         ),
         (dict(layer_types=["sliding_attention"] * 2), "No layer may have a sliding window"),
-        (dict(layer_types=["full_attention"]), r"No layer .* must be 2 times full_attention"),
-        (dict(sliding_window=7), "No layer may have .* got layer_types=None, sliding_window=7"),
+        (dict(layer_types=["full_attention"]), "full_attention"),
+        (dict(sliding_window=7), "layer_types=None"),
         # And here it makes another model of them.
-        (MISTRAL | dict(layer_types=["full_attention"] * 2), "kind mistral .* got layer_types="),
-        (dict(is_causal=False), "is_causal must be True"),
-        (dict(no_such_key=3), "Every key must be known .*; got no_such_key=3.* delete it"),
+        (MISTRAL | dict(layer_types=["full_attention"] * 2), "layer_types"),
+        (dict(is_causal=False), "is_causal"),
+        (dict(no_such_key=3), "no_such_key=3"),
         (
             QWEN2 | dict(use_sliding_window=False, layer_types=["sliding_attention"] * 2),
-            "got sliding_window=7, use_sliding_window=False",
+            "use_sliding_window=False",
         ),
         (
             SMOLLM3 | dict(use_sliding_window=False, layer_types=["sliding_attention"] * 2),
-            "got sliding_window=None, use_sliding_window=False",
+            "use_sliding_window=False",
         ),
-        (GEMMA2 | dict(sliding_window=None), "Layers of type sliding_attention need a sliding_w"),
-        (GEMMA2 | dict(sliding_window_pattern=3), "sliding_window_pattern must be 2"),
-        (GEMMA3 | dict(attn_logit_softcapping=20.0), "attn_logit_softcapping must be None"),
-        (dict(is_encoder_decoder=0), "is_encoder_decoder must be False .* got 0"),
+        (GEMMA2 | dict(sliding_window=None), "sliding_attention"),
+        (GEMMA2 | dict(sliding_window_pattern=3), "sliding_window_pattern"),
+        (GEMMA3 | dict(attn_logit_softcapping=20.0), "attn_logit_softcapping"),
+        (dict(is_encoder_decoder=0), "is_encoder_decoder"),
     ],
 )
-def test_model_that_is_not_supported_is_refused(values, match):
+def test_model_that_is_not_supported_is_refused(values, named, refused):
     known = json.loads((LLAMA / "config.json").read_text())
-    with pytest.raises(NotImplementedError, match=match):
+    with refused(UnsupportedError, named):
         describe(known | values, "config.json")
 
 
 @pytest.mark.parametrize(
-    ("values", "match"),
+    ("values", "named"),
     [
-        (dict(vocab_size="48"), "vocab_size must be a whole number from 1 .*got '48'"),
-        (dict(rms_norm_eps="x"), "rms_norm_eps must be a finite number"),
-        (dict(tie_word_embeddings=1), "tie_word_embeddings must be true or false"),
-        (dict(rope_parameters=[1]), "rope_parameters must be an object"),
-        (dict(num_attention_heads=0), "num_attention_heads must be a whole number from 1"),
-        (SMOLLM3 | dict(no_rope_layer_interval=0), "no_rope_layer_interval must be a whole number"),
-        (SMOLLM3 | dict(no_rope_layers=5), "no_rope_layers must be a list of 2 numbers"),
-        (SMOLLM3 | dict(no_rope_layers=[1, None]), "no_rope_layers must be a list of 2 numbers"),
-        (QWEN2 | dict(layer_types=["full_attention"]), "layer_types must be a list of 2 names"),
-        (QWEN2 | dict(head_dim=None), "head_dim must be other than null, or left out"),
-        (dict(num_attention_heads=3), "hidden_size must be a multiple of num_attention_heads=3"),
-        (GEMMA2 | dict(hidden_activation=None), "hidden_activation must be other than null"),
+        (dict(vocab_size="48"), "'48'"),
+        (dict(rms_norm_eps="x"), "rms_norm_eps"),
+        (dict(tie_word_embeddings=1), "tie_word_embeddings"),
+        (dict(rope_parameters=[1]), "rope_parameters"),
+        (dict(num_attention_heads=0), "num_attention_heads"),
+        (SMOLLM3 | dict(no_rope_layer_interval=0), "no_rope_layer_interval"),
+        (SMOLLM3 | dict(no_rope_layers=5), "no_rope_layers"),
+        (SMOLLM3 | dict(no_rope_layers=[1, None]), "no_rope_layers"),
+        (QWEN2 | dict(layer_types=["full_attention"]), "layer_types"),
+        (QWEN2 | dict(head_dim=None), "head_dim"),
+        (dict(num_attention_heads=3), "num_attention_heads=3"),
+        (GEMMA2 | dict(hidden_activation=None), "hidden_activation"),
+        *[(dict(num_hidden_layers=count), "num_hidden_layers") for count in (10**6, 2**31 - 1)],
+        (dict(rope_parameters=dict(rope_theta=10**400)), "rope_theta"),
         *[
-            (dict(num_hidden_layers=count), "num_hidden_layers must be a whole number from 1 to 10")
-            for count in (10**6, 2**31 - 1)
-        ],
-        (dict(rope_parameters=dict(rope_theta=10**400)), "rope_theta must be a finite number"),
-        *[
-            (dict(rope_parameters=dict(rope_type=kind, factor=None)), "factor must be a finite")
+            (dict(rope_parameters=dict(rope_type=kind, factor=None)), "factor")
             for kind in ("linear", "llama3", "yarn")
         ],
-        (dict(rope_parameters=dict(rope_type="yarn", factor=0.5)), "factor must be at least 1"),
+        (dict(rope_parameters=dict(rope_type="yarn", factor=0.5)), "factor"),
     ],
 )
-def test_wrong_value_in_config_raises(values, match):
+def test_wrong_value_in_config_raises(values, named, refused):
     known = json.loads((LLAMA / "config.json").read_text())
-    with pytest.raises(ValueError, match=match):
+    with refused(InputError, named):
         describe(known | values, "config.json")
 
 
-def test_folder_without_a_config_raises(tmp_path):
-    with pytest.raises(ValueError, match=r"with a Hugging Face config.json; got .*without one"):
+def test_folder_without_a_config_raises(tmp_path, refused):
+    with refused(InputError, "config.json"):
         read_description(tmp_path)
-    with pytest.raises(ValueError, match=r"got .*nowhere', no such folder"):
+    with refused(InputError, "no such folder"):
         read_description(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match=r"got .*lamma', no such folder. Did you mean '.*/llama'"):
+    with refused(InputError, "no such folder"):
         read_description(LLAMA.with_name("lamma"))
-    with pytest.raises(ValueError, match=r"got .*safetensors', a file. Give its folder, '.*a"):
+    with refused(InputError, "a file"):
         read_description(LLAMA / "model.safetensors")
-    with pytest.raises(ValueError, match=r"downloaded first: hf download Qwen/Qwen3-8B --"):
+    with refused(InputError):
         read_description(Path("Qwen/Qwen3-8B"))
-    for content, match in (("{", "must be JSON; got JSONDecodeError"), ("[]", "a JSON object")):
+    for content in ("{", "[]"):
         (tmp_path / "config.json").write_text(content)
-        with pytest.raises(ValueError, match=match):
+        with refused(InputError, "config.json"):
             read_description(tmp_path)
 
 
@@ -538,7 +537,7 @@ def replace_by_another(path):
 
 
 @pytest.mark.parametrize("harm", [cut, empty, lengthen, overwrite])
-def test_file_that_changes_while_it_is_read_raises(model, harm):
+def test_file_that_changes_while_it_is_read_raises(model, harm, refused):
     """A mapped file that is cut would end the process."""
     path = model / "model.safetensors"
     os.utime(path, (1, 1))
@@ -547,13 +546,13 @@ def test_file_that_changes_while_it_is_read_raises(model, harm):
     with open_pretrained(config, shapes) as initial:
         initial.read(shapes)
         harm(path)
-        with pytest.raises(ValueError, match=r"model.safetensors' must stay as it is while it is"):
+        with refused(InputError, "model.safetensors"):
             initial.read(shapes)
 
 
 @pytest.mark.parametrize(("value", "dtype"), [(np.nan, "float32"), (1e30, "float16")])
 @pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.mlp.up_proj.weight"])
-def test_weights_that_are_no_finite_numbers_are_refused(model, name, value, dtype):
+def test_weights_that_are_no_finite_numbers_are_refused(model, name, value, dtype, refused):
     """Also those that are too large for the type in which a run keeps them."""
     damaged = tensors_of(model)[name].copy()
     damaged.flat[-1] = value
@@ -563,7 +562,7 @@ def test_weights_that_are_no_finite_numbers_are_refused(model, name, value, dtyp
     shapes = shapes_of(config, mesh, dtype=jnp.dtype(dtype))
     with (
         open_pretrained(config, shapes) as initial,
-        pytest.raises(ValueError, match=f"got NaN or infinity in {name} of .*, as {dtype}"),
+        refused(InputError, name, dtype),
     ):
         initial.read(shapes)
 
@@ -578,7 +577,7 @@ def test_file_that_takes_the_name_of_an_open_one_is_not_read(model):
 
 
 @pytest.mark.parametrize("harm", [lengthen, replace_by_another])
-def test_file_that_changes_while_it_is_opened_raises(model, monkeypatch, harm):
+def test_file_that_changes_while_it_is_opened_raises(model, monkeypatch, harm, refused):
     """What safetensors has checked is what is read."""
 
     def check(path, **options):
@@ -587,21 +586,19 @@ def test_file_that_changes_while_it_is_opened_raises(model, monkeypatch, harm):
         return checked
 
     monkeypatch.setattr(tensor_files, "safe_open", check)
-    with pytest.raises(ValueError, match=r"model.safetensors' must stay as it is while it is"):
+    with refused(InputError, "model.safetensors"):
         open_it(model)
 
 
-def test_tensors_that_are_not_those_of_the_model_are_named(model):
-    with pytest.raises(
-        ValueError, match=r"layers.0.mlp.gate_proj.weight: \[24, 16\] in the files, \[32, 16\] in"
-    ):
+def test_tensors_that_are_not_those_of_the_model_are_named(model, refused):
+    with refused(InputError, "layers.0.mlp.gate_proj.weight"):
         open_it(model, mlp_width=32)
-    with pytest.raises(ValueError, match=r"q_proj.bias: \[32\] in the model, not in the files"):
+    with refused(InputError, "q_proj.bias"):
         open_it(model, qkv_bias=True)
-    with pytest.raises(ValueError, match=r"model.layers.1.\S*: \[\d.*\] in the files, not in the"):
+    with refused(InputError, "model.layers.1"):
         open_it(model, layers=1)
     change_tensors(model, **{"lm_head.weight": None})
-    with pytest.raises(ValueError, match=r"lm_head.weight: \[48, 16\] in the model, not in"):
+    with refused(InputError, "lm_head.weight"):
         open_it(model)
     open_it(model, tied_head=True)
     # Old checkpoints have what follows from config.json.
@@ -610,17 +607,17 @@ def test_tensors_that_are_not_those_of_the_model_are_named(model):
     open_it(model, tied_head=True)
 
 
-def test_head_that_is_tied_must_be_the_embedding(model):
-    with pytest.raises(ValueError, match=r"lm_head.weight must equal model.embed_tokens.weight"):
+def test_head_that_is_tied_must_be_the_embedding(model, refused):
+    with refused(InputError, "model.embed_tokens.weight"):
         open_it(model, tied_head=True)
     change_tensors(model, **{"lm_head.weight": tensors_of(model)["model.embed_tokens.weight"]})
     open_it(model, tied_head=True)
 
 
-def test_type_that_is_not_read_raises(model):
+def test_type_that_is_not_read_raises(model, refused):
     weight = tensors_of(model)["model.norm.weight"].astype(np.int8)
     change_tensors(model, **{"model.norm.weight": weight})
-    with pytest.raises(NotImplementedError, match=r"model.norm.weight of type I8"):
+    with refused(UnsupportedError, "model.norm.weight"):
         open_it(model)
 
 
@@ -628,35 +625,35 @@ def test_type_that_is_not_read_raises(model):
 def test_truncated_file_raises(model, length):
     path = model / "model.safetensors"
     path.write_bytes(path.read_bytes()[:length])
-    with pytest.raises(ValueError, match=r"model.safetensors' must be a whole safetensors file"):
+    with pytest.raises(InputError, match=r"model.safetensors' must be a whole"):
         open_it(model)
 
 
-def test_missing_file_raises(tmp_path):
+def test_missing_file_raises(tmp_path, refused):
     folder = tmp_path / "model"
     shutil.copytree(REFERENCES / "qwen3", folder, copy_function=shutil.copyfile)
     lost = folder / "model-00003-of-00004.safetensors"
     kept = lost.rename(tmp_path / "kept")
-    with pytest.raises(ValueError, match=r"without model-00003-of-00004.safetensors. Download"):
+    with refused(InputError, "00004.safetensors"):
         open_it(folder)
     shutil.copyfile(folder / "model-00001-of-00004.safetensors", lost)
-    with pytest.raises(ValueError, match=r"must be in the file that .*index.json names, once"):
+    with refused(InputError, "index.json"):
         open_it(folder)
     kept.rename(lost)
     index = folder / "model.safetensors.index.json"
     values = json.loads(index.read_text())
     values["weight_map"]["stray"] = lost.name
     index.write_text(json.dumps(values))
-    with pytest.raises(ValueError, match=r"got no stray in .*model-00003"):
+    with refused(InputError, "stray"):
         open_it(folder)
     for name in ("../kept", "a" * 5000, "a\0b", "\ud800", 5, ["a"]):
         values["weight_map"]["stray"] = name
         index.write_text(json.dumps(values))
-        with pytest.raises(ValueError, match=r"weight_map must name a file of the folder"):
+        with refused(InputError, "weight_map"):
             open_it(folder)
     index.unlink()
     (folder / "pytorch_model.bin").touch()
-    with pytest.raises(ValueError, match=r"with neither, but pytorch_model.bin, which is never un"):
+    with refused(InputError, "pytorch_model.bin"):
         open_it(folder)
 
 
@@ -667,11 +664,11 @@ def add_tokenizer(folder, num_ids):
     built.save(str(folder / "tokenizer.json"))
 
 
-def test_tokenizer_larger_than_the_vocabulary_raises(model):
+def test_tokenizer_larger_than_the_vocabulary_raises(model, refused):
     add_tokenizer(model, 48)
     open_it(model)
     add_tokenizer(model, 49)
-    with pytest.raises(ValueError, match=r"got .* with 49 ids and vocab_size=48"):
+    with refused(InputError, vocab_size=48):
         open_it(model)
 
 
@@ -691,9 +688,9 @@ def test_log_says_which_tokens_this_program_does_not_add(model):
     )
 
 
-def test_bad_model_leaves_no_run(model, tmp_path):
+def test_bad_model_leaves_no_run(model, tmp_path, refused):
     (model / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"with neither"):
+    with refused(InputError):
         import_pretrained(make_config(model, steps=0, devices=1, run_dir=tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 
@@ -716,10 +713,10 @@ def test_export_of_an_import_is_the_same_bit_for_bit(name, tmp_path):
     assert json.loads((out / "config.json").read_text()) == values
 
 
-def test_files_of_a_model_are_compared_before_text_is_read(model, tmp_path, monkeypatch):
+def test_files_of_a_model_are_compared_before_text_is_read(model, tmp_path, monkeypatch, refused):
     (model / "model.safetensors").unlink()
     monkeypatch.setattr(TASKS["gpt"], "open_data", lambda *_: pytest.fail("has read the text"))
-    with pytest.raises(ValueError, match=r"got '.*model' with neither"):
+    with refused(InputError):
         train.train(make_config(model, devices=1, run_dir=tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 
@@ -757,7 +754,7 @@ def test_command_line_takes_the_model_from_the_folder(model, tmp_path):
     assert with_tokenizer(command).data.tokenizer is None
 
 
-def test_flags_stretch_the_global_layers_of_a_gemma(tmp_path):
+def test_flags_stretch_the_global_layers_of_a_gemma(tmp_path, refused):
     """As in transformers, which has no other Gemma 3; and without a scaling nothing changes."""
     folder = tmp_path / "gemma"
     shutil.copytree(REFERENCES / "gemma3", folder, copy_function=shutil.copyfile)
@@ -779,16 +776,14 @@ def test_flags_stretch_the_global_layers_of_a_gemma(tmp_path):
     bad = dataclasses.replace(
         config.model, rope=dataclasses.replace(all_layers, scaling="ntk", factor=2.0)
     )
-    with pytest.raises(NotImplementedError, match=r"rope.scaling='ntk', rope.stretches='all', wh"):
+    with refused(UnsupportedError, "rope.stretches='all'"):
         config_values(dataclasses.replace(config, model=bad), before, "float32")
 
 
-def test_base_of_no_layer_is_refused(tmp_path):
+def test_base_of_no_layer_is_refused(tmp_path, refused):
     flags = [str(REFERENCES / "gemma3"), "--model.rope.base"]
     assert read_import([*flags, "1000"]).settings.model.rope.base == 1000
-    with pytest.raises(
-        ValueError, match=r"takes the place of .*base 500 with bases=\(100.0, 1000.0"
-    ):
+    with refused(InputError, "bases=(100.0"):
         read_import([*flags, "500"])
     one = read_import([*flags, "500", "--model.rope.bases", "None"]).settings
     assert set(one.model.layer_bases) == {500}
@@ -798,26 +793,25 @@ def test_base_of_no_layer_is_refused(tmp_path):
     assert set(read_import(flags).settings.model.layer_windows) == {9}
 
 
-def test_model_without_a_tokenizer_is_not_trained_on_bytes(model, tmp_path):
+def test_model_without_a_tokenizer_is_not_trained_on_bytes(model, tmp_path, refused):
     """Its ids are no bytes; the same holds for samples of an import."""
     command = ["--init-from", str(model), "--run-dir", str(tmp_path / "run")]
     change(model, vocab_size=300)
     (model / "tokenizer.model").touch()
-    match = r"by its tokenizer.json; got none, .* with tokenizer.model and .* Give --data.tokenizer"
-    with pytest.raises(ValueError, match=match):
+    with refused(InputError, "--data.tokenizer"):
         train.read_command_line(command)
     config = read_import([str(model), *command[2:]]).settings
     assert config.data.tokenizer is None
     kept = tmp_path / "run" / "pretrained"
     kept.mkdir(parents=True)
     (kept / "tokenizer.model").touch()
-    with pytest.raises(ValueError, match=r"with tokenizer.model and .* Give --tokenizer"):
+    with refused(InputError, "--tokenizer"):
         tokenizer_of_run(config.run_dir, config, None, note=print)
     # This program exports models of bytes without a tokenizer.
     (model / "tokenizer.model").unlink()
     assert train.read_command_line(command).settings.data.tokenizer is None
     change(model, vocab_size=32_000)
-    with pytest.raises(ValueError, match=r"with no file of a tokenizer and vocab_size=32000"):
+    with refused(InputError, vocab_size=32000):
         train.read_command_line(command)
 
 
@@ -842,7 +836,7 @@ def test_config_of_a_run_gives_no_tokenizer_to_tokens_or_to_another_model(model,
     assert found(*tokens) == found("--init-from", str(model)) == mine
 
 
-def test_run_goes_on_with_its_copy_of_the_tokenizer(model, tmp_path):
+def test_run_goes_on_with_its_copy_of_the_tokenizer(model, tmp_path, refused):
     add_tokenizer(model, 48)
     text = tmp_path / "text"
     text.mkdir()
@@ -864,16 +858,16 @@ def test_run_goes_on_with_its_copy_of_the_tokenizer(model, tmp_path):
     assert used.ids("<3>") == [3]
     assert notes == [f"tokenizer: {kept}, as {data.tokenizer} is gone"]
     # It is no copy of another one.
-    with pytest.raises(ValueError, match=r"got '.*mine.json'"):
+    with refused(InputError, "mine.json"):
         tokenizer_of_run(config.run_dir, config, tmp_path / "mine.json", note=notes.append)
 
 
-def test_no_steps_are_an_import_which_is_a_command_of_its_own(model, tmp_path, capsys):
+def test_no_steps_are_an_import_which_is_a_command_of_its_own(model, tmp_path, capsys, refused):
     config = make_config(model, steps=0, devices=1, run_dir=tmp_path / "run")
-    with pytest.raises(InputError, match=r"run that trains; .*m trainer.gpt.pretrained .*model"):
+    with refused(InputError, "trainer.gpt.pretrained"):
         train.train(config)
     assert not (tmp_path / "run").exists()
-    with pytest.raises(InputError, match=r"must have no steps; got steps=9. Leave --steps out"):
+    with refused(InputError, steps=9):
         import_pretrained(dataclasses.replace(config, steps=9))
     with pytest.raises(SystemExit, match="2"):
         read_import(["--devices", "2"])
@@ -886,7 +880,7 @@ def test_no_steps_are_an_import_which_is_a_command_of_its_own(model, tmp_path, c
     assert "steps must be at least 1" in capsys.readouterr().err.replace("\n", " ")
 
 
-def test_run_begins_with_the_pretrained_weights_and_is_exported(model, tmp_path):
+def test_run_begins_with_the_pretrained_weights_and_is_exported(model, tmp_path, refused):
     """The first loss is that of the model; the run goes on without the folder."""
     reference = reference_of("llama")
     data = tmp_path / "data"
@@ -924,14 +918,14 @@ def test_run_begins_with_the_pretrained_weights_and_is_exported(model, tmp_path)
     assert half.dtype == "bfloat16"
     for name, x in tensors_of(tmp_path / "half").items():
         np.testing.assert_array_equal(x, after[name].astype(x.dtype))
-    with pytest.raises(RuntimeError, match=r"checkpoint of step 7; got .* with 2. Give another"):
+    with refused(CheckpointError, "step 7"):
         export_run(config.run_dir, config, tmp_path / "other", step=7)
 
     shutil.rmtree(model)
     saved = load_train_config(config.run_dir / "config.json")
     assert saved.init_from == model
     assert train.train(saved).train == []
-    with pytest.raises(ValueError, match=r"--init-from .*model there, .*other now"):
+    with refused(InputError, "--init-from"):
         train.train(dataclasses.replace(saved, init_from=tmp_path / "other"))
 
 
@@ -948,7 +942,7 @@ def test_export_names_the_special_tokens_of_another_tokenizer(model, tmp_path):
     assert token_ids(config, copy, own) == token_ids(config, own, tmp_path / "none") == ids
 
 
-def test_export_has_the_tokenizer_and_the_template_of_the_data(tmp_path):
+def test_export_has_the_tokenizer_and_the_template_of_the_data(tmp_path, refused):
     """Those of the pretrained model do not fit ids that another tokenizer made."""
     kept, model, other = (tmp_path / name for name in ("kept", "model", "other"))
     for folder in (kept, model, other):
@@ -976,7 +970,7 @@ def test_export_has_the_tokenizer_and_the_template_of_the_data(tmp_path):
     named |= {"chat_template.jinja": tmp_path / "mine.jinja"}
     assert found(model, tokenizer=other / "mine.json", **template) == named
     (other / "mine.json").unlink()
-    with pytest.raises(ValueError, match=r"data.tokenizer of a run must be there .*mine.json'"):
+    with refused(InputError, "data.tokenizer"):
         found(model, tokenizer=other / "mine.json")
 
 
@@ -992,38 +986,36 @@ def test_export_copies_the_files_of_the_tokenizer(model, tmp_path):
     assert (out / "chat_template.jinja").read_text() == "{{ messages }}"
 
 
-def test_file_of_a_tokenizer_that_cannot_be_kept_is_named(model, tmp_path, monkeypatch):
+def test_file_of_a_tokenizer_that_cannot_be_kept_is_named(model, tmp_path, monkeypatch, refused):
     (model / "vocab.json").write_text("{ }")
     keep_files(model, tmp_path / "kept", "float32")
     assert (tmp_path / "kept" / "vocab.json").read_text() == "{ }"
     monkeypatch.setattr(initial_weights, "LARGEST_FILE", 2)
-    with pytest.raises(ValueError, match=r"vocab.json' must have at most 2 bytes"):
+    with refused(InputError, "vocab.json"):
         keep_files(model, tmp_path / "kept", "float32")
 
 
-def test_damaged_config_of_the_model_is_not_exported(tmp_path):
+def test_damaged_config_of_the_model_is_not_exported(tmp_path, refused):
     """The base of its rotary positions, say, which no other file of an import holds."""
     run_dir, out = tmp_path / "run", tmp_path / "out"
     import_and_export(LLAMA, run_dir, out)
     shutil.rmtree(out)
     config, kept = load_train_config(run_dir / "config.json"), run_dir / "pretrained/config.json"
     kept.write_text(kept.read_text().replace("10000", "10001", 1))
-    with pytest.raises(ValueError, match=rf"as they were written; got '{kept}': .*delete .*sha25"):
+    with refused(InputError, str(kept)):
         export_run(run_dir, config, out)
     assert not out.exists()
     (kept.parent / SUMS_FILE).unlink()  # As in a run of an earlier version.
     export_run(run_dir, config, out)
 
 
-def test_export_that_fails_leaves_nothing(tmp_path, monkeypatch):
+def test_export_that_fails_leaves_nothing(tmp_path, monkeypatch, refused):
     run_dir, out = tmp_path / "run", tmp_path / "out"
     import_and_export(LLAMA, run_dir, out)
     config = load_train_config(run_dir / "config.json")
-    with pytest.raises(ValueError, match=r"OUT must be a folder that does not exist yet"):
+    with refused(InputError):
         export_run(run_dir, config, out)
-    with pytest.raises(
-        ValueError, match=r"OUT must be a folder of a file system; got 'gs://b/out'"
-    ):
+    with refused(InputError, "'gs://b/out'"):
         export_run(run_dir, config, Path("gs://b/out"))
     shutil.rmtree(out)
 
@@ -1039,19 +1031,19 @@ def test_export_that_fails_leaves_nothing(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(durable, "flush_files", fill)
-    with pytest.raises(OSError, match=r"OUT must be a folder.*with space.*No space left"):
+    with refused(StorageError, "No space left"):
         export_run(run_dir, config, out)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     monkeypatch.undo()
 
     large = {"norm/scale": np.full(16, 1e6, np.float32)}
-    with pytest.raises(ArithmeticError, match=r"norm/scale, which is not in float16"):
+    with refused(NonFiniteError, "float16"):
         writing._write_tensors(large, tmp_path, np.float16, 10**6, LoraConfig())
 
 
-def test_export_command(tmp_path, capsys):
+def test_export_command(tmp_path, capsys, refused):
     run_dir, out = tmp_path / "run", tmp_path / "out"
-    with pytest.raises(ValueError, match=r"RUN_DIR must be the folder of a run"):
+    with refused(InputError, "RUN_DIR"):
         export_command.main([str(run_dir), str(out)])
     import_and_export(LLAMA, run_dir, tmp_path / "first")
     export_command.main([str(run_dir), str(out), "--step", "0", "--dtype", "bfloat16"])
@@ -1120,9 +1112,9 @@ def test_config_of_stretched_positions_says_so():
 
 
 @pytest.mark.parametrize("options", [dict(mlp="gelu"), dict(qkv_bias=True, qk_norm=True)])
-def test_model_of_no_family_is_not_exported(options, tmp_path):
+def test_model_of_no_family_is_not_exported(options, tmp_path, refused):
     config = dataclasses.replace(gpt_tiny(), model=GPTConfig(**SIZES | options))
-    with pytest.raises(NotImplementedError, match=r"that is exported must be one of llama, mist"):
+    with refused(UnsupportedError):
         export_run(tmp_path, config, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

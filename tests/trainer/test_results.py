@@ -13,7 +13,9 @@ import pytest
 from PIL import Image
 
 import train
+from startrail_jax.errors import InputError
 from trainer import session
+from trainer.errors import MissingPackageError
 from trainer.run import commands, curve, versions
 from trainer.run.commands import command
 from trainer.run.curve import describe_curve, draw_curve, show_results
@@ -50,22 +52,22 @@ def test_curve_is_drawn_from_what_the_run_has_reported(tmp_path, capsys):
         assert (pixels == colour).all(axis=-1).any()
 
 
-def test_run_without_losses_has_no_curve(tmp_path):
-    with pytest.raises(ValueError, match=r"must have reported a loss; got none in .*metrics.jsonl"):
+def test_run_without_losses_has_no_curve(tmp_path, refused):
+    with refused(InputError, "metrics.jsonl"):
         draw_curve(tmp_path)
     write_metrics(tmp_path, {2: {"train_loss": None}})
     # A run ends well all the same.
     assert "could not be drawn (A run must have reported a loss" in describe_curve(tmp_path)
 
 
-def test_without_matplotlib_the_command_is_named(tmp_path, monkeypatch):
+def test_without_matplotlib_the_command_is_named(tmp_path, monkeypatch, refused):
     write_metrics(tmp_path, {2: {"train_loss": 2.0}})
     monkeypatch.setattr(curve.importlib.util, "find_spec", lambda name: None)
     line = describe_curve(tmp_path)
     assert line.startswith(f"loss curve: {command('pip', 'install', 'matplotlib')} && ")
     assert line.endswith(f" -m trainer.run.curve {tmp_path}")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"needs the package matplotlib.*pip install matplotlib"):
+    with refused(MissingPackageError):
         draw_curve(tmp_path)
 
 

@@ -5,6 +5,7 @@ import pytest
 import startrail_jax as st
 from configs.dit import dit_digits
 from configs.gpt import gpt_tiny
+from startrail_jax.errors import InputError
 from trainer.config import MeshConfig
 from trainer.dit.config import ImageOptions
 from trainer.gpt.config import TextOptions
@@ -63,7 +64,7 @@ def test_a_run_that_lost_its_degrees_says_so(tmp_path):
     assert description[0].startswith(f"WARNING: {tmp_path} holds a run without mesh.json: ")
 
 
-def test_order_and_nodes_of_the_flags_place_the_devices():
+def test_order_and_nodes_of_the_flags_place_the_devices(refused):
     flags = dict(team=2, group=1, devices_per_node=2)
     for order, ids, across in (
         (("rings_inside",), [0, 2, 1, 3], "team; inside: ring"),
@@ -74,5 +75,5 @@ def test_order_and_nodes_of_the_flags_place_the_devices():
         assert [device.id for device in mesh.devices.flat] == ids
         assert description[-1].startswith("nodes: 2 of 2 devices; axes from slow to fast: ")
         assert description[-1].endswith(f"across nodes: {across}")
-    with pytest.raises(ValueError, match="got devices_per_node=3 for 4 devices"):
+    with refused(InputError, devices_per_node=3):
         join(devices_per_node=3)

@@ -73,38 +73,38 @@ def change(path, *keys, value):
 
 
 @pytest.mark.parametrize(
-    ("keys", "value", "message"),
+    ("keys", "value", "named"),
     [
-        (("optimizer", "learning_rat"), 1.0, r"got optimizer.learning_rat. Use optimizer.learning"),
-        (("sede",), 1, r"GPTTrainConfig's; got sede. Use seed, or leave it out"),
-        (("steps",), "many", r"steps must be int; got 'many'"),
-        (("steps",), True, r"steps must be int; got True"),
-        (("steps",), 1.5, r"steps must be int; got 1.5"),
-        (("model", "rope", "base"), "x", r"model.rope.base must be float; got 'x'"),
-        (("model", "dtype"), "float8", r"model.dtype must be .*'bfloat16'.*; got 'float8'"),
-        (("zero_axes",), ["ring", "wing"], r"zero_axes\[1\] must be .*; got 'wing'"),
-        (("profile",), [1, 2, 3], r"profile must be tuple\[int, int\]; got \[1, 2, 3\]"),
-        (("mesh",), 8, r"mesh must be MeshConfig; got 8"),
-        (("run_dir",), 8, r"run_dir must be Path; got 8"),
-        (("steps",), None, r"without a default must be in the file; got none for steps"),
-        (("optimizer", "learning_rate"), None, r"got none for optimizer.learning_rate. Add it"),
-        (("steps",), 0, r"steps must be at least 1"),
+        (("optimizer", "learning_rat"), 1.0, "optimizer.learning_rat"),
+        (("sede",), 1, "GPTTrainConfig's; got sede"),
+        (("steps",), "many", "'many'"),
+        (("steps",), True, "steps must be int; got True"),
+        (("steps",), 1.5, "1.5"),
+        (("model", "rope", "base"), "x", "'x'"),
+        (("model", "dtype"), "float8", "'bfloat16'"),
+        (("zero_axes",), ["ring", "wing"], "'wing'"),
+        (("profile",), [1, 2, 3], "must be tuple[int, int]; got [1, 2,"),
+        (("mesh",), 8, "got 8"),
+        (("run_dir",), 8, "run_dir"),
+        (("steps",), None, "a default must be in the file; got none for"),
+        (("optimizer", "learning_rate"), None, "optimizer.learning_rate"),
+        (("steps",), 0, "steps must be at least 1"),
     ],
 )
-def test_wrong_config_file_names_the_setting(config, tmp_path, keys, value, message):
+def test_wrong_config_file_names_the_setting(config, tmp_path, keys, value, named, refused):
     path = tmp_path / "config.json"
     save_config(config, path)
     change(path, *keys, value=value)
-    with pytest.raises(ValueError, match=message) as caught:
+    with refused(InputError, named) as caught:
         load_config(GPTTrainConfig, path)
     assert str(caught.value).startswith(f"{path} must hold the config of a run. ")
 
 
-def test_file_that_is_not_json_or_no_object_raises(tmp_path):
+def test_file_that_is_not_json_or_no_object_raises(tmp_path, refused):
     path = tmp_path / "config.json"
     for text in ('{"steps": 1', "[]"):
         path.write_text(text)
-        with pytest.raises(ValueError, match=r"must hold the config of a run\."):
+        with refused(InputError):
             load_config(GPTTrainConfig, path)
 
 

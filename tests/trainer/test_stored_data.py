@@ -17,6 +17,7 @@ import train
 from configs.dit import dit_digits
 from configs.gpt import gpt_tiny
 from startrail_jax import Layout
+from startrail_jax.errors import InputError
 from trainer.data import cache
 from trainer.data.dataset import Dataset
 from trainer.data.stored import copies
@@ -244,7 +245,7 @@ def test_tokens_in_a_store(store, tmp_path, gets):
     assert one.path.read_bytes() == tokens(1)
 
 
-def test_images_in_a_store(store, tmp_path):
+def test_images_in_a_store(store, tmp_path, refused):
     for i in range(20):
         file = io.BytesIO()
         Image.fromarray(np.full((8, 8), i, np.uint8)).save(file, "PNG")
@@ -257,7 +258,7 @@ def test_images_in_a_store(store, tmp_path):
     assert len(opened.train) + len(opened.held_out) == 20
     assert opened.description.endswith(f"; copied from {URL}")
     assert len(list((tmp_path / "cache/copies").rglob("*.png"))) == 20
-    with pytest.raises(ValueError, match=r"data.cache holds copies .*got cache='cache', path=None"):
+    with refused(InputError, cache="cache"):
         ImageConfig(cache=Path("cache"))
 
 
@@ -269,14 +270,14 @@ def test_text_of_a_store_is_tokenised(texts, tmp_path, capsys):
         tokenize(["books", str(tmp_path / "new"), "--cache", "c"])
 
 
-def test_store_without_the_data_raises(store, tmp_path, monkeypatch):
+def test_store_without_the_data_raises(store, tmp_path, monkeypatch, refused):
     with pytest.raises(ValueError, match=rf"data.path must exist; got '{URL}', where the store"):
         with_copies(stored(), tmp_path)
     put(store, {".hidden": b"1"})
-    with pytest.raises(ValueError, match=r"must hold files; got '.*wiki', without any but hidden"):
+    with refused(InputError, "hidden"):
         with_copies(stored(), tmp_path)
     put(store, {"a\nb.txt": b"1"})
-    with pytest.raises(ValueError, match=r"must be usable for files: .*got 'a\\nb.txt' in memory"):
+    with refused(InputError, "'a\\nb.txt'"):
         with_copies(stored(), tmp_path)
     assert not list(tmp_path.iterdir())
 
@@ -305,36 +306,36 @@ def test_copy_that_cannot_be_made_raises(texts, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "named"),
     [
-        ({"path": "s3://key:token@bucket/x"}, r"data.path must hold no password, key or token"),
-        ({"validation_path": "s3://b/x?sig=token"}, r"data.validation_path must hold no password"),
-        ({"path": "simplecache::s3://b/x"}, r"data.path must be the URL of a store; got"),
-        ({"path": "file:///data/x"}, r"must be a path if it is on this machine; .*Use /data/x"),
+        ({"path": "s3://key:token@bucket/x"}, "data.path"),
+        ({"validation_path": "s3://b/x?sig=token"}, "data.validation_path"),
+        ({"path": "simplecache::s3://b/x"}, "data.path"),
+        ({"path": "file:///data/x"}, "be a path if it is on this"),
         (
             {"tokenizer": "gs://b/tokenizer.json"},
-            r"data.tokenizer must be on a disk; got 'gs://b/t",
+            "data.tokenizer",
         ),
         (
             {"chat_template": "s3://k:token@b/x"},
-            r"data.chat_template must be on a disk; got 's3://\*",
+            "data.chat_template",
         ),
     ],
 )
-def test_url_of_data_that_cannot_be_raises(settings, message):
-    with pytest.raises(ValueError, match=message) as caught:
+def test_url_of_data_that_cannot_be_raises(settings, named, refused):
+    with refused(InputError, named) as caught:
         DataConfig(**{name: Path(value) for name, value in settings.items()})
     assert "token@" not in str(caught.value)
     assert "sig=" not in str(caught.value)
 
 
-def test_revision_of_a_hub_may_be_named():
+def test_revision_of_a_hub_may_be_named(refused):
     DataConfig(path=Path("hf://datasets/someone/books@refs%2Fconvert%2Fparquet/train"))
-    with pytest.raises(ValueError, match=r"init_from must be on a disk; got 'hf://me/model'"):
+    with refused(InputError, "'hf://me/model'"):
         dataclasses.replace(gpt_tiny(), init_from=Path("hf://me/model"))
 
 
-def test_run_in_a_store_is_a_folder_here_and_a_mirror(capsys, tmp_path, monkeypatch):
+def test_run_in_a_store_is_a_folder_here_and_a_mirror(capsys, tmp_path, monkeypatch, refused):
     monkeypatch.chdir(tmp_path)
     here = Path("runs/gs/bucket/runs/mine")
     url = "gs://bucket/runs/mine"
@@ -351,27 +352,27 @@ def test_run_in_a_store_is_a_folder_here_and_a_mirror(capsys, tmp_path, monkeypa
     (here / "config.json").touch()
     with pytest.raises(ValueError, match=rf"which is in a store\. Give {here}, the folder of that"):
         sample.read_command_line([url])
-    with pytest.raises(ValueError, match=r"must hold no password") as caught:
+    with refused(InputError, "password") as caught:
         sample.read_command_line(["s3://key:token@bucket/mine"])
     assert "token@" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "named"),
     [
         (
             "gs://bucket/x --mirror s3://k:token@b/x",
-            r"got both --mirror and --run-dir gs://bucket/x",
+            "--run-dir",
         ),
-        ("gs://bucket", r"mirror must name a folder below the bucket"),
-        ("gs://bucket/x/..", r"mirror must be the URL of a store; got"),
-        ("gs://bucket/copies", r"run_dir must not be called copies, as a folder beside the runs"),
-        ("file:///scratch/x", r"run_dir must be a path if it is on this machine; .*Use /scratch/x"),
-        ("s3://key:token@bucket/x", r"mirror must hold no password, key or token"),
+        ("gs://bucket", "must name a folder below the"),
+        ("gs://bucket/x/..", "must be the URL of a store;"),
+        ("gs://bucket/copies", "run_dir"),
+        ("file:///scratch/x", "run_dir"),
+        ("s3://key:token@bucket/x", "must hold no password, key or"),
     ],
 )
-def test_run_in_a_store_that_cannot_be_raises(arguments, message):
-    with pytest.raises(ValueError, match=message) as caught:
+def test_run_in_a_store_that_cannot_be_raises(arguments, named, refused):
+    with refused(InputError, named) as caught:
         train.read_command_line(["--run-dir", *arguments.split()])
     assert "token@" not in str(caught.value)
 
@@ -433,13 +434,13 @@ def test_held_out_data_in_a_hidden_folder_have_a_copy(texts, store, tmp_path):
     assert not data.validation_path.is_relative_to(data.path)
 
 
-def test_store_whose_files_cannot_be_told_apart_raises(texts, store, monkeypatch):
+def test_store_whose_files_cannot_be_told_apart_raises(texts, store, monkeypatch, refused):
     def listed(self, root, **_):
         return {f"{root}/a.txt": {"size": 1, "type": "file"}}
 
     with monkeypatch.context() as patch:
         patch.setattr(MemoryFileSystem, "find", listed)
-        with pytest.raises(ValueError, match=r"must say when its files change, .* for 'a.txt'"):
+        with refused(InputError, "'a.txt'"):
             list_stored(Path(URL), "data.path")
     files = {name: {"size": 1, "type": "file", "etag": "1"} for name in ("a", "a/b.txt", "a0")}
 
@@ -448,18 +449,15 @@ def test_store_whose_files_cannot_be_told_apart_raises(texts, store, monkeypatch
 
     monkeypatch.setattr(MemoryFileSystem, "find", with_both)
     put(store, {"a": b"1"})
-    with pytest.raises(ValueError, match=r"no file with the name of a folder; got 'a' in memory"):
+    with refused(InputError, "'a'"):
         list_stored(Path(URL), "data.path")
-    with pytest.raises(ValueError, match=r"has a file and a folder of one name, with 1 files. Ren"):
+    with refused(InputError, "1 files"):
         list_stored(Path(f"{URL}/a"), "data.path")
 
 
-def test_mirror_in_the_data_raises():
+def test_mirror_in_the_data_raises(refused):
     config = dataclasses.replace(gpt_tiny(), data=stored(), mirror=f"{URL}/runs/mine")
-    with pytest.raises(
-        ValueError,
-        match=r"mirror must not lie in the data of the run.*path=memory://bucket/wiki\. Use",
-    ):
+    with refused(InputError, "path=memory://bucket/wiki"):
         preparation(config)
     assert preparation(dataclasses.replace(config, mirror="memory://bucket/wiki2")) is not None
 
@@ -470,12 +468,12 @@ def test_sampling_without_the_store_names_the_tokenizer(store, monkeypatch):
         holds_tokens(Path(URL))
 
 
-def test_processes_with_other_data_end():
+def test_processes_with_other_data_end(refused):
     data = Dataset(
         train=(), held_out=(), collate=None, description="books", loss_unit="nats", digest="a"
     )
     require_same_data(data, Peers())
     among = Peers(index=1, count=3, gather=lambda mine: [mine, mine, ["b", *mine[1:]]])
-    with pytest.raises(ValueError, match=r"got others in process 2 than in process 1 \(books\)"):
+    with refused(InputError, "process 2"):
         require_same_data(data, among)
     require_same_data(data, Peers(count=2, gather=lambda mine: [mine, mine]))

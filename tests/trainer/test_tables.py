@@ -191,25 +191,25 @@ def test_splits_of_a_folder_are_its_parts(names, train, held_out, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("names", "message"),
+    ("names", "named"),
     [
-        ("train_sft-0.parquet test_sft-0.parquet", r"got the splits 'test_sft', 'train_sft' in"),
+        ("train_sft-0.parquet test_sft-0.parquet", "'train_sft'"),
         (
             "A/train-0.parquet A/test-0.parquet B/train/0.parquet B/validation/0.parquet",
-            r"one config of a dataset; got the configs 'A', 'B' in '.*'. Give one: --data.path /",
+            "--data.path",
         ),
-        ("data/train-0.parquet data/B/train-0.parquet", r"'data', 'data/B' in .* /.*/data/B"),
-        ("books.parquet testset.parquet", r"got the splits 'testset', none \('books.parquet'\) in"),
-        ("train-0.parquet notes.txt", r"must be of one kind; got .*'notes.txt' \(text\)"),
-        ("train-0.parquet val-0.arrow", r"must be of one kind; got .*'val-0.arrow' \(arrow\)"),
-        ("a.parquet.gz", r"got 1 \*.parquet.gz.*Tables are compressed inside"),
+        ("data/train-0.parquet data/B/train-0.parquet", "'data/B'"),
+        ("books.parquet testset.parquet", "'books.parquet'"),
+        ("train-0.parquet notes.txt", "'notes.txt'"),
+        ("train-0.parquet val-0.arrow", "'val-0.arrow'"),
+        ("a.parquet.gz", "parquet.gz"),
     ],
 )
-def test_folders_that_are_not_clear_raise(names, message, tmp_path):
+def test_folders_that_are_not_clear_raise(names, named, tmp_path, refused):
     for name in names.split():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    with pytest.raises(ValueError, match=message):
+    with refused(InputError, named):
         find_files(tmp_path, "data.path")
 
 
@@ -256,8 +256,8 @@ def test_fields_that_are_no_text_raise_and_are_named(tmp_path):
     raises(r"with the key 'text'; got the keys \['body'\] in '.*d:1'", [{"body": "x"}], "json")
 
 
-def test_package_that_is_missing_is_named(tmp_path, monkeypatch):
+def test_package_that_is_missing_is_named(tmp_path, monkeypatch, refused):
     path = write(tmp_path / "a.parquet", ROWS, "parquet")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(MissingPackageError, match=r"'.*a.parquet' without it.*\[datasets\]"):
+    with refused(MissingPackageError, "a.parquet"):
         of(path)

@@ -97,14 +97,12 @@ def test_sizes_of_a_third_task_are_its_own(config):
     assert footprint(config, objective, st.Degrees()).device_bytes > 0
 
 
-def test_a_config_of_another_task_is_no_diffusion_transformer(config, tmp_path):
+def test_a_config_of_another_task_is_no_diffusion_transformer(config, tmp_path, refused):
     path = tmp_path / "config.json"
     save_config(config, path)
-    with pytest.raises(
-        InputError, match=r"takes values and is not causal; got .*'modulated': False"
-    ):
+    with refused(InputError, "'modulated'"):
         replace(MODELS["gpt_7b"], kind="dit")
-    with pytest.raises(InputError, match=r"kind must be gpt or dit; got .letters.\. Use train.py"):
+    with refused(InputError, "train.py"):
         find_model(str(path))
 
 
@@ -152,18 +150,18 @@ def test_auxiliary_losses_are_trained_on_and_not_measured(config, degrees, chang
     np.testing.assert_allclose(np.abs(head), rate, rtol=1e-2)  # The first step of Adam.
 
 
-def test_an_optimizer_must_count_its_updates(config, monkeypatch):
+def test_an_optimizer_must_count_its_updates(config, monkeypatch, refused):
     objective = LettersTask().make_objective(config)
     monkeypatch.setattr(type(objective), "make_optimizer", lambda self, _: optax.sgd(0.1))
-    with pytest.raises(InputError, match=r"must count its updates.*none of MissingLetter"):
+    with refused(InputError):
         program_of(config)
 
 
-def test_unknown_kind_of_a_run_is_refused(config, tmp_path):
+def test_unknown_kind_of_a_run_is_refused(config, tmp_path, refused):
     path = tmp_path / "config.json"
     for kind in ("alphabets", ["gpt"]):
         path.write_text(json.dumps({"kind": kind}))
-        with pytest.raises(ValueError, match=r"must hold the config of a run.*kind must be"):
+        with refused(InputError):
             tasks.load_train_config(path)
 
 

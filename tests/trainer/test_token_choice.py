@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from startrail_jax.errors import InputError
 from trainer.gpt.token_choice import Sampling, choose_token, kept_tokens
 
 
@@ -73,18 +74,18 @@ def test_temperature_near_zero_takes_the_likeliest():
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "named"),
     [
-        ({"temperature": -0.1}, r"temperature must be at least 0 and finite; got temperature=-0.1"),
-        ({"temperature": float("nan")}, r"temperature must be .*got temperature=nan"),
-        ({"temperature": float("inf")}, r"temperature must be .*got temperature=inf"),
-        ({"top_k": 0}, r"top_k must be at least 1; got top_k=0. Leave it out"),
-        ({"top_p": 0.0}, r"top_p must be above 0 and at most 1; got top_p=0.0"),
-        ({"top_p": 1.1}, r"top_p must be above 0 and at most 1; got top_p=1.1"),
-        ({"seed": -1}, r"seed must be at least 0 and below 2\*\*32; got seed=-1"),
-        ({"seed": 2**32}, r"seed must be at least 0 and below 2\*\*32; got seed=4294967296"),
+        ({"temperature": -0.1}, "temperature=-0.1"),
+        ({"temperature": float("nan")}, "temperature=nan"),
+        ({"temperature": float("inf")}, "temperature=inf"),
+        ({"top_k": 0}, "top_k=0"),
+        ({"top_p": 0.0}, "top_p=0.0"),
+        ({"top_p": 1.1}, "top_p=1.1"),
+        ({"seed": -1}, "seed=-1"),
+        ({"seed": 2**32}, "seed=4294967296"),
     ],
 )
-def test_sampling_out_of_range_raises(options, message):
-    with pytest.raises(ValueError, match=message):
+def test_sampling_out_of_range_raises(options, named, refused):
+    with refused(InputError, named):
         Sampling(**options)

@@ -15,6 +15,7 @@ import tyro
 import train
 from configs.gpt import RECIPES, gpt_tiny
 from programs import interrupt_after, shared_programs
+from startrail_jax.errors import InputError
 from trainer.config import AttentionConfig, MeshConfig
 from trainer.gpt.config import GPTTrainConfig, RopeConfig
 from trainer.processes.devices import select_devices
@@ -43,6 +44,21 @@ def run(folder, flags="", *, steps):
 def shared():
     with shared_programs():
         yield
+
+
+@pytest.mark.slow
+def test_a_run_on_whole_documents_goes_on_with_each_of_them_once(
+    tmp_path, monkeypatch, capsys, refused
+):
+    flags = f"{RING} --data.batches documents --data.draw 64"
+    undisturbed = run(tmp_path / "undisturbed", flags, steps=5)
+    assert "of the tokens are sent nowhere" in capsys.readouterr().out
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 3)
+        first = run(tmp_path / "run", flags, steps=5)
+    assert first.train + run(tmp_path / "run", flags, steps=5).train == undisturbed.train
+    with refused(InputError, "--data.batches documents there, rows now"):
+        run(tmp_path / "run", RING, steps=5)
 
 
 @pytest.mark.slow
@@ -128,88 +144,88 @@ def test_recipes_are_what_they_say():
 
 
 @pytest.mark.parametrize(
-    ("part", "change", "message"),
+    ("part", "change", "named"),
     [
-        (None, {"steps": 0}, r"steps must be at least 1; got steps=0"),
+        (None, {"steps": 0}, "steps=0"),
         (
             None,
             {"attention": AttentionConfig(keep_gathered=True), "remat": "full"},
-            r"keeps what remat='full' recomputes; got both\. Leave one of them out",
+            "remat='full'",
         ),
-        (None, {"seed": -1}, r"seed must be at least 0; got seed=-1"),
-        (None, {"devices": 0}, r"devices must be at least 1; got devices=0"),
-        (None, {"tile": 0}, r"tile must be at least 1; got tile=0"),
-        (None, {"sample_length": 1024}, r"sample_length must be below seq_len.*=1024. Use 512"),
-        (None, {"mesh": MeshConfig(data=3)}, r"batch_size must be div.*data=3.*Use batch_size=3"),
-        (None, {"accumulation": 3}, r"batch_size must be div.*accumulation=3. Use batch_size=3"),
-        (None, {"offload": True}, r"offload.*needs a remat.*remat='none'.*attention_saved"),
-        (None, {"zero": 1, "zero_axes": ()}, r"zero_axes must name an axis for zero=1; got none"),
-        (None, {"zero": 1, "zero_axes": ("team", "team")}, r"zero_axes must name an axis once"),
-        (None, {"zero_axes": ("team",)}, r"zero_axes need a ZeRO level.*got zero=0"),
-        (None, {"profile": (3, 2)}, r"profile must be.*got profile=\(3, 2\), steps=800"),
-        (None, {"profile": (800, 801)}, r"profile must be.*got profile=\(800, 801\)"),
-        ("mesh", {"team": 0}, r"mesh.team must be at least 1; got mesh.team=0"),
-        ("model", {"vocab_size": 0}, r"vocab_size must be at least 1"),
-        ("model", {"kv_heads": 3}, r"kv_heads must divide model.heads.*kv_heads=3, heads=4"),
-        ("model", {"head_dim": 5}, r"head_dim must be even.*head_dim=5. Use 6"),
-        ("model", {"window": 0}, r"model.window must be at least 1; got model.window=0"),
-        ("model", {"no_rope_every": 0}, r"model.no_rope_every must be at least 1"),
-        ("model", {"windows": ()}, r"model.windows must be one or more.*got windows=\(\)"),
-        ("model", {"windows": (0,)}, r"model.windows must be .* from 1 on.*got windows=\(0,\)"),
-        ("model", {"windows": (9,) * 9}, r"no more entries than .* has layers; got .*, layers=4"),
+        (None, {"seed": -1}, "seed=-1"),
+        (None, {"devices": 0}, "devices=0"),
+        (None, {"tile": 0}, "tile=0"),
+        (None, {"sample_length": 1024}, "sample_length"),
+        (None, {"mesh": MeshConfig(data=3)}, "batch_size=3"),
+        (None, {"accumulation": 3}, "accumulation=3"),
+        (None, {"offload": True}, "remat='none'"),
+        (None, {"zero": 1, "zero_axes": ()}, "zero=1"),
+        (None, {"zero": 1, "zero_axes": ("team", "team")}, "zero_axes"),
+        (None, {"zero_axes": ("team",)}, "zero=0"),
+        (None, {"profile": (3, 2)}, "profile=(3, 2"),
+        (None, {"profile": (800, 801)}, "profile=(800, 801"),
+        ("mesh", {"team": 0}, "mesh.team=0"),
+        ("model", {"vocab_size": 0}, "vocab_size"),
+        ("model", {"kv_heads": 3}, "kv_heads=3"),
+        ("model", {"head_dim": 5}, "head_dim=5"),
+        ("model", {"window": 0}, "model.window=0"),
+        ("model", {"no_rope_every": 0}, "model.no_rope_every"),
+        ("model", {"windows": ()}, "windows=("),
+        ("model", {"windows": (0,)}, "windows=(0"),
+        ("model", {"windows": (9,) * 9}, "layers=4"),
         (
             "model",
             {"windows": (9,), "window": 9},
-            r"windows takes the.*window=9.*--model.windows None",
+            "window=9",
         ),
-        ("model", {"softcap": 0.0}, r"model.softcap must be above 0 and finite; got softcap=0.0"),
-        ("model", {"scale_dim": 0}, r"model.scale_dim must be at least 1"),
+        ("model", {"softcap": 0.0}, "softcap=0.0"),
+        ("model", {"scale_dim": 0}, "model.scale_dim"),
         (
             "model",
             {"no_rope_every": 2, "rope": RopeConfig(bases=(9.0,))},
-            r"rope.bases takes the place of model.no_rope_every; got no_rope_every=2",
+            "no_rope_every=2",
         ),
         (
             "model",
             {"rope": RopeConfig(scaling="linear", factor=2.0, stretches="global"), "window": 9},
-            r"stretches='global' needs layers without a window; got window=9, windows=None",
+            "stretches='global'",
         ),
-        ("model", {"norm_eps": 0.0}, r"norm_eps must be above 0 and below 1; got norm_eps=0.0"),
-        ("optimizer", {"learning_rate": 0.0}, r"learning_rate must be above 0 and.*; got .*=0.0"),
-        ("optimizer", {"clip_norm": float("inf")}, r"clip_norm must be above 0 and fin.*=inf"),
-        ("optimizer", {"warmup_fraction": 1.0}, r"warmup_fraction must be .* below 1; got .*=1.0"),
-        ("optimizer", {"weight_decay": -1.0}, r"weight_decay must be at least 0; got .*=-1.0"),
-        ("data", {"held_out": 1.0}, r"held_out must be above 0 and below 1; got held_out=1.0"),
-        ("data", {"end_of_document": -1}, r"end_of_document must be at least 0; got .*=-1"),
-        ("checkpoint", {"keep": 0}, r"checkpoint.keep must be at least 1; got .*=0"),
+        ("model", {"norm_eps": 0.0}, "norm_eps=0.0"),
+        ("optimizer", {"learning_rate": 0.0}, "learning_rate"),
+        ("optimizer", {"clip_norm": float("inf")}, "clip_norm"),
+        ("optimizer", {"warmup_fraction": 1.0}, "warmup_fraction"),
+        ("optimizer", {"weight_decay": -1.0}, "weight_decay"),
+        ("data", {"held_out": 1.0}, "held_out=1.0"),
+        ("data", {"end_of_document": -1}, "end_of_document"),
+        ("checkpoint", {"keep": 0}, "checkpoint.keep"),
     ],
 )
-def test_config_that_cannot_be_raises(part, change, message):
+def test_config_that_cannot_be_raises(part, change, named, refused):
     config = gpt_tiny()
-    with pytest.raises(ValueError, match=message):
+    with refused(InputError, named):
         replace(config if part is None else getattr(config, part), **change)
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "named"),
     [
-        ({"bases": (1.0,)}, r"rope.bases must be one or more numbers above 1.*got bases=\(1.0,\)"),
-        ({"base": 1.0}, r"rope.base must be above 1; got base=1.0"),
-        ({"factor": 0.5}, r"rope.factor must be at least 1; got factor=0.5"),
-        ({"factor": 2.0}, r"factor must be above 1 with.*got scaling='none', factor=2.0"),
-        ({"scaling": "yarn"}, r"factor must be above 1 with.*got scaling='yarn', factor=1.0"),
-        ({"scaling": "yarn", "factor": 2.0}, r"original_length must be given.*_length=None"),
-        ({"original_length": 9}, r"original_length must be given.*scaling='none', .*_length=9"),
-        ({"turns": (4.0, 1.0)}, r"turns must be two numbers.*turns=\(4.0, 1.0\), scaling='none'"),
+        ({"bases": (1.0,)}, "bases=(1.0"),
+        ({"base": 1.0}, "base=1.0"),
+        ({"factor": 0.5}, "factor=0.5"),
+        ({"factor": 2.0}, "scaling='none'"),
+        ({"scaling": "yarn"}, "scaling='yarn'"),
+        ({"scaling": "yarn", "factor": 2.0}, "_length=None"),
+        ({"original_length": 9}, "scaling='none'"),
+        ({"turns": (4.0, 1.0)}, "turns=(4.0, 1.0"),
         (
             {"scaling": "llama3", "factor": 2.0, "original_length": 9, "turns": (1.0, 4.0)},
-            r"the larger one first.*got turns=\(1.0, 4.0\)",
+            "turns=(1.0, 4.0",
         ),
-        ({"attention_factor": 1.0}, r"for scaling 'yarn'; got attention_factor=1.0, scaling='no"),
+        ({"attention_factor": 1.0}, "attention_factor=1.0"),
     ],
 )
-def test_rope_config_that_cannot_be_raises(change, message):
-    with pytest.raises(ValueError, match=message):
+def test_rope_config_that_cannot_be_raises(change, named, refused):
+    with refused(InputError, named):
         replace(gpt_tiny().model.rope, **change)
 
 
@@ -218,8 +234,8 @@ def test_select_devices_takes_the_first():
     assert select_devices(None) == jax.devices()
 
 
-def test_select_devices_beyond_what_there_is_raises():
-    with pytest.raises(ValueError, match=r"devices=65, and there are 64 \(cpu\).*--devices 64"):
+def test_select_devices_beyond_what_there_is_raises(refused):
+    with refused(InputError, devices=65):
         select_devices(65)
 
 

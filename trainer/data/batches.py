@@ -6,7 +6,9 @@ A process reads only the rows that its devices hold.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 
 import grain
@@ -16,10 +18,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from startrail_jax.errors import InputError
 from trainer.data.dataset import Dataset, Source
+from trainer.data.parts import PartBatch, Parts
 
 # Number of threads that read, and of batches that they read ahead: enough to hide a slow disk
 # behind a step, and little memory next to that of a step.
-READ_OPTIONS = grain.ReadOptions(num_threads=4, prefetch_buffer_size=4)
+NUM_THREADS, READ_AHEAD = 4, 4
+READ_OPTIONS = grain.ReadOptions(num_threads=NUM_THREADS, prefetch_buffer_size=READ_AHEAD)
 
 # The key of `Dataset.fingerprints` in a checkpoint.
 FINGERPRINTS = "examples"
@@ -104,22 +108,10 @@ class TrainingBatches(Iterator[Batch]):
         Raises:
             ValueError: if the data or their order differ, so that some data would be used twice.
         """
-        # Checkpoints of earlier versions do not tell the content, or the tokens made of it.
-        changed = [
-            f"{name}={value}, where the checkpoint has {name}={state[name]}"
-            for name, value in self._order.items()
-            if state.get(name, value) != value
-        ]
+        changed = changed_order(self._order, state)
         changed += self._changed_examples(state.get(FINGERPRINTS, []))
-        if changed and new_order:
-            return
-        if changed:
-            raise InputError(
-                f"A run must go on with the data with which it began; got {changed[0]}. Restore "
-                "data and config, begin another run (--run-dir), or go on with the other data from "
-                "their first batch (--allow-changes)."
-            )
-        self._iterator.set_state({"next_index": state["batches"]})
+        if goes_on(changed, new_order=new_order):
+            self._iterator.set_state({"next_index": state["batches"]})
 
     def _changed_examples(self, before: Sequence[str]) -> list[str]:
         """Says that examples are others than they were, if they are."""
@@ -133,6 +125,90 @@ class TrainingBatches(Iterator[Batch]):
     def close(self) -> None:
         """Ends the reading threads."""
         self._iterator.close()
+
+
+class PartBatches(Iterator[PartBatch]):
+    """An endless series of batches of whole documents, on the host.
+
+    Threads read batches ahead. An error in one of them is raised by `next`.
+    """
+
+    def __init__(self, parts: Parts, data: Dataset, *, seed: int) -> None:
+        """Starts at the first batch.
+
+        Args:
+            parts: how batches are divided.
+            data: the data, with whole documents.
+            seed: seed of the order.
+        """
+        assert data.documents is not None, "the task opens them where config.whole_documents"
+        self._parts, self._documents = parts, data.documents
+        self._stream = parts.stream(data.documents.lengths, seed=seed)
+        own = {"content": data.digest, "tokens": data.tokens}
+        self._order = {name: value for name, value in own.items() if value is not None}
+        self._position = self._stream.get_state()
+        self._ahead: deque[tuple[Future[PartBatch], dict[str, Any]]] = deque()
+        self._threads = ThreadPoolExecutor(NUM_THREADS, "batches")
+
+    def __next__(self) -> PartBatch:
+        while len(self._ahead) < READ_AHEAD:
+            read, parts = self._parts.read, next(self._stream)
+            batch = self._threads.submit(read, self._documents, parts, self._parts.local)
+            self._ahead.append((batch, self._stream.get_state()))
+        batch, self._position = self._ahead.popleft()
+        return batch.result()
+
+    def get_state(self) -> dict[str, Any]:
+        """Where the next batch is, and what the order depends on, for JSON."""
+        return {**self._order, "documents": self._position}
+
+    def set_state(self, state: Mapping[str, Any], *, new_order: bool = False) -> None:
+        """As `TrainingBatches.set_state`. Another number of devices, or of parts, is no change:
+        what is left of the open draw is divided anew."""
+        changed = changed_order(self._order, state)
+        if "documents" not in state:
+            changed.append("batches of documents, where the checkpoint has batches of rows")
+        else:
+            changed += changed_order(self._stream.order, state["documents"])
+        if goes_on(changed, new_order=new_order):
+            self._stream.set_state(state["documents"])
+            self._ahead.clear()
+            self._position = self._stream.get_state()
+
+    def close(self) -> None:
+        """Ends the reading threads."""
+        self._threads.shutdown(cancel_futures=True)
+
+
+def changed_order(order: Mapping[str, Any], state: Mapping[str, Any]) -> list[str]:
+    """What differs between the data and their order, and those of a checkpoint.
+
+    Checkpoints of earlier versions do not tell the content, or the tokens made of it.
+    """
+    return [
+        f"{name}={value}, where the checkpoint has {name}={state[name]}"
+        for name, value in order.items()
+        if state.get(name, value) != value
+    ]
+
+
+def goes_on(changed: list[str], *, new_order: bool) -> bool:
+    """Whether batches go on at the position of a checkpoint, rather than begin anew.
+
+    Args:
+        changed: what differs from the data of the checkpoint.
+        new_order: whether something may.
+
+    Raises:
+        ValueError: if something differs that may not.
+    """
+    if changed and not new_order:
+        raise InputError(
+            f"A run must go on with the data with which it began; got {changed[0]}. Restore "
+            "data and config, begin another run (--run-dir), or go on with the other data from "
+            "their first batch (--allow-changes)."
+        )
+    return not changed
 
 
 def validation_batches(
@@ -179,15 +255,17 @@ class Feed(Generic[Batch]):
         shape: tuple[int, int],
         seed: int,
         num_held_out: int,
+        parts: Parts | None = None,
     ) -> None:
         """Reads the batches to evaluate with, and starts to read those to train on.
 
         Args:
             data: the data of the run.
-            sharding: sharding of an array [B T] of a batch.
+            sharding: sharding of an array [B T] of a batch of rows.
             shape: (B, T), on all hosts together.
             seed: seed of the order of the examples.
             num_held_out: number of examples to evaluate with, rounded up to whole batches.
+            parts: how batches of whole documents are divided; None to train on batches of rows.
 
         Raises:
             ValueError: if an example cannot be read.
@@ -196,15 +274,24 @@ class Feed(Generic[Batch]):
         self._batch_size = shape[0]
         self._rows = local_rows(sharding, shape)
         reading: Any = {"collate": data.collate, "batch_size": shape[0], "rows": self._rows}
-        self._training = TrainingBatches(
-            data.train,
-            seed=seed,
-            digest=data.digest,
-            tokens=data.tokens,
-            fingerprints=data.fingerprints,
-            **reading,
-        )
+        self._parts = parts
+        self._training: TrainingBatches[Any] | PartBatches
+        if parts is None:
+            self._training = TrainingBatches(
+                data.train,
+                seed=seed,
+                digest=data.digest,
+                tokens=data.tokens,
+                fingerprints=data.fingerprints,
+                **reading,
+            )
+        else:
+            self._training = PartBatches(parts, data, seed=seed)
         self._held_out = validation_batches(data.held_out, count=num_held_out, **reading)
+        self.documents = None
+        """What batches of whole documents hold; None for batches of rows."""
+        if parts is not None and data.documents is not None:
+            self.documents = parts.describe(data.documents.lengths, seed=seed)
 
     def next(self) -> Batch:
         """The next batch to train on.
@@ -212,7 +299,9 @@ class Feed(Generic[Batch]):
         Raises:
             ValueError: if an example cannot be read.
         """
-        return self._place(next(self._training))
+        batch: Any = next(self._training)
+        placed: Any = self._place(batch) if self._parts is None else self._parts.place(batch)
+        return placed
 
     def held_out(self) -> Iterator[Batch]:
         """The batches to evaluate with, which are always the same."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -16,6 +16,27 @@ class Source(Protocol):
     def __getitem__(self, index: int) -> Any: ...
 
 
+class Documents(Protocol):
+    """Whole documents, by their number. Several threads may read from it at once."""
+
+    @property
+    def lengths(self) -> Any:
+        """Number of tokens of each document, as the model reads them: integers [documents]."""
+        ...
+
+    def rows(self, rows: Sequence[Sequence[int]], length: int) -> Any:
+        """Rows of documents, one after another, and padding, in natural order.
+
+        Args:
+            rows: the numbers of the documents of each row.
+            length: tokens of a row, which hold its documents.
+
+        Returns:
+            A tree of arrays [rows, length, ...].
+        """
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Dataset:
     """The data of a run, in two parts."""
@@ -27,6 +48,8 @@ class Dataset:
     collate: Callable[[list[Any], list[int]], Any]
     """(examples, their numbers in the run) -> those rows of a batch, a tree of numpy arrays
     [rows, ...] in layout order."""
+    documents: Documents | None = None
+    """What there is in `train` as whole documents, for a run whose batches consist of these."""
     description: str
     """A line for the log, or several."""
     loss_unit: str

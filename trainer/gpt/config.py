@@ -268,6 +268,13 @@ class DataConfig:
     mask_documents: bool = True
     """Whether a token attends only to its own document, instead of to everything before it in its
     sequence."""
+    batches: Literal["rows", "documents"] = "rows"
+    """What a batch consists of: "rows" of `seq_len` tokens, which all devices of a sequence share,
+    or whole "documents", each on as few devices as hold it. Then `seq_len` is the length of the
+    longest; what is longer is cut. Evaluation always has rows."""
+    draw: int = 4096
+    """Number of documents, about, that are drawn at a time with `batches="documents"`. Those of
+    like length among them share a part of a batch, so that devices wait less for each other."""
     validation_path: Path | None = None
     """Held-out data of the same kind as `path`. What lies inside `path` is not trained on. The
     default is a fraction of `path`."""
@@ -294,6 +301,19 @@ class DataConfig:
         for name in ("end_of_document", "begin_of_document"):
             if getattr(self, name) is not None:
                 check_minimum(f"data.{name}", getattr(self, name), 0)
+        check_minimum("data.draw", self.draw, 1)
+        if self.batches == "documents" and not self.mask_documents:
+            raise InputError(
+                "Whole documents attend to themselves alone; got data.batches='documents' and "
+                "mask_documents=False. Leave out --data.no-mask-documents, or use --data.batches "
+                "rows."
+            )
+        if self.batches == "rows" and self.draw != DataConfig.draw:
+            raise InputError(
+                "data.draw is a number of documents, for batches of these; got "
+                f"draw={self.draw} with data.batches='rows'. Leave it out, or use "
+                "--data.batches documents."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -332,6 +352,12 @@ class GPTTrainConfig(TrainConfig):
                 f"sample_length={self.sample_length}, seq_len={self.seq_len}. "
                 f"Use {self.seq_len // 2}."
             )
+        if self.plan != "off" and self.whole_documents:
+            raise InputError(
+                "plan predicts batches of rows; got "
+                f"plan={self.plan!r} with data.batches='documents'. Plan with --data.batches rows, "
+                "and give the mesh that it names."
+            )
         if self.lora.rank is not None and "gate" in self.lora.targets and self.model.mlp == "gelu":
             raise InputError(
                 "lora.targets must name projections of the model; got gate with model.mlp='gelu', "
@@ -341,6 +367,10 @@ class GPTTrainConfig(TrainConfig):
     @property
     def num_tokens(self) -> int:
         return self.seq_len
+
+    @property
+    def documents_drawn(self) -> int | None:
+        return self.data.draw if self.data.batches == "documents" else None
 
     @property
     def freezes(self) -> bool:

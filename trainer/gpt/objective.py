@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -33,6 +34,10 @@ class NextToken(Objective):
         self._config = config
         self.head = "embedding" if config.model.tied_head else "head"
         self.flops_per_token = gpt_flops_per_token(self.sizes, config)
+
+    def flops_at(self, length: int) -> float:
+        config = dataclasses.replace(self._config, seq_len=length, sample_length=0)
+        return gpt_flops_per_token(self.sizes, config)
 
     @functools.cached_property
     def sizes(self) -> ModelSizes:

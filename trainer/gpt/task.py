@@ -79,6 +79,7 @@ class GPTTask(Task[GPTTrainConfig, TextOptions]):
         from trainer.data.stored.copies import with_copies
         from trainer.gpt.batches import Sequences, TextDataset, collate
         from trainer.gpt.corpus import open_corpus
+        from trainer.gpt.documents import TextDocuments
 
         # Beside the run, so that the next run finds the copies and the tokens too.
         data = with_copies(config.data, config.run_dir.parent)
@@ -94,7 +95,10 @@ class GPTTask(Task[GPTTrainConfig, TextOptions]):
         description = corpus.description
         if held_out.is_filled:
             description += f"; held-out sequences are filled up to --seq-len {config.seq_len}"
-        if train.is_filled:
+        documents = None
+        if config.whole_documents:
+            documents = TextDocuments(corpus.train, end, config.seq_len)
+        elif train.is_filled:
             longest = max(map(len, corpus.train))
             warnings.warn(
                 f"What there is to train on is shorter than a sequence: at most {longest:,} "
@@ -107,6 +111,7 @@ class GPTTask(Task[GPTTrainConfig, TextOptions]):
             corpus,
             train=train,
             held_out=held_out,
+            documents=documents,
             collate=partial(collate, layout=layout, end_of_document=end),
             description=description,
         )

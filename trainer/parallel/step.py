@@ -26,12 +26,14 @@ from startrail_jax.xla.ordering import gradient_first
 from startrail_jax.xla.varying import vary
 from trainer.config import TrainConfig
 from trainer.data.batches import sharding_of
+from trainer.data.parts import PartBatch
 from trainer.objective import Objective
 from trainer.parallel.legality import check_platform, check_step, tokens_shape
 from trainer.parallel.optimizer import learning_rate, make_optimizer
 from trainer.parallel.partition import Partition, join_frozen, split_frozen
 from trainer.parallel.remat import rematerialised
 from trainer.parallel.sharded_model import ShardedModel
+from trainer.parallel.splits import check_parts, make_parts
 from trainer.parallel.state import (
     TrainState,
     batch_shapes,
@@ -95,21 +97,17 @@ class Program:
         )
         check_platform(config, device_kind(mesh)[0])
         check_step(config, attention.degrees, self.partition)
-        self._model = ShardedModel(
-            lambda attention_fn, hooks: objective.make_model(
-                attention_fn, hooks, nnx.Rngs(config.seed)
-            ),
-            attention,
-            self.partition,
-            tile=config.tile,
-            remat=partial(
-                rematerialised,
-                remat=config.remat,
-                offload=config.offload,
-                # Frozen weights are kept as they are, and none as it is used.
-                gathers_weights=config.zero == 3 or config.freezes,
-            ),
-        )
+        self._model = self._sharded_model(attention)
+        self.parts = None
+        """How batches are divided whose documents are whole; None for batches of rows."""
+        # The models that parts of a training batch run: they differ in their attention alone.
+        self._models = (self._model,)
+        if config.whole_documents:
+            check_parts(config, attention.degrees)
+            self.parts, attentions = make_parts(config, attention, objective)
+            self._models = tuple(
+                self._model if x is attention else self._sharded_model(x) for x in attentions
+            )
         self.state_shapes = state_shapes(
             config, self.optimizer, self._model.weight_shapes, self.partition
         )
@@ -139,10 +137,29 @@ class Program:
         """(`TrainState.model`, batch) -> sum of the losses of its tokens, and sum of the tokens'
         weights."""
 
+    def _sharded_model(self, attention: Attention) -> ShardedModel:
+        config, objective = self.config, self.objective
+        return ShardedModel(
+            lambda attention_fn, hooks: objective.make_model(
+                attention_fn, hooks, nnx.Rngs(config.seed)
+            ),
+            attention,
+            self.partition,
+            tile=config.tile,
+            remat=partial(
+                rematerialised,
+                remat=config.remat,
+                offload=config.offload,
+                # Frozen weights are kept as they are, and none as it is used.
+                gathers_weights=config.zero == 3 or config.freezes,
+            ),
+        )
+
     @property
     def batch_shapes(self) -> Any:
-        """Shapes and shardings of a batch, to compile without data."""
-        return batch_shapes(self.objective, self.attention)
+        """Shapes and shardings of a batch to train on, to compile without data."""
+        rows = batch_shapes(self.objective, self.attention)
+        return rows if self.parts is None else self.parts.shapes(rows)
 
     # What is compiled, on global arrays.
 
@@ -175,9 +192,11 @@ class Program:
 
         Args:
             weights: all of the model. Only those that are trained have gradients.
-            batch: a batch.
+            batch: a batch of rows, or of the parts of whole documents.
         """
         out_specs = (PartitionSpec(), self._model.trained_specs)
+        if isinstance(batch, PartBatch):
+            return self._on_each_device(self._local_gradients, weights, batch, out_specs)
         batch = self._prepare(batch, training=True)
         return self._on_each_device(self._local_gradients, weights, batch, out_specs)
 
@@ -213,10 +232,18 @@ class Program:
         def local(weights: Any, batch: Any) -> Any:
             # The devices of a sequence have the same times and labels. What a device computes from
             # them is added up over devices all the same, as its tokens are others.
-            batch = jax.tree.map(lambda x: vary(x, *self.partition.replicas), batch)
-            return function(weights, batch)
+            def varying(tree: Any) -> Any:
+                return jax.tree.map(lambda x: vary(x, *self.partition.replicas), tree)
 
-        specs = jax.tree.map(lambda x: sharding_of(self.batch_sharding, x.ndim).spec, batch)
+            if isinstance(batch, PartBatch):  # All devices are in the same split.
+                return function(weights, batch._replace(parts=varying(batch.parts)))
+            return function(weights, varying(batch))
+
+        if isinstance(batch, PartBatch):
+            assert self.parts is not None
+            specs = self.parts.specs(batch)
+        else:
+            specs = jax.tree.map(lambda x: sharding_of(self.batch_sharding, x.ndim).spec, batch)
         run = self._model.on_each_device(local, in_specs=(specs,), out_specs=out_specs)
         return run(weights, batch)
 
@@ -226,17 +253,26 @@ class Program:
         partition, splits = self.partition, self._model.trained_splits
         gathered = partition.gather_once(weights, self._model.splits)
         slots = partition.gradient_slots(split_frozen(weights)[0], splits)
-        loss_and_gradients = jax.value_and_grad(self._local_sum)
+        zero = vary(jnp.zeros(()), *self.partition.all), slots
+
+        def of(model: ShardedModel) -> Callable[..., Any]:
+            return jax.value_and_grad(partial(self._local_sum, model))
 
         def add(so_far: Any, part: Any) -> tuple[Any, None]:
-            new = loss_and_gradients(slots, gathered, part)
-            return jax.tree.map(jnp.add, so_far, new), None
+            return jax.tree.map(jnp.add, so_far, of(self._model)(slots, gathered, part)), None
 
-        if self.config.accumulation == 1:
-            loss, gradients = loss_and_gradients(slots, gathered, batch)
+        def add_part(k: Array, so_far: Any) -> Any:
+            part = jax.tree.map(lambda x: x[k], batch.parts)
+            new = lax.switch(batch.split[k], list(map(of, self._models)), slots, gathered, part)
+            return jax.tree.map(jnp.add, so_far, new)
+
+        if isinstance(batch, PartBatch):
+            loss, gradients = lax.fori_loop(0, batch.count, add_part, zero)
+            batch = batch.parts
+        elif self.config.accumulation == 1:
+            loss, gradients = of(self._model)(slots, gathered, batch)
         else:
-            zero = vary(jnp.zeros(()), *self.partition.all)
-            (loss, gradients), _ = lax.scan(add, (zero, slots), self._parts(batch))
+            (loss, gradients), _ = lax.scan(add, zero, self._parts(batch))
         # A batch without any weight has no gradient.
         total = jnp.maximum(self._total_weight(batch), 1.0)
         gradients = partition.reduce(gradients, splits)
@@ -244,7 +280,9 @@ class Program:
 
     def _local_losses(self, weights: Any, batch: Any) -> tuple[Array, Array]:
         gathered = self.partition.gather_once(weights, self._model.splits)
-        parts = lax.map(lambda part: self._local_sum(None, gathered, part), self._parts(batch))
+        parts = lax.map(
+            lambda part: self._local_sum(self._model, None, gathered, part), self._parts(batch)
+        )
         return self._over_all(jnp.sum(parts)), self._total_weight(batch)
 
     def _parts(self, batch: Any) -> Any:
@@ -252,16 +290,19 @@ class Program:
         parts = self.config.accumulation
         return jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), batch)
 
-    def _local_sum(self, slots: Any, weights: Any, batch: Any) -> Float32[Array, ""]:
+    def _local_sum(
+        self, sharded: ShardedModel, slots: Any, weights: Any, batch: Any
+    ) -> Float32[Array, ""]:
         """The weighted sum of the losses of this device's tokens.
 
         Args:
+            sharded: the model, with the attention of these tokens.
             slots: gradient slots of the weights; None where nothing is differentiated.
             weights: what `Partition.gather_once` returns.
             batch: prepared, this device's shard.
         """
         objective, name = self.objective, self.objective.head
-        model, auxiliary = self._model.local(weights, slots), None
+        model, auxiliary = sharded.local(weights, slots), None
         if slots is None:
             hidden = objective.hidden(model, batch)
         else:
@@ -271,7 +312,7 @@ class Program:
             # Otherwise the gradient of the head would wait, whole, until that of the embedding is
             # there, to be sent in one message with it.
             head_slot, hidden = gradient_first(head_slot, hidden)
-        head = self._model.gather(name, weights[name], head_slot)
+        head = sharded.gather(name, weights[name], head_slot)
         targets, token_weights = batch.targets, batch.weights
         if self.partition.tensor:
             # The devices along `tensor` have the same tokens: each computes the loss of some.
@@ -280,7 +321,7 @@ class Program:
             auxiliary = None if auxiliary is None else self._own_tokens(auxiliary)
 
         def loss(head: Any, hidden: Array, targets: Array, token_weights: Array) -> Array:
-            model = self._model.with_part(name, head)
+            model = sharded.with_part(name, head)
             return jnp.sum(objective.losses(model, hidden, targets) * token_weights)
 
         summed = summed_in_tiles(

@@ -66,6 +66,7 @@ class Reporter:
         first_step: int = 0,
         tensorboard: bool = True,
         flops_per_token: float = 0.0,
+        tokens_per_step: float | None = None,
         peak_flops: float | None = None,
     ) -> None:
         """Begins to write metrics to files too; to be called before the first step.
@@ -78,8 +79,11 @@ class Reporter:
             first_step: number of steps that were done before this program.
             tensorboard: whether to write for TensorBoard.
             flops_per_token: FLOPs of a training step for each token, forward and backward.
+            tokens_per_step: mean number of tokens of a step, where steps differ; None for what was
+                said at the beginning.
             peak_flops: FLOP/s of all devices together; None if unknown, which leaves MFU out.
         """
+        self._tokens_per_step = tokens_per_step or self._tokens_per_step
         self._mfu_per_rate = flops_per_token / peak_flops if peak_flops else None
         self._terminal.update(first_step)
         self._step = first_step

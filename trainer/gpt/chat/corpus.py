@@ -17,6 +17,7 @@ from trainer.gpt.chat.packing import EncodedExamples, PackedExamples, collate_ro
 from trainer.gpt.chat.template import ChatTemplate
 from trainer.gpt.config import DataConfig
 from trainer.gpt.corpus import Corpus, Stream, check_effects, find_parts, open_text
+from trainer.gpt.documents import ExampleDocuments
 from trainer.gpt.encoding import TextTokenizer
 from trainer.gpt.pretrained.beginning import beginning_of
 from trainer.gpt.tokenizer import FileTokenizer
@@ -80,7 +81,10 @@ def open_examples(
         tokens=tokens,
     )
     collate = partial(collate_rows, layout=layout, mask_documents=config.mask_documents)
-    return TextDataset.of(corpus, train=rows[0], held_out=rows[1], collate=collate)
+    documents = ExampleDocuments(rows[0]) if config.batches == "documents" else None
+    return TextDataset.of(
+        corpus, train=rows[0], held_out=rows[1], documents=documents, collate=collate
+    )
 
 
 def _check_beginning(

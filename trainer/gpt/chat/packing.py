@@ -66,9 +66,10 @@ class PackedExamples:
         of a row counts."""
         self._examples = np.delete(np.arange(len(lengths)), useless)
         """The numbers of the examples in the rows."""
-        self._lengths = np.minimum(lengths, self._length)[self._examples]
-        self._firsts = _first_of_rows(np.cumsum(self._lengths), self._length)
-        self.share_of_padding = 1 - self._lengths.sum() / max(len(self) * self._length, 1)
+        self.lengths = np.minimum(lengths, self._length)[self._examples]
+        """Number of tokens of each example in the rows."""
+        self._firsts = _first_of_rows(np.cumsum(self.lengths), self._length)
+        self.share_of_padding = 1 - self.lengths.sum() / max(len(self) * self._length, 1)
         """Fraction of the tokens of all rows that are padding."""
         lost = sum(np.count_nonzero(self._counted(i)[self._length :]) for i in cut)
         lost += sum(np.count_nonzero(self._counted(i, self._length)) for i in useless)
@@ -98,14 +99,21 @@ class PackedExamples:
         )
         filled = 0
         for number, which in enumerate(range(self._firsts[index], self._firsts[index + 1])):
-            start = int(self._starts[self._examples[which]])
-            stop = start + int(self._lengths[which])
-            place = slice(filled, filled + stop - start)
-            row.tokens[place] = self._part.tokens[start:stop]
-            row.counted[place] = self._part.counted[start:stop]
+            tokens, counted = self.example(which)
+            place = slice(filled, filled + len(tokens))
+            row.tokens[place] = tokens
+            row.counted[place] = counted
             row.examples[place] = number
-            filled += stop - start
+            filled += len(tokens)
         return row
+
+    def example(
+        self, number: int
+    ) -> tuple[Int32[np.ndarray, " length"], Bool[np.ndarray, " length"]]:
+        """The tokens of one of the examples in the rows, and whether the loss counts each."""
+        start = int(self._starts[self._examples[number]])
+        place = slice(start, start + int(self.lengths[number]))
+        return self._part.tokens[place].astype(np.int32), self._part.counted[place] != 0
 
 
 def _first_of_rows(

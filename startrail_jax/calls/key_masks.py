@@ -1,0 +1,114 @@
+"""Masks of keys, and keys of any length: segment id -1 marks a key that nobody sees."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from startrail_jax.calls.sharding import Sharded, int32_ids
+from startrail_jax.errors import UnsupportedError
+from startrail_jax.masks.algebra import shown
+
+
+def valid_keys(attention: Sharded, mask: Any, query: Array, key: Array) -> Any:
+    """Which keys the mask of a call shows to all queries: bools [batch, kv_seq].
+
+    Returns:
+        The bools; None if every key is shown.
+
+    Raises:
+        NotImplementedError: if the mask is not the same for all queries and heads.
+    """
+    if mask is None:
+        return None
+    if isinstance(mask, (list, tuple)):
+        mask = np.asarray(mask)
+    shape, rows, keys = np.shape(mask), query.shape[0], key.shape[1]
+    fits = shape in ((rows, 1, 1, keys), (1, 1, 1, keys))
+    if not isinstance(mask, Tracer) and getattr(mask, "is_fully_addressable", True):
+        values = np.asarray(mask)
+        if (values == 1).all():
+            return None
+        # An additive mask has other values.
+        fits &= bool(np.isin(values, (0, 1)).all())
+    if not fits:
+        causal = "This attention is causal already: leave a causal mask out. "
+        raise UnsupportedError(
+            "Sequence-parallel attention serves a mask of keys, bools (or 0 and 1) "
+            f"[batch, 1, 1, kv_seq] = {[rows, 1, 1, keys]}, and no dense mask; got mask="
+            f"{shown(mask)}. {causal if attention.causal else ''}Windows and the like are "
+            "mask=startrail_jax.masks... of the attention. Documents are segment_ids=, which "
+            "functools.partial(attention, segment_ids=ids) brings through a module. "
+            "startrail_jax.masks.recognise reads both from a dense mask on the host."
+        )
+    valid = mask[:, 0, 0] != 0
+    return jnp.broadcast_to(valid, (rows, keys)) if shape[0] < rows else valid
+
+
+def hide_keys(attention: Sharded, valid: Any, segment_ids: Any) -> tuple[Any, Any]:
+    """The segment ids of queries and keys, with -1 for keys that are not valid."""
+    ids = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
+    of_queries, of_keys = ids
+    rows, keys = valid.shape
+    if rows % attention.degrees.data == 0 == keys % attention.layout.multiple:
+        valid = _placed(attention, jnp.asarray(valid), attention.sequence_spec)
+    return of_queries, jnp.where(valid, 0 if of_keys is None else int32_ids(of_keys), -1)
+
+
+def as_negative(padding_id: int | None, segment_ids: Any) -> Any:
+    """Segment ids with -1 in the place of the id of padding."""
+    if padding_id is None:
+        return segment_ids
+
+    def marked(ids: Any) -> Any:
+        where = jnp.where if isinstance(ids, jax.Array) else np.where
+        return where(ids == padding_id, np.int32(-1), int32_ids(ids))
+
+    return jax.tree.map(marked, segment_ids)
+
+
+def pad_keys(
+    attention: Sharded, inputs: tuple[Array, ...], segment_ids: Any
+) -> tuple[tuple[Array, ...], Any]:
+    """Keys and values of cross-attention, filled up to a length that the layout divides.
+
+    Text of 77 tokens, say, which few meshes divide. Nobody sees what is added.
+
+    Args:
+        attention: the attention, of a full mask.
+        inputs: query, key and value.
+        segment_ids: None, or a pair of which each is an array or None; one array is for keys of the
+            length of the queries, which are not filled up.
+
+    Returns:
+        Query, key and value; and the segment ids.
+    """
+    query, key, value = inputs
+    missing = -key.shape[1] % attention.layout.multiple
+    own = isinstance(segment_ids, tuple) or segment_ids is None
+    if not missing or not own or 0 in key.shape or query.shape[1] == key.shape[1]:
+        return inputs, segment_ids
+    of_queries, of_keys = segment_ids or (None, None)
+    of_keys = np.zeros(key.shape[:2], np.int32) if of_keys is None else int32_ids(of_keys)
+    spec = attention.key_spec(key.shape[2])
+    key, value = (_filled(attention, x, missing, 0, spec) for x in (key, value))
+    of_keys = _filled(attention, jnp.asarray(of_keys), missing, -1, attention.sequence_spec)
+    return (query, key, value), (of_queries, of_keys)
+
+
+def _filled(attention: Sharded, x: Array, missing: int, fill: int, spec: PartitionSpec) -> Array:
+    widths = [(0, missing) if dim == 1 else (0, 0) for dim in range(x.ndim)]
+    return _placed(attention, jnp.pad(x, widths, constant_values=fill), spec)
+
+
+def _placed(attention: Sharded, x: Array, spec: PartitionSpec) -> Array:
+    """An array on the Explicit axes of the mesh; the compiler places it on others."""
+    if AxisType.Explicit not in attention.mesh.axis_types:
+        return x
+    return jax.sharding.reshard(x, NamedSharding(attention.mesh, spec))

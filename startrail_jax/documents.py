@@ -1,0 +1,499 @@
+"""Documents of all lengths: which share a row, and on how many devices each row lies.
+
+A step has P devices, and its batch is a list of parts, one after another. In a part of
+context-parallel degree c, each of P / c rows lies on c neighbouring devices, and has c * S tokens:
+S, the share, is the number of tokens that a device holds. So all devices work in each part, and
+each c is one compiled program. With P = 4, documents of 3, 1, 1, 1, 1 and 1 shares make two parts:
+
+    c = 4   | a a a b |             one row of 4 shares on 4 devices
+    c = 1   | c | d | e | f |       four rows of 1 share, each on a device, which sends nothing
+
+Everything here is decided on the host from lengths alone, by NumPy and not by jax: a process needs
+no data to know what it will read, and every process finds the same.
+"""
+
+from __future__ import annotations
+
+import bisect
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from startrail_jax.errors import InputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentCost:
+    """The time that a step takes for its documents, in any unit: only ratios matter.
+
+    A device of a part of degree c takes
+
+        token * S + pair * (visible pairs of its row) / c + hop * (c - 1) * S
+
+    Padding is multiplied by matrices like other tokens, and attention skips it. The defaults are
+    about those of Llama 3 8B on H100s that have a port of 400 Gb/s each.
+    """
+
+    token: float = 1.0
+    """Time of a token in matrices, and in all else that grows with tokens."""
+    pair: float = 4e-5
+    """Time of one query and one key in attention. A model of width w and L layers takes
+    14 * w * L FLOPs for it, forward and backward; for a token, 6 for each parameter."""
+    hop: float = 0.05
+    """Time to send a token's keys and values to the next device, and their gradients, as far as no
+    arithmetic hides it."""
+    windows: tuple[int | None, ...] = (None,)
+    """The windows of the layers, or of one period of them; None is causal attention without one.
+    Without any, n tokens have n * (n + 1) / 2 visible pairs. For attention that is not causal,
+    give twice the `pair`."""
+
+    def __post_init__(self) -> None:
+        prices = self.token, self.pair, self.hop
+        if not (min(prices) >= 0 < self.token and sum(prices) < np.inf):
+            raise InputError(
+                "A token must take some time, and nothing less than 0 or without end; got "
+                f"token={self.token}, pair={self.pair}, hop={self.hop}. Give each in one unit."
+            )
+        if not self.windows or min(1 if w is None else w for w in self.windows) < 1:
+            raise InputError(
+                "A window is at least 1, or None for all earlier tokens; got "
+                f"windows={self.windows}. Give that of each layer, or of one period of layers."
+            )
+
+    def visible_pairs(self, lengths: np.ndarray) -> np.ndarray:
+        """Visible pairs of documents of these lengths, the mean over the layers."""
+        lengths = np.asarray(lengths, np.int64)
+        total = np.zeros(lengths.shape)
+        for window in self.windows:
+            near = lengths if window is None else np.minimum(lengths, window)
+            total += near * (near + 1) // 2 + (lengths - near) * near
+        return total / len(self.windows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchPart:
+    """One of the parts of a batch."""
+
+    c: int
+    """Context-parallel degree: devices of a row."""
+    rows: tuple[tuple[int, ...], ...]
+    """The numbers of the documents of each of the P / c rows, in the order of their tokens. Row i
+    lies on devices i * c to i * c + c - 1. A row of padding has no documents."""
+
+
+def parts(
+    lengths: Sequence[int] | np.ndarray,
+    devices: int,
+    *,
+    share: int,
+    cost: DocumentCost | None = None,
+    degrees: Sequence[int] | None = None,
+) -> list[BatchPart]:
+    """The parts of one step of these documents.
+
+    A document lies on the fewest devices that hold it, or on more where padding or waiting would
+    take longer than what it sends. Short ones fill what long ones leave.
+
+    Args:
+        lengths: tokens of each document. One of length 0 has no token, and is in no part.
+        devices: P, the devices that share the rows of a step.
+        share: S, tokens that a device holds in a part.
+        cost: what tokens and pairs take.
+        degrees: values that c may take, divisors of P; by default all of them. Each is a program to
+            compile.
+
+    Returns:
+        Parts in order of c. Every document that has tokens is in one row of one part.
+
+    Raises:
+        ValueError: if a document is longer than the row of the largest degree.
+    """
+    layout = _Assignment(devices, share, cost or DocumentCost(), degrees)
+    lengths = layout.checked(lengths)
+    return layout.parts(lengths, np.arange(len(lengths)))
+
+
+class _Document(NamedTuple):
+    """Sorted from the longest to the shortest, and documents of one length by their numbers."""
+
+    shortness: int
+    """The tokens, negative."""
+    number: int
+    pairs: float
+
+
+# The degree of a part, and its rows.
+_Rows = tuple[int, list[list[_Document]]]
+
+
+def _pairs(row: Iterable[_Document]) -> float:
+    return sum(document.pairs for document in row)
+
+
+class _Assignment:
+    """What the parts depend on, besides the documents."""
+
+    def __init__(
+        self, devices: int, share: int, cost: DocumentCost, degrees: Sequence[int] | None
+    ) -> None:
+        if devices < 1 or share < 1:
+            raise InputError(
+                f"Parts need at least one device, which holds a token; got devices={devices}, "
+                f"share={share}. Give how many devices share rows, and the tokens that one holds."
+            )
+        divisors = [c for c in range(1, devices + 1) if devices % c == 0]
+        degrees = divisors if degrees is None else sorted(set(degrees))
+        if not degrees or not set(degrees) <= set(divisors):
+            raise InputError(
+                f"The degrees of parts must divide the devices; got degrees={degrees}, "
+                f"devices={devices}. Use some of {divisors}."
+            )
+        self.devices, self.share, self.cost, self.degrees = devices, share, cost, degrees
+        self._capacities = [c * share for c in degrees]
+
+    def checked(self, lengths: Sequence[int] | np.ndarray) -> np.ndarray:
+        """The lengths as an array, if each document has a row that holds it."""
+        found = np.asarray(lengths)
+        if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
+            raise InputError(
+                "lengths must be a series of whole numbers, the tokens of each document; got an "
+                f"array of {found.dtype} {list(found.shape)}. Give one integer for each document."
+            )
+        found = found.astype(np.int64, copy=False)
+        if found.size and (first := int(found.argmin()), found[first])[1] < 0:
+            raise InputError(
+                f"A document has 0 tokens or more; got lengths[{first}]={found[first]}. Count the "
+                "tokens of each document."
+            )
+        longest = int(found.argmax()) if found.size else 0
+        if found.size and found[longest] > self._capacities[-1]:
+            needed = -(-int(found[longest]) // self.degrees[-1])
+            raise InputError(
+                "A document must fit the longest row; got lengths"
+                f"[{longest}]={found[longest]}, where {self.degrees[-1]} devices of "
+                f"share={self.share} hold {self._capacities[-1]} tokens. Cut the document, or use "
+                f"share={needed}, or more devices."
+            )
+        return found
+
+    def parts(self, lengths: np.ndarray, numbers: np.ndarray) -> list[BatchPart]:
+        """The parts of these documents, of those with tokens."""
+        numbers = numbers[lengths[numbers] > 0]
+        tokens = lengths[numbers]
+        columns = -tokens, numbers, self.cost.visible_pairs(tokens)
+        documents = sorted(map(_Document._make, zip(*(x.tolist() for x in columns), strict=True)))
+        return [
+            BatchPart(c=c, rows=tuple(tuple(x.number for x in row) for row in rows))
+            for c, rows in sorted(self._cheapest(documents), key=lambda part: part[0])
+        ]
+
+    def _cheapest(self, documents: list[_Document]) -> list[_Rows]:
+        """Raises all documents of some length to more devices for as long as that takes less."""
+        degree_of = {c: c for c in self.degrees}
+        best = self._complete(documents, degree_of)
+        least = self._seconds(best)
+        bound = self._bound(documents)
+        for c in self.degrees:
+            for higher in self.degrees:
+                if higher <= c or self._seconds(best, hop=0) < 1.02 * bound:
+                    continue
+                tried = {**degree_of, c: higher}
+                found = self._complete(documents, tried)
+                if (seconds := self._seconds(found)) < least:
+                    best, least, degree_of = found, seconds, tried
+        return best
+
+    def _complete(self, documents: list[_Document], degree_of: Mapping[int, int]) -> list[_Rows]:
+        """Parts of rows of nearly equal work. The rows that no part has go to more devices, or are
+        filled up to a part with rows of padding, whichever takes less."""
+        rows: dict[int, list[list[_Document]]] = {}
+        for c, row in self._rows(documents, degree_of):
+            rows.setdefault(c, []).append(row)
+        whole: list[_Rows] = []
+        left: list[_Rows] = []
+        for c, found in rows.items():
+            found.sort(key=_pairs, reverse=True)
+            size = self.devices // c
+            groups = [found[i : i + size] for i in range(0, len(found), size)]
+            if len(groups[-1]) < size:
+                left.append((c, groups.pop()))
+            # In turn from the first device and from the last, as the first row has most work.
+            whole += [(c, group[::-1] if i % 2 else group) for i, group in enumerate(groups)]
+        if not left:
+            return whole
+        padded = [(c, row + [[]] * (self.devices // c - len(row))) for c, row in left]
+        lowest = min(c for c, _ in left)
+        if lowest == self.degrees[-1]:  # No row is longer.
+            return whole + padded
+        floor = min(c for c in self.degrees if c > lowest)
+        again = sorted(document for _, group in left for row in group for document in row)
+        raised = self._complete(again, {c: max(floor, up) for c, up in degree_of.items()})
+        return whole + min(padded, raised, key=self._seconds)
+
+    def _rows(
+        self, documents: list[_Document], degree_of: Mapping[int, int]
+    ) -> list[tuple[int, list[_Document]]]:
+        """Best fit decreasing: a document goes where it leaves least, or opens a row."""
+        rows: list[tuple[int, list[_Document]]] = []
+        free: list[tuple[int, int]] = []  # Tokens that are left of a row, and its number.
+        for document in documents:
+            tokens = -document.shortness
+            place = bisect.bisect_left(free, (tokens, -1))
+            if place < len(free):
+                left, row = free.pop(place)
+            else:
+                fewest = self.degrees[bisect.bisect_left(self._capacities, tokens)]
+                c = degree_of[fewest]
+                left, row = c * self.share, len(rows)
+                rows.append((c, []))
+            rows[row][1].append(document)
+            if left > tokens:
+                bisect.insort(free, (left - tokens, row))
+        return rows
+
+    def _seconds(self, found: list[_Rows], hop: float | None = None) -> float:
+        """What the parts take, one after another."""
+        cost, hop = self.cost, self.cost.hop if hop is None else hop
+        return sum(
+            self.share * (cost.token + hop * (c - 1)) + cost.pair * max(map(_pairs, rows)) / c
+            for c, rows in found
+        )
+
+    def _bound(self, documents: list[_Document]) -> float:
+        """What they take at least, if nothing is sent: no padding but that of the last part, and
+        equal work."""
+        num_parts = -(sum(x.shortness for x in documents) // (self.devices * self.share))
+        matrices = self.cost.token * self.share * num_parts
+        return matrices + self.cost.pair * _pairs(documents) / self.devices
+
+
+class PartStream(Iterator[list[BatchPart]]):
+    """An endless series of steps of all documents: in random order, then in another, and so on.
+
+    The documents of an epoch are drawn into windows, and those of a window are in the parts of its
+    steps, so that rows of one part have nearly equal work. Each document with tokens is in one step
+    of an epoch. Steps depend only on the arguments.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int] | np.ndarray,
+        devices: int,
+        *,
+        share: int,
+        parts_per_step: int,
+        window: int = 4096,
+        seed: int = 0,
+        cost: DocumentCost | None = None,
+        degrees: Sequence[int] | None = None,
+    ) -> None:
+        """Starts at the first step. Windows are assigned when their first step is asked for.
+
+        Args:
+            lengths: as for `parts`, of all documents.
+            devices: as for `parts`.
+            share: as for `parts`.
+            parts_per_step: most parts of a step, each of nearly P * S tokens. All steps of a window
+                have so many, or some fewer: as evenly as the parts of the window allow.
+            window: number of documents that a window draws from all, about.
+            seed: seed of the order.
+            cost: as for `parts`.
+            degrees: as for `parts`.
+
+        Raises:
+            ValueError: as `parts`, or if no document has a token.
+        """
+        cost = cost or DocumentCost()
+        assignment = _Assignment(devices, share, cost, degrees)
+        self._lengths = assignment.checked(lengths)
+        self._documents = np.flatnonzero(self._lengths)
+        if not len(self._documents):
+            raise InputError(
+                "Some document must have a token; got documents of the lengths "
+                f"{self._lengths.tolist()[:4]}, {len(self._lengths)} in all. Use other data."
+            )
+        if min(parts_per_step, window) < 1:
+            raise InputError(
+                "A step must have a part, and a window a document; got "
+                f"{parts_per_step=}, {window=}. Give 1 or more."
+            )
+        if seed < 0:
+            raise InputError(f"The seed must be 0 or more; got {seed=}. Give another.")
+        self._num_windows = max(round(len(self._documents) / window), 1)
+        self.order: Mapping[str, Any] = {
+            "seed": seed,
+            "window": window,
+            "documents": len(self._lengths),
+            "checksum_of_lengths": zlib.crc32(self._lengths.tobytes()),
+        }
+        self._settings: dict[str, Any] = {
+            "devices": devices,
+            "share": share,
+            "parts_per_step": parts_per_step,
+            "cost": {**asdict(cost), "windows": list(cost.windows)},
+            "degrees": assignment.degrees,
+            "steps": 0,
+        }
+        self.epoch = -1
+        """Number of the epoch of the last step, from 0."""
+        self._go_to(0, 0, [self._settings])
+
+    def _go_to(self, epoch: int, window: int, stretches: list[dict[str, Any]]) -> None:
+        """Opens a window.
+
+        Args:
+            epoch: number of the epoch, from 0.
+            window: number of the window in it, from 0.
+            stretches: the settings by which the window has been assigned until now, each with the
+                number of steps that were taken; the next step is one of the last.
+        """
+        if epoch != self.epoch:
+            order = _shuffled(len(self._documents), self.order["seed"], epoch)
+            self._mixed = self._documents[order]
+        self.epoch, self._window = epoch, window
+        self._stretches = [dict(stretch) for stretch in stretches]
+        first, last = (len(self._mixed) * (window + i) // self._num_windows for i in (0, 1))
+        numbers = self._mixed[first:last]
+        for stretch in self._stretches:
+            steps = self._steps_of(numbers, stretch)
+            self._left = steps[stretch["steps"] :]
+            numbers = np.array([x for step in self._left for x in _documents_of(step)], np.int64)
+
+    def _steps_of(self, numbers: np.ndarray, settings: Mapping[str, Any]) -> list[list[BatchPart]]:
+        """The steps of the documents of a window, or of those that are still to come."""
+        if not len(numbers):
+            return []
+        assignment = _Assignment(
+            settings["devices"],
+            settings["share"],
+            DocumentCost(**{**settings["cost"], "windows": tuple(settings["cost"]["windows"])}),
+            settings["degrees"],
+        )
+        parts = assignment.parts(self._lengths, numbers)
+        order = _shuffled(len(parts), self.order["seed"], self.epoch, self._window)
+        groups = np.array_split(order, -(-len(parts) // settings["parts_per_step"]))
+        return [[parts[i] for i in sorted(group)] for group in groups]
+
+    def __next__(self) -> list[BatchPart]:
+        while not self._left:
+            ended = self._window + 1 == self._num_windows
+            epoch, window = (self.epoch + 1, 0) if ended else (self.epoch, self._window + 1)
+            self._go_to(epoch, window, [self._settings])
+        self._stretches[-1]["steps"] += 1
+        return self._left.pop(0)
+
+    def get_state(self) -> dict[str, Any]:
+        """Where the next step is, and what the order depends on, for JSON."""
+        return {
+            **self.order,
+            "epoch": self.epoch,
+            "opened": self._window,
+            "stretches": [dict(stretch) for stretch in self._stretches],
+        }
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Goes to a position, so that the next step is the one that followed it.
+
+        If devices, share, parts of a step, cost or degrees are others than they were there, the
+        documents of the open window that are still to come are assigned anew.
+
+        Args:
+            state: what `get_state` returned at that position.
+
+        Raises:
+            ValueError: if documents, seed or window are others, so that some documents would come
+                twice.
+        """
+        for name, value in self.order.items():
+            if state[name] != value:
+                raise InputError(
+                    "Documents must go on in the order in which they began; got "
+                    f"{name}={value}, where the state has {name}={state[name]}. Use the documents, "
+                    "the seed and the window of the state, or start another series."
+                )
+        *before, last = state["stretches"]
+        if last["steps"]:
+            before.append(last)
+        if not before or {**before[-1], "steps": 0} != self._settings:
+            before.append(self._settings)
+        self._go_to(state["epoch"], state["opened"], before)
+
+
+def _documents_of(parts: Iterable[BatchPart]) -> Iterator[int]:
+    return (number for part in parts for row in part.rows for number in row)
+
+
+def _shuffled(count: int, *seed: int) -> np.ndarray:
+    """The numbers below count in random order, which no later NumPy changes: only the raw bits of
+    a generator are promised to stay."""
+    bits = np.random.PCG64(np.random.SeedSequence(list(seed))).random_raw(count)
+    return np.argsort(bits, kind="stable")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartSummary:
+    """What steps of parts hold, and what they take."""
+
+    tokens: int
+    """Tokens of documents."""
+    places: int
+    """Places of tokens: S on each device for each part."""
+    alone: int
+    """Tokens that lie on one device with all of their row, so that nothing of it is sent."""
+    seconds: float
+    """What a device takes for all steps, in the unit of the cost."""
+    balance: float
+    """The work of the device that has most in each part over the mean, with the matrices of all
+    places; 1 is best. Devices of a part wait for each other."""
+    parts: Mapping[int, int]
+    """The number of parts of each degree."""
+
+    @property
+    def padding(self) -> float:
+        """Fraction of the places that hold no token."""
+        return 1 - self.tokens / self.places if self.places else 0.0
+
+
+def summary(
+    steps: Iterable[Iterable[BatchPart]],
+    lengths: Sequence[int] | np.ndarray,
+    devices: int,
+    *,
+    share: int,
+    cost: DocumentCost | None = None,
+) -> PartSummary:
+    """What steps hold, and what they take.
+
+    Args:
+        steps: parts of each step.
+        lengths: as for `parts`.
+        devices: as for `parts`.
+        share: as for `parts`.
+        cost: as for `parts`.
+    """
+    cost = cost or DocumentCost()
+    lengths = np.asarray(lengths, np.int64)
+    tokens = alone = 0
+    work = seconds = hops = 0.0
+    count: dict[int, int] = {}
+    for part in (part for step in steps for part in step):
+        count[part.c] = count.get(part.c, 0) + 1
+        rows = [lengths[list(row)] for row in part.rows]
+        pairs = [float(cost.visible_pairs(n).sum()) for n in rows]
+        of_part = sum(int(n.sum()) for n in rows)
+        tokens += of_part
+        alone += of_part if part.c == 1 else 0
+        work += cost.token * share + cost.pair * sum(pairs) / devices
+        seconds += cost.token * share + cost.pair * max(pairs) / part.c
+        hops += cost.hop * share * (part.c - 1)
+    return PartSummary(
+        tokens=tokens,
+        places=sum(count.values()) * devices * share,
+        alone=alone,
+        seconds=seconds + hops,
+        balance=seconds / work if work else 1.0,
+        parts=dict(sorted(count.items())),
+    )

@@ -1,0 +1,313 @@
+"""Masks of keys, padding ids and short keys in a call; dense masks that are read on the host."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as hst
+
+import oracle
+import startrail_jax as st
+from attention_cases import (
+    FLOAT32_ERROR,
+    Case,
+    Problem,
+    draw_problem,
+    reference,
+    relative_error,
+)
+from startrail_jax import masks
+from startrail_jax.errors import InputError, UnsupportedError
+
+DEGREES = st.Degrees.startrail(8, c=2)
+
+
+def attention(degrees=DEGREES, axis_type="auto", **options):
+    devices = jax.devices()[: degrees.num_devices]
+    return st.Attention(st.make_mesh(degrees, axis_type, devices), **options)
+
+
+def problem(rng, lengths=(32, 32), ids=(None, None)):
+    drawn = draw_problem(
+        rng, batch=2, lengths=lengths, heads=(4, 2), dtype="float32", segments=None
+    )
+    return Problem(drawn.query, drawn.key, drawn.value, drawn.dout, drawn.dlse, *ids)
+
+
+def attend(ours, drawn, **given):
+    """Output and gradients."""
+    out, vjp = jax.vjp(
+        functools.partial(ours, **given), *map(jnp.asarray, (drawn.query, drawn.key, drawn.value))
+    )
+    return dict(zip(("out", "dq", "dk", "dv"), (out, *vjp(jnp.asarray(drawn.dout))), strict=True))
+
+
+def in_order(layout, drawn):
+    """The problem with the tokens of queries, and of keys of their number, in layout order."""
+    length = drawn.query.shape[1]
+    moved = {
+        name: x if x is None or x.shape[1] != length else layout.permute(x)
+        for name, x in vars(drawn).items()
+    }
+    return Problem(**moved)
+
+
+def assert_exact(found, drawn, causal=False):
+    drawn.dlse[...] = 0
+    expected = reference(drawn, causal=causal)
+    for name, x in found.items():
+        assert relative_error(x, getattr(expected, name)) < FLOAT32_ERROR, name
+
+
+@pytest.mark.parametrize("kind", [bool, np.float32])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_mask_of_keys_is_exact(causal, packed, kind):
+    rng = np.random.default_rng(0)
+    valid = rng.random((2, 32)) < 0.6
+    ids = np.sort(rng.integers(0, 3, (2, 32))).astype(np.int32) if packed else None
+    of_queries = np.zeros((2, 32), np.int32) if ids is None else ids
+    drawn = problem(rng, ids=(of_queries, np.where(valid, of_queries, -1)))
+    ours = attention(causal=causal, layout="contiguous")
+    mask = valid[:, None, None, :].astype(kind)
+    for one in (mask, jnp.asarray(mask)):
+        assert_exact(attend(ours, drawn, mask=one, segment_ids=ids), drawn, causal)
+    traced = jax.jit(lambda mask: attend(ours, drawn, mask=mask, segment_ids=ids))
+    assert_exact(traced(mask), drawn, causal)
+
+
+def test_mask_of_keys_for_all_rows_and_for_cross_attention():
+    rng = np.random.default_rng(1)
+    valid = np.arange(48) % 5 != 2
+    ids = np.zeros((2, 32), np.int32), np.broadcast_to(np.where(valid, 0, -1), (2, 48))
+    drawn = problem(rng, (32, 48), ids)
+    assert_exact(attend(attention(causal=False), drawn, mask=valid[None, None, None]), drawn)
+    pair = np.zeros((2, 32), np.int32), None
+    found = attend(attention(causal=False), drawn, mask=valid[None, None, None], segment_ids=pair)
+    assert_exact(found, drawn)
+
+
+def test_mask_that_is_all_true_changes_nothing():
+    drawn = problem(np.random.default_rng(2))
+    ours = attention(layout="contiguous")
+    lowered = [
+        jax.jit(functools.partial(ours, mask=mask)).lower(drawn.query, drawn.key, drawn.value)
+        for mask in (None, np.ones((2, 1, 1, 32), bool), np.ones((2, 4, 32, 32), "f4"))
+    ]
+    assert len({x.as_text() for x in lowered}) == 1
+
+
+def test_dense_and_additive_masks_are_refused(refused):
+    drawn = problem(np.random.default_rng(3))
+    x = drawn.query, drawn.key, drawn.value
+    dense = np.tril(np.ones((2, 1, 32, 32), bool))
+    with refused(UnsupportedError, "partial", "recognise"):
+        attention(causal=False)(*x, mask=dense)
+    with refused(UnsupportedError, "causal already"):
+        attention(layout="contiguous")(*x, mask=dense)
+    with refused(UnsupportedError):
+        attention(causal=False)(*x, mask=np.where(dense[:, :, :1], 0.0, -1e9))
+
+
+@pytest.mark.parametrize(
+    "ours",
+    [
+        attention(causal=False, padding_id=0, layout="zigzag"),
+        functools.partial(attention(causal=False, layout="zigzag"), padding_id=0),
+    ],
+    ids=["of the attention", "of the call"],
+)
+def test_padding_id_marks_padding(ours):
+    rng = np.random.default_rng(4)
+    ids = np.sort(rng.integers(0, 3, (2, 32))).astype(np.int32)
+    marked = np.where(ids == 0, -1, ids)
+    drawn = problem(rng, ids=(marked, marked))
+    layout = st.Layout("zigzag", 8)
+    moved = in_order(layout, drawn)
+    found = attend(ours, moved, segment_ids=layout.permute(ids))
+    assert_exact({name: layout.unpermute(np.asarray(x)) for name, x in found.items()}, drawn)
+
+
+def test_padding_id_marks_padding_in_a_shard_map_of_the_caller():
+    rng = np.random.default_rng(4)
+    ids = np.sort(rng.integers(0, 3, (2, 32))).astype(np.int32)
+    marked = np.where(ids == 0, -1, ids)
+    drawn = problem(rng, ids=(marked, marked))
+    ours = attention(padding_id=0, layout="contiguous")
+    specs = (ours.query_spec(4), *(ours.key_spec(2),) * 2, ours.sequence_spec)
+
+    @jax.jit
+    @functools.partial(jax.shard_map, mesh=ours.mesh, in_specs=specs, out_specs=specs[0])
+    def local(query, key, value, ids):
+        return ours.local(query, key, value, ids, ids)[0]
+
+    assert_exact(attend(lambda *x: local(*x, ids), drawn), drawn, causal=True)
+
+
+@pytest.mark.parametrize("in_jit", [False, True])
+def test_mask_of_keys_comes_to_explicit_axes(in_jit):
+    """From the host, from every device and in shards: the op makes segment ids of it."""
+    rng = np.random.default_rng(9)
+    ours = attention(axis_type="explicit", causal=False, layout="contiguous")
+    put = lambda x, spec: jax.device_put(x, jax.NamedSharding(ours.mesh, spec))  # noqa: E731
+    for keys in (32, 77):
+        valid = rng.random((2, keys)) < 0.6
+        ids = np.zeros((2, 32), np.int32), np.where(valid, 0, -1)
+        drawn = problem(rng, (32, keys), ids)
+        key_spec = ours.key_spec(2) if keys == 32 else jax.P()
+        x = (
+            put(drawn.query, ours.query_spec(4)),
+            *(put(x, key_spec) for x in (drawn.key, drawn.value)),
+        )
+        mask = valid[:, None, None]
+        masks = [mask, put(mask, jax.P())]
+        if keys == 32:
+            masks.append(put(mask, jax.P(None, None, None, ours.sequence_spec[1])))
+        for one in masks:
+            call = lambda *x, mask=one: ours(*x, mask=mask)  # noqa: E731
+            assert_exact({"out": (jax.jit(call) if in_jit else call)(*x)}, drawn)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_mask_beside_segment_ids_of_other_tokens_is_refused(refused):
+    drawn = problem(np.random.default_rng(3), (32, 48))
+    x, ours = (drawn.query, drawn.key, drawn.value), attention(causal=False)
+    mask, ids = np.arange(48)[None, None, None] % 2, np.zeros((2, 32), np.int32)
+    for wrong in (ids, (ids, ids), (ids, ids, ids)):
+        with refused(InputError, "segment_ids"):
+            ours(*x, mask=mask, segment_ids=wrong)
+    with refused(InputError, "segment_ids"):
+        ours(drawn.query, *(np.zeros((2, 77, 2, 7), "f4"),) * 2, segment_ids=(ids, ids, ids))
+    expected = ours(*x, mask=mask.astype(bool))
+    np.testing.assert_array_equal(ours(*x, mask=mask.tolist()), expected)
+
+
+def test_softcap_and_padding_id_of_a_call_agree_with_the_attention(refused):
+    drawn = problem(np.random.default_rng(5))
+    x = drawn.query, drawn.key, drawn.value
+    capped, plain = (attention(layout="contiguous", softcap=c) for c in (2.0, None))
+    np.testing.assert_array_equal(plain(*x, softcap=2.0), capped(*x, softcap=2.0))
+    assert relative_error(plain(*x), capped(*x)) > 1e-3
+    with refused(InputError, softcap=3.0):
+        capped(*x, softcap=3.0)
+    with refused(InputError, softcap=-1.0):
+        plain(*x, softcap=-1.0)
+    with refused(InputError, padding_id=True):
+        plain(*x, padding_id=True)
+    with refused(InputError, padding_id=False):
+        attention(padding_id=False)
+    with refused(InputError, padding_id=2**40):
+        attention(padding_id=2**40)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(degrees=DEGREES, axis_type="auto", mask="full"),
+        Case(degrees=DEGREES, axis_type="explicit", mask="full", layout="zigzag"),
+        Case(degrees=st.Degrees(head=2, ring=4), axis_type="explicit", mask="full", one_axis=True),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("packed", [False, True])
+def test_keys_of_any_length_are_filled_up(case, packed):
+    """As the 77 tokens of a text that an image attends to."""
+    rng = np.random.default_rng(6)
+    ids = tuple(rng.integers(-1, 2, (2, n)).astype(np.int32) for n in (32, 77))
+    drawn = problem(rng, (32, 77), ids if packed else (None, None))
+    ours, whole = case.attention, in_order(case.attention.layout, drawn)
+    put = lambda x, spec: jax.device_put(x, jax.NamedSharding(ours.mesh, spec))  # noqa: E731
+    given = {}
+    if packed:
+        given["segment_ids"] = (put(whole.query_ids, ours.sequence_spec), put(ids[1], jax.P()))
+    query, dout = (put(x, ours.query_spec(4)) for x in (whole.query, whole.dout))
+    keys = [put(x, jax.P()) for x in (whole.key, whole.value)]
+    out, vjp = jax.vjp(functools.partial(ours, **given), query, *keys)
+    dq, dk, dv = vjp(dout)
+    back = ours.layout.unpermute
+    found = {"out": back(np.asarray(out)), "dq": back(np.asarray(dq)), "dk": dk, "dv": dv}
+    assert_exact(found, drawn)
+
+
+def test_keys_with_a_bias_are_not_filled_up(refused):
+    drawn = problem(np.random.default_rng(7), (32, 77))
+    x = drawn.query, drawn.key, drawn.value
+    with refused(InputError, "key seq_len=77"):
+        attention(causal=False)(*x, bias=np.zeros((1, 1, 32, 77), "f4"))
+
+
+# Dense masks ---------------------------------------------------------------------------------
+
+
+@hst.composite
+def dense_masks(draw):
+    """(mask, window, causal): a window in both directions or none, documents, padding."""
+    length, rows = draw(hst.integers(1, 12)), draw(hst.integers(1, 3))
+    side = hst.none() | hst.integers(0, 12)
+    left, right = draw(side), draw(side)
+    starts = hst.lists(hst.booleans(), min_size=length, max_size=length)
+    ids = np.array([np.cumsum(draw(starts)) for _ in range(rows)])
+    behind = np.subtract.outer(np.arange(length), np.arange(length))
+    seen = ids[:, :, None] == ids[:, None, :]
+    seen &= behind <= (length if left is None else left)
+    seen &= -behind <= (length if right is None else right)
+    end = draw(hst.integers(0, length))
+    seen[0, :, end:] = False
+    if draw(hst.booleans()):
+        seen[0, end:] = False
+    return seen
+
+
+@given(dense_masks(), hst.booleans())
+def test_recognise_gives_the_mask_back(dense, heads):
+    found = masks.recognise(dense[:, None] if heads else dense)
+    seen = np.asarray(found.pattern.visible(*np.ix_(*map(np.arange, dense.shape[1:]))))
+    ids = found.segment_ids
+    if ids is not None:
+        of_queries, of_keys = ids if isinstance(ids, tuple) else (ids, ids)
+        assert of_queries.dtype == of_keys.dtype == np.int32
+        seen = seen & (of_queries[:, :, None] == of_keys[:, None]) & (of_queries >= 0)[:, :, None]
+    np.testing.assert_array_equal(np.broadcast_to(seen, dense.shape), dense)
+
+
+def test_recognise_names_the_simplest_mask():
+    triangle = np.tril(np.ones((9, 9), bool))
+    assert masks.recognise(triangle) == masks.Recognised(masks.Causal(), None)
+    assert masks.recognise(np.ones((2, 1, 4, 7), bool)) == masks.Recognised(masks.Full(), None)
+    behind = np.subtract.outer(np.arange(9), np.arange(9))
+    two_sided = (behind < 4) & (behind > -3)
+    assert masks.recognise(two_sided).pattern == masks.Window(3, 2)
+    documents = np.repeat([0, 1, 2], 3)
+    found = masks.recognise(triangle & np.equal.outer(documents, documents))
+    assert found.pattern == masks.Causal()
+    np.testing.assert_array_equal(found.segment_ids, [documents])
+
+
+def test_recognised_mask_attends_as_the_dense_one():
+    rng = np.random.default_rng(8)
+    ids = np.sort(rng.integers(0, 3, (2, 32)))
+    dense = oracle.visible(32, 32, causal=True, window=5, segment_ids=(ids, ids))
+    found = masks.recognise(dense[:, None])
+    drawn = problem(rng, ids=(ids, ids))
+    ours = attention(mask=found.pattern)
+    moved = in_order(ours.layout, drawn)
+    out = attend(ours, moved, segment_ids=ours.layout.permute(found.segment_ids))["out"]
+    expected = reference(drawn, causal=True, window=5)
+    assert relative_error(ours.layout.unpermute(np.asarray(out)), expected.out) < FLOAT32_ERROR
+
+
+def test_recognise_refuses_what_it_cannot_say(refused):
+    triangle = np.tril(np.ones((9, 9), bool))
+    prefix = triangle.copy()
+    prefix[:, :3] = True
+    with refused(InputError, "entries"):
+        masks.recognise(prefix)
+    with refused(InputError, "float64 [9, 9]"):
+        masks.recognise(np.where(triangle, 0.0, -1e9))
+    with refused(InputError, "traced bool[9,9]"):
+        jax.jit(lambda mask: masks.recognise(mask).pattern)(prefix)
+    with refused(InputError, "heads differ"):
+        masks.recognise(np.stack([triangle, prefix])[None])

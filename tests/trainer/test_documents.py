@@ -1,0 +1,283 @@
+"""Batches of whole documents: each token once and in its place, with the gradients of rows."""
+
+import copy
+import dataclasses
+import functools
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import startrail_jax as st
+from programs import compile_gradients
+from startrail_jax.analysis import hlo
+from startrail_jax.errors import InputError
+from trainer.config import AttentionConfig, OptimizerConfig
+from trainer.data.batches import PartBatches, place
+from trainer.data.dataset import Dataset
+from trainer.gpt.batches import PADDING, in_layout_order
+from trainer.gpt.chat.packing import EncodedExamples, PackedExamples
+from trainer.gpt.config import DataConfig, GPTConfig, GPTTrainConfig, RopeConfig
+from trainer.gpt.corpus import Stream
+from trainer.gpt.documents import ExampleDocuments, TextDocuments
+from trainer.gpt.objective import NextToken
+from trainer.parallel.step import Program, make_attention
+
+LONGEST = 96
+END = 7
+CONFIG = GPTTrainConfig(
+    model=GPTConfig(
+        vocab_size=48, width=24, layers=2, heads=8, kv_heads=2, head_dim=4, mlp_width=32
+    ),
+    optimizer=OptimizerConfig(learning_rate=1e-2),
+    data=DataConfig(batches="documents", draw=24),
+    steps=10,
+    batch_size=6,
+    seq_len=LONGEST,
+    run_dir=Path("unused"),
+)
+LENGTHS = np.array([96, 3, 50, 17, 1, 88, 23, 24, 12, 5, 61, 40, 2, 13, 30, 7, 9, 11, 96, 25, 0, 4])
+
+
+def text(lengths, seed=0):
+    """A stream of documents of so many tokens before the one that ends them."""
+    rng = np.random.default_rng(seed)
+    parts = [np.append(8 + rng.integers(40, size=n), END) for n in lengths]
+    return Stream(name="text", tokens=np.concatenate(parts).astype(np.uint16), vocab_size=48)
+
+
+@functools.cache
+def make_program(degrees, order=None, **changes):
+    devices, nodes = jax.devices()[: degrees.num_devices], 2 if order else None
+    mesh = st.make_mesh(degrees, "auto", devices, order=order, devices_per_node=nodes)
+    config = dataclasses.replace(CONFIG, **changes)
+    objective = NextToken(config)
+    return Program(config, make_attention(mesh, config, objective), objective)
+
+
+def batches_of(program, documents, seed=3):
+    data = Dataset(
+        train=[], held_out=[], collate=list, documents=documents, description="", loss_unit=""
+    )
+    return PartBatches(program.parts, data, seed=seed)
+
+
+def documents_in(program, batch):
+    """The documents of a batch, from the shards of all devices: tokens, targets, weights."""
+    parts, found = program.parts, []
+    for k in range(batch.count):
+        split = parts.splits[batch.split[k]]
+        rows = {}
+        for place_, (row, rank) in enumerate(split.places):
+            rows.setdefault(row, {})[rank] = jax.tree.map(
+                lambda x, p=place_, k=k: x[k, p], batch.parts
+            )
+        for shards in rows.values():
+            whole = jax.tree.map(
+                lambda *xs: np.concatenate(xs), *(shards[r] for r in range(split.c))
+            )
+            row = jax.tree.map(lambda x, s=split: s.layout.unpermute(x, axis=0), whole)
+            for segment in range(row.segment_ids.max() + 1):
+                here = np.flatnonzero(row.segment_ids == segment)
+                np.testing.assert_array_equal(np.diff(here), 1)
+                np.testing.assert_array_equal(row.positions[here], np.arange(len(here)))
+                found.append((row.tokens[here], row.targets[here], row.weights[here]))
+            assert not row.weights[row.segment_ids == PADDING].any()
+    return found
+
+
+MESHES = [
+    st.Degrees(),
+    st.Degrees(ring=3),
+    st.Degrees.startrail(8, c=2),
+    st.Degrees(data=2, team=2, ring=2),
+    st.Degrees(data=3, ring=2),
+    st.Degrees(tensor=2, data=2, head=2),
+]
+
+
+@pytest.mark.parametrize("degrees", MESHES, ids=str)
+@pytest.mark.parametrize("order", [None, "rings_inside"])
+def test_every_token_of_an_epoch_is_once_on_its_device(degrees, order):
+    if order and degrees.num_devices % 2:
+        order = None  # No nodes of two.
+    program, documents = make_program(degrees, order), TextDocuments([text(LENGTHS)], END, LONGEST)
+    series, seen = batches_of(program, documents), []
+    while len(seen) < np.count_nonzero(LENGTHS):
+        seen += documents_in(program, next(series))
+    wanted = [documents.read(number)[0] for number in range(len(documents.lengths))]
+    found = sorted((x for x, *_ in seen), key=list)
+    assert len(found) == np.count_nonzero(LENGTHS)
+    for tokens, expected in zip(found, sorted((x[:-1] for x in wanted), key=list), strict=True):
+        np.testing.assert_array_equal(tokens, expected)
+    for tokens, targets, weights in seen:
+        np.testing.assert_array_equal(targets[:-1], tokens[1:])
+        assert targets[-1] == END
+        assert weights.all()
+    series.close()
+
+
+def test_documents_are_cut_at_the_longest_and_at_ends_of_streams(refused):
+    streams = [text([200, 0, 0, 3]), text([2, 90]), text([1, 5])]
+    streams[1] = dataclasses.replace(streams[1], tokens=streams[1].tokens[:-1])  # No end.
+    documents = TextDocuments(streams, END, LONGEST)
+    assert documents.lengths.tolist() == [96, 96, 8, 3, 2, 89, 1, 5]
+    first, second, third = (documents.read(i)[0] for i in range(3))
+    np.testing.assert_array_equal(
+        np.concatenate([first[:-1], second[:-1], third]), streams[0].tokens[:201]
+    )
+    whole = TextDocuments(streams[:1], None, LONGEST)  # A file is one document.
+    assert whole.lengths.tolist() == [96, 96, 14]
+    with refused(InputError, "got 3 tokens"):
+        TextDocuments([dataclasses.replace(streams[0], tokens=np.array([END] * 3))], END, LONGEST)
+
+
+def test_of_examples_only_what_is_counted_has_a_weight():
+    tokens, ends = np.arange(1, 31), np.array([4, 20, 23, 30])
+    counted = np.array([0, 0, 1, 1] + [0] * 3 + [1] * 13 + [0, 1, 1] + [0, 0, 0, 1, 1, 0, 1])
+    part = EncodedExamples(tokens=tokens, counted=counted, ends=ends)
+    documents = ExampleDocuments(PackedExamples(part, 10, name="chat"))
+    assert documents.lengths.tolist() == [3, 10, 2, 6]
+    row = documents.rows([[0, 2], [3]], 12)
+    assert row.tokens.tolist()[0] == [1, 2, 3, 21, 22] + [0] * 7
+    assert row.targets.tolist()[0] == [2, 3, 4, 22, 23] + [0] * 7
+    assert row.weights.tolist()[0] == [0, 1, 1, 1, 1] + [0] * 7
+    assert row.weights.tolist()[1] == [0, 0, 1, 1, 0, 1] + [0] * 6
+
+
+def single_rows(program, numbers, documents):
+    """The same documents, each in a row of its own."""
+    rows = documents.rows([[number] for number in numbers], LONGEST)
+    return place(in_layout_order(rows, program.attention.layout), program.batch_sharding)
+
+
+PATTERN = dataclasses.replace(
+    CONFIG.model,
+    windows=(9, "none"),
+    rope=RopeConfig(bases=(100.0, 1000.0)),
+    sinks=True,
+    softcap=3.0,
+)
+SETTINGS = {
+    "StarTrail": (st.Degrees.startrail(8, c=2), {}),
+    "Ring, zero 3": (st.Degrees(ring=8), {"zero": 3, "tile": 8}),
+    "data, zero 2": (st.Degrees(data=2, team=2, ring=2), {"zero": 2, "remat": "attention_saved"}),
+    "three, zero 1": (st.Degrees(ring=3), {"zero": 1}),
+    "six, full remat": (st.Degrees(ring=3, head=2), {"remat": "full", "batch_size": 3}),
+    "tensor, zero 3": (st.Degrees(tensor=2, head=2, ring=2), {"zero": 3}),
+    "other layers": (st.Degrees(team=2, ring=2), {"model": PATTERN, "zero": 3}),
+    "rings inside nodes": (st.Degrees.startrail(8, c=2), {"order": "rings_inside"}),
+    "heads in parts": (
+        st.Degrees(team=4, group=2),
+        {"attention": AttentionConfig(head_chunks=2, keep_gathered=True)},
+    ),
+}
+
+
+@pytest.mark.slow_except_every(9)
+@pytest.mark.parametrize(("degrees", "changes"), SETTINGS.values(), ids=SETTINGS.keys())
+def test_gradients_are_those_of_single_rows_on_one_device(degrees, changes):
+    program, documents = (
+        make_program(degrees, **changes),
+        TextDocuments([text(LENGTHS)], END, LONGEST),
+    )
+    series = batches_of(program, documents)
+    host = next(series)
+    series.close()
+    read = {
+        tuple(documents.read(number)[0][:-1]): number for number in range(len(documents.lengths))
+    }
+    numbers = [read[tuple(tokens)] for tokens, *_ in documents_in(program, host)]
+    assert len(numbers) > program.parts.most
+    alone = make_program(
+        st.Degrees(), data=DataConfig(), batch_size=len(numbers), model=program.config.model
+    )
+    state = jax.device_get(alone.initialise())
+    wanted, expected = compile_gradients(alone)(
+        state.weights, single_rows(alone, numbers, documents)
+    )
+    weights = jax.tree.map(
+        lambda x, to: jax.device_put(x, to.sharding), state.weights, program.state_shapes.weights
+    )
+    loss, gradients = compile_gradients(program)(weights, program.parts.place(host))
+    np.testing.assert_allclose(loss, wanted, rtol=1e-6)
+    leaves = jax.tree_util.tree_leaves_with_path(expected)
+    for (path, x), found, weight in zip(
+        leaves, jax.tree.leaves(gradients), jax.tree.leaves(weights), strict=True
+    ):
+        assert found.sharding.is_equivalent_to(weight.sharding, x.ndim)
+        np.testing.assert_allclose(found, x, atol=1e-5 * np.abs(x).max(), err_msg=str(path))
+
+
+def test_documents_on_one_device_send_nothing():
+    """A program whose documents all fit one device has no collective but those of weights."""
+    program = make_program(st.Degrees.startrail(8, c=2))
+    alone = program.parts.splits[0]
+    assert alone.c == 1
+    program = copy.copy(program)
+    program.parts = dataclasses.replace(program.parts, splits=(alone,))
+    program._models = program._models[:1]
+    traffic = hlo.read_traffic(compile_gradients(program).as_text())
+    assert {kind for kind, size in traffic.by_collective.items() if size} == {"all_reduce"}
+
+
+def test_batches_go_on_where_they_were(refused):
+    program, documents = (
+        make_program(st.Degrees.startrail(8, c=2)),
+        TextDocuments([text(LENGTHS)], END, LONGEST),
+    )
+    series = batches_of(program, documents)
+    states, rest = [series.get_state()], []
+    for _ in range(7):
+        rest.append(next(series))
+        states.append(series.get_state())
+    for done in (0, 1, 4):
+        again = batches_of(program, documents)
+        again.set_state(states[done])
+        for batch in rest[done:]:
+            jax.tree.map(np.testing.assert_array_equal, next(again), batch)
+        again.close()
+    other = batches_of(program, TextDocuments([text(LENGTHS[1:])], END, LONGEST))
+    with refused(InputError, documents=20):
+        other.set_state(states[2])
+    other.set_state(states[2], new_order=True)
+    assert other.get_state()["documents"]["epoch"] == 0
+    with refused(InputError):
+        other.set_state({"batches": 3})
+    series.close()
+    other.close()
+
+
+def test_other_devices_go_on_with_all_documents_once():
+    documents = TextDocuments([text(LENGTHS)], END, LONGEST)
+    series = batches_of(make_program(st.Degrees.startrail(8, c=2), batch_size=1), documents)
+    program = make_program(st.Degrees(data=3, ring=2), batch_size=3)
+    seen = documents_in(make_program(st.Degrees.startrail(8, c=2), batch_size=1), next(series))
+    others = batches_of(program, documents)
+    others.set_state(series.get_state())
+    while len(seen) < np.count_nonzero(LENGTHS):
+        seen += documents_in(program, next(others))
+    found = sorted(tuple(tokens) for tokens, *_ in seen)
+    wanted = sorted(tuple(documents.read(i)[0][:-1]) for i in range(len(documents.lengths)))
+    assert found == wanted
+    series.close()
+    others.close()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"accumulation": 2},
+        {"attention": AttentionConfig(inner=2)},
+    ],
+    ids=str,
+)
+def test_settings_that_documents_cannot_have_are_refused(changes, refused):
+    with refused(InputError):
+        make_program(st.Degrees(ring=4), **changes)
+
+
+def test_a_tensor_degree_beyond_the_key_heads_is_refused(refused):
+    with refused(InputError, tensor=4, kv_heads=2):
+        make_program(st.Degrees(tensor=4, ring=2))

@@ -1,0 +1,134 @@
+"""Whole documents, for batches in which each lies on as few devices as hold it.
+
+A document of n + 1 tokens has n that the model reads, each of which has the next one as its target.
+One of more than T is cut into pieces of T, and of what is left.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from jaxtyping import Bool, Int32, Int64
+
+from startrail_jax.errors import InputError
+from trainer.gpt.batches import PADDING, TokenBatch
+from trainer.gpt.chat.packing import PackedExamples
+from trainer.gpt.corpus import Stream
+
+# Number of tokens in which ends of documents are looked for at a time.
+SCANNED_TOKENS = 1 << 24
+
+
+class TokenDocuments(ABC):
+    """Documents of tokens: `trainer.data.parts.Documents`."""
+
+    lengths: Int64[np.ndarray, " documents"]
+    """Number of tokens of each that the model reads."""
+
+    @abstractmethod
+    def read(
+        self, number: int
+    ) -> tuple[Int32[np.ndarray, " length"], Bool[np.ndarray, " length"] | bool]:
+        """The n + 1 tokens of a document, and whether the loss counts each of them as a target."""
+
+    def rows(self, rows: Sequence[Sequence[int]], length: int) -> TokenBatch:
+        """Rows of documents and padding, in natural order.
+
+        Args:
+            rows: the numbers of the documents of each row.
+            length: tokens of a row.
+
+        Raises:
+            ValueError: if a token is beyond the vocabulary.
+        """
+        shape = len(rows), length
+        segment_ids = np.full(shape, PADDING, np.int32)
+        batch = TokenBatch(
+            tokens=np.zeros(shape, np.int32),
+            targets=np.zeros(shape, np.int32),
+            positions=np.zeros(shape, np.int32),
+            segment_ids=segment_ids,
+            weights=np.zeros(shape, np.float32),
+        )
+        for row, numbers in enumerate(rows):
+            end = 0
+            for segment, number in enumerate(numbers):
+                tokens, counted = self.read(number)
+                start, end = end, end + len(tokens) - 1
+                here = row, slice(start, end)
+                batch.tokens[here], batch.targets[here] = tokens[:-1], tokens[1:]
+                batch.positions[here] = np.arange(end - start)
+                segment_ids[here] = segment
+                batch.weights[here] = counted if isinstance(counted, bool) else counted[1:]
+        return batch
+
+
+class TextDocuments(TokenDocuments):
+    """The documents of streams of tokens, which one token ends."""
+
+    def __init__(
+        self, streams: Sequence[Stream], end_of_document: int | None, longest: int
+    ) -> None:
+        """Finds all ends.
+
+        Args:
+            streams: the tokens.
+            end_of_document: the token that ends a document; None if every stream is one.
+            longest: T.
+
+        Raises:
+            ValueError: if no document has a token and the one after it.
+        """
+        self._streams = tuple(streams)
+        found = [
+            _pieces(stream, number, end_of_document, longest)
+            for number, stream in enumerate(self._streams)
+        ]
+        pieces = np.concatenate(found) if found else np.zeros((0, 3), np.int64)
+        self._places = pieces[:, :2]
+        self.lengths = np.ascontiguousarray(pieces[:, 2])
+        if not len(pieces):
+            raise InputError(
+                "Documents must have at least 2 tokens to train on; got "
+                f"{sum(map(len, self._streams)):,} tokens that all end a document. Correct "
+                "--data.end-of-document, or use --data.batches rows."
+            )
+
+    def read(self, number: int) -> tuple[Int32[np.ndarray, " length"], bool]:
+        stream, start = self._places[number].tolist()
+        return self._streams[stream].read(start, start + int(self.lengths[number]) + 1), True
+
+
+class ExampleDocuments(TokenDocuments):
+    """Conversations, or prompts and completions, of which the loss counts a part."""
+
+    def __init__(self, examples: PackedExamples) -> None:
+        self._examples = examples
+        self.lengths = examples.lengths.astype(np.int64) - 1
+
+    def read(self, number: int) -> tuple[Int32[np.ndarray, " length"], Bool[np.ndarray, " length"]]:
+        return self._examples.example(number)
+
+
+def _pieces(
+    stream: Stream, number: int, end: int | None, longest: int
+) -> Int64[np.ndarray, "pieces 3"]:
+    """Number of the stream, first token and length of each piece of at most `longest` tokens."""
+    last = len(stream) - 1
+    ends = np.concatenate([*_ends(stream, end), np.array([last])])
+    starts = np.concatenate([[0], ends[:-1] + 1])
+    lengths = np.maximum(ends - starts, 0)
+    counts = -(-lengths // longest)
+    # Piece i of a document begins i * longest tokens after it.
+    piece = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    begins = np.repeat(starts, counts) + piece * longest
+    sizes = np.minimum(np.repeat(lengths, counts) - piece * longest, longest)
+    return np.stack([np.full_like(begins, number), begins, sizes], axis=1).astype(np.int64)
+
+
+def _ends(stream: Stream, end: int | None) -> Iterator[Int64[np.ndarray, " ends"]]:
+    """The places of the token that ends documents, some at a time."""
+    for first in range(0, len(stream) if end is not None else 0, SCANNED_TOKENS):
+        yield first + np.flatnonzero(stream.tokens[first : first + SCANNED_TOKENS] == end)

@@ -1,0 +1,134 @@
+"""The splits of a mesh into sets of devices that share a row, for batches of whole documents.
+
+All splits are of one order of the devices, and weights are sharded over all of them: a document
+that fits on one device is attended there, and no weight moves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from startrail_jax.analysis.cost import communication
+from startrail_jax.analysis.settings import legal_degrees
+from startrail_jax.attention import Attention
+from startrail_jax.devices.degrees import SEQUENCE_ROLES, Degrees
+from startrail_jax.documents import DocumentCost
+from startrail_jax.errors import InputError
+from trainer.config import TrainConfig
+from trainer.data.parts import DeviceSplit, Parts
+from trainer.objective import Objective
+
+
+def make_parts(
+    config: TrainConfig, attention: Attention, objective: Objective
+) -> tuple[Parts, tuple[Attention, ...]]:
+    """How batches of whole documents are divided, and the attention of each split.
+
+    The longest document takes all devices along the sequence, so that a share is what a device
+    holds of a row of `config.num_tokens`. The split of so many devices has the degrees of the mesh.
+    For each smaller number that divides the devices there is one with the fewest bytes.
+
+    Args:
+        config: batch, sizes and mesh of the run.
+        attention: the attention of rows.
+        objective: model of the run.
+    """
+    mesh: Any = attention.mesh
+    # Axes of degree 1 are in no spec.
+    names = tuple(x for x in mesh.axis_names if x != "tensor" and mesh.shape[x] > 1)
+    devices = math.prod(mesh.shape[name] for name in names)
+    longest = attention.degrees.sequence
+    share = attention.layout.padded_length(config.num_tokens) // longest
+    splits, attentions = [], []
+    for c in range(1, longest + 1):
+        if devices % c:
+            continue
+        if c == longest:
+            of_split, places = attention, _places(attention)
+        else:
+            degrees = _degrees(c, devices, config, attention.degrees)
+            kind = attention.layout.kind
+            of_split = dataclasses.replace(
+                attention, axis=names, degrees=degrees, axis_names=None, layout=kind
+            )
+            places = tuple((place // c, place % c) for place in range(devices))
+        splits.append(DeviceSplit(of_split.layout, places))
+        attentions.append(of_split)
+    parts = Parts(
+        splits=tuple(splits),
+        share=share,
+        most=config.batch_size // attention.degrees.data,
+        sharding=NamedSharding(mesh, PartitionSpec(None, names)),
+        cost=_cost(objective),
+        draw=config.documents_drawn or 1,
+    )
+    return parts, tuple(attentions)
+
+
+def check_parts(config: TrainConfig, degrees: Degrees) -> None:
+    """Raises if a setting cannot be had with batches of whole documents.
+
+    Raises:
+        ValueError: if so.
+    """
+    if config.accumulation > 1:
+        raise InputError(
+            "Parts of a batch of whole documents are processed one after another already; got "
+            f"accumulation={config.accumulation} with data.batches='documents'. Leave it out."
+        )
+    if config.attention.inner > 1:
+        raise InputError(
+            "attention.inner divides the ring of all rows, and documents are on rings of several "
+            f"sizes; got inner={config.attention.inner} with data.batches='documents'. Leave one "
+            "of them out."
+        )
+    if config.model.kv_heads % degrees.tensor:
+        raise InputError(
+            "With data.batches='documents', mesh.tensor must divide the key heads; got "
+            f"tensor={degrees.tensor}, kv_heads={config.model.kv_heads}. Use a smaller "
+            "--mesh.tensor, or --data.batches rows."
+        )
+
+
+def _places(attention: Attention) -> tuple[tuple[int, int], ...]:
+    """The row and the rank of each device in the split of the mesh itself, in the mesh's order."""
+    mesh: Any = attention.mesh
+    names = [name for name in mesh.axis_names if name != "tensor"]
+    index = dict(zip(names, np.indices([mesh.shape[name] for name in names]), strict=True))
+    rank = np.zeros_like(index["data"])
+    for role in SEQUENCE_ROLES:
+        rank = rank * mesh.shape[role] + index[role]
+    return tuple(zip(index["data"].ravel().tolist(), rank.ravel().tolist(), strict=True))
+
+
+def _degrees(c: int, devices: int, config: TrainConfig, of_mesh: Degrees) -> Degrees:
+    """The degrees of a split with the fewest bytes, among those that the heads allow."""
+    model, chunks = config.model, config.attention.head_chunks
+    call: dict[str, Any] = {
+        **{name: getattr(model, name) for name in ("heads", "kv_heads")},
+        **{"batch": 1, "seq_len": 2 * c, "causal": True},
+    }
+    settings = [
+        degrees
+        for degrees in legal_degrees(c * of_mesh.tensor, given={"tensor": of_mesh.tensor}, **call)
+        if max(model.kv_heads // (degrees.head * degrees.tensor), 1) % chunks == 0
+    ]
+
+    def received(degrees: Degrees) -> tuple[int, bool, int]:
+        sent = communication(degrees, head_dim=model.head_dim, dtype=model.dtype, **call)
+        return sent.total.received_bytes, degrees.ring == 1, degrees.ring
+
+    return dataclasses.replace(min(settings, key=received), data=devices // c)
+
+
+def _cost(objective: Objective) -> DocumentCost:
+    """Matrices and visible pairs of the model, in FLOPs of a token."""
+    alone, two = (objective.sizes.flops_per_token(n) for n in (1, 2))
+    # One token sees itself; each of two tokens sees 1.5 on average.
+    pair = 2 * (two - alone)
+    return DocumentCost(token=1.0, pair=pair / (alone - pair))
