@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array
@@ -54,6 +55,7 @@ from startrail_jax.rings.head_chunks import check_head_chunks
 from startrail_jax.rings.schedule import Schedule, ring_offsets
 from startrail_jax.rings.score_units import Given
 from startrail_jax.rings.sizes import GRADIENT_DTYPES, Sizes, dtype_name
+from startrail_jax.shapes import EMPTY
 from startrail_jax.tokens.layout import Layout
 from startrail_jax.xla.derivatives import FORWARD_ONLY, without_derivative
 
@@ -520,6 +522,11 @@ class Attention(Decoding):
         kv_heads: int,
     ) -> tuple[Array, Array]:
         """Attention on one device, between the exchanges of tokens that balance the work."""
+        if query_ids is not None:
+            query = _without_padding(query, query_ids)
+        if key_ids is not None:
+            key, value = (_without_padding(x, key_ids) for x in (key, value))
+        padded = query_ids
         schedule, given = score_units.local(self.schedule, given, query, self.axes)
         schedule = self._exchanging(schedule, query, key, value, query_ids, kv_heads)
         ranks = flat_axis(self.axes, SEQUENCE_ROLES)
@@ -538,6 +545,9 @@ class Attention(Decoding):
         out, lse = rings.sharded_attention(schedule, query, key, value, query_ids, key_ids, given)
         if balances:
             out, lse = from_zigzag(ranks, out), from_zigzag(ranks, lse, 2)
+        if padded is not None:  # For their gradients: what comes from padding goes nowhere.
+            out = _without_padding(out, padded)
+            lse = jnp.where(padded[:, None] >= 0, lse, EMPTY)
         return out, lse
 
     def _exchanging(
@@ -566,6 +576,11 @@ class Attention(Decoding):
         schedule = dataclasses.replace(schedule, exchange=exchange)
         balance, _ = choose_balance(schedule, degrees, sizes)
         return dataclasses.replace(schedule, balance=balance)
+
+
+def _without_padding(x: Array, ids: Array) -> Array:
+    """Zeros at padding, which may hold anything: a weight of 0 times NaN is NaN."""
+    return jnp.where(ids[..., None, None] >= 0, x, 0)
 
 
 # Jitted, because outside a jit shard_map runs its body one operation at a time.

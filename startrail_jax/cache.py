@@ -342,6 +342,8 @@ def _attend_slots(
     # In a row that sees no slot, every logit is EMPTY, and its weights must be 0 all the same.
     weights = jnp.where(visible, jnp.exp(logits - highest), 0.0)
     total = weights.sum(-1, keepdims=True)
+    # Slots that no query sees may hold anything, and a weight of 0 times NaN is NaN.
+    v = jnp.where(visible.any((1, 2, 3))[..., None, None], v, 0)
     # The total of a row that sees a slot is at least 1.
     out = _dot("bkgts,bskv->btkgv", weights / jnp.maximum(total, 1.0), v)
     lse = jnp.where(total > 0, highest + jnp.log(jnp.maximum(total, 1.0)), EMPTY)

@@ -350,16 +350,18 @@ class Sharded:
         )
 
     def _put(self, ordered: Any, spec: PartitionSpec) -> jax.Array:
-        # A call for each device, so that a process handles only the shards of its own devices.
+        # A transfer for each device, so that a process handles only the shards of its own devices.
         host = np.asarray(ordered)
         sharding = NamedSharding(self.mesh, spec)
-        return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+        places = sharding.addressable_devices_indices_map(host.shape)
+        shards = [jax.device_put(host[index], device) for device, index in places.items()]
+        return jax.make_array_from_single_device_arrays(host.shape, sharding, shards)
 
     def _on_host(self, x: Any) -> np.ndarray:
         if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
             everywhere = NamedSharding(self.mesh, PartitionSpec())
             x = jax.jit(lambda y: y, out_shardings=everywhere)(x)
-        return np.asarray(x)
+        return jax.device_get(x)
 
     def _spec_entry(self, *roles: str) -> str | tuple[str, ...] | None:
         if self.axis is not None and self.axes["data"].groups is not None:

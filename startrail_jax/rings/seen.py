@@ -232,7 +232,7 @@ class _Static:
 
     def here(self, values: Sequence[Any]) -> Any:
         """The entry of this rank in a table with one for each."""
-        return values[0] if len(set(values)) == 1 else jnp.asarray(values)[self.rank]
+        return values[0] if len(set(values)) == 1 else jnp.asarray(values, jnp.int32)[self.rank]
 
     def scores(self, given: Given) -> Scores:
         return replace(given.scores or PLAIN, softcap=self.schedule.softcap)
