@@ -12,9 +12,6 @@ from pathlib import Path
 
 import pytest
 
-import messages
-from messages import refused  # noqa: F401, a fixture
-
 PACKAGES = ("startrail_jax", "models", "trainer")
 SIMULATED_DEVICES = 64
 # The only reasons to skip: a machine that lets nobody emulate others, and large packages, which
@@ -32,16 +29,10 @@ def pytest_addoption(parser):
         action="store_true",
         help="check the arguments of every function, not only shapes and dtypes of arrays",
     )
-    parser.addoption(
-        "--write-messages",
-        action="store_true",
-        help="write the texts of errors of the tests that run to tests/messages.md",
-    )
 
 
 def pytest_configure(config):
     heed_ctrl_c()
-    messages.start(config)
     if not runs_tests(config):
         return
     set_up_hypothesis()
@@ -139,10 +130,6 @@ def pytest_collection_modifyitems(items):
             rows[test] = rows.get(test, -1) + 1
             if rows[test] % every:
                 item.add_marker("slow")
-
-
-def pytest_sessionfinish(session):
-    messages.finish(session.config)
 
 
 def pytest_collection_finish():

@@ -45,8 +45,7 @@ def test_programs_that_are_named_exist():
     )
     paths = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
     for path in [*ROOT.glob("*.md"), *paths]:
-        # The headings of messages.md name modules of tests.
-        if path.suffix in ("", ".md", ".py") and path.name != "messages.md":
+        if path.suffix in ("", ".md", ".py"):
             named = re.findall(r"(?<!/)\b(?:benchmarks|tests/faults)/[\w/]+\.py", path.read_text())
             assert [x for x in named if not (ROOT / x).exists()] == [], path.relative_to(ROOT)
 
@@ -66,7 +65,27 @@ def test_workflow_runs_steps_that_exist(workflow):
     for command in commands:
         script, *steps = shlex.split(command)
         assert script == ".ci/run"
-        assert set(steps) <= {*STEPS, "--whole"}
+        assert set(steps) <= {*STEPS, "whole"}
+
+
+def test_top_level_holds_only_what_is_meant():
+    """A wheel was once committed there by accident."""
+    listed = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines()
+    assert {name.partition("/")[0] for name in listed} == {
+        *(".ci", ".github", ".gitignore", ".pre-commit-config.yaml"),
+        *("CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "README.md", "SECURITY.md"),
+        *(
+            "benchmarks",
+            "configs",
+            "docs",
+            "examples",
+            "models",
+            "startrail_jax",
+            "tests",
+            "trainer",
+        ),
+        *("pyproject.toml", "sample.py", "train.py"),
+    }
 
 
 def test_hooks_run_programs_of_the_extra_dev():

@@ -61,6 +61,7 @@ def test_readme_has_one_line_to_train_and_one_to_test(ending):
     assert command.endswith(f".venv/bin/{ending}")
 
 
+@pytest.mark.slow
 def test_python_of_readme_runs_and_is_right(monkeypatch):
     names = run_python(README, monkeypatch)
     unpermute = names["attention"].layout.unpermute
@@ -74,6 +75,7 @@ def test_python_of_readme_runs_and_is_right(monkeypatch):
     names["test_my_attention_is_exact"]()
 
 
+@pytest.mark.slow
 def test_python_of_attention_page_runs_and_is_right(monkeypatch):
     names = run_python(ROOT / "docs" / "attention.md", monkeypatch)
     unpermute = names["attention"].layout.unpermute
@@ -87,6 +89,7 @@ def test_python_of_attention_page_runs_and_is_right(monkeypatch):
     assert example[example.index("def test_") :] in "".join(blocks(README, "python"))
 
 
+@pytest.mark.slow
 def test_python_of_parts_page_is_that_of_single_rows(monkeypatch):
     names = run_python(ROOT / "docs" / "parts.md", monkeypatch)
     documents, count, nnx = names["documents"], names["count"], names["nnx"]
@@ -128,6 +131,7 @@ def test_example_of_the_first_page_is_that_of_readme():
     assert blocks(ROOT / "docs" / "index.md", "python") == blocks(README, "python")[:1]
 
 
+@pytest.mark.slow
 def test_python_of_all_other_pages_runs(monkeypatch, capsys):
     # It takes seconds, and has tests of its own.
     monkeypatch.setattr(here, "measure_cluster", create_autospec(here.measure_cluster))

@@ -4,7 +4,6 @@ import collections
 import itertools
 import json
 import re
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -76,7 +75,7 @@ def kernel_calls(calls, compiled, *arguments):
     return collections.Counter(calls)
 
 
-@pytest.mark.slow_except_every(5)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "causal"),
     [
@@ -107,6 +106,7 @@ def test_devices_alone_make_the_kernel_calls_of_the_mesh(monkeypatch, name, caus
     assert min(work) == max(work)
 
 
+@pytest.mark.slow
 def test_compiled_program_of_one_device_has_the_products_of_the_mesh(monkeypatch):
     """What nothing reads is dropped: so what is sent must be returned."""
     fake_cudnn.install(monkeypatch)
@@ -181,6 +181,7 @@ def test_program_for_a_gpu_has_the_kernels_of_the_mesh():
 
 
 @pytest.mark.parametrize(("name", "layout"), [("C 2, ring 2", None), ("team 3, ring 2", "striped")])
+@pytest.mark.slow
 def test_devices_in_turn_compute_the_attention(name, layout):
     mesh = st.make_mesh(st.Degrees(), devices=jax.devices()[:1])
     schedule = rehearsal.schedule_of(DEGREES[name], mesh, backend="xla", layout=layout)
@@ -256,6 +257,7 @@ def rows_in(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_tiny_run_reports_errors_and_speed(tmp_path, capsys):
     path = tmp_path / "rows.jsonl"
     rows = "packed|in turn|(jax|one device|StarTrail).*, fwd$"
@@ -281,6 +283,7 @@ def test_tiny_run_reports_errors_and_speed(tmp_path, capsys):
     assert all(column in printed for column in speed.COLUMNS)
 
 
+@pytest.mark.slow
 def test_rows_that_fail_are_reported_and_the_rest_goes_on(tmp_path, capsys, monkeypatch):
     def broken(*args, **options):
         raise NotImplementedError("no kernel\nfor this")
@@ -323,9 +326,3 @@ def test_needs_a_gpu_unless_tiny():
 def test_rows_that_match_nothing_are_an_error():
     with pytest.raises(SystemExit, match=r"--rows must match .* got 'nothing like it'"):
         gpu.main(["--tiny", "--rows", "nothing like it"])
-
-
-def test_page_of_results_explains_the_columns_and_has_every_row():
-    page = (Path(gpu.__file__).parents[1] / "RESULTS.md").read_text()
-    assert all(f"`{column}`" in page for column in speed.COLUMNS)
-    assert all(name in page for name in (speed.JAX, speed.OURS, *speed.SETTINGS))

@@ -8,6 +8,7 @@ from benchmarks.compiled.step import Reading, formula_of
 from startrail_jax.planner.memory import GIB
 
 
+@pytest.mark.slow
 def test_drawn_runs_are_legal_and_the_same_for_a_seed(capsys):
     runs = list(drawn(2, seed=3))
     assert [(row.name, degrees) for row, degrees in drawn(2, seed=3)] == [

@@ -20,6 +20,7 @@ from benchmarks.needle.training import (
     write_data,
 )
 from configs.gpt import gpt_tiny
+from refusals import refused
 from startrail_jax.errors import InputError
 from startrail_jax.tokens.layout import Layout
 from trainer.config import MeshConfig
@@ -191,7 +192,7 @@ def test_report_writes_every_share_and_a_figure(tmp_path):
     assert texts == ["75%"] * 8
 
 
-def test_what_cannot_be_asked_is_refused(tmp_path, refused):
+def test_what_cannot_be_asked_is_refused(tmp_path):
     words = Words()
     with refused(InputError, needles=17):
         words.case(rng(), length=900, needles=17)
@@ -200,7 +201,7 @@ def test_what_cannot_be_asked_is_refused(tmp_path, refused):
     with refused(InputError, length=20):
         words.case(rng(), length=20, needles=5)
     (tmp_path / "text.txt").write_text("short\n")
-    with refused(InputError):
+    with refused(InputError, "haystack must"):
         Sentences(BYTES, tmp_path / "text.txt", longest=1000)
     with refused(InputError, "--tokenizer"):
         Sentences(IdTokenizer(end_of_document=None), None, longest=10)
@@ -209,7 +210,7 @@ def test_what_cannot_be_asked_is_refused(tmp_path, refused):
         Sentences(BYTES, tmp_path / "ids.npy", longest=10)
 
 
-def test_options_that_do_not_fit_a_run_are_refused(tmp_path, refused):
+def test_options_that_do_not_fit_a_run_are_refused(tmp_path):
     with refused(InputError, "--run-dir"):
         needle.main(["--run", str(tmp_path)])
     with refused(InputError, "--distributed"):

@@ -2,6 +2,8 @@
 
 import re
 
+import pytest
+
 from benchmarks.paper import (
     LENGTHS,
     MACHINES,
@@ -16,6 +18,7 @@ from startrail_jax.planner.grid import Call
 from startrail_jax.planner.models import MODELS
 
 
+@pytest.mark.slow
 def test_scaling_prints_a_line_for_each_cluster(capsys):
     main(["--scaling"])
     head, *rows = capsys.readouterr().out.splitlines()

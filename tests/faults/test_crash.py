@@ -65,6 +65,7 @@ def test_losses_leave_out_evaluations_and_lines_cut_short(tmp_path):
     assert crash.last_step(tmp_path) == 1
 
 
+@pytest.mark.slow
 def test_program_that_ends_by_itself_is_found_out(tmp_path):
     process = crash.TrainingProcess(tmp_path / "run", ["--mesh.taem", "2"])
     with pytest.raises(

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import startrail_jax as st
 from models import dit
 from models.hooks import Hooks
+from refusals import refused
 from startrail_jax.errors import InputError
 
 BATCH, FRAMES, ROWS, COLUMNS = 2, 2, 3, 4
@@ -148,6 +149,7 @@ def test_dit_equals_a_dense_one_in_float64():
 
 
 @pytest.mark.parametrize("sizes", [SIZES, TEXT_SIZES], ids=["image", "text"])
+@pytest.mark.slow
 def test_dit_begins_with_an_output_of_0_and_blocks_that_change_nothing(sizes):
     inputs = (*make_inputs(), None, make_captions() if "caption_length" in sizes else None)
 
@@ -200,6 +202,7 @@ def test_dit_sees_its_own_segment_only():
     assert (before[:, :11] != after[:, :11]).all()
 
 
+@pytest.mark.slow
 def test_text_reaches_the_image_and_its_padding_does_not():
     inputs = (*make_inputs(), None)
     tokens, positions, segments = make_captions()
@@ -225,6 +228,7 @@ def test_image_without_text_sees_no_text():
 
 
 @pytest.mark.parametrize("sizes", [SIZES, TEXT_SIZES], ids=["image", "text"])
+@pytest.mark.slow_except_every(2)
 def test_dit_divided_among_devices_in_any_order_equals_the_whole(sizes):
     degrees = st.Degrees(data=2, group=1, ring=2, team=2)
     mesh = st.make_mesh(degrees, axis_type="auto", devices=jax.devices()[: degrees.num_devices])
@@ -254,6 +258,7 @@ def test_dit_divided_among_devices_in_any_order_equals_the_whole(sizes):
     np.testing.assert_allclose(actual, expected[:, order], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_dit_in_bfloat16_has_float32_weights_output_and_gradients():
     inputs = (*make_inputs(), None, make_captions())
     weights = make_weights(TEXT_SIZES)
@@ -313,7 +318,7 @@ def test_hooks_wrap_each_layer_and_the_functions_of_tokens():
     assert calls.count("copy_to_tensor") == calls.count("reduce_from_tensor") == 4
 
 
-def test_dit_names_what_does_not_fit(refused):
+def test_dit_names_what_does_not_fit():
     with refused(InputError, width=28):
         make_model(SIZES, heads=4)
     with refused(InputError, width=6):

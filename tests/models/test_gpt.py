@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 
@@ -53,12 +54,14 @@ def make_tokens(seq_len=SEQ_LEN, seed=0):
     return jnp.asarray(tokens, jnp.int32), jnp.asarray(positions, jnp.int32)
 
 
+@pytest.mark.slow
 def test_gpt_logits_are_one_for_each_token_id():
     logits = dense_logits(*make_tokens())
     assert logits.shape == (BATCH, SEQ_LEN, VOCAB)
     assert jnp.isfinite(logits).all()
 
 
+@pytest.mark.slow
 def test_gpt_in_bfloat16_has_float32_weights_and_logits_of_variance_1():
     options = {"width": 96, "mlp_width": 256, "head_dim": 24, "dtype": "bfloat16"}
     weights = make_weights(**options)
@@ -107,6 +110,7 @@ def test_gpt_with_sharded_attention_equals_dense():
     np.testing.assert_allclose(actual, expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_gpt_of_other_parts_has_their_weights_and_gradients():
     options = {"mlp": "gelu", "tied_head": True}
     weights = make_weights(**options)
@@ -131,6 +135,7 @@ def test_gpt_of_other_parts_has_their_weights_and_gradients():
     )
 
 
+@pytest.mark.slow
 def test_hooks_wrap_each_layer_and_the_functions_of_tokens():
     calls = []
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from models.rope import Rope, rotate
+from refusals import refused
 from startrail_jax.errors import InputError
 
 
@@ -105,12 +106,12 @@ def test_yarn_scaling_blends_between_32_turns_and_one():
     np.testing.assert_allclose(rotation[0], 0.1 * math.log(8) + 1, rtol=1e-6)
 
 
-def test_rotary_odd_head_dim_raises(refused):
+def test_rotary_odd_head_dim_raises():
     with refused(InputError, head_dim=5):
         Rope(head_dim=5)
 
 
-def test_scaling_without_the_length_before_raises(refused):
+def test_scaling_without_the_length_before_raises():
     with refused(InputError, scaling="llama3"):
         Rope(head_dim=4, scaling="llama3", factor=2.0)
 

@@ -6,6 +6,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 import startrail_jax as st
+from refusals import refused
 from startrail_jax.analysis.settings import all_degrees, legal_degrees, refusal
 from startrail_jax.calls.validation import check_arrays
 from startrail_jax.devices.degrees import ROLES
@@ -24,7 +25,7 @@ def test_all_degrees_are_all_factorisations():
     assert len(list(all_degrees(12, roles=ROLES))) == 126
 
 
-def test_given_degrees_stay(refused):
+def test_given_degrees_stay():
     found = list(all_degrees(16, given={"tensor": 2, "head": 4}))
     assert {(x.tensor, x.head, x.sequence) for x in found} == {(2, 4, 8)}
     assert len(found) == 3
@@ -65,12 +66,12 @@ def test_legal_degrees_are_those_that_attention_takes(causal, sizes):
     assert legal_degrees(8, roles=ROLES, causal=causal, **sizes) == taken
 
 
-def test_refusal_is_the_message_of_attention(refused):
+def test_refusal_is_the_message_of_attention():
     sizes = {"batch": 1, "seq_len": 24, "heads": 4, "kv_heads": 4}
     assert refusal(st.Degrees(ring=8), **sizes | {"seq_len": 32}) is None
     assert "must be divisible by 2 * sequence degree" in str(refusal(st.Degrees(ring=8), **sizes))
     assert refusal(st.Degrees(ring=8), layout="contiguous", **sizes) is None
-    with refused(InputError):
+    with refused(InputError, "layout must"):
         refusal(st.Degrees(ring=8), layout="zig", **sizes)
 
 

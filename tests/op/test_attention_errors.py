@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import startrail_jax as st
 from attention_cases import Case
+from refusals import refused
 from startrail_jax.errors import InputError, UnsupportedError
 from startrail_jax.testing import assert_exact
 
@@ -31,7 +32,7 @@ def array(batch=BATCH, seq_len=SEQ_LEN, heads=HEADS, head_dim=HEAD_DIM, dtype="f
 
 
 @pytest.fixture
-def refuses(refused):
+def refuses():
     """A call, also under jit, that raises an error which names these words."""
 
     def check(named, attention, query=None, key=None, value=None, error=InputError, **options):
@@ -53,40 +54,40 @@ def refuses(refused):
     "option",
     ["backend", "backward", "placement", "combine", "gradient_dtype", "keep_gathered", "exchange"],
 )
-def test_unknown_option_is_refused(option, refused):
+def test_unknown_option_is_refused(option):
     with refused(InputError, **{option: "best"}):
         attention(**{option: "best"})
 
 
 @pytest.mark.parametrize("inner", [0, 3, 2.0])
-def test_inner_cycles_must_make_up_the_ring(inner, refused):
+def test_inner_cycles_must_make_up_the_ring(inner):
     with refused(InputError, "ring=2", inner=inner):
         attention(inner=inner)
 
 
-def test_unknown_layout_is_refused(refused):
+def test_unknown_layout_is_refused():
     with refused(InputError, "layout", "got 'spiral'"):
         attention(layout="spiral")
 
 
-def test_layout_of_another_degree_is_refused(refused):
+def test_layout_of_another_degree_is_refused():
     with refused(InputError, "layout.degree=4, sequence degree=8"):
         attention(layout=st.Layout("zigzag", 4))
 
 
-def test_window_without_causal_is_refused(refused):
+def test_window_without_causal_is_refused():
     with refused(InputError, window=3, causal=False):
         attention(mask="full", window=3)
 
 
 @pytest.mark.parametrize("window", [0, -1, 2.5, True])
-def test_window_below_one_is_refused(window, refused):
+def test_window_below_one_is_refused(window):
     with refused(InputError, window=window):
         attention(window=window)
 
 
 @pytest.mark.parametrize("degrees", [st.Degrees(team=2, ring=4), st.Degrees(group=2, ring=4)])
-def test_placement_of_the_paper_needs_equal_teams_and_groups(degrees, refused):
+def test_placement_of_the_paper_needs_equal_teams_and_groups(degrees):
     with refused(InputError, team=degrees.team, group=degrees.group):
         attention(degrees, placement="gather_permute")
 
@@ -155,7 +156,7 @@ def test_heads_that_do_not_divide_are_refused(degrees, given, refuses):
     refuses(given, attention(degrees))
 
 
-def test_query_spec_of_heads_that_do_not_divide_is_refused(refused):
+def test_query_spec_of_heads_that_do_not_divide_is_refused():
     with refused(InputError, "heads=4"):
         attention(st.Degrees.ulysses(8)).query_spec(4)
 
@@ -229,7 +230,7 @@ def put(attention, x, *spec):
 
 
 @pytest.mark.parametrize("wrong", ["query", "key", "value", "segment_ids"])
-def test_wrong_sharding_on_an_explicit_mesh_is_refused(wrong, refused):
+def test_wrong_sharding_on_an_explicit_mesh_is_refused(wrong):
     attend = attention(st.Degrees(ring=2, team=2), axis_type="explicit")
     arrays = {
         name: put(attend, array(), None, ("ring", "team")) for name in ("query", "key", "value")
@@ -243,7 +244,7 @@ def test_wrong_sharding_on_an_explicit_mesh_is_refused(wrong, refused):
         jax.jit(attend)(*arguments, segment_ids=arrays["segment_ids"])
 
 
-def test_array_of_another_mesh_is_refused(refused):
+def test_array_of_another_mesh_is_refused():
     attend = attention(st.Degrees(ring=4), axis_type="explicit")
     other = st.make_mesh(st.Degrees(ring=2), devices=jax.devices()[:2])
     x = jax.device_put(array(), NamedSharding(other, P(None, "ring")))
@@ -261,7 +262,7 @@ def test_array_of_another_mesh_is_refused(refused):
         ("dropout_rng", jax.random.key(0), "P()"),
     ],
 )
-def test_the_way_to_the_mesh_is_that_of_the_array(name, value, way_out, refused):
+def test_the_way_to_the_mesh_is_that_of_the_array(name, value, way_out):
     mask = st.masks.Prefix() if name == "prefix_lengths" else st.masks.Causal()
     attend = st.Attention(attention(st.Degrees(ring=4)).mesh, mask=mask)
     arrays = dict.fromkeys(("query", "key", "value"), attend.shard(np.zeros((2, 32, 4, 4), "f4")))
@@ -272,7 +273,7 @@ def test_the_way_to_the_mesh_is_that_of_the_array(name, value, way_out, refused)
 
 
 @pytest.mark.parametrize("name", ["sinks", "slopes"])
-def test_numbers_of_each_head_are_replicated_on_an_explicit_mesh(name, refused):
+def test_numbers_of_each_head_are_replicated_on_an_explicit_mesh(name):
     attend = attention(st.Degrees(ring=2, tensor=2), axis_type="explicit")
     x = attend.shard(np.zeros((2, 32, 4, 4), "f4"))
     numbers = put(attend, jnp.zeros(4), "tensor")
@@ -280,7 +281,7 @@ def test_numbers_of_each_head_are_replicated_on_an_explicit_mesh(name, refused):
         attend(x, x, x, **{name: numbers})
 
 
-def test_permuted_order_of_axes_is_refused(refused):
+def test_permuted_order_of_axes_is_refused():
     """The same axes in another order put the shards on other devices."""
     attend = attention(st.Degrees(ring=2, team=2), axis_type="explicit")
     x = put(attend, array(), None, ("team", "ring"))
@@ -288,7 +289,7 @@ def test_permuted_order_of_axes_is_refused(refused):
         attend(x, x, x)
 
 
-def test_permute_refuses_an_array_that_is_sharded(refused):
+def test_permute_refuses_an_array_that_is_sharded():
     attend = attention(st.Degrees(ring=2))
     with refused(InputError, "got one sharded as"):
         attend.layout.permute(put(attend, array(), None, "ring"))
@@ -297,12 +298,12 @@ def test_permute_refuses_an_array_that_is_sharded(refused):
 # Meshes --------------------------------------------------------------------------------------
 
 
-def test_degree_product_that_misses_the_devices_is_refused(refused):
+def test_degree_product_that_misses_the_devices_is_refused():
     with refused(InputError, "= 8 for 6 devices"):
         st.make_mesh(STARTRAIL, devices=jax.devices()[:6])
 
 
-def test_c_whose_square_does_not_divide_is_refused(refused):
+def test_c_whose_square_does_not_divide_is_refused():
     with refused(InputError, "sequence degree=8", c=3):
         st.Degrees.startrail(8, c=3)
 
@@ -318,7 +319,7 @@ def test_c_whose_square_does_not_divide_is_refused(refused):
         (5, "none", "got 12 queries and 10 keys"),
     ],
 )
-def test_local_refuses_shards_that_do_not_fit(key_len, ids, message, refused):
+def test_local_refuses_shards_that_do_not_fit(key_len, ids, message):
     op = attention(st.Degrees(ring=2))
     query, key = jnp.zeros((1, 6, 2, 4)), jnp.zeros((1, key_len, 2, 4))
     query_ids = jnp.zeros((1, 6), jnp.int32) if ids == "query" else None
@@ -326,7 +327,7 @@ def test_local_refuses_shards_that_do_not_fit(key_len, ids, message, refused):
         op.local(query, key, key, query_ids)
 
 
-def test_local_refuses_a_shard_of_odd_length_under_zigzag(refused):
+def test_local_refuses_a_shard_of_odd_length_under_zigzag():
     op = attention(st.Degrees(ring=2))
     x = jnp.zeros((1, 33, 2, 4))
     with refused(InputError, seq_len=66):
@@ -337,7 +338,7 @@ def test_local_refuses_a_shard_of_odd_length_under_zigzag(refused):
 
 
 @pytest.mark.parametrize("ids", [[[2**32 + 1, 1]], [[2**31, 1]], [[0.5, 1.0]], [[True, False]]])
-def test_segment_ids_that_do_not_fit_int32_raise(ids, refused):
+def test_segment_ids_that_do_not_fit_int32_raise(ids):
     op = attention(st.Degrees())
     x = jnp.zeros((1, 2, 1, 4))
     with refused(InputError, "segment_ids"):
@@ -405,12 +406,12 @@ def test_traced_prefixes_count_as_if_clipped():
     np.testing.assert_array_equal(found(np.array([-5, 99])), found(np.array([0, 32])))
 
 
-def test_scores_are_named_in_a_tuple(refused):
+def test_scores_are_named_in_a_tuple():
     with refused(InputError, scores="bias"):
         attention().explain(seq_len=32, heads=4, head_dim=5, scores="bias")
 
 
-def test_what_no_scheme_can_serve_is_refused(refused, refuses):
+def test_what_no_scheme_can_serve_is_refused(refuses):
     bias = dict(bias=jnp.zeros((1, 1, 32, 32)))
     message = "got backward='query' and ring=2"
     ours = attention(backward="query")
@@ -441,7 +442,7 @@ def keyed(axes, backward="query"):
 
 
 @pytest.mark.parametrize("backward", ["query", "kv"])
-def test_devices_of_a_sequence_share_a_key_of_dropout(backward, refused):
+def test_devices_of_a_sequence_share_a_key_of_dropout(backward):
     """Each would drop entries of its own, and the backward pass others than the forward pass."""
     with refused(InputError, "got one that varies over ['ring', 'team']"):
         keyed(("data", "team", "ring"), backward)
@@ -449,14 +450,14 @@ def test_devices_of_a_sequence_share_a_key_of_dropout(backward, refused):
     assert keyed(("data",), backward).shape == array().shape
 
 
-def test_a_dropout_rate_is_no_array(refused):
+def test_a_dropout_rate_is_no_array():
     ours, x = attention(), array()
     run = jax.jit(lambda x, rate: ours(x, x, x, dropout_rng=RNG, dropout_rate=rate))
     with refused(UnsupportedError, "dropout_rate"):
         run(x, 0.1)
 
 
-def test_who_cannot_be_given_prefixes_refuses_masks_that_need_them(refused):
+def test_who_cannot_be_given_prefixes_refuses_masks_that_need_them():
     mesh = attention(st.Degrees(ring=2)).mesh
     op = st.Attention(mesh, mask=st.masks.Prefix())
     x, positions = jnp.zeros((1, 4, 2, 4)), jnp.zeros((1, 4), jnp.int32)

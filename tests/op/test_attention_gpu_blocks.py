@@ -128,19 +128,19 @@ def test_attention_on_cudnn_matches_oracle(case):
     check(case)
 
 
-@pytest.mark.slow_except_every(3)
+@pytest.mark.slow_except_every(27)
 @pytest.mark.parametrize("case", WINDOWS, ids=str)
 def test_windows_on_cudnn_match_oracle(case):
     check(case)
 
 
-@pytest.mark.slow_except_every(6)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", NARROW, ids=str)
 def test_attention_on_cudnn_serves_narrow_dtypes(case):
     check(case, bounds(case.problem, SMALL_ERROR_RATIO, case.mask_arguments["causal"]))
 
 
-@pytest.mark.slow_except_every(6)
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", ["causal", "full"])
 @pytest.mark.parametrize(
     "degrees", [Degrees.ring_attention(8), Degrees.startrail(8, c=2), Degrees(team=4, ring=2)]
@@ -171,13 +171,14 @@ def bounds(problem, ratios, causal):
     return allowed | {"lse": FLOAT32_ERROR}
 
 
-@pytest.mark.slow_except_every(6)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", TILED, ids=str)
 def test_attention_on_tiles_matches_oracle(case):
     with mock.patch.multiple(tiled, **SMALL_TILES):
         check(case)
 
 
+@pytest.mark.slow
 def test_gradients_of_rows_that_see_no_key_are_not_read_by_tiles():
     case = Case(degrees=Degrees(team=2), mask="padding", backend="tiled", tokens=14)
     problem, padding = case.problem, case.problem.query_ids < 0

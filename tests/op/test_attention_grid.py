@@ -150,7 +150,7 @@ NARROW = list(
 SMALL_TILES = {"TILE_ROWS": 24, "TILE_COLUMNS": 10}
 
 
-@pytest.mark.slow_except_every(6)
+@pytest.mark.slow_except_every(18)
 @pytest.mark.parametrize("case", FLOAT32, ids=str)
 def test_attention_float32_matches_oracle(case):
     with mock.patch.multiple(xla, **SMALL_TILES):
@@ -179,14 +179,14 @@ MASKED = [
 ]
 
 
-@pytest.mark.slow_except_every(6)
+@pytest.mark.slow_except_every(18)
 @pytest.mark.parametrize("case", MASKED, ids=str)
 def test_attention_under_every_mask_matches_oracle(case):
     with mock.patch.multiple(xla, **SMALL_TILES):
         check(case)
 
 
-@pytest.mark.slow_except_every(4)
+@pytest.mark.slow_except_every(16)
 @pytest.mark.parametrize("case", NARROW, ids=str)
 def test_attention_narrow_dtype_is_as_exact_as_jax_nn(case):
     check(case)
@@ -201,6 +201,7 @@ COPIES = {
 
 
 @pytest.mark.parametrize(("degrees", "local"), COPIES.values(), ids=COPIES)
+@pytest.mark.slow_except_every(4)
 def test_gradients_of_copies_of_a_key_head_are_rounded_once(degrees, local):
     """One key head serves heads on several devices, which each have a part of dk and of dv."""
     case = Case(degrees=degrees, heads="single", dtype="bfloat16", axis_type="auto", tokens=14)

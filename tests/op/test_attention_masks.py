@@ -45,6 +45,7 @@ def packed_problem(query_ids, key_ids=None, heads=(4, 2), dtype="float32"):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("mask", ["padding", "padding_full"])
+@pytest.mark.slow_except_every(4)
 def test_padding_is_exactly_zero(mask, dtype):
     case = Case(degrees=STARTRAIL, mask=mask, dtype=dtype, heads="grouped")
     result, padding = solve(case.attention, case.problem), case.problem.query_ids < 0
@@ -57,6 +58,7 @@ def test_padding_is_exactly_zero(mask, dtype):
 
 
 @pytest.mark.parametrize("backward", ["auto", "query"])
+@pytest.mark.slow_except_every(2)
 def test_gradients_of_rows_that_see_no_key_are_not_read(backward):
     """A NaN there, times a weight of 0, would spoil dk and dv of every token."""
     case = Case(degrees=STARTRAIL, mask="padding", heads="grouped", backward=backward)
@@ -69,6 +71,7 @@ def test_gradients_of_rows_that_see_no_key_are_not_read(backward):
 
 
 @pytest.mark.parametrize(("backward", "combine"), [("query", "merge"), ("kv", "reduce_scatter")])
+@pytest.mark.slow
 def test_batch_of_padding_only_is_zero_and_finite(backward, combine):
     case = Case(degrees=STARTRAIL, mask="packed", backward=backward, combine=combine)
     problem = packed_problem(np.full((2, case.seq_len), -1, np.int32))
@@ -88,6 +91,7 @@ def test_queries_of_a_document_without_keys_see_nothing():
     assert_close(result, expected, error_bounds(problem, expected))
 
 
+@pytest.mark.slow
 def test_one_array_of_segment_ids_is_the_pair_of_it():
     case = Case(degrees=STARTRAIL, mask="packed")
     *arrays, ids = place(case.attention, case.problem)
@@ -96,6 +100,7 @@ def test_one_array_of_segment_ids_is_the_pair_of_it():
     chex.assert_trees_all_equal(one, pair)
 
 
+@pytest.mark.slow
 def test_segment_ids_of_any_integer_dtype():
     case = Case(degrees=STARTRAIL, mask="padding")
     *arrays, ids = place(case.attention, case.problem)
@@ -106,7 +111,7 @@ def test_segment_ids_of_any_integer_dtype():
 
 
 # Windows of a token, of a part of a shard (6 tokens), of one shard and one more, of several shards.
-@pytest.mark.slow_except_every(4)
+@pytest.mark.slow_except_every(8)
 @pytest.mark.parametrize(
     ("degrees", "window"),
     [
@@ -132,6 +137,7 @@ def test_short_window_skips_rounds_and_stays_exact(degrees, window):
     assert 1 <= attention.num_rounds(case.seq_len) < degrees.ring
 
 
+@pytest.mark.slow
 def test_window_of_the_whole_sequence_is_causal():
     case = Case(degrees=STARTRAIL)
     arguments = place(case.attention, case.problem)
@@ -142,6 +148,7 @@ def test_window_of_the_whole_sequence_is_causal():
     assert_close(result, causal, dict.fromkeys(vars(causal), FLOAT32_ERROR))
 
 
+@pytest.mark.slow
 def test_scale_is_used_in_both_directions():
     case = Case(degrees=STARTRAIL, heads="grouped")
     attention = dataclasses.replace(case.attention, scale=0.83)

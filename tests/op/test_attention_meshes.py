@@ -23,6 +23,7 @@ from attention_cases import (
     reference,
     relative_error,
 )
+from refusals import refused
 from startrail_jax.errors import InputError, UnsupportedError
 
 AXIS_TYPES = {"explicit": AxisType.Explicit, "auto": AxisType.Auto}
@@ -53,7 +54,7 @@ def assert_exact(attention, problem=None):
     assert_close(natural(attention, result), expected, error_bounds(problem, expected))
 
 
-@pytest.mark.slow_except_every(4)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("axis_type", "sizes", "axis_names", "degrees"),
     [
@@ -118,18 +119,21 @@ def test_specs_leave_out_axes_of_degree_one():
 
 
 @pytest.mark.quick
+@pytest.mark.slow
 def test_set_mesh_is_allowed():
     attention = st.Attention(make_mesh(ring=2, team=2))
     with jax.set_mesh(attention.mesh):
         assert_exact(attention)
 
 
+@pytest.mark.slow
 def test_mesh_of_both_axis_types():
     kinds = (AxisType.Auto, AxisType.Explicit)
     mesh = jax.make_mesh((2, 4), ("data", "ring"), axis_types=kinds, devices=jax.devices()[:8])
     assert_exact(st.Attention(mesh))
 
 
+@pytest.mark.slow
 def test_abstract_mesh_under_jit():
     """A model built from an abstract mesh runs on any concrete mesh of that shape."""
     mesh = make_mesh(ring=2, team=2)
@@ -153,6 +157,7 @@ def test_auto_mesh_reshards_what_it_is_given():
 
 
 @pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.slow_except_every(3)
 def test_local_inside_a_shard_map_of_the_user(packed):
     """`Attention.local` takes one device's shards, so that a fused layer can share a shard_map."""
     mesh = make_mesh(data=2, group=2, ring=2, team=2)
@@ -181,6 +186,7 @@ def test_local_inside_a_shard_map_of_the_user(packed):
     assert relative_error(attention.layout.unpermute(np.asarray(found)), -expected) <= FLOAT32_ERROR
 
 
+@pytest.mark.slow
 def test_local_with_key_heads_that_all_tensor_ranks_share():
     """Their gradients, and only theirs, are those of all the query heads."""
     mesh = make_mesh(ring=2, tensor=2)
@@ -207,7 +213,7 @@ def test_local_with_key_heads_that_all_tensor_ranks_share():
         assert relative_error(dx, expected) <= FLOAT32_ERROR
 
 
-@pytest.mark.slow_except_every(3)
+@pytest.mark.slow_except_every(9)
 @pytest.mark.parametrize(
     ("degrees", "kv_heads"),
     [
@@ -240,7 +246,7 @@ def test_one_device_takes_plain_arrays(device_kind):
     assert relative_error(attention.layout.unpermute(np.asarray(out)), expected) <= FLOAT32_ERROR
 
 
-def test_unsharded_array_on_an_explicit_mesh_of_many_raises(refused):
+def test_unsharded_array_on_an_explicit_mesh_of_many_raises():
     attention = st.Attention(make_mesh(ring=4))
     x = jnp.zeros((2, 16, 4, 5))
     with refused(InputError, "jax.device_put"):
@@ -250,17 +256,17 @@ def test_unsharded_array_on_an_explicit_mesh_of_many_raises(refused):
 # Axis names ----------------------------------------------------------------------------------
 
 
-def test_unknown_role_raises(refused):
+def test_unknown_role_raises():
     with refused(InputError, "'rings'"):
         st.Attention(make_mesh(context=2), axis_names={"rings": "context"})
 
 
-def test_axis_that_the_mesh_lacks_raises(refused):
+def test_axis_that_the_mesh_lacks_raises():
     with refused(InputError, ring="cp"):
         st.Attention(make_mesh(context=2), axis_names={"ring": "cp"})
 
 
-def test_axis_of_two_roles_raises(refused):
+def test_axis_of_two_roles_raises():
     with refused(InputError, "'x'"):
         st.Attention(make_mesh(x=2), axis_names={"ring": "x", "group": "x"})
 
@@ -284,7 +290,8 @@ def test_mesh_of_one_device_needs_no_sequence_axis():
 
 
 @pytest.mark.parametrize("axis_type", AXIS_TYPES)
-def test_call_inside_a_shard_map_over_other_axes(axis_type, refused):
+@pytest.mark.slow_except_every(2)
+def test_call_inside_a_shard_map_over_other_axes(axis_type):
     """The stages of a pipeline: each has its own weights, and sequences are sharded inside it."""
     mesh = make_mesh(axis_type, stage=2, ring=2, team=2)
     attention, plain = st.Attention(mesh), st.Attention(make_mesh("auto", ring=1))
@@ -308,6 +315,7 @@ def test_call_inside_a_shard_map_over_other_axes(axis_type, refused):
         gradient(attention.shard(x), weights)
 
 
+@pytest.mark.slow
 def test_gradient_inside_a_shard_map_over_all_axes():
     """What the error of the test above advises."""
     mesh = make_mesh("auto", stage=2, ring=2, team=2)
@@ -344,7 +352,7 @@ def test_call_inside_a_shard_map_over_its_own_axes_is_refused():
 
 
 @pytest.mark.parametrize("axis_type", AXIS_TYPES)
-def test_gradient_of_a_gradient_is_refused(axis_type, refused):
+def test_gradient_of_a_gradient_is_refused(axis_type):
     attention = st.Attention(make_mesh(axis_type, ring=2))
     x = attention.shard(np.zeros((1, 24, 2, 4), "f4"))
 
@@ -355,7 +363,7 @@ def test_gradient_of_a_gradient_is_refused(axis_type, refused):
         jax.jit(jax.grad(lambda x: first(x).sum()))(x)
 
 
-def test_array_on_other_devices_is_refused(refused):
+def test_array_on_other_devices_is_refused():
     attention = st.Attention(make_mesh("auto", ring=2))
     x = jax.device_put(np.zeros((1, 24, 2, 4), "f4"), jax.devices()[0])
     with refused(InputError, "attention.shard"):

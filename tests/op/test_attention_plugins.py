@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import startrail_jax as st
 from attention_cases import FLOAT32_ERROR, Case, relative_error
+from refusals import refused
 from startrail_jax.errors import InputError, UnsupportedError
 
 STARTRAIL = st.Degrees.startrail(8, c=2)
@@ -66,7 +67,7 @@ def assert_same(found, expected):
             assert relative_error(found[path], x) <= 2 * FLOAT32_ERROR, jax.tree_util.keystr(path)
 
 
-@pytest.mark.slow_except_every(2)
+@pytest.mark.slow_except_every(4)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("axis_type", ["explicit", "auto"])
 def test_nnx_module_matches_flax(axis_type, causal):
@@ -93,6 +94,7 @@ def test_nnx_module_matches_flax(axis_type, causal):
 
 
 @pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.slow
 def test_linen_module_matches_flax(causal):
     ours, (x, dout) = attention(causal=causal), arrays()
     mask = jnp.tril(jnp.ones((1, 1, SEQ_LEN, SEQ_LEN), bool)) if causal else None
@@ -179,7 +181,7 @@ def test_linen_option_that_is_not_served_raises(name):
 
 
 @pytest.mark.parametrize("make", [nnx_module, linen_module])
-def test_precision_of_a_module_changes_nothing_in_the_attention(make, refused):
+def test_precision_of_a_module_changes_nothing_in_the_attention(make):
     ours = attention()
     found = []
     for precision in (None, "highest", jax.lax.Precision.DEFAULT):
@@ -196,6 +198,7 @@ def test_precision_of_a_module_changes_nothing_in_the_attention(make, refused):
 
 
 @pytest.mark.parametrize("make", [nnx_module, linen_module])
+@pytest.mark.slow_except_every(2)
 def test_masks_of_keys_and_segment_ids_reach_a_module(make):
     """A mask of padding as Flax writes it; documents by functools.partial."""
     rng = np.random.default_rng(2)
@@ -233,6 +236,7 @@ def linen_with_dropout(ours, shared, x):
 
 
 @pytest.mark.parametrize(("run", "shared"), [(nnx_with_dropout, True), (linen_with_dropout, False)])
+@pytest.mark.slow
 def test_dropout_of_a_flax_module_is_that_of_one_device(run, shared):
     alone, ours = (Case(degrees=degrees).attention for degrees in (st.Degrees(), STARTRAIL))
     expected, found = (run(x, shared, sharded(x, arrays()[0])) for x in (alone, ours))
@@ -255,7 +259,7 @@ has_is_causal = pytest.mark.skipif(
 
 
 @has_is_causal
-def test_nnx_is_causal_on_an_instance_that_is_not_raises(refused):
+def test_nnx_is_causal_on_an_instance_that_is_not_raises():
     module = nnx_module(attention_fn=attention(causal=False))
     with refused(InputError, is_causal=True):
         module(arrays()[0], is_causal=True)
@@ -267,7 +271,7 @@ def test_nnx_is_causal_on_a_causal_instance_changes_nothing():
     assert program(module, is_causal=True) == program(module)
 
 
-def test_nnx_decoding_raises(refused):
+def test_nnx_decoding_raises():
     module = nnx.MultiHeadAttention(
         num_heads=HEADS, in_features=WIDTH, decode=True, rngs=nnx.Rngs(0), attention_fn=attention()
     )
@@ -314,6 +318,7 @@ def test_option_of_jax_nn_that_is_not_served_raises(option, value, way_out):
         ({"local_window_size": (4, 0), "implementation": "xla"}, {"window": 5, "backend": "xla"}),
     ],
 )
+@pytest.mark.slow_except_every(3)
 def test_option_of_jax_nn_means_what_it_means_there(options, same):
     ours, (x, _) = attention(), arrays()
     x = x.reshape(BATCH, SEQ_LEN, HEADS, -1)
@@ -335,14 +340,14 @@ def test_option_of_jax_nn_means_what_it_means_there(options, same):
         ({}, {"local_window_size": -3}, "window=-2"),
     ],
 )
-def test_option_of_jax_nn_that_does_not_fit_is_refused(instance, options, named, refused):
+def test_option_of_jax_nn_that_does_not_fit_is_refused(instance, options, named):
     x = np.zeros((BATCH, SEQ_LEN, HEADS, 5), "f4")
     ours = dataclasses.replace(attention(), **instance)
     with refused(InputError, named):
         ours(x, x, x, **options)
 
 
-def test_local_window_size_of_an_attention_that_is_not_causal_raises(refused):
+def test_local_window_size_of_an_attention_that_is_not_causal_raises():
     x = np.zeros((BATCH, SEQ_LEN, HEADS, 5), "f4")
     with refused(UnsupportedError, local_window_size=3):
         attention(causal=False)(x, x, x, local_window_size=3)
@@ -354,6 +359,7 @@ def test_unknown_option_raises():
         attention()(x, x, x, sliding=3)
 
 
+@pytest.mark.slow
 def test_dtype_casts_the_inputs_as_flax_does():
     x = np.random.default_rng(7).normal(size=(BATCH, SEQ_LEN, HEADS, 5)).astype("f4")
     narrow = x.astype(jnp.bfloat16)

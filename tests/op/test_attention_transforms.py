@@ -55,6 +55,7 @@ def test_one_device_gives_the_gradients_of_jax_nn():
         assert relative_error(a, b) <= FLOAT32_ERROR, name
 
 
+@pytest.mark.slow
 def test_eager_is_the_same_as_jit():
     case = Case(degrees=st.Degrees(ring=2, team=2), mask="packed")
     query, key, value, *_, ids = place(case.attention, case.problem)
@@ -64,7 +65,7 @@ def test_eager_is_the_same_as_jit():
     assert eager.sharding.is_equivalent_to(query.sharding, 4)
 
 
-@pytest.mark.slow_except_every(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("axis_type", ["explicit", "auto"])
 def test_gradient_without_lse(axis_type):
     """The common call: out alone, and gradients of some inputs only."""
@@ -115,7 +116,7 @@ def test_lse_is_sharded_as_its_spec():
 # Backward mode -------------------------------------------------------------------------------
 
 
-@pytest.mark.slow_except_every(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("degrees", "heads", "expected"),
     [
@@ -211,6 +212,7 @@ def assert_gradients_of_layers(dx, dweights):
     assert relative_error(dweights, expected_dweights) <= 3 * FLOAT32_ERROR
 
 
+@pytest.mark.slow
 def test_scan_over_layers_on_an_auto_mesh():
     _, *gradients = run_layers("auto", "save_attention")
     assert_gradients_of_layers(*gradients)
@@ -227,6 +229,7 @@ def test_remat_that_saves_attention_sends_nothing_again():
     assert traffic["everything"].received_bytes > traffic["none"].received_bytes
 
 
+@pytest.mark.slow
 def test_memory_at_most_doubles_with_the_length():
     """Temporary memory of one device, forward and backward, at a fixed number of devices."""
 
@@ -239,6 +242,7 @@ def test_memory_at_most_doubles_with_the_length():
     assert temporary_bytes(512) <= 2 * 1.05 * temporary_bytes(256)
 
 
+@pytest.mark.slow
 def test_sixty_four_devices():
     case = Case(degrees=st.Degrees.startrail(64, c=4), tokens=2, heads="single")
     query, key, value, *_ = place(case.attention, case.problem)

@@ -11,6 +11,7 @@ import pytest
 import startrail_jax as st
 from attention_cases import Case, check
 from examples.own_kernel import Dense
+from refusals import refused
 from startrail_jax import blocks
 from startrail_jax.blocks import cudnn, tiled, xla
 from startrail_jax.errors import InputError, UnsupportedError
@@ -28,7 +29,7 @@ CASES = [
 ]
 
 
-@pytest.mark.slow_except_every(2)
+@pytest.mark.slow_except_every(8)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_own_kernel_is_exact_in_every_scheme(case):
     check(dataclasses.replace(case, backend=Dense()))
@@ -77,7 +78,7 @@ def test_sequence_on_an_unknown_platform_chooses_as_it_is_lowered():
     assert st.Attention(mesh, backend=("cudnn", "auto")).backend == ("cudnn", "auto")
 
 
-def test_backends_that_do_not_serve_are_refused(refused):
+def test_backends_that_do_not_serve_are_refused():
     x = [np.zeros((1, 16, 2, 8), np.float32)] * 3
     with refused(UnsupportedError, "it knows no caps", backend=Dense()):
         attention(Dense(), softcap=2.0)(*x)
@@ -90,7 +91,7 @@ class Unhashable(Dense):
 
 
 @pytest.mark.parametrize("backend", ["triton", Dense, ("xla", "triton"), (), Unhashable()])
-def test_what_is_no_backend_is_refused(backend, refused):
+def test_what_is_no_backend_is_refused(backend):
     with refused(InputError, "backend"):
         attention(backend)
 
@@ -122,7 +123,7 @@ class Wrong(Dense):
         {"of_backward": lambda dq, dk, dv: (dq, dk, dv.astype("bfloat16"))},
     ],
 )
-def test_what_a_kernel_gives_is_held_to_its_contract(wrong, refused):
+def test_what_a_kernel_gives_is_held_to_its_contract(wrong):
     x = [np.ones((1, 16, heads, 8), np.float32) for heads in (4, 2, 2)]
     (name,) = wrong
     with refused(InputError, name.removeprefix("of_"), "Wrong"):

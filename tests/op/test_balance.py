@@ -10,6 +10,7 @@ import pytest
 
 import startrail_jax as st
 from attention_cases import Case, check, host_mesh, one_axis, place
+from refusals import refused
 from startrail_jax.analysis.work import shares
 from startrail_jax.errors import BalanceWarning, InputError, OrderWarning, UnsupportedError
 from startrail_jax.rings.balance import from_zigzag, in_zigzag, slice_pairs, to_zigzag
@@ -51,7 +52,7 @@ CASES = [
 ]
 
 
-@pytest.mark.slow_except_every(2)
+@pytest.mark.slow_except_every(10)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_exchange_of_tokens_is_exact(case):
     case = dataclasses.replace(case, layout="contiguous", balance="exchange")
@@ -73,6 +74,7 @@ def attention(degrees=RING, **options):
     return st.Attention(host_mesh(degrees, "auto"), **one_axis(degrees), **options)
 
 
+@pytest.mark.slow
 def test_exchange_shares_the_work_evenly():
     ours = attention()
     assert ours.layout.kind == "contiguous"
@@ -89,6 +91,7 @@ def test_exchange_shares_the_work_evenly():
         dataclasses.replace(ours, balance="layout").explain(seq_len=8192, heads=8, head_dim=64)
 
 
+@pytest.mark.slow
 def test_auto_exchanges_where_arithmetic_outweighs_bytes():
     """On 8 devices of 32 heads with 8 key heads of 128, from 16,384 tokens on."""
     ours = attention()
@@ -124,7 +127,7 @@ def test_program_has_an_exchange_only_if_it_is_wanted():
         assert text.count("stablehlo.collective_permute") == permutes, balance
 
 
-def test_exchange_that_cannot_be_is_refused(refused):
+def test_exchange_that_cannot_be_is_refused():
     x = [np.zeros((1, 24, 8, 4), "f4")] * 3
     with refused(UnsupportedError, "zigzag"):
         attention(layout="zigzag", balance="exchange")(*[np.zeros((1, 16, 8, 4), "f4")] * 3)
@@ -135,7 +138,7 @@ def test_exchange_that_cannot_be_is_refused(refused):
         attention(balance="exchange")(*longer, bias=jnp.zeros((1, 1, 32, 32)))
     with refused(InputError, balance="always"):
         attention(balance="always")
-    with refused(UnsupportedError):
+    with refused(UnsupportedError, "needs tokens in contiguous order, of which"):
         attention(causal=False, balance="exchange").explain(seq_len=32, heads=8, head_dim=4)
 
 
@@ -163,6 +166,7 @@ def dense(query, key, value, window=None):
 
 
 @pytest.mark.parametrize("by_memory", ["shift", "positions", "window", "order"])
+@pytest.mark.slow_except_every(4)
 def test_what_code_of_others_does_by_memory_is_right_on_one_axis(by_memory):
     """Targets are shifted after tokens were sharded, positions counted, layers with a window take
     another function, and tokens are in natural order though something else was sharded before."""

@@ -80,7 +80,7 @@ def masks(length):
     }
 
 
-@pytest.mark.slow_except_every(4)
+@pytest.mark.slow_except_every(8)
 @pytest.mark.parametrize(("backend", "name", "kv_heads"), SERVED)
 def test_block_agrees_with_the_oracle(backend, small_tiles, name, kv_heads):
     block = blocks.BACKENDS[backend]
@@ -106,6 +106,7 @@ def test_block_agrees_with_the_oracle(backend, small_tiles, name, kv_heads):
         assert actual.dtype == jnp.float32, name
 
 
+@pytest.mark.slow_except_every(3)
 def test_block_goes_on_from_what_earlier_keys_left(block, small_tiles):
     q, k, v, dout = random_block(31, 40, 2)
     first, second = slice(0, 17), slice(17, 40)
@@ -131,6 +132,7 @@ def test_block_goes_on_from_what_earlier_keys_left(block, small_tiles):
     assert error(dq, oracle.gradients(q, k, v, dout, scale=0.4).query) < FLOAT32
 
 
+@pytest.mark.slow_except_every(3)
 def test_block_backward_uses_the_lse_and_delta_that_it_is_given(block):
     q, k, v, dout = random_block(8, 9, 6)
     out, lse = merge_partials(block.forward(q, k, v, Visibility(), 1.0))

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import fake_cudnn
 import oracle
 import startrail_jax as st
+from refusals import refused
 from startrail_jax import blocks
 from startrail_jax.blocks import cudnn
 from startrail_jax.blocks.base import Request
@@ -137,7 +138,7 @@ def test_custom_calls_lower_inside_shard_map(check_vma):
     assert len(custom_calls(step, x["q"], x["k"])) == 2
 
 
-@pytest.mark.slow_except_every(3)
+@pytest.mark.slow_except_every(9)
 @pytest.mark.parametrize("kind", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("degree", [1, 2, 6, 12])
 def test_pieces_hold_every_visible_pair_once(kind, degree):
@@ -170,6 +171,7 @@ def test_pieces_hold_every_visible_pair_once(kind, degree):
     ("ring", "group", "team", "head"),
     [(2, 2, 2, 1), (1, 3, 4, 1), (3, 4, 2, 1), (2, 2, 3, 2), (4, 1, 3, 1), (4, 3, 1, 1)],
 )
+@pytest.mark.slow_except_every(3)
 def test_pieces_of_every_device_and_round_hold_what_is_visible(kind, ring, group, team, head):
     mesh = jax.sharding.AbstractMesh((ring, group, team, head), ("ring", "group", "team", "head"))
     schedule = st.Attention(mesh, causal=True, layout=kind).schedule
@@ -244,6 +246,7 @@ def test_pieces_of_a_window_hold_every_visible_pair_once():
 @pytest.mark.parametrize(
     ("ring", "group", "team", "head"), [(2, 2, 2, 1), (4, 1, 3, 1), (1, 3, 4, 1), (2, 2, 3, 2)]
 )
+@pytest.mark.slow_except_every(5)
 def test_windows_of_every_device_and_round_hold_what_is_visible(
     kind, window, ring, group, team, head
 ):
@@ -354,6 +357,7 @@ def test_output_for_in_float16_keeps_small_gradients_of_lse(size):
 
 
 @pytest.mark.parametrize("degrees", [st.Degrees.ring_attention(4), st.Degrees(team=2, ring=2)])
+@pytest.mark.slow
 def test_gpu_blocks_under_x64_and_strict_promotion(monkeypatch, degrees):
     fake_cudnn.install(monkeypatch)
     mesh = st.make_mesh(degrees, axis_type="auto", devices=jax.devices()[:4])
@@ -429,7 +433,7 @@ def test_auto_takes_cudnn_where_it_serves(changed):
     assert blocks.choose("auto", Request(**REQUEST | changed)) == blocks.Choice(blocks.cudnn, {})
 
 
-def test_attention_names_what_a_backend_lacks(refused):
+def test_attention_names_what_a_backend_lacks():
     attention = st.Attention(st.make_mesh(st.Degrees(), devices=jax.devices()[:1]), backend="cudnn")
     x = jnp.zeros((1, 4, 2, 8), jnp.bfloat16)
     with refused(UnsupportedError, "'cpu'"):

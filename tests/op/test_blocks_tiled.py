@@ -237,7 +237,7 @@ def test_split_tiles_hold_what_is_fresh_in_the_large_ones_once(length, large, sm
         np.testing.assert_array_equal(np.concatenate(own), expected)
 
 
-@pytest.mark.slow_except_every(8)
+@pytest.mark.slow_except_every(24)
 @pytest.mark.parametrize("name", CASES)
 def test_tiles_agree_with_the_oracle_and_go_to_kernels_where_they_can(name, monkeypatch):
     case, calls = CASES[name], []
@@ -257,6 +257,7 @@ def test_tiles_agree_with_the_oracle_and_go_to_kernels_where_they_can(name, monk
     "name",
     ["zigzag, home", "windowed documents", "sizes that divide nothing", "striped, few queries"],
 )
+@pytest.mark.slow_except_every(3)
 def test_what_cudnn_does_not_serve_is_computed_from_dense_tiles(name, monkeypatch):
     case = CASES[name]
     small_tiles(monkeypatch, case)
@@ -272,6 +273,7 @@ def test_dense_tile_of_values_near_the_greatest_float32_does_not_overflow():
     np.testing.assert_allclose(out, 3e38, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_rounding_of_16_bit_inputs_is_that_of_a_flash_kernel(monkeypatch):
     case = CASES["causal documents"]
     small_tiles(monkeypatch, case)
@@ -279,6 +281,7 @@ def test_rounding_of_16_bit_inputs_is_that_of_a_flash_kernel(monkeypatch):
     check_both_passes(case, 1e-2, jnp.bfloat16)
 
 
+@pytest.mark.slow
 def test_tiled_goes_on_from_what_earlier_keys_left(monkeypatch):
     """Over key units of which each is worth other kinds of tiles."""
     units = [zigzag(query=(2, 1), key=(2, index), packed=True) for index in (0, 1)]
@@ -310,6 +313,7 @@ def test_tiled_goes_on_from_what_earlier_keys_left(monkeypatch):
     assert error(dq, expected.query[:, queries]) < FLOAT32
 
 
+@pytest.mark.slow
 def test_error_hardly_grows_with_the_number_of_merges(monkeypatch):
     """512 tiles of keys: a rounding of lse in each merge would add up to more than the bound."""
     monkeypatch.setattr(tiled, "COARSE", 4)
@@ -325,7 +329,7 @@ def test_error_hardly_grows_with_the_number_of_merges(monkeypatch):
         assert error(found, wanted) < FLOAT32
 
 
-@pytest.mark.slow_except_every(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "dense"])
 def test_tiled_inside_shard_map_with_each_device_at_its_own_tiles(kernels, monkeypatch):
     cases = [zigzag(query=(1, r), key=(1, r ^ 1), packed=True, fine=6) for r in range(4)]

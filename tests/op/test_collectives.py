@@ -34,6 +34,7 @@ def test_group_and_team_trade_places(degree, ring):
     np.testing.assert_array_equal(traded.reshape(blocks.shape), blocks.swapaxes(1, 2))
 
 
+@pytest.mark.slow
 def test_sum_at_owner_is_the_transpose_of_gather():
     mesh, axes = placed(st.Degrees(group=4, team=2))
     group, rank = axes["group"], flat_axis(axes, RANKS)

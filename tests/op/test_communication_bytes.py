@@ -282,7 +282,7 @@ FORWARD = {
 }
 
 
-@pytest.mark.slow_except_every(3)
+@pytest.mark.slow_except_every(12)
 @pytest.mark.parametrize("setting", FORWARD.values(), ids=FORWARD)
 def test_forward_receives_the_closed_form(setting):
     *arguments, _ = setting.arguments()
@@ -290,7 +290,7 @@ def test_forward_receives_the_closed_form(setting):
     assert traffic.by_collective == setting.expected().forward.by_collective
 
 
-@pytest.mark.slow_except_every(9)
+@pytest.mark.slow_except_every(31)
 @pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
 def test_forward_and_backward_receive_the_closed_form(setting):
     options = SEND_BFLOAT16 if setting.gradient_dtype == "bfloat16" else {}
@@ -307,7 +307,7 @@ def test_forward_and_backward_receive_the_closed_form(setting):
         assert counted.through(grid.ravel()) == expected
 
 
-@pytest.mark.slow_except_every(9)
+@pytest.mark.slow_except_every(64)
 @pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
 def test_one_axis_receives_what_several_do(setting):
     options = SEND_BFLOAT16 if setting.gradient_dtype == "bfloat16" else {}
@@ -329,7 +329,7 @@ def test_window_visits_fewer_rounds():
         assert setting.attention.num_rounds(setting.seq_len) < setting.degrees.ring
 
 
-@pytest.mark.slow_except_every(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "saved"),
     [("StarTrail, 8", True), ("StarTrail, 8", False), ("kept, published", True)],

@@ -35,6 +35,7 @@ def solved(case):
     return natural(attention, forward_and_backward(attention, *place(attention, case.problem)))
 
 
+@pytest.mark.slow
 def test_accelerate_4177_a_sliding_window_does_not_become_causal():
     """A layer with a window was trained as a causal one."""
     case = Case(degrees=RING, mask="own_window", layout="contiguous")
@@ -43,7 +44,7 @@ def test_accelerate_4177_a_sliding_window_does_not_become_causal():
     assert relative_error(found.out, wrong.out) > FAR
 
 
-@pytest.mark.slow_except_every(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("degrees", [RING, st.Degrees(head=3)], ids=["ring", "ulysses"])
 def test_prime_rl_3397_sinks_are_not_dropped(degrees):
     """Sinks came under another name, `s_aux`, which was swallowed: here no name is."""
@@ -60,6 +61,7 @@ def test_prime_rl_3397_sinks_are_not_dropped(degrees):
         attention(*arguments[:3], s_aux=sinks["sinks"])
 
 
+@pytest.mark.slow
 def test_trl_6843_packed_documents_stay_apart():
     """The mask that kept them apart was dropped: tokens saw the documents before theirs."""
     case = Case(degrees=RING, mask="packed", layout="zigzag")
@@ -69,6 +71,7 @@ def test_trl_6843_packed_documents_stay_apart():
 
 
 @pytest.mark.parametrize("backward", ["query", "kv"])
+@pytest.mark.slow_except_every(2)
 def test_diffusers_14265_the_backward_pass_uses_the_keys_of_each_round(backward):
     """Every round of it used the keys of round 0; the forward pass was right."""
     case = Case(degrees=RING, mask="full", backward=backward)
@@ -81,6 +84,7 @@ def test_diffusers_14265_the_backward_pass_uses_the_keys_of_each_round(backward)
     assert relative_error(wrong.dq[:, own], wanted.dq[:, own]) > FAR
 
 
+@pytest.mark.slow
 def test_ring_flash_attention_42_errors_do_not_grow_with_the_ring(compile_well):
     """Every round rounded its results to bfloat16 before they were added."""
     errors = {}
@@ -95,6 +99,7 @@ def test_ring_flash_attention_42_errors_do_not_grow_with_the_ring(compile_well):
     assert max(ratios.values()) <= 1.1, ratios
 
 
+@pytest.mark.slow
 def test_transformer_engine_2541_large_sinks_count_and_have_gradients():
     """Point to point, sinks were refused, and beneath that ignored with a gradient of 0.
 

@@ -9,6 +9,7 @@ import pytest
 
 import startrail_jax as st
 from benchmarks import communication as benchmark
+from refusals import refused
 from startrail_jax.analysis import COLLECTIVES
 from startrail_jax.analysis.transfers import all_reduce_bytes
 from startrail_jax.errors import InputError
@@ -285,14 +286,14 @@ def test_all_reduce_bytes_round_up():
     ],
     ids=lambda value: value if isinstance(value, str) else ", ".join(value),
 )
-def test_bad_argument_raises(options, named, refused):
+def test_bad_argument_raises(options, named):
     degrees = D(data=2, group=4, ring=2, head=2, tensor=2)
     with refused(InputError, named):
         report(degrees, **({"batch": 2, "seq_len": 16} | options))
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_key_heads_that_neither_split_nor_repeat_evenly_raise(refused):
+def test_key_heads_that_neither_split_nor_repeat_evenly_raise():
     with refused(InputError, "kv_heads"):
         report(D(head=3, tensor=2), heads=12, kv_heads=4)
 

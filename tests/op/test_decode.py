@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 import oracle
 import startrail_jax as st
 from attention_cases import FLOAT32_ERROR, QUICK, relative_error
+from refusals import refused
 from startrail_jax import masks
 from startrail_jax.analysis.hlo import read_traffic
 from startrail_jax.errors import InputError
@@ -121,7 +122,7 @@ MASKS = {
 ON_EIGHT = {name: degrees for name, degrees in SCHEMES.items() if degrees.num_devices == 8}
 
 
-@pytest.mark.slow_except_every(7)
+@pytest.mark.slow_except_every(14)
 @pytest.mark.parametrize("layout", KINDS)
 @pytest.mark.parametrize("degrees", [*ON_EIGHT.values()][:8], ids=[*ON_EIGHT][:8])
 @pytest.mark.parametrize("name", MASKS)
@@ -271,7 +272,7 @@ def test_decode_of_every_token_equals_the_attention_whose_keys_are_the_cache():
 # Errors --------------------------------------------------------------------------------------
 
 
-def test_decode_errors(refused):
+def test_decode_errors():
     attention = make_attention(st.Degrees())
     query, key, value, positions = draw()
     with refused(InputError, causal=False):
@@ -290,7 +291,7 @@ def test_decode_errors(refused):
         attention.update_cache(key, key[:, :3], positions.astype(np.float32))
 
 
-def test_decode_names_the_spec_that_a_cache_should_have(refused):
+def test_decode_names_the_spec_that_a_cache_should_have():
     attention = make_attention(st.Degrees(ring=2))
     with refused(InputError, "'ring'"):
         attention.decode(*draw())
@@ -299,10 +300,10 @@ def test_decode_names_the_spec_that_a_cache_should_have(refused):
         attention.update_cache(key, key[:, :3], positions)
 
 
-def test_update_cache_local_says_that_layers_are_missing(refused):
+def test_update_cache_local_says_that_layers_are_missing():
     attention = make_attention(st.Degrees())
     _, key, _, positions = draw()
-    with refused(InputError):
+    with refused(InputError, "cache must"):
         attention.update_cache_local(
             jnp.asarray(key), jnp.asarray(key[:, :3]), jnp.asarray(positions), layer=0
         )

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import startrail_jax as st
+from refusals import refused
 from startrail_jax.analysis.work import shares
 from startrail_jax.blocks.pieces import Pieces
 from startrail_jax.blocks.visibility import Visibility
@@ -20,6 +21,7 @@ def attention(degrees, **options):
     return st.Attention(st.make_mesh(degrees, devices=devices), **options)
 
 
+@pytest.mark.slow
 def test_a_ring_on_cuda_is_one_call_of_cudnn_a_round():
     explanation = attention(st.Degrees.ring_attention(8)).explain(kv_heads=2, **SIZES, **HOPPER)
     assert explanation.backend == "cudnn"
@@ -35,6 +37,7 @@ def test_a_ring_on_cuda_is_one_call_of_cudnn_a_round():
     assert "8 ring rounds (inner cycles of 4) of 512" in str(double.explain(**SIZES, **HOPPER))
 
 
+@pytest.mark.slow
 def test_a_window_on_cuda_is_calls_of_cudnn_which_are_named():
     explanation = attention(st.Degrees(ring=4), window=100).explain(**SIZES, **HOPPER)
     assert (explanation.backend, explanation.refusals) == ("cudnn", {})
@@ -70,6 +73,7 @@ def test_the_mesh_is_the_default_and_every_better_backend_says_why_not():
         (dict(window=100), dict(head_dim=136, packed=True), "documents", "at most 128"),
     ],
 )
+@pytest.mark.slow_except_every(5)
 def test_other_requests_go_to_tiles_which_say_where_they_are_dense(options, sizes, refusal, dense):
     explanation = attention(st.Degrees(ring=4), **options).explain(**SIZES | sizes, **HOPPER)
     assert explanation.backend == "tiled"
@@ -92,6 +96,7 @@ def test_other_requests_go_to_tiles_which_say_where_they_are_dense(options, size
         (dict(causal=False), dict(scores=("slopes", "bias")), (0, 0, 1)),
     ],
 )
+@pytest.mark.slow_except_every(6)
 def test_what_each_kernel_does_is_counted_in_tiles(options, sizes, kernels):
     explanation = attention(st.Degrees(ring=8), **options).explain(**SIZES | sizes, **HOPPER)
     assert explanation.backend == "tiled"
@@ -100,7 +105,7 @@ def test_what_each_kernel_does_is_counted_in_tiles(options, sizes, kernels):
     assert f"{found[2]:.0%} dense" in str(explanation)
 
 
-def test_scores_are_no_work_for_cudnn(refused):
+def test_scores_are_no_work_for_cudnn():
     plain = attention(st.Degrees(ring=2))
     explanation = plain.explain(**SIZES, **HOPPER, scores=("dropout", "bias"))
     assert explanation.travels == "kv"
@@ -120,6 +125,7 @@ def test_a_window_that_hides_nothing_is_no_window():
     assert wide.schedule.visibility(8192, (0, 0, 0)).pattern == Window(4095, 0)
 
 
+@pytest.mark.slow
 def test_a_layout_that_balances_badly_is_named_once():
     plain = attention(st.Degrees(ring=4), layout="contiguous")
     with pytest.warns(BalanceWarning, match=r"busiest device has 1\.75 times .*layout='zigzag'"):
@@ -171,12 +177,12 @@ def test_keys_of_another_length():
         (dict(kv_heads=0), "kv_heads=0"),
     ],
 )
-def test_what_does_not_fit_raises(sizes, named, refused):
+def test_what_does_not_fit_raises(sizes, named):
     with refused(InputError, named):
         attention(st.Degrees(ring=2)).explain(**SIZES | sizes)
 
 
-def test_a_backend_that_is_named_and_does_not_serve_raises(refused):
+def test_a_backend_that_is_named_and_does_not_serve_raises():
     named = attention(st.Degrees(ring=2), backend="cudnn")
     with refused(UnsupportedError, backend="cudnn"):
         named.explain(dtype="float32", **SIZES, **HOPPER)

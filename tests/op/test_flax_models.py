@@ -147,7 +147,7 @@ def linen_step(attention_fn, tokens, targets, positions, **options):
     return step(variables, tokens, targets)
 
 
-@pytest.mark.slow_except_every(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("axis_type", ["auto", "explicit"])
 @pytest.mark.parametrize("step", [nnx_step, linen_step], ids=["nnx", "linen"])
 def test_complete_model_matches_its_dense_self(step, axis_type):

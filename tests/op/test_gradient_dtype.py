@@ -47,7 +47,7 @@ def run(case, **changes):
     return case, natural(case.attention, result)
 
 
-@pytest.mark.slow_except_every(7)
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "travel"), SETTINGS.values(), ids=SETTINGS)
 def test_rounding_on_the_way_adds_no_more_than_is_stated(case, travel):
     case, found = run(case, gradient_dtype="bfloat16")

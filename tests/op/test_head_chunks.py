@@ -10,6 +10,7 @@ import pytest
 
 import startrail_jax as st
 from attention_cases import Case, check
+from refusals import refused
 from startrail_jax import Degrees
 from startrail_jax.errors import InputError
 from startrail_jax.xla.ordering import in_turn
@@ -29,7 +30,7 @@ CASES = [
 ]
 
 
-@pytest.mark.slow_except_every(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_parts_of_the_heads_match_the_oracle(case):
     check(case)
@@ -67,7 +68,7 @@ def test_values_and_gradients_pass_unchanged():
 
 
 @pytest.mark.parametrize("head_chunks", [0, -1, 2.0, True, "2"])
-def test_number_of_parts_must_be_a_positive_integer(unchecked, head_chunks, refused):
+def test_number_of_parts_must_be_a_positive_integer(unchecked, head_chunks):
     with refused(InputError, "head_chunks"):
         attention_over(Degrees(), head_chunks)
 

@@ -9,6 +9,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from refusals import refused
 from startrail_jax.analysis.hlo import (
     COLLECTIVES,
     device_groups,
@@ -216,12 +217,12 @@ def test_loop_condition_runs_once_more_than_the_body():
     assert read_traffic(text).counts["collective_permute"] == 5
 
 
-def test_loop_of_unknown_length_raises_only_with_collectives(refused):
+def test_loop_of_unknown_length_raises_only_with_collectives():
     idle = computation("idle", "ROOT %y = f32[4,6] copy(%x)")
     assert read_traffic(module([loop("w", "idle")], NEVER, idle)).received_bytes == 0
     body = computation("busy", permute("p", SHIFT))
     outer = computation("outer", "ROOT %c = f32[4,6] call(%x), to_apply=%busy")
-    with refused(InputError):
+    with refused(InputError, "A loop with collectives must"):
         read_traffic(module([loop("w", "outer")], NEVER, body, outer))
 
 
@@ -252,7 +253,7 @@ def test_conditional_counts_the_branch_that_receives_most(attributes):
     assert traffic.by_collective == only("all_gather", 7 * 96)
 
 
-def test_replicas_are_devices_too(refused):
+def test_replicas_are_devices_too():
     line = "%y = f32[8,6] all-gather(%x), replica_groups={{0,1}}, dimensions={0}"
     assert read_traffic(module([line], header="replica_count=2")).received_bytes == 96
     with refused(UnsupportedError, "on 2 replicas"):
@@ -267,19 +268,19 @@ def test_collective_of_another_kind_raises(opcode):
         read_traffic(module([f"%y = f32[4,6] {opcode}(%x), channel_id=1"]))
 
 
-def test_unread_form_of_an_attribute_raises(refused):
+def test_unread_form_of_an_attribute_raises():
     line = f"%y = f32[8,6] all-gather(%x), replica_groups=new[8], {IDS}"
-    with refused(UnsupportedError):
+    with refused(UnsupportedError, "The attributes of all-gather must"):
         read_traffic(module([line]))
 
 
 @pytest.mark.parametrize("text", ["", "module @jit_f {\n}", module([]) + module([])])
-def test_text_that_is_not_one_program_raises(text, refused):
-    with refused(InputError):
+def test_text_that_is_not_one_program_raises(text):
+    with refused(InputError, "The text must"):
         read_traffic(text)
 
 
-def test_line_without_opcode_raises(refused):
+def test_line_without_opcode_raises():
     with refused(InputError, "'f32[4,6]'"):
         read_traffic(module(["%y = f32[4,6]"]))
 
@@ -330,12 +331,12 @@ def test_compiled_gradient_of_a_scan_counts_both_directions():
     assert compiled_traffic(jax.grad(loss)).by_collective == only("collective_permute", 22 * SHARD)
 
 
-def test_compiled_loop_of_unknown_length_raises(refused):
+def test_compiled_loop_of_unknown_length_raises():
     def wait(x):
         # The condition depends on data: no compiler can know the count.
         return lax.while_loop(lambda c: c.min() < 1, lambda c: jnp.exp(shift(c)), x)
 
-    with refused(InputError):
+    with refused(InputError, "A loop with collectives must"):
         compiled_traffic(wait)
 
 

@@ -19,6 +19,7 @@ from attention_cases import (
     reference,
     relative_error,
 )
+from refusals import refused
 from startrail_jax import masks
 from startrail_jax.errors import InputError, UnsupportedError
 
@@ -65,6 +66,7 @@ def assert_exact(found, drawn, causal=False):
 @pytest.mark.parametrize("kind", [bool, np.float32])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.slow_except_every(8)
 def test_mask_of_keys_is_exact(causal, packed, kind):
     rng = np.random.default_rng(0)
     valid = rng.random((2, 32)) < 0.6
@@ -79,6 +81,7 @@ def test_mask_of_keys_is_exact(causal, packed, kind):
     assert_exact(traced(mask), drawn, causal)
 
 
+@pytest.mark.slow
 def test_mask_of_keys_for_all_rows_and_for_cross_attention():
     rng = np.random.default_rng(1)
     valid = np.arange(48) % 5 != 2
@@ -100,7 +103,7 @@ def test_mask_that_is_all_true_changes_nothing():
     assert len({x.as_text() for x in lowered}) == 1
 
 
-def test_dense_and_additive_masks_are_refused(refused):
+def test_dense_and_additive_masks_are_refused():
     drawn = problem(np.random.default_rng(3))
     x = drawn.query, drawn.key, drawn.value
     dense = np.tril(np.ones((2, 1, 32, 32), bool))
@@ -108,7 +111,7 @@ def test_dense_and_additive_masks_are_refused(refused):
         attention(causal=False)(*x, mask=dense)
     with refused(UnsupportedError, "causal already"):
         attention(layout="contiguous")(*x, mask=dense)
-    with refused(UnsupportedError):
+    with refused(UnsupportedError, "Sequence-parallel attention serves a mask of keys"):
         attention(causal=False)(*x, mask=np.where(dense[:, :, :1], 0.0, -1e9))
 
 
@@ -120,6 +123,7 @@ def test_dense_and_additive_masks_are_refused(refused):
     ],
     ids=["of the attention", "of the call"],
 )
+@pytest.mark.slow_except_every(2)
 def test_padding_id_marks_padding(ours):
     rng = np.random.default_rng(4)
     ids = np.sort(rng.integers(0, 3, (2, 32))).astype(np.int32)
@@ -131,6 +135,7 @@ def test_padding_id_marks_padding(ours):
     assert_exact({name: layout.unpermute(np.asarray(x)) for name, x in found.items()}, drawn)
 
 
+@pytest.mark.slow
 def test_padding_id_marks_padding_in_a_shard_map_of_the_caller():
     rng = np.random.default_rng(4)
     ids = np.sort(rng.integers(0, 3, (2, 32))).astype(np.int32)
@@ -148,6 +153,7 @@ def test_padding_id_marks_padding_in_a_shard_map_of_the_caller():
 
 
 @pytest.mark.parametrize("in_jit", [False, True])
+@pytest.mark.slow
 def test_mask_of_keys_comes_to_explicit_axes(in_jit):
     """From the host, from every device and in shards: the op makes segment ids of it."""
     rng = np.random.default_rng(9)
@@ -172,7 +178,7 @@ def test_mask_of_keys_comes_to_explicit_axes(in_jit):
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_mask_beside_segment_ids_of_other_tokens_is_refused(refused):
+def test_mask_beside_segment_ids_of_other_tokens_is_refused():
     drawn = problem(np.random.default_rng(3), (32, 48))
     x, ours = (drawn.query, drawn.key, drawn.value), attention(causal=False)
     mask, ids = np.arange(48)[None, None, None] % 2, np.zeros((2, 32), np.int32)
@@ -185,7 +191,8 @@ def test_mask_beside_segment_ids_of_other_tokens_is_refused(refused):
     np.testing.assert_array_equal(ours(*x, mask=mask.tolist()), expected)
 
 
-def test_softcap_and_padding_id_of_a_call_agree_with_the_attention(refused):
+@pytest.mark.slow
+def test_softcap_and_padding_id_of_a_call_agree_with_the_attention():
     drawn = problem(np.random.default_rng(5))
     x = drawn.query, drawn.key, drawn.value
     capped, plain = (attention(layout="contiguous", softcap=c) for c in (2.0, None))
@@ -213,6 +220,7 @@ def test_softcap_and_padding_id_of_a_call_agree_with_the_attention(refused):
     ids=str,
 )
 @pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.slow_except_every(6)
 def test_keys_of_any_length_are_filled_up(case, packed):
     """As the 77 tokens of a text that an image attends to."""
     rng = np.random.default_rng(6)
@@ -232,7 +240,7 @@ def test_keys_of_any_length_are_filled_up(case, packed):
     assert_exact(found, drawn)
 
 
-def test_keys_with_a_bias_are_not_filled_up(refused):
+def test_keys_with_a_bias_are_not_filled_up():
     drawn = problem(np.random.default_rng(7), (32, 77))
     x = drawn.query, drawn.key, drawn.value
     with refused(InputError, "key seq_len=77"):
@@ -286,6 +294,7 @@ def test_recognise_names_the_simplest_mask():
     np.testing.assert_array_equal(found.segment_ids, [documents])
 
 
+@pytest.mark.slow
 def test_recognised_mask_attends_as_the_dense_one():
     rng = np.random.default_rng(8)
     ids = np.sort(rng.integers(0, 3, (2, 32)))
@@ -299,7 +308,7 @@ def test_recognised_mask_attends_as_the_dense_one():
     assert relative_error(ours.layout.unpermute(np.asarray(out)), expected.out) < FLOAT32_ERROR
 
 
-def test_recognise_refuses_what_it_cannot_say(refused):
+def test_recognise_refuses_what_it_cannot_say():
     triangle = np.tril(np.ones((9, 9), bool))
     prefix = triangle.copy()
     prefix[:, :3] = True

@@ -11,6 +11,7 @@ import pytest
 
 import startrail_jax as st
 from attention_cases import DENSE, PATTERNS
+from refusals import refused
 from startrail_jax.analysis.settings import all_degrees
 from startrail_jax.analysis.work import visible_pairs
 from startrail_jax.blocks import xla
@@ -93,7 +94,7 @@ def schedules(num_devices, name):
             yield st.Attention(mesh, mask=PATTERNS[name], layout=layout).schedule
 
 
-@pytest.mark.slow_except_every(5)
+@pytest.mark.slow_except_every(65)
 @pytest.mark.parametrize("name", PATTERNS)
 @pytest.mark.parametrize("num_devices", [1, 2, 6, 12])
 def test_rounds_are_left_out_just_where_no_device_sees_a_key(name, num_devices):
@@ -132,6 +133,7 @@ def positions(runs):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow_except_every(3)
 def test_tiles_show_what_the_mask_shows(kind):
     """One pair of units, all masks: which tiles are visited, of what kind, and what is in them."""
     layout, seq_len = Layout(kind, 4), 4 * 12
@@ -287,7 +289,7 @@ def test_masks_of_nonsense_are_refused(make, message):
         make()
 
 
-def test_mask_has_no_opposite(refused):
+def test_mask_has_no_opposite():
     with refused(UnsupportedError, "masks.Rule"):
         _ = ~M.Causal()
 
@@ -317,14 +319,14 @@ def certainly_nothing(*ends):
         (dict(mask=M.Causal() & M.Rule(nothing, certainly_nothing)), "hides every key"),
     ],
 )
-def test_attentions_with_masks_of_nonsense_are_refused(options, named, refused):
+def test_attentions_with_masks_of_nonsense_are_refused(options, named):
     x = jnp.zeros((1, 8, 1, 4))
     mesh = st.make_mesh(st.Degrees(ring=2), devices=jax.devices()[:2])
     with refused(InputError, named):
         jax.eval_shape(st.Attention(mesh, layout="contiguous", **options), x, x, x)
 
 
-def test_a_mask_needs_queries_and_keys_of_one_length(refused):
+def test_a_mask_needs_queries_and_keys_of_one_length():
     mesh = st.make_mesh(st.Degrees(ring=2), devices=jax.devices()[:2])
     x, y = jnp.zeros((1, 8, 1, 4)), jnp.zeros((1, 16, 1, 4))
     with refused(InputError, size=4):

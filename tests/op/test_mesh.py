@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import AxisType
 
 import startrail_jax as st
+from refusals import refused
 from startrail_jax.device_mesh import make_mesh
 from startrail_jax.devices.degrees import ROLES, Degrees
 from startrail_jax.errors import InputError
@@ -64,7 +65,7 @@ def test_degrees_are_hashable_and_compare_by_value():
 @pytest.mark.parametrize("value", [0, -2, 2.0, True, None, "2"])
 @pytest.mark.parametrize("role", ROLES)
 @pytest.mark.usefixtures("unchecked")
-def test_degree_that_is_no_positive_integer_is_refused(role, value, refused):
+def test_degree_that_is_no_positive_integer_is_refused(role, value):
     with refused(InputError, **{role: value}):
         Degrees(**{role: value})
 
@@ -77,7 +78,7 @@ def test_degree_that_is_no_positive_integer_is_refused(role, value, refused):
         (64, 3, "c=1, c=2, c=4, c=8, or 63 or 72 devices"),
     ],
 )
-def test_startrail_offers_the_nearest_settings(sequence, c, offers, refused):
+def test_startrail_offers_the_nearest_settings(sequence, c, offers):
     with refused(InputError, f"sequence degree={sequence}", offers, c=c):
         Degrees.startrail(sequence, c=c)
 
@@ -88,12 +89,12 @@ def test_offered_settings_are_valid():
 
 
 @pytest.mark.parametrize("c", [0, -1])
-def test_startrail_refuses_teams_of_none(c, refused):
+def test_startrail_refuses_teams_of_none(c):
     with refused(InputError, c=c):
         Degrees.startrail(8, c=c)
 
 
-def test_startrail_with_head_counts_c_in_what_is_left(refused):
+def test_startrail_with_head_counts_c_in_what_is_left():
     with refused(InputError, "sequence degree=8", c=4):
         Degrees.startrail(16, c=4, head=2)
 
@@ -101,7 +102,7 @@ def test_startrail_with_head_counts_c_in_what_is_left(refused):
 @pytest.mark.parametrize(
     "make", [Degrees.loongtrain, lambda p, head: Degrees.startrail(p, c=1, head=head)]
 )
-def test_head_must_divide_the_sequence_degree(make, refused):
+def test_head_must_divide_the_sequence_degree(make):
     with refused(InputError, "head=3, head=4, head=6", head=5):
         make(12, head=5)
 
@@ -138,7 +139,7 @@ def test_make_mesh_on_a_subset_uses_just_those():
     assert set(mesh.devices.flat) == set(devices)
 
 
-def test_make_mesh_refuses_a_product_that_misses_the_devices(refused):
+def test_make_mesh_refuses_a_product_that_misses_the_devices():
     given = "ring=3 * group=1 * team=2 * head=1 * tensor=1 = 6 for 8 devices"
     with refused(InputError, given):
         make_mesh(Degrees(ring=3, team=2), devices=jax.devices()[:8])
@@ -148,14 +149,14 @@ def test_make_mesh_refuses_a_product_that_misses_the_devices(refused):
     ("platform", "advice"),
     [("cpu", 'jax.config.update("jax_num_cpu_devices", 6)'), ("gpu", "or use 6 devices")],
 )
-def test_too_few_devices_are_no_reason_to_pass_them(platform, advice, monkeypatch, refused):
+def test_too_few_devices_are_no_reason_to_pass_them(platform, advice, monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(platform=platform)] * 4)
     with refused(InputError, "= 6 for 4 devices", advice):
         make_mesh(Degrees(ring=3, team=2))
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_what_is_mistaken_for_degrees_or_a_mesh_is_refused(refused):
+def test_what_is_mistaken_for_degrees_or_a_mesh_is_refused():
     sizes = dict(batch=1, seq_len=64, heads=4, kv_heads=4, head_dim=8)
     for call in (make_mesh, lambda degrees: st.communication(degrees, **sizes)):
         for given in (8, None, {"ring": 8}):
@@ -168,6 +169,6 @@ def test_what_is_mistaken_for_degrees_or_a_mesh_is_refused(refused):
 
 
 @pytest.mark.parametrize(("kind", "given"), [("manual", "'manual'"), (AxisType.Manual, "Manual")])
-def test_make_mesh_refuses_an_unknown_axis_type(kind, given, refused):
+def test_make_mesh_refuses_an_unknown_axis_type(kind, given):
     with refused(InputError, "axis_type", f"got {given}"):
         make_mesh(Degrees(), kind, devices=jax.devices()[:1])

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import startrail_jax as st
+from refusals import refused
 from startrail_jax.device_mesh import place_devices
 from startrail_jax.devices.degrees import ROLES
 from startrail_jax.devices.nodes import (
@@ -72,7 +73,7 @@ def test_devices_per_node_must_make_whole_nodes(size):
         ((*ROLES[:5], "inner"), "'tensor'"),
     ],
 )
-def test_an_order_has_each_axis_once(order, named, refused):
+def test_an_order_has_each_axis_once(order, named):
     with refused(InputError, named):
         st.make_mesh(st.Degrees(ring=2), devices=jax.devices()[:2], order=order)
     with refused(InputError, named):
@@ -83,14 +84,14 @@ def test_an_order_has_each_axis_once(order, named, refused):
         )
 
 
-def test_an_order_without_nodes_says_nothing_about_ports(refused):
+def test_an_order_without_nodes_says_nothing_about_ports():
     with refused(InputError, "devices_per_node=None"):
         st.communication(
             st.Degrees(ring=8), batch=1, seq_len=64, head_dim=4, order="head_first", **HEADS
         )
 
 
-def test_a_call_gives_its_heads_and_nothing_unknown(refused):
+def test_a_call_gives_its_heads_and_nothing_unknown():
     for call in ({"heads": 16}, HEADS | {"widht": 3}, HEADS | {"order": ROLES}):
         with refused(InputError, "kv_heads"):
             st.make_mesh(st.Degrees(ring=2), devices=jax.devices()[:2], call=call)
@@ -198,7 +199,8 @@ def test_explain_says_which_axes_cross_nodes():
     assert "nodes" not in str(attention.explain(**sizes))
 
 
-def test_explain_knows_meshes_of_other_names_and_abstract_ones(refused):
+@pytest.mark.slow
+def test_explain_knows_meshes_of_other_names_and_abstract_ones():
     sizes = dict(seq_len=512, heads=16, head_dim=8)
     types = (jax.sharding.AxisType.Auto,) * 2
     mesh = jax.make_mesh((2, 4), ("replica", "context"), types, devices=jax.devices()[:8])

@@ -19,6 +19,7 @@ from attention_cases import (
     reference,
     relative_error,
 )
+from refusals import refused
 from startrail_jax.errors import InputError
 
 SCHEMES = {
@@ -39,7 +40,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.slow_except_every(6)
+@pytest.mark.slow
 @pytest.mark.parametrize(("scheme", "options"), list(itertools.product(SCHEMES, OPTIONS)))
 def test_one_axis_gives_the_bits_of_several(scheme, options):
     degrees, options = SCHEMES[scheme], dict(OPTIONS[options])
@@ -56,6 +57,7 @@ def test_one_axis_gives_the_bits_of_several(scheme, options):
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.slow
 def test_one_axis_works_under_set_mesh(kind):
     case = Case(degrees=st.Degrees.startrail(8, c=2), one_axis=True, axis_type=kind.name.lower())
     attention = case.attention
@@ -66,7 +68,7 @@ def test_one_axis_works_under_set_mesh(kind):
         assert relative_error(x, getattr(expected, name)) < 2e-6
 
 
-@pytest.mark.slow_except_every(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["teams", "Ulysses", "StarTrail x Ulysses", "ring"])
 def test_one_axis_under_vmap(scheme):
     """Models that are written for one sequence; jax cannot map a grouped all_to_all by itself."""
@@ -122,7 +124,8 @@ def test_one_axis_decodes():
 @pytest.mark.parametrize(
     "degrees", [st.Degrees(data=4, team=2), st.Degrees(data=2, ring=2, head=2)]
 )
-def test_rows_are_split_along_the_axis_too(degrees, refused):
+@pytest.mark.slow
+def test_rows_are_split_along_the_axis_too(degrees):
     """Neighbours share a row. No spec can say so: each device is given its own tokens."""
     mesh = jax.make_mesh((8,), ("context",), (AxisType.Auto,))
     options = {"causal": True, "layout": "zigzag"}
@@ -159,7 +162,7 @@ def test_one_axis_explains_its_nodes():
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_one_axis_refuses_what_does_not_fit(refused):
+def test_one_axis_refuses_what_does_not_fit():
     mesh = host_mesh(st.Degrees(data=2, ring=4))
     data = {"data": "fsdp"}
     with refused(InputError, axis="sequence"):
@@ -178,7 +181,7 @@ def test_one_axis_refuses_what_does_not_fit(refused):
         st.Attention(st.make_mesh(st.Degrees(data=4, ring=2), devices=eight), axis="data")
     with refused(InputError, axis="ring"):
         st.Attention(st.make_mesh(st.Degrees(team=4, ring=2), devices=eight), axis="ring")
-    with refused(InputError):
+    with refused(InputError, "degrees go with axis=, the axis of"):
         st.Attention(st.make_mesh(st.Degrees(ring=8), devices=eight), degrees=st.Degrees(team=8))
     several = st.Attention(st.make_mesh(st.Degrees(ring=8), devices=eight))
     teams = st.make_mesh(st.Degrees(team=4, ring=2), devices=eight)

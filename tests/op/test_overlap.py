@@ -9,6 +9,7 @@ import startrail_jax as st
 from benchmarks.compiled import deviceless
 from benchmarks.compiled import overlap as benchmark
 from benchmarks.compiled.deviceless import gpu_topology, missing_plugin, target_names
+from refusals import refused
 from startrail_jax.analysis.overlap import (
     BACKWARD,
     ENTRY,
@@ -225,15 +226,15 @@ def test_progress_counts_the_kernels_of_the_pass():
     assert [(x.after, x.of) for x in transfers] == [(0, 2), (1, 2), (0, 1), (1, 1)]
 
 
-def test_transfer_that_ends_elsewhere_raises(refused):
+def test_transfer_that_ends_elsewhere_raises():
     """As in a loop that carries it to its next iteration."""
     body = computation("body", START, value("a", ATTENTION))
-    with refused(UnsupportedError):
+    with refused(UnsupportedError, "A collective must"):
         read_overlap(module([loop("w", "body", 3)], NEVER, body))
 
 
-def test_loop_of_unknown_length_raises(refused):
-    with refused(InputError):
+def test_loop_of_unknown_length_raises():
+    with refused(InputError, "A loop with collectives must"):
         read_overlap(module([loop("w", "inner")], NEVER, INNER))
 
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 import startrail_jax as st
+from refusals import refused
 from startrail_jax import documents
 from startrail_jax.documents import BatchPart, DocumentCost, PartStream, summary
 from startrail_jax.errors import InputError
@@ -219,7 +220,7 @@ def test_one_document_alone_is_served():
     assert sum(map(len, part.rows)) == 1
 
 
-def test_what_cannot_be_assigned_is_refused(refused):
+def test_what_cannot_be_assigned_is_refused():
     with refused(InputError, "lengths[1]=33", share=8):
         st.parts([3, 33], 4, share=8)
     with refused(InputError, "lengths[0]=20", share=8):
@@ -239,7 +240,7 @@ def test_what_cannot_be_assigned_is_refused(refused):
             st.parts([3], 4, share=8, degrees=degrees)
 
 
-def test_costs_that_mean_nothing_are_refused(refused):
+def test_costs_that_mean_nothing_are_refused():
     for values in ({"token": 0}, {"pair": -1.0}, {"hop": float("nan")}, {"pair": float("inf")}):
         with refused(InputError, **values):
             DocumentCost(**values)
@@ -248,9 +249,9 @@ def test_costs_that_mean_nothing_are_refused(refused):
             DocumentCost(windows=windows)
 
 
-def test_series_that_cannot_be_are_refused(refused):
+def test_series_that_cannot_be_are_refused():
     given = {"share": 8, "parts_per_step": 1}
-    with refused(InputError):
+    with refused(InputError, "Some document must"):
         PartStream([0, 0], 4, **given)
     with refused(InputError, parts_per_step=0):
         PartStream([3], 4, share=8, parts_per_step=0)
@@ -363,7 +364,7 @@ def test_on_other_devices_every_document_still_comes_once(changes):
     assert sorted(documents_of(steps)) == np.flatnonzero(LENGTHS).tolist()
 
 
-def test_a_state_of_another_series_is_refused(refused):
+def test_a_state_of_another_series_is_refused():
     state = stream_of(LENGTHS).get_state()
     for changes in ({"seed": 4}, {"window": 41}):
         with refused(InputError, **changes):

@@ -15,6 +15,7 @@ from jax.experimental import multihost_utils
 
 import startrail_jax as st
 from benchmarks.cluster.plan import kendall
+from refusals import refused
 from startrail_jax import masks
 from startrail_jax.errors import InputError
 from startrail_jax.planner.grid import ORDERS, ROLES, Call, Settings, all_settings
@@ -150,11 +151,13 @@ def test_bytes_are_those_of_communication(causal, nodes, gpus):
 @pytest.mark.parametrize(
     ("nodes", "gpus", "window"), [(4, 2, 5), (8, 1, 30), (2, 4, 17), (3, 4, 90)]
 )
+@pytest.mark.slow_except_every(3)
 def test_bytes_of_windows_are_those_of_communication(nodes, gpus, window):
     """The rounds of a ring that a window skips send nothing, and hops over them go further."""
     check_bytes(nodes, gpus, window=window)
 
 
+@pytest.mark.slow
 def test_a_window_leaves_rounds_and_pairs_of_the_busiest_device():
     """Offsets are those of the op; pairs are counted one by one, for every device."""
     asked = call(seq_len=96, batch=1)
@@ -629,7 +632,7 @@ def odd_options(**values):
         (dict(options=Options(memory_fraction=2.0)), "--memory-fraction"),
     ],
 )
-def test_errors_name_the_flag_and_what_was_given(changes, named, refused):
+def test_errors_name_the_flag_and_what_was_given(changes, named):
     arguments = dict(
         nodes=2, gpus_per_node=8, gpu="h100", port="50GB/s", model="gpt_7b", seq_len="64K"
     )
@@ -670,7 +673,8 @@ def test_find_gpu_has_measured_curves():
     assert gpu.attention_efficiency(256, 128, backward=True) < 0.2
 
 
-def test_measured_clusters_have_the_links_and_kernels_of_their_devices(monkeypatch, refused):
+@pytest.mark.slow
+def test_measured_clusters_have_the_links_and_kernels_of_their_devices(monkeypatch):
     """Four devices as two nodes: what is measured is a cluster of which a plan can be made."""
     monkeypatch.setattr(here, "LARGE", ((1 << 14, 60.0), (1 << 18, 0.0)))
     monkeypatch.setattr(here, "_REPEATS", 1)

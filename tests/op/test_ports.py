@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import startrail_jax as st
+from refusals import refused
 from startrail_jax.analysis.algorithms import GLOO, NCCL, halving
 from startrail_jax.analysis.cost import default_order
 from startrail_jax.analysis.hlo import read_traffic
@@ -166,7 +167,7 @@ def test_every_transfer_names_its_axes():
     assert roles["replica sum", "all_reduce"] == ("tensor",)
 
 
-def test_messages_know_how_many_devices_there_are(refused):
+def test_messages_know_how_many_devices_there_are():
     sent = Messages.of(3, {(0, 1): 5, (2, 0): 7})
     assert sent.through([0, 0, 1]).port_bytes == 7
     assert sent.through([0, 0, 1]).inside == (5, 0)

@@ -43,6 +43,7 @@ def devices_of(schedule):
         ((2, 3, 1), 3),
     ],
 )
+@pytest.mark.slow_except_every(4)
 def test_every_pair_of_tokens_is_met_exactly_once(degrees, inner, layout, direction):
     group, ring, team = degrees
     degrees = st.Degrees(group=group, ring=ring, team=team)
@@ -125,6 +126,7 @@ def tiles_visited(degrees, seq_len, **options):
     ],
     ids=str,
 )
+@pytest.mark.slow_except_every(3)
 def test_zigzag_balances_the_block_work_and_wastes_little(degrees):
     seq_len = 16384
     work = tiles_visited(degrees, seq_len)
@@ -168,6 +170,7 @@ def met_and_been(cycles, offsets, *, direction, unrolled, mark):
 @pytest.mark.parametrize(
     "offsets", [(0,), (0, 1), (0, 1, 2), (0, 2, 5), (0, 1, 2, 3, 5, 6), tuple(range(7))]
 )
+@pytest.mark.slow_except_every(6)
 def test_circulate_brings_each_traveller_past_everyone_and_its_share_home(
     offsets, unrolled, direction
 ):
@@ -184,6 +187,7 @@ def test_circulate_brings_each_traveller_past_everyone_and_its_share_home(
 @pytest.mark.parametrize("direction", [1, -1])
 @pytest.mark.parametrize("unrolled", [(24, 1), (4, 1)])
 @pytest.mark.parametrize(("outer", "inner"), [(2, 3), (4, 2), (3, 4), (6, 1), (1, 6)])
+@pytest.mark.slow_except_every(4)
 def test_double_ring_brings_each_traveller_past_everyone_and_its_share_home(
     outer, inner, unrolled, direction
 ):

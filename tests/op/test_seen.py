@@ -26,6 +26,7 @@ from attention_cases import (
     place,
     relative_error,
 )
+from refusals import refused
 from score_cases import ScoreCase
 from startrail_jax.blocks import tiled, xla
 from startrail_jax.errors import UnsupportedError
@@ -144,7 +145,7 @@ def cases():
 CASES = list(cases())
 
 
-@pytest.mark.slow_except_every(4)
+@pytest.mark.slow_except_every(24)
 @pytest.mark.parametrize("scored", CASES, ids=str)
 def test_what_is_seen_is_enough(scored, monkeypatch):
     """Results and all gradients match the oracle, though nothing else is sent."""
@@ -162,6 +163,7 @@ def test_what_is_seen_is_enough(scored, monkeypatch):
     ],
     ids=str,
 )
+@pytest.mark.slow_except_every(2)
 def test_keys_and_gradients_of_shared_and_of_padded_runs_count_once(case):
     found = seen_exchange(case.attention.pattern, case.attention.layout, case.seq_len)
     if case.mask == "overlapping":
@@ -199,12 +201,13 @@ def narrow_cases():
         yield Case(degrees=scheme, tokens=14, exchange="seen", seed=seed, **row)
 
 
-@pytest.mark.slow_except_every(5)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", list(narrow_cases()), ids=str)
 def test_16_bits_are_as_exact_as_those_of_jax(case):
     check(case)
 
 
+@pytest.mark.slow
 def test_gradients_travel_in_16_bits_if_asked_to():
     """Those of keys of others are rounded once; all else stays as it is."""
     case = Case(degrees=D(ring=4), mask="own_window", exchange="seen")
@@ -268,6 +271,7 @@ def some_masks():
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "zigzag"])
+@pytest.mark.slow_except_every(2)
 def test_exactly_what_is_seen_moves_once(kind):
     """Of drawn masks: each key that a rank needs counts there once, and no other key does, but for
     gaps of less than a block; no rank sends or receives two pieces in a move."""
@@ -414,7 +418,8 @@ REFUSED = {
 
 @pytest.mark.filterwarnings("ignore::startrail_jax.errors.BalanceWarning")
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_seen_goes_round_the_rings(name, refused):
+@pytest.mark.slow_except_every(6)
+def test_what_cannot_be_seen_goes_round_the_rings(name):
     """By name in `explain`; whoever asks for "seen" gets an error."""
     options, call = REFUSED[name]
     attention = make(D.startrail(8, c=2), **options)
@@ -429,6 +434,7 @@ def test_what_cannot_be_seen_goes_round_the_rings(name, refused):
 
 
 @pytest.mark.parametrize("options", [{}, dict(causal=False), dict(window=2000)], ids=str)
+@pytest.mark.slow_except_every(3)
 def test_where_all_is_seen_the_program_is_that_of_the_rings(options):
     texts = []
     for name in ("auto", "rings"):
@@ -439,6 +445,7 @@ def test_where_all_is_seen_the_program_is_that_of_the_rings(options):
     assert texts[0] == texts[1]
 
 
+@pytest.mark.slow
 def test_local_sends_what_is_seen():
     """Inside a shard_map of the caller."""
     case = Case(degrees=D(ring=3, team=2), mask="own_window", exchange="seen", axis_type="auto")

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import startrail_jax as st
+from refusals import refused
 from startrail_jax.errors import InputError
 from startrail_jax.rings.sizes import Sizes, dtype_name
 
@@ -47,7 +48,7 @@ def test_bytes_are_those_of_the_arrays():
     assert (WHOLE.query_id_bytes, WHOLE.key_id_bytes) == (6 * 48 * 4, 6 * 96 * 4)
 
 
-def test_dtypes_are_read_from_names_and_types(refused):
+def test_dtypes_are_read_from_names_and_types():
     for dtype in ("bfloat16", jnp.bfloat16, np.dtype("bfloat16")):
         assert dtype_name(dtype) == "bfloat16"
     with refused(InputError, dtype="spam"):

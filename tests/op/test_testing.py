@@ -69,6 +69,7 @@ EXACT = {
 
 
 @pytest.mark.parametrize("name", EXACT)
+@pytest.mark.slow_except_every(3)
 def test_exact_attention_passes(name):
     degrees, options, problem = EXACT[name]
     assert_exact(attention_on(degrees, **options), **PROBLEM | problem)
@@ -79,6 +80,7 @@ def test_function_of_ones_own_passes(dtype):
     assert_exact(attention_on(st.Degrees()), attention_fn=dense, dtype=dtype, **PROBLEM)
 
 
+@pytest.mark.slow
 def test_function_around_the_local_attention_passes():
     attention = attention_on(st.Degrees(team=2))
     spec = attention.query_spec(4)
@@ -158,6 +160,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.slow_except_every(3)
 def test_fault_fails_and_is_named(name):
     attention_fn, shown = FAULTS[name]
     packed = shown == MARK
@@ -303,6 +306,7 @@ def test_simulate_devices_of_none_raises():
         simulate_devices(0)
 
 
+@pytest.mark.slow
 def test_example_of_the_docstring_runs():
     """It needs a process of its own, in which jax has not started."""
     (example,) = re.findall(r"\n\n((?: {4}.*\n|\n)+)", testing.__doc__)

@@ -36,6 +36,7 @@ def warned(call):
     return [str(x.message) for x in caught if x.category is OrderWarning]
 
 
+@pytest.mark.slow
 def test_order_that_nothing_was_brought_into_is_warned_of():
     with pytest.warns(OrderWarning, match=r"zigzag order over 4 devices.*attention\.shard"):
         attention()(X, X, X)
@@ -86,6 +87,7 @@ def test_positions_in_natural_order_are_warned_of():
     assert not warned(lambda: attention(layout="contiguous").check_positions(natural))
 
 
+@pytest.mark.slow
 def test_heads_where_tokens_belong_are_warned_of():
     """Arrays [batch, heads, seq, head_dim] run where the numbers happen to divide."""
     ours = attention(causal=False)

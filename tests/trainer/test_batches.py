@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from refusals import refused
 from startrail_jax.errors import InputError
 from startrail_jax.tokens.layout import Layout
 from trainer.data import batches
@@ -70,7 +71,7 @@ def test_sequences_cut_every_stream_into_windows():
     ]
 
 
-def test_sequences_read_no_more_than_their_window(tmp_path, refused):
+def test_sequences_read_no_more_than_their_window(tmp_path):
     tokens = np.zeros(1 << 20, np.uint16)
     tokens[[999, 1031]] = 7
     tokens.tofile(tmp_path / "a.bin")
@@ -224,7 +225,7 @@ def test_position_is_kept_as_json(batches_given):
     assert firsts(after, 6) == whole[batches_given:]
 
 
-def test_position_in_another_order_raises(refused):
+def test_position_in_another_order_raises():
     state = training(counted(11)).get_state()
     with refused(InputError, "windows=12", "windows=11"):
         training(counted(12)).set_state(state)
@@ -234,7 +235,7 @@ def test_position_in_another_order_raises(refused):
         training(counted(11), seed=1).set_state(state)
 
 
-def test_position_in_other_tokens_of_the_same_content_raises(refused):
+def test_position_in_other_tokens_of_the_same_content_raises():
     state = training(counted(11), digest="ab", tokens="12").get_state()
     with refused(InputError, "tokens=34", "tokens=12"):
         training(counted(11), digest="ab", tokens="34").set_state(state)
@@ -243,7 +244,7 @@ def test_position_in_other_tokens_of_the_same_content_raises(refused):
     training(counted(11), digest="ab", tokens="34").set_state(state)
 
 
-def test_position_in_other_content_raises(refused):
+def test_position_in_other_content_raises():
     def on(digest):
         return training(counted(11), digest=digest)
 
@@ -259,12 +260,12 @@ def test_position_in_other_content_raises(refused):
     assert firsts(after, 1) == firsts(on("ab"), 3)[2:]
 
 
-def test_examples_with_other_content_raise_unless_they_are_few(refused):
+def test_examples_with_other_content_raise_unless_they_are_few():
     first = training(counted(9), fingerprints=["a", "b", "c", "d"])
     state = json.loads(json.dumps(first.get_state()))
     training(counted(9), fingerprints=["a", "b", "c", "mended"]).set_state(state)
     other = training(counted(9), fingerprints=["a", "b", "x", "y"])
-    with refused(InputError):
+    with refused(InputError, "A run must"):
         other.set_state(state)
     other.set_state(state, new_order=True)
     del state["examples"]  # As in a checkpoint of an earlier version.
@@ -318,7 +319,7 @@ def test_hosts_read_nothing_else():
     assert set(starts) <= {batch[2] for batch in whole}
 
 
-def test_error_of_a_reading_thread_reaches_the_caller(refused):
+def test_error_of_a_reading_thread_reaches_the_caller():
     tokens = np.arange(100) % 40
     iterator = training(Sequences([stream(tokens, vocab_size=39)], 3))
     with refused(InputError, "vocab_size=39"):

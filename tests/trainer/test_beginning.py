@@ -12,6 +12,7 @@ import tokenizers
 
 from configs.gpt import gpt_tiny
 from pretrained import REFERENCES
+from refusals import refused
 from startrail_jax.errors import InputError
 from startrail_jax.tokens.layout import Layout
 from train import read_command_line
@@ -72,7 +73,7 @@ def test_tokenizer_says_what_is_in_front_of_a_text(template, beside, expected, t
     assert beginning_of(path) == expected
 
 
-def test_token_that_the_vocabulary_lacks_raises(tokenizer, refused):
+def test_token_that_the_vocabulary_lacks_raises(tokenizer):
     beside = {"bos_token": "<bos>", "add_bos_token": True}
     tokenizer.with_name("tokenizer_config.json").write_text(json.dumps(beside))
     with refused(InputError, "bos_token='<bos>'"):
@@ -135,7 +136,7 @@ def test_completions_begin_with_it_and_conversations_as_their_template_says(toke
 
 
 @pytest.mark.parametrize("asked", ["tokenizer", "template", "flag"])
-def test_token_that_no_conversation_gets_raises_if_it_was_asked_for(asked, tmp_path, refused):
+def test_token_that_no_conversation_gets_raises_if_it_was_asked_for(asked, tmp_path):
     tokenizer = save(tmp_path / "tokenizer.json", "<s> $A" if asked == "tokenizer" else None)
     first = "<s>" if asked == "template" else ""
     tokenizer.with_name("chat_template.jinja").write_text(
@@ -156,7 +157,7 @@ def test_token_that_no_conversation_gets_raises_if_it_was_asked_for(asked, tmp_p
         # A pretrained model has seen the token first: this is its default, not what a user wants.
         "tokenizer": pytest.warns(UserWarning, match=r"2 of 2 examples do not begin with '<s>'"),
         "template": nullcontext(),
-        "flag": refused(InputError),
+        "flag": refused(InputError, "data.begin_of_document must"),
     }
     with outcome[asked]:
         open_examples(config, NATURAL, vocab_size=128, seq_len=32, cache=tmp_path / "cache")
@@ -182,9 +183,9 @@ def test_files_of_tokens_begin_with_it_and_say_what_prompts_need(tokenizer, tmp_
     assert encode_prompt(opened, "<s>a").tolist() == [BEGIN, ord("a")]
 
 
-def test_tokens_and_bytes_refuse_it(tmp_path, refused):
+def test_tokens_and_bytes_refuse_it(tmp_path):
     (tmp_path / "a.txt").write_text("text")
-    with refused(InputError):
+    with refused(InputError, "data.begin_of_document must"):
         open_corpus(DataConfig(path=tmp_path / "a.txt", begin_of_document=1), vocab_size=256)
 
 
@@ -257,12 +258,12 @@ def test_files_of_a_model_say_where_it_ends(
     assert ending_of(tokenizer) == expected
 
 
-def test_end_that_is_no_token_raises(tokenizer, tmp_path, refused):
+def test_end_that_is_no_token_raises(tokenizer, tmp_path):
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}')
     with refused(InputError, "eos_token='<eos>'"):
         ending_of(tokenizer)
     (tmp_path / "config.json").write_text('{"eos_token_id": ["<eos>"]}')
-    with refused(InputError):
+    with refused(InputError, "eos_token_id of a model must"):
         eos_of(tmp_path)
 
 
@@ -347,6 +348,7 @@ def test_model_of_another_folder_takes_no_end_of_completions(tmp_path, monkeypat
         ("--lora.rank 4 --optimizer.learning-rate 3e-6", 3e-6),
     ],
 )
+@pytest.mark.slow_except_every(3)
 def test_adapters_of_a_pretrained_model_learn_faster_by_default(flags, rate, tmp_path):
     shutil.copyfile(REFERENCES / "llama" / "config.json", tmp_path / "config.json")
     # Of tokens, which need no tokenizer.

@@ -12,6 +12,7 @@ import tokenizers
 
 import startrail_jax as st
 from configs.gpt import gpt_tiny
+from refusals import refused
 from startrail_jax.errors import InputError
 from startrail_jax.tokens.layout import Layout
 from trainer.gpt.chat.corpus import open_examples
@@ -128,7 +129,7 @@ def test_template_has_no_today_and_bounds_no_small_product():
     assert template(source).render([], "here")[0] == "26 Jul 2024 --- 3 32"
 
 
-def test_template_is_found_beside_the_tokenizer(tmp_path, refused):
+def test_template_is_found_beside_the_tokenizer(tmp_path):
     tokenizer, config = tmp_path / "tokenizer.json", tmp_path / "tokenizer_config.json"
     assert ChatTemplate.find(tokenizer, None) is None
     tokens = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "pad_token": None}
@@ -181,7 +182,7 @@ def test_only_completions_count(tmp_path):
     assert together == 30
 
 
-def test_only_the_assistant_counts_and_tokens_are_kept(tmp_path, tokenizer, capsys, refused):
+def test_only_the_assistant_counts_and_tokens_are_kept(tmp_path, tokenizer, capsys):
     (tmp_path / "chat_template.jinja").write_text(CHATML)
     path = write(tmp_path / "talk.jsonl", *[{"messages": TALK}] * 20)
     config = of_completions(path, tokenizer=tokenizer)
@@ -197,7 +198,7 @@ def test_only_the_assistant_counts_and_tokens_are_kept(tmp_path, tokenizer, caps
     np.testing.assert_array_equal(again.train[1].tokens, data.train[1].tokens)
     (tmp_path / "chat_template.jinja").write_text(" " + CHATML)
     assert opened(config, seq_len=160).digest != data.digest
-    with refused(InputError):
+    with refused(InputError, "Token ids must"):
         opened(config, seq_len=160, vocab_size=40)
 
 
@@ -327,24 +328,24 @@ def test_line_that_is_no_example_raises(tmp_path, record, message):
         ([*TALK, {"role": "user", "content": "\ufdd0"}], "'\\ufdd0'"),
     ],
 )
-def test_conversation_without_an_answer_raises(tmp_path, tokenizer, messages, named, refused):
+def test_conversation_without_an_answer_raises(tmp_path, tokenizer, messages, named):
     (tmp_path / "chat_template.jinja").write_text(CHATML)
     path = write(tmp_path / "talk.jsonl", {"messages": messages})
     with refused(InputError, named):
         opened(of_completions(path, tokenizer=tokenizer))
 
 
-def test_options_and_files_that_do_not_fit_raise(tmp_path, refused):
+def test_options_and_files_that_do_not_fit_raise(tmp_path):
     text = tmp_path / "a.txt"
     text.write_text("a" * 99)
-    with refused(InputError):
+    with refused(InputError, "the data must"):
         opened(of_completions(text))
     path = completions(tmp_path / "data.jsonl", 9)
     with refused(InputError, "loss_on='completion'"):
         opened(of_completions(path, text_key="prompt"))
-    with refused(InputError):
+    with refused(InputError, "data.chat_template must"):
         opened(of_completions(path, chat_template=text))
-    with refused(InputError):
+    with refused(InputError, "data.held_out must"):
         opened(DataConfig(path=completions(tmp_path / "one.jsonl", 1), loss_on="completion"))
     with refused(InputError, "seq_len=3"):
         opened(of_completions(completions(tmp_path / "some.jsonl", 30)), seq_len=3)
@@ -402,9 +403,9 @@ def session_of_one():
     return Session(mesh=mesh, agree=bool, description=())
 
 
-def test_prompt_of_a_chat_is_a_question_in_the_template(tmp_path, tokenizer, refused):
+def test_prompt_of_a_chat_is_a_question_in_the_template(tmp_path, tokenizer):
     config = dataclasses.replace(gpt_tiny(), data=DataConfig(tokenizer=tokenizer))
-    with refused(InputError):
+    with refused(InputError, "--chat must"):
         template_of_run(tmp_path / "run", config, tokenizer)
     with refused(InputError, "tokenizer=None"):
         template_of_run(tmp_path / "run", config, None)
@@ -418,11 +419,11 @@ def test_prompt_of_a_chat_is_a_question_in_the_template(tmp_path, tokenizer, ref
 
 
 @pytest.mark.parametrize("given", [b"", b" \n"])
-def test_chat_without_a_text_is_refused(given, tmp_path, tokenizer, monkeypatch, refused):
+def test_chat_without_a_text_is_refused(given, tmp_path, tokenizer, monkeypatch):
     (tmp_path / "chat_template.jinja").write_text(CHATML)
     template = ChatTemplate.find(tokenizer, None)
     opened = FileTokenizer(tokenizer, end_of_document=None, vocab_size=256)
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(given)))
     for options in (TextOptions(chat=True), TextOptions(chat=True, prompt=given.decode())):
-        with refused(InputError):
+        with refused(InputError, "--chat must"):
             prompt_tokens(opened, options, session_of_one(), template)

@@ -21,6 +21,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from peak import Peak, needs_linux
+from refusals import refused
 from startrail_jax.errors import InputError
 from trainer.checkpoints import reading, writing
 from trainer.checkpoints.checkpoint import (
@@ -144,6 +145,7 @@ def assert_same_bits(found, expected):
         ((1,), PartitionSpec(), (64,), PartitionSpec()),
     ],
 )
+@pytest.mark.slow_except_every(6)
 def test_checkpoint_restores_on_another_mesh(tmp_path, old, old_spec, new, new_spec):
     state = make_state()
     state = jax.device_put(state, shardings_of(state, make_mesh(*old), old_spec))
@@ -159,6 +161,7 @@ def test_checkpoint_restores_on_another_mesh(tmp_path, old, old_spec, new, new_s
     assert_same_bits(donate(restored), jax.tree.map(lambda y: y + 1, state))
 
 
+@pytest.mark.slow
 def test_save_is_asynchronous_and_arrays_may_be_donated(tmp_path):
     sharding = NamedSharding(make_mesh(8), PartitionSpec("x"))
     noise = np.random.default_rng(0).standard_normal((8, 1_000_003), np.float32)
@@ -237,6 +240,7 @@ for step in range(1, 10_000):
         assert_goes_on(folder, max(whole, default=None))
 
 
+@pytest.mark.slow
 def test_failed_save_says_what_is_left_and_harms_nothing(tmp_path):
     # A limit on the size of files replaces a full disk, which a test cannot make everywhere.
     script = """
@@ -292,7 +296,7 @@ def change_optimizer(state):
         (change_optimizer, "float32[16]"),
     ],
 )
-def test_checkpoint_of_another_model_names_the_arrays(tmp_path, change, named, refused):
+def test_checkpoint_of_another_model_names_the_arrays(tmp_path, change, named):
     state = make_state()
     with Checkpoints(tmp_path, keep=1) as checkpoints:
         checkpoints.save(17, state, {})
@@ -333,9 +337,9 @@ for run in sorted(folder.iterdir()):
     out, _ = finish(child(script, tmp_path))
     lines = out.splitlines()
     assert len(lines) == 3 * len(runs)
-    for run, refused, note, result in zip(runs, lines[0::3], lines[1::3], lines[2::3], strict=True):
-        assert refused.startswith(f"The checkpoint {run / '5'} is damaged: ")
-        assert "Without --checkpoint.strict, the same command goes on from step 3" in refused
+    for run, refusal, note, result in zip(runs, lines[0::3], lines[1::3], lines[2::3], strict=True):
+        assert refusal.startswith(f"The checkpoint {run / '5'} is damaged: ")
+        assert "Without --checkpoint.strict, the same command goes on from step 3" in refusal
         assert note.startswith(f"WARNING: The checkpoint {run / '5'} is damaged: ")
         assert f"It is kept as {run / '5.damaged'}. The checkpoint of step 3 is used" in note
         assert note.endswith("steps 4 to 5 are lost, and done again.")
@@ -344,6 +348,7 @@ for run in sorted(folder.iterdir()):
 
 
 @needs_linux
+@pytest.mark.slow
 def test_save_in_little_memory_takes_a_part_of_the_state_beside_it(tmp_path, monkeypatch):
     """Of numbers that cannot be compressed, other saves take all once more."""
     monkeypatch.setattr(writing, "LEAST_LIMIT", 1)
@@ -386,10 +391,10 @@ def truncate(path):
     os.truncate(path, path.stat().st_size // 2)
 
 
-def test_nothing_to_restore_raises(tmp_path, refused):
+def test_nothing_to_restore_raises(tmp_path):
     with (
         Checkpoints(tmp_path, keep=2) as checkpoints,
-        refused(CheckpointError),
+        refused(CheckpointError, "There must"),
     ):
         checkpoints.restore({"a": jax.ShapeDtypeStruct((3,), jnp.int32)})
 
@@ -422,14 +427,14 @@ def test_advice_about_space_is_given_only_where_space_is_missing(tmp_path):
     )
 
 
-def test_unwritable_folder_raises(tmp_path, refused):
+def test_unwritable_folder_raises(tmp_path):
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/none")):
         with refused(StorageError, "--run-dir"):
             Checkpoints(folder, keep=1)
 
 
-def test_check_space_counts_what_will_be_kept(tmp_path, monkeypatch, refused):
+def test_check_space_counts_what_will_be_kept(tmp_path, monkeypatch):
     state = {"a": jnp.zeros((240, 1000)), "b": jnp.zeros(20_000, jnp.bfloat16)}  # 1 MB
     usage = {"free": 0}
     monkeypatch.setattr(
@@ -471,9 +476,7 @@ def test_data_state_is_saved_as_json(tmp_path):
         ([5, 0], "process 0"),
     ],
 )
-def test_processes_that_see_other_checkpoints_are_refused(
-    broadcast, named, tmp_path, monkeypatch, refused
-):
+def test_processes_that_see_other_checkpoints_are_refused(broadcast, named, tmp_path, monkeypatch):
     with Checkpoints(tmp_path, keep=1) as checkpoints:
         assert checkpoints.begin_after() == 0
 

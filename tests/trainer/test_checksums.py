@@ -14,6 +14,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from startrail_jax.errors import InputError
+from tests.refusals import refused
 from trainer import durable
 from trainer.checkpoints import checksums
 from trainer.checkpoints.checkpoint import CheckpointError, Checkpoints
@@ -167,7 +168,7 @@ def test_checksum_notices_two_signs_and_two_places():
 
 
 @pytest.mark.quick
-def test_wrong_values_are_named_with_their_step(tmp_path, refused):
+def test_wrong_values_are_named_with_their_step(tmp_path):
     shapes = save(tmp_path, (5,))
     checksums = Checksums.read(tmp_path / "5")
     assert checksums is not None
@@ -195,7 +196,7 @@ def test_checkpoint_without_checksums_is_restored_and_that_is_said(tmp_path):
     assert notes[0].startswith("The checkpoint of step 5 has no checksums")
 
 
-def test_other_settings_are_refused(tmp_path, refused):
+def test_other_settings_are_refused(tmp_path):
     shapes = save(tmp_path, (5,))
     now = {"seed": "--seed 4", "model.width": "--model.width 8", "new": "--new"}
     with Checkpoints(tmp_path, keep=1) as checkpoints:
@@ -219,7 +220,7 @@ def test_samples_are_drawn_from_the_newest_whole_checkpoint(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"3", "5"}  # It writes nothing.
 
 
-def test_checkpoint_that_may_be_whole_is_not_set_aside(tmp_path, monkeypatch, refused):
+def test_checkpoint_that_may_be_whole_is_not_set_aside(tmp_path, monkeypatch):
     shapes = save(tmp_path, (3, 5))
 
     def refuse(folder):

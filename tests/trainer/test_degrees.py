@@ -9,6 +9,7 @@ import startrail_jax as st
 from benchmarks.compiled import memory as memory_benchmark
 from configs.gpt import gpt_7b, gpt_8b_gqa, gpt_tiny
 from programs import make_config, make_program
+from refusals import refused
 from startrail_jax.analysis.settings import all_degrees
 from startrail_jax.devices.degrees import ROLES
 from startrail_jax.devices.nodes import nodes_of
@@ -75,7 +76,7 @@ def test_choose_degrees_fills_what_is_left_open(num_devices, given, expected):
         (8, {"team": 1, "group": 1, "ring": 1, "data": 16}, "--devices"),
     ],
 )
-def test_choose_degrees_that_miss_the_devices_raise(num_devices, given, named, refused):
+def test_choose_degrees_that_miss_the_devices_raise(num_devices, given, named):
     with refused(InputError, named):
         choose_degrees(MeshConfig(**given), num_devices, TINY)
 
@@ -188,7 +189,7 @@ def test_former_degrees_of_a_run_are_kept_unless_flags_say_otherwise(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"degrees": {"ring": 0}}', '{"degrees": [2]}'])
-def test_a_broken_note_of_degrees_is_refused(tmp_path, text, refused):
+def test_a_broken_note_of_degrees_is_refused(tmp_path, text):
     (tmp_path / "mesh.json").write_text(text)
     with refused(InputError, "mesh.json"):
         read_mesh(tmp_path)
@@ -216,7 +217,7 @@ def test_log_says_which_axes_cross_nodes():
         ({"devices_per_node": 0}, "mesh.devices_per_node"),
     ],
 )
-def test_orders_and_nodes_that_cannot_be_are_refused(given, named, refused):
+def test_orders_and_nodes_that_cannot_be_are_refused(given, named):
     with refused(InputError, named):
         MeshConfig(**given)
 
@@ -242,6 +243,7 @@ def test_memory_benchmark_takes_the_mesh_of_train_and_refuses_what_train_refuses
         assert f"train.py refuses it: {message}" in row
 
 
+@pytest.mark.slow
 def test_estimate_refuses_what_the_program_refuses():
     """With the same message, for every setting of all six degrees."""
     model = dict(vocab_size=32, width=8, layers=1, heads=6, kv_heads=2, head_dim=4, mlp_width=6)

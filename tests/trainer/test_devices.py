@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
+from refusals import refused
 from startrail_jax.errors import InputError
 from trainer.processes.devices import select_devices
 
@@ -20,7 +21,7 @@ def fake_devices(monkeypatch, *counts):
     monkeypatch.setattr(jax, "devices", lambda: devices)
 
 
-def test_select_devices_takes_as_many_of_each_process(monkeypatch, refused):
+def test_select_devices_takes_as_many_of_each_process(monkeypatch):
     fake_devices(monkeypatch, 4, 4)
     assert [x.id for x in select_devices(4)] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert len(select_devices(None)) == 8

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from refusals import refused
 from startrail_jax.errors import InputError
 from trainer.dit import diffusion
 from trainer.dit.diffusion import (
@@ -171,6 +172,6 @@ def test_sampler_of_another_kind_is_refused(kind, sampler, use):
         sample(kind, sampler, best_prediction(kind), make_noise(2), 3)
 
 
-def test_no_steps_are_refused(refused):
+def test_no_steps_are_refused():
     with refused(InputError, steps=0):
         sample("flow", "euler", best_prediction("flow"), make_noise(2), 0)

@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 
 import startrail_jax as st
+from refusals import refused
 from startrail_jax.errors import InputError
 from trainer.config import OptimizerConfig
 from trainer.dit.batches import PADDING
@@ -132,6 +133,7 @@ def test_images_do_not_depend_on_the_mesh_or_how_many_at_a_time(degrees, changes
     np.testing.assert_allclose(drawn, expected, atol=1e-5 * abs(expected).max())
 
 
+@pytest.mark.slow
 def test_images_depend_on_label_caption_place_and_seed(images):
     first = images()
     np.testing.assert_array_equal(images(), first)
@@ -151,6 +153,7 @@ def differ(one, other):
     return np.abs(one - other).mean() > 1e-2
 
 
+@pytest.mark.slow
 def test_with_guidance_1_a_step_follows_the_prediction_of_the_model(one_step):
     noise = expected_noise(CONFIG, len(LABELS))
     captions = np.full((len(LABELS), CONFIG.model.caption_length), PADDING, np.int32)
@@ -171,6 +174,7 @@ def test_with_guidance_1_a_step_follows_the_prediction_of_the_model(one_step):
     np.testing.assert_allclose(drawn, noise - velocity, atol=1e-5 * abs(drawn).max())
 
 
+@pytest.mark.slow
 def test_guidance_goes_on_from_the_unconditional_prediction(one_step):
     program = make_program(STARTRAIL)
     drawn = draw(make_drawing(program, steps=1, guidance=1.7), make_weights(program))
@@ -184,6 +188,7 @@ def test_guidance_goes_on_from_the_unconditional_prediction(one_step):
 @pytest.mark.parametrize(
     ("target", "sampler"), [("flow", "euler"), ("flow", "heun"), ("v", "ddim")]
 )
+@pytest.mark.slow_except_every(3)
 def test_a_model_that_predicts_0_leaves_the_noise(target, sampler):
     """As rectified flow it stands still; v turns an angle, of which each step keeps the cosine."""
     steps = 7
@@ -208,7 +213,7 @@ def test_a_model_that_predicts_0_leaves_the_noise(target, sampler):
         ("flow", {"guidance": -1.0}, "0 and"),
     ],
 )
-def test_what_the_model_has_not_learnt_is_refused_at_once(target, changes, named, refused):
+def test_what_the_model_has_not_learnt_is_refused_at_once(target, changes, named):
     program = make_program(config=with_target(CONFIG, target))
     with refused(InputError, named):
         make_drawing(program, **changes)
@@ -238,7 +243,7 @@ def test_guidance_needs_something_to_go_away_from():
         (CONFIG, {"seed": -1}, "seed=-1"),
     ],
 )
-def test_wishes_that_the_model_cannot_take_are_refused_at_once(config, wishes, named, refused):
+def test_wishes_that_the_model_cannot_take_are_refused_at_once(config, wishes, named):
     drawing = make_drawing(make_program(config=config))
     with refused(InputError, named):
         drawing.draw(None, **{"labels": LABELS, "captions": CAPTIONS, "seed": 0} | wishes)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from PIL import ExifTags, Image
 
+from refusals import refused
 from startrail_jax.errors import InputError
 from trainer.dit import image_folder, images
 from trainer.dit.config import ImageConfig
@@ -71,6 +72,7 @@ def write_npz(path, count=6, **arrays):
     return path
 
 
+@pytest.mark.slow
 def test_content_of_examples_is_known_whatever_their_names(folder, tmp_path):
     def differing(first, second):
         pairs = zip(first.fingerprints, second.fingerprints, strict=True)
@@ -97,6 +99,7 @@ def test_content_of_examples_is_known_whatever_their_names(folder, tmp_path):
 # What is read.
 
 
+@pytest.mark.slow
 def test_digits_are_images_with_labels_and_captions():
     opened = open_digits(caption_length=5)
     found = examples(opened)
@@ -215,11 +218,9 @@ def test_npz_of_images_may_leave_out_the_frame(tmp_path):
 
 
 @pytest.mark.parametrize("package", ["PIL", "sklearn.datasets"])
-def test_missing_package_is_named_with_the_command_that_installs_it(
-    monkeypatch, folder, package, refused
-):
+def test_missing_package_is_named_with_the_command_that_installs_it(monkeypatch, folder, package):
     monkeypatch.setitem(sys.modules, package, None)
-    with refused(MissingPackageError):
+    with refused(MissingPackageError, "Run: pip install"):
         open_images(folder) if package == "PIL" else open_digits()
 
 
@@ -231,25 +232,25 @@ def test_digits_are_of_one_size(wanted):
     assert f"{name}={value}" in str(error.value)
 
 
-def test_data_that_are_missing_or_no_images_are_refused(tmp_path, refused):
-    with refused(InputError):
+def test_data_that_are_missing_or_no_images_are_refused(tmp_path):
+    with refused(InputError, "data.path must"):
         open_images(tmp_path / "absent")
-    with refused(InputError):
+    with refused(InputError, "A folder of images must"):
         open_images(tmp_path)
     (tmp_path / "a.gif").write_bytes(b"")
-    with refused(InputError):
+    with refused(InputError, "A folder of images must"):
         open_images(tmp_path)
 
 
-def test_one_example_is_too_few(tmp_path, refused):
+def test_one_example_is_too_few(tmp_path):
     write_image(tmp_path / "a.png")
-    with refused(InputError):
+    with refused(InputError, "Data must"):
         open_images(tmp_path)
 
 
 @pytest.mark.parametrize("wanted", [{"size": (2, HEIGHT, WIDTH)}, {"channels": 4}], ids=str)
-def test_folder_of_images_holds_no_videos_and_no_latents(folder, wanted, refused):
-    with refused(InputError):
+def test_folder_of_images_holds_no_videos_and_no_latents(folder, wanted):
+    with refused(InputError, "A folder of images needs"):
         open_images(folder, **wanted)
 
 
@@ -263,29 +264,29 @@ def test_classes_must_be_the_folders(folder):
         open_images(folder, classes=3)
 
 
-def test_image_of_another_size_is_named_when_data_are_opened(folder, refused):
+def test_image_of_another_size_is_named_when_data_are_opened(folder):
     write_image(folder / "dog/odd.png", make_pixels(width=11))
     with refused(InputError, "height=5", "width=7", "width=11"):
         open_images(folder)
 
 
-def test_image_of_16_bits_is_refused(folder, refused):
+def test_image_of_16_bits_is_refused(folder):
     write_image(folder / "dog/deep.png", np.zeros((HEIGHT, WIDTH), np.uint16))
-    with refused(InputError):
+    with refused(InputError, "At most data.max_bad=0 examples may be bad"):
         open_images(folder)
 
 
 @pytest.mark.parametrize("content", [b"", b"no image", b"\x89PNG\r\n\x1a\n"], ids=str)
-def test_file_that_is_no_image_is_named_when_data_are_opened(folder, content, refused):
+def test_file_that_is_no_image_is_named_when_data_are_opened(folder, content):
     (folder / "dog/bad.png").write_bytes(content)
     with refused(InputError, "bad.png"):
         open_images(folder)
 
 
-def test_image_that_moves_is_refused(folder, refused):
+def test_image_that_moves_is_refused(folder):
     frames = [Image.new("L", (WIDTH, HEIGHT), shade) for shade in (0, 255)]
     frames[0].save(folder / "moves.webp", save_all=True, append_images=frames[1:], lossless=True)
-    with refused(InputError):
+    with refused(InputError, "At most data.max_bad=0 examples may be bad"):
         open_images(folder)
 
 
@@ -301,8 +302,8 @@ def with_bad(folder):
     return folder
 
 
-def test_bad_images_are_all_named_with_the_flag_that_leaves_them_out(with_bad, refused):
-    with refused(InputError) as error:
+def test_bad_images_are_all_named_with_the_flag_that_leaves_them_out(with_bad):
+    with refused(InputError, "At most data.max_bad=0 examples may be bad") as error:
         open_images(with_bad)
     lines = str(error.value).splitlines()
     assert lines[0] == (
@@ -317,10 +318,10 @@ def test_bad_images_are_all_named_with_the_flag_that_leaves_them_out(with_bad, r
         open_images(with_bad, config={"max_bad": 2})
 
 
-def test_error_names_some_of_many_bad_images(folder, refused):
+def test_error_names_some_of_many_bad_images(folder):
     for number in range(12):
         (folder / f"dog/{number}.png").write_bytes(b"")
-    with refused(InputError) as error:
+    with refused(InputError, "At most data.max_bad=0 examples may be bad") as error:
         open_images(folder)
     assert str(error.value).count("must be a whole image") == 10
 
@@ -357,11 +358,11 @@ def folder_without_damage(folder):
     return copy
 
 
-def test_part_of_bad_images_alone_is_refused(folder, refused):
+def test_part_of_bad_images_alone_is_refused(folder):
     for path in folder.rglob("*.*"):
         if path.is_file():
             path.write_bytes(b"")
-    with refused(InputError):
+    with refused(InputError, "Of the examples to train on and"):
         open_images(folder, config={"max_bad": 9})
 
 
@@ -410,11 +411,11 @@ def test_processes_share_the_check_and_agree(with_bad, monkeypatch):
         np.testing.assert_array_equal(opened.held_out.numbers, alone.held_out.numbers)
 
 
-def test_processes_with_other_data_are_told(folder, tmp_path, refused):
+def test_processes_with_other_data_are_told(folder, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(folder, other)
     (other / "dog/4.png").rename(other / "dog/5.png")
-    with refused(InputError):
+    with refused(InputError, "All processes must"):
         in_processes(2, lambda peers: open_images((folder, other)[peers.index], peers=peers))
 
 
@@ -449,9 +450,9 @@ def test_images_of_other_sizes_are_resized_on_request(tmp_path, resize):
     np.testing.assert_allclose(stripes[0][pure], np.array(top)[pure], atol=0.05)
 
 
-def test_link_to_a_folder_that_is_found_already_is_refused(folder, refused):
+def test_link_to_a_folder_that_is_found_already_is_refused(folder):
     (folder / "loop").symlink_to(folder)
-    with refused(InputError):
+    with refused(InputError, "A folder of data must"):
         open_images(folder)
 
 
@@ -494,7 +495,7 @@ def error_of(function, path):
         return error
 
 
-def test_file_that_changes_after_it_was_checked_is_named(folder, refused):
+def test_file_that_changes_after_it_was_checked_is_named(folder):
     opened = open_images(folder)
     write_image(folder / "dog/4.png", make_pixels(width=11))
     with refused(InputError, "height=5", "width=11"):
@@ -505,12 +506,12 @@ def test_file_that_changes_after_it_was_checked_is_named(folder, refused):
         examples(opened)
 
 
-def test_folder_that_cannot_be_listed_is_named(folder, monkeypatch, refused):
+def test_folder_that_cannot_be_listed_is_named(folder, monkeypatch):
     def refuse(path):
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr("os.scandir", refuse)
-    with refused(InputError):
+    with refused(InputError, "must be readable; got PermissionError: Permission denied"):
         open_images(folder)
 
 
@@ -522,7 +523,7 @@ def test_folder_that_cannot_be_listed_is_named(folder, monkeypatch, refused):
         (b"123456", "model.caption_length"),
     ],
 )
-def test_wrong_caption_of_a_file_is_named(folder, content, named, refused):
+def test_wrong_caption_of_a_file_is_named(folder, content, named):
     for path in folder.glob("[acd]*/**/[123].*"):
         path.with_suffix(".txt").write_bytes(b"right")
     if content is not None:
@@ -531,14 +532,14 @@ def test_wrong_caption_of_a_file_is_named(folder, content, named, refused):
         open_images(folder, caption_length=5)
 
 
-def test_the_longest_of_the_captions_that_do_not_fit_is_named(folder, refused):
+def test_the_longest_of_the_captions_that_do_not_fit_is_named(folder):
     for path, length in zip(sorted(folder.glob("[acd]*/**/*.*")), (6, 8, 7, 3), strict=True):
         path.with_suffix(".txt").write_text("x" * length)
     with refused(InputError, "caption_length=5"):
         open_images(folder, caption_length=5)
 
 
-def test_caption_of_digits_must_fit(refused):
+def test_caption_of_digits_must_fit():
     with refused(InputError, "caption_length=4"):
         open_digits(caption_length=4)
 
@@ -561,7 +562,7 @@ def one_infinite():
     ],
     ids=["rank", "shape", "integers", "infinite", "empty", "objects"],
 )
-def test_npz_with_wrong_latents_is_refused(tmp_path, latents, named, refused):
+def test_npz_with_wrong_latents_is_refused(tmp_path, latents, named):
     path = write_npz(tmp_path / "x.npz", latents=latents)
     with refused(InputError, named):
         open_images(path, **LATENTS)
@@ -620,15 +621,15 @@ def test_only_latents_of_an_unusual_scale_are_warned_of(tmp_path, scale, warns):
     ],
     ids=["few", "floating", "high", "negative"],
 )
-def test_npz_with_wrong_labels_is_refused(tmp_path, labels, named, refused):
+def test_npz_with_wrong_labels_is_refused(tmp_path, labels, named):
     path = write_npz(tmp_path / "x.npz", labels=labels)
     with refused(InputError, named):
         open_images(path, **LATENTS, classes=3)
 
 
-def test_npz_without_an_array_that_the_model_needs_is_refused(tmp_path, refused):
+def test_npz_without_an_array_that_the_model_needs_is_refused(tmp_path):
     path = write_npz(tmp_path / "x.npz")
-    with refused(InputError):
+    with refused(InputError, "or use --model.classes 0 for no labels"):
         open_images(path, **LATENTS, classes=3)
 
 
@@ -642,7 +643,7 @@ def test_npz_without_an_array_that_the_model_needs_is_refused(tmp_path, refused)
     ],
     ids=["few", "numbers", "long", "surrogate"],
 )
-def test_npz_with_wrong_captions_is_refused(tmp_path, captions, named, refused):
+def test_npz_with_wrong_captions_is_refused(tmp_path, captions, named):
     path = write_npz(tmp_path / "x.npz", captions=captions)
     with refused(InputError, named):
         open_images(path, **LATENTS, caption_length=5)
@@ -668,8 +669,8 @@ def damaged_npz(path):
     ],
     ids=["empty", "text", "truncated", "damaged", "npy"],
 )
-def test_file_that_is_no_npz_is_refused(tmp_path, content, refused):
+def test_file_that_is_no_npz_is_refused(tmp_path, content):
     path = tmp_path / "x.npz"
     path.write_bytes(content(path))
-    with refused(InputError):
+    with refused(InputError, "data.path must"):
         open_images(path, **LATENTS)

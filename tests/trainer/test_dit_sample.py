@@ -99,12 +99,14 @@ def test_file_that_cannot_be_written_leaves_nothing(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_folder_that_cannot_be_written_is_named_before_anything_is_drawn(run_dir, monkeypatch):
     monkeypatch.setattr("os.access", lambda path, mode: False)
     message = message_of(run_dir, *QUICK)
     assert "--out must lie in a folder that can be written; got" in message
 
 
+@pytest.mark.slow
 def test_latents_come_as_numbers(tmp_path, capsys):
     """In the scale of the data, in a file that is named."""
     run = save_run(tmp_path / "run", data=ImageConfig(path=tmp_path / "latents.npz"))
@@ -170,6 +172,7 @@ def test_flags_that_cannot_be_read(run_dir, capsys, flags, message):
     assert message in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.slow
 def test_model_that_cannot_be_guided_is_not(tmp_path):
     run = save_run(tmp_path / "run", diffusion=DiffusionConfig(dropout=0.0))
     sample.sample([str(run), *QUICK, "--classes", "2"])

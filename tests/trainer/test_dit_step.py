@@ -186,6 +186,7 @@ def noise_of(noisy, config=CONFIG):
     return np.asarray(noise)[:, : config.num_tokens]
 
 
+@pytest.mark.slow
 def test_noise_depends_on_the_number_of_the_example_alone():
     first, later = shown(training=True), shown(1, training=True)
     rows = np.concatenate([noise_of(first), noise_of(later)])
@@ -208,6 +209,7 @@ def test_measuring_draws_other_noise_than_training():
     assert abs(noise_of(measured) - noise_of(trained)).max() > 1
 
 
+@pytest.mark.slow
 def test_labels_and_captions_are_dropped_together_and_in_training_alone():
     never, often = DiffusionConfig(dropout=0.0), DiffusionConfig(dropout=0.8)
     kept = shown(training=True, config=WITH_TEXT, diffusion=never)
@@ -226,6 +228,7 @@ def test_labels_and_captions_are_dropped_together_and_in_training_alone():
 
 
 @pytest.mark.parametrize("target", ["flow", "v", "eps"])
+@pytest.mark.slow_except_every(3)
 def test_patches_and_targets_are_of_the_same_image(target):
     changes = {"diffusion": DiffusionConfig(target=target, times="logit_normal")}
     noisy = shown(training=True, **changes)

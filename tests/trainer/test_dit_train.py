@@ -12,6 +12,7 @@ from PIL import Image
 import train
 from configs.dit import dit_1b, dit_digits
 from programs import interrupt_after, shared_programs
+from refusals import refused
 from startrail_jax.errors import InputError
 from trainer.dit.config import DiTTrainConfig
 from trainer.run.settings import load_config, save_config
@@ -50,7 +51,7 @@ def test_an_interrupted_run_goes_on_on_another_mesh(tmp_path, monkeypatch):
     np.testing.assert_allclose(second.validation, undisturbed.validation, rtol=1e-5)
 
 
-def test_average_is_neither_begun_nor_left_by_a_run_that_goes_on(tmp_path, refused):
+def test_average_is_neither_begun_nor_left_by_a_run_that_goes_on(tmp_path):
     config = replace(dit_digits(), run_dir=tmp_path)
     (tmp_path / "checkpoints" / "3").mkdir(parents=True)
     save_config(config, tmp_path / "config.json")
@@ -65,9 +66,9 @@ def npz(folder, **arrays):
 
 
 @pytest.mark.quick
-def test_latents_of_the_wrong_rank_are_refused_before_there_is_a_run(tmp_path, refused):
+def test_latents_of_the_wrong_rank_are_refused_before_there_is_a_run(tmp_path):
     data = npz(tmp_path, latents=np.zeros((4, 8, 8), np.float32), labels=np.zeros(4, int))
-    with refused(InputError):
+    with refused(InputError, "`latents` must"):
         run(tmp_path / "run", data, steps=1)
     assert not (tmp_path / "run").exists()
 
@@ -81,7 +82,7 @@ def images(folder, count=12):
     return f"--data.path {folder / 'images'} --model.classes 2"
 
 
-def test_image_of_another_size_is_refused_before_there_is_a_run(tmp_path, refused):
+def test_image_of_another_size_is_refused_before_there_is_a_run(tmp_path):
     data = images(tmp_path)
     Image.new("L", (8, 9)).save(tmp_path / "images" / "1" / "odd.png")
     with refused(InputError, "odd.png"):
@@ -144,7 +145,7 @@ def test_settings_of_images_survive_and_an_older_file_lacks_them(tmp_path):
         ("data", {"latent_scale": 0.5}, "latent_scale=0.5"),
     ],
 )
-def test_config_that_cannot_be_raises(part, change, named, refused):
+def test_config_that_cannot_be_raises(part, change, named):
     config = dit_digits()
     with refused(InputError, named):
         replace(config if part is None else getattr(config, part), **change)
@@ -156,7 +157,7 @@ def test_dit_1b_is_of_512k_tokens():
     assert (config.model.layers, config.model.heads, config.model.width) == (24, 24, 1536)
 
 
-def test_run_folder_of_a_gpt_is_left_alone(tmp_path, refused):
+def test_run_folder_of_a_gpt_is_left_alone(tmp_path):
     (tmp_path / "checkpoints" / "3").mkdir(parents=True)
     config = replace(train.RECIPES["gpt_tiny"](), run_dir=tmp_path)
     save_config(config, tmp_path / "config.json")

@@ -9,6 +9,7 @@ import pytest
 
 import train
 from configs.gpt import gpt_tiny
+from refusals import refused
 from startrail_jax.errors import InputError
 from trainer import loop as training_loop
 from trainer.errors import LossSpikeError, NonFiniteError
@@ -32,7 +33,7 @@ def judge(watch, step, loss, saved=None):
 
 
 @pytest.mark.quick
-def test_skipping_ends_after_so_many_steps_in_a_row(refused):
+def test_skipping_ends_after_so_many_steps_in_a_row():
     skipping = watch(non_finite="skip", non_finite_limit=3)
     for start in (0, 10):
         assert judge(skipping, start + 1, math.nan) is Judgement.SKIPPED
@@ -45,7 +46,7 @@ def test_skipping_ends_after_so_many_steps_in_a_row(refused):
         judge(watch(), 1, math.nan)
 
 
-def test_spike_is_told_by_the_median_of_the_losses_before(refused):
+def test_spike_is_told_by_the_median_of_the_losses_before():
     guard = watch(spike_factor=2.0)
     for step in range(LEAST_LOSSES):
         # Too few to compare with; and one of them was high.
@@ -70,7 +71,7 @@ def test_spike_is_told_by_the_median_of_the_losses_before(refused):
         ({"non_finite_limit": 0}, "non_finite_limit=0"),
     ],
 )
-def test_limits_that_cannot_be_raise(change, named, refused):
+def test_limits_that_cannot_be_raise(change, named):
     with refused(InputError, named):
         replace(gpt_tiny(), **change)
 
@@ -105,9 +106,7 @@ def saved_steps(folder):
 
 
 @pytest.mark.slow
-def test_loss_spike_leads_back_once_and_its_data_are_left_out(
-    tmp_path, monkeypatch, capsys, refused
-):
+def test_loss_spike_leads_back_once_and_its_data_are_left_out(tmp_path, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         plant(patch, lambda batch: batch >= 13)
         with refused(LossSpikeError, "step 11"):
@@ -141,9 +140,7 @@ def test_loss_spike_leads_back_once_and_its_data_are_left_out(
 
 
 @pytest.mark.slow
-def test_spike_before_the_first_checkpoint_leads_back_to_the_beginning(
-    tmp_path, monkeypatch, refused
-):
+def test_spike_before_the_first_checkpoint_leads_back_to_the_beginning(tmp_path, monkeypatch):
     plant(monkeypatch, lambda batch: batch == 11)
     monkeypatch.setattr(training_loop.Checkpoints, "latest", None)
     begun = []

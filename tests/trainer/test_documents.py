@@ -11,6 +11,7 @@ import pytest
 
 import startrail_jax as st
 from programs import compile_gradients
+from refusals import refused
 from startrail_jax.analysis import hlo
 from startrail_jax.errors import InputError
 from trainer.config import AttentionConfig, OptimizerConfig
@@ -99,6 +100,7 @@ MESHES = [
 
 @pytest.mark.parametrize("degrees", MESHES, ids=str)
 @pytest.mark.parametrize("order", [None, "rings_inside"])
+@pytest.mark.slow_except_every(4)
 def test_every_token_of_an_epoch_is_once_on_its_device(degrees, order):
     if order and degrees.num_devices % 2:
         order = None  # No nodes of two.
@@ -118,7 +120,7 @@ def test_every_token_of_an_epoch_is_once_on_its_device(degrees, order):
     series.close()
 
 
-def test_documents_are_cut_at_the_longest_and_at_ends_of_streams(refused):
+def test_documents_are_cut_at_the_longest_and_at_ends_of_streams():
     streams = [text([200, 0, 0, 3]), text([2, 90]), text([1, 5])]
     streams[1] = dataclasses.replace(streams[1], tokens=streams[1].tokens[:-1])  # No end.
     documents = TextDocuments(streams, END, LONGEST)
@@ -175,7 +177,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.slow_except_every(9)
+@pytest.mark.slow
 @pytest.mark.parametrize(("degrees", "changes"), SETTINGS.values(), ids=SETTINGS.keys())
 def test_gradients_are_those_of_single_rows_on_one_device(degrees, changes):
     program, documents = (
@@ -210,6 +212,7 @@ def test_gradients_are_those_of_single_rows_on_one_device(degrees, changes):
         np.testing.assert_allclose(found, x, atol=1e-5 * np.abs(x).max(), err_msg=str(path))
 
 
+@pytest.mark.slow
 def test_documents_on_one_device_send_nothing():
     """A program whose documents all fit one device has no collective but those of weights."""
     program = make_program(st.Degrees.startrail(8, c=2))
@@ -222,7 +225,7 @@ def test_documents_on_one_device_send_nothing():
     assert {kind for kind, size in traffic.by_collective.items() if size} == {"all_reduce"}
 
 
-def test_batches_go_on_where_they_were(refused):
+def test_batches_go_on_where_they_were():
     program, documents = (
         make_program(st.Degrees.startrail(8, c=2)),
         TextDocuments([text(LENGTHS)], END, LONGEST),
@@ -243,7 +246,7 @@ def test_batches_go_on_where_they_were(refused):
         other.set_state(states[2])
     other.set_state(states[2], new_order=True)
     assert other.get_state()["documents"]["epoch"] == 0
-    with refused(InputError):
+    with refused(InputError, "A run must"):
         other.set_state({"batches": 3})
     series.close()
     other.close()
@@ -273,11 +276,11 @@ def test_other_devices_go_on_with_all_documents_once():
     ],
     ids=str,
 )
-def test_settings_that_documents_cannot_have_are_refused(changes, refused):
-    with refused(InputError):
+def test_settings_that_documents_cannot_have_are_refused(changes):
+    with refused(InputError, "of a"):
         make_program(st.Degrees(ring=4), **changes)
 
 
-def test_a_tensor_degree_beyond_the_key_heads_is_refused(refused):
+def test_a_tensor_degree_beyond_the_key_heads_is_refused():
     with refused(InputError, tensor=4, kv_heads=2):
         make_program(st.Degrees(tensor=4, ring=2))

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from refusals import refused
 from startrail_jax.errors import InputError
 from strangers import GIGABYTE, Strangers, is_closed
 from trainer.errors import RunError, StorageError
@@ -115,10 +116,10 @@ def test_door_without_a_free_file_stays_open(monkeypatch):
     assert not failures
 
 
-def test_other_secret_is_refused_by_both_sides(refused):
+def test_other_secret_is_refused_by_both_sides():
     other = Secret(value="incorrect horse battery", place="VARIABLE")
     with opened() as (port, admitted):
-        with refused(NotLetInError):
+        with refused(NotLetInError, "All processes must"):
             comes(port, other)
         assert admitted == []
     # One who listens there and does not know the secret learns nothing to send back.
@@ -236,7 +237,7 @@ def test_secret_that_others_may_read_is_refused(tmp_path, mode):
         find_secret(given(secret_file=path), None, 0.0)
 
 
-def test_secret_that_is_not_there_is_asked_for(tmp_path, monkeypatch, refused):
+def test_secret_that_is_not_there_is_asked_for(tmp_path, monkeypatch):
     with refused(InputError, "STARTRAIL_SECRET"):
         find_secret(given(), None, 0.0)
     with pytest.raises(RunError, match=rf"process 0 puts a secret.*got no {tmp_path}/secret withi"):
@@ -244,13 +245,13 @@ def test_secret_that_is_not_there_is_asked_for(tmp_path, monkeypatch, refused):
     with refused(StorageError, "secret_file"):
         find_secret(given(secret_file=tmp_path / "none"), tmp_path, 0.0)
     (tmp_path / "file").touch()
-    with refused(StorageError):
+    with refused(StorageError, "Process 0 must"):
         find_secret(given(index=0), tmp_path / "file" / "run", 0.0)
     (tmp_path / "secret").write_bytes(b"\xff" * 20)
     with refused(StorageError, "secret"):
         find_secret(given(), tmp_path, 0.0)
     monkeypatch.setenv(secret.VARIABLE, "short")
-    with refused(InputError) as caught:
+    with refused(InputError, "The secret of a run must") as caught:
         find_secret(given(), tmp_path, 0.0)
     assert "short" not in str(caught.value)
     assert os.environ[secret.VARIABLE] == "short"

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from refusals import refused
 from startrail_jax.errors import InputError
 from tests.faults import power
 from trainer import durable, sums
@@ -87,14 +88,14 @@ def test_metrics_that_end_in_nuls_lose_those_alone(tmp_path):
     assert records.drop_after(path, 9) == 0
 
 
-def test_sums_name_the_file_that_is_another(tmp_path, refused):
+def test_sums_name_the_file_that_is_another(tmp_path):
     (tmp_path / "a").write_text("one")
     (tmp_path / "b").write_text("two")
     assert check_sums(tmp_path, "Copy it.") is None
     write_sums(tmp_path)
     assert check_sums(tmp_path, "Copy it.").keys() == {"a", "b"}
     (tmp_path / "b").write_text("twp")
-    with refused(InputError):
+    with refused(InputError, "Files with checksums must"):
         check_sums(tmp_path, "Copy it.")
     (tmp_path / SUMS_FILE).write_text('["a"]')
     with pytest.raises(ValueError, match=rf"got '.*/{SUMS_FILE}': "):
@@ -102,10 +103,10 @@ def test_sums_name_the_file_that_is_another(tmp_path, refused):
 
 
 @pytest.mark.parametrize("content", ["", "{", '{"a": 1', '["a"]', "3", '{"a": null}', "[" * 10_000])
-def test_torn_checksums_are_no_checksums_of_earlier_versions(content, tmp_path, refused):
+def test_torn_checksums_are_no_checksums_of_earlier_versions(content, tmp_path):
     (tmp_path / "a").write_text("one")
     (tmp_path / SUMS_FILE).write_text(content)
-    with refused(InputError):
+    with refused(InputError, "Files with checksums must"):
         check_sums(tmp_path, "Copy it.")
 
 
@@ -126,7 +127,7 @@ def test_checksums_appear_whole(tmp_path, monkeypatch):
     assert check_sums(tmp_path, "Copy it.").keys() == {"a"}
 
 
-def test_file_that_cannot_be_read_is_not_called_damaged(tmp_path, monkeypatch, refused):
+def test_file_that_cannot_be_read_is_not_called_damaged(tmp_path, monkeypatch):
     (tmp_path / "a").write_text("one")
     write_sums(tmp_path)
 

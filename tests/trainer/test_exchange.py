@@ -59,6 +59,7 @@ with heartbeat(options, last=leave):
 """
 
 
+@pytest.mark.slow
 def test_two_processes_gather_what_both_give(tmp_path):
     port = str(failures.free_port())
     processes = [

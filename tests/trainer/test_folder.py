@@ -13,6 +13,7 @@ import tyro
 
 from configs.dit import dit_digits
 from configs.gpt import gpt_tiny
+from refusals import refused
 from startrail_jax.errors import InputError
 from trainer.config import CheckpointConfig, MeshConfig
 from trainer.gpt.config import GPTTrainConfig
@@ -78,11 +79,11 @@ def test_run_of_another_kind_is_refused(config):
         raise AssertionError("not reached")
 
 
-def test_run_of_other_results_is_refused_and_left_alone(config, refused):
+def test_run_of_other_results_is_refused_and_left_alone(config):
     folder = begin(config)
     changed = with_optimizer(replace(config, seed=3), learning_rate=1e-3)
     changed = with_data(changed, path=Path("corpus"), mask_documents=False)
-    with refused(InputError) as caught, open_run(changed):
+    with refused(InputError, "A run that goes on must") as caught, open_run(changed):
         raise AssertionError("not reached")
     assert str(caught.value) == (
         "A run that goes on must keep the settings that its result depends on; got "
@@ -98,7 +99,7 @@ def test_run_of_other_results_is_refused_and_left_alone(config, refused):
     assert load_config(GPTTrainConfig, folder / "config.json") == config
 
 
-def test_changes_are_allowed_on_request_but_for_the_model(config, refused):
+def test_changes_are_allowed_on_request_but_for_the_model(config):
     begin(config)
     rope = replace(config.model.rope, scaling="yarn", factor=4.0, original_length=64)
     changed = replace(
@@ -117,7 +118,7 @@ def test_changes_are_allowed_on_request_but_for_the_model(config, refused):
 
 
 @pytest.mark.parametrize("allow_changes", [False, True])
-def test_another_kind_of_optimizer_is_another_run(config, allow_changes, refused):
+def test_another_kind_of_optimizer_is_another_run(config, allow_changes):
     begin(config)
     other = replace(with_optimizer(config, kind="muon"), allow_changes=allow_changes)
     with (
@@ -143,7 +144,7 @@ def test_every_setting_of_a_run_must_stay_or_is_listed_as_free(config):
     assert set(FREE_SETTINGS) < {*vars(config), *names}
 
 
-def test_process_that_does_not_write_compares(config, refused):
+def test_process_that_does_not_write_compares(config):
     with open_run(config, writes=False) as folder:
         assert list(folder.iterdir()) == []
     begin(config)

@@ -78,6 +78,7 @@ def size_on_a_device(shapes):
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.slow_except_every(5)
 def test_state_and_batch_are_exact(name):
     config, degrees, program = case(name)
     formula = footprint(config, degrees)
@@ -118,6 +119,7 @@ def test_state_and_batch_of_a_dit_are_exact(zero, degrees, caption_length):
     assert size_on_a_device(program.batch_shapes) == formula["batch"]
 
 
+@pytest.mark.slow
 def test_arguments_of_the_compiled_step_are_state_and_batch():
     config, degrees, program = case("level 3, tensor")
     memory = compile_step(program).memory_analysis()
@@ -129,7 +131,7 @@ def test_arguments_of_the_compiled_step_are_state_and_batch():
     assert 0 <= memory.output_size_in_bytes - formula.state_bytes < 1024
 
 
-@pytest.mark.slow_except_every(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["level 0", "level 1, data", "level 2, team", "level 3, unsplit"])
 def test_gradients_of_the_compiled_step_are_exact(name):
     """They are sharded as the weights are; at level 1 they are whole until they are summed."""
@@ -162,6 +164,7 @@ def test_parameters_of_dit_1b():
     assert num_parameters("dit_1b") == pytest.approx(1.0e9, rel=0.05)
 
 
+@pytest.mark.slow
 def test_saved_by_remat():
     """gpt_7b on 64 devices: 8192 tokens of width 4096 in bfloat16 are 64 MiB a layer."""
     config, degrees = RECIPES["gpt_7b"](), st.Degrees.startrail(64, c=4)
@@ -207,6 +210,7 @@ def stacked(jaxpr, layers):
     ("zero", "degrees", "chunks"),
     [(0, st.Degrees(), 1), (3, st.Degrees(data=2, tensor=2), 1), (3, st.Degrees(head=2), 2)],
 )
+@pytest.mark.slow
 def test_what_a_layer_without_remat_saves(kind, zero, degrees, chunks):
     """Counted in the derivative that jax makes of a step, tiled and not."""
     for tile in (None, 512):
@@ -244,6 +248,7 @@ def test_documents_are_a_fifth_array_of_the_batch():
     assert sizes == [5 * 4 * 4 * 16, 4 * 4 * 4 * 16]
 
 
+@pytest.mark.slow
 def test_only_vocabularies_are_large_weights_outside_of_the_layers():
     """A head or an embedding with its gradient; of a tied one the gradient arises in the loss."""
 
@@ -278,6 +283,7 @@ def test_describe_memory_gives_the_sum_and_the_state(host, end):
     assert line.endswith(end)
 
 
+@pytest.mark.slow
 def test_layers_of_a_period_have_their_weights_and_gradients_at_a_time():
     @functools.cache
     def sizes(zero, **model):

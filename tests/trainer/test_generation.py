@@ -11,6 +11,7 @@ from flax import nnx
 
 import startrail_jax as st
 from models.gpt import GPT
+from refusals import refused
 from startrail_jax.errors import InputError
 from trainer.gpt.config import GPTConfig, RopeConfig, attention_of
 from trainer.gpt.generation import Generator
@@ -105,6 +106,7 @@ def one_device(sampling=SAMPLING):
     return generate(make_generator(st.Degrees(), sampling), prompts(5, 13, 9))
 
 
+@pytest.mark.slow
 def test_greedy_tokens_are_the_likeliest_of_the_whole_forward_pass():
     greedy = make_generator(st.Degrees.startrail(8, c=2), Sampling(temperature=0.0))
     found = generate(greedy, prompts(5, 13, 9))
@@ -142,6 +144,7 @@ def test_draws_do_not_depend_on_the_mesh(degrees, options):
     assert found == one_device()
 
 
+@pytest.mark.slow
 def test_rows_differ_and_do_not_depend_on_what_is_beside_them():
     first, second, third = prompts(5, 13, 9)
     found = generate(make_generator(st.Degrees()), [second, second, third])
@@ -150,10 +153,12 @@ def test_rows_differ_and_do_not_depend_on_what_is_beside_them():
     assert found[1] == one_device()[1]
 
 
+@pytest.mark.slow
 def test_seed_changes_the_draws():
     assert one_device() != one_device(dataclasses.replace(SAMPLING, seed=4))
 
 
+@pytest.mark.slow
 def test_rows_end_with_the_document():
     rows = one_device()
     end = rows[1][2]
@@ -165,6 +170,7 @@ def test_rows_end_with_the_document():
 
 
 @pytest.mark.quick
+@pytest.mark.slow
 def test_generation_stops_when_all_rows_have_ended():
     rows = [prompts(5, 13, 9)[1]] * 3
     greedy = make_generator(st.Degrees(), Sampling(temperature=0.0))
@@ -183,6 +189,7 @@ def test_no_tokens_are_asked_for():
     assert generate(make_generator(st.Degrees()), prompts(5), num_tokens=0) == []
 
 
+@pytest.mark.slow
 def test_cache_of_32k_tokens_is_an_eighth_on_each_of_eight_devices():
     """A decode step does not copy it."""
     config = dataclasses.replace(MODEL, layers=12)
@@ -197,6 +204,7 @@ def test_cache_of_32k_tokens_is_an_eighth_on_each_of_eight_devices():
     assert memory.temp_size_in_bytes < of_cache // 8 / 6
 
 
+@pytest.mark.slow
 def test_cache_is_in_the_type_of_the_activations_and_holds_no_head_twice():
     config = dataclasses.replace(MODEL, kv_heads=1, dtype="bfloat16")
     cache, _ = cache_shapes(make_generator(st.Degrees(head=4), config=config), slots=64)
@@ -235,19 +243,19 @@ def test_32k_tokens_on_eight_devices_give_the_tokens_of_one(compile_well):
         ([-1, 3], "0 and"),
     ],
 )
-def test_prompts_that_the_model_does_not_know_raise(prompt, named, refused):
+def test_prompts_that_the_model_does_not_know_raise(prompt, named):
     generator = make_generator(st.Degrees())
     with refused(InputError, named):
         generator(make_weights(), [np.array([1]), np.array(prompt, int)], num_tokens=1)
 
 
-def test_mesh_that_does_not_divide_the_model_raises(refused):
+def test_mesh_that_does_not_divide_the_model_raises():
     with refused(InputError, heads=8):
         make_generator(st.Degrees(head=3))
 
 
-def test_decode_of_integers_raises(refused):
+def test_decode_of_integers_raises():
     attention = st.Attention(st.make_mesh(st.Degrees(), "auto", jax.devices()[:1]), causal=True)
     query, cache = np.zeros((1, 1, 2, 4), np.int32), np.zeros((1, 8, 2, 4), np.int32)
-    with refused(InputError):
+    with refused(InputError, "query, key_cache and value_cache must"):
         attention.decode(query, cache, cache, np.zeros((1, 1), np.int32))

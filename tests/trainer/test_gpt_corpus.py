@@ -11,6 +11,7 @@ import pytest
 import tokenizers
 
 from configs.gpt import gpt_tiny
+from refusals import refused
 from startrail_jax.errors import InputError
 from startrail_jax.tokens.layout import Layout
 from trainer.data import documents, files
@@ -136,10 +137,10 @@ def test_standard_library_of_this_interpreter_is_large():
     assert 0.01 < len(held_out) / len(train) < 0.2
 
 
-def test_standard_library_without_source_raises(use_library, refused):
+def test_standard_library_without_source_raises(use_library):
     for path in use_library.rglob("*.py"):
         path.unlink()
-    with refused(InputError):
+    with refused(InputError, "The standard library must"):
         open_corpus(None)
 
 
@@ -255,21 +256,21 @@ def test_tokenizer_takes_the_given_end_of_document(tmp_path, tokenizer):
     assert ids(opened.train) == [[1, 5]]
 
 
-def test_token_beyond_the_vocabulary_of_a_text_raises(tmp_path, tokenizer, refused):
+def test_token_beyond_the_vocabulary_of_a_text_raises(tmp_path, tokenizer):
     path = write(tmp_path, a_txt=b"one two three") / "a.txt"
     with refused(InputError, "vocab_size=4"):
         open_corpus(path, tokenizer=tokenizer, vocab_size=4)
 
 
-def test_tokenizer_without_end_of_document_raises(tmp_path, refused):
+def test_tokenizer_without_end_of_document_raises(tmp_path):
     path = tmp_path / "t.json"
     tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a")).save(str(path))
-    with refused(InputError):
+    with refused(InputError, "A tokenizer must"):
         FileTokenizer(path, end_of_document=None, vocab_size=9)
 
 
 @pytest.mark.parametrize("content", [b"{}", b"\xff", b"", None])
-def test_file_that_is_no_tokenizer_raises(tmp_path, content, refused):
+def test_file_that_is_no_tokenizer_raises(tmp_path, content):
     path = tmp_path / "t.json"
     if content is not None:
         path.write_bytes(content)
@@ -277,13 +278,13 @@ def test_file_that_is_no_tokenizer_raises(tmp_path, content, refused):
         FileTokenizer(path, end_of_document=None, vocab_size=9)
 
 
-def test_small_vocabulary_of_bytes_raises(tmp_path, refused):
+def test_small_vocabulary_of_bytes_raises(tmp_path):
     write(tmp_path, a_txt=b"text")
     with refused(InputError, "vocab_size=255"):
         open_corpus(tmp_path / "a.txt", vocab_size=255)
 
 
-def test_end_of_document_beyond_the_vocabulary_raises(tmp_path, refused):
+def test_end_of_document_beyond_the_vocabulary_raises(tmp_path):
     with refused(InputError, "end_of_document=256"):
         open_corpus(tmp_path, end_of_document=256)
 
@@ -333,26 +334,26 @@ def test_token_beyond_the_vocabulary_raises_when_opened(tmp_path, token):
         open_corpus(tmp_path, held_out=0.2, vocab_size=40)
 
 
-def test_token_beyond_the_vocabulary_raises_when_read(tmp_path, monkeypatch, refused):
+def test_token_beyond_the_vocabulary_raises_when_read(tmp_path, monkeypatch):
     monkeypatch.setattr(corpus, "CHECKED_TOKENS", 10)
     tokens = np.zeros(200, np.int32)
     tokens[[50, 160]] = 40
     np.save(tmp_path / "a.npy", tokens)
     opened = open_corpus(tmp_path, held_out=0.5, vocab_size=40)
     assert not opened.train[0].read(10, 50).any()
-    with refused(InputError):
+    with refused(InputError, "Token ids must"):
         opened.train[0].read(45, 55)
-    with refused(InputError):
+    with refused(InputError, "Token ids must"):
         opened.held_out[0].read(55, 65)
 
 
-def test_wrong_bin_dtype_raises(tmp_path, refused):
+def test_wrong_bin_dtype_raises(tmp_path):
     np.arange(1, 101, dtype=np.uint16).tofile(tmp_path / "a.bin")
-    with refused(InputError):
+    with refused(InputError, "Token ids must"):
         open_corpus(tmp_path, bin_dtype="uint32", vocab_size=50_000)
 
 
-def test_truncated_bin_raises(tmp_path, refused):
+def test_truncated_bin_raises(tmp_path):
     (tmp_path / "a.bin").write_bytes(bytes(13))
     with refused(InputError, "bin_dtype='int32'"):
         open_corpus(tmp_path, bin_dtype="int32")
@@ -368,15 +369,15 @@ def test_truncated_npy_raises(tmp_path, kept):
 
 
 @pytest.mark.parametrize("array", [np.zeros((2, 3), int), np.zeros(3), np.array(3)])
-def test_npy_of_other_arrays_raises(tmp_path, array, refused):
+def test_npy_of_other_arrays_raises(tmp_path, array):
     np.save(tmp_path / "a.npy", array)
-    with refused(InputError):
+    with refused(InputError, "must hold a vector of integers; got"):
         open_corpus(tmp_path)
 
 
-def test_npy_of_objects_raises(tmp_path, refused):
+def test_npy_of_objects_raises(tmp_path):
     np.save(tmp_path / "a.npy", np.array([{}]))
-    with refused(InputError):
+    with refused(InputError, "must be a whole .npy file of"):
         open_corpus(tmp_path)
 
 
@@ -388,9 +389,9 @@ def test_empty_file_of_tokens_raises(tmp_path, suffix):
         open_corpus(tmp_path / f"a.{suffix}")
 
 
-def test_tokenizer_for_files_of_tokens_raises(tmp_path, tokenizer, refused):
+def test_tokenizer_for_files_of_tokens_raises(tmp_path, tokenizer):
     np.save(tmp_path / "a.npy", np.zeros(9, int))
-    with refused(InputError):
+    with refused(InputError, "data.tokenizer must"):
         open_corpus(tmp_path / "a.npy", tokenizer=tokenizer)
 
 
@@ -439,9 +440,9 @@ def test_tokens_that_are_held_out_are_not_trained_on(tmp_path):
     assert ids(opened.held_out) == [[*range(20, 30)]]
 
 
-def test_all_held_out_raises(tmp_path, refused):
+def test_all_held_out_raises(tmp_path):
     write(tmp_path, a_txt=b"one", b_txt=b"two")
-    with refused(InputError):
+    with refused(InputError, "data.path must"):
         open_corpus(tmp_path / "a.txt", validation_path=tmp_path)
 
 
@@ -454,7 +455,7 @@ def test_all_held_out_raises(tmp_path, refused):
         (["train-00000-of-00001.bin"], ["valid-00000-of-00001.bin"]),
     ],
 )
-def test_parts_by_name_are_split_as_meant(tmp_path, train, held_out, refused):
+def test_parts_by_name_are_split_as_meant(tmp_path, train, held_out):
     """As in a folder of nanoGPT, with other files beside them."""
     write(tmp_path, input_txt=b"text", meta_pkl=b"\xff", prepare_py=b"", test_bin=b"\0\0")
     for start, name in enumerate([*train, *held_out]):
@@ -465,7 +466,7 @@ def test_parts_by_name_are_split_as_meant(tmp_path, train, held_out, refused):
     assert ids(opened.held_out) == found[-1:]
     assert f"held out from '{held_out[0]}'; 4 other files left out" in opened.description
     assert "'input.txt', 'meta.pkl'" in opened.description
-    with refused(InputError):
+    with refused(InputError, "data.held_out must"):
         open_corpus(tmp_path, held_out=0.3)
 
 
@@ -507,7 +508,7 @@ def test_gzip_is_read(tmp_path):
     [b"no gzip", gzip.compress(bytes(range(97, 120)), mtime=0)[:-9]],
     ids=["another", "cut"],
 )
-def test_damaged_gzip_raises(tmp_path, content, refused):
+def test_damaged_gzip_raises(tmp_path, content):
     (tmp_path / "a.txt.gz").write_bytes(content)
     with refused(InputError, "a.txt.gz"):
         open_corpus(tmp_path)
@@ -538,16 +539,16 @@ def test_kind_that_is_not_read_is_refused_by_name(tmp_path, name, cure):
             open_corpus(path)
 
 
-def test_all_files_that_are_not_read_are_named(tmp_path, refused):
+def test_all_files_that_are_not_read_are_named(tmp_path):
     write(tmp_path, a_json=b"", b_json=b"", c_txt=b"text", d_zst=b"")
-    with refused(InputError):
+    with refused(InputError, "data.path must"):
         open_corpus(tmp_path)
 
 
-def test_one_unreadable_file_does_not_hide_the_others(tmp_path, refused):
+def test_one_unreadable_file_does_not_hide_the_others(tmp_path):
     write(tmp_path, a_txt=b"\xff", b_txt=b"text", c_txt=b"abc\xe9")
     (tmp_path / "d.txt").symlink_to(tmp_path / "gone.txt")
-    with refused(InputError) as raised:
+    with refused(InputError, "Text must") as raised:
         open_corpus(tmp_path)
     _, count, *others = str(raised.value).splitlines()
     assert count == "2 other files cannot be read either:"
@@ -555,12 +556,12 @@ def test_one_unreadable_file_does_not_hide_the_others(tmp_path, refused):
     assert "d.txt' must be readable; got FileNotFoundError" in others[1]
     for index in range(5):
         (tmp_path / f"e{index}.txt").write_bytes(b"\xff")
-    with refused(InputError):
+    with refused(InputError, "Text must"):
         open_corpus(tmp_path)
 
 
 @pytest.mark.parametrize("block", [1, 2, 3, 5, 100])
-def test_text_is_read_in_parts_without_cutting_characters(tmp_path, monkeypatch, block, refused):
+def test_text_is_read_in_parts_without_cutting_characters(tmp_path, monkeypatch, block):
     monkeypatch.setattr(documents, "BLOCK_BYTES", block)
     text = "a\u00e9\u6f22\U0001f389b"
     path = tmp_path / "a.txt"
@@ -570,13 +571,13 @@ def test_text_is_read_in_parts_without_cutting_characters(tmp_path, monkeypatch,
         assert ids(opened.train) == [[*text[:cut].encode(), 0]]
         assert ids(opened.held_out) == [[*text[cut:].encode(), 0]]
     path.write_bytes(text.encode() + b"c\xe9d")
-    with refused(InputError):
+    with refused(InputError, "Text must"):
         open_corpus(path)
     path.write_bytes(text.encode() + b"\xe6\xbc")
-    with refused(InputError):
+    with refused(InputError, "Text must"):
         open_corpus(path)
     path.write_bytes(b"abc\0d")
-    with refused(InputError):
+    with refused(InputError, "Text must"):
         open_corpus(path, held_out=0.2)
 
 
@@ -591,57 +592,57 @@ def test_missing_path_raises(tmp_path, option):
         open_corpus(**options)
 
 
-def test_missing_path_with_no_similar_name_raises(tmp_path, refused):
+def test_missing_path_with_no_similar_name_raises(tmp_path):
     write(tmp_path, books_txt=b"text")
-    with refused(InputError):
+    with refused(InputError, "data.path must"):
         open_corpus(tmp_path / "zzz")
-    with refused(InputError):
+    with refused(InputError, "data.path must"):
         open_corpus(tmp_path / "zzz" / "books.txt")
 
 
-def test_empty_folder_raises(tmp_path, refused):
+def test_empty_folder_raises(tmp_path):
     write(tmp_path, _hidden=b"text")
-    with refused(InputError):
+    with refused(InputError, "data.path must"):
         open_corpus(tmp_path)
 
 
-def test_empty_files_raise(tmp_path, refused):
+def test_empty_files_raise(tmp_path):
     write(tmp_path, a_txt=b"", b_txt=b"", c_jsonl=b"\n", d_txt=b"text")
-    with refused(InputError):
+    with refused(InputError, "Data must"):
         open_corpus(tmp_path / "a.txt")
-    with refused(InputError):
+    with refused(InputError, "Data must"):
         open_corpus(tmp_path / "c.jsonl")
-    with refused(InputError):
+    with refused(InputError, "Data must"):
         open_corpus(tmp_path / "d.txt", validation_path=tmp_path / "b.txt")
 
 
-def test_mixed_kinds_raise(tmp_path, refused):
+def test_mixed_kinds_raise(tmp_path):
     write(tmp_path, a_bin=b"1", b_txt=b"2")
-    with refused(InputError):
+    with refused(InputError, "All files of data.path must"):
         open_corpus(tmp_path)
 
 
-def test_validation_of_another_kind_raises(tmp_path, refused):
+def test_validation_of_another_kind_raises(tmp_path):
     write(tmp_path, a_bin=b"1", b_txt=b"2")
-    with refused(InputError):
+    with refused(InputError, "data.validation_path must"):
         open_corpus(tmp_path / "b.txt", validation_path=tmp_path / "a.bin")
 
 
-def test_text_that_is_not_utf8_raises(tmp_path, refused):
+def test_text_that_is_not_utf8_raises(tmp_path):
     write(tmp_path, a_txt="caf\u00e9".encode("latin-1"))
-    with refused(InputError):
+    with refused(InputError, "Text must"):
         open_corpus(tmp_path)
 
 
-def test_jsonl_that_is_not_utf8_raises(tmp_path, refused):
+def test_jsonl_that_is_not_utf8_raises(tmp_path):
     write(tmp_path, a_jsonl=b'{"text": "one"}\n{"text": "caf\xe9"}\n')
-    with refused(InputError):
+    with refused(InputError, "Text must"):
         open_corpus(tmp_path)
 
 
-def test_text_with_the_byte_that_ends_documents_raises(tmp_path, refused):
+def test_text_with_the_byte_that_ends_documents_raises(tmp_path):
     write(tmp_path, a_txt=b"ab\0c")
-    with refused(InputError):
+    with refused(InputError, "Text must"):
         open_corpus(tmp_path, held_out=0.3)
 
 
@@ -657,13 +658,13 @@ def test_text_with_the_byte_that_ends_documents_raises(tmp_path, refused):
         (r'{"text": "a\u0000"}', "a.jsonl"),
     ],
 )
-def test_wrong_line_of_jsonl_raises(tmp_path, line, named, refused):
+def test_wrong_line_of_jsonl_raises(tmp_path, line, named):
     write_lines(tmp_path / "a.jsonl", ['{"text": "one"}', "", line])
     with refused(InputError, named):
         open_corpus(tmp_path)
 
 
-def test_dangling_link_raises(tmp_path, refused):
+def test_dangling_link_raises(tmp_path):
     (tmp_path / "a.txt").symlink_to(tmp_path / "gone.txt")
     for path in [tmp_path, tmp_path / "a.txt"]:
         with refused(InputError, "a.txt"):
@@ -685,13 +686,13 @@ def test_unreadable_file_raises(tmp_path, name, monkeypatch):
         open_corpus(tmp_path)
 
 
-def test_unreadable_folder_raises(tmp_path, monkeypatch, refused):
+def test_unreadable_folder_raises(tmp_path, monkeypatch):
     def refuse(path):
         raise PermissionError(13, "Permission denied", str(path))
 
     (tmp_path / "inner").mkdir()
     monkeypatch.setattr(os, "scandir", refuse)
-    with refused(InputError):
+    with refused(InputError, "must be readable; got PermissionError: Permission denied"):
         open_corpus(tmp_path)
 
 
@@ -702,10 +703,10 @@ def test_pipe_raises(tmp_path, name):
         open_corpus(tmp_path)
 
 
-def test_loop_of_links_raises(tmp_path, refused):
+def test_loop_of_links_raises(tmp_path):
     write(tmp_path, a_txt=b"text")
     (tmp_path / "loop").symlink_to(tmp_path)
-    with refused(InputError):
+    with refused(InputError, "A folder of data must"):
         open_corpus(tmp_path)
 
 
@@ -778,17 +779,17 @@ def test_whole_documents_are_held_out_where_some_fall_to_each_part(tmp_path):
     assert "the end of every document" not in opened.description
 
 
-def test_nothing_left_to_train_on_raises(tmp_path, refused):
+def test_nothing_left_to_train_on_raises(tmp_path):
     write(tmp_path, a_txt=b"a", b_txt=b"b")
     # Of one character each, so that only whole documents can be held out.
     for held_out in (0.999, 0.001):
-        with refused(InputError):
+        with refused(InputError, "data.held_out must"):
             open_corpus(tmp_path, held_out=held_out)
     (tmp_path / "b.txt").unlink()
-    with refused(InputError):
+    with refused(InputError, "data.held_out must"):
         open_corpus(tmp_path)
     np.save(tmp_path / "c.npy", np.zeros(3, int))
-    with refused(InputError):
+    with refused(InputError, "data.held_out must"):
         open_corpus(tmp_path / "c.npy", held_out=0.1)
 
 
@@ -803,7 +804,7 @@ def test_option_that_does_nothing_raises(many, option, value):
         open_corpus(many, **options, **{option: value})
 
 
-def test_end_of_document_of_tokens_that_are_not_masked_raises(tmp_path, refused):
+def test_end_of_document_of_tokens_that_are_not_masked_raises(tmp_path):
     np.save(tmp_path / "a.npy", np.arange(40) % 9)
     with refused(InputError, "mask_documents=False"):
         open_corpus(tmp_path, end_of_document=3, mask_documents=False)

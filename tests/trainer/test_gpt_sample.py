@@ -25,6 +25,7 @@ import sample
 import startrail_jax as st
 from configs.gpt import gpt_tiny
 from models.gpt import GPT
+from refusals import refused
 from trainer.checkpoints import checkpoint
 from trainer.checkpoints.checkpoint import CheckpointError, Checkpoints
 from trainer.checkpoints.weights import restore_weights
@@ -236,6 +237,7 @@ def test_text_does_not_depend_on_the_mesh(run_dir, capsys, tmp_path):
     assert first.out.endswith("\n")
 
 
+@pytest.mark.slow
 def test_more_devices_than_there_are_and_degrees_that_do_not_fit(tmp_path, capsys):
     """Those of the run give way; those of the command line do not."""
     config = dataclasses.replace(make_config(tmp_path), devices=3, mesh=MeshConfig(head=2))
@@ -253,6 +255,7 @@ def test_more_devices_than_there_are_and_degrees_that_do_not_fit(tmp_path, capsy
     )
 
 
+@pytest.mark.slow
 def test_token_ids_are_continued_by_token_ids(tmp_path, capsys):
     np.arange(99, dtype=np.uint16).tofile(tmp_path / "data.bin")
     data = DataConfig(path=tmp_path / "data.bin")
@@ -266,6 +269,7 @@ def test_token_ids_are_continued_by_token_ids(tmp_path, capsys):
     assert "must be token ids with spaces between" in message_of(tmp_path, "--prompt", "3 x")
 
 
+@pytest.mark.slow
 def test_average_is_preferred_and_the_newest_checkpoint_is_read(tmp_path):
     average = jax.tree.map(lambda x: x + 1, make_weights(0))
     folder = save_run(tmp_path, steps=(2, 4), average=average) / "checkpoints"
@@ -280,6 +284,7 @@ def test_average_is_preferred_and_the_newest_checkpoint_is_read(tmp_path):
     chex.assert_trees_all_equal(restore_weights(plain, shapes)[0], make_weights(4))
 
 
+@pytest.mark.slow
 def test_checkpoint_that_goes_while_it_is_read_gives_way_to_the_next(tmp_path, monkeypatch):
     folder = save_run(tmp_path) / "checkpoints"
     shapes = jax.tree.map(
@@ -406,6 +411,7 @@ def final_sample(**options):
     return continue_text(program, make_weights(), corpus, **options)
 
 
+@pytest.mark.slow
 def test_run_stops_where_its_pretrained_model_does(capsys, tmp_path):
     model, path = tmp_path / "model", tmp_path / "run"
     save_run(path, make_config(path, init_from=model))
@@ -427,12 +433,14 @@ def test_run_stops_where_its_pretrained_model_does(capsys, tmp_path):
     assert stops_of_run(path, make_config(path), None) == ()
 
 
+@pytest.mark.slow
 def test_continue_text_stays_in_one_document():
     prompt, text = final_sample()
     assert prompt == "1 2 3"
     assert len(text.split()) == 8
 
 
+@pytest.mark.slow
 def test_continue_text_stops_when_it_is_asked_to():
     whole = final_sample()[1].split()
     answers = iter([False, False, False, True])
@@ -463,7 +471,7 @@ def test_folders_that_are_no_run(tmp_path, run_dir):
     assert "must hold the config of a run" in message_of(tmp_path, "--prompt", "a")
 
 
-def test_damaged_checkpoint(tmp_path, refused):
+def test_damaged_checkpoint(tmp_path):
     folder = save_run(tmp_path) / "checkpoints"
     shapes = jax.eval_shape(first_weights)
     for file in folder.rglob("_METADATA"):
@@ -527,6 +535,7 @@ class TypedInput(io.StringIO):
         raise AssertionError("waits for a text that nobody knows of")
 
 
+@pytest.mark.slow
 def test_without_a_prompt_a_terminal_gets_a_sample_at_once(run_dir, capsys, monkeypatch):
     same = run(capsys, run_dir, "--prompt", "\n").out
     monkeypatch.setattr("sys.stdin", TypedInput())

@@ -15,6 +15,7 @@ import tokenizers
 from tokenizers import models, normalizers, pre_tokenizers, trainers
 
 from configs.gpt import gpt_tiny
+from refusals import refused
 from startrail_jax import Layout
 from startrail_jax.errors import InputError
 from trainer.data import cache, documents, progress
@@ -333,7 +334,7 @@ def test_killed_write_is_never_taken_for_whole(text, tokenizer, tmp_path, monkey
     assert opened.train[0].tokens[-1] == opened.end_of_document
 
 
-def test_failed_write_leaves_nothing(text, tokenizer, tmp_path, refused):
+def test_failed_write_leaves_nothing(text, tokenizer, tmp_path):
     (text / "bad.txt").write_bytes(b"caf\xe9")
     with refused(InputError, "UTF-8"):
         open_text_corpus(text, tokenizer, tmp_path / "cache")
@@ -352,21 +353,21 @@ def test_cached_tokens_beyond_the_vocabulary_raise(text, tokenizer, tmp_path, en
     assert not encoded
 
 
-def test_damaged_cache_raises(text, tokenizer, tmp_path, refused):
+def test_damaged_cache_raises(text, tokenizer, tmp_path):
     open_text_corpus(text, tokenizer, tmp_path / "cache")
     (file,) = (tmp_path / "cache").glob("*/train.npy")
     file.write_bytes(file.read_bytes()[:-7])
-    with refused(InputError):
+    with refused(InputError, "Files with checksums must"):
         open_text_corpus(text, tokenizer, tmp_path / "cache")
 
 
-def test_cache_that_cannot_be_written_raises(text, tokenizer, tmp_path, monkeypatch, refused):
+def test_cache_that_cannot_be_written_raises(text, tokenizer, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with refused(InputError):
+    with refused(InputError, "data.cache must"):
         open_text_corpus(text, tokenizer, Path("s3://x"))
     assert not Path("s3:").exists()
     (tmp_path / "cache").write_text("a file")
-    with refused(StorageError):
+    with refused(StorageError, "Tokens and copies must"):
         open_text_corpus(text, tokenizer, tmp_path / "cache")
 
 
@@ -380,10 +381,10 @@ def test_file_system_without_locks_warns(text, tokenizer, tmp_path, monkeypatch)
     assert tokens_of(opened) == tokens_of(open_text_corpus(text, tokenizer, None))
 
 
-def test_nothing_is_tokenised_without_held_out_text(text, tokenizer, tmp_path, encoded, refused):
+def test_nothing_is_tokenised_without_held_out_text(text, tokenizer, tmp_path, encoded):
     (text / "1.txt").write_text("a")
     for path, held_out in ((text / "1.txt", 0.05), (text / "1.txt", 0.9999)):
-        with refused(InputError):
+        with refused(InputError, "data.held_out must"):
             open_text_corpus(path, tokenizer, tmp_path / "cache", held_out=held_out)
     assert not encoded
 
@@ -418,9 +419,9 @@ def test_bytes_are_cached_on_request_only(text, tmp_path):
     assert np.load(folder).dtype == np.uint8
 
 
-def test_cache_of_files_of_tokens_raises(tmp_path, refused):
+def test_cache_of_files_of_tokens_raises(tmp_path):
     np.save(tmp_path / "a.npy", np.arange(100))
-    with refused(InputError):
+    with refused(InputError, "data.cache must"):
         open_corpus(DataConfig(path=tmp_path / "a.npy", cache=tmp_path), vocab_size=100)
 
 
@@ -490,9 +491,9 @@ def test_wrong_command_raises(text, tmp_path, monkeypatch, arguments, message):
     assert not (tmp_path / "out").exists()
 
 
-def test_command_that_cannot_write_raises(text, tmp_path, refused):
+def test_command_that_cannot_write_raises(text, tmp_path):
     (tmp_path / "file").touch()
-    with refused(StorageError):
+    with refused(StorageError, "Tokens and copies must"):
         main([str(text), str(tmp_path / "file" / "out"), "--held-out", "0.2"])
 
 
@@ -510,7 +511,7 @@ def flip(path, random):
     path.write_bytes(content)
 
 
-def test_flipped_bit_of_cached_tokens_is_noticed(text, tokenizer, tmp_path, refused):
+def test_flipped_bit_of_cached_tokens_is_noticed(text, tokenizer, tmp_path):
     opened = open_text_corpus(text, tokenizer, tmp_path / "cache")
     (folder,) = (path for path in (tmp_path / "cache").iterdir() if path.is_dir())
     files = sorted(folder.iterdir())
@@ -519,13 +520,13 @@ def test_flipped_bit_of_cached_tokens_is_noticed(text, tokenizer, tmp_path, refu
     for path in [*files * 4, *[folder / "train.npy"] * 14, *[folder / "val.npy"] * 10]:
         before = path.read_bytes()
         flip(path, random)
-        with refused(InputError):
+        with refused(InputError, "Files with checksums must"):
             open_text_corpus(text, tokenizer, tmp_path / "cache")
         path.write_bytes(before)
     again = open_text_corpus(text, tokenizer, tmp_path / "cache")
     assert again.tokens == opened.tokens
     (folder / "val.npy").unlink()
-    with refused(InputError):
+    with refused(InputError, "Files with checksums must"):
         open_text_corpus(text, tokenizer, tmp_path / "cache")
 
 
@@ -545,7 +546,7 @@ def test_tokens_of_an_earlier_version_are_taken_and_checked_from_then_on(
 
 
 def test_tokens_that_others_have_written_are_checked_without_a_write(
-    text, tokenizer, tmp_path, encoded, monkeypatch, refused
+    text, tokenizer, tmp_path, encoded, monkeypatch
 ):
     own = open_text_corpus(text, tokenizer, tmp_path / "cache")
     (sums,) = (tmp_path / "cache").glob(f"*/{SUMS_FILE}")
@@ -565,7 +566,7 @@ def test_tokens_that_others_have_written_are_checked_without_a_write(
     assert not sums.exists()
     sums.write_text(checksums)
     flip(sums.with_name("train.npy"), np.random.default_rng(0))
-    with refused(InputError):
+    with refused(InputError, "Files with checksums must"):
         open_text_corpus(text, tokenizer, tmp_path / "cache")
     assert encoded == []
 

@@ -125,6 +125,7 @@ def test_one_process_needs_no_heartbeat():
         assert agree(True)
 
 
+@pytest.mark.slow
 def test_all_leave_together(ends):
     workers = begin(3)
     left = threading.Thread(target=workers[1].leave, daemon=True)
@@ -156,6 +157,7 @@ def test_last_act_is_done_when_all_are_done(ends):
 
 
 @pytest.mark.parametrize("happens", ["gone", "silent", "raises"])
+@pytest.mark.slow_except_every(3)
 def test_process_that_is_lost_during_the_last_act_ends_all(happens, ends):
     line, workers = begin_with_silent(2)
     over = threading.Event()
@@ -238,6 +240,7 @@ def test_process_that_is_silent_ends_all(ends):
         assert "process 2 of 3 (far) has given no sign of life for 2 s (stopped, or " in message
 
 
+@pytest.mark.slow
 def test_process_0_is_not_blamed_while_it_waits_for_the_one_that_is_silent(monkeypatch, ends):
     # It waits for longer than a process may be silent.
     monkeypatch.setattr(timing, "FAREWELL", 2.0)
@@ -248,6 +251,7 @@ def test_process_0_is_not_blamed_while_it_waits_for_the_one_that_is_silent(monke
 
 
 @pytest.mark.parametrize("happens", ["gone", "silent"])
+@pytest.mark.slow_except_every(2)
 def test_without_process_0_the_others_end(happens, ends):
     with socket.create_server(("localhost", 0)) as server:
         meeting = {"hosts": ["localhost"], "port": server.getsockname()[1], "token": "x"}
@@ -361,6 +365,7 @@ def test_processes_with_other_flags_are_refused_by_all(flags, message):
     assert re.match(rf"All processes must join; got: process 1 of 3 \(.*\) has {message}", one)
 
 
+@pytest.mark.slow
 def test_who_was_stopped_does_not_blame_the_others(monkeypatch, ends):
     workers = begin(2)
     select = selectors.DefaultSelector.select
@@ -378,6 +383,7 @@ def test_who_was_stopped_does_not_blame_the_others(monkeypatch, ends):
     assert ends == []
 
 
+@pytest.mark.slow
 def test_suspension_outside_of_waiting_does_not_count_as_silence(monkeypatch, ends):
     workers = begin(2)
     tell, is_readable = Coordinator._tell, worker.is_readable
@@ -409,6 +415,7 @@ def test_error_in_the_heartbeat_itself_is_told_to_all(monkeypatch):
     assert all("the heartbeat in process 0 of 2 (" in x and "KeyError: 'x'" in x for x in said)
 
 
+@pytest.mark.slow
 def test_process_that_does_not_join_is_named(monkeypatch):
     monkeypatch.setattr(timing, "JOIN", 3.0)
     meeting = coordinated(2)

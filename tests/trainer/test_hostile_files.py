@@ -22,6 +22,7 @@ import pytest
 import tokenizers
 from PIL import EpsImagePlugin, Image
 
+from refusals import refused
 from startrail_jax.errors import InputError
 from trainer.data import documents, opening, progress, slices, tables
 from trainer.data.arrays import LONGEST_HEADER, Archive
@@ -52,21 +53,21 @@ def open_latents(path, **wanted):
 
 
 @pytest.mark.parametrize("function", [check_header, check_pixels, read_pixels])
-def test_image_starts_no_other_program(tmp_path, monkeypatch, function, refused):
+def test_image_starts_no_other_program(tmp_path, monkeypatch, function):
     started = []
     monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *given, **_: started.append(given))
     path = tmp_path / "x.png"
     path.write_bytes(EPS)
-    with refused(BadImageError):
+    with refused(BadImageError, "must be a whole image; got UnidentifiedImageError"):
         function(path, WANTED)
     assert not started
 
 
 @pytest.mark.parametrize("suffix", ["gif", "tiff", "ppm", "ico"])
-def test_image_of_another_format_is_refused_whatever_its_name(tmp_path, suffix, refused):
+def test_image_of_another_format_is_refused_whatever_its_name(tmp_path, suffix):
     Image.new("RGB", (7, 5)).save(tmp_path / f"x.{suffix}")
     path = (tmp_path / f"x.{suffix}").rename(tmp_path / "x.png")
-    with refused(BadImageError):
+    with refused(BadImageError, "must be a whole image; got UnidentifiedImageError"):
         read_pixels(path, WANTED)
 
 
@@ -167,18 +168,18 @@ def test_pipe_that_takes_the_place_of_a_file_is_not_waited_for(tmp_path, monkeyp
         pass
 
 
-def test_long_captions_and_lines_are_read_in_part(tmp_path, monkeypatch, refused):
+def test_long_captions_and_lines_are_read_in_part(tmp_path, monkeypatch):
     path = tmp_path / "a.txt"
     path.write_bytes(b"12345")
     assert read_whole(path, 5) == b"12345"
-    with refused(InputError):
+    with refused(InputError, "must have at most 4 bytes; got"):
         read_whole(path, 4)
     monkeypatch.setattr(image_folder, "LONGEST_CAPTION", 4)
-    with refused(InputError):
+    with refused(InputError, "must have at most 4 bytes; got"):
         image_folder._read_caption(tmp_path / "a.png")
     (tmp_path / "a.jsonl").write_text('{"text": "1"}\n{"text": "12"}\n')
     monkeypatch.setattr(documents, "LONGEST_LINE", 14)
-    with refused(InputError):
+    with refused(InputError, "A line of a JSONL file must"):
         open_corpus(DataConfig(path=tmp_path / "a.jsonl"), vocab_size=256)
 
 
@@ -216,9 +217,9 @@ ZEROS = bytes(1 << 22)
 
 
 @pytest.mark.usefixtures("few_bytes")
-def test_claim_of_terabytes_is_refused(tmp_path, refused):
+def test_claim_of_terabytes_is_refused(tmp_path):
     path = write_archive(tmp_path / "x.npz", latents=npy_header((10**11, 2, 3, 5, 4)) + b"few")
-    with refused(InputError):
+    with refused(InputError, "data.path must"):
         open_latents(path)
 
 
@@ -237,7 +238,7 @@ def test_archive_that_confirms_the_claim_of_its_header_is_refused(tmp_path):
 
 
 @pytest.mark.usefixtures("few_bytes")
-def test_array_that_is_much_larger_than_its_file_is_refused(tmp_path, monkeypatch, refused):
+def test_array_that_is_much_larger_than_its_file_is_refused(tmp_path, monkeypatch):
     count = len(ZEROS) // 240
     content = npy_header((count, 2, 3, 5, 4)) + ZEROS[: count * 240]
     path = write_archive(tmp_path / "x.npz", latents=content)
@@ -248,20 +249,20 @@ def test_array_that_is_much_larger_than_its_file_is_refused(tmp_path, monkeypatc
 
 
 @pytest.mark.usefixtures("few_bytes")
-def test_wrong_shape_is_refused_before_anything_is_unpacked(tmp_path, monkeypatch, refused):
+def test_wrong_shape_is_refused_before_anything_is_unpacked(tmp_path, monkeypatch):
     unpack, unpacked = Archive._read, []
     monkeypatch.setattr(
         Archive, "_read", lambda self, *given: unpacked.append(given[0]) or unpack(self, *given)
     )
     content = npy_header((len(ZEROS) // 2,)) + ZEROS
     path = write_archive(tmp_path / "x.npz", latents=content, labels=content)
-    with refused(InputError):
+    with refused(InputError, "`latents` must"):
         open_latents(path)
     latents = npy_header((3, 2, 3, 5, 4)) + bytes(720)
     path = write_archive(tmp_path / "y.npz", latents=latents, labels=content, captions=content)
-    with refused(InputError):
+    with refused(InputError, "`labels` must"):
         open_latents(path, classes=2)
-    with refused(InputError):
+    with refused(InputError, "`captions` must"):
         open_latents(path, caption_length=2)
     assert not unpacked
     # What is not wanted is not read.
@@ -269,7 +270,7 @@ def test_wrong_shape_is_refused_before_anything_is_unpacked(tmp_path, monkeypatc
     assert unpacked == ["latents"]
 
 
-def test_fortran_order_and_an_array_of_one_value_are_read(tmp_path, refused):
+def test_fortran_order_and_an_array_of_one_value_are_read(tmp_path):
     latents = np.random.default_rng(0).standard_normal((3, 2, 3, 5, 4))
     np.savez(tmp_path / "x.npz", latents=np.asfortranarray(latents), labels=np.arange(3))
     opened = open_latents(tmp_path / "x.npz", classes=3)
@@ -278,7 +279,7 @@ def test_fortran_order_and_an_array_of_one_value_are_read(tmp_path, refused):
         np.testing.assert_array_equal(example.latent, latents[number].astype(np.float32))
         assert example.label == number
     np.savez(tmp_path / "x.npz", latents=np.float32(3))
-    with refused(InputError):
+    with refused(InputError, "`latents` must"):
         open_latents(tmp_path / "x.npz")
 
 
@@ -307,25 +308,25 @@ def test_wrong_header_of_an_array_is_refused(tmp_path, name):
 
 
 @pytest.mark.parametrize("length", [10**13, 2**62, 2**70])
-def test_vector_that_is_longer_than_its_file_is_refused(tmp_path, length, refused):
+def test_vector_that_is_longer_than_its_file_is_refused(tmp_path, length):
     path = tmp_path / "x.npy"
     path.write_bytes(npy_header((length,), "<u2") + bytes(99))
     with refused(InputError, "227 bytes"):
         map_tokens(path, "")
 
 
-def test_archive_in_another_compression_is_refused(tmp_path, refused):
+def test_archive_in_another_compression_is_refused(tmp_path):
     path = write_archive(tmp_path / "x.npz", zipfile.ZIP_BZIP2, latents=npy_header((0,)))
-    with refused(InputError):
+    with refused(InputError, "data.path must"):
         open_latents(path)
 
 
-def test_encrypted_archive_is_refused(tmp_path, refused):
+def test_encrypted_archive_is_refused(tmp_path):
     path = write_archive(tmp_path / "x.npz", latents=npy_header((0,)))
     raw = bytearray(path.read_bytes())
     raw[raw.index(b"PK\1\2") + 8] |= 1
     path.write_bytes(raw)
-    with refused(InputError):
+    with refused(InputError, "data.path must"):
         open_latents(path)
 
 
@@ -381,7 +382,7 @@ def test_interruption_of_the_tokenizer_is_no_error_of_its_file(tmp_path, monkeyp
         FileTokenizer(tokenizer_file(tmp_path / "x.json"), end_of_document=None, vocab_size=2)
 
 
-def test_word_that_the_tokenizer_does_not_know_names_its_file(tmp_path, refused):
+def test_word_that_the_tokenizer_does_not_know_names_its_file(tmp_path):
     path = tokenizer_file(
         tmp_path / "x.json",
         model={"type": "WordLevel", "vocab": {"a": 0, "<eos>": 1}, "unk_token": "none"},
@@ -431,7 +432,7 @@ def bomb(path, kind, times=3_000):
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow", "jsonl.gz", "txt.gz"])
-def test_file_that_gives_much_more_than_its_size_is_refused(tmp_path, monkeypatch, kind, refused):
+def test_file_that_gives_much_more_than_its_size_is_refused(tmp_path, monkeypatch, kind):
     monkeypatch.setattr(opening, "EXPANDS_FREELY", 1 << 22)
     path = bomb(tmp_path / f"x.{kind}", kind, times=24)
     tracemalloc.start()
@@ -443,6 +444,7 @@ def test_file_that_gives_much_more_than_its_size_is_refused(tmp_path, monkeypatc
         tracemalloc.stop()
 
 
+@pytest.mark.slow
 def test_rows_of_a_table_take_little_memory_at_a_time(tmp_path):
     """Three terabytes in a file of seven kilobytes."""
     path = bomb(tmp_path / "x.parquet", "parquet", times=3_000_000)
@@ -471,11 +473,11 @@ def test_text_that_is_more_than_memory_is_refused(tmp_path, monkeypatch, kind):
         open_corpus(DataConfig(path=path), vocab_size=300)
 
 
-def test_text_that_cannot_be_cut_is_refused(monkeypatch, refused):
+def test_text_that_cannot_be_cut_is_refused(monkeypatch):
     monkeypatch.setattr(slices, "LONGEST_SLICE", 1 << 12)
     slicer = slices.Slicer(lambda text: [ord(x) for x in text], length=1 << 10, window=64)
     whole = documents.Document(key="a", place="a.txt", text="a" * (1 << 14))
-    with refused(InputError):
+    with refused(InputError, "Text must"):
         list(slicer.add(whole))
 
 
@@ -487,19 +489,19 @@ def test_long_reading_shows_that_it_goes_on(tmp_path, monkeypatch, capfd):
     assert re.search(r"reading .*x.txt: 1.0 of 3.1 MB\n.*x.txt: 3.1 MB in", capfd.readouterr().err)
 
 
-def test_file_that_the_system_makes_up_is_refused(refused):
+def test_file_that_the_system_makes_up_is_refused():
     """Such as /proc/kmsg, which never ends."""
     with (
-        refused(InputError),
+        refused(InputError, "must be a file of a disk"),
         open_regular(Path("/proc/self/status")),
     ):
         pass
 
 
-def test_shape_of_true_is_none(tmp_path, refused):
+def test_shape_of_true_is_none(tmp_path):
     header = "{'descr': '<i8', 'fortran_order': False, 'shape': (True,), }".ljust(117) + "\n"
     (path := tmp_path / "x.npy").write_bytes(
         b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header.encode() + bytes(8)
     )
-    with refused(InputError):
+    with refused(InputError, "must be a whole .npy file of"):
         map_tokens(path, "uint16")

@@ -17,6 +17,7 @@ import sample
 import startrail_jax as st
 import train
 from programs import make_config, make_program, shared_programs
+from refusals import refused
 from startrail_jax.errors import InputError
 from trainer.checkpoints.reading import CheckpointError
 from trainer.data.batches import place
@@ -70,6 +71,7 @@ def one_device():
     return state, *steps_of(program, state)
 
 
+@pytest.mark.slow
 def test_adapters_begin_with_the_logits_of_the_model_bit_for_bit():
     """In bfloat16, where sums of products are rounded."""
     base = make_program(lora_config("bfloat16", lora=LoraConfig()), st.Degrees())
@@ -266,7 +268,7 @@ def test_adapters_of_a_model_that_flags_changed_are_not_exported_without_it(run,
 
 
 @pytest.mark.slow
-def test_adapters_are_never_exchanged(run, tmp_path, refused):
+def test_adapters_are_never_exchanged(run, tmp_path):
     """Neither their rank when a run goes on, nor a file that is damaged."""
     config, _ = run
     other = dataclasses.replace(config, lora=LoraConfig(rank=4), allow_changes=True)
@@ -280,6 +282,7 @@ def test_adapters_are_never_exchanged(run, tmp_path, refused):
         restore_model(copy, config, shapes, note=print)
 
 
+@pytest.mark.slow
 def test_import_for_adapters_needs_space_for_one_copy_of_the_model(tmp_path, monkeypatch):
     model = pretrained.REFERENCES / "llama"
     size = (model / "model.safetensors").stat().st_size
@@ -291,7 +294,7 @@ def test_import_for_adapters_needs_space_for_one_copy_of_the_model(tmp_path, mon
 
 
 @pytest.mark.quick
-def test_flags_and_exports_that_do_not_fit_raise(tmp_path, refused):
+def test_flags_and_exports_that_do_not_fit_raise(tmp_path):
     model = str(pretrained.REFERENCES / "llama")
     flags = ["--lora.rank", "8", "--lora.targets", "key", "down"]
     lora = read_import([model, *flags]).settings.lora

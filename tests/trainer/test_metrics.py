@@ -273,6 +273,7 @@ def test_bar_takes_one_line_of_a_terminal_of_any_width(columns, clock, frames, c
     assert ("left" in shown) == (columns > 60)
 
 
+@pytest.mark.slow
 def test_run_goes_on_when_nobody_reads_its_lines(tmp_path):
     """As under `python train.py 2>&1 | tee log`, which ends at the Ctrl-C that asks for a save."""
     script = f"""

@@ -21,6 +21,7 @@ from fsspec.registry import known_implementations
 import train
 from configs.gpt import gpt_tiny
 from programs import interrupt_after, shared_programs
+from refusals import refused
 from startrail_jax.errors import InputError
 from trainer.checkpoints import checksums
 from trainer.checkpoints.background import Copier
@@ -103,7 +104,7 @@ def wait_until(condition):
 
 
 @pytest.mark.parametrize("kind", ["memory", "file"])
-def test_run_is_fetched_as_it_was(tmp_path, kind, refused):
+def test_run_is_fetched_as_it_was(tmp_path, kind):
     url = URL if kind == "memory" else f"file://{tmp_path}/store"
     run = tmp_path / "run"
     for step in (2, 4, 6):
@@ -240,7 +241,7 @@ def test_damaged_copy_is_said_and_the_one_before_is_used(tmp_path, capsys, kind,
     assert not (tmp_path / "evil").exists()
 
 
-def test_store_without_a_whole_copy_begins_no_new_run(tmp_path, capsys, refused):
+def test_store_without_a_whole_copy_begins_no_new_run(tmp_path, capsys):
     run = tmp_path / "run"
     copy(run, 2)
     damage_all = [x for x in objects("files") if "checksums" in x]
@@ -334,7 +335,7 @@ def test_copy_of_what_is_damaged_here_is_used(tmp_path):
     assert [x.split("_")[1] for x in objects("manifests")] == ["3"]
 
 
-def test_checkpoint_whose_files_are_gone_replaces_no_copy(tmp_path, monkeypatch, refused):
+def test_checkpoint_whose_files_are_gone_replaces_no_copy(tmp_path, monkeypatch):
     assert contents.CHECKSUMS_FILE == checksums.CHECKSUMS_FILE
     run, lines = tmp_path / "run", []
     copy(run, 2, keep=1)
@@ -371,7 +372,7 @@ def test_checkpoint_whose_files_are_gone_replaces_no_copy(tmp_path, monkeypatch,
     # Nor does a manifest count that names none of its files.
     text = json.loads(MemoryFileSystem().cat_file(objects("manifests")[0]))
     text["files"] = {x: y for x, y in text["files"].items() if "checkpoints" not in x}
-    with refused(DamagedCopyError):
+    with refused(DamagedCopyError, "its manifest names no file of its"):
         read_manifest(json.dumps(text).encode())
 
 
@@ -396,7 +397,8 @@ def test_store_that_lets_nothing_be_removed_takes_copies(tmp_path, monkeypatch):
     assert fetched(tmp_path)["versions.json"] == b"4"
 
 
-def test_what_is_tried_again_is_no_arrival_and_hashing_is(tmp_path, monkeypatch, refused):
+@pytest.mark.slow
+def test_what_is_tried_again_is_no_arrival_and_hashing_is(tmp_path, monkeypatch):
     run = tmp_path / "run"
     save(run, 2)
     sha256 = hashlib.sha256
@@ -440,17 +442,17 @@ def test_what_is_tried_again_is_no_arrival_and_hashing_is(tmp_path, monkeypatch,
     copier.thread.join(300)
 
 
-def test_new_run_in_a_folder_that_was_emptied_is_another_run(tmp_path, refused):
+def test_new_run_in_a_folder_that_was_emptied_is_another_run(tmp_path):
     copy(tmp_path / "run", 4)
     shutil.rmtree(tmp_path / "run/checkpoints")
     with mirror(tmp_path / "run", f"{URL}2") as copier:
         save(tmp_path / "run", 2)
         copier.add(2)
-    with refused(RunError):
+    with refused(RunError, "A run and its --mirror must"):
         fetch_newer(URL, tmp_path / "run")
 
 
-def test_another_run_or_another_folder_is_not_touched(tmp_path, refused):
+def test_another_run_or_another_folder_is_not_touched(tmp_path):
     copy(tmp_path / "run", 2)
     before = dict(MemoryFileSystem.store)
     save(tmp_path / "other", 4)
@@ -604,10 +606,10 @@ def test_checkpoint_that_is_being_copied_stays(tmp_path):
         ("s3://[bad/run", "be the URL of a store; got one whose bucket or host cannot be"),
     ],
 )
-def test_url_that_cannot_be_raises(tmp_path, url, named, refused):
+def test_url_that_cannot_be_raises(tmp_path, url, named):
     with refused(InputError, named):
         fetch.main([url, str(tmp_path / "new")])
-    with refused(InputError):
+    with refused(InputError, "must be a folder of a file"):
         fetch.main([URL, "gs://bucket/mine"])
     with refused(InputError, named) as caught:
         replace(gpt_tiny(), mirror=url)
@@ -616,7 +618,7 @@ def test_url_that_cannot_be_raises(tmp_path, url, named, refused):
     assert "sig=" not in str(caught.value)
 
 
-def test_store_that_cannot_be_opened_raises(tmp_path, monkeypatch, refused):
+def test_store_that_cannot_be_opened_raises(tmp_path, monkeypatch):
     with refused(InputError, "floppy://a/b"):
         fetch_newer("floppy://a/b", tmp_path / "run")
     known = {"protocol": "none", "class": "no_such_package.Files", "err": "Please install nosuch"}

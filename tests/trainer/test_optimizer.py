@@ -9,6 +9,7 @@ import pytest
 
 import startrail_jax as st
 from programs import make_config, make_program
+from refusals import refused
 from startrail_jax.errors import InputError
 from trainer.config import OptimizerConfig
 from trainer.data.batches import place
@@ -179,6 +180,6 @@ def test_wsd_may_have_neither_warm_up_nor_end():
         ({"schedule": "wsd", "decay_fraction": 1.0}, "decay_fraction=1.0"),
     ],
 )
-def test_options_without_effect_raise(changes, named, refused):
+def test_options_without_effect_raise(changes, named):
     with refused(InputError, named):
         OptimizerConfig(learning_rate=1e-2, **changes)

@@ -8,6 +8,7 @@ import pytest
 import train
 from configs.dit import dit_digits
 from configs.gpt import gpt_tiny
+from refusals import refused
 from startrail_jax.errors import InputError
 from trainer.command_line import OTHER_NAMES
 from trainer.data.files import find_files
@@ -40,7 +41,7 @@ def given(**changes):
     ],
     ids=str,
 )
-def test_processes_that_cannot_be_raise(changes, refused):
+def test_processes_that_cannot_be_raise(changes):
     with refused(InputError, **changes):
         given(**changes)
 
@@ -70,7 +71,7 @@ def test_other_names_lead_to_one_flag_that_there_is():
         assert not set(others) & set(names)
 
 
-def test_object_stores_are_refused_with_a_way_out(refused):
+def test_object_stores_are_refused_with_a_way_out():
     with refused(InputError, "got 'gs://bucket/run'"):
         dataclasses.replace(gpt_tiny(), run_dir=Path("gs://bucket/run"))
     with refused(InputError, "got 's3:/bucket/a'"):

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import startrail_jax as st
 from configs.gpt import gpt_tiny
 from models.gpt import GPT
+from refusals import refused
 from startrail_jax.analysis.ports import read_messages
 from startrail_jax.devices.degrees import ROLES
 from startrail_jax.devices.nodes import node_grid, nodes_of, resolve_order
@@ -129,7 +130,7 @@ def test_arrays_without_a_dimension_that_zero_divides_stay_whole_and_are_listed(
     assert Partition(mesh, 0).unsplit(state) == {}
 
 
-def test_indivisible_dimension_raises(refused):
+def test_indivisible_dimension_raises():
     with refused(InputError, tensor=2):
         specs_of(tensor=2, sizes={"mlp_width": 7})
 

@@ -18,6 +18,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 import startrail_jax as st
 from configs import RECIPES
+from refusals import refused
 from startrail_jax.errors import InputError, UnsupportedError
 from startrail_jax.plan import main
 from startrail_jax.planner.grid import ROLES
@@ -123,7 +124,7 @@ def model_of(kind, folder):
     return f"--model {path}"
 
 
-@pytest.mark.slow_except_every(3)
+@pytest.mark.slow_except_every(9)
 @pytest.mark.parametrize(
     ("kind", "more"),
     [
@@ -179,6 +180,7 @@ def test_models_are_those_of_the_recipes(name, tmp_path):
         ("run of a DiT", {}),
     ],
 )
+@pytest.mark.slow_except_every(3)
 def test_pasted_command_trains_on_no_data_of_its_own_choice(kind, given, tmp_path, capsys):
     """Its placeholders name no files, so that it fails at once."""
     length = "" if "DiT" in kind or kind == "dit_1b" else "--seq-len 128K"
@@ -231,7 +233,7 @@ def odd_run(folder):
     return folder / "config.json"
 
 
-@pytest.mark.slow_except_every(3)
+@pytest.mark.slow_except_every(6)
 @pytest.mark.parametrize(
     ("arguments", "sizes"),
     [
@@ -270,6 +272,7 @@ def test_pasted_commands_pass_the_checks_of_a_step(arguments, sizes, tmp_path, c
 
 
 @pytest.mark.parametrize("listed", [[300], ["none"], [300, "none"]])
+@pytest.mark.slow
 def test_command_of_a_run_has_the_windows_of_the_plan(listed, tmp_path):
     run = odd_run(tmp_path / "mine")
     values = json.loads(run.read_text())
@@ -305,7 +308,8 @@ def test_windows_that_no_model_has_are_refused(arguments, message, capsys):
     assert re.search(message, " ".join(capsys.readouterr().err.split()))
 
 
-def test_models_of_python_give_commands_with_their_sizes(tmp_path, refused):
+@pytest.mark.slow
+def test_models_of_python_give_commands_with_their_sizes(tmp_path):
     few = Options(zero=(3,), remat=("full",), offload=(False,), memory_fraction=0.85)
     of_run = find_model(str(odd_run(tmp_path / "mine")))
     for model, name in ((MODELS["gpt_7b"], "gpt_7b"), (of_run, None), (MODELS["dit_1b"], "dit_1b")):
@@ -442,6 +446,7 @@ def test_hugging_face_configs_of_other_shapes(tmp_path):
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.slow_except_every(4)
 def test_pasted_command_starts_from_a_pretrained_model(kind, tmp_path):
     """The command takes biases, norms of queries and rotary positions from the config.json."""
     untold = ("head_dim", "tie_word_embeddings")
@@ -491,6 +496,7 @@ def test_planner_knows_the_pretrained_models_of_the_program():
         (dataclasses.replace(MODELS["gpt_7b"], layers=14, windows=(1024, 1024, None)), "h200"),
     ],
 )
+@pytest.mark.slow_except_every(3)
 def test_memory_is_that_of_the_program(name, gpu):
     """The planner knows no arrays, and is within 2 % of what train.py counts from their shapes."""
     few = Options(zero=(2, 3), remat=("none", "attention_saved"), baselines=False)
@@ -506,6 +512,7 @@ def test_memory_is_that_of_the_program(name, gpu):
     assert found.winner.host_bytes == exact.host_bytes
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_the_smallest_change_is_said(capsys):
     few = "--remat full --no-offload --tile --tensor 1"
     arguments = (
@@ -564,6 +571,7 @@ def test_measured_devices_stand_in_place_of_a_described_cluster(monkeypatch, cap
 FEWEST = "--nodes 2 --gpus-per-node 2 --gpu h100 --port 50GB/s --model llama3_8b --seq-len 64K"
 
 
+@pytest.mark.slow
 def test_a_plan_is_drawn(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(figure, "_FACTORS", (1.0,))
     file = tmp_path / "plan.png"
@@ -582,7 +590,7 @@ def test_a_plan_is_drawn(tmp_path, capsys, monkeypatch):
     assert shown.winners[1][1] == family(found.winner.scheme)
 
 
-def test_what_cannot_be_drawn_is_refused(tmp_path, capsys, monkeypatch, refused):
+def test_what_cannot_be_drawn_is_refused(tmp_path, capsys, monkeypatch):
     for name, message in (
         ("plan.gif", r"ends in .png, .pdf, .svg; got '.*plan.gif'. Write"),
         ("none/plan.png", r"in a folder that exists; got '.*none/plan.png'. Make"),
@@ -645,7 +653,7 @@ def test_mistakes_on_the_command_line(more, message, tmp_path, capsys):
         ({"model": DIT, "kind": "dit", "size": [1, "8", 8]}, "'8'"),
     ],
 )
-def test_files_with_wrong_sizes_are_refused(more, named, tmp_path, refused):
+def test_files_with_wrong_sizes_are_refused(more, named, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(QWEN | more))
     with refused(InputError, named):
         find_model(str(tmp_path))
@@ -662,6 +670,7 @@ def test_a_reader_that_leaves_ends_the_plan_quietly(monkeypatch, capfd):
     assert not capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_help_imports_no_numpy_and_a_plan_no_jax_and_takes_two_seconds():
     """In a process of its own, without the type checks of the tests: 16,384 GPUs with everything.
 

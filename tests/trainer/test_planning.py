@@ -10,6 +10,7 @@ import pytest
 import startrail_jax as st
 from configs.gpt import gpt_tiny
 from programs import make_config
+from refusals import refused
 from startrail_jax.errors import InputError
 from startrail_jax.planner.hardware import GPUS, Cluster
 from train import read_command_line, train
@@ -54,6 +55,7 @@ def test_meshes_of_a_plan_are_legal_and_the_fastest_first():
     assert meshes[0].line(1).startswith("data 4")
 
 
+@pytest.mark.slow
 def test_a_plan_keeps_what_flags_give():
     for given in (dict(ring=8), dict(head=2, team=2), dict(data=2, group=1)):
         for mesh in found(mesh=MeshConfig(**given), count=2):
@@ -90,12 +92,12 @@ def test_windows_of_the_layers_are_planned():
         (dict(attention=AttentionConfig(inner=3)), "--attention.inner"),
     ],
 )
-def test_a_plan_without_a_legal_mesh_is_refused(changes, named, refused):
+def test_a_plan_without_a_legal_mesh_is_refused(changes, named):
     with refused(InputError, named):
         found(**changes)
 
 
-def test_meshes_that_do_not_fit_the_memory_are_left_out(refused):
+def test_meshes_that_do_not_fit_the_memory_are_left_out():
     small = dataclasses.replace(
         ONE_NODE, gpu=dataclasses.replace(GPUS["h100"], memory_bytes=1 << 16)
     )
@@ -106,7 +108,8 @@ def test_meshes_that_do_not_fit_the_memory_are_left_out(refused):
         make_config(plan_measure=2)
 
 
-def test_the_slowest_mesh_is_found_if_no_other_fits(monkeypatch, refused):
+@pytest.mark.slow
+def test_the_slowest_mesh_is_found_if_no_other_fits(monkeypatch):
     """All of them are looked at, however many there are."""
     sizes = []
 
@@ -117,7 +120,7 @@ def test_the_slowest_mesh_is_found_if_no_other_fits(monkeypatch, refused):
     monkeypatch.setattr(planning, "footprint", footprint)
     many, given = dataclasses.replace(TWO_NODES, nodes=8), None
     asked = planner(batch_size=8, seq_len=256)
-    with refused(InputError):
+    with refused(InputError, "--plan use needs"):
         asked.forecasts(many, 1, limit=0)
     assert len(sizes) > 100
     given = sizes[-1]
@@ -162,6 +165,7 @@ def measured(monkeypatch):
     return asked
 
 
+@pytest.mark.slow
 def test_the_fastest_of_some_steps_wins_and_is_remembered(measured, monkeypatch, tmp_path):
     run_dir = tmp_path / "runs" / "mine"
     asked = planner(run_dir=run_dir, plan_measure=3)
@@ -187,13 +191,14 @@ def test_the_fastest_of_some_steps_wins_and_is_remembered(measured, monkeypatch,
     assert len(times) == 3
 
 
-def test_processes_that_plan_different_meshes_are_refused(measured, monkeypatch, refused):
+def test_processes_that_plan_different_meshes_are_refused(measured, monkeypatch):
     others = Peers(count=2, gather=lambda value: [value, value[::-1]])
     monkeypatch.setattr(planning, "peers", lambda: others)
     with refused(RunError, "process 0"):
         planner().choose(jax.devices()[:8])
 
 
+@pytest.mark.slow
 def test_times_of_adapters_are_not_those_of_all_weights(measured):
     """What is timed is kept apart, and the log says what is predicted."""
     full, narrow = planner(), planner(lora=LoraConfig(rank=4))
@@ -222,7 +227,7 @@ def join(plan, config, folder):
         return {role: n for role, n in session.mesh.shape.items() if n > 1}, session.description
 
 
-def test_a_run_takes_the_planned_mesh_and_keeps_it(measured, tmp_path, refused):
+def test_a_run_takes_the_planned_mesh_and_keeps_it(measured, tmp_path):
     asked = planner(devices=8)
     shape, description = join(asked, asked.config, tmp_path)
     assert shape["data"] == 4
@@ -243,7 +248,7 @@ def test_a_run_takes_the_planned_mesh_and_keeps_it(measured, tmp_path, refused):
     shown = planner(devices=8, plan="show")
     assert sum(line.startswith("plan: ") for line in join(shown, shown.config, tmp_path)[1]) == 9
     (tmp_path / MESH_FILE).write_text('{"degrees": {"ring": 8}, "order": ["ring"]}')
-    with refused(InputError):
+    with refused(InputError, "must hold the degrees of a run"):
         read_mesh(tmp_path)
 
 
@@ -258,7 +263,7 @@ def test_train_shows_a_plan_and_makes_no_run(measured, tmp_path, capsys):
     assert not (tmp_path / "none").exists()
 
 
-def test_a_plan_for_muon_is_refused(refused):
+def test_a_plan_for_muon_is_refused():
     planner_of_muon = planner(optimizer=OptimizerConfig(kind="muon", learning_rate=1e-2))
     with refused(InputError, "optimizer.kind='adamw'"):
         planner_of_muon.choose(jax.devices())

@@ -28,6 +28,7 @@ from pretrained import (
     reference_of,
 )
 from programs import weight_shapes
+from refusals import refused
 from startrail_jax.errors import InputError, UnsupportedError
 from tests.faults import failures
 from trainer import durable
@@ -325,7 +326,7 @@ def test_gemma_says_what_it_leaves_out():
         (dict(is_encoder_decoder=0), "is_encoder_decoder"),
     ],
 )
-def test_model_that_is_not_supported_is_refused(values, named, refused):
+def test_model_that_is_not_supported_is_refused(values, named):
     known = json.loads((LLAMA / "config.json").read_text())
     with refused(UnsupportedError, named):
         describe(known | values, "config.json")
@@ -355,13 +356,13 @@ def test_model_that_is_not_supported_is_refused(values, named, refused):
         (dict(rope_parameters=dict(rope_type="yarn", factor=0.5)), "factor"),
     ],
 )
-def test_wrong_value_in_config_raises(values, named, refused):
+def test_wrong_value_in_config_raises(values, named):
     known = json.loads((LLAMA / "config.json").read_text())
     with refused(InputError, named):
         describe(known | values, "config.json")
 
 
-def test_folder_without_a_config_raises(tmp_path, refused):
+def test_folder_without_a_config_raises(tmp_path):
     with refused(InputError, "config.json"):
         read_description(tmp_path)
     with refused(InputError, "no such folder"):
@@ -370,7 +371,7 @@ def test_folder_without_a_config_raises(tmp_path, refused):
         read_description(LLAMA.with_name("lamma"))
     with refused(InputError, "a file"):
         read_description(LLAMA / "model.safetensors")
-    with refused(InputError):
+    with refused(InputError, "init_from must"):
         read_description(Path("Qwen/Qwen3-8B"))
     for content in ("{", "[]"):
         (tmp_path / "config.json").write_text(content)
@@ -537,7 +538,7 @@ def replace_by_another(path):
 
 
 @pytest.mark.parametrize("harm", [cut, empty, lengthen, overwrite])
-def test_file_that_changes_while_it_is_read_raises(model, harm, refused):
+def test_file_that_changes_while_it_is_read_raises(model, harm):
     """A mapped file that is cut would end the process."""
     path = model / "model.safetensors"
     os.utime(path, (1, 1))
@@ -552,7 +553,7 @@ def test_file_that_changes_while_it_is_read_raises(model, harm, refused):
 
 @pytest.mark.parametrize(("value", "dtype"), [(np.nan, "float32"), (1e30, "float16")])
 @pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.mlp.up_proj.weight"])
-def test_weights_that_are_no_finite_numbers_are_refused(model, name, value, dtype, refused):
+def test_weights_that_are_no_finite_numbers_are_refused(model, name, value, dtype):
     """Also those that are too large for the type in which a run keeps them."""
     damaged = tensors_of(model)[name].copy()
     damaged.flat[-1] = value
@@ -577,7 +578,7 @@ def test_file_that_takes_the_name_of_an_open_one_is_not_read(model):
 
 
 @pytest.mark.parametrize("harm", [lengthen, replace_by_another])
-def test_file_that_changes_while_it_is_opened_raises(model, monkeypatch, harm, refused):
+def test_file_that_changes_while_it_is_opened_raises(model, monkeypatch, harm):
     """What safetensors has checked is what is read."""
 
     def check(path, **options):
@@ -590,7 +591,7 @@ def test_file_that_changes_while_it_is_opened_raises(model, monkeypatch, harm, r
         open_it(model)
 
 
-def test_tensors_that_are_not_those_of_the_model_are_named(model, refused):
+def test_tensors_that_are_not_those_of_the_model_are_named(model):
     with refused(InputError, "layers.0.mlp.gate_proj.weight"):
         open_it(model, mlp_width=32)
     with refused(InputError, "q_proj.bias"):
@@ -607,14 +608,14 @@ def test_tensors_that_are_not_those_of_the_model_are_named(model, refused):
     open_it(model, tied_head=True)
 
 
-def test_head_that_is_tied_must_be_the_embedding(model, refused):
+def test_head_that_is_tied_must_be_the_embedding(model):
     with refused(InputError, "model.embed_tokens.weight"):
         open_it(model, tied_head=True)
     change_tensors(model, **{"lm_head.weight": tensors_of(model)["model.embed_tokens.weight"]})
     open_it(model, tied_head=True)
 
 
-def test_type_that_is_not_read_raises(model, refused):
+def test_type_that_is_not_read_raises(model):
     weight = tensors_of(model)["model.norm.weight"].astype(np.int8)
     change_tensors(model, **{"model.norm.weight": weight})
     with refused(UnsupportedError, "model.norm.weight"):
@@ -629,7 +630,7 @@ def test_truncated_file_raises(model, length):
         open_it(model)
 
 
-def test_missing_file_raises(tmp_path, refused):
+def test_missing_file_raises(tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(REFERENCES / "qwen3", folder, copy_function=shutil.copyfile)
     lost = folder / "model-00003-of-00004.safetensors"
@@ -664,7 +665,7 @@ def add_tokenizer(folder, num_ids):
     built.save(str(folder / "tokenizer.json"))
 
 
-def test_tokenizer_larger_than_the_vocabulary_raises(model, refused):
+def test_tokenizer_larger_than_the_vocabulary_raises(model):
     add_tokenizer(model, 48)
     open_it(model)
     add_tokenizer(model, 49)
@@ -688,14 +689,15 @@ def test_log_says_which_tokens_this_program_does_not_add(model):
     )
 
 
-def test_bad_model_leaves_no_run(model, tmp_path, refused):
+def test_bad_model_leaves_no_run(model, tmp_path):
     (model / "model.safetensors").unlink()
-    with refused(InputError):
+    with refused(InputError, "init_from must"):
         import_pretrained(make_config(model, steps=0, devices=1, run_dir=tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("name", ["llama", "llama3", "llama_linear", "qwen3"])
+@pytest.mark.slow_except_every(3)
 def test_export_of_an_import_is_the_same_bit_for_bit(name, tmp_path):
     """Of float32, bfloat16 and float16; and of several files."""
     source, run_dir, out = REFERENCES / name, tmp_path / "run", tmp_path / "out"
@@ -713,10 +715,10 @@ def test_export_of_an_import_is_the_same_bit_for_bit(name, tmp_path):
     assert json.loads((out / "config.json").read_text()) == values
 
 
-def test_files_of_a_model_are_compared_before_text_is_read(model, tmp_path, monkeypatch, refused):
+def test_files_of_a_model_are_compared_before_text_is_read(model, tmp_path, monkeypatch):
     (model / "model.safetensors").unlink()
     monkeypatch.setattr(TASKS["gpt"], "open_data", lambda *_: pytest.fail("has read the text"))
-    with refused(InputError):
+    with refused(InputError, "init_from must"):
         train.train(make_config(model, devices=1, run_dir=tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 
@@ -754,7 +756,7 @@ def test_command_line_takes_the_model_from_the_folder(model, tmp_path):
     assert with_tokenizer(command).data.tokenizer is None
 
 
-def test_flags_stretch_the_global_layers_of_a_gemma(tmp_path, refused):
+def test_flags_stretch_the_global_layers_of_a_gemma(tmp_path):
     """As in transformers, which has no other Gemma 3; and without a scaling nothing changes."""
     folder = tmp_path / "gemma"
     shutil.copytree(REFERENCES / "gemma3", folder, copy_function=shutil.copyfile)
@@ -780,7 +782,7 @@ def test_flags_stretch_the_global_layers_of_a_gemma(tmp_path, refused):
         config_values(dataclasses.replace(config, model=bad), before, "float32")
 
 
-def test_base_of_no_layer_is_refused(tmp_path, refused):
+def test_base_of_no_layer_is_refused(tmp_path):
     flags = [str(REFERENCES / "gemma3"), "--model.rope.base"]
     assert read_import([*flags, "1000"]).settings.model.rope.base == 1000
     with refused(InputError, "bases=(100.0"):
@@ -793,7 +795,7 @@ def test_base_of_no_layer_is_refused(tmp_path, refused):
     assert set(read_import(flags).settings.model.layer_windows) == {9}
 
 
-def test_model_without_a_tokenizer_is_not_trained_on_bytes(model, tmp_path, refused):
+def test_model_without_a_tokenizer_is_not_trained_on_bytes(model, tmp_path):
     """Its ids are no bytes; the same holds for samples of an import."""
     command = ["--init-from", str(model), "--run-dir", str(tmp_path / "run")]
     change(model, vocab_size=300)
@@ -815,6 +817,7 @@ def test_model_without_a_tokenizer_is_not_trained_on_bytes(model, tmp_path, refu
         train.read_command_line(command)
 
 
+@pytest.mark.slow
 def test_config_of_a_run_gives_no_tokenizer_to_tokens_or_to_another_model(model, tmp_path):
     add_tokenizer(model, 40)
     other = shutil.copytree(model, tmp_path / "other")
@@ -836,7 +839,7 @@ def test_config_of_a_run_gives_no_tokenizer_to_tokens_or_to_another_model(model,
     assert found(*tokens) == found("--init-from", str(model)) == mine
 
 
-def test_run_goes_on_with_its_copy_of_the_tokenizer(model, tmp_path, refused):
+def test_run_goes_on_with_its_copy_of_the_tokenizer(model, tmp_path):
     add_tokenizer(model, 48)
     text = tmp_path / "text"
     text.mkdir()
@@ -862,7 +865,7 @@ def test_run_goes_on_with_its_copy_of_the_tokenizer(model, tmp_path, refused):
         tokenizer_of_run(config.run_dir, config, tmp_path / "mine.json", note=notes.append)
 
 
-def test_no_steps_are_an_import_which_is_a_command_of_its_own(model, tmp_path, capsys, refused):
+def test_no_steps_are_an_import_which_is_a_command_of_its_own(model, tmp_path, capsys):
     config = make_config(model, steps=0, devices=1, run_dir=tmp_path / "run")
     with refused(InputError, "trainer.gpt.pretrained"):
         train.train(config)
@@ -880,7 +883,8 @@ def test_no_steps_are_an_import_which_is_a_command_of_its_own(model, tmp_path, c
     assert "steps must be at least 1" in capsys.readouterr().err.replace("\n", " ")
 
 
-def test_run_begins_with_the_pretrained_weights_and_is_exported(model, tmp_path, refused):
+@pytest.mark.slow
+def test_run_begins_with_the_pretrained_weights_and_is_exported(model, tmp_path):
     """The first loss is that of the model; the run goes on without the folder."""
     reference = reference_of("llama")
     data = tmp_path / "data"
@@ -942,7 +946,7 @@ def test_export_names_the_special_tokens_of_another_tokenizer(model, tmp_path):
     assert token_ids(config, copy, own) == token_ids(config, own, tmp_path / "none") == ids
 
 
-def test_export_has_the_tokenizer_and_the_template_of_the_data(tmp_path, refused):
+def test_export_has_the_tokenizer_and_the_template_of_the_data(tmp_path):
     """Those of the pretrained model do not fit ids that another tokenizer made."""
     kept, model, other = (tmp_path / name for name in ("kept", "model", "other"))
     for folder in (kept, model, other):
@@ -986,7 +990,7 @@ def test_export_copies_the_files_of_the_tokenizer(model, tmp_path):
     assert (out / "chat_template.jinja").read_text() == "{{ messages }}"
 
 
-def test_file_of_a_tokenizer_that_cannot_be_kept_is_named(model, tmp_path, monkeypatch, refused):
+def test_file_of_a_tokenizer_that_cannot_be_kept_is_named(model, tmp_path, monkeypatch):
     (model / "vocab.json").write_text("{ }")
     keep_files(model, tmp_path / "kept", "float32")
     assert (tmp_path / "kept" / "vocab.json").read_text() == "{ }"
@@ -995,7 +999,7 @@ def test_file_of_a_tokenizer_that_cannot_be_kept_is_named(model, tmp_path, monke
         keep_files(model, tmp_path / "kept", "float32")
 
 
-def test_damaged_config_of_the_model_is_not_exported(tmp_path, refused):
+def test_damaged_config_of_the_model_is_not_exported(tmp_path):
     """The base of its rotary positions, say, which no other file of an import holds."""
     run_dir, out = tmp_path / "run", tmp_path / "out"
     import_and_export(LLAMA, run_dir, out)
@@ -1009,11 +1013,11 @@ def test_damaged_config_of_the_model_is_not_exported(tmp_path, refused):
     export_run(run_dir, config, out)
 
 
-def test_export_that_fails_leaves_nothing(tmp_path, monkeypatch, refused):
+def test_export_that_fails_leaves_nothing(tmp_path, monkeypatch):
     run_dir, out = tmp_path / "run", tmp_path / "out"
     import_and_export(LLAMA, run_dir, out)
     config = load_train_config(run_dir / "config.json")
-    with refused(InputError):
+    with refused(InputError, "OUT must be a folder that does"):
         export_run(run_dir, config, out)
     with refused(InputError, "'gs://b/out'"):
         export_run(run_dir, config, Path("gs://b/out"))
@@ -1041,7 +1045,7 @@ def test_export_that_fails_leaves_nothing(tmp_path, monkeypatch, refused):
         writing._write_tensors(large, tmp_path, np.float16, 10**6, LoraConfig())
 
 
-def test_export_command(tmp_path, capsys, refused):
+def test_export_command(tmp_path, capsys):
     run_dir, out = tmp_path / "run", tmp_path / "out"
     with refused(InputError, "RUN_DIR"):
         export_command.main([str(run_dir), str(out)])
@@ -1112,9 +1116,9 @@ def test_config_of_stretched_positions_says_so():
 
 
 @pytest.mark.parametrize("options", [dict(mlp="gelu"), dict(qkv_bias=True, qk_norm=True)])
-def test_model_of_no_family_is_not_exported(options, tmp_path, refused):
+def test_model_of_no_family_is_not_exported(options, tmp_path):
     config = dataclasses.replace(gpt_tiny(), model=GPTConfig(**SIZES | options))
-    with refused(UnsupportedError):
+    with refused(UnsupportedError, "A model that is exported must"):
         export_run(tmp_path, config, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -22,14 +22,14 @@ SHARDED = {
 FAMILIES = [pytest.param(x, marks=[pytest.mark.quick] * (x == "mistral")) for x in CASES]
 
 
-@pytest.mark.slow_except_every(5)
+@pytest.mark.slow_except_every(10)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_pretrained_model_computes_what_pytorch_does(name):
     reference = reference_of(name)
     compare(compute(REFERENCES / name, reference["tokens"], ONE), reference)
 
 
-@pytest.mark.slow_except_every(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", OTHERS)
 def test_pretrained_model_computes_over_eight_devices_what_pytorch_does(scheme):
     name = SHARDED[scheme]

@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 
 import train
+from refusals import refused
 from startrail_jax.errors import InputError
 from trainer import session
 from trainer.errors import MissingPackageError
@@ -52,7 +53,7 @@ def test_curve_is_drawn_from_what_the_run_has_reported(tmp_path, capsys):
         assert (pixels == colour).all(axis=-1).any()
 
 
-def test_run_without_losses_has_no_curve(tmp_path, refused):
+def test_run_without_losses_has_no_curve(tmp_path):
     with refused(InputError, "metrics.jsonl"):
         draw_curve(tmp_path)
     write_metrics(tmp_path, {2: {"train_loss": None}})
@@ -60,14 +61,14 @@ def test_run_without_losses_has_no_curve(tmp_path, refused):
     assert "could not be drawn (A run must have reported a loss" in describe_curve(tmp_path)
 
 
-def test_without_matplotlib_the_command_is_named(tmp_path, monkeypatch, refused):
+def test_without_matplotlib_the_command_is_named(tmp_path, monkeypatch):
     write_metrics(tmp_path, {2: {"train_loss": 2.0}})
     monkeypatch.setattr(curve.importlib.util, "find_spec", lambda name: None)
     line = describe_curve(tmp_path)
     assert line.startswith(f"loss curve: {command('pip', 'install', 'matplotlib')} && ")
     assert line.endswith(f" -m trainer.run.curve {tmp_path}")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with refused(MissingPackageError):
+    with refused(MissingPackageError, "The loss curve needs"):
         draw_curve(tmp_path)
 
 

@@ -5,6 +5,7 @@ import pytest
 import startrail_jax as st
 from configs.dit import dit_digits
 from configs.gpt import gpt_tiny
+from refusals import refused
 from startrail_jax.errors import InputError
 from trainer.config import MeshConfig
 from trainer.dit.config import ImageOptions
@@ -64,7 +65,7 @@ def test_a_run_that_lost_its_degrees_says_so(tmp_path):
     assert description[0].startswith(f"WARNING: {tmp_path} holds a run without mesh.json: ")
 
 
-def test_order_and_nodes_of_the_flags_place_the_devices(refused):
+def test_order_and_nodes_of_the_flags_place_the_devices():
     flags = dict(team=2, group=1, devices_per_node=2)
     for order, ids, across in (
         (("rings_inside",), [0, 2, 1, 3], "team; inside: ring"),

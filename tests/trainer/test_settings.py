@@ -12,6 +12,7 @@ import tyro
 
 from configs.dit import dit_digits
 from configs.gpt import gpt_tiny
+from refusals import refused
 from startrail_jax.errors import InputError
 from trainer.config import MeshConfig
 from trainer.gpt.config import DataConfig, GPTTrainConfig, RopeConfig
@@ -91,7 +92,7 @@ def change(path, *keys, value):
         (("steps",), 0, "steps must be at least 1"),
     ],
 )
-def test_wrong_config_file_names_the_setting(config, tmp_path, keys, value, named, refused):
+def test_wrong_config_file_names_the_setting(config, tmp_path, keys, value, named):
     path = tmp_path / "config.json"
     save_config(config, path)
     change(path, *keys, value=value)
@@ -100,11 +101,11 @@ def test_wrong_config_file_names_the_setting(config, tmp_path, keys, value, name
     assert str(caught.value).startswith(f"{path} must hold the config of a run. ")
 
 
-def test_file_that_is_not_json_or_no_object_raises(tmp_path, refused):
+def test_file_that_is_not_json_or_no_object_raises(tmp_path):
     path = tmp_path / "config.json"
     for text in ('{"steps": 1', "[]"):
         path.write_text(text)
-        with refused(InputError):
+        with refused(InputError, "must hold the config of a run"):
             load_config(GPTTrainConfig, path)
 
 
@@ -147,24 +148,24 @@ def test_config_of_what_json_cannot_hold_raises(tmp_path):
     assert not (tmp_path / "config.json").exists()
 
 
-def test_literals_are_not_taken_for_numbers_of_another_type(tmp_path, refused):
+def test_literals_are_not_taken_for_numbers_of_another_type(tmp_path):
     @dataclass
     class Small:
         level: Literal[0, 1] = 0
 
     path = tmp_path / "config.json"
     path.write_text('{"level": true}')
-    with refused(InputError):
+    with refused(InputError, "must hold the config of a run"):
         load_config(Small, path)
 
 
-def test_file_names_its_kind(config, tmp_path, refused):
+def test_file_names_its_kind(config, tmp_path):
     path = tmp_path / "config.json"
     for saved, kind in ((config, "gpt"), (dit_digits(), "dit")):
         save_config(saved, path)
         assert read_kind(path) == kind
         assert load_config(type(saved), path) == saved
-    with refused(InputError):
+    with refused(InputError, "must hold the config of a run"):
         load_config(GPTTrainConfig, path)
 
 

@@ -138,7 +138,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.slow_except_every(7)
+@pytest.mark.slow
 @pytest.mark.parametrize(("degrees", "changes"), SETTINGS.values(), ids=SETTINGS.keys())
 def test_losses_do_not_depend_on_how_it_runs(degrees, changes, one_device, initial_state):
     losses = losses_of(make_program(degrees, **changes), initial_state)
@@ -295,6 +295,7 @@ def test_bfloat16_differs_by_its_rounding_alone(initial_state, one_device):
     np.testing.assert_allclose(losses[1][:, 0], losses[0][:, 0], rtol=1e-2)
 
 
+@pytest.mark.slow
 def test_initial_weights_do_not_depend_on_the_mesh(initial_state):
     state = make_program(st.Degrees(tensor=2, data=2, team=2), zero=3).initialise()
     chex.assert_trees_all_equal(jax.device_get(state), initial_state)
@@ -335,6 +336,7 @@ def test_a_step_that_is_not_finite_changes_nothing(initial_state):
     chex.assert_trees_all_equal(jax.device_get(after), broken)
 
 
+@pytest.mark.slow
 def test_weights_are_decayed_but_for_norms(initial_state):
     optimizer = dataclasses.replace(CONFIG.optimizer, weight_decay=1e4, warmup_fraction=0.0)
     program = make_program(st.Degrees(), optimizer=optimizer)
@@ -357,6 +359,7 @@ def test_biases_and_sinks_are_not_decayed():
     assert (updates["query"]["kernel"] < 0).all()
 
 
+@pytest.mark.slow
 def test_program_is_freed_when_it_is_not_needed():
     """train() may be called hundreds of times in one process."""
     program = make_program.__wrapped__(st.Degrees(team=2), tile=8)

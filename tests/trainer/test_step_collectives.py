@@ -68,11 +68,13 @@ def received(**sent):
 
 
 @pytest.mark.quick
+@pytest.mark.slow
 def test_level_0_sums_whole_gradients():
     assert UNSPLIT == 4 * 60 * 7
     assert traffic(0) == received(all_reduce=2 * 7 * (SPLIT + UNSPLIT) // 8)
 
 
+@pytest.mark.slow
 def test_level_1_gathers_and_sums_once_a_step():
     """This holds for a batch in parts, too."""
     assert traffic(1, accumulation=2) == received(
@@ -80,6 +82,7 @@ def test_level_1_gathers_and_sums_once_a_step():
     )
 
 
+@pytest.mark.slow
 def test_level_2_gathers_once_a_step_and_sums_every_part():
     assert traffic(2, accumulation=2) == received(
         all_gather=7 * SPLIT // 8,
@@ -97,7 +100,7 @@ def test_level_3_gathers_layers_in_both_passes():
     )
 
 
-@pytest.mark.slow_except_every(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(("level", "remat"), [(2, "none"), (3, "attention_saved")])
 def test_hybrid_sums_parts_over_the_other_axes(level, remat):
     """ZeRO over each of two groups of 4 devices, between which quarters of gradients are summed."""

@@ -16,6 +16,7 @@ import sample
 import train
 from configs.dit import dit_digits
 from configs.gpt import gpt_tiny
+from refusals import refused
 from startrail_jax import Layout
 from startrail_jax.errors import InputError
 from trainer.data import cache
@@ -245,7 +246,7 @@ def test_tokens_in_a_store(store, tmp_path, gets):
     assert one.path.read_bytes() == tokens(1)
 
 
-def test_images_in_a_store(store, tmp_path, refused):
+def test_images_in_a_store(store, tmp_path):
     for i in range(20):
         file = io.BytesIO()
         Image.fromarray(np.full((8, 8), i, np.uint8)).save(file, "PNG")
@@ -270,7 +271,7 @@ def test_text_of_a_store_is_tokenised(texts, tmp_path, capsys):
         tokenize(["books", str(tmp_path / "new"), "--cache", "c"])
 
 
-def test_store_without_the_data_raises(store, tmp_path, monkeypatch, refused):
+def test_store_without_the_data_raises(store, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=rf"data.path must exist; got '{URL}', where the store"):
         with_copies(stored(), tmp_path)
     put(store, {".hidden": b"1"})
@@ -322,20 +323,20 @@ def test_copy_that_cannot_be_made_raises(texts, tmp_path, monkeypatch):
         ),
     ],
 )
-def test_url_of_data_that_cannot_be_raises(settings, named, refused):
+def test_url_of_data_that_cannot_be_raises(settings, named):
     with refused(InputError, named) as caught:
         DataConfig(**{name: Path(value) for name, value in settings.items()})
     assert "token@" not in str(caught.value)
     assert "sig=" not in str(caught.value)
 
 
-def test_revision_of_a_hub_may_be_named(refused):
+def test_revision_of_a_hub_may_be_named():
     DataConfig(path=Path("hf://datasets/someone/books@refs%2Fconvert%2Fparquet/train"))
     with refused(InputError, "'hf://me/model'"):
         dataclasses.replace(gpt_tiny(), init_from=Path("hf://me/model"))
 
 
-def test_run_in_a_store_is_a_folder_here_and_a_mirror(capsys, tmp_path, monkeypatch, refused):
+def test_run_in_a_store_is_a_folder_here_and_a_mirror(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     here = Path("runs/gs/bucket/runs/mine")
     url = "gs://bucket/runs/mine"
@@ -371,7 +372,7 @@ def test_run_in_a_store_is_a_folder_here_and_a_mirror(capsys, tmp_path, monkeypa
         ("s3://key:token@bucket/x", "must hold no password, key or"),
     ],
 )
-def test_run_in_a_store_that_cannot_be_raises(arguments, named, refused):
+def test_run_in_a_store_that_cannot_be_raises(arguments, named):
     with refused(InputError, named) as caught:
         train.read_command_line(["--run-dir", *arguments.split()])
     assert "token@" not in str(caught.value)
@@ -434,7 +435,7 @@ def test_held_out_data_in_a_hidden_folder_have_a_copy(texts, store, tmp_path):
     assert not data.validation_path.is_relative_to(data.path)
 
 
-def test_store_whose_files_cannot_be_told_apart_raises(texts, store, monkeypatch, refused):
+def test_store_whose_files_cannot_be_told_apart_raises(texts, store, monkeypatch):
     def listed(self, root, **_):
         return {f"{root}/a.txt": {"size": 1, "type": "file"}}
 
@@ -455,7 +456,7 @@ def test_store_whose_files_cannot_be_told_apart_raises(texts, store, monkeypatch
         list_stored(Path(f"{URL}/a"), "data.path")
 
 
-def test_mirror_in_the_data_raises(refused):
+def test_mirror_in_the_data_raises():
     config = dataclasses.replace(gpt_tiny(), data=stored(), mirror=f"{URL}/runs/mine")
     with refused(InputError, "path=memory://bucket/wiki"):
         preparation(config)
@@ -468,7 +469,7 @@ def test_sampling_without_the_store_names_the_tokenizer(store, monkeypatch):
         holds_tokens(Path(URL))
 
 
-def test_processes_with_other_data_end(refused):
+def test_processes_with_other_data_end():
     data = Dataset(
         train=(), held_out=(), collate=None, description="books", loss_unit="nats", digest="a"
     )

@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
 
+from refusals import refused
 from startrail_jax.errors import InputError
 from startrail_jax.tokens.layout import Layout
 from trainer.data import array_records
@@ -205,7 +206,7 @@ def test_splits_of_a_folder_are_its_parts(names, train, held_out, tmp_path):
         ("a.parquet.gz", "parquet.gz"),
     ],
 )
-def test_folders_that_are_not_clear_raise(names, named, tmp_path, refused):
+def test_folders_that_are_not_clear_raise(names, named, tmp_path):
     for name in names.split():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
@@ -256,7 +257,7 @@ def test_fields_that_are_no_text_raise_and_are_named(tmp_path):
     raises(r"with the key 'text'; got the keys \['body'\] in '.*d:1'", [{"body": "x"}], "json")
 
 
-def test_package_that_is_missing_is_named(tmp_path, monkeypatch, refused):
+def test_package_that_is_missing_is_named(tmp_path, monkeypatch):
     path = write(tmp_path / "a.parquet", ROWS, "parquet")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with refused(MissingPackageError, "a.parquet"):

@@ -19,6 +19,7 @@ from letters.objective import LetterBatch
 from letters.task import LettersTask
 from models.hooks import Hooks
 from programs import interrupt_after
+from refusals import refused
 from startrail_jax.errors import InputError
 from startrail_jax.planner.hardware import GPUS, Cluster
 from startrail_jax.planner.inputs.config_json import find_model
@@ -45,6 +46,7 @@ def config(tmp_path, monkeypatch):
     )
 
 
+@pytest.mark.slow
 def test_third_task_learns_resumes_and_draws(config, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         interrupt_after(patch, 10)
@@ -66,6 +68,7 @@ def test_third_task_learns_resumes_and_draws(config, monkeypatch, capsys):
     assert capsys.readouterr().out == "ddddd\n"
 
 
+@pytest.mark.slow
 def test_third_task_is_planned(config, monkeypatch, capsys):
     cluster = Cluster(nodes=1, gpus_per_node=4, gpu=GPUS["h100"], port_rate=1e9, ports=1)
     monkeypatch.setattr(planning, "measure_cluster", lambda *_, **given: cluster)
@@ -97,7 +100,7 @@ def test_sizes_of_a_third_task_are_its_own(config):
     assert footprint(config, objective, st.Degrees()).device_bytes > 0
 
 
-def test_a_config_of_another_task_is_no_diffusion_transformer(config, tmp_path, refused):
+def test_a_config_of_another_task_is_no_diffusion_transformer(config, tmp_path):
     path = tmp_path / "config.json"
     save_config(config, path)
     with refused(InputError, "'modulated'"):
@@ -113,6 +116,7 @@ def test_a_config_of_another_task_is_no_diffusion_transformer(config, tmp_path, 
         (st.Degrees(team=2, group=2, data=2), dict(zero=3, accumulation=2, remat="full")),
     ],
 )
+@pytest.mark.slow
 def test_auxiliary_losses_are_trained_on_and_not_measured(config, degrees, changes):
     config = replace(config, batch_size=4, smallness=0.5, **changes)
     rng = np.random.default_rng(7)
@@ -150,18 +154,18 @@ def test_auxiliary_losses_are_trained_on_and_not_measured(config, degrees, chang
     np.testing.assert_allclose(np.abs(head), rate, rtol=1e-2)  # The first step of Adam.
 
 
-def test_an_optimizer_must_count_its_updates(config, monkeypatch, refused):
+def test_an_optimizer_must_count_its_updates(config, monkeypatch):
     objective = LettersTask().make_objective(config)
     monkeypatch.setattr(type(objective), "make_optimizer", lambda self, _: optax.sgd(0.1))
-    with refused(InputError):
+    with refused(InputError, "The state of an optimizer must"):
         program_of(config)
 
 
-def test_unknown_kind_of_a_run_is_refused(config, tmp_path, refused):
+def test_unknown_kind_of_a_run_is_refused(config, tmp_path):
     path = tmp_path / "config.json"
     for kind in ("alphabets", ["gpt"]):
         path.write_text(json.dumps({"kind": kind}))
-        with refused(InputError):
+        with refused(InputError, "must hold the config of a run"):
             tasks.load_train_config(path)
 
 

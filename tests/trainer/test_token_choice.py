@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from refusals import refused
 from startrail_jax.errors import InputError
 from trainer.gpt.token_choice import Sampling, choose_token, kept_tokens
 
@@ -86,6 +87,6 @@ def test_temperature_near_zero_takes_the_likeliest():
         ({"seed": 2**32}, "seed=4294967296"),
     ],
 )
-def test_sampling_out_of_range_raises(options, named, refused):
+def test_sampling_out_of_range_raises(options, named):
     with refused(InputError, named):
         Sampling(**options)

@@ -11,6 +11,7 @@ import jax
 import pytest
 
 from programs import make_config
+from refusals import refused
 from startrail_jax.errors import InputError
 from trainer.config import MlflowConfig, WandbConfig
 from trainer.errors import MissingPackageError
@@ -284,7 +285,7 @@ def test_package_that_is_missing_is_named(package, monkeypatch):
         trackings_of(make_config(**{package: configs[package]}))
 
 
-def test_options_without_effect_raise(refused):
+def test_options_without_effect_raise():
     with refused(InputError, mode="offline"):
         WandbConfig(mode="offline")
     with refused(InputError, "mlflow.experiment"):
@@ -293,7 +294,7 @@ def test_options_without_effect_raise(refused):
 
 @pytest.mark.parametrize("experiment", ["e", None])
 @pytest.mark.parametrize("password", ["secret", "se/secret", "se@secret", "123/secret"])
-def test_password_in_the_address_of_mlflow_is_refused_and_not_shown(experiment, password, refused):
+def test_password_in_the_address_of_mlflow_is_refused_and_not_shown(experiment, password):
     with refused(InputError, "MLFLOW_TRACKING_PASSWORD") as caught:
         MlflowConfig(experiment=experiment, uri=f"http://me:{password}@host:5000/x")
     assert "secret" not in str(caught.value)

@@ -15,6 +15,7 @@ import tyro
 import train
 from configs.gpt import RECIPES, gpt_tiny
 from programs import interrupt_after, shared_programs
+from refusals import refused
 from startrail_jax.errors import InputError
 from trainer.config import AttentionConfig, MeshConfig
 from trainer.gpt.config import GPTTrainConfig, RopeConfig
@@ -47,9 +48,7 @@ def shared():
 
 
 @pytest.mark.slow
-def test_a_run_on_whole_documents_goes_on_with_each_of_them_once(
-    tmp_path, monkeypatch, capsys, refused
-):
+def test_a_run_on_whole_documents_goes_on_with_each_of_them_once(tmp_path, monkeypatch, capsys):
     flags = f"{RING} --data.batches documents --data.draw 64"
     undisturbed = run(tmp_path / "undisturbed", flags, steps=5)
     assert "of the tokens are sent nowhere" in capsys.readouterr().out
@@ -200,7 +199,7 @@ def test_recipes_are_what_they_say():
         ("checkpoint", {"keep": 0}, "checkpoint.keep"),
     ],
 )
-def test_config_that_cannot_be_raises(part, change, named, refused):
+def test_config_that_cannot_be_raises(part, change, named):
     config = gpt_tiny()
     with refused(InputError, named):
         replace(config if part is None else getattr(config, part), **change)
@@ -224,7 +223,7 @@ def test_config_that_cannot_be_raises(part, change, named, refused):
         ({"attention_factor": 1.0}, "attention_factor=1.0"),
     ],
 )
-def test_rope_config_that_cannot_be_raises(change, named, refused):
+def test_rope_config_that_cannot_be_raises(change, named):
     with refused(InputError, named):
         replace(gpt_tiny().model.rope, **change)
 
@@ -234,7 +233,7 @@ def test_select_devices_takes_the_first():
     assert select_devices(None) == jax.devices()
 
 
-def test_select_devices_beyond_what_there_is_raises(refused):
+def test_select_devices_beyond_what_there_is_raises():
     with refused(InputError, devices=65):
         select_devices(65)
 

@@ -209,6 +209,7 @@ def beyond_vocabulary(folder):
     ],
     ids=lambda wrong: wrong.__name__,
 )
+@pytest.mark.slow_except_every(4)
 def test_wrong_data_end_the_program_before_there_is_a_run(wrong, data, tmp_path):
     path, message = wrong(data.parent)
     assert_matches(message_of(path, tmp_path / "run"), rf"^InputError: .*{message}")
@@ -270,6 +271,7 @@ def test_full_disk_is_refused_before_training(data, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("write", ["EventsWriter", "record_versions", "save_degrees"])
+@pytest.mark.slow
 def test_full_disk_at_the_start_ends_the_program(data, tmp_path, monkeypatch, write):
     def fail(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -313,6 +315,7 @@ def test_disk_that_fills_up_leaves_the_last_checkpoint(data, tmp_path, monkeypat
 # Checkpoints of something else.
 
 
+@pytest.mark.slow
 def test_run_of_another_model_is_left_alone(trained, tmp_path):
     shutil.copytree(trained / "run", tmp_path / "run")
     before = contents(tmp_path / "run/checkpoints")
@@ -328,6 +331,7 @@ def test_run_of_another_model_is_left_alone(trained, tmp_path):
         assert (tmp_path / "run" / name).read_text() == (trained / "run" / name).read_text()
 
 
+@pytest.mark.slow
 def test_checkpoint_of_another_model_names_the_arrays(trained, tmp_path):
     shutil.copytree(trained / "run", tmp_path / "run")
     (tmp_path / "run/config.json").unlink()
@@ -411,6 +415,7 @@ def test_what_does_not_fit_ends_the_program_before_there_is_a_run(flags, message
         ("runs/none/config.json", r"a recipe or a config.json; got 'runs/none/config.json'. Rec"),
     ],
 )
+@pytest.mark.slow_except_every(2)
 def test_wrong_command_line_says_what_was_meant(flags, message, capsys):
     with pytest.raises(SystemExit) as caught:
         train.read_command_line(flags.split())
@@ -432,6 +437,7 @@ def test_settings_of_a_run_in_a_new_folder_are_a_new_run(trained, tmp_path, caps
 
 
 @pytest.mark.parametrize(("steps", "every"), [(1, 1), (60, 3), (1000, 50), (10_000, 50)])
+@pytest.mark.slow_except_every(3)
 def test_short_run_reports_twenty_times(steps, every):
     config = train.read_command_line(["gpt_tiny", "--steps", str(steps)]).settings
     assert config.steps_between_reports == every

@@ -56,6 +56,7 @@ def wait_until(condition):
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_tunnel_carries_bytes_both_ways():
     data = bytes(range(256)) * 40_000
     with tunnels() as (client, served, _, lost):
