@@ -305,9 +305,9 @@ class Sharded:
         if own & manual:
             raise InputError(
                 "A call inside shard_map needs the axes of the attention to be left to it; got "
-                f"manual axes {tuple(manual)}, of which the attention uses {tuple(own & manual)}. "
-                "Call attention.local on local shards inside a shard_map over all axes, or give "
-                "the shard_map axis_names= without them."
+                f"manual axes {tuple(sorted(manual))}, of which the attention uses "
+                f"{tuple(sorted(own & manual))}. Call attention.local on local shards "
+                "inside a shard_map over all axes, or give the shard_map axis_names= without them."
             )
         return around, set(around.axis_names) - manual
 

@@ -118,7 +118,6 @@ def test_specs_leave_out_axes_of_degree_one():
     assert st.Attention(make_mesh(ring=1)).query_spec(4) == P(None, None, None, None)
 
 
-@pytest.mark.quick
 @pytest.mark.slow
 def test_set_mesh_is_allowed():
     attention = st.Attention(make_mesh(ring=2, team=2))

@@ -337,7 +337,6 @@ def test_model_of_another_folder_takes_no_end_of_completions(tmp_path, monkeypat
         assert with_model_of(tmp_path / folder, config).data.end_of_document == expected
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("flags", "rate"),
     [

@@ -169,7 +169,6 @@ def test_rows_end_with_the_document():
     assert None in found[1]
 
 
-@pytest.mark.quick
 @pytest.mark.slow
 def test_generation_stops_when_all_rows_have_ended():
     rows = [prompts(5, 13, 9)[1]] * 3

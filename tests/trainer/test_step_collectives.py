@@ -67,7 +67,6 @@ def received(**sent):
     return dict.fromkeys(COLLECTIVES, 0) | sent
 
 
-@pytest.mark.quick
 @pytest.mark.slow
 def test_level_0_sums_whole_gradients():
     assert UNSPLIT == 4 * 60 * 7

@@ -22,7 +22,7 @@ SCANNED_TOKENS = 1 << 24
 
 
 class TokenDocuments(ABC):
-    """Documents of tokens: `trainer.data.parts.Documents`."""
+    """Documents of tokens: `trainer.data.dataset.Documents`."""
 
     lengths: Int64[np.ndarray, " documents"]
     """Number of tokens of each that the model reads."""
