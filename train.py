@@ -22,6 +22,7 @@ import trainer.packages  # noqa: F401  First: it says what is not installed.
 # isort: split
 
 import difflib
+import itertools
 import sys
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -36,9 +37,8 @@ from trainer.command_line import (
     parse_run,
     with_value,
 )
-from trainer.config import TrainConfig
+from trainer.config import Distributed, TrainConfig
 from trainer.gpt.pretrained.defaults import pretrained
-from trainer.network.options import Distributed
 from trainer.places import check_mirror, folder_here, is_in_store
 from trainer.printable import printable
 from trainer.run.commands import command
@@ -74,6 +74,8 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
         ImportError: if a package is missing that the settings need.
     """
     # Modules that import jax are imported here: `--help` and a mistyped flag must be fast.
+    import jax
+
     from trainer.checkpoints.checkpoint import Checkpoints
     from trainer.data.batches import Feed
     from trainer.loop import Loop
@@ -81,8 +83,7 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
     from trainer.mirror.fetch import preparation
     from trainer.parallel.step import Program, make_attention
     from trainer.planning import Planner
-    from trainer.processes.agreement import require_same_data
-    from trainer.processes.exchange import peers
+    from trainer.processes import peers, require_same_data
     from trainer.run.folder import open_run
     from trainer.run.interruption import interruption
     from trainer.run.metrics import Reporter
@@ -106,6 +107,7 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
             may_differ=("allow_changes",),
             plan=plan,
             prepare=preparation(config),
+            saves_at_sigterm=True,
         ) as session,
         Reporter(
             steps=config.steps, tokens_per_step=tokens_per_step, trackings=trackings_of(config)
@@ -143,7 +145,7 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
 
         with (
             open_run(config, writes=session.is_first) as run_dir,
-            interruption(session.agree) as interrupted,
+            interruption(several=jax.process_count() > 1) as interrupted,
             mirroring(config, is_first=session.is_first, note=report.line) as copier,
             Checkpoints(
                 run_dir / CHECKPOINTS_FOLDER,
@@ -166,8 +168,11 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
             # Result.
             report.line(f"validation loss {loop.validation_loss:.4f} {data.loss_unit}")
             weights = loop.state.result
+            later = itertools.count(config.steps + 1)
             with report.pause("sampling"):
-                for line in task.sample_after_training(program, weights, data, interrupted):
+                for line in task.sample_after_training(
+                    program, weights, data, lambda: interrupted(next(later))
+                ):
                     report.line(line)
     return Losses(loop.losses, loop.validation_loss)
 
@@ -195,15 +200,15 @@ def _run_steps(loop: Any, done: int) -> bool:
             loop.step(step)
             loop.checkpoints.copier.check()
             is_last = step == config.steps
-            if (step % config.evaluate_every == 0 or is_last) and not interrupted():
-                loop.evaluate()
-                if not interrupted():
+            if (step % config.evaluate_every == 0 or is_last) and not interrupted(step):
+                loop.evaluate(step)
+                if not interrupted(step):
                     loop.read_metrics(all_steps=True, validation_loss=loop.validation_loss)
             loop.read_metrics()
             if config.profile and step == config.profile[1]:
                 loop.read_metrics(all_steps=True)
                 trace.close()
-            stop = interrupted()
+            stop = interrupted(step)
             if step % config.checkpoint.every == 0 or is_last or stop:
                 loop.save(step)
             if (back := loop.go_back(step)) < step:  # After a loss spike.
@@ -228,8 +233,8 @@ def _run_steps(loop: Any, done: int) -> bool:
         loop.report.line(
             f"{config.run_dir} holds all {done} steps; another --run-dir starts a new run"
         )
-        loop.evaluate()
-        return not interrupted()
+        loop.evaluate(done)
+        return not interrupted(done)
     return True
 
 

@@ -39,7 +39,7 @@ from trainer.dit.examples import Examples
 from trainer.dit.images import Images, open_images
 from trainer.dit.sample import load_drawing
 from trainer.parallel.degrees import choose_degrees
-from trainer.processes.devices import select_devices
+from trainer.processes import select_devices
 from trainer.run.settings import CONFIG_FILE
 from trainer.tasks import load_train_config
 

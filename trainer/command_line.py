@@ -22,7 +22,7 @@ from tyro.constructors import (
 )
 
 from startrail_jax.errors import InputError
-from trainer.network.options import Distributed
+from trainer.config import Distributed
 from trainer.printable import printable
 from trainer.run.settings import settings_of
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ipaddress
 import math
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
+
+import tyro
 
 from startrail_jax.errors import InputError
 from trainer.places import check_folder, check_mirror
@@ -14,6 +18,73 @@ SHARDED_AXES = ("data", "ring", "group", "team", "head")
 """The mesh axes over which ZeRO may split the training state, slowest first."""
 ROLES = (*SHARDED_AXES, "tensor")
 """All mesh axes, slowest first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distributed:
+    """Whether this is one of several processes, and which. It is no part of what a run is."""
+
+    on: Annotated[bool, tyro.conf.arg(name="")] = False
+    """Whether this is one of several processes that SLURM, Open MPI or Kubernetes started, from
+    which jax takes the coordinator, the number of processes and the index of each."""
+    coordinator: str | None = None
+    """Host and port, such as "10.0.0.1:7777", at which process 0 waits for the others. It listens
+    at an address alone, and for the name of a host at all addresses."""
+    processes: int | None = None
+    """Number of processes."""
+    index: int | None = None
+    """Number of this process, from 0."""
+    start_timeout: float = 300.0
+    """Seconds in which all processes must have started."""
+    timeout: float = 20.0
+    """Seconds without a sign of life after which a process counts as lost, and all others end."""
+
+    def __post_init__(self) -> None:
+        given = {
+            "coordinator": self.coordinator,
+            "processes": self.processes,
+            "index": self.index,
+        }
+        if None in given.values() and any(value is not None for value in given.values()):
+            raise InputError(
+                "distributed.coordinator, .processes and .index must be given together; got "
+                f"{', '.join(f'{name}={value}' for name, value in given.items())}. Give the "
+                "missing ones, or only --distributed where SLURM, Open MPI or Kubernetes know them."
+            )
+        for name in ("start_timeout", "timeout"):
+            check_minimum(f"distributed.{name}", getattr(self, name), 1)
+        if self.coordinator is None or self.processes is None or self.index is None:
+            return
+        host, _, port = self.coordinator.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise InputError(
+                "distributed.coordinator must be a host and a port; got "
+                f"coordinator={self.coordinator!r}. Use the address of process 0 and a port that "
+                "is free there, such as 10.0.0.1:7777."
+            )
+        if not 0 <= self.index < self.processes:
+            raise InputError(
+                "distributed.index must be at least 0 and below distributed.processes; got "
+                f"index={self.index}, processes={self.processes}. Number the processes from 0."
+            )
+
+    @property
+    def several(self) -> bool:
+        """Whether there are other processes."""
+        return self.on or self.coordinator is not None
+
+    @property
+    def known_processes(self) -> int | None:
+        """Number of processes; None if only jax can tell."""
+        return self.processes if self.several else 1
+
+    @property
+    def has_literal_address(self) -> bool:
+        """Whether the coordinator is given by an address, or as `localhost`."""
+        host = (self.coordinator or "").rpartition(":")[0].strip("[]")
+        with suppress(ValueError):
+            return host == "localhost" or bool(ipaddress.ip_address(host))
+        return False
 
 
 @dataclass(frozen=True, kw_only=True)

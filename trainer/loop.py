@@ -57,7 +57,7 @@ class Loop:
         feed: Feed[Any],
         checkpoints: Checkpoints,
         report: Reporter,
-        interrupted: Callable[[], bool],
+        interrupted: Callable[[int], bool],
         initial: InitialWeights | None = None,
     ) -> None:
         """Prepares the loop; `begin` makes its state.
@@ -67,7 +67,7 @@ class Loop:
             feed: the batches of the run.
             checkpoints: the checkpoints of the run.
             report: the log and the metrics of the run.
-            interrupted: tells whether to stop. All processes must call it equally often.
+            interrupted: tells whether to stop after a step; see `trainer.run.interruption`.
             initial: the weights with which the run begins; None for random ones.
         """
         self.config = program.config
@@ -209,7 +209,7 @@ class Loop:
         self._position = self._feed.get_state()
         self._unread.append(_Step(step, self._position, metrics))
 
-    def evaluate(self) -> None:
+    def evaluate(self, step: int) -> None:
         """Measures the mean loss of a held-out token, `validation_loss`, unless interrupted."""
         self.validation_loss = math.nan
         jax.block_until_ready(self.state)
@@ -217,7 +217,7 @@ class Loop:
             # One batch at a time: programs of simulated devices would wait for each other.
             total, weight = 0.0, 0.0
             for batch in self._feed.held_out():
-                if self.interrupted():
+                if self.interrupted(step):
                     return
                 new = self._program.losses(self.state.result, batch)
                 total, weight = total + float(new[0]), weight + float(new[1])

@@ -33,7 +33,7 @@ from trainer.objective import Objective
 from trainer.parallel.degrees import given_order, given_to_plan
 from trainer.parallel.step import Program, make_attention
 from trainer.parallel.step_sizes import footprint
-from trainer.processes.exchange import peers
+from trainer.processes import peers
 from trainer.run.settings import flags_of
 
 RESULTS_FILE = "plans.json"

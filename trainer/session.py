@@ -15,8 +15,7 @@ from jax.sharding import Mesh
 import startrail_jax as st
 from startrail_jax.devices.nodes import nodes_of
 from startrail_jax.errors import InputError
-from trainer.config import MeshConfig
-from trainer.network.options import Distributed
+from trainer.config import Distributed, MeshConfig
 from trainer.parallel.degrees import (
     choose_degrees,
     choose_order,
@@ -26,11 +25,15 @@ from trainer.parallel.degrees import (
 )
 from trainer.planning import Planner
 from trainer.printable import printable
-from trainer.processes.devices import require_divisible, select_devices
-from trainer.processes.distributed import start
-from trainer.processes.exchange import first_does, peers
-from trainer.processes.hardware import unused_gpus
-from trainer.processes.heartbeat import heartbeat
+from trainer.processes import (
+    first_does,
+    peers,
+    require_divisible,
+    require_same_flags,
+    select_devices,
+    together,
+    unused_gpus,
+)
 from trainer.run.mesh import MESH_FILE, FormerMesh, read_mesh
 from trainer.run.settings import CONFIG_FILE, flags_of, names_of_paths
 
@@ -41,8 +44,6 @@ class Session:
 
     mesh: Mesh
     """The devices of all processes."""
-    agree: Callable[[bool], bool]
-    """Turns the wish of any process to stop into one answer: see `trainer.processes.heartbeat`."""
     description: tuple[str, ...]
     """Lines for the log: GPUs that are not used, the devices and the degrees of the mesh."""
 
@@ -78,6 +79,7 @@ def joined(
     adapts: bool = False,
     plan: Planner | None = None,
     prepare: Callable[[], None] | None = None,
+    saves_at_sigterm: bool = False,
 ) -> Iterator[Session]:
     """Starts the processes of a program, and watches over them until all have left.
 
@@ -88,14 +90,15 @@ def joined(
         settings: a dataclass of what the command line says, with the fields `devices` and `mesh`.
         kind: what the settings are, for the comparison of the processes.
         call: what an attention of the model is called with: `TrainConfig.attention_call`.
-        folder: the run folder, where the processes may find the secret that they share, and the
-            degrees that the run had when it trained last.
+        folder: the run folder, where the processes find the degrees that the run had when it
+            trained last, and each other's errors.
         may_differ: dotted names of the settings that may differ among the processes. Paths always
             may, since other machines have other folders.
         adapts: whether to use all devices, with default degrees, if the devices and degrees of the
             settings do not fit the devices that exist.
         plan: chooses the mesh of a run that has none yet, instead of the fewest bytes.
         prepare: completes the run folder, in the first process while the others wait.
+        saves_at_sigterm: see `trainer.processes.together`.
 
     Raises:
         ValueError: if the settings do not fit the devices.
@@ -104,17 +107,17 @@ def joined(
     processes = distributed.known_processes
     if not adapts:
         require_divisible(settings.devices, processes)
-    distributed, leave = start(distributed, folder)
-    choose = _fitting_devices if adapts else _given_devices
-    devices, mesh_config, remarks = choose(settings, processes, call)
-    # Read before the processes meet, and so before the first of them writes anything.
-    former = None if folder is None else read_mesh(folder)
-    flags = {"kind": kind, **flags_of(settings, but={*may_differ, *names_of_paths(settings)})}
-    flags["former mesh"] = f"a run that was trained with the mesh {former}"
-    with heartbeat(distributed, flags, leave) as agree:
+    with together(distributed, folder, saves_at_sigterm=saves_at_sigterm):
+        choose = _fitting_devices if adapts else _given_devices
+        devices, mesh_config, remarks = choose(settings, processes, call)
+        # Read before the processes meet, and so before the first of them writes anything.
+        former = None if folder is None else read_mesh(folder)
+        among = peers()
+        flags = {"kind": kind, **flags_of(settings, but={*may_differ, *names_of_paths(settings)})}
+        flags["former mesh"] = f"a run that was trained with the mesh {former}"
+        require_same_flags(flags, among)
         if prepare is not None and folder is not None:
-            among = peers()
-            first_does(prepare, among)
+            first_does(prepare)
             # File systems of several machines show a new file to some of them later.
             former = read_mesh(folder)
             found = among.gather(None if former is None else [former.degrees, former.order])[0]
@@ -141,7 +144,7 @@ def joined(
                 f"WARNING: {folder} holds a run without {MESH_FILE}: it was lost. The mesh below "
                 "is chosen anew; give --mesh flags for the one with which the run began",
             )
-        if note := unused_gpus(devices[0].platform, wanted=wanted):
+        if note := unused_gpus(devices[0].platform, wanted):
             remarks = (note, *remarks)
         shared = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
         description = (
@@ -161,7 +164,7 @@ def joined(
             order=order,
             devices_per_node=mesh_config.devices_per_node,
         )
-        yield Session(mesh=mesh, agree=agree, description=description)
+        yield Session(mesh=mesh, description=description)
 
 
 def _given_devices(

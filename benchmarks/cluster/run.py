@@ -30,7 +30,6 @@ from __future__ import annotations
 import datetime
 import importlib.util
 import os
-import secrets
 import shlex
 import socket
 import sys
@@ -48,7 +47,7 @@ from benchmarks.cluster.schemes import named_schemes
 from benchmarks.cluster.settings import EVERY, ClusterSettings
 from startrail_jax.errors import InputError
 from trainer.command_line import parse
-from trainer.network.options import Distributed
+from trainer.config import Distributed
 
 SILENCE_SECONDS = 120
 """Time after which a silent process of an emulated cluster counts as lost: cores are few."""
@@ -113,7 +112,6 @@ def emulate(settings: ClusterSettings, argv: list[str]) -> int:
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": str(topology.devices_of_process),
         "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
-        "STARTRAIL_SECRET": secrets.token_hex(),
         "XLA_FLAGS": " ".join(flags).strip(),
         "PYTHONUNBUFFERED": "1",
         # A program that comes from jax's cache cannot be handed on to the other processes.
@@ -133,8 +131,7 @@ def emulate(settings: ClusterSettings, argv: list[str]) -> int:
 
 def measure(settings: ClusterSettings, distributed: Distributed) -> int:
     """Measures in one of the processes; process 0 prints. Returns the exit status."""
-    from trainer.processes.distributed import start
-    from trainer.processes.heartbeat import heartbeat
+    from trainer.processes import peers, require_same_flags, together
     from trainer.run.settings import flags_of
 
     emulated = CONTROL in os.environ
@@ -145,8 +142,8 @@ def measure(settings: ClusterSettings, distributed: Distributed) -> int:
             f"{', '.join(f'{x}={getattr(settings, x)}' for x in changed)}. Leave them out."
         )
     silence_gloo()
-    distributed, leave = start(distributed)
-    with heartbeat(distributed, flags_of(settings, but=("json", "picture")), leave):
+    with together(distributed):
+        require_same_flags(flags_of(settings, but=("json", "picture")), peers())
         return measure_joined(settings, emulated=emulated)
 
 

@@ -49,9 +49,8 @@ from benchmarks.needle.training import (
 from startrail_jax.errors import InputError
 from startrail_jax.planner.quantities import parse_count, show_count
 from trainer.command_line import parse
-from trainer.config import check_minimum
+from trainer.config import Distributed, check_minimum
 from trainer.gpt.config import GPTTrainConfig, RopeConfig
-from trainer.network.options import Distributed
 from trainer.run.settings import CONFIG_FILE
 from trainer.task import SampleOptions
 from trainer.tasks import load_train_config

@@ -17,9 +17,6 @@ The attacks take turns until the time is over, each at least once:
                its losses must be those of an undisturbed run, bit for bit.
     failure    one of two processes is killed or stopped, or its disk is full
                (tests/faults/failures.py). All must end with a message, and the run must go on.
-    strangers  while two processes start, strangers come to the port of process 0: a client of jax,
-               a forged greeting, 1,100 idle connections, garbage, a gigabyte, HTTP, and slow bytes.
-               The run must start.
 
 It exits with status 1 if something was not survived, and then keeps its folder.
 """
@@ -28,17 +25,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import resource
 import shutil
-import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,14 +45,6 @@ FLIPS_IN_TURN = 20
 POWER_FAILURES_IN_TURN = 4
 POWERED, POWERED_STEPS = (1, 3), 30 * crash.EVERY
 """Number of processes, ZeRO level and steps of the run whose power fails."""
-STRANGER_BYTES = 1 << 30
-NUM_IDLE = 1_100
-GREETINGS = {
-    "a client of jax": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(30),
-    "a forged greeting": b"0" * 32 + b"\n" + b"0" * 64 + b"\n" + b'{"index": 1, "processes": 2}\n',
-    "garbage": b"\xff\x00" * 10_000,
-    "HTTP": b"GET / HTTP/1.1\r\nHost: here\r\n\r\n",
-}
 FLAGS = [*failures.FLAGS.split(), "--checkpoint.keep", "2"]
 CASES = [case for case in failures.CASES if case.happen is not None and not case.good]
 
@@ -229,23 +214,6 @@ class Torture:
         yield failures.describe(first)
         shutil.rmtree(folder)
 
-    def strangers(self) -> Iterator[str]:
-        """Comes to the port of process 0 while two processes start."""
-        folder = self.new_folder("strangers")
-        flags = self.flags(folder / "run", 2, steps=3, zero=0, keep=1)
-        with (
-            failures.Processes(2, flags, folder=folder) as started,
-            contextlib.ExitStack() as stack,
-        ):
-            # The other process comes after them.
-            started.signal(1, signal.SIGSTOP)
-            come = _come_to(started.port, stack)
-            started.signal(1, signal.SIGCONT)
-            if any(started.wait(seconds=failures.HANGS_AFTER_SECONDS)):
-                raise CheckFailed(f"The run must go on.\n{started.outputs()}")
-        yield from come
-        shutil.rmtree(folder)
-
 
 def _restore(reference: Path, checkpoints: Path) -> tuple[int, Any, list[str]]:
     """Step, state and position of the newest whole checkpoint, on one device; and what was said."""
@@ -285,48 +253,7 @@ def _leaves(tree: Any) -> list[Any]:
     return jax.tree.leaves(tree)
 
 
-def _come_to(port: int, stack: contextlib.ExitStack) -> list[str]:
-    """Strangers of seven kinds at a port, where they stay; returns when all have come."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    over = threading.Event()
-    deadline = time.monotonic() + failures.HANGS_AFTER_SECONDS
-
-    def connect() -> socket.socket:
-        while True:
-            try:
-                return stack.enter_context(socket.create_connection(("127.0.0.1", port), 20))
-            except ConnectionRefusedError:
-                if time.monotonic() > deadline:
-                    raise CheckFailed(f"Process 0 must listen at port {port}.") from None
-                time.sleep(0.05)
-
-    def drip(connection: socket.socket) -> None:
-        while not over.wait(0.05):
-            connection.sendall(b"x")
-
-    def flood(connection: socket.socket) -> None:
-        for _ in range(STRANGER_BYTES >> 20):
-            if over.is_set():
-                return
-            connection.sendall(bytes(1 << 20))
-
-    def do(action: Callable[[socket.socket], None], connection: socket.socket) -> None:
-        with contextlib.suppress(OSError):  # It is closed on them.
-            action(connection)
-
-    for _ in range(NUM_IDLE):
-        connect()
-    for greeting in GREETINGS.values():
-        with contextlib.suppress(OSError):
-            connect().sendall(greeting)
-    for action in (drip, flood):
-        threading.Thread(target=do, args=[action, connect()], daemon=True).start()
-    stack.callback(over.set)
-    return [*GREETINGS, f"{NUM_IDLE} idle connections", "slow bytes", "a gigabyte"]
-
-
-ATTACKS = ("flip", "power", "kill", "failure", "strangers")
+ATTACKS = ("flip", "power", "kill", "failure")
 
 
 def torture(

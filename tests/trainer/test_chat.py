@@ -400,7 +400,7 @@ def test_spaces_count_where_they_are(tmp_path):
 
 def session_of_one():
     mesh = st.make_mesh(st.Degrees(), "auto", jax.devices()[:1])
-    return Session(mesh=mesh, agree=bool, description=())
+    return Session(mesh=mesh, description=())
 
 
 def test_prompt_of_a_chat_is_a_question_in_the_template(tmp_path, tokenizer):

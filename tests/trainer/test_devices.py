@@ -5,9 +5,14 @@ from types import SimpleNamespace
 import jax
 import pytest
 
+from configs.gpt import gpt_tiny
 from refusals import refused
 from startrail_jax.errors import InputError
-from trainer.processes.devices import select_devices
+from trainer import session as sessions
+from trainer.config import Distributed, MeshConfig
+from trainer.processes import select_devices, unused_gpus
+from trainer.session import joined
+from trainer.task import SampleOptions
 
 pytestmark = pytest.mark.quick
 
@@ -34,3 +39,24 @@ def test_select_devices_takes_as_many_of_each_process(monkeypatch):
     monkeypatch.setattr(jax, "devices", None)
     with refused(InputError, processes=2):
         select_devices(3, processes=2)
+
+
+def test_gpus_that_jax_does_not_use_are_noted(tmp_path, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert unused_gpus("cpu", None, tmp_path) is None
+    for name in ("nvidia0", "nvidia1", "nvidiactl"):
+        (tmp_path / name).touch()
+    said = str(unused_gpus("cpu", None, tmp_path))
+    assert said.startswith("NOTE: this machine has 2 NVIDIA GPUs, but jax computes on the CPU.")
+    assert "pip install -e '.[train,cuda13]'" in said
+    assert unused_gpus("gpu", None, tmp_path) is None
+    assert unused_gpus("cpu", "cpu", tmp_path) is None
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert unused_gpus("cpu", None, tmp_path) is None
+
+
+def test_programs_say_which_gpus_they_do_not_use_first(monkeypatch):
+    monkeypatch.setattr(sessions, "unused_gpus", lambda platform, wanted: f"NOTE {platform}")
+    options = SampleOptions(devices=2, mesh=MeshConfig())
+    with joined(Distributed(), options, kind="a test", call=gpt_tiny().attention_call) as session:
+        assert session.description[0] == "NOTE cpu"

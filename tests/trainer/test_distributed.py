@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import re
 import shutil
 import socket
 import subprocess
@@ -16,76 +15,61 @@ import pytest
 
 import train
 from programs import shared_programs
+from refusals import refused
 from tests.faults import failures, run_folders
+from trainer import processes
 from trainer.checkpoints.checksums import Checksums
+from trainer.config import Distributed
 from trainer.errors import RunError
-from trainer.network.options import Distributed
-from trainer.network.secret import VARIABLE
-from trainer.processes import distributed
-from trainer.processes.distributed import start
+from trainer.processes import Peers, first_does, peers, require_same_flags, together
 
 REPOSITORY = Path(train.__file__).parent
-
-
-def given(**changes):
-    return Distributed(**{"coordinator": "localhost:7777", "processes": 2, "index": 1, **changes})
 
 
 # How processes start.
 
 
-def test_start_does_nothing_for_one_process():
-    start(Distributed())
-    assert not jax.distributed.is_initialized()
-
-
-@pytest.fixture
-def preemption_service(monkeypatch):
-    monkeypatch.setenv(VARIABLE, "of the processes of a test")
-    yield
-    jax.config.update("jax_enable_preemption_service", True)
-
-
-@pytest.mark.usefixtures("preemption_service")
-def test_start_where_it_cannot_be_raises():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(RuntimeError, match=rf"port that is free.*127.0.0.1:{port}: Addr"):
-            start(given(coordinator=f"127.0.0.1:{port}", index=0))
-    with pytest.raises(RuntimeError, match=r"Process 0 must wait at .*refused.* for 0.1 s\. Start"):
-        start(given(coordinator=f"localhost:{port}", start_timeout=0.1))
-    jax.devices()
-    with pytest.raises(RuntimeError, match=r"Process 0 must be able to join.*must be called befor"):
-        start(given(coordinator=f"localhost:{failures.free_port()}", processes=1, index=0))
+def test_one_process_starts_nothing():
+    with together(Distributed()):
+        assert not jax.distributed.is_initialized()
+    assert (peers().index, peers().count) == (0, 1)
+    assert peers().gather({"bad": [[3, "größe"]]}) == [{"bad": [[3, "größe"]]}]
 
 
 STARTING = """
+import time
 import jax
-from trainer.processes import distributed
-from trainer.processes.distributed import start
-from trainer.network.options import Distributed
-from trainer.run.exit import exit_on_user_errors
-with exit_on_user_errors():
-    leave = start(Distributed({})).leave
-    print(jax.process_index(), jax.process_count(), jax.device_count())
-    leave()
+from pathlib import Path
+from trainer.config import Distributed
+from trainer.processes import first_does, peers, together
+made = Path({folder!r}, "made")
+with together(Distributed({options}), Path({folder!r})):
+    first_does(lambda: (time.sleep(1.2), made.touch(exist_ok=False)))
+    assert made.exists()
+    index = jax.process_index()
+    print(index, jax.process_count(), jax.device_count(), peers().gather(["x"] * index))
 """
 
 
-def starting(options, program=STARTING, **environment):
+def starting(options, folder, program=STARTING, **environment):
     return subprocess.Popen(
-        [sys.executable, "-c", program.format(options)],
+        [sys.executable, "-c", program.format(options=options, folder=str(folder))],
         cwd=REPOSITORY,
-        env={
-            **os.environ,
-            "JAX_PLATFORMS": "cpu",
-            VARIABLE: "of the processes of a test",
-            **environment,
-        },
+        env={**os.environ, "JAX_PLATFORMS": "cpu", **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def ends(processes):
+    """The statuses and the outputs of processes."""
+    try:
+        outputs = [process.communicate(timeout=300) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [process.returncode for process in processes], outputs
 
 
 def free_slurm_job():
@@ -99,136 +83,127 @@ def free_slurm_job():
         return job
 
 
-def test_slurm_says_which_process_this_is():
+def test_slurm_says_which_process_this_is(tmp_path):
     job = str(free_slurm_job())
-    processes = [
-        starting(
-            "on=True",
-            SLURM_JOB_ID=job,
-            SLURM_STEP_NODELIST="localhost",
-            SLURM_NTASKS="2",
-            SLURM_PROCID=index,
-            SLURM_LOCALID=index,
-            JAX_NUM_CPU_DEVICES="3",
-        )
-        for index in ("0", "1")
-    ]
-    # A process without a launcher, and one whose others do not start.
-    processes += [
-        starting("on=True"),
-        starting(f"coordinator='localhost:{failures.free_port()}', processes=2, index=0, "
-                 "start_timeout=1.0"),
-    ]  # fmt: skip
-    try:
-        outputs = [process.communicate(timeout=300) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for index in (0, 1):
-        assert processes[index].returncode == 0, outputs[index]
-        assert outputs[index][0].splitlines()[-1] == f"{index} 2 6"
-    assert [process.returncode for process in processes[2:]] == [1, 1]
-    assert re.match(
-        r"RunError: --distributed needs processes that SLURM.*got none of them\. Start them so, or "
-        r"give --distributed.coordinator",
-        outputs[2][1],
+    statuses, outputs = ends(
+        [
+            starting(
+                "on=True",
+                tmp_path,
+                SLURM_JOB_ID=job,
+                SLURM_STEP_NODELIST="localhost",
+                SLURM_NTASKS="2",
+                SLURM_PROCID=index,
+                SLURM_LOCALID=index,
+                JAX_NUM_CPU_DEVICES="3",
+            )
+            for index in ("0", "1")
+        ]
     )
-    assert "All 2 processes must start within 1 s; got fewer. Start the others" in outputs[3][1]
+    assert statuses == [0, 0], outputs
+    for index, (output, _) in enumerate(outputs):
+        assert output.splitlines()[-1] == f"{index} 2 6 [[], ['x']]"
 
 
-SLURM = {"SLURM_JOB_ID": "5", "SLURM_STEP_NODELIST": "node[07-09]", "SLURM_NTASKS": "6",
-         "SLURM_PROCID": "4", "SLURM_LOCALID": "1"}  # fmt: skip
-OPEN_MPI = {"OMPI_MCA_orte_hnp_uri": "20480.0;tcp://10.0.0.1,10.1.0.1:34911",
-            "OMPI_COMM_WORLD_SIZE": "6", "OMPI_COMM_WORLD_RANK": "4",
-            "OMPI_COMM_WORLD_LOCAL_RANK": "1"}  # fmt: skip
+def test_processes_that_cannot_start_say_why(tmp_path):
+    together_at = f"processes=3, coordinator='127.0.0.1:{failures.free_port()}'"
+    with socket.create_server(("127.0.0.1", 0)) as taken, socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))  # It does not listen, and keeps the port.
+        nowhere = f"processes=2, coordinator='127.0.0.1:{silent.getsockname()[1]}'"
+        options = (
+            "on=True",
+            f"processes=2, coordinator='127.0.0.1:{taken.getsockname()[1]}', index=0",
+            f"{together_at}, index=0, start_timeout=3.0",
+            f"{together_at}, index=1, start_timeout=2.0",
+            f"{nowhere}, index=1, start_timeout=1.0",
+        )
+        statuses, outputs = ends(
+            [starting(own, tmp_path / str(number)) for number, own in enumerate(options)]
+        )
+    assert statuses == [1] * 5, outputs
+    alone, on_taken, first, second, lost = (errors for _, errors in outputs)
+    assert "RunError: --distributed needs processes that SLURM" in alone
+    assert "RunError: Process 0 must be able to start; got OSError: [Errno 98]" in on_taken
+    assert "RunError: All 3 processes must start within 3 s; got fewer. Start the o" in first
+    assert "RunError: All 3 processes must start within 2 s; got fewer, but process 0 is" in second
+    assert "; got no process 0 at 127.0.0.1:" in lost
 
 
-@pytest.mark.parametrize(("launcher", "host"), [(SLURM, "node07"), (OPEN_MPI, "10.0.0.1")])
-def test_launcher_is_asked_by_what_jax_has(launcher, host, monkeypatch):
-    """It is private: this tells of a version of jax that has it elsewhere."""
-    of_jax = ("JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_PORT", "JAX_LOCAL_DEVICE_IDS")
-    for name in (*SLURM, *OPEN_MPI, *of_jax):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in launcher.items():
-        monkeypatch.setenv(name, value)
-    options, devices = distributed._ask_launcher(Distributed(on=True))
-    assert options == Distributed(on=True, coordinator=f"{host}:61445", processes=6, index=4)
-    assert devices == [1]
+# How processes fail.
 
-
-@pytest.mark.parametrize("lacks", ["module", "function", "argument"])
-def test_jax_that_asks_launchers_elsewhere_is_named(lacks, monkeypatch):
-    place = "jax._src.clusters"
-    if lacks == "module":
-        monkeypatch.setitem(sys.modules, place, None)
-    elif lacks == "function":
-        monkeypatch.delattr(f"{place}.ClusterEnv.auto_detect_unset_distributed_params")
-    else:
-        detect = f"{place}.ClusterEnv.auto_detect_unset_distributed_params"
-        monkeypatch.setattr(detect, lambda coordinator_address: None)
-    message = rf"is not public; got jax {re.escape(jax.__version__)} without it .*--distributed.coo"
-    with pytest.raises(RunError, match=message):
-        distributed._ask_launcher(Distributed(on=True))
-
-
-# How processes leave.
-
-# The watch over all processes ends when they have left jax, where each waits for all others.
-LEAVING = """
-import os, signal, sys
+FAILING = """
+import sys, time
 import jax
-from trainer.processes import distributed
-from trainer.processes.distributed import start
-from trainer.processes.heartbeat import heartbeat
-from trainer.network.options import Distributed
-from trainer.run.exit import exit_on_user_errors
-
-def last():
-    happens = os.environ["HAPPENS"]
-    if happens:
-        os.kill(os.getpid(), getattr(signal, happens))
-    leave()
-
-with exit_on_user_errors():
-    options, leave = start(Distributed({}, timeout=3.0))
-    with heartbeat(options, {{}}, last):
-        print(jax.device_count(), flush=True)
-print("over")
+from pathlib import Path
+from trainer.config import Distributed
+from trainer.processes import first_does, together
+with together(Distributed({options}), Path({folder!r})):
+    jax.devices()
+    first_does(lambda: None)
+    if jax.process_index() == 1:
+        raise ValueError("of process 1\\nand more")
+    time.sleep(600)
 """
 
 
-@pytest.mark.slow
-def test_process_that_is_lost_while_jax_leaves_ends_all_without_a_trace():
-    pairs = []
-    for victim, happens in ((0, "SIGKILL"), (1, "SIGSTOP"), (0, "")):
-        where = f"coordinator='localhost:{failures.free_port()}', processes=2"
-        own = [happens if index == victim else "" for index in (0, 1)]
-        pair = [
-            starting(f"{where}, index={index}", LEAVING, HAPPENS=own[index]) for index in (0, 1)
-        ]
-        pairs.append((pair, victim, happens))
-    everyone = [process for pair, *_ in pairs for process in pair]
-    try:
-        for pair, victim, happens in pairs:
-            other = pair[1 - victim]
-            output, errors = other.communicate(timeout=300)
-            if not happens:
-                more = pair[victim].communicate(timeout=300)
-                assert [process.returncode for process in pair] == [0, 0], (errors, more)
-                assert output.endswith("2\nover\n")
-                continue
-            assert other.returncode == 1
-            lost = rf"process {victim} of 2 \(.*\) (exited without|has given no sign)"
-            assert re.search(
-                rf"(?m)^process {1 - victim} of 2 .* another process failed: {lost}", errors
-            )
-            # jax says this where its GPU plugin is installed without the libraries of a GPU.
-            ours = [line for line in errors.splitlines() if "cuda_plugin_extension" not in line]
-            assert len(ours) == 1, errors
-    finally:
-        for process in everyone:
-            process.kill()
-            process.communicate()
+def test_error_of_one_process_ends_all_and_is_found_in_the_run_folder(tmp_path):
+    # Those of an earlier start count for nothing.
+    old = tmp_path / "failures" / "0.txt"
+    old.parent.mkdir()
+    old.write_text("process 0 on host: ValueError: of yesterday")
+    where = f"coordinator='127.0.0.1:{failures.free_port()}', processes=3"
+    statuses, outputs = ends(
+        [starting(f"{where}, index={index}", tmp_path, FAILING) for index in range(3)]
+    )
+    assert statuses == [1, 1, 1], outputs
+    error = f"process 1 on {socket.gethostname()}: ValueError: of process 1"
+    written = (tmp_path / "failures" / "1.txt").read_text()
+    assert written.startswith(f"{error}\n\nTraceback")
+    assert "and more" in written
+    assert old.read_text().endswith("of yesterday")
+    for index in (0, 2):
+        assert (
+            f"This process ends because another process failed: {error} (see" in outputs[index][1]
+        )
+    assert "Traceback" in outputs[1][1]
+
+
+def test_memory_that_is_exhausted_is_no_failure_of_another_process():
+    def wrapped(text):
+        try:
+            raise jax.errors.JaxRuntimeError(text)
+        except jax.errors.JaxRuntimeError as error:
+            outer = RunError("a step failed")
+            outer.__cause__ = error
+            return outer
+
+    assert processes._may_be_of_another(wrapped("UNKNOWN: connection closed by peer"))
+    assert not processes._may_be_of_another(wrapped("RESOURCE_EXHAUSTED: out of memory"))
+    assert not processes._may_be_of_another(ValueError("of this process"))
+
+
+def test_flags_that_differ_are_named_in_all_processes():
+    flags = {"kind": "a run", "steps": "--steps 3", "seed": "--seed 1"}
+    require_same_flags(flags, Peers(count=2, gather=lambda mine: [mine, mine]))
+    others = Peers(count=2, gather=lambda mine: [mine, {**mine, "steps": "--steps 4"}])
+    with refused(RunError, "got --steps 4 in process 1 and --steps 3 in process 0"):
+        require_same_flags(flags, others)
+    lacks = Peers(count=2, gather=lambda mine: [mine, {"kind": "a run", "steps": "--steps 3"}])
+    with refused(RunError, "got none in process 1 and --seed 1 in process 0"):
+        require_same_flags(flags, lacks)
+
+
+def test_first_process_alone_works(monkeypatch):
+    done = []
+    monkeypatch.setattr(processes.multihost_utils, "sync_global_devices", done.append)
+    first_does(lambda: done.append("work"))
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    first_does(lambda: done.append("work of another"))
+    assert len(done) == 3
+    assert done[0] == "work"
+    monkeypatch.setattr(jax, "process_index", lambda: 0)
+    with pytest.raises(ZeroDivisionError):
+        first_does(lambda: 1 // 0)
 
 
 # Training.
@@ -309,7 +284,6 @@ def test_any_number_of_processes_trains_alike_and_goes_on_with_the_run_of_anothe
 
 @pytest.mark.slow
 def test_failures_end_all_processes_and_training_goes_on(tmp_path, capsys):
-    # A worker that is killed is the same to the others: test_heartbeat.py.
     names = ["process 0 killed", "wrong data", "disk full", "worker stopped"]
     by_name = {case.name: case for case in failures.CASES}
     cases = [by_name[name] for name in [*names, "SIGTERM to a worker"]]
@@ -317,7 +291,7 @@ def test_failures_end_all_processes_and_training_goes_on(tmp_path, capsys):
     assert [outcome.case for outcome in outcomes] == cases
     assert all(outcome.seconds < failures.END_SECONDS for outcome in outcomes)
     assert [outcome.statuses for outcome in outcomes] == [
-        *((-9, 1), (1, 1), (1, 1), (1, 1), (0, 0)),
+        *((-9, -6), (1, 1), (1, 1), (-6, -6), (0, 0)),
     ]
     assert outcomes[-1].began_after >= 9
     assert len(capsys.readouterr().out.splitlines()) == len(cases)

@@ -20,7 +20,7 @@ from trainer.dit.config import ImageConfig
 from trainer.dit.examples import Wanted
 from trainer.dit.pixels import BadImageError, check_pixels, read_pixels
 from trainer.errors import MissingPackageError
-from trainer.processes.exchange import Peers
+from trainer.processes import Peers
 
 pytestmark = pytest.mark.quick
 

@@ -9,7 +9,6 @@ import sys
 import tomllib
 from pathlib import Path
 
-import jax
 import pytest
 
 import train
@@ -23,9 +22,6 @@ from trainer.errors import (
     RunError,
     StorageError,
 )
-from trainer.network import rendezvous
-from trainer.network.options import Distributed
-from trainer.processes import coordinator
 from trainer.run import exit as program_exit
 from trainer.run import settings
 from trainer.run.exit import describe, end_now, exit_on_ctrl_c, exit_on_user_errors
@@ -45,10 +41,9 @@ BUILT_INS = {
 
 @pytest.fixture
 def said(monkeypatch):
-    """The messages of this process as one of several; in these tests it goes on."""
+    """The messages with which this process would end at once; in these tests it goes on."""
     said = []
     monkeypatch.setattr(program_exit, "end_now", said.append)
-    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     return said
 
 
@@ -62,16 +57,8 @@ def test_error_for_users_is_shown_without_a_traceback(kind, built_in):
     assert issubclass(kind, UserError)
 
 
-def bare_key_error():
-    coordinator.Coordinator._different_flags(type("Empty", (), {"_flags": {}})())
-
-
 def bare_type_error():
     settings.settings_of(3)
-
-
-def bare_assertion():
-    rendezvous._listen(Distributed())
 
 
 def bare_value_error():
@@ -79,53 +66,24 @@ def bare_value_error():
 
 
 @pytest.mark.parametrize(
-    ("fault", "kind"),
-    [
-        (bare_key_error, KeyError),
-        (bare_type_error, TypeError),
-        (bare_assertion, AssertionError),
-        (bare_value_error, ValueError),
-    ],
+    ("fault", "kind"), [(bare_type_error, TypeError), (bare_value_error, ValueError)]
 )
 @pytest.mark.usefixtures("unchecked")
-def test_fault_of_our_own_keeps_its_traceback(fault, kind, monkeypatch, said):
-    # It is one of several processes.
-    with pytest.raises(kind), exit_on_user_errors():
+def test_fault_of_our_own_keeps_its_traceback(fault, kind, said):
+    with pytest.raises(kind) as caught, exit_on_user_errors():
         fault()
-    (message,) = said
+    # One of several processes prints it itself, without waiting for the others.
+    message = describe(caught.value)
     assert message.startswith("Traceback (most recent call last)")
     assert f"in {fault.__name__}" in message
     raised_in = [line for line in message.splitlines() if line.startswith("  File")][-1]
     assert "/trainer/" in raised_in
     assert message.splitlines()[-1].startswith(kind.__name__)
-    # It is the only process: Python prints the traceback.
-    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: False)
-    with pytest.raises(kind), exit_on_user_errors():
-        fault()
+    assert not said
 
 
-def own_error():
-    with pytest.raises(InputError) as caught:
-        Distributed(coordinator="localhost:7777", processes=2, index=2)
-    return caught.value
-
-
-def test_one_of_several_ends_without_waiting_for_the_others(said):
-    with pytest.raises(SystemExit), exit_on_user_errors():
-        raise own_error()
-    assert said == [describe(own_error())]
-    assert said[0].startswith("InputError: distributed.index must be")
-    with pytest.raises(KeyboardInterrupt), exit_on_user_errors():
-        raise KeyboardInterrupt
-    assert said[1:] == ["KeyboardInterrupt"]
-    with pytest.raises(SystemExit), exit_on_user_errors():
-        sys.exit(2)
-    assert len(said) == 2
-
-
-def test_program_whose_save_failed_does_not_wait_for_its_threads(monkeypatch, said):
+def test_program_whose_save_failed_does_not_wait_for_its_threads(said):
     """Threads of orbax wait for minutes for a folder that a full disk has no room for."""
-    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: False)
     with pytest.raises(SystemExit), exit_on_user_errors():
         raise CheckpointError("no space")
     assert not said
@@ -215,8 +173,6 @@ NOT_FOR_USERS = {
     "AttributeError(f'module {__name__!r} has no attribute {name!r}')",
     "NotImplementedError",
     "KeyboardInterrupt",
-    "ConnectionError('no answer from process 0')",
-    "ConnectionError('an answer that does not come from process 0')",
     "ValueError('a single array')",
     "ValueError('a stream without its end')",
     "ValueError('its checksum is another than when it was written')",

@@ -186,7 +186,7 @@ def test_each_piece_is_shown_before_the_next_token_is_drawn(monkeypatch):
     raw = io.BytesIO()
     shown = io.TextIOWrapper(io.BufferedWriter(raw))  # As a pipe, with a buffer.
     mesh = st.make_mesh(st.Degrees(), "auto", jax.devices()[:1])
-    session = Session(mesh=mesh, agree=bool, description=())
+    session = Session(mesh=mesh, description=())
     tokenizer = ByteTokenizer(end_of_document=None, vocab_size=256)
     stream = TextStream(tokenizer, np.array([97], np.int32))
 
@@ -551,7 +551,7 @@ def test_without_a_prompt_a_terminal_gets_a_sample_at_once(run_dir, capsys, monk
 def test_sample_without_a_prompt_begins_with_a_token_that_there_is(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.stdin", TypedInput())
     mesh = st.make_mesh(st.Degrees(), "auto", jax.devices()[:1])
-    session = Session(mesh=mesh, agree=bool, description=())
+    session = Session(mesh=mesh, description=())
     built = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "</s>": 1}))
     built.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     built.save(str(tmp_path / "tokenizer.json"))

@@ -287,7 +287,7 @@ with interruption() as interrupted, reporter:
     print("ready", flush=True)
     input()
     os.kill(os.getpid(), signal.SIGINT)
-    assert interrupted()
+    assert interrupted(1)
     for step in (1, 2):
         reporter.advance(step, {{"train_loss": 1.0}})
     reporter.line("interrupted")

@@ -11,10 +11,10 @@ from configs.gpt import gpt_tiny
 from refusals import refused
 from startrail_jax.errors import InputError
 from trainer.command_line import OTHER_NAMES
+from trainer.config import Distributed
 from trainer.data.files import find_files
 from trainer.dit.config import ImageOptions
 from trainer.gpt.config import TextOptions
-from trainer.network.options import Distributed
 from trainer.run.settings import settings_of
 
 pytestmark = pytest.mark.quick
@@ -51,7 +51,8 @@ def test_flags_say_which_process_this_is():
     command = train.read_command_line([*flags, "--distributed.index", "0", "--mesh.team", "1"])
     assert command.distributed == given(coordinator="[::1]:7777", index=0)
     assert command.distributed.several
-    assert command.distributed.coordinator_host == "::1"
+    assert command.distributed.has_literal_address
+    assert not given(coordinator="node-7:7777").has_literal_address
     assert command.settings.mesh.team == 1
     assert train.read_command_line(["--distributed"]).distributed == Distributed(on=True)
     assert not train.read_command_line([]).distributed.several

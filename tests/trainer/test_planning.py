@@ -15,12 +15,11 @@ from startrail_jax.errors import InputError
 from startrail_jax.planner.hardware import GPUS, Cluster
 from train import read_command_line, train
 from trainer import planning
-from trainer.config import AttentionConfig, MeshConfig, OptimizerConfig
+from trainer.config import AttentionConfig, Distributed, MeshConfig, OptimizerConfig
 from trainer.errors import RunError
 from trainer.gpt.lora.settings import LoraConfig
-from trainer.network.options import Distributed
 from trainer.planning import Planner
-from trainer.processes.exchange import Peers
+from trainer.processes import Peers
 from trainer.run.mesh import MESH_FILE, read_mesh, save_degrees
 from trainer.session import joined
 from trainer.tasks import TASKS

@@ -25,7 +25,7 @@ ESCAPED = "a\\x1b[2J\\x9b2J\\x07b\\u202ec\\r"
 
 def session():
     mesh = Mesh(np.array(jax.devices()[:1]), ("x",))
-    return Session(mesh=mesh, agree=bool, description=())
+    return Session(mesh=mesh, description=())
 
 
 class FakeTerminal(io.StringIO):

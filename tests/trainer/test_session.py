@@ -7,10 +7,9 @@ from configs.dit import dit_digits
 from configs.gpt import gpt_tiny
 from refusals import refused
 from startrail_jax.errors import InputError
-from trainer.config import MeshConfig
+from trainer.config import Distributed, MeshConfig
 from trainer.dit.config import ImageOptions
 from trainer.gpt.config import TextOptions
-from trainer.network.options import Distributed
 from trainer.run.mesh import save_degrees
 from trainer.run.settings import names_of_paths
 from trainer.session import joined

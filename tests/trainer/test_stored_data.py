@@ -32,8 +32,7 @@ from trainer.gpt.task import GPTTask
 from trainer.gpt.text import holds_tokens
 from trainer.gpt.tokenize import main as tokenize
 from trainer.mirror.fetch import preparation
-from trainer.processes.agreement import require_same_data
-from trainer.processes.exchange import Peers
+from trainer.processes import Peers, require_same_data
 from trainer.run.settings import flag_text, load_config, save_config
 
 URL = "memory://bucket/wiki"

@@ -19,7 +19,7 @@ from refusals import refused
 from startrail_jax.errors import InputError
 from trainer.config import AttentionConfig, MeshConfig
 from trainer.gpt.config import GPTTrainConfig, RopeConfig
-from trainer.processes.devices import select_devices
+from trainer.processes import select_devices
 from trainer.run.versions import current_versions
 
 REPOSITORY = Path(train.__file__).parent

@@ -26,7 +26,7 @@ from trainer.dit.pixels import (
     read_pixels,
 )
 from trainer.printable import say
-from trainer.processes.exchange import Peers
+from trainer.processes import Peers
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 # Number of files that wait for the threads which check them.

@@ -43,7 +43,7 @@ from trainer.dit.examples import (
 from trainer.dit.image_folder import open_folder
 from trainer.dit.pixels import BadImageError
 from trainer.errors import MissingPackageError
-from trainer.processes.exchange import Peers
+from trainer.processes import Peers
 
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 # Number of values of an *.npz file that are checked at a time.

@@ -27,7 +27,7 @@ class DiTTask(Task[DiTTrainConfig, ImageOptions]):
         from trainer.data.stored.copies import origin_of, with_copies
         from trainer.dit.batches import image_batch
         from trainer.dit.images import open_images
-        from trainer.processes.exchange import peers
+        from trainer.processes import peers
 
         images = open_images(
             with_copies(config.data, config.run_dir.parent),

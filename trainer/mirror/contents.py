@@ -30,7 +30,7 @@ TEXTS = (
     *(CONFIG_FILE, MESH_FILE, VERSIONS_FILE, METRICS_FILE, ID_FILE),
     *(WANDB_FILE, MLFLOW_FILE),
 )
-"""Files that change while a run trains. The secret and the lock of its processes stay there."""
+"""Files that change while a run trains. Its lock and the errors of its processes stay there."""
 CONSTANT_FOLDERS = (FROZEN_FOLDER, KEPT_FOLDER)
 """Folders that stay as they are from the beginning of a run on, and are copied once."""
 

@@ -24,16 +24,15 @@ def exit_on_user_errors() -> Iterator[None]:
 
     Every other error is a fault of the program or of a library, and keeps its traceback.
 
-    One of several processes ends at once on any error, on Ctrl-C too: it does not wait for the
-    other processes, which may never come to their ends. So does a program whose checkpoint could
-    not be saved: threads of orbax may wait for minutes for a folder that nobody could make.
+    A program whose checkpoint could not be saved ends at once: threads of orbax may wait for
+    minutes for a folder that does not exist.
     """
     try:
         yield
     except SystemExit:
         raise
     except BaseException as error:
-        if _is_one_of_several() or getattr(error, "ends_at_once", False):
+        if getattr(error, "ends_at_once", False):
             end_now(describe(error))
         if not isinstance(error, UserError):
             raise
@@ -98,9 +97,3 @@ def end_now(message: str) -> NoReturn:
         print(printable(message), file=sys.stderr, flush=True)
     finally:
         os._exit(1)
-
-
-def _is_one_of_several() -> bool:
-    # Errors of the command line come before jax is imported.
-    jax = sys.modules.get("jax")
-    return jax is not None and jax.distributed.is_initialized()

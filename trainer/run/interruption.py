@@ -15,23 +15,34 @@ MESSAGE = b"stopping after this step; Ctrl-C again stops at once\n"
 
 
 @contextmanager
-def interruption(agree: Callable[[bool], bool] = bool) -> Iterator[Callable[[], bool]]:
+def interruption(*, several: bool = False) -> Iterator[Callable[[int], bool]]:
     """Turns SIGTERM and the first SIGINT into a flag, so that the loop can finish a step and save.
 
     To be used in the main thread, around the loop.
 
     Args:
-        agree: function that turns the wish of any process to stop into the answer of all; see
-            `heartbeat`.
+        several: whether several processes share the run. jax's preemption service, which
+            `trainer.processes.together` starts, then has the handler of SIGTERM.
 
     Yields:
-        A function that tells whether a signal has come; with `agree`, to any process. All processes
-        must then call it equally often.
+        A function that tells after a step whether a signal has come, to any of several processes.
+        These must call it for the same steps; its answer for a step is the same in all.
 
     Raises:
         KeyboardInterrupt: at a SIGINT that is not the first signal, as the user insists.
     """
     received: list[int] = []
+    agreed = False
+
+    def is_interrupted(step: int) -> bool:
+        from jax.experimental import multihost_utils
+
+        nonlocal agreed
+        if not several:
+            return bool(received)
+        # jax answers True for one step alone. When orbax saves, it asks jax for the same step.
+        agreed = agreed or multihost_utils.reached_preemption_sync_point(step)
+        return agreed
 
     def note(number: int, frame: FrameType | None) -> None:
         if received and number == signal.SIGINT:
@@ -44,10 +55,13 @@ def interruption(agree: Callable[[bool], bool] = bool) -> Iterator[Callable[[], 
                 # On a terminal the message takes the line of the progress bar, which moves down.
                 begin = CLEAR_LINE if os.isatty(STANDARD_ERROR) else b""
                 os.write(STANDARD_ERROR, begin + MESSAGE)
+            if several:
+                signal.raise_signal(signal.SIGTERM)
 
-    previous = {number: signal.signal(number, note) for number in SIGNALS}
+    signals = (signal.SIGINT,) if several else SIGNALS
+    previous = {number: signal.signal(number, note) for number in signals}
     try:
-        yield lambda: agree(bool(received))
+        yield is_interrupted
     finally:
         for number, handler in previous.items():
             # None stands for a handler that was not set from Python. It cannot be restored.
