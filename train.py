@@ -77,10 +77,9 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
     import jax
 
     from trainer.checkpoints.checkpoint import Checkpoints
+    from trainer.copies import Copies, preparation
     from trainer.data.batches import Feed
     from trainer.loop import Loop
-    from trainer.mirror.copying import mirroring
-    from trainer.mirror.fetch import preparation
     from trainer.parallel.step import Program, make_attention
     from trainer.planning import Planner
     from trainer.processes import peers, require_same_data
@@ -146,20 +145,25 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
         with (
             open_run(config, writes=session.is_first) as run_dir,
             interruption(several=jax.process_count() > 1) as interrupted,
-            mirroring(config, is_first=session.is_first, note=report.line) as copier,
+            Copies(
+                config.mirror if session.is_first else None,
+                run_dir,
+                keep=config.checkpoint.keep,
+            ) as copies,
             Checkpoints(
                 run_dir / CHECKPOINTS_FOLDER,
                 keep=config.checkpoint.keep,
                 strict=config.checkpoint.strict,
                 note=report.line,
-                copier=copier,
+                when_whole=copies.add,
+                is_held=copies.holds,
             ) as checkpoints,
             closing(feed),
         ):
             # State: that of the newest checkpoint, or a new one.
             loop = Loop(program, feed, checkpoints, report, interrupted, initial)
             done = loop.begin()
-            copier.begin()
+            copies.begin(done)
 
             # Loop, over the steps that are not done yet.
             if not _run_steps(loop, done):
@@ -198,7 +202,6 @@ def _run_steps(loop: Any, done: int) -> bool:
                 loop.read_metrics(all_steps=True)
                 trace.enter_context(jax.profiler.trace(config.run_dir / "profile"))
             loop.step(step)
-            loop.checkpoints.copier.check()
             is_last = step == config.steps
             if (step % config.evaluate_every == 0 or is_last) and not interrupted(step):
                 loop.evaluate(step)

@@ -43,7 +43,7 @@ LAYERS = (
     {"trainer.objective"},
     {"trainer.run", "trainer.data"},
     {"trainer.checkpoints", "trainer.processes", "trainer.parallel"},
-    {"trainer.planning", "trainer.mirror"},
+    {"trainer.planning", "trainer.copies"},
     {"trainer.command_line", "trainer.loop", "trainer.session", "trainer.task"},
     {"trainer.gpt", "trainer.dit"},
     {"trainer.tasks"},

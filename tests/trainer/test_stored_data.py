@@ -19,6 +19,7 @@ from configs.gpt import gpt_tiny
 from refusals import refused
 from startrail_jax import Layout
 from startrail_jax.errors import InputError
+from trainer.copies import preparation
 from trainer.data import cache
 from trainer.data.dataset import Dataset
 from trainer.data.stored import copies
@@ -31,7 +32,6 @@ from trainer.gpt.config import DataConfig
 from trainer.gpt.task import GPTTask
 from trainer.gpt.text import holds_tokens
 from trainer.gpt.tokenize import main as tokenize
-from trainer.mirror.fetch import preparation
 from trainer.processes import Peers, require_same_data
 from trainer.run.settings import flag_text, load_config, save_config
 
@@ -346,7 +346,7 @@ def test_run_in_a_store_is_a_folder_here_and_a_mirror(capsys, tmp_path, monkeypa
     last = train.read_command_line(["--run-dir", url, "--run-dir", "runs/other"]).settings
     assert (last.run_dir, last.mirror) == (Path("runs/other"), None)
 
-    with pytest.raises(ValueError, match=rf"which is in a store\. Fetch it .*fetch {url} {here}"):
+    with pytest.raises(ValueError, match=rf"which is in a store\. Fetch it .*copies {url} {here}"):
         sample.read_command_line([url])
     here.mkdir(parents=True)
     (here / "config.json").touch()

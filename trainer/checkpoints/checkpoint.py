@@ -23,7 +23,6 @@ from orbax.checkpoint import v1 as ocp
 
 from trainer import durable
 from trainer.checkpoints.background import (
-    Copier,
     Decision,
     Verdict,
     finish,
@@ -74,7 +73,8 @@ class Checkpoints:
         strict: bool = False,
         in_little_memory: PyTree[jax.ShapeDtypeStruct] | None = None,
         note: Callable[[str], object] = warnings.warn,
-        copier: Copier | None = None,
+        when_whole: Callable[[int], object] = lambda step: None,
+        is_held: Callable[[int], bool] = lambda step: False,
     ) -> None:
         """Opens or makes `folder`, and removes unfinished checkpoints that a killed run left.
 
@@ -85,7 +85,8 @@ class Checkpoints:
             in_little_memory: shapes, types and shardings of what will be saved, if writing it
                 must take little memory beside it.
             note: is told what the user must know, such as that a checkpoint is damaged.
-            copier: takes whole checkpoints elsewhere.
+            when_whole: is told the step of each new checkpoint, before older ones are removed.
+            is_held: whether the checkpoint of a step must stay for now.
 
         Raises:
             OSError: if the folder cannot be written.
@@ -98,7 +99,7 @@ class Checkpoints:
         self._limit = None if in_little_memory is None else write_limit(in_little_memory)
         self._failed = False
         self._note = note
-        self.copier = copier or Copier()
+        self._when_whole, self._is_held = when_whole, is_held
         self._saving: tuple[int, Future[dict[str, float]], Decision] | None = None
         self._costs: dict[str, float] = {}
         require_writable(self._folder)
@@ -185,7 +186,7 @@ class Checkpoints:
                 written before the oldest is removed.
         """
         size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
-        missing = max(self._keep + 1 + self.copier.extra - len(self.steps), 1)
+        missing = max(self._keep + 1 - len(self.steps), 1)
         free = shutil.disk_usage(self._folder).free
         if free < missing * size:
             raise CheckpointError(
@@ -305,9 +306,9 @@ class Checkpoints:
             durable.rename(part, self._path(checksums.step))
         _wait_for_all()
         if process == 0:
-            self.copier.add(checksums.step)
+            self._when_whole(checksums.step)
             for step in self.steps[: -self._keep]:
-                if not self.copier.holds(step):
+                if not self._is_held(step):
                     durable.remove(self._path(step))
 
     def wait(self) -> None:

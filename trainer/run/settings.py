@@ -177,7 +177,7 @@ def config_of(run_dir: Path, name: str) -> Path:
         url = text_of(run_dir)
         check_mirror(url)
         what, here = "which is in a store", folder_here(url)
-        fetching = command("trainer.mirror.fetch", url, here)
+        fetching = command("trainer.copies", url, here)
         advice = f"Fetch it first, and give {here}: {fetching}"
         if (here / CONFIG_FILE).is_file():
             advice = f"Give {here}, the folder of that run on this machine."

@@ -12,10 +12,10 @@ from startrail_jax.errors import InputError
 from trainer.checkpoints.checkpoint import Checkpoints
 from trainer.checkpoints.frozen import FrozenWeights
 from trainer.config import SHARDED_AXES, Distributed
+from trainer.copies import preparation
 from trainer.gpt.config import GPTTrainConfig
 from trainer.gpt.objective import NextToken
 from trainer.gpt.pretrained.initial import open_pretrained
-from trainer.mirror.fetch import preparation
 from trainer.parallel.partition import Partition, split_frozen
 from trainer.parallel.sharded_model import ShardedModel
 from trainer.parallel.state import TrainState
