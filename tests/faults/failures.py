@@ -332,7 +332,7 @@ def _end(case: FailureCase, processes: Processes, victim: int, run_dir: Path) ->
         began_after=int(match[1]) if match else 0,
         seconds=seconds,
         statuses=tuple(statuses),
-        message=said[0],
+        message=" ".join(said[0].split()),
         whole=whole,
     )
 
