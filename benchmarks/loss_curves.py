@@ -43,7 +43,7 @@ REORDERED = "one device, sums in another order"
 RING = "Ring Attention (C = 1), 8 devices"
 STARTRAIL = "StarTrail (C = 2), 8 devices"
 
-# Colours that are told apart by those who see few: https://personal.sron.nl/~pault.
+# Colours that are told apart by colour-blind readers: https://personal.sron.nl/~pault.
 COLOURS = {CONTROL: "#999999", REORDERED: "#777777", RING: "#4477aa", STARTRAIL: "#ee6677"}
 # Width, dashes, and where a label and what it points at are, as shares of the panel's width and
 # height. A later line lies on the earlier ones and leaves their edges bare.

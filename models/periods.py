@@ -1,4 +1,4 @@
-"""Layers that differ: which kind each layer is, and how so many layers are few loops.
+"""Groups layers of different kinds into a few `scan` loops.
 
 A model of local and global layers repeats a pattern of them. A loop over groups of one period is
 compiled once, however deep the model is.

@@ -41,7 +41,7 @@ NETWORK = "10.77.0.0/16"
 COORDINATOR_PORT = 9911
 MOST_PROCESSES = 250
 PRIVATE_FOLDER = Path("/dev/shm")
-"""Where the processes get a file system in memory of their own, which no one outside sees."""
+"""Where the processes get a file system in memory of their own, hidden from all others."""
 CONTROL = "STARTRAIL_CLUSTER_CONTROL"
 """Variable with the number of the socket over which process 0 changes the rates."""
 LOG_LINES = 40

@@ -1,6 +1,6 @@
 """Training steps with settings that are drawn at random, to compare the formula of memory with.
 
-Small to middle models, on 8 to 32 GPUs: the formula must not depend on who chose the settings.
+Small to middle models, on 8 to 32 GPUs: settings that are drawn at random.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import numpy as np
 
 Step = tuple[Sequence[int] | np.ndarray, Fraction]
 """The receiver of each member of a group, and the part that it sends of what a member receives in
-all if nothing is sent twice. Who sends to itself sends nothing."""
+all if nothing is sent twice. A device does not message itself."""
 Algorithm = Callable[[int], list[Step]]
 """Size of a group -> what its members send each other."""
 

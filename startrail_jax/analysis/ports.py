@@ -1,4 +1,4 @@
-"""Who sends how many bytes to whom, and what of it passes through the ports of the nodes.
+"""Bytes between each pair of devices, and those that pass through the ports of the nodes.
 
 `messages` says it in closed form and `read_messages` counts it in a compiled program; both divide a
 collective into messages by one table, `NCCL`. Where the devices are is a matter of the order of the
@@ -178,7 +178,7 @@ def _members(degrees: Degrees, roles: tuple[str, ...]) -> np.ndarray:
 def _targets(
     degrees: Degrees, roles: tuple[str, ...], hop: tuple[Any, ...] | None, inner: int
 ) -> np.ndarray:
-    """The receiver of each member in one message of a permute; who receives its own gets nothing.
+    """The receiver of each member in one message of a permute; none for a member itself.
 
     Args:
         degrees, roles: which members there are.

@@ -107,7 +107,7 @@ def forward(
     if into:
         so_far = merge_precisely(into)
     else:
-        zeros = zeros_after(q, v.shape[-1], _never(lists))
+        zeros = zeros_after(q, v.shape[-1], _opaque_false(lists))
         low = zeros[..., 0].swapaxes(1, 2)
         so_far = zeros, low + EMPTY, low
     for pairs in lists:
@@ -157,10 +157,10 @@ def backward(
         )
 
     sums = tuple(
-        zeros_after(like, x.shape[-1], _never(lists)) if dx is None else dx
+        zeros_after(like, x.shape[-1], _opaque_false(lists)) if dx is None else dx
         for like, x, dx in zip((dout, k, v), (q, k, v), into[:3], strict=True)
     )
-    sums += scores.sums(into[3:], _never(lists))
+    sums += scores.sums(into[3:], _opaque_false(lists))
     for pairs in lists:
         sums = pairs.fold(visit, sums)
     return sums
@@ -303,8 +303,8 @@ def tilings(visibility: Visibility, query_len: int, key_len: int) -> tuple[Tilin
     return Tiling.of(query_len, query_runs, size), Tiling.of(key_len, key_runs, size)
 
 
-def _never(lists: list[_PairList]) -> Bool[Array, ""]:
-    """False, in a way that XLA cannot find out."""
+def _opaque_false(lists: list[_PairList]) -> Bool[Array, ""]:
+    """A false predicate that XLA cannot constant-fold."""
     return functools.reduce(jnp.logical_or, (pairs.count < 0 for pairs in lists))
 
 

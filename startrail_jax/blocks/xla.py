@@ -52,8 +52,8 @@ def forward(
     if into:
         so_far = merge_precisely(into)
     else:
-        out = zeros_after(q, v.shape[-1], visits.never)
-        low = zeros_after(q, q.shape[-1], visits.never)[..., 0].swapaxes(1, 2)
+        out = zeros_after(q, v.shape[-1], visits.opaque_false)
+        low = zeros_after(q, q.shape[-1], visits.opaque_false)[..., 0].swapaxes(1, 2)
         so_far = out, low + EMPTY, low
     # Weights are at most this, a power of 2, so that sums of values near the greatest float32 do
     # not overflow.
@@ -130,10 +130,10 @@ def backward(
         return dq, tiles.put_columns(dk, dk_j, j), tiles.put_columns(dv, dv_j, j), *learnt
 
     sums = tuple(
-        zeros_after(like, x.shape[-1], visits.never) if dx is None else dx
+        zeros_after(like, x.shape[-1], visits.opaque_false) if dx is None else dx
         for like, x, dx in zip((dout, k, v), (q, k, v), into[:3], strict=True)
     )
-    sums += scores.sums(into[3:], visits.never)
+    sums += scores.sums(into[3:], visits.opaque_false)
     return lax.fori_loop(0, len(tiles.key.starts), key_tile, sums)
 
 
@@ -172,8 +172,8 @@ class _VisibleTiles:
         return cls(order, ends)
 
     @property
-    def never(self) -> Bool[Array, ""]:
-        """False, in a way that XLA cannot find out."""
+    def opaque_false(self) -> Bool[Array, ""]:
+        """A false predicate that XLA cannot constant-fold."""
         return self.ends[-1] < 0
 
     def fold(self, outer: Array, body: Callable[[Array, Any], Any], carry: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Masks of keys, and keys of any length: segment id -1 marks a key that nobody sees."""
+"""Masks of keys, and keys of any length: segment id -1 marks a key that no query sees."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def pad_keys(
 ) -> tuple[tuple[Array, ...], Any]:
     """Keys and values of cross-attention, filled up to a length that the layout divides.
 
-    Text of 77 tokens, say, which few meshes divide. Nobody sees what is added.
+    Text of 77 tokens, say, which few meshes divide. No query sees what is added.
 
     Args:
         attention: the attention, of a full mask.

@@ -1,4 +1,4 @@
-"""What calls may give for the scores: checks, and the values that `rings` takes."""
+"""Checks of score arguments: slopes, sinks, bias, dropout."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ def _check_prefix(attention: Any, lengths: Any, query: Any) -> Array | None:
             f"prefix_lengths must be integers [batch] = [{query.shape[0]}]; got {array.dtype} "
             f"{list(array.shape)}. Give the tokens of the prefix of each row."
         )
-    # Nobody knows traced lengths yet: those below 0 show what 0 does, those beyond a row all of it.
+    # Traced lengths are unknown: those below 0 show what 0 does, those beyond a row all of it.
     is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(lengths))
     if not is_traced and getattr(lengths, "is_fully_addressable", True):
         values = np.asarray(lengths)

@@ -293,7 +293,7 @@ _OTHER_NAMES = {
 def check_sequence_axis(
     mesh: Mesh | AbstractMesh, names: AxisNames | Mapping[str, str | tuple[str, ...]] | None
 ) -> None:
-    """Raises if no axis of a mesh of several devices shards the sequence, and nobody said so.
+    """Raises if no axis of several devices shards the sequence and no axis_names is given.
 
     Args:
         mesh: the mesh.

@@ -89,7 +89,7 @@ def _why(candidates: Candidates, winner: Prediction) -> str:
         more = rival.across_bytes > winner.across_bytes and theirs != ours
         sent, too = (theirs, " as well") if theirs == ours else (f"{theirs} against {ours}", "")
         text += f", with {sent} through the ports of a node{too}"
-        text += "" if more else ", of which less travels beside kernels"
+        text += "" if more else ", with less of it beside kernels"
     return f"{text}."
 
 

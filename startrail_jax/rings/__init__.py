@@ -1,1 +1,1 @@
-"""Who meets whom, in which round, and how it travels: the schedule, and what runs it."""
+"""The ring schedule and the loop that runs it."""

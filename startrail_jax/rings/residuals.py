@@ -1,4 +1,4 @@
-"""What a forward pass leaves for the backward pass, and what that makes of it first."""
+"""Residuals of the forward pass, and the row terms that the backward pass derives from them."""
 
 from __future__ import annotations
 

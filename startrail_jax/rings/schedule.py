@@ -1,4 +1,4 @@
-"""Who attends to whom, on which devices, in which rounds: the static side of the schedule.
+"""Which units attend to each other, on which devices, in which rounds: the static schedule.
 
 The *sequence rank* of a device is its flat index over the axes (ring, group, team, head), slowest
 first, whose degrees are R, G, A and U. After the head exchange, which trades tokens for heads among

@@ -264,7 +264,7 @@ class _Static:
 
 
 def _send(static: _Static, move: KeyMove, x: Array | None) -> Array | None:
-    """The keys of a move, or what belongs to them, from whoever has them: [b, keys, ...]."""
+    """The keys of a move, or what belongs to them, from their owners: [b, keys, ...]."""
     if x is None:
         return None
     cut = [lax.dynamic_slice_in_dim(x, static.here(p.starts), p.length, 1) for p in move.runs]

@@ -115,7 +115,7 @@ def recompute_in_backward(
 
 
 def zeros_after(
-    like: Float[Array, "b t n h"], dim: int, never: Bool[Array, ""]
+    like: Float[Array, "b t n h"], dim: int, opaque_false: Bool[Array, ""]
 ) -> Float32[Array, "b t n v"]:
     """Zeros to sum into, which no scheduler can set up before `like` is there.
 
@@ -126,7 +126,7 @@ def zeros_after(
     Args:
         like: gives the shape, but for the last dimension.
         dim: the last dimension.
-        never: false, in a way that XLA cannot find out.
+        opaque_false: a false predicate that XLA cannot constant-fold.
     """
-    zeros = jnp.where(never, like[..., :1].astype(jnp.float32), 0.0)
+    zeros = jnp.where(opaque_false, like[..., :1].astype(jnp.float32), 0.0)
     return jnp.broadcast_to(zeros, (*like.shape[:-1], dim))

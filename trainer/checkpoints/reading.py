@@ -206,7 +206,7 @@ def _compare_settings(
         lines = "\n".join(f"  {saved[name]} there, {now[name]} now" for name in changed)
         raise InputError(
             f"The settings must be those that the checkpoint was saved with; got {path}, with "
-            f"others:\n{lines}\nIf nobody has changed them, the config.json of the run is damaged: "
+            f"others:\n{lines}\nIf they were not changed, the config.json of the run is damaged: "
             f"correct it. {advice}"
         )
 

@@ -63,7 +63,7 @@ def cached_folder(
         with lock, alone(lock.fileno(), folder, f"writes tokens to {folder}") as locked:
             if not folder.is_dir():
                 if locked:
-                    # Nobody else writes this folder: these are left from writes that were killed.
+                    # These are left from writes that were killed: no other program writes here.
                     for part in cache.glob(_part_of(folder, "*")):
                         shutil.rmtree(part, ignore_errors=True)
                 write_folder(folder, write_with_sums, option=CACHE_OPTION)

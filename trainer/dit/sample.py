@@ -78,7 +78,7 @@ def sample_images(
 
 
 def save_new(path: Path, write: Callable[[IO[bytes]], None]) -> Path:
-    """Writes a file in a place where there is none; nobody sees a part of it.
+    """Writes a file in a place where there is none; no reader sees a part of it.
 
     Args:
         path: the file. If it exists, it is kept, and name-2.suffix is written, or name-3.suffix and

@@ -134,7 +134,7 @@ class EncodedPart:
     largest: int
     """The largest of the tokens."""
     sha256: str | None
-    """A hash of the tokens, that of the .npy file that holds them; None if nobody asked for it."""
+    """A hash of the tokens, that of the .npy file that holds them; None if not requested."""
 
 
 class BoundedMemory(io.BytesIO):

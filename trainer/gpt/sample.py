@@ -183,7 +183,7 @@ def prompt_tokens(
 ) -> Integer[np.ndarray, " prompt"]:
     """The tokens to continue; without a prompt, a new line, as nanoGPT does.
 
-    Who has typed the command alone does not know that the program would wait for a text.
+    Without a prompt, the program does not wait silently for standard input.
 
     Args:
         tokenizer: the tokenizer of the run.

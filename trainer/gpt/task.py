@@ -152,7 +152,7 @@ class GPTTask(Task[GPTTrainConfig, TextOptions]):
 def _require_base_used(rope: RopeConfig) -> None:
     """Raises if a base that a flag gives is that of no layer.
 
-    The config of a run or of an import may have such a base, which no one has given for it.
+    The config of a run or of an import may have such a base, which no flag has given for it.
     """
     if rope.bases is not None and rope.base not in rope.bases:
         raise InputError(

@@ -23,7 +23,7 @@ from trainer.run.terminal import Terminal
 
 CURVE_FILE = "losses.png"
 MODULE = "trainer.run.curve"
-# Names of the metrics -> labels, and colours that are told apart by those who see few.
+# Names of the metrics -> labels, and colours that are told apart by colour-blind readers.
 CURVES = {
     "train_loss": ("training", "#4477aa", ""),
     "validation_loss": ("validation", "#ee6677", "o"),

@@ -107,7 +107,7 @@ def _base_of(model: ModelSizes) -> tuple[str, ModelSizes]:
 
 
 def remarks(call: Call, cluster: Cluster) -> list[str]:
-    """What somebody who pastes the command must know: lines of text.
+    """What a user who pastes the command must know: lines of text.
 
     Args:
         call: the model.

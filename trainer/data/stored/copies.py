@@ -54,7 +54,7 @@ def with_copies(data: Data, cache: Path) -> Data:
         if (path := getattr(data, name, None)) is not None and is_in_store(path)
     }
     # The outer one of two folders first. A folder that lies in another one is a folder in the copy
-    # of that: of the same files at other paths, nobody would know that they are held out.
+    # of that: of the same files at other paths, it would not be known that they are held out.
     names = sorted(stored, key=lambda name: len(stored[name].root))
     inner = {
         name: (outer, path)

@@ -263,7 +263,7 @@ def config_values(
 def _appearing(out: Path) -> Iterator[Path]:
     """A folder to fill, which is renamed when all is on the disk, and removed on an error.
 
-    Whoever is killed before leaves a hidden folder `.NAME.part-...`, which holds no config.json
+    A kill before that leaves a hidden folder `.NAME.part-...`, which holds no config.json
     until its tensors are written.
     """
     part = out.with_name(f".{out.name}.part-{secrets.token_hex(4)}")

@@ -105,7 +105,7 @@ class StoredTensor:
         slices += (slice(None),) * (len(self.shape) - len(slices))
         chosen = [x.indices(size) for x, size in zip(slices, self.shape, strict=True)]
         starts, stops, steps = zip(*chosen, strict=True)
-        assert set(steps) == {1}, "nobody asks for other slices"
+        assert set(steps) == {1}, "other slices are not read"
         dtype = jnp.dtype(DTYPES[self.dtype])
         part = np.empty([max(b - a, 0) for a, b in zip(starts, stops, strict=True)], dtype)
         row = math.prod(self.shape[1:]) * dtype.itemsize
