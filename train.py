@@ -219,9 +219,8 @@ def _run_steps(loop: Any, done: int) -> bool:
                 step = back
                 continue
             if is_last and not stop:
-                loop.confirm_by_evaluation(step)
+                loop.require_finite_evaluation(step)
             if stop:
-                loop.confirm_by_next_step(step)
                 loop.checkpoints.wait()
                 loop.report.line(
                     f"to go on: {command('train.py', config.run_dir / CONFIG_FILE)}, or the same "

@@ -114,11 +114,13 @@ class Store:
         try:
             values = json.loads(self.fs.cat_file(f"{self.root}/{step}/{MANIFEST}"))
             files = {str(x): (int(size), str(sha)) for x, (size, sha) in values["files"].items()}
-            if not all(_is_of_run(path, step) for path in files):
-                raise ValueError
-            return str(values["run"]), files
+            run = str(values["run"])
         except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise DamagedCopyError(f"its {MANIFEST} cannot be read") from error
+        for path in files:
+            if not _is_of_run(path, step):
+                raise DamagedCopyError(f"its {MANIFEST} names {path!r}, which is no file of a run")
+        return run, files
 
     def place(self, step: int, path: str) -> str:
         """Where a file of a run is in the store."""

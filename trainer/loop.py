@@ -202,8 +202,6 @@ class Loop:
             # All processes must take part in a save, and the others are in this step already.
             if step > 1 and jax.process_count() == 1:
                 self.save(step - 1)
-                if self._spike is None and self._is_held_out_finite():
-                    self.checkpoints.confirm()
             raise
         self.state, metrics = self._train_step(self.state, batch)
         self._position = self._feed.get_state()
@@ -266,21 +264,18 @@ class Loop:
         self.report.advance(number, measured or None)
 
     def _judge(self, number: int, metrics: StepMetrics) -> Judgement:
-        """Judges a step. A good one shows that the state before it is, which may be saved then."""
+        """Judges a step, in all processes alike."""
         saved = None
         if not metrics.finite:
             self.checkpoints.wait()
             saved = self.checkpoints.latest
-        judgement = self._watch.judge(
+        return self._watch.judge(
             number,
             float(metrics.loss),
             float(metrics.gradient_norm),
             finite=bool(metrics.finite),
             saved=saved,
         )
-        if judgement is Judgement.GOOD:
-            self.checkpoints.confirm()
-        return judgement
 
     def go_back(self, step: int) -> int:
         """After a loss spike, goes back to the last checkpoint, and leaves out the data since then.
@@ -300,8 +295,11 @@ class Loop:
         spike, self._spike = self._spike, None
         self._unread.clear()
         self._since_report.clear()
-        self.checkpoints.drop()
-        last = self.checkpoints.latest or 0
+        self.checkpoints.wait()
+        # The state with which the spike came is not gone back to, if there is an earlier one.
+        steps = self.checkpoints.steps
+        before = spike.number - 1 if min(steps, default=spike.number) < spike.number - 1 else None
+        last = max((x for x in steps if before is None or x < before), default=0)
         line = self._watch.go_back(spike.number, float(spike.metrics.loss), last)
         # The old state must not take memory beside the new one.
         frozen = self.state.frozen
@@ -309,8 +307,8 @@ class Loop:
         self._watch.recent.clear()
         if last:
             with self.report.phase("reading the checkpoint"):
-                state, position = self.checkpoints.go_back(
-                    self._program.state_shapes.changing, self._settings_to_compare
+                state, position = self.checkpoints.restore(
+                    self._program.state_shapes.changing, self._settings_to_compare, before=before
                 )
             self.state = state._replace(frozen=frozen)
             last = self.checkpoints.restored or 0
@@ -328,8 +326,7 @@ class Loop:
     def save(self, step: int) -> None:
         """Saves the state and the settings; returns before the files are complete.
 
-        The checkpoint counts as whole when a later step, or one of the methods below, has shown
-        that the state is good.
+        The weights are finite, since no step takes an update that is not.
 
         Raises:
             CheckpointError: if an earlier save has failed.
@@ -342,58 +339,18 @@ class Loop:
         position: dict[str, Any] = dict(self._position)
         if self.config.spike_factor is not None:
             position[RECENT] = list(self._watch.recent)
-        self.checkpoints.save(step, self.state.changing, position, self._settings, confirmed=False)
+        self.checkpoints.save(step, self.state.changing, position, self._settings)
 
-    def confirm_by_evaluation(self, step: int) -> None:
-        """Confirms the checkpoint of the last step of a run, after the evaluation.
-
-        Raises:
-            FloatingPointError: if a loss of the evaluation is not finite.
-        """
-        has_average = self.state.average is not None
-        if not math.isfinite(self.validation_loss) or (
-            has_average and not self._is_held_out_finite()
-        ):
+    def require_finite_evaluation(self, step: int) -> None:
+        """Raises NonFiniteError if the last evaluation of a run gave no finite loss."""
+        if not math.isfinite(self.validation_loss):
             self.checkpoints.wait()
             raise NonFiniteError(
-                f"The loss of held-out data must be finite after the last step; got "
-                f"{self.validation_loss} after step {step}, which is not saved. The newest "
-                f"checkpoint is that of step {self.checkpoints.latest or 0}. Go on from there with "
-                "a lower --optimizer.learning-rate and --allow-changes."
+                "The loss of held-out data must be finite after the last step; got "
+                f"{self.validation_loss} after step {step}. Remove the checkpoint of that step, "
+                "and go on from an earlier one with a lower --optimizer.learning-rate and "
+                "--allow-changes."
             )
-        skipped = self.checkpoints.unconfirmed != step
-        self.checkpoints.confirm()
-        if skipped:  # An earlier one waited, as all steps after it were skipped.
-            self.save(step)
-            self.checkpoints.confirm()
-
-    def confirm_by_next_step(self, step: int) -> None:
-        """Confirms the checkpoint of an interrupted run by further steps, whose results are lost.
-
-        The program of a step is compiled already, and launchers do not wait for long.
-
-        Raises:
-            FloatingPointError: as `read_metrics`.
-            ValueError: if one of several processes cannot read its data.
-        """
-        with self.report.phase("checking the last step"):
-            while self.checkpoints.unconfirmed is not None:
-                step += 1
-                try:
-                    batch = self._feed.next()
-                except Exception:
-                    if jax.process_count() > 1 or not self._is_held_out_finite():
-                        raise
-                    self.checkpoints.confirm()
-                    return
-                self.state, metrics = self._train_step(self.state, batch)
-                if self._judge(step, metrics) is Judgement.SPIKE:
-                    self.checkpoints.drop()
-
-    def _is_held_out_finite(self) -> bool:
-        """Whether the weights give a finite loss for the first held-out batch."""
-        loss, _ = self._program.losses(self.state.model, next(self._feed.held_out()))
-        return math.isfinite(float(loss))
 
     @property
     def _settings_to_compare(self) -> dict[str, str]:

@@ -308,7 +308,21 @@ def test_checkpoint_of_another_model_names_the_arrays(tmp_path, change, named):
         assert checkpoints.latest == 17
 
 
-def test_damaged_checkpoint_is_set_aside_and_the_next_one_is_used(tmp_path):
+def test_going_back_takes_an_earlier_checkpoint_and_removes_the_later_ones(tmp_path):
+    shapes = as_it_is({"a": jnp.full(3, 0)})
+    with Checkpoints(tmp_path, keep=9) as checkpoints:
+        for step in (2, 4, 6):
+            checkpoints.save(step, {"a": jnp.full(3, step)}, {"at": step})
+        assert checkpoints.restore(shapes, before=6)[1] == {"at": 4}
+        assert checkpoints.steps == [2, 4]
+        checkpoints.save(6, {"a": jnp.full(3, 7)}, {"at": "again"})
+        assert checkpoints.restore(shapes)[1] == {"at": "again"}
+        # Without an earlier one, the newest stays.
+        assert checkpoints.restore(shapes, before=2)[1] == {"at": "again"}
+        assert checkpoints.steps == [2, 4, 6]
+
+
+def test_damaged_checkpoint_is_removed_and_the_next_one_is_used(tmp_path):
     # In a separate process, since threads that read the checkpoint complain on stderr.
     script = """
 shapes = jax.tree.map(
@@ -341,10 +355,10 @@ for run in sorted(folder.iterdir()):
         assert refusal.startswith(f"The checkpoint {run / '5'} is damaged: ")
         assert "Without --checkpoint.strict, the same command goes on from step 3" in refusal
         assert note.startswith(f"WARNING: The checkpoint {run / '5'} is damaged: ")
-        assert f"It is kept as {run / '5.damaged'}. The checkpoint of step 3 is used" in note
+        assert "It is removed, and the checkpoint of step 3 is used" in note
         assert note.endswith("steps 4 to 5 are lost, and done again.")
         assert result == "{'at': 3} 3 [3]"
-        assert (run / "5.damaged/state").is_dir()
+        assert [x.name for x in run.iterdir()] == ["3"]
 
 
 @needs_linux

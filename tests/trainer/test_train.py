@@ -100,7 +100,7 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_been(tmp_path, monkeypatch
     (tmp_path / "run" / "checkpoints" / "7" / "checksums.json").write_text("{}")
     again = run(tmp_path / "run", f"{flags} --checkpoint.every 1", steps=7)
     assert again == (undisturbed.train[4:], undisturbed.validation)
-    assert "The checkpoint of step 4 is used: steps 5 to 7 are lost" in capsys.readouterr().out
+    assert "the checkpoint of step 4 is used: steps 5 to 7 are lost" in capsys.readouterr().out
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(1, 8))
     # What a save took is in the metrics of a later step.

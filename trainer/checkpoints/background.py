@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from enum import Enum
 
 POLL_SECONDS = 1.0
 
@@ -75,54 +74,6 @@ def finish(result: Callable[..., object]) -> None:
                 raise orbax_log.error from None
             if time.monotonic() - since < POLL_SECONDS:  # The timeout of the save itself.
                 raise
-
-
-class Verdict(Enum):
-    """What becomes of a checkpoint that is written."""
-
-    KEEP = "it counts as whole"
-    DROP = "all processes remove it, and go on"
-    GIVE_UP = "this process ends, and the others may have other plans"
-
-
-class Decision:
-    """A verdict that one thread takes, once, and another waits for."""
-
-    def __init__(self) -> None:
-        self._taken: Future[Verdict] = Future()
-
-    @property
-    def is_taken(self) -> bool:
-        """Whether there is a verdict."""
-        return self._taken.done()
-
-    def take(self, verdict: Verdict) -> None:
-        """Decides."""
-        self._taken.set_result(verdict)
-
-    def wait(self) -> Verdict:
-        """The verdict, when it is there."""
-        return self._taken.result()
-
-
-class Copier:
-    """Takes whole checkpoints elsewhere while the run trains. This one takes none."""
-
-    extra = 0
-    """Number of checkpoints that it may keep from being removed."""
-
-    def begin(self) -> None:
-        """Is called before the first step, when the newest checkpoint has been read."""
-
-    def add(self, step: int) -> None:
-        """Is told that a checkpoint is whole, before older ones are removed. In any thread."""
-
-    def holds(self, step: int) -> bool:
-        """Whether a checkpoint must stay where it is for now. In any thread."""
-        return False
-
-    def check(self) -> None:
-        """Is called between two steps. An error that it raises ends the run."""
 
 
 def in_background(work: Callable[[], dict[str, float]]) -> Future[dict[str, float]]:

@@ -23,8 +23,6 @@ from orbax.checkpoint import v1 as ocp
 
 from trainer import durable
 from trainer.checkpoints.background import (
-    Decision,
-    Verdict,
     finish,
     in_background,
     listen_to_orbax,
@@ -49,10 +47,9 @@ MOST_SECONDS = 1200
 """How long a process waits for the others to flush their files."""
 
 # Names of folders that are no whole checkpoint: one is being written, or has all its files, some of
-# which are not on the disk yet; or it is damaged, and kept.
+# which are not on the disk yet.
 WRITTEN_BY_ORBAX = ".orbax-checkpoint-tmp"
 UNFLUSHED = "unflushed"
-DAMAGED = ".damaged"
 
 # Every barrier has a name of its own. All processes wait equally often.
 _numbers = itertools.count()
@@ -100,7 +97,7 @@ class Checkpoints:
         self._failed = False
         self._note = note
         self._when_whole, self._is_held = when_whole, is_held
-        self._saving: tuple[int, Future[dict[str, float]], Decision] | None = None
+        self._saving: tuple[int, Future[dict[str, float]]] | None = None
         self._costs: dict[str, float] = {}
         require_writable(self._folder)
         listen_to_orbax()
@@ -128,12 +125,11 @@ class Checkpoints:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Waits for the save in progress; one that is not confirmed yet is given up.
+        """Waits for the save in progress.
 
         Raises:
             CheckpointError: if that save failed.
         """
-        self._decide(Verdict.GIVE_UP)
         self.wait()
         if not self._failed:  # Otherwise closing would raise the same error again.
             self._checkpointer.close()
@@ -201,27 +197,23 @@ class Checkpoints:
         state: PyTree[Shaped[Array, "..."]],
         data_state: Mapping[str, Any],
         settings: Mapping[str, str] | None = None,
-        *,
-        confirmed: bool = True,
     ) -> None:
         """Copies the state off the devices and writes it in the background.
 
         The arrays may be donated or deleted as soon as this returns. It waits for an earlier save,
-        and does nothing if the step is saved already, or an earlier one is not confirmed yet.
+        and does nothing if the step is saved already.
 
         Args:
             step: number of steps that are done.
             state: the training state, with any sharding.
             data_state: position in the data, as values of JSON; the same on all processes.
             settings: the settings that the result depends on, as flags, to be kept beside it.
-            confirmed: whether the state is known to be good. Otherwise the checkpoint counts as
-                whole only after `confirm`, and `drop` removes it.
 
         Raises:
             CheckpointError: if the earlier save failed.
         """
         self.wait()
-        if self.unconfirmed is not None or step in self.steps:
+        if step in self.steps:
             return
         since = time.perf_counter()
         arrays, data = dict(named_leaves(state)), json.dumps(data_state)
@@ -236,63 +228,16 @@ class Checkpoints:
         checksums = Checksums.of(step, arrays, data, settings or {})
         costs = {"checkpoint_checksum_seconds": time.perf_counter() - handed_over}
 
-        decision = Decision()
-        if confirmed:
-            decision.take(Verdict.KEEP)
-
         def complete() -> dict[str, float]:
             finish(response.result)
             flushing = time.perf_counter()
             durable.flush_files(self._part(step), jax.process_index())
-            flushed = time.perf_counter()
-            verdict = decision.wait()
-            decided = time.perf_counter()
-            if verdict is not Verdict.KEEP:
-                self._remove(step, together=verdict is Verdict.DROP)
-                return {}
             self._complete(checksums)
             now = time.perf_counter()
-            waited = decided - flushed
-            costs["checkpoint_flush_seconds"] = now - flushing - waited
-            return {**costs, "checkpoint_seconds": now - since - waited}
+            costs["checkpoint_flush_seconds"] = now - flushing
+            return {**costs, "checkpoint_seconds": now - since}
 
-        self._saving = (step, in_background(complete), decision)
-
-    @property
-    def unconfirmed(self) -> int | None:
-        """The step whose checkpoint waits for `confirm` or `drop`; None if there is none."""
-        if self._saving is None or self._saving[2].is_taken:
-            return None
-        return self._saving[0]
-
-    def confirm(self) -> None:
-        """Says that the state that was saved last is good. Returns at once; `wait` waits."""
-        self._decide(Verdict.KEEP)
-
-    def drop(self) -> None:
-        """Removes what was saved last if it is not confirmed. All processes must call it.
-
-        Raises:
-            CheckpointError: if that save failed.
-        """
-        self._decide(Verdict.DROP)
-        self.wait()
-
-    def _decide(self, verdict: Verdict) -> None:
-        if self.unconfirmed is not None and self._saving is not None:
-            self._saving[2].take(verdict)
-
-    def _remove(self, step: int, *, together: bool) -> None:
-        """Removes what was written for a step; without the other processes, only if none may write.
-
-        Otherwise the next start removes it.
-        """
-        if together:
-            _wait_for_all()
-        if jax.process_index() == 0 and (together or jax.process_count() == 1):
-            durable.remove(self._part(step))
-        if together:
-            _wait_for_all()
+        self._saving = (step, in_background(complete))
 
     def _complete(self, checksums: Checksums) -> None:
         """Turns what all processes have written into a whole checkpoint; removes older ones."""
@@ -312,14 +257,14 @@ class Checkpoints:
                     durable.remove(self._path(step))
 
     def wait(self) -> None:
-        """Waits for the save in progress, if there is one, unless it is not confirmed yet.
+        """Waits for the save in progress, if there is one.
 
         Raises:
             CheckpointError: if the save failed.
         """
-        if self._saving is None or (self.unconfirmed is not None and not self._saving[1].done()):
+        if self._saving is None:
             return
-        (step, saved, _), self._saving = self._saving, None
+        (step, saved), self._saving = self._saving, None
         try:
             self._costs = saved.result()
         except Exception as error:  # Threads that write raise many types of errors.
@@ -333,16 +278,22 @@ class Checkpoints:
         return costs
 
     def restore(
-        self, state: PyTree[jax.ShapeDtypeStruct], settings: Mapping[str, str] | None = None
+        self,
+        state: PyTree[jax.ShapeDtypeStruct],
+        settings: Mapping[str, str] | None = None,
+        *,
+        before: int | None = None,
     ) -> tuple[PyTree[Shaped[Array, "..."]], dict[str, Any]]:
         """Reads the newest checkpoint that is whole, after it has waited for a save in progress.
 
-        Damaged ones are renamed, unless `strict`. `restored` tells which one was read.
+        Damaged ones are removed when an earlier one is read, unless `strict`. `restored` tells
+        which one was read.
 
         Args:
             state: shapes, types and shardings to restore to. The mesh may differ from the one that
                 the checkpoint was saved from.
             settings: settings that must be those that the checkpoint was saved with, as flags.
+            before: removes the checkpoints from this step on first, if there is an earlier one.
 
         Returns:
             The state, a tree like `state`; and the position in the data.
@@ -355,6 +306,9 @@ class Checkpoints:
         self.wait()
         wanted = dict(named_leaves(state))
         steps = newest_first(self._folder)
+        if before is not None and min(steps, default=before) < before:
+            self._remove([step for step in steps if step >= before])
+            steps = [step for step in steps if step < before]
         damaged: list[tuple[int, DamagedError]] = []
         for step in steps:
             try:
@@ -365,33 +319,33 @@ class Checkpoints:
                     settings=settings or {},
                     advice="Use another --run-dir for a new run, or the flags of that run: they "
                     "are in its config.json.",
-                    note=self._note,
                 )
             except DamagedError as error:
                 damaged.append((step, error))
                 if self._strict:
                     break
                 continue
-            self._set_aside(damaged, step)
+            for bad, error in damaged:
+                self._note(
+                    f"WARNING: {error} It is removed, and the checkpoint of step {step} is used: "
+                    f"steps {step + 1} to {bad} are lost, and done again."
+                )
+            self._remove([bad for bad, _ in damaged])
             self.restored = step
             leaves = [arrays[name] for name in wanted]
             return jax.tree.unflatten(jax.tree.structure(state), leaves), json.loads(data)
         raise self._none_whole(steps, damaged)
 
-    def _set_aside(self, damaged: list[tuple[int, DamagedError]], step: int) -> None:
-        """Renames damaged checkpoints, so that the one of `step` becomes the newest."""
-        for bad, error in damaged:
-            kept = self._path(bad).with_name(f"{bad}{DAMAGED}")
-            if jax.process_index() == 0:
-                while kept.exists():
-                    kept = kept.with_name(f"{kept.name}{DAMAGED}")
-                durable.rename(self._path(bad), kept)
-            self._note(
-                f"WARNING: {error} It is kept as {kept}. The checkpoint of step {step} is used: "
-                f"steps {step + 1} to {bad} are lost, and done again."
-            )
-        if damaged and jax.process_count() > 1:
-            multihost_utils.sync_global_devices("damaged checkpoints are renamed")
+    def _remove(self, steps: list[int]) -> None:
+        """Removes checkpoints. All processes must call it."""
+        if not steps:
+            return
+        if jax.process_index() == 0:
+            for step in steps:
+                durable.remove(self._path(step))
+        _wait_for_all()
+        self._checkpointer.close()  # It believes that these steps are saved.
+        self._checkpointer = self._new_checkpointer()
 
     def _none_whole(
         self, steps: list[int], damaged: list[tuple[int, DamagedError]]
@@ -410,16 +364,6 @@ class Checkpoints:
             "new run."
         )
         return CheckpointError(f"{' '.join(str(error) for _, error in damaged)} {way_back}")
-
-    def go_back(
-        self, state: PyTree[jax.ShapeDtypeStruct], settings: Mapping[str, str] | None = None
-    ) -> tuple[PyTree[Shaped[Array, "..."]], dict[str, Any]]:
-        """As `restore`; steps after the one restored may then be saved again."""
-        self.drop()
-        found = self.restore(state, settings)
-        self._checkpointer.close()  # It believes that it has saved those steps.
-        self._checkpointer = self._new_checkpointer()
-        return found
 
     def _path(self, step: int) -> Path:
         return self._folder / str(step)

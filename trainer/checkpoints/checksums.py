@@ -56,23 +56,20 @@ class Checksums:
         (folder / CHECKSUMS_FILE).write_text(text + "\n")
 
     @staticmethod
-    def read(folder: Path) -> Checksums | None:
-        """Reads what `write` wrote; None if there is no file, as in a checkpoint of an old run.
+    def read(folder: Path) -> Checksums:
+        """Reads what `write` wrote.
 
         Raises:
-            ValueError: if the file is damaged.
+            ValueError: if there is no file, or it is damaged.
         """
-        path = folder / CHECKSUMS_FILE
         try:
-            text = path.read_text()
-        except FileNotFoundError:
-            return None
-        try:
-            values = json.loads(text)
+            values = json.loads((folder / CHECKSUMS_FILE).read_text())
             if values.pop(DIGEST) != digest(_canonical(values)):
                 raise InputError("its digest is another")
             arrays = {name: (kind, value) for name, (kind, value) in values["arrays"].items()}
             return Checksums(**{**values, "arrays": arrays})
+        except FileNotFoundError as error:
+            raise InputError(f"its {CHECKSUMS_FILE} is missing") from error
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise InputError(f"its {CHECKSUMS_FILE} is damaged") from error
 

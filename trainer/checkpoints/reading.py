@@ -79,7 +79,6 @@ def read_checkpoint(
     owner: str,
     settings: Mapping[str, str],
     advice: str,
-    note: Callable[[str], object],
 ) -> tuple[dict[str, Shaped[Array, "..."]], str]:
     """Reads a checkpoint and compares it with its checksums. All processes must call it.
 
@@ -90,7 +89,6 @@ def read_checkpoint(
         owner: what the arrays must belong to, for the message.
         settings: settings to compare with those that the checkpoint was saved with, as flags.
         advice: what to do if the arrays or the settings are others.
-        note: is told if there are no checksums.
 
     Returns:
         The arrays by name, and the position in the data.
@@ -101,12 +99,11 @@ def read_checkpoint(
         ValueError: if its arrays or its settings are others.
     """
     saved, checksums = _together(path, lambda: (_read_metadata(path), Checksums.read(path)))
-    if checksums is not None:
-        listed = {name: kind for name, (kind, _) in checksums.arrays.items()}
-        if checksums.step != int(path.name):
-            raise _damaged(path, f"it was saved as step {checksums.step}")
-        if listed != {name: describe(x) for name, x in saved.items()}:
-            raise _damaged(path, "its arrays are not those that were saved")
+    listed = {name: kind for name, (kind, _) in checksums.arrays.items()}
+    if checksums.step != int(path.name):
+        raise _damaged(path, f"it was saved as step {checksums.step}")
+    if listed != {name: describe(x) for name, x in saved.items()}:
+        raise _damaged(path, "its arrays are not those that were saved")
     is_part = callable(wanted)
     chosen = wanted(saved) if callable(wanted) else wanted
     kinds = {name.split("/")[0] for name in chosen}
@@ -116,22 +113,15 @@ def read_checkpoint(
             f"The checkpoint must be of {owner}; got {path}, "
             f"{_list_differences(differences)}\n{advice}"
         )
-    if checksums is not None:
-        _compare_settings(path, checksums.settings, settings, advice)
+    _compare_settings(path, checksums.settings, settings, advice)
     arrays, data = _together(path, lambda: _load(path, chosen, partial=is_part))
-    if checksums is None:
-        note(
-            f"The checkpoint of step {path.name} has no checksums, as an earlier version saved it: "
-            "it is taken as it is. The next one has them."
-        )
-    else:
-        if digest(data) != checksums.data:
-            raise _damaged(path, "the checksum of its position in the data is another")
-        # This is a program of all processes, and their answer is the same.
-        differing = _together(path, lambda: checksums.differing(arrays))
-        if differing:
-            more = f" and {len(differing) - 1} more arrays" if differing[1:] else ""
-            raise _damaged(path, f"the checksum of {differing[0]}{more} is another")
+    if digest(data) != checksums.data:
+        raise _damaged(path, "the checksum of its position in the data is another")
+    # This is a program of all processes, and their answer is the same.
+    differing = _together(path, lambda: checksums.differing(arrays))
+    if differing:
+        more = f" and {len(differing) - 1} more arrays" if differing[1:] else ""
+        raise _damaged(path, f"the checksum of {differing[0]}{more} is another")
     return arrays, data
 
 
@@ -160,7 +150,7 @@ def _together(path: Path, read: Callable[[], Result]) -> Result:
 
 def _shorten(error: Exception) -> str:
     text = str(error)
-    known = type(error) is ValueError and text.startswith("its ")
+    known = isinstance(error, InputError) and text.startswith("its ")
     return text if known else f"it could not be read ({type(error).__name__})"
 
 

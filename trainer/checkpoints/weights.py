@@ -74,7 +74,6 @@ def restore_weights(
                 owner="the model that config.json beside it says",
                 settings=settings or {},
                 advice="Give the folder of a run whose files are its own.",
-                note=note,
             )
         except DamagedError as error:
             # Otherwise the run has meanwhile saved a newer checkpoint and deleted this one.
