@@ -105,9 +105,7 @@ def test_bytes_that_read_the_same_are_not_set_against_each_other(capsys):
     cluster = "--nodes 2 --gpus-per-node 8 --gpu h100 --port 50Gb/s"
     assert main(shlex.split(f"{cluster} --model llama3_8b --seq-len 128K {FEW}")) == 0
     text = capsys.readouterr().out
-    assert re.search(
-        r"with [\d.]+ GB through the ports of a node as well, with less of it", text
-    )
+    assert re.search(r"with [\d.]+ GB through the ports of a node as well, with less of it", text)
 
 
 def model_of(kind, folder):
