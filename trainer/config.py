@@ -55,8 +55,8 @@ class Distributed:
             check_minimum(f"distributed.{name}", getattr(self, name), 1)
         if self.coordinator is None or self.processes is None or self.index is None:
             return
-        host, _, port = self.coordinator.rpartition(":")
-        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        host, port = self.address
+        if not host or not 0 < port < 65536:
             raise InputError(
                 "distributed.coordinator must be a host and a port; got "
                 f"coordinator={self.coordinator!r}. Use the address of process 0 and a port that "
@@ -79,9 +79,15 @@ class Distributed:
         return self.processes if self.several else 1
 
     @property
+    def address(self) -> tuple[str, int]:
+        """Host and port of the coordinator; an empty host, or port 0, if they are not given."""
+        host, _, port = (self.coordinator or "").rpartition(":")
+        return host.strip("[]"), int(port) if port.isdecimal() else 0
+
+    @property
     def has_literal_address(self) -> bool:
         """Whether the coordinator is given by an address, or as `localhost`."""
-        host = (self.coordinator or "").rpartition(":")[0].strip("[]")
+        host, _ = self.address
         with suppress(ValueError):
             return host == "localhost" or bool(ipaddress.ip_address(host))
         return False

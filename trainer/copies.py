@@ -85,8 +85,7 @@ class Store:
                 f"The folder above that of a --mirror must exist; got {self.url}, without "
                 f"{Path(self.root).parent}. Mount the disk, or make that folder."
             )
-        self.folders = self._names("")
-        others = [x for x in self.folders if x != CONSTANT and not _is_step(x)]
+        others = [x for x in self._names("") if x != CONSTANT and not _is_step(x)]
         if others:
             raise InputError(
                 "mirror must name a folder that is empty or holds copies of a run; got "
@@ -102,8 +101,8 @@ class Store:
 
     def steps(self) -> list[int]:
         """The steps of the copies that are whole, ascending."""
-        steps = [int(name) for name in self._names("") if _is_step(name)]
-        return sorted(x for x in steps if MANIFEST in self._names(str(x)))
+        names = [name for name in self._names("") if _is_step(name)]
+        return sorted(int(name) for name in names if MANIFEST in self._names(name))
 
     def manifest(self, step: int) -> tuple[str, Files]:
         """The run of a copy, and its files.
@@ -124,17 +123,19 @@ class Store:
 
     def place(self, step: int, path: str) -> str:
         """Where a file of a run is in the store."""
-        is_constant = path.partition("/")[0] in CONSTANT_FOLDERS
-        return f"{self.root}/{CONSTANT if is_constant else step}/{path}"
+        return f"{self.root}/{CONSTANT if _is_constant(path) else step}/{path}"
 
     def put(self, step: int, run: str, run_dir: Path, known: Files) -> Files:
-        """Copies a checkpoint and what it needs.
+        """Copies a checkpoint and what it needs; constant files only if the store lacks them.
 
         Args:
             step: the step of the checkpoint.
             run: the run.
             run_dir: its folder.
-            known: the constant files that are in the store.
+            known: its constant files, if this program has copied them or found them in the store.
+
+        Returns:
+            Its constant files.
         """
         # Others are added to while they are copied; the last line of one may be half a line.
         texts = {x: (run_dir / x).read_bytes() for x in CHANGING_FILES if (run_dir / x).is_file()}
@@ -143,23 +144,33 @@ class Store:
         folders = (f"{CHECKPOINTS_FOLDER}/{step}", *CONSTANT_FOLDERS)
         paths = [x.relative_to(run_dir).as_posix() for x in _files_below(run_dir, folders)]
         files = {x: known.get(x) or _digest(run_dir / x) for x in paths}
-        if step in self.steps():  # Of an earlier time at this step.
+        if MANIFEST in self._names(str(step)):  # Of an earlier time at this step.
             self.fs.rm_file(f"{self.root}/{step}/{MANIFEST}")
-        for some in batches([x for x in paths if x not in known]):
+        there = known or self._constant_files()
+        for some in batches([x for x in paths if files[x] != there.get(x)]):
             self.fs.put([str(run_dir / x) for x in some], [self.place(step, x) for x in some])
         for path, data in texts.items():
             self.fs.pipe_file(self.place(step, path), data)
             files[path] = (len(data), hashlib.sha256(data).hexdigest())
         text = json.dumps({"run": run, "files": files}, indent=1)
         self.fs.pipe_file(f"{self.root}/{step}/{MANIFEST}", text.encode())
-        return {x: files[x] for x in paths if x.partition("/")[0] in CONSTANT_FOLDERS}
+        return {x: y for x, y in files.items() if _is_constant(x)}
+
+    def _constant_files(self) -> Files:
+        """The constant files of the newest copy; none if there is no whole copy."""
+        try:
+            _, files = self.manifest(self.steps()[-1])
+        except (IndexError, DamagedCopyError):
+            return {}
+        return {x: y for x, y in files.items() if _is_constant(x)}
 
     def prune(self, step: int, keep: int) -> None:
         """Removes all copies but the newest ones up to a step; of each, first its manifest."""
-        left = [x for x in self.steps() if x <= step][-keep:]
+        whole = self.steps()
+        left = [x for x in whole if x <= step][-keep:]
         for name in self._names(""):
             if _is_step(name) and int(name) not in left:
-                if MANIFEST in self._names(name):
+                if int(name) in whole:
                     self.fs.rm_file(f"{self.root}/{name}/{MANIFEST}")
                 self.fs.rm(f"{self.root}/{name}", recursive=True)
 
@@ -400,6 +411,10 @@ def _fetch(store: Store, step: int, run_dir: Path) -> None:
 
 def _is_step(name: str) -> bool:
     return name.isascii() and name.isdecimal()
+
+
+def _is_constant(path: str) -> bool:
+    return path.partition("/")[0] in CONSTANT_FOLDERS
 
 
 def _local_steps(run_dir: Path) -> list[int]:

@@ -297,9 +297,7 @@ class Loop:
         self._since_report.clear()
         self.checkpoints.wait()
         # The state with which the spike came is not gone back to, if there is an earlier one.
-        steps = self.checkpoints.steps
-        before = spike.number - 1 if min(steps, default=spike.number) < spike.number - 1 else None
-        last = max((x for x in steps if before is None or x < before), default=0)
+        last = self.checkpoints.last_before(spike.number - 1)
         line = self._watch.go_back(spike.number, float(spike.metrics.loss), last)
         # The old state must not take memory beside the new one.
         frozen = self.state.frozen
@@ -308,7 +306,7 @@ class Loop:
         if last:
             with self.report.phase("reading the checkpoint"):
                 state, position = self.checkpoints.restore(
-                    self._program.state_shapes.changing, self._settings_to_compare, before=before
+                    self._program.state_shapes.changing, self._settings_to_compare, last=last
                 )
             self.state = state._replace(frozen=frozen)
             last = self.checkpoints.restored or 0

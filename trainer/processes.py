@@ -85,9 +85,12 @@ def together(
 
 def _join(options: Distributed) -> None:
     """Raises RunError if the other processes do not come in time, or jax is already in use."""
-    said = threading.Timer(10, _say_that_it_waits, [options])
+    where = f" at {options.coordinator}" if options.coordinator else ""
+    said = threading.Timer(10, say, [f"waiting for the other processes{where}"])
     # At its own timeout, jax would print a stack trace of C++.
-    patience = threading.Timer(options.start_timeout, lambda: end_now(_not_all_there(options)))
+    patience = threading.Timer(
+        options.start_timeout, lambda: end_now(describe(_not_all_there(options)))
+    )
     for timer in (said, patience):
         timer.daemon = True
         timer.start()
@@ -95,9 +98,8 @@ def _join(options: Distributed) -> None:
     try:
         if options.index == 0 and bind is not None:
             # jaxlib crashes now and then if it cannot listen there.
-            host, _, port = bind.rpartition(":")
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            socket.create_server((host.strip("[]"), int(port)), family=family).close()
+            family = socket.AF_INET6 if ":" in options.address[0] else socket.AF_INET
+            socket.create_server(options.address, family=family).close()
         jax.distributed.initialize(
             options.coordinator,
             options.processes,
@@ -127,30 +129,23 @@ def _join(options: Distributed) -> None:
         patience.cancel()
 
 
-def _say_that_it_waits(options: Distributed) -> None:
-    where = f" at {options.coordinator}" if options.coordinator else ""
-    say(f"process {options.index} waits for the others{where}")
-
-
-def _not_all_there(options: Distributed) -> str:
+def _not_all_there(options: Distributed) -> RunError:
     """Says that processes are missing, and whether process 0 is one of them."""
-    text = (
-        f"RunError: All {options.processes or ''} processes must start within "
-        f"{options.start_timeout:g} s"
-    )
-    if options.coordinator is None or options.index == 0:
-        return f"{text}; got fewer. Start the others, or raise --distributed.start-timeout."
-    host, _, port = options.coordinator.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=MARGIN_SECONDS).close()
-    except OSError as error:
-        return (
-            f"{text}; got no process 0 at {options.coordinator} ({error}). Start it, or correct "
-            "--distributed.coordinator."
-        )
-    return (
-        f"{text}; got fewer, but process 0 is there. Start the others, or raise "
-        "--distributed.start-timeout."
+    count = "All" if options.processes is None else f"All {options.processes}"
+    got = "fewer"
+    if options.coordinator is not None and options.index != 0:
+        try:
+            socket.create_connection(options.address, timeout=MARGIN_SECONDS).close()
+            got = "fewer, but process 0 is there"
+        except OSError as error:
+            return RunError(
+                f"{count} processes must start within {options.start_timeout:g} s; got no process "
+                f"0 at {options.coordinator} ({error}). Start it, or correct "
+                "--distributed.coordinator."
+            )
+    return RunError(
+        f"{count} processes must start within {options.start_timeout:g} s; got {got}. Start the "
+        "others, or raise --distributed.start-timeout."
     )
 
 
@@ -191,7 +186,7 @@ def _watch(
 def _fail(error: BaseException, folder: Path | None, options: Distributed) -> NoReturn:
     """Ends this process, and with it all others, which read its error in the folder."""
     index = _index(options)
-    name = f"process {'' if index is None else index} on {socket.gethostname()}"
+    name = f"process{'' if index is None else f' {index}'} on {socket.gethostname()}"
     try:
         if folder is not None and index is not None:
             short = str(error).partition("\n")[0]
@@ -245,16 +240,17 @@ class Peers:
 
 def peers() -> Peers:
     """The processes of jax, once they are joined."""
+    if jax.process_count() == 1:
+        return Peers()
     return Peers(index=jax.process_index(), count=jax.process_count(), gather=_gather)
 
 
 def _gather(value: Any) -> list[Any]:
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    # With one process, jax returns what it is given, without a dimension for the processes.
-    counts = np.reshape(multihost_utils.process_allgather(np.array([len(text)], np.int32)), -1)
+    counts = multihost_utils.process_allgather(np.array([len(text)], np.int32)).ravel()
     padded = np.zeros(counts.max(), np.uint8)
     padded[: len(text)] = text
-    rows = np.reshape(multihost_utils.process_allgather(padded), (len(counts), -1))
+    rows = multihost_utils.process_allgather(padded)
     return [json.loads(bytes(row[:count])) for row, count in zip(rows, counts, strict=True)]
 
 

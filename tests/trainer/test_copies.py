@@ -262,6 +262,25 @@ def test_folder_and_store_are_brought_together(tmp_path, capsys):
     assert "fetching" not in capsys.readouterr().err
 
 
+def test_files_that_never_change_are_copied_once_by_all_programs(tmp_path, monkeypatch):
+    put, put_file = [], MemoryFileSystem.put_file
+
+    def noting(self, local, remote, *args, **kwargs):
+        put.append(remote)
+        return put_file(self, local, remote, *args, **kwargs)
+
+    monkeypatch.setattr(MemoryFileSystem, "put_file", noting)
+    for step in (2, 4):
+        copy(tmp_path / "run", step)
+    assert [x for x in put if "frozen" in x] == ["/bucket/runs/mine/constant/frozen/0/weights"]
+    # Others of the same name are copied.
+    save(tmp_path / "run", 6)
+    (tmp_path / "run/frozen/0/weights").write_bytes(b"others")
+    with Copies(URL, tmp_path / "run", keep=1) as copier:
+        copier.add(6)
+    assert fetched(tmp_path)["frozen/0/weights"] == b"others"
+
+
 def test_another_run_or_another_folder_is_not_touched(tmp_path):
     copy(tmp_path / "run", 2)
     before = dict(MemoryFileSystem.store)

@@ -144,6 +144,12 @@ class Checkpoints:
         """The last step with a whole checkpoint; None if there is none."""
         return max(self.steps, default=None)
 
+    def last_before(self, step: int) -> int:
+        """The last step before another one with a whole checkpoint; without one, the newest of all,
+        and 0 without any."""
+        steps = self.steps
+        return max((x for x in steps if x < step), default=max(steps, default=0))
+
     def begin_after(self) -> int:
         """The step that a run goes on from, 0 at its beginning. All processes must call it.
 
@@ -282,7 +288,7 @@ class Checkpoints:
         state: PyTree[jax.ShapeDtypeStruct],
         settings: Mapping[str, str] | None = None,
         *,
-        before: int | None = None,
+        last: int | None = None,
     ) -> tuple[PyTree[Shaped[Array, "..."]], dict[str, Any]]:
         """Reads the newest checkpoint that is whole, after it has waited for a save in progress.
 
@@ -293,7 +299,7 @@ class Checkpoints:
             state: shapes, types and shardings to restore to. The mesh may differ from the one that
                 the checkpoint was saved from.
             settings: settings that must be those that the checkpoint was saved with, as flags.
-            before: removes the checkpoints from this step on first, if there is an earlier one.
+            last: removes the checkpoints after this step first; None to keep all.
 
         Returns:
             The state, a tree like `state`; and the position in the data.
@@ -306,9 +312,9 @@ class Checkpoints:
         self.wait()
         wanted = dict(named_leaves(state))
         steps = newest_first(self._folder)
-        if before is not None and min(steps, default=before) < before:
-            self._remove([step for step in steps if step >= before])
-            steps = [step for step in steps if step < before]
+        if last is not None:
+            self._remove([step for step in steps if step > last])
+            steps = [step for step in steps if step <= last]
         damaged: list[tuple[int, DamagedError]] = []
         for step in steps:
             try:
