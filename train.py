@@ -87,7 +87,6 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
     from trainer.run.interruption import interruption
     from trainer.run.metrics import Reporter
     from trainer.run.settings import CHECKPOINTS_FOLDER
-    from trainer.run.trackers import trackings_of
     from trainer.session import joined
 
     # Mesh, of the devices of all processes.
@@ -108,9 +107,7 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
             prepare=preparation(config),
             saves_at_sigterm=True,
         ) as session,
-        Reporter(
-            steps=config.steps, tokens_per_step=tokens_per_step, trackings=trackings_of(config)
-        ) as report,
+        Reporter(steps=config.steps, tokens_per_step=tokens_per_step) as report,
         ExitStack() as files,
     ):
         for line in session.description:

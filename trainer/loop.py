@@ -27,6 +27,7 @@ from trainer.run.folder import FROZEN_FOLDER, writing
 from trainer.run.mesh import read_mesh, save_degrees
 from trainer.run.metrics import Reporter, describe_viewer
 from trainer.run.settings import CONFIG_FILE, result_flags, save_config
+from trainer.run.trackers import open_trackers
 from trainer.run.versions import record_versions
 
 # The key of the losses that the next one is compared with, in what a checkpoint keeps beside the
@@ -157,6 +158,7 @@ class Loop:
                 config.run_dir,
                 first_step=done,
                 tensorboard=config.tensorboard,
+                trackers=open_trackers(config, config.run_dir),
                 **self._counted(),
                 peak_flops=None if peak is None else peak * len(self._devices),
             )

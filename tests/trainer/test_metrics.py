@@ -236,7 +236,7 @@ def test_terminal_shows_a_bar_that_begins_at_the_resumed_step(tmp_path, clock, f
         reporter.training()
         reporter.advance(5, {"train_loss": 0.5})
         reporter.advance(6)
-    assert "4/9 compiling 0 s" in frames()
+    assert "4/9 compiling" in frames()
     assert "6/9 train loss 0.5000" in frames()
     assert "step 5/9  train loss 0.5000" in frames()
 
@@ -253,23 +253,21 @@ def test_bar_counts_the_steps_before_there_are_metrics(clock, frames):
             assert f"{step}/9 training" in frames()
         with reporter.pause("evaluating"):
             reporter._terminal._bar.refresh()
-        assert "2/9 evaluating 0 s" in frames()
+        assert "2/9 evaluating" in frames()
         reporter._terminal._bar.refresh()
         assert frames().rstrip().endswith("2/9 training")
 
 
 @pytest.mark.parametrize("columns", [20, 40, 100, 200])
-def test_bar_takes_one_line_of_a_terminal_of_any_width(columns, clock, frames, capsys):
+def test_bar_takes_one_line_of_a_terminal_of_any_width(columns, clock, frames):
     frames.columns = columns
     reporter = Reporter(steps=100_000, tokens_per_step=65_536)
     bar = reporter._terminal._bar
     run(clock, reporter, range(1, 5))
-    table = bar.get_renderable()
-    (line,) = bar.console.render_lines(table, pad=False)
-    shown = "".join(segment.text for segment in line).rstrip()
-    assert len(shown) <= columns
-    assert shown.startswith("4/100000") or ("━" in shown and columns > 60)
-    assert ("4/100000 train loss 0.2500" in shown) == (columns >= 40)
+    (line,) = bar.console.render_lines(bar.get_renderable(), pad=False)
+    shown = "".join(segment.text for segment in line)
+    assert len(shown.rstrip()) <= columns
+    assert "4/100000" in shown
     assert ("left" in shown) == (columns > 60)
 
 

@@ -6,7 +6,7 @@ import importlib.util
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +22,8 @@ from trainer.run.commands import command
 from trainer.run.folder import METRICS_FILE, writing
 from trainer.run.records import drop_after
 from trainer.run.terminal import Terminal
-from trainer.run.trackers import End, Tracking, close_all
+from trainer.run.trackers import End, Tracker
+from trainer.stores import short
 
 TENSORBOARD_FOLDER = "tensorboard"
 
@@ -30,9 +31,7 @@ TENSORBOARD_FOLDER = "tensorboard"
 class Reporter:
     """Prints and writes what is measured, in the first process only. A context manager."""
 
-    def __init__(
-        self, *, steps: int, tokens_per_step: int, trackings: Sequence[Tracking] = ()
-    ) -> None:
+    def __init__(self, *, steps: int, tokens_per_step: int) -> None:
         """Prepares a progress bar, which `__enter__` shows and `__exit__` removes.
 
         Lines may be printed before and after.
@@ -42,7 +41,6 @@ class Reporter:
         Args:
             steps: number of steps of the run.
             tokens_per_step: number of tokens in a batch.
-            trackings: what gets the metrics too.
         """
         self._writes = jax.process_index() == 0
         self._terminal = Terminal(steps=steps, quiet=not self._writes)
@@ -56,7 +54,7 @@ class Reporter:
         self._paused = 0.0
         self._path: Path | None = None
         self._events: EventsWriter | None = None
-        self._trackings = trackings
+        self._trackers: list[Tracker] = []
         self._step = 0
 
     def open(
@@ -65,6 +63,7 @@ class Reporter:
         *,
         first_step: int = 0,
         tensorboard: bool = True,
+        trackers: Iterable[Tracker] = (),
         flops_per_token: float = 0.0,
         tokens_per_step: float | None = None,
         peak_flops: float | None = None,
@@ -78,6 +77,7 @@ class Reporter:
             folder: the folder of the run, which gets metrics.jsonl and, for TensorBoard, a folder.
             first_step: number of steps that were done before this program.
             tensorboard: whether to write for TensorBoard.
+            trackers: what gets the metrics too; opened in the first process only.
             flops_per_token: FLOPs of a training step for each token, forward and backward.
             tokens_per_step: mean number of tokens of a step, where steps differ; None for what was
                 said at the beginning.
@@ -96,8 +96,7 @@ class Reporter:
             # for its queue for ever.
             self._events = EventsWriter(str(folder / TENSORBOARD_FOLDER / "events"))
         self._drop_after(first_step)
-        for tracking in self._trackings:
-            tracking.start(folder)
+        self._trackers.extend(trackers)
 
     def go_back(self, step: int) -> None:
         """Removes the metrics of all steps after one from the files: they will be done again."""
@@ -132,8 +131,7 @@ class Reporter:
             self._events.close()
         end: End = "finished" if self._step == self._steps else "interrupted"
         has_failed = error is not None and kind is not KeyboardInterrupt
-        close_all(self._trackings, "failed" if has_failed else end)
-        self._warn_of_trackings()
+        self._track(lambda tracker: tracker.finish("failed" if has_failed else end))
 
     def line(self, text: str) -> None:
         """Prints a line above the bar, as it is."""
@@ -141,9 +139,9 @@ class Reporter:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Says beside the bar what its body does, such as "compiling", and for how long."""
+        """Says beside the bar what its body does, such as "compiling"."""
         before = self._terminal.status
-        self._terminal.update(status=name, waits=True)
+        self._terminal.update(status=name)
         try:
             yield
         finally:
@@ -223,9 +221,7 @@ class Reporter:
         if self._path is None:
             return
         values = {name: value for name, value in finite.items() if value is not None}
-        for tracking in self._trackings:
-            tracking.log(step, time.time(), values)
-        self._warn_of_trackings()
+        self._track(lambda tracker: tracker.log(step, values))
         record = {"step": step, "time": round(time.time(), 3), **finite}
         try:
             # It is opened each time, so that nothing waits in a buffer.
@@ -254,12 +250,16 @@ class Reporter:
                 for path in (self._path, self._path.parent):
                     durable.flush(path)
 
-    def _warn_of_trackings(self) -> None:
-        for tracking in self._trackings:
-            if why := tracking.take_failure():
+    def _track(self, what: Callable[[Tracker], None]) -> None:
+        """Does something with each tracker. One that fails gets no more, and training goes on."""
+        for tracker in list(self._trackers):
+            try:
+                what(tracker)
+            except Exception as error:
+                self._trackers.remove(tracker)
                 self.line(
-                    f"WARNING: {tracking.name} gets no more metrics: {why}. The run goes on, and "
-                    f"{METRICS_FILE} has them all"
+                    f"WARNING: {tracker.name} gets no more metrics: {short(error)}. The run goes "
+                    f"on, and {METRICS_FILE} has them all"
                 )
 
     def _write_event(self, event: Event) -> None:
