@@ -77,7 +77,7 @@ def compile_gradients(program):
 NOT_COMPUTED_FROM = {
     *("run_dir", "checkpoint", "data", "evaluate_every", "validation_sequences", "log_every"),
     *("profile", "non_finite", "allow_changes", "sample_length", "tensorboard", "plan"),
-    *("plan_measure", "wandb", "mlflow", "mirror"),
+    *("wandb", "mlflow", "mirror"),
 }
 
 

@@ -11,6 +11,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 OURS = {"startrail_jax", "trainer", "models", "configs", "train", "sample"}
 # Distributions whose module has another name.
 MODULES = {
+    "docstring-parser": "docstring_parser",
     "orbax-checkpoint": "orbax",
     "pillow": "PIL",
     "protobuf": "google",

@@ -355,10 +355,6 @@ class TrainConfig:
     "show" prints the ranking and ends. Links and kernels of the devices are measured first. Degrees
     that are given stay as they are, where those of data, head and tensor count as given above 1. A
     run that goes on keeps its mesh."""
-    plan_measure: int = 0
-    """Number of meshes to time for some steps each before the plan takes one: those with the best
-    predictions. 0 trusts the prediction. The result is kept in plans.json beside the run, for runs
-    of the same model on such devices."""
 
     steps: int
     """Number of optimizer steps."""
@@ -411,12 +407,6 @@ class TrainConfig:
         check_folder("run_dir", self.run_dir)
         if self.mirror is not None:
             check_mirror(self.mirror)
-        check_minimum("plan_measure", self.plan_measure, 0)
-        if self.plan_measure and self.plan == "off":
-            raise InputError(
-                "plan_measure times what a plan finds, so it needs a plan; got plan_measure="
-                f"{self.plan_measure}, plan='off'. Use --plan use."
-            )
         check_minimum("steps", self.steps, self.least_steps)
         check_minimum("seed", self.seed, 0)
         if self.seed >= 2**32:

@@ -1,4 +1,4 @@
-"""Which mesh is the fastest for a run on the devices at hand: measured, predicted, and tried.
+"""Which mesh is predicted to be the fastest for a run on the devices at hand.
 
 `startrail_jax.planner` predicts; here are the settings of the run, and what it can do.
 """
@@ -6,13 +6,9 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -27,19 +23,12 @@ from startrail_jax.planner.inputs.here import SHARE, jax_share, measure_cluster
 from startrail_jax.planner.quantities import GIB, show_rate, show_seconds
 from startrail_jax.planner.search import Candidates, Options, Prediction, no_setting
 from trainer.config import TrainConfig
-from trainer.durable import replace_text
-from trainer.errors import RunError
 from trainer.objective import Objective
 from trainer.parallel.degrees import given_order, given_to_plan
-from trainer.parallel.step import Program, make_attention
 from trainer.parallel.step_sizes import footprint
 from trainer.processes import peers
-from trainer.run.settings import flags_of
 
-RESULTS_FILE = "plans.json"
-"""What was timed, beside the folder of the run."""
 _SHOWN = 8
-_STEPS = 3
 _SHARE_OF_CPU = 0.92
 
 
@@ -62,8 +51,6 @@ class MeshForecast:
     prediction: Prediction
     memory_bytes: int
     """Device memory of a step, by the run's own sizes."""
-    measured: float | None = None
-    """Seconds of a step that was run; None if none was."""
 
     @property
     def degrees(self) -> st.Degrees:
@@ -75,9 +62,8 @@ class MeshForecast:
         found = self.prediction
         seconds = show_seconds(parts * found.seconds)
         waits = show_seconds(parts * found.exposed_seconds)
-        timed = "" if self.measured is None else f"{show_seconds(self.measured)} a step, "
         return (
-            f"{found.label} ({found.scheme}): {timed}predicted {seconds} a step, of which "
+            f"{found.label} ({found.scheme}): predicted {seconds} a step, of which "
             f"{waits} wait for messages, and {self.memory_bytes / GIB:.3g} GiB"
         )
 
@@ -105,7 +91,6 @@ class Planner:
         Raises:
             ValueError: if no mesh of so many devices suits the run, its optimizer is Muon, or
                 layers with windows are to use the rings.
-            RuntimeError: if processes have chosen different meshes.
         """
         config, begin = self.config, time.perf_counter()
         if config.optimizer.kind == "muon":
@@ -131,30 +116,30 @@ class Planner:
         limit, share = _memory_of_jax(devices, cluster)
         lines = [f"plan: measured in {show_seconds(seconds)}: {_describe(cluster)}; {share}"]
         count = _SHOWN if config.plan == "show" else 2
-        found = self.forecasts(cluster, max(count, config.plan_measure), limit)
-        # Before any of them compiles steps that the others do not know.
-        _require_same([(x.prediction.degrees, x.prediction.order) for x in found])
-        if config.plan_measure:
-            found = self._timed(found, devices)
-        shown = found[:count]
+        found = self.forecasts(cluster, count, limit)
         names = ("the fastest", "the runner-up") if config.plan == "use" else range(1, _SHOWN + 1)
         lines += [
             f"plan: {name}: {x.line(config.accumulation)}"
-            for name, x in zip(names, shown, strict=False)
+            for name, x in zip(names, found, strict=False)
         ]
         if config.freezes:
             lines.append(
                 "plan: predicted seconds are those of training all weights, and this run trains "
-                "adapters: --plan-measure times adapters"
+                "adapters"
             )
         if len(set(self.make_objective().sizes.windows)) > 1:
             lines.append(
                 "plan: layers have different windows, for which the memory is predicted too low: "
                 "a step that was compiled took 1.4 times as much"
             )
-        best = found[0]
-        order = given_order(config.mesh) or best.prediction.order
-        return PlannedMesh(degrees=best.degrees, order=order, description=tuple(lines))
+        best = found[0].prediction
+        # All processes take the choice of the first.
+        degrees, order = peers().gather([best.degrees, best.order])[0]
+        return PlannedMesh(
+            degrees=st.Degrees(**degrees),
+            order=given_order(config.mesh) or tuple(order),
+            description=tuple(lines),
+        )
 
     def forecasts(
         self, cluster: Cluster, count: int, limit: int | None = None
@@ -243,69 +228,6 @@ class Planner:
                 continue
             yield MeshForecast(prediction=prediction, memory_bytes=size.device_bytes)
 
-    def _timed(self, found: list[MeshForecast], devices: Sequence[Any]) -> list[MeshForecast]:
-        """The first forecasts, each timed for some steps, the fastest first; then the others."""
-        config, exchange = self.config, peers()
-        path = config.run_dir.parent / RESULTS_FILE
-        known = exchange.gather(_read(path) if exchange.index == 0 else {})[0]
-        tried = []
-        for forecast in found[: config.plan_measure]:
-            key = self._key(forecast, devices)
-            if key not in known:
-                own = self._step_seconds(forecast, devices)
-                known[key] = max(exchange.gather(own))
-            tried.append(dataclasses.replace(forecast, measured=known[key]))
-        if exchange.index == 0:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            replace_text(path, json.dumps(known, indent=2))
-        tried.sort(key=lambda x: x.measured or 0.0)
-        return tried + found[config.plan_measure :]
-
-    def _key(self, forecast: MeshForecast, devices: Sequence[Any]) -> str:
-        """What the time of a step depends on, in a few characters."""
-        config = self.config
-        names = ("model", "batch_size", "seq_len", "size", "accumulation", "zero", "zero_axes")
-        names += ("remat", "offload", "tile", "attention", "data.mask_documents", "ema_decay")
-        names += ("lora",)
-        flags = [
-            flag
-            for name, flag in flags_of(config).items()
-            if name.startswith(tuple(f"{x}." for x in names)) or name in names
-        ]
-        nodes = [device.process_index for device in devices]
-        order = given_order(config.mesh) or forecast.prediction.order
-        what = [jax.__version__, devices[0].device_kind, nodes, config.mesh.devices_per_node]
-        text = json.dumps(
-            [*what, config.kind, config.num_tokens, forecast.prediction.degrees, order, flags]
-        )
-        return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-    def _step_seconds(self, forecast: MeshForecast, devices: Sequence[Any]) -> float:
-        """Seconds of a step of the run on a mesh, with a batch of zeros."""
-        config, objective = self.config, self.make_objective()
-        mesh = st.make_mesh(
-            forecast.degrees,
-            axis_type="auto",
-            devices=list(devices),
-            order=given_order(config.mesh) or forecast.prediction.order,
-            devices_per_node=config.mesh.devices_per_node,
-        )
-        program = Program(config, make_attention(mesh, config, objective), objective)
-        shapes = program.batch_shapes
-        batch = jax.jit(
-            lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes),
-            out_shardings=jax.tree.map(lambda x: x.sharding, shapes),
-        )()
-        state, seconds = program.initialise(), []
-        for _ in range(1 + _STEPS):
-            begin = time.perf_counter()
-            state, metrics = program.train_step(state, batch)
-            jax.block_until_ready((state, metrics))
-            seconds.append(time.perf_counter() - begin)
-        # The next mesh needs the memory.
-        jax.tree.map(lambda x: x.delete(), state)
-        return statistics.median(seconds[1:])
-
 
 def _memory_of_jax(devices: Sequence[Any], cluster: Cluster) -> tuple[int, str]:
     """Bytes that a step may take on a device, in all processes, and what the log says of them."""
@@ -322,19 +244,6 @@ def _memory_of_jax(devices: Sequence[Any], cluster: Cluster) -> tuple[int, str]:
     )
 
 
-def _require_same(meshes: Any) -> None:
-    """Raises unless all processes have the same meshes in mind."""
-    exchange = peers()
-    own = json.loads(json.dumps(meshes))
-    for index, other in enumerate(exchange.gather(own)):
-        if other != own:
-            raise RunError(
-                "All processes must plan the same meshes; got other ones in process "
-                f"{exchange.index} than in process {index}: {own[0]} and {other[0]} come first. "
-                "Give all of them the same versions and settings, or leave out --plan."
-            )
-
-
 def _describe(cluster: Cluster) -> str:
     gpu = cluster.gpu
     nodes = f"{cluster.nodes} x {cluster.gpus_per_node} {gpu.name}"
@@ -348,12 +257,3 @@ def _describe(cluster: Cluster) -> str:
         ports = f"{cluster.ports} port{'s' if cluster.ports > 1 else ''} a node of "
         parts.append(f"{ports}{show_rate(cluster.port_rate)}{way} after {latency}")
     return f"{nodes}, {'; '.join(parts)}"
-
-
-def _read(path: Path) -> dict[str, float]:
-    """Seconds of steps that were timed before; none if the file is not whole."""
-    try:
-        known = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return known if isinstance(known, dict) else {}

@@ -87,8 +87,7 @@ class Plan:
             return None
         return (
             "The run trains adapters, and this forecast trains all weights: adapters need less "
-            "memory and fewer seconds,\nand another setting may be the fastest. train.py --plan "
-            "show --plan-measure 5 times adapters."
+            "memory and fewer seconds,\nand another setting may be the fastest."
         )
 
     @property

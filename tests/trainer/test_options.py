@@ -1,4 +1,4 @@
-"""The flags that say which of several processes this is, and flags of other programs."""
+"""The flags that say which of several processes this is."""
 
 import dataclasses
 from pathlib import Path
@@ -6,16 +6,11 @@ from pathlib import Path
 import pytest
 
 import train
-from configs.dit import dit_digits
 from configs.gpt import gpt_tiny
 from refusals import refused
 from startrail_jax.errors import InputError
-from trainer.command_line import OTHER_NAMES
 from trainer.config import Distributed
 from trainer.data.files import find_files
-from trainer.dit.config import ImageOptions
-from trainer.gpt.config import TextOptions
-from trainer.run.settings import settings_of
 
 pytestmark = pytest.mark.quick
 
@@ -58,18 +53,6 @@ def test_flags_say_which_process_this_is():
     assert not train.read_command_line([]).distributed.several
     # It does not change what the run is.
     assert "distributed" not in vars(command.settings)
-
-
-def test_other_names_lead_to_one_flag_that_there_is():
-    programs = [
-        [name.replace("_", "-") for name in settings_of(settings)]
-        for settings in (gpt_tiny(), dit_digits(), TextOptions(), ImageOptions())
-    ]
-    assert set(OTHER_NAMES) <= {name for names in programs for name in names}
-    for names in programs:
-        others = [x for name in names for x in OTHER_NAMES.get(name, "").split()]
-        assert len(others) == len(set(others))
-        assert not set(others) & set(names)
 
 
 def test_object_stores_are_refused_with_a_way_out():

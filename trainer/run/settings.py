@@ -31,8 +31,7 @@ FREE_SETTINGS = (
     *("devices", "mesh", "zero", "zero_axes", "remat", "offload", "tile", "accumulation"),
     *("attention.inner", "attention.head_chunks", "attention.keep_gathered"),
     "attention.exchange",
-    *("plan", "plan_measure"),
-    *("wandb", "mlflow"),
+    *("plan", "wandb", "mlflow"),
     *("run_dir", "mirror", "data.cache", "log_every", "tensorboard", "checkpoint", "profile"),
     # Only steps that are yet to be done depend on these.
     *("non_finite", "non_finite_limit", "spike_factor"),
