@@ -14,7 +14,6 @@ MODULES = {
     "docstring-parser": "docstring_parser",
     "orbax-checkpoint": "orbax",
     "pillow": "PIL",
-    "protobuf": "google",
     "scikit-learn": "sklearn",
 }
 # Draws the loss curve of a run, and a plan, where it is installed; both are whole without.
@@ -57,5 +56,5 @@ def test_program_requires_what_it_imports_and_no_more():
     files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     files += [ROOT / "train.py", ROOT / "sample.py"]
     # fsspec imports the packages of the stores by itself.
-    wanted = required("train", "datasets", "images", "stores") - {"gcsfs", "s3fs"}
+    wanted = required("train", "hf", "images", "stores") - {"gcsfs", "s3fs"}
     assert (imported(*files) | required()) - OPTIONAL == wanted - OPTIONAL

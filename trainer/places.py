@@ -4,24 +4,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from startrail_jax.errors import InputError
 
-_HOST = re.compile(r"[^:]*(:\d*)?")
-"""A bucket or a host, with a port or none."""
 COPIES = "copies"
 """Folder of a cache, or beside the runs, for copies of data that are in a store."""
 TOKENS = "tokens"
 """Folder beside the runs for the tokens of text."""
 _OF_DISK = ("file", "local")
-_WITH_REVISION = "hf://"
-"""Stores whose URLs may name a revision after an @."""
-_BEGIN_OF_HOST = re.compile(":/+|//")
-"""What is in front of a user or a host. Of //, pathlib makes a single /."""
-_BEGIN_OF_REVISED = re.compile(rf"(?<![\w+.-]){_WITH_REVISION.rstrip('/')}/+$")
-_HOST_WITH_PATH = re.compile(r"[^/@?#]+\.[^/@?#.]+/")
-_QUERY = re.compile("[?#]")
 _COPYING = "rclone copy, gcloud storage rsync or aws s3 sync"
 """Commands that copy a folder to a store or from it."""
 
@@ -56,11 +46,6 @@ def folder_here(url: str) -> Path:
     return folder
 
 
-def is_copy(path: Path | None, cache: Path) -> bool:
-    """Whether a path is that of a copy of data in a store, in a cache."""
-    return path is not None and path.is_relative_to(cache / COPIES)
-
-
 def check_folder(name: str, path: Path) -> None:
     """Raises ValueError if a folder to write to is in an object store."""
     if not is_in_store(path):
@@ -87,11 +72,9 @@ def check_on_disk(name: str, path: Path | None) -> None:
 
 def check_input(name: str, path: Path | None) -> None:
     """Raises ValueError if data are in a store and their URL cannot be used."""
-    if path is None or not is_in_store(path):
-        return
-    url = text_of(path)
-    check_url(name, url, hint="Use for example gs://bucket/data.")
-    _check_not_of_disk(name, url)
+    if path is not None and is_in_store(path):
+        check_url(name, text_of(path), hint="Use for example gs://bucket/data.")
+        _check_not_of_disk(name, text_of(path))
 
 
 def is_of_disk(url: str) -> bool:
@@ -103,7 +86,7 @@ def _check_not_of_disk(name: str, url: str) -> None:
     if is_of_disk(url):
         raise InputError(
             f"{name} must be a path if it is on this machine; got {url!r}. Use "
-            f"{urlsplit(url).path}."
+            f"/{url.partition('://')[2].partition('/')[2]}."
         )
 
 
@@ -113,41 +96,19 @@ def is_inside(path: Path, folder: str) -> bool:
 
 
 def without_secret(text: str) -> str:
-    """A text to show, without what may be a secret in a URL or in a part of one.
+    """A text to show, without what may be a secret in a URL: all before an @, and queries.
 
-    Hidden are, in each word, users and passwords, which end at the last @ because a password may
-    hold a / or another @, and queries and fragments, which may hold keys. Too much is hidden rather
-    than too little, but for names that are no secret: a revision in a URL of Hugging Face, and an @
-    in a path below a host that has a dot, and neither user nor port, in its name.
+    Too much is hidden rather than too little, as a password may hold a / or an @.
     """
-    return re.sub(r"\S+", lambda match: _word_without_secret(match[0]), text)
-
-
-def _word_without_secret(word: str) -> str:
-    before, _, rest = word.rpartition("@")
-    begin = _BEGIN_OF_HOST.search(before)
-    start = begin.end() if begin else 0
-    shown, user = before[:start], before[start:]
-    is_name = ":" not in user and (
-        begin is None or _BEGIN_OF_REVISED.search(shown) or _HOST_WITH_PATH.match(user)
-    )
-    if not is_name:
-        word = f"{'' if '@' in shown else shown}***@{rest}"
-    found = _QUERY.search(word)
-    if found is None or found.end() == len(word):
-        return word
-    place, query = word[: found.start()], word[found.end() :]
-    holds_key = _BEGIN_OF_HOST.search(place) is not None or "=" in query
-    # The quotation mark or bracket behind a URL is no part of it.
-    closing = query[len(query.rstrip("'\")>],.;:")) :]
-    return f"{place}{found[0]}***{closing}" if holds_key else word
+    text = re.sub(r"(\w+:/+)?\S*@", r"\1***@", text)
+    return re.sub(r"(/\S*?[?#])[^\s'\")>]+", r"\1***", text)
 
 
 def check_mirror(url: str) -> None:
     """Raises ValueError unless a text is the URL of a folder in a store, without secrets."""
     hint = "Use for example --mirror gs://bucket/runs/mine."
     check_url("mirror", url, hint=hint)
-    if not urlsplit(url).path.strip("/"):
+    if not url.partition("://")[2].partition("/")[2].strip("/"):
         raise InputError(
             f"mirror must name a folder below the bucket or the root; got mirror={url!r}. {hint}"
         )
@@ -161,25 +122,16 @@ def check_url(name: str, url: str, *, hint: str) -> None:
         url: the text.
         hint: a sentence with an example.
     """
-    try:
-        parts = urlsplit(url)
-        has_secret = bool(parts.query or parts.fragment or not _HOST.fullmatch(parts.netloc))
-    except ValueError as error:
-        if "@" not in url:
-            raise InputError(
-                f"{name} must be the URL of a store; got one whose bucket or host cannot be read, "
-                f"as with a [ in it. {hint}"
-            ) from error
-        has_secret = True
-    # A secret may have a / in it, so that the @ comes after what looks like the host.
-    if has_secret or ("@" in url and not url.startswith(_WITH_REVISION)):
-        # The message must not show them either.
+    host = url.partition("://")[2].partition("/")[0]
+    # Of Hugging Face, what follows an @ is a revision.
+    signs = "[?#]" if url.startswith("hf://") and ":" not in host else "[@?#]"
+    if re.search(signs, url) or not re.fullmatch(r"[^:]*(:\d*)?", host):
+        # The message must not show them.
         raise InputError(
             f"{name} must hold no password, key or token, as config.json keeps it; got a URL with "
-            "an @, ? or # in it, or with a : before its path that begins no port. Give secrets as "
-            "the package of the store takes them: by its environment variables, or by files in "
-            "the home folder."
+            "an @, ? or # in it, or a : that begins no port. Give secrets as the package of the "
+            "store takes them: by its environment variables, or by files in the home folder."
         )
     is_plain = "://" in url and "::" not in url and not {".", ".."} & set(url.split("/"))
-    if not parts.scheme or not is_plain:
+    if not is_plain or "[" in host or not (host or is_of_disk(url)):
         raise InputError(f"{name} must be the URL of a store; got {name}={url!r}. {hint}")

@@ -49,7 +49,7 @@ def write_sums(folder: Path) -> None:
 
 def check_sums(
     folder: Path, way_out: str, advance: Callable[[int], object] = lambda size: None
-) -> dict[str, str] | None:
+) -> dict[str, str]:
     """Reads all files of a folder, and compares them with what `write_sums` noted.
 
     Args:
@@ -58,15 +58,12 @@ def check_sums(
         advance: is told the size of each part that was read, in bytes.
 
     Returns:
-        The checksums by the names of the files; None if an earlier version of this program wrote
-        the folder, which noted none.
+        The checksums by the names of the files.
 
     Raises:
         ValueError: if a file is damaged or missing, or the checksums are damaged.
         OSError: if a file cannot be read.
     """
-    if not (folder / SUMS_FILE).is_file():
-        return None
     file = folder / SUMS_FILE  # The errors name it.
     must = "Files with checksums must be as they were written; got"
     try:

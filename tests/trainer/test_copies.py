@@ -379,10 +379,10 @@ def test_checkpoint_that_is_being_copied_stays(tmp_path):
         ("s3://[key:token@bucket/run", "must hold no password, key or token"),
         (
             "s3://key:token/run",
-            "with a : before its path",
+            "must hold no password, key or token",
         ),
         ("az://c/run?sig=token", "must hold no password, key or token"),
-        ("s3://[bad/run", "be the URL of a store; got one whose bucket or host cannot be"),
+        ("s3://[bad/run", "must be the URL of a store; got"),
     ],
 )
 def test_url_that_cannot_be_raises(tmp_path, url, named):

@@ -214,13 +214,13 @@ def test_python_without_the_packages_says_which_one_has_them(program):
     assert found.startswith(
         f"MissingPackageError: This program needs packages that {sys.executable} d"
     )
-    assert "not have: jax, flax, optax, orbax, grain, google, tyro" in found
+    assert "not have: jax, flax, optax, orbax, grain, tyro" in found
     assert "pip install -e" in found or "activate" in found
 
 
 def test_packages_of_the_extra_train_are_those_that_are_looked_for():
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     of_train = {re.split("[<>=]", x)[0] for x in project["optional-dependencies"]["train"]}
-    named = {"orbax": "orbax-checkpoint", "google": "protobuf"}
+    named = {"orbax": "orbax-checkpoint", "docstring_parser": "docstring-parser"}
     assert {named.get(x, x) for x in packages.NEEDED} == of_train | {"jax"}
     assert packages.missing() == []

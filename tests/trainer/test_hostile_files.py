@@ -1,38 +1,27 @@
 """Files that were made to harm: no program is started, nothing waits, memory stays bounded."""
 
-import gzip
 import hashlib
 import io
-import itertools
 import json
-import os
-import re
-import socket
 import struct
 import time
 import tracemalloc
 import zipfile
 import zlib
-from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import tokenizers
 from PIL import EpsImagePlugin, Image
 
 from refusals import refused
 from startrail_jax.errors import InputError
-from trainer.data import documents, opening, progress, slices, tables
-from trainer.data.arrays import LONGEST_HEADER, Archive
-from trainer.data.files import find_files, map_tokens
-from trainer.data.opening import open_regular, read_whole
-from trainer.dit import image_folder, images
+from trainer.data import documents, slices
+from trainer.data.arrays import Archive
+from trainer.dit import images
 from trainer.dit.config import ImageConfig
 from trainer.dit.examples import Wanted
 from trainer.dit.pixels import BadImageError, check_header, check_pixels, read_pixels
-from trainer.gpt import encoding
 from trainer.gpt.config import DataConfig, GPTTrainConfig
 from trainer.gpt.corpus import open_corpus
 from trainer.gpt.tokenizer import FileTokenizer
@@ -94,93 +83,6 @@ def test_image_of_too_many_pixels_is_refused_by_its_header(tmp_path, function, w
 
 
 # Pipes, sockets, devices.
-
-
-@pytest.fixture(params=["pipe", "socket", "device", "link"])
-def special(request, tmp_path):
-    """Gives a path to what is no regular file."""
-
-    def make(name):
-        path = tmp_path / "data" / name
-        path.parent.mkdir(exist_ok=True)
-        if request.param == "pipe":
-            os.mkfifo(path)
-        elif request.param == "socket":
-            # A path of a socket must be short.
-            here = os.getcwd()
-            os.chdir(path.parent)
-            try:
-                with socket.socket(socket.AF_UNIX) as listener:
-                    listener.bind(name)
-            finally:
-                os.chdir(here)
-        elif request.param == "device":
-            path.symlink_to("/dev/zero")
-        else:
-            os.mkfifo(tmp_path / "pipe")
-            path.symlink_to(tmp_path / "pipe")
-        return path
-
-    return make
-
-
-REFUSED = r"{}' must be a regular file; got a folder, pipe, socket or device"
-
-
-@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.txt.gz", "a.bin", "a.npy"])
-def test_text_and_tokens_are_regular_files(special, name):
-    with pytest.raises(InputError, match=REFUSED.format(name)):
-        open_corpus(DataConfig(path=special(name)), vocab_size=256)
-
-
-def test_tokenizer_is_a_regular_file(special):
-    with pytest.raises(InputError, match=REFUSED.format("tokenizer.json")):
-        FileTokenizer(special("tokenizer.json"), end_of_document=None, vocab_size=9)
-
-
-def test_archive_is_a_regular_file(special):
-    with pytest.raises(InputError, match=REFUSED.format("x.npz")):
-        open_latents(special("x.npz"))
-
-
-def test_image_is_a_regular_file(special):
-    folder = special("x.png").parent
-    with pytest.raises(InputError, match=REFUSED.format("x.png")):
-        images.open_images(ImageConfig(path=folder), **LATENTS | {"size": (1, 5, 7), "channels": 3})
-
-
-def test_caption_is_a_regular_file(special):
-    folder = special("x.txt").parent
-    Image.new("RGB", (7, 5)).save(folder / "x.png")
-    wanted = LATENTS | {"size": (1, 5, 7), "channels": 3, "caption_length": 9}
-    with pytest.raises(InputError, match=REFUSED.format("x.txt")):
-        images.open_images(ImageConfig(path=folder), **wanted)
-
-
-def test_pipe_that_takes_the_place_of_a_file_is_not_waited_for(tmp_path, monkeypatch):
-    path = tmp_path / "a.txt"
-    path.write_bytes(b"text")
-    regular = path.stat()
-    path.unlink()
-    os.mkfifo(path)
-    monkeypatch.setattr(type(path), "stat", lambda self: regular)
-    with pytest.raises(InputError, match=REFUSED.format("a.txt")), open_regular(path):
-        pass
-
-
-def test_long_captions_and_lines_are_read_in_part(tmp_path, monkeypatch):
-    path = tmp_path / "a.txt"
-    path.write_bytes(b"12345")
-    assert read_whole(path, 5) == b"12345"
-    with refused(InputError, "must have at most 4 bytes; got"):
-        read_whole(path, 4)
-    monkeypatch.setattr(image_folder, "LONGEST_CAPTION", 4)
-    with refused(InputError, "must have at most 4 bytes; got"):
-        image_folder._read_caption(tmp_path / "a.png")
-    (tmp_path / "a.jsonl").write_text('{"text": "1"}\n{"text": "12"}\n')
-    monkeypatch.setattr(documents, "LONGEST_LINE", 14)
-    with refused(InputError, "A line of a JSONL file must"):
-        open_corpus(DataConfig(path=tmp_path / "a.jsonl"), vocab_size=256)
 
 
 # Arrays.
@@ -283,38 +185,6 @@ def test_fortran_order_and_an_array_of_one_value_are_read(tmp_path):
         open_latents(tmp_path / "x.npz")
 
 
-def wrong_headers():
-    long_header = b"\x93NUMPY\2\0" + struct.pack("<I", 2**32 - 1) + b" " * (4 * LONGEST_HEADER)
-    nested = b"-" * 9_000 + b"1"
-    return {
-        "long": (long_header, "BadArrayError"),
-        "nested": (b"\x93NUMPY\1\0" + struct.pack("<H", len(nested)) + nested, "BadArrayError"),
-        "version": (b"\x93NUMPY\3\0" + bytes(99), r"version \(3, 0\)"),
-        "negative": (npy_header((-3, 2, 3, 5, 4)), r"the shape \(-3,"),
-        "objects": (npy_header((3, 2, 3, 5, 4), "|O") + bytes(99), "array of objects|hasobject|"),
-    }
-
-
-@pytest.mark.usefixtures("few_bytes")
-@pytest.mark.parametrize("name", wrong_headers())
-def test_wrong_header_of_an_array_is_refused(tmp_path, name):
-    content, match = wrong_headers()[name]
-    with pytest.raises(InputError, match=rf"must be a folder of images, or .*got .*{match}"):
-        open_latents(write_archive(tmp_path / "x.npz", latents=content))
-    path = tmp_path / "x.npy"
-    path.write_bytes(content)
-    with pytest.raises(InputError, match=r"must be a whole .npy file of integers; got"):
-        map_tokens(path, "")
-
-
-@pytest.mark.parametrize("length", [10**13, 2**62, 2**70])
-def test_vector_that_is_longer_than_its_file_is_refused(tmp_path, length):
-    path = tmp_path / "x.npy"
-    path.write_bytes(npy_header((length,), "<u2") + bytes(99))
-    with refused(InputError, "227 bytes"):
-        map_tokens(path, "")
-
-
 def test_archive_in_another_compression_is_refused(tmp_path):
     path = write_archive(tmp_path / "x.npz", zipfile.ZIP_BZIP2, latents=npy_header((0,)))
     with refused(InputError, "data.path must"):
@@ -404,73 +274,8 @@ def test_deep_json_names_its_file(tmp_path):
     with pytest.raises(InputError, match=r"must be a Hugging Face tokenizer.json; got '.*x.json'"):
         FileTokenizer(path, end_of_document=None, vocab_size=2)
     path = path.rename(tmp_path / "x.jsonl")
-    with pytest.raises(InputError, match=r"must be JSON; got .*recursion.* in '.*x.jsonl:1'"):
+    with pytest.raises(InputError, match=r"JSON object; got .*recursion.* in '.*x.jsonl:1'"):
         open_corpus(DataConfig(path=path), vocab_size=256)
-
-
-# What expands.
-
-
-def bomb(path, kind, times=3_000):
-    """A small file that gives 1 MiB of text so many times."""
-    text = "a" * (1 << 20)
-    if kind == "parquet":
-        column = pa.DictionaryArray.from_arrays(pa.array([0] * times, pa.int32()), [text])
-        pq.write_table(pa.table({"text": column}), path, compression="zstd", store_schema=False)
-    elif kind == "arrow":
-        column = pa.array([text] * 8)
-        options = pa.ipc.IpcWriteOptions(compression="zstd")
-        with pa.ipc.new_stream(path, pa.schema({"text": pa.string()}), options=options) as stream:
-            for _ in range(times // 8):
-                stream.write(pa.record_batch({"text": column}))
-    else:
-        line = json.dumps({"text": text}).encode() + b"\n"
-        with gzip.open(path, "wb", compresslevel=1) as file:
-            for _ in range(times):
-                file.write(line if kind == "jsonl.gz" else text.encode())
-    return path
-
-
-@pytest.mark.parametrize("kind", ["parquet", "arrow", "jsonl.gz", "txt.gz"])
-def test_file_that_gives_much_more_than_its_size_is_refused(tmp_path, monkeypatch, kind):
-    monkeypatch.setattr(opening, "EXPANDS_FREELY", 1 << 22)
-    path = bomb(tmp_path / f"x.{kind}", kind, times=24)
-    tracemalloc.start()
-    try:
-        with refused(InputError, "200 times"):
-            open_corpus(DataConfig(path=path), vocab_size=300)
-        assert tracemalloc.get_traced_memory()[1] < 1 << 26
-    finally:
-        tracemalloc.stop()
-
-
-@pytest.mark.slow
-def test_rows_of_a_table_take_little_memory_at_a_time(tmp_path):
-    """Three terabytes in a file of seven kilobytes."""
-    path = bomb(tmp_path / "x.parquet", "parquet", times=3_000_000)
-    assert path.stat().st_size < 10_000
-    rows = tables.read_parquet(path, ["text"])
-    before = pa.total_allocated_bytes()
-    assert len(next(rows)[0]["text"]) == 1 << 20
-    assert pa.total_allocated_bytes() - before < 1.5 * tables.BATCH_BYTES
-    rows.close()
-
-
-@pytest.mark.parametrize("kind", ["txt", "parquet"])
-def test_text_that_is_more_than_memory_is_refused(tmp_path, monkeypatch, kind):
-    if kind == "txt":
-        (path := tmp_path / "x.txt").touch()
-        os.truncate(path, 1 << 40)  # A file of holes, which takes a quarter of an hour to read.
-        found = "1,099.5 GB"
-    else:
-        path = bomb(tmp_path / "x.parquet", kind, times=20)
-        monkeypatch.setattr(encoding, "MEMORY_SHARE", 0.0)
-        monkeypatch.setattr(encoding.os, "sysconf", lambda _: 1 << 20)
-        found = "0.0 GB"
-    with pytest.raises(
-        InputError, match=rf"must fit in memory .*got {found} .*--data.cache FOLDER"
-    ):
-        open_corpus(DataConfig(path=path), vocab_size=300)
 
 
 def test_text_that_cannot_be_cut_is_refused(monkeypatch):
@@ -479,29 +284,3 @@ def test_text_that_cannot_be_cut_is_refused(monkeypatch):
     whole = documents.Document(key="a", place="a.txt", text="a" * (1 << 14))
     with refused(InputError, "Text must"):
         list(slicer.add(whole))
-
-
-def test_long_reading_shows_that_it_goes_on(tmp_path, monkeypatch, capfd):
-    (path := tmp_path / "x.txt").write_bytes(b"a" * (documents.BLOCK_BYTES * 3))
-    times = itertools.count(0.0, 2.5)
-    monkeypatch.setattr(progress.time, "monotonic", lambda: next(times))
-    documents.scan_files(find_files(path, "data.path"))
-    assert re.search(r"reading .*x.txt: 1.0 of 3.1 MB\n.*x.txt: 3.1 MB in", capfd.readouterr().err)
-
-
-def test_file_that_the_system_makes_up_is_refused():
-    """Such as /proc/kmsg, which never ends."""
-    with (
-        refused(InputError, "must be a file of a disk"),
-        open_regular(Path("/proc/self/status")),
-    ):
-        pass
-
-
-def test_shape_of_true_is_none(tmp_path):
-    header = "{'descr': '<i8', 'fortran_order': False, 'shape': (True,), }".ljust(117) + "\n"
-    (path := tmp_path / "x.npy").write_bytes(
-        b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header.encode() + bytes(8)
-    )
-    with refused(InputError, "must be a whole .npy file of"):
-        map_tokens(path, "uint16")

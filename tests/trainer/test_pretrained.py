@@ -52,7 +52,7 @@ from trainer.gpt.pretrained.config_json import plain
 from trainer.gpt.pretrained.defaults import with_tokenizer
 from trainer.gpt.pretrained.families import describe, read_description
 from trainer.gpt.pretrained.importing import import_pretrained
-from trainer.gpt.pretrained.initial import Pretrained, keep_files, open_pretrained
+from trainer.gpt.pretrained.initial import Pretrained, open_pretrained
 from trainer.gpt.pretrained.names import places
 from trainer.gpt.pretrained.tensors import open_tensor_file
 from trainer.gpt.sample import tokenizer_of_run
@@ -988,15 +988,6 @@ def test_export_copies_the_files_of_the_tokenizer(model, tmp_path):
     export_run(run_dir, dataclasses.replace(config, data=data), out)
     assert (out / "tokenizer.json").read_text() == (model / "tokenizer.json").read_text()
     assert (out / "chat_template.jinja").read_text() == "{{ messages }}"
-
-
-def test_file_of_a_tokenizer_that_cannot_be_kept_is_named(model, tmp_path, monkeypatch):
-    (model / "vocab.json").write_text("{ }")
-    keep_files(model, tmp_path / "kept", "float32")
-    assert (tmp_path / "kept" / "vocab.json").read_text() == "{ }"
-    monkeypatch.setattr(initial_weights, "LARGEST_FILE", 2)
-    with refused(InputError, "vocab.json"):
-        keep_files(model, tmp_path / "kept", "float32")
 
 
 def test_damaged_config_of_the_model_is_not_exported(tmp_path):

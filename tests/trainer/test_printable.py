@@ -10,7 +10,6 @@ from jax.sharding import Mesh
 
 from startrail_jax.errors import InputError
 from trainer.command_line import exit_with_usage_error
-from trainer.data.progress import shown_progress
 from trainer.printable import printable, say
 from trainer.run import exit as program_exit
 from trainer.run.terminal import Terminal
@@ -51,23 +50,17 @@ def print_error(kind):
         raise kind(HOSTILE)
 
 
-def advance():
-    with shown_progress(HOSTILE, 1):
-        pass
-
-
 @pytest.mark.parametrize(
     "show",
     [
         lambda: Terminal(steps=1, quiet=False).line(HOSTILE),
         lambda: say(HOSTILE),
-        advance,
         lambda: session().note(HOSTILE),
         lambda: program_exit.end_now(HOSTILE),
         lambda: exit_with_usage_error(HOSTILE),
         lambda: print_error(InputError),
     ],
-    ids=["line", "say", "progress", "note", "end", "usage", "error"],
+    ids=["line", "say", "note", "end", "usage", "error"],
 )
 def test_what_is_shown_is_escaped(show, capsys, monkeypatch):
     monkeypatch.setattr("os._exit", sys.exit)

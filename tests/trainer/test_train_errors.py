@@ -148,7 +148,7 @@ def trained(tmp_path_factory):
 
 
 def missing(folder):
-    return folder / "dta.bin", r"data.path must exist; got .*/dta.bin'. Did you mean .*/data.bin'\?"
+    return folder / "dta.bin", r"data.path must exist; got .*/dta.bin'"
 
 
 def empty_folder(folder):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import math
-import os
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,9 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-
-from startrail_jax.errors import InputError
-from trainer.data.opening import open_regular
 
 # A header may say that it has 4 GiB; numpy writes 128 bytes, and reads no more than this.
 LONGEST_HEADER = 10_000
@@ -88,39 +84,6 @@ def read_header(raw: bytes) -> ArrayHeader:
     if any(type(size) is not int or size < 0 for size in shape):
         raise BadArrayError(f"an array of the shape {shape}")
     return ArrayHeader(shape=shape, dtype=dtype, fortran_order=fortran_order, offset=start.tell())
-
-
-def map_vector(file: io.BufferedReader, path: Path) -> np.ndarray:
-    """The integers of an opened .npy file, mapped into memory.
-
-    Args:
-        file: the file.
-        path: its path, for errors.
-
-    Raises:
-        ValueError: if the file is truncated, or is not a vector of integers.
-    """
-    try:
-        header = read_header(file.read(LONGEST_HEADER))
-        found = os.fstat(file.fileno()).st_size
-        if found < header.offset + header.size:
-            raise BadArrayError(
-                f"{found:,} bytes, where {header} takes {header.offset + header.size:,}"
-            )
-    except BadArrayError as error:
-        raise InputError(
-            f"{str(path)!r} must be a whole .npy file of integers; got {error}. It may be "
-            "truncated: write or copy it again."
-        ) from None
-    if len(header.shape) != 1 or not np.issubdtype(header.dtype, np.integer):
-        raise InputError(
-            f"{str(path)!r} must hold a vector of integers; got {header}. Write the tokens one "
-            "after another."
-        )
-    # A file without values cannot be mapped.
-    if not header.size:
-        return np.zeros(0, header.dtype)
-    return np.memmap(file, header.dtype, "r", header.offset, header.shape)
 
 
 class Archive:
@@ -216,5 +179,5 @@ def opened_archive(path: Path) -> Iterator[Archive]:
         ValueError: if it is no regular file.
         zipfile.BadZipFile: if it is no archive.
     """
-    with open_regular(path) as file:
+    with path.open("rb") as file:
         yield Archive(file)

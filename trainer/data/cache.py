@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import os
 import secrets
 import shutil
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from trainer import durable
-from trainer.data.progress import SECONDS_BEFORE_LINE, shown_progress
+from trainer.data.progress import shown_progress
 from trainer.errors import StorageError
 from trainer.places import check_folder
 from trainer.printable import say
-from trainer.sums import SUMS_FILE, check_sums, sums_of, write_sums
+from trainer.sums import check_sums, write_sums
 
-POLL_SECONDS = 0.2
 CACHE_OPTION = "--data.cache"
 WAY_OUT = "Delete the folder: its tokens are then made again."
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
@@ -52,39 +49,33 @@ def cached_folder(
         write_sums(part)
 
     check_folder("data.cache", cache)
-    folder = cache / key
-    if folder.is_dir() and not os.access(folder, os.W_OK):
-        # Tokens of an earlier version that others have written, without checksums.
-        return folder, check_sums(folder, WAY_OUT) or sums_of(folder)
-    if not (folder / SUMS_FILE).is_file():
-        with storing(cache, CACHE_OPTION):
-            cache.mkdir(parents=True, exist_ok=True)
-            lock = (cache / f".{key}.lock").open("a")
-        with lock, alone(lock.fileno(), folder, f"writes tokens to {folder}") as locked:
-            if not folder.is_dir():
-                if locked:
-                    # These are left from writes that were killed: no other program writes here.
-                    for part in cache.glob(_part_of(folder, "*")):
-                        shutil.rmtree(part, ignore_errors=True)
-                write_folder(folder, write_with_sums, option=CACHE_OPTION)
-            elif not (folder / SUMS_FILE).is_file():
-                say(
-                    f"NOTE: {folder} has no checksums, as an earlier version of this program wrote "
-                    "it: its tokens are taken as they are, and are checked from now on"
-                )
-                with storing(cache, CACHE_OPTION):
-                    write_sums(folder)
-    return folder, _checked(folder)
+    folder = written_once(cache / key, write_with_sums)
+    with storing(cache, CACHE_OPTION):
+        size = sum(path.stat().st_size for path in folder.iterdir())
+    label = f"checking the tokens in {folder}"
+    with shown_progress(label, size) as advance:
+        return folder, check_sums(folder, WAY_OUT, advance)
 
 
-def _checked(folder: Path) -> dict[str, str]:
-    size = sum(path.stat().st_size for path in folder.iterdir())
-    with shown_progress(
-        f"checking the tokens in {folder}", size, after=SECONDS_BEFORE_LINE
-    ) as advance:
-        sums = check_sums(folder, WAY_OUT, advance)
-    assert sums is not None
-    return sums
+def written_once(folder: Path, write: Callable[[Path], None]) -> Path:
+    """A folder of a cache, which one process writes if there is none, while the others wait.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    if folder.is_dir():
+        return folder
+    with storing(folder.parent, CACHE_OPTION):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock = (folder.parent / f".{folder.name}.lock").open("a")
+    with lock:
+        is_alone = _wait_alone(lock.fileno(), folder)
+        if not folder.is_dir():
+            # If no other process writes, these are left from writes that were killed.
+            for part in folder.parent.glob(_part_of(folder, "*")) if is_alone else ():
+                shutil.rmtree(part, ignore_errors=True)
+            write_folder(folder, write, option=CACHE_OPTION)
+    return folder
 
 
 def write_folder(folder: Path, write: Callable[[Path], None], *, option: str) -> None:
@@ -127,6 +118,8 @@ def storing(folder: Path, option: str) -> Iterator[None]:
     """
     try:
         yield
+    except StorageError:
+        raise
     except OSError as error:
         # An error of the data that are read is a UserError and no OSError.
         raise StorageError(
@@ -135,39 +128,24 @@ def storing(folder: Path, option: str) -> Iterator[None]:
         ) from error
 
 
-@contextmanager
-def alone(lock: int, folder: Path, work: str) -> Iterator[bool]:
-    """Waits until no other process has the lock. Yields False on a file system without locks.
+def _wait_alone(lock: int, folder: Path) -> bool:
+    """Waits for a lock, which the end of the process releases, however it ends.
 
-    Args:
-        lock: descriptor of an open file.
-        folder: where the file is, for the warning.
-        work: what the process that has the lock does, for the log: "writes tokens to cache/3f9a".
-
-    The end of the process, however it ends, releases the lock.
+    Returns:
+        Whether the file system has locks.
     """
-    locked = _try_lock(lock)
-    if locked is False:
-        say(f"waiting for another process, which {work}")
-        while locked is False:
-            time.sleep(POLL_SECONDS)
-            locked = _try_lock(lock)
-    if locked is None:
-        warnings.warn(
-            f"The file system of {folder.parent} has no locks: each process {work}.",
-            stacklevel=2,
-        )
-    yield bool(locked)
-
-
-def _try_lock(lock: int) -> bool | None:
-    """Whether the lock was free; None if the file system has no locks."""
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"waiting for another process, which writes {folder}")
+            fcntl.flock(lock, fcntl.LOCK_EX)
     except OSError as error:
         if error.errno not in NO_LOCKS:
             raise
-        return None
+        warnings.warn(
+            f"The file system of {folder.parent} has no locks: each process writes {folder}.",
+            stacklevel=2,
+        )
+        return False
     return True

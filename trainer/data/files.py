@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import os
 import platform
@@ -17,11 +16,9 @@ import numpy as np
 from jaxtyping import Integer
 
 from startrail_jax.errors import InputError
-from trainer.data.arrays import map_vector
-from trainer.data.opening import open_regular, reading
-from trainer.data.splits import parts_of_tables
-from trainer.data.stored.listing import list_stored
-from trainer.places import is_in_store
+from trainer.data.opening import reading
+from trainer.data.tables import KIND_OF_SUFFIX as TABLES
+from trainer.data.tables import parts_of_tables
 
 # Folders of tests, of installed packages, and of tables that a program has generated. Many of those
 # tables are nearly equal, so training would see what is held out.
@@ -29,51 +26,24 @@ EXCLUDED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
 )
 
-Kind = Literal["text", "jsonl", "parquet", "arrow", "array_record", "bin", "npy"]
+Kind = Literal["text", "jsonl", "table", "bin", "npy"]
 KIND_OF_SUFFIX: dict[str, Kind] = {
-    ".jsonl": "jsonl",
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-    ".array_record": "array_record",
-    ".arrayrecord": "array_record",
-    ".bin": "bin",
-    ".npy": "npy",
+    **{".jsonl": "jsonl", ".bin": "bin", ".npy": "npy"},
+    **dict.fromkeys(TABLES, "table"),
 }
 TOKEN_KINDS = ("bin", "npy")
-COLUMN_KINDS = ("parquet", "arrow")
-"""Kinds of tables whose rows all have the same columns."""
-TABLE_KINDS = (*COLUMN_KINDS, "array_record")
-RECORD_KINDS = ("jsonl", *TABLE_KINDS)
-"""Kinds of files of which each line, row or record is a document."""
+RECORD_KINDS = ("jsonl", "table")
+"""Kinds of files of which each line or row is a document."""
 GZIP = ".gz"
-
-# Files whose names say that they are no plain text, and how their text can be had.
-CURES = {
-    ".json": "If each line is an object, rename them to *.jsonl, else write one object a line, as "
-    "jq -c '.[]' a.json > a.jsonl does; to train on their text as it is, rename them to *.txt",
-    ".zst": "Unpack them: zstd -d FILE",
-    ".xz": "Unpack them: xz -d FILE",
-    ".bz2": "Unpack them: bzip2 -d FILE",
-    ".zip": "Unpack them: unzip FILE",
-    ".tar": "Unpack them: tar -xf FILE",
-    ".tgz": "Unpack them: tar -xf FILE",
-    **{
-        f"{suffix}{GZIP}": "Files of tokens are mapped into memory, so unpack them: gzip -d FILE"
-        for suffix in (".bin", ".npy")
-    },
-    **{
-        f"{suffix}{GZIP}": "Tables are compressed inside, so unpack them: gzip -d FILE"
-        for suffix, kind in KIND_OF_SUFFIX.items()
-        if kind in TABLE_KINDS
-    },
-}
+NO_TEXT = frozenset(
+    {".json", ".zst", ".xz", ".bz2", ".zip", ".tar", ".tgz", ".array_record", ".arrayrecord"}
+)
+"""Suffixes of files that are no plain text, and are not read."""
 # The names, before suffix and number, of the two parts of data that are split already.
 PART_NAME = re.compile(r"(?P<part>train|val|valid|validation)([-_.]?[0-9].*)?")
 # In this order, if a folder has the parts in several forms.
 PART_SUFFIXES = (".bin", ".npy", ".jsonl", ".txt")
 LISTED_FILES = 5
-# TFDS puts the number of a file after its suffix: mnist-train.array_record-00000-of-00004.
-SHARD = re.compile(r"-\d+-of-\d+$")
 
 # Of a file of tokens that is larger, so many bytes are hashed, in blocks that are spread evenly.
 HASHED_BYTES = 1 << 28
@@ -132,19 +102,20 @@ def find_files(path: Path, option: str) -> Files:
 
     If a folder has files train.* and val.*, as nanoGPT writes them, these are the two parts of the
     data, and other files are left out. The suffix is one of `PART_SUFFIXES`; parts may be numbered.
-    The splits of a folder of tables are its parts: see `trainer.data.splits`.
+    The splits of a folder of tables are its parts.
 
     Args:
         path: the file or folder.
         option: the setting that names the path, for errors: "data.path".
 
     Raises:
+        ImportError: if the package is missing that finds the splits of tables.
         ValueError: if the path is missing, empty or unreadable, or the files are of several kinds
             or of one that is not read.
     """
     with reading(path):
         if not os.path.lexists(path):
-            raise InputError(f"{option} must exist; got {str(path)!r}. {_near(path)}")
+            raise InputError(f"{option} must exist; got {str(path)!r}. Correct the path.")
         keys = [path.name] if not path.is_dir() else sorted(walk_files(path))
     if not keys:
         raise InputError(
@@ -152,42 +123,19 @@ def find_files(path: Path, option: str) -> Files:
             "start with a dot are left out). Give another."
         )
     paths = {key: path / key if path.is_dir() else path for key in keys}
-    parts = _parts_of(keys, path) if path.is_dir() else None
+    parts = None
+    if path.is_dir():
+        is_table = any(kind_of(Path(key)) == "table" for key in keys)
+        parts = _splits(keys, path) if is_table else _parts_by_name(keys)
     if parts is None:
-        return Files(name=str(path), kind=_one_kind(paths, path, option), paths=paths)
-    used = {key: paths[key] for part in parts for key in part}
+        return Files(name=str(path), kind=_one_kind(keys, path, option), paths=paths)
+    used = [*parts[0], *parts[1]]
     kind = _one_kind(used, path, option)
     train, held_out = ({key: paths[key] for key in part} for part in parts)
-    others = [key for key in keys if key not in train and key not in held_out]
+    others = [key for key in keys if key not in used]
     remark = f"; {len(others):,} other files left out ({list_names(others)})" if others else ""
     validation = Files(name=list_names(held_out), kind=kind, paths=held_out) if held_out else None
     return Files(name=str(path), kind=kind, paths=train, validation=validation, remark=remark)
-
-
-def kind_of_data(path: Path, option: str) -> Kind:
-    """What `find_files` finds, by as few names as tell: folders are not searched for the rest.
-
-    Of data in a store, all names are listed.
-
-    Args:
-        path: the file or folder.
-        option: the setting that names the path, for errors: "data.path".
-
-    Raises:
-        ValueError: as `find_files`, of a file or an empty folder.
-    """
-    if is_in_store(path):
-        names = list(list_stored(path, option).sizes)
-        parts = _parts_by_name(names)
-        return kind_of(Path(parts[0][0] if parts else names[0]))
-    with reading(path):
-        if path.is_dir():
-            names = sorted(x.name for x in os.scandir(path) if not x.name.startswith("."))
-            if parts := _parts_by_name(names):
-                return kind_of(Path(parts[0][0]))
-            if first := next(walk_files(path), None):
-                return kind_of(Path(first))
-    return find_files(path, option).kind
 
 
 def without(files: Files, others: Files) -> Files:
@@ -220,10 +168,10 @@ def map_tokens(path: Path, bin_dtype: str) -> Integer[np.ndarray, " tokens"]:
         ValueError: if the file cannot be read, is empty or truncated, or is not a vector of
             integers.
     """
-    with reading(path), open_regular(path) as file:
-        size = os.fstat(file.fileno()).st_size
+    with reading(path):
+        size = path.stat().st_size
         if kind_of(path) == "npy":
-            tokens = map_vector(file, path)
+            tokens = _map_vector(path)
         else:
             dtype = np.dtype(bin_dtype).newbyteorder("<")
             if size % dtype.itemsize:
@@ -233,9 +181,27 @@ def map_tokens(path: Path, bin_dtype: str) -> Integer[np.ndarray, " tokens"]:
                     "copy it again, or correct --data.bin-dtype."
                 )
             # An empty file cannot be mapped.
-            tokens = np.memmap(file, dtype, "r") if size else np.zeros(0, dtype)
+            tokens = np.memmap(path, dtype, "r") if size else np.zeros(0, dtype)
     if not len(tokens):
         raise InputError(f"{str(path)!r} must hold tokens; got none. Remove it, or write it again.")
+    return tokens
+
+
+def _map_vector(path: Path) -> Integer[np.ndarray, " tokens"]:
+    try:
+        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+    except OSError:
+        raise
+    except Exception as error:  # The header is an expression, which may be wrong in any way.
+        raise InputError(
+            f"{str(path)!r} must be a whole .npy file of integers; got {type(error).__name__}: "
+            f"{error}. It may be truncated: write or copy it again."
+        ) from None
+    if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
+        raise InputError(
+            f"{str(path)!r} must hold a vector of integers; got shape {tokens.shape} of "
+            f"{tokens.dtype}. Write the tokens one after another."
+        )
     return tokens
 
 
@@ -270,7 +236,8 @@ def walk_files(folder: Path) -> Iterator[str]:
 
 def kind_of(path: Path) -> Kind:
     """What a file holds, by its name. A gzip file is of the kind of the file in it."""
-    return KIND_OF_SUFFIX.get(_suffix(path), "text")
+    inner = path.with_suffix("") if is_gzip(path) else path
+    return KIND_OF_SUFFIX.get(inner.suffix.lower(), "text")
 
 
 def is_gzip(path: Path) -> bool:
@@ -292,7 +259,7 @@ def digest_of_tokens(path: Path) -> str:
     over it, the first and the last block among them.
     """
     digest = hashlib.sha256()
-    with reading(path), open_regular(path) as file:
+    with reading(path), path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         digest.update(b"%d " % size)
         if size > HASHED_BYTES:
@@ -306,44 +273,36 @@ def digest_of_tokens(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _suffix(path: Path) -> str:
-    """The suffix of a file, or of the file that is compressed in it."""
-    suffix = (path.with_suffix("") if is_gzip(path) else path).suffix.lower()
-    return SHARD.sub("", suffix)
-
-
-def _one_kind(paths: dict[str, Path], path: Path, option: str) -> Kind:
+def _one_kind(keys: list[str], path: Path, option: str) -> Kind:
     """The kind of all files."""
-    refused: dict[str, list[str]] = {}
-    for key, file in paths.items():
-        inner = _suffix(file)
-        for suffix in (inner, f"{inner}{GZIP}") if is_gzip(file) else (inner,):
-            if suffix in CURES:
-                refused.setdefault(suffix, []).append(key)
-    if refused:
-        found = "; ".join(f"{len(keys):,} *{x}: {list_names(keys)}" for x, keys in refused.items())
-        cures = ". ".join(dict.fromkeys(CURES[suffix] for suffix in refused))
-        raise InputError(
-            f"{option} must be text, *.jsonl (both also as *.gz), *.parquet, *.arrow, "
-            "*.array_record, *.bin or *.npy; got "
-            f"{found} in {str(path)!r}. {cures}. Or leave them out."
-        )
-    first: dict[Kind, str] = {}
-    for key, file in paths.items():
-        first.setdefault(kind_of(file), key)
-    if len(first) > 1:
-        found = ", ".join(f"{key!r} ({kind})" for kind, key in first.items())
+    kinds: dict[Kind, str] = {}
+    for key in keys:
+        file = Path(key)
+        kind, is_packed = kind_of(file), is_gzip(file)
+        inner = (file.with_suffix("") if is_packed else file).suffix.lower()
+        if inner in NO_TEXT or (is_packed and kind not in ("text", "jsonl")):
+            raise InputError(
+                f"{option} must be text or *.jsonl (both also as *.gz), *.parquet, *.arrow, *.bin "
+                f"or *.npy; got {key!r} in {str(path)!r}. Unpack or convert such files, or leave "
+                "them out. (One JSON object a line is *.jsonl.)"
+            )
+        kinds.setdefault(kind, key)
+    if len(kinds) > 1:
+        found = ", ".join(f"{key!r} ({kind})" for kind, key in kinds.items())
         raise InputError(
             f"All files of {option} must be of one kind; got {found} in {str(path)!r}. Give a "
             "folder for each kind, or a file."
         )
-    return next(iter(first))
+    return next(iter(kinds))
 
 
-def _parts_of(keys: list[str], folder: Path) -> tuple[list[str], list[str]] | None:
-    """The files to train on and those to hold out, if the names of files in a folder say so."""
-    tables = [key for key in keys if kind_of(Path(key)) in TABLE_KINDS]
-    return parts_of_tables(tables, keys, folder) if tables else _parts_by_name(keys)
+def _splits(keys: list[str], folder: Path) -> tuple[list[str], list[str]]:
+    """The files of a folder of tables to train on, and those to hold out."""
+    key_of = {os.path.realpath(folder / key): key for key in keys}
+    train, held_out = (
+        [key_of[os.path.realpath(path)] for path in part] for part in parts_of_tables(folder)
+    )
+    return train, held_out
 
 
 def _parts_by_name(keys: list[str]) -> tuple[list[str], list[str]] | None:
@@ -358,18 +317,3 @@ def _parts_by_name(keys: list[str]) -> tuple[list[str], list[str]] | None:
         if all(parts):
             return parts
     return None
-
-
-def _near(path: Path) -> str:
-    """A sentence about what may have been meant by a path that does not exist."""
-    if is_in_store(path):
-        return (
-            "URLs are not read here: copy the files first (rclone copy, gcloud storage cp -r, "
-            "aws s3 cp --recursive), or mount the store as a folder."
-        )
-    if not path.parent.is_dir():
-        return f"There is no folder {str(path.parent)!r} either."
-    near = difflib.get_close_matches(path.name, os.listdir(path.parent))
-    if not near:
-        return f"Nothing in {str(path.parent)!r} has a similar name."
-    return f"Did you mean {' or '.join(repr(str(path.parent / name)) for name in near)}?"

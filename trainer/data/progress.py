@@ -16,13 +16,12 @@ SECONDS_BETWEEN_LINES = 30.0
 
 
 @contextmanager
-def shown_progress(what: str, total: int, *, after: float = 0.0) -> Iterator[Callable[[int], None]]:
+def shown_progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
     """Shows how much of a number of bytes is read, on standard error.
 
     Args:
         what: what is done.
         total: number of bytes.
-        after: seconds before the first line is shown.
 
     Yields:
         A function to call with each number of bytes that is read.
@@ -49,5 +48,5 @@ def shown_progress(what: str, total: int, *, after: float = 0.0) -> Iterator[Cal
                 say(f"{what}: {done / 1e6:,.1f} of {total / 1e6:,.1f} MB")
 
         yield advance
-    if (seconds := time.monotonic() - began) >= after:
+    if (seconds := time.monotonic() - began) >= SECONDS_BEFORE_LINE:
         say(f"{what}: {done / 1e6:,.1f} MB in {seconds:,.1f} s")

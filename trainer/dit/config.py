@@ -13,7 +13,7 @@ from typing import ClassVar, Literal
 from models.sizes import check_dit_width
 from startrail_jax.errors import InputError
 from trainer.config import TrainConfig, check_minimum
-from trainer.places import check_folder, check_input, is_copy, is_in_store
+from trainer.places import COPIES, check_folder, check_input, is_in_store
 from trainer.task import SampleOptions
 
 
@@ -112,9 +112,10 @@ class ImageConfig:
     def __post_init__(self) -> None:
         check_input("data.path", self.path)
         check_folder("data.cache", self.cache or Path())
-        if self.cache is not None and not (
-            self.path is not None and (is_in_store(self.path) or is_copy(self.path, self.cache))
-        ):
+        is_copied = self.path is not None and (
+            is_in_store(self.path) or self.path.is_relative_to((self.cache or Path()) / COPIES)
+        )
+        if self.cache is not None and not is_copied:
             raise InputError(
                 "data.cache holds copies of data that are in a store, such as gs://bucket/images; "
                 f"got cache={str(self.cache)!r}, path={self.path}. Leave it out; if it is in a "

@@ -16,7 +16,6 @@ from typing import Any
 
 from startrail_jax.errors import InputError
 from trainer.data.files import walk_files
-from trainer.data.opening import open_regular, read_whole
 from trainer.dit.examples import ImageSet, Wanted, encode_captions
 from trainer.dit.pixels import (
     BadImageError,
@@ -94,7 +93,7 @@ def open_folder(folder: Path, wanted: Wanted, *, decode: bool, peers: Peers) -> 
 def _ends_of(path: Path) -> bytes:
     """The size of a file, and its first and last bytes; none if it cannot be read."""
     try:
-        with open_regular(path) as file:
+        with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(size - COMPARED_BYTES, 0))
             last = file.read(COMPARED_BYTES)
@@ -183,7 +182,7 @@ def _read_caption(image: Path) -> tuple[str, str]:
     """The caption of an image, and where it was found."""
     path = image.with_suffix(".txt")
     try:
-        return read_whole(path, LONGEST_CAPTION).decode("utf-8-sig").strip(), repr(str(path))
+        return path.read_bytes().decode("utf-8-sig").strip(), repr(str(path))
     except OSError as error:
         raise InputError(
             f"Every image must have its caption in a file beside it; got {type(error).__name__} "

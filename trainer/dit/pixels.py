@@ -10,7 +10,6 @@ import numpy as np
 from jaxtyping import Float32
 
 from startrail_jax.errors import InputError, UserError
-from trainer.data.opening import open_regular
 from trainer.dit.examples import Wanted
 from trainer.errors import MissingPackageError
 
@@ -78,7 +77,7 @@ def _with_image(path: Path, wanted: Wanted, function: Callable[[Any, Path, Wante
     """Calls a function with an opened image, whose pixels are not decoded yet."""
     library = import_pillow()
     try:
-        with open_regular(path) as file, library.open(file, formats=FORMATS) as image:
+        with path.open("rb") as file, library.open(file, formats=FORMATS) as image:
             return function(image, path, wanted)
     except (UserError, MemoryError):
         raise

@@ -24,7 +24,7 @@ class DiTTask(Task[DiTTrainConfig, ImageOptions]):
         return Denoising(config)
 
     def open_data(self, config: DiTTrainConfig, layout: Any) -> Dataset:
-        from trainer.data.stored.copies import origin_of, with_copies
+        from trainer.data.remote import origin_of, with_copies
         from trainer.dit.batches import image_batch
         from trainer.dit.images import open_images
         from trainer.processes import peers

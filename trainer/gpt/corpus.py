@@ -25,8 +25,7 @@ import numpy as np
 from jaxtyping import Int32, Integer
 
 from startrail_jax.errors import InputError
-from trainer.data.cache import cached_folder
-from trainer.data.documents import scan_files
+from trainer.data.documents import digest_files
 from trainer.data.files import (
     RECORD_KINDS,
     TOKEN_KINDS,
@@ -41,13 +40,10 @@ from trainer.gpt.config import DataConfig
 from trainer.gpt.encoding import (
     Text,
     check_lengths,
-    check_memory,
-    encode_in_memory,
-    encode_to_folder,
-    read_encoded,
+    encode,
 )
 from trainer.gpt.tokenizer import ByteTokenizer, FileTokenizer
-from trainer.places import is_copy
+from trainer.places import COPIES
 
 # Number of tokens at both ends of a part of a file that are checked when the file is opened, so
 # that a wrong data type is found at once. All other tokens are checked when they are read.
@@ -137,11 +133,6 @@ def open_corpus(config: DataConfig, *, vocab_size: int, cache: Path | None = Non
     if files.kind in TOKEN_KINDS:
         return _open_tokens(files, validation, config, vocab_size)
     folder = config.cache or (cache if config.tokenizer else None)
-    if folder is None:
-        # Before they are read, which may take hours. Compressed ones hold more than this.
-        # Tables, and lines of JSON, hold more than text.
-        for some in (x for x in (files, validation or files) if x.kind == "text"):
-            check_memory(sum(x.stat().st_size for x in some.paths.values() if x.exists()), some)
     text = open_text(files, validation, config, vocab_size)
     return _open_text(text, folder, vocab_size)
 
@@ -192,9 +183,11 @@ def check_effects(config: DataConfig, files: Files, validation: Files | None) ->
 
 
 def _holds_copies(config: DataConfig) -> bool:
-    cache = config.cache
-    paths = (config.path, config.validation_path)
-    return cache is not None and any(is_copy(path, cache) for path in paths)
+    """Whether data are copies of those in a store, which the cache holds."""
+    copies = (config.cache or Path()) / COPIES
+    return any(
+        path and path.is_relative_to(copies) for path in (config.path, config.validation_path)
+    )
 
 
 def _open_tokens(
@@ -255,8 +248,8 @@ def open_text(files: Files, validation: Files | None, config: DataConfig, vocab_
     return Text(
         files=files,
         validation=validation,
-        scans=scan_files(files),
-        validation_scans={} if validation is None else scan_files(validation),
+        digests=digest_files(files),
+        validation_digests={} if validation is None else digest_files(validation),
         config=config,
         tokenizer=tokenizer,
     )
@@ -265,15 +258,7 @@ def open_text(files: Files, validation: Files | None, config: DataConfig, vocab_
 def _open_text(text: Text, cache: Path | None, vocab_size: int) -> Corpus:
     """One stream to train on and one held out, of documents in the order of their files."""
     tokenizer = text.tokenizer
-    if cache is None:
-        parts = encode_in_memory(text)
-    else:
-
-        def write(part: Path) -> None:
-            encode_to_folder(text, part, name=str(cache / text.key))
-
-        folder, sums = cached_folder(cache, text.key, write)
-        parts = read_encoded(folder, sums)
+    parts = encode(text, cache)
     sources = (text.files, text.validation or text.files)
     streams = []
     for part, source in zip(parts, sources, strict=True):

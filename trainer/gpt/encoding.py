@@ -10,9 +10,10 @@ import hashlib
 import io
 import itertools
 import json
-import os
+import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -22,28 +23,24 @@ import numpy as np
 from jaxtyping import Integer
 
 from startrail_jax.errors import InputError
-from trainer.data.documents import Document, Scan, read_documents
+from trainer.data.cache import cached_folder
+from trainer.data.documents import Document, read_documents, read_text
 from trainer.data.files import Files, map_tokens
-from trainer.data.opening import read_whole
 from trainer.data.progress import shown_progress
 from trainer.data.slices import Slicer
 from trainer.gpt.config import DataConfig
 from trainer.gpt.tokenizer import ByteTokenizer, FileTokenizer
+from trainer.sums import sums_of
 
 # Number of characters that are tokenised at a time: enough to use all cores, and little memory.
 CHUNK = 1 << 20
 # Changes when the same text gives other files than before.
 FORMAT = 1
 
-# Share of the memory of the machine that tokens may take.
-MEMORY_SHARE = 0.5
-
 # The files of a folder of tokens. Names of these kinds tell training what is held out.
 TRAIN_FILE = "train.npy"
 HELD_OUT_FILE = "val.npy"
 ABOUT_FILE = ".about.json"
-# Number of bytes of that file.
-LONGEST_ABOUT = 1 << 16
 
 TextTokenizer = ByteTokenizer | FileTokenizer
 Part = TypeVar("Part")
@@ -57,10 +54,10 @@ class Text:
     """Files to train on, and to hold out from if there is no `validation`."""
     validation: Files | None
     """Files to hold out."""
-    scans: Mapping[str, Scan]
-    """What was found out about `files`."""
-    validation_scans: Mapping[str, Scan]
-    """What was found out about `validation`."""
+    digests: Mapping[str, str]
+    """The SHA-256 of each of `files`."""
+    validation_digests: Mapping[str, str]
+    """That of each of `validation`."""
     config: DataConfig
     """What to read."""
     tokenizer: TextTokenizer
@@ -69,7 +66,7 @@ class Text:
     @property
     def digest(self) -> str:
         """A hash of the text to train on and of what decides its tokens."""
-        found: Any = self.scans
+        found: Any = self.digests
         if self.files.kind == "text" and len(found) == 1:
             # Names decide nothing here.
             found = list(found.values())
@@ -78,7 +75,7 @@ class Text:
     @property
     def key(self) -> str:
         """A hash of everything that the tokens of both parts depend on."""
-        return self._hash(self.scans, self.validation_scans, self.validation is None)[:32]
+        return self._hash(self.digests, self.validation_digests, self.validation is None)[:32]
 
     @cached_property
     def holds_out_ends(self) -> bool:
@@ -88,13 +85,10 @@ class Text:
         """
         if self.validation is not None:
             return False
-        if self.files.kind == "text":
-            keys = [key for key, scan in self.scans.items() if scan.characters]
-            if len(self.scans) == 1:
-                return True
-        else:
-            documents = read_documents(self.files, text_key=self.config.text_key)
-            keys = (document.key for document in documents if document.text)
+        if self.files.kind == "text" and len(self.files.paths) == 1:
+            return True
+        documents = read_documents(self.files, text_key=self.config.text_key)
+        keys = (document.key for document in documents if document.text)
         # Of many documents, the first few are enough to know it.
         found = set()
         for key in keys:
@@ -106,8 +100,8 @@ class Text:
     @property
     def size(self) -> int:
         """Number of bytes of all files, as they are on the disk."""
-        scans = [*self.scans.values(), *self.validation_scans.values()]
-        return sum(scan.size for scan in scans)
+        parts = [self.files] if self.validation is None else [self.files, self.validation]
+        return sum(path.stat().st_size for part in parts for path in part.paths.values())
 
     def _hash(self, *found: Any) -> str:
         values = [
@@ -119,7 +113,7 @@ class Text:
             self.tokenizer.end_of_document,
             found,
         ]
-        text = json.dumps(values, default=_as_json)
+        text = json.dumps(values)
         return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -128,77 +122,51 @@ class EncodedPart:
     """The tokens of one part of the data."""
 
     tokens: Integer[np.ndarray, " tokens"]
-    """The tokens, in memory or mapped into it."""
+    """The tokens, mapped into memory."""
     documents: int
     """Number of documents."""
     largest: int
     """The largest of the tokens."""
     sha256: str | None
-    """A hash of the tokens, that of the .npy file that holds them; None if not requested."""
+    """A hash of the .npy file that holds them; None if it is not known."""
 
 
-class BoundedMemory(io.BytesIO):
-    """A file in memory that leaves the machine some of it."""
-
-    def __init__(self, files: Files) -> None:
-        super().__init__()
-        self._files = files
-
-    def write(self, data: Any) -> int:
-        """Appends bytes; raises ValueError if they are too many."""
-        check_memory(self.tell() + len(data), self._files)
-        return super().write(data)
-
-
-def check_memory(size: int, files: Files) -> None:
-    """Raises ValueError if so many bytes of the tokens of files are too many to keep in memory."""
-    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if size > MEMORY_SHARE * whole:
-        raise InputError(
-            "Tokens must fit in memory where there is no folder for them, with room to spare; got "
-            f"{size / 1e9:,.1f} GB or more of {files.name!r}, and {whole / 1e9:,.1f} GB of memory. "
-            "Name a folder: --data.cache FOLDER."
-        )
-
-
-def encode_in_memory(text: Text) -> tuple[EncodedPart, EncodedPart]:
+def encode(text: Text, cache: Path | None) -> tuple[EncodedPart, EncodedPart]:
     """The tokens to train on and those held out.
 
+    Args:
+        text: what to encode.
+        cache: folder in which they are kept for later runs; None to keep them for this one.
+
     Raises:
-        ValueError: if text cannot be read or tokenised, or one of the parts has none.
+        OSError: if they cannot be written.
+        ValueError: if text cannot be read or tokenised, one of the parts has none, or a cached file
+            was damaged.
     """
-    files = (BoundedMemory(text.files), BoundedMemory(text.files))
-    writers = _write(text, files)
-    train, held_out = (
-        EncodedPart(
-            tokens=np.frombuffer(file.getbuffer(), writer.dtype, offset=writer.header),
-            documents=writer.documents,
-            largest=writer.largest,
-            sha256=hashlib.sha256(file.getbuffer()).hexdigest(),
-        )
-        for file, writer in zip(files, writers, strict=True)
-    )
-    return train, held_out
+    if cache is None:
+        with tempfile.TemporaryDirectory() as folder:
+            encode_to_folder(text, Path(folder))
+            # What is mapped can be read after its file has been removed.
+            return read_encoded(Path(folder), sums_of(Path(folder)))
+    return read_encoded(*cached_folder(cache, text.key, lambda x: encode_to_folder(text, x)))
 
 
-def encode_to_folder(text: Text, folder: Path, *, name: str) -> None:
-    """Writes the tokens to two files in an empty folder, and shows the progress.
+def encode_to_folder(text: Text, folder: Path) -> None:
+    """Writes the tokens to two files in an empty folder.
 
     Args:
         text: what to encode.
         folder: where to.
-        name: what the folder is called in messages.
 
     Raises:
-        ValueError: as `encode_in_memory`.
+        ValueError: as `encode`.
         OSError: if the files cannot be written.
     """
-    with (
-        (folder / TRAIN_FILE).open("wb") as train,
-        (folder / HELD_OUT_FILE).open("wb") as held_out,
-        shown_progress(f"tokenising {text.files.name} into {name}", text.size) as advance,
-    ):
-        writers = _write(text, (train, held_out), advance)
+    with ExitStack() as stack:
+        train = stack.enter_context((folder / TRAIN_FILE).open("wb"))
+        held_out = stack.enter_context((folder / HELD_OUT_FILE).open("wb"))
+        told = stack.enter_context(shown_progress(f"tokenising {text.files.name}", text.size))
+        writers = _write(text, (train, held_out), told)
     about = {
         "documents": [writer.documents for writer in writers],
         "largest": [writer.largest for writer in writers],
@@ -219,7 +187,7 @@ def read_encoded(
         ValueError: if the files were damaged since.
     """
     try:
-        about = json.loads(read_whole(folder / ABOUT_FILE, LONGEST_ABOUT))
+        about = json.loads((folder / ABOUT_FILE).read_text())
         train, held_out = (
             EncodedPart(
                 tokens=map_tokens(folder / name, ""),
@@ -272,7 +240,6 @@ def _write(
     on_read: Callable[[int], None] = lambda size: None,
 ) -> tuple[VectorWriter, VectorWriter]:
     """Writes the tokens to train on to one file, and those held out to the other."""
-    _check_characters(text)
     tokenizer = text.tokenizer
     train, held_out = writers = tuple(VectorWriter(file, tokenizer.dtype) for file in files)
     for chunk in chunks(_slices(_assign(text, on_read), tokenizer)):
@@ -298,7 +265,7 @@ def _assign(text: Text, on_read: Callable[[int], None]) -> Iterator[tuple[bool, 
     elif text.holds_out_ends:
         for key, parts in itertools.groupby(documents, key=lambda document: document.key):
             if files.kind == "text":
-                size = text.scans[key].characters
+                size = sum(len(part.text) for part in read_text(key, files.paths[key]))
             else:
                 parts = list(parts)
                 size = sum(len(part.text) for part in parts)
@@ -361,24 +328,6 @@ def chunks(assigned: Iterable[tuple[Part, Document]]) -> Iterator[list[tuple[Par
         yield chunk
 
 
-def _check_characters(text: Text) -> None:
-    """Raises, before anything is tokenised, if it is certain that one of the parts is empty."""
-    if text.files.kind != "text":
-        return
-    held_out = text.config.held_out
-    sizes = {key: scan.characters for key, scan in text.scans.items()}
-    total = sum(sizes.values())
-    if text.validation is not None:
-        lengths = [total, sum(scan.characters for scan in text.validation_scans.values())]
-    else:
-        if text.holds_out_ends:
-            train = sum(_cut_of(size, held_out) for size in sizes.values())
-        else:
-            train = sum(size for key, size in sizes.items() if share_of_key(key) >= held_out)
-        lengths = [train, total - train]
-    check_lengths(lengths, "characters", text.files, text.validation, text.config)
-
-
 def _cut_of(characters: int, held_out: float) -> int:
     """The first character that is held out of a document: both parts have some, if it has two."""
     return min(max(round(characters * (1 - held_out)), 1), max(characters - 1, 1))
@@ -416,8 +365,3 @@ def check_lengths(
             f"{lengths[0]} and {lengths[1]} {unit} of {files.name!r} for "
             f"held_out={config.held_out}. Give more data, {ways}."
         )
-
-
-def _as_json(value: Any) -> Any:
-    # The size changes when a file is compressed anew.
-    return [value.digest, value.characters] if isinstance(value, Scan) else str(value)

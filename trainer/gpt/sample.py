@@ -14,6 +14,7 @@ from jaxtyping import Integer
 import startrail_jax as st
 from startrail_jax.errors import InputError
 from trainer.data.documents import Document
+from trainer.data.remote import holds_tokens
 from trainer.gpt.chat.template import CONFIG_FILE, TEMPLATE_FILE, ChatTemplate
 from trainer.gpt.config import GPTTrainConfig, TextOptions
 from trainer.gpt.corpus import Corpus
@@ -26,7 +27,6 @@ from trainer.gpt.text import (
     TextStream,
     Tokenizer,
     encode_prompt,
-    holds_tokens,
     open_tokenizer,
 )
 from trainer.gpt.token_choice import Sampling
@@ -104,7 +104,8 @@ def tokenizer_of_run(
     if copy := kept_tokenizer(path, config, run_dir):
         note(f"tokenizer: {copy}, as {path} is gone")
     data = dataclasses.replace(config.data, tokenizer=copy or path)
-    if not config.steps and path is None and not holds_tokens(data.path):
+    tokens = data.path is not None and holds_tokens(data.path, "data.path")
+    if not config.steps and path is None and not tokens:
         require_bytes(run_dir / KEPT_FOLDER, config.model.vocab_size, "--tokenizer")
     return open_tokenizer(data, vocab_size=config.model.vocab_size)
 

@@ -66,7 +66,7 @@ class GPTTask(Task[GPTTrainConfig, TextOptions]):
         return NextToken(config)
 
     def open_data(self, config: GPTTrainConfig, layout: Any) -> Dataset:
-        from trainer.data.stored.copies import origin_of
+        from trainer.data.remote import origin_of
 
         path, remark = config.data.tokenizer, origin_of(config.data)
         if copy := kept_tokenizer(path, config, config.run_dir):
@@ -76,7 +76,7 @@ class GPTTask(Task[GPTTrainConfig, TextOptions]):
         return replace(data, description=data.description + remark)
 
     def _open_data(self, config: GPTTrainConfig, layout: Any) -> Dataset:
-        from trainer.data.stored.copies import with_copies
+        from trainer.data.remote import with_copies
         from trainer.gpt.batches import Sequences, TextDataset, collate
         from trainer.gpt.corpus import open_corpus
         from trainer.gpt.documents import TextDocuments

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 from jaxtyping import Integer
 
 from startrail_jax.errors import InputError
 from trainer.data.documents import Document
-from trainer.data.files import GZIP, KIND_OF_SUFFIX, TOKEN_KINDS, kind_of, kind_of_data
-from trainer.errors import MissingPackageError, StorageError
+from trainer.data.remote import holds_tokens
 from trainer.gpt.config import DataConfig
 from trainer.gpt.tokenizer import (
     ByteTokenizer,
     FileTokenizer,
 )
-from trainer.places import is_in_store, text_of
 
-# Suffixes of names that tell whether data are text or tokens.
-NAMED = {*KIND_OF_SUFFIX, ".txt", GZIP}
 # Number of tokens of the prompt that are decoded together with the first new tokens: with some
 # tokenizers a word depends on the token before it, and a character may take several tokens.
 CONTEXT_TOKENS = 8
@@ -75,38 +70,9 @@ def open_tokenizer(config: DataConfig, *, vocab_size: int) -> Tokenizer:
     if config.tokenizer is not None:
         begin = config.begin_of_document
         return FileTokenizer(config.tokenizer, begin_of_document=begin, **options)
-    if holds_tokens(config.path):
+    if config.path is not None and holds_tokens(config.path, "data.path"):
         return IdTokenizer(end_of_document=config.end_of_document)
     return ByteTokenizer(**options)
-
-
-def holds_tokens(path: Path | None) -> bool:
-    """Whether the data of a run are tokens; they may be gone.
-
-    Raises:
-        ValueError: if that cannot be told.
-    """
-    if path is None:
-        return False
-    if is_in_store(path) and path.suffix not in NAMED:
-        try:
-            return kind_of_data(path, "data.path") in TOKEN_KINDS
-        except (InputError, MissingPackageError, StorageError) as error:
-            raise InputError(
-                "The data of the run must tell whether they are text or tokens; got "
-                f"data.path={text_of(path)!r}, of which the store does not tell: {error} Or give "
-                "the --tokenizer that made the tokens."
-            ) from error
-    if path.exists():
-        return kind_of_data(path, "data.path") in TOKEN_KINDS
-    if path.suffix not in NAMED:
-        raise InputError(
-            "The data of the run must be where it began, or their name must tell whether they are "
-            f"text or tokens; got data.path={str(path)!r}, which is gone or elsewhere than under "
-            f"{str(Path.cwd())!r}. Give the --tokenizer that made them, or run where the run "
-            "began; if they were text, of bytes, make data.path null in its config.json."
-        )
-    return kind_of(path) in TOKEN_KINDS
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str) -> Integer[np.ndarray, " tokens"]:

@@ -27,7 +27,7 @@ import tyro
 from startrail_jax.errors import InputError
 from trainer.data.cache import write_folder
 from trainer.data.files import TOKEN_KINDS
-from trainer.data.stored.copies import with_copies
+from trainer.data.remote import with_copies
 from trainer.gpt.config import DataConfig
 from trainer.gpt.corpus import check_effects, find_parts, open_text
 from trainer.gpt.encoding import encode_to_folder, read_encoded
@@ -110,7 +110,7 @@ def tokenize(options: TokenizeOptions) -> str:
     text = open_text(files, validation, config, ANY_VOCABULARY)
     write_folder(
         options.out,
-        lambda part: encode_to_folder(text, part, name=str(options.out)),
+        lambda part: encode_to_folder(text, part),
         option="OUT",
     )
     train, held_out = read_encoded(options.out)

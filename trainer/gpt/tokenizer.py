@@ -14,7 +14,6 @@ from jaxtyping import Integer, UInt8
 
 from startrail_jax.errors import InputError, UserError
 from trainer.data.documents import Document
-from trainer.data.opening import read_whole
 
 # Ends every document of bytes. No text contains this byte.
 NUL = 0
@@ -27,8 +26,6 @@ END_OF_DOCUMENT_NAMES = (
     "<eos>",
     "<\uff5cend\u2581of\u2581sentence\uff5c>",
 )
-# Number of bytes of a tokenizer.json; those of large vocabularies have about 40 MB.
-LARGEST_FILE = 1 << 29
 # Name of what the package raises where its own code fails.
 PANIC = "PanicException"
 OTHER_FILE = "The file fails on a text: give another, or correct it."
@@ -320,7 +317,7 @@ def _load(path: Path) -> tuple[Any, str]:
         path, "Give the file that lies beside the weights of the model, not its folder."
     ):
         # The ends of lines as Python reads them: runs that have begun compare the hash.
-        text = "\n".join(re.split("\r\n|\r", read_whole(path, LARGEST_FILE).decode()))
+        text = "\n".join(re.split("\r\n|\r", path.read_bytes().decode()))
         digest = hashlib.sha256(f"{tokenizers.__version__} {text}".encode()).hexdigest()
         tokenizer = tokenizers.Tokenizer.from_str(text)
         # The file may ask for both, for short inputs.

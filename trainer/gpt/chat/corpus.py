@@ -48,8 +48,8 @@ def open_examples(
         if found.kind not in RECORD_KINDS:
             raise InputError(
                 "With data.loss_on='completion' the data must be JSONL or tables; got "
-                f"{found.kind} files in {found.name!r}. Give *.jsonl, *.parquet, *.arrow or "
-                "*.array_record files (--data.path), or leave out --data.loss-on."
+                f"{found.kind} files in {found.name!r}. Give *.jsonl, *.parquet or *.arrow files "
+                "(--data.path), or leave out --data.loss-on."
             )
     text = open_text(files, validation, config, vocab_size)
     template, folder = None, config.cache

@@ -10,6 +10,7 @@ import hashlib
 import io
 import json
 import math
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -26,7 +27,6 @@ from trainer.gpt.chat.examples import read_examples
 from trainer.gpt.chat.packing import EncodedExamples
 from trainer.gpt.chat.template import ChatTemplate
 from trainer.gpt.encoding import (
-    BoundedMemory,
     Text,
     VectorWriter,
     check_lengths,
@@ -34,6 +34,7 @@ from trainer.gpt.encoding import (
     share_of_key,
 )
 from trainer.gpt.tokenizer import BORDER
+from trainer.sums import sums_of
 
 # Changes when the same examples give other files than before.
 FORMAT = 2
@@ -61,28 +62,14 @@ def encode_examples(
         ValueError: if a line is not an example, or one of the parts has none.
     """
     if cache is None:
-        memory = {x: BoundedMemory(text.files) for x in _vectors()}
-        _write(text, template, memory)
-        sums = {x: hashlib.sha256(file.getbuffer()).hexdigest() for x, file in memory.items()}
-        return _parts(lambda *x: np.load(io.BytesIO(memory[x].getvalue()))), _hash_of_train(sums)
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            _write_to_folder(text, template, folder)
+            # What is mapped can be read after its file has been removed.
+            return _parts(folder), _hash_of_train(sums_of(folder))
     key = hash_of([FORMAT, text.key], template)[:32]
-
-    def write(part: Path) -> None:
-        label = f"tokenising {text.files.name} into {cache / key}"
-        with ExitStack() as stack:
-            paths = {x: part / _file_name(*x) for x in _vectors()}
-            files = {x: stack.enter_context(path.open("wb")) for x, path in paths.items()}
-            _write(text, template, files, stack.enter_context(shown_progress(label, text.size)))
-
-    folder, found = cached_folder(cache, key, write)
-    try:
-        sums = {x: found[_file_name(*x)] for x in _vectors()}
-        return _parts(lambda *x: map_tokens(folder / _file_name(*x), "")), _hash_of_train(sums)
-    except (OSError, ValueError, KeyError) as error:
-        raise InputError(
-            f"A folder of tokens must hold whole files; got {str(folder)!r}: {error} Delete the "
-            "folder: the tokens are then made again."
-        ) from error
+    folder, sums = cached_folder(cache, key, lambda x: _write_to_folder(text, template, x))
+    return _parts(folder), _hash_of_train(sums)
 
 
 def digest_of(text: Text, template: ChatTemplate | None, train: EncodedExamples) -> str:
@@ -102,24 +89,32 @@ def hash_of(text: list[Any], template: ChatTemplate | None, *others: str) -> str
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()
 
 
-def _hash_of_train(sums: Mapping[tuple[str, str], str]) -> str:
-    text = " ".join(sums[PARTS[0], vector] for vector in VECTORS)
+def _hash_of_train(sums: Mapping[str, str]) -> str:
+    text = " ".join(sums[_file_name(PARTS[0], vector)] for vector in VECTORS)
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _vectors() -> Iterator[tuple[str, str]]:
-    return ((part, vector) for part in PARTS for vector in VECTORS)
 
 
 def _file_name(part: str, vector: str) -> str:
     return f"{part}.{vector}.npy"
 
 
-def _parts(read: Callable[[str, str], Any]) -> tuple[EncodedExamples, EncodedExamples]:
+def _parts(folder: Path) -> tuple[EncodedExamples, EncodedExamples]:
     train, held_out = (
-        EncodedExamples(**{vector: read(part, vector) for vector in VECTORS}) for part in PARTS
+        EncodedExamples(**{x: map_tokens(folder / _file_name(part, x), "") for x in VECTORS})
+        for part in PARTS
     )
     return train, held_out
+
+
+def _write_to_folder(text: Text, template: ChatTemplate | None, folder: Path) -> None:
+    with ExitStack() as stack:
+        files = {
+            (part, vector): stack.enter_context((folder / _file_name(part, vector)).open("wb"))
+            for part in PARTS
+            for vector in VECTORS
+        }
+        told = stack.enter_context(shown_progress(f"tokenising {text.files.name}", text.size))
+        _write(text, template, files, told)
 
 
 def _write(

@@ -52,7 +52,7 @@ def _completion(record: Record) -> Document:
     if not (isinstance(prompt, str) and isinstance(completion, str)):
         given = {name: type(value).__name__ for name, value in record.fields.items()}
         raise InputError(
-            f"With data.loss_on='completion' every {record.what} must be {FORMS}; got {given} in "
+            f"With data.loss_on='completion' every record must be {FORMS}; got {given} in "
             f"{record.place!r}. Rename the keys, or write a conversation under 'messages'."
         )
     text = prompt + completion
@@ -73,8 +73,9 @@ def _conversation(record: Record, template: ChatTemplate | None) -> Document:
             f"{record.place!r}. Give --data.tokenizer with {TEMPLATE_FILE} or {CONFIG_FILE} beside "
             "it, or the template (--data.chat-template); or write prompt and completion."
         )
-    messages = _checked(record.fields["messages"], record.place)
-    variables = {name: record.fields[name] for name in VARIABLES if name in record.fields}
+    fields = _without_nulls(record.fields)
+    messages = _checked(fields["messages"], record.place)
+    variables = {name: fields[name] for name in VARIABLES if name in fields}
     text, counted = template.render(messages, record.place, **variables)
     check_unicode(text, record.place)
     if not counted:
@@ -111,12 +112,21 @@ def _checked(messages: Any, place: str) -> Messages:
     return [_with_text(message, place) for message in messages]
 
 
+def _without_nulls(value: Any) -> Any:
+    """A value of JSON without the keys that are null, as tables give all objects the same keys.
+
+    The content of a message stays: a template may ask whether it is none.
+    """
+    if isinstance(value, dict):
+        kept = {k: v for k, v in value.items() if v is not None or k == "content"}
+        return {key: _without_nulls(x) for key, x in kept.items()}
+    return [_without_nulls(x) for x in value] if isinstance(value, list) else value
+
+
 def _with_text(message: dict[str, Any], place: str) -> dict[str, Any]:
     """A message whose content is text, as templates expect."""
     content = message.get("content")
-    if content is None and message.get("tool_calls"):
-        content = ""
-    if not isinstance(content, str):
+    if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
         raise InputError(
             "The content of a message must be a text, which only a message with tool_calls may "
             f"leave out; got {_shortened(message)} in {place!r}. Mend or remove the line."

@@ -26,12 +26,11 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 
 from startrail_jax.errors import InputError
-from trainer.data.opening import read_object, read_whole
+from trainer.data.opening import read_object
 
 TEMPLATE_FILE = "chat_template.jinja"
 CONFIG_FILE = "tokenizer_config.json"
 TOKENS_FILE = "special_tokens_map.json"
-LARGEST_TEMPLATE = 1 << 22
 # Number of characters of a text, and of elements of a list, that an operator may make.
 LARGEST_PRODUCT = 1 << 24
 LARGEST_POWER_BITS = 1 << 12
@@ -270,7 +269,7 @@ def _read_object_if_there(path: Path) -> dict[str, Any]:
 
 def _read_text(path: Path) -> str:
     try:
-        return read_whole(path, LARGEST_TEMPLATE).decode()
+        return path.read_bytes().decode()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(
             f"{str(path)!r} must be a file of UTF-8; got {type(error).__name__}: {error}. Give "

@@ -78,10 +78,10 @@ def with_tokenizer(config: GPTTrainConfig, *, given: bool = True) -> GPTTrainCon
     """
     if config.init_from is None:
         return config
-    from trainer.data.files import TOKEN_KINDS, kind_of_data
+    from trainer.data.remote import holds_tokens
 
     data, path = config.data, config.init_from / TOKENIZER
-    if data.path is not None and kind_of_data(data.path, "data.path") in TOKEN_KINDS:
+    if data.path is not None and holds_tokens(data.path, "data.path"):
         inherited = not given and data.tokenizer == path
         return replace(config, data=replace(data, tokenizer=None)) if inherited else config
     if data.tokenizer is not None:
@@ -101,11 +101,12 @@ def kept_folder(run_dir: Path) -> Path:
         ValueError: if a file is damaged.
     """
     folder = run_dir / KEPT_FOLDER
-    check_sums(
-        folder,
-        f"Copy the file again from the model of --init-from, or from a copy of the run; if it was "
-        f"changed on purpose, delete {folder / SUMS_FILE}.",
-    )
+    if (folder / SUMS_FILE).is_file():
+        check_sums(
+            folder,
+            "Copy the file again from the model of --init-from, or from a copy of the run; if it "
+            f"was changed on purpose, delete {folder / SUMS_FILE}.",
+        )
     return folder
 
 

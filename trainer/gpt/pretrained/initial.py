@@ -19,13 +19,13 @@ from jaxtyping import Array, PyTree, Shaped
 from startrail_jax.errors import InputError
 from trainer import durable
 from trainer.checkpoints.initial import InitialWeights
-from trainer.data.opening import read_object, read_whole, reading
+from trainer.data.opening import read_object, reading
 from trainer.gpt.config import GPTTrainConfig
 from trainer.gpt.pretrained.defaults import GENERATION, TOKENIZER, TOKENIZER_FILES
 from trainer.gpt.pretrained.families import CONFIG, read_description
 from trainer.gpt.pretrained.names import Place, places
 from trainer.gpt.pretrained.tensors import Tensors, open_tensors
-from trainer.gpt.tokenizer import LARGEST_FILE, check_tokenizer_of_model
+from trainer.gpt.tokenizer import check_tokenizer_of_model
 from trainer.parallel.partition import path_name
 from trainer.run.folder import KEPT_FOLDER
 from trainer.sums import write_sums
@@ -130,7 +130,7 @@ def copy_file(source: Path, target: Path) -> None:
         ValueError: if it cannot be read, or is larger than any tokenizer.
     """
     with reading(source):
-        content = read_whole(source, LARGEST_FILE)
+        content = source.read_bytes()
     target.write_bytes(content)
 
 

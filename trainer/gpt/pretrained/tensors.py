@@ -24,7 +24,7 @@ from jaxtyping import Shaped
 from safetensors import SafetensorError, safe_open
 
 from startrail_jax.errors import InputError, UnsupportedError
-from trainer.data.opening import open_regular, read_object, reading
+from trainer.data.opening import read_object, reading
 
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -140,7 +140,7 @@ def open_tensor_file(path: Path) -> Iterator[dict[str, StoredTensor]]:
     """
     with ExitStack() as stack:
         with reading(path):
-            file = stack.enter_context(open_regular(path))
+            file = stack.enter_context(path.open("rb"))
         opened = OpenFile(path, file, _state(os.fstat(file.fileno())))
         try:
             with safe_open(path, framework="numpy", backend="pread"):
