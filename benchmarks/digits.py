@@ -35,8 +35,7 @@ from sklearn.svm import SVC
 import startrail_jax as st
 from trainer.dit.config import DiTTrainConfig
 from trainer.dit.drawing import image_grid
-from trainer.dit.examples import Examples
-from trainer.dit.images import Images, open_images
+from trainer.dit.images import Examples, Images, Wanted, open_images
 from trainer.dit.sample import load_drawing
 from trainer.parallel.degrees import choose_degrees
 from trainer.processes import select_devices
@@ -118,13 +117,13 @@ def open_digits(config: DiTTrainConfig) -> Images:
             f"data.path={config.data.path}, classes={config.model.classes}. Give the --run-dir of "
             "another."
         )
-    return open_images(
-        config.data,
+    wanted = Wanted(
         size=config.size,
         channels=config.model.channels,
         classes=CLASSES,
         caption_length=config.model.caption_length,
     )
+    return open_images(config.data, wanted)
 
 
 def read(examples: Examples) -> tuple[np.ndarray, np.ndarray]:

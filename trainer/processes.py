@@ -280,7 +280,7 @@ def require_same_flags(flags: dict[str, str], among: Peers) -> None:
 def require_same_data(data: Dataset, among: Peers) -> None:
     """Raises InputError in all processes unless all have opened the same data."""
     lengths = [len(data.train), len(data.held_out)]
-    mine = [data.digest, data.tokens, list(data.fingerprints), *lengths]
+    mine = [data.digest, data.tokens, *lengths]
     others = [i for i, found in enumerate(among.gather(mine)) if found != mine]
     if others:
         raise InputError(

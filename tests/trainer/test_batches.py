@@ -260,18 +260,6 @@ def test_position_in_other_content_raises():
     assert firsts(after, 1) == firsts(on("ab"), 3)[2:]
 
 
-def test_examples_with_other_content_raise_unless_they_are_few():
-    first = training(counted(9), fingerprints=["a", "b", "c", "d"])
-    state = json.loads(json.dumps(first.get_state()))
-    training(counted(9), fingerprints=["a", "b", "c", "mended"]).set_state(state)
-    other = training(counted(9), fingerprints=["a", "b", "x", "y"])
-    with refused(InputError, "A run must"):
-        other.set_state(state)
-    other.set_state(state, new_order=True)
-    del state["examples"]  # As in a checkpoint of an earlier version.
-    other.set_state(state)
-
-
 def test_position_of_earlier_versions_tells_no_content():
     state = {**training(counted(11)).get_state(), "batches": 2}
     assert "content" not in state

@@ -19,7 +19,7 @@ from trainer.dit.config import (
     DiTTrainConfig,
 )
 from trainer.dit.diffusion import estimates
-from trainer.dit.examples import Example
+from trainer.dit.images import Example
 from trainer.dit.objective import Denoising
 from trainer.parallel.step import Program
 

@@ -25,9 +25,6 @@ from trainer.data.parts import PartBatch, Parts
 NUM_THREADS, READ_AHEAD = 4, 4
 READ_OPTIONS = grain.ReadOptions(num_threads=NUM_THREADS, prefetch_buffer_size=READ_AHEAD)
 
-# The key of `Dataset.fingerprints` in a checkpoint.
-FINGERPRINTS = "examples"
-
 Batch = TypeVar("Batch")
 
 
@@ -51,7 +48,6 @@ class TrainingBatches(Iterator[Batch]):
         rows: Sequence[int] | None = None,
         digest: str | None = None,
         tokens: str | None = None,
-        fingerprints: Sequence[str] = (),
     ):
         """Starts at the first batch; nothing is read yet.
 
@@ -64,7 +60,6 @@ class TrainingBatches(Iterator[Batch]):
             rows: rows of each batch to read, as `local_rows` returns them. The default is all rows.
             digest: hash of the content of the source, if it is known.
             tokens: see `Dataset.tokens`.
-            fingerprints: see `Dataset.fingerprints`.
         """
         rows = range(batch_size) if rows is None else rows
         # Checkpoints hold these names.
@@ -77,7 +72,6 @@ class TrainingBatches(Iterator[Batch]):
             self._order["content"] = digest
         if tokens is not None:
             self._order["tokens"] = tokens
-        self._fingerprints = list(fingerprints)
         # Grain adds the number of the epoch to the seed. Neighbouring seeds must not share orders.
         (shuffle_seed,) = np.random.SeedSequence(seed).generate_state(1)
         order = grain.MapDataset.source(source).shuffle(seed=int(shuffle_seed)).repeat()
@@ -94,8 +88,7 @@ class TrainingBatches(Iterator[Batch]):
 
     def get_state(self) -> dict[str, Any]:
         """The number of batches so far, and what their order depends on, for JSON."""
-        marks = {FINGERPRINTS: self._fingerprints} if self._fingerprints else {}
-        return {"batches": self._iterator.get_state()["next_index"], **self._order, **marks}
+        return {"batches": self._iterator.get_state()["next_index"], **self._order}
 
     def set_state(self, state: Mapping[str, Any], *, new_order: bool = False) -> None:
         """Goes to a position, so that the next batch is the one that followed it.
@@ -109,18 +102,8 @@ class TrainingBatches(Iterator[Batch]):
             ValueError: if the data or their order differ, so that some data would be used twice.
         """
         changed = changed_order(self._order, state)
-        changed += self._changed_examples(state.get(FINGERPRINTS, []))
         if goes_on(changed, new_order=new_order):
             self._iterator.set_state({"next_index": state["batches"]})
-
-    def _changed_examples(self, before: Sequence[str]) -> list[str]:
-        """Says that examples are others than they were, if they are."""
-        count = min(len(before), len(self._fingerprints))
-        pairs = zip(before, self._fingerprints, strict=False)
-        differ = sum(old != new for old, new in pairs)
-        if 4 * differ <= count:
-            return []
-        return [f"other content in {differ} of the {count} examples that are compared"]
 
     def close(self) -> None:
         """Ends the reading threads."""
@@ -282,7 +265,6 @@ class Feed(Generic[Batch]):
                 seed=seed,
                 digest=data.digest,
                 tokens=data.tokens,
-                fingerprints=data.fingerprints,
                 **reading,
             )
         else:

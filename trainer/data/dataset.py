@@ -60,6 +60,3 @@ class Dataset:
     tokens: str | None = None
     """A hash of the tokens that were made of that content, which other versions of a tokenizer may
     make otherwise; None if none were made."""
-    fingerprints: tuple[str, ...] = ()
-    """Hashes of the content of some examples, where a few may be mended while a run goes on: data
-    are others if more than a quarter of these differ."""

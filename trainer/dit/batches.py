@@ -9,7 +9,7 @@ from jaxtyping import Array, Float32, Int32
 
 from startrail_jax.tokens.layout import Layout
 from trainer.dit.config import DiTTrainConfig
-from trainer.dit.examples import Example
+from trainer.dit.images import Example
 from trainer.dit.patches import patchify
 
 PADDING = -1

@@ -97,11 +97,6 @@ class ImageConfig:
     """How images of another size are brought to `size`: "crop" scales an image until it covers the
     size, and cuts the edges off; "pad" scales it until it fits, and fills up with black; "stretch"
     changes its proportions. The default refuses them."""
-    max_bad: int = 0
-    """Number of bad examples that are left out: damaged or animated images, and latents that are
-    not finite. The example after a bad one takes its place, and the log names all. Above 0, the
-    pixels of all images are checked when training starts, which takes as long as reading them
-    once. It may change when a run goes on."""
     latent_scale: float = 1.0
     """Factor by which latents are multiplied when they are read, such as 0.18215 for those of
     Stable Diffusion; samples are divided by it. Latents should have a root mean square of about 1,
@@ -125,7 +120,6 @@ class ImageConfig:
             raise InputError(
                 f"data.held_out must be above 0 and below 1; got held_out={self.held_out}. Use 0.1."
             )
-        check_minimum("data.max_bad", self.max_bad, 0)
         if not 0 < self.latent_scale < math.inf:
             raise InputError(
                 "data.latent_scale must be above 0 and finite; got "
@@ -141,11 +135,6 @@ class ImageConfig:
             raise InputError(
                 "data.resize needs a folder of images; got "
                 f"resize={self.resize!r}, path={self.path}. Leave it out, or give --data.path."
-            )
-        if self.max_bad and self.path is None:
-            raise InputError(
-                "data.max_bad needs files, which may be bad; got "
-                f"max_bad={self.max_bad}, path=None. Leave it out, or give --data.path."
             )
 
     @property

@@ -6,55 +6,73 @@
                  for each class if the model has classes
     *.npz        the arrays `latents`, `labels`, `captions`         unchanged, kept in memory
 
-Images have values from -1 to 1. Everything is checked when the data are opened, except the pixels
-of files in a folder, which are checked then only if `data.max_bad` allows for bad ones.
-
-Which examples are held out depends only on their number, not on the seed, the hosts or the mesh. A
-bad example keeps its number, and the next good one of its part takes its place. So the order of the
-data does not depend on which examples are bad, and a run goes on in its order when one more is.
+Images have values from -1 to 1. All is checked when the data are opened, except the pixels of files
+in a folder. Which examples are held out depends only on their number, not on the seed, the hosts or
+the mesh.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
-import struct
-import zipfile
-import zlib
-from collections.abc import Collection
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Float32, Integer
+from jaxtyping import Float32, Integer
 
-from startrail_jax.errors import InputError
-from trainer.data.arrays import ArrayHeader, opened_archive
-from trainer.data.files import find_files
+from startrail_jax.errors import InputError, UserError
+from trainer.data.files import find_files, walk_files
+from trainer.data.opening import reading
 from trainer.dit.config import ImageConfig
-from trainer.dit.examples import (
-    Example,
-    Examples,
-    ImageSet,
-    Wanted,
-    encode_captions,
-)
-from trainer.dit.image_folder import open_folder
-from trainer.dit.pixels import BadImageError
 from trainer.errors import MissingPackageError
-from trainer.processes import Peers
 
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-# Number of values of an *.npz file that are checked at a time.
-CHECKED_VALUES = 1 << 22
 # Root mean squares of latents that need no factor. The latents of Stable Diffusion before its
 # factor of 0.18215 lie above, those after it within.
 USUAL_RMS = (0.2, 5.0)
-# Examples of which a checkpoint keeps a hash.
-COMPARED_EXAMPLES = 64
-# Bad examples that an error names; the log names all.
-NAMED_IN_ERROR = 10
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+# Pillow looks at the content of a file and not at its name, and would start other programs for some
+# formats, such as Ghostscript for EPS.
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP")
+# Pillow's modes of at most 8 bits a channel. Pillow would clip the values of wider modes.
+MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "LAB")
+EXIF_ORIENTATION = 0x0112
+
+
+class Example(NamedTuple):
+    """One image, video or latent."""
+
+    latent: Float32[np.ndarray, "F H W C"]
+    """Frames, height, width, channels."""
+    label: int | None
+    """Class of the image; None if the model has no classes."""
+    caption: bytes | None
+    """Caption in UTF-8; None if the model takes no text."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Examples:
+    """One part of the data, by number: a `trainer.data.dataset.Source`."""
+
+    numbers: Integer[np.ndarray, " examples"]
+    """Numbers of these examples among all examples."""
+    read: Callable[[int], Example]
+    """Returns an example by its number among all examples."""
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, index: int) -> Example:
+        """Example `index` of this part.
+
+        Raises:
+            IndexError: if this part has fewer examples.
+            ValueError: if the file of the example, or its pixels, cannot be read.
+        """
+        return self.read(int(self.numbers[index]))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -66,173 +84,91 @@ class Images:
     held_out: Examples
     """Examples that training never sees."""
     description: str
-    """For the log: a line about the data, and others that name the bad examples and what is
-    probably not meant."""
-    fingerprints: tuple[str, ...]
-    """Hashes of the content of some examples, spread evenly over all."""
+    """For the log: a line about the data, and one about what is probably not meant."""
+    digest: str
+    """A hash of labels and captions, and of latents, or of the names of images: an image that was
+    damaged may be restored while a run goes on."""
 
 
-def open_images(
-    config: ImageConfig,
-    *,
-    size: tuple[int, int, int],
-    channels: int,
-    classes: int,
-    caption_length: int,
-    peers: Peers | None = None,
-) -> Images:
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What the model needs examples to be."""
+
+    size: tuple[int, int, int]
+    """Frames, height and width."""
+    channels: int
+    """Number of channels."""
+    classes: int = 0
+    """Number of classes; with 0, labels are not read."""
+    caption_length: int = 0
+    """Largest number of bytes of a caption; with 0, captions are not read."""
+    resize: Literal["crop", "pad", "stretch"] | None = None
+    """How images of another size are brought to this one; None refuses them."""
+
+
+class _Source(NamedTuple):
+    """All examples that were found, before any is held out."""
+
+    name: str
+    latent: Callable[[int], Float32[np.ndarray, "F H W C"]]
+    labels: Sequence[int | None]
+    captions: Sequence[bytes | None]
+    content: Any
+    """What tells the latents from others."""
+    remark: str = ""
+    """End of the line in the log that describes the data."""
+
+
+def open_images(config: ImageConfig, wanted: Wanted) -> Images:
     """Opens what `config` names; by default, the handwritten digits of scikit-learn.
 
-    An *.npz file is read as a whole, since its arrays cannot be mapped into memory. The size and
-    the caption of every image in a folder are read now, which takes a moment for each, and its
-    pixels too if `config.max_bad` is above 0.
+    An *.npz file is read as a whole. The size and the caption of every image in a folder are read
+    now.
 
     Args:
         config: what to read.
-        size: frames, height and width that every example must have.
-        channels: number of channels that every example must have; images are converted to 1 or 3.
-        classes: number of classes; with 0, labels are not read.
-        caption_length: largest number of bytes of a caption; with 0, captions are not read.
-        peers: the processes that open the same data; all must call this function.
+        wanted: what the model needs. Images are converted to 1 or 3 channels.
 
     Raises:
         ImportError: if the package that reads the data is missing.
         ValueError: if the data cannot be read, are of another kind than their names say, do not fit
-            the model, hold too many bad examples, are fewer than two examples, or are not the same
-            in all processes.
+            the model, or are fewer than two examples.
     """
-    wanted = Wanted(
-        size=size,
-        channels=channels,
-        classes=classes,
-        caption_length=caption_length,
-        resize=config.resize,
-    )
-    peers = peers or Peers()
-    source = _open_source(config, wanted, peers)
+    path = config.path
+    if path is None:
+        source = _open_digits(wanted)
+    elif path.is_dir():
+        source = _open_folder(path, wanted)
+    else:
+        source = _open_npz(path, wanted, config.latent_scale)
     count = len(source.labels)
-    bad = _agree_on_bad(source, peers)
     if count < 2:
         raise InputError(
             f"Data must be at least 2 examples, of which one is held out; got {count} in "
             f"{source.name!r}. Give others: --data.path."
         )
-    if len(bad) > config.max_bad:
-        raise _too_many_bad(bad, config, source)
 
     def read(number: int) -> Example:
-        try:
-            latent = source.latent(number)
-        except BadImageError as error:
-            # Pixels are damaged that were not checked, or not yet.
-            raise InputError(f"{error}. {_way_out(len(bad) + 1, config)}") from error
-        return Example(latent, source.labels[number], source.captions[number])
+        return Example(source.latent(number), source.labels[number], source.captions[number])
 
     held_out = min(max(1, round(config.held_out * count)), count - 1)
     order = np.random.default_rng(0).permutation(count)
     parts = np.sort(order[held_out:]), np.sort(order[:held_out])
-    train, measured = (Examples(numbers=_good(part, bad, source), read=read) for part in parts)
-    lines = [
-        f"{source.name}: {len(train):,} examples to train on, {len(measured):,} held out"
-        f"{source.remark}",
-        *(f"bad, and replaced by the example after it: {reason}" for reason in bad.values()),
-        *([f"warning: {source.warning}"] if source.warning else []),
-    ]
+    train, measured = (Examples(numbers=part, read=read) for part in parts)
+    known = repr((source.content, source.labels, source.captions))
     return Images(
         train=train,
         held_out=measured,
-        description="\n".join(lines),
-        fingerprints=_fingerprints(source),
+        description=f"{source.name}: {len(train):,} examples to train on, {len(measured):,} held "
+        f"out{source.remark}",
+        digest=hashlib.sha256(known.encode()).hexdigest()[:16],
     )
-
-
-def _fingerprints(source: ImageSet) -> tuple[str, ...]:
-    count = len(source.labels)
-    compared = min(count, COMPARED_EXAMPLES)
-    numbers = [i * (count - 1) // max(compared - 1, 1) for i in range(compared)]
-    return tuple(
-        hashlib.sha256(
-            repr((source.labels[n], source.captions[n])).encode() + source.content(n)
-        ).hexdigest()[:8]
-        for n in numbers
-    )
-
-
-def _open_source(config: ImageConfig, wanted: Wanted, peers: Peers) -> ImageSet:
-    path = config.path
-    if path is None:
-        return _open_digits(wanted)
-    if path.is_dir():
-        return open_folder(path, wanted, decode=config.max_bad > 0, peers=peers)
-    return _open_npz(path, wanted, config.latent_scale)
-
-
-# Examples that are bad.
-
-
-def _agree_on_bad(source: ImageSet, peers: Peers) -> dict[int, str]:
-    """The bad examples that any process has found, in their order.
-
-    Raises:
-        ValueError: if the processes do not have the same examples.
-    """
-    examples = "" if peers.count == 1 else repr((source.keys, source.labels, source.captions))
-    found = {
-        "examples": len(source.labels),
-        "digest": hashlib.sha256(examples.encode()).hexdigest(),
-        "bad": list(source.bad.items()),
-    }
-    gathered = peers.gather(found)
-    for index, other in enumerate(gathered):
-        if (other["examples"], other["digest"]) != (found["examples"], found["digest"]):
-            raise InputError(
-                "All processes must have the same data; got "
-                f"{found['examples']} examples in {source.name!r} of process {peers.index}, and "
-                f"{other['examples']} of process {index}, with other names, labels or captions. "
-                "Copy the files to all machines, or use a folder that they share."
-            )
-    return dict(sorted((number, reason) for other in gathered for number, reason in other["bad"]))
-
-
-def _too_many_bad(bad: dict[int, str], config: ImageConfig, source: ImageSet) -> InputError:
-    reasons = list(bad.values())
-    named = "".join(f"\n  {reason}" for reason in reasons[:NAMED_IN_ERROR])
-    more = len(reasons) - NAMED_IN_ERROR
-    return InputError(
-        f"At most data.max_bad={config.max_bad} examples may be bad; got {len(bad)} of "
-        f"{len(source.labels):,} in {source.name!r}:{named}\n"
-        f"{f'  and {more} more. ' if more > 0 else ''}{_way_out(len(bad), config)}"
-    )
-
-
-def _way_out(count: int, config: ImageConfig) -> str:
-    all_checked = config.max_bad > 0 or config.holds_latents
-    unchecked = "" if all_checked else " It checks all pixels first, and may find more."
-    return (
-        f"Mend what is bad, or use --data.max-bad {count}: the example after a bad one then takes "
-        f"its place.{unchecked} A run that has begun goes on with either, but not if the file is "
-        "removed."
-    )
-
-
-def _good(
-    part: Integer[np.ndarray, " part"], bad: Collection[int], source: ImageSet
-) -> Integer[np.ndarray, " part"]:
-    """Numbers of examples, with the next good one (after the last the first) for each bad one."""
-    good = np.flatnonzero(~np.isin(part, list(bad)))
-    if not len(good):
-        raise InputError(
-            "Of the examples to train on and of those that are held out, some must not be bad; got "
-            f"a part of {len(part)} bad ones in {source.name!r}. Mend them."
-        )
-    following = np.searchsorted(good, np.arange(len(part)))
-    return part[good[following % len(good)]]
 
 
 # The digits of scikit-learn.
 
 
-def _open_digits(wanted: Wanted) -> ImageSet:
+def _open_digits(wanted: Wanted) -> _Source:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
@@ -250,115 +186,79 @@ def _open_digits(wanted: Wanted) -> ImageSet:
     digits: Any = load_digits()
     # Pixels have values from 0 to 16.
     images = (digits.images / 8 - 1).astype(np.float32)[:, None, :, :, None]
-    count = len(images)
-    captions: list[bytes | None] = [None] * count
-    remark = ""
-    if wanted.caption_length:
-        words, remark = encode_captions(
-            [(word, repr(word)) for word in DIGITS], wanted.caption_length
-        )
-        captions = [words[digit] for digit in digits.target]
-    return ImageSet(
+    words = ((DIGITS[digit], repr(DIGITS[digit])) for digit in digits.target)
+    captions, remark = _encode_captions(words, len(images), wanted)
+    return _Source(
         name=name,
         latent=lambda number: images[number],
-        labels=digits.target.tolist() if wanted.classes else [None] * count,
+        labels=digits.target.tolist() if wanted.classes else [None] * len(images),
         captions=captions,
-        bad={},
+        content=_digest(images),
         remark=remark,
-        content=lambda number: images[number].tobytes(),
     )
+
+
+def _digest(array: np.ndarray) -> str:
+    return hashlib.sha256(array.tobytes()).hexdigest()
 
 
 # Latents in an *.npz file.
 
 
-def _open_npz(path: Path, wanted: Wanted, scale: float) -> ImageSet:
+def _open_npz(path: Path, wanted: Wanted, scale: float) -> _Source:
     find_files(path, "data.path")  # Raises if the file is missing.
-    if path.suffix != ".npz":
-        raise InputError(
-            "data.path must be a folder of images, or a whole *.npz file of arrays without "
-            f"objects; got {str(path)!r}. Rename it, or convert it."
-        )
     needed = ["latents"]
     needed += ["labels"] * (wanted.classes > 0) + ["captions"] * (wanted.caption_length > 0)
-    arrays = _load_npz(path, needed, wanted)
-    latents = arrays["latents"]
-    count = len(latents)
-    labels: list[int | None] = [None] * count
-    captions: list[bytes | None] = [None] * count
-    remark = ""
-    if wanted.classes:
-        labels = _check_labels(arrays["labels"], path, wanted.classes).tolist()
-    if wanted.caption_length:
-        captions, remark = _encode_captions(arrays["captions"], path, wanted.caption_length)
-    shape = (*wanted.size, wanted.channels)
-    bad, rms = _measure_latents(latents, path, scale)
-    return ImageSet(
-        name=str(path),
-        latent=lambda number: _scaled(latents[number], scale).reshape(shape),
-        labels=labels,
-        captions=captions,
-        bad=bad,
-        remark=remark,
-        warning=_warning_of_scale(rms, scale),
-        content=lambda number: latents[number].tobytes(),
-    )
-
-
-def _load_npz(path: Path, needed: list[str], wanted: Wanted) -> dict[str, np.ndarray]:
-    """The arrays of a file by name. Nothing is unpacked before all headers are right."""
     try:
-        with opened_archive(path) as archive:
-            found = archive.names()
-            missing = [name for name in needed if name not in found]
-            if not missing:
-                headers = {name: archive.header(name) for name in needed}
-                _check_headers(headers, path, wanted)
-                return archive.read(headers)
-    except InputError:
-        raise
-    # For damaged archives, Python's own package raises errors of many types.
-    except (OSError, ValueError, EOFError, KeyError, RuntimeError, zipfile.BadZipFile, zlib.error,
-            struct.error, OverflowError) as error:  # fmt: skip
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
+            found = archive.files
+            arrays = {name: archive[name] for name in needed if name in found}
+    except Exception as error:  # For damaged archives, zipfile and numpy raise many types.
         raise InputError(
             "data.path must be a folder of images, or a whole *.npz file of arrays without "
-            f"objects; got {type(error).__name__}: {error}, in {str(path)!r}. Save it again, "
-            "without compression: np.savez(path, latents=latents, labels=labels)."
+            f"objects; got {type(error).__name__}: {error}, in {str(path)!r}. Save it again: "
+            "np.savez(path, latents=latents, labels=labels)."
         ) from error
-    raise InputError(
-        f"{str(path)!r} must hold the arrays {needed} for this model; got {found}. Add "
-        f"{missing}, or use --model.classes 0 for no labels, --model.caption-length 0 for no "
-        "captions."
-    )
-
-
-def _check_headers(headers: dict[str, ArrayHeader], path: Path, wanted: Wanted) -> None:
-    """Raises unless all arrays have the shapes and types that the model needs."""
-    latents = headers["latents"]
-    _check_latents(latents, path, wanted)
-    count = latents.shape[0]
-    labels, captions = headers.get("labels"), headers.get("captions")
-    if labels and (not np.issubdtype(labels.dtype, np.integer) or labels.shape != (count,)):
-        raise _npz_error(
-            path,
-            f"`labels` must be {count} integers, one for each of `latents`",
-            labels,
-            "Save them so, or use --model.classes 0.",
+    if missing := [name for name in needed if name not in arrays]:
+        raise InputError(
+            f"{str(path)!r} must hold the arrays {needed} for this model; got {found}. Add "
+            f"{missing}, or use --model.classes 0 for no labels, --model.caption-length 0 for no "
+            "captions."
         )
-    if captions and (captions.dtype.kind != "U" or captions.shape != (count,)):
+    latents, count = arrays["latents"], len(np.atleast_1d(arrays["latents"]))
+    rms = _check_latents(latents, path, wanted, scale)
+    labels: list[int | None] = [None] * count
+    if wanted.classes:
+        labels = _check_labels(arrays["labels"], count, path, wanted.classes)
+    words: np.ndarray = arrays.get("captions", np.array([], str))
+    if wanted.caption_length and (words.dtype.kind != "U" or words.shape != (count,)):
         raise _npz_error(
             path,
             f"`captions` must be {count} strings, one for each of `latents`",
-            captions,
+            words,
             "Save np.array(captions) of a list of str, or use --model.caption-length 0.",
         )
+    places = ((str(word), f"caption {i} of {str(path)!r}") for i, word in enumerate(words))
+    captions, remark = _encode_captions(places, count, wanted)
+    shape = (*wanted.size, wanted.channels)
+    return _Source(
+        name=str(path),
+        latent=lambda number: (latents[number].astype(np.float32) * np.float32(scale)).reshape(
+            shape
+        ),
+        labels=labels,
+        captions=captions,
+        content=_digest(latents),
+        remark=remark + _warning_of_scale(rms, scale),
+    )
 
 
-def _check_latents(latents: ArrayHeader, path: Path, wanted: Wanted) -> None:
+def _check_latents(latents: np.ndarray, path: Path, wanted: Wanted, scale: float) -> float:
+    """The root mean square of the latents as the model sees them."""
     example = (*wanted.size, wanted.channels)
     # Images of one frame may leave out its dimension.
     shapes = [example, example[1:]] if wanted.size[0] == 1 else [example]
-    if not latents.shape or latents.shape[1:] not in shapes:
+    if latents.shape[1:] not in shapes:
         raise _npz_error(
             path,
             f"`latents` must have the shape [number, {', '.join(map(str, shapes[-1]))}]",
@@ -367,50 +267,39 @@ def _check_latents(latents: ArrayHeader, path: Path, wanted: Wanted) -> None:
         )
     if not np.issubdtype(latents.dtype, np.floating):
         raise _npz_error(path, "`latents` must be floating", latents, "Convert and scale them.")
-
-
-def _scaled(latents: Float[np.ndarray, "..."], scale: float) -> Float32[np.ndarray, "..."]:
-    """Latents as the model sees them; infinite where float32 cannot hold them."""
-    with np.errstate(over="ignore"):
-        return latents.astype(np.float32) * np.float32(scale)
-
-
-def _measure_latents(
-    latents: Float[np.ndarray, "examples ..."], path: Path, scale: float
-) -> tuple[dict[int, str], float]:
-    """Why each bad example cannot be used, and the root mean square of the good ones as scaled."""
-    bad: dict[int, str] = {}
-    squares, values = 0.0, 0
-    step = max(1, CHECKED_VALUES // max(1, math.prod(latents.shape[1:])))
-    for start in range(0, len(latents), step):
-        part = _scaled(latents[start : start + step], scale)
-        part = part.reshape(len(part), -1)
-        finite = np.isfinite(part).all(axis=1)
-        for number in start + np.flatnonzero(~finite):
-            bad[int(number)] = (
+    squares = np.zeros(len(latents))
+    for number, latent in enumerate(latents):
+        with np.errstate(over="ignore"):
+            values = latent.astype(np.float32) * np.float32(scale)
+        if not np.isfinite(values).all():
+            raise InputError(
                 f"`latents` must be finite in float32; got others in example {number} of "
-                f"{str(path)!r}"
+                f"{str(path)!r}. Mend or remove it."
             )
-        good = part[finite].astype(np.float64)
-        squares, values = squares + float(np.sum(good * good)), values + good.size
-    return bad, math.sqrt(squares / values) if values else 0.0
+        squares[number] = np.mean(values.astype(np.float64) ** 2)
+    return float(np.sqrt(squares.mean())) if len(squares) else 0.0
 
 
 def _warning_of_scale(rms: float, scale: float) -> str:
     least, most = USUAL_RMS
     if least <= rms <= most or not rms:
         return ""
-    factor = float(f"{scale / rms:.3g}")
     return (
-        f"the latents have a root mean square of {rms:.3g}, but the noise that is added to them "
-        f"has 1, so the model would learn little. Use --data.latent-scale {factor:g}, by which "
-        "latents are multiplied; samples are divided by it."
+        f"\nwarning: the latents have a root mean square of {rms:.3g}, but the noise that is added "
+        "to them has 1, so the model would learn little. Use --data.latent-scale "
+        f"{float(f'{scale / rms:.3g}'):g}, by which latents are multiplied; samples are divided by "
+        "it."
     )
 
 
-def _check_labels(
-    labels: Integer[np.ndarray, " examples"], path: Path, classes: int
-) -> Integer[np.ndarray, " examples"]:
+def _check_labels(labels: np.ndarray, count: int, path: Path, classes: int) -> list[int | None]:
+    if not np.issubdtype(labels.dtype, np.integer) or labels.shape != (count,):
+        raise _npz_error(
+            path,
+            f"`labels` must be {count} integers, one for each of `latents`",
+            labels,
+            "Save them so, or use --model.classes 0.",
+        )
     wrong = (labels < 0) | (labels >= classes)
     if wrong.any():
         number = int(wrong.argmax())
@@ -419,15 +308,208 @@ def _check_labels(
             f"{labels[number]} for example {number} of {str(path)!r} with classes={classes}. Use "
             f"--model.classes {max(int(labels.max()) + 1, 1)}, or correct it."
         )
-    return labels
+    return labels.tolist()
+
+
+def _npz_error(path: Path, rule: str, found: np.ndarray, way_out: str) -> InputError:
+    return InputError(
+        f"{rule}; got shape {found.shape} of {found.dtype} in {str(path)!r}. {way_out}"
+    )
+
+
+# A folder of images.
+
+
+def _open_folder(folder: Path, wanted: Wanted) -> _Source:
+    """Finds the images of a folder, checks their sizes, and reads their captions.
+
+    The caption of name.png is in name.txt. Hidden files are left out.
+    """
+    if wanted.size[0] != 1 or wanted.channels not in (1, 3):
+        raise InputError(
+            "A folder of images needs size=(1, height, width) and model.channels=1 or 3; got "
+            f"size={wanted.size}, channels={wanted.channels} for {str(folder)!r}. Use those, or "
+            "give an *.npz file of latents."
+        )
+    with reading(folder):
+        found = sorted(walk_files(folder))
+    keys = [key for key in found if _suffix(key) in SUFFIXES]
+    if not keys:
+        raise InputError(
+            f"A folder of images must hold some, as {', '.join(SUFFIXES)}; got none of these among "
+            f"{len(found)} files in {str(folder)!r}. Give another --data.path, or convert them."
+        )
+    names = _classes_of_folder(folder, keys, wanted)
+    label_of = {name: label for label, name in enumerate(names)}
+    files = [folder / key for key in keys]
+    captions, longest = _encode_captions(map(_read_caption, files), len(files), wanted)
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(lambda file: read_image(file, wanted, pixels=False), files))
+    return _Source(
+        name=str(folder),
+        latent=lambda number: read_image(files[number], wanted),
+        labels=[label_of.get(key.split("/")[0]) for key in keys],
+        captions=captions,
+        content=keys,
+        remark=_other_files(found) + longest,
+    )
+
+
+def _suffix(key: str) -> str:
+    return PurePosixPath(key).suffix.lower()
+
+
+def _classes_of_folder(folder: Path, keys: list[str], wanted: Wanted) -> tuple[str, ...]:
+    """The sorted names of the subfolders; none if the model has no classes."""
+    if not wanted.classes:
+        return ()
+    loose = [key for key in keys if "/" not in key]
+    if loose:
+        raise InputError(
+            "Each class must have a folder of its own in data.path; got "
+            f"{len(loose)} images beside them, such as {loose[0]!r} in {str(folder)!r}. Move them, "
+            "or use --model.classes 0."
+        )
+    names = tuple(sorted({key.split("/")[0] for key in keys}))
+    if len(names) != wanted.classes:
+        raise InputError(
+            "model.classes must be the number of folders with images in data.path; got "
+            f"classes={wanted.classes} and {len(names)} folders in {str(folder)!r}. Use "
+            f"--model.classes {len(names)}, or 0 for no classes."
+        )
+    return names
+
+
+def _other_files(keys: list[str]) -> str:
+    """A remark about the files that are neither images nor captions."""
+    others = [key for key in keys if _suffix(key) not in (*SUFFIXES, ".txt")]
+    suffixes = ", ".join(sorted({_suffix(key) or PurePosixPath(key).name for key in others})[:5])
+    return f"; {len(others):,} other files left out ({suffixes})" if others else ""
+
+
+def _read_caption(image: Path) -> tuple[str, str]:
+    """The caption of an image, and where it was found."""
+    path = image.with_suffix(".txt")
+    try:
+        return path.read_text("utf-8-sig").strip(), repr(str(path))
+    except OSError as error:
+        raise InputError(
+            f"Every image must have its caption in a file beside it; got {type(error).__name__} "
+            f"for {str(path)!r}. Write it, or use --model.caption-length 0."
+        ) from error
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"Captions must be UTF-8; got byte {error.object[error.start]:#04x} in {str(path)!r}. "
+            "Convert the file."
+        ) from None
 
 
 def _encode_captions(
-    captions: np.ndarray, path: Path, caption_length: int
+    captions: Iterable[tuple[str, str]], count: int, wanted: Wanted
 ) -> tuple[list[bytes | None], str]:
-    places = (f"caption {number} of {str(path)!r}" for number in range(len(captions)))
-    return encode_captions(zip(map(str, captions), places, strict=True), caption_length)
+    """Captions in UTF-8, from texts and their places, and a remark that names the longest."""
+    if not wanted.caption_length:
+        return [None] * count, ""
+    encoded: list[bytes | None] = []
+    longest, place_of_longest = -1, ""
+    for text, place in captions:
+        try:
+            caption = text.encode()
+        except UnicodeEncodeError as error:
+            raise InputError(
+                f"Captions must be Unicode; got the lone surrogate {text[error.start]!a} in "
+                f"{place}. Mend it."
+            ) from None
+        encoded.append(caption)
+        if len(caption) > longest:
+            longest, place_of_longest = len(caption), place
+    if longest > wanted.caption_length:
+        raise InputError(
+            f"Captions must have at most model.caption_length bytes of UTF-8; got {longest} in "
+            f"{place_of_longest} for caption_length={wanted.caption_length}. Use "
+            f"--model.caption-length {longest}, or shorten them."
+        )
+    return encoded, (
+        f"; the longest caption has {longest} of {wanted.caption_length} bytes, in "
+        f"{place_of_longest}"
+    )
 
 
-def _npz_error(path: Path, rule: str, found: ArrayHeader, way_out: str) -> InputError:
-    return InputError(f"{rule}; got {found} in {str(path)!r}. {way_out}")
+def read_image(path: Path, wanted: Wanted, *, pixels: bool = True) -> Any:
+    """The upright image with values from -1 to 1, float32 [1 H W C]; on white where transparent.
+
+    Args:
+        path: the file.
+        wanted: what the model needs.
+        pixels: whether to decode the pixels; otherwise size and mode are checked alone.
+
+    Raises:
+        ImportError: if Pillow is missing.
+        ValueError: if the file is no whole image, is animated, has more than 8 bits a channel, or
+            another size and is not to be resized.
+    """
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise MissingPackageError(
+            f"Folders of images are read with Pillow, which is missing ({error}). "
+            "Run: pip install -e '.[images]'"
+        ) from error
+    try:
+        with Image.open(path, formats=FORMATS) as image:
+            _check_image(image, path, wanted)
+            return _pixels(image, wanted) if pixels else None
+    except (UserError, MemoryError):
+        raise
+    # For damaged files Pillow raises errors of many types, ValueError and TypeError among them.
+    except Exception as error:
+        raise InputError(
+            f"{str(path)!r} must be a whole image, of the formats {', '.join(FORMATS)}; got "
+            f"{type(error).__name__}: {error}. Mend or restore it."
+        ) from error
+
+
+def _check_image(image: Any, path: Path, wanted: Wanted) -> None:
+    _, height, width = wanted.size
+    found = (image.height, image.width)
+    # If the header holds no EXIF data, `getexif` would decode the whole image to look for it.
+    if "exif" in image.info and image.getexif().get(EXIF_ORIENTATION, 1) >= 5:
+        found = found[::-1]
+    if getattr(image, "n_frames", 1) > 1:
+        raise InputError(
+            f"Images must not be animated; got {image.n_frames} frames in {str(path)!r}. Remove it."
+        )
+    if image.mode not in MODES:
+        raise InputError(
+            f"Images must have 8 bits a channel; got the mode {image.mode!r} in {str(path)!r}. "
+            "Convert it."
+        )
+    if found != (height, width) and wanted.resize is None:
+        raise InputError(
+            f"All images must be of the size height={height}, width={width}; got height={found[0]},"
+            f" width={found[1]} in {str(path)!r}. Bring images of other sizes to this one with "
+            "--data.resize crop, pad or stretch, or take "
+            f"--size 1 {found[0]} {found[1]} if all are of that size."
+        )
+
+
+def _pixels(image: Any, wanted: Wanted) -> Float32[np.ndarray, "1 H W C"]:
+    from PIL import Image, ImageOps
+
+    upright = ImageOps.exif_transpose(image)
+    if upright.has_transparency_data:
+        upright = upright.convert("RGBA")
+        white = Image.new("RGBA", upright.size, "white")
+        upright = Image.alpha_composite(white, upright)
+    # Colours are resized, which the numbers of a palette cannot be.
+    upright = upright.convert("L" if wanted.channels == 1 else "RGB")
+    _, height, width = wanted.size
+    size, bicubic = (width, height), Image.Resampling.BICUBIC
+    if upright.size != size and wanted.resize == "crop":
+        upright = ImageOps.fit(upright, size, bicubic)
+    elif upright.size != size and wanted.resize == "pad":
+        upright = ImageOps.pad(upright, size, bicubic)
+    elif upright.size != size:
+        upright = upright.resize(size, bicubic)
+    values = np.asarray(upright, np.float32) / 127.5 - 1
+    return values.reshape(*wanted.size, wanted.channels)

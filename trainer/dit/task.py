@@ -26,24 +26,23 @@ class DiTTask(Task[DiTTrainConfig, ImageOptions]):
     def open_data(self, config: DiTTrainConfig, layout: Any) -> Dataset:
         from trainer.data.remote import origin_of, with_copies
         from trainer.dit.batches import image_batch
-        from trainer.dit.images import open_images
-        from trainer.processes import peers
+        from trainer.dit.images import Wanted, open_images
 
-        images = open_images(
-            with_copies(config.data, config.run_dir.parent),
+        wanted = Wanted(
             size=config.size,
             channels=config.model.channels,
             classes=config.model.classes,
             caption_length=config.model.caption_length,
-            peers=peers(),
+            resize=config.data.resize,
         )
+        images = open_images(with_copies(config.data, config.run_dir.parent), wanted)
         return Dataset(
             train=images.train,
             held_out=images.held_out,
             collate=partial(image_batch, config=config, layout=layout),
             description=images.description + origin_of(config.data),
             loss_unit="mean squared error",
-            fingerprints=images.fingerprints,
+            digest=images.digest,
         )
 
     def sample(

@@ -36,8 +36,6 @@ FREE_SETTINGS = (
     # Only steps that are yet to be done depend on these.
     *("non_finite", "non_finite_limit", "spike_factor"),
     *("evaluate_every", "validation_sequences", "sample_length", "temperature", "allow_changes"),
-    # Steps that are done do not depend on it: a bad example has been replaced, or raised an error.
-    "data.max_bad",
 )
 
 Config = TypeVar("Config")
