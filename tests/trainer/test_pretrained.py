@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -46,7 +45,6 @@ from trainer.gpt.export.writing import (
 )
 from trainer.gpt.lora.settings import LoraConfig
 from trainer.gpt.pretrained import initial as initial_weights
-from trainer.gpt.pretrained import tensors as tensor_files
 from trainer.gpt.pretrained.__main__ import read_command_line as read_import
 from trainer.gpt.pretrained.config_json import plain
 from trainer.gpt.pretrained.defaults import with_tokenizer
@@ -54,7 +52,6 @@ from trainer.gpt.pretrained.families import describe, read_description
 from trainer.gpt.pretrained.importing import import_pretrained
 from trainer.gpt.pretrained.initial import Pretrained, open_pretrained
 from trainer.gpt.pretrained.names import places
-from trainer.gpt.pretrained.tensors import open_tensor_file
 from trainer.gpt.sample import tokenizer_of_run
 from trainer.gpt.tokenizer import check_tokenizer_of_model
 from trainer.parallel.partition import Partition, path_name
@@ -468,38 +465,6 @@ def test_reading_takes_the_share_of_resident_memory(tmp_path):
     assert total < peak.resident < 1.3 * 2 * total
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_part_of_a_stored_tensor_is_read_alone(tmp_path, monkeypatch, dtype):
-    path, counts = tmp_path / "x.safetensors", []
-    read = os.preadv
-
-    def counted(*args):
-        counts.append(read(*args))
-        return counts[-1]
-
-    monkeypatch.setattr(os, "preadv", counted)
-    monkeypatch.setattr(tensor_files, "AT_ONCE", 500)  # A few rows.
-    rng = np.random.default_rng(0)
-    whole = {
-        name: np.asarray(rng.normal(size=shape), jnp.dtype(dtype))
-        for name, shape in (("a", (37, 11, 5)), ("b", (13,)), ("c", (3, 1009)))
-    }
-    save_file(whole, path, metadata={"format": "pt"})
-    with open_tensor_file(path) as stored:
-        for name, x in whole.items():
-            assert stored[name].shape == x.shape
-            np.testing.assert_array_equal(stored[name][:], x)
-            for _ in range(20):
-                ends = [np.sort(rng.choice(n + 1, 2, replace=False)).tolist() for n in x.shape]
-                index = tuple(slice(*pair) for pair in ends)
-                part = stored[name][index]
-                assert part.dtype == x.dtype
-                np.testing.assert_array_equal(part, x[index])
-                counts.clear()
-                np.testing.assert_array_equal(stored[name][index[0]], x[index[0]])
-                assert sum(counts) == x[index[0]].nbytes
-
-
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0), (2, 1, 0), (0, 2, 1)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_values_in_any_order_are_copied_whole(monkeypatch, order, dtype):
@@ -510,45 +475,6 @@ def test_values_in_any_order_are_copied_whole(monkeypatch, order, dtype):
         target = np.full(values.shape, np.nan, jnp.dtype(dtype))
         initial_weights.fill(target, values)
         np.testing.assert_array_equal(target, values)
-
-
-def cut(path):
-    os.truncate(path, path.stat().st_size // 2)
-
-
-def empty(path):
-    os.truncate(path, 0)
-
-
-def lengthen(path):
-    with path.open("ab") as file:
-        file.write(b"more")
-
-
-def overwrite(path):
-    with path.open("r+b") as file:
-        file.seek(-9, os.SEEK_END)
-        file.write(b"other")
-
-
-def replace_by_another(path):
-    other = path.with_name("other")
-    shutil.copyfile(path, other)
-    other.rename(path)
-
-
-@pytest.mark.parametrize("harm", [cut, empty, lengthen, overwrite])
-def test_file_that_changes_while_it_is_read_raises(model, harm):
-    """A mapped file that is cut would end the process."""
-    path = model / "model.safetensors"
-    os.utime(path, (1, 1))
-    config = make_config(model)
-    shapes = shapes_of(config, st.make_mesh(st.Degrees(), "auto", jax.devices()[:1]))
-    with open_pretrained(config, shapes) as initial:
-        initial.read(shapes)
-        harm(path)
-        with refused(InputError, "model.safetensors"):
-            initial.read(shapes)
 
 
 @pytest.mark.parametrize(("value", "dtype"), [(np.nan, "float32"), (1e30, "float16")])
@@ -566,29 +492,6 @@ def test_weights_that_are_no_finite_numbers_are_refused(model, name, value, dtyp
         refused(InputError, name, dtype),
     ):
         initial.read(shapes)
-
-
-def test_file_that_takes_the_name_of_an_open_one_is_not_read(model):
-    path, expected = model / "model.safetensors", tensors_of(model)
-    with open_tensor_file(path) as stored:
-        path.rename(model / "model")
-        save_file({name: x + 1 for name, x in expected.items()}, path)
-        for name, x in expected.items():
-            np.testing.assert_array_equal(stored[name][:], x, err_msg=name)
-
-
-@pytest.mark.parametrize("harm", [lengthen, replace_by_another])
-def test_file_that_changes_while_it_is_opened_raises(model, monkeypatch, harm):
-    """What safetensors has checked is what is read."""
-
-    def check(path, **options):
-        checked = safe_open(path, **options)
-        harm(path)
-        return checked
-
-    monkeypatch.setattr(tensor_files, "safe_open", check)
-    with refused(InputError, "model.safetensors"):
-        open_it(model)
 
 
 def test_tensors_that_are_not_those_of_the_model_are_named(model):
