@@ -352,6 +352,31 @@ def test_wrong_bin_dtype_raises(tmp_path):
         open_corpus(tmp_path, bin_dtype="uint32", vocab_size=50_000)
 
 
+def test_bin_dtype_that_cannot_hold_the_vocabulary_raises(tmp_path):
+    """Files of uint32 would be read as twice as many tokens, all of which are in the vocabulary."""
+    np.arange(1000, dtype=np.uint32).tofile(tmp_path / "a.bin")
+    with refused(InputError, bin_dtype="uint16"):
+        open_corpus(tmp_path, vocab_size=128_256)
+    open_corpus(tmp_path, vocab_size=128_256, bin_dtype="uint32")
+    np.arange(1000, dtype=np.uint16).tofile(tmp_path / "a.bin")
+    open_corpus(tmp_path, vocab_size=1 << 16)
+
+
+def test_tokens_that_fill_no_sequence_are_counted_in_the_log(tmp_path):
+    (tmp_path / "tokens").mkdir()
+    for name, length in [("a", 1000), *((str(i), 60) for i in range(9))]:
+        np.save(tmp_path / "tokens" / name, np.zeros(length, np.uint16))
+    np.save(tmp_path / "val.npy", np.zeros(100, np.uint16))
+    data = DataConfig(path=tmp_path / "tokens", validation_path=tmp_path / "val.npy")
+    config = dataclasses.replace(
+        gpt_tiny(), data=data, seq_len=64, sample_length=8, run_dir=tmp_path / "run"
+    )
+    opened = GPTTask().open_data(config, Layout("contiguous", 1))
+    assert len(opened.train) == 15
+    left_out = 9 * 60 + 1000 - 15 * 64
+    assert f"; {left_out} tokens are not trained on, as they fill no" in opened.description
+
+
 def test_truncated_bin_raises(tmp_path):
     (tmp_path / "a.bin").write_bytes(bytes(13))
     with refused(InputError, "bin_dtype='int32'"):

@@ -78,6 +78,9 @@ class Sequences:
         """Whether all sequences are shorter streams that are filled up."""
         if self.is_filled:
             counts = [int(len(stream) > 1) for stream in self._streams]
+        used = np.multiply(counts, seq_len)
+        self.left_out = 0 if self.is_filled else sum(map(len, self._streams)) - int(used.sum())
+        """Number of tokens that are in no sequence, but for the last target of a stream."""
         # Number of sequences up to the end of each stream.
         self._ends = np.cumsum(counts, dtype=np.int64)
         if not len(self):

@@ -200,6 +200,15 @@ def _open_tokens(
             f"tokenizer={str(config.tokenizer)!r} for {files.name!r}. Leave it out, or give text."
         )
 
+    largest = np.iinfo(config.bin_dtype).max
+    if files.kind == "bin" and largest < vocab_size - 1:
+        raise InputError(
+            "data.bin_dtype must hold all ids of the model; got "
+            f"bin_dtype={config.bin_dtype!r}, whose largest is {largest:,}, with "
+            f"vocab_size={vocab_size:,} for {files.name!r}. Use --data.bin-dtype uint32 if the "
+            "files hold such, or --model.vocab-size for fewer ids."
+        )
+
     def stream(path: Path) -> Stream:
         tokens = map_tokens(path, config.bin_dtype)
         return Stream(name=str(path), tokens=tokens, vocab_size=vocab_size)

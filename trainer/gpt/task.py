@@ -93,6 +93,11 @@ class GPTTask(Task[GPTTrainConfig, TextOptions]):
         end = corpus.end_of_document if data.mask_documents else None
         train, held_out = (Sequences(x, config.seq_len) for x in (corpus.train, corpus.held_out))
         description = corpus.description
+        if train.left_out > config.seq_len and not config.whole_documents:
+            description += (
+                f"; {train.left_out:,} {corpus.unit}s are not trained on, as they fill no sequence "
+                f"of --seq-len {config.seq_len} in their file"
+            )
         if held_out.is_filled:
             description += f"; held-out sequences are filled up to --seq-len {config.seq_len}"
         documents = None
