@@ -174,7 +174,7 @@ def unreadable(folder):
 
 def not_utf8(folder):
     (folder / "a.txt").write_bytes(b"abc " * 1000 + b"\xff" + b"abc " * 1000)
-    return folder / "a.txt", r"Text must be UTF-8; got byte 0xff at offset 4000 of .*/a.txt'"
+    return folder / "a.txt", r"Text must be UTF-8; got byte 0xff in .*/a.txt'"
 
 
 def truncated_bin(folder):
@@ -479,18 +479,6 @@ def poisoned(data, monkeypatch):
 
 @pytest.mark.slow
 def test_loss_that_is_not_finite_stops_and_can_be_skipped(poisoned, tmp_path, capsys, monkeypatch):
-    flags = "--checkpoint.every 1"
-    for stopped in (False, True):
-        with monkeypatch.context() as patch:
-            if stopped:
-                interrupt_after(patch, 3)
-            message = message_of(poisoned, tmp_path / "run", flags)
-        assert_matches(message, r"^NonFiniteError: .*must be finite; got loss inf, .* in step 4\.")
-        assert "Step 2 is saved; steps 3 to 4 lead from there to here." in message
-        assert logged_steps(tmp_path / "run") == [1, 2, 3]
-        # No finite step has shown that the state after step 3 is good.
-        assert saved_steps(tmp_path / "run") == [1, 2]
-
     states = {}
     save = Checkpoints.save
 
@@ -499,18 +487,29 @@ def test_loss_that_is_not_finite_stops_and_can_be_skipped(poisoned, tmp_path, ca
         save(self, number, state, *rest, **options)
 
     monkeypatch.setattr(Checkpoints, "save", noting)
+    flags = "--checkpoint.every 1"
+    for stopped in (False, True):
+        with monkeypatch.context() as patch:
+            if stopped:
+                interrupt_after(patch, 3)
+            message = message_of(poisoned, tmp_path / "run", flags)
+        assert_matches(message, r"^NonFiniteError: .*must be finite; got loss inf, .* in step 4\.")
+        assert "Step 3 is saved; steps 4 to 4 lead from there to here." in message
+        assert logged_steps(tmp_path / "run") == [1, 2, 3]
+        assert saved_steps(tmp_path / "run") == [1, 2, 3]
+
     capsys.readouterr()
     losses = run(poisoned, tmp_path / "run", f"{flags} --non-finite skip")
     shown = capsys.readouterr().out
-    assert "after step 2\n" in shown
+    assert "after step 3\n" in shown
     assert "step 4 skipped: loss inf, gradient norm " in shown
-    assert np.isfinite(losses.train).tolist() == [True, False, True, True, True, True]
+    assert np.isfinite(losses.train).tolist() == [False, True, True, True, True]
     assert np.isfinite(losses.validation)
     assert logged_steps(tmp_path / "run") == [1, 2, 3, 5, 6, 7, 8]
     lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
     skipped = {x["step"]: x.get("steps_skipped") for x in map(json.loads, lines)}
     assert skipped == {step: 1 if step == 5 else None for step in (1, 2, 3, 5, 6, 7, 8)}
-    assert saved_steps(tmp_path / "run") == [1, 2, 3, 5, 6, 7, 8]
+    assert saved_steps(tmp_path / "run") == list(range(1, 9))
     chex.assert_trees_all_equal(states[4], states[3])
     skipped, after = (jax.tree.leaves(states[number]) for number in (4, 5))
     assert all((x != y).any() for x, y in zip(skipped, after, strict=True))
