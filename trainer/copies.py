@@ -45,6 +45,7 @@ from trainer.run.settings import CHECKPOINTS_FOLDER, CONFIG_FILE
 from trainer.run.trackers import MLFLOW_FILE, WANDB_FILE
 from trainer.run.versions import VERSIONS_FILE
 from trainer.stores import batches, open_url, reading_store, short
+from trainer.sums import sha256_of
 
 ID_FILE = "mirror.json"
 """Tells whether a folder and a store hold the same run."""
@@ -433,9 +434,7 @@ def _is_of_run(path: str, step: int) -> bool:
 
 
 def _digest(path: Path) -> tuple[int, str]:
-    with path.open("rb") as file:
-        checksum = hashlib.file_digest(file, "sha256").hexdigest()
-        return file.tell(), checksum
+    return path.stat().st_size, sha256_of(path)
 
 
 def _read_id(run_dir: Path) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -71,25 +71,6 @@ def batches(files: Sequence[Any]) -> Iterator[Sequence[Any]]:
     """What is copied at once."""
     for first in range(0, len(files), FILES_AT_A_TIME):
         yield files[first : first + FILES_AT_A_TIME]
-
-
-def telling(moved: Callable[[int], object]) -> Any:
-    """What fsspec tells of its progress: `moved` is called with each number of bytes that arrived,
-    and with 0 for each file."""
-    from fsspec.callbacks import Callback
-
-    class PartCallback(Callback):
-        def relative_update(self, inc: int = 1) -> None:
-            moved(inc)
-
-    class FileCallback(Callback):
-        def relative_update(self, inc: int = 1) -> None:
-            moved(0)
-
-        def branched(self, path_1: str, path_2: str, **kwargs: Any) -> Callback:
-            return PartCallback()
-
-    return FileCallback()
 
 
 def _missing(what: str, url: str, flag: str) -> MissingPackageError:

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import secrets
 import shutil
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,11 +17,29 @@ from trainer.data.progress import shown_progress
 from trainer.errors import StorageError
 from trainer.places import check_folder
 from trainer.printable import say
-from trainer.sums import check_sums, write_sums
+from trainer.sums import check_sums, sums_of, write_sums
 
 CACHE_OPTION = "--data.cache"
 WAY_OUT = "Delete the folder: its tokens are then made again."
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+
+
+@contextmanager
+def filled_folder(
+    cache: Path | None, key: str, write: Callable[[Path], None]
+) -> Iterator[tuple[Path, dict[str, str]]]:
+    """As `cached_folder`; without a cache, a folder that is there for the `with` block alone.
+
+    Its files that are mapped into memory can be read afterwards too.
+    """
+    if cache is not None:
+        yield cached_folder(cache, key, write)
+        return
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        with storing(folder.parent, CACHE_OPTION):
+            write(folder)
+        yield folder, sums_of(folder)
 
 
 def cached_folder(

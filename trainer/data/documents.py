@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import hashlib
 import io
 import json
 import zlib
@@ -18,8 +17,9 @@ from trainer.data.files import RECORD_KINDS, Files, is_gzip
 from trainer.data.opening import reading
 from trainer.data.progress import shown_progress
 from trainer.data.tables import read_rows
+from trainer.sums import sha256_of
 
-# Characters of a text file that are read at a time, and bytes of a file that are hashed.
+# Characters of a text file that are read at a time.
 BLOCK = 1 << 20
 
 
@@ -67,12 +67,8 @@ def digest_files(files: Files) -> dict[str, str]:
         total = sum(path.stat().st_size for path in files.paths.values())
     with shown_progress(f"reading {files.name}", total) as advance:
         for key, path in files.paths.items():
-            digest = hashlib.sha256()
-            with reading(path), path.open("rb") as file:
-                while block := file.read(BLOCK):
-                    digest.update(block)
-                    advance(len(block))
-            digests[key] = digest.hexdigest()
+            with reading(path):
+                digests[key] = sha256_of(path, advance)
     return digests
 
 
@@ -178,19 +174,20 @@ def _read_jsonl(path: Path, on_read: Callable[[int], None]) -> Iterator[tuple[in
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
-            found: Any = None
-            with_cause = None
             try:
-                found = json.loads(line)
+                found: Any = json.loads(line)
             except (ValueError, RecursionError) as error:
-                with_cause = error
+                raise _no_object(error, path, number) from error
             if not isinstance(found, dict):
-                got = type(found).__name__ if with_cause is None else with_cause
-                raise InputError(
-                    f"Every line of a JSONL file must be a JSON object; got {got} in "
-                    f"'{path}:{number}'. Mend or remove the line."
-                ) from with_cause
+                raise _no_object(type(found).__name__, path, number)
             yield number, found
+
+
+def _no_object(got: object, path: Path, number: int) -> InputError:
+    return InputError(
+        f"Every line of a JSONL file must be a JSON object; got {got} in '{path}:{number}'. Mend "
+        "or remove the line."
+    )
 
 
 def check_unicode(text: str, place: str) -> None:

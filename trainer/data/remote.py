@@ -16,7 +16,7 @@ from trainer.data.files import TOKEN_KINDS, kind_of, walk_files
 from trainer.errors import StorageError
 from trainer.places import COPIES, is_in_store, text_of
 from trainer.printable import say
-from trainer.stores import open_url, reading_store
+from trainer.stores import batches, open_url, reading_store
 
 Data = TypeVar("Data", bound=Any)
 
@@ -92,9 +92,8 @@ def holds_tokens(path: Path, option: str) -> bool:
 
 def _listed(url: str, option: str) -> tuple[Any, str, dict[str, Any]]:
     """The file system of a URL, the path in it, and what it says of each file there."""
-    flag = f"--{option.replace('_', '-')}"
-    with reading_store(url, flag):
-        store, root = open_url(url, flag)
+    with reading_store(url, _flag(option)):
+        store, root = open_url(url, _flag(option))
         listed = store.find(root, detail=True)
     # Some stores list a folder too, as an object whose name ends in a slash.
     found = {
@@ -110,6 +109,10 @@ def _listed(url: str, option: str) -> tuple[Any, str, dict[str, Any]]:
     return store, root, found
 
 
+def _flag(option: str) -> str:
+    return f"--{option.replace('_', '-')}"
+
+
 def _copy(url: str, option: str, cache: Path) -> Path:
     store, root, found = _listed(url, option)
     known = json.dumps([url, found], default=str, sort_keys=True)
@@ -122,8 +125,9 @@ def _copy(url: str, option: str, cache: Path) -> Path:
         places = [part / name / PurePosixPath(path).relative_to(root) for path in found]
         for place in places:
             place.parent.mkdir(parents=True, exist_ok=True)
-        with reading_store(url, f"--{option.replace('_', '-')}"):
-            store.get(list(found), list(map(str, places)))
+        with reading_store(url, _flag(option)):
+            for some in batches(list(zip(found, map(str, places), strict=True))):
+                store.get(*map(list, zip(*some, strict=True)))
         sizes = [place.stat().st_size for place in places]
         if sizes != [x["size"] for x in found.values()] or _listed(url, option)[2] != found:
             raise StorageError(

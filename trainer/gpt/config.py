@@ -240,11 +240,11 @@ class DataConfig:
     """Data to train on, and how documents become sequences."""
 
     path: Path | None = None
-    """A text file, a *.jsonl file (either also as *.gz), a table in *.parquet, *.arrow or
-    *.array_record, a *.bin or *.npy file of tokens, or a folder of such files, all of one kind. If
-    a folder has files train.* and val.*, these are to be trained on and held out. A URL, such as
-    gs://bucket/data, is that of a file or folder in a store, which is copied once. The default is
-    the source code of the Python standard library."""
+    """A text file, a *.jsonl file (either also as *.gz), a table in *.parquet or *.arrow, a *.bin
+    or *.npy file of tokens, or a folder of such files, all of one kind. If a folder has files
+    train.* and val.*, these are to be trained on and held out. A URL, such as gs://bucket/data, is
+    that of a file or folder in a store, which is copied once. The default is the source code of the
+    Python standard library."""
     tokenizer: Path | None = None
     """A Hugging Face tokenizer.json for text. By default, every byte of UTF-8 is a token."""
     text_key: str = "text"

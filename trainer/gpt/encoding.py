@@ -10,7 +10,6 @@ import hashlib
 import io
 import itertools
 import json
-import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
@@ -23,14 +22,13 @@ import numpy as np
 from jaxtyping import Integer
 
 from startrail_jax.errors import InputError
-from trainer.data.cache import cached_folder
+from trainer.data.cache import filled_folder
 from trainer.data.documents import Document, read_documents, read_text
 from trainer.data.files import Files, map_tokens
 from trainer.data.progress import shown_progress
 from trainer.data.slices import Slicer
 from trainer.gpt.config import DataConfig
 from trainer.gpt.tokenizer import ByteTokenizer, FileTokenizer
-from trainer.sums import sums_of
 
 # Number of characters that are tokenised at a time: enough to use all cores, and little memory.
 CHUNK = 1 << 20
@@ -85,10 +83,16 @@ class Text:
         """
         if self.validation is not None:
             return False
-        if self.files.kind == "text" and len(self.files.paths) == 1:
-            return True
-        documents = read_documents(self.files, text_key=self.config.text_key)
-        keys = (document.key for document in documents if document.text)
+        keys: Iterator[str]
+        if self.files.kind == "text":
+            if len(self.files.paths) == 1:
+                return True
+            # Of each file, the first part is enough.
+            paths = self.files.paths.items()
+            keys = (key for key, path in paths if next(read_text(key, path)).text)
+        else:
+            documents = read_documents(self.files, text_key=self.config.text_key)
+            keys = (document.key for document in documents if document.text)
         # Of many documents, the first few are enough to know it.
         found = set()
         for key in keys:
@@ -143,12 +147,8 @@ def encode(text: Text, cache: Path | None) -> tuple[EncodedPart, EncodedPart]:
         ValueError: if text cannot be read or tokenised, one of the parts has none, or a cached file
             was damaged.
     """
-    if cache is None:
-        with tempfile.TemporaryDirectory() as folder:
-            encode_to_folder(text, Path(folder))
-            # What is mapped can be read after its file has been removed.
-            return read_encoded(Path(folder), sums_of(Path(folder)))
-    return read_encoded(*cached_folder(cache, text.key, lambda x: encode_to_folder(text, x)))
+    with filled_folder(cache, text.key, lambda x: encode_to_folder(text, x)) as (folder, sums):
+        return read_encoded(folder, sums)
 
 
 def encode_to_folder(text: Text, folder: Path) -> None:
@@ -215,7 +215,6 @@ class VectorWriter:
         self.documents = self.length = self.largest = 0
         self._file = file
         self._write_header()
-        self.header = file.tell()
 
     def add(self, tokens: Integer[np.ndarray, " tokens"], *, ends_document: bool = False) -> None:
         """Appends tokens, the last of which may end a document."""

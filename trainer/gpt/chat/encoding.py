@@ -10,7 +10,6 @@ import hashlib
 import io
 import json
 import math
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from startrail_jax.errors import InputError
-from trainer.data.cache import cached_folder
+from trainer.data.cache import filled_folder
 from trainer.data.documents import Document
 from trainer.data.files import map_tokens
 from trainer.data.progress import shown_progress
@@ -34,7 +33,6 @@ from trainer.gpt.encoding import (
     share_of_key,
 )
 from trainer.gpt.tokenizer import BORDER
-from trainer.sums import sums_of
 
 # Changes when the same examples give other files than before.
 FORMAT = 2
@@ -61,15 +59,9 @@ def encode_examples(
         OSError: if tokens cannot be cached.
         ValueError: if a line is not an example, or one of the parts has none.
     """
-    if cache is None:
-        with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
-            _write_to_folder(text, template, folder)
-            # What is mapped can be read after its file has been removed.
-            return _parts(folder), _hash_of_train(sums_of(folder))
     key = hash_of([FORMAT, text.key], template)[:32]
-    folder, sums = cached_folder(cache, key, lambda x: _write_to_folder(text, template, x))
-    return _parts(folder), _hash_of_train(sums)
+    with filled_folder(cache, key, lambda x: _write_to_folder(text, template, x)) as (folder, sums):
+        return _parts(folder), _hash_of_train(sums)
 
 
 def digest_of(text: Text, template: ChatTemplate | None, train: EncodedExamples) -> str:
