@@ -16,7 +16,7 @@ def gpt_tiny() -> GPTTrainConfig:
     """Byte-level GPT on the source of the Python standard library: the default of `train.py`.
 
     Command: `python train.py`. StarTrail (arXiv 2407.00611) with C = 2 on 8 simulated devices.
-    Expected: 1.68 nats per byte on held-out files after 1.6 MB of text, in 5 to 9 minutes on 2 CPU
+    Expected: 1.68 nats per byte on held-out files after 1.6 MB of text, in 5 to 10 minutes on 2 CPU
     cores. More steps at this batch size help more than larger batches.
     """
     return GPTTrainConfig(
