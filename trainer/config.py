@@ -380,7 +380,8 @@ class TrainConfig:
     evaluate_every: int = 200
     """Number of steps between evaluations. The last step is always followed by one."""
     validation_sequences: int = 64
-    """Number of held-out sequences or images in an evaluation, rounded up to whole batches."""
+    """Number of held-out sequences or images in an evaluation, rounded up to whole batches; each is
+    there once if there are fewer."""
     non_finite: Literal["stop", "skip"] = "stop"
     """What to do when the loss or the gradient is not finite: end the program, or skip the step.
     The weights are never updated by such a step."""

@@ -9,8 +9,8 @@ from pathlib import Path
 from trainer.printable import printable
 
 NEEDED = (
-    *("jax", "flax", "optax", "orbax", "grain", "tyro", "rich", "jinja2", "safetensors"),
-    *("tensorboardX", "tokenizers", "docstring_parser"),
+    *("jax", "flax", "optax", "orbax", "grain", "tyro", "rich", "safetensors"),
+    *("tensorboardX", "docstring_parser"),
 )
 """Those of the extra `train`. Packages of other extras have messages of their own."""
 ROOT = Path(__file__).parents[1]

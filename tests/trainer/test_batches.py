@@ -1,5 +1,6 @@
 """Windows, packed documents and batches: the same every time, whatever the mesh and the hosts."""
 
+import functools
 import json
 from unittest import mock
 
@@ -19,6 +20,7 @@ from trainer.gpt.batches import (
     TokenBatch,
     next_token_batch,
 )
+from trainer.gpt.batches import collate as collate_sequences
 from trainer.gpt.corpus import Stream
 
 pytestmark = pytest.mark.quick
@@ -46,10 +48,8 @@ def training(sequences, *, layout=NATURAL, batch_size=5, seed=0, end_of_document
 
 
 def collate(layout=NATURAL, end_of_document=None):
-    def make(windows, numbers):
-        return next_token_batch(np.stack(windows), layout=layout, end_of_document=end_of_document)
-
-    return make
+    options = {"layout": layout, "end_of_document": end_of_document}
+    return functools.partial(collate_sequences, **options)
 
 
 def firsts(iterator, count):
@@ -331,8 +331,16 @@ def test_validation_is_rounded_up_to_whole_batches():
     assert validation(counted(6), batch_size=3, count=4) == [[0, 3, 6], [9, 12, 15]]
 
 
-def test_validation_of_few_windows_repeats_them():
-    assert validation(counted(2), batch_size=4, count=3) == [[0, 0, 3, 3]]
+@pytest.mark.parametrize(("windows", "batch_size"), [(2, 4), (5, 2), (10, 4)])
+def test_validation_of_few_windows_has_each_once(windows, batch_size):
+    found = batches.validation_batches(
+        counted(windows), collate=collate(), batch_size=batch_size, count=64
+    )
+    weights = np.concatenate([batch.weights for batch in found])
+    firsts = np.concatenate([batch.tokens[:, 0] for batch in found])
+    assert len(weights) - windows < batch_size
+    assert firsts[weights.any(axis=1)].tolist() == list(range(0, 3 * windows, 3))
+    assert weights.sum() == 3 * windows
 
 
 def test_hosts_read_their_rows_of_validation():

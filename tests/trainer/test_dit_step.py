@@ -11,7 +11,7 @@ import pytest
 
 import startrail_jax as st
 from trainer.config import OptimizerConfig
-from trainer.data.batches import place
+from trainer.data.batches import NO_EXAMPLE, place
 from trainer.dit.batches import image_batch
 from trainer.dit.config import (
     DiffusionConfig,
@@ -207,6 +207,15 @@ def test_measuring_draws_other_noise_than_training():
     measured, trained = shown(training=False), shown(training=True)
     assert not set(measured.times.tolist()) & set(trained.times.tolist())
     assert abs(noise_of(measured) - noise_of(trained)).max() > 1
+
+
+def test_rows_that_fill_up_a_batch_do_not_count():
+    program = make_program(st.Degrees())
+    images = batch(program, 0)
+    numbers = np.where(np.arange(CONFIG.batch_size) < 2, images.numbers, NO_EXAMPLE)
+    for training, expected in ((True, CONFIG.batch_size), (False, 2)):
+        prepared = prepare_of(program, training)(images._replace(numbers=numbers))
+        assert (np.asarray(prepared.weights).sum(axis=1) > 0).sum() == expected
 
 
 @pytest.mark.slow

@@ -10,19 +10,22 @@ import numpy as np
 import pytest
 
 import startrail_jax as st
+from configs.gpt import gpt_tiny
 from programs import compile_gradients
 from refusals import refused
 from startrail_jax.analysis import hlo
 from startrail_jax.errors import InputError
+from startrail_jax.tokens.layout import Layout
 from trainer.config import AttentionConfig, OptimizerConfig
 from trainer.data.batches import PartBatches, place
 from trainer.data.dataset import Dataset
-from trainer.gpt.batches import PADDING, in_layout_order
+from trainer.gpt.batches import PADDING, in_layout_order, next_token_batch
 from trainer.gpt.chat.packing import EncodedExamples, PackedExamples
 from trainer.gpt.config import DataConfig, GPTConfig, GPTTrainConfig, RopeConfig
-from trainer.gpt.corpus import Stream
+from trainer.gpt.corpus import Stream, open_corpus
 from trainer.gpt.documents import ExampleDocuments, TextDocuments
 from trainer.gpt.objective import NextToken
+from trainer.gpt.task import GPTTask
 from trainer.parallel.step import Program, make_attention
 
 LONGEST = 96
@@ -284,3 +287,35 @@ def test_settings_that_documents_cannot_have_are_refused(changes):
 def test_a_tensor_degree_beyond_the_key_heads_is_refused():
     with refused(InputError, tensor=4, kv_heads=2):
         make_program(st.Degrees(tensor=4, ring=2))
+
+
+def test_token_that_ends_and_begins_documents_belongs_to_the_one_that_it_begins(tmp_path):
+    """Three documents with that token on both sides; the second is empty, and has one alone."""
+    tokens = np.array([END, 8, 9, END, END, END, 10, 11, END])
+    documents = [[END, 8, 9, END], [END], [END, 10, 11, END]]
+    stream = Stream(name="text", tokens=tokens, vocab_size=48)
+    found = TextDocuments([stream], END, LONGEST, begins_too=True)
+    read = [found.read(n)[0].tolist() for n in range(len(found.lengths))]
+    assert read == [x for x in documents if len(x) > 1]
+    # A row from each place, as rows begin and end anywhere.
+    numbers = np.repeat(range(3), [4, 1, 4])
+    for start in (0, 3, 4, 5, 6):
+        row = np.pad(tokens[start:], (0, start), constant_values=PADDING)
+        batch = next_token_batch(
+            row[None], layout=Layout("contiguous", 1), end_of_document=END, begins_too=True
+        )
+        ids = batch.segment_ids[0]
+        expected = numbers[start:-1] - numbers[start]
+        np.testing.assert_array_equal(ids[: len(expected)], expected)
+        same = numbers[start:-1] == numbers[start + 1 :]
+        np.testing.assert_array_equal(batch.weights[0][: len(same)], same)
+    np.save(tmp_path / "a.npy", np.tile(tokens, 30))
+    given = DataConfig(path=tmp_path / "a.npy", begin_of_document=END, end_of_document=END)
+    data = GPTTask().open_data(
+        dataclasses.replace(gpt_tiny(), data=given, seq_len=8, sample_length=0, run_dir=tmp_path),
+        Layout("contiguous", 1),
+    )
+    batch = data.collate([data.train[0]], [0])
+    np.testing.assert_array_equal(batch.segment_ids[0], numbers[:8])
+    with refused(InputError, "data.begin_of_document must be left out"):
+        open_corpus(dataclasses.replace(given, begin_of_document=3), vocab_size=48)

@@ -993,6 +993,29 @@ def test_config_of_longer_training_says_so():
         assert values["max_position_embeddings"] == max(length, seq_len)
 
 
+@pytest.mark.parametrize(
+    ("scaling", "expected"),
+    [
+        (dict(original_max_position_embeddings=8), 64),
+        # Without it, the length for which the positions were made is that of the model.
+        (dict(), 16),
+    ],
+)
+def test_config_of_longer_training_of_scaled_positions_says_so(scaling, expected):
+    llama3 = dict(rope_type="llama3", factor=2.0, low_freq_factor=1.0, high_freq_factor=4.0)
+    before = json.loads((LLAMA / "config.json").read_text()) | {"max_position_embeddings": 16}
+    before["rope_scaling"] = llama3 | scaling
+    model = describe(before, "config.json").model
+    config = dataclasses.replace(make_config(LLAMA), model=model, seq_len=64)
+    notes = []
+    values = config_values(config, before, "float32", note=notes.append)
+    assert values["max_position_embeddings"] == expected
+    assert describe(values, "config.json").model == model
+    assert ["keeps max_position_embeddings=16" in note for note in notes] == [True] * (
+        expected == 16
+    )
+
+
 def test_config_of_stretched_positions_says_so():
     before = json.loads((LLAMA / "config.json").read_text())
     rope = RopeConfig(scaling="yarn", factor=4.0, original_length=32)

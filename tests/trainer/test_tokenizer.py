@@ -1,18 +1,19 @@
 """Files of tokenizers that are wrong or strange, and what they become."""
 
-import hashlib
 import json
+import sys
 
 import numpy as np
 import pytest
-import tokenizers
+import transformers
 
 from refusals import refused
 from startrail_jax.errors import InputError
 from trainer.data import documents, slices
+from trainer.errors import MissingPackageError
 from trainer.gpt.config import DataConfig, GPTTrainConfig
 from trainer.gpt.corpus import open_corpus
-from trainer.gpt.tokenizer import FileTokenizer
+from trainer.gpt.tokenizer import FileTokenizer, check_tokenizer_of_model, load_tokenizer
 from trainer.run.settings import load_config, read_kind
 
 pytestmark = pytest.mark.quick
@@ -47,22 +48,57 @@ def test_panic_of_the_tokenizer_names_the_file(tmp_path):
         tokenizer.decode(np.array([0, 1]))
 
 
-def test_tokenizer_has_the_hash_of_its_text_whatever_ends_its_lines(tmp_path):
-    path = tokenizer_file(tmp_path / "x.json")
+def test_hash_follows_from_the_tokens_and_not_from_the_ends_of_lines(tmp_path):
+    path = tokenizer_file(tmp_path / "tokenizer.json")
     text = path.read_text().replace(",", ",\n")
+
+    def digest():
+        return FileTokenizer(path, end_of_document=None, vocab_size=2).digest
+
     digests = set()
     for end in ("\n", "\r\n", "\r"):
         path.write_bytes(text.replace("\n", end).encode())
-        digests.add(FileTokenizer(path, end_of_document=None, vocab_size=2).digest)
-    versioned = f"{tokenizers.__version__} {text}"
-    assert digests == {hashlib.sha256(versioned.encode()).hexdigest()}
+        digests.add(digest())
+    assert len(digests) == 1
+    added = {"added_tokens_decoder": {"2": {"content": "<call>", "special": False}}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(added))
+    assert digest() not in digests
+
+
+def test_tokens_that_only_the_config_names_are_tokens(tmp_path):
+    """Control tokens of some models are in `added_tokens_decoder` alone."""
+    path = tokenizer_file(tmp_path / "tokenizer.json")
+    added = {
+        str(2 + n): {"content": name, "special": n == 0} for n, name in enumerate(["<|x|>", "<y>"])
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
+    tokenizer = FileTokenizer(path, end_of_document=None, vocab_size=4)
+    assert tokenizer.ids("a<|x|>a<y>") == [0, 2, 0, 3]
+    assert tokenizer.num_ids == 4
+    model = transformers.AutoTokenizer.from_pretrained(str(tmp_path))
+    assert model("a<|x|>a<y>").input_ids == [0, 2, 0, 3]
+
+
+def test_special_token_that_the_model_lacks_is_refused(tmp_path):
+    """transformers gives it a new id."""
+    path = tokenizer_file(tmp_path / "tokenizer.json")
+    assert check_tokenizer_of_model(path, 2, None) == ""
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
+    with refused(InputError, "no ids beyond its vocabulary", vocab_size=2):
+        check_tokenizer_of_model(path, 2, None)
+
+
+def test_missing_transformers_names_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(MissingPackageError, match=r"must have the package transformers.*\[hf\]"):
+        load_tokenizer(tokenizer_file(tmp_path / "tokenizer.json"))
 
 
 def test_interruption_of_the_tokenizer_is_no_error_of_its_file(tmp_path, monkeypatch):
-    def interrupt(text):
+    def interrupt(*given, **named):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("tokenizers.Tokenizer.from_str", interrupt, raising=True)
+    monkeypatch.setattr("transformers.PreTrainedTokenizerFast.__init__", interrupt)
     with pytest.raises(KeyboardInterrupt):
         FileTokenizer(tokenizer_file(tmp_path / "x.json"), end_of_document=None, vocab_size=2)
 

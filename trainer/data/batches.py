@@ -28,7 +28,9 @@ READ_OPTIONS = grain.ReadOptions(num_threads=NUM_THREADS, prefetch_buffer_size=R
 Batch = TypeVar("Batch")
 
 
-# (examples, their numbers in the run) -> those rows of a batch, a tree of arrays [rows, ...].
+# (examples, their numbers in the run) -> those rows of a batch, a tree of arrays [rows, ...]. A row
+# of the number NO_EXAMPLE only fills up the batch: the loss does not count it.
+NO_EXAMPLE = -1
 Collate = Callable[[list[Any], list[int]], Batch]
 
 
@@ -204,8 +206,7 @@ def validation_batches(
 ) -> list[Batch]:
     """Batches of examples that are spread evenly over a source; always the same examples.
 
-    If the source has too few examples, they are repeated, all of them equally often, give or take
-    one time.
+    If the source has fewer examples, each is there once, and the last batch is filled up.
 
     Args:
         source: examples that were held out.
@@ -218,12 +219,13 @@ def validation_batches(
         ValueError: if an example cannot be read.
     """
     rows = range(batch_size) if rows is None else rows
-    num_batches = -(-count // batch_size)
-    total = num_batches * batch_size
+    total = -(-min(count, len(source)) // batch_size) * batch_size
+    used = min(total, len(source))
     batches = []
-    for step in range(num_batches):
-        numbers = [step * batch_size + row for row in rows]
-        batches.append(collate([source[n * len(source) // total] for n in numbers], numbers))
+    for first in range(0, total, batch_size):
+        numbers = [first + row for row in rows]
+        examples = [source[min(n, used - 1) * len(source) // used] for n in numbers]
+        batches.append(collate(examples, [n if n < used else NO_EXAMPLE for n in numbers]))
     return batches
 
 

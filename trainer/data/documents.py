@@ -121,24 +121,29 @@ def read_records(
     files: Files,
     on_read: Callable[[int], None] = lambda size: None,
     *,
-    columns: Collection[str],
+    columns: Collection[str] | None = None,
+    without: Collection[str] = (),
 ) -> Iterator[Record]:
     """The objects in JSONL files, or the rows of tables, in order. Blank lines are skipped.
 
     Args:
         files: of one of `RECORD_KINDS`.
         on_read: is told of every number of bytes of the files that are read.
-        columns: the columns of tables that are needed; those that a table lacks are left out.
+        columns: the columns of tables that are needed; those that a table lacks are left out. None
+            for all.
+        without: keys of records, or columns, that are left out.
 
     Raises:
         ImportError: if the package is missing that reads a table.
         ValueError: if a file cannot be read or is not UTF-8, or a line is not a JSON object.
     """
     for key, path in files.paths.items():
-        rows = read_rows(path, columns) if files.kind == "table" else _read_jsonl(path, on_read)
-        for number, fields in rows:
+        is_table = files.kind == "table"
+        rows = read_rows(path, columns, without) if is_table else _read_jsonl(path, on_read)
+        for number, found in rows:
+            fields = {name: value for name, value in found.items() if name not in without}
             yield Record(key=f"{key}:{number}", place=f"{path}:{number}", fields=fields)
-        if files.kind == "table":
+        if is_table:
             on_read(path.stat().st_size)
 
 

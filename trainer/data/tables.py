@@ -46,12 +46,15 @@ def parts_of_tables(folder: Path) -> tuple[list[Path], list[Path]]:
     return files[train], held_out
 
 
-def read_rows(path: Path, columns: Collection[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+def read_rows(
+    path: Path, columns: Collection[str] | None = None, without: Collection[str] = ()
+) -> Iterator[tuple[int, dict[str, Any]]]:
     """The rows of a file, in order, with their numbers from 1. Values that are null are left out.
 
     Args:
         path: the file.
-        columns: names of the columns to read; those that the file lacks are left out.
+        columns: names of the columns to read; those that the file lacks are left out. None for all.
+        without: names of columns that are not read.
 
     Raises:
         ImportError: if the package datasets is missing.
@@ -60,14 +63,15 @@ def read_rows(path: Path, columns: Collection[str]) -> Iterator[tuple[int, dict[
     with _datasets(path) as datasets:
         kind = KIND_OF_SUFFIX[path.suffix.lower()]
         rows = datasets.load_dataset(kind, data_files=str(path), split="train", streaming=True)
-        names = [name for name in rows.column_names or () if name in columns]
-        if not names:
+        names = [x for x in rows.column_names or () if columns is None or x in columns]
+        if columns is not None and not names:
             raise InputError(
                 f"A table must have a column with text or conversations; got the columns "
                 f"{rows.column_names} in {str(path)!r}, and none of {sorted(columns)}. Name the "
                 "column that holds the text: --data.text-key. Conversations, or prompts and "
                 "completions, need --data.loss-on completion."
             )
+        names = [name for name in names if name not in without]
         for number, row in enumerate(rows.select_columns(names), start=1):
             yield number, {name: value for name, value in row.items() if value is not None}
 

@@ -16,6 +16,7 @@ from models.dit import DiT
 from models.hooks import Hooks
 from startrail_jax.planner.models import ModelSizes
 from startrail_jax.tokens.layout import Layout
+from trainer.data.batches import NO_EXAMPLE
 from trainer.dit.batches import PADDING, ImageBatch
 from trainer.dit.config import DiTTrainConfig
 from trainer.dit.diffusion import draw_times, noised
@@ -88,7 +89,11 @@ class Denoising(Objective):
         if captions is not None:
             captions = jnp.where(dropped[:, None], PADDING, captions)
         labels = jnp.where(dropped, config.model.classes, batch.labels)
-        return self.shown(patches, times, labels, captions)._replace(targets=targets)
+        shown = self.shown(patches, times, labels, captions)._replace(targets=targets)
+        if training:
+            return shown
+        is_example = jnp.asarray(batch.numbers) != NO_EXAMPLE
+        return shown._replace(weights=shown.weights * is_example[:, None])
 
     def shown(
         self,

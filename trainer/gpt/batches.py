@@ -17,6 +17,7 @@ from jaxtyping import Array, Float32, Int32, Integer
 
 from startrail_jax.errors import InputError
 from startrail_jax.tokens.layout import Layout
+from trainer.data.batches import NO_EXAMPLE
 from trainer.data.dataset import Dataset
 from trainer.gpt.corpus import Corpus, Stream
 
@@ -115,6 +116,7 @@ def next_token_batch(
     *,
     layout: Layout,
     end_of_document: int | None = None,
+    begins_too: bool = False,
 ) -> TokenBatch:
     """A batch, in layout order, from sequences of T + 1 tokens.
 
@@ -122,13 +124,17 @@ def next_token_batch(
         sequences: one for each row. After its last token, it may have `PADDING`.
         layout: order of the tokens.
         end_of_document: the token that ends a document; None if documents are not masked.
-
+        begins_too: whether it also begins each document. The last one of several in front of
+            another token is then a beginning, and so is one with which a sequence begins.
     """
     tokens, targets = (x.astype(np.int32) for x in (sequences[:, :-1], sequences[:, 1:]))
     positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
     segment_ids, weights = None, (targets != PADDING).astype(np.float32)
     if end_of_document is not None:
         ends = tokens == end_of_document
+        if begins_too:
+            follows = np.pad(ends[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+            ends = ends & ~(follows & (targets != end_of_document) & (targets != PADDING))
         starts = np.zeros_like(ends)
         starts[:, 1:] = ends[:, :-1]
         segment_ids = np.cumsum(starts, axis=1, dtype=np.int32)
@@ -167,6 +173,19 @@ def collate(
     *,
     layout: Layout,
     end_of_document: int | None,
+    begins_too: bool = False,
 ) -> TokenBatch:
-    """`next_token_batch` of a list of sequences; their numbers do not matter."""
-    return next_token_batch(np.stack(sequences), layout=layout, end_of_document=end_of_document)
+    """`next_token_batch` of a list of sequences, with their numbers in the run."""
+    batch = next_token_batch(
+        np.stack(sequences),
+        layout=layout,
+        end_of_document=end_of_document,
+        begins_too=begins_too,
+    )
+    return counting(batch, numbers)
+
+
+def counting(batch: TokenBatch, numbers: Sequence[int]) -> TokenBatch:
+    """A batch with weights of 0 in the rows that only fill it up."""
+    is_example = np.array(numbers) != NO_EXAMPLE
+    return batch._replace(weights=batch.weights * is_example[:, None].astype(np.float32))

@@ -14,6 +14,9 @@ from trainer.gpt.lora.settings import LoraConfig
 from trainer.places import check_folder, check_input, check_on_disk
 from trainer.task import SampleOptions
 
+TOKENIZER = "tokenizer.json"
+"""The file of a tokenizer in the folder of a model."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
@@ -254,8 +257,11 @@ class DataConfig:
     of prompts and completions, "completion": only what the assistant says. Examples are then kept
     whole."""
     chat_template: Path | None = None
-    """A file with the chat template, which turns conversations into text. The default is the one
-    beside the tokenizer.json: chat_template.jinja, or the one in tokenizer_config.json."""
+    """A file with the chat template, which turns conversations into text. The default is that of
+    the tokenizer: chat_template.jinja beside it, or the one in tokenizer_config.json."""
+    ignored_keys: tuple[str, ...] = ()
+    """Keys of conversations and completions, or columns, that say nothing to be learned, such as
+    "id". Any other that is not used is an error."""
     bin_dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] = "uint16"
     """Data type of the tokens in *.bin files."""
     end_of_document: int | None = None

@@ -166,7 +166,11 @@ def check_effects(config: DataConfig, files: Files, validation: Files | None) ->
         "bin_dtype": "bin" not in kinds,
         "text_key": kinds.isdisjoint(RECORD_KINDS) or config.loss_on == "completion",
         "chat_template": config.loss_on == "all" or config.tokenizer is None,
-        "begin_of_document": kinds <= set(TOKEN_KINDS) or config.tokenizer is None,
+        "ignored_keys": config.loss_on == "all",
+        # Of tokens, it only tells that the token which ends documents begins them too.
+        "begin_of_document": config.begin_of_document != config.end_of_document
+        if kinds <= set(TOKEN_KINDS)
+        else config.tokenizer is None,
         "held_out": validation is not None,
         "cache": kinds <= set(TOKEN_KINDS) and not _holds_copies(config),
         "end_of_document": kinds <= set(TOKEN_KINDS) and not config.mask_documents,

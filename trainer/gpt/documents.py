@@ -7,7 +7,7 @@ One of more than T is cut into pieces of T, and of what is left.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Bool, Int32, Int64
@@ -69,7 +69,12 @@ class TextDocuments(TokenDocuments):
     """The documents of streams of tokens, which one token ends."""
 
     def __init__(
-        self, streams: Sequence[Stream], end_of_document: int | None, longest: int
+        self,
+        streams: Sequence[Stream],
+        end_of_document: int | None,
+        longest: int,
+        *,
+        begins_too: bool = False,
     ) -> None:
         """Finds all ends.
 
@@ -77,13 +82,14 @@ class TextDocuments(TokenDocuments):
             streams: the tokens.
             end_of_document: the token that ends a document; None if every stream is one.
             longest: T.
+            begins_too: whether that token also begins each document, as for `next_token_batch`.
 
         Raises:
             ValueError: if no document has a token and the one after it.
         """
         self._streams = tuple(streams)
         found = [
-            _pieces(stream, number, end_of_document, longest)
+            _pieces(stream, number, _ends(stream, end_of_document, begins_too), longest)
             for number, stream in enumerate(self._streams)
         ]
         pieces = np.concatenate(found) if found else np.zeros((0, 3), np.int64)
@@ -113,11 +119,11 @@ class ExampleDocuments(TokenDocuments):
 
 
 def _pieces(
-    stream: Stream, number: int, end: int | None, longest: int
+    stream: Stream, number: int, ends: Int64[np.ndarray, " ends"], longest: int
 ) -> Int64[np.ndarray, "pieces 3"]:
     """Number of the stream, first token and length of each piece of at most `longest` tokens."""
     last = len(stream) - 1
-    ends = np.concatenate([*_ends(stream, end), np.array([last])])
+    ends = np.append(ends, last)
     starts = np.concatenate([[0], ends[:-1] + 1])
     lengths = np.maximum(ends - starts, 0)
     counts = -(-lengths // longest)
@@ -128,7 +134,13 @@ def _pieces(
     return np.stack([np.full_like(begins, number), begins, sizes], axis=1).astype(np.int64)
 
 
-def _ends(stream: Stream, end: int | None) -> Iterator[Int64[np.ndarray, " ends"]]:
-    """The places of the token that ends documents, some at a time."""
-    for first in range(0, len(stream) if end is not None else 0, SCANNED_TOKENS):
-        yield first + np.flatnonzero(stream.tokens[first : first + SCANNED_TOKENS] == end)
+def _ends(stream: Stream, end: int | None, begins_too: bool) -> Int64[np.ndarray, " ends"]:
+    """The places of the token that ends documents, found some at a time."""
+    starts = range(0, len(stream) if end is not None else 0, SCANNED_TOKENS)
+    parts = [x + np.flatnonzero(stream.tokens[x : x + SCANNED_TOKENS] == end) for x in starts]
+    found = np.concatenate([np.zeros(0, np.int64), *parts])
+    if begins_too:
+        follows = np.diff(found, prepend=-1) == 1
+        stands_before = np.diff(found, append=len(stream)) != 1
+        found = found[~(follows & stands_before)]
+    return found

@@ -16,12 +16,12 @@ from startrail_jax.errors import InputError
 from trainer.data.documents import Document
 from trainer.data.remote import holds_tokens
 from trainer.gpt.chat.template import CONFIG_FILE, TEMPLATE_FILE, ChatTemplate
-from trainer.gpt.config import GPTTrainConfig, TextOptions
+from trainer.gpt.config import TOKENIZER, GPTTrainConfig, TextOptions
 from trainer.gpt.corpus import Corpus
 from trainer.gpt.generation import Generator
 from trainer.gpt.lora.weights import restore_model
 from trainer.gpt.pretrained.beginning import eos_of
-from trainer.gpt.pretrained.defaults import TOKENIZER, kept_folder, kept_tokenizer, require_bytes
+from trainer.gpt.pretrained.defaults import kept_folder, kept_tokenizer, require_bytes
 from trainer.gpt.text import (
     IdTokenizer,
     TextStream,

@@ -91,6 +91,7 @@ class GPTTask(Task[GPTTrainConfig, TextOptions]):
             return open_examples(data, layout, cache=cache, **sizes)
         corpus = open_corpus(data, vocab_size=config.model.vocab_size, cache=cache)
         end = corpus.end_of_document if data.mask_documents else None
+        begins_too = end is not None and end == data.begin_of_document
         train, held_out = (Sequences(x, config.seq_len) for x in (corpus.train, corpus.held_out))
         description = corpus.description
         if train.left_out > config.seq_len and not config.whole_documents:
@@ -102,7 +103,7 @@ class GPTTask(Task[GPTTrainConfig, TextOptions]):
             description += f"; held-out sequences are filled up to --seq-len {config.seq_len}"
         documents = None
         if config.whole_documents:
-            documents = TextDocuments(corpus.train, end, config.seq_len)
+            documents = TextDocuments(corpus.train, end, config.seq_len, begins_too=begins_too)
         elif train.is_filled:
             longest = max(map(len, corpus.train))
             warnings.warn(
@@ -117,7 +118,7 @@ class GPTTask(Task[GPTTrainConfig, TextOptions]):
             train=train,
             held_out=held_out,
             documents=documents,
-            collate=partial(collate, layout=layout, end_of_document=end),
+            collate=partial(collate, layout=layout, end_of_document=end, begins_too=begins_too),
             description=description,
         )
 

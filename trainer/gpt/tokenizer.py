@@ -1,11 +1,12 @@
-"""Tokenizers: bytes of UTF-8, or a Hugging Face tokenizer.json."""
+"""Tokenizers: bytes of UTF-8, or a Hugging Face tokenizer as transformers loads it."""
 
 from __future__ import annotations
 
 import hashlib
-import re
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from jaxtyping import Integer, UInt8
 
 from startrail_jax.errors import InputError, UserError
 from trainer.data.documents import Document
+from trainer.errors import MissingPackageError
+from trainer.gpt.config import TOKENIZER
 
 # Ends every document of bytes. No text contains this byte.
 NUL = 0
@@ -26,7 +29,7 @@ END_OF_DOCUMENT_NAMES = (
     "<eos>",
     "<\uff5cend\u2581of\u2581sentence\uff5c>",
 )
-# Name of what the package raises where its own code fails.
+# Name of what the package tokenizers raises where its own code fails.
 PANIC = "PanicException"
 OTHER_FILE = "The file fails on a text: give another, or correct it."
 
@@ -107,7 +110,7 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """The tokenizer of a Hugging Face tokenizer.json, without the tokens that it puts around texts.
+    """A Hugging Face tokenizer, without the tokens that it puts around texts.
 
     If a text contains the name of the token that ends a document, it is encoded as that token.
     """
@@ -125,7 +128,7 @@ class FileTokenizer:
         """Reads the file.
 
         Args:
-            path: a tokenizer.json.
+            path: a tokenizer.json; see `load_tokenizer`.
             end_of_document: token that ends a document; None for the first of
                 `END_OF_DOCUMENT_NAMES` in the vocabulary.
             begin_of_document: token that is put in front of every document; None for none.
@@ -138,7 +141,9 @@ class FileTokenizer:
         self._path = path
         self._vocab_size = vocab_size
         self._begin = begin_of_document
-        self._tokenizer, self.digest = _load(path)
+        self._tokenizer = load_tokenizer(path).backend_tokenizer
+        with _library_errors(path, OTHER_FILE):
+            self.digest = _digest(self._tokenizer)
         if begin_of_document is not None:
             self.digest += f" begin {begin_of_document}"
         ends = [self._tokenizer.token_to_id(name) for name in END_OF_DOCUMENT_NAMES]
@@ -163,17 +168,6 @@ class FileTokenizer:
         """The tokens of a text, without one that ends it."""
         with _library_errors(self._path, OTHER_FILE):
             return self._tokenizer.encode(text, add_special_tokens=False).ids
-
-    def tokens_before(self) -> list[int]:
-        """The ids of the tokens that the file puts in front of a text elsewhere."""
-        with _library_errors(self._path, OTHER_FILE):
-            found = self._tokenizer.encode("a", add_special_tokens=True)
-        text = found.special_tokens_mask.index(0) if 0 in found.special_tokens_mask else 0
-        return found.ids[:text]
-
-    def id_of(self, name: str) -> int | None:
-        """The id of a token; None if there is no such token."""
-        return self._tokenizer.token_to_id(name)
 
     def name_of(self, token: int) -> str:
         """The name of a token, or its id if it has none."""
@@ -256,6 +250,53 @@ class FileTokenizer:
             return self._tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
 
 
+def load_tokenizer(path: Path) -> Any:
+    """The tokenizer of a file, as transformers loads it.
+
+    Args:
+        path: a file that tokenizers or transformers wrote. If its name is `TOKENIZER`, the other
+            files of its folder count too, as for `transformers.AutoTokenizer`.
+
+    Raises:
+        ImportError: if the package transformers is missing.
+        ValueError: if it cannot be used.
+    """
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # Of torch, which is not used.
+    try:
+        import transformers  # Not above: `--help` must be fast.
+    except ImportError as error:
+        raise MissingPackageError(
+            f"Tokenizers must have the package transformers; got {str(path)!r} without it. Install "
+            "the extra: pip install -e '.[hf]'."
+        ) from error
+    transformers.logging.set_verbosity_error()
+    with _library_errors(path, "Give the file that lies beside the weights of the model."):
+        path.open().close()
+        if path.name == TOKENIZER:
+            found: Any = transformers.AutoTokenizer.from_pretrained(
+                str(path.absolute().parent), local_files_only=True, trust_remote_code=False
+            )
+        else:
+            found = transformers.PreTrainedTokenizerFast(tokenizer_file=str(path))
+        # The file may ask for both, for short inputs.
+        found.backend_tokenizer.no_truncation()
+        found.backend_tokenizer.no_padding()
+    return found
+
+
+def beginning_of(path: Path) -> int | None:
+    """The token that a tokenizer puts in front of every text; None if it puts none, or several.
+
+    Raises:
+        ValueError: if the tokenizer cannot be used.
+    """
+    tokenizer = load_tokenizer(path).backend_tokenizer
+    with _library_errors(path, OTHER_FILE):
+        found = tokenizer.encode("a", add_special_tokens=True)
+    before = found.special_tokens_mask.index(0) if 0 in found.special_tokens_mask else 0
+    return found.ids[0] if before == 1 else None
+
+
 def check_tokenizer_of_model(path: Path, vocab_size: int, begin: int | None) -> str:
     """Compares the tokenizer of a pretrained model, if it has one, with the model.
 
@@ -272,8 +313,8 @@ def check_tokenizer_of_model(path: Path, vocab_size: int, begin: int | None) -> 
     """
     if not path.is_file():
         return ""
+    tokenizer = load_tokenizer(path).backend_tokenizer
     with _library_errors(path, OTHER_FILE):
-        tokenizer, _ = _load(path)
         added = tokenizer.encode("", add_special_tokens=True).tokens
     num_ids = max(tokenizer.get_vocab().values(), default=0) + 1
     if num_ids > vocab_size:
@@ -309,29 +350,18 @@ def _counted(
     return counted
 
 
-def _load(path: Path) -> tuple[Any, str]:
-    """The tokenizer, and a hash of what its tokens depend on."""
-    import tokenizers  # Not above: `--help` must be fast.
-
-    with _library_errors(
-        path, "Give the file that lies beside the weights of the model, not its folder."
-    ):
-        # The ends of lines as Python reads them: runs that have begun compare the hash.
-        text = "\n".join(re.split("\r\n|\r", path.read_bytes().decode()))
-        digest = hashlib.sha256(f"{tokenizers.__version__} {text}".encode()).hexdigest()
-        tokenizer = tokenizers.Tokenizer.from_str(text)
-        # The file may ask for both, for short inputs.
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        return tokenizer, digest
+def _digest(tokenizer: Any) -> str:
+    """A hash of what tokens depend on."""
+    text = f"{version('tokenizers')} {tokenizer.to_str()}"
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 @contextmanager
 def _library_errors(path: Path, way_out: str) -> Iterator[None]:
-    """Turns errors of the package into errors that name the file.
+    """Turns errors of the packages into errors that name the file.
 
-    It raises plain exceptions; and where its own code fails, which a file can bring about, a
-    `PanicException`, which is no `Exception`.
+    They raise plain exceptions; and where the code of tokenizers fails, which a file can bring
+    about, a `PanicException`, which is no `Exception`.
     """
     try:
         yield

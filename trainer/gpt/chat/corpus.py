@@ -19,8 +19,7 @@ from trainer.gpt.config import DataConfig
 from trainer.gpt.corpus import Corpus, Stream, check_effects, find_parts, open_text
 from trainer.gpt.documents import ExampleDocuments
 from trainer.gpt.encoding import TextTokenizer
-from trainer.gpt.pretrained.beginning import beginning_of
-from trainer.gpt.tokenizer import FileTokenizer
+from trainer.gpt.tokenizer import FileTokenizer, beginning_of
 
 
 def open_examples(

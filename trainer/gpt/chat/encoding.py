@@ -146,10 +146,11 @@ def _assign(
     """Every example, and its part."""
     train, held_out = PARTS
     most = -1.0 if text.validation is not None else _largest_share(text, template)
-    for example in read_examples(text.files, template, on_read):
+    ignored = text.config.ignored_keys
+    for example in read_examples(text.files, template, ignored, on_read):
         yield held_out if share_of_key(example.key) <= most else train, example
     if text.validation is not None:
-        for example in read_examples(text.validation, template, on_read):
+        for example in read_examples(text.validation, template, ignored, on_read):
             yield held_out, example
 
 
@@ -160,7 +161,7 @@ def _largest_share(text: Text, template: ChatTemplate | None) -> float:
     """
     shares, found = [], set()
     largest = math.nextafter(text.config.held_out, 0)
-    for example in read_examples(text.files, template):
+    for example in read_examples(text.files, template, text.config.ignored_keys):
         shares.append(share_of_key(example.key))
         found.add(shares[-1] <= largest)
         if len(found) == 2:  # Of many examples, the first few are enough to know it.

@@ -4,30 +4,34 @@ line or row."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+import shlex
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 from typing import Any
 
 from startrail_jax.errors import InputError
 from trainer.data.documents import Document, Record, check_unicode, read_records
 from trainer.data.files import Files
 from trainer.gpt.chat.template import (
-    BEGIN,
     CONFIG_FILE,
-    END,
+    RESERVED,
     TEMPLATE_FILE,
     ChatTemplate,
     Messages,
 )
 
-VARIABLES = ("tools", "documents")
-"""Keys beside the messages that a template sees."""
-COLUMNS = ("messages", "prompt", "completion", *VARIABLES)
+VARIABLES = {"messages": list, "tools": list, "documents": list, "chat_template_kwargs": dict}
+"""What a record of a conversation may hold."""
+COMPLETION = ("prompt", "completion")
+WEIGHTS = ("train", "weight")
+"""Keys of a message that say whether it counts."""
 FORMS = '{"messages": [...]} or {"prompt": "...", "completion": "..."}'
 
 
 def read_examples(
     files: Files,
     template: ChatTemplate | None,
+    ignored: Collection[str] = (),
     on_read: Callable[[int], None] = lambda size: None,
 ) -> Iterator[Document]:
     """The examples of JSONL files or tables, in order, as documents of which some parts count.
@@ -35,16 +39,32 @@ def read_examples(
     Args:
         files: of one of `RECORD_KINDS`.
         template: turns messages into text; None if there is none.
+        ignored: keys of records, or columns, that are left out.
         on_read: is told of every number of bytes of the files that are read.
 
     Raises:
-        ValueError: if a line is not an example, or says nothing that counts.
+        ValueError: if a line is not an example, says nothing that counts, or has a key that is
+            neither used nor ignored.
     """
-    for record in read_records(files, on_read, columns=COLUMNS):
-        if "messages" in record.fields:
-            yield _conversation(record, template)
+    for record in read_records(files, on_read, without=ignored):
+        fields = {key: x for key, x in record.fields.items() if x is not None}
+        example = replace(record, fields=fields)
+        if "messages" in fields:
+            _check_keys(example, VARIABLES)
+            yield _conversation(example, template)
         else:
-            yield _completion(record)
+            found = _completion(example)
+            _check_keys(example, ("prompt", "completion"))
+            yield found
+
+
+def _check_keys(record: Record, known: Collection[str]) -> None:
+    if unknown := [key for key in record.fields if key not in known]:
+        raise InputError(
+            f"Every key of a record must be one of {', '.join(known)}; got {', '.join(unknown)} in "
+            f"{record.place!r}. Leave out what says nothing that is to be learned: "
+            f"--data.ignored-keys {' '.join(map(shlex.quote, unknown))}"
+        )
 
 
 def _completion(record: Record) -> Document:
@@ -73,10 +93,22 @@ def _conversation(record: Record, template: ChatTemplate | None) -> Document:
             f"{record.place!r}. Give --data.tokenizer with {TEMPLATE_FILE} or {CONFIG_FILE} beside "
             "it, or the template (--data.chat-template); or write prompt and completion."
         )
-    fields = _without_nulls(record.fields)
-    messages = _checked(fields["messages"], record.place)
-    variables = {name: fields[name] for name in VARIABLES if name in fields}
-    text, counted = template.render(messages, record.place, **variables)
+    fields = _without_nulls({key: _parsed(key, x, record) for key, x in record.fields.items()})
+    messages = _checked(fields.pop("messages"), record.place)
+    options = fields.pop("chat_template_kwargs", {})
+    if reserved := sorted(RESERVED & options.keys()):
+        raise InputError(
+            "chat_template_kwargs must not set what the program sets; got "
+            f"{', '.join(reserved)} in {record.place!r}. Remove them."
+        )
+    counts = [_counts(message, record.place) for message in messages]
+    if not any(counts):
+        raise InputError(
+            "A conversation must have a message of the assistant that the loss counts; got "
+            f"train=false or weight=0 for all of them in {record.place!r}. Remove the line."
+        )
+    said = [{k: v for k, v in message.items() if k not in WEIGHTS} for message in messages]
+    text, counted = template.render(said, record.place, counted=counts, **fields, **options)
     check_unicode(text, record.place)
     if not counted:
         raise InputError(
@@ -104,22 +136,29 @@ def _checked(messages: Any, place: str) -> Messages:
             "A conversation must have a message of the assistant, which is what the loss counts; "
             f"got the roles {roles} in {place!r}. Rename the roles, or remove the line."
         )
-    if any(mark in json.dumps(messages, ensure_ascii=False) for mark in (BEGIN, END)):
-        raise InputError(
-            f"messages must not hold {BEGIN!a} and {END!a}, which are no characters; got one in "
-            f"{place!r}. Mend or remove the line."
-        )
     return [_with_text(message, place) for message in messages]
 
 
-def _without_nulls(value: Any) -> Any:
-    """A value of JSON without the keys that are null, as tables give all objects the same keys.
+def _parsed(key: str, value: Any, record: Record) -> Any:
+    """The value of a key, which tables may hold as a text of JSON."""
+    kind, found = VARIABLES[key], value
+    if isinstance(value, str):
+        try:
+            found = json.loads(value)
+        except (ValueError, RecursionError):
+            found = None
+    if not isinstance(found, kind):
+        raise InputError(
+            f"{key} must be {'a list' if kind is list else 'an object'} of JSON, or a text that "
+            f"holds one; got {_shortened(value)} in {record.place!r}. Mend or remove the line."
+        )
+    return found
 
-    The content of a message stays: a template may ask whether it is none.
-    """
+
+def _without_nulls(value: Any) -> Any:
+    """A value of JSON without the keys that are null, as tables give all objects the same keys."""
     if isinstance(value, dict):
-        kept = {k: v for k, v in value.items() if v is not None or k == "content"}
-        return {key: _without_nulls(x) for key, x in kept.items()}
+        return {key: _without_nulls(x) for key, x in value.items() if x is not None}
     return [_without_nulls(x) for x in value] if isinstance(value, list) else value
 
 
@@ -131,13 +170,25 @@ def _with_text(message: dict[str, Any], place: str) -> dict[str, Any]:
             "The content of a message must be a text, which only a message with tool_calls may "
             f"leave out; got {_shortened(message)} in {place!r}. Mend or remove the line."
         )
-    if message.get("weight", 1) != 1:
+    return message
+
+
+def _counts(message: dict[str, Any], place: str) -> bool:
+    """Whether the loss counts a message."""
+    is_assistant = message["role"] == "assistant"
+    given = [message[key] for key in WEIGHTS if key in message]
+    if any(x not in (0, 1) for x in given) or len(set(map(bool, given))) > 1:
         raise InputError(
-            "The loss counts all messages of the assistant alike; got "
-            f"{_shortened(message)} in {place!r}. Remove the weight, or divide the conversation "
-            "into prompt and completion."
+            "train of a message must be true or false, and its weight 0 or 1, which say the same; "
+            f"got {_shortened(message)} in {place!r}. Mend or remove the line."
         )
-    return {**message, "content": content}
+    if any(given) and not is_assistant:
+        raise InputError(
+            "The loss counts messages of the assistant only; got "
+            f"{_shortened(message)} in {place!r}. Remove train and weight, or divide the "
+            "conversation into prompt and completion."
+        )
+    return is_assistant and all(given)
 
 
 def _shortened(value: Any) -> str:

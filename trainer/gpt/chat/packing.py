@@ -15,7 +15,7 @@ from jaxtyping import Bool, Int32, Int64, Integer
 
 from startrail_jax.errors import InputError
 from startrail_jax.tokens.layout import Layout
-from trainer.gpt.batches import PADDING, TokenBatch, in_layout_order
+from trainer.gpt.batches import PADDING, TokenBatch, counting, in_layout_order
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -135,7 +135,7 @@ def _first_of_rows(
 def collate_rows(
     rows: list[Row], numbers: list[int], *, layout: Layout, mask_documents: bool
 ) -> TokenBatch:
-    """A batch of rows, in layout order; their numbers do not matter.
+    """A batch of rows, in layout order.
 
     Args:
         rows: one for each row of the batch.
@@ -143,7 +143,6 @@ def collate_rows(
         layout: order of the tokens.
         mask_documents: whether a token attends only to its own example.
     """
-    del numbers
     tokens, counted, examples = (np.stack(x) for x in zip(*rows, strict=True))
     here, following = examples[:, :-1], examples[:, 1:]
     positions = np.broadcast_to(np.arange(here.shape[1], dtype=np.int32), here.shape)
@@ -158,4 +157,4 @@ def collate_rows(
         segment_ids=here if mask_documents else None,
         weights=weights,
     )
-    return in_layout_order(batch, layout)
+    return counting(in_layout_order(batch, layout), numbers)

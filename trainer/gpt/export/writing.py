@@ -22,12 +22,12 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from models.hooks import Hooks
-from startrail_jax.errors import InputError
+from startrail_jax.errors import InputError, UnsupportedError
 from trainer import durable
 from trainer.data.opening import read_object
 from trainer.errors import NonFiniteError, StorageError
 from trainer.gpt.chat.template import TEMPLATE_FILE
-from trainer.gpt.config import GPTTrainConfig
+from trainer.gpt.config import TOKENIZER, GPTTrainConfig
 from trainer.gpt.lora.peft import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
@@ -40,7 +40,7 @@ from trainer.gpt.lora.settings import LoraConfig
 from trainer.gpt.lora.weights import restore_model
 from trainer.gpt.objective import NextToken
 from trainer.gpt.pretrained.config_json import plain, rope_length, without_rope
-from trainer.gpt.pretrained.defaults import TOKENIZER, TOKENIZER_FILES, kept_folder
+from trainer.gpt.pretrained.defaults import TOKENIZER_FILES, kept_folder
 from trainer.gpt.pretrained.families import (
     CONFIG,
     describe,
@@ -129,7 +129,7 @@ def export_run(
         base = None if values is None else describe(values, CONFIG).model
         name, described = ADAPTER_CONFIG, peft_config(config, base, note=note)
     else:
-        name, described = CONFIG, config_values(config, values, kind)
+        name, described = CONFIG, config_values(config, values, kind, note=note)
         if ids := token_ids(config, beside.get(TOKENIZER), kept / TOKENIZER):
             described |= ids
             # It has those of the tokenizer that the model came with.
@@ -223,7 +223,7 @@ def _shapes(config: GPTTrainConfig) -> Any:
 
 
 def config_values(
-    config: GPTTrainConfig, values: Mapping[str, Any] | None, dtype: str
+    config: GPTTrainConfig, values: Mapping[str, Any] | None, dtype: str, *, note: Any = print
 ) -> dict[str, Any]:
     """The config.json of a run.
 
@@ -232,6 +232,7 @@ def config_values(
         values: config.json of the model with which it began; None if there was none. What the run
             has not changed stays.
         dtype: type of the weights.
+        note: is told what the user must know about it.
     """
     model = config.model
     if values is None:
@@ -251,12 +252,26 @@ def config_values(
             tokens = {name: x for name, x in found.items() if name.endswith("_token_id")}
             found |= to_values(model, length=length, dtype=dtype) | tokens
         length = found.get("max_position_embeddings")
-        if model.rope.scaling == "none" and isinstance(length, int) and config.seq_len > length:
+        if isinstance(length, int) and config.seq_len > length:
             # Servers refuse or cut what is longer.
-            found["max_position_embeddings"] = config.seq_len
+            raised = found | {"max_position_embeddings": config.seq_len}
+            if _same_model(raised, found):
+                found = raised
+            else:
+                note(
+                    f"{CONFIG} keeps max_position_embeddings={length}, on which its model "
+                    f"depends, though the rows of the run have {config.seq_len} tokens"
+                )
     again = describe(found, CONFIG).model
     assert without_rope(again) == without_rope(model), "a config.json says what it was made of"
     return found
+
+
+def _same_model(values: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
+    try:
+        return describe(values, CONFIG).model == describe(others, CONFIG).model
+    except UnsupportedError:
+        return False
 
 
 @contextmanager

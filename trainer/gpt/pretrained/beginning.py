@@ -15,8 +15,6 @@ from trainer.gpt.pretrained.defaults import GENERATION
 from trainer.gpt.pretrained.families import CONFIG
 from trainer.run.settings import CHECKPOINTS_FOLDER, CONFIG_FILE
 
-TOKENIZER_CONFIG = "tokenizer_config.json"
-
 
 def with_beginning(
     config: GPTTrainConfig, *, given: bool, inherited: bool = False
@@ -40,7 +38,13 @@ def with_beginning(
     tokenizer = config.data.tokenizer
     if tokenizer is None:
         return replace(config, data=replace(config.data, begin_of_document=None))
-    return _with_token(config, "begin_of_document", inherited, lambda: beginning_of(tokenizer))
+
+    def beginning() -> int | None:
+        from trainer.gpt.tokenizer import beginning_of  # Not above: `--help` must be fast.
+
+        return beginning_of(tokenizer)
+
+    return _with_token(config, "begin_of_document", inherited, beginning)
 
 
 def with_ending(config: GPTTrainConfig, *, given: bool, inherited: bool = False) -> GPTTrainConfig:
@@ -85,62 +89,21 @@ def _with_token(
     return replace(config, data=replace(data, **{name: token}))
 
 
-def beginning_of(path: Path) -> int | None:
-    """The token that a tokenizer puts in front of every text; None if it puts none.
-
-    `add_bos_token` in tokenizer_config.json decides, as in transformers; without it, the
-    post-processor in tokenizer.json does.
-
-    Args:
-        path: the tokenizer.json.
-
-    Raises:
-        ValueError: if a file cannot be read, or the token is none of the vocabulary's.
-    """
-    from trainer.gpt.tokenizer import FileTokenizer
-
-    # Neither the token that ends a document nor the size of the vocabulary matters here.
-    tokenizer = FileTokenizer(path, end_of_document=0, vocab_size=1)
-    beside = path.with_name(TOKENIZER_CONFIG)
-    values = read_object(beside) if beside.is_file() else {}
-    asked, name = values.get("add_bos_token"), _name_in(values, "bos_token")
-    if asked is True and name is not None:
-        return _id_of(
-            tokenizer,
-            name,
-            "A tokenizer that asks for a token in front of every text must have it; got "
-            f"add_bos_token with bos_token={name!r} in {str(beside)!r}, which {str(path)!r} "
-            "lacks. Copy both from one model, or give the id: --data.begin-of-document.",
-        )
-    before = tokenizer.tokens_before()
-    return before[0] if asked is not False and len(before) == 1 else None
-
-
 def ending_of(path: Path) -> int | None:
     """The token with which the model of a tokenizer ends what it says; None if no file names it.
 
-    It is the `eos_token` of tokenizer_config.json; without it, the first of `eos_of`.
+    It is the `eos_token` of the tokenizer; without one, the first of `eos_of`.
 
     Args:
         path: the tokenizer.json, beside which the other files lie.
 
     Raises:
-        ValueError: if a file cannot be read, or the token is none of the vocabulary's.
+        ValueError: if a file cannot be read.
     """
-    from trainer.gpt.tokenizer import FileTokenizer
+    from trainer.gpt.tokenizer import load_tokenizer
 
-    beside = path.with_name(TOKENIZER_CONFIG)
-    name = _name_in(read_object(beside), "eos_token") if beside.is_file() else None
-    if name is None:
-        return next(iter(eos_of(path.parent)), None)
-    tokenizer = FileTokenizer(path, end_of_document=0, vocab_size=1)
-    return _id_of(
-        tokenizer,
-        name,
-        "A tokenizer must have the token that ends what its model says; got "
-        f"eos_token={name!r} in {str(beside)!r}, which {str(path)!r} lacks. Copy both from one "
-        "model, or give the id: --data.end-of-document.",
-    )
+    found: int | None = load_tokenizer(path).eos_token_id
+    return next(iter(eos_of(path.parent)), None) if found is None else found
 
 
 def eos_of(folder: Path) -> tuple[int, ...]:
@@ -164,20 +127,6 @@ def eos_of(folder: Path) -> tuple[int, ...]:
         # Some files write -1 for none.
         return tuple(x for x in ids if x >= 0)
     return ()
-
-
-def _id_of(tokenizer: Any, name: Any, message: str) -> int:
-    """The id of the token that a tokenizer_config.json names; raises the message without one."""
-    found = tokenizer.id_of(name) if isinstance(name, str) else None
-    if found is None:
-        raise InputError(message)
-    return found
-
-
-def _name_in(values: dict[str, Any], key: str) -> Any:
-    """The name of a special token in a tokenizer_config.json."""
-    token = values.get(key)
-    return token.get("content") if isinstance(token, dict) else token
 
 
 def _begun_with(config: GPTTrainConfig) -> dict[str, Any] | None:

@@ -7,13 +7,12 @@ from pathlib import Path
 
 from startrail_jax.errors import InputError
 from trainer.config import OptimizerConfig
-from trainer.gpt.config import GPTTrainConfig
+from trainer.gpt.config import TOKENIZER, GPTTrainConfig
 from trainer.gpt.pretrained.families import read_description
 from trainer.run.folder import KEPT_FOLDER
 from trainer.run.settings import CHECKPOINTS_FOLDER
 from trainer.sums import SUMS_FILE, check_sums
 
-TOKENIZER = "tokenizer.json"
 GENERATION = "generation_config.json"
 TOKENIZER_FILES = (
     *(TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),

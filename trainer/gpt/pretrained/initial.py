@@ -20,8 +20,8 @@ from startrail_jax.errors import InputError
 from trainer import durable
 from trainer.checkpoints.initial import InitialWeights
 from trainer.data.opening import read_object, reading
-from trainer.gpt.config import GPTTrainConfig
-from trainer.gpt.pretrained.defaults import GENERATION, TOKENIZER, TOKENIZER_FILES
+from trainer.gpt.config import TOKENIZER, GPTTrainConfig
+from trainer.gpt.pretrained.defaults import GENERATION, TOKENIZER_FILES
 from trainer.gpt.pretrained.families import CONFIG, read_description
 from trainer.gpt.pretrained.names import Place, places
 from trainer.gpt.pretrained.tensors import Tensors, open_tensors
