@@ -11,11 +11,11 @@ References:
 from __future__ import annotations
 
 import datetime
+import functools
 import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +129,7 @@ class ChatTemplate:
         """
         source = self._source_for(variables.get("tools"), place)
         is_marked = bool(GENERATION.search(source))
-        run = partial(self._run, source, place=place, variables=variables)
+        run = functools.partial(self._run, source, place=place, variables=variables)
         text, spans = run(messages, marks=is_marked)
         self._check_read(source, messages, variables, text, run, place)
         wanted = [
@@ -168,10 +168,7 @@ class ChatTemplate:
         except ValueError as error:
             raise self._failed(str(error), place) from error
 
-        def date(form: re.Match[str]) -> str:
-            return json.dumps(TODAY.strftime(form[1] or form[2] or ""))
-
-        return NOW.sub(date, source)
+        return _dated(source)
 
     def _answer(self, text: str, messages: Messages, number: int, run: Any, place: str) -> Span:
         """What the assistant says in a message, in a template without marks."""
@@ -205,9 +202,7 @@ class ChatTemplate:
         place: str,
     ) -> None:
         """Raises if the template takes no notice of something that it was given."""
-        words = set(re.findall(r"\w+", source))
-        if words & REASONING:
-            words |= REASONING
+        words = _words(source)
         idle = {key for key, value in variables.items() if value and key not in words}
         for message in messages:
             own = COMMON | {"name"} if message["role"] == "tool" else COMMON
@@ -260,6 +255,23 @@ class ChatTemplate:
             f"The chat template must take the messages; got {why} from {self._name!r} for "
             f"{place!r}. Correct the messages, or give another template: --data.chat-template."
         )
+
+
+@functools.cache
+def _dated(source: str) -> str:
+    """A template in which `TODAY` stands for what it asks of the day."""
+
+    def date(form: re.Match[str]) -> str:
+        return json.dumps(TODAY.strftime(form[1] or form[2] or ""))
+
+    return NOW.sub(date, source)
+
+
+@functools.cache
+def _words(source: str) -> set[str]:
+    """The keys that a template may read."""
+    words = set(re.findall(r"\w+", source))
+    return words | REASONING if words & REASONING else words
 
 
 def _called(message: Mapping[str, Any]) -> list[str]:
