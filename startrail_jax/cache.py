@@ -386,9 +386,8 @@ def write_slots(
     # An index past the end is not written.
     slots = jnp.full_like(positions, length)
     for i, start in enumerate(runs.starts):
-        turn, rest = jnp.divmod(positions - start, runs.stride)
-        slot = turn * runs.block + rest
-        inside = (positions >= start) & (rest < runs.block) & (slot < runs.length)
+        slot = positions - start
+        inside = (slot >= 0) & (slot < runs.length)
         slots = jnp.where(inside, i * runs.length + slot, slots)
     batch = jnp.arange(cache.shape[-4])[:, None]
     cache, new, slots = alike(cache, new.astype(cache.dtype), slots)

@@ -14,14 +14,13 @@ from startrail_jax.blocks.visibility import Visibility
 from startrail_jax.masks import Full, Pattern
 from startrail_jax.rings.schedule import Schedule, ring_offsets
 from startrail_jax.rings.sizes import Sizes
-from startrail_jax.tokens.layout import Layout, Runs, Span
+from startrail_jax.tokens.layout import KINDS, Layout, Runs, Span
 
 # Tokens of the tiles in which `visible_pairs` looks at every pair, and how many it takes at once.
 _LEAF, _AT_ONCE = 32, 2**12
 # Questions that `shares` may ask. More of them cut units into finer tiles.
 _QUESTIONS = 2**22
 # Kernels serve whole runs of tokens best, so stripes are named last.
-_PREFERENCE = ("contiguous", "zigzag", "striped")
 # A device with this share of the mean keeps the others waiting. A layout is worth naming if the
 # share is smaller by this factor.
 BUSY, WORTH_NAMING = 1.2, 1.1
@@ -133,7 +132,7 @@ def _cut(runs: Runs, parts: int) -> list[tuple[int, Span]]:
     """Each run cut into at most `parts` parts: tokens, and first and last position."""
     ends = np.unique(np.linspace(0, runs.length, min(parts, runs.length, 64) + 1).astype(int))
     return [
-        (int(stop - start), Span(begin + runs.offset(start), begin + runs.offset(stop - 1)))
+        (int(stop - start), Span(begin + start, begin + stop - 1))
         for begin in runs.starts
         for start, stop in itertools.pairwise(ends)
     ]
@@ -151,7 +150,7 @@ def better_layout(schedule: Schedule, seq_len: int) -> tuple[str, float] | None:
         return None
     found = {
         layout.kind: float(shares(replace(schedule, layout=layout), seq_len).max())
-        for layout in (Layout(kind, schedule.layout.degree) for kind in _PREFERENCE)
+        for layout in (Layout(kind, schedule.layout.degree) for kind in KINDS)
         if seq_len % layout.multiple == 0
     }
     best = min(found, key=lambda kind: round(found[kind], 1))

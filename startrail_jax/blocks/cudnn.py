@@ -82,10 +82,10 @@ def refusal(request: Request) -> str | None:
         return f"its kernels serve no scores of a call; got {', '.join(request.scores)}"
     if request.packed:
         return "its masks know no documents; got segment_ids"
-    if not full and not 1 <= request.num_cases <= MAX_CASES:
+    if not full and request.num_cases > MAX_CASES:
         return (
             f"causal units must meet in at most {MAX_CASES} sets of rectangles and squares; got "
-            f"{request.num_cases or 'a striped layout'}"
+            f"{request.num_cases}"
         )
     return None
 

@@ -183,11 +183,8 @@ class _PairList:
     @classmethod
     def of(cls, kind: str, query: Tiling, key: Tiling, pairs: Bool[Array, "i j"]) -> _PairList:
         (order,) = jnp.nonzero(pairs.reshape(-1), size=pairs.size, fill_value=0)
-        if kind == "strict":
-            # Without its first query and its last key, it is a plain causal triangle.
-            query = Tiling(query.starts + 1, query.fresh + 1, query.size - 1)
-            key = Tiling(key.starts, key.fresh, key.size - 1)
         if kind == "strict edge":
+            # Without its last query and its first key, it is a plain causal triangle, turned.
             query = Tiling(query.starts, query.fresh, query.size - 1)
             key = Tiling(key.starts + 1, key.fresh + 1, key.size - 1)
         return cls(kind, query, key, order.astype(jnp.int32), pairs.sum(dtype=jnp.int32))

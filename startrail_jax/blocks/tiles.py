@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32
 
 from startrail_jax.blocks.visibility import Visibility
-from startrail_jax.tokens.layout import Runs, Span
+from startrail_jax.tokens.layout import Span
 
 _NO_SEGMENT = np.iinfo(np.int32).max
 
@@ -121,7 +121,6 @@ def tile_kinds(visibility: Visibility, query: Tiling, key: Tiling) -> dict[str, 
 
     * "full": every query sees every key, and nothing is masked.
     * "causal": a triangle is visible; query m of the tile sees keys 0 .. m.
-    * "strict": a triangle without its diagonal is visible; query m sees keys 0 .. m - 1.
     * "edge", "strict edge": the same from the other side, where a window ends; query m sees all
       keys from m on, or from m + 1 on. They are looked for where tiles divide the runs.
     * "mixed": anything else, even a pair in which nothing is visible (see `visible_tiles`).
@@ -158,19 +157,11 @@ def _kinds_of_pattern(
     first, key_first = queries.first, keys.first
     full = whole & visibility.pattern.every(queries, keys)
     triangle = whole & visibility.pattern.triangle(queries, keys)
-    # Where both tiles have this pattern, their positions grow alike from one token to the next, by
-    # at least `step`.
-    block, stride, parts = _pattern(visibility.query_runs)
-    same = parts is None and (block, stride, parts) == _pattern(visibility.key_runs)
-    if query.size != key.size or query.size == 1 or not same:
+    if query.size != key.size or query.size == 1:
         return {"full": full}
-    alike = triangle & ((query.starts % block)[:, None] == key.starts % block)
-    step = stride if block == 1 else 1
-    kinds = {"full": full, "causal": alike & (first - step < key_first) & (key_first <= first)}
-    if step > 1:
-        kinds["strict"] = alike & (first < key_first) & (key_first <= first + step)
+    kinds = {"full": full, "causal": triangle & (first == key_first)}
     reach, aligned = visibility.pattern.reach, visibility.query_runs.length % query.size == 0
-    if reach is None or stride * block > 1 or not aligned or visibility.key_runs.length % key.size:
+    if reach is None or not aligned or visibility.key_runs.length % key.size:
         return kinds
     behind = whole & visibility.pattern.edge(queries, keys)
     # Positions of tiles are multiples of their size, so most windows have no such tile.
@@ -179,11 +170,6 @@ def _kinds_of_pattern(
     if (reach + 1) % query.size == 0:
         kinds["strict edge"] = behind & (first - reach == key_first + 1)
     return kinds
-
-
-def _pattern(runs: Runs) -> tuple[int, int, tuple[int, int] | None]:
-    """(block, stride, parts) of the positions of a run; (1, 1, None) if they are consecutive."""
-    return (1, 1, None) if runs.contiguous else (runs.block, runs.stride, runs.parts)
 
 
 def _only_segment(tiles: Int32[Array, "b i n"]) -> Int32[Array, "b i"]:

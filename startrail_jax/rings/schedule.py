@@ -209,7 +209,7 @@ class Schedule:
         queries = self.query_runs(seq_len, ahead, g)
         keys = self.key_runs(kv_seq_len or seq_len, behind, a)
         of_window = None
-        if causal_window(pattern) is not None and queries.contiguous and keys.contiguous:
+        if causal_window(pattern) is not None:
             of_window = functools.partial(_case_of_window, self, seq_len, known, queries, keys)
         return Visibility(
             pattern,
@@ -318,7 +318,7 @@ def unit_cases(
         kv_seq_len: key tokens of the whole sequence; None for as many as query tokens.
 
     Returns:
-        The sets; none if what is visible does not fall into pieces, as stripes and masks that are
+        The sets; none if what is visible does not fall into pieces, as masks that are
         neither full nor causal nor a causal window do not.
     """
     query, key = schedule.query_runs(seq_len, 0, 0), schedule.key_runs(kv_seq_len or seq_len, 0, 0)
@@ -326,7 +326,7 @@ def unit_cases(
     if isinstance(pattern, Full):
         return (Pieces.whole(query.tokens, key.tokens),)
     is_window = causal_window(pattern) is not None
-    if not ((isinstance(pattern, Causal) or is_window) and query.contiguous and key.contiguous):
+    if not (isinstance(pattern, Causal) or is_window):
         return ()
     if is_window:
         found = [window_cases(schedule, seq_len, distance) for distance in (0, None)]

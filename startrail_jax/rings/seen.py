@@ -72,8 +72,6 @@ def why_not_seen(pattern: Pattern, layout: Layout, seq_len: int) -> str | None:
         return f"the mask {within} shows the keys of nearly all devices"
     if within.per_row:
         return f"the mask {within} leaves lengths open until a call gives them"
-    if layout.kind == "striped":
-        return "in striped order, neighbouring keys lie on different devices"
     if seen_exchange(pattern, layout, seq_len) is None:
         return f"the mask {within} shows each device keys of nearly all others"
     return None
@@ -249,7 +247,7 @@ class _Static:
         return replace(
             own,
             pattern=_Piece(own.pattern, first, last),
-            key_runs=Runs((start,), run.length, run.length, run.length),
+            key_runs=Runs((start,), run.length),
             offsets=(),
             of_window=self._of_window(1 + number),
         )

@@ -20,7 +20,7 @@ from jaxtyping import Array, Int32, Shaped
 
 from startrail_jax.errors import InputError
 
-KINDS = ("contiguous", "zigzag", "striped")
+KINDS = ("contiguous", "zigzag")
 
 # The layouts whose order this process has asked for, by which tokens can be brought into it.
 _USED: set[Layout] = set()
@@ -38,9 +38,7 @@ class Span:
 class Runs:
     """The increasing positions of the tokens of one unit, as `len(starts)` runs of equal length.
 
-    Token i of a run is at position `start + (i // block) * stride + i % block`. In a run of
-    neighbouring tokens, `block` is `length`. Where blocks have parts, `parts` says how long they
-    are and how far apart, and i % block is divided again in the same way.
+    The tokens of a run are neighbours.
     """
 
     starts: tuple[Any, ...]
@@ -48,13 +46,6 @@ class Runs:
     NumPy array for many units at once."""
     length: int
     """Number of tokens in each run."""
-    block: int
-    """Number of neighbouring tokens in a block."""
-    stride: int
-    """Distance from the start of one block to the start of the next, in tokens."""
-    parts: tuple[int, int] | None = None
-    """Tokens in a part of a block, and distance from the start of one part to that of the next;
-    None if a block has neighbouring tokens."""
     apart: int = 0
     """Distance from the start of one run to that of the next, in tokens; under zigzag, among the
     early runs, and the late ones mirror them."""
@@ -65,32 +56,18 @@ class Runs:
         return len(self.starts), self.length, self.apart
 
     @property
-    def contiguous(self) -> bool:
-        """Whether the tokens of a run are neighbours."""
-        return self.parts is None and self.block in (self.length, self.stride)
-
-    @property
     def tokens(self) -> int:
         """Number of tokens in the unit."""
         return len(self.starts) * self.length
 
-    def offset(self, index: Any) -> Any:
-        """Distance from the first token of a run to token `index` of it."""
-        within = index % self.block
-        if self.parts is not None:
-            size, apart = self.parts
-            within = within // size * apart + within % size
-        return index // self.block * self.stride + within
-
     @property
     def spans(self) -> tuple[Span, ...]:
         """First and last position of each run."""
-        extent = self.offset(self.length - 1)
-        return tuple(Span(start, start + extent) for start in self.starts)
+        return tuple(Span(start, start + self.length - 1) for start in self.starts)
 
     def vector(self) -> Int32[Array, " tokens"]:
         """The positions of all tokens of the unit, in increasing order."""
-        offsets = self.offset(np.arange(self.length, dtype=np.int32))
+        offsets = np.arange(self.length, dtype=np.int32)
         return jnp.concatenate([jnp.asarray(start, jnp.int32) + offsets for start in self.starts])
 
 
@@ -103,8 +80,6 @@ class Layout:
       2 * degree - 1 - r, so that under a causal mask every pair of ranks costs the same (StarTrail,
       https://arxiv.org/abs/2407.00611, appendix A.1; LoongTrain,
       https://arxiv.org/abs/2406.18485, section 3.2).
-    * "striped": rank r holds tokens r, r + degree, r + 2 * degree, ... (Striped Attention,
-      https://arxiv.org/abs/2311.09431).
 
     Raises:
         ValueError: if the kind is unknown or the degree is below 1.
@@ -220,8 +195,6 @@ class Layout:
         self.check_length(seq_len)
         _USED.add(self)
         natural = np.arange(seq_len, dtype=np.int32)
-        if self.kind == "striped":
-            return natural.reshape(-1, self.degree).T.reshape(-1)
         if self.kind == "zigzag":
             early, late = np.split(natural.reshape(2 * self.degree, -1), 2)
             return np.stack([early, late[::-1]], axis=1).reshape(-1)
@@ -274,12 +247,10 @@ class Layout:
         """Puts the gathered tokens of `size` ranks in order of position along `axis`.
 
         The reorder is static. Under zigzag, the early and late runs [e0 l0 e1 l1 ..] of the ranks
-        become [e0 e1 .. | .. l1 l0]. Stripes are interleaved.
+        become [e0 e1 .. | .. l1 l0].
         """
         if self.kind == "contiguous" or size == 1:
             return x
-        if self.kind == "striped":
-            return _swap_blocks(x, size, axis)
         early, late = jnp.moveaxis(_split(x, axis, (size, 2, -1)), axis + 1, 0)
         return _merge(jnp.concatenate([early, jnp.flip(late, axis)], axis), axis, 2)
 
@@ -287,8 +258,6 @@ class Layout:
         """The inverse of `sort_unit`: the tokens rank after rank, ready to be scattered."""
         if self.kind == "contiguous" or size == 1:
             return x
-        if self.kind == "striped":
-            return _swap_blocks(x, x.shape[axis] // size, axis)
         early, late = jnp.split(_split(x, axis, (2 * size, -1)), 2, axis)
         return _merge(jnp.stack([early, jnp.flip(late, axis)], axis + 1), axis, 3)
 
@@ -306,17 +275,12 @@ class Layout:
         """
         if apart == size:
             size, blocks = size * blocks, 1
-        tokens, count = seq_len // self.degree, size * blocks
-        if self.kind == "striped":
-            parts = None if blocks == 1 else (size, apart)
-            return Runs((first,), tokens * count, count, self.degree, parts)
-        slices = tokens // 2 if self.kind == "zigzag" else tokens
+        slices = seq_len // self.multiple
         ranks = [first + i * apart for i in range(blocks)]
         starts = [rank * slices for rank in ranks]
         if self.kind == "zigzag":
             starts += [seq_len - (rank + size) * slices for rank in reversed(ranks)]
-        run = slices * size
-        return Runs(tuple(starts), run, run, run, apart=slices * apart if blocks > 1 else 0)
+        return Runs(tuple(starts), slices * size, slices * apart if blocks > 1 else 0)
 
 
 def token_axis(x: Any, axis: int) -> int:
@@ -362,7 +326,3 @@ def _split(x: Array, axis: int, sizes: tuple[int, ...]) -> Array:
 
 def _merge(x: Array, axis: int, count: int) -> Array:
     return x.reshape(*x.shape[:axis], -1, *x.shape[axis + count :])
-
-
-def _swap_blocks(x: Array, rows: int, axis: int) -> Array:
-    return _merge(jnp.swapaxes(_split(x, axis, (rows, -1)), axis, axis + 1), axis, 2)

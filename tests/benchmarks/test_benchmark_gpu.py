@@ -180,7 +180,9 @@ def test_program_for_a_gpu_has_the_kernels_of_the_mesh():
         assert alone.as_text().count(count) == whole.as_text().count(count) > 0
 
 
-@pytest.mark.parametrize(("name", "layout"), [("C 2, ring 2", None), ("team 3, ring 2", "striped")])
+@pytest.mark.parametrize(
+    ("name", "layout"), [("C 2, ring 2", None), ("team 3, ring 2", "contiguous")]
+)
 @pytest.mark.slow
 def test_devices_in_turn_compute_the_attention(name, layout):
     mesh = st.make_mesh(st.Degrees(), devices=jax.devices()[:1])

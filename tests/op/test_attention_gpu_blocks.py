@@ -96,11 +96,11 @@ TILED = [
     )
     for seed, (degrees, mask, heads, layout, backward) in enumerate(
         [
-            (Degrees.ring_attention(2), "window", "single", "striped", "kv"),
+            (Degrees.ring_attention(2), "window", "single", "contiguous", "kv"),
             (Degrees.ring_attention(5), "cross", "grouped", "zigzag", "query"),
             (Degrees.startrail(8, c=2), "packed_window", "grouped", "zigzag", "query"),
-            (Degrees.startrail(8, c=2), "cross", "equal", "striped", "kv"),
-            (Degrees(group=2, ring=2, team=3), "packed_window", "single", "striped", "kv"),
+            (Degrees.startrail(8, c=2), "cross", "equal", "contiguous", "kv"),
+            (Degrees(group=2, ring=2, team=3), "packed_window", "single", "contiguous", "kv"),
             (Degrees(group=3, ring=2, team=2), "window", "equal", "zigzag", "query"),
         ]
     )

@@ -106,7 +106,6 @@ def test_auto_exchanges_where_arithmetic_outweighs_bytes():
     "options",
     [
         {"layout": "zigzag"},
-        {"layout": "striped"},
         {"causal": False},
         {"window": 64},
         {"degrees": D()},
@@ -175,7 +174,8 @@ def test_what_code_of_others_does_by_memory_is_right_on_one_axis(by_memory):
     zigzag.shard(np.zeros((1, 32)))
     rng = np.random.default_rng(1)
     tokens = rng.integers(0, 19, (2, 32))
-    table = rng.standard_normal((19, 4, 8), np.float32)
+    # Large ones would make the loss a small difference of large logits.
+    table = rng.standard_normal((19, 4, 8), np.float32) / 4
 
     def loss(table, tokens, attend):
         x = table[tokens]

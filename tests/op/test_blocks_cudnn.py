@@ -406,7 +406,6 @@ REQUEST = dict(
         (dict(mask=Window(4, 2)), r"causal windows; got mask=Window\(left=4, right=2\)"),
         (dict(packed=True), "know no documents; got segment_ids"),
         (dict(num_cases=129), "at most 128 sets .*; got 129"),
-        (dict(num_cases=0), "at most 128 sets .*; got a striped layout"),
     ],
 )
 def test_limits_are_named_and_auto_goes_on(changed, message):

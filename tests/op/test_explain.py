@@ -68,7 +68,6 @@ def test_the_mesh_is_the_default_and_every_better_backend_says_why_not():
     [
         (dict(mask=st.masks.Window(99, 5), causal=None), {}, "mask=Window(left=99, right=5)", None),
         ({}, dict(packed=True), "segment_ids", None),
-        (dict(layout="striped"), {}, "striped layout", None),
         ({}, dict(dtype="float32"), "got float32", "got float32"),
         (dict(window=100), dict(head_dim=136, packed=True), "documents", "at most 128"),
     ],
@@ -88,7 +87,6 @@ def test_other_requests_go_to_tiles_which_say_where_they_are_dense(options, size
         ({}, dict(packed=True), (120, 16 / 2, 0)),
         # A length that is not known yet: all else may be visible.
         (dict(mask=st.masks.Prefix()), {}, (120, 0, 136)),
-        (dict(layout="striped"), {}, (0, 1, 0)),
         # Of 512 tokens: 8 on the diagonal, and those that the end of the window cuts, which are
         # causal too if it goes from corner to corner.
         (dict(window=600, layout="contiguous", backend="tiled"), {}, (0, 8 / 2, 7 + 6)),

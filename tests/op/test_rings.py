@@ -27,7 +27,7 @@ def devices_of(schedule):
 
 
 @pytest.mark.parametrize("direction", ["keys_behind", "queries_ahead"])
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize(
     ("degrees", "inner"),
     [

@@ -76,7 +76,7 @@ def cases():
             "mask": tuple(KINDS_OF_MASKS),
             "segments": (None, "documents", "padding"),
             "heads": HEADS,
-            "layout": KINDS,
+            "layout": (*KINDS, None),
             "backward": ("query", "kv"),
             "dtype": ("float32", "bfloat16"),
             "axis_type": ("explicit", "auto"),
@@ -127,7 +127,7 @@ def test_scores_match_the_oracle(scored, monkeypatch):
 @pytest.mark.slow
 def test_local_takes_what_a_call_takes():
     """Inside a shard_map of the caller: slopes and sinks of a device's own heads, and the rest."""
-    case = Case(degrees=D(data=2, ring=2, tensor=2), heads="grouped", layout="striped")
+    case = Case(degrees=D(data=2, ring=2, tensor=2), heads="grouped", layout="contiguous")
     given = dict(sinks=True, slopes=True, bias=(True, True), dropout=False, of_rows="prefixes")
     scored = ScoreCase(case=dataclasses.replace(case, axis_type="auto"), **given)
     attention, problem = scored.attention, case.problem

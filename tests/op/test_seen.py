@@ -410,7 +410,6 @@ REFUSED = {
     "bias": (dict(window=9), dict(scores=("bias",))),
     "causal": ({}, {}),
     "full": (dict(causal=False), {}),
-    "striped": (dict(window=9, layout="striped"), {}),
     "prefix of rows": (dict(mask=M.Prefix()), {}),
     "as published": (dict(window=9, placement="gather_permute"), {}),
 }

@@ -59,7 +59,7 @@ EXACT = {
         {"mask": st.masks.Prefix(5), "softcap": 2.0, "layout": "contiguous"},
         {"packed": True},
     ),
-    "tensor": (st.Degrees(ring=2, tensor=2), {"window": 5, "scale": 0.7, "layout": "striped"}, {}),
+    "tensor": (st.Degrees(ring=2, tensor=2), {"window": 5, "scale": 0.7, "layout": "zigzag"}, {}),
     "cross": (
         st.Degrees(group=2),
         {"causal": False},
