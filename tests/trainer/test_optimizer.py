@@ -183,3 +183,26 @@ def test_wsd_may_have_neither_warm_up_nor_end():
 def test_options_without_effect_raise(changes, named):
     with refused(InputError, named):
         OptimizerConfig(learning_rate=1e-2, **changes)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_gradients_are_clipped_to_their_norm(kind):
+    """The first moments after one step tell: updates do not depend on the scale of gradients."""
+    config = OptimizerConfig(kind=kind, learning_rate=1.0, clip_norm=0.5)
+    optimizer = make_optimizer(config, 10)
+    weights = {"embedding": jnp.ones((4, 3)), "blocks": {"query": {"kernel": jnp.ones((2, 3, 4))}}}
+
+    def moments(gradients):
+        state = optimizer.update(gradients, optimizer.init(weights), weights)[1]
+        return [
+            x
+            for path, x in jax.tree_util.tree_leaves_with_path(state)
+            if "/mu/" in f"{path_name(path)}/"
+        ]
+
+    large = jax.tree.map(lambda x: 3 * x, weights)
+    norm = float(np.sqrt(sum(np.sum(np.square(x)) for x in jax.tree.leaves(large))))
+    clipped = moments(jax.tree.map(lambda x: x * (config.clip_norm / norm), large))
+    assert len(clipped) > 1
+    for x, y in zip(moments(large), clipped, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5)

@@ -369,3 +369,12 @@ def test_program_is_freed_when_it_is_not_needed():
     del program
     gc.collect()
     assert freed() is None
+
+
+def test_losses_of_an_evaluation_are_sums_over_all_parts_of_a_batch(initial_state):
+    programs = [make_program(st.Degrees(), accumulation=parts) for parts in (1, 2)]
+    whole, in_parts = (
+        program.losses(placed(initial_state, program.state_shapes).result, batch(program, 0))
+        for program in programs
+    )
+    np.testing.assert_allclose(in_parts, whole, rtol=1e-6)
