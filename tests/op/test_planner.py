@@ -214,6 +214,10 @@ def test_layers_with_windows_are_timed_by_themselves():
     in_rings = [x._forward(1024).compute[0] for x in (ring, teams)]
     assert 1.5 < in_rings[1] / in_rings[0] < 2.5
     assert ring.forward(1024).compute[0] == teams.forward(1024).compute[0] < in_rings[0]
+    # Five products of matrices in place of two, at the speed of each pass.
+    again = [ring.backward(1024).compute[0], ring._backward(1024).compute[0]]
+    before = [ring.forward(1024).compute[0], ring._forward(1024).compute[0]]
+    assert all(2 < after / first < 4 for after, first in zip(again, before, strict=True))
     full = dataclasses.replace(asked, model=dataclasses.replace(asked.model, windows=(2**18,)))
     assert full.windows == {None: 32}
 
