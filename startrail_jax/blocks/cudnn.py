@@ -84,8 +84,8 @@ def refusal(request: Request) -> str | None:
         return "its masks know no documents; got segment_ids"
     if not full and request.num_cases > MAX_CASES:
         return (
-            f"causal units must meet in at most {MAX_CASES} sets of rectangles and squares; got "
-            f"{request.num_cases}"
+            f"causal units must meet in at most {MAX_CASES} sets of rectangles and squares; "
+            f"got {request.num_cases}"
         )
     return None
 

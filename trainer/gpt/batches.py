@@ -187,5 +187,7 @@ def collate(
 
 def counting(batch: TokenBatch, numbers: Sequence[int]) -> TokenBatch:
     """A batch with weights of 0 in the rows that only fill it up."""
+    if NO_EXAMPLE not in numbers:
+        return batch
     is_example = np.array(numbers) != NO_EXAMPLE
     return batch._replace(weights=batch.weights * is_example[:, None].astype(np.float32))

@@ -23,6 +23,7 @@ from trainer.gpt.chat.template import (
 VARIABLES = {"messages": list, "tools": list, "documents": list, "chat_template_kwargs": dict}
 """What a record of a conversation may hold."""
 COMPLETION = ("prompt", "completion")
+"""What any other record holds."""
 WEIGHTS = ("train", "weight")
 """Keys of a message that say whether it counts."""
 FORMS = '{"messages": [...]} or {"prompt": "...", "completion": "..."}'
@@ -54,7 +55,7 @@ def read_examples(
             yield _conversation(example, template)
         else:
             found = _completion(example)
-            _check_keys(example, ("prompt", "completion"))
+            _check_keys(example, COMPLETION)
             yield found
 
 
@@ -68,7 +69,7 @@ def _check_keys(record: Record, known: Collection[str]) -> None:
 
 
 def _completion(record: Record) -> Document:
-    prompt, completion = (record.fields.get(name) for name in ("prompt", "completion"))
+    prompt, completion = (record.fields.get(name) for name in COMPLETION)
     if not (isinstance(prompt, str) and isinstance(completion, str)):
         given = {name: type(value).__name__ for name, value in record.fields.items()}
         raise InputError(

@@ -132,24 +132,19 @@ class ChatTemplate:
         run = functools.partial(self._run, source, place=place, variables=variables)
         text, spans = run(messages, marks=is_marked)
         self._check_read(source, messages, variables, text, run, place)
-        wanted = [
-            not counted or counted[number]
-            for number, message in enumerate(messages)
-            if message["role"] == "assistant"
-        ]
-        if is_marked:
-            if len(spans) != len(wanted) and not all(wanted):
+        said = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+        wanted = [n for n in said if not counted or counted[n]]
+        if not is_marked:
+            spans = [self._answer(text, messages, number, run, place) for number in wanted]
+        elif wanted != said:
+            if len(spans) != len(said):
                 raise InputError(
                     "A chat template must mark one part for each message of the assistant if some "
-                    f"of them do not count; got {len(spans)} parts for {len(wanted)} messages from "
+                    f"of them do not count; got {len(spans)} parts for {len(said)} messages from "
                     f"{self._name!r} for {place!r}. Correct the template (--data.chat-template)."
                 )
-            chosen = spans if all(wanted) else [x for x, w in zip(spans, wanted, strict=True) if w]
-        else:
-            said = (n for n, message in enumerate(messages) if message["role"] == "assistant")
-            numbers = [n for n, is_wanted in zip(said, wanted, strict=True) if is_wanted]
-            chosen = [self._answer(text, messages, number, run, place) for number in numbers]
-        return text, tuple((first, end) for first, end in chosen if first < end)
+            spans = [span for number, span in zip(said, spans, strict=True) if number in wanted]
+        return text, tuple((first, end) for first, end in spans if first < end)
 
     def question(self, text: str) -> str:
         """A conversation that a user begins with a text, up to the answer of the assistant.

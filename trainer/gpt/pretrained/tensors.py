@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
 from startrail_jax.errors import InputError, UnsupportedError
 from trainer.data.opening import read_object
-from trainer.errors import MissingPackageError
 
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -132,13 +132,6 @@ def open_tensors(folder: Path) -> Iterator[Tensors]:
 
 def _opened(path: Path) -> Any:
     """A file, of which parts of tensors are read: a context manager."""
-    try:
-        from safetensors import SafetensorError, safe_open
-    except ImportError as error:
-        raise MissingPackageError(
-            f"Pretrained models must have the package safetensors; got {str(path)!r} without it. "
-            "Install the extra: pip install -e '.[hf]'."
-        ) from error
     try:
         # Pages of a mapped file would count as memory of the process, as much as the weights.
         return safe_open(path, framework="numpy", backend="pread")
