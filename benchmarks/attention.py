@@ -27,7 +27,6 @@ import statistics
 import sys
 import time
 import types
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,7 +40,6 @@ from jax.sharding import PartitionSpec as P
 import startrail_jax as st
 from startrail_jax.blocks import xla
 from startrail_jax.blocks.tiles import visible_tiles
-from startrail_jax.errors import OrderWarning
 from startrail_jax.rings.sizes import check_heads
 
 
@@ -67,8 +65,6 @@ class Row:
 
 
 def main() -> None:
-    # Random numbers are in no order.
-    warnings.simplefilter("ignore", OrderWarning)
     args = parse_args()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", args.devices)
@@ -109,19 +105,20 @@ def settings(args: argparse.Namespace) -> list[tuple[str, st.Attention]]:
         ("2-D tiles, team 2", lambda: degrees(team=2, group=n // 2)),
         ("StarTrail x Ulysses, C 2, head 2", lambda: degrees.startrail(n, c=2, head=2)),
     ]
+    options = {"causal": args.causal, "layout": "zigzag" if args.causal else "contiguous"}
     rows = []
     for name, build in table:
         if not re.search(args.rows, name):
             continue
         try:
-            attention = st.Attention(st.make_mesh(build()), causal=args.causal)
+            attention = st.Attention(st.make_mesh(build()), **options)
             check_heads(attention.degrees, args.heads, args.kv_heads)
         except ValueError as error:
             print(f"left out: {name}: {error}")
             continue
         rows.append((name, attention))
         if name == "StarTrail, C 2":
-            published = st.Attention.as_published(attention.mesh, causal=args.causal)
+            published = st.Attention.as_published(attention.mesh, **options)
             rows.append((f"{name}, as published", published))
     return rows
 

@@ -134,6 +134,7 @@ def _call(args: argparse.Namespace) -> dict[str, Any]:
         "heads": args.heads,
         "kv_heads": args.heads // args.head_ratio,
         "causal": not args.full,
+        "layout": "contiguous" if args.full else "zigzag",
     }
 
 

@@ -42,6 +42,7 @@ PARAMETERS, LAYERS, WIDTH = 7.5e9, 32, 4096
 def fewest_bytes(c: int, tokens: int, heads: int, kv_heads: int) -> int:
     """What a device receives for a row on c devices, under the scheme that receives least."""
     call = {"batch": 1, "seq_len": tokens, "heads": heads, "kv_heads": kv_heads, "causal": True}
+    call |= {"layout": "zigzag"}
     settings = legal_degrees(c, **call)
     call |= {"head_dim": 128, "dtype": "bfloat16", "packed": True}
     return min(st.communication(degrees, **call).total.received_bytes for degrees in settings)

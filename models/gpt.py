@@ -103,8 +103,6 @@ class GPT(nnx.Module):
         self.embedding_scale = width**0.5 if scaled_embedding else None
         self.output_softcap = output_softcap
         self.hooks = Hooks() if hooks is None else hooks
-        # A sequence-parallel attention knows the order of its tokens, and warns of another one.
-        self.check_positions = getattr(attention_fn, "check_positions", lambda positions: None)
         self.embedding = nnx.Embed(
             vocab_size,
             width,
@@ -187,7 +185,6 @@ class GPT(nnx.Module):
             return block(x, rotation, kind.window, block.attention.uncached(segment_ids))[0]
 
         layers = self._wrapped(run_block)
-        self.check_positions(positions)
         rotations = self._rotations(positions)
         x = self._embed(tokens)
         for stretch in self.stretches:

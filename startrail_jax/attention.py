@@ -21,6 +21,7 @@ from jaxtyping import Array
 from startrail_jax import blocks, masks
 from startrail_jax.analysis.cost import choose_balance, choose_exchange
 from startrail_jax.analysis.explain import Explanation, explain
+from startrail_jax.analysis.work import advice_on_balance
 from startrail_jax.cache import Decoding
 from startrail_jax.calls.key_masks import as_negative
 from startrail_jax.calls.score_checks import (
@@ -72,9 +73,6 @@ _OPTIONS = {
 # Further fields that `Schedule` has too.
 _STATIC = ("backend", "layout", "pattern", "scale", "softcap", "inner", "head_chunks")
 
-# The attentions and lengths whose balance this process has warned of.
-_WARNED: set[tuple[Any, int]] = set()
-
 
 @dataclasses.dataclass(frozen=True)
 class Attention(Decoding):
@@ -103,10 +101,9 @@ class Attention(Decoding):
     """Whether a query sees only keys at its own position or before; None for True, or with a `mask`
     for what that says. The attribute of an instance is always a bool."""
     layout: Any = None
-    """Placement of tokens: a `Layout`, its kind, or None. None is "contiguous" with `axis`, as
-    programs that others wrote have their tokens, and for masks under which all queries see about as
-    many keys; it is "zigzag" where late queries see more keys than early ones or there is a causal
-    window. The attribute of an instance is always a `Layout`."""
+    """Placement of tokens: a `Layout`, its kind, or None for "contiguous", natural order. Under a
+    causal mask "zigzag" gives all devices the same work, and arrays come into its order by `shard`.
+    The attribute of an instance is always a `Layout`."""
     backend: blocks.Backend | list[str | blocks.Block] = "auto"
     """Block kernels: "cudnn" (NVIDIA GPUs, 16-bit dtypes, full and causal masks), "tiled" (NVIDIA
     GPUs, everything), "xla" (all platforms, everything), or "auto" for the first of these that
@@ -190,8 +187,7 @@ class Attention(Decoding):
             )
         object.__setattr__(self, "degrees", degrees)
         object.__setattr__(self, "causal", self.pattern.causal)
-        zigzag = self.pattern.grows and self.axis is None
-        layout = Layout.of(self.layout, degrees.sequence, causal=zigzag)
+        layout = Layout.of(self.layout, degrees.sequence)
         object.__setattr__(self, "layout", layout)
         check_placement(self.placement, degrees)
         check_softcap(self.softcap)
@@ -259,7 +255,7 @@ class Attention(Decoding):
         """Says which backend serves inputs of these sizes, and why, without running anything.
 
         On several nodes it also says which mesh axes go from node to node. Where another layout
-        would share the work much more evenly, a `BalanceWarning` says so, once.
+        would share the work much more evenly, a `BalanceWarning` says so.
 
         `print(attention.explain(...))` shows the answer in a few lines.
 
@@ -314,8 +310,7 @@ class Attention(Decoding):
             why=why,
             why_balance=why_balance,
         )
-        if explanation.advice and (self, seq_len) not in _WARNED:
-            _WARNED.add((self, seq_len))
+        if explanation.advice:
             warnings.warn(explanation.advice, BalanceWarning, stacklevel=2)
         return explanation
 
@@ -566,7 +561,7 @@ class Attention(Decoding):
         )
         sizes = dataclasses.replace(
             here,
-            batch=here.batch * degrees.data,
+            batch=degrees.data,  # Both choices are the same for every batch, also a symbolic one.
             query_tokens=here.query_tokens * degrees.sequence,
             key_tokens=here.key_tokens * degrees.sequence,
             heads=here.heads * degrees.tensor,
@@ -575,6 +570,10 @@ class Attention(Decoding):
         exchange, _ = choose_exchange(schedule, degrees, sizes)
         schedule = dataclasses.replace(schedule, exchange=exchange)
         balance, _ = choose_balance(schedule, degrees, sizes)
+        if self.balance == "auto" and balance == "layout" and exchange == "rings":
+            advice = advice_on_balance(schedule, sizes.query_tokens, sizes.key_tokens)
+            if advice:  # Functions of jax are between this line and that of the caller.
+                warnings.warn(advice, BalanceWarning, stacklevel=1)
         return dataclasses.replace(schedule, balance=balance)
 
 

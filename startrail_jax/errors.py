@@ -22,14 +22,5 @@ class BalanceWarning(UserWarning):
     """Some devices have much more attention to compute than others, and another layout helps."""
 
 
-class OrderWarning(UserWarning):
-    """Tokens are, or may be, in another order or dimension than an attention expects.
-
-    It comes when a call is traced, and from `attention.check_positions`, and only where there is
-    something to see: no function of this process has used the layout yet, or segment ids or
-    positions that are known in natural order. Nothing is noticed if tokens are in natural order
-    after something else was brought into that of the layout, if ids and positions are traced
-    (inside `jax.jit`) or on devices of other processes, if each row is one document, or if a
-    compiled call is repeated. Heads in place of tokens are noticed only if queries and keys both
-    have more of them than of tokens.
-    """
+class ShapeWarning(UserWarning):
+    """Queries and keys have more heads than tokens: the two dimensions are probably swapped."""

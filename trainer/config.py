@@ -515,7 +515,12 @@ class TrainConfig:
         have windows, which leave out rounds of a ring or a ring as a whole, also `seq_len`,
         `exchange`, and `windows`: how many layers have each window, None for all earlier tokens."""
         names = ("heads", "kv_heads", "head_dim", "dtype")
-        return {name: getattr(self.model, name) for name in names} | {"causal": self.causal}
+        layout = self.attention_of_model.get("layout")
+        return {
+            **{name: getattr(self.model, name) for name in names},
+            "causal": self.causal,
+            "layout": layout,
+        }
 
 
 def _check_alone(group: str, needed: str, switch: str | None, **others: str | None) -> None:

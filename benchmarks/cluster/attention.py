@@ -134,6 +134,7 @@ class AttentionCalls:
             head_dim=settings.head_dim,
             dtype=settings.dtype,
             mask=masks.resolve(None, causal=settings.causal, window=settings.window),
+            layout=settings.layout,
             **scheme.options,
         )
 
@@ -185,7 +186,8 @@ class AttentionCalls:
         """Compiles the programs of a row, and compares their results with the reference."""
         scheme, settings = row.scheme, self._settings
         mesh = self.place.mesh(scheme.degrees, row.order)
-        attention = st.Attention(mesh, mask=self._call(scheme)["mask"], **scheme.options)
+        call = self._call(scheme)
+        attention = st.Attention(mesh, mask=call["mask"], layout=call["layout"], **scheme.options)
         arrays = attention.shard(*self._inputs)
         timed = []
         for which in settings.passes:

@@ -151,9 +151,14 @@ class ClusterSettings:
         return self.kv_heads or self.heads
 
     @property
+    def layout(self) -> str:
+        """Order of tokens in which all devices have the same work."""
+        return "zigzag" if self.causal else "contiguous"
+
+    @property
     def call(self) -> dict[str, Any]:
         """What is known of the attention call: see `TrainConfig.attention_call`."""
-        names = ("heads", "head_dim", "dtype", "causal")
+        names = ("heads", "head_dim", "dtype", "causal", "layout")
         call = {name: getattr(self, name) for name in names} | {"kv_heads": self.num_kv_heads}
         if self.window is None:
             return call
@@ -169,7 +174,7 @@ class ClusterSettings:
     def check_length(self, num_devices: int) -> None:
         """Raises a ValueError unless so many devices divide the sequence in the order of tokens."""
         for own in [self.of_model(kind) for kind in self.train] or [self]:
-            layout = Layout.of(None, num_devices, causal=own.causal)
+            layout = Layout(own.layout, num_devices)
             layout.check_length(self.seq_len, "--seq-len")
 
     @property

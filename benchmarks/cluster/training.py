@@ -57,7 +57,8 @@ class TrainingSteps:
         """Compiles the step of a row and takes the first one."""
         mesh = self._place.mesh(row.scheme.degrees, row.order)
         objective = TASKS[self._kind].make_objective(self.config)
-        attention = st.Attention(mesh, causal=objective.causal, **row.scheme.options)
+        options = self.config.attention_of_model | row.scheme.options
+        attention = st.Attention(mesh, causal=objective.causal, **options)
         program = Program(self.config, attention, objective)
         batch = place(random_batch(self.config, attention.layout), program.batch_sharding)
         state = _state(program)

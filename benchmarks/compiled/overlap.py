@@ -30,7 +30,6 @@ import json
 import re
 import sys
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -55,7 +54,6 @@ from startrail_jax.analysis.overlap import (
     read_copies,
     read_overlap,
 )
-from startrail_jax.errors import OrderWarning
 
 MIB = 2**20
 
@@ -97,8 +95,6 @@ class Reading:
 
 
 def main(argv: list[str] | None = None) -> None:
-    # Programs are compiled and not run: no tokens are in any order.
-    warnings.simplefilter("ignore", OrderWarning)
     args = parse_args(argv)
     jax.config.update("jax_platforms", "cpu")
     if args.compile_times:
@@ -145,7 +141,9 @@ def op(
 ) -> Row:
     """Attention on its own, and with `backward` its gradients for a given cotangent."""
     mesh = st.make_mesh(degrees, devices=devices)
-    attention = st.Attention(mesh, backend=args.backend, backward=backward or "auto", inner=inner)
+    attention = st.Attention(
+        mesh, layout="zigzag", backend=args.backend, backward=backward or "auto", inner=inner
+    )
     seq_len = args.tokens * len(devices)
 
     def struct(heads: int, spec: P) -> jax.ShapeDtypeStruct:
@@ -173,7 +171,7 @@ def gpt(
 ) -> Row:
     """One step of gradient descent on a GPT of one layer."""
     mesh = st.make_mesh(degrees, axis_type="auto", devices=devices)
-    attention = st.Attention(mesh, backend=args.backend, inner=inner)
+    attention = st.Attention(mesh, layout="zigzag", backend=args.backend, inner=inner)
     width = args.heads * args.head_dim
 
     def make_model() -> GPT:

@@ -53,7 +53,6 @@ class Check:
     seq_len: int = 4096
     window: int | None = None
     packed: bool = False
-    layout: str | None = None
     degrees: st.Degrees = st.Degrees()  # noqa: RUF009 - frozen
     """Degrees of a mesh; the work of its devices is done one after another."""
 
@@ -70,7 +69,7 @@ class Check:
                 if (size := getattr(self.degrees, axis)) > 1
             )
             text += f", {sizes} in turn"
-        return text + (f", {self.layout}" if self.layout else "")
+        return text
 
     @property
     def yardstick(self) -> str:
@@ -166,9 +165,7 @@ def _programs(report: Report, check: Check, references: dict[Check, Program]) ->
     """The programs of one row: the reference, ours and jax's."""
     inputs = check.inputs()
     # In float32 all backends and dtypes have the same reference, with inputs of their own.
-    alike = dataclasses.replace(
-        check, backend="", dtype="float32", layout=None, degrees=st.Degrees()
-    )
+    alike = dataclasses.replace(check, backend="", dtype="float32", degrees=st.Degrees())
     if alike not in references:
         # To look for the fastest kernels would take longer than it saves.
         options = {"xla_gpu_autotune_level": 0}
@@ -254,11 +251,10 @@ def _fail(report: Report, check: Check, error: str) -> None:
 
 def ours(check: Check, mesh: Mesh) -> Callable[..., dict[str, Array]]:
     """The function of the package with the same results, on a mesh of one device."""
-    options: dict[str, Any] = dict(
-        backend=check.backend, causal=check.causal, window=check.window, layout=check.layout
-    )
+    options: dict[str, Any] = dict(backend=check.backend, causal=check.causal, window=check.window)
     if check.degrees.sequence > 1:
-        schedule = rehearsal.schedule_of(check.degrees, mesh, **options)
+        layout = "zigzag" if check.causal else "contiguous"
+        schedule = rehearsal.schedule_of(check.degrees, mesh, layout=layout, **options)
         return lambda *inputs: _named(*rehearsal.in_turn(schedule, *inputs[:4]))
     attention = st.Attention(mesh, **options)
 

@@ -240,7 +240,9 @@ class Bench:
 
     def device(self, row: Row) -> tuple[Schedule, list[jax.ShapeDtypeStruct]]:
         """Schedule of (c), and the shapes of the shards of a device."""
-        options = dict(causal=row.problem.causal, backend=self.backend)
+        causal = row.problem.causal
+        layout = "zigzag" if causal else "contiguous"
+        options = dict(causal=causal, layout=layout, backend=self.backend)
         schedule = rehearsal.schedule_of(self.settings[row.setting], self.report.mesh, **options)
         schedule.layout.check_length(row.problem.seq_len)
         return schedule, row.problem.shapes(row.devices)

@@ -248,7 +248,7 @@ def communication(
         gradient_dtype=gradient_dtype,
     )
     pattern = resolve(mask, causal=causal)
-    placed = Layout.of(layout, degrees.sequence, causal=pattern.grows)
+    placed = Layout.of(layout, degrees.sequence)
     sizes.check(degrees, mask=pattern, layout=placed if mask is not None or layout else None)
     share = sizes.share(degrees)
     check_head_chunks(head_chunks, share.kv_heads)

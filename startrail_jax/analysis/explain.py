@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from startrail_jax import blocks
-from startrail_jax.analysis.work import better_layout, kernel_shares, shares
+from startrail_jax.analysis.work import advice_on_balance, kernel_shares, shares
 from startrail_jax.blocks import tiled
 from startrail_jax.blocks.pieces import Pieces
 from startrail_jax.devices.degrees import ROLES, Axis
 from startrail_jax.masks import Causal, Full, Pattern
-from startrail_jax.rings.balance import in_zigzag, why_not_balanced
+from startrail_jax.rings.balance import in_zigzag
 from startrail_jax.rings.head_chunks import check_head_chunks
 from startrail_jax.rings.schedule import Schedule, ring_offsets, unit_cases
 from startrail_jax.rings.seen import seen_cases, seen_exchange, seen_request
@@ -73,24 +73,14 @@ class Explanation:
     """The simplest mask for sequences of this length."""
     busiest: float
     """Work of the busiest device over the mean, in tiles; one visible in part counts half."""
-    better_layout: str | None
-    """Layout that shares the work much more evenly, if there is one."""
+    advice: str | None
+    """What to do about devices that wait for the busiest one; None for nothing."""
     num_nodes: int | None
     """Number of nodes of the mesh; None if it has no devices."""
     across: tuple[str, ...]
     """Roles of the mesh axes that go from node to node."""
     inside: tuple[str, ...]
     """Roles of the mesh axes that stay inside a node."""
-
-    @property
-    def advice(self) -> str | None:
-        """What to do about devices that wait for the busiest one; None for nothing."""
-        if self.better_layout is None:
-            return None
-        return (
-            f"mask {self.mask}: the busiest device has {self.busiest:.2f} times the mean of the "
-            f"work, and the others wait for it. Use {self.better_layout}."
-        )
 
     def __str__(self) -> str:
         serves = _SERVES.get(self.backend, "a kernel of your own")
@@ -198,13 +188,10 @@ def explain(
     seen = seen_exchange(schedule.pattern, schedule.layout, seq_len) if is_seen else None
     num_nodes, across = nodes or (None, ())
     stays = (role for role in ROLES if axes[role].degree > 1 and role not in across)
-    better = better_layout(schedule, seq_len)
-    exchanges = why_not_balanced(schedule, seq_len, kv_seq_len) is None
-    or_exchange = ", or balance='exchange'" if exchanges else ""
     return Explanation(
         mask=schedule.pattern.within(seq_len),
         busiest=float(shares(schedule, seq_len).max()),
-        better_layout=better and f"layout={better[0]!r}, where it has {better[1]:.2f}{or_exchange}",
+        advice=advice_on_balance(schedule, seq_len, kv_seq_len),
         num_nodes=num_nodes,
         across=across,
         inside=tuple(stays),

@@ -95,7 +95,7 @@ def refusal(
         ValueError: if there is no such layout, or if `causal` and `mask` contradict each other.
     """
     pattern = resolve(mask, causal=causal)
-    placement = Layout.of(layout, degrees.sequence, causal=pattern.grows)
+    placement = Layout.of(layout, degrees.sequence)
     sizes = Sizes(
         batch=batch,
         query_tokens=seq_len,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from dataclasses import replace
@@ -12,6 +13,7 @@ import numpy as np
 from startrail_jax.blocks import tiled
 from startrail_jax.blocks.visibility import Visibility
 from startrail_jax.masks import Full, Pattern
+from startrail_jax.rings.balance import why_not_balanced
 from startrail_jax.rings.schedule import Schedule, ring_offsets
 from startrail_jax.rings.sizes import Sizes
 from startrail_jax.tokens.layout import KINDS, Layout, Runs, Span
@@ -20,10 +22,11 @@ from startrail_jax.tokens.layout import KINDS, Layout, Runs, Span
 _LEAF, _AT_ONCE = 32, 2**12
 # Questions that `shares` may ask. More of them cut units into finer tiles.
 _QUESTIONS = 2**22
-# Kernels serve whole runs of tokens best, so stripes are named last.
 # A device with this share of the mean keeps the others waiting. A layout is worth naming if the
 # share is smaller by this factor.
 BUSY, WORTH_NAMING = 1.2, 1.1
+# With fewer query tokens a device computes for microseconds, and no other waits long for it.
+_TOKENS_TO_WAIT_FOR = 128
 
 
 def visible_pairs(mask: Pattern, seq_len: int) -> int:
@@ -138,20 +141,30 @@ def _cut(runs: Runs, parts: int) -> list[tuple[int, Span]]:
     ]
 
 
-def better_layout(schedule: Schedule, seq_len: int) -> tuple[str, float] | None:
-    """The layout that shares the work most evenly, if that is much more evenly, and its share.
+@functools.lru_cache(maxsize=1024)
+def advice_on_balance(schedule: Schedule, query_tokens: int, key_tokens: int) -> str | None:
+    """What to do about devices that wait for the busiest one; None if none waits long.
 
     Args:
         schedule: the schedule.
-        seq_len: tokens of the whole sequence.
+        query_tokens, key_tokens: tokens of the whole sequences.
     """
-    busiest = shares(schedule, seq_len).max()
+    if query_tokens < _TOKENS_TO_WAIT_FOR * schedule.num_shards:
+        return None
+    busiest = shares(schedule, query_tokens).max()
     if busiest < BUSY:
         return None
     found = {
-        layout.kind: float(shares(replace(schedule, layout=layout), seq_len).max())
+        layout.kind: float(shares(replace(schedule, layout=layout), query_tokens).max())
         for layout in (Layout(kind, schedule.layout.degree) for kind in KINDS)
-        if seq_len % layout.multiple == 0
+        if query_tokens % layout.multiple == 0
     }
     best = min(found, key=lambda kind: round(found[kind], 1))
-    return (best, found[best]) if found[best] * WORTH_NAMING < busiest else None
+    if found[best] * WORTH_NAMING >= busiest:
+        return None
+    exchanges = why_not_balanced(schedule, query_tokens, key_tokens) is None
+    return (
+        f"mask {schedule.pattern.within(query_tokens)}: the busiest device has {busiest:.2f} times "
+        f"the mean of the work, and the others wait for it. Use layout={best!r}, where it has "
+        f"{found[best]:.2f}{', or balance=' + repr('exchange') if exchanges else ''}."
+    )

@@ -26,7 +26,6 @@ from startrail_jax.devices.degrees import (
 from startrail_jax.errors import InputError
 from startrail_jax.rings.sizes import check_heads
 from startrail_jax.tokens.layout import check_unsharded, token_axis
-from startrail_jax.tokens.order import warn_of_positions
 
 
 class Sharded:
@@ -276,17 +275,6 @@ class Sharded:
 
         whole = tuple(jax.tree.map(cut, tree) for tree in trees)
         return whole[0] if len(whole) == 1 else whole
-
-    def check_positions(self, positions: Any) -> None:
-        """Warns of positions that are in natural order where the layout has another one.
-
-        A model that turns positions into rotary or learnt embeddings calls it with what it is
-        given.
-
-        Args:
-            positions: [batch, seq], the positions of the tokens; traced ones are not looked at.
-        """
-        warn_of_positions(self.layout, positions)
 
     def free_axes(self) -> tuple[Mesh | AbstractMesh, set[str]]:
         """The mesh for a `shard_map` here, and the axes over which it is to be manual.

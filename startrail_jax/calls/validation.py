@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,10 +17,9 @@ from startrail_jax import masks
 from startrail_jax.calls.key_masks import as_negative, hide_keys, pad_keys, valid_keys
 from startrail_jax.calls.sharding import Sharded, int32_ids
 from startrail_jax.devices.degrees import Degrees
-from startrail_jax.errors import InputError, UnsupportedError
+from startrail_jax.errors import InputError, ShapeWarning, UnsupportedError
 from startrail_jax.rings.sizes import WIDTHS, Sizes
 from startrail_jax.tokens.layout import Layout
-from startrail_jax.tokens.order import warn_of_dimensions, warn_of_order
 
 DTYPES = tuple(WIDTHS)
 
@@ -134,12 +134,10 @@ def served_call(
     check_arrays(
         *inputs, degrees=attention.degrees, layout=attention.layout, pattern=attention.pattern
     )
-    warn_of_dimensions(*inputs[:2])
+    _warn_of_dimensions(*inputs[:2])
     ids = _segment_arrays(attention, inputs, segment_ids)
     _check_segments(inputs[0], inputs[1], ids)
     inputs += ids
-    if not isinstance(attention.pattern, masks.Full):
-        warn_of_order(attention.layout, segment_ids)
     heads, kv_heads = inputs[0].shape[2], inputs[1].shape[2]
     specs = (
         attention.query_spec(heads),
@@ -148,6 +146,18 @@ def served_call(
     )
     check_shardings(_INPUTS, inputs, specs, attention.mesh)
     return options, inputs, specs
+
+
+def _warn_of_dimensions(query: Array, key: Array) -> None:
+    """Warns where both have more heads than tokens, as no sequence has that is worth splitting."""
+    if all(x.shape[2] > x.shape[1] for x in (query, key)):
+        warnings.warn(
+            "query and key must be [batch, seq, heads, head_dim]; got query "
+            f"{list(query.shape)} and key {list(key.shape)}, which have more heads than tokens. If "
+            "they are [batch, heads, seq, head_dim], swap the dimensions: query.swapaxes(1, 2).",
+            ShapeWarning,
+            stacklevel=4,  # The line that calls the attention.
+        )
 
 
 def _refuse_unserved(attention: Sharded, options: Mapping[str, Any]) -> None:

@@ -282,7 +282,7 @@ class Both(Pattern):
 
     @property
     def grows(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Whether zigzag order is the default: if it is that of one of the two."""
+        """Whether those of one of the two do."""
         return self.first.grows or self.second.grows
 
     def visible(self, query: Any, key: Any) -> Any:
@@ -338,7 +338,7 @@ class Either(Pattern):
 
     @property
     def grows(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Whether zigzag order is the default: if it is that of one of the two."""
+        """Whether those of one of the two do."""
         return self.first.grows or self.second.grows
 
     def visible(self, query: Any, key: Any) -> Any:

@@ -22,9 +22,6 @@ from startrail_jax.errors import InputError
 
 KINDS = ("contiguous", "zigzag")
 
-# The layouts whose order this process has asked for, by which tokens can be brought into it.
-_USED: set[Layout] = set()
-
 
 @dataclass(frozen=True)
 class Span:
@@ -91,19 +88,18 @@ class Layout:
     """Number of sequence shards."""
 
     @classmethod
-    def of(cls, layout: Layout | str | None, degree: int, *, causal: bool) -> Layout:
+    def of(cls, layout: Layout | str | None, degree: int) -> Layout:
         """A layout for `degree` sequence shards.
 
         Args:
-            layout: a layout, its kind, or None for "zigzag" if causal, else "contiguous".
+            layout: a layout, its kind, or None for "contiguous".
             degree: number of sequence shards of the mesh.
-            causal: whether the attention is causal.
 
         Raises:
             ValueError: if the layout is of another degree or of an unknown kind.
         """
         if layout is None:
-            layout = "zigzag" if causal else "contiguous"
+            layout = "contiguous"
         if isinstance(layout, str):
             return cls(layout, degree)
         if layout.degree != degree:
@@ -118,7 +114,7 @@ class Layout:
         if self.kind not in KINDS:
             raise InputError(
                 f"layout must be one of {KINDS}; got {self.kind!r}. "
-                "Leave it out for zigzag when causal and contiguous otherwise."
+                "Leave it out for tokens in natural order."
             )
         if self.degree < 1:
             raise InputError(
@@ -130,16 +126,6 @@ class Layout:
     def multiple(self) -> int:
         """The number, in tokens, that must divide a sequence length."""
         return self.degree * (2 if self.kind == "zigzag" else 1)
-
-    @property
-    def in_natural_order(self) -> bool:
-        """Whether the tokens lie in natural order, so that there is nothing to permute."""
-        return self.kind == "contiguous" or self.degree == 1
-
-    @property
-    def used(self) -> bool:
-        """Whether this process has asked for the order: by `positions`, `permute` or the like."""
-        return self in _USED
 
     def padded_length(self, seq_len: int) -> int:
         """The least length that can be laid out and is at least `seq_len`, in tokens."""
@@ -193,7 +179,6 @@ class Layout:
             ValueError: if the length cannot be laid out.
         """
         self.check_length(seq_len)
-        _USED.add(self)
         natural = np.arange(seq_len, dtype=np.int32)
         if self.kind == "zigzag":
             early, late = np.split(natural.reshape(2 * self.degree, -1), 2)

@@ -348,7 +348,7 @@ def test_random_batch_is_one_of_the_run(kind):
     config = cluster_training.train_config(kind, settings)
     assert config.num_tokens == 48
     objective = TASKS[kind].make_objective(config)
-    layout = Layout.of(None, 4, causal=objective.causal)
+    layout = Layout.of(config.attention_of_model.get("layout"), 4)
     batch, wanted = cluster_training.random_batch(config, layout), objective.batch_shapes(layout)
     assert jax.tree.structure(batch) == jax.tree.structure(wanted)
     for found, like in zip(*map(jax.tree.leaves, (batch, wanted)), strict=True):

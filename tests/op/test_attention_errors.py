@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import startrail_jax as st
 from attention_cases import Case
 from refusals import refused
-from startrail_jax.errors import InputError, UnsupportedError
+from startrail_jax.errors import InputError, ShapeWarning, UnsupportedError
 from startrail_jax.testing import assert_exact
 
 # The errors of the package, not of the type checker that tests run it under.
@@ -122,7 +122,25 @@ def test_empty_dimension_is_refused(empty, refuses):
     refuses(str(given.shape), attention(), given)
 
 
-@pytest.mark.parametrize(("layout", "seq_len"), [(None, 40), ("contiguous", 36)])
+@pytest.mark.filterwarnings("error::startrail_jax.errors.ShapeWarning")
+def test_heads_where_tokens_belong_are_warned_of():
+    """Arrays [batch, heads, seq, head_dim] run where the numbers happen to divide."""
+    ours = attention(st.Degrees(ring=4), mask="full")
+    swapped = np.zeros((1, 8, 16, 4), "f4")
+    with pytest.warns(ShapeWarning, match=r"query \[1, 8, 16, 4\].*swapaxes\(1, 2\)"):
+        ours(swapped, swapped, swapped)
+    right = swapped.swapaxes(1, 2)
+    # As many heads as tokens, and short queries of long keys, are what they seem to be.
+    for query, key in (
+        (right, right),
+        (right[:, :8], right[:, :8]),
+        (swapped, right[:, :, :4]),
+        (swapped, np.zeros((1, 32, 16, 4), "f4")),
+    ):
+        jax.eval_shape(ours, query, key, key)
+
+
+@pytest.mark.parametrize(("layout", "seq_len"), [("zigzag", 40), (None, 36)])
 def test_length_that_does_not_divide_is_refused(layout, seq_len, refuses):
     refuses(f"seq_len={seq_len}, degree=8", attention(layout=layout), array(seq_len=seq_len))
 
@@ -328,7 +346,7 @@ def test_local_refuses_shards_that_do_not_fit(key_len, ids, message):
 
 
 def test_local_refuses_a_shard_of_odd_length_under_zigzag():
-    op = attention(st.Degrees(ring=2))
+    op = attention(st.Degrees(ring=2), layout="zigzag")
     x = jnp.zeros((1, 33, 2, 4))
     with refused(InputError, seq_len=66):
         op.local(x, x, x)

@@ -35,7 +35,8 @@ BATCH, SLOTS, HEADS, HEAD_DIM, VALUE_DIM = 2, 48, 8, 7, 11
 
 def make_attention(degrees, axis_type="explicit", **options):
     devices = jax.devices()[: degrees.num_devices]
-    return st.Attention(st.make_mesh(degrees, axis_type, devices), **options)
+    mesh = st.make_mesh(degrees, axis_type, devices)
+    return st.Attention(mesh, **{"layout": "zigzag", **options})
 
 
 def put(attention, x, spec):

@@ -65,7 +65,8 @@ def test_every_device_has_the_same_causal_work_in_every_round(ring, group, team,
     """Under zigzag; with one diagonal more in the first round."""
     degrees = st.Degrees(ring=ring, group=group, team=team, head=head)
     mesh = jax.sharding.AbstractMesh((ring, group, team, head), ("ring", "group", "team", "head"))
-    schedule, seq_len = st.Attention(mesh, causal=True).schedule, 6 * degrees.sequence
+    attention, seq_len = st.Attention(mesh, layout="zigzag"), 6 * degrees.sequence
+    schedule = attention.schedule
     for distance in range(ring):
         for device in devices_of(schedule):
             mask = schedule.visibility(seq_len, device, keys_behind=distance)
@@ -129,7 +130,7 @@ def tiles_visited(degrees, seq_len, **options):
 @pytest.mark.slow_except_every(3)
 def test_zigzag_balances_the_block_work_and_wastes_little(degrees):
     seq_len = 16384
-    work = tiles_visited(degrees, seq_len)
+    work = tiles_visited(degrees, seq_len, layout="zigzag")
     assert work.max() / work.mean() <= 1.03
     useful = seq_len * (seq_len + 1) / 2
     assert work.sum() <= 1.05 * useful

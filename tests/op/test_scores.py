@@ -193,7 +193,7 @@ def test_a_dropout_rate_of_0_changes_no_bit():
 
 def test_cudnn_leaves_soft_caps_to_others():
     mesh = jax.sharding.AbstractMesh((2,), ("ring",))
-    attention = st.Attention(mesh, softcap=50.0)
+    attention = st.Attention(mesh, layout="zigzag", softcap=50.0)
     sizes = dict(seq_len=4096, heads=8, head_dim=64, platform="cuda", capability=(9, 0))
     explanation = attention.explain(**sizes)
     assert explanation.backend == "tiled"

@@ -394,12 +394,12 @@ CALL = dict(seq_len=1024, heads=4, head_dim=8, dtype="float32")
 
 
 def test_auto_takes_what_receives_fewer_bytes():
-    attention = make(D.startrail(8, c=2), window=16)
+    attention = make(D.startrail(8, c=2), layout="zigzag", window=16)
     said = attention.explain(**CALL)
     assert (said.exchange, said.moves) == ("seen", (15, 15))
     assert "bytes with 'seen'" in str(said)
     report = st.communication(
-        D.startrail(8, c=2), batch=1, kv_heads=4, mask=M.Window(15, 0), **CALL
+        D.startrail(8, c=2), batch=1, kv_heads=4, mask=M.Window(15, 0), layout="zigzag", **CALL
     )
     assert report.forward.received_bytes == 2 * 15 * 4 * 2 * 8 * 4
     # Ulysses trades heads, which are few bytes beside those of nearly all keys.
@@ -438,7 +438,7 @@ def test_where_all_is_seen_the_program_is_that_of_the_rings(options):
     texts = []
     for name in ("auto", "rings"):
         attention = make(D.startrail(8, c=2), exchange=name, **options)
-        shape = jax.ShapeDtypeStruct((1, 1024, 4, 8), jnp.float32)
+        shape = jax.ShapeDtypeStruct((1, 512, 4, 8), jnp.float32)
         loss = lambda *x, attend=attention: attend(*x).sum()  # noqa: E731
         texts.append(jax.jit(jax.grad(loss, (0, 1, 2))).lower(*[shape] * 3).as_text())
     assert texts[0] == texts[1]

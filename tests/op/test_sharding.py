@@ -19,7 +19,7 @@ DEGREES = st.Degrees(data=2, ring=2, tensor=2)
 
 def attention(degrees=DEGREES, axis_type="auto", **options):
     mesh = st.make_mesh(degrees, axis_type, jax.devices()[: degrees.num_devices])
-    return st.Attention(mesh, **options)
+    return st.Attention(mesh, **{"layout": "zigzag", **options})
 
 
 def on_mesh(ours, x):

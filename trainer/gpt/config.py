@@ -406,7 +406,12 @@ class GPTTrainConfig(TrainConfig):
 def attention_of(model: GPTConfig) -> dict[str, Any]:
     """Options of `startrail_jax.Attention` that belong to a model."""
     scale = None if model.scale_dim is None else model.scale_dim**-0.5
-    return {"window": model.window, "softcap": model.softcap, "scale": scale}
+    return {
+        "layout": "zigzag",
+        "window": model.window,
+        "softcap": model.softcap,
+        "scale": scale,
+    }
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -186,7 +186,7 @@ def _sent(degrees: Degrees, call: Mapping[str, Any]) -> tuple[Transfer, ...]:
     windows = options.pop("windows", None)
     if windows is None:
         return communication(degrees, **options).total.transfers
-    layout = Layout.of(None, degrees.sequence, causal=True)
+    layout = Layout.of(options.pop("layout"), degrees.sequence)
     # As rows are padded.
     options["seq_len"] = layout.padded_length(options["seq_len"])
     del options["causal"]

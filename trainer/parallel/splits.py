@@ -111,7 +111,7 @@ def _degrees(c: int, devices: int, config: TrainConfig, of_mesh: Degrees) -> Deg
     model, chunks = config.model, config.attention.head_chunks
     call: dict[str, Any] = {
         **{name: getattr(model, name) for name in ("heads", "kv_heads")},
-        **{"batch": 1, "seq_len": 2 * c, "causal": True},
+        **{"batch": 1, "seq_len": 2 * c, "causal": True, "layout": "zigzag"},
     }
     settings = [
         degrees
