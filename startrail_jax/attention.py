@@ -58,7 +58,6 @@ from startrail_jax.rings.score_units import Given
 from startrail_jax.rings.sizes import GRADIENT_DTYPES, Sizes, dtype_name
 from startrail_jax.shapes import EMPTY
 from startrail_jax.tokens.layout import Layout
-from startrail_jax.xla.derivatives import FORWARD_ONLY, without_derivative
 
 _OPTIONS = {
     "backward": ("auto", "query", "kv"),
@@ -592,13 +591,9 @@ def _run(
     *inputs: Array,
 ) -> tuple[Array, Array]:
     """The attention of whole arrays that have been checked."""
-    mesh, axis_names = attention.free_axes()
-    if mesh != attention.mesh:
-        given, inputs = without_derivative(FORWARD_ONLY, (given, inputs))
     return jax.shard_map(
         functools.partial(attention._on_device, kv_heads=inputs[1].shape[2]),
-        mesh=mesh,
-        axis_names=axis_names,
+        mesh=attention.mesh,
         in_specs=(given_specs, *specs),
         out_specs=(specs[0], attention.lse_spec),
     )(given, *inputs)

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Float32, Int32
 from startrail_jax.blocks.softmax import cap_logits, rows
 from startrail_jax.calls.score_checks import check_per_head
 from startrail_jax.calls.sharding import Sharded
-from startrail_jax.calls.validation import check_decode, check_shardings, check_update
+from startrail_jax.calls.validation import check_decode, check_shardings, check_update, check_whole
 from startrail_jax.devices.degrees import SEQUENCE_ROLES, Axis, flat_axis
 from startrail_jax.masks import Pattern
 from startrail_jax.rings import collectives
@@ -73,6 +73,7 @@ class Decoding(Sharded):
             ValueError: if this attention is not causal, or if shapes, dtypes or shardings do not
                 fit.
         """
+        check_whole()
         query, key, value = (jnp.asarray(x) for x in (query, key_cache, value_cache))
         arrays = (query, key, value, jnp.asarray(positions))
         check_decode(*arrays, pattern=self.pattern, layout=self.layout, slots=key.shape[1])
@@ -177,6 +178,7 @@ class Decoding(Sharded):
         Raises:
             ValueError: if shapes or shardings do not fit, or if positions are not int32.
         """
+        check_whole()
         cache, new, positions = (jnp.asarray(x) for x in (cache, new, positions))
         check_update(cache, new, positions, layout=self.layout, slots=cache.shape[1])
         spec = self.key_spec(cache.shape[2])
@@ -243,11 +245,9 @@ def _decode(
     *arrays: Array,
 ) -> Array:
     """`decode` of arrays that have been checked."""
-    mesh, axis_names = attention.free_axes()
     return jax.shard_map(
         functools.partial(attention._decode_on_device, kv_heads=arrays[1].shape[2]),
-        mesh=mesh,
-        axis_names=axis_names,
+        mesh=attention.mesh,
         in_specs=(PartitionSpec(), *specs),
         out_specs=specs[0],
     )(per_head, *arrays)
@@ -256,13 +256,8 @@ def _decode(
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _update(attention: Decoding, specs: tuple[PartitionSpec, ...], *arrays: Array) -> Array:
     """`update_cache` of arrays that have been checked."""
-    mesh, axis_names = attention.free_axes()
     return jax.shard_map(
-        attention.update_cache_local,
-        mesh=mesh,
-        axis_names=axis_names,
-        in_specs=specs,
-        out_specs=specs[0],
+        attention.update_cache_local, mesh=attention.mesh, in_specs=specs, out_specs=specs[0]
     )(*arrays)
 
 

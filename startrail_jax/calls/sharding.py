@@ -276,29 +276,6 @@ class Sharded:
         whole = tuple(jax.tree.map(cut, tree) for tree in trees)
         return whole[0] if len(whole) == 1 else whole
 
-    def free_axes(self) -> tuple[Mesh | AbstractMesh, set[str]]:
-        """The mesh for a `shard_map` here, and the axes over which it is to be manual.
-
-        They are the mesh of the attention and all its axes, unless the caller is in a `shard_map`
-        over other axes, such as the stages of a pipeline; then all others.
-
-        Raises:
-            ValueError: if the caller is in a `shard_map` over axes of this attention.
-        """
-        around = jax.sharding.get_abstract_mesh()
-        manual = set(getattr(around, "manual_axes", ()))
-        if not manual:
-            return self.mesh, set(self.mesh.axis_names)
-        own = {name for axis in self.axes.values() for name in axis.names}
-        if own & manual:
-            raise InputError(
-                "A call inside shard_map needs the axes of the attention to be left to it; got "
-                f"manual axes {tuple(sorted(manual))}, of which the attention uses "
-                f"{tuple(sorted(own & manual))}. Call attention.local on local shards "
-                "inside a shard_map over all axes, or give the shard_map axis_names= without them."
-            )
-        return around, set(around.axis_names) - manual
-
     def _shard_array(self, x: Any) -> jax.Array:
         _check_not_traced("shard", x)
         shape = np.shape(x)

@@ -106,6 +106,7 @@ def served_call(
         ValueError: if shapes, dtypes, shardings or options do not fit each other or the mesh.
         NotImplementedError: if an option is not served.
     """
+    check_whole()
     _refuse_unserved(attention, unserved)
     if is_causal and not attention.causal:
         raise InputError(
@@ -338,6 +339,18 @@ def check_shards(
 
     ids = () if query_ids is None else (query_ids, key_ids)
     check_arrays(*map(whole, (query, key, value, *ids)), degrees=degrees, **rest)
+
+
+def check_whole() -> None:
+    """Raises a ValueError inside of a `shard_map`, where no array is whole."""
+    manual = getattr(jax.sharding.get_abstract_mesh(), "manual_axes", ())
+    if manual:
+        raise InputError(
+            "A call must be one with whole arrays, outside of any shard_map; got one inside a "
+            f"shard_map over {tuple(sorted(manual))}. Make that shard_map manual over all axes of "
+            "the mesh, with attention.query_spec(heads) and the like among its in_specs, and use "
+            "attention.local, decode_local and update_cache_local in it."
+        )
 
 
 def check_shardings(

@@ -52,7 +52,7 @@ from startrail_jax.shapes import (
     QueryShard,
     ValueShard,
 )
-from startrail_jax.xla.derivatives import FIRST_ONLY, without_derivative
+from startrail_jax.xla.derivatives import without_derivative
 from startrail_jax.xla.ordering import recompute_in_backward
 from startrail_jax.xla.varying import alike, is_replicated
 
@@ -331,7 +331,7 @@ def _backward_units(
 
 
 def _backward_rule(schedule: Schedule, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
-    residuals, cotangents = without_derivative(FIRST_ONLY, (residuals, cotangents))
+    residuals, cotangents = without_derivative((residuals, cotangents))
     return _backward(schedule, residuals, cotangents)
 
 

@@ -52,7 +52,7 @@ from startrail_jax.shapes import (
     ValueShard,
 )
 from startrail_jax.tokens.layout import Layout, Runs, Span
-from startrail_jax.xla.derivatives import FIRST_ONLY, without_derivative
+from startrail_jax.xla.derivatives import without_derivative
 from startrail_jax.xla.ordering import recompute_in_backward
 from startrail_jax.xla.varying import alike
 
@@ -376,7 +376,7 @@ def _forward_rule(
 
 
 def _backward_rule(schedule: Schedule, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
-    residuals, cotangents = without_derivative(FIRST_ONLY, (residuals, cotangents))
+    residuals, cotangents = without_derivative((residuals, cotangents))
     (q, k, v, query_ids, key_ids), received, given, out, lse, low, like = residuals
     dout, dlse, *_ = cotangents
     static = _Static.of(schedule, q, k, v, query_ids)
