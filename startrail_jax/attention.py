@@ -51,11 +51,11 @@ from startrail_jax.devices.nodes import mesh_crossing
 from startrail_jax.errors import BalanceWarning, InputError
 from startrail_jax.rings import collectives, rings, score_units
 from startrail_jax.rings.balance import BALANCES, from_zigzag, in_zigzag, to_zigzag
-from startrail_jax.rings.exchange import EXCHANGES
 from startrail_jax.rings.head_chunks import check_head_chunks
 from startrail_jax.rings.schedule import Schedule, ring_offsets
 from startrail_jax.rings.score_units import Given
 from startrail_jax.rings.sizes import GRADIENT_DTYPES, Sizes, dtype_name
+from startrail_jax.rings.sparse_plan import EXCHANGES
 from startrail_jax.shapes import EMPTY
 from startrail_jax.tokens.layout import Layout
 

@@ -30,11 +30,11 @@ from startrail_jax.devices.nodes import node_grid, nodes_of, resolve_order
 from startrail_jax.errors import InputError, UnsupportedError
 from startrail_jax.masks import Pattern, resolve
 from startrail_jax.rings.balance import BALANCES, in_zigzag, why_not_balanced
-from startrail_jax.rings.exchange import EXCHANGES
 from startrail_jax.rings.head_chunks import check_head_chunks
 from startrail_jax.rings.schedule import Schedule, ring_offsets, schedule_of
-from startrail_jax.rings.seen import seen_exchange, why_not_seen
 from startrail_jax.rings.sizes import GRADIENT_DTYPES, Sizes, dtype_name
+from startrail_jax.rings.sparse import seen_exchange, why_not_seen
+from startrail_jax.rings.sparse_plan import EXCHANGES
 from startrail_jax.tokens.layout import Layout
 
 Backward = Literal["auto", "query", "kv"]

@@ -11,8 +11,8 @@ from typing import Literal
 
 from startrail_jax.devices.degrees import SEQUENCE_ROLES, Degrees
 from startrail_jax.rings.balance import slice_pairs
-from startrail_jax.rings.exchange import Exchange
 from startrail_jax.rings.sizes import WIDTHS, Sizes
+from startrail_jax.rings.sparse_plan import Exchange
 
 Placement = Literal["gather", "gather_permute"]
 Combine = Literal["merge", "reduce_scatter"]
@@ -314,7 +314,7 @@ class Steps:
         return "query" if backward == "query" else "kv"
 
     def seen(self, exchange: Exchange, *, forward: bool, backward: bool) -> list[Transfer]:
-        """The moves of an exchange, which takes the place of all steps; see `rings.seen`.
+        """The moves of an exchange, which takes the place of all steps; see `rings.sparse`.
 
         Args:
             exchange: the exchange.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
@@ -26,19 +26,25 @@ def named(out: Array, *stats: Array | None) -> tuple[Any, ...]:
     )
 
 
-def row_gradients(
-    dout: Float[Array, "b t n v"],
-    dlse: Float32[Array, "b n t"],
-    out: Float[Array, "b t n v"],
-    lse: Float32[Array, "b n t"],
-    low: Float32[Array, "b n t"] | None,
-) -> tuple[Float[Array, "b t n v"], Float32[Array, "b n t"]]:
+class Rows(NamedTuple):
+    """What attention gave for the queries of a device, and the gradients of that."""
+
+    dout: Float[Array, "b t n v"]
+    dlse: Float32[Array, "b n t"]
+    out: Float[Array, "b t n v"]
+    lse: Float32[Array, "b n t"]
+    low: Float32[Array, "b n t"] | None
+    """What rounding took from lse; None for 16-bit outputs."""
+
+
+def row_gradients(found: Rows) -> tuple[Float[Array, "b t n v"], Float32[Array, "b n t"]]:
     """The gradient of the output, and delta = rowsum(dout * out) - dlse.
 
     Rows that see no key take no part: a NaN times a weight of 0 would spoil dk and dv. What
     rounding took from lse need not travel: p = exp(s - lse) exp(-low), and gradients are linear in
     (dout, dlse).
     """
+    dout, dlse, out, lse, low = found
     empty = lse <= EMPTY
     dout, dlse = jnp.where(rows(empty), 0, dout), jnp.where(empty, 0, dlse)
     if low is not None:

@@ -30,8 +30,8 @@ from refusals import refused
 from score_cases import ScoreCase
 from startrail_jax.blocks import tiled, xla
 from startrail_jax.errors import UnsupportedError
-from startrail_jax.rings import exchange
-from startrail_jax.rings.seen import seen_exchange
+from startrail_jax.rings import sparse_plan
+from startrail_jax.rings.sparse import seen_exchange
 from startrail_jax.tokens.layout import Layout
 
 M, D = st.masks, st.Degrees
@@ -354,7 +354,7 @@ def test_pieces_of_one_length_need_no_more_moves_than_a_rank_has():
             int(target): [(8 * int(source), 8 * int(source) + 3) for source in np.flatnonzero(row)]
             for target, row in enumerate(wanted)
         }
-        moves = exchange._moves(exchange.Slices(ranks, 1, 8), needs)
+        moves = sparse_plan._moves(sparse_plan.Slices(ranks, 1, 8), needs)
         assert len(moves) == max(wanted.sum(0).max(), wanted.sum(1).max())
         assert sum(len(move.pairs) for move in moves) == wanted.sum()
 

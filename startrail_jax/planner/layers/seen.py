@@ -1,6 +1,6 @@
 """What layers with a window send where only the keys that it shows are sent.
 
-The exchange is that of `startrail_jax.rings.exchange`, in zigzag order, and the bytes are those of
+The plan is that of `startrail_jax.rings.sparse_plan`, in zigzag order, and its bytes are those of
 `startrail_jax.analysis.transfers`; there, one setting is looked at, with any mask.
 """
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from startrail_jax.planner.links import Cost, Links
 from startrail_jax.planner.traffic import Moves
-from startrail_jax.rings.exchange import Exchange, Slices, exchange_of
+from startrail_jax.rings.sparse_plan import Exchange, Slices, exchange_of
 
 _FLOAT32 = 4
 _RANKS = ("ring", "group", "team", "head")

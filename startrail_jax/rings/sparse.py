@@ -36,23 +36,13 @@ from startrail_jax.blocks.softmax import Partials, merge_precisely
 from startrail_jax.blocks.visibility import Cases, Visibility, causal_window
 from startrail_jax.masks import Causal, Full, Pattern
 from startrail_jax.rings import collectives
-from startrail_jax.rings.exchange import Exchange, KeyMove, KeyRun, Slices, exchange_of
-from startrail_jax.rings.residuals import CHECKPOINT_NAMES, named, row_gradients
+from startrail_jax.rings.residuals import CHECKPOINT_NAMES, Rows, row_gradients
 from startrail_jax.rings.ring_loop import as_float32
 from startrail_jax.rings.schedule import Schedule
-from startrail_jax.rings.score_units import NOTHING, Given
+from startrail_jax.rings.score_units import Given
 from startrail_jax.rings.sizes import Sizes
-from startrail_jax.shapes import (
-    KeySegments,
-    KeyShard,
-    LseShard,
-    OutShard,
-    QuerySegments,
-    QueryShard,
-    ValueShard,
-)
+from startrail_jax.rings.sparse_plan import Exchange, KeyMove, KeyRun, Slices, exchange_of
 from startrail_jax.tokens.layout import Layout, Runs, Span
-from startrail_jax.xla.derivatives import without_derivative
 from startrail_jax.xla.ordering import recompute_in_backward
 from startrail_jax.xla.varying import alike
 
@@ -92,34 +82,6 @@ def seen_exchange(pattern: Pattern, layout: Layout, seq_len: int) -> Exchange | 
 
     slices = Slices(layout.degree, layout.multiple // layout.degree, seq_len // layout.multiple)
     return exchange_of(slices, shows)
-
-
-def attend_seen(
-    schedule: Schedule,
-    q: QueryShard,
-    k: KeyShard,
-    v: ValueShard,
-    query_segments: QuerySegments | None,
-    key_segments: KeySegments | None,
-    given: Given,
-) -> tuple[OutShard, LseShard]:
-    """Attention of this device's tokens to the whole sequence, for some heads, or all.
-
-    Args:
-        schedule: what `Attention.schedule` holds, of a mask and layout for which there is an
-            exchange.
-        q, k, v, query_segments, key_segments, given: as in `rings.sharded_attention`.
-
-    Returns:
-        out in the dtype of q and lse in float32, for this device's tokens.
-    """
-    scores, prefix, sinks = given
-    sinks = None if sinks is None else alike(sinks, q)[0]
-    if scores is not None and scores.slopes is not None:
-        scores = replace(scores, slopes=alike(scores.slopes, q)[0])
-    given = Given(scores, prefix, sinks)
-    out, lse, _ = seen_attention(schedule.alone, q, k, v, query_segments, key_segments, given)
-    return out, lse
 
 
 @functools.lru_cache(maxsize=1024)
@@ -203,8 +165,8 @@ class _Piece(Pattern):
 
 
 @dataclass(frozen=True)
-class _Static:
-    """What is known before anything runs, and which device this is."""
+class Sparse:
+    """How only the keys come that a mask shows: a transport of `rings.py`."""
 
     schedule: Schedule
     exchange: Exchange
@@ -214,7 +176,9 @@ class _Static:
     rank: Any
 
     @classmethod
-    def of(cls, schedule: Schedule, q: Any, k: Any, v: Any, segments: Any) -> _Static:
+    def of(cls, schedule: Schedule, kept: Any, *, gathered: bool = False) -> Sparse:
+        """See `Transport.of`."""
+        q, k, v, segments, _ = kept[0] if gathered else kept
         share = Sizes.of(q, k, v, packed=segments is not None)
         seq_len = share.query_tokens * schedule.num_shards
         exchange = seen_exchange(schedule.pattern, schedule.layout, seq_len)
@@ -227,6 +191,71 @@ class _Static:
             block=blocks.select(schedule.backend, seen_request(schedule, share)),
             rank=collectives.index(schedule.ring),
         )
+
+    def gather(self, shards: Any, *, named: bool = False) -> Any:
+        """The shards, and what is received: keys, values and segment ids of all moves."""
+        _, k, v, _, ids = shards
+        joined = jnp.concatenate([k, v], -1)
+        received = [
+            (_send(self, move, joined), _send(self, move, ids)) for move in self.exchange.moves
+        ]
+        if named:
+            received = jax.tree.map(lambda x: checkpoint_name(x, CHECKPOINT_NAMES[3]), received)
+        return shards, received
+
+    def attend(self, gathered: Any, given: Given) -> tuple[Any, Any, Any]:
+        """See `Transport.attend`."""
+        (q, k, v, query_ids, key_ids), received = gathered
+        block, scale, scores = self.block, self.scale, self.scores(given)
+        partials: Partials = block.forward(q, k, v, self.own(query_ids, key_ids), scale, (), scores)
+        # As in a ring: XLA would send everything first, with nothing to run beside it.
+        received, partials = lax.optimization_barrier((received, partials))
+        for number, (run, k, v, ids) in enumerate(_arrived(self, received, q.shape[-1])):
+            visibility = self.of_run(number, run, query_ids, ids)
+            partials = block.forward(q, k, v, visibility, scale, partials, scores)
+        out, lse, low = merge_precisely(partials)
+        if given.sinks is not None:
+            out, lse, low = softmax.join_sinks(out, lse, low, sinks=given.sinks)
+        return out.astype(q.dtype), lse, low if q.dtype == jnp.float32 else None
+
+    def again(self, kept: Any, dout: Array, lse: Array) -> Any:
+        """See `Transport.again`."""
+        if self.schedule.keep_gathered:
+            return kept
+        q, k, v, query_ids, key_ids = kept
+        k_again, v_again, ids_again = recompute_in_backward((k, v, key_ids), dout, lse)
+        _, received = self.gather((q, k_again, v_again, query_ids, ids_again))
+        return kept, received
+
+    def gradients(self, gathered: Any, found: Rows, given: Given, key_dtype: Any) -> Any:
+        """See `Transport.gradients`."""
+        (q, k, v, query_ids, key_ids), received = gathered
+        dout, delta = row_gradients(found)
+        scale, scores = self.scale, self.scores(given)
+
+        def gradients(k: Any, v: Any, visibility: Visibility, into: Any) -> Any:
+            return self.block.backward(
+                q, k, v, found.lse, delta, dout, visibility, scale, into, scores
+            )
+
+        own = self.own(query_ids, key_ids)
+        dq, dk, dv, *of_scores = gradients(k, v, own, (None, None, None))
+        received, dq, dk, dv, of_scores = lax.optimization_barrier(
+            (received, dq, dk, dv, of_scores)
+        )
+        travelling = []
+        for number, (run, k_run, v_run, ids) in enumerate(_arrived(self, received, q.shape[-1])):
+            visibility = self.of_run(number, run, query_ids, ids)
+            into = (as_float32(dq), None, None, *as_float32(of_scores))
+            dq, dk_run, dv_run, *of_scores = gradients(k_run, v_run, visibility, into)
+            travelling.append(jnp.concatenate(as_float32([dk_run, dv_run]), -1))
+        owned = jnp.concatenate(as_float32([dk, dv]), -1)
+        for move in self.exchange.moves:
+            pieces, travelling = travelling[: len(move.runs)], travelling[len(move.runs) :]
+            owned = _return(self, move, jnp.concatenate(pieces, 1), owned)
+        dk, dv = jnp.split(owned, [q.shape[-1]], -1)
+        dq, dk, dv = dq.astype(q.dtype), dk.astype(key_dtype), dv.astype(key_dtype)
+        return dq, dk, dv, as_float32(of_scores), delta
 
     def here(self, values: Sequence[Any]) -> Any:
         """The entry of this rank in a table with one for each."""
@@ -261,53 +290,45 @@ class _Static:
         return lambda: (self.here([*map(cases.index, found[index])]), cases)
 
 
-def _send(static: _Static, move: KeyMove, x: Array | None) -> Array | None:
+def _send(sparse: Sparse, move: KeyMove, x: Array | None) -> Array | None:
     """The keys of a move, or what belongs to them, from their owners: [b, keys, ...]."""
     if x is None:
         return None
-    cut = [lax.dynamic_slice_in_dim(x, static.here(p.starts), p.length, 1) for p in move.runs]
-    axis = static.schedule.ring
+    cut = [lax.dynamic_slice_in_dim(x, sparse.here(p.starts), p.length, 1) for p in move.runs]
+    axis = sparse.schedule.ring
     if not move.shared:
         return collectives.permute(jnp.concatenate(cut, 1), axis, list(move.pairs))
     cut = [
-        jnp.where(static.rank == run.owner, piece, jnp.zeros_like(piece))
+        jnp.where(sparse.rank == run.owner, piece, jnp.zeros_like(piece))
         for run, piece in zip(move.runs, cut, strict=True)
     ]
     return alike(collectives.total(jnp.concatenate(cut, 1), axis), x)[0]
 
 
-def _return(static: _Static, move: KeyMove, dx: Array, home: Array) -> Array:
+def _return(sparse: Sparse, move: KeyMove, dx: Array, owned: Array) -> Array:
     """Adds the gradients of the keys of a move to those of their owners, in float32."""
-    sent_in, axis = static.schedule.gradient_dtype, static.schedule.ring
+    sent_in, axis = sparse.schedule.gradient_dtype, sparse.schedule.ring
     if move.shared:
         # A sum on the network: it is rounded to float32 only.
-        dx = alike(collectives.total(dx.astype(jnp.float32), axis), home)[0]
+        dx = alike(collectives.total(dx.astype(jnp.float32), axis), owned)[0]
     else:
         dx = collectives.permute(dx.astype(sent_in), axis, list(move.returning))
         dx = dx.astype(jnp.float32)
     for run, piece in zip(move.runs, _split(move, dx), strict=True):
         if move.shared:
-            piece = jnp.where(static.rank == run.owner, piece, 0.0)
-        start = static.here(run.starts)
-        so_far = lax.dynamic_slice_in_dim(home, start, run.length, 1)
-        home = lax.dynamic_update_slice_in_dim(home, so_far + piece, start, 1)
-    return home
-
-
-def _received(static: _Static, k: Array, v: Array, ids: Array | None) -> list[Any]:
-    """Keys, values and segment ids of all moves."""
-    joined = jnp.concatenate([k, v], -1)
-    return [
-        (_send(static, move, joined), _send(static, move, ids)) for move in static.exchange.moves
-    ]
+            piece = jnp.where(sparse.rank == run.owner, piece, 0.0)
+        start = sparse.here(run.starts)
+        so_far = lax.dynamic_slice_in_dim(owned, start, run.length, 1)
+        owned = lax.dynamic_update_slice_in_dim(owned, so_far + piece, start, 1)
+    return owned
 
 
 def _arrived(
-    static: _Static, received: list[Any], head_dim: int
+    sparse: Sparse, received: list[Any], head_dim: int
 ) -> list[tuple[KeyRun, Array, Array, Array | None]]:
     """Each run of each move: keys, values and segment ids."""
     runs = []
-    for move, (keys, ids) in zip(static.exchange.moves, received, strict=True):
+    for move, (keys, ids) in zip(sparse.exchange.moves, received, strict=True):
         ids = [None] * len(move.runs) if ids is None else _split(move, ids)
         for run, kv, here in zip(move.runs, _split(move, keys), ids, strict=True):
             runs.append((run, *jnp.split(kv, [head_dim], -1), here))
@@ -317,100 +338,3 @@ def _arrived(
 def _split(move: KeyMove, x: Array) -> list[Array]:
     """What lies one after another in a message."""
     return jnp.split(x, np.cumsum([run.length for run in move.runs])[:-1], 1)
-
-
-def _forward(
-    schedule: Schedule,
-    q: QueryShard,
-    k: KeyShard,
-    v: ValueShard,
-    query_segments: QuerySegments | None,
-    key_segments: KeySegments | None,
-    given: Given = NOTHING,
-) -> tuple[OutShard, LseShard, LseShard | None]:
-    """Steps 1 and 2; returns what `rings._forward` does."""
-    k, v = (x.astype(q.dtype) for x in (k, v))
-    static = _Static.of(schedule, q, k, v, query_segments)
-    received = _received(static, k, v, key_segments)
-    return _attend(static, q, k, v, query_segments, key_segments, received, given)
-
-
-def _attend(
-    static: _Static,
-    q: Any,
-    k: Any,
-    v: Any,
-    query_ids: Any,
-    key_ids: Any,
-    received: list[Any],
-    given: Given,
-) -> tuple[Any, Any, Any]:
-    block, scale, scores = static.block, static.scale, static.scores(given)
-    partials: Partials = block.forward(q, k, v, static.own(query_ids, key_ids), scale, (), scores)
-    # As in a ring: XLA would send everything first, with nothing to run beside it.
-    received, partials = lax.optimization_barrier((received, partials))
-    for number, (run, k, v, ids) in enumerate(_arrived(static, received, q.shape[-1])):
-        visibility = static.of_run(number, run, query_ids, ids)
-        partials = block.forward(q, k, v, visibility, scale, partials, scores)
-    out, lse, low = merge_precisely(partials)
-    if given.sinks is not None:
-        out, lse, low = softmax.join_sinks(out, lse, low, sinks=given.sinks)
-    return out.astype(q.dtype), lse, low if q.dtype == jnp.float32 else None
-
-
-def _forward_rule(
-    schedule: Schedule, q: Any, k: Any, v: Any, query_ids: Any, key_ids: Any, given: Given = NOTHING
-) -> tuple[Any, Any]:
-    like = k[:0]
-    k, v = (x.astype(q.dtype) for x in (k, v))
-    kept, received = (q, k, v, query_ids, key_ids), None
-    if schedule.keep_gathered:
-        static = _Static.of(schedule, q, k, v, query_ids)
-        received = _received(static, k, v, key_ids)
-        received = jax.tree.map(lambda x: checkpoint_name(x, CHECKPOINT_NAMES[3]), received)
-        out, *stats = _attend(static, *kept, received=received, given=given)
-    else:
-        out, *stats = seen_attention(schedule, *kept, given)
-    out, lse, low = named(out, *stats)
-    return (out, lse, low), (kept, received, given, out, lse, low, like)
-
-
-def _backward_rule(schedule: Schedule, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
-    residuals, cotangents = without_derivative((residuals, cotangents))
-    (q, k, v, query_ids, key_ids), received, given, out, lse, low, like = residuals
-    dout, dlse, *_ = cotangents
-    static = _Static.of(schedule, q, k, v, query_ids)
-    if received is None:
-        again = recompute_in_backward((k, v, key_ids), dout, lse)
-        received = _received(static, *again)
-    dout, delta = row_gradients(dout, dlse, out, lse, low)
-    block, scale, scores = static.block, static.scale, static.scores(given)
-
-    def gradients(k: Any, v: Any, visibility: Visibility, into: Any) -> Any:
-        return block.backward(q, k, v, lse, delta, dout, visibility, scale, into, scores)
-
-    own = static.own(query_ids, key_ids)
-    dq, dk, dv, *of_scores = gradients(k, v, own, (None, None, None))
-    received, dq, dk, dv, of_scores = lax.optimization_barrier((received, dq, dk, dv, of_scores))
-    travelling = []
-    for number, (run, k_run, v_run, ids) in enumerate(_arrived(static, received, q.shape[-1])):
-        visibility = static.of_run(number, run, query_ids, ids)
-        into = (as_float32(dq), None, None, *as_float32(of_scores))
-        dq, dk_run, dv_run, *of_scores = gradients(k_run, v_run, visibility, into)
-        travelling.append(jnp.concatenate(as_float32([dk_run, dv_run]), -1))
-    home = jnp.concatenate(as_float32([dk, dv]), -1)
-    for move in static.exchange.moves:
-        pieces, travelling = travelling[: len(move.runs)], travelling[len(move.runs) :]
-        home = _return(static, move, jnp.concatenate(pieces, 1), home)
-    dk, dv = jnp.split(home, [q.shape[-1]], -1)
-    learnt = given.scores and given.scores.with_gradients(as_float32(of_scores))
-    sinks = None if given.sinks is None else softmax.sink_gradient(given.sinks, lse, delta)
-    dq, dk, dv = dq.astype(q.dtype), dk.astype(like.dtype), dv.astype(like.dtype)
-    return dq, dk, dv, None, None, Given(learnt, None, sinks)
-
-
-# See `rings.concentric_attention`.
-seen_attention = jax.custom_vjp(
-    jax.jit(_forward, static_argnums=0, inline=True), nondiff_argnums=(0,)
-)
-seen_attention.defvjp(_forward_rule, _backward_rule)
