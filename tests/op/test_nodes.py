@@ -1,5 +1,6 @@
 """Which devices share a node, in which order they make a mesh, and which axes go across."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import jax
@@ -204,10 +205,10 @@ def test_explain_knows_meshes_of_other_names_and_abstract_ones():
     sizes = dict(seq_len=512, heads=16, head_dim=8)
     types = (jax.sharding.AxisType.Auto,) * 2
     mesh = jax.make_mesh((2, 4), ("replica", "context"), types, devices=jax.devices()[:8])
-    own = st.Attention(mesh, axis_names={"data": "replica", "ring": "context"})
+    own = st.Attention(mesh, layout="zigzag", axis_names={"data": "replica", "ring": "context"})
     explanation = own.explain(**sizes, devices_per_node=4)
     assert (explanation.across, explanation.inside) == (("data",), ("ring",))
-    abstract = st.Attention(mesh.abstract_mesh, axis_names={"ring": "context"})
+    abstract = dataclasses.replace(own, mesh=mesh.abstract_mesh, degrees=None)
     assert abstract.explain(**sizes, platform="cpu").num_nodes is None
     with refused(InputError, devices_per_node=4):
         abstract.explain(**sizes, platform="cpu", devices_per_node=4)
