@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,16 +15,15 @@ import numpy as np
 from jax.sharding import Mesh
 
 import startrail_jax as st
-from benchmarks.cluster.rounds import Forecast, Processes, Timed
+from benchmarks.cluster.rounds import Processes, Timed
 from benchmarks.cluster.schemes import Scheme
-from benchmarks.cluster.settings import CHOSEN, ClusterSettings
+from benchmarks.cluster.settings import ClusterSettings
 from startrail_jax import masks, testing
 from startrail_jax.analysis.algorithms import GLOO, NCCL
 from startrail_jax.analysis.cost import Traffic, default_order
-from startrail_jax.analysis.ports import Messages, messages, orders_to_try
-from startrail_jax.devices.degrees import ROLES, SEQUENCE_ROLES
-from startrail_jax.devices.nodes import ORDERS, node_grid, resolve_order
-from startrail_jax.errors import InputError, UnsupportedError
+from startrail_jax.analysis.ports import Messages, messages
+from startrail_jax.devices.nodes import node_grid
+from startrail_jax.errors import UnsupportedError
 from trainer.config import MeshConfig
 from trainer.parallel.degrees import choose_order
 
@@ -57,43 +57,29 @@ class Place:
             devices_per_node=self.devices_per_node,
         )
 
-    def received(self, degrees: st.Degrees, order: tuple[str, ...], sent: Messages) -> int:
-        """Bytes that the busiest port receives."""
-        traffic = sent.through(node_grid(degrees, order, self.nodes).ravel())
-        return max(traffic.received_by_device) if self.rails else traffic.port_received_bytes
-
-    def forecast(self, degrees: st.Degrees, order: tuple[str, ...], traffic: Traffic) -> Forecast:
-        """What ports should receive in one pass."""
-        count = partial(self.received, degrees, order)
-        try:
-            gloo = count(messages(degrees, traffic.transfers, GLOO))
-        except UnsupportedError:  # Its algorithm for such groups is not known here.
-            gloo = float("nan")
-        return Forecast(
-            received=count(messages(degrees, traffic.transfers, NCCL)),
-            gloo_received=gloo,
-            received_by_device=traffic.received_bytes,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """A scheme, and where its axes are."""
-
-    scheme: Scheme
-    order: tuple[str, ...]
-    """The roles, slowest first."""
-    label: str
-    """What the order is called."""
-
     @property
-    def name(self) -> str:
-        """Its name in the table."""
-        return self.scheme.name + (f" @ {self.label}" if self.label != CHOSEN else "")
+    def algorithms(self) -> Any:
+        """Those of the collectives: of NCCL, or of gloo, over which CPUs talk."""
+        return GLOO if self.devices[0].platform == "cpu" else NCCL
+
+    def received(
+        self, degrees: st.Degrees, order: tuple[str, ...], sent: Callable[[Any], Messages]
+    ) -> float:
+        """Bytes that the busiest port receives; NaN if an algorithm is not known.
+
+        Args:
+            degrees, order: those of the mesh.
+            sent: the messages, given `algorithms`.
+        """
+        try:
+            traffic = sent(self.algorithms).through(node_grid(degrees, order, self.nodes).ravel())
+        except UnsupportedError:  # The algorithm for such groups is not known here.
+            return math.nan
+        return max(traffic.received_by_device) if self.rails else traffic.port_received_bytes
 
 
 class AttentionCalls:
-    """The programs of all rows.
+    """The programs of all schemes.
 
     Args:
         settings: sizes and passes.
@@ -114,15 +100,6 @@ class AttentionCalls:
     def _reference(self) -> _Reference:
         return self._processes.once(lambda: _Reference(self._settings, self._inputs))
 
-    def traffic(self, scheme: Scheme) -> dict[str, Traffic]:
-        """What one device receives, by pass.
-
-        Raises:
-            ValueError: if the scheme does not serve these sizes.
-        """
-        report = st.communication(scheme.degrees, **self._call(scheme))
-        return {"forward": report.forward, "both": report.total}
-
     def _call(self, scheme: Scheme) -> dict[str, Any]:
         """Sizes and options of the attention call."""
         settings = self._settings
@@ -138,69 +115,38 @@ class AttentionCalls:
             **scheme.options,
         )
 
-    def rows(self, schemes: Sequence[Scheme], *, named: bool) -> list[Row]:
-        """Every scheme in every order that was asked for, each placement of the axes once.
+    def order(self, scheme: Scheme) -> tuple[str, ...]:
+        """The mesh roles, slowest first, as train.py or `make_mesh` takes them for the call."""
+        degrees, nodes = scheme.degrees, self.place.nodes
+        if self._settings.window is not None:  # Layers may differ.
+            return choose_order(MeshConfig(), degrees, nodes, self._settings.call)
+        return default_order(degrees, nodes, self._call(scheme))
 
-        Args:
-            schemes: the schemes.
-            named: whether the user named them: otherwise those that do not serve the sizes are left
-                out.
+    def prepare(self, scheme: Scheme) -> list[Timed]:
+        """Compiles the programs of a scheme, and compares their results with the reference.
+
+        Raises:
+            ValueError: if the scheme does not serve these sizes.
         """
-        rows: list[Row] = []
-        for scheme in schemes:
-            try:
-                self.traffic(scheme)
-            except InputError as error:
-                if named:
-                    raise
-                self._processes.say(f"left out: {scheme.name}: {error}")
-                continue
-            seen: dict[tuple[str, ...], str] = {}
-            for label in self._settings.orders:
-                order = self.order(scheme, label)
-                moving = tuple(role for role in order if getattr(scheme.degrees, role) > 1)
-                if moving in seen:
-                    self._processes.say(f"{scheme.name}: order {label} is {seen[moving]}")
-                    continue
-                seen[moving] = label
-                rows.append(Row(scheme=scheme, order=order, label=label))
-        return rows
-
-    def order(self, scheme: Scheme, label: str) -> tuple[str, ...]:
-        """The roles in the order of a label, slowest first."""
-        degrees, place = scheme.degrees, self.place
-        if label == CHOSEN:
-            if self._settings.window is not None:  # Layers may differ.
-                return choose_order(MeshConfig(), degrees, place.nodes, self._settings.call)
-            return default_order(degrees, place.nodes, self._call(scheme))
-        if label == "default":
-            return default_order(degrees, place.nodes)
-        if label not in ("best", "worst"):
-            return read_order(label)
-        transfers = self.traffic(scheme)["both"].transfers
-        sent = messages(degrees, transfers, NCCL)
-        choose = min if label == "best" else max
-        return choose(orders_to_try(degrees), key=lambda x: place.received(degrees, x, sent))
-
-    def prepare(self, row: Row) -> list[Timed]:
-        """Compiles the programs of a row, and compares their results with the reference."""
-        scheme, settings = row.scheme, self._settings
-        mesh = self.place.mesh(scheme.degrees, row.order)
-        call = self._call(scheme)
+        call, order = self._call(scheme), self.order(scheme)
+        report = st.communication(scheme.degrees, **call)
+        mesh = self.place.mesh(scheme.degrees, order)
         attention = st.Attention(mesh, mask=call["mask"], layout=call["layout"], **scheme.options)
         arrays = attention.shard(*self._inputs)
         timed = []
-        for which in settings.passes:
+        for which in self._settings.passes:
             function, arguments = (attention, arrays[:3]) if which == "forward" else (
                 partial(_both_passes, attention), arrays)  # fmt: skip
             out = tuple(RESULTS) if which == "both" else RESULTS[0]
             program, _ = self._processes.compile(jax.jit(function), arguments, out)
-            traffic = self.traffic(scheme)[which]
+            traffic: Traffic = report.forward if which == "forward" else report.total
             found = Timed(
-                name=row.name,
+                name=scheme.name,
                 what=TITLES[which],
                 run=partial(_finished, program, arguments),
-                forecast=self.place.forecast(scheme.degrees, row.order, traffic),
+                expected=self.place.received(
+                    scheme.degrees, order, partial(messages, scheme.degrees, traffic.transfers)
+                ),
                 tolerance=self._reference.tolerance,
             )
             results = found.run()
@@ -209,24 +155,6 @@ class AttentionCalls:
             found.error = self._processes.largest([error])[0]
             timed.append(found)
         return timed
-
-
-def read_order(label: str) -> tuple[str, ...]:
-    """Reads an order: a name, or axes such as "team,ring,group,head", the slowest first.
-
-    Raises:
-        ValueError: if it is neither.
-    """
-    if "," not in label and label not in SEQUENCE_ROLES:
-        if label not in ORDERS:
-            raise InputError(
-                f"An order must be chosen, default, best, worst, {', '.join(ORDERS)}, or axes, "
-                f"the slowest first, such as team,ring,group,head; got {label!r}. Correct it."
-            )
-        return resolve_order(label)
-    given = label.split(",")
-    return resolve_order(tuple(x for x in ROLES[:1] if x not in given) + tuple(given)
-                         + tuple(x for x in ROLES[-1:] if x not in given))  # fmt: skip
 
 
 def _draw(settings: ClusterSettings) -> list[np.ndarray]:

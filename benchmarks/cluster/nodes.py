@@ -1,9 +1,9 @@
 """Emulated nodes: a command runs once in each of several network namespaces of this machine.
 
-A node has its own network and host name, and one port of limited rate (`links.py`). Its
-devices are simulated by one process, and what they send each other goes over the loopback of the
-node. With rails, every device has a process, a network namespace and a port to the other nodes of
-its own, and another port to the devices of its node.
+A node has its own network and host name, and one port of limited rate (`links.py`), which both
+directions share. Its devices are simulated by one process. With rails, every device has a process,
+a network namespace and a port to the other nodes of its own, and another port to the devices of its
+node.
 
 `run` needs Linux, the commands of `TOOLS`, and no root where user namespaces are allowed. All
 namespaces are anonymous, and all processes are in one process namespace that ends with the process
@@ -26,24 +26,23 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 # For a checkout that is not installed.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.cluster.links import UNLIMITED, Hub, bits_per_second, configure_ports
+from benchmarks.cluster.links import Hub, bits_per_second, configure_ports
 from benchmarks.cluster.links import run as run_tool
 from startrail_jax.errors import InputError, UnsupportedError
 
-TOOLS = {"unshare": "util-linux", "nsenter": "util-linux", "setpriv": "util-linux",
+TOOLS = {"unshare": "util-linux", "setpriv": "util-linux",
          "mount": "util-linux", "ip": "iproute2", "tc": "iproute2"}  # fmt: skip
 NETWORK = "10.77.0.0/16"
 COORDINATOR_PORT = 9911
 MOST_PROCESSES = 250
 PRIVATE_FOLDER = Path("/dev/shm")
 """Where the processes get a file system in memory of their own, hidden from all others."""
-CONTROL = "STARTRAIL_CLUSTER_CONTROL"
-"""Variable with the number of the socket over which process 0 changes the rates."""
+EMULATED = "STARTRAIL_CLUSTER_EMULATED"
+"""Variable that is set in the processes of an emulated cluster."""
 LOG_LINES = 40
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET = 0x00020000, 0x04000000, 0x40000000
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -63,13 +62,10 @@ class Topology:
     """Number of devices of a node."""
     rate: str = "100mbit"
     """Rate of a port."""
-    inside: str | None = None
-    """Rate of a device inside its node; None for no limit. Without rails the devices of a node
-    share one link of `devices` times this rate."""
     rails: bool = False
     """Whether every device has a port of its own to the other nodes, or all of a node share one."""
-    duplex: Literal["half", "full"] = "half"
-    """Whether the two directions of a port share its rate, or have it each."""
+    inside: str | None = None
+    """With rails: rate of a device inside its node; None for no limit."""
 
     def __post_init__(self) -> None:
         for name in ("nodes", "devices"):
@@ -86,6 +82,11 @@ class Topology:
         bits_per_second(self.rate)
         if self.inside is not None:
             bits_per_second(self.inside)
+            if not self.rails:
+                raise InputError(
+                    "inside is the rate of a device with a port of its own; got "
+                    f"inside={self.inside} without rails. Add --rails, or leave it out."
+                )
 
     @property
     def processes(self) -> int:
@@ -151,7 +152,7 @@ def run(topology: Topology, command: Sequence[str], variables: Mapping[str, str]
     """Runs a command in every process of an emulated cluster; returns when all have ended.
 
     Args:
-        topology: the cluster. It begins without limits; see `set_limits`.
+        topology: the cluster.
         command: the command. In its words, `{index}` stands for the number of the process and
             `{coordinator}` for the address at which process 0 can listen.
         variables: further variables of its environment.
@@ -180,18 +181,6 @@ def run(topology: Topology, command: Sequence[str], variables: Mapping[str, str]
         supervisor.wait()
 
 
-def set_limits(limited: bool) -> None:
-    """Sets the rates of all ports to those of the topology, or to none; in process 0 only.
-
-    Raises:
-        RuntimeError: if the rates cannot be changed.
-    """
-    with socket.socket(fileno=os.dup(int(os.environ[CONTROL]))) as control:
-        control.sendall(b"1" if limited else b"0")
-        if answer := control.recv(4096).decode().strip("\n"):
-            raise RuntimeError(f"the rates could not be changed: {answer}")
-
-
 # In the namespaces -------------------------------------------------------------------------------
 
 
@@ -203,8 +192,7 @@ class Supervisor:
         self._command = command
         self._variables = variables
         self._running: dict[int, int] = {}
-        self._control, self._control_of_0 = socket.socketpair()
-        self._hub = Hub(half_duplex=topology.duplex == "half")
+        self._hub = Hub()
 
     def run(self) -> int:
         """Starts all processes and waits for them; returns the exit status."""
@@ -212,14 +200,10 @@ class Supervisor:
         for index in range(self._topology.processes):
             self._start(index)
         with selectors.DefaultSelector() as selector:
-            selector.register(self._control, selectors.EVENT_READ)
             for pid in self._running:
                 selector.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
             while self._running:
                 for key, _ in selector.select():
-                    if key.data is None:
-                        self._change_rates()
-                        continue
                     selector.unregister(key.fileobj)
                     if status := self._ended(key.data):
                         return status
@@ -238,12 +222,9 @@ class Supervisor:
             os._exit(1)
         self._running[pid] = index
         may_go.recv(1)
-        self._hub.add_port(index, pid)
+        self._hub.add_port(index, pid, topology.rate)
         if topology.rails and topology.devices > 1:
-            size = topology.processes // topology.nodes
-            self._hub.add_inside_port(index, pid, index // size)
-        elif topology.devices > 1:
-            self._hub.add_loopback(pid, topology.devices)
+            self._hub.add_inside_port(index, pid, index // topology.devices, topology.inside)
         may_go.send(b"x")
         is_apart.close()
         may_go.close()
@@ -258,12 +239,11 @@ class Supervisor:
         neighbours = [address(other) for other in topology.neighbours(index)]
         configure_ports(address(index), NETWORK, neighbours)
         self._take_name(index)
-        os.set_inheritable(self._control_of_0.fileno(), index == 0)
         if index:
             log = os.open(log_of(index), os.O_WRONLY | os.O_CREAT)
             os.dup2(log, 1)
             os.dup2(log, 2)
-        variables = os.environ | self._variables | {CONTROL: str(self._control_of_0.fileno())}
+        variables = os.environ | self._variables | {EMULATED: "1"}
         places = {"{index}": str(index), "{coordinator}": f"{address(0)}:{COORDINATOR_PORT}"}
         command = [places.get(word, word) for word in self._command]
         os.execvpe(command[0], command, variables)
@@ -276,17 +256,6 @@ class Supervisor:
         names = [f"{address(i)} process{i}\n" for i in range(self._topology.processes)]
         hosts.write_text("127.0.0.1 localhost\n" + "".join(names))
         run_tool(["mount", "--bind", str(hosts), "/etc/hosts"])
-
-    def _change_rates(self) -> None:
-        """Answers a request of process 0: an empty line, or what went wrong."""
-        limited = self._control.recv(1) == b"1"
-        inside = bits_per_second(self._topology.inside) if self._topology.inside else UNLIMITED
-        port = bits_per_second(self._topology.rate)
-        try:
-            self._hub.set_rates(*((port, inside) if limited else (UNLIMITED, UNLIMITED)))
-            self._control.sendall(b"\n")
-        except RuntimeError as error:
-            self._control.sendall(f"{error}\n".encode()[:4000])
 
     def _ended(self, pid: int) -> int:
         """Notes the end of a process; returns 1 if it failed, and prints what it said."""

@@ -1,4 +1,4 @@
-"""What `run.py` shows: a table, a JSON file and a picture."""
+"""What `run.py` shows: a table and a JSON file."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ from benchmarks.cluster.rounds import Timed
 
 HEADER = (
     f"{'':<32}{'s':>9}{'spread':>8}{'x first':>9}{'port MB':>10}{'expected':>10}{'over':>8}"
-    f"{'s, free':>9}{'error':>10}"
+    f"{'error':>10}"
 )
 LEGEND = """
 s         median over the rounds of the time of the slowest process
 spread    longest minus shortest round, over the median
 x first   time of the first row over that of this one
 port MB   bytes that the busiest port received, by the kernel's count, less those of an idle round
-expected  the same by st.communication with the algorithms of gloo; for a training step, by the
-          collectives of the compiled program
+expected  the same by st.communication with the algorithms of NCCL, or of gloo on CPUs; for a
+          training step, by the collectives of the compiled program
 over      port MB over expected: what headers and acknowledgements add
-s, free   shortest round without limits of the ports: what is not the network
 error     largest difference from dense float64 attention, relative to the largest value; for a
           training step, difference of the first loss from that of the first row"""
 
@@ -35,13 +34,9 @@ def result(timed: Timed) -> dict[str, Any]:
         "name": timed.name,
         "pass": timed.what,
         "seconds": timed.seconds,
-        "free_seconds": timed.free,
-        "planned_seconds": timed.planned,
         "port_received": timed.received,
         "port_sent": timed.sent,
-        "expected_nccl": timed.forecast.received,
-        "expected_gloo": timed.forecast.gloo_received,
-        "received_by_device": timed.forecast.received_by_device,
+        "expected": timed.expected,
         "error": timed.error,
         "tolerance": timed.tolerance,
         "losses": timed.losses,
@@ -62,18 +57,17 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 def _line(row: dict[str, Any], yardstick: float) -> str:
     seconds = statistics.median(row["seconds"])
     spread = (max(row["seconds"]) - min(row["seconds"])) / seconds
-    received, expected = statistics.median(row["port_received"]), row["expected_gloo"]
+    received, expected = statistics.median(row["port_received"]), row["expected"]
     ports = f"{received / 1e6:10.3f}" if received > 0 else f"{'-':>10}"
     known = not math.isnan(expected)
     ports += f"{expected / 1e6:10.3f}" if known else f"{'-':>10}"
     ports += f"{received / expected - 1:+8.1%}" if known and min(received, expected) > 0 else (
         f"{'-':>8}")  # fmt: skip
-    free = f"{min(row['free_seconds']):9.3f}" if row["free_seconds"] else f"{'-':>9}"
     error = row["error"]
     shown = f"{'-':>10}" if error is None or math.isnan(error) else f"{error:10.1e}"
     return (
-        f"{row['name']:<32}{seconds:9.3f}{spread:8.0%}{yardstick / seconds:9.2f}{ports}{free}"
-        f"{shown}{' WRONG' if is_wrong(row) else ''}"
+        f"{row['name']:<32}{seconds:9.3f}{spread:8.0%}{yardstick / seconds:9.2f}{ports}{shown}"
+        f"{' WRONG' if is_wrong(row) else ''}"
     )
 
 
@@ -86,42 +80,6 @@ def is_wrong(row: dict[str, Any]) -> bool:
 def save(path: Path, header: dict[str, Any], rows: Sequence[dict[str, Any]]) -> None:
     """Writes everything as JSON."""
     path.write_text(json.dumps({**header, "rows": list(rows)}, indent=1, default=str) + "\n")
-
-
-def draw(path: Path, title: str, rows: Sequence[dict[str, Any]]) -> None:
-    """Draws bars: seconds, and bytes at the port, expected and counted; a column for each pass."""
-    from matplotlib.figure import Figure
-
-    passes = list(dict.fromkeys(row["pass"] for row in rows))
-    longest = max(sum(row["pass"] == what for row in rows) for what in passes)
-    figure = Figure(figsize=(6.5 * len(passes), 2.4 + 0.52 * longest), layout="constrained")
-    figure.suptitle(title, fontsize=10)
-    grid = figure.subplots(2, len(passes), squeeze=False)
-    for column, what in enumerate(passes):
-        chosen = [row for row in rows if row["pass"] == what]
-        names, places = [row["name"] for row in chosen], range(len(chosen))
-        seconds = [statistics.median(row["seconds"]) for row in chosen]
-        spread = [
-            [x - min(row["seconds"]) for x, row in zip(seconds, chosen, strict=True)],
-            [max(row["seconds"]) - x for x, row in zip(seconds, chosen, strict=True)],
-        ]
-        top, bottom = grid[0][column], grid[1][column]
-        top.barh(places, seconds, xerr=spread, color="#4477aa", error_kw={"lw": 0.8})
-        top.set_title(f"{what}: seconds, median and range", loc="left", fontsize=9)
-        half = 0.38
-        counted = [statistics.median(row["port_received"]) / 1e6 for row in chosen]
-        expected = [row["expected_gloo"] / 1e6 for row in chosen]
-        bottom.barh([x - half / 2 for x in places], expected, half, color="#bbbbbb",
-                    label="expected")  # fmt: skip
-        bottom.barh([x + half / 2 for x in places], counted, half, color="#ee6677",
-                    label="counted")  # fmt: skip
-        bottom.set_title(f"{what}: MB that the busiest port receives", loc="left", fontsize=9)
-        bottom.legend(frameon=False, fontsize=8)
-        for axes in (top, bottom):
-            axes.set_yticks(list(places), names, fontsize=8)
-            axes.invert_yaxis()
-            axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=110)
 
 
 def header_of(settings: Any, **facts: Any) -> dict[str, Any]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,19 +14,6 @@ import numpy as np
 from jax.experimental import multihost_utils, serialize_executable
 
 from benchmarks.cluster.links import port_bytes
-from benchmarks.cluster.nodes import set_limits
-
-
-@dataclass(frozen=True, kw_only=True)
-class Forecast:
-    """Bytes through ports, as computed beforehand."""
-
-    received: float
-    """Bytes that the busiest port receives, with the algorithms of NCCL."""
-    gloo_received: float
-    """The same with those of gloo, over which CPUs talk: its reduce_scatter sends more."""
-    received_by_device: float
-    """Bytes that the busiest device receives, from wherever."""
 
 
 @dataclass
@@ -40,9 +26,8 @@ class Timed:
     """Which pass or step it is."""
     run: Callable[[], Any]
     """Runs it; returns when this process is done."""
-    forecast: Forecast
-    planned: float | None = None
-    """Seconds that the planner predicts; None if it was not asked."""
+    expected: float
+    """Bytes that the busiest port should receive; NaN if that is not known."""
     error: float | None = None
     """Largest error of its results, relative to the largest value of each; None if unknown."""
     tolerance: float = 0.0
@@ -50,8 +35,6 @@ class Timed:
     """Losses of the training steps so far."""
     seconds: list[float] = field(default_factory=list)
     """Time of the slowest process, in each round."""
-    free: list[float] = field(default_factory=list)
-    """The same without limits."""
     received: list[float] = field(default_factory=list)
     """Bytes that the busiest port received, in each round."""
     sent: list[float] = field(default_factory=list)
@@ -62,17 +45,14 @@ class Processes:
     """What the processes of the cluster do together.
 
     Args:
-        emulated: whether the ports are emulated, so that their rates can be changed.
         shared: a folder that all processes see; None if there is none.
         port: the network interface whose bytes are counted; None for none.
     """
 
-    def __init__(self, *, emulated: bool, shared: Path | None, port: str | None) -> None:
-        self.emulated = emulated
+    def __init__(self, *, shared: Path | None, port: str | None) -> None:
         self._shared = shared
         self._port = port
         self._times = 0
-        self._idle = (0, 0)
 
     @property
     def is_first(self) -> bool:
@@ -136,42 +116,21 @@ class Processes:
         found = multihost_utils.process_allgather(np.asarray(values, np.float32))
         return np.asarray(found).reshape(-1, len(values)).max(0).tolist()
 
-    def run_rounds(self, timed: Sequence[Timed], rounds: int, *, limited: bool) -> None:
-        """Times all programs in turn, several times over.
-
-        Args:
-            timed: the programs; the result is added to them, in all processes.
-            rounds: number of times.
-            limited: whether ports have their rates.
-        """
-        if rounds == 0:
-            return
-        with self.limits(limited):
-            nothing = [self._once(lambda: None) for _ in range(3)]
-            self._idle = tuple(int(np.median([x[i] for x in nothing])) for i in (1, 2))
-            samples: dict[int, list[tuple[float, int, int]]] = {i: [] for i in range(len(timed))}
-            for number in range(rounds):
-                # Back and forth, so that a drift of the machine favours no row.
-                order = range(len(timed)) if number % 2 == 0 else reversed(range(len(timed)))
-                for index in order:
-                    samples[index].append(self._once(timed[index].run))
+    def run_rounds(self, timed: Sequence[Timed], rounds: int) -> None:
+        """Times all programs in turn, so many times over, and adds the results to them."""
+        nothing = [self._once(lambda: None) for _ in range(3)]
+        idle = [int(np.median([x[i] for x in nothing])) for i in (1, 2)]
+        samples: dict[int, list[tuple[float, int, int]]] = {i: [] for i in range(len(timed))}
+        for number in range(rounds):
+            # Back and forth, so that a drift of the machine favours no row.
+            order = range(len(timed)) if number % 2 == 0 else reversed(range(len(timed)))
+            for index in order:
+                samples[index].append(self._once(timed[index].run))
         for index, row in enumerate(timed):
             values = np.asarray(self.largest(np.ravel(samples[index]).tolist())).reshape(-1, 3)
-            if limited:
-                row.seconds += values[:, 0].tolist()
-                row.received += (values[:, 1] - self._idle[0]).tolist()
-                row.sent += (values[:, 2] - self._idle[1]).tolist()
-            else:
-                row.free += values[:, 0].tolist()
-
-    @contextmanager
-    def limits(self, limited: bool = True) -> Iterator[None]:
-        """Within it, emulated ports have their rates, or none."""
-        self._set_limits(limited)
-        try:
-            yield
-        finally:
-            self._set_limits(False)
+            row.seconds += values[:, 0].tolist()
+            row.received += (values[:, 1] - idle[0]).tolist()
+            row.sent += (values[:, 2] - idle[1]).tolist()
 
     def _once(self, run: Callable[[], Any]) -> tuple[float, int, int]:
         """Seconds of one run, and the bytes that came and went meanwhile."""
@@ -186,9 +145,3 @@ class Processes:
 
     def _counted(self) -> tuple[int, int]:
         return port_bytes(self._port) if self._port else (0, 0)
-
-    def _set_limits(self, limited: bool) -> None:
-        if self.emulated:
-            if self.is_first:
-                set_limits(limited)
-            multihost_utils.sync_global_devices("rates")

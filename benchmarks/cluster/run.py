@@ -2,8 +2,7 @@
 
     python benchmarks/cluster/run.py --nodes 4 --devices 4 --rate 100mbit
     python benchmarks/cluster/run.py --nodes 16 --devices 1 --kv-heads 4 --dtype bfloat16
-    python benchmarks/cluster/run.py --schemes ring startrail-2 team-4 --orders chosen worst
-    python benchmarks/cluster/run.py --schemes every --plan --passes both --rate 20mbit
+    python benchmarks/cluster/run.py --schemes ring startrail-2 team-4:gradient_dtype=bfloat16
     python benchmarks/cluster/run.py --train gpt dit --head-dim 8 --schemes ring team-4
     srun python benchmarks/cluster/run.py --distributed          # on a real cluster
 
@@ -13,13 +12,12 @@ This needs Linux, its commands `unshare`, `ip` and `tc`, and no root where user 
 allowed. Nothing is left behind, even if the program is killed.
 
 The benchmark compiles all rows, compares their results with dense attention in float64, and times
-them in turn: --rounds times with the rate of the ports and --free-rounds times without. It prints a
-table and says below what the columns mean; --json writes all samples and --picture draws them. The
-exit status is 1 if a result is wrong.
+them in turn, --rounds times. It prints a table and says below what the columns mean; --json writes
+all samples. The exit status is 1 if a result is wrong.
 
 What the emulation does not have: overlap of messages with attention (XLA's CPU backend waits for
 each message), latency, and cores of its own for each device. Only ratios of times mean something,
-and only where "s, free" is a small part of "s".
+and only where ports are so slow that the network takes most of the time.
 
 With --distributed, each process of a real cluster runs the same command, as with train.py
 (`docs/cluster.md`), and uses all its devices. Bytes are counted with --interface.
@@ -28,7 +26,6 @@ With --distributed, each process of a real cluster runs the same command, as wit
 from __future__ import annotations
 
 import datetime
-import importlib.util
 import os
 import shlex
 import socket
@@ -42,9 +39,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.cluster import nodes as cluster_nodes
-from benchmarks.cluster.nodes import CONTROL, PRIVATE_FOLDER
+from benchmarks.cluster.nodes import EMULATED, PRIVATE_FOLDER
 from benchmarks.cluster.schemes import named_schemes
-from benchmarks.cluster.settings import EVERY, ClusterSettings
+from benchmarks.cluster.settings import ClusterSettings
 from startrail_jax.errors import InputError
 from trainer.command_line import parse
 from trainer.config import Distributed
@@ -53,38 +50,27 @@ SILENCE_SECONDS = 120
 """Time after which a silent process of an emulated cluster counts as lost: cores are few."""
 BFLOAT16_FLAG = "--xla_disable_hlo_passes=float-normalization-bf16"
 """Without it XLA's CPU backend sends bfloat16 as float32."""
-EMULATION_ONLY = ("rate", "inside", "duplex", "free_rounds")
+EMULATION_ONLY = ("rate", "inside")
 
 
 def main(argv: list[str]) -> int:
     command = parse(argv, default=ClusterSettings(), prog="cluster.py", description=__doc__)
     settings, distributed = command.settings, command.distributed
-    check_outputs(settings)
+    check_output(settings)
     if distributed.several:
         return measure(settings, distributed)
     return emulate(settings, argv)
 
 
-def check_outputs(settings: ClusterSettings) -> None:
-    """Refuses now what would fail when all is measured.
-
-    Raises:
-        ValueError: if a file cannot be written.
-    """
-    for name in ("json", "picture"):
-        path: Path | None = getattr(settings, name)
-        if path is None:
-            continue
-        folder = path.resolve().parent
-        if not folder.is_dir() or folder.is_relative_to(PRIVATE_FOLDER):
-            raise InputError(
-                f"{name} must be in a folder that exists, and not in {PRIVATE_FOLDER}; got {path}. "
-                "Make the folder, or name another."
-            )
-    if settings.picture and importlib.util.find_spec("matplotlib") is None:
+def check_output(settings: ClusterSettings) -> None:
+    """Refuses a file that could not be written when all is measured."""
+    if settings.json is None:
+        return
+    folder = settings.json.resolve().parent
+    if not folder.is_dir() or folder.is_relative_to(PRIVATE_FOLDER):
         raise InputError(
-            f"picture needs matplotlib, which is not installed; got picture={settings.picture}. "
-            "Run: pip install 'startrail-jax[benchmarks]'"
+            f"json must be in a folder that exists, and not in {PRIVATE_FOLDER}; got "
+            f"{settings.json}. Make the folder, or name another."
         )
 
 
@@ -102,9 +88,7 @@ def emulate(settings: ClusterSettings, argv: list[str]) -> int:
         )
     # What is wrong with the sizes and the schemes is said before anything starts.
     settings.check_length(len(topology.device_nodes))
-    schemes = []
-    if EVERY not in settings.schemes:
-        schemes = named_schemes(settings.schemes, settings.call, topology.device_nodes)
+    schemes = named_schemes(settings.schemes, settings.call, topology.device_nodes)
     sent = {settings.dtype, *(scheme.options.get("gradient_dtype") for scheme in schemes)}
     flags = [os.environ.get("XLA_FLAGS", "")]
     flags += [BFLOAT16_FLAG] * ("bfloat16" in sent)
@@ -134,7 +118,7 @@ def measure(settings: ClusterSettings, distributed: Distributed) -> int:
     from trainer.processes import peers, require_same_flags, together
     from trainer.run.settings import flags_of
 
-    emulated = CONTROL in os.environ
+    emulated = EMULATED in os.environ
     changed = [x for x in EMULATION_ONLY if getattr(settings, x) != getattr(ClusterSettings(), x)]
     if changed and not emulated:
         raise InputError(
@@ -143,7 +127,7 @@ def measure(settings: ClusterSettings, distributed: Distributed) -> int:
         )
     silence_gloo()
     with together(distributed):
-        require_same_flags(flags_of(settings, but=("json", "picture")), peers())
+        require_same_flags(flags_of(settings, but=("json",)), peers())
         return measure_joined(settings, emulated=emulated)
 
 
@@ -164,7 +148,6 @@ def measure_joined(settings: ClusterSettings, *, emulated: bool) -> int:
     from benchmarks.cluster.rounds import Processes
 
     processes = Processes(
-        emulated=emulated,
         shared=PRIVATE_FOLDER if emulated else None,
         port=settings.port if emulated else settings.interface,
     )
@@ -184,61 +167,25 @@ def measure_joined(settings: ClusterSettings, *, emulated: bool) -> int:
     }
     for name, fact in facts.items():
         processes.say(f"{name}: {fact}")
-    planned = None
-    if settings.plan:
-        from benchmarks.cluster.plan import Planned
+    timed = []
+    for kind in settings.train or (None,):
+        own = settings if kind is None else settings.of_model(kind)
+        calls: Any = AttentionCalls(own, place, processes)
+        if kind is not None:
+            from benchmarks.cluster.training import TrainingSteps
 
-        planned = Planned(settings, place, processes)
-        facts["measured"] = planned.facts()
-        processes.say(f"measured: {planned.facts()}")
-    calls = AttentionCalls(settings, place, processes)
-    timed = [] if settings.train else prepare(settings, calls, planned=planned)
-    for kind in settings.train:
-        from benchmarks.cluster.training import TrainingSteps
-
-        own = settings.of_model(kind)
-        calls = AttentionCalls(own, place, processes)
-        timed += prepare(own, calls, TrainingSteps(kind, own, place, processes))
+            calls = TrainingSteps(kind, own, calls, processes)
+        platform = place.devices[0].platform
+        for scheme in named_schemes(own.schemes, own.call, place.nodes, platform):
+            timed += calls.prepare(scheme)
     processes.say(f"{len(timed)} programs are compiled and checked; timing")
-    processes.run_rounds(timed, settings.rounds, limited=True)
-    if emulated:
-        processes.run_rounds(timed, settings.free_rounds, limited=False)
+    processes.run_rounds(timed, settings.rounds)
     results = [report.result(x) for x in timed]
     if processes.is_first:
         print(report.table(results), flush=True)
-        if planned:
-            print(planned.verdict(timed), flush=True)
         if settings.json:
             report.save(settings.json, report.header_of(settings, **facts), results)
-        if settings.picture:
-            report.draw(settings.picture, f"{facts['cluster']}\n{facts['sizes']}", results)
     return int(any(map(report.is_wrong, results)))
-
-
-def prepare(
-    settings: ClusterSettings, calls: Any, steps: Any = None, *, planned: Any = None
-) -> list[Any]:
-    """Compiles and checks all programs of one kind.
-
-    Args:
-        settings: the settings.
-        calls: the `AttentionCalls`, which know what the devices allow.
-        steps: the `TrainingSteps` to time in their place, if any.
-        planned: the `Planned`, which predicts attention, if any.
-    """
-    if EVERY in settings.schemes:
-        from benchmarks.cluster.plan import every_row
-
-        rows = every_row(settings, calls.place)
-    else:
-        place = calls.place
-        platform = place.devices[0].platform
-        schemes = named_schemes(settings.schemes, settings.call, place.nodes, platform)
-        rows = calls.rows(schemes, named=bool(settings.schemes))
-    found = [(steps or calls).prepare(row) for row in rows]
-    if planned:
-        planned.predict(rows, found)
-    return [timed for of_row in found for timed in of_row]
 
 
 def find_place(settings: ClusterSettings, *, emulated: bool) -> Any:
@@ -282,7 +229,7 @@ def describe(settings: ClusterSettings) -> str:
     """The ports of an emulated cluster in words."""
     whose = "a device" if settings.rails else "a node"
     inside = f", {settings.inside} a device inside" if settings.inside else ""
-    return f"one {settings.duplex}-duplex port of {settings.rate} for {whose}{inside}"
+    return f"one half-duplex port of {settings.rate} for {whose}{inside}"
 
 
 def as_given(words: list[str]) -> list[str]:

@@ -24,21 +24,19 @@ SCHEMES: dict[str, Callable[[int, int], st.Degrees]] = {
     "published-C": lambda n, c: st.Degrees.startrail(n, c=c),
     "startrail-C": lambda n, c: st.Degrees.startrail(n, c=c),
     "team-A": lambda n, a: st.Degrees(team=a, ring=_quotient(n, a, "team")),
-    "tiles-A": lambda n, a: st.Degrees(team=a, group=_quotient(n, a, "team")),
 }
 TRAIN_DEFAULT = "train-default"
 HELP = (
     "ring, all-gather, ulysses; head-U (LoongTrain: Ulysses over U devices, rings outside); "
     "startrail-C and published-C (StarTrail here and in its paper); team-A (teams of A, a ring); "
-    "tiles-A (teams of A, groups, no ring); train-default (what train.py takes without flags); or "
-    "degrees, such as group=2,ring=4,team=2; with options of attention after a colon, such as "
-    "ring:inner=4 or team-4:gradient_dtype=bfloat16"
+    "train-default (what train.py takes without flags); or degrees, such as "
+    "group=2,ring=4,team=2; with options of attention after a colon, such as ring:inner=4 or "
+    "team-4:gradient_dtype=bfloat16"
 )
 # Options that a name may have, and how their values are read.
 OPTIONS: dict[str, Callable[[str], Any]] = {
     "inner": int,
     "gradient_dtype": str,
-    "keep_gathered": {"true": True, "false": False}.__getitem__,
     "exchange": str,
 }
 
@@ -85,21 +83,6 @@ def read_scheme(text: str, num_devices: int) -> Scheme:
     return Scheme(name=text, degrees=degrees, published=name == "published", given=given)
 
 
-def default_schemes(num_devices: int) -> list[Scheme]:
-    """Every named scheme that so many devices allow, once for each setting of the degrees."""
-    schemes: list[Scheme] = []
-    powers = [2**i for i in range(1, num_devices.bit_length()) if 2**i < num_devices]
-    for name in SCHEMES:
-        for text in [f"{name[:-2]}-{n}" for n in powers] if name[-1].isupper() else [name]:
-            try:
-                scheme = read_scheme(text, num_devices)
-            except InputError:
-                continue
-            if all((x.degrees, x.published) != (scheme.degrees, scheme.published) for x in schemes):
-                schemes.append(scheme)
-    return schemes
-
-
 def _read_options(options: str, text: str) -> dict[str, Any]:
     """Reads options such as "inner=4,gradient_dtype=bfloat16" of the scheme `text`."""
     pairs = [part.partition("=") for part in options.split(",")]
@@ -107,9 +90,8 @@ def _read_options(options: str, text: str) -> dict[str, Any]:
         return {name: OPTIONS[name](value) for name, _, value in pairs}
     except (KeyError, ValueError):
         raise InputError(
-            "Options of a scheme must be a number for inner, a dtype for gradient_dtype, true or "
-            f"false for keep_gathered, or the name of an exchange; got {text!r}. Write for example "
-            "ring:inner=4."
+            "Options of a scheme must be a number for inner, a dtype for gradient_dtype, or the "
+            f"name of an exchange; got {text!r}. Write for example ring:inner=4."
         ) from None
 
 
@@ -144,7 +126,7 @@ def _quotient(num_devices: int, degree: int, role: str) -> int:
 def named_schemes(
     names: Sequence[str], call: dict[str, Any], nodes: Sequence[int], platform: str = "cpu"
 ) -> list[Scheme]:
-    """The schemes of some names; all named schemes if there are none.
+    """The schemes of some names.
 
     Args:
         names: the names: see `HELP`.
@@ -155,8 +137,6 @@ def named_schemes(
     Raises:
         ValueError: as `read_scheme`.
     """
-    if not names:
-        return default_schemes(len(nodes))
     default = choose_degrees(MeshConfig(), len(nodes), call, nodes=nodes, platform=platform)
     return [
         Scheme(name=name, degrees=default)

@@ -16,10 +16,6 @@ DEFAULT_NODES, DEFAULT_DEVICES = 4, 4
 PASSES = ("forward", "both")
 LOCAL_LAYERS = 5
 """Layers with a window before one without, as in Gemma 3."""
-CHOSEN = "chosen"
-EVERY = "every"
-PLANNED_OPTIONS = {"inner"}
-"""Options in the name of a scheme whose effect on the time the planner knows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,25 +27,17 @@ class ClusterSettings:
     devices: int | None = None
     """Number of devices of a node. The default is 4 simulated devices, or those that exist."""
     rate: str = "100mbit"
-    """Rate of an emulated port."""
-    inside: str | None = None
-    """Rate of a device inside its emulated node, such as "800mbit". Without rails the devices of a
-    node share one link of as many times this rate. The default is no limit."""
+    """Rate of an emulated port, which both directions share."""
     rails: bool = False
     """Whether each emulated device has a port of its own, as GPUs of large clusters have, or all
     devices of a node share one. With rails, every device has a process of its own."""
-    duplex: Literal["half", "full"] = "half"
-    """Whether both directions of an emulated port share its rate, or have it each. On full-duplex
-    ports, exchanges of two devices over gloo take 1.5 to 2 times as long as their bytes."""
+    inside: str | None = None
+    """With rails: rate of a device inside its emulated node, such as "800mbit". The default is no
+    limit."""
 
-    schemes: tuple[str, ...] = ()
+    schemes: tuple[str, ...] = ("ring", "train-default")
     """What to time, such as "ring", "startrail-2", "team-4" or "group=2,ring=4,team=2"; the first
-    is compared with the others. The default is every named scheme that the devices allow; "every"
-    is every legal setting of the planner, with every order of the axes and double rings."""
-    orders: tuple[str, ...] = (CHOSEN,)
-    """Orders of the mesh axes on the nodes: "chosen", which `make_mesh` takes if it knows the call;
-    "default", which it takes if it knows only the degrees; a name such as "rings_inside"; axes with
-    the slowest first, such as "team,ring,group,head"; or "best" and "worst" of all, by bytes."""
+    is compared with the others."""
     train: tuple[Literal["gpt", "dit"], ...] = ()
     """Models of which a training step is timed instead of attention."""
 
@@ -74,63 +62,35 @@ class ClusterSettings:
     """Data type of attention, or of the activations of the models."""
     passes: tuple[Literal["forward", "both"], ...] = PASSES
     """The forward pass alone, and both passes."""
-    plan: bool = False
-    """Whether to measure the cluster as `startrail_jax.plan --here` does, and to predict each row
-    of attention from that. Names of schemes may then have no option but inner."""
 
     rounds: int = 3
     """Number of rounds; each times all rows once, in turn."""
-    free_rounds: int = 1
-    """Number of further rounds without limits of the emulated ports."""
     interface: str | None = None
     """Network interface whose bytes are counted. The default is the emulated port, or none."""
     json: Path | None = None
     """File for the whole result."""
-    picture: Path | None = None
-    """File for a picture, such as cluster.png. Needs matplotlib."""
 
     def __post_init__(self) -> None:
-        for name in ("nodes", "devices", "kv_heads"):
+        for name in ("nodes", "devices", "kv_heads", "window"):
             if getattr(self, name) is not None:
-                self._check(name, 1)
+                self._check(name)
         for name in ("batch_size", "seq_len", "heads", "head_dim", "layers", "rounds"):
-            self._check(name, 1)
-        self._check("free_rounds", 0)
-        if self.plan and self.train:
+            self._check(name)
+        if self.window is not None and not self.causal:
             raise InputError(
-                "plan predicts attention, not steps of models; got --plan with --train "
-                f"{' '.join(self.train)}. Leave out one of them."
+                "window is one of causal attention; got "
+                f"window={self.window}, causal={self.causal}. Leave out one of them."
             )
-        if self.window is not None:
-            self._check("window", 1)
-            if self.plan or not self.causal:
-                raise InputError(
-                    "window is one of causal attention, which plan does not predict here; got "
-                    f"window={self.window}, causal={self.causal}, plan={self.plan}. Leave out "
-                    "--window, or the others."
-                )
-        unplanned = [x for x in self.schemes if _names_of_options(x) - PLANNED_OPTIONS]
-        if self.plan and unplanned:
-            raise InputError(
-                f"plan predicts schemes without options other than {', '.join(PLANNED_OPTIONS)}; "
-                f"got --plan with --schemes {' '.join(unplanned)}. Leave out --plan, or the "
-                "options."
-            )
-        if EVERY in self.schemes and (len(self.schemes) > 1 or self.orders != (CHOSEN,)):
-            raise InputError(
-                f"--schemes {EVERY} is every setting with every order; got --schemes "
-                f"{' '.join(self.schemes)} --orders {' '.join(self.orders)}. Give it alone."
-            )
-        for name in ("orders", "passes"):
+        for name in ("schemes", "passes"):
             if not getattr(self, name):
                 raise InputError(f"{name} must name one at least; got none. Leave the flag out.")
         # Raises if the topology is none.
         assert self.topology
 
-    def _check(self, name: str, least: int) -> None:
-        if getattr(self, name) < least:
+    def _check(self, name: str) -> None:
+        if getattr(self, name) < 1:
             raise InputError(
-                f"{name} must be at least {least}; got {name}={getattr(self, name)}. Use more."
+                f"{name} must be at least 1; got {name}={getattr(self, name)}. Use more."
             )
 
     @property
@@ -140,9 +100,8 @@ class ClusterSettings:
             nodes=self.nodes or DEFAULT_NODES,
             devices=self.devices or DEFAULT_DEVICES,
             rate=self.rate,
-            inside=self.inside,
             rails=self.rails,
-            duplex=self.duplex,
+            inside=self.inside,
         )
 
     @property
@@ -181,9 +140,3 @@ class ClusterSettings:
     def port(self) -> str:
         """The interface that is counted in an emulated node."""
         return self.interface or PORT
-
-
-def _names_of_options(scheme: str) -> set[str]:
-    """The names of the options after the colon, such as "inner" of "ring:inner=4"."""
-    options = scheme.partition(":")[2]
-    return {part.partition("=")[0] for part in options.split(",") if part}

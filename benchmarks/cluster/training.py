@@ -11,15 +11,14 @@ import jax
 import numpy as np
 
 import startrail_jax as st
-from benchmarks.cluster.attention import Place, Row
-from benchmarks.cluster.rounds import Forecast, Processes, Timed
+from benchmarks.cluster.attention import AttentionCalls
+from benchmarks.cluster.rounds import Processes, Timed
+from benchmarks.cluster.schemes import Scheme
 from benchmarks.cluster.settings import LOCAL_LAYERS, ClusterSettings
-from startrail_jax.analysis.algorithms import GLOO, NCCL
 from startrail_jax.analysis.ports import read_messages
-from startrail_jax.errors import UnsupportedError
 from startrail_jax.tokens.layout import Layout
 from trainer.config import OptimizerConfig, TrainConfig
-from trainer.data.batches import place
+from trainer.data.batches import place as put
 from trainer.dit.batches import ImageBatch
 from trainer.dit.config import DiTConfig, DiTTrainConfig
 from trainer.gpt.batches import TokenBatch
@@ -34,66 +33,54 @@ TITLES = {"gpt": "GPT step", "dit": "DiT step"}
 
 
 class TrainingSteps:
-    """The training steps of all rows, for one kind of model.
+    """The training steps of all schemes, for one kind of model.
 
     Args:
         kind: "gpt" or "dit".
-        settings: sizes.
-        placed: the devices.
+        settings: sizes of the model's attention.
+        calls: the calls of its attention, which know the devices.
         processes: the processes that share them.
     """
 
     def __init__(
-        self, kind: str, settings: ClusterSettings, placed: Place, processes: Processes
+        self, kind: str, settings: ClusterSettings, calls: AttentionCalls, processes: Processes
     ) -> None:
         self._kind = kind
-        self._settings = settings
-        self._place = placed
+        self._calls = calls
         self._processes = processes
         self._first_loss: float | None = None
+        self._tolerance = LOSS_TOLERANCE[settings.dtype]
         self.config = train_config(kind, settings)
 
-    def prepare(self, row: Row) -> list[Timed]:
-        """Compiles the step of a row and takes the first one."""
-        mesh = self._place.mesh(row.scheme.degrees, row.order)
+    def prepare(self, scheme: Scheme) -> list[Timed]:
+        """Compiles the step of a scheme and takes the first one."""
+        place, order = self._calls.place, self._calls.order(scheme)
         objective = TASKS[self._kind].make_objective(self.config)
-        options = self.config.attention_of_model | row.scheme.options
+        options = self.config.attention_of_model | scheme.options
+        mesh = place.mesh(scheme.degrees, order)
         attention = st.Attention(mesh, causal=objective.causal, **options)
         program = Program(self.config, attention, objective)
-        batch = place(random_batch(self.config, attention.layout), program.batch_sharding)
+        batch = put(random_batch(self.config, attention.layout), program.batch_sharding)
         state = _state(program)
         number: Any = 0.0
         out = (state, StepMetrics(*4 * (number,)))
         step, text = self._processes.compile(program.train_step, (state, batch), out)
         holder = [state]
         timed = Timed(
-            name=row.name,
+            name=scheme.name,
             what=TITLES[self._kind],
             run=lambda: None,
-            forecast=self._forecast(row, text),
-            tolerance=LOSS_TOLERANCE[self._settings.dtype],
+            # Counted in the program, which process 0 has: a step sends more than attention does.
+            expected=place.received(scheme.degrees, order, partial(read_messages, text))
+            if text
+            else math.nan,
+            tolerance=self._tolerance,
         )
         timed.run = partial(_take, step, holder, batch, timed.losses)
         timed.run()
         first = self._first_loss = self._first_loss or timed.losses[0]
         timed.error = abs(timed.losses[0] - first) / abs(first)
         return [timed]
-
-    def _forecast(self, row: Row, text: str) -> Forecast:
-        """Counted in the compiled program, in process 0: a step sends more than attention does."""
-        if not text:
-            return Forecast(received=0, gloo_received=0, received_by_device=0)
-        count = partial(self._place.received, row.scheme.degrees, row.order)
-        sent = read_messages(text, NCCL)
-        try:
-            gloo = count(read_messages(text, GLOO))
-        except UnsupportedError:
-            gloo = math.nan
-        return Forecast(
-            received=count(sent),
-            gloo_received=gloo,
-            received_by_device=int(sent.matrix.sum(axis=0).max()),
-        )
 
 
 def train_config(kind: str, settings: ClusterSettings) -> TrainConfig:

@@ -1,6 +1,5 @@
 """The emulated cluster: its network, its end, its words; and one measurement from end to end."""
 
-import dataclasses
 import json
 import math
 import os
@@ -15,25 +14,22 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks.cluster import attention as cluster_attention
+import startrail_jax as st
 from benchmarks.cluster import links as cluster_links
 from benchmarks.cluster import nodes as cluster_nodes
-from benchmarks.cluster import plan as cluster_plan
 from benchmarks.cluster import report as cluster_report
 from benchmarks.cluster import rounds as cluster_rounds
 from benchmarks.cluster import run as cluster
 from benchmarks.cluster import schemes as cluster_schemes
 from benchmarks.cluster import training as cluster_training
-from benchmarks.cluster.attention import Place
+from benchmarks.cluster.attention import AttentionCalls, Place
 from benchmarks.cluster.nodes import Topology
-from benchmarks.cluster.rounds import Timed
-from benchmarks.cluster.schemes import default_schemes, named_schemes, read_scheme
+from benchmarks.cluster.schemes import named_schemes, read_scheme
 from benchmarks.cluster.settings import ClusterSettings
+from benchmarks.cluster.training import TrainingSteps
 from refusals import refused
-from startrail_jax.analysis.settings import legal_degrees
-from startrail_jax.devices.degrees import SEQUENCE_ROLES, Degrees
+from startrail_jax.devices.degrees import Degrees
 from startrail_jax.errors import InputError, UnsupportedError
-from startrail_jax.planner.hardware import GPUS, Cluster
 from startrail_jax.tokens.layout import Layout
 from trainer.config import MeshConfig
 from trainer.parallel.degrees import choose_degrees
@@ -46,38 +42,6 @@ needs_namespaces = pytest.mark.skipif(
 )
 
 
-def test_every_legal_setting_is_a_row_once():
-    """On nodes that are alike, orders that bring the same neighbours together are one."""
-    sizes = dict(seq_len=64, heads=2, kv_heads=1, head_dim=4, schemes=("every",))
-    place = Place(devices=tuple(range(8)), devices_per_node=2, rails=False)
-    rows = cluster_plan.every_row(ClusterSettings(nodes=4, devices=2, **sizes), place)
-    names = [row.name for row in rows]
-    assert len(set(names)) == len(names) == 37
-    degrees = {row.scheme.degrees for row in rows}
-    assert degrees == set(legal_degrees(8, roles=SEQUENCE_ROLES, batch=1, seq_len=64, heads=2,
-                                        kv_heads=1))  # fmt: skip
-    # A ring of 4 with a team of 2, whose node holds two of a ring, or a team.
-    assert {x for x in names if x.startswith("r4") and "t2" in x} == {
-        "r4t2@rt", "r4t2@tr", "r4t2i2@tr"}  # fmt: skip
-    back = cluster_plan.settings_of(rows)
-    assert {(int(r), int(i)) for r, i in zip(back.ring, back.inner, strict=True)} >= {(8, 2)}
-    ones = Place(devices=tuple(range(8)), devices_per_node=1, rails=False)
-    single = cluster_plan.every_row(ClusterSettings(nodes=8, devices=1, **sizes), ones)
-    assert len(single) == len(degrees)
-
-
-def test_verdict_says_what_the_planner_would_have_taken():
-    timed = [
-        Timed(name=name, what="forward", run=print, forecast=None, seconds=[s], planned=p)
-        for name, s, p in (("a", 1.0, 1.1), ("b", 2.0, 1.0), ("c", 3.0, 3.3))
-    ]
-    assert cluster_plan.verdict(timed) == (
-        "forward: the planner takes b, 2.00 times the fastest, a\n"
-        "  67% of 3 rows within 15%, median error 10.0%, Kendall 0.33"
-    )
-    assert cluster_plan.kendall(np.array([1, 2, 3]), np.array([3, 2, 1])) == -1
-
-
 # Words -------------------------------------------------------------------------------------------
 
 
@@ -88,7 +52,7 @@ def test_rate_is_read(rate, bits):
 
 def test_idle_port_lets_through_what_it_sends_in_four_milliseconds():
     """And a packet at least, but no more than the burst of fast ports."""
-    found = [cluster_links._classes("add", "p0", rate)[0] for rate in (1e6, 4e7, 1e9)]
+    found = [cluster_links._classes("p0", rate)[0] for rate in (1e6, 4e7, 1e9)]
     assert [re.search(r" burst (\d+) cburst \1 ", line)[1] for line in found] == [
         "9014", "20000", "40960"]  # fmt: skip
 
@@ -99,7 +63,7 @@ def test_rate_that_is_none_is_refused(rate):
     with pytest.raises(InputError, match=rf"A rate must be .*; got '{rate}'.*100mbit"):
         ClusterSettings(rate=rate)
     with refused(InputError, "rate"):
-        Topology(nodes=2, inside=rate)
+        Topology(nodes=2, rails=True, inside=rate)
 
 
 @pytest.mark.parametrize(
@@ -108,19 +72,11 @@ def test_rate_that_is_none_is_refused(rate):
         (dict(nodes=0), "nodes=0"),
         (dict(devices=-1), "devices=-1"),
         (dict(rounds=0), "rounds=0"),
-        (dict(orders=()), "orders must name one at least"),
+        (dict(schemes=()), "schemes must name one at least"),
+        (dict(passes=()), "passes must name one at least"),
+        (dict(window=5, causal=False), "window=5"),
+        (dict(inside="5mbit"), "inside=5mbit"),
         (dict(nodes=200, devices=8, rails=True), "need 1600"),
-        (dict(plan=True, train=("gpt",)), "--train"),
-        (
-            dict(plan=True, schemes=("ring:inner=2", "ring", "team-2:inner=2,keep_gathered=true")),
-            "--schemes",
-        ),
-        (
-            dict(plan=True, schemes=("ring:gradient_dtype=bfloat16",)),
-            "gradient_dtype=bfloat16",
-        ),
-        (dict(schemes=("every", "ring")), "--schemes"),
-        (dict(schemes=("every",), orders=("best",)), "--schemes"),
     ],
 )
 def test_setting_that_is_none_is_refused(wrong, named):
@@ -138,7 +94,6 @@ def test_setting_that_is_none_is_refused(wrong, named):
         ("startrail-2", Degrees(group=2, ring=4, team=2), False),
         ("published-4", Degrees(group=4, team=4), True),
         ("team-8", Degrees(ring=2, team=8), False),
-        ("tiles-2", Degrees(group=8, team=2), False),
         ("group=2,ring=2,team=4", Degrees(group=2, ring=2, team=4), False),
     ],
 )
@@ -149,10 +104,10 @@ def test_scheme_is_read(text, degrees, published):
 
 
 def test_scheme_has_the_options_in_its_name():
-    scheme = read_scheme("published-2:inner=2,gradient_dtype=bfloat16,keep_gathered=true", 16)
+    scheme = read_scheme("published-2:inner=2,gradient_dtype=bfloat16,exchange=rings", 16)
     assert scheme.degrees == Degrees(group=2, ring=4, team=2)
     assert scheme.options == cluster_schemes.AS_PUBLISHED | {
-        "inner": 2, "gradient_dtype": "bfloat16", "keep_gathered": True
+        "inner": 2, "gradient_dtype": "bfloat16", "exchange": "rings"
     }  # fmt: skip
 
 
@@ -161,7 +116,7 @@ def test_scheme_has_the_options_in_its_name():
     [
         *(
             (f"ring:{x}", rf"Options of a scheme must be .*; got 'ring:{x}'")
-            for x in ("", "inner", "inner=x", "scale=2", "keep_gathered=1")
+            for x in ("", "inner", "inner=x", "scale=2")
         ),
         ("rings", r"A scheme must be one of ring, .*; got 'rings'"),
         ("head", r"A scheme must be one of .*; got 'head'"),
@@ -178,12 +133,6 @@ def test_scheme_that_is_none_is_refused(text, message):
         read_scheme(text, 16)
 
 
-def test_default_schemes_have_different_degrees():
-    names = [scheme.name for scheme in default_schemes(4)]
-    assert names == ["ring", "all-gather", "ulysses", "head-2", "published-2", "startrail-2",
-                     "team-2"]  # fmt: skip
-
-
 def test_default_of_train_py_follows_the_heads_and_the_nodes():
     for kv_heads, nodes in ((16, 16), (4, 4), (4, 1)):
         settings = ClusterSettings(nodes=nodes, devices=16 // nodes, kv_heads=kv_heads)
@@ -192,7 +141,6 @@ def test_default_of_train_py_follows_the_heads_and_the_nodes():
         (found,) = named_schemes(("train-default",), settings.call, places)
         wanted = choose_degrees(MeshConfig(), 16, settings.call, nodes=places, platform="cpu")
         assert found.degrees == wanted
-    assert len(named_schemes((), settings.call, places)) == len(default_schemes(16))
 
 
 def test_models_bring_their_mask_and_key_heads():
@@ -223,24 +171,11 @@ def test_what_is_bfloat16_is_sent_as_such(dtype, scheme, as_such, monkeypatch):
     assert (cluster.BFLOAT16_FLAG in found[0]["XLA_FLAGS"]) == as_such
 
 
-def test_order_is_read():
-    roles = ("data", "team", "ring", "group", "head", "tensor")
-    assert cluster_attention.read_order("team,ring,group,head") == roles
-    assert cluster_attention.read_order("rings_inside").index("ring") == 4
-    with refused(InputError, "'inside'"):
-        cluster_attention.read_order("inside")
-    with refused(InputError, "order must"):
-        cluster_attention.read_order("team,ring")
-
-
-def test_outputs_are_refused_before_anything_is_measured(tmp_path, monkeypatch):
+def test_output_is_refused_before_anything_is_measured(tmp_path):
     with refused(InputError, "json must"):
-        cluster.check_outputs(ClusterSettings(json=tmp_path / "no" / "x.json"))
+        cluster.check_output(ClusterSettings(json=tmp_path / "no" / "x.json"))
     with refused(InputError, "not in /dev/shm"):
-        cluster.check_outputs(ClusterSettings(picture=Path("/dev/shm/x.png")))
-    monkeypatch.setattr(cluster.importlib.util, "find_spec", lambda _: None)
-    with refused(InputError, "matplotlib"):
-        cluster.check_outputs(ClusterSettings(picture=tmp_path / "x.png"))
+        cluster.check_output(ClusterSettings(json=Path("/dev/shm/x.json")))
 
 
 @pytest.mark.parametrize(
@@ -271,20 +206,20 @@ def test_unknown_interface_is_refused():
 
 
 def row(name, seconds, **others):
-    return {"name": name, "pass": "forward", "seconds": seconds, "free_seconds": [0.25],
-            "port_received": [2.04e6], "expected_gloo": 2e6, "error": 1e-7, "tolerance": 2e-6,
+    return {"name": name, "pass": "forward", "seconds": seconds,
+            "port_received": [2.04e6], "expected": 2e6, "error": 1e-7, "tolerance": 2e-6,
             **others}  # fmt: skip
 
 
 def test_table_shows_medians_and_what_is_wrong():
     rows = [row("ring", [2.0, 1.0, 3.0]), row("team-2", [1.0], error=1e-3),
-            row("odd", [4.0], expected_gloo=math.nan, free_seconds=[], error=math.nan)]  # fmt: skip
+            row("odd", [4.0], expected=math.nan, error=math.nan)]  # fmt: skip
     ring, team, odd = cluster_report.table(rows).splitlines()[3:6]
-    assert ring.split() == ["ring", "2.000", "100%", "1.00", "2.040", "2.000", "+2.0%", "0.250",
+    assert ring.split() == ["ring", "2.000", "100%", "1.00", "2.040", "2.000", "+2.0%",
                             "1.0e-07"]  # fmt: skip
     assert team.split()[3] == "2.00"
     assert team.endswith("WRONG")
-    assert odd.split()[1:] == ["4.000", "0%", "0.50", "2.040", "-", "-", "-", "-"]
+    assert odd.split()[1:] == ["4.000", "0%", "0.50", "2.040", "-", "-", "-"]
     assert [cluster_report.is_wrong(x) for x in rows] == [False, True, False]
 
 
@@ -295,51 +230,41 @@ def two_devices(monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda: two)
 
 
-def cluster_of_numbers():
-    """What is measured of a cluster of one node."""
-    return Cluster(
-        nodes=1, gpus_per_node=2, gpu=GPUS["h100"], port_rate=1e9, ports=1, half_duplex=True
-    )
-
-
 @pytest.mark.slow
-def test_schemes_and_steps_of_train_py_are_timed_in_one_process(
-    tmp_path, two_devices, monkeypatch, capsys
-):
-    paths = {"json": tmp_path / "result.json", "picture": tmp_path / "result.png"}
-    sizes = dict(seq_len=16, heads=2, head_dim=4, layers=1, rounds=1)
-    settings = ClusterSettings(**sizes, **paths, passes=("forward",), schemes=("ring",))
+def test_schemes_and_steps_of_train_py_are_timed_in_one_process(tmp_path, two_devices, capsys):
+    path = tmp_path / "result.json"
+    sizes = dict(seq_len=16, heads=2, head_dim=4, layers=1, rounds=1, json=path)
+    settings = ClusterSettings(**sizes, passes=("forward",), schemes=("ring",))
     assert cluster.measure_joined(settings, emulated=False) == 0
-    found = json.loads(paths["json"].read_text())
+    found = json.loads(path.read_text())
     assert found["settings"]["seq_len"] == 16
     assert [row["name"] for row in found["rows"]] == ["ring"]
     assert all(0 < row["error"] < row["tolerance"] for row in found["rows"])
-    assert paths["picture"].read_bytes().startswith(b"\x89PNG")
 
-    capsys.readouterr()
-    fast = cluster_of_numbers()
-    monkeypatch.setattr(cluster_plan, "measure_cluster", lambda *_, **given: fast)
-    every = dataclasses.replace(settings, schemes=("every",), plan=True, picture=None)
-    assert cluster.measure_joined(every, emulated=False) == 0
-    rows = json.loads(paths["json"].read_text())["rows"]
-    assert [row["name"] for row in rows] == ["h2", "t2", "g2", "r2"]
-    assert all(0 < row["planned_seconds"] < 1 for row in rows)
-    told = capsys.readouterr().out
-    assert "measured: 1 half-duplex ports of 1 GB/s a node" in told
-    assert re.search(r"forward: the planner takes \w2, \d+\.\d\d times the fastest, \w2", told)
-
-    schemes = ("ring", "ulysses")
-    steps = ClusterSettings(**sizes, train=("dit",), json=paths["json"], schemes=schemes)
+    steps = ClusterSettings(**sizes, train=("dit",), schemes=("ring", "ulysses"))
     assert cluster.measure_joined(steps, emulated=False) == 0
-    rows = json.loads(paths["json"].read_text())["rows"]
+    rows = json.loads(path.read_text())["rows"]
     assert [(row["name"], row["pass"]) for row in rows] == [
         ("ring", "DiT step"), ("ulysses", "DiT step")]  # fmt: skip
     # The first loss does not depend on the mesh; a step changes it.
     for row in rows:
         assert row["error"] < row["tolerance"]
         assert row["losses"][0] != row["losses"][1]
-        assert row["received_by_device"] > 0
     assert "1 x 2 cpu devices" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_step_should_receive_what_its_program_sends_through_ports(two_devices):
+    settings = ClusterSettings(seq_len=16, heads=2, head_dim=4, layers=1).of_model("dit")
+    processes = cluster_rounds.Processes(shared=None, port=None)
+    found = {}
+    for per_node in (1, 2):
+        place = Place(devices=tuple(jax.devices()), devices_per_node=per_node, rails=False)
+        calls = AttentionCalls(settings, place, processes)
+        steps = TrainingSteps("dit", settings, calls, processes)
+        (timed,) = steps.prepare(read_scheme("ring", 2))
+        found[per_node] = timed.expected
+    assert found[1] > found[2] == 0
 
 
 @pytest.mark.parametrize("kind", ["gpt", "dit"])
@@ -368,7 +293,7 @@ def test_machine_without_namespaces_says_what_it_needs(monkeypatch):
     with refused(UnsupportedError, "An emulated cluster needs"):
         cluster_nodes.run(Topology(nodes=2), ["true"], {})
     monkeypatch.setenv("PATH", "")
-    assert "got no unshare, nsenter, setpriv, mount, ip, tc. Install iproute2, util-linux" in str(
+    assert "got no unshare, setpriv, mount, ip, tc. Install iproute2, util-linux" in str(
         cluster_nodes.refusal()
     )
 
@@ -422,7 +347,7 @@ def test_process_that_fails_ends_the_others_and_is_heard(capfd):
 
 @needs_namespaces
 def test_rails_lead_to_other_nodes_and_inside(capfd):
-    topology = Topology(nodes=2, devices=2, rails=True, inside="1gbit", duplex="full")
+    topology = Topology(nodes=2, devices=2, rails=True, inside="1gbit")
     assert topology.processes == 4
     assert topology.neighbours(2) == [3]
     # Process 0 alone is heard.
@@ -431,45 +356,6 @@ def test_rails_lead_to_other_nodes_and_inside(capfd):
     inside, across = [x for x in capfd.readouterr().out.splitlines() if "dev" in x]
     assert "dev inside0" in inside
     assert "dev eth0" in across
-
-
-SEND_TO_ITSELF = """
-import socket, subprocess, threading, time
-from benchmarks.cluster.nodes import address, set_limits
-
-def seconds(size=1_000_000):
-    with socket.create_server((address(0), 0)) as server:
-        sender = socket.create_connection(server.getsockname())
-        receiver, _ = server.accept()
-    start = time.perf_counter()
-    threading.Thread(target=lambda: (sender.sendall(bytes(size)), sender.close())).start()
-    while receiver.recv(65536):
-        pass
-    return time.perf_counter() - start
-
-def rates():
-    shown = subprocess.check_output(["tc", "class", "show", "dev", "lo"], text=True)
-    return shown.replace("\\n", " ")
-
-set_limits(True)
-print(seconds(), rates())
-set_limits(False)
-print(seconds(), rates())
-"""
-
-
-@needs_namespaces
-def test_rate_inside_a_node_is_that_of_its_devices_together(capfd):
-    topology = Topology(nodes=1, devices=2, inside="10mbit")
-    variables = {"PYTHONPATH": str(ROOT)}
-    assert cluster_nodes.run(topology, [sys.executable, "-c", SEND_TO_ITSELF], variables) == 0
-    limited, free = capfd.readouterr().out.splitlines()
-    # 8 Mbit at 20 Mbit/s, of which the burst at the start is free.
-    assert float(limited.split()[0]) > 0.25
-    assert " rate 20Mbit " in limited
-    # How long it takes without limits is up to the machine.
-    assert " rate 20Mbit " not in free
-    assert " rate " in free
 
 
 @pytest.mark.slow
@@ -485,12 +371,13 @@ def test_bytes_and_times_of_an_emulated_cluster_are_those_expected(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     (found,) = json.loads(path.read_text())["rows"]
-    expected = found["expected_gloo"]
-    assert expected == found["expected_nccl"] == found["received_by_device"]
+    expected = found["expected"]
+    sizes = dict(batch=1, seq_len=256, heads=8, kv_heads=8, head_dim=32)
+    call = dict(sizes, dtype="float32", causal=True, layout="zigzag")
+    assert expected == st.communication(Degrees(ring=2), **call).total.received_bytes
     assert min(found["port_received"]) == pytest.approx(expected, rel=0.05)
-    # The ports let no more through; how long it takes without limits is up to the machine.
+    # The ports let no more through.
     assert min(found["seconds"]) > 0.9 * 2 * expected * 8 / 20e6
-    assert min(found["free_seconds"]) > 0
     assert 0 < found["error"] < found["tolerance"]
     assert "forward + backward" in done.stdout
     assert f"command: python benchmarks/cluster/run.py {flags} --json {path}\n" in done.stdout
@@ -509,6 +396,6 @@ def test_shared_program_runs_on_devices_in_the_order_of_the_mesh(tmp_path, reque
     function = jax.shard_map(
         lambda x: jax.lax.ppermute(x, "x", ring), mesh=mesh, in_specs=spec, out_specs=spec
     )
-    processes = cluster_rounds.Processes(emulated=False, shared=tmp_path, port=None)
+    processes = cluster_rounds.Processes(shared=tmp_path, port=None)
     program, _ = processes.compile(jax.jit(function), (given,), given)
     np.testing.assert_array_equal(program(given), np.roll(np.arange(8.0), 2))

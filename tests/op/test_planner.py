@@ -14,7 +14,6 @@ import pytest
 from jax.experimental import multihost_utils
 
 import startrail_jax as st
-from benchmarks.cluster.plan import kendall
 from refusals import refused
 from startrail_jax import masks
 from startrail_jax.errors import InputError
@@ -509,6 +508,21 @@ def predicted(head, names, *, free=True):
     return limited + float(arithmetic) - (messages.min() if free else 0.0)
 
 
+APART = 0.1
+"""By how much the times of two settings must differ before their order counts."""
+
+
+def kendall(found, measured):
+    """Kendall's tau of settings that are measured `APART`: 1 if both have the same order, -1 if the
+    opposite one. Settings that differ by less change places from one round to the next."""
+    signs = [
+        np.sign((found[i] - found[j]) * (measured[i] - measured[j]))
+        for i, j in itertools.combinations(range(len(found)), 2)
+        if abs(measured[i] / measured[j] - 1) > APART
+    ]
+    return float(np.mean(signs)) if signs else 1.0
+
+
 def followed(path, **options):
     """Of the cases of a file: errors of all rows, Kendall's tau of each case (of rows that are
     apart), and time of the predicted best over that of the fastest."""
@@ -521,6 +535,11 @@ def followed(path, **options):
         ranks.append(kendall(found, measured))
         picks.append(measured[found.argmin()] / measured.min())
     return np.array(errors), ranks, picks
+
+
+def test_order_of_settings_is_compared():
+    assert kendall(np.array([1, 2, 3]), np.array([3, 2, 1])) == -1
+    assert kendall(np.array([1.1, 1.0, 3.3]), np.array([1.0, 2.0, 3.0])) == pytest.approx(1 / 3)
 
 
 def test_predictions_follow_what_emulated_clusters_measured():
