@@ -16,7 +16,6 @@ from safetensors.numpy import save_file
 import sample
 import startrail_jax as st
 import train
-from benchmarks import import_model
 from configs.gpt import gpt_tiny
 from peak import Peak, needs_linux
 from pretrained import (
@@ -48,7 +47,7 @@ from trainer.gpt.pretrained import initial as initial_weights
 from trainer.gpt.pretrained.__main__ import read_command_line as read_import
 from trainer.gpt.pretrained.config_json import plain
 from trainer.gpt.pretrained.defaults import with_tokenizer
-from trainer.gpt.pretrained.families import describe, read_description
+from trainer.gpt.pretrained.families import describe, read_description, to_values
 from trainer.gpt.pretrained.importing import import_pretrained
 from trainer.gpt.pretrained.initial import Pretrained, open_pretrained
 from trainer.gpt.pretrained.names import places
@@ -448,14 +447,46 @@ def test_devices_on_the_host_take_what_is_read_without_a_copy(monkeypatch):
     assert sorted(x.unsafe_buffer_pointer() for x in shards) == sorted(places_read)
 
 
+def write_llama(folder):
+    """A Llama of so many random weights that they can be seen in the memory of a process."""
+    width, mlp_width, vocab_size = 1024, 2816, 4000
+    model = GPTConfig(
+        vocab_size=vocab_size, width=width, layers=2, heads=16, kv_heads=4, head_dim=64,
+        mlp_width=mlp_width, norm_eps=1e-5, dtype="bfloat16",
+    )  # fmt: skip
+    shapes = {"model.embed_tokens": (vocab_size, width), "lm_head": (vocab_size, width)}
+    shapes["model.norm"] = (width,)
+    for layer in range(model.layers):
+        shapes |= {
+            f"model.layers.{layer}.{name}": shape
+            for name, shape in {
+                "input_layernorm": (width,),
+                "self_attn.q_proj": (width, width),
+                "self_attn.k_proj": (width // 4, width),
+                "self_attn.v_proj": (width // 4, width),
+                "self_attn.o_proj": (width, width),
+                "post_attention_layernorm": (width,),
+                "mlp.gate_proj": (mlp_width, width),
+                "mlp.up_proj": (mlp_width, width),
+                "mlp.down_proj": (width, mlp_width),
+            }.items()
+        }
+    rng = np.random.default_rng(0)
+    folder.mkdir()
+    arrays = {
+        f"{name}.weight": rng.normal(size=shape, scale=0.02).astype(jnp.bfloat16)
+        for name, shape in shapes.items()
+    }
+    save_file(arrays, folder / "model.safetensors", metadata={"format": "pt"})
+    values = to_values(model, length=8192, dtype="bfloat16")
+    (folder / "config.json").write_text(json.dumps(values))
+    return sum(x.size for x in arrays.values())
+
+
 @needs_linux
 def test_reading_takes_the_share_of_resident_memory(tmp_path):
     """Mapped files would count as well, and so all weights once more."""
-    sizes = dict(vocab_size=4000, width=1024, layers=2, heads=16, kv_heads=4, head_dim=64)
-    few = import_model.SIZES["few"]
-    total = import_model.write_model(
-        dataclasses.replace(few, **sizes, mlp_width=2816), tmp_path / "model"
-    )
+    total = write_llama(tmp_path / "model")
     config = make_config(tmp_path / "model")
     mesh = st.make_mesh(st.Degrees(ring=8), "auto", jax.devices()[:8])
     shapes = shapes_of(config, mesh, 3, jnp.bfloat16)
@@ -1048,7 +1079,7 @@ def test_references_are_small():
 
 @pytest.mark.slow
 def test_two_processes_import_the_same_bits_as_one(tmp_path):
-    """Weights and new adapters. benchmarks/import_model.py shows four, and their memory."""
+    """Weights and new adapters."""
     model = [str(REFERENCES / "llama"), "--lora.rank", "2"]
     flags = [*model, "--devices", "2", "--no-tensorboard"]
     here = [*flags, "--run-dir", str(tmp_path / "here")]
