@@ -44,8 +44,7 @@ from jax.sharding import PartitionSpec as P
 
 import startrail_jax as st
 from benchmarks.compiled.deviceless import gpu_topology, target_names
-from models.gpt import GPT
-from startrail_jax.analysis.overlap import (
+from benchmarks.compiled.schedule import (
     BACKWARD,
     ENTRY,
     Copy,
@@ -54,6 +53,7 @@ from startrail_jax.analysis.overlap import (
     read_copies,
     read_overlap,
 )
+from models.gpt import GPT
 
 MIB = 2**20
 

@@ -9,13 +9,13 @@ import startrail_jax as st
 from benchmarks.compiled import deviceless
 from benchmarks.compiled import overlap as benchmark
 from benchmarks.compiled.deviceless import gpu_topology, missing_plugin, target_names
-from refusals import refused
-from startrail_jax.analysis.overlap import (
+from benchmarks.compiled.schedule import (
     BACKWARD,
     ENTRY,
     read_copies,
     read_overlap,
 )
+from refusals import refused
 from startrail_jax.errors import InputError, UnsupportedError
 
 pytestmark = pytest.mark.quick

@@ -9,12 +9,12 @@ import startrail_jax as st
 from benchmarks.compiled import memory as memory_benchmark
 from benchmarks.compiled.deviceless import gpu_topology, missing_plugin
 from benchmarks.compiled.overlap import axes
-from programs import compile_gradients, make_config, make_program, weight_shapes
-from startrail_jax.analysis import hlo
-from startrail_jax.analysis.overlap import (
+from benchmarks.compiled.schedule import (
     ENTRY,
     read_overlap,
 )
+from programs import compile_gradients, make_config, make_program, weight_shapes
+from startrail_jax.analysis import hlo
 from trainer.gpt.config import DataConfig
 from trainer.parallel.step_sizes import footprint
 

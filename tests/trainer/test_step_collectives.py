@@ -6,14 +6,14 @@ import math
 import pytest
 
 import startrail_jax as st
+from benchmarks.compiled.schedule import (
+    ENTRY,
+    read_overlap,
+)
 from programs import compile_gradients, make_config, make_program, weight_shapes
 from startrail_jax.analysis.hlo import (
     COLLECTIVES,
     read_traffic,
-)
-from startrail_jax.analysis.overlap import (
-    ENTRY,
-    read_overlap,
 )
 from trainer.gpt.config import DataConfig
 
