@@ -227,7 +227,7 @@ def main(argv: list[str] | None = None) -> None:
     best = fewest_bytes(legal_degrees(args.devices, **_call(args)), args)
     flags = " ".join(f"--mesh.{role} {getattr(best, role)}" for role in SEQUENCE_ROLES)
     print(
-        "next, whether a training step fits so: python benchmarks/compiled/memory.py --arithmetic "
+        "next, whether a step fits so: python benchmarks/compiled/run.py RECIPE --arithmetic "
         f"--devices {args.devices} {flags}"
     )
 

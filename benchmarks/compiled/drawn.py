@@ -1,17 +1,22 @@
-"""Training steps with settings that are drawn at random, to compare the formula of memory with.
+"""Compares the closed form of memory with compiled steps whose settings are drawn at random.
 
-Small to middle models, on 8 to 32 GPUs: settings that are drawn at random.
+    pip install --no-deps jax-cuda13-pjrt==<version of jax>
+    python benchmarks/compiled/drawn.py --count 20 --seed 0
+
+Models are small to middle, on 8 to 32 H100; sizes are those of one device.
 """
 
 from __future__ import annotations
 
+import argparse
 import random
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.compiled.step import Row, formula_of
+import jax
+
+from benchmarks.compiled.step import describe, formula_of, peak_bytes
 from startrail_jax.analysis.settings import all_degrees
 from startrail_jax.devices.degrees import ROLES, Degrees
 from startrail_jax.errors import UserError
@@ -19,12 +24,13 @@ from startrail_jax.planner.memory import GIB
 from trainer.config import AttentionConfig, OptimizerConfig, TrainConfig
 from trainer.dit.config import DiTConfig, DiTTrainConfig
 from trainer.gpt.config import DataConfig, GPTConfig, GPTTrainConfig
+from trainer.run.exit import exit_on_user_errors
 
 LEAST_GIB, MOST_GIB = 0.5, 80
 """Smaller steps are about sizes that the formula leaves out, and larger ones fit on no GPU."""
 
 
-def drawn(count: int, seed: int) -> Iterator[tuple[Row, Degrees]]:
+def drawn(count: int, seed: int) -> Iterator[tuple[TrainConfig, Degrees]]:
     """So many runs that train.py takes, each with its degrees.
 
     Every factor is drawn by itself and evenly; runs that train.py refuses are drawn again.
@@ -34,12 +40,12 @@ def drawn(count: int, seed: int) -> Iterator[tuple[Row, Degrees]]:
         num_devices = choose.choice((8, 16, 32))
         degrees = choose.choice(list(all_degrees(num_devices, roles=ROLES)))
         try:
-            row = Row("", _run(choose, degrees))
-            size = formula_of(row.config, degrees).device_bytes / GIB
+            config = _run(choose, degrees)
+            size = formula_of(config, degrees).device_bytes / GIB
         except UserError:
             continue
         if LEAST_GIB <= size <= MOST_GIB:
-            yield replace(row, name=_name(row.config)), degrees
+            yield config, degrees
             count -= 1
 
 
@@ -86,7 +92,7 @@ def _run(choose: random.Random, degrees: Degrees) -> TrainConfig:
     return GPTTrainConfig(model=model, data=data, seq_len=degrees.sequence * tokens, **common)
 
 
-def _name(config: TrainConfig) -> str:
+def name_of(config: TrainConfig) -> str:
     """What was drawn, in words."""
     model = config.model
     saved = f"{config.remat}{' offload' if config.offload else ''}"
@@ -107,3 +113,28 @@ def _name(config: TrainConfig) -> str:
         f"batch {config.batch_size}/{config.accumulation}",
     ]
     return ", ".join(parts)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--count", type=int, default=20, help="number of runs")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    jax.config.update("jax_platforms", "cpu")
+    print(f"{'':>4}{'peak':>8}{'formula':>9}{'apart':>8}  mesh; model and settings")
+    errors = []
+    for number, (config, degrees) in enumerate(drawn(args.count, args.seed), 1):
+        estimate = formula_of(config, degrees).device_bytes
+        peak = peak_bytes(config, degrees, "h100")
+        errors.append(abs(estimate / peak - 1))
+        columns = f"{peak / GIB:>8.2f}{estimate / GIB:>9.2f}{estimate / peak - 1:>+8.1%}"
+        print(f"{number:>4}{columns}  {describe(degrees)}; {name_of(config)}", flush=True)
+    near = sum(error <= 0.1 for error in errors)
+    print(f"{near} of {args.count} within 10 %, the furthest {max(errors):.1%} apart")
+
+
+if __name__ == "__main__":
+    with exit_on_user_errors():
+        main()

@@ -2,8 +2,7 @@
 
     pip install --no-deps jax-cuda13-pjrt==<version of jax>
     python benchmarks/compiled/longest.py                # 3B, 7B and 13B on 1, 8 and 32 A100 80 GB
-    python benchmarks/compiled/longest.py --models 7b --devices 8 --offload
-    python benchmarks/compiled/longest.py --arithmetic   # compiles nothing
+    python benchmarks/compiled/longest.py --models 7b --devices 8
 
 One sequence is trained on, with ZeRO 3, `--remat attention_saved`, `--tile 2048` and bfloat16
 activations over float32 weights. A length fits if the peak of its compiled step is within 92 % of
@@ -24,7 +23,7 @@ from dataclasses import replace
 import jax
 
 import startrail_jax as st
-from benchmarks.compiled.step import Row, formula_of, read
+from benchmarks.compiled.step import formula_of, peak_bytes
 from configs import RECIPES
 from startrail_jax.devices.degrees import Degrees
 from startrail_jax.planner.memory import GIB
@@ -62,14 +61,14 @@ def main(argv: list[str] | None = None) -> None:
     print(f"{'model':<7}{'GPUs':>5}  {'scheme':<18}{'tokens':>10}{'GiB':>8}{'formula':>9}", end="")
     print(f"{'next':>10}{'GiB':>8}{'by formula':>12}")
     for name in args.models:
-        config = replace(models()[name], offload=args.offload)
+        config = models()[name]
         for num_devices in args.devices:
             for scheme, degrees in schemes(num_devices).items():
-                text = search_row(config, degrees, compiles=not args.arithmetic)
+                text = search_row(config, degrees)
                 print(f"{name:<7}{num_devices:>5}  {scheme:<18}{text}", flush=True)
 
 
-def search_row(config: TrainConfig, degrees: Degrees, *, compiles: bool) -> str:
+def search_row(config: TrainConfig, degrees: Degrees) -> str:
     """The longest sequence and the next one, with their peaks, as columns."""
 
     def estimate(tokens: int) -> int:
@@ -79,8 +78,8 @@ def search_row(config: TrainConfig, degrees: Degrees, *, compiles: bool) -> str:
 
     def peak(multiple: int) -> int:
         if multiple not in measured:
-            row = Row("", replace(config, seq_len=multiple * unit))
-            measured[multiple] = read(row, degrees, "a100").peak
+            longer = replace(config, seq_len=multiple * unit)
+            measured[multiple] = peak_bytes(longer, degrees, "a100")
         return measured[multiple]
 
     # Every length is cut into two runs of tokens for each device.
@@ -91,8 +90,6 @@ def search_row(config: TrainConfig, degrees: Degrees, *, compiles: bool) -> str:
     unit = least
     while expected // (2 * unit) >= MULTIPLES:
         unit *= 2
-    if not compiles:
-        return f"{'':>18}{'':>9}{'':>18}{expected:>12}"
     best = last_that_fits(peak, expected // unit)
     tokens = best * unit
     here = f"{tokens:>10}{measured[best] / GIB:>8.1f}{estimate(tokens) / GIB:>9.1f}"
@@ -132,8 +129,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--models", nargs="+", choices=models(), default=list(models()))
     parser.add_argument("--devices", nargs="+", type=int, default=[1, 8, 32], help="GPUs")
-    parser.add_argument("--offload", action="store_true", help="with what is saved on the host")
-    parser.add_argument("--arithmetic", action="store_true", help="the formula alone")
     return parser.parse_args(argv)
 
 

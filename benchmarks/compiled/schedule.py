@@ -12,6 +12,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
+from jax.sharding import Mesh
+
 from startrail_jax.analysis import COLLECTIVES
 from startrail_jax.analysis.hlo import (
     HloModule,
@@ -150,6 +153,13 @@ def read_copies(text: str, at_least: int) -> tuple[Copy, ...]:
     reader = _OverlapReader(parse_module(text))
     copies = (x for name, runs in reader.places.items() for x in reader.copies(name, runs))
     return tuple(copy for copy in copies if copy.written_bytes >= at_least)
+
+
+def axes(transfer: ScheduledCollective, mesh: Mesh) -> set[str]:
+    """The mesh axes along which a collective moves data."""
+    places = np.stack(np.unravel_index(range(mesh.size), mesh.devices.shape), axis=1)
+    moved = [np.ptp(places[list(group)], axis=0) > 0 for group in transfer.groups]
+    return {name for name, moves in zip(mesh.axis_names, np.any(moved, 0), strict=True) if moves}
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,12 @@
-"""The memory of a whole training step: what XLA says of it without a GPU, and the formula.
+"""A whole training step: its program for GPUs, and what XLA and the closed form say of its memory.
 
 Programs are compiled, not run. `deviceless.py` says what is missing then.
 """
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import Any
-
-import jax
 
 import startrail_jax as st
 from benchmarks.compiled.deviceless import gpu_topology
@@ -22,34 +19,23 @@ from trainer.tasks import TASKS
 
 
 @dataclass(frozen=True)
-class Row:
-    """A run, such as a recipe, and what differs from it."""
-
-    name: str
-    config: TrainConfig
-    donate: bool = True
-    """Whether the step may use the memory of the old state for the new one."""
-
-
-@dataclass(frozen=True)
-class Reading:
+class Memory:
     """What XLA says of a compiled step, in bytes of one device."""
 
     arguments: int
+    """Weights, optimizer and batch."""
     temporary: int
+    """Everything else that the step needs at a time."""
     host: int
+    """What waits in the host's memory."""
     peak: int
-    seconds: float
-    """To lower and to compile."""
+    """What the device needs in all; memory of state that the step has used up is used again."""
 
 
-def read(row: Row, degrees: Degrees, target: str) -> Reading:
-    """Compiles a row's step for so many GPUs as the degrees have."""
-    start = time.perf_counter()
-    devices = gpu_topology(target, degrees.num_devices).devices
-    compiled = lowered_step(row, degrees, devices).compile()
+def read_memory(compiled: Any) -> Memory:
+    """The memory of a compiled program."""
     memory: Any = compiled.memory_analysis()
-    return Reading(
+    return Memory(
         arguments=memory.argument_size_in_bytes,
         temporary=memory.temp_size_in_bytes,
         host=memory.host_temp_size_in_bytes,
@@ -61,23 +47,29 @@ def read(row: Row, degrees: Degrees, target: str) -> Reading:
             - memory.alias_size_in_bytes
             + memory.temp_size_in_bytes,
         ),
-        seconds=time.perf_counter() - start,
     )
 
 
-def lowered_step(row: Row, degrees: Degrees, devices: list[Any]) -> Any:
-    """The whole training step of a row, lowered for `devices`."""
+def peak_bytes(config: TrainConfig, degrees: Degrees, target: str) -> int:
+    """The peak of a run's step, compiled for so many GPUs as the degrees have."""
+    devices = gpu_topology(target, degrees.num_devices).devices
+    return read_memory(lowered_step(config, degrees, devices).compile()).peak
+
+
+def lowered_step(config: TrainConfig, degrees: Degrees, devices: list[Any]) -> Any:
+    """The whole training step of a run, lowered for `devices`."""
     mesh = st.make_mesh(degrees, axis_type="auto", devices=devices)
-    objective = TASKS[row.config.kind].make_objective(row.config)
-    program = Program(row.config, make_attention(mesh, row.config, objective), objective)
+    objective = TASKS[config.kind].make_objective(config)
+    program = Program(config, make_attention(mesh, config, objective), objective)
     step: Any = program.train_step
-    if not row.donate:
-        shardings = jax.tree.map(lambda x: x.sharding, program.state_shapes)
-        options = st.compiler_options(mesh)
-        step = jax.jit(step.__wrapped__, out_shardings=(shardings, None), compiler_options=options)
     return step.lower(program.state_shapes, program.batch_shapes)
 
 
 def formula_of(config: TrainConfig, degrees: Degrees) -> Footprint:
     """The estimate for a run; raises what train.py would raise on such a mesh."""
     return footprint(config, TASKS[config.kind].make_objective(config), degrees)
+
+
+def describe(degrees: Degrees) -> str:
+    """The degrees above 1."""
+    return ", ".join(f"{name} {n}" for name, n in vars(degrees).items() if n > 1)

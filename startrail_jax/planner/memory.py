@@ -5,7 +5,7 @@ sums, and what layers save for the backward pass with a `remat` other than "none
 estimate: what a layer holds while its backward pass runs, or the loss, whichever is more, and the
 weights and gradients that are being gathered and summed. Whole steps compiled for GPUs, of recipes
 and of settings drawn at random, took 0.91 to 1.15 of the sum;
-`benchmarks/compiled/memory.py` prints both.
+`benchmarks/compiled/run.py` prints both.
 
 This module is arithmetic, also on NumPy arrays: degrees, and all that depends on them, may have an
 element for each setting. `trainer/parallel/step_sizes.py` finds the sizes of a run.

@@ -19,7 +19,7 @@ def compiler_options(mesh: Mesh | None = None) -> dict[str, bool | int]:
     * `xla_gpu_experimental_parallel_collective_overlap_limit` says how many messages may be under
       way at a time, so that none waits for the gradients of weights. By default there is one.
 
-    `benchmarks/compiled/overlap.py` in the repository shows their effect.
+    `benchmarks/compiled/run.py` in the repository shows their effect.
 
     Args:
         mesh: mesh of the devices to compile for; None for `jax.devices()`.

@@ -7,7 +7,7 @@ import pytest
 
 import startrail_jax as st
 from benchmarks.compiled import deviceless
-from benchmarks.compiled import overlap as benchmark
+from benchmarks.compiled import run as benchmark
 from benchmarks.compiled.deviceless import gpu_topology, missing_plugin, target_names
 from benchmarks.compiled.schedule import (
     BACKWARD,
@@ -306,13 +306,16 @@ SETTINGS = {
 }
 
 
+def compiled_for(target, degrees, *flags, xla_defaults=False):
+    """Forward and backward of attention, compiled for `target`, and what the program holds."""
+    sizes = benchmark.parse_attention([*SIZES, *flags])
+    devices = gpu_topology(target, degrees.num_devices).devices
+    return benchmark.attention(sizes, degrees, devices, xla_defaults=xla_defaults)
+
+
 @functools.cache
 def compiled(target, setting, backward):
-    """Forward and backward of a setting, compiled for `target`, and what the program holds."""
-    args = benchmark.parse_args(SIZES)
-    degrees = SETTINGS[setting]
-    devices = gpu_topology(target, degrees.num_devices).devices
-    return benchmark.read(args, benchmark.op(args, "", degrees, devices, backward))
+    return compiled_for(target, SETTINGS[setting], "--backward", backward)
 
 
 def ring_bytes(setting, backward):
@@ -321,7 +324,7 @@ def ring_bytes(setting, backward):
     The first hop of a gradient brings the result of one kernel, which XLA may send as it is, in
     bfloat16, and widen on arrival: the second number.
     """
-    degrees, args = SETTINGS[setting], benchmark.parse_args(SIZES)
+    degrees, args = SETTINGS[setting], benchmark.parse_attention(SIZES)
     query = 2 * args.tokens * args.heads * args.head_dim * degrees.team
     keys = 2 * 2 * args.tokens * args.kv_heads * args.head_dim * degrees.group
     # Queries and dout, lse and delta in float32; keys and values. Then their gradients in float32.
@@ -370,9 +373,7 @@ def test_rounds_copy_nothing(target, setting, backward):
 def test_messages_between_inner_cycles_are_beneath_several_kernels(backward):
     """XLA starts a message as early as it takes to hide it, by its own estimate."""
     inner, degrees = 4, st.Degrees.ring_attention(16)
-    args = benchmark.parse_args(SIZES)
-    devices = gpu_topology("h100", degrees.num_devices).devices
-    reading = benchmark.read(args, benchmark.op(args, "", degrees, devices, backward, inner=inner))
+    reading = compiled_for("h100", degrees, "--backward", backward, "--inner", str(inner))
     assert all(hop.overlapped for hop in reading.hops if not benchmark.is_homecoming(hop))
     between = [
         hop
@@ -392,28 +393,42 @@ def test_messages_between_inner_cycles_are_beneath_several_kernels(backward):
 @needs_plugin
 def test_without_our_compiler_options_hops_are_exposed():
     """Otherwise the test above would show nothing, and `st.compiler_options` could go."""
-    args = benchmark.parse_args([*SIZES, "--xla-defaults"])
     degrees = SETTINGS["Ring Attention"]
-    devices = gpu_topology("h100", degrees.num_devices).devices
-    reading = benchmark.read(args, benchmark.op(args, "", degrees, devices, "kv"))
+    reading = compiled_for("h100", degrees, "--backward", "kv", xla_defaults=True)
     assert [hop for hop in reading.hops if not hop.overlapped and not benchmark.is_homecoming(hop)]
 
 
 @pytest.mark.slow
 @needs_plugin
-def test_benchmark_prints_the_hops_and_what_is_beneath(capsys):
-    options = ["--targets", "h200", "--devices", "8", "--rows", "C=2, GPT", "--details"]
-    benchmark.main([*options, *SIZES])
-    header, _, row, *rest = capsys.readouterr().out.splitlines()
-    assert "8192 tokens of a device, 32 heads (8 key heads) of 128, bfloat16, causal" in header
-    assert row.startswith("h200 x 8, StarTrail C=2, GPT layer  ")
+def test_benchmark_prints_the_hops_of_a_layer_and_what_is_beneath(capsys):
+    recipe = "gpt_8b_gqa --model.layers 1 --target h200 --devices 8 --seq-len 65536 --details"
+    mesh = "--mesh.group 2 --mesh.ring 2 --mesh.team 2 --zero 0 --remat none --tile None"
+    benchmark.main([*recipe.split(), *mesh.split()])
+    title, *rest = capsys.readouterr().out.splitlines()
+    assert title == "gpt_8b_gqa, 65536 tokens, 8 x h200: group 2, ring 2, team 2"
+    for kind in ("attention", "matrices", "other kernels", "exposed link", "recomputed:"):
+        assert any(line.startswith(kind) for line in rest)
+    assert any(line.startswith("2 of 3 ring hops are overlapped") for line in rest)
     beneath = [line for line in rest if "beneath" in line]
     assert any("collective_permute, ring" in line and "1 attention" in line for line in beneath)
     assert any("all_reduce, group, ring, team" in line and "products" in line for line in beneath)
     # The projections of keys and values, one by one or joined by XLA.
-    (gather,) = (line for line in beneath if "all_gather of the queries, 64.0 MiB" in line)
-    assert "2 products (8192x1024, 8192x1024)" in gather or "1 products (8192x2048)" in gather
+    assert any(
+        "all_gather, team" in line
+        and "64.0 MiB" in line
+        and ("2 products (8192x1024, 8192x1024)" in line or "1 products (8192x2048)" in line)
+        for line in beneath
+    )
     assert any("copies in a branch" in line for line in rest)
+
+
+@pytest.mark.parametrize(
+    "flags", ["attention --memory", "attention --arithmetic", "gpt_7b --xla-defaults"]
+)
+def test_flags_that_would_be_ignored_are_refused(flags, capsys):
+    with pytest.raises(SystemExit):
+        benchmark.parse_args(flags.split())
+    assert f"for {flags.split()[0]}. Leave them out." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

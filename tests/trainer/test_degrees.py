@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 import startrail_jax as st
-from benchmarks.compiled import memory as memory_benchmark
+from benchmarks.compiled import run as benchmark
 from configs.gpt import gpt_7b, gpt_8b_gqa, gpt_tiny
 from programs import make_config, make_program
 from refusals import refused
@@ -222,25 +222,24 @@ def test_orders_and_nodes_that_cannot_be_are_refused(given, named):
         MeshConfig(**given)
 
 
-def test_memory_benchmark_takes_the_mesh_of_train_and_refuses_what_train_refuses(capsys):
-    def title_and_row(*flags):
-        arguments = ["--arithmetic", "--recipes", "gpt_8b_gqa", "--rows", "recipe", *flags]
-        memory_benchmark.main(arguments)
-        _, _, title, _, row, *_ = capsys.readouterr().out.splitlines()
+def test_benchmark_takes_the_mesh_of_train_and_refuses_what_train_refuses(capsys):
+    def arithmetic(*flags):
+        benchmark.main(["gpt_8b_gqa", "--arithmetic", *flags])
+        title, _, row = capsys.readouterr().out.splitlines()
         return title, row
 
-    title, row = title_and_row("--devices", "16")
+    title, row = arithmetic("--devices", "16")
     named = ", ".join(
         f"{role} {n}" for role, n in degrees_of(16, call=GQA, **gpt_8b_gqa().mesh.degrees).items()
     )
     assert title.endswith(f"16 x h200: {named}")
-    assert row.endswith("yes")
-    for flags, message in (
-        ("--mesh.data 2", "batch_size must be divisible by data * accumulation"),
-        ("--mesh.tensor 64 --mesh.team 1", "heads must be divisible by head * tensor"),
-    ):
-        _, row = title_and_row(*flags.split())
-        assert f"train.py refuses it: {message}" in row
+    *_, peak, formula = row.split()
+    assert peak == formula
+    with pytest.raises(SystemExit):
+        arithmetic("--mesh.data", "2")
+    assert "batch_size must be divisible by mesh.data * accumulation" in capsys.readouterr().err
+    with pytest.raises(InputError, match=r"heads must be divisible by head \* tensor"):
+        arithmetic("--mesh.tensor", "64", "--mesh.team", "1")
 
 
 @pytest.mark.slow

@@ -6,11 +6,11 @@ import math
 import pytest
 
 import startrail_jax as st
-from benchmarks.compiled import memory as memory_benchmark
+from benchmarks.compiled import run as benchmark
 from benchmarks.compiled.deviceless import gpu_topology, missing_plugin
-from benchmarks.compiled.overlap import axes
 from benchmarks.compiled.schedule import (
     ENTRY,
+    axes,
     read_overlap,
 )
 from programs import compile_gradients, make_config, make_program, weight_shapes
@@ -157,14 +157,13 @@ def test_hybrid_sums_its_parts_over_the_other_axes():
 
 def test_gpt_7b_fits_where_the_arithmetic_says(capsys):
     """The whole step of 512K tokens on 64 H200, compared with the estimate printed beside it."""
-    flags = ["--mesh.team", "4", "--rows", "recipe", "--details"]
-    memory_benchmark.main(["--recipes", "gpt_7b", *flags])
-    _, _, title, columns, row, *details = capsys.readouterr().out.splitlines()
+    benchmark.main(["gpt_7b", "--mesh.team", "4", "--memory", "--details"])
+    title, columns, row, *details = capsys.readouterr().out.splitlines()
     assert title == "gpt_7b, 524288 tokens, 64 x h200: group 4, ring 4, team 4"
-    assert columns.split() == ["state", "rest", "host", "peak", "formula", "fits"]
-    *_, state, rest, host, peak, formula, fits, _, _ = row.split()
+    assert columns.split() == ["state", "rest", "host", "peak", "formula"]
+    _, state, rest, host, peak, formula = row.split()
     # 12 bytes for each of 6.74e9 parameters, divided by 64 devices.
-    assert (state, host, fits) == ("1.18", "0.00", "yes")
+    assert (state, host) == ("1.18", "0.00")
     assert float(peak) <= float(state) + float(rest) + 0.01
     assert 0.9 < float(peak) / float(formula) < 1.1
     assert any(line.startswith("saved for the backward pass") for line in details)

@@ -1,0 +1,314 @@
+"""A roofline of a compiled program: bytes and FLOPs of kernels, and what they wait for the link.
+
+A kernel takes as long as its bytes at the rate of the memory, or its FLOPs at that of the matrix
+units, whichever is longer. The schedule of the program is then played: kernels one after another,
+and beside them one link, which carries one collective at a time. What kernels wait for it is
+*exposed*. Nothing is measured: the rates are those of `startrail_jax.planner.hardware`.
+
+Of a conditional, all branches count, each with the same share, as devices and rounds take different
+ones. Copies to and from the host are left out.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from startrail_jax.analysis.hlo import (
+    HloModule,
+    Instruction,
+    TrafficReader,
+    callees,
+    num_bytes,
+    parse_module,
+    trip_count,
+)
+from startrail_jax.planner.hardware import Gpu
+
+ATTENTION, MATRICES, OTHERS = "attention", "matrices", "other kernels"
+KINDS = (ATTENTION, MATRICES, OTHERS)
+
+_RECOMPUTED = "rematted_computation"
+"""What the `op_name` of an instruction contains that jax computes a second time."""
+_NOTHING = {
+    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "reshape", "after-all"),
+    *("partition-id", "replica-id", "iota", "opt-barrier"),
+}
+_READS_A_PART = {"dynamic-slice", "slice", "gather"}
+_WRITES_A_PART = {"dynamic-update-slice": 1, "scatter": -1}
+"""Opcode -> which operand holds what is written."""
+_DIMS = re.compile(r"\[([\d,]*)\]")
+_OP_NAME = re.compile(r'\bop_name="([^"]*)"')
+_ATTENTION_TARGET = re.compile(r'custom_call_target="__cudnn\$fmhaSoftmax(Backward)?"')
+_LOGITS = re.compile(r'"intermediate_tensor_shape":\s*{[^}]*?"dimensions":\s*\[([^\]]*)\]')
+_WINDOW = re.compile(r'"sliding_window_length":\s*(\d+)')
+_CONTRACTING = re.compile(r"\blhs_contracting_dims={([\d,]*)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """An instruction that computes, of one device."""
+
+    name: str
+    """Name of the instruction."""
+    kind: str
+    """One of `KINDS`."""
+    runs: float
+    """How often it runs in one execution; in a branch, the mean over branches."""
+    bytes: int
+    """Bytes that one run reads and writes."""
+    flops: float
+    """FLOPs of matrix products in one run."""
+    seconds: float
+    """Seconds of one run."""
+    recomputed: bool
+    """Whether jax computes it a second time, for the backward pass."""
+    result: str
+    """Type of the result, as text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Roofline:
+    """All kernels of a program, and the time that they wait for the link."""
+
+    kernels: tuple[Kernel, ...]
+    exposed_seconds: float
+    """Seconds that kernels wait for collectives."""
+    received_bytes: float
+    """Bytes that the link carries."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the whole program."""
+        return sum(x.runs * x.seconds for x in self.kernels) + self.exposed_seconds
+
+    @property
+    def recomputed_share(self) -> float:
+        """FLOPs that are computed a second time, over all."""
+        flops: Counter[bool] = Counter()
+        for kernel in self.kernels:
+            flops[kernel.recomputed] += kernel.runs * kernel.flops  # type: ignore[assignment]
+        return flops[True] / max(flops.total(), 1.0)
+
+    def table(self, largest: int = 10) -> str:
+        """Totals by kind, and the kernels that move most bytes."""
+        lines = [f"{'':<16}{'kernels':>9}{'GB':>10}{'TFLOP':>10}{'s':>10}{'':>7}"]
+        for kind in KINDS:
+            found = [x for x in self.kernels if x.kind == kind]
+            total = [sum(x.runs * y for x, y in zip(found, column, strict=True)) for column in (
+                [1] * len(found), [x.bytes for x in found], [x.flops for x in found],
+                [x.seconds for x in found])]  # fmt: skip
+            lines.append(_line(kind, f"{total[0]:.0f}", *total[1:], whole=self.seconds))
+        lines.append(_line("exposed link", "", self.received_bytes, None, self.exposed_seconds,
+                           whole=self.seconds))  # fmt: skip
+        lines.append(f"recomputed: {self.recomputed_share:.1%} of the FLOPs")
+        lines += ["", f"{'largest by bytes':<36}{'runs':>8}{'MiB':>9}{'s':>9}  result"]
+        for x in sorted(self.kernels, key=lambda x: -x.runs * x.bytes)[:largest]:
+            lines.append(f"{x.name:<36.35}{x.runs:>8.4g}{x.bytes / 2**20:>9.1f}"
+                         f"{x.runs * x.seconds:>9.4f}  {x.result:.60}")  # fmt: skip
+        return "\n".join(lines)
+
+
+def _line(
+    name: str, count: str, size: float, flops: float | None, seconds: float, *, whole: float
+) -> str:
+    work = "" if flops is None else f"{flops / 1e12:.1f}"
+    share = seconds / whole if whole else 0.0
+    return f"{name:<16}{count:>9}{size / 1e9:>10.1f}{work:>10}{seconds:>10.4f}{share:>7.1%}"
+
+
+def read_roofline(text: str, gpu: Gpu) -> Roofline:
+    """The roofline of a compiled program on a GPU.
+
+    Args:
+        text: the whole text of the optimised, scheduled program, `compiled.as_text()`.
+        gpu: the rates: of its memory, of matrices and attention, and of links inside a node.
+
+    Raises:
+        ValueError: if a loop with collectives has no known trip count, or if the text is not HLO.
+        NotImplementedError: if a collective is of another kind or form.
+    """
+    player = _Player(parse_module(text), gpu)
+    player.play(player.module.entry, 1.0)
+    return Roofline(
+        kernels=tuple(player.kernels),
+        exposed_seconds=player.exposed,
+        received_bytes=player.received,
+    )
+
+
+@dataclass
+class _Player:
+    """Plays the schedule; times are seconds since the program began."""
+
+    module: HloModule
+    gpu: Gpu
+    kernels: list[Kernel] = field(default_factory=list)
+    exposed: float = 0.0
+    received: float = 0.0
+    now: float = 0.0
+    link_free: float = 0.0
+    """When the link has carried all that was started."""
+    _fused: dict[str, tuple[dict[int, int], int, float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._traffic = TrafficReader(self.module)
+
+    def play(self, computation: str, runs: float) -> None:
+        """Plays one of so many runs of a computation."""
+        under_way: dict[str, float] = {}
+        for x in self.module.computations[computation]:
+            if x.opcode == "while":
+                self._loop(x, runs)
+            elif x.opcode == "conditional":
+                self._branches(x, runs)
+            elif x.opcode == "call":
+                for callee in callees(x):
+                    self.play(callee, runs)
+            elif x.opcode.endswith(("-done", "-update")):
+                end = max((under_way[y] for y in x.operand_names if y in under_way), default=0.0)
+                if x.opcode.endswith("-update"):
+                    under_way[x.name] = end
+                else:
+                    self._wait(end, runs)
+            elif received := self._received(computation, x):
+                self.link_free = max(self.now, self.link_free) + received / self.gpu.inside_rate
+                self.received += runs * received
+                under_way[x.name] = self.link_free
+                if not x.opcode.endswith("-start"):
+                    self._wait(self.link_free, runs)
+            elif x.opcode not in _NOTHING and not x.opcode.endswith("-start"):
+                kernel = self._kernel(computation, x, runs)
+                self.kernels.append(kernel)
+                self.now += kernel.seconds
+
+    def _wait(self, end: float, runs: float) -> None:
+        self.exposed += runs * max(0.0, end - self.now)
+        self.now = max(self.now, end)
+
+    def _received(self, computation: str, x: Instruction) -> int:
+        return self._traffic.instruction_traffic(computation, x).received_bytes
+
+    def _loop(self, x: Instruction, runs: float) -> None:
+        """Plays one turn, and takes all others for alike."""
+        _, body = callees(x)
+        count = trip_count(x) or 1
+        start, late = self.now, max(0.0, self.link_free - self.now)
+        self.play(body, runs * count)
+        self.now = start + count * (self.now - start)
+        self.link_free = self.now + (late if self.link_free <= start else 0.0)
+
+    def _branches(self, x: Instruction, runs: float) -> None:
+        start, ends, names = self.now, [], callees(x)
+        for name in names:
+            self.now = start
+            self.play(name, runs / len(names))
+            ends.append(self.now)
+        self.now = sum(ends) / len(ends)
+
+    def _kernel(self, computation: str, x: Instruction, runs: float) -> Kernel:
+        results = self._traffic.results(computation)
+        sizes = [num_bytes(results.get(name, "")) for name in x.operand_names]
+        size, flops, kind = num_bytes(x.result) + sum(sizes), 0.0, OTHERS
+        rate = self.gpu.peak_flops * self.gpu.matrix_efficiency
+        if x.opcode == "fusion":
+            read, written, flops = self._fusion(callees(x)[0])
+            size = written + sum(read.get(i, whole) for i, whole in enumerate(sizes))
+        elif x.opcode == "dot":
+            flops = _dot_flops(x, results)
+        elif x.opcode in _READS_A_PART:
+            size = 2 * num_bytes(x.result)
+        elif x.opcode in _WRITES_A_PART:
+            size = 2 * sizes[_WRITES_A_PART[x.opcode]]
+        elif match := _ATTENTION_TARGET.search(x.attributes):
+            flops, kind = _attention_flops(x, results, backward=bool(match[1])), ATTENTION
+            rows, head_dim = _dims(results[x.operand_names[0]])[1::2]
+            rate = self.gpu.peak_flops * float(
+                self.gpu.attention_efficiency(rows, head_dim, backward=bool(match[1]))
+            )
+        if flops and kind != ATTENTION:
+            kind = MATRICES
+        op_name = _OP_NAME.search(x.attributes)
+        return Kernel(
+            name=x.name,
+            kind=kind,
+            runs=runs,
+            bytes=size,
+            flops=flops,
+            seconds=max(size / self.gpu.memory_rate, flops / rate),
+            recomputed=bool(op_name) and _RECOMPUTED in op_name[1],
+            result=x.result,
+        )
+
+    def _fusion(self, name: str) -> tuple[dict[int, int], int, float]:
+        """Of a fused computation: bytes read of each parameter, bytes written, and FLOPs."""
+        if name not in self._fused:
+            body, results = self.module.computations[name], self._traffic.results(name)
+            read = {
+                int(x.operands): self._read(x, body, results)
+                for x in body
+                if x.opcode == "parameter"
+            }
+            flops = sum(_dot_flops(x, results) for x in body if x.opcode == "dot")
+            flops += sum(self._fusion(callees(x)[0])[2] for x in body if x.opcode == "fusion")
+            self._fused[name] = read, _written(body[-1], body, results), flops
+        return self._fused[name]
+
+    def _read(self, parameter: Instruction, body: list[Instruction], results: dict) -> int:
+        """Bytes of a parameter that are read: parts only, if all that use it take parts."""
+        whole, size, names = num_bytes(parameter.result), 0, [parameter.name]
+        for name in names:
+            for x in body:
+                if name not in x.operand_names:
+                    continue
+                first = x.operand_names[0] == name
+                if x.opcode in ("bitcast", "reshape"):
+                    names.append(x.name)
+                elif first and x.opcode in _READS_A_PART:
+                    size += num_bytes(x.result)
+                elif not (first and x.opcode in _WRITES_A_PART):
+                    return whole
+        return min(size, whole)
+
+
+def _written(x: Instruction, body: Sequence[Instruction], results: dict[str, str]) -> int:
+    """Bytes that a fused computation writes with the result `x`."""
+    by_name = {y.name: y for y in body}
+    while x.opcode in ("bitcast", "reshape"):
+        x = by_name[x.operand_names[0]]
+    if x.opcode == "tuple":
+        return sum(_written(by_name[name], body, results) for name in x.operand_names)
+    if x.opcode in _WRITES_A_PART:
+        return num_bytes(results[x.operand_names[_WRITES_A_PART[x.opcode]]])
+    return num_bytes(x.result)
+
+
+def _dims(result: str) -> list[int]:
+    """The dimensions of the first array of a type."""
+    found = _DIMS.search(result)
+    return [int(n) for n in found[1].split(",") if n] if found else []
+
+
+def _dot_flops(x: Instruction, results: dict[str, str]) -> float:
+    summed = _CONTRACTING.search(x.attributes)
+    operand = _dims(results[x.operand_names[0]])
+    inner = [operand[int(n)] for n in summed[1].split(",") if n] if summed else []
+    return 2.0 * math.prod(_dims(x.result)) * math.prod(inner)
+
+
+def _attention_flops(x: Instruction, results: dict[str, str], *, backward: bool) -> float:
+    """Useful FLOPs of a call of cuDNN's attention: of visible pairs, 2.5 times as many backward."""
+    logits = _LOGITS.search(x.attributes)
+    if logits is None:
+        return 0.0
+    batch, heads, rows, keys = (int(n.strip(' "')) for n in logits[1].split(","))
+    causal = '"CAUSAL"' in x.attributes
+    pairs = rows * keys / (2 if causal else 1)
+    window = _WINDOW.search(x.attributes)
+    if window and int(window[1]):
+        pairs = min(pairs, rows * int(window[1]))
+    head_dim = _dims(results[x.operand_names[0]])[-1]
+    return 4.0 * batch * heads * pairs * head_dim * (2.5 if backward else 1.0)
