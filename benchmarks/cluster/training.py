@@ -61,7 +61,7 @@ class TrainingSteps:
         attention = st.Attention(mesh, causal=objective.causal, **options)
         program = Program(self.config, attention, objective)
         batch = put(random_batch(self.config, attention.layout), program.batch_sharding)
-        state = _state(program)
+        state = random_state(program)
         number: Any = 0.0
         out = (state, StepMetrics(*4 * (number,)))
         step, text = self._processes.compile(program.train_step, (state, batch), out)
@@ -128,7 +128,7 @@ def random_batch(config: TrainConfig, layout: Layout) -> Any:
     return ImageBatch(patches, numbers % CLASSES, None, numbers)
 
 
-def _state(program: Program) -> Any:
+def random_state(program: Program) -> Any:
     """Random weights and an optimizer that has taken no step, the same on every mesh."""
     rng = np.random.default_rng(1)
 

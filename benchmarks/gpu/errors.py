@@ -1,4 +1,4 @@
-"""Part 1 of `gpu.py`: errors of every block backend beside those of jax's own attention.
+"""Part 1 of `run.py`: errors of every block backend beside those of jax's own attention.
 
 The reference is dense attention in float32 at highest precision, forward and backward. It is
 computed on the same device from the same inputs, and shares no code with the package. Errors are
@@ -109,25 +109,14 @@ class Check:
 
 # In the order of their importance.
 CHECKS = (
-    *(
-        Check(backend="cudnn", causal=causal, kv_heads=kv_heads, head_dim=head_dim)
-        for kv_heads, head_dim in ((8, 128), (2, 64), (2, 128), (8, 64))
-        for causal in (True, False)
-    ),
+    Check(backend="cudnn"),
+    Check(backend="cudnn", causal=False, kv_heads=2, head_dim=64),
     Check(backend="cudnn", degrees=st.Degrees.startrail(8, c=2)),
     Check(backend="tiled", packed=True, kv_heads=2, seq_len=8192),
     Check(backend="cudnn", window=3000, kv_heads=2, seq_len=8192),
     Check(backend="cudnn", window=500, seq_len=8192, degrees=st.Degrees(ring=4)),
-    Check(backend="tiled", window=3000, seq_len=8192),
-    Check(backend="tiled", dtype="float32", packed=True, seq_len=2048),
-    Check(backend="cudnn", dtype="float16"),
-    Check(backend="cudnn", dtype="float16", causal=False, kv_heads=2, head_dim=64),
     Check(backend="cudnn", dtype="float16", kv_heads=2, degrees=st.Degrees(team=4, ring=2)),
-    Check(backend="xla", kv_heads=2),
     Check(backend="xla", dtype="float32", packed=True, window=700, seq_len=2048),
-    Check(backend="tiled", dtype="float32", head_dim=64, seq_len=2048),
-    Check(backend="cudnn", dtype="float16", kv_heads=2, head_dim=64),
-    Check(backend="cudnn", dtype="float16", causal=False),
 )
 TINY_CHECKS = tuple(
     dataclasses.replace(check, backend="xla", heads=2, kv_heads=1, head_dim=16, seq_len=128)

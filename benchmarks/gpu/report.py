@@ -55,7 +55,7 @@ class Report:
 
     @property
     def memory_limit(self) -> float:
-        return memory_statistics().get("bytes_limit", math.inf)
+        return dict(jax.devices()[0].memory_stats() or {}).get("bytes_limit", math.inf)
 
     def wanted(self, rows: Sequence[Any]) -> list[Any]:
         """The rows whose names match `--rows`."""
@@ -85,9 +85,6 @@ class Program:
     """Calls in one sample."""
     samples: list[float] = field(default_factory=list)
     """Seconds of one call, a mean over `calls`."""
-    peak_bytes: int | None = None
-    """Peak memory of its first run, arguments included; None where an earlier program used more,
-    because the device remembers only its highest peak."""
 
     @property
     def seconds(self) -> float:
@@ -175,22 +172,13 @@ def compile_all(programs: Sequence[Program]) -> None:
 
 
 def warm_up(programs: Sequence[Program], memory_limit: float) -> None:
-    """Runs every program twice: for its peak memory, and for how long it takes.
-
-    Those of least memory first, as the device's peak only ever rises. A program that needs more
-    than `memory_limit` bytes is not run.
-    """
-    for program in sorted((x for x in programs if not x.error), key=lambda x: x.planned_bytes):
+    """Runs every program twice, to see how long it takes; none that needs more memory than that."""
+    for program in (x for x in programs if not x.error):
         if program.planned_bytes > memory_limit:
             needs, has = program.planned_bytes / 2**30, memory_limit / 2**30
             program.error = f"needs {needs:.1f} GiB, and the device has {has:.1f}"
             continue
-        before = memory_statistics()
         program.run()
-        after = memory_statistics()
-        if after.get("peak_bytes_in_use", 0) > before.get("peak_bytes_in_use", 0):
-            own = sum(x.nbytes for x in jax.tree.leaves(program.arguments))
-            program.peak_bytes = after["peak_bytes_in_use"] - before["bytes_in_use"] + own
         _take_sample(program)
         if not program.error:
             program.calls = min(MOST_CALLS, math.ceil(SAMPLE_SECONDS / program.seconds))
@@ -219,8 +207,3 @@ def _take_sample(program: Program) -> None:
     program.run(program.calls)
     if not program.error:
         program.samples.append((time.perf_counter() - start) / program.calls)
-
-
-def memory_statistics() -> dict[str, int]:
-    """The memory statistics of the device; empty on CPUs."""
-    return dict(jax.devices()[0].memory_stats() or {})

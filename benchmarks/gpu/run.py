@@ -1,8 +1,8 @@
-"""Measures the attention on one GPU: whether it is right, how fast it is, what the schedule costs.
+"""The first ten minutes on one GPU: is the attention right, how fast is it, and how fast is a step?
 
     python benchmarks/gpu/run.py                          # 8 minutes, one NVIDIA GPU
     python benchmarks/gpu/run.py --json results.jsonl --minutes 4
-    python benchmarks/gpu/run.py --speed-only --rows "64K causal"
+    python benchmarks/gpu/run.py --rows "64K causal"
 
 Part 1, errors, compares every block backend, forward and backward, with float32 attention at
 highest precision. The number in brackets is the error divided by that of
@@ -25,11 +25,11 @@ in turn.
                 backward, of visible (query, key) pairs only; in (c) the device's share of them
     x (a)       TFLOP/s over those of (a) in the column "at": at the same length, or at the longest
                 that was measured
-    bar         0.98 for (b), 0.92 for (c) with units of 8192 tokens or more; MISS is below it
-    plan GiB    arguments, results and temporaries, as compiled
-    peak GiB    the same as allocated; "-" where an earlier row needed more
-    merge       time of merging the partial attentions alone (one from each round, and one from each
-                member of the team), over the time of the row
+    GiB         arguments, results and temporaries, as compiled
+
+Part 3 times training steps of train.py (four layers of Llama 3 8B, 32K tokens, random data) and
+gives the model FLOPs utilisation: FLOPs of the model, without those that are recomputed, over time
+and the peak of the GPU.
 
 Rows come in the order of their importance until the time is up; the rows that were left out are
 listed last. With --json, each row is also written as a line of JSON, with all samples.
@@ -55,11 +55,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import jax
 
 import startrail_jax as st
-from benchmarks.gpu import errors, speed
+from benchmarks.gpu import errors, speed, step
 from benchmarks.gpu.report import Report
 
-ERRORS_SHARE = 0.4
-"""Share of the time that part 1 may take if part 2 follows."""
+ERRORS_SHARE, STEP_MINUTES = 0.4, 1.5
+"""Share of the time that part 1 may take, and minutes that part 2 leaves for part 3."""
 
 PACKAGES = (
     *("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cudnn-cu13"),
@@ -77,14 +77,15 @@ def main(argv: list[str] | None = None) -> int:
             "jax[cuda13], or use --tiny for a trial of the program on a CPU."
         )
     mesh = st.make_mesh(st.Degrees(), devices=[device])
+    end = start + 60 * args.minutes
     with open(args.json or os.devnull, "w") as file:
-        report = Report(args, mesh, start + 60 * args.minutes, file)
+        report = Report(args, mesh, end, file)
         header(report, device)
-        if not args.speed_only:
-            share = 1.0 if args.correctness_only else ERRORS_SHARE
-            errors.measure(report, until=start + share * 60 * args.minutes)
-        if not args.correctness_only:
-            speed.measure(report)
+        errors.measure(report, until=start + ERRORS_SHARE * 60 * args.minutes)
+        report.deadline = end - 60 * STEP_MINUTES
+        speed.measure(report)
+        report.deadline = end
+        step.measure(report)
         for row in report.left_out:
             report.write(f"left out, as the time was up: {row}", part="left out", row=row)
         report.write(f"{time.monotonic() - start:.0f} s in all")
@@ -134,11 +135,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=8.0, help="for everything")
     parser.add_argument("--rows", default="", help="regular expression: only the rows it finds")
     parser.add_argument("--json", metavar="FILE", help="write rows as lines of JSON too")
-    parser.add_argument("--full-grid", action="store_true", help="all lengths, masks and heads")
     parser.add_argument("--tiny", action="store_true", help="sizes and backends for a CPU")
-    part = parser.add_mutually_exclusive_group()
-    part.add_argument("--correctness-only", action="store_true", help="part 1 alone")
-    part.add_argument("--speed-only", action="store_true", help="part 2 alone")
     return parser.parse_args(argv)
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 import startrail_jax as st
 from benchmarks.gpu import rehearsal
@@ -26,8 +25,6 @@ from benchmarks.gpu.report import (
     time_in_turn,
     warm_up,
 )
-from startrail_jax.blocks import cudnn
-from startrail_jax.blocks.softmax import merge_partials
 from startrail_jax.rings.schedule import Schedule
 
 JAX = "(a) jax.nn, cuDNN"
@@ -45,14 +42,13 @@ TINY_SETTINGS = {
 }
 
 FORWARD, BOTH = "fwd", "fwd+bwd"
-BAR_OURS, BAR_DEVICE, BAR_UNIT = 0.98, 0.92, 8192
 # Of each row, and how long those of one problem may take.
 SAMPLES, SAMPLING_SECONDS = 7, 20.0
 
 GUESSED_RATE = 2e14
 """FLOP/s of a slow GPU, from which the time of a row is estimated."""
 
-COLUMNS = ("unit", "ms", "TFLOP/s", "x (a)", "at", "bar", "plan GiB", "peak GiB", "merge")
+COLUMNS = ("unit", "ms", "TFLOP/s", "x (a)", "at", "GiB")
 
 
 @dataclass(frozen=True)
@@ -96,25 +92,9 @@ PROBLEMS = (
     Problem(65536, kv_heads=4),
     Problem(65536, causal=False),
     Problem(16384),
-    Problem(65536, heads=32, kv_heads=32, head_dim=64),
     Problem(131072, kv_heads=4),
-    Problem(32768),
-    Problem(131072),
-    Problem(65536, causal=False, heads=32, kv_heads=8, head_dim=64),
-    Problem(262144, causal=False, kv_heads=4),
 )
 TINY_PROBLEMS = (Problem(128, heads=2, kv_heads=1, head_dim=16),)
-
-
-def full_grid() -> tuple[Problem, ...]:
-    """Problems of all lengths, heads and masks."""
-    return tuple(
-        Problem(1024 * thousands, causal, heads, heads // shared, 2048 // heads)
-        for thousands in (64, 16, 256, 32, 128)
-        for heads in (16, 32)
-        for shared in (1, 4)
-        for causal in (True, False)
-    )
 
 
 @dataclass(frozen=True)
@@ -135,15 +115,6 @@ class Row:
     def flops(self) -> float:
         return self.problem.flops(self.step, self.devices)
 
-    @property
-    def bar(self) -> float | None:
-        """The ratio to (a) that the row should reach."""
-        if self.setting == JAX:
-            return None
-        if self.setting == OURS:
-            return BAR_OURS
-        return BAR_DEVICE if self.unit >= BAR_UNIT else None
-
 
 def rows_of(problem: Problem, settings: dict[str, st.Degrees]) -> Iterator[Row]:
     for step in (FORWARD, BOTH):
@@ -157,9 +128,9 @@ def rows_of(problem: Problem, settings: dict[str, st.Degrees]) -> Iterator[Row]:
 def measure(report: Report) -> None:
     """Measures and prints all rows, one problem after another."""
     tiny = report.args.tiny
-    problems = full_grid() if report.args.full_grid else TINY_PROBLEMS if tiny else PROBLEMS
+    problems = TINY_PROBLEMS if tiny else PROBLEMS
     bench = Bench(report, TINY_SETTINGS if tiny else SETTINGS, "xla" if tiny else "cudnn")
-    widths = (7, 10, 11, 7, 6, 11, 10, 10, 8)
+    widths = (7, 10, 11, 7, 6, 10)
     columns = "".join(f"{name:>{n}}" for name, n in zip(COLUMNS, widths, strict=True))
     report.write(f"\n{'':<28}{'tokens, mask, heads':<24}{'step':<8}{columns}")
     for problem in problems:
@@ -192,12 +163,7 @@ class Bench:
         start = time.monotonic()
         whole = tuple(random_arrays(rows[0].problem.shapes()))
         programs = {row: prepare(self.program, row, whole) for row in rows}
-        merges = {
-            row: prepare(self.merges, row)
-            for row in rows
-            if row.step == FORWARD and row.devices > 1
-        }
-        everything = [*programs.values(), *merges.values()]
+        everything = list(programs.values())
         compile_all(everything)
         self.setup_seconds = (time.monotonic() - start) / len(rows)
         warm_up(everything, self.report.memory_limit)
@@ -207,7 +173,7 @@ class Bench:
                 rates = self.rates.setdefault((row.problem.kind, row.step), {})
                 rates[row.problem.seq_len] = row.flops / program.seconds / 1e12
         for row, program in programs.items():
-            self.print_row(row, program, merges.get(row))
+            self.print_row(row, program)
 
     def program(self, row: Row, whole: tuple[jax.Array, ...]) -> Program:
         options = self.report.options
@@ -247,32 +213,7 @@ class Bench:
         schedule.layout.check_length(row.problem.seq_len)
         return schedule, row.problem.shapes(row.devices)
 
-    def merges(self, row: Row) -> Program:
-        """The merges of the forward pass of (c) alone: of its rounds, and of the team's members."""
-        schedule, (q, *_) = self.device(row)
-        rounds, team = schedule.ring.degree, schedule.team.degree
-
-        def merge(of_rounds: Any, of_team: Any) -> Any:
-            merged = ()
-            for i in range(rounds):
-                if len(merged) >= cudnn.MAX_PARTIALS:
-                    merged = lax.optimization_barrier((merge_partials(merged),))
-                merged = (*merged, of_rounds[i % len(of_rounds)])
-            out, lse = merge_partials(merged)
-            joined, joined_lse = merge_partials(of_team)
-            return out.astype(q.dtype), lse, joined.astype(q.dtype), joined_lse
-
-        def partials(number: int, length: int) -> list[tuple[Any, Any]]:
-            out = jax.ShapeDtypeStruct((1, length, *q.shape[2:]), q.dtype)
-            lse = jax.ShapeDtypeStruct((1, q.shape[2], length), jnp.float32)
-            return number * [(out, lse)]
-
-        # A few different ones stand for all rounds.
-        shapes = partials(min(rounds, cudnn.MAX_PARTIALS), row.unit), partials(team, q.shape[1])
-        arrays = random_arrays(jax.tree.leaves(shapes))
-        return Program(merge, jax.tree.unflatten(jax.tree.structure(shapes), arrays))
-
-    def print_row(self, row: Row, program: Program, merge: Program | None) -> None:
+    def print_row(self, row: Row, program: Program) -> None:
         line = f"{row.setting:<28}{row.problem!s:<24}{row.step:<8}{row.unit:>7}"
         record: dict[str, Any] = dict(
             part="speed", row=str(row), setting=row.setting, step=row.step, unit_tokens=row.unit,
@@ -285,26 +226,15 @@ class Bench:
         rates = self.rates.get((row.problem.kind, row.step), {})
         at = row.problem.seq_len if row.problem.seq_len in rates else max(rates, default=0)
         ratio = rate / rates[at] if at else None
-        verdict = "-"
-        if row.bar and ratio is not None:
-            verdict = f"{row.bar:.2f} {'ok' if ratio >= row.bar else 'MISS'}"
-        merge_seconds = merge.seconds if merge and not merge.error else None
         self.report.write(
             f"{line}{1e3 * program.seconds:10.3f}{rate:11.4g}"
             f"{'-' if ratio is None else f'{ratio:.3f}':>7}{tokens(at) if at else '-':>6}"
-            f"{verdict:>11}{gib(program.planned_bytes):>10}{gib(program.peak_bytes):>10}"
-            f"{f'{merge_seconds / program.seconds:.1%}' if merge_seconds else '-':>8}",
+            f"{program.planned_bytes / 2**30:>10.2f}",
             **record, ms=1e3 * program.seconds, samples_ms=[1e3 * x for x in program.samples],
             calls_per_sample=program.calls, useful_flops=row.flops, tflops_per_second=rate,
-            ratio=ratio, ratio_at_tokens=at or None, bar=row.bar,
-            planned_bytes=program.planned_bytes, peak_bytes=program.peak_bytes,
-            merge_ms=1e3 * merge_seconds if merge_seconds else None,
+            ratio=ratio, ratio_at_tokens=at or None, planned_bytes=program.planned_bytes,
         )  # fmt: skip
 
 
 def tokens(number: int) -> str:
     return f"{number // 1024}K" if number % 1024 == 0 else str(number)
-
-
-def gib(number: int | None) -> str:
-    return "-" if number is None else f"{number / 2**30:.2f}"

@@ -1,0 +1,69 @@
+"""Part 3 of `run.py`: the time of a training step, and its model FLOPs utilisation."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from benchmarks.cluster.training import random_batch, random_state
+from benchmarks.gpu.report import Report, first_line
+from configs.gpt import gpt_8b_gqa, gpt_tiny
+from trainer.data.batches import place
+from trainer.gpt.config import GPTTrainConfig
+from trainer.parallel.flops import peak_flops
+from trainer.parallel.step import Program, make_attention
+from trainer.tasks import TASKS
+
+STEPS, TINY_STEPS = 8, 2
+
+
+def config_of(*, tiny: bool) -> GPTTrainConfig:
+    """Four layers of Llama 3 8B on 32K tokens, which take 20 to 30 GiB; or a tiny GPT."""
+    if tiny:
+        return replace(gpt_tiny(), seq_len=64, batch_size=1, sample_length=0)
+    config = gpt_8b_gqa()
+    model = replace(config.model, layers=4, vocab_size=32_000)
+    return replace(config, model=model, seq_len=32_768, zero=0)
+
+
+def measure(report: Report) -> None:
+    """Times steps of train.py on random data and random weights, and prints the MFU."""
+    config = config_of(tiny=report.args.tiny)
+    name = f"step: {config.model.layers} layers of {config.model.width}, {config.num_tokens} tokens"
+    if not report.wanted([name]):
+        return
+    if report.seconds_left < 60 and not report.args.tiny:
+        report.left_out.append(name)
+        return
+    try:
+        seconds, flops = time_steps(report, config)
+    except Exception as error:
+        report.write(f"\n{name}: {first_line(error)}", part="step", error=first_line(error))
+        return
+    peak = peak_flops(jax.devices()[0].device_kind)
+    rate = flops / statistics.median(seconds)
+    mfu = rate / peak if peak else None
+    report.write(
+        f"\n{name}: {statistics.median(seconds):.3f} s, {rate / 1e12:.4g} TFLOP/s, "
+        f"MFU {'-' if mfu is None else f'{mfu:.1%}'}",
+        part="step", row=name, seconds=seconds, model_flops=flops, mfu=mfu,
+    )  # fmt: skip
+
+
+def time_steps(report: Report, config: GPTTrainConfig) -> tuple[list[float], float]:
+    """Seconds of each step after the first two, and the model's FLOPs in one step."""
+    objective: Any = TASKS[config.kind].make_objective(config)
+    attention = make_attention(report.mesh, config, objective)
+    program = Program(config, attention, objective)
+    batch = place(random_batch(config, attention.layout), program.batch_sharding)
+    state, seconds = random_state(program), []
+    for _ in range(2 + (TINY_STEPS if report.args.tiny else STEPS)):
+        start = time.perf_counter()
+        state, metrics = program.train_step(state, batch)
+        float(metrics.loss)
+        seconds.append(time.perf_counter() - start)
+    return seconds[2:], objective.flops_per_token * config.batch_size * config.num_tokens
