@@ -1,23 +1,17 @@
-"""Haystacks of tokens with sentences hidden in them, questions about these, and scores.
+"""Haystacks of text with sentences hidden in them, and questions about these.
 
-A needle is a sentence with a key and its value. A case hides several needles with different keys
-in a haystack and asks for the value of one of them, so that a model that remembers any value is
-not right more often than by chance. The needle that is asked for lies at a given depth: 0 is the
-beginning of the haystack, and 1 its end, just before the question. The other needles lie anywhere.
-
-`Words` makes all of this from a vocabulary of 68 words, each of which is one token, for a
-model that is trained within minutes. `Sentences` hides sentences of plain English in a text, for
-models that can read.
+A needle is a sentence with a city and its secret number. A case hides several needles about
+different cities in a haystack and asks for one of the numbers, so that a model that remembers any
+number is not right more often than by chance. The needle that is asked for lies at a given depth: 0
+is the beginning of the haystack, and 1 its end, just before the question. The other needles lie
+anywhere.
 """
 
 from __future__ import annotations
 
-import json
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from jaxtyping import Integer
@@ -29,222 +23,37 @@ from trainer.gpt.text import IdTokenizer, Tokenizer
 
 Tokens = Integer[np.ndarray, " tokens"]
 
-END = "</s>"
-"""Ends a document: a name by which the program knows such a token."""
-HAY = (
-    *("apple", "bird", "cloud", "door", "earth", "field", "grass", "hill", "ink", "jar", "kite"),
-    *("lake", "moon", "nest", "oak", "path", "quill", "river", "stone", "tree", "urn", "vine"),
-    *("wood", "yard", "bell", "coal", "dust", "fire", "gate", "hat", "iron", "leaf"),
-)
-NAMES = (
-    *("Ada", "Ben", "Cleo", "Dan", "Eve", "Finn", "Gus", "Hana", "Ian", "Joy", "Kim", "Leo"),
-    *("Mia", "Nils", "Ola", "Pia"),
-)
-NUMBERS = tuple(f"{number:02}" for number in range(16))
 CITIES = (
     *("Accra", "Bergen", "Cairo", "Dakar", "Edmonton", "Florence", "Geneva", "Havana"),
     *("Istanbul", "Jakarta", "Kyoto", "Lisbon", "Madrid", "Nairobi", "Oslo", "Prague"),
     *("Quito", "Riga", "Seoul", "Tallinn", "Utrecht", "Vienna", "Warsaw", "Zurich"),
 )
+SENTENCE = "\nThe secret number of {key} is {value}.\n"
 # A model continues: a question that is repeated in the answer also serves one that was not trained
 # to chat.
-SENTENCE = "\nThe secret number of {key} is {value}.\n"
 QUESTION = (
     "\n\nQuestion: What is the secret number of {key}?\nAnswer: The secret number of {key} is"
 )
-TEMPLATE = (
-    "{% for message in messages %}{% if message.role == 'assistant' %} {% generation %}"
-    "{{ message.content }}{% endgeneration %}{% else %}{{ '' if loop.first else ' ' }}"
-    "{{ message.content }}{% endif %}{% endfor %}"
-)
-"""Chat template of the words: the messages with spaces between, of which the answers count."""
 DIGITS = 7
-"""Of a number in a sentence."""
+"""Of a secret number. All have as many, so that none is the beginning of another."""
 TRIED_VALUES = 64
-"""Values whose tokens are counted, to know how many an answer may take."""
+"""Numbers whose tokens are counted, to know how many an answer may take."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Case:
-    """A haystack with needles, and questions about some of them."""
+    """A haystack with needles, and a question about one of them."""
 
-    context: Tokens
-    """The haystack with all needles in it."""
-    questions: tuple[Tokens, ...]
-    """Tokens of the questions."""
-    answers: tuple[str, ...]
-    """The values that are asked for."""
+    prompt: Tokens
+    """The haystack with all needles in it, and the question."""
+    answer: str
+    """The number that is asked for."""
     needle_at: int
-    """Where in `context` the needle begins that the first question asks for."""
-
-    @property
-    def prompt(self) -> Tokens:
-        """What a model continues with the answer to the first question."""
-        return np.concatenate([self.context, self.questions[0]])
+    """Where in `prompt` the needle begins that is asked for."""
 
 
-class Wording(ABC):
-    """How haystack, needles and questions read."""
-
-    keys: tuple[str, ...]
-    """What needles are about."""
-    most_answer_tokens: int
-    """Number of tokens of the longest answer."""
-    beginning: Tokens = np.empty(0, np.int64)
-    """What the model expects in front of a document, once: a token that begins it, or nothing."""
-
-    @abstractmethod
-    def haystack(self, rng: np.random.Generator, count: int) -> Tokens:
-        """So many tokens of a haystack."""
-
-    @abstractmethod
-    def needle(self, key: str, value: str) -> Tokens:
-        """A sentence with a key and its value."""
-
-    @abstractmethod
-    def question(self, key: str) -> Tokens:
-        """A question for the value of a key."""
-
-    @abstractmethod
-    def value(self, rng: np.random.Generator) -> str:
-        """A random value."""
-
-    @abstractmethod
-    def text(self, tokens: Tokens) -> str:
-        """What a model has said."""
-
-    def is_right(self, said: Tokens, answer: str) -> bool:
-        """Whether a model that said these tokens has found the value: whether they begin with it.
-
-        All values have the same number of characters, so none is the beginning of another.
-        """
-        return self.text(said).strip().startswith(answer)
-
-    def case(
-        self,
-        rng: np.random.Generator,
-        *,
-        length: int,
-        needles: int,
-        depth: float | None = None,
-        questions: int = 1,
-    ) -> Case:
-        """A case whose context, questions and answers fill `length` tokens.
-
-        Args:
-            rng: random numbers.
-            length: tokens of everything, where every answer counts as the longest one.
-            needles: sentences that are hidden.
-            depth: how deep in the haystack the needle of the first question lies, from 0 to 1;
-                None for anywhere.
-            questions: number of questions, of which later ones may be about the same needle.
-
-        Raises:
-            ValueError: if there are not enough keys, or there is no room for a haystack.
-        """
-        if not 1 <= needles <= len(self.keys):
-            raise InputError(
-                f"needles must be from 1 to {len(self.keys)}, the number of keys; got "
-                f"needles={needles}. Use --needles {min(max(needles, 1), len(self.keys))}."
-            )
-        if depth is not None and not 0 <= depth <= 1:
-            raise InputError(f"A depth must be from 0 to 1; got depth={depth}. Use 0.5.")
-        keys = [self.keys[i] for i in rng.permutation(len(self.keys))[:needles]]
-        values = [self.value(rng) for _ in keys]
-        hidden = [self.needle(*pair) for pair in zip(keys, values, strict=True)]
-        # Drawn with replacement: if each needle were asked for once, the last answers could be
-        # found by elimination.
-        which = [0, *rng.integers(needles, size=questions - 1)]
-        asked = [self.question(keys[i]) for i in which]
-        others = sum(map(len, [self.beginning, *hidden, *asked]))
-        others += questions * self.most_answer_tokens
-        if (room := length - others) < needles:
-            raise InputError(
-                "A length must have room for needles, questions, answers and a haystack; got "
-                f"length={length}, of which all but the haystack take {others} tokens. "
-                f"Use a length of at least {others + needles}, or fewer --needles."
-            )
-        places = rng.integers(room + 1, size=needles)
-        # What is hidden at one place comes in a random order, but for the needle that has a depth:
-        # nothing is before it at depth 0, or after it at depth 1.
-        order = rng.permutation(needles).astype(float)
-        if depth is not None:
-            places[0] = round(depth * room)
-            order[0] = -1 if depth < 0.5 else needles
-        hay, parts, at, needle_at = self.haystack(rng, room), [self.beginning], 0, 0
-        for i in np.lexsort((order, places)):
-            parts.append(hay[at : places[i]])
-            if not i:
-                needle_at = sum(map(len, parts))
-            parts.append(hidden[i])
-            at = places[i]
-        return Case(
-            context=np.concatenate([*parts, hay[at:]]),
-            questions=tuple(asked),
-            answers=tuple(values[i] for i in which),
-            needle_at=needle_at,
-        )
-
-
-class Words(Wording):
-    """Random words, in which "remember Ada 17 ." is a needle and "? Ada" a question."""
-
-    keys = NAMES
-    most_answer_tokens = 1
-    vocabulary = (END, "?", ".", "remember", *HAY, *NAMES, *NUMBERS)
-    """The words, in the order of their ids."""
-
-    def __init__(self) -> None:
-        self._ids = {word: number for number, word in enumerate(self.vocabulary)}
-
-    def haystack(self, rng: np.random.Generator, count: int) -> Tokens:
-        return rng.integers(len(HAY), size=count) + self._ids[HAY[0]]
-
-    def needle(self, key: str, value: str) -> Tokens:
-        return self._tokens("remember", key, value, ".")
-
-    def question(self, key: str) -> Tokens:
-        return self._tokens("?", key)
-
-    def value(self, rng: np.random.Generator) -> str:
-        return NUMBERS[rng.integers(len(NUMBERS))]
-
-    def text(self, tokens: Tokens) -> str:
-        return " ".join(self.vocabulary[token] for token in tokens)
-
-    def _tokens(self, *words: str) -> Tokens:
-        return np.array([self._ids[word] for word in words])
-
-    def conversation(self, case: Case) -> dict[str, Any]:
-        """A case as a line of JSONL to train on; the loss counts what the assistant says."""
-        said = [{"role": "user", "content": self.text(case.context)}]
-        for question, answer in zip(case.questions, case.answers, strict=True):
-            said.append({"role": "user", "content": self.text(question)})
-            said.append({"role": "assistant", "content": answer})
-        return {"messages": said}
-
-    def write_tokenizer(self, folder: Path) -> Path:
-        """Writes a tokenizer.json of the words, and the chat template beside it."""
-        model = {"type": "WordLevel", "vocab": self._ids, "unk_token": END}
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / "tokenizer.json"
-        split = {"type": "WhitespaceSplit"}
-        described = {"version": "1.0", "added_tokens": [], "pre_tokenizer": split, "model": model}
-        path.write_text(json.dumps(described))
-        (folder / "chat_template.jinja").write_text(TEMPLATE)
-        return path
-
-    def write_rows(self, path: Path, cases: Iterable[Case]) -> None:
-        """Writes conversations to train on."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("w") as file:
-            file.writelines(json.dumps(self.conversation(case)) + "\n" for case in cases)
-
-
-class Sentences(Wording):
-    """Haystacks of text, with sentences about secret numbers of cities."""
-
-    keys = CITIES
+class Haystacks:
+    """Makes cases from a text."""
 
     def __init__(self, tokenizer: Tokenizer, path: Path | None, *, longest: int) -> None:
         """Reads the text.
@@ -264,7 +73,8 @@ class Sentences(Wording):
                 "Give the tokenizer.json that made them: --tokenizer."
             )
         self._tokenizer = tokenizer
-        self.beginning = self._encode_document("")
+        # A token that begins a document, or nothing.
+        self._beginning = self._encode_document("")
         files = standard_library() if path is None else find_files(path, "haystack")
         if files.kind not in ("text", "jsonl"):
             raise InputError(
@@ -285,34 +95,75 @@ class Sentences(Wording):
             )
         self._hay = np.concatenate(parts)
         rng = np.random.default_rng(0)
-        tried = [self._encode(f" {self.value(rng)}") for _ in range(TRIED_VALUES)]
+        tried = [self._encode(f" {_number(rng)}") for _ in range(TRIED_VALUES)]
         # One more, for a tokenizer that puts a space before a number.
         self.most_answer_tokens = max(map(len, tried)) + 1
 
-    def haystack(self, rng: np.random.Generator, count: int) -> Tokens:
-        start = rng.integers(len(self._hay) - count + 1)
-        return self._hay[start : start + count]
+    def case(self, rng: np.random.Generator, *, length: int, needles: int, depth: float) -> Case:
+        """A case whose prompt and answer fill `length` tokens.
 
-    def needle(self, key: str, value: str) -> Tokens:
-        return self._encode(SENTENCE.format(key=key, value=value))
+        Args:
+            rng: random numbers.
+            length: tokens of everything, where the answer counts as the longest one.
+            needles: sentences that are hidden.
+            depth: how deep in the haystack the needle lies that is asked for, from 0 to 1.
 
-    def question(self, key: str) -> Tokens:
-        return self._encode(QUESTION.format(key=key))
+        Raises:
+            ValueError: if there are not enough cities, or there is no room for a haystack.
+        """
+        if not 1 <= needles <= len(CITIES):
+            raise InputError(
+                f"needles must be from 1 to {len(CITIES)}, the number of cities; got "
+                f"needles={needles}. Use --needles {min(max(needles, 1), len(CITIES))}."
+            )
+        if not 0 <= depth <= 1:
+            raise InputError(f"A depth must be from 0 to 1; got depth={depth}. Use 0.5.")
+        keys = [CITIES[i] for i in rng.permutation(len(CITIES))[:needles]]
+        values = [_number(rng) for _ in keys]
+        hidden = [self._encode(SENTENCE.format(key=key, value=value)) for key, value in zip(
+            keys, values, strict=True)]  # fmt: skip
+        question = self._encode(QUESTION.format(key=keys[0]))
+        others = sum(map(len, [self._beginning, *hidden, question])) + self.most_answer_tokens
+        if (room := length - others) < needles:
+            raise InputError(
+                "A length must have room for needles, a question, an answer and a haystack; got "
+                f"length={length}, of which all but the haystack take {others} tokens. "
+                f"Use a length of at least {others + needles}, or fewer --needles."
+            )
+        places = rng.integers(room + 1, size=needles)
+        # What is hidden at one place comes in a random order, but for the needle that has a depth:
+        # nothing is before it at depth 0, or after it at depth 1.
+        order = rng.permutation(needles).astype(float)
+        places[0] = round(depth * room)
+        order[0] = -1 if depth < 0.5 else needles
+        start = rng.integers(len(self._hay) - room + 1)
+        hay = self._hay[start : start + room]
+        parts, at, needle_at = [self._beginning], 0, 0
+        for i in np.lexsort((order, places)):
+            parts.append(hay[at : places[i]])
+            if not i:
+                needle_at = sum(map(len, parts))
+            parts.append(hidden[i])
+            at = places[i]
+        prompt = np.concatenate([*parts, hay[at:], question])
+        return Case(prompt=prompt, answer=values[0], needle_at=needle_at)
 
-    def value(self, rng: np.random.Generator) -> str:
-        return str(rng.integers(10 ** (DIGITS - 1), 10**DIGITS))
-
-    def text(self, tokens: Tokens) -> str:
-        return self._tokenizer.decode(np.asarray(tokens))
+    def is_right(self, said: Tokens, answer: str) -> bool:
+        """Whether what a model said begins with the answer."""
+        return self._tokenizer.decode(np.asarray(said)).strip().startswith(answer)
 
     def _encode(self, text: str) -> Tokens:
         """The tokens of a text in the middle of a document."""
-        return self._encode_document(text)[len(self.beginning) :]
+        return self._encode_document(text)[len(self._beginning) :]
 
     def _encode_document(self, text: str) -> Tokens:
         """The tokens of a text at the beginning of a document."""
         part = Document(key="", place="the haystack", text=text, is_last=False)
         return self._tokenizer.encode([part])[0].astype(np.int64)
+
+
+def _number(rng: np.random.Generator) -> str:
+    return str(rng.integers(10 ** (DIGITS - 1), 10**DIGITS))
 
 
 def spread(count: int) -> Sequence[float]:
