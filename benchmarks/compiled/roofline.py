@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -88,10 +87,9 @@ class Roofline:
     @property
     def recomputed_share(self) -> float:
         """FLOPs that are computed a second time, over all."""
-        flops: Counter[bool] = Counter()
-        for kernel in self.kernels:
-            flops[kernel.recomputed] += kernel.runs * kernel.flops  # type: ignore[assignment]
-        return flops[True] / max(flops.total(), 1.0)
+        every = sum(x.runs * x.flops for x in self.kernels)
+        again = sum(x.runs * x.flops for x in self.kernels if x.recomputed)
+        return again / every if every else 0.0
 
     def table(self, largest: int = 10) -> str:
         """Totals by kind, and the kernels that move most bytes."""
