@@ -11,8 +11,8 @@ median is printed, so that all of them meet the same load of the machine. The co
     temp MiB  temporary memory of one device, from the compiled program, scheduled for least memory
     balance   block work of the busiest device over the mean, counted in tiles
 
-The baselines are plain softmax attention that XLA partitions, at the longest length whose memory
-fits, and the package `ringattention` 0.1.2 if it is installed. No accelerator is needed.
+The baselines are the package `ringattention` 0.1.2, if it is installed, and a plain matrix product.
+No accelerator is needed.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def main() -> None:
         f" of {args.head_dim}, {args.dtype}, {'causal' if args.causal else 'full'}"
     )
     rows = [ours(args, name, attention) for name, attention in settings(args)]
-    rows += plain_softmax(args) + ringattention(args)
+    rows += ringattention(args)
     products = matrix_product()
     print(f"compiled; timing {args.repeats} rounds of {len(rows)} rows", flush=True)
     for _ in range(args.repeats):
@@ -126,8 +126,8 @@ def settings(args: argparse.Namespace) -> list[tuple[str, st.Attention]]:
 def ours(args: argparse.Namespace, name: str, attention: st.Attention) -> Row:
     """A setting of the mesh degrees."""
     specs = [attention.query_spec(args.heads)] + 2 * [attention.key_spec(args.kv_heads)]
-    inputs = random_inputs(args, args.seq_len, attention.mesh, specs)
-    return compiled_row(name, args, attention, inputs, args.seq_len, balance(args, attention))
+    inputs = random_inputs(args, attention.mesh, specs)
+    return compiled_row(name, args, attention, inputs, balance(args, attention))
 
 
 def balance(args: argparse.Namespace, attention: st.Attention) -> float:
@@ -149,30 +149,6 @@ def balance(args: argparse.Namespace, attention: st.Attention) -> float:
             visited += int(visible_tiles(mask, query, key).sum())
         work.append(visited)
     return max(work) / statistics.mean(work)
-
-
-def plain_softmax(args: argparse.Namespace) -> list[Row]:
-    """Softmax attention as written in a textbook, partitioned by XLA over the same devices."""
-    if not re.search(args.rows, "plain softmax"):
-        return []
-    mesh = jax.make_mesh((args.devices,), ("ring",), axis_types=(jax.sharding.AxisType.Auto,))
-    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    attend = functools.partial(_softmax_attention, causal=args.causal)
-    for seq_len in (args.seq_len // 2**i for i in range(8)):
-        inputs = random_inputs(args, seq_len, mesh, 3 * [P(None, "ring")])
-        row = compiled_row(f"plain softmax, {seq_len} tokens", args, attend, inputs, seq_len)
-        if row.temp_bytes * args.devices < 0.6 * available:
-            return [row]
-    return []
-
-
-def _softmax_attention(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool) -> jax.Array:
-    k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
-    logits = jnp.einsum("btnh,bsnh->bnts", q, k).astype(jnp.float32) * q.shape[-1] ** -0.5
-    if causal:
-        positions = jnp.arange(q.shape[1])
-        logits = jnp.where(positions[None, :] <= positions[:, None], logits, -jnp.inf)
-    return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(logits).astype(v.dtype), v)
 
 
 def ringattention(args: argparse.Namespace) -> list[Row]:
@@ -209,8 +185,8 @@ def ringattention(args: argparse.Namespace) -> list[Row]:
         name = f"ringattention 0.1.2, chunks of {chunk}"
         if not re.search(args.rows, name):
             continue
-        inputs = random_inputs(args, args.seq_len, mesh, 3 * [spec])
-        rows.append(compiled_row(name, args, attend, inputs, args.seq_len))
+        inputs = random_inputs(args, mesh, 3 * [spec])
+        rows.append(compiled_row(name, args, attend, inputs))
     return rows
 
 
@@ -228,7 +204,6 @@ def compiled_row(
     args: argparse.Namespace,
     attend: Callable[..., jax.Array],
     inputs: tuple[jax.Array, ...],
-    seq_len: int,
     balance: float | None = None,
 ) -> Row:
     """Compiles forward + backward of `attend` on inputs (q, k, v, dout)."""
@@ -238,20 +213,18 @@ def compiled_row(
         return out, vjp(dout)
 
     compiled = jax.jit(step).lower(*inputs).compile()
-    pairs = seq_len**2 / (2 if args.causal else 1)
+    pairs = args.seq_len**2 / (2 if args.causal else 1)
     flops = 7 * 2 * args.batch * args.heads * args.head_dim * pairs
     memory: Any = compiled.memory_analysis()
     return Row(name, compiled, inputs, memory.temp_size_in_bytes, flops, balance)
 
 
-def random_inputs(
-    args: argparse.Namespace, seq_len: int, mesh: Any, specs: list[P]
-) -> tuple[jax.Array, ...]:
+def random_inputs(args: argparse.Namespace, mesh: Any, specs: list[P]) -> tuple[jax.Array, ...]:
     """Normal q, k, v and dout."""
     rng = np.random.default_rng(0)
     return tuple(
         jax.device_put(
-            rng.normal(size=(args.batch, seq_len, heads, args.head_dim)).astype(args.dtype),
+            rng.normal(size=(args.batch, args.seq_len, heads, args.head_dim)).astype(args.dtype),
             NamedSharding(mesh, spec),
         )
         for heads, spec in zip(
