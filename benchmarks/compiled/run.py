@@ -20,8 +20,8 @@ The mesh is the one that train.py takes for these flags. The command prints
   most bytes;
 * the hops of the ring that attention hides (`schedule.py`): a hop is overlapped if it is
   asynchronous and attention runs between its start and its end. The last one brings a gradient home
-  when no attention is left. `copies` are kernels in a round of the ring that only copy a buffer of
-  a MiB or more; `slices` are those inside of one of several cases of a round.
+  when no attention is left. Of attention alone, `copies` are kernels in a round of the ring that
+  only copy a buffer of a MiB or more; `slices` are those inside of one of several cases of a round.
 
 With --details, one line for each collective says which kernels run meanwhile. Programs are read,
 not run. `deviceless.py` says what is missing.
@@ -176,7 +176,11 @@ def run_attention(args: argparse.Namespace, sizes: argparse.Namespace) -> None:
         f"heads) of {sizes.head_dim}, bfloat16, causal, {degrees.sequence} x {target}: "
         f"{describe(degrees)}"
     )
-    report(args, attention(sizes, degrees, devices, xla_defaults=args.xla_defaults), target)
+    reading = attention(sizes, degrees, devices, xla_defaults=args.xla_defaults)
+    report(args, reading, target)
+    if degrees.ring > 1:
+        copies, slices = (reading.copies_a_round(in_branches=x) for x in (False, True))
+        print(f"in a round of the ring: {copies:.1f} copies, {slices:.1f} slices")
 
 
 def attention(
@@ -233,10 +237,8 @@ def overlap(reading: Reading) -> str:
     """How many hops of the ring are beneath attention, and which are not."""
     hops = reading.hops
     exposed = [x for x in hops if not x.overlapped]
-    copies, slices = (reading.copies_a_round(in_branches=x) for x in (False, True))
     hidden, count = _runs(hops) - _runs(exposed), _runs(hops)
-    text = f"{hidden} of {count} ring hops are overlapped; in a round {copies:.1f} copies, "
-    text += f"{slices:.1f} slices"
+    text = f"{hidden} of {count} ring hops are overlapped"
     for hop in exposed:
         what = "homecoming of a gradient" if is_homecoming(hop) else f"{_pass(hop.op_name)} hop"
         text += f"\n    not overlapped: {what}, {hop.runs} x {hop.received_bytes / MIB:.1f} MiB"
