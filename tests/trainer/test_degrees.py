@@ -16,12 +16,7 @@ from startrail_jax.devices.nodes import nodes_of
 from startrail_jax.errors import InputError
 from trainer.config import AttentionConfig, MeshConfig
 from trainer.gpt.objective import NextToken
-from trainer.parallel.degrees import (
-    choose_degrees,
-    choose_order,
-    describe_nodes,
-    keep_degrees,
-)
+from trainer.parallel.degrees import choose_degrees, choose_order, describe_nodes, keep_degrees
 from trainer.parallel.step_sizes import footprint
 from trainer.run.mesh import read_mesh, save_degrees
 
@@ -205,21 +200,6 @@ def test_log_says_which_axes_cross_nodes():
     assert describe_nodes(degrees, order, nodes).endswith("across nodes: team; inside: ring")
     order = choose_order(MeshConfig(order=ROLES), degrees, nodes, GQA)
     assert order == ROLES
-
-
-@pytest.mark.parametrize(
-    ("given", "named"),
-    [
-        ({"order": ("ring", "team")}, "each of data ring group team head tensor once;"),
-        ({"order": ("ring",)}, "--mesh.order"),
-        ({"order": ()}, "must be a named order"),
-        ({"order": ("head_first", "rings_inside")}, "must be a named order"),
-        ({"devices_per_node": 0}, "mesh.devices_per_node"),
-    ],
-)
-def test_orders_and_nodes_that_cannot_be_are_refused(given, named):
-    with refused(InputError, named):
-        MeshConfig(**given)
 
 
 def test_benchmark_takes_the_mesh_of_train_and_refuses_what_train_refuses(capsys):

@@ -299,15 +299,6 @@ def test_flags_and_exports_that_do_not_fit_raise(tmp_path):
     flags = ["--lora.rank", "8", "--lora.targets", "key", "down"]
     lora = read_import([model, *flags]).settings.lora
     assert (lora, lora.scale) == (LoraConfig(rank=8, targets=("key", "down")), 2.0)
-    for changes, match in (
-        (dict(alpha=3.0), r"lora.alpha needs adapters; got alpha=3.0 without a rank"),
-        (dict(rank=0), r"lora.rank must be at least 1; got lora.rank=0"),
-        (dict(rank=1, alpha=-1.0), r"lora.alpha must be above 0 and finite; got alpha=-1.0"),
-        (dict(rank=1, targets=("up", "up")), r"each once; got targets=up up"),
-        (dict(rank=1, targets=()), r"each once; got targets=none"),
-    ):
-        with pytest.raises(InputError, match=match):
-            LoraConfig(**changes)
     with refused(InputError, "model.mlp='gelu'"):
         make_config(dict(mlp="gelu"), lora=LoraConfig(rank=1, targets=("gate",)))
     with refused(InputError, merge=True):
