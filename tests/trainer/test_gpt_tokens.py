@@ -101,6 +101,17 @@ def train_tokenizer(make, path):
     return path
 
 
+def watch_encode(monkeypatch, see):
+    """Has a function see the texts that are tokenised."""
+    encode = FileTokenizer.encode
+
+    def watched(self, texts):
+        see(texts)
+        return encode(self, texts)
+
+    monkeypatch.setattr(FileTokenizer, "encode", watched)
+
+
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     return train_tokenizer(gpt2, tmp_path_factory.mktemp("tokenizer") / "tokenizer.json")
@@ -152,15 +163,8 @@ def test_memory_does_not_grow_with_the_text(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(documents, "BLOCK", 1 << 12)
     monkeypatch.setattr(encoding, "CHUNK", 1 << 13)
     monkeypatch.setattr(encoding, "Slicer", lambda ids: Slicer(ids, length=1 << 10, window=64))
-    lengths = []
-    encode = FileTokenizer.encode
-
-    def watched(self, texts):
-        lengths.append([len(x.text) for x in texts])
-        return encode(self, texts)
-
-    monkeypatch.setattr(FileTokenizer, "encode", watched)
-    peaks = []
+    lengths, peaks = [], []
+    watch_encode(monkeypatch, lambda texts: lengths.append([len(x.text) for x in texts]))
     for repeats in (2, 8):
         folder = tmp_path / str(repeats)
         folder.mkdir()
@@ -200,13 +204,7 @@ def text(tmp_path):
 def encoded(monkeypatch):
     """The documents that were tokenised."""
     found = []
-    encode = FileTokenizer.encode
-
-    def watched(self, texts):
-        found.extend(text.place for text in texts)
-        return encode(self, texts)
-
-    monkeypatch.setattr(FileTokenizer, "encode", watched)
+    watch_encode(monkeypatch, lambda texts: found.extend(text.place for text in texts))
     return found
 
 
@@ -318,12 +316,7 @@ def test_killed_write_is_never_taken_for_whole(text, tokenizer, tmp_path, monkey
         with pytest.raises(Killed):
             open_text_corpus(text, tokenizer, tmp_path / "cache")
     (left,) = (tmp_path / "cache").glob(".*.part-*")
-    assert {x.name for x in left.iterdir()} == {
-        "train.npy",
-        "val.npy",
-        ".about.json",
-        SUMS_FILE,
-    }
+    assert {x.name for x in left.iterdir()} == {"train.npy", "val.npy", ".about.json", SUMS_FILE}
     assert len(encoded) == 30
     opened = open_text_corpus(text, tokenizer, tmp_path / "cache")
     assert len(encoded) == 60
@@ -331,31 +324,21 @@ def test_killed_write_is_never_taken_for_whole(text, tokenizer, tmp_path, monkey
     assert opened.train[0].tokens[-1] == opened.end_of_document
 
 
-def test_failed_write_leaves_nothing(text, tokenizer, tmp_path):
+def test_failed_write_leaves_nothing(text, tokenizer, tmp_path, encoded):
+    cache = tmp_path / "cache"
     (text / "bad.txt").write_bytes(b"caf\xe9")
     with refused(InputError, "UTF-8"):
-        open_text_corpus(text, tokenizer, tmp_path / "cache")
+        open_text_corpus(text, tokenizer, cache)
     (text / "bad.txt").unlink()
     with refused(InputError, "model.vocab_size"):
-        open_text_corpus(text, tokenizer, tmp_path / "cache", vocab_size=100)
-    assert not [x for x in (tmp_path / "cache").iterdir() if not x.name.endswith(".lock")]
-
-
-def test_cached_tokens_beyond_the_vocabulary_raise(text, tokenizer, tmp_path, encoded):
-    open_text_corpus(text, tokenizer, tmp_path / "cache")
+        open_text_corpus(text, tokenizer, cache, vocab_size=100)
+    assert not [x for x in cache.iterdir() if not x.name.endswith(".lock")]
+    # Tokens that are cached may be beyond another vocabulary.
+    open_text_corpus(text, tokenizer, cache)
     encoded.clear()
-    match = r"below model.vocab_size; got id \d+ in '.*texts' with vocab_size=99. Use --model.voc"
-    with pytest.raises(ValueError, match=match):
-        open_text_corpus(text, tokenizer, tmp_path / "cache", vocab_size=99)
+    with refused(InputError, "below model.vocab_size; got id", "texts' with vocab_size=99. Use"):
+        open_text_corpus(text, tokenizer, cache, vocab_size=99)
     assert not encoded
-
-
-def test_damaged_cache_raises(text, tokenizer, tmp_path):
-    open_text_corpus(text, tokenizer, tmp_path / "cache")
-    (file,) = (tmp_path / "cache").glob("*/train.npy")
-    file.write_bytes(file.read_bytes()[:-7])
-    with refused(InputError, "Files with checksums must"):
-        open_text_corpus(text, tokenizer, tmp_path / "cache")
 
 
 def test_cache_that_cannot_be_written_raises(text, tokenizer, tmp_path, monkeypatch):
@@ -366,6 +349,11 @@ def test_cache_that_cannot_be_written_raises(text, tokenizer, tmp_path, monkeypa
     (tmp_path / "cache").write_text("a file")
     with refused(StorageError, "Tokens and copies must"):
         open_text_corpus(text, tokenizer, tmp_path / "cache")
+    with refused(StorageError, "Tokens and copies must"):
+        main([str(text), str(tmp_path / "cache" / "out"), "--held-out", "0.2"])
+    np.save(tmp_path / "a.npy", np.arange(100))
+    with refused(InputError, "data.cache must"):
+        open_corpus(DataConfig(path=tmp_path / "a.npy", cache=tmp_path), vocab_size=100)
 
 
 def test_file_system_without_locks_warns(text, tokenizer, tmp_path, monkeypatch):
@@ -397,21 +385,13 @@ def test_run_caches_tokens_beside_its_folder(text, tokenizer, tmp_path):
 
 
 def test_bytes_are_cached_on_request_only(text, tmp_path):
-    opened = open_corpus(
-        DataConfig(path=text, held_out=0.2), vocab_size=256, cache=tmp_path / "cache"
-    )
+    opened = open_text_corpus(text, None, tmp_path / "cache", vocab_size=256)
     assert not (tmp_path / "cache").exists()
     asked = DataConfig(path=text, held_out=0.2, cache=tmp_path / "cache")
     for _ in range(2):
         assert tokens_of(open_corpus(asked, vocab_size=256)) == tokens_of(opened)
     (folder,) = (tmp_path / "cache").glob("*/train.npy")
     assert np.load(folder).dtype == np.uint8
-
-
-def test_cache_of_files_of_tokens_raises(tmp_path):
-    np.save(tmp_path / "a.npy", np.arange(100))
-    with refused(InputError, "data.cache must"):
-        open_corpus(DataConfig(path=tmp_path / "a.npy", cache=tmp_path), vocab_size=100)
 
 
 # Content.
@@ -454,10 +434,7 @@ def test_command_writes_what_training_reads(text, tokenizer, tmp_path, capsys):
         ("a.npy out", r"IN must be text; got npy files in '.*a.npy'. They hold tokens already"),
         ("texts out --tokenizer none", r"must be a Hugging Face tokenizer.json; got 'none'"),
         ("texts out --text-key body", r"data.text_key must be left out where it has no effect"),
-        (
-            "one out --held-out 0.0001",
-            r"got 1 and 0 tokens.*Give more data, or --validation-path",
-        ),
+        ("one out --held-out 0.0001", r"got 1 and 0 tokens.*Give more data, or --validation-path"),
     ],
 )
 def test_wrong_command_raises(text, tmp_path, monkeypatch, arguments, message):
@@ -467,18 +444,6 @@ def test_wrong_command_raises(text, tmp_path, monkeypatch, arguments, message):
     with pytest.raises(SystemExit, match=message):
         main(arguments.split())
     assert not (tmp_path / "out").exists()
-
-
-def test_command_that_cannot_write_raises(text, tmp_path):
-    (tmp_path / "file").touch()
-    with refused(StorageError, "Tokens and copies must"):
-        main([str(text), str(tmp_path / "file" / "out"), "--held-out", "0.2"])
-
-
-def test_help_shows_the_words(capsys):
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    assert "[OPTIONS] IN OUT" in capsys.readouterr().out
 
 
 def flip(path, random):
@@ -495,17 +460,22 @@ def test_flipped_bit_of_cached_tokens_is_noticed(text, tokenizer, tmp_path):
     files = sorted(folder.iterdir())
     assert {path.name for path in files} == {"train.npy", "val.npy", ".about.json", SUMS_FILE}
     random = np.random.default_rng(0)
-    for path in [*files * 4, *[folder / "train.npy"] * 14, *[folder / "val.npy"] * 10]:
-        before = path.read_bytes()
-        flip(path, random)
-        with refused(InputError, "Files with checksums must"):
-            open_text_corpus(text, tokenizer, tmp_path / "cache")
-        path.write_bytes(before)
-    again = open_text_corpus(text, tokenizer, tmp_path / "cache")
-    assert again.tokens == opened.tokens
-    (folder / "val.npy").unlink()
-    with refused(InputError, "Files with checksums must"):
-        open_text_corpus(text, tokenizer, tmp_path / "cache")
+
+    def cut(path, _):
+        path.write_bytes(path.read_bytes()[:-7])
+
+    def remove(path, _):
+        path.unlink()
+
+    damages = [(flip, [*files * 4, *[folder / "train.npy"] * 14, *[folder / "val.npy"] * 10])]
+    for damage, paths in [*damages, (cut, [folder / "train.npy"]), (remove, [folder / "val.npy"])]:
+        for path in paths:
+            before = path.read_bytes()
+            damage(path, random)
+            with refused(InputError, "Files with checksums must"):
+                open_text_corpus(text, tokenizer, tmp_path / "cache")
+            path.write_bytes(before)
+    assert open_text_corpus(text, tokenizer, tmp_path / "cache").tokens == opened.tokens
 
 
 def test_tokens_that_others_have_written_are_checked_without_a_write(
