@@ -2,15 +2,20 @@
 a run is interrupted."""
 
 import dataclasses
+import json
 import os
 import signal
+import subprocess
+import sys
 from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
 import jax
+import pytest
 from flax import nnx
 
+import sample
 import startrail_jax as st
 from models.hooks import Hooks
 from trainer.config import OptimizerConfig
@@ -22,7 +27,47 @@ from trainer.gpt.objective import NextToken
 from trainer.parallel.partition import path_name
 from trainer.parallel.step import Program, make_attention
 from trainer.run import metrics
+from trainer.run.exit import exit_on_user_errors
 from trainer.tasks import TASKS
+
+
+REPOSITORY = Path(st.__file__).parents[1]
+
+
+def run_python(*arguments, **options):
+    """A program in the root of the checkout, when it has ended."""
+    command = [sys.executable, *map(str, arguments)]
+    options = {"cwd": REPOSITORY, "capture_output": True, "text": True, "timeout": 300} | options
+    return subprocess.run(command, check=False, **options)
+
+
+def message_of_sample(*arguments):
+    """What sample.py says when it ends with status 1."""
+    with pytest.raises(SystemExit) as caught, exit_on_user_errors():
+        sample.sample([*map(str, arguments)])
+    # Python prints a string and exits with status 1.
+    assert isinstance(caught.value.code, str)
+    return caught.value.code
+
+
+def usage_error(capsys, read, arguments):
+    """What a command line says that cannot be read, without the lines and boxes of a terminal."""
+    with pytest.raises(SystemExit) as caught:
+        read([*map(str, arguments)])
+    assert caught.value.code == 2
+    return " ".join(capsys.readouterr().err.replace("│", " ").split())
+
+
+def saved_steps(run_dir):
+    return sorted(int(path.name) for path in (run_dir / "checkpoints").iterdir())
+
+
+def records_of(run_dir):
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def logged_steps(run_dir):
+    return [x["step"] for x in records_of(run_dir) if "train_loss" in x]
 
 
 def make_config(model=None, **changes):

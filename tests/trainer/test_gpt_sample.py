@@ -25,6 +25,7 @@ import sample
 import startrail_jax as st
 from configs.gpt import gpt_tiny
 from models.gpt import GPT
+from programs import REPOSITORY, message_of_sample, run_python, usage_error
 from refusals import refused
 from startrail_jax.errors import InputError
 from trainer.checkpoints import checkpoint
@@ -33,33 +34,16 @@ from trainer.checkpoints.weights import restore_weights
 from trainer.config import MeshConfig
 from trainer.data import files
 from trainer.gpt import sample as text_samples
-from trainer.gpt.config import (
-    DataConfig,
-    GPTConfig,
-    TextOptions,
-)
-from trainer.gpt.corpus import (
-    Corpus,
-    Stream,
-)
+from trainer.gpt.config import DataConfig, GPTConfig, TextOptions
+from trainer.gpt.corpus import Corpus, Stream
 from trainer.gpt.objective import model_arguments
 from trainer.gpt.sample import continue_text, prompt_tokens, stops_of_run
-from trainer.gpt.text import (
-    IdTokenizer,
-    TextStream,
-    encode_prompt,
-    open_tokenizer,
-)
-from trainer.gpt.tokenizer import (
-    ByteTokenizer,
-    FileTokenizer,
-)
-from trainer.run.exit import exit_on_user_errors
+from trainer.gpt.text import IdTokenizer, TextStream, encode_prompt, open_tokenizer
+from trainer.gpt.tokenizer import ByteTokenizer, FileTokenizer
 from trainer.run.folder import open_run
 from trainer.run.settings import save_config
 from trainer.session import Session
 
-REPOSITORY = Path(sample.__file__).parent
 MODEL = GPTConfig(width=16, layers=1, heads=2, kv_heads=1, head_dim=4, mlp_width=16)
 QUICK = "--tokens 4 --temperature 2"
 
@@ -106,17 +90,13 @@ def run(capsys, run_dir, *flags):
     return capsys.readouterr()
 
 
-def message_of(*arguments):
-    """What the program says when it ends with status 1."""
-    with pytest.raises(SystemExit) as caught, exit_on_user_errors():
-        sample.sample([*map(str, arguments)])
-    assert isinstance(caught.value.code, str)
-    return caught.value.code
+message_of = message_of_sample
 
 
-def in_one_line(text):
-    """What tyro has broken into lines and drawn boxes round."""
-    return " ".join(text.replace("│", " ").split())
+def shapes_of_weights():
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), make_weights()
+    )
 
 
 def contents(folder):
@@ -127,14 +107,11 @@ def contents(folder):
 def test_program_continues_standard_input_while_the_run_goes_on(run_dir):
     """Without touching a file of a folder that another program has locked."""
     before = contents(run_dir)
+    flags = [*QUICK.split(), "--top-k", "1", "--samples", "2"]
     with open_run(make_config(run_dir)):
         before |= contents(run_dir)
-        result = subprocess.run(
-            [sys.executable, "-W", "error", "sample.py", str(run_dir), *QUICK.split(), "--top-k",
-             "1", "--samples", "2"],
-            cwd=REPOSITORY, input="def f(x):\n" * 3, capture_output=True, text=True, timeout=300,
-            check=False,
-        )  # fmt: skip
+        command = ["-W", "error", "sample.py", str(run_dir), *flags]
+        result = run_python(*command, input="def f(x):\n" * 3)
         assert contents(run_dir) == before
     assert result.returncode == 0, result.stderr
     first, second = result.stdout.removeprefix("--- sample 1\n").split("\n--- sample 2\n")
@@ -185,8 +162,7 @@ def streaming(run_dir, errors, **environment):
 def test_each_piece_is_shown_before_the_next_token_is_drawn(monkeypatch):
     raw = io.BytesIO()
     shown = io.TextIOWrapper(io.BufferedWriter(raw))  # As a pipe, with a buffer.
-    mesh = st.make_mesh(st.Degrees(), "auto", jax.devices()[:1])
-    session = Session(mesh=mesh, description=())
+    session = session_of_one()
     tokenizer = ByteTokenizer(end_of_document=None, vocab_size=256)
     stream = TextStream(tokenizer, np.array([97], np.int32))
 
@@ -274,23 +250,16 @@ def test_average_is_preferred_and_the_newest_checkpoint_is_read(tmp_path):
     average = jax.tree.map(lambda x: x + 1, make_weights(0))
     folder = save_run(tmp_path, steps=(2, 4), average=average) / "checkpoints"
     (folder / "5.orbax-checkpoint-tmp").mkdir()
-    shapes = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), make_weights()
-    )
-    found, step = restore_weights(folder, shapes)
+    found, step = restore_weights(folder, shapes_of_weights())
     assert step == 4
     chex.assert_trees_all_equal(found, average)
     plain = save_run(tmp_path / "plain", steps=(2, 4)) / "checkpoints"
-    chex.assert_trees_all_equal(restore_weights(plain, shapes)[0], make_weights(4))
+    chex.assert_trees_all_equal(restore_weights(plain, shapes_of_weights())[0], make_weights(4))
 
 
 @pytest.mark.slow
 def test_checkpoint_that_goes_while_it_is_read_gives_way_to_the_next(tmp_path, monkeypatch):
-    folder = save_run(tmp_path) / "checkpoints"
-    shapes = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), make_weights()
-    )
-    load = checkpoint.ocp.load
+    folder, load = save_run(tmp_path) / "checkpoints", checkpoint.ocp.load
 
     def load_late(path, *arguments):
         if path.endswith("/2"):
@@ -299,7 +268,7 @@ def test_checkpoint_that_goes_while_it_is_read_gives_way_to_the_next(tmp_path, m
         return load(path, *arguments)
 
     monkeypatch.setattr(checkpoint.ocp, "load", load_late)
-    assert restore_weights(folder, shapes)[1] == 7
+    assert restore_weights(folder, shapes_of_weights())[1] == 7
 
 
 # Text ------------------------------------------------------------------------------------------
@@ -395,18 +364,18 @@ def final_sample(**options):
     tokens = np.array([7, 7, 1, 2, 3, 7, 4, 7, 9, 9], np.uint8)
     stream = Stream(name="held out", tokens=tokens, vocab_size=256)
     corpus = Corpus(
-        train=(),
-        held_out=(stream,),
-        end_of_document=7,
-        unit="token",
-        decode=None,
-        description="",
-        digest="",
-    )
+        train=(), held_out=(stream,), end_of_document=7, unit="token", decode=None,
+        description="", digest="",
+    )  # fmt: skip
     mesh = st.make_mesh(st.Degrees(data=2), "auto", jax.devices()[:2])
     config = make_config(Path("unused"))
     program = SimpleNamespace(config=config, attention=st.Attention(mesh))
     return continue_text(program, make_weights(), corpus, **options)
+
+
+def session_of_one():
+    mesh = st.make_mesh(st.Degrees(), "auto", jax.devices()[:1])
+    return Session(mesh=mesh, description=())
 
 
 @pytest.mark.slow
@@ -432,17 +401,12 @@ def test_run_stops_where_its_pretrained_model_does(capsys, tmp_path):
 
 
 @pytest.mark.slow
-def test_continue_text_stays_in_one_document():
+def test_continue_text_stays_in_one_document_and_stops_when_it_is_asked_to():
     prompt, text = final_sample()
     assert prompt == "1 2 3"
     assert len(text.split()) == 8
-
-
-@pytest.mark.slow
-def test_continue_text_stops_when_it_is_asked_to():
-    whole = final_sample()[1].split()
     answers = iter([False, False, False, True])
-    assert final_sample(interrupted=lambda: next(answers))[1].split() == whole[:3]
+    assert final_sample(interrupted=lambda: next(answers))[1].split() == text.split()[:3]
     assert final_sample(interrupted=lambda: True) == ("1 2 3", "")
 
 
@@ -498,19 +462,19 @@ def test_flags_that_cannot_be_served(run_dir, flags, message):
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("arguments", "message"),
     [
-        (["--prompt", "a", "--prompt-file", "b"], "must be given once; got --prompt and"),
-        (["--tokens", "0"], "tokens must be at least 1; got tokens=0"),
-        (["--samples", "0"], "samples must be at least 1; got samples=0"),
-        (["--top-q", "1"], "--top-q"),
+        ("RUN --prompt a --prompt-file b", "must be given once; got --prompt and"),
+        ("RUN --tokens 0", "tokens must be at least 1; got tokens=0"),
+        ("RUN --samples 0", "samples must be at least 1; got samples=0"),
+        ("RUN --top-q 1", "--top-q"),
+        ("", "The first word must be the folder of a run; got"),
+        ("--tokens 3", "The first word must be the folder of a run; got"),
     ],
 )
-def test_flags_that_cannot_be_read(run_dir, capsys, flags, message):
-    with pytest.raises(SystemExit) as caught:
-        sample.sample([str(run_dir), *flags])
-    assert caught.value.code == 2
-    assert message in in_one_line(capsys.readouterr().err)
+def test_flags_that_cannot_be_read(run_dir, capsys, arguments, message):
+    arguments = [str(run_dir) if x == "RUN" else x for x in arguments.split()]
+    assert message in usage_error(capsys, sample.sample, arguments)
 
 
 def test_prompt_that_is_not_utf8(run_dir, tmp_path, monkeypatch):
@@ -548,8 +512,7 @@ def test_without_a_prompt_a_terminal_gets_a_sample_at_once(run_dir, capsys, monk
 
 def test_sample_without_a_prompt_begins_with_a_token_that_there_is(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.stdin", TypedInput())
-    mesh = st.make_mesh(st.Degrees(), "auto", jax.devices()[:1])
-    session = Session(mesh=mesh, description=())
+    session = session_of_one()
     built = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "</s>": 1}))
     built.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     built.save(str(tmp_path / "tokenizer.json"))
@@ -571,25 +534,14 @@ def test_token_of_a_prompt_beyond_the_vocabulary(run_dir, byte_level):
     assert "in 'the prompt' with vocab_size=256" in message
 
 
-@pytest.mark.parametrize("arguments", [[], ["--tokens", "3"]])
-def test_first_word_is_the_folder(arguments, capsys):
-    with pytest.raises(SystemExit) as caught:
-        sample.sample(arguments)
-    assert caught.value.code == 2
-    assert "The first word must be the folder of a run; got" in capsys.readouterr().err
-
-
 def test_help_is_fast_and_gives_the_values_of_the_run(run_dir, capsys):
     with pytest.raises(SystemExit):
         sample.sample([str(run_dir), "--help"])
-    out = in_one_line(capsys.readouterr().out)
+    out = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "takes the likeliest token. (default: 0.8)" in out
     assert "if there are fewer. (default: 2)" in out
     script = "import sys, sample; sample.sample(['--help'])"
-    result = subprocess.run(
-        [sys.executable, "-X", "importtime", "-c", script],
-        cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    result = run_python("-X", "importtime", "-c", script)
     assert result.returncode == 0
     for flag in ("--prompt", "--prompt-file", "--top-p", "--mesh.team", "--devices"):
         assert flag in result.stdout

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +13,7 @@ import tyro
 import train
 from configs.dit import dit_digits
 from configs.gpt import RECIPES, gpt_tiny
-from programs import interrupt_after, shared_programs
+from programs import interrupt_after, logged_steps, run_python, shared_programs
 from refusals import refused
 from startrail_jax.errors import InputError, UnsupportedError
 from trainer.config import AttentionConfig, MeshConfig
@@ -23,7 +21,6 @@ from trainer.gpt.config import GPTTrainConfig, RopeConfig
 from trainer.processes import select_devices
 from trainer.run.versions import current_versions
 
-REPOSITORY = Path(train.__file__).parent
 TINY = (
     "--model.width 24 --model.layers 2 --model.heads 8 --model.kv-heads 2 --model.head-dim 4 "
     "--model.mlp-width 32 --seq-len 64 --batch-size 4 --validation-sequences 4 --log-every 1 "
@@ -36,11 +33,6 @@ RING = "--devices 8 --mesh.team 1 --zero 3"
 
 def parse(flags):
     return tyro.cli(GPTTrainConfig, default=gpt_tiny(), args=flags.split())
-
-
-def logged_steps(folder):
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["step"] for line in lines]
 
 
 def run(folder, flags="", *, steps):
@@ -302,22 +294,11 @@ def test_profile_traces_the_steps(tmp_path):
     assert list((tmp_path / "profile").rglob("*.xplane.pb"))
 
 
-def run_program(flags, folder):
-    return subprocess.run(
-        [sys.executable, "train.py", *flags.split(), "--run-dir", str(folder)],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-
-
 def test_program_trains_evaluates_and_samples(tmp_path):
     flags = TINY.replace("--no-tensorboard", "") + (
         "--steps 3 --log-every 3 --evaluate-every 2 --sample-length 32 --devices 4 --mesh.data 2"
     )
-    result = run_program(flags, tmp_path)
+    result = run_python("train.py", *flags.split(), "--run-dir", tmp_path)
     assert result.returncode == 0, result.stderr
     assert "mesh: data 2, group 1, ring 2, team 1" in result.stdout
     assert "step 3/3  train loss" in result.stdout
@@ -346,10 +327,7 @@ def test_program_trains_evaluates_and_samples(tmp_path):
 
 def test_program_help_is_fast_and_lists_the_flags():
     script = "import sys, train; sys.argv[1:] = ['--help']; train.read_command_line(['--help'])"
-    result = subprocess.run(
-        [sys.executable, "-X", "importtime", "-c", script],
-        cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    result = run_python("-X", "importtime", "-c", script)
     assert result.returncode == 0
     for name in ("data", "team", "ring", "group", "head", "tensor"):
         assert f"--mesh.{name}" in result.stdout

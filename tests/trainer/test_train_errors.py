@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import chex
@@ -22,7 +21,15 @@ import optax
 import pytest
 
 import train
-from programs import interrupt_after, shared_programs
+from programs import (
+    REPOSITORY,
+    interrupt_after,
+    logged_steps,
+    records_of,
+    saved_steps,
+    shared_programs,
+    usage_error,
+)
 from trainer import loop
 from trainer.checkpoints.checkpoint import Checkpoints
 from trainer.data.batches import TrainingBatches
@@ -33,7 +40,6 @@ from trainer.run import metrics
 from trainer.run.exit import exit_on_user_errors
 from trainer.run.folder import open_run
 
-REPOSITORY = Path(train.__file__).parent
 SEQ_LEN = 32
 STEPS = 8
 TINY = (
@@ -85,15 +91,6 @@ def assert_matches(message, pattern):
 
 def contents(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def saved_steps(run_dir):
-    return sorted(int(path.name) for path in (run_dir / "checkpoints").iterdir())
-
-
-def logged_steps(run_dir):
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [x["step"] for x in records if "train_loss" in x]
 
 
 def first_tokens(batch_number, num_tokens):
@@ -339,11 +336,7 @@ def test_run_on_other_data_is_refused(trained, tmp_path):
 )
 @pytest.mark.slow_except_every(2)
 def test_wrong_command_line_says_what_was_meant(flags, message, capsys):
-    with pytest.raises(SystemExit) as caught:
-        train.read_command_line(flags.split())
-    assert caught.value.code == 2
-    # Without the box round it, which breaks lines.
-    assert_matches(" ".join(capsys.readouterr().err.replace("│", " ").split()), message)
+    assert_matches(usage_error(capsys, train.read_command_line, flags.split()), message)
 
 
 def test_settings_of_a_run_in_a_new_folder_are_a_new_run(trained, tmp_path, capsys):
@@ -450,8 +443,7 @@ def test_loss_that_is_not_finite_stops_and_can_be_skipped(poisoned, tmp_path, ca
     assert np.isfinite(losses.train).tolist() == [False, True, True, True, True]
     assert np.isfinite(losses.validation)
     assert logged_steps(tmp_path / "run") == [1, 2, 3, 5, 6, 7, 8]
-    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
-    skipped = {x["step"]: x.get("steps_skipped") for x in map(json.loads, lines)}
+    skipped = {x["step"]: x.get("steps_skipped") for x in records_of(tmp_path / "run")}
     assert skipped == {step: 1 if step == 5 else None for step in (1, 2, 3, 5, 6, 7, 8)}
     assert saved_steps(tmp_path / "run") == list(range(1, 9))
     chex.assert_trees_all_equal(states[4], states[3])
