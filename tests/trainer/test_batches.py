@@ -14,12 +14,7 @@ from refusals import refused
 from startrail_jax.errors import InputError
 from startrail_jax.tokens.layout import Layout
 from trainer.data import batches
-from trainer.gpt.batches import (
-    PADDING,
-    Sequences,
-    TokenBatch,
-    next_token_batch,
-)
+from trainer.gpt.batches import PADDING, Sequences, TokenBatch, next_token_batch
 from trainer.gpt.batches import collate as collate_sequences
 from trainer.gpt.corpus import Stream
 
@@ -119,9 +114,7 @@ def test_what_a_sequence_is_filled_up_with_does_not_count(layout, end_of_documen
 def test_data_without_a_token_and_its_target_raise(lengths):
     streams = [stream(np.zeros(length, int), name=f"{length}.bin") for length in lengths]
     given = "at most 1 tokens, in '1.bin'" if lengths else "no tokens"
-    with pytest.raises(
-        ValueError, match=rf"must have at least 2 tokens .*; got {given}\. Use more"
-    ):
+    with refused(InputError, "must have at least 2 tokens", f"; got {given}. Use more"):
         Sequences(streams, 5)
 
 
@@ -151,30 +144,27 @@ def test_documents_that_are_not_masked_leave_no_trace():
 
 
 @pytest.mark.parametrize("end_of_document", [None, 3])
-@pytest.mark.parametrize("kind", ["contiguous", "zigzag"])
-def test_layout_permutes_every_array(kind, end_of_document):
-    layout = Layout(kind, 3)
-    windows = np.random.default_rng(0).integers(5, size=(5, 43))
+@pytest.mark.parametrize(
+    ("layout", "length", "filled"),
+    [
+        (Layout("contiguous", 3), 42, 42),
+        (Layout("zigzag", 3), 42, 42),
+        # Rows of any length are filled up with what does not count.
+        (Layout("zigzag", 4), 43, 48),
+    ],
+)
+def test_layout_permutes_every_array(layout, length, filled, end_of_document):
+    windows = np.random.default_rng(0).integers(5, size=(5, length + 1))
     options = {"end_of_document": end_of_document}
     batch = next_token_batch(windows, layout=layout, **options)
     natural = next_token_batch(windows, layout=NATURAL, **options)
     np.testing.assert_array_equal(natural.tokens, windows[:, :-1])
-    chex.assert_trees_all_equal(jax.tree.map(layout.unpermute, batch), natural)
-
-
-@pytest.mark.parametrize("end_of_document", [None, 3])
-def test_rows_of_any_length_are_filled_up_with_what_does_not_count(end_of_document):
-    layout = Layout("zigzag", 4)
-    windows = np.random.default_rng(0).integers(5, size=(2, 44))
-    options = {"end_of_document": end_of_document}
-    natural = next_token_batch(windows, layout=NATURAL, **options)
-    padded = next_token_batch(windows, layout=layout, **options)
-    padded = jax.tree.map(layout.unpermute, padded)
-    chex.assert_trees_all_equal(jax.tree.map(lambda x: x[:, :43], padded), natural)
-    assert padded.tokens.shape == (2, 48)
-    assert not padded.weights[:, 43:].any()
+    found = jax.tree.map(layout.unpermute, batch)
+    chex.assert_trees_all_equal(jax.tree.map(lambda x: x[:, :length], found), natural)
+    assert found.tokens.shape == (5, filled)
+    assert not found.weights[:, length:].any()
     if end_of_document is not None:
-        assert (padded.segment_ids[:, 43:] == -1).all()
+        assert (found.segment_ids[:, length:] == PADDING).all()
 
 
 # The order of training.
@@ -186,9 +176,7 @@ def test_every_epoch_holds_all_windows_in_another_order():
     epochs = [given[start : start + 7] for start in range(0, 35, 7)]
     assert [sorted(epoch) for epoch in epochs] == [[0, 3, 6, 9, 12, 15, 18]] * 5
     assert len({tuple(epoch) for epoch in epochs}) == 5
-
-
-def test_one_window_is_enough():
+    # One window is enough.
     assert firsts(training(counted(1)), 2) == [[0] * 5] * 2
 
 
@@ -225,59 +213,40 @@ def test_position_is_kept_as_json(batches_given):
     assert firsts(after, 6) == whole[batches_given:]
 
 
-def test_position_in_another_order_raises():
-    state = training(counted(11)).get_state()
-    with refused(InputError, "windows=12", "windows=11"):
-        training(counted(12)).set_state(state)
-    with refused(InputError, "batch_size=6", "batch_size=5"):
-        training(counted(11), batch_size=6).set_state(state)
-    with refused(InputError, "seed=1", "seed=0"):
-        training(counted(11), seed=1).set_state(state)
-
-
-def test_position_in_other_tokens_of_the_same_content_raises():
-    state = training(counted(11), digest="ab", tokens="12").get_state()
-    with refused(InputError, "tokens=34", "tokens=12"):
-        training(counted(11), digest="ab", tokens="34").set_state(state)
-    # Checkpoints of earlier versions do not tell them.
-    del state["tokens"]
-    training(counted(11), digest="ab", tokens="34").set_state(state)
-
-
-def test_position_in_other_content_raises():
-    def on(digest):
-        return training(counted(11), digest=digest)
-
-    state = {**on("ab").get_state(), "batches": 2}
-    assert state["content"] == "ab"
-    with refused(InputError, "content=cd", "content=ab"):
-        on("cd").set_state(state)
-    after = on("cd")
+@pytest.mark.parametrize(
+    ("before", "now", "windows", "words"),
+    [
+        ({}, {}, 12, ["windows=12", "windows=11"]),
+        ({}, {"batch_size": 6}, 11, ["batch_size=6", "batch_size=5"]),
+        ({}, {"seed": 1}, 11, ["seed=1", "seed=0"]),
+        ({"digest": "ab"}, {"digest": "cd"}, 11, ["content=cd", "content=ab"]),
+        (
+            *({"digest": "ab", "tokens": "12"}, {"digest": "ab", "tokens": "34"}),
+            *(11, ["tokens=34", "tokens=12"]),
+        ),
+    ],
+)
+def test_position_in_another_order_raises_unless_a_new_one_is_asked_for(
+    before, now, windows, words
+):
+    state = {**training(counted(11), **before).get_state(), "batches": 2}
+    with refused(InputError, *words):
+        training(counted(windows), **now).set_state(state)
+    after = training(counted(windows), **now)
     after.set_state(state, new_order=True)
-    assert firsts(after, 1) == firsts(on("cd"), 1)
-    after = on("ab")
-    after.set_state(state)
-    assert firsts(after, 1) == firsts(on("ab"), 3)[2:]
+    assert firsts(after, 3) == firsts(training(counted(windows), **now), 3)
 
 
-def test_position_of_earlier_versions_tells_no_content():
-    state = {**training(counted(11)).get_state(), "batches": 2}
-    assert "content" not in state
-    after = training(counted(11), digest="ab")
-    after.set_state(state)
+@pytest.mark.parametrize("new_order", [False, True])
+@pytest.mark.parametrize("content", [{}, {"digest": "ab"}, {"digest": "ab", "tokens": "12"}])
+def test_position_in_the_same_order_goes_on(content, new_order):
+    """Checkpoints of earlier versions tell neither content nor tokens."""
+    state = {**training(counted(11), **content).get_state(), "batches": 2}
+    assert state.get("content") == content.get("digest")
+    after = training(counted(11), digest="ab", tokens="12")
+    after.set_state(state, new_order=new_order)
     assert firsts(after, 1) == firsts(training(counted(11)), 3)[2:]
     assert after.get_state()["content"] == "ab"
-
-
-def test_another_order_on_request_begins_at_its_beginning():
-    state = {**training(counted(11)).get_state(), "batches": 2}
-    after = training(counted(12), seed=1)
-    after.set_state(state, new_order=True)
-    assert firsts(after, 3) == firsts(training(counted(12), seed=1), 3)
-    # The same order goes on.
-    after = training(counted(11))
-    after.set_state(state, new_order=True)
-    assert firsts(after, 1) == firsts(training(counted(11)), 3)[2:]
 
 
 def test_hosts_read_their_rows_of_the_same_batch():
@@ -317,18 +286,19 @@ def test_error_of_a_reading_thread_reaches_the_caller():
 # Validation.
 
 
-def validation(sequences, **options):
-    found = batches.validation_batches(sequences, collate=collate(), **options)
-    return [batch.tokens[:, 0].tolist() for batch in found]
-
-
-def test_validation_windows_are_spread_evenly():
-    # 4 of 11 windows, as 2 batches: windows 0, 2, 5, 8.
-    assert validation(counted(11), batch_size=2, count=4) == [[0, 6], [15, 24]]
-
-
-def test_validation_is_rounded_up_to_whole_batches():
-    assert validation(counted(6), batch_size=3, count=4) == [[0, 3, 6], [9, 12, 15]]
+@pytest.mark.parametrize(
+    ("windows", "options", "expected"),
+    [
+        # Spread evenly: 4 of 11 windows, as 2 batches: windows 0, 2, 5, 8.
+        (11, dict(batch_size=2), [[0, 6], [15, 24]]),
+        # Rounded up to whole batches.
+        (6, dict(batch_size=3), [[0, 3, 6], [9, 12, 15]]),
+        (6, dict(batch_size=3, rows=[0, 2]), [[0, 6], [9, 15]]),
+    ],
+)
+def test_validation_windows_are_spread_evenly_in_whole_batches(windows, options, expected):
+    found = batches.validation_batches(counted(windows), collate=collate(), count=4, **options)
+    assert [batch.tokens[:, 0].tolist() for batch in found] == expected
 
 
 @pytest.mark.parametrize(("windows", "batch_size"), [(2, 4), (5, 2), (10, 4)])
@@ -341,10 +311,6 @@ def test_validation_of_few_windows_has_each_once(windows, batch_size):
     assert len(weights) - windows < batch_size
     assert firsts[weights.any(axis=1)].tolist() == list(range(0, 3 * windows, 3))
     assert weights.sum() == 3 * windows
-
-
-def test_hosts_read_their_rows_of_validation():
-    assert validation(counted(6), batch_size=3, count=4, rows=[0, 2]) == [[0, 6], [9, 15]]
 
 
 def test_validation_masks_documents():

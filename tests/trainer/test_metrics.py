@@ -1,7 +1,6 @@
 """What a run reports: lines, a bar, metrics.jsonl and TensorBoard, also when it was killed."""
 
 import io
-import json
 import re
 import subprocess
 import sys
@@ -12,6 +11,9 @@ import pytest
 from rich.console import Console
 from tensorboardX.proto.event_pb2 import Event
 
+from programs import records_of as records
+from refusals import refused
+from trainer.errors import StorageError
 from trainer.run import curve, metrics, terminal
 from trainer.run.metrics import Reporter
 
@@ -30,8 +32,10 @@ def clock(monkeypatch):
     return clock
 
 
-def records(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+def make_reporter(folder, steps=9, **options):
+    reporter = Reporter(steps=steps, tokens_per_step=64)
+    reporter.open(folder, **options)
+    return reporter
 
 
 def run(clock, reporter, steps, seconds=2.0, report_every=2):
@@ -62,28 +66,27 @@ def test_reports_go_to_lines_and_json(tmp_path, clock, capsys):
     ]
 
 
-def test_mfu_is_left_out_where_the_peak_is_unknown(tmp_path, clock, capsys):
-    reporter = Reporter(steps=4, tokens_per_step=64)
-    reporter.open(tmp_path, flops_per_token=1e6)
-    run(clock, reporter, range(1, 5))
-    assert "MFU" not in capsys.readouterr().out
-    assert [record["mfu"] for record in records(tmp_path)] == [None, None]
-
-
-def test_first_step_alone_has_no_speed(tmp_path, clock, capsys):
-    reporter = Reporter(steps=20_000, tokens_per_step=64)
-    reporter.open(tmp_path)
+def test_what_has_no_number_is_left_out_or_null(tmp_path, clock, capsys):
+    """The speed of the first step, the MFU where the peak is unknown, and what is not finite."""
+    reporter = make_reporter(tmp_path, 20_000, tensorboard=False)
     run(clock, reporter, range(1, 3), report_every=1)
+    assert [record["step"] for record in records(tmp_path)] == [1, 2]
+    clock.seconds += 2
+    reporter.advance(3, {"train_loss": float("nan"), "gradient_norm": float("inf")})
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "step 1/20000  train loss 1.0000"
     assert lines[1].endswith("32 tokens/s  11:06:36 left")
-    assert [record["tokens_per_second"] for record in records(tmp_path)] == [None, 32.0]
+    assert "train loss nan" in lines[2]
+    assert not [line for line in lines if "MFU" in line]
+    found = records(tmp_path)
+    assert [record["tokens_per_second"] for record in found][:2] == [None, 32.0]
+    assert [record["mfu"] for record in found] == [None] * 3
+    assert found[2]["train_loss"] is found[2]["gradient_norm"] is None
+    assert not (tmp_path / "tensorboard").exists()
 
 
 def test_pauses_count_for_nothing(tmp_path, clock):
-    reporter = Reporter(steps=9, tokens_per_step=64)
-    reporter.open(tmp_path)
-    with reporter:
+    with make_reporter(tmp_path) as reporter:
         for step in range(1, 5):
             clock.seconds += 2
             with reporter.pause():
@@ -92,24 +95,11 @@ def test_pauses_count_for_nothing(tmp_path, clock):
     assert [record["tokens_per_second"] for record in records(tmp_path)] == [None, 32, 32, 32]
 
 
-def test_numbers_that_are_not_finite_become_null(tmp_path, clock, capsys):
-    reporter = Reporter(steps=9, tokens_per_step=64)
-    reporter.open(tmp_path)
-    with reporter:
-        reporter.advance(1, {"train_loss": float("nan"), "gradient_norm": float("inf")})
-    (record,) = records(tmp_path)
-    assert record["train_loss"] is record["gradient_norm"] is None
-    assert "train loss nan" in capsys.readouterr().out
-
-
-def test_resume_drops_what_will_be_done_again(tmp_path, clock, capsys):
-    reporter = Reporter(steps=9, tokens_per_step=64)
-    reporter.open(tmp_path)
-    run(clock, reporter, range(1, 8))
+def test_resume_and_going_back_drop_what_will_be_done_again(tmp_path, clock, capsys):
+    run(clock, make_reporter(tmp_path), range(1, 8))
     path = tmp_path / "metrics.jsonl"
     path.write_text(path.read_text() + '{"step": 8, "tra')
-    resumed = Reporter(steps=9, tokens_per_step=64)
-    resumed.open(tmp_path, first_step=4)
+    resumed = make_reporter(tmp_path, first_step=4, tensorboard=False)
     assert [record["step"] for record in records(tmp_path)] == [2, 4]
     capsys.readouterr()
     run(clock, resumed, range(5, 10))
@@ -120,6 +110,11 @@ def test_resume_drops_what_will_be_done_again(tmp_path, clock, capsys):
         "step 8/9  train loss 0.1250  32 tokens/s  0:02 left",
     ]
     assert [path.name for path in tmp_path.glob("metrics*")] == ["metrics.jsonl"]
+    resumed.go_back(2)
+    assert [record["step"] for record in records(tmp_path)] == [2]
+    run(clock, resumed, range(3, 5))
+    assert [record["step"] for record in records(tmp_path)] == [2, 4]
+    assert capsys.readouterr().out.startswith("step 4/9  train loss 0.2500  32 tokens/s")
 
 
 def test_resume_leaves_broken_lines_out_and_says_so(tmp_path, capsys):
@@ -135,35 +130,10 @@ def test_resume_leaves_broken_lines_out_and_says_so(tmp_path, capsys):
     assert curve._read(path)["train_loss"] == [(step, 1.0) for step in range(1, 5)]
 
 
-def test_going_back_drops_what_will_be_done_again(tmp_path, clock, capsys):
-    reporter = Reporter(steps=9, tokens_per_step=64)
-    reporter.open(tmp_path, tensorboard=False)
-    run(clock, reporter, range(1, 7))
-    reporter.go_back(2)
-    assert [record["step"] for record in records(tmp_path)] == [2]
-    capsys.readouterr()
-    run(clock, reporter, range(3, 5))
-    assert [record["step"] for record in records(tmp_path)] == [2, 4]
-    assert capsys.readouterr().out.startswith("step 4/9  train loss 0.2500  32 tokens/s")
-
-
-def test_lines_are_on_the_disk_at_once(tmp_path):
-    reporter = Reporter(steps=9, tokens_per_step=64)
-    reporter.open(tmp_path, tensorboard=False)
-    with reporter:
-        reporter.advance(3, {"train_loss": 1.0})
-        assert [record["step"] for record in records(tmp_path)] == [3]
-    assert not (tmp_path / "tensorboard").exists()
-
-
 def test_full_disk_raises_where_it_is_met(tmp_path):
-    reporter = Reporter(steps=9, tokens_per_step=64)
-    reporter.open(tmp_path)
+    reporter = make_reporter(tmp_path)
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
-    with (
-        pytest.raises(OSError, match=rf"written to {tmp_path}: No space left on device. Free"),
-        reporter,
-    ):
+    with refused(StorageError, f"written to {tmp_path}: No space left on device. Free"), reporter:
         reporter.advance(1, {"train_loss": 1.0})
 
 
@@ -186,18 +156,13 @@ def scalars(folder):
 
 
 def test_tensorboard_gets_the_finite_numbers(tmp_path, clock):
-    reporter = Reporter(steps=9, tokens_per_step=64)
-    reporter.open(tmp_path, first_step=4)
-    with reporter:
+    with make_reporter(tmp_path, first_step=4) as reporter:
         reporter.advance(5, {"train_loss": 0.5, "gradient_norm": float("inf")})
         clock.seconds += 4
         reporter.advance(6, {"train_loss": 0.25})
     found, purged = scalars(tmp_path / "tensorboard")
-    assert found == [
-        (5, "train_loss", 0.5),
-        (6, "train_loss", 0.25),
-        (6, "tokens_per_second", 16.0),
-    ]
+    speed = (6, "tokens_per_second", 16.0)
+    assert found == [(5, "train_loss", 0.5), (6, "train_loss", 0.25), speed]
     assert purged == [5]
 
 
@@ -230,32 +195,27 @@ def frames(monkeypatch):
 
 def test_terminal_shows_a_bar_that_begins_at_the_resumed_step(tmp_path, clock, frames):
     with Reporter(steps=9, tokens_per_step=64) as reporter:
-        reporter.open(tmp_path, first_step=4)
-        with reporter.phase("compiling"):
-            reporter._terminal._bar.refresh()
-        reporter.training()
-        reporter.advance(5, {"train_loss": 0.5})
-        reporter.advance(6)
-    assert "4/9 compiling" in frames()
-    assert "6/9 train loss 0.5000" in frames()
-    assert "step 5/9  train loss 0.5000" in frames()
-
-
-def test_bar_counts_the_steps_before_there_are_metrics(clock, frames):
-    with Reporter(steps=9, tokens_per_step=64) as reporter:
         assert "0/9 starting" in frames()
+        reporter.open(tmp_path, first_step=4)
+        refresh = reporter._terminal._bar.refresh
         with reporter.phase("compiling"):
-            pass
+            refresh()
         reporter.training()
-        for step in (1, 2):
-            reporter.advance(step)
-            reporter._terminal._bar.refresh()
-            assert f"{step}/9 training" in frames()
+        assert "4/9 compiling" in frames()
+        reporter.advance(5)  # Before there are metrics.
+        refresh()
+        assert "5/9 training" in frames()
+        clock.seconds += 2
+        reporter.advance(6, {"train_loss": 0.5})
+        reporter.advance(7)
+        refresh()
+        assert "step 6/9  train loss 0.5000" in frames()
+        assert "7/9 train loss 0.5000" in frames()
         with reporter.pause("evaluating"):
-            reporter._terminal._bar.refresh()
-        assert "2/9 evaluating" in frames()
-        reporter._terminal._bar.refresh()
-        assert frames().rstrip().endswith("2/9 training")
+            refresh()
+        assert "7/9 evaluating" in frames()
+        refresh()
+        assert "7/9 train loss 0.5000" in frames().rpartition("evaluating")[2]
 
 
 @pytest.mark.parametrize("columns", [20, 40, 100, 200])
