@@ -30,7 +30,6 @@ from trainer.run import metrics
 from trainer.run.exit import exit_on_user_errors
 from trainer.tasks import TASKS
 
-
 REPOSITORY = Path(st.__file__).parents[1]
 
 

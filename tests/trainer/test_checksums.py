@@ -3,9 +3,6 @@
 import os
 import random
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +11,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from startrail_jax.errors import InputError
+from tests.programs import run_python
 from tests.refusals import refused
 from trainer import durable
 from trainer.checkpoints import checksums
@@ -21,7 +19,6 @@ from trainer.checkpoints.checkpoint import CheckpointError, Checkpoints
 from trainer.checkpoints.checksums import CHECKSUMS_FILE, Checksums, checksums_of
 from trainer.checkpoints.weights import restore_weights
 
-REPOSITORY = Path(__file__).parents[2]
 DATA_STATE = {"epoch": 3, "position": [5, 7]}
 SETTINGS = {"seed": "--seed 0", "model.width": "--model.width 8"}
 
@@ -123,14 +120,7 @@ from pathlib import Path
 from tests.trainer.test_checksums import flip_bits, split
 print(flip_bits(Path({str(tmp_path)!r}), 10, 0, split(2)))
 """
-    process = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=REPOSITORY,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        text=True,
-        capture_output=True,
-        check=False,
-    )
+    process = run_python("-c", script, env=os.environ | {"JAX_PLATFORMS": "cpu"})
     assert process.returncode == 0, process.stderr
     assert int(process.stdout) >= 3
 
@@ -167,28 +157,44 @@ def test_checksum_notices_two_signs_and_two_places():
     assert len(found) == 5
 
 
-@pytest.mark.quick
-def test_wrong_values_are_named_with_their_step(tmp_path):
-    shapes = save(tmp_path, (5,))
-    checksums = Checksums.read(tmp_path / "5")
+def wrong_value(checkpoint, _):
+    checksums = Checksums.read(checkpoint)
     kind, value = checksums.arrays["weights/matrix"]
     checksums.arrays["weights/matrix"] = (kind, f"{int(value, 16) ^ 1:016x}")
-    checksums.write(tmp_path / "5")
-    with (
-        Checkpoints(tmp_path, keep=1) as checkpoints,
-        refused(CheckpointError, "/5"),
-    ):
-        checkpoints.restore(shapes)
-    with refused(CheckpointError, "/5"):
+    checksums.write(checkpoint)
+
+
+def no_checksums(checkpoint, _):
+    (checkpoint / CHECKSUMS_FILE).unlink()
+
+
+def unreadable(_, monkeypatch):
+    def refuse(folder):
+        raise PermissionError(folder)
+
+    monkeypatch.setattr(Checksums, "read", refuse)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("damage", "named"), [(wrong_value, "/5"), (no_checksums, "is missing"), (unreadable, "/5")]
+)
+def test_damaged_checkpoint_that_is_alone_is_named_and_stays(damage, named, tmp_path, monkeypatch):
+    shapes = save(tmp_path, (5,))
+    damage(tmp_path / "5", monkeypatch)
+    with Checkpoints(tmp_path, keep=1) as checkpoints, refused(CheckpointError, named):
+        checkpoints.restore(shapes, SETTINGS)
+    with refused(CheckpointError, named):
         restore_weights(tmp_path, shapes["weights"])
     assert [path.name for path in tmp_path.iterdir()] == ["5"]  # Nothing is renamed.
 
 
-def test_checkpoint_without_checksums_is_damaged(tmp_path):
-    shapes = save(tmp_path, (5,))
-    (tmp_path / "5" / CHECKSUMS_FILE).unlink()
-    with Checkpoints(tmp_path, keep=1) as checkpoints, refused(CheckpointError, "is missing"):
-        checkpoints.restore(shapes, SETTINGS)
+def test_checkpoint_that_may_be_whole_is_not_set_aside(tmp_path, monkeypatch):
+    shapes = save(tmp_path, (3, 5))
+    unreadable(tmp_path, monkeypatch)
+    with Checkpoints(tmp_path, keep=2) as checkpoints, refused(CheckpointError, "/5"):
+        checkpoints.restore(shapes)
+    assert {path.name for path in tmp_path.iterdir()} == {"3", "5"}
 
 
 def test_other_settings_are_refused(tmp_path):
@@ -213,21 +219,6 @@ def test_samples_are_drawn_from_the_newest_whole_checkpoint(tmp_path):
     assert notes[0].startswith(f"WARNING: The checkpoint {tmp_path / '5'} is damaged: ")
     assert notes[0].endswith("The checkpoint of step 3 is used.")
     assert {path.name for path in tmp_path.iterdir()} == {"3", "5"}  # It writes nothing.
-
-
-def test_checkpoint_that_may_be_whole_is_not_set_aside(tmp_path, monkeypatch):
-    shapes = save(tmp_path, (3, 5))
-
-    def refuse(folder):
-        raise PermissionError(folder)
-
-    monkeypatch.setattr(Checksums, "read", refuse)
-    with (
-        Checkpoints(tmp_path, keep=2) as checkpoints,
-        refused(CheckpointError, "/5"),
-    ):
-        checkpoints.restore(shapes)
-    assert {path.name for path in tmp_path.iterdir()} == {"3", "5"}
 
 
 def test_all_files_are_on_the_disk_before_an_older_checkpoint_goes(tmp_path, monkeypatch):

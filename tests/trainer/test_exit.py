@@ -4,14 +4,12 @@ import ast
 import builtins
 import json
 import re
-import subprocess
 import sys
 import tomllib
-from pathlib import Path
 
 import pytest
 
-import train
+from programs import REPOSITORY, run_python
 from startrail_jax.errors import InputError, UnsupportedError, UserError
 from trainer import packages
 from trainer.checkpoints.checkpoint import CheckpointError
@@ -26,7 +24,6 @@ from trainer.run import exit as program_exit
 from trainer.run import settings
 from trainer.run.exit import describe, end_now, exit_on_ctrl_c, exit_on_user_errors
 
-REPOSITORY = Path(train.__file__).parent
 BUILT_INS = {
     InputError: ValueError,
     UnsupportedError: NotImplementedError,
@@ -107,10 +104,7 @@ def test_end_now_does_not_wait():
         "atexit.register(print, 'not reached'); print('so far', end=''); "
         "threading.Thread(target=end_now, args=['over']).start(); threading.Event().wait()"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    result = run_python("-c", script)
     assert (result.returncode, result.stdout, result.stderr) == (1, "so far", "over\n")
     assert end_now.__annotations__["return"] == "NoReturn"
 
@@ -145,10 +139,7 @@ print("not reached")
     ("place", "printed"), [("finalizer", "finalized\n"), ("collector", "collected\n")]
 )
 def test_ctrl_c_that_comes_where_python_ignores_it_ends_the_program(place, printed):
-    result = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED, place],
-        cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    result = run_python("-c", INTERRUPTED, place)
     assert (result.returncode, result.stdout, result.stderr) == (130, printed, "\n")
 
 
@@ -205,15 +196,11 @@ def test_errors_with_a_message_are_marked_as_for_users():
 @pytest.mark.parametrize("program", ["train.py", "sample.py", "-m trainer.gpt.tokenize"])
 def test_python_without_the_packages_says_which_one_has_them(program):
     """The `python` of a terminal in which nobody has activated .venv, say."""
-    result = subprocess.run(
-        [sys.executable, "-S", *program.split(), "--help"],
-        cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    result = run_python("-S", *program.split(), "--help")
     assert result.returncode == 1
     found = " ".join(result.stderr.split())
-    assert found.startswith(
-        f"MissingPackageError: This program needs packages that {sys.executable} d"
-    )
+    needs = f"MissingPackageError: This program needs packages that {sys.executable} d"
+    assert found.startswith(needs)
     assert "not have: jax, flax, optax, orbax, grain, tyro" in found
     assert "pip install -e" in found or "activate" in found
 

@@ -32,17 +32,17 @@ class FakeTerminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize("text", ["", "plain", "two\n\tlines", "é 漢字 🙂\u00a0", "\u200d\u0301"])
-def test_text_without_commands_stays(text):
-    assert printable(text) == text
-
-
 def test_commands_for_a_terminal_are_escaped_in_any_parts():
     assert printable(HOSTILE) == ESCAPED
     assert "".join(map(printable, HOSTILE)) == ESCAPED
     assert printable("\x00\x7f\udcff\u2066") == "\\x00\\x7f\\udcff\\u2066"
     controls = [chr(x) for x in [*range(32), *range(127, 160)] if chr(x) not in "\n\t"]
     assert not set(controls) & set(printable("".join(controls)))
+    for text in ("", "plain", "two\n\tlines", "é 漢字 🙂\u00a0", "\u200d\u0301"):
+        assert printable(text) == text
+    terminal = Terminal(steps=1, quiet=True)
+    terminal.update(status=HOSTILE)  # Beside the bar.
+    assert terminal.status == ESCAPED
 
 
 def print_error(kind):
@@ -74,12 +74,6 @@ def test_what_is_shown_is_escaped(show, capsys, monkeypatch):
     text = captured.out + captured.err + (code if isinstance(code, str) else "")
     assert ESCAPED in text
     assert not set("\x1b\x9b\x07\r\u202e") & set(text)
-
-
-def test_status_beside_the_bar_is_escaped():
-    terminal = Terminal(steps=1, quiet=True)
-    terminal.update(status=HOSTILE)
-    assert terminal.status == ESCAPED
 
 
 def test_sample_is_escaped_on_a_terminal_and_exact_in_a_file(monkeypatch):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import train
+from programs import REPOSITORY
 from refusals import refused
 from startrail_jax.errors import InputError
 from trainer import session
@@ -23,8 +23,6 @@ from trainer.run.curve import describe_curve, draw_curve, show_results
 from trainer.run.versions import current_versions, record_versions
 
 pytestmark = pytest.mark.quick
-
-REPOSITORY = Path(train.__file__).parent
 
 
 def write_metrics(run_dir, losses):
@@ -76,8 +74,13 @@ def test_without_matplotlib_the_command_is_named(tmp_path, monkeypatch):
 
 
 def test_versions_are_noted_and_others_are_said(tmp_path, monkeypatch):
+    assert record_versions(tmp_path, 3) is None  # A run that knows none goes on.
+    (entry,) = json.loads((tmp_path / "versions.json").read_text())
+    assert entry == {"after_step": 3, "versions": current_versions()}
+    assert {"jax", "jaxlib", "flax"} <= set(current_versions())
     now = {"jax": "0.10.2", "flax": "0.12.8", "commit": "abc"}
     monkeypatch.setattr(versions, "current_versions", lambda: now)
+    # A new run in a folder whose run was removed but for this file.
     assert record_versions(tmp_path, 0) is None
     assert record_versions(tmp_path, 5) is None
     now = {"jax": "0.11.0", "flax": "0.12.8"}
@@ -90,16 +93,6 @@ def test_versions_are_noted_and_others_are_said(tmp_path, monkeypatch):
     assert [x["after_step"] for x in entries] == [0, 7]
     assert entries[0]["versions"] == {"jax": "0.10.2", "flax": "0.12.8", "commit": "abc"}
     assert [x.name for x in tmp_path.iterdir()] == ["versions.json"]
-    # A new run in a folder whose run was removed but for this file.
-    assert record_versions(tmp_path, 0) is None
-    assert len(json.loads((tmp_path / "versions.json").read_text())) == 1
-
-
-def test_run_that_knows_no_versions_goes_on(tmp_path):
-    assert record_versions(tmp_path, 3) is None
-    (entry,) = json.loads((tmp_path / "versions.json").read_text())
-    assert entry == {"after_step": 3, "versions": current_versions()}
-    assert {"jax", "jaxlib", "flax"} <= set(current_versions())
 
 
 def test_commit_is_that_of_the_checkout(tmp_path):
