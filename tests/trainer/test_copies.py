@@ -2,7 +2,6 @@
 
 import builtins
 import errno
-import json
 import os
 import shutil
 import threading
@@ -17,7 +16,7 @@ from fsspec.registry import known_implementations
 
 import train
 from configs.gpt import gpt_tiny
-from programs import interrupt_after, shared_programs
+from programs import interrupt_after, logged_steps, shared_programs
 from refusals import refused
 from startrail_jax.errors import InputError
 from trainer import copies
@@ -171,8 +170,7 @@ def damage(kind):
     """Harms the newest copy."""
     store, manifest = MemoryFileSystem.store, "/bucket/runs/mine/4/files.json"
     name = "/bucket/runs/mine/4/checkpoints/4/ocdbt.process_0/d/4"
-    data, text = store[name].getvalue(), store[manifest].getvalue()
-    fs = MemoryFileSystem()
+    data, text, fs = store[name].getvalue(), store[manifest].getvalue(), MemoryFileSystem()
     if kind == "gone":
         fs.rm(name)
     elif kind == "short":
@@ -209,17 +207,12 @@ def test_damaged_copy_is_said_and_the_one_before_is_used(tmp_path, capsys, kind)
     fetch_newer(URL, run)
     assert files_in(run)["versions.json"] == b"3"
     assert not (tmp_path / "evil").exists()
-
-
-def test_store_without_a_whole_copy_begins_no_new_run(tmp_path):
-    run = tmp_path / "run"
-    copy(run, 2)
-    MemoryFileSystem().rm("/bucket/runs/mine/2/checkpoints/2/checksums.json")
+    # Without a whole copy, no new run begins.
+    MemoryFileSystem().rm("/bucket/runs/mine/3/checkpoints/3/checksums.json")
     shutil.rmtree(run)
-    with refused(StorageError, "steps 2"):
-        fetch_newer(URL, run)
-    with refused(StorageError, "steps 2"):
-        copies.main([URL, str(tmp_path / "new")])
+    for fetch in (lambda: fetch_newer(URL, run), lambda: copies.main([URL, str(tmp_path / "new")])):
+        with refused(StorageError, "steps 3"):
+            fetch()
 
 
 @pytest.mark.parametrize("call", ["scandir", "stat", "open"])
@@ -373,16 +366,15 @@ def test_checkpoint_that_is_being_copied_stays(tmp_path):
         ("runs/mine", "mirror='runs/mine'"),
         ("simplecache::s3://b/run", "must be the URL of a store; got"),
         ("gs://bucket", "name a folder below the bucket or the root; got"),
-        ("s3://key:token@bucket/run", "must hold no password, key or token"),
-        ("s3://key:to/token@bucket/run", "must hold no password, key or token"),
-        ("s3:/key:token@bucket/run", "must hold no password, key or token"),
-        ("s3://[key:token@bucket/run", "must hold no password, key or token"),
-        (
-            "s3://key:token/run",
-            "must hold no password, key or token",
-        ),
-        ("az://c/run?sig=token", "must hold no password, key or token"),
         ("s3://[bad/run", "must be the URL of a store; got"),
+        *[
+            (url, "must hold no password, key or token")
+            for url in (
+                *("s3://key:token@bucket/run", "s3://key:to/token@bucket/run"),
+                *("s3:/key:token@bucket/run", "s3://[key:token@bucket/run"),
+                *("s3://key:token/run", "az://c/run?sig=token"),
+            )
+        ],
     ],
 )
 def test_url_that_cannot_be_raises(tmp_path, url, named):
@@ -392,9 +384,7 @@ def test_url_that_cannot_be_raises(tmp_path, url, named):
         copies.main([URL, "gs://bucket/mine"])
     with refused(InputError, named) as caught:
         replace(gpt_tiny(), mirror=url)
-    assert "token@" not in str(caught.value)
-    assert "key:" not in str(caught.value)
-    assert "sig=" not in str(caught.value)
+    assert [x for x in ("token@", "key:", "sig=") if x in str(caught.value)] == []
 
 
 def test_store_that_cannot_be_opened_raises(tmp_path, monkeypatch):
@@ -453,10 +443,8 @@ def test_run_whose_folder_is_lost_goes_on_to_the_same_bits(tmp_path, monkeypatch
         assert "after step 3" in out
         # It goes on with the mesh that it had.
         assert out.count("ring 1, team 2") == 3
-    assert len(second.train) == 3
     copies.main([URL, str(tmp_path / "fetched")])
-    lines = (tmp_path / "fetched/metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == list(range(1, 7))
+    assert logged_steps(tmp_path / "fetched") == list(range(1, 7))
     assert "/bucket/runs/mine/6/files.json" in objects("")
     assert first.train + second.train == undisturbed.train
     assert second.validation == undisturbed.validation

@@ -25,7 +25,8 @@ import sample
 import startrail_jax as st
 from configs.gpt import gpt_tiny
 from models.gpt import GPT
-from programs import REPOSITORY, message_of_sample, run_python, usage_error
+from programs import REPOSITORY, run_python, usage_error
+from programs import message_of_sample as message_of
 from refusals import refused
 from startrail_jax.errors import InputError
 from trainer.checkpoints import checkpoint
@@ -88,9 +89,6 @@ def run(capsys, run_dir, *flags):
     capsys.readouterr()
     sample.sample([str(run_dir), *QUICK.split(), *flags])
     return capsys.readouterr()
-
-
-message_of = message_of_sample
 
 
 def shapes_of_weights():

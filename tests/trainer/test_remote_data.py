@@ -109,20 +109,7 @@ def test_config_keeps_the_url(tmp_path):
     assert flag_text("data.path", config.data.path) == f"--data.path {URL}"
 
 
-def test_data_that_change_get_a_new_copy(texts, store, tmp_path, gets):
-    first = with_copies(stored(), tmp_path).path
-    gets.clear()
-    assert with_copies(stored(), tmp_path).path == first
-    assert not gets
-    # As long as before.
-    store.pipe_file(f"{ROOT}/3.txt", texts["3.txt"].replace(b"3", b"x"))
-    second = with_copies(stored(), tmp_path).path
-    assert second != first
-    assert b"x" in (second / "3.txt").read_bytes()
-    assert copied(first) == texts
-
-
-def test_one_of_several_processes_copies(texts, tmp_path, gets):
+def test_one_of_several_processes_copies_and_data_that_change_again(texts, store, tmp_path, gets):
     found = []
     threads = [
         threading.Thread(target=lambda: found.append(with_copies(stored(), tmp_path).path))
@@ -132,37 +119,39 @@ def test_one_of_several_processes_copies(texts, tmp_path, gets):
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(set(found)) == 1
+    (first,) = set(found)
     assert len(gets) == len(texts)
-    assert copied(found[0]) == texts
+    # As long as before.
+    store.pipe_file(f"{ROOT}/3.txt", texts["3.txt"].replace(b"3", b"x"))
+    second = with_copies(stored(), tmp_path).path
+    assert second != first
+    assert b"x" in (second / "3.txt").read_bytes()
+    assert copied(first) == texts
 
 
-def test_interrupted_copy_is_not_taken_for_whole(texts, tmp_path, monkeypatch):
+def test_store_that_changes_or_fails_while_it_is_copied(texts, store, tmp_path, monkeypatch):
+    """No mixture of two versions is left, of files that are as long as before."""
+    get = MemoryFileSystem.get
+
     def interrupted(self, paths, places, **_):
         Path(places[0]).write_bytes(b"half")
         raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(MemoryFileSystem, "get", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            with_copies(stored(), tmp_path)
-    assert copied(with_copies(stored(), tmp_path).path) == texts
-
-
-def test_store_that_changes_while_it_is_copied(texts, store, tmp_path, monkeypatch):
-    """No mixture of two versions is left, of files that are as long as before."""
-    get = MemoryFileSystem.get
 
     def changed(self, paths, *args, **kwargs):
         get(self, paths, *args, **kwargs)
         store.pipe_file(f"{ROOT}/0.txt", texts["0.txt"].replace(b"0", b"x"))
 
     with monkeypatch.context() as patch:
+        patch.setattr(MemoryFileSystem, "get", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            with_copies(stored(), tmp_path / "interrupted")
+        patch.setattr(MemoryFileSystem, "get", get)
+        assert copied(with_copies(stored(), tmp_path / "interrupted").path) == texts
         patch.setattr(MemoryFileSystem, "get", changed)
         with refused(StorageError, URL):
-            with_copies(stored(), tmp_path)
-    assert not list(tmp_path.rglob("*.txt"))
-    copy = with_copies(stored(), tmp_path).path
+            with_copies(stored(), tmp_path / "changed")
+    assert not list((tmp_path / "changed").rglob("*.txt"))
+    copy = with_copies(stored(), tmp_path / "changed").path
     assert copied(copy) == texts | {"0.txt": texts["0.txt"].replace(b"0", b"x")}
 
 
@@ -255,9 +244,7 @@ def test_url_of_data_that_cannot_be_raises(settings, named):
         DataConfig(**{name: Path(value) for name, value in settings.items()})
     assert "token@" not in str(caught.value)
     assert "sig=" not in str(caught.value)
-
-
-def test_revision_of_a_hub_may_be_named():
+    # A revision of a hub may be named.
     DataConfig(path=Path("hf://datasets/someone/books@refs%2Fconvert%2Fparquet/train"))
     with refused(InputError, "'hf://me/model'"):
         dataclasses.replace(gpt_tiny(), init_from=Path("hf://me/model"))
