@@ -30,6 +30,7 @@ from trainer.run import metrics
 from trainer.run.exit import exit_on_user_errors
 from trainer.tasks import TASKS
 
+SMALL = dict(vocab_size=48, width=24, layers=2, heads=8, kv_heads=2, head_dim=4, mlp_width=32)
 REPOSITORY = Path(st.__file__).parents[1]
 
 

@@ -1,20 +1,18 @@
 """Several processes: how they start, that they train as one does, and how they fail."""
 
-import json
 import os
 import random
 import shutil
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
 import train
-from programs import shared_programs
+from programs import REPOSITORY, records_of, shared_programs
 from refusals import refused
 from tests.faults import failures, run_folders
 from trainer import processes
@@ -22,9 +20,6 @@ from trainer.checkpoints.checksums import Checksums
 from trainer.config import Distributed
 from trainer.errors import RunError
 from trainer.processes import Peers, first_does, peers, require_same_flags, together
-
-REPOSITORY = Path(train.__file__).parent
-
 
 # How processes start.
 
@@ -52,13 +47,11 @@ with together(Distributed({options}), Path({folder!r})):
 
 
 def starting(options, folder, program=STARTING, **environment):
+    source, pipe = program.format(options=options, folder=str(folder)), subprocess.PIPE
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", **environment}
     return subprocess.Popen(
-        [sys.executable, "-c", program.format(options=options, folder=str(folder))],
-        cwd=REPOSITORY,
-        env={**os.environ, "JAX_PLATFORMS": "cpu", **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+        [sys.executable, "-c", source],
+        **dict(cwd=REPOSITORY, env=environment, stdout=pipe, stderr=pipe, text=True),
     )
 
 
@@ -84,19 +77,11 @@ def free_slurm_job():
 
 
 def test_slurm_says_which_process_this_is(tmp_path):
-    job = str(free_slurm_job())
+    job = dict(SLURM_JOB_ID=str(free_slurm_job()), SLURM_STEP_NODELIST="localhost")
+    job |= dict(SLURM_NTASKS="2", JAX_NUM_CPU_DEVICES="3")
     statuses, outputs = ends(
         [
-            starting(
-                "on=True",
-                tmp_path,
-                SLURM_JOB_ID=job,
-                SLURM_STEP_NODELIST="localhost",
-                SLURM_NTASKS="2",
-                SLURM_PROCID=index,
-                SLURM_LOCALID=index,
-                JAX_NUM_CPU_DEVICES="3",
-            )
+            starting("on=True", tmp_path, **job, SLURM_PROCID=index, SLURM_LOCALID=index)
             for index in ("0", "1")
         ]
     )
@@ -212,7 +197,7 @@ STEPS = 6
 
 
 def losses(run_dir):
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    records = records_of(run_dir)
     assert [record["step"] for record in records] == list(range(1, STEPS + 1))
     return [record["train_loss"] for record in records] + [records[-1]["validation_loss"]]
 

@@ -13,11 +13,7 @@ import startrail_jax as st
 from trainer.config import OptimizerConfig
 from trainer.data.batches import NO_EXAMPLE, place
 from trainer.dit.batches import image_batch
-from trainer.dit.config import (
-    DiffusionConfig,
-    DiTConfig,
-    DiTTrainConfig,
-)
+from trainer.dit.config import DiffusionConfig, DiTConfig, DiTTrainConfig
 from trainer.dit.diffusion import estimates
 from trainer.dit.images import Example
 from trainer.dit.objective import Denoising
@@ -91,12 +87,10 @@ SETTINGS = {
     "tiles": (st.Degrees(team=4, group=2), {}),
     "StarTrail x Ulysses": (st.Degrees.startrail(8, c=2, head=2), {}),
     "data, zero 3, attention saved": (
-        st.Degrees(data=2, team=2, ring=2),
-        {"zero": 3, "remat": "attention_saved"},
+        *(st.Degrees(data=2, team=2, ring=2), {"zero": 3, "remat": "attention_saved"}),
     ),
     "tensor, zero 2, tiled, accumulation": (
-        st.Degrees(tensor=2, team=2),
-        {"zero": 2, "tile": 8, "accumulation": 2},
+        *(st.Degrees(tensor=2, team=2), {"zero": 2, "tile": 8, "accumulation": 2}),
     ),
 }
 

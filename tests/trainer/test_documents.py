@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import functools
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -11,17 +10,17 @@ import pytest
 
 import startrail_jax as st
 from configs.gpt import gpt_tiny
-from programs import compile_gradients
+from programs import SMALL, compile_gradients, make_config
 from refusals import refused
 from startrail_jax.analysis import hlo
 from startrail_jax.errors import InputError
 from startrail_jax.tokens.layout import Layout
-from trainer.config import AttentionConfig, OptimizerConfig
+from trainer.config import AttentionConfig
 from trainer.data.batches import PartBatches, place
 from trainer.data.dataset import Dataset
 from trainer.gpt.batches import PADDING, in_layout_order, next_token_batch
 from trainer.gpt.chat.packing import EncodedExamples, PackedExamples
-from trainer.gpt.config import DataConfig, GPTConfig, GPTTrainConfig, RopeConfig
+from trainer.gpt.config import DataConfig, RopeConfig
 from trainer.gpt.corpus import Stream, open_corpus
 from trainer.gpt.documents import ExampleDocuments, TextDocuments
 from trainer.gpt.objective import NextToken
@@ -30,16 +29,8 @@ from trainer.parallel.step import Program, make_attention
 
 LONGEST = 96
 END = 7
-CONFIG = GPTTrainConfig(
-    model=GPTConfig(
-        vocab_size=48, width=24, layers=2, heads=8, kv_heads=2, head_dim=4, mlp_width=32
-    ),
-    optimizer=OptimizerConfig(learning_rate=1e-2),
-    data=DataConfig(batches="documents", draw=24),
-    steps=10,
-    batch_size=6,
-    seq_len=LONGEST,
-    run_dir=Path("unused"),
+CONFIG = make_config(
+    SMALL, data=DataConfig(batches="documents", draw=24), batch_size=6, seq_len=LONGEST
 )
 LENGTHS = np.array([96, 3, 50, 17, 1, 88, 23, 24, 12, 5, 61, 40, 2, 13, 30, 7, 9, 11, 96, 25, 0, 4])
 
@@ -272,12 +263,7 @@ def test_other_devices_go_on_with_all_documents_once():
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {"accumulation": 2},
-        {"attention": AttentionConfig(inner=2)},
-    ],
-    ids=str,
+    "changes", [{"accumulation": 2}, {"attention": AttentionConfig(inner=2)}], ids=str
 )
 def test_settings_that_documents_cannot_have_are_refused(changes):
     with refused(InputError, "of a"):

@@ -94,10 +94,7 @@ def test_sums_name_the_file_that_is_another(tmp_path):
     write_sums(tmp_path)
     assert check_sums(tmp_path, "Copy it.").keys() == {"a", "b"}
     (tmp_path / "b").write_text("twp")
-    with refused(InputError, "Files with checksums must"):
-        check_sums(tmp_path, "Copy it.")
-    (tmp_path / SUMS_FILE).write_text('["a"]')
-    with pytest.raises(ValueError, match=rf"got '.*/{SUMS_FILE}': "):
+    with refused(InputError, "Files with checksums must", "/b'"):
         check_sums(tmp_path, "Copy it.")
 
 
@@ -105,7 +102,8 @@ def test_sums_name_the_file_that_is_another(tmp_path):
 def test_torn_checksums_are_no_checksums_of_earlier_versions(content, tmp_path):
     (tmp_path / "a").write_text("one")
     (tmp_path / SUMS_FILE).write_text(content)
-    with refused(InputError, "Files with checksums must"):
+    file = "a" if "null" in content else SUMS_FILE
+    with refused(InputError, "Files with checksums must", f"/{file}': "):
         check_sums(tmp_path, "Copy it.")
 
 

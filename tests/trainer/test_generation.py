@@ -11,6 +11,7 @@ from flax import nnx
 
 import startrail_jax as st
 from models.gpt import GPT
+from programs import SMALL
 from refusals import refused
 from startrail_jax.errors import InputError
 from trainer.gpt.config import GPTConfig, RopeConfig, attention_of
@@ -20,21 +21,9 @@ from trainer.gpt.token_choice import Sampling
 from trainer.parallel.partition import Partition
 
 MODEL = GPTConfig(
-    vocab_size=48,
-    width=24,
-    layers=2,
-    heads=8,
-    kv_heads=2,
-    head_dim=4,
-    mlp_width=32,
-    qkv_bias=True,
-    qk_norm=True,
-    windows=(4, "none"),
-    rope=RopeConfig(bases=(100.0, "none")),
-    sinks=True,
-    softcap=2.0,
-    output_softcap=3.0,
-)
+    **SMALL, qkv_bias=True, qk_norm=True, windows=(4, "none"), sinks=True, softcap=2.0,
+    output_softcap=3.0, rope=RopeConfig(bases=(100.0, "none")),
+)  # fmt: skip
 LONG_MODEL = GPTConfig(
     vocab_size=48, width=16, layers=1, heads=1, kv_heads=1, head_dim=2, mlp_width=16
 )
@@ -145,16 +134,12 @@ def test_draws_do_not_depend_on_the_mesh(degrees, options):
 
 
 @pytest.mark.slow
-def test_rows_differ_and_do_not_depend_on_what_is_beside_them():
+def test_rows_and_seeds_differ_and_rows_do_not_depend_on_what_is_beside_them():
     first, second, third = prompts(5, 13, 9)
     found = generate(make_generator(st.Degrees()), [second, second, third])
     beside = generate(make_generator(st.Degrees()), [second, first, second])
     assert found[0] == beside[0] != found[1]
     assert found[1] == one_device()[1]
-
-
-@pytest.mark.slow
-def test_seed_changes_the_draws():
     assert one_device() != one_device(dataclasses.replace(SAMPLING, seed=4))
 
 
@@ -236,11 +221,7 @@ def test_32k_tokens_on_eight_devices_give_the_tokens_of_one(compile_well):
 
 @pytest.mark.parametrize(
     ("prompt", "named"),
-    [
-        ([], "have at least one token; got an empty"),
-        ([3, 48], "vocab_size=48"),
-        ([-1, 3], "0 and"),
-    ],
+    [([], "have at least one token; got an empty"), ([3, 48], "vocab_size=48"), ([-1, 3], "0 and")],
 )
 def test_prompts_that_the_model_does_not_know_raise(prompt, named):
     generator = make_generator(st.Degrees())

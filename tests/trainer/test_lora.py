@@ -16,7 +16,7 @@ import pretrained
 import sample
 import startrail_jax as st
 import train
-from programs import make_config, make_program, shared_programs
+from programs import SMALL, make_config, make_program, shared_programs
 from refusals import refused
 from startrail_jax.errors import InputError
 from trainer.checkpoints.reading import CheckpointError
@@ -35,8 +35,7 @@ from trainer.parallel.footprint import bytes_of_device, describe_state
 from trainer.tasks import load_train_config
 
 ALL = ("query", "key", "value", "out", "gate", "up", "down")
-MODEL = dict(vocab_size=48, width=24, layers=2, heads=8, kv_heads=2, head_dim=4, mlp_width=32)
-CONFIG = make_config(MODEL, seq_len=64, lora=LoraConfig(rank=4, targets=ALL), steps=3)
+CONFIG = make_config(SMALL, seq_len=64, lora=LoraConfig(rank=4, targets=ALL), steps=3)
 
 
 def lora_config(dtype="float32", **changes):

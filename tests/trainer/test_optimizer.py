@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import startrail_jax as st
-from programs import make_config, make_program
+from programs import SMALL, make_config, make_program
 from trainer.config import OptimizerConfig
 from trainer.data.batches import place
 from trainer.gpt.batches import next_token_batch
@@ -17,8 +17,7 @@ from trainer.parallel.partition import Partition, path_name
 
 MUON = OptimizerConfig(kind="muon", learning_rate=1e-2, weight_decay=0.0)
 RATE = OptimizerConfig(learning_rate=1.0, schedule="wsd")
-SIZES = dict(vocab_size=48, width=24, layers=2, heads=8, kv_heads=2, head_dim=4, mlp_width=32)
-CONFIG = make_config(SIZES, optimizer=MUON, seq_len=32)
+CONFIG = make_config(SMALL, optimizer=MUON, seq_len=32)
 STEPS = 5
 
 

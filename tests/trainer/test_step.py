@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import gc
 import weakref
-from pathlib import Path
 
 import chex
 import jax
@@ -16,39 +15,23 @@ from flax import nnx
 
 import startrail_jax as st
 from models.gpt import GPT
+from programs import SMALL, make_config
+from programs import make_program as program_of
 from trainer.config import AttentionConfig, OptimizerConfig
 from trainer.data.batches import place
 from trainer.gpt.batches import next_token_batch
-from trainer.gpt.config import (
-    DataConfig,
-    GPTConfig,
-    GPTTrainConfig,
-    RopeConfig,
-)
-from trainer.gpt.objective import NextToken, model_arguments
+from trainer.gpt.config import DataConfig, RopeConfig
+from trainer.gpt.objective import model_arguments
 from trainer.parallel.optimizer import make_optimizer
-from trainer.parallel.step import Program, make_attention
 
 STEPS = 10
 END = 7  # Ends a document.
-CONFIG = GPTTrainConfig(
-    model=GPTConfig(
-        vocab_size=48, width=24, layers=2, heads=8, kv_heads=2, head_dim=4, mlp_width=32
-    ),
-    optimizer=OptimizerConfig(learning_rate=1e-2),
-    steps=STEPS,
-    batch_size=4,
-    seq_len=64,
-    run_dir=Path("unused"),
-)
+CONFIG = make_config(SMALL, optimizer=OptimizerConfig(learning_rate=1e-2), steps=STEPS, seq_len=64)
 
 
 @functools.cache
 def make_program(degrees, **changes):
-    mesh = st.make_mesh(degrees, "auto", jax.devices()[: degrees.num_devices])
-    config = dataclasses.replace(CONFIG, **changes)
-    objective = NextToken(config)
-    return Program(config, make_attention(mesh, config, objective), objective)
+    return program_of(dataclasses.replace(CONFIG, **changes), degrees)
 
 
 def windows(step):
@@ -85,8 +68,7 @@ def losses_of(program, state, steps=STEPS):
     uneven = batch(program, 0)
     weights = jax.device_put(layout.permute(counted), uneven.weights.sharding)
     _, metrics = program.train_step(
-        placed(state, program.state_shapes),
-        uneven._replace(weights=uneven.weights * weights),
+        placed(state, program.state_shapes), uneven._replace(weights=uneven.weights * weights)
     )
     losses = [(float(metrics.loss), float(metrics.gradient_norm))]
     state = placed(state, program.state_shapes)
@@ -121,11 +103,7 @@ SETTINGS = {
     ),
     "data, zero 3, attention saved": (
         st.Degrees(data=2, team=2, group=2),
-        {
-            "zero": 3,
-            "remat": "attention_saved",
-            "attention": AttentionConfig(keep_gathered=True),
-        },
+        {"zero": 3, "remat": "attention_saved", "attention": AttentionConfig(keep_gathered=True)},
     ),
     "zero 3, submesh": (STARTRAIL, {"zero": 3, "zero_axes": ("team",)}),
     "zero 2, submesh, accumulation": (

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from programs import make_config
+from programs import logged_steps, make_config
 from refusals import refused
 from startrail_jax.errors import InputError
 from trainer.config import MlflowConfig, WandbConfig
@@ -31,11 +31,6 @@ def report(folder, steps, config, first=0, total=4):
         for step in steps:
             values = {"train_loss": 1 / step, "gradient_norm": float("nan")}
             reporter.advance(step, values)
-
-
-def steps_in(folder):
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["step"] for line in lines]
 
 
 def records_of(path):
@@ -142,21 +137,19 @@ def test_secrets_get_neither_into_files_nor_into_errors(tmp_path, monkeypatch):
 
 
 def test_tracker_that_fails_stops_no_training_and_is_named_once(tmp_path, capsys):
-    class Failing:
-        name = "Failing"
+    def log(step, metrics):
+        raise ConnectionError(f"http://me:secret@host/api: no answer at step {step}")
 
-        def log(self, step, metrics):
-            raise ConnectionError(f"http://me:secret@host/api: no answer at step {step}")
-
+    failing = SimpleNamespace(name="Failing", log=log)
     with Reporter(steps=4, tokens_per_step=8) as reporter:
-        reporter.open(tmp_path, tensorboard=False, trackers=[Failing()])
+        reporter.open(tmp_path, tensorboard=False, trackers=[failing])
         for step in (1, 2, 3):
             reporter.advance(step, {"train_loss": 1.0})
     shown = capsys.readouterr().out
     warning = "WARNING: Failing gets no more metrics: ConnectionError: http://***@host/api: "
     assert shown.count(warning) == 1
     assert "no answer at step 1" in shown
-    assert steps_in(tmp_path) == [1, 2, 3]
+    assert logged_steps(tmp_path) == [1, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -172,24 +165,12 @@ def test_tracker_hears_how_a_run_ends(failure, ends, tmp_path):
     assert heard == [ends]
 
 
-def test_only_the_first_process_opens_trackers(tmp_path, monkeypatch):
-    monkeypatch.setattr(jax, "process_index", lambda: 1)
-    report(tmp_path, [1], make_config(wandb=WandbConfig(project="p")))
-
-
 @pytest.mark.parametrize("package", ["wandb", "mlflow"])
 def test_package_that_is_missing_is_named(package, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, package, None)
     configs = {"wandb": WandbConfig(project="p"), "mlflow": MlflowConfig(experiment="e")}
     with refused(MissingPackageError, f"--{package}.", f"[{package}]"):
         list(open_trackers(make_config(**{package: configs[package]}), tmp_path))
-
-
-def test_options_without_effect_raise():
-    with refused(InputError, mode="offline"):
-        WandbConfig(mode="offline")
-    with refused(InputError, "mlflow.experiment"):
-        MlflowConfig(uri="file:///x")
 
 
 @pytest.mark.parametrize("experiment", ["e", None])
@@ -201,6 +182,13 @@ def test_password_in_the_address_of_mlflow_is_refused_and_not_shown(experiment, 
     MlflowConfig(experiment="e", uri="http://host/@team")
 
 
-def test_results_do_not_depend_on_trackers():
+def test_options_of_trackers_have_an_effect_but_on_results(tmp_path, monkeypatch):
+    with refused(InputError, mode="offline"):
+        WandbConfig(mode="offline")
+    with refused(InputError, "mlflow.experiment"):
+        MlflowConfig(uri="file:///x")
     config = make_config(wandb=WandbConfig(project="p"))
     assert result_flags(config) == result_flags(make_config())
+    # Only the first process opens trackers.
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    report(tmp_path, [1], config)
