@@ -53,6 +53,24 @@ def save(path, template):
     return path
 
 
+def data_of(tokenizer, *records, held_out=None, **options):
+    """The config of data with these records, and with `held_out` or the same held out."""
+    folder = tokenizer.parent
+    for name, lines in (("train", records), ("val", records if held_out is None else held_out)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    paths = dict(path=folder / "train.jsonl", validation_path=folder / "val.jsonl")
+    return DataConfig(**paths, tokenizer=tokenizer, **options)
+
+
+def opened(config, seq_len=32):
+    cache = config.path.parent / "cache"
+    return open_examples(config, NATURAL, vocab_size=128, seq_len=seq_len, cache=cache)
+
+
+ASKED = {"prompt": "ask", "completion": "yes"}
+ANSWER = {"role": "assistant", "content": "yes"}
+
+
 AS_OBJECT = {"__type": "AddedToken", "content": "<s>"}
 
 
@@ -78,13 +96,10 @@ def test_tokenizer_says_what_is_in_front_of_a_text(template, beside, expected, t
     assert (model("a").input_ids[0] == BEGIN) == ("<s>" in (template or ""))
 
 
-def test_every_document_begins_with_it_once(tokenizer, tmp_path, monkeypatch):
+def test_every_document_begins_with_it_once(tokenizer, monkeypatch):
     monkeypatch.setattr(slices.Slicer.__init__, "__kwdefaults__", {"length": 40, "window": 10})
     texts = ["short", "<s>named", "", "long words " * 30]
-    path = tmp_path / "train.jsonl"
-    path.write_text("".join(json.dumps({"text": x}) + "\n" for x in texts))
-    (tmp_path / "val.jsonl").write_text(json.dumps({"text": "held out"}))
-    config = DataConfig(path=path, validation_path=tmp_path / "val.jsonl", tokenizer=tokenizer)
+    config = data_of(tokenizer, *({"text": x} for x in texts), held_out=[{"text": "held out"}])
     plain, begun = (
         open_corpus(dataclasses.replace(config, begin_of_document=x), vocab_size=128)
         for x in (None, BEGIN)
@@ -103,30 +118,21 @@ def test_every_document_begins_with_it_once(tokenizer, tmp_path, monkeypatch):
     assert not batch.weights[batch.targets == BEGIN].any()
     assert not batch.weights[(batch.tokens == BEGIN) & (batch.targets == END)].any()
     assert (batch.positions[batch.tokens == BEGIN] == 0).all()
+    # Tokens of bytes have no such token.
+    of_bytes = dataclasses.replace(config, tokenizer=None, begin_of_document=1)
+    with refused(InputError, "data.begin_of_document must"):
+        open_corpus(of_bytes, vocab_size=256)
 
 
-def test_completions_begin_with_it_and_conversations_as_their_template_says(tokenizer, tmp_path):
+def test_completions_begin_with_it_and_conversations_as_their_template_says(tokenizer):
     tokenizer.with_name("chat_template.jinja").write_text(
         "{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>{% endif %}"
     )
-    path = tmp_path / "train.jsonl"
-    said = [{"role": "user", "content": "ask"}, {"role": "assistant", "content": "yes"}]
-    path.write_text(
-        json.dumps({"prompt": "ask", "completion": "yes"}) + "\n" + json.dumps({"messages": said})
-    )
-    held_out = tmp_path / "val.jsonl"
-    held_out.write_text(path.read_text())
-    config = DataConfig(
-        path=path,
-        validation_path=held_out,
-        tokenizer=tokenizer,
-        loss_on="completion",
-        begin_of_document=BEGIN,
-    )
+    said = {"messages": [{"role": "user", "content": "ask"}, ANSWER]}
+    config = data_of(tokenizer, ASKED, said, loss_on="completion", begin_of_document=BEGIN)
     with pytest.warns(UserWarning, match=r"2 of 4 examples do not begin with '<s>', as prompts of"):
-        data = open_examples(config, NATURAL, vocab_size=128, seq_len=32, cache=tmp_path / "cache")
-    row = data.train[0]
+        row = opened(config).train[0]
     first, second = (row.tokens[row.examples == i] for i in range(2))
     assert first.tolist() == [BEGIN, *map(ord, "askyes"), END]
     assert row.counted[row.examples == 0].tolist() == [False] * 4 + [True] * 4
@@ -136,21 +142,11 @@ def test_completions_begin_with_it_and_conversations_as_their_template_says(toke
 @pytest.mark.parametrize("asked", ["tokenizer", "template", "flag"])
 def test_token_that_no_conversation_gets_raises_if_it_was_asked_for(asked, tmp_path):
     tokenizer = save(tmp_path / "tokenizer.json", "<s> $A" if asked == "tokenizer" else None)
-    first = "<s>" if asked == "template" else ""
     tokenizer.with_name("chat_template.jinja").write_text(
-        first + "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}"
-        "{% endfor %}"
+        ("<s>" if asked == "template" else "") + "{% for m in messages %}{% generation %}"
+        "{{ m.content }}{% endgeneration %}{% endfor %}"
     )
-    said = json.dumps({"messages": [{"role": "assistant", "content": "yes"}]})
-    for name in ("train.jsonl", "val.jsonl"):
-        (tmp_path / name).write_text(said)
-    config = DataConfig(
-        path=tmp_path / "train.jsonl",
-        validation_path=tmp_path / "val.jsonl",
-        tokenizer=tokenizer,
-        loss_on="completion",
-        begin_of_document=BEGIN,
-    )
+    said = {"messages": [ANSWER]}
     outcome = {
         # A pretrained model has seen the token first: this is its default, not what a user wants.
         "tokenizer": pytest.warns(UserWarning, match=r"2 of 2 examples do not begin with '<s>'"),
@@ -158,33 +154,25 @@ def test_token_that_no_conversation_gets_raises_if_it_was_asked_for(asked, tmp_p
         "flag": refused(InputError, "data.begin_of_document must"),
     }
     with outcome[asked]:
-        open_examples(config, NATURAL, vocab_size=128, seq_len=32, cache=tmp_path / "cache")
+        opened(data_of(tokenizer, said, loss_on="completion", begin_of_document=BEGIN))
 
 
-def test_prompt_begins_as_documents_do(tokenizer):
-    opened = open_tokenizer(
-        DataConfig(tokenizer=tokenizer, begin_of_document=BEGIN), vocab_size=128
-    )
-    assert encode_prompt(opened, "ab").tolist() == [BEGIN, ord("a"), ord("b")]
-    assert encode_prompt(opened, "<s>ab").tolist() == [BEGIN, ord("a"), ord("b")]
+def test_prompt_begins_as_documents_do(tokenizer, tmp_path, capsys):
+    def prompt(text, **options):
+        data = DataConfig(tokenizer=tokenizer, **options)
+        return encode_prompt(open_tokenizer(data, vocab_size=128), text).tolist()
+
+    for text in ("ab", "<s>ab"):
+        assert prompt(text, begin_of_document=BEGIN) == [BEGIN, ord("a"), ord("b")]
     # The model may begin by itself.
-    assert encode_prompt(opened, "").tolist() == [BEGIN]
-
-
-def test_files_of_tokens_begin_with_it_and_say_what_prompts_need(tokenizer, tmp_path, capsys):
+    assert prompt("", begin_of_document=BEGIN) == [BEGIN]
+    # Files of tokens say what prompts need.
     (tmp_path / "a.txt").write_text("some text " * 9)
     flags = ["--tokenizer", str(tokenizer), "--begin-of-document", str(BEGIN)]
     tokenize([str(tmp_path / "a.txt"), str(tmp_path / "out"), *flags])
     assert np.load(tmp_path / "out" / "train.npy")[0] == BEGIN
     assert "every document begins with <s>: begin prompts of" in capsys.readouterr().err
-    opened = open_tokenizer(DataConfig(tokenizer=tokenizer), vocab_size=128)
-    assert encode_prompt(opened, "<s>a").tolist() == [BEGIN, ord("a")]
-
-
-def test_tokens_and_bytes_refuse_it(tmp_path):
-    (tmp_path / "a.txt").write_text("text")
-    with refused(InputError, "data.begin_of_document must"):
-        open_corpus(DataConfig(path=tmp_path / "a.txt", begin_of_document=1), vocab_size=256)
+    assert prompt("<s>a") == [BEGIN, ord("a")]
 
 
 @pytest.mark.parametrize("saved", [OTHER, None])
@@ -254,10 +242,7 @@ def test_files_of_a_model_say_where_it_ends(
     ):
         (tmp_path / f"{name}.json").write_text(json.dumps({key: value}))
     assert ending_of(tokenizer) == expected
-
-
-def test_end_that_is_no_token_raises(tmp_path):
-    (tmp_path / "config.json").write_text('{"eos_token_id": ["<eos>"]}')
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": ["<eos>"]}')
     with refused(InputError, "eos_token_id of a model must"):
         eos_of(tmp_path)
 
@@ -272,9 +257,7 @@ def ended(config, **flags):
 def completions(tokenizer, tmp_path):
     """The config of a run on completions, with a model that stops at another token than </s>."""
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|im_start|>"}')
-    path = tmp_path / "train.jsonl"
-    path.write_text(json.dumps({"prompt": "ask", "completion": "yes"}) + "\n")
-    data = DataConfig(path=path, validation_path=path, loss_on="completion")
+    data = dataclasses.replace(data_of(tokenizer, ASKED, loss_on="completion"), tokenizer=None)
     options = {"init_from": tmp_path, "run_dir": tmp_path / "run", "data": data}
     return dataclasses.replace(gpt_tiny(), **options)
 
@@ -282,11 +265,9 @@ def completions(tokenizer, tmp_path):
 def test_completions_end_where_the_model_stops(completions, tokenizer, tmp_path):
     config = GPTTask().after_flags(completions, {"--init-from": str(tmp_path)}.get)
     assert config.data.end_of_document == OTHER
-    (tmp_path / "val.jsonl").write_text(config.data.path.read_text())
-    data = dataclasses.replace(config.data, validation_path=tmp_path / "val.jsonl")
-    opened = open_examples(data, NATURAL, vocab_size=128, seq_len=9, cache=tmp_path / "cache")
-    assert opened.train[0].tokens[:8].tolist() == [BEGIN, *map(ord, "askyes"), OTHER]
-    assert opened.description.endswith("; completions end with '<|im_start|>', id 2")
+    found = opened(config.data, seq_len=9)
+    assert found.train[0].tokens[:8].tolist() == [BEGIN, *map(ord, "askyes"), OTHER]
+    assert found.description.endswith("; completions end with '<|im_start|>', id 2")
     # What the user says comes first, and text that is no completion ends as before.
     assert ended(completions, init_from="", data__end_of_document="None") is None
     text = dataclasses.replace(completions.data, loss_on="all")
@@ -340,6 +321,8 @@ def test_model_of_another_folder_takes_no_end_of_completions(tmp_path, monkeypat
         ("--lora.rank=4", 1e-4),
         ("--lora.rank None", 1e-5),
         ("--lora.rank 4 --optimizer.learning-rate 3e-6", 3e-6),
+        # The rate of a recipe that is already higher stays.
+        ("gpt_tiny --lora.rank 4", 0.004),
     ],
 )
 @pytest.mark.slow_except_every(3)
@@ -348,8 +331,4 @@ def test_adapters_of_a_pretrained_model_learn_faster_by_default(flags, rate, tmp
     # Of tokens, which need no tokenizer.
     np.save(tmp_path / "data.npy", np.zeros(9, np.int32))
     words = ["--init-from", str(tmp_path), "--data.path", str(tmp_path / "data.npy")]
-    config = read_command_line([*words, *flags.split()]).settings
-    assert config.optimizer.learning_rate == rate
-    # The rate of a recipe that is already higher stays.
-    config = read_command_line(["gpt_tiny", *words, "--lora.rank", "4"]).settings
-    assert config.optimizer.learning_rate == gpt_tiny().optimizer.learning_rate > 1e-4
+    assert read_command_line([*flags.split(), *words]).settings.optimizer.learning_rate == rate
