@@ -136,13 +136,6 @@ def test_documents_of_a_window_are_told_apart():
     assert [x.dtype.name for x in batch] == ["int32"] * 4 + ["float32"]
 
 
-def test_documents_that_are_not_masked_leave_no_trace():
-    batch = next_token_batch(np.array([[5, 0, 0, 7], [1, 2, 3, 0]]), layout=NATURAL)
-    assert batch.segment_ids is None
-    assert batch.positions.tolist() == [[0, 1, 2], [0, 1, 2]]
-    assert batch.weights.tolist() == [[1, 1, 1], [1, 1, 1]]
-
-
 @pytest.mark.parametrize("end_of_document", [None, 3])
 @pytest.mark.parametrize(
     ("layout", "length", "filled"),
@@ -163,7 +156,11 @@ def test_layout_permutes_every_array(layout, length, filled, end_of_document):
     chex.assert_trees_all_equal(jax.tree.map(lambda x: x[:, :length], found), natural)
     assert found.tokens.shape == (5, filled)
     assert not found.weights[:, length:].any()
-    if end_of_document is not None:
+    if end_of_document is None:
+        assert natural.segment_ids is None
+        np.testing.assert_array_equal(natural.positions, [range(length)] * 5)
+        np.testing.assert_array_equal(natural.weights, 1)
+    else:
         assert (found.segment_ids[:, length:] == PADDING).all()
 
 
@@ -311,14 +308,6 @@ def test_validation_of_few_windows_has_each_once(windows, batch_size):
     assert len(weights) - windows < batch_size
     assert firsts[weights.any(axis=1)].tolist() == list(range(0, 3 * windows, 3))
     assert weights.sum() == 3 * windows
-
-
-def test_validation_masks_documents():
-    (batch,) = batches.validation_batches(
-        counted(2), collate=collate(end_of_document=4), batch_size=2, count=2
-    )
-    assert batch.tokens.tolist() == [[0, 1, 2], [3, 4, 5]]
-    assert batch.segment_ids.tolist() == [[0, 0, 0], [0, 0, 1]]
 
 
 # Devices.

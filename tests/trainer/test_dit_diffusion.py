@@ -10,13 +10,7 @@ import pytest
 from refusals import refused
 from startrail_jax.errors import InputError
 from trainer.dit import diffusion
-from trainer.dit.diffusion import (
-    draw_times,
-    estimates,
-    guided,
-    noised,
-    sample,
-)
+from trainer.dit.diffusion import draw_times, estimates, guided, noised, sample
 
 KINDS = ["flow", "v", "eps"]
 PAIRS = [(kind, sampler) for kind in KINDS for sampler in diffusion.SAMPLERS[kind]]

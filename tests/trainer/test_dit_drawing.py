@@ -16,22 +16,10 @@ from refusals import refused
 from startrail_jax.errors import InputError
 from trainer.config import OptimizerConfig
 from trainer.dit.batches import PADDING
-from trainer.dit.config import (
-    DiffusionConfig,
-    DiTConfig,
-    DiTTrainConfig,
-)
-from trainer.dit.drawing import (
-    Drawing,
-    image_grid,
-    save_grid,
-    to_pixels,
-)
+from trainer.dit.config import DiffusionConfig, DiTConfig, DiTTrainConfig
+from trainer.dit.drawing import Drawing, image_grid, save_grid, to_pixels
 from trainer.dit.objective import DRAWING, Denoising
-from trainer.dit.patches import (
-    patchify,
-    unpatchify,
-)
+from trainer.dit.patches import patchify, unpatchify
 from trainer.parallel.step import Program
 
 # Neither the 20 patches nor the text divide into 8 shares: both are padded.

@@ -367,15 +367,6 @@ def test_file_that_changes_after_it_was_checked_is_named(folder):
         examples(opened)
 
 
-def test_folder_that_cannot_be_listed_is_named(folder, monkeypatch):
-    def refuse(path):
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr("os.scandir", refuse)
-    with refused(InputError, "must be readable; got PermissionError: Permission denied"):
-        open_images(folder)
-
-
 SHAPE = (6, 2, 3, 5, 4)
 INFINITE = np.zeros(SHAPE)
 INFINITE[3, 1, 2, 4, 3] = 1e60

@@ -16,10 +16,7 @@ from startrail_jax.planner import step as planner_step
 from startrail_jax.planner.memory import FORWARD, LAYER, LOSS, Footprint, Part, footprint_of
 from startrail_jax.planner.models import MODELS
 from trainer.config import AttentionConfig, OptimizerConfig
-from trainer.dit.config import (
-    DiTConfig,
-    DiTTrainConfig,
-)
+from trainer.dit.config import DiTConfig, DiTTrainConfig
 from trainer.dit.objective import Denoising
 from trainer.gpt.config import DataConfig, GPTConfig, GPTTrainConfig
 from trainer.gpt.lora.settings import LoraConfig

@@ -10,10 +10,7 @@ import train
 from configs.gpt import gpt_tiny
 from trainer.gpt import sample as sampling
 from trainer.gpt.config import GPTConfig
-from trainer.run.interruption import (
-    SIGNALS,
-    interruption,
-)
+from trainer.run.interruption import SIGNALS, interruption
 
 
 @pytest.fixture

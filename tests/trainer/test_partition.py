@@ -20,10 +20,7 @@ from startrail_jax.devices.nodes import node_grid, nodes_of, resolve_order
 from startrail_jax.errors import InputError
 from startrail_jax.xla.varying import vary
 from trainer.gpt.objective import model_arguments
-from trainer.parallel.partition import (
-    Partition,
-    path_name,
-)
+from trainer.parallel.partition import Partition, path_name
 
 pytestmark = pytest.mark.quick
 

@@ -58,6 +58,7 @@ def change(values, changes):
     ("changes", "named"),
     [
         ({"optimizer": {"learning_rat": 1.0}}, "optimizer.learning_rat"),
+        ({"stepz": 8, "steps": None}, "stepz. Use steps"),
         ({"sede": 1}, "GPTTrainConfig's; got sede"),
         ({"steps": "many"}, "'many'"),
         ({"steps": True}, "steps must be int; got True"),

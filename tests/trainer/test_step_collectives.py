@@ -11,10 +11,7 @@ from benchmarks.compiled.schedule import (
     read_overlap,
 )
 from programs import compile_gradients, make_config, make_program, weight_shapes
-from startrail_jax.analysis.hlo import (
-    COLLECTIVES,
-    read_traffic,
-)
+from startrail_jax.analysis.hlo import COLLECTIVES, read_traffic
 from trainer.gpt.config import DataConfig
 
 # Without a ring, whose rounds would only make the programs longer.
@@ -84,9 +81,7 @@ def test_level_1_gathers_and_sums_once_a_step():
 @pytest.mark.slow
 def test_level_2_gathers_once_a_step_and_sums_every_part():
     assert traffic(2, accumulation=2) == received(
-        all_gather=7 * SPLIT // 8,
-        reduce_scatter=2 * 7 * SPLIT // 8,
-        all_reduce=2 * SUM_OF_UNSPLIT,
+        all_gather=7 * SPLIT // 8, reduce_scatter=2 * 7 * SPLIT // 8, all_reduce=2 * SUM_OF_UNSPLIT
     )
 
 

@@ -121,19 +121,7 @@ def test_flags_set_the_config():
     assert gpt_tiny().seq_len >= 1024
 
 
-def test_recipes_are_what_they_say():
-    sizes = {
-        name: (x.model.layers, x.model.width, x.model.heads, x.model.kv_heads, x.model.head_dim)
-        for name, x in ((name, recipe()) for name, recipe in RECIPES.items())
-    }
-    assert sizes == {
-        "gpt_tiny": (4, 128, 4, 2, 32),
-        "gpt_3b": (16, 4096, 32, 32, 128),
-        "gpt_7b": (32, 4096, 32, 32, 128),
-        "gpt_8b_gqa": (32, 4096, 32, 8, 128),
-        "llama3_8b_1m": (32, 4096, 32, 8, 128),
-        "qwen3_8b_1m": (36, 4096, 32, 8, 128),
-    }
+def test_every_recipe_has_a_run_folder_of_its_own():
     assert len({recipe().run_dir for recipe in RECIPES.values()}) == len(RECIPES)
 
 

@@ -145,21 +145,11 @@ def short_held_out(folder):
     return path, r"at least 2 tokens .* as many held out; got at most 1 tokens.* larger --data.held"
 
 
-def beyond_vocabulary(folder):
-    path = write_tokens(folder / "a.bin", 10_000)
-    with path.open("r+b") as file:
-        file.seek(2 * 77)
-        file.write(np.array(256, "<u2").tobytes())
-    return path, r"below model.vocab_size; got id 256 at token 77 of .*/a.bin' with vocab_size=256"
-
-
 def missing(folder):
     return folder / "dta.bin", r"data.path must exist; got .*/dta.bin'"
 
 
-@pytest.mark.parametrize(
-    "wrong", [missing, short_held_out, beyond_vocabulary], ids=lambda wrong: wrong.__name__
-)
+@pytest.mark.parametrize("wrong", [missing, short_held_out], ids=lambda wrong: wrong.__name__)
 def test_wrong_data_end_the_program_before_there_is_a_run(wrong, data, tmp_path):
     """What else can be wrong with data is in the tests of a corpus."""
     path, message = wrong(data.parent)
@@ -196,13 +186,6 @@ def test_token_beyond_the_vocabulary_that_training_meets_costs_no_step(tmp_path,
 
 
 # Folders and disks.
-
-
-def test_unwritable_run_folder_ends_the_program(data, tmp_path):
-    (tmp_path / "file").touch()
-    message = message_of(data, tmp_path / "file" / "run")
-    assert_matches(message, r"^StorageError: .*one that can be written; got .*/file/run: Not a")
-    assert "another --run-dir" in message
 
 
 def test_run_folder_in_use_ends_the_program(data, tmp_path):
@@ -300,20 +283,15 @@ def test_empty_config_lets_no_other_settings_in(trained, tmp_path):
 
 
 def test_run_on_other_data_is_refused(trained, tmp_path):
+    """As many tokens, one of which differs."""
     shutil.copytree(trained / "run", tmp_path / "run")
-    data = trained / "data.bin"
-    longer = tmp_path / "data.bin"
-    longer.write_bytes(data.read_bytes() * 2)
-    config = json.loads((tmp_path / "run/config.json").read_text())
-    config["data"]["path"] = str(longer)
-    (tmp_path / "run/config.json").write_text(json.dumps(config))
-    message = message_of(longer, tmp_path / "run")
-    assert_matches(message, r"^InputError: .*the data with which it began; got windows=593, where")
-    # As many tokens, one of which differs.
-    changed = np.frombuffer(data.read_bytes(), np.uint16).copy()
+    changed = np.fromfile(trained / "data.bin", np.uint16)
     changed[5000] ^= 1
-    changed.tofile(longer)
-    message = message_of(longer, tmp_path / "run")
+    changed.tofile(tmp_path / "data.bin")
+    config = json.loads((tmp_path / "run/config.json").read_text())
+    config["data"]["path"] = str(tmp_path / "data.bin")
+    (tmp_path / "run/config.json").write_text(json.dumps(config))
+    message = message_of(tmp_path / "data.bin", tmp_path / "run")
     assert_matches(message, r"got content=[0-9a-f]{16}, where the checkpoint has content=")
     assert saved_steps(tmp_path / "run") == [4, 8]
 
@@ -382,15 +360,6 @@ def test_help_shows_the_values_of_the_recipe_in_lines_of_the_width(
     assert len(pairs) > 100
     found = [x for x in pairs if len(f"{x[0]} {x[1].split()[0]}") <= 78]
     assert found == []
-
-
-def test_config_file_with_an_unknown_setting_names_the_likely_one(trained, tmp_path):
-    config = json.loads((trained / "run/config.json").read_text())
-    config["stepz"] = config.pop("steps")
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(SystemExit) as caught, exit_on_user_errors():
-        train.read_command_line([str(tmp_path / "config.json")])
-    assert_matches(caught.value.code, r"^InputError: .*config.json must hold.*stepz. Use steps")
 
 
 # Numbers.
