@@ -1,6 +1,5 @@
 """The training program with diffusion transformers: going on after a stop, and what it refuses."""
 
-import json
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +13,7 @@ from programs import interrupt_after, shared_programs
 from refusals import refused
 from startrail_jax.errors import InputError
 from trainer.dit.config import DiTTrainConfig
-from trainer.run.settings import load_config, save_config
+from trainer.run.settings import save_config
 
 TINY = (
     "--model.width 16 --model.layers 2 --model.heads 8 --model.mlp-width 32 --batch-size 4 "
@@ -64,14 +63,6 @@ def images(folder, count=12):
     return f"--data.path {folder / 'images'} --model.classes 2"
 
 
-def test_image_of_another_size_is_refused_before_there_is_a_run(tmp_path):
-    data = images(tmp_path)
-    Image.new("L", (8, 9)).save(tmp_path / "images" / "1" / "odd.png")
-    with refused(InputError, "odd.png"):
-        run(tmp_path / "run", data, steps=1)
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.slow
 def test_damaged_image_costs_no_step_and_the_run_goes_on_when_it_is_restored(tmp_path):
     """Its pixels are met in step 3, and step 2 is saved."""
@@ -89,28 +80,7 @@ def test_damaged_image_costs_no_step_and_the_run_goes_on_when_it_is_restored(tmp
     assert after.validation == whole.validation
 
 
-def test_settings_of_images_survive_and_an_older_file_lacks_them(tmp_path):
-    config = dit_digits()
-    data = replace(config.data, path=tmp_path, resize="crop")
-    save_config(replace(config, data=data), tmp_path / "config.json")
-    assert load_config(DiTTrainConfig, tmp_path / "config.json").data == data
-    values = json.loads((tmp_path / "config.json").read_text())
-    for name in ("resize", "latent_scale"):
-        del values["data"][name]
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    older = load_config(DiTTrainConfig, tmp_path / "config.json").data
-    assert older == replace(config.data, path=tmp_path)
-
-
 def test_dit_1b_is_of_512k_tokens():
     config = dit_1b()
     assert config.num_tokens == 2**19
     assert (config.model.layers, config.model.heads, config.model.width) == (24, 24, 1536)
-
-
-def test_run_folder_of_a_gpt_is_left_alone(tmp_path):
-    (tmp_path / "checkpoints" / "3").mkdir(parents=True)
-    config = replace(train.RECIPES["gpt_tiny"](), run_dir=tmp_path)
-    save_config(config, tmp_path / "config.json")
-    with refused(InputError, "'gpt'"):
-        run(tmp_path, steps=1)

@@ -229,11 +229,6 @@ def test_prompts_that_the_model_does_not_know_raise(prompt, named):
         generator(make_weights(), [np.array([1]), np.array(prompt, int)], num_tokens=1)
 
 
-def test_mesh_that_does_not_divide_the_model_raises():
-    with refused(InputError, heads=8):
-        make_generator(st.Degrees(head=3))
-
-
 def test_decode_of_integers_raises():
     attention = st.Attention(st.make_mesh(st.Degrees(), "auto", jax.devices()[:1]), causal=True)
     query, cache = np.zeros((1, 1, 2, 4), np.int32), np.zeros((1, 8, 2, 4), np.int32)
