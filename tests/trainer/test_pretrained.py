@@ -241,58 +241,58 @@ def scaled(kind, **values):
     return dict(rope_parameters=dict(rope_type=kind, **values))
 
 
+def by_last_key(*configs):
+    """Rows for which the error must name the last key."""
+    return [(values, list(values)[-1]) for values in configs]
+
+
 UNSUPPORTED = [
+    *by_last_key(
+        *({"attention_bias": True}, {"mlp_bias": True}, {"partial_rotary_factor": 0.5}),
+        *({"quantization_config": {"bits": 4}}, {"is_causal": False}, {"is_encoder_decoder": 0}),
+        GEMMA3 | dict(use_bidirectional_attention=True),
+        GEMMA3 | dict(attn_logit_softcapping=20.0),
+        GEMMA2 | dict(sliding_window_pattern=3),
+        QWEN2 | dict(layer_types=["full_attention", "linear"]),
+        # Here transformers makes another model of them.
+        MISTRAL | dict(layer_types=LAYERS["ff"]),
+    ),
     (dict(model_type="gemma"), "model_type='gemma'"),
     (dict(architectures=["LlamaModel"]), "'LlamaForCausalLM'"),
     (dict(hidden_act="gelu"), "'silu'"),
-    (dict(attention_bias=True), "attention_bias"),
-    (dict(mlp_bias=True), "mlp_bias"),
-    (dict(quantization_config={"bits": 4}), "quantization_config"),
-    (scaled("longrope"), "'longrope'"),
-    (scaled("default", mrope=1), "'default'"),
-    (dict(partial_rotary_factor=0.5), "partial_rotary_factor"),
-    (GEMMA3 | dict(use_bidirectional_attention=True), "use_bidirectional_attention"),
     (GEMMA3 | dict(hidden_activation="silu"), "'gelu_pytorch_tanh'"),
+    (scaled("longrope"), "'longrope'"),
+    (scaled(["yarn"]), "'yarn'"),
+    (scaled("default", mrope=1), "'default'"),
     (
         GEMMA3 | dict(rope_parameters={"sliding_attention": dict(rope_type="linear", factor=2)}),
         "sliding_attention",
     ),
     (QWEN2 | dict(layer_types=["full_attention", ["a"]]), "full_attention"),
-    (scaled(["yarn"]), "'yarn'"),
-    (QWEN2 | dict(layer_types=["full_attention", "linear"]), "layer_types"),
     # The layers of transformers take no notice of windows here, but its cache does.
     (dict(layer_types=LAYERS["ss"], sliding_window=7), "window=7"),
     (dict(layer_types=LAYERS["ss"]), "No layer may have a sliding window"),
     (dict(layer_types=LAYERS["f"]), "full_attention"),
     (dict(sliding_window=7), "layer_types=None"),
-    # And here it makes another model of them.
-    (MISTRAL | dict(layer_types=LAYERS["ff"]), "layer_types"),
-    (dict(is_causal=False), "is_causal"),
     (dict(no_such_key=3), "no_such_key=3"),
-    (QWEN2 | dict(use_sliding_window=False, layer_types=LAYERS["ss"]), "use_sliding_window=False"),
-    (
-        SMOLLM3 | dict(use_sliding_window=False, layer_types=LAYERS["ss"]),
-        "use_sliding_window=False",
-    ),
+    *[
+        (family | dict(use_sliding_window=False, layer_types=LAYERS["ss"]), "_sliding_window=False")
+        for family in (QWEN2, SMOLLM3)
+    ],
     (GEMMA2 | dict(sliding_window=None), "sliding_attention"),
-    (GEMMA2 | dict(sliding_window_pattern=3), "sliding_window_pattern"),
-    (GEMMA3 | dict(attn_logit_softcapping=20.0), "attn_logit_softcapping"),
-    (dict(is_encoder_decoder=0), "is_encoder_decoder"),
 ]
+
+
 WRONG = [
+    *by_last_key(
+        *(dict(rms_norm_eps="x"), dict(tie_word_embeddings=1), dict(rope_parameters=[1])),
+        *(dict(num_attention_heads=0), *(dict(num_hidden_layers=x) for x in (10**6, 2**31 - 1))),
+        *(SMOLLM3 | dict(no_rope_layers=x) for x in (5, [1, None])),
+        *(QWEN2 | dict(layer_types=LAYERS["f"]), QWEN2 | dict(head_dim=None)),
+        *(SMOLLM3 | dict(no_rope_layer_interval=0), GEMMA2 | dict(hidden_activation=None)),
+    ),
     (dict(vocab_size="48"), "'48'"),
-    (dict(rms_norm_eps="x"), "rms_norm_eps"),
-    (dict(tie_word_embeddings=1), "tie_word_embeddings"),
-    (dict(rope_parameters=[1]), "rope_parameters"),
-    (dict(num_attention_heads=0), "num_attention_heads"),
-    (SMOLLM3 | dict(no_rope_layer_interval=0), "no_rope_layer_interval"),
-    (SMOLLM3 | dict(no_rope_layers=5), "no_rope_layers"),
-    (SMOLLM3 | dict(no_rope_layers=[1, None]), "no_rope_layers"),
-    (QWEN2 | dict(layer_types=LAYERS["f"]), "layer_types"),
-    (QWEN2 | dict(head_dim=None), "head_dim"),
     (dict(num_attention_heads=3), "num_attention_heads=3"),
-    (GEMMA2 | dict(hidden_activation=None), "hidden_activation"),
-    *[(dict(num_hidden_layers=count), "num_hidden_layers") for count in (10**6, 2**31 - 1)],
     (dict(rope_parameters=dict(rope_theta=10**400)), "rope_theta"),
     *[(scaled(kind, factor=None), "factor") for kind in ("linear", "llama3", "yarn")],
     (scaled("yarn", factor=0.5), "factor"),
@@ -518,29 +518,27 @@ def test_truncated_file_raises(model, length):
 def test_missing_file_raises(tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(REFERENCES / "qwen3", folder, copy_function=shutil.copyfile)
+
+    def refuses(*words):
+        with refused(InputError, *words):
+            open_it(folder)
+
     lost = folder / "model-00003-of-00004.safetensors"
     kept = lost.rename(tmp_path / "kept")
-    with refused(InputError, "00004.safetensors"):
-        open_it(folder)
+    refuses("00004.safetensors")
     shutil.copyfile(folder / "model-00001-of-00004.safetensors", lost)
-    with refused(InputError, "index.json"):
-        open_it(folder)
+    refuses("index.json")
     kept.rename(lost)
     index = folder / "model.safetensors.index.json"
     values = json.loads(index.read_text())
-    values["weight_map"]["stray"] = lost.name
-    index.write_text(json.dumps(values))
-    with refused(InputError, "stray"):
-        open_it(folder)
-    for name in ("../kept", "a" * 5000, "a\0b", "\ud800", 5, ["a"]):
+    wrong = dict.fromkeys(("../kept", "a" * 5000, "a\0b", "\ud800", 5), "weight_map")
+    for name, word in ((lost.name, "stray"), *wrong.items(), (["a"], "weight_map")):
         values["weight_map"]["stray"] = name
         index.write_text(json.dumps(values))
-        with refused(InputError, "weight_map"):
-            open_it(folder)
+        refuses(word)
     index.unlink()
     (folder / "pytorch_model.bin").touch()
-    with refused(InputError, "pytorch_model.bin"):
-        open_it(folder)
+    refuses("pytorch_model.bin")
 
 
 def add_tokenizer(folder, num_ids):
@@ -836,18 +834,18 @@ def test_export_has_the_tokenizer_and_the_template_of_the_data(tmp_path):
     of_model = {path.name: path for path in kept.iterdir()}
     assert found(model) == found(model, tokenizer=model / "tokenizer.json") == of_model
     named = {name: other / name for name in ("tokenizer_config.json", "merges.txt")}
-    (other / "tokenizer.json").rename(other / "mine.json")
-    named["tokenizer.json"] = other / "mine.json"
-    assert found(None, tokenizer=other / "mine.json") == named
-    template = dict(chat_template=tmp_path / "mine.jinja")
-    template["chat_template"].touch()
+    mine = (other / "tokenizer.json").rename(other / "mine.json")
+    named["tokenizer.json"] = mine
+    assert found(None, tokenizer=mine) == named
+    template = tmp_path / "mine.jinja"
+    template.touch()
     named |= {"generation_config.json": kept / "generation_config.json"}
-    assert found(model, tokenizer=other / "mine.json") == named
-    named |= {"chat_template.jinja": tmp_path / "mine.jinja"}
-    assert found(model, tokenizer=other / "mine.json", **template) == named
-    (other / "mine.json").unlink()
+    assert found(model, tokenizer=mine) == named
+    named |= {"chat_template.jinja": template}
+    assert found(model, tokenizer=mine, chat_template=template) == named
+    mine.unlink()
     with refused(InputError, "data.tokenizer"):
-        found(model, tokenizer=other / "mine.json")
+        found(model, tokenizer=mine)
 
 
 def test_export_copies_the_files_of_the_tokenizer(model, tmp_path):
@@ -862,20 +860,6 @@ def test_export_copies_the_files_of_the_tokenizer(model, tmp_path):
     assert (out / "chat_template.jinja").read_text() == "{{ messages }}"
 
 
-def test_damaged_config_of_the_model_is_not_exported(tmp_path):
-    """The base of its rotary positions, say, which no other file of an import holds."""
-    run_dir, out = tmp_path / "run", tmp_path / "out"
-    import_and_export(LLAMA, run_dir, out)
-    shutil.rmtree(out)
-    config, kept = load_train_config(run_dir / "config.json"), run_dir / "pretrained/config.json"
-    kept.write_text(kept.read_text().replace("10000", "10001", 1))
-    with refused(InputError, str(kept)):
-        export_run(run_dir, config, out)
-    assert not out.exists()
-    (kept.parent / SUMS_FILE).unlink()  # As in a run of an earlier version.
-    export_run(run_dir, config, out)
-
-
 def test_export_that_fails_leaves_nothing(tmp_path, monkeypatch):
     run_dir, out = tmp_path / "run", tmp_path / "out"
     import_and_export(LLAMA, run_dir, out)
@@ -886,26 +870,29 @@ def test_export_that_fails_leaves_nothing(tmp_path, monkeypatch):
         export_run(run_dir, config, Path("gs://b/out"))
     shutil.rmtree(out)
 
-    def stop(*_):
-        raise KeyboardInterrupt
+    def fail(error, kind, *words):
+        def flush(*_):
+            raise error
 
-    monkeypatch.setattr(durable, "flush_files", stop)
-    with pytest.raises(KeyboardInterrupt):
-        export_run(run_dir, config, out)
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+        with monkeypatch.context() as patch, refused(kind, *words):
+            patch.setattr(durable, "flush_files", flush)
+            export_run(run_dir, config, out)
+        assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
-    def fill(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(durable, "flush_files", fill)
-    with refused(StorageError, "No space left"):
-        export_run(run_dir, config, out)
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]
-    monkeypatch.undo()
-
+    fail(KeyboardInterrupt(), KeyboardInterrupt)
+    fail(OSError(28, "No space left on device"), StorageError, "No space left")
     large = {"norm/scale": np.full(16, 1e6, np.float32)}
     with refused(NonFiniteError, "float16"):
         writing._write_tensors(large, tmp_path, np.float16, 10**6, LoraConfig())
+
+    # A config.json that is damaged: the base of its positions, say, is in no other file.
+    kept = run_dir / "pretrained/config.json"
+    kept.write_text(kept.read_text().replace("10000", "10001", 1))
+    with refused(InputError, str(kept)):
+        export_run(run_dir, config, out)
+    assert not out.exists()
+    (kept.parent / SUMS_FILE).unlink()  # As in a run of an earlier version.
+    export_run(run_dir, config, out)
 
 
 def test_export_command(tmp_path, capsys):
@@ -918,23 +905,20 @@ def test_export_command(tmp_path, capsys):
     assert json.loads((out / "config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
+WINDOWS = (7, "none")
+
+
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        dict(window=7),
-        dict(qkv_bias=True, tied_head=True),
-        dict(qk_norm=True, window=9),
-        dict(no_rope_every=2),
-        dict(windows=(7, "none")),
-        dict(no_rope_every=2, window=7),
-        dict(rope=RopeConfig(bases=("none", 1e4))),
+        *({}, dict(window=7), dict(qkv_bias=True, tied_head=True), dict(qk_norm=True, window=9)),
+        *(dict(no_rope_every=2), dict(windows=WINDOWS), dict(no_rope_every=2, window=7)),
         dict(qk_norm=True, windows=("none", 7)),
+        dict(rope=RopeConfig(bases=("none", 1e4))),
         GEMMA | dict(window=7, output_softcap=3.0),
         GEMMA | dict(windows=("none", 7), softcap=3.0),
         GEMMA | dict(qk_norm=True, rope=RopeConfig(base=9.0)),
-        GEMMA
-        | dict(qk_norm=True, windows=(7, "none"), rope=RopeConfig(bases=(9.0, 99.0), base=99.0)),
+        GEMMA | dict(qk_norm=True, windows=WINDOWS, rope=RopeConfig(bases=(9.0, 99.0), base=99.0)),
         dict(rope=RopeConfig(base=500.0, scaling="linear", factor=2.0)),
         dict(rope=RopeConfig(scaling="llama3", factor=8.0, original_length=64, turns=(8.0, 1.0))),
         dict(rope=RopeConfig(scaling="yarn", factor=8.0, original_length=64)),
