@@ -61,21 +61,15 @@ def write_lines(path, texts):
 
 
 @pytest.fixture
-def library(tmp_path):
-    """A folder of 97 source files, and files of all the kinds that are to be left out."""
+def use_library(tmp_path, monkeypatch):
+    """97 source files, and files of all kinds that are left out, stand for the library."""
     for index in range(97):
         (tmp_path / f"module_{index}.py").write_bytes(b"# %d\n" % index)
     for name in ["test/a.py", "site-packages/b.py", "c/tests/d.py", "encodings/e.py", "f.txt"]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(b"left out")
+    monkeypatch.setattr(files.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     return tmp_path
-
-
-@pytest.fixture
-def use_library(library, monkeypatch):
-    """The library stands for that of the interpreter."""
-    monkeypatch.setattr(files.sysconfig, "get_paths", lambda: {"stdlib": str(library)})
-    return library
 
 
 @pytest.fixture
@@ -112,25 +106,23 @@ def tokenizer(tmp_path):
 # The standard library.
 
 
-def test_standard_library_splits_all_source_files(use_library):
+def test_standard_library_split_is_that_of_earlier_results_whatever_other_files(use_library):
     opened = open_corpus(None, held_out=0.05)
     train, held_out = texts(opened.train), texts(opened.held_out)
     assert sorted(train + held_out) == sorted(b"# %d\n" % index for index in range(97))
-    assert 0 < len(held_out) < len(train)
-    assert opened.end_of_document == 0
-    assert opened.unit == "byte"
+    # Those whose path has a CRC-32 divisible by 20.
+    assert held_out == [b"# 26\n", b"# 36\n", b"# 46\n", b"# 7\n"]
+    assert (opened.end_of_document, opened.unit) == (0, "byte")
     assert f"{len(train)} documents, {len(opened.train[0])} bytes to train" in opened.description
     assert f"{len(held_out)} documents" in opened.description
-
-
-def test_standard_library_split_is_that_of_earlier_results_whatever_other_files(use_library):
-    # Those whose path has a CRC-32 divisible by 20.
-    held_out = texts(open_corpus(None, held_out=0.05).held_out)
-    assert held_out == [b"# 26\n", b"# 36\n", b"# 46\n", b"# 7\n"]
     for index in range(0, 97, 2):
         (use_library / f"module_{index}.py").unlink()
     after = texts(open_corpus(None, held_out=0.05).held_out)
     assert after == [text for text in held_out if int(text[2:]) % 2]
+    for path in use_library.rglob("*.py"):
+        path.unlink()
+    with refused(InputError, "The standard library must"):
+        open_corpus(None)
 
 
 def test_standard_library_of_this_interpreter_is_large():
@@ -138,13 +130,6 @@ def test_standard_library_of_this_interpreter_is_large():
     (train,), (held_out,) = opened.train, opened.held_out
     assert len(train) > 1_000_000
     assert 0.01 < len(held_out) / len(train) < 0.2
-
-
-def test_standard_library_without_source_raises(use_library):
-    for path in use_library.rglob("*.py"):
-        path.unlink()
-    with refused(InputError, "The standard library must"):
-        open_corpus(None)
 
 
 # Text.
@@ -180,9 +165,15 @@ def test_held_out_documents_are_about_the_share_and_nested_wherever_the_folder_i
 def test_single_text_file_holds_out_its_end(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("0123456\u00e9\u00e9\u00e9", encoding="utf-8")
-    opened = open_corpus(path, held_out=0.2)
-    assert ids(opened.train) == [[*b"0123456\xc3\xa9", 0]]
-    assert ids(opened.held_out) == [[*b"\xc3\xa9\xc3\xa9", 0]]
+    for end, vocab_size in ((0, 256), (256, 257)):
+        # A token beyond them may end documents of bytes.
+        options = {"end_of_document": 256} if end else {}
+        opened = open_corpus(path, held_out=0.2, vocab_size=vocab_size, **options)
+        assert ids(opened.train) == [[*b"0123456\xc3\xa9", end]]
+        assert ids(opened.held_out) == [[*b"\xc3\xa9\xc3\xa9", end]]
+    path.write_bytes(b"ab\0cdefghi")
+    opened = open_corpus(path, held_out=0.2, vocab_size=257, end_of_document=256)
+    assert ids(opened.train) == [[*b"ab\0cdefg", 256]]
 
 
 def test_chunks_keep_the_order(many, monkeypatch):
@@ -191,14 +182,6 @@ def test_chunks_keep_the_order(many, monkeypatch):
     chunked = open_corpus(many, held_out=0.2)
     assert ids(chunked.train) == ids(whole.train)
     assert ids(chunked.held_out) == ids(whole.held_out)
-
-
-def test_bytes_end_documents_with_a_token_beyond_them(tmp_path):
-    write(tmp_path, a_txt=b"a\0", b_txt=b"b")
-    opened = open_corpus(
-        tmp_path, validation_path=tmp_path / "b.txt", end_of_document=256, vocab_size=257
-    )
-    assert ids(opened.train) == [[97, 0, 256]]
 
 
 @pytest.mark.parametrize("end", [0, 256])
@@ -257,16 +240,20 @@ def test_tokenizer_without_end_of_document_raises(tmp_path):
 
 
 def test_npy_holds_out_the_end_of_each_file(tmp_path):
-    np.save(tmp_path / "a.npy", np.arange(10, dtype=np.uint16))
-    np.save(tmp_path / "b.npy", np.arange(20, 40, dtype=">i8"))
+    # Of the last no token is held out.
+    contents = (np.arange(10, dtype=np.uint16), np.arange(20, 40, dtype=">i8"), np.arange(1))
+    for name, tokens in zip("abc", contents, strict=True):
+        np.save(tmp_path / f"{name}.npy", tokens)
     opened = open_corpus(tmp_path, held_out=0.3, vocab_size=40, end_of_document=7)
-    assert ids(opened.train) == [[*range(7)], [*range(20, 34)]]
+    assert ids(opened.train) == [[*range(7)], [*range(20, 34)], [0]]
     assert ids(opened.held_out) == [[7, 8, 9], [*range(34, 40)]]
-    assert opened.end_of_document == 7
-    assert opened.decode is None
-    assert opened.unit == "token"
-    assert "2 files, 21 tokens to train on; 2 files, 9 tokens held out" in opened.description
+    assert (opened.end_of_document, opened.decode, opened.unit) == (7, None, "token")
+    assert "3 files, 22 tokens to train on; 2 files, 9 tokens held out" in opened.description
     assert all(isinstance(stream.tokens, np.memmap) for stream in opened.train)
+    # What is held out by its name is not trained on.
+    opened = open_corpus(tmp_path, validation_path=tmp_path / "b.npy")
+    assert ids(opened.train) == [[*range(10)], [0]]
+    assert ids(opened.held_out) == [[*range(20, 40)]]
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "int32", "int64"])
@@ -279,13 +266,6 @@ def test_bin_is_read_as_its_type(tmp_path, dtype):
     assert ids(opened.train) == [[3, 1, 4, 1, 5]]
     assert ids(opened.held_out) == [[9, 2]]
     assert opened.end_of_document is None
-
-
-def test_files_without_held_out_tokens_are_left_out(tmp_path):
-    np.save(tmp_path / "a.npy", np.arange(3))
-    np.save(tmp_path / "b.npy", np.arange(100))
-    opened = open_corpus(tmp_path, held_out=0.1)
-    assert ids(opened.held_out) == [[*range(90, 100)]]
 
 
 @pytest.mark.parametrize("token", [-1, 40])
@@ -370,13 +350,6 @@ def test_what_is_held_out_is_not_trained_on(tmp_path, option):
     assert texts(opened.train) == [b"one", b"three"]
     assert texts(opened.held_out) == [b"two"]
     assert "not trained on, since held out: 'val/b.txt'" in opened.description
-
-
-def test_tokens_that_are_held_out_are_not_trained_on(tmp_path):
-    write(tmp_path, a_npy=npy(np.arange(9)), b_npy=npy(np.arange(20, 30)))
-    opened = open_corpus(tmp_path, validation_path=tmp_path / "b.npy")
-    assert ids(opened.train) == [[*range(9)]]
-    assert ids(opened.held_out) == [[*range(20, 30)]]
 
 
 @pytest.mark.parametrize(
