@@ -333,10 +333,7 @@ class Attention(Decoding):
         broadcast_dropout: bool = False,
         deterministic: bool = False,
         precision: Any = None,
-        module: Any = None,
-        input_positions: ArrayLike | None = None,
         force_fp32_for_softmax: bool = False,
-        einsum_dot_general: Any = None,
         qk_attn_weights_einsum: Any = None,
         attn_weights_value_einsum: Any = None,
         scale: ArrayLike | None = None,
@@ -344,9 +341,7 @@ class Attention(Decoding):
         padding_id: int | None = None,
         implementation: str | None = None,
         local_window_size: int | tuple[int, int] | None = None,
-        return_residual: bool = False,
-        query_seq_lengths: ArrayLike | None = None,
-        key_value_seq_lengths: ArrayLike | None = None,
+        **unserved: Any,
     ) -> Any:
         """Attends every query to the keys that it may see.
 
@@ -387,16 +382,14 @@ class Attention(Decoding):
                 numbers count as in Flax: keys of 0 are hidden. What else a dense mask may say is
                 for `masks.recognise`.
             precision: any; float32 inputs are always computed in full precision.
-            module, input_positions, force_fp32_for_softmax, einsum_dot_general,
-            qk_attn_weights_einsum, attn_weights_value_einsum: what else Flax passes to an attention
-                function. A value that asks for something that this op does not do raises an error.
-                The softmax is always in float32.
+            force_fp32_for_softmax: either; the softmax is always in float32.
+            qk_attn_weights_einsum, attn_weights_value_einsum: None. Linen passes them.
             scale, implementation, local_window_size: as in `jax.nn.dot_product_attention`, for this
                 call: `scale`, `backend` and, of a causal attention, `window` of the instance, which
                 must be unset or equal.
             softcap, padding_id: those of the instance, which must be unset or equal.
-            return_residual, query_seq_lengths, key_value_seq_lengths: those of the same function,
-                which raise an error that names our equivalent.
+            **unserved: further arguments that Flax or `jax.nn.dot_product_attention` has, None or
+                False. Other values raise an error that names our equivalent.
 
         Returns:
             out [batch, seq, heads, value_head_dim] in the dtype of query and sharded like it; 0 in
@@ -406,7 +399,8 @@ class Attention(Decoding):
 
         Raises:
             ValueError: if shapes, dtypes or shardings do not fit each other or the mesh.
-            NotImplementedError: if a Flax option is not served.
+            NotImplementedError: if an option is not served.
+            TypeError: if neither Flax nor jax has an argument of such a name.
         """
         del force_fp32_for_softmax
         options, inputs, specs = served_call(
@@ -423,14 +417,9 @@ class Attention(Decoding):
             pads_keys=bias is None,
             is_causal=is_causal,
             precision=precision,
-            module=module,
-            input_positions=input_positions,
-            einsum_dot_general=einsum_dot_general,
             qk_attn_weights_einsum=qk_attn_weights_einsum,
             attn_weights_value_einsum=attn_weights_value_einsum,
-            query_seq_lengths=query_seq_lengths,
-            key_value_seq_lengths=key_value_seq_lengths,
-            return_residual=return_residual or None,
+            **unserved,
         )
         attention = dataclasses.replace(self, **options) if options else self
         dropout = dropout_rng, 0.0 if deterministic else dropout_rate, broadcast_dropout

@@ -107,7 +107,7 @@ def served_call(
         NotImplementedError: if an option is not served.
     """
     check_whole()
-    _refuse_unserved(attention, unserved)
+    _refuse_unserved(unserved)
     if is_causal and not attention.causal:
         raise InputError(
             "is_causal=True needs a causal attention; got an instance with causal=False and "
@@ -161,25 +161,36 @@ def _warn_of_dimensions(query: Array, key: Array) -> None:
         )
 
 
-def _refuse_unserved(attention: Sharded, options: Mapping[str, Any]) -> None:
+# Arguments that Flax's attention functions or jax.nn.dot_product_attention have -> what to do.
+_WAYS_OUT = {
+    "precision": "Use None or a jax.lax.Precision: float32 inputs are always computed in full",
+    "module": "Leave sow_weights off: the weights never exist as a whole",
+    "input_positions": "To decode, call Attention.decode with a cache of your own",
+    "einsum_dot_general": "Leave it None",
+    "qk_attn_weights_einsum": "Leave it None",
+    "attn_weights_value_einsum": "Leave it None",
+    "query_seq_lengths": "Mark padding by negative segment_ids",
+    "key_value_seq_lengths": "Mark padding by negative segment_ids",
+    "return_residual": "Use return_lse=True, which gives lse as [batch, heads, seq]",
+}
+
+
+def _refuse_unserved(options: Mapping[str, Any]) -> None:
     """Raises a NotImplementedError for an option that asks for what this op does not do."""
-    lengths = "Mark padding by negative segment_ids"
-    ways_out = {
-        "precision": "Use None or a jax.lax.Precision: float32 inputs are always computed in full",
-        "module": "Leave sow_weights off: the weights never exist as a whole",
-        "input_positions": "To decode, call Attention.decode with a cache of your own",
-        "query_seq_lengths": lengths,
-        "key_value_seq_lengths": lengths,
-        "return_residual": "Use return_lse=True, which gives lse as [batch, heads, seq]",
-    }
     for name, value in options.items():
-        if value is not None and not (name == "precision" and _is_precision(value)):
+        if name not in _WAYS_OUT:
+            raise TypeError(f"Attention.__call__ has no argument {name!r}. Leave it out.")
+        if (
+            value is not None
+            and value is not False
+            and not (name == "precision" and _is_precision(value))
+        ):
             shown = f"an array {value.shape}" if hasattr(value, "shape") else repr(value)
             if name == "module":  # Its repr holds all its weights.
                 shown = f"a {type(value).__name__}"
             raise UnsupportedError(
                 f"Sequence-parallel attention does not serve {name}; got {name}={shown}. "
-                f"{ways_out.get(name, 'Leave it None')}."
+                f"{_WAYS_OUT[name]}."
             )
 
 
