@@ -21,17 +21,18 @@ class Dense:
         """Why it does not serve a request; None if it does."""
         return "it knows no caps and no scores" if request.softcap or request.scores else None
 
-    def forward(self, q, k, v, visibility, scale, into=(), scores=None):
+    def forward(self, pair, into=()):
         """Appends (out, lse) of these keys to those of others: out = softmax(scale q k^T) v."""
-        logits = self.logits(q, k, visibility, scale)
+        logits = self.logits(pair)
         lse = jax.nn.logsumexp(logits, 3)
         lse = jnp.where(logits.max(3) < -1e29, -1e30, lse)  # In rows that see no key.
         p = jnp.where(logits < -1e29, 0, jnp.exp(logits - lse[..., None]))
-        return *into, (self.product("bnts,bsnv->btnv", p, self.heads(v, q)), lse)
+        return *into, (self.product("bnts,bsnv->btnv", p, self.heads(pair.v, pair.q)), lse)
 
-    def backward(self, q, k, v, lse, delta, dout, visibility, scale, into=(), scores=None):
+    def backward(self, pair, lse, delta, dout, into=(None, None, None)):
         """Adds (dq, dk, dv) of these pairs to `into`; lse and delta are those of whole rows."""
-        logits = self.logits(q, k, visibility, scale)
+        q, k, v, _, scale, _ = pair
+        logits = self.logits(pair)
         p = jnp.where(logits < -1e29, 0, jnp.exp(logits - lse[..., None]))
         dp = self.product("btnv,bsnv->bnts", dout, self.heads(v, q))
         ds = scale * p * (dp - delta[..., None])
@@ -41,9 +42,9 @@ class Dense:
         dk, dv = (x.reshape(*k.shape[:3], -1, x.shape[3]).sum(3) for x in (dk, dv))
         return tuple(x if y is None else x + y for x, y in zip((dq, dk, dv), into, strict=False))
 
-    def logits(self, q, k, visibility, scale):
-        logits = self.product("btnh,bsnh->bnts", q, self.heads(k, q)) * scale
-        return jnp.where(visibility.dense[:, None], logits, -1e30)
+    def logits(self, pair):
+        logits = self.product("btnh,bsnh->bnts", pair.q, self.heads(pair.k, pair.q)) * pair.scale
+        return jnp.where(pair.visibility.dense[:, None], logits, -1e30)
 
     def heads(self, x, q):
         """Keys or values for each query head: neighbouring query heads share one."""

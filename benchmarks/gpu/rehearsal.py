@@ -33,6 +33,7 @@ from jaxtyping import Array, Int32
 
 import startrail_jax as st
 from startrail_jax import blocks
+from startrail_jax.blocks.base import Pair
 from startrail_jax.blocks.softmax import merge_partials
 from startrail_jax.blocks.visibility import Visibility
 from startrail_jax.devices.degrees import ROLES, Axis, device_kind
@@ -213,7 +214,8 @@ class _Devices:
             q_unit = self.unit(q, self.query_unit(device))
             partials: Any = ()
             for _, k_unit, v_unit, mask in self.rounds(device, k, v):
-                partials = block.forward(q_unit, k_unit, v_unit, mask, _scale(q), partials)
+                pair = Pair(q_unit, k_unit, v_unit, mask, _scale(q))
+                partials = block.forward(pair, partials)
             out, lse = merge_partials(partials)
             out, lse = schedule.unsort(out, size, 1), schedule.unsort(lse, size, 2)
             return (out.astype(q.dtype) if team > 1 else out), lse
@@ -240,10 +242,10 @@ class _Devices:
             lse_unit, delta_unit = self.unit(lse, at, 2), self.unit(delta, at, 2)
             own: Any = None
             for met, k_unit, v_unit, mask in self.rounds(device, k, v):
+                pair = Pair(q_unit, k_unit, v_unit, mask, _scale(q))
                 own, dk_unit, dv_unit = block.backward(
-                    q_unit, k_unit, v_unit, lse_unit, delta_unit, dout_unit, mask, _scale(q),
-                    (own, None, None),
-                )  # fmt: skip
+                    pair, lse_unit, delta_unit, dout_unit, (own, None, None)
+                )
                 own = own.astype(jnp.float32)
                 dk, dv = self.add(dk, dk_unit, met), self.add(dv, dv_unit, met)
             return (self.add(dq, own, at), dk, dv), None

@@ -195,7 +195,7 @@ def explain(
         num_nodes=num_nodes,
         across=across,
         inside=tuple(stays),
-        platform=schedule.platform or "cuda (any other platform takes 'xla')",
+        platform=schedule.platform,
         backend=choice.backend,
         refusals=choice.refusals,
         dense=dense,

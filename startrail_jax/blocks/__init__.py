@@ -6,23 +6,20 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array
 
 from startrail_jax.blocks import cudnn, tiled, xla
-from startrail_jax.blocks.base import Block, Request
-from startrail_jax.blocks.scores import PLAIN, Scores
-from startrail_jax.blocks.softmax import Partials, merge_precisely
-from startrail_jax.blocks.visibility import Visibility
+from startrail_jax.blocks.base import Block, Pair, Request
+from startrail_jax.blocks.softmax import Partials
 from startrail_jax.errors import InputError, UnsupportedError
-from startrail_jax.shapes import KeyShard, LseShard, OutShard, QueryShard, ValueShard
+from startrail_jax.shapes import LseShard, OutShard
 
 # To add a backend, name it here, and in the order in which "auto" tries them.
 BACKENDS: dict[str, Block] = {"xla": xla, "cudnn": cudnn, "tiled": tiled}
@@ -84,7 +81,7 @@ def name_of(block: Block) -> str:
 
 
 def choose(backend: Backend, request: Request) -> Choice:
-    """Chooses the backend for a request; if the platform is not known, the one for CUDA.
+    """Chooses the backend for a request.
 
     Args:
         backend: the first of several that serves the request; "auto" stands for `PREFERENCE`.
@@ -117,9 +114,6 @@ def _several(backend: Backend) -> Iterator[str | Block]:
 def select(backend: Backend, request: Request) -> Block:
     """The block that serves a request.
 
-    If the platform is not known yet, and another one would be chosen on a CPU, it is a block that
-    chooses while it is lowered.
-
     Args:
         backend: the backend, or several.
         request: what is asked of the block.
@@ -127,17 +121,7 @@ def select(backend: Backend, request: Request) -> Block:
     Raises:
         NotImplementedError: if none serves the request.
     """
-    block = _checked(choose(backend, request).block)
-    if request.platform is not None or len(list(_several(backend))) == 1:
-        return block
-    try:
-        default = _checked(choose(backend, replace(request, platform="cpu", capability=None)).block)
-    except UnsupportedError:  # These are backends for GPUs alone.
-        return block
-    return block if default == block else _ByPlatform(block, default)
-
-
-def _checked(block: Block) -> Block:
+    block = choose(backend, request).block
     return block if block in BACKENDS.values() else Checked(block)
 
 
@@ -151,20 +135,11 @@ class Checked:
         """See `base.Block.refusal`."""
         return self.block.refusal(request)
 
-    def forward(
-        self,
-        q: QueryShard,
-        k: KeyShard,
-        v: ValueShard,
-        visibility: Visibility,
-        scale: float,
-        into: Partials = (),
-        scores: Scores = PLAIN,
-    ) -> Partials:
+    def forward(self, pair: Pair, into: Partials = ()) -> Partials:
         """See `base.Block.forward`."""
-        parts = self.block.forward(q, k, v, visibility, scale, into, scores)
+        parts, q = self.block.forward(pair, into), pair.q
         batch, tokens, heads, _ = q.shape
-        out = (batch, tokens, heads, v.shape[3]), (q.dtype, "float32")
+        out = (batch, tokens, heads, pair.v.shape[3]), (q.dtype, "float32")
         lse = (batch, heads, tokens), ("float32",)
         valid = isinstance(parts, tuple) and 1 <= len(parts) <= len(into) + 1
         valid = valid and all(
@@ -179,20 +154,15 @@ class Checked:
 
     def backward(
         self,
-        q: QueryShard,
-        k: KeyShard,
-        v: ValueShard,
+        pair: Pair,
         lse: LseShard,
         delta: LseShard,
         dout: OutShard,
-        visibility: Visibility,
-        scale: float,
         into: tuple[Array | None, ...] = (None, None, None),
-        scores: Scores = PLAIN,
     ) -> tuple[Array, ...]:
         """See `base.Block.backward`."""
-        grads = self.block.backward(q, k, v, lse, delta, dout, visibility, scale, into, scores)
-        likes = q, k, v, *scores.learnt
+        grads = self.block.backward(pair, lse, delta, dout, into)
+        likes = pair.q, pair.k, pair.v, *pair.scores.learnt
         valid = isinstance(grads, tuple) and len(grads) == len(likes)
         if not valid or not all(
             _fits(x, like.shape, ("float32",) if total is not None else (like.dtype, "float32"))
@@ -216,63 +186,3 @@ def _fits(x: Any, shape: tuple[int, ...], dtypes: tuple[Any, ...]) -> bool:
 
 def _said(shape: tuple[int, ...], dtypes: tuple[Any, ...]) -> str:
     return f"{dtypes[-1]}{list(shape)}"
-
-
-@dataclass(frozen=True)
-class _ByPlatform:
-    """A block that is one backend on CUDA and another elsewhere; `into` is merged at once."""
-
-    cuda: Block
-    default: Block
-
-    def refusal(self, request: Request) -> None:
-        """Returns None: the default serves everything."""
-
-    def forward(
-        self,
-        q: QueryShard,
-        k: KeyShard,
-        v: ValueShard,
-        visibility: Visibility,
-        scale: float,
-        into: Partials = (),
-        scores: Scores = PLAIN,
-    ) -> Partials:
-        """See `base.Block.forward`."""
-
-        def attend(block: Block) -> Callable[..., Partials]:
-            return lambda q, k, v, into: (
-                merge_precisely(block.forward(q, k, v, visibility, scale, into, scores)),
-            )
-
-        return lax.platform_dependent(
-            q, k, v, into, cuda=attend(self.cuda), default=attend(self.default)
-        )
-
-    def backward(
-        self,
-        q: QueryShard,
-        k: KeyShard,
-        v: ValueShard,
-        lse: LseShard,
-        delta: LseShard,
-        dout: OutShard,
-        visibility: Visibility,
-        scale: float,
-        into: tuple[Array | None, ...] = (None, None, None),
-        scores: Scores = PLAIN,
-    ) -> tuple[Array, ...]:
-        """See `base.Block.backward`."""
-
-        def differentiate(block: Block) -> Callable[..., tuple[Array, ...]]:
-            def gradients(q, k, v, lse, delta, dout, into):
-                grads = block.backward(q, k, v, lse, delta, dout, visibility, scale, into, scores)
-                return tuple(x.astype(jnp.float32) for x in grads)
-
-            return gradients
-
-        return lax.platform_dependent(
-            *(q, k, v, lse, delta, dout, into),
-            cuda=differentiate(self.cuda),
-            default=differentiate(self.default),
-        )

@@ -6,7 +6,7 @@ A block knows no mesh axis. Its `refusal` says which requests it cannot serve, a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from jaxtyping import Array
 
@@ -21,8 +21,8 @@ from startrail_jax.shapes import KeyShard, LseShard, OutShard, QueryShard, Value
 class Request:
     """What is asked of a block, as far as it is known while tracing."""
 
-    platform: str | None
-    """Platform of the devices, one of `mesh.PLATFORMS`; None if it is not known."""
+    platform: str
+    """Platform of the devices, one of `startrail_jax.devices.degrees.PLATFORMS`."""
     capability: tuple[int, int] | None
     """Least CUDA compute capability of the devices; None if it is not known, or not CUDA."""
     dtype: str
@@ -43,6 +43,23 @@ class Request:
     """What else the call gives for the scores, of `scores.NAMES`."""
 
 
+class Pair(NamedTuple):
+    """A query unit and a key unit, both in order of position, and what is computed of them."""
+
+    q: QueryShard
+    """Queries [b, t, n, h]."""
+    k: KeyShard
+    """Keys [b, s, k, h]; neighbouring query heads share a key head."""
+    v: ValueShard
+    """Values [b, s, k, v]."""
+    visibility: Visibility
+    """Which keys each query sees."""
+    scale: float
+    """Factor of the logits."""
+    scores: Scores = PLAIN
+    """Caps, biases and dropout, with which ds is as `startrail_jax.blocks.scores` says."""
+
+
 @runtime_checkable
 class Block(Protocol):
     """A block backend: a module with these functions."""
@@ -51,24 +68,12 @@ class Block(Protocol):
         """Why the backend does not serve a request, with the values; None if it does."""
         ...
 
-    def forward(
-        self,
-        q: QueryShard,
-        k: KeyShard,
-        v: ValueShard,
-        visibility: Visibility,
-        scale: float,
-        into: Partials = (),
-        scores: Scores = PLAIN,
-    ) -> Partials:
+    def forward(self, pair: Pair, into: Partials = ()) -> Partials:
         """Attends queries to the keys that they see: out = softmax(scale q k^T) v.
 
         Args:
-            q, k, v: the query unit and the key unit, in order of position.
-            visibility: which keys each query sees.
-            scale: factor of the logits.
+            pair: the units.
             into: attentions of the same queries to other keys.
-            scores: caps, biases and dropout of the pair.
 
         Returns:
             The attentions of `into` and of this block, merged as far as suits the backend, as
@@ -81,16 +86,11 @@ class Block(Protocol):
 
     def backward(
         self,
-        q: QueryShard,
-        k: KeyShard,
-        v: ValueShard,
+        pair: Pair,
         lse: LseShard,
         delta: LseShard,
         dout: OutShard,
-        visibility: Visibility,
-        scale: float,
         into: tuple[Array | None, ...] = (None, None, None),
-        scores: Scores = PLAIN,
     ) -> tuple[Array, ...]:
         """What the visible pairs of this block contribute to the gradients dq, dk and dv.
 
@@ -98,15 +98,12 @@ class Block(Protocol):
             dq = scale ds k,  dk = scale ds^T q,  dv = p^T dout
 
         Args:
-            q, k, v: the query unit and the key unit, in order of position.
+            pair: the units.
             lse: log-sum-exp of each row over *all* its keys, not only those of this block.
             delta: rowsum(dout * out) - dlse, over all keys too.
             dout: gradient of the output.
-            visibility: which keys each query sees.
-            scale: factor of the logits.
             into: float32 sums of what is returned, to add to; None where there is none yet. It
-                may leave out those of `scores`.
-            scores: caps, biases and dropout of the pair, with which ds is as `scores` says.
+                may leave out those of the scores.
 
         Returns:
             dq [b, t, n, h], dk [b, s, k, h] and dv [b, s, k, v], then the gradients of

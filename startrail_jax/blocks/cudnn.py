@@ -31,9 +31,8 @@ from jax import lax
 from jaxtyping import Array
 
 from startrail_jax.blocks import softmax
-from startrail_jax.blocks.base import Request
+from startrail_jax.blocks.base import Pair, Request
 from startrail_jax.blocks.pieces import Pieces
-from startrail_jax.blocks.scores import PLAIN, Scores
 from startrail_jax.blocks.softmax import Partials, merge_partials, merge_precisely
 from startrail_jax.blocks.visibility import Cases, Visibility, causal_window
 from startrail_jax.masks import Causal, Full
@@ -57,7 +56,7 @@ DTYPES = ("bfloat16", "float16")
 def refusal(request: Request) -> str | None:
     """See `base.Block.refusal`."""
     widest = 256 if (request.capability or (0, 0)) >= (9, 0) else 128
-    if request.platform not in ("cuda", None):
+    if request.platform != "cuda":
         return f"it needs NVIDIA GPUs; got platform {request.platform!r}"
     if request.capability is not None and request.capability < (8, 0):
         return f"it needs compute capability 8.0; got {'.'.join(map(str, request.capability))}"
@@ -90,16 +89,9 @@ def refusal(request: Request) -> str | None:
     return None
 
 
-def forward(
-    q: QueryShard,
-    k: KeyShard,
-    v: ValueShard,
-    visibility: Visibility,
-    scale: float,
-    into: Partials = (),
-    scores: Scores = PLAIN,
-) -> Partials:
+def forward(pair: Pair, into: Partials = ()) -> Partials:
     """See `base.Block.forward`. Merges `into` once it has `MAX_PARTIALS` attentions."""
+    q, k, v, visibility, scale, scores = pair
     assert scores.plain, "refused"
     case, cases = _cases(visibility, q, k)
     if len(into) >= MAX_PARTIALS:
@@ -114,18 +106,14 @@ def forward(
 
 
 def backward(
-    q: QueryShard,
-    k: KeyShard,
-    v: ValueShard,
+    pair: Pair,
     lse: LseShard,
     delta: LseShard,
     dout: OutShard,
-    visibility: Visibility,
-    scale: float,
     into: tuple[Array | None, ...] = (None, None, None),
-    scores: Scores = PLAIN,
 ) -> tuple[Array, ...]:
     """See `base.Block.backward`."""
+    q, k, v, visibility, scale, scores = pair
     assert scores.plain, "refused"
     out, dout = output_for(delta, dout)
     case, cases = _cases(visibility, q, k)

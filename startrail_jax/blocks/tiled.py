@@ -1,7 +1,7 @@
 """Block attention on NVIDIA GPUs under any mask: cuDNN on the tiles that it serves, XLA on others.
 
 The masks of cuDNN are few: top-left causal, padding, and a left window. No other kernel serves
-packed documents, stripes and windows between any two units: the Pallas kernels of JAX on Triton are
+packed documents and windows between any two units: the Pallas kernels of JAX on Triton are
 deprecated, Pallas on Mosaic GPU does not support the A100 and promises no stable interface, and
 tokamax needs some 85 packages and, for its backward pass, an H100.
 
@@ -29,8 +29,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from startrail_jax.blocks import cudnn
-from startrail_jax.blocks.base import Request
-from startrail_jax.blocks.scores import PLAIN, Scores, ScoreTile
+from startrail_jax.blocks.base import Pair, Request
+from startrail_jax.blocks.scores import Scores, ScoreTile
 from startrail_jax.blocks.softmax import Partials, log_sum, merge_precisely
 from startrail_jax.blocks.tiles import (
     Tiling,
@@ -79,19 +79,12 @@ def no_kernels(
     return cudnn.refusal(replace(_KERNEL_CALL, dtype=dtype, softcap=softcap, **asked))
 
 
-def forward(
-    q: QueryShard,
-    k: KeyShard,
-    v: ValueShard,
-    visibility: Visibility,
-    scale: float,
-    into: Partials = (),
-    scores: Scores = PLAIN,
-) -> Partials:
+def forward(pair: Pair, into: Partials = ()) -> Partials:
     """See `base.Block.forward`. Returns one triple (out, lse, low), in float32."""
-    lists = _pair_lists(visibility, q, k, v, scores)
+    q, k, v, visibility, scale, scores = pair
+    lists = _tile_lists(visibility, q, k, v, scores)
 
-    def visit(pair: _Pair, so_far: tuple[Array, ...]) -> tuple[Array, ...]:
+    def visit(pair: _TilePair, so_far: tuple[Array, ...]) -> tuple[Array, ...]:
         q_i, k_j, v_j = pair.queries(q), pair.keys(k), pair.keys(v)
         if pair.kind == "mixed":
             at = pair.scores(scores, visibility, q, k)
@@ -116,25 +109,21 @@ def forward(
 
 
 def backward(
-    q: QueryShard,
-    k: KeyShard,
-    v: ValueShard,
+    pair: Pair,
     lse: LseShard,
     delta: LseShard,
     dout: OutShard,
-    visibility: Visibility,
-    scale: float,
     into: tuple[Array | None, ...] = (None, None, None),
-    scores: Scores = PLAIN,
 ) -> tuple[Float32[Array, "..."], ...]:
     """See `base.Block.backward`."""
-    lists = _pair_lists(visibility, q, k, v, scores)
+    q, k, v, visibility, scale, scores = pair
+    lists = _tile_lists(visibility, q, k, v, scores)
     # So that exp(logits - lse) is 0 in rows that see no key.
     lse = jnp.where(lse <= EMPTY, -EMPTY, lse)
     dout = dout.astype(q.dtype)
     kernel_out, kernel_dout = cudnn.output_for(delta, dout)
 
-    def visit(pair: _Pair, sums: tuple[Array, ...]) -> tuple[Array, ...]:
+    def visit(pair: _TilePair, sums: tuple[Array, ...]) -> tuple[Array, ...]:
         dq, dk, dv, *learnt = sums
         q_i, k_j, v_j, lse_i = pair.queries(q), pair.keys(k), pair.keys(v), pair.queries(lse, 2)
         if pair.kind == "mixed":
@@ -167,7 +156,7 @@ def backward(
 
 
 @dataclass(frozen=True)
-class _PairList:
+class _TileList:
     """Pairs of tiles of one kind, to be visited one after another."""
 
     kind: str
@@ -181,7 +170,7 @@ class _PairList:
     """Number of pairs."""
 
     @classmethod
-    def of(cls, kind: str, query: Tiling, key: Tiling, pairs: Bool[Array, "i j"]) -> _PairList:
+    def of(cls, kind: str, query: Tiling, key: Tiling, pairs: Bool[Array, "i j"]) -> _TileList:
         (order,) = jnp.nonzero(pairs.reshape(-1), size=pairs.size, fill_value=0)
         if kind == "strict edge":
             # Without its last query and its first key, it is a plain causal triangle, turned.
@@ -189,21 +178,21 @@ class _PairList:
             key = Tiling(key.starts + 1, key.fresh + 1, key.size - 1)
         return cls(kind, query, key, order.astype(jnp.int32), pairs.sum(dtype=jnp.int32))
 
-    def fold(self, body: Callable[[_Pair, Any], Any], carry: Any) -> Any:
+    def fold(self, body: Callable[[_TilePair, Any], Any], carry: Any) -> Any:
         """Folds `body(pair of tiles, carry)` over the pairs."""
 
         def visit(n: Array, carry: Any) -> Any:
             i, j = jnp.divmod(self.order[n], len(self.key.starts))
-            return body(_Pair(self, i, j), carry)
+            return body(_TilePair(self, i, j), carry)
 
         return lax.fori_loop(0, self.count, visit, carry)
 
 
 @dataclass(frozen=True)
-class _Pair:
+class _TilePair:
     """One pair of tiles: reads and writes its parts of arrays of queries and of keys."""
 
-    pairs: _PairList
+    pairs: _TileList
     i: Int32[Array, ""]
     j: Int32[Array, ""]
 
@@ -255,9 +244,9 @@ def _paste(x: Array, tile: Array, tiling: Tiling, i: Array, axis: int) -> Array:
     return flat.reshape(x.shape)
 
 
-def _pair_lists(
+def _tile_lists(
     visibility: Visibility, q: QueryShard, k: KeyShard, v: ValueShard, scores: Scores
-) -> list[_PairList]:
+) -> list[_TileList]:
     dims = q.shape[-1], v.shape[-1]
     dense = no_kernels(q.dtype.name, *dims, scores.softcap, scores.given) is not None
     return pair_lists(visibility, q.shape[1], k.shape[1], q.shape[0] * q.shape[2], dense=dense)
@@ -265,7 +254,7 @@ def _pair_lists(
 
 def pair_lists(
     visibility: Visibility, query_len: int, key_len: int, rows: int, *, dense: bool
-) -> list[_PairList]:
+) -> list[_TileList]:
     """All pairs of tiles that may hold something visible, each once, in a list for each kind.
 
     Args:
@@ -280,17 +269,17 @@ def pair_lists(
     (fine_query, query_parent), (fine_key, key_parent) = (split_tiles(x, size) for x in coarse)
     fine = fine_query, fine_key
     if dense:
-        return [_PairList.of("mixed", *fine, visible_tiles(visibility, *fine))]
+        return [_TileList.of("mixed", *fine, visible_tiles(visibility, *fine))]
     kinds = tile_kinds(visibility, *coarse)
     mixed = kinds.pop("mixed", None)
-    lists = [_PairList.of(kind, *coarse, pairs) for kind, pairs in kinds.items()]
+    lists = [_TileList.of(kind, *coarse, pairs) for kind, pairs in kinds.items()]
     if mixed is None:
         return lists
     if all(a.size == b.size for a, b in zip(coarse, fine, strict=True)):
-        return [*lists, _PairList.of("mixed", *coarse, mixed)]
+        return [*lists, _TileList.of("mixed", *coarse, mixed)]
     mixed = mixed[query_parent[:, None], key_parent]
     kinds = tile_kinds(visibility, *fine)
-    return lists + [_PairList.of(kind, *fine, mixed & pairs) for kind, pairs in kinds.items()]
+    return lists + [_TileList.of(kind, *fine, mixed & pairs) for kind, pairs in kinds.items()]
 
 
 def tilings(visibility: Visibility, query_len: int, key_len: int) -> tuple[Tiling, Tiling]:
@@ -300,7 +289,7 @@ def tilings(visibility: Visibility, query_len: int, key_len: int) -> tuple[Tilin
     return Tiling.of(query_len, query_runs, size), Tiling.of(key_len, key_runs, size)
 
 
-def _opaque_false(lists: list[_PairList]) -> Bool[Array, ""]:
+def _opaque_false(lists: list[_TileList]) -> Bool[Array, ""]:
     """A false predicate that XLA cannot constant-fold."""
     return functools.reduce(jnp.logical_or, (pairs.count < 0 for pairs in lists))
 

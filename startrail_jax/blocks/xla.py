@@ -19,12 +19,12 @@ from einops import rearrange
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from startrail_jax.blocks.base import Request
-from startrail_jax.blocks.scores import PLAIN, Scores, ScoreTile
+from startrail_jax.blocks.base import Pair, Request
+from startrail_jax.blocks.scores import Scores, ScoreTile
 from startrail_jax.blocks.softmax import Partials, log_sum, merge_precisely
 from startrail_jax.blocks.tiles import Tiling, mask_logits, visible_in_tiles, visible_tiles
 from startrail_jax.blocks.visibility import Visibility
-from startrail_jax.shapes import EMPTY, KeyShard, LseShard, OutShard, QueryShard, ValueShard
+from startrail_jax.shapes import EMPTY, KeyShard, LseShard, OutShard, QueryShard
 from startrail_jax.xla.ordering import zeros_after
 
 # Rows (queries times heads that share a key head) and columns (keys) of one tile of logits.
@@ -36,16 +36,9 @@ def refusal(request: Request) -> None:
     """Returns None: this backend serves everything."""
 
 
-def forward(
-    q: QueryShard,
-    k: KeyShard,
-    v: ValueShard,
-    visibility: Visibility,
-    scale: float,
-    into: Partials = (),
-    scores: Scores = PLAIN,
-) -> Partials:
+def forward(pair: Pair, into: Partials = ()) -> Partials:
     """See `base.Block.forward`. Returns one triple (out, lse, low), in float32."""
+    q, k, v, visibility, scale, scores = pair
     tiles = _Tiles.of(visibility, q, k)
     visits = _VisibleTiles.of(visible_tiles(visibility, tiles.query, tiles.key))
     dot = _dot(q.dtype)
@@ -86,18 +79,14 @@ def forward(
 
 
 def backward(
-    q: QueryShard,
-    k: KeyShard,
-    v: ValueShard,
+    pair: Pair,
     lse: LseShard,
     delta: LseShard,
     dout: OutShard,
-    visibility: Visibility,
-    scale: float,
     into: tuple[Array | None, ...] = (None, None, None),
-    scores: Scores = PLAIN,
 ) -> tuple[Float32[Array, "..."], ...]:
     """See `base.Block.backward`."""
+    q, k, v, visibility, scale, scores = pair
     tiles = _Tiles.of(visibility, q, k)
     visits = _VisibleTiles.of(visible_tiles(visibility, tiles.query, tiles.key).T)
     dot = _dot(q.dtype)

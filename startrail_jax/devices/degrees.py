@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
@@ -418,21 +419,22 @@ def flat_axis(axes: Mapping[str, Axis], roles: Sequence[str]) -> Axis:
     return Axis.joined(*(axes[role] for role in roles))
 
 
-def device_kind(mesh: Mesh | AbstractMesh) -> tuple[str | None, tuple[int, int] | None]:
+def device_kind(mesh: Mesh | AbstractMesh) -> tuple[str, tuple[int, int] | None]:
     """Platform of the devices of a mesh, and their least CUDA compute capability.
 
+    An abstract mesh counts as one of the devices that jax has here.
+
     Returns:
-        One of `PLATFORMS`, or None if it is not known, as on an abstract mesh; and a pair such as
-        (9, 0) for Hopper, or None if it is not known or the devices are not NVIDIA GPUs.
+        One of `PLATFORMS`; and a pair such as (9, 0) for Hopper, or None if it is not known or the
+        devices are not NVIDIA GPUs.
     """
-    if isinstance(mesh, AbstractMesh) or not mesh.devices.size:
-        return None, None
-    device = mesh.devices.flat[0]
+    devices = jax.devices() if isinstance(mesh, AbstractMesh) else mesh.devices.flat
+    device = devices[0]
     if device.platform != "gpu":
         return device.platform, None
     if not device.device_kind.startswith("NVIDIA"):
         return "rocm", None
-    versions = [str(getattr(x, "compute_capability", "")).split(".") for x in mesh.devices.flat]
+    versions = [str(getattr(x, "compute_capability", "")).split(".") for x in devices]
     if not all(len(x) == 2 and "".join(x).isdigit() for x in versions):
         return "cuda", None
     return "cuda", min((int(major), int(minor)) for major, minor in versions)

@@ -104,8 +104,8 @@ class Pattern:
         """Says what is visible between two runs of positions.
 
         Returns:
-            "empty", "full" or "partial". The first two are certain. The last may be said of stripes
-            and of combined masks that are one of the others.
+            "empty", "full" or "partial". The first two are certain. The last may be said of
+            combined masks that are one of the others.
         """
         if not self.meet(query, key).any():
             return "empty"

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Float32
 
 from startrail_jax import blocks
 from startrail_jax.blocks import softmax
+from startrail_jax.blocks.base import Pair
 from startrail_jax.blocks.softmax import Partials, log_sum, merge_precisely, rows
 from startrail_jax.rings import collectives, score_units
 from startrail_jax.rings.residuals import CHECKPOINT_NAMES, Rows, row_gradients
@@ -106,7 +107,9 @@ class Concentric:
             visibility, here = score_units.met(
                 schedule, self.seq_len, device, units, given, keys_behind=distance
             )
-            return self.block.forward(q_unit, k, v, visibility, self.scale, so_far or (), here), ()
+            return self.block.forward(
+                Pair(q_unit, k, v, visibility, self.scale, here), so_far or ()
+            ), ()
 
         partials, _ = circulate(
             schedule.cycles,
@@ -158,9 +161,8 @@ class Concentric:
             visibility, here = score_units.met(
                 schedule, self.seq_len, device, units, given, **distance
             )
-            return self.block.backward(
-                q, k, v, lse, delta, dout, visibility, self.scale, into, here
-            )
+            pair = Pair(q, k, v, visibility, self.scale, here)
+            return self.block.backward(pair, lse, delta, dout, into)
 
         # Gradients of scores stay, whatever travels: they are sums over all that a device visits.
         def visit_queries(queries: Any, distance: Any, so_far: Any) -> tuple[Any, Any]:
@@ -240,7 +242,7 @@ def _combine(
 
 def _unrolled(schedule: Schedule) -> tuple[int, int]:
     """See `UNROLLED_ROUNDS`."""
-    return UNROLLED_ROUNDS.get(schedule.platform or "default", UNROLLED_ROUNDS["default"])
+    return UNROLLED_ROUNDS.get(schedule.platform, UNROLLED_ROUNDS["default"])
 
 
 def _device(schedule: Schedule) -> tuple[Any, Any, Any]:

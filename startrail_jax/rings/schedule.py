@@ -73,10 +73,10 @@ class Schedule:
     keep_gathered: bool
     exchange: str
     balance: str
-    platform: str | None
-    """Platform of the devices, as `mesh.device_kind` gives it."""
+    platform: str
+    """Platform of the devices, as `device_kind` gives it."""
     capability: tuple[int, int] | None
-    """Least CUDA compute capability of the devices, as `mesh.device_kind` gives it."""
+    """Least CUDA compute capability of the devices, as `device_kind` gives it."""
     scores: tuple[str, ...] = ()
     """What calls give for the scores, of `scores.NAMES`. They speak of positions too."""
 
@@ -91,7 +91,7 @@ class Schedule:
                 f"platform must be one of {PLATFORMS}; got {platform!r}. "
                 "Leave it out for that of the mesh."
             )
-        if platform in (None, self.platform):
+        if platform is None or platform == self.platform:
             platform, capability = self.platform, capability or self.capability
         return replace(self, platform=platform, capability=capability)
 
@@ -286,7 +286,7 @@ def schedule_of(degrees: Degrees, pattern: Pattern, layout: Layout, inner: int =
         keep_gathered=False,
         exchange="rings",
         balance="layout",
-        platform=None,
+        platform="cpu",
         capability=None,
     )
 

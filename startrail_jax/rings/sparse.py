@@ -29,7 +29,7 @@ from jaxtyping import Array
 
 from startrail_jax import blocks
 from startrail_jax.blocks import softmax
-from startrail_jax.blocks.base import Request
+from startrail_jax.blocks.base import Pair, Request
 from startrail_jax.blocks.pieces import Pieces, pieces_of_window
 from startrail_jax.blocks.scores import PLAIN, Scores
 from startrail_jax.blocks.softmax import Partials, merge_precisely
@@ -207,12 +207,13 @@ class Sparse:
         """See `Transport.attend`."""
         (q, k, v, query_ids, key_ids), received = gathered
         block, scale, scores = self.block, self.scale, self.scores(given)
-        partials: Partials = block.forward(q, k, v, self.own(query_ids, key_ids), scale, (), scores)
+        own = Pair(q, k, v, self.own(query_ids, key_ids), scale, scores)
+        partials: Partials = block.forward(own)
         # As in a ring: XLA would send everything first, with nothing to run beside it.
         received, partials = lax.optimization_barrier((received, partials))
         for number, (run, k, v, ids) in enumerate(_arrived(self, received, q.shape[-1])):
             visibility = self.of_run(number, run, query_ids, ids)
-            partials = block.forward(q, k, v, visibility, scale, partials, scores)
+            partials = block.forward(Pair(q, k, v, visibility, scale, scores), partials)
         out, lse, low = merge_precisely(partials)
         if given.sinks is not None:
             out, lse, low = softmax.join_sinks(out, lse, low, sinks=given.sinks)
@@ -234,9 +235,8 @@ class Sparse:
         scale, scores = self.scale, self.scores(given)
 
         def gradients(k: Any, v: Any, visibility: Visibility, into: Any) -> Any:
-            return self.block.backward(
-                q, k, v, found.lse, delta, dout, visibility, scale, into, scores
-            )
+            pair = Pair(q, k, v, visibility, scale, scores)
+            return self.block.backward(pair, found.lse, delta, dout, into)
 
         own = self.own(query_ids, key_ids)
         dq, dk, dv, *of_scores = gradients(k, v, own, (None, None, None))

@@ -1,7 +1,6 @@
 """Backends as values: kernels of one's own in every scheme, and sequences of backends."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 
 import jax
@@ -12,8 +11,6 @@ import startrail_jax as st
 from attention_cases import Case, check
 from examples.own_kernel import Dense
 from refusals import refused
-from startrail_jax import blocks
-from startrail_jax.blocks import cudnn, tiled, xla
 from startrail_jax.errors import InputError, UnsupportedError
 
 CASES = [
@@ -62,22 +59,6 @@ def test_sequence_of_backends_computes_as_the_one_that_serves():
     np.testing.assert_array_equal(found, np.asarray(attention("auto")(*x)))
 
 
-def test_sequence_on_an_unknown_platform_chooses_as_it_is_lowered():
-    mesh = jax.sharding.AbstractMesh((2,), ("ring",))
-    request = functools.partial(
-        blocks.Request, dtype="bfloat16", head_dim=64, value_head_dim=64, mask=st.masks.Full(),
-        packed=False, num_cases=1,
-    )  # fmt: skip
-    unknown = request(platform=None, capability=None)
-    for backend in ("auto", ("cudnn", "xla")):
-        both = blocks.select(backend, unknown)
-        assert (both.cuda, both.default) == (cudnn, xla)
-    assert blocks.select(("cudnn", "tiled"), unknown) is cudnn
-    assert blocks.select(("tiled", Dense()), unknown).default == blocks.Checked(Dense())
-    assert blocks.select("tiled", unknown) is tiled
-    assert st.Attention(mesh, backend=("cudnn", "auto")).backend == ("cudnn", "auto")
-
-
 def test_backends_that_do_not_serve_are_refused():
     x = [np.zeros((1, 16, 2, 8), np.float32)] * 3
     with refused(UnsupportedError, "it knows no caps", backend=Dense()):
@@ -103,8 +84,8 @@ class Wrong(Dense):
     of_forward: Callable = lambda into, out, lse: (*into, (out, lse))
     of_backward: Callable = lambda dq, dk, dv: (dq, dk, dv)
 
-    def forward(self, q, k, v, visibility, scale, into=(), scores=None):
-        *into, both = super().forward(q, k, v, visibility, scale, into)
+    def forward(self, pair, into=()):
+        *into, both = super().forward(pair, into)
         return self.of_forward(into, *both)
 
     def backward(self, *args, **options):

@@ -12,6 +12,7 @@ import oracle
 from attention_cases import QUICK
 from startrail_jax import blocks
 from startrail_jax.blocks import tiled, xla
+from startrail_jax.blocks.base import Pair
 from startrail_jax.blocks.softmax import merge_partials
 from startrail_jax.blocks.tiles import visible_tiles
 from startrail_jax.blocks.visibility import Visibility
@@ -90,9 +91,9 @@ def test_block_agrees_with_the_oracle(backend, small_tiles, name, kv_heads):
 
     @functools.partial(jax.jit, compiler_options=QUICK)
     def both(q, k, v, dout):
-        out, lse = merge_partials(block.forward(q, k, v, mask, scale))
+        out, lse = merge_partials(block.forward(Pair(q, k, v, mask, scale)))
         delta = (out * dout).sum(-1).swapaxes(1, 2)
-        return (out, lse), block.backward(q, k, v, lse, delta, dout, mask, scale)
+        return (out, lse), block.backward(Pair(q, k, v, mask, scale), lse, delta, dout)
 
     (out, lse), gradients = both(q, k, v, dout)
     expected_out, expected_lse = oracle.attention(q, k, v, scale=scale, **told)
@@ -115,14 +116,13 @@ def test_block_goes_on_from_what_earlier_keys_left(block, small_tiles):
     def both(q, k, v, dout):
         state = ()
         for keys in (first, second):
-            state = block.forward(q, k[:, keys], v[:, keys], Visibility(), 0.4, state)
+            state = block.forward(Pair(q, k[:, keys], v[:, keys], Visibility(), 0.4), state)
         out, lse = merge_partials(state)
         delta = (out * dout).sum(-1).swapaxes(1, 2)
         dq = None
         for keys in (first, second):
-            dq, _, _ = block.backward(
-                q, k[:, keys], v[:, keys], lse, delta, dout, Visibility(), 0.4, (dq, None, None)
-            )
+            pair = Pair(q, k[:, keys], v[:, keys], Visibility(), 0.4)
+            dq, _, _ = block.backward(pair, lse, delta, dout, (dq, None, None))
         return out, lse, dq
 
     out, lse, dq = both(q, k, v, dout)
@@ -135,10 +135,10 @@ def test_block_goes_on_from_what_earlier_keys_left(block, small_tiles):
 @pytest.mark.slow_except_every(3)
 def test_block_backward_uses_the_lse_and_delta_that_it_is_given(block):
     q, k, v, dout = random_block(8, 9, 6)
-    out, lse = merge_partials(block.forward(q, k, v, Visibility(), 1.0))
+    out, lse = merge_partials(block.forward(Pair(q, k, v, Visibility(), 1.0)))
     delta = (out * dout).sum(-1).swapaxes(1, 2)
-    shifted = block.backward(q, k, v, lse + jnp.log(2.0), delta, dout, Visibility(), 1.0)
-    plain = block.backward(q, k, v, lse, delta, dout, Visibility(), 1.0)
+    shifted = block.backward(Pair(q, k, v, Visibility(), 1.0), lse + jnp.log(2.0), delta, dout)
+    plain = block.backward(Pair(q, k, v, Visibility(), 1.0), lse, delta, dout)
     for half, whole in zip(shifted, plain, strict=True):
         np.testing.assert_allclose(2 * half, whole, rtol=1e-5, atol=1e-6)
 
@@ -149,8 +149,9 @@ def test_values_near_the_greatest_float32_do_not_overflow(block, small_tiles):
 
     @functools.partial(jax.jit, compiler_options=QUICK)
     def forward(q, k, v):
-        state = block.forward(q, k[:, :17], v[:, :17], Visibility(), 0.4)
-        return merge_partials(block.forward(q, k[:, 17:], v[:, 17:], Visibility(), 0.4, state))[0]
+        state = block.forward(Pair(q, k[:, :17], v[:, :17], Visibility(), 0.4))
+        rest = Pair(q, k[:, 17:], v[:, 17:], Visibility(), 0.4)
+        return merge_partials(block.forward(rest, state))[0]
 
     expected, _ = oracle.attention(q, k, v, scale=0.4)
     assert error(np.asarray(forward(q, k, v), np.float64), expected) < FLOAT32
@@ -175,12 +176,12 @@ def test_wholly_masked_tiles_are_never_visited(small_tiles):
         [np.arange(key.fresh[j], key.starts[j] + key.size) for j in np.flatnonzero(~visible[0])]
     )
     k, v = (x.at[:, poisoned].set(np.nan) for x in (k, v))
-    out, lse = merge_partials(xla.forward(q, k, v, mask, 1.0))
+    out, lse = merge_partials(xla.forward(Pair(q, k, v, mask, 1.0)))
     rows = slice(0, query.size)
     assert np.isfinite(out[:, rows]).all()
     assert np.isfinite(lse[:, :, rows]).all()
     zero = jnp.zeros_like(lse)
-    dq, _, _ = xla.backward(q, k, v, zero, zero, dout, mask, 1.0)
+    dq, _, _ = xla.backward(Pair(q, k, v, mask, 1.0), zero, zero, dout)
     assert np.isfinite(dq[:, rows]).all()
 
 
@@ -191,8 +192,10 @@ def test_memory_is_a_tile_of_logits_and_not_the_square(pass_):
         q, k, v, dout = (jax.ShapeDtypeStruct((1, length, 2, 16), jnp.float32) for _ in range(4))
         lse = jax.ShapeDtypeStruct((1, 2, length), jnp.float32)
         step = {
-            "forward": lambda q, k, v, lse, dout: xla.forward(q, k, v, mask, 1.0),
-            "backward": lambda q, k, v, lse, dout: xla.backward(q, k, v, lse, lse, dout, mask, 1.0),
+            "forward": lambda q, k, v, lse, dout: xla.forward(Pair(q, k, v, mask, 1.0)),
+            "backward": lambda q, k, v, lse, dout: xla.backward(
+                Pair(q, k, v, mask, 1.0), lse, lse, dout
+            ),
         }[pass_]
         compiled = jax.jit(step).lower(q, k, v, lse, dout).compile()
         return compiled.memory_analysis().temp_size_in_bytes

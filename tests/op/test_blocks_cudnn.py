@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+from types import SimpleNamespace
 
 import chex
 import jax
@@ -18,7 +19,7 @@ import startrail_jax as st
 from refusals import refused
 from startrail_jax import blocks
 from startrail_jax.blocks import cudnn
-from startrail_jax.blocks.base import Request
+from startrail_jax.blocks.base import Pair, Request
 from startrail_jax.blocks.pieces import pieces_by_offset, pieces_of_window
 from startrail_jax.blocks.softmax import merge_partials
 from startrail_jax.blocks.visibility import Visibility
@@ -338,8 +339,8 @@ def test_output_for_reaches_gradients_of_lse_alone(monkeypatch):
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(1, 24, 2, 8)), jnp.float32) for _ in range(3))
     dlse = jnp.asarray(rng.normal(size=(1, 2, 24)), jnp.float32)
-    _, lse = merge_partials(cudnn.forward(q, k, v, Visibility(), 0.5))
-    grads = cudnn.backward(q, k, v, lse, -dlse, jnp.zeros_like(q), Visibility(), 0.5)
+    _, lse = merge_partials(cudnn.forward(Pair(q, k, v, Visibility(), 0.5)))
+    grads = cudnn.backward(Pair(q, k, v, Visibility(), 0.5), lse, -dlse, jnp.zeros_like(q))
     expected = oracle.gradients(q, k, v, np.zeros(q.shape), dlse, scale=0.5)
     chex.assert_trees_all_close(tuple(grads), tuple(expected), rtol=1e-7, atol=1e-6)
 
@@ -439,18 +440,10 @@ def test_attention_names_what_a_backend_lacks():
         attention(x, x, x)
 
 
-def test_platform_that_is_not_known_is_chosen_when_lowered():
-    """An abstract mesh: cuDNN's call in the program for CUDA, plain XLA in that for a CPU."""
+def test_abstract_mesh_is_of_the_devices_that_jax_has(monkeypatch):
     mesh = st.make_mesh(st.Degrees(ring=2), devices=jax.devices()[:2]).abstract_mesh
-    attention = st.Attention(mesh)
-    x = jax.ShapeDtypeStruct(
-        (1, 64, 2, 16), jnp.bfloat16, sharding=jax.NamedSharding(mesh, attention.query_spec(2))
-    )
-
-    def step(q, k, v):
-        out, vjp = jax.vjp(attention, q, k, v)
-        return vjp(out)
-
-    traced = jax.jit(step).trace(x, x, x)
-    assert "__cudnn$fmha" in traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert "__cudnn$fmha" not in traced.lower(lowering_platforms=("cpu",)).as_text()
+    assert st.Attention(mesh).schedule.platform == "cpu"
+    card = SimpleNamespace(platform="gpu", device_kind="NVIDIA H100", compute_capability="9.0")
+    monkeypatch.setattr(jax, "devices", lambda: [card])
+    schedule = st.Attention(mesh).schedule
+    assert (schedule.platform, schedule.capability) == ("cuda", (9, 0))

@@ -15,7 +15,7 @@ import fake_cudnn
 import oracle
 from attention_cases import DENSE, PATTERNS
 from startrail_jax.blocks import tiled
-from startrail_jax.blocks.base import Request
+from startrail_jax.blocks.base import Pair, Request
 from startrail_jax.blocks.scores import PLAIN, ScoreTile
 from startrail_jax.blocks.softmax import merge_partials
 from startrail_jax.blocks.tiles import Tiling, split_tiles
@@ -144,9 +144,9 @@ def random_arrays(case, dtype=jnp.float32):
 
 
 def both_passes(mask, q, k, v, dout):
-    out, lse = merge_partials(tiled.forward(q, k, v, mask, SCALE))
+    out, lse = merge_partials(tiled.forward(Pair(q, k, v, mask, SCALE)))
     delta = (out * dout).sum(-1).swapaxes(1, 2)
-    return out, lse, *tiled.backward(q, k, v, lse, delta, dout, mask, SCALE)
+    return out, lse, *tiled.backward(Pair(q, k, v, mask, SCALE), lse, delta, dout)
 
 
 def check_both_passes(case, tolerance, dtype=jnp.float32):
@@ -293,12 +293,12 @@ def test_tiled_goes_on_from_what_earlier_keys_left(monkeypatch):
     def both_passes(q, keys, dout):
         partials = ()
         for mask, (k, v) in zip(masks, keys, strict=True):
-            partials = tiled.forward(q, k, v, mask, SCALE, partials)
+            partials = tiled.forward(Pair(q, k, v, mask, SCALE), partials)
         out, lse = merge_partials(partials)
         delta, dq = (out * dout).sum(-1).swapaxes(1, 2), None
         for mask, (k, v) in zip(masks, keys, strict=True):
             into = (dq, None, None)
-            dq, _, _ = tiled.backward(q, k, v, lse, delta, dout, mask, SCALE, into)
+            dq, _, _ = tiled.backward(Pair(q, k, v, mask, SCALE), lse, delta, dout, into)
         return out, lse, dq
 
     out, lse, dq = both_passes(q[:, queries], keys, dout[:, queries])
@@ -365,9 +365,9 @@ def test_memory_is_a_tile_of_logits_and_not_the_square(pass_, monkeypatch):
         q, k, v, dout = (jax.ShapeDtypeStruct((2, length, 2, 16), jnp.float32) for _ in range(4))
         lse = jax.ShapeDtypeStruct((2, 2, length), jnp.float32)
         step = {
-            "forward": lambda q, k, v, lse, dout: tiled.forward(q, k, v, mask, 1.0),
+            "forward": lambda q, k, v, lse, dout: tiled.forward(Pair(q, k, v, mask, 1.0)),
             "backward": lambda q, k, v, lse, dout: tiled.backward(
-                q, k, v, lse, lse, dout, mask, 1.0
+                Pair(q, k, v, mask, 1.0), lse, lse, dout
             ),
         }[pass_]
         compiled = jax.jit(step).lower(q, k, v, lse, dout).compile()
