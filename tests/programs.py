@@ -19,11 +19,8 @@ import sample
 import startrail_jax as st
 from models.hooks import Hooks
 from trainer.config import OptimizerConfig
-from trainer.gpt.config import (
-    GPTConfig,
-    GPTTrainConfig,
-)
-from trainer.gpt.objective import NextToken
+from trainer.dit.config import DiTConfig, DiTTrainConfig
+from trainer.gpt.config import GPTConfig, GPTTrainConfig
 from trainer.parallel.partition import path_name
 from trainer.parallel.step import Program, make_attention
 from trainer.run import metrics
@@ -83,9 +80,23 @@ def make_config(model=None, **changes):
     return dataclasses.replace(config, **changes)
 
 
+def make_dit_config(model=None, **changes):
+    sizes = dict(channels=2, classes=3, width=32, layers=2, heads=8, mlp_width=48)
+    config = DiTTrainConfig(
+        model=DiTConfig(**sizes | (model or {})),
+        optimizer=OptimizerConfig(learning_rate=1e-2),
+        steps=10,
+        batch_size=4,
+        size=(2, 8, 8),
+        run_dir=Path("unused"),
+    )
+    return dataclasses.replace(config, **changes)
+
+
 def make_program(config, degrees, devices=None):
     devices = jax.devices()[: degrees.num_devices] if devices is None else devices
-    mesh, objective = st.make_mesh(degrees, axis_type="auto", devices=devices), NextToken(config)
+    mesh = st.make_mesh(degrees, axis_type="auto", devices=devices)
+    objective = TASKS[config.kind].make_objective(config)
     return Program(config, make_attention(mesh, config, objective), objective)
 
 

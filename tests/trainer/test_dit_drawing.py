@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,34 +11,18 @@ import pytest
 from PIL import Image
 
 import startrail_jax as st
+from programs import make_dit_config
+from programs import make_program as program_of
 from refusals import refused
 from startrail_jax.errors import InputError
-from trainer.config import OptimizerConfig
 from trainer.dit.batches import PADDING
-from trainer.dit.config import DiffusionConfig, DiTConfig, DiTTrainConfig
+from trainer.dit.config import DiffusionConfig
 from trainer.dit.drawing import Drawing, image_grid, save_grid, to_pixels
 from trainer.dit.objective import DRAWING, Denoising
 from trainer.dit.patches import patchify, unpatchify
-from trainer.parallel.step import Program
 
 # Neither the 20 patches nor the text divide into 8 shares: both are padded.
-CONFIG = DiTTrainConfig(
-    model=DiTConfig(
-        channels=2,
-        classes=3,
-        caption_length=5,
-        patch=(1, 2, 4),
-        width=32,
-        layers=2,
-        heads=8,
-        mlp_width=48,
-    ),
-    optimizer=OptimizerConfig(learning_rate=1e-2),
-    steps=1,
-    batch_size=4,
-    size=(5, 4, 8),
-    run_dir=Path("unused"),
-)
+CONFIG = make_dit_config(dict(caption_length=5, patch=(1, 2, 4)), steps=1, size=(5, 4, 8))
 NO_TEXT = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, caption_length=0))
 ONE_DEVICE = st.Degrees()
 NO_CLASS = CONFIG.model.classes
@@ -50,8 +33,7 @@ SEED = 2**32 - 1
 
 @functools.cache
 def make_program(degrees=ONE_DEVICE, config=CONFIG):
-    mesh = st.make_mesh(degrees, "auto", jax.devices()[: degrees.num_devices])
-    return Program(config, st.Attention(mesh, causal=False), Denoising(config))
+    return program_of(config, degrees)
 
 
 def with_target(config, target):

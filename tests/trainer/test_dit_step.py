@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from pathlib import Path
 
 import chex
 import jax
@@ -10,39 +9,25 @@ import numpy as np
 import pytest
 
 import startrail_jax as st
-from trainer.config import OptimizerConfig
+from programs import make_dit_config
+from programs import make_program as program_of
 from trainer.data.batches import NO_EXAMPLE, place
 from trainer.dit.batches import image_batch
-from trainer.dit.config import DiffusionConfig, DiTConfig, DiTTrainConfig
+from trainer.dit.config import DiffusionConfig
 from trainer.dit.diffusion import estimates
 from trainer.dit.images import Example
-from trainer.dit.objective import Denoising
-from trainer.parallel.step import Program
 
 STEPS = 30
-CONFIG = DiTTrainConfig(
-    model=DiTConfig(channels=2, classes=3, width=32, layers=2, heads=8, mlp_width=48),
-    optimizer=OptimizerConfig(learning_rate=1e-2),
-    steps=STEPS,
-    batch_size=4,
-    size=(2, 8, 8),
-    ema_decay=0.9,
-    run_dir=Path("unused"),
-)
+CONFIG = make_dit_config(steps=STEPS, ema_decay=0.9)
 # With attention over text. The image and the text do not divide into 8 shares: both are padded.
-WITH_TEXT = dataclasses.replace(
-    CONFIG,
-    model=dataclasses.replace(CONFIG.model, caption_length=5, patch=(1, 2, 4)),
-    size=(3, 6, 8),
+WITH_TEXT = make_dit_config(
+    dict(caption_length=5, patch=(1, 2, 4)), size=(3, 6, 8), steps=STEPS, ema_decay=0.9
 )
 
 
 @functools.cache
 def make_program(degrees, config=CONFIG, **changes):
-    mesh = st.make_mesh(degrees, "auto", jax.devices()[: degrees.num_devices])
-    attention = st.Attention(mesh, causal=False)
-    config = dataclasses.replace(config, **changes)
-    return Program(config, attention, Denoising(config))
+    return program_of(dataclasses.replace(config, **changes), degrees)
 
 
 def batch(program, step):

@@ -11,18 +11,16 @@ import pytest
 
 import startrail_jax as st
 from configs import RECIPES
-from programs import compile_gradients, compile_step, make_config, make_program
+from programs import compile_gradients, compile_step, make_config, make_dit_config, make_program
 from startrail_jax.planner import step as planner_step
 from startrail_jax.planner.memory import FORWARD, LAYER, LOSS, Footprint, Part, footprint_of
 from startrail_jax.planner.models import MODELS
 from trainer.config import AttentionConfig, OptimizerConfig
 from trainer.dit.config import DiTConfig, DiTTrainConfig
-from trainer.dit.objective import Denoising
 from trainer.gpt.config import DataConfig, GPTConfig, GPTTrainConfig
 from trainer.gpt.lora.settings import LoraConfig
 from trainer.parallel import step_sizes
 from trainer.parallel.footprint import describe_memory
-from trainer.parallel.step import Program, make_attention
 from trainer.tasks import TASKS
 
 GIB = 2**30
@@ -90,26 +88,9 @@ def test_state_and_batch_are_exact(name):
     ("zero", "degrees"), [(0, STARTRAIL), (3, STARTRAIL), (3, st.Degrees(tensor=2, team=4))]
 )
 def test_state_and_batch_of_a_dit_are_exact(zero, degrees, caption_length):
-    config = DiTTrainConfig(
-        model=DiTConfig(
-            channels=2,
-            classes=3,
-            caption_length=caption_length,
-            width=32,
-            layers=3,
-            heads=8,
-            mlp_width=48,
-        ),
-        optimizer=OptimizerConfig(learning_rate=1e-3),
-        steps=10,
-        batch_size=4,
-        size=(3, 6, 10),
-        ema_decay=0.9,
-        zero=zero,
-        run_dir=Path("unused"),
-    )
-    mesh = st.make_mesh(degrees, "auto", jax.devices()[: degrees.num_devices])
-    program = Program(config, st.Attention(mesh, causal=False), Denoising(config))
+    model = dict(caption_length=caption_length, layers=3)
+    config = make_dit_config(model, size=(3, 6, 10), ema_decay=0.9, zero=zero)
+    program = make_program(config, degrees)
     formula = footprint(config, degrees)
     assert size_on_a_device(program.state_shapes) == formula.state_bytes
     assert size_on_a_device(program.state_shapes.average) == formula["average"]
@@ -150,15 +131,12 @@ def test_gradients_of_the_compiled_step_are_exact(name):
         ("gpt_7b", 6_738_415_616),
         ("gpt_8b_gqa", 8_030_261_248),
         ("qwen3_8b_1m", 8_190_735_360),
+        ("dit_1b", pytest.approx(1.0e9, rel=0.05)),
     ],
 )
 def test_parameters_of_the_recipes(recipe, expected):
     """Llama 2 7B, Llama 3 8B and Qwen3 8B have the same numbers."""
     assert num_parameters(recipe) == expected
-
-
-def test_parameters_of_dit_1b():
-    assert num_parameters("dit_1b") == pytest.approx(1.0e9, rel=0.05)
 
 
 @pytest.mark.slow
@@ -224,12 +202,7 @@ def test_what_a_layer_without_remat_saves(kind, zero, degrees, chunks):
             model = GPTConfig(vocab_size=64, kv_heads=4, head_dim=8, **sizes)
             data, length = DataConfig(mask_documents=False), 2048 * degrees.sequence
             config = GPTTrainConfig(model=model, data=data, seq_len=length, **common)
-        objective, devices = (
-            TASKS[kind].make_objective(config),
-            jax.devices()[: degrees.num_devices],
-        )
-        mesh = st.make_mesh(degrees, axis_type="auto", devices=devices)
-        program = Program(config, make_attention(mesh, config, objective), objective)
+        program = make_program(config, degrees)
         step = program.train_step.__wrapped__
         jaxpr = jax.make_jaxpr(step)(program.state_shapes, program.batch_shapes)
         saved = 5 * stacked(jaxpr.jaxpr, 5)
