@@ -25,9 +25,16 @@ from trainer.parallel.partition import path_name
 from trainer.parallel.step import Program, make_attention
 from trainer.run import metrics
 from trainer.run.exit import exit_on_user_errors
+from trainer.session import Session
 from trainer.tasks import TASKS
 
 SMALL = dict(vocab_size=48, width=24, layers=2, heads=8, kv_heads=2, head_dim=4, mlp_width=32)
+# Flags of a run that takes a moment.
+TINY = (
+    "--model.width 16 --model.layers 1 --model.heads 2 --model.kv-heads 1 --model.head-dim 8 "
+    "--model.mlp-width 32 --seq-len 32 --batch-size 2 --validation-sequences 2 --log-every 1 "
+    "--sample-length 0 --no-tensorboard"
+)
 REPOSITORY = Path(st.__file__).parents[1]
 
 
@@ -109,6 +116,18 @@ def weight_shapes(config):
 
     leaves = jax.tree_util.tree_leaves_with_path(nnx.state(nnx.eval_shape(make_model)))
     return {path_name(path): x.shape for path, x in leaves}
+
+
+def shapes_of(state):
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+    )
+
+
+def session_of_one():
+    """A program on one device."""
+    mesh = st.make_mesh(st.Degrees(), "auto", jax.devices()[:1])
+    return Session(mesh=mesh, description=())
 
 
 def options(program):

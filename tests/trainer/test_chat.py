@@ -5,15 +5,14 @@ import io
 import json
 from types import SimpleNamespace
 
-import jax
 import numpy as np
 import pytest
 import tokenizers
 import transformers
 
-import startrail_jax as st
 from chat_templates import BORDERS, CONVERSATIONS, TEMPLATES
 from configs.gpt import gpt_tiny
+from programs import session_of_one
 from refusals import refused
 from startrail_jax.errors import InputError
 from startrail_jax.tokens.layout import Layout
@@ -26,7 +25,6 @@ from trainer.gpt.corpus import open_corpus
 from trainer.gpt.sample import prompt_tokens, template_of_run
 from trainer.gpt.task import GPTTask
 from trainer.gpt.tokenizer import FileTokenizer
-from trainer.session import Session
 
 NATURAL = Layout("contiguous", 1)
 CHATML = (
@@ -356,11 +354,6 @@ def test_spaces_count_where_they_are(tmp_path):
     data = opened(of_completions(path, tokenizer=tmp_path / "tokenizer.json"), seq_len=8)
     np.testing.assert_array_equal(data.train[0].tokens[:8], [2, 1, 1, 1, 3, 1, 1, 0])
     np.testing.assert_array_equal(data.train[0].counted[:8], [0, 0, 1, 1, 1, 1, 1, 1])
-
-
-def session_of_one():
-    mesh = st.make_mesh(st.Degrees(), "auto", jax.devices()[:1])
-    return Session(mesh=mesh, description=())
 
 
 def test_prompt_of_a_chat_is_a_question_in_the_template(tmp_path, tokenizer, monkeypatch):

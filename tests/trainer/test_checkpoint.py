@@ -21,7 +21,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from peak import Peak, needs_linux
-from programs import REPOSITORY
+from programs import REPOSITORY, shapes_of
 from refusals import refused
 from startrail_jax.errors import InputError
 from trainer.checkpoints import reading, writing
@@ -115,10 +115,6 @@ def abstract(state, shardings):
     )
 
 
-def as_it_is(state):
-    return abstract(state, jax.tree.map(lambda x: x.sharding, state))
-
-
 def assert_same_bits(found, expected):
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
@@ -166,19 +162,19 @@ def test_save_is_asynchronous_and_arrays_may_be_donated(tmp_path):
         assert checkpoints.latest is None  # 44 MB are not yet on the disk.
         updated = update(state)
         checkpoints.wait()
-        restored, _ = checkpoints.restore(as_it_is(updated))
+        restored, _ = checkpoints.restore(shapes_of(updated))
         np.testing.assert_array_equal(restored["split"], noise)
         np.testing.assert_array_equal(restored["whole"], noise[:3])
         checkpoints.save(2, updated, {})
         assert checkpoints.latest == 1
         updated["split"].delete()
-        restored, _ = checkpoints.restore(as_it_is(restored))
+        restored, _ = checkpoints.restore(shapes_of(restored))
         assert checkpoints.latest == 2
         np.testing.assert_array_equal(restored["split"], -noise)
 
 
 def test_newest_checkpoints_are_kept(tmp_path):
-    shapes = as_it_is({"a": jnp.full(3, 0)})
+    shapes = shapes_of({"a": jnp.full(3, 0)})
     with Checkpoints(tmp_path, keep=2) as checkpoints:
         assert checkpoints.latest is None
         with refused(CheckpointError, "There must"):
@@ -197,7 +193,7 @@ def test_newest_checkpoints_are_kept(tmp_path):
 
 
 def test_going_back_takes_an_earlier_checkpoint_and_removes_the_later_ones(tmp_path):
-    shapes = as_it_is({"a": jnp.full(3, 0)})
+    shapes = shapes_of({"a": jnp.full(3, 0)})
     with Checkpoints(tmp_path, keep=9) as checkpoints:
         for step in (2, 4, 6):
             checkpoints.save(step, {"a": jnp.full(3, step)}, {"at": step})
@@ -218,7 +214,7 @@ def assert_goes_on(folder, latest):
     with Checkpoints(folder, keep=2) as checkpoints:
         assert checkpoints.latest == latest
         if latest:
-            shapes = as_it_is(counting_state(0))
+            shapes = shapes_of(counting_state(0))
             restored, data_state = checkpoints.restore(shapes)
             assert data_state == {"at": latest}
             assert_same_bits(restored, counting_state(latest))
@@ -307,7 +303,7 @@ def test_checkpoint_of_another_model_names_the_arrays(tmp_path, change, named):
         checkpoints.save(17, state, {})
         checkpoints.wait()
         with refused(InputError, named, str(tmp_path / "17"), "another --run-dir"):
-            checkpoints.restore(as_it_is(change(state)))
+            checkpoints.restore(shapes_of(change(state)))
         assert checkpoints.latest == 17
 
 
@@ -431,18 +427,18 @@ def test_check_space_counts_what_will_be_kept(tmp_path, monkeypatch):
     with Checkpoints(tmp_path, keep=2) as checkpoints:
         usage["free"] = 2_900_000
         with refused(CheckpointError, "0.001 GB"):
-            checkpoints.check_space(as_it_is(state))
+            checkpoints.check_space(shapes_of(state))
         usage["free"] = 3_000_000
-        checkpoints.check_space(as_it_is(state))
+        checkpoints.check_space(shapes_of(state))
         checkpoints.save(1, state, {})
         checkpoints.save(2, state, {})
         checkpoints.save(3, state, {})
         checkpoints.wait()
         usage["free"] = 900_000
         with refused(CheckpointError, "1 more"):
-            checkpoints.check_space(as_it_is(state))
+            checkpoints.check_space(shapes_of(state))
         usage["free"] = 1_000_000
-        checkpoints.check_space(as_it_is(state))
+        checkpoints.check_space(shapes_of(state))
 
 
 @pytest.mark.parametrize("broadcast", [[None, 6], [5, 0]])

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from startrail_jax.errors import InputError
-from tests.programs import run_python
+from tests.programs import run_python, shapes_of
 from tests.refusals import refused
 from trainer import durable
 from trainer.checkpoints import checksums
@@ -35,12 +35,6 @@ def split(num_devices):
         (num_devices,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:num_devices]
     )
     return NamedSharding(mesh, PartitionSpec("x"))
-
-
-def shapes_of(state):
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
-    )
 
 
 def save(folder, steps, sharding=None):

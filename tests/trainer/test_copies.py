@@ -16,7 +16,7 @@ from fsspec.registry import known_implementations
 
 import train
 from configs.gpt import gpt_tiny
-from programs import interrupt_after, logged_steps, shared_programs
+from programs import TINY, interrupt_after, logged_steps, shared_programs
 from refusals import refused
 from startrail_jax.errors import InputError
 from trainer import copies
@@ -412,18 +412,14 @@ def test_store_that_cannot_be_opened_raises(tmp_path, monkeypatch):
         copies.preparation(config)
 
 
-TINY = (
-    "--model.width 16 --model.layers 1 --model.heads 2 --model.kv-heads 2 --model.head-dim 8 "
-    "--model.mlp-width 16 --seq-len 32 --batch-size 2 --validation-sequences 2 --log-every 1 "
-    "--sample-length 0 --no-tensorboard --checkpoint.every 2 --steps 6 --devices 2"
-)
+FLAGS = f"{TINY} --checkpoint.every 2 --steps 6 --devices 2"
 MESH = "--mesh.team", "2", "--mesh.group", "1"
 
 
 def run(folder, *flags):
     text = folder.with_name("text.txt")
     text.write_text("\n".join(f"{i} * {i} = {i * i}" for i in range(2000)))
-    arguments = [*TINY.split(), "--data.path", str(text), "--run-dir", str(folder), *flags]
+    arguments = [*FLAGS.split(), "--data.path", str(text), "--run-dir", str(folder), *flags]
     command = parse(arguments, default=gpt_tiny(), prog="train.py", description=None)
     return train.train(command.settings)
 

@@ -1,6 +1,5 @@
 """Runs whose loss is lost: what is skipped, what is saved, and what a loss spike leads to."""
 
-import json
 import math
 from dataclasses import replace
 
@@ -9,18 +8,14 @@ import pytest
 
 import train
 from configs.gpt import gpt_tiny
+from programs import TINY, logged_steps, records_of, saved_steps
 from refusals import refused
 from trainer import loop as training_loop
 from trainer.errors import LossSpikeError, NonFiniteError
 from trainer.run.divergence import LEAST_LOSSES, Judgement, Watch
 from trainer.run.settings import FREE_SETTINGS
 
-TINY = (
-    "--devices 2 --model.width 16 --model.layers 1 --model.heads 2 --model.kv-heads 1 "
-    "--model.head-dim 8 --model.mlp-width 32 --seq-len 32 --batch-size 2 --validation-sequences 2 "
-    "--log-every 1 --sample-length 0 --no-tensorboard --checkpoint.every 4 --checkpoint.keep 9 "
-    "--steps 16 --spike-factor 3"
-)
+FLAGS = f"{TINY} --devices 2 --checkpoint.every 4 --checkpoint.keep 9 --steps 16 --spike-factor 3"
 
 
 def watch(**changes):
@@ -83,12 +78,8 @@ def plant(monkeypatch, is_high, factor=10.0):
 def run(folder, *more):
     data = folder / "data.bin"
     np.random.default_rng(0).integers(0, 200, 10_000).astype("<u2").tofile(data)
-    flags = [*TINY.split(), "--data.path", str(data), "--run-dir", str(folder / "run"), *more]
+    flags = [*FLAGS.split(), "--data.path", str(data), "--run-dir", str(folder / "run"), *more]
     return train.train(train.read_command_line(flags).settings)
-
-
-def saved_steps(folder):
-    return sorted(int(path.name) for path in (folder / "run" / "checkpoints").iterdir())
 
 
 @pytest.mark.slow
@@ -99,7 +90,7 @@ def test_loss_spike_leads_back_once_and_its_data_are_left_out(tmp_path, monkeypa
             run(tmp_path)
     assert "in step 13, where the median" in capsys.readouterr().out
     # The state after step 12 led to the spike: it is removed.
-    assert saved_steps(tmp_path) == [4, 8]
+    assert saved_steps(tmp_path / "run") == [4, 8]
 
     positions = []
     save = training_loop.Checkpoints.save
@@ -117,11 +108,10 @@ def test_loss_spike_leads_back_once_and_its_data_are_left_out(tmp_path, monkeypa
     # The losses to compare with are those of the checkpoint: there are no ten since.
     assert "The run goes back to step 8, and leaves out the batches of steps 9 to 13." in shown
     assert positions == [(12, 12), (12, 17), (16, 21)]
-    assert saved_steps(tmp_path) == [4, 8, 12, 16]
+    assert saved_steps(tmp_path / "run") == [4, 8, 12, 16]
     assert len(losses.train) == 8
-    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
-    assert [x["step"] for x in records if "train_loss" in x] == list(range(1, 17))
+    records = records_of(tmp_path / "run")
+    assert logged_steps(tmp_path / "run") == list(range(1, 17))
     assert {x["step"]: x["batches_left_out"] for x in records if "batches_left_out" in x} == {9: 5}
 
 
@@ -140,4 +130,4 @@ def test_spike_before_the_first_checkpoint_leads_back_to_the_beginning(tmp_path,
     with refused(NonFiniteError, "step 16"):
         run(tmp_path, "--checkpoint.every", "100")
     assert begun == [16]
-    assert saved_steps(tmp_path) == [16]
+    assert saved_steps(tmp_path / "run") == [16]

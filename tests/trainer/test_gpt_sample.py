@@ -25,7 +25,7 @@ import sample
 import startrail_jax as st
 from configs.gpt import gpt_tiny
 from models.gpt import GPT
-from programs import REPOSITORY, run_python, usage_error
+from programs import REPOSITORY, run_python, session_of_one, shapes_of, usage_error
 from programs import message_of_sample as message_of
 from refusals import refused
 from startrail_jax.errors import InputError
@@ -43,7 +43,6 @@ from trainer.gpt.text import IdTokenizer, TextStream, encode_prompt, open_tokeni
 from trainer.gpt.tokenizer import ByteTokenizer, FileTokenizer
 from trainer.run.folder import open_run
 from trainer.run.settings import save_config
-from trainer.session import Session
 
 MODEL = GPTConfig(width=16, layers=1, heads=2, kv_heads=1, head_dim=4, mlp_width=16)
 QUICK = "--tokens 4 --temperature 2"
@@ -89,12 +88,6 @@ def run(capsys, run_dir, *flags):
     capsys.readouterr()
     sample.sample([str(run_dir), *QUICK.split(), *flags])
     return capsys.readouterr()
-
-
-def shapes_of_weights():
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), make_weights()
-    )
 
 
 def contents(folder):
@@ -248,11 +241,13 @@ def test_average_is_preferred_and_the_newest_checkpoint_is_read(tmp_path):
     average = jax.tree.map(lambda x: x + 1, make_weights(0))
     folder = save_run(tmp_path, steps=(2, 4), average=average) / "checkpoints"
     (folder / "5.orbax-checkpoint-tmp").mkdir()
-    found, step = restore_weights(folder, shapes_of_weights())
+    found, step = restore_weights(folder, shapes_of(make_weights()))
     assert step == 4
     chex.assert_trees_all_equal(found, average)
     plain = save_run(tmp_path / "plain", steps=(2, 4)) / "checkpoints"
-    chex.assert_trees_all_equal(restore_weights(plain, shapes_of_weights())[0], make_weights(4))
+    chex.assert_trees_all_equal(
+        restore_weights(plain, shapes_of(make_weights()))[0], make_weights(4)
+    )
 
 
 @pytest.mark.slow
@@ -266,7 +261,7 @@ def test_checkpoint_that_goes_while_it_is_read_gives_way_to_the_next(tmp_path, m
         return load(path, *arguments)
 
     monkeypatch.setattr(checkpoint.ocp, "load", load_late)
-    assert restore_weights(folder, shapes_of_weights())[1] == 7
+    assert restore_weights(folder, shapes_of(make_weights()))[1] == 7
 
 
 # Text ------------------------------------------------------------------------------------------
@@ -369,11 +364,6 @@ def final_sample(**options):
     config = make_config(Path("unused"))
     program = SimpleNamespace(config=config, attention=st.Attention(mesh))
     return continue_text(program, make_weights(), corpus, **options)
-
-
-def session_of_one():
-    mesh = st.make_mesh(st.Degrees(), "auto", jax.devices()[:1])
-    return Session(mesh=mesh, description=())
 
 
 @pytest.mark.slow

@@ -3,28 +3,20 @@
 import io
 import sys
 
-import jax
-import numpy as np
 import pytest
-from jax.sharding import Mesh
 
+from programs import session_of_one
 from startrail_jax.errors import InputError
 from trainer.command_line import exit_with_usage_error
 from trainer.printable import printable, say
 from trainer.run import exit as program_exit
 from trainer.run.terminal import Terminal
-from trainer.session import Session
 
 pytestmark = pytest.mark.quick
 
 # Clears the screen, sets the title of the window, and shows text in the other direction.
 HOSTILE = "a\x1b[2J\x9b2J\x07b\u202ec\r"
 ESCAPED = "a\\x1b[2J\\x9b2J\\x07b\\u202ec\\r"
-
-
-def session():
-    mesh = Mesh(np.array(jax.devices()[:1]), ("x",))
-    return Session(mesh=mesh, description=())
 
 
 class FakeTerminal(io.StringIO):
@@ -55,7 +47,7 @@ def print_error(kind):
     [
         lambda: Terminal(steps=1, quiet=False).line(HOSTILE),
         lambda: say(HOSTILE),
-        lambda: session().note(HOSTILE),
+        lambda: session_of_one().note(HOSTILE),
         lambda: program_exit.end_now(HOSTILE),
         lambda: exit_with_usage_error(HOSTILE),
         lambda: print_error(InputError),
@@ -80,5 +72,5 @@ def test_sample_is_escaped_on_a_terminal_and_exact_in_a_file(monkeypatch):
     for stream, expected in [(FakeTerminal(), f"\n\t{ESCAPED}"), (io.StringIO(), f"\n\t{HOSTILE}")]:
         monkeypatch.setattr(sys, "stdout", stream)
         for character in f"\n\t{HOSTILE}":
-            session().print(character, end="")
+            session_of_one().print(character, end="")
         assert stream.getvalue() == expected

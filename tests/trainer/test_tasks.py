@@ -19,7 +19,7 @@ from letters.config import LettersConfig
 from letters.objective import LetterBatch
 from letters.task import LettersTask
 from models.hooks import Hooks
-from programs import interrupt_after
+from programs import interrupt_after, make_program
 from refusals import refused
 from startrail_jax.errors import InputError
 from startrail_jax.planner.hardware import GPUS, Cluster
@@ -27,7 +27,6 @@ from startrail_jax.planner.inputs.config_json import find_model
 from startrail_jax.planner.models import MODELS
 from trainer import planning, tasks
 from trainer.config import OptimizerConfig
-from trainer.parallel.step import Program, make_attention
 from trainer.parallel.step_sizes import footprint, step_sizes
 from trainer.run.settings import save_config
 
@@ -82,21 +81,13 @@ def test_third_task_is_planned(config, monkeypatch, capsys):
     assert "plan: the fastest: data 4" in capsys.readouterr().out
 
 
-def program_of(config, degrees=None):
-    degrees = degrees or st.Degrees()
-    devices = jax.devices()[: degrees.num_devices]
-    mesh = st.make_mesh(degrees, axis_type="auto", devices=devices)
-    objective = LettersTask().make_objective(config)
-    return Program(config, make_attention(mesh, config, objective), objective)
-
-
 def test_sizes_of_a_third_task_are_its_own(config):
     """It has neither the vocabulary of a GPT in front of a causal mask, nor modulated layers."""
     objective = LettersTask().make_objective(config)
     sizes = step_sizes(config, objective, st.Degrees())
     assert (sizes.causal, sizes.modulated, sizes.mlp_matrices) == (False, False, 2)
     model = objective.sizes
-    weights = jax.tree.leaves(program_of(config).state_shapes.weights["blocks"])
+    weights = jax.tree.leaves(make_program(config, st.Degrees()).state_shapes.weights["blocks"])
     assert model.layers * model.layer_matrices == sum(x.size for x in weights)
     assert footprint(config, objective, st.Degrees()).device_bytes > 0
 
@@ -124,7 +115,7 @@ def test_auxiliary_losses_are_trained_on_and_not_measured(config, degrees, chang
     letters = rng.integers(0, 6, (2, 4, 16)).astype(np.int32)
     # Of a layout that is contiguous, as no mask is causal.
     batch = LetterBatch(*letters, rng.random((4, 16)).astype(np.float32))
-    program = program_of(config, degrees)
+    program = make_program(config, degrees)
     objective = program.objective
     state = program.initialise()
     model = objective.make_model(jax.nn.dot_product_attention, Hooks(), nnx.Rngs(0))
@@ -159,7 +150,7 @@ def test_an_optimizer_must_count_its_updates(config, monkeypatch):
     objective = LettersTask().make_objective(config)
     monkeypatch.setattr(type(objective), "make_optimizer", lambda self, _: optax.sgd(0.1))
     with refused(InputError, "The state of an optimizer must"):
-        program_of(config)
+        make_program(config, st.Degrees())
 
 
 def test_kinds_of_runs_are_the_names_of_the_table(config, tmp_path):

@@ -23,6 +23,7 @@ import pytest
 import train
 from programs import (
     REPOSITORY,
+    TINY,
     interrupt_after,
     logged_steps,
     records_of,
@@ -42,11 +43,6 @@ from trainer.run.folder import open_run
 
 SEQ_LEN = 32
 STEPS = 8
-TINY = (
-    "--model.width 16 --model.layers 1 --model.heads 2 --model.kv-heads 1 --model.head-dim 8 "
-    f"--model.mlp-width 32 --seq-len {SEQ_LEN} --batch-size 2 --validation-sequences 2 "
-    "--log-every 1 --sample-length 0 --no-tensorboard --checkpoint.keep 100 "
-)
 
 
 @pytest.fixture
@@ -63,7 +59,7 @@ def write_tokens(path, count):
 def flags_of(data, run_dir, flags=""):
     """A later flag overrides an earlier one."""
     return [
-        *f"{TINY} --devices 2 --mesh.data 2 --steps {STEPS}".split(),
+        *f"{TINY} --checkpoint.keep 100 --devices 2 --mesh.data 2 --steps {STEPS}".split(),
         *("--data.path", str(data), "--run-dir", str(run_dir)),
         *flags.split(),
     ]
