@@ -156,7 +156,8 @@ WRONG_PARTS = {
         ({"rope": GLOBAL, "window": 9}, "stretches='global'"),
     ],
     "model.rope": [
-        *({"bases": (1.0,)}, {"base": 1.0}, {"factor": 0.5}, {"scaling": "yarn"}),
+        *({"bases": (1.0,)}, {"base": 1.0}, {"scaling": "yarn"}),
+        ({"factor": 0.5}, "must be at least 1; got factor=0.5"),
         *({"turns": (4.0, 1.0)}, {"attention_factor": 1.0}),
         *(({name: x}, "scaling='none'") for name, x in (("factor", 2.0), ("original_length", 9))),
         ({"scaling": "yarn", "factor": 2.0}, "_length=None"),
