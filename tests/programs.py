@@ -12,10 +12,8 @@ from pathlib import Path
 from unittest import mock
 
 import jax
-import pytest
 from flax import nnx
 
-import sample
 import startrail_jax as st
 from models.hooks import Hooks
 from trainer.config import OptimizerConfig
@@ -24,7 +22,6 @@ from trainer.gpt.config import GPTConfig, GPTTrainConfig
 from trainer.parallel.partition import path_name
 from trainer.parallel.step import Program, make_attention
 from trainer.run import metrics
-from trainer.run.exit import exit_on_user_errors
 from trainer.session import Session
 from trainer.tasks import TASKS
 
@@ -43,23 +40,6 @@ def run_python(*arguments, **options):
     command = [sys.executable, *map(str, arguments)]
     options = {"cwd": REPOSITORY, "capture_output": True, "text": True, "timeout": 300} | options
     return subprocess.run(command, check=False, **options)
-
-
-def message_of_sample(*arguments):
-    """What sample.py says when it ends with status 1."""
-    with pytest.raises(SystemExit) as caught, exit_on_user_errors():
-        sample.sample([*map(str, arguments)])
-    # Python prints a string and exits with status 1.
-    assert isinstance(caught.value.code, str)
-    return caught.value.code
-
-
-def usage_error(capsys, read, arguments):
-    """What a command line says that cannot be read, without the lines and boxes of a terminal."""
-    with pytest.raises(SystemExit) as caught:
-        read([*map(str, arguments)])
-    assert caught.value.code == 2
-    return " ".join(capsys.readouterr().err.replace("│", " ").split())
 
 
 def saved_steps(run_dir):

@@ -11,8 +11,8 @@ from PIL import Image
 import sample
 import startrail_jax as st
 from configs.dit import dit_digits
-from programs import message_of_sample as message_of
-from programs import usage_error
+from refusals import message_of_sample as message_of
+from refusals import usage_error
 from trainer.checkpoints.checkpoint import Checkpoints
 from trainer.dit.config import DiTConfig, ImageConfig, ImageOptions
 from trainer.dit.objective import Denoising

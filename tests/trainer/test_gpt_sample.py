@@ -25,9 +25,9 @@ import sample
 import startrail_jax as st
 from configs.gpt import gpt_tiny
 from models.gpt import GPT
-from programs import REPOSITORY, run_python, session_of_one, shapes_of, usage_error
-from programs import message_of_sample as message_of
-from refusals import refused
+from programs import REPOSITORY, run_python, session_of_one, shapes_of
+from refusals import message_of_sample as message_of
+from refusals import refused, usage_error
 from startrail_jax.errors import InputError
 from trainer.checkpoints import checkpoint
 from trainer.checkpoints.checkpoint import CheckpointError, Checkpoints

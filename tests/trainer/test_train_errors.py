@@ -29,8 +29,8 @@ from programs import (
     records_of,
     saved_steps,
     shared_programs,
-    usage_error,
 )
+from refusals import usage_error
 from trainer import loop
 from trainer.checkpoints.checkpoint import Checkpoints
 from trainer.data.batches import TrainingBatches
