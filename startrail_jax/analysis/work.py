@@ -149,7 +149,7 @@ def advice_on_balance(schedule: Schedule, query_tokens: int, key_tokens: int) ->
         schedule: the schedule.
         query_tokens, key_tokens: tokens of the whole sequences.
     """
-    if query_tokens < _TOKENS_TO_WAIT_FOR * schedule.num_shards:
+    if query_tokens < _TOKENS_TO_WAIT_FOR * schedule.layout.degree:
         return None
     busiest = shares(schedule, query_tokens).max()
     if busiest < BUSY:
@@ -162,9 +162,11 @@ def advice_on_balance(schedule: Schedule, query_tokens: int, key_tokens: int) ->
     best = min(found, key=lambda kind: round(found[kind], 1))
     if found[best] * WORTH_NAMING >= busiest:
         return None
-    exchanges = why_not_balanced(schedule, query_tokens, key_tokens) is None
+    exchange = why_not_balanced(schedule, query_tokens, key_tokens) is None
+    inside = "balance='exchange', or " if exchange else ""
+    of_shard = " for arrays that attention.shard brings into its order" if best == "zigzag" else ""
     return (
         f"mask {schedule.pattern.within(query_tokens)}: the busiest device has {busiest:.2f} times "
-        f"the mean of the work, and the others wait for it. Use layout={best!r}, where it has "
-        f"{found[best]:.2f}{', or balance=' + repr('exchange') if exchanges else ''}."
+        f"the mean of the work, and the others wait for it. Use {inside}"
+        f"layout={best!r}{of_shard}, where it has {found[best]:.2f}."
     )

@@ -87,7 +87,9 @@ def test_exchange_shares_the_work_evenly():
         )
     assert round(found.busiest, 2) == 1.0
     assert "tokens are exchanged" in str(found)
-    with pytest.warns(BalanceWarning, match="1.88 times the mean.*or balance='exchange'"):
+    with pytest.warns(
+        BalanceWarning, match="1.88 times the mean.*Use balance='exchange', or layout"
+    ):
         dataclasses.replace(ours, balance="layout").explain(seq_len=8192, heads=8, head_dim=64)
 
 
@@ -104,7 +106,7 @@ def test_auto_exchanges_where_arithmetic_outweighs_bytes():
 
 def test_calls_that_leave_devices_waiting_say_so():
     x = jax.ShapeDtypeStruct((1, 2048, 8, 4), jnp.float32)
-    said = r"mask Causal\(\): the busiest device has 1\.88 .*layout='zigzag', where it has 1\.00"
+    said = r"mask Causal\(\): the busiest device has 1\.88 .*'zigzag' for .*shard .* it has 1\.00"
     with pytest.warns(BalanceWarning, match=said):
         jax.eval_shape(attention(), x, x, x)
     # Warnings are errors here. Toys have no time to lose, and who asks for a balance knows it.
