@@ -23,7 +23,9 @@ class LettersTask(Task[LettersConfig, LettersOptions]):
 
         def collate(rows, numbers):
             targets = layout.permute(np.repeat(np.stack(rows)[:, None], config.length, axis=1))
-            missing = np.random.default_rng(numbers).random(targets.shape) < 0.3
+            # Rows that only fill up a batch have a number below 0.
+            seeds = np.maximum(numbers, 0)
+            missing = np.random.default_rng(seeds).random(targets.shape) < 0.3
             letters = np.where(missing, config.alphabet.index("_"), targets).astype(np.int32)
             return LetterBatch(letters, targets, missing.astype(np.float32))
 
