@@ -162,6 +162,7 @@ def test_other_errors_that_python_ignores_are_still_shown():
 # caught nearby and replaced by an error for users.
 NOT_FOR_USERS = {
     "AttributeError(f'module {__name__!r} has no attribute {name!r}')",
+    "TypeError(f'Attention.__call__ has no argument {name!r}. Leave it out.')",
     "NotImplementedError",
     "KeyboardInterrupt",
     "ValueError('a single array')",
