@@ -43,8 +43,7 @@ from startrail_jax.planner.grid import Call, Settings, all_settings
 from startrail_jax.planner.hardware import Cluster, find_gpu
 from startrail_jax.planner.models import MODELS, ModelSizes
 from startrail_jax.planner.quantities import GIB, parse_rate, show_count
-from startrail_jax.planner.reasons import family
-from startrail_jax.planner.search import Candidates, Options, Prediction
+from startrail_jax.planner.search import Candidates, Options, Prediction, family
 from startrail_jax.planner.traffic import Moves
 
 FIXED = Options(zero=(3,), remat=("full",), offload=(False,), tiled=(True, False))

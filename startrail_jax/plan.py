@@ -93,9 +93,6 @@ def parser() -> argparse.ArgumentParser:
     shown = made.add_argument_group("output")
     shown.add_argument("--top", type=int, default=8, help="number of settings to rank")
     shown.add_argument("--json", action="store_true", help="print JSON")
-    shown.add_argument(
-        "--plot", metavar="FILE.png", help="draw time and memory of the schemes, and a map"
-    )
     return made
 
 
@@ -110,14 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     args = parser().parse_args(arguments)
     try:
-        if args.plot is not None:
-            # A mistake in it must not cost the time of a plan.
-            from startrail_jax.planner.output.figure import check_plot, draw
-
-            check_plot(args.plot)
         found = _plan(args)
-        if args.plot is not None:
-            draw(found, args.plot)
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
@@ -126,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # The reader, such as `head`, has had enough. What is left must not fail at the exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0 if found.reasons is not None else 1
+    return 0 if found.reason is not None else 1
 
 
 def _plan(args: argparse.Namespace) -> Any:

@@ -16,7 +16,7 @@ MODULES = {
     "pillow": "PIL",
     "scikit-learn": "sklearn",
 }
-# Draws the loss curve of a run, and a plan, where it is installed; both are whole without.
+# Draws the loss curve of a run where it is installed; the run is whole without.
 OPTIONAL = {"matplotlib"}
 
 

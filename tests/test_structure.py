@@ -160,8 +160,7 @@ def files_of_op():
 @pytest.mark.parametrize("path", files_of_op(), ids=file_id)
 def test_module_of_the_op_needs_only_what_the_wheel_installs(path):
     room = path.relative_to(ROOT / OP).with_suffix("").parts[0]
-    # What draws a plan is imported when a figure is asked for.
-    extra = {"testing": {"chex"}, "planner": {"matplotlib"}}.get(room, set())
+    extra = {"testing": {"chex"}}.get(room, set())
     allowed = OP_MAY_USE | extra
     assert not third_party(path) - allowed, f"the wheel depends on {allowed} only"
 

@@ -20,14 +20,15 @@ from startrail_jax.planner.quantities import (
     show_bytes,
     show_count,
     show_rate,
+    show_seconds,
 )
-from startrail_jax.planner.reasons import Reasons, describe, reasons, ways_to_fit, why_illegal
 from startrail_jax.planner.search import (
     BASELINES,
     Candidates,
     Options,
     Prediction,
     check_options,
+    family,
 )
 
 _NEAR = 1.02
@@ -52,10 +53,9 @@ class Plan:
     frugal: Prediction
     """Of the settings that are at most 2 % slower than the winner, the one that needs the least
     memory: predictions are no better than that."""
-    reasons: Reasons | None
-    """Why the winner wins, and what would change that; None if nothing fits."""
-    ways_to_fit: tuple[str, ...]
-    """If nothing fits, the smallest changes by which something would."""
+    reason: str | None
+    """Why the winner wins, and what its seconds are spent on, in two sentences; None if nothing
+    fits."""
     num_settings: int
     """Settings of the degrees and of the order of the axes."""
     num_candidates: int
@@ -118,8 +118,7 @@ class Plan:
             "baselines": {name: _as_dict(x) for name, x in self.baselines.items()},
             "illegal": self.illegal,
             "frugal": _as_dict(self.frugal),
-            "reasons": None if self.reasons is None else asdict(self.reasons),
-            "ways_to_fit": list(self.ways_to_fit),
+            "reason": self.reason,
             "units_note": self.units_note,
             "adapters_note": self.adapters_note,
             "layers_note": self.layers_note,
@@ -162,19 +161,18 @@ class Plan:
         return head + [x for x in notes if x is not None]
 
     def _tail(self) -> list[str]:
-        if self.reasons is None:
-            ways = "; or ".join(self.ways_to_fit) or "none was found: use more or larger GPUs"
+        if self.reason is None:
             return [
                 f"Nothing fits: the least is {self.winner.memory_bytes / GIB:.1f} GiB "
-                f"({self.winner.label}, with {describe(self.winner)}).",
-                f"What would fit: {ways}.",
+                f"({self.winner.label}, with {describe(self.winner)}). Use fewer tokens, more "
+                "nodes or a larger GPU, or leave out flags that restrict the search.",
             ]
         columns = (
             "waits: seconds in which a GPU waits for messages. across, inside: bytes that the "
             "attentions of a step send\nthrough the ports of a node, and between its GPUs. Times "
             "and memory are predictions: see docs/planner.md."
         )
-        lines = [self.reasons.why, self.reasons.change]
+        lines = [self.reason]
         if self.frugal.memory_bytes < self.winner.memory_bytes:
             slower = self.frugal.seconds / self.winner.seconds - 1
             speed = f"{slower:.1%} slower" if slower else "as fast"
@@ -184,6 +182,82 @@ class Plan:
             )
         lines += ["", self.command, *remarks(self.call, self.cluster)]
         return [*lines, "", columns]
+
+
+def describe(choice: Prediction) -> str:
+    """The savings of a choice in a few words."""
+    savings = choice.savings
+    words = [f"zero {savings.zero}", f"remat {savings.remat}"]
+    words += ["offload"] * savings.offload
+    words += [f"tile {choice.tile}"] * (choice.tile is not None)
+    return ", ".join(words)
+
+
+_WAITS = {
+    "attention": "computes attention for {} more",
+    "products": "computes matrix products for {} more",
+    "recomputation": "recomputes for {} more",
+    "optimizer": "spends {} more in the optimizer",
+    "attention waits": "waits {} more for the messages of attention",
+    "tensor waits": "waits {} more for sums over tensor",
+    "zero waits": "waits {} more for weights and sums of gradients",
+    "offload waits": "waits {} more for the memory of the host",
+}
+
+
+def _reason(candidates: Candidates, winner: Prediction) -> str:
+    """Why the winner wins, and what its seconds are spent on."""
+    spent = sorted(winner.parts.items(), key=lambda part: -part[1])
+    shares = [f"{name} {show_seconds(seconds)}" for name, seconds in spent if seconds][:3]
+    return f"{_why(candidates, winner)} Of its {show_seconds(winner.seconds)}: {', '.join(shares)}."
+
+
+def _why(candidates: Candidates, winner: Prediction) -> str:
+    """The fastest setting of another scheme, and what it loses its seconds with."""
+    name = f"{winner.scheme} ({winner.label})"
+    rival = next(
+        (
+            candidates.prediction(index)
+            for index in candidates.ordered(~candidates.mask(lambda s: s.published))
+            if family(candidates.scheme(index)) != family(winner.scheme)
+        ),
+        None,
+    )
+    if rival is None:
+        return f"{name} wins, since no other scheme is legal and fits the memory here."
+    gaps = {part: rival.parts[part] - winner.parts[part] for part in winner.parts}
+    part = max(gaps, key=lambda x: gaps[x])
+    text = f"{name} wins, since the next scheme, {rival.scheme} ({rival.label}), "
+    if gaps[part] <= 0:
+        more = " and needs more memory" if rival.memory_bytes > winner.memory_bytes else ""
+        return f"{text}is as fast{more}."
+    slower = rival.seconds / winner.seconds - 1
+    return f"{text}is {slower:.1%} slower: it {_WAITS[part].format(show_seconds(gaps[part]))}."
+
+
+_SEVERAL = "several GPUs for a sequence"
+_NEEDS = {
+    "Ring Attention": _SEVERAL,
+    "all-gather": _SEVERAL,
+    "Ulysses": "heads that all GPUs of a sequence can split",
+    "LoongTrain / USP": "heads that some GPUs of a sequence can split, and several such parts",
+    "StarTrail as published": "a C above 1 whose square divides the GPUs of a sequence",
+}
+
+
+def _why_illegal(candidates: Candidates, name: str) -> str:
+    """Why there is no candidate of a known scheme without tensor parallelism."""
+    cluster, call, settings = candidates.cluster, candidates.call, candidates.settings
+    if np.any(BASELINES[name](settings) & (settings.tensor == 1)):
+        return "not with these --zero, --remat, --offload and --tile"
+    model, gpus = call.model, f"{cluster.num_gpus} GPU{'s' if cluster.num_gpus > 1 else ''}"
+    flags = "".join(f", --{role} {size}" for role, size in candidates.options.degrees.items())
+    # One GPU has nothing to share, whatever its heads.
+    needs = _NEEDS[name] if cluster.num_gpus > 1 else _SEVERAL
+    return (
+        f"it needs {needs}; got {gpus} in nodes of {cluster.gpus_per_node}, {model.heads} heads, "
+        f"{model.kv_heads} key heads, batch {call.batch}{flags}"
+    )
 
 
 def _short(seconds: float) -> str:
@@ -306,10 +380,9 @@ def plan_of(cluster: Cluster, call: Call, options: Options, *, top: int = 8) -> 
         options=options,
         ranked=tuple(ranked),
         baselines=baselines,
-        illegal={name: why_illegal(found, name) for name in known if name not in baselines},
+        illegal={name: _why_illegal(found, name) for name in known if name not in baselines},
         frugal=frugal,
-        reasons=reasons(found, ranked[0]) if fits else None,
-        ways_to_fit=() if fits else tuple(ways_to_fit(cluster, call, options)),
+        reason=_reason(found, ranked[0]) if fits else None,
         num_settings=len(found.settings),
         num_candidates=len(found.seconds),
         num_fitting=int(np.count_nonzero(found.fits)),

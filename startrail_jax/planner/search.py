@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -157,6 +158,11 @@ def scheme_of(degrees: Mapping[str, int]) -> str:
     if ring == 1 and team > 1:
         return f"2-D tiles{ulysses}" if group > 1 else f"teams{ulysses}"
     return f"concentric rings{ulysses}"
+
+
+def family(scheme: str) -> str:
+    """The name of a scheme without its numbers."""
+    return re.sub(", C = [0-9]+", "", scheme)
 
 
 # Name of a baseline -> whether settings are of its scheme.

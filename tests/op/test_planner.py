@@ -389,8 +389,8 @@ def test_of_equally_fast_settings_the_one_that_need_not_offload_wins():
     [
         (1, {}, dict.fromkeys(BASELINES, "it needs .*; got 1 GPU in nodes of 1, 32 heads, 32 key")),
         (2, {}, {"LoongTrain / USP": "it needs heads that some", "StarTrail as p": "a C above 1"}),
-        (8, {"tensor": 2}, dict.fromkeys(BASELINES, "not with --tensor 2$")),
-        (8, {"team": 2, "head": 1}, dict.fromkeys([*BASELINES][:4], "not with --team 2 --head 1$")),
+        (8, {"tensor": 2}, dict.fromkeys(BASELINES, "got 8 GPUs .*, --tensor 2$")),
+        (8, {"team": 2, "head": 1}, dict.fromkeys([*BASELINES][:4], ", --team 2, --head 1$")),
         (8, {}, {}),
     ],
 )

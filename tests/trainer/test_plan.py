@@ -26,9 +26,7 @@ from startrail_jax.planner.hardware import GPUS, Cluster
 from startrail_jax.planner.inputs import here
 from startrail_jax.planner.inputs.config_json import PRETRAINED, find_model
 from startrail_jax.planner.models import MODELS
-from startrail_jax.planner.output import figure
 from startrail_jax.planner.planning import plan as plan_function
-from startrail_jax.planner.reasons import family
 from startrail_jax.planner.search import Options
 from train import read_command_line
 from trainer.config import AttentionConfig, MeshConfig
@@ -88,21 +86,17 @@ def test_readme_question_is_answered(capsys):
         text,
     )
     assert " wins, since " in text
-    assert "faster" in text or "stays ahead" in text
+    assert re.search(r"slower: it .* Of its [\d.]+ s: ", text)
     assert "python train.py gpt_7b --data.path YOUR_TEXT " in text
     assert " --seq-len 524288 " in text
 
 
-def test_schemes_on_one_gpu_need_several_and_equal_bytes_are_not_compared(capsys):
+def test_schemes_on_one_gpu_need_several(capsys):
     cluster = "--nodes 1 --gpus-per-node 1 --gpu h200"
     assert main(shlex.split(f"{cluster} --model gpt_3b --seq-len 8K")) == 0
     text = capsys.readouterr().out
     reasons = re.findall(r"no legal setting +([^:]+): it needs several GPUs for a sequence;", text)
     assert {"Ulysses", "LoongTrain / USP", "StarTrail as published"} <= set(reasons)
-    cluster = "--nodes 2 --gpus-per-node 8 --gpu h100 --port 50Gb/s"
-    assert main(shlex.split(f"{cluster} --model llama3_8b --seq-len 128K {FEW}")) == 0
-    text = capsys.readouterr().out
-    assert re.search(r"with [\d.]+ GB through the ports of a node as well, with less of it", text)
 
 
 def model_of(kind, folder):
@@ -460,7 +454,7 @@ def test_memory_is_that_of_the_program(name, gpu):
 
 
 @pytest.mark.slow
-def test_where_nothing_fits_the_smallest_change_is_said(capsys):
+def test_where_nothing_fits_the_least_memory_is_said(capsys):
     few = "--remat full --no-offload --tile --tensor 1"
     arguments = (
         f"--nodes 1 --gpus-per-node 8 --gpu a100_40 --model gpt_7b --seq-len 1M --zero 3 {few}"
@@ -468,27 +462,11 @@ def test_where_nothing_fits_the_smallest_change_is_said(capsys):
     assert main(shlex.split(arguments)) == 1
     text = capsys.readouterr().out
     assert "Nothing fits: the least is" in text
-    ways = text.partition("What would fit:")[2]
-    assert re.search(r"--seq-len \d+K; or --nodes \d+ and a --port; or --gpu \w+, of \d+ GiB", ways)
     assert main(shlex.split(f"{arguments} --memory 2000GiB")) == 0
     capsys.readouterr()
     one = f"--nodes 1 --gpus-per-node 8 --gpu h100 --model gpt_7b --seq-len 64K --zero 0 {few}"
     assert main(shlex.split(one)) == 1
-    assert "leave out --zero" in capsys.readouterr().out
-
-
-def test_ways_to_fit_are_lengths_that_a_plan_takes(tmp_path):
-    """The images of a run say its tokens; those of the recipe are whole frames."""
-    save_config(RECIPES["dit_1b"](), tmp_path / "config.json")
-    few = Options(zero=(0,), remat=("none",), offload=(False,), tiled=(False,))
-    own, frames = (
-        st.plan(nodes=1, gpus_per_node=2, gpu="h100", model=name, options=few).ways_to_fit
-        for name in (str(tmp_path), "dit_1b")
-    )
-    assert own
-    assert not any("--seq-len" in way for way in own)
-    (length,) = (way.split()[1] for way in frames if way.startswith("--seq-len"))
-    assert length in ("16K", "32K", "64K", "128K", "256K")
+    assert "leave out flags that restrict the search" in capsys.readouterr().out
 
 
 def test_measured_devices_stand_in_place_of_a_described_cluster(monkeypatch, capsys):
@@ -505,38 +483,6 @@ def test_measured_devices_stand_in_place_of_a_described_cluster(monkeypatch, cap
     assert main(shlex.split(arguments)) == 0
     assert capsys.readouterr().out.startswith("2 nodes x 4 mine, 1 port of 2 GB/s (16 Gbit/s) a ")
     assert asked_for == dict(devices_per_node=4, head_dim=64, itemsize=2, causal=False)
-
-
-FEWEST = "--nodes 2 --gpus-per-node 2 --gpu h100 --port 50GB/s --model llama3_8b --seq-len 64K"
-
-
-@pytest.mark.slow
-def test_a_plan_is_drawn(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(figure, "_FACTORS", (1.0,))
-    file = tmp_path / "plan.png"
-    assert main(shlex.split(f"{FEWEST} {FEW} --plot {file}")) == 0
-    assert file.read_bytes()[1:4] == b"PNG"
-    few = Options(zero=(3,), remat=("full",), offload=(False,), tiled=(True,))
-    found = st.plan(nodes=2, gpus_per_node=8, gpu="h100", port="5GB/s", model="gpt_7b", options=few)
-    monkeypatch.setattr(figure, "_FACTORS", (0.25, 1.0))
-    rows = dict(figure.scheme_rows(found))
-    assert {"StarTrail, C = 2", "StarTrail, C = 4", "Ring Attention"} < set(rows)
-    assert rows["StarTrail, C = 4"].degrees["group"] == 4
-    shown = figure.winner_map(found)
-    assert shown.lengths == (2**17, 2**19)
-    assert shown.rates == (1.25e9, 5e9)
-    # The cell of the plan itself.
-    assert shown.winners[1][1] == family(found.winner.scheme)
-
-
-def test_folder_that_goes_before_a_plan_is_drawn_is_refused(tmp_path, monkeypatch):
-    few = Options(zero=(0,), remat=("none",), baselines=False)
-    found = st.plan(
-        nodes=1, gpus_per_node=2, gpu="h200", model="dit_1b", options=few, seq_len="16K"
-    )
-    monkeypatch.setattr(figure, "_FACTORS", (1.0,))
-    with refused(InputError, "--plot"):
-        figure.draw(found, str(tmp_path / "none" / "plan.png"))
 
 
 HERE = "--model dit_1b --devices-per-node 4"
@@ -571,12 +517,6 @@ HERE = "--model dit_1b --devices-per-node 4"
                 ),
                 ("dit_1b --qk-norm", "--windows and --qk-norm are options of a GPT; got"),
                 ("dit_1b --seq-len 1000", "--seq-len of a diffusion transformer follows from its"),
-                ("gpt_7b --plot {}/plan.gif", "ends in .png, .pdf, .svg; got '.*plan.gif'. Write"),
-                ("gpt_7b --plot {}/x/a.png", "in a folder that exists; got '.*x/a.png'. Make"),
-                (
-                    "gpt_7b --plot {}/a.png",
-                    "matplotlib, which is not installed.*pip install 'startrail-jax[plot]'",
-                ),
             )
         ],
         (
@@ -598,8 +538,7 @@ HERE = "--model dit_1b --devices-per-node 4"
         ),
     ],
 )
-def test_mistakes_on_the_command_line(arguments, message, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(figure.importlib.util, "find_spec", lambda name: None)
+def test_mistakes_on_the_command_line(arguments, message, tmp_path, capsys):
     (tmp_path / "bad.json").write_text("{")
     (tmp_path / "empty.json").write_text("{}")
     (tmp_path / "experts.json").write_text(json.dumps(QWEN | {"num_experts": 8}))
