@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from startrail_jax.analysis.cost import communication
     from startrail_jax.attention import Attention
     from startrail_jax.device_mesh import make_mesh
-    from startrail_jax.devices.degrees import AxisNames, Degrees
+    from startrail_jax.devices.axes import AxisNames
+    from startrail_jax.devices.degrees import Degrees
     from startrail_jax.documents import parts
     from startrail_jax.planner.planning import plan
     from startrail_jax.rings.residuals import CHECKPOINT_NAMES
@@ -47,7 +48,7 @@ __all__ = [
 _MODULES = {
     "CHECKPOINT_NAMES": "rings.residuals",
     "Attention": "attention",
-    "AxisNames": "devices.degrees",
+    "AxisNames": "devices.axes",
     "Degrees": "devices.degrees",
     "Layout": "tokens.layout",
     "communication": "analysis.cost",

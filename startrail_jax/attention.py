@@ -38,15 +38,14 @@ from startrail_jax.calls.validation import (
     check_softcap,
     served_call,
 )
-from startrail_jax.devices.degrees import (
-    SEQUENCE_ROLES,
+from startrail_jax.devices.axes import (
     AxisNames,
-    Degrees,
     check_mesh,
     check_sequence_axis,
     device_kind,
     flat_axis,
 )
+from startrail_jax.devices.degrees import SEQUENCE_ROLES, Degrees
 from startrail_jax.devices.nodes import mesh_crossing
 from startrail_jax.errors import BalanceWarning, InputError
 from startrail_jax.rings import collectives, rings, score_units

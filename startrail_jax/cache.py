@@ -21,7 +21,8 @@ from startrail_jax.blocks.softmax import cap_logits, rows
 from startrail_jax.calls.score_checks import check_per_head
 from startrail_jax.calls.sharding import Sharded
 from startrail_jax.calls.validation import check_decode, check_shardings, check_update, check_whole
-from startrail_jax.devices.degrees import SEQUENCE_ROLES, Axis, flat_axis
+from startrail_jax.devices.axes import flat_axis
+from startrail_jax.devices.degrees import SEQUENCE_ROLES, Axis
 from startrail_jax.masks import Pattern
 from startrail_jax.rings import collectives
 from startrail_jax.rings.sizes import check_heads

@@ -36,7 +36,8 @@ from startrail_jax import blocks
 from startrail_jax.blocks.base import Pair
 from startrail_jax.blocks.softmax import merge_partials
 from startrail_jax.blocks.visibility import Visibility
-from startrail_jax.devices.degrees import ROLES, Axis, device_kind
+from startrail_jax.devices.axes import device_kind
+from startrail_jax.devices.degrees import ROLES, Axis
 from startrail_jax.rings import collectives, rings
 from startrail_jax.rings.schedule import Schedule
 

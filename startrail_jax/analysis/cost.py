@@ -33,8 +33,7 @@ from startrail_jax.rings.balance import BALANCES, in_zigzag, why_not_balanced
 from startrail_jax.rings.head_chunks import check_head_chunks
 from startrail_jax.rings.schedule import Schedule, ring_offsets, schedule_of
 from startrail_jax.rings.sizes import GRADIENT_DTYPES, Sizes, dtype_name
-from startrail_jax.rings.sparse import seen_exchange, why_not_seen
-from startrail_jax.rings.sparse_plan import EXCHANGES
+from startrail_jax.rings.sparse_plan import EXCHANGES, seen_exchange, why_not_seen
 from startrail_jax.tokens.layout import Layout
 
 Backward = Literal["auto", "query", "kv"]
@@ -409,31 +408,13 @@ def _passes(
         )
         sums = steps.replica_sum()
         return there, [*back, *sums], [*both, *sums]
-    balances = schedule.balance == "exchange"
-    forward = [
-        *(steps.balance(shared_ids=shared_ids) if balances else ()),
-        *steps.exchange(id_arrays=1 if shared_ids else 2),
-        *steps.query_gather(),
-        *steps.key_placement(shared_ids=shared_ids),
-        *steps.ring(),
-        *steps.combination("merge" if schedule.combine == "merge" else "reduce_scatter"),
-        *steps.output_exchange(),
-        *(steps.balance_output(back=True) if balances else ()),
-    ]
-    again = steps.key_placement(shared_ids=shared_ids, backward=True)
-    reverse = [
-        *(steps.balance_output(back=False) if balances else ()),
-        *steps.output_exchange(),
-        *steps.query_gather(backward=True),
-        *([] if steps.keep_gathered else again),
-        *steps.gradient_ring(steps.traveller(schedule.backward)),
-        *steps.query_scatter(),
-        *steps.key_gradient_placement(),
-        *steps.gradient_exchange(),
-        *steps.replica_sum(),
-        *(steps.balance_gradients() if balances else ()),
-    ]
-    return forward, reverse, forward + reverse
+    forward, backward = steps.in_rings(
+        "merge" if schedule.combine == "merge" else "reduce_scatter",
+        steps.traveller(schedule.backward),
+        balances=schedule.balance == "exchange",
+        shared_ids=shared_ids,
+    )
+    return forward, backward, forward + backward
 
 
 def _placed(

@@ -15,7 +15,8 @@ from startrail_jax.rings.balance import in_zigzag
 from startrail_jax.rings.head_chunks import check_head_chunks
 from startrail_jax.rings.schedule import Schedule, ring_offsets, unit_cases
 from startrail_jax.rings.sizes import Sizes
-from startrail_jax.rings.sparse import seen_cases, seen_exchange, seen_request
+from startrail_jax.rings.sparse import seen_cases, seen_request
+from startrail_jax.rings.sparse_plan import seen_exchange
 
 _SERVES = {
     "cudnn": "every kernel is a cuDNN kernel, over full rectangles and causal squares of the "

@@ -6,13 +6,14 @@ The steps are those of `startrail_jax.rings.rings`. `startrail_jax.analysis.cost
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from startrail_jax.devices.degrees import SEQUENCE_ROLES, Degrees
-from startrail_jax.rings.balance import slice_pairs
 from startrail_jax.rings.sizes import WIDTHS, Sizes
 from startrail_jax.rings.sparse_plan import Exchange
+from startrail_jax.tokens.layout import slice_pairs
 
 Placement = Literal["gather", "gather_permute"]
 Combine = Literal["merge", "reduce_scatter"]
@@ -76,7 +77,7 @@ class Steps:
     """What `Sizes.share` gives for these degrees."""
     kv_heads: int
     """Key heads over all devices."""
-    offsets: tuple[int, ...]
+    offsets: Sequence[int]
     """Ring distances that are visited, those of whole inner cycles, 0 first."""
     placement: Placement
     """Step 2: "gather" (ours) or "gather_permute" (the paper)."""
@@ -312,6 +313,47 @@ class Steps:
             degrees = self.degrees
             return self.share.cheaper_traveller(team=degrees.team, group=degrees.group)
         return "query" if backward == "query" else "kv"
+
+    def in_rings(
+        self,
+        combine: Combine,
+        traveller: Literal["query", "kv"],
+        *,
+        balances: bool = False,
+        shared_ids: bool = True,
+    ) -> tuple[list[Transfer], list[Transfer]]:
+        """The transfers of the forward and of the backward pass where keys go round the rings.
+
+        Args:
+            combine: step 4: "merge" (ours) or "reduce_scatter" (the paper).
+            traveller: which side goes round the ring in the backward pass.
+            balances: whether tokens are exchanged for zigzag order: see `rings.balance`.
+            shared_ids: whether queries and keys have the same array of segment ids.
+        """
+        forward = [
+            *(self.balance(shared_ids=shared_ids) if balances else ()),
+            *self.exchange(id_arrays=1 if shared_ids else 2),
+            *self.query_gather(),
+            *self.key_placement(shared_ids=shared_ids),
+            *self.ring(),
+            *self.combination(combine),
+            *self.output_exchange(),
+            *(self.balance_output(back=True) if balances else ()),
+        ]
+        again = self.key_placement(shared_ids=shared_ids, backward=True)
+        backward = [
+            *(self.balance_output(back=False) if balances else ()),
+            *self.output_exchange(),
+            *self.query_gather(backward=True),
+            *([] if self.keep_gathered else again),
+            *self.gradient_ring(traveller),
+            *self.query_scatter(),
+            *self.key_gradient_placement(),
+            *self.gradient_exchange(),
+            *self.replica_sum(),
+            *(self.balance_gradients() if balances else ()),
+        ]
+        return forward, backward
 
     def seen(self, exchange: Exchange, *, forward: bool, backward: bool) -> list[Transfer]:
         """The moves of an exchange, which takes the place of all steps; see `rings.sparse`.

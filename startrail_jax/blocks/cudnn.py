@@ -34,8 +34,9 @@ from startrail_jax.blocks import softmax
 from startrail_jax.blocks.base import Pair, Request
 from startrail_jax.blocks.pieces import Pieces
 from startrail_jax.blocks.softmax import Partials, merge_partials, merge_precisely
-from startrail_jax.blocks.visibility import Cases, Visibility, causal_window
+from startrail_jax.blocks.visibility import Cases, Visibility
 from startrail_jax.masks import Causal, Full
+from startrail_jax.masks.algebra import causal_window
 from startrail_jax.shapes import EMPTY, KeyShard, LseShard, OutShard, QueryShard, ValueShard
 from startrail_jax.xla.varying import alike, as_varying
 

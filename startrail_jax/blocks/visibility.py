@@ -14,20 +14,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
 from startrail_jax.blocks.pieces import Pieces, pieces_by_offset
-from startrail_jax.masks import Causal, Full, Pattern, Window
+from startrail_jax.masks import Causal, Full, Pattern
 from startrail_jax.tokens.layout import Runs
 
 _FULL = Full()
 
 Cases = tuple[Int32[Array, ""] | int, tuple[Pieces, ...]]
 """The index of the set of pieces that is visible on this device, and all sets."""
-
-
-def causal_window(pattern: Pattern) -> int | None:
-    """Keys that a query sees under a causal window; None for any other mask."""
-    if isinstance(pattern, Window) and pattern.right == 0 and pattern.left is not None:
-        return pattern.left + 1
-    return None
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,8 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from startrail_jax.devices.degrees import (
-    SEQUENCE_ROLES,
-    Axis,
-    AxisNames,
-    flat_axis,
-    resolve_axes,
-    share_axis,
-)
+from startrail_jax.devices.axes import AxisNames, flat_axis, resolve_axes, share_axis
+from startrail_jax.devices.degrees import SEQUENCE_ROLES, Axis
 from startrail_jax.errors import InputError
 from startrail_jax.rings.sizes import check_heads
 from startrail_jax.tokens.layout import check_unsharded, token_axis

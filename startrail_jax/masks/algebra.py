@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import numpy as np
 
 from startrail_jax.errors import InputError, UnsupportedError
@@ -401,6 +402,13 @@ def _reach(mask: Pattern) -> tuple[int | None, int | None] | None:
     return (mask.left, mask.right) if isinstance(mask, Window) else None
 
 
+def causal_window(pattern: Pattern) -> int | None:
+    """Keys that a query sees under a causal window; None for any other mask."""
+    if isinstance(pattern, Window) and pattern.right == 0 and pattern.left is not None:
+        return pattern.left + 1
+    return None
+
+
 def band(left: int | None, right: int | None) -> Pattern:
     """The simplest mask for a window."""
     if left is None and right in (None, 0):
@@ -419,7 +427,8 @@ def _least(x: int | None, y: int | None) -> int | None:
 
 def _concrete(question: Callable[[Span, Span], Any], query: Span, key: Span) -> np.ndarray:
     """The answer for known spans, also while something is being traced."""
-    with jax.ensure_compile_time_eval():
+    jax = sys.modules.get("jax")  # Nothing is traced before someone imports it.
+    with contextlib.nullcontext() if jax is None else jax.ensure_compile_time_eval():
         shape = np.broadcast_shapes(np.shape(query.first), np.shape(key.first))
         return np.broadcast_to(np.asarray(question(query, key), bool), shape)
 

@@ -6,9 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
 from startrail_jax.errors import InputError
 from startrail_jax.masks.algebra import Causal, Full, Pattern, Window, check_number, shown
 from startrail_jax.tokens.layout import Span
@@ -231,6 +228,9 @@ class Rule(Pattern):
     of the shape to which they broadcast. A wrong answer gives a wrong result."""
 
     def __post_init__(self) -> None:
+        import jax
+        import jax.numpy as jnp
+
         sizes, whole = ((5, 2, 1), (5, 1, 3)), (5, 2, 3)
         given = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in sizes]
         try:

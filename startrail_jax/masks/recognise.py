@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import numpy as np
-from jax.core import Tracer
 
 from startrail_jax.errors import InputError
 from startrail_jax.masks.algebra import Full, Pattern, band
@@ -45,6 +43,9 @@ def recognise(mask: Any) -> Recognised:
         ValueError: if it is no array of bools of such a shape, or if it is anything else than a
             window of neighbouring documents. The message names entries that do not fit.
     """
+    import jax
+    from jax.core import Tracer
+
     if isinstance(mask, Tracer):
         raise InputError(
             f"recognise needs a mask that holds values; got the traced {jax.typeof(mask)}. Call it "

@@ -21,17 +21,10 @@ from jaxtyping import Array
 from startrail_jax.devices.degrees import Axis
 from startrail_jax.rings import collectives
 from startrail_jax.rings.schedule import Schedule
-from startrail_jax.tokens.layout import Layout
+from startrail_jax.tokens.layout import Layout, slice_pairs
 
 BALANCES = ("auto", "layout", "exchange")
 """The values of the option `balance` of `Attention`."""
-
-
-def slice_pairs(ranks: int) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """(sender, receiver) of every even slice, and of every odd one, on the way to zigzag order."""
-    slices = range(2 * ranks)
-    homes = [min(s, 2 * ranks - 1 - s) for s in slices]
-    return tuple(tuple((s // 2, homes[s]) for s in slices[odd::2]) for odd in (0, 1))
 
 
 def why_not_balanced(schedule: Schedule, query_tokens: int, key_tokens: int) -> str | None:

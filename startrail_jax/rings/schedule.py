@@ -1,34 +1,13 @@
-"""Which units attend to each other, on which devices, in which rounds: the static schedule.
+"""Which blocks serve which units, in which rounds: the static schedule of one attention.
 
-The *sequence rank* of a device is its flat index over the axes (ring, group, team, head), slowest
-first, whose degrees are R, G, A and U. After the head exchange, which trades tokens for heads among
-U neighbours, a device is called (p, g, a) by its indices along ring, group and team. The G * A
-devices of one p hold a *block* of the sequence.
-
-* A *unit* is what one gather brings together. No device sends anything to another place first.
-* A *team* is the A devices (p, g, 0..A-1). They share a query unit, which is neighbouring shards.
-* A *group* is the G devices (p, 0..G-1, a). They share a key unit, which is every A-th shard of
-  their block.
-* A *ring* is the R devices (0..R-1, g, a). Round after round, each of them attends its query unit
-  to the key unit of another block.
-
-Device (p, g, a) so meets the keys of all shards with its a, and its team those of all shards. In
-the first round, queries and keys are of one block, and a mask is a staircase. In every other round
-one block lies before the other, and a causal mask is one rectangle.
-
-A *double ring* (LoongTrain, https://arxiv.org/abs/2406.18485) visits the same units in another
-order. With n devices in an inner cycle, ring index p is o * n + i. Key units go round the inner
-cycle, which takes n rounds, while a copy of each is under way to the same i of the next o.
-*Distance* d on the ring means d // n places in the outer cycle and d % n in the inner cycle; with
-n = 1 there is only the outer one, of all R devices.
-
-So every (query, key) pair is met exactly once.
+`rounds` says which units meet on which devices. In the first round, queries and keys are of one
+block, and a mask is a staircase. In every other round one block lies before the other, and a causal
+mask is one rectangle.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,35 +18,28 @@ from jaxtyping import Array
 from startrail_jax.blocks import Backend
 from startrail_jax.blocks.base import Request
 from startrail_jax.blocks.pieces import Pieces, pieces_by_offset, pieces_of_window
-from startrail_jax.blocks.visibility import Cases, Visibility, causal_window
-from startrail_jax.devices.degrees import PLATFORMS, SEQUENCE_ROLES, Axis, Cycle, Degrees
+from startrail_jax.blocks.visibility import Cases, Visibility
+from startrail_jax.devices.degrees import PLATFORMS, SEQUENCE_ROLES, Axis, Degrees
 from startrail_jax.errors import InputError
 from startrail_jax.masks import Causal, Full, Pattern
+from startrail_jax.masks.algebra import causal_window
+from startrail_jax.rings.rounds import Rounds, ring_offsets
 from startrail_jax.rings.sizes import Sizes
 from startrail_jax.tokens.layout import Layout, Runs
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
+class Schedule(Rounds):
     """Everything static about one attention: the axes that it runs on, and its options.
 
     The options have the names and the meanings that they have in `Attention`.
     """
 
-    group: Axis
-    ring: Axis
-    team: Axis
-    head: Axis
-    layout: Layout
-    pattern: Pattern
-    """Which position sees which; other masks than a full one need units in order of position."""
     scale: float | None
     softcap: float | None
     backend: Backend
     backward: str
-    placement: str
     combine: str
-    inner: int
     head_chunks: int
     gradient_dtype: str
     keep_gathered: bool
@@ -104,78 +76,9 @@ class Schedule:
         )
 
     @property
-    def as_published(self) -> bool:
-        """Whether keys come as in the paper: gathered by the team, which then trades places with
-        the group."""
-        return self.placement == "gather_permute"
-
-    @property
     def ordered(self) -> bool:
         """Whether the positions of tokens matter, so that units are in order of position."""
         return not isinstance(self.pattern, Full) or bool(self.scores)
-
-    @property
-    def num_shards(self) -> int:
-        """Shards of the sequence after the head exchange: G * R * A."""
-        return self.group.degree * self.ring.degree * self.team.degree
-
-    @property
-    def query_ranks(self) -> int:
-        """Sequence ranks in a query unit."""
-        return self.team.degree * self.head.degree
-
-    @property
-    def key_ranks(self) -> int:
-        """Sequence ranks in a key unit."""
-        return self.group.degree * self.head.degree
-
-    @property
-    def cycles(self) -> tuple[Cycle, Cycle]:
-        """The outer and the inner cycle of the ring."""
-        outer = Cycle(self.ring, self.ring.degree // self.inner, stride=self.inner)
-        return outer, Cycle(self.ring, self.inner)
-
-    def along_ring(self, p: Any, distance: Any, direction: int) -> Any:
-        """The ring index `distance` ahead of p, or behind it if `direction` is -1."""
-        outer, inner = self.cycles
-        if self.inner > 1:
-            p = inner.place(p, direction * (distance % self.inner))
-        return outer.place(p, direction * (distance // self.inner))
-
-    def query_runs(self, seq_len: int, p: Any, g: Any) -> Runs:
-        """Positions of the query unit of ring index p and group index g.
-
-        Args:
-            seq_len: tokens of the whole sequence.
-            p, g: the indices; they may be traced, or NumPy arrays.
-        """
-        unit = p * self.group.degree + g
-        return self.layout.unit_positions(seq_len, unit * self.query_ranks, self.query_ranks)
-
-    def key_runs(self, seq_len: int, p: Any, a: Any) -> Runs:
-        """Positions of the key unit that ring index p and team index a have in round 0.
-
-        Args:
-            seq_len: key tokens of the whole sequence.
-            p, a: the indices; they may be traced, or NumPy arrays.
-        """
-        if self.as_published:
-            return self.query_runs(seq_len, p, a)
-        block, head = p * self.group.degree * self.query_ranks, self.head.degree
-        return self.layout.unit_positions(
-            seq_len, block + a * head, head, self.group.degree, self.query_ranks
-        )
-
-    def units_that_meet(self, seq_len: int, distances: Sequence[int]) -> tuple[Runs, Runs]:
-        """Positions of the query unit and of the key unit on each device, at each ring distance.
-
-        Returns:
-            Runs whose starts are arrays [distance, p, g, a].
-        """
-        p, g, a = np.indices((self.ring.degree, self.group.degree, self.team.degree))
-        behind = np.stack([self.along_ring(p, distance, -1) for distance in distances])
-        here = np.broadcast_to(p, behind.shape)
-        return self.query_runs(seq_len, here, g), self.key_runs(seq_len, behind, a)
 
     def visibility(
         self,
@@ -289,22 +192,6 @@ def schedule_of(degrees: Degrees, pattern: Pattern, layout: Layout, inner: int =
         platform="cpu",
         capability=None,
     )
-
-
-@functools.lru_cache(maxsize=1024)
-def ring_offsets(schedule: Schedule, seq_len: int) -> tuple[int, ...]:
-    """Ring distances between queries and keys at which some device has work, 0 first.
-
-    These are all distances, unless the mask hides so much that no device needs some of the rounds;
-    the ring then skips those rounds. A double ring skips whole inner cycles.
-    """
-    ring = range(schedule.ring.degree)
-    pattern = schedule.pattern.within(seq_len)
-    if isinstance(pattern, (Full, Causal)):
-        return tuple(ring)
-    met = pattern.meet(*schedule.units_that_meet(seq_len, ring))
-    needed = {offset // schedule.inner for offset in ring if met[offset].any()}
-    return tuple(offset for offset in ring if offset // schedule.inner in {0, *needed})
 
 
 def unit_cases(

@@ -33,55 +33,19 @@ from startrail_jax.blocks.base import Pair, Request
 from startrail_jax.blocks.pieces import Pieces, pieces_of_window
 from startrail_jax.blocks.scores import PLAIN, Scores
 from startrail_jax.blocks.softmax import Partials, merge_precisely
-from startrail_jax.blocks.visibility import Cases, Visibility, causal_window
-from startrail_jax.masks import Causal, Full, Pattern
+from startrail_jax.blocks.visibility import Cases, Visibility
+from startrail_jax.masks import Pattern
+from startrail_jax.masks.algebra import causal_window
 from startrail_jax.rings import collectives
 from startrail_jax.rings.residuals import CHECKPOINT_NAMES, Rows, row_gradients
 from startrail_jax.rings.ring_loop import as_float32
 from startrail_jax.rings.schedule import Schedule
 from startrail_jax.rings.score_units import Given
 from startrail_jax.rings.sizes import Sizes
-from startrail_jax.rings.sparse_plan import Exchange, KeyMove, KeyRun, Slices, exchange_of
+from startrail_jax.rings.sparse_plan import Exchange, KeyMove, KeyRun, seen_exchange
 from startrail_jax.tokens.layout import Layout, Runs, Span
 from startrail_jax.xla.ordering import recompute_in_backward
 from startrail_jax.xla.varying import alike
-
-
-def why_not_seen(pattern: Pattern, layout: Layout, seq_len: int) -> str | None:
-    """Why only the keys that are seen cannot or need not be sent; None if they can.
-
-    Args:
-        pattern: the mask.
-        layout: the layout of queries and keys.
-        seq_len: tokens of the whole sequence.
-    """
-    within = pattern.within(seq_len)
-    if layout.degree == 1:
-        return "one device holds all keys"
-    if isinstance(within, (Full, Causal)):
-        return f"the mask {within} shows the keys of nearly all devices"
-    if within.per_row:
-        return f"the mask {within} leaves lengths open until a call gives them"
-    if seen_exchange(pattern, layout, seq_len) is None:
-        return f"the mask {within} shows each device keys of nearly all others"
-    return None
-
-
-@functools.lru_cache(maxsize=1024)
-def seen_exchange(pattern: Pattern, layout: Layout, seq_len: int) -> Exchange | None:
-    """The exchange for a mask of static positions and a contiguous or zigzag layout.
-
-    Returns:
-        The exchange; None if it is not worth looking for (`exchange.exchange_of`).
-    """
-    pattern = pattern.within(seq_len)
-
-    def shows(ranks: np.ndarray, first: np.ndarray, last: np.ndarray) -> np.ndarray:
-        found = pattern.shows(layout.unit_positions(seq_len, ranks, 1), Span(first, last))
-        return np.broadcast_to(found, np.broadcast_shapes(ranks.shape, first.shape))
-
-    slices = Slices(layout.degree, layout.multiple // layout.degree, seq_len // layout.multiple)
-    return exchange_of(slices, shows)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -21,6 +21,7 @@ This module needs NumPy alone, as the planner uses it too.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
@@ -28,6 +29,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
+from startrail_jax.masks import Causal, Full, Pattern
+from startrail_jax.tokens.layout import Layout, Span
 
 EXCHANGES = ("auto", "rings", "seen")
 """The values of the option `exchange` of `Attention`."""
@@ -148,6 +152,43 @@ class Exchange:
     def shared(self) -> int:
         """Keys that all ranks receive from a sum."""
         return sum(move.length for move in self.moves if move.shared)
+
+
+def why_not_seen(pattern: Pattern, layout: Layout, seq_len: int) -> str | None:
+    """Why only the keys that are seen cannot or need not be sent; None if they can.
+
+    Args:
+        pattern: the mask.
+        layout: the layout of queries and keys.
+        seq_len: tokens of the whole sequence.
+    """
+    within = pattern.within(seq_len)
+    if layout.degree == 1:
+        return "one device holds all keys"
+    if isinstance(within, (Full, Causal)):
+        return f"the mask {within} shows the keys of nearly all devices"
+    if within.per_row:
+        return f"the mask {within} leaves lengths open until a call gives them"
+    if seen_exchange(pattern, layout, seq_len) is None:
+        return f"the mask {within} shows each device keys of nearly all others"
+    return None
+
+
+@functools.lru_cache(maxsize=1024)
+def seen_exchange(pattern: Pattern, layout: Layout, seq_len: int) -> Exchange | None:
+    """The exchange for a mask of static positions and a contiguous or zigzag layout.
+
+    Returns:
+        The exchange; None if it is not worth looking for (`exchange_of`).
+    """
+    pattern = pattern.within(seq_len)
+
+    def shows(ranks: np.ndarray, first: np.ndarray, last: np.ndarray) -> np.ndarray:
+        found = pattern.shows(layout.unit_positions(seq_len, ranks, 1), Span(first, last))
+        return np.broadcast_to(found, np.broadcast_shapes(ranks.shape, first.shape))
+
+    slices = Slices(layout.degree, layout.multiple // layout.degree, seq_len // layout.multiple)
+    return exchange_of(slices, shows)
 
 
 def exchange_of(slices: Slices, shows: Shows) -> Exchange | None:

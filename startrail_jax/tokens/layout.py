@@ -12,11 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
-from jaxtyping import Array, Int32, Shaped
 
 from startrail_jax.errors import InputError
 
@@ -62,8 +58,11 @@ class Runs:
         """First and last position of each run."""
         return tuple(Span(start, start + self.length - 1) for start in self.starts)
 
-    def vector(self) -> Int32[Array, " tokens"]:
-        """The positions of all tokens of the unit, in increasing order."""
+    def vector(self) -> Any:
+        """The positions of all tokens of the unit, in increasing order: a jax.Array, int32
+        [tokens]."""
+        import jax.numpy as jnp
+
         offsets = np.arange(self.length, dtype=np.int32)
         return jnp.concatenate([jnp.asarray(start, jnp.int32) + offsets for start in self.starts])
 
@@ -220,6 +219,9 @@ class Layout:
         return self._take(x, axis, np.argsort)
 
     def _take(self, x: Any, axis: int, order: Callable[[np.ndarray], np.ndarray]) -> Any:
+        import jax
+        import jax.numpy as jnp
+
         check_unsharded(x)
         axis = token_axis(x, axis)
         self.check_length(x.shape[axis], name=f"x.shape[{axis}]")
@@ -228,7 +230,7 @@ class Layout:
             jnp.take(x, index, axis=axis) if isinstance(x, jax.Array) else np.take(x, index, axis)
         )
 
-    def sort_unit(self, x: Shaped[Array, "..."], size: int, axis: int) -> Shaped[Array, "..."]:
+    def sort_unit(self, x: Any, size: int, axis: int) -> Any:
         """Puts the gathered tokens of `size` ranks in order of position along `axis`.
 
         The reorder is static. Under zigzag, the early and late runs [e0 l0 e1 l1 ..] of the ranks
@@ -236,13 +238,17 @@ class Layout:
         """
         if self.kind == "contiguous" or size == 1:
             return x
+        import jax.numpy as jnp
+
         early, late = jnp.moveaxis(_split(x, axis, (size, 2, -1)), axis + 1, 0)
         return _merge(jnp.concatenate([early, jnp.flip(late, axis)], axis), axis, 2)
 
-    def unsort_unit(self, x: Shaped[Array, "..."], size: int, axis: int) -> Shaped[Array, "..."]:
+    def unsort_unit(self, x: Any, size: int, axis: int) -> Any:
         """The inverse of `sort_unit`: the tokens rank after rank, ready to be scattered."""
         if self.kind == "contiguous" or size == 1:
             return x
+        import jax.numpy as jnp
+
         early, late = jnp.split(_split(x, axis, (2 * size, -1)), 2, axis)
         return _merge(jnp.stack([early, jnp.flip(late, axis)], axis + 1), axis, 3)
 
@@ -268,6 +274,13 @@ class Layout:
         return Runs(tuple(starts), slices * size, slices * apart if blocks > 1 else 0)
 
 
+def slice_pairs(ranks: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """(sender, receiver) of every even slice, and of every odd one, on the way to zigzag order."""
+    slices = range(2 * ranks)
+    homes = [min(s, 2 * ranks - 1 - s) for s in slices]
+    return tuple(tuple((s // 2, homes[s]) for s in slices[odd::2]) for odd in (0, 1))
+
+
 def token_axis(x: Any, axis: int) -> int:
     """The number of a token dimension, which may be counted from the end.
 
@@ -291,6 +304,9 @@ def check_unsharded(x: Any) -> None:
     Raises:
         ValueError: if it is.
     """
+    import jax
+    from jax.core import Tracer
+
     if not isinstance(x, jax.Array):
         return
     if isinstance(x, Tracer):
@@ -305,9 +321,9 @@ def check_unsharded(x: Any) -> None:
         )
 
 
-def _split(x: Array, axis: int, sizes: tuple[int, ...]) -> Array:
+def _split(x: Any, axis: int, sizes: tuple[int, ...]) -> Any:
     return x.reshape(*x.shape[:axis], *sizes, *x.shape[axis + 1 :])
 
 
-def _merge(x: Array, axis: int, count: int) -> Array:
+def _merge(x: Any, axis: int, count: int) -> Any:
     return x.reshape(*x.shape[:axis], -1, *x.shape[axis + count :])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 from jax.sharding import Mesh
 
-from startrail_jax.devices.degrees import device_kind
+from startrail_jax.devices.axes import device_kind
 
 
 def compiler_options(mesh: Mesh | None = None) -> dict[str, bool | int]:

@@ -7,7 +7,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import startrail_jax as st
-from startrail_jax.devices.degrees import AxisNames, Cycle, flat_axis, resolve_axes
+from startrail_jax.devices.axes import AxisNames, flat_axis, resolve_axes
+from startrail_jax.devices.degrees import Cycle
 from startrail_jax.rings import collectives
 
 RANKS = ("ring", "group", "team")

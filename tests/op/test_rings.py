@@ -9,11 +9,14 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import startrail_jax as st
+from startrail_jax import masks
 from startrail_jax.blocks import xla
 from startrail_jax.blocks.tiles import visible_tiles
 from startrail_jax.devices.degrees import Axis, Cycle
+from startrail_jax.rings import schedule as schedules
 from startrail_jax.rings.ring_loop import circulate
-from startrail_jax.rings.schedule import ring_offsets
+from startrail_jax.rings.rounds import ring_offsets
+from startrail_jax.tokens.layout import Layout
 
 
 def schedule_of(degrees, **options):
@@ -211,3 +214,18 @@ def test_double_ring_brings_each_traveller_past_everyone_and_its_share_home(
 def test_double_ring_skips_the_cycles_that_nobody_needs():
     schedule = schedule_of(st.Degrees(ring=8), layout="contiguous", window=12, inner=2)
     assert ring_offsets(schedule, 80) == (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "zigzag"])
+def test_rounds_of_a_window_are_those_in_which_units_meet(kind):
+    for ring, group, team, inner, run in ((8, 1, 1, 1, 3), (6, 2, 1, 3, 5), (4, 2, 3, 2, 2)):
+        degrees = st.Degrees(ring=ring, group=group, team=team)
+        layout = Layout(kind, degrees.sequence)
+        seq_len = run * layout.multiple
+        for window in range(1, seq_len):
+            schedule = schedules.schedule_of(degrees, masks.Window(window - 1, 0), layout, inner)
+            met = schedule.pattern.meet(*schedule.units_that_meet(seq_len, range(ring)))
+            needed = {0, *(np.flatnonzero(met.any((1, 2, 3))) // inner)}
+            assert ring_offsets(schedule, seq_len) == tuple(
+                offset for offset in range(ring) if offset // inner in needed
+            )

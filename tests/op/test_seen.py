@@ -31,7 +31,7 @@ from score_cases import ScoreCase
 from startrail_jax.blocks import tiled, xla
 from startrail_jax.errors import UnsupportedError
 from startrail_jax.rings import sparse_plan
-from startrail_jax.rings.sparse import seen_exchange
+from startrail_jax.rings.sparse_plan import seen_exchange
 from startrail_jax.tokens.layout import Layout
 
 M, D = st.masks, st.Degrees

@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float32
 
 from startrail_jax.attention import Attention
-from startrail_jax.devices.degrees import device_kind
+from startrail_jax.devices.axes import device_kind
 from startrail_jax.errors import InputError
 from startrail_jax.xla.compiler import compiler_options
 from startrail_jax.xla.ordering import gradient_first
