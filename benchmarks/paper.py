@@ -44,7 +44,7 @@ from startrail_jax.planner.hardware import Cluster, find_gpu
 from startrail_jax.planner.models import MODELS, ModelSizes
 from startrail_jax.planner.quantities import GIB, parse_rate, show_count
 from startrail_jax.planner.search import Candidates, Options, Prediction, family
-from startrail_jax.planner.traffic import Moves
+from startrail_jax.planner.timing import Timing
 
 FIXED = Options(zero=(3,), remat=("full",), offload=(False,), tiled=(True, False))
 PORTS = ("12.5Gb/s", "100Gb/s", "400Gb/s")
@@ -179,7 +179,7 @@ def case_30b() -> None:
     call, cluster = Call(model=model, seq_len=seq_len, batch=1), MACHINES[0].cluster
     share = seq_len // gpus * heads * model.head_dim * model.itemsize / GIB
     settings = all_settings(cluster, call, given={"data": 1, "tensor": 1, "head": 1})
-    sent = np.sum([move.total for move in Moves(settings, call).forward()], axis=0) / GIB
+    sent = Timing(settings, cluster, call).received(backward=False) / GIB
     print(f"{'':<28}{'messages':>10}{'collectives':>13}{'in all':>9}{'sent':>9}   GiB a GPU")
     for name, c, scheme in (
         ("Ring Attention", 1, lambda s: is_ring(s) & (s.inner == 1)),

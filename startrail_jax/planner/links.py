@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from startrail_jax.analysis.algorithms import halving
+from startrail_jax.devices.degrees import SEQUENCE_ROLES
 from startrail_jax.planner.grid import Placement, Settings
 from startrail_jax.planner.hardware import Cluster
-from startrail_jax.planner.traffic import Move
 
 _PEERS = 8
 """Peers that NCCL sends to at a time in an exchange of all with all. Over gloo, XLA sends to all of
@@ -49,16 +49,42 @@ class Cost:
         )
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Move:
+    """One step of an attention that moves bytes, by one kind of collective: arrays [setting]."""
+
+    step: str
+    """Step of the schedule: see `startrail_jax.analysis.transfers`."""
+    collective: str
+    """One of `startrail_jax.analysis.COLLECTIVES`."""
+    roles: tuple[str, ...]
+    """The axes over which it goes."""
+    received: np.ndarray
+    """Bytes that a device receives each time."""
+    count: np.ndarray
+    """How often, one after another: the hops of a ring."""
+    arrays: np.ndarray | int = 1
+    """Number of arrays that these bytes are."""
+    last: np.ndarray | float = 1.0
+    """Of hops, how many of the neighbours in a node send to another node, on average."""
+
+    @property
+    def goes_round(self) -> bool:
+        """Whether these are hops of a ring, or of the inner or the outer cycle of a double ring."""
+        return self.step.endswith("ring")
+
+
 class Links:
     """The links of a cluster, for the axes of settings."""
 
     def __init__(self, settings: Settings, cluster: Cluster) -> None:
         self.settings, self.cluster = settings, cluster
         self.placement = Placement(settings, cluster)
-        self._inside = {
+        self.inside = {
             role: self.placement.inside(role)
             for role in ("group", "ring", "team", "head", "tensor")
         }
+        """Role -> neighbours along its axis that share a node."""
         self._traded = self._trading()
 
     @property
@@ -69,20 +95,17 @@ class Links:
 
     def cost(self, move: Move) -> Cost:
         """The cost of a move: of all its hops if it has several."""
-        if move.collective.endswith("hop"):
+        if move.goes_round:
             return self.hop(move).times(move.count)
-        arrays = self._messages(move)
-        if move.collective == "trade":
+        # XLA's CPU backend has a collective for each array, one after another, where those of NCCL
+        # are launched together.
+        arrays = move.arrays if self.cluster.algorithms == "gloo" else 1
+        if move.collective == "collective_permute":
             return self._trade(move.received, arrays)
-        size, inside = vars(self.settings)[move.role], self._inside[move.role]
-        return self.collective(move.collective, size, inside, move.received, arrays).times(
-            move.count
-        )
-
-    def _messages(self, move: Move) -> np.ndarray | int:
-        """How many collectives a move is: XLA's CPU backend has one for each array, one after
-        another, where those of NCCL are launched together."""
-        return move.arrays if self.cluster.algorithms == "gloo" else 1
+        (role,) = move.roles
+        size, inside = vars(self.settings)[role], self.inside[role]
+        found = self.collective(move.collective, size, inside, move.received, arrays)
+        return found.times(move.count)
 
     def costs(self, moves: list[Move]) -> Cost:
         """The cost of moves, one after another."""
@@ -152,21 +175,19 @@ class Links:
         If the ring skips rounds, it is the mean of its hops.
 
         Args:
-            move: a "hop", "inner hop" or "outer hop".
+            move: hops of a ring, or of its inner or outer cycle.
         """
-        size, kind = move.received, move.collective
+        size, last = move.received, move.last
         cluster, per_node = self.cluster, self.cluster.gpus_per_node
-        stride, inside = self.placement.strides["ring"], self._inside["ring"]
+        stride, inside = self.placement.strides["ring"], self.inside["ring"]
         leaves = self.settings.ring > inside
-        if kind == "inner hop":
-            leaves = np.zeros(len(self.settings), bool)
-        elif kind == "outer hop":
+        if move.step.startswith("outer"):
             inside = np.ones(len(self.settings), np.int64)
+        else:
+            # The inner cycle of a double ring lies in a node.
+            leaves &= self.settings.inner == 1
         # Of `inside` neighbours, `stride` apart, the last one sends to another node, or the last
         # ones if the hop goes further. These senders may be neighbours, which use one port.
-        last = np.ones(len(self.settings))
-        if move.visits is not None and kind != "inner hop":
-            last = move.visits.leaving(inside, home=move.home)
         of_port = per_node // cluster.ports
         run = np.minimum(last * stride, per_node)
         senders = np.maximum(np.minimum(of_port, run), of_port * last / inside)
@@ -174,9 +195,47 @@ class Links:
         across = np.where(leaves, per_node * last / inside, 0) * size
         staying = np.where(inside > np.where(leaves, last, 1), size, 0)
         latency = np.where(leaves, cluster.latency, cluster.inside_latency) + cluster.start_latency
-        latency = latency * self._messages(move)
+        latency = latency * (move.arrays if cluster.algorithms == "gloo" else 1)
         found = self._cost(size > 0, latency, through, staying, per_node * size - across)
         return Cost(seconds=found.seconds, across=across * (size > 0), inside=found.inside)
+
+    def of_pairs(
+        self, rows: np.ndarray, receivers: np.ndarray, sizes: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Bytes of messages that the busiest node sends to others, and those that stay inside.
+
+        Of more than eight nodes, four are looked at.
+
+        Args:
+            rows: the settings, which have one number of sequence ranks.
+            receivers: the receiver of each message and sender: [message, rank].
+            sizes: bytes of each message.
+
+        Returns:
+            Two arrays [setting].
+        """
+        s, per_node, nodes = self.settings, self.cluster.gpus_per_node, self.cluster.nodes
+        strides = [self.placement.strides[role][rows] for role in SEQUENCE_ROLES]
+        degrees = [vars(s)[role][rows] for role in SEQUENCE_ROLES]
+        most = np.zeros((2, len(rows)))
+        some = range(nodes) if nodes <= 8 else (0, 1, nodes // 2, nodes - 1)
+        for node in some if sizes.size else ():
+            device = node * per_node + np.arange(per_node)[:, None]
+            rank, base = np.zeros((per_node, len(rows)), np.int64), device
+            for stride, degree in zip(strides, degrees, strict=True):
+                digit = device // stride % degree
+                rank, base = rank * degree + digit, base - digit * stride
+            sent = np.zeros((2, len(rows)))
+            for row, size in zip(receivers, sizes.tolist(), strict=True):
+                rest, target = row[rank], base
+                moves = rest != rank
+                for stride, degree in zip(reversed(strides), reversed(degrees), strict=True):
+                    rest, digit = np.divmod(rest, degree)
+                    target = target + digit * stride
+                leaves = target // per_node != node
+                sent += size * np.stack([leaves, moves & ~leaves]).sum(1)
+            most = np.maximum(most, sent)
+        return most[0], most[1]
 
     def messages(self, across: np.ndarray, inside: np.ndarray, count: np.ndarray) -> Cost:
         """Messages of one device to another, one after another.

@@ -41,10 +41,8 @@ class Options:
     baselines: bool = True
     """Whether other schemes are timed too."""
 
-    @property
-    def gradient_bytes(self) -> int:
-        """Bytes of an element of a gradient that travels."""
-        return 4 if self.gradient_dtype == "float32" else 2
+    exchange: str = "auto"
+    """What layers with a window send: "rings", or "auto" for what is fewer bytes."""
 
 
 _DEFAULTS = vars(Options())
@@ -203,16 +201,20 @@ class Candidates:
         self.savings: list[tuple[int, Savings]] = []
         """Savings, each with the number of its element of `steps`."""
         found: list[tuple[np.ndarray, ...]] = []
-        best_orders = self._best_orders()
-        self.rows = list(best_orders.values())
-        """The same as rows of `settings`."""
-        for number, (remat, rows) in enumerate(best_orders.items()):
-            step = Step(self._timing(settings.take(rows)))
+        self._timing = Timing(
+            settings,
+            cluster,
+            call,
+            gradient_dtype=options.gradient_dtype,
+            exchange=options.exchange,
+        )
+        for number, (remat, rows) in enumerate(self._best_orders().items()):
+            step = Step(self._timing, rows)
             self.steps.append(step)
             others = (options.zero, options.offload, options.tiled)
             for zero, offload, tiled in itertools.product(*others):
                 savings = Savings(zero=zero, remat=remat, offload=offload, tiled=tiled)
-                legal = np.flatnonzero(is_legal(step.timing.settings, savings, step.timing.tokens))
+                legal = np.flatnonzero(is_legal(step.settings, savings, step.tokens))
                 if not len(legal):
                     continue
                 seconds = np.sum(list(step.parts(savings).values()), axis=0)[legal]
@@ -227,16 +229,12 @@ class Candidates:
         )
         self.fits = self.memory <= self._limit
 
-    def _timing(self, settings: Settings) -> Timing:
-        return Timing(settings, self.cluster, self.call, gradient_bytes=self.options.gradient_bytes)
-
     def _best_orders(self) -> dict[str, np.ndarray]:
         """For each kind of remat, the row of the fastest order of each setting of the degrees."""
-        timing = self._timing(self.settings)
-        forward, backward = (timing.all_layers(backward=x).seconds for x in (False, True))
+        forward, backward = (x.seconds for x in self._timing.passes)
         again = {
             "none": np.zeros(len(forward)),
-            "attention_saved": timing.exchanges_again().seconds,
+            "attention_saved": self._timing.exchanges_again_seconds,
             "full": forward,
         }
         number = np.zeros(len(forward), np.int64)
@@ -254,7 +252,7 @@ class Candidates:
 
     def mask(self, scheme: Callable[[Settings], np.ndarray]) -> np.ndarray:
         """Which candidates are of a scheme."""
-        of_step = [scheme(step.timing.settings) for step in self.steps]
+        of_step = [scheme(step.settings) for step in self.steps]
         found = np.zeros(len(self.row), bool)
         for kind, (number, _) in enumerate(self.savings):
             mine = self.kind == kind
@@ -289,7 +287,7 @@ class Candidates:
     def source(self, index: Any) -> tuple[Settings, int]:
         """The settings of which a candidate is one, and its row there."""
         number, _ = self.savings[self.kind[index]]
-        return self.steps[number].timing.settings, int(self.row[index])
+        return self.steps[number].settings, int(self.row[index])
 
     def scheme(self, index: Any) -> str:
         """The name of a candidate's scheme."""
@@ -298,10 +296,9 @@ class Candidates:
 
     def prediction(self, index: Any) -> Prediction:
         """One candidate with all that is predicted for it."""
-        source, row = self.source(index)
-        _, savings = self.savings[self.kind[index]]
-        settings = source.take(np.array([row]))
-        step = Step(self._timing(settings))
+        number, savings = self.savings[self.kind[index]]
+        step = self.steps[number].take(self.row[index])
+        settings = step.settings
         parts = {name: float(seconds[0]) for name, seconds in step.parts(savings).items()}
         footprint = step.footprint(savings)
         degrees = {role: int(vars(settings)[role][0]) for role in ROLES}
@@ -318,11 +315,11 @@ class Candidates:
             inner=int(settings.inner[0]),
             published=published,
             savings=savings,
-            tile=int(tile_of(settings, step.timing.tokens)[0]) if savings.tiled else None,
+            tile=int(tile_of(settings, step.tokens)[0]) if savings.tiled else None,
             gradient_dtype=self.options.gradient_dtype,
             seconds=seconds,
             parts=parts,
-            mfu=flops / seconds / (cluster.num_gpus * step.timing.speed),
+            mfu=flops / seconds / (cluster.num_gpus * self._timing.speed),
             memory_bytes=_one(footprint.device_bytes),
             host_bytes=_one(footprint.host_bytes),
             fits=bool(_one(footprint.device_bytes) <= self._limit),

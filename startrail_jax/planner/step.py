@@ -10,10 +10,13 @@ import numpy as np
 
 from startrail_jax.planner.grid import Call, Settings
 from startrail_jax.planner.layers.loops import loops_of
+from startrail_jax.planner.links import Cost, Links
 from startrail_jax.planner.memory import LAYER, LOSS, Footprint, StepSizes, footprint_of
 from startrail_jax.planner.timing import Timing
 
 _FLOAT32 = 4
+_ADAM_BYTES = 28
+"""Bytes that AdamW reads and writes for each weight: weight, two moments and gradient."""
 _LARGEST_TILE = 2048
 
 # What adds up to the seconds of a step.
@@ -58,12 +61,19 @@ def is_legal(settings: Settings, savings: Savings, tokens: np.ndarray) -> np.nda
 class Step:
     """A training step in many settings, with any savings."""
 
-    def __init__(self, timing: Timing) -> None:
-        self.timing, self.call = timing, timing.call
-        self.forward, self.backward = (timing.all_layers(backward=x) for x in (False, True))
+    def __init__(self, timing: Timing, rows: Any = slice(None)) -> None:
+        """A step in some of the settings whose attentions are timed: all, or those of an index."""
+        self._rows = rows
+        self.timing, self.call, self.cluster = timing, timing.call, timing.cluster
+        self.settings = timing.settings.take(rows)
+        self.forward, self.backward = (x.take(rows) for x in timing.passes)
         """Attention of all layers."""
-        self._sum = timing.tensor_sum()
-        model, settings = self.call.model, timing.settings
+        self._exchanges_again = timing.exchanges_again_seconds[rows]
+        self._links = Links(self.settings, timing.cluster)
+        self.tokens = self.call.padded(self.settings.sequence) * self.call.batch
+        self.tokens = self.tokens // self.settings.replicas
+        """Tokens of a device."""
+        model, settings = self.call.model, self.settings
         few_keys = model.kv_heads % settings.tensor != 0
         keys = 2 * model.width * model.kv_heads * model.head_dim
         matrices = (model.layer_matrices - keys) // settings.tensor
@@ -73,32 +83,35 @@ class Step:
         self.whole_elements = model.layers * self.layer_elements + model.other_elements
         """All weights, likewise."""
 
+    def take(self, row: Any) -> Step:
+        """The same step in one of its settings."""
+        return Step(self.timing, np.arange(len(self.timing.settings))[self._rows][[row]])
+
     def parts(self, savings: Savings) -> dict[str, np.ndarray]:
         """The seconds of a step, by what they are spent on: `COMPUTE` and `EXPOSED`."""
-        timing, model = self.timing, self.call.model
-        layers = model.layers
+        model, layers = self.call.model, self.call.model.layers
         repeats = savings.remat == "full"
         forward, backward = self.forward, self.backward
         compute = forward.compute + backward.compute
         waits = forward.seconds + backward.seconds - compute
         waits = waits + repeats * (forward.seconds - forward.compute)
         if savings.remat == "attention_saved":
-            waits = waits + timing.exchanges_again().seconds
-        layer = timing.products(model.layer_matrices)
-        mlp = timing.products(model.mlp_matrices * model.width * model.mlp_width)
+            waits = waits + self._exchanges_again
+        layer = self._products(model.layer_matrices)
+        mlp = self._products(model.mlp_matrices * model.width * model.mlp_width)
         again = (savings.remat != "none") * layer + savings.tiled * mlp
-        head = 3 * timing.products(model.outputs * model.width)
+        head = 3 * self._products(model.outputs * model.width)
         # A layer sums the outputs of attention and MLP over `tensor`, and the gradients of both
         # inputs; what is recomputed stops before the last sum.
         sums = 4 + (savings.remat != "none") + savings.tiled
-        shard = self.whole_elements / (timing.settings.replicas if savings.zero else 1)
+        shard = self.whole_elements / (self.settings.replicas if savings.zero else 1)
         return {
             "attention": compute,
             "products": layers * 3 * layer + head,
             "recomputation": layers * again + repeats * forward.compute,
-            "optimizer": timing.update(shard),
+            "optimizer": _ADAM_BYTES * shard / self.cluster.gpu.memory_rate,
             "attention waits": waits,
-            "tensor waits": layers * sums * self._sum.seconds,
+            "tensor waits": layers * sums * self._tensor_sum().seconds,
             "zero waits": self._zero(savings.zero, layer, layer + again),
             "offload waits": self._offload(savings),
         }
@@ -111,40 +124,61 @@ class Step:
             forward: seconds of a layer's matrix products in the forward pass.
             again: the same in what remat repeats.
         """
-        timing, layers = self.timing, self.call.model.layers
+        layers = self.call.model.layers
         if level == 0:
-            return timing.summed(self.whole_elements, whole=True).seconds
+            return self._summed(self.whole_elements, whole=True).seconds
         if level == 1:
-            gather = timing.gathered(self.whole_elements).seconds
-            return gather + timing.summed(self.whole_elements, whole=False).seconds
-        other = np.full(len(timing.settings), self.call.model.other_elements)
-        hides = timing.cluster.overlaps
-        gather = timing.gathered(self.layer_elements).seconds
-        scatter = timing.summed(self.layer_elements, whole=False).seconds
+            gather = self._gathered(self.whole_elements).seconds
+            return gather + self._summed(self.whole_elements, whole=False).seconds
+        other = np.full(len(self.settings), self.call.model.other_elements)
+        hides = self.cluster.overlaps
+        gather = self._gathered(self.layer_elements).seconds
+        scatter = self._summed(self.layer_elements, whole=False).seconds
         backward = again + forward
-        outside = timing.summed(other, whole=False).seconds
+        outside = self._summed(other, whole=False).seconds
         if level == 2:
-            once = timing.gathered(self.whole_elements).seconds
+            once = self._gathered(self.whole_elements).seconds
             return once + outside + layers * np.maximum(scatter - hides * backward, 0)
         there = np.maximum(gather - hides * forward, 0)
         back = np.maximum(gather + scatter - hides * backward, 0)
-        return outside + timing.gathered(other).seconds + layers * (there + back)
+        return outside + self._gathered(other).seconds + layers * (there + back)
 
     def _offload(self, savings: Savings) -> np.ndarray:
         """Seconds that a device waits for the memory of the host."""
         if not savings.offload:
-            return np.zeros(len(self.timing.settings))
+            return np.zeros(len(self.settings))
         sizes = self.sizes(savings)
         saved = footprint_of(sizes).host_bytes / sizes.layers
-        seconds = saved / self.timing.cluster.gpu.host_rate
-        busy = self.forward.compute / sizes.layers + self.timing.products(
-            self.call.model.layer_matrices
-        )
+        seconds = saved / self.cluster.gpu.host_rate
+        busy = self.forward.compute / sizes.layers + self._products(self.call.model.layer_matrices)
         return sizes.layers * 2 * np.maximum(seconds - busy, 0)
+
+    def _products(self, elements: int) -> np.ndarray:
+        """Seconds of the matrix products of all tokens with so many weights, forward."""
+        flops = 2 * self.tokens * elements / self.settings.tensor
+        return flops / (self.timing.speed * self.cluster.gpu.matrix_efficiency)
+
+    def _tensor_sum(self) -> Cost:
+        """One sum over `tensor` of an activation [tokens, width]."""
+        size, parts = (
+            self.tokens * self.call.model.width * self.call.model.itemsize,
+            self.settings.tensor,
+        )
+        received, inside = 2 * size * (parts - 1) / parts, self._links.inside["tensor"]
+        return self._links.collective("all_reduce", parts, inside, received)
+
+    def _gathered(self, elements: np.ndarray) -> Cost:
+        """The weights of all devices brought together, in the type in which they are used."""
+        return self._links.over_replicas("all_gather", self.call.model.itemsize * elements)
+
+    def _summed(self, elements: np.ndarray, *, whole: bool) -> Cost:
+        """Gradients summed over all devices, each of which gets all of them or its own part."""
+        kind = "all_reduce" if whole else "reduce_scatter"
+        return self._links.over_replicas(kind, _FLOAT32 * elements)
 
     def sizes(self, savings: Savings) -> StepSizes:
         """The sizes on which the memory of the step depends."""
-        model, settings, tokens = self.call.model, self.timing.settings, self.timing.tokens
+        model, settings, tokens = self.call.model, self.settings, self.tokens
         sharded = self.whole_elements // (settings.replicas if savings.zero else 1)
         weights = sharded if savings.zero == 3 else self.whole_elements
         if savings.zero in (1, 2):

@@ -1,32 +1,39 @@
-"""The seconds of a training step, from its arithmetic and its messages.
+"""The seconds and the bytes of the attention layers of a training step.
 
-In a round of a ring, messages travel while kernels run, so that it takes the longer of both.
-Collectives that a layer waits for are added: the head exchange, gathers and scatters of team and
-group, and sums over `tensor`. ZeRO's collectives of a layer run beside the matrix products of a
-neighbouring layer, and what they take longer than these is added.
+What is sent is what `startrail_jax.analysis.transfers` says, one setting of the degrees at a time;
+the orders of the axes share it. In a round of a ring, messages travel while kernels run, so that it
+takes the longer of both. Collectives that a layer waits for are added: the head exchange, gathers
+and scatters of team and group. Where a layer sends only the keys that its window shows, kernels
+over a device's own keys run beside the messages.
 """
 
 from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from startrail_jax.analysis.transfers import Steps, Transfer
+from startrail_jax.devices.degrees import ROLES, SEQUENCE_ROLES, Axis, Degrees
+from startrail_jax.masks import Window
 from startrail_jax.planner.grid import Call, Settings
 from startrail_jax.planner.hardware import Cluster
-from startrail_jax.planner.layers.seen import Seen
-from startrail_jax.planner.layers.visits import Visits
-from startrail_jax.planner.links import Cost, Links
-from startrail_jax.planner.traffic import Move, Moves
+from startrail_jax.planner.links import Cost, Links, Move
+from startrail_jax.rings.rounds import Rounds, ring_offsets
+from startrail_jax.rings.sizes import Sizes
+from startrail_jax.rings.sparse_plan import Exchange, seen_exchange
+from startrail_jax.tokens.layout import Layout
 
 BACKWARD_FLOPS = 2.5
 """FLOPs of the backward pass of attention over those of the forward pass: it has five matrix
 products instead of two, as flash attention computes the scores again."""
-_ADAM_BYTES = 28
-"""Bytes that AdamW reads and writes for each weight: weight, two moments and gradient."""
 _FLOAT32 = 4
+_MOST_RANKS = 512
+"""Of more sequence ranks, what a window shows is found for so many, with as many tokens each."""
 _LARGEST_TILE = 4096
 """Tokens that a kernel call treats under a window: `startrail_jax.blocks.tiled.COARSE`."""
 
@@ -48,65 +55,250 @@ class Pass:
         """So many of them, one after another."""
         return Pass(**{name: count * value for name, value in vars(self).items()})
 
+    def take(self, rows: Any) -> Pass:
+        """The pass in some of the settings."""
+        return Pass(**{name: value[rows] for name, value in vars(self).items()})
+
     def __add__(self, other: Pass) -> Pass:
         return Pass(**{name: value + vars(other)[name] for name, value in vars(self).items()})
 
 
 class Timing:
-    """Times the parts of a training step for many settings at a time."""
+    """Times the attentions of a training step for many settings at a time."""
 
     def __init__(
-        self, settings: Settings, cluster: Cluster, call: Call, *, gradient_bytes: int = _FLOAT32
+        self,
+        settings: Settings,
+        cluster: Cluster,
+        call: Call,
+        *,
+        gradient_dtype: str = "float32",
+        exchange: str = "auto",
     ) -> None:
+        """What is sent in each setting.
+
+        Args:
+            settings: the settings.
+            cluster: the links and the GPUs.
+            call: the model, its tokens and its batch.
+            gradient_dtype: the type in which parts of gradients travel.
+            exchange: "auto" or "rings", as for `startrail_jax.Attention`.
+        """
         self.settings, self.cluster, self.call = settings, cluster, call
         self.links = Links(settings, cluster)
-        float32_sums = cluster.algorithms == "gloo"
-        self.traffic = Moves(settings, call, gradient_bytes, float32_sums=float32_sums)
         gpu, model = cluster.gpu, call.model
         self.speed = gpu.peak_flops * (gpu.single_speed if model.itemsize == _FLOAT32 else 1.0)
         """FLOP/s at peak."""
-        windows = [window for window in call.windows if window is not None]
-        self._visits: dict[int | None, Visits | None] = {None: None}
-        self._visits |= {window: Visits(settings, call, window) for window in windows}
-        self._seen = {
-            window: Seen(self.traffic, self.links, window, gradient_bytes) for window in windows
-        }
-        self.rounds = {window: self._rounds(window) for window in self._visits}
-        """Window of a layer -> seconds of the kernels of a round of the ring, forward and
-        backward."""
-
-    def _rounds(self, window: int | None) -> tuple[np.ndarray, np.ndarray]:
-        s, call, gpu, share = self.settings, self.call, self.cluster.gpu, self.traffic.share
-        model, visits = call.model, self._visits[window]
-        # Their squares would overflow integers.
-        length = call.padded(s.sequence).astype(float)
-        if visits is None:
-            pairs = length**2 * call.batch / (2 if call.causal else 1)
-            flops = 4 * pairs * model.heads * model.head_dim / self.cluster.num_gpus / s.ring
-        else:
-            heads = call.batch // s.data * (model.heads // (s.head * s.tensor))
-            flops = 4 * visits.pairs * heads * model.head_dim / (visits.outer * s.inner)
-        # A causal unit is two runs of tokens, and a kernel call treats one; in the first round, it
-        # treats the run of one device. Under a window, it treats a tile.
-        later = share.tokens * np.minimum(s.team, s.group) / (2 if call.causal else 1)
-        lengths = share.tokens / 2 if call.causal else later, later
-        if window is not None:
-            lengths = (np.minimum(later, min(window, _LARGEST_TILE)),) * 2
-        slowness = [
-            [1 / gpu.attention_efficiency(x, model.head_dim, backward=back) for x in lengths]
-            for back in (False, True)
+        columns = np.stack([vars(settings)[x] for x in (*ROLES, "inner", "published")])
+        unique, form = np.unique(columns.astype(np.int64), axis=1, return_inverse=True)
+        self._form = form.ravel()
+        """Of each setting, the number of its degrees and kind of ring."""
+        self._forms = [
+            _Form(Degrees(**dict(zip(ROLES, x, strict=False))), x[-2], bool(x[-1]))
+            for x in unique.T.tolist()
         ]
-        ends = [s.ring / (first + (s.ring - 1) * later) for first, later in slowness]
-        query = share.query * s.team / model.itemsize
-        keys = share.keys * s.group / model.itemsize
-        merged = np.where(s.ring > 1, query * (model.itemsize + 2 * _FLOAT32), 0)
-        summed = np.where(s.ring > 1, (query + keys) * 3 * _FLOAT32, 0)
-        return (
-            flops / (self.speed * ends[0]) + merged / gpu.memory_rate,
-            BACKWARD_FLOPS * flops / (self.speed * ends[1]) + summed / gpu.memory_rate,
+        padded = call.padded(settings.sequence)
+        self._lengths = dict(zip(self._form.tolist(), padded.tolist(), strict=True))
+        self._sizes = {
+            length: Sizes(
+                batch=call.batch,
+                query_tokens=length,
+                key_tokens=length,
+                heads=model.heads,
+                kv_heads=model.kv_heads,
+                head_dim=model.head_dim,
+                value_head_dim=model.head_dim,
+                dtype="float32" if model.itemsize == _FLOAT32 else "bfloat16",
+                packed=False,
+                gradient_dtype=gradient_dtype,
+            )
+            for length in np.unique(padded).tolist()
+        }
+        shares = [
+            self._sizes[self._lengths[number]].share(x.degrees)
+            for number, x in enumerate(self._forms)
+        ]
+        travellers = [
+            share.cheaper_traveller(team=x.degrees.team, group=x.degrees.group)
+            for share, x in zip(shares, self._forms, strict=True)
+        ]
+        self._shares, self._travellers = shares, travellers
+        names = ("query_tokens", "query_bytes", "key_value_bytes")
+        of_shares = np.array([[getattr(share, name) for name in names] for share in shares])
+        self._tokens, self._query, self._keys = of_shares[self._form].T
+        self._ways = {x: self._in_rings(x) for x in call.windows}
+        self._sparse: dict[int | None, _Sparse] = {}
+        for window, way in self._ways.items():
+            if window is not None and exchange == "auto":
+                self._sparse[window] = self._where_fewer(window, way)
+
+    # What is sent.
+
+    def _steps(self, number: int, offsets: Sequence[int]) -> Steps:
+        """The steps of the degrees and the kind of ring of a number."""
+        form = self._forms[number]
+        return Steps(
+            degrees=form.degrees,
+            share=self._shares[number],
+            kv_heads=self.call.model.kv_heads,
+            offsets=offsets,
+            placement="gather_permute" if form.published else "gather",
+            inner=form.inner,
         )
 
+    def _in_rings(self, window: int | None) -> _Way:
+        """What a layer sends where keys go round the rings."""
+        passes: tuple[list[list[Transfer]], ...] = ([], [])
+        outer = np.ones(len(self._forms), np.int64)
+        for number, form in enumerate(self._forms):
+            offsets = form.offsets(window, self._lengths[number])
+            steps = self._steps(number, offsets)
+            published = steps.in_rings("reduce_scatter", "query") if form.published else None
+            both = published or steps.in_rings("merge", steps.traveller("auto"))
+            outer[number] = len(offsets) // form.inner
+            for found, transfers in zip(passes, both, strict=True):
+                found.append(transfers)
+        return _Way(self._moves(passes[0]), self._moves(passes[1]), outer[self._form])
+
+    def _moves(self, passes: Sequence[Sequence[Transfer]]) -> list[Move]:
+        """The transfers of all settings, those of one step and kind together."""
+        cells: dict[Any, dict[int, Transfer]] = {}
+        for number, transfers in enumerate(passes):
+            for x in transfers:
+                if x.received_bytes:
+                    cells.setdefault((x.step, x.collective, x.roles), {})[number] = x
+        moves = []
+        for (step, collective, roles), found in cells.items():
+            received, count = np.zeros(len(passes)), np.zeros(len(passes), np.int64)
+            for number, x in found.items():
+                # The log-sum-exp of the paper takes a maximum and a sum.
+                count[number] = len(x.hops) or (2 if (step, collective) in _TWICE else 1)
+                received[number] = x.received_bytes / count[number]
+            if step == "combine" and collective == "reduce_scatter":
+                # XLA's CPU backend sums in float32 alone.
+                gloo = self.cluster.algorithms == "gloo"
+                received *= _FLOAT32 / self.call.model.itemsize if gloo else 1
+            moves.append(
+                Move(
+                    step=step,
+                    collective=collective,
+                    roles=roles,
+                    received=received[self._form],
+                    count=count[self._form],
+                    arrays=self._arrays(step, collective, passes),
+                    last=self._last(step, found),
+                )
+            )
+        return moves
+
+    def _arrays(self, step: str, collective: str, passes: Any) -> np.ndarray | int:
+        """Number of arrays that a step sends."""
+        backward = any(x.step == "query scatter" for x in passes[0])
+        queries = np.array([x == "query" for x in self._travellers])[self._form]
+        queries = queries | self.settings.published
+        if step.endswith("gradient ring"):
+            return np.where(queries, 1, 2)
+        if step.endswith("ring"):
+            # The query, the gradient of its output, log-sum-exp, and output times gradient.
+            return np.where(queries, 4, 2) if backward else 2
+        if step == "query gather":
+            return 4 if backward else 1
+        if step == "combine" and collective == "all_to_all":
+            # In float32, what rounding took from the log-sum-exp goes along.
+            return 3 if self.call.model.itemsize == _FLOAT32 else 2
+        several = {"head exchange": 3, "key placement": 2, "key gradient placement": 2}
+        return {**several, "replica sum": 2}.get(step, 1)
+
+    def _last(self, step: str, found: dict[int, Transfer]) -> np.ndarray | float:
+        """Of neighbours in a node, how many send to another node, on average over hops.
+
+        Where a window skips rounds, a hop goes over several places, and more devices than the last
+        one of a node send to another.
+        """
+        inside = self.links.inside["ring"]
+        if step.startswith("outer"):
+            inside = np.ones_like(inside)
+        last = np.ones(len(self.settings))
+        for number, x in found.items():
+            if not step.endswith("ring") or x.hops == x.hops[:1] * len(x.hops):
+                continue
+            places = self._forms[number].degrees.ring // x.inner
+            far = np.abs(np.array(x.hops)[:, 0])
+            far = np.minimum(far, places - far)
+            if far.max() <= 1:
+                continue
+            mine = np.flatnonzero(self._form == number)
+            last[mine] = [np.minimum(n, far).mean() for n in inside[mine].tolist()]
+        return last
+
+    def _where_fewer(self, window: int, way: _Way) -> _Sparse:
+        """The settings in which a layer sends only the keys that its window shows, and what."""
+        rings = way.received(backward=False) + way.received(backward=True)
+        s = self.settings
+        keys = np.stack([s.sequence, s.data, s.tensor])
+        unique, kind = np.unique(keys, axis=1, return_inverse=True)
+        kind, found = kind.ravel(), []
+        sent = np.full(len(s), np.inf)
+        for number, (sequence, data, tensor) in enumerate(unique.T.tolist()):
+            ranks = min(sequence, _MOST_RANKS)
+            degrees = Degrees(ring=ranks, data=data, tensor=tensor)
+            length = int(self.call.padded(np.array(sequence)))
+            pattern, layout = Window(window - 1, 0), Layout("zigzag", ranks)
+            exchange = None
+            if ranks > 1:
+                exchange = seen_exchange(pattern, layout, length // sequence * ranks)
+            found.append(None)
+            if exchange is None:
+                continue
+            share = self._sizes[length].share(degrees)
+            steps = Steps(
+                degrees=degrees,
+                share=share,
+                kv_heads=self.call.model.kv_heads,
+                offsets=(0,),
+                placement="gather",
+            )
+            found[-1] = _Sent(exchange, steps, sequence)
+            both = (*steps.seen(exchange, forward=True, backward=True), *steps.replica_sum())
+            sent[kind == number] = sum(x.received_bytes for x in both)
+        taken = (sent < rings) & ~s.published
+        return _Sparse(taken, kind, found)
+
+    def received(self, window: int | None = None, *, backward: bool) -> np.ndarray:
+        """Bytes that a device receives in a pass of a layer whose keys go round the rings."""
+        return self._ways[window].received(backward=backward)
+
+    def sends_seen(self, window: int | None) -> np.ndarray:
+        """Whether a layer sends only the keys that its window shows: if these are fewer bytes."""
+        if window in self._sparse:
+            return self._sparse[window].taken
+        return np.zeros(len(self.settings), bool)
+
+    def received_keys(self, window: int | None) -> np.ndarray:
+        """Keys of a sequence that a device receives where `sends_seen`; 0 in other settings."""
+        if window not in self._sparse:
+            return np.zeros(len(self.settings), np.int64)
+        sparse = self._sparse[window]
+        counts = [0 if x is None else x.exchange.permuted + x.exchange.shared for x in sparse.sent]
+        return np.where(sparse.taken, np.array(counts)[sparse.kind], 0)
+
     # Attention.
+
+    @functools.cached_property
+    def passes(self) -> tuple[Pass, Pass]:
+        """The forward and the backward pass of the attentions of all layers."""
+        return self.all_layers(backward=False), self.all_layers(backward=True)
+
+    @functools.cached_property
+    def exchanges_again_seconds(self) -> np.ndarray:
+        """Seconds of the head exchanges of all layers, which remat repeats: attention saves nothing
+        from before them."""
+        total = np.zeros(len(self.settings))
+        for window, layers in self.call.windows.items():
+            exchanges = [x for x in self._ways[window].forward if x.step == "head exchange"]
+            seconds = self.links.costs(exchanges).seconds
+            total = total + layers * seconds * ~self.sends_seen(window)
+        return total
 
     def all_layers(self, *, backward: bool) -> Pass:
         """One pass of the attentions of all layers."""
@@ -116,40 +308,95 @@ class Timing:
 
     def forward(self, window: int | None = None) -> Pass:
         """The forward pass of the attention of a layer, one with a window or without."""
-        return self._chosen(self._forward(window), window, backward=False)
+        return self._pass(window, backward=False)
 
     def backward(self, window: int | None = None) -> Pass:
         """The backward pass of the attention of a layer, one with a window or without."""
-        return self._chosen(self._backward(window), window, backward=True)
+        return self._pass(window, backward=True)
 
-    def sends_seen(self, window: int | None) -> np.ndarray:
-        """Whether a layer sends only the keys that its window shows: if these are fewer bytes."""
-        if window is None:
-            return np.zeros(len(self.settings), bool)
-        visits = self._visits[window]
-        rings = self.traffic.forward(visits) + self.traffic.backward(visits)
-        sent = self._seen[window].received(forward=True, backward=True)
-        return (sent < sum(move.total for move in rings)) & ~self.settings.published
-
-    def _chosen(self, rings: Pass, window: int | None, *, backward: bool) -> Pass:
-        """A pass of a layer by what it sends."""
+    def _pass(self, window: int | None, *, backward: bool) -> Pass:
+        """A pass of a layer, by what it sends."""
+        rings = self.in_rings(window, backward=backward)
         taken = self.sends_seen(window)
         if window is None or not taken.any():
             return rings
-        keys, home = self._seen[window].costs(taken)
+        keys, home = self._costs(window)
         compute = self._alone(window, backward=backward)
-        # Kernels over a device's own keys run while those of others are under way.
         overlaps = self.cluster.overlaps
         seconds = np.maximum(compute, keys.seconds) if overlaps else compute + keys.seconds
         sent = keys + home if backward else keys
-        found = Pass(
-            seconds=seconds + (home.seconds if backward else 0),
-            compute=compute,
-            across=sent.across,
-            inside=sent.inside,
-        )
+        seconds = seconds + home.seconds * backward
+        found = Pass(seconds=seconds, compute=compute, across=sent.across, inside=sent.inside)
         both = zip(vars(rings).items(), vars(found).values(), strict=True)
         return Pass(**{name: np.where(taken, ours, rest) for (name, rest), ours in both})
+
+    def in_rings(self, window: int | None, *, backward: bool) -> Pass:
+        """A pass of a layer whose keys go round the rings.
+
+        Gradients make as many hops as operands, one round later; the last one takes them home when
+        there are no kernels left.
+        """
+        s, links, way = self.settings, self.links, self._ways[window]
+        outer, of_round = way.outer, self._round(window, backward=backward)
+        moves = way.backward if backward else way.forward
+        waits = links.costs([move for move in moves if not move.step.endswith("ring")])
+        total = links.costs([move for move in moves if move.step.endswith("ring")])
+        compute = outer * s.inner * of_round
+        if self.cluster.overlaps:
+            hops = {move.step: links.hop(move).seconds for move in moves if move.goes_round}
+            zero = np.zeros(len(s))
+            back, far_back = (hops.get(x, zero) for x in ("gradient ring", "outer gradient ring"))
+            one, far = hops.get("ring", zero) + back, hops.get("outer ring", zero) + far_back
+            home = np.where(outer > 1, np.where(s.inner > 1, far_back, back), 0)
+            single = (outer - 1) * np.maximum(of_round, one) + of_round
+            cycle = (s.inner - 1) * np.maximum(of_round, one) + of_round
+            double = (outer - 1) * np.maximum(cycle, far) + cycle
+            seconds = np.where(s.inner > 1, double, single) + home
+        else:
+            seconds = total.seconds + compute
+        sent = waits + total
+        return Pass(
+            seconds=waits.seconds + seconds, compute=compute, across=sent.across, inside=sent.inside
+        )
+
+    def _round(self, window: int | None, *, backward: bool) -> np.ndarray:
+        """Seconds of the kernels of a round of the ring."""
+        s, call, gpu, model = self.settings, self.call, self.cluster.gpu, self.call.model
+        # Their squares would overflow integers.
+        length = call.padded(s.sequence).astype(float)
+        if window is None:
+            pairs = length**2 * call.batch / (2 if call.causal else 1)
+            flops = 4 * pairs * model.heads * model.head_dim / self.cluster.num_gpus / s.ring
+        else:
+            heads = call.batch // s.data * (model.heads // (s.head * s.tensor))
+            rounds = self._ways[window].outer * s.inner
+            flops = 4 * self._busiest_pairs(window) * heads * model.head_dim / rounds
+        # A causal unit is two runs of tokens, and a kernel call treats one; in the first round, it
+        # treats the run of one device. Under a window, it treats a tile.
+        later = self._tokens * np.minimum(s.team, s.group) / (2 if call.causal else 1)
+        lengths = self._tokens / 2 if call.causal else later, later
+        if window is not None:
+            lengths = (np.minimum(later, min(window, _LARGEST_TILE)),) * 2
+        first, later = (
+            1 / gpu.attention_efficiency(x, model.head_dim, backward=backward) for x in lengths
+        )
+        efficiency = s.ring / (first + (s.ring - 1) * later)
+        query = self._query * s.team / model.itemsize
+        keys = self._keys * s.group / model.itemsize
+        summed = (query + keys) * 3 * _FLOAT32
+        merged = query * (model.itemsize + 2 * _FLOAT32)
+        moved = np.where(s.ring > 1, summed if backward else merged, 0)
+        flops = flops * (BACKWARD_FLOPS if backward else 1)
+        return flops / (self.speed * efficiency) + moved / gpu.memory_rate
+
+    def _busiest_pairs(self, window: int) -> np.ndarray:
+        """Pairs of a query and a key of a sequence that the busiest device attends to, in each of
+        its heads: under a window, the devices of a team do not have the same work."""
+        s = self.settings
+        run = self.call.padded(s.sequence) // (2 * (s.sequence // s.head))
+        columns = np.stack([s.group * s.ring, s.team, run])
+        unique, kind = np.unique(columns, axis=1, return_inverse=True)
+        return np.array([_busiest(*x, window) for x in unique.T.tolist()])[kind.ravel()]
 
     def _alone(self, window: int, *, backward: bool) -> np.ndarray:
         """Seconds of the kernels of a layer with a window, where no query moves."""
@@ -161,109 +408,149 @@ class Timing:
         speed = gpu.attention_efficiency(length, model.head_dim, backward=backward) * self.speed
         return (BACKWARD_FLOPS if backward else 1) * flops / speed
 
-    def _forward(self, window: int | None) -> Pass:
-        traffic, links = self.traffic, self.links
-        waits = links.costs(
-            [
-                *traffic.exchange,
-                *traffic.gathers(backward=False),
-                *traffic.combination(),
-                *traffic.output_exchange,
-            ]
+    def _costs(self, window: int) -> tuple[Cost, Cost]:
+        """What it costs to send the keys that a window shows, and to send their gradients home;
+        0 where the rings are taken."""
+        sparse, links, s = self._sparse[window], self.links, self.settings
+        across, inside, count, summed = np.zeros((4, 2, len(s)))
+        for kind in np.unique(sparse.kind[sparse.taken]).tolist():
+            sent, mine = sparse.sent[kind], np.flatnonzero(sparse.taken & (sparse.kind == kind))
+            assert sent is not None
+            for home in (0, 1):
+                bytes_of = sent.messages[home][1]
+                found = links.of_pairs(mine, *sent.messages[home])
+                across[home, mine], inside[home, mine] = found
+                count[home, mine], summed[home, mine] = len(bytes_of), sent.summed[home]
+        groups = s.sequence, np.minimum(links.placement.per_node, s.sequence)
+        keys, home = (
+            links.messages(across[i], inside[i], count[i])
+            + links.collective("all_reduce", *groups, summed[i])
+            for i in (0, 1)
         )
-        turns = self._turns(traffic.ring(self._visits[window]), None, window)
-        return self._pass(waits, turns, self.rounds[window][0], window)
+        replicas = [x for x in self._ways[window].backward if x.step == "replica sum"]
+        return keys, home + links.costs(replicas).times(sparse.taken)
 
-    def _backward(self, window: int | None) -> Pass:
-        traffic, links = self.traffic, self.links
-        waits = links.costs(
-            [
-                *traffic.output_exchange,
-                *traffic.gathers(backward=True),
-                *traffic.scatters(),
-                *traffic.gradient_exchange,
-            ]
+
+_TWICE = (("combine", "all_reduce"),)
+
+
+@dataclass(frozen=True)
+class _Form:
+    """A setting of the degrees and a kind of ring: what is sent depends on nothing else."""
+
+    degrees: Degrees
+    inner: int
+    published: bool
+
+    def offsets(self, window: int | None, seq_len: int) -> Sequence[int]:
+        """The ring distances that are visited."""
+        if window is None:
+            return range(self.degrees.ring)
+        ring, group, team, head = (
+            Axis((role,), getattr(self.degrees, role)) for role in SEQUENCE_ROLES
         )
-        turns = self._turns(*traffic.gradient_ring(self._visits[window]), window)
-        return self._pass(waits, turns, self.rounds[window][1], window)
-
-    def _pass(self, waits: Cost, turns: Cost, of_round: np.ndarray, window: int | None) -> Pass:
-        return Pass(
-            seconds=waits.seconds + turns.seconds,
-            compute=self._outer(window) * self.settings.inner * of_round,
-            across=waits.across + turns.across,
-            inside=waits.inside + turns.inside,
+        rounds = Rounds(
+            ring=ring,
+            group=group,
+            team=team,
+            head=head,
+            layout=Layout("zigzag", self.degrees.sequence),
+            pattern=Window(window - 1, 0),
+            inner=self.inner,
         )
+        return ring_offsets(rounds, seq_len)
 
-    def _outer(self, window: int | None) -> np.ndarray:
-        """Visited places of the outer cycle of a double ring, or of a single ring."""
-        visits = self._visits[window]
-        return self.settings.ring // self.settings.inner if visits is None else visits.outer
 
-    def _turns(
-        self, operands: list[Move], gradients: list[Move] | None, window: int | None
-    ) -> Cost:
-        """The rounds of the ring: kernels, and what travels meanwhile.
+@dataclass(frozen=True, eq=False)
+class _Way:
+    """What a layer sends round the rings, and in the collectives before and after."""
 
-        Gradients make as many hops as operands, one round later; the last one takes them home when
-        there are no kernels left.
-        """
-        s, links = self.settings, self.links
-        outer = self._outer(window)
-        of_round = self.rounds[window][gradients is not None]
-        moves = operands + (gradients or [])
-        total = links.costs(moves)
-        if not self.cluster.overlaps:
-            seconds = total.seconds + outer * s.inner * of_round
-            return Cost(seconds=seconds, across=total.across, inside=total.inside)
-        one, inner, far = (links.hop(move).seconds for move in operands)
-        home = np.zeros(len(s))
-        if gradients is not None:
-            back = [links.hop(move).seconds for move in gradients]
-            one, inner, far = one + back[0], inner + back[1], far + back[2]
-            home = np.where(outer > 1, np.where(s.inner > 1, back[2], back[0]), 0)
-        single = (outer - 1) * np.maximum(of_round, one) + of_round
-        cycle = (s.inner - 1) * np.maximum(of_round, inner) + of_round
-        double = (outer - 1) * np.maximum(cycle, far) + cycle
-        seconds = np.where(s.inner > 1, double, single) + home
-        return Cost(seconds=seconds, across=total.across, inside=total.inside)
+    forward: list[Move]
+    backward: list[Move]
+    outer: np.ndarray
+    """Visited places of the outer cycle of a double ring, or of a single ring."""
 
-    # The rest of a layer, and of a step.
+    def received(self, *, backward: bool) -> np.ndarray:
+        """Bytes that a device receives in a pass."""
+        moves = self.backward if backward else self.forward
+        return np.sum([move.received * move.count for move in moves], axis=0)
 
-    @property
-    def tokens(self) -> np.ndarray:
-        """Tokens of a device."""
-        length = self.call.padded(self.settings.sequence)
-        return self.call.batch * length // self.settings.replicas
 
-    def products(self, elements: int) -> np.ndarray:
-        """Seconds of the matrix products of all tokens with so many weights, forward."""
-        flops = 2 * self.tokens * elements / self.settings.tensor
-        return flops / (self.speed * self.cluster.gpu.matrix_efficiency)
+@dataclass(frozen=True, eq=False)
+class _Sparse:
+    """The settings in which a layer sends only the keys that its window shows."""
 
-    def tensor_sum(self) -> Cost:
-        """One sum over `tensor` of an activation [tokens, width]."""
-        s, model = self.settings, self.call.model
-        size = self.tokens * model.width * model.itemsize
-        received = 2 * size * (s.tensor - 1) / s.tensor
-        return self.links.cost(Move(collective="all_reduce", role="tensor", received=received))
+    taken: np.ndarray
+    kind: np.ndarray
+    """Of each setting, the number of what it sends."""
+    sent: list[_Sent | None]
 
-    def exchanges_again(self) -> Cost:
-        """The head exchanges of all layers, which remat repeats: attention saves nothing from
-        before them."""
-        windows = self.call.windows.items()
-        count = sum(layers * ~self.sends_seen(window) for window, layers in windows)
-        return self.links.costs(self.traffic.exchange).times(count)
 
-    def update(self, elements: np.ndarray) -> np.ndarray:
-        """Seconds of the optimizer for so many weights of a device."""
-        return _ADAM_BYTES * elements / self.cluster.gpu.memory_rate
+class _Sent:
+    """The messages of an exchange of keys, and of their gradients on the way home."""
 
-    def gathered(self, elements: np.ndarray) -> Cost:
-        """The weights of all devices brought together, in the type in which they are used."""
-        return self.links.over_replicas("all_gather", self.call.model.itemsize * elements)
+    def __init__(self, exchange: Exchange, steps: Steps, sequence: int) -> None:
+        self.exchange = exchange
+        *permutes, keys, gradients = steps.seen(exchange, forward=False, backward=True)
+        self.summed = keys.received_bytes, gradients.received_bytes
+        """Bytes of the keys that are shared by a sum, and of their gradients."""
+        self.messages = []
+        """Of keys, and of their gradients: the receiver of each message and sender, which is the
+        sender itself if there is none, [message, rank]; and the bytes of each message."""
+        # Ranks in the middle send as far as the one in the middle of those that are looked at.
+        ranks, places = np.arange(steps.degrees.sequence), np.arange(sequence)
+        half = len(ranks) // 2
+        alike = np.where(
+            places < half,
+            places,
+            np.maximum(places - sequence + len(ranks), half),
+        )
+        # A move has one message for its keys, and one for their gradients.
+        for those in (permutes[::2], permutes[1::2]):
+            receivers = np.tile(ranks, (len(those), 1))
+            for row, x in zip(receivers, those, strict=True):
+                senders, targets = np.array(x.pairs).T
+                row[senders] = targets
+            receivers = places + (receivers - ranks)[:, alike]
+            self.messages.append((receivers, np.array([x.sent_bytes for x in those])))
 
-    def summed(self, elements: np.ndarray, *, whole: bool) -> Cost:
-        """Gradients summed over all devices, each of which gets all of them or its own part."""
-        kind = "all_reduce" if whole else "reduce_scatter"
-        return self.links.over_replicas(kind, _FLOAT32 * elements)
+
+_SPREAD = 4
+"""Query units whose work is counted, from the first to the last."""
+_LAST = 16
+"""Query units, at most, whose work is counted among the last ones: in these, both runs of a unit
+lie near the middle of the sequence, where the window of one reaches into the other."""
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _busiest(number: int, team: int, run: int, window: int) -> float:
+    """Pairs of the device that attends to most in zigzag order.
+
+    Args:
+        number: number of query units, each of which is `team` runs from the beginning of the
+            sequence, and as many from its end.
+        team: team degree; a member attends to every team-th run, of those from either end.
+        run: tokens of a run.
+        window: keys that a query sees.
+    """
+    length = 2.0 * number * team * run
+    spread = np.linspace(0, number - 1, _SPREAD).astype(np.int64)
+    units = np.union1d(spread, np.arange(max(number - _LAST, 0), number))[:, None]
+    ends = np.arange(2 * number * team + 1) * float(run)
+    begin, end = units * float(team * run), (units + 1) * float(team * run)
+    before = sum(
+        _earlier(b, ends)
+        - _earlier(a, ends)
+        - _earlier(b - window, ends)
+        + _earlier(a - window, ends)
+        for a, b in ((begin, end), (length - end, length - begin))
+    )
+    pairs = np.diff(before)
+    pairs = pairs + pairs[:, ::-1]
+    return float(pairs[:, : number * team].reshape(len(units), number, team).sum(1).max())
+
+
+def _earlier(query: np.ndarray, key: np.ndarray) -> np.ndarray:
+    """Pairs of a query and a key before these positions, of which the key is not the later one."""
+    both = np.maximum(np.minimum(query, key), 0)
+    return both * (both + 1) / 2 + np.maximum(query - key, 0) * key
