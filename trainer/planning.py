@@ -89,8 +89,7 @@ class Planner:
             devices: those of all processes.
 
         Raises:
-            ValueError: if no mesh of so many devices suits the run, its optimizer is Muon, or
-                layers with windows are to use the rings.
+            ValueError: if no mesh of so many devices suits the run, or its optimizer is Muon.
         """
         config, begin = self.config, time.perf_counter()
         if config.optimizer.kind == "muon":
@@ -99,11 +98,6 @@ class Planner:
                 "optimizer.kind='muon', the memory of whose products is not predicted. Leave out "
                 "--plan, and give the mesh by --mesh flags: --optimizer.kind adamw --plan show "
                 "ranks them."
-            )
-        if config.attention.exchange == "rings":
-            raise InputError(
-                "--plan predicts attention.exchange='auto'; got --plan "
-                f"{config.plan} and attention.exchange='rings'. Leave out one of them."
             )
         cluster = measure_cluster(
             devices,
@@ -167,6 +161,7 @@ class Planner:
             # Tiles and memory are those of the run: see `_legal`.
             tiled=(False,),
             gradient_dtype=config.attention.gradient_dtype,
+            exchange=config.attention.exchange,
             baselines=False,
         )
         roomy = dataclasses.replace(

@@ -104,6 +104,13 @@ class StepSizes:
     """Elements of `whole_elements` that have no gradient."""
     frozen_layer_elements: Amount = 0
     """Elements of `layer_elements` that have no gradient."""
+    in_rings: Amount = True
+    """Whether the keys of some layer go round the rings."""
+    seen_keys: Amount = 0
+    """Keys, of all sequences of a device together, that it receives in a layer that sends only what
+    its window shows: those of the layer that receives most. 0 if there is no such layer."""
+    has_seen: Amount = False
+    """Whether there is such a layer."""
     period: int = 1
     """Layers in a turn of the loop over layers, where they differ."""
     loops: int = 1
@@ -221,7 +228,10 @@ def _parts(sizes: StepSizes) -> Iterator[Part]:
         yield Part(name="gradients of one part", size=summed, exact=False, phase=LAYER)
     yield _saved(sizes)
     yield from _gathered_and_summed(sizes)
-    attention = _of_chunks(sizes, _attention_bytes(sizes))
+    attention = np.maximum(
+        sizes.in_rings * _of_chunks(sizes, _attention_bytes(sizes)),
+        sizes.has_seen * _seen_attention_bytes(sizes),
+    )
     if sizes.qk_norm:
         # What the norms took: the query as it was projected, and the key in float32.
         attention = attention + _shard_bytes(sizes, 1, FLOAT32 / sizes.itemsize / 2)
@@ -229,7 +239,11 @@ def _parts(sizes: StepSizes) -> Iterator[Part]:
     yield Part(name="attention or MLP", size=inner, exact=False, phase=LAYER)
     yield Part(name="outputs and loss", size=_loss_bytes(sizes), exact=False, phase=LOSS)
     if sizes.zero in (1, 2):
-        inner = 4 * sizes.stream + _of_chunks(sizes, _forward_attention_bytes(sizes))
+        attention = np.maximum(
+            sizes.in_rings * _of_chunks(sizes, _forward_attention_bytes(sizes)),
+            sizes.has_seen * _seen_forward_bytes(sizes),
+        )
+        inner = 4 * sizes.stream + attention
         yield Part(name="attention", size=inner, exact=False, phase=FORWARD)
 
 
@@ -251,7 +265,8 @@ def _saved(sizes: StepSizes) -> Part:
             wide, narrow = 8 if sizes.modulated else np.where(tiled, 3, 6), 3
             layer = np.where(tiled, 0, 6 * hidden) + FLOAT32 * sizes.layer_elements
         # What is exchanged, or joined from parts, is saved before and after.
-        outs = np.where((sizes.degrees.head > 1) | (sizes.head_chunks > 1), 2, 1)
+        exchanged = (sizes.degrees.head > 1) & np.asarray(sizes.in_rings, bool)
+        outs = np.where(exchanged | (sizes.head_chunks > 1), 2, 1)
         layer = layer + (wide * FLOAT32 // sizes.itemsize + narrow) * sizes.stream
         layer = layer + _shard_bytes(sizes, 1 + outs, 1)
         if sizes.keep_gathered:
@@ -261,7 +276,8 @@ def _saved(sizes: StepSizes) -> Part:
     layer = sizes.stream
     if sizes.remat == "attention_saved":
         # With `head` > 1 the output is saved both before and after the exchange.
-        outs = np.where(sizes.degrees.head > 1, 2, 1)
+        exchanged = (sizes.degrees.head > 1) & np.asarray(sizes.in_rings, bool)
+        outs = np.where(exchanged, 2, 1)
         of_head = outs * sizes.head_dim * sizes.itemsize + FLOAT32
         layer += sizes.tokens * (sizes.heads // tensor) * of_head
         if sizes.keep_gathered:
@@ -378,6 +394,32 @@ def _attention_bytes(sizes: StepSizes) -> Amount:
         adding = gathered + in_flight + results + sums
     turning = gathered + in_flight + results + sums + FLOAT32 * travels
     return np.select([degrees.ring == 1, degrees.ring == 2], [alone, adding], turning)
+
+
+def _seen_elements(sizes: StepSizes) -> tuple[Amount, Amount, Amount]:
+    """Elements of the query of a device, of its key, and of the keys that it receives, where only
+    those are sent that a window shows."""
+    tensor = sizes.degrees.tensor
+    key = np.maximum(sizes.kv_heads // tensor, 1) * sizes.head_dim
+    query = sizes.heads // tensor * sizes.head_dim
+    return sizes.tokens * query, sizes.tokens * key, sizes.seen_keys * key
+
+
+def _seen_forward_bytes(sizes: StepSizes) -> Amount:
+    """The forward pass of such an attention: what arrives, and two partial outputs."""
+    query, key, received = _seen_elements(sizes)
+    return sizes.itemsize * (3 * query + 2 * key + 2 * received)
+
+
+def _seen_attention_bytes(sizes: StepSizes) -> Amount:
+    """The backward pass of such an attention: what `rings.sparse` holds, receives and sums.
+
+    Gradients are float32: of the query, of a device's own keys, and of the keys that it received.
+    """
+    query, key, received = _seen_elements(sizes)
+    held = 2 * query + 2 * key + 2 * received
+    results = query + 2 * key
+    return sizes.itemsize * (held + results) + FLOAT32 * (query + 2 * key + 2 * received)
 
 
 def _mlp_elements(sizes: StepSizes) -> Amount:

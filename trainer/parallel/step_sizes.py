@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -11,8 +12,13 @@ from jax.sharding import AbstractMesh, AxisType
 from jaxtyping import Array
 
 from models.hooks import Hooks
+from startrail_jax.analysis.cost import choose_exchange
+from startrail_jax.attention import Attention
 from startrail_jax.devices.degrees import ROLES, Degrees
+from startrail_jax.masks import Window
 from startrail_jax.planner.memory import FLOAT32, LAYER, LOSS, Footprint, StepSizes, footprint_of
+from startrail_jax.rings.sizes import Sizes
+from startrail_jax.rings.sparse_plan import seen_exchange
 from startrail_jax.tokens.layout import Layout
 from trainer.config import TrainConfig
 from trainer.objective import Objective
@@ -88,6 +94,7 @@ def step_sizes(config: TrainConfig, objective: Objective, degrees: Degrees) -> S
         moved_elements=_moved_elements(partition, shapes.weights),
         frozen_elements=sum(fixed.values()),
         frozen_layer_elements=fixed.get(STACKED, 0) // layers,
+        **_seen(attention, objective, shapes, rows // degrees.data // config.accumulation),
         period=shapes.period,
         loops=shapes.loops,
         stacked_bytes=sum(
@@ -103,6 +110,35 @@ def step_sizes(config: TrainConfig, objective: Objective, degrees: Degrees) -> S
             and _is_vocabulary(shapes.weights[name], shapes.outputs[-1])
         },
     )
+
+
+def _seen(
+    attention: Attention, objective: Objective, shapes: _Shapes, rows: int
+) -> dict[str, int | bool]:
+    """What layers send: whether some use the rings, and keys that others receive in all rows."""
+    degrees, (batch, tokens, heads, head_dim) = attention.degrees, shapes.query
+    sizes = Sizes(
+        batch=batch,
+        query_tokens=tokens,
+        key_tokens=tokens,
+        heads=heads,
+        kv_heads=shapes.key[2],
+        head_dim=head_dim,
+        value_head_dim=head_dim,
+        dtype="float32" if objective.sizes.itemsize == FLOAT32 else "bfloat16",
+        packed=False,
+        gradient_dtype=attention.gradient_dtype,
+    )
+    in_rings, keys = False, []
+    for window in set(objective.sizes.layer_windows):
+        pattern = attention.pattern if window is None else Window(window - 1, 0)
+        schedule = dataclasses.replace(attention.schedule, pattern=pattern)
+        if choose_exchange(schedule, degrees, sizes)[0] == "rings":
+            in_rings = True
+            continue
+        exchange = seen_exchange(pattern, attention.layout, tokens)
+        keys.append(0 if exchange is None else exchange.permuted + exchange.shared)
+    return dict(in_rings=in_rings, has_seen=bool(keys), seen_keys=rows * max(keys, default=0))
 
 
 class _Shapes(NamedTuple):
