@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from models.rope import Rope
-from startrail_jax.planner.layers.loops import loops_of
+from startrail_jax.planner.layers import loops_of
 
 
 @dataclass(frozen=True)

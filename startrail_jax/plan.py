@@ -188,7 +188,7 @@ def _flag(name: str) -> str:
 
 def _here(args: argparse.Namespace, call: Any) -> Any:
     """The cluster at hand, measured for a model."""
-    from startrail_jax.planner.inputs.here import measure_cluster
+    from startrail_jax.planner.here import measure_cluster
     from startrail_jax.planner.quantities import parse_bytes
 
     model = call.model
@@ -223,7 +223,7 @@ def _gpu(args: argparse.Namespace) -> Any:
 
 
 def _model(args: argparse.Namespace) -> Any:
-    from startrail_jax.planner.inputs.config_json import find_model
+    from startrail_jax.planner.config_json import find_model
     from startrail_jax.planner.models import ModelSizes
     from startrail_jax.planner.quantities import parse_count, parse_window
 

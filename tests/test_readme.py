@@ -13,7 +13,7 @@ import tokenizers
 
 import oracle
 import startrail_jax
-from startrail_jax.planner.inputs import here
+from startrail_jax.planner import here
 from train import read_command_line
 from trainer.command_line import parse
 from trainer.tasks import TASKS

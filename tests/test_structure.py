@@ -59,7 +59,7 @@ MODELS_MAY_USE_OF_OP = {
     f"{OP}.errors",
     f"{OP}.shapes",
     f"{OP}.xla.ordering",
-    f"{OP}.planner.layers.loops",
+    f"{OP}.planner.layers",
 }
 
 

@@ -16,7 +16,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32
 
 from models.hooks import Hooks
-from startrail_jax.planner.inputs.config_json import model_of_run
+from startrail_jax.planner.config_json import model_of_run
 from startrail_jax.planner.models import ModelSizes
 from startrail_jax.tokens.layout import Layout
 from trainer.config import TrainConfig

@@ -19,7 +19,7 @@ import startrail_jax as st
 from startrail_jax.errors import InputError, UserError
 from startrail_jax.planner.grid import ORDERS, Call, Settings, all_settings
 from startrail_jax.planner.hardware import Cluster
-from startrail_jax.planner.inputs.here import SHARE, jax_share, measure_cluster
+from startrail_jax.planner.here import SHARE, jax_share, measure_cluster
 from startrail_jax.planner.quantities import GIB, show_rate, show_seconds
 from startrail_jax.planner.search import Candidates, Options, Prediction, no_setting
 from trainer.config import TrainConfig

@@ -236,6 +236,8 @@ def _parts(sizes: StepSizes) -> Iterator[Part]:
         # What the norms took: the query as it was projected, and the key in float32.
         attention = attention + _shard_bytes(sizes, 1, FLOAT32 / sizes.itemsize / 2)
     inner = 6 * sizes.stream + np.maximum(attention, _mlp_bytes(sizes))
+    # XLA computes query, key, value and output of all layers of a turn before it needs them.
+    inner = inner + (sizes.period - 1) * _shard_bytes(sizes, 2, 1)
     yield Part(name="attention or MLP", size=inner, exact=False, phase=LAYER)
     yield Part(name="outputs and loss", size=_loss_bytes(sizes), exact=False, phase=LOSS)
     if sizes.zero in (1, 2):

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from startrail_jax.errors import InputError
+from startrail_jax.planner.command import command_of, remarks
+from startrail_jax.planner.config_json import find_model
 from startrail_jax.planner.grid import Call
 from startrail_jax.planner.hardware import Cluster, Gpu, make_cluster
-from startrail_jax.planner.inputs.config_json import find_model
 from startrail_jax.planner.models import ModelSizes, check_model
-from startrail_jax.planner.output.command import command_of, remarks
 from startrail_jax.planner.quantities import (
     GIB,
     as_count,

@@ -26,12 +26,12 @@ def parse_count(text: str, flag: str) -> int:
 
     Args:
         text: what was typed.
-        flag: the flag that the message names.
+        flag: the flag that the message names. So it is in all functions of this module.
 
     Raises:
         ValueError: if it is not a positive whole number.
     """
-    match = re.fullmatch(rf"{_NUMBER}\s*([kKmMgG]?)", text.strip().replace("_", ""))
+    match = _match(rf"{_NUMBER}\s*([kKmMgG]?)", text.replace("_", ""))
     value = _value(match) * _BINARY[match[3].lower()] if match else 0.0
     if not 1 <= value <= LARGEST_COUNT or value != int(value):
         raise InputError(
@@ -42,14 +42,7 @@ def parse_count(text: str, flag: str) -> int:
 
 
 def parse_window(text: str) -> int | None:
-    """The tokens of a window: as `parse_count`, or `none`, for all earlier ones.
-
-    Args:
-        text: what was typed.
-
-    Raises:
-        ValueError: if it is neither.
-    """
+    """The tokens of a window: as `parse_count`, or `none`, for all earlier ones."""
     if text == "none":
         return None
     try:
@@ -61,9 +54,7 @@ def parse_window(text: str) -> int | None:
 def parse_rate(text: Any, flag: str) -> float:
     """Bytes per second: 50GB/s, 400Gb/s (bits) or 400Gbit/s.
 
-    Args:
-        text: what was typed. A number has no unit, so it is refused, as a text without one.
-        flag: the flag that the message names.
+    A number has no unit, so it is refused, as a text without one.
 
     Raises:
         ValueError: if it is not a rate above 0 with its unit.
@@ -97,10 +88,6 @@ def bits_note(text: str | None, flag: str) -> str | None:
 def parse_bytes(text: str, flag: str) -> int:
     """Bytes: 80GiB or 80GB (times 10^9).
 
-    Args:
-        text: what was typed.
-        flag: the flag that the message names.
-
     Raises:
         ValueError: if it is not a size above 0 with its unit.
     """
@@ -119,10 +106,6 @@ def parse_bytes(text: str, flag: str) -> int:
 def parse_flops(text: str, flag: str) -> float:
     """FLOP/s: 989T, 989TFLOPs or 0.989P.
 
-    Args:
-        text: what was typed.
-        flag: the flag that the message names.
-
     Raises:
         ValueError: if it is not a rate above 0 with its unit.
     """
@@ -139,9 +122,7 @@ def parse_flops(text: str, flag: str) -> float:
 def parse_seconds(text: Any, flag: str) -> float:
     """Seconds: 10us, 0.01ms or 0s.
 
-    Args:
-        text: what was typed. A number has no unit, so it is refused, as a text without one.
-        flag: the flag that the message names.
+    A number has no unit, so it is refused, as a text without one.
 
     Raises:
         ValueError: if it is not a time of at least 0 with its unit.
@@ -167,10 +148,6 @@ def _value(match: re.Match[str]) -> float:
 
 def as_count(value: Any, flag: str) -> int:
     """A positive whole number, of any type of number, or as text: see `parse_count`.
-
-    Args:
-        value: what was given.
-        flag: the flag that the message names.
 
     Raises:
         ValueError: if it is none.

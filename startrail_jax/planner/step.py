@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from startrail_jax.planner.grid import Call, Settings
-from startrail_jax.planner.layers.loops import loops_of
+from startrail_jax.planner.layers import loops_of
 from startrail_jax.planner.links import Cost, Links
 from startrail_jax.planner.memory import LAYER, LOSS, Footprint, StepSizes, footprint_of
 from startrail_jax.planner.timing import Timing

@@ -17,10 +17,10 @@ import startrail_jax as st
 from refusals import refused
 from startrail_jax import masks
 from startrail_jax.errors import InputError
+from startrail_jax.planner import here
 from startrail_jax.planner.grid import ORDERS, ROLES, Call, Settings, all_settings
 from startrail_jax.planner.hardware import GPUS, Cluster, find_gpu
-from startrail_jax.planner.inputs import here
-from startrail_jax.planner.inputs.here import LinkSpeed, _ports, measure_cluster
+from startrail_jax.planner.here import LinkSpeed, _ports, measure_cluster
 from startrail_jax.planner.memory import footprint_of
 from startrail_jax.planner.models import MODELS, ModelSizes
 from startrail_jax.planner.planning import plan_of

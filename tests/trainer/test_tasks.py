@@ -22,8 +22,8 @@ from models.hooks import Hooks
 from programs import interrupt_after, make_program
 from refusals import refused
 from startrail_jax.errors import InputError
+from startrail_jax.planner.config_json import find_model
 from startrail_jax.planner.hardware import GPUS, Cluster
-from startrail_jax.planner.inputs.config_json import find_model
 from startrail_jax.planner.models import MODELS
 from trainer import planning, tasks
 from trainer.config import OptimizerConfig

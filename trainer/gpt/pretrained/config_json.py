@@ -11,8 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from startrail_jax.errors import InputError, UnsupportedError
-from startrail_jax.planner.layers.loops import shortest
-from startrail_jax.planner.layers.windows import Windows, sliding_layers
+from startrail_jax.planner.layers import Windows, shortest, sliding_layers
 from trainer.gpt.config import GPTConfig, RopeConfig
 
 TOO_LARGE = 1 << 31

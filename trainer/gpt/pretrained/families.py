@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from startrail_jax.errors import InputError, UnsupportedError
-from startrail_jax.planner.layers.windows import WINDOWS
+from startrail_jax.planner.layers import WINDOWS
 from trainer.data.opening import read_object
 from trainer.gpt.config import GPTConfig
 from trainer.gpt.pretrained.config_json import (

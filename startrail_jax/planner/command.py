@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from startrail_jax.planner.config_json import PRETRAINED, find_model
 from startrail_jax.planner.grid import Call
 from startrail_jax.planner.hardware import Cluster
-from startrail_jax.planner.inputs.config_json import PRETRAINED, find_model
 from startrail_jax.planner.models import FRAME, MODELS, ModelSizes
 from startrail_jax.planner.quantities import show_count
 from startrail_jax.planner.search import Prediction

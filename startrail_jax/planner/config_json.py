@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from startrail_jax.errors import InputError, UnsupportedError
-from startrail_jax.planner.layers.loops import shortest
-from startrail_jax.planner.layers.windows import WINDOWS, sliding_layers
+from startrail_jax.planner.layers import WINDOWS, shortest, sliding_layers
 from startrail_jax.planner.models import DIT, MODELS, ModelSizes, is_size
 
 # Size -> its name in a config.json of Hugging Face.

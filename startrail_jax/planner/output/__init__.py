@@ -1,1 +1,0 @@
-"""What a plan prints besides its table."""
