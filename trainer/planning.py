@@ -121,11 +121,6 @@ class Planner:
                 "plan: predicted seconds are those of training all weights, and this run trains "
                 "adapters"
             )
-        if len(set(self.make_objective().sizes.windows)) > 1:
-            lines.append(
-                "plan: layers have different windows, for which the memory is predicted too low: "
-                "a step that was compiled took 1.4 times as much"
-            )
         best = found[0].prediction
         # All processes take the choice of the first.
         degrees, order = peers().gather([best.degrees, best.order])[0]

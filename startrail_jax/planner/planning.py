@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,6 @@ from startrail_jax.planner.models import ModelSizes, check_model
 from startrail_jax.planner.quantities import (
     GIB,
     as_count,
-    bits_note,
     show_bytes,
     show_count,
     show_rate,
@@ -62,8 +61,6 @@ class Plan:
     """Settings of the degrees, with all savings."""
     num_fitting: int
     """Candidates that fit the memory."""
-    units_note: str | None = None
-    """What a rate was understood to be whose unit is easily mistaken; None if there is none."""
 
     @property
     def winner(self) -> Prediction:
@@ -81,23 +78,13 @@ class Plan:
         )
 
     @property
-    def adapters_note(self) -> str | None:
-        """What the forecast leaves out if adapters are trained; None if there are none."""
+    def notes(self) -> tuple[str, ...]:
+        """What the forecast leaves out."""
         if not self.call.model.adapters:
-            return None
+            return ()
         return (
             "The run trains adapters, and this forecast trains all weights: adapters need less "
-            "memory and fewer seconds,\nand another setting may be the fastest."
-        )
-
-    @property
-    def layers_note(self) -> str | None:
-        """What is known of the memory if layers differ; None if they do not."""
-        if len(set(self.call.model.layer_windows)) == 1:
-            return None
-        return (
-            "The layers have different windows, for which the memory is predicted too low: a step "
-            "that was compiled took 1.4 times as much.\nLeave room."
+            "memory and fewer seconds,\nand another setting may be the fastest.",
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -119,9 +106,7 @@ class Plan:
             "illegal": self.illegal,
             "frugal": _as_dict(self.frugal),
             "reason": self.reason,
-            "units_note": self.units_note,
-            "adapters_note": self.adapters_note,
-            "layers_note": self.layers_note,
+            "notes": self.notes,
             "command": self.command,
         }
 
@@ -157,8 +142,7 @@ class Plan:
             f"{self.num_settings} settings of degrees and order; with ZeRO, remat, offload and "
             f"tile {self.num_candidates}, of which {self.num_fitting} fit {limit:.1f} GiB",
         ]
-        notes = (self.units_note, self.adapters_note, self.layers_note)
-        return head + [x for x in notes if x is not None]
+        return [*head, *self.notes]
 
     def _tail(self) -> list[str]:
         if self.reason is None:
@@ -337,9 +321,7 @@ def plan(
         latency=latency,
     )
     call = call_of(model, seq_len, batch)
-    found = plan_of(cluster, call, options or Options(), top=as_count(top, "--top"))
-    notes = [bits_note(port, "--port"), bits_note(inside, "--inside")]
-    return replace(found, units_note="\n".join(x for x in notes if x) or None)
+    return plan_of(cluster, call, options or Options(), top=as_count(top, "--top"))
 
 
 def call_of(

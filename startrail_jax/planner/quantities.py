@@ -61,7 +61,8 @@ def parse_rate(text: Any, flag: str) -> float:
     """
     match = _match(rf"{_NUMBER}\s*([kKmMgGtT]?)(i?)(B|b|bit|bits)(?:/s|ps)?", text)
     value = 0.0
-    if match:
+    # Of 50gb/s, nobody knows whether it means bits or bytes.
+    if match and not (match[3] in ("m", "g", "t") and match[5] == "b"):
         units = _BINARY if match[4] else _DECIMAL
         value = _value(match) * units[match[3].lower()] / (1 if match[5] == "B" else 8)
     if not 0 < value < math.inf:
@@ -70,19 +71,6 @@ def parse_rate(text: Any, flag: str) -> float:
             "'50GB/s' (bytes) or '400Gb/s' (bits)."
         )
     return value
-
-
-def bits_note(text: str | None, flag: str) -> str | None:
-    """What a rate such as 50gb/s was understood to be; None if its spelling leaves no doubt."""
-    match = re.search(r"([mgt])(i?)b(?!it)", text or "")
-    if text is None or match is None:
-        return None
-    rate = parse_rate(text, flag)
-    in_bytes = text.replace(match[0], f"{match[1].upper()}{match[2]}B")
-    return (
-        f"{flag} {text} was read as bits, for which a small b stands: "
-        f"{show_rate(8 * rate, 'bit')}, or {show_rate(rate)}. For bytes, write {in_bytes}."
-    )
 
 
 def parse_bytes(text: str, flag: str) -> int:

@@ -305,13 +305,10 @@ def test_windows_of_layers_are_read(tmp_path, capsys):
         path.write_text(json.dumps(small | more))
         assert find_model(str(path)).windows == windows
     arguments = f"--nodes 1 --gpus-per-node 8 --gpu h100 --model {path} {FEW} --seq-len"
-    seconds, notes = [], []
+    seconds = []
     for more in ("", "--windows none", "--windows 4K 4K none"):
         _, plan = asked(f"{arguments} 256K {more}", capsys)
         seconds.append(plan["ranked"][0]["seconds"])
-        notes.append(plan["layers_note"])
-    assert notes[:2] == [None, None]
-    assert "memory is predicted too low" in notes[2]
     assert 2 * seconds[0] < seconds[1]
     assert seconds[0] < seconds[2] < seconds[1]
     assert plan["model"]["windows"] == [4096, 4096, None]

@@ -82,6 +82,15 @@ def test_windows_of_the_layers_are_planned():
     assert local.parts["attention"] < mixed.parts["attention"] < whole.parts["attention"]
 
 
+def test_a_plan_for_the_rings_counts_what_they_send():
+    asked = dict(model=dict(windows=(64,)), seq_len=2**16, mesh=MeshConfig(ring=8))
+    (auto,), (rings,) = (
+        found(TWO_NODES, 1, attention=AttentionConfig(exchange=x), **asked)
+        for x in ("auto", "rings")
+    )
+    assert 2 * auto.prediction.across_bytes < rings.prediction.across_bytes
+
+
 SMALL_GPU = dataclasses.replace(GPUS["h100"], memory_bytes=1 << 16)
 
 
@@ -174,8 +183,7 @@ def test_a_plan_says_what_it_does_not_predict(measured):
         return planner(**changes).choose(jax.devices()[:8]).description
 
     assert "training all weights" in lines(lora=LoraConfig(rank=4))[-1]
-    assert "layers have different windows" in lines(model=dict(windows=(9, "none")))[-1]
-    assert not any("adapters" in line or "different windows" in line for line in lines())
+    assert not any("adapters" in line for line in lines())
     assert measured[0] == dict(devices_per_node=None, head_dim=8, itemsize=4, causal=True)
 
 
