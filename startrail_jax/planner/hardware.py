@@ -12,6 +12,10 @@ References:
       is what nvidia-smi shows.
     * [5] NCCL, src/graph/topo.h: 20.0, 20.6 and 40.1 GB/s for a link of NVLink 3, 4 and 5.
     * [6] NCCL, src/graph/tuning.cc: latencies of its ring algorithm with the protocol Simple.
+    * [7] TRL's table of long sequences: Qwen3-8B, bfloat16, 8 to 32 H100. Its seconds of a step are
+      those of [1] over 0.75 to 0.80, whatever model and length: benchmarks of [1] run for
+      milliseconds, in which the clock stays at the 1.83 GHz for which the peak is stated, and steps
+      of minutes run at what 700 W allow. `sustained` is the one number that is fitted to it.
 """
 
 from __future__ import annotations
@@ -68,6 +72,9 @@ class Gpu:
     """Bytes/s to the memory of the host, each way: 80 % of PCI Express, of generation 4 or 5."""
     attention: Mapping[int, Curve]
     """head_dim -> what attention kernels reach: [1], [2], [3]."""
+    sustained: float = 1.0
+    """Share of these that is left when kernels run for minutes: [7] for Hopper. It is not known of
+    others, and 1 if `attention` was measured on the devices."""
     matrix_efficiency: float = 0.7
     """Share of the peak in the matrix products of projections and MLP, with what lies between them.
     An assumption: large products alone reach 0.7 to 0.8; norms and activations take the rest."""
@@ -88,7 +95,7 @@ class Gpu:
         tokens = np.asarray(tokens, float)
         found = np.interp(np.log(np.maximum(tokens, 1.0)), np.log(lengths), shares)
         # A call of fewer tokens than were measured fills fewer of the GPU's processors.
-        return np.asarray(found * np.minimum(tokens / lengths[0], 1.0))
+        return np.asarray(found * np.minimum(tokens / lengths[0], 1.0)) * self.sustained
 
 
 GPUS = {
@@ -120,6 +127,7 @@ GPUS = {
             inside_rate=18 * 20.6e9,
             host_rate=0.8 * 64e9,
             attention=_curves(595e12 / _H100, 516e12 / _H100),
+            sustained=0.8,
         ),
         Gpu(
             name="h200",
@@ -129,6 +137,7 @@ GPUS = {
             inside_rate=18 * 20.6e9,
             host_rate=0.8 * 64e9,
             attention=_curves(595e12 / _H100, 516e12 / _H100),
+            sustained=0.8,
         ),
         Gpu(
             name="b200",

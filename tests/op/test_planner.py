@@ -555,6 +555,33 @@ def test_choice_among_all_settings_is_what_emulated_clusters_measured_as_fastest
         assert {*degrees} == {*found}
 
 
+QWEN3 = {
+    "8B": {},
+    "32B": dict(width=5120, layers=64, heads=64, mlp_width=25_600),
+    "0.6B": dict(width=1024, layers=28, heads=16, mlp_width=3072, tied_head=True),
+}
+
+
+@pytest.mark.parametrize(
+    ("size", "tokens", "nodes", "seconds"),
+    [
+        ("8B", "1M", 1, 372),
+        ("8B", "2M", 2, 696),
+        ("8B", "4M", 4, 1346),
+        ("32B", "1M", 1, 1295),
+        ("0.6B", "1M", 1, 137),
+        ("0.6B", "4M", 1, 2135),
+    ],
+)
+def test_steps_of_long_sequences_take_what_others_measured(size, tokens, nodes, seconds):
+    """TRL's table: Qwen3 on nodes of eight H100; of 364 to 380 s, the middle."""
+    model = dataclasses.replace(MODELS["qwen3_8b"], name="given", **QWEN3[size])
+    found = st.plan(
+        nodes=nodes, gpus_per_node=8, gpu="h100", port="50GB/s", model=model, seq_len=tokens, top=1
+    )
+    assert found.winner.seconds == pytest.approx(seconds, rel=0.1)
+
+
 def test_texts_and_whole_floats_are_numbers():
     few = Options(zero=(3,), remat=("full",), offload=(False,), tiled=(False,), baselines=False)
     typed = dict(gpu="h100", model="gpt_7b", options=few, nodes=2, gpus_per_node=2, top=1)
@@ -657,7 +684,7 @@ def test_find_gpu_has_measured_curves():
     assert find_gpu("H100") is find_gpu("h100")
     gpu = find_gpu("h100")
     long = gpu.attention_efficiency(2**20, 128, backward=False)
-    assert long * gpu.peak_flops == pytest.approx(595e12)
+    assert long * gpu.peak_flops == pytest.approx(0.8 * 595e12)
     assert gpu.attention_efficiency(256, 128, backward=True) < 0.2
 
 
