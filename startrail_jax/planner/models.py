@@ -304,17 +304,10 @@ def check_model(model: ModelSizes, seq_len: int, batch: int) -> None:
                 f"multiple of the {model.patch} positions of a patch; got {name}="
                 f"{getattr(model, name)} for width={model.width}, heads={model.heads}. Correct it."
             )
-    if not is_length(model, seq_len):
+    if seq_len != model.seq_len if model.from_run else seq_len % FRAME:
         ways = "" if model.from_run else f", or use a multiple of {FRAME}"
         has = "" if model.seq_len is None else f", which has {model.seq_len}"
         raise InputError(
             f"--seq-len of a diffusion transformer follows from its images; got {seq_len} for "
             f"--model {model.name}{has}. Leave it out{ways}."
         )
-
-
-def is_length(model: ModelSizes, seq_len: int) -> bool:
-    """Whether a model can have sequences of a length: the images of a diffusion transformer say."""
-    if model.kind != "dit":
-        return True
-    return seq_len == model.seq_len if model.from_run else seq_len % FRAME == 0

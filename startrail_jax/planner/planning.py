@@ -231,17 +231,10 @@ _NEEDS = {
 
 def _why_illegal(candidates: Candidates, name: str) -> str:
     """Why there is no candidate of a known scheme without tensor parallelism."""
-    cluster, call, settings = candidates.cluster, candidates.call, candidates.settings
-    if np.any(BASELINES[name](settings) & (settings.tensor == 1)):
-        return "not with these --zero, --remat, --offload and --tile"
-    model, gpus = call.model, f"{cluster.num_gpus} GPU{'s' if cluster.num_gpus > 1 else ''}"
-    flags = "".join(f", --{role} {size}" for role, size in candidates.options.degrees.items())
+    flags = "".join(f" --{role} {size}" for role, size in candidates.options.degrees.items())
     # One GPU has nothing to share, whatever its heads.
-    needs = _NEEDS[name] if cluster.num_gpus > 1 else _SEVERAL
-    return (
-        f"it needs {needs}; got {gpus} in nodes of {cluster.gpus_per_node}, {model.heads} heads, "
-        f"{model.kv_heads} key heads, batch {call.batch}{flags}"
-    )
+    needs = _NEEDS[name] if candidates.cluster.num_gpus > 1 else _SEVERAL
+    return f"it needs {needs}{f', beside{flags}' if flags else ''}"
 
 
 def _short(seconds: float) -> str:

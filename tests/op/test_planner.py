@@ -370,10 +370,10 @@ def test_of_equally_fast_settings_the_one_that_need_not_offload_wins():
 @pytest.mark.parametrize(
     ("gpus", "options", "reasons"),
     [
-        (1, {}, dict.fromkeys(BASELINES, "it needs .*; got 1 GPU in nodes of 1, 32 heads, 32 key")),
+        (1, {}, dict.fromkeys(BASELINES, "it needs several GPUs for a sequence$")),
         (2, {}, {"LoongTrain / USP": "it needs heads that some", "StarTrail as p": "a C above 1"}),
-        (8, {"tensor": 2}, dict.fromkeys(BASELINES, "got 8 GPUs .*, --tensor 2$")),
-        (8, {"team": 2, "head": 1}, dict.fromkeys([*BASELINES][:4], ", --team 2, --head 1$")),
+        (8, {"tensor": 2}, dict.fromkeys(BASELINES, "it needs .*, beside --tensor 2$")),
+        (8, {"team": 2, "head": 1}, dict.fromkeys([*BASELINES][:4], ", beside --team 2 --head 1$")),
         (8, {}, {}),
     ],
 )
@@ -387,14 +387,6 @@ def test_a_scheme_without_a_legal_setting_says_why(gpus, options, reasons):
         assert name.startswith(start)
         assert re.search(reason, text)
         assert f"  {name}: {text}\n" in str(found)
-
-
-def test_schemes_that_the_savings_exclude_say_so():
-    """A tile needs more tokens than a GPU has here, unless tensor parallelism brings it others."""
-    typed = dict(nodes=1, gpus_per_node=8, gpu="h200", model="gpt_3b", seq_len="8K")
-    found = st.plan(**typed, options=Options(tiled=(True,), remat=("full",)))
-    reason = "not with these --zero, --remat, --offload and --tile"
-    assert found.illegal == dict.fromkeys(BASELINES, reason)
 
 
 def test_settings_are_those_that_train_py_takes():

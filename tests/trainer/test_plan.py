@@ -81,10 +81,7 @@ def test_readme_question_is_answered(capsys):
     for scheme in ("Ring Attention", "all-gather", "Ulysses", "LoongTrain / USP", "as published"):
         assert scheme in text
     # 32 heads cannot be split over 64 GPUs.
-    assert re.search(
-        r"no legal setting +Ulysses: it needs heads that all .*; got 64 GPUs in .*, 32 heads, ",
-        text,
-    )
+    assert re.search(r"no legal setting +Ulysses: it needs heads that all GPUs", text)
     assert " wins, since " in text
     assert re.search(r"slower: it .* Of its [\d.]+ s: ", text)
     assert "python train.py gpt_7b --data.path YOUR_TEXT " in text
@@ -95,7 +92,7 @@ def test_schemes_on_one_gpu_need_several(capsys):
     cluster = "--nodes 1 --gpus-per-node 1 --gpu h200"
     assert main(shlex.split(f"{cluster} --model gpt_3b --seq-len 8K")) == 0
     text = capsys.readouterr().out
-    reasons = re.findall(r"no legal setting +([^:]+): it needs several GPUs for a sequence;", text)
+    reasons = re.findall(r"no legal setting +([^:]+): it needs several GPUs for a sequence\n", text)
     assert {"Ulysses", "LoongTrain / USP", "StarTrail as published"} <= set(reasons)
 
 
