@@ -118,11 +118,13 @@ class Timing:
             self._sizes[self._lengths[number]].share(x.degrees)
             for number, x in enumerate(self._forms)
         ]
-        travellers = [
-            share.cheaper_traveller(team=x.degrees.team, group=x.degrees.group)
+        self._shares = shares
+        queries = [
+            x.published
+            or share.cheaper_traveller(team=x.degrees.team, group=x.degrees.group) == "query"
             for share, x in zip(shares, self._forms, strict=True)
         ]
-        self._shares, self._travellers = shares, travellers
+        self._queries_travel = np.array(queries)[self._form]
         names = ("query_tokens", "query_bytes", "key_value_bytes")
         of_shares = np.array([[getattr(share, name) for name in names] for share in shares])
         self._tokens, self._query, self._keys = of_shares[self._form].T
@@ -172,7 +174,8 @@ class Timing:
             received, count = np.zeros(len(passes)), np.zeros(len(passes), np.int64)
             for number, x in found.items():
                 # The log-sum-exp of the paper takes a maximum and a sum.
-                count[number] = len(x.hops) or (2 if (step, collective) in _TWICE else 1)
+                twice = step == "combine" and collective == "all_reduce"
+                count[number] = len(x.hops) or (2 if twice else 1)
                 received[number] = x.received_bytes / count[number]
             if step == "combine" and collective == "reduce_scatter":
                 # XLA's CPU backend sums in float32 alone.
@@ -194,8 +197,7 @@ class Timing:
     def _arrays(self, step: str, collective: str, passes: Any) -> np.ndarray | int:
         """Number of arrays that a step sends."""
         backward = any(x.step == "query scatter" for x in passes[0])
-        queries = np.array([x == "query" for x in self._travellers])[self._form]
-        queries = queries | self.settings.published
+        queries = self._queries_travel
         if step.endswith("gradient ring"):
             return np.where(queries, 1, 2)
         if step.endswith("ring"):
@@ -429,9 +431,6 @@ class Timing:
         )
         replicas = [x for x in self._ways[window].backward if x.step == "replica sum"]
         return keys, home + links.costs(replicas).times(sparse.taken)
-
-
-_TWICE = (("combine", "all_reduce"),)
 
 
 @dataclass(frozen=True)
