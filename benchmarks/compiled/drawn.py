@@ -20,7 +20,7 @@ from benchmarks.compiled.step import describe, formula_of, peak_bytes
 from startrail_jax.analysis.settings import all_degrees
 from startrail_jax.devices.degrees import ROLES, Degrees
 from startrail_jax.errors import UserError
-from startrail_jax.planner.memory import GIB
+from startrail_jax.planner.quantities import GIB
 from trainer.config import AttentionConfig, OptimizerConfig, TrainConfig
 from trainer.dit.config import DiTConfig, DiTTrainConfig
 from trainer.gpt.config import DataConfig, GPTConfig, GPTTrainConfig

@@ -26,7 +26,7 @@ import startrail_jax as st
 from benchmarks.compiled.step import formula_of, peak_bytes
 from configs import RECIPES
 from startrail_jax.devices.degrees import Degrees
-from startrail_jax.planner.memory import GIB
+from startrail_jax.planner.quantities import GIB
 from trainer.config import TrainConfig
 from trainer.run.exit import exit_on_user_errors
 

@@ -64,7 +64,7 @@ from benchmarks.compiled.schedule import (
 from benchmarks.compiled.step import describe, formula_of, lowered_step, read_memory
 from startrail_jax.devices.degrees import SEQUENCE_ROLES
 from startrail_jax.planner.hardware import GPUS
-from startrail_jax.planner.memory import GIB
+from startrail_jax.planner.quantities import GIB
 from train import read_command_line
 from trainer.config import TrainConfig
 from trainer.parallel.degrees import choose_degrees

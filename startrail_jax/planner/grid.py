@@ -10,12 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from startrail_jax.devices.degrees import ROLES, SEQUENCE_ROLES
 from startrail_jax.planner.hardware import Cluster
 from startrail_jax.planner.models import ModelSizes
-
-ROLES = ("data", "ring", "group", "team", "head", "tensor")
-"""The axes of a mesh, as in `startrail_jax.devices.degrees`."""
-_SEQUENCE = ("ring", "group", "team", "head")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +79,7 @@ class Settings:
         return Settings(**{name: values[index] for name, values in vars(self).items()})
 
 
-ORDERS = tuple(("data", *order, "tensor") for order in itertools.permutations(_SEQUENCE))
+ORDERS = tuple(("data", *order, "tensor") for order in itertools.permutations(SEQUENCE_ROLES))
 """The orders of the axes over the nodes that are tried, slowest first."""
 
 
@@ -135,7 +132,7 @@ def _ordered(degrees: dict[str, np.ndarray], index: int, cluster: Cluster) -> Se
         published=np.zeros(count, bool),
     )
     # Of orders that differ in axes of degree 1, the one with these axes first, in their own order.
-    places = [_SEQUENCE.index(role) for role in order[1:-1]]
+    places = [SEQUENCE_ROLES.index(role) for role in order[1:-1]]
     keys = [
         np.where(degrees[role] == 1, place, 4)
         for role, place in zip(order[1:-1], places, strict=True)

@@ -23,7 +23,8 @@ from typing import Any
 
 import numpy as np
 
-GIB = 2**30
+from startrail_jax.planner.quantities import GIB
+
 FLOAT32 = 4
 """Bytes of a number."""
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from startrail_jax.devices.degrees import ROLES
 from startrail_jax.errors import InputError
-from startrail_jax.planner.grid import ORDERS, ROLES, Call, Settings, all_settings
+from startrail_jax.planner.grid import ORDERS, Call, Settings, all_settings
 from startrail_jax.planner.hardware import Cluster
 from startrail_jax.planner.quantities import show_count
 from startrail_jax.planner.step import COMPUTE, EXPOSED, Savings, Step, is_legal, tile_of

@@ -6,7 +6,7 @@ from benchmarks.compiled import drawn as drawn_runs
 from benchmarks.compiled import longest
 from benchmarks.compiled.drawn import LEAST_GIB, MOST_GIB, drawn, name_of
 from benchmarks.compiled.step import formula_of
-from startrail_jax.planner.memory import GIB
+from startrail_jax.planner.quantities import GIB
 
 
 @pytest.mark.slow

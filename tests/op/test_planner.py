@@ -16,9 +16,10 @@ from jax.experimental import multihost_utils
 import startrail_jax as st
 from refusals import refused
 from startrail_jax import masks
+from startrail_jax.devices.degrees import ROLES
 from startrail_jax.errors import InputError
 from startrail_jax.planner import here
-from startrail_jax.planner.grid import ORDERS, ROLES, Call, Settings, all_settings
+from startrail_jax.planner.grid import ORDERS, Call, Settings, all_settings
 from startrail_jax.planner.hardware import GPUS, Cluster, find_gpu
 from startrail_jax.planner.here import LinkSpeed, _ports, measure_cluster
 from startrail_jax.planner.memory import footprint_of

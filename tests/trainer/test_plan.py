@@ -19,11 +19,11 @@ from jax.sharding import AbstractMesh, AxisType
 import startrail_jax as st
 from configs import RECIPES
 from refusals import refused
+from startrail_jax.devices.degrees import ROLES
 from startrail_jax.errors import InputError, UnsupportedError
 from startrail_jax.plan import main
 from startrail_jax.planner import here
 from startrail_jax.planner.config_json import PRETRAINED, find_model
-from startrail_jax.planner.grid import ROLES
 from startrail_jax.planner.hardware import GPUS, Cluster
 from startrail_jax.planner.models import MODELS
 from startrail_jax.planner.planning import plan as plan_function
