@@ -427,7 +427,7 @@ def _least(x: int | None, y: int | None) -> int | None:
 
 def _concrete(question: Callable[[Span, Span], Any], query: Span, key: Span) -> np.ndarray:
     """The answer for known spans, also while something is being traced."""
-    jax = sys.modules.get("jax")  # Nothing is traced before someone imports it.
+    jax = sys.modules.get("jax")  # Nothing is traced before it is imported.
     with contextlib.nullcontext() if jax is None else jax.ensure_compile_time_eval():
         shape = np.broadcast_shapes(np.shape(query.first), np.shape(key.first))
         return np.broadcast_to(np.asarray(question(query, key), bool), shape)

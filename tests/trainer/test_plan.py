@@ -220,7 +220,10 @@ TWO_NODES = "--nodes 2 --gpus-per-node 2 --gpu h200 --port 50GB/s"
 def test_pasted_commands_give_the_setting_and_pass_the_checks_of_a_step(
     cluster, kind, more, sizes, tmp_path, capsys
 ):
-    tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(tmp_path / "tokenizer.json"))
+    words = tokenizers.models.BPE(
+        {"<unk>": 0, "a": 1}, []
+    )  # transformers gives Gemma an unknown one.
+    tokenizers.Tokenizer(words).save(str(tmp_path / "tokenizer.json"))
     _, plan = asked(f"{cluster} {FEW} {model_of(kind, tmp_path)} {more}", capsys)
     winner, nodes = plan["ranked"][0], plan["cluster"]["nodes"]
     config = checked(plan["command"], nodes * plan["cluster"]["gpus_per_node"])
@@ -399,7 +402,10 @@ def test_pasted_command_starts_from_a_pretrained_model(kind, tmp_path):
 
     found = planned(model)
     assert f"also reads *.safetensors and tokenizer.json, which {tmp_path} lacks" in str(found)
-    tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(tmp_path / "tokenizer.json"))
+    words = tokenizers.models.BPE(
+        {"<unk>": 0, "a": 1}, []
+    )  # transformers gives Gemma an unknown one.
+    tokenizers.Tokenizer(words).save(str(tmp_path / "tokenizer.json"))
     config, told = trained(found.command), read_description(tmp_path).model
     assert config.init_from == tmp_path
     assert "--data.tokenizer" not in found.command
