@@ -106,6 +106,7 @@ def _all_runs(units: Runs) -> Runs:
     return replace(units, starts=tuple(map(int, starts)))
 
 
+@functools.lru_cache(maxsize=1024)
 def shares(schedule: Schedule, seq_len: int) -> np.ndarray:
     """The work of each device over the mean, [ring, group, team].
 
@@ -141,7 +142,6 @@ def _cut(runs: Runs, parts: int) -> list[tuple[int, Span]]:
     ]
 
 
-@functools.lru_cache(maxsize=1024)
 def advice_on_balance(schedule: Schedule, query_tokens: int, key_tokens: int) -> str | None:
     """What to do about devices that wait for the busiest one; None if none waits long.
 

@@ -32,7 +32,6 @@ does not count."""
 _REPEATS = 5
 _SAME_PORT = 1.5
 """Two messages that take this many times as long as one share what carries them."""
-_SINGLE = "float32"
 SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 """The variable that says which share of a GPU's memory jax takes."""
 _KNOWN = {

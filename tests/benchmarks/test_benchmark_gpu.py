@@ -17,6 +17,7 @@ import startrail_jax as st
 from benchmarks.compiled import deviceless
 from benchmarks.gpu import errors, rehearsal, speed
 from benchmarks.gpu import run as gpu
+from gpu_compiler import needs_gpu_compiler
 from startrail_jax.tokens.layout import Layout
 
 SEQ_LEN, HEADS, KV_HEADS, HEAD_DIM = 96, 2, 1, 8
@@ -153,7 +154,7 @@ def test_what_cannot_be_rehearsed_raises(options):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(bool(deviceless.missing_plugin()), reason=str(deviceless.missing_plugin()))
+@needs_gpu_compiler
 def test_program_for_a_gpu_has_the_kernels_of_the_mesh():
     degrees = st.Degrees.startrail(8, c=2)
     devices = deviceless.gpu_topology("h200", 8).devices

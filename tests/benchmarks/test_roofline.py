@@ -2,9 +2,10 @@
 
 import pytest
 
-from benchmarks.compiled.deviceless import gpu_topology, missing_plugin
+from benchmarks.compiled.deviceless import gpu_topology
 from benchmarks.compiled.roofline import ATTENTION, MATRICES, OTHERS, read_roofline
 from benchmarks.compiled.step import lowered_step
+from gpu_compiler import needs_gpu_compiler
 from programs import make_config
 from startrail_jax.devices.degrees import Degrees
 from startrail_jax.planner.hardware import GPUS
@@ -71,7 +72,7 @@ def test_bytes_and_flops_of_kernels_are_counted():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(missing_plugin() is not None, reason=str(missing_plugin()))
+@needs_gpu_compiler
 def test_step_for_a_gpu_has_the_flops_of_the_model():
     layers, width, mlp, vocabulary, tokens, heads = 2, 1024, 2048, 2048, 2048, 8
     model = dict(

@@ -49,7 +49,6 @@ HANGS_AFTER_SECONDS = 180
 """Time after which a process that neither ends nor goes on counts as hanging."""
 SEQ_LEN = 32
 NUM_TOKENS = 1_000_000
-BATCHES_BEFORE_WRONG_DATA = 4
 
 # Every device holds a part of the state, so that every process writes to a checkpoint.
 FLAGS = (

@@ -8,13 +8,14 @@ import pytest
 import startrail_jax as st
 from benchmarks.compiled import deviceless
 from benchmarks.compiled import run as benchmark
-from benchmarks.compiled.deviceless import gpu_topology, missing_plugin, target_names
+from benchmarks.compiled.deviceless import gpu_topology, target_names
 from benchmarks.compiled.schedule import (
     BACKWARD,
     ENTRY,
     read_copies,
     read_overlap,
 )
+from gpu_compiler import needs_gpu_compiler
 from refusals import refused
 from startrail_jax.errors import InputError, UnsupportedError
 
@@ -294,8 +295,6 @@ def test_copies_of_loops_and_branches():
     ]
 
 
-needs_plugin = pytest.mark.skipif(missing_plugin() is not None, reason=str(missing_plugin()))
-
 # Keys and values of a device are 32 MiB, more than XLA joins in one message, as in real runs.
 SIZES = ["--tokens", "8192", "--heads", "32", "--kv-heads", "8"]
 LONG = "Ring Attention, 64"
@@ -343,7 +342,7 @@ COMPILED += [("h100", "Ring Attention"), ("h200", LONG)]
 
 
 @pytest.mark.slow
-@needs_plugin
+@needs_gpu_compiler
 @pytest.mark.parametrize("backward", ["query", "kv"])
 @pytest.mark.parametrize(("target", "setting"), COMPILED)
 def test_every_hop_but_the_last_homecoming_is_beneath_attention(target, setting, backward):
@@ -358,7 +357,7 @@ def test_every_hop_but_the_last_homecoming_is_beneath_attention(target, setting,
 
 
 @pytest.mark.slow
-@needs_plugin
+@needs_gpu_compiler
 @pytest.mark.parametrize("backward", ["query", "kv"])
 @pytest.mark.parametrize(("target", "setting"), COMPILED)
 def test_rounds_copy_nothing(target, setting, backward):
@@ -368,7 +367,7 @@ def test_rounds_copy_nothing(target, setting, backward):
 
 
 @pytest.mark.slow
-@needs_plugin
+@needs_gpu_compiler
 @pytest.mark.parametrize("backward", ["query", "kv"])
 def test_messages_between_inner_cycles_are_beneath_several_kernels(backward):
     """XLA starts a message as early as it takes to hide it, by its own estimate."""
@@ -390,7 +389,7 @@ def test_messages_between_inner_cycles_are_beneath_several_kernels(backward):
 
 
 @pytest.mark.slow
-@needs_plugin
+@needs_gpu_compiler
 def test_without_our_compiler_options_hops_are_exposed():
     """Otherwise the test above would show nothing, and `st.compiler_options` could go."""
     degrees = SETTINGS["Ring Attention"]
@@ -399,7 +398,7 @@ def test_without_our_compiler_options_hops_are_exposed():
 
 
 @pytest.mark.slow
-@needs_plugin
+@needs_gpu_compiler
 def test_benchmark_prints_the_hops_of_a_layer_and_what_is_beneath(capsys):
     recipe = "gpt_8b_gqa --model.layers 1 --target h200 --devices 8 --seq-len 65536 --details"
     mesh = "--mesh.group 2 --mesh.ring 2 --mesh.team 2 --zero 0 --remat none --tile None"

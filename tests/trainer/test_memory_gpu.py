@@ -7,12 +7,13 @@ import pytest
 
 import startrail_jax as st
 from benchmarks.compiled import run as benchmark
-from benchmarks.compiled.deviceless import gpu_topology, missing_plugin
+from benchmarks.compiled.deviceless import gpu_topology
 from benchmarks.compiled.schedule import (
     ENTRY,
     axes,
     read_overlap,
 )
+from gpu_compiler import needs_gpu_compiler
 from programs import compile_gradients, make_config, make_program, weight_shapes
 from startrail_jax.analysis import hlo
 from trainer.gpt.config import DataConfig
@@ -20,7 +21,7 @@ from trainer.parallel.step_sizes import footprint
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(missing_plugin() is not None, reason=str(missing_plugin())),
+    needs_gpu_compiler,
 ]
 
 LAYERS, TOKENS = 3, 2048
