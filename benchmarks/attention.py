@@ -118,7 +118,7 @@ def settings(args: argparse.Namespace) -> list[tuple[str, st.Attention]]:
             continue
         rows.append((name, attention))
         if name == "StarTrail, C 2":
-            published = st.Attention.as_published(attention.mesh, **options)
+            published = st.Attention(attention.mesh, published=True, **options)
             rows.append((f"{name}, as published", published))
     return rows
 

@@ -22,15 +22,14 @@ import argparse
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 import startrail_jax as st
 from startrail_jax.analysis.cost import Communication
 from startrail_jax.analysis.settings import legal_degrees, refusal
 from startrail_jax.devices.degrees import SEQUENCE_ROLES
-from startrail_jax.rings.sizes import GRADIENT_DTYPES
+from startrail_jax.options import GradientDtype
 
-AS_PUBLISHED = {"placement": "gather_permute", "combine": "reduce_scatter", "backward": "query"}
 HEADER = (
     *("scheme", "ring", "group", "team", "head"),
     *("fwd units", "bwd units", "total units"),
@@ -46,7 +45,7 @@ class Scheme:
     settings: list[st.Degrees]
     needs: str = ""
     """What must hold for the number of devices, shown where there is no setting."""
-    options: dict[str, str] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
     """Options of `startrail_jax.communication` that belong to the scheme."""
 
 
@@ -68,7 +67,10 @@ def schemes(num_devices: int) -> list[Scheme]:
             needs=part,
         ),
         Scheme(
-            name="StarTrail as published", settings=startrail, needs=square, options=AS_PUBLISHED
+            name="StarTrail as published",
+            settings=startrail,
+            needs=square,
+            options={"published": True},
         ),
         Scheme(name="StarTrail", settings=startrail, needs=square),
         Scheme(
@@ -195,7 +197,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--full", action="store_true", help="no causal mask")
     parser.add_argument("--packed", action="store_true", help="with segment ids")
     parser.add_argument("--backward", default="auto", choices=("auto", "query", "kv"))
-    parser.add_argument("--gradient-dtype", default="float32", choices=GRADIENT_DTYPES)
+    parser.add_argument("--gradient-dtype", default="float32", choices=get_args(GradientDtype))
     parser.add_argument("--keep-gathered", action="store_true", help="units for the backward pass")
     args = parser.parse_args(argv)
     for name, size, degree in (

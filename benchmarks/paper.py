@@ -43,10 +43,10 @@ from startrail_jax.planner.grid import Call, Settings, all_settings
 from startrail_jax.planner.hardware import Cluster, find_gpu
 from startrail_jax.planner.models import MODELS, ModelSizes
 from startrail_jax.planner.quantities import GIB, parse_rate, show_count
-from startrail_jax.planner.search import Candidates, Options, Prediction, family
+from startrail_jax.planner.search import Candidates, Prediction, Search, family
 from startrail_jax.planner.timing import Timing
 
-FIXED = Options(zero=(3,), remat=("full",), offload=(False,), tiled=(True, False))
+FIXED = Search(zero=(3,), remat=("full",), offload=(False,), tiled=(True, False))
 PORTS = ("12.5Gb/s", "100Gb/s", "400Gb/s")
 LENGTHS = (2**17, 2**19, 2**20, 2**22, 2**24)
 MAP_NODES = (8, 128, 2048)
@@ -226,7 +226,7 @@ def best_choices(model: ModelSizes) -> Choices:
 
 def best(cluster: Cluster, call: Call) -> Prediction | None:
     """The fastest setting that fits."""
-    timed = Candidates(cluster, call, Options(baselines=False))
+    timed = Candidates(cluster, call, Search(baselines=False))
     return timed.best(timed.fits)[0] if timed.fits.any() else None
 
 

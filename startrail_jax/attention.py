@@ -30,10 +30,7 @@ from startrail_jax.calls.score_checks import (
     given_to_shards,
 )
 from startrail_jax.calls.validation import (
-    check_inner,
-    check_option,
     check_padding_id,
-    check_placement,
     check_shards,
     check_softcap,
     served_call,
@@ -48,32 +45,21 @@ from startrail_jax.devices.axes import (
 from startrail_jax.devices.degrees import SEQUENCE_ROLES, Degrees
 from startrail_jax.devices.nodes import mesh_crossing
 from startrail_jax.errors import BalanceWarning, InputError
+from startrail_jax.options import Options
 from startrail_jax.rings import collectives, rings, score_units
-from startrail_jax.rings.balance import BALANCES, from_zigzag, in_zigzag, to_zigzag
-from startrail_jax.rings.head_chunks import check_head_chunks
+from startrail_jax.rings.balance import from_zigzag, in_zigzag, to_zigzag
 from startrail_jax.rings.schedule import Schedule, ring_offsets
 from startrail_jax.rings.score_units import Given
-from startrail_jax.rings.sizes import GRADIENT_DTYPES, Sizes, dtype_name
-from startrail_jax.rings.sparse_plan import EXCHANGES
+from startrail_jax.rings.sizes import Sizes, dtype_name
 from startrail_jax.shapes import EMPTY
 from startrail_jax.tokens.layout import Layout
 
-_OPTIONS = {
-    "backward": ("auto", "query", "kv"),
-    "placement": ("gather", "gather_permute"),
-    "combine": ("merge", "reduce_scatter"),
-    "gradient_dtype": GRADIENT_DTYPES,
-    "keep_gathered": (False, True),
-    "exchange": EXCHANGES,
-    "balance": BALANCES,
-}
-
 # Further fields that `Schedule` has too.
-_STATIC = ("backend", "layout", "pattern", "scale", "softcap", "inner", "head_chunks")
+_STATIC = ("backend", "layout", "pattern", "scale", "softcap")
 
 
 @dataclasses.dataclass(frozen=True)
-class Attention(Decoding):
+class Attention(Options, Decoding):
     """Exact attention over a sequence that is sharded over the devices of a mesh.
 
         out = softmax(scale * query key^T + mask) value
@@ -108,40 +94,6 @@ class Attention(Decoding):
     serves the inputs on the devices of the mesh; a kernel of your own, which is any hashable object
     with the methods of `startrail_jax.blocks.Block`; or a sequence of these, of which the first
     that serves is taken. See `explain`."""
-    backward: str = "auto"
-    """Which side goes round the ring in the backward pass: "query" (the paper), "kv", or "auto" for
-    the one of fewer bytes."""
-    placement: str = "gather"
-    """How keys come to the devices that need them first: "gather" (fewer bytes), or
-    "gather_permute" (the paper)."""
-    combine: str = "merge"
-    """How a team joins its outputs: "merge" (in float32, at their owner), or "reduce_scatter" (the
-    paper; in the dtype of the query, on the network)."""
-    inner: int = 1
-    """Number of devices in an inner cycle of a double ring (LoongTrain's Double-Ring-Attention),
-    which divides the ring degree: keys (or queries) go round these neighbours while those of the
-    next cycle are under way. Meant for rings that cross nodes, with inner cycles inside a node. 1
-    is a single ring."""
-    head_chunks: int = 1
-    """Number of parts in which a device attends its heads, one after another; it divides the key
-    heads of a device. The gathered units, what travels round the ring and the sums of gradients
-    then take memory for two parts at a time, and the same bytes are sent in more messages."""
-    gradient_dtype: str = "float32"
-    """Dtype in which parts of gradients travel round the ring and to their owners, which sum them
-    in float32: "float32" (exact), or "bfloat16" (half of these bytes; the error is in the docs)."""
-    keep_gathered: bool = False
-    """Whether the gathered units of queries, keys and values are kept from the forward to the
-    backward pass, which otherwise gathers them again. Each layer then keeps `team` shares of the
-    queries and `group` shares of keys and values in place of one."""
-    exchange: str = "auto"
-    """What devices send each other: "rings" (the units of the scheme), "seen" (only the keys that a
-    static mask shows to the queries of each device, such as those of a window), or "auto" for the
-    one of fewer bytes. See `explain`."""
-    balance: str = "auto"
-    """How devices come to work alike on tokens in contiguous order, of which the late ones see more
-    keys: "exchange" (the op brings tokens into zigzag order and outputs back, in four permutes of
-    half a share), "layout" (they do not: it is as the layout says), or "auto" for the exchange
-    where it saves more time than it takes (`analysis.cost.choose_balance`). See `explain`."""
     window: int | None = None
     """Number of keys that a query sees, the one at its own position included; None for all. Only a
     causal attention can have one."""
@@ -169,8 +121,7 @@ class Attention(Decoding):
     def __post_init__(self) -> None:
         check_mesh(self.mesh)
         object.__setattr__(self, "backend", blocks.check_backend(self.backend))
-        for name, values in _OPTIONS.items():
-            check_option(name, getattr(self, name), values)
+        super().__post_init__()
         if self.axis is None:
             check_sequence_axis(self.mesh, self.axis_names)
         elif isinstance(self.axis, Sequence) and not isinstance(self.axis, str):
@@ -187,24 +138,9 @@ class Attention(Decoding):
         object.__setattr__(self, "causal", self.pattern.causal)
         layout = Layout.of(self.layout, degrees.sequence)
         object.__setattr__(self, "layout", layout)
-        check_placement(self.placement, degrees)
+        self.check(degrees)
         check_softcap(self.softcap)
         check_padding_id(self.padding_id)
-        check_inner(self.inner, degrees.ring)
-        check_head_chunks(self.head_chunks)
-
-    @classmethod
-    def as_published(cls, mesh: Mesh | AbstractMesh, **options: Any) -> Attention:
-        """StarTrail as in the paper: its key placement, combination and backward pass.
-
-        This is the baseline to measure against.
-
-        Args:
-            mesh: the mesh.
-            **options: other options of `Attention`, by name.
-        """
-        paper = dict(placement="gather_permute", combine="reduce_scatter", backward="query")
-        return cls(mesh, **{**paper, **options})
 
     @functools.cached_property
     def pattern(self) -> masks.Pattern:
@@ -219,7 +155,8 @@ class Attention(Decoding):
             platform=platform,
             capability=capability,
             **{role: self.axes[role] for role in SEQUENCE_ROLES},
-            **{name: getattr(self, name) for name in (*_OPTIONS, *_STATIC)},
+            **{name: getattr(self, name) for name in _STATIC},
+            **self.options,
         )
 
     def num_rounds(self, seq_len: int) -> int:
@@ -543,9 +480,7 @@ class Attention(Decoding):
     ) -> Schedule:
         """The schedule whose `exchange` and `balance` are chosen, for arrays of one device."""
         degrees = self.degrees
-        here = Sizes.of(
-            query, key, value, packed=segments is not None, gradient_dtype=self.gradient_dtype
-        )
+        here = Sizes.of(query, key, value, packed=segments is not None)
         sizes = dataclasses.replace(
             here,
             batch=degrees.data,  # Both choices are the same for every batch, also a symbolic one.

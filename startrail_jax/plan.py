@@ -122,10 +122,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _plan(args: argparse.Namespace) -> Any:
     # NumPy takes longer to import than the help may take.
     from startrail_jax.planner.planning import call_of, plan, plan_of
-    from startrail_jax.planner.search import REMAT, Options
+    from startrail_jax.planner.search import REMAT, Search
 
     _check_cluster_flags(args)
-    options = Options(
+    options = Search(
         degrees={role: value for role in DEGREES if (value := getattr(args, role)) is not None},
         zero=tuple(args.zero or (0, 1, 2, 3)),
         remat=tuple(args.remat or REMAT),

@@ -118,8 +118,7 @@ class Case:
     heads: str = "equal"
     layout: str | None = None
     backward: str = "auto"
-    placement: str = "gather"
-    combine: str = "merge"
+    published: bool = False
     inner: int = 1
     head_chunks: int = 1
     keep_gathered: bool = False
@@ -185,8 +184,7 @@ class Case:
             mask=mask,
             layout=self.layout,
             backward=self.backward,
-            placement=self.placement,
-            combine=self.combine,
+            published=self.published,
             inner=self.inner,
             head_chunks=self.head_chunks,
             keep_gathered=self.keep_gathered,

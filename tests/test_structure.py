@@ -26,7 +26,7 @@ OP = "startrail_jax"
 LAYERS = (
     {f"{OP}.errors", f"{OP}.shapes"},
     {f"{OP}.tokens", f"{OP}.devices", f"{OP}.documents"},
-    {f"{OP}.masks", f"{OP}.xla"},
+    {f"{OP}.masks", f"{OP}.options", f"{OP}.xla"},
     {f"{OP}.blocks"},
     {f"{OP}.rings"},
     {f"{OP}.calls"},

@@ -21,7 +21,7 @@ from startrail_jax.planner.grid import ORDERS, Call, Settings, all_settings
 from startrail_jax.planner.hardware import Cluster
 from startrail_jax.planner.here import SHARE, jax_share, measure_cluster
 from startrail_jax.planner.quantities import GIB, show_rate, show_seconds
-from startrail_jax.planner.search import Candidates, Options, Prediction, no_setting
+from startrail_jax.planner.search import Candidates, Prediction, Search, no_setting
 from trainer.config import TrainConfig
 from trainer.objective import Objective
 from trainer.parallel.degrees import given_order, given_to_plan
@@ -148,7 +148,7 @@ class Planner:
         batch = config.batch_size // config.accumulation
         call = Call(model=self.make_objective().sizes, seq_len=config.num_tokens, batch=batch)
         given = given_to_plan(config.mesh)
-        options = Options(
+        options = Search(
             degrees=given,
             zero=(config.zero,),
             remat=(config.remat,),

@@ -13,8 +13,6 @@ from startrail_jax.errors import InputError
 from trainer.config import MeshConfig
 from trainer.parallel.degrees import choose_degrees
 
-AS_PUBLISHED = {"placement": "gather_permute", "combine": "reduce_scatter", "backward": "query"}
-
 # Name -> degrees, given the number of devices and the number in the name.
 SCHEMES: dict[str, Callable[[int, int], st.Degrees]] = {
     "ring": lambda n, _: st.Degrees.ring_attention(n),
@@ -57,7 +55,7 @@ class Scheme:
     @property
     def options(self) -> dict[str, Any]:
         """Options of `Attention` and of `st.communication`."""
-        return (AS_PUBLISHED if self.published else {}) | self.given
+        return ({"published": True} if self.published else {}) | self.given
 
 
 def read_scheme(text: str, num_devices: int) -> Scheme:

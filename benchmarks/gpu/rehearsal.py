@@ -46,12 +46,13 @@ def schedule_of(degrees: st.Degrees, device_mesh: Mesh, **options: Any) -> Sched
     """The schedule of `Attention(mesh, **options)` on a mesh of devices like those of another.
 
     Raises:
-        NotImplementedError: for `head` > 1 and for combine="reduce_scatter".
+        NotImplementedError: for `head` > 1 and for published=True.
     """
-    if degrees.head > 1 or options.get("combine", "merge") != "merge":
+    published = options.get("published", False)
+    if degrees.head > 1 or published:
         raise NotImplementedError(
-            "Only head=1 and combine='merge' can be rehearsed; got "
-            f"head={degrees.head}, combine={options.get('combine', 'merge')!r}. "
+            "Only head=1 and published=False can be rehearsed; got "
+            f"head={degrees.head}, published={published}. "
             "A Ulysses exchange leaves the same attention with fewer heads."
         )
     sizes = tuple(getattr(degrees, role) for role in ROLES)

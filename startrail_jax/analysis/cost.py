@@ -16,30 +16,28 @@ import inspect
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 
 from startrail_jax.analysis import COLLECTIVES
 from startrail_jax.analysis.ports import NodeTraffic, cheapest_order, messages
-from startrail_jax.analysis.transfers import Combine, Placement, Steps, Transfer
+from startrail_jax.analysis.transfers import Steps, Transfer
 from startrail_jax.analysis.work import shares, visible_pairs
-from startrail_jax.calls.validation import check_inner, check_option, check_placement
 from startrail_jax.devices.degrees import ROLES, Degrees, check_degrees
 from startrail_jax.devices.nodes import node_grid, nodes_of, resolve_order
 from startrail_jax.errors import InputError, UnsupportedError
 from startrail_jax.masks import Pattern, resolve
-from startrail_jax.rings.balance import BALANCES, in_zigzag, why_not_balanced
+from startrail_jax.options import OPTIONS, Balance, Exchange, Options, Side
+from startrail_jax.rings.balance import in_zigzag, why_not_balanced
 from startrail_jax.rings.head_chunks import check_head_chunks
 from startrail_jax.rings.schedule import Schedule, ring_offsets, schedule_of
-from startrail_jax.rings.sizes import GRADIENT_DTYPES, Sizes, dtype_name
-from startrail_jax.rings.sparse_plan import EXCHANGES, seen_exchange, why_not_seen
+from startrail_jax.rings.sizes import Sizes, dtype_name
+from startrail_jax.rings.sparse_plan import seen_exchange, why_not_seen
 from startrail_jax.tokens.layout import Layout
 
-Backward = Literal["auto", "query", "kv"]
-
 # Arguments of `communication` that are no properties of an attention call.
-_SAID_BY_MESH = {"degrees", "order", "devices_per_node"}
+_SAID_BY_MESH = {"degrees", "order", "devices_per_node", "options"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +90,7 @@ class Communication:
     the head exchange."""
     total: Traffic
     """Both passes, with no part of the forward pass recomputed."""
-    backward_mode: Literal["query", "kv"]
+    backward_mode: Side
     """Which side travels round the ring in the backward pass."""
     order: tuple[str, ...] | None
     """Order of the mesh axes over the nodes, slowest first; None if it was not said what a node
@@ -146,21 +144,12 @@ def communication(
     causal: bool | None = None,
     mask: Pattern | None = None,
     layout: Layout | str | None = None,
-    placement: Placement = "gather",
-    combine: Combine = "merge",
-    backward: Backward = "auto",
     packed: bool = False,
-    rounds: int | None = None,
     key_len: int | None = None,
     value_head_dim: int | None = None,
-    inner: int = 1,
-    gradient_dtype: str = "float32",
-    keep_gathered: bool = False,
-    head_chunks: int = 1,
-    exchange: str = "auto",
-    balance: str = "auto",
     order: str | Sequence[str] | None = None,
     devices_per_node: int | None = None,
+    **options: Any,
 ) -> Communication:
     """Bytes that one device receives in one attention call, and bytes through the port of a node.
 
@@ -190,27 +179,15 @@ def communication(
             `masks.Full()`.
         mask: a mask of `startrail_jax.masks`, as for `Attention`.
         layout: the placement of tokens, as for `Attention`; it decides which rounds a mask needs.
-        placement: "gather" (ours) or "gather_permute" (algorithm 2 of the paper).
-        combine: "merge" (ours) or "reduce_scatter" (the paper).
-        backward: what travels in the backward ring: "query" (the paper), "kv", or "auto" for the
-            one of fewer bytes.
         packed: whether there are int32 segment ids: one array for queries and keys, or two arrays
             if `key_len` is given.
-        rounds: rounds of the ring that are visited; None for those that the mask needs.
         key_len: key tokens of each sequence in cross-attention; None for `seq_len`.
         value_head_dim: channels of a value or output head; None for `head_dim`.
-        inner: number of devices in an inner cycle of a double ring; 1 for a single ring.
-        gradient_dtype: dtype in which parts of gradients travel: "float32" or "bfloat16".
-        keep_gathered: whether the backward pass has the units that the forward pass has gathered,
-            and does not gather them again.
-        head_chunks: number of parts in which a device attends its heads. Only segment ids are sent
-            more often for that.
-        exchange: "rings", "seen", or "auto" for the one of fewer bytes, as for `Attention`.
-        balance: "layout", "exchange", or "auto" for what saves time, as for `Attention`.
         order: order of the mesh axes over the nodes, as for `make_mesh`; None for the one with the
             fewest bytes through the port of a node, which `make_mesh` takes if it is told the call.
         devices_per_node: number of devices in a node. Each `Traffic` then has `nodes`, the bytes
             that the ports of the nodes carry.
+        **options: those of `startrail_jax.options.Options`, as for `Attention`.
 
     Returns:
         The bytes. Of a group of n devices, each receives n - 1 shards in an all_gather or
@@ -226,14 +203,8 @@ def communication(
         StarTrail: https://arxiv.org/abs/2407.00611
     """
     check_degrees(degrees)
-    check_option("placement", placement, get_args(Placement))
-    check_option("combine", combine, get_args(Combine))
-    check_option("backward", backward, get_args(Backward))
-    check_option("gradient_dtype", gradient_dtype, GRADIENT_DTYPES)
-    check_option("exchange", exchange, EXCHANGES)
-    check_option("balance", balance, BALANCES)
-    check_placement(placement, degrees)
-    check_inner(inner, degrees.ring)
+    wished = Options(**options)
+    wished.check(degrees)
     sizes = Sizes(
         batch=batch,
         query_tokens=seq_len,
@@ -244,46 +215,31 @@ def communication(
         value_head_dim=head_dim if value_head_dim is None else value_head_dim,
         dtype=dtype_name(dtype),
         packed=packed,
-        gradient_dtype=gradient_dtype,
     )
     pattern = resolve(mask, causal=causal)
     placed = Layout.of(layout, degrees.sequence)
     sizes.check(degrees, mask=pattern, layout=placed if mask is not None or layout else None)
     share = sizes.share(degrees)
-    check_head_chunks(head_chunks, share.kv_heads)
-    schedule = replace(
-        schedule_of(degrees, pattern, placed, inner),
-        placement=placement,
-        combine=combine,
-        backward=backward,
-        keep_gathered=keep_gathered,
-        head_chunks=head_chunks,
-        exchange=exchange,
-        balance=balance,
-    )
-    steps = _steps(schedule, degrees, sizes, _offsets(schedule, seq_len, rounds))
-    chosen, _ = choose_exchange(schedule, degrees, sizes, steps=steps)
-    schedule = replace(schedule, exchange=chosen)
+    check_head_chunks(wished.head_chunks, share.kv_heads)
+    schedule = schedule_of(degrees, pattern, placed, **wished.options)
+    schedule = replace(schedule, exchange=choose_exchange(schedule, degrees, sizes)[0])
     schedule = replace(schedule, balance=choose_balance(schedule, degrees, sizes)[0])
-    if schedule.balance == "exchange":
-        steps = replace(steps, offsets=_offsets(in_zigzag(schedule), seq_len, rounds))
-    passes = _passes(schedule, steps, seq_len, chosen, shared_ids=key_len is None)
-    mode = steps.traveller(backward)
+    steps = _steps(schedule, degrees, sizes)
+    passes = _passes(schedule, steps, seq_len, shared_ids=key_len is None)
     order, grid = _placed(degrees, order, devices_per_node, passes[-1])
     there, back, total = (_traffic(degrees, transfers, share, grid) for transfers in passes)
-    return Communication(forward=there, backward=back, total=total, backward_mode=mode, order=order)
+    return Communication(
+        forward=there, backward=back, total=total, backward_mode=steps.traveller, order=order
+    )
 
 
-def choose_exchange(
-    schedule: Schedule, degrees: Degrees, sizes: Sizes, *, steps: Steps | None = None
-) -> tuple[str, str]:
+def choose_exchange(schedule: Schedule, degrees: Degrees, sizes: Sizes) -> tuple[Exchange, str]:
     """What an attention sends: the key units of its rings, or only the keys that its mask shows.
 
     Args:
         schedule: the schedule, whose `exchange` is the wish of the user.
         degrees: the degrees of the mesh.
         sizes: the sizes of the call, over all devices.
-        steps: the steps of the rings, if they are known.
 
     Returns:
         "rings" or "seen", and why.
@@ -297,8 +253,8 @@ def choose_exchange(
     reason = why_not_seen(schedule.pattern, schedule.layout, seq_len)
     if "bias" in schedule.scores:
         reason = "the columns of a bias lie where the rings bring their keys"
-    if schedule.as_published:
-        reason = "placement='gather_permute' is that of the paper"
+    if schedule.published:
+        reason = "published=True is the schedule of the paper"
     if schedule.exchange == "seen":
         if reason:
             raise UnsupportedError(
@@ -309,10 +265,10 @@ def choose_exchange(
         return "seen", "exchange='seen'"
     if reason:
         return "rings", reason
-    steps = steps or _steps(schedule, degrees, sizes, ring_offsets(schedule, seq_len))
-    received = {}
+    steps = _steps(schedule, degrees, sizes)
+    received: dict[Exchange, int] = {}
     for name in ("rings", "seen"):
-        *_, both = _passes(schedule, steps, seq_len, name, shared_ids=True)
+        *_, both = _passes(replace(schedule, exchange=name), steps, seq_len, shared_ids=True)
         received[name] = sum(x.received_bytes for x in both)
     best = min(received, key=lambda name: received[name])
     sent = ", ".join(f"{size:,} bytes with {name!r}" for name, size in received.items())
@@ -323,7 +279,7 @@ WORTH_BALANCING = 10_000
 """FLOPs that an exchange of tokens must save the busiest device for each byte that it receives."""
 
 
-def choose_balance(schedule: Schedule, degrees: Degrees, sizes: Sizes) -> tuple[str, str]:
+def choose_balance(schedule: Schedule, degrees: Degrees, sizes: Sizes) -> tuple[Balance, str]:
     """Whether an attention exchanges tokens so that all devices work alike: see `rings.balance`.
 
     In the time of a byte through a port of 400 Gbit/s, an H100 that attends at 650 TFLOP/s does
@@ -355,7 +311,7 @@ def choose_balance(schedule: Schedule, degrees: Degrees, sizes: Sizes) -> tuple[
         return "exchange", "balance='exchange'"
     if reason:
         return "layout", reason
-    steps = _steps(schedule, degrees, sizes, ())
+    steps = _steps(schedule, degrees, sizes)
     moves = (
         *steps.balance(shared_ids=True),
         *steps.balance_output(back=True),
@@ -382,24 +338,23 @@ def _saved_by_balance(schedule: Schedule, seq_len: int) -> float:
     return float(busiest[0] - busiest[1]) * visible_pairs(schedule.pattern, seq_len)
 
 
-def _steps(schedule: Schedule, degrees: Degrees, sizes: Sizes, offsets: tuple[int, ...]) -> Steps:
+def _steps(schedule: Schedule, degrees: Degrees, sizes: Sizes) -> Steps:
+    """The steps of a schedule, whose exchange and balance may be only wished for."""
+    visited = in_zigzag(schedule) if schedule.balance == "exchange" else schedule
     return Steps(
         degrees=degrees,
         share=sizes.share(degrees),
         kv_heads=sizes.kv_heads,
-        offsets=offsets,
-        placement="gather_permute" if schedule.as_published else "gather",
-        inner=schedule.inner,
-        keep_gathered=schedule.keep_gathered,
-        head_chunks=schedule.head_chunks,
+        offsets=ring_offsets(visited, sizes.query_tokens),
+        options=schedule,
     )
 
 
 def _passes(
-    schedule: Schedule, steps: Steps, seq_len: int, exchange: str, *, shared_ids: bool
+    schedule: Schedule, steps: Steps, seq_len: int, *, shared_ids: bool
 ) -> tuple[list[Transfer], list[Transfer], list[Transfer]]:
     """The transfers of the forward pass, of the backward pass, and of both."""
-    if exchange == "seen":
+    if schedule.exchange == "seen":
         moves = seen_exchange(schedule.pattern, schedule.layout, seq_len)
         assert moves is not None
         there, back, both = (
@@ -408,12 +363,7 @@ def _passes(
         )
         sums = steps.replica_sum()
         return there, [*back, *sums], [*both, *sums]
-    forward, backward = steps.in_rings(
-        "merge" if schedule.combine == "merge" else "reduce_scatter",
-        steps.traveller(schedule.backward),
-        balances=schedule.balance == "exchange",
-        shared_ids=shared_ids,
-    )
+    forward, backward = steps.in_rings(shared_ids=shared_ids)
     return forward, backward, forward + backward
 
 
@@ -478,7 +428,7 @@ def default_order(
         calls: list[dict[str, Any]] = usual
     else:
         calls = [dict(call)]
-        known = set(inspect.signature(communication).parameters) - _SAID_BY_MESH
+        known = {*inspect.signature(communication).parameters, *OPTIONS} - _SAID_BY_MESH
         if not {"heads", "kv_heads"} <= set(call) <= known:
             raise InputError(
                 f"call must give heads and kv_heads, and may give others of {sorted(known)}; got "
@@ -489,15 +439,3 @@ def default_order(
     common: dict[str, Any] = dict(batch=degrees.data, seq_len=1024 * degrees.sequence, head_dim=128)
     reports = [communication(degrees, **{**common, **call}) for call in calls]
     return cheapest_order(degrees, nodes, [report.total.transfers for report in reports])
-
-
-def _offsets(schedule: Schedule, seq_len: int, rounds: int | None) -> tuple[int, ...]:
-    """The ring distances that are visited: the first `rounds`, or those that the mask needs."""
-    if rounds is None:
-        return ring_offsets(schedule, seq_len)
-    if not 1 <= rounds <= schedule.ring.degree:
-        raise InputError(
-            f"rounds must lie between 1 and the ring degree; got rounds={rounds}, "
-            f"ring={schedule.ring.degree}. Leave it out to visit those that the mask needs."
-        )
-    return tuple(range(rounds))

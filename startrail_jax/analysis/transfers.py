@@ -8,15 +8,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from startrail_jax.devices.degrees import SEQUENCE_ROLES, Degrees
-from startrail_jax.rings.sizes import WIDTHS, Sizes
+from startrail_jax.options import Options, Side
+from startrail_jax.rings.sizes import WIDTHS, Sizes, traveller
 from startrail_jax.rings.sparse_plan import Exchange
 from startrail_jax.tokens.layout import slice_pairs
-
-Placement = Literal["gather", "gather_permute"]
-Combine = Literal["merge", "reduce_scatter"]
 
 _FLOAT32 = 4
 _INT32 = 4
@@ -79,16 +76,8 @@ class Steps:
     """Key heads over all devices."""
     offsets: Sequence[int]
     """Ring distances that are visited, those of whole inner cycles, 0 first."""
-    placement: Placement
-    """Step 2: "gather" (ours) or "gather_permute" (the paper)."""
-    inner: int = 1
-    """Number of devices in an inner cycle of the ring."""
-    keep_gathered: bool = False
-    """Whether the backward pass has the units that the forward pass has gathered."""
-    head_chunks: int = 1
-    """Number of parts in which a device attends its heads. In the forward pass XLA sends segment
-    ids once for all of them; in the backward pass it does so only where a device sends what it has
-    not gathered."""
+    options: Options
+    """The options of the attention."""
 
     def exchange(self, *, id_arrays: int) -> list[Transfer]:
         """Step 0: query, key and value.
@@ -116,7 +105,8 @@ class Steps:
         They are in the input dtype if there are no copies, and in float32 otherwise.
         """
         copied = self.kv_heads < self.degrees.head * self.degrees.tensor
-        return self.share.key_value_float32_bytes if copied else self.share.key_value_bytes
+        size = self.share.key_value_bytes
+        return self.share.in_dtype(size, "float32") if copied else size
 
     def output_exchange(self) -> list[Transfer]:
         """Step 5: the output, or its gradient back."""
@@ -176,8 +166,16 @@ class Steps:
         return moves
 
     def _chunks(self, each: bool) -> int:
-        """How often segment ids are sent: for each chunk of heads, or once for all."""
-        return self.head_chunks if each else 1
+        """How often segment ids are sent: for each chunk of heads, or once for all.
+
+        In the forward pass XLA sends them once; in the backward pass it does so only where a device
+        sends what it has not gathered.
+        """
+        return self.options.head_chunks if each else 1
+
+    def _partial(self, size: int) -> int:
+        """Bytes of parts of gradients of arrays that have `size` bytes."""
+        return self.share.in_dtype(size, self.options.gradient_dtype)
 
     def _exchanged(self, size: int) -> int:
         """How many of `size` bytes come from other devices of the head axis."""
@@ -186,7 +184,7 @@ class Steps:
     def query_gather(self, *, backward: bool = False) -> list[Transfer]:
         """Step 1; the backward pass gathers dout, lse and delta too, and perhaps not the query."""
         tensors, rows = self.share.query_bytes, self.share.query_id_bytes * self._chunks(backward)
-        if backward and self.keep_gathered:
+        if backward and self.options.keep_gathered:
             tensors, rows = 0, 0
         if backward:
             tensors, rows = tensors + self.share.out_bytes, rows + 2 * self.share.lse_bytes
@@ -194,13 +192,13 @@ class Steps:
 
     def query_scatter(self) -> list[Transfer]:
         """The gradient of step 1: dq is summed over the team."""
-        dq = self.share.query_gradient_bytes
+        dq = self._partial(self.share.query_bytes)
         return [_copies("query scatter", self._summing, "team", self.degrees.team - 1, dq)]
 
     @property
     def _summing(self) -> str:
         """The collective that brings parts of gradients to their owners."""
-        return "reduce_scatter" if self.share.gradient_dtype == "float32" else "all_to_all"
+        return "reduce_scatter" if self.options.gradient_dtype == "float32" else "all_to_all"
 
     def key_placement(self, *, shared_ids: bool, backward: bool = False) -> list[Transfer]:
         """Step 2: keys and values to the devices that need them in round 0.
@@ -212,7 +210,7 @@ class Steps:
         step, tensors = "key placement", self.share.key_value_bytes
         ids = self.share.key_id_bytes * self._chunks(backward)
         gathered = self.degrees.group - 1
-        if self.placement == "gather_permute":
+        if self.options.published:
             gathered_ids = 0 if shared_ids else ids
             return [
                 _copies(step, "all_gather", "team", gathered, tensors, gathered_ids),
@@ -222,9 +220,9 @@ class Steps:
 
     def key_gradient_placement(self) -> list[Transfer]:
         """The gradient of step 2: dk and dv are summed over the group and sent to their owners."""
-        step, dkv = "key gradient placement", self.share.key_value_gradient_bytes
+        step, dkv = "key gradient placement", self._partial(self.share.key_value_bytes)
         gathered = self.degrees.group - 1
-        if self.placement == "gather_permute":
+        if self.options.published:
             return [
                 self._trade(step, dkv),
                 _copies(step, self._summing, "team", gathered, dkv),
@@ -241,18 +239,18 @@ class Steps:
         share = self.share
         return self._turns("ring", 1, self.degrees.group, share.key_value_bytes, share.key_id_bytes)
 
-    def gradient_ring(self, mode: Literal["query", "kv"]) -> list[Transfer]:
+    def gradient_ring(self, mode: Side) -> list[Transfer]:
         """Step 3 of the backward pass; gradients make as many hops as their operands."""
         share = self.share
         if mode == "kv":
             direction, members, operands = 1, self.degrees.group, share.key_value_bytes
-            rows = share.key_id_bytes * self.head_chunks
-            gradients = share.key_value_gradient_bytes
+            rows = share.key_id_bytes * self.options.head_chunks
+            gradients = self._partial(share.key_value_bytes)
         else:
             direction, members = -1, self.degrees.team
             operands = share.query_bytes + share.out_bytes
             rows = share.query_id_bytes * self._chunks(members > 1) + 2 * share.lse_bytes
-            gradients = share.query_gradient_bytes
+            gradients = self._partial(share.query_bytes)
         return [
             *self._turns("ring", direction, members, operands, rows),
             *self._turns("gradient ring", direction, members, gradients, home=True),
@@ -278,7 +276,7 @@ class Steps:
             home: whether these are gradients, which start in round 1, and whose last hop takes them
                 home.
         """
-        inner = self.inner
+        inner = self.options.inner
         outer = [offset // inner for offset in self.offsets[::inner]]
         within = [(0, direction)] * (inner - 1) * len(outer)
         between = [(direction * (b - a), 0) for a, b in itertools.pairwise(outer)]
@@ -294,10 +292,10 @@ class Steps:
             turns.append(replace(turn, inner=inner))
         return turns
 
-    def combination(self, combine: Combine) -> list[Transfer]:
+    def combination(self) -> list[Transfer]:
         """Step 4: outputs and lse to the owners of the queries."""
         team, out, lse = self.degrees.team, self.share.out_bytes, self.share.lse_bytes
-        if combine == "merge":
+        if not self.options.published:
             # In float32, what rounding took from lse goes along.
             stats = 2 * lse if self.share.width == _FLOAT32 else lse
             return [_copies("combine", "all_to_all", "team", team - 1, out, stats)]
@@ -307,36 +305,28 @@ class Steps:
             _copies("combine", "all_reduce", "team", 2, 0, all_reduce_bytes(team * lse, team)),
         ]
 
-    def traveller(self, backward: str) -> Literal["query", "kv"]:
-        """Which side goes round the ring in the backward pass, if `backward` is the wish."""
-        if backward == "auto":
-            degrees = self.degrees
-            return self.share.cheaper_traveller(team=degrees.team, group=degrees.group)
-        return "query" if backward == "query" else "kv"
+    @property
+    def traveller(self) -> Side:
+        """Which side goes round the ring in the backward pass."""
+        degrees = self.degrees
+        return traveller(self.options, self.share, team=degrees.team, group=degrees.group)
 
-    def in_rings(
-        self,
-        combine: Combine,
-        traveller: Literal["query", "kv"],
-        *,
-        balances: bool = False,
-        shared_ids: bool = True,
-    ) -> tuple[list[Transfer], list[Transfer]]:
+    def in_rings(self, *, shared_ids: bool = True) -> tuple[list[Transfer], list[Transfer]]:
         """The transfers of the forward and of the backward pass where keys go round the rings.
 
+        Tokens are exchanged for zigzag order if that is the balance of the options.
+
         Args:
-            combine: step 4: "merge" (ours) or "reduce_scatter" (the paper).
-            traveller: which side goes round the ring in the backward pass.
-            balances: whether tokens are exchanged for zigzag order: see `rings.balance`.
             shared_ids: whether queries and keys have the same array of segment ids.
         """
+        balances = self.options.balance == "exchange"
         forward = [
             *(self.balance(shared_ids=shared_ids) if balances else ()),
             *self.exchange(id_arrays=1 if shared_ids else 2),
             *self.query_gather(),
             *self.key_placement(shared_ids=shared_ids),
             *self.ring(),
-            *self.combination(combine),
+            *self.combination(),
             *self.output_exchange(),
             *(self.balance_output(back=True) if balances else ()),
         ]
@@ -345,8 +335,8 @@ class Steps:
             *(self.balance_output(back=False) if balances else ()),
             *self.output_exchange(),
             *self.query_gather(backward=True),
-            *([] if self.keep_gathered else again),
-            *self.gradient_ring(traveller),
+            *([] if self.options.keep_gathered else again),
+            *self.gradient_ring(self.traveller),
             *self.query_scatter(),
             *self.key_gradient_placement(),
             *self.gradient_exchange(),
@@ -369,12 +359,12 @@ class Steps:
         share, ranks = self.share, self.degrees.sequence
         heads = max(self.kv_heads // self.degrees.tensor, 1)
         channels = share.batch * heads * (share.head_dim + share.value_head_dim)
-        times = (forward, backward and not self.keep_gathered)
+        times = (forward, backward and not self.options.keep_gathered)
         # Of one key, in bytes: itself and its segment id, as often as they are sent, and gradients.
         key = channels * share.width * sum(times)
         ids = times[0] + times[1] * self._chunks(True)
         row = share.batch * _INT32 * share.packed * ids
-        gradient = channels * WIDTHS[share.gradient_dtype] * backward
+        gradient = channels * WIDTHS[self.options.gradient_dtype] * backward
         of_keys, of_gradients = exchange.received(ranks)
         busiest = int((of_keys * (key + row) + of_gradients * gradient).argmax())
         permutes = [

@@ -26,15 +26,6 @@ DTYPES = tuple(WIDTHS)
 _INPUTS = ("query", "key", "value", "segment_ids", "key segment_ids")
 
 
-def check_option(name: str, value: Any, allowed: Sequence[Any]) -> None:
-    """Raises a ValueError unless the value of an option is allowed; the default comes first."""
-    if value not in allowed:
-        raise InputError(
-            f"{name} must be one of {tuple(allowed)}; got {name}={value!r}. "
-            f"Leave it out for {allowed[0]!r}."
-        )
-
-
 def check_softcap(softcap: Any) -> None:
     """Raises a ValueError unless a soft cap is None or a positive number."""
     if softcap is not None and not (type(softcap) in (int, float) and 0 < softcap < float("inf")):
@@ -47,26 +38,6 @@ def check_padding_id(padding_id: Any) -> None:
         raise InputError(
             "padding_id must be the int32 that marks padding among segment_ids, or None; got "
             f"padding_id={padding_id!r}. Negative ids are always padding."
-        )
-
-
-def check_inner(inner: Any, ring: int) -> None:
-    """Raises a ValueError unless inner cycles of so many devices make up a ring."""
-    if type(inner) is int and inner >= 1 and ring % inner == 0:
-        return
-    divisors = [n for n in range(1, ring + 1) if ring % n == 0]
-    raise InputError(
-        "inner must be a positive integer that divides the ring degree; got "
-        f"inner={inner!r}, ring={ring}. Use one of {divisors}; 1 is a single ring."
-    )
-
-
-def check_placement(placement: str, degrees: Degrees) -> None:
-    """Raises a ValueError if the degrees do not allow this order of key placement."""
-    if placement == "gather_permute" and degrees.team != degrees.group:
-        raise InputError(
-            "placement='gather_permute' needs team == group; got "
-            f"team={degrees.team}, group={degrees.group}. Use placement='gather'."
         )
 
 
@@ -220,7 +191,11 @@ def _call_options(
             )
         options["scale"] = float(scale)
     if backend is not None:
-        check_option("implementation", backend, ("xla", "cudnn"))
+        if backend not in ("xla", "cudnn"):
+            raise InputError(
+                f"implementation must be 'xla' or 'cudnn'; got implementation={backend!r}. Leave "
+                "it out for the backend of the attention."
+            )
         options["backend"] = backend
     if window is not None:
         before, _ = window if isinstance(window, tuple) else (window, window)

@@ -24,8 +24,8 @@ from startrail_jax.planner.quantities import (
 from startrail_jax.planner.search import (
     BASELINES,
     Candidates,
-    Options,
     Prediction,
+    Search,
     check_options,
     family,
 )
@@ -41,7 +41,7 @@ class Plan:
     """The cluster."""
     call: Call
     """The model, its tokens and its batch."""
-    options: Options
+    options: Search
     """What was searched."""
     ranked: tuple[Prediction, ...]
     """The fastest settings, one for each setting of the degrees, best first."""
@@ -274,7 +274,7 @@ def plan(
     latency: str | None = None,
     seq_len: str | float | int | None = None,
     batch: str | float | int | None = None,
-    options: Options | None = None,
+    options: Search | None = None,
     top: int = 8,
 ) -> Plan:
     """Ranks every legal setting of a cluster by the time of a training step, under its memory.
@@ -314,7 +314,7 @@ def plan(
         latency=latency,
     )
     call = call_of(model, seq_len, batch)
-    return plan_of(cluster, call, options or Options(), top=as_count(top, "--top"))
+    return plan_of(cluster, call, options or Search(), top=as_count(top, "--top"))
 
 
 def call_of(
@@ -333,7 +333,7 @@ def call_of(
     return Call(model=sizes, seq_len=length, batch=count)
 
 
-def plan_of(cluster: Cluster, call: Call, options: Options, *, top: int = 8) -> Plan:
+def plan_of(cluster: Cluster, call: Call, options: Search, *, top: int = 8) -> Plan:
     """The plan of a cluster and a call: see `plan`."""
     check_options(options)
     found = Candidates(cluster, call, options)

@@ -6,12 +6,13 @@ import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from startrail_jax.devices.degrees import ROLES
 from startrail_jax.errors import InputError
+from startrail_jax.options import GradientDtype, Options
 from startrail_jax.planner.grid import ORDERS, Call, Settings, all_settings
 from startrail_jax.planner.hardware import Cluster
 from startrail_jax.planner.quantities import show_count
@@ -22,7 +23,7 @@ REMAT = ("none", "attention_saved", "full")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Search:
     """What is searched: all of it by default."""
 
     degrees: Mapping[str, int] = field(default_factory=dict)
@@ -35,21 +36,20 @@ class Options:
     """Whether what layers save goes to the memory of the host."""
     tiled: Sequence[bool] = (False, True)
     """Whether MLP and loss treat at most 2048 tokens at a time."""
-    gradient_dtype: str = "float32"
+    gradient_dtype: GradientDtype = "float32"
     """Type in which parts of the gradients of attention travel."""
     memory_fraction: float = 0.92
     """Share of a GPU's memory that a step may take: the rest is for NCCL, cuDNN and gaps."""
     baselines: bool = True
     """Whether other schemes are timed too."""
-
-    exchange: str = "auto"
+    exchange: Literal["auto", "rings"] = "auto"
     """What layers with a window send: "rings", or "auto" for what is fewer bytes."""
 
 
-_DEFAULTS = vars(Options())
+_DEFAULTS = vars(Search())
 
 
-def check_options(options: Options) -> None:
+def check_options(options: Search) -> None:
     """Raises if an option has a value that does not exist.
 
     Raises:
@@ -184,7 +184,7 @@ class Candidates:
         self,
         cluster: Cluster,
         call: Call,
-        options: Options,
+        options: Search,
         settings: Settings | None = None,
     ) -> None:
         self.cluster, self.call, self.options = cluster, call, options
@@ -206,8 +206,7 @@ class Candidates:
             settings,
             cluster,
             call,
-            gradient_dtype=options.gradient_dtype,
-            exchange=options.exchange,
+            options=Options(gradient_dtype=options.gradient_dtype, exchange=options.exchange),
         )
         for number, (remat, rows) in enumerate(self._best_orders().items()):
             step = Step(self._timing, rows)
@@ -333,7 +332,7 @@ def _one(size: Any) -> int:
     return int(np.ravel(size)[0])
 
 
-def no_setting(cluster: Cluster, call: Call, options: Options) -> InputError:
+def no_setting(cluster: Cluster, call: Call, options: Search) -> InputError:
     """The error if there is no legal setting."""
     given = " ".join(f"--{role} {size}" for role, size in options.degrees.items())
     product = int(np.prod(list(options.degrees.values()) or [1]))
@@ -370,7 +369,7 @@ def no_setting(cluster: Cluster, call: Call, options: Options) -> InputError:
     )
 
 
-def _no_savings(options: Options, settings: Settings) -> InputError:
+def _no_savings(options: Search, settings: Settings) -> InputError:
     """The error if there are settings of the degrees, and none of them takes the given savings."""
     if all(options.offload) and set(options.remat) == {"none"}:
         return InputError(

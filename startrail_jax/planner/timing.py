@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ import numpy as np
 from startrail_jax.analysis.transfers import Steps, Transfer
 from startrail_jax.devices.degrees import ROLES, SEQUENCE_ROLES, Axis, Degrees
 from startrail_jax.masks import Window
+from startrail_jax.options import Options
 from startrail_jax.planner.grid import Call, Settings
 from startrail_jax.planner.hardware import Cluster
 from startrail_jax.planner.links import Cost, Links, Move
@@ -72,8 +73,7 @@ class Timing:
         cluster: Cluster,
         call: Call,
         *,
-        gradient_dtype: str = "float32",
-        exchange: str = "auto",
+        options: Options = Options(),  # noqa: B008
     ) -> None:
         """What is sent in each setting.
 
@@ -81,10 +81,10 @@ class Timing:
             settings: the settings.
             cluster: the links and the GPUs.
             call: the model, its tokens and its batch.
-            gradient_dtype: the type in which parts of gradients travel.
-            exchange: "auto" or "rings", as for `startrail_jax.Attention`.
+            options: the options of attention, of which `gradient_dtype` and `exchange` count.
         """
         self.settings, self.cluster, self.call = settings, cluster, call
+        self._options = options
         self.links = Links(settings, cluster)
         gpu, model = cluster.gpu, call.model
         self.speed = gpu.peak_flops * (gpu.single_speed if model.itemsize == _FLOAT32 else 1.0)
@@ -110,7 +110,6 @@ class Timing:
                 value_head_dim=model.head_dim,
                 dtype="float32" if model.itemsize == _FLOAT32 else "bfloat16",
                 packed=False,
-                gradient_dtype=gradient_dtype,
             )
             for length in np.unique(padded).tolist()
         }
@@ -119,19 +118,15 @@ class Timing:
             for number, x in enumerate(self._forms)
         ]
         self._shares = shares
-        queries = [
-            x.published
-            or share.cheaper_traveller(team=x.degrees.team, group=x.degrees.group) == "query"
-            for share, x in zip(shares, self._forms, strict=True)
-        ]
-        self._queries_travel = np.array(queries)[self._form]
+        travel = [self._steps(number, (0,)).traveller for number in range(len(self._forms))]
+        self._queries_travel = (np.array(travel) == "query")[self._form]
         names = ("query_tokens", "query_bytes", "key_value_bytes")
         of_shares = np.array([[getattr(share, name) for name in names] for share in shares])
         self._tokens, self._query, self._keys = of_shares[self._form].T
         self._ways = {x: self._in_rings(x) for x in call.windows}
         self._sparse: dict[int | None, _Sparse] = {}
         for window, way in self._ways.items():
-            if window is not None and exchange == "auto":
+            if window is not None and options.exchange == "auto":
                 self._sparse[window] = self._where_fewer(window, way)
 
     # What is sent.
@@ -144,8 +139,7 @@ class Timing:
             share=self._shares[number],
             kv_heads=self.call.model.kv_heads,
             offsets=offsets,
-            placement="gather_permute" if form.published else "gather",
-            inner=form.inner,
+            options=replace(self._options, inner=form.inner, published=form.published),
         )
 
     def _in_rings(self, window: int | None) -> _Way:
@@ -155,10 +149,8 @@ class Timing:
         for number, form in enumerate(self._forms):
             offsets = form.offsets(window, self._lengths[number])
             steps = self._steps(number, offsets)
-            published = steps.in_rings("reduce_scatter", "query") if form.published else None
-            both = published or steps.in_rings("merge", steps.traveller("auto"))
             outer[number] = len(offsets) // form.inner
-            for found, transfers in zip(passes, both, strict=True):
+            for found, transfers in zip(passes, steps.in_rings(), strict=True):
                 found.append(transfers)
         return _Way(self._moves(passes[0]), self._moves(passes[1]), outer[self._form])
 
@@ -258,7 +250,7 @@ class Timing:
                 share=share,
                 kv_heads=self.call.model.kv_heads,
                 offsets=(0,),
-                placement="gather",
+                options=self._options,
             )
             found[-1] = _Sent(exchange, steps, sequence)
             both = (*steps.seen(exchange, forward=True, backward=True), *steps.replica_sum())

@@ -23,9 +23,6 @@ from startrail_jax.rings import collectives
 from startrail_jax.rings.schedule import Schedule
 from startrail_jax.tokens.layout import Layout, slice_pairs
 
-BALANCES = ("auto", "layout", "exchange")
-"""The values of the option `balance` of `Attention`."""
-
 
 def why_not_balanced(schedule: Schedule, query_tokens: int, key_tokens: int) -> str | None:
     """Why tokens cannot or need not be exchanged; None if they can.

@@ -60,8 +60,7 @@ class Concentric:
     def of(cls, schedule: Schedule, kept: Any, *, gathered: bool = False) -> Concentric:
         """See `Transport.of`: `kept` are the shards of this device or, if gathered, its units."""
         q, k, v, segments, _ = kept
-        packed, gradient_dtype = segments is not None, schedule.gradient_dtype
-        share = Sizes.of(q, k, v, packed=packed, gradient_dtype=gradient_dtype)
+        share = Sizes.of(q, k, v, packed=segments is not None)
         if gathered:
             share = dataclasses.replace(
                 share,
@@ -211,14 +210,14 @@ def _combine(
         L = log sum_a exp(lse_a),    out = sum_a exp(lse_a - L) out_a
 
     Sinks join in float32, before outputs are rounded: each is one more lse, of an output of 0.
-    Outputs are sent and returned in `dtype`. Under "merge" the members send them to the owner of
-    the queries, which adds them in float32: A - 1 shares of out, of lse, and of low if there is
-    one. Under "reduce_scatter" (the paper) the network adds them in `dtype`, so that the rounding
-    error grows with A: A - 1 shares of out and 4(A - 1) of lse.
+    Outputs are sent and returned in `dtype`. The members send them to the owner of the queries,
+    which adds them in float32: A - 1 shares of out, of lse, and of low if there is one. As
+    published, the network adds them in `dtype`, so that the rounding error grows with A: A - 1
+    shares of out and 4(A - 1) of lse.
     """
     team = schedule.team
     stats: Any = (lse,) if low is None else (lse, low)
-    if team.degree == 1 or schedule.combine == "merge":
+    if team.degree == 1 or not schedule.published:
         if team.degree > 1:
             outs = collectives.partials(out.astype(dtype), team, 1)
             theirs = (collectives.partials(x, team, 2) for x in stats)
@@ -263,7 +262,7 @@ def _key_unit(schedule: Schedule, x: Array | None) -> Array | None:
     """Step 2: the key unit that this device holds in round 0, in order of position."""
     if x is None:
         return None
-    if schedule.as_published:
+    if schedule.published:
         x = collectives.gather(x, schedule.team, 1)
         x = collectives.trade_places(x, schedule.group, schedule.team)
     else:
@@ -275,7 +274,7 @@ def _key_gradient(schedule: Schedule, dx: Array, dtype: Any) -> Array:
     """The way back of `_key_unit`: sums over the members of a group, each at its owner."""
     dx, sent_in = schedule.unsort(dx, schedule.key_ranks, 1), schedule.gradient_dtype
     axis = schedule.group
-    if schedule.as_published:
+    if schedule.published:
         dx = collectives.trade_places(dx.astype(sent_in), axis, schedule.team).astype(jnp.float32)
         axis = schedule.team
     return collectives.sum_at_owner(dx, axis, 1, sent_in).astype(dtype)

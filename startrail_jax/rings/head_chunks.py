@@ -11,7 +11,6 @@ does.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
@@ -23,22 +22,9 @@ AT_ONCE = 2
 """Chunks at a time: one whose messages are under way, beneath the kernels of another."""
 
 
-def check_head_chunks(head_chunks: Any, kv_heads: int | None = None) -> None:
-    """Raises unless the heads of a device can be cut into so many chunks.
-
-    Args:
-        head_chunks: number of chunks.
-        kv_heads: key heads that a device has after the head exchange; None if they are not known.
-
-    Raises:
-        ValueError: if it is no positive integer, or does not divide the key heads.
-    """
-    if type(head_chunks) is not int or head_chunks < 1:
-        raise InputError(
-            f"head_chunks must be a positive integer; got head_chunks={head_chunks!r}. "
-            "Use 1 for all heads at once."
-        )
-    if kv_heads is not None and kv_heads % head_chunks:
+def check_head_chunks(head_chunks: int, kv_heads: int) -> None:
+    """Raises a ValueError unless as many chunks divide the key heads that a device attends."""
+    if kv_heads % head_chunks:
         divisors = [n for n in range(1, kv_heads + 1) if kv_heads % n == 0]
         raise InputError(
             "head_chunks must divide the key heads of a device, which are kv_heads / (head * "

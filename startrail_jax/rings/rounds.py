@@ -37,12 +37,13 @@ import numpy as np
 from startrail_jax.devices.degrees import Axis, Cycle
 from startrail_jax.masks import Causal, Full, Pattern
 from startrail_jax.masks.algebra import causal_window
+from startrail_jax.options import Options
 from startrail_jax.tokens.layout import Layout, Runs
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rounds:
-    """The axes of one attention, and the options that say which units meet."""
+class Rounds(Options):
+    """The axes of one attention, and what says which units meet."""
 
     group: Axis
     ring: Axis
@@ -51,14 +52,6 @@ class Rounds:
     layout: Layout
     pattern: Pattern
     """Which position sees which; other masks than a full one need units in order of position."""
-    placement: str = "gather"
-    inner: int = 1
-
-    @property
-    def as_published(self) -> bool:
-        """Whether keys come as in the paper: gathered by the team, which then trades places with
-        the group."""
-        return self.placement == "gather_permute"
 
     @property
     def num_shards(self) -> int:
@@ -105,7 +98,7 @@ class Rounds:
             seq_len: key tokens of the whole sequence.
             p, a: the indices; they may be traced, or NumPy arrays.
         """
-        if self.as_published:
+        if self.published:
             return self.query_runs(seq_len, p, a)
         block, head = p * self.group.degree * self.query_ranks, self.head.degree
         return self.layout.unit_positions(

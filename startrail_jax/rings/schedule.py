@@ -23,8 +23,9 @@ from startrail_jax.devices.degrees import PLATFORMS, SEQUENCE_ROLES, Axis, Degre
 from startrail_jax.errors import InputError
 from startrail_jax.masks import Causal, Full, Pattern
 from startrail_jax.masks.algebra import causal_window
+from startrail_jax.options import Side
 from startrail_jax.rings.rounds import Rounds, ring_offsets
-from startrail_jax.rings.sizes import Sizes
+from startrail_jax.rings.sizes import Sizes, traveller
 from startrail_jax.tokens.layout import Layout, Runs
 
 
@@ -32,22 +33,15 @@ from startrail_jax.tokens.layout import Layout, Runs
 class Schedule(Rounds):
     """Everything static about one attention: the axes that it runs on, and its options.
 
-    The options have the names and the meanings that they have in `Attention`.
+    Options of `Attention` have their names and meanings here too.
     """
 
-    scale: float | None
-    softcap: float | None
-    backend: Backend
-    backward: str
-    combine: str
-    head_chunks: int
-    gradient_dtype: str
-    keep_gathered: bool
-    exchange: str
-    balance: str
-    platform: str
+    scale: float | None = None
+    softcap: float | None = None
+    backend: Backend = "auto"
+    platform: str = "cpu"
     """Platform of the devices, as `device_kind` gives it."""
-    capability: tuple[int, int] | None
+    capability: tuple[int, int] | None = None
     """Least CUDA compute capability of the devices, as `device_kind` gives it."""
     scores: tuple[str, ...] = ()
     """What calls give for the scores, of `scores.NAMES`. They speak of positions too."""
@@ -71,9 +65,7 @@ class Schedule(Rounds):
     def alone(self) -> Schedule:
         """The same call with all sequence axes as one ring, and neither team, group nor head."""
         ring, none = Axis.joined(self.ring, self.group, self.team, self.head), Axis((), 1)
-        return replace(
-            self, ring=ring, group=none, team=none, head=none, inner=1, placement="gather"
-        )
+        return replace(self, ring=ring, group=none, team=none, head=none, inner=1, published=False)
 
     @property
     def ordered(self) -> bool:
@@ -147,16 +139,14 @@ class Schedule(Rounds):
             scores=self.scores,
         )
 
-    def travels(self, share: Sizes) -> str:
-        """Which side goes round the ring in the backward pass: "query" or "kv".
+    def travels(self, share: Sizes) -> Side:
+        """Which side goes round the ring in the backward pass.
 
         Queries with a bias stay, as the rows of the bias would have to travel with them.
         """
         if "bias" in self.scores and self.ring.degree > 1:
             return "kv"
-        if self.backward != "auto":
-            return self.backward
-        return share.cheaper_traveller(team=self.team.degree, group=self.group.degree)
+        return traveller(self, share, team=self.team.degree, group=self.group.degree)
 
     def sort(self, x: Array, ranks: int, dim: int) -> Array:
         """A gathered unit of `ranks` sequence ranks, put in order of position along `dim`.
@@ -170,28 +160,10 @@ class Schedule(Rounds):
         return self.layout.unsort_unit(x, ranks, dim) if self.ordered else x
 
 
-def schedule_of(degrees: Degrees, pattern: Pattern, layout: Layout, inner: int = 1) -> Schedule:
+def schedule_of(degrees: Degrees, pattern: Pattern, layout: Layout, **options: Any) -> Schedule:
     """A schedule for the axes of `make_mesh`, with the defaults of `Attention` for all else."""
     axes: dict[str, Any] = {role: Axis((role,), getattr(degrees, role)) for role in SEQUENCE_ROLES}
-    return Schedule(
-        **axes,
-        layout=layout,
-        pattern=pattern,
-        inner=inner,
-        head_chunks=1,
-        scale=None,
-        softcap=None,
-        backend="auto",
-        backward="auto",
-        placement="gather",
-        combine="merge",
-        gradient_dtype="float32",
-        keep_gathered=False,
-        exchange="rings",
-        balance="layout",
-        platform="cpu",
-        capability=None,
-    )
+    return Schedule(**axes, layout=layout, pattern=pattern, **options)
 
 
 def unit_cases(

@@ -126,7 +126,7 @@ def _place_bias(schedule: Schedule, x: Float[Array, "b n t c"]) -> Float[Array, 
         x = collectives.exchange(x, head, split=1, concat=2)
     # Which member of the team visits a column: one index of its rank says it.
     x = x.reshape(*x.shape[:3], ring.degree, group.degree, team.degree, -1)
-    x = collectives.exchange(x, team, split=5 if schedule.placement == "gather" else 4, concat=2)
+    x = collectives.exchange(x, team, split=4 if schedule.published else 5, concat=2)
     x = x.reshape(*x.shape[:3], ring.degree, -1)
     x = schedule.sort(schedule.sort(x, schedule.query_ranks, 2), schedule.key_ranks, 4)
     return x.reshape(*x.shape[:3], -1)

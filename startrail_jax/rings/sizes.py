@@ -7,20 +7,18 @@ the network traffic (`startrail_jax.analysis.cost`) all use this one value.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from startrail_jax.devices.degrees import Degrees
 from startrail_jax.errors import InputError
 from startrail_jax.masks import Causal, Full, Pattern
+from startrail_jax.options import Options, Side
 from startrail_jax.tokens.layout import Layout
 
 WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of one element, for every dtype that query, key and value may have."""
-GRADIENT_DTYPES = ("float32", "bfloat16")
-"""The dtypes in which partial gradients may travel. The exponents of float16 are too few for sums
-of gradients."""
 
 # Bytes of an element of what is always float32 (lse, delta, gradients of copies) or int32 (ids).
 _FLOAT32 = 4
@@ -54,13 +52,9 @@ class Sizes:
     """Name of the dtype of query, key and value: one of `WIDTHS`."""
     packed: bool
     """Whether each token has an int32 segment id."""
-    gradient_dtype: str = "float32"
-    """Name of the dtype in which partial gradients travel: one of `GRADIENT_DTYPES`."""
 
     @classmethod
-    def of(
-        cls, query: Any, key: Any, value: Any, *, packed: bool, gradient_dtype: str = "float32"
-    ) -> Sizes:
+    def of(cls, query: Any, key: Any, value: Any, *, packed: bool) -> Sizes:
         """The sizes of three arrays, or of anything else with `shape` and `dtype`."""
         return cls(
             batch=query.shape[0],
@@ -72,7 +66,6 @@ class Sizes:
             value_head_dim=value.shape[3],
             dtype=query.dtype.name,
             packed=packed,
-            gradient_dtype=gradient_dtype,
         )
 
     def check(self, degrees: Degrees, *, mask: Pattern, layout: Layout | None = None) -> None:
@@ -141,10 +134,9 @@ class Sizes:
         """Bytes of the query."""
         return self.batch * self.query_tokens * self.heads * self.head_dim * self.width
 
-    @property
-    def query_gradient_bytes(self) -> int:
-        """Bytes of a partial gradient of the query."""
-        return self.query_bytes // self.width * WIDTHS[self.gradient_dtype]
+    def in_dtype(self, size: int, dtype: str) -> int:
+        """Bytes in another dtype of arrays that have `size` bytes in that of the query."""
+        return size // self.width * WIDTHS[dtype]
 
     @property
     def out_bytes(self) -> int:
@@ -163,16 +155,6 @@ class Sizes:
         return self.batch * self.key_tokens * self.kv_heads * channels * self.width
 
     @property
-    def key_value_gradient_bytes(self) -> int:
-        """Bytes of partial gradients of key and value together."""
-        return self.key_value_bytes // self.width * WIDTHS[self.gradient_dtype]
-
-    @property
-    def key_value_float32_bytes(self) -> int:
-        """Bytes of gradients of copies of key and value, which are always float32."""
-        return self.key_value_bytes // self.width * _FLOAT32
-
-    @property
     def query_id_bytes(self) -> int:
         """Bytes of the segment ids of the queries; 0 if there are none."""
         return self.batch * self.query_tokens * _INT32 * self.packed
@@ -182,24 +164,29 @@ class Sizes:
         """Bytes of the segment ids of the keys; 0 if there are none."""
         return self.batch * self.key_tokens * _INT32 * self.packed
 
-    def cheaper_traveller(self, *, team: int, group: int) -> Literal["query", "kv"]:
-        """Which side moves fewer bytes a hop if it goes round the ring in the backward pass.
 
-        A hop moves a gathered unit: `team` shares of the query side, which are query, dout and ids
-        with lse and delta in float32 and dq in `gradient_dtype`; or `group` shares of the key side,
-        which are key, value and ids with dk and dv in `gradient_dtype`. The sizes must be the share
-        of a device.
+def traveller(options: Options, share: Sizes, *, team: int, group: int) -> Side:
+    """Which side goes round the ring in the backward pass.
 
-        Returns:
-            "query" or "kv"; "query" at a tie, which is the choice of the paper.
-        """
-        # The batch favours neither side, and may be symbolic.
-        row = replace(self, batch=1)
-        query = row.query_bytes + row.out_bytes + 2 * row.lse_bytes + row.query_id_bytes
-        key = row.key_value_bytes + row.key_id_bytes
-        query_hop = team * (query + row.query_gradient_bytes)
-        key_hop = group * (key + row.key_value_gradient_bytes)
-        return "query" if query_hop <= key_hop else "kv"
+    "auto" is the side of fewer bytes a hop. A hop moves a gathered unit: `team` shares of the query
+    side, which are query, dout and ids with lse and delta in float32 and dq in `gradient_dtype`; or
+    `group` shares of the key side, which are key, value and ids with dk and dv in `gradient_dtype`.
+    A tie, and what is published, go to "query", the choice of the paper.
+
+    Args:
+        options: the options.
+        share: the share of one device.
+        team, group: degrees.
+    """
+    if options.backward != "auto":
+        return options.backward
+    # The batch favours neither side, and may be symbolic.
+    row = replace(share, batch=1)
+    query = row.query_bytes + row.out_bytes + 2 * row.lse_bytes + row.query_id_bytes
+    key = row.key_value_bytes + row.key_id_bytes
+    query_hop = team * (query + row.in_dtype(row.query_bytes, options.gradient_dtype))
+    key_hop = group * (key + row.in_dtype(row.key_value_bytes, options.gradient_dtype))
+    return "query" if options.published or query_hop <= key_hop else "kv"
 
 
 def check_heads(degrees: Degrees, heads: int, kv_heads: int) -> None:

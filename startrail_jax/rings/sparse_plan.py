@@ -33,9 +33,6 @@ import numpy as np
 from startrail_jax.masks import Causal, Full, Pattern
 from startrail_jax.tokens.layout import Layout, Span
 
-EXCHANGES = ("auto", "rings", "seen")
-"""The values of the option `exchange` of `Attention`."""
-
 # A gap between keys that are needed is found where it hides one of so many blocks of a slice.
 _BLOCKS = 64
 # Slices whose keys the queries of a slice may see, on average. Beyond, a ring is no worse.

@@ -20,7 +20,6 @@ from benchmarks.cluster import nodes as cluster_nodes
 from benchmarks.cluster import report as cluster_report
 from benchmarks.cluster import rounds as cluster_rounds
 from benchmarks.cluster import run as cluster
-from benchmarks.cluster import schemes as cluster_schemes
 from benchmarks.cluster import training as cluster_training
 from benchmarks.cluster.attention import AttentionCalls, Place
 from benchmarks.cluster.nodes import Topology
@@ -106,8 +105,8 @@ def test_scheme_is_read(text, degrees, published):
 def test_scheme_has_the_options_in_its_name():
     scheme = read_scheme("published-2:inner=2,gradient_dtype=bfloat16,exchange=rings", 16)
     assert scheme.degrees == Degrees(group=2, ring=4, team=2)
-    assert scheme.options == cluster_schemes.AS_PUBLISHED | {
-        "inner": 2, "gradient_dtype": "bfloat16", "exchange": "rings"
+    assert scheme.options == {
+        "published": True, "inner": 2, "gradient_dtype": "bfloat16", "exchange": "rings"
     }  # fmt: skip
 
 

@@ -145,11 +145,11 @@ def test_one_device_receives_and_sends_what_the_mesh_does():
     assert [x.shape for x in sent] == [*keys, q, *2 * [(1, HEADS, 2 * shard)]]
 
 
-@pytest.mark.parametrize("options", [dict(combine="reduce_scatter"), {}])
+@pytest.mark.parametrize("options", [dict(published=True), {}])
 def test_what_cannot_be_rehearsed_raises(options):
     degrees = DEGREES["C 2"] if options else st.Degrees.ulysses(2)
     mesh = st.make_mesh(st.Degrees(), devices=jax.devices()[:1])
-    with pytest.raises(NotImplementedError, match="Only head=1 and combine='merge'"):
+    with pytest.raises(NotImplementedError, match="Only head=1 and published=False"):
         rehearsal.schedule_of(degrees, mesh, **options)
 
 

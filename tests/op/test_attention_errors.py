@@ -52,7 +52,7 @@ def refuses():
 
 @pytest.mark.parametrize(
     "option",
-    ["backend", "backward", "placement", "combine", "gradient_dtype", "keep_gathered", "exchange"],
+    ["backend", "backward", "published", "gradient_dtype", "keep_gathered", "exchange"],
 )
 def test_unknown_option_is_refused(option):
     with refused(InputError, **{option: "best"}):
@@ -87,9 +87,9 @@ def test_window_below_one_is_refused(window):
 
 
 @pytest.mark.parametrize("degrees", [st.Degrees(team=2, ring=4), st.Degrees(group=2, ring=4)])
-def test_placement_of_the_paper_needs_equal_teams_and_groups(degrees):
+def test_schedule_of_the_paper_needs_equal_teams_and_groups(degrees):
     with refused(InputError, team=degrees.team, group=degrees.group):
-        attention(degrees, placement="gather_permute")
+        attention(degrees, published=True)
 
 
 # Shapes --------------------------------------------------------------------------------------

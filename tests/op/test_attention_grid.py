@@ -84,7 +84,6 @@ SCHEMES = {
 INNER = {"double_ring": 2}
 # Those that between them send everything that there is to send: what may be rounded on its way.
 SENDERS = ("ring", "startrail", "with_head", "data_tensor")
-NEEDS_EQUAL = "gather_permute"
 # Other windows are those of test_attention_gpu_blocks.py.
 NAMES = tuple(name for name in PATTERNS if name not in MORE_WINDOWS)
 # Kind of mask -> the masks of the kind. "cross_full" is there for blocks without segments.
@@ -101,11 +100,11 @@ KINDS_OF_MASKS = {
 
 def clash(pair):
     """Pairs of choices that cannot be, or are not held to the bound."""
-    if pair.get("placement") == NEEDS_EQUAL and "scheme" in pair:
+    if pair.get("published") and "scheme" in pair:
         return any(degrees.team != degrees.group for degrees in SCHEMES[pair["scheme"]])
     # The network adds in float16 here (a CPU adds bfloat16 in float32): an error that grows with
     # the team, which is why it is not the default.
-    return pair.get("combine") == "reduce_scatter" and pair.get("dtype") == "float16"
+    return pair.get("published") and pair.get("dtype") == "float16"
 
 
 def cases(schemes=tuple(SCHEMES), **factors):
@@ -117,8 +116,7 @@ def cases(schemes=tuple(SCHEMES), **factors):
             "scheme": schemes,
             "heads": HEADS,
             "backward": ("query", "kv"),
-            "placement": ("gather", NEEDS_EQUAL),
-            "combine": ("merge", "reduce_scatter"),
+            "published": (False, True),
             "keep_gathered": (False, True),
             "axis_type": ("explicit", "auto"),
             "one_axis": (False, True),
@@ -232,15 +230,13 @@ def any_case(draw):
     degree = hst.integers(1, 3)
     degrees = Degrees(**{role: draw(degree) for role in ROLES})
     assume(degrees.num_devices <= 24)
-    orders = ("gather", "gather_permute")
     case = Case(
         degrees=degrees,
         mask=draw(hst.sampled_from([name for name in MASKS if name != "cross_full"])),
         heads=draw(hst.sampled_from(HEADS)),
         layout=draw(hst.sampled_from(KINDS)),
         backward=draw(hst.sampled_from(("auto", "query", "kv"))),
-        placement=draw(hst.sampled_from(orders[: 1 + (degrees.team == degrees.group)])),
-        combine=draw(hst.sampled_from(("merge", "reduce_scatter"))),
+        published=degrees.team == degrees.group and draw(hst.booleans()),
         inner=draw(hst.sampled_from([1, degrees.ring])),
         keep_gathered=draw(hst.booleans()),
         axis_type=draw(hst.sampled_from(("explicit", "auto"))),

@@ -70,10 +70,10 @@ def test_gradients_of_rows_that_see_no_key_are_not_read(backward):
     chex.assert_trees_all_equal(solve(case.attention, spoilt), solve(case.attention, problem))
 
 
-@pytest.mark.parametrize(("backward", "combine"), [("query", "merge"), ("kv", "reduce_scatter")])
+@pytest.mark.parametrize(("backward", "published"), [("query", False), ("kv", True)])
 @pytest.mark.slow
-def test_batch_of_padding_only_is_zero_and_finite(backward, combine):
-    case = Case(degrees=STARTRAIL, mask="packed", backward=backward, combine=combine)
+def test_batch_of_padding_only_is_zero_and_finite(backward, published):
+    case = Case(degrees=STARTRAIL, mask="packed", backward=backward, published=published)
     problem = packed_problem(np.full((2, case.seq_len), -1, np.int32))
     result = solve(case.attention, problem)
     assert (result.lse == oracle.EMPTY).all()

@@ -35,8 +35,7 @@ class Setting:
     kv_heads: int = 2
     causal: bool | None = None
     mask: st.masks.Pattern | None = None
-    placement: str = "gather"
-    combine: str = "merge"
+    published: bool = False
     backward: str = "auto"
     inner: int = 1
     head_chunks: int = 1
@@ -64,7 +63,7 @@ class Setting:
 
     @functools.cached_property
     def attention(self):
-        names = ("causal", "mask", "placement", "combine", "backward", "layout", "window")
+        names = ("causal", "mask", "published", "backward", "layout", "window")
         names += ("inner", "head_chunks", "keep_gathered", "gradient_dtype", "exchange")
         names += ("balance",)
         options = {name: getattr(self, name) for name in names}
@@ -75,7 +74,7 @@ class Setting:
 
     def expected(self, **nodes):
         names = ("batch", "seq_len", "heads", "kv_heads", "head_dim", "value_head_dim")
-        names += ("placement", "combine", "backward", "packed")
+        names += ("published", "backward", "packed")
         names += ("inner", "head_chunks", "keep_gathered", "gradient_dtype", "exchange")
         names += ("balance",)
         return st.communication(
@@ -125,7 +124,7 @@ def forward_and_backward(attend):
 
 
 D = st.Degrees
-PAPER = {"placement": "gather_permute", "combine": "reduce_scatter", "backward": "query"}
+PAPER = {"published": True}
 GQA = {"heads": 8, "kv_heads": 2}
 MQA = {"heads": 4, "kv_heads": 1}
 FULL = {"causal": False}
@@ -165,15 +164,9 @@ MIXED = {
     "3, 2, 2": Setting(degrees=D(group=3, ring=2, team=2), **KV),
     "2, 2, 3, full": Setting(degrees=D(group=2, ring=2, team=3), **FULL, **QUERY),
     "4, 2, 2, packed": Setting(degrees=D(group=4, ring=2, team=2), packed=True, **GQA),
-    # Placements, combines and backward passes, crossed.
-    "gather_permute, merge, kv": Setting(
-        degrees=D.startrail(12, c=2), placement="gather_permute", **KV, **GQA
-    ),
-    "gather_permute, full, packed": Setting(
-        degrees=D.startrail(8, c=2), placement="gather_permute", packed=True, **FULL, **QUERY
-    ),
-    "gather, reduce_scatter, kv": Setting(
-        degrees=D.startrail(8, c=2), combine="reduce_scatter", packed=True, **KV
+    "published, kv": Setting(degrees=D.startrail(12, c=2), **PAPER, **KV, **GQA),
+    "published, full, packed": Setting(
+        degrees=D.startrail(8, c=2), packed=True, **PAPER, **FULL, **QUERY
     ),
     "published, packed": Setting(degrees=D.startrail(8, c=2), packed=True, **PAPER),
     # Key heads replicated over head, over tensor, over both.
@@ -316,7 +309,7 @@ def test_one_axis_receives_what_several_do(setting):
     text = compiled_text(forward_and_backward(setting.attend), *setting.arguments(), **options)
     traffic = read_traffic(text)
     assert traffic.received_bytes == total.received_bytes
-    if setting.combine == "merge":  # Otherwise two steps stand for each all_reduce.
+    if not setting.published:  # Otherwise two steps stand for each all_reduce.
         assert traffic.by_collective == total.by_collective
         matrix = messages(setting.degrees, total.transfers).matrix
         np.testing.assert_array_equal(read_messages(text).matrix, matrix)

@@ -13,12 +13,13 @@ from refusals import refused
 from startrail_jax.analysis import COLLECTIVES
 from startrail_jax.analysis.transfers import all_reduce_bytes
 from startrail_jax.errors import InputError
-from startrail_jax.rings.sizes import Sizes
+from startrail_jax.options import Options
+from startrail_jax.rings.sizes import Sizes, traveller
 
 pytestmark = pytest.mark.quick
 
 D = st.Degrees
-PAPER = {"placement": "gather_permute", "combine": "reduce_scatter", "backward": "query"}
+PAPER = {"published": True}
 
 
 def report(degrees, **options):
@@ -76,13 +77,12 @@ def test_head_degree_adds_its_exchange_and_leaves_a_smaller_problem():
 
 def test_hop_of_the_backward_ring_in_units():
     """4A and 6gG at 16 bits, 3A and 4gG at 32, as the schedule states."""
-    degrees, g = D(group=4, ring=2, team=2), 16 / 64
+    g = 16 / 64
     for dtype, query, kv in (("bfloat16", 4 * 2, 6 * g * 4), ("float32", 3 * 2, 4 * g * 4)):
         for mode, units in (("query", query), ("kv", kv)):
             options = {"kv_heads": 16, "dtype": dtype, "backward": mode}
-            two = report(degrees, **options, rounds=2).backward.units
-            one = report(degrees, **options, rounds=1).backward.units
-            assert two - one == units
+            found = [report(D(group=4, ring=r, team=2), **options).backward.units for r in (2, 3)]
+            assert found[1] - found[0] == units
 
 
 def test_startrail_forward_counted_by_hand():
@@ -219,16 +219,21 @@ def share(key_tokens, head_dim):
 
 def test_the_query_travels_at_a_tie():
     # query: 12 + 12 + 12 + 8 bytes a token; kv: 48.
-    assert share(5, 3).cheaper_traveller(team=1, group=1) == "query"
+    assert traveller(Options(), share(5, 3), team=1, group=1) == "query"
     # 8 + 8 + 8 + 8 bytes against 32.
-    assert share(5, 2).cheaper_traveller(team=1, group=1) == "query"
-    assert share(4, 2).cheaper_traveller(team=1, group=1) == "kv"
+    assert traveller(Options(), share(5, 2), team=1, group=1) == "query"
+    assert traveller(Options(), share(4, 2), team=1, group=1) == "kv"
+    # The paper has only queries that travel.
+    assert traveller(Options(published=True), share(4, 2), team=1, group=1) == "query"
+    assert traveller(Options(published=True, backward="kv"), share(4, 2), team=1, group=1) == "kv"
 
 
 def test_rounds_of_a_window_cut_only_the_ring():
-    degrees = D.ring_attention(8)
-    assert report(degrees, rounds=1).total.received_bytes == 0
-    assert report(degrees, rounds=3).forward.units == 2 * 2
+    options = dict(layout="contiguous", exchange="rings")
+    for before, rounds in ((0, 1), (8, 3)):
+        window = st.masks.Window(before, 0)
+        found = report(D.ring_attention(8), mask=window, **options)
+        assert found.forward.units == 2 * (rounds - 1)
 
 
 def test_cross_attention_scales_only_the_keys():
@@ -255,9 +260,8 @@ def test_all_reduce_bytes_round_up():
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"placement": "permute"}, "placement='permute'"),
+        ({"published": "so"}, "published='so'"),
         ({"gradient_dtype": "float16"}, "'float16'"),
-        ({"combine": "sum"}, "combine='sum'"),
         ({"backward": "both"}, "backward='both'"),
         ({"dtype": "int8"}, "dtype='int8'"),
         ({"batch": 3}, "batch=3"),
@@ -279,9 +283,9 @@ def test_all_reduce_bytes_round_up():
         ({"head_dim": 0}, "head_dim=0"),
         ({"value_head_dim": -1}, "value_head_dim"),
         ({"batch": 2.0}, "batch=2.0"),
-        ({"rounds": 3}, "rounds=3"),
-        ({"rounds": 0}, "rounds=0"),
-        ({"placement": "gather_permute"}, "group=4"),
+        ({"inner": 4}, "inner=4"),
+        ({"head_chunks": 3}, "head_chunks=3"),
+        ({"published": True}, "group=4"),
         ({"key_len": 32}, "32 keys"),
     ],
     ids=lambda value: value if isinstance(value, str) else ", ".join(value),

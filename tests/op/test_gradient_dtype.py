@@ -30,7 +30,7 @@ SETTINGS = {
     "team": (Case(degrees=Degrees(team=4), mask="packed"), "dq"),
     "group": (Case(degrees=Degrees(group=4), mask="full"), "dk dv"),
     "published": (
-        Case(degrees=Degrees.startrail(8, c=2), placement="gather_permute", backward="query"),
+        Case(degrees=Degrees.startrail(8, c=2), published=True),
         "dq dk dv",
     ),
     "all axes": (

@@ -26,7 +26,7 @@ from startrail_jax.planner.memory import footprint_of
 from startrail_jax.planner.models import MODELS, ModelSizes
 from startrail_jax.planner.planning import plan_of
 from startrail_jax.planner.quantities import parse_rate
-from startrail_jax.planner.search import BASELINES, Candidates, Options
+from startrail_jax.planner.search import BASELINES, Candidates, Search
 from startrail_jax.planner.step import Savings, Step, is_legal
 from startrail_jax.planner.timing import Timing
 from startrail_jax.rings.schedule import schedule_of
@@ -87,7 +87,6 @@ def check_bytes(nodes, gpus, window=None, **changes):
     passes = timing.forward(window), timing.backward(window)
     for row in {*drawn.tolist(), *published.tolist()}:
         degrees = st.Degrees(**{role: int(vars(settings)[role][row]) for role in ROLES})
-        paper = dict(placement="gather_permute", combine="reduce_scatter", backward="query")
         report = st.communication(
             degrees,
             batch=asked.batch,
@@ -101,7 +100,7 @@ def check_bytes(nodes, gpus, window=None, **changes):
             inner=int(settings.inner[row]),
             order=ORDERS[settings.order[row]],
             devices_per_node=gpus,
-            **(paper if settings.published[row] else {}),
+            published=bool(settings.published[row]),
         )
         steps = {x.step for x in report.total.transfers}
         assert seen[row] == ("seen keys" in steps or "shared keys" in steps)
@@ -157,7 +156,7 @@ def check_pairs(settings, asked, window, rows):
         sizes = {role: int(vars(settings)[role][row]) for role in ROLES}
         inner, degrees = int(settings.inner[row]), st.Degrees(**sizes)
         shards = degrees.group * degrees.ring * degrees.team
-        schedule = schedule_of(degrees, pattern, Layout("zigzag", shards), inner)
+        schedule = schedule_of(degrees, pattern, Layout("zigzag", shards), inner=inner)
         work = np.zeros((degrees.ring, degrees.group, degrees.team))
         for device in np.ndindex(work.shape):
             for distance in range(degrees.ring):
@@ -322,7 +321,7 @@ def test_best_is_the_best_of_all():
     """What the search ranks first is the fastest that fits, one by one."""
     asked = call(MODELS["llama3_8b"], seq_len=2**17, batch=2)
     where = Cluster(nodes=2, gpus_per_node=4, gpu=GPUS["a100_80"], port_rate=2.5e10, ports=1)
-    found = Candidates(where, asked, Options())
+    found = Candidates(where, asked, Search())
     best = found.best(~found.mask(BASELINES["StarTrail as published"]))[0]
     settings = all_settings(where, asked, published=False)
     least = math.inf
@@ -340,7 +339,7 @@ def test_best_is_the_best_of_all():
 
 
 def test_frugal_setting_is_nearly_as_fast():
-    few = Options(zero=(2, 3), remat=("none", "attention_saved"), tiled=(True,), baselines=False)
+    few = Search(zero=(2, 3), remat=("none", "attention_saved"), tiled=(True,), baselines=False)
     found = st.plan(
         nodes=8, gpus_per_node=8, gpu="h100", port="50GB/s", model="gpt_7b", options=few
     )
@@ -355,7 +354,7 @@ def test_of_equally_fast_settings_the_one_that_need_not_offload_wins():
     typed = dict(nodes=8, gpus_per_node=8, gpu="h100", port="50GB/s", model="gpt_7b")
     few = dict(degrees={"ring": 8, "head": 8}, zero=(3,), remat=("attention_saved",))
     both, offloads = (
-        st.plan(**typed, options=Options(**few, **more), seq_len="512K")
+        st.plan(**typed, options=Search(**few, **more), seq_len="512K")
         for more in ({}, {"offload": (True,)})
     )
     assert both.winner.seconds == offloads.winner.seconds
@@ -381,7 +380,7 @@ def test_of_equally_fast_settings_the_one_that_need_not_offload_wins():
 def test_a_scheme_without_a_legal_setting_says_why(gpus, options, reasons):
     few = dict(remat=("full",), offload=(False,), tiled=(False,))
     typed = dict(nodes=1, gpus_per_node=gpus, gpu="h200", model="gpt_3b", seq_len="8K")
-    found = st.plan(**typed, options=Options(degrees=options, **few))
+    found = st.plan(**typed, options=Search(degrees=options, **few))
     assert {*found.illegal} | {*found.baselines} == {*BASELINES}
     assert len(found.illegal) == len(reasons)
     for (name, text), (start, reason) in zip(found.illegal.items(), reasons.items(), strict=True):
@@ -576,7 +575,7 @@ def test_steps_of_long_sequences_take_what_others_measured(size, tokens, nodes, 
 
 
 def test_texts_and_whole_floats_are_numbers():
-    few = Options(zero=(3,), remat=("full",), offload=(False,), tiled=(False,), baselines=False)
+    few = Search(zero=(3,), remat=("full",), offload=(False,), tiled=(False,), baselines=False)
     typed = dict(gpu="h100", model="gpt_7b", options=few, nodes=2, gpus_per_node=2, top=1)
     plain = st.plan(**typed, port="50GB/s", batch=8, latency="1ms", seq_len=65_536)
     assert plain.cluster.port_rate == 5e10
@@ -588,8 +587,8 @@ def test_texts_and_whole_floats_are_numbers():
 
 
 def odd_options(**values):
-    """Options of types that the type checker of the tests would refuse first."""
-    options = Options()
+    """Search of types that the type checker of the tests would refuse first."""
+    options = Search()
     for name, value in values.items():
         object.__setattr__(options, name, value)
     return options
@@ -618,44 +617,44 @@ def odd_options(**values):
         (dict(seq_len="12.5"), "--seq-len"),
         (dict(model="llama3_8b", seq_len=None), "--seq-len"),
         (
-            dict(options=Options(degrees={"tensor": 16}), seq_len=40),
+            dict(options=Search(degrees={"tensor": 16}), seq_len=40),
             "--seq-len",
         ),
         (
-            dict(nodes=8, options=Options(degrees={"head": 64})),
+            dict(nodes=8, options=Search(degrees={"head": 64})),
             "--tensor",
         ),
         (
-            dict(options=Options(degrees={"data": 2}), batch=3),
+            dict(options=Search(degrees={"data": 2}), batch=3),
             "--batch",
         ),
-        (dict(options=Options(degrees={"ring": 5})), "--ring"),
+        (dict(options=Search(degrees={"ring": 5})), "--ring"),
         (
-            dict(options=Options(offload=(True,), remat=("none",))),
+            dict(options=Search(offload=(True,), remat=("none",))),
             "--offload",
         ),
         (
-            dict(nodes=1, gpus_per_node=1, options=Options(zero=(1, 3), remat=("full",))),
+            dict(nodes=1, gpus_per_node=1, options=Search(zero=(1, 3), remat=("full",))),
             "--zero",
         ),
         (
-            dict(nodes=1, options=Options(zero=(2,), degrees={"tensor": 8})),
+            dict(nodes=1, options=Search(zero=(2,), degrees={"tensor": 8})),
             "--tensor",
         ),
         (
-            dict(options=Options(degrees=dict.fromkeys(ROLES, 1) | {"ring": 8})),
+            dict(options=Search(degrees=dict.fromkeys(ROLES, 1) | {"ring": 8})),
             "--ring",
         ),
         (
-            dict(seq_len="16K", options=Options(tiled=(True,), degrees={"ring": 16})),
+            dict(seq_len="16K", options=Search(tiled=(True,), degrees={"ring": 16})),
             "--tile",
         ),
-        (dict(options=Options(remat=("some",))), "--remat"),
+        (dict(options=Search(remat=("some",))), "--remat"),
         (dict(options=odd_options(zero=3)), "zero=(3"),
         (dict(options=odd_options(remat="full")), "remat=('full'"),
         (dict(options=odd_options(tiled=())), "tiled=("),
         (dict(options=odd_options(offload=("no",))), "--offload"),
-        (dict(options=Options(memory_fraction=2.0)), "--memory-fraction"),
+        (dict(options=Search(memory_fraction=2.0)), "--memory-fraction"),
     ],
 )
 def test_errors_name_the_flag_and_what_was_given(changes, named):
@@ -699,7 +698,7 @@ def test_measured_clusters_have_the_links_and_kernels_of_their_devices(monkeypat
         assert 0 < rate < math.inf  # One repetition on busy cores says no more.
     assert gpu.attention_efficiency(64, 16, backward=True) > 0
     asked = Call(model=dataclasses.replace(SMALL, itemsize=4), seq_len=96, batch=2)
-    assert plan_of(where, asked, Options(offload=(False,))).winner.fits
+    assert plan_of(where, asked, Search(offload=(False,))).winner.fits
     with refused(InputError, "got 2"):
         measure_cluster([SimpleNamespace(process_index=index) for index in (0, 0, 1)])
 

@@ -21,7 +21,7 @@ from startrail_jax.errors import InputError
 pytestmark = pytest.mark.quick
 
 D = st.Degrees
-PAPER = {"placement": "gather_permute", "combine": "reduce_scatter", "backward": "query"}
+PAPER = {"published": True}
 SCHEMES = {
     "Ring Attention": (D.ring_attention(16), {}),
     "all-gather": (D.all_gather(16), {}),
@@ -135,9 +135,7 @@ dimensions={{0}}, use_global_device_ids=true, to_apply=add
         counted = read_messages(text, algorithms).matrix
         assert counted.sum(axis=0).max() == pytest.approx(factor * least)
         degrees = D(team=members)
-        report = st.communication(
-            degrees, **SIZES, heads=8, kv_heads=8, combine="reduce_scatter", causal=False
-        )
+        report = st.communication(degrees, **SIZES, heads=8, kv_heads=8, causal=False)
         steps = [x for x in report.total.transfers if x.collective == "reduce_scatter"]
         sent = messages(degrees, steps, algorithms).matrix.sum(axis=0).max()
         assert sent == pytest.approx(factor * sum(x.received_bytes for x in steps))
@@ -154,13 +152,13 @@ def test_gloo_halves_among_three_members():
 
 def test_every_transfer_names_its_axes():
     degrees = D(group=2, ring=2, team=2, head=2, tensor=2)
-    report = st.communication(degrees, **SIZES, heads=8, kv_heads=1, combine="reduce_scatter")
+    report = st.communication(degrees, **SIZES, heads=8, kv_heads=1)
     roles = {(x.step, x.collective): x.roles for x in report.total.transfers}
     assert roles["head exchange", "all_to_all"] == ("head",)
     assert roles["query gather", "all_gather"] == ("team",)
     assert roles["key placement", "all_gather"] == ("group",)
     assert ("key placement", "collective_permute") not in roles
-    paper = st.communication(degrees, **SIZES, heads=8, kv_heads=1, placement="gather_permute")
+    paper = st.communication(degrees, **SIZES, heads=8, kv_heads=1, **PAPER)
     (traded,) = {x.roles for x in paper.total.transfers if len(x.roles) > 1}
     assert traded == ("group", "team")
     assert roles["ring", "collective_permute"] == ("ring",)

@@ -68,7 +68,7 @@ def cases():
     settings = {scheme: cycle(values) for scheme, values in SCHEMES.items()}
     masks = {kind: cycle(names) for kind, names in KINDS_OF_MASKS.items()}
     # What scores hardly depend on: in turn, with periods that no factor has.
-    others = zip(cycle(("merge", "reduce_scatter")), cycle((False, True, False)), strict=False)
+    others = zip(cycle((False, True)), cycle((False, True, False)), strict=False)
     chunks, once = {scheme: cycle((1, 2)) for scheme in ("no_ring", "with_head")}, cycle((1,))
     design = covering(
         {
@@ -88,7 +88,7 @@ def cases():
         },
         clash,
     )
-    for seed, (row, (combine, keep)) in enumerate(zip(design, others, strict=False)):
+    for seed, (row, (published, keep)) in enumerate(zip(design, others, strict=False)):
         scheme, mask = row.pop("scheme"), next(masks[row.pop("mask")])
         names = ("softcap", "sinks", "slopes", "bias", "dropout")
         given = {name: row.pop(name) for name in names}
@@ -96,14 +96,15 @@ def cases():
             given["of_rows"], mask = mask, "causal"
         if mask == "cross":
             row["segments"] = None
+        degrees = next(settings[scheme])
         case = Case(
-            degrees=next(settings[scheme]),
+            degrees=degrees,
             mask=mask,
             backend="tiled" if scheme == "tiled" else "auto",
             # Of bfloat16, long enough for rounding to average out.
             tokens=6 if row["dtype"] == "float32" else 14,
             head_chunks=1 if row["heads"] == "single" else next(chunks.get(scheme, once)),
-            combine=combine,
+            published=published and degrees.team == degrees.group,
             keep_gathered=keep,
             seed=seed,
             **row,

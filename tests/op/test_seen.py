@@ -411,7 +411,7 @@ REFUSED = {
     "causal": ({}, {}),
     "full": (dict(causal=False), {}),
     "prefix of rows": (dict(mask=M.Prefix()), {}),
-    "as published": (dict(window=9, placement="gather_permute"), {}),
+    "as published": (dict(window=9, published=True), {}),
 }
 
 

@@ -27,7 +27,7 @@ from startrail_jax.planner.config_json import PRETRAINED, find_model
 from startrail_jax.planner.hardware import GPUS, Cluster
 from startrail_jax.planner.models import MODELS
 from startrail_jax.planner.planning import plan as plan_function
-from startrail_jax.planner.search import Options
+from startrail_jax.planner.search import Search
 from train import read_command_line
 from trainer.config import AttentionConfig, MeshConfig
 from trainer.data.files import find_files
@@ -255,7 +255,7 @@ def test_command_of_a_run_has_the_windows_of_the_plan(listed, tmp_path):
     values["model"] |= {"window": None, "windows": listed}
     run.write_text(json.dumps(values))
     model = find_model(str(run))
-    few = Options(zero=(3,), remat=("full",), offload=(False,), tiled=(True,), baselines=False)
+    few = Search(zero=(3,), remat=("full",), offload=(False,), tiled=(True,), baselines=False)
     for more in (
         {},
         *({"windows": x} for x in ((128,), (None,), (64, None))),
@@ -268,7 +268,7 @@ def test_command_of_a_run_has_the_windows_of_the_plan(listed, tmp_path):
 
 @pytest.mark.slow
 def test_models_of_python_give_commands_with_their_sizes():
-    few = Options(zero=(3,), remat=("full",), offload=(False,), memory_fraction=0.85)
+    few = Search(zero=(3,), remat=("full",), offload=(False,), memory_fraction=0.85)
     model = dataclasses.replace(MODELS["gpt_7b"], layers=2, mlp_width=512)
     found = st.plan(nodes=1, gpus_per_node=4, gpu="h100", model=model, options=few)
     config = checked(found.command, 4).model
@@ -392,7 +392,7 @@ def test_pasted_command_starts_from_a_pretrained_model(kind, tmp_path):
     values |= {"model_type": kind, "num_hidden_layers": 2, "rope_theta": 1e6}
     values |= {"no_rope_layers": [1, 1]} if kind == "smollm3" else {}
     (tmp_path / "config.json").write_text(json.dumps(values))
-    few = Options(zero=(3,), remat=("full",), offload=(False,), tiled=(True,), baselines=False)
+    few = Search(zero=(3,), remat=("full",), offload=(False,), tiled=(True,), baselines=False)
     model = find_model(str(tmp_path))
 
     def planned(model):
@@ -440,7 +440,7 @@ def test_planner_knows_the_pretrained_models_of_the_program():
 @pytest.mark.slow_except_every(3)
 def test_memory_is_that_of_the_program(name, gpu):
     """The planner knows no arrays, and is within 2 % of what train.py counts from their shapes."""
-    few = Options(zero=(2, 3), remat=("none", "attention_saved"), baselines=False)
+    few = Search(zero=(2, 3), remat=("none", "attention_saved"), baselines=False)
     found = st.plan(
         nodes=4, gpus_per_node=8, gpu=gpu, port="25GB/s", model=name, top=1, options=few
     )
@@ -623,7 +623,7 @@ def test_help_imports_no_numpy_and_a_plan_no_jax_and_takes_two_seconds():
 
 def test_importing_the_command_leaves_the_function():
     """`startrail_jax.plan` is then a module, which can be called."""
-    few = Options(zero=(3,), remat=("full",), offload=(False,))
+    few = Search(zero=(3,), remat=("full",), offload=(False,))
     arguments = dict(nodes=1, gpus_per_node=8, gpu="b200", model="gpt_7b", options=few)
     assert st.plan(**arguments) == plan_function(**arguments)
 

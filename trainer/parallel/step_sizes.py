@@ -127,7 +127,6 @@ def _seen(
         value_head_dim=head_dim,
         dtype="float32" if objective.sizes.itemsize == FLOAT32 else "bfloat16",
         packed=False,
-        gradient_dtype=attention.gradient_dtype,
     )
     in_rings, keys = False, []
     for window in set(objective.sizes.layer_windows):
