@@ -19,10 +19,8 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array
 
 from startrail_jax import blocks, masks
-from startrail_jax.analysis.cost import choose_balance, choose_exchange
-from startrail_jax.analysis.explain import Explanation, explain
-from startrail_jax.analysis.work import advice_on_balance
 from startrail_jax.cache import Decoding
+from startrail_jax.calls.explain import Explanation, explain
 from startrail_jax.calls.key_masks import as_negative
 from startrail_jax.calls.score_checks import (
     check_scores,
@@ -48,9 +46,11 @@ from startrail_jax.errors import BalanceWarning, InputError
 from startrail_jax.options import Options
 from startrail_jax.rings import collectives, rings, score_units
 from startrail_jax.rings.balance import from_zigzag, in_zigzag, to_zigzag
+from startrail_jax.rings.choices import choose
 from startrail_jax.rings.schedule import Schedule, ring_offsets
 from startrail_jax.rings.score_units import Given
 from startrail_jax.rings.sizes import Sizes, dtype_name
+from startrail_jax.rings.work import advice_on_balance
 from startrail_jax.shapes import EMPTY
 from startrail_jax.tokens.layout import Layout
 
@@ -230,11 +230,9 @@ class Attention(Options, Decoding):
         )
         sizes.check(self.degrees, mask=self.pattern, layout=self.layout)
         nodes = mesh_crossing(self.mesh, self.axes, devices_per_node)
-        exchange, why = choose_exchange(schedule, self.degrees, sizes)
-        schedule, share = dataclasses.replace(schedule, exchange=exchange), self.degrees
-        balance, why_balance = choose_balance(schedule, self.degrees, sizes)
-        schedule = dataclasses.replace(schedule, balance=balance)
-        if exchange == "seen":  # Every sequence device has all heads of its tensor rank.
+        schedule, why, why_balance = choose(schedule, self.degrees, sizes)
+        share = self.degrees
+        if schedule.exchange == "seen":  # Every sequence device has all heads of its tensor rank.
             schedule = schedule.alone
             share = dataclasses.replace(share, ring=share.sequence, group=1, team=1, head=1)
         explanation = explain(
@@ -489,14 +487,12 @@ class Attention(Options, Decoding):
             heads=here.heads * degrees.tensor,
             kv_heads=kv_heads,
         )
-        exchange, _ = choose_exchange(schedule, degrees, sizes)
-        schedule = dataclasses.replace(schedule, exchange=exchange)
-        balance, _ = choose_balance(schedule, degrees, sizes)
-        if self.balance == "auto" and balance == "layout" and exchange == "rings":
+        schedule, *_ = choose(schedule, degrees, sizes)
+        if self.balance == "auto" and (schedule.balance, schedule.exchange) == ("layout", "rings"):
             advice = advice_on_balance(schedule, sizes.query_tokens, sizes.key_tokens)
             if advice:  # Functions of jax are between this line and that of the caller.
                 warnings.warn(advice, BalanceWarning, stacklevel=1)
-        return dataclasses.replace(schedule, balance=balance)
+        return schedule
 
 
 def _without_padding(x: Array, ids: Array) -> Array:

@@ -30,8 +30,11 @@ LAYERS = (
     {f"{OP}.blocks"},
     {f"{OP}.rings"},
     {f"{OP}.calls"},
-    {f"{OP}.analysis", f"{OP}.cache"},
-    {f"{OP}.attention", f"{OP}.device_mesh"},
+    {f"{OP}.cache"},
+    # The op: it knows nothing of its analysis.
+    {f"{OP}.attention"},
+    {f"{OP}.analysis"},
+    {f"{OP}.device_mesh"},
     {f"{OP}.planner", f"{OP}.testing"},
     {f"{OP}.plan"},
     # Its package, which imports its modules when they are first asked for.

@@ -11,29 +11,26 @@ References:
 
 from __future__ import annotations
 
-import functools
 import inspect
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from startrail_jax.analysis import COLLECTIVES
 from startrail_jax.analysis.ports import NodeTraffic, cheapest_order, messages
-from startrail_jax.analysis.transfers import Steps, Transfer
-from startrail_jax.analysis.work import shares, visible_pairs
 from startrail_jax.devices.degrees import ROLES, Degrees, check_degrees
 from startrail_jax.devices.nodes import node_grid, nodes_of, resolve_order
-from startrail_jax.errors import InputError, UnsupportedError
+from startrail_jax.errors import InputError
 from startrail_jax.masks import Pattern, resolve
-from startrail_jax.options import OPTIONS, Balance, Exchange, Options, Side
-from startrail_jax.rings.balance import in_zigzag, why_not_balanced
+from startrail_jax.options import OPTIONS, Options, Side
+from startrail_jax.rings.choices import choose, passes_of
 from startrail_jax.rings.head_chunks import check_head_chunks
-from startrail_jax.rings.schedule import Schedule, ring_offsets, schedule_of
-from startrail_jax.rings.sizes import Sizes, dtype_name
-from startrail_jax.rings.sparse_plan import seen_exchange, why_not_seen
+from startrail_jax.rings.schedule import schedule_of
+from startrail_jax.rings.sizes import Sizes, dtype_name, traveller
+from startrail_jax.rings.transfers import Transfer
 from startrail_jax.tokens.layout import Layout
 
 # Arguments of `communication` that are no properties of an attention call.
@@ -221,150 +218,12 @@ def communication(
     sizes.check(degrees, mask=pattern, layout=placed if mask is not None or layout else None)
     share = sizes.share(degrees)
     check_head_chunks(wished.head_chunks, share.kv_heads)
-    schedule = schedule_of(degrees, pattern, placed, **wished.options)
-    schedule = replace(schedule, exchange=choose_exchange(schedule, degrees, sizes)[0])
-    schedule = replace(schedule, balance=choose_balance(schedule, degrees, sizes)[0])
-    steps = _steps(schedule, degrees, sizes)
-    passes = _passes(schedule, steps, seq_len, shared_ids=key_len is None)
+    schedule, *_ = choose(schedule_of(degrees, pattern, placed, **wished.options), degrees, sizes)
+    passes = passes_of(schedule, degrees, sizes, shared_ids=key_len is None)
     order, grid = _placed(degrees, order, devices_per_node, passes[-1])
     there, back, total = (_traffic(degrees, transfers, share, grid) for transfers in passes)
-    return Communication(
-        forward=there, backward=back, total=total, backward_mode=steps.traveller, order=order
-    )
-
-
-def choose_exchange(schedule: Schedule, degrees: Degrees, sizes: Sizes) -> tuple[Exchange, str]:
-    """What an attention sends: the key units of its rings, or only the keys that its mask shows.
-
-    Args:
-        schedule: the schedule, whose `exchange` is the wish of the user.
-        degrees: the degrees of the mesh.
-        sizes: the sizes of the call, over all devices.
-
-    Returns:
-        "rings" or "seen", and why.
-
-    Raises:
-        NotImplementedError: if "seen" is wished for and cannot be.
-    """
-    if schedule.exchange == "rings":
-        return "rings", "exchange='rings'"
-    seq_len = sizes.query_tokens
-    reason = why_not_seen(schedule.pattern, schedule.layout, seq_len)
-    if "bias" in schedule.scores:
-        reason = "the columns of a bias lie where the rings bring their keys"
-    if schedule.published:
-        reason = "published=True is the schedule of the paper"
-    if schedule.exchange == "seen":
-        if reason:
-            raise UnsupportedError(
-                "exchange='seen' needs a mask that shows few keys of other devices; got mask="
-                f"{schedule.pattern}, layout={schedule.layout.kind!r} and {degrees.sequence} "
-                f"sequence shards: {reason}. Use exchange='auto', which takes the rings here."
-            )
-        return "seen", "exchange='seen'"
-    if reason:
-        return "rings", reason
-    steps = _steps(schedule, degrees, sizes)
-    received: dict[Exchange, int] = {}
-    for name in ("rings", "seen"):
-        *_, both = _passes(replace(schedule, exchange=name), steps, seq_len, shared_ids=True)
-        received[name] = sum(x.received_bytes for x in both)
-    best = min(received, key=lambda name: received[name])
-    sent = ", ".join(f"{size:,} bytes with {name!r}" for name, size in received.items())
-    return best, f"a device receives, in both passes, {sent}"
-
-
-WORTH_BALANCING = 10_000
-"""FLOPs that an exchange of tokens must save the busiest device for each byte that it receives."""
-
-
-def choose_balance(schedule: Schedule, degrees: Degrees, sizes: Sizes) -> tuple[Balance, str]:
-    """Whether an attention exchanges tokens so that all devices work alike: see `rings.balance`.
-
-    In the time of a byte through a port of 400 Gbit/s, an H100 that attends at 650 TFLOP/s does
-    13,000 FLOPs; in that of a byte inside a node, 1,500.
-
-    Args:
-        schedule: the schedule, whose `balance` is the wish of the user and whose `exchange` is
-            chosen.
-        degrees: the degrees of the mesh.
-        sizes: the sizes of the call, over all devices.
-
-    Returns:
-        "layout" or "exchange", and why.
-
-    Raises:
-        NotImplementedError: if "exchange" is wished for and cannot be.
-    """
-    if schedule.balance == "layout":
-        return "layout", "balance='layout'"
-    reason = why_not_balanced(schedule, sizes.query_tokens, sizes.key_tokens)
-    if schedule.balance == "exchange":
-        if reason:
-            raise UnsupportedError(
-                "balance='exchange' needs tokens in contiguous order, of which late ones see more "
-                f"keys; got mask={schedule.pattern}, layout={schedule.layout.kind!r} and "
-                f"{degrees.sequence} sequence shards: {reason}. Use balance='auto', which leaves "
-                "them where they are here."
-            )
-        return "exchange", "balance='exchange'"
-    if reason:
-        return "layout", reason
-    steps = _steps(schedule, degrees, sizes)
-    moves = (
-        *steps.balance(shared_ids=True),
-        *steps.balance_output(back=True),
-        *steps.balance_output(back=False),
-        *steps.balance_gradients(),
-    )
-    size = sum(move.received_bytes for move in moves)
-    saved = _saved_by_balance(replace(schedule, balance="layout"), sizes.query_tokens)
-    # Two products forward, q k and p v, and five backward.
-    channels = 8 * sizes.head_dim + 6 * sizes.value_head_dim
-    flops = saved * channels * sizes.batch * sizes.heads / degrees.num_devices
-    ratio = flops / size
-    name = "exchange" if ratio >= WORTH_BALANCING else "layout"
-    return name, (
-        f"an exchange of tokens saves the busiest device {ratio:,.0f} FLOPs for each byte that it "
-        f"receives; it is worth {WORTH_BALANCING:,}"
-    )
-
-
-@functools.lru_cache(maxsize=1024)
-def _saved_by_balance(schedule: Schedule, seq_len: int) -> float:
-    """Visible pairs that the busiest device has less in zigzag order, times the devices."""
-    busiest = [shares(x, seq_len).max() for x in (schedule, in_zigzag(schedule))]
-    return float(busiest[0] - busiest[1]) * visible_pairs(schedule.pattern, seq_len)
-
-
-def _steps(schedule: Schedule, degrees: Degrees, sizes: Sizes) -> Steps:
-    """The steps of a schedule, whose exchange and balance may be only wished for."""
-    visited = in_zigzag(schedule) if schedule.balance == "exchange" else schedule
-    return Steps(
-        degrees=degrees,
-        share=sizes.share(degrees),
-        kv_heads=sizes.kv_heads,
-        offsets=ring_offsets(visited, sizes.query_tokens),
-        options=schedule,
-    )
-
-
-def _passes(
-    schedule: Schedule, steps: Steps, seq_len: int, *, shared_ids: bool
-) -> tuple[list[Transfer], list[Transfer], list[Transfer]]:
-    """The transfers of the forward pass, of the backward pass, and of both."""
-    if schedule.exchange == "seen":
-        moves = seen_exchange(schedule.pattern, schedule.layout, seq_len)
-        assert moves is not None
-        there, back, both = (
-            steps.seen(moves, forward=forward, backward=backward)
-            for forward, backward in ((True, False), (False, True), (True, True))
-        )
-        sums = steps.replica_sum()
-        return there, [*back, *sums], [*both, *sums]
-    forward, backward = steps.in_rings(shared_ids=shared_ids)
-    return forward, backward, forward + backward
+    side = traveller(wished, share, team=degrees.team, group=degrees.group)
+    return Communication(forward=there, backward=back, total=total, backward_mode=side, order=order)
 
 
 def _placed(

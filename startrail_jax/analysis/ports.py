@@ -26,10 +26,10 @@ from startrail_jax.analysis.hlo import (
     parse_module,
     source_target_pairs,
 )
-from startrail_jax.analysis.transfers import Transfer
 from startrail_jax.devices.degrees import ROLES, SEQUENCE_ROLES, Axis, Cycle, Degrees
 from startrail_jax.devices.nodes import node_grid
 from startrail_jax.errors import InputError
+from startrail_jax.rings.transfers import Transfer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -54,7 +54,7 @@ class Move:
     """One step of an attention that moves bytes, by one kind of collective: arrays [setting]."""
 
     step: str
-    """Step of the schedule: see `startrail_jax.analysis.transfers`."""
+    """Step of the schedule: see `startrail_jax.rings.transfers`."""
     collective: str
     """One of `startrail_jax.analysis.COLLECTIVES`."""
     roles: tuple[str, ...]

@@ -1,6 +1,6 @@
 """The seconds and the bytes of the attention layers of a training step.
 
-What is sent is what `startrail_jax.analysis.transfers` says, one setting of the degrees at a time;
+What is sent is what `startrail_jax.rings.transfers` says, one setting of the degrees at a time;
 the orders of the axes share it. In a round of a ring, messages travel while kernels run, so that it
 takes the longer of both. Collectives that a layer waits for are added: the head exchange, gathers
 and scatters of team and group. Where a layer sends only the keys that its window shows, kernels
@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from startrail_jax.analysis.transfers import Steps, Transfer
 from startrail_jax.devices.degrees import ROLES, SEQUENCE_ROLES, Axis, Degrees
 from startrail_jax.masks import Window
 from startrail_jax.options import Options
@@ -27,6 +26,7 @@ from startrail_jax.planner.links import Cost, Links, Move
 from startrail_jax.rings.rounds import Rounds, ring_offsets
 from startrail_jax.rings.sizes import Sizes
 from startrail_jax.rings.sparse_plan import Exchange, seen_exchange
+from startrail_jax.rings.transfers import Steps, Transfer
 from startrail_jax.tokens.layout import Layout
 
 BACKWARD_FLOPS = 2.5

@@ -11,9 +11,9 @@ import pytest
 import startrail_jax as st
 from attention_cases import Case, check, host_mesh, one_axis, place
 from refusals import refused
-from startrail_jax.analysis.work import shares
 from startrail_jax.errors import BalanceWarning, InputError, UnsupportedError
 from startrail_jax.rings.balance import from_zigzag, in_zigzag, slice_pairs, to_zigzag
+from startrail_jax.rings.work import shares
 
 D = st.Degrees
 

@@ -6,11 +6,11 @@ import pytest
 
 import startrail_jax as st
 from refusals import refused
-from startrail_jax.analysis.work import shares
 from startrail_jax.blocks.pieces import Pieces
 from startrail_jax.blocks.visibility import Visibility
 from startrail_jax.errors import BalanceWarning, InputError, UnsupportedError
 from startrail_jax.masks import Causal, Window
+from startrail_jax.rings.work import shares
 
 SIZES = dict(seq_len=4096, heads=8, head_dim=64)
 HOPPER = dict(platform="cuda", capability=(9, 0))

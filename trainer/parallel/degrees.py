@@ -12,10 +12,10 @@ from startrail_jax.analysis.algorithms import GLOO, NCCL, Algorithm
 from startrail_jax.analysis.cost import communication
 from startrail_jax.analysis.ports import cheapest_order, messages
 from startrail_jax.analysis.settings import all_degrees
-from startrail_jax.analysis.transfers import Transfer
 from startrail_jax.devices.degrees import ROLES, Degrees
 from startrail_jax.devices.nodes import crossing, node_grid, resolve_order
 from startrail_jax.errors import InputError
+from startrail_jax.rings.transfers import Transfer
 from startrail_jax.tokens.layout import Layout
 from trainer.config import MeshConfig
 

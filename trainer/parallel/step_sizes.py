@@ -12,11 +12,11 @@ from jax.sharding import AbstractMesh, AxisType
 from jaxtyping import Array
 
 from models.hooks import Hooks
-from startrail_jax.analysis.cost import choose_exchange
 from startrail_jax.attention import Attention
 from startrail_jax.devices.degrees import ROLES, Degrees
 from startrail_jax.masks import Window
 from startrail_jax.planner.memory import FLOAT32, LAYER, LOSS, Footprint, StepSizes, footprint_of
+from startrail_jax.rings.choices import choose_exchange
 from startrail_jax.rings.sizes import Sizes
 from startrail_jax.rings.sparse_plan import seen_exchange
 from startrail_jax.tokens.layout import Layout

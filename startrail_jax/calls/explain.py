@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from startrail_jax import blocks
-from startrail_jax.analysis.work import advice_on_balance, kernel_shares, shares
 from startrail_jax.blocks import tiled
 from startrail_jax.blocks.pieces import Pieces
 from startrail_jax.devices.degrees import ROLES, Axis
@@ -17,6 +16,7 @@ from startrail_jax.rings.schedule import Schedule, ring_offsets, unit_cases
 from startrail_jax.rings.sizes import Sizes
 from startrail_jax.rings.sparse import seen_cases, seen_request
 from startrail_jax.rings.sparse_plan import seen_exchange
+from startrail_jax.rings.work import advice_on_balance, kernel_shares, shares
 
 _SERVES = {
     "cudnn": "every kernel is a cuDNN kernel, over full rectangles and causal squares of the "
