@@ -13,9 +13,8 @@ import numpy as np
 
 from startrail_jax.devices.nodes import slowest_first
 from startrail_jax.errors import InputError
-from trainer.checkpoints.checkpoint import Checkpoints
-from trainer.checkpoints.frozen import FrozenWeights
-from trainer.checkpoints.initial import InitialWeights
+from trainer.checkpoints.checkpoint import Checkpoints, save_frozen
+from trainer.checkpoints.reading import restore_frozen
 from trainer.data.batches import Feed
 from trainer.errors import NonFiniteError
 from trainer.parallel.flops import peak_flops
@@ -29,6 +28,7 @@ from trainer.run.metrics import Reporter, describe_viewer
 from trainer.run.settings import CONFIG_FILE, result_flags, save_config
 from trainer.run.trackers import open_trackers
 from trainer.run.versions import record_versions
+from trainer.task import InitialWeights
 
 # The key of the losses that the next one is compared with, in what a checkpoint keeps beside the
 # position in the data. A run that goes on must find the same loss spikes.
@@ -85,10 +85,6 @@ class Loop:
         self._program = program
         self._feed = feed
         self._initial = initial
-        shapes = program.state_shapes.frozen
-        self._frozen = FrozenWeights(
-            program.config.run_dir / FROZEN_FOLDER, shapes, note=report.line
-        )
         # Position in the data after the last step: a batch that cannot be read may change that of
         # the feed.
         self._position = feed.get_state()
@@ -127,7 +123,10 @@ class Loop:
                 state, self._position = self.checkpoints.restore(
                     program.state_shapes.changing, self._settings_to_compare
                 )
-                self.state = state._replace(frozen=self._frozen.restore())
+                frozen = restore_frozen(
+                    config.run_dir / FROZEN_FOLDER, program.state_shapes.frozen, note=report.line
+                )
+                self.state = state._replace(frozen=frozen)
             done = self._begun_after = self.checkpoints.restored or 0  # Newer ones may be damaged.
             self._watch.recent.extend(self._position.get(RECENT, ()))
             self._feed.set_state(self._position, new_order=config.allow_changes)
@@ -172,7 +171,12 @@ class Loop:
                 self.save_settings()
                 if self.state.frozen is not None:
                     with report.phase("saving the frozen weights"):
-                        self._frozen.save(self.state.frozen)
+                        save_frozen(
+                            config.run_dir / FROZEN_FOLDER,
+                            program.state_shapes.frozen,
+                            self.state.frozen,
+                            note=report.line,
+                        )
         report.training()
         return done
 

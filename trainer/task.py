@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
-from trainer.checkpoints.initial import InitialWeights
 from trainer.config import MeshConfig, TrainConfig
 from trainer.data.dataset import Dataset
 
@@ -35,6 +34,25 @@ class SampleOptions:
             config: config of the run.
         """
         return cls(devices=config.devices, mesh=config.mesh)
+
+
+class InitialWeights(ABC):
+    """Weights that are read from elsewhere, such as those of a pretrained model."""
+
+    description: str
+    """A line for the log."""
+
+    @abstractmethod
+    def read(self, weights: Any) -> Any:
+        """Reads the weights; each process reads only what its devices need.
+
+        Args:
+            weights: a tree of shapes, types and shardings.
+        """
+
+    @abstractmethod
+    def keep(self, run_dir: Path) -> None:
+        """Copies into the folder of a run what belongs to the weights, such as a tokenizer."""
 
 
 Config = TypeVar("Config", bound=TrainConfig)

@@ -36,7 +36,7 @@ class LettersTask(Task[LettersConfig, LettersOptions]):
 
     def sample(self, run_dir, config, options, session):
         from letters.objective import LetterBatch
-        from trainer.checkpoints.weights import restore_weights
+        from trainer.checkpoints.reading import restore_weights
         from trainer.parallel.step import Program, make_attention
 
         config = replace(config, batch_size=1)

@@ -1,6 +1,5 @@
 """Checkpoints: restored on other meshes, with donated arrays, and after kills and full disks."""
 
-import errno
 import inspect
 import os
 import random
@@ -24,7 +23,7 @@ from peak import Peak, needs_linux
 from programs import REPOSITORY, shapes_of
 from refusals import refused
 from startrail_jax.errors import InputError
-from trainer.checkpoints import reading, writing
+from trainer.checkpoints import checkpoint, reading
 from trainer.checkpoints.checkpoint import CheckpointError, Checkpoints
 from trainer.checkpoints.checksums import checksums_of
 from trainer.errors import StorageError
@@ -275,7 +274,7 @@ for last, limit in enumerate((100_000, 0, 300)):
         assert f"The checkpoint of step {last + 1} could not be saved: " in line
         assert "File too large" in line
         earlier = f"The last whole one, of step {last}, is intact" if last else "no earlier one"
-        assert f"{earlier}. Free space in {tmp_path / str(last)}; then" in line
+        assert f"{earlier}. Mend that, or free space in {tmp_path / str(last)}; then" in line
         assert line.endswith(f"then the same command goes on from step {last}.")
         assert_goes_on(tmp_path / str(last), last or None)
 
@@ -350,7 +349,7 @@ for run in sorted(folder.iterdir()):
 @pytest.mark.slow
 def test_save_in_little_memory_takes_a_part_of_the_state_beside_it(tmp_path, monkeypatch):
     """Of numbers that cannot be compressed, other saves take all once more."""
-    monkeypatch.setattr(writing, "LEAST_LIMIT", 1)
+    monkeypatch.setattr(checkpoint, "LEAST_LIMIT", 1)
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     sharding = NamedSharding(mesh, PartitionSpec("x"))
     rng = np.random.default_rng(0)
@@ -362,7 +361,7 @@ def test_save_in_little_memory_takes_a_part_of_the_state_beside_it(tmp_path, mon
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), state
     )
     share = sum(x.nbytes for x in state.values())
-    assert writing.write_limit(shapes) == share // 16
+    assert checkpoint.write_limit(shapes) == share // 16
     checksums_of(state)  # Compiles.
     with Checkpoints(tmp_path, keep=1, in_little_memory=shapes) as checkpoints:
         with Peak() as peak:
@@ -380,10 +379,10 @@ def test_limit_of_a_save_is_above_the_largest_part():
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     split, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (["x"], []))
     large = jax.ShapeDtypeStruct((1 << 20, 1 << 10), jnp.float32, sharding=split)
-    assert writing.write_limit({"a": large}) == (1 << 31) + 1
-    assert writing.write_limit([large] * 32) == 1 << 33
+    assert checkpoint.write_limit({"a": large}) == (1 << 31) + 1
+    assert checkpoint.write_limit([large] * 32) == 1 << 33
     small = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
-    assert writing.write_limit([small]) == writing.write_limit([]) == writing.LEAST_LIMIT
+    assert checkpoint.write_limit([small]) == checkpoint.write_limit([]) == checkpoint.LEAST_LIMIT
 
 
 def truncate(path):
@@ -403,19 +402,6 @@ def test_list_of_checkpoints_that_missed_the_new_one_is_made_again(tmp_path, mon
     assert reading.whole_steps(tmp_path) == [6]
     (tmp_path / "6").rmdir()
     assert reading.whole_steps(tmp_path) == []
-
-
-def test_advice_about_space_is_given_only_where_space_is_missing(tmp_path):
-    with Checkpoints(tmp_path, keep=1) as checkpoints:
-        full = checkpoints._save_failed(3, OSError(errno.ENOSPC, "No space left on device"))
-        # What orbax may raise if the clock of the machine was set back.
-        jumped = checkpoints._save_failed(3, ValueError("commit time is before the start"))
-        checkpoints._failed = False
-    assert f"Free space in {tmp_path}; then the same command goes on from step 0" in str(full)
-    assert "pace" not in str(jumped)
-    assert str(jumped).endswith(
-        "There is no earlier one. Fix that; then the same command goes on from step 0."
-    )
 
 
 def test_check_space_counts_what_will_be_kept(tmp_path, monkeypatch):

@@ -17,7 +17,7 @@ from trainer import durable
 from trainer.checkpoints import checksums
 from trainer.checkpoints.checkpoint import CheckpointError, Checkpoints
 from trainer.checkpoints.checksums import CHECKSUMS_FILE, Checksums, checksums_of
-from trainer.checkpoints.weights import restore_weights
+from trainer.checkpoints.reading import restore_weights
 
 DATA_STATE = {"epoch": 3, "position": [5, 7]}
 SETTINGS = {"seed": "--seed 0", "model.width": "--model.width 8"}

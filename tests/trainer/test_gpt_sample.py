@@ -31,7 +31,7 @@ from refusals import refused, usage_error
 from startrail_jax.errors import InputError
 from trainer.checkpoints import checkpoint
 from trainer.checkpoints.checkpoint import CheckpointError, Checkpoints
-from trainer.checkpoints.weights import restore_weights
+from trainer.checkpoints.reading import restore_weights
 from trainer.config import MeshConfig
 from trainer.data import files
 from trainer.gpt import sample as text_samples

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import secrets
 import shutil
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,29 +23,27 @@ from orbax.checkpoint import multihost
 from orbax.checkpoint import v1 as ocp
 
 from trainer import durable
-from trainer.checkpoints.background import (
-    finish,
-    in_background,
-    listen_to_orbax,
-    of_space,
-    orbax_log,
-)
 from trainer.checkpoints.checksums import Checksums
 from trainer.checkpoints.reading import (
     ARRAYS,
     DATA,
+    FROZEN,
     CheckpointError,
-    DamagedError,
     named_leaves,
     newest_first,
-    read_checkpoint,
+    orbax_log,
+    read_newest,
     whole_steps,
 )
-from trainer.checkpoints.writing import new_checkpointer, write_limit
 from trainer.run.folder import CHECKSUMS_FILE, require_writable
 
 MOST_SECONDS = 1200
 """How long a process waits for the others to flush their files."""
+POLL_SECONDS = 1.0
+LEAST_LIMIT = 16 << 20
+"""Bytes that are compressed at a time even if the state is small."""
+FRACTION = 16
+"""In little memory, a larger state is compressed in about so many parts."""
 
 # Names of folders that are no whole checkpoint: one is being written, or has all its files, some of
 # which are not on the disk yet.
@@ -97,10 +96,10 @@ class Checkpoints:
         self._failed = False
         self._note = note
         self._when_whole, self._is_held = when_whole, is_held
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._saving: tuple[int, Future[dict[str, float]]] | None = None
         self._costs: dict[str, float] = {}
         require_writable(self._folder)
-        listen_to_orbax()
         if jax.process_index() == 0:
             # A power failure would lose what is in a folder whose own name is not on the disk.
             for path in (self._folder, self._folder.parent):
@@ -114,7 +113,16 @@ class Checkpoints:
         self._checkpointer = self._new_checkpointer()
 
     def _new_checkpointer(self) -> ocp.training.Checkpointer:
-        return new_checkpointer(self._folder, UNFLUSHED, self._limit)
+        # Without a limit, orbax compresses all arrays before it writes the first byte, in one
+        # transaction of its database: random numbers in bfloat16 take their memory once more. With
+        # a limit there are as many transactions as arrays have parts. The files are more, and read
+        # alike.
+        memory = ocp.options.MemoryOptions(write_concurrent_bytes=self._limit)
+        return ocp.training.Checkpointer(
+            str(self._folder),
+            step_name_format=ocp.path.step.standard_name_format(step_prefix=UNFLUSHED),
+            context=ocp.Context(memory_options=memory),
+        )
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -235,7 +243,7 @@ class Checkpoints:
         costs = {"checkpoint_checksum_seconds": time.perf_counter() - handed_over}
 
         def complete() -> dict[str, float]:
-            finish(response.result)
+            _finish(response.result)
             flushing = time.perf_counter()
             durable.flush_files(self._part(step), jax.process_index())
             self._complete(checksums)
@@ -243,7 +251,7 @@ class Checkpoints:
             costs["checkpoint_flush_seconds"] = now - flushing
             return {**costs, "checkpoint_seconds": now - since}
 
-        self._saving = (step, in_background(complete))
+        self._saving = (step, self._thread.submit(complete))
 
     def _complete(self, checksums: Checksums) -> None:
         """Turns what all processes have written into a whole checkpoint; removes older ones."""
@@ -310,37 +318,26 @@ class Checkpoints:
             ValueError: if it belongs to another model or optimizer, or to other settings.
         """
         self.wait()
-        wanted = dict(named_leaves(state))
-        steps = newest_first(self._folder)
         if last is not None:
-            self._remove([step for step in steps if step > last])
-            steps = [step for step in steps if step <= last]
-        damaged: list[tuple[int, DamagedError]] = []
-        for step in steps:
-            try:
-                arrays, data = read_checkpoint(
-                    self._path(step),
-                    wanted,
-                    owner="this model and optimizer",
-                    settings=settings or {},
-                    advice="Use another --run-dir for a new run, or the flags of that run: they "
-                    "are in its config.json.",
-                )
-            except DamagedError as error:
-                damaged.append((step, error))
-                if self._strict:
-                    break
-                continue
-            for bad, error in damaged:
-                self._note(
-                    f"WARNING: {error} It is removed, and the checkpoint of step {step} is used: "
-                    f"steps {step + 1} to {bad} are lost, and done again."
-                )
-            self._remove([bad for bad, _ in damaged])
-            self.restored = step
-            leaves = [arrays[name] for name in wanted]
-            return jax.tree.unflatten(jax.tree.structure(state), leaves), json.loads(data)
-        raise self._none_whole(steps, damaged)
+            self._remove([step for step in newest_first(self._folder) if step > last])
+        step, arrays, data, damaged = read_newest(
+            self._folder,
+            dict(named_leaves(state)),
+            owner="this model and optimizer",
+            settings=settings,
+            advice="Use another --run-dir for a new run, or the flags of that run: they are in its "
+            "config.json.",
+            otherwise="Restore a whole one from a copy, or use another --run-dir for a new run.",
+            strict=self._strict,
+        )
+        for bad, error in damaged.items():
+            self._note(
+                f"WARNING: {error} It is removed, and the checkpoint of step {step} is used: steps "
+                f"{step + 1} to {bad} are lost, and done again."
+            )
+        self._remove(list(damaged))
+        self.restored = step
+        return jax.tree.unflatten(jax.tree.structure(state), arrays.values()), json.loads(data)
 
     def _remove(self, steps: list[int]) -> None:
         """Removes checkpoints. All processes must call it."""
@@ -352,24 +349,6 @@ class Checkpoints:
         _wait_for_all()
         self._checkpointer.close()  # It believes that these steps are saved.
         self._checkpointer = self._new_checkpointer()
-
-    def _none_whole(
-        self, steps: list[int], damaged: list[tuple[int, DamagedError]]
-    ) -> CheckpointError:
-        if not damaged:
-            return CheckpointError(
-                f"There must be a checkpoint to restore; got none in {self._folder}. "
-                "Start a new run."
-            )
-        earlier = steps[len(damaged) :]
-        way_back = (
-            f"Without --checkpoint.strict, the same command goes on from step {earlier[0]} if that "
-            "is whole."
-            if earlier
-            else "No whole one is left: restore one from a copy, or use another --run-dir for a "
-            "new run."
-        )
-        return CheckpointError(f"{' '.join(str(error) for _, error in damaged)} {way_back}")
 
     def _path(self, step: int) -> Path:
         return self._folder / str(step)
@@ -385,12 +364,66 @@ class Checkpoints:
             if latest is None
             else f"The last whole one, of step {latest}, is intact."
         )
-        fix = f"Free space in {self._folder}" if of_space(error) else "Fix that"
         return CheckpointError(
-            f"The checkpoint of step {step} could not be saved: {error}. {intact} {fix}; then the "
-            f"same command goes on from step {latest or 0}.",
+            f"The checkpoint of step {step} could not be saved: {error}. {intact} Mend that, or "
+            f"free space in {self._folder}; then the same command goes on from step {latest or 0}.",
             ends_at_once=True,
         )
+
+
+def save_frozen(folder: Path, shapes: Any, weights: Any, *, note: Callable[[str], object]) -> None:
+    """Saves weights that no step changes, once for all checkpoints; all processes must call it.
+
+    They are on the disk, with checksums, when it returns. So every whole checkpoint can be used as
+    long as the folder of the run is there, whatever becomes of the model that it began with.
+
+    Args:
+        folder: a folder for them alone.
+        shapes: shapes, types and shardings of the weights; None if there are none.
+        weights: the weights.
+        note: is told what the user must know.
+
+    Raises:
+        CheckpointError: if the disk has too little space, or the save fails.
+    """
+    if shapes is None:
+        return
+    # What is there is of a run that was stopped before its first checkpoint.
+    if jax.process_index() == 0 and (folder / "0").exists():
+        durable.remove(folder / "0")
+    with Checkpoints(folder, keep=0, in_little_memory=shapes, note=note) as checkpoints:
+        checkpoints.check_space(shapes)
+        checkpoints.save(0, {FROZEN: weights}, {})
+
+
+def write_limit(state: PyTree[jax.ShapeDtypeStruct]) -> int:
+    """Bytes to compress at a time so that a save takes little memory beside the state."""
+    parts = [
+        (math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize, x.sharding)
+        for x in jax.tree.leaves(state)
+    ]
+    local = sum(size * len(sharding.addressable_devices) for size, sharding in parts)
+    # orbax compresses the part of a device as a whole, and demands a limit above its size.
+    largest = max((size for size, _ in parts), default=0)
+    return max(LEAST_LIMIT, largest + 1, local // FRACTION)
+
+
+def _finish(result: Callable[..., object]) -> None:
+    """Waits until a save is done or has failed.
+
+    If one of several processes cannot write its part, orbax would raise only after 20 minutes: that
+    process waits for the others in one place, and they wait for it in another.
+    """
+    while True:
+        since = time.monotonic()
+        try:
+            result(timeout=POLL_SECONDS)
+            return
+        except TimeoutError:
+            if orbax_log.error is not None:
+                raise orbax_log.error from None
+            if time.monotonic() - since < POLL_SECONDS:  # The timeout of the save itself.
+                raise
 
 
 def _wait_for_all() -> None:

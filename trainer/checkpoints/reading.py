@@ -1,7 +1,9 @@
-"""Reads one checkpoint, and finds out whether it is whole: all processes come to one answer."""
+"""Reads checkpoints, and finds out which are whole: all processes come to one answer."""
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -9,7 +11,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jaxtyping import Array, Shaped
+from jaxtyping import Array, PyTree, Shaped
 from orbax.checkpoint import v1 as ocp
 
 from startrail_jax.errors import InputError, UserError
@@ -22,12 +24,44 @@ LISTS_BEFORE_NONE = 3
 # the program that saved them, and the position in the data as a string.
 ARRAYS = "arrays"
 DATA = "data"
+# Fields of the state; the names of its arrays begin with them. The frozen weights lie elsewhere.
+WEIGHTS, AVERAGE = "weights", "average"
+FROZEN = "frozen"
 
 # Causes that a damaged checkpoint does not have: as tensorstore and XLA name them, and as Python.
 PASSING_CAUSES = ("PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "UNAVAILABLE")
 PASSING_ERRORS = (PermissionError, MemoryError)
 
 Result = TypeVar("Result")
+
+
+class OrbaxLog(logging.Filter):
+    """Keeps the log of orbax off the terminal, and remembers the last error in it.
+
+    orbax logs a failure in each thread that sees it, with its traceback, and raises it as well. It
+    also warns of old checkpoints that a kill left half deleted, which the next save removes.
+    """
+
+    error: BaseException | None = None
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if "orbax" not in record.pathname:
+            return True
+        if record.levelno >= logging.ERROR and record.exc_info:
+            self.error = record.exc_info[1]
+        return False
+
+
+def _is_of_others(record: logging.LogRecord) -> bool:
+    """Not an error that orbax leaves behind when it has raised another: it reads several arrays
+    beside each other, and asyncio complains of the others later on."""
+    message = record.getMessage()
+    return "orbax" not in message and "tensorstore" not in message
+
+
+orbax_log = OrbaxLog()
+logging.getLogger("absl").addFilter(orbax_log)
+logging.getLogger("asyncio").addFilter(_is_of_others)
 
 
 class CheckpointError(UserError, RuntimeError):
@@ -70,6 +104,126 @@ def newest_first(folder: Path) -> list[int]:
     count = int(multihost_utils.broadcast_one_to_all(np.int32(len(steps))))
     mine = np.array((steps + [0] * count)[:count], np.int32)
     return [int(step) for step in multihost_utils.broadcast_one_to_all(mine)]
+
+
+def read_newest(
+    folder: Path,
+    wanted: Mapping[str, jax.ShapeDtypeStruct] | Callable[[Mapping[str, Any]], Mapping[str, Any]],
+    *,
+    owner: str,
+    settings: Mapping[str, str] | None,
+    advice: str,
+    otherwise: str,
+    step: int | None = None,
+    strict: bool = False,
+) -> tuple[int, dict[str, Shaped[Array, "..."]], str, dict[int, DamagedError]]:
+    """Reads the newest checkpoint that is whole. All processes must call it.
+
+    Args:
+        folder: the folder of the checkpoints, to which a run may be adding others.
+        wanted: as for `read_checkpoint`, and so are `owner`, `settings` and `advice`.
+        otherwise: what to do if there is no whole one.
+        step: the only step to read; None for any.
+        strict: whether the newest must be whole.
+
+    Returns:
+        Its step, its arrays by name in the order of `wanted`, the position in the data, and the
+        newer ones that are damaged.
+
+    Raises:
+        CheckpointError: if there is no whole checkpoint.
+        ValueError: as `read_checkpoint`.
+    """
+    damaged: dict[int, DamagedError] = {}
+    while left := [x for x in newest_first(folder) if x not in damaged and step in (None, x)]:
+        found, path = left[0], folder.resolve() / str(left[0])
+        try:
+            arrays, data = read_checkpoint(
+                path, wanted, owner=owner, settings=settings or {}, advice=advice
+            )
+            return found, arrays, data, damaged
+        except DamagedError as error:
+            # Otherwise the run has meanwhile saved a newer checkpoint and deleted this one.
+            if found in newest_first(folder):
+                damaged[found] = error
+                if strict and left[1:]:
+                    otherwise = (
+                        "Without --checkpoint.strict, the same command goes on from step "
+                        f"{left[1]} if that is whole."
+                    )
+                if strict:
+                    break
+    if damaged:
+        raise CheckpointError(f"{' '.join(map(str, damaged.values()))} {otherwise}")
+    there = ", ".join(map(str, newest_first(folder))) or "none"
+    raise CheckpointError(
+        f"There must be a checkpoint to read{'' if step is None else f', of step {step}'}; got "
+        f"{there} in {folder}. {otherwise}"
+    )
+
+
+def restore_weights(
+    folder: Path,
+    weights: PyTree[jax.ShapeDtypeStruct],
+    settings: Mapping[str, str] | None = None,
+    *,
+    step: int | None = None,
+    kind: str | None = None,
+    note: Callable[[str], object] = warnings.warn,
+) -> tuple[PyTree[Shaped[Array, "..."]], int]:
+    """Reads only the weights of the newest whole checkpoint: their average if the run keeps one.
+
+    It writes nothing and touches no unfinished checkpoint, so the run may still be training.
+
+    Args:
+        folder: the folder of the checkpoints.
+        weights: shapes, types and shardings to restore to.
+        settings: settings that must be those that the checkpoint was saved with, as flags.
+        step: the step of the checkpoint; None for the newest that is whole.
+        kind: what the names of the arrays begin with; None for the weights or their average.
+        note: is told what the user must know, such as that the newest checkpoint is damaged.
+
+    Returns:
+        A tree like `weights`; and the step at which it was saved.
+
+    Raises:
+        CheckpointError: if there is no whole checkpoint.
+        ValueError: if it belongs to another model, or to other settings.
+    """
+
+    def choose(saved: Mapping[str, Any]) -> Mapping[str, Any]:
+        of_average = any(name.startswith(f"{AVERAGE}/") for name in saved)
+        return dict(named_leaves({kind or (AVERAGE if of_average else WEIGHTS): weights}))
+
+    found, arrays, _, damaged = read_newest(
+        folder,
+        choose,
+        owner="the model that config.json beside it says",
+        settings=settings,
+        advice="Give the folder of a run whose files are its own.",
+        otherwise="Wait for the next one of the run, or give another folder or step.",
+        step=step,
+    )
+    for error in damaged.values():
+        note(f"WARNING: {error} The checkpoint of step {found} is used.")
+    return jax.tree.unflatten(jax.tree.structure(weights), arrays.values()), found
+
+
+def restore_frozen(folder: Path, shapes: Any, *, note: Callable[[str], object]) -> Any:
+    """Reads what `checkpoint.save_frozen` has saved. Arguments as there; None if there is nothing.
+
+    Raises:
+        CheckpointError: if the weights are gone or damaged.
+        ValueError: if they are of another model.
+    """
+    if shapes is None:
+        return None
+    if not (folder / "0").is_dir():
+        raise CheckpointError(
+            f"The frozen weights of a run must be in its folder; got none in {folder}. "
+            "Copy them from where the run was, or begin another one."
+        )
+    return restore_weights(folder, shapes, kind=FROZEN, note=note)[0]
 
 
 def read_checkpoint(

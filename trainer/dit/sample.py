@@ -14,7 +14,7 @@ import numpy as np
 
 import startrail_jax as st
 from startrail_jax.errors import InputError
-from trainer.checkpoints.weights import restore_weights
+from trainer.checkpoints.reading import restore_weights
 from trainer.config import SHARDED_AXES, MeshConfig
 from trainer.dit.config import DiTTrainConfig, ImageOptions
 from trainer.dit.diffusion import SAMPLERS, Sampler

@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from startrail_jax.errors import InputError
-from trainer.checkpoints.initial import InitialWeights
 from trainer.data.dataset import Dataset
 from trainer.gpt.config import GPTTrainConfig, RopeConfig, TextOptions
 from trainer.gpt.pretrained.beginning import with_beginning, with_ending
 from trainer.gpt.pretrained.defaults import kept_tokenizer, with_model_of, with_tokenizer
 from trainer.places import TOKENS
 from trainer.run.settings import CHECKPOINTS_FOLDER
-from trainer.task import Task
+from trainer.task import InitialWeights, Task
 
 LEAST_RATE_OF_ADAPTERS = 1e-4
 """Learning rate with `--lora.rank`, where no flag names one and the recipe has a lower one."""

@@ -8,8 +8,7 @@ from typing import Any
 
 from jaxtyping import Array, PyTree, Shaped
 
-from trainer.checkpoints.frozen import FrozenWeights
-from trainer.checkpoints.weights import restore_weights
+from trainer.checkpoints.reading import restore_frozen, restore_weights
 from trainer.gpt.config import GPTTrainConfig
 from trainer.parallel.partition import join_frozen, split_frozen
 from trainer.run.folder import FROZEN_FOLDER
@@ -48,5 +47,5 @@ def restore_model(
     )
     if only_trained:
         return weights, found
-    base = FrozenWeights(run_dir / FROZEN_FOLDER, frozen, note=note).restore()
+    base = restore_frozen(run_dir / FROZEN_FOLDER, frozen, note=note)
     return join_frozen(weights, base), found

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from startrail_jax.errors import InputError
-from trainer.checkpoints.checkpoint import Checkpoints
-from trainer.checkpoints.frozen import FrozenWeights
+from trainer.checkpoints.checkpoint import Checkpoints, save_frozen
 from trainer.config import SHARDED_AXES, Distributed
 from trainer.copies import preparation
 from trainer.gpt.config import GPTTrainConfig
@@ -106,7 +105,7 @@ def _import_weights(config: GPTTrainConfig, session: Session, report: Reporter) 
                 save_degrees(run_dir, vars(attention.degrees))
                 save_config(config, run_dir / CONFIG_FILE)
             with report.phase("saving the weights"):
-                FrozenWeights(run_dir / FROZEN_FOLDER, frozen, note=report.line).save(weights)
+                save_frozen(run_dir / FROZEN_FOLDER, frozen, weights, note=report.line)
                 if frozen is not None:
                     weights = _new_adapters(model, adapters)
                 checkpoints.save(0, TrainState(weights, ()), {}, result_flags(config))

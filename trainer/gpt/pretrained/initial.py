@@ -18,7 +18,6 @@ from jaxtyping import Array, PyTree, Shaped
 
 from startrail_jax.errors import InputError
 from trainer import durable
-from trainer.checkpoints.initial import InitialWeights
 from trainer.data.opening import read_object, reading
 from trainer.gpt.config import TOKENIZER, GPTTrainConfig
 from trainer.gpt.pretrained.defaults import GENERATION, TOKENIZER_FILES
@@ -29,6 +28,7 @@ from trainer.gpt.tokenizer import check_tokenizer_of_model
 from trainer.parallel.partition import path_name
 from trainer.run.folder import KEPT_FOLDER
 from trainer.sums import write_sums
+from trainer.task import InitialWeights
 
 KEPT = (*TOKENIZER_FILES, GENERATION)
 """Files beside the weights that say how text becomes tokens, and how the model is used."""
