@@ -16,8 +16,8 @@ from tests.faults import power
 from trainer import durable, sums
 from trainer.data.cache import cached_folder
 from trainer.errors import StorageError
-from trainer.run import mesh, records, versions
-from trainer.run.metrics import Reporter
+from trainer.run import mesh, versions
+from trainer.run.metrics import Reporter, drop_after
 from trainer.sums import SUMS_FILE, check_sums, sums_of, write_sums
 
 pytestmark = pytest.mark.quick
@@ -82,10 +82,10 @@ def test_damaged_versions_stop_no_run(text, tmp_path, capsys):
 def test_metrics_that_end_in_nuls_lose_those_alone(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n\0\0\0\0')
-    assert records.drop_after(path, 9) == 1
+    assert drop_after(path, 9) == 1
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
     path.write_text('{"step": 1}\n{"st')  # A kill cuts the last line short.
-    assert records.drop_after(path, 9) == 0
+    assert drop_after(path, 9) == 0
 
 
 def test_sums_name_the_file_that_is_another(tmp_path):

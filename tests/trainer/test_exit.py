@@ -22,7 +22,7 @@ from trainer.errors import (
 )
 from trainer.run import exit as program_exit
 from trainer.run import settings
-from trainer.run.exit import describe, end_now, exit_on_ctrl_c, exit_on_user_errors
+from trainer.run.exit import describe, end_now, exit_on_user_errors
 
 BUILT_INS = {
     InputError: ValueError,
@@ -107,55 +107,6 @@ def test_end_now_does_not_wait():
     result = run_python("-c", script)
     assert (result.returncode, result.stdout, result.stderr) == (1, "so far", "over\n")
     assert end_now.__annotations__["return"] == "NoReturn"
-
-
-# A program to which Ctrl-C comes where Python ignores exceptions.
-INTERRUPTED = """
-import gc, os, signal, sys, time
-from trainer.run.exit import exit_on_ctrl_c
-
-class Dropped:
-    def __del__(self):
-        print("finalized", flush=True)
-        os.kill(os.getpid(), signal.SIGINT)
-
-def collected(phase, info):
-    gc.callbacks.remove(collected)
-    print("collected", flush=True)
-    os.kill(os.getpid(), signal.SIGINT)
-
-with exit_on_ctrl_c():
-    if sys.argv[1] == "finalizer":
-        Dropped()
-    else:
-        gc.callbacks.append(collected)
-        gc.collect()
-    time.sleep(60)
-print("not reached")
-"""
-
-
-@pytest.mark.parametrize(
-    ("place", "printed"), [("finalizer", "finalized\n"), ("collector", "collected\n")]
-)
-def test_ctrl_c_that_comes_where_python_ignores_it_ends_the_program(place, printed):
-    result = run_python("-c", INTERRUPTED, place)
-    assert (result.returncode, result.stdout, result.stderr) == (130, printed, "\n")
-
-
-def test_other_errors_that_python_ignores_are_still_shown():
-    class Faulty:
-        def __del__(self):
-            raise ValueError("in a finalizer")
-
-    seen = []
-    before = sys.unraisablehook
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "unraisablehook", lambda unraisable: seen.append(unraisable.exc_value))
-        with exit_on_ctrl_c():
-            Faulty()
-    assert [str(error) for error in seen] == ["in a finalizer"]
-    assert sys.unraisablehook is before
 
 
 # Errors that no user sees: those of Python's protocols and of abstract methods, and those that are

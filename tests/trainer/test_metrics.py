@@ -14,7 +14,7 @@ from tensorboardX.proto.event_pb2 import Event
 from programs import records_of as records
 from refusals import refused
 from trainer.errors import StorageError
-from trainer.run import curve, metrics, terminal
+from trainer.run import curve, metrics
 from trainer.run.metrics import Reporter
 
 pytestmark = pytest.mark.quick
@@ -189,7 +189,7 @@ def frames(monkeypatch):
         return re.sub(r"\x1b\[[0-9;?]*\w", "", shown.getvalue())
 
     frames.columns = 100
-    monkeypatch.setattr(terminal, "PatientConsole", console)
+    monkeypatch.setattr(metrics, "PatientConsole", console)
     return frames
 
 
@@ -197,7 +197,7 @@ def test_terminal_shows_a_bar_that_begins_at_the_resumed_step(tmp_path, clock, f
     with Reporter(steps=9, tokens_per_step=64) as reporter:
         assert "0/9 starting" in frames()
         reporter.open(tmp_path, first_step=4)
-        refresh = reporter._terminal._bar.refresh
+        refresh = reporter._bar.refresh
         with reporter.phase("compiling"):
             refresh()
         reporter.training()
@@ -222,7 +222,7 @@ def test_terminal_shows_a_bar_that_begins_at_the_resumed_step(tmp_path, clock, f
 def test_bar_takes_one_line_of_a_terminal_of_any_width(columns, clock, frames):
     frames.columns = columns
     reporter = Reporter(steps=100_000, tokens_per_step=65_536)
-    bar = reporter._terminal._bar
+    bar = reporter._bar
     run(clock, reporter, range(1, 5))
     (line,) = bar.console.render_lines(bar.get_renderable(), pad=False)
     shown = "".join(segment.text for segment in line)

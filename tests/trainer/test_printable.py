@@ -10,7 +10,7 @@ from startrail_jax.errors import InputError
 from trainer.command_line import exit_with_usage_error
 from trainer.printable import printable, say
 from trainer.run import exit as program_exit
-from trainer.run.terminal import Terminal
+from trainer.run.metrics import Reporter
 
 pytestmark = pytest.mark.quick
 
@@ -32,9 +32,9 @@ def test_commands_for_a_terminal_are_escaped_in_any_parts():
     assert not set(controls) & set(printable("".join(controls)))
     for text in ("", "plain", "two\n\tlines", "é 漢字 🙂\u00a0", "\u200d\u0301"):
         assert printable(text) == text
-    terminal = Terminal(steps=1, quiet=True)
-    terminal.update(status=HOSTILE)  # Beside the bar.
-    assert terminal.status == ESCAPED
+    reporter = Reporter(steps=1, tokens_per_step=1)
+    with reporter.phase(HOSTILE):  # Beside the bar.
+        assert reporter._bar.tasks[0].description == ESCAPED
 
 
 def print_error(kind):
@@ -45,7 +45,7 @@ def print_error(kind):
 @pytest.mark.parametrize(
     "show",
     [
-        lambda: Terminal(steps=1, quiet=False).line(HOSTILE),
+        lambda: Reporter(steps=1, tokens_per_step=1).line(HOSTILE),
         lambda: say(HOSTILE),
         lambda: session_of_one().note(HOSTILE),
         lambda: program_exit.end_now(HOSTILE),

@@ -141,7 +141,8 @@ def read_newest(
             arrays, data = read_checkpoint(
                 path, wanted, owner=owner, settings=settings or {}, advice=advice
             )
-            return found, arrays, data, damaged
+            newer = {bad: error for bad, error in damaged.items() if bad > found}
+            return found, arrays, data, newer
         except DamagedError as error:
             # Otherwise the run has meanwhile saved a newer checkpoint and deleted this one.
             if found in newest_first(folder):

@@ -18,8 +18,7 @@ from trainer.printable import printable
 from trainer.run.commands import command
 from trainer.run.exit import exit_on_ctrl_c, exit_on_user_errors
 from trainer.run.folder import METRICS_FILE
-from trainer.run.records import step_of_line
-from trainer.run.terminal import Terminal
+from trainer.run.metrics import step_of_line
 
 CURVE_FILE = "losses.png"
 MODULE = "trainer.run.curve"
@@ -35,9 +34,8 @@ def show_results(run_dir: Path) -> None:
     import jax
 
     if jax.process_index() == 0:
-        terminal = Terminal(steps=0, quiet=False)
-        terminal.line(describe_curve(run_dir))
-        terminal.line(f"next: {command('sample.py', run_dir)}")
+        print(printable(describe_curve(run_dir)))
+        print(printable(f"next: {command('sample.py', run_dir)}"))
 
 
 def describe_curve(run_dir: Path) -> str:

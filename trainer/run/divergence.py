@@ -55,13 +55,18 @@ class Watch:
         """
         if not finite:
             self._skipped_in_row += 1
-            limit = self._config.non_finite_limit
-            what = f"loss {loss}, gradient norm {norm}"
-            if self._config.non_finite == "stop":
-                raise NonFiniteError(_not_finite(step, what, saved))
-            if self._skipped_in_row >= limit:
-                raise NonFiniteError(_not_finite_in_row(step, what, saved, limit))
-            return Judgement.SKIPPED
+            stops = self._config.non_finite == "stop"
+            limit = 1 if stops else self._config.non_finite_limit
+            if self._skipped_in_row < limit:
+                return Judgement.SKIPPED
+            where = f"step {step}" if stops else f"all steps from {step - limit + 1} to {step}"
+            flag = "--non-finite skip" if stops else "a larger --non-finite-limit"
+            raise NonFiniteError(
+                f"Loss and gradient must be finite; got loss {loss}, gradient norm {norm} in "
+                f"{where}. {_way_back(saved)}. Go on from there with the same command and {flag}, "
+                "which leaves such steps out, or with a lower --optimizer.learning-rate and "
+                "--allow-changes; or correct the data."
+            )
         if self._is_spike(loss):
             return Judgement.SPIKE
         self._skipped_in_row = 0
@@ -107,22 +112,3 @@ class Watch:
 
 def _way_back(saved: int | None) -> str:
     return f"Step {saved} is saved" if saved else "There is no checkpoint yet"
-
-
-def _not_finite(step: int, what: str, saved: int | None) -> str:
-    return (
-        f"Loss and gradient must be finite; got {what} in step {step}. {_way_back(saved)}; steps "
-        f"{(saved or 0) + 1} to {step} lead from there to here. Go on from there with the same "
-        "command and --non-finite skip, which leaves such steps out, or with a lower "
-        "--optimizer.learning-rate and --allow-changes."
-    )
-
-
-def _not_finite_in_row(step: int, what: str, saved: int | None, limit: int) -> str:
-    return (
-        f"Loss and gradient must be finite in one of {limit} steps; got {what} in step {step} and "
-        f"others in all steps since {step - limit + 1}, which are skipped. {_way_back(saved)}. If "
-        "the data are good, the weights are not: go on from there with a lower "
-        "--optimizer.learning-rate and --allow-changes. If the data are bad, correct them, or use "
-        "a larger --non-finite-limit."
-    )

@@ -5,16 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from startrail_jax.errors import UserError
 from trainer.printable import printable
 
-AGAIN_SECONDS = 0.05
 CTRL_C_STATUS = 130
 
 
@@ -41,26 +39,7 @@ def exit_on_user_errors() -> Iterator[None]:
 
 @contextmanager
 def exit_on_ctrl_c() -> Iterator[None]:
-    """Ends the program at Ctrl-C without a traceback, with status 130. For the main thread.
-
-    Python drops what is raised in a finalizer or in a callback of the garbage collector, of which
-    jax has one, and a KeyboardInterrupt as well. The signal is then sent again, a moment later.
-    """
-    print_unraisable = sys.unraisablehook
-    main = threading.main_thread().ident
-    assert main is not None
-    timers: list[threading.Timer] = []
-
-    def send_again(unraisable: Any) -> None:
-        if unraisable.exc_type is not KeyboardInterrupt:
-            print_unraisable(unraisable)
-            return
-        timer = threading.Timer(AGAIN_SECONDS, signal.pthread_kill, [main, signal.SIGINT])
-        timer.daemon = True
-        timers.append(timer)
-        timer.start()
-
-    sys.unraisablehook = send_again
+    """Ends the program at Ctrl-C without a traceback, with status 130."""
     try:
         yield
     except KeyboardInterrupt:
@@ -69,10 +48,6 @@ def exit_on_ctrl_c() -> Iterator[None]:
         with suppress(OSError):
             print(file=sys.stderr)
         sys.exit(CTRL_C_STATUS)
-    finally:
-        sys.unraisablehook = print_unraisable
-        for timer in timers:
-            timer.cancel()
 
 
 def describe(error: BaseException) -> str:

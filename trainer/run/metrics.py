@@ -12,24 +12,39 @@ from pathlib import Path
 from types import TracebackType
 
 import jax
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+from rich.table import Column
+from rich.text import Text
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore
 from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore
 
 from trainer import durable
 from trainer.errors import StorageError
+from trainer.printable import printable
 from trainer.run.commands import command
 from trainer.run.folder import METRICS_FILE, writing
-from trainer.run.records import drop_after
-from trainer.run.terminal import Terminal
 from trainer.run.trackers import End, Tracker
 from trainer.stores import short
 
 TENSORBOARD_FOLDER = "tensorboard"
 
 
+class PatientConsole(Console):
+    """A console that falls silent when its reader is gone, as `tee` is after Ctrl-C."""
+
+    def on_broken_pipe(self) -> None:
+        """Ignores the end of the reader; rich itself would end the program."""
+        with suppress(SystemExit):
+            super().on_broken_pipe()
+
+
 class Reporter:
-    """Prints and writes what is measured, in the first process only. A context manager."""
+    """Prints and writes what is measured, in the first process only. A context manager.
+
+    A terminal shows lines above a progress bar; a log file has the lines alone.
+    """
 
     def __init__(self, *, steps: int, tokens_per_step: int) -> None:
         """Prepares a progress bar, which `__enter__` shows and `__exit__` removes.
@@ -43,7 +58,23 @@ class Reporter:
             tokens_per_step: number of tokens in a batch.
         """
         self._writes = jax.process_index() == 0
-        self._terminal = Terminal(steps=steps, quiet=not self._writes)
+        quiet = not self._writes
+        # No wrapping: a line of a log file is as long as it is.
+        self._console = PatientConsole(highlight=False, soft_wrap=True, quiet=quiet)
+        self._bar = Progress(
+            SpinnerColumn(),
+            BarColumn(bar_width=None, table_column=Column(ratio=1, max_width=40)),
+            TextColumn(
+                "{task.completed:.0f}/{task.total:.0f} {task.description}",
+                markup=False,
+                table_column=Column(no_wrap=True, overflow="ellipsis"),
+            ),
+            console=self._console,
+            # In a file the bar would appear only once, when all is over.
+            disable=quiet or not self._console.is_terminal,
+            transient=True,
+        )
+        self._task = self._bar.add_task("starting", total=steps)
         self._steps = steps
         self._tokens_per_step = tokens_per_step
         self._mfu_per_rate: float | None = None
@@ -85,7 +116,7 @@ class Reporter:
         """
         self._tokens_per_step = tokens_per_step or self._tokens_per_step
         self._mfu_per_rate = flops_per_token / peak_flops if peak_flops else None
-        self._terminal.update(first_step)
+        self._bar.update(self._task, completed=first_step)
         self._step = first_step
         if not self._writes:
             return
@@ -100,7 +131,7 @@ class Reporter:
 
     def go_back(self, step: int) -> None:
         """Removes the metrics of all steps after one from the files: they will be done again."""
-        self._terminal.update(step)
+        self._bar.update(self._task, completed=step)
         # Speed is measured anew.
         self._begun = self._reported = None
         if self._path is not None:
@@ -117,7 +148,7 @@ class Reporter:
         self._write_event(Event(step=last_step + 1, session_log=start))
 
     def __enter__(self) -> Reporter:
-        self._terminal.start()
+        self._bar.start()
         return self
 
     def __exit__(
@@ -126,7 +157,7 @@ class Reporter:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._terminal.stop()
+        self._bar.stop()
         if self._events is not None:
             self._events.close()
         end: End = "finished" if self._step == self._steps else "interrupted"
@@ -134,22 +165,22 @@ class Reporter:
         self._track(lambda tracker: tracker.finish("failed" if has_failed else end))
 
     def line(self, text: str) -> None:
-        """Prints a line above the bar, as it is."""
-        self._terminal.line(text)
+        """Prints a line above the bar, without interpreting markup or control characters in it."""
+        self._console.print(Text(printable(text)))
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Says beside the bar what its body does, such as "compiling"."""
-        before = self._terminal.status
-        self._terminal.update(status=name)
+        before = self._bar.tasks[0].description
+        self._bar.update(self._task, description=printable(name))
         try:
             yield
         finally:
-            self._terminal.update(status=before)
+            self._bar.update(self._task, description=before)
 
     def training(self) -> None:
         """Says beside the bar that the steps run, until they have metrics."""
-        self._terminal.update(status="training")
+        self._bar.update(self._task, description="training")
 
     def advance(self, step: int, metrics: Mapping[str, float] | None = None) -> None:
         """Reports that a step is done and, if metrics are given, what was measured in it.
@@ -170,14 +201,14 @@ class Reporter:
         if self._begun is None:
             self._begun = self._reported = (step, now)
         self._step = step
-        self._terminal.update(step)
+        self._bar.update(self._task, completed=step)
         if metrics is None:
             return
         rate = _rate(self._reported, (step, now)) * self._tokens_per_step
         mfu = None if self._mfu_per_rate is None else rate * self._mfu_per_rate
         self._reported = (step, now)
         status = self._status(step, now, metrics, rate, mfu)
-        self._terminal.update(step, status)
+        self._bar.update(self._task, description=status)
         self.line(f"step {step}/{self._steps}  {status}")
         speeds = {"tokens_per_second": rate or None, "mfu": mfu or None}
         self._write(step, {**metrics, **speeds})
@@ -282,3 +313,37 @@ def _rate(since: tuple[int, float] | None, now: tuple[int, float]) -> float:
     if since is None or now[0] <= since[0]:
         return 0.0
     return (now[0] - since[0]) / (now[1] - since[1])
+
+
+def drop_after(path: Path, last_step: int) -> int:
+    """Keeps the lines of a metrics file up to a step, and drops one that a kill cut short.
+
+    The file is on the disk when this returns.
+
+    Returns:
+        The number of other lines that cannot be read, as after a power failure, and are dropped.
+    """
+    if not path.exists():
+        return 0
+    part = path.with_name(f"{path.name}.part")
+    broken = 0
+    with path.open(errors="replace") as old, part.open("w") as new:
+        for line in old:
+            step = step_of_line(line)
+            if step is None:
+                # A kill leaves no NULs; a power failure does.
+                broken += line.endswith("\n") or "\0" in line
+            elif step <= last_step and line.endswith("\n"):
+                new.write(line)
+    durable.flush(part)
+    durable.rename(part, path)
+    return broken
+
+
+def step_of_line(line: str) -> int | None:
+    """The step of a line of a metrics file; None if the line cannot be read."""
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return None
+    return step if type(step) is int else None
