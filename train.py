@@ -82,7 +82,7 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
     from trainer.loop import Loop
     from trainer.parallel.step import Program, make_attention
     from trainer.planning import Planner
-    from trainer.processes import peers, require_same_data
+    from trainer.processes import require_same_data
     from trainer.run.folder import open_run
     from trainer.run.interruption import interruption
     from trainer.run.metrics import Reporter
@@ -126,7 +126,7 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
         # Data. The layout orders the tokens of a batch on the host.
         with report.phase("reading the data"):
             data = task.open_data(config, attention.layout)
-            require_same_data(data, peers())
+            require_same_data(data)
         report.line(f"data: {data.description}")
         feed = Feed(
             data,

@@ -26,7 +26,7 @@ from trainer.config import TrainConfig
 from trainer.objective import Objective
 from trainer.parallel.degrees import given_order, given_to_plan
 from trainer.parallel.step_sizes import footprint
-from trainer.processes import peers
+from trainer.processes import gather
 
 _SHOWN = 8
 _SHARE_OF_CPU = 0.92
@@ -77,11 +77,6 @@ class Planner:
     make_objective: Callable[[], Objective]
     """Gives its model and loss."""
 
-    @property
-    def replaces_former(self) -> bool:
-        """Whether it is asked about a run that has a mesh already, too."""
-        return self.config.plan == "show"
-
     def choose(self, devices: Sequence[Any]) -> PlannedMesh:
         """Measures the devices, and chooses.
 
@@ -123,7 +118,7 @@ class Planner:
             )
         best = found[0].prediction
         # All processes take the choice of the first.
-        degrees, order = peers().gather([best.degrees, best.order])[0]
+        degrees, order = gather([best.degrees, best.order])[0]
         return PlannedMesh(
             degrees=st.Degrees(**degrees),
             order=given_order(config.mesh) or tuple(order),
@@ -227,7 +222,7 @@ def _memory_of_jax(devices: Sequence[Any], cluster: Cluster) -> tuple[int, str]:
         return limit, f"a step may take {limit / GIB:.3g} GiB of {whole / GIB:.3g} GiB a device"
     own = [x.memory_stats() or {} for x in devices if x.process_index == jax.process_index()]
     fallback = int(jax_share() * whole)
-    limits = peers().gather(min((x.get("bytes_limit", fallback) for x in own), default=fallback))
+    limits = gather(min((x.get("bytes_limit", fallback) for x in own), default=fallback))
     return min(limits), (
         f"jax has {min(limits) / GIB:.3g} GiB of {whole / GIB:.3g} GiB a device ({SHARE} changes "
         "it)"

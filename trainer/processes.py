@@ -14,7 +14,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -226,26 +225,10 @@ def _may_be_of_another(error: BaseException) -> bool:
 # What processes tell each other ------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Peers:
-    """The processes that share a run, as one of them sees them; only itself by default."""
-
-    index: int = 0
-    """Number of this process."""
-    count: int = 1
-    """Number of processes."""
-    gather: Callable[[Any], list[Any]] = lambda value: [value]
-    """Returns what every process gives, a value of JSON, in their order. All must call it."""
-
-
-def peers() -> Peers:
-    """The processes of jax, once they are joined."""
+def gather(value: Any) -> list[Any]:
+    """What every process gives, a value of JSON, in their order. All must call it."""
     if jax.process_count() == 1:
-        return Peers()
-    return Peers(index=jax.process_index(), count=jax.process_count(), gather=_gather)
-
-
-def _gather(value: Any) -> list[Any]:
+        return [value]
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
     counts = multihost_utils.process_allgather(np.array([len(text)], np.int32)).ravel()
     padded = np.zeros(counts.max(), np.uint8)
@@ -261,9 +244,9 @@ def first_does(work: Callable[[], None]) -> None:
     multihost_utils.sync_global_devices("work of the first process")
 
 
-def require_same_flags(flags: dict[str, str], among: Peers) -> None:
+def require_same_flags(flags: dict[str, str]) -> None:
     """Raises RunError in all processes unless all have the same flags."""
-    all_flags = among.gather(flags)
+    all_flags = gather(flags)
     for index, own in enumerate(all_flags):
         names = [x for x in all_flags[0] | own if all_flags[0].get(x) != own.get(x)]
         if names:
@@ -277,15 +260,15 @@ def require_same_flags(flags: dict[str, str], among: Peers) -> None:
             )
 
 
-def require_same_data(data: Dataset, among: Peers) -> None:
+def require_same_data(data: Dataset) -> None:
     """Raises InputError in all processes unless all have opened the same data."""
     lengths = [len(data.train), len(data.held_out)]
     mine = [data.digest, data.tokens, *lengths]
-    others = [i for i, found in enumerate(among.gather(mine)) if found != mine]
+    others = [i for i, found in enumerate(gather(mine)) if found != mine]
     if others:
         raise InputError(
             "All processes must read the same data; got others in "
-            f"{', '.join(f'process {i}' for i in others)} than in process {among.index} "
+            f"{', '.join(f'process {i}' for i in others)} than in process {jax.process_index()} "
             f"({data.description}). Give all of them the same --data.path, with the same content."
         )
 
@@ -308,7 +291,8 @@ def select_devices(count: int | None, *, processes: int | None = 1) -> list[Any]
     Raises:
         ValueError: if there are fewer than `count` devices, or the processes cannot share them.
     """
-    require_divisible(count, processes)
+    if count is not None and processes is not None:
+        _share(count, processes)
     flags = os.environ.get("XLA_FLAGS", "")
     given = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue]
     if given < 0 and "host_platform_device_count" not in flags and processes is not None:
@@ -333,12 +317,6 @@ def select_devices(count: int | None, *, processes: int | None = 1) -> list[Any]
         )
     share = _share(len(devices) if count is None else count, len(by_process))
     return [device for process in sorted(by_process) for device in by_process[process][:share]]
-
-
-def require_divisible(count: int | None, processes: int | None) -> None:
-    """Raises the InputError of `select_devices` that is known before the processes meet."""
-    if count is not None and processes is not None:
-        _share(count, processes)
 
 
 def _share(count: int, processes: int) -> int:

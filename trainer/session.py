@@ -27,8 +27,7 @@ from trainer.planning import Planner
 from trainer.printable import printable
 from trainer.processes import (
     first_does,
-    peers,
-    require_divisible,
+    gather,
     require_same_flags,
     select_devices,
     together,
@@ -104,29 +103,25 @@ def joined(
         ValueError: if the settings do not fit the devices.
         RuntimeError: if the processes do not find each other, or have different settings.
     """
-    processes = distributed.known_processes
-    if not adapts:
-        require_divisible(settings.devices, processes)
     with together(distributed, folder, saves_at_sigterm=saves_at_sigterm):
-        choose = _fitting_devices if adapts else _given_devices
-        devices, mesh_config, remarks = choose(settings, processes, call)
+        processes = distributed.known_processes
+        devices, mesh_config, remarks = _devices(settings, processes, call, adapts=adapts)
         # Read before the processes meet, and so before the first of them writes anything.
         former = None if folder is None else read_mesh(folder)
-        among = peers()
         flags = {"kind": kind, **flags_of(settings, but={*may_differ, *names_of_paths(settings)})}
         flags["former mesh"] = f"a run that was trained with the mesh {former}"
-        require_same_flags(flags, among)
+        require_same_flags(flags)
         if prepare is not None and folder is not None:
             first_does(prepare)
             # File systems of several machines show a new file to some of them later.
             former = read_mesh(folder)
-            found = among.gather(None if former is None else [former.degrees, former.order])[0]
+            found = gather(None if former is None else [former.degrees, former.order])[0]
             former = None if found is None else FormerMesh(found[0], found[1] and tuple(found[1]))
         nodes = nodes_of(devices, mesh_config.devices_per_node)
         had, order = (None, None) if former is None else (former.degrees, former.order)
         degrees = keep_degrees(mesh_config, len(devices), had, planned=order is not None)
         chosen = None
-        if plan is not None and (degrees is None or plan.replaces_former):
+        if plan is not None and (degrees is None or plan.config.plan == "show"):
             chosen = plan.choose(devices)
             degrees, order = chosen.degrees, chosen.order
         elif degrees is None or mesh_config.order is not None:
@@ -167,23 +162,19 @@ def joined(
         yield Session(mesh=mesh, description=description)
 
 
-def _given_devices(
-    settings: Any, processes: int | None, call: Mapping[str, Any]
+def _devices(
+    settings: Any, processes: int | None, call: Mapping[str, Any], *, adapts: bool
 ) -> tuple[list[Any], MeshConfig, tuple[str, ...]]:
-    """The devices and degrees of the settings, and remarks about them for the log: none."""
-    return select_devices(settings.devices, processes=processes), settings.mesh, ()
-
-
-def _fitting_devices(
-    settings: Any, processes: int | None, call: Mapping[str, Any]
-) -> tuple[list[Any], MeshConfig, tuple[str, ...]]:
-    """As `_given_devices`; but all devices and default degrees if those do not fit."""
+    """The devices and degrees of the settings, or others if they may adapt; remarks for the log."""
     try:
-        devices, mesh, remarks = _given_devices(settings, processes, call)
-        nodes_of(devices, mesh.devices_per_node)
-        choose_degrees(mesh, len(devices), call)
-        return devices, mesh, remarks
+        devices = select_devices(settings.devices, processes=processes)
+        if adapts:
+            nodes_of(devices, settings.mesh.devices_per_node)
+            choose_degrees(settings.mesh, len(devices), call)
+        return devices, settings.mesh, ()
     except InputError:
+        if not adapts:
+            raise
         devices = select_devices(None, processes=processes)
     remark = (
         f"the devices and degrees of the run do not fit {len(devices)} devices: others are used"

@@ -115,7 +115,7 @@ def emulate(settings: ClusterSettings, argv: list[str]) -> int:
 
 def measure(settings: ClusterSettings, distributed: Distributed) -> int:
     """Measures in one of the processes; process 0 prints. Returns the exit status."""
-    from trainer.processes import peers, require_same_flags, together
+    from trainer.processes import require_same_flags, together
     from trainer.run.settings import flags_of
 
     emulated = EMULATED in os.environ
@@ -127,7 +127,7 @@ def measure(settings: ClusterSettings, distributed: Distributed) -> int:
         )
     silence_gloo()
     with together(distributed):
-        require_same_flags(flags_of(settings, but=("json",)), peers())
+        require_same_flags(flags_of(settings, but=("json",)))
         return measure_joined(settings, emulated=emulated)
 
 

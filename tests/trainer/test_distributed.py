@@ -19,7 +19,7 @@ from trainer import processes
 from trainer.checkpoints.checksums import Checksums
 from trainer.config import Distributed
 from trainer.errors import RunError
-from trainer.processes import Peers, first_does, peers, require_same_flags, together
+from trainer.processes import first_does, gather, require_same_flags, together
 
 # How processes start.
 
@@ -27,8 +27,7 @@ from trainer.processes import Peers, first_does, peers, require_same_flags, toge
 def test_one_process_starts_nothing():
     with together(Distributed()):
         assert not jax.distributed.is_initialized()
-    assert (peers().index, peers().count) == (0, 1)
-    assert peers().gather({"bad": [[3, "größe"]]}) == [{"bad": [[3, "größe"]]}]
+    assert gather({"bad": [[3, "größe"]]}) == [{"bad": [[3, "größe"]]}]
 
 
 STARTING = """
@@ -36,13 +35,13 @@ import time
 import jax
 from pathlib import Path
 from trainer.config import Distributed
-from trainer.processes import first_does, peers, together
+from trainer.processes import first_does, gather, together
 made = Path({folder!r}, "made")
 with together(Distributed({options}), Path({folder!r})):
     first_does(lambda: (time.sleep(1.2), made.touch(exist_ok=False)))
     assert made.exists()
     index = jax.process_index()
-    print(index, jax.process_count(), jax.device_count(), peers().gather(["x"] * index))
+    print(index, jax.process_count(), jax.device_count(), gather(["x"] * index))
 """
 
 
@@ -167,15 +166,19 @@ def test_memory_that_is_exhausted_is_no_failure_of_another_process():
     assert not processes._may_be_of_another(ValueError("of this process"))
 
 
-def test_flags_that_differ_are_named_in_all_processes():
+def test_flags_that_differ_are_named_in_all_processes(monkeypatch):
     flags = {"kind": "a run", "steps": "--steps 3", "seed": "--seed 1"}
-    require_same_flags(flags, Peers(count=2, gather=lambda mine: [mine, mine]))
-    others = Peers(count=2, gather=lambda mine: [mine, {**mine, "steps": "--steps 4"}])
+
+    def of_another(**changes):
+        other = {x: y for x, y in {**flags, **changes}.items() if y is not None}
+        monkeypatch.setattr(processes, "gather", lambda mine: [mine, other])
+        require_same_flags(flags)
+
+    of_another()
     with refused(RunError, "got --steps 4 in process 1 and --steps 3 in process 0"):
-        require_same_flags(flags, others)
-    lacks = Peers(count=2, gather=lambda mine: [mine, {"kind": "a run", "steps": "--steps 3"}])
+        of_another(steps="--steps 4")
     with refused(RunError, "got none in process 1 and --seed 1 in process 0"):
-        require_same_flags(flags, lacks)
+        of_another(seed=None)
 
 
 def test_first_process_alone_works(monkeypatch):

@@ -17,7 +17,6 @@ from trainer import planning
 from trainer.config import AttentionConfig, Distributed, MeshConfig, OptimizerConfig
 from trainer.gpt.lora.settings import LoraConfig
 from trainer.planning import Planner
-from trainer.processes import Peers
 from trainer.run.mesh import MESH_FILE, read_mesh, save_degrees
 from trainer.session import joined
 from trainer.tasks import TASKS
@@ -147,9 +146,8 @@ def test_a_step_may_take_what_jax_has_in_every_process(monkeypatch):
     limit, said = planning._memory_of_jax(devices, ONE_NODE)
     assert limit == 59 << 30
     assert said.startswith("jax has 59 GiB of 79.6 GiB a device (XLA_PYTHON_CLIENT_MEM_FRACTION")
-    others = Peers(count=2, gather=lambda size: [size, 1 << 30])
     with monkeypatch.context() as patch:
-        patch.setattr(planning, "peers", lambda: others)
+        patch.setattr(planning, "gather", lambda size: [size, 1 << 30])
         assert planning._memory_of_jax(devices, ONE_NODE)[0] == 1 << 30
     whole = GPUS["h100"].memory_bytes
     assert planning._memory_of_jax([gpu()], ONE_NODE)[0] == int(0.75 * whole)
@@ -172,8 +170,7 @@ def measured(monkeypatch):
 
 def test_all_processes_take_the_plan_of_the_first(measured, monkeypatch):
     first = [vars(st.Degrees(ring=8)), ["ring", "data", "group", "team", "head", "tensor"]]
-    others = Peers(count=2, gather=lambda value: [first, value])
-    monkeypatch.setattr(planning, "peers", lambda: others)
+    monkeypatch.setattr(planning, "gather", lambda value: [first, value])
     mesh = planner().choose(jax.devices()[:8])
     assert (mesh.degrees, list(mesh.order)) == (st.Degrees(ring=8), first[1])
 
