@@ -18,8 +18,7 @@ from trainer.checkpoints.reading import restore_frozen
 from trainer.data.batches import Feed
 from trainer.errors import NonFiniteError
 from trainer.parallel.flops import peak_flops
-from trainer.parallel.footprint import describe_memory, describe_state
-from trainer.parallel.state import TrainState
+from trainer.parallel.state import TrainState, describe_memory, describe_state
 from trainer.parallel.step import Program, StepMetrics
 from trainer.run.divergence import Judgement, Watch
 from trainer.run.folder import FROZEN_FOLDER, writing

@@ -204,7 +204,7 @@ class Planner:
         return allowed
 
     def _legal(self, predictions: list[Prediction]) -> Iterator[MeshForecast]:
-        """The predictions that the run can have: see `trainer.parallel.legality`."""
+        """The predictions that the run can have: see `trainer.parallel.step.check_step`."""
         objective = self.make_objective()
         for prediction in predictions:
             try:

@@ -19,7 +19,6 @@ from trainer.config import Distributed, MeshConfig
 from trainer.parallel.degrees import (
     choose_degrees,
     choose_order,
-    describe_degrees,
     describe_nodes,
     keep_degrees,
 )
@@ -145,7 +144,7 @@ def joined(
         description = (
             *remarks,
             f"devices: {len(devices)} x {devices[0].device_kind}{shared}",
-            f"mesh: {describe_degrees(degrees)}",
+            f"mesh: {', '.join(f'{name} {degree}' for name, degree in vars(degrees).items())}",
         )
         if mesh_config.order or len(set(nodes)) > 1:
             description += (f"nodes: {describe_nodes(degrees, order, nodes)}",)

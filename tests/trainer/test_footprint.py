@@ -20,7 +20,7 @@ from trainer.dit.config import DiTConfig, DiTTrainConfig
 from trainer.gpt.config import DataConfig, GPTConfig, GPTTrainConfig
 from trainer.gpt.lora.settings import LoraConfig
 from trainer.parallel import step_sizes
-from trainer.parallel.footprint import describe_memory
+from trainer.parallel.state import describe_memory
 from trainer.tasks import TASKS
 
 GIB = 2**30

@@ -31,7 +31,7 @@ from trainer.gpt.pretrained.__main__ import read_command_line as read_import
 from trainer.gpt.pretrained.importing import import_pretrained
 from trainer.gpt.pretrained.initial import open_pretrained
 from trainer.parallel import step_sizes
-from trainer.parallel.footprint import bytes_of_device, describe_state
+from trainer.parallel.state import bytes_of_device, describe_state
 from trainer.tasks import load_train_config
 
 ALL = ("query", "key", "value", "out", "gate", "up", "down")

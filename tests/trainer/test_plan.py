@@ -36,8 +36,8 @@ from trainer.gpt.lora.settings import LoraConfig
 from trainer.gpt.pretrained.families import FAMILIES, read_description
 from trainer.gpt.pretrained.keys import COMMON, KEYS
 from trainer.parallel.flops import PEAK_FLOPS
-from trainer.parallel.legality import check_step
 from trainer.parallel.partition import Partition
+from trainer.parallel.step import check_step
 from trainer.parallel.step_sizes import footprint
 from trainer.run.settings import save_config
 from trainer.tasks import TASKS

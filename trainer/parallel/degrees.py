@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from startrail_jax import masks
-from startrail_jax.analysis.algorithms import GLOO, NCCL, Algorithm
+from startrail_jax.analysis.algorithms import GLOO, NCCL
 from startrail_jax.analysis.cost import communication
 from startrail_jax.analysis.ports import cheapest_order, messages
 from startrail_jax.analysis.settings import all_degrees
@@ -102,11 +102,6 @@ def keep_degrees(
     return Degrees(**former) if fits and is_open and set(former) == set(mesh.degrees) else None
 
 
-def describe_degrees(degrees: Degrees) -> str:
-    """The degrees, for the log."""
-    return ", ".join(f"{name} {degree}" for name, degree in vars(degrees).items())
-
-
 def choose_order(
     mesh: MeshConfig,
     degrees: Degrees,
@@ -128,7 +123,7 @@ def choose_order(
     if len(set(nodes)) == 1:
         return ROLES
     sent = _sent(degrees, call)
-    return cheapest_order(degrees, nodes, [sent], _algorithms(platform))
+    return cheapest_order(degrees, nodes, [sent], GLOO if platform == "cpu" else NCCL)
 
 
 def describe_nodes(degrees: Degrees, order: Sequence[str], nodes: Sequence[int]) -> str:
@@ -158,10 +153,6 @@ def _given(mesh: MeshConfig) -> dict[str, int]:
     return ({"group": mesh.team} if mesh.team is not None else {}) | given
 
 
-def _algorithms(platform: str | None) -> Mapping[str, Algorithm]:
-    return GLOO if platform == "cpu" else NCCL
-
-
 def _bytes(
     degrees: Degrees,
     call: Mapping[str, Any],
@@ -174,7 +165,7 @@ def _bytes(
     received = sum(transfer.received_bytes for transfer in sent)
     if nodes is None or len(set(nodes)) == 1:
         return 0, received
-    algorithms = _algorithms(platform)
+    algorithms = GLOO if platform == "cpu" else NCCL
     order = given_order(mesh) or cheapest_order(degrees, nodes, [sent], algorithms)
     through = messages(degrees, sent, algorithms).through(node_grid(degrees, order, nodes).ravel())
     return through.port_bytes, received

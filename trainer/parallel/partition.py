@@ -185,7 +185,7 @@ class Partition:
 
     def specs(self, state: Any) -> Any:
         """The PartitionSpec of every array of weights, of their gradients or of moments."""
-        return jax.tree.map(self.spec, self.splits(state), is_leaf=_is_split)
+        return jax.tree.map(self.spec, self.splits(state))
 
     def shardings(self, state: Any) -> Any:
         """The NamedSharding of every array of weights, of their gradients or of moments."""
@@ -201,12 +201,10 @@ class Partition:
 
     def unsplit(self, state: Any) -> dict[str, int]:
         """Bytes, by path, of the weights that ZeRO leaves whole since it can split no dimension."""
-        splits = jax.tree.leaves(self.splits(state), is_leaf=_is_split)
-        leaves = jax.tree_util.tree_leaves_with_path(state)
         return {
             path_name(path): x.size * x.dtype.itemsize
-            for (path, x), split in zip(leaves, splits, strict=True)
-            if self.zero and split.zero is None
+            for path, x in jax.tree_util.tree_leaves_with_path(state)
+            if self.zero and self._split(path, x).zero is None
         }
 
     # What one device does with its shards, inside a `shard_map` over the whole mesh.
@@ -217,7 +215,7 @@ class Partition:
             return weights
 
         def whole(weights: Any, splits: Any) -> Any:
-            return self._map(self._all_gather, weights, splits)
+            return jax.tree.map(self._all_gather, weights, splits)
 
         def gather(name: str) -> Any:
             if name != STACKED:
@@ -242,7 +240,7 @@ class Partition:
                 shape[split.zero] *= self.size(self.zero)
             return vary(jnp.zeros(shape, jnp.float32), *self._slot_axes(split))
 
-        return self._map(slot, weights, splits)
+        return jax.tree.map(slot, weights, splits)
 
     def _slot_axes(self, split: Split) -> tuple[str, ...]:
         """The axes over which the gradient in a slot differs between devices."""
@@ -268,9 +266,7 @@ class Partition:
                 return vary(weight, *self.tensor)
             return self._own_heads(weight) if split.copied_heads else weight
 
-        leaves, structure = jax.tree.flatten(parameters, is_leaf=_is_parameter)
-        split_leaves = jax.tree.leaves(splits, is_leaf=_is_split)
-        return jax.tree.unflatten(structure, map(whole, leaves, split_leaves))
+        return jax.tree.map(whole, parameters, splits, is_leaf=lambda x: isinstance(x, Parameter))
 
     def copy_to_tensor(self, x: Array) -> Array:
         """`Hooks.copy_to_tensor`: the identity; the gradient is summed over `tensor`."""
@@ -284,7 +280,7 @@ class Partition:
         """The gradients of a step, summed over devices; at levels 2 and 3 they are already."""
         if self.level >= 2:
             return gradients
-        return self._map(self._sum, gradients, splits)
+        return jax.tree.map(self._sum, gradients, splits)
 
     def of_layer(self, splits: Any) -> Any:
         """The splits of one layer's weights, from those of the weights of all layers, stacked."""
@@ -293,13 +289,7 @@ class Partition:
             tensor, zero = (None if x is None else x - 1 for x in (split.tensor, split.zero))
             return dataclasses.replace(split, tensor=tensor, zero=zero)
 
-        return jax.tree.map(one, splits, is_leaf=_is_split)
-
-    def _map(self, function: Any, arrays: Any, splits: Any) -> Any:
-        """Calls a function with each array of a tree and its split."""
-        leaves, structure = jax.tree.flatten(arrays)
-        split_leaves = jax.tree.leaves(splits, is_leaf=_is_split)
-        return jax.tree.unflatten(structure, map(function, leaves, split_leaves))
+        return jax.tree.map(one, splits)
 
     def _all_gather(self, x: Array, split: Split) -> Array:
         """The whole of an array that is split over ZeRO's axes, in the type in which it is used."""
@@ -354,15 +344,6 @@ def split_frozen(weights: Any) -> tuple[Any, Any]:
 def join_frozen(trained: Any, frozen: Any) -> Any:
     """All weights, from what `split_frozen` returns."""
     return trained if frozen is None else nnx.merge_state(trained, frozen)
-
-
-def _is_parameter(x: Any) -> bool:
-    """Whether a part of a tree is a `Parameter`."""
-    return isinstance(x, Parameter)
-
-
-def _is_split(x: Any) -> bool:
-    return isinstance(x, Split)
 
 
 def _gathered(partition: Partition, split: Split, weight: Array) -> Array:

@@ -20,7 +20,10 @@ from jaxtyping import Array, Bool, Float32
 
 from startrail_jax.attention import Attention
 from startrail_jax.devices.axes import device_kind
-from startrail_jax.errors import InputError
+from startrail_jax.devices.degrees import Degrees
+from startrail_jax.errors import InputError, UnsupportedError
+from startrail_jax.rings.head_chunks import check_head_chunks
+from startrail_jax.rings.sizes import check_heads
 from startrail_jax.xla.compiler import compiler_options
 from startrail_jax.xla.ordering import gradient_first
 from startrail_jax.xla.varying import vary
@@ -28,7 +31,6 @@ from trainer.config import TrainConfig
 from trainer.data.batches import sharding_of
 from trainer.data.parts import PartBatch
 from trainer.objective import Objective
-from trainer.parallel.legality import check_platform, check_step, tokens_shape
 from trainer.parallel.optimizer import learning_rate, make_optimizer
 from trainer.parallel.partition import Partition, join_frozen, split_frozen
 from trainer.parallel.remat import rematerialised
@@ -70,6 +72,37 @@ def make_attention(
     return Attention(mesh, causal=objective.causal, **options)
 
 
+def check_step(config: TrainConfig, degrees: Degrees, partition: Partition) -> None:
+    """Raises what the first step would raise, with a way out. No devices are needed.
+
+    Args:
+        config: model, batch, accumulation and ZeRO.
+        degrees: degrees of the mesh.
+        partition: how the state is sharded.
+
+    Raises:
+        ValueError: if the degrees do not divide the batch or the heads, or ZeRO has nothing to
+            split over.
+    """
+    parts = degrees.data * config.accumulation
+    if config.batch_size % parts:
+        raise InputError(
+            "batch_size must be divisible by data * accumulation; got "
+            f"batch_size={config.batch_size}, data={degrees.data}, "
+            f"accumulation={config.accumulation}. Use --batch-size "
+            f"{-(-config.batch_size // parts) * parts}."
+        )
+    check_heads(degrees, config.model.heads, config.model.kv_heads)
+    kv_heads = config.model.kv_heads // (degrees.head * degrees.tensor)
+    check_head_chunks(config.attention.head_chunks, max(kv_heads, 1))
+    if config.zero and partition.replicas and not partition.zero:
+        raise InputError(
+            f"zero={config.zero} needs an axis of degree above 1 among zero_axes; got "
+            f"zero_axes={config.zero_axes} on a mesh with {degrees}. "
+            f"Use --zero-axes {' '.join(partition.replicas)}."
+        )
+
+
 class Program:
     """The compiled functions of a run, on one mesh."""
 
@@ -89,13 +122,22 @@ class Program:
         self.config = config
         self.attention = attention
         self.objective = objective
-        self.tokens_shape = tokens_shape(objective, attention.layout)
-        """(B, T) of a batch."""
+        prepared = jax.eval_shape(
+            partial(objective.prepare, training=True), objective.batch_shapes(attention.layout)
+        )
+        self.tokens_shape: tuple[int, int] = prepared.weights.shape
+        """(B, T) of a batch, with the tokens that fill a row up to a length that the layout
+        holds."""
         self.partition = Partition(mesh, config.zero, config.zero_axes, config.model.dtype)
         self.optimizer = objective.make_optimizer(
             make_optimizer(config.optimizer, config.steps, self.partition)
         )
-        check_platform(config, device_kind(mesh)[0])
+        platform, _ = device_kind(mesh)
+        if config.offload and platform != "cuda":
+            raise UnsupportedError(
+                "offload needs GPUs, which have memory of their own; got devices of platform "
+                f"{platform!r}. Leave --offload out."
+            )
         check_step(config, attention.degrees, self.partition)
         self._model = self._sharded_model(attention)
         self.parts = None
@@ -195,9 +237,8 @@ class Program:
             batch: a batch of rows, or of the parts of whole documents.
         """
         out_specs = (PartitionSpec(), self._model.trained_specs)
-        if isinstance(batch, PartBatch):
-            return self._on_each_device(self._local_gradients, weights, batch, out_specs)
-        batch = self._prepare(batch, training=True)
+        if not isinstance(batch, PartBatch):
+            batch = self._prepare(batch, training=True)
         return self._on_each_device(self._local_gradients, weights, batch, out_specs)
 
     def _losses(self, weights: Any, batch: Any) -> tuple[Array, Array]:

@@ -22,12 +22,10 @@ from startrail_jax.rings.sparse_plan import seen_exchange
 from startrail_jax.tokens.layout import Layout
 from trainer.config import TrainConfig
 from trainer.objective import Objective
-from trainer.parallel.footprint import bytes_of_device
-from trainer.parallel.legality import check_step
 from trainer.parallel.optimizer import make_optimizer
-from trainer.parallel.partition import STACKED, Partition, Split, split_frozen
-from trainer.parallel.state import batch_shapes, state_shapes
-from trainer.parallel.step import make_attention
+from trainer.parallel.partition import STACKED, Partition, split_frozen
+from trainer.parallel.state import batch_shapes, bytes_of_device, state_shapes
+from trainer.parallel.step import check_step, make_attention
 
 
 def footprint(config: TrainConfig, objective: Objective, degrees: Degrees) -> Footprint:
@@ -57,9 +55,18 @@ def step_sizes(config: TrainConfig, objective: Objective, degrees: Degrees) -> S
     state = state_shapes(config, optimizer, shapes.weights, partition)
     rows, tokens_of_row, heads, head_dim = shapes.query
     tokens = rows // degrees.data * tokens_of_row // degrees.sequence // config.accumulation
-    whole = _whole_elements(partition, shapes.weights)
-    _, frozen = split_frozen(shapes.weights)
-    fixed = {} if frozen is None else _whole_elements(partition, frozen)
+    # Elements of each weight, and of each part of the model, when ZeRO has gathered them.
+    splits, tensor = partition.splits(shapes.weights), partition.size(partition.tensor)
+    elements = jax.tree.map(
+        lambda x, split: x.size // (1 if split.tensor is None else tensor), shapes.weights, splits
+    )
+    whole, fixed = (
+        {name: sum(jax.tree.leaves(part[name])) for name in part}
+        for part in (elements, split_frozen(elements)[1] or {})
+    )
+    moved = jax.tree.map(
+        lambda n, split: n if (split.zero or 0) > 1 else 0, elements[STACKED], splits[STACKED]
+    )
     layers = jax.tree.leaves(shapes.weights[STACKED])[0].shape[0]
     return StepSizes(
         degrees=degrees,
@@ -91,7 +98,7 @@ def step_sizes(config: TrainConfig, objective: Objective, degrees: Degrees) -> S
         shard_elements=bytes_of_device(state.weights) // FLOAT32,
         whole_elements=sum(whole.values()),
         layer_elements=whole[STACKED] // layers,
-        moved_elements=_moved_elements(partition, shapes.weights),
+        moved_elements=sum(jax.tree.leaves(moved)),
         frozen_elements=sum(fixed.values()),
         frozen_layer_elements=fixed.get(STACKED, 0) // layers,
         **_seen(attention, objective, shapes, rows // degrees.data // config.accumulation),
@@ -181,31 +188,6 @@ def _traced(objective: Objective, tree: Any, leaves: tuple[Any, ...]) -> _Shapes
     shape = jax.eval_shape(outputs, jax.tree.unflatten(tree, leaves)).shape
     query, key = calls[0]
     return _Shapes(nnx.state(abstract), query, key, shape, max(periods), len(periods))
-
-
-def _moved_elements(partition: Partition, weights: Any) -> int:
-    """Elements of the layers' weights that ZeRO splits along another dimension than their first."""
-    splits = jax.tree.leaves(
-        partition.splits(weights)[STACKED], is_leaf=lambda x: isinstance(x, Split)
-    )
-    tensor = partition.size(partition.tensor)
-    return sum(
-        x.size // (1 if split.tensor is None else tensor)
-        for x, split in zip(jax.tree.leaves(weights[STACKED]), splits, strict=True)
-        if split.zero is not None and split.zero > 1
-    )
-
-
-def _whole_elements(partition: Partition, weights: Any) -> dict[str, int]:
-    """Elements of each part of the model on a device, when ZeRO has gathered its weights."""
-    all_splits, tensor = partition.splits(weights), partition.size(partition.tensor)
-
-    def elements(name: str) -> int:
-        splits = jax.tree.leaves(all_splits[name], is_leaf=lambda x: isinstance(x, Split))
-        leaves = zip(jax.tree.leaves(weights[name]), splits, strict=True)
-        return sum(x.size // (1 if split.tensor is None else tensor) for x, split in leaves)
-
-    return {name: elements(name) for name in weights}
 
 
 def _is_vocabulary(weights: Any, outputs: int) -> bool:
