@@ -301,6 +301,10 @@ class AttentionConfig:
     """What devices send each other in layers with a window: "auto" (only the keys that the window
     shows, where these are fewer bytes) or "rings" (the units of the scheme)."""
 
+    def __post_init__(self) -> None:
+        for name in ("inner", "head_chunks"):
+            check_minimum(f"attention.{name}", getattr(self, name), 1)
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
@@ -401,7 +405,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in (
             *("batch_size", "accumulation", "log_every", "evaluate_every"),
-            *("validation_sequences", "non_finite_limit"),
+            *("validation_sequences", "non_finite_limit", "devices", "tile"),
         ):
             if getattr(self, name) is not None:
                 check_minimum(name, getattr(self, name), 1)
@@ -412,9 +416,6 @@ class TrainConfig:
         check_minimum("seed", self.seed, 0)
         if self.seed >= 2**32:
             raise InputError(f"seed must be below 2**32; got seed={self.seed}. Use another.")
-        for name in ("devices", "tile"):
-            if getattr(self, name) is not None:
-                check_minimum(name, getattr(self, name), 1)
         parts = self.mesh.data * self.accumulation
         if self.batch_size % parts:
             raise InputError(
@@ -438,8 +439,6 @@ class TrainConfig:
                 "offload moves what remat saves, so it needs a remat; got offload=True, "
                 "remat='none'. Use --remat attention_saved."
             )
-        check_minimum("attention.inner", self.attention.inner, 1)
-        check_minimum("attention.head_chunks", self.attention.head_chunks, 1)
         if self.attention.keep_gathered and self.remat == "full":
             raise InputError(
                 "attention.keep_gathered keeps what remat='full' recomputes; got both. Leave one "

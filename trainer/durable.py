@@ -11,7 +11,6 @@ from pathlib import Path
 REMOVED = ".removed"
 """Ending of a folder that is being removed."""
 FLUSHED_AT_A_TIME = 8
-_PROCESS = re.compile(r"process_(\d+)$")
 
 
 def flush_files(folder: Path, process: int) -> None:
@@ -25,7 +24,12 @@ def flush_files(folder: Path, process: int) -> None:
         process: number of this process.
     """
     paths = [Path(path, name) for path, _, files in os.walk(folder) for name in (*files, ".")]
-    own = [path for path in paths if _owner(path.relative_to(folder)) == process]
+
+    def owner(path: Path) -> int:
+        numbers = re.findall(r"process_(\d+)(?:/|$)", str(path.relative_to(folder)))
+        return int(numbers[0]) if numbers else 0
+
+    own = [path for path in paths if owner(path) == process]
     # A disk serves several at a time.
     with ThreadPoolExecutor(FLUSHED_AT_A_TIME) as threads:
         list(threads.map(flush, own))
@@ -73,8 +77,3 @@ def remove(folder: Path) -> None:
         folder = renamed
     # What cannot be removed now has a name that counts nowhere, and the next start tries again.
     shutil.rmtree(folder, ignore_errors=True)
-
-
-def _owner(path: Path) -> int:
-    numbers = [int(match[1]) for part in path.parts if (match := _PROCESS.search(part))]
-    return numbers[0] if numbers else 0

@@ -245,7 +245,11 @@ class Loop:
         number, metrics = step.number, step.metrics
         loss, norm = float(metrics.loss), float(metrics.gradient_norm)
         self.losses.append(loss)
-        judgement = self._judge(number, metrics)
+        finite, saved = bool(metrics.finite), None
+        if not finite:
+            self.checkpoints.wait()
+            saved = self.checkpoints.latest
+        judgement = self._watch.judge(number, loss, norm, finite=finite, saved=saved)
         if judgement is Judgement.SPIKE:
             self._spike = step
             return
@@ -267,20 +271,6 @@ class Loop:
             self._since_report.clear()
             self._skipped = self._left_out = 0
         self.report.advance(number, measured or None)
-
-    def _judge(self, number: int, metrics: StepMetrics) -> Judgement:
-        """Judges a step, in all processes alike."""
-        saved = None
-        if not metrics.finite:
-            self.checkpoints.wait()
-            saved = self.checkpoints.latest
-        return self._watch.judge(
-            number,
-            float(metrics.loss),
-            float(metrics.gradient_norm),
-            finite=bool(metrics.finite),
-            saved=saved,
-        )
 
     def go_back(self, step: int) -> int:
         """After a loss spike, goes back to the last checkpoint, and leaves out the data since then.

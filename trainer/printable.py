@@ -19,19 +19,14 @@ def printable(text: str) -> str:
     """
     if text.isprintable():
         return text
-    return "".join(_escape(x) if _commands(x) else x for x in text)
+
+    def shown(x: str) -> str:
+        commands = x in ORDER_OF_TEXT or unicodedata.category(x) in ESCAPED_CATEGORIES
+        return x.encode("unicode_escape").decode() if commands and x not in KEPT else x
+
+    return "".join(map(shown, text))
 
 
 def say(line: str) -> None:
     """Prints a line to standard error, about work that takes long."""
     print(printable(line), file=sys.stderr, flush=True)
-
-
-def _commands(character: str) -> bool:
-    if character in KEPT:
-        return False
-    return character in ORDER_OF_TEXT or unicodedata.category(character) in ESCAPED_CATEGORIES
-
-
-def _escape(character: str) -> str:
-    return character.encode("unicode_escape").decode()

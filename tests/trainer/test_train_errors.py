@@ -396,7 +396,7 @@ def test_loss_that_is_not_finite_stops_and_can_be_skipped(poisoned, tmp_path, ca
                 interrupt_after(patch, 3)
             message = message_of(poisoned, tmp_path / "run", flags)
         assert_matches(message, r"^NonFiniteError: .*must be finite; got loss inf, .* in step 4\.")
-        assert "Step 3 is saved; steps 4 to 4 lead from there to here." in message
+        assert "Step 3 is saved. Go on from there with the same command and --non-fi" in message
         assert logged_steps(tmp_path / "run") == [1, 2, 3]
         assert saved_steps(tmp_path / "run") == [1, 2, 3]
 

@@ -263,12 +263,29 @@ def read_checkpoint(
     chosen = wanted(saved) if callable(wanted) else wanted
     kinds = {name.split("/")[0] for name in chosen}
     there = {name: x for name, x in saved.items() if not is_part or name.split("/")[0] in kinds}
-    if differences := _differences(there, chosen):
+    kind = [{name: describe(x) for name, x in arrays.items()} for arrays in (there, chosen)]
+    lines = [
+        f"  {name}: {kind[0].get(name, 'missing')} in the checkpoint, "
+        f"{kind[1].get(name, 'missing')} now"
+        for name in {**chosen, **there}
+        if kind[0].get(name) != kind[1].get(name)
+    ]
+    if lines:
+        listed = "\n".join(lines[:LISTED_DIFFERENCES])
         raise InputError(
-            f"The checkpoint must be of {owner}; got {path}, "
-            f"{_list_differences(differences)}\n{advice}"
+            f"The checkpoint must be of {owner}; got {path}, which differs in {len(lines)} arrays:"
+            f"\n{listed}\n{advice}"
         )
-    _compare_settings(path, checksums.settings, settings, advice)
+    # A setting that only one of them has came with another version of the program.
+    before = checksums.settings
+    changed = [name for name in settings if before.get(name, settings[name]) != settings[name]]
+    if changed:
+        listed = "\n".join(f"  {before[name]} there, {settings[name]} now" for name in changed)
+        raise InputError(
+            f"The settings must be those that the checkpoint was saved with; got {path}, with "
+            f"others:\n{listed}\nIf they were not changed, the config.json of the run is damaged: "
+            f"correct it. {advice}"
+        )
     arrays, data = _together(path, lambda: _load(path, chosen, partial=is_part))
     if digest(data) != checksums.data:
         raise _damaged(path, "the checksum of its position in the data is another")
@@ -294,19 +311,17 @@ def _together(path: Path, read: Callable[[], Result]) -> Result:
         outcome = int(np.max(multihost_utils.process_allgather(np.int32(outcome))))
     if not outcome:
         return result
-    why = "another process could not read it" if error is None else _shorten(error)
+    why = f"it could not be read ({type(error).__name__})"
+    if error is None:
+        why = "another process could not read it"
+    elif isinstance(error, InputError) and str(error).startswith("its "):
+        why = str(error)
     if outcome == 1:
         raise _damaged(path, why) from error
     raise CheckpointError(
         f"The checkpoint {path} may be whole, but {why}. Correct that; then the same command goes "
         "on from it."
     ) from error
-
-
-def _shorten(error: Exception) -> str:
-    text = str(error)
-    known = isinstance(error, InputError) and text.startswith("its ")
-    return text if known else f"it could not be read ({type(error).__name__})"
 
 
 def _damaged(path: Path, why: str) -> DamagedError:
@@ -340,35 +355,3 @@ def _load(path: Path, wanted: Mapping[str, Any], *, partial: bool) -> tuple[dict
     with context:
         restored: Any = ocp.load(str(path), {ARRAYS: dict(wanted), DATA: str})
     return {name: restored[ARRAYS][name] for name in wanted}, restored[DATA]
-
-
-def _compare_settings(
-    path: Path, saved: Mapping[str, str], now: Mapping[str, str], advice: str
-) -> None:
-    # A setting that only one of them has came with another version of the program.
-    changed = [name for name in now if name in saved and saved[name] != now[name]]
-    if changed:
-        lines = "\n".join(f"  {saved[name]} there, {now[name]} now" for name in changed)
-        raise InputError(
-            f"The settings must be those that the checkpoint was saved with; got {path}, with "
-            f"others:\n{lines}\nIf they were not changed, the config.json of the run is damaged: "
-            f"correct it. {advice}"
-        )
-
-
-def _differences(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    """One line for every array that is missing in one of the trees or has another shape or type."""
-
-    def kind(leaves: Mapping[str, Any], name: str) -> str:
-        return describe(leaves[name]) if name in leaves else "missing"
-
-    return [
-        f"{name}: {kind(saved, name)} in the checkpoint, {kind(wanted, name)} now"
-        for name in {**wanted, **saved}
-        if kind(saved, name) != kind(wanted, name)
-    ]
-
-
-def _list_differences(differences: list[str]) -> str:
-    listed = "\n".join(f"  {line}" for line in differences[:LISTED_DIFFERENCES])
-    return f"which differs in {len(differences)} arrays:\n{listed}"

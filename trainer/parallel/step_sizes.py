@@ -19,7 +19,6 @@ from startrail_jax.planner.memory import FLOAT32, LAYER, LOSS, Footprint, StepSi
 from startrail_jax.rings.choices import choose_exchange
 from startrail_jax.rings.sizes import Sizes
 from startrail_jax.rings.sparse_plan import seen_exchange
-from startrail_jax.tokens.layout import Layout
 from trainer.config import TrainConfig
 from trainer.objective import Objective
 from trainer.parallel.optimizer import make_optimizer
@@ -49,7 +48,8 @@ def step_sizes(config: TrainConfig, objective: Objective, degrees: Degrees) -> S
     attention = make_attention(mesh, config, objective)
     partition = Partition(mesh, config.zero, config.zero_axes, config.model.dtype)
     check_step(config, degrees, partition)
-    shapes = _trace(objective, attention.layout)
+    leaves, tree = jax.tree.flatten(objective.batch_shapes(attention.layout))
+    shapes = _traced(objective, tree, tuple(leaves))
     default = make_optimizer(config.optimizer, config.steps, partition)
     optimizer = objective.make_optimizer(default)
     state = state_shapes(config, optimizer, shapes.weights, partition)
@@ -160,15 +160,10 @@ class _Shapes(NamedTuple):
     loops: int
 
 
-def _trace(objective: Objective, layout: Layout) -> _Shapes:
-    """The shapes in a forward pass for a batch of the run."""
-    leaves, tree = jax.tree.flatten(objective.batch_shapes(layout))
-    return _traced(objective, tree, tuple(leaves))
-
-
 # A plan asks for many meshes of a run, whose batches have few shapes.
 @lru_cache(maxsize=8)
 def _traced(objective: Objective, tree: Any, leaves: tuple[Any, ...]) -> _Shapes:
+    """The shapes in a forward pass for a batch of the run."""
     calls = []
 
     def attention_fn(query: Array, key: Array, value: Array, **_: Any) -> Array:

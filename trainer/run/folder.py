@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import IO
 
 from trainer.config import TrainConfig
 from trainer.errors import RunError, StorageError
@@ -59,7 +58,25 @@ def locked(folder: Path) -> Iterator[None]:
         RuntimeError: if another program trains there.
     """
     with (folder / LOCK_FILE).open("a+") as file:
-        _lock(file, folder)
+        try:
+            # Until the file is closed, which the end of the process does too, however it ends.
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            raise RunError(
+                f"One program at a time may train in a folder; got {folder}, where process "
+                f"{file.read()} does. Wait for it, stop it, or use another --run-dir."
+            ) from error
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            warnings.warn(
+                f"The file system of {folder} has no locks: nothing keeps a second program out.",
+                stacklevel=2,
+            )
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
         yield
 
 
@@ -87,25 +104,3 @@ def writing(folder: Path) -> Iterator[None]:
             f"The folder of a run must be one that can be written; got {folder}: "
             f"{error.strerror}. Fix that, or use another --run-dir."
         ) from error
-
-
-def _lock(file: IO[str], folder: Path) -> None:
-    """Locks a file until it is closed, which the end of the process does too, however it ends."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        file.seek(0)
-        raise RunError(
-            f"One program at a time may train in a folder; got {folder}, where process "
-            f"{file.read()} does. Wait for it, stop it, or use another --run-dir."
-        ) from error
-    except OSError as error:
-        if error.errno not in NO_LOCKS:
-            raise
-        warnings.warn(
-            f"The file system of {folder} has no locks: nothing keeps a second program out.",
-            stacklevel=2,
-        )
-    file.truncate(0)
-    file.write(str(os.getpid()))
-    file.flush()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-import os
 import types
 import typing
 from collections.abc import Collection
@@ -50,11 +49,7 @@ def save_config(config: Any, path: Path) -> None:
     """
     kind = {KIND: config.kind} if isinstance(config, TrainConfig) else {}
     values = kind | dataclasses.asdict(config)
-    replace_text(path, json.dumps(values, default=_text_of_path, indent=2))
-
-
-def _text_of_path(value: Any) -> str:
-    return text_of(Path(os.fspath(value)))
+    replace_text(path, json.dumps(values, default=text_of, indent=2))
 
 
 def load_config(config_type: type[Config], path: Path) -> Config:
