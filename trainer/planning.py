@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,30 +42,6 @@ class PlannedMesh:
     """The order of its axes over the nodes, slowest first."""
     description: tuple[str, ...]
     """Lines for the log: what was measured, the choice, and what comes next."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MeshForecast:
-    """A mesh that the run can have, and what is predicted for it."""
-
-    prediction: Prediction
-    memory_bytes: int
-    """Device memory of a step, by the run's own sizes."""
-
-    @property
-    def degrees(self) -> st.Degrees:
-        """Its degrees."""
-        return st.Degrees(**self.prediction.degrees)
-
-    def line(self, parts: int) -> str:
-        """What is known of it. `parts` of a batch make a step."""
-        found = self.prediction
-        seconds = show_seconds(parts * found.seconds)
-        waits = show_seconds(parts * found.exposed_seconds)
-        return (
-            f"{found.label} ({found.scheme}): predicted {seconds} a step, of which "
-            f"{waits} wait for messages, and {self.memory_bytes / GIB:.3g} GiB"
-        )
 
 
 @dataclass(frozen=True)
@@ -108,7 +84,7 @@ class Planner:
         found = self.forecasts(cluster, count, limit)
         names = ("the fastest", "the runner-up") if config.plan == "use" else range(1, _SHOWN + 1)
         lines += [
-            f"plan: {name}: {x.line(config.accumulation)}"
+            f"plan: {name}: {_describe_forecast(x, config.accumulation)}"
             for name, x in zip(names, found, strict=False)
         ]
         if config.freezes:
@@ -116,18 +92,15 @@ class Planner:
                 "plan: predicted seconds are those of training all weights, and this run trains "
                 "adapters"
             )
-        best = found[0].prediction
         # All processes take the choice of the first.
-        degrees, order = gather([best.degrees, best.order])[0]
+        degrees, order = gather([found[0].degrees, found[0].order])[0]
         return PlannedMesh(
             degrees=st.Degrees(**degrees),
             order=given_order(config.mesh) or tuple(order),
             description=tuple(lines),
         )
 
-    def forecasts(
-        self, cluster: Cluster, count: int, limit: int | None = None
-    ) -> list[MeshForecast]:
+    def forecasts(self, cluster: Cluster, count: int, limit: int | None = None) -> list[Prediction]:
         """The meshes with the fastest predictions that the run can have, the fastest first.
 
         Args:
@@ -135,20 +108,24 @@ class Planner:
             count: number of meshes.
             limit: bytes that a step may take on a device; None for jax's share of its memory.
 
+        Returns:
+            Predictions, whose `memory_bytes` are by the run's own sizes.
+
         Raises:
             ValueError: if there is none.
         """
         config = self.config
         limit = int(jax_share() * cluster.gpu.memory_bytes) if limit is None else limit
         batch = config.batch_size // config.accumulation
-        call = Call(model=self.make_objective().sizes, seq_len=config.num_tokens, batch=batch)
+        objective = self.make_objective()
+        call = Call(model=objective.sizes, seq_len=config.num_tokens, batch=batch)
         given = given_to_plan(config.mesh)
         options = Search(
             degrees=given,
             zero=(config.zero,),
             remat=(config.remat,),
             offload=(config.offload,),
-            # Tiles and memory are those of the run: see `_legal`.
+            # Tiles and memory are those of the run: see below.
             tiled=(False,),
             gradient_dtype=config.attention.gradient_dtype,
             exchange=config.attention.exchange,
@@ -157,7 +134,7 @@ class Planner:
         roomy = dataclasses.replace(
             cluster, gpu=dataclasses.replace(cluster.gpu, memory_bytes=1 << 60)
         )
-        found: list[MeshForecast] = []
+        found: list[Prediction] = []
         too_large: list[int] = []
         refusal: object = "what is left does not pass the checks of a step"
         try:
@@ -172,11 +149,15 @@ class Planner:
                 )
             timed = Candidates(roomy, call, options, rows)
             predictions = timed.best(np.ones(len(timed.row), bool), len(timed.row))
-            for forecast in self._legal(predictions):
-                if forecast.memory_bytes > limit:
-                    too_large.append(forecast.memory_bytes)
+            for prediction in predictions:
+                try:
+                    size = footprint(config, objective, st.Degrees(**prediction.degrees))
+                except UserError:
                     continue
-                found.append(forecast)
+                if size.device_bytes > limit:
+                    too_large.append(size.device_bytes)
+                    continue
+                found.append(dataclasses.replace(prediction, memory_bytes=size.device_bytes))
                 if len(found) == count:
                     break
         except UserError as error:
@@ -203,16 +184,6 @@ class Planner:
             allowed[row] = own == [x for x in order or () if vars(settings)[x][row] > 1]
         return allowed
 
-    def _legal(self, predictions: list[Prediction]) -> Iterator[MeshForecast]:
-        """The predictions that the run can have: see `trainer.parallel.step.check_step`."""
-        objective = self.make_objective()
-        for prediction in predictions:
-            try:
-                size = footprint(self.config, objective, st.Degrees(**prediction.degrees))
-            except UserError:
-                continue
-            yield MeshForecast(prediction=prediction, memory_bytes=size.device_bytes)
-
 
 def _memory_of_jax(devices: Sequence[Any], cluster: Cluster) -> tuple[int, str]:
     """Bytes that a step may take on a device, in all processes, and what the log says of them."""
@@ -226,6 +197,15 @@ def _memory_of_jax(devices: Sequence[Any], cluster: Cluster) -> tuple[int, str]:
     return min(limits), (
         f"jax has {min(limits) / GIB:.3g} GiB of {whole / GIB:.3g} GiB a device ({SHARE} changes "
         "it)"
+    )
+
+
+def _describe_forecast(found: Prediction, parts: int) -> str:
+    """A line about a mesh. `parts` of a batch make a step."""
+    seconds, waits = (show_seconds(parts * x) for x in (found.seconds, found.exposed_seconds))
+    return (
+        f"{found.label} ({found.scheme}): predicted {seconds} a step, of which {waits} wait for "
+        f"messages, and {found.memory_bytes / GIB:.3g} GiB"
     )
 
 
