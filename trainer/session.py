@@ -131,25 +131,22 @@ def joined(
         )
         order = order or choose_order(mesh_config, degrees, nodes, call, platform)
         wanted: Any = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
+        note = unused_gpus(platform, wanted)
+        lines = [*([] if note is None else [note]), *remarks]
         # A sample may have any mesh.
         if former is None and not adapts and folder and (folder / CONFIG_FILE).is_file():
-            remarks = (
-                *remarks,
+            lines.append(
                 f"WARNING: {folder} holds a run without {MESH_FILE}: it was lost. The mesh below "
-                "is chosen anew; give --mesh flags for the one with which the run began",
+                "is chosen anew; give --mesh flags for the one with which the run began"
             )
-        if note := unused_gpus(devices[0].platform, wanted):
-            remarks = (note, *remarks)
         shared = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
-        description = (
-            *remarks,
+        lines += [
             f"devices: {len(devices)} x {devices[0].device_kind}{shared}",
             f"mesh: {', '.join(f'{name} {degree}' for name, degree in vars(degrees).items())}",
-        )
+        ]
         if mesh_config.order or len(set(nodes)) > 1:
-            description += (f"nodes: {describe_nodes(degrees, order, nodes)}",)
-        if chosen is not None:
-            description += chosen.description
+            lines.append(f"nodes: {describe_nodes(degrees, order, nodes)}")
+        lines += () if chosen is None else chosen.description
         # Auto axes: the optimizer runs outside of `shard_map`, where the compiler shards it.
         mesh = st.make_mesh(
             degrees,
@@ -158,7 +155,7 @@ def joined(
             order=order,
             devices_per_node=mesh_config.devices_per_node,
         )
-        yield Session(mesh=mesh, description=description)
+        yield Session(mesh=mesh, description=tuple(lines))
 
 
 def _devices(

@@ -88,10 +88,9 @@ def make_optimizer(
 def _kinds(weights: Any) -> Any:
     """What updates each weight. Muon is made for the matrices between the activations of layers."""
 
-    def kind(path: tuple[Any, ...], x: Any) -> str:
-        return "adamw" if _matrix(path, x) is None else "muon"
-
-    return jax.tree_util.tree_map_with_path(kind, weights)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: "adamw" if _matrix(path, x) is None else "muon", weights
+    )
 
 
 def _scale_by_muon(beta: float, partition: Partition | None) -> optax.GradientTransformation:
@@ -184,8 +183,6 @@ def _matrix(path: tuple[Any, ...], x: Any) -> Any:
 
 
 def _decayed(weights: Any) -> Any:
-    def is_decayed(path: tuple[Any, ...], _: Any) -> bool:
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        return not any(part in name for part in ("scale", "_bias", "sinks"))
-
-    return jax.tree_util.tree_map_with_path(is_decayed, weights)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: not any(x in path_name(path) for x in ("scale", "_bias", "sinks")), weights
+    )

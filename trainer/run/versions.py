@@ -7,7 +7,6 @@ import json
 import subprocess
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from trainer.durable import replace_text
 from trainer.printable import say
@@ -49,9 +48,14 @@ def record_versions(run_dir: Path, step: int) -> str | None:
         A line for the log if the steps before were done with other versions.
     """
     path = run_dir / VERSIONS_FILE
-    now = current_versions()
-    entries = _read(path) if step else []
-    before = entries[-1]["versions"] if entries else None
+    now, before, entries = current_versions(), None, []
+    try:
+        if step and path.exists():
+            entries = list(json.loads(path.read_text()))
+            before = dict(entries[-1]["versions"])
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        entries = []
+        say(f"WARNING: {path} is damaged ({type(error).__name__}: {error}): it is begun anew")
     if before == now:
         return None
     entries.append({"after_step": step, "versions": now})
@@ -61,19 +65,6 @@ def record_versions(run_dir: Path, step: int) -> str | None:
     names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
     changes = (f"{x} {before.get(x, 'unknown')} there, {now.get(x, 'unknown')} now" for x in names)
     return f"NOTE: other versions than those that the run began with: {'; '.join(changes)}"
-
-
-def _read(path: Path) -> list[dict[str, Any]]:
-    """The entries of the file; none if it is damaged, or an older version of this program ran."""
-    try:
-        return [
-            {**entry, "versions": dict(entry["versions"])} for entry in json.loads(path.read_text())
-        ]
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-        say(f"WARNING: {path} is damaged ({type(error).__name__}: {error}): it is begun anew")
-        return []
 
 
 def _commit(folder: Path) -> str | None:
