@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
+import transformers
 from jax.sharding import AbstractMesh, AxisType
 
 import startrail_jax as st
@@ -33,8 +34,8 @@ from trainer.config import AttentionConfig, MeshConfig
 from trainer.data.files import find_files
 from trainer.dit.objective import dit_flops_per_token
 from trainer.gpt.lora.settings import LoraConfig
-from trainer.gpt.pretrained.families import FAMILIES, read_description
-from trainer.gpt.pretrained.keys import COMMON, KEYS
+from trainer.gpt.pretrained.config_json import read_description
+from trainer.gpt.pretrained.families import FAMILIES
 from trainer.parallel.flops import PEAK_FLOPS
 from trainer.parallel.partition import Partition
 from trainer.parallel.step import check_step
@@ -348,8 +349,6 @@ def test_windows_of_pretrained_models_are_those_of_the_program(kind, tmp_path):
     """The planner may plan what the program refuses, and must not say anything else of the rest."""
     compared = 0
     for more in SAYINGS:
-        if not more.keys() <= COMMON.keys() | KEYS[kind].keys():
-            continue
         values = {"num_hidden_layers": 8, "model_type": kind} | more
         (tmp_path / "config.json").write_text(json.dumps(QWEN | values))
         try:
@@ -422,11 +421,11 @@ def test_pasted_command_starts_from_a_pretrained_model(kind, tmp_path):
 def test_planner_knows_the_pretrained_models_of_the_program():
     assert set(PRETRAINED) == set(FAMILIES)
     for kind, values in PRETRAINED.items():
-        keys = COMMON | KEYS[kind]
-        for key, usual in dict(head_dim=None, tie_word_embeddings=False).items():
-            assert values.get(key, usual) == keys[key].default, (kind, key)
-        window = keys["sliding_window"].default if "sliding_window" in keys else None
-        assert values.get("sliding_window") == window, kind
+        fields = dataclasses.fields(transformers.CONFIG_MAPPING[kind])
+        defaults = {field.name: field.default for field in fields}
+        usual = dict(head_dim=None, tie_word_embeddings=False, sliding_window=None)
+        for key, value in usual.items():
+            assert values.get(key, value) == defaults.get(key, value), (kind, key)
 
 
 @pytest.mark.parametrize(

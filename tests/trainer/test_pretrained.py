@@ -34,9 +34,9 @@ from trainer.gpt.export.writing import config_values, export_run, files_beside_w
 from trainer.gpt.lora.settings import LoraConfig
 from trainer.gpt.pretrained import initial as initial_weights
 from trainer.gpt.pretrained.__main__ import read_command_line as read_import
-from trainer.gpt.pretrained.config_json import plain
+from trainer.gpt.pretrained.config_json import describe, read_description
 from trainer.gpt.pretrained.defaults import with_tokenizer
-from trainer.gpt.pretrained.families import describe, read_description, to_values
+from trainer.gpt.pretrained.families import plain, to_values
 from trainer.gpt.pretrained.importing import import_pretrained
 from trainer.gpt.pretrained.initial import Pretrained, open_pretrained
 from trainer.gpt.pretrained.names import places
@@ -252,7 +252,7 @@ UNSUPPORTED = [
         *({"quantization_config": {"bits": 4}}, {"is_causal": False}, {"is_encoder_decoder": 0}),
         GEMMA3 | dict(use_bidirectional_attention=True),
         GEMMA3 | dict(attn_logit_softcapping=20.0),
-        GEMMA2 | dict(sliding_window_pattern=3),
+        *(GEMMA2 | dict(sliding_window_pattern=3), GEMMA2 | dict(hidden_activation=None)),
         QWEN2 | dict(layer_types=["full_attention", "linear"]),
         # Here transformers makes another model of them.
         MISTRAL | dict(layer_types=LAYERS["ff"]),
@@ -272,7 +272,6 @@ UNSUPPORTED = [
     # The layers of transformers take no notice of windows here, but its cache does.
     (dict(layer_types=LAYERS["ss"], sliding_window=7), "window=7"),
     (dict(layer_types=LAYERS["ss"]), "No layer may have a sliding window"),
-    (dict(layer_types=LAYERS["f"]), "full_attention"),
     (dict(sliding_window=7), "layer_types=None"),
     (dict(no_such_key=3), "no_such_key=3"),
     *[
@@ -289,10 +288,11 @@ WRONG = [
         *(dict(num_attention_heads=0), *(dict(num_hidden_layers=x) for x in (10**6, 2**31 - 1))),
         *(SMOLLM3 | dict(no_rope_layers=x) for x in (5, [1, None])),
         *(QWEN2 | dict(layer_types=LAYERS["f"]), QWEN2 | dict(head_dim=None)),
-        *(SMOLLM3 | dict(no_rope_layer_interval=0), GEMMA2 | dict(hidden_activation=None)),
+        SMOLLM3 | dict(no_rope_layer_interval=0),
     ),
     (dict(vocab_size="48"), "'48'"),
-    (dict(num_attention_heads=3), "num_attention_heads=3"),
+    (dict(num_attention_heads=3), "attention heads (3)"),
+    (dict(layer_types=LAYERS["f"]), "layer_types"),
     (dict(rope_parameters=dict(rope_theta=10**400)), "rope_theta"),
     *[(scaled(kind, factor=None), "factor") for kind in ("linear", "llama3", "yarn")],
     (scaled("yarn", factor=0.5), "factor"),

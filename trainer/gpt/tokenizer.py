@@ -250,6 +250,24 @@ class FileTokenizer:
             return self._tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
 
 
+def load_transformers(what: str, path: Path | str) -> Any:
+    """The package transformers, which reads a file of a kind.
+
+    Raises:
+        ImportError: if it is missing.
+    """
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # Of torch, which is not used.
+    try:
+        import transformers  # Not above: `--help` must be fast.
+    except ImportError as error:
+        raise MissingPackageError(
+            f"{what} must have the package transformers; got {str(path)!r} without it. Install "
+            "the extra: pip install -e '.[hf]'."
+        ) from error
+    transformers.logging.set_verbosity_error()
+    return transformers
+
+
 def load_tokenizer(path: Path) -> Any:
     """The tokenizer of a file, as transformers loads it.
 
@@ -261,15 +279,7 @@ def load_tokenizer(path: Path) -> Any:
         ImportError: if the package transformers is missing.
         ValueError: if it cannot be used.
     """
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # Of torch, which is not used.
-    try:
-        import transformers  # Not above: `--help` must be fast.
-    except ImportError as error:
-        raise MissingPackageError(
-            f"Tokenizers must have the package transformers; got {str(path)!r} without it. Install "
-            "the extra: pip install -e '.[hf]'."
-        ) from error
-    transformers.logging.set_verbosity_error()
+    transformers = load_transformers("Tokenizers", path)
     with _library_errors(path, "Give the file that lies beside the weights of the model."):
         path.open().close()
         if path.name == TOKENIZER:

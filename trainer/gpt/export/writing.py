@@ -39,14 +39,15 @@ from trainer.gpt.lora.peft import (
 from trainer.gpt.lora.settings import LoraConfig
 from trainer.gpt.lora.weights import restore_model
 from trainer.gpt.objective import NextToken
-from trainer.gpt.pretrained.config_json import plain, rope_length, without_rope
+from trainer.gpt.pretrained.config_json import CONFIG, describe
 from trainer.gpt.pretrained.defaults import TOKENIZER_FILES, kept_folder
 from trainer.gpt.pretrained.families import (
-    CONFIG,
-    describe,
     family_of,
+    plain,
+    rope_length,
     rotary_values,
     to_values,
+    without_rope,
 )
 from trainer.gpt.pretrained.initial import GENERATION, KEPT, copy_file
 from trainer.gpt.pretrained.names import Place, places
@@ -242,7 +243,7 @@ def config_values(
         described = describe(values, CONFIG)
         if plain(described.model).rope != plain(model).rope:
             # The positions are stretched: the model is for longer sequences now.
-            length = rope_length(model.rope, max(described.length or 0, config.seq_len))
+            length = rope_length(model.rope, max(described.length, config.seq_len))
             found = {name: value for name, value in found.items() if name not in ROPE}
             found |= rotary_values(model) | {"max_position_embeddings": length}
         if without_rope(described.model) != without_rope(model):

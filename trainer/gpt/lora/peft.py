@@ -14,7 +14,7 @@ from jaxtyping import Float, Shaped
 from startrail_jax.errors import InputError
 from trainer.gpt.config import GPTConfig, GPTTrainConfig
 from trainer.gpt.lora.settings import LoraConfig
-from trainer.gpt.pretrained.config_json import plain
+from trainer.gpt.pretrained.families import plain
 from trainer.gpt.pretrained.names import OF_LAYER
 from trainer.parallel.partition import ADAPTERS, STACKED
 from trainer.run.settings import settings_of

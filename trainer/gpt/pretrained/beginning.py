@@ -11,8 +11,8 @@ from typing import Any
 from startrail_jax.errors import InputError
 from trainer.data.opening import read_object
 from trainer.gpt.config import GPTTrainConfig
+from trainer.gpt.pretrained.config_json import CONFIG
 from trainer.gpt.pretrained.defaults import GENERATION
-from trainer.gpt.pretrained.families import CONFIG
 from trainer.run.settings import CHECKPOINTS_FOLDER, CONFIG_FILE
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from startrail_jax.errors import InputError
 from trainer.config import OptimizerConfig
 from trainer.gpt.config import TOKENIZER, GPTTrainConfig
-from trainer.gpt.pretrained.families import read_description
+from trainer.gpt.pretrained.config_json import read_description
 from trainer.run.folder import KEPT_FOLDER
 from trainer.run.settings import CHECKPOINTS_FOLDER
 from trainer.sums import SUMS_FILE, check_sums
@@ -39,7 +39,7 @@ def pretrained(folder: Path) -> GPTTrainConfig:
         init_from=folder,
         steps=1000,
         batch_size=8,
-        seq_len=min(described.length or 4096, 4096),
+        seq_len=min(described.length, 4096),
         zero=3,
         remat="attention_saved",
         run_dir=Path("runs") / folder.resolve().name,

@@ -1,46 +1,19 @@
-"""What a Hugging Face config.json says of a model, and back. Imports no jax.
+"""Families of models of the library transformers, and the config.json of a model. Imports no jax.
 
-A family is a `model_type` of the library transformers. All families here are one decoder with other
-options: see `GPTConfig`.
+A family is a `model_type`. All families here are one decoder with other options: see `GPTConfig`.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
-import os
-import re
-from collections.abc import Mapping
-from pathlib import Path
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from startrail_jax.errors import InputError, UnsupportedError
-from startrail_jax.planner.layers import WINDOWS
-from trainer.data.opening import read_object
-from trainer.gpt.config import GPTConfig
-from trainer.gpt.pretrained.config_json import (
-    bases_by_window,
-    layer_values,
-    local_rope_values,
-    one_base,
-    one_window,
-    plain,
-    read_local_rope,
-    read_rope,
-    read_skips,
-    read_softcaps,
-    read_windows,
-    rope_length,
-    rope_values,
-    window_options,
-)
-from trainer.gpt.pretrained.keys import values_of
+from startrail_jax.errors import UnsupportedError
+from startrail_jax.planner.layers import shortest
+from trainer.gpt.config import GPTConfig, RopeConfig
 
-CONFIG = "config.json"
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-"""What a model of the Hub is called."""
-MOST_LAYERS = 10_000
-"""No model is so deep, and no file of its weights is looked at before its depth is known."""
 GELU = "gelu_pytorch_tanh"
 GEMMA = {"mlp": "geglu", "scaled_embedding": True, "post_norms": True, "norm_offset": True}
 """Options of every Gemma."""
@@ -51,14 +24,22 @@ OTHERS = {
 """Options of all other families."""
 OF_FAMILIES = ("sinks", "qkv_bias", "qk_norm", "window", "windows", "no_rope_every")
 """Options by which families differ."""
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""Types of layers in transformers: without a window and with one."""
+SILU = {"hidden_act": ("silu", "swish")}
+OF_GEMMA = {"hidden_activation": (GELU,), "use_bidirectional_attention": (None, False)}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Family:
     """What differs between the models of one `model_type` and those of another."""
 
     architecture: str
     """The class of transformers."""
+    keys: tuple[str, ...]
+    """Keys of a config.json that its models have beside those of all families."""
+    only: Mapping[str, tuple[Any, ...]]
+    """Keys of which a few values are supported."""
     qkv_bias: bool = False
     qk_norm: bool = False
     skips_rope: bool = False
@@ -69,124 +50,39 @@ class Family:
     """Whether layers with a window have rotary positions of their own."""
 
 
+LAYERS = ("sliding_window", "layer_types")
+CHOICE = (*LAYERS, "use_sliding_window", "max_window_layers")
+CAPS = ("query_pre_attn_scalar", "final_logit_softcapping")
 FAMILIES = {
-    "llama": Family(architecture="LlamaForCausalLM"),
-    "mistral": Family(architecture="MistralForCausalLM"),
-    "qwen2": Family(architecture="Qwen2ForCausalLM", qkv_bias=True),
-    "qwen3": Family(architecture="Qwen3ForCausalLM", qk_norm=True),
-    "smollm3": Family(architecture="SmolLM3ForCausalLM", skips_rope=True),
-    "gemma2": Family(architecture="Gemma2ForCausalLM", gemma=True),
+    "llama": Family(architecture="LlamaForCausalLM", keys=LAYERS, only=SILU),
+    "mistral": Family(architecture="MistralForCausalLM", keys=("sliding_window",), only=SILU),
+    "qwen2": Family(architecture="Qwen2ForCausalLM", keys=CHOICE, only=SILU, qkv_bias=True),
+    "qwen3": Family(architecture="Qwen3ForCausalLM", keys=CHOICE, only=SILU, qk_norm=True),
+    "smollm3": Family(
+        architecture="SmolLM3ForCausalLM",
+        # Published files have `max_window_layers`, which transformers reads for Qwen only.
+        keys=(*CHOICE, "no_rope_layers", "no_rope_layer_interval"),
+        only=SILU,
+        skips_rope=True,
+    ),
+    "gemma2": Family(
+        architecture="Gemma2ForCausalLM",
+        # Published files have `sliding_window_size` and `hidden_act`, which nobody reads.
+        keys=(*LAYERS, *CAPS, "attn_logit_softcapping", "sliding_window_size", "hidden_act"),
+        only=OF_GEMMA | {"sliding_window_pattern": (2,)},
+        gemma=True,
+    ),
     "gemma3_text": Family(
         architecture="Gemma3ForCausalLM",
+        keys=(*LAYERS, *CAPS, "sliding_window_pattern", "rope_local_base_freq", "hidden_act"),
+        # transformers has the cap of attention, and caps nothing.
+        only=OF_GEMMA | {"attn_logit_softcapping": (None,)},
         qk_norm=True,
         gemma=True,
         local_rope=True,
     ),
 }
 """The families by `model_type`."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Description:
-    """What a config.json says."""
-
-    family: str
-    model: GPTConfig
-    length: int
-    """Tokens of the sequences that the model is made for."""
-
-
-def read_description(folder: Path) -> Description:
-    """What the config.json of a folder says.
-
-    Raises:
-        ValueError: if the file cannot be read, or lacks something.
-        NotImplementedError: if the model has something that is not supported.
-    """
-    path = folder / CONFIG
-    if not path.is_file():
-        advice = "Give the folder into which the model was downloaded."
-        what = "a folder without one" if folder.is_dir() else "no such folder"
-        if folder.is_file():
-            what, advice = "a file", f"Give its folder, {str(folder.parent)!r}."
-        elif near := difflib.get_close_matches(folder.name, _names_beside(folder), n=1):
-            advice = f"Did you mean {str(folder.parent / near[0])!r}?"
-        elif not folder.exists() and _HUB_NAME.fullmatch(str(folder)):
-            advice = (
-                "A model of the Hugging Face Hub is downloaded first: "
-                f"hf download {folder} --local-dir {folder.name}"
-            )
-        raise InputError(
-            f"init_from must be a folder with a Hugging Face {CONFIG}; got {str(folder)!r}, {what}."
-            f" {advice}"
-        )
-    return describe(read_object(path), str(path))
-
-
-def _names_beside(folder: Path) -> list[str]:
-    return os.listdir(folder.parent) if folder.parent.is_dir() and not folder.exists() else []
-
-
-def describe(values: Mapping[str, Any], name: str) -> Description:
-    """What the values of a config.json say.
-
-    Args:
-        values: the JSON object.
-        name: of the file, for messages.
-
-    Raises:
-        ValueError, NotImplementedError: as `read_description`.
-    """
-    kind = values.get("model_type")
-    family = FAMILIES.get(kind) if isinstance(kind, str) else None
-    if family is None or not isinstance(kind, str):
-        raise UnsupportedError(
-            f"The architecture must be one of {', '.join(FAMILIES)}; got {name!r} with "
-            f"model_type={kind!r}, architectures={values.get('architectures')}. Use another model."
-        )
-    read = values_of(kind, values, name)
-    if read.values["architectures"] not in (None, [family.architecture]):
-        raise UnsupportedError(
-            f"architectures must be {[family.architecture]} in {name!r}; got "
-            f"{read.values['architectures']!r}, which is not supported. Use another model."
-        )
-    layers = read.number("num_hidden_layers", most=MOST_LAYERS)
-    heads, width = read.number("num_attention_heads"), read.number("hidden_size")
-    if kind == "llama" and width % heads:
-        raise read.wrong("hidden_size", f"a multiple of num_attention_heads={heads}", width)
-    head_dim = read.number("head_dim", default=width // heads)
-    length = read.number("max_position_embeddings")
-    dtype = values.get("dtype") or values.get("torch_dtype") or "float32"
-    skips = read_skips(read, layers) if family.skips_rope else (False,) * layers
-    windows = read_windows(read, WINDOWS[kind], layers, skips)
-    is_local = family.local_rope
-    rope = read_local_rope(read, length, windows) if is_local else read_rope(read, length)
-    if any(skips):
-        bases = tuple("none" if skipped else rope.base for skipped in skips)
-        rope = dataclasses.replace(rope, bases=bases)
-    options = GEMMA | read_softcaps(read, head_dim) if family.gemma else {}
-    model = GPTConfig(
-        vocab_size=read.number("vocab_size"),
-        width=width,
-        layers=layers,
-        heads=heads,
-        kv_heads=read.number("num_key_value_heads", default=heads),
-        head_dim=head_dim,
-        mlp_width=read.number("intermediate_size"),
-        tied_head=read.flag("tie_word_embeddings"),
-        qkv_bias=family.qkv_bias,
-        qk_norm=family.qk_norm,
-        norm_eps=read.real("rms_norm_eps"),
-        rope=rope,
-        dtype="float32" if dtype in ("float32", "float64") else "bfloat16",
-        **window_options(windows),
-        **options,
-    )
-    simple = plain(model)
-    # `plain` leaves out which layers a scaling stretches if there is none, but a flag may add one.
-    kept = dataclasses.replace(simple.rope, stretches=rope.stretches)
-    model = dataclasses.replace(simple, rope=kept)
-    return Description(family=kind, model=model, length=length)
 
 
 def family_of(model: GPTConfig) -> str:
@@ -196,14 +92,15 @@ def family_of(model: GPTConfig) -> str:
         NotImplementedError: if it is of none.
     """
     kind = None
-    if model.sinks or not one_window(model):
+    windows = {window for window in model.layer_windows if window is not None}
+    if model.sinks or len(windows) > 1:  # No family has several.
         kind = None
     elif all(getattr(model, name) == value for name, value in GEMMA.items()):
-        if model.qk_norm and not model.qkv_bias and bases_by_window(model):
+        if model.qk_norm and not model.qkv_bias and _bases_by_window(model):
             kind = "gemma3_text"
-        elif not model.qk_norm and not model.qkv_bias and one_base(model):
+        elif not model.qk_norm and not model.qkv_bias and _one_base(model):
             kind = "gemma2" if None not in model.layer_bases else None
-    elif one_base(model) and all(getattr(model, x) == value for x, value in OTHERS.items()):
+    elif _one_base(model) and all(getattr(model, x) == value for x, value in OTHERS.items()):
         skips, mixed = None in model.layer_bases, len(set(model.layer_windows)) > 1
         kind = {
             (False, False): "llama" if model.layer_windows[0] is None else "mistral",
@@ -226,7 +123,7 @@ def family_of(model: GPTConfig) -> str:
 
 def rotary_values(model: GPTConfig) -> dict[str, Any]:
     """The values of a config.json that say what the rotary positions of a model are."""
-    return (local_rope_values if FAMILIES[family_of(model)].local_rope else rope_values)(model)
+    return (_local_rope_values if FAMILIES[family_of(model)].local_rope else _rope_values)(model)
 
 
 def to_values(model: GPTConfig, *, length: int, dtype: str) -> dict[str, Any]:
@@ -260,7 +157,7 @@ def to_values(model: GPTConfig, *, length: int, dtype: str) -> dict[str, Any]:
         "eos_token_id": None,
         "pad_token_id": None,
         **rotary_values(model),
-        **layer_values(model, WINDOWS[kind], skips_rope=family.skips_rope),
+        **_layer_values(model, family),
     }
     if not family.gemma:
         return values | {"hidden_act": "silu"}
@@ -270,3 +167,128 @@ def to_values(model: GPTConfig, *, length: int, dtype: str) -> dict[str, Any]:
         "attn_logit_softcapping": model.softcap,
         "final_logit_softcapping": model.output_softcap,
     }
+
+
+def rope_length(rope: RopeConfig, length: int) -> int:
+    """Tokens of the sequences that stretched positions are for, of which transformers computes.
+
+    Args:
+        rope: the positions.
+        length: the least length.
+    """
+    if rope.original_length is None:
+        return length
+    return max(length, round(rope.factor * rope.original_length))
+
+
+def paper_factor(factor: float) -> float:
+    """The factor of queries and keys in the paper on YaRN."""
+    return 0.1 * math.log(factor) + 1
+
+
+def _rope_values(model: GPTConfig) -> dict[str, Any]:
+    """The rotary positions, under the names that all versions of transformers read."""
+    rope = model.rope
+    base = rope.base
+    if rope.scaling == "ntk":  # It is nothing but a larger base: see `models.rope`.
+        half = model.head_dim // 2
+        base *= rope.factor ** (half / max(half - 1, 1))
+    if rope.scaling in ("none", "ntk"):
+        return {"rope_theta": base, "rope_scaling": None}
+    scaling: dict[str, Any] = {"rope_type": rope.scaling, "factor": rope.factor}
+    if rope.original_length is not None:
+        scaling["original_max_position_embeddings"] = rope.original_length
+    if rope.scaling == "llama3":
+        most, least = rope.turns or (4.0, 1.0)
+        scaling |= {"high_freq_factor": most, "low_freq_factor": least}
+    if rope.scaling == "yarn":
+        most, least = rope.turns or (32.0, 1.0)
+        scaling |= {"beta_fast": most, "beta_slow": least}
+        # Versions of transformers differ in what they make of a factor that is left out.
+        factor = rope.attention_factor
+        scaling["attention_factor"] = paper_factor(rope.factor) if factor is None else factor
+    return {"rope_theta": base, "rope_scaling": scaling}
+
+
+def _local_rope_values(model: GPTConfig) -> dict[str, Any]:
+    """`_rope_values` of a Gemma 3."""
+    pairs = dict(zip(model.layer_windows, model.layer_bases, strict=True))
+    local = next((base for window, base in pairs.items() if window is not None), None)
+    base = pairs.get(None, model.rope.base)
+    of_global = replace(model.rope, base=base, bases=None, stretches="all")
+    values = _rope_values(replace(model, rope=of_global, windows=None, window=None))
+    return values if local is None else values | {"rope_local_base_freq": local}
+
+
+def _layer_values(model: GPTConfig, family: Family) -> dict[str, Any]:
+    """What config.json says of windows and of layers without rotary positions."""
+    size = next((window for window in model.layer_windows if window is not None), None)
+    kinds = [FULL if window is None else SLIDING for window in model.layer_windows]
+    found = {
+        "sliding_window": size,
+        "use_sliding_window": size is not None,
+        "max_window_layers": model.layers if size is None else 0,
+        "no_rope_layers": [int(base is not None) for base in model.layer_bases],
+    }
+    if family.gemma or size is not None:
+        found["layer_types"] = kinds
+    return {key: value for key, value in found.items() if key in family.keys}
+
+
+def plain(model: GPTConfig) -> GPTConfig:
+    """The same model, said in the simplest way: two models are equal if these are."""
+    windows, bases = shortest(model.layer_windows), shortest(model.layer_bases)
+    model = replace(model, window=None, windows=None, no_rope_every=None)
+    if model.scale_dim == model.head_dim:
+        model = replace(model, scale_dim=None)
+    options = window_options(windows)
+    base, every = model.rope.base, None
+    if len(bases) == 1 and bases[0] is not None:
+        base, named = bases[0], None
+    elif bases[-1] is None and set(bases[:-1]) == {base}:
+        every, named = len(bases), None
+    else:
+        named = tuple("none" if x is None else x for x in bases)
+    stretches = model.rope.stretches if _stretches_some(model) else "all"
+    rope = replace(model.rope, base=base, bases=named, stretches=stretches)
+    return replace(model, rope=rope, no_rope_every=every, **options)
+
+
+def window_options(windows: Sequence[int | None]) -> dict[str, Any]:
+    """The options of a model whose layers have these windows."""
+    first, *others = shortest(windows)
+    if not others:
+        return {"window": first}
+    return {"windows": tuple("none" if x is None else x for x in (first, *others))}
+
+
+def without_rope(model: GPTConfig) -> tuple[GPTConfig, tuple[bool, ...]]:
+    """The model without what config.json has in another form, or not at all."""
+    same = replace(plain(model), rope=RopeConfig(), no_rope_every=None, dtype="float32")
+    return same, tuple(base is None for base in model.layer_bases)
+
+
+def _stretches_some(model: GPTConfig) -> bool:
+    """Whether positions are stretched in the layers without a window, and there are others."""
+    rope = model.rope
+    mixed = set(model.layer_windows) != {None}
+    return rope.stretches == "global" and rope.scaling != "none" and mixed
+
+
+def _one_base(model: GPTConfig) -> bool:
+    """Whether all layers with rotary positions have the same ones."""
+    bases = {base for base in model.layer_bases if base is not None}
+    return len(bases) <= 1 and not _stretches_some(model)
+
+
+def _bases_by_window(model: GPTConfig) -> bool:
+    """Whether rotary positions differ only between layers with a window and those without.
+
+    Those with a window must not be stretched, as in Gemma 3.
+    """
+    pairs = set(zip(model.layer_windows, model.layer_bases, strict=True))
+    if len({window for window, _ in pairs}) < len(pairs) or any(x is None for _, x in pairs):
+        return False
+    if all(window is None for window, _ in pairs):
+        return True
+    return model.rope.scaling == "none" or model.rope.stretches == "global"

@@ -20,8 +20,8 @@ from startrail_jax.errors import InputError
 from trainer import durable
 from trainer.data.opening import read_object, reading
 from trainer.gpt.config import TOKENIZER, GPTTrainConfig
+from trainer.gpt.pretrained.config_json import CONFIG, read_description
 from trainer.gpt.pretrained.defaults import GENERATION, TOKENIZER_FILES
-from trainer.gpt.pretrained.families import CONFIG, read_description
 from trainer.gpt.pretrained.names import Place, places
 from trainer.gpt.pretrained.tensors import Tensors, open_tensors
 from trainer.gpt.tokenizer import check_tokenizer_of_model
@@ -190,7 +190,7 @@ def open_pretrained(config: GPTTrainConfig, shapes: Any) -> Iterator[Pretrained]
         size = sum(jnp.dtype(x.dtype).itemsize * x.size for x in leaves)
         dtype = jnp.dtype(max(leaves, key=lambda x: x.size).dtype)
         longer = ""
-        if described.length is not None and config.seq_len > described.length:
+        if config.seq_len > described.length:
             longer = (
                 f"; it is made for sequences of {described.length:,} tokens, and seq_len is "
                 f"{config.seq_len:,}: --model.rope.scaling stretches its positions"
