@@ -23,8 +23,7 @@ from trainer.gpt.chat.corpus import open_examples
 from trainer.gpt.config import DataConfig
 from trainer.gpt.corpus import open_corpus
 from trainer.gpt.pretrained import defaults
-from trainer.gpt.pretrained.beginning import ending_of, eos_of, with_beginning
-from trainer.gpt.pretrained.defaults import with_model_of
+from trainer.gpt.pretrained.defaults import ending_of, eos_of, with_beginning, with_model_of
 from trainer.gpt.task import GPTTask
 from trainer.gpt.text import encode_prompt, open_tokenizer
 from trainer.gpt.tokenize import main as tokenize

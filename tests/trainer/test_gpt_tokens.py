@@ -347,9 +347,9 @@ def test_cache_that_cannot_be_written_raises(text, tokenizer, tmp_path, monkeypa
         open_text_corpus(text, tokenizer, Path("s3://x"))
     assert not Path("s3:").exists()
     (tmp_path / "cache").write_text("a file")
-    with refused(StorageError, "Tokens and copies must"):
+    with refused(StorageError, "Files must be written"):
         open_text_corpus(text, tokenizer, tmp_path / "cache")
-    with refused(StorageError, "Tokens and copies must"):
+    with refused(StorageError, "Files must be written"):
         main([str(text), str(tmp_path / "cache" / "out"), "--held-out", "0.2"])
     np.save(tmp_path / "a.npy", np.arange(100))
     with refused(InputError, "data.cache must"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import os
 import secrets
 import shutil
 import tempfile
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from startrail_jax.errors import InputError
 from trainer import durable
 from trainer.data.progress import shown_progress
 from trainer.errors import StorageError
@@ -97,6 +99,16 @@ def written_once(folder: Path, write: Callable[[Path], None]) -> Path:
     return folder
 
 
+def check_new(option: str, folder: Path) -> None:
+    """Raises ValueError if a folder to write exists, or is in an object store."""
+    check_folder(option, folder)
+    if os.path.lexists(folder):
+        raise InputError(
+            f"{option} must be a folder that does not exist yet; got {str(folder)!r}, which does. "
+            "Give another, or delete it."
+        )
+
+
 def write_folder(folder: Path, write: Callable[[Path], None], *, option: str) -> None:
     """Fills a new folder, which appears only when it is whole and on the disk.
 
@@ -142,7 +154,7 @@ def storing(folder: Path, option: str) -> Iterator[None]:
     except OSError as error:
         # An error of the data that are read is a UserError and no OSError.
         raise StorageError(
-            f"Tokens and copies must be written to a folder with space; got {str(folder)!r}: "
+            f"Files must be written to a folder with space; got {str(folder)!r}: "
             f"{error.strerror or error}. Fix that, or give another: {option}."
         ) from error
 

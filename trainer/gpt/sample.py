@@ -20,8 +20,7 @@ from trainer.gpt.config import TOKENIZER, GPTTrainConfig, TextOptions
 from trainer.gpt.corpus import Corpus
 from trainer.gpt.generation import Generator
 from trainer.gpt.lora.weights import restore_model
-from trainer.gpt.pretrained.beginning import eos_of
-from trainer.gpt.pretrained.defaults import kept_folder, kept_tokenizer, require_bytes
+from trainer.gpt.pretrained.defaults import eos_of, kept_folder, kept_tokenizer, require_bytes
 from trainer.gpt.text import (
     IdTokenizer,
     TextStream,

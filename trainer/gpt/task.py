@@ -13,8 +13,13 @@ from typing import Any
 from startrail_jax.errors import InputError
 from trainer.data.dataset import Dataset
 from trainer.gpt.config import GPTTrainConfig, RopeConfig, TextOptions
-from trainer.gpt.pretrained.beginning import with_beginning, with_ending
-from trainer.gpt.pretrained.defaults import kept_tokenizer, with_model_of, with_tokenizer
+from trainer.gpt.pretrained.defaults import (
+    kept_tokenizer,
+    with_beginning,
+    with_ending,
+    with_model_of,
+    with_tokenizer,
+)
 from trainer.places import TOKENS
 from trainer.run.settings import CHECKPOINTS_FOLDER
 from trainer.task import InitialWeights, Task

@@ -15,7 +15,6 @@ import trainer.packages  # noqa: F401  First: it says what is not installed.
 
 # isort: split
 
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from typing import Annotated
 import tyro
 
 from startrail_jax.errors import InputError
-from trainer.data.cache import write_folder
+from trainer.data.cache import check_new, write_folder
 from trainer.data.files import TOKEN_KINDS
 from trainer.data.remote import with_copies
 from trainer.gpt.config import DataConfig
@@ -76,12 +75,7 @@ def tokenize(options: TokenizeOptions) -> str:
         ValueError: if the folder exists or is in an object store, or the text cannot be read or
             tokenised.
     """
-    check_folder("OUT", options.out)
-    if os.path.lexists(options.out):
-        raise InputError(
-            f"OUT must be a folder that does not exist yet; got {str(options.out)!r}, which does. "
-            "Give another, or delete it."
-        )
+    check_new("OUT", options.out)
     check_folder("data.cache", options.cache or Path())
     stored = [x for x in (options.text, options.validation_path) if x and is_in_store(x)]
     if options.cache is not None and not stored:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 from collections.abc import Iterator, Sequence
@@ -207,11 +208,14 @@ class FileTokenizer:
         Raises:
             ValueError: if a token is beyond the vocabulary of the model.
         """
-        texts = [example.text for example in examples]
+        texts, tokenizer = [example.text for example in examples], self._tokenizer
         # Some post-processors take spaces away from the offsets; they change no token here.
-        self._tokenizer.post_processor = None
-        with _library_errors(self._path, OTHER_FILE):
-            found = self._tokenizer.encode_batch(texts, add_special_tokens=False)
+        processor, tokenizer.post_processor = tokenizer.post_processor, None
+        try:
+            with _library_errors(self._path, OTHER_FILE):
+                found = tokenizer.encode_batch(texts, add_special_tokens=False)
+        finally:
+            tokenizer.post_processor = processor
         encoded = []
         for example, encoding in zip(examples, found, strict=True):
             # The template of a conversation has put around it what belongs there.
@@ -279,18 +283,26 @@ def load_tokenizer(path: Path) -> Any:
         ImportError: if the package transformers is missing.
         ValueError: if it cannot be used.
     """
-    transformers = load_transformers("Tokenizers", path)
     with _library_errors(path, "Give the file that lies beside the weights of the model."):
         path.open().close()
-        if path.name == TOKENIZER:
-            found: Any = transformers.AutoTokenizer.from_pretrained(
-                str(path.absolute().parent), local_files_only=True, trust_remote_code=False
-            )
-        else:
-            found = transformers.PreTrainedTokenizerFast(tokenizer_file=str(path))
-        # The file may ask for both, for short inputs.
-        found.backend_tokenizer.no_truncation()
-        found.backend_tokenizer.no_padding()
+        files = path.parent.iterdir() if path.name == TOKENIZER else [path]
+        state = {(x.name, x.stat().st_mtime_ns, x.stat().st_size) for x in files if x.is_file()}
+        return _loaded(path.absolute(), frozenset(state))
+
+
+@functools.lru_cache(maxsize=1)
+def _loaded(path: Path, state: frozenset[Any]) -> Any:
+    """`load_tokenizer`, once for files in one state: of a large vocabulary, it takes seconds."""
+    transformers = load_transformers("Tokenizers", path)
+    if path.name == TOKENIZER:
+        found: Any = transformers.AutoTokenizer.from_pretrained(
+            str(path.parent), local_files_only=True, trust_remote_code=False
+        )
+    else:
+        found = transformers.PreTrainedTokenizerFast(tokenizer_file=str(path))
+    # The file may ask for both, for short inputs.
+    found.backend_tokenizer.no_truncation()
+    found.backend_tokenizer.no_padding()
     return found
 
 

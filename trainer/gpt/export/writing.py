@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import secrets
-import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -23,7 +19,7 @@ from safetensors.numpy import save_file
 
 from models.hooks import Hooks
 from startrail_jax.errors import InputError, UnsupportedError
-from trainer import durable
+from trainer.data.cache import check_new, write_folder
 from trainer.data.opening import read_object
 from trainer.errors import NonFiniteError, StorageError
 from trainer.gpt.chat.template import TEMPLATE_FILE
@@ -54,7 +50,6 @@ from trainer.gpt.pretrained.names import Place, places
 from trainer.gpt.pretrained.tensors import INDEX, ONE_FILE
 from trainer.gpt.tokenizer import FileTokenizer
 from trainer.parallel.partition import path_name
-from trainer.places import check_folder
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 SHARD_BYTES = 2 * 10**9
@@ -108,12 +103,7 @@ def export_run(
         FloatingPointError: if the type cannot hold a weight.
         OSError: if the folder cannot be written.
     """
-    check_folder("OUT", out)
-    if os.path.lexists(out):
-        raise InputError(
-            f"OUT must be a folder that does not exist yet; got {str(out)!r}, which does. Give "
-            "another, or delete it."
-        )
+    check_new("OUT", out)
     kept = kept_folder(run_dir)
     values = read_object(kept / CONFIG) if (kept / CONFIG).is_file() else None
     before: Any = "float32" if values is None else values.get("torch_dtype")
@@ -139,16 +129,19 @@ def export_run(
         run_dir, config, _shapes(config), step=step, only_trained=apart, note=note
     )
     arrays = {path_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(weights)}
-    with _appearing(out) as part:
+
+    def write(part: Path) -> None:
         if apart:
             _write_file(part / ADAPTER_FILE, peft_tensors(arrays, jnp.dtype(kind)))
-        files = (
-            1 if apart else _write_tensors(arrays, part, jnp.dtype(kind), shard_bytes, config.lora)
-        )
+        else:
+            _write_tensors(arrays, part, jnp.dtype(kind), shard_bytes, config.lora)
         for file, path in beside.items():
             copy_file(path, part / file)
+        # Last: a kill leaves a hidden folder without it.
         (part / name).write_text(json.dumps(described, indent=2) + "\n")
-    return Exported(step=found, dtype=kind, files=files)
+
+    write_folder(out, write, option="OUT")
+    return Exported(step=found, dtype=kind, files=len(list(out.glob("*.safetensors"))))
 
 
 def files_beside_weights(config: GPTTrainConfig, kept: Path) -> dict[str, Path]:
@@ -275,34 +268,10 @@ def _same_model(values: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
         return False
 
 
-@contextmanager
-def _appearing(out: Path) -> Iterator[Path]:
-    """A folder to fill, which is renamed when all is on the disk, and removed on an error.
-
-    A kill before that leaves a hidden folder `.NAME.part-...`, which holds no config.json
-    until its tensors are written.
-    """
-    part = out.with_name(f".{out.name}.part-{secrets.token_hex(4)}")
-    try:
-        try:
-            part.mkdir(parents=True)
-            yield part
-            durable.flush_files(part, 0)
-            durable.rename(part, out)
-        except OSError as error:
-            raise StorageError(
-                f"OUT must be a folder that can be written, with space for the weights; got "
-                f"{str(out)!r}: {error.strerror or error}. Fix that, or give another."
-            ) from error
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-
-
-def _write_file(path: Path, tensors: Mapping[str, Any]) -> None:
-    """Writes one file of tensors."""
+def _write_file(path: Path, tensors: dict[str, Any]) -> None:
     try:
         # transformers asks for the format.
-        save_file(dict(tensors), path, metadata={"format": "pt"})
+        save_file(tensors, path, metadata={"format": "pt"})
     except SafetensorError as error:  # It hides what the operating system said.
         raise StorageError(
             f"Tensors must be written to a disk with space for them; got {str(path.parent)!r}: "
@@ -312,8 +281,8 @@ def _write_file(path: Path, tensors: Mapping[str, Any]) -> None:
 
 def _write_tensors(
     arrays: Mapping[str, Any], folder: Path, dtype: Any, shard_bytes: int, lora: LoraConfig
-) -> int:
-    """Writes the files of tensors, and their index if there are several; returns their number."""
+) -> None:
+    """Writes the files of tensors, and their index if there are several."""
     found = _tensors(arrays)
     size = np.dtype(dtype).itemsize
     sizes = {name: arrays[path].size // (arrays[path].shape[0] if place.stacked else 1) * size
@@ -333,7 +302,6 @@ def _write_tensors(
     if shards[1:]:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": files}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    return len(shards)
 
 
 def _tensors(arrays: Mapping[str, Any]) -> dict[str, tuple[str, Place, int]]:

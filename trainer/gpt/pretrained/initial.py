@@ -36,8 +36,6 @@ ALIGNMENT = 64
 """Bytes of which XLA wants the address of an array to be a multiple."""
 TILE = 128
 """Rows and columns that are transposed at a time: they fit in the cache of a core."""
-AT_ONCE = 1 << 16
-"""Numbers that are checked at a time: they fit in the cache of a core."""
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 
 
@@ -95,40 +93,33 @@ class Pretrained(InitialWeights):
         """Copies values of a tensor, and raises unless they are finite in its type."""
         with np.errstate(over="ignore"):  # What no number of its type holds is refused below.
             fill(target, values)
-        flat = target.reshape(-1)
-        for begin in range(0, flat.size, AT_ONCE):
-            if not np.isfinite(flat[begin : begin + AT_ONCE]).all():
-                raise InputError(
-                    f"Weights must be finite numbers; got NaN or infinity in {tensor} of "
-                    f"{self.tensors.folder}, as {target.dtype}. Download the files again, or save "
-                    "the model anew in a type that holds its numbers."
-                )
+        if not np.isfinite(target).all():
+            raise InputError(
+                f"Weights must be finite numbers; got NaN or infinity in {tensor} of "
+                f"{self.tensors.folder}, as {target.dtype}. Download the files again, or save the "
+                "model anew in a type that holds its numbers."
+            )
 
     def keep(self, run_dir: Path) -> None:
-        """Copies config.json and the files of the tokenizer into the folder of a run."""
-        keep_files(self.tensors.folder, run_dir / KEPT_FOLDER, self.tensors.dtype)
+        """Copies what is not weights into the folder of a run.
 
-
-def keep_files(source: Path, folder: Path, dtype: str) -> None:
-    """Copies what is not weights. The type in config.json becomes that of the weights."""
-    folder.mkdir(exist_ok=True)
-    for name in KEPT:
-        if (source / name).is_file():
-            copy_file(source / name, folder / name)
-    values = {k: v for k, v in read_object(source / CONFIG).items() if k != "dtype"}
-    values["torch_dtype"] = dtype
-    (folder / CONFIG).write_text(json.dumps(values, indent=2) + "\n")
-    write_sums(folder)
-    durable.flush_files(folder, 0)
-    durable.flush(folder.parent)
+        The type in config.json becomes that of the weights.
+        """
+        source, folder = self.tensors.folder, run_dir / KEPT_FOLDER
+        folder.mkdir(exist_ok=True)
+        for name in KEPT:
+            if (source / name).is_file():
+                copy_file(source / name, folder / name)
+        values = {k: v for k, v in read_object(source / CONFIG).items() if k != "dtype"}
+        values["torch_dtype"] = self.tensors.dtype
+        (folder / CONFIG).write_text(json.dumps(values, indent=2) + "\n")
+        write_sums(folder)
+        durable.flush_files(folder, 0)
+        durable.flush(folder.parent)
 
 
 def copy_file(source: Path, target: Path) -> None:
-    """Copies a file of a tokenizer.
-
-    Raises:
-        ValueError: if it cannot be read, or is larger than any tokenizer.
-    """
+    """Copies a file of a tokenizer; raises ValueError if it cannot be read."""
     with reading(source):
         content = source.read_bytes()
     target.write_bytes(content)
