@@ -3,7 +3,6 @@
 import dataclasses
 import io
 import json
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +16,6 @@ from refusals import refused
 from startrail_jax.errors import InputError
 from startrail_jax.tokens.layout import Layout
 from trainer.gpt.chat.corpus import open_examples
-from trainer.gpt.chat.encoding import digest_of
 from trainer.gpt.chat.packing import PADDING, EncodedExamples, PackedExamples, collate_rows
 from trainer.gpt.chat.template import ChatTemplate
 from trainer.gpt.config import DataConfig, TextOptions
@@ -219,15 +217,6 @@ def test_token_across_the_border_counts(tmp_path):
     assert counted_of("ab? ", "no") == [" n", "o", "<|endoftext|>"]
     assert counted_of("ab", "? no") == ["?", " n", "o", "<|endoftext|>"]
     assert counted_of("ab?", "no") == ["n", "o", "<|endoftext|>"]
-
-
-def test_hash_of_data_tells_whether_tokens_at_a_border_count():
-    text = SimpleNamespace(digest="text")
-    plain, bordered = (
-        EncodedExamples(tokens=x, counted=x, ends=np.array([2]))
-        for x in (np.array([0, 1]), np.array([0, 2]))
-    )
-    assert digest_of(text, None, plain) != digest_of(text, None, bordered)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -7,12 +7,10 @@ that this takes does not grow with the text.
 from __future__ import annotations
 
 import hashlib
-import io
 import itertools
 import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -162,11 +160,20 @@ def encode_to_folder(text: Text, folder: Path) -> None:
         ValueError: as `encode`.
         OSError: if the files cannot be written.
     """
-    with ExitStack() as stack:
-        train = stack.enter_context((folder / TRAIN_FILE).open("wb"))
-        held_out = stack.enter_context((folder / HELD_OUT_FILE).open("wb"))
-        told = stack.enter_context(shown_progress(f"tokenising {text.files.name}", text.size))
-        writers = _write(text, (train, held_out), told)
+    tokenizer = text.tokenizer
+    with (
+        VectorWriter(folder / TRAIN_FILE, tokenizer.dtype) as train,
+        VectorWriter(folder / HELD_OUT_FILE, tokenizer.dtype) as held_out,
+        shown_progress(f"tokenising {text.files.name}", text.size) as told,
+    ):
+        writers = train, held_out
+        for chunk in chunks(_slices(_assign(text, told), tokenizer)):
+            encoded = tokenizer.encode([document for _, document in chunk])
+            for (is_held_out, document), tokens in zip(chunk, encoded, strict=True):
+                writers[is_held_out].add(tokens, ends_document=document.is_last)
+    # A document without text still has the token that ends it.
+    lengths = [writer.length - writer.documents for writer in writers]
+    check_lengths(lengths, "tokens", text.files, text.validation, text.config)
     about = {
         "documents": [writer.documents for writer in writers],
         "largest": [writer.largest for writer in writers],
@@ -210,11 +217,20 @@ def read_encoded(
 class VectorWriter:
     """Appends integers, such as tokens, to a .npy file, and counts them."""
 
-    def __init__(self, file: io.BufferedIOBase, dtype: np.dtype) -> None:
-        self.dtype = dtype
+    def __init__(self, path: Path, dtype: np.dtype) -> None:
         self.documents = self.length = self.largest = 0
-        self._file = file
+        self._dtype = dtype
+        self._file = path.open("wb")
         self._write_header()
+
+    def __enter__(self) -> VectorWriter:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Writes the length, for which a header of .npy files has room."""
+        with self._file:
+            self._file.seek(0)
+            self._write_header()
 
     def add(self, tokens: Integer[np.ndarray, " tokens"], *, ends_document: bool = False) -> None:
         """Appends tokens, the last of which may end a document."""
@@ -223,34 +239,9 @@ class VectorWriter:
         self.length += len(tokens)
         self.largest = max(self.largest, int(tokens.max(initial=0)))
 
-    def finish(self) -> None:
-        """Writes the length, for which a header of .npy files has room."""
-        self._file.seek(0)
-        self._write_header()
-
     def _write_header(self) -> None:
-        header = {"descr": self.dtype.str, "fortran_order": False, "shape": (self.length,)}
+        header = {"descr": self._dtype.str, "fortran_order": False, "shape": (self.length,)}
         np.lib.format.write_array_header_1_0(self._file, header)
-
-
-def _write(
-    text: Text,
-    files: tuple[io.BufferedIOBase, io.BufferedIOBase],
-    on_read: Callable[[int], None] = lambda size: None,
-) -> tuple[VectorWriter, VectorWriter]:
-    """Writes the tokens to train on to one file, and those held out to the other."""
-    tokenizer = text.tokenizer
-    train, held_out = writers = tuple(VectorWriter(file, tokenizer.dtype) for file in files)
-    for chunk in chunks(_slices(_assign(text, on_read), tokenizer)):
-        encoded = tokenizer.encode([document for _, document in chunk])
-        for (is_held_out, document), tokens in zip(chunk, encoded, strict=True):
-            writers[is_held_out].add(tokens, ends_document=document.is_last)
-    # A document without text still has the token that ends it.
-    lengths = [writer.length - writer.documents for writer in writers]
-    check_lengths(lengths, "tokens", text.files, text.validation, text.config)
-    for writer in writers:
-        writer.finish()
-    return train, held_out
 
 
 def _assign(text: Text, on_read: Callable[[int], None]) -> Iterator[tuple[bool, Document]]:

@@ -36,8 +36,6 @@ OTHER_FILE = "The file fails on a text: give another, or correct it."
 
 
 CountedTokens = tuple[Integer[np.ndarray, " tokens"], UInt8[np.ndarray, " tokens"]]
-COUNTED, BORDER = 1, 2
-"""What counts: a token whose first character does, and one of which only a later part does."""
 
 
 class ByteTokenizer:
@@ -197,7 +195,7 @@ class FileTokenizer:
         """Tokens of each text, with the one that ends a document if it asks for that.
 
         A token counts if any of its characters is in a part that counts; so does the token at the
-        end. What is told of it is `COUNTED` or `BORDER`; else 0.
+        end.
 
         Args:
             examples: documents, of which some parts count.
@@ -366,9 +364,8 @@ def _counted(
     counted = np.zeros(len(starts) + example.is_last, np.uint8)
     of_text = counted[: len(starts)]
     for first, end in example.counted or ():
-        of_text[(starts < first) & (ends > first) & (first < end) & (of_text == 0)] = BORDER
-        of_text[(starts >= first) & (starts < end)] = COUNTED
-    counted[len(starts) :] = COUNTED
+        of_text[(starts < end) & (np.maximum(ends, starts + 1) > first) & (first < end)] = 1
+    counted[len(starts) :] = 1
     return counted
 
 

@@ -1,25 +1,53 @@
-"""The data of a run whose loss counts answers only: rows to train on, and rows held out."""
+"""The data of a run whose loss counts answers only: rows to train on, and rows held out.
+
+Tokens are written as they are made, so that the memory that this takes does not grow with the
+number of examples.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
 import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from startrail_jax.errors import InputError
 from startrail_jax.tokens.layout import Layout
-from trainer.data.files import RECORD_KINDS
+from trainer.data.cache import filled_folder
+from trainer.data.documents import Document
+from trainer.data.files import RECORD_KINDS, map_tokens
+from trainer.data.progress import shown_progress
 from trainer.gpt.batches import TextDataset
-from trainer.gpt.chat.encoding import digest_of, encode_examples
+from trainer.gpt.chat.examples import read_examples
 from trainer.gpt.chat.packing import EncodedExamples, PackedExamples, collate_rows
 from trainer.gpt.chat.template import ChatTemplate
 from trainer.gpt.config import DataConfig
 from trainer.gpt.corpus import Corpus, Stream, check_effects, find_parts, open_text
 from trainer.gpt.documents import ExampleDocuments
-from trainer.gpt.encoding import TextTokenizer
+from trainer.gpt.encoding import (
+    Text,
+    TextTokenizer,
+    VectorWriter,
+    check_lengths,
+    chunks,
+    share_of_key,
+)
 from trainer.gpt.tokenizer import FileTokenizer, beginning_of
+
+# Changes when the same examples give other files than before.
+FORMAT = 3
+# Changes when the same examples give other tokens, or others count.
+DIGEST = 1
+PARTS = ("train", "val")
+VECTORS = {"tokens": None, "counted": np.dtype(np.uint8), "ends": np.dtype(np.int64)}
+"""Name of each vector of a part, and its data type; None for that of the tokenizer."""
 
 
 def open_examples(
@@ -76,7 +104,7 @@ def open_examples(
         decode=tokenizer.decode,
         description=f"{files.name}: {counts[0]} to train on; {counts[1]} held out{place}"
         f"{files.remark}; completions end with {_name_of_end(tokenizer)}",
-        digest=digest_of(text, template, parts[0]),
+        digest=_hash([DIGEST, text.digest], template)[:16],
         tokens=tokens,
     )
     collate = partial(collate_rows, layout=layout, mask_documents=config.mask_documents)
@@ -86,8 +114,96 @@ def open_examples(
     )
 
 
+def encode_examples(
+    text: Text, template: ChatTemplate | None, cache: Path | None
+) -> tuple[list[EncodedExamples], str]:
+    """The examples to train on and those held out, and a hash of the former.
+
+    Args:
+        text: the files, and the tokenizer.
+        template: turns messages into text; None if there is none.
+        cache: folder for the tokens; None to keep them in memory.
+
+    Raises:
+        OSError: if tokens cannot be cached.
+        ValueError: if a line is not an example, or one of the parts has none.
+    """
+    key = _hash([FORMAT, text.key], template)[:32]
+    with filled_folder(cache, key, lambda x: _write(text, template, x)) as (folder, sums):
+        parts = [
+            EncodedExamples(**{x: map_tokens(folder / f"{part}.{x}.npy", "") for x in VECTORS})
+            for part in PARTS
+        ]
+    train = " ".join(sums[f"{PARTS[0]}.{vector}.npy"] for vector in VECTORS)
+    return parts, hashlib.sha256(train.encode()).hexdigest()
+
+
+def _hash(text: list[Any], template: ChatTemplate | None) -> str:
+    """A hash of what tells the text, and of what else decides which tokens there are and count."""
+    values = [*text, None if template is None else template.digest]
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()
+
+
+def _write(text: Text, template: ChatTemplate | None, folder: Path) -> None:
+    """Writes each vector of each part to a file, as examples are read."""
+    with ExitStack() as stack:
+        writers = {
+            part: {
+                vector: stack.enter_context(
+                    VectorWriter(folder / f"{part}.{vector}.npy", dtype or text.tokenizer.dtype)
+                )
+                for vector, dtype in VECTORS.items()
+            }
+            for part in PARTS
+        }
+        told = stack.enter_context(shown_progress(f"tokenising {text.files.name}", text.size))
+        for chunk in chunks(_assign(text, template, told)):
+            encoded = text.tokenizer.encode_parts([example for _, example in chunk])
+            for (part, example), (tokens, counted) in zip(chunk, encoded, strict=True):
+                if not counted[1:].any():
+                    raise InputError(
+                        "An example must have an answer after its first token, which the loss can "
+                        f"count; got none in {example.place!r}. Mend or remove the line."
+                    )
+                writers[part]["tokens"].add(tokens)
+                writers[part]["counted"].add(counted)
+                end = np.array([writers[part]["tokens"].length], np.int64)
+                writers[part]["ends"].add(end)
+    counts = [writers[part]["ends"].length for part in PARTS]
+    check_lengths(counts, "examples", text.files, text.validation, text.config)
+
+
+def _assign(
+    text: Text, template: ChatTemplate | None, on_read: Callable[[int], None]
+) -> Iterator[tuple[str, Document]]:
+    """Every example, and its part."""
+    train, held_out = PARTS
+    most = -1.0 if text.validation is not None else _largest_share(text, template)
+    ignored = text.config.ignored_keys
+    for example in read_examples(text.files, template, ignored, on_read):
+        yield held_out if share_of_key(example.key) <= most else train, example
+    if text.validation is not None:
+        for example in read_examples(text.validation, template, ignored, on_read):
+            yield held_out, example
+
+
+def _largest_share(text: Text, template: ChatTemplate | None) -> float:
+    """The largest `share_of_key` of the examples that are held out.
+
+    Where `held_out` gives all examples to one part, one example is held out.
+    """
+    shares, found = [], set()
+    largest = math.nextafter(text.config.held_out, 0)
+    for example in read_examples(text.files, template, text.config.ignored_keys):
+        shares.append(share_of_key(example.key))
+        found.add(shares[-1] <= largest)
+        if len(found) == 2:  # Of many examples, the first few are enough to know it.
+            return largest
+    return min(shares) if len(shares) > 1 else largest
+
+
 def _check_beginning(
-    parts: tuple[EncodedExamples, EncodedExamples], config: DataConfig, tokenizer: FileTokenizer
+    parts: Sequence[EncodedExamples], config: DataConfig, tokenizer: FileTokenizer
 ) -> None:
     """Warns if conversations lack the token that documents and prompts begin with.
 
