@@ -67,7 +67,7 @@ def expected_noise(config, count, seed=SEED):
     key = jax.random.fold_in(jax.random.key(seed), DRAWING)
     keys = [jax.random.fold_in(key, number) for number in range(count)]
     noise = np.stack([jax.random.normal(key, shape) for key in keys])
-    return unpatchify(noise, config.size, config.model.patch, config.model.channels)
+    return unpatchify(noise, config.size, config.model.patch)
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +138,7 @@ def test_with_guidance_1_a_step_follows_the_prediction_of_the_model(one_step):
         jnp.asarray(captions),
     )
     velocity = np.asarray(jax.jit(program.outputs)(make_weights(program), shown))
-    velocity = unpatchify(velocity, CONFIG.size, CONFIG.model.patch, CONFIG.model.channels)
+    velocity = unpatchify(velocity, CONFIG.size, CONFIG.model.patch)
     drawn = one_step()
     assert all(differ(*pair) for pair in zip(drawn, noise, strict=True))
     np.testing.assert_allclose(drawn, noise - velocity, atol=1e-5 * abs(drawn).max())
@@ -196,22 +196,16 @@ def test_what_the_model_has_not_learnt_is_refused_at_once(config, changes, words
 
 
 @pytest.mark.parametrize(
-    ("config", "wishes", "named"),
+    ("wishes", "named"),
     [
-        (CONFIG, {"labels": [*LABELS[1:], 4]}, "classes=3"),
-        (CONFIG, {"labels": [-1, *LABELS[1:]]}, "classes=3"),
-        (CONFIG, {"captions": None}, "caption_length=5"),
-        (NO_TEXT, {}, "caption_length=0"),
-        (CONFIG, {"captions": CAPTIONS[1:]}, "5 labels"),
-        (CONFIG, {"captions": [b"longer", *CAPTIONS[1:]]}, "'longer'"),
-        (CONFIG, {"seed": 2**32}, "seed=4294967296"),
-        (CONFIG, {"seed": -1}, "seed=-1"),
+        ({"captions": [b"longer", *CAPTIONS[1:]]}, "'longer'"),
+        ({"seed": 2**32}, "seed=4294967296"),
+        ({"seed": -1}, "seed=-1"),
     ],
 )
-def test_wishes_that_the_model_cannot_take_are_refused_at_once(config, wishes, named):
-    drawing = make_drawing(make_program(config=config))
+def test_wishes_that_the_model_cannot_take_are_refused(wishes, named):
     with refused(InputError, named):
-        drawing.draw(None, **{"labels": LABELS, "captions": CAPTIONS, "seed": 0} | wishes)
+        draw(make_drawing(make_program()), None, **wishes)
 
 
 def test_pixels_are_rounded_and_clipped_and_frames_of_a_video_lie_side_by_side():

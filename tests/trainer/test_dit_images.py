@@ -3,30 +3,38 @@
 import re
 import sys
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from PIL import ExifTags, Image
 
+from configs.dit import dit_digits
 from refusals import refused
 from startrail_jax.errors import InputError
 from trainer.dit import images
-from trainer.dit.config import ImageConfig
-from trainer.dit.images import Wanted
+from trainer.dit.config import DiTConfig, ImageConfig
 from trainer.errors import MissingPackageError
 
 pytestmark = pytest.mark.quick
 
 HEIGHT, WIDTH = 5, 7
-SIZES = Wanted(size=(1, HEIGHT, WIDTH), channels=3, classes=0, caption_length=0)
 LATENTS = {"size": (2, 3, 5), "channels": 4}
 RNG = np.random.default_rng(0)
 
 
-def open_images(path=None, *, held_out=0.25, latent_scale=1.0, **wanted):
-    config = ImageConfig(path=path, held_out=held_out, latent_scale=latent_scale)
-    sizes = {"size": (1, HEIGHT, WIDTH), "channels": 3}
-    return images.open_images(config, Wanted(**sizes | wanted))
+def make_config(path=None, *, size=(1, HEIGHT, WIDTH), classes=0, channels=3, **options):
+    length = options.pop("caption_length", 0)
+    model = DiTConfig(
+        channels=channels, classes=classes, caption_length=length, patch=(1, 1, 1),
+        width=8, layers=1, heads=1, mlp_width=8,
+    )  # fmt: skip
+    data = ImageConfig(path=path, **{"held_out": 0.25} | options)
+    return replace(dit_digits(), model=model, data=data, size=size)
+
+
+def open_images(*args, **options):
+    return images.open_images(make_config(*args, **options))
 
 
 def open_digits(**wanted):
@@ -350,7 +358,7 @@ def test_no_damage_escapes_the_error_for_it(tmp_path, suffix):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                images.read_image(path, SIZES)
+                images.read_image(path, make_config())
             except InputError:
                 bad += 1
     assert bad > 50

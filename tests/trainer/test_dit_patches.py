@@ -30,20 +30,6 @@ def test_patchify_puts_each_number_into_its_patch():
 @pytest.mark.parametrize("library", [np, jnp], ids=["numpy", "jax"])
 def test_unpatchify_is_the_way_back(library, batch):
     latent = library.asarray(make_latent(*batch))
-    back = unpatchify(patchify(latent, PATCH), SIZE, PATCH, CHANNELS)
+    back = unpatchify(patchify(latent, PATCH), SIZE, PATCH)
     assert type(back) is type(latent)
     np.testing.assert_array_equal(back, latent)
-
-
-def test_patches_that_do_not_cover_the_latent_are_refused():
-    match = r"patch must divide the size.*got patch=\(3, 2, 6\), size=\(6, 10, 21\)"
-    with pytest.raises(ValueError, match=match):
-        patchify(make_latent(), (3, 2, 6))
-    with pytest.raises(ValueError, match=match):
-        unpatchify(np.zeros((30, 42)), SIZE, (3, 2, 6), 1)
-
-
-def test_unpatchify_refuses_patches_of_another_latent():
-    match = r"patches must end in the dimensions \(30, 210\).*got shape \(30, 42\)"
-    with pytest.raises(ValueError, match=match):
-        unpatchify(np.zeros((30, 42)), SIZE, PATCH, CHANNELS)

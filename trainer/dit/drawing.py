@@ -18,7 +18,7 @@ from startrail_jax.errors import InputError
 from startrail_jax.xla.compiler import compiler_options
 from trainer.data.batches import sharding_of
 from trainer.dit.batches import PADDING, padded_caption
-from trainer.dit.config import DiTConfig, DiTTrainConfig
+from trainer.dit.config import DiTTrainConfig
 from trainer.dit.diffusion import Predict, Sampler, guided, sample
 from trainer.dit.objective import DRAWING, Denoising
 from trainer.dit.patches import unpatchify
@@ -86,19 +86,20 @@ class Drawing:
             -1 to 1.
 
         Raises:
-            ValueError: if the model does not know a label, or cannot take a caption or the seed.
+            ValueError: if a caption is too long for the model, or the seed is out of range.
         """
-        _check_wishes(labels, captions, seed, self._config.model)
-        return self._images(weights, labels, captions, np.uint32(seed))
-
-    def _images(
-        self,
-        weights: Any,
-        labels: Sequence[int],
-        captions: Sequence[bytes] | None,
-        seed: np.uint32,
-    ) -> Iterator[Float32[np.ndarray, "F H W C"]]:
         config = self._config
+        longest = max(captions or (), key=len, default=b"")
+        if len(longest) > config.model.caption_length:
+            raise InputError(
+                f"captions must have at most caption_length={config.model.caption_length} bytes; "
+                f"got {len(longest)} in {longest.decode(errors='replace')!r}, the longest. Shorten "
+                "it."
+            )
+        if not 0 <= seed < 2**32:
+            raise InputError(
+                f"seed must be at least 0 and below 2**32; got seed={seed}. Use another."
+            )
         length = self._layout.padded_length(config.model.caption_length)
         for first in range(0, len(labels), self._rows):
             # The last image is repeated to fill the batch: another size would be compiled again.
@@ -107,9 +108,9 @@ class Drawing:
             text = None
             if captions is not None:
                 text = np.stack([padded_caption(captions[number], length) for number in numbers])
-            patches = self._draw(weights, chosen, text, numbers.astype(np.int32), seed)
+            patches = self._draw(weights, chosen, text, numbers.astype(np.int32), np.uint32(seed))
             patches = np.asarray(patches)[:, : config.num_tokens]
-            drawn = unpatchify(patches, config.size, config.model.patch, config.model.channels)
+            drawn = unpatchify(patches, config.size, config.model.patch)
             # Back to the scale of the data.
             yield from drawn[: len(labels) - first] / np.float32(config.data.latent_scale)
 
@@ -161,35 +162,6 @@ def _check_guidance(guidance: float, config: DiTTrainConfig) -> None:
             f"and without; got guidance={guidance}, classes={model.classes}, "
             f"caption_length={model.caption_length}, dropout={dropout}. Use guidance=1."
         )
-
-
-def _check_wishes(
-    labels: Sequence[int], captions: Sequence[bytes] | None, seed: int, model: DiTConfig
-) -> None:
-    for label in labels:
-        if not 0 <= label <= model.classes:
-            raise InputError(
-                "labels must be at least 0 and below the number of classes, or that number for no "
-                f"class; got label={label}, classes={model.classes}. Choose others."
-            )
-    if (captions is not None) != (model.caption_length > 0):
-        raise InputError(
-            "captions must be given for a model with caption_length above 0, and for no other; "
-            f"got captions={captions}, caption_length={model.caption_length}. Use b'' for none."
-        )
-    if captions is not None and len(captions) != len(labels):
-        raise InputError(
-            f"captions must be as many as labels; got {len(captions)} captions, {len(labels)} "
-            "labels. Use b'' for none."
-        )
-    longest = max(captions or (), key=len, default=b"")
-    if len(longest) > model.caption_length:
-        raise InputError(
-            f"captions must have at most caption_length={model.caption_length} bytes; got "
-            f"{len(longest)} in {longest.decode(errors='replace')!r}, the longest. Shorten it."
-        )
-    if not 0 <= seed < 2**32:
-        raise InputError(f"seed must be at least 0 and below 2**32; got seed={seed}. Use another.")
 
 
 def to_pixels(latent: Float32[np.ndarray, "F H W C"]) -> UInt8[np.ndarray, "H F*W C"]:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float32, Integer
@@ -26,7 +26,7 @@ from jaxtyping import Float32, Integer
 from startrail_jax.errors import InputError, UserError
 from trainer.data.files import find_files, walk_files
 from trainer.data.opening import reading
-from trainer.dit.config import ImageConfig
+from trainer.dit.config import DiTTrainConfig
 from trainer.errors import MissingPackageError
 
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -90,22 +90,6 @@ class Images:
     damaged may be restored while a run goes on."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """What the model needs examples to be."""
-
-    size: tuple[int, int, int]
-    """Frames, height and width."""
-    channels: int
-    """Number of channels."""
-    classes: int = 0
-    """Number of classes; with 0, labels are not read."""
-    caption_length: int = 0
-    """Largest number of bytes of a caption; with 0, captions are not read."""
-    resize: Literal["crop", "pad", "stretch"] | None = None
-    """How images of another size are brought to this one; None refuses them."""
-
-
 class _Source(NamedTuple):
     """All examples that were found, before any is held out."""
 
@@ -119,28 +103,27 @@ class _Source(NamedTuple):
     """End of the line in the log that describes the data."""
 
 
-def open_images(config: ImageConfig, wanted: Wanted) -> Images:
-    """Opens what `config` names; by default, the handwritten digits of scikit-learn.
+def open_images(config: DiTTrainConfig) -> Images:
+    """Opens what `config.data` names; by default, the handwritten digits of scikit-learn.
 
     An *.npz file is read as a whole. The size and the caption of every image in a folder are read
     now.
 
     Args:
-        config: what to read.
-        wanted: what the model needs. Images are converted to 1 or 3 channels.
+        config: config of the run. Images are converted to the 1 or 3 channels of its model.
 
     Raises:
         ImportError: if the package that reads the data is missing.
         ValueError: if the data cannot be read, are of another kind than their names say, do not fit
             the model, or are fewer than two examples.
     """
-    path = config.path
+    path = config.data.path
     if path is None:
-        source = _open_digits(wanted)
+        source = _open_digits(config)
     elif path.is_dir():
-        source = _open_folder(path, wanted)
+        source = _open_folder(path, config)
     else:
-        source = _open_npz(path, wanted, config.latent_scale)
+        source = _open_npz(path, config, config.data.latent_scale)
     count = len(source.labels)
     if count < 2:
         raise InputError(
@@ -151,7 +134,7 @@ def open_images(config: ImageConfig, wanted: Wanted) -> Images:
     def read(number: int) -> Example:
         return Example(source.latent(number), source.labels[number], source.captions[number])
 
-    held_out = min(max(1, round(config.held_out * count)), count - 1)
+    held_out = min(max(1, round(config.data.held_out * count)), count - 1)
     order = np.random.default_rng(0).permutation(count)
     parts = np.sort(order[held_out:]), np.sort(order[:held_out])
     train, measured = (Examples(numbers=part, read=read) for part in parts)
@@ -168,7 +151,7 @@ def open_images(config: ImageConfig, wanted: Wanted) -> Images:
 # The digits of scikit-learn.
 
 
-def _open_digits(wanted: Wanted) -> _Source:
+def _open_digits(config: DiTTrainConfig) -> _Source:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
@@ -177,21 +160,24 @@ def _open_digits(wanted: Wanted) -> _Source:
             f"missing ({error}). Run: pip install -e '.[images]'"
         ) from error
     name = "handwritten digits of scikit-learn"
-    if (wanted.size, wanted.channels) != ((1, 8, 8), 1) or wanted.classes not in (0, len(DIGITS)):
+    if (config.size, config.model.channels) != ((1, 8, 8), 1) or config.model.classes not in (
+        0,
+        len(DIGITS),
+    ):
         raise InputError(
             f"The {name} need size=(1, 8, 8), model.channels=1 and model.classes=10 or 0; got "
-            f"size={wanted.size}, channels={wanted.channels}, classes={wanted.classes}. Use those, "
-            "or give --data.path."
+            f"size={config.size}, channels={config.model.channels}, classes={config.model.classes}. "
+            "Use those, or give --data.path."
         )
     digits: Any = load_digits()
     # Pixels have values from 0 to 16.
     images = (digits.images / 8 - 1).astype(np.float32)[:, None, :, :, None]
     words = ((DIGITS[digit], repr(DIGITS[digit])) for digit in digits.target)
-    captions, remark = _encode_captions(words, len(images), wanted)
+    captions, remark = _encode_captions(words, len(images), config)
     return _Source(
         name=name,
         latent=lambda number: images[number],
-        labels=digits.target.tolist() if wanted.classes else [None] * len(images),
+        labels=digits.target.tolist() if config.model.classes else [None] * len(images),
         captions=captions,
         content=_digest(images),
         remark=remark,
@@ -205,10 +191,12 @@ def _digest(array: np.ndarray) -> str:
 # Latents in an *.npz file.
 
 
-def _open_npz(path: Path, wanted: Wanted, scale: float) -> _Source:
+def _open_npz(path: Path, config: DiTTrainConfig, scale: float) -> _Source:
     find_files(path, "data.path")  # Raises if the file is missing.
     needed = ["latents"]
-    needed += ["labels"] * (wanted.classes > 0) + ["captions"] * (wanted.caption_length > 0)
+    needed += ["labels"] * (config.model.classes > 0) + ["captions"] * (
+        config.model.caption_length > 0
+    )
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
             found = archive.files
@@ -226,12 +214,12 @@ def _open_npz(path: Path, wanted: Wanted, scale: float) -> _Source:
             "captions."
         )
     latents, count = arrays["latents"], len(np.atleast_1d(arrays["latents"]))
-    rms = _check_latents(latents, path, wanted, scale)
+    rms = _check_latents(latents, path, config, scale)
     labels: list[int | None] = [None] * count
-    if wanted.classes:
-        labels = _check_labels(arrays["labels"], count, path, wanted.classes)
+    if config.model.classes:
+        labels = _check_labels(arrays["labels"], count, path, config.model.classes)
     words: np.ndarray = arrays.get("captions", np.array([], str))
-    if wanted.caption_length and (words.dtype.kind != "U" or words.shape != (count,)):
+    if config.model.caption_length and (words.dtype.kind != "U" or words.shape != (count,)):
         raise _npz_error(
             path,
             f"`captions` must be {count} strings, one for each of `latents`",
@@ -239,8 +227,8 @@ def _open_npz(path: Path, wanted: Wanted, scale: float) -> _Source:
             "Save np.array(captions) of a list of str, or use --model.caption-length 0.",
         )
     places = ((str(word), f"caption {i} of {str(path)!r}") for i, word in enumerate(words))
-    captions, remark = _encode_captions(places, count, wanted)
-    shape = (*wanted.size, wanted.channels)
+    captions, remark = _encode_captions(places, count, config)
+    shape = (*config.size, config.model.channels)
     return _Source(
         name=str(path),
         latent=lambda number: (latents[number].astype(np.float32) * np.float32(scale)).reshape(
@@ -253,11 +241,11 @@ def _open_npz(path: Path, wanted: Wanted, scale: float) -> _Source:
     )
 
 
-def _check_latents(latents: np.ndarray, path: Path, wanted: Wanted, scale: float) -> float:
+def _check_latents(latents: np.ndarray, path: Path, config: DiTTrainConfig, scale: float) -> float:
     """The root mean square of the latents as the model sees them."""
-    example = (*wanted.size, wanted.channels)
+    example = (*config.size, config.model.channels)
     # Images of one frame may leave out its dimension.
-    shapes = [example, example[1:]] if wanted.size[0] == 1 else [example]
+    shapes = [example, example[1:]] if config.size[0] == 1 else [example]
     if latents.shape[1:] not in shapes:
         raise _npz_error(
             path,
@@ -320,16 +308,16 @@ def _npz_error(path: Path, rule: str, found: np.ndarray, way_out: str) -> InputE
 # A folder of images.
 
 
-def _open_folder(folder: Path, wanted: Wanted) -> _Source:
+def _open_folder(folder: Path, config: DiTTrainConfig) -> _Source:
     """Finds the images of a folder, checks their sizes, and reads their captions.
 
     The caption of name.png is in name.txt. Hidden files are left out.
     """
-    if wanted.size[0] != 1 or wanted.channels not in (1, 3):
+    if config.size[0] != 1 or config.model.channels not in (1, 3):
         raise InputError(
             "A folder of images needs size=(1, height, width) and model.channels=1 or 3; got "
-            f"size={wanted.size}, channels={wanted.channels} for {str(folder)!r}. Use those, or "
-            "give an *.npz file of latents."
+            f"size={config.size}, channels={config.model.channels} for {str(folder)!r}. Use those, "
+            "or give an *.npz file of latents."
         )
     with reading(folder):
         found = sorted(walk_files(folder))
@@ -339,15 +327,15 @@ def _open_folder(folder: Path, wanted: Wanted) -> _Source:
             f"A folder of images must hold some, as {', '.join(SUFFIXES)}; got none of these among "
             f"{len(found)} files in {str(folder)!r}. Give another --data.path, or convert them."
         )
-    names = _classes_of_folder(folder, keys, wanted)
+    names = _classes_of_folder(folder, keys, config)
     label_of = {name: label for label, name in enumerate(names)}
     files = [folder / key for key in keys]
-    captions, longest = _encode_captions(map(_read_caption, files), len(files), wanted)
+    captions, longest = _encode_captions(map(_read_caption, files), len(files), config)
     with ThreadPoolExecutor() as threads:
-        list(threads.map(lambda file: read_image(file, wanted, pixels=False), files))
+        list(threads.map(lambda file: read_image(file, config, pixels=False), files))
     return _Source(
         name=str(folder),
-        latent=lambda number: read_image(files[number], wanted),
+        latent=lambda number: read_image(files[number], config),
         labels=[label_of.get(key.split("/")[0]) for key in keys],
         captions=captions,
         content=keys,
@@ -359,9 +347,9 @@ def _suffix(key: str) -> str:
     return PurePosixPath(key).suffix.lower()
 
 
-def _classes_of_folder(folder: Path, keys: list[str], wanted: Wanted) -> tuple[str, ...]:
+def _classes_of_folder(folder: Path, keys: list[str], config: DiTTrainConfig) -> tuple[str, ...]:
     """The sorted names of the subfolders; none if the model has no classes."""
-    if not wanted.classes:
+    if not config.model.classes:
         return ()
     loose = [key for key in keys if "/" not in key]
     if loose:
@@ -371,10 +359,10 @@ def _classes_of_folder(folder: Path, keys: list[str], wanted: Wanted) -> tuple[s
             "or use --model.classes 0."
         )
     names = tuple(sorted({key.split("/")[0] for key in keys}))
-    if len(names) != wanted.classes:
+    if len(names) != config.model.classes:
         raise InputError(
             "model.classes must be the number of folders with images in data.path; got "
-            f"classes={wanted.classes} and {len(names)} folders in {str(folder)!r}. Use "
+            f"classes={config.model.classes} and {len(names)} folders in {str(folder)!r}. Use "
             f"--model.classes {len(names)}, or 0 for no classes."
         )
     return names
@@ -405,10 +393,10 @@ def _read_caption(image: Path) -> tuple[str, str]:
 
 
 def _encode_captions(
-    captions: Iterable[tuple[str, str]], count: int, wanted: Wanted
+    captions: Iterable[tuple[str, str]], count: int, config: DiTTrainConfig
 ) -> tuple[list[bytes | None], str]:
     """Captions in UTF-8, from texts and their places, and a remark that names the longest."""
-    if not wanted.caption_length:
+    if not config.model.caption_length:
         return [None] * count, ""
     encoded: list[bytes | None] = []
     longest, place_of_longest = -1, ""
@@ -423,24 +411,24 @@ def _encode_captions(
         encoded.append(caption)
         if len(caption) > longest:
             longest, place_of_longest = len(caption), place
-    if longest > wanted.caption_length:
+    if longest > config.model.caption_length:
         raise InputError(
             f"Captions must have at most model.caption_length bytes of UTF-8; got {longest} in "
-            f"{place_of_longest} for caption_length={wanted.caption_length}. Use "
+            f"{place_of_longest} for caption_length={config.model.caption_length}. Use "
             f"--model.caption-length {longest}, or shorten them."
         )
     return encoded, (
-        f"; the longest caption has {longest} of {wanted.caption_length} bytes, in "
+        f"; the longest caption has {longest} of {config.model.caption_length} bytes, in "
         f"{place_of_longest}"
     )
 
 
-def read_image(path: Path, wanted: Wanted, *, pixels: bool = True) -> Any:
+def read_image(path: Path, config: DiTTrainConfig, *, pixels: bool = True) -> Any:
     """The upright image with values from -1 to 1, float32 [1 H W C]; on white where transparent.
 
     Args:
         path: the file.
-        wanted: what the model needs.
+        config: config of the run.
         pixels: whether to decode the pixels; otherwise size and mode are checked alone.
 
     Raises:
@@ -457,8 +445,8 @@ def read_image(path: Path, wanted: Wanted, *, pixels: bool = True) -> Any:
         ) from error
     try:
         with Image.open(path, formats=FORMATS) as image:
-            _check_image(image, path, wanted)
-            return _pixels(image, wanted) if pixels else None
+            _check_image(image, path, config)
+            return _pixels(image, config) if pixels else None
     except (UserError, MemoryError):
         raise
     # For damaged files Pillow raises errors of many types, ValueError and TypeError among them.
@@ -469,8 +457,8 @@ def read_image(path: Path, wanted: Wanted, *, pixels: bool = True) -> Any:
         ) from error
 
 
-def _check_image(image: Any, path: Path, wanted: Wanted) -> None:
-    _, height, width = wanted.size
+def _check_image(image: Any, path: Path, config: DiTTrainConfig) -> None:
+    _, height, width = config.size
     found = (image.height, image.width)
     # If the header holds no EXIF data, `getexif` would decode the whole image to look for it.
     if "exif" in image.info and image.getexif().get(EXIF_ORIENTATION, 1) >= 5:
@@ -484,7 +472,7 @@ def _check_image(image: Any, path: Path, wanted: Wanted) -> None:
             f"Images must have 8 bits a channel; got the mode {image.mode!r} in {str(path)!r}. "
             "Convert it."
         )
-    if found != (height, width) and wanted.resize is None:
+    if found != (height, width) and config.data.resize is None:
         raise InputError(
             f"All images must be of the size height={height}, width={width}; got height={found[0]},"
             f" width={found[1]} in {str(path)!r}. Bring images of other sizes to this one with "
@@ -493,7 +481,7 @@ def _check_image(image: Any, path: Path, wanted: Wanted) -> None:
         )
 
 
-def _pixels(image: Any, wanted: Wanted) -> Float32[np.ndarray, "1 H W C"]:
+def _pixels(image: Any, config: DiTTrainConfig) -> Float32[np.ndarray, "1 H W C"]:
     from PIL import Image, ImageOps
 
     upright = ImageOps.exif_transpose(image)
@@ -502,14 +490,14 @@ def _pixels(image: Any, wanted: Wanted) -> Float32[np.ndarray, "1 H W C"]:
         white = Image.new("RGBA", upright.size, "white")
         upright = Image.alpha_composite(white, upright)
     # Colours are resized, which the numbers of a palette cannot be.
-    upright = upright.convert("L" if wanted.channels == 1 else "RGB")
-    _, height, width = wanted.size
+    upright = upright.convert("L" if config.model.channels == 1 else "RGB")
+    _, height, width = config.size
     size, bicubic = (width, height), Image.Resampling.BICUBIC
-    if upright.size != size and wanted.resize == "crop":
+    if upright.size != size and config.data.resize == "crop":
         upright = ImageOps.fit(upright, size, bicubic)
-    elif upright.size != size and wanted.resize == "pad":
+    elif upright.size != size and config.data.resize == "pad":
         upright = ImageOps.pad(upright, size, bicubic)
     elif upright.size != size:
         upright = upright.resize(size, bicubic)
     values = np.asarray(upright, np.float32) / 127.5 - 1
-    return values.reshape(*wanted.size, wanted.channels)
+    return values.reshape(*config.size, config.model.channels)

@@ -11,8 +11,6 @@ import numpy as np
 from einops import rearrange
 from jaxtyping import Array, Shaped
 
-from startrail_jax.errors import InputError
-
 Size = tuple[int, int, int]
 """Frames, height and width."""
 
@@ -29,16 +27,12 @@ def patchify(
     Returns:
         The tokens in the order of frame, row and column. The P values of a token are in the order
         of frame, row, column and channel in the patch.
-
-    Raises:
-        ValueError: if patches do not cover the latent.
     """
-    _grid(latent.shape[-4:-1], patch)
     return rearrange(latent, "... (f a) (h b) (w c) d -> ... (f h w) (a b c d)", **_of_patch(patch))
 
 
 def unpatchify(
-    patches: Shaped[np.ndarray | Array, "... T P"], size: Size, patch: Size, channels: int
+    patches: Shaped[np.ndarray | Array, "... T P"], size: Size, patch: Size
 ) -> Shaped[np.ndarray | Array, "... F H W C"]:
     """The latent that `patchify` has cut into patches.
 
@@ -46,19 +40,8 @@ def unpatchify(
         patches: tokens in the order of `patchify`.
         size: frames, height and width of the latent.
         patch: frames, height and width of a patch.
-        channels: number of channels of the latent.
-
-    Raises:
-        ValueError: if patches do not cover the latent, or these patches have another shape.
     """
-    frames, height, width = _grid(size, patch)
-    expected = (frames * height * width, int(np.prod(patch)) * channels)
-    if patches.shape[-2:] != expected:
-        raise InputError(
-            f"patches must end in the dimensions {expected} for size={size}, patch={patch} and "
-            f"channels={channels}; got shape {patches.shape}. Give the size and the patch that "
-            "they were made with."
-        )
+    frames, height, width = (n // m for n, m in zip(size, patch, strict=True))
     return rearrange(
         patches,
         "... (f h w) (a b c d) -> ... (f a) (h b) (w c) d",
@@ -67,17 +50,6 @@ def unpatchify(
         w=width,
         **_of_patch(patch),
     )
-
-
-def _grid(size: tuple[int, ...], patch: Size) -> Size:
-    """Number of patches along frames, height and width."""
-    if any(n % m for n, m in zip(size, patch, strict=True)):
-        raise InputError(
-            "patch must divide the size of a latent, in frames, height and width; got "
-            f"patch={patch}, size={tuple(size)}. Change one of them."
-        )
-    frames, height, width = (n // m for n, m in zip(size, patch, strict=True))
-    return frames, height, width
 
 
 def _of_patch(patch: Size) -> dict[str, Any]:

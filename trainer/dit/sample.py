@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import numpy as np
 
@@ -17,7 +16,7 @@ from startrail_jax.errors import InputError
 from trainer.checkpoints.reading import restore_weights
 from trainer.config import SHARDED_AXES, MeshConfig
 from trainer.dit.config import DiTTrainConfig, ImageOptions
-from trainer.dit.diffusion import SAMPLERS, Sampler
+from trainer.dit.diffusion import SAMPLERS
 from trainer.dit.drawing import Drawing, save_grid, to_pixels
 from trainer.dit.objective import Denoising
 from trainer.errors import StorageError
@@ -51,16 +50,33 @@ def sample_images(
     out = _file_to_write(run_dir, config, options)
     if session.is_first:
         _require_new_file(out, options)
-    drawing, weights, step = load_drawing(
-        run_dir,
+    attention = st.Attention(session.mesh, causal=False)
+    data, model, target = attention.degrees.data, config.model, config.diffusion.target
+    rows = math.ceil(min(options.batch_size, len(labels)) / data) * data
+    for_drawing = dataclasses.replace(
         config,
-        session.mesh,
-        sampler=options.sampler,
-        steps=options.steps,
-        guidance=options.guidance,
-        rows=min(options.batch_size, len(labels)),
-        note=session.note,
+        batch_size=rows,
+        mesh=MeshConfig(data=data),
+        zero=3 if config.zero == 3 else 0,
+        zero_axes=SHARDED_AXES,
+        accumulation=1,
+        remat="none",
+        offload=False,
     )
+    program = Program(for_drawing, attention, Denoising(for_drawing))
+    guidance = options.guidance
+    if guidance is None:
+        is_guided = config.diffusion.dropout and (model.classes or model.caption_length)
+        guidance = DEFAULT_GUIDANCE if is_guided else 1.0
+    drawing = Drawing(
+        program,
+        sampler=options.sampler or SAMPLERS[target][0],
+        steps=options.steps,
+        guidance=guidance,
+        rows=rows,
+    )
+    shapes, folder = program.state_shapes.weights, run_dir / CHECKPOINTS_FOLDER
+    weights, step = restore_weights(folder, shapes, model_flags(config), note=session.note)
     session.note(f"model: {run_dir} after step {step}")
     images = list(drawing.draw(weights, labels=labels, captions=captions, seed=options.seed))
 
@@ -93,82 +109,12 @@ def save_new(path: Path, write: Callable[[IO[bytes]], None]) -> Path:
         with part.open("wb") as file:
             write(file)
         place, number = path, 1
-        while not _take(place):
+        while place.exists():
             number += 1
             place = path.with_stem(f"{path.stem}-{number}")
         return part.replace(place)
     finally:
         part.unlink(missing_ok=True)
-
-
-def _take(path: Path) -> bool:
-    """Makes an empty file if there is none, even if another program looks for a name now."""
-    try:
-        path.touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    return True
-
-
-def load_drawing(
-    run_dir: Path,
-    config: DiTTrainConfig,
-    mesh: Any,
-    *,
-    sampler: Sampler | None,
-    steps: int,
-    guidance: float | None,
-    rows: int,
-    note: Callable[[str], object] = warnings.warn,
-) -> tuple[Drawing, Any, int]:
-    """Prepares to draw with the newest checkpoint of a run.
-
-    Args:
-        run_dir: folder of the run.
-        config: config of the run.
-        mesh: mesh to draw on, with the axes of `startrail_jax.make_mesh`.
-        sampler: method of drawing; None for the usual one of the model.
-        steps: number of steps of the sampler.
-        guidance: strength of guidance; None for `DEFAULT_GUIDANCE`, or 1 for a model without it.
-        rows: number of images to draw at a time; it is rounded up to a multiple of the data degree.
-        note: is told what the user must know about the checkpoint, such as that it is damaged.
-
-    Returns:
-        The drawing, the weights to draw with, and the step of their checkpoint.
-
-    Raises:
-        ValueError: if sampler, guidance or mesh do not fit the model.
-        CheckpointError: if there is no checkpoint, or it cannot be read.
-    """
-    attention = st.Attention(mesh, causal=False)
-    degrees = attention.degrees
-    rows = math.ceil(rows / degrees.data) * degrees.data
-    for_drawing = dataclasses.replace(
-        config,
-        batch_size=rows,
-        mesh=MeshConfig(data=degrees.data),
-        zero=3 if config.zero == 3 else 0,
-        zero_axes=SHARDED_AXES,
-        accumulation=1,
-        remat="none",
-        offload=False,
-    )
-    program = Program(for_drawing, attention, Denoising(for_drawing))
-    has_conditions = config.model.classes > 0 or config.model.caption_length > 0
-    if guidance is None:
-        guidance = DEFAULT_GUIDANCE if config.diffusion.dropout and has_conditions else 1.0
-    drawing = Drawing(
-        program,
-        sampler=sampler or SAMPLERS[config.diffusion.target][0],
-        steps=steps,
-        guidance=guidance,
-        rows=rows,
-    )
-    folder = run_dir / CHECKPOINTS_FOLDER
-    weights, step = restore_weights(
-        folder, program.state_shapes.weights, model_flags(config), note=note
-    )
-    return drawing, weights, step
 
 
 def rows_of_grid(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,16 +27,10 @@ class DiTTask(Task[DiTTrainConfig, ImageOptions]):
     def open_data(self, config: DiTTrainConfig, layout: Any) -> Dataset:
         from trainer.data.remote import origin_of, with_copies
         from trainer.dit.batches import image_batch
-        from trainer.dit.images import Wanted, open_images
+        from trainer.dit.images import open_images
 
-        wanted = Wanted(
-            size=config.size,
-            channels=config.model.channels,
-            classes=config.model.classes,
-            caption_length=config.model.caption_length,
-            resize=config.data.resize,
-        )
-        images = open_images(with_copies(config.data, config.run_dir.parent), wanted)
+        data = with_copies(config.data, config.run_dir.parent)
+        images = open_images(replace(config, data=data))
         return Dataset(
             train=images.train,
             held_out=images.held_out,
