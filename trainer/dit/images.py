@@ -166,8 +166,8 @@ def _open_digits(config: DiTTrainConfig) -> _Source:
     ):
         raise InputError(
             f"The {name} need size=(1, 8, 8), model.channels=1 and model.classes=10 or 0; got "
-            f"size={config.size}, channels={config.model.channels}, classes={config.model.classes}. "
-            "Use those, or give --data.path."
+            f"size={config.size}, channels={config.model.channels}, "
+            f"classes={config.model.classes}. Use those, or give --data.path."
         )
     digits: Any = load_digits()
     # Pixels have values from 0 to 16.

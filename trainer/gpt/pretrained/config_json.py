@@ -29,7 +29,6 @@ from trainer.gpt.pretrained.families import (
     plain,
     window_options,
 )
-from trainer.gpt.tokenizer import load_transformers
 
 CONFIG = "config.json"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -143,6 +142,8 @@ def describe(values: Mapping[str, Any], name: str) -> Description:
             f"The architecture must be one of {', '.join(FAMILIES)}; got {name!r} with "
             f"model_type={kind!r}, architectures={values.get('architectures')}. Use another model."
         )
+    from trainer.gpt.tokenizer import load_transformers  # Not above: `--help` must be fast.
+
     family = FAMILIES[kind]
     transformers = load_transformers(f"The {CONFIG} of a pretrained model", name)
     _check_keys(values, kind, {*transformers.GenerationConfig().to_dict(), *IDLE}, name)

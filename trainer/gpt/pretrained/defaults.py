@@ -16,7 +16,6 @@ from trainer.config import OptimizerConfig
 from trainer.data.opening import read_object
 from trainer.gpt.config import TOKENIZER, GPTTrainConfig
 from trainer.gpt.pretrained.config_json import CONFIG, read_description
-from trainer.gpt.tokenizer import beginning_of, load_tokenizer
 from trainer.run.folder import KEPT_FOLDER
 from trainer.run.settings import CHECKPOINTS_FOLDER, CONFIG_FILE
 from trainer.sums import SUMS_FILE, check_sums
@@ -123,6 +122,7 @@ def with_beginning(
     tokenizer = config.data.tokenizer
     if tokenizer is None:
         return replace(config, data=replace(config.data, begin_of_document=None))
+    from trainer.gpt.tokenizer import beginning_of  # Not above: `--help` must be fast.
 
     return _with_token(config, "begin_of_document", inherited, lambda: beginning_of(tokenizer))
 
@@ -180,6 +180,8 @@ def ending_of(path: Path) -> int | None:
     Raises:
         ValueError: if a file cannot be read.
     """
+    from trainer.gpt.tokenizer import load_tokenizer
+
     found: int | None = load_tokenizer(path).eos_token_id
     return next(iter(eos_of(path.parent)), None) if found is None else found
 
