@@ -48,14 +48,14 @@ from startrail_jax.rings import collectives, rings, score_units
 from startrail_jax.rings.balance import from_zigzag, in_zigzag, to_zigzag
 from startrail_jax.rings.choices import choose
 from startrail_jax.rings.schedule import Schedule, ring_offsets
-from startrail_jax.rings.score_units import Given
+from startrail_jax.rings.score_units import ScoreInputs
 from startrail_jax.rings.sizes import Sizes, dtype_name
 from startrail_jax.rings.work import advice_on_balance
 from startrail_jax.shapes import EMPTY
 from startrail_jax.tokens.layout import Layout
 
 # Further fields that `Schedule` has too.
-_STATIC = ("backend", "layout", "pattern", "scale", "softcap")
+_STATIC = ("backend", "layout", "scale", "softcap")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Attention(Options, Decoding):
     window: int | None = None
     """Number of keys that a query sees, the one at its own position included; None for all. Only a
     causal attention can have one."""
-    mask: masks.Pattern | None = None
+    mask: masks.Mask | None = None
     """A mask of `startrail_jax.masks`, such as `masks.Prefix(512)`; None for what `causal` and
     `window` are short for. To change it by `dataclasses.replace`, give `causal=None` too."""
     scale: float | None = None
@@ -135,7 +135,7 @@ class Attention(Options, Decoding):
                 "dataclasses.replace(attention, mesh=mesh, degrees=None)."
             )
         object.__setattr__(self, "degrees", degrees)
-        object.__setattr__(self, "causal", self.pattern.causal)
+        object.__setattr__(self, "causal", self.resolved_mask.causal)
         layout = Layout.of(self.layout, degrees.sequence)
         object.__setattr__(self, "layout", layout)
         self.check(degrees)
@@ -143,7 +143,7 @@ class Attention(Options, Decoding):
         check_padding_id(self.padding_id)
 
     @functools.cached_property
-    def pattern(self) -> masks.Pattern:
+    def resolved_mask(self) -> masks.Mask:
         """The mask: `mask`, or what `causal` and `window` stand for."""
         return masks.resolve(self.mask, causal=self.causal, window=self.window)
 
@@ -154,6 +154,7 @@ class Attention(Options, Decoding):
         return Schedule(
             platform=platform,
             capability=capability,
+            mask=self.resolved_mask,
             **{role: self.axes[role] for role in SEQUENCE_ROLES},
             **{name: getattr(self, name) for name in _STATIC},
             **self.options,
@@ -228,11 +229,11 @@ class Attention(Options, Decoding):
             dtype=dtype_name(dtype),
             packed=packed,
         )
-        sizes.check(self.degrees, mask=self.pattern, layout=self.layout)
+        sizes.check(self.degrees, mask=self.resolved_mask, layout=self.layout)
         nodes = mesh_crossing(self.mesh, self.axes, devices_per_node)
         schedule, why, why_balance = choose(schedule, self.degrees, sizes)
         share = self.degrees
-        if schedule.exchange == "seen":  # Every sequence device has all heads of its tensor rank.
+        if schedule.exchange == "sparse":  # Every sequence device has all heads of its tensor rank.
             schedule = schedule.alone
             share = dataclasses.replace(share, ring=share.sequence, group=1, team=1, head=1)
         explanation = explain(
@@ -405,7 +406,7 @@ class Attention(Options, Decoding):
             key_segments,
             degrees=self.degrees,
             layout=self.layout,
-            pattern=self.pattern,
+            mask=self.resolved_mask,
         )
         whole = given_to_shards(self, query, key, **given)
         kv_heads = key.shape[2] * self.degrees.tensor
@@ -416,7 +417,7 @@ class Attention(Options, Decoding):
 
     def _on_device(
         self,
-        given: Given,
+        given: ScoreInputs,
         query: Array,
         key: Array,
         value: Array,
@@ -429,7 +430,7 @@ class Attention(Options, Decoding):
 
     def _attend(
         self,
-        given: Given,
+        given: ScoreInputs,
         query: Array,
         key: Array,
         value: Array,
@@ -444,7 +445,7 @@ class Attention(Options, Decoding):
         if key_ids is not None:
             key, value = (_without_padding(x, key_ids) for x in (key, value))
         padded = query_ids
-        schedule, given = score_units.local(self.schedule, given, query, self.axes)
+        schedule, given = score_units.of_device(self.schedule, given, query, self.axes)
         schedule = self._exchanging(schedule, query, key, value, query_ids, kv_heads)
         ranks = flat_axis(self.axes, SEQUENCE_ROLES)
         balances, shared = schedule.balance == "exchange", query_ids is key_ids
@@ -456,7 +457,7 @@ class Attention(Options, Decoding):
                 key_ids = query_ids if shared else to_zigzag(ranks, key_ids)
         if kv_heads % self.degrees.tensor and key.shape[2] == kv_heads:
             tensor = self.axes["tensor"]
-            parts = 1 if schedule.exchange == "seen" else self.degrees.head
+            parts = 1 if schedule.exchange == "sparse" else self.degrees.head
             needed = collectives.needed_heads(kv_heads, parts, tensor)
             key, value = (collectives.copy_heads(x, needed, tensor) for x in (key, value))
         out, lse = rings.sharded_attention(schedule, query, key, value, query_ids, key_ids, given)
@@ -505,8 +506,8 @@ def _without_padding(x: Array, ids: Array) -> Array:
 def _run(
     attention: Attention,
     specs: tuple[PartitionSpec, ...],
-    given_specs: Given,
-    given: Given,
+    given_specs: ScoreInputs,
+    given: ScoreInputs,
     *inputs: Array,
 ) -> tuple[Array, Array]:
     """The attention of whole arrays that have been checked."""

@@ -23,7 +23,7 @@ from startrail_jax.calls.sharding import Sharded
 from startrail_jax.calls.validation import check_decode, check_shardings, check_update, check_whole
 from startrail_jax.devices.axes import flat_axis
 from startrail_jax.devices.degrees import SEQUENCE_ROLES, Axis
-from startrail_jax.masks import Pattern
+from startrail_jax.masks import Mask
 from startrail_jax.rings import collectives
 from startrail_jax.rings.sizes import check_heads
 from startrail_jax.shapes import EMPTY, KeyShard, LseShard, OutShard, QueryShard, ValueShard
@@ -77,7 +77,7 @@ class Decoding(Sharded):
         check_whole()
         query, key, value = (jnp.asarray(x) for x in (query, key_cache, value_cache))
         arrays = (query, key, value, jnp.asarray(positions))
-        check_decode(*arrays, pattern=self.pattern, layout=self.layout, slots=key.shape[1])
+        check_decode(*arrays, mask=self.resolved_mask, layout=self.layout, slots=key.shape[1])
         check_heads(self.degrees, query.shape[2], key.shape[2])
         query_spec, key_spec = self.decode_spec(query.shape[2]), self.key_spec(key.shape[2])
         specs = (query_spec, key_spec, key_spec, PartitionSpec(query_spec[0]))
@@ -119,7 +119,7 @@ class Decoding(Sharded):
             key_cache,
             value_cache,
             positions,
-            pattern=self.pattern,
+            mask=self.resolved_mask,
             layout=self.layout,
             slots=key_cache.shape[1] * self.degrees.sequence,
         )
@@ -131,7 +131,7 @@ class Decoding(Sharded):
             layout=self.layout,
             ranks=flat_axis(self.axes, SEQUENCE_ROLES),
             # Positions are int32, also those beyond the slots.
-            pattern=self.pattern.within(2**31),
+            mask=self.resolved_mask.within(2**31),
             scale=self.scale,
             softcap=self.softcap,
             sinks=sinks,
@@ -270,7 +270,7 @@ def sharded_decode(
     *,
     layout: Layout,
     ranks: Axis,
-    pattern: Pattern,
+    mask: Mask,
     scale: float | None,
     softcap: float | None = None,
     sinks: Float[Array, " n"] | None = None,
@@ -289,10 +289,10 @@ def sharded_decode(
         q: the new tokens, replicated over `ranks`.
         k, v: this device's slots.
         positions: positions of the new tokens. Each sees the slots of its own position and below
-            that the pattern shows; a token of negative position sees none.
+            that the mask shows; a token of negative position sees none.
         layout: the placement of the slots.
         ranks: the flat sequence axis, over (ring, group, team, head).
-        pattern: which position sees which; it must be causal.
+        mask: which position sees which; it must be causal.
         scale: factor of the logits; None for head_dim ** -0.5.
         softcap: cap of the logits; None for none.
         sinks: a logit for each head, which counts in the denominator; None for none.
@@ -302,7 +302,7 @@ def sharded_decode(
         out in the dtype of q, replicated over `ranks`; 0 where no slot is visible.
     """
     slots = _slot_positions(layout, ranks, k.shape[1])
-    out, lse = _attend_slots(q, k, v, positions, slots, pattern, scale, softcap, slopes)
+    out, lse = _attend_slots(q, k, v, positions, slots, mask, scale, softcap, slopes)
     highest = collectives.maximum(lse, ranks)
     # In a row that is EMPTY everywhere the weights are 1, and the outputs that they scale are 0.
     weights = rows(jnp.exp(lse - highest))
@@ -319,7 +319,7 @@ def _attend_slots(
     v: ValueShard,
     positions: Int32[Array, "b t"],
     slots: Int32[Array, " s"],
-    pattern: Pattern,
+    mask: Mask,
     scale: float | None,
     softcap: float | None,
     slopes: Float[Array, " n"] | None,
@@ -328,7 +328,7 @@ def _attend_slots(
     batch, length, heads, head_dim = q.shape
     groups = q.reshape(batch, length, k.shape[2], -1, head_dim).astype(jnp.float32)
     factor = head_dim**-0.5 if scale is None else scale
-    visible = pattern.visible(positions[:, :, None], slots[None, None, :])[:, None, None]
+    visible = mask.visible(positions[:, :, None], slots[None, None, :])[:, None, None]
     logits, _ = cap_logits(_dot("btkgh,bskh->bkgts", groups, k) * factor, softcap)
     if slopes is not None:
         far = jnp.abs(positions[:, :, None] - slots[None, None]).astype(jnp.float32)[:, None, None]

@@ -12,7 +12,7 @@ from startrail_jax.errors import InputError
 Side = Literal["query", "kv"]
 Backward = Literal["auto", "query", "kv"]
 GradientDtype = Literal["float32", "bfloat16"]
-Exchange = Literal["auto", "rings", "seen"]
+Exchange = Literal["auto", "rings", "sparse"]
 Balance = Literal["auto", "exchange", "layout"]
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
@@ -58,8 +58,8 @@ class Options:
     backward pass, which otherwise gathers them again. Each layer then keeps `team` shares of the
     queries and `group` shares of keys and values in place of one."""
     exchange: Exchange = "auto"
-    """What devices send each other: "rings" (the units of the scheme), "seen" (only the keys that a
-    static mask shows to the queries of each device, such as those of a window), or "auto" for the
+    """What devices send each other: "rings" (the units of the scheme), "sparse" (only the keys that
+    a static mask shows to the queries of each device, such as those of a window), or "auto" for the
     one of fewer bytes. See `Attention.explain`."""
     balance: Balance = "auto"
     """How devices come to work alike on tokens in contiguous order, of which the late ones see more

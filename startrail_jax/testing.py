@@ -144,7 +144,7 @@ def assert_exact(
             "assert_exact needs a mesh of devices; got an attention on an AbstractMesh. "
             "Build the attention on startrail_jax.make_mesh(degrees)."
         )
-    attention.pattern.check_closed("assert_exact")
+    attention.resolved_mask.check_closed("assert_exact")
     kv_heads = heads if kv_heads is None else kv_heads
     value_head_dim = head_dim if value_head_dim is None else value_head_dim
     kv_seq_len = seq_len if kv_seq_len is None else kv_seq_len
@@ -382,7 +382,7 @@ def _visible(attention: Attention, inputs: _Inputs) -> Bool[np.ndarray, "B T S"]
     """Which key each query sees."""
     batch, query_len = inputs.query.shape[:2]
     query, key = np.arange(query_len)[:, None], np.arange(inputs.key.shape[1])
-    seen = np.asarray(attention.pattern.visible(query[None], key[None, None]))
+    seen = np.asarray(attention.resolved_mask.visible(query[None], key[None, None]))
     seen = np.broadcast_to(seen, (batch, query_len, len(key)))
     if inputs.segment_ids is not None:
         query_ids, key_ids = inputs.segment_ids

@@ -24,7 +24,7 @@ from startrail_jax.analysis.ports import NodeTraffic, cheapest_order, messages
 from startrail_jax.devices.degrees import ROLES, Degrees, check_degrees
 from startrail_jax.devices.nodes import node_grid, nodes_of, resolve_order
 from startrail_jax.errors import InputError
-from startrail_jax.masks import Pattern, resolve
+from startrail_jax.masks import Mask, resolve
 from startrail_jax.options import OPTIONS, Options, Side
 from startrail_jax.rings.choices import choose, passes_of
 from startrail_jax.rings.head_chunks import check_head_chunks
@@ -139,7 +139,7 @@ def communication(
     head_dim: int,
     dtype: Any = "bfloat16",
     causal: bool | None = None,
-    mask: Pattern | None = None,
+    mask: Mask | None = None,
     layout: Layout | str | None = None,
     packed: bool = False,
     key_len: int | None = None,
@@ -161,7 +161,7 @@ def communication(
     degree U adds (2 + 2 g') (U - 1) / U units, g' = max(kv_heads, head * tensor) / heads, and
     leaves the rest as it is on P / U devices. Bytes of lse and segment ids come on top.
     Sinks and prefixes send nothing. What other scores send is not counted: a bias, its exchanges
-    over head and team (`startrail_jax.rings.score_units.place`).
+    over head and team (`startrail_jax.rings.score_units.of_units`).
 
     Args:
         degrees: the setting.
@@ -213,12 +213,12 @@ def communication(
         dtype=dtype_name(dtype),
         packed=packed,
     )
-    pattern = resolve(mask, causal=causal)
+    shown = resolve(mask, causal=causal)
     placed = Layout.of(layout, degrees.sequence)
-    sizes.check(degrees, mask=pattern, layout=placed if mask is not None or layout else None)
+    sizes.check(degrees, mask=shown, layout=placed if mask is not None or layout else None)
     share = sizes.share(degrees)
     check_head_chunks(wished.head_chunks, share.kv_heads)
-    schedule, *_ = choose(schedule_of(degrees, pattern, placed, **wished.options), degrees, sizes)
+    schedule, *_ = choose(schedule_of(degrees, shown, placed, **wished.options), degrees, sizes)
     passes = passes_of(schedule, degrees, sizes, shared_ids=key_len is None)
     order, grid = _placed(degrees, order, devices_per_node, passes[-1])
     there, back, total = (_traffic(degrees, transfers, share, grid) for transfers in passes)

@@ -10,7 +10,7 @@ from typing import Any
 
 from startrail_jax.devices.degrees import ROLES, SEQUENCE_ROLES, Degrees
 from startrail_jax.errors import InputError
-from startrail_jax.masks import Pattern, resolve
+from startrail_jax.masks import Mask, resolve
 from startrail_jax.rings.sizes import Sizes
 from startrail_jax.tokens.layout import Layout
 
@@ -75,7 +75,7 @@ def refusal(
     heads: int,
     kv_heads: int,
     causal: bool | None = None,
-    mask: Pattern | None = None,
+    mask: Mask | None = None,
     key_len: int | None = None,
     layout: str | None = None,
 ) -> str | None:
@@ -94,8 +94,8 @@ def refusal(
     Raises:
         ValueError: if there is no such layout, or if `causal` and `mask` contradict each other.
     """
-    pattern = resolve(mask, causal=causal)
-    placement = Layout.of(layout, degrees.sequence)
+    mask = resolve(mask, causal=causal)
+    placed = Layout.of(layout, degrees.sequence)
     sizes = Sizes(
         batch=batch,
         query_tokens=seq_len,
@@ -109,7 +109,7 @@ def refusal(
         packed=False,
     )
     try:
-        sizes.check(degrees, mask=pattern, layout=placement)
+        sizes.check(degrees, mask=mask, layout=placed)
     except InputError as error:
         return str(error)
     return None

@@ -13,7 +13,7 @@ from jaxtyping import Array
 from startrail_jax.blocks.scores import PLAIN, Scores
 from startrail_jax.blocks.softmax import Partials
 from startrail_jax.blocks.visibility import Visibility
-from startrail_jax.masks import Pattern
+from startrail_jax.masks import Mask
 from startrail_jax.shapes import KeyShard, LseShard, OutShard, QueryShard, ValueShard
 
 
@@ -31,7 +31,7 @@ class Request:
     """Channels of a query or key head."""
     value_head_dim: int
     """Channels of a value head."""
-    mask: Pattern
+    mask: Mask
     """Which position sees which; the simplest mask for the length of the sequence."""
     packed: bool
     """Whether there are segment ids."""

@@ -73,13 +73,13 @@ class Tiling:
 def visible_tiles(visibility: Visibility, query: Tiling, key: Tiling) -> Bool[Array, "i j"]:
     """Pairs of tiles that may hold a visible (query, key) pair.
 
-    The answer is as exact for positions as the pattern is for spans of them. For segment ids it is
+    The answer is as exact for positions as the mask is for spans of them. For segment ids it is
     a test of ranges, so that a pair of tiles may be listed in which nothing is visible.
     """
     visible = jnp.ones((len(query.starts), len(key.starts)), bool)
     if not visibility.full:
         queries = _spans(visibility.query_positions, query, query.fresh, slice(None), None)
-        visible &= visibility.pattern.some(
+        visible &= visibility.mask.some(
             queries, _spans(visibility.key_positions, key, key.fresh, None)
         )
     if visibility.query_segments is not None and visibility.key_segments is not None:
@@ -155,15 +155,15 @@ def _kinds_of_pattern(
     queries = _spans(visibility.query_positions, query, query.starts, slice(None), None)
     keys = _spans(visibility.key_positions, key, key.starts, None)
     first, key_first = queries.first, keys.first
-    full = whole & visibility.pattern.every(queries, keys)
-    triangle = whole & visibility.pattern.triangle(queries, keys)
+    full = whole & visibility.mask.every(queries, keys)
+    triangle = whole & visibility.mask.triangle(queries, keys)
     if query.size != key.size or query.size == 1:
         return {"full": full}
     kinds = {"full": full, "causal": triangle & (first == key_first)}
-    reach, aligned = visibility.pattern.reach, visibility.query_runs.length % query.size == 0
+    reach, aligned = visibility.mask.reach, visibility.query_runs.length % query.size == 0
     if reach is None or not aligned or visibility.key_runs.length % key.size:
         return kinds
-    behind = whole & visibility.pattern.edge(queries, keys)
+    behind = whole & visibility.mask.edge(queries, keys)
     # Positions of tiles are multiples of their size, so most windows have no such tile.
     if reach % query.size == 0:
         kinds["edge"] = behind & (first - reach == key_first)
@@ -188,7 +188,7 @@ def visible_in_tiles(
     if not visibility.full:
         positions = query.cut(visibility.query_positions, i, 0)[None, :, None]
         key_positions = key.cut(visibility.key_positions, j, 0)[None, None, :]
-        tests.append(visibility.pattern.visible(positions, key_positions))
+        tests.append(visibility.mask.visible(positions, key_positions))
     if visibility.query_segments is not None and visibility.key_segments is not None:
         ids = query.cut(visibility.query_segments, i, 1)[:, :, None]
         key_ids = key.cut(visibility.key_segments, j, 1)[:, None, :]

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
 from startrail_jax.blocks.pieces import Pieces, pieces_by_offset
-from startrail_jax.masks import Causal, Full, Pattern
+from startrail_jax.masks import Causal, Full, Mask
 from startrail_jax.tokens.layout import Runs
 
 _FULL = Full()
@@ -27,14 +27,14 @@ Cases = tuple[Int32[Array, ""] | int, tuple[Pieces, ...]]
 class Visibility:
     """Visibility of the keys of one unit to the queries of another.
 
-    A query sees a key if the pattern shows it at their positions and, where there are segment ids,
+    A query sees a key if the mask shows it at their positions and, where there are segment ids,
     both have the same one and it is not negative.
     """
 
-    pattern: Pattern = _FULL
+    mask: Mask = _FULL
     """Which position sees which."""
     query_runs: Runs | None = None
-    """Positions of the queries; every pattern but a full one needs them."""
+    """Positions of the queries; every mask but a full one needs them."""
     key_runs: Runs | None = None
     """Positions of the keys, likewise."""
     query_segments: Int32[Array, "b t"] | None = None
@@ -50,12 +50,12 @@ class Visibility:
     @property
     def full(self) -> bool:
         """Whether positions do not matter."""
-        return isinstance(self.pattern, Full)
+        return isinstance(self.mask, Full)
 
     @property
     def causal(self) -> bool:
-        """Whether the pattern is plain causal, so that it falls into `Pieces`."""
-        return isinstance(self.pattern, Causal)
+        """Whether the mask is plain causal, so that it falls into `Pieces`."""
+        return isinstance(self.mask, Causal)
 
     @property
     def num_query_runs(self) -> int:
@@ -83,12 +83,12 @@ class Visibility:
     def dense(self) -> Bool[Array, "_ t s"]:
         """All pairs, for kernels that hold them all: whether each query sees each key.
 
-        The first dimension is the batch, or 1 where all rows are alike. A full pattern without
+        The first dimension is the batch, or 1 where all rows are alike. A full mask without
         segment ids has no pairs to tell apart: see `full`.
         """
         seen = jnp.ones((1, 1, 1), bool)
         if not self.full:
-            seen = self.pattern.visible(
+            seen = self.mask.visible(
                 self.query_positions[None, :, None], self.key_positions[None, None, :]
             )
         if self.query_segments is not None and self.key_segments is not None:

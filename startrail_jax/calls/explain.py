@@ -9,13 +9,13 @@ from startrail_jax import blocks
 from startrail_jax.blocks import tiled
 from startrail_jax.blocks.pieces import Pieces
 from startrail_jax.devices.degrees import ROLES, Axis
-from startrail_jax.masks import Causal, Full, Pattern
+from startrail_jax.masks import Causal, Full, Mask
 from startrail_jax.rings.balance import in_zigzag
 from startrail_jax.rings.head_chunks import check_head_chunks
 from startrail_jax.rings.schedule import Schedule, ring_offsets, unit_cases
 from startrail_jax.rings.sizes import Sizes
-from startrail_jax.rings.sparse import seen_cases, seen_request
-from startrail_jax.rings.sparse_plan import seen_exchange
+from startrail_jax.rings.sparse import sparse_cases, sparse_request
+from startrail_jax.rings.sparse_plan import plan_sparse
 from startrail_jax.rings.work import advice_on_balance, kernel_shares, shares
 
 _SERVES = {
@@ -48,11 +48,11 @@ class Explanation:
     """Tokens of a key unit: a kernel call has at most so many keys."""
     cases: tuple[Pieces, ...]
     """For backend "cudnn", the sets of kernel calls that a round may consist of; for the exchange
-    "seen", those over a device's own keys. Each device chooses one of them as it runs."""
+    "sparse", those over a device's own keys. Each device chooses one of them as it runs."""
     arrived: tuple[tuple[Pieces, ...], ...]
-    """For backend "cudnn" and the exchange "seen", the same for each run of keys that arrives."""
+    """For backend "cudnn" and the exchange "sparse", the same for each run of keys that arrives."""
     exchange: str
-    """What devices send each other: "rings" (units of the scheme) or "seen" (keys that the mask
+    """What devices send each other: "rings" (units of the scheme) or "sparse" (keys that the mask
     shows)."""
     why: str
     """Why that."""
@@ -61,16 +61,16 @@ class Explanation:
     why_balance: str
     """Why, or why not."""
     moves: tuple[int, ...]
-    """Of the exchange "seen", the keys of each message that a device receives."""
+    """Of the exchange "sparse", the keys of each message that a device receives."""
     rounds: int
-    """Number of ring rounds; 1 for the exchange "seen"."""
+    """Number of ring rounds; 1 for the exchange "sparse"."""
     inner: int
     """Number of rounds of an inner cycle of a double ring; 1 for a single ring."""
     head_chunks: int
     """Number of parts of the heads, each of which goes through all rounds."""
     travels: str
     """Which side goes round the ring in the backward pass: "query" or "kv"."""
-    mask: Pattern
+    mask: Mask
     """The simplest mask for sequences of this length."""
     busiest: float
     """Work of the busiest device over the mean, in tiles; one visible in part counts half."""
@@ -94,7 +94,7 @@ class Explanation:
         if self.kernels:
             work = ", ".join(f"{part:.0%} {kind}" for kind, part in self.kernels.items())
             lines.append(f"  work in tiles, of which cuDNN attends the full and causal: {work}")
-        if self.exchange == "seen":
+        if self.exchange == "sparse":
             moves = " + ".join(f"{keys:,}" for keys in self.moves) or "no"
             lines.append(
                 f"  {self.query_tokens} queries by the {self.key_tokens} keys beside them and "
@@ -119,7 +119,7 @@ class Explanation:
         if self.num_nodes is not None and self.num_nodes > 1:
             across, inside = (", ".join(x) or "nothing" for x in (self.across, self.inside))
             lines.append(f"  {self.num_nodes} nodes: {across} across, {inside} inside")
-        what = "own keys" if self.exchange == "seen" else "a round"
+        what = "own keys" if self.exchange == "sparse" else "a round"
         lines += [f"  {what} may be: {_calls(pieces)}" for pieces in self.cases]
         for number, cases in enumerate(self.arrived, 1):
             lines.append(f"  run {number} of keys may be: {' or '.join(map(_calls, cases))}")
@@ -150,7 +150,7 @@ def explain(
     """Explains what a schedule runs on the share of one device: see `Attention.explain`.
 
     Args:
-        schedule: the schedule, whose exchange is chosen; `Schedule.alone` for "seen".
+        schedule: the schedule, whose exchange is chosen; `Schedule.alone` for "sparse".
         share: the share of one device.
         axes: the axes of each role.
         why: why the exchange is the one that the schedule names.
@@ -165,8 +165,8 @@ def explain(
     balance = schedule.balance
     if balance == "exchange":
         schedule = in_zigzag(schedule)
-    is_seen = schedule.exchange == "seen"
-    request = seen_request(schedule, share) if is_seen else schedule.request(share)
+    is_sparse = schedule.exchange == "sparse"
+    request = sparse_request(schedule, share) if is_sparse else schedule.request(share)
     choice = blocks.choose(schedule.backend, request)
     seq_len, kv_seq_len = (
         tokens * schedule.num_shards for tokens in (share.query_tokens, share.key_tokens)
@@ -183,14 +183,14 @@ def explain(
         kernels = kernel_shares(schedule, share, dense=dense is not None)
     if choice.backend == "cudnn":
         cases = unit_cases(schedule, seq_len, kv_seq_len)
-        if is_seen:
-            found = seen_cases(schedule.pattern, schedule.layout, seq_len)
+        if is_sparse:
+            found = sparse_cases(schedule.mask, schedule.layout, seq_len)
             cases, *arrived = (tuple(dict.fromkeys(by_rank)) for by_rank in found)
-    seen = seen_exchange(schedule.pattern, schedule.layout, seq_len) if is_seen else None
+    seen = plan_sparse(schedule.mask, schedule.layout, seq_len) if is_sparse else None
     num_nodes, across = nodes or (None, ())
     stays = (role for role in ROLES if axes[role].degree > 1 and role not in across)
     return Explanation(
-        mask=schedule.pattern.within(seq_len),
+        mask=schedule.mask.within(seq_len),
         busiest=float(shares(schedule, seq_len).max()),
         advice=advice_on_balance(schedule, seq_len, kv_seq_len),
         num_nodes=num_nodes,
@@ -210,7 +210,7 @@ def explain(
         balance=balance,
         why_balance=why_balance,
         moves=() if seen is None else tuple(move.length for move in seen.moves),
-        rounds=1 if is_seen else len(ring_offsets(schedule, seq_len)),
+        rounds=1 if is_sparse else len(ring_offsets(schedule, seq_len)),
         inner=schedule.inner,
         head_chunks=schedule.head_chunks,
         travels=schedule.travels(share),

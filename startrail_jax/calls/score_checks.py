@@ -19,7 +19,7 @@ from startrail_jax.calls.sharding import Sharded
 from startrail_jax.calls.validation import check_shardings
 from startrail_jax.devices.degrees import SEQUENCE_ROLES
 from startrail_jax.errors import InputError, UnsupportedError
-from startrail_jax.rings.score_units import Given
+from startrail_jax.rings.score_units import ScoreInputs
 from startrail_jax.xla.varying import varying_axes
 
 
@@ -73,7 +73,7 @@ def given_to_call(
     attention: Sharded,
     inputs: tuple[Array, ...],
     **options: Any,
-) -> tuple[Given, Given]:
+) -> tuple[ScoreInputs, ScoreInputs]:
     """What a call gives beside query, key, value and segment ids, checked.
 
     Args:
@@ -107,7 +107,7 @@ def given_to_call(
         if dropout is not None:
             dropout = dataclasses.replace(dropout, words=specs["dropout_rng"])
         of_scores = Scores(slopes=specs.get("slopes"), bias=specs.get("bias"), dropout=dropout)
-    return given, Given(of_scores, specs.get("prefix_lengths"), specs.get("sinks"))
+    return given, ScoreInputs(of_scores, specs.get("prefix_lengths"), specs.get("sinks"))
 
 
 def given_to_shards(
@@ -123,7 +123,7 @@ def given_to_shards(
     dropout_rate: Any = 0.0,
     broadcast_dropout: bool = False,
     deterministic: bool = False,
-) -> Given:
+) -> ScoreInputs:
     """What `Attention.local` gives beside what one device holds, as in `check_given`.
 
     Args:
@@ -169,7 +169,7 @@ def check_given(
     dropout: tuple[Any, Any, Any] = (None, 0.0, False),
     seq_len: int | None = None,
     where: str = ", over all devices",
-) -> Given:
+) -> ScoreInputs:
     """What is given for queries and keys, as far as it is.
 
     Args:
@@ -199,7 +199,7 @@ def check_given(
     if sinks is not None:
         sinks = check_per_head("sinks", sinks, query.shape[2], where).astype(jnp.float32)
     prefix = _check_prefix(attention, prefix, query)
-    return Given(Scores(**given) if given else None, prefix, sinks)
+    return ScoreInputs(Scores(**given) if given else None, prefix, sinks)
 
 
 def _check_same_key(attention: Any, words: Array) -> None:
@@ -215,11 +215,11 @@ def _check_same_key(attention: Any, words: Array) -> None:
 
 
 def _check_prefix(attention: Any, lengths: Any, query: Any) -> Array | None:
-    if (lengths is not None) != attention.pattern.per_row:
+    if (lengths is not None) != attention.resolved_mask.per_row:
         given = "no prefix_lengths" if lengths is None else "prefix_lengths"
         raise InputError(
             "prefix_lengths go with masks.Prefix() without a length, and the other way round; got "
-            f"{given} and mask={attention.pattern}. Give both or neither."
+            f"{given} and mask={attention.resolved_mask}. Give both or neither."
         )
     if lengths is None:
         return None

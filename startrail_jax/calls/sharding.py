@@ -29,7 +29,7 @@ class Sharded:
     mesh: Mesh | AbstractMesh
     causal: bool | None
     layout: Any
-    pattern: Any
+    resolved_mask: Any
     padding_id: int | None
     axis_names: AxisNames | Mapping[str, str | tuple[str, ...]] | None
     axis: str | Sequence[str] | None

@@ -82,8 +82,8 @@ def served_call(
     if is_causal and not attention.causal:
         raise InputError(
             "is_causal=True needs a causal attention; got an instance with causal=False and "
-            f"mask={attention.pattern}. Build Attention(mesh, causal=True), or combine its mask "
-            "with masks.Causal()."
+            f"mask={attention.resolved_mask}. Build Attention(mesh, causal=True), or combine its "
+            "mask with masks.Causal()."
         )
     options = _call_options(
         attention,
@@ -101,10 +101,10 @@ def served_call(
         _check_segments(inputs[0], inputs[1], _shapes_of_ids(inputs, segment_ids))
         if valid is not None:
             segment_ids = hide_keys(attention, valid, segment_ids)
-        if pads_keys and isinstance(attention.pattern, masks.Full):
+        if pads_keys and isinstance(attention.resolved_mask, masks.Full):
             inputs, segment_ids = pad_keys(attention, inputs, segment_ids)
     check_arrays(
-        *inputs, degrees=attention.degrees, layout=attention.layout, pattern=attention.pattern
+        *inputs, degrees=attention.degrees, layout=attention.layout, mask=attention.resolved_mask
     )
     _warn_of_dimensions(*inputs[:2])
     ids = _segment_arrays(attention, inputs, segment_ids)
@@ -254,7 +254,7 @@ def check_arrays(
     *ids: Any,
     degrees: Degrees,
     layout: Layout,
-    pattern: masks.Pattern,
+    mask: masks.Mask,
 ) -> None:
     """Raises a ValueError unless whole arrays fit each other, the layout and the mesh.
 
@@ -263,7 +263,7 @@ def check_arrays(
         *ids: one array of segment ids for queries and keys, one array for each, or none.
         degrees: the degrees of the mesh.
         layout: the placement of the tokens.
-        pattern: the mask.
+        mask: the mask.
     """
     shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
     if not query.ndim == key.ndim == value.ndim == 4:
@@ -289,7 +289,7 @@ def check_arrays(
         )
     _check_segments(query, key, ids)
     sizes = Sizes.of(query, key, value, packed=bool(ids))
-    sizes.check(degrees, mask=pattern, layout=layout)
+    sizes.check(degrees, mask=mask, layout=layout)
 
 
 def _check_segments(query: Any, key: Any, ids: tuple[Any, ...]) -> None:
@@ -420,7 +420,7 @@ def check_decode(
     value: Any,
     positions: Any,
     *,
-    pattern: masks.Pattern,
+    mask: masks.Mask,
     layout: Layout,
     slots: int,
 ) -> None:
@@ -428,13 +428,13 @@ def check_decode(
 
     Args:
         query, key, value, positions: arguments of `Attention.decode` or `decode_local`.
-        pattern: the mask.
+        mask: the mask.
         layout: the placement of the slots.
         slots: slots of the whole cache, over all devices.
     """
-    pattern.check_closed("decode")
-    if not pattern.causal:
-        given = "causal=False" if isinstance(pattern, masks.Full) else f"mask={pattern}"
+    mask.check_closed("decode")
+    if not mask.causal:
+        given = "causal=False" if isinstance(mask, masks.Full) else f"mask={mask}"
         raise InputError(
             "decode needs a causal attention, which sees no slots that are not filled yet; "
             f"got an instance with {given}. Build Attention(mesh, causal=True), or combine its "

@@ -10,7 +10,7 @@ positions it says whether some pair is visible and whether every pair is; tiles,
 counts and `Attention.explain` all ask that.
 """
 
-from startrail_jax.masks.algebra import Both, Causal, Either, Full, Pattern, Window
+from startrail_jax.masks.algebra import Both, Causal, Either, Full, Mask, Window
 from startrail_jax.masks.kinds import BlockCausal, Chunked, Prefix, Rule, Sinks, resolve
 from startrail_jax.masks.recognise import Recognised, recognise
 
@@ -21,7 +21,7 @@ __all__ = [
     "Chunked",
     "Either",
     "Full",
-    "Pattern",
+    "Mask",
     "Prefix",
     "Recognised",
     "Rule",

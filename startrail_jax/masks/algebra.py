@@ -14,7 +14,7 @@ from startrail_jax.errors import InputError, UnsupportedError
 from startrail_jax.tokens.layout import Runs, Span
 
 
-class Pattern:
+class Mask:
     """What every mask of this module can do; `a & b` and `a | b` are masks too.
 
     The methods are static arithmetic: they take integers, NumPy arrays or traced arrays, of shapes
@@ -59,11 +59,11 @@ class Pattern:
         """
         return False
 
-    def within(self, seq_len: int) -> Pattern:
+    def within(self, seq_len: int) -> Mask:
         """The simplest mask that is the same for sequences of that many tokens."""
         return self
 
-    def given(self, lengths: Any) -> Pattern:
+    def given(self, lengths: Any) -> Mask:
         """The mask with the lengths of a call in the place of those that it leaves open.
 
         Args:
@@ -133,7 +133,7 @@ class Pattern:
     # So that `array & mask` asks the mask, and not each value of the array.
     __array_ufunc__ = None
 
-    def __and__(self, other: Pattern) -> Pattern:
+    def __and__(self, other: Mask) -> Mask:
         _check_mask("&", other)
         if self == other or isinstance(other, Full):
             return self
@@ -144,7 +144,7 @@ class Pattern:
             return band(*map(_least, mine, its))
         return Both(self, other)
 
-    def __or__(self, other: Pattern) -> Pattern:
+    def __or__(self, other: Mask) -> Mask:
         _check_mask("|", other)
         if self == other or isinstance(self, Full):
             return self
@@ -154,7 +154,7 @@ class Pattern:
     __rand__ = __and__
     __ror__ = __or__
 
-    def __invert__(self) -> Pattern:
+    def __invert__(self) -> Mask:
         raise UnsupportedError(
             "Masks combine by & and | only, as of what a mask hides no kernel knows which tiles to "
             f"skip; got ~{self}. Write the keys that are seen as masks.Rule(function), such as "
@@ -163,48 +163,48 @@ class Pattern:
 
 
 @dataclass(frozen=True)
-class Full(Pattern):
+class Full(Mask):
     """Every query sees every key. Only this mask serves queries and keys of different lengths."""
 
     def visible(self, query: Any, key: Any) -> Any:
-        """See `Pattern.visible`."""
+        """See `Mask.visible`."""
         return (query == query) & (key == key)
 
     def some(self, query: Span, key: Span) -> Any:
-        """See `Pattern.some`."""
+        """See `Mask.some`."""
         return True
 
     def every(self, query: Span, key: Span) -> Any:
-        """See `Pattern.every`."""
+        """See `Mask.every`."""
         return True
 
 
 @dataclass(frozen=True)
-class Causal(Pattern):
+class Causal(Mask):
     """A query sees the keys at its own position and before."""
 
     causal = True
     grows = True
 
     def visible(self, query: Any, key: Any) -> Any:
-        """See `Pattern.visible`."""
+        """See `Mask.visible`."""
         return key <= query
 
     def some(self, query: Span, key: Span) -> Any:
-        """See `Pattern.some`."""
+        """See `Mask.some`."""
         return key.first <= query.last
 
     def every(self, query: Span, key: Span) -> Any:
-        """See `Pattern.every`."""
+        """See `Mask.every`."""
         return key.last <= query.first
 
     def triangle(self, query: Span, key: Span) -> Any:
-        """See `Pattern.triangle`."""
+        """See `Mask.triangle`."""
         return True
 
 
 @dataclass(frozen=True)
-class Window(Pattern):
+class Window(Mask):
     """A query sees its own position, `left` keys before it and `right` keys after it.
 
     `Attention(mesh, window=w)` is `Window(w - 1, 0)`, as it counts the key at the own position.
@@ -235,46 +235,46 @@ class Window(Pattern):
 
     @property
     def reach(self) -> int | None:
-        """See `Pattern.reach`."""
+        """See `Mask.reach`."""
         return self.left
 
     def visible(self, query: Any, key: Any) -> Any:
-        """See `Pattern.visible`."""
+        """See `Mask.visible`."""
         seen = True if self.right is None else key <= _add(query, self.right)
         return seen if self.left is None else seen & (key > query - (self.left + 1))
 
     def some(self, query: Span, key: Span) -> Any:
-        """See `Pattern.some`."""
+        """See `Mask.some`."""
         seen = True if self.right is None else key.first <= _add(query.last, self.right)
         return seen if self.left is None else seen & (key.last > query.first - (self.left + 1))
 
     def every(self, query: Span, key: Span) -> Any:
-        """See `Pattern.every`."""
+        """See `Mask.every`."""
         seen = True if self.right is None else key.last <= _add(query.first, self.right)
         return seen if self.left is None else seen & (key.first > query.last - (self.left + 1))
 
     def triangle(self, query: Span, key: Span) -> Any:
-        """See `Pattern.triangle`."""
+        """See `Mask.triangle`."""
         if self.right != 0 or self.left is None:
             return self.right == 0
         return key.first > query.last - (self.left + 1)
 
     def edge(self, query: Span, key: Span) -> Any:
-        """See `Pattern.edge`."""
+        """See `Mask.edge`."""
         return True if self.right is None else key.last <= _add(query.first, self.right)
 
-    def within(self, seq_len: int) -> Pattern:
-        """See `Pattern.within`."""
+    def within(self, seq_len: int) -> Mask:
+        """See `Mask.within`."""
         sides = (self.left, self.right)
         return band(*(None if x is None or x >= seq_len - 1 else x for x in sides))
 
 
 @dataclass(frozen=True)
-class Both(Pattern):
+class Both(Mask):
     """What both of two masks show: `first & second`."""
 
-    first: Pattern
-    second: Pattern
+    first: Mask
+    second: Mask
 
     @property
     def causal(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -287,25 +287,25 @@ class Both(Pattern):
         return self.first.grows or self.second.grows
 
     def visible(self, query: Any, key: Any) -> Any:
-        """See `Pattern.visible`."""
+        """See `Mask.visible`."""
         return self.first.visible(query, key) & self.second.visible(query, key)
 
     def some(self, query: Span, key: Span) -> Any:
-        """See `Pattern.some`."""
+        """See `Mask.some`."""
         return self.first.some(query, key) & self.second.some(query, key)
 
     def every(self, query: Span, key: Span) -> Any:
-        """See `Pattern.every`."""
+        """See `Mask.every`."""
         return self.first.every(query, key) & self.second.every(query, key)
 
     def triangle(self, query: Span, key: Span) -> Any:
-        """See `Pattern.triangle`."""
+        """See `Mask.triangle`."""
         first, second = self.first.triangle(query, key), self.second.triangle(query, key)
         mixed = first & self.second.every(query, key) | second & self.first.every(query, key)
         return mixed | first & second
 
-    def within(self, seq_len: int) -> Pattern:
-        """See `Pattern.within`."""
+    def within(self, seq_len: int) -> Mask:
+        """See `Mask.within`."""
         return self.first.within(seq_len) & self.second.within(seq_len)
 
     @property
@@ -313,8 +313,8 @@ class Both(Pattern):
         """Whether one of the two leaves lengths open."""
         return self.first.per_row or self.second.per_row
 
-    def given(self, lengths: Any) -> Pattern:
-        """See `Pattern.given`."""
+    def given(self, lengths: Any) -> Mask:
+        """See `Mask.given`."""
         return Both(self.first.given(lengths), self.second.given(lengths))
 
     def _check_positions(self, seq_len: int) -> None:
@@ -326,11 +326,11 @@ class Both(Pattern):
 
 
 @dataclass(frozen=True)
-class Either(Pattern):
+class Either(Mask):
     """What at least one of two masks shows: `first | second`."""
 
-    first: Pattern
-    second: Pattern
+    first: Mask
+    second: Mask
 
     @property
     def causal(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -343,25 +343,25 @@ class Either(Pattern):
         return self.first.grows or self.second.grows
 
     def visible(self, query: Any, key: Any) -> Any:
-        """See `Pattern.visible`."""
+        """See `Mask.visible`."""
         return self.first.visible(query, key) | self.second.visible(query, key)
 
     def some(self, query: Span, key: Span) -> Any:
-        """See `Pattern.some`."""
+        """See `Mask.some`."""
         return self.first.some(query, key) | self.second.some(query, key)
 
     def every(self, query: Span, key: Span) -> Any:
-        """See `Pattern.every`."""
+        """See `Mask.every`."""
         return self.first.every(query, key) | self.second.every(query, key)
 
     def triangle(self, query: Span, key: Span) -> Any:
-        """See `Pattern.triangle`."""
+        """See `Mask.triangle`."""
         first, second = self.first.triangle(query, key), self.second.triangle(query, key)
         alone = first & (self.second.some(query, key) ^ True)
         return alone | second & (self.first.some(query, key) ^ True) | first & second
 
-    def within(self, seq_len: int) -> Pattern:
-        """See `Pattern.within`."""
+    def within(self, seq_len: int) -> Mask:
+        """See `Mask.within`."""
         return self.first.within(seq_len) | self.second.within(seq_len)
 
     @property
@@ -369,8 +369,8 @@ class Either(Pattern):
         """Whether one of the two leaves lengths open."""
         return self.first.per_row or self.second.per_row
 
-    def given(self, lengths: Any) -> Pattern:
-        """See `Pattern.given`."""
+    def given(self, lengths: Any) -> Mask:
+        """See `Mask.given`."""
         return Either(self.first.given(lengths), self.second.given(lengths))
 
     def _check_positions(self, seq_len: int) -> None:
@@ -382,7 +382,7 @@ class Either(Pattern):
 
 
 def _check_mask(sign: str, other: Any) -> None:
-    if not isinstance(other, Pattern):
+    if not isinstance(other, Mask):
         raise InputError(
             f"Both sides of {sign} must be masks of startrail_jax.masks; got {shown(other)}. Write "
             "a rule of your own as masks.Rule(function); documents in a row are segment_ids of a "
@@ -395,21 +395,21 @@ def shown(value: Any) -> str:
     return f"an array {value.shape}" if hasattr(value, "shape") else repr(value)
 
 
-def _reach(mask: Pattern) -> tuple[int | None, int | None] | None:
+def _reach(mask: Mask) -> tuple[int | None, int | None] | None:
     """(left, right) of a mask that is a window or is causal; None of others."""
     if isinstance(mask, Causal):
         return None, 0
     return (mask.left, mask.right) if isinstance(mask, Window) else None
 
 
-def causal_window(pattern: Pattern) -> int | None:
+def causal_window(mask: Mask) -> int | None:
     """Keys that a query sees under a causal window; None for any other mask."""
-    if isinstance(pattern, Window) and pattern.right == 0 and pattern.left is not None:
-        return pattern.left + 1
+    if isinstance(mask, Window) and mask.right == 0 and mask.left is not None:
+        return mask.left + 1
     return None
 
 
-def band(left: int | None, right: int | None) -> Pattern:
+def band(left: int | None, right: int | None) -> Mask:
     """The simplest mask for a window."""
     if left is None and right in (None, 0):
         return Full() if right is None else Causal()

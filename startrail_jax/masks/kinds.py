@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from startrail_jax.errors import InputError
-from startrail_jax.masks.algebra import Causal, Full, Pattern, Window, check_number, shown
+from startrail_jax.masks.algebra import Causal, Full, Mask, Window, check_number, shown
 from startrail_jax.tokens.layout import Span
 
 
 @dataclass(frozen=True)
-class Chunked(Pattern):
+class Chunked(Mask):
     """The sequence is cut into chunks, and a query sees the keys of its own chunk.
 
     Llama 4 has `Chunked(8192) & Causal()`.
@@ -28,26 +28,26 @@ class Chunked(Pattern):
         check_number("Chunked", "size", self.size)
 
     def visible(self, query: Any, key: Any) -> Any:
-        """See `Pattern.visible`."""
+        """See `Mask.visible`."""
         return key // self.size == query // self.size
 
     def some(self, query: Span, key: Span) -> Any:
-        """See `Pattern.some`."""
+        """See `Mask.some`."""
         starts_before_end = key.first // self.size <= query.last // self.size
         return starts_before_end & (query.first // self.size <= key.last // self.size)
 
     def every(self, query: Span, key: Span) -> Any:
-        """See `Pattern.every`."""
+        """See `Mask.every`."""
         one = query.first // self.size == key.last // self.size
         return one & (query.last // self.size == key.first // self.size)
 
-    def within(self, seq_len: int) -> Pattern:
-        """See `Pattern.within`."""
+    def within(self, seq_len: int) -> Mask:
+        """See `Mask.within`."""
         return self if self.size < seq_len else Full()
 
 
 @dataclass(frozen=True)
-class BlockCausal(Pattern):
+class BlockCausal(Mask):
     """A query sees all keys of its own block, and of the blocks before: full inside, else causal.
 
     Video models generate frame after frame this way; a block is then the tokens of a frame.
@@ -65,26 +65,26 @@ class BlockCausal(Pattern):
         check_number("BlockCausal", "size", self.size)
 
     def visible(self, query: Any, key: Any) -> Any:
-        """See `Pattern.visible`."""
+        """See `Mask.visible`."""
         return key // self.size <= query // self.size
 
     def some(self, query: Span, key: Span) -> Any:
-        """See `Pattern.some`."""
+        """See `Mask.some`."""
         return key.first // self.size <= query.last // self.size
 
     def every(self, query: Span, key: Span) -> Any:
-        """See `Pattern.every`."""
+        """See `Mask.every`."""
         return key.last // self.size <= query.first // self.size
 
-    def within(self, seq_len: int) -> Pattern:
-        """See `Pattern.within`."""
+    def within(self, seq_len: int) -> Mask:
+        """See `Mask.within`."""
         if self.size == 1:
             return Causal().within(seq_len)
         return self if self.size < seq_len else Full()
 
 
 @dataclass(frozen=True)
-class Prefix(Pattern):
+class Prefix(Mask):
     """Every query sees the first tokens, which also see each other; causal after them (prefix-LM).
 
     Without a length, `Prefix()`, each row of the batch has one of its own, which calls give as
@@ -110,7 +110,7 @@ class Prefix(Pattern):
         return self.length is None
 
     def visible(self, query: Any, key: Any) -> Any:
-        """See `Pattern.visible`."""
+        """See `Mask.visible`."""
         if self.length is None:
             raise InputError(
                 "masks.Prefix() needs a length for each row; got none. Pass prefix_lengths= to the "
@@ -119,24 +119,24 @@ class Prefix(Pattern):
         return (key < self.length) | (key <= query)
 
     def some(self, query: Span, key: Span) -> Any:
-        """See `Pattern.some`."""
+        """See `Mask.some`."""
         return self.length is None or (key.first < self.length) | (key.first <= query.last)
 
     def every(self, query: Span, key: Span) -> Any:
-        """See `Pattern.every`."""
+        """See `Mask.every`."""
         causal = key.last <= query.first
         return causal if self.length is None else (key.last < self.length) | causal
 
     def triangle(self, query: Span, key: Span) -> Any:
-        """See `Pattern.triangle`."""
+        """See `Mask.triangle`."""
         return self.length is not None and key.first >= self.length
 
-    def within(self, seq_len: int) -> Pattern:
-        """See `Pattern.within`."""
+    def within(self, seq_len: int) -> Mask:
+        """See `Mask.within`."""
         return self if self.length is None or self.length < seq_len else Full()
 
-    def given(self, lengths: Any) -> Pattern:
-        """See `Pattern.given`."""
+    def given(self, lengths: Any) -> Mask:
+        """See `Mask.given`."""
         return _RowPrefix(lengths) if self.length is None else self
 
     def _check_positions(self, seq_len: int) -> None:
@@ -148,31 +148,31 @@ class Prefix(Pattern):
 
 
 @dataclass(frozen=True)
-class _RowPrefix(Pattern):
-    """`Prefix` of one length for each row, as `Pattern.given` makes it; it exists while tracing."""
+class _RowPrefix(Mask):
+    """`Prefix` of one length for each row, as `Mask.given` makes it; it exists while tracing."""
 
     lengths: Any
     """int32 [b, 1, 1]."""
 
     def visible(self, query: Any, key: Any) -> Any:
-        """See `Pattern.visible`."""
+        """See `Mask.visible`."""
         return (key < self.lengths) | (key <= query)
 
     def some(self, query: Span, key: Span) -> Any:
-        """See `Pattern.some`."""
+        """See `Mask.some`."""
         return (key.first < self.lengths.max()) | (key.first <= query.last)
 
     def every(self, query: Span, key: Span) -> Any:
-        """See `Pattern.every`."""
+        """See `Mask.every`."""
         return (key.last < self.lengths.min()) | (key.last <= query.first)
 
     def triangle(self, query: Span, key: Span) -> Any:
-        """See `Pattern.triangle`."""
+        """See `Mask.triangle`."""
         return key.first >= self.lengths.max()
 
 
 @dataclass(frozen=True)
-class Sinks(Pattern):
+class Sinks(Mask):
     """Every query sees the first tokens of the row, and nothing else.
 
     It is there to be combined (StreamingLLM, https://arxiv.org/abs/2309.17453):
@@ -189,24 +189,24 @@ class Sinks(Pattern):
         check_number("Sinks", "count", self.count)
 
     def visible(self, query: Any, key: Any) -> Any:
-        """See `Pattern.visible`."""
+        """See `Mask.visible`."""
         return (key < self.count) & (query == query)
 
     def some(self, query: Span, key: Span) -> Any:
-        """See `Pattern.some`."""
+        """See `Mask.some`."""
         return key.first < self.count
 
     def every(self, query: Span, key: Span) -> Any:
-        """See `Pattern.every`."""
+        """See `Mask.every`."""
         return key.last < self.count
 
-    def within(self, seq_len: int) -> Pattern:
-        """See `Pattern.within`."""
+    def within(self, seq_len: int) -> Mask:
+        """See `Mask.within`."""
         return self if self.count < seq_len else Full()
 
 
 @dataclass(frozen=True)
-class Rule(Pattern):
+class Rule(Mask):
     """A rule of your own, traced for each tile of queries and keys.
 
     It is exact under every scheme. Nothing is skipped, and no tile counts as full, unless `bounds`
@@ -249,15 +249,15 @@ class Rule(Pattern):
             )
 
     def visible(self, query: Any, key: Any) -> Any:
-        """See `Pattern.visible`."""
+        """See `Mask.visible`."""
         return self.function(query, key)
 
     def some(self, query: Span, key: Span) -> Any:
-        """See `Pattern.some`."""
+        """See `Mask.some`."""
         return self._bounds(query, key)[0]
 
     def every(self, query: Span, key: Span) -> Any:
-        """See `Pattern.every`."""
+        """See `Mask.every`."""
         return self._bounds(query, key)[1]
 
     def _bounds(self, query: Span, key: Span) -> tuple[Any, Any]:
@@ -268,7 +268,7 @@ class Rule(Pattern):
         return some != 0, every != 0
 
 
-def resolve(mask: Any, *, causal: bool | None, window: Any = None) -> Pattern:
+def resolve(mask: Any, *, causal: bool | None, window: Any = None) -> Mask:
     """The mask that is meant by the options of an attention.
 
     Args:
@@ -291,7 +291,7 @@ def resolve(mask: Any, *, causal: bool | None, window: Any = None) -> Pattern:
                 f"window={window!r}, causal={causal}. Use window=None to see every key."
             )
         return Window(window - 1, 0)
-    if not isinstance(mask, Pattern):
+    if not isinstance(mask, Mask):
         raise InputError(
             f"mask must be a mask of startrail_jax.masks, such as masks.Causal(); got "
             f"{shown(mask)}. "

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from startrail_jax.errors import InputError
-from startrail_jax.masks.algebra import Full, Pattern, band
+from startrail_jax.masks.algebra import Full, Mask, band
 
 
 @dataclass(frozen=True)
@@ -16,13 +16,13 @@ class Recognised:
     """What a dense mask says, exactly.
 
         found = masks.recognise(dense)
-        attention = Attention(mesh, mask=found.pattern)
+        attention = Attention(mesh, mask=found.mask)
         out = attention(query, key, value, segment_ids=found.segment_ids)
 
     Bring the ids into the order of the layout with `attention.shard`, as all that has tokens.
     """
 
-    pattern: Pattern
+    mask: Mask
     """Which positions see which: `Full()`, `Causal()` or a `Window`."""
     segment_ids: np.ndarray | tuple[np.ndarray, np.ndarray] | None
     """int32 [batch, seq] in natural order, -1 for padding; a pair for queries and keys where these
@@ -68,9 +68,9 @@ def recognise(mask: Any) -> Recognised:
     dense = np.reshape(dense, (-1, *dense.shape[-2:]))
     query_ids, key_ids = _documents(dense)
     one = (query_ids[:, :, None] == key_ids[:, None, :]) & (query_ids >= 0)[:, :, None]
-    pattern = _pattern(dense, one)
+    mask = _mask_of(dense, one)
     rows, columns = (np.arange(n) for n in dense.shape[1:])
-    shown = one & np.asarray(pattern.visible(rows[:, None], columns[None, :]))
+    shown = one & np.asarray(mask.visible(rows[:, None], columns[None, :]))
     wrong = np.argwhere(shown != dense)
     if len(wrong):
         row, query, key = map(int, wrong[0])
@@ -78,14 +78,14 @@ def recognise(mask: Any) -> Recognised:
         raise InputError(
             "recognise needs a causal mask, a window or neither, with documents of neighbouring "
             f"tokens and padding; got {given}, of which {len(wrong)} entries are not those of "
-            f"{pattern} with the documents that it seems to have. The first: query {query} of "
+            f"{mask} with the documents that it seems to have. The first: query {query} of "
             f"row {row} {sees} key {key}. Write it as a mask of startrail_jax.masks, such as "
             "masks.Rule(function)."
         )
     if not query_ids.any() and not key_ids.any():
-        return Recognised(pattern, None)
+        return Recognised(mask, None)
     same = np.array_equal(query_ids, key_ids)
-    return Recognised(pattern, query_ids if same else (query_ids, key_ids))
+    return Recognised(mask, query_ids if same else (query_ids, key_ids))
 
 
 def _documents(dense: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -104,7 +104,7 @@ def _documents(dense: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.where(sees, ids, -1), np.where(seen, ids, -1)
 
 
-def _pattern(dense: np.ndarray, one: np.ndarray) -> Pattern:
+def _mask_of(dense: np.ndarray, one: np.ndarray) -> Mask:
     """The narrowest window that shows all visible pairs; no side that documents alone explain."""
     if dense.shape[1] != dense.shape[2]:
         return Full()

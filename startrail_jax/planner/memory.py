@@ -107,10 +107,10 @@ class StepSizes:
     """Elements of `layer_elements` that have no gradient."""
     in_rings: Amount = True
     """Whether the keys of some layer go round the rings."""
-    seen_keys: Amount = 0
+    sparse_keys: Amount = 0
     """Keys, of all sequences of a device together, that it receives in a layer that sends only what
     its window shows: those of the layer that receives most. 0 if there is no such layer."""
-    has_seen: Amount = False
+    has_sparse: Amount = False
     """Whether there is such a layer."""
     period: int = 1
     """Layers in a turn of the loop over layers, where they differ."""
@@ -231,7 +231,7 @@ def _parts(sizes: StepSizes) -> Iterator[Part]:
     yield from _gathered_and_summed(sizes)
     attention = np.maximum(
         sizes.in_rings * _of_chunks(sizes, _attention_bytes(sizes)),
-        sizes.has_seen * _seen_attention_bytes(sizes),
+        sizes.has_sparse * _sparse_attention_bytes(sizes),
     )
     if sizes.qk_norm:
         # What the norms took: the query as it was projected, and the key in float32.
@@ -244,7 +244,7 @@ def _parts(sizes: StepSizes) -> Iterator[Part]:
     if sizes.zero in (1, 2):
         attention = np.maximum(
             sizes.in_rings * _of_chunks(sizes, _forward_attention_bytes(sizes)),
-            sizes.has_seen * _seen_forward_bytes(sizes),
+            sizes.has_sparse * _sparse_forward_bytes(sizes),
         )
         inner = 4 * sizes.stream + attention
         yield Part(name="attention", size=inner, exact=False, phase=FORWARD)
@@ -399,27 +399,27 @@ def _attention_bytes(sizes: StepSizes) -> Amount:
     return np.select([degrees.ring == 1, degrees.ring == 2], [alone, adding], turning)
 
 
-def _seen_elements(sizes: StepSizes) -> tuple[Amount, Amount, Amount]:
+def _sparse_elements(sizes: StepSizes) -> tuple[Amount, Amount, Amount]:
     """Elements of the query of a device, of its key, and of the keys that it receives, where only
     those are sent that a window shows."""
     tensor = sizes.degrees.tensor
     key = np.maximum(sizes.kv_heads // tensor, 1) * sizes.head_dim
     query = sizes.heads // tensor * sizes.head_dim
-    return sizes.tokens * query, sizes.tokens * key, sizes.seen_keys * key
+    return sizes.tokens * query, sizes.tokens * key, sizes.sparse_keys * key
 
 
-def _seen_forward_bytes(sizes: StepSizes) -> Amount:
+def _sparse_forward_bytes(sizes: StepSizes) -> Amount:
     """The forward pass of such an attention: what arrives, and two partial outputs."""
-    query, key, received = _seen_elements(sizes)
+    query, key, received = _sparse_elements(sizes)
     return sizes.itemsize * (3 * query + 2 * key + 2 * received)
 
 
-def _seen_attention_bytes(sizes: StepSizes) -> Amount:
+def _sparse_attention_bytes(sizes: StepSizes) -> Amount:
     """The backward pass of such an attention: what `rings.sparse` holds, receives and sums.
 
     Gradients are float32: of the query, of a device's own keys, and of the keys that it received.
     """
-    query, key, received = _seen_elements(sizes)
+    query, key, received = _sparse_elements(sizes)
     held = 2 * query + 2 * key + 2 * received
     results = query + 2 * key
     return sizes.itemsize * (held + results) + FLOAT32 * (query + 2 * key + 2 * received)

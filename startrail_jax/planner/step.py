@@ -70,9 +70,9 @@ class Step:
         """Attention of all layers."""
         self._exchanges_again = timing.exchanges_again_seconds[rows]
         windows = list(self.call.windows)
-        seen = np.array([timing.sends_seen(x)[rows] for x in windows])
-        self._in_rings, self._has_seen = ~seen.all(0), seen.any(0)
-        self._seen_keys = np.max([timing.received_keys(x)[rows] for x in windows], axis=0)
+        seen = np.array([timing.sends_sparse(x)[rows] for x in windows])
+        self._in_rings, self._has_sparse = ~seen.all(0), seen.any(0)
+        self._sparse_keys = np.max([timing.received_keys(x)[rows] for x in windows], axis=0)
         self._links = Links(self.settings, timing.cluster)
         self.tokens = self.call.padded(self.settings.sequence) * self.call.batch
         self.tokens = self.tokens // self.settings.replicas
@@ -220,8 +220,8 @@ class Step:
             layer_elements=self.layer_elements,
             moved_elements=_moved_elements(self.call, settings),
             in_rings=self._in_rings,
-            seen_keys=self._seen_keys * (self.call.batch // settings.data),
-            has_seen=self._has_seen,
+            sparse_keys=self._sparse_keys * (self.call.batch // settings.data),
+            has_sparse=self._has_sparse,
             period=max(period for period, _ in loops),
             loops=len(loops),
             stacked_bytes=_FLOAT32 * stacked,

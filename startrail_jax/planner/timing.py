@@ -25,7 +25,7 @@ from startrail_jax.planner.hardware import Cluster
 from startrail_jax.planner.links import Cost, Links, Move
 from startrail_jax.rings.rounds import Rounds, ring_offsets
 from startrail_jax.rings.sizes import Sizes
-from startrail_jax.rings.sparse_plan import Exchange, seen_exchange
+from startrail_jax.rings.sparse_plan import SparsePlan, plan_sparse
 from startrail_jax.rings.transfers import Steps, Transfer
 from startrail_jax.tokens.layout import Layout
 
@@ -237,12 +237,12 @@ class Timing:
             ranks = min(sequence, _MOST_RANKS)
             degrees = Degrees(ring=ranks, data=data, tensor=tensor)
             length = int(self.call.padded(np.array(sequence)))
-            pattern, layout = Window(window - 1, 0), Layout("zigzag", ranks)
-            exchange = None
+            mask, layout = Window(window - 1, 0), Layout("zigzag", ranks)
+            plan = None
             if ranks > 1:
-                exchange = seen_exchange(pattern, layout, length // sequence * ranks)
+                plan = plan_sparse(mask, layout, length // sequence * ranks)
             found.append(None)
-            if exchange is None:
+            if plan is None:
                 continue
             share = self._sizes[length].share(degrees)
             steps = Steps(
@@ -252,8 +252,8 @@ class Timing:
                 offsets=(0,),
                 options=self._options,
             )
-            found[-1] = _Sent(exchange, steps, sequence)
-            both = (*steps.seen(exchange, forward=True, backward=True), *steps.replica_sum())
+            found[-1] = _Sent(plan, steps, sequence)
+            both = (*steps.sparse(plan, forward=True, backward=True), *steps.replica_sum())
             sent[kind == number] = sum(x.received_bytes for x in both)
         taken = (sent < rings) & ~s.published
         return _Sparse(taken, kind, found)
@@ -262,18 +262,18 @@ class Timing:
         """Bytes that a device receives in a pass of a layer whose keys go round the rings."""
         return self._ways[window].received(backward=backward)
 
-    def sends_seen(self, window: int | None) -> np.ndarray:
+    def sends_sparse(self, window: int | None) -> np.ndarray:
         """Whether a layer sends only the keys that its window shows: if these are fewer bytes."""
         if window in self._sparse:
             return self._sparse[window].taken
         return np.zeros(len(self.settings), bool)
 
     def received_keys(self, window: int | None) -> np.ndarray:
-        """Keys of a sequence that a device receives where `sends_seen`; 0 in other settings."""
+        """Keys of a sequence that a device receives where `sends_sparse`; 0 in other settings."""
         if window not in self._sparse:
             return np.zeros(len(self.settings), np.int64)
         sparse = self._sparse[window]
-        counts = [0 if x is None else x.exchange.permuted + x.exchange.shared for x in sparse.sent]
+        counts = [0 if x is None else x.plan.permuted + x.plan.shared for x in sparse.sent]
         return np.where(sparse.taken, np.array(counts)[sparse.kind], 0)
 
     # Attention.
@@ -291,7 +291,7 @@ class Timing:
         for window, layers in self.call.windows.items():
             exchanges = [x for x in self._ways[window].forward if x.step == "head exchange"]
             seconds = self.links.costs(exchanges).seconds
-            total = total + layers * seconds * ~self.sends_seen(window)
+            total = total + layers * seconds * ~self.sends_sparse(window)
         return total
 
     def all_layers(self, *, backward: bool) -> Pass:
@@ -311,7 +311,7 @@ class Timing:
     def _pass(self, window: int | None, *, backward: bool) -> Pass:
         """A pass of a layer, by what it sends."""
         rings = self.in_rings(window, backward=backward)
-        taken = self.sends_seen(window)
+        taken = self.sends_sparse(window)
         if window is None or not taken.any():
             return rings
         keys, home = self._costs(window)
@@ -446,7 +446,7 @@ class _Form:
             team=team,
             head=head,
             layout=Layout("zigzag", self.degrees.sequence),
-            pattern=Window(window - 1, 0),
+            mask=Window(window - 1, 0),
             inner=self.inner,
         )
         return ring_offsets(rounds, seq_len)
@@ -480,9 +480,9 @@ class _Sparse:
 class _Sent:
     """The messages of an exchange of keys, and of their gradients on the way home."""
 
-    def __init__(self, exchange: Exchange, steps: Steps, sequence: int) -> None:
-        self.exchange = exchange
-        *permutes, keys, gradients = steps.seen(exchange, forward=False, backward=True)
+    def __init__(self, plan: SparsePlan, steps: Steps, sequence: int) -> None:
+        self.plan = plan
+        *permutes, keys, gradients = steps.sparse(plan, forward=False, backward=True)
         self.summed = keys.received_bytes, gradients.received_bytes
         """Bytes of the keys that are shared by a sum, and of their gradients."""
         self.messages = []

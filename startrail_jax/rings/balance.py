@@ -36,9 +36,9 @@ def why_not_balanced(schedule: Schedule, query_tokens: int, key_tokens: int) -> 
         return f"the tokens are in {kind} order"
     if ranks == 1:
         return "one device has all tokens"
-    if not schedule.pattern.within(query_tokens).grows or query_tokens != key_tokens:
-        return f"all queries see about as many keys under mask {schedule.pattern}"
-    if schedule.exchange == "seen":
+    if not schedule.mask.within(query_tokens).grows or query_tokens != key_tokens:
+        return f"all queries see about as many keys under mask {schedule.mask}"
+    if schedule.exchange == "sparse":
         return "each device is sent the keys of its own queries alone"
     if "bias" in schedule.scores:
         return "the rows and columns of a bias lie in the order of the layout"

@@ -14,7 +14,7 @@ from startrail_jax.options import Balance, Exchange
 from startrail_jax.rings.balance import in_zigzag, why_not_balanced
 from startrail_jax.rings.schedule import Schedule, ring_offsets
 from startrail_jax.rings.sizes import Sizes
-from startrail_jax.rings.sparse_plan import seen_exchange, why_not_seen
+from startrail_jax.rings.sparse_plan import plan_sparse, why_not_sparse
 from startrail_jax.rings.transfers import Steps, Transfer
 from startrail_jax.rings.work import shares, visible_pairs
 
@@ -45,30 +45,30 @@ def choose_exchange(schedule: Schedule, degrees: Degrees, sizes: Sizes) -> tuple
         sizes: the sizes of the call, over all devices.
 
     Returns:
-        "rings" or "seen", and why.
+        "rings" or "sparse", and why.
 
     Raises:
-        NotImplementedError: if "seen" is wished for and cannot be.
+        NotImplementedError: if "sparse" is wished for and cannot be.
     """
     if schedule.exchange == "rings":
         return "rings", "exchange='rings'"
-    reason = why_not_seen(schedule.pattern, schedule.layout, sizes.query_tokens)
+    reason = why_not_sparse(schedule.mask, schedule.layout, sizes.query_tokens)
     if "bias" in schedule.scores:
         reason = "the columns of a bias lie where the rings bring their keys"
     if schedule.published:
         reason = "published=True is the schedule of the paper"
-    if schedule.exchange == "seen":
+    if schedule.exchange == "sparse":
         if reason:
             raise UnsupportedError(
-                "exchange='seen' needs a mask that shows few keys of other devices; got mask="
-                f"{schedule.pattern}, layout={schedule.layout.kind!r} and {degrees.sequence} "
+                "exchange='sparse' needs a mask that shows few keys of other devices; got mask="
+                f"{schedule.mask}, layout={schedule.layout.kind!r} and {degrees.sequence} "
                 f"sequence shards: {reason}. Use exchange='auto', which takes the rings here."
             )
-        return "seen", "exchange='seen'"
+        return "sparse", "exchange='sparse'"
     if reason:
         return "rings", reason
     received: dict[Exchange, int] = {}
-    for name in ("rings", "seen"):
+    for name in ("rings", "sparse"):
         *_, both = passes_of(replace(schedule, exchange=name), degrees, sizes)
         received[name] = sum(x.received_bytes for x in both)
     best = min(received, key=lambda name: received[name])
@@ -105,7 +105,7 @@ def choose_balance(schedule: Schedule, degrees: Degrees, sizes: Sizes) -> tuple[
         if reason:
             raise UnsupportedError(
                 "balance='exchange' needs tokens in contiguous order, of which late ones see more "
-                f"keys; got mask={schedule.pattern}, layout={schedule.layout.kind!r} and "
+                f"keys; got mask={schedule.mask}, layout={schedule.layout.kind!r} and "
                 f"{degrees.sequence} sequence shards: {reason}. Use balance='auto', which leaves "
                 "them where they are here."
             )
@@ -136,7 +136,7 @@ def choose_balance(schedule: Schedule, degrees: Degrees, sizes: Sizes) -> tuple[
 def _saved_by_balance(schedule: Schedule, seq_len: int) -> float:
     """Visible pairs that the busiest device has less in zigzag order, times the devices."""
     busiest = [shares(x, seq_len).max() for x in (schedule, in_zigzag(schedule))]
-    return float(busiest[0] - busiest[1]) * visible_pairs(schedule.pattern, seq_len)
+    return float(busiest[0] - busiest[1]) * visible_pairs(schedule.mask, seq_len)
 
 
 def steps_of(schedule: Schedule, degrees: Degrees, sizes: Sizes) -> Steps:
@@ -163,11 +163,11 @@ def passes_of(
         shared_ids: whether queries and keys have the same array of segment ids.
     """
     steps = steps_of(schedule, degrees, sizes)
-    if schedule.exchange == "seen":
-        moves = seen_exchange(schedule.pattern, schedule.layout, sizes.query_tokens)
+    if schedule.exchange == "sparse":
+        moves = plan_sparse(schedule.mask, schedule.layout, sizes.query_tokens)
         assert moves is not None
         there, back, both = (
-            steps.seen(moves, forward=forward, backward=backward)
+            steps.sparse(moves, forward=forward, backward=backward)
             for forward, backward in ((True, False), (False, True), (True, True))
         )
         sums = steps.replica_sum()

@@ -24,7 +24,7 @@ from startrail_jax.rings import collectives, score_units
 from startrail_jax.rings.residuals import CHECKPOINT_NAMES, Rows, row_gradients
 from startrail_jax.rings.ring_loop import UNROLLED_ROUNDS, as_float32, circulate
 from startrail_jax.rings.schedule import Schedule, ring_offsets
-from startrail_jax.rings.score_units import Given
+from startrail_jax.rings.score_units import ScoreInputs
 from startrail_jax.rings.sizes import Sizes
 from startrail_jax.xla.ordering import recompute_in_backward
 
@@ -94,7 +94,7 @@ class Concentric:
         k_unit, v_unit, key_ids = (_key_unit(schedule, x) for x in (k, v, key_ids))
         return q_unit, k_unit, v_unit, query_ids, key_ids
 
-    def attend(self, gathered: Any, given: Given) -> tuple[Any, Any, Any]:
+    def attend(self, gathered: Any, given: ScoreInputs) -> tuple[Any, Any, Any]:
         """Steps 3 and 4."""
         schedule = self.schedule
         q_unit, k_unit, v_unit, query_ids, key_ids = gathered
@@ -103,7 +103,7 @@ class Concentric:
         def attend(keys: Any, distance: Any, so_far: Any) -> tuple[Partials, tuple[()]]:
             k, v, key_ids = keys
             units = q_unit, k, query_ids, key_ids
-            visibility, here = score_units.met(
+            visibility, here = score_units.visibility_and_scores(
                 schedule, self.seq_len, device, units, given, keys_behind=distance
             )
             return self.block.forward(
@@ -137,7 +137,7 @@ class Concentric:
         units = q, k, v, query_ids, key_ids
         return self._units(units, queries_first=False) if gathers else units
 
-    def gradients(self, gathered: Any, found: Rows, given: Given, key_dtype: Any) -> Any:
+    def gradients(self, gathered: Any, found: Rows, given: ScoreInputs, key_dtype: Any) -> Any:
         """See `Transport.gradients`."""
         schedule = self.schedule
         q_unit, k_unit, v_unit, query_ids, key_ids = gathered
@@ -157,7 +157,7 @@ class Concentric:
             q, dout, lse, delta, query_ids = queries
             k, v, key_ids = keys
             units = q, k, query_ids, key_ids
-            visibility, here = score_units.met(
+            visibility, here = score_units.visibility_and_scores(
                 schedule, self.seq_len, device, units, given, **distance
             )
             pair = Pair(q, k, v, visibility, self.scale, here)

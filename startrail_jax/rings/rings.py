@@ -36,7 +36,7 @@ from startrail_jax.rings.head_chunks import check_head_chunks, in_chunks
 from startrail_jax.rings.residuals import CHECKPOINT_NAMES, Rows, named
 from startrail_jax.rings.ring_loop import as_float32
 from startrail_jax.rings.schedule import Schedule
-from startrail_jax.rings.score_units import NOTHING, Given
+from startrail_jax.rings.score_units import NO_SCORES, ScoreInputs
 from startrail_jax.rings.sparse import Sparse
 from startrail_jax.shapes import (
     KeySegments,
@@ -58,7 +58,7 @@ def sharded_attention(
     v: ValueShard,
     query_segments: QuerySegments | None = None,
     key_segments: KeySegments | None = None,
-    given: Given = NOTHING,
+    given: ScoreInputs = NO_SCORES,
 ) -> tuple[OutShard, LseShard]:
     """Attention of this device's tokens to the whole sequence: steps 0 to 5, for a chunk at a time.
 
@@ -71,12 +71,12 @@ def sharded_attention(
         q: this device's queries, of all the heads that its tensor rank holds.
         k, v: its keys and values, likewise: in the dtype of q, or copies (`copy_heads`).
         query_segments, key_segments: segment ids of the same tokens; both or neither.
-        given: what `score_units.local` gives, whose scores `schedule.scores` names.
+        given: what `score_units.of_device` gives, whose scores `schedule.scores` names.
 
     Returns:
         out in the dtype of q and lse in float32, for this device's tokens.
     """
-    if schedule.exchange == "seen":
+    if schedule.exchange == "sparse":
         schedule = schedule.alone
     check_head_chunks(schedule.head_chunks, max(k.shape[2] // schedule.head.degree, 1))
     if is_replicated(k, q) or is_replicated(v, q):
@@ -97,7 +97,7 @@ def _attend_heads(
     v: ValueShard,
     query_segments: QuerySegments | None,
     key_segments: KeySegments | None,
-    given: Given,
+    given: ScoreInputs,
 ) -> tuple[OutShard, LseShard]:
     """Steps 0 to 5 for some heads, or all."""
     head = schedule.head
@@ -110,7 +110,7 @@ def _attend_heads(
         query_segments = collectives.gather(query_segments, head, 1)
     if key_segments is not None:
         key_segments = query_segments if shared else collectives.gather(key_segments, head, 1)
-    given = score_units.place(schedule, given, q)
+    given = score_units.of_units(schedule, given, q)
     ids = query_segments, key_segments
     out, lse, _ = concentric_attention(schedule, q, k, v, *ids, given)
     out = collectives.exchange(out, head, split=1, concat=2)
@@ -137,7 +137,7 @@ class Transport(Protocol):
         """Sends what comes before attention; what is kept for the backward pass is `named`."""
         ...
 
-    def attend(self, gathered: Any, given: Given) -> tuple[Any, Any, Any]:
+    def attend(self, gathered: Any, given: ScoreInputs) -> tuple[Any, Any, Any]:
         """Attends the queries of this device to all keys that they see.
 
         Returns:
@@ -151,13 +151,13 @@ class Transport(Protocol):
         sent again (`recompute_in_backward`), as XLA would send it once and keep what arrived."""
         ...
 
-    def gradients(self, gathered: Any, found: Rows, given: Given, key_dtype: Any) -> Any:
+    def gradients(self, gathered: Any, found: Rows, given: ScoreInputs, key_dtype: Any) -> Any:
         """Gradients of q, k, v (k and v in `key_dtype`) and of the scores, and delta."""
         ...
 
 
 def _transport(schedule: Schedule) -> type[Transport]:
-    return Sparse if schedule.exchange == "seen" else Concentric
+    return Sparse if schedule.exchange == "sparse" else Concentric
 
 
 def _forward(
@@ -167,7 +167,7 @@ def _forward(
     v: ValueShard,
     query_segments: QuerySegments | None,
     key_segments: KeySegments | None,
-    given: Given = NOTHING,
+    given: ScoreInputs = NO_SCORES,
 ) -> tuple[OutShard, LseShard, LseShard | None]:
     """Steps 1 to 4; returns what `Transport.attend` does.
 
@@ -186,7 +186,7 @@ def _forward_rule(
     v: Any,
     query_segments: Any,
     key_segments: Any,
-    given: Given = NOTHING,
+    given: ScoreInputs = NO_SCORES,
 ) -> tuple[Any, Any]:
     like = k[:0]
     k, v = (x.astype(q.dtype) for x in (k, v))
@@ -218,7 +218,7 @@ def _backward_rule(schedule: Schedule, residuals: Any, cotangents: Any) -> tuple
     scores, _, sinks = given
     scores = None if scores is None else scores.with_gradients(of_scores)
     sinks = None if sinks is None else softmax.sink_gradient(sinks, lse, delta)
-    return *gradients, None, None, Given(scores, None, sinks)
+    return *gradients, None, None, ScoreInputs(scores, None, sinks)
 
 
 # Where there are gradients, jax traces the forward pass twice: as it is, and in its rule. The

@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 
 from startrail_jax.devices.degrees import Axis, Cycle
-from startrail_jax.masks import Causal, Full, Pattern
+from startrail_jax.masks import Causal, Full, Mask
 from startrail_jax.masks.algebra import causal_window
 from startrail_jax.options import Options
 from startrail_jax.tokens.layout import Layout, Runs
@@ -50,7 +50,7 @@ class Rounds(Options):
     team: Axis
     head: Axis
     layout: Layout
-    pattern: Pattern
+    mask: Mask
     """Which position sees which; other masks than a full one need units in order of position."""
 
     @property
@@ -125,13 +125,13 @@ def ring_offsets(rounds: Rounds, seq_len: int) -> tuple[int, ...]:
     the ring then skips those rounds. A double ring skips whole inner cycles.
     """
     ring = range(rounds.ring.degree)
-    pattern = rounds.pattern.within(seq_len)
-    if isinstance(pattern, (Full, Causal)):
+    mask = rounds.mask.within(seq_len)
+    if isinstance(mask, (Full, Causal)):
         return tuple(ring)
-    if (window := causal_window(pattern)) is not None:
+    if (window := causal_window(mask)) is not None:
         needed = _places_of_window(rounds, seq_len, window)
         return tuple(offset for offset in ring if offset // rounds.inner in needed)
-    met = pattern.meet(*rounds.units_that_meet(seq_len, ring))
+    met = mask.meet(*rounds.units_that_meet(seq_len, ring))
     needed = {offset // rounds.inner for offset in ring if met[offset].any()}
     return tuple(offset for offset in ring if offset // rounds.inner in {0, *needed})
 

@@ -21,7 +21,7 @@ from startrail_jax.blocks.pieces import Pieces, pieces_by_offset, pieces_of_wind
 from startrail_jax.blocks.visibility import Cases, Visibility
 from startrail_jax.devices.degrees import PLATFORMS, SEQUENCE_ROLES, Axis, Degrees
 from startrail_jax.errors import InputError
-from startrail_jax.masks import Causal, Full, Pattern
+from startrail_jax.masks import Causal, Full, Mask
 from startrail_jax.masks.algebra import causal_window
 from startrail_jax.options import Side
 from startrail_jax.rings.rounds import Rounds, ring_offsets
@@ -70,7 +70,7 @@ class Schedule(Rounds):
     @property
     def ordered(self) -> bool:
         """Whether the positions of tokens matter, so that units are in order of position."""
-        return not isinstance(self.pattern, Full) or bool(self.scores)
+        return not isinstance(self.mask, Full) or bool(self.scores)
 
     def visibility(
         self,
@@ -93,8 +93,8 @@ class Schedule(Rounds):
             queries_ahead: from how far ahead on the ring the query unit has come.
             keys_behind: from how far behind on the ring the key unit has come.
         """
-        pattern = self.pattern.within(seq_len)
-        if isinstance(pattern, Full) and not self.scores:
+        mask = self.mask.within(seq_len)
+        if isinstance(mask, Full) and not self.scores:
             return Visibility(query_segments=query_segments, key_segments=key_segments)
         p, g, a = device
         distance = queries_ahead + keys_behind
@@ -104,10 +104,10 @@ class Schedule(Rounds):
         queries = self.query_runs(seq_len, ahead, g)
         keys = self.key_runs(kv_seq_len or seq_len, behind, a)
         of_window = None
-        if causal_window(pattern) is not None:
+        if causal_window(mask) is not None:
             of_window = functools.partial(_case_of_window, self, seq_len, known, queries, keys)
         return Visibility(
-            pattern,
+            mask,
             query_runs=queries,
             key_runs=keys,
             query_segments=query_segments,
@@ -132,7 +132,7 @@ class Schedule(Rounds):
             dtype=share.dtype,
             head_dim=share.head_dim,
             value_head_dim=share.value_head_dim,
-            mask=self.pattern.within(seq_len),
+            mask=self.mask.within(seq_len),
             packed=share.packed,
             num_cases=num_cases,
             softcap=self.softcap,
@@ -160,10 +160,10 @@ class Schedule(Rounds):
         return self.layout.unsort_unit(x, ranks, dim) if self.ordered else x
 
 
-def schedule_of(degrees: Degrees, pattern: Pattern, layout: Layout, **options: Any) -> Schedule:
+def schedule_of(degrees: Degrees, mask: Mask, layout: Layout, **options: Any) -> Schedule:
     """A schedule for the axes of `make_mesh`, with the defaults of `Attention` for all else."""
     axes: dict[str, Any] = {role: Axis((role,), getattr(degrees, role)) for role in SEQUENCE_ROLES}
-    return Schedule(**axes, layout=layout, pattern=pattern, **options)
+    return Schedule(**axes, layout=layout, mask=mask, **options)
 
 
 def unit_cases(
@@ -181,11 +181,11 @@ def unit_cases(
         neither full nor causal nor a causal window do not.
     """
     query, key = schedule.query_runs(seq_len, 0, 0), schedule.key_runs(kv_seq_len or seq_len, 0, 0)
-    pattern = schedule.pattern.within(seq_len)
-    if isinstance(pattern, Full):
+    mask = schedule.mask.within(seq_len)
+    if isinstance(mask, Full):
         return (Pieces.whole(query.tokens, key.tokens),)
-    is_window = causal_window(pattern) is not None
-    if not (isinstance(pattern, Causal) or is_window):
+    is_window = causal_window(mask) is not None
+    if not (isinstance(mask, Causal) or is_window):
         return ()
     if is_window:
         found = [window_cases(schedule, seq_len, distance) for distance in (0, None)]
@@ -226,7 +226,7 @@ def window_cases(
         counted from the first query: int32 [ways, runs]. The index of the set of each way, int32
         [ways]; and the sets.
     """
-    window = causal_window(schedule.pattern.within(seq_len))
+    window = causal_window(schedule.mask.within(seq_len))
     assert window is not None
     distances = ring_offsets(schedule, seq_len)[1:] if distance is None else (distance,)
     if not distances:

@@ -25,7 +25,7 @@ from startrail_jax.shapes import QueryShard
 from startrail_jax.xla.varying import alike
 
 
-class Given(NamedTuple):
+class ScoreInputs(NamedTuple):
     """What a call gives beside query, key, value and segment ids; None where it gives none."""
 
     scores: Scores | None = None
@@ -34,22 +34,22 @@ class Given(NamedTuple):
     sinks: Any = None
     """The logit of each head that counts in its denominator, float32 [n]."""
 
-    def of_heads(self, first: int, heads: int) -> Given:
+    def of_heads(self, first: int, heads: int) -> ScoreInputs:
         """The same for `heads` of the query heads, from number `first` on."""
         scores, prefix, sinks = self
         if scores is not None:
             scores = scores.of_heads(first, heads)
         if sinks is not None:
             sinks = sinks[first : first + heads]
-        return Given(scores, prefix, sinks)
+        return ScoreInputs(scores, prefix, sinks)
 
 
-NOTHING = Given()
+NO_SCORES = ScoreInputs()
 
 
-def local(
-    schedule: Schedule, given: Given, q: QueryShard, axes: Mapping[str, Axis]
-) -> tuple[Schedule, Given]:
+def of_device(
+    schedule: Schedule, given: ScoreInputs, q: QueryShard, axes: Mapping[str, Axis]
+) -> tuple[Schedule, ScoreInputs]:
     """What a call gives, for this device's rows and the heads of its tensor rank.
 
     Args:
@@ -73,17 +73,17 @@ def local(
     if sinks is not None:
         sinks = _part(sinks, head, q.shape[2])
     if scores is None:
-        return schedule, Given(scores, prefix, sinks)
+        return schedule, ScoreInputs(scores, prefix, sinks)
     slopes, dropout = scores.slopes, scores.dropout
     if slopes is not None:
         slopes = _part(slopes, head, q.shape[2])
     if dropout is not None:
         dropout = dataclasses.replace(dropout, first_row=row, first_head=head)
     scores = dataclasses.replace(scores, slopes=slopes, dropout=dropout)
-    return dataclasses.replace(schedule, scores=scores.given), Given(scores, prefix, sinks)
+    return dataclasses.replace(schedule, scores=scores.given), ScoreInputs(scores, prefix, sinks)
 
 
-def place(schedule: Schedule, given: Given, q: QueryShard) -> Given:
+def of_units(schedule: Schedule, given: ScoreInputs, q: QueryShard) -> ScoreInputs:
     """What is given for the query unit of this device and all key units that it visits.
 
     With H and A the degrees of head and team, a device receives (H - 1) / H of its share of the
@@ -92,7 +92,7 @@ def place(schedule: Schedule, given: Given, q: QueryShard) -> Given:
 
     Args:
         schedule: the schedule.
-        given: what `local` gives.
+        given: what `of_device` gives.
         q: this device's queries, after the head exchange.
 
     Returns:
@@ -106,7 +106,7 @@ def place(schedule: Schedule, given: Given, q: QueryShard) -> Given:
     if sinks is not None:
         sinks = _part(alike(sinks, q)[0], first, q.shape[2])
     if scores is None:
-        return Given(scores, prefix, sinks)
+        return ScoreInputs(scores, prefix, sinks)
     slopes, bias, dropout = scores.slopes, scores.bias, scores.dropout
     if slopes is not None:
         slopes = _part(alike(slopes, q)[0], first, q.shape[2])
@@ -115,7 +115,7 @@ def place(schedule: Schedule, given: Given, q: QueryShard) -> Given:
     if dropout is not None:
         dropout = dataclasses.replace(dropout, first_head=dropout.first_head + first)
     scores = dataclasses.replace(scores, slopes=slopes, bias=bias, dropout=dropout)
-    return Given(scores, prefix, sinks)
+    return ScoreInputs(scores, prefix, sinks)
 
 
 def _place_bias(schedule: Schedule, x: Float[Array, "b n t c"]) -> Float[Array, "b _ _ _"]:
@@ -137,12 +137,12 @@ def _part(x: Array, first: Any, size: int) -> Array:
     return x if size == x.shape[0] else lax.dynamic_slice_in_dim(x, first, size)
 
 
-def met(
+def visibility_and_scores(
     schedule: Schedule,
     seq_len: int,
     device: tuple[Any, Any, Any],
     units: tuple[Any, Any, Any, Any],
-    given: Given,
+    given: ScoreInputs,
     **distance: Any,
 ) -> tuple[Visibility, Scores]:
     """What a query unit sees of a key unit, and the scores there.
@@ -150,7 +150,7 @@ def met(
     Args:
         schedule, seq_len, device: as in `Schedule.visibility`.
         units: queries, keys, and the segment ids of both.
-        given: what the call gives, as `place` leaves it.
+        given: what the call gives, as `of_units` leaves it.
         **distance: how far one of the units has come, as in `Schedule.visibility`.
     """
     _, k, *ids = units
@@ -159,8 +159,8 @@ def met(
     visibility = schedule.visibility(seq_len, device, *ids, kv_seq_len=kv_seq_len, **distance)
     scores, prefix, _ = given
     if prefix is not None:
-        pattern = visibility.pattern.given(prefix[:, None, None])
-        visibility = dataclasses.replace(visibility, pattern=pattern)
+        mask = visibility.mask.given(prefix[:, None, None])
+        visibility = dataclasses.replace(visibility, mask=mask)
     scores = dataclasses.replace(scores or PLAIN, softcap=schedule.softcap)
     if scores.bias is not None:
         home = schedule.along_ring(device[0], distance.get("keys_behind", 0), -1)

@@ -13,7 +13,7 @@ import numpy as np
 
 from startrail_jax.devices.degrees import Degrees
 from startrail_jax.errors import InputError
-from startrail_jax.masks import Causal, Full, Pattern
+from startrail_jax.masks import Causal, Full, Mask
 from startrail_jax.options import Options, Side
 from startrail_jax.tokens.layout import Layout
 
@@ -68,7 +68,7 @@ class Sizes:
             packed=packed,
         )
 
-    def check(self, degrees: Degrees, *, mask: Pattern, layout: Layout | None = None) -> None:
+    def check(self, degrees: Degrees, *, mask: Mask, layout: Layout | None = None) -> None:
         """Raises unless attention of these sizes, over all devices, can be split by `degrees`.
 
         Args:

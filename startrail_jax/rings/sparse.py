@@ -1,7 +1,7 @@
 """Attention that sends only the keys that a mask shows; it runs inside a fully manual `shard_map`.
 
-`exchange.py` says which keys a device needs and in which moves they come. A device attends its own
-queries, of all heads of its tensor rank,
+`sparse_plan.py` says which keys a device needs and in which moves they come. A device attends its
+own queries, of all heads of its tensor rank,
 
     1  to its own keys, while the pieces of others are under way, and then
     2  to each piece that has arrived, whose output is merged with what there is.
@@ -34,36 +34,33 @@ from startrail_jax.blocks.pieces import Pieces, pieces_of_window
 from startrail_jax.blocks.scores import PLAIN, Scores
 from startrail_jax.blocks.softmax import Partials, merge_precisely
 from startrail_jax.blocks.visibility import Cases, Visibility
-from startrail_jax.masks import Pattern
+from startrail_jax.masks import Mask
 from startrail_jax.masks.algebra import causal_window
 from startrail_jax.rings import collectives
 from startrail_jax.rings.residuals import CHECKPOINT_NAMES, Rows, row_gradients
 from startrail_jax.rings.ring_loop import as_float32
 from startrail_jax.rings.schedule import Schedule
-from startrail_jax.rings.score_units import Given
+from startrail_jax.rings.score_units import ScoreInputs
 from startrail_jax.rings.sizes import Sizes
-from startrail_jax.rings.sparse_plan import Exchange, KeyMove, KeyRun, seen_exchange
+from startrail_jax.rings.sparse_plan import KeyMove, KeyRun, SparsePlan, plan_sparse
 from startrail_jax.tokens.layout import Layout, Runs, Span
 from startrail_jax.xla.ordering import recompute_in_backward
 from startrail_jax.xla.varying import alike
 
 
 @functools.lru_cache(maxsize=1024)
-def seen_cases(pattern: Pattern, layout: Layout, seq_len: int) -> tuple[tuple[Pieces, ...], ...]:
+def sparse_cases(mask: Mask, layout: Layout, seq_len: int) -> tuple[tuple[Pieces, ...], ...]:
     """The pieces of what each rank sees of its own keys and then of each run of keys that arrives.
 
     Args:
-        pattern, layout, seq_len: as in `seen_exchange`, of which there is one.
+        mask, layout, seq_len: as in `plan_sparse`, of which there is one.
 
     Returns:
         For own keys and for each run, the pieces of each rank; none if the mask is no causal
         window.
     """
-    window, exchange = (
-        causal_window(pattern.within(seq_len)),
-        seen_exchange(pattern, layout, seq_len),
-    )
-    if window is None or exchange is None:
+    window, plan = causal_window(mask.within(seq_len)), plan_sparse(mask, layout, seq_len)
+    if window is None or plan is None:
         return ()
     units = [layout.unit_positions(seq_len, rank, 1) for rank in range(layout.degree)]
     own = [
@@ -75,7 +72,7 @@ def seen_cases(pattern: Pattern, layout: Layout, seq_len: int) -> tuple[tuple[Pi
             ((first - start, first, last - first + 1),) if first <= last else ()
             for start, (first, last) in zip(run.positions, run.needed, strict=True)
         ]
-        for move in exchange.moves
+        for move in plan.moves
         for run in move.runs
     )
     return tuple(
@@ -84,45 +81,45 @@ def seen_cases(pattern: Pattern, layout: Layout, seq_len: int) -> tuple[tuple[Pi
     )
 
 
-def seen_request(schedule: Schedule, share: Sizes) -> Request:
+def sparse_request(schedule: Schedule, share: Sizes) -> Request:
     """`Schedule.request` where only the keys that the mask shows are sent."""
     seq_len = share.query_tokens * schedule.num_shards
-    by_rank = seen_cases(schedule.pattern, schedule.layout, seq_len)
+    by_rank = sparse_cases(schedule.mask, schedule.layout, seq_len)
     return schedule.request(share, max((len(set(those)) for those in by_rank), default=0))
 
 
 @dataclass(frozen=True)
-class _Piece(Pattern):
+class _Piece(Mask):
     """What a mask shows of the keys of one piece that count; it exists while tracing."""
 
-    pattern: Pattern
+    mask: Mask
     first: Any
     last: Any
 
     @property
     def reach(self) -> int | None:
-        """See `Pattern.reach`."""
-        return self.pattern.reach
+        """See `Mask.reach`."""
+        return self.mask.reach
 
     def visible(self, query: Any, key: Any) -> Any:
-        """See `Pattern.visible`."""
-        return self.pattern.visible(query, key) & (key >= self.first) & (key <= self.last)
+        """See `Mask.visible`."""
+        return self.mask.visible(query, key) & (key >= self.first) & (key <= self.last)
 
     def some(self, query: Span, key: Span) -> Any:
-        """See `Pattern.some`."""
-        return self.pattern.some(query, key) & (key.last >= self.first) & (key.first <= self.last)
+        """See `Mask.some`."""
+        return self.mask.some(query, key) & (key.last >= self.first) & (key.first <= self.last)
 
     def every(self, query: Span, key: Span) -> Any:
-        """See `Pattern.every`."""
-        return self.pattern.every(query, key) & self._counts(key)
+        """See `Mask.every`."""
+        return self.mask.every(query, key) & self._counts(key)
 
     def triangle(self, query: Span, key: Span) -> Any:
-        """See `Pattern.triangle`."""
-        return self.pattern.triangle(query, key) & self._counts(key)
+        """See `Mask.triangle`."""
+        return self.mask.triangle(query, key) & self._counts(key)
 
     def edge(self, query: Span, key: Span) -> Any:
-        """See `Pattern.edge`."""
-        return self.pattern.edge(query, key) & self._counts(key)
+        """See `Mask.edge`."""
+        return self.mask.edge(query, key) & self._counts(key)
 
     def _counts(self, key: Span) -> Any:
         return (key.first >= self.first) & (key.last <= self.last)
@@ -133,7 +130,7 @@ class Sparse:
     """How only the keys come that a mask shows: a transport of `rings.py`."""
 
     schedule: Schedule
-    exchange: Exchange
+    plan: SparsePlan
     seq_len: int
     scale: float
     block: blocks.Block
@@ -145,14 +142,14 @@ class Sparse:
         q, k, v, segments, _ = kept[0] if gathered else kept
         share = Sizes.of(q, k, v, packed=segments is not None)
         seq_len = share.query_tokens * schedule.num_shards
-        exchange = seen_exchange(schedule.pattern, schedule.layout, seq_len)
-        assert exchange is not None
+        plan = plan_sparse(schedule.mask, schedule.layout, seq_len)
+        assert plan is not None
         return cls(
             schedule=schedule,
-            exchange=exchange,
+            plan=plan,
             seq_len=seq_len,
             scale=q.shape[-1] ** -0.5 if schedule.scale is None else float(schedule.scale),
-            block=blocks.select(schedule.backend, seen_request(schedule, share)),
+            block=blocks.select(schedule.backend, sparse_request(schedule, share)),
             rank=collectives.index(schedule.ring),
         )
 
@@ -160,14 +157,12 @@ class Sparse:
         """The shards, and what is received: keys, values and segment ids of all moves."""
         _, k, v, _, ids = shards
         joined = jnp.concatenate([k, v], -1)
-        received = [
-            (_send(self, move, joined), _send(self, move, ids)) for move in self.exchange.moves
-        ]
+        received = [(_send(self, move, joined), _send(self, move, ids)) for move in self.plan.moves]
         if named:
             received = jax.tree.map(lambda x: checkpoint_name(x, CHECKPOINT_NAMES[3]), received)
         return shards, received
 
-    def attend(self, gathered: Any, given: Given) -> tuple[Any, Any, Any]:
+    def attend(self, gathered: Any, given: ScoreInputs) -> tuple[Any, Any, Any]:
         """See `Transport.attend`."""
         (q, k, v, query_ids, key_ids), received = gathered
         block, scale, scores = self.block, self.scale, self.scores(given)
@@ -192,7 +187,7 @@ class Sparse:
         _, received = self.gather((q, k_again, v_again, query_ids, ids_again))
         return kept, received
 
-    def gradients(self, gathered: Any, found: Rows, given: Given, key_dtype: Any) -> Any:
+    def gradients(self, gathered: Any, found: Rows, given: ScoreInputs, key_dtype: Any) -> Any:
         """See `Transport.gradients`."""
         (q, k, v, query_ids, key_ids), received = gathered
         dout, delta = row_gradients(found)
@@ -214,7 +209,7 @@ class Sparse:
             dq, dk_run, dv_run, *of_scores = gradients(k_run, v_run, visibility, into)
             travelling.append(jnp.concatenate(as_float32([dk_run, dv_run]), -1))
         owned = jnp.concatenate(as_float32([dk, dv]), -1)
-        for move in self.exchange.moves:
+        for move in self.plan.moves:
             pieces, travelling = travelling[: len(move.runs)], travelling[len(move.runs) :]
             owned = _return(self, move, jnp.concatenate(pieces, 1), owned)
         dk, dv = jnp.split(owned, [q.shape[-1]], -1)
@@ -225,7 +220,7 @@ class Sparse:
         """The entry of this rank in a table with one for each."""
         return values[0] if len(set(values)) == 1 else jnp.asarray(values, jnp.int32)[self.rank]
 
-    def scores(self, given: Given) -> Scores:
+    def scores(self, given: ScoreInputs) -> Scores:
         return replace(given.scores or PLAIN, softcap=self.schedule.softcap)
 
     def own(self, query_ids: Any, key_ids: Any) -> Visibility:
@@ -239,15 +234,15 @@ class Sparse:
         own, start = self.own(query_ids, key_ids), self.here(run.positions)
         return replace(
             own,
-            pattern=_Piece(own.pattern, first, last),
+            mask=_Piece(own.mask, first, last),
             key_runs=Runs((start,), run.length),
             offsets=(),
             of_window=self._of_window(1 + number),
         )
 
     def _of_window(self, index: int) -> Callable[[], Cases] | None:
-        """`Visibility.of_window` of one entry of `seen_cases`."""
-        found = seen_cases(self.schedule.pattern, self.schedule.layout, self.seq_len)
+        """`Visibility.of_window` of one entry of `sparse_cases`."""
+        found = sparse_cases(self.schedule.mask, self.schedule.layout, self.seq_len)
         if not found:
             return None
         cases = tuple(dict.fromkeys(found[index]))
@@ -292,7 +287,7 @@ def _arrived(
 ) -> list[tuple[KeyRun, Array, Array, Array | None]]:
     """Each run of each move: keys, values and segment ids."""
     runs = []
-    for move, (keys, ids) in zip(sparse.exchange.moves, received, strict=True):
+    for move, (keys, ids) in zip(sparse.plan.moves, received, strict=True):
         ids = [None] * len(move.runs) if ids is None else _split(move, ids)
         for run, kv, here in zip(move.runs, _split(move, keys), ids, strict=True):
             runs.append((run, *jnp.split(kv, [head_dim], -1), here))

@@ -1,8 +1,8 @@
 """Which keys each device must be sent under a mask, and in which messages: static arithmetic.
 
 A ring sends every key to every device. Under a window, a chunk or the like, a device needs few of
-them, and an *exchange* sends it those alone. All sequence ranks count as shards, those of the head
-axis too, and queries stay where they are.
+them, and a *sparse plan* sends it those alone. All sequence ranks count as shards, also those of
+the head axis, and queries stay where they are.
 
 * A *slice* is a run of neighbouring positions that one rank holds: one for each rank in contiguous
   order, and two in zigzag order.
@@ -12,7 +12,7 @@ axis too, and queries stay where they are.
   receivers, and moves are its colours: as many as the busiest rank has pieces (Konig's theorem).
 * A run of keys that most ranks need, such as attention sinks, is *shared*: all get it from one sum.
 
-The answer is as exact as the mask is for spans of positions (`masks.Pattern.some`): runs end at the
+The answer is as exact as the mask is for spans of positions (`masks.Mask.some`): runs end at the
 first and at the last key that may be seen, and have gaps where whole blocks of a slice are hidden.
 
 This module needs NumPy alone, as the planner uses it too.
@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from startrail_jax.masks import Causal, Full, Pattern
+from startrail_jax.masks import Causal, Full, Mask
 from startrail_jax.tokens.layout import Layout, Span
 
 # A gap between keys that are needed is found where it hides one of so many blocks of a slice.
@@ -126,7 +126,7 @@ class KeyMove:
 
 
 @dataclass(frozen=True)
-class Exchange:
+class SparsePlan:
     """All that is sent for one mask, one layout and one length."""
 
     moves: tuple[KeyMove, ...]
@@ -151,52 +151,52 @@ class Exchange:
         return sum(move.length for move in self.moves if move.shared)
 
 
-def why_not_seen(pattern: Pattern, layout: Layout, seq_len: int) -> str | None:
+def why_not_sparse(mask: Mask, layout: Layout, seq_len: int) -> str | None:
     """Why only the keys that are seen cannot or need not be sent; None if they can.
 
     Args:
-        pattern: the mask.
+        mask: the mask.
         layout: the layout of queries and keys.
         seq_len: tokens of the whole sequence.
     """
-    within = pattern.within(seq_len)
+    within = mask.within(seq_len)
     if layout.degree == 1:
         return "one device holds all keys"
     if isinstance(within, (Full, Causal)):
         return f"the mask {within} shows the keys of nearly all devices"
     if within.per_row:
         return f"the mask {within} leaves lengths open until a call gives them"
-    if seen_exchange(pattern, layout, seq_len) is None:
+    if plan_sparse(mask, layout, seq_len) is None:
         return f"the mask {within} shows each device keys of nearly all others"
     return None
 
 
 @functools.lru_cache(maxsize=1024)
-def seen_exchange(pattern: Pattern, layout: Layout, seq_len: int) -> Exchange | None:
-    """The exchange for a mask of static positions and a contiguous or zigzag layout.
+def plan_sparse(mask: Mask, layout: Layout, seq_len: int) -> SparsePlan | None:
+    """The plan for a mask of static positions and a contiguous or zigzag layout.
 
     Returns:
-        The exchange; None if it is not worth looking for (`exchange_of`).
+        The plan; None if it is not worth looking for (`plan_of`).
     """
-    pattern = pattern.within(seq_len)
+    mask = mask.within(seq_len)
 
     def shows(ranks: np.ndarray, first: np.ndarray, last: np.ndarray) -> np.ndarray:
-        found = pattern.shows(layout.unit_positions(seq_len, ranks, 1), Span(first, last))
+        found = mask.shows(layout.unit_positions(seq_len, ranks, 1), Span(first, last))
         return np.broadcast_to(found, np.broadcast_shapes(ranks.shape, first.shape))
 
     slices = Slices(layout.degree, layout.multiple // layout.degree, seq_len // layout.multiple)
-    return exchange_of(slices, shows)
+    return plan_of(slices, shows)
 
 
-def exchange_of(slices: Slices, shows: Shows) -> Exchange | None:
-    """The exchange of the fewest bytes that is found.
+def plan_of(slices: Slices, shows: Shows) -> SparsePlan | None:
+    """The plan of the fewest bytes that is found.
 
     Args:
         slices: where keys and queries lie.
         shows: what queries see of keys.
 
     Returns:
-        The exchange; None if it is not worth looking for, as each device needs keys of very many
+        The plan; None if it is not worth looking for, as each device needs keys of very many
         slices.
     """
     needs = _needs(slices, shows)
@@ -205,7 +205,7 @@ def exchange_of(slices: Slices, shows: Shows) -> Exchange | None:
     found = []
     for shared in dict.fromkeys([(), _wanted_by_most(slices, needs)]):
         moves = [_shared_move(slices, shared)] if shared else []
-        found.append(Exchange((*moves, *_joined(_moves(slices, _without(needs, shared))))))
+        found.append(SparsePlan((*moves, *_joined(_moves(slices, _without(needs, shared))))))
     return min(found, key=lambda x: (x.permuted + 2 * x.shared, len(x.moves)))
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from startrail_jax.devices.degrees import SEQUENCE_ROLES, Degrees
 from startrail_jax.options import Options, Side
 from startrail_jax.rings.sizes import WIDTHS, Sizes, traveller
-from startrail_jax.rings.sparse_plan import Exchange
+from startrail_jax.rings.sparse_plan import SparsePlan
 from startrail_jax.tokens.layout import slice_pairs
 
 _FLOAT32 = 4
@@ -345,11 +345,11 @@ class Steps:
         ]
         return forward, backward
 
-    def seen(self, exchange: Exchange, *, forward: bool, backward: bool) -> list[Transfer]:
-        """The moves of an exchange, which takes the place of all steps; see `rings.sparse`.
+    def sparse(self, plan: SparsePlan, *, forward: bool, backward: bool) -> list[Transfer]:
+        """The moves of the sparse exchange, which takes the place of all steps: see `rings.sparse`.
 
         Args:
-            exchange: the exchange.
+            plan: the moves.
             forward, backward: whether these are the moves of the forward pass, of the backward
                 pass, or of both.
 
@@ -365,17 +365,17 @@ class Steps:
         ids = times[0] + times[1] * self._chunks(True)
         row = share.batch * _INT32 * share.packed * ids
         gradient = channels * WIDTHS[self.options.gradient_dtype] * backward
-        of_keys, of_gradients = exchange.received(ranks)
+        of_keys, of_gradients = plan.received(ranks)
         busiest = int((of_keys * (key + row) + of_gradients * gradient).argmax())
         permutes = [
             (pairs, *(move.length * size for size in sizes))
-            for move in exchange.moves
+            for move in plan.moves
             for pairs, *sizes in ((move.pairs, key, row), (move.returning, gradient, 0))
             if not move.shared
         ]
         moves = [
             Transfer(
-                step="seen keys",
+                step="sparse keys",
                 collective="collective_permute",
                 roles=SEQUENCE_ROLES,
                 pairs=pairs,
@@ -387,7 +387,7 @@ class Steps:
         ]
         sums = [(key, row), (channels * _FLOAT32 * backward, 0)]
         for sizes in sums:
-            total = [all_reduce_bytes(exchange.shared * size, ranks) for size in sizes]
+            total = [all_reduce_bytes(plan.shared * size, ranks) for size in sizes]
             moves.append(_copies("shared keys", "all_reduce", SEQUENCE_ROLES, 1, *total))
         return moves
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from startrail_jax.blocks import tiled
 from startrail_jax.blocks.visibility import Visibility
-from startrail_jax.masks import Full, Pattern
+from startrail_jax.masks import Full, Mask
 from startrail_jax.rings.balance import why_not_balanced
 from startrail_jax.rings.schedule import Schedule, ring_offsets
 from startrail_jax.rings.sizes import Sizes
@@ -29,7 +29,7 @@ BUSY, WORTH_NAMING = 1.2, 1.1
 _TOKENS_TO_WAIT_FOR = 128
 
 
-def visible_pairs(mask: Pattern, seq_len: int) -> int:
+def visible_pairs(mask: Mask, seq_len: int) -> int:
     """Number of (query, key) pairs of one sequence that a mask shows.
 
     Attention takes 4 * head_dim FLOPs for each pair and head forward, and 10 * head_dim backward.
@@ -88,7 +88,7 @@ def kernel_shares(schedule: Schedule, share: Sizes, *, dense: bool) -> dict[str,
     p, g, a = np.indices((schedule.ring.degree, schedule.group.degree, schedule.team.degree))
     query = _all_runs(schedule.query_runs(tokens[0], p[..., 0], g[..., 0]))
     key = _all_runs(schedule.key_runs(tokens[1], p[:, 0], a[:, 0]))
-    mask = Visibility(schedule.pattern.within(tokens[0]), query, key)
+    mask = Visibility(schedule.mask.within(tokens[0]), query, key)
     work = {"full": 0.0, "causal": 0.0, "dense": 0.0}
     with jax.ensure_compile_time_eval():
         rows = share.batch * share.heads // schedule.head_chunks
@@ -116,17 +116,17 @@ def shares(schedule: Schedule, seq_len: int) -> np.ndarray:
         schedule: the schedule.
         seq_len: tokens of the whole sequence.
     """
-    pattern, offsets = schedule.pattern.within(seq_len), ring_offsets(schedule, seq_len)
+    mask, offsets = schedule.mask.within(seq_len), ring_offsets(schedule, seq_len)
     query, key = schedule.units_that_meet(seq_len, offsets)
     met = query.starts[0].shape
-    if isinstance(pattern, Full):
+    if isinstance(mask, Full):
         return np.ones(met[1:])
     questions = math.prod(met) * len(query.starts) * len(key.starts)
     parts = max(math.isqrt(_QUESTIONS // questions), 1)
     work = np.zeros(met)
     for (area, a), (width, b) in itertools.product(_cut(query, parts), _cut(key, parts)):
         with jax.ensure_compile_time_eval():
-            some, every = (np.asarray(x, float) for x in (pattern.some(a, b), pattern.every(a, b)))
+            some, every = (np.asarray(x, float) for x in (mask.some(a, b), mask.every(a, b)))
         work += area * width * (some + every) / 2
     work = work.sum(0)
     return work / work.mean() if work.any() else np.ones(work.shape)
@@ -166,7 +166,7 @@ def advice_on_balance(schedule: Schedule, query_tokens: int, key_tokens: int) ->
     inside = "balance='exchange', or " if exchange else ""
     of_shard = " for arrays that attention.shard brings into its order" if best == "zigzag" else ""
     return (
-        f"mask {schedule.pattern.within(query_tokens)}: the busiest device has {busiest:.2f} times "
+        f"mask {schedule.mask.within(query_tokens)}: the busiest device has {busiest:.2f} times "
         f"the mean of the work, and the others wait for it. Use {inside}"
         f"layout={best!r}{of_shard}, where it has {found[best]:.2f}."
     )

@@ -57,7 +57,7 @@ def test_legal_degrees_are_those_that_attention_takes(causal, sizes):
                 *(query, key, key),
                 degrees=attention.degrees,
                 layout=attention.layout,
-                pattern=attention.pattern,
+                mask=attention.resolved_mask,
             )
         except ValueError:
             continue

@@ -78,7 +78,7 @@ WINDOWS = [
         mask=("own_window", "wide window", "two keys", "own key", "window"),
         layout=("contiguous", "zigzag"),
         tokens=(6, 14),
-        exchange=("rings", "seen"),
+        exchange=("rings", "sparse"),
     )
 ]
 # `test_blocks_tiled.py` has every mask and layout. These are few, since their programs are long: a

@@ -18,7 +18,7 @@ CASES = [
     Case(degrees=st.Degrees(ring=5), mask="packed", heads="grouped", backward="query"),
     Case(degrees=st.Degrees(head=2, group=3), mask="cross", heads="grouped"),
     Case(degrees=st.Degrees(team=2, ring=2), mask="packed_window", backward="kv"),
-    Case(degrees=st.Degrees(ring=4), mask="sinks", exchange="seen", tokens=14),
+    Case(degrees=st.Degrees(ring=4), mask="sinks", exchange="sparse", tokens=14),
     Case(degrees=st.Degrees(ring=2, team=2), mask="padding_full", head_chunks=2),
     Case(degrees=st.Degrees(group=2, team=2), mask="cross_full", axis_type="auto"),
     Case(degrees=st.Degrees(ring=4), inner=2),

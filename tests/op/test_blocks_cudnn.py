@@ -281,7 +281,7 @@ def test_windows_of_every_device_and_round_hold_what_is_visible(
 def test_a_layer_with_a_window_is_few_calls(monkeypatch, layout, window, calls):
     monkeypatch.setattr(cudnn, "refusal", lambda request: None)
     mesh = st.make_mesh(st.Degrees(ring=4), axis_type="auto", devices=jax.devices()[:4])
-    attention = st.Attention(mesh, window=window, layout=layout, backend="cudnn", exchange="seen")
+    attention = st.Attention(mesh, window=window, layout=layout, backend="cudnn", exchange="sparse")
     x = jax.ShapeDtypeStruct((1, 4096, 2, 16), jnp.bfloat16)
 
     def step(q, k, v):

@@ -34,7 +34,7 @@ class Setting:
     heads: int = 2
     kv_heads: int = 2
     causal: bool | None = None
-    mask: st.masks.Pattern | None = None
+    mask: st.masks.Mask | None = None
     published: bool = False
     backward: str = "auto"
     inner: int = 1
@@ -80,7 +80,7 @@ class Setting:
         return st.communication(
             self.degrees,
             dtype="float32",
-            mask=self.attention.pattern,
+            mask=self.attention.resolved_mask,
             layout=self.attention.layout,
             key_len=self.key_len if self.cross else None,
             **{name: getattr(self, name) for name in names},
@@ -216,28 +216,28 @@ MIXED = {
 }
 
 M = st.masks
-SEEN = {"exchange": "seen", "tokens": 12}
+SPARSE = {"exchange": "sparse", "tokens": 12}
 ONLY_SEEN = {
-    "seen: window, zigzag": Setting(degrees=D.startrail(8, c=2), window=5, packed=True, **SEEN),
+    "seen: window, zigzag": Setting(degrees=D.startrail(8, c=2), window=5, packed=True, **SPARSE),
     "seen: window, contiguous": Setting(
-        degrees=D(ring=4, head=2), window=5, layout="contiguous", **GQA, **SEEN
+        degrees=D(ring=4, head=2), window=5, layout="contiguous", **GQA, **SPARSE
     ),
-    "seen: wider than a slice": Setting(degrees=D(ring=3, team=2), window=20, **SEEN, **KEPT),
+    "seen: wider than a slice": Setting(degrees=D(ring=3, team=2), window=20, **SPARSE, **KEPT),
     "seen: both sides, bfloat16": Setting(
-        degrees=D(ring=6), mask=M.Window(4, 2), **SEEN, **BFLOAT16
+        degrees=D(ring=6), mask=M.Window(4, 2), **SPARSE, **BFLOAT16
     ),
     "seen: sinks, tensor 2": Setting(
-        degrees=D(data=2, group=2, ring=2, team=2, tensor=2), batch=2, **GQA, **SEEN, packed=True,
+        degrees=D(data=2, group=2, ring=2, team=2, tensor=2), batch=2, **GQA, **SPARSE, packed=True,
         mask=M.Causal() & (M.Window(3, 0) | M.Sinks(2)), head_chunks=1,
     ),
     "seen: chunks, parts": Setting(
         degrees=D(ring=6), mask=M.Chunked(17) & M.Causal(), heads=8, kv_heads=4, head_chunks=2,
-        packed=True, **SEEN,
+        packed=True, **SPARSE,
     ),
     "seen: two devices, copies": Setting(
-        degrees=D(team=2, tensor=2), window=5, layout="contiguous", **MQA, **SEEN, **BFLOAT16
+        degrees=D(team=2, tensor=2), window=5, layout="contiguous", **MQA, **SPARSE, **BFLOAT16
     ),
-    "seen: 64": Setting(degrees=D.startrail(64, c=4), window=6, **GQA, **SEEN),
+    "seen: 64": Setting(degrees=D.startrail(64, c=4), window=6, **GQA, **SPARSE),
 }  # fmt: skip
 """Only the keys that a mask shows are sent."""
 

@@ -119,8 +119,8 @@ def test_a_window_that_hides_nothing_is_no_window():
     assert wide.num_rounds(4096) == 4
     mask = wide.schedule.visibility(4096, (0, 0, 0))
     assert isinstance(mask, Visibility)
-    assert mask.pattern == Causal()
-    assert wide.schedule.visibility(8192, (0, 0, 0)).pattern == Window(4095, 0)
+    assert mask.mask == Causal()
+    assert wide.schedule.visibility(8192, (0, 0, 0)).mask == Window(4095, 0)
 
 
 @pytest.mark.slow

@@ -272,7 +272,7 @@ def dense_masks(draw):
 @given(dense_masks(), hst.booleans())
 def test_recognise_gives_the_mask_back(dense, heads):
     found = masks.recognise(dense[:, None] if heads else dense)
-    seen = np.asarray(found.pattern.visible(*np.ix_(*map(np.arange, dense.shape[1:]))))
+    seen = np.asarray(found.mask.visible(*np.ix_(*map(np.arange, dense.shape[1:]))))
     ids = found.segment_ids
     if ids is not None:
         of_queries, of_keys = ids if isinstance(ids, tuple) else (ids, ids)
@@ -287,10 +287,10 @@ def test_recognise_names_the_simplest_mask():
     assert masks.recognise(np.ones((2, 1, 4, 7), bool)) == masks.Recognised(masks.Full(), None)
     behind = np.subtract.outer(np.arange(9), np.arange(9))
     two_sided = (behind < 4) & (behind > -3)
-    assert masks.recognise(two_sided).pattern == masks.Window(3, 2)
+    assert masks.recognise(two_sided).mask == masks.Window(3, 2)
     documents = np.repeat([0, 1, 2], 3)
     found = masks.recognise(triangle & np.equal.outer(documents, documents))
-    assert found.pattern == masks.Causal()
+    assert found.mask == masks.Causal()
     np.testing.assert_array_equal(found.segment_ids, [documents])
 
 
@@ -301,7 +301,7 @@ def test_recognised_mask_attends_as_the_dense_one():
     dense = oracle.visible(32, 32, causal=True, window=5, segment_ids=(ids, ids))
     found = masks.recognise(dense[:, None])
     drawn = problem(rng, ids=(ids, ids))
-    ours = attention(mask=found.pattern)
+    ours = attention(mask=found.mask)
     moved = in_order(ours.layout, drawn)
     out = attend(ours, moved, segment_ids=ours.layout.permute(found.segment_ids))["out"]
     expected = reference(drawn, causal=True, window=5)
@@ -317,6 +317,6 @@ def test_recognise_refuses_what_it_cannot_say():
     with refused(InputError, "float64 [9, 9]"):
         masks.recognise(np.where(triangle, 0.0, -1e9))
     with refused(InputError, "traced bool[9,9]"):
-        jax.jit(lambda mask: masks.recognise(mask).pattern)(prefix)
+        jax.jit(lambda mask: masks.recognise(mask).mask)(prefix)
     with refused(InputError, "heads differ"):
         masks.recognise(np.stack([triangle, prefix])[None])

@@ -17,7 +17,7 @@ from startrail_jax.blocks import xla
 from startrail_jax.blocks.tiles import Tiling, tile_kinds, visible_tiles
 from startrail_jax.blocks.visibility import Visibility
 from startrail_jax.errors import InputError, UnsupportedError
-from startrail_jax.masks import Pattern
+from startrail_jax.masks import Mask
 from startrail_jax.rings.schedule import ring_offsets
 from startrail_jax.rings.work import visible_pairs
 from startrail_jax.tokens.layout import KINDS, Layout, Span
@@ -84,7 +84,7 @@ def test_the_mask_of_a_length_shows_the_same(name, length):
 def rule_of(mask):
     """Whether a mask has a rule of the user's own, which has no text to read back."""
     parts = [getattr(mask, field.name) for field in dataclasses.fields(mask)]
-    return isinstance(mask, M.Rule) or any(rule_of(x) for x in parts if isinstance(x, Pattern))
+    return isinstance(mask, M.Rule) or any(rule_of(x) for x in parts if isinstance(x, Mask))
 
 
 def schedules(num_devices, name):
@@ -205,9 +205,9 @@ def test_masks_are_simplified_where_they_meet():
 def test_causal_and_window_are_short_for_masks():
     mesh = jax.sharding.AbstractMesh((2,), ("ring",))
     make = lambda **options: st.Attention(mesh, **options)  # noqa: E731
-    assert make().pattern == make(causal=True).pattern == M.Causal()
-    assert make(causal=False).pattern == M.Full()
-    assert make(window=5).pattern == M.Window(4, 0)
+    assert make().resolved_mask == make(causal=True).resolved_mask == M.Causal()
+    assert make(causal=False).resolved_mask == M.Full()
+    assert make(window=5).resolved_mask == M.Window(4, 0)
     for short, mask in ((dict(window=5), M.Window(4, 0)), (dict(causal=False), M.Full())):
         same = make(mask=mask)
         assert same.schedule == make(**short).schedule

@@ -21,7 +21,7 @@ SETTINGS = [
     Case(degrees=D(ring=4), segments="padding"),
     Case(degrees=D(group=2, ring=2, team=2), segments="padding", heads="grouped", backward="query"),
     Case(degrees=D(head=2, team=2, tensor=2), segments="padding", heads="grouped"),
-    Case(degrees=D(ring=3), mask="own_window", segments="padding", exchange="seen"),
+    Case(degrees=D(ring=3), mask="own_window", segments="padding", exchange="sparse"),
     Case(degrees=D(ring=4), segments="padding", one_axis=True, balance="exchange"),
     Case(degrees=D(team=2), mask="full", segments="padding"),
 ]

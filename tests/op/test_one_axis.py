@@ -36,7 +36,7 @@ OPTIONS = {
     "published": {"published": True},
     "kv": {"backward": "kv", "gradient_dtype": "bfloat16"},
     "kept": {"backward": "query", "keep_gathered": True},
-    "seen": {"mask": "packed_window", "exchange": "seen"},
+    "sparse": {"mask": "packed_window", "exchange": "sparse"},
 }
 
 

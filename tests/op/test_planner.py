@@ -79,7 +79,7 @@ def check_bytes(nodes, gpus, window=None, **changes):
     where, asked = cluster(nodes, gpus), call(seq_len=48 * nodes, **changes, **windows)
     settings = all_settings(where, asked)
     timing = Timing(settings, where, asked)
-    seen = timing.sends_seen(window)
+    seen = timing.sends_sparse(window)
     assert window is None or seen.any()
     mask = None if window is None else masks.resolve(None, causal=True, window=window)
     drawn = np.random.default_rng(0).permutation(len(settings))[:40]
@@ -103,7 +103,7 @@ def check_bytes(nodes, gpus, window=None, **changes):
             published=bool(settings.published[row]),
         )
         steps = {x.step for x in report.total.transfers}
-        assert seen[row] == ("seen keys" in steps or "shared keys" in steps)
+        assert seen[row] == ("sparse keys" in steps or "shared keys" in steps)
         # The permute of keys is counted in each step where it is most, and the node that sends
         # most keys need not be the one that sends most gradients: bounds.
         exact = degrees.group == 1 or (not settings.published[row] and not asked.causal)

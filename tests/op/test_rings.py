@@ -226,7 +226,7 @@ def test_rounds_of_a_window_are_those_in_which_units_meet(kind):
             schedule = schedules.schedule_of(
                 degrees, masks.Window(window - 1, 0), layout, inner=inner
             )
-            met = schedule.pattern.meet(*schedule.units_that_meet(seq_len, range(ring)))
+            met = schedule.mask.meet(*schedule.units_that_meet(seq_len, range(ring)))
             needed = {0, *(np.flatnonzero(met.any((1, 2, 3))) // inner)}
             assert ring_offsets(schedule, seq_len) == tuple(
                 offset for offset in range(ring) if offset // inner in needed

@@ -18,7 +18,7 @@ from startrail_jax.masks import Window
 from startrail_jax.planner.memory import FLOAT32, LAYER, LOSS, Footprint, StepSizes, footprint_of
 from startrail_jax.rings.choices import choose_exchange
 from startrail_jax.rings.sizes import Sizes
-from startrail_jax.rings.sparse_plan import seen_exchange
+from startrail_jax.rings.sparse_plan import plan_sparse
 from trainer.config import TrainConfig
 from trainer.objective import Objective
 from trainer.parallel.optimizer import make_optimizer
@@ -137,14 +137,14 @@ def _seen(
     )
     in_rings, keys = False, []
     for window in set(objective.sizes.layer_windows):
-        pattern = attention.pattern if window is None else Window(window - 1, 0)
-        schedule = dataclasses.replace(attention.schedule, pattern=pattern)
+        mask = attention.resolved_mask if window is None else Window(window - 1, 0)
+        schedule = dataclasses.replace(attention.schedule, mask=mask)
         if choose_exchange(schedule, degrees, sizes)[0] == "rings":
             in_rings = True
             continue
-        exchange = seen_exchange(pattern, attention.layout, tokens)
-        keys.append(0 if exchange is None else exchange.permuted + exchange.shared)
-    return dict(in_rings=in_rings, has_seen=bool(keys), seen_keys=rows * max(keys, default=0))
+        plan = plan_sparse(mask, attention.layout, tokens)
+        keys.append(0 if plan is None else plan.permuted + plan.shared)
+    return dict(in_rings=in_rings, has_sparse=bool(keys), sparse_keys=rows * max(keys, default=0))
 
 
 class _Shapes(NamedTuple):

@@ -31,7 +31,7 @@ from score_cases import ScoreCase
 from startrail_jax.blocks import tiled, xla
 from startrail_jax.errors import UnsupportedError
 from startrail_jax.rings import sparse_plan
-from startrail_jax.rings.sparse_plan import seen_exchange
+from startrail_jax.rings.sparse_plan import plan_sparse
 from startrail_jax.tokens.layout import Layout
 
 M, D = st.masks, st.Degrees
@@ -73,7 +73,7 @@ MORE = {
     "latent": latent(3, 4, 1),
     "overlapping": overlapping(),
 }
-SEEN = {
+SPARSE = {
     "window": ("two_sided", "own_window", "wide window", "right_only", "left_only"),
     "blocks": ("chunked", "causal_chunked", "block_causal"),
     "sinks": ("sinks", "sinks_only", "sinks and window", "prefix_or_window"),
@@ -106,11 +106,11 @@ def masks():
 def cases():
     """A covering design: every two choices meet in some row."""
     settings = {scheme: cycle(values) for scheme, values in SCHEMES.items()}
-    names = {kind: cycle(values) for kind, values in SEEN.items()}
+    names = {kind: cycle(values) for kind, values in SPARSE.items()}
     design = covering(
         {
             "scheme": tuple(SCHEMES),
-            "mask": tuple(SEEN),
+            "mask": tuple(SPARSE),
             "segments": (None, "documents", "padding"),
             "heads": HEADS,
             "layout": ("contiguous", "zigzag"),
@@ -135,7 +135,7 @@ def cases():
             mask=mask,
             backend="tiled" if scheme == "tiled" else "auto",
             tokens=(6, 14)[seed % 2],
-            exchange="seen",
+            exchange="sparse",
             seed=seed,
             **row,
         )
@@ -158,14 +158,16 @@ def test_what_is_seen_is_enough(scored, monkeypatch):
 @pytest.mark.parametrize(
     "case",
     [
-        Case(degrees=D(ring=6), mask="sinks and window", exchange="seen", tokens=20),
-        Case(degrees=D(ring=3), mask="overlapping", exchange="seen", layout="contiguous", tokens=8),
+        Case(degrees=D(ring=6), mask="sinks and window", exchange="sparse", tokens=20),
+        Case(
+            degrees=D(ring=3), mask="overlapping", exchange="sparse", layout="contiguous", tokens=8
+        ),
     ],
     ids=str,
 )
 @pytest.mark.slow_except_every(2)
 def test_keys_and_gradients_of_shared_and_of_padded_runs_count_once(case):
-    found = seen_exchange(case.attention.pattern, case.attention.layout, case.seq_len)
+    found = plan_sparse(case.attention.resolved_mask, case.attention.layout, case.seq_len)
     if case.mask == "overlapping":
         runs = [run for move in found.moves for run in move.runs]
         assert any(
@@ -198,7 +200,7 @@ def narrow_cases():
     )
     for seed, row in enumerate(design):
         scheme = next(settings[row.pop("scheme")])
-        yield Case(degrees=scheme, tokens=14, exchange="seen", seed=seed, **row)
+        yield Case(degrees=scheme, tokens=14, exchange="sparse", seed=seed, **row)
 
 
 @pytest.mark.slow
@@ -210,7 +212,7 @@ def test_16_bits_are_as_exact_as_those_of_jax(case):
 @pytest.mark.slow
 def test_gradients_travel_in_16_bits_if_asked_to():
     """Those of keys of others are rounded once; all else stays as it is."""
-    case = Case(degrees=D(ring=4), mask="own_window", exchange="seen")
+    case = Case(degrees=D(ring=4), mask="own_window", exchange="sparse")
     arguments = place(case.attention, case.problem)
     exact = forward_and_backward(case.attention, *arguments)
     other = dataclasses.replace(case.attention, gradient_dtype="bfloat16")
@@ -280,7 +282,7 @@ def test_exactly_what_is_seen_moves_once(kind):
         degree = int(rng.integers(2, 10))
         layout = Layout(kind, degree)
         seq_len = layout.multiple * int(rng.integers(1, 9))
-        found = seen_exchange(mask, layout, seq_len)
+        found = plan_sparse(mask, layout, seq_len)
         position = np.arange(seq_len)
         seen = dense(position[:, None], position[None])
         own = layout.positions(seq_len).reshape(degree, -1)
@@ -303,7 +305,7 @@ def test_ends_of_runs_are_found_inside_of_blocks(kind):
     for left, right, size in ((7, 0, 150), (40, 13, 300), (0, 29, 1001), (60, 30, 777)):
         layout = Layout(kind, 3)
         seq_len = layout.multiple * size
-        found = seen_exchange(M.Window(left, right), layout, seq_len)
+        found = plan_sparse(M.Window(left, right), layout, seq_len)
         own = layout.positions(seq_len).reshape(3, -1)
         needed = np.zeros((3, seq_len), int)
         for rank, rows in enumerate(own):
@@ -316,7 +318,7 @@ def test_ends_of_runs_are_found_inside_of_blocks(kind):
 
 def test_shared_keys_count_where_they_are_needed_and_not_at_home():
     layout, seq_len = Layout("zigzag", 8), 512
-    found = seen_exchange(M.Causal() & (M.Window(9, 0) | M.Sinks(4)), layout, seq_len)
+    found = plan_sparse(M.Causal() & (M.Window(9, 0) | M.Sinks(4)), layout, seq_len)
     assert (found.permuted, found.shared) == (2 * 9, 4)
     counts = received(found, layout, seq_len)
     assert counts.max() == 1
@@ -339,7 +341,7 @@ def test_shared_keys_count_where_they_are_needed_and_not_at_home():
     ids=str,
 )
 def test_moves_are_as_few_as_the_busiest_rank_has_pieces(mask, kind, lengths):
-    found = seen_exchange(mask, Layout(kind, 8), 512)
+    found = plan_sparse(mask, Layout(kind, 8), 512)
     assert [move.length for move in found.moves] == lengths
 
 
@@ -369,7 +371,7 @@ def test_runs_are_whole_tiles_if_that_is_a_few_keys_more():
         (100, 0, [100]),
         (2**14 - 1, 0, [2**14]),
     ):
-        found = seen_exchange(M.Window(left, right), layout, 2**16)
+        found = plan_sparse(M.Window(left, right), layout, 2**16)
         assert [move.length for move in found.moves] == lengths
         counts = received(found, layout, 2**16)
         assert counts.max() == 1
@@ -378,10 +380,10 @@ def test_runs_are_whole_tiles_if_that_is_a_few_keys_more():
 
 
 def test_an_exchange_over_a_thousand_devices_is_found_in_seconds():
-    found = seen_exchange(M.Window(1023, 0), Layout("zigzag", 1024), 2**20)
+    found = plan_sparse(M.Window(1023, 0), Layout("zigzag", 1024), 2**20)
     # A slice has 512 tokens.
     assert [move.length for move in found.moves] == 4 * [512]
-    assert seen_exchange(M.BlockCausal(4096), Layout("zigzag", 1024), 2**20) is None
+    assert plan_sparse(M.BlockCausal(4096), Layout("zigzag", 1024), 2**20) is None
 
 
 def make(degrees, **options):
@@ -396,8 +398,8 @@ CALL = dict(seq_len=1024, heads=4, head_dim=8, dtype="float32")
 def test_auto_takes_what_receives_fewer_bytes():
     attention = make(D.startrail(8, c=2), layout="zigzag", window=16)
     said = attention.explain(**CALL)
-    assert (said.exchange, said.moves) == ("seen", (15, 15))
-    assert "bytes with 'seen'" in str(said)
+    assert (said.exchange, said.moves) == ("sparse", (15, 15))
+    assert "bytes with 'sparse'" in str(said)
     report = st.communication(
         D.startrail(8, c=2), batch=1, kv_heads=4, mask=M.Window(15, 0), layout="zigzag", **CALL
     )
@@ -419,16 +421,16 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.slow_except_every(6)
 def test_what_cannot_be_seen_goes_round_the_rings(name):
-    """By name in `explain`; whoever asks for "seen" gets an error."""
+    """By name in `explain`; whoever asks for "sparse" gets an error."""
     options, call = REFUSED[name]
     attention = make(D.startrail(8, c=2), **options)
     said = attention.explain(**CALL, **call)
     assert said.exchange == "rings"
     assert said.why
     asked = dataclasses.replace(
-        attention, exchange="seen", **({"causal": None} if attention.mask else {})
+        attention, exchange="sparse", **({"causal": None} if attention.mask else {})
     )
-    with refused(UnsupportedError, exchange="seen"):
+    with refused(UnsupportedError, exchange="sparse"):
         asked.explain(**CALL, **call)
 
 
@@ -447,7 +449,7 @@ def test_where_all_is_seen_the_program_is_that_of_the_rings(options):
 @pytest.mark.slow
 def test_local_sends_what_is_seen():
     """Inside a shard_map of the caller."""
-    case = Case(degrees=D(ring=3, team=2), mask="own_window", exchange="seen", axis_type="auto")
+    case = Case(degrees=D(ring=3, team=2), mask="own_window", exchange="sparse", axis_type="auto")
     attention = case.attention
     arguments = place(attention, case.problem)[:3]
     spec = attention.query_spec(3)
