@@ -9,41 +9,24 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array
 
-from startrail_jax import blocks, masks
+from startrail_jax import blocks
 from startrail_jax.cache import Decoding
 from startrail_jax.calls.explain import Explanation, explain
 from startrail_jax.calls.key_masks import as_negative
-from startrail_jax.calls.score_checks import (
-    check_scores,
-    given_to_call,
-    given_to_shards,
-)
-from startrail_jax.calls.validation import (
-    check_padding_id,
-    check_shards,
-    check_softcap,
-    served_call,
-)
-from startrail_jax.devices.axes import (
-    AxisNames,
-    check_mesh,
-    check_sequence_axis,
-    device_kind,
-    flat_axis,
-)
-from startrail_jax.devices.degrees import SEQUENCE_ROLES, Degrees
+from startrail_jax.calls.score_checks import check_scores, given_to_call, given_to_shards
+from startrail_jax.calls.validation import check_shards, served_call
+from startrail_jax.devices.axes import device_kind, flat_axis
+from startrail_jax.devices.degrees import SEQUENCE_ROLES
 from startrail_jax.devices.nodes import mesh_crossing
-from startrail_jax.errors import BalanceWarning, InputError
-from startrail_jax.options import Options
+from startrail_jax.errors import BalanceWarning
 from startrail_jax.rings import collectives, rings, score_units
 from startrail_jax.rings.balance import from_zigzag, in_zigzag, to_zigzag
 from startrail_jax.rings.choices import choose
@@ -52,14 +35,10 @@ from startrail_jax.rings.score_units import ScoreInputs
 from startrail_jax.rings.sizes import Sizes, dtype_name
 from startrail_jax.rings.work import advice_on_balance
 from startrail_jax.shapes import EMPTY
-from startrail_jax.tokens.layout import Layout
-
-# Further fields that `Schedule` has too.
-_STATIC = ("backend", "layout", "scale", "softcap")
 
 
 @dataclasses.dataclass(frozen=True)
-class Attention(Options, Decoding):
+class Attention(Decoding):
     """Exact attention over a sequence that is sharded over the devices of a mesh.
 
         out = softmax(scale * query key^T + mask) value
@@ -77,76 +56,6 @@ class Attention(Options, Decoding):
         and Mesh-Attention, https://arxiv.org/abs/2512.20968, tile queries by keys without a ring.
     """
 
-    mesh: Mesh | AbstractMesh
-    """The devices. Its axes play the roles data, group, ring, team, head and tensor; arrays are
-    replicated over axes that play none."""
-    _: dataclasses.KW_ONLY
-    causal: bool | None = None
-    """Whether a query sees only keys at its own position or before; None for True, or with a `mask`
-    for what that says. The attribute of an instance is always a bool."""
-    layout: Any = None
-    """Placement of tokens: a `Layout`, its kind, or None for "contiguous", natural order. Under a
-    causal mask "zigzag" gives all devices the same work, and arrays come into its order by `shard`.
-    The attribute of an instance is always a `Layout`."""
-    backend: blocks.Backend | list[str | blocks.Block] = "auto"
-    """Block kernels: "cudnn" (NVIDIA GPUs, 16-bit dtypes, full and causal masks), "tiled" (NVIDIA
-    GPUs, everything), "xla" (all platforms, everything), or "auto" for the first of these that
-    serves the inputs on the devices of the mesh; a kernel of your own, which is any hashable object
-    with the methods of `startrail_jax.blocks.Block`; or a sequence of these, of which the first
-    that serves is taken. See `explain`."""
-    window: int | None = None
-    """Number of keys that a query sees, the one at its own position included; None for all. Only a
-    causal attention can have one."""
-    mask: masks.Mask | None = None
-    """A mask of `startrail_jax.masks`, such as `masks.Prefix(512)`; None for what `causal` and
-    `window` are short for. To change it by `dataclasses.replace`, give `causal=None` too."""
-    scale: float | None = None
-    """Factor that scales the logits; None for head_dim ** -0.5."""
-    softcap: float | None = None
-    """Soft cap c of the scaled logits, c * tanh(logits / c), as in Gemma 2; None for none."""
-    padding_id: int | None = None
-    """The segment id that marks padding beside negative ones, such as 0 in MaxText; None if none
-    does."""
-    axis_names: AxisNames | Mapping[str, str | tuple[str, ...]] | None = None
-    """Mesh axes that play a role but are not named after it, such as {"ring": "context"}."""
-    axis: str | Sequence[str] | None = None
-    """One axis of a mesh that others made, whose devices play all sequence roles, such as
-    "context"; None where each role has an axis of its own. Several axes count as one, the first
-    slowest. Along it, neighbours are of one head exchange, then of one team, group and ring."""
-    degrees: Any = None
-    """With `axis`, the `Degrees` along it; None for Ring Attention. Those of data and tensor are
-    what the mesh says. The attribute of an instance always holds all six: to change the mesh by
-    `dataclasses.replace`, give `degrees`, or None, too."""
-
-    def __post_init__(self) -> None:
-        check_mesh(self.mesh)
-        object.__setattr__(self, "backend", blocks.check_backend(self.backend))
-        super().__post_init__()
-        if self.axis is None:
-            check_sequence_axis(self.mesh, self.axis_names)
-        elif isinstance(self.axis, Sequence) and not isinstance(self.axis, str):
-            object.__setattr__(self, "axis", tuple(self.axis))
-        object.__setattr__(self, "axis_names", AxisNames.of(self.axis_names))
-        degrees = Degrees(**{role: axis.degree for role, axis in self.axes.items()})
-        if self.axis is None and self.degrees not in (None, degrees):
-            raise InputError(
-                f"degrees go with axis=, the axis of the mesh that they split; got {self.degrees} "
-                f"for a mesh whose axes say {degrees}. Give axis=, or leave degrees out: "
-                "dataclasses.replace(attention, mesh=mesh, degrees=None)."
-            )
-        object.__setattr__(self, "degrees", degrees)
-        object.__setattr__(self, "causal", self.resolved_mask.causal)
-        layout = Layout.of(self.layout, degrees.sequence)
-        object.__setattr__(self, "layout", layout)
-        self.check(degrees)
-        check_softcap(self.softcap)
-        check_padding_id(self.padding_id)
-
-    @functools.cached_property
-    def resolved_mask(self) -> masks.Mask:
-        """The mask: `mask`, or what `causal` and `window` stand for."""
-        return masks.resolve(self.mask, causal=self.causal, window=self.window)
-
     @functools.cached_property
     def schedule(self) -> Schedule:
         """All that is static about this attention: what `local` runs."""
@@ -156,7 +65,10 @@ class Attention(Options, Decoding):
             capability=capability,
             mask=self.resolved_mask,
             **{role: self.axes[role] for role in SEQUENCE_ROLES},
-            **{name: getattr(self, name) for name in _STATIC},
+            layout=self.layout,
+            backend=cast("blocks.Backend", self.backend),
+            scale=self.scale,
+            softcap=self.softcap,
             **self.options,
         )
 

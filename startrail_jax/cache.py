@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +19,8 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Float32, Int32
 
 from startrail_jax.blocks.softmax import cap_logits, rows
+from startrail_jax.calls.arguments import Arguments
 from startrail_jax.calls.score_checks import check_per_head
-from startrail_jax.calls.sharding import Sharded
 from startrail_jax.calls.validation import check_decode, check_shardings, check_update, check_whole
 from startrail_jax.devices.axes import flat_axis
 from startrail_jax.devices.degrees import SEQUENCE_ROLES, Axis
@@ -31,12 +32,9 @@ from startrail_jax.tokens.layout import Layout
 from startrail_jax.xla.varying import alike
 
 
-class Decoding(Sharded):
+@dataclass(frozen=True)
+class Decoding(Arguments):
     """The methods of `Attention` that read and write a cache."""
-
-    # What `Attention` has, and these methods use.
-    scale: float | None
-    softcap: float | None
 
     def decode(
         self,

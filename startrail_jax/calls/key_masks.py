@@ -11,12 +11,13 @@ from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from startrail_jax.calls.sharding import Sharded, int32_ids
+from startrail_jax.calls.arguments import Arguments
+from startrail_jax.calls.sharding import int32_ids
 from startrail_jax.errors import UnsupportedError
 from startrail_jax.masks.algebra import shown
 
 
-def valid_keys(attention: Sharded, mask: Any, query: Array, key: Array) -> Any:
+def valid_keys(attention: Arguments, mask: Any, query: Array, key: Array) -> Any:
     """Which keys the mask of a call shows to all queries: bools [batch, kv_seq].
 
     Returns:
@@ -51,7 +52,7 @@ def valid_keys(attention: Sharded, mask: Any, query: Array, key: Array) -> Any:
     return jnp.broadcast_to(valid, (rows, keys)) if shape[0] < rows else valid
 
 
-def hide_keys(attention: Sharded, valid: Any, segment_ids: Any) -> tuple[Any, Any]:
+def hide_keys(attention: Arguments, valid: Any, segment_ids: Any) -> tuple[Any, Any]:
     """The segment ids of queries and keys, with -1 for keys that are not valid."""
     ids = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
     of_queries, of_keys = ids
@@ -74,7 +75,7 @@ def as_negative(padding_id: int | None, segment_ids: Any) -> Any:
 
 
 def pad_keys(
-    attention: Sharded, inputs: tuple[Array, ...], segment_ids: Any
+    attention: Arguments, inputs: tuple[Array, ...], segment_ids: Any
 ) -> tuple[tuple[Array, ...], Any]:
     """Keys and values of cross-attention, filled up to a length that the layout divides.
 
@@ -102,12 +103,12 @@ def pad_keys(
     return (query, key, value), (of_queries, of_keys)
 
 
-def _filled(attention: Sharded, x: Array, missing: int, fill: int, spec: PartitionSpec) -> Array:
+def _filled(attention: Arguments, x: Array, missing: int, fill: int, spec: PartitionSpec) -> Array:
     widths = [(0, missing) if dim == 1 else (0, 0) for dim in range(x.ndim)]
     return _placed(attention, jnp.pad(x, widths, constant_values=fill), spec)
 
 
-def _placed(attention: Sharded, x: Array, spec: PartitionSpec) -> Array:
+def _placed(attention: Arguments, x: Array, spec: PartitionSpec) -> Array:
     """An array on the Explicit axes of the mesh; the compiler places it on others."""
     if AxisType.Explicit not in attention.mesh.axis_types:
         return x

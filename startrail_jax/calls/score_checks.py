@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from startrail_jax.blocks.scores import NAMES, Dropout, Scores
-from startrail_jax.calls.sharding import Sharded
+from startrail_jax.calls.arguments import Arguments
 from startrail_jax.calls.validation import check_shardings
 from startrail_jax.devices.degrees import SEQUENCE_ROLES
 from startrail_jax.errors import InputError, UnsupportedError
@@ -23,7 +23,9 @@ from startrail_jax.rings.score_units import ScoreInputs
 from startrail_jax.xla.varying import varying_axes
 
 
-def check_scores(attention: Any, scores: Sequence[str], query_tokens: int, key_tokens: int) -> None:
+def check_scores(
+    attention: Arguments, scores: Sequence[str], query_tokens: int, key_tokens: int
+) -> None:
     """Raises what a call would that gives these scores.
 
     Args:
@@ -70,7 +72,7 @@ def check_per_head(name: str, values: Any, heads: int, where: str = ", over all 
 
 
 def given_to_call(
-    attention: Sharded,
+    attention: Arguments,
     inputs: tuple[Array, ...],
     **options: Any,
 ) -> tuple[ScoreInputs, ScoreInputs]:
@@ -111,7 +113,7 @@ def given_to_call(
 
 
 def given_to_shards(
-    attention: Any,
+    attention: Arguments,
     query: Array,
     key: Array,
     *,
@@ -158,7 +160,7 @@ def given_to_shards(
 
 
 def check_given(
-    attention: Any,
+    attention: Arguments,
     query: Any,
     key: Any,
     *,
@@ -202,7 +204,7 @@ def check_given(
     return ScoreInputs(Scores(**given) if given else None, prefix, sinks)
 
 
-def _check_same_key(attention: Any, words: Array) -> None:
+def _check_same_key(attention: Arguments, words: Array) -> None:
     names = [name for role in SEQUENCE_ROLES for name in attention.axes[role].names]
     differs = [name for name in names if name in varying_axes(words)]
     if differs:
@@ -214,7 +216,7 @@ def _check_same_key(attention: Any, words: Array) -> None:
         )
 
 
-def _check_prefix(attention: Any, lengths: Any, query: Any) -> Array | None:
+def _check_prefix(attention: Arguments, lengths: Any, query: Any) -> Array | None:
     if (lengths is not None) != attention.resolved_mask.per_row:
         given = "no prefix_lengths" if lengths is None else "prefix_lengths"
         raise InputError(
@@ -251,7 +253,7 @@ def _check_distances(query_tokens: int, key_tokens: int) -> None:
         )
 
 
-def _check_bias(attention: Any, bias: Array, query: Any, key: Any) -> Array:
+def _check_bias(attention: Arguments, bias: Array, query: Any, key: Any) -> Array:
     batch, tokens, heads, _ = query.shape
     fits = bias.ndim == 4 and bias.shape[2:] == (tokens, key.shape[1])
     fits = fits and bias.shape[0] in (1, batch) and bias.shape[1] in (1, heads)
@@ -266,7 +268,7 @@ def _check_bias(attention: Any, bias: Array, query: Any, key: Any) -> Array:
     return bias
 
 
-def _check_rows_stay(attention: Any) -> None:
+def _check_rows_stay(attention: Arguments) -> None:
     if attention.backward == "query" and attention.degrees.ring > 1:
         raise UnsupportedError(
             "A bias needs queries that stay on their devices, as its rows would have to travel "

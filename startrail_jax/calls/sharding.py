@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import jax
@@ -15,25 +16,59 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from startrail_jax.devices.axes import AxisNames, flat_axis, resolve_axes, share_axis
-from startrail_jax.devices.degrees import SEQUENCE_ROLES, Axis
+from startrail_jax.devices.axes import (
+    AxisNames,
+    check_mesh,
+    check_sequence_axis,
+    flat_axis,
+    resolve_axes,
+    share_axis,
+)
+from startrail_jax.devices.degrees import SEQUENCE_ROLES, Axis, Degrees
 from startrail_jax.errors import InputError
 from startrail_jax.rings.sizes import check_heads
-from startrail_jax.tokens.layout import check_unsharded, token_axis
+from startrail_jax.tokens.layout import Layout, check_unsharded, token_axis
 
 
+@dataclass(frozen=True)
 class Sharded:
-    """The attributes and methods of `Attention` that say where arrays lie."""
+    """The arguments and methods of `Attention` that say where arrays lie."""
 
-    # What `Attention` has, and these methods use.
     mesh: Mesh | AbstractMesh
-    causal: bool | None
-    layout: Any
-    resolved_mask: Any
-    padding_id: int | None
-    axis_names: AxisNames | Mapping[str, str | tuple[str, ...]] | None
-    axis: str | Sequence[str] | None
-    degrees: Any
+    """The devices. Its axes play the roles data, group, ring, team, head and tensor; arrays are
+    replicated over axes that play none."""
+    _: KW_ONLY
+    layout: Any = None
+    """Placement of tokens: a `Layout`, its kind, or None for "contiguous", natural order. Under a
+    causal mask "zigzag" gives all devices the same work, and arrays come into its order by `shard`.
+    The attribute of an instance is always a `Layout`."""
+    axis_names: AxisNames | Mapping[str, str | tuple[str, ...]] | None = None
+    """Mesh axes that play a role but are not named after it, such as {"ring": "context"}."""
+    axis: str | Sequence[str] | None = None
+    """One axis of a mesh that others made, whose devices play all sequence roles, such as
+    "context"; None where each role has an axis of its own. Several axes count as one, the first
+    slowest. Along it, neighbours are of one head exchange, then of one team, group and ring."""
+    degrees: Any = None
+    """With `axis`, the `Degrees` along it; None for Ring Attention. Those of data and tensor are
+    what the mesh says. The attribute of an instance always holds all six: to change the mesh by
+    `dataclasses.replace`, give `degrees`, or None, too."""
+
+    def __post_init__(self) -> None:
+        check_mesh(self.mesh)
+        if self.axis is None:
+            check_sequence_axis(self.mesh, self.axis_names)
+        elif isinstance(self.axis, Sequence) and not isinstance(self.axis, str):
+            object.__setattr__(self, "axis", tuple(self.axis))
+        object.__setattr__(self, "axis_names", AxisNames.of(self.axis_names))
+        degrees = Degrees(**{role: axis.degree for role, axis in self.axes.items()})
+        if self.axis is None and self.degrees not in (None, degrees):
+            raise InputError(
+                f"degrees go with axis=, the axis of the mesh that they split; got {self.degrees} "
+                f"for a mesh whose axes say {degrees}. Give axis=, or leave degrees out: "
+                "dataclasses.replace(attention, mesh=mesh, degrees=None)."
+            )
+        object.__setattr__(self, "degrees", degrees)
+        object.__setattr__(self, "layout", Layout.of(self.layout, degrees.sequence))
 
     @functools.cached_property
     def axes(self) -> dict[str, Axis]:

@@ -14,8 +14,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jaxtyping import Array
 
 from startrail_jax import masks
+from startrail_jax.calls.arguments import Arguments, check_padding_id, check_softcap
 from startrail_jax.calls.key_masks import as_negative, hide_keys, pad_keys, valid_keys
-from startrail_jax.calls.sharding import Sharded, int32_ids
+from startrail_jax.calls.sharding import int32_ids
 from startrail_jax.devices.degrees import Degrees
 from startrail_jax.errors import InputError, ShapeWarning, UnsupportedError
 from startrail_jax.rings.sizes import WIDTHS, Sizes
@@ -26,23 +27,8 @@ DTYPES = tuple(WIDTHS)
 _INPUTS = ("query", "key", "value", "segment_ids", "key segment_ids")
 
 
-def check_softcap(softcap: Any) -> None:
-    """Raises a ValueError unless a soft cap is None or a positive number."""
-    if softcap is not None and not (type(softcap) in (int, float) and 0 < softcap < float("inf")):
-        raise InputError(f"softcap must be a positive number or None; got softcap={softcap!r}.")
-
-
-def check_padding_id(padding_id: Any) -> None:
-    """Raises a ValueError unless the segment id of padding is None or an integer."""
-    if padding_id is not None and not (type(padding_id) is int and abs(padding_id) < 2**31):
-        raise InputError(
-            "padding_id must be the int32 that marks padding among segment_ids, or None; got "
-            f"padding_id={padding_id!r}. Negative ids are always padding."
-        )
-
-
 def served_call(
-    attention: Sharded,
+    attention: Arguments,
     arrays: tuple[Any, Any, Any],
     segment_ids: Any,
     dtype: Any,
@@ -173,7 +159,7 @@ def _is_precision(value: Any) -> bool:
 
 
 def _call_options(
-    attention: Any, *, scale: Any, backend: Any, window: Any, softcap: Any, padding_id: Any
+    attention: Arguments, *, scale: Any, backend: Any, window: Any, softcap: Any, padding_id: Any
 ) -> dict[str, Any]:
     """The options of an attention that arguments of a call replace."""
     options: dict[str, Any] = {}
@@ -219,7 +205,7 @@ def _call_options(
 
 
 def _segment_arrays(
-    attention: Sharded, inputs: tuple[Array, ...], segment_ids: Any
+    attention: Arguments, inputs: tuple[Array, ...], segment_ids: Any
 ) -> tuple[Array, ...]:
     """The segment ids of checked inputs as JAX arrays: none, one, or those of both sides."""
     ids = segment_ids if isinstance(segment_ids, tuple) else (segment_ids,)
@@ -239,7 +225,7 @@ def _shapes_of_ids(inputs: tuple[Array, ...], segment_ids: Any) -> tuple[Any, ..
     return tuple(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)
 
 
-def _of_one(attention: Sharded, tokens: Array) -> Any:
+def _of_one(attention: Arguments, tokens: Array) -> Any:
     """The segment ids of tokens [batch, seq, ...] that are all of one document."""
     zeros = np.zeros(tokens.shape[:2], np.int32)
     if AxisType.Explicit not in attention.mesh.axis_types:

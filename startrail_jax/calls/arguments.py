@@ -1,0 +1,69 @@
+"""The arguments of `Attention`, checked."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+from startrail_jax import blocks, masks
+from startrail_jax.calls.sharding import Sharded
+from startrail_jax.errors import InputError
+from startrail_jax.options import Options
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments(Options, Sharded):
+    """What is static about an attention: what it computes, where, and how it communicates."""
+
+    causal: bool | None = None
+    """Whether a query sees only keys at its own position or before; None for True, or with a `mask`
+    for what that says. The attribute of an instance is always a bool."""
+    window: int | None = None
+    """Number of keys that a query sees, the one at its own position included; None for all. Only a
+    causal attention can have one."""
+    mask: masks.Mask | None = None
+    """A mask of `startrail_jax.masks`, such as `masks.Prefix(512)`; None for what `causal` and
+    `window` are short for. To change it by `dataclasses.replace`, give `causal=None` too."""
+    scale: float | None = None
+    """Factor that scales the logits; None for head_dim ** -0.5."""
+    softcap: float | None = None
+    """Soft cap c of the scaled logits, c * tanh(logits / c), as in Gemma 2; None for none."""
+    padding_id: int | None = None
+    """The segment id that marks padding beside negative ones, such as 0 in MaxText; None if none
+    does."""
+    backend: blocks.Backend | list[str | blocks.Block] = "auto"
+    """Block kernels: "cudnn" (NVIDIA GPUs, 16-bit dtypes, full and causal masks), "tiled" (NVIDIA
+    GPUs, everything), "xla" (all platforms, everything), or "auto" for the first of these that
+    serves the inputs on the devices of the mesh; a kernel of your own, which is any hashable object
+    with the methods of `startrail_jax.blocks.Block`; or a sequence of these, of which the first
+    that serves is taken. See `explain`."""
+
+    def __post_init__(self) -> None:
+        Sharded.__post_init__(self)
+        Options.__post_init__(self)
+        self.check(self.degrees)
+        object.__setattr__(self, "backend", blocks.check_backend(self.backend))
+        object.__setattr__(self, "causal", self.resolved_mask.causal)
+        check_softcap(self.softcap)
+        check_padding_id(self.padding_id)
+
+    @functools.cached_property
+    def resolved_mask(self) -> masks.Mask:
+        """The mask: `mask`, or what `causal` and `window` stand for."""
+        return masks.resolve(self.mask, causal=self.causal, window=self.window)
+
+
+def check_softcap(softcap: Any) -> None:
+    """Raises a ValueError unless a soft cap is None or a positive number."""
+    if softcap is not None and not (type(softcap) in (int, float) and 0 < softcap < float("inf")):
+        raise InputError(f"softcap must be a positive number or None; got softcap={softcap!r}.")
+
+
+def check_padding_id(padding_id: Any) -> None:
+    """Raises a ValueError unless the segment id of padding is None or an integer."""
+    if padding_id is not None and not (type(padding_id) is int and abs(padding_id) < 2**31):
+        raise InputError(
+            "padding_id must be the int32 that marks padding among segment_ids, or None; got "
+            f"padding_id={padding_id!r}. Negative ids are always padding."
+        )
