@@ -102,8 +102,8 @@ def end_with_reader() -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    from trainer.run.exit import exit_on_ctrl_c, exit_on_user_errors
+    from trainer.run.exit import exit_on_user_errors
 
     # Outermost, so that one of several processes ends with the others.
-    with exit_on_ctrl_c(), exit_on_user_errors(), end_with_reader():
+    with exit_on_user_errors(), end_with_reader():
         sample(sys.argv[1:])

@@ -40,7 +40,7 @@ from trainer.command_line import (
 from trainer.config import Distributed, TrainConfig
 from trainer.gpt.pretrained.defaults import pretrained
 from trainer.places import check_mirror, folder_here, is_in_store
-from trainer.printable import printable
+from trainer.printable import say
 from trainer.run.commands import command
 from trainer.run.settings import CHECKPOINTS_FOLDER, CONFIG_FILE
 from trainer.tasks import TASKS, load_train_config
@@ -267,11 +267,10 @@ def _say_if_new(settings_of: Path, run_dir: str | None) -> None:
     """Says that a run begins anew with the settings of another one, if it does."""
     is_run = (settings_of / CHECKPOINTS_FOLDER).is_dir()
     if run_dir and is_run and not (Path(run_dir) / CHECKPOINTS_FOLDER).is_dir():
-        line = (
+        say(
             f"NOTE: {run_dir} is a new run, from step 0, with the settings of {settings_of}. To go "
-            f"on with that run, leave out --run-dir."
+            "on with that run, leave out --run-dir."
         )
-        print(printable(line), file=sys.stderr)
 
 
 def _with_mirror(arguments: list[str]) -> list[str]:
@@ -286,17 +285,16 @@ def _with_mirror(arguments: list[str]) -> list[str]:
             f"--run-dir {url}. Leave one of them out."
         )
     folder = folder_here(url)
-    line = f"NOTE: the run is in {folder} on this machine; every checkpoint is copied to {url}"
-    print(printable(line), file=sys.stderr)
+    say(f"NOTE: the run is in {folder} on this machine; every checkpoint is copied to {url}")
     return [*with_value(arguments, "--run-dir", folder), "--mirror", url]
 
 
 if __name__ == "__main__":
     from trainer.run.curve import show_results
-    from trainer.run.exit import exit_on_ctrl_c, exit_on_user_errors
+    from trainer.run.exit import exit_on_user_errors
 
     # Outermost, so that one of several processes ends with the others.
-    with exit_on_ctrl_c(), exit_on_user_errors():
+    with exit_on_user_errors():
         wanted = read_command_line(sys.argv[1:])
         if train(wanted.settings, wanted.distributed).validation is not None:
             show_results(wanted.settings.run_dir)

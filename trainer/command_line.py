@@ -20,7 +20,7 @@ from tyro.constructors import (
 
 from startrail_jax.errors import InputError
 from trainer.config import Distributed
-from trainer.printable import printable
+from trainer.printable import say
 
 Settings = TypeVar("Settings")
 
@@ -121,5 +121,5 @@ def _place_of(arguments: list[str], name: str) -> int | None:
 
 def exit_with_usage_error(message: object) -> NoReturn:
     """Prints a message about the command line, and exits with status 2."""
-    print(printable(str(message)), file=sys.stderr)
+    say(str(message))
     sys.exit(2)

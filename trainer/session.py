@@ -23,7 +23,7 @@ from trainer.parallel.degrees import (
     keep_degrees,
 )
 from trainer.planning import Planner
-from trainer.printable import printable
+from trainer.printable import printable, say
 from trainer.processes import (
     first_does,
     gather,
@@ -62,7 +62,7 @@ class Session:
     def note(self, line: str) -> None:
         """Prints a line to standard error, in the first process only."""
         if self.is_first:
-            print(printable(line), file=sys.stderr, flush=True)
+            say(line)
 
 
 @contextmanager

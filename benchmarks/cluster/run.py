@@ -239,7 +239,7 @@ def as_given(words: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    from trainer.run.exit import exit_on_ctrl_c, exit_on_user_errors
+    from trainer.run.exit import exit_on_user_errors
 
-    with exit_on_ctrl_c(), exit_on_user_errors():
+    with exit_on_user_errors():
         sys.exit(main(sys.argv[1:]))

@@ -138,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    from trainer.run.exit import exit_on_ctrl_c, exit_on_user_errors
+    from trainer.run.exit import exit_on_user_errors
 
-    with exit_on_user_errors(), exit_on_ctrl_c():
+    with exit_on_user_errors():
         main()

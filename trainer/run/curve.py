@@ -16,7 +16,7 @@ from startrail_jax.errors import InputError
 from trainer.errors import MissingPackageError
 from trainer.printable import printable
 from trainer.run.commands import command
-from trainer.run.exit import exit_on_ctrl_c, exit_on_user_errors
+from trainer.run.exit import exit_on_user_errors
 from trainer.run.folder import METRICS_FILE
 from trainer.run.metrics import step_of_line
 
@@ -107,7 +107,7 @@ def _read(path: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 if __name__ == "__main__":
-    with exit_on_ctrl_c(), exit_on_user_errors():
+    with exit_on_user_errors():
         if len(sys.argv) != 2:
             raise InputError(
                 f"The only word must be the folder of a run; got {sys.argv[1:]}. Use the --run-dir "

@@ -20,26 +20,12 @@ CTRL_C_STATUS = 130
 def exit_on_user_errors() -> Iterator[None]:
     """Ends the program with status 1 and the message alone when a `UserError` reaches it.
 
-    Every other error is a fault of the program or of a library, and keeps its traceback.
+    Ctrl-C ends it with status 130 and no traceback. Every other error is a fault of the program or
+    of a library, and keeps its traceback.
 
     A program whose checkpoint could not be saved ends at once: threads of orbax may wait for
     minutes for a folder that does not exist.
     """
-    try:
-        yield
-    except SystemExit:
-        raise
-    except BaseException as error:
-        if getattr(error, "ends_at_once", False):
-            end_now(describe(error))
-        if not isinstance(error, UserError):
-            raise
-        sys.exit(printable(describe(error)))
-
-
-@contextmanager
-def exit_on_ctrl_c() -> Iterator[None]:
-    """Ends the program at Ctrl-C without a traceback, with status 130."""
     try:
         yield
     except KeyboardInterrupt:
@@ -48,6 +34,12 @@ def exit_on_ctrl_c() -> Iterator[None]:
         with suppress(OSError):
             print(file=sys.stderr)
         sys.exit(CTRL_C_STATUS)
+    except Exception as error:
+        if getattr(error, "ends_at_once", False):
+            end_now(describe(error))
+        if not isinstance(error, UserError):
+            raise
+        sys.exit(printable(describe(error)))
 
 
 def describe(error: BaseException) -> str:

@@ -42,10 +42,10 @@ def read_command_line(arguments: list[str]) -> Command[GPTTrainConfig]:
 
 
 if __name__ == "__main__":
-    from trainer.run.exit import exit_on_ctrl_c, exit_on_user_errors
+    from trainer.run.exit import exit_on_user_errors
 
     # Outermost, so that one of several processes ends with the others.
-    with exit_on_ctrl_c(), exit_on_user_errors():
+    with exit_on_user_errors():
         wanted = read_command_line(sys.argv[1:])
         from trainer.gpt.pretrained.importing import import_pretrained
 
