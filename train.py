@@ -35,7 +35,6 @@ from trainer.command_line import (
     exit_with_usage_error,
     flag_of,
     parse_run,
-    with_value,
 )
 from trainer.config import Distributed, TrainConfig
 from trainer.gpt.pretrained.defaults import pretrained
@@ -286,7 +285,7 @@ def _with_mirror(arguments: list[str]) -> list[str]:
         )
     folder = folder_here(url)
     say(f"NOTE: the run is in {folder} on this machine; every checkpoint is copied to {url}")
-    return [*with_value(arguments, "--run-dir", folder), "--mirror", url]
+    return [*arguments, f"--run-dir={folder}", "--mirror", url]
 
 
 if __name__ == "__main__":

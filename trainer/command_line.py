@@ -6,7 +6,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any, Generic, NoReturn, TypeVar, get_type_hints
 
 import docstring_parser
@@ -98,25 +97,12 @@ def parse_run(
 
 def flag_of(arguments: list[str], name: str) -> str | None:
     """The value of a flag, which decides about the defaults of the others; None without it."""
-    i = _place_of(arguments, name)
-    if i is None:
+    flags = [argument.partition("=")[0].replace("_", "-") for argument in arguments]
+    if name not in flags:
         return None
+    i = len(flags) - 1 - flags[::-1].index(name)  # The last one counts.
     _, equals, value = arguments[i].partition("=")
     return value if equals else (arguments[i + 1 : i + 2] or [None])[0]
-
-
-def with_value(arguments: list[str], name: str, value: Path) -> list[str]:
-    """The command line with another value of a flag that it has."""
-    i = _place_of(arguments, name)
-    assert i is not None
-    after = i + 1 if "=" in arguments[i] else i + 2
-    return [*arguments[:i], f"{name}={value}", *arguments[after:]]
-
-
-def _place_of(arguments: list[str], name: str) -> int | None:
-    """Where a flag is in the command line; None if it is not there. The last one counts."""
-    flags = [argument.partition("=")[0].replace("_", "-") for argument in arguments]
-    return max((i for i, flag in enumerate(flags) if flag == name), default=None)
 
 
 def exit_with_usage_error(message: object) -> NoReturn:

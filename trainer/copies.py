@@ -39,11 +39,17 @@ from trainer.errors import RunError, StorageError
 from trainer.places import check_folder, check_mirror, is_inside, is_of_disk, text_of
 from trainer.printable import printable, say
 from trainer.run.commands import command
-from trainer.run.folder import FROZEN_FOLDER, KEPT_FOLDER, METRICS_FILE, locked, require_writable
-from trainer.run.mesh import MESH_FILE
+from trainer.run.folder import (
+    FROZEN_FOLDER,
+    KEPT_FOLDER,
+    MESH_FILE,
+    METRICS_FILE,
+    VERSIONS_FILE,
+    locked,
+    require_writable,
+)
 from trainer.run.settings import CHECKPOINTS_FOLDER, CONFIG_FILE
 from trainer.run.trackers import MLFLOW_FILE, WANDB_FILE
-from trainer.run.versions import VERSIONS_FILE
 from trainer.stores import batches, open_url, reading_store, short
 from trainer.sums import sha256_of
 

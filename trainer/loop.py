@@ -21,12 +21,16 @@ from trainer.parallel.flops import peak_flops
 from trainer.parallel.state import TrainState, describe_memory, describe_state
 from trainer.parallel.step import Program, StepMetrics
 from trainer.run.divergence import Judgement, Watch
-from trainer.run.folder import FROZEN_FOLDER, writing
-from trainer.run.mesh import read_mesh, save_degrees
+from trainer.run.folder import (
+    FROZEN_FOLDER,
+    read_mesh,
+    record_versions,
+    save_degrees,
+    writing,
+)
 from trainer.run.metrics import Reporter, describe_viewer
 from trainer.run.settings import CONFIG_FILE, result_flags, save_config
 from trainer.run.trackers import open_trackers
-from trainer.run.versions import record_versions
 from trainer.task import InitialWeights
 
 # The key of the losses that the next one is compared with, in what a checkpoint keeps beside the

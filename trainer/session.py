@@ -32,7 +32,7 @@ from trainer.processes import (
     together,
     unused_gpus,
 )
-from trainer.run.mesh import MESH_FILE, FormerMesh, read_mesh
+from trainer.run.folder import MESH_FILE, FormerMesh, read_mesh
 from trainer.run.settings import CONFIG_FILE, flags_of, names_of_paths
 
 

@@ -18,7 +18,7 @@ from trainer.config import AttentionConfig, MeshConfig
 from trainer.gpt.objective import NextToken
 from trainer.parallel.degrees import choose_degrees, choose_order, describe_nodes, keep_degrees
 from trainer.parallel.step_sizes import footprint
-from trainer.run.mesh import read_mesh, save_degrees
+from trainer.run.folder import read_mesh, save_degrees
 
 pytestmark = pytest.mark.quick
 

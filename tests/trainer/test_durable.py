@@ -16,8 +16,9 @@ from tests.faults import power
 from trainer import durable, sums
 from trainer.data.cache import cached_folder
 from trainer.errors import StorageError
-from trainer.run import mesh, versions
-from trainer.run.metrics import Reporter, drop_after
+from trainer.run import folder
+from trainer.run.folder import drop_after
+from trainer.run.metrics import Reporter
 from trainer.sums import SUMS_FILE, check_sums, sums_of, write_sums
 
 pytestmark = pytest.mark.quick
@@ -41,7 +42,7 @@ def after_power_failure(tmp_path, monkeypatch):
 
 
 def test_text_and_its_name_are_on_the_disk(after_power_failure):
-    mesh.save_degrees(after_power_failure.live, {"ring": 2})
+    folder.save_degrees(after_power_failure.live, {"ring": 2})
     assert after_power_failure.left() == {"mesh.json": '{"degrees": {"ring": 2}}\n'}
 
 
@@ -69,13 +70,13 @@ def test_metrics_of_a_checkpoint_are_on_the_disk(after_power_failure):
     ids=["empty", "NULs", "cut", "numbers", "number", "object", "nested"],
 )
 def test_damaged_versions_stop_no_run(text, tmp_path, capsys):
-    path = tmp_path / versions.VERSIONS_FILE
+    path = tmp_path / folder.VERSIONS_FILE
     path.write_text(text)
-    assert versions.record_versions(tmp_path, 3) is None
+    assert folder.record_versions(tmp_path, 3) is None
     assert f"WARNING: {path} is damaged (" in capsys.readouterr().err
     (entry,) = json.loads(path.read_text())
-    assert entry == {"after_step": 3, "versions": versions.current_versions()}
-    assert versions.record_versions(tmp_path, 4) is None
+    assert entry == {"after_step": 3, "versions": folder.current_versions()}
+    assert folder.record_versions(tmp_path, 4) is None
     assert capsys.readouterr().err == ""
 
 

@@ -18,7 +18,7 @@ from trainer import planning
 from trainer.config import AttentionConfig, Distributed, MeshConfig, OptimizerConfig
 from trainer.gpt.lora.settings import LoraConfig
 from trainer.planning import Planner
-from trainer.run.mesh import MESH_FILE, read_mesh, save_degrees
+from trainer.run.folder import MESH_FILE, read_mesh, save_degrees
 from trainer.session import joined
 from trainer.tasks import TASKS
 

@@ -17,10 +17,10 @@ from refusals import refused
 from startrail_jax.errors import InputError
 from trainer import session
 from trainer.errors import MissingPackageError
-from trainer.run import commands, curve, versions
+from trainer.run import commands, curve, folder
 from trainer.run.commands import command
 from trainer.run.curve import describe_curve, draw_curve, show_results
-from trainer.run.versions import current_versions, record_versions
+from trainer.run.folder import current_versions, record_versions
 
 pytestmark = pytest.mark.quick
 
@@ -79,7 +79,7 @@ def test_versions_are_noted_and_others_are_said(tmp_path, monkeypatch):
     assert entry == {"after_step": 3, "versions": current_versions()}
     assert {"jax", "jaxlib", "flax"} <= set(current_versions())
     now = {"jax": "0.10.2", "flax": "0.12.8", "commit": "abc"}
-    monkeypatch.setattr(versions, "current_versions", lambda: now)
+    monkeypatch.setattr(folder, "current_versions", lambda: now)
     # A new run in a folder whose run was removed but for this file.
     assert record_versions(tmp_path, 0) is None
     assert record_versions(tmp_path, 5) is None
@@ -96,18 +96,18 @@ def test_versions_are_noted_and_others_are_said(tmp_path, monkeypatch):
 
 
 def test_commit_is_that_of_the_checkout(tmp_path):
-    assert versions._commit(tmp_path) is None
+    assert folder._commit(tmp_path) is None
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
     subprocess.run([*git, "init", "-q"], check=True)
     (tmp_path / "file").write_text("")
     subprocess.run([*git, "add", "file"], check=True)
     subprocess.run([*git, "commit", "-qm", "first"], check=True)
-    commit = versions._commit(tmp_path)
+    commit = folder._commit(tmp_path)
     assert len(str(commit)) == 40
     (tmp_path / "file").write_text("changed")
-    assert versions._commit(tmp_path) == f"{commit}-dirty"
+    assert folder._commit(tmp_path) == f"{commit}-dirty"
     (tmp_path / "below").mkdir()
-    assert versions._commit(tmp_path / "below") is None
+    assert folder._commit(tmp_path / "below") is None
 
 
 # Commands.

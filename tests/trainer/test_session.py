@@ -10,7 +10,7 @@ from startrail_jax.errors import InputError
 from trainer.config import Distributed, MeshConfig
 from trainer.dit.config import ImageOptions
 from trainer.gpt.config import TextOptions
-from trainer.run.mesh import save_degrees
+from trainer.run.folder import save_degrees
 from trainer.run.settings import names_of_paths
 from trainer.session import joined
 from trainer.task import SampleOptions

@@ -19,7 +19,7 @@ from startrail_jax.errors import InputError, UnsupportedError
 from trainer.config import AttentionConfig, MeshConfig
 from trainer.gpt.config import GPTTrainConfig, RopeConfig
 from trainer.processes import select_devices
-from trainer.run.versions import current_versions
+from trainer.run.folder import current_versions
 
 TINY = (
     "--model.width 24 --model.layers 2 --model.heads 8 --model.kv-heads 2 --model.head-dim 4 "

@@ -194,19 +194,15 @@ def _misfit(mesh: MeshConfig, num_devices: int) -> InputError:
     given = {"team": 1, "group": 1} | _given(mesh)
     sizes = {name: given[name] for name in mesh.degrees if name in given}
     product = math.prod(sizes.values())
-    must = "be" if mesh.ring else "divide"
+    must, use = "divide", "Change a degree, or use"
+    if mesh.ring is not None:
+        must = "be"
+        if num_devices % (product // mesh.ring) == 0:
+            use = "Leave out --mesh.ring, or use"
+    elif mesh.team and mesh.group is None and num_devices % (product // mesh.team) == 0:
+        use = f"Use --mesh.group 1 with --mesh.team {mesh.team}, or"
     return InputError(
         f"The product of the mesh degrees must {must} the number of devices; got "
         f"{' * '.join(f'{name}={degree}' for name, degree in sizes.items())} = {product} for "
-        f"{num_devices} devices. {_way_out(mesh, product, num_devices)}"
+        f"{num_devices} devices. {use} --devices {product}."
     )
-
-
-def _way_out(mesh: MeshConfig, product: int, num_devices: int) -> str:
-    """What to do about degrees whose product does not fit the number of devices."""
-    team_only = mesh.team if mesh.group is None and mesh.ring is None else None
-    if team_only and num_devices % (product // team_only) == 0:
-        return f"Use --mesh.group 1 with --mesh.team {team_only}, or --devices {product}."
-    if mesh.ring is not None and num_devices % (product // mesh.ring) == 0:
-        return f"Leave out --mesh.ring, or use --devices {product}."
-    return f"Change a degree, or use --devices {product}."

@@ -17,8 +17,7 @@ from trainer.errors import MissingPackageError
 from trainer.printable import printable
 from trainer.run.commands import command
 from trainer.run.exit import exit_on_user_errors
-from trainer.run.folder import METRICS_FILE
-from trainer.run.metrics import step_of_line
+from trainer.run.folder import METRICS_FILE, step_of_line
 
 CURVE_FILE = "losses.png"
 MODULE = "trainer.run.curve"

@@ -1,18 +1,31 @@
-"""The folder of a run: one program trains in it at a time, with one config. Imports no jax."""
+"""The folder of a run: who trains in it, with which mesh and versions, and its metrics.
+
+Imports no jax.
+"""
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import functools
+import json
 import os
+import subprocess
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
-from trainer.config import TrainConfig
+from startrail_jax.errors import InputError
+from trainer import durable
+from trainer.config import ROLES, TrainConfig
+from trainer.durable import replace_text
 from trainer.errors import RunError, StorageError
+from trainer.printable import say
+from trainer.run.commands import CHECKOUT
 from trainer.run.settings import check_same_run
 
 FROZEN_FOLDER = "frozen"
@@ -23,7 +36,11 @@ METRICS_FILE = "metrics.jsonl"
 CHECKSUMS_FILE = "checksums.json"
 """In the folder of a checkpoint."""
 LOCK_FILE = "lock"
+MESH_FILE = "mesh.json"
+VERSIONS_FILE = "versions.json"
 
+PACKAGES = ("startrail-jax", "jax", "jaxlib", "flax", "optax")
+COMMIT = "commit"
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
@@ -104,3 +121,155 @@ def writing(folder: Path) -> Iterator[None]:
             f"The folder of a run must be one that can be written; got {folder}: "
             f"{error.strerror}. Fix that, or use another --run-dir."
         ) from error
+
+
+# The mesh ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FormerMesh:
+    """The mesh with which a run trained last."""
+
+    degrees: dict[str, int]
+    """The degrees by their names."""
+    order: tuple[str, ...] | None = None
+    """The order of the axes over the nodes, if the planner chose it with the degrees."""
+
+    def __str__(self) -> str:
+        planned = "" if self.order is None else f", planned in the order {' '.join(self.order)}"
+        return f"{self.degrees}{planned}"
+
+
+def save_degrees(
+    run_dir: Path, degrees: dict[str, int], order: Sequence[str] | None = None
+) -> None:
+    """Notes in the folder of a run with which mesh it trains now: see `FormerMesh`."""
+    planned = {} if order is None else {"order": list(order)}
+    replace_text(run_dir / MESH_FILE, json.dumps({"degrees": degrees, **planned}))
+
+
+def read_mesh(run_dir: Path) -> FormerMesh | None:
+    """The mesh with which a run trained last; None if there is no note of it.
+
+    Raises:
+        ValueError: if the file holds anything else.
+    """
+    path = run_dir / MESH_FILE
+    if not path.is_file():
+        return None
+    try:
+        values = json.loads(path.read_text())
+        degrees, order = dict(values["degrees"]), values.get("order")
+        if all(type(x) is int and x >= 1 for x in degrees.values()) and (
+            order is None or sorted(order) == sorted(ROLES)
+        ):
+            return FormerMesh(degrees, None if order is None else tuple(order))
+        wrong = None
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        wrong = error
+    raise InputError(
+        f"{path} must hold the degrees of a run, positive integers by their names. Delete it, and "
+        "the run goes on with degrees chosen anew."
+    ) from wrong
+
+
+# Versions ----------------------------------------------------------------------------------------
+
+
+@functools.cache
+def current_versions() -> dict[str, str]:
+    """Versions of the packages that a result depends on, and the commit of the checkout.
+
+    What is not known is left out: the commit where there is no git, and the version of a checkout
+    that is not installed.
+    """
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    if commit := _commit(CHECKOUT):
+        versions[COMMIT] = commit
+    return versions
+
+
+def record_versions(run_dir: Path, step: int) -> str | None:
+    """Notes in the folder of a run which versions train it from a step on.
+
+    The file is a list, with one entry for each time that the versions have changed.
+
+    Args:
+        run_dir: folder of the run.
+        step: number of steps that are done.
+
+    Returns:
+        A line for the log if the steps before were done with other versions.
+    """
+    path = run_dir / VERSIONS_FILE
+    now, before, entries = current_versions(), None, []
+    try:
+        if step and path.exists():
+            entries = list(json.loads(path.read_text()))
+            before = dict(entries[-1]["versions"])
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        entries = []
+        say(f"WARNING: {path} is damaged ({type(error).__name__}: {error}): it is begun anew")
+    if before == now:
+        return None
+    entries.append({"after_step": step, "versions": now})
+    replace_text(path, json.dumps(entries, indent=2))
+    if before is None:
+        return None
+    names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    changes = (f"{x} {before.get(x, 'unknown')} there, {now.get(x, 'unknown')} now" for x in names)
+    return f"NOTE: other versions than those that the run began with: {'; '.join(changes)}"
+
+
+def _commit(folder: Path) -> str | None:
+    """The commit of a checkout, with "-dirty" if files are changed; None if it is not one."""
+    if not (folder / ".git").exists():  # git would find a repository around the folder.
+        return None
+    git = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40"]
+    try:
+        found = subprocess.run([*git, "--exclude=*"], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return found.stdout.strip() or None
+
+
+# Metrics -----------------------------------------------------------------------------------------
+
+
+def drop_after(path: Path, last_step: int) -> int:
+    """Keeps the lines of a metrics file up to a step, and drops one that a kill cut short.
+
+    The file is on the disk when this returns.
+
+    Returns:
+        The number of other lines that cannot be read, as after a power failure, and are dropped.
+    """
+    if not path.exists():
+        return 0
+    part = path.with_name(f"{path.name}.part")
+    broken = 0
+    with path.open(errors="replace") as old, part.open("w") as new:
+        for line in old:
+            step = step_of_line(line)
+            if step is None:
+                # A kill leaves no NULs; a power failure does.
+                broken += line.endswith("\n") or "\0" in line
+            elif step <= last_step and line.endswith("\n"):
+                new.write(line)
+    durable.flush(part)
+    durable.rename(part, path)
+    return broken
+
+
+def step_of_line(line: str) -> int | None:
+    """The step of a line of a metrics file; None if the line cannot be read."""
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return None
+    return step if type(step) is int else None

@@ -24,7 +24,7 @@ from trainer import durable
 from trainer.errors import StorageError
 from trainer.printable import printable
 from trainer.run.commands import command
-from trainer.run.folder import METRICS_FILE, writing
+from trainer.run.folder import METRICS_FILE, drop_after, writing
 from trainer.run.trackers import End, Tracker
 from trainer.stores import short
 
@@ -313,37 +313,3 @@ def _rate(since: tuple[int, float] | None, now: tuple[int, float]) -> float:
     if since is None or now[0] <= since[0]:
         return 0.0
     return (now[0] - since[0]) / (now[1] - since[1])
-
-
-def drop_after(path: Path, last_step: int) -> int:
-    """Keeps the lines of a metrics file up to a step, and drops one that a kill cut short.
-
-    The file is on the disk when this returns.
-
-    Returns:
-        The number of other lines that cannot be read, as after a power failure, and are dropped.
-    """
-    if not path.exists():
-        return 0
-    part = path.with_name(f"{path.name}.part")
-    broken = 0
-    with path.open(errors="replace") as old, part.open("w") as new:
-        for line in old:
-            step = step_of_line(line)
-            if step is None:
-                # A kill leaves no NULs; a power failure does.
-                broken += line.endswith("\n") or "\0" in line
-            elif step <= last_step and line.endswith("\n"):
-                new.write(line)
-    durable.flush(part)
-    durable.rename(part, path)
-    return broken
-
-
-def step_of_line(line: str) -> int | None:
-    """The step of a line of a metrics file; None if the line cannot be read."""
-    try:
-        step = json.loads(line)["step"]
-    except (ValueError, LookupError, TypeError, RecursionError):
-        return None
-    return step if type(step) is int else None

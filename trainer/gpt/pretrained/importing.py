@@ -20,11 +20,9 @@ from trainer.parallel.sharded_model import ShardedModel
 from trainer.parallel.state import TrainState
 from trainer.parallel.step import make_attention
 from trainer.run.commands import command
-from trainer.run.folder import FROZEN_FOLDER, open_run
-from trainer.run.mesh import save_degrees
+from trainer.run.folder import FROZEN_FOLDER, open_run, record_versions, save_degrees
 from trainer.run.metrics import Reporter
 from trainer.run.settings import CHECKPOINTS_FOLDER, CONFIG_FILE, result_flags, save_config
-from trainer.run.versions import record_versions
 from trainer.session import Session, joined
 
 
