@@ -178,15 +178,7 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
 
 
 def _run_steps(loop: Any, done: int) -> bool:
-    """Trains, evaluates and saves.
-
-    Args:
-        loop: the `trainer.loop.Loop` of the run.
-        done: the number of steps that are done already.
-
-    Returns:
-        Whether all steps are done and evaluated; False if the program was interrupted.
-    """
+    """Trains, evaluates and saves; returns whether all is done, False after an interruption."""
     import jax
 
     config, interrupted = loop.config, loop.interrupted

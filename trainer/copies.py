@@ -376,11 +376,7 @@ def _none_whole(store: Store, steps: Sequence[int]) -> StorageError:
 
 
 def _fetch(store: Store, step: int, run_dir: Path) -> None:
-    """Copies a checkpoint to a run folder, where it appears last, and whole.
-
-    Raises:
-        DamagedCopyError: if a file is not what was copied.
-    """
+    """Copies a checkpoint to a run folder, where it appears last, and whole."""
     _, files = store.manifest(step)
     # The constant files may be here already, and large.
     there = {x for x in CONSTANT_FOLDERS if _local_steps(run_dir) and (run_dir / x).is_dir()}

@@ -67,10 +67,7 @@ class Loop:
         """Prepares the loop; `begin` makes its state.
 
         Args:
-            program: the compiled functions of the run.
-            feed: the batches of the run.
-            checkpoints: the checkpoints of the run.
-            report: the log and the metrics of the run.
+            program, feed, checkpoints, report: those of the run.
             interrupted: tells whether to stop after a step; see `trainer.run.interruption`.
             initial: the weights with which the run begins; None for random ones.
         """
@@ -101,9 +98,8 @@ class Loop:
         self._left_out = 0
         self._train_step: Any = None
         mesh: Any = program.attention.mesh
-        devices = list(mesh.devices.flat)
-        self._devices = devices
-        self._ahead = 0 if devices[0].platform == "cpu" else 1
+        self._devices: list[Any] = list(mesh.devices.flat)
+        self._ahead = 0 if self._devices[0].platform == "cpu" else 1
 
     def begin(self) -> int:
         """Makes the state, and compiles the training step.
@@ -154,6 +150,7 @@ class Loop:
         with report.phase("compiling"):
             self._train_step = train_step.lower(self.state, batch).compile()
         report.line(f"memory of a device: {describe_memory(self._train_step.memory_analysis())}")
+        documents = self._feed.documents
         peak = peak_flops(self._devices[0].device_kind)
         with writing(config.run_dir):
             report.open(
@@ -161,7 +158,10 @@ class Loop:
                 first_step=done,
                 tensorboard=config.tensorboard,
                 trackers=open_trackers(config, config.run_dir),
-                **self._counted(),
+                flops_per_token=program.objective.flops_per_token
+                if documents is None
+                else program.objective.flops_at(documents.mean_length),
+                tokens_per_step=None if documents is None else documents.tokens_per_batch,
                 peak_flops=None if peak is None else peak * len(self._devices),
             )
             if config.tensorboard:
@@ -182,16 +182,6 @@ class Loop:
                         )
         report.training()
         return done
-
-    def _counted(self) -> dict[str, float]:
-        """By what tokens/s and MFU are counted."""
-        objective, held = self._program.objective, self._feed.documents
-        if held is None:
-            return {"flops_per_token": objective.flops_per_token}
-        return {
-            "flops_per_token": objective.flops_at(held.mean_length),
-            "tokens_per_step": held.tokens_per_batch,
-        }
 
     def _initial_state(self) -> TrainState:
         program = self._program

@@ -19,7 +19,7 @@ from trainer import processes
 from trainer.checkpoints.checksums import Checksums
 from trainer.config import Distributed
 from trainer.errors import RunError
-from trainer.processes import first_does, gather, require_same_flags, together
+from trainer.processes import gather, require_same_flags, together
 
 # How processes start.
 
@@ -179,19 +179,6 @@ def test_flags_that_differ_are_named_in_all_processes(monkeypatch):
         of_another(steps="--steps 4")
     with refused(RunError, "got none in process 1 and --seed 1 in process 0"):
         of_another(seed=None)
-
-
-def test_first_process_alone_works(monkeypatch):
-    done = []
-    monkeypatch.setattr(processes.multihost_utils, "sync_global_devices", done.append)
-    first_does(lambda: done.append("work"))
-    monkeypatch.setattr(jax, "process_index", lambda: 1)
-    first_does(lambda: done.append("work of another"))
-    assert len(done) == 3
-    assert done[0] == "work"
-    monkeypatch.setattr(jax, "process_index", lambda: 0)
-    with pytest.raises(ZeroDivisionError):
-        first_does(lambda: 1 // 0)
 
 
 # Training.

@@ -26,11 +26,6 @@ class Watch:
     """Judges the losses of a run, in all processes alike, since all have the same losses."""
 
     def __init__(self, config: TrainConfig) -> None:
-        """Begins with no loss.
-
-        Args:
-            config: says when a step is skipped, and what counts as a loss spike.
-        """
         self._config = config
         self.recent: deque[float] = deque(maxlen=RECENT_LOSSES)
         """The losses that the next one is compared with."""
