@@ -16,8 +16,6 @@ from types import TracebackType
 from typing import Any
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 from jaxtyping import Array, PyTree, Shaped
 from orbax.checkpoint import multihost
 from orbax.checkpoint import v1 as ocp
@@ -35,6 +33,7 @@ from trainer.checkpoints.reading import (
     read_newest,
     whole_steps,
 )
+from trainer.processes import gather
 from trainer.run.folder import CHECKSUMS_FILE, require_writable
 
 MOST_SECONDS = 1200
@@ -165,14 +164,14 @@ class Checkpoints:
             CheckpointError: if this process does not see the folder that process 0 sees.
         """
         step, is_first = self.latest or 0, jax.process_index() == 0
-        mark = np.int32(secrets.randbits(31))
-        own_mark = self._mark(mark)
+        number = secrets.randbits(31)
         if is_first:
-            own_mark.touch()
-        seen = self._mark(multihost_utils.broadcast_one_to_all(mark)).exists()
-        first_step = int(multihost_utils.broadcast_one_to_all(np.int32(step)))
-        if is_first:  # The second broadcast has shown that all processes have looked.
-            own_mark.unlink()
+            self._mark(number).touch()
+        first_number, first_step = gather([number, step])[0]
+        seen = self._mark(first_number).exists()
+        _wait_for_all()
+        if is_first:
+            self._mark(number).unlink()
         if not seen or step != first_step:
             here = f"step {step} as the newest here, and step {first_step} in process 0"
             raise CheckpointError(
@@ -182,8 +181,8 @@ class Checkpoints:
             )
         return step
 
-    def _mark(self, number: Any) -> Path:
-        return self._folder / f"seen_by_all_{int(number)}"
+    def _mark(self, number: int) -> Path:
+        return self._folder / f"seen_by_all_{number}"
 
     def check_space(self, state: PyTree[jax.ShapeDtypeStruct]) -> None:
         """Raises an error before training if its checkpoints would fill the disk.

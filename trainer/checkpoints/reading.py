@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 from jaxtyping import Array, PyTree, Shaped
 from orbax.checkpoint import v1 as ocp
 
 from startrail_jax.errors import InputError, UserError
 from trainer.checkpoints.checksums import Checksums, describe, digest
+from trainer.processes import gather
 
 LISTED_DIFFERENCES = 3
 LISTS_BEFORE_NONE = 3
@@ -98,12 +97,7 @@ def named_leaves(tree: Any) -> list[tuple[str, Any]]:
 
 def newest_first(folder: Path) -> list[int]:
     """The steps of the whole checkpoints that process 0 sees, descending, in all processes."""
-    steps = whole_steps(folder)[::-1]
-    if jax.process_count() == 1:
-        return steps
-    count = int(multihost_utils.broadcast_one_to_all(np.int32(len(steps))))
-    mine = np.array((steps + [0] * count)[:count], np.int32)
-    return [int(step) for step in multihost_utils.broadcast_one_to_all(mine)]
+    return gather(whole_steps(folder)[::-1])[0]
 
 
 def read_newest(
@@ -306,9 +300,7 @@ def _together(path: Path, read: Callable[[], Result]) -> Result:
     except Exception as caught:  # orbax, tensorstore and threads raise many types of errors.
         error = caught
     passes = isinstance(error, PASSING_ERRORS) or any(x in str(error) for x in PASSING_CAUSES)
-    outcome = 0 if error is None else 2 if passes else 1
-    if jax.process_count() > 1:
-        outcome = int(np.max(multihost_utils.process_allgather(np.int32(outcome))))
+    outcome = max(gather(0 if error is None else 2 if passes else 1))
     if not outcome:
         return result
     why = f"it could not be read ({type(error).__name__})"
