@@ -160,26 +160,21 @@ def _failures(folder: Path | None) -> dict[Path, int]:
     return found
 
 
-def _new_failure(folder: Path | None, known: dict[Path, int]) -> str | None:
-    """The first line of a failure that was not known when this process began."""
-    for path, when in _failures(folder).items():
-        if known.get(path) != when:
-            with contextlib.suppress(OSError, UnicodeError):
-                return f"{path.read_text().partition(chr(10))[0].rstrip('.')} (see {path})"
-    return None
-
-
 def _watch(
     options: Distributed, folder: Path | None, known: dict[Path, int], over: threading.Event
 ) -> None:
     """Ends this process as soon as another one has written its failure."""
     while not over.wait(LOOK_SECONDS):
-        if (why := _new_failure(folder, known)) and not over.is_set():
-            _let_others_look(_index(options))
-            end_now(
-                f"This process ends because another process failed: {why}. Correct that; the same "
-                "command then goes on from the newest checkpoint."
-            )
+        for path, when in _failures(folder).items():
+            if known.get(path) == when or over.is_set():
+                continue
+            with contextlib.suppress(OSError, UnicodeError):
+                why = path.read_text().partition("\n")[0].rstrip(".")
+                _let_others_look(_index(options))
+                end_now(
+                    f"This process ends because another process failed: {why} (see {path}). "
+                    "Correct that; the same command then goes on from the newest checkpoint."
+                )
 
 
 def _fail(error: BaseException, folder: Path | None, options: Distributed) -> NoReturn:
