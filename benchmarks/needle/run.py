@@ -119,7 +119,7 @@ def judge(
     from startrail_jax.attention import Attention
     from trainer.gpt.config import attention_of
     from trainer.gpt.generation import Generator
-    from trainer.gpt.lora.weights import restore_model
+    from trainer.gpt.lora import restore_model
     from trainer.gpt.token_choice import Sampling
 
     model = replace(config.model, rope=options.rope)

@@ -14,7 +14,7 @@ from refusals import refused
 from startrail_jax.errors import InputError
 from tests.faults import power
 from trainer import durable, sums
-from trainer.data.cache import cached_folder
+from trainer.data.cache import filled_folder
 from trainer.errors import StorageError
 from trainer.run import folder
 from trainer.run.folder import drop_after
@@ -47,7 +47,9 @@ def test_text_and_its_name_are_on_the_disk(after_power_failure):
 
 
 def test_tokens_are_on_the_disk_with_their_folder(after_power_failure):
-    cached_folder(after_power_failure.live, "key", lambda part: (part / "a").write_text("b"))
+    live = after_power_failure.live
+    with filled_folder(live, "key", lambda part: (part / "a").write_text("b")):
+        pass
     assert {"key/a", f"key/{SUMS_FILE}"} <= after_power_failure.left().keys()
 
 

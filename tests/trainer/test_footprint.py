@@ -17,8 +17,7 @@ from startrail_jax.planner.memory import FORWARD, LAYER, LOSS, Footprint, Part, 
 from startrail_jax.planner.models import MODELS
 from trainer.config import AttentionConfig, OptimizerConfig
 from trainer.dit.config import DiTConfig, DiTTrainConfig
-from trainer.gpt.config import DataConfig, GPTConfig, GPTTrainConfig
-from trainer.gpt.lora.settings import LoraConfig
+from trainer.gpt.config import DataConfig, GPTConfig, GPTTrainConfig, LoraConfig
 from trainer.parallel import step_sizes
 from trainer.parallel.state import describe_memory
 from trainer.tasks import TASKS

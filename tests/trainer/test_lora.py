@@ -22,11 +22,9 @@ from startrail_jax.errors import InputError
 from trainer.checkpoints.reading import CheckpointError
 from trainer.data.batches import place
 from trainer.gpt.batches import next_token_batch
-from trainer.gpt.config import RopeConfig
+from trainer.gpt.config import LoraConfig, RopeConfig
 from trainer.gpt.export.writing import export_run
-from trainer.gpt.lora.peft import peft_config
-from trainer.gpt.lora.settings import LoraConfig
-from trainer.gpt.lora.weights import restore_model
+from trainer.gpt.lora import peft_config, restore_model
 from trainer.gpt.pretrained.__main__ import read_command_line as read_import
 from trainer.gpt.pretrained.importing import import_pretrained
 from trainer.gpt.pretrained.initial import open_pretrained

@@ -33,7 +33,7 @@ from train import read_command_line
 from trainer.config import AttentionConfig, MeshConfig
 from trainer.data.files import find_files
 from trainer.dit.objective import dit_flops_per_token
-from trainer.gpt.lora.settings import LoraConfig
+from trainer.gpt.config import LoraConfig
 from trainer.gpt.pretrained.config_json import read_description
 from trainer.gpt.pretrained.families import FAMILIES
 from trainer.parallel.flops import PEAK_FLOPS

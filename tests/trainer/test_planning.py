@@ -16,7 +16,7 @@ from startrail_jax.planner.hardware import GPUS, Cluster
 from train import read_command_line, train
 from trainer import planning
 from trainer.config import AttentionConfig, Distributed, MeshConfig, OptimizerConfig
-from trainer.gpt.lora.settings import LoraConfig
+from trainer.gpt.config import LoraConfig
 from trainer.planning import Planner
 from trainer.run.folder import MESH_FILE, read_mesh, save_degrees
 from trainer.session import joined

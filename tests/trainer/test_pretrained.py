@@ -27,11 +27,10 @@ from trainer import durable
 from trainer.checkpoints.checksums import Checksums
 from trainer.checkpoints.reading import CheckpointError
 from trainer.errors import NonFiniteError, StorageError
-from trainer.gpt.config import DataConfig, GPTConfig, RopeConfig, TextOptions
+from trainer.gpt.config import DataConfig, GPTConfig, LoraConfig, RopeConfig, TextOptions
 from trainer.gpt.export import __main__ as export_command
 from trainer.gpt.export import writing
 from trainer.gpt.export.writing import config_values, export_run, files_beside_weights, token_ids
-from trainer.gpt.lora.settings import LoraConfig
 from trainer.gpt.pretrained import initial as initial_weights
 from trainer.gpt.pretrained.__main__ import read_command_line as read_import
 from trainer.gpt.pretrained.config_json import describe, read_description

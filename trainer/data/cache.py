@@ -30,40 +30,31 @@ NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 def filled_folder(
     cache: Path | None, key: str, write: Callable[[Path], None]
 ) -> Iterator[tuple[Path, dict[str, str]]]:
-    """As `cached_folder`; without a cache, a folder that is there for the `with` block alone.
-
-    Its files that are mapped into memory can be read afterwards too.
-    """
-    if cache is not None:
-        yield cached_folder(cache, key, write)
-        return
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        with storing(folder.parent, CACHE_OPTION):
-            write(folder)
-        yield folder, sums_of(folder)
-
-
-def cached_folder(
-    cache: Path, key: str, write: Callable[[Path], None]
-) -> tuple[Path, dict[str, str]]:
     """The folder of a key in a cache. If there is none, one process writes it; others wait.
 
     The processes may be on several machines, if the file system has locks that these share. Each
     reads all files once, and compares their checksums with those of what was written.
 
     Args:
-        cache: folder of the cache.
+        cache: folder of the cache; None for a folder that is there for the `with` block alone, but
+            for its files that are mapped into memory.
         key: what determines the content, as a hash.
         write: fills the folder, which is empty. If it fails or is killed, there is no folder.
 
-    Returns:
+    Yields:
         The folder, and the checksums of its files, by their names.
 
     Raises:
         OSError: if the cache cannot be written.
         ValueError: if it is in an object store, or a file was damaged since it was written.
     """
+
+    if cache is None:
+        with tempfile.TemporaryDirectory() as name:
+            with storing(Path(name).parent, CACHE_OPTION):
+                write(Path(name))
+            yield Path(name), sums_of(Path(name))
+        return
 
     def write_with_sums(part: Path) -> None:
         write(part)
@@ -73,9 +64,9 @@ def cached_folder(
     folder = written_once(cache / key, write_with_sums)
     with storing(cache, CACHE_OPTION):
         size = sum(path.stat().st_size for path in folder.iterdir())
-    label = f"checking the tokens in {folder}"
-    with shown_progress(label, size) as advance:
-        return folder, check_sums(folder, WAY_OUT, advance)
+    with shown_progress(f"checking the tokens in {folder}", size) as advance:
+        sums = check_sums(folder, WAY_OUT, advance)
+    yield folder, sums
 
 
 def written_once(folder: Path, write: Callable[[Path], None]) -> Path:

@@ -42,7 +42,7 @@ from trainer.gpt.encoding import (
     check_lengths,
     encode,
 )
-from trainer.gpt.tokenizer import ByteTokenizer, FileTokenizer
+from trainer.gpt.tokenizer import FileTokenizer, text_tokenizer
 from trainer.places import COPIES
 
 # Number of tokens at both ends of a part of a file that are checked when the file is opened, so
@@ -252,19 +252,13 @@ def _open_tokens(
 
 def open_text(files: Files, validation: Files | None, config: DataConfig, vocab_size: int) -> Text:
     """Loads the tokenizer, and looks through the text."""
-    options = {"end_of_document": config.end_of_document, "vocab_size": vocab_size}
-    if config.tokenizer is None:
-        tokenizer = ByteTokenizer(**options)
-    else:
-        begin = config.begin_of_document
-        tokenizer = FileTokenizer(config.tokenizer, begin_of_document=begin, **options)
     return Text(
         files=files,
         validation=validation,
         digests=digest_files(files),
         validation_digests={} if validation is None else digest_files(validation),
         config=config,
-        tokenizer=tokenizer,
+        tokenizer=text_tokenizer(config, vocab_size=vocab_size),
     )
 
 

@@ -29,8 +29,7 @@ from startrail_jax.rings.sizes import check_heads
 from startrail_jax.xla.compiler import compiler_options
 from startrail_jax.xla.varying import vary
 from trainer.config import SHARDED_AXES
-from trainer.gpt.config import GPTConfig
-from trainer.gpt.lora.settings import LoraConfig
+from trainer.gpt.config import GPTConfig, LoraConfig
 from trainer.gpt.objective import make_gpt
 from trainer.gpt.token_choice import Sampling, choose_token
 from trainer.parallel.partition import Partition

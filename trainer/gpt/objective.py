@@ -20,8 +20,7 @@ from models.rope import Rope
 from startrail_jax.planner.models import ModelSizes
 from startrail_jax.tokens.layout import Layout
 from trainer.gpt.batches import TokenBatch
-from trainer.gpt.config import GPTConfig, GPTTrainConfig
-from trainer.gpt.lora.settings import LoraConfig
+from trainer.gpt.config import GPTConfig, GPTTrainConfig, LoraConfig
 from trainer.objective import Objective, sizes_in
 
 

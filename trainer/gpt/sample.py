@@ -19,7 +19,7 @@ from trainer.gpt.chat.template import CONFIG_FILE, TEMPLATE_FILE, ChatTemplate
 from trainer.gpt.config import TOKENIZER, GPTTrainConfig, TextOptions
 from trainer.gpt.corpus import Corpus
 from trainer.gpt.generation import Generator
-from trainer.gpt.lora.weights import restore_model
+from trainer.gpt.lora import restore_model
 from trainer.gpt.pretrained.defaults import eos_of, kept_folder, kept_tokenizer, require_bytes
 from trainer.gpt.text import (
     IdTokenizer,

@@ -15,6 +15,7 @@ from trainer.gpt.config import DataConfig
 from trainer.gpt.tokenizer import (
     ByteTokenizer,
     FileTokenizer,
+    text_tokenizer,
 )
 
 # Number of tokens of the prompt that are decoded together with the first new tokens: with some
@@ -66,13 +67,10 @@ def open_tokenizer(config: DataConfig, *, vocab_size: int) -> Tokenizer:
     Raises:
         ValueError: if the tokenizer cannot be used, or cannot be told from the config.
     """
-    options = {"end_of_document": config.end_of_document, "vocab_size": vocab_size}
-    if config.tokenizer is not None:
-        begin = config.begin_of_document
-        return FileTokenizer(config.tokenizer, begin_of_document=begin, **options)
-    if config.path is not None and holds_tokens(config.path, "data.path"):
+    path = config.path
+    if config.tokenizer is None and path is not None and holds_tokens(path, "data.path"):
         return IdTokenizer(end_of_document=config.end_of_document)
-    return ByteTokenizer(**options)
+    return text_tokenizer(config, vocab_size=vocab_size)
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str) -> Integer[np.ndarray, " tokens"]:

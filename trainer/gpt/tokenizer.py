@@ -17,7 +17,7 @@ from jaxtyping import Integer, UInt8
 from startrail_jax.errors import InputError, UserError
 from trainer.data.documents import Document
 from trainer.errors import MissingPackageError
-from trainer.gpt.config import TOKENIZER
+from trainer.gpt.config import TOKENIZER, DataConfig
 
 # Ends every document of bytes. No text contains this byte.
 NUL = 0
@@ -250,6 +250,23 @@ class FileTokenizer:
         """Text to show, with the names of special tokens. Ids without a token are left out."""
         with _library_errors(self._path, OTHER_FILE):
             return self._tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
+
+
+def text_tokenizer(config: DataConfig, *, vocab_size: int) -> ByteTokenizer | FileTokenizer:
+    """The tokenizer of data that are text.
+
+    Args:
+        config: the data.
+        vocab_size: number of token ids that the model knows.
+
+    Raises:
+        ValueError: if it cannot be used.
+    """
+    options = {"end_of_document": config.end_of_document, "vocab_size": vocab_size}
+    if config.tokenizer is None:
+        return ByteTokenizer(**options)
+    begin = config.begin_of_document
+    return FileTokenizer(config.tokenizer, begin_of_document=begin, **options)
 
 
 def load_transformers(what: str, path: Path | str) -> Any:

@@ -23,17 +23,16 @@ from trainer.data.cache import check_new, write_folder
 from trainer.data.opening import read_object
 from trainer.errors import NonFiniteError, StorageError
 from trainer.gpt.chat.template import TEMPLATE_FILE
-from trainer.gpt.config import TOKENIZER, GPTTrainConfig
-from trainer.gpt.lora.peft import (
+from trainer.gpt.config import TOKENIZER, GPTTrainConfig, LoraConfig
+from trainer.gpt.lora import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
     is_adapter,
     merged,
     peft_config,
     peft_tensors,
+    restore_model,
 )
-from trainer.gpt.lora.settings import LoraConfig
-from trainer.gpt.lora.weights import restore_model
 from trainer.gpt.objective import NextToken
 from trainer.gpt.pretrained.config_json import CONFIG, describe
 from trainer.gpt.pretrained.defaults import TOKENIZER_FILES, kept_folder

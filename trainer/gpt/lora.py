@@ -1,4 +1,7 @@
-"""Adapters in the format of PEFT, Hugging Face's library, and merged into the weights."""
+"""Low-rank adapters of a run: read with the frozen weights, merged into them, and as PEFT has them.
+
+PEFT is the library of Hugging Face for adapters.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +12,58 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Shaped
+from jaxtyping import Array, Float, PyTree, Shaped
 
 from startrail_jax.errors import InputError
-from trainer.gpt.config import GPTConfig, GPTTrainConfig
-from trainer.gpt.lora.settings import LoraConfig
+from trainer.checkpoints.reading import restore_frozen, restore_weights
+from trainer.gpt.config import GPTConfig, GPTTrainConfig, LoraConfig
 from trainer.gpt.pretrained.families import plain
 from trainer.gpt.pretrained.names import OF_LAYER
-from trainer.parallel.partition import ADAPTERS, STACKED
-from trainer.run.settings import settings_of
+from trainer.parallel.partition import ADAPTERS, STACKED, join_frozen, split_frozen
+from trainer.run.folder import FROZEN_FOLDER
+from trainer.run.settings import CHECKPOINTS_FOLDER, model_flags, settings_of
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """What PEFT puts in front of the names of a model."""
 KERNEL = "kernel"
+
+
+def restore_model(
+    run_dir: Path,
+    config: GPTTrainConfig,
+    shapes: Any,
+    *,
+    step: int | None = None,
+    only_trained: bool = False,
+    note: Callable[[str], object],
+) -> tuple[PyTree[Shaped[Array, "..."]], int]:
+    """Reads the weights of a run, also while it trains.
+
+    Args:
+        run_dir: folder of the run.
+        config: its config.
+        shapes: shapes, types and shardings of all weights.
+        step: the step of the checkpoint; None for the newest that is whole.
+        only_trained: whether to leave out those that are frozen.
+        note: is told what the user must know.
+
+    Returns:
+        A tree like `shapes`; and the step at which it was saved.
+
+    Raises:
+        CheckpointError: if there is no whole checkpoint.
+        ValueError: if it belongs to another model.
+    """
+    trained, frozen = split_frozen(shapes)
+    weights, found = restore_weights(
+        run_dir / CHECKPOINTS_FOLDER, trained, model_flags(config), step=step, note=note
+    )
+    if only_trained:
+        return weights, found
+    base = restore_frozen(run_dir / FROZEN_FOLDER, frozen, note=note)
+    return join_frozen(weights, base), found
 
 
 def peft_config(
