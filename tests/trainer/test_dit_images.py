@@ -34,7 +34,7 @@ def make_config(path=None, *, size=(1, HEIGHT, WIDTH), classes=0, channels=3, **
 
 
 def open_images(*args, **options):
-    return images.open_images(make_config(*args, **options))
+    return images.open_images(make_config(*args, **options), list)
 
 
 def open_digits(**wanted):

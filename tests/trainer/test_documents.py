@@ -22,7 +22,7 @@ from trainer.gpt.batches import PADDING, in_layout_order, next_token_batch
 from trainer.gpt.chat.packing import EncodedExamples, PackedExamples
 from trainer.gpt.config import DataConfig, RopeConfig
 from trainer.gpt.corpus import Stream, open_corpus
-from trainer.gpt.documents import ExampleDocuments, TextDocuments
+from trainer.gpt.documents import text_documents
 from trainer.gpt.objective import NextToken
 from trainer.gpt.task import GPTTask
 from trainer.parallel.step import Program, make_attention
@@ -98,7 +98,7 @@ MESHES = [
 def test_every_token_of_an_epoch_is_once_on_its_device(degrees, order):
     if order and degrees.num_devices % 2:
         order = None  # No nodes of two.
-    program, documents = make_program(degrees, order), TextDocuments([text(LENGTHS)], END, LONGEST)
+    program, documents = make_program(degrees, order), text_documents([text(LENGTHS)], END, LONGEST)
     series, seen = batches_of(program, documents), []
     while len(seen) < np.count_nonzero(LENGTHS):
         seen += documents_in(program, next(series))
@@ -117,23 +117,23 @@ def test_every_token_of_an_epoch_is_once_on_its_device(degrees, order):
 def test_documents_are_cut_at_the_longest_and_at_ends_of_streams():
     streams = [text([200, 0, 0, 3]), text([2, 90]), text([1, 5])]
     streams[1] = dataclasses.replace(streams[1], tokens=streams[1].tokens[:-1])  # No end.
-    documents = TextDocuments(streams, END, LONGEST)
+    documents = text_documents(streams, END, LONGEST)
     assert documents.lengths.tolist() == [96, 96, 8, 3, 2, 89, 1, 5]
     first, second, third = (documents.read(i)[0] for i in range(3))
     np.testing.assert_array_equal(
         np.concatenate([first[:-1], second[:-1], third]), streams[0].tokens[:201]
     )
-    whole = TextDocuments(streams[:1], None, LONGEST)  # A file is one document.
+    whole = text_documents(streams[:1], None, LONGEST)  # A file is one document.
     assert whole.lengths.tolist() == [96, 96, 14]
     with refused(InputError, "got 3 tokens"):
-        TextDocuments([dataclasses.replace(streams[0], tokens=np.array([END] * 3))], END, LONGEST)
+        text_documents([dataclasses.replace(streams[0], tokens=np.array([END] * 3))], END, LONGEST)
 
 
 def test_of_examples_only_what_is_counted_has_a_weight():
     tokens, ends = np.arange(1, 31), np.array([4, 20, 23, 30])
     counted = np.array([0, 0, 1, 1] + [0] * 3 + [1] * 13 + [0, 1, 1] + [0, 0, 0, 1, 1, 0, 1])
     part = EncodedExamples(tokens=tokens, counted=counted, ends=ends)
-    documents = ExampleDocuments(PackedExamples(part, 10, name="chat"))
+    documents = PackedExamples(part, 10, name="chat").documents
     assert documents.lengths.tolist() == [3, 10, 2, 6]
     row = documents.rows([[0, 2], [3]], 12)
     assert row.tokens.tolist()[0] == [1, 2, 3, 21, 22] + [0] * 7
@@ -176,7 +176,7 @@ SETTINGS = {
 def test_gradients_are_those_of_single_rows_on_one_device(degrees, changes):
     program, documents = (
         make_program(degrees, **changes),
-        TextDocuments([text(LENGTHS)], END, LONGEST),
+        text_documents([text(LENGTHS)], END, LONGEST),
     )
     series = batches_of(program, documents)
     host = next(series)
@@ -222,7 +222,7 @@ def test_documents_on_one_device_send_nothing():
 def test_batches_go_on_where_they_were():
     program, documents = (
         make_program(st.Degrees.startrail(8, c=2)),
-        TextDocuments([text(LENGTHS)], END, LONGEST),
+        text_documents([text(LENGTHS)], END, LONGEST),
     )
     series = batches_of(program, documents)
     states, rest = [series.get_state()], []
@@ -235,7 +235,7 @@ def test_batches_go_on_where_they_were():
         for batch in rest[done:]:
             jax.tree.map(np.testing.assert_array_equal, next(again), batch)
         again.close()
-    other = batches_of(program, TextDocuments([text(LENGTHS[1:])], END, LONGEST))
+    other = batches_of(program, text_documents([text(LENGTHS[1:])], END, LONGEST))
     with refused(InputError, documents=20):
         other.set_state(states[2])
     other.set_state(states[2], new_order=True)
@@ -247,7 +247,7 @@ def test_batches_go_on_where_they_were():
 
 
 def test_other_devices_go_on_with_all_documents_once():
-    documents = TextDocuments([text(LENGTHS)], END, LONGEST)
+    documents = text_documents([text(LENGTHS)], END, LONGEST)
     series = batches_of(make_program(st.Degrees.startrail(8, c=2), batch_size=1), documents)
     program = make_program(st.Degrees(data=3, ring=2), batch_size=3)
     seen = documents_in(make_program(st.Degrees.startrail(8, c=2), batch_size=1), next(series))
@@ -280,7 +280,7 @@ def test_token_that_ends_and_begins_documents_belongs_to_the_one_that_it_begins(
     tokens = np.array([END, 8, 9, END, END, END, 10, 11, END])
     documents = [[END, 8, 9, END], [END], [END, 10, 11, END]]
     stream = Stream(name="text", tokens=tokens, vocab_size=48)
-    found = TextDocuments([stream], END, LONGEST, begins_too=True)
+    found = text_documents([stream], END, LONGEST, begins_too=True)
     read = [found.read(n)[0].tolist() for n in range(len(found.lengths))]
     assert read == [x for x in documents if len(x) > 1]
     # A row from each place, as rows begin and end anywhere.

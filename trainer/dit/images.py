@@ -24,6 +24,7 @@ import numpy as np
 from jaxtyping import Float32, Integer
 
 from startrail_jax.errors import InputError, UserError
+from trainer.data.dataset import Dataset
 from trainer.data.files import find_files, walk_files
 from trainer.data.opening import reading
 from trainer.dit.config import DiTTrainConfig
@@ -75,21 +76,6 @@ class Examples:
         return self.read(int(self.numbers[index]))
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Images:
-    """Examples to train on and examples to measure with."""
-
-    train: Examples
-    """Examples to train on."""
-    held_out: Examples
-    """Examples that training never sees."""
-    description: str
-    """For the log: a line about the data, and one about what is probably not meant."""
-    digest: str
-    """A hash of labels and captions, and of latents, or of the names of images: an image that was
-    damaged may be restored while a run goes on."""
-
-
 class _Source(NamedTuple):
     """All examples that were found, before any is held out."""
 
@@ -103,7 +89,7 @@ class _Source(NamedTuple):
     """End of the line in the log that describes the data."""
 
 
-def open_images(config: DiTTrainConfig) -> Images:
+def open_images(config: DiTTrainConfig, collate: Callable[..., Any]) -> Dataset:
     """Opens what `config.data` names; by default, the handwritten digits of scikit-learn.
 
     An *.npz file is read as a whole. The size and the caption of every image in a folder are read
@@ -111,6 +97,7 @@ def open_images(config: DiTTrainConfig) -> Images:
 
     Args:
         config: config of the run. Images are converted to the 1 or 3 channels of its model.
+        collate: see `Dataset`.
 
     Raises:
         ImportError: if the package that reads the data is missing.
@@ -138,12 +125,15 @@ def open_images(config: DiTTrainConfig) -> Images:
     order = np.random.default_rng(0).permutation(count)
     parts = np.sort(order[held_out:]), np.sort(order[:held_out])
     train, measured = (Examples(numbers=part, read=read) for part in parts)
+    # An image that was damaged may be restored while a run goes on: of images, names tell them.
     known = repr((source.content, source.labels, source.captions))
-    return Images(
+    return Dataset(
         train=train,
         held_out=measured,
+        collate=collate,
         description=f"{source.name}: {len(train):,} examples to train on, {len(measured):,} held "
         f"out{source.remark}",
+        loss_unit="mean squared error",
         digest=hashlib.sha256(known.encode()).hexdigest()[:16],
     )
 

@@ -30,15 +30,9 @@ class DiTTask(Task[DiTTrainConfig, ImageOptions]):
         from trainer.dit.images import open_images
 
         data = with_copies(config.data, config.run_dir.parent)
-        images = open_images(replace(config, data=data))
-        return Dataset(
-            train=images.train,
-            held_out=images.held_out,
-            collate=partial(image_batch, config=config, layout=layout),
-            description=images.description + origin_of(config.data),
-            loss_unit="mean squared error",
-            digest=images.digest,
-        )
+        collate = partial(image_batch, config=config, layout=layout)
+        images = open_images(replace(config, data=data), collate)
+        return replace(images, description=images.description + origin_of(config.data))
 
     def sample(
         self, run_dir: Path, config: DiTTrainConfig, options: ImageOptions, session: Any

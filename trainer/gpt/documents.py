@@ -6,32 +6,30 @@ One of more than T is cut into pieces of T, and of what is left.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Int32, Int64
+from jaxtyping import Int32, Int64
 
 from startrail_jax.errors import InputError
 from trainer.gpt.batches import PADDING, TokenBatch
-from trainer.gpt.chat.packing import PackedExamples
 from trainer.gpt.corpus import Stream
 
 # Number of tokens in which ends of documents are looked for at a time.
 SCANNED_TOKENS = 1 << 24
 
 
-class TokenDocuments(ABC):
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TokenDocuments:
     """Documents of tokens: `trainer.data.dataset.Documents`."""
 
     lengths: Int64[np.ndarray, " documents"]
     """Number of tokens of each that the model reads."""
-
-    @abstractmethod
-    def read(
-        self, number: int
-    ) -> tuple[Int32[np.ndarray, " length"], Bool[np.ndarray, " length"] | bool]:
-        """The n + 1 tokens of a document, and whether the loss counts each of them as a target."""
+    read: Callable[[int], tuple[Int32[np.ndarray, " length"], Any]]
+    """Returns the n + 1 tokens of a document by its number, and whether the loss counts each of
+    them as a target: an array, or True for all."""
 
     def rows(self, rows: Sequence[Sequence[int]], length: int) -> TokenBatch:
         """Rows of documents and padding, in natural order.
@@ -61,61 +59,45 @@ class TokenDocuments(ABC):
                 batch.tokens[here], batch.targets[here] = tokens[:-1], tokens[1:]
                 batch.positions[here] = np.arange(end - start)
                 segment_ids[here] = segment
-                batch.weights[here] = counted if isinstance(counted, bool) else counted[1:]
+                batch.weights[here] = counted if counted is True else counted[1:]
         return batch
 
 
-class TextDocuments(TokenDocuments):
-    """The documents of streams of tokens, which one token ends."""
+def text_documents(
+    streams: Sequence[Stream],
+    end_of_document: int | None,
+    longest: int,
+    *,
+    begins_too: bool = False,
+) -> TokenDocuments:
+    """The documents of streams of tokens, which one token ends.
 
-    def __init__(
-        self,
-        streams: Sequence[Stream],
-        end_of_document: int | None,
-        longest: int,
-        *,
-        begins_too: bool = False,
-    ) -> None:
-        """Finds all ends.
+    Args:
+        streams: the tokens.
+        end_of_document: the token that ends a document; None if every stream is one.
+        longest: T.
+        begins_too: whether that token also begins each document, as for `next_token_batch`.
 
-        Args:
-            streams: the tokens.
-            end_of_document: the token that ends a document; None if every stream is one.
-            longest: T.
-            begins_too: whether that token also begins each document, as for `next_token_batch`.
+    Raises:
+        ValueError: if no document has a token and the one after it.
+    """
+    found = [
+        _pieces(stream, number, _ends(stream, end_of_document, begins_too), longest)
+        for number, stream in enumerate(streams)
+    ]
+    pieces = np.concatenate(found)
+    if not len(pieces):
+        raise InputError(
+            "Documents must have at least 2 tokens to train on; got "
+            f"{sum(map(len, streams)):,} tokens that all end a document. Correct "
+            "--data.end-of-document, or use --data.batches rows."
+        )
 
-        Raises:
-            ValueError: if no document has a token and the one after it.
-        """
-        self._streams = tuple(streams)
-        found = [
-            _pieces(stream, number, _ends(stream, end_of_document, begins_too), longest)
-            for number, stream in enumerate(self._streams)
-        ]
-        pieces = np.concatenate(found) if found else np.zeros((0, 3), np.int64)
-        self._places = pieces[:, :2]
-        self.lengths = np.ascontiguousarray(pieces[:, 2])
-        if not len(pieces):
-            raise InputError(
-                "Documents must have at least 2 tokens to train on; got "
-                f"{sum(map(len, self._streams)):,} tokens that all end a document. Correct "
-                "--data.end-of-document, or use --data.batches rows."
-            )
+    def read(number: int) -> tuple[Int32[np.ndarray, " length"], bool]:
+        stream, start, length = pieces[number].tolist()
+        return streams[stream].read(start, start + length + 1), True
 
-    def read(self, number: int) -> tuple[Int32[np.ndarray, " length"], bool]:
-        stream, start = self._places[number].tolist()
-        return self._streams[stream].read(start, start + int(self.lengths[number]) + 1), True
-
-
-class ExampleDocuments(TokenDocuments):
-    """Conversations, or prompts and completions, of which the loss counts a part."""
-
-    def __init__(self, examples: PackedExamples) -> None:
-        self._examples = examples
-        self.lengths = examples.lengths.astype(np.int64) - 1
-
-    def read(self, number: int) -> tuple[Int32[np.ndarray, " length"], Bool[np.ndarray, " length"]]:
-        return self._examples.example(number)
+    return TokenDocuments(lengths=np.ascontiguousarray(pieces[:, 2]), read=read)
 
 
 def _pieces(

@@ -83,7 +83,7 @@ class GPTTask(Task[GPTTrainConfig, TextOptions]):
         from trainer.data.remote import with_copies
         from trainer.gpt.batches import Sequences, TextDataset, collate
         from trainer.gpt.corpus import open_corpus
-        from trainer.gpt.documents import TextDocuments
+        from trainer.gpt.documents import text_documents
 
         # Beside the run, so that the next run finds the copies and the tokens too.
         data = with_copies(config.data, config.run_dir.parent)
@@ -107,7 +107,7 @@ class GPTTask(Task[GPTTrainConfig, TextOptions]):
             description += f"; held-out sequences are filled up to --seq-len {config.seq_len}"
         documents = None
         if config.whole_documents:
-            documents = TextDocuments(corpus.train, end, config.seq_len, begins_too=begins_too)
+            documents = text_documents(corpus.train, end, config.seq_len, begins_too=begins_too)
         elif train.is_filled:
             longest = max(map(len, corpus.train))
             warnings.warn(

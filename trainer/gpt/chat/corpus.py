@@ -30,7 +30,6 @@ from trainer.gpt.chat.packing import EncodedExamples, PackedExamples, collate_ro
 from trainer.gpt.chat.template import ChatTemplate
 from trainer.gpt.config import DataConfig
 from trainer.gpt.corpus import Corpus, Stream, check_effects, find_parts, open_text
-from trainer.gpt.documents import ExampleDocuments
 from trainer.gpt.encoding import (
     Text,
     TextTokenizer,
@@ -108,7 +107,7 @@ def open_examples(
         tokens=tokens,
     )
     collate = partial(collate_rows, layout=layout, mask_documents=config.mask_documents)
-    documents = ExampleDocuments(rows[0]) if config.batches == "documents" else None
+    documents = rows[0].documents if config.batches == "documents" else None
     return TextDataset.of(
         corpus, train=rows[0], held_out=rows[1], documents=documents, collate=collate
     )

@@ -16,6 +16,7 @@ from jaxtyping import Bool, Int32, Int64, Integer
 from startrail_jax.errors import InputError
 from startrail_jax.tokens.layout import Layout
 from trainer.gpt.batches import PADDING, TokenBatch, counting, in_layout_order
+from trainer.gpt.documents import TokenDocuments
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -106,6 +107,11 @@ class PackedExamples:
             row.examples[place] = number
             filled += len(tokens)
         return row
+
+    @property
+    def documents(self) -> TokenDocuments:
+        """The examples in the rows, as whole documents."""
+        return TokenDocuments(lengths=self.lengths.astype(np.int64) - 1, read=self.example)
 
     def example(
         self, number: int
