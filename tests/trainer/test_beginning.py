@@ -194,28 +194,12 @@ def test_config_of_a_run_says_how_documents_begin(saved, tokenizer, tmp_path):
     assert (found_for_tokens.tokenizer, found_for_tokens.begin_of_document) == (None, None)
 
 
-def test_run_that_goes_on_keeps_its_beginning(tokenizer, tmp_path):
-    run_dir = tmp_path / "run"
+def test_given_beginning_is_not_that_of_the_tokenizer(tokenizer):
     config = gpt_tiny()
-    config = dataclasses.replace(
-        config,
-        init_from=tokenizer.parent,
-        run_dir=run_dir,
-        data=dataclasses.replace(config.data, tokenizer=tokenizer),
-    )
-
-    def found(given=False):
-        return with_beginning(config, given=given).data.begin_of_document
-
-    assert found() == BEGIN
-    assert found(given=True) is None
-    (run_dir / "checkpoints" / "7").mkdir(parents=True)
-    for saved, expected in (({}, None), ({"begin_of_document": 5}, 5)):
-        (run_dir / "config.json").write_text(json.dumps({"data": saved}))
-        assert found() == expected
-    # What is damaged is reported where the run is opened.
-    (run_dir / "config.json").write_text("")
-    assert found() == BEGIN
+    data = dataclasses.replace(config.data, tokenizer=tokenizer)
+    config = dataclasses.replace(config, init_from=tokenizer.parent, data=data)
+    assert with_beginning(config, given=False).data.begin_of_document == BEGIN
+    assert with_beginning(config, given=True).data.begin_of_document is None
 
 
 @pytest.mark.quick
@@ -279,17 +263,10 @@ def test_completions_end_where_the_model_stops(completions, tokenizer, tmp_path)
     assert ended(completions, init_from="") == 5
 
 
-def test_run_that_goes_on_keeps_its_end(completions, tokenizer, tmp_path):
-    (tmp_path / "run" / "checkpoints" / "7").mkdir(parents=True)
-    for saved, expected in (({}, None), ({"end_of_document": 5}, 5)):
-        (tmp_path / "run" / "config.json").write_text(json.dumps({"data": saved}))
-        for flags in ({"init_from": ""}, {"init_from": "", "data__tokenizer": ""}, {}):
-            assert ended(completions, **flags) == expected
-    # A new run from the config.json of another, of an earlier version or of a model of bytes.
-    config = dataclasses.replace(completions, run_dir=tmp_path / "new")
-    assert ended(config) is None
-    data = dataclasses.replace(config.data, tokenizer=tokenizer)
-    of_run = dataclasses.replace(config, data=data)
+def test_config_of_a_run_says_how_completions_end(completions, tokenizer):
+    assert ended(completions) is None
+    data = dataclasses.replace(completions.data, tokenizer=tokenizer)
+    of_run = dataclasses.replace(completions, data=data)
     assert ended(of_run) is None
     assert ended(of_run, init_from="") is None
     # That of an import says nothing of completions.

@@ -5,8 +5,6 @@ Imports no jax: `--help` is fast.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ from trainer.data.opening import read_object
 from trainer.gpt.config import TOKENIZER, GPTTrainConfig
 from trainer.gpt.pretrained.config_json import CONFIG, read_description
 from trainer.run.folder import KEPT_FOLDER
-from trainer.run.settings import CHECKPOINTS_FOLDER, CONFIG_FILE
+from trainer.run.settings import CHECKPOINTS_FOLDER
 from trainer.sums import SUMS_FILE, check_sums
 
 GENERATION = "generation_config.json"
@@ -105,9 +103,6 @@ def with_beginning(
 ) -> GPTTrainConfig:
     """A config that begins documents as its pretrained model has always seen them.
 
-    A run that goes on keeps what it began with, so that its data stay the same: runs of earlier
-    versions have no such token.
-
     Args:
         config: config of a run.
         given: whether the user has said how documents begin.
@@ -120,18 +115,18 @@ def with_beginning(
     if config.init_from is None or given:
         return config
     tokenizer = config.data.tokenizer
-    if tokenizer is None:
-        return replace(config, data=replace(config.data, begin_of_document=None))
+    if tokenizer is not None and (inherited or not tokenizer.is_file()):
+        return config  # Another place says that a tokenizer is missing.
     from trainer.gpt.tokenizer import beginning_of  # Not above: `--help` must be fast.
 
-    return _with_token(config, "begin_of_document", inherited, lambda: beginning_of(tokenizer))
+    token = None if tokenizer is None else beginning_of(tokenizer)
+    return replace(config, data=replace(config.data, begin_of_document=token))
 
 
 def with_ending(config: GPTTrainConfig, *, given: bool, inherited: bool = False) -> GPTTrainConfig:
     """A config that ends completions as its pretrained model ends what it says.
 
-    Elsewhere the model stops at that token only. A run that goes on keeps what it began with: in
-    runs of earlier versions it is the token with one of the usual names.
+    Elsewhere the model stops at that token only.
 
     Args:
         config: config of a run.
@@ -142,31 +137,16 @@ def with_ending(config: GPTTrainConfig, *, given: bool, inherited: bool = False)
         ValueError: if the files of the model or of the tokenizer cannot be read.
     """
     folder, tokenizer = config.init_from, config.data.tokenizer
-    if folder is None or config.data.loss_on != "completion" or given:
+    if folder is None or config.data.loss_on != "completion" or given or inherited:
         return config
-
-    def ending() -> int | None:
-        if tokenizer is not None:
-            return ending_of(tokenizer)
+    if tokenizer is None:
         # The config.json of a model of bytes may name an id that is beyond them.
-        return next((x for x in eos_of(folder) if x < config.model.vocab_size), None)
-
-    return _with_token(config, "end_of_document", inherited, ending)
-
-
-def _with_token(
-    config: GPTTrainConfig, name: str, inherited: bool, find: Callable[[], int | None]
-) -> GPTTrainConfig:
-    """A config with a token of its data: that of the run that goes on, or what `find` finds."""
-    data = config.data
-    if (saved := _begun_with(config)) is not None:
-        token = saved.get(name)
-    # Another place says that a tokenizer is missing.
-    elif inherited or (data.tokenizer is not None and not data.tokenizer.is_file()):
-        return config
+        token = next((x for x in eos_of(folder) if x < config.model.vocab_size), None)
+    elif tokenizer.is_file():
+        token = ending_of(tokenizer)
     else:
-        token = find()
-    return replace(config, data=replace(data, **{name: token}))
+        return config
+    return replace(config, data=replace(config.data, end_of_document=token))
 
 
 def ending_of(path: Path) -> int | None:
@@ -207,17 +187,6 @@ def eos_of(folder: Path) -> tuple[int, ...]:
         # Some files write -1 for none.
         return tuple(x for x in ids if x >= 0)
     return ()
-
-
-def _begun_with(config: GPTTrainConfig) -> dict[str, Any] | None:
-    """The settings of the data of a run that goes on; None for a new one, or damaged ones."""
-    if not any((config.run_dir / CHECKPOINTS_FOLDER).glob("*")):
-        return None
-    try:
-        data = json.loads((config.run_dir / CONFIG_FILE).read_text())["data"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None
-    return data if isinstance(data, dict) else None
 
 
 def kept_folder(run_dir: Path) -> Path:
