@@ -17,7 +17,7 @@ from refusals import refused
 from startrail_jax.errors import InputError
 from trainer.dit.batches import PADDING
 from trainer.dit.config import DiffusionConfig
-from trainer.dit.drawing import Drawing, image_grid, save_grid, to_pixels
+from trainer.dit.drawing import Drawing, save_grid, to_pixels
 from trainer.dit.objective import DRAWING, Denoising
 from trainer.dit.patches import patchify, unpatchify
 
@@ -227,9 +227,7 @@ def test_pixels_of_the_file_are_where_they_should_be(channels, mode, tmp_path):
         assert (file.format, file.mode) == ("PNG", mode)
         assert file.size == (7 * (2 * 4 + 1), 7 * (3 * 3 + 1))
         pixels = np.asarray(file).reshape(70, 63, channels)
-    np.testing.assert_array_equal(
-        pixels, image_grid(list(images), columns=2).repeat(7, axis=0).repeat(7, axis=1)
-    )
+    np.testing.assert_array_equal(pixels, pixels[::7, ::7].repeat(7, axis=0).repeat(7, axis=1))
     seen = pixels[3::7, 3::7].copy()
     for number, image in enumerate(images):
         top, left = 1 + 3 * (number // 2), 1 + 4 * (number % 2)

@@ -170,32 +170,13 @@ def to_pixels(latent: Float32[np.ndarray, "F H W C"]) -> UInt8[np.ndarray, "H F*
     return np.round((np.clip(across, -1, 1) + 1) * 127.5).astype(np.uint8)
 
 
-def image_grid(
-    images: Sequence[UInt8[np.ndarray, "H W C"]], *, columns: int
-) -> UInt8[np.ndarray, "rows across C"]:
-    """One image of many images, row by row, with black lines of one pixel around them.
-
-    Args:
-        images: at least one image; all have one shape.
-        columns: number of images in a row.
-    """
-    height, width, channels = images[0].shape
-    rows = -(-len(images) // columns)
-    grid = np.zeros((rows * (height + 1) + 1, columns * (width + 1) + 1, channels), np.uint8)
-    for number, image in enumerate(images):
-        row, column = divmod(number, columns)
-        top, left = row * (height + 1) + 1, column * (width + 1) + 1
-        grid[top : top + height, left : left + width] = image
-    return grid
-
-
 def save_grid(
     images: Sequence[UInt8[np.ndarray, "H W C"]], file: IO[bytes], *, columns: int, scale: int
 ) -> None:
-    """Writes an `image_grid` as PNG.
+    """Writes many images as one PNG, row by row, with black lines of one pixel around them.
 
     Args:
-        images: images with 1 or 3 channels.
+        images: at least one image with 1 or 3 channels; all have one shape.
         file: an open file.
         columns: number of images in a row.
         scale: width and height of an image pixel, in pixels of the file.
@@ -203,5 +184,12 @@ def save_grid(
     # Imported here, since training does not need Pillow.
     from PIL import Image
 
-    grid = image_grid(images, columns=columns).repeat(scale, axis=0).repeat(scale, axis=1)
-    Image.fromarray(grid.squeeze(-1) if grid.shape[-1] == 1 else grid).save(file, format="PNG")
+    height, width, channels = images[0].shape
+    rows = -(-len(images) // columns)
+    grid = np.zeros((rows * (height + 1) + 1, columns * (width + 1) + 1, channels), np.uint8)
+    for number, image in enumerate(images):
+        row, column = divmod(number, columns)
+        top, left = row * (height + 1) + 1, column * (width + 1) + 1
+        grid[top : top + height, left : left + width] = image
+    grid = grid.repeat(scale, axis=0).repeat(scale, axis=1)
+    Image.fromarray(grid.squeeze(-1) if channels == 1 else grid).save(file, format="PNG")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -282,10 +283,14 @@ def _write_tensors(
     arrays: Mapping[str, Any], folder: Path, dtype: Any, shard_bytes: int, lora: LoraConfig
 ) -> None:
     """Writes the files of tensors, and their index if there are several."""
-    found = _tensors(arrays)
+    shapes = {path: tuple(x.shape) for path, x in arrays.items() if not is_adapter(path)}
+    found = {
+        name: (path, place, layer)
+        for path, place in places(shapes)
+        for layer, name in enumerate(place.tensors)
+    }
     size = np.dtype(dtype).itemsize
-    sizes = {name: arrays[path].size // (arrays[path].shape[0] if place.stacked else 1) * size
-             for name, (path, place, _) in found.items()}  # fmt: skip
+    sizes = {name: math.prod(x.tensor_shape) * size for name, (_, x, _) in found.items()}
     shards: list[list[str]] = [[]]
     for name in found:
         if shards[-1] and sum(sizes[x] for x in shards[-1]) + sizes[name] > shard_bytes:
@@ -301,17 +306,6 @@ def _write_tensors(
     if shards[1:]:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": files}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-
-
-def _tensors(arrays: Mapping[str, Any]) -> dict[str, tuple[str, Place, int]]:
-    """Weight, place and layer of every tensor, in the order in which a model uses them."""
-    shapes = {path: tuple(x.shape) for path, x in arrays.items() if not is_adapter(path)}
-    found = [
-        (layer if place.stacked else -1, name, (path, place, layer))
-        for path, place in places(shapes)
-        for layer, name in enumerate(place.tensors)
-    ]
-    return {name: tensor for _, name, tensor in sorted(found, key=lambda x: x[:2])}
 
 
 def _tensor(

@@ -74,20 +74,15 @@ class Pretrained(InitialWeights):
         self, place: Place, index: tuple[slice, ...], dtype: Any
     ) -> Shaped[np.ndarray, "..."]:
         """The part of a weight that lies on one device."""
-        if not place.stacked:
-            values = place.read(self.tensors.slices[place.tensors[0]], index)
-            part = _aligned(values.shape, dtype)
-            self._fill(part, values, place.tensors[0])
-            return part
-        layers, *rest = index
+        layers, *rest = index if place.stacked else (slice(None), *index)
         chosen = place.tensors[layers]
         part: Any = None
         for number, tensor in enumerate(chosen):
-            layer = place.read(self.tensors.slices[tensor], rest)
+            values = place.read(self.tensors.slices[tensor], rest)
             if part is None:
-                part = _aligned((len(chosen), *layer.shape), dtype)
-            self._fill(part[number], layer, tensor)
-        return part
+                part = _aligned((len(chosen), *values.shape), dtype)
+            self._fill(part[number], values, tensor)
+        return part if place.stacked else part[0]
 
     def _fill(self, target: Shaped[np.ndarray, "..."], values: Any, tensor: str) -> None:
         """Copies values of a tensor, and raises unless they are finite in its type."""
