@@ -38,7 +38,7 @@ from trainer.gpt.pretrained.defaults import with_tokenizer
 from trainer.gpt.pretrained.families import plain, to_values
 from trainer.gpt.pretrained.importing import import_pretrained
 from trainer.gpt.pretrained.initial import Pretrained, open_pretrained
-from trainer.gpt.pretrained.names import places
+from trainer.gpt.pretrained.tensors import places
 from trainer.gpt.sample import tokenizer_of_run
 from trainer.gpt.tokenizer import check_tokenizer_of_model
 from trainer.parallel.partition import Partition, path_name

@@ -88,6 +88,14 @@ def test_hash_follows_from_the_tokens_and_not_from_the_ends_of_lines(tmp_path):
     assert digest() not in digests
 
 
+def test_file_is_loaded_once_until_it_changes(tmp_path):
+    path = tokenizer_file(tmp_path / "tokenizer.json")
+    first = load_tokenizer(path)
+    assert load_tokenizer(path) is first
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}')
+    assert load_tokenizer(path).eos_token_id == 1
+
+
 def test_tokens_that_only_the_config_names_are_tokens(tmp_path):
     """Control tokens of some models are in `added_tokens_decoder` alone."""
     path = tokenizer_file(tmp_path / "tokenizer.json")

@@ -238,7 +238,7 @@ def _open_tokens(
         end_of_document=config.end_of_document,
         unit="token",
         decode=None,
-        description=_describe(
+        description=described(
             files,
             validation,
             [
@@ -279,7 +279,7 @@ def _open_text(text: Text, cache: Path | None, vocab_size: int) -> Corpus:
         end_of_document=tokenizer.end_of_document,
         unit=tokenizer.unit,
         decode=tokenizer.decode,
-        description=_describe(
+        description=described(
             text.files,
             text.validation,
             [f"{x.documents:,} documents, {len(x.tokens):,} {tokenizer.unit}s" for x in parts],
@@ -294,9 +294,10 @@ def _digest(parts: list[str]) -> str:
     return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
 
 
-def _describe(
+def described(
     files: Files, validation: Files | None, counts: list[str], *, ends: bool = False
 ) -> str:
+    """The line of the log about data, of which `counts` tell how much there is in both parts."""
     place = "" if validation is None else f" from {validation.name}"
     if ends and (files.kind != "text" or len(files.paths) > 1):
         place = ", the end of every document, as no choice of whole ones leaves text to both"

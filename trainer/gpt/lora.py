@@ -18,7 +18,7 @@ from startrail_jax.errors import InputError
 from trainer.checkpoints.reading import restore_frozen, restore_weights
 from trainer.gpt.config import GPTConfig, GPTTrainConfig, LoraConfig
 from trainer.gpt.pretrained.families import plain
-from trainer.gpt.pretrained.names import OF_LAYER
+from trainer.gpt.pretrained.tensors import OF_LAYER
 from trainer.parallel.partition import ADAPTERS, STACKED, join_frozen, split_frozen
 from trainer.run.folder import FROZEN_FOLDER
 from trainer.run.settings import CHECKPOINTS_FOLDER, model_flags, settings_of

@@ -29,7 +29,7 @@ from trainer.gpt.chat.examples import read_examples
 from trainer.gpt.chat.packing import EncodedExamples, PackedExamples, collate_rows
 from trainer.gpt.chat.template import ChatTemplate
 from trainer.gpt.config import DataConfig
-from trainer.gpt.corpus import Corpus, Stream, check_effects, find_parts, open_text
+from trainer.gpt.corpus import Corpus, Stream, check_effects, described, find_parts, open_text
 from trainer.gpt.encoding import (
     Text,
     TextTokenizer,
@@ -93,7 +93,6 @@ def open_examples(
         rows.append(PackedExamples(part, seq_len, name=source.name))
         streams.append(Stream(name=source.name, tokens=part.tokens, vocab_size=vocab_size))
         counts.append(_describe(part, rows[-1]))
-    place = "" if validation is None else f" from {validation.name}"
     tokenizer = text.tokenizer
     corpus = Corpus(
         train=(streams[0],),
@@ -101,8 +100,8 @@ def open_examples(
         end_of_document=tokenizer.end_of_document,
         unit=tokenizer.unit,
         decode=tokenizer.decode,
-        description=f"{files.name}: {counts[0]} to train on; {counts[1]} held out{place}"
-        f"{files.remark}; completions end with {_name_of_end(tokenizer)}",
+        description=described(files, validation, counts)
+        + f"; completions end with {_name_of_end(tokenizer)}",
         digest=_hash([DIGEST, text.digest], template)[:16],
         tokens=tokens,
     )

@@ -46,8 +46,7 @@ from trainer.gpt.pretrained.families import (
     without_rope,
 )
 from trainer.gpt.pretrained.initial import GENERATION, KEPT, copy_file
-from trainer.gpt.pretrained.names import Place, places
-from trainer.gpt.pretrained.tensors import INDEX, ONE_FILE
+from trainer.gpt.pretrained.tensors import INDEX, ONE_FILE, Place, places
 from trainer.gpt.tokenizer import FileTokenizer
 from trainer.parallel.partition import path_name
 

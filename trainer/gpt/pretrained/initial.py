@@ -22,8 +22,7 @@ from trainer.data.opening import read_object, reading
 from trainer.gpt.config import TOKENIZER, GPTTrainConfig
 from trainer.gpt.pretrained.config_json import CONFIG, read_description
 from trainer.gpt.pretrained.defaults import GENERATION, TOKENIZER_FILES
-from trainer.gpt.pretrained.names import Place, places
-from trainer.gpt.pretrained.tensors import Tensors, open_tensors
+from trainer.gpt.pretrained.tensors import Place, Tensors, open_tensors, places
 from trainer.gpt.tokenizer import check_tokenizer_of_model
 from trainer.parallel.partition import path_name
 from trainer.run.folder import KEPT_FOLDER
