@@ -162,6 +162,9 @@ def find_parts(config: DataConfig) -> tuple[Files, Files | None]:
 def check_effects(config: DataConfig, files: Files, validation: Files | None) -> None:
     """Raises if an option is set that has no effect on these data."""
     kinds = {files.kind, files.kind if validation is None else validation.kind}
+    # The cache holds copies of data that are in a store, too.
+    copies, paths = (config.cache or Path()) / COPIES, (config.path, config.validation_path)
+    is_copied = any(path and path.is_relative_to(copies) for path in paths)
     idle = {
         "bin_dtype": "bin" not in kinds,
         "text_key": kinds.isdisjoint(RECORD_KINDS) or config.loss_on == "completion",
@@ -172,7 +175,7 @@ def check_effects(config: DataConfig, files: Files, validation: Files | None) ->
         if kinds <= set(TOKEN_KINDS)
         else config.tokenizer is None,
         "held_out": validation is not None,
-        "cache": kinds <= set(TOKEN_KINDS) and not _holds_copies(config),
+        "cache": kinds <= set(TOKEN_KINDS) and not is_copied,
         "end_of_document": kinds <= set(TOKEN_KINDS) and not config.mask_documents,
     }
     for name, default in vars(DataConfig()).items():
@@ -184,14 +187,6 @@ def check_effects(config: DataConfig, files: Files, validation: Files | None) ->
                 f"{'no files' if validation is None else validation.name} to hold out, "
                 f"mask_documents={config.mask_documents}, loss_on={config.loss_on!r}. Leave it out."
             )
-
-
-def _holds_copies(config: DataConfig) -> bool:
-    """Whether data are copies of those in a store, which the cache holds."""
-    copies = (config.cache or Path()) / COPIES
-    return any(
-        path and path.is_relative_to(copies) for path in (config.path, config.validation_path)
-    )
 
 
 def _open_tokens(

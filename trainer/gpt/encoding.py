@@ -259,7 +259,9 @@ def _assign(text: Text, on_read: Callable[[int], None]) -> Iterator[tuple[bool, 
             else:
                 parts = list(parts)
                 size = sum(len(part.text) for part in parts)
-            yield from _cut_in_two(parts, _cut_of(size, held_out))
+            # Both parts have some characters, if there are two.
+            cut = min(max(round(size * (1 - held_out)), 1), max(size - 1, 1))
+            yield from _cut_in_two(parts, cut)
     else:
         for document in documents:
             yield share_of_key(document.key) < held_out, document
@@ -316,11 +318,6 @@ def chunks(assigned: Iterable[tuple[Part, Document]]) -> Iterator[list[tuple[Par
             chunk, size = [], 0
     if chunk:
         yield chunk
-
-
-def _cut_of(characters: int, held_out: float) -> int:
-    """The first character that is held out of a document: both parts have some, if it has two."""
-    return min(max(round(characters * (1 - held_out)), 1), max(characters - 1, 1))
 
 
 def check_lengths(

@@ -104,11 +104,13 @@ def read_description(folder: Path) -> Description:
     """
     path = folder / CONFIG
     if not path.is_file():
+        is_lost = folder.parent.is_dir() and not folder.exists()
+        beside = os.listdir(folder.parent) if is_lost else []
         advice = "Give the folder into which the model was downloaded."
         what = "a folder without one" if folder.is_dir() else "no such folder"
         if folder.is_file():
             what, advice = "a file", f"Give its folder, {str(folder.parent)!r}."
-        elif near := difflib.get_close_matches(folder.name, _names_beside(folder), n=1):
+        elif near := difflib.get_close_matches(folder.name, beside, n=1):
             advice = f"Did you mean {str(folder.parent / near[0])!r}?"
         elif not folder.exists() and _HUB_NAME.fullmatch(str(folder)):
             advice = (
@@ -120,10 +122,6 @@ def read_description(folder: Path) -> Description:
             f" {advice}"
         )
     return describe(read_object(path), str(path))
-
-
-def _names_beside(folder: Path) -> list[str]:
-    return os.listdir(folder.parent) if folder.parent.is_dir() and not folder.exists() else []
 
 
 def describe(values: Mapping[str, Any], name: str) -> Description:
