@@ -32,9 +32,12 @@ def show_results(run_dir: Path) -> None:
     """Draws the losses of a whole run and names the next command, in the first process only."""
     import jax
 
+    from trainer.run.metrics import Reporter
+
     if jax.process_index() == 0:
-        print(printable(describe_curve(run_dir)))
-        print(printable(f"next: {command('sample.py', run_dir)}"))
+        report = Reporter(steps=0, tokens_per_step=0)
+        report.line(describe_curve(run_dir))
+        report.line(f"next: {command('sample.py', run_dir)}")
 
 
 def describe_curve(run_dir: Path) -> str:
