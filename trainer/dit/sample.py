@@ -109,10 +109,13 @@ def save_new(path: Path, write: Callable[[IO[bytes]], None]) -> Path:
         with part.open("wb") as file:
             write(file)
         place, number = path, 1
-        while place.exists():
-            number += 1
-            place = path.with_stem(f"{path.stem}-{number}")
-        return part.replace(place)
+        while True:
+            try:
+                place.touch(exist_ok=False)  # Another program may look for a name now.
+                return part.replace(place)
+            except FileExistsError:
+                number += 1
+                place = path.with_stem(f"{path.stem}-{number}")
     finally:
         part.unlink(missing_ok=True)
 
