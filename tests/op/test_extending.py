@@ -1,0 +1,112 @@
+"""What it takes to add a mask, a kernel and a scheme: each in one place, with nothing else changed.
+
+A kernel is `examples/own_kernel.py`, which test_backends.py tries in every scheme.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import startrail_jax as st
+from attention_cases import Case, check
+from startrail_jax import masks
+from startrail_jax.blocks import xla
+from startrail_jax.blocks.base import Pair
+from startrail_jax.blocks.softmax import merge_precisely
+from startrail_jax.rings import collectives, rings, score_units
+from startrail_jax.rings.residuals import row_gradients
+from startrail_jax.testing import assert_exact
+
+
+@dataclass(frozen=True)
+class Strided(masks.Mask):
+    """A causal mask of every `step`-th key: that of the query, and so on towards the first."""
+
+    step: int
+    causal = grows = True
+
+    def visible(self, query: Any, key: Any) -> Any:
+        return (key <= query) & ((query - key) % self.step == 0)
+
+    def some(self, query: Any, key: Any) -> Any:
+        # Some distance from a query down to a key is a multiple of `step`, and not below 0.
+        nearest, farthest = query.first - key.last, query.last - key.first
+        return farthest // self.step * self.step >= nearest * (nearest > 0)
+
+    def every(self, query: Any, key: Any) -> Any:
+        same = (query.first == query.last) & (key.first == key.last)
+        return same & self.visible(query.first, key.first)
+
+
+@pytest.mark.parametrize("degrees", [st.Degrees(ring=4), st.Degrees.startrail(8, c=2)], ids=str)
+@pytest.mark.parametrize("exchange", ["rings", pytest.param("sparse", marks=pytest.mark.slow)])
+def test_a_mask_is_one_class(degrees, exchange):
+    mesh = st.make_mesh(degrees, devices=jax.devices()[: degrees.num_devices])
+    attention = st.Attention(mesh, mask=Strided(3), layout="zigzag", exchange=exchange)
+    assert_exact(attention, seq_len=48, heads=2, head_dim=8)
+
+
+@dataclass(frozen=True)
+class Broadcast:
+    """Every device receives all keys from a sum over all devices, to which each adds its own."""
+
+    schedule: Any
+    scale: float
+
+    @classmethod
+    def of(cls, schedule, kept, *, gathered=False):
+        q = kept[0]
+        return cls(schedule, schedule.scale or q.shape[-1] ** -0.5)
+
+    def gather(self, shards, *, named=False):
+        q, k, v, query_ids, key_ids = shards
+        ranks = self.schedule.ring
+
+        def whole(x):
+            spread = jnp.zeros((x.shape[0], ranks.degree, *x.shape[1:]), x.dtype)
+            spread = spread.at[:, collectives.index(ranks)].set(x)
+            unit = jax.lax.psum(spread, ranks.names)
+            unit = unit.reshape(x.shape[0], -1, *x.shape[2:])
+            return self.schedule.layout.sort_unit(unit, ranks.degree, 1)
+
+        keys = jax.tree.map(whole, (k, v, key_ids))
+        return q, keys[0], keys[1], query_ids, keys[2]
+
+    def pair(self, gathered, given):
+        q, k, v, query_ids, key_ids = gathered
+        schedule, rank = self.schedule, collectives.index(self.schedule.ring)
+        seen, scores = score_units.visibility_and_scores(
+            schedule, k.shape[1], (rank, 0, 0), (q, k[:, : q.shape[1]], query_ids, key_ids), given
+        )
+        keys = schedule.layout.unit_positions(k.shape[1], 0, schedule.ring.degree)
+        return Pair(q, k, v, dataclasses.replace(seen, key_runs=keys), self.scale, scores)
+
+    def attend(self, gathered, given):
+        out, lse, low = merge_precisely(xla.forward(self.pair(gathered, given)))
+        return out.astype(gathered[0].dtype), lse, low
+
+    def again(self, kept, dout, lse):
+        return self.gather(kept)
+
+    def gradients(self, gathered, found, given, key_dtype):
+        dout, delta = row_gradients(found)
+        dq, dk, dv = xla.backward(self.pair(gathered, given), found.lse, delta, dout)[:3]
+        ranks = self.schedule.ring
+
+        def home(x):
+            x = self.schedule.layout.unsort_unit(x.astype(jnp.float32), ranks.degree, 1)
+            return collectives.sum_at_owner(x, ranks, 1, "float32").astype(key_dtype)
+
+        return dq, home(dk), home(dv), (), delta
+
+
+@pytest.mark.parametrize("mask", ["causal", "packed", "window"])
+def test_a_scheme_of_another_traffic_is_one_class(monkeypatch, mask):
+    """Forward, gradients, residuals and recomputation are those of the `custom_vjp` of all."""
+    assert isinstance(Broadcast, rings.Transport)
+    monkeypatch.setattr(rings, "_transport", lambda schedule: Broadcast)
+    check(Case(degrees=st.Degrees(ring=4), mask=mask, layout="zigzag", heads="grouped"))
