@@ -11,9 +11,9 @@ Nothing is run, and nothing is tuned to the paper. Assumptions:
 * 8 x 8 H100 have a port of 400 Gb/s for each GPU and NVLink inside; the A100 of 40 GB have one port
   of 100 Gb/s a node, and NVLink inside. Kernels, latencies and rates are those of
   `startrail_jax/planner/hardware.py`.
-* "published" is the schedule of the paper (`Attention.as_published`), "ours" that of this package,
-  with the same team and group, both in their best order on the nodes. Ring Attention is a single
-  ring, as in the paper; "double" lets it be a double ring.
+* "published" is the schedule of the paper (`Attention(mesh, published=True)`), "ours" that of this
+  package, with the same team and group, both in their best order on the nodes. Ring Attention is a
+  single ring, as in the paper; "double" lets it be a double ring.
 * Batch 1, ZeRO 3, remat full, no offload, tiles, and no tensor parallelism for every row, so that
   rows differ in attention alone.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -11,6 +12,8 @@ from pathlib import Path
 REMOVED = ".removed"
 """Ending of a folder that is being removed."""
 FLUSHED_AT_A_TIME = 8
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+"""What a file system answers that has no locks."""
 
 
 def flush_files(folder: Path, process: int) -> None:

@@ -140,13 +140,13 @@ def tile_kinds(visibility: Visibility, query: Tiling, key: Tiling) -> dict[str, 
         ids = _only_segment(query.take(visibility.query_segments))[:, :, None]
         key_ids = _only_segment(key.take(visibility.key_segments))[:, None]
         whole &= ((ids == key_ids) & (ids >= 0)).all(0)
-    kinds = {"full": whole} if visibility.full else _kinds_of_pattern(visibility, query, key, whole)
+    kinds = {"full": whole} if visibility.full else _kinds_of_mask(visibility, query, key, whole)
     if not always_full:
         kinds["mixed"] = visible & ~functools.reduce(jnp.logical_or, kinds.values())
     return kinds
 
 
-def _kinds_of_pattern(
+def _kinds_of_mask(
     visibility: Visibility, query: Tiling, key: Tiling, whole: Bool[Array, "i j"]
 ) -> dict[str, Bool[Array, "i j"]]:
     """The kinds of `tile_kinds` but "mixed", among pairs that only positions can mask."""

@@ -142,11 +142,12 @@ def _saved_by_balance(schedule: Schedule, seq_len: int) -> float:
 def steps_of(schedule: Schedule, degrees: Degrees, sizes: Sizes) -> Steps:
     """The closed form of each step of a schedule."""
     visited = in_zigzag(schedule) if schedule.balance == "exchange" else schedule
+    in_rings = schedule.exchange != "sparse"
     return Steps(
         degrees=degrees,
         share=sizes.share(degrees),
         kv_heads=sizes.kv_heads,
-        offsets=ring_offsets(visited, sizes.query_tokens),
+        offsets=ring_offsets(visited, sizes.query_tokens) if in_rings else (),
         options=schedule,
     )
 

@@ -17,6 +17,7 @@ from configs.gpt import gpt_tiny
 from refusals import refused
 from startrail_jax import Layout
 from startrail_jax.errors import InputError
+from trainer import durable
 from trainer.data import cache, documents, progress
 from trainer.data.documents import Document
 from trainer.data.slices import Slicer
@@ -358,7 +359,7 @@ def test_cache_that_cannot_be_written_raises(text, tokenizer, tmp_path, monkeypa
 
 def test_file_system_without_locks_warns(text, tokenizer, tmp_path, monkeypatch):
     def refuse(*_):
-        raise OSError(cache.NO_LOCKS[0], "no locks")
+        raise OSError(durable.NO_LOCKS[0], "no locks")
 
     monkeypatch.setattr(cache.fcntl, "flock", refuse)
     with pytest.warns(UserWarning, match=r"has no locks: each process writes"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import secrets
@@ -23,7 +22,6 @@ from trainer.sums import check_sums, sums_of, write_sums
 
 CACHE_OPTION = "--data.cache"
 WAY_OUT = "Delete the folder: its tokens are then made again."
-NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
 @contextmanager
@@ -163,7 +161,7 @@ def _wait_alone(lock: int, folder: Path) -> bool:
             say(f"waiting for another process, which writes {folder}")
             fcntl.flock(lock, fcntl.LOCK_EX)
     except OSError as error:
-        if error.errno not in NO_LOCKS:
+        if error.errno not in durable.NO_LOCKS:
             raise
         warnings.warn(
             f"The file system of {folder.parent} has no locks: each process writes {folder}.",

@@ -5,7 +5,6 @@ Imports no jax.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import functools
 import json
@@ -41,7 +40,6 @@ VERSIONS_FILE = "versions.json"
 
 PACKAGES = ("startrail-jax", "jax", "jaxlib", "flax", "optax")
 COMMIT = "commit"
-NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
 @contextmanager
@@ -85,7 +83,7 @@ def locked(folder: Path) -> Iterator[None]:
                 f"{file.read()} does. Wait for it, stop it, or use another --run-dir."
             ) from error
         except OSError as error:
-            if error.errno not in NO_LOCKS:
+            if error.errno not in durable.NO_LOCKS:
                 raise
             warnings.warn(
                 f"The file system of {folder} has no locks: nothing keeps a second program out.",
