@@ -39,9 +39,9 @@ class Concentric:
     In the backward pass one side travels round the ring:
 
     * "query" (the paper): k, v, dk and dv stay. q, dout, lse and delta go round and dq travels
-      home: 4A shares a hop for 16-bit inputs, 3A for float32, and lse and delta.
-    * "kv": q and dq stay. k and v go round and dk and dv travel home: 6gG shares a hop for 16-bit
-      inputs, 4gG for float32.
+      to its owner: 4A shares a hop for 16-bit inputs, 3A for float32, and lse and delta.
+    * "kv": q and dq stay. k and v go round and dk and dv travel to their owner: 6gG shares a hop
+      for 16-bit inputs, 4gG for float32.
 
     Gradients are summed in float32, and travel in `schedule.gradient_dtype`: in bfloat16 a gradient
     is half of what these figures count, and each hop rounds the sum so far once.
@@ -116,7 +116,7 @@ class Concentric:
             direction=1,
             travellers=(k_unit, v_unit, key_ids),
             visit=attend,
-            settle=lambda partials: (merge_precisely(partials),),
+            finalise=lambda partials: (merge_precisely(partials),),
             unrolled=_unrolled(schedule),
         )
         out, *stats = merge_precisely(partials)
@@ -181,9 +181,9 @@ class Concentric:
             direction=-1 if self.by_query else 1,
             travellers=queries if self.by_query else keys,
             visit=visit_queries if self.by_query else visit_keys,
-            settle=as_float32,
+            finalise=as_float32,
             unrolled=_unrolled(schedule),
-            follows_dtype=schedule.gradient_dtype,
+            carried_dtype=schedule.gradient_dtype,
         )
         stayed = as_float32(stayed)
         if self.by_query:

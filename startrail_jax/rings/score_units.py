@@ -163,6 +163,6 @@ def visibility_and_scores(
         visibility = dataclasses.replace(visibility, mask=mask)
     scores = dataclasses.replace(scores or PLAIN, softcap=schedule.softcap)
     if scores.bias is not None:
-        home = schedule.along_ring(device[0], distance.get("keys_behind", 0), -1)
-        scores = dataclasses.replace(scores, column=home * key_len)
+        owner = schedule.along_ring(device[0], distance.get("keys_behind", 0), -1)
+        scores = dataclasses.replace(scores, column=owner * key_len)
     return visibility, scores

@@ -253,7 +253,7 @@ class Steps:
             gradients = self._partial(share.query_bytes)
         return [
             *self._turns("ring", direction, members, operands, rows),
-            *self._turns("gradient ring", direction, members, gradients, home=True),
+            *self._turns("gradient ring", direction, members, gradients, to_owner=True),
         ]
 
     def _turns(
@@ -264,7 +264,7 @@ class Steps:
         tensors: int,
         rows: int = 0,
         *,
-        home: bool = False,
+        to_owner: bool = False,
     ) -> list[Transfer]:
         """Messages round the outer and the inner cycle of the ring.
 
@@ -273,14 +273,14 @@ class Steps:
             direction: +1 or -1, the hop of each message.
             members: number of buffers of `tensors` + `rows` bytes in a message.
             tensors, rows: see `Transfer`.
-            home: whether these are gradients, which start in round 1, and whose last hop takes them
-                home.
+            to_owner: whether these are gradients, which start in round 1, and whose last hop takes
+                them to the owner of their travellers.
         """
         inner = self.options.inner
         outer = [offset // inner for offset in self.offsets[::inner]]
         within = [(0, direction)] * (inner - 1) * len(outer)
         between = [(direction * (b - a), 0) for a, b in itertools.pairwise(outer)]
-        if home and between:
+        if to_owner and between:
             # From the last visit of the last inner cycle.
             between = [*between[1:], (-direction * outer[-1], direction if inner > 1 else 0)]
         turns = []

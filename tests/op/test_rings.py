@@ -160,7 +160,7 @@ def met_and_been(cycles, offsets, *, direction, unrolled, mark):
             direction=direction,
             travellers=x,
             visit=visit,
-            settle=lambda met: met,
+            finalise=lambda met: met,
             unrolled=unrolled,
         )
         return met[None], been[None]
