@@ -262,6 +262,16 @@ def test_other_devices_go_on_with_all_documents_once():
     others.close()
 
 
+@pytest.mark.parametrize("windows", [None, (8, "none"), (16, 8)], ids=str)
+def test_a_document_costs_what_its_layers_compute(windows):
+    model = dataclasses.replace(CONFIG.model, windows=windows)
+    program = make_program(st.Degrees(ring=4), model=model)
+    cost, lengths = program.parts.cost, np.array([1, 7, 40, 300])
+    counted = cost.token * lengths + cost.pair * cost.visible_pairs(lengths)
+    flops = [n * program.objective.sizes.flops_per_token(n) for n in lengths.tolist()]
+    np.testing.assert_allclose(counted / counted[0], np.divide(flops, flops[0]), rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     "changes", [{"accumulation": 2}, {"attention": AttentionConfig(inner=2)}], ids=str
 )

@@ -131,4 +131,5 @@ def _cost(objective: Objective) -> DocumentCost:
     alone, two = (objective.sizes.flops_per_token(n) for n in (1, 2))
     # One token sees itself; each of two tokens sees 1.5 on average.
     pair = 2 * (two - alone)
-    return DocumentCost(token=1.0, pair=pair / (alone - pair))
+    windows = objective.sizes.layer_windows
+    return DocumentCost(token=1.0, pair=pair / (alone - pair), windows=windows)
