@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from startrail_jax.planner.models import ModelSizes
 from startrail_jax.planner.quantities import GIB
 
 FLOAT32 = 4
@@ -42,6 +43,8 @@ class StepSizes:
     Bytes, tokens and elements are those of one device.
     """
 
+    model: ModelSizes
+    """The model, whose `outputs` and heads are those of all devices together."""
     degrees: Any
     """`startrail_jax.Degrees`, or anything else with the six degrees."""
     zero: int
@@ -52,13 +55,6 @@ class StepSizes:
     """Whether they also save the units that attention has gathered."""
     head_chunks: int = 1
     """Number of parts in which a device attends its heads."""
-    causal: bool = True
-    """Whether a token attends to earlier tokens only, so that a unit may need several kernel calls,
-    whose results are added up in float32."""
-    qk_norm: bool = False
-    """Whether the heads of queries and keys are normalised."""
-    modulated: bool = False
-    """Whether layers scale, shift and gate what enters and leaves them, as adaLN does."""
     offload: bool
     """Whether they save to the host's memory."""
     accumulation: int
@@ -68,23 +64,6 @@ class StepSizes:
 
     tokens: Amount
     """Tokens of one part of a batch."""
-    itemsize: int
-    """Bytes of an activation."""
-    layers: int
-    width: int
-    """Channels of the residual stream."""
-    heads: int
-    """Query heads of the model."""
-    kv_heads: int
-    """Key heads of the model."""
-    head_dim: int
-    mlp_width: int
-    """Hidden channels of the MLP of the model."""
-    mlp_matrices: int
-    """Matrices of the MLP: 3 with a gate, else 2."""
-    outputs: int
-    """Numbers that the model gives for a token."""
-
     weight_bytes: Amount
     optimizer_bytes: Amount
     average_bytes: Amount
@@ -126,7 +105,7 @@ class StepSizes:
     @property
     def stream(self) -> Amount:
         """Bytes of one activation of all tokens, [tokens, width]."""
-        return self.tokens * self.width * self.itemsize
+        return self.tokens * self.model.width * self.model.itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,9 +212,9 @@ def _parts(sizes: StepSizes) -> Iterator[Part]:
         sizes.in_rings * _of_chunks(sizes, _attention_bytes(sizes)),
         sizes.has_sparse * _sparse_attention_bytes(sizes),
     )
-    if sizes.qk_norm:
+    if sizes.model.qk_norm:
         # What the norms took: the query as it was projected, and the key in float32.
-        attention = attention + _shard_bytes(sizes, 1, FLOAT32 / sizes.itemsize / 2)
+        attention = attention + _shard_bytes(sizes, 1, FLOAT32 / sizes.model.itemsize / 2)
     inner = 6 * sizes.stream + np.maximum(attention, _mlp_bytes(sizes))
     # XLA computes query, key, value and output of all layers of a turn before it needs them.
     inner = inner + (sizes.period - 1) * _shard_bytes(sizes, 2, 1)
@@ -258,56 +237,56 @@ def _saved(sizes: StepSizes) -> Part:
         # products, query, key, value and output, and six arrays of the MLP's hidden channels. Below
         # level 3 a tile of the MLP saves its input alone, and float32 copies of the weights are
         # saved too; at level 3 a policy names what is saved, also in a tile.
-        hidden = sizes.tokens * sizes.mlp_width // tensor * sizes.itemsize
+        hidden = sizes.tokens * sizes.model.mlp_width // tensor * sizes.model.itemsize
         tiled = sizes.tile < sizes.tokens
         if sizes.zero == 3:
-            wide = np.where(tiled, 7, 8) if sizes.modulated else 8
-            narrow = np.where(tiled, 4, 3) if sizes.modulated else 1
+            wide = np.where(tiled, 7, 8) if sizes.model.modulated else 8
+            narrow = np.where(tiled, 4, 3) if sizes.model.modulated else 1
             layer = 6 * hidden
         else:
-            wide, narrow = 8 if sizes.modulated else np.where(tiled, 3, 6), 3
+            wide, narrow = 8 if sizes.model.modulated else np.where(tiled, 3, 6), 3
             layer = np.where(tiled, 0, 6 * hidden) + FLOAT32 * sizes.layer_elements
         # What is exchanged, or joined from parts, is saved before and after.
         exchanged = (sizes.degrees.head > 1) & np.asarray(sizes.in_rings, bool)
         outs = np.where(exchanged | (sizes.head_chunks > 1), 2, 1)
-        layer = layer + (wide * FLOAT32 // sizes.itemsize + narrow) * sizes.stream
+        layer = layer + (wide * FLOAT32 // sizes.model.itemsize + narrow) * sizes.stream
         layer = layer + _shard_bytes(sizes, 1 + outs, 1)
         if sizes.keep_gathered:
             # In place of the shards.
             layer += _unit_bytes(sizes, sizes.degrees.team - 1, sizes.degrees.group - 1)
-        return Part(name=name, size=sizes.layers * layer, exact=False)
+        return Part(name=name, size=sizes.model.layers * layer, exact=False)
     layer = sizes.stream
     if sizes.remat == "attention_saved":
         # With `head` > 1 the output is saved both before and after the exchange.
         exchanged = (sizes.degrees.head > 1) & np.asarray(sizes.in_rings, bool)
         outs = np.where(exchanged, 2, 1)
-        of_head = outs * sizes.head_dim * sizes.itemsize + FLOAT32
-        layer += sizes.tokens * (sizes.heads // tensor) * of_head
+        of_head = outs * sizes.model.head_dim * sizes.model.itemsize + FLOAT32
+        layer += sizes.tokens * (sizes.model.heads // tensor) * of_head
         if sizes.keep_gathered:
             layer += _unit_bytes(sizes, sizes.degrees.team, sizes.degrees.group)
-    return Part(name=name, size=sizes.layers * layer, host=sizes.offload)
+    return Part(name=name, size=sizes.model.layers * layer, host=sizes.offload)
 
 
 def _gathered_and_summed(sizes: StepSizes) -> Iterator[Part]:
     """Weights in the type in which they are used, and float32 gradients until they are summed."""
     mlp = _mlp_elements(sizes)
     if sizes.zero in (1, 2):
-        yield Part(name="weights, as used", size=sizes.itemsize * sizes.whole_elements)
+        yield Part(name="weights, as used", size=sizes.model.itemsize * sizes.whole_elements)
         # A collective puts shards one after another. XLA brings them in order once, for all layers,
         # and keeps both until the backward pass of the last layer, which it takes out of the loop
         # over layers; it does not where that is itself in a loop.
-        moved = sizes.itemsize * sizes.moved_elements if sizes.accumulation == 1 else 0
+        moved = sizes.model.itemsize * sizes.moved_elements if sizes.accumulation == 1 else 0
         for phase in (FORWARD, LOSS):
             yield Part(name="weights, moved", size=moved, exact=False, phase=phase)
     else:
         # The weights of the MLP are used up when attention runs: `_mlp_bytes` has them.
-        used = sizes.itemsize * (sizes.layer_elements * sizes.period - mlp)
+        used = sizes.model.itemsize * (sizes.layer_elements * sizes.period - mlp)
         yield Part(name="weights of layers, as used", size=used, exact=False, phase=LAYER)
     if sizes.loops > 1:
         # Each loop goes over a part of the stacked weights, which is a copy.
         copied = sizes.stacked_bytes
         if sizes.zero in (1, 2):
-            copied = sizes.itemsize * sizes.layers * sizes.layer_elements
+            copied = sizes.model.itemsize * sizes.model.layers * sizes.layer_elements
         yield Part(name="weights of layers, for each loop", size=copied, exact=False)
     # From level 2 on, the gradients of a layer are summed while the next layer computes, of which
     # those of the MLP are there when attention runs.
@@ -328,14 +307,16 @@ def _gathered_and_summed(sizes: StepSizes) -> Iterator[Part]:
 def _shard_bytes(sizes: StepSizes, queries: Amount, pairs: Amount) -> Amount:
     """Bytes of so many arrays like a device's query, and so many pairs of key and value."""
     tensor = sizes.degrees.tensor
-    heads = queries * (sizes.heads // tensor) + 2 * pairs * np.maximum(sizes.kv_heads // tensor, 1)
-    return sizes.tokens * heads * sizes.head_dim * sizes.itemsize
+    heads = queries * (sizes.model.heads // tensor) + 2 * pairs * np.maximum(
+        sizes.model.kv_heads // tensor, 1
+    )
+    return sizes.tokens * heads * sizes.model.head_dim * sizes.model.itemsize
 
 
 def _unit_bytes(sizes: StepSizes, query_shares: Amount, key_shares: Amount) -> Amount:
     """Bytes of so many shares of the query, and so many of key and value."""
     query, key = _unit_elements(sizes, query_shares, key_shares)
-    return sizes.itemsize * (query + 2 * key)
+    return sizes.model.itemsize * (query + 2 * key)
 
 
 def _unit_elements(
@@ -343,11 +324,11 @@ def _unit_elements(
 ) -> tuple[Amount, Amount]:
     """Elements of so many shares of the query, and of so many of the key."""
     degrees = sizes.degrees
-    heads, parts = sizes.heads // degrees.tensor, degrees.head * degrees.tensor
+    heads, parts = sizes.model.heads // degrees.tensor, degrees.head * degrees.tensor
     # Where there are fewer key heads than devices along `head`, each device has one.
-    keys = np.maximum(sizes.kv_heads // parts, 1) * degrees.head
-    query = query_shares * sizes.tokens * heads * sizes.head_dim
-    return query, key_shares * sizes.tokens * keys * sizes.head_dim
+    keys = np.maximum(sizes.model.kv_heads // parts, 1) * degrees.head
+    query = query_shares * sizes.tokens * heads * sizes.model.head_dim
+    return query, key_shares * sizes.tokens * keys * sizes.model.head_dim
 
 
 def _of_chunks(sizes: StepSizes, attention: Amount) -> Amount:
@@ -368,7 +349,7 @@ def _forward_attention_bytes(sizes: StepSizes) -> Amount:
     ring = sizes.degrees.ring
     query, key = _unit_elements(sizes, sizes.degrees.team, sizes.degrees.group)
     held = np.where(ring > 1, 2, 1)
-    return sizes.itemsize * ((1 + np.minimum(ring, 4)) * query + 2 * held * key)
+    return sizes.model.itemsize * ((1 + np.minimum(ring, 4)) * query + 2 * held * key)
 
 
 def _attention_bytes(sizes: StepSizes) -> Amount:
@@ -377,7 +358,7 @@ def _attention_bytes(sizes: StepSizes) -> Amount:
     In a ring, what travels exists twice, and so does every float32 gradient: the sum so far and
     either the next sum or the one that arrives.
     """
-    degrees, itemsize = sizes.degrees, sizes.itemsize
+    degrees, itemsize = sizes.degrees, sizes.model.itemsize
     query, key = _unit_elements(sizes, degrees.team, degrees.group)
     gathered = 2 * itemsize * (query + key)
     results = itemsize * (query + 2 * key)
@@ -389,7 +370,7 @@ def _attention_bytes(sizes: StepSizes) -> Amount:
     # A full mask takes one kernel call, and two rounds give two results each, which are added up
     # when the query unit and its gradient, and the key unit, are no longer needed.
     twice = itemsize * (3 * query + 2 * key) + 2 * results
-    adding = gathered + sums if sizes.causal else twice
+    adding = gathered + sums if sizes.model.causal else twice
     in_flight = 2 * itemsize * np.where(queries_travel, query, key)
     if itemsize == FLOAT32:
         # Kernels of 16 bits give results of their own; the loop over tiles adds to what stays.
@@ -403,15 +384,15 @@ def _sparse_elements(sizes: StepSizes) -> tuple[Amount, Amount, Amount]:
     """Elements of the query of a device, of its key, and of the keys that it receives, where only
     those are sent that a window shows."""
     tensor = sizes.degrees.tensor
-    key = np.maximum(sizes.kv_heads // tensor, 1) * sizes.head_dim
-    query = sizes.heads // tensor * sizes.head_dim
+    key = np.maximum(sizes.model.kv_heads // tensor, 1) * sizes.model.head_dim
+    query = sizes.model.heads // tensor * sizes.model.head_dim
     return sizes.tokens * query, sizes.tokens * key, sizes.sparse_keys * key
 
 
 def _sparse_forward_bytes(sizes: StepSizes) -> Amount:
     """The forward pass of such an attention: what arrives, and two partial outputs."""
     query, key, received = _sparse_elements(sizes)
-    return sizes.itemsize * (3 * query + 2 * key + 2 * received)
+    return sizes.model.itemsize * (3 * query + 2 * key + 2 * received)
 
 
 def _sparse_attention_bytes(sizes: StepSizes) -> Amount:
@@ -422,21 +403,25 @@ def _sparse_attention_bytes(sizes: StepSizes) -> Amount:
     query, key, received = _sparse_elements(sizes)
     held = 2 * query + 2 * key + 2 * received
     results = query + 2 * key
-    return sizes.itemsize * (held + results) + FLOAT32 * (query + 2 * key + 2 * received)
+    return sizes.model.itemsize * (held + results) + FLOAT32 * (query + 2 * key + 2 * received)
 
 
 def _mlp_elements(sizes: StepSizes) -> Amount:
     """Elements of the matrices of one MLP on a device."""
-    return sizes.mlp_matrices * sizes.width * (sizes.mlp_width // sizes.degrees.tensor)
+    return (
+        sizes.model.mlp_matrices
+        * sizes.model.width
+        * (sizes.model.mlp_width // sizes.degrees.tensor)
+    )
 
 
 def _mlp_bytes(sizes: StepSizes) -> Amount:
     """The backward pass of one MLP, one tile at a time: hidden channels, and the loop's weights."""
     tile = np.minimum(sizes.tile, sizes.tokens)
-    hidden = sizes.mlp_width // sizes.degrees.tensor
-    activations = 2 * sizes.mlp_matrices * tile * hidden * sizes.itemsize
+    hidden = sizes.model.mlp_width // sizes.degrees.tensor
+    activations = 2 * sizes.model.mlp_matrices * tile * hidden * sizes.model.itemsize
     weights = _mlp_elements(sizes)
-    used = 0 if sizes.zero in (1, 2) else sizes.itemsize * weights
+    used = 0 if sizes.zero in (1, 2) else sizes.model.itemsize * weights
     return activations + used + np.where(tile < sizes.tokens, FLOAT32 * weights, 0)
 
 
@@ -444,6 +429,10 @@ def _loss_bytes(sizes: StepSizes) -> Amount:
     """Outputs and their float32 gradient, one tile at a time, and the head as it is used."""
     tokens = sizes.tokens // sizes.degrees.tensor
     tile = np.minimum(sizes.tile, tokens)
-    outputs = 2 * tile * sizes.outputs * FLOAT32
-    head = 0 if sizes.zero in (1, 2) else sizes.outputs * sizes.width * sizes.itemsize
+    outputs = 2 * tile * sizes.model.outputs * FLOAT32
+    head = (
+        0
+        if sizes.zero in (1, 2)
+        else sizes.model.outputs * sizes.model.width * sizes.model.itemsize
+    )
     return outputs + head + 4 * sizes.stream

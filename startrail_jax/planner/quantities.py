@@ -1,10 +1,15 @@
-"""Sizes and rates as people type them: 512K tokens, 80GiB, 50GB/s, 400Gb/s."""
+"""Sizes and rates as people type them: 512K tokens, 80GiB, 50GB/s, 400Gb/s.
+
+A `parse` function takes what was typed and the flag that its message names. It raises an
+`InputError` unless that is a number in range, with its unit.
+"""
 
 from __future__ import annotations
 
 import math
 import numbers
 import re
+from collections.abc import Callable
 from typing import Any
 
 from startrail_jax.errors import InputError
@@ -15,24 +20,23 @@ LARGEST_COUNT = 2**40
 LARGEST_SIZE = 2**60
 """Bytes."""
 
-_NUMBER = r"(\d+(?:\.\d*)?|\.\d+)(?:e([+-]?\d+))?"
 _BINARY = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _DECIMAL = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "p": 1e15}
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 
 
+def _parse(text: Any, unit: str, size: Callable[..., float]) -> float:
+    """A number times `size` of the groups of its unit; NaN where the text is none."""
+    pattern = rf"(\d+(?:\.\d*)?|\.\d+)(?:e([+-]?\d+))?\s*{unit}"
+    match = re.fullmatch(pattern, text.strip()) if isinstance(text, str) else None
+    # Too large an exponent gives infinity, where a power of ten would raise.
+    number = float(f"{match[1]}e{match[2] or 0}") if match else math.nan
+    return number * size(*match.groups()[2:]) if match else number
+
+
 def parse_count(text: str, flag: str) -> int:
-    """A number of tokens, heads or the like: 524288, 512K (times 1024) or 1M (times 1024^2).
-
-    Args:
-        text: what was typed.
-        flag: the flag that the message names. So it is in all functions of this module.
-
-    Raises:
-        ValueError: if it is not a positive whole number.
-    """
-    match = _match(rf"{_NUMBER}\s*([kKmMgG]?)", text.replace("_", ""))
-    value = _value(match) * _BINARY[match[3].lower()] if match else 0.0
+    """A number of tokens, heads or the like: 524288, 512K (times 1024) or 1M (times 1024^2)."""
+    value = _parse(text.replace("_", ""), "([kKmMgG]?)", lambda x: _BINARY[x.lower()])
     if not 1 <= value <= LARGEST_COUNT or value != int(value):
         raise InputError(
             f"{flag} must be a positive whole number; got {text!r}. Write for example 524288, 512K "
@@ -52,19 +56,15 @@ def parse_window(text: str) -> int | None:
 
 
 def parse_rate(text: Any, flag: str) -> float:
-    """Bytes per second: 50GB/s, 400Gb/s (bits) or 400Gbit/s.
+    """Bytes per second: 50GB/s, 400Gb/s (bits) or 400Gbit/s."""
 
-    A number has no unit, so it is refused, as a text without one.
+    def size(letter: str, binary: str, unit: str) -> float:
+        # Of 50gb/s, nobody knows whether it means bits or bytes.
+        if letter in ("m", "g", "t") and unit == "b":
+            return math.nan
+        return (_BINARY if binary else _DECIMAL)[letter.lower()] / (1 if unit == "B" else 8)
 
-    Raises:
-        ValueError: if it is not a rate above 0 with its unit.
-    """
-    match = _match(rf"{_NUMBER}\s*([kKmMgGtT]?)(i?)(B|b|bit|bits)(?:/s|ps)?", text)
-    value = 0.0
-    # Of 50gb/s, nobody knows whether it means bits or bytes.
-    if match and not (match[3] in ("m", "g", "t") and match[5] == "b"):
-        units = _BINARY if match[4] else _DECIMAL
-        value = _value(match) * units[match[3].lower()] / (1 if match[5] == "B" else 8)
+    value = _parse(text, "([kKmMgGtT]?)(i?)(B|b|bit|bits)(?:/s|ps)?", size)
     if not 0 < value < math.inf:
         raise InputError(
             f"{flag} must be a rate above 0 with its unit; got {text!r}. Write for example "
@@ -74,15 +74,12 @@ def parse_rate(text: Any, flag: str) -> float:
 
 
 def parse_bytes(text: str, flag: str) -> int:
-    """Bytes: 80GiB or 80GB (times 10^9).
-
-    Raises:
-        ValueError: if it is not a size above 0 with its unit.
-    """
-    match = _match(rf"{_NUMBER}\s*(?=\D)([kKmMgGtT]?)(i?)B?", text)
-    value = 0.0
-    if match:
-        value = _value(match) * (_BINARY if match[4] else _DECIMAL)[match[3].lower()]
+    """Bytes: 80GiB or 80GB (times 10^9)."""
+    value = _parse(
+        text,
+        r"(?=\D)([kKmMgGtT]?)(i?)B?",
+        lambda letter, binary: (_BINARY if binary else _DECIMAL)[letter.lower()],
+    )
     if not 1 <= value < LARGEST_SIZE:
         raise InputError(
             f"{flag} must be a size above 0 with its unit; got {text!r}. Write for example 80GiB "
@@ -92,13 +89,8 @@ def parse_bytes(text: str, flag: str) -> int:
 
 
 def parse_flops(text: str, flag: str) -> float:
-    """FLOP/s: 989T, 989TFLOPs or 0.989P.
-
-    Raises:
-        ValueError: if it is not a rate above 0 with its unit.
-    """
-    match = _match(rf"{_NUMBER}\s*(?=\D)([kmgtp]?)(?:flops?(?:/s)?)?", text, re.IGNORECASE)
-    value = _value(match) * _DECIMAL[match[3].lower()] if match else 0.0
+    """FLOP/s: 989T, 989TFLOPs or 0.989P."""
+    value = _parse(text.lower(), r"(?=\D)([kmgtp]?)(?:flops?(?:/s)?)?", lambda x: _DECIMAL[x])
     if not 0 < value < math.inf:
         raise InputError(
             f"{flag} must be a number of FLOP/s above 0 with its unit; got {text!r}. Write for "
@@ -108,15 +100,8 @@ def parse_flops(text: str, flag: str) -> float:
 
 
 def parse_seconds(text: Any, flag: str) -> float:
-    """Seconds: 10us, 0.01ms or 0s.
-
-    A number has no unit, so it is refused, as a text without one.
-
-    Raises:
-        ValueError: if it is not a time of at least 0 with its unit.
-    """
-    match = _match(rf"{_NUMBER}\s*(ns|us|µs|ms|s)", text)
-    value = _value(match) * _SECONDS[match[3]] if match else math.inf
+    """Seconds: 10us, 0.01ms or 0s."""
+    value = _parse(text, "(ns|us|µs|ms|s)", lambda x: _SECONDS[x])
     if not value < math.inf:
         raise InputError(
             f"{flag} must be a time of at least 0 with its unit; got {text!r}. Write for example "
@@ -125,40 +110,19 @@ def parse_seconds(text: Any, flag: str) -> float:
     return value
 
 
-def _match(pattern: str, text: Any, flags: int = 0) -> re.Match[str] | None:
-    return re.fullmatch(pattern, text.strip(), flags) if isinstance(text, str) else None
-
-
-def _value(match: re.Match[str]) -> float:
-    # Too large an exponent gives infinity, where a power of ten would raise.
-    return float(f"{match[1]}e{match[2] or 0}")
-
-
 def as_count(value: Any, flag: str) -> int:
-    """A positive whole number, of any type of number, or as text: see `parse_count`.
-
-    Raises:
-        ValueError: if it is none.
-    """
+    """A positive whole number, of any type of number, or as text: see `parse_count`."""
     if isinstance(value, str):
         return parse_count(value, flag)
+    numeric = issubclass(type(value), numbers.Real) and not isinstance(value, bool)
     # Of infinity, the quotient is no number, which equals nothing.
-    if _real(value) == _real(value) // 1:
-        if value < 1:
-            raise InputError(f"{flag} must be at least 1; got {value}. Use 1 or more.")
-        if value > LARGEST_COUNT:
-            raise InputError(f"{flag} must be at most {LARGEST_COUNT}; got {value}. Use less.")
-        return int(value)
-    raise InputError(f"{flag} must be a positive whole number; got {value!r}. Correct it.")
-
-
-def _real(value: Any) -> float:
-    """The value; NaN if it is no number."""
-    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    try:
-        return float(value) if is_number else math.nan
-    except OverflowError:
-        return math.inf
+    if not numeric or value != value // 1:
+        raise InputError(f"{flag} must be a positive whole number; got {value!r}. Correct it.")
+    if value < 1:
+        raise InputError(f"{flag} must be at least 1; got {value}. Use 1 or more.")
+    if value > LARGEST_COUNT:
+        raise InputError(f"{flag} must be at most {LARGEST_COUNT}; got {value}. Use less.")
+    return int(value)
 
 
 def show_count(count: int) -> str:
@@ -173,23 +137,21 @@ def show_rate(rate: float, unit: str = "B") -> str:
     """A rate as one may type it: 50 GB/s, or 400 Gbit/s."""
     if math.isinf(rate):
         return "unlimited"
-    for letter, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if rate >= size:
-            return f"{rate / size:.3g} {letter}{unit}/s"
-    return f"{rate:.3g} {unit}/s"
+    return f"{_scaled(rate, {'T': 1e12, 'G': 1e9, 'M': 1e6, 'k': 1e3, '': 1.0})}{unit}/s"
 
 
 def show_seconds(seconds: float) -> str:
     """A time with a unit that suits it."""
-    for letter, unit in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if seconds >= unit:
-            return f"{seconds / unit:.3g} {letter}"
-    return f"{seconds / 1e-9:.3g} ns" if seconds else "0 s"
+    return _scaled(seconds, {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}) if seconds else "0 s"
 
 
 def show_bytes(size: float) -> str:
     """A size with a unit that suits it, in powers of ten as the rates of links."""
-    for letter, unit in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= unit:
-            return f"{size / unit:.3g} {letter}"
-    return f"{size:.0f} B"
+    units = {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3}
+    return f"{size:.0f} B" if size < 1e3 else _scaled(size, units)
+
+
+def _scaled(value: float, units: dict[str, float]) -> str:
+    """A number in the largest unit of which it is one, or in the last."""
+    unit = next((x for x, size in units.items() if value >= size), [*units][-1])
+    return f"{value / units[unit]:.3g} {unit}"

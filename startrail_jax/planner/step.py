@@ -151,11 +151,11 @@ class Step:
         """Seconds that a device waits for the memory of the host."""
         if not savings.offload:
             return np.zeros(len(self.settings))
-        sizes = self.sizes(savings)
-        saved = footprint_of(sizes).host_bytes / sizes.layers
+        layers = self.call.model.layers
+        saved = self.footprint(savings).host_bytes / layers
         seconds = saved / self.cluster.gpu.host_rate
-        busy = self.forward.compute / sizes.layers + self._products(self.call.model.layer_matrices)
-        return sizes.layers * 2 * np.maximum(seconds - busy, 0)
+        busy = self.forward.compute / layers + self._products(self.call.model.layer_matrices)
+        return layers * 2 * np.maximum(seconds - busy, 0)
 
     def _products(self, elements: int) -> np.ndarray:
         """Seconds of the matrix products of all tokens with so many weights, forward."""
@@ -191,26 +191,15 @@ class Step:
         stacked = model.layers * self.layer_elements
         stacked = stacked // (settings.replicas if savings.zero else 1)
         return StepSizes(
+            model=model,
             degrees=settings,
             zero=savings.zero,
             remat=savings.remat,
             keep_gathered=False,
-            causal=self.call.causal,
-            qk_norm=model.qk_norm,
-            modulated=model.modulated,
             offload=savings.offload,
             accumulation=1,
             tile=tile_of(settings, tokens) if savings.tiled else tokens,
             tokens=tokens,
-            itemsize=model.itemsize,
-            layers=model.layers,
-            width=model.width,
-            heads=model.heads,
-            kv_heads=model.kv_heads,
-            head_dim=model.head_dim,
-            mlp_width=model.mlp_width,
-            mlp_matrices=model.mlp_matrices,
-            outputs=model.outputs,
             weight_bytes=_FLOAT32 * weights,
             optimizer_bytes=2 * _FLOAT32 * sharded,
             average_bytes=_FLOAT32 * sharded * model.average,

@@ -289,15 +289,16 @@ def test_two_rounds_under_a_full_mask_add_results_of_16_bits():
     config, degrees = RECIPES["dit_1b"](), st.Degrees.startrail(32, c=4)
     objective = TASKS[config.kind].make_objective(config)
     sizes = step_sizes.step_sizes(config, objective, degrees)
-    assert not sizes.causal
+    assert not sizes.model.causal
     unit, shard = 65_536 * 1536 * 2, 16_384 * 1536 * 2
 
-    def attention(**changes):
-        formula = footprint_of(dataclasses.replace(sizes, **changes))
+    def attention(model=sizes.model):
+        formula = footprint_of(dataclasses.replace(sizes, model=model))
         return formula["attention or MLP"] - 6 * shard
 
     assert attention() == 11 * unit
-    assert attention(causal=True) == 14 * unit
+    causal = dataclasses.replace(sizes.model, kind="gpt", causal=True)
+    assert attention(causal) == 14 * unit
 
 
 def test_gradients_and_moved_weights_are_of_different_phases():

@@ -84,7 +84,7 @@ def test_third_task_is_planned(config, monkeypatch, capsys):
 def test_sizes_of_a_third_task_are_its_own(config):
     """It has neither the vocabulary of a GPT in front of a causal mask, nor modulated layers."""
     objective = LettersTask().make_objective(config)
-    sizes = step_sizes(config, objective, st.Degrees())
+    sizes = step_sizes(config, objective, st.Degrees()).model
     assert (sizes.causal, sizes.modulated, sizes.mlp_matrices) == (False, False, 2)
     model = objective.sizes
     weights = jax.tree.leaves(make_program(config, st.Degrees()).state_shapes.weights["blocks"])

@@ -43,7 +43,6 @@ def step_sizes(config: TrainConfig, objective: Objective, degrees: Degrees) -> S
     Raises:
         ValueError: as `trainer.parallel.step.Program` on such a mesh.
     """
-    model = objective.sizes
     mesh = AbstractMesh(tuple(vars(degrees)[role] for role in ROLES), ROLES, (AxisType.Auto,) * 6)
     attention = make_attention(mesh, config, objective)
     partition = Partition(mesh, config.zero, config.zero_axes, config.model.dtype)
@@ -68,28 +67,21 @@ def step_sizes(config: TrainConfig, objective: Objective, degrees: Degrees) -> S
         lambda n, split: n if (split.zero or 0) > 1 else 0, elements[STACKED], splits[STACKED]
     )
     layers = jax.tree.leaves(shapes.weights[STACKED])[0].shape[0]
+    # Heads and outputs are those of the arrays, whatever the task says.
+    of_arrays: dict[str, Any] = dict(heads=heads, kv_heads=shapes.key[2], head_dim=head_dim)
+    of_arrays |= dict(layers=layers, outputs=shapes.outputs[-1])
+    model = dataclasses.replace(objective.sizes, causal=objective.causal, **of_arrays)
     return StepSizes(
+        model=model,
         degrees=degrees,
         zero=config.zero,
         remat=config.remat,
         keep_gathered=config.attention.keep_gathered,
         head_chunks=config.attention.head_chunks,
-        causal=objective.causal,
-        qk_norm=model.qk_norm,
-        modulated=model.modulated,
         offload=config.offload,
         accumulation=config.accumulation,
         tile=config.tile or tokens,
         tokens=tokens,
-        itemsize=model.itemsize,
-        layers=layers,
-        width=model.width,
-        heads=heads,
-        kv_heads=shapes.key[2],
-        head_dim=head_dim,
-        mlp_width=model.mlp_width,
-        mlp_matrices=model.mlp_matrices,
-        outputs=shapes.outputs[-1],
         weight_bytes=bytes_of_device(state.weights),
         optimizer_bytes=bytes_of_device(state.optimizer),
         average_bytes=bytes_of_device(state.average),
