@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -37,7 +38,7 @@ class Call:
         windows = self.model.layer_windows
         return dict(Counter(None if (x or math.inf) >= self.seq_len else x for x in windows))
 
-    def padded(self, sequence: np.ndarray) -> np.ndarray:
+    def padded(self, sequence: Any) -> Any:
         """Tokens of a sequence that so many devices share, with what `train.py` fills it up."""
         multiple = sequence * (2 if self.causal else 1)
         return -(-self.seq_len // multiple) * multiple

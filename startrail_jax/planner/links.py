@@ -10,12 +10,15 @@ where the axis lies: of the `size` devices along it, `inside` neighbours share a
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from startrail_jax.analysis.algorithms import halving
-from startrail_jax.devices.degrees import SEQUENCE_ROLES
+from startrail_jax.devices.degrees import ROLES, SEQUENCE_ROLES
 from startrail_jax.planner.grid import Placement, Settings
 from startrail_jax.planner.hardware import Cluster
 
@@ -26,27 +29,27 @@ them at a time (`GlooCommunicator::AllToAll`)."""
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Cost:
-    """What a collective costs: arrays [setting]."""
+    """What messages, and the kernels beside them, cost: arrays [setting]."""
 
     seconds: np.ndarray
-    """Seconds from its start to its end."""
+    """Seconds from the start to the end."""
     across: np.ndarray
     """Bytes that the busiest node sends to other nodes."""
     inside: np.ndarray
     """Bytes that the devices of a node send each other."""
+    compute: Any = 0.0
+    """Seconds in which kernels run."""
 
-    def times(self, count: np.ndarray | int | float) -> Cost:
-        """The cost of several such collectives, one after another."""
-        return Cost(
-            seconds=self.seconds * count, across=self.across * count, inside=self.inside * count
-        )
+    def times(self, count: np.ndarray | int) -> Cost:
+        """The cost of so many of them, one after another."""
+        return Cost(**{name: count * value for name, value in vars(self).items()})
+
+    def take(self, rows: Any) -> Cost:
+        """The cost in some of the settings."""
+        return Cost(**{name: value[rows] for name, value in vars(self).items()})
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(
-            seconds=self.seconds + other.seconds,
-            across=self.across + other.across,
-            inside=self.inside + other.inside,
-        )
+        return Cost(**{name: value + vars(other)[name] for name, value in vars(self).items()})
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -68,11 +71,6 @@ class Move:
     last: np.ndarray | float = 1.0
     """Of hops, how many of the neighbours in a node send to another node, on average."""
 
-    @property
-    def goes_round(self) -> bool:
-        """Whether these are hops of a ring, or of the inner or the outer cycle of a double ring."""
-        return self.step.endswith("ring")
-
 
 class Links:
     """The links of a cluster, for the axes of settings."""
@@ -80,39 +78,28 @@ class Links:
     def __init__(self, settings: Settings, cluster: Cluster) -> None:
         self.settings, self.cluster = settings, cluster
         self.placement = Placement(settings, cluster)
-        self.inside = {
-            role: self.placement.inside(role)
-            for role in ("group", "ring", "team", "head", "tensor")
-        }
+        self.inside = {role: self.placement.inside(role) for role in ROLES}
         """Role -> neighbours along its axis that share a node."""
-        self._traded = self._trading()
-
-    @property
-    def nothing(self) -> Cost:
-        """The cost of no collective."""
-        zero = np.zeros(len(self.settings))
-        return Cost(seconds=zero, across=zero, inside=zero)
 
     def cost(self, move: Move) -> Cost:
         """The cost of a move: of all its hops if it has several."""
-        if move.goes_round:
+        if move.step.endswith("ring"):
             return self.hop(move).times(move.count)
         # XLA's CPU backend has a collective for each array, one after another, where those of NCCL
         # are launched together.
         arrays = move.arrays if self.cluster.algorithms == "gloo" else 1
         if move.collective == "collective_permute":
-            return self._trade(move.received, arrays)
+            across, inside = (part * move.received for part in self._traded)
+            return self.messages(across, inside, arrays, np.where(inside > 0, move.received, 0))
         (role,) = move.roles
         size, inside = vars(self.settings)[role], self.inside[role]
         found = self.collective(move.collective, size, inside, move.received, arrays)
         return found.times(move.count)
 
-    def costs(self, moves: list[Move]) -> Cost:
+    def costs(self, moves: Iterable[Move]) -> Cost:
         """The cost of moves, one after another."""
-        total = self.nothing
-        for move in moves:
-            total = total + self.cost(move)
-        return total
+        zero = np.zeros(len(self.settings))
+        return sum(map(self.cost, moves), Cost(seconds=zero, across=zero, inside=zero))
 
     def over_replicas(self, kind: str, size: np.ndarray) -> Cost:
         """A collective among all devices that have different tokens, as ZeRO's.
@@ -214,74 +201,70 @@ class Links:
         Returns:
             Two arrays [setting].
         """
-        s, per_node, nodes = self.settings, self.cluster.gpus_per_node, self.cluster.nodes
-        strides = [self.placement.strides[role][rows] for role in SEQUENCE_ROLES]
-        degrees = [vars(s)[role][rows] for role in SEQUENCE_ROLES]
-        most = np.zeros((2, len(rows)))
+        per_node, nodes = self.cluster.gpus_per_node, self.cluster.nodes
+        strides = np.stack([self.placement.strides[role][rows] for role in SEQUENCE_ROLES])
+        degrees = np.stack([vars(self.settings)[role][rows] for role in SEQUENCE_ROLES])
+        # Settings whose ranks lie on the same devices are one: neighbouring axes are joined.
+        for i in (2, 1, 0) * 3:
+            alone = degrees[i + 1] == 1
+            joined = alone | (strides[i] == strides[i + 1] * degrees[i + 1])
+            strides[i + 1] = np.where(alone, strides[i], strides[i + 1])
+            degrees[i + 1] *= np.where(joined, degrees[i], 1)
+            degrees[i] = np.where(joined, 1, degrees[i])
+        strides[degrees == 1] = 1
+        both, place = np.unique(np.stack([strides, degrees]), axis=2, return_inverse=True)
+        axes = list(zip(*both, strict=True))
+        most = np.zeros((2, both.shape[2]))
         some = range(nodes) if nodes <= 8 else (0, 1, nodes // 2, nodes - 1)
         for node in some if sizes.size else ():
             device = node * per_node + np.arange(per_node)[:, None]
-            rank, base = np.zeros((per_node, len(rows)), np.int64), device
-            for stride, degree in zip(strides, degrees, strict=True):
+            rank, base = np.zeros((per_node, both.shape[2]), np.int64), device
+            for stride, degree in axes:
                 digit = device // stride % degree
                 rank, base = rank * degree + digit, base - digit * stride
-            sent = np.zeros((2, len(rows)))
+            sent = np.zeros_like(most)
             for row, size in zip(receivers, sizes.tolist(), strict=True):
                 rest, target = row[rank], base
                 moves = rest != rank
-                for stride, degree in zip(reversed(strides), reversed(degrees), strict=True):
+                for stride, degree in reversed(axes):
                     rest, digit = np.divmod(rest, degree)
                     target = target + digit * stride
                 leaves = target // per_node != node
                 sent += size * np.stack([leaves, moves & ~leaves]).sum(1)
             most = np.maximum(most, sent)
-        return most[0], most[1]
+        return most[0][place.ravel()], most[1][place.ravel()]
 
-    def messages(self, across: np.ndarray, inside: np.ndarray, count: np.ndarray) -> Cost:
+    def messages(
+        self,
+        across: np.ndarray,
+        inside: np.ndarray,
+        count: np.ndarray | int,
+        staying: np.ndarray,
+    ) -> Cost:
         """Messages of one device to another, one after another.
 
         Args:
             across: bytes that the busiest node sends to others.
             inside: bytes that its devices send each other.
             count: number of messages of a device.
+            staying: bytes that a device sends inside of its node.
         """
         cluster = self.cluster
         latency = np.where(across > 0, cluster.latency, cluster.inside_latency)
         latency = (latency + cluster.start_latency) * count
-        staying = inside / self.cluster.gpus_per_node
         return self._cost(across + inside > 0, latency, across, staying, inside)
 
-    def _trade(self, size: np.ndarray, arrays: np.ndarray | int) -> Cost:
-        """The paper's permute of keys, in which group and team trade places."""
-        cluster = self.cluster
-        across, inside = (part * size for part in self._traded)
-        latency = np.where(across > 0, cluster.latency, cluster.inside_latency)
-        staying = np.where(inside > 0, size, 0)
-        latency = (latency + cluster.start_latency) * arrays
-        return self._cost(size > 0, latency, across, staying, inside)
-
-    def _trading(self) -> tuple[np.ndarray, np.ndarray]:
-        """How many devices of a node send their keys to another one, where these are most, and how
-        many send them to another device of the node. Four nodes are looked at."""
-        s, per_node = self.settings, self.cluster.gpus_per_node
-        moves = (s.group > 1) & s.published
-        leaving, staying = np.zeros(len(s)), np.zeros(len(s))
-        if not moves.any():
-            return leaving, staying
-        degree = s.take(moves).group
-        group, team = (self.placement.strides[role][moves] for role in ("group", "team"))
-        most = np.zeros(len(degree)), np.zeros(len(degree))
-        last = self.cluster.nodes - 1
-        for node in {0, 1 % (last + 1), (last + 1) // 2, last}:
-            sent, stays = np.zeros(len(degree)), np.zeros(len(degree))
-            for device in range(node * per_node, (node + 1) * per_node):
-                g, a = device // group % degree, device // team % degree
-                target = device + (a - g) * group + (g - a) * team
-                sent += target // per_node != node
-                stays += (target // per_node == node) & (target != device)
-            most = np.maximum(most[0], sent), np.maximum(most[1], stays)
-        leaving[moves], staying[moves] = most
-        return leaving, staying
+    @functools.cached_property
+    def _traded(self) -> np.ndarray:
+        """Of the paper's permute of keys, in which group and team trade places: the devices of a
+        node that send to another one, where these are most, and those that send inside of it."""
+        s, sent = self.settings, np.zeros((2, len(self.settings)))
+        rows = s.published & (s.group > 1)
+        for ring, group in {*zip(s.ring[rows].tolist(), s.group[rows].tolist(), strict=True)}:
+            mine = np.flatnonzero(rows & (s.ring == ring) & (s.group == group))
+            ranks = np.arange(ring * group * group).reshape(ring, group, group)
+            sent[:, mine] = self.of_pairs(mine, ranks.swapaxes(1, 2).reshape(1, -1), np.ones(1))
+        return sent
 
     def _halving(
         self,

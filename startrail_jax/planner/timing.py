@@ -13,7 +13,7 @@ import functools
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from startrail_jax.planner.hardware import Cluster
 from startrail_jax.planner.links import Cost, Links, Move
 from startrail_jax.rings.rounds import Rounds, ring_offsets
 from startrail_jax.rings.sizes import Sizes
-from startrail_jax.rings.sparse_plan import SparsePlan, plan_sparse
+from startrail_jax.rings.sparse_plan import plan_sparse
 from startrail_jax.rings.transfers import Steps, Transfer
 from startrail_jax.tokens.layout import Layout
 
@@ -39,29 +39,27 @@ _LARGEST_TILE = 4096
 """Tokens that a kernel call treats under a window: `startrail_jax.blocks.tiled.COARSE`."""
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Pass:
-    """One pass of attention: arrays [setting]."""
+class _Turns(NamedTuple):
+    """What a layer sends round the rings."""
 
-    seconds: np.ndarray
-    """Seconds of all of it."""
-    compute: np.ndarray
-    """Seconds in which kernels run."""
-    across: np.ndarray
-    """Bytes that the busiest node sends to other nodes."""
-    inside: np.ndarray
-    """Bytes that the devices of a node send each other."""
+    forward: list[Move]
+    backward: list[Move]
+    outer: np.ndarray
+    """Visited places of the outer cycle of a double ring, or of a single ring."""
 
-    def times(self, count: int) -> Pass:
-        """So many of them, one after another."""
-        return Pass(**{name: count * value for name, value in vars(self).items()})
 
-    def take(self, rows: Any) -> Pass:
-        """The pass in some of the settings."""
-        return Pass(**{name: value[rows] for name, value in vars(self).items()})
+@dataclass(frozen=True, eq=False)
+class _Sparse:
+    """What a layer sends where that is only the keys that its window shows: arrays [setting]."""
 
-    def __add__(self, other: Pass) -> Pass:
-        return Pass(**{name: value + vars(other)[name] for name, value in vars(self).items()})
+    taken: np.ndarray
+    """Whether it does: if these are fewer bytes."""
+    keys: np.ndarray
+    """Keys of a sequence that a device receives; 0 where the rings are taken, as all costs."""
+    there: Cost
+    """The cost of the keys."""
+    home: Cost
+    """The cost of their gradients on the way home."""
 
 
 class Timing:
@@ -94,67 +92,62 @@ class Timing:
         self._form = form.ravel()
         """Of each setting, the number of its degrees and kind of ring."""
         self._forms = [
-            _Form(Degrees(**dict(zip(ROLES, x, strict=False))), x[-2], bool(x[-1]))
-            for x in unique.T.tolist()
-        ]
-        padded = call.padded(settings.sequence)
-        self._lengths = dict(zip(self._form.tolist(), padded.tolist(), strict=True))
-        self._sizes = {
-            length: Sizes(
-                batch=call.batch,
-                query_tokens=length,
-                key_tokens=length,
-                heads=model.heads,
-                kv_heads=model.kv_heads,
-                head_dim=model.head_dim,
-                value_head_dim=model.head_dim,
-                dtype="float32" if model.itemsize == _FLOAT32 else "bfloat16",
-                packed=False,
+            self._steps(
+                Degrees(**dict(zip(ROLES, degrees, strict=True))),
+                inner=inner,
+                published=bool(published),
             )
-            for length in np.unique(padded).tolist()
-        }
-        shares = [
-            self._sizes[self._lengths[number]].share(x.degrees)
-            for number, x in enumerate(self._forms)
+            for *degrees, inner, published in unique.T.tolist()
         ]
-        self._shares = shares
-        travel = [self._steps(number, (0,)).traveller for number in range(len(self._forms))]
-        self._queries_travel = (np.array(travel) == "query")[self._form]
-        names = ("query_tokens", "query_bytes", "key_value_bytes")
-        of_shares = np.array([[getattr(share, name) for name in names] for share in shares])
-        self._tokens, self._query, self._keys = of_shares[self._form].T
-        self._ways = {x: self._in_rings(x) for x in call.windows}
-        self._sparse: dict[int | None, _Sparse] = {}
-        for window, way in self._ways.items():
-            if window is not None and options.exchange == "auto":
-                self._sparse[window] = self._where_fewer(window, way)
+        of_forms = np.array(
+            [
+                (x.share.query_tokens, x.share.query_bytes, x.share.key_value_bytes,
+                 x.traveller == "query")
+                for x in self._forms
+            ]
+        )  # fmt: skip
+        self._tokens, self._query, self._keys, travel = of_forms[self._form].T
+        self._queries_travel = travel > 0
+        passes = [x.in_rings() for x in self._forms]
+        self._waits = tuple(self._moves([x[i] for x in passes], backward=i > 0) for i in (0, 1))
+        """What a layer with any window waits for, forward and backward."""
+        self._ways = {window: self._round_trips(window) for window in call.windows}
+        windows = {*call.windows} - {None} if options.exchange == "auto" else ()
+        self._sparse = {window: self._where_fewer(window) for window in windows if window}
 
     # What is sent.
 
-    def _steps(self, number: int, offsets: Sequence[int]) -> Steps:
-        """The steps of the degrees and the kind of ring of a number."""
-        form = self._forms[number]
+    def _steps(self, degrees: Degrees, **kind: Any) -> Steps:
+        """What is sent in each step with these degrees and this kind of ring."""
+        model, length = self.call.model, int(self.call.padded(degrees.sequence))
+        sizes = Sizes(
+            batch=self.call.batch,
+            query_tokens=length,
+            key_tokens=length,
+            heads=model.heads,
+            kv_heads=model.kv_heads,
+            head_dim=model.head_dim,
+            value_head_dim=model.head_dim,
+            dtype="float32" if model.itemsize == _FLOAT32 else "bfloat16",
+            packed=False,
+        )
         return Steps(
-            degrees=form.degrees,
-            share=self._shares[number],
-            kv_heads=self.call.model.kv_heads,
-            offsets=offsets,
-            options=replace(self._options, inner=form.inner, published=form.published),
+            degrees=degrees,
+            share=sizes.share(degrees),
+            kv_heads=model.kv_heads,
+            offsets=(),
+            options=replace(self._options, **kind),
         )
 
-    def _in_rings(self, window: int | None) -> _Way:
-        """What a layer sends where keys go round the rings."""
-        passes: tuple[list[list[Transfer]], ...] = ([], [])
-        outer = np.ones(len(self._forms), np.int64)
-        for number, form in enumerate(self._forms):
-            offsets = form.offsets(window, self._lengths[number])
-            steps = self._steps(number, offsets)
-            outer[number] = len(offsets) // form.inner
-            for found, transfers in zip(passes, steps.in_rings(), strict=True):
-                found.append(transfers)
-        return _Way(self._moves(passes[0]), self._moves(passes[1]), outer[self._form])
+    def _round_trips(self, window: int | None) -> _Turns:
+        """What a layer sends round the rings, of which a window may leave rounds out."""
+        forms = [_with_rounds(x, window) for x in self._forms]
+        outer = np.array([len(x.offsets) // x.options.inner for x in forms])
+        forward = self._moves([x.ring() for x in forms], backward=False)
+        backward = self._moves([x.gradient_ring(x.traveller) for x in forms], backward=True)
+        return _Turns(forward, backward, outer[self._form])
 
-    def _moves(self, passes: Sequence[Sequence[Transfer]]) -> list[Move]:
+    def _moves(self, passes: Sequence[Sequence[Transfer]], *, backward: bool) -> list[Move]:
         """The transfers of all settings, those of one step and kind together."""
         cells: dict[Any, dict[int, Transfer]] = {}
         for number, transfers in enumerate(passes):
@@ -180,28 +173,25 @@ class Timing:
                     roles=roles,
                     received=received[self._form],
                     count=count[self._form],
-                    arrays=self._arrays(step, collective, passes),
+                    arrays=self._arrays(step, collective, backward),
                     last=self._last(step, found),
                 )
             )
         return moves
 
-    def _arrays(self, step: str, collective: str, passes: Any) -> np.ndarray | int:
+    def _arrays(self, step: str, collective: str, backward: bool) -> np.ndarray | int:
         """Number of arrays that a step sends."""
-        backward = any(x.step == "query scatter" for x in passes[0])
-        queries = self._queries_travel
         if step.endswith("gradient ring"):
-            return np.where(queries, 1, 2)
+            return np.where(self._queries_travel, 1, 2)
         if step.endswith("ring"):
             # The query, the gradient of its output, log-sum-exp, and output times gradient.
-            return np.where(queries, 4, 2) if backward else 2
-        if step == "query gather":
-            return 4 if backward else 1
+            return np.where(self._queries_travel, 4, 2) if backward else 2
         if step == "combine" and collective == "all_to_all":
             # In float32, what rounding took from the log-sum-exp goes along.
             return 3 if self.call.model.itemsize == _FLOAT32 else 2
-        several = {"head exchange": 3, "key placement": 2, "key gradient placement": 2}
-        return {**several, "replica sum": 2}.get(step, 1)
+        several = {"key placement": 2, "key gradient placement": 2, "replica sum": 2}
+        several |= {"head exchange": 3, "query gather": 4 if backward else 1}
+        return several.get(step, 1)
 
     def _last(self, step: str, found: dict[int, Transfer]) -> np.ndarray | float:
         """Of neighbours in a node, how many send to another node, on average over hops.
@@ -209,12 +199,9 @@ class Timing:
         Where a window skips rounds, a hop goes over several places, and more devices than the last
         one of a node send to another.
         """
-        inside = self.links.inside["ring"]
-        if step.startswith("outer"):
-            inside = np.ones_like(inside)
         last = np.ones(len(self.settings))
         for number, x in found.items():
-            if not step.endswith("ring") or x.hops == x.hops[:1] * len(x.hops):
+            if None in x.hops or x.hops == x.hops[:1] * len(x.hops):
                 continue
             places = self._forms[number].degrees.ring // x.inner
             far = np.abs(np.array(x.hops)[:, 0])
@@ -222,64 +209,69 @@ class Timing:
             if far.max() <= 1:
                 continue
             mine = np.flatnonzero(self._form == number)
-            last[mine] = [np.minimum(n, far).mean() for n in inside[mine].tolist()]
+            inside = 1 if step.startswith("outer") else self.links.inside["ring"][mine, None]
+            last[mine] = np.minimum(inside, far).mean(-1)
         return last
 
-    def _where_fewer(self, window: int, way: _Way) -> _Sparse:
+    def _where_fewer(self, window: int) -> _Sparse:
         """The settings in which a layer sends only the keys that its window shows, and what."""
-        rings = way.received(backward=False) + way.received(backward=True)
-        s = self.settings
-        keys = np.stack([s.sequence, s.data, s.tensor])
-        unique, kind = np.unique(keys, axis=1, return_inverse=True)
-        kind, found = kind.ravel(), []
-        sent = np.full(len(s), np.inf)
+        s, links = self.settings, self.links
+        sums = [x for x in self._waits[1] if x.step == "replica sum"]
+        rings = self.received(window, backward=False) + self.received(window, backward=True)
+        rings = rings - sum(x.received for x in sums)
+        keys, moves = np.zeros(len(s), np.int64), np.zeros((2, 4, len(s)))
+        columns = np.stack([s.sequence, s.data, s.tensor])
+        unique, kind = np.unique(columns, axis=1, return_inverse=True)
         for number, (sequence, data, tensor) in enumerate(unique.T.tolist()):
             ranks = min(sequence, _MOST_RANKS)
-            degrees = Degrees(ring=ranks, data=data, tensor=tensor)
-            length = int(self.call.padded(np.array(sequence)))
+            tokens = self.call.padded(sequence) // sequence * ranks
             mask, layout = Window(window - 1, 0), Layout("zigzag", ranks)
-            plan = None
-            if ranks > 1:
-                plan = plan_sparse(mask, layout, length // sequence * ranks)
-            found.append(None)
+            plan = plan_sparse(mask, layout, tokens) if ranks > 1 else None
             if plan is None:
                 continue
-            share = self._sizes[length].share(degrees)
-            steps = Steps(
-                degrees=degrees,
-                share=share,
-                kv_heads=self.call.model.kv_heads,
-                offsets=(0,),
-                options=self._options,
+            steps = self._steps(Degrees(ring=ranks, data=data, tensor=tensor))
+            both = steps.sparse(plan, forward=True, backward=True)
+            mine = (kind.ravel() == number) & ~s.published
+            mine = np.flatnonzero(mine & (sum(x.received_bytes for x in both) < rings))
+            if not len(mine):
+                continue
+            keys[mine] = plan.permuted + plan.shared
+            *permutes, of_keys, of_gradients = steps.sparse(plan, forward=False, backward=True)
+            # A move has one message for its keys, and one for their gradients.
+            for i, total in enumerate((of_keys, of_gradients)):
+                those = permutes[i::2]
+                receivers = _receivers(those, ranks, sequence)
+                sizes = np.array([x.sent_bytes for x in those])
+                moves[i, :2, mine] = np.transpose(links.of_pairs(mine, receivers, sizes))
+                moves[i, 2:, mine] = len(those), total.received_bytes
+        there, home = (
+            links.messages(across, inside, count, inside / links.placement.per_node)
+            + links.collective(
+                "all_reduce", s.sequence, np.minimum(links.placement.per_node, s.sequence), summed
             )
-            found[-1] = _Sent(plan, steps, sequence)
-            both = (*steps.sparse(plan, forward=True, backward=True), *steps.replica_sum())
-            sent[kind == number] = sum(x.received_bytes for x in both)
-        taken = (sent < rings) & ~s.published
-        return _Sparse(taken, kind, found)
+            for across, inside, count, summed in moves
+        )
+        return _Sparse(keys > 0, keys, there, home + links.costs(sums).times(keys > 0))
 
     def received(self, window: int | None = None, *, backward: bool) -> np.ndarray:
         """Bytes that a device receives in a pass of a layer whose keys go round the rings."""
-        return self._ways[window].received(backward=backward)
+        moves = [*self._waits[backward], *self._ways[window][backward]]
+        return np.sum([move.received * move.count for move in moves], axis=0)
 
     def sends_sparse(self, window: int | None) -> np.ndarray:
         """Whether a layer sends only the keys that its window shows: if these are fewer bytes."""
-        if window in self._sparse:
-            return self._sparse[window].taken
-        return np.zeros(len(self.settings), bool)
+        return self.received_keys(window) > 0
 
     def received_keys(self, window: int | None) -> np.ndarray:
         """Keys of a sequence that a device receives where `sends_sparse`; 0 in other settings."""
         if window not in self._sparse:
             return np.zeros(len(self.settings), np.int64)
-        sparse = self._sparse[window]
-        counts = [0 if x is None else x.plan.permuted + x.plan.shared for x in sparse.sent]
-        return np.where(sparse.taken, np.array(counts)[sparse.kind], 0)
+        return self._sparse[window].keys
 
     # Attention.
 
     @functools.cached_property
-    def passes(self) -> tuple[Pass, Pass]:
+    def passes(self) -> tuple[Cost, Cost]:
         """The forward and the backward pass of the attentions of all layers."""
         return self.all_layers(backward=False), self.all_layers(backward=True)
 
@@ -287,44 +279,39 @@ class Timing:
     def exchanges_again_seconds(self) -> np.ndarray:
         """Seconds of the head exchanges of all layers, which remat repeats: attention saves nothing
         from before them."""
-        total = np.zeros(len(self.settings))
-        for window, layers in self.call.windows.items():
-            exchanges = [x for x in self._ways[window].forward if x.step == "head exchange"]
-            seconds = self.links.costs(exchanges).seconds
-            total = total + layers * seconds * ~self.sends_sparse(window)
-        return total
+        exchanges = [x for x in self._waits[0] if x.step == "head exchange"]
+        layers = [n * ~self.sends_sparse(window) for window, n in self.call.windows.items()]
+        return self.links.costs(exchanges).seconds * sum(layers)
 
-    def all_layers(self, *, backward: bool) -> Pass:
+    def all_layers(self, *, backward: bool) -> Cost:
         """One pass of the attentions of all layers."""
         one = self.backward if backward else self.forward
         found = [one(window).times(layers) for window, layers in self.call.windows.items()]
         return functools.reduce(operator.add, found)
 
-    def forward(self, window: int | None = None) -> Pass:
+    def forward(self, window: int | None = None) -> Cost:
         """The forward pass of the attention of a layer, one with a window or without."""
         return self._pass(window, backward=False)
 
-    def backward(self, window: int | None = None) -> Pass:
+    def backward(self, window: int | None = None) -> Cost:
         """The backward pass of the attention of a layer, one with a window or without."""
         return self._pass(window, backward=True)
 
-    def _pass(self, window: int | None, *, backward: bool) -> Pass:
+    def _pass(self, window: int | None, *, backward: bool) -> Cost:
         """A pass of a layer, by what it sends."""
         rings = self.in_rings(window, backward=backward)
-        taken = self.sends_sparse(window)
-        if window is None or not taken.any():
+        if window is None or not self.sends_sparse(window).any():
             return rings
-        keys, home = self._costs(window)
+        sparse = self._sparse[window]
         compute = self._alone(window, backward=backward)
-        overlaps = self.cluster.overlaps
-        seconds = np.maximum(compute, keys.seconds) if overlaps else compute + keys.seconds
-        sent = keys + home if backward else keys
-        seconds = seconds + home.seconds * backward
-        found = Pass(seconds=seconds, compute=compute, across=sent.across, inside=sent.inside)
+        found = sparse.there + sparse.home if backward else sparse.there
+        # Kernels run beside the keys, and gradients wait at the end.
+        beside = np.minimum(compute, sparse.there.seconds) if self.cluster.overlaps else 0
+        found = replace(found, seconds=found.seconds + compute - beside, compute=compute)
         both = zip(vars(rings).items(), vars(found).values(), strict=True)
-        return Pass(**{name: np.where(taken, ours, rest) for (name, rest), ours in both})
+        return Cost(**{x: np.where(sparse.taken, ours, rest) for (x, rest), ours in both})
 
-    def in_rings(self, window: int | None, *, backward: bool) -> Pass:
+    def in_rings(self, window: int | None, *, backward: bool) -> Cost:
         """A pass of a layer whose keys go round the rings.
 
         Gradients make as many hops as operands, one round later; the last one takes them home when
@@ -332,12 +319,11 @@ class Timing:
         """
         s, links, way = self.settings, self.links, self._ways[window]
         outer, of_round = way.outer, self._round(window, backward=backward)
-        moves = way.backward if backward else way.forward
-        waits = links.costs([move for move in moves if not move.step.endswith("ring")])
-        total = links.costs([move for move in moves if move.step.endswith("ring")])
         compute = outer * s.inner * of_round
+        total = links.costs(way[backward])
+        seconds = total.seconds + compute
         if self.cluster.overlaps:
-            hops = {move.step: links.hop(move).seconds for move in moves if move.goes_round}
+            hops = {move.step: links.hop(move).seconds for move in way[backward]}
             zero = np.zeros(len(s))
             back, far_back = (hops.get(x, zero) for x in ("gradient ring", "outer gradient ring"))
             one, far = hops.get("ring", zero) + back, hops.get("outer ring", zero) + far_back
@@ -346,12 +332,8 @@ class Timing:
             cycle = (s.inner - 1) * np.maximum(of_round, one) + of_round
             double = (outer - 1) * np.maximum(cycle, far) + cycle
             seconds = np.where(s.inner > 1, double, single) + home
-        else:
-            seconds = total.seconds + compute
-        sent = waits + total
-        return Pass(
-            seconds=waits.seconds + seconds, compute=compute, across=sent.across, inside=sent.inside
-        )
+        turns = replace(total, seconds=seconds, compute=compute)
+        return links.costs(self._waits[backward]) + turns
 
     def _round(self, window: int | None, *, backward: bool) -> np.ndarray:
         """Seconds of the kernels of a round of the ring."""
@@ -402,108 +384,39 @@ class Timing:
         speed = gpu.attention_efficiency(length, model.head_dim, backward=backward) * self.speed
         return (BACKWARD_FLOPS if backward else 1) * flops / speed
 
-    def _costs(self, window: int) -> tuple[Cost, Cost]:
-        """What it costs to send the keys that a window shows, and to send their gradients home;
-        0 where the rings are taken."""
-        sparse, links, s = self._sparse[window], self.links, self.settings
-        across, inside, count, summed = np.zeros((4, 2, len(s)))
-        for kind in np.unique(sparse.kind[sparse.taken]).tolist():
-            sent, mine = sparse.sent[kind], np.flatnonzero(sparse.taken & (sparse.kind == kind))
-            assert sent is not None
-            for home in (0, 1):
-                bytes_of = sent.messages[home][1]
-                found = links.of_pairs(mine, *sent.messages[home])
-                across[home, mine], inside[home, mine] = found
-                count[home, mine], summed[home, mine] = len(bytes_of), sent.summed[home]
-        groups = s.sequence, np.minimum(links.placement.per_node, s.sequence)
-        keys, home = (
-            links.messages(across[i], inside[i], count[i])
-            + links.collective("all_reduce", *groups, summed[i])
-            for i in (0, 1)
-        )
-        replicas = [x for x in self._ways[window].backward if x.step == "replica sum"]
-        return keys, home + links.costs(replicas).times(sparse.taken)
+
+def _with_rounds(steps: Steps, window: int | None) -> Steps:
+    """The steps with the rounds of the ring that a window shows."""
+    if window is None:
+        return replace(steps, offsets=range(steps.degrees.ring))
+    axes: dict[str, Any] = {
+        role: Axis((role,), getattr(steps.degrees, role)) for role in SEQUENCE_ROLES
+    }
+    layout, mask = Layout("zigzag", steps.degrees.sequence), Window(window - 1, 0)
+    rounds = Rounds(**axes, layout=layout, mask=mask, inner=steps.options.inner)
+    length = steps.share.query_tokens * steps.degrees.sequence // steps.degrees.head
+    return replace(steps, offsets=ring_offsets(rounds, length))
 
 
-@dataclass(frozen=True)
-class _Form:
-    """A setting of the degrees and a kind of ring: what is sent depends on nothing else."""
+def _receivers(moves: Sequence[Transfer], ranks: int, sequence: int) -> np.ndarray:
+    """The receiver of each message and sender, which is the sender itself if there is none.
 
-    degrees: Degrees
-    inner: int
-    published: bool
+    Args:
+        moves: the messages among so many ranks.
+        ranks: these are looked at.
+        sequence: sequence ranks; those in the middle send as far as the one in the middle of those
+            that are looked at.
 
-    def offsets(self, window: int | None, seq_len: int) -> Sequence[int]:
-        """The ring distances that are visited."""
-        if window is None:
-            return range(self.degrees.ring)
-        ring, group, team, head = (
-            Axis((role,), getattr(self.degrees, role)) for role in SEQUENCE_ROLES
-        )
-        rounds = Rounds(
-            ring=ring,
-            group=group,
-            team=team,
-            head=head,
-            layout=Layout("zigzag", self.degrees.sequence),
-            mask=Window(window - 1, 0),
-            inner=self.inner,
-        )
-        return ring_offsets(rounds, seq_len)
-
-
-@dataclass(frozen=True, eq=False)
-class _Way:
-    """What a layer sends round the rings, and in the collectives before and after."""
-
-    forward: list[Move]
-    backward: list[Move]
-    outer: np.ndarray
-    """Visited places of the outer cycle of a double ring, or of a single ring."""
-
-    def received(self, *, backward: bool) -> np.ndarray:
-        """Bytes that a device receives in a pass."""
-        moves = self.backward if backward else self.forward
-        return np.sum([move.received * move.count for move in moves], axis=0)
-
-
-@dataclass(frozen=True, eq=False)
-class _Sparse:
-    """The settings in which a layer sends only the keys that its window shows."""
-
-    taken: np.ndarray
-    kind: np.ndarray
-    """Of each setting, the number of what it sends."""
-    sent: list[_Sent | None]
-
-
-class _Sent:
-    """The messages of an exchange of keys, and of their gradients on the way home."""
-
-    def __init__(self, plan: SparsePlan, steps: Steps, sequence: int) -> None:
-        self.plan = plan
-        *permutes, keys, gradients = steps.sparse(plan, forward=False, backward=True)
-        self.summed = keys.received_bytes, gradients.received_bytes
-        """Bytes of the keys that are shared by a sum, and of their gradients."""
-        self.messages = []
-        """Of keys, and of their gradients: the receiver of each message and sender, which is the
-        sender itself if there is none, [message, rank]; and the bytes of each message."""
-        # Ranks in the middle send as far as the one in the middle of those that are looked at.
-        ranks, places = np.arange(steps.degrees.sequence), np.arange(sequence)
-        half = len(ranks) // 2
-        alike = np.where(
-            places < half,
-            places,
-            np.maximum(places - sequence + len(ranks), half),
-        )
-        # A move has one message for its keys, and one for their gradients.
-        for those in (permutes[::2], permutes[1::2]):
-            receivers = np.tile(ranks, (len(those), 1))
-            for row, x in zip(receivers, those, strict=True):
-                senders, targets = np.array(x.pairs).T
-                row[senders] = targets
-            receivers = places + (receivers - ranks)[:, alike]
-            self.messages.append((receivers, np.array([x.sent_bytes for x in those])))
+    Returns:
+        An array [message, rank].
+    """
+    places, half = np.arange(sequence), ranks // 2
+    alike = np.where(places < half, places, np.maximum(places - sequence + ranks, half))
+    receivers = np.tile(np.arange(ranks), (len(moves), 1))
+    for row, x in zip(receivers, moves, strict=True):
+        senders, targets = np.array(x.pairs).T
+        row[senders] = targets
+    return places + (receivers - np.arange(ranks))[:, alike]
 
 
 _SPREAD = 4
