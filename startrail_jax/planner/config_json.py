@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from startrail_jax.errors import InputError, UnsupportedError
-from startrail_jax.planner.layers import WINDOWS, shortest, sliding_layers
+from startrail_jax.planner.layers import shortest
 from startrail_jax.planner.models import DIT, MODELS, ModelSizes, is_size
 
 # Size -> its name in a config.json of Hugging Face.
@@ -36,8 +36,8 @@ PRETRAINED: Mapping[str, Mapping[str, Any]] = {
 }
 """Types of model that `train.py --init-from` takes, each with its defaults."""
 _PERIODS = {"gemma2": 2, "gemma3_text": 6}
-"""For windows of "pattern", the period where the file does not say it."""
-
+"""Types of model whose layers have windows but the last of every so many, and how many these are
+where the file does not say it."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _WITHOUT_GATE = ("gpt_neox", "opt", "bloom", "falcon", "gpt_bigcode", "starcoder2", "phi")
 """Types of model whose MLP has two matrices."""
@@ -76,11 +76,7 @@ def find_model(name: str) -> ModelSizes:
         return model_of_run(settings, str(path))
     # Models of text and images have the decoder in a part of their own.
     decoder = settings.get("text_config") or settings
-    if not isinstance(decoder, dict):
-        raise InputError(
-            f"--model {name}: text_config must hold the settings of a model; got {decoder!r}. "
-            "Correct the file."
-        )
+    _require(isinstance(decoder, dict), name, "text_config", "the settings of a model", decoder)
     model = _of_hugging_face(decoder, str(path))
     if decoder is settings and path.name == "config.json" and _type_of(settings) in PRETRAINED:
         return replace(model, pretrained=str(path.parent))
@@ -106,14 +102,15 @@ def model_of_run(settings: Mapping[str, Any], name: str) -> ModelSizes:
         )
     names = ("width", "layers", "heads", "mlp_width")
     model = _known(settings["model"], name, names)
-    for key in names:
-        _require_size(model[key], f"model.{key}", name)
+    _require_sizes(model, names, name, "model.")
     common: dict[str, Any] = {key: model[key] for key in names}
     common |= {"name": name, "from_run": True, "batch": settings.get("batch_size", 1)}
     common |= {"average": settings.get("ema_decay") is not None}
     common["itemsize"] = 4 if model.get("dtype", "float32") == "float32" else 2
     if kind == "gpt":
         _known(model, name, ("kv_heads", "head_dim"))
+        lora = settings.get("lora")
+        lora = lora if isinstance(lora, dict) else {}
         return ModelSizes(
             **common,
             kv_heads=model["kv_heads"],
@@ -123,20 +120,18 @@ def model_of_run(settings: Mapping[str, Any], name: str) -> ModelSizes:
             qk_norm=bool(model.get("qk_norm")),
             tied_head=model.get("tied_head", False),
             windows=_windows_of_run(model, name),
-            adapters=_part(settings, "lora").get("rank") is not None,
+            adapters=lora.get("rank") is not None,
             seq_len=settings.get("seq_len"),
         )
     _known(model, name, ("channels", "classes"))
     patches, size = model.get("patch", (1, 2, 2)), _known(settings, name, ("size",))["size"]
     for key, three in (("model.patch", patches), ("size", size)):
-        if not isinstance(three, list | tuple) or len(three) != 3 or not all(map(is_size, three)):
-            raise InputError(
-                f"--model {name}: {key} must be three whole numbers of at least 1; got {three!r}. "
-                "Correct the file."
-            )
-    _require_size(model["channels"], "model.channels", name)
-    if model["classes"] != 0:
-        _require_size(model["classes"], "model.classes", name)
+        is_list = isinstance(three, list | tuple) and len(three) == 3
+        wanted = "three whole numbers of at least 1"
+        _require(is_list and all(map(is_size, three)), name, key, wanted, three)
+    _require_sizes(
+        model, ("channels", "classes") if model["classes"] else ("channels",), name, "model."
+    )
     patch = math.prod(patches)
     return ModelSizes(
         **common,
@@ -151,12 +146,6 @@ def model_of_run(settings: Mapping[str, Any], name: str) -> ModelSizes:
     )
 
 
-def _part(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """A part of the settings; an empty one for a run of the time before it existed."""
-    part = settings.get(name)
-    return part if isinstance(part, dict) else {}
-
-
 def _of_hugging_face(settings: Mapping[str, Any], name: str) -> ModelSizes:
     """The model of a config.json of Hugging Face: a gated decoder, as Llama, Qwen or Mistral."""
     settings = {**PRETRAINED.get(_type_of(settings), {}), **settings}
@@ -166,11 +155,9 @@ def _of_hugging_face(settings: Mapping[str, Any], name: str) -> ModelSizes:
             f"--model {name}: mixtures of experts are not planned; got {experts}="
             f"{settings[experts]}. Give the sizes of a dense model instead."
         )
+    needed = [_HUGGING_FACE[x] for x in ("width", "layers", "heads", "mlp_width", "outputs")]
+    _require_sizes(_known(settings, name, needed), needed, name)
     given = {ours: settings[theirs] for ours, theirs in _HUGGING_FACE.items() if theirs in settings}
-    needed = ("width", "layers", "heads", "mlp_width", "outputs")
-    _known(given, name, needed, shown=_HUGGING_FACE)
-    for key in needed:
-        _require_size(given[key], _HUGGING_FACE[key], name)
     given.setdefault("kv_heads", given["heads"])
     if _type_of(settings) in _WITHOUT_GATE:
         given["mlp_matrices"] = 2
@@ -190,93 +177,77 @@ def _windows_of_run(model: Mapping[str, Any], name: str) -> tuple[int | None, ..
     windows = model.get("windows")
     if windows is None:
         windows = [model.get("window") or "none"]
-    if not isinstance(windows, list | tuple) or not windows:
-        raise InputError(
-            f"--model {name}: model.windows must be a list of numbers and `none`; got {windows!r}. "
-            "Correct the file."
-        )
+    is_list = isinstance(windows, list | tuple) and len(windows) > 0
+    _require(is_list, name, "model.windows", "a list of numbers and `none`", windows)
     for window in windows:
         if window != "none":
-            _require_size(window, "model.windows", name)
+            _require_sizes({"windows": window}, ["windows"], name, "model.")
     return tuple(window if isinstance(window, int) else None for window in windows)
 
 
 def _windows(settings: Mapping[str, Any], name: str, layers: int) -> tuple[int | None, ...]:
     """The sliding window of each layer, as `train.py --init-from` reads it; None without one."""
-    kind, window = _type_of(settings), settings.get("sliding_window")
-    types = settings.get("layer_types")
-    which = WINDOWS.get("qwen3" if kind.startswith("qwen") else kind)
-    period = _number(settings, "sliding_window_pattern", name, default=_PERIODS.get(kind, 1))
-    used = settings.get("use_sliding_window")
-    if which in ("upper", "no_rope", None) and not isinstance(used, bool | None):
-        raise InputError(
-            f"--model {name}: use_sliding_window must be true or false; got {used!r}. Correct the "
-            "file."
-        )
-    if which in ("upper", "no_rope") and not used:
-        window = None
-        types = None if which == "no_rope" else types
-    if which is None:
-        # A type that train.py does not read: whatever the file says.
-        if window is None or used is False:
+
+    def number(key: str, default: int, least: int = 1) -> int:
+        # In these files, null is as good as none.
+        found = default if settings.get(key) is None else settings[key]
+        wanted = f"a whole number of at least {least}"
+        _require(type(found) is int and found >= least, name, key, wanted, found)
+        return found
+
+    def entries(key: str, default: Any) -> Any:
+        found = default if settings.get(key) is None else settings[key]
+        wanted = f"a list with an entry for each of {layers} layers"
+        _require(isinstance(found, list) and len(found) == layers, name, key, wanted, found)
+        return found
+
+    kind, window, types = (settings.get(x) for x in ("model_type", "sliding_window", "layer_types"))
+    kind, numbers = str(kind), range(layers)
+    period = number("sliding_window_pattern", _PERIODS.get(kind, 1))
+    # Of a type that train.py does not read, the file is taken at its word.
+    is_qwen, is_other = kind.startswith("qwen"), kind not in PRETRAINED
+    if is_qwen or is_other or kind == "smollm3":
+        used = settings.get("use_sliding_window")
+        wanted = isinstance(used, bool | None)
+        _require(wanted, name, "use_sliding_window", "true or false", used)
+        if is_qwen or not is_other:
+            window = window if used else None
+            types = types if used or is_qwen else None
+        elif window is None or used is False:
             return (None,) * layers
-        which = "all" if settings.get("sliding_window_pattern") is None else "pattern"
-    first, rotary = 0, ()
-    if which == "no_rope":
+    if kind == "smollm3":
         # The entry is 0 for a layer without rotary positions.
-        every = _number(settings, "no_rope_layer_interval", name, default=4)
-        rotary = settings.get("no_rope_layers")
-        rotary = [int((i + 1) % every != 0) for i in range(layers)] if rotary is None else rotary
-        _require_entries(rotary, "no_rope_layers", name, layers)
-    elif which == "upper":
-        first = _number(settings, "max_window_layers", name, default=28, least=0)
-    chosen = sliding_layers(which, layers, first=first, rotary=rotary, period=period)
-    sliding = [window is not None and x for x in chosen]
+        every = number("no_rope_layer_interval", 4)
+        slides = [not x for x in entries("no_rope_layers", [(i + 1) % every for i in numbers])]
+    elif is_qwen:
+        slides = [i >= number("max_window_layers", 28, least=0) for i in numbers]
+    elif kind in _PERIODS or (is_other and settings.get("sliding_window_pattern") is not None):
+        slides = [(i + 1) % period != 0 for i in numbers]
+    else:
+        slides = [kind != "llama"] * layers
+    slides = [window is not None and x for x in slides]
     if types is not None:
-        _require_entries(types, "layer_types", name, layers)
-        sliding = ["sliding" in str(x) for x in types]
-    if any(sliding):
-        _require_size(settings.get("sliding_window"), "sliding_window", name)
-    return tuple(settings.get("sliding_window") if slides else None for slides in sliding)
+        slides = ["sliding" in str(x) for x in entries("layer_types", types)]
+    if any(slides):
+        _require_sizes({"sliding_window": window, **settings}, ["sliding_window"], name)
+    return tuple(settings.get("sliding_window") if x else None for x in slides)
 
 
-def _number(
-    settings: Mapping[str, Any], key: str, name: str, *, default: int, least: int = 1
-) -> int:
-    """A whole number from `least` on; null is as good as none."""
-    number = settings.get(key)
-    number = default if number is None else number
-    if type(number) is not int or number < least:
-        raise InputError(
-            f"--model {name}: {key} must be a whole number of at least {least}; got {number!r}. "
-            "Correct the file."
-        )
-    return number
+def _require(holds: bool, name: str, key: str, wanted: str, got: Any) -> None:
+    if not holds:
+        raise InputError(f"--model {name}: {key} must be {wanted}; got {got!r}. Correct the file.")
 
 
-def _require_entries(entries: Any, key: str, name: str, layers: int) -> None:
-    if not isinstance(entries, list) or len(entries) != layers:
-        raise InputError(
-            f"--model {name}: {key} must be a list with an entry for each of {layers} layers; got "
-            f"{entries!r}. Correct the file."
-        )
+def _require_sizes(
+    settings: Mapping[str, Any], keys: Iterable[str], name: str, part: str = ""
+) -> None:
+    for key in keys:
+        number = settings[key]
+        _require(is_size(number), name, part + key, "a whole number of at least 1", number)
 
 
-def _require_size(number: Any, key: str, name: str) -> None:
-    if not is_size(number):
-        raise InputError(
-            f"--model {name}: {key} must be a whole number of at least 1; got {number!r}. Correct "
-            "the file."
-        )
-
-
-def _known(
-    settings: Mapping[str, Any],
-    name: str,
-    keys: tuple[str, ...],
-    shown: Mapping[str, str] | None = None,
-) -> Mapping[str, Any]:
-    missing = [(shown or {}).get(key, key) for key in keys if key not in settings]
+def _known(settings: Mapping[str, Any], name: str, keys: Iterable[str]) -> Mapping[str, Any]:
+    missing = [key for key in keys if key not in settings]
     if missing:
         raise InputError(
             f"--model {name}: the file must describe a transformer; it has no {missing[0]!r}. Give "

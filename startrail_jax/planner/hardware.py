@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from startrail_jax.errors import InputError
-from startrail_jax.planner.quantities import GIB, as_count, parse_rate, parse_seconds
+from startrail_jax.planner.quantities import as_count, parse_rate, parse_seconds
 
 Curve = Mapping[int, tuple[float, float]]
 """Tokens of a kernel call -> share of the peak that it reaches forward, and backward."""
@@ -98,58 +98,36 @@ class Gpu:
         return np.asarray(found * np.minimum(tokens / lengths[0], 1.0)) * self.sustained
 
 
-GPUS = {
-    gpu.name: gpu
-    for gpu in (
-        Gpu(
-            name="a100_40",
-            peak_flops=312e12,
-            memory_bytes=40 * GIB,
-            memory_rate=1.555e12,
-            inside_rate=12 * 20.0e9,
-            host_rate=0.8 * 32e9,
-            attention=_curves(0.73, 0.63),
-        ),
-        Gpu(
-            name="a100_80",
-            peak_flops=312e12,
-            memory_bytes=80 * GIB,
-            memory_rate=2.039e12,
-            inside_rate=12 * 20.0e9,
-            host_rate=0.8 * 32e9,
-            attention=_curves(0.73, 0.63),
-        ),
-        Gpu(
-            name="h100",
-            peak_flops=_H100,
-            memory_bytes=81_559 * 2**20,
-            memory_rate=3.35e12,
-            inside_rate=18 * 20.6e9,
-            host_rate=0.8 * 64e9,
-            attention=_curves(595e12 / _H100, 516e12 / _H100),
-            sustained=0.8,
-        ),
-        Gpu(
-            name="h200",
-            peak_flops=_H100,
-            memory_bytes=143_771 * 2**20,
-            memory_rate=4.8e12,
-            inside_rate=18 * 20.6e9,
-            host_rate=0.8 * 64e9,
-            attention=_curves(595e12 / _H100, 516e12 / _H100),
-            sustained=0.8,
-        ),
-        Gpu(
-            name="b200",
-            peak_flops=2.25e15,
-            memory_bytes=183_359 * 2**20,
-            memory_rate=8e12,
-            inside_rate=18 * 40.1e9,
-            host_rate=0.8 * 64e9,
-            attention=_curves(1535e12 / 2.25e15, 1360e12 / 2.25e15),
-        ),
+def _gpu(
+    name: str, peak: float, mib: int, rate: float, nvlink: float, pcie: int, **others: Any
+) -> Gpu:
+    return Gpu(
+        name=name,
+        peak_flops=peak,
+        memory_bytes=mib << 20,
+        memory_rate=rate,
+        inside_rate=nvlink,
+        host_rate=0.8 * pcie * 1e9,
+        **others,
     )
-}
+
+
+_A100: dict[str, Any] = dict(nvlink=12 * 20.0e9, pcie=32, attention=_curves(0.73, 0.63))
+_HOPPER: dict[str, Any] = dict(
+    nvlink=18 * 20.6e9,
+    pcie=64,
+    attention=_curves(595e12 / _H100, 516e12 / _H100),
+    sustained=0.8,
+)
+_B200 = _curves(1535e12 / 2.25e15, 1360e12 / 2.25e15)
+_KNOWN = (
+    _gpu("a100_40", 312e12, 40 * 1024, 1.555e12, **_A100),
+    _gpu("a100_80", 312e12, 80 * 1024, 2.039e12, **_A100),
+    _gpu("h100", _H100, 81_559, 3.35e12, **_HOPPER),
+    _gpu("h200", _H100, 143_771, 4.8e12, **_HOPPER),
+    _gpu("b200", 2.25e15, 183_359, 8e12, nvlink=18 * 40.1e9, pcie=64, attention=_B200),
+)
+GPUS = {gpu.name: gpu for gpu in _KNOWN}
 """The GPUs that have a name."""
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from startrail_jax.errors import InputError
 from startrail_jax.planner.quantities import LARGEST_SIZE
 
-DIT = {"kind": "dit", "causal": False, "modulated": True, "takes_values": True}
+DIT: dict[str, Any] = {"kind": "dit", "causal": False, "modulated": True, "takes_values": True}
 """What all diffusion transformers of `train.py` have."""
 
 
@@ -72,48 +72,49 @@ class ModelSizes:
     """Folder from which `train.py --init-from` takes this model; None for others."""
 
     def __post_init__(self) -> None:
+        named = f"for model {self.name!r}"
         for name in ("width", "layers", "heads", "kv_heads", "head_dim", "mlp_width", "outputs"):
             number = getattr(self, name)
             if not is_size(number):
                 flag = "--" + name.replace("_", "-")
                 raise InputError(
-                    f"{flag} must be a whole number of at least 1; got {number!r} for "
-                    f"model {self.name!r}. Correct it."
+                    f"{flag} must be a whole number of at least 1; got {number!r} {named}. Correct "
+                    "it."
                 )
         if not self.windows or not all(x is None or is_size(x) for x in self.windows):
             raise InputError(
                 "--windows must be one or more whole numbers of at least 1, or `none` for layers "
-                f"without a window; got {self.windows!r} for model {self.name!r}. Correct it."
+                f"without a window; got {self.windows!r} {named}. Correct it."
             )
         if len(self.windows) > self.layers:
             raise InputError(
                 "--windows must have no more entries than the model has layers; got "
-                f"windows={self.windows}, layers={self.layers} for model {self.name!r}. Leave the "
-                "last ones out, or give more --layers."
+                f"windows={self.windows}, layers={self.layers} {named}. Leave the last ones out, "
+                "or give more --layers."
             )
         given = {name: getattr(self, name) for name in DIT}
         if self.kind == "dit" and given != DIT:
             raise InputError(
                 "A diffusion transformer has modulated layers, takes values and is not causal; got "
-                f"{given} for model {self.name!r}. Use ModelSizes(**DIT, ...)."
+                f"{given} {named}. Use ModelSizes(**DIT, ...)."
             )
         if self.kind == "dit" and (self.qk_norm or set(self.windows) != {None}):
             raise InputError(
                 "--windows and --qk-norm are options of a GPT; got "
-                f"windows={self.windows}, qk_norm={self.qk_norm} for model {self.name!r}, a "
-                "diffusion transformer. Leave them out."
+                f"windows={self.windows}, qk_norm={self.qk_norm} {named}, a diffusion transformer. "
+                "Leave them out."
             )
         for name in ("seq_len", "batch"):
             number = getattr(self, name)
             if number is not None and not is_size(number):
                 raise InputError(
-                    f"{name} of a model must be a whole number of at least 1; got {number!r} for "
-                    f"model {self.name!r}. Correct it."
+                    f"{name} of a model must be a whole number of at least 1; got {number!r} "
+                    f"{named}. Correct it."
                 )
         if self.kind == "gpt" and self.head_dim % 2:
             raise InputError(
                 f"--head-dim must be even, for rotary positions; got --head-dim {self.head_dim} "
-                f"for model {self.name!r}. Use {self.head_dim + 1}."
+                f"{named}. Use {self.head_dim + 1}."
             )
         if self.heads % self.kv_heads:
             raise InputError(
@@ -190,83 +191,28 @@ def is_size(number: Any) -> bool:
     return type(number) is int and number >= 1
 
 
-def _gpt(name: str, **sizes: Any) -> ModelSizes:
-    return ModelSizes(name=name, head_dim=128, **sizes)
+def _named(name: str, sizes: str, **others: Any) -> ModelSizes:
+    """A model of width, layers, heads, key heads, channels of a head, MLP and outputs."""
+    names = ("width", "layers", "heads", "kv_heads", "head_dim", "mlp_width", "outputs")
+    return ModelSizes(name=name, **dict(zip(names, map(int, sizes.split()), strict=True)), **others)
 
 
-MODELS = {
-    model.name: model
-    for model in (
-        # StarTrail, https://arxiv.org/abs/2407.00611, table 2, as in configs/.
-        _gpt(
-            "gpt_3b",
-            width=4096,
-            layers=16,
-            heads=32,
-            kv_heads=32,
-            mlp_width=16_384,
-            mlp_matrices=2,
-            outputs=50_304,
-            tied_head=True,
-            seq_len=524_288,
-        ),
-        _gpt(
-            "gpt_7b",
-            width=4096,
-            layers=32,
-            heads=32,
-            kv_heads=32,
-            mlp_width=11_008,
-            outputs=32_000,
-            seq_len=524_288,
-        ),
-        ModelSizes(
-            name="dit_1b",
-            **DIT,
-            width=1536,
-            layers=24,
-            heads=24,
-            kv_heads=24,
-            head_dim=64,
-            mlp_width=6144,
-            mlp_matrices=2,
-            outputs=64,
-            classes=1000,
-            seq_len=524_288,
-            average=True,
-        ),
-        # Llama 3, https://arxiv.org/abs/2407.21783, table 3.
-        _gpt(
-            "llama3_8b",
-            width=4096,
-            layers=32,
-            heads=32,
-            kv_heads=8,
-            mlp_width=14_336,
-            outputs=128_256,
-        ),
-        _gpt(
-            "llama3_70b",
-            width=8192,
-            layers=80,
-            heads=64,
-            kv_heads=8,
-            mlp_width=28_672,
-            outputs=128_256,
-        ),
-        # Qwen3, https://arxiv.org/abs/2505.09388, and the config.json of Qwen/Qwen3-8B.
-        _gpt(
-            "qwen3_8b",
-            width=4096,
-            layers=36,
-            heads=32,
-            kv_heads=8,
-            mlp_width=12_288,
-            qk_norm=True,
-            outputs=151_936,
-        ),
-    )
-}
+_PAPER: dict[str, Any] = {"seq_len": 524_288}
+# StarTrail, https://arxiv.org/abs/2407.00611, table 2, as in configs/; Llama 3,
+# https://arxiv.org/abs/2407.21783, table 3; Qwen3, https://arxiv.org/abs/2505.09388, and the
+# config.json of Qwen/Qwen3-8B.
+_GIVEN = (
+    _named("gpt_3b", "4096 16 32 32 128 16384 50304", mlp_matrices=2, tied_head=True, **_PAPER),
+    _named("gpt_7b", "4096 32 32 32 128 11008 32000", **_PAPER),
+    _named(
+        "dit_1b", "1536 24 24 24 64 6144 64", mlp_matrices=2, classes=1000, average=True,
+        **DIT, **_PAPER,
+    ),
+    _named("llama3_8b", "4096 32 32 8 128 14336 128256"),
+    _named("llama3_70b", "8192 80 64 8 128 28672 128256"),
+    _named("qwen3_8b", "4096 36 32 8 128 12288 151936", qk_norm=True),
+)  # fmt: skip
+MODELS = {model.name: model for model in _GIVEN}
 """The models that have a name."""
 
 FRAME = 128 * 128
