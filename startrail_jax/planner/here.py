@@ -1,6 +1,6 @@
 """The cluster at hand, measured: links inside of the nodes and between them, and kernels.
 
-Imports jax when it is asked to measure. Several processes must be joined already
+Several processes must be joined already
 (`jax.distributed`), and all of them must call `measure_cluster`. Each of them gets the same
 figures, so that all of them plan alike.
 """
@@ -16,10 +16,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from startrail_jax.attention import Attention
+from startrail_jax.device_mesh import make_mesh
+from startrail_jax.devices.degrees import Axis, Degrees
+from startrail_jax.devices.nodes import nodes_of
 from startrail_jax.errors import InputError
 from startrail_jax.planner.hardware import GPUS, Cluster, Gpu
+from startrail_jax.planner.timing import BACKWARD_FLOPS
+from startrail_jax.rings.collectives import gather, permute
 
 SMALL = 1 << 10
 """Bytes of the message by which latency is measured."""
@@ -83,9 +93,6 @@ def measure_cluster(
     Raises:
         ValueError: if nodes differ in their number of devices.
     """
-    import jax
-
-    from startrail_jax.devices.nodes import nodes_of
 
     everything = list(jax.devices() if devices is None else devices)
     numbers = nodes_of(everything, devices_per_node)
@@ -161,7 +168,6 @@ class _Probe:
     """Sends messages between devices, and times them."""
 
     def __init__(self, devices: Sequence[Any]) -> None:
-        from jax.sharding import Mesh
 
         self.mesh = Mesh(np.array(list(devices)), ("device",))
 
@@ -187,14 +193,8 @@ class _Probe:
             hop: seconds of a short message to the next device.
             size: neighbours that gather.
         """
-        import jax
-        from jax.sharding import Mesh
 
-        from startrail_jax.devices.degrees import Axis
-        from startrail_jax.rings.collectives import gather
-
-        devices = self.mesh.devices.reshape(-1, size)
-        mesh = Mesh(devices, ("node", "device"))
+        mesh = Mesh(self.mesh.devices.reshape(-1, size), ("node", "device"))
         axis = Axis(("device",), size)
 
         def run(x: Any) -> Any:
@@ -203,16 +203,12 @@ class _Probe:
                 x = jax.lax.optimization_barrier(gather(x, axis, 0)[:1])
             return x
 
-        gathered = self._time(run, mesh, ("node", "device"), (1, SMALL // 4)) / _CHAIN
+        gathered = self.time(run, (1, SMALL // 4), dtype="float32", mesh=mesh) / _CHAIN
         step = (gathered - hop) / (size - 2)
         return min(max(hop - step, 0.0), hop)
 
     def _hop(self, pairs: Pairs, size: int) -> float:
         """Seconds of a message of so many bytes, in the middle of several of them."""
-        import jax
-
-        from startrail_jax.devices.degrees import Axis
-        from startrail_jax.rings.collectives import permute
 
         axis = Axis(("device",), self.mesh.size)
         count = _CHAIN if size == SMALL else _LARGE_CHAIN
@@ -222,25 +218,21 @@ class _Probe:
                 x = jax.lax.optimization_barrier(permute(x, axis, list(pairs)))
             return x
 
-        return self._time(run, self.mesh, "device", (1, size // 4)) / count
+        return self.time(run, (1, size // 4), dtype="float32") / count
 
-    def time(self, function: Callable[..., Any], *shapes: tuple[int, ...], dtype: Any) -> float:
-        """Seconds of a function of arrays of such shapes, on all devices at the same time."""
-        return self._time(function, self.mesh, "device", *shapes, dtype=dtype)
-
-    def _time(
-        self,
-        function: Callable[..., Any],
-        mesh: Any,
-        axes: Any,
-        *shapes: Any,
-        dtype: Any = "float32",
+    def time(
+        self, function: Callable[..., Any], *shapes: Any, dtype: Any, mesh: Mesh | None = None
     ) -> float:
-        import jax
-        import jax.numpy as jnp
-        from jax.sharding import NamedSharding, PartitionSpec
+        """Seconds of a function of arrays of such shapes, on all devices at the same time.
 
-        spec, count = PartitionSpec(axes), self.mesh.size
+        Args:
+            function: what each device runs, on its part.
+            shapes: those of the part of a device.
+            dtype: the type of all arrays.
+            mesh: other axes of the same devices.
+        """
+        mesh = mesh or self.mesh
+        spec, count = PartitionSpec(mesh.axis_names), mesh.size
         ones = jax.jit(
             lambda: tuple(jnp.ones((count * x, *rest), dtype) for x, *rest in shapes),
             out_shardings=NamedSharding(mesh, spec),
@@ -248,31 +240,15 @@ class _Probe:
         mapped = jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
         return self.agreed(timed(jax.jit(mapped), *ones))
 
-    def agreed(self, seconds: float) -> float:
-        """The longest time of all processes: a number that all of them have."""
-        import jax
-
+    def agreed(self, number: float, choose: Callable[..., Any] = np.max) -> float:
+        """A number that all processes have: the largest of theirs, or another choice."""
         if jax.process_count() == 1:
-            return seconds
-        from jax.experimental import multihost_utils
-
-        return float(np.max(multihost_utils.process_allgather(np.float32(seconds))))
-
-    def agreed_memory(self, size: int) -> int:
-        """The fewest bytes of all processes, in whole MiB where there are several."""
-        import jax
-
-        if jax.process_count() == 1:
-            return size
-        from jax.experimental import multihost_utils
-
-        # Without its 64-bit mode, jax would cut off a number of bytes.
-        return int(np.min(multihost_utils.process_allgather(np.int32(size >> 20)))) << 20
+            return number
+        return float(choose(multihost_utils.process_allgather(np.float32(number))))
 
 
 def timed(function: Callable[..., Any], *arguments: Any) -> float:
     """Seconds of a call, the median of several, after one that compiles."""
-    import jax
 
     jax.block_until_ready(function(*arguments))
     seconds = []
@@ -295,14 +271,14 @@ def _kernels(links: _Probe, head_dim: int, itemsize: int, causal: bool) -> Gpu:
     rates = _attention_rates(links, head_dim, dtype, is_cpu, causal)
     known = GPUS.get(kind or "")
     single = known.single_speed if known is not None and itemsize == 4 else 1.0
+    memory = known.memory_bytes if known is not None else _memory_of(device)
     # Of an unknown device, what its matrix products reach stands for the peak.
     peak = known.peak_flops * single if known is not None else products
     return Gpu(
         name=kind or re.sub(r"\W+", "_", device.device_kind),
         peak_flops=peak / single,
-        memory_bytes=links.agreed_memory(
-            known.memory_bytes if known is not None else _memory_of(device)
-        ),
+        # In whole MiB, which a float32 holds.
+        memory_bytes=int(links.agreed(memory >> 20, np.min)) << 20,
         memory_rate=memory_rate,
         inside_rate=math.inf,
         host_rate=memory_rate if is_cpu else (known or GPUS["a100_40"]).host_rate,
@@ -319,7 +295,6 @@ def jax_share() -> float:
 
 def _memory_of(device: Any) -> int:
     """Bytes of memory that a device has for jax."""
-    import jax
 
     own = jax.local_devices()[0]
     stats = own.memory_stats() if device.platform != "cpu" else None
@@ -333,8 +308,6 @@ def _memory_of(device: Any) -> int:
 
 def _product_rate(links: _Probe, dtype: str, is_cpu: bool) -> float:
     """FLOP/s in a gated MLP with its norm and its sum, as layers have it."""
-    import jax
-    import jax.numpy as jnp
 
     tokens, width, hidden = (128, 256, 512) if is_cpu else (8192, 4096, 11_008)
 
@@ -358,14 +331,6 @@ def _attention_rates(
     links: _Probe, head_dim: int, dtype: str, is_cpu: bool, causal: bool
 ) -> tuple[float, float]:
     """FLOP/s of the attention of this package on one device, forward and backward."""
-    import jax
-    import jax.numpy as jnp
-    from jax.sharding import NamedSharding
-
-    from startrail_jax.attention import Attention
-    from startrail_jax.device_mesh import make_mesh
-    from startrail_jax.devices.degrees import Degrees
-    from startrail_jax.planner.timing import BACKWARD_FLOPS
 
     count = links.mesh.size
     tokens, heads = (512, 2) if is_cpu else (16_384, 8)
