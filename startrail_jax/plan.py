@@ -137,20 +137,12 @@ def _plan(args: argparse.Namespace) -> Any:
     if args.here:
         call = call_of(_model(args), args.seq_len, args.batch)
         return plan_of(_here(args, call), call, options, top=args.top)
+    typed = ("nodes", "gpus_per_node", "port", "ports", "inside", "half_duplex", "latency")
     return plan(
-        nodes=args.nodes,
-        gpus_per_node=args.gpus_per_node,
+        **{name: getattr(args, name) for name in (*typed, "seq_len", "batch", "top")},
         gpu=_gpu(args),
         model=_model(args),
-        port=args.port,
-        ports=args.ports,
-        inside=args.inside,
-        half_duplex=args.half_duplex,
-        latency=args.latency,
-        seq_len=args.seq_len,
-        batch=args.batch,
         options=options,
-        top=args.top,
     )
 
 

@@ -22,13 +22,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from startrail_jax.errors import InputError
-from startrail_jax.planner.quantities import as_count, parse_rate, parse_seconds
 
 Curve = Mapping[int, tuple[float, float]]
 """Tokens of a kernel call -> share of the peak that it reaches forward, and backward."""
@@ -205,38 +204,3 @@ class Cluster:
     def num_gpus(self) -> int:
         """GPUs of all nodes."""
         return self.nodes * self.gpus_per_node
-
-
-def make_cluster(
-    *,
-    nodes: int,
-    gpus_per_node: int,
-    gpu: str | Gpu,
-    port: str | None,
-    ports: int | None,
-    inside: str | None,
-    half_duplex: bool,
-    latency: str | None,
-) -> Cluster:
-    """A cluster from what was typed: arguments as in `st.plan`."""
-    kind = find_gpu(gpu) if isinstance(gpu, str) else gpu
-    nodes = as_count(nodes, "--nodes")
-    gpus_per_node = as_count(gpus_per_node, "--gpus-per-node")
-    if inside is not None:
-        kind = replace(kind, inside_rate=parse_rate(inside, "--inside"))
-    if port is None and nodes > 1:
-        raise InputError(
-            f"--port must be given for several nodes; got --nodes {nodes} and no --port. Write the "
-            "rate of one port of a node, such as --port 50GB/s or --port 400Gb/s."
-        )
-    cluster = Cluster(
-        nodes=nodes,
-        gpus_per_node=gpus_per_node,
-        gpu=kind,
-        port_rate=math.inf if port is None else parse_rate(port, "--port"),
-        ports=gpus_per_node if ports is None else as_count(ports, "--ports"),
-        half_duplex=half_duplex,
-    )
-    if latency is None:
-        return cluster
-    return replace(cluster, latency=parse_seconds(latency, "--latency"))

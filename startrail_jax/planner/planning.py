@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import math
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,13 @@ from startrail_jax.errors import InputError
 from startrail_jax.planner.command import command_of, remarks
 from startrail_jax.planner.config_json import find_model
 from startrail_jax.planner.grid import Call
-from startrail_jax.planner.hardware import Cluster, Gpu, make_cluster
+from startrail_jax.planner.hardware import Cluster, Gpu, find_gpu
 from startrail_jax.planner.models import ModelSizes, check_model
 from startrail_jax.planner.quantities import (
     GIB,
     as_count,
+    parse_rate,
+    parse_seconds,
     show_bytes,
     show_count,
     show_rate,
@@ -28,6 +31,7 @@ from startrail_jax.planner.search import (
     Search,
     check_options,
     family,
+    scheme_of,
 )
 
 _NEAR = 1.02
@@ -203,7 +207,7 @@ def _why(candidates: Candidates, winner: Prediction) -> str:
         (
             candidates.prediction(index)
             for index in candidates.ordered(~candidates.mask(lambda s: s.published))
-            if family(candidates.scheme(index)) != family(winner.scheme)
+            if family(scheme_of(candidates.degrees(index)[0])) != family(winner.scheme)
         ),
         None,
     )
@@ -303,16 +307,25 @@ def plan(
         ValueError: if a name is unknown, a number is not positive or lacks its unit, or no setting
             is legal.
     """
-    cluster = make_cluster(
+    kind = find_gpu(gpu) if isinstance(gpu, str) else gpu
+    nodes, gpus_per_node = as_count(nodes, "--nodes"), as_count(gpus_per_node, "--gpus-per-node")
+    if inside is not None:
+        kind = replace(kind, inside_rate=parse_rate(inside, "--inside"))
+    if port is None and nodes > 1:
+        raise InputError(
+            f"--port must be given for several nodes; got --nodes {nodes} and no --port. Write the "
+            "rate of one port of a node, such as --port 50GB/s or --port 400Gb/s."
+        )
+    cluster = Cluster(
         nodes=nodes,
         gpus_per_node=gpus_per_node,
-        gpu=gpu,
-        port=port,
-        ports=ports,
-        inside=inside,
+        gpu=kind,
+        port_rate=math.inf if port is None else parse_rate(port, "--port"),
+        ports=gpus_per_node if ports is None else as_count(ports, "--ports"),
         half_duplex=half_duplex,
-        latency=latency,
     )
+    if latency is not None:
+        cluster = replace(cluster, latency=parse_seconds(latency, "--latency"))
     call = call_of(model, seq_len, batch)
     return plan_of(cluster, call, options or Search(), top=as_count(top, "--top"))
 

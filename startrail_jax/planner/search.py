@@ -197,20 +197,17 @@ class Candidates:
         if not len(settings):
             raise no_setting(cluster, call, options)
         self._limit = options.memory_fraction * cluster.gpu.memory_bytes
-        self.steps: list[Step] = []
-        """For each kind of remat, the settings in their best order."""
-        self.savings: list[tuple[int, Savings]] = []
-        """Savings, each with the number of its element of `steps`."""
-        found: list[tuple[np.ndarray, ...]] = []
         self._timing = Timing(
             settings,
             cluster,
             call,
             options=Options(gradient_dtype=options.gradient_dtype, exchange=options.exchange),
         )
-        for number, (remat, rows) in enumerate(self._best_orders().items()):
+        self.kinds: list[tuple[Step, Savings]] = []
+        """Savings, each with the settings in the order that is the best under its remat."""
+        found: list[tuple[np.ndarray, ...]] = []
+        for remat, rows in self._best_orders().items():
             step = Step(self._timing, rows)
-            self.steps.append(step)
             others = (options.zero, options.offload, options.tiled)
             for zero, offload, tiled in itertools.product(*others):
                 savings = Savings(zero=zero, remat=remat, offload=offload, tiled=tiled)
@@ -219,8 +216,8 @@ class Candidates:
                     continue
                 seconds = np.sum(list(step.parts(savings).values()), axis=0)[legal]
                 memory = np.broadcast_to(step.footprint(savings).device_bytes, len(rows))[legal]
-                kind = np.full(len(legal), len(self.savings))
-                self.savings.append((number, savings))
+                kind = np.full(len(legal), len(self.kinds))
+                self.kinds.append((step, savings))
                 found.append((kind, legal, seconds, memory))
         if not found:
             raise _no_savings(options, self.settings)
@@ -252,12 +249,11 @@ class Candidates:
 
     def mask(self, scheme: Callable[[Settings], np.ndarray]) -> np.ndarray:
         """Which candidates are of a scheme."""
-        of_step = [scheme(step.settings) for step in self.steps]
-        found = np.zeros(len(self.row), bool)
-        for kind, (number, _) in enumerate(self.savings):
-            mine = self.kind == kind
-            found[mine] = of_step[number][self.row[mine]]
-        return found
+        found = [
+            scheme(step.settings)[self.row[self.kind == kind]]
+            for kind, (step, _) in enumerate(self.kinds)
+        ]
+        return np.concatenate(found)
 
     def best(self, mask: np.ndarray, count: int = 1) -> list[Prediction]:
         """The fastest candidates of a mask that fit the memory, one for each setting of the
@@ -266,14 +262,15 @@ class Candidates:
         if not len(order):
             rest = np.flatnonzero(mask)
             return [self.prediction(rest[self.memory[rest].argmin()])] if len(rest) else []
-        chosen: dict[tuple[int, ...], Any] = {}
+        chosen: dict[tuple[Any, ...], Prediction] = {}
         for index in order:
-            settings, row = self.source(index)
-            columns = (int(vars(settings)[name][row]) for name in (*ROLES, "published"))
-            chosen.setdefault(tuple(columns), index)
+            degrees, published = self.degrees(index)
+            key = (*degrees.values(), published)
+            if key not in chosen:
+                chosen[key] = self.prediction(index)
             if len(chosen) == count:
                 break
-        return [self.prediction(index) for index in chosen.values()]
+        return list(chosen.values())
 
     def ordered(self, mask: np.ndarray) -> np.ndarray:
         """The candidates of a mask that fit the memory, the fastest first.
@@ -281,28 +278,22 @@ class Candidates:
         Of equally fast ones, those that need not offload, and then those of least memory.
         """
         fitting = np.flatnonzero(mask & self.fits)
-        offloads = np.array([savings.offload for _, savings in self.savings])[self.kind[fitting]]
+        offloads = np.array([savings.offload for _, savings in self.kinds])[self.kind[fitting]]
         return fitting[np.lexsort((self.memory[fitting], offloads, self.seconds[fitting]))]
 
-    def source(self, index: Any) -> tuple[Settings, int]:
-        """The settings of which a candidate is one, and its row there."""
-        number, _ = self.savings[self.kind[index]]
-        return self.steps[number].settings, int(self.row[index])
-
-    def scheme(self, index: Any) -> str:
-        """The name of a candidate's scheme."""
-        settings, row = self.source(index)
-        return scheme_of({role: int(vars(settings)[role][row]) for role in ROLES})
+    def degrees(self, index: Any) -> tuple[dict[str, int], bool]:
+        """The degrees of a candidate, and whether it is StarTrail as in its paper."""
+        settings, row = self.kinds[self.kind[index]][0].settings, self.row[index]
+        degrees = {role: int(vars(settings)[role][row]) for role in ROLES}
+        return degrees, bool(settings.published[row])
 
     def prediction(self, index: Any) -> Prediction:
         """One candidate with all that is predicted for it."""
-        number, savings = self.savings[self.kind[index]]
-        step = self.steps[number].take(self.row[index])
-        settings = step.settings
+        step, savings = self.kinds[self.kind[index]]
+        step = step.take(self.row[index])
+        settings, footprint = step.settings, step.footprint(savings)
+        degrees, published = self.degrees(index)
         parts = {name: float(seconds[0]) for name, seconds in step.parts(savings).items()}
-        footprint = step.footprint(savings)
-        degrees = {role: int(vars(settings)[role][0]) for role in ROLES}
-        published = bool(settings.published[0])
         call, cluster = self.call, self.cluster
         seconds = sum(parts.values())
         flops = call.model.flops_per_token(call.seq_len) * call.seq_len * call.batch
