@@ -2,8 +2,6 @@
 
     python benchmarks/paper.py              # StarTrail over Ring on the clusters of table 1
     python benchmarks/paper.py --scaling    # strong and weak scaling, 8 to 64 H100
-    python benchmarks/paper.py --map        # the best scheme by GPUs, tokens and port speed;
-                                            # --figure FILE draws it (needs matplotlib)
     python benchmarks/paper.py --case-30b   # bytes of one attention of a model of 30 B, 64 GPUs
 
 Nothing is run, and nothing is tuned to the paper. Assumptions:
@@ -35,23 +33,17 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 
 from startrail_jax.planner.grid import Call, Settings, all_settings
 from startrail_jax.planner.hardware import Cluster, find_gpu
-from startrail_jax.planner.models import MODELS, ModelSizes
+from startrail_jax.planner.models import MODELS
 from startrail_jax.planner.quantities import GIB, parse_rate, show_count
-from startrail_jax.planner.search import Candidates, Prediction, Search, family
+from startrail_jax.planner.search import Candidates, Prediction, Search
 from startrail_jax.planner.timing import Timing
 
 FIXED = Search(zero=(3,), remat=("full",), offload=(False,), tiled=(True, False))
-PORTS = ("12.5Gb/s", "100Gb/s", "400Gb/s")
-LENGTHS = (2**17, 2**19, 2**20, 2**22, 2**24)
-MAP_NODES = (8, 128, 2048)
-COLOURS = ("#cfe2f3", "#d9ead3", "#fff2cc", "#f4cccc", "#d9d2e9", "#fce5cd", "#d0e0e3", "#eeeeee")
-LETTERS = {"group": "g", "ring": "r", "team": "t", "head": "h", "tensor": "x"}
 
 
 @dataclass(frozen=True)
@@ -194,107 +186,15 @@ def case_30b() -> None:
         print(f"{name:<28}{columns[0]:>10}{columns[1]:>13}{columns[2]:>9}{exact:>9.3f}")
 
 
-def best_map(figure: Path | None) -> None:
-    """The best scheme by GPUs, tokens and port speed, as tables of Markdown, and drawn."""
-    maps = {name: best_choices(MODELS[name]) for name in ("gpt_7b", "llama3_8b")}
-    for name, choices in maps.items():
-        print(f"\n| {name} | " + " | ".join(f"{port} a GPU" for port in PORTS) + " |")
-        print("|---" * (len(PORTS) + 1) + "|")
-        for nodes in MAP_NODES:
-            for seq_len in LENGTHS:
-                cells = [in_words(choices[nodes, seq_len, port]) for port in PORTS]
-                print(f"| {8 * nodes} GPUs, {show_count(seq_len)} | {' | '.join(cells)} |")
-    if figure is not None:
-        draw_maps(maps, figure)
-
-
-Choices = dict[tuple[int, int, str], Prediction | None]
-"""The fastest setting that fits, by nodes, tokens and port speed."""
-
-
-def best_choices(model: ModelSizes) -> Choices:
-    """The fastest settings of a model on nodes of 8 H100."""
-    return {
-        (nodes, seq_len, port): best(
-            Machine(nodes, 8, "h100", port, 8).cluster, Call(model=model, seq_len=seq_len, batch=1)
-        )
-        for nodes in MAP_NODES
-        for seq_len in LENGTHS
-        for port in PORTS
-    }
-
-
-def best(cluster: Cluster, call: Call) -> Prediction | None:
-    """The fastest setting that fits."""
-    timed = Candidates(cluster, call, Search(baselines=False))
-    return timed.best(timed.fits)[0] if timed.fits.any() else None
-
-
-def degrees_of(choice: Prediction) -> str:
-    """The mesh degrees above 1, as in "r8 h8"."""
-    return " ".join(
-        f"{letter}{choice.degrees[role]}"
-        for role, letter in LETTERS.items()
-        if choice.degrees[role] > 1
-    )
-
-
-def scheme_of(choice: Prediction | None) -> str:
-    """The name of its scheme."""
-    return "nothing fits" if choice is None else family(choice.scheme)
-
-
-def in_words(choice: Prediction | None) -> str:
-    """A setting in a few characters, and its MFU."""
-    return "nothing fits" if choice is None else f"{degrees_of(choice)}, {choice.mfu:.0%}"
-
-
-def draw_maps(maps: dict[str, Choices], file: Path) -> None:
-    """A row of maps for each model: one for each number of GPUs, coloured by scheme."""
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch, Rectangle
-
-    found = {scheme_of(choice) for choices in maps.values() for choice in choices.values()}
-    colours = dict(zip(sorted(found), COLOURS, strict=False))
-    figure = Figure(figsize=(12, 3.4 * len(maps)), layout="constrained")
-    areas = figure.subplots(len(maps), len(MAP_NODES), squeeze=False)
-    for row, (name, choices) in zip(areas, maps.items(), strict=True):
-        for area, nodes in zip(row, MAP_NODES, strict=True):
-            area.set_title(f"{name}, {8 * nodes:,} H100")
-            area.set_xticks(range(len(PORTS)), PORTS)
-            area.set_yticks(range(len(LENGTHS)), [show_count(x) for x in LENGTHS])
-            area.set_xlim(-0.5, len(PORTS) - 0.5)
-            area.set_ylim(-0.5, len(LENGTHS) - 0.5)
-            for y, seq_len in enumerate(LENGTHS):
-                for x, port in enumerate(PORTS):
-                    choice = choices[nodes, seq_len, port]
-                    corner = (x - 0.5, y - 0.5)
-                    area.add_patch(Rectangle(corner, 1, 1, color=colours[scheme_of(choice)]))
-                    text = in_words(choice).replace(", ", "\n")
-                    area.text(x, y, text, ha="center", va="center", fontsize=8)
-        row[0].set_ylabel("tokens of a sequence")
-    for area in areas[-1]:
-        area.set_xlabel("port of each GPU")
-    legend = [Patch(color=colour, label=name) for name, colour in colours.items()]
-    figure.legend(handles=legend, loc="outside lower center", ncols=4, frameon=False)
-    figure.savefig(file, dpi=90)
-
-
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--scaling", action="store_true")
-    parser.add_argument("--map", action="store_true")
-    parser.add_argument("--figure", type=Path, help="with --map: the file to draw it in")
     parser.add_argument("--case-30b", action="store_true")
     args = parser.parse_args(argv)
-    if args.figure is not None and not args.map:
-        parser.error(f"--figure needs --map; got --figure {args.figure}. Add --map")
     if args.case_30b:
         case_30b()
-    elif args.map:
-        best_map(args.figure)
     else:
         table(scaling() if args.scaling else clusters())
 

@@ -4,18 +4,7 @@ import re
 
 import pytest
 
-from benchmarks.paper import (
-    LENGTHS,
-    MACHINES,
-    MAP_NODES,
-    PORTS,
-    best,
-    draw_maps,
-    in_words,
-    main,
-)
-from startrail_jax.planner.grid import Call
-from startrail_jax.planner.models import MODELS
+from benchmarks.paper import main
 
 
 @pytest.mark.slow
@@ -39,23 +28,6 @@ def test_scaling_prints_a_line_for_each_cluster(capsys):
     assert min(double, *stars) > 1.5
     published, ours = stars[::2], stars[1::2]
     assert all(a > b for a, b in zip(ours, published, strict=True))
-
-
-def test_best_of_a_cluster_in_a_few_characters():
-    call = Call(model=MODELS["gpt_7b"], seq_len=2**19, batch=1)
-    found = best(MACHINES[0].cluster, call)
-    assert re.fullmatch(r"([grthx]\d+ )*[grthx]\d+, \d+%", in_words(found))
-    small = Call(model=MODELS["llama3_70b"], seq_len=2**21, batch=1)
-    assert in_words(best(MACHINES[3].cluster, small)) == "nothing fits"
-
-
-def test_map_is_drawn(tmp_path):
-    call = Call(model=MODELS["gpt_7b"], seq_len=2**19, batch=1)
-    found = best(MACHINES[0].cluster, call)
-    places = [(n, length, port) for n in MAP_NODES for length in LENGTHS for port in PORTS]
-    choices = {place: found if place[0] == 8 else None for place in places}
-    draw_maps({"gpt_7b": choices}, tmp_path / "map.png")
-    assert (tmp_path / "map.png").stat().st_size > 10_000
 
 
 def test_case_study_of_30b_gives_the_numbers_of_the_paper(capsys):
