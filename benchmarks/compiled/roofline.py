@@ -1,9 +1,11 @@
-"""A roofline of a compiled program: bytes and FLOPs of kernels, and what they wait for the link.
+"""A roofline of a compiled program: its kernels, its collectives, and what runs beneath these.
 
-A kernel takes as long as its bytes at the rate of the memory, or its FLOPs at that of the matrix
-units, whichever is longer. The schedule of the program is then played: kernels one after another,
-and beside them one link, which carries one collective at a time. What kernels wait for it is
-*exposed*. Nothing is measured: the rates are those of `startrail_jax.planner.hardware`.
+The text of an optimised program is its schedule, which is played here: kernels one after another,
+and beside them one link, which carries one collective at a time. A kernel takes as long as its
+bytes at the rate of the memory, or its FLOPs at that of the matrix units, whichever is longer. What
+kernels wait for the link is *exposed*. Kernels that run between the -start and the -done of an
+asynchronous collective are *beneath* it. Nothing is measured: the rates are those of
+`startrail_jax.planner.hardware`.
 
 Of a conditional, all branches count, each with the same share, as devices and rounds take different
 ones. Copies to and from the host are left out.
@@ -16,19 +18,30 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+from jax.sharding import Mesh
+
+from startrail_jax.analysis import COLLECTIVES
 from startrail_jax.analysis.hlo import (
     HloModule,
     Instruction,
     TrafficReader,
     callees,
+    device_groups,
     num_bytes,
     parse_module,
+    source_target_pairs,
     trip_count,
 )
+from startrail_jax.errors import UnsupportedError
 from startrail_jax.planner.hardware import Gpu
 
 ATTENTION, MATRICES, OTHERS = "attention", "matrices", "other kernels"
 KINDS = (ATTENTION, MATRICES, OTHERS)
+ENTRY = "entry"
+"""What the entry of a program is called here, among its computations."""
+BACKWARD = "transpose("
+"""What the `op_name` of an instruction of the backward pass contains."""
 
 _RECOMPUTED = "rematted_computation"
 """What the `op_name` of an instruction contains that jax computes a second time."""
@@ -36,6 +49,7 @@ _NOTHING = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "reshape", "after-all"),
     *("partition-id", "replica-id", "iota", "opt-barrier"),
 }
+_CONTROL_FLOW = ("while", "conditional", "call")
 _READS_A_PART = {"dynamic-slice", "slice", "gather"}
 _WRITES_A_PART = {"dynamic-update-slice": 1, "scatter": -1}
 """Opcode -> which operand holds what is written."""
@@ -44,7 +58,8 @@ _OP_NAME = re.compile(r'\bop_name="([^"]*)"')
 _ATTENTION_TARGET = re.compile(r'custom_call_target="__cudnn\$fmhaSoftmax(Backward)?"')
 _LOGITS = re.compile(r'"intermediate_tensor_shape":\s*{[^}]*?"dimensions":\s*\[([^\]]*)\]')
 _WINDOW = re.compile(r'"sliding_window_length":\s*(\d+)')
-_CONTRACTING = re.compile(r"\blhs_contracting_dims={([\d,]*)}")
+_PRODUCT_TARGET = re.compile(r'custom_call_target="__cublas\$')
+_CONTRACTING = re.compile(r'\blhs_contracting_dim(?:ension)?s"?[=:][{\[]([\d,"]*)')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,11 +84,58 @@ class Kernel:
     """Type of the result, as text."""
 
 
+@dataclass(kw_only=True)
+class Collective:
+    """A collective, and what runs while it is under way."""
+
+    name: str
+    """Name of the instruction that starts it."""
+    kind: str
+    """One of `COLLECTIVES`; several, joined by "and", if XLA has wrapped several together."""
+    computation: str
+    """`ENTRY`, or the name of the loop body, branch or callee that holds it."""
+    runs: float = 0.0
+    """How often it runs in one execution of the program; in a branch, the mean over branches."""
+    asynchronous: bool
+    """Whether kernels may run while it is under way."""
+    received_bytes: int
+    """What the device that receives most receives in one run."""
+    groups: tuple[tuple[int, ...], ...]
+    """Groups of devices that it joins; for a collective_permute, sender and receiver of each
+    message."""
+    op_name: str
+    """Path of the traced operation that it comes from."""
+    attention: list[Instruction] = field(default_factory=list)
+    """What attends beneath it: calls of cuDNN's attention, and control flow with such calls or with
+    products, to which the backend "xla" compiles."""
+    products: list[Instruction] = field(default_factory=list)
+    """Other matrix products beneath it."""
+    last: bool = True
+    """Whether nothing in the same computation attends after it has started."""
+
+    @property
+    def overlapped(self) -> bool:
+        """Whether attention runs beneath it."""
+        return bool(self.attention)
+
+    @property
+    def is_homecoming(self) -> bool:
+        """Whether it brings a gradient home after the last round."""
+        return BACKWARD in self.op_name and self.computation == ENTRY and self.last
+
+    def axes(self, mesh: Mesh) -> set[str]:
+        """The mesh axes along which it moves data."""
+        places = np.stack(np.unravel_index(range(mesh.size), mesh.devices.shape), axis=1)
+        moved = np.any([np.ptp(places[list(group)], axis=0) > 0 for group in self.groups], 0)
+        return {name for name, moves in zip(mesh.axis_names, moved, strict=True) if moves}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Roofline:
-    """All kernels of a program, and the time that they wait for the link."""
+    """All kernels and collectives of a program, and the time that kernels wait for the link."""
 
     kernels: tuple[Kernel, ...]
+    collectives: tuple[Collective, ...]
     exposed_seconds: float
     """Seconds that kernels wait for collectives."""
     received_bytes: float
@@ -90,6 +152,11 @@ class Roofline:
         every = sum(x.runs * x.flops for x in self.kernels)
         again = sum(x.runs * x.flops for x in self.kernels if x.recomputed)
         return again / every if every else 0.0
+
+    def hops(self, mesh: Mesh) -> list[Collective]:
+        """The permutes along the ring of a mesh."""
+        permutes = (x for x in self.collectives if x.kind == "collective_permute")
+        return [x for x in permutes if x.axes(mesh) == {"ring"}]
 
     def table(self, largest: int = 10) -> str:
         """Totals by kind, and the kernels that move most bytes."""
@@ -127,12 +194,14 @@ def read_roofline(text: str, gpu: Gpu) -> Roofline:
 
     Raises:
         ValueError: if a loop with collectives has no known trip count, or if the text is not HLO.
-        NotImplementedError: if a collective is of another kind or form.
+        NotImplementedError: if a collective does not end in the computation in which it starts, or
+            is of another kind or form.
     """
     player = _Player(parse_module(text), gpu)
     player.play(player.module.entry, 1.0)
     return Roofline(
         kernels=tuple(player.kernels),
+        collectives=tuple(player.collectives.values()),
         exposed_seconds=player.exposed,
         received_bytes=player.received,
     )
@@ -145,6 +214,8 @@ class _Player:
     module: HloModule
     gpu: Gpu
     kernels: list[Kernel] = field(default_factory=list)
+    collectives: dict[tuple[str, str], Collective] = field(default_factory=dict)
+    """By computation and name."""
     exposed: float = 0.0
     received: float = 0.0
     now: float = 0.0
@@ -154,11 +225,14 @@ class _Player:
 
     def __post_init__(self) -> None:
         self._traffic = TrafficReader(self.module)
+        self._traffic.traffic()
 
     def play(self, computation: str, runs: float) -> None:
         """Plays one of so many runs of a computation."""
-        under_way: dict[str, float] = {}
+        started: list[Collective] = []
+        under_way: dict[str, tuple[Collective, float]] = {}
         for x in self.module.computations[computation]:
+            before = len(self.kernels)
             if x.opcode == "while":
                 self._loop(x, runs)
             elif x.opcode == "conditional":
@@ -167,28 +241,75 @@ class _Player:
                 for callee in callees(x):
                     self.play(callee, runs)
             elif x.opcode.endswith(("-done", "-update")):
-                end = max((under_way[y] for y in x.operand_names if y in under_way), default=0.0)
-                if x.opcode.endswith("-update"):
-                    under_way[x.name] = end
-                else:
-                    self._wait(end, runs)
-            elif received := self._received(computation, x):
-                self.link_free = max(self.now, self.link_free) + received / self.gpu.inside_rate
-                self.received += runs * received
-                under_way[x.name] = self.link_free
+                pending = [under_way.pop(name) for name in x.operand_names if name in under_way]
+                for collective, end in pending:
+                    if x.opcode.endswith("-update"):
+                        under_way[x.name] = collective, end
+                    else:
+                        self._wait(end, runs)
+            elif self._collectives(x):
+                collective = self._start(computation, x, runs)
+                started.append(collective)
+                under_way[x.name] = collective, self.link_free
                 if not x.opcode.endswith("-start"):
-                    self._wait(self.link_free, runs)
+                    self._wait(under_way.pop(x.name)[1], runs)
             elif x.opcode not in _NOTHING and not x.opcode.endswith("-start"):
-                kernel = self._kernel(computation, x, runs)
-                self.kernels.append(kernel)
-                self.now += kernel.seconds
+                self.kernels.append(self._kernel(computation, x, runs))
+                self.now += self.kernels[-1].seconds
+            kinds = {kernel.kind for kernel in self.kernels[before:]}
+            attends = ATTENTION in kinds or (MATRICES in kinds and x.opcode in _CONTROL_FLOW)
+            for collective, _ in under_way.values():
+                if collective.asynchronous and attends:
+                    collective.attention.append(x)
+                elif collective.asynchronous and MATRICES in kinds:
+                    collective.products.append(x)
+            for collective in started if attends else ():
+                collective.last = False
+        if under_way:
+            raise UnsupportedError(
+                "A collective must end in the computation in which it starts; got "
+                f"{', '.join(under_way)} in {computation} without its -done. Compile without the "
+                "option that moves it to the next iteration, such as xla_gpu_enable_pipelined_p2p."
+            )
+
+    def _start(self, computation: str, x: Instruction, runs: float) -> Collective:
+        """Gives a collective to the link."""
+        received = self._traffic.instruction_traffic(computation, x).received_bytes
+        self.link_free = max(self.now, self.link_free) + received / self.gpu.inside_rate
+        self.received += runs * received
+        found = self._collectives(x)
+        collective = Collective(
+            name=x.name,
+            kind=" and ".join(dict.fromkeys(map(_kind, found))),
+            computation=ENTRY if computation == self.module.entry else computation,
+            # XLA marks a pair that it keeps although nothing is to run meanwhile.
+            asynchronous=x.opcode.endswith("-start") and '"is_sync":true' not in x.attributes,
+            received_bytes=received,
+            groups=tuple(
+                group
+                for y in found
+                for group in (
+                    source_target_pairs(y)
+                    if _kind(y) == "collective_permute"
+                    else device_groups(self.module, y)
+                )
+            ),
+            op_name=_op_name(x),
+        )
+        known = self.collectives.setdefault((computation, x.name), collective)
+        known.runs += runs
+        return collective
+
+    def _collectives(self, x: Instruction) -> list[Instruction]:
+        """The collectives that an instruction starts, itself or in what it calls."""
+        if _kind(x) in COLLECTIVES:
+            return [x]
+        inner = (y for callee in callees(x) for y in self.module.computations[callee])
+        return [found for y in inner for found in self._collectives(y)]
 
     def _wait(self, end: float, runs: float) -> None:
         self.exposed += runs * max(0.0, end - self.now)
         self.now = max(self.now, end)
-
-    def _received(self, computation: str, x: Instruction) -> int:
-        return self._traffic.instruction_traffic(computation, x).received_bytes
 
     def _loop(self, x: Instruction, runs: float) -> None:
         """Plays one turn, and takes all others for alike."""
@@ -215,7 +336,7 @@ class _Player:
         if x.opcode == "fusion":
             read, written, flops = self._fusion(callees(x)[0])
             size = written + sum(read.get(i, whole) for i, whole in enumerate(sizes))
-        elif x.opcode == "dot":
+        elif x.opcode == "dot" or _PRODUCT_TARGET.search(x.attributes):
             flops = _dot_flops(x, results)
         elif x.opcode in _READS_A_PART:
             size = 2 * num_bytes(x.result)
@@ -223,13 +344,13 @@ class _Player:
             size = 2 * sizes[_WRITES_A_PART[x.opcode]]
         elif match := _ATTENTION_TARGET.search(x.attributes):
             flops, kind = _attention_flops(x, results, backward=bool(match[1])), ATTENTION
-            rows, head_dim = _dims(results[x.operand_names[0]])[1::2]
-            rate = self.gpu.peak_flops * float(
-                self.gpu.attention_efficiency(rows, head_dim, backward=bool(match[1]))
-            )
+            if flops:
+                rows, head_dim = _dims(results[x.operand_names[0]])[1::2]
+                rate = self.gpu.peak_flops * float(
+                    self.gpu.attention_efficiency(rows, head_dim, backward=bool(match[1]))
+                )
         if flops and kind != ATTENTION:
             kind = MATRICES
-        op_name = _OP_NAME.search(x.attributes)
         return Kernel(
             name=x.name,
             kind=kind,
@@ -237,7 +358,7 @@ class _Player:
             bytes=size,
             flops=flops,
             seconds=max(size / self.gpu.memory_rate, flops / rate),
-            recomputed=bool(op_name) and _RECOMPUTED in op_name[1],
+            recomputed=_RECOMPUTED in _op_name(x),
             result=x.result,
         )
 
@@ -284,6 +405,15 @@ def _written(x: Instruction, body: Sequence[Instruction], results: dict[str, str
     return num_bytes(x.result)
 
 
+def _kind(x: Instruction) -> str:
+    return x.opcode.removesuffix("-start").replace("-", "_")
+
+
+def _op_name(x: Instruction) -> str:
+    found = _OP_NAME.search(x.attributes)
+    return found[1] if found else ""
+
+
 def _dims(result: str) -> list[int]:
     """The dimensions of the first array of a type."""
     found = _DIMS.search(result)
@@ -293,7 +423,7 @@ def _dims(result: str) -> list[int]:
 def _dot_flops(x: Instruction, results: dict[str, str]) -> float:
     summed = _CONTRACTING.search(x.attributes)
     operand = _dims(results[x.operand_names[0]])
-    inner = [operand[int(n)] for n in summed[1].split(",") if n] if summed else []
+    inner = [operand[int(n)] for n in re.findall(r"\d+", summed[1])] if summed else []
     return 2.0 * math.prod(_dims(x.result)) * math.prod(inner)
 
 

@@ -18,10 +18,8 @@ The mesh is the one that train.py takes for these flags. The command prints
 * a roofline (`roofline.py`): kernels of attention, matrices and others with their bytes, FLOPs and
   seconds, what is waited for the link, how many FLOPs are recomputed, and the ten kernels that move
   most bytes;
-* the hops of the ring that attention hides (`schedule.py`): a hop is overlapped if it is
-  asynchronous and attention runs between its start and its end. The last one brings a gradient home
-  when no attention is left. Of attention alone, `copies` are kernels in a round of the ring that
-  only copy a buffer of a MiB or more; `slices` are those inside of one of several cases of a round.
+* the hops of the ring that attention hides: a hop is overlapped if it is asynchronous and attention
+  runs between its start and its end. The last one brings a gradient home when no attention is left.
 
 With --details, one line for each collective says which kernels run meanwhile. Programs are read,
 not run. `deviceless.py` says what is missing.
@@ -33,10 +31,7 @@ import argparse
 import re
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -50,25 +45,17 @@ from jax.sharding import PartitionSpec as P
 
 import startrail_jax as st
 from benchmarks.compiled.deviceless import gpu_topology, target_names
-from benchmarks.compiled.roofline import read_roofline
-from benchmarks.compiled.schedule import (
-    BACKWARD,
-    ENTRY,
-    Copy,
-    Kernel,
-    ScheduledCollective,
-    axes,
-    read_copies,
-    read_overlap,
-)
-from benchmarks.compiled.step import describe, formula_of, lowered_step, read_memory
+from benchmarks.compiled.roofline import BACKWARD, Collective, Roofline, read_roofline
 from startrail_jax.devices.degrees import SEQUENCE_ROLES
 from startrail_jax.planner.hardware import GPUS
 from startrail_jax.planner.quantities import GIB
 from train import read_command_line
 from trainer.config import TrainConfig
 from trainer.parallel.degrees import choose_degrees
+from trainer.parallel.step import Program, make_attention
+from trainer.parallel.step_sizes import footprint
 from trainer.run.exit import exit_on_user_errors
+from trainer.tasks import TASKS
 
 MIB = 2**20
 ATTENTION = "attention"
@@ -86,50 +73,6 @@ HARDWARE = {
 }
 
 
-@dataclass(frozen=True)
-class Reading:
-    """A compiled program."""
-
-    mesh: Mesh
-    compiled: Any
-    lower_seconds: float
-    compile_seconds: float
-
-    @cached_property
-    def text(self) -> str:
-        """The scheduled program."""
-        return self.compiled.as_text() or ""
-
-    @cached_property
-    def transfers(self) -> tuple[ScheduledCollective, ...]:
-        """All collectives."""
-        return read_overlap(self.text)
-
-    @cached_property
-    def copies(self) -> tuple[Copy, ...]:
-        """Kernels that only copy a MiB or more."""
-        return read_copies(self.text, at_least=MIB)
-
-    @property
-    def hops(self) -> list[ScheduledCollective]:
-        """Permutes along the ring."""
-        return [
-            x
-            for x in self.transfers
-            if x.kind == "collective_permute" and axes(x, self.mesh) == {"ring"}
-        ]
-
-    def copies_a_round(self, *, in_branches: bool) -> float:
-        """Copies in a round of the ring, in those branches of its conditionals that copy most."""
-        counts: dict[str, Counter[str]] = {}
-        for copy in self.copies:
-            if copy.in_rounds and bool(copy.conditional) == in_branches:
-                place = copy.conditional or copy.computation
-                counts.setdefault(place, Counter())[copy.computation] += copy.runs
-        rounds = 2 * self.mesh.shape["ring"]
-        return sum(max(by_branch.values()) for by_branch in counts.values()) / rounds
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     jax.config.update("jax_platforms", "cpu")
     args, others = parse_args(argv)
@@ -144,7 +87,8 @@ def run_step(args: argparse.Namespace, config: TrainConfig) -> None:
     target, num_devices = HARDWARE.get(args.program, ("h100", 8))
     target, num_devices = args.target or target, config.devices or num_devices
     degrees = choose_degrees(config.mesh, num_devices, config.attention_call)
-    formula = formula_of(config, degrees)
+    # Raises what train.py would raise on such a mesh.
+    formula = footprint(config, TASKS[config.kind].make_objective(config), degrees)
     print(
         f"{args.program}, {config.num_tokens} tokens, {num_devices} x {target}: {describe(degrees)}"
     )
@@ -152,41 +96,47 @@ def run_step(args: argparse.Namespace, config: TrainConfig) -> None:
         state = formula.state_bytes + formula["batch"]
         sizes = (state, formula.device_bytes - state, formula.host_bytes, formula.device_bytes)
     else:
-        devices = gpu_topology(target, num_devices).devices
-        mesh = st.make_mesh(degrees, axis_type="auto", devices=devices)
-        reading = compiled(mesh, lambda: lowered_step(config, degrees, devices), {})
-        memory = read_memory(reading.compiled)
-        sizes = (memory.arguments, memory.temporary, memory.host, memory.peak)
+        mesh, lowered = lowered_step(config, degrees, gpu_topology(target, num_devices).devices)
+        compiled = timed_compile(lowered)
+        sizes = memory_of(compiled)
     print(f"{'':<5}{'state':>8}{'rest':>8}{'host':>8}{'peak':>8}{'formula':>9}")
     columns = "".join(f"{size / GIB:>8.2f}" for size in sizes)
     print(f"{'GiB':<5}{columns}{formula.device_bytes / GIB:>9.2f}", flush=True)
     if args.details:
         print(formula.table())
     if not (args.memory or args.arithmetic):
-        report(args, reading, target)
+        report(compiled.as_text(), mesh, target, details=args.details)
 
 
 def run_attention(args: argparse.Namespace, sizes: argparse.Namespace) -> None:
     """Compiles and reads a call of attention, forward and backward."""
     degrees = st.Degrees(**{role: getattr(sizes, role) for role in SEQUENCE_ROLES})
     target = args.target or "h100"
-    devices = gpu_topology(target, degrees.sequence).devices
     print(
         f"attention, {sizes.tokens} tokens of a device, {sizes.heads} heads ({sizes.kv_heads} key "
         f"heads) of {sizes.head_dim}, bfloat16, causal, {degrees.sequence} x {target}: "
         f"{describe(degrees)}"
     )
-    reading = attention(sizes, degrees, devices, xla_defaults=args.xla_defaults)
-    report(args, reading, target)
-    if degrees.ring > 1:
-        copies, slices = (reading.copies_a_round(in_branches=x) for x in (False, True))
-        print(f"in a round of the ring: {copies:.1f} copies, {slices:.1f} slices")
+    mesh, lowered = lowered_attention(
+        sizes, degrees, gpu_topology(target, degrees.sequence).devices
+    )
+    text = timed_compile(lowered, dict(st.compiler_options(mesh))).as_text()
+    report(text, mesh, target, details=args.details)
 
 
-def attention(
-    sizes: argparse.Namespace, degrees: st.Degrees, devices: list[Any], *, xla_defaults: bool
-) -> Reading:
-    """Attention and its gradients for a given cotangent, compiled."""
+def lowered_step(config: TrainConfig, degrees: st.Degrees, devices: list[Any]) -> tuple[Mesh, Any]:
+    """The mesh of some devices, and the whole training step of a run, lowered for it."""
+    mesh = st.make_mesh(degrees, axis_type="auto", devices=devices)
+    objective = TASKS[config.kind].make_objective(config)
+    program = Program(config, make_attention(mesh, config, objective), objective)
+    step: Any = program.train_step
+    return mesh, step.lower(program.state_shapes, program.batch_shapes)
+
+
+def lowered_attention(
+    sizes: argparse.Namespace, degrees: st.Degrees, devices: list[Any]
+) -> tuple[Mesh, Any]:
+    """The same for attention and its gradients for a given cotangent."""
     mesh = st.make_mesh(degrees, devices=devices)
     attend = st.Attention(mesh, layout="zigzag", backward=sizes.backward, inner=sizes.inner)
 
@@ -200,91 +150,80 @@ def attention(
 
     q = struct(sizes.heads, attend.query_spec(sizes.heads))
     k = struct(sizes.kv_heads, attend.key_spec(sizes.kv_heads))
-    options = {} if xla_defaults else st.compiler_options(mesh)
-    return compiled(mesh, lambda: jax.jit(step).lower(q, k, k, q), dict(options))
+    return mesh, jax.jit(step).lower(q, k, k, q)
 
 
-def compiled(mesh: Mesh, lower: Any, options: dict[str, Any]) -> Reading:
-    """Lowers and compiles a program."""
+def timed_compile(lowered: Any, options: dict[str, Any] | None = None) -> Any:
+    """Compiles a program, and prints how long that took."""
     start = time.perf_counter()
-    lowered = lower()
-    middle = time.perf_counter()
-    done = lowered.compile(compiler_options=options) if options else lowered.compile()
-    return Reading(mesh, done, middle - start, time.perf_counter() - middle)
+    compiled = lowered.compile(compiler_options=options)
+    print(f"compiled in {time.perf_counter() - start:.1f} s")
+    return compiled
 
 
-def report(args: argparse.Namespace, reading: Reading, target: str) -> None:
+def memory_of(compiled: Any) -> tuple[int, int, int, int]:
+    """What XLA says of a compiled step, in bytes of one device: state, rest, host and peak."""
+    memory: Any = compiled.memory_analysis()
+    arguments, rest = memory.argument_size_in_bytes, memory.temp_size_in_bytes
+    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    # Where more waits on the host than on the device, XLA's peak is that of the host.
+    peak = min(memory.peak_memory_in_bytes, arguments + results + rest)
+    return arguments, rest, memory.host_temp_size_in_bytes, peak
+
+
+def describe(degrees: st.Degrees) -> str:
+    """The degrees above 1."""
+    return ", ".join(f"{name} {n}" for name, n in vars(degrees).items() if n > 1)
+
+
+def report(text: str, mesh: Mesh, target: str, *, details: bool) -> None:
     """Prints what a compiled program does."""
-    print(f"lowered in {reading.lower_seconds:.1f} s, compiled in {reading.compile_seconds:.1f} s")
     gpu = GPUS[GPU_OF_TARGET.get(target, target)]
     print(
         f"\nroofline: memory {gpu.memory_rate / 1e12:.2f} TB/s, matrices "
         f"{gpu.peak_flops * gpu.matrix_efficiency / 1e12:.0f} TFLOP/s, link "
         f"{gpu.inside_rate / 1e9:.0f} GB/s"
     )
-    print(read_roofline(reading.text, gpu).table(), flush=True)
-    print(f"\n{overlap(reading)}")
-    if args.details:
-        print("\n".join(details(reading)))
+    roofline = read_roofline(text, gpu)
+    print(roofline.table(), flush=True)
+    print(f"\n{overlap(roofline.hops(mesh))}")
+    for line in each_collective(roofline, mesh) if details else ():
+        print(line)
 
 
-def is_homecoming(hop: ScheduledCollective) -> bool:
-    """Whether a hop of the backward pass starts after the last round."""
-    return BACKWARD in hop.op_name and hop.computation == ENTRY and hop.after == hop.of
-
-
-def overlap(reading: Reading) -> str:
+def overlap(hops: list[Collective]) -> str:
     """How many hops of the ring are beneath attention, and which are not."""
-    hops = reading.hops
     exposed = [x for x in hops if not x.overlapped]
-    hidden, count = _runs(hops) - _runs(exposed), _runs(hops)
-    text = f"{hidden} of {count} ring hops are overlapped"
+    count, shown = (sum(x.runs for x in some) for some in (hops, exposed))
+    text = f"{count - shown:g} of {count:g} ring hops are overlapped"
     for hop in exposed:
-        what = "homecoming of a gradient" if is_homecoming(hop) else f"{_pass(hop.op_name)} hop"
-        text += f"\n    not overlapped: {what}, {hop.runs} x {hop.received_bytes / MIB:.1f} MiB"
+        what = "homecoming of a gradient" if hop.is_homecoming else f"{_pass(hop.op_name)} hop"
+        text += f"\n    not overlapped: {what}, {hop.runs:g} x {hop.received_bytes / MIB:.1f} MiB"
         text += "" if hop.asynchronous else ", synchronous"
-        text += _listed(hop.products)
+        text += _listed(hop)
     return text
 
 
-def details(reading: Reading) -> Iterator[str]:
-    """One line for each collective, and one for each computation with copies."""
-    for x in reading.transfers:
-        where = ", ".join(sorted(axes(x, reading.mesh)))
+def each_collective(roofline: Roofline, mesh: Mesh) -> Iterator[str]:
+    """One line for each collective."""
+    for x in roofline.collectives:
+        where = ", ".join(sorted(x.axes(mesh)))
         yield (
-            f"    {_pass(x.op_name):<9}{f'{x.kind}, {where}':<39}{x.runs:>3} x "
+            f"    {_pass(x.op_name):<9}{f'{x.kind}, {where}':<39}{x.runs:>3g} x "
             f"{x.received_bytes / MIB:>6.1f} MiB {'async' if x.asynchronous else 'sync':<6}"
-            f"beneath: {len(x.attention)} attention{_listed(x.products)}"
+            f"beneath: {len(x.attention)} attention{_listed(x)}"
         )
-    for (place, counts), times in Counter(_copied(reading.copies)).items():
-        yield f"    copies {place}, {times} times: {counts}"
 
 
-def _copied(copies: tuple[Copy, ...]) -> Iterator[tuple[str, str]]:
-    """For each computation that copies: what it is, and the sizes of what it copies in one run."""
-    for computation in dict.fromkeys(x.computation for x in copies):
-        here = [x for x in copies if x.computation == computation]
-        for in_rounds in sorted({x.in_rounds for x in here}):
-            sizes = [x.written_bytes for x in here if x.in_rounds == in_rounds]
-            place = "in the rounds" if in_rounds else "before or after the rounds"
-            if here[0].conditional:
-                place = "in a branch"
-            runs = f" of {here[0].runs} runs" if here[0].runs > 1 else ""
-            yield place + runs, " + ".join(f"{size / MIB:.0f}" for size in sizes) + " MiB"
-
-
-def _listed(products: tuple[Kernel, ...]) -> str:
-    """Matrix products by the shapes of their results."""
-    shapes = [re.findall(r"\[([\d,]*)\]", x.result)[0].replace(",", "x") for x in products]
+def _listed(collective: Collective) -> str:
+    """The matrix products beneath a collective, by the shapes of their results."""
+    found = (re.findall(r"\[([\d,]*)\]", x.result)[0] for x in collective.products)
+    shapes = [shape.replace(",", "x") for shape in found]
     return f", {len(shapes)} products ({', '.join(shapes)})" if shapes else ""
 
 
 def _pass(op_name: str) -> str:
     return "backward" if BACKWARD in op_name else "forward"
-
-
-def _runs(transfers: list[ScheduledCollective]) -> int:
-    return sum(x.runs for x in transfers)
 
 
 def parse_args(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
@@ -299,13 +238,10 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, l
     parser.add_argument("--memory", action="store_true", help="no more than the memory of a step")
     parser.add_argument("--arithmetic", action="store_true", help="its closed form alone")
     parser.add_argument("--details", action="store_true", help="one line for each collective")
-    parser.add_argument("--xla-defaults", action="store_true", help="without st.compiler_options")
     args, others = parser.parse_known_args(argv)
-    step_only, attention_only = args.memory or args.arithmetic, args.xla_defaults
-    if step_only if args.program == ATTENTION else attention_only:
+    if args.program == ATTENTION and (args.memory or args.arithmetic):
         parser.error(
-            "--memory and --arithmetic are for steps, and --xla-defaults for attention; got them "
-            f"for {args.program}. Leave them out."
+            "--memory and --arithmetic are for steps; got one of them for attention. Leave it out."
         )
     return args, others
 

@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.compiled.deviceless import gpu_topology
 from benchmarks.compiled.roofline import ATTENTION, MATRICES, OTHERS, read_roofline
-from benchmarks.compiled.step import lowered_step
+from benchmarks.compiled.run import lowered_step
 from gpu_compiler import needs_gpu_compiler
 from programs import make_config
 from startrail_jax.devices.degrees import Degrees
@@ -85,7 +85,7 @@ def test_step_for_a_gpu_has_the_flops_of_the_model():
         data=DataConfig(mask_documents=False),
     )  # fmt: skip
     devices = gpu_topology("h100", 8).devices
-    found = read_roofline(lowered_step(config, degrees, devices).compile().as_text(), H100)
+    found = read_roofline(lowered_step(config, degrees, devices)[1].compile().as_text(), H100)
     flops = {
         kind: sum(x.runs * x.flops for x in found.kernels if x.kind == kind)
         for kind in (ATTENTION, MATRICES)

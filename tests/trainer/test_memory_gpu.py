@@ -8,14 +8,11 @@ import pytest
 import startrail_jax as st
 from benchmarks.compiled import run as benchmark
 from benchmarks.compiled.deviceless import gpu_topology
-from benchmarks.compiled.schedule import (
-    ENTRY,
-    axes,
-    read_overlap,
-)
+from benchmarks.compiled.roofline import ENTRY, read_roofline
 from gpu_compiler import needs_gpu_compiler
 from programs import compile_gradients, make_config, make_program, weight_shapes
 from startrail_jax.analysis import hlo
+from startrail_jax.planner.hardware import GPUS
 from trainer.gpt.config import DataConfig
 from trainer.parallel.step_sizes import footprint
 
@@ -121,9 +118,9 @@ def sent(kind, over, where=None, **changes):
     program, executable = compiled(**changes)
     return sum(
         transfer.runs * transfer.received_bytes
-        for transfer in read_overlap(executable.as_text())
+        for transfer in read_roofline(executable.as_text(), GPUS["h100"]).collectives
         if transfer.kind == kind
-        and axes(transfer, program.attention.mesh) == set(over)
+        and transfer.axes(program.attention.mesh) == set(over)
         and where in (None, transfer.computation)
     )
 
@@ -159,7 +156,7 @@ def test_hybrid_sums_its_parts_over_the_other_axes():
 def test_gpt_7b_fits_where_the_arithmetic_says(capsys):
     """The whole step of 512K tokens on 64 H200, compared with the estimate printed beside it."""
     benchmark.main(["gpt_7b", "--mesh.team", "4", "--memory", "--details"])
-    title, columns, row, *details = capsys.readouterr().out.splitlines()
+    title, _, columns, row, *details = capsys.readouterr().out.splitlines()
     assert title == "gpt_7b, 524288 tokens, 64 x h200: group 4, ring 4, team 4"
     assert columns.split() == ["state", "rest", "host", "peak", "formula"]
     _, state, rest, host, peak, formula = row.split()

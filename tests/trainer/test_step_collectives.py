@@ -6,12 +6,10 @@ import math
 import pytest
 
 import startrail_jax as st
-from benchmarks.compiled.schedule import (
-    ENTRY,
-    read_overlap,
-)
+from benchmarks.compiled.roofline import ENTRY, read_roofline
 from programs import compile_gradients, make_config, make_program, weight_shapes
 from startrail_jax.analysis.hlo import COLLECTIVES, read_traffic
+from startrail_jax.planner.hardware import GPUS
 from trainer.gpt.config import DataConfig
 
 # Without a ring, whose rounds would only make the programs longer.
@@ -112,7 +110,7 @@ def test_level_1_sums_after_all_parts_and_level_2_within():
     after = {
         level: sum(
             x.received_bytes
-            for x in read_overlap(compiled(level, accumulation=2))
+            for x in read_roofline(compiled(level, accumulation=2), GPUS["h100"]).collectives
             if x.kind == "reduce_scatter" and x.computation == ENTRY
         )
         for level in (1, 2)
