@@ -1,9 +1,8 @@
-"""Compiles, runs and times programs side by side on one device, and reports rows."""
+"""Compiles, runs and times programs side by side on one device, and prints rows."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import re
 import statistics
@@ -11,11 +10,9 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, TextIO
+from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
 import startrail_jax as st
@@ -30,13 +27,12 @@ starts each call while the one before it runs."""
 
 @dataclass
 class Report:
-    """Prints rows and writes them as JSON lines; knows which rows are asked for, and until when."""
+    """Knows which rows are asked for, and until when; remembers what went wrong."""
 
     args: argparse.Namespace
     mesh: Mesh
     """A mesh of the one device."""
-    deadline: float
-    file: TextIO
+    deadline: float = 0.0
     found: int = 0
     """Number of rows that were asked for."""
     left_out: list[str] = field(default_factory=list)
@@ -63,12 +59,6 @@ class Report:
         self.found += len(rows)
         return rows
 
-    def write(self, line: str, **record: Any) -> None:
-        print(line, flush=True)
-        if record:
-            self.file.write(json.dumps(record) + "\n")
-            self.file.flush()
-
 
 @dataclass
 class Program:
@@ -80,7 +70,7 @@ class Program:
     """Compiler options."""
     compiled: Any = None
     error: str = ""
-    """First line of the error that ended the program; None if it ran."""
+    """First line of the error that ended the program; "" if it ran."""
     calls: int = 1
     """Calls in one sample."""
     samples: list[float] = field(default_factory=list)
@@ -98,41 +88,19 @@ class Program:
         arguments, results = memory.argument_size_in_bytes, memory.output_size_in_bytes
         return arguments + results + memory.temp_size_in_bytes - memory.alias_size_in_bytes
 
-    def run(self, calls: int = 1) -> Any:
-        """Results of the last of `calls` calls in a row; None, with an `error`, if one fails."""
+    def run(self) -> Any:
+        """The results; None, with an `error`, if there are none."""
         result = None
-        try:
-            for _ in range(calls):
-                result = self.compiled(*self.arguments)
-            return jax.block_until_ready(result)
-        except Exception as error:
-            self.error = first_line(error)
-            return None
-
-
-def random_arrays(
-    shapes: Sequence[jax.ShapeDtypeStruct], float32: float | None = None
-) -> list[jax.Array]:
-    """Arrays of normal numbers, made in one program, as to compile one for each takes long.
-
-    They are read, again and again, from a pool whose length is a prime: so no two rows are alike.
-
-    Args:
-        float32: what float32 arrays hold instead.
-    """
-    pool = np.random.default_rng(0).standard_normal(4_194_301, np.float32)
-
-    def fill(pool: jax.Array) -> list[jax.Array]:
-        filled = []
-        for i, x in enumerate(shapes):
-            if x.dtype == jnp.float32 and float32 is not None:
-                filled.append(jnp.full(x.shape, float32, x.dtype))
-            else:
-                places = (jnp.arange(math.prod(x.shape), dtype=jnp.int32) + 977 * i) % len(pool)
-                filled.append(jnp.take(pool, places, mode="clip").reshape(x.shape).astype(x.dtype))
-        return filled
-
-    return jax.jit(fill)(pool)
+        if not self.error:
+            start = time.perf_counter()
+            try:
+                for _ in range(self.calls):
+                    result = self.compiled(*self.arguments)
+                jax.block_until_ready(result)
+                self.samples.append((time.perf_counter() - start) / self.calls)
+            except Exception as error:
+                self.error = first_line(error)
+        return result
 
 
 def prepare(build: Callable[..., Program], *arguments: Any) -> Program:
@@ -152,58 +120,43 @@ def first_line(error: BaseException) -> str:
 def compile_all(programs: Sequence[Program]) -> None:
     """Compiles programs, several at a time. They are traced in turn: a trace may patch modules."""
 
-    def compile_one(job: tuple[Program, Any]) -> None:
-        program, lowered = job
+    def compile_one(program: Program) -> None:
         try:
-            program.compiled = lowered.compile(compiler_options=program.options)
+            program.compiled = program.compiled.compile(compiler_options=program.options)
         except Exception as error:
             program.error = first_line(error)
 
-    jobs = []
-    for program in {id(x): x for x in programs}.values():
-        if program.error or program.compiled:
-            continue
+    for program in programs:
         try:
-            jobs.append((program, jax.jit(program.function).lower(*program.arguments)))
+            if not program.error:
+                program.compiled = jax.jit(program.function).lower(*program.arguments)
         except Exception as error:
             program.error = first_line(error)
     with ThreadPoolExecutor(COMPILERS) as pool:
-        list(pool.map(compile_one, jobs))
+        list(pool.map(compile_one, (x for x in programs if not x.error)))
 
 
-def warm_up(programs: Sequence[Program], memory_limit: float) -> None:
-    """Runs every program twice, to see how long it takes; none that needs more memory than that."""
-    for program in (x for x in programs if not x.error):
-        if program.planned_bytes > memory_limit:
-            needs, has = program.planned_bytes / 2**30, memory_limit / 2**30
-            program.error = f"needs {needs:.1f} GiB, and the device has {has:.1f}"
-            continue
-        program.run()
-        _take_sample(program)
-        if not program.error:
-            program.calls = min(MOST_CALLS, math.ceil(SAMPLE_SECONDS / program.seconds))
-
-
-def time_in_turn(programs: Sequence[Program], samples: int, seconds: float) -> None:
+def time_in_turn(
+    programs: Sequence[Program], samples: int, seconds: float, memory_limit: float
+) -> None:
     """Takes samples of all programs in turn, so that all of them meet the device in the same state.
 
     Args:
         samples: of each program.
         seconds: to spend; fewer samples are taken if need be, but one at least.
+        memory_limit: bytes of the device; a program that needs more is not run.
     """
-    programs = [x for x in programs if not x.error]
-    turn = sum(x.calls * x.seconds for x in programs)
+    for program in (x for x in programs if not x.error):
+        if program.planned_bytes > memory_limit:
+            needs, has = program.planned_bytes / 2**30, memory_limit / 2**30
+            program.error = f"needs {needs:.1f} GiB, and the device has {has:.1f}"
+        program.run()
+        program.run()
+        if not program.error:
+            program.calls = min(MOST_CALLS, math.ceil(SAMPLE_SECONDS / program.samples[-1]))
+    turn = sum(x.calls * x.samples[-1] for x in programs if not x.error)
     for program in programs:
         program.samples = []
     for _ in range(max(1, min(samples, int(seconds / max(turn, 1e-9))))):
         for program in programs:
-            _take_sample(program)
-
-
-def _take_sample(program: Program) -> None:
-    if program.error:
-        return
-    start = time.perf_counter()
-    program.run(program.calls)
-    if not program.error:
-        program.samples.append((time.perf_counter() - start) / program.calls)
+            program.run()

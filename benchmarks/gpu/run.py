@@ -1,15 +1,14 @@
 """The first ten minutes on one GPU: is the attention right, how fast is it, and how fast is a step?
 
     python benchmarks/gpu/run.py                          # 8 minutes, one NVIDIA GPU
-    python benchmarks/gpu/run.py --json results.jsonl --minutes 4
+    python benchmarks/gpu/run.py --minutes 4
     python benchmarks/gpu/run.py --rows "64K causal"
 
-Part 1, errors, compares every block backend, forward and backward, with float32 attention at
-highest precision. The number in brackets is the error divided by that of
-`jax.nn.dot_product_attention` in the same dtype. A row fails, and the exit status is 1, if an error
-is NaN or more than 1.4 times jax's (where jax has nothing to compare with: above the limits in
-`errors.py`). Rows "in turn" do the work of all devices of a mesh one after another, on the
-units of one sequence.
+Part 1, errors, compares the block backends, forward and backward, with float32 attention at highest
+precision. The number in brackets is the error divided by that of `jax.nn.dot_product_attention` in
+the same dtype. A row fails, and the exit status is 1, if an error is NaN or more than 1.4 times
+jax's (of float32 and of lse: above the limits in `errors.py`). Rows "at once" do the work of all
+devices of a mesh on this one, as a batch (`rehearsal.py`).
 
 Part 2, speed, uses bfloat16, batch 1 and random data, and gives medians of samples that are taken
 in turn.
@@ -23,8 +22,7 @@ in turn.
     ms          one call; fwd+bwd is both passes
     TFLOP/s     useful work over time: 4 * pairs * heads * head_dim forward, 2.5 times that
                 backward, of visible (query, key) pairs only; in (c) the device's share of them
-    x (a)       TFLOP/s over those of (a) in the column "at": at the same length, or at the longest
-                that was measured
+    x (a)       TFLOP/s over those of (a)
     GiB         arguments, results and temporaries, as compiled
 
 Part 3 times training steps of train.py (four layers of Llama 3 8B, 32K tokens, random data) and
@@ -32,7 +30,7 @@ gives the model FLOPs utilisation: FLOPs of the model, without those that are re
 and the peak of the GPU.
 
 Rows come in the order of their importance until the time is up; the rows that were left out are
-listed last. With --json, each row is also written as a line of JSON, with all samples.
+listed last.
 """
 
 from __future__ import annotations
@@ -76,19 +74,18 @@ def main(argv: list[str] | None = None) -> int:
             f"This benchmark needs an NVIDIA GPU; jax found {device.platform} devices. Install "
             "jax[cuda13], or use --tiny for a trial of the program on a CPU."
         )
-    mesh = st.make_mesh(st.Degrees(), devices=[device])
     end = start + 60 * args.minutes
-    with open(args.json or os.devnull, "w") as file:
-        report = Report(args, mesh, end, file)
-        header(report, device)
-        errors.measure(report, until=start + ERRORS_SHARE * 60 * args.minutes)
-        report.deadline = end - 60 * STEP_MINUTES
-        speed.measure(report)
-        report.deadline = end
-        step.measure(report)
-        for row in report.left_out:
-            report.write(f"left out, as the time was up: {row}", part="left out", row=row)
-        report.write(f"{time.monotonic() - start:.0f} s in all")
+    report = Report(args, st.make_mesh(st.Degrees(), devices=[device]))
+    header(report, device)
+    report.deadline = start + ERRORS_SHARE * 60 * args.minutes
+    errors.measure(report)
+    report.deadline = end - 60 * STEP_MINUTES
+    speed.measure(report)
+    report.deadline = end
+    step.measure(report)
+    for row in report.left_out:
+        print(f"left out, as the time was up: {row}")
+    print(f"{time.monotonic() - start:.0f} s in all")
     if not report.found:
         raise SystemExit(f"--rows must match the name of a row; got {args.rows!r}.")
     return int(report.failed)
@@ -102,13 +99,13 @@ def header(report: Report, device: Any) -> None:
         card = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         card = ""
-    versions = {name: version(name) for name in PACKAGES}
+    installed = {x.metadata["Name"]: x.version for x in importlib.metadata.distributions()}
+    versions = [f"{name} {installed[name]}" for name in PACKAGES if name in installed]
     facts = {
         "card": f"{device.device_kind}, compute {getattr(device, 'compute_capability', '-')}, "
         f"{report.memory_limit / 2**30:.0f} GiB for jax",
         f"nvidia-smi ({query})": card or "not found",
-        "versions": ", ".join(f"{name} {found}" for name, found in versions.items() if found)
-        + f", Python {platform.python_version()}",
+        "versions": f"{', '.join(versions)}, Python {platform.python_version()}",
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "command": shlex.join(["python", *sys.argv]),
         "compiler options": str(report.options),
@@ -116,16 +113,7 @@ def header(report: Report, device: Any) -> None:
     }
     if report.args.tiny:
         facts["tiny"] = "a trial: every backend is xla, jax's too, and times mean nothing"
-    report.write("\n".join(f"{name}: {value}" for name, value in facts.items()))
-    report.write("", part="header", **facts)
-
-
-def version(package: str) -> str:
-    """The installed version of a package; "" if there is none."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+    print("\n".join(f"{name}: {value}" for name, value in facts.items()), end="\n\n")
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -134,7 +122,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--minutes", type=float, default=8.0, help="for everything")
     parser.add_argument("--rows", default="", help="regular expression: only the rows it finds")
-    parser.add_argument("--json", metavar="FILE", help="write rows as lines of JSON too")
     parser.add_argument("--tiny", action="store_true", help="sizes and backends for a CPU")
     return parser.parse_args(argv)
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,17 +13,7 @@ import jax.numpy as jnp
 
 import startrail_jax as st
 from benchmarks.gpu import rehearsal
-from benchmarks.gpu.report import (
-    Program,
-    Report,
-    compile_all,
-    first_line,
-    prepare,
-    random_arrays,
-    time_in_turn,
-    warm_up,
-)
-from startrail_jax.rings.schedule import Schedule
+from benchmarks.gpu.report import Program, Report, compile_all, first_line, prepare, time_in_turn
 
 JAX = "(a) jax.nn, cuDNN"
 OURS = "(b) Attention, one device"
@@ -45,10 +33,8 @@ FORWARD, BOTH = "fwd", "fwd+bwd"
 # Of each row, and how long those of one problem may take.
 SAMPLES, SAMPLING_SECONDS = 7, 20.0
 
-GUESSED_RATE = 2e14
-"""FLOP/s of a slow GPU, from which the time of a row is estimated."""
-
-COLUMNS = ("unit", "ms", "TFLOP/s", "x (a)", "at", "GiB")
+GUESSED_RATE, GUESSED_SETUP = 2e14, 3.0
+"""FLOP/s of a slow GPU, and seconds to compile a row, from which the time of a row is estimated."""
 
 
 @dataclass(frozen=True)
@@ -62,13 +48,9 @@ class Problem:
     head_dim: int = 128
 
     def __str__(self) -> str:
-        return f"{tokens(self.seq_len)} {self.kind}"
-
-    @property
-    def kind(self) -> str:
-        """The properties that two problems must share to be compared."""
+        length = f"{self.seq_len // 1024}K" if self.seq_len % 1024 == 0 else str(self.seq_len)
         mask = "causal" if self.causal else "full"
-        return f"{mask} {self.heads}/{self.kv_heads}x{self.head_dim}"
+        return f"{length} {mask} {self.heads}/{self.kv_heads}x{self.head_dim}"
 
     def flops(self, step: str, devices: int = 1) -> float:
         """Useful floating-point operations of one device among several."""
@@ -104,137 +86,115 @@ class Row:
     setting: str
     problem: Problem
     step: str
-    unit: int
-    """Tokens in a query unit."""
-    devices: int = 1
+    degrees: st.Degrees = st.Degrees()  # noqa: RUF009 - frozen
 
     def __str__(self) -> str:
         return f"{self.setting}, {self.problem}, {self.step}"
 
     @property
+    def unit(self) -> int:
+        """Tokens in a query unit."""
+        return self.problem.seq_len // self.degrees.sequence * self.degrees.team
+
+    @property
     def flops(self) -> float:
-        return self.problem.flops(self.step, self.devices)
+        return self.problem.flops(self.step, self.degrees.sequence)
 
 
 def rows_of(problem: Problem, settings: dict[str, st.Degrees]) -> Iterator[Row]:
     for step in (FORWARD, BOTH):
-        yield Row(JAX, problem, step, problem.seq_len)
-        yield Row(OURS, problem, step, problem.seq_len)
+        yield Row(JAX, problem, step)
+        yield Row(OURS, problem, step)
         for name, degrees in settings.items():
-            devices = degrees.sequence
-            yield Row(name, problem, step, problem.seq_len // devices * degrees.team, devices)
+            yield Row(name, problem, step, degrees)
 
 
 def measure(report: Report) -> None:
     """Measures and prints all rows, one problem after another."""
     tiny = report.args.tiny
-    problems = TINY_PROBLEMS if tiny else PROBLEMS
-    bench = Bench(report, TINY_SETTINGS if tiny else SETTINGS, "xla" if tiny else "cudnn")
-    widths = (7, 10, 11, 7, 6, 10)
-    columns = "".join(f"{name:>{n}}" for name, n in zip(COLUMNS, widths, strict=True))
-    report.write(f"\n{'':<28}{'tokens, mask, heads':<24}{'step':<8}{columns}")
-    for problem in problems:
-        rows = report.wanted(list(rows_of(problem, bench.settings)))
+    print(f"\n{'':<28}{'tokens, mask, heads':<24}{'step':<8}{'unit':>7}{'ms':>10}"
+          f"{'TFLOP/s':>11}{'x (a)':>7}{'GiB':>10}")  # fmt: skip
+    for problem in TINY_PROBLEMS if tiny else PROBLEMS:
+        rows = report.wanted(list(rows_of(problem, TINY_SETTINGS if tiny else SETTINGS)))
         # Two calls to warm up, and some samples.
         seconds = sum(row.flops for row in rows) / GUESSED_RATE * (2 + 3)
-        if seconds + bench.setup_seconds * len(rows) > report.seconds_left:
+        if seconds + GUESSED_SETUP * len(rows) > report.seconds_left:
             report.left_out += [f"speed: {row}" for row in rows]
         elif rows:
             try:
-                bench.measure(rows)
+                measure_rows(report, rows)
             except Exception as error:
-                line = f"{rows[0].problem}: {first_line(error)}"
-                report.write(line, part="speed", row=str(rows[0].problem), error=first_line(error))
+                print(f"{problem}: {first_line(error)}")
 
 
-@dataclass
-class Bench:
+def measure_rows(report: Report, rows: Sequence[Row]) -> None:
     """Measures the rows of one problem in turn."""
-
-    report: Report
-    settings: dict[str, st.Degrees]
-    backend: str
-    setup_seconds: float = 3.0
-    """Seconds before the first run of a row: a guess at first, then as in the previous problem."""
-    rates: dict[tuple[str, str], dict[int, float]] = dataclasses.field(default_factory=dict)
-    """(kind of problem, step) -> tokens -> TFLOP/s of (a)."""
-
-    def measure(self, rows: list[Row]) -> None:
-        start = time.monotonic()
-        whole = tuple(random_arrays(rows[0].problem.shapes()))
-        programs = {row: prepare(self.program, row, whole) for row in rows}
-        everything = list(programs.values())
-        compile_all(everything)
-        self.setup_seconds = (time.monotonic() - start) / len(rows)
-        warm_up(everything, self.report.memory_limit)
-        time_in_turn(everything, SAMPLES, min(SAMPLING_SECONDS, self.report.seconds_left / 4))
-        for row, program in programs.items():
-            if row.setting == JAX and not program.error:
-                rates = self.rates.setdefault((row.problem.kind, row.step), {})
-                rates[row.problem.seq_len] = row.flops / program.seconds / 1e12
-        for row, program in programs.items():
-            self.print_row(row, program)
-
-    def program(self, row: Row, whole: tuple[jax.Array, ...]) -> Program:
-        options = self.report.options
-        backward = row.step == BOTH
-        if row.devices > 1:
-            schedule, shapes = self.device(row)
-            received = rehearsal.arrivals(schedule, *shapes, backward=backward)
-            # What arrives in float32 is lse, and what is added to gradients.
-            arrays = random_arrays([*shapes, *received], float32=math.log(row.problem.seq_len))
-            arguments = rehearsal.middle(schedule), arrays[4:], *arrays[:4]
-            return Program(rehearsal.alone(schedule, backward=backward), arguments, options)
-        attend: Callable[..., Any]
-        if row.setting == JAX:
-            options = {}
-            attend = functools.partial(
-                jax.nn.dot_product_attention,
-                is_causal=row.problem.causal,
-                implementation="cudnn" if self.backend == "cudnn" else "xla",
-            )
-        else:
-            mesh = self.report.mesh
-            attend = st.Attention(mesh, causal=row.problem.causal, backend=self.backend)
-
-        def both(q: jax.Array, k: jax.Array, v: jax.Array, dout: jax.Array) -> Any:
-            out, vjp = jax.vjp(attend, q, k, v)
-            return out, vjp(dout)
-
-        forward = lambda q, k, v, dout: attend(q, k, v)  # noqa: E731
-        return Program(both if backward else forward, whole, options)
-
-    def device(self, row: Row) -> tuple[Schedule, list[jax.ShapeDtypeStruct]]:
-        """Schedule of (c), and the shapes of the shards of a device."""
-        causal = row.problem.causal
-        layout = "zigzag" if causal else "contiguous"
-        options = dict(causal=causal, layout=layout, backend=self.backend)
-        schedule = rehearsal.schedule_of(self.settings[row.setting], self.report.mesh, **options)
-        schedule.layout.check_length(row.problem.seq_len)
-        return schedule, row.problem.shapes(row.devices)
-
-    def print_row(self, row: Row, program: Program) -> None:
+    whole = tuple(random_arrays(rows[0].problem.shapes()))
+    programs = {row: prepare(program_of, report, row, whole) for row in rows}
+    everything = list(programs.values())
+    compile_all(everything)
+    seconds = min(SAMPLING_SECONDS, report.seconds_left / 4)
+    time_in_turn(everything, SAMPLES, seconds, report.memory_limit)
+    of_jax: dict[str, float] = {}
+    for row, program in programs.items():
         line = f"{row.setting:<28}{row.problem!s:<24}{row.step:<8}{row.unit:>7}"
-        record: dict[str, Any] = dict(
-            part="speed", row=str(row), setting=row.setting, step=row.step, unit_tokens=row.unit,
-            devices=row.devices, dtype="bfloat16", **dataclasses.asdict(row.problem),
-        )  # fmt: skip
         if program.error:
-            self.report.write(f"{line}  {program.error}", error=program.error, **record)
-            return
+            print(f"{line}  {program.error}")
+            continue
         rate = row.flops / program.seconds / 1e12
-        rates = self.rates.get((row.problem.kind, row.step), {})
-        at = row.problem.seq_len if row.problem.seq_len in rates else max(rates, default=0)
-        ratio = rate / rates[at] if at else None
-        self.report.write(
-            f"{line}{1e3 * program.seconds:10.3f}{rate:11.4g}"
-            f"{'-' if ratio is None else f'{ratio:.3f}':>7}{tokens(at) if at else '-':>6}"
-            f"{program.planned_bytes / 2**30:>10.2f}",
-            **record, ms=1e3 * program.seconds, samples_ms=[1e3 * x for x in program.samples],
-            calls_per_sample=program.calls, useful_flops=row.flops, tflops_per_second=rate,
-            ratio=ratio, ratio_at_tokens=at or None, planned_bytes=program.planned_bytes,
-        )  # fmt: skip
+        if row.setting == JAX:
+            of_jax[row.step] = rate
+        ratio = f"{rate / of_jax[row.step]:.3f}" if row.step in of_jax else "-"
+        print(f"{line}{1e3 * program.seconds:10.3f}{rate:11.4g}{ratio:>7}"
+              f"{program.planned_bytes / 2**30:>10.2f}", flush=True)  # fmt: skip
 
 
-def tokens(number: int) -> str:
-    return f"{number // 1024}K" if number % 1024 == 0 else str(number)
+def program_of(report: Report, row: Row, whole: tuple[jax.Array, ...]) -> Program:
+    """The program of a row; `whole` are q, k, v and dout of the whole sequence."""
+    causal, backward = row.problem.causal, row.step == BOTH
+    options, backend = report.options, "xla" if report.args.tiny else "cudnn"
+    if row.degrees.sequence > 1:
+        layout = "zigzag" if causal else "contiguous"
+        own = dict(causal=causal, layout=layout, backend=backend)
+        schedule = rehearsal.schedule_of(row.degrees, report.mesh, **own)
+        schedule.layout.check_length(row.problem.seq_len)
+        shapes = row.problem.shapes(row.degrees.sequence)
+        received = rehearsal.arrivals(schedule, *shapes, backward=backward)
+        # What arrives in float32 is lse, and what is added to gradients.
+        arrays = random_arrays([*shapes, *received], float32=math.log(row.problem.seq_len))
+        arguments = rehearsal.middle(schedule), arrays[4:], *arrays[:4]
+        return Program(rehearsal.alone(schedule, backward=backward), arguments, options)
+    attend: Callable[..., Any] = st.Attention(report.mesh, causal=causal, backend=backend)
+    if row.setting == JAX:
+        options = {}
+        attend = functools.partial(
+            jax.nn.dot_product_attention, is_causal=causal, implementation=backend
+        )
+
+    def both(q: jax.Array, k: jax.Array, v: jax.Array, dout: jax.Array) -> Any:
+        out, vjp = jax.vjp(attend, q, k, v)
+        return out, vjp(dout)
+
+    forward = lambda q, k, v, dout: attend(q, k, v)  # noqa: E731
+    return Program(both if backward else forward, whole, options)
+
+
+def random_arrays(
+    shapes: Sequence[jax.ShapeDtypeStruct], float32: float | None = None
+) -> list[jax.Array]:
+    """Arrays of normal numbers, made in one program, as to compile one for each takes long.
+
+    Args:
+        float32: what float32 arrays hold instead.
+    """
+
+    @jax.jit
+    def fill(key: jax.Array) -> list[jax.Array]:
+        return [
+            jnp.full(x.shape, float32, x.dtype)
+            if x.dtype == jnp.float32 and float32 is not None
+            else jax.random.normal(jax.random.fold_in(key, i), x.shape, x.dtype)
+            for i, x in enumerate(shapes)
+        ]
+
+    return fill(jax.random.key(0))

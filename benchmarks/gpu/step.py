@@ -42,20 +42,15 @@ def measure(report: Report) -> None:
     try:
         seconds, flops = time_steps(report, config)
     except Exception as error:
-        report.write(f"\n{name}: {first_line(error)}", part="step", error=first_line(error))
+        print(f"\n{name}: {first_line(error)}")
         return
-    peak = peak_flops(jax.devices()[0].device_kind)
-    rate = flops / statistics.median(seconds)
-    mfu = rate / peak if peak else None
-    report.write(
-        f"\n{name}: {statistics.median(seconds):.3f} s, {rate / 1e12:.4g} TFLOP/s, "
-        f"MFU {'-' if mfu is None else f'{mfu:.1%}'}",
-        part="step", row=name, seconds=seconds, model_flops=flops, mfu=mfu,
-    )  # fmt: skip
+    peak, rate = peak_flops(jax.devices()[0].device_kind), flops / seconds
+    mfu = f"{rate / peak:.1%}" if peak else "-"
+    print(f"\n{name}: {seconds:.3f} s, {rate / 1e12:.4g} TFLOP/s, MFU {mfu}")
 
 
-def time_steps(report: Report, config: GPTTrainConfig) -> tuple[list[float], float]:
-    """Seconds of each step after the first two, and the model's FLOPs in one step."""
+def time_steps(report: Report, config: GPTTrainConfig) -> tuple[float, float]:
+    """Median seconds of the steps after the first two, and the model's FLOPs in one step."""
     objective: Any = TASKS[config.kind].make_objective(config)
     attention = make_attention(report.mesh, config, objective)
     program = Program(config, attention, objective)
@@ -66,4 +61,5 @@ def time_steps(report: Report, config: GPTTrainConfig) -> tuple[list[float], flo
         state, metrics = program.train_step(state, batch)
         float(metrics.loss)
         seconds.append(time.perf_counter() - start)
-    return seconds[2:], objective.flops_per_token * config.batch_size * config.num_tokens
+    flops = objective.flops_per_token * config.batch_size * config.num_tokens
+    return statistics.median(seconds[2:]), flops
