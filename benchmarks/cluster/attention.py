@@ -16,8 +16,7 @@ from jax.sharding import Mesh
 
 import startrail_jax as st
 from benchmarks.cluster.rounds import Processes, Timed
-from benchmarks.cluster.schemes import Scheme
-from benchmarks.cluster.settings import ClusterSettings
+from benchmarks.cluster.settings import ClusterSettings, Scheme
 from startrail_jax import masks, testing
 from startrail_jax.analysis.algorithms import GLOO, NCCL
 from startrail_jax.analysis.cost import Traffic, default_order

@@ -133,19 +133,19 @@ def configure_ports(address: str, network: str, neighbours: Sequence[str]) -> No
         Path(f"/proc/sys/net/ipv4/tcp_{name}").write_text(f"4096 {SOCKET_BYTES} {SOCKET_BYTES}")
 
 
-def port_bytes(port: str) -> tuple[int, int]:
-    """Bytes that a network device of this namespace has received and sent, headers included.
+def received_bytes(port: str) -> int:
+    """Bytes that a network device of this namespace has received, headers included.
 
     Raises:
         ValueError: if there is no such device.
     """
-    with open("/proc/net/dev") as lines:
-        found = {name.strip(): counts.split() for name, _, counts in
-                 (line.partition(":") for line in lines)}  # fmt: skip
-    if len(found.get(port, ())) < 9:
-        names = ", ".join(name for name, counts in found.items() if len(counts) > 8)
-        raise InputError(f"interface must be one of {names}; got {port!r}. Name one of them.")
-    return int(found[port][0]), int(found[port][8])
+    lines = [line.partition(":") for line in Path("/proc/net/dev").read_text().splitlines()[2:]]
+    found = {name.strip(): int(counts.split()[0]) for name, _, counts in lines}
+    if port not in found:
+        raise InputError(
+            f"interface must be one of {', '.join(found)}; got {port!r}. Name one of them."
+        )
+    return found[port]
 
 
 def _classes(device: str, rate: float) -> list[str]:

@@ -1,8 +1,10 @@
-"""The processes of `run.py`: shared programs, and rounds that time all rows."""
+"""The processes of `run.py`: shared programs, rounds that time all rows, and the table of these."""
 
 from __future__ import annotations
 
+import math
 import pickle
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +15,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils, serialize_executable
 
-from benchmarks.cluster.links import port_bytes
+from benchmarks.cluster.links import received_bytes
 
 
 @dataclass
@@ -28,8 +30,8 @@ class Timed:
     """Runs it; returns when this process is done."""
     expected: float
     """Bytes that the busiest port should receive; NaN if that is not known."""
-    error: float | None = None
-    """Largest error of its results, relative to the largest value of each; None if unknown."""
+    error: float = math.nan
+    """Largest error of its results, relative to the largest value of each; NaN if unknown."""
     tolerance: float = 0.0
     losses: list[float] = field(default_factory=list)
     """Losses of the training steps so far."""
@@ -37,8 +39,54 @@ class Timed:
     """Time of the slowest process, in each round."""
     received: list[float] = field(default_factory=list)
     """Bytes that the busiest port received, in each round."""
-    sent: list[float] = field(default_factory=list)
-    """Bytes that it sent."""
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether a result was too far from the reference."""
+        return self.error > self.tolerance
+
+    def line(self, yardstick: float) -> str:
+        """Its row of the table; `yardstick` are the seconds of the first."""
+        seconds, received = statistics.median(self.seconds), statistics.median(self.received)
+        spread = (max(self.seconds) - min(self.seconds)) / seconds
+        over = received / self.expected - 1 if min(received, self.expected) > 0 else math.nan
+        columns = (
+            f"{received / 1e6:10.3f}" if received > 0 else f"{'-':>10}",
+            f"{self.expected / 1e6:10.3f}",
+            f"{over:+8.1%}",
+            f"{self.error:10.1e}",
+        )
+        text = "".join(columns).replace("+nan%", "    -").replace("nan", "  -")
+        return (
+            f"{self.name:<32}{seconds:9.3f}{spread:8.0%}{yardstick / seconds:9.2f}{text}"
+            f"{' WRONG' if self.is_wrong else ''}"
+        )
+
+
+HEADER = (
+    f"{'':<32}{'s':>9}{'spread':>8}{'x first':>9}{'port MB':>10}{'expected':>10}{'over':>8}"
+    f"{'error':>10}"
+)
+LEGEND = """
+s         median over the rounds of the time of the slowest process
+spread    longest minus shortest round, over the median
+x first   time of the first row over that of this one
+port MB   bytes that the busiest port received, by the kernel's count, less those of an idle round
+expected  the same by st.communication with the algorithms of NCCL, or of gloo on CPUs; for a
+          training step, by the collectives of the compiled program
+over      port MB over expected: what headers and acknowledgements add
+error     largest difference from dense float64 attention, relative to the largest value; for a
+          training step, difference of the first loss from that of the first row"""
+
+
+def table(rows: Sequence[Timed]) -> str:
+    """The table of some rows, pass by pass."""
+    lines: list[str] = []
+    for what in dict.fromkeys(row.what for row in rows):
+        chosen = [row for row in rows if row.what == what]
+        yardstick = statistics.median(chosen[0].seconds)
+        lines += ["", what, HEADER, *(row.line(yardstick) for row in chosen)]
+    return "\n".join([*lines, LEGEND])
 
 
 class Processes:
@@ -118,30 +166,25 @@ class Processes:
 
     def run_rounds(self, timed: Sequence[Timed], rounds: int) -> None:
         """Times all programs in turn, so many times over, and adds the results to them."""
-        nothing = [self._once(lambda: None) for _ in range(3)]
-        idle = [int(np.median([x[i] for x in nothing])) for i in (1, 2)]
-        samples: dict[int, list[tuple[float, int, int]]] = {i: [] for i in range(len(timed))}
+        idle = statistics.median(self._once(lambda: None)[1] for _ in range(3))
         for number in range(rounds):
             # Back and forth, so that a drift of the machine favours no row.
-            order = range(len(timed)) if number % 2 == 0 else reversed(range(len(timed)))
-            for index in order:
-                samples[index].append(self._once(timed[index].run))
-        for index, row in enumerate(timed):
-            values = np.asarray(self.largest(np.ravel(samples[index]).tolist())).reshape(-1, 3)
-            row.seconds += values[:, 0].tolist()
-            row.received += (values[:, 1] - idle[0]).tolist()
-            row.sent += (values[:, 2] - idle[1]).tolist()
+            for row in timed if number % 2 == 0 else timed[::-1]:
+                seconds, received = self._once(row.run)
+                row.seconds.append(seconds)
+                row.received.append(received - idle)
+        for row in timed:
+            row.seconds, row.received = self.largest(row.seconds), self.largest(row.received)
 
-    def _once(self, run: Callable[[], Any]) -> tuple[float, int, int]:
-        """Seconds of one run, and the bytes that came and went meanwhile."""
-        before = self._counted()
+    def _once(self, run: Callable[[], Any]) -> tuple[float, int]:
+        """Seconds of one run, and the bytes that came meanwhile."""
+        before = self._received()
         multihost_utils.sync_global_devices("go")
         start = time.perf_counter()
         run()
         seconds = time.perf_counter() - start
         multihost_utils.sync_global_devices("done")
-        after = self._counted()
-        return seconds, after[0] - before[0], after[1] - before[1]
+        return seconds, self._received() - before
 
-    def _counted(self) -> tuple[int, int]:
-        return port_bytes(self._port) if self._port else (0, 0)
+    def _received(self) -> int:
+        return received_bytes(self._port) if self._port else 0

@@ -12,8 +12,8 @@ This needs Linux, its commands `unshare`, `ip` and `tc`, and no root where user 
 allowed. Nothing is left behind, even if the program is killed.
 
 The benchmark compiles all rows, compares their results with dense attention in float64, and times
-them in turn, --rounds times. It prints a table and says below what the columns mean; --json writes
-all samples. The exit status is 1 if a result is wrong.
+them in turn, --rounds times. It prints a table and says below what the columns mean. The exit
+status is 1 if a result is wrong.
 
 What the emulation does not have: overlap of messages with attention (XLA's CPU backend waits for
 each message), latency, and cores of its own for each device. Only ratios of times mean something,
@@ -40,8 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.cluster import nodes as cluster_nodes
 from benchmarks.cluster.nodes import EMULATED, PRIVATE_FOLDER
-from benchmarks.cluster.schemes import named_schemes
-from benchmarks.cluster.settings import ClusterSettings
+from benchmarks.cluster.settings import ClusterSettings, named_schemes
 from startrail_jax.errors import InputError
 from trainer.command_line import parse
 from trainer.config import Distributed
@@ -56,22 +55,9 @@ EMULATION_ONLY = ("rate", "inside")
 def main(argv: list[str]) -> int:
     command = parse(argv, default=ClusterSettings(), prog="cluster.py", description=__doc__)
     settings, distributed = command.settings, command.distributed
-    check_output(settings)
     if distributed.several:
         return measure(settings, distributed)
     return emulate(settings, argv)
-
-
-def check_output(settings: ClusterSettings) -> None:
-    """Refuses a file that could not be written when all is measured."""
-    if settings.json is None:
-        return
-    folder = settings.json.resolve().parent
-    if not folder.is_dir() or folder.is_relative_to(PRIVATE_FOLDER):
-        raise InputError(
-            f"json must be in a folder that exists, and not in {PRIVATE_FOLDER}; got "
-            f"{settings.json}. Make the folder, or name another."
-        )
 
 
 # On one machine ----------------------------------------------------------------------------------
@@ -127,7 +113,7 @@ def measure(settings: ClusterSettings, distributed: Distributed) -> int:
         )
     silence_gloo()
     with together(distributed):
-        require_same_flags(flags_of(settings, but=("json",)))
+        require_same_flags(flags_of(settings))
         return measure_joined(settings, emulated=emulated)
 
 
@@ -143,9 +129,8 @@ def measure_joined(settings: ClusterSettings, *, emulated: bool) -> int:
     """Measures, when the processes have joined each other. Returns the exit status."""
     import jax
 
-    from benchmarks.cluster import report
     from benchmarks.cluster.attention import AttentionCalls
-    from benchmarks.cluster.rounds import Processes
+    from benchmarks.cluster.rounds import Processes, Timed, table
 
     processes = Processes(
         shared=PRIVATE_FOLDER if emulated else None,
@@ -167,7 +152,7 @@ def measure_joined(settings: ClusterSettings, *, emulated: bool) -> int:
     }
     for name, fact in facts.items():
         processes.say(f"{name}: {fact}")
-    timed = []
+    timed: list[Timed] = []
     for kind in settings.train or (None,):
         own = settings if kind is None else settings.of_model(kind)
         calls: Any = AttentionCalls(own, place, processes)
@@ -180,12 +165,8 @@ def measure_joined(settings: ClusterSettings, *, emulated: bool) -> int:
             timed += calls.prepare(scheme)
     processes.say(f"{len(timed)} programs are compiled and checked; timing")
     processes.run_rounds(timed, settings.rounds)
-    results = [report.result(x) for x in timed]
-    if processes.is_first:
-        print(report.table(results), flush=True)
-        if settings.json:
-            report.save(settings.json, report.header_of(settings, **facts), results)
-    return int(any(map(report.is_wrong, results)))
+    processes.say(table(timed))
+    return int(any(row.is_wrong for row in timed))
 
 
 def find_place(settings: ClusterSettings, *, emulated: bool) -> Any:

@@ -13,8 +13,7 @@ import numpy as np
 import startrail_jax as st
 from benchmarks.cluster.attention import AttentionCalls
 from benchmarks.cluster.rounds import Processes, Timed
-from benchmarks.cluster.schemes import Scheme
-from benchmarks.cluster.settings import LOCAL_LAYERS, ClusterSettings
+from benchmarks.cluster.settings import LOCAL_LAYERS, ClusterSettings, Scheme
 from startrail_jax.analysis.ports import read_messages
 from startrail_jax.tokens.layout import Layout
 from trainer.config import OptimizerConfig, TrainConfig

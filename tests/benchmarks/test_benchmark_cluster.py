@@ -1,6 +1,5 @@
 """The emulated cluster: its network, its end, its words; and one measurement from end to end."""
 
-import json
 import math
 import os
 import re
@@ -17,14 +16,12 @@ import pytest
 import startrail_jax as st
 from benchmarks.cluster import links as cluster_links
 from benchmarks.cluster import nodes as cluster_nodes
-from benchmarks.cluster import report as cluster_report
 from benchmarks.cluster import rounds as cluster_rounds
 from benchmarks.cluster import run as cluster
 from benchmarks.cluster import training as cluster_training
 from benchmarks.cluster.attention import AttentionCalls, Place
 from benchmarks.cluster.nodes import Topology
-from benchmarks.cluster.schemes import named_schemes, read_scheme
-from benchmarks.cluster.settings import ClusterSettings
+from benchmarks.cluster.settings import ClusterSettings, named_schemes, read_scheme
 from benchmarks.cluster.training import TrainingSteps
 from refusals import refused
 from startrail_jax.devices.degrees import Degrees
@@ -98,8 +95,8 @@ def test_setting_that_is_none_is_refused(wrong, named):
 )
 def test_scheme_is_read(text, degrees, published):
     scheme = read_scheme(text, 16)
-    assert (scheme.name, scheme.degrees, scheme.published) == (text, degrees, published)
-    assert bool(scheme.options) == published
+    assert (scheme.name, scheme.degrees) == (text, degrees)
+    assert scheme.options == ({"published": True} if published else {})
 
 
 def test_scheme_has_the_options_in_its_name():
@@ -114,17 +111,17 @@ def test_scheme_has_the_options_in_its_name():
     ("text", "message"),
     [
         *(
-            (f"ring:{x}", rf"Options of a scheme must be .*; got 'ring:{x}'")
-            for x in ("", "inner", "inner=x", "scale=2")
+            (f"ring:{x}", rf"Options of a scheme must be .*; got '{x}'")
+            for x in ("", "inner", "inner=x", "scale=2", "inner=2,inner=4")
         ),
         ("rings", r"A scheme must be one of ring, .*; got 'rings'"),
         ("head", r"A scheme must be one of .*; got 'head'"),
         ("ring-4", r"A scheme must be one of .*; got 'ring-4'"),
-        ("team-3", r"team must divide the number of devices; got team=3 for 16 devices"),
+        ("team-3", r"product of the degrees .* got team-3, which has 15, for 16 devices"),
         ("startrail-3", r"c\^2 must divide the sequence degree; got c=3"),
-        ("ring=4,team=2", r"product of the degrees .* got ring=4,team=2 = 8 for 16 devices"),
-        ("ring=4,tensor=4", r"Degrees must be numbers for ring, group, team, head"),
-        ("ring=4,ring=4", r"Degrees must be numbers for .* at most once"),
+        ("ring=4,team=2", r"product of the degrees .* got ring=4,team=2, which has 8"),
+        ("ring=4,tensor=4", r"Degrees of a scheme must be values of ring, group, team, head"),
+        ("ring=4,ring=4", r"Degrees of a scheme must be .* at most once"),
     ],
 )
 def test_scheme_that_is_none_is_refused(text, message):
@@ -170,13 +167,6 @@ def test_what_is_bfloat16_is_sent_as_such(dtype, scheme, as_such, monkeypatch):
     assert (cluster.BFLOAT16_FLAG in found[0]["XLA_FLAGS"]) == as_such
 
 
-def test_output_is_refused_before_anything_is_measured(tmp_path):
-    with refused(InputError, "json must"):
-        cluster.check_output(ClusterSettings(json=tmp_path / "no" / "x.json"))
-    with refused(InputError, "not in /dev/shm"):
-        cluster.check_output(ClusterSettings(json=Path("/dev/shm/x.json")))
-
-
 @pytest.mark.parametrize(
     ("flags", "length"),
     [([], 960), (["--no-causal"], 1020), (["--train", "gpt", "--no-causal"], 960)],
@@ -199,27 +189,29 @@ def test_rate_of_a_real_cluster_is_refused():
 
 
 def test_unknown_interface_is_refused():
-    assert cluster_links.port_bytes("lo")[0] >= 0
+    assert cluster_links.received_bytes("lo") >= 0
     with refused(InputError, "'nic7'"):
-        cluster_links.port_bytes("nic7")
+        cluster_links.received_bytes("nic7")
 
 
-def row(name, seconds, **others):
-    return {"name": name, "pass": "forward", "seconds": seconds,
-            "port_received": [2.04e6], "expected": 2e6, "error": 1e-7, "tolerance": 2e-6,
-            **others}  # fmt: skip
+def row(name, seconds, error=1e-7, expected=2e6):
+    return cluster_rounds.Timed(
+        name=name, what="forward", run=lambda: None, seconds=seconds, received=[2.04e6],
+        expected=expected, error=error, tolerance=2e-6,
+    )  # fmt: skip
 
 
 def test_table_shows_medians_and_what_is_wrong():
     rows = [row("ring", [2.0, 1.0, 3.0]), row("team-2", [1.0], error=1e-3),
             row("odd", [4.0], expected=math.nan, error=math.nan)]  # fmt: skip
-    ring, team, odd = cluster_report.table(rows).splitlines()[3:6]
+    ring, team, odd = cluster_rounds.table(rows).splitlines()[3:6]
     assert ring.split() == ["ring", "2.000", "100%", "1.00", "2.040", "2.000", "+2.0%",
                             "1.0e-07"]  # fmt: skip
     assert team.split()[3] == "2.00"
     assert team.endswith("WRONG")
     assert odd.split()[1:] == ["4.000", "0%", "0.50", "2.040", "-", "-", "-"]
-    assert [cluster_report.is_wrong(x) for x in rows] == [False, True, False]
+    assert len(odd) == len(ring)
+    assert [x.is_wrong for x in rows] == [False, True, False]
 
 
 @pytest.fixture
@@ -229,26 +221,29 @@ def two_devices(monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda: two)
 
 
+@pytest.fixture
+def timed(monkeypatch):
+    """The rows of each table."""
+    tables, table = [], cluster_rounds.table
+    monkeypatch.setattr(cluster_rounds, "table", lambda rows: tables.append(rows) or table(rows))
+    return tables
+
+
 @pytest.mark.slow
-def test_schemes_and_steps_of_train_py_are_timed_in_one_process(tmp_path, two_devices, capsys):
-    path = tmp_path / "result.json"
-    sizes = dict(seq_len=16, heads=2, head_dim=4, layers=1, rounds=1, json=path)
+def test_schemes_and_steps_of_train_py_are_timed_in_one_process(two_devices, timed, capsys):
+    sizes = dict(seq_len=16, heads=2, head_dim=4, layers=1, rounds=1)
     settings = ClusterSettings(**sizes, passes=("forward",), schemes=("ring",))
     assert cluster.measure_joined(settings, emulated=False) == 0
-    found = json.loads(path.read_text())
-    assert found["settings"]["seq_len"] == 16
-    assert [row["name"] for row in found["rows"]] == ["ring"]
-    assert all(0 < row["error"] < row["tolerance"] for row in found["rows"])
-
     steps = ClusterSettings(**sizes, train=("dit",), schemes=("ring", "ulysses"))
     assert cluster.measure_joined(steps, emulated=False) == 0
-    rows = json.loads(path.read_text())["rows"]
-    assert [(row["name"], row["pass"]) for row in rows] == [
-        ("ring", "DiT step"), ("ulysses", "DiT step")]  # fmt: skip
+    (ring,), rows = timed
+    assert (ring.name, ring.what) == ("ring", "forward")
+    assert [(row.name, row.what) for row in rows] == [("ring", "DiT step"), ("ulysses", "DiT step")]
     # The first loss does not depend on the mesh; a step changes it.
     for row in rows:
-        assert row["error"] < row["tolerance"]
-        assert row["losses"][0] != row["losses"][1]
+        assert row.losses[0] != row.losses[1]
+    for row in (ring, rows[1]):
+        assert 0 <= row.error < row.tolerance
     assert "1 x 2 cpu devices" in capsys.readouterr().out
 
 
@@ -359,27 +354,27 @@ def test_rails_lead_to_other_nodes_and_inside(capfd):
 
 @pytest.mark.slow
 @needs_namespaces
-def test_bytes_and_times_of_an_emulated_cluster_are_those_expected(tmp_path):
+def test_bytes_and_times_of_an_emulated_cluster_are_those_expected():
     """Two nodes with half-duplex ports: each byte that one receives, the other one sends."""
-    path = tmp_path / "result.json"
     flags = "--nodes 2 --devices 1 --rate 20mbit --schemes ring --passes both --rounds 2 "
     flags += "--seq-len 256 --heads 8 --head-dim 32"
     done = subprocess.run(
-        [sys.executable, "benchmarks/cluster/run.py", *flags.split(), "--json", path],
+        [sys.executable, "benchmarks/cluster/run.py", *flags.split()],
         cwd=ROOT, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    (found,) = json.loads(path.read_text())["rows"]
-    expected = found["expected"]
+    assert "forward + backward" in done.stdout
+    assert f"command: python benchmarks/cluster/run.py {flags}\n" in done.stdout
+    (line,) = re.findall(r"^ring .*$", done.stdout, re.MULTILINE)
+    _, seconds, _, _, received, expected, _, error = line.split()
     sizes = dict(batch=1, seq_len=256, heads=8, kv_heads=8, head_dim=32)
     call = dict(sizes, dtype="float32", causal=True, layout="zigzag")
-    assert expected == st.communication(Degrees(ring=2), **call).total.received_bytes
-    assert min(found["port_received"]) == pytest.approx(expected, rel=0.05)
+    wanted = st.communication(Degrees(ring=2), **call).total.received_bytes / 1e6
+    assert float(expected) == pytest.approx(wanted, abs=1e-3)
+    assert float(received) == pytest.approx(wanted, rel=0.05)
     # The ports let no more through.
-    assert min(found["seconds"]) > 0.9 * 2 * expected * 8 / 20e6
-    assert 0 < found["error"] < found["tolerance"]
-    assert "forward + backward" in done.stdout
-    assert f"command: python benchmarks/cluster/run.py {flags} --json {path}\n" in done.stdout
+    assert float(seconds) > 0.9 * 2 * wanted * 8 / 20
+    assert 0 < float(error) < 2e-6
 
 
 def test_shared_program_runs_on_devices_in_the_order_of_the_mesh(tmp_path, request):
