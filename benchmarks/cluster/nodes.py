@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.cluster.links import Hub, bits_per_second, configure_ports
 from benchmarks.cluster.links import run as run_tool
 from startrail_jax.errors import InputError, UnsupportedError
+from trainer.config import check_minimum
 
 TOOLS = {"unshare": "util-linux", "setpriv": "util-linux",
          "mount": "util-linux", "ip": "iproute2", "tc": "iproute2"}  # fmt: skip
@@ -56,24 +57,21 @@ class Topology:
         ValueError: if a number or a rate is not above 0, or there are too many processes.
     """
 
-    nodes: int
+    nodes: int = 4
     """Number of nodes."""
-    devices: int = 1
+    devices: int = 4
     """Number of devices of a node."""
     rate: str = "100mbit"
-    """Rate of a port."""
+    """Rate of a port, which both directions share."""
     rails: bool = False
-    """Whether every device has a port of its own to the other nodes, or all of a node share one."""
+    """Whether each device has a port of its own, as GPUs of large clusters have, or all devices of
+    a node share one. With rails, every device has a process of its own."""
     inside: str | None = None
-    """With rails: rate of a device inside its node; None for no limit."""
+    """With rails: rate of a device inside its node, such as "800mbit". The default is no limit."""
 
     def __post_init__(self) -> None:
-        for name in ("nodes", "devices"):
-            if getattr(self, name) < 1:
-                raise InputError(
-                    f"{name} must be at least 1; got {name}={getattr(self, name)}. "
-                    "Name the nodes and the devices of a node, such as --nodes 4 --devices 4."
-                )
+        check_minimum("nodes", self.nodes, 1)
+        check_minimum("devices", self.devices, 1)
         if self.processes > MOST_PROCESSES:
             raise InputError(
                 f"An emulated cluster may have {MOST_PROCESSES} processes; got nodes={self.nodes}, "
@@ -166,7 +164,8 @@ def run(topology: Topology, command: Sequence[str], variables: Mapping[str, str]
     """
     if why := refusal():
         raise UnsupportedError(why)
-    request = json.dumps([dataclasses.asdict(topology), list(command), dict(variables)])
+    shape = {x.name: getattr(topology, x.name) for x in dataclasses.fields(Topology)}
+    request = json.dumps([shape, list(command), dict(variables)])
     supervisor = subprocess.Popen(
         # The kernel ends the first of these commands when this process ends, however that happens.
         ["setpriv", "--pdeathsig", "KILL", *unshare_command(),

@@ -49,7 +49,7 @@ SILENCE_SECONDS = 120
 """Time after which a silent process of an emulated cluster counts as lost: cores are few."""
 BFLOAT16_FLAG = "--xla_disable_hlo_passes=float-normalization-bf16"
 """Without it XLA's CPU backend sends bfloat16 as float32."""
-EMULATION_ONLY = ("rate", "inside")
+EMULATION_ONLY = ("nodes", "devices", "rate", "inside")
 
 
 def main(argv: list[str]) -> int:
@@ -65,7 +65,6 @@ def main(argv: list[str]) -> int:
 
 def emulate(settings: ClusterSettings, argv: list[str]) -> int:
     """Starts this program in all processes of an emulated cluster."""
-    topology = settings.topology
     if settings.train and settings.dtype != "float32":
         raise InputError(
             "dtype must be float32 for train on an emulated cluster, since XLA's CPU backend "
@@ -73,14 +72,14 @@ def emulate(settings: ClusterSettings, argv: list[str]) -> int:
             f"dtype={settings.dtype}, train={' '.join(settings.train)}. Leave out one of them."
         )
     # What is wrong with the sizes and the schemes is said before anything starts.
-    settings.check_length(len(topology.device_nodes))
-    schemes = named_schemes(settings.schemes, settings.call, topology.device_nodes)
+    settings.check_length(len(settings.device_nodes))
+    schemes = named_schemes(settings.schemes, settings.call, settings.device_nodes)
     sent = {settings.dtype, *(scheme.options.get("gradient_dtype") for scheme in schemes)}
     flags = [os.environ.get("XLA_FLAGS", "")]
     flags += [BFLOAT16_FLAG] * ("bfloat16" in sent)
     variables = {
         "JAX_PLATFORMS": "cpu",
-        "JAX_NUM_CPU_DEVICES": str(topology.devices_of_process),
+        "JAX_NUM_CPU_DEVICES": str(settings.devices_of_process),
         "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
         "XLA_FLAGS": " ".join(flags).strip(),
         "PYTHONUNBUFFERED": "1",
@@ -90,10 +89,10 @@ def emulate(settings: ClusterSettings, argv: list[str]) -> int:
         "OMP_NUM_THREADS": "1",
     }
     where = ["--distributed.coordinator", "{coordinator}", "--distributed.index", "{index}",
-             "--distributed.processes", str(topology.processes),
+             "--distributed.processes", str(settings.processes),
              "--distributed.timeout", str(SILENCE_SECONDS)]  # fmt: skip
     program = [sys.executable, str(Path(__file__).resolve()), *argv, *where]
-    return cluster_nodes.run(topology, program, variables)
+    return cluster_nodes.run(settings, program, variables)
 
 
 # In every process --------------------------------------------------------------------------------
@@ -108,7 +107,7 @@ def measure(settings: ClusterSettings, distributed: Distributed) -> int:
     changed = [x for x in EMULATION_ONLY if getattr(settings, x) != getattr(ClusterSettings(), x)]
     if changed and not emulated:
         raise InputError(
-            f"{', '.join(EMULATION_ONLY)} belong to emulated ports; got --distributed and "
+            f"{', '.join(EMULATION_ONLY)} belong to an emulated cluster; got --distributed and "
             f"{', '.join(f'{x}={getattr(settings, x)}' for x in changed)}. Leave them out."
         )
     silence_gloo()
@@ -173,7 +172,7 @@ def find_place(settings: ClusterSettings, *, emulated: bool) -> Any:
     """The devices of all processes, node by node.
 
     Raises:
-        ValueError: if nodes have different numbers of devices, or not those of the settings.
+        ValueError: if nodes have different numbers of devices.
     """
     import jax
     import numpy as np
@@ -183,7 +182,7 @@ def find_place(settings: ClusterSettings, *, emulated: bool) -> Any:
 
     devices = sorted(jax.devices(), key=lambda x: (x.process_index, x.id))
     if emulated:
-        per_node = settings.topology.devices
+        per_node = settings.devices
     else:
         own = np.array([zlib.crc32(socket.gethostname().encode()) >> 1], np.int32)
         hosts = np.asarray(multihost_utils.process_allgather(own)).ravel().tolist()
@@ -194,14 +193,6 @@ def find_place(settings: ClusterSettings, *, emulated: bool) -> Any:
             raise InputError(
                 "Every node must have the same number of devices; got "
                 f"{', '.join(map(str, counts.values()))}. Use the same on all."
-            )
-        found = {"nodes": len(counts), "devices": per_node}
-        wrong = [x for x in found if getattr(settings, x) not in (None, found[x])]
-        if wrong:
-            raise InputError(
-                "nodes and devices must be those of the cluster; got "
-                f"{', '.join(f'{x}={getattr(settings, x)}' for x in wrong)}, and there are "
-                f"{len(counts)} nodes of {per_node} devices. Leave them out."
             )
     return Place(devices=tuple(devices), devices_per_node=per_node, rails=settings.rails)
 

@@ -17,28 +17,14 @@ from startrail_jax.tokens.layout import Layout
 from trainer.config import MeshConfig, check_minimum
 from trainer.parallel.degrees import choose_degrees
 
-DEFAULT_NODES, DEFAULT_DEVICES = 4, 4
 PASSES = ("forward", "both")
 LOCAL_LAYERS = 5
 """Layers with a window before one without, as in Gemma 3."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClusterSettings:
-    """What to time, and on which cluster."""
-
-    nodes: int | None = None
-    """Number of nodes. The default is 4 emulated nodes, or those that exist."""
-    devices: int | None = None
-    """Number of devices of a node. The default is 4 simulated devices, or those that exist."""
-    rate: str = "100mbit"
-    """Rate of an emulated port, which both directions share."""
-    rails: bool = False
-    """Whether each emulated device has a port of its own, as GPUs of large clusters have, or all
-    devices of a node share one. With rails, every device has a process of its own."""
-    inside: str | None = None
-    """With rails: rate of a device inside its emulated node, such as "800mbit". The default is no
-    limit."""
+class ClusterSettings(Topology):
+    """What to time, and on which cluster. The topology is that of emulated nodes."""
 
     schemes: tuple[str, ...] = ("ring", "train-default")
     """What to time, such as "ring", "startrail-2", "team-4" or "group=2,ring=4,team=2"; the first
@@ -74,8 +60,9 @@ class ClusterSettings:
     """Network interface whose bytes are counted. The default is the emulated port, or none."""
 
     def __post_init__(self) -> None:
-        sizes = ("nodes", "devices", "kv_heads", "window")
-        for name in (*sizes, "batch_size", "seq_len", "heads", "head_dim", "layers", "rounds"):
+        super().__post_init__()
+        sizes = ("batch_size", "seq_len", "heads", "head_dim", "layers")
+        for name in (*sizes, "kv_heads", "window", "rounds"):
             if getattr(self, name) is not None:
                 check_minimum(name, getattr(self, name), 1)
         if self.window is not None and not self.causal:
@@ -86,19 +73,6 @@ class ClusterSettings:
         for name in ("schemes", "passes"):
             if not getattr(self, name):
                 raise InputError(f"{name} must name one at least; got none. Leave the flag out.")
-        # Raises if the topology is none.
-        assert self.topology
-
-    @property
-    def topology(self) -> Topology:
-        """The emulated cluster."""
-        return Topology(
-            nodes=self.nodes or DEFAULT_NODES,
-            devices=self.devices or DEFAULT_DEVICES,
-            rate=self.rate,
-            rails=self.rails,
-            inside=self.inside,
-        )
 
     @property
     def num_kv_heads(self) -> int:

@@ -132,7 +132,7 @@ def test_scheme_that_is_none_is_refused(text, message):
 def test_default_of_train_py_follows_the_heads_and_the_nodes():
     for kv_heads, nodes in ((16, 16), (4, 4), (4, 1)):
         settings = ClusterSettings(nodes=nodes, devices=16 // nodes, kv_heads=kv_heads)
-        places = settings.topology.device_nodes
+        places = settings.device_nodes
         assert (len(places), len(set(places))) == (16, nodes)
         (found,) = named_schemes(("train-default",), settings.call, places)
         wanted = choose_degrees(MeshConfig(), 16, settings.call, nodes=places, platform="cpu")
@@ -182,9 +182,9 @@ def test_length_that_the_devices_do_not_divide_is_refused_first(monkeypatch, fla
     assert started == ["cluster"]
 
 
-def test_rate_of_a_real_cluster_is_refused():
-    settings = ClusterSettings(rate="5mbit")
-    with refused(InputError, "rate=5mbit"):
+def test_topology_of_a_real_cluster_is_refused():
+    settings = ClusterSettings(rate="5mbit", nodes=3)
+    with refused(InputError, "nodes=3, rate=5mbit"):
         cluster.measure(settings, cluster.Distributed(on=True))
 
 
@@ -274,11 +274,6 @@ def test_random_batch_is_one_of_the_run(kind):
         assert (found.shape, found.dtype) == (like.shape, like.dtype)
 
 
-def test_devices_that_are_not_there_are_refused(two_devices):
-    with refused(InputError, nodes=3):
-        cluster.find_place(ClusterSettings(nodes=3, devices=2), emulated=False)
-
-
 # The network -------------------------------------------------------------------------------------
 
 
@@ -318,7 +313,7 @@ def test_nodes_end_with_their_launcher(number):
     marker = f"{1000 + os.getpid() + number / 100}"
     code = (
         "from benchmarks.cluster import nodes; "
-        f"nodes.run(nodes.Topology(nodes=2), ['sleep', '{marker}'], {{}})"
+        f"nodes.run(nodes.Topology(nodes=2, devices=1), ['sleep', '{marker}'], {{}})"
     )
     launcher = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.DEVNULL)
     try:
@@ -333,7 +328,7 @@ def test_nodes_end_with_their_launcher(number):
 @needs_namespaces
 def test_process_that_fails_ends_the_others_and_is_heard(capfd):
     command = ["sh", "-c", "if [ $0 = 1 ]; then echo so it goes; exit 3; fi; sleep 60", "{index}"]
-    assert cluster_nodes.run(Topology(nodes=3), command, {}) == 1
+    assert cluster_nodes.run(Topology(nodes=3, devices=1), command, {}) == 1
     shown = capfd.readouterr().err
     assert "process 1 ended with status 3\nso it goes" in shown
     assert not list(cluster_nodes.PRIVATE_FOLDER.glob("process*.log"))
