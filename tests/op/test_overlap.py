@@ -1,5 +1,7 @@
 """What runs beneath every message: on hand-written texts, and in programs compiled for GPUs."""
 
+import re
+
 import jax
 import pytest
 
@@ -232,6 +234,7 @@ def test_loop_of_unknown_length_raises():
         collectives(module([loop("w", "inner")], NEVER, INNER))
 
 
+COPIES = re.compile("(wrapped_)?(copy|transpose)")
 # Keys and values of a device are 32 MiB, more than XLA joins in one message, as in real runs.
 SIZES = ["--tokens", "8192", "--heads", "32", "--kv-heads", "8"]
 LONG = "Ring Attention, 64"
@@ -243,13 +246,14 @@ SETTINGS = {
 
 
 def compiled_for(target, degrees, *flags, options=None):
-    """The hops of forward and backward of attention, compiled for `target`."""
+    """Forward and backward of attention, compiled for `target`: kernels, and hops of the ring."""
     sizes = benchmark.parse_attention([*SIZES, *flags])
     devices = gpu_topology(target, degrees.num_devices).devices
     mesh, lowered = benchmark.lowered_attention(sizes, degrees, devices)
     options = dict(st.compiler_options(mesh)) if options is None else options
     text = lowered.compile(compiler_options=options).as_text()
-    return read_roofline(text, GPUS["h100"]).hops(mesh)
+    roofline = read_roofline(text, GPUS["h100"])
+    return roofline.kernels, roofline.hops(mesh)
 
 
 def ring_bytes(setting, backward):
@@ -281,7 +285,7 @@ COMPILED += [("h100", "Ring Attention"), ("h200", LONG)]
 @pytest.mark.parametrize("backward", ["query", "kv"])
 @pytest.mark.parametrize(("target", "setting"), COMPILED)
 def test_every_hop_but_the_last_homecoming_is_beneath_attention(target, setting, backward):
-    hops = compiled_for(target, SETTINGS[setting], "--backward", backward)
+    kernels, hops = compiled_for(target, SETTINGS[setting], "--backward", backward)
     exposed = [hop for hop in hops if not hop.overlapped]
     assert [hop.name for hop in exposed if not hop.is_homecoming] == []
     assert 1 <= len(exposed) <= {"query": 1, "kv": 2}[backward]
@@ -289,6 +293,8 @@ def test_every_hop_but_the_last_homecoming_is_beneath_attention(target, setting,
     # Nothing has been missed: these are all the messages that there must be.
     moved = sum(hop.runs * hop.received_bytes for hop in hops)
     assert moved in ring_bytes(setting, backward)
+    # A round slices units at most; it copies none and brings none into another order.
+    assert [x.name for x in kernels if COPIES.match(x.name) and x.bytes > 1 << 21] == []
 
 
 @pytest.mark.slow
@@ -297,7 +303,7 @@ def test_every_hop_but_the_last_homecoming_is_beneath_attention(target, setting,
 def test_messages_between_inner_cycles_are_beneath_several_kernels(backward):
     """XLA starts a message as early as it takes to hide it, by its own estimate."""
     inner, degrees = 4, st.Degrees.ring_attention(16)
-    hops = compiled_for("h100", degrees, "--backward", backward, "--inner", str(inner))
+    _, hops = compiled_for("h100", degrees, "--backward", backward, "--inner", str(inner))
     assert all(hop.overlapped for hop in hops if not hop.is_homecoming)
     between = [
         hop for hop in hops if all((target - source) % inner == 0 for source, target in hop.groups)
@@ -316,7 +322,7 @@ def test_messages_between_inner_cycles_are_beneath_several_kernels(backward):
 def test_without_our_compiler_options_hops_are_exposed():
     """Otherwise the test above would show nothing, and `st.compiler_options` could go."""
     degrees = SETTINGS["Ring Attention"]
-    hops = compiled_for("h100", degrees, "--backward", "kv", options={})
+    _, hops = compiled_for("h100", degrees, "--backward", "kv", options={})
     assert [hop for hop in hops if not hop.overlapped and not hop.is_homecoming]
 
 
