@@ -1,6 +1,6 @@
 """The public callable: it checks its inputs, enters `shard_map` and dispatches.
 
-There are no maths here. `rings.py` computes attention inside `shard_map`, and `cache.py` holds the
+There are no maths here. `vjp.py` computes attention inside `shard_map`, and `cache.py` holds the
 methods that decode.
 """
 
@@ -27,7 +27,7 @@ from startrail_jax.devices.axes import device_kind, flat_axis
 from startrail_jax.devices.degrees import SEQUENCE_ROLES
 from startrail_jax.devices.nodes import mesh_crossing
 from startrail_jax.errors import BalanceWarning
-from startrail_jax.rings import collectives, rings, score_units
+from startrail_jax.rings import collectives, score_units, vjp
 from startrail_jax.rings.balance import from_zigzag, in_zigzag, to_zigzag
 from startrail_jax.rings.choices import choose
 from startrail_jax.rings.schedule import Schedule, ring_offsets
@@ -372,7 +372,7 @@ class Attention(Decoding):
             parts = 1 if schedule.exchange == "sparse" else self.degrees.head
             needed = collectives.needed_heads(kv_heads, parts, tensor)
             key, value = (collectives.copy_heads(x, needed, tensor) for x in (key, value))
-        out, lse = rings.sharded_attention(schedule, query, key, value, query_ids, key_ids, given)
+        out, lse = vjp.sharded_attention(schedule, query, key, value, query_ids, key_ids, given)
         if balances:
             out, lse = from_zigzag(ranks, out), from_zigzag(ranks, lse, 2)
         if padded is not None:  # For their gradients: what comes from padding goes nowhere.

@@ -41,7 +41,7 @@ LAYERS = (
     {OP},
     {"models"},
     {"trainer.durable", "trainer.errors", "trainer.places", "trainer.printable"},
-    {"trainer.packages", "trainer.stores", "trainer.sums"},
+    {"trainer.packages", "trainer.urls", "trainer.sums"},
     {"trainer.config"},
     {"trainer.objective"},
     {"trainer.run", "trainer.data"},

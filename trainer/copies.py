@@ -50,8 +50,8 @@ from trainer.run.folder import (
 )
 from trainer.run.settings import CHECKPOINTS_FOLDER, CONFIG_FILE
 from trainer.run.trackers import MLFLOW_FILE, WANDB_FILE
-from trainer.stores import batches, open_url, reading_store, short
 from trainer.sums import sha256_of
+from trainer.urls import batches, open_url, reading_store, short
 
 ID_FILE = "mirror.json"
 """Tells whether a folder and a store hold the same run."""

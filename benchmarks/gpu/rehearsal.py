@@ -3,8 +3,8 @@
 `alone` runs the work of one of them, to time it; `together` runs that of all, to check the results:
 `jax.vmap` over named axes serves the same collectives as a mesh.
 
-In `alone` the device's own program (both rules of `rings.concentric_attention`: rounds, merges,
-reorders and combination) is traced with stand-ins for the functions of `rings.collectives`, so that
+In `alone` the device's own program (both rules of `vjp.concentric_attention`: rounds, merges,
+reorders and combination) is traced with stand-ins for the functions of `collectives`, so that
 everything but the network is left:
 
     index                 an argument of the program: what depends on the device is not folded
@@ -36,7 +36,7 @@ from jaxtyping import Array, Int32
 import startrail_jax as st
 from startrail_jax.devices.axes import device_kind
 from startrail_jax.devices.degrees import ROLES, Axis
-from startrail_jax.rings import collectives, rings
+from startrail_jax.rings import collectives, vjp
 from startrail_jax.rings.schedule import Schedule
 
 
@@ -142,10 +142,10 @@ def _rules(
     jax would trace the forward rule apart, and what is sent there could not be returned.
     """
     q, k, v, dout = arrays
-    op: Any = rings.concentric_attention
+    op: Any = vjp.concentric_attention
     with (
         # Without its jit, which would remember another trace.
-        mock.patch.object(rings, "concentric_attention", op.fun.__wrapped__),
+        mock.patch.object(vjp, "concentric_attention", op.fun.__wrapped__),
         mock.patch.multiple(collectives, **stand_ins),
     ):
         (out, lse, _), residuals = op.fwd(schedule, q, k, v, None, None)

@@ -1,6 +1,6 @@
 """The rings: units of queries and keys, which come from all devices and go round.
 
-Here are steps 1 to 4 of `rings.py`, forward and backward. `schedule.py` says which units meet where
+Here are steps 1 to 4 of `vjp.py`, forward and backward. `schedule.py` says which units meet where
 and when, `ring_loop.py` moves what goes round.
 """
 
@@ -31,7 +31,7 @@ from startrail_jax.xla.ordering import recompute_in_backward
 
 @dataclass(frozen=True)
 class Concentric:
-    """How units come together on the rings: a transport of `rings.py`.
+    """How units come together on the rings: a transport of `vjp.py`.
 
     A device receives A - 1 shares for the queries; 2g(G - 1) for the keys (2g(2C - 1) in the way of
     the paper); 2gG in each of R - 1 hops of the ring; and A - 1 for the combination.

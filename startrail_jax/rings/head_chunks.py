@@ -1,6 +1,6 @@
 """Attention for some heads at a time, so that a device holds the units of few heads at once.
 
-Heads do not meet in attention. So the device runs the six steps of `rings.py` for one chunk of its
+Heads do not meet in attention. So the device runs the six steps of `vjp.py` for one chunk of its
 heads after the other, and what it gathers, sends and sums for a chunk is as much smaller as the
 chunk has fewer heads. All chunks together send the same bytes, in more messages.
 

@@ -127,7 +127,7 @@ class _Piece(Mask):
 
 @dataclass(frozen=True)
 class Sparse:
-    """How only the keys come that a mask shows: a transport of `rings.py`."""
+    """How only the keys come that a mask shows: a transport of `vjp.py`."""
 
     schedule: Schedule
     plan: SparsePlan

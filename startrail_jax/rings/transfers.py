@@ -1,6 +1,6 @@
 """What one device receives in each step of the schedule, in closed form.
 
-The steps are those of `startrail_jax.rings.rings`. `startrail_jax.analysis.cost` adds them up.
+The steps are those of `startrail_jax.rings.vjp`. `startrail_jax.analysis.cost` adds them up.
 """
 
 from __future__ import annotations

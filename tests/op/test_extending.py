@@ -17,7 +17,7 @@ from startrail_jax import masks
 from startrail_jax.blocks import xla
 from startrail_jax.blocks.base import Pair
 from startrail_jax.blocks.softmax import merge_precisely
-from startrail_jax.rings import collectives, rings, score_units
+from startrail_jax.rings import collectives, score_units, vjp
 from startrail_jax.rings.residuals import row_gradients
 from startrail_jax.testing import assert_exact
 
@@ -107,6 +107,6 @@ class Broadcast:
 @pytest.mark.parametrize("mask", ["causal", "packed", "window"])
 def test_a_scheme_of_another_traffic_is_one_class(monkeypatch, mask):
     """Forward, gradients, residuals and recomputation are those of the `custom_vjp` of all."""
-    assert isinstance(Broadcast, rings.Transport)
-    monkeypatch.setattr(rings, "_transport", lambda schedule: Broadcast)
+    assert isinstance(Broadcast, vjp.Transport)
+    monkeypatch.setattr(vjp, "_transport", lambda schedule: Broadcast)
     check(Case(degrees=st.Degrees(ring=4), mask=mask, layout="zigzag", heads="grouped"))

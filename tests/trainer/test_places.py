@@ -3,7 +3,7 @@
 import pytest
 
 from trainer.places import without_secret
-from trainer.stores import short
+from trainer.urls import short
 
 pytestmark = pytest.mark.quick
 

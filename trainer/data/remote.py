@@ -16,7 +16,7 @@ from trainer.data.files import TOKEN_KINDS, kind_of, walk_files
 from trainer.errors import StorageError
 from trainer.places import COPIES, is_in_store, text_of
 from trainer.printable import say
-from trainer.stores import batches, open_url, reading_store
+from trainer.urls import batches, open_url, reading_store
 
 Data = TypeVar("Data", bound=Any)
 

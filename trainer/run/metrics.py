@@ -26,7 +26,7 @@ from trainer.printable import printable
 from trainer.run.commands import command
 from trainer.run.folder import METRICS_FILE, drop_after, writing
 from trainer.run.trackers import End, Tracker
-from trainer.stores import short
+from trainer.urls import short
 
 TENSORBOARD_FOLDER = "tensorboard"
 

@@ -15,7 +15,7 @@ from trainer.config import TrainConfig
 from trainer.durable import replace_text
 from trainer.errors import MissingPackageError, RunError
 from trainer.run.settings import settings_of
-from trainer.stores import short
+from trainer.urls import short
 
 End = Literal["finished", "interrupted", "failed"]
 WANDB_FILE = "wandb.json"

@@ -1,4 +1,4 @@
-"""Concentric rings, forward and backward; they run inside a fully manual `shard_map`.
+"""The attention of all schemes as one `custom_vjp`; it runs inside a fully manual `shard_map`.
 
 `schedule.py` says which units meet where and when, and defines units, teams, groups and rings.
 Here the units move and are attended. The steps are:
