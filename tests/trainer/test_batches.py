@@ -8,6 +8,8 @@ import chex
 import jax
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as hst
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from refusals import refused
@@ -246,16 +248,39 @@ def test_position_in_the_same_order_goes_on(content, new_order):
     assert after.get_state()["content"] == "ab"
 
 
-def test_hosts_read_their_rows_of_the_same_batch():
-    sequences = counted(23, seq_len=6)
-    options = {"layout": Layout("zigzag", 3), "batch_size": 6, "end_of_document": 4}
-    whole = training(sequences, **options)
-    parts = [training(sequences, **options, rows=rows) for rows in [(0, 1, 4), (2, 3, 5)]]
-    for _ in range(7):
-        some, others = (next(part) for part in parts)
-        assert some.tokens.shape == (3, 6)
-        joined = jax.tree.map(lambda x, y: np.concatenate([x, y])[[0, 1, 3, 4, 2, 5]], some, others)
-        chex.assert_trees_all_equal(joined, next(whole))
+HOSTS = hst.lists(hst.integers(0, 3), min_size=12, max_size=12)
+LAYOUTS = hst.builds(Layout, hst.sampled_from(["contiguous", "zigzag"]), hst.integers(1, 3))
+
+
+@given(
+    windows=hst.integers(1, 40),
+    batch_size=hst.integers(1, 12),
+    seed=hst.integers(0, 3),
+    runs=hst.lists(hst.tuples(HOSTS, LAYOUTS, hst.integers(0, 5)), min_size=1, max_size=4),
+)
+def test_order_is_that_of_one_host_for_any_hosts_and_layouts_and_stops(
+    windows, batch_size, seed, runs
+):
+    """Each run goes on with the rows divided among other hosts, as a mesh divides them."""
+    sequences = counted(windows, seq_len=12)
+    options = {"batch_size": batch_size, "seed": seed, "end_of_document": 4}
+    natural, state = training(sequences, **options), None
+    for host_of_row, layout, steps in runs:
+        rows = [[i for i in range(batch_size) if host_of_row[i] == host] for host in range(4)]
+        hosts = {
+            tuple(own): training(sequences, **options, layout=layout, rows=own)
+            for own in rows
+            if own
+        }
+        for host in hosts.values():
+            if state is not None:
+                host.set_state(json.loads(json.dumps(state)))
+        for _ in range(steps):
+            whole = jax.tree.map(layout.permute, next(natural))
+            for own, host in hosts.items():
+                chex.assert_trees_all_equal(next(host), jax.tree.map(lambda x: x[[*own]], whole))  # noqa: B023
+        (state, *others) = [host.get_state() for host in hosts.values()]
+        assert all(other == state for other in others)
 
 
 def test_hosts_read_nothing_else():
