@@ -208,8 +208,8 @@ def _windows(settings: Mapping[str, Any], name: str, layers: int) -> tuple[int |
     is_qwen, is_other = kind.startswith("qwen"), kind not in PRETRAINED
     if is_qwen or is_other or kind == "smollm3":
         used = settings.get("use_sliding_window")
-        wanted = isinstance(used, bool | None)
-        _require(wanted, name, "use_sliding_window", "true or false", used)
+        is_flag = isinstance(used, bool | None)
+        _require(is_flag, name, "use_sliding_window", "true or false", used)
         if is_qwen or not is_other:
             window = window if used else None
             types = types if used or is_qwen else None
