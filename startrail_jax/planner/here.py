@@ -93,7 +93,6 @@ def measure_cluster(
     Raises:
         ValueError: if nodes differ in their number of devices.
     """
-
     everything = list(jax.devices() if devices is None else devices)
     numbers = nodes_of(everything, devices_per_node)
     nodes = [[d for d, n in zip(everything, numbers, strict=True) if n == node]
@@ -168,7 +167,6 @@ class _Probe:
     """Sends messages between devices, and times them."""
 
     def __init__(self, devices: Sequence[Any]) -> None:
-
         self.mesh = Mesh(np.array(list(devices)), ("device",))
 
     def speed(self, pairs: Pairs) -> LinkSpeed:
@@ -193,7 +191,6 @@ class _Probe:
             hop: seconds of a short message to the next device.
             size: neighbours that gather.
         """
-
         mesh = Mesh(self.mesh.devices.reshape(-1, size), ("node", "device"))
         axis = Axis(("device",), size)
 
@@ -209,7 +206,6 @@ class _Probe:
 
     def _hop(self, pairs: Pairs, size: int) -> float:
         """Seconds of a message of so many bytes, in the middle of several of them."""
-
         axis = Axis(("device",), self.mesh.size)
         count = _CHAIN if size == SMALL else _LARGE_CHAIN
 
@@ -249,7 +245,6 @@ class _Probe:
 
 def timed(function: Callable[..., Any], *arguments: Any) -> float:
     """Seconds of a call, the median of several, after one that compiles."""
-
     jax.block_until_ready(function(*arguments))
     seconds = []
     for _ in range(_REPEATS):
@@ -295,7 +290,6 @@ def jax_share() -> float:
 
 def _memory_of(device: Any) -> int:
     """Bytes of memory that a device has for jax."""
-
     own = jax.local_devices()[0]
     stats = own.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
@@ -308,7 +302,6 @@ def _memory_of(device: Any) -> int:
 
 def _product_rate(links: _Probe, dtype: str, is_cpu: bool) -> float:
     """FLOP/s in a gated MLP with its norm and its sum, as layers have it."""
-
     tokens, width, hidden = (128, 256, 512) if is_cpu else (8192, 4096, 11_008)
 
     def layer(x: Any, up: Any, gate: Any, down: Any) -> Any:
@@ -331,7 +324,6 @@ def _attention_rates(
     links: _Probe, head_dim: int, dtype: str, is_cpu: bool, causal: bool
 ) -> tuple[float, float]:
     """FLOP/s of the attention of this package on one device, forward and backward."""
-
     count = links.mesh.size
     tokens, heads = (512, 2) if is_cpu else (16_384, 8)
     # Each device has a sequence of its own.

@@ -231,62 +231,64 @@ def _parts(sizes: StepSizes) -> Iterator[Part]:
 
 def _saved(sizes: StepSizes) -> Part:
     """What layers save for the backward pass: see `remat.rematerialised`."""
+    model = sizes.model
     name, tensor = "saved for the backward pass", sizes.degrees.tensor
     if sizes.remat == "none":
         # A derivative needs float32 arrays of norms, residuals and modulations, 16-bit operands of
         # products, query, key, value and output, and six arrays of the MLP's hidden channels. Below
         # level 3 a tile of the MLP saves its input alone, and float32 copies of the weights are
         # saved too; at level 3 a policy names what is saved, also in a tile.
-        hidden = sizes.tokens * sizes.model.mlp_width // tensor * sizes.model.itemsize
+        hidden = sizes.tokens * model.mlp_width // tensor * model.itemsize
         tiled = sizes.tile < sizes.tokens
         if sizes.zero == 3:
-            wide = np.where(tiled, 7, 8) if sizes.model.modulated else 8
-            narrow = np.where(tiled, 4, 3) if sizes.model.modulated else 1
+            wide = np.where(tiled, 7, 8) if model.modulated else 8
+            narrow = np.where(tiled, 4, 3) if model.modulated else 1
             layer = 6 * hidden
         else:
-            wide, narrow = 8 if sizes.model.modulated else np.where(tiled, 3, 6), 3
+            wide, narrow = 8 if model.modulated else np.where(tiled, 3, 6), 3
             layer = np.where(tiled, 0, 6 * hidden) + FLOAT32 * sizes.layer_elements
         # What is exchanged, or joined from parts, is saved before and after.
         exchanged = (sizes.degrees.head > 1) & np.asarray(sizes.in_rings, bool)
         outs = np.where(exchanged | (sizes.head_chunks > 1), 2, 1)
-        layer = layer + (wide * FLOAT32 // sizes.model.itemsize + narrow) * sizes.stream
+        layer = layer + (wide * FLOAT32 // model.itemsize + narrow) * sizes.stream
         layer = layer + _shard_bytes(sizes, 1 + outs, 1)
         if sizes.keep_gathered:
             # In place of the shards.
             layer += _unit_bytes(sizes, sizes.degrees.team - 1, sizes.degrees.group - 1)
-        return Part(name=name, size=sizes.model.layers * layer, exact=False)
+        return Part(name=name, size=model.layers * layer, exact=False)
     layer = sizes.stream
     if sizes.remat == "attention_saved":
         # With `head` > 1 the output is saved both before and after the exchange.
         exchanged = (sizes.degrees.head > 1) & np.asarray(sizes.in_rings, bool)
         outs = np.where(exchanged, 2, 1)
-        of_head = outs * sizes.model.head_dim * sizes.model.itemsize + FLOAT32
-        layer += sizes.tokens * (sizes.model.heads // tensor) * of_head
+        of_head = outs * model.head_dim * model.itemsize + FLOAT32
+        layer += sizes.tokens * (model.heads // tensor) * of_head
         if sizes.keep_gathered:
             layer += _unit_bytes(sizes, sizes.degrees.team, sizes.degrees.group)
-    return Part(name=name, size=sizes.model.layers * layer, host=sizes.offload)
+    return Part(name=name, size=model.layers * layer, host=sizes.offload)
 
 
 def _gathered_and_summed(sizes: StepSizes) -> Iterator[Part]:
     """Weights in the type in which they are used, and float32 gradients until they are summed."""
+    model = sizes.model
     mlp = _mlp_elements(sizes)
     if sizes.zero in (1, 2):
-        yield Part(name="weights, as used", size=sizes.model.itemsize * sizes.whole_elements)
+        yield Part(name="weights, as used", size=model.itemsize * sizes.whole_elements)
         # A collective puts shards one after another. XLA brings them in order once, for all layers,
         # and keeps both until the backward pass of the last layer, which it takes out of the loop
         # over layers; it does not where that is itself in a loop.
-        moved = sizes.model.itemsize * sizes.moved_elements if sizes.accumulation == 1 else 0
+        moved = model.itemsize * sizes.moved_elements if sizes.accumulation == 1 else 0
         for phase in (FORWARD, LOSS):
             yield Part(name="weights, moved", size=moved, exact=False, phase=phase)
     else:
         # The weights of the MLP are used up when attention runs: `_mlp_bytes` has them.
-        used = sizes.model.itemsize * (sizes.layer_elements * sizes.period - mlp)
+        used = model.itemsize * (sizes.layer_elements * sizes.period - mlp)
         yield Part(name="weights of layers, as used", size=used, exact=False, phase=LAYER)
     if sizes.loops > 1:
         # Each loop goes over a part of the stacked weights, which is a copy.
         copied = sizes.stacked_bytes
         if sizes.zero in (1, 2):
-            copied = sizes.model.itemsize * sizes.model.layers * sizes.layer_elements
+            copied = model.itemsize * model.layers * sizes.layer_elements
         yield Part(name="weights of layers, for each loop", size=copied, exact=False)
     # From level 2 on, the gradients of a layer are summed while the next layer computes, of which
     # those of the MLP are there when attention runs.
@@ -306,11 +308,10 @@ def _gathered_and_summed(sizes: StepSizes) -> Iterator[Part]:
 
 def _shard_bytes(sizes: StepSizes, queries: Amount, pairs: Amount) -> Amount:
     """Bytes of so many arrays like a device's query, and so many pairs of key and value."""
+    model = sizes.model
     tensor = sizes.degrees.tensor
-    heads = queries * (sizes.model.heads // tensor) + 2 * pairs * np.maximum(
-        sizes.model.kv_heads // tensor, 1
-    )
-    return sizes.tokens * heads * sizes.model.head_dim * sizes.model.itemsize
+    heads = queries * (model.heads // tensor) + 2 * pairs * np.maximum(model.kv_heads // tensor, 1)
+    return sizes.tokens * heads * model.head_dim * model.itemsize
 
 
 def _unit_bytes(sizes: StepSizes, query_shares: Amount, key_shares: Amount) -> Amount:
@@ -323,12 +324,13 @@ def _unit_elements(
     sizes: StepSizes, query_shares: Amount, key_shares: Amount
 ) -> tuple[Amount, Amount]:
     """Elements of so many shares of the query, and of so many of the key."""
+    model = sizes.model
     degrees = sizes.degrees
-    heads, parts = sizes.model.heads // degrees.tensor, degrees.head * degrees.tensor
+    heads, parts = model.heads // degrees.tensor, degrees.head * degrees.tensor
     # Where there are fewer key heads than devices along `head`, each device has one.
-    keys = np.maximum(sizes.model.kv_heads // parts, 1) * degrees.head
-    query = query_shares * sizes.tokens * heads * sizes.model.head_dim
-    return query, key_shares * sizes.tokens * keys * sizes.model.head_dim
+    keys = np.maximum(model.kv_heads // parts, 1) * degrees.head
+    query = query_shares * sizes.tokens * heads * model.head_dim
+    return query, key_shares * sizes.tokens * keys * model.head_dim
 
 
 def _of_chunks(sizes: StepSizes, attention: Amount) -> Amount:
@@ -383,9 +385,10 @@ def _attention_bytes(sizes: StepSizes) -> Amount:
 def _sparse_elements(sizes: StepSizes) -> tuple[Amount, Amount, Amount]:
     """Elements of the query of a device, of its key, and of the keys that it receives, where only
     those are sent that a window shows."""
+    model = sizes.model
     tensor = sizes.degrees.tensor
-    key = np.maximum(sizes.model.kv_heads // tensor, 1) * sizes.model.head_dim
-    query = sizes.model.heads // tensor * sizes.model.head_dim
+    key = np.maximum(model.kv_heads // tensor, 1) * model.head_dim
+    query = model.heads // tensor * model.head_dim
     return sizes.tokens * query, sizes.tokens * key, sizes.sparse_keys * key
 
 
@@ -408,31 +411,26 @@ def _sparse_attention_bytes(sizes: StepSizes) -> Amount:
 
 def _mlp_elements(sizes: StepSizes) -> Amount:
     """Elements of the matrices of one MLP on a device."""
-    return (
-        sizes.model.mlp_matrices
-        * sizes.model.width
-        * (sizes.model.mlp_width // sizes.degrees.tensor)
-    )
+    model = sizes.model
+    return model.mlp_matrices * model.width * (model.mlp_width // sizes.degrees.tensor)
 
 
 def _mlp_bytes(sizes: StepSizes) -> Amount:
     """The backward pass of one MLP, one tile at a time: hidden channels, and the loop's weights."""
+    model = sizes.model
     tile = np.minimum(sizes.tile, sizes.tokens)
-    hidden = sizes.model.mlp_width // sizes.degrees.tensor
-    activations = 2 * sizes.model.mlp_matrices * tile * hidden * sizes.model.itemsize
+    hidden = model.mlp_width // sizes.degrees.tensor
+    activations = 2 * model.mlp_matrices * tile * hidden * model.itemsize
     weights = _mlp_elements(sizes)
-    used = 0 if sizes.zero in (1, 2) else sizes.model.itemsize * weights
+    used = 0 if sizes.zero in (1, 2) else model.itemsize * weights
     return activations + used + np.where(tile < sizes.tokens, FLOAT32 * weights, 0)
 
 
 def _loss_bytes(sizes: StepSizes) -> Amount:
     """Outputs and their float32 gradient, one tile at a time, and the head as it is used."""
+    model = sizes.model
     tokens = sizes.tokens // sizes.degrees.tensor
     tile = np.minimum(sizes.tile, tokens)
-    outputs = 2 * tile * sizes.model.outputs * FLOAT32
-    head = (
-        0
-        if sizes.zero in (1, 2)
-        else sizes.model.outputs * sizes.model.width * sizes.model.itemsize
-    )
+    outputs = 2 * tile * model.outputs * FLOAT32
+    head = 0 if sizes.zero in (1, 2) else model.outputs * model.width * model.itemsize
     return outputs + head + 4 * sizes.stream

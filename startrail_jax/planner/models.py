@@ -191,10 +191,10 @@ def is_size(number: Any) -> bool:
     return type(number) is int and number >= 1
 
 
-def _named(name: str, sizes: str, **others: Any) -> ModelSizes:
+def _named(name: str, *sizes: int, **others: Any) -> ModelSizes:
     """A model of width, layers, heads, key heads, channels of a head, MLP and outputs."""
     names = ("width", "layers", "heads", "kv_heads", "head_dim", "mlp_width", "outputs")
-    return ModelSizes(name=name, **dict(zip(names, map(int, sizes.split()), strict=True)), **others)
+    return ModelSizes(name=name, **dict(zip(names, sizes, strict=True)), **others)
 
 
 _PAPER: dict[str, Any] = {"seq_len": 524_288}
@@ -202,15 +202,17 @@ _PAPER: dict[str, Any] = {"seq_len": 524_288}
 # https://arxiv.org/abs/2407.21783, table 3; Qwen3, https://arxiv.org/abs/2505.09388, and the
 # config.json of Qwen/Qwen3-8B.
 _GIVEN = (
-    _named("gpt_3b", "4096 16 32 32 128 16384 50304", mlp_matrices=2, tied_head=True, **_PAPER),
-    _named("gpt_7b", "4096 32 32 32 128 11008 32000", **_PAPER),
     _named(
-        "dit_1b", "1536 24 24 24 64 6144 64", mlp_matrices=2, classes=1000, average=True,
+        "gpt_3b", 4096, 16, 32, 32, 128, 16_384, 50_304, mlp_matrices=2, tied_head=True, **_PAPER,
+    ),
+    _named("gpt_7b", 4096, 32, 32, 32, 128, 11_008, 32_000, **_PAPER),
+    _named(
+        "dit_1b", 1536, 24, 24, 24, 64, 6144, 64, mlp_matrices=2, classes=1000, average=True,
         **DIT, **_PAPER,
     ),
-    _named("llama3_8b", "4096 32 32 8 128 14336 128256"),
-    _named("llama3_70b", "8192 80 64 8 128 28672 128256"),
-    _named("qwen3_8b", "4096 36 32 8 128 12288 151936", qk_norm=True),
+    _named("llama3_8b", 4096, 32, 32, 8, 128, 14_336, 128_256),
+    _named("llama3_70b", 8192, 80, 64, 8, 128, 28_672, 128_256),
+    _named("qwen3_8b", 4096, 36, 32, 8, 128, 12_288, 151_936, qk_norm=True),
 )  # fmt: skip
 MODELS = {model.name: model for model in _GIVEN}
 """The models that have a name."""
