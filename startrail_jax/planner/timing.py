@@ -91,6 +91,8 @@ class Timing:
         unique, form = np.unique(columns.astype(np.int64), axis=1, return_inverse=True)
         self._form = form.ravel()
         """Of each setting, the number of its degrees and kind of ring."""
+        self._rows = np.split(np.argsort(self._form), np.cumsum(np.bincount(self._form))[:-1])
+        """The settings of each of these numbers."""
         self._forms = [
             self._steps(
                 Degrees(**dict(zip(ROLES, degrees, strict=True))),
@@ -144,8 +146,9 @@ class Timing:
         forms = [_with_rounds(x, window) for x in self._forms]
         outer = np.array([len(x.offsets) // x.options.inner for x in forms])
         forward = self._moves([x.ring() for x in forms], backward=False)
-        backward = self._moves([x.gradient_ring(x.traveller) for x in forms], backward=True)
-        return _Turns(forward, backward, outer[self._form])
+        travellers = [x.traveller for x in self._forms]
+        backward = [x.gradient_ring(side) for x, side in zip(forms, travellers, strict=True)]
+        return _Turns(forward, self._moves(backward, backward=True), outer[self._form])
 
     def _moves(self, passes: Sequence[Sequence[Transfer]], *, backward: bool) -> list[Move]:
         """The transfers of all settings, those of one step and kind together."""
@@ -208,7 +211,7 @@ class Timing:
             far = np.minimum(far, places - far)
             if far.max() <= 1:
                 continue
-            mine = np.flatnonzero(self._form == number)
+            mine = self._rows[number]
             inside = 1 if step.startswith("outer") else self.links.inside["ring"][mine, None]
             last[mine] = np.minimum(inside, far).mean(-1)
         return last

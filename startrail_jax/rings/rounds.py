@@ -129,21 +129,24 @@ def ring_offsets(rounds: Rounds, seq_len: int) -> tuple[int, ...]:
     if isinstance(mask, (Full, Causal)):
         return tuple(ring)
     if (window := causal_window(mask)) is not None:
-        needed = _places_of_window(rounds, seq_len, window)
+        count, zigzag = rounds.ring.degree, rounds.layout.kind == "zigzag"
+        needed = _places_of_window(count, rounds.inner, zigzag, seq_len, window)
         return tuple(offset for offset in ring if offset // rounds.inner in needed)
     met = mask.meet(*rounds.units_that_meet(seq_len, ring))
     needed = {offset // rounds.inner for offset in ring if met[offset].any()}
     return tuple(offset for offset in ring if offset // rounds.inner in {0, *needed})
 
 
-def _places_of_window(rounds: Rounds, seq_len: int, window: int) -> set[int]:
+@functools.lru_cache(maxsize=1024)
+def _places_of_window(
+    ring: int, inner: int, zigzag: bool, seq_len: int, window: int
+) -> frozenset[int]:
     """The places of the outer cycle at which a causal window lets some queries see some keys.
 
     Group and team together bring all keys of a block to all queries of another. A block is one run
     of tokens, and under zigzag a second one, as far from the end of the sequence.
     """
-    ring, inner = rounds.ring.degree, rounds.inner
-    count, places = ring * (2 if rounds.layout.kind == "zigzag" else 1), ring // inner
+    count, places = ring * (2 if zigzag else 1), ring // inner
     run, last = seq_len // count, np.arange(count)
     first = np.maximum((last * run - window + 1) // run, 0)
     block = np.minimum(last, 2 * ring - 1 - last)
@@ -157,4 +160,4 @@ def _places_of_window(rounds: Rounds, seq_len: int, window: int) -> set[int]:
         np.add.at(steps, near, 1)
         np.add.at(steps, near + np.minimum(high - low, places - 1) + 1, -1)
     met = np.cumsum(steps[:-1]) > 0
-    return {0, *np.flatnonzero(met[:places] | met[places:]).tolist()}
+    return frozenset({0, *np.flatnonzero(met[:places] | met[places:]).tolist()})

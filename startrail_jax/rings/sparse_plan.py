@@ -135,9 +135,10 @@ class SparsePlan:
         """Keys, and gradients of keys, that each of so many ranks receives in permutes."""
         keys, gradients = np.zeros((2, ranks), int)
         for move in self.moves:
-            for source, target in move.pairs:
-                keys[target] += move.length
-                gradients[source] += move.length
+            # Each rank sends at most one message of a move, and receives at most one.
+            sources, targets = np.reshape(move.pairs, (-1, 2)).astype(int).T
+            keys[targets] += move.length
+            gradients[sources] += move.length
         return keys, gradients
 
     @property

@@ -5,6 +5,7 @@ The steps are those of `startrail_jax.rings.vjp`. `startrail_jax.analysis.cost` 
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -285,11 +286,11 @@ class Steps:
             between = [*between[1:], (-direction * outer[-1], direction if inner > 1 else 0)]
         turns = []
         for name, hops in ((step, within), (f"outer {step}" if inner > 1 else step, between)):
-            copies = len(hops) * members
-            turn = _copies(
-                name, "collective_permute", "ring", copies, tensors, rows, hops=tuple(hops)
-            )
-            turns.append(replace(turn, inner=inner))
+            permute, copies = (name, "collective_permute", "ring"), len(hops) * members
+            if hops:
+                turns.append(
+                    _copies(*permute, copies, tensors, rows, hops=tuple(hops), inner=inner)
+                )
         return turns
 
     def combination(self) -> list[Transfer]:
@@ -305,7 +306,7 @@ class Steps:
             _copies("combine", "all_reduce", "team", 2, 0, all_reduce_bytes(team * lse, team)),
         ]
 
-    @property
+    @functools.cached_property
     def traveller(self) -> Side:
         """Which side goes round the ring in the backward pass."""
         degrees = self.degrees
@@ -420,6 +421,7 @@ def _copies(
     rows: int = 0,
     *,
     hops: tuple[tuple[int, int] | None, ...] = (),
+    inner: int = 1,
 ) -> Transfer:
     """A transfer of `copies` buffers of `tensors` + `rows` bytes each."""
     return Transfer(
@@ -427,6 +429,7 @@ def _copies(
         collective=collective,
         roles=(roles,) if isinstance(roles, str) else roles,
         hops=hops,
+        inner=inner,
         tensor_bytes=copies * tensors,
         row_bytes=copies * rows,
     )
