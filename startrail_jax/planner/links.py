@@ -278,14 +278,17 @@ class Links:
         for n, k in {*zip(size.tolist(), inside.tolist(), strict=True)}:
             mine = (size == n) & (inside == k)
             nodes = np.arange(n) // k
+            through = np.zeros(nodes[-1] + 1)
             for receivers, share in halving(n):
                 goals = nodes[np.asarray(receivers)]
                 leaves = nodes != goals
                 ends = np.concatenate([nodes[leaves], goals[leaves]])
-                across[mine] += np.bincount(ends, minlength=1).max() / (2 * k) * share
+                through += np.bincount(ends, minlength=len(through)) * float(share)
                 moves = np.asarray(receivers) != np.arange(n)
                 staying[mine] += (moves & ~leaves).sum() / n * share
                 steps[mine] += moves.any()
+            # Over a number of devices that is no power of 2, other ports work while one rests.
+            across[mine] = through.max() / (2 * k)
         per_node = self.cluster.gpus_per_node
         latency = np.where(across > 0, self.cluster.latency, self.cluster.inside_latency) * steps
         return self._cost(

@@ -527,8 +527,9 @@ def test_predictions_follow_what_emulated_clusters_measured():
     assert np.mean(errors < 0.15) > 0.92
     assert np.median(ranks) == 1
     assert sorted(ranks)[1] > 0.9
-    assert sum(x <= 1.1 for x in picks) >= len(picks) - 2
-    assert max(picks) < 1.17
+    # All but one, in which the two settings were as fast when they were timed again.
+    assert sorted(picks)[-2] < 1.1
+    assert max(picks) < 1.16
 
 
 def test_choice_among_all_settings_is_what_emulated_clusters_measured_as_fastest():
