@@ -184,6 +184,7 @@ def describe(choice: Prediction) -> str:
 _WAITS = {
     "attention": "computes attention for {} more",
     "products": "computes matrix products for {} more",
+    "other kernels": "moves bytes between matrix products for {} more",
     "recomputation": "recomputes for {} more",
     "optimizer": "spends {} more in the optimizer",
     "attention waits": "waits {} more for the messages of attention",

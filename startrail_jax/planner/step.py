@@ -20,7 +20,7 @@ _ADAM_BYTES = 28
 _LARGEST_TILE = 2048
 
 # What adds up to the seconds of a step.
-COMPUTE = ("attention", "products", "recomputation", "optimizer")
+COMPUTE = ("attention", "products", "other kernels", "recomputation", "optimizer")
 """The parts in which kernels run."""
 EXPOSED = ("attention waits", "tensor waits", "zero waits", "offload waits")
 """The parts in which a device waits for messages."""
@@ -112,6 +112,7 @@ class Step:
         return {
             "attention": compute,
             "products": layers * 3 * layer + head,
+            "other kernels": self._between(savings.remat != "none"),
             "recomputation": layers * again + repeats * forward.compute,
             "optimizer": _ADAM_BYTES * shard / self.cluster.gpu.memory_rate,
             "attention waits": waits,
@@ -161,6 +162,21 @@ class Step:
         """Seconds of the matrix products of all tokens with so many weights, forward."""
         flops = 2 * self.tokens * elements / self.settings.tensor
         return flops / (self.timing.speed * self.cluster.gpu.matrix_efficiency)
+
+    def _between(self, repeats: bool) -> np.ndarray:
+        """Seconds of the kernels between the matrix products, by the bytes that they move.
+
+        In the forward pass of a layer, sums and norms read and write four arrays of the width for
+        attention and four for the MLP; rotary positions move query and key, and the gate its hidden
+        channels. The backward pass moves twice as much. The loss writes float32 outputs, reads them
+        twice and writes their gradient.
+        """
+        model, tensor = self.call.model, self.settings.tensor
+        heads = 2 * (model.heads + model.kv_heads) * model.head_dim
+        elements = 8 * model.width + (heads + model.mlp_matrices * model.mlp_width) / tensor
+        layers = model.layers * (3 + repeats) * elements * model.itemsize
+        moved = self.tokens * (layers + 4 * _FLOAT32 * model.outputs / tensor)
+        return moved / self.cluster.gpu.memory_rate
 
     def _tensor_sum(self) -> Cost:
         """One sum over `tensor` of an activation [tokens, width]."""
